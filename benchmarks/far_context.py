@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m benchmarks.far_context --out benchmarks/results/far_context_cpu.md
 
 Each model is trained by `megakernel pretrain benchmarks/far_context.yaml` on `benchmarks.repositories`, whose documents
-are longer than any row, and measured by `megakernel evaluate`. The learning rate is constant, so `--tokens` may be
+are longer than any sequence, and measured by `megakernel evaluate`. The learning rate is constant, so `--tokens` may be
 raised later: runs go on where they stand. Runs lie in runs/far_context; what is done is read, not repeated.
 """
 

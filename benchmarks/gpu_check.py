@@ -154,7 +154,7 @@ def _pretrain(size: str, mechanism: str, seq_len: int) -> Check:
     }
     overrides = (f"{key}={value}" for key, value in keys.items())
     command = (*CLI, "pretrain", f"configs/pretrain-{size}.yaml", "--nproc", "1")
-    return Check(f"{size}, {mechanism}, rows of {seq_len:,}", (*command, *overrides))
+    return Check(f"{size}, {mechanism}, sequences of {seq_len:,}", (*command, *overrides))
 
 
 CALL = (PYTHON, "-m", "benchmarks.gpu_check", "call")
@@ -199,7 +199,7 @@ PARTS = {
 
 
 def call(device: str = "cuda", length: int = 1000) -> torch.Tensor:
-    """The output of one token behind a row that a FLuRKA layer has gone through forward and backward."""
+    """The output of one token behind a sequence that a FLuRKA layer has gone through forward and backward."""
     from megakernel import attention
 
     layer = attention.build("flurka", num_heads=4, num_kv_heads=2, head_dim=64).to(device)

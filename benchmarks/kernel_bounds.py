@@ -229,46 +229,46 @@ def _statements(file: str, line: int) -> list[str]:
 
 
 Sizes = Any
-"""The compile-time arguments of a launch: CUT, NEAR and PHI, see the arguments of the kernels."""
+"""The compile-time arguments of a launch: TILING, NEAR and PHI, see the arguments of the kernels."""
 
 
 def _pairs(x: Sizes) -> float:
     """Blocks of the keys of a segment that a tile of queries meets, on average over its tiles."""
-    if not x.CUT.rank:
-        return (x.CUT.segment + x.CUT.chunk) / 2 / x.CUT.block
-    ends = range(x.CUT.chunk, x.CUT.segment + 1, x.CUT.chunk)
-    met = [math.ceil((end - 1) // x.CUT.block_size * x.CUT.rank / x.CUT.block) for end in ends]
+    if not x.TILING.rank:
+        return (x.TILING.segment + x.TILING.chunk) / 2 / x.TILING.block
+    ends = range(x.TILING.chunk, x.TILING.segment + 1, x.TILING.chunk)
+    met = [math.ceil((end - 1) // x.TILING.block_size * x.TILING.rank / x.TILING.block) for end in ends]
     return sum(met) / len(met)
 
 
 def _queries(x: Sizes) -> float:
     """Blocks of the queries of a segment that a tile of keys meets, likewise."""
-    tokens = x.CUT.chunk // x.CUT.rank * x.CUT.block_size if x.CUT.rank else x.CUT.chunk
-    return (x.CUT.segment + tokens) / 2 / x.CUT.block
+    tokens = x.TILING.chunk // x.TILING.rank * x.TILING.block_size if x.TILING.rank else x.TILING.chunk
+    return (x.TILING.segment + tokens) / 2 / x.TILING.block
 
 
 def _window(x: Sizes) -> float:
-    """Blocks of a row that a tile meets through windows."""
-    reach = (x.NEAR.blocks - 1) * x.NEAR.block_size + max(x.CUT.chunk, x.NEAR.block_size)
-    return reach / x.CUT.block
+    """Blocks of a sequence that a tile meets through windows."""
+    reach = (x.NEAR.blocks - 1) * x.NEAR.block_size + max(x.TILING.chunk, x.NEAR.block_size)
+    return reach / x.TILING.block
 
 
 TRIPS: dict[str, Callable[[Sizes], float | None]] = {
     "range(0, PHI.padded_width, PHI.columns)": lambda x: x.PHI.padded_width / x.PHI.columns,
-    "range(begin, end, C)": lambda x: max(1.0, x.CUT.span / x.CUT.chunk),
-    "range(begin, stop, C)": lambda x: x.CUT.segment / x.CUT.chunk,
-    "range(first_key(tile.begin, CUT), keys_before(tile.stop, row, CUT), BK)": _pairs,
-    "range(token_of(at, CUT), tl.minimum(stop, row.queries), BQ)": _queries,
+    "range(begin, end, C)": lambda x: max(1.0, x.TILING.span / x.TILING.chunk),
+    "range(begin, stop, C)": lambda x: x.TILING.segment / x.TILING.chunk,
+    "range(first_key(tile.begin, TILING), keys_before(tile.stop, seq, TILING), BK)": _pairs,
+    "range(token_of(at, TILING), tl.minimum(stop, seq.queries), BQ)": _queries,
     "range(oldest, tile.stop, BK)": _window,
-    "range(G * steps)": lambda x: x.CUT.group * _window(x),
+    "range(G * steps)": lambda x: x.TILING.group * _window(x),
     "range(tl.maximum(nearest, 0) // B, tl.minimum((nearest + C + B - 2) // B + 1, blocks))": (
-        lambda x: 1 + x.CUT.chunk / x.NEAR.block_size
+        lambda x: 1 + x.TILING.chunk / x.NEAR.block_size
     ),
     "range(part * EACH, tl.minimum(part * EACH + EACH, blocks))": lambda x: x.EACH,
-    "range(G)": lambda x: x.CUT.group if x.CUT.group > 1 else None,
+    "range(G)": lambda x: x.TILING.group if x.TILING.group > 1 else None,
     "range(segments)": lambda x: LENGTH / x.SEGMENT,
 }
-"""What a `for` statement of a kernel goes through -> how often it runs in a row of LENGTH tokens."""
+"""What a `for` statement of a kernel goes through -> how often it runs in a sequence of LENGTH tokens."""
 
 
 class Bound(NamedTuple):
@@ -358,7 +358,7 @@ def bounds(case: Callable[[], None]) -> list[Bound]:
     with noting() as launches:
         case()
     # What reads the states of keys ends the forward.
-    last = next(i for i, launch in enumerate(launches) if launch.kernel.__name__ in ("read", "join"))
+    last = next(i for i, launch in enumerate(launches) if launch.kernel.__name__ in ("read", "merge"))
     return [bound_of(launch, index > last) for index, launch in enumerate(launches)]
 
 

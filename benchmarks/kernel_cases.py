@@ -47,7 +47,7 @@ def kernel_attention_case(
         causal=causal,
         normalize=normalize,
         priors=torch.empty(heads, keys, requires_grad=True) if keys else None,
-        mass=torch.empty(1, heads, length, requires_grad=True) if weighted else None,
+        key_weights=torch.empty(1, heads, length, requires_grad=True) if weighted else None,
         positions=torch.zeros(1, length, dtype=torch.int64) if packed else None,
         backend="triton",
     )
@@ -163,9 +163,16 @@ def weighted_attention_case(
     q = torch.empty(2, 8, 1024, width, dtype=dtype, requires_grad=True)
     k = torch.empty(2, 4, keys, 1024, width, dtype=dtype, requires_grad=True)
     v = torch.empty(2, 4, 1024, width, dtype=dtype, requires_grad=True)
-    mass = torch.empty(1, 4, keys, 1, requires_grad=True)
+    key_weights = torch.empty(1, 4, keys, 1, requires_grad=True)
     out, _ = weighted_attention(
-        q, k, v, similarity=similarity, join=join, mass=mass, normalize=normalize, backend="triton"
+        q,
+        k,
+        v,
+        similarity=similarity,
+        join=join,
+        key_weights=key_weights,
+        normalize=normalize,
+        backend="triton",
     )
     out.backward(torch.empty_like(out))
 
@@ -191,7 +198,7 @@ CASES: dict[str, Case] = {
     "kernel_attention prf d=128": _linear("prf", 128),
     "kernel_attention favor d=64 float32": _linear("favor", 64, torch.float32),
     "kernel_attention favor d=128, documents": _linear("favor", 128, packed=True),
-    "kernel_attention hedgehog d=128, masses": _linear("hedgehog", 128, weighted=True),
+    "kernel_attention hedgehog d=128, key weights": _linear("hedgehog", 128, weighted=True),
     "kernel_attention hedgehog d=64 float32": _linear("hedgehog", 64, torch.float32),
     "kernel_attention rks d=64": _linear("rks", 64),
     "kernel_attention rks d=128": _linear("rks", 128),

@@ -83,7 +83,7 @@ def _working(event: Any) -> list[str]:
 
 
 class Layer(NamedTuple):
-    """A layer on one row; q, k and v are never computed on."""
+    """A layer on one sequence; q, k and v are never computed on."""
 
     forward: Callable[[], Tensor]
     inputs: list[Tensor]
@@ -160,7 +160,7 @@ def page() -> str:
                     for name, one in found.items()
                 ),
             ),
-            f"Variants that Triton compiles over rows of {LENGTHS[0]:,}, {LENGTHS[1]:,}, ... {LENGTHS[-1]:,} tokens:",
+            f"Variants that Triton compiles over {LENGTHS[0]:,}, {LENGTHS[1]:,}, ... {LENGTHS[-1]:,} tokens:",
             "",
             *table(
                 ("layer", "variants of each kernel"),

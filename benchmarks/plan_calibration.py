@@ -20,7 +20,7 @@ from megakernel.parallel.processes import ProcessEnvironment
 
 VOCAB = 1000
 RUNS = (
-    # attention, layers, width, tokens of a row, recomputation
+    # attention, layers, width, tokens of a sequence, recomputation
     ("softmax", 2, 256, 1024, "none"),
     ("softmax", 4, 128, 2048, "full"),
     ("linear", 2, 256, 2048, "none"),
@@ -81,7 +81,7 @@ def main() -> None:
     lines = opening(
         "What `megakernel plan` says and what a CPU holds",
         f"OMP_NUM_THREADS=1 python -m benchmarks.plan_calibration --out {out}",
-        f"; float32, one process, one thread, one row per step, {VOCAB:,} ids",
+        f"; float32, one process, one thread, one sequence per step, {VOCAB:,} ids",
     )
     for what, place, end in (("kept by a layer", 0, ";"), ("held at most", 1, ".")):
         off = [of_run[place][1] / of_run[place][0] - 1 for _, of_run in found]

@@ -18,7 +18,7 @@ from megakernel.training.engine import Engine
 
 
 def random_batch(config: Config, vocab_size: int, mesh: Mesh) -> Batch:
-    """One micro-batch of this process: tokens at random, every row one document."""
+    """One micro-batch of this process: tokens at random, every sequence one document."""
     rows, length = config.training.micro_batch_size, config.training.seq_len
     generator = torch.Generator().manual_seed(mesh.dp.rank)
     tokens = torch.randint(0, vocab_size, (rows, length), generator=generator)

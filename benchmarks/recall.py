@@ -43,7 +43,7 @@ class Plan:
     """The task and the sizes that all mechanisms have in common."""
 
     of: str
-    """The task: `mqar:pairs=8`; without a length an example fills a row."""
+    """The task: `mqar:pairs=8`; without a length an example fills a sequence."""
 
     tokenizer: str
     """As `megakernel prepare --tokenizer` takes it."""
@@ -95,7 +95,7 @@ class Plan:
         return Path("data/recall") / self.name
 
     def attention(self, preset: str) -> dict[str, Any]:
-        """The preset with blocks that a short row has several of."""
+        """The preset with blocks that a short sequence has several of."""
         return in_blocks(preset, self.block_size, self.rank, self.rank)
 
 
@@ -160,7 +160,7 @@ def page(plan: Plan, outcomes: Iterable[Outcome], command: str) -> str:
             *opening(f"{plan.of.partition(':')[0]} by mechanism", command),
             f"`{plan.task}` ([what that is](../../docs/evaluation.md#synthetic-tasks)), tokenizer "
             f"`{plan.tokenizer}`. {model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads, "
-            f"{training.steps} steps of {training.global_batch_size} rows of {training.seq_len} tokens, "
+            f"{training.steps} steps of {training.global_batch_size} sequences of {training.seq_len} tokens, "
             f"{training.dtype}, learning rate {config.optimizer.lr:g}, one seed. FLuRKA has blocks of "
             f"{plan.block_size} tokens with {plan.rank} landmarks each. The loss, in nats, counts "
             f"answers alone. Losses by step are of held-out examples, the last ones and the "

@@ -4,7 +4,8 @@
     OMP_NUM_THREADS=1 python -m benchmarks.short_training --out benchmarks/results/short_training_cpu.md
 
 Each preset is trained by `megakernel pretrain benchmarks/short_training.yaml`, as a decoder where it can be one and
-else as an encoder; softmax as both, so that the encoders have it beside them. A control of each kind has rows of one
+else as an encoder; softmax as both, so that the encoders have it beside them. A control of each kind has sequences of
+one
 token: what the rest of the model learns by itself. Runs lie in runs/short_training; those that are done are read, not
 repeated. No page is written unless every loss fell, on the training text and on the held-out text, and every number
 was finite.
@@ -34,11 +35,11 @@ OWN = {
     "skyformer": {"features": 32},
     "nystromformer": {"landmarks": 32},
 }
-"""Sizes that divide a row of 256 tokens as the presets' divide longer ones."""
+"""Sizes that divide a sequence of 256 tokens as the presets' divide longer ones."""
 
 CONTROL = "one token"
 ALONE = {"seq_len": 1, "global_batch_size": 2048, "micro_batch_size": 2048, "eval_samples": 169_984}
-"""As many tokens in a step and in an evaluation as CONFIG has, in rows of one."""
+"""As many tokens in a step and in an evaluation as CONFIG has, in sequences of one."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def runs(presets: Iterable[str]) -> Iterator[Run]:
         if form.mixes_future_tokens is None:
             yield _run(preset, "causal_lm", {"model.attention": tree})
         if form.mixes_future_tokens or preset == "softmax":
-            # A row is one text where a mechanism cannot keep its documents apart.
+            # A sequence is one text where a mechanism cannot keep its documents apart.
             isolated = form.mixes_documents is None
             yield _run(preset, "masked_lm", {"model.attention": tree, "data.isolate_documents": isolated})
 
@@ -81,7 +82,7 @@ def _run(mechanism: str, kind: str, keys: dict[str, Any]) -> Run:
 
 
 def attention(preset: str) -> dict[str, Any]:
-    """The preset, with what divides or shortens a row fitted to 256 tokens."""
+    """The preset, with what divides or shortens a sequence fitted to 256 tokens."""
     tree = in_blocks(preset, BLOCK, RANK, LANDMARKS)
     return tree | ({preset: OWN[preset]} if preset in OWN else {})
 
@@ -198,7 +199,7 @@ def page(outcomes: list[Outcome]) -> str:
             "of the Python standard library's source, means over training steps and over all held-out text. A masked "
             "model sees what follows a hidden byte too: the two kinds do not compare. Seconds are the median step's.",
             "",
-            f"*{CONTROL}* is the same model on rows of one token: without anything to attend to. What ends clearly "
+            f"*{CONTROL}* is the same model on sequences of one token, with nothing to attend to. What ends clearly "
             "below its held-out loss has learned from other tokens.",
             "",
             *table(columns, map(row, ordered)),

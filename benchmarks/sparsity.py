@@ -1,4 +1,4 @@
-"""How fast each mechanism learns which pairs of a row matter (*Learning the Transformer Kernel*, figure 6).
+"""How fast each mechanism learns which pairs of a sequence matter (*Learning the Transformer Kernel*, figure 6).
 
     python -m benchmarks.sparsity --attention softmax,gmm_rks,gmm_prf --out benchmarks/results/sparsity.md
 
@@ -41,7 +41,7 @@ class Learned:
 
 
 def data(p: float, folder: Path, options: str) -> Path:
-    """The prepared rows of one sparsity."""
+    """The prepared sequences of one sparsity."""
     out = folder / f"p{p}"
     source = f"sparsity:p={p}" + (f",{options}" if options else "")
     megakernel("prepare", "--source", source, "--tokenizer", "words", "--out", str(out))
@@ -99,7 +99,7 @@ def page(command: str, found: Sequence[Learned]) -> str:
     return "\n".join(
         [
             *opening("The sparsity task", command),
-            "Rows of pairs, of which a share p counts; nine classes of equal size. Validation accuracy, every "
+            "Sequences of pairs, of which a share p counts; nine classes of equal size. Validation accuracy, every "
             "`training.eval_every` steps; one seed.",
             "",
             *table(columns, rows),
@@ -112,9 +112,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_presets(parser, "softmax,gmm_rks,gmm_prf")
     parser.add_argument("--p", nargs="+", type=float, default=SPARSITIES, help="shares of pairs that count")
-    parser.add_argument("--data", type=Path, default=Path("data/sparsity"), help="where the rows are kept")
     parser.add_argument(
-        "--options", default="", metavar="KEY=VALUE,...", help="of the rows, such as train=16000"
+        "--data", type=Path, default=Path("data/sparsity"), help="where the sequences are kept"
+    )
+    parser.add_argument(
+        "--options", default="", metavar="KEY=VALUE,...", help="of the sequences, such as train=16000"
     )
     parser.add_argument(
         "--out", type=Path, required=True, help="the page, beside which CSV and PNG are written"

@@ -27,12 +27,12 @@ def _presets(text: str) -> list[str]:
     return names
 
 
-def in_blocks(preset: str, block_size: int, rank: int, whole_row: int) -> dict[str, Any]:
-    """The preset with blocks that a short row has several of; whole_row: landmarks of those that have no blocks."""
+def in_blocks(preset: str, block_size: int, rank: int, whole: int) -> dict[str, Any]:
+    """The preset with blocks that a short sequence has several of; whole: landmarks of those without blocks."""
     form = Attention.model_validate(expand_preset(preset))
     if form.compression is not None:
         blocks = {"block_size": block_size, "rank": rank}
-        return {"preset": preset, "compression": {"rank": whole_row} if form.counts_positions else blocks}
+        return {"preset": preset, "compression": {"rank": whole} if form.counts_positions else blocks}
     return {"preset": preset, **({"near": {"block_size": block_size}} if form.near is not None else {})}
 
 

@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python -m benchmarks.training_speed --out benchmarks/results/training_speed_cpu.md
 
 Ours goes through the engine that `megakernel pretrain` steps, with softmax and with the default FLuRKA. All have the
-same sizes, rows, dtype and gradient clipping. Each trains in a process of its own, and the processes take turns, so
-that other work on the machine meets all of them. On a CPU time is that of the process; on a GPU it is the wall
+same sizes, sequences, dtype and gradient clipping. Each trains in a process of its own, and the processes take turns,
+so that other work on the machine meets all of them. On a CPU time is that of the process; on a GPU it is the wall
 clock's, and models are in bfloat16.
 """
 
@@ -38,7 +38,7 @@ WARM = 2
 """Steps that do not count: memory is touched, and moments are made, for the first time."""
 
 TOKENS = 4096
-"""Tokens of a turn, at least: more than one step of short rows."""
+"""Tokens of a turn, at least: more than one step of short sequences."""
 
 ON_GPU = torch.cuda.is_available()
 DTYPE = "bfloat16" if ON_GPU else "float32"
@@ -67,7 +67,7 @@ class Turn(NamedTuple):
 
 
 def configuration(attention: str, sizes: Sizes) -> Config:
-    """A run of ours, whose rows hold one document each."""
+    """A run of ours, whose sequences hold one document each."""
     model = {"num_layers": sizes.layers, "hidden_size": sizes.width, "num_heads": sizes.heads}
     rows = {"global_batch_size": sizes.rows, "micro_batch_size": sizes.rows}
     return validate(
@@ -184,13 +184,13 @@ def row(sizes: Sizes, found: dict[str, list[Turn]]) -> str:
 
 def page(rows: Sequence[str], sizes: Sizes, command: str) -> str:
     """The table and what it is of."""
-    columns = ["tokens of a row", *MODELS.values(), *(f"{MODELS[model]} (wanted)" for model in WANTED)]
+    columns = ["tokens of a sequence", *MODELS.values(), *(f"{MODELS[model]} (wanted)" for model in WANTED)]
     lines = [
         *opening("Training beside `transformers`", command),
         f"{sizes.layers} layers × {sizes.width}, {sizes.heads} heads, SwiGLU of {sizes.inner}, "
-        f"{sizes.vocab_size:,} ids, tied embeddings, {DTYPE}, {sizes.rows} row(s) of one document in a step. The first "
-        f"columns are tokens per {'second' if ON_GPU else 'CPU second'} of whole steps (forward, backward, clipping, "
-        "AdamW), medians of turns that the models take one after the other; the last are times the speed of "
+        f"{sizes.vocab_size:,} ids, tied embeddings, {DTYPE}, {sizes.rows} sequence(s) of one document in a step. "
+        f"The first columns are tokens per {'second' if ON_GPU else 'CPU second'} of whole steps (forward, backward, "
+        "clipping, AdamW), medians of turns that the models take one after the other; the last are times the speed of "
         "`transformers`, whose `LlamaForCausalLM` has SDPA and torch's fused AdamW, as its Trainer has by default. "
         "Ours is the engine of `megakernel pretrain` with its defaults.",
         "",
@@ -202,8 +202,8 @@ def main() -> None:
     """Measure and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_out(parser)
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of a row")
-    parser.add_argument("--rows", type=int, default=1, help="rows of a step")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of a sequence")
+    parser.add_argument("--rows", type=int, default=1, help="sequences of a step")
     parser.add_argument("--turns", type=int, default=5, help="of each model at each length")
     options = parser.parse_args()
     sizes = [Sizes(length, options.rows) for length in options.lengths]

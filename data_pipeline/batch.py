@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 PADDING = -1
-"""Position of what only fills a row."""
+"""Position of what only fills a sequence."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Batch:
     def cu_seqlens(self) -> Tensor:
         """Where documents start in the flattened B·N tokens, then B·N itself; int32, ascending.
 
-        A start is a token of position 0. A row that continues a document begun on an earlier shard has none
+        A start is a token of position 0. A sequence that continues a document begun on an earlier shard has none
         at its first token, so with sequence sharding the first entry need not be 0. Waits for the device.
         """
         starts = (self.positions.flatten() == 0).nonzero().flatten()

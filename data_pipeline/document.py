@@ -21,7 +21,7 @@ class Document(NamedTuple):
     """The split that the source puts it into; None leaves it to the hash of its content."""
 
     joined: bool = False
-    """Two texts are one row of tokens, with an end behind each; otherwise a row each."""
+    """Two texts are one sequence of tokens, with an end behind each; otherwise a sequence each."""
 
     answers: tuple[tuple[int, int], ...] | None = None
     """Of a task's example: first character and end of each answer in its one text."""

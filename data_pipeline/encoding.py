@@ -106,7 +106,8 @@ class Encoded:
     """Consecutive documents of one split."""
 
     tokens: list[np.ndarray] = field(default_factory=list)
-    """One array per row: BOS where documents begin with it, a text, or several that are joined, an end behind each.
+    """One array per sequence: BOS where documents begin with it, a text, or several that are joined, an end behind
+    each.
 
     Of a conversation what its template makes of it, with an end behind it.
     """

@@ -4,7 +4,7 @@ A folder holds a task as the benchmark's own archive does: `train.tsv` and `dev.
 `dev_mismatched.tsv`), fields between tabs, unquoted, under a line of names; CoLA alone has none. `dev` becomes the
 validation split, MNLI's second one `validation_mismatched`. The published test sets have no labels, and are not read.
 
-Two sentences become one row of tokens, an end of document behind each, as BERT reads them with its separator.
+Two sentences become one sequence of tokens, an end of document behind each, as BERT reads them with its separator.
 """
 
 from collections.abc import Iterator

@@ -48,17 +48,17 @@ class CorpusExamples:
     def __getitem__(self, index: int) -> Example:
         """Example `index` of the endless stream."""
         epoch, place = divmod(index, self.per_epoch)
-        row = int(self._order(epoch)[place])
-        first = row * self._documents
+        at = int(self._order(epoch)[place])
+        first = at * self._documents
         documents = [self._tokens[at] for at in range(first, first + self._documents)]
-        return Example(documents, self._labels[row].item())
+        return Example(documents, self._labels[at].item())
 
     def _shuffled(self, epoch: int) -> np.ndarray:
         return np.random.default_rng((self._seed, epoch)).permutation(self.per_epoch)
 
 
 class LabelledDocuments:
-    """Every document in a row of its own, cut or padded to seq_len tokens; an example's rows side by side."""
+    """Every document in a sequence of its own, cut or padded to seq_len tokens; an example's sequences side by side."""
 
     def __init__(
         self,
@@ -78,19 +78,19 @@ class LabelledDocuments:
         self.build = self._examples.build
 
     def packing(self) -> list[Packing]:
-        """None: every document has rows of its own."""
+        """None: every document has sequences of its own."""
         return []
 
     def batch(self, indices: Sequence[int], share: Share) -> Batch:
         """See `Objective`: tokens, positions (examples x documents, seq_len); labels (examples,) int64 or float32."""
         assert share.cp_size == 1, "config.checks keeps labelled documents whole"
         examples = [self._examples[index] for index in indices]
-        rows = [self._row(document) for example in examples for document in example.documents]
-        tokens, positions = map(torch.stack, zip(*rows))
+        sequences = [self._sequence(document) for example in examples for document in example.documents]
+        tokens, positions = map(torch.stack, zip(*sequences))
         labels = torch.tensor([example.label for example in examples])
         return Batch(tokens, labels, torch.ones_like(labels, dtype=torch.bool), positions)
 
-    def _row(self, document: np.ndarray) -> tuple[Tensor, Tensor]:
+    def _sequence(self, document: np.ndarray) -> tuple[Tensor, Tensor]:
         ids = np.concatenate([self._first, document])[: self._seq_len]
         tokens = torch.zeros(self._seq_len, dtype=torch.int64)
         tokens[: len(ids)] = torch.from_numpy(ids)

@@ -1,4 +1,4 @@
-"""Batches for training and validation: who reads which rows, cut into shards of the sequence, read ahead."""
+"""Batches for training and validation: who reads which sequences, cut into shards of the sequence, read ahead."""
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from data_pipeline.batch import Batch
 from data_pipeline.corpus import Corpora
 from data_pipeline.objective import Objective, open_objective
-from data_pipeline.order import ConsumptionOrder, Share, rows_by_pass
+from data_pipeline.order import ConsumptionOrder, Share, samples_by_pass
 from data_pipeline.packing import Packing
 from megakernel.config.training import Phase
 from megakernel.config.tree import Config
@@ -21,7 +21,7 @@ def _alone() -> None:
     """The barrier of a process that has nobody to wait for."""
 
 
-class _Rows(Dataset[Batch]):
+class _Samples(Dataset[Batch]):
     """Samples as batches; what torch's DataLoader reads from."""
 
     def __init__(self, objective: Objective, share: Share):
@@ -43,7 +43,7 @@ class _PhaseBatches:
         self.objective = open_objective(
             config, corpora, "train", phase.training.seq_len, f"{phase.key}.seq_len"
         )
-        self.rows = _Rows(self.objective, share)
+        self.samples_of_pass = _Samples(self.objective, share)
 
 
 class TrainingBatches:
@@ -77,7 +77,7 @@ class TrainingBatches:
         barrier()
 
     def packing(self, step: int = 0) -> list[Packing]:
-        """How the corpora's documents lie in rows of each length that `step` or a later one reads."""
+        """How the corpora's documents lie in sequences of each length that `step` or a later one reads."""
         ahead = [batches for batches in self._phases if batches.phase.end_step > step]
         by_length = {batches.phase.training.seq_len: batches.objective for batches in ahead}
         return [one for objective in by_length.values() for one in objective.packing()]
@@ -93,7 +93,7 @@ class TrainingBatches:
     def _read_ahead(self, of: _PhaseBatches, steps: range) -> Iterator[list[Batch]]:
         micro_batches = (indices for step in steps for indices in of.order.indices(step))
         loader: DataLoader[Batch] = DataLoader(
-            of.rows,
+            of.samples_of_pass,
             batch_sampler=micro_batches,
             collate_fn=_as_it_is,
             num_workers=self._num_workers,
@@ -130,17 +130,19 @@ class ValidationBatches:
         if builds_index:
             objective.build(self.samples)
         barrier()
-        self._rows = _Rows(objective, share)
-        self._passes = rows_by_pass(self.samples, config.training.micro_batch_size, share)
+        self._read = _Samples(objective, share)
+        self._passes = samples_by_pass(self.samples, config.training.micro_batch_size, share)
 
     def __len__(self) -> int:
         """Forward passes, the same number on every process."""
         return len(self._passes)
 
     def __iter__(self) -> Iterator[Batch]:
-        """The micro-batches; rows beyond the last sample have no label that counts."""
-        for rows in self._passes:
-            yield self._rows.__getitems__([row if row < self.samples else None for row in rows])
+        """The micro-batches; sequences beyond the last sample have no label that counts."""
+        for samples_of_pass in self._passes:
+            yield self._read.__getitems__(
+                [sample if sample < self.samples else None for sample in samples_of_pass]
+            )
 
 
 def _leave_requests_to_the_rank(worker: int) -> None:

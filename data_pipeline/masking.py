@@ -43,15 +43,15 @@ def hide(
     start: int = 0,
     seq_len: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One row (N,) as the model sees it, and which of its tokens are to be predicted (N,) bool.
+    """One sequence (N,) as the model sees it, and which of its tokens are to be predicted (N,) bool.
 
-    start, seq_len: where the tokens are a shard of a row of seq_len tokens, its first. A function of (row, seed)
-    alone, whatever the shards: each draws for the whole row. Ends of documents and BOS are never hidden.
+    start, seq_len: where the tokens are a shard of a sequence of seq_len tokens, its first. A function of (sequence,
+    seed) alone, whatever the shards: each draws for the whole sequence. Ends of documents and BOS are never hidden.
     """
     draw = np.random.default_rng(seed)
-    row, cp_shard = len(tokens) if seq_len is None else seq_len, slice(start, start + len(tokens))
-    chosen, kind = torch.from_numpy(draw.random((2, row))[:, cp_shard])
-    others = torch.from_numpy(draw.integers(vocabulary.size, size=row)[cp_shard])
+    whole, cp_shard = len(tokens) if seq_len is None else seq_len, slice(start, start + len(tokens))
+    chosen, kind = torch.from_numpy(draw.random((2, whole))[:, cp_shard])
+    others = torch.from_numpy(draw.integers(vocabulary.size, size=whole)[cp_shard])
     hidden = (chosen < masking.rate) & (tokens != vocabulary.eod)
     if vocabulary.bos is not None:
         hidden &= tokens != vocabulary.bos
@@ -85,11 +85,11 @@ class MaskedTokens(PackedText):
         seq_len = self._samples.seq_len
         start, end = share.shard_of(seq_len)
         shards = [self._samples.read(index, start, end) for index in indices]
-        rows = [
+        masked = [
             hide(cp_shard.tokens, self._masking, self._vocabulary, (self._seed, index), start, seq_len)
             for cp_shard, index in zip(shards, indices)
         ]
         labels = torch.stack([cp_shard.tokens for cp_shard in shards])
-        tokens, hidden = map(torch.stack, zip(*rows))
+        tokens, hidden = map(torch.stack, zip(*masked))
         places = torch.stack([cp_shard.places for cp_shard in shards])
         return Batch(tokens, labels, hidden, positions_of(places, self._isolate_documents, start))

@@ -26,7 +26,7 @@ class Objective(Protocol):
         """Make what reading the first `samples` samples needs and is not there yet."""
 
     def packing(self) -> list[Packing]:
-        """How each corpus's documents lie in rows, where rows are packed; something is built."""
+        """How each corpus's documents lie in sequences, where sequences are packed; something is built."""
 
     def batch(self, indices: Sequence[int], share: Share) -> Batch:
         """The share's shard of these samples of the stream."""

@@ -1,6 +1,6 @@
 """Which sample is read when, and by whom.
 
-Training consumes samples of one endless stream, or of one for each length that its rows have in turn. Consumption
+Training consumes samples of one endless stream, or of one for each length that its sequences have in turn. Consumption
 index i is what training has consumed before; with batches of G samples, global batch s holds the consumption indices
 [s·G, (s+1)·G). Nothing here knows how many steps a run has or was restarted with.
 """
@@ -25,8 +25,8 @@ class Share:
     cp_size: int = 1
 
     def shard_of(self, seq_len: int) -> tuple[int, int]:
-        """First token and end of the share's shard of a row."""
-        assert seq_len % self.cp_size == 0, "config.checks cuts rows evenly"
+        """First token and end of the share's shard of a sequence."""
+        assert seq_len % self.cp_size == 0, "config.checks cuts sequences evenly"
         length = seq_len // self.cp_size
         return self.cp_rank * length, (self.cp_rank + 1) * length
 
@@ -62,8 +62,8 @@ class ConsumptionOrder:
         """Stream indices this share reads in optimizer step `step` (from 0), a list for each micro-batch."""
         size, before = self._training.global_batch_size, self._phase.samples_before(step)
         return [
-            [self._stream_index(before + row) for row in rows]
-            for rows in rows_by_pass(size, self._training.micro_batch_size, self._share)
+            [self._stream_index(before + sample) for sample in samples]
+            for samples in samples_by_pass(size, self._training.micro_batch_size, self._share)
         ]
 
     def _stream_index(self, consumed: int) -> int:
@@ -76,11 +76,11 @@ class ConsumptionOrder:
         return index
 
 
-def rows_by_pass(count: int, micro_batch_size: int, share: Share) -> list[range]:
-    """The rows, of `count`, that a share reads in each of its forward passes.
+def samples_by_pass(count: int, micro_batch_size: int, share: Share) -> list[range]:
+    """The sequences, of `count`, that a share reads in each of its forward passes.
 
-    Pass m of replica d reads the rows from (m·data_size + d)·micro_batch_size on: in every layout the first
-    passes of all replicas together read the first rows. Where `count` does not divide, the last rows are
+    Pass m of replica d reads the sequences from (m·data_size + d)·micro_batch_size on: in every layout the first
+    passes of all replicas together read the first sequences. Where `count` does not divide, the last sequences are
     `count` and above, so that every replica makes the same number of passes.
     """
     together = share.data_size * micro_batch_size

@@ -1,4 +1,4 @@
-"""Rows cut from packed documents, and the next token of each of their tokens."""
+"""Sequences cut from packed documents, and the next token of each of their tokens."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,20 +12,20 @@ from data_pipeline.samples import BlendedSamples, SampleShard
 
 
 def positions_of(places: Tensor, isolate_documents: bool, start: int) -> Tensor:
-    """Each token's position (B, N): its place in its document, or in its row where documents are not isolated.
+    """Each token's position (B, N): its place in its document, or in its sequence where documents are not isolated.
 
-    places: (B, N), of `SampleShard`. start: the token of their rows that they begin at.
+    places: (B, N), of `SampleShard`. start: the token of their sequences that they begin at.
     """
     return places if isolate_documents else torch.arange(start, start + places.shape[1]).expand_as(places)
 
 
-def next_tokens(rows: Tensor, places: Tensor, isolate_documents: bool, start: int = 0) -> Batch:
-    """What a causal model reads of rows or of shards of them.
+def next_tokens(sequences: Tensor, places: Tensor, isolate_documents: bool, start: int = 0) -> Batch:
+    """What a causal model reads of sequences or of shards of them.
 
-    rows, places: (B, N + 1) int64, the last token a label alone. start: as for `positions_of`. Where documents are
+    sequences, places: (B, N + 1) int64, the last token a label alone. start: as for `positions_of`. Where documents are
     isolated, the first token of one is no label.
     """
-    tokens, labels = rows[:, :-1], rows[:, 1:]
+    tokens, labels = sequences[:, :-1], sequences[:, 1:]
     loss_mask = places[:, 1:] != 0 if isolate_documents else torch.ones_like(labels, dtype=torch.bool)
     return Batch(tokens, labels, loss_mask, positions_of(places[:, :-1], isolate_documents, start))
 
@@ -48,9 +48,9 @@ class NextTokens(PackedText):
         """See `Objective`."""
         start, end = share.shard_of(self._samples.seq_len)
         shards = [self._samples.read(index, start, end + 1) for index in indices]
-        rows = torch.stack([cp_shard.tokens for cp_shard in shards])
+        sequences = torch.stack([cp_shard.tokens for cp_shard in shards])
         places = torch.stack([cp_shard.places for cp_shard in shards])
-        batch = next_tokens(rows, places, self._isolate_documents, start)
+        batch = next_tokens(sequences, places, self._isolate_documents, start)
         if all(cp_shard.scored is None for cp_shard in shards):
             return batch
         scored = torch.stack([_scored_labels(cp_shard) for cp_shard in shards])

@@ -145,7 +145,7 @@ class CorpusSamples:
         else:
             return
         raise UserError(
-            f"training.steps x training.global_batch_size ask {self._corpus.folder} for {samples:,} rows of "
+            f"training.steps x training.global_batch_size ask {self._corpus.folder} for {samples:,} sequences of "
             f"{self._seq_len} tokens, {passes:,} passes over it, {reason}; lower one of the two, or prepare more text"
         )
 
@@ -157,7 +157,7 @@ class CorpusSamples:
     def _build(self, epoch: int) -> None:
         folder = self._index_folder(epoch)
         if folder.is_dir():
-            _Plan.read(folder)  # refused now, where it cannot be read, and not at its first row
+            _Plan.read(folder)  # refused now, where it cannot be read, and not at its first sequence
             with suppress(OSError):  # of a cache that is only read
                 os.utime(folder)
             return
@@ -182,7 +182,8 @@ class CorpusSamples:
     def read(self, index: int, start: int, end: int) -> SampleShard:
         """Tokens [start, end) of sample `index`, of which there are seq_len + 1; nothing else is read."""
         documents, offset = self._documents(index)
-        # Places in the row's documents laid end to end, of which the first begins `offset` tokens before the row.
+        # Places in the sequence's documents laid end to end, of which the first begins `offset` tokens before the
+        # sequence.
         ends = self._tokens.sequence_lengths[documents].cumsum(dtype=np.int64)
         begins = np.concatenate([[0], ends[:-1]])
         start, end = start + offset, end + offset
@@ -216,8 +217,8 @@ class CorpusSamples:
         # A document may have no token of its own.
         if not (np.delete(self._tokens.sequence_lengths, list(own)) > first_token + 1).any():
             raise UserError(
-                f"{self._corpus.folder} has no document in its {self._split} split beside those of a row of "
-                f"{self._seq_len} tokens; prepare more documents, or give shorter rows"
+                f"{self._corpus.folder} has no document in its {self._split} split beside those of a sequence of "
+                f"{self._seq_len} tokens; prepare more documents, or give shorter sequences"
             )
         parts: list[np.ndarray] = []
         missing = length
@@ -231,7 +232,7 @@ class CorpusSamples:
         return torch.from_numpy(np.concatenate(parts, dtype=np.int64))
 
     def packing(self) -> Packing:
-        """How the documents lie in the rows of the first epoch, whose index is built; others differ by their order."""
+        """How the documents lie in the sequences of the first epoch, whose index is built; others differ in order."""
         order = self._epoch(0).document_index
         lengths = self._tokens.sequence_lengths
         return packing(str(self._corpus.folder), lengths, order, self._seq_len, self.per_epoch)
@@ -314,7 +315,7 @@ class BlendedSamples(Blend[Tensor]):
         super().__init__(self.corpora, [corpus.weight for corpus in corpora])
 
     def packing(self) -> list[Packing]:
-        """How each corpus's documents lie in the rows; the index of an epoch is built."""
+        """How each corpus's documents lie in the sequences; the index of an epoch is built."""
         return [corpus.packing() for corpus in self.corpora]
 
     def read(self, index: int, start: int, end: int) -> SampleShard:

@@ -1,8 +1,9 @@
-"""The sparsity task of *Learning the Transformer Kernel* (appendix E): which pairs of a long row matter to a sum.
+"""The sparsity task of *Learning the Transformer Kernel* (appendix E): which pairs of a long sequence matter to a sum.
 
-A row is pairs of a value v of -1 or 1 and a flag a of 0 or 1; its class is the sum of v a over the row. Flags are drawn
-with one probability, which is what makes rows sparse or dense. Values are drawn evenly, but where a prefix's sum would
-leave -4 to 4. Sums of -4 and 4 are then rarer than those between, so rows are drawn until one has the class that is
+A sequence is pairs of a value v of -1 or 1 and a flag a of 0 or 1; its class is the sum of v a over the sequence.
+Flags are drawn with one probability, which is what makes sequences sparse or dense. Values are drawn evenly, but where
+a prefix's sum would leave -4 to 4. Sums of -4 and 4 are then rarer than those between, so sequences are drawn until
+one has the class that is
 wanted: each class is a ninth of a split.
 
 A pair is one symbol, such as `-1` for v = -1, a = 1: an embedding for each of the four is as much as the paper's, which
@@ -24,7 +25,7 @@ LARGEST = 4
 
 
 class Sparsity(GeneratedTask):
-    """Rows of `length` pairs; the paper has 200,000 of them for each probability, a fifth held out."""
+    """Sequences of `length` pairs; the paper has 200,000 of them for each probability, a fifth held out."""
 
     NAME: ClassVar[str] = "sparsity"
     CLASSES: ClassVar[tuple[int, ...]] = tuple(range(-LARGEST, LARGEST + 1))
@@ -37,10 +38,10 @@ class Sparsity(GeneratedTask):
     """Probability that a pair counts; the paper's are 0.1, 0.5 and 0.9."""
 
     length: int = Field(default=200, ge=1, le=1_000_000_000)
-    """Pairs of a row."""
+    """Pairs of a sequence."""
 
     def example(self, draw: random.Random, index: int) -> Document:
-        """A row as symbols between spaces, and its sum."""
+        """A sequence as symbols between spaces, and its sum."""
         wanted = self.CLASSES[index % len(self.CLASSES)]
         while True:
             pairs, total = self._row(draw)
@@ -48,7 +49,7 @@ class Sparsity(GeneratedTask):
                 return Document((" ".join(pairs),), total)
 
     def problems(self) -> Iterator[Problem]:
-        """Rows whose sums seldom reach the outer classes."""
+        """Sequences whose sums seldom reach the outer classes."""
         if self.length * self.p < len(self.CLASSES):
             fewest = int(len(self.CLASSES) / self.p) + 1
             yield Problem("length", self.length, "has too few pairs that count", f"set {fewest} or more")

@@ -396,7 +396,7 @@ def _sample(documents: Iterator[str]) -> Iterator[str]:
 def byte_level(eod: int, eod_name: str) -> Any:
     """UTF-8 bytes as a byte-level BPE without merges, byte b with id b; a `PreTrainedTokenizerFast`.
 
-    Rows of a batch are padded on the left, with `eod`: that is what generation wants.
+    Sequences of a batch are padded on the left, with `eod`: that is what generation wants.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

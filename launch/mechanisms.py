@@ -28,9 +28,9 @@ model:
 *Equation* is that of the source, where it is one of the four papers whose mechanisms are all here:
 {papers}.
 
-Sizes are those of one layer with 4 heads of width 32 on rows of 512 tokens. *Cost* is how the operations of a row grow
-with its length. *State* counts the numbers that decoding carries from token to token; without one, decoding keeps keys
-or is not possible. *Added* counts learned numbers beside the layer's projections.
+Sizes are those of one layer with 4 heads of width 32 on sequences of 512 tokens. *Cost* is how the operations of a
+sequence grow with its length. *State* counts the numbers that decoding carries from token to token; without one,
+decoding keeps keys or is not possible. *Added* counts learned numbers beside the layer's projections.
 
 """
 
@@ -40,11 +40,11 @@ _LAYOUTS = """
 The axes of `parallel` along which each can be cut. *Tensor* ranks share the heads, whose number they divide; what heads
 share, so many of the added numbers, all of them hold. *Sequence parallel* is `parallel.sequence_parallel`: tokens are
 gathered before the layer, or landmarks of the input are summed too (then without padding, so not in classifiers).
-*Context* names what shards of a row exchange: a `state`, whose size does not depend on the tokens; a `halo`, the end of
-the shard before, which must be whole blocks; `landmarks`; or tokens for `heads`, whose number on a tensor rank the
-shards must then divide. Where they do not, full softmax takes the `ring`: keys and values go round, from shard to shard
-(`parallel.softmax_exchange`). A short convolution also looks at the last tokens of the shard before. Classifiers, whose
-rows are padded, keep `parallel.context: 1`.
+*Context* names what shards of a sequence exchange: a `state`, whose size does not depend on the tokens; a `halo`, the
+end of the shard before, which must be whole blocks; `landmarks`; or tokens for `heads`, whose number on a tensor rank
+the shards must then divide. Where they do not, full softmax takes the `ring`: keys and values go round, from shard to
+shard (`parallel.softmax_exchange`). A short convolution also looks at the last tokens of the shard before.
+Classifiers, whose sequences are padded, keep `parallel.context: 1`.
 
 """
 

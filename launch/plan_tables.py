@@ -38,7 +38,8 @@ def _opened(config: Config, devices: str, gpu: Gpu, vocabulary: str) -> Console:
     training = config.training
     peak = gpu.peak_of(2 if training.dtype == "bfloat16" else 4)
     out.print(
-        f"{training.global_batch_size:,} rows x {training.seq_len:,} tokens per step, {training.dtype}; {vocabulary}"
+        f"{training.global_batch_size:,} sequences x {training.seq_len:,} tokens per step, "
+        f"{training.dtype}; {vocabulary}"
     )
     out.print(
         f"{gpu.memory / 1e9:g} GB, {gpu.bandwidth / 1e12:g} TB/s, {peak / 1e12:g} TFLOP/s, {gpu.link / 1e9:g} GB/s "
@@ -97,7 +98,16 @@ def show_scaling(
         with console(stderr=True).status(f"planning {title}"):
             plans = list(planning.scaling(config, vocabulary_size, counts, way, gpu, at))
         table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-        for name in ("GPUs", "rows", "tokens of a row", "step", "tokens/s", "MFU", "memory", "efficiency"):
+        for name in (
+            "GPUs",
+            "sequences",
+            "tokens of a sequence",
+            "step",
+            "tokens/s",
+            "MFU",
+            "memory",
+            "efficiency",
+        ):
             table.add_column(name, justify="right")
         table.add_column("layout")
         for *sizes, seconds, tokens, mfu, memory, share, layout in scaled(plans):

@@ -199,7 +199,7 @@ def _whole(run: Path) -> tuple[int | None, int | None]:
         return None, None
     config = recorded_config(run)
     steps = config.training.steps
-    return steps, config.training.consumed(steps)[1] * config.model.rows_per_sample
+    return steps, config.training.consumed(steps)[1] * config.model.sequences_per_sample
 
 
 def _last_logged(metrics: Path) -> dict[str, Any]:

@@ -165,5 +165,5 @@ def save(name: str, folder: Path, **options: Any) -> Any:
 
 
 def tokens() -> torch.Tensor:
-    """A row (1, LENGTH), the same at every call."""
+    """A sequence (1, LENGTH), the same at every call."""
     return torch.randint(VOCABULARY, (1, LENGTH), generator=torch.Generator().manual_seed(1))

@@ -20,10 +20,10 @@ class Case:
     """Sizes of one measurement."""
 
     batch: int
-    """B, rows"""
+    """B, sequences"""
 
     tokens: int
-    """N, tokens of a row"""
+    """N, tokens of a sequence"""
 
     heads: int
     """H, of queries, keys and values alike"""
@@ -32,7 +32,7 @@ class Case:
     """d, of queries, keys and values alike"""
 
     rank: int | None = None
-    """d_k, landmarks of a row; given where a whole transformer layer that sees both ways is measured (`is_layer`)."""
+    """d_k, landmarks of a sequence; given where a whole layer that is not causal is measured (`is_layer`)."""
 
     @property
     def is_layer(self) -> bool:

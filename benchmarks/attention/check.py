@@ -16,7 +16,7 @@ from .computation import Computation, computation, draw
 from .implementations import Implementation
 
 CHECKED = 4096
-"""Tokens of a row that is compared with float64 whole."""
+"""Tokens of a sequence that is compared with float64 whole."""
 
 CHECKED_LAYER = 1024
 """Tokens of a sequence that is compared whole in a layer, whose heads may be thousands wide."""
@@ -50,10 +50,10 @@ def tolerance(implementation: Implementation, case: Case, dtype: torch.dtype) ->
 
 
 def check(implementation: Implementation, case: Case, device: torch.device, dtype: torch.dtype) -> Comparison:
-    """Compare output and gradients on short rows with float64, and longer rows in part.
+    """Compare output and gradients on short sequences with float64, and longer sequences in part.
 
     In part: of causal attention one head, computed in float64 as well, and of a layer everything against float32. What
-    has quadratic cost is held on short rows alone.
+    has quadratic cost is held on short sequences alone.
     """
     most = CHECKED_LAYER if case.is_layer else CHECKED
     short = replace(case, batch=1, tokens=min(case.tokens, most))
@@ -97,7 +97,7 @@ def _tensors(one: Computation) -> dict[str, Tensor]:
     if one.tokens_first:
         named = {name: x.transpose(1, 2) for name, x in named.items()}
     weights = gradients[one.inputs :]
-    # What has no influence, such as the gate of a row of one block, has no gradient.
+    # What has no influence, such as the gate of a sequence of one block, has no gradient.
     return named | {f"d(weight {i})": x for i, x in enumerate(weights) if x is not None}
 
 

@@ -52,7 +52,7 @@ class Suite:
 
 
 CHUNK_ROW = 4096
-"""Tokens of a row where many rows make up the tokens of a case."""
+"""Tokens of a sequence where many sequences make up the tokens of a case."""
 
 
 def _default_cases() -> tuple[Case, ...]:
@@ -76,7 +76,7 @@ def _paper_cases() -> tuple[Case, ...]:
 SUITES = {
     "default": Suite(
         "Causal attention on a GPU",
-        "Causal attention in bfloat16, H = 16, as one long row and as many rows of 4,096 tokens. favor's phi is as "
+        "Causal attention in bfloat16, H = 16, as one long sequence and as several of 4,096 tokens. favor's phi is as "
         "wide as a head.",
         _default_cases(),
         (
@@ -100,7 +100,7 @@ SUITES = {
     "paper": Suite(
         "FLuRKA at its paper's settings",
         "One transformer layer that sees both ways (three projections, the mechanism, the output projection, and the "
-        "MLP of 512 of the paper's models; no norms and no biases), one row, bfloat16. Figure 3: d_m = 2600, "
+        "MLP of 512 of the paper's models; no norms and no biases), one sequence, bfloat16. Figure 3: d_m = 2600, "
         "d_k = 1500, H = 8, N from 7,050 to 55,500. Figure 4, top: N = 20,000, d_h = 128, d_k from 8,000 to 20,000; "
         "bottom: N = 20,000, d_k = 1,000, d_m from 800 to 20,000. Appendix C: N from 7,500 to 52,500. Where the paper "
         "gives no H it is 4, as in its section 4; where it gives neither d_m nor d_k (appendix C) they are 512 and "
@@ -113,7 +113,7 @@ SUITES = {
     ),
     "cpu": Suite(
         "Causal attention on a CPU",
-        "Causal attention in float32, one row, H = 4, d = 64, with the chunked ops. favor's phi is as wide as a head. "
+        "Causal attention in float32, one sequence, H = 4, d = 64, chunked ops. favor's phi is as wide as a head. "
         "SDPA and the low-rank parent, a softmax over landmarks, weigh a number of pairs that grows with N squared.",
         tuple(Case(1, 2**exponent, heads=4, head_dim=64) for exponent in range(10, 16)),
         ("kernel elu", "kernel hedgehog", "kernel favor", "FLuRKA", "FLuRKA's low-rank parent", "SDPA"),

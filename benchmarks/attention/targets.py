@@ -90,9 +90,9 @@ DEFAULT = (
     _as_fast("kernel elu", "fla fused_chunk", 2, "16k tokens", _short),
     _as_fast("kernel elu, not normalized", "fla chunk, not normalized", 1.5, "16k tokens", _short),
     _as_fast("kernel elu, not normalized", "fla fused_chunk, not normalized", 1.5, "16k tokens", _short),
-    _as_fast("kernel elu", "fla chunk", 3, "one row of 1M tokens", _longest_row),
+    _as_fast("kernel elu", "fla chunk", 3, "one sequence of 1M tokens", _longest_row),
     Target(
-        "peak memory of kernel elu over that of fla chunk, one row of 1M tokens",
+        "peak memory of kernel elu over that of fla chunk, one sequence of 1M tokens",
         0.25,
         lambda figures, case: figures["kernel elu", case].peak / figures["fla chunk", case].peak,
         _longest_row,

@@ -80,7 +80,7 @@ SOURCES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One mechanism, as a layer of HEADS heads of width HEAD_DIM on rows of ROW tokens has it."""
+    """One mechanism, as a layer of HEADS heads of width HEAD_DIM on sequences of ROW tokens has it."""
 
     name: str
     form: Attention
@@ -104,7 +104,7 @@ class Entry:
 
     @property
     def growth(self) -> float:
-        """By how much the cost of a long row grows when it doubles: 2 is linear, 4 quadratic."""
+        """By how much the cost of a long sequence grows when it doubles: 2 is linear, 4 quadratic."""
         sizes = {"num_layers": 1, "hidden_size": HEADS * HEAD_DIM, "num_heads": HEADS, "position": "none"}
         kind = "causal_lm" if self.layer.causal else "masked_lm"
         model = Model.model_validate({**sizes, "kind": kind, "attention": self.form})

@@ -66,7 +66,7 @@ class Compressor(FullPrecision):
         if isinstance(compression, LinformerCompression):
             if max_positions is None:
                 raise ValueError(
-                    "compression.kind=linformer needs the length of the longest row; pass max_positions"
+                    "compression.kind=linformer needs the length of the longest sequence; pass max_positions"
                 )
             self.rank, self.block_size = compression.rank, max_positions
             both = _gaussian(compression, max_positions, settings)
@@ -97,15 +97,15 @@ class Compressor(FullPrecision):
         return used.to(accum_dtype(used.dtype)).softmax(-1) if self.normalized else used
 
     def forward(self, parts: tuple[Tensor, ...], *, first: int, length: int) -> tuple[Tensor, ...]:
-        """What tokens from place `first` on contribute to the landmarks of rows of `length` tokens.
+        """What tokens from place `first` on contribute to the landmarks of sequences of `length` tokens.
 
         parts: one tensor (..., n, c) to which both E and F are applied, or the keys and the values.
         Returns E x and F x, (..., L, c) in float32 or better; E x alone where one E makes both of one tensor.
         """
         if not self.normalized and length > self.block_size:
             raise ValueError(
-                f"rows of {length} tokens exceed max_positions={self.block_size}, linformer's columns; "
-                "raise model.max_positions or shorten the rows"
+                f"sequences of {length} tokens exceed max_positions={self.block_size}, linformer's columns; "
+                "raise model.max_positions or shorten the sequences"
             )
         pools = self.pools(parts[0])
         if len(parts) == 1:
@@ -117,7 +117,7 @@ class Compressor(FullPrecision):
         return tuple(compress(x, pool, first=first, length=length) for x, pool in zip(parts, each))
 
     def finish(self, keys: Tensor, values: Tensor, *, length: int, counts: Tensor | None) -> Landmarks:
-        """Landmarks from whole sums (B, H_kv, L, .) over rows of `length` tokens, of which `counts` (B,) are real."""
+        """Landmarks from whole sums (B, H_kv, L, .) over sequences of `length` tokens, `counts` (B,) of them real."""
         if not self.normalized or (counts is None and length % self.block_size == 0):
             return Landmarks(keys, values, None)
         if counts is None:

@@ -51,7 +51,7 @@ class Summaries(nn.Module):
     """(k_c, beta_c) of each chunk: omega_c = share (q_c + k_c), with a standard normal added in training.
 
     The noise is a function of (seed, head, training step, place of the chunk in its document): the same
-    for all rows, ranks and recomputations, however documents are packed, padded or cut.
+    for all sequences, ranks and recomputations, however documents are packed, padded or cut.
     """
 
     def __init__(self, settings: LayerSettings, share: float, count_padding: bool = False):
@@ -134,7 +134,7 @@ def _real(length: int, size: int, counts: Tensor | None, device: torch.device) -
 
 
 class EvaAttention(AttentionLayer):
-    """EVA over a row, tokens seeing both ways. A row is one document; its shards trade tokens for heads."""
+    """EVA over a sequence, tokens seeing both ways. A sequence is one document; its shards trade tokens for heads."""
 
     def __init__(self, form: Attention, settings: LayerSettings):
         super().__init__(form, settings)
@@ -144,14 +144,14 @@ class EvaAttention(AttentionLayer):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
         q, k = inputs.rotated(q, k)
-        rows = Ulysses(inputs.cp_shard, q.shape[1], k.shape[1])
-        q, (k, v) = rows.of_queries(q), rows.of_keys(k, v)
+        ulysses = Ulysses(inputs.cp_shard, q.shape[1], k.shape[1])
+        q, (k, v) = ulysses.of_queries(q), ulysses.of_keys(k, v)
         k, v = _every_head(q, k, v)
         size, window, length = self.form.chunk_size, self.form.window_size, q.shape[2]
         counts = inputs.counts
         real = _real(length, size, counts, q.device)
         keys, values = self.summaries(
-            *(_cut(x, size) for x in (q, k, v)), real, real, _numbers(real), rows.query_heads
+            *(_cut(x, size) for x in (q, k, v)), real, real, _numbers(real), ulysses.query_heads
         )
         there = torch.ones_like(real) if self.form.published_padding else real
         seen = there.any(-1)[:, None].expand(-1, -(-length // window), -1)
@@ -164,7 +164,7 @@ class EvaAttention(AttentionLayer):
             _reaching(_real(length, window, counts, q.device)[:, None, ..., None], reach)[:, 0, ..., 0],
             window,
         )
-        return rows.cut(eva_attention(q, windows, Chunks(keys, values, seen))), None
+        return ulysses.cut(eva_attention(q, windows, Chunks(keys, values, seen))), None
 
     def _inside(self, length: int, reach: int, device: torch.device) -> Tensor:
         """(M, C) bool: the chunk lies inside what the window reaches."""
@@ -176,7 +176,7 @@ class EvaAttention(AttentionLayer):
 
 
 def _reaching(x: Tensor, reach: int) -> Tensor:
-    """Windows (B, H, M, w, d) with the `reach` tokens before and after them, zeros or False outside the row."""
+    """Windows (B, H, M, w, d) with the `reach` tokens before and after them, zeros or False outside the sequence."""
     if reach == 0:
         return x
     window = x.shape[3]
@@ -255,27 +255,27 @@ class FlurkaEvaAttention(LowRankAttention):
         counts: Tensor | None,
         cp_shard: ContextParallelShard,
     ) -> Tensor:
-        rows = Ulysses(cp_shard, q.shape[1], landmarks.keys.shape[1])
-        q = rows.of_queries(q)
+        ulysses = Ulysses(cp_shard, q.shape[1], landmarks.keys.shape[1])
+        q = ulysses.of_queries(q)
         # Every shard holds the landmarks of all heads.
-        k, v = _every_head(q, *(rows.of_key_heads(x, 1) for x in (landmarks.keys, landmarks.values)))
+        k, v = _every_head(q, *(ulysses.of_key_heads(x, 1) for x in (landmarks.keys, landmarks.values)))
         window, length = self.form.window_size, q.shape[2]
         real_q = _real(length, window, counts, q.device)
         index, real_k = shares_of_windows(real_q.any(-1), k.shape[2])
         k, v = (_taken(x, index) for x in (k, v))
         keys, values = self.summaries(
-            _cut(q, window), k, v, real_q, real_k, _numbers(real_q), rows.query_heads
+            _cut(q, window), k, v, real_q, real_k, _numbers(real_q), ulysses.query_heads
         )
         seen = real_k.any(-1)[:, None].expand(-1, real_q.shape[1], -1)
         if self.form.exclude_window:
             seen = seen & ~torch.eye(seen.shape[2], dtype=torch.bool, device=q.device)
-        return rows.cut(eva_attention(q, Windows(k, v, real_k, window), Chunks(keys, values, seen)))
+        return ulysses.cut(eva_attention(q, Windows(k, v, real_k, window), Chunks(keys, values, seen)))
 
 
 def shares_of_windows(windows: Tensor, keys: int) -> tuple[Tensor, Tensor]:
     """Which of `keys` belong to each window: index (B or 1, M, g), and (B or 1, M, g) bool where there is one.
 
-    windows: (B or 1, M) bool, which windows hold a query; the first ones of a row do.
+    windows: (B or 1, M) bool, which windows hold a query; the first ones of a sequence do.
     """
     share = -(-keys // windows.sum(1).clamp(min=1))
     within = torch.arange(int(share.max()), device=windows.device)

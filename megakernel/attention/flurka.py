@@ -34,7 +34,7 @@ class FlurkaAttention(NearFarAttention):
 
     Mixture keys: E pools each projected key of a token, and what has the keys k_r weighs sum_r pi_r s(q, k_r), with
     s = phi(q).phi(k) far and the near part's own s near. Priors belong to keys, whatever s compares them: a window as
-    long as the row is then the softmax mixture of docs/formulas.md, 6, a window under phi with r = b is MLK, and
+    long as the sequence is then the softmax mixture of docs/formulas.md, 6, a window under phi with r = b is MLK, and
     near and far count a token in one unit, sum_r pi_r, so that m still is how many tokens a landmark stands for.
     """
 

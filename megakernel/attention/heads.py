@@ -58,7 +58,7 @@ class LayerSettings:
     """Whether a token sees only itself and earlier tokens."""
 
     max_positions: int | None = None
-    """Tokens of the longest row, which linformer's matrices have a column for."""
+    """Tokens of the longest sequence, which linformer's matrices have a column for."""
 
     seed: Seed = 0
     """What random matrices depend on besides the head, usually (run seed, layer)."""

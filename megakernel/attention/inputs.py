@@ -14,11 +14,11 @@ from megakernel.ops.window import Tail
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """Where the N tokens of each row stand, and which shard of the sequence they are."""
+    """Where the N tokens of each sequence stand, and which shard of the sequence they are."""
 
     positions: Positions | None = None
-    """(B, N) place of each token in its own document, counting real tokens, or the place of the first token of rows
-    that hold one document each; None: every row is one document, which begins on the first shard."""
+    """(B, N) place of each token in its own document, counting real tokens, or the place of the first token of
+    sequences that hold one document each; None: every sequence is one document, which begins on the first shard."""
 
     padding_mask: Tensor | None = None
     """(B, N) bool, True for real tokens; None where all are. In `attend` real tokens lie first, so that no real token
@@ -47,7 +47,7 @@ class AttentionInputs:
 
     @property
     def counts(self) -> Tensor | None:
-        """(B,) real tokens of each row; None where all are real."""
+        """(B,) real tokens of each sequence; None where all are real."""
         return None if self.padding_mask is None else self.padding_mask.sum(1)
 
     @property
@@ -78,4 +78,4 @@ class AttentionInputs:
 
 
 WHOLE_ROWS = AttentionInputs()
-"""Rows of one document each, without padding and rotation."""
+"""Sequences of one document each, without padding and rotation."""

@@ -40,7 +40,7 @@ class KernelAttention(AttentionLayer):
             projection=self.projection(),
             priors=priors,
             causal=self.causal,
-            mass=None if real is None else real[:, None].to(v.dtype),
+            key_weights=None if real is None else real[:, None].to(v.dtype),
             positions=inputs.at,
             initial_state=inputs.state,
             return_state=inputs.wants_state,

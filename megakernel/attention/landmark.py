@@ -56,7 +56,7 @@ class LandmarkAttention(NearFarAttention):
             sight(positions, length, q.device, size=size, skipped=self.near.blocks),
             window=LocalWindow(size, self.near.blocks, rotate, far),
             tail=tail,
-            mass=size / self.rank,
+            token_count=size / self.rank,
             priors=priors,
             shift=shift,
             far_weight=getattr(self, "far_weight", None),

@@ -41,7 +41,7 @@ class SequenceState(NamedTuple):
     """The state of the op."""
 
     position: Positions
-    """Position of the next token: one for all rows, or (B,)."""
+    """Position of the next token: one for all sequences, or (B,)."""
 
 
 @runtime_checkable
@@ -115,7 +115,7 @@ class AttentionLayer(nn.Module, ABC):
         """Output and the state behind the last token."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs = WHOLE_ROWS) -> Tensor:
-        """Attention of whole rows, or of one shard of each.
+        """Attention of whole sequences, or of one shard of each.
 
         Args:
             q: (B, H, N, d), H the heads of this shard.
@@ -142,7 +142,7 @@ class AttentionLayer(nn.Module, ABC):
             raise ValueError(
                 "padding_mask with a sequence in shards: pad nothing, or keep the sequence whole"
             )
-        # Real tokens move to the front of their row, in order: blocks and windows then know nothing of padding.
+        # Real tokens move to the front of their sequence, in order: blocks and windows then know nothing of padding.
         mask = mask.bool()
         order = mask.int().argsort(dim=1, descending=True, stable=True)
         q = _reorder(q, order)

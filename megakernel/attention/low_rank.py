@@ -15,7 +15,7 @@ from megakernel.attention.sequence import ContextParallelShard
 from megakernel.config.attention import Attention
 from megakernel.ops import kernel_attention, softmax_attention, weighted_attention
 from megakernel.ops.dispatch import accum_dtype
-from megakernel.ops.documents import position_rows
+from megakernel.ops.documents import token_positions
 from megakernel.ops.mixture import pack_keys, separate
 
 
@@ -23,7 +23,7 @@ class LowRankAttention(AttentionLayer):
     """Linformer, softmax(Q (E K)^T / sqrt(d)) (F V), and FLuRKA, phi(Q) (phi(K~)^T V~) row-normalized.
 
     With `compresses_input` K~ = (E X) W_K and V~ = (F X) W_V (FLuRKA eq. 2), else K~ = E K and V~ = F V (eq. 1).
-    A row is one document: landmarks mix all of its tokens. Mixture keys stand at landmarks, k~_r = (E X) W_r or
+    A sequence is one document: landmarks mix all of its tokens. Mixture keys stand at landmarks, k~_r = (E X) W_r or
     k~ + b_r, so that both equations agree whatever the rows of E sum to.
     """
 
@@ -41,9 +41,9 @@ class LowRankAttention(AttentionLayer):
     def compress(self, x: Tensor, *, first: int, length: int) -> Tensor:
         """What n tokens of the layer's input contribute to the input's landmarks.
 
-        x: (n, B, C), the tokens from place `first` on of rows of `length`, zeros where they are padding. Returns
+        x: (n, B, C), the tokens from place `first` on of sequences of `length`, zeros where they are padding. Returns
         (2, L, B, C), E x and F x, or (1, L, B, C) where keys and values share E, in float32 or better; parts of a
-        row add up.
+        sequence add up.
         """
         flat = self.compressor((x.flatten(1),), first=first, length=length)
         return torch.stack(flat).unflatten(-1, x.shape[1:])
@@ -58,7 +58,7 @@ class LowRankAttention(AttentionLayer):
         keys = landmarks.keys if self.keys_per_head == 1 else separate(landmarks.keys, self.head_dim)
         keys, priors = keys_and_priors(self.mixture, keys)
         if rotary is not None and self.far_rope == "centroid":
-            q = rotary(q, position_rows(inputs.at, q.shape[2], q.device))
+            q = rotary(q, token_positions(inputs.at, q.shape[2], q.device))
             keys = rotary(keys.flatten(1, -3), self._centres(length, counts, q)).view_as(keys)
         return self._attend(q, landmarks._replace(keys=keys), priors, counts, inputs.cp_shard), None
 
@@ -74,11 +74,13 @@ class LowRankAttention(AttentionLayer):
         keys, values, mass = landmarks
         queries = q.to(keys.dtype)
         if self.projection is None and priors is None:
-            return softmax_attention(queries, keys, values, causal=False, mass=mass)[0].to(q.dtype)
+            return softmax_attention(queries, keys, values, causal=False, key_weights=mass)[0].to(q.dtype)
         if self.projection is None:
             assert priors is not None
             each = priors[..., None] if mass is None else priors[..., None] * mass[:, None, None]
-            weighed = weighted_attention(queries, keys, values, similarity="softmax", mass=each, causal=False)
+            weighed = weighted_attention(
+                queries, keys, values, similarity="softmax", key_weights=each, causal=False
+            )
             return weighed[0].to(q.dtype)
         out = kernel_attention(
             queries,
@@ -87,7 +89,7 @@ class LowRankAttention(AttentionLayer):
             feature_map=self.projection.feature_map,
             projection=self.projection(),
             causal=False,
-            mass=None if mass is None else mass[:, None],
+            key_weights=None if mass is None else mass[:, None],
             priors=priors,
         )
         return cast(Tensor, out).to(q.dtype)

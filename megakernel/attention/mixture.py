@@ -93,7 +93,7 @@ def keys_and_priors(mixture: KeyMixture | None, k: Tensor) -> tuple[Tensor, Tens
 class PairwiseAttention(AttentionLayer):
     """Every pair weighed by a softmax or gaussian similarity, with one or M keys at a position.
 
-    Shards of a sequence trade tokens for heads, so that each sees whole rows.
+    Shards of a sequence trade tokens for heads, so that each sees whole sequences.
     """
 
     def __init__(self, form: Attention, settings: LayerSettings):
@@ -109,10 +109,10 @@ class PairwiseAttention(AttentionLayer):
         k, priors = keys_and_priors(self.mixture, k)
         q, v = q.to(k.dtype), v.to(k.dtype)
         q, k = inputs.rotated(q, k)
-        rows = Ulysses(inputs.cp_shard, q.shape[1], k.shape[1])
-        positions = rows.of_positions(inputs.at, q.shape[2])
-        q, (k, v) = rows.of_queries(q), rows.of_keys(k, v)
-        mass = None if priors is None else rows.of_key_heads(priors)[..., None]
+        ulysses = Ulysses(inputs.cp_shard, q.shape[1], k.shape[1])
+        positions = ulysses.of_positions(inputs.at, q.shape[2])
+        q, (k, v) = ulysses.of_queries(q), ulysses.of_keys(k, v)
+        mass = None if priors is None else ulysses.of_key_heads(priors)[..., None]
         if inputs.padding_mask is not None:
             real = inputs.padding_mask[:, None, None].to(accum_dtype(q.dtype))
             mass = real if mass is None else mass * real
@@ -123,15 +123,15 @@ class PairwiseAttention(AttentionLayer):
             similarity=self.similarity,
             variances=self.variances,
             join="sum" if self.mixture is None or self.mixture.soft else "max",
-            mass=mass,
+            key_weights=mass,
             normalize=self.normalize,
             causal=self.causal,
             positions=positions,
             initial_state=inputs.state,
         )
         if self.mixture is not None and self.mixture.m_step and self.training:
-            self._count(q, k, mass, inputs.padding_mask, positions, rows)
-        return rows.cut(out.to(dtype)), state
+            self._count(q, k, mass, inputs.padding_mask, positions, ulysses)
+        return ulysses.cut(out.to(dtype)), state
 
     def finish_step(self, total: Callable[[Tensor], Tensor]) -> None:
         """See AttentionLayer."""
@@ -145,7 +145,7 @@ class PairwiseAttention(AttentionLayer):
         mass: Tensor | None,
         key_mask: Tensor | None,
         positions: Positions,
-        rows: Ulysses,
+        ulysses: Ulysses,
     ) -> None:
         """Add the responsibilities of these tokens; what is computed again in backward counts twice for all alike."""
         shares = responsibilities(
@@ -153,7 +153,7 @@ class PairwiseAttention(AttentionLayer):
             k,
             similarity=self.similarity,
             variances=self.variances,
-            mass=mass,
+            key_weights=mass,
             query_mask=key_mask,
             causal=self.causal,
             positions=positions,
@@ -161,5 +161,5 @@ class PairwiseAttention(AttentionLayer):
         assert self.mixture is not None
         counted = self.mixture.counted
         mine = shares.sum((0, 3), dtype=counted.dtype)
-        owners = rows.of_key_heads(torch.eye(len(counted), dtype=mine.dtype, device=mine.device))
+        owners = ulysses.of_key_heads(torch.eye(len(counted), dtype=mine.dtype, device=mine.device))
         counted += owners.T @ mine

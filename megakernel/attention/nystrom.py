@@ -1,4 +1,4 @@
-"""Nyström's approximation through landmarks of whole rows: Skyformer of a kernel, Nyströmformer of softmax."""
+"""Nyström's approximation through landmarks of whole sequences: Skyformer of a kernel, Nyströmformer of softmax."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +25,8 @@ BITS = 31
 class SkyformerAttention(AttentionLayer):
     """kappa(Q, L) kappa(L, L)^+ kappa(L, K) V; the landmarks L are drawn again at every training step.
 
-    They are landmarks of whole rows: documents in one row see each other. Shards of a row trade tokens for heads.
+    They are landmarks of whole sequences: documents in one sequence see each other. Shards of a sequence trade tokens
+    for heads.
     """
 
     def __init__(self, form: Attention, settings: LayerSettings):
@@ -51,8 +52,8 @@ class SkyformerAttention(AttentionLayer):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
         q, k = inputs.rotated(q, k)
-        rows = Ulysses(inputs.cp_shard, q.shape[1], k.shape[1])
-        q, (k, v) = rows.of_queries(q), rows.of_keys(k, v)
+        ulysses = Ulysses(inputs.cp_shard, q.shape[1], k.shape[1])
+        q, (k, v) = ulysses.of_queries(q), ulysses.of_keys(k, v)
         length = q.shape[2]
         # Real tokens lie first.
         count = torch.full((1,), length, device=q.device) if inputs.counts is None else inputs.counts
@@ -60,11 +61,11 @@ class SkyformerAttention(AttentionLayer):
             q,
             k,
             v,
-            landmarks=self._landmarks(count[:, None, None], length, rows.query_heads),
+            landmarks=self._landmarks(count[:, None, None], length, ulysses.query_heads),
             invert=self.invert,
             key_mask=inputs.padding_mask,
         )
-        return rows.cut(out), None
+        return ulysses.cut(out), None
 
     def _landmarks(self, count: Tensor, length: int, heads: slice = slice(None)) -> Tensor:
         """Rows (B, H or 1, F) of [Q; K], each of `length` rows of which the first `count` (B, 1, 1) are real."""
@@ -80,7 +81,8 @@ class SkyformerAttention(AttentionLayer):
 class NystromformerAttention(AttentionLayer):
     """s(Q L_K^T) s(L_Q L_K^T)^+ s(L_Q K^T) V, and a convolution of the values if asked for.
 
-    Segments divide whole rows: documents in one row see each other. Shards of a row trade tokens for heads.
+    Segments divide whole sequences: documents in one sequence see each other. Shards of a sequence trade tokens for
+    heads.
     """
 
     def __init__(self, form: Attention, settings: LayerSettings):
@@ -95,8 +97,8 @@ class NystromformerAttention(AttentionLayer):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
         q, k = inputs.rotated(q, k)
-        rows = Ulysses(inputs.cp_shard, q.shape[1], k.shape[1])
-        q, (k, v) = rows.of_queries(q), rows.of_keys(k, v)
+        ulysses = Ulysses(inputs.cp_shard, q.shape[1], k.shape[1])
+        q, (k, v) = ulysses.of_queries(q), ulysses.of_keys(k, v)
         real = inputs.padding_mask
         places = torch.arange(q.shape[2], device=q.device)[None]
         count = q.shape[2] if real is None else real.sum(1, keepdim=True).clamp(min=1)
@@ -107,6 +109,6 @@ class NystromformerAttention(AttentionLayer):
         if self.convolution is not None:
             values = v if real is None else v * real[:, None, :, None]
             out = out + depthwise_convolution(
-                values.repeat_interleave(q.shape[1] // v.shape[1], 1), self.convolution[rows.query_heads]
+                values.repeat_interleave(q.shape[1] // v.shape[1], 1), self.convolution[ulysses.query_heads]
             )
-        return rows.cut(out), None
+        return ulysses.cut(out), None

@@ -1,4 +1,4 @@
-"""Rotary position embedding, and its frequencies for rows longer than those a model has learned from."""
+"""Rotary position embedding, and its frequencies for sequences longer than those a model has learned from."""
 
 import math
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megakernel.config.rope import RopeScaling
 from megakernel.ops.dispatch import accum_dtype
-from megakernel.ops.documents import Positions, position_rows
+from megakernel.ops.documents import Positions, token_positions
 from megakernel.ops.layers import rotate
 from megakernel.ops.layers.plain import turned
 
@@ -43,10 +43,10 @@ class Rotary:
         if q.shape[2] == 1 and q.device.type == "cpu" and not torch.compiler.is_compiling():
             cos, sin = self._tables_of_token(positions, accum_dtype(q.dtype))
             return self._turned(q, cos, sin), self._turned(k, cos, sin)
-        rows = position_rows(positions, q.shape[2], q.device)
+        at = token_positions(positions, q.shape[2], q.device)
         if self.head_dim < q.shape[-1]:
-            return self(q, rows), self(k, rows)
-        return rotate(q, k, *self._angles(rows, q))
+            return self(q, at), self(k, at)
+        return rotate(q, k, *self._angles(at, q))
 
     def behind(self, x: Tensor) -> Tensor:
         """Keys x (B, H, n, d) of the last n tokens, turned back by their distance to the last; dtype of x.
@@ -110,8 +110,9 @@ def frequencies(head_dim: int, base: float, scaling: RopeScaling) -> tuple[Tenso
     """Radians per token of each pair (head_dim / 2,), float64, and what rotated vectors are multiplied by.
 
     linear: f / s, position interpolation (Chen et al. 2023). ntk: of base * s^(d / (d - 2)), which leaves the fastest
-    pair as it is and slows the slowest by s; dynamic: of ntk with s L / L0 - (s - 1) for rows of L tokens, more than
-    the L0 of before. yarn, llama3: f or f / s by wavelength, with a ramp between. longrope: each by its own factor.
+    pair as it is and slows the slowest by s; dynamic: of ntk with s L / L0 - (s - 1) for sequences of L tokens, more
+    than the L0 of before. yarn, llama3: f or f / s by wavelength, with a ramp between. longrope: each by its own
+    factor.
     """
     factor = scaling.factor or 1.0
     if scaling.kind in ("ntk", "dynamic"):
@@ -121,7 +122,7 @@ def frequencies(head_dim: int, base: float, scaling: RopeScaling) -> tuple[Tenso
             )
         grown = factor
         if scaling.original_seq_len is not None:
-            grown = factor * max(scaling.rows / scaling.original_seq_len, 1.0) - (factor - 1)
+            grown = factor * max(scaling.target_seq_len / scaling.original_seq_len, 1.0) - (factor - 1)
         base = base * grown ** (head_dim / (head_dim - 2))
     # Named: they are no weights, which a model that is built on no device gets later.
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
@@ -141,7 +142,9 @@ def frequencies(head_dim: int, base: float, scaling: RopeScaling) -> tuple[Tenso
 def _longrope_factors(scaling: RopeScaling) -> Tensor:
     """What each pair's frequency is divided by (LongRoPE, Ding et al. 2024)."""
     assert scaling.original_seq_len is not None
-    factors = scaling.long_factor if scaling.rows > scaling.original_seq_len else scaling.short_factor
+    factors = (
+        scaling.long_factor if scaling.target_seq_len > scaling.original_seq_len else scaling.short_factor
+    )
     return torch.tensor(factors, dtype=torch.float64, device="cpu")
 
 

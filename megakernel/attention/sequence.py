@@ -1,8 +1,8 @@
 """My shard of the sequence: the one thing an attention layer knows about sequence sharding.
 
-A layer holds N consecutive tokens of each row. `ContextParallelShard` lets it ask for what lies before them without
-knowing of processes: `parallel/` answers over a process group, `WHOLE` answers for a layer that holds
-everything. `Ulysses` has whole rows of some heads in place of a shard of the rows of all heads.
+A layer holds N consecutive tokens of each sequence. `ContextParallelShard` lets it ask for what lies before them
+without knowing of processes: `parallel/` answers over a process group, `WHOLE` answers for a layer that holds
+everything. `Ulysses` has whole sequences of some heads in place of a shard of the sequences of all heads.
 """
 
 from torch import Tensor
@@ -13,9 +13,9 @@ from megakernel.ops.state import KernelState, PendingState
 
 
 class ContextParallelShard:
-    """Shard `rank` of `size` equal contiguous shards of every row; by itself the one shard that is the whole.
+    """Shard `rank` of `size` equal contiguous shards of every sequence; by itself the one shard that is the whole.
 
-    What lies before a shard, or behind it, is asked of parts of a row alone.
+    What lies before a shard, or behind it, is asked of parts of a sequence alone.
     """
 
     rank: int = 0
@@ -104,7 +104,7 @@ class Ulysses:
         return self._for_queries(x, dim).chunk(self.cp_shard.size, dim)[self.cp_shard.rank]
 
     def of_positions(self, positions: Positions, tokens: int) -> Positions:
-        """Positions (B, N), or that of the first of a shard's `tokens`, -> those of the whole rows."""
+        """Positions (B, N), or that of the first of a shard's `tokens`, -> those of the whole sequences."""
         if isinstance(positions, int):
             return positions - self.cp_shard.rank * tokens
         return self.cp_shard.all_tokens(positions[..., None])[..., 0]

@@ -20,8 +20,9 @@ class SoftmaxAttention(AttentionLayer):
 
     With a cap the exponents are c tanh(q k^T / (c sqrt(d))).
 
-    Shards of a sequence trade tokens for heads where they have as many heads each, so that each sees whole rows of its
-    own, all with the same work. Otherwise, or where `exchange` says so, keys and values go round (`ring_attention`).
+    Shards of a sequence trade tokens for heads where they have as many heads each, so that each sees whole sequences
+    of its own, all with the same work. Otherwise, or where `exchange` says so, keys and values go round
+    (`ring_attention`).
     """
 
     def __init__(self, form: Attention, settings: LayerSettings):
@@ -36,18 +37,18 @@ class SoftmaxAttention(AttentionLayer):
         if self._goes_round(shard):
             form: dict[str, Any] = {"causal": self.causal, "window": self.window, "positions": inputs.at}
             return ring_attention(q, k, v, ring=shard, key_mask=real, **form), None
-        rows = Ulysses(shard, q.shape[1], k.shape[1])
+        ulysses = Ulysses(shard, q.shape[1], k.shape[1])
         out, state = softmax_attention(
-            rows.of_queries(q),
-            *rows.of_keys(k, v),
+            ulysses.of_queries(q),
+            *ulysses.of_keys(k, v),
             causal=self.causal,
             window=self.window,
             softcap=self.softcap,
-            positions=rows.of_positions(inputs.at, q.shape[2]),
+            positions=ulysses.of_positions(inputs.at, q.shape[2]),
             key_mask=real,
             initial_state=inputs.state,
         )
-        return rows.cut(out), state
+        return ulysses.cut(out), state
 
     def _goes_round(self, cp_shard: ContextParallelShard) -> bool:
         if self.softcap is not None:

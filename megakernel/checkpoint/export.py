@@ -55,7 +55,7 @@ def export(
     with written_to("--to", to), appearing_whole(to) as folder:
         save_tokenizer(tokenizer, folder)
         config = source.write_plain(folder) or source.write_own(folder)
-        settings = generation_config(run.config, tokenizer, source.words)
+        settings = generation_config(run.config, tokenizer, source.vocab_size)
         if config["model_type"] == OWN:
             settings.pop("cache_implementation", None)  # of keys and values, of which its state is none
         _write(folder / FILE, settings)
@@ -79,14 +79,14 @@ class _Source:
         self.bos, self.eod = tokenizer.bos, tokenizer.eod
         # What also ends messages does not say where positions begin again.
         self.isolates = run.config.data.isolate_documents and not tokenizer.ends_messages
-        self.model = _with_position_rows(phase.model(run.config.model), run.config.training.seq_len)
+        self.model = _with_positions(phase.model(run.config.model), run.config.training.seq_len)
         self.tensors = weights(run.checkpoint, run.config)
         self.seq_len = phase.training.seq_len
-        self.words = self.model.vocab_size or tokenizer.vocab_size
+        self.vocab_size = self.model.vocab_size or tokenizer.vocab_size
 
     def write_plain(self, folder: Path) -> dict[str, Any] | None:
         """As an architecture of `transformers`; None, with nothing written, where none has the model's parts."""
-        config = plain_config(self.model, self.words, self.seq_len)
+        config = plain_config(self.model, self.vocab_size, self.seq_len)
         if config is None:
             return None
         config |= {
@@ -105,7 +105,7 @@ class _Source:
 
         config = MegakernelConfig(
             model=self.model.model_dump(mode="json"),
-            vocab_size=self.words,
+            vocab_size=self.vocab_size,
             max_position_embeddings=self.seq_len,
             isolate_documents=self.isolates,
             eos_token_id=self.eod,
@@ -132,11 +132,11 @@ class _Source:
     def _read(self, name: str) -> Tensor:
         tensor = self.tensors.read(name, [WEIGHT])[WEIGHT]
         # Rows that pad the vocabulary stay here.
-        return tensor[: self.words] if name in vocabulary_names(self.model) else tensor
+        return tensor[: self.vocab_size] if name in vocabulary_names(self.model) else tensor
 
 
-def _with_position_rows(model: Model, seq_len: int) -> Model:
-    if model.max_positions is None and model.has_position_rows:
+def _with_positions(model: Model, seq_len: int) -> Model:
+    if model.max_positions is None and model.counts_positions:
         return model.model_copy(update={"max_positions": seq_len})
     return model
 
@@ -186,14 +186,14 @@ _MADE = "_from_model_config"
 """Marks a file that `transformers` made of config.json: nobody chose what it says."""
 
 
-def generation_config(config: Config, tokenizer: Tokenizer, words: int) -> dict[str, Any]:
+def generation_config(config: Config, tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
     """Its keys, for the model of a run.
 
     Those of the dense model that the run began with, directly or through other runs, as long as they are still there;
     of any other model greedy decoding, the default of `transformers`. A document's end always ends a text. Words of the
     model that its tokenizer does not know are never chosen.
 
-    words: how many the model has.
+    vocab_size: of the model.
     """
     own = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod, "pad_token_id": tokenizer.eod}
     settings = {key: value for key, value in own.items() if value is not None} | _given(config.init.source)
@@ -201,7 +201,7 @@ def generation_config(config: Config, tokenizer: Tokenizer, words: int) -> dict[
     ends = ends if isinstance(ends, list) else [ends]
     if tokenizer.eod not in ends:
         settings["eos_token_id"] = [*ends, tokenizer.eod]
-    unknown = range(tokenizer.vocab_size, words)
+    unknown = range(tokenizer.vocab_size, vocab_size)
     if unknown:
         settings["suppress_tokens"] = sorted({*settings.get("suppress_tokens", ()), *unknown})
     return settings

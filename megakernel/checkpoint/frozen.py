@@ -41,7 +41,7 @@ def frozen_model(
     shares = partitions(made)
     found = compare(gathered_shapes(made, shares, mesh), tensors)
     lost = [name for name in found.missing if not is_new(name)]
-    wrong = [*source.other_words(settings.vocab_size), *found.misshapen]
+    wrong = [*source.other_vocab_size(settings.vocab_size), *found.misshapen]
     wrong += [f"{name} is not in the checkpoint" for name in lost]
     if wrong:
         remedy = (

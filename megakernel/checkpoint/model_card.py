@@ -31,7 +31,7 @@ print(tokenizer.decode(model.generate(**prompt, max_new_tokens=40)[0]))
 ```
 
 * Attention of its {layers} layers: {attention}.
-* Hidden size {hidden}, {heads} heads, trained on rows of {seq_len} tokens.
+* Hidden size {hidden}, {heads} heads, trained on sequences of {seq_len} tokens.
 * Licence: {licence}that of the weights is for whoever publishes them to name (`license:` in the head of this page).
 """
 
@@ -45,7 +45,7 @@ def model_card(name: str, step: int, model: Model, seq_len: int, model_type: str
         name: of the run.
         step: of the checkpoint.
         model: what was trained.
-        seq_len: tokens of the longest rows of training.
+        seq_len: tokens of the longest sequences of training.
         model_type: of config.json.
         evaluation: folder of what was measured at this step, TASK.md for each task; it need not exist.
     """

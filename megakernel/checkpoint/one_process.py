@@ -23,7 +23,7 @@ def one_process_model(run: TrainedRun, vocab_size: int, device: torch.device) ->
     vocab_size: ids of the run's tokenizer. It starts no process group and loads neither Megatron-core nor DeepSpeed.
     """
     model = LanguageModel(model_settings(run.config, OneProcess(), vocab_size))
-    # A run whose rows grow may change its frequencies with them: the weights know those they were trained with.
+    # A run whose sequences grow may change its frequencies with them: the weights know those they were trained with.
     rotate_by(model, run.config.training.phase_behind(run.checkpoint.step).model(run.config.model))
     load_whole_weights(model, run.checkpoint)
     return cast(model, DTYPES[run.config.training.dtype]).to(device).eval()

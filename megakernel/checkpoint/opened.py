@@ -66,8 +66,8 @@ class OpenedModel:
         else:
             from .export import generation_config
 
-            words = self.config.model.vocab_size or self.tokenizer.vocab_size
-            given = generation_config(self.config, self.tokenizer, words)["eos_token_id"]
+            size = self.config.model.vocab_size or self.tokenizer.vocab_size
+            given = generation_config(self.config, self.tokenizer, size)["eos_token_id"]
         named = given if isinstance(given, list) else [given]
         return frozenset({self.tokenizer.eod, *(one for one in named if isinstance(one, int))})
 
@@ -118,7 +118,7 @@ def _configuration(folder: Path, data: Path | None) -> Config:
 
 
 def _positions(model: Model) -> int | None:
-    return model.max_positions if model.has_position_rows else None
+    return model.max_positions if model.counts_positions else None
 
 
 def _tokenizer(folder: Path) -> Tokenizer:

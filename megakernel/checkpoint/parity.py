@@ -70,11 +70,11 @@ class Parity(NamedTuple):
 
 
 def parity(dense: Callable[[], LanguageModel], source: WeightSource, mesh: Mesh) -> Parity:
-    """Compare the logits of one made row; called on all ranks, which get the same.
+    """Compare the logits of one made sequence; called on all ranks, which get the same.
 
     dense: makes the model of `source` in float32, from `frozen_model`. One rank of the last stage has all its logits,
-    and loads the reference. Where the model is too large for that, or rows are cut in shards, that rank alone compares
-    as many layers as fit. Raises UserError, alike on all ranks, where `transformers` cannot compute it.
+    and loads the reference. Where the model is too large for that, or sequences are cut in shards, that rank alone
+    compares as many layers as fit. Raises UserError, alike on all ranks, where `transformers` cannot compute it.
     """
     if source.checkpoint is not None:
         return Parity(None, "the dense model is a run of this project")
@@ -178,17 +178,19 @@ def compared(ours: Tensor, named: str, folder: Path, config: "PreTrainedConfig |
 
     config: instead of its config.json. Raises UserError where it cannot, for another reason than memory.
     """
-    _, length, words = ours.shape
+    _, length, vocab_size = ours.shape
     try:
-        reference: Tensor = _reference(folder, config, made_tokens(length, words, ours.device), named).logits
+        reference: Tensor = _reference(
+            folder, config, made_tokens(length, vocab_size, ours.device), named
+        ).logits
     except MemoryError as error:  # more than its weights, or memory that others took meanwhile
         return Parity(None, f"transformers ran out of memory ({error})")
     return Parity(_distance(ours, reference))
 
 
-def made_tokens(length: int, words: int, device: torch.device) -> Tensor:
+def made_tokens(length: int, vocab_size: int, device: torch.device) -> Tensor:
     """(1, length) of ids all over a vocabulary."""
-    return torch.arange(length, device=device).mul(7919).remainder(words)[None]
+    return torch.arange(length, device=device).mul(7919).remainder(vocab_size)[None]
 
 
 def too_large(checkpoint: DenseCheckpoint, free: int) -> str:

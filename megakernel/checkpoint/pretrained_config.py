@@ -29,7 +29,7 @@ class MegakernelConfig(PreTrainedConfig):
     """Words, and rows of the embedding: files pad no vocabulary."""
 
     max_position_embeddings: int = 0
-    """Tokens of the longest row of training. Longer rows may be read, unless positions are learned."""
+    """Tokens of the longest sequence of training. Longer sequences may be read, unless positions are learned."""
 
     isolate_documents: bool = True
     """Whether a text ends behind eos_token_id, and positions begin again."""

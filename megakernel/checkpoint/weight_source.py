@@ -86,12 +86,12 @@ class WeightSource:
             add_bos=corpora.bos is not None,
         )
 
-    def other_words(self, words: int) -> list[str]:
-        """A line if its configuration names another number of words, whatever padding adds to both."""
+    def other_vocab_size(self, vocab_size: int) -> list[str]:
+        """A line if its configuration names another vocabulary size, whatever padding adds to both."""
         own = self.model().vocab_size
-        if own in (None, words):  # None: as many as its tokenizer has, which is compared with the data's
+        if own in (None, vocab_size):  # None: as many as its tokenizer has, which is compared with the data's
             return []
-        return [f"its vocabulary has {own} words and the model's {words}"]
+        return [f"its vocabulary has {own} ids and the model's {vocab_size}"]
 
     @cached_property
     def _config(self) -> Config:

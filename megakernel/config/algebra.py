@@ -55,16 +55,16 @@ class PoolCompression(_Compression):
 
 
 class LinformerCompression(_Compression):
-    """All tokens of a row become `rank` landmarks: E, F in R^(d_k x N), one column for each place of a row.
+    """All tokens of a sequence become `rank` landmarks: E, F in R^(d_k x N), one column for each place of a sequence.
 
-    N is model.max_positions, else training.seq_len; shorter rows use the first columns.
+    N is model.max_positions, else training.seq_len; shorter sequences use the first columns.
     """
 
     kind: Literal["linformer"]
     """How the sequence is shortened."""
 
     rank: int = Field(default=256, gt=0, le=1_000_000)
-    """Landmarks of a row, d_k."""
+    """Landmarks of a sequence, d_k."""
 
     per_head: bool = False
     """One (E, F) for each key head instead of one shared by all heads of the layer."""
@@ -149,7 +149,7 @@ class Nystromformer(Section):
     """Nyström's approximation of softmax attention from means over segments of queries and keys."""
 
     landmarks: int = Field(default=64, gt=0, le=1_000_000)
-    """Segments of a row, each one landmark query and one landmark key."""
+    """Segments of a sequence, each one landmark query and one landmark key."""
 
     conv_kernel: int | None = Field(default=None, gt=0, le=1_000_000)
     """Tokens under a depthwise convolution of the values, added to the output; odd. None: no convolution."""
@@ -280,7 +280,7 @@ class Algebra(Section):
 
     @property
     def is_uncompressed(self) -> bool:
-        """Whether a query meets every key of its row as it is."""
+        """Whether a query meets every key of its sequence as it is."""
         return self.near is None and self.compression is None
 
     @property

@@ -42,17 +42,17 @@ class Attention(Algebra):
 
     @property
     def counts_positions(self) -> bool:
-        """Whether the layer has a parameter for every place of a row."""
+        """Whether the layer has a parameter for every place of a sequence."""
         return self.compression is not None and self.compression.kind == "linformer"
 
     @property
     def mixes_future_tokens(self) -> str | None:
-        """Why a token sees later ones of its row, whatever document they belong to; None where it need not."""
+        """Why a token sees later ones of its sequence, whatever document they belong to; None where it need not."""
         return self.spec.mixes_future_tokens
 
     @property
     def mixes_documents(self) -> str | None:
-        """Why tokens that see both ways also see other documents of their row; None where documents stay apart."""
+        """Why tokens that see both ways also see other documents of their sequence; None where documents stay apart."""
         return self.spec.mixes_documents or self.mixes_future_tokens
 
     @property
@@ -95,7 +95,7 @@ class Attention(Algebra):
         return (self.short_convolution or 0) * self._channels(shape), shape.size * self.output_norm
 
     def trades_heads(self, causal: bool) -> bool:
-        """Whether shards of a row trade tokens for heads, whose number must then divide over them.
+        """Whether shards of a sequence trade tokens for heads, whose number must then divide over them.
 
         Layers for which `passes_keys_round` need not.
         """
@@ -103,7 +103,7 @@ class Attention(Algebra):
 
     @property
     def passes_keys_round(self) -> bool:
-        """Whether shards of a row can also pass their keys and values round, whatever the number of heads."""
+        """Whether shards of a sequence can also pass their keys and values round, whatever the number of heads."""
         return "heads or ring" in self.spec.exchanges
 
     def problems(self) -> Iterator[Problem]:

@@ -19,7 +19,7 @@ RULES = [
 
 
 def agreement(sections: Mapping[str, Any]) -> Iterator[Problem]:
-    """The problems of every rule whose sections are all at hand, and those that only longer rows of uptrain have."""
+    """The problems of every rule whose sections are at hand, and those that only longer sequences of uptrain have."""
     found = list(_disagreements(sections))
     yield from found
     yield from longer_rows(sections, found)
@@ -33,7 +33,7 @@ def _disagreements(sections: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def longer_rows(sections: Mapping[str, Any], known: Iterable[Problem]) -> Iterator[Problem]:
-    """The problems, besides those `known`, of a configuration whose rows are those of uptrain.length.
+    """The problems, besides those `known`, of a configuration whose sequences are those of uptrain.length.
 
     What uptrain.length sets is named by its keys there.
     """

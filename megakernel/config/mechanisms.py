@@ -1,7 +1,7 @@
 """What each mechanism can do, said once and without torch.
 
-Whether tokens see later ones, what shards of a row exchange, its blocks, what it carries from token to token, and its
-operations. Checks of a configuration, the builder of layers, the count of FLOPs and the catalogue ask here; none of
+Whether tokens see later ones, what shards of a sequence exchange, its blocks, what it carries from token to token, and
+its operations. Checks of a configuration, the builder of layers, the count of FLOPs and the catalogue ask here; none of
 them knows a mechanism by name.
 """
 
@@ -42,7 +42,7 @@ class Shape(NamedTuple):
 
     causal: bool = True
     length: int = 1
-    """N, tokens of a row."""
+    """N, tokens of a sequence."""
 
 
 Parts = dict[str, float]
@@ -59,7 +59,7 @@ class Mechanism:
     """The same of tokens that see no later ones, where that is another class."""
 
     exchanges: tuple[ExchangeKind, ...]
-    """What shards of a row exchange."""
+    """What shards of a sequence exchange."""
 
     causal_exchanges: tuple[ExchangeKind, ...] | None = None
     """The same of tokens that see no later ones, where that is something else."""
@@ -77,13 +77,13 @@ class Mechanism:
     """Numbers of each token and key head that the layer wants of a further projection of the hidden state."""
 
     block_size: int | None = None
-    """Tokens of a block, which shards of a row hold whole."""
+    """Tokens of a block, which shards of a sequence hold whole."""
 
     mixes_future_tokens: str | None = None
-    """Why a token sees later ones of its row, whatever document they belong to."""
+    """Why a token sees later ones of its sequence, whatever document they belong to."""
 
     mixes_documents: str | None = None
-    """Why tokens that see both ways also see other documents of their row, besides `mixes_future_tokens`."""
+    """Why tokens that see both ways also see other documents of their sequence, besides `mixes_future_tokens`."""
 
     looks_back_only: str | None = None
     """Why a token cannot see later ones of its document."""
@@ -98,14 +98,14 @@ class Mechanism:
     """Whether a gate of FLuRKA weighs the near window against the far part."""
 
     def exchanged(self, causal: bool) -> tuple[ExchangeKind, ...]:
-        """What shards of a row exchange in a layer that is or is not causal."""
+        """What shards of a sequence exchange in a layer that is or is not causal."""
         return self.causal_exchanges if causal and self.causal_exchanges is not None else self.exchanges
 
 
 def _through_landmarks(
     form: Algebra, layer: str, count: int, iterative: bool = True, filtered: int = 0
 ) -> Mechanism:
-    """Landmarks of whole rows approximate one matrix; distances are counted as the products they are made of.
+    """Landmarks of whole sequences approximate one matrix; distances are counted as the products they are made of.
 
     iterative: of the exact inverse, which is for measurements, the products alone are counted. filtered: tokens under a
     convolution. Means are sums of tokens, no products.
@@ -128,7 +128,7 @@ def _through_landmarks(
         layer=layer,
         exchanges=("heads",),
         flops=flops,
-        mixes_future_tokens=f"{form.mechanism} draws landmarks from the whole row",
+        mixes_future_tokens=f"{form.mechanism} draws landmarks from the whole sequence",
         changes_constants=f"{form.mechanism} approximates the sum of its weights, too",
     )
 
@@ -168,7 +168,7 @@ def _eva(form: Algebra) -> Mechanism:
             2 * shape.heads * shape.size // chunk,
         ),
         block_size=math.lcm(window, chunk),
-        mixes_documents="eva that sees both ways cuts a row, not its documents, into windows and chunks",
+        mixes_documents="eva that sees both ways cuts a sequence, not its documents, into windows and chunks",
     )
 
 
@@ -203,7 +203,7 @@ def _simple_gla(form: Algebra) -> Mechanism:
 
 
 def _low_rank(form: Algebra) -> Mechanism:
-    """Every query meets the same landmarks of its row, under softmax or a kernel, or as EVA's chunks."""
+    """Every query meets the same landmarks of its sequence, under softmax or a kernel, or as EVA's chunks."""
     compression = form.compression
     assert compression is not None
     window = (form.eva or Eva()).window_size if form.mechanism == "eva" else None
@@ -387,7 +387,7 @@ def mean_complete_blocks(seq_len: int, size: int, skipped: int) -> float:
 
 
 def landmarks_per_token(compression: Compression, seq_len: int) -> float:
-    """L / N, compressed keys of one row of N tokens over its tokens."""
+    """L / N, compressed keys of one sequence of N tokens over its tokens."""
     if isinstance(compression, LinformerCompression):
         return compression.rank / seq_len
     rank = 1 if isinstance(compression, PoolCompression) else compression.rank
@@ -395,7 +395,7 @@ def landmarks_per_token(compression: Compression, seq_len: int) -> float:
 
 
 def _compression_flops(form: Algebra, shape: Shape) -> float:
-    """Forward FLOPs per token of E x and F x: every token takes part in the landmarks of its block or row."""
+    """Forward FLOPs per token of E x and F x: every token takes part in the landmarks of its block or sequence."""
     compression = form.compression
     assert compression is not None
     rank = 1 if isinstance(compression, PoolCompression) else compression.rank

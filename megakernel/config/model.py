@@ -45,13 +45,13 @@ class LocalRope(Section):
     """Base of their frequencies."""
 
     scaling: RopeScaling = RopeScaling()
-    """How they are changed, whatever the rows' length."""
+    """How they are changed, whatever the sequences' length."""
 
     def problems(self) -> Iterator[Problem]:
-        """Frequencies that go by the rows' length."""
+        """Frequencies that go by the sequences' length."""
         if self.scaling.goes_by_length:
             remedy = "take linear, ntk, yarn or llama3, or name the layers main in rope_pattern"
-            reason = "goes by the rows' length, which model.rope_scaling alone knows"
+            reason = "goes by the sequences' length, which model.rope_scaling alone knows"
             yield self.problem("scaling.kind", reason, remedy)
 
 
@@ -134,7 +134,7 @@ class Model(Section):
     """Share of a head's width, from its first number on, that positions rotate."""
 
     rope_scaling: RopeScaling = RopeScaling()
-    """How they are changed for rows longer than those learned from."""
+    """How they are changed for sequences longer than those learned from."""
 
     rope_pattern: Annotated[list[Literal["main", "local", "none"]], Field(min_length=1)] | None = None
     """Repeated over the layers: rotated by rope_base and rope_scaling (main), by local_rope (local), or not at all."""
@@ -143,7 +143,7 @@ class Model(Section):
     """Frequencies of layers that rope_pattern calls local, such as those with windows."""
 
     known_seq_len: int | None = Field(default=None, gt=0, le=1_000_000_000)
-    """Tokens of the longest rows that imported weights have learned from; plain exports name no fewer."""
+    """Tokens of the longest sequences that imported weights have learned from; plain exports name no fewer."""
 
     family: str | None = None
     """model_type of the checkpoint that was imported, to which plain exports go back where its parts still fit."""
@@ -191,13 +191,13 @@ class Model(Section):
         """
         return 0 if self.is_causal else 2
 
-    def embedding_rows(self, vocab_size: int) -> int:
+    def padded_vocab_size(self, vocab_size: int) -> int:
         """Padded vocabulary size: rows of the embedding, of which those behind the vocabulary stand for nothing."""
         return -(-vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     @property
-    def has_position_rows(self) -> bool:
-        """Whether parameters count the places of a row: a learned position table, or linformer's E and F."""
+    def counts_positions(self) -> bool:
+        """Whether parameters count the places of a sequence: a learned position table, or linformer's E and F."""
         return self.position == "learned" or any(layer.counts_positions for layer in self.attentions)
 
     @property
@@ -206,8 +206,8 @@ class Model(Section):
         return any(layer.spec.is_gated for layer in self.attentions)
 
     @property
-    def rows_per_sample(self) -> int:
-        """Rows of tokens that one sample of training fills."""
+    def sequences_per_sample(self) -> int:
+        """Sequences of tokens that one sample of training fills."""
         return self.classifier.documents if self.classifier is not None else 1
 
     @property
@@ -273,7 +273,7 @@ class Model(Section):
         return [self.layer_attention(layer) for layer in range(self.num_layers)]
 
     def for_rows(self, seq_len: int | None) -> "Model":
-        """The model with the rotary frequencies of rows of so many tokens, where they go by that."""
+        """The model with the rotary frequencies of sequences of so many tokens, where they go by that."""
         return self.model_copy(update={"rope_scaling": self.rope_scaling.for_rows(seq_len)})
 
     def layer_rope(self, layer: int) -> tuple[float, RopeScaling] | None:
@@ -308,7 +308,7 @@ class Model(Section):
         if self.normalized_residual and self.parallel_residual:
             reason = "leaves no unnormalized input for parallel_residual"
             yield self.problem("normalized_residual", reason, "remove one of them")
-        if self.max_positions is not None and not self.has_position_rows:
+        if self.max_positions is not None and not self.counts_positions:
             reason = f"has no effect on position: {self.position}"
             yield self.problem("max_positions", reason, "remove it or take position: learned")
         for key in ("qkv_bias", "qk_norm"):

@@ -38,7 +38,7 @@ class Objective(Section):
     """distill: both sides' logits are divided by it, and KL is multiplied by its square."""
 
     rows: int = Field(default=0, ge=0)
-    """transfer: sampled queries of each row whose weights are compared with the teacher's; 0 compares outputs alone."""
+    """transfer: sampled queries of each sequence whose weights are compared with the teacher's; 0: outputs alone."""
 
     def problems(self) -> Iterator[Problem]:
         """A teacher where one is needed, and keys that the kind has a use for."""

@@ -3,7 +3,7 @@
 The rule: what determines which numbers a run produces is fixed once its first step has succeeded; where, how fast, how
 long and how closely watched it runs may change with every start, and learning rates behind steps that were not finite.
 `_FREE` is the whole list of what may change, and `_OF_LENGTH` of what may change behind the steps that the run was to
-have: phases of longer rows may follow. `_OF_STAGES` is what may not change either where the run is an up-training.
+have: phases of longer sequences may follow. `_OF_STAGES` is what may not change either where the run is an up-training.
 """
 
 from collections.abc import Iterator
@@ -101,8 +101,9 @@ def differences(recorded: Config, wanted: Config) -> list[Difference]:
 def _steps(config: Config, steps: int) -> list[tuple[Any, ...]]:
     """What the first `steps` steps read and rotate by, a tuple for each stretch of steps that are alike."""
     model = config.model
-    # Without a number of their own, learned positions and linformer's columns are as many as the longest row's tokens.
-    rows = (model.max_positions or config.training.seq_len) if model.has_position_rows else None
+    # Without a number of their own, learned positions and linformer's columns are as many as the longest sequence's
+    # tokens.
+    rows = (model.max_positions or config.training.seq_len) if model.counts_positions else None
     stretches: list[tuple[Any, ...]] = []
     # A run that ends within a phase may be given more of it.
     phases = [phase for phase in config.training.phases if phase.first_step < steps]

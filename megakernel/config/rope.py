@@ -1,4 +1,4 @@
-"""Rotary frequencies for rows longer than those a model has learned from."""
+"""Rotary frequencies for sequences longer than those a model has learned from."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -34,13 +34,13 @@ class RopeScaling(Section):
     """none, / factor (linear), a larger base (ntk), by wavelength (yarn, llama3), by seq_len (longrope, dynamic)."""
 
     factor: float | None = Field(default=None, ge=1)
-    """How many times longer than original_seq_len rows may become."""
+    """How many times longer than original_seq_len sequences may become."""
 
     original_seq_len: int | None = Field(default=None, gt=0)
-    """Tokens per row that the unscaled frequencies have learned from; yarn, llama3, longrope and dynamic."""
+    """Tokens per sequence that the unscaled frequencies have learned from; yarn, llama3, longrope and dynamic."""
 
     seq_len: int | None = Field(default=None, gt=0)
-    """longrope, dynamic: tokens of the rows that frequencies are for, whatever comes; None: original_seq_len."""
+    """longrope, dynamic: tokens of the sequences that frequencies are for, whatever comes; None: original_seq_len."""
 
     short_factor: _Factors | None = None
     """longrope: what each pair's frequency is divided by up to original_seq_len."""
@@ -74,17 +74,17 @@ class RopeScaling(Section):
 
     @property
     def goes_by_length(self) -> bool:
-        """Whether frequencies depend on how long rows are."""
+        """Whether frequencies depend on how long sequences are."""
         return self.kind in _KEYS["seq_len"]
 
     @property
-    def rows(self) -> int:
-        """Tokens of the rows that frequencies are for, of a kind that goes by length."""
+    def target_seq_len(self) -> int:
+        """Tokens of the sequences that frequencies are for, of a kind that goes by length."""
         assert self.original_seq_len is not None
         return self.seq_len or self.original_seq_len
 
     def for_rows(self, seq_len: int | None) -> "RopeScaling":
-        """The same for rows of so many tokens, where frequencies go by that."""
+        """The same for sequences of so many tokens, where frequencies go by that."""
         return self.model_copy(update={"seq_len": seq_len}) if self.goes_by_length else self
 
     def pairs_problem(self, pairs: int) -> Problem | None:

@@ -96,7 +96,7 @@ def _sequence_is_cut_evenly(model: Model, parallel: Parallel, training: Training
 
 
 def _lengths(training: Training) -> dict[str, int]:
-    """The length of every phase's rows and of those that are evaluated, by the key where it is written."""
+    """The length of every phase's sequences and of those that are evaluated, by the key where it is written."""
     lengths = {f"{phase.key}.seq_len": phase.training.seq_len for phase in training.phases}
     if training.eval_seq_len is not None:
         lengths["training.eval_seq_len"] = training.eval_seq_len
@@ -113,13 +113,12 @@ def _phases_rotate_what_rotates(model: Model, training: Training) -> Iterator[Pr
             yield Problem(f"{phase.key}.{key}", getattr(own, key), reason, remedy)
 
 
-def _frequencies_are_for_the_rows(model: Model, training: Training) -> Iterator[Problem]:
+def _frequencies_are_for_the_sequences(model: Model, training: Training) -> Iterator[Problem]:
     for phase in training.phases:
         scaling, length = phase.model(model).rope_scaling, phase.training.seq_len
-        if scaling.goes_by_length and scaling.rows < length:
-            reason = (
-                f"is of frequencies for rows of {scaling.rows} tokens, and {phase.key}.seq_len is {length}"
-            )
+        if scaling.goes_by_length and scaling.target_seq_len < length:
+            wanted = f"{phase.key}.seq_len is {length}"
+            reason = f"is of frequencies for sequences of {scaling.target_seq_len} tokens, and {wanted}"
             remedy = f"set model.rope_scaling.seq_len={length}"
             yield Problem("model.rope_scaling.kind", scaling.kind, reason, remedy)
 
@@ -136,7 +135,7 @@ def _shards_have_heads_to_trade(model: Model, parallel: Parallel) -> Iterator[Pr
     softmax = [key for key, attention in trading if attention.passes_keys_round]
     if keys:
         reason = (
-            f"does not divide the {heads} heads of a tensor rank, for which the shards of a row trade tokens "
+            f"does not divide the {heads} heads of a tensor rank, for which the shards of a sequence trade tokens "
             f"in {' and '.join(keys)}"
         )
         remedy = "set a divisor of the heads, or take similarity: kernel"
@@ -197,7 +196,7 @@ def _rows_are_documents_where_landmarks_mix_them(model: Model, data: Data) -> It
 def _padded_documents_stay_whole(model: Model, parallel: Parallel) -> Iterator[Problem]:
     if model.kind == "classifier" and parallel.context > 1:
         reason = "would cut documents that are padded and pooled as a whole"
-        remedy = "set 1; parallel.tensor with sequence_parallel shares long rows too"
+        remedy = "set 1; parallel.tensor with sequence_parallel shares long sequences too"
         yield Problem("parallel.context", parallel.context, reason, remedy)
 
 
@@ -336,7 +335,7 @@ def stages_are_measured(uptrain: Uptrain | None, training: Training) -> Iterator
 def stages_lead_to_the_model(
     uptrain: Uptrain | None, init: Init, model: Model, objective: Objective, training: Training
 ) -> Iterator[Problem]:
-    """A start, layers that are there, FLuRKA where a half of it comes first, and rows that grow."""
+    """A start, layers that are there, FLuRKA where a half of it comes first, and sequences that grow."""
     if uptrain is None:
         return
     if init.source is None:

@@ -158,7 +158,7 @@ class LengthPhase(Section):
 
 @dataclass(frozen=True)
 class Phase:
-    """Steps [first_step, end_step) of a run, which read rows of one length."""
+    """Steps [first_step, end_step) of a run, which read sequences of one length."""
 
     key: str
     """Where it is written: `training`, or `training.seq_len_schedule.0`."""
@@ -254,7 +254,7 @@ class Training(Section):
 
     @property
     def phases(self) -> list[Phase]:
-        """Which steps read rows of which length, in order; one phase where there is no schedule.
+        """Which steps read sequences of which length, in order; one phase where there is no schedule.
 
         The last lasts as long as training does, however many steps that are.
         """
@@ -299,7 +299,7 @@ class Training(Section):
         return self.phase_of(max(steps - 1, 0))
 
     def consumed(self, steps: int) -> tuple[int, int]:
-        """Samples, and tokens of their rows, that the first `steps` steps read."""
+        """Samples, and tokens of their sequences, that the first `steps` steps read."""
         samples = tokens = 0
         for phase in self.phases:
             inside = min(max(steps - phase.first_step, 0), phase.end_step - phase.first_step)

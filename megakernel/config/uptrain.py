@@ -29,7 +29,7 @@ class TransferStage(Section):
     """Peak learning rate."""
 
     rows: int = Field(default=0, ge=0)
-    """Sampled queries of each row whose weights are compared with the teacher's; 0 compares outputs alone."""
+    """Sampled queries of each sequence whose weights are compared with the teacher's; 0: outputs alone."""
 
     cross_entropy: float = Field(default=0.0, ge=0)
     """Weight of the cross entropy of the sampled queries' weights; 0 measures them and learns from outputs alone."""
@@ -63,7 +63,7 @@ class DistillStage(Section):
 
 
 class LengthStage(Section):
-    """Cross entropy on longer rows."""
+    """Cross entropy on longer sequences."""
 
     steps: int = Field(gt=0)
     """Optimizer steps."""
@@ -109,7 +109,7 @@ class Uptrain(Section):
     """The main stage, training.steps long with that of `base`."""
 
     length: LengthStage | None = None
-    """Growing rows after the main stage; null leaves it out."""
+    """Growing sequences after the main stage; null leaves it out."""
 
     from_scratch: bool = False
     """Also train the configured model from drawn weights on as many tokens, for comparison."""

@@ -20,7 +20,7 @@ from data_pipeline.tokenizers import Tokenizer
 from megakernel.config import UserError
 
 from .answer_counts import AnswerCounts, Cell
-from .subject import OnPass, OpenedRun, Subject, check_positions, rows_per_pass
+from .subject import OnPass, OpenedRun, Subject, check_positions, sequences_per_pass
 
 VALIDATION = "validation"
 """The filler that is the run's validation documents."""
@@ -64,7 +64,7 @@ class AnswersTask:
         """Accuracy and loss by length and depth."""
         sizes = [self._examples(task) for task in self.at_lengths]
         passes = sum(
-            -(-size // rows_per_pass(subject.config, task.length))
+            -(-size // sequences_per_pass(subject.config, task.length))
             for task, size in zip(self.at_lengths, sizes)
         )
         done = count(1)
@@ -102,11 +102,11 @@ def _measure(
     subject: Subject, task: Examples, filler: Filler, size: int, step: Callable[[], None]
 ) -> list[Cell]:
     cells: dict[float | None, Cell] = {}
-    rows = rows_per_pass(subject.config, task.length)
-    for start in range(0, size, rows):
+    sequences = sequences_per_pass(subject.config, task.length)
+    for start in range(0, size, sequences):
         examples = [
             task.example(EVALUATION, index, filler, counter(subject.tokenizer))
-            for index in range(start, min(start + rows, size))
+            for index in range(start, min(start + sequences, size))
         ]
         for example, found in zip(examples, _scored(subject, examples)):
             key = None if example.depth is None else round(example.depth, 4)
@@ -120,25 +120,25 @@ def _scored(subject: Subject, examples: Sequence[Example]) -> Iterator[tuple[np.
     """For each example the offsets of its answers among their tokens, those tokens' losses, and which are right."""
     from .perplexity import predict
 
-    rows = [encode_answered(subject.tokenizer, example.text, example.answers) for example in examples]
-    tokens, scored = _padded(rows, subject.tokenizer.eod)
-    positions = torch.arange(tokens.shape[1]).repeat(len(rows), 1)
+    sequences = [encode_answered(subject.tokenizer, example.text, example.answers) for example in examples]
+    tokens, scored = _padded(sequences, subject.tokenizer.eod)
+    positions = torch.arange(tokens.shape[1]).repeat(len(sequences), 1)
     # The place before a token predicts it; an example begins with no answer.
     labels, chosen = tokens.roll(-1, dims=1), scored.roll(-1, dims=1)
     inputs = (part.to(subject.device) for part in (tokens, positions, labels, chosen))
     found = predict(subject.model, subject.tokenizer.vocab_size, *inputs)
     counts = chosen.sum(1).tolist()
-    for row, losses, right in zip(rows, found.losses.split(counts), found.right.split(counts)):
+    for row, losses, right in zip(sequences, found.losses.split(counts), found.right.split(counts)):
         sizes = [end - start for start, end in row.answers]
         yield np.cumsum([0, *sizes[:-1]]), losses, right
 
 
-def _padded(rows: Sequence[AnsweredTokens], eod: int) -> tuple[Tensor, Tensor]:
+def _padded(sequences: Sequence[AnsweredTokens], eod: int) -> tuple[Tensor, Tensor]:
     """Tokens (B, N) with their end, as training reads them, filled up with ends; which belong to answers (B, N)."""
-    longest = 1 + max(len(row.tokens) for row in rows)
-    tokens = torch.full((len(rows), longest), eod)
-    scored = torch.zeros(len(rows), longest, dtype=torch.bool)
-    for at, row in enumerate(rows):
+    longest = 1 + max(len(row.tokens) for row in sequences)
+    tokens = torch.full((len(sequences), longest), eod)
+    scored = torch.zeros(len(sequences), longest, dtype=torch.bool)
+    for at, row in enumerate(sequences):
         tokens[at, : len(row.tokens)] = torch.tensor(row.tokens)
         scored[at, : len(row.tokens) + 1] = torch.from_numpy(row.scored()).bool()
     return tokens, scored

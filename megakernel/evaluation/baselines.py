@@ -1,7 +1,8 @@
 """Models of `transformers` with other efficient attentions, measured on the batches of a run of ours.
 
 Untrained, or with weights that were trained elsewhere in the shape that `build_baseline` gives. What these models are
-told of their attention are their own defaults; BigBird attends fully where a row is too short for its random blocks.
+told of their attention are their own defaults; BigBird attends fully where a sequence is too short for its random
+blocks.
 """
 
 from collections.abc import Callable
@@ -29,13 +30,13 @@ def check_baseline(name: str, config: Config) -> None:
         raise UserError(f"baseline={name} is none of the models here; choose {', '.join(NAMES)}")
     if config.model.is_causal:
         raise UserError(f"baseline={name} is an encoder; give a run of a masked_lm or a classifier")
-    if config.model.rows_per_sample > 1:
+    if config.model.sequences_per_sample > 1:
         raise UserError(
             f"baseline={name} compares no two documents; give a run with model.classifier.documents=1"
         )
     if config.model.kind == "masked_lm" and config.data.isolate_documents:
         raise UserError(
-            f"baseline={name} sees across the documents of a row; give a run with data.isolate_documents=false"
+            f"baseline={name} sees across the documents of a sequence; give a run with data.isolate_documents=false"
         )
 
 

@@ -101,7 +101,7 @@ def bucket_starts(near: int, seq_len: int) -> list[int]:
 
 
 def measure_far(
-    subject: Subject, samples: BlendedSamples, count: int, rows: int, near: int, progress: OnPass
+    subject: Subject, samples: BlendedSamples, count: int, sequences: int, near: int, progress: OnPass
 ) -> list[FarBucket]:
     """The buckets, over the first `count` samples, whose index is built; `rows` of them in a forward pass.
 
@@ -114,9 +114,9 @@ def measure_far(
     sums = {start: np.zeros(2) for start in starts}
     tokens = dict.fromkeys(starts, 0)
     last = dict.fromkeys(starts, 0)
-    passes = range(0, count, rows)
+    passes = range(0, count, sequences)
     for done, begun in enumerate(passes, start=1):
-        indices = range(begun, min(begun + rows, count))
+        indices = range(begun, min(begun + sequences, count))
         batch = objective.batch(indices, Share())
         others = torch.stack([_others(samples, index) for index in indices])
         for start in starts:
@@ -148,7 +148,7 @@ def measure_far(
 
 
 def _others(samples: BlendedSamples, index: int) -> Tensor:
-    """A row of tokens (N,) of documents that sample `index` has no part of; the same for every run."""
+    """A sequence of tokens (N,) of documents that sample `index` has no part of; the same for every run."""
     corpus, place = samples.locate(index)
     rng = np.random.default_rng(index)
     return samples.corpora[corpus].others(place, samples.seq_len, rng)

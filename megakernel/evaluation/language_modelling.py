@@ -11,13 +11,13 @@ from megakernel.config import Config, UserError
 from megakernel.config.section import Section
 
 from .result import Evaluation, PositionBucket
-from .subject import OnPass, OpenedRun, Result, Subject, check_positions, rows_per_pass
+from .subject import OnPass, OpenedRun, Result, Subject, check_positions, sequences_per_pass
 
 if TYPE_CHECKING:
     from data_pipeline.samples import BlendedSamples
 
 LEAST_REPEATED = 64
-"""Tokens of a row whose halves are long enough to be read twice."""
+"""Tokens of a sequence whose halves are long enough to be read twice."""
 
 
 class Options(Section):
@@ -39,7 +39,7 @@ class Options(Section):
     """shuffled: the loss also with tokens of other documents in place of the far context."""
 
     repeated: Literal["text", "random"] | None = None
-    """The loss of spans of half a row that are read twice: held-out text, or ids drawn at random."""
+    """The loss of spans of half a sequence that are read twice: held-out text, or ids drawn at random."""
 
     split: str = "validation"
     """Which split of the validation corpora, such as test."""
@@ -93,7 +93,7 @@ class LanguageModelling:
             )
         if options.far is not None and self._near(seq_len) >= seq_len // 2:
             raise UserError(
-                f"--task {self.spec}: near={self._near(seq_len)} leaves no far context in rows of {seq_len} "
+                f"--task {self.spec}: near={self._near(seq_len)} leaves no far context in sequences of {seq_len} "
                 f"tokens; give at most {max(seq_len // 2 - 1, 1)}, or a larger seq_len"
             )
         if options.stride is not None and options.stride > seq_len:
@@ -202,7 +202,7 @@ def _samples(subject: Subject, config: Config, length: int) -> tuple["BlendedSam
 def evaluated_config(config: Config, samples: int | None, seq_len: int | None) -> Config:
     """The configuration of a run with another evaluation.
 
-    Raises UserError for no samples, no tokens, and rows that learned positions do not reach.
+    Raises UserError for no samples, no tokens, and sequences that learned positions do not reach.
     """
     training = config.training
     samples = training.eval_samples if samples is None else samples
@@ -217,7 +217,7 @@ def evaluated_config(config: Config, samples: int | None, seq_len: int | None) -
         "seq_len": seq_len,
         "eval_seq_len": seq_len,
         "seq_len_schedule": [],
-        "micro_batch_size": rows_per_pass(config, seq_len),
+        "micro_batch_size": sequences_per_pass(config, seq_len),
     }
     return config.model_copy(update={"training": training.model_copy(update=changes)})
 

@@ -20,13 +20,13 @@ STARTS = 2 ** torch.arange(4, 32)
 
 
 class Batches(Protocol):
-    """Rows in forward passes."""
+    """Sequences in forward passes."""
 
     def __len__(self) -> int:
         """Forward passes."""
 
     def __iter__(self) -> Iterator[Batch]:
-        """The rows."""
+        """The sequences."""
 
 
 @torch.no_grad()
@@ -72,7 +72,7 @@ def _add(sums: Tensor, counts: Tensor, losses: Tensor, positions: Tensor, counte
 
 
 class Predictions(NamedTuple):
-    """One entry for each chosen place, rows one after the other; on the CPU."""
+    """One entry for each chosen place, sequences one after the other; on the CPU."""
 
     losses: Tensor
     """(K,) float32: cross entropy of the label in nats, over the whole vocabulary as in training."""

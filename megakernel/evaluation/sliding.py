@@ -42,11 +42,11 @@ class SlidingBatches:
         seq_len: int,
         stride: int,
         most: int,
-        rows: int,
+        sequences: int,
         eod: int,
         answers: bool = False,
     ):
-        """most: windows, of all corpora together. rows: windows in a batch. answers: as of `CorpusSamples`."""
+        """most: windows, of all corpora together. sequences: windows in a batch. answers: as of `CorpusSamples`."""
         self._files = [TokenFile(corpus.prefix("validation")) for corpus in corpora]
         self._answers = [
             TokenFile(scored_prefix(corpus.prefix("validation")))
@@ -55,7 +55,7 @@ class SlidingBatches:
             for corpus in corpora
         ]
         self._seq_len = seq_len
-        self._rows = rows
+        self._sequences = sequences
         self._eod = eod
         self._windows: list[tuple[int, int, Window]] = []
         for at, file in enumerate(self._files):
@@ -75,23 +75,23 @@ class SlidingBatches:
 
     def __len__(self) -> int:
         """Forward passes."""
-        return -(-self.samples // self._rows)
+        return -(-self.samples // self._sequences)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Windows in rows of seq_len tokens; positions count from a window's start."""
-        for begun in range(0, self.samples, self._rows):
-            yield self._batch(self._windows[begun : begun + self._rows])
+        """Windows in sequences of seq_len tokens; positions count from a window's start."""
+        for begun in range(0, self.samples, self._sequences):
+            yield self._batch(self._windows[begun : begun + self._sequences])
 
     def _batch(self, chosen: list[tuple[int, int, Window]]) -> Batch:
-        rows = torch.full((len(chosen), self._seq_len + 1), self._eod)
+        sequences = torch.full((len(chosen), self._seq_len + 1), self._eod)
         counted = torch.zeros(len(chosen), self._seq_len, dtype=torch.bool)
         for row, (file, document, (start, scored, end)) in enumerate(chosen):
             length = end - start
             read = self._files[file].get(document, offset=start, length=length + 1)
-            rows[row, : length + 1] = torch.from_numpy(read.astype(np.int64))
+            sequences[row, : length + 1] = torch.from_numpy(read.astype(np.int64))
             counted[row, scored - start : length] = True
             if (answers := self._answers[file]) is not None:
                 counts = answers.get(document, offset=start + 1, length=length)
                 counted[row, :length] &= torch.from_numpy(counts != 0)
-        tokens, labels = rows[:, :-1], rows[:, 1:]
-        return Batch(tokens, labels, counted, torch.arange(self._seq_len).repeat(len(rows), 1))
+        tokens, labels = sequences[:, :-1], sequences[:, 1:]
+        return Batch(tokens, labels, counted, torch.arange(self._seq_len).repeat(len(sequences), 1))

@@ -103,13 +103,13 @@ def opened(source: OpenedRun) -> Subject:
 
 
 def check_positions(config: Config, seq_len: int, key: str) -> None:
-    """UserError for rows longer than learned positions; key: what set the length."""
+    """UserError for sequences longer than learned positions; key: what set the length."""
     rows = config.model.max_positions or config.training.seq_len
     if config.model.position == "learned" and seq_len > rows:
         raise UserError(f"{key}={seq_len} exceeds the model's {rows} learned positions; give at most {rows}")
 
 
-def rows_per_pass(config: Config, seq_len: int) -> int:
-    """As many tokens in a forward pass as in training, so that longer rows need no more memory."""
+def sequences_per_pass(config: Config, seq_len: int) -> int:
+    """As many tokens in a forward pass as in training, so that longer sequences need no more memory."""
     training = config.training
     return max(1, training.micro_batch_size * training.seq_len // seq_len)

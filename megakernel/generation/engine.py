@@ -237,7 +237,7 @@ class Engine:
 
     def _advance(self, batch: _Batch, logits: Tensor) -> list[Step]:
         """Choose the next token of each text from logits (B, V)."""
-        # A model may have more words than its tokenizer: special ones, or those that a dense model came with.
+        # A model may have more ids than its tokenizer: special ones, or those that a dense model came with.
         logits = logits[:, : self.tokenizer.vocab_size]
         tokens = choose(logits, [text.draw() for text in batch.texts])
         steps = [

@@ -75,7 +75,7 @@ def project(
     if padding_mask is not None:
         if mesh.sequence_parallel or cp_shard.size > 1:
             raise ValueError(
-                "padding with a compressed input needs whole rows; set parallel.sequence_parallel: false "
+                "padding with a compressed input needs whole sequences; set parallel.sequence_parallel: false "
                 "and parallel.context: 1, or compression.compress: projected"
             )
         mine = real_first(tokens.whole, padding_mask)[tokens.first : tokens.first + len(mine)]
@@ -99,7 +99,7 @@ def _heads(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def real_first(x: Tensor, mask: Tensor) -> Tensor:
-    """Tokens (N, B, C) with the real ones at the front of their row, in order, and zeros behind."""
+    """Tokens (N, B, C) with the real ones at the front of their sequence, in order, and zeros behind."""
     order = mask.int().argsort(dim=1, descending=True, stable=True)
     front = x.gather(0, order.T[..., None].expand_as(x))
     return front * mask.gather(1, order).T[..., None].to(x.dtype)

@@ -41,7 +41,7 @@ class OutputHead(nn.Module):
         self.settings = settings
         with drawn_from(settings.seed, "head"):
             self.linear = column_linear(
-                settings, settings.model.hidden_size, settings.embedding_rows, bias=False
+                settings, settings.model.hidden_size, settings.padded_vocab_size, bias=False
             )
 
     def forward(self, inputs: LayerInputs, distillation: DistillationTarget | None = None) -> Tensor:
@@ -192,7 +192,7 @@ class ClassifierHead(nn.Module):
         return self.output(documents).float()
 
     def _pooled(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        """(B, C) float32: the mean over a row's tokens, or the state of the token that begins it."""
+        """(B, C) float32: the mean over a sequence's tokens, or the state of the token that begins it."""
         takes = (positions >= 0) if self.form.pooling == "mean" else (positions == 0)
         weights = takes / takes.sum(1, keepdim=True)
         if self.sharded:

@@ -150,7 +150,7 @@ class LanguageModel(Layers, nn.Module):
         return head.logits(*self.body((tokens, positions)))
 
     def hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """What the head reads, (N, B, C), of whole rows (B, N)."""
+        """What the head reads, (N, B, C), of whole sequences (B, N)."""
         return self.body((tokens, positions))[0]
 
     def extend(self, tokens: Tensor, positions: Tensor, states: list[Any] | None) -> tuple[Tensor, list[Any]]:
@@ -172,7 +172,7 @@ class LanguageModel(Layers, nn.Module):
         return inputs[0], leaving
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states (N, B, C) -> logits (B, N, V) of the words that may follow."""
+        """Hidden states (N, B, C) -> logits (B, N, V) of the next ids."""
         rows = column_input(hidden, self.settings).transpose(0, 1)
         logits = LogitScaling.of(self.settings.model)(F.linear(rows, self.output_matrix))
         if self.settings.mesh.tp.size > 1:

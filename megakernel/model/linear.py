@@ -89,7 +89,7 @@ def apply(linear: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 def embedding(settings: ModelSettings) -> Any:
     """Token ids (B, N) to (B, N, C), or to (N / tp, B, C) under sequence parallelism."""
-    sizes = (settings.embedding_rows, settings.model.hidden_size)
+    sizes = (settings.padded_vocab_size, settings.model.hidden_size)
     if isinstance(settings.mesh, OneProcess):
         weight = torch.empty(sizes, device=settings.device)
         settings.draw(weight)

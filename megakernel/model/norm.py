@@ -48,12 +48,12 @@ class AllHeadsNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, H_kv, heads of each, N, head_dim) -> the same shape and dtype; computed in float32 or better."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        squares = wide.square().sum((1, 2, 4), keepdim=True)
+        exact = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = exact.square().sum((1, 2, 4), keepdim=True)
         if self.group is not None:
             squares = total(squares, self.group)
-        weight = self.weight.to(wide.dtype).view(*x.shape[1:3], 1, x.shape[4]) + self.offset
-        return (wide * torch.rsqrt(squares / self.width + self.eps) * weight).to(x.dtype)
+        weight = self.weight.to(exact.dtype).view(*x.shape[1:3], 1, x.shape[4]) + self.offset
+        return (exact * torch.rsqrt(squares / self.width + self.eps) * weight).to(x.dtype)
 
 
 class Norm(nn.Module):

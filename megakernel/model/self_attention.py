@@ -112,7 +112,7 @@ class SelfAttention(nn.Module):
     def forward(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
         """hidden (N, B, C), positions (B, N) -> (output (N, B, C), its bias or None)."""
         inputs = AttentionInputs(
-            # Without documents to look for, the ops work on views of whole rows.
+            # Without documents to look for, the ops work on views of whole sequences.
             positions if self.isolate_documents else None,
             padding_mask=positions >= 0 if self.pads else None,
             rotary=self.rotary,

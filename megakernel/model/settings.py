@@ -31,7 +31,7 @@ class ModelSettings:
     """Sizes and layer parts."""
 
     vocab_size: int
-    """Words that there are; the embedding may have rows more, which never count."""
+    """Vocabulary size; rows of the embedding beyond it are padding and never count."""
 
     mesh: "Mesh | OneProcess"
     """Where this process stands among the others, or that there are none."""
@@ -40,7 +40,7 @@ class ModelSettings:
     """Run seed: weights are drawn from (seed, layer) alone, whole, and then cut."""
 
     isolate_documents: bool = True
-    """Whether attention follows each token's position in its document, or takes every row for one document."""
+    """Whether attention follows each token's position in its document, or takes every sequence for one document."""
 
     recompute: Recompute = "none"
     """What backward computes again instead of keeping."""
@@ -61,14 +61,14 @@ class ModelSettings:
     """Whether matrices take no memory: of a model of one process that is asked for names, shapes and dtypes alone."""
 
     @property
-    def embedding_rows(self) -> int:
+    def padded_vocab_size(self) -> int:
         """Rows of the embedding and of the head over all tensor ranks, padding included."""
-        return self.model.embedding_rows(self.vocab_size)
+        return self.model.padded_vocab_size(self.vocab_size)
 
     @property
     def local_vocab_size(self) -> int:
-        """How many of this tensor rank's rows stand for a word, the first ones; behind the last word none does."""
-        rows = self.embedding_rows // self.mesh.tp.size
+        """How many of this tensor rank's rows are of the vocabulary, the first ones; the others are padding."""
+        rows = self.padded_vocab_size // self.mesh.tp.size
         return min(max(self.vocab_size - self.mesh.tp.rank * rows, 0), rows)
 
     @property

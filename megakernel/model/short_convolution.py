@@ -14,7 +14,8 @@ from .settings import ModelSettings
 class ShortConvolution(nn.Module):
     """A filter of the last W tokens for every channel of q, k and v, followed by SiLU (docs/formulas.md, 10).
 
-    Tensor ranks have the filters of their heads. A shard of a row asks the one before it for its last W - 1 tokens.
+    Tensor ranks have the filters of their heads. A shard of a sequence asks the one before it for its last W - 1
+    tokens.
     """
 
     def __init__(self, settings: ModelSettings, index: int, width: int):
@@ -48,7 +49,7 @@ class ShortConvolution(nn.Module):
             if length < count:
                 raise ValueError(
                     f"a shard of {length} tokens is shorter than the {count} that short_convolution={self.width} looks "
-                    "back at; use fewer shards or longer rows"
+                    "back at; use fewer shards or longer sequences"
                 )
             before = inputs.cp_shard.previous_tokens(whole, count)
         elif inputs.state is not None:

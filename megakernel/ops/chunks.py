@@ -24,12 +24,12 @@ def token_queries(x: Tensor, kv_heads: int) -> Tensor:
     return x.reshape(len(x), kv_heads, 1, -1, x.shape[-1])
 
 
-def join_token(x: Tensor) -> Tensor:
+def unchunk_token(x: Tensor) -> Tensor:
     """The inverse: (B, H_kv, 1, G, ...) -> (B, H, 1, ...)."""
     return x.flatten(1, 3).unsqueeze(2)
 
 
-def join_queries(x: Tensor, heads: int, length: int) -> Tensor:
+def unchunk_queries(x: Tensor, heads: int, length: int) -> Tensor:
     """The inverse of `chunk_queries`: (B, H_kv, C, G L, ...) -> (B, H, T, ...)."""
     group = heads // x.shape[1]
     whole = x.unflatten(3, (group, -1)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
@@ -38,10 +38,10 @@ def join_queries(x: Tensor, heads: int, length: int) -> Tensor:
 
 def as_queries(found: Sequence[Tensor], q: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Outputs in `dtype`, and what else is known of chunked queries, as queries q (B, H, T, d) lie."""
-    out, *rest = (join_queries(x, q.shape[1], q.shape[2]) for x in found)
+    out, *rest = (unchunk_queries(x, q.shape[1], q.shape[2]) for x in found)
     return out.to(dtype), *rest
 
 
-def row_mask(x: Tensor, group: int) -> Tensor:
+def query_mask(x: Tensor, group: int) -> Tensor:
     """(B, C, L) -> (B, 1, C, G L, 1): the same for all heads."""
     return x[:, None, :, None].expand(-1, -1, -1, group, -1).flatten(3, 4)[..., None]

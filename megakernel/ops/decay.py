@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megakernel.ops.chunks import chunk_keys, chunk_queries, join_queries
+from megakernel.ops.chunks import chunk_keys, chunk_queries, unchunk_queries
 from megakernel.ops.documents import Positions
 from megakernel.ops.groups import Tensors, scan_groups
 from megakernel.ops.scan import Links, chunk_links
@@ -95,7 +95,7 @@ class Chunks(NamedTuple):
         scores = (self.queries @ self.keys.transpose(-1, -2)).unflatten(3, (-1, size))
         scores = scores * self.pairs[:, :, :, None]
         seen = (self.queries @ states).unflatten(3, (-1, size)) * self.kept[:, :, :, None, :, None]
-        return join_queries(scores.flatten(3, 4) @ written + seen.flatten(3, 4), heads, length)
+        return unchunk_queries(scores.flatten(3, 4) @ written + seen.flatten(3, 4), heads, length)
 
 
 def scaled(q: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,7 @@
-"""Where documents lie inside rows.
+"""Where documents lie inside sequences.
 
 Everything an op needs to know about packing follows from the position of each token within its own document:
-a document starts where the position is 0, began before the row where it exceeds the place in the row, and
+a document starts where the position is 0, began before the sequence where it exceeds the place in it, and
 `window_reach` and `ends_block` say where its blocks lie.
 """
 
@@ -9,31 +9,30 @@ import torch
 from torch import Tensor
 
 Positions = Tensor | int
-"""(B, N) positions, or the position of the first token of rows that hold one document each."""
+"""(B, N) positions, or the position of the first token of sequences that hold one document each."""
 
 
 def positions_from_cu_seqlens(cu_seqlens: Tensor, batch: int, length: int) -> Tensor:
     """Positions (B, N) from document starts in the flattened B * N tokens.
 
-    A row whose first token is not a start continues what came before: its positions exceed the place in the
-    row.
+    A sequence whose first token is not a start continues what came before: its positions exceed the place in it.
     """
     places = torch.arange(batch * length, device=cu_seqlens.device)
-    # A start before everything: rows without a listed start of their own continue.
+    # A start before everything: sequences without a listed start of their own continue.
     starts = torch.cat([cu_seqlens.new_full((1,), -1), cu_seqlens[:-1]]).long()
     document = torch.searchsorted(starts, places, right=True) - 1
     return (places - starts[document]).view(batch, length)
 
 
-def position_rows(positions: Positions, length: int, device: torch.device) -> Tensor:
-    """(B, N) or, for rows that are alike, (1, N) int64 positions."""
+def token_positions(positions: Positions, length: int, device: torch.device) -> Tensor:
+    """(B, N) or, for sequences that are alike, (1, N) int64 positions."""
     if isinstance(positions, int):
         return torch.arange(positions, positions + length, device=device)[None]
     return positions
 
 
 def alike(positions: Tensor) -> Positions:
-    """One number in place of positions (B, N) where all rows hold one document and stand at the same token of it.
+    """One number in place of positions (B, N) where all sequences hold one document and stand at the same token of it.
 
     Ops then make no masks. Positions on another device stay as they are: reading them would make the host wait.
     """
@@ -73,21 +72,21 @@ def pad_positions(positions: Tensor, count: int) -> Tensor:
 
 
 def began_before(positions: Positions, length: int, device: torch.device) -> Tensor:
-    """(B, N) or (1, N) bool: the token's document began before the row."""
-    return position_rows(positions, length, device) > torch.arange(length, device=device)
+    """(B, N) or (1, N) bool: the token's document began before the sequence."""
+    return token_positions(positions, length, device) > torch.arange(length, device=device)
 
 
 def open_documents(positions: Positions, length: int, batch: int, device: torch.device) -> Tensor:
-    """(B,) bool: no document starts inside the row, so what enters it also leaves it."""
+    """(B,) bool: no document starts inside the sequence, so what enters it also leaves it."""
     if isinstance(positions, int):
         return torch.full((batch,), positions > 0, device=device)
     return positions[:, -1] >= length
 
 
 def reversed_positions(positions: Tensor, continued: bool = False) -> Tensor:
-    """Positions (B, N) of the rows read backwards.
+    """Positions (B, N) of the sequences read backwards.
 
-    continued: read so, each row goes on with a document that began before it, as far away as makes no difference.
+    continued: read so, each sequence goes on with a document that began before it, as far away as makes no difference.
     """
     length = positions.shape[1]
     places = torch.arange(length, device=positions.device)

@@ -5,10 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megakernel.ops.chunks import chunk_queries, join_queries
+from megakernel.ops.chunks import chunk_queries, unchunk_queries
 from megakernel.ops.dispatch import accum_dtype, choose
 from megakernel.ops.groups import Tensors, scan_groups
-from megakernel.ops.sums import Sums, add, normalized, with_ones
+from megakernel.ops.partial_output import PartialOutput, add, normalized, with_ones
 from megakernel.ops.window import softmax_pairs
 
 GROUP = 1024
@@ -64,7 +64,7 @@ def eva_attention(q: Tensor, windows: Windows, chunks: Chunks, *, backend: str |
     Args:
         q: (B, H, N, d); window m holds queries m w .. (m + 1) w - 1.
         windows: M = ceil(N / w) windows of keys and values.
-        chunks: summaries of all chunks of the row.
+        chunks: summaries of all chunks of the sequence.
         backend: reference or chunked.
 
     Returns:
@@ -85,15 +85,18 @@ def chunked(q: Tensor, windows: Windows, chunks: Chunks) -> Tensor:
     queries = chunk_queries(q.to(dtype), heads, windows.queries, count)
     visible = windows.real[:, :, None].expand(-1, -1, windows.queries, -1)
     near = softmax_pairs(queries, windows.keys.to(dtype), with_ones(windows.values.to(dtype)), visible)
-    values = join_queries(near.values, heads, length)
-    logs = join_queries(near.scale_or_zero[..., None], heads, length)
+    values = unchunk_queries(near.values, heads, length)
+    logs = unchunk_queries(near.scale_or_zero[..., None], heads, length)
     seen = _by_query(chunks.seen, windows.queries, length)[:, None]
 
     def on_group(start: int, carry: Tensors, sequences: Tensors, shared: Tensors):
         q, values, logs, seen = sequences
         chunk_keys, chunk_values = (x[:, :, None] for x in shared)
         far = softmax_pairs(q[:, :, None], chunk_keys, chunk_values, seen)
-        total = add(Sums(values, logs[..., 0]), Sums(far.values[:, :, 0], far.scale_or_zero[:, :, 0]))
+        total = add(
+            PartialOutput(values, logs[..., 0]),
+            PartialOutput(far.values[:, :, 0], far.scale_or_zero[:, :, 0]),
+        )
         return (normalized(total).to(values.dtype),), ()
 
     shared = (chunks.keys.to(dtype), with_ones(chunks.values.to(dtype)))

@@ -12,7 +12,7 @@ from megakernel.ops.arguments import check_heads, expand_tokens
 from megakernel.ops.chunks import chunk_keys
 from megakernel.ops.decay import Chunks, scaled, scan_tokens
 from megakernel.ops.dispatch import accum_dtype, choose
-from megakernel.ops.documents import Positions, position_rows
+from megakernel.ops.documents import Positions, token_positions
 
 AffineExchange = Callable[[Tensor, Tensor], Tensor]
 """(A (B, H_kv, d, d), S (B, H_kv, d, D)) of a shard, which makes A E + S of the state E that enters it -> E."""
@@ -38,9 +38,9 @@ def gated_delta_rule(
         v: (B, H_kv, N, D).
         log_decay: log a <= 0, broadcastable to (B, H_kv, N): what a token multiplies the state by before it enters.
         strength: b in [0, 1], broadcastable to (B, H_kv, N).
-        positions: (B, N) positions within documents, or the position of the first token of rows that hold one
+        positions: (B, N) positions within documents, or the position of the first token of sequences that hold one
             document each. A document begins with an empty state.
-        initial_state: (B, H_kv, d, D), what rows continue from.
+        initial_state: (B, H_kv, d, D), what sequences continue from.
         exchange: for a sequence cut over processes, in place of `initial_state`.
         backend: reference or chunked.
 
@@ -104,11 +104,11 @@ def reference(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, positions: Positions, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """From the formula, one token after the other."""
-    rows = position_rows(positions, q.shape[2], q.device).expand(len(q), -1)
+    at = token_positions(positions, q.shape[2], q.device).expand(len(q), -1)
     queries, keys, values = scaled(q, state.dtype), k.to(state.dtype), v.to(state.dtype)
     outputs = []
     for place in range(q.shape[2]):
-        fresh = (rows[:, place] == 0)[:, None, None, None]
+        fresh = (at[:, place] == 0)[:, None, None, None]
         state = torch.where(fresh, 0.0, state * log_decay[:, :, place, None, None].exp())
         key = keys[:, :, place, :, None]
         error = values[:, :, place, None] - key.transpose(-1, -2) @ state

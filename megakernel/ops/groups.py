@@ -15,10 +15,10 @@ Tensors = tuple[Any, ...]
 """Tensors, or None in place of an optional one."""
 
 SHORT = 512
-"""Tokens of a row whose graph is kept from forward to backward.
+"""Tokens of a sequence whose graph is kept from forward to backward.
 
-A kept graph takes 4 to 6 times the memory of q, k and v in every layer (float32, d = 64), so longer rows run again in
-backward, whatever their length: time and memory grow with the row alone.
+A kept graph takes 4 to 6 times the memory of q, k and v in every layer (float32, d = 64), so longer sequences run
+again in backward, whatever their length: time and memory grow with the sequence alone.
 """
 
 Step = Callable[[int, Tensors, Tensors, Tensors], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]

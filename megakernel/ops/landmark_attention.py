@@ -8,18 +8,18 @@ from torch import Tensor
 from megakernel.ops.arguments import check_heads, check_per_head, expand_tokens
 from megakernel.ops.chunks import chunk_queries
 from megakernel.ops.dispatch import accum_dtype, choose
-from megakernel.ops.documents import Positions, position_rows, window_reach
+from megakernel.ops.documents import Positions, token_positions, window_reach
 from megakernel.ops.groups import Tensors, scan_groups
 from megakernel.ops.mixture import by_component, first_key, pack_keys
-from megakernel.ops.sums import join, normalized, with_ones
+from megakernel.ops.partial_output import merge_parts, normalized, with_ones
 from megakernel.ops.window import (
     Layout,
     LocalWindow,
     Tail,
     attended,
     cut,
-    rows_of_queries,
     softmax_pairs,
+    unchunk_partial,
     window_sums,
 )
 
@@ -55,7 +55,7 @@ class Landmarks(NamedTuple):
         return Landmarks(keys, values, torch.cat([other.ends.expand(len(keys), -1), self._ends()], 1))
 
     def existing(self) -> "Landmarks":
-        """Without the blocks that no row has."""
+        """Without the blocks that no sequence has."""
         some = (self.ends != MISSING).any(0)
         return Landmarks(self.keys[:, :, some], self.values[:, :, some], self._ends()[:, some])
 
@@ -114,9 +114,9 @@ class Sight(NamedTuple):
 
 def sight(positions: Positions, length: int, device: torch.device, *, size: int, skipped: int) -> Sight:
     """Queries see blocks that end before their current block of `size` tokens and the `skipped` - 1 before it."""
-    rows = position_rows(positions, length, device)
+    own_positions = token_positions(positions, length, device)
     places = torch.arange(length, device=device)
-    return Sight(places - rows, places - window_reach(rows, size, skipped))
+    return Sight(places - own_positions, places - window_reach(own_positions, size, skipped))
 
 
 def landmark_attention(
@@ -128,7 +128,7 @@ def landmark_attention(
     *,
     window: LocalWindow,
     tail: Tail,
-    mass: float = 1.0,
+    token_count: float = 1.0,
     priors: Tensor | None = None,
     shift: Tensor | None = None,
     far_weight: Tensor | None = None,
@@ -146,13 +146,13 @@ def landmark_attention(
         sight: which of them each query sees.
         window: what a token sees exactly.
         tail: at least the window.block_size * window.blocks tokens before these.
-        mass: how many tokens a landmark stands for.
+        token_count: how many tokens a landmark stands for.
         priors: pi (H_kv, M) >= 0 of mixture keys: tokens and landmarks weigh sum_r pi_r exp(q.k_r / sqrt(d)).
         shift: b (H_kv, M, d), beside priors: the keys of a token are k + b_r; those of landmarks are handed in.
         far_weight: gamma (H,), multiplies landmarks by exp(gamma) under the common normalizer; None is 0.
         gate: logits of the window's share, broadcastable to (B, H, N): window and landmarks are then normalized
             apart. None: one normalizer for both.
-        positions: (B, N) positions within documents, or the position of the first token of rows that hold one
+        positions: (B, N) positions within documents, or the position of the first token of sequences that hold one
             document each.
         backend: reference or chunked.
 
@@ -166,7 +166,7 @@ def landmark_attention(
     check_per_head("far_weight", far_weight, q.shape[1])
     if gate is not None:
         gate = expand_tokens("gate", gate, q)
-    far = (landmarks, sight, mass, far_weight)
+    far = (landmarks, sight, token_count, far_weight)
     return choose(IMPLEMENTATIONS, backend)(
         q, pack_keys(k), v, *far, window, tail, priors, shift, gate, positions
     )
@@ -178,7 +178,7 @@ def chunked(
     v: Tensor,
     landmarks: Landmarks,
     sight: Sight,
-    mass: float,
+    token_count: float,
     far_weight: Tensor | None,
     window: LocalWindow,
     tail: Tail,
@@ -199,22 +199,22 @@ def chunked(
         near = window_sums(q, k, v, tail, places, window, priors, shift)
         far_q = q.to(accum_dtype(q.dtype))
         if window.far_rotary:
-            far_q = window.far_rotary(far_q, position_rows(places, length, q.device))
+            far_q = window.far_rotary(far_q, token_positions(places, length, q.device))
         queries = chunk_queries(far_q, kv_heads, length)
         visible = Sight(first[:, 0], limit[:, 0]).visible(ends, rank)[:, None]
-        far = rows_of_queries(softmax_pairs(queries, keys, values, visible, priors), heads, length)
+        far = unchunk_partial(softmax_pairs(queries, keys, values, visible, priors), heads, length)
         if far_weight is not None:
             far = far._replace(values=far.values * torch.exp(far_weight)[:, None, None])
         share = None
         if gate is not None:
             # Without a landmark in sight the window alone, exactly.
             share = torch.where(visible.any(-1), torch.sigmoid(gate.to(near.values.dtype)), 1.0)
-        (out,) = join(near, far, share, lambda sums: (normalized(sums),))
+        (out,) = merge_parts(near, far, share, lambda sums: (normalized(sums),))
         return (out.to(v.dtype),), tuple(tail.after(k, v))
 
     dtype = accum_dtype(q.dtype)
     keys = landmarks.keys.to(dtype).flatten(2, 3)[:, :, None]
-    values = with_ones(landmarks.values.to(dtype).flatten(2, 3), mass)[:, :, None]
+    values = with_ones(landmarks.values.to(dtype).flatten(2, 3), token_count)[:, :, None]
     wide_weight = None if far_weight is None else far_weight.to(dtype)
     sequences = (q, k, v, gate, sight.first[:, None], sight.limit[:, None], varying)
     group = window.block_size * max(1, GROUP // window.block_size)
@@ -229,7 +229,7 @@ def reference(
     v: Tensor,
     landmarks: Landmarks,
     sight: Sight,
-    mass: float,
+    token_count: float,
     far_weight: Tensor | None,
     window: LocalWindow,
     tail: Tail,
@@ -241,11 +241,11 @@ def reference(
     """From the formula, query by query."""
     batch, heads, length, width = q.shape
     group, dtype, rank = heads // k.shape[1], accum_dtype(q.dtype), landmarks.keys.shape[3]
-    rows = position_rows(positions, length, q.device)
+    own_positions = token_positions(positions, length, q.device)
     far_q = q.to(dtype)
     near_q, past, keys = attended(q, k, tail, positions, window, shift)
     if window.far_rotary:
-        far_q = window.far_rotary(far_q, rows)
+        far_q = window.far_rotary(far_q, own_positions)
     keys = torch.cat([past, keys], 2).repeat_interleave(group, 1)
     values = torch.cat([tail.values, v], 2).to(dtype).repeat_interleave(group, 1)
     far_keys, far_values = (x.to(dtype).repeat_interleave(group, 1).flatten(2, 3) for x in landmarks[:2])
@@ -253,25 +253,25 @@ def reference(
     far_keys, _ = by_component(far_keys, priors, width)
     ends = landmarks.ends.expand(batch, -1).tolist()
     first, limit = (x.expand(batch, -1).tolist() for x in sight)
-    log_mass = torch.log(torch.tensor(mass, dtype=dtype)) + (
+    log_count = torch.log(torch.tensor(token_count, dtype=dtype)) + (
         0.0 if far_weight is None else far_weight[:, None, None]
     )
 
     outputs = []
-    for row, places in enumerate(rows.expand(batch, -1).tolist()):
+    for b, places in enumerate(own_positions.expand(batch, -1).tolist()):
         for i, position in enumerate(places):
             oldest = max(0, (position // window.block_size - window.blocks + 1) * window.block_size)
             here = past.shape[2] + i
             seen_tokens = slice(here - (position - oldest), here + 1)
-            scores = keys[:, row, :, seen_tokens] @ near_q[row, :, i, :, None] * width**-0.5
-            seen = [s for s, end in enumerate(ends[row]) if first[row][i] <= end < limit[row][i]]
+            scores = keys[:, b, :, seen_tokens] @ near_q[b, :, i, :, None] * width**-0.5
+            seen = [s for s, end in enumerate(ends[b]) if first[b][i] <= end < limit[b][i]]
             at = [s * rank + place for s in seen for place in range(rank)]
-            far_scores = far_keys[:, row][:, :, at] @ far_q[row, :, i, :, None] * width**-0.5 + log_mass
-            # Dividing all weights of a row by one number changes no quotient.
+            far_scores = far_keys[:, b][:, :, at] @ far_q[b, :, i, :, None] * width**-0.5 + log_count
+            # Dividing all weights of a query by one number changes no quotient.
             largest = torch.cat([scores, far_scores], 2).detach().amax((0, 2), keepdim=True)
             own, other = ((shares * torch.exp(x - largest)).sum(0) for x in (scores, far_scores))
-            share = None if gate is None or not seen else torch.sigmoid(gate[row, :, i, None].to(dtype))
-            outputs.append(_mean(own, other, values[row, :, seen_tokens], far_values[row][:, at], share))
+            share = None if gate is None or not seen else torch.sigmoid(gate[b, :, i, None].to(dtype))
+            outputs.append(_mean(own, other, values[b, :, seen_tokens], far_values[b][:, at], share))
     out = torch.stack(outputs).view(batch, length, heads, -1).transpose(1, 2)
     return out.to(v.dtype)
 

@@ -36,7 +36,7 @@ def nystrom_attention(
         backend: reference or chunked.
 
     Returns:
-        (B, H, N, D) in the dtype of v; 0 in rows without a real token.
+        (B, H, N, D) in the dtype of v; 0 in sequences without a real token.
 
     Raises:
         ValueError: shapes or dtypes that do not fit, naming the argument.
@@ -89,23 +89,23 @@ def _softmax(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
 def reference(
     q: Tensor, k: Tensor, v: Tensor, segments: Tensor, real: Tensor, count: int, invert: Invert
 ) -> Tensor:
-    """From the formula: one N x N matrix of weights for each row and head, means taken one by one."""
+    """From the formula: one N x N matrix of weights for each sequence and head, means taken one by one."""
     batch, heads, length, _ = q.shape
     group = heads // k.shape[1]
     out = v.new_zeros(batch, heads, length, v.shape[-1])
     q, k, v = (x.to(accum_dtype(x.dtype)) for x in (q, k, v))
-    for row, there in enumerate(real.expand(batch, -1)):
-        here = segments.expand(batch, -1)[row, there]
+    for b, there in enumerate(real.expand(batch, -1)):
+        here = segments.expand(batch, -1)[b, there]
         for head in range(heads if len(here) else 0):
             queries, keys, columns = (
-                x[row, index, there] for x, index in ((q, head), (k, head // group), (v, head // group))
+                x[b, index, there] for x, index in ((q, head), (k, head // group), (v, head // group))
             )
-            out[row, head, there] = (_weights(queries, keys, here, count, invert) @ columns).to(out.dtype)
+            out[b, head, there] = (_weights(queries, keys, here, count, invert) @ columns).to(out.dtype)
     return out
 
 
 def _weights(q: Tensor, k: Tensor, segments: Tensor, count: int, invert: Invert) -> Tensor:
-    """(n, n) of one row and head, for the n real tokens q, k (n, d)."""
+    """(n, n) of one sequence and head, for the n real tokens q, k (n, d)."""
 
     def softmax(q: Tensor, k: Tensor) -> Tensor:
         # exp of a score over exp of the largest: of large queries exp alone overflows.

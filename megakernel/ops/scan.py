@@ -10,17 +10,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megakernel.ops.documents import Positions, pad_positions, position_rows
+from megakernel.ops.documents import Positions, pad_positions, token_positions
 from megakernel.ops.feature_maps import Features
+from megakernel.ops.partial_output import PartialOutput, add
 from megakernel.ops.state import EMPTY, KernelState
-from megakernel.ops.sums import Sums, add
 
 
 class Links(NamedTuple):
     """Who sees whom.
 
     The rows of a chunk are ordered (m, G, L): m runs of L consecutive tokens, for each of G query heads per key head.
-    The leading B is 1 where all rows of the batch are alike.
+    The leading B is 1 where all sequences of the batch are alike.
     """
 
     visible: Tensor
@@ -54,9 +54,11 @@ def link(first: Tensor, keys: Tensor, *, delay: int) -> Links:
 def chunk_links(positions: Positions, length: int, device: torch.device, size: int, delay: int = 0) -> Links:
     """Links of `length` tokens at `positions`, cut into chunks of `size` or fewer, whose keys are themselves."""
     size = min(size, length)
-    rows = pad_positions(position_rows(positions, length, device), -length % size).unflatten(1, (-1, size))
+    padded = pad_positions(token_positions(positions, length, device), -length % size).unflatten(
+        1, (-1, size)
+    )
     places = torch.arange(size, device=device)
-    return link((places - rows)[:, :, None], places.expand(rows.shape), delay=delay)
+    return link((places - padded)[:, :, None], places.expand(padded.shape), delay=delay)
 
 
 def alive_chunks(links: Links) -> Tensor:
@@ -66,29 +68,29 @@ def alive_chunks(links: Links) -> Tensor:
     return (breaks[:, :, None] == breaks[:, None, :]).tril()[:, None]
 
 
-def pairs(queries: Features, keys: Features, values: Tensor, visible: Tensor) -> Sums:
+def pairs(queries: Features, keys: Features, values: Tensor, visible: Tensor) -> PartialOutput:
     """Sums over the visible keys of each chunk.
 
     queries: (B, H_kv, C, m G L, F); keys: (B, H_kv, C, Lk, F); values: (B, H_kv, C, Lk, D + 1), each key's
-    mass times [v, 1], all 0 for a key that does not exist; visible: (B, C, m, L, Lk).
+    their weights times [v, 1], all 0 for a key that does not exist; visible: (B, C, m, L, Lk).
     """
     runs, length = visible.shape[2:4]
     visible = visible[:, None]
     weights = (queries.values @ keys.values.transpose(-1, -2)).unflatten(3, (runs, -1, length))
     if keys.log_scale is None or queries.log_scale is None:
         weights = weights.masked_fill(~visible[:, :, :, :, None], 0.0)
-        return Sums(weights.flatten(3, 5) @ values, None)
+        return PartialOutput(weights.flatten(3, 5) @ values, None)
     # A query's stabilizer is the maximum over the keys it sees: later keys must not reach it even by rounding.
     logs = torch.where(visible, existing(keys, values)[..., None, None, :], EMPTY)
     scale = logs.amax(-1)
     shrink = torch.where(visible, torch.exp(logs - scale[..., None]), 0.0)
     weights = weights * shrink[:, :, :, :, None]
-    return Sums(weights.flatten(3, 5) @ values, queries.log_scale + _rows(scale, queries))
+    return PartialOutput(weights.flatten(3, 5) @ values, queries.log_scale + _rows(scale, queries))
 
 
 def scan_chunks(
     queries: Features, keys: Features, values: Tensor, state: KernelState, links: Links
-) -> tuple[Sums, KernelState]:
+) -> tuple[PartialOutput, KernelState]:
     """Sums for every query and the state that leaves the group; tensors as in `pairs`, `state` enters the group."""
     states = _states(keys, values, state, links)
     # A copy: what leaves a group is kept for backward, and a view would keep the states of all chunks with it.
@@ -104,19 +106,19 @@ def write_chunks(keys: Features, values: Tensor, state: KernelState, links: Link
     return KernelState(states.sums[:, :, 0], states.log_scale[:, :, 0])
 
 
-def read_states(queries: Features, states: KernelState, reads: Tensor | None) -> Sums:
+def read_states(queries: Features, states: KernelState, reads: Tensor | None) -> PartialOutput:
     """What queries (B, H_kv, C, m G L, F) see of the states (B, H_kv, C, ...) of their chunks.
 
     reads: (B, C, m, L) bool, where a query sees it; None: everywhere.
     """
     if reads is None:
         scale = None if queries.log_scale is None else queries.log_scale + states.log_scale[..., None]
-        return Sums(queries.values @ states.sums, scale)
+        return PartialOutput(queries.values @ states.sums, scale)
     seen = (queries.values @ states.sums).masked_fill(~_rows(reads[:, None], queries)[..., None], 0.0)
     if queries.log_scale is None:
-        return Sums(seen, None)
+        return PartialOutput(seen, None)
     logs = torch.where(reads[:, None], states.log_scale[..., None, None], EMPTY)
-    return Sums(seen, queries.log_scale + _rows(logs, queries))
+    return PartialOutput(seen, queries.log_scale + _rows(logs, queries))
 
 
 def _rows(x: Tensor, queries: Features) -> Tensor:
@@ -127,7 +129,7 @@ def _rows(x: Tensor, queries: Features) -> Tensor:
 
 
 def existing(keys: Features, values: Tensor) -> Tensor:
-    """Log scales of keys; a key without mass must not set a maximum."""
+    """Log scales of keys; a key of weight 0 must not set a maximum."""
     assert keys.log_scale is not None
     return keys.log_scale.masked_fill(values[..., -1] == 0, EMPTY)
 

@@ -5,18 +5,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megakernel.ops.dispatch import accum_dtype
-from megakernel.ops.documents import Positions, position_rows
+from megakernel.ops.documents import Positions, token_positions
 
 
 def short_convolution(x: Tensor, weight: Tensor, before: Tensor, positions: Positions) -> Tensor:
     """silu(sum_t w_t x_(i - t)) over the t = 0 .. W - 1 that reach no further back than token i's document.
 
     Args:
-        x: (..., N, d), rows first.
-        weight: (..., d, W), without the rows; the last number of a channel is that of the token itself.
+        x: (..., N, d), the dimension of sequences first.
+        weight: (..., d, W), without that dimension; the last number of a channel is that of the token itself.
         before: (..., W - 1, d), the tokens before these; of a document that begins with these any numbers.
-        positions: (B, N) positions within documents, or the position of the first token of rows that hold one document
-            each.
+        positions: (B, N) positions within documents, or the position of the first token of sequences that hold one
+            document each.
 
     Returns:
         The shape and dtype of x; computed in float32 or better.
@@ -24,12 +24,12 @@ def short_convolution(x: Tensor, weight: Tensor, before: Tensor, positions: Posi
     dtype, length, width = accum_dtype(x.dtype), x.shape[-2], weight.shape[-1]
     inputs = torch.cat([before, x], -2).to(dtype)
     taps = weight.to(dtype).movedim(-1, 0).unsqueeze(-2)
-    rows = position_rows(positions, length, x.device)
-    rows = rows.view(len(rows), *[1] * (x.dim() - 3), length, 1)
+    at = token_positions(positions, length, x.device)
+    at = at.view(len(at), *[1] * (x.dim() - 3), length, 1)
     out = inputs[..., width - 1 :, :] * taps[-1]
     for back in range(1, width):
         earlier = inputs[..., width - 1 - back : width - 1 - back + length, :]
         if not isinstance(positions, int) or positions < back:
-            earlier = earlier.masked_fill(rows < back, 0.0)
+            earlier = earlier.masked_fill(at < back, 0.0)
         out = out + earlier * taps[-1 - back]
     return F.silu(out).to(x.dtype)

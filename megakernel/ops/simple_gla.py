@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.arguments import check_heads, expand_tokens
-from megakernel.ops.chunks import join_token, token_queries
+from megakernel.ops.chunks import token_queries, unchunk_token
 from megakernel.ops.decay import Chunks, scaled, scan_tokens
 from megakernel.ops.dispatch import accum_dtype, choose
 from megakernel.ops.documents import (
     Positions,
     began_before,
     open_documents,
-    position_rows,
+    token_positions,
 )
 from megakernel.ops.scan import alive_chunks
 from megakernel.ops.state import Exchange, KernelState
@@ -38,9 +38,9 @@ def simple_gla(
         k: (B, H_kv, N, d), H a multiple of H_kv.
         v: (B, H_kv, N, D).
         log_decay: log a <= 0, broadcastable to (B, H_kv, N): what a token multiplies the state by before it enters.
-        positions: (B, N) positions within documents, or the position of the first token of rows that hold one
+        positions: (B, N) positions within documents, or the position of the first token of sequences that hold one
             document each. A document begins with an empty state.
-        initial_state: (B, H_kv, d, D), what rows continue from.
+        initial_state: (B, H_kv, d, D), what sequences continue from.
         exchange: gets what these tokens add to the state and the factor that they leave of it, and gives what enters,
             for a sequence cut over processes; in place of `initial_state`.
         backend: reference or chunked.
@@ -104,7 +104,7 @@ def _token(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, positions: Positi
         kept = torch.zeros_like(kept)
     state = state * kept + k.transpose(-1, -2) * v
     out = token_queries(scaled(q, state.dtype), k.shape[1]) @ state[:, :, None]
-    return join_token(out), state
+    return unchunk_token(out), state
 
 
 def reference(
@@ -113,10 +113,10 @@ def reference(
     """From the formula: one N x N matrix of products of decays, and the state one token after the other."""
     batch, _, length, _ = q.shape
     group = q.shape[1] // k.shape[1]
-    rows = position_rows(positions, length, q.device).expand(batch, -1)
+    at = token_positions(positions, length, q.device).expand(batch, -1)
     keys, values = k.to(state.dtype), v.to(state.dtype)
     places = torch.arange(length, device=q.device)
-    first = places - rows
+    first = places - at
     seen = (places[:, None] >= places) & (places >= first[..., None])
     row = torch.zeros(*log_decay.shape, dtype=state.dtype, device=q.device)
     products = []
@@ -130,7 +130,7 @@ def reference(
     )
     entered, seen_of_it = state, []
     for place in range(length):
-        fresh = (rows[:, place] == 0)[:, None, None, None]
+        fresh = (at[:, place] == 0)[:, None, None, None]
         factor = log_decay[:, :, place, None, None].exp()
         entered, state = (torch.where(fresh, 0.0, x * factor) for x in (entered, state))
         seen_of_it.append(entered.repeat_interleave(group, 1))

@@ -65,16 +65,16 @@ def empty_state(like: KernelState) -> KernelState:
     return KernelState(torch.zeros_like(like.sums), torch.full_like(like.log_scale, EMPTY))
 
 
-def keep(state: KernelState, rows: Tensor) -> KernelState:
-    """`state` in the rows (B,) where `rows` is True, the empty state elsewhere; or times factors `rows` (B, H_kv)."""
-    if rows.dim() == 2:
-        return state._replace(sums=state.sums * rows[..., None, None])
-    alive = rows[:, None]
+def keep(state: KernelState, kept: Tensor) -> KernelState:
+    """`state` where `kept` (B,) is True, the empty state elsewhere; or times factors `kept` (B, H_kv)."""
+    if kept.dim() == 2:
+        return state._replace(sums=state.sums * kept[..., None, None])
+    alive = kept[:, None]
     sums = torch.where(alive[..., None, None], state.sums, 0.0)
     return KernelState(sums, torch.where(alive, state.log_scale, EMPTY))
 
 
-def faded(state: KernelState, logs: Tensor) -> KernelState:
+def decayed(state: KernelState, logs: Tensor) -> KernelState:
     """What is left of a state times exp(logs), (B, H_kv); the gradient of logs goes through the sums."""
     logs = logs.to(state.sums.dtype)
     sums = state.sums * (logs - logs.detach()).exp()[..., None, None]

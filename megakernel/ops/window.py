@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megakernel.ops.chunks import chunk_queries, join_queries
+from megakernel.ops.chunks import chunk_queries, unchunk_queries
 from megakernel.ops.dispatch import accum_dtype
-from megakernel.ops.documents import Positions, ends_block, pad_positions, position_rows, window_reach
+from megakernel.ops.documents import Positions, ends_block, pad_positions, token_positions, window_reach
 from megakernel.ops.mixture import Rotary, each_key, merged_components, shifted
+from megakernel.ops.partial_output import PartialOutput, normalized, with_ones
 from megakernel.ops.state import EMPTY
-from megakernel.ops.sums import Sums, normalized, with_ones
 
 
 class Tail(NamedTuple):
@@ -80,7 +80,7 @@ class Layout(NamedTuple):
     """Tokens; the last chunks may hold fewer than L."""
 
     places: Tensor
-    """(B, C, L) positions of the tokens in their documents; B is 1 where rows are alike."""
+    """(B, C, L) positions of the tokens in their documents; B is 1 where sequences are alike."""
 
     runs: int
     """Chunks that share one chunk of the far scan; C is a multiple."""
@@ -118,8 +118,8 @@ def cut(
     aligned = isinstance(positions, int) and positions % block_size == 0 and length >= block_size
     size = min(block_size, length)
     runs = min(runs, -(-length // size))
-    rows = position_rows(positions, length, device)
-    places = pad_positions(rows, -length % (runs * size)).unflatten(1, (-1, size))
+    at = token_positions(positions, length, device)
+    places = pad_positions(at, -length % (runs * size)).unflatten(1, (-1, size))
     halo = (blocks - 1) * block_size if aligned else blocks * block_size
     return Layout(block_size, blocks, size, halo, length, places, runs, aligned)
 
@@ -142,9 +142,11 @@ class Recent(NamedTuple):
     """(B, H_kv, W, D)"""
 
     visible: Tensor | None
-    """(B, W) bool; None where all rows see all of them."""
+    """(B, W) bool; None where all sequences see all of them."""
 
-    def softmax(self, q: Tensor, rotary: Rotary | None, priors: Tensor | None, shift: Tensor | None) -> Sums:
+    def softmax(
+        self, q: Tensor, rotary: Rotary | None, priors: Tensor | None, shift: Tensor | None
+    ) -> PartialOutput:
         """Sums (B, H_kv, 1, G, D + 1) of queries (B, H, 1, d) that nobody has rotated; tensors float32 or better."""
         visible = None if self.visible is None else self.visible[:, None, None]
         queries = chunk_queries(q, self.keys.shape[1], 1)
@@ -158,7 +160,7 @@ class Recent(NamedTuple):
     ) -> Tensor:
         """The same, normalized: (B, H, 1, D)."""
         if priors is not None:
-            return join_queries(normalized(self.softmax(q, rotary, priors, shift)), q.shape[1], 1)
+            return unchunk_queries(normalized(self.softmax(q, rotary, priors, shift)), q.shape[1], 1)
         mask = None if self.visible is None else self.visible[:, None, None]
         grouped = q.shape[1] != self.keys.shape[1]
         keys = self._turned(rotary, shift)
@@ -188,15 +190,15 @@ def attended(
     queries = q.to(accum_dtype(q.dtype))
     past, keys = (shifted(x.to(queries.dtype), shift) for x in (tail.keys, k))
     if window.rotary:
-        rows = position_rows(positions, q.shape[2], q.device)
-        queries = window.rotary(queries, rows)
-        past, keys = rotate_keys(window.rotary, past, keys, rows)
+        at = token_positions(positions, q.shape[2], q.device)
+        queries = window.rotary(queries, at)
+        past, keys = rotate_keys(window.rotary, past, keys, at)
     return queries, past, keys
 
 
 def softmax_pairs(
     queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, priors: Tensor | None = None
-) -> Sums:
+) -> PartialOutput:
     """Sums with weights exp(q.k / sqrt(d)) over windows, or sum_r pi_r exp(q.k_r / sqrt(d)) where M keys stand.
 
     queries: (B, H_kv, C, G L, d); keys: (B, H_kv, C, W, d), or (B, H_kv, C, W, M d) with priors pi (H_kv, M); values:
@@ -214,7 +216,7 @@ def softmax_pairs(
     weights = torch.exp(scores - log_scale[..., None])
     if priors is not None:
         weights = merged_components(weights, priors)
-    return Sums(weights @ values, log_scale)
+    return PartialOutput(weights @ values, log_scale)
 
 
 def window_sums(
@@ -226,7 +228,7 @@ def window_sums(
     window: LocalWindow,
     priors: Tensor | None,
     shift: Tensor | None,
-) -> Sums:
+) -> PartialOutput:
     """Sums (B, H, N, D + 1) of queries (B, H, N, d) over the windows of their tokens, under softmax.
 
     k, v: keys and values of the tokens as they stand in `tail`, the tokens before them; the rest as in
@@ -235,7 +237,7 @@ def window_sums(
     heads, length, dtype = q.shape[1], q.shape[2], accum_dtype(q.dtype)
     if length == 1:
         seen = recent(tail.and_token(k, v), positions, window.block_size, window.blocks, dtype)
-        return rows_of_queries(seen.softmax(q.to(dtype), window.rotary, priors, shift), heads, 1)
+        return unchunk_partial(seen.softmax(q.to(dtype), window.rotary, priors, shift), heads, 1)
     layout = cut(positions, length, q.device, block_size=window.block_size, blocks=window.blocks)
     queries, past, keys = attended(q, k, tail, positions, window, shift)
     chunks, size = layout.places.shape[1:]
@@ -246,10 +248,10 @@ def window_sums(
         layout.visible(),
         priors,
     )
-    return rows_of_queries(sums, heads, length)
+    return unchunk_partial(sums, heads, length)
 
 
-def rows_of_queries(sums: Sums, heads: int, length: int) -> Sums:
+def unchunk_partial(sums: PartialOutput, heads: int, length: int) -> PartialOutput:
     """Sums of chunked queries as the queries lie, (B, H, N, D + 1)."""
-    logs = join_queries(sums.scale_or_zero[..., None], heads, length)[..., 0]
-    return Sums(join_queries(sums.values, heads, length), logs)
+    logs = unchunk_queries(sums.scale_or_zero[..., None], heads, length)[..., 0]
+    return PartialOutput(unchunk_queries(sums.values, heads, length), logs)

@@ -5,10 +5,10 @@ from torch import Tensor
 
 from megakernel.ops.arguments import check_choice, check_heads, check_positions
 from megakernel.ops.dispatch import accum_dtype, choose
-from megakernel.ops.documents import Positions, position_rows
+from megakernel.ops.documents import Positions, token_positions
 from megakernel.ops.groups import Tensors, scan_groups
 from megakernel.ops.mixture import by_component, first_key, pack_keys, rotated_each
-from megakernel.ops.sums import normalized
+from megakernel.ops.partial_output import normalized
 from megakernel.ops.window import LocalWindow, Rotary, Tail, attended, empty_tail, recent, window_sums
 
 GROUP = 4096
@@ -40,7 +40,7 @@ def window_attention(
         priors: pi (H_kv, M) >= 0 of mixture keys: a token weighs sum_r pi_r exp(q.k_r / sqrt(d)).
         shift: b (H_kv, M, d), beside priors: the keys of a token are k + b_r.
         rotary: rotates q and k by their positions; q and k are handed in unrotated.
-        positions: (B, N) positions within documents, or the position of the first token of rows that hold one
+        positions: (B, N) positions within documents, or the position of the first token of sequences that hold one
             document each. They say where a document that began in `initial_state` stands.
         initial_state: the last block_size * blocks tokens before these.
         backend: reference or chunked.
@@ -103,23 +103,23 @@ def reference(
 ) -> tuple[Tensor, Tail]:
     """From the formula, query by query."""
     group, dtype = q.shape[1] // k.shape[1], accum_dtype(q.dtype)
-    rows = position_rows(positions, q.shape[2], q.device)
+    at = token_positions(positions, q.shape[2], q.device)
     queries, past, keys = attended(q, k, tail, positions, window, shift)
     keys = torch.cat([past, keys], 2).repeat_interleave(group, 1)
     components, shares = by_component(keys, priors, q.shape[-1])
     values = torch.cat([tail.values, v], 2).to(dtype).repeat_interleave(group, 1)
     before = past.shape[2]
     outputs = []
-    for row, places in enumerate(rows.expand(q.shape[0], -1).tolist()):
+    for b, places in enumerate(at.expand(q.shape[0], -1).tolist()):
         for i, position in enumerate(places):
             block = position // window.block_size
             oldest = max(0, (block - window.blocks + 1) * window.block_size)
             seen = slice(before + i - (position - oldest), before + i + 1)
-            scores = components[:, row, :, seen] @ queries[row, :, i, :, None] * q.shape[-1] ** -0.5
-            # Dividing all weights of a row by one number changes no quotient.
+            scores = components[:, b, :, seen] @ queries[b, :, i, :, None] * q.shape[-1] ** -0.5
+            # Dividing all weights of a query by one number changes no quotient.
             largest = scores.detach().amax((0, 2), keepdim=True)
             weights = (shares * torch.exp(scores - largest)).sum(0)
-            outputs.append((weights / weights.sum(1, keepdim=True) * values[row, :, seen]).sum(1))
+            outputs.append((weights / weights.sum(1, keepdim=True) * values[b, :, seen]).sum(1))
     out = torch.stack(outputs).view(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
     return out.to(v.dtype), tail.after(k, v)
 

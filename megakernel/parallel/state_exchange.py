@@ -138,7 +138,7 @@ class AllGather:
 
 
 class PointToPoint:
-    """A chain from shard to shard, forward from the first, backward from the last.
+    """Point-to-point passing from shard to shard, forward from the first, backward from the last.
 
     With a and b what the sums that enter a shard and its own are scaled by, E' = a E + b S leaves it; its gradient G'
     comes back, b G' is that of S, and G + a G' goes on to the shard before.
@@ -224,7 +224,7 @@ class _Running(Protocol):
 class Runner(Protocol):
     """Where chains run."""
 
-    def run(self, chain: Callable[[], Any]) -> _Running:
+    def run(self, passing: Callable[[], Any]) -> _Running:
         """Begin."""
         ...
 
@@ -239,15 +239,15 @@ class Background:
         self._threads = ThreadPoolExecutor(1, "state exchange") if device.type == "cpu" else None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def run(self, chain: Callable[[], Any]) -> _Running:
+    def run(self, passing: Callable[[], Any]) -> _Running:
         """Begin."""
         if self._threads is not None:
-            future: Future[Any] = self._threads.submit(chain)
+            future: Future[Any] = self._threads.submit(passing)
             return future
         assert self._stream is not None
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            return _Queued(chain(), self._stream)
+            return _Queued(passing(), self._stream)
 
 
 class _Queued:

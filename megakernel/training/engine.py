@@ -184,13 +184,13 @@ class Engine:
         return float(self.micro_batches * self.mesh.gradient.size)
 
     def begin(self, phase: Phase) -> None:
-        """Train rows, batches and rotary frequencies of this phase from now on; between two steps."""
+        """Train on sequences and batches of this phase, with its rotary frequencies, from now on; between two steps."""
         training = phase.training
         self.micro_batches = micro_batches_per_step(training, self.mesh)
         # In this order: the second reads the first, and tells a pipeline of its micro-batches.
         self.engine.set_train_micro_batch_size(training.micro_batch_size)
-        rows = training.micro_batch_size * self.micro_batches * self.mesh.gradient.size
-        self.engine.set_train_batch_size(rows)
+        sequences = training.micro_batch_size * self.micro_batches * self.mesh.gradient.size
+        self.engine.set_train_batch_size(sequences)
         # ZeRO remembers the number of its making.
         if hasattr(self.engine.optimizer, "gradient_accumulation_steps"):
             self.engine.optimizer.gradient_accumulation_steps = self.micro_batches
@@ -286,12 +286,12 @@ class Engine:
         self._pass_on(batches[0].tokens.shape)
         return model_inputs(batches, self.mesh)
 
-    def _pass_on(self, rows: torch.Size) -> None:
-        """Prepare the stages for micro-batches of these rows (B, N).
+    def _pass_on(self, shape: torch.Size) -> None:
+        """Prepare the stages for micro-batches of this shape (B, N).
 
         DeepSpeed's stages tell each other once what they send, which in training may be more, and keep buffers of it.
         """
-        now = (rows, self.engine.module.training)
+        now = (shape, self.engine.module.training)
         if self.pipelined and now != self._passed_on:
             self.engine.reset_activation_shape()
         self._passed_on = now

@@ -77,7 +77,7 @@ def check_weights(
     """
     refused = tensors.unlike(model) if isinstance(tensors, DenseCheckpoint) else []
     remedy = "give the model the checkpoint's sizes, or choose another checkpoint"
-    misfits = [*found.other_words(vocab_size), *comparison.misshapen]
+    misfits = [*found.other_vocab_size(vocab_size), *comparison.misshapen]
     refused += [f"{line}; {remedy}" for line in misfits]
     if isinstance(tensors, DenseCheckpoint):
         lost = [name for name in comparison.missing if not is_new(name)]

@@ -167,12 +167,12 @@ class Trainer:
         self.phase = training.phase_of(step)
         self.engine.begin(self.phase)
         now = self.phase.training
-        self.tokens_per_step = now.global_batch_size * now.seq_len * self.config.model.rows_per_sample
+        self.tokens_per_step = now.global_batch_size * now.seq_len * self.config.model.sequences_per_sample
         sizes = (now.seq_len, self.corpora.vocab_size, self.config.predicted_share)
         self.flops_per_token = training_flops_per_token(self.config.model, *sizes)
         if training.seq_len_schedule:
             self._note(
-                f"from step {step + 1}: rows of {now.seq_len:,} tokens, {now.global_batch_size} in a step"
+                f"from step {step + 1}: sequences of {now.seq_len:,} tokens, {now.global_batch_size} in a step"
             )
 
     def _step(self, step: int, batches) -> None:
@@ -277,7 +277,7 @@ class Trainer:
     def _consumed(self, steps: int) -> tuple[int, int]:
         """Samples and tokens that the first `steps` steps of the run read."""
         samples, tokens = self.config.training.consumed(steps)
-        return samples, tokens * self.config.model.rows_per_sample
+        return samples, tokens * self.config.model.sequences_per_sample
 
     def _open_writer(self, stack: ExitStack, done: int) -> MetricsWriter | None:
         if self.mesh.rank != 0:

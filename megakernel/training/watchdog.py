@@ -95,7 +95,7 @@ class Watchdog:
         self._limit = self._stall
 
     def expect_start(self) -> None:
-        """The next step is like a first one: rows have another length."""
+        """The next step is like a first one: sequences have another length."""
         self._limit = self._start
 
     def _run(self) -> None:

@@ -49,7 +49,7 @@ def as_sliding_window(dense: LanguageModel, window: int) -> None:
 class SlidingWindow(nn.Module):
     """Softmax over the last `window` tokens of a document and its first SINKS: what needs no training.
 
-    For evaluation: every pair of tokens is formed and most are masked. Rows are whole and without padding.
+    For evaluation: every pair of tokens is formed and most are masked. Sequences are whole and without padding.
     """
 
     def __init__(self, window: int):

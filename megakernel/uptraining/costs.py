@@ -67,7 +67,7 @@ class Decoding:
     """Tokens of the text."""
 
     flops: float
-    """Forward FLOPs per token, the mean over a row of so many tokens."""
+    """Forward FLOPs per token, the mean over a sequence of so many tokens."""
 
     state_bytes: int
     """What is kept of the tokens: a recurrent state, or keys and values."""

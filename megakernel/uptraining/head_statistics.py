@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megakernel.ops.documents import window_reach
 
-from .query_rows import QueryRows
+from .sampled_queries import SampledQueries
 
 
 class HeadTag(NamedTuple):
@@ -33,8 +33,8 @@ class HeadTag(NamedTuple):
 class HeadSums:
     """Sums of numbers of each head and what they are sums over.
 
-    Parts add up: those of rows on other data ranks, of tokens on other context ranks, and beside them stand heads on
-    other tensor ranks and layers on other stages.
+    Parts add up: those of sequences on other data ranks, of tokens on other context ranks, and beside them stand heads
+    on other tensor ranks and layers on other stages.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ Window = tuple[int, int]
 
 
 def head_statistics(
-    rows: QueryRows, student: Tensor, teacher: Tensor, scores: Tensor, window: Window | None
+    queries: SampledQueries, student: Tensor, teacher: Tensor, scores: Tensor, window: Window | None
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Name -> sums (H,) over sampled queries, and the number of queries (H,) that they are over.
 
@@ -90,8 +90,8 @@ def head_statistics(
         scores: q.k / sqrt(d), (B, H, R, N).
         window: what the student attends exactly; None where it knows no window.
     """
-    seen = rows.visible[:, None].expand_as(student)
-    real = rows.real[:, None].expand(student.shape[:3])
+    seen = queries.visible[:, None].expand_as(student)
+    real = queries.real[:, None].expand(student.shape[:3])
     student_shares, teacher_shares = shares(student), shares(teacher)
     correlation = _rank_correlation(student, scores, seen)
     found = {
@@ -100,7 +100,7 @@ def head_statistics(
         "rank_correlation": _mean(correlation, ~correlation.isnan()),
     }
     if window is not None:
-        far = (far_keys(rows, window) & rows.visible)[:, None]
+        far = (far_keys(queries, window) & queries.visible)[:, None]
         looks_far = far.any(-1).expand(student.shape[:3])
         found["far_mass"] = _mean((student_shares * far).sum(-1), looks_far)
         found["teacher_far_mass"] = _mean((teacher_shares * far).sum(-1), looks_far)
@@ -122,11 +122,11 @@ def _entropy(shares: Tensor) -> Tensor:
     return -torch.special.xlogy(shares, shares).sum(-1)
 
 
-def far_keys(rows: QueryRows, window: Window) -> Tensor:
+def far_keys(queries: SampledQueries, window: Window) -> Tensor:
     """(B, R, N) bool: the key stands before the near window of the query."""
     size, blocks = window
-    asked = rows.key_places[:, rows.queries, None]
-    return rows.key_places[:, None] < asked - window_reach(asked, size, blocks)
+    asked = queries.key_places[:, queries.queries, None]
+    return queries.key_places[:, None] < asked - window_reach(asked, size, blocks)
 
 
 def _rank_correlation(a: Tensor, b: Tensor, seen: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class HiddenStates:
     """The states that enter a layer, of every micro-batch of a run in order, in the run's dtype.
 
     A folder is whole or not there. It has a file for each process, or for the tensor ranks whose states are the same,
-    and a manifest of what they are states of: those of other micro-batches, rows or layouts are not there, either.
+    and a manifest of what they are states of: those of other micro-batches, sequences or layouts are not there, either.
     """
 
     folder: Path

@@ -15,18 +15,18 @@ from .ablations import as_sliding_window
 from .validation import Validation
 
 IDENTITY_TOKENS = 512
-"""Tokens of each row that are compared at most.
+"""Tokens of each sequence that are compared at most.
 
-A window forms every pair of its tokens, 1 MiB of float32 scores here for each head and row; the error that is looked
-for (weights, biases, norms, rotary frequencies that the student takes otherwise) shows in few tokens as in many.
+A window forms every pair of its tokens, 1 MiB of float32 scores here for each head and sequence; the error that is
+looked for (weights, biases, norms, rotary frequencies that the student takes otherwise) shows in few tokens as in many.
 """
 
 
 class Identity(NamedTuple):
-    """Nats per token on the first tokens of the validation rows."""
+    """Nats per token on the first tokens of the validation sequences."""
 
     tokens: int
-    """How many of each row."""
+    """How many of each sequence."""
 
     student: float
     """Of the student with windows over all of them."""
@@ -36,7 +36,7 @@ class Identity(NamedTuple):
 
 
 def identity_tokens(dense: Model, student: Model, length: int, mesh: Mesh) -> int:
-    """Tokens at the beginning of rows of `length` that every layer of both models sees whole; 0 for none.
+    """Tokens at the beginning of sequences of `length` that every layer of both models sees whole; 0 for none.
 
     Behind a layer's own window the two need not be the same, and a model that approximates, or drops the cap of a dense
     layer's exponents, is none to be. With sequence parallelism ranks take equal parts.
@@ -75,7 +75,7 @@ IDENTITY_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 """How far the loss of a student whose windows cover the tokens may be from the dense model's, in nats."""
 
 LONGEST_WINDOWED = 8192
-"""Tokens per row up to which the sliding window is measured, which forms every pair of them."""
+"""Tokens per sequence up to which the sliding window is measured, which forms every pair of them."""
 
 
 class Preflight(NamedTuple):
@@ -87,8 +87,8 @@ class Preflight(NamedTuple):
     identity: Identity | None
     """Of a student whose near windows cover the tokens: the dense model again.
 
-    None where rows are cut in shards, none of those tokens counts (data.scored: answers), or a dense layer's softcap is
-    dropped.
+    None where sequences are cut in shards, none of those tokens counts (data.scored: answers), or a dense layer's
+    softcap is dropped.
     """
 
     dense: tuple[float, float]
@@ -100,7 +100,7 @@ class Preflight(NamedTuple):
     sliding: tuple[float, float] | None
     """Of the dense model through a sliding window as long as the near one, with sinks.
 
-    None where there is no near window, or rows are too long or cut in shards.
+    None where there is no near window, or sequences are too long or cut in shards.
     """
 
     @classmethod
@@ -159,8 +159,8 @@ def check(found: Preflight, config: Config, source: WeightSource) -> None:
     same = found.identity
     if same is not None and not abs(same.student - same.dense) <= IDENTITY_TOLERANCE[dtype]:
         raise UserError(
-            f"model: with windows over the first {same.tokens} tokens of each row it loses {same.student:.4f} there "
-            f"and the dense model {same.dense:.4f}; give it the dense model's section"
+            f"model: with windows over the first {same.tokens} tokens of each sequence its loss is {same.student:.4f} "
+            f"and that of the dense model {same.dense:.4f}; give it the dense model's section"
             f"{_differences(config.model, source.model())}, see `megakernel import {source.folder}`"
         )
     if not math.isfinite(found.swapped[0]):

@@ -203,9 +203,9 @@ def _beyond(window: int) -> str:
 
 def _identity(found: Identity | None) -> str:
     if found is None:
-        return "Loss of a student whose windows cover the row: not measured."
+        return "Loss of a student whose windows cover the sequence: not measured."
     return (
-        f"Loss of the first {found.tokens} tokens of each row: of the dense model {found.dense:.4f}, "
+        f"Loss of the first {found.tokens} tokens of each sequence: of the dense model {found.dense:.4f}, "
         f"of the student with windows over all of them {found.student:.4f}."
     )
 

@@ -50,9 +50,9 @@ class Stage:
 def stages(config: Config, kept: Sequence[int] | None = None, dense: Model | None = None) -> list[Stage]:
     """The stages of a configuration with an uptrain section, in order.
 
-    Rows of one length are one stream: each stage reads on where the one before stopped, so that no row comes twice
-    within an epoch, and what is trained for comparison reads the same rows, from the first. Where rows grow, in the
-    length stage or by a seq_len_schedule, a stage draws an order of its own.
+    Sequences of one length are one stream: each stage reads on where the one before stopped, so that no sequence comes
+    twice within an epoch, and what is trained for comparison reads the same sequences, from the first. Where sequences
+    grow, in the length stage or by a seq_len_schedule, a stage draws an order of its own.
 
     kept: the layers that stay softmax; None: not chosen yet, which only the transfer before the choice needs not know.
     dense: the model section of init.from, which uptrain.train_dense needs; without it layers that are kept see all.
@@ -177,7 +177,7 @@ def _changes(
     parts.append(("distillation" if uptrain.distill.kl else "fine-tuning", MAIN, attention))
     before, dropout = 0, uptrain.near_dropout
     for (purpose, kind, of), count in zip(parts, shares, strict=True):
-        # One schedule of the learning rate over all of them, and one of the rows' lengths.
+        # One schedule of the learning rate over all of them, and one of the sequences' lengths.
         after = config.training.steps - before - count
         schedule = {"steps_before": before, "steps_after": after}
         gated = config.model.model_copy(update={"attention": of}).is_gated
@@ -206,7 +206,7 @@ def _changes(
             scaled = None if own is None else own * rate / config.optimizer.lr
             changes["optimizer"] = {"lr": rate, "mechanism_lr": scaled}
         yield "longer rows", "length", changes
-    # The transfer reads rows of the last length.
+    # The transfer reads sequences of the last length.
     total = config.training.steps + (uptrain.transfer.steps if uptrain.transfer is not None else 0)
     budget = {"steps": total, "seq_len_schedule": _rows(config.training, 0, config.training.steps)}
     all_weights: dict[str, Any] = {"trained": "all", "lora": None}

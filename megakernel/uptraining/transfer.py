@@ -16,7 +16,7 @@ from megakernel.model.layer import attention_cores
 from megakernel.ops.dispatch import accum_dtype
 
 from .head_statistics import HeadSums, HeadTag, head_statistics
-from .query_rows import CapturedInputs, QueryRows, sample_queries
+from .sampled_queries import CapturedInputs, SampledQueries, sample_queries
 
 
 class AttentionTransfer:
@@ -26,14 +26,14 @@ class AttentionTransfer:
     an evaluation by a pipeline's engine) makes each layer hand its queries, keys, values and output to the student of
     that layer. A layer's input is therefore the teacher's, and layers learn apart from each other, those of all
     pipeline stages at once. A layer's gradients are computed on the spot, so that the activations of one layer live at
-    a time. For each head of a row the loss is
+    a time. For each head of a sequence the loss is
 
         |y' - y|^2 / |y|^2
 
-    over the row's tokens, y (N, D) the teacher's output and y' the student's; its mean over heads and over the rows of
-    the step, summed over layers, does not depend on micro-batches and ranks. With `query_rows` the weights of sampled
-    queries are measured (`head_statistics`), and with `cross_entropy` learned: so many times the cross entropy of the
-    student's weights under the teacher's is added.
+    over the sequence's tokens, y (N, D) the teacher's output and y' the student's; its mean over heads and over the
+    sequences of the step, summed over layers, does not depend on micro-batches and ranks. With `query_rows` the
+    weights of sampled queries are measured (`head_statistics`), and with `cross_entropy` learned: so many times the
+    cross entropy of the student's weights under the teacher's is added.
 
     Students that are in evaluation (`eval()`) are measured and learn nothing; those in training are measured as they
     are trained, shut near windows included.
@@ -44,27 +44,27 @@ class AttentionTransfer:
         teacher: nn.Module,
         students: Mapping[int, AttentionLayer],
         *,
-        query_rows: int = 0,
+        sampled_queries: int = 0,
         cross_entropy: float = 0.0,
         seed: int = 0,
     ):
         """teacher: holds the layers of this process, with whatever attention.
 
-        students: layer -> mechanism, such as `converted_cores(student)`. query_rows: sampled of each row.
+        students: layer -> mechanism, such as `converted_cores(student)`. query_rows: sampled of each sequence.
         cross_entropy: its weight in the loss. seed: of the sample.
 
         Raises:
             UserError: a student that cannot be called as the teacher's layer is.
             ValueError: cross_entropy without query_rows.
         """
-        if cross_entropy and not query_rows:
+        if cross_entropy and not sampled_queries:
             raise ValueError(
                 f"cross_entropy={cross_entropy} is of sampled queries; set query_rows, such as 16"
             )
         self._teachers = attention_cores(teacher)
         check_students(self._teachers, students)
         self._students = dict(students)
-        self._query_rows, self._cross_entropy, self._seed = query_rows, cross_entropy, seed
+        self._query_rows, self._cross_entropy, self._seed = sampled_queries, cross_entropy, seed
         self._step, self._batch_rows = 0, 1
         self._found: list[_Found] = []
         self._hooks: list[Any] = []
@@ -72,7 +72,7 @@ class AttentionTransfer:
         """`error`, `cross_entropy` and what `head_statistics` measures, since the last `sums.clear()`."""
 
     def begin(self, step: int, batch_rows: int) -> None:
-        """What follows belongs to `step`, whose global batch has so many rows; seeds the sample of queries."""
+        """What follows belongs to `step`, whose global batch has so many sequences; seeds the sample of queries."""
         self._step, self._batch_rows = step, batch_rows
 
     def __enter__(self) -> "AttentionTransfer":
@@ -88,7 +88,8 @@ class AttentionTransfer:
             self._hooks.pop().remove()
 
     def loss(self) -> Tensor:
-        """The loss of what was captured since the last call, of this process's share of rows, tokens, heads and layers.
+        """The loss of what was captured since the last call, of this process's share of sequences, tokens, heads and
+        layers.
 
         Its `backward()` hands gradients that are known already to the students' parameters; over data and context ranks
         they are to be added up.
@@ -116,7 +117,7 @@ class AttentionTransfer:
     def _loss_of(self, index: int, student: AttentionLayer, inputs: CapturedInputs, output: Tensor) -> Tensor:
         """This shard's and these heads' part of the loss; notes down what it is made of."""
         place = partial(HeadTag, layer=index, head=student.query_heads.start)
-        # Rows are whole on every shard, and count once.
+        # Sequences are whole on every shard, and count once.
         rows = torch.full((), float(len(inputs.q) if inputs.cp_shard.rank == 0 else 0), device=output.device)
         errors = normalized_errors(inputs.run(student), output, inputs.cp_shard)
         self.sums.add(place("error"), errors.detach().sum(0), rows)
@@ -134,7 +135,7 @@ class AttentionTransfer:
     ) -> Tensor:
         """The part of the loss that sampled queries have, before it is a mean; notes down what they see."""
         queries = sample_queries(inputs.length, self._query_rows, self._seed, self._step)
-        rows = QueryRows.of(inputs, queries, student.causal)
+        rows = SampledQueries.of(inputs, queries, student.causal)
         scores = rows.scores()
         if isinstance(teacher, SoftmaxAttention) and teacher.softcap is None:
             teacher_weights = rows.softmax(scores, teacher.window)
@@ -209,9 +210,9 @@ FLOOR = 1e-8
 
 
 def normalized_errors(output: Tensor, target: Tensor, cp_shard: ContextParallelShard = WHOLE) -> Tensor:
-    """|y' - y|^2 / |y|^2 of each row and head, (B, H), of outputs y' and targets y (B, H, n, D), 0 at padding.
+    """|y' - y|^2 / |y|^2 of each sequence and head, (B, H), of outputs y' and targets y (B, H, n, D), 0 at padding.
 
-    Of a shard of the rows it is the shard's part: those of all shards add up. Float32 or better.
+    Of a shard of the sequences it is the shard's part: those of all shards add up. Float32 or better.
     """
     dtype = accum_dtype(target.dtype)
     output, target = output.to(dtype), target.to(dtype)

@@ -25,7 +25,7 @@ class LayerTransfer:
     """
 
     def __init__(self, student: Parted, teacher: Teacher, config: Config, mesh: Mesh):
-        """config: its objective says what is compared, its training how many rows a step has.
+        """config: its objective says what is compared, its training how many sequences a step has.
 
         Raises UserError for a layer that cannot be called as the teacher's is.
         """
@@ -35,7 +35,7 @@ class LayerTransfer:
         self.attention = AttentionTransfer(
             teacher.model,
             converted_cores(student),
-            query_rows=objective.rows,
+            sampled_queries=objective.rows,
             cross_entropy=objective.cross_entropy if objective.rows else 0.0,
             seed=config.run.seed,
         )
@@ -62,7 +62,7 @@ class LayerTransfer:
         return (loss, as_bits(hidden), *inputs[1:])
 
     def begin_step(self, step: int) -> None:
-        """Draw the queries of this step, of as many rows as its phase has in a batch."""
+        """Draw the queries of this step, of as many sequences as its phase has in a batch."""
         self.teacher.share(self.student)
         batch_rows = self.training.phase_of(step).training.global_batch_size
         self.attention.begin(step, batch_rows)

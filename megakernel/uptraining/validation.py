@@ -47,7 +47,7 @@ class Validation:
     def losses(self, model: LanguageModel, window: int, tokens: int | None = None) -> tuple[float, float]:
         """Nats per token, of all tokens, and of those with at least `window` others of their document before them.
 
-        tokens: read so many at the beginning of each row alone.
+        tokens: read so many at the beginning of each sequence alone.
         """
         read = [
             tuple(part[:, :tokens] if part.dim() == 2 else part for part in one) for one in self._model_inputs

@@ -80,7 +80,7 @@ def write(folder, corpus, source):
         "run": {"name": "run", "root": str(folder)},
         "model": DenseCheckpoint(source).section,
         "init": {"from": str(source)},
-        # `transformers` sees a row as one text.
+        # `transformers` sees a sequence as one text.
         "data": {"train": str(corpus), "isolate_documents": False, "num_workers": 0},
         "training": {
             "steps": 1,
@@ -194,7 +194,7 @@ def test_a_model_of_other_sizes_is_refused_with_every_difference(starts, tmp_pat
         f"init.from={config.parent / 'hf'}: model.norm_eps=0.1 is 1e-06 in the checkpoint; set it to that"
         in said
     )
-    assert "its vocabulary has 384 words and the model's 383; give the model the checkpoint's sizes" in said
+    assert "its vocabulary has 384 ids and the model's 383; give the model the checkpoint's sizes" in said
     assert "1.mlp.linear_fc1.weight is (96, 32) in the checkpoint and (128, 32) in the model" in said
     assert "2.mlp.linear_fc2.weight is (32, 48) in the checkpoint and (32, 64) in the model" in said
 

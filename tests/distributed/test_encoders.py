@@ -73,7 +73,7 @@ FIRST = [
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory, corpus):
-    """Prepared folders by kind of model: text, and labelled rows of one and of two texts."""
+    """Prepared folders by kind of model: text, and labelled sequences of one and of two texts."""
     folder = tmp_path_factory.mktemp("labelled")
     draw = random.Random(0)
     with (folder / "rows.jsonl").open("w") as rows:
@@ -90,7 +90,7 @@ def corpora(tmp_path_factory, corpus):
 def write_config(folder, corpora, name):
     path = folder / "config.yaml"
     corpus = corpora["masked_lm" if name.startswith("masked_lm") else name]
-    # Landmarks of whole rows mix what lies in a row.
+    # Landmarks of whole sequences mix what lies in a sequence.
     documents = str("landmarks" not in name).lower()
     path.write_text(CONFIG.format(root=folder, model=MODELS[name], corpus=corpus, documents=documents))
     return path

@@ -29,7 +29,7 @@ def states(shards, dtype):
     log_scales = 20 * torch.randn(shards, BATCH, HEADS, generator=generator, dtype=dtype)
     log_scales[:, 1::4] = 0.0
     log_scales[:2, 2::4], sums[:2, 2::4] = EMPTY, 0.0
-    # Row b carries over shard p where bit p of b is set: every pattern of document starts.
+    # Sequence b carries over shard p where bit p of b is set: every pattern of document starts.
     carries = torch.arange(BATCH) >> torch.arange(shards)[:, None] & 1 == 1
     return (
         sums.requires_grad_(),
@@ -246,6 +246,6 @@ def test_a_sequence_that_nobody_shares_is_whole():
 
 
 def test_large_states_and_those_of_many_shards_are_passed_on():
-    state = 16 * 128 * 129 * 4  # one row, 16 key heads, F = D = 128
+    state = 16 * 128 * 129 * 4  # one sequence, 16 key heads, F = D = 128
     assert [exchange_way.way(8, size) for size in (100, state, 8 * state)] == ["gather", "gather", "ring"]
     assert [exchange_way.way(shards, state) for shards in (2, 64, 1024)] == ["gather", "gather", "ring"]

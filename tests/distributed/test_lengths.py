@@ -1,4 +1,4 @@
-"""A run whose rows grow is one run: on any layout, and after a kill in any phase."""
+"""A run whose sequences grow is one run: on any layout, and after a kill in any phase."""
 
 from pathlib import Path
 

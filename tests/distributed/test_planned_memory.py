@@ -62,7 +62,7 @@ def check_kept(cases: list[dict[str, Any]], world: int, tolerance: float) -> Non
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_a_layer_keeps(dtype):
-    """Within 1 %: left out are copies of small weights, which a short row makes visible."""
+    """Within 1 %: left out are copies of small weights, which a short sequence makes visible."""
     check_kept([case(name, dtype=dtype, micro_batch_size=2) for name in COUNTED], 1, 0.01)
 
 

@@ -70,7 +70,7 @@ def test_a_state_that_is_passed_on_travels_once_in_each_direction():
     layers, micro_batches = 2, 2
     numbers = 2 * 4 * 32 * 33 + 4
     found = planned(changes, 4)
-    assert found["cp", "chain"] == layers * micro_batches * numbers * 4
+    assert found["cp", "point-to-point"] == layers * micro_batches * numbers * 4
     assert found["cp", "all_gather"] == 0
 
 

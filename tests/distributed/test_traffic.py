@@ -20,7 +20,7 @@ LENGTHS = tiered([2**16, 2**20], [2**16])
 
 
 def attend(mesh, tokens, preset):
-    """What a layer sends, forward and backward, of this rank's shard of one row of `tokens`; and late exchanges."""
+    """What a layer sends, forward and backward, of this rank's shard of one sequence of `tokens`; late exchanges."""
     torch.manual_seed(0)
     layer = attention.build(preset, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=WIDTH)
     own = tokens // mesh.cp.size

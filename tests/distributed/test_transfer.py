@@ -23,7 +23,7 @@ def model(mesh, attention):
 
 
 def batch(mesh):
-    """This rank's tokens of two rows; documents end inside shards and between them."""
+    """This rank's tokens of two sequences; documents end inside shards and between them."""
     tokens = torch.randint(32, (ROWS, TOKENS), generator=torch.Generator().manual_seed(2))
     packed = torch.cat([torch.arange(length) for length in (3, 7, 6)])
     positions = torch.stack([torch.arange(TOKENS), packed])
@@ -36,7 +36,9 @@ def transferred(mesh):
     teacher, student = model(mesh, "softmax"), model(mesh, FLURKA)
     freeze(student, "mechanism")
     trained = {name: x for name, x in student.named_parameters() if x.requires_grad}
-    transfer = AttentionTransfer(teacher, converted_cores(student), query_rows=5, cross_entropy=0.3, seed=1)
+    transfer = AttentionTransfer(
+        teacher, converted_cores(student), sampled_queries=5, cross_entropy=0.3, seed=1
+    )
     transfer.begin(step=2, batch_rows=ROWS)
     with transfer:
         before_head(teacher, batch(mesh), mesh)

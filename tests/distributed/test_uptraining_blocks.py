@@ -34,7 +34,7 @@ from tests.tiers import tiered
 LAYERS = 4
 TRANSFER = {"steps": 4, "lr": 0.02, "rows": 4, "cross_entropy": 0.1}
 STATES = 4 * 4 * dense_models.LENGTH * 32 * 4
-"""Bytes of hidden states between two blocks: steps x rows x tokens x hidden size, in float32."""
+"""Bytes of hidden states between two blocks: steps x sequences x tokens x hidden size, in float32."""
 
 UPTRAINING = {
     "parallel": {"zero_stage": 0},

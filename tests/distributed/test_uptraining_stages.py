@@ -84,7 +84,7 @@ def config(tmp_path_factory, corpus):
         "model": section | {"attention": {"preset": "flurka", "compression": {"block_size": 16, "rank": 4}}},
         "data": {"train": str(corpus), "num_workers": 0},
     }
-    # Its weights are read like any other's; transformers alone asks for a row of padding.
+    # Its weights are read like any other's; transformers alone asks for a sequence of padding.
     broken = shutil.copytree(folder / "dense", folder / "broken") / "config.json"
     broken.write_text(json.dumps(json.loads(broken.read_text()) | {"pad_token_id": 10**6}))
     path = folder / "up.yaml"

@@ -65,7 +65,7 @@ def test_weights_gradients_and_gates_have_histograms(one):
     assert len(kinds["gates"]) == 2
     assert len(kinds["weights"]) == len(kinds["gradients"]) > 10
     gate = one[kinds["gates"][0]]
-    # 4 heads, 128 tokens, 2 rows of the last micro-batch; weights of zero leave every gate at its bias.
+    # 4 heads, 128 tokens, 2 sequences of the last micro-batch; weights of zero leave every gate at its bias.
     assert (gate.num, gate.min, gate.max) == (4 * 128 * 2, gate.max, gate.min)
 
 

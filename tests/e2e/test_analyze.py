@@ -123,7 +123,7 @@ def test_results_may_lie_elsewhere_and_leave_the_run_alone(run, tmp_path, capsys
         (("voting", "--draws", "1"), "give --draws 2 or more"),
         (
             ("gates", "--seq-len", "8"),
-            "--what gates: rows of 8 tokens show nothing of it; give a larger --seq-len",
+            "--what gates: sequences of 8 tokens show nothing of it; give a larger --seq-len",
         ),
     ],
 )

@@ -25,7 +25,7 @@ STILL = ("optimizer.lr=1e-30", "optimizer.weight_decay=0", "training.steps=1", *
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, corpus):
-    """FLuRKA with both kinds of near windows, softmax and Performer, over two tensor ranks; its rows grow."""
+    """FLuRKA with both kinds of near windows, softmax and Performer, over two tensor ranks; its sequences grow."""
     config = write_config(tmp_path_factory.mktemp("runs"), corpus)
     grows = "training.seq_len_schedule=[{until_step: 1, seq_len: 64, rope_base: 500}]"
     train(config, 2, *OPTIONS, "parallel.tensor=2", "optimizer.lr=1e-2", grows, "checkpoint.every=1")

@@ -111,7 +111,7 @@ def test_tasks_are_measured_together_and_kept_in_the_run(run, tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def recall(config, tmp_path_factory):
-    """A run trained on answers alone, by two processes that hold half of each row."""
+    """A run trained on answers alone, by two processes that hold half of each sequence."""
     data = tmp_path_factory.mktemp("recall") / "mqar"
     command = f"prepare --source task:mqar:length={SEQ_LEN} --max-documents 300 --tokenizer byte --out {data}"
     assert main([*command.split(), "--validation-fraction", "0.2", "--workers", "1"]) == 0
@@ -122,7 +122,7 @@ def recall(config, tmp_path_factory):
 
 def test_answers_alone_count_in_training_and_in_evaluation_on_any_layout(recall):
     result = evaluate_run(recall)
-    assert result.tokens == 6 * 8, "a row is an example of eight answers"
+    assert result.tokens == 6 * 8, "a sequence is an example of eight answers"
     assert result.loss == pytest.approx(eval_loss(recall, 4), rel=1e-6)
     assert result.bits_per_byte is None
     assert not any("bits_per_byte" in tag for line in metrics(recall) for tag in line)
@@ -248,7 +248,7 @@ EVALUATE = ("evaluate",)
         (
             "run",
             (*EVALUATE, "--task", "lm:far=shuffled,near=64"),
-            "near=64 leaves no far context in rows of 128",
+            "near=64 leaves no far context in sequences of 128",
         ),
         ("run", (*EVALUATE, "--task", "lm:near=64"), "near=64 has no effect alone; add far=shuffled"),
         (

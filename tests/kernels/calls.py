@@ -66,8 +66,8 @@ def flurka(feature_map: str, near: str, **options) -> Tensor:
 
 def weighted(similarity: str) -> Tensor:
     q, k, v = tokens(QUERY_HEADS), tokens(HEADS, 2), tokens(HEADS)
-    mass = parameter(1, HEADS, 2, 1)
-    return weighted_attention(q, k, v, similarity=similarity, mass=mass, backend="triton")[0]
+    key_weights = parameter(1, HEADS, 2, 1)
+    return weighted_attention(q, k, v, similarity=similarity, key_weights=key_weights, backend="triton")[0]
 
 
 def fastfood(feature_map: str) -> Tensor:

@@ -34,8 +34,9 @@ def assert_agrees(
     """`run("triton", leaves)` gives the outputs and the gradients of `run("reference", leaves in float64)`.
 
     The gradients are those of a random sum of all outputs, whose terms are of one size. A gradient that is one number
-    (a mass, a mixture) is a sum over all tokens of terms of both signs, of which some draws leave next to nothing, so
-    errors are held against the size that gradients have over several such sums, not in the one that is compared.
+    (a key weight, a mixture) is a sum over all tokens of terms of both signs, of which some draws leave next to
+    nothing, so errors are held against the size that gradients have over several such sums, not in the one that is
+    compared.
     """
     exact, sizes, pull = _reference(run, leaves, draw)
     kept = {name: x.detach().requires_grad_() for name, x in leaves.items()}

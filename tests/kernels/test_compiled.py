@@ -15,8 +15,8 @@ KERNELS = 18
 
 REUSED = {
     ("flurka_attention.decode_kernel.step", "landmarks"): "a barrier stands between",
-    ("flurka_attention.join_kernels.join_backward", "dq"): "a barrier stands between",
-    ("flurka_attention.join_kernels.join_backward", "queries_tokens_features"): "a barrier stands between",
+    ("flurka_attention.merge_kernels.merge_backward", "dq"): "a barrier stands between",
+    ("flurka_attention.merge_kernels.merge_backward", "queries_tokens_features"): "a barrier stands between",
     ("flurka_attention.window_kernels.window_backward", "dk"): "a barrier stands between",
     ("kernel_attention.kernels.write_keys", "keys_tokens_features"): "a barrier stands between",
     ("kernel_attention.kernels.read", "scale"): "the old and the new number give the same maximum",

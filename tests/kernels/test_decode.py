@@ -80,12 +80,12 @@ def state_behind(k: Tensor, v: Tensor, feature_map: str, projection) -> KernelSt
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("feature_map", MAPS)
 def test_a_step_is_the_references(feature_map, normalize, dtype):
-    """With grouped queries, masses, and widths that are no powers of two."""
+    """With grouped queries, key weights, and widths that are no powers of two."""
     q, k, v = tokens(3, 2, 3, 6, 12, 20, dtype)
     projection = projection_of(feature_map, 2, 12)
     options = {"feature_map": feature_map, "projection": projection}
     state = state_behind(k[:, :, :5].float(), v[:, :, :5].float(), **options)
-    options |= {"normalize": normalize, "mass": random(3, 2, 1, seed=3).abs()}
+    options |= {"normalize": normalize, "key_weights": random(3, 2, 1, seed=3).abs()}
     last = [x[:, :, 5:] for x in (q, k, v)]
     assert_same(step(*last, state=state, **options), reference(*last, state=state, **options))
 
@@ -159,7 +159,7 @@ def test_a_key_without_mass_changes_nothing(feature_map):
     projection = projection_of(feature_map, 1, 8)
     state = start_state(feature_map, k, projection, 8)
     options = {"feature_map": feature_map, "projection": projection}
-    out, after = step(q, k, v, state=state, mass=torch.zeros(2, 1, 1, device=DEVICE), **options)
+    out, after = step(q, k, v, state=state, key_weights=torch.zeros(2, 1, 1, device=DEVICE), **options)
     assert torch.equal(out, torch.zeros_like(out))
     assert torch.equal(after.sums, state.sums)
     assert torch.equal(after.log_scale, state.log_scale)
@@ -167,7 +167,7 @@ def test_a_key_without_mass_changes_nothing(feature_map):
 
 @pytest.mark.parametrize("feature_map", ["hedgehog", "favor"])
 def test_a_token_at_position_0_begins_a_document(feature_map, monkeypatch):
-    """Beside rows that go on, and through the op, which takes the step for one token."""
+    """Next to sequences that go on, and through the op, which takes the step for one token."""
     from megakernel.ops.kernel_attention import operators
 
     q, k, v = tokens(2, 1, 2, 4, 8, 8)
@@ -215,7 +215,7 @@ def test_what_the_kernel_cannot_take_is_refused_with_a_reason():
     wide = options._replace(feature_map="prf", projection=torch.zeros(600, 8))
     smooth = options._replace(feature_map=FeatureMap("elu", 1, 0.1))
     assert decode.unsupported(*one, options) is None
-    assert "begins a row" in decode.unsupported(*one, options._replace(positions=0))
+    assert "begins a sequence" in decode.unsupported(*one, options._replace(positions=0))
     assert "priors" in decode.unsupported(*one, options._replace(priors=torch.ones(1, 2)))
     assert "q has 2 tokens" in decode.unsupported(q, k, v, options)
     assert "smoothing" in decode.unsupported(*one, smooth)

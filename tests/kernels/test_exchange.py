@@ -1,4 +1,4 @@
-"""Shards of a row that exchange their states: the row's numbers, by launches that are made once."""
+"""Shards of a sequence that exchange their states: the numbers of the whole, by launches that are made once."""
 
 from collections.abc import Callable
 from functools import partial
@@ -29,12 +29,12 @@ from tests.tiers import tiered
 Leaves = dict[str, Tensor]
 
 LENGTH, END = 90, 48
-"""Tokens of a row, and of its first shard: whole blocks."""
+"""Tokens of a sequence, and of its first shard: whole blocks."""
 
 REACH = 32
 """Tokens that a shard has of its left neighbour: two blocks."""
 
-PER_TOKEN = ("q", "k", "v", "gate", "mass")
+PER_TOKEN = ("q", "k", "v", "gate", "key_weights")
 
 
 @pytest.fixture(autouse=True)
@@ -112,8 +112,8 @@ def found(out: Tensor, state: KernelState) -> Leaves:
     return {"out": out, "state": sums} if sums.any() else {"out": out}
 
 
-def row(make: Callable[[str], Attend], positions: Positions, backend: str, leaves: Leaves) -> Leaves:
-    """The row in one piece by the reference, in two by kernels."""
+def halves(make: Callable[[str], Attend], positions: Positions, backend: str, leaves: Leaves) -> Leaves:
+    """The sequence whole by the reference, in two shards by kernels."""
     if backend == "triton":
         return in_shards(make(backend), leaves, positions)
     return found(*make(backend)(leaves, positions, None, None))
@@ -136,8 +136,8 @@ def places(name: str, device: torch.device) -> Positions:
 @pytest.mark.parametrize("feature_map", ["elu", "hedgehog", "favor"])
 def test_shards_of_kernel_attention_give_the_row(feature_map, positions, draw, device):
     leaves = tokens(draw, device, torch.float32, feature_map=feature_map, length=LENGTH, heads=4, kv_heads=2)
-    leaves["mass"] = torch.rand(1, 2, LENGTH, generator=draw).to(device) + 0.1
-    run = partial(row, partial(kernel, feature_map=feature_map), places(positions, device))
+    leaves["key_weights"] = torch.rand(1, 2, LENGTH, generator=draw).to(device) + 0.1
+    run = partial(halves, partial(kernel, feature_map=feature_map), places(positions, device))
     assert_agrees(run, leaves, draw, TOLERANCE[torch.float32])
 
 
@@ -152,7 +152,7 @@ def test_shards_of_flurka_give_the_row(feature_map, form, positions, draw, devic
     leaves.setdefault("far_mass", 0.3 * torch.randn(2, generator=draw).to(device))
     blocks = 2 if feature_map == "hedgehog" else 1
     make = partial(flurka, feature_map=feature_map, near=FORMS[form][0], blocks=blocks)
-    assert_agrees(partial(row, make, places(positions, device)), leaves, draw, TOLERANCE[torch.float32])
+    assert_agrees(partial(halves, make, places(positions, device)), leaves, draw, TOLERANCE[torch.float32])
 
 
 class Noted(torch.autograd.Function):
@@ -192,8 +192,8 @@ FLURKA_LEAVES = partial(flurka_tokens, heads=4, kv_heads=2)
             FLURKA_LEAVES,
             (
                 ["pool", "write_keys", "pass_states"],
-                ["pass_states", "join"],
-                ["join_backward", "write_queries", "pass_states"],
+                ["pass_states", "merge"],
+                ["merge_backward", "write_queries", "pass_states"],
                 ["pass_states", "bwd_dkv", "window_backward", "pool_backward"],
             ),
         ),
@@ -273,7 +273,7 @@ def test_rows_that_get_lost_behind_an_exchange_are_made_again(op, draw, device, 
 
     monkeypatch.setattr(module, "chunked", SimpleNamespace(attend=attend))
     # Exponents of 64 and more have rounding errors of 2^-18.
-    assert_agrees(partial(row, make, 0), leaves, draw, 1e-4)
+    assert_agrees(partial(halves, make, 0), leaves, draw, 1e-4)
     assert wide == [torch.float64] * 2
 
 

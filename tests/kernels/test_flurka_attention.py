@@ -31,7 +31,7 @@ BLOCK, RANK = 16, 4
 
 @pytest.fixture
 def short_segments(monkeypatch):
-    """Two chunks between states, so that short rows have several."""
+    """Two chunks between states, so that short sequences have several."""
     monkeypatch.setattr(operators, "segment_blocks", lambda *_: 2)
 
 
@@ -114,7 +114,7 @@ def run(
 
 
 def documents(device: torch.device, *starts: int, first: int = 0) -> Tensor:
-    """Positions of a row whose documents begin at the starts; the first one, at position `first`."""
+    """Positions of a sequence whose documents begin at the starts; the first one, at position `first`."""
     parts = [torch.arange(b - a) + (first if a == 0 else 0) for a, b in pairwise(starts)]
     return torch.cat(parts)[None].to(device)
 
@@ -178,7 +178,7 @@ def test_any_length_agrees(length, dtype, draw, device):
 
 
 def run_wide(backend: str, leaves: dict[str, Tensor], **options) -> dict[str, Tensor]:
-    """`run` with the chunked op in place of the token-by-token reference, which would take minutes for long rows.
+    """`run` with the chunked op in place of the token-by-token reference, which would take minutes for long sequences.
 
     In float64 the two are one: tests/unit/ops/test_flurka_attention.py holds them together.
     """

@@ -88,7 +88,7 @@ def two_rows(length: int, restart: int, device: torch.device) -> Tensor:
 @pytest.mark.parametrize("feature_map", SUPPORTED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_token_by_token_is_the_whole_sequence(feature_map, form, blocks, dtype, draw, device):
-    """Over several blocks, of grouped queries, odd sizes, and rows of different positions."""
+    """Over several blocks, of grouped queries, odd sizes, and sequences at different positions."""
     if feature_map in SIGNED and form == "shared":
         form = "gated"  # no sum of both signs shares a softmax's normalizer
     leaves = tokens(
@@ -146,7 +146,7 @@ def test_a_rotation_that_scales_vectors_agrees(draw, device):
 
 @torch.no_grad()
 def test_far_along_a_document_positions_are_as_exact_as_at_its_start(draw, device):
-    """Positions beyond float32's integers, given as one number for all rows."""
+    """Positions beyond float32's integers, given as one number for all sequences."""
     leaves = tokens(draw, device, feature_map="elu", length=7, block=3, rank=2)
     options = options_of(leaves, "gated", "elu", 1)
     start = 3 * 2**24

@@ -46,7 +46,7 @@ def test_rows_of_all_lengths_share_what_is_compiled(found):
 
 
 def test_torch_runs_little_around_the_kernels(found):
-    # A launch costs the host microseconds, on rows of every length.
+    # A launch costs the host microseconds, on sequences of every length.
     for forward, backward, *_ in (counts for counts, _ in found.values()):
         assert int(forward) <= 20
         assert int(backward) <= 25

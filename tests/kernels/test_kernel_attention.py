@@ -26,7 +26,7 @@ SIGNED = ("identity", "rks")
 
 @pytest.fixture
 def short_segments(monkeypatch):
-    """Two chunks between states, so that short rows have several."""
+    """Two chunks between states, so that short sequences have several."""
     monkeypatch.setattr(launches, "segment_of", lambda phi, q, v, causal: 2 * launches.LONGEST_CHUNK)
 
 
@@ -95,7 +95,7 @@ def run(backend: str, leaves: dict[str, Tensor], *, feature_map: str, **options)
 @pytest.mark.usefixtures("short_segments")
 def test_documents_masses_states_and_shared_keys_agree(feature_map, dtype, draw, device):
     leaves = tokens(draw, device, dtype, feature_map=feature_map, heads=4, kv_heads=2)
-    leaves["mass"] = torch.rand(1, 2, 200, generator=draw).to(device) + 0.1
+    leaves["key_weights"] = torch.rand(1, 2, 200, generator=draw).to(device) + 0.1
     leaves["sums"], log_scale = some_state(feature_map, leaves, draw)
     # The first document continues the state; others start inside chunks, at their edges and at those of segments.
     starts = [0, 64, 67, 127, 128, 200]
@@ -262,8 +262,8 @@ def test_rows_of_masked_keys_are_zero_with_finite_gradients(draw, device):
     for feature_map in ("elu", "favor"):
         leaves = tokens(draw, device, torch.float32, feature_map=feature_map, length=40)
         leaves = {name: x.requires_grad_() for name, x in leaves.items()}
-        mass = torch.zeros(1, 1, 1, device=device)
-        out = run("triton", {**leaves, "mass": mass}, feature_map=feature_map)["out"]
+        key_weights = torch.zeros(1, 1, 1, device=device)
+        out = run("triton", {**leaves, "key_weights": key_weights}, feature_map=feature_map)["out"]
         assert not out.any()
         assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), list(leaves.values())))
 

@@ -80,7 +80,7 @@ def test_swiglu(shape, dtype, draw):
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("heads", [(3, 1), (4, 4)])
 def test_rotation(heads, rows, dtype, draw):
-    """Of shared keys, of rows with positions of their own, in both layouts that queries come in."""
+    """Of shared keys, of sequences with positions of their own, in both layouts that queries come in."""
     places = torch.randint(0, 1_000_000, (rows, 17), generator=draw).to(DEVICE)
     rotary = Rotary(12)
 
@@ -95,24 +95,24 @@ def test_rotation(heads, rows, dtype, draw):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("tokens", "width", "words", "padding", "rows"),
+    ("tokens", "width", "vocab_size", "padding", "rows"),
     [(37, 16, 50, 14, 4096), (37, 16, 50, 0, 8), (300, 8, 70, 3, 10), (1, 16, 50, 0, 1)],
 )
-def test_loss(tokens, width, words, padding, rows, dtype, draw):
-    """In one chunk, in some, and in stretches of chunks; a few targets, and rows that pad the words, do not count.
+def test_loss(tokens, width, vocab_size, padding, rows, dtype, draw):
+    """In one chunk, in some, and in stretches of chunks; a few targets, and rows that pad the vocabulary, do not count.
 
     Logits are as wide as those of a new model: one token whose word is nearly certain has hardly a loss or a gradient,
     and what is left of them has lost the digits that its logits were rounded to.
     """
-    targets = torch.randint(0, words, (tokens,), generator=draw)
+    targets = torch.randint(0, vocab_size, (tokens,), generator=draw)
     targets[1::5] = -100
 
     def run(backend, hidden, weight):
         if backend == "liger":
-            return [liger.summed_cross_entropy(hidden, weight, targets.to(DEVICE), rows, words)]
-        return [F.cross_entropy(hidden @ weight[:words].T, targets.to(DEVICE), reduction="sum")]
+            return [liger.summed_cross_entropy(hidden, weight, targets.to(DEVICE), rows, vocab_size)]
+        return [F.cross_entropy(hidden @ weight[:vocab_size].T, targets.to(DEVICE), reduction="sum")]
 
-    weight = normal(draw, words + padding, width) * width**-0.5
+    weight = normal(draw, vocab_size + padding, width) * width**-0.5
     assert_agrees(run, [normal(draw, tokens, width), weight], dtype, draw)
 
 
@@ -142,23 +142,23 @@ def test_loss_learns_what_is_not_frozen(frozen, draw):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "width", "words", "rows"),
+    ("tokens", "width", "vocab_size", "rows"),
     [(100, 4, 30, 8), (100, 4, 30, 9), (700, 8, 64, 16), (64, 8, 9, 64), (50, 9, 8, 7)],
 )
-def test_no_more_logits_exist_than_asked_for(tokens, width, words, rows):
+def test_no_more_logits_exist_than_asked_for(tokens, width, vocab_size, rows):
     heights = []
 
     class Products(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             out = function(*args, **(kwargs or {}))
-            if function.overloadpacket is torch.ops.aten.mm and out.shape[1] == words:
+            if function.overloadpacket is torch.ops.aten.mm and out.shape[1] == vocab_size:
                 heights.append(len(out))
             return out
 
-    hidden, weight = torch.randn(tokens, width, device=DEVICE), torch.randn(words, width, device=DEVICE)
+    hidden, weight = torch.randn(tokens, width, device=DEVICE), torch.randn(vocab_size, width, device=DEVICE)
     with Products(), torch.no_grad():
         liger.summed_cross_entropy(
-            hidden, weight, torch.zeros(tokens, dtype=torch.int64, device=DEVICE), rows, words
+            hidden, weight, torch.zeros(tokens, dtype=torch.int64, device=DEVICE), rows, vocab_size
         )
     assert sum(heights) == tokens
     assert max(heights) <= rows

@@ -94,14 +94,15 @@ def test_half_precision_products_have_float32_sums(of_pool, size, first, draw):
     wide = [y.detach().double().requires_grad_() for y in (x, pool)]
     expected = compress(*wide, first=first, length=200, backend="reference")
     exact = (expected, *torch.autograd.grad(expected, wide, pull.double()))
-    # A gradient of E in bfloat16 is rounded twice: where blocks are summed, and with what stands at the row's ends.
+    # A gradient of E in bfloat16 is rounded twice: where blocks are summed, and with what stands at the sequence's
+    # ends.
     for actual, right in zip(found, exact, strict=True):
         assert rms_ratio(actual, right) <= (1e-6 if actual.dtype == torch.float32 else 2**-8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_copy_of_the_input_is_made(dtype, draw):
-    """[E; F] X, dX and d[E; F] of a long row: of all that is allocated on the way only dX is as large as X."""
+    """[E; F] X, dX and d[E; F] of a long sequence: of all that is allocated on the way only dX is as large as X."""
     tokens, columns = 3 * SLICE, 32
     x = normal(draw, tokens, 1, columns, dtype=dtype).requires_grad_()
     form = {"preset": "flurka_rnn", "compression": {"rank": 4}}

@@ -37,7 +37,7 @@ def tokens(
     values: int = 10,
     scale: float = 1.0,
 ) -> dict[str, Tensor]:
-    """q, k, v and a mass of every key."""
+    """q, k, v and a weight of every key."""
     shapes = {
         "q": (batch, heads, length, width),
         "k": (batch, kv_heads, keys, length, width),
@@ -46,8 +46,8 @@ def tokens(
     leaves = {
         name: (scale * torch.randn(shape, generator=draw)).to(device, dtype) for name, shape in shapes.items()
     }
-    mass = torch.rand(shapes["k"][:-1], generator=draw) + 0.2
-    return {**leaves, "mass": mass.to(device)}
+    key_weights = torch.rand(shapes["k"][:-1], generator=draw) + 0.2
+    return {**leaves, "key_weights": key_weights.to(device)}
 
 
 def tokens_apart(draw: torch.Generator, *sizes, similarity: str, **more) -> dict[str, Tensor]:
@@ -57,25 +57,29 @@ def tokens_apart(draw: torch.Generator, *sizes, similarity: str, **more) -> dict
     """
     while True:
         leaves = tokens(draw, *sizes, **more)
-        q, k, mass = (leaves[name].double() for name in ("q", "k", "mass"))
-        q, k, mass = q.unflatten(1, (k.shape[1], -1))[:, :, :, :, None], k[:, :, :, None, None], mass.log()
+        q, k, key_weights = (leaves[name].double() for name in ("q", "k", "key_weights"))
+        q, k, key_weights = (
+            q.unflatten(1, (k.shape[1], -1))[:, :, :, :, None],
+            k[:, :, :, None, None],
+            key_weights.log(),
+        )
         scores = [
             (q * k[:, :, r]).sum(-1) if similarity == "softmax" else -(q - k[:, :, r]).square().sum(-1) / 2
             for r in range(2)
         ]
         root = q.shape[-1] ** 0.5
-        first, second = (scores[r] / root + mass[:, :, r, None, None] for r in range(2))
+        first, second = (scores[r] / root + key_weights[:, :, r, None, None] for r in range(2))
         if (first - second).abs().min() > 1e-5:
             return leaves
 
 
 def run(backend: str, leaves: dict[str, Tensor], **options) -> dict[str, Tensor]:
-    q, k, v, mass = (leaves[name] for name in ("q", "k", "v", "mass"))
-    return {"out": weighted_attention(q, k, v, mass=mass, backend=backend, **options)[0]}
+    q, k, v, key_weights = (leaves[name] for name in ("q", "k", "v", "key_weights"))
+    return {"out": weighted_attention(q, k, v, key_weights=key_weights, backend=backend, **options)[0]}
 
 
 def packed(lengths: list[int], device: torch.device) -> Tensor:
-    """Positions of one row of documents."""
+    """Positions of one sequence of documents."""
     return torch.cat([torch.arange(length) for length in lengths])[None].to(device)
 
 
@@ -96,7 +100,7 @@ def test_every_form_agrees(kind, causal, dtype, draw, device):
 @every_dtype
 def test_documents_and_shared_keys_agree(causal, dtype, draw, device):
     leaves = tokens(draw, device, dtype, batch=2, heads=4, kv_heads=2, keys=1)
-    # Documents end inside blocks and at their edges; the first of the second row began before it.
+    # Documents end inside blocks and at their edges; the first of the second sequence began before it.
     rows = [packed([3, 61, 64, 1, 21], device), packed([128, 22], device)]
     rows[1][:, :128] += 9
     assert_agrees(partial(run, causal=causal, positions=torch.cat(rows)), leaves, draw, TOLERANCE[dtype])
@@ -141,12 +145,14 @@ def test_the_widths_of_real_heads_agree(keys, width, dtype, draw, device):
 def test_keys_without_mass_are_not_there(join, normalize, draw, device):
     make = partial(tokens_apart, similarity="gaussian") if join == "max" else tokens
     leaves = make(draw, device, torch.float32, length=90)
-    exists = torch.rand(leaves["mass"].shape, generator=draw) > 0.4
+    exists = torch.rand(leaves["key_weights"].shape, generator=draw) > 0.4
     exists[..., :9] = False  # the first queries see nothing at all
     exists = exists.to(device)
 
     def attend(backend: str, kept: dict[str, Tensor]) -> dict[str, Tensor]:
-        return run(backend, {**kept, "mass": kept["mass"] * exists}, join=join, normalize=normalize)
+        return run(
+            backend, {**kept, "key_weights": kept["key_weights"] * exists}, join=join, normalize=normalize
+        )
 
     assert_agrees(attend, leaves, draw, TOLERANCE[torch.float32])
     assert not attend("triton", leaves)["out"][:, :, :9].any()
@@ -155,7 +161,7 @@ def test_keys_without_mass_are_not_there(join, normalize, draw, device):
 def test_equal_keys_share_the_gradient_of_the_largest(draw, device):
     leaves = tokens(draw, device, torch.float32, length=40)
     leaves["k"] = leaves["k"][:, :, :1].repeat(1, 1, 2, 1, 1)
-    leaves["mass"] = torch.ones_like(leaves["mass"])
+    leaves["key_weights"] = torch.ones_like(leaves["key_weights"])
     assert_agrees(partial(run, join="max"), leaves, draw, TOLERANCE[torch.float32])
 
 
@@ -260,8 +266,8 @@ def test_ops_know_their_shapes_and_gradients_under_compilation(draw, device):
 def test_compilation_and_checkpointing_change_nothing(wrap, draw, device):
     leaves = {name: x.requires_grad_() for name, x in tokens(draw, device, torch.float32, length=20).items()}
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, mass: Tensor) -> Tensor:
-        return weighted_attention(2 * q, k, v, mass=mass, backend="triton")[0]
+    def attend(q: Tensor, k: Tensor, v: Tensor, key_weights: Tensor) -> Tensor:
+        return weighted_attention(2 * q, k, v, key_weights=key_weights, backend="triton")[0]
 
     plain = attend(*leaves.values())
     # Everything that torch.compile traces, without the C++ compiler that its last step would need.

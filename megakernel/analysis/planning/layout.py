@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .measured import Measure, Measured, Part
 
 KeyExchange = Literal["own", "ring"]
-"""How shards of a row meet in softmax layers: as the code does it, by heads, or (for comparison) by a ring of keys."""
+"""How shards of a sequence meet under softmax: as the code does it, by heads, or (for comparison) by ring attention."""
 
 
 GPU, CPU = True, False
@@ -80,7 +80,7 @@ class Job:
 
     @property
     def seq_len(self) -> int:
-        """Tokens of a row."""
+        """Tokens of a sequence."""
         return self.config.training.seq_len
 
     def passes_keys_round(self, attention: Attention) -> bool:
@@ -92,19 +92,19 @@ class Job:
         return attention.passes_keys_round and (wanted == "ring" or (wanted == "auto" and not divides))
 
     @property
-    def rows(self) -> int:
-        """Rows of one micro-batch."""
-        return self.layout.micro_batch_size * self.model.rows_per_sample
+    def sequences(self) -> int:
+        """Sequences of one micro-batch."""
+        return self.layout.micro_batch_size * self.model.sequences_per_sample
 
     @property
     def cp_shard(self) -> int:
-        """Tokens of a row that one device holds."""
+        """Tokens of a sequence that one device holds."""
         return self.seq_len // self.layout.context
 
     @property
     def tokens(self) -> int:
         """Tokens of one micro-batch on one device."""
-        return self.rows * self.cp_shard
+        return self.sequences * self.cp_shard
 
     @property
     def sharded_tokens(self) -> float:
@@ -114,7 +114,7 @@ class Job:
     @property
     def tokens_per_step(self) -> int:
         """Of all devices together."""
-        return self.config.training.global_batch_size * self.model.rows_per_sample * self.seq_len
+        return self.config.training.global_batch_size * self.model.sequences_per_sample * self.seq_len
 
     @property
     def micro_batches(self) -> int:
@@ -164,10 +164,10 @@ class Job:
             and layout.context > 1
             and self.passes_keys_round(self.model.layer_attention(part))
         )
-        # Embedding and head take every token by itself; a classifier's head its rows.
+        # Embedding and head take every token by itself; a classifier's head its sequences.
         alike = not is_layer and self.model.classifier is None
         shape = Shape(
-            rows=1 if alike else self.rows,
+            sequences=1 if alike else self.sequences,
             tokens=self.tokens if alike else self.cp_shard,
             tensor=layout.tensor,
             sequence_parallel=layout.sequence_parallel,
@@ -218,8 +218,8 @@ class Job:
     def embedding(self) -> int:
         """Numbers of the embedding that one tensor rank holds."""
         model = self.model
-        rows = model.embedding_rows(self.vocab_size + model.special_ids)
-        return rows // self.layout.tensor * model.hidden_size
+        sequences = model.padded_vocab_size(self.vocab_size + model.special_ids)
+        return sequences // self.layout.tensor * model.hidden_size
 
 
 @cache

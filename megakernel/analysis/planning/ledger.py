@@ -37,7 +37,7 @@ class Sent(NamedTuple):
     """Name of its process group."""
 
     operation: str
-    """As torch.distributed names it; `chain` where a message passes ranks one behind the other, which wait for it."""
+    """As torch.distributed names it; `point-to-point` where ranks pass a message on and wait for it."""
 
     backward: bool
     """Whether it goes in backward."""
@@ -63,7 +63,7 @@ class Ledger(TorchDispatchMode):
         self.operations = 0
         self.backward = False
         self._with_numbers = numbers
-        self._chain = False
+        self._passing = False
         self._made = 0
         self._numbers: dict[int, int] = {}
         """Address of a storage -> its number."""
@@ -111,13 +111,13 @@ class Ledger(TorchDispatchMode):
         return dict(self._sizes)
 
     @contextmanager
-    def one_chain(self) -> Iterator[None]:
+    def one_passing(self) -> Iterator[None]:
         """What is sent in here are parts of one message, which ranks pass on one behind the other."""
-        self._chain = True
+        self._passing = True
         yield
-        self._chain = False
+        self._passing = False
         for message in self.bytes:
-            if message.operation == "chain" and message.backward == self.backward:
+            if message.operation == "point-to-point" and message.backward == self.backward:
                 self.calls[message] += 1
 
     def _gone(self, address: int) -> None:
@@ -130,13 +130,13 @@ class Ledger(TorchDispatchMode):
         names = [x.name for x in func._schema.arguments]
         # An argument that has its default is not handed on, and this one's is True.
         is_async = operation == "send" or ("async_op" in names and all(args[names.index("async_op") :][:1]))
-        name = "chain" if self._chain else OPERATIONS.get(operation, operation)
+        name = "point-to-point" if self._passing else OPERATIONS.get(operation, operation)
         message = Sent(group, name, self.backward, not is_async)
         # Collectives that have an output name it first.
         tensors = args[1] if operation in WITH_OUTPUT else args[0]
         if operation != "recv":
             self.bytes[message] += sum(x.nbytes for x in tree_iter(tensors) if isinstance(x, Tensor))
-            self.calls[message] += not self._chain
+            self.calls[message] += not self._passing
 
 
 class Numberless(Tensor):
@@ -274,7 +274,7 @@ def _places(index: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 def _move_on(gathered: Tensor, mine: Tensor) -> None:
-    """Positions of all shards of a document that is as long as its row, for a fake group that repeats mine."""
+    """Positions of all shards of a document that is as long as its sequence, for a fake group that repeats mine."""
     shards = gathered.view(-1, *mine.shape)
     first = mine.flatten()[0] // len(mine)
     steps = torch.arange(len(shards)) - first

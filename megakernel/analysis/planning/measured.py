@@ -53,11 +53,11 @@ FEW_RANKS = 8
 class Shape:
     """What decides how much a part of a configured model takes."""
 
-    rows: int
+    sequences: int
     """Of a micro-batch."""
 
     tokens: int
-    """Of a row on one context rank."""
+    """Of a sequence on one context rank."""
 
     tensor: int
     sequence_parallel: bool
@@ -125,13 +125,13 @@ class Measure:
     def of(self, part: Part, shape: Shape) -> Measured:
         """Measure a part.
 
-        Large shapes are found from small ones, where the numbers lie on a line: over rows; over context ranks, of a
-        ring; over tokens, of a part that loops over them. `tests/unit/analysis/planning` holds that: kernels choose how
-        many states they keep by the size of what they are given, which bends the lines by less than a thousandth.
+        Large shapes are found from small ones, where the numbers lie on a line: over sequences; over context ranks, of
+        a ring; over tokens, of a part that loops over them. `tests/unit/analysis/planning` holds that: kernels choose
+        how many states they keep by the size of what they are given, which bends the lines by less than a thousandth.
         """
-        if shape.rows > 4:
-            two, four = (self.of(part, replace(shape, rows=rows)) for rows in (2, 4))
-            return two.towards(four, shape.rows / 2 - 1)
+        if shape.sequences > 4:
+            two, four = (self.of(part, replace(shape, sequences=sequences)) for sequences in (2, 4))
+            return two.towards(four, shape.sequences / 2 - 1)
         if shape.context > FEW_RANKS and shape.softmax_exchange == "ring":
             few, more = (
                 self.of(part, replace(shape, context=ranks)) for ranks in (FEW_RANKS // 2, FEW_RANKS)
@@ -166,11 +166,11 @@ class Measure:
         """Degree of the polynomial in tokens by which a shape is found; 0: it is run as it is."""
         if part == "last" and self.config.model.classifier is None:
             return 1
-        probe = replace(shape, rows=1, tensor=1, sequence_parallel=False, context=1)
+        probe = replace(shape, sequences=1, tensor=1, sequence_parallel=False, context=1)
         few = self._few(part)
         half, whole = (self.of(part, replace(probe, tokens=n)) for n in (few // 2, few))
         tokens = shape.tokens * shape.context if isinstance(part, int) else shape.tokens
-        found = half.towards(whole, shape.rows * tokens / (few // 2) - 1)
+        found = half.towards(whole, shape.sequences * tokens / (few // 2) - 1)
         if found.operations < MANY_OPERATIONS:
             return 0
         quarter = self.of(part, replace(probe, tokens=few // 4))
@@ -233,17 +233,17 @@ class Measure:
         return model_settings(self.config.model_copy(update={"training": training}), mesh, self.vocab_size)
 
     def _inputs(self, part: Part, shape: Shape, cp: Axis) -> tuple[Tensor, ...]:
-        """Rows that are one document each, all of whose tokens count."""
+        """Sequences that are one document each, all of whose tokens count."""
         model, tokens = self.config.model, shape.tokens
-        positions = torch.arange(tokens).add(cp.rank * tokens).expand(shape.rows, -1).contiguous()
-        labels = torch.zeros(shape.rows, tokens, dtype=torch.int64)
+        positions = torch.arange(tokens).add(cp.rank * tokens).expand(shape.sequences, -1).contiguous()
+        labels = torch.zeros(shape.sequences, tokens, dtype=torch.int64)
         if model.classifier is not None:
-            labels = torch.zeros(shape.rows // model.classifier.documents, dtype=torch.int64)
+            labels = torch.zeros(shape.sequences // model.classifier.documents, dtype=torch.int64)
         rest = (positions, labels, torch.ones(1, dtype=torch.int64))
         if part == "first":
-            return (torch.zeros(shape.rows, tokens, dtype=torch.int64), *rest)
+            return (torch.zeros(shape.sequences, tokens, dtype=torch.int64), *rest)
         own = tokens // shape.tensor if shape.sequence_parallel else tokens
-        sizes = (own, shape.rows, model.hidden_size)
+        sizes = (own, shape.sequences, model.hidden_size)
         hidden = torch.empty(sizes, dtype=DTYPES[self.config.training.dtype], requires_grad=True)
         return (hidden, *rest)
 
@@ -254,11 +254,11 @@ class _AtOnce:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
 
-    def run(self, chain: Callable[[], Any]) -> "Future[Any]":
+    def run(self, passing: Callable[[], Any]) -> "Future[Any]":
         """Run the chain; what it sends is one message in parts."""
         ended: Future[Any] = Future()
-        with self._ledger.one_chain():
-            ended.set_result(chain())
+        with self._ledger.one_passing():
+            ended.set_result(passing())
         return ended
 
 
@@ -402,6 +402,6 @@ def measure_of(config: Config, vocab_size: int) -> Measure:
     """The measurements of this configuration; what decides nothing of one device's work may differ."""
     training = config.training
     sizes = (training.seq_len, training.dtype, training.mlp_chunk_size, training.loss_chunk_size)
-    rows = (config.data.isolate_documents, config.parallel.state_exchange, config.optimizer.updates)
-    key = (config.model.model_dump_json(), vocab_size, *sizes, *map(str, rows))
+    sequences = (config.data.isolate_documents, config.parallel.state_exchange, config.optimizer.updates)
+    key = (config.model.model_dump_json(), vocab_size, *sizes, *map(str, sequences))
     return _KNOWN.setdefault(key, Measure(config, vocab_size))

@@ -15,7 +15,7 @@ SHOWN = 5
 NONE = "—"
 """A figure of no layout."""
 
-SIZES = ("GPUs", "rows", "tokens of a row")
+SIZES = ("GPUs", "sequences", "tokens of a sequence")
 SCALED = (*SIZES, "step, s", "tokens/s", "MFU", "memory, GB", "per GPU", "layout")
 
 
@@ -35,7 +35,7 @@ def page(
 def _opening(config: Config, note: str, at: int, gpu: Gpu, command: str) -> list[str]:
     training = config.training
     return [
-        f"# {config.run.name}, {training.seq_len:,} tokens a row, on {at:,} GPUs: *predicted*",
+        f"# {config.run.name}, {training.seq_len:,} tokens a sequence, on {at:,} GPUs: *predicted*",
         "",
         f"`{command}`, {date.today().isoformat()}. **Nothing on this page was measured**; what each number is made of, "
         "and how far the same model was off on a CPU, stands in [docs/planning.md](../../docs/planning.md).",
@@ -44,7 +44,7 @@ def _opening(config: Config, note: str, at: int, gpu: Gpu, command: str) -> list
         f"bfloat16, {gpu.link / 1e9:g} GB/s to the {gpu.per_node - 1} others of its node and "
         f"{gpu.network / 1e9:g} GB/s to other nodes ({gpu.source}).",
         f"* Shares of these limits {RATES_TEXT}.",
-        f"* {training.global_batch_size:,} row(s) of {training.seq_len:,} tokens per step, {training.dtype}; {note}.",
+        f"* {training.global_batch_size:,} sequence(s) of {training.seq_len:,} tokens a step, {training.dtype}; {note}",
         "* tp, cp, dp, pp: tensor, context, data and pipeline ranks; sp: sequence parallelism.",
         "",
     ]
@@ -71,7 +71,7 @@ def _best(plan: Plan, gpu: Gpu) -> list[str]:
 
 
 def scaled(plans: list[Plan]) -> Iterator[list[str]]:
-    """A line for each number of devices: devices, rows, tokens of a row, `figures`, speed per device, layout."""
+    """A line for each number of devices: devices, sequences, their tokens, `figures`, speed per device, layout."""
     for found, share in zip(plans, efficiency(plans)):
         training, best = found.config.training, found.best
         sizes = [f"{found.devices:,}", f"{training.global_batch_size:,}", f"{training.seq_len:,}"]
@@ -82,7 +82,7 @@ def scaled(plans: list[Plan]) -> Iterator[list[str]]:
 
 
 def with_attention(config: Config, preset: str) -> Config:
-    """The same run with another attention in all layers, and rows that are one document each."""
+    """The same run with another attention in all layers, and sequences that are one document each."""
     form = Attention.model_validate(expand_preset(preset))
     model = config.model.model_copy(update={"attention": form, "attention_pattern": None})
     data = config.data.model_copy(update={"isolate_documents": False})
@@ -90,16 +90,16 @@ def with_attention(config: Config, preset: str) -> Config:
 
 
 def compare(config: Config, vocab_size: int, devices: int, gpu: Gpu) -> dict[str, Plan]:
-    """The run as it is, and the same Transformer with softmax attention that shares a row in several ways.
+    """The run as it is, and the same Transformer with softmax attention that shares a sequence in several ways.
 
     Those are given what they do best: fused softmax, work balanced over the devices although half of the pairs are
-    hidden, and rows without documents, so that no masks are kept.
+    hidden, and sequences without documents, so that no masks are kept.
     """
     softmax = with_attention(config, "softmax")
     planned = partial(plan, vocab_size=vocab_size, devices=devices, gpu=gpu)
     # Shards of keys pass every device, so any number of shards is allowed, as it is to states.
     by_ring = planned(softmax, exchange="ring", rules=with_attention(config, "linear"))
-    # Tensor ranks, also of several nodes, share the heads, and no row is cut over context ranks.
+    # Tensor ranks, also of several nodes, share the heads, and no sequence is cut over context ranks.
     by_heads = planned(softmax, most_tensor=config.model.num_heads, most_context=1)
     return {
         "as configured: states and windows": planned(config),
@@ -116,7 +116,7 @@ def _baselines(config: Config, vocabulary: int, counts: list[int], at: int, gpu:
         "The same Transformer on the same devices, each with its best layout. Ring: keys and values pass every device "
         "behind the work on those before, balanced over the devices. Ulysses: tokens are traded for heads, whose "
         "number the shards divide. Heads over tensor ranks: also across nodes, up to the number of heads, without "
-        "context ranks. Rows are one document each, so that no masks are kept. A step in seconds; *times* is over the "
+        "context ranks. Sequences are one document each: no masks are kept. A step in seconds; *times* is over the "
         "first."
     )
     yield ""
@@ -132,7 +132,7 @@ def _baselines(config: Config, vocabulary: int, counts: list[int], at: int, gpu:
             )
         yield f"### {_capital(WAYS[way])}"
         yield ""
-        yield from markdown(["GPUs", "tokens of a row", *found[0]], rows)
+        yield from markdown(["GPUs", "tokens of a sequence", *found[0]], rows)
         yield ""
 
 

@@ -20,8 +20,8 @@ from .step import Step, necessary_flops, step
 Way = Literal["strong", "weak", "longer"]
 WAYS: dict[Way, str] = {
     "strong": "strong scaling: the same step on more devices",
-    "weak": "weak scaling: as many rows more as devices",
-    "longer": "longer rows: a context that grows with the devices",
+    "weak": "weak scaling: as many sequences more as devices",
+    "longer": "longer sequences: a context that grows with the devices",
 }
 """How a run grows with its devices."""
 
@@ -84,7 +84,7 @@ def plan(
 
     rules: the configuration whose rules decide what may be combined, where that is not `config`'s own.
     most_tensor: tensor ranks at most; None: those of a node.
-    most_context: shards of a row at most; None: as many as there are devices.
+    most_context: shards of a sequence at most; None: as many as there are devices.
     """
     refused: Counter[str] = Counter()
     fitting: dict[tuple, Planned] = {}
@@ -176,7 +176,7 @@ def scaling(
     """The plans of ever more devices.
 
     at: the number of devices for which the configuration is meant as it is; None: the first of `counts`. A number that
-    would have part of a row is left out.
+    would have part of a sequence is left out.
     """
     for count in counts:
         grown = grow(config, way, count, at or counts[0])

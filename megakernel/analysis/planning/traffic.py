@@ -59,7 +59,7 @@ class Transfer:
             "reduce_scatter": others / self.ranks,
             "all_to_all": others / self.ranks,
             "send": 1,
-            "chain": 1,
+            "point-to-point": 1,
         }
         return self.bytes * factors[self.operation]
 
@@ -96,7 +96,7 @@ def of_part(job: Job, part: "Part") -> Iterator[Transfer]:
         # Other ranks' states and keys arrive while attention works.
         is_hidden = not waits and group == "cp"
         sent = Transfer(group, name, amount, calls, ranks[group], is_hidden, backward)
-        if sent.operation == "chain" and calls:
+        if sent.operation == "point-to-point" and calls:
             sent = replace(sent, parts=parts(sent.ranks, round(amount / calls)))
         if amount:
             yield sent
@@ -129,11 +129,11 @@ def seconds(transfer: Transfer, layout: Layout, gpu: Gpu) -> float:
         return 0.0
     inside = ranks_in_node(transfer, layout, gpu)
     link, network = gpu.link * RATES["link"], gpu.network * RATES["network"]
-    outside, to_next = inside < transfer.ranks, transfer.operation in ("send", "chain")
+    outside, to_next = inside < transfer.ranks, transfer.operation in ("send", "point-to-point")
     speed = min(link, inside * network) if outside else link
     if outside and (to_next or transfer.operation == "all_to_all"):
         speed = network  # all that is for other nodes passes the device's own adapter
-    if transfer.operation == "chain":
+    if transfer.operation == "point-to-point":
         hop = RATES["network_latency"] if outside else RATES["link_latency"]
         hops = transfer.ranks + transfer.parts - 2
         return hops * (transfer.bytes / transfer.parts / speed + transfer.calls * hop)

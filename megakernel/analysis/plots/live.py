@@ -26,8 +26,8 @@ def attention_figures(
 
     Args:
         model: on all ranks that share its layers' weights, each of which calls this. A rank sees the heads of its own.
-        inputs: what the first layer reads; the first row's first `length` real tokens are taken, whole also where
-            ranks share rows.
+        inputs: what the first layer reads; the first sequence's first `length` real tokens are taken, whole also where
+            ranks share sequences.
         heads: of each layer, at most.
         draw: False does the same work and draws nothing, for ranks whose plots nobody writes.
     """

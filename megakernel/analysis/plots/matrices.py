@@ -56,7 +56,7 @@ def exact_matrix(captured: CapturedAttention) -> Tensor:
 
 
 def _landmarks_of_tokens(core: AttentionLayer, q: Tensor) -> Tensor:
-    """F (L, N): what every token of the row contributes to the landmarks' values."""
+    """F (L, N): what every token of the sequence contributes to the landmarks' values."""
     assert isinstance(core, LowRankAttention)
     length = q.shape[2]
     tokens = torch.eye(length, dtype=q.dtype, device=q.device)[:, None]
@@ -75,7 +75,7 @@ def _in_float64(core: AttentionLayer) -> Iterator[None]:
 
 
 CELLS = 64
-"""Cells of an image along each side; longer rows have several tokens to a cell."""
+"""Cells of an image along each side; longer sequences have several tokens to a cell."""
 
 
 def measure_attention(subject: Subject) -> list[Row]:

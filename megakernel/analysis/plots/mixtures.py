@@ -18,7 +18,7 @@ from torch import Tensor
 from megakernel.attention.mixture import KeyMixture, PairwiseAttention, keys_and_priors
 from megakernel.attention.softmax import SoftmaxAttention
 from megakernel.model.layer import attention_cores
-from megakernel.uptraining.query_rows import QueryRows
+from megakernel.uptraining.sampled_queries import SampledQueries
 
 from .subject import CapturedAttention, Subject
 from .table import Row
@@ -37,7 +37,7 @@ def measure_mixing(subject: Subject) -> list[Row]:
 
 
 def measure_query_likelihood(subject: Subject) -> list[Row]:
-    """layer, head, sample, nll: the mean over the queries of a row."""
+    """layer, head, sample, nll: the mean over the queries of a sequence."""
     return [
         {"layer": layer, "head": head, "sample": sample, "nll": value}
         for sample, layer, captured in subject.captured()
@@ -48,7 +48,7 @@ def measure_query_likelihood(subject: Subject) -> list[Row]:
 
 @torch.no_grad()
 def negative_log_likelihood(captured: CapturedAttention) -> Tensor:
-    """-log p(q_i) / d of the first row, means over its queries (H,) float64."""
+    """-log p(q_i) / d of the first sequence, means over its queries (H,) float64."""
     core, inputs = captured.core, captured.inputs
     k, priors = keys_and_priors(getattr(core, "mixture", None), inputs.k[:1].double())
     q, k = inputs.turned(inputs.q[:1].double(), k)
@@ -63,7 +63,7 @@ def negative_log_likelihood(captured: CapturedAttention) -> Tensor:
     scales = torch.tensor(getattr(core, "variances", None) or [1.0] * count, dtype=q.dtype, device=q.device)
     variances = scales * width**0.5
     every = torch.arange(inputs.length, device=q.device)
-    seen = QueryRows.of(inputs, every, core.causal).visible[0]
+    seen = SampledQueries.of(inputs, every, core.causal).visible[0]
     return torch.stack(
         [
             density(q[0, head], keys[head], shares[head].log(), variances, seen).neg().mean() / width

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megakernel.attention.near_far import NearFarAttention
 from megakernel.uptraining.head_statistics import far_keys, shares
-from megakernel.uptraining.query_rows import QueryRows
+from megakernel.uptraining.sampled_queries import SampledQueries
 
 from .matrices import attention_matrix
 from .subject import CapturedAttention, Subject
@@ -24,8 +24,8 @@ def measure_span(subject: Subject) -> list[Row]:
     found: dict[int, list[Tensor]] = {}
     for _, layer, captured in subject.captured():
         core, inputs = captured.core, captured.inputs
-        rows = QueryRows.of(inputs, torch.arange(inputs.length, device=inputs.q.device), core.causal)
-        found.setdefault(layer, []).append(reach(attention_matrix(captured), rows, core.near_window))
+        queries = SampledQueries.of(inputs, torch.arange(inputs.length, device=inputs.q.device), core.causal)
+        found.setdefault(layer, []).append(reach(attention_matrix(captured), queries, core.near_window))
     table: list[Row] = []
     for layer, parts in found.items():
         sums = torch.stack(parts).sum(0)
@@ -41,20 +41,20 @@ NAMES = ("span", *(f"beyond_{distance}" for distance in DISTANCES), "far_mass")
 """Mean distance in tokens; shares of the weight on tokens at least so far apart, and beyond the near window."""
 
 
-def reach(weights: Tensor, rows: QueryRows, window: tuple[int, int] | None) -> Tensor:
-    """Of the first row's weights (H, N, N): sums over queries and their number (2, H, names) of NAMES, float64.
+def reach(weights: Tensor, queries: SampledQueries, window: tuple[int, int] | None) -> Tensor:
+    """Of the first sequence's weights (H, N, N): sums over queries and their number (2, H, names) of NAMES, float64.
 
     A share counts for queries that see a token so far apart. window: of a layer that attends the tokens near by
     exactly; without it no query has a far_mass. Weights below 0 count as 0.
     """
-    seen = rows.visible[0]
+    seen = queries.visible[0]
     places = torch.arange(len(seen), device=seen.device)
     apart = (places[:, None] - places[None]).abs()
     of_keys = shares(weights.double() * seen)
     real = seen.any(-1)
     sums, counts = [(of_keys * apart).sum(-1)], [real]
     beyond = [apart >= distance for distance in DISTANCES]
-    beyond.append(far_keys(rows, window)[0] if window is not None else torch.zeros_like(seen))
+    beyond.append(far_keys(queries, window)[0] if window is not None else torch.zeros_like(seen))
     for far in beyond:
         sums.append((of_keys * (far & seen)).sum(-1))
         counts.append((far & seen).any(-1))
@@ -68,7 +68,7 @@ BINS = 20
 
 
 def measure_gates(subject: Subject) -> list[Row]:
-    """layer, head, near (where a bin begins), share (of the queries), gate (the head's mean, in all its rows)."""
+    """layer, head, near (where a bin begins), share (of the queries), gate (the head's mean, in all its sequences)."""
     found: dict[int, list[Tensor]] = {}
     for _, layer, captured in subject.captured():
         if (gates := near_shares(captured)) is not None:
@@ -87,20 +87,20 @@ def near_shares(captured: CapturedAttention) -> Tensor | None:
         return None
     assert core.near_window is not None
     every = torch.arange(inputs.length, device=inputs.q.device)
-    rows = QueryRows.of(inputs, every, core.causal)
-    looks_far = (far_keys(rows, core.near_window) & rows.visible).any(-1)[0]
+    queries = SampledQueries.of(inputs, every, core.causal)
+    looks_far = (far_keys(queries, core.near_window) & queries.visible).any(-1)[0]
     gates = torch.sigmoid(logits.double())
     return gates.expand(1, -1, inputs.length)[0][:, looks_far]
 
 
 def histogram(layer: int, gates: Tensor) -> list[Row]:
     """Rows of (H, queries) gates; none where there is no query."""
-    rows: list[Row] = []
+    queries: list[Row] = []
     for head, of_head in enumerate(gates):
         if not len(of_head):
             continue
         counts = torch.histc(of_head, BINS, 0.0, 1.0)
-        rows += [
+        queries += [
             {
                 "layer": layer,
                 "head": head,
@@ -110,4 +110,4 @@ def histogram(layer: int, gates: Tensor) -> list[Row]:
             }
             for index, count in enumerate(counts.tolist())
         ]
-    return rows
+    return queries

@@ -24,7 +24,7 @@ ROW = 512
 """Tokens of a row, where nothing else is asked for and training has no shorter ones: matrices have as many rows."""
 
 LONGEST = 4096
-"""Tokens of a row at most: a matrix of so many takes 134 MB."""
+"""Tokens of a sequence at most: a matrix of so many takes 134 MB."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def analyze_run(
             continue
         if not rows:
             raise UserError(
-                f"--what {analysis.name}: rows of {length} tokens show nothing of it; give a larger --seq-len"
+                f"--what {analysis.name}: sequences of {length} tokens show nothing of it; give a larger --seq-len"
             )
         table = target / f"{analysis.name}.csv"
         write_whole(table, to_csv(rows))

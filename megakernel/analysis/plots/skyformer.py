@@ -29,7 +29,7 @@ from .table import Row
 
 FEATURES = (16, 32, 64, 128, 256)
 LENGTHS = (128, 256, 512)
-"""Tokens from the start of a row; rows that are shorter than the first are taken whole."""
+"""Tokens from the start of a sequence; sequences that are shorter than the first are taken whole."""
 
 
 def measure_spectral_error(subject: Subject) -> list[Row]:
@@ -56,7 +56,7 @@ def model_errors(weights: str, model: LanguageModel, subject: Subject) -> list[R
 
 
 def lengths(tokens: int) -> list[int]:
-    """Those of LENGTHS that a row has."""
+    """Those of LENGTHS that a sequence has."""
     return [length for length in LENGTHS if length <= tokens] or [tokens]
 
 

@@ -15,11 +15,11 @@ from megakernel.model import LanguageModel
 from megakernel.model.layer import attention_cores
 from megakernel.model.layer_inputs import LayerInputs, inputs_of
 from megakernel.model.self_attention import SelfAttention
-from megakernel.uptraining.query_rows import CapturedInputs
+from megakernel.uptraining.sampled_queries import CapturedInputs
 
 
 class CapturedAttention(NamedTuple):
-    """One attention layer's part in reading a row."""
+    """One attention layer's part in reading a sequence."""
 
     core: AttentionLayer
     inputs: CapturedInputs
@@ -30,9 +30,9 @@ class CapturedAttention(NamedTuple):
 
 
 def first_row(layer_inputs: LayerInputs, length: int) -> LayerInputs:
-    """Tokens and positions (1, n) of the first row of inputs: its real tokens alone, at most `length`.
+    """Tokens and positions (1, n) of the first sequence of inputs: its real tokens alone, at most `length`.
 
-    Of a shard of a row whose document began on another rank, positions count from the shard's start.
+    Of a shard of a sequence whose document began on another rank, positions count from the shard's start.
     """
     tokens, positions = layer_inputs[:2]
     real = positions[0] >= 0
@@ -45,7 +45,8 @@ def first_row(layer_inputs: LayerInputs, length: int) -> LayerInputs:
 def captured_attention(model: LanguageModel, row: LayerInputs) -> dict[int, CapturedAttention]:
     """Layer -> its part in reading `row` of `first_row`, with the heads of this tensor rank.
 
-    The row is taken whole, also by a rank that trains on shards of rows. Evaluation mode; the model ends as it began.
+    The sequence is taken whole, also by a rank that trains on shards of sequences. Evaluation mode; the model ends as
+    it began.
     """
     captured: dict[int, CapturedAttention] = {}
 
@@ -106,13 +107,13 @@ class Subject:
     device: torch.device
 
     seq_len: int
-    """Tokens of a row at most."""
+    """Tokens of a sequence at most."""
 
     draws: int = 100
     """Draws of noise, for analyses of what it does."""
 
     def captured(self, model: LanguageModel | None = None) -> Iterator[tuple[int, int, CapturedAttention]]:
-        """Sample, layer, and what that is called with in reading the sample's row, the first of two documents.
+        """Sample, layer, and what that is called with in reading the sample's sequence, the first of two documents.
 
         model: another than the run's.
         """

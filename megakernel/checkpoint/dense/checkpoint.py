@@ -25,11 +25,8 @@ CONFIG = "config.json"
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
-_TIED_HEADS = ("lm_head.weight", "embed_out.weight")
-"""A copy of the embedding that some files keep beside it."""
-
-_PREFIXES = ("transformer.", "model.", "gpt_neox.")
-"""Of a model with a head; files of the model alone leave them out."""
+_HEADS = tuple(dict.fromkeys(family.around["head"] for family in FAMILIES.values()))
+"""Names of the head, of which files may have another family's; some keep a tied one beside the embedding."""
 
 _FUNCTION = (
     "num_heads",
@@ -54,8 +51,6 @@ _FUNCTION = (
     "tie_embeddings",
 )
 """Keys of a model section that the shapes of weights do not tell."""
-
-_RENAMED = {"lm_head.weight": "embed_out.weight", "embed_out.weight": "lm_head.weight"}
 
 
 def is_dense_checkpoint(folder: Path) -> bool:
@@ -142,7 +137,7 @@ class DenseCheckpoint:
         """One line for each key of a model section that makes another function of the same weights.
 
         Not asked about is what shapes tell, what up-training changes (the attention), and the rotary frequencies,
-        which longer rows may change.
+        which longer sequences may change.
         """
         return [
             f"model.{key}={getattr(model, key)!r} is {getattr(self.model, key)!r} in the checkpoint; set it to that"
@@ -170,21 +165,22 @@ class DenseCheckpoint:
 
     def _found(self, hf_name: str) -> str:
         """The name under which the files have one of the family's tensors."""
-        candidates = [hf_name, _RENAMED.get(hf_name, hf_name)]
-        candidates += [hf_name.removeprefix(prefix) for prefix in _PREFIXES]
+        # Files of the model without its head leave out what the names of all its layers begin with.
+        prefix = OWN_PREFIX if self._family is None else self._family.layers.partition(".")[0] + "."
+        candidates = [hf_name, hf_name.removeprefix(prefix), *(_HEADS if hf_name in _HEADS else ())]
         return next((name for name in candidates if name in self._files), hf_name)
 
     def _are_tied(self, family: Family) -> bool:
         """Whether the head is the embedding: `transformers`, too, ties none that differs from it in the files."""
         embedding = family.around["embedding"]
-        head = next((name for name in _TIED_HEADS if name in self._files), None)
+        head = next((name for name in _HEADS if name in self._files), None)
         if head is None or self._found(embedding) not in self._files:
             return True
         return torch.equal(self._tensor(head).float(), self._tensor(embedding).float())
 
     def _check_names(self, is_whole: bool) -> None:
         wanted = {self._found(hf_name) for part in self.parts.values() for hf_name in part.hf_names}
-        spare = _TIED_HEADS if self.model.tie_embeddings else ()
+        spare = _HEADS if self.model.tie_embeddings else ()
         ignored = () if self._family is None else self._family.ignored
         extra = [
             name for name in self._files.keys() - wanted if name not in spare and not name.endswith(ignored)
@@ -212,7 +208,7 @@ class DenseCheckpoint:
 
 
 def vocabulary_names(model: Model) -> tuple[str, ...]:
-    """The names of what has a row for each word: the token embedding, and the head where the two are not tied."""
+    """The names of what has a row for each id of the vocabulary: the token embedding, and an untied head."""
     if model.tie_embeddings:
         return ("tied_modules.embedding.tokens.weight",)
     return "0.tokens.weight", f"{model.first_layer + model.num_layers + 1}.linear.weight"

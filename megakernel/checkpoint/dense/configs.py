@@ -5,15 +5,15 @@ from typing import Any
 from megakernel.config import Model
 from megakernel.config.rope import RopeScaling
 
-from .families import FAMILIES, GPT2_NAMES, model_section
+from .families import FAMILIES, GPT2_NAMES, Family, model_section
 
 
-def plain_config(model: Model, words: int, positions: int) -> dict[str, Any] | None:
+def plain_config(model: Model, vocab_size: int, positions: int) -> dict[str, Any] | None:
     """config.json of a causal model, or None where no known architecture has its parts together.
 
     It is of the family that the weights came from, else of the first that fits: one whose configuration, written from
-    the model and read again, is the same function. words: of the vocabulary. positions: the longest row of training;
-    what imported weights knew before stays known.
+    the model and read again, is the same function. vocab_size: without padding. positions: the longest sequence of
+    training; what imported weights knew before stays known.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES  # seconds
 
@@ -24,7 +24,7 @@ def plain_config(model: Model, words: int, positions: int) -> dict[str, Any] | N
         written = {
             "architectures": [CLASSES[kind]],
             "model_type": kind,
-            "vocab_size": words,
+            "vocab_size": vocab_size,
             "tie_word_embeddings": model.tie_embeddings,
             "initializer_range": model.init_std,
             "use_cache": True,
@@ -46,7 +46,7 @@ def _read_back(written: dict[str, Any]) -> dict[str, Any] | None:
 
 
 _NO_FUNCTION = {
-    # of the vocabulary, of training, and of rows
+    # of the vocabulary, of training, and of sequences
     *("vocab_size", "vocab_multiple", "init_std", "known_seq_len", "max_positions", "family"),
     # what several ways of writing them mean
     *("num_kv_heads", "head_dim", "ffn_hidden_size", "mlp_bias", "attention", "attention_pattern"),
@@ -66,7 +66,7 @@ def _function(model: Model) -> dict[str, Any]:
 
 
 def _with_plain_base(model: Model) -> Model:
-    """The same with the base that `ntk` stands for; rows' lengths are not the checkpoint's to say."""
+    """The same with the base that `ntk` stands for; sequences' lengths are not the checkpoint's to say."""
     scaling, size = model.rope_scaling, model.rotary_size
     if scaling.kind == "ntk":
         base = model.rope_base * (scaling.factor or 1.0) ** (size / (size - 2))
@@ -76,29 +76,33 @@ def _with_plain_base(model: Model) -> Model:
 
 def _keys(kind: str, model: Model, longest: int) -> dict[str, Any]:
     """What a family reads, and what its configuration completes that from."""
+    family = FAMILIES[kind]
     if model.rope_scaling.kind == "dynamic":
         longest = model.rope_scaling.original_seq_len or longest  # from where on its frequencies grow
     windows = [layer.window for layer in model.attentions]
     known = {
         **_sizes(model, longest, windows),
         "hidden_act": _ACTIVATIONS.get(model.activation, "silu"),
-        "rope_parameters": _rope(kind, model, windows),
+        "rope_parameters": _rope(family, model, windows),
         "layer_norm_eps": model.norm_eps,
         "use_parallel_residual": model.parallel_residual,
     }
     if kind == "gpt2":
         known |= {own: known[name] for own, name in GPT2_NAMES.items()}
         known["n_positions"] = model.max_positions or longest
-    written = {key: value for key, value in known.items() if key in FAMILIES[kind].keys}
-    if kind in ("qwen2", "qwen3", "smollm3") and any(windows):
-        written["use_sliding_window"] = True
-    if kind == "phi3" and model.rope_scaling.original_seq_len is not None:
-        written["original_max_position_embeddings"] = model.rope_scaling.original_seq_len
-    return written
+    sources = {
+        "use_sliding_window": any(windows) or None,
+        "original_max_position_embeddings": model.rope_scaling.original_seq_len,
+    }
+    return {key: value for key, value in known.items() if key in family.keys} | {
+        key: value for key, value in sources.items() if key in family.completed_from and value is not None
+    }
 
 
 def _sizes(model: Model, longest: int, windows: list[int | None]) -> dict[str, Any]:
     """By the names of Llama and those that have come after it."""
+    if model.rope_scaling.kind == "dynamic":
+        longest = model.rope_scaling.original_seq_len or longest  # from where on its frequencies grow
     scale = model.query_scale * model.head_size**-0.5
     return {
         "hidden_size": model.hidden_size,
@@ -128,11 +132,11 @@ def _sizes(model: Model, longest: int, windows: list[int | None]) -> dict[str, A
 _ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
 
 
-def _rope(kind: str, model: Model, windows: list[int | None]) -> dict[str, Any]:
+def _rope(family: Family, model: Model, windows: list[int | None]) -> dict[str, Any]:
     main = _frequencies(model.rope_base, model.rope_scaling)
-    if kind in ("gpt_neox", "phi3"):
+    if family.turns_a_share:
         return main | {"partial_rotary_factor": model.rotary_share}
-    if kind not in ("gemma3_text", "olmo3"):
+    if not family.rope_by_layer_type:
         return main
     slides = next((layer for layer, window in enumerate(windows) if window), None)
     local = None if slides is None else model.layer_rope(slides)

@@ -66,6 +66,21 @@ class Family(NamedTuple):
     ignored: tuple[str, ...] = ()
     """Ends of names that hold nothing learned."""
 
+    qk_norm: bool = False
+    """Queries and keys are normalized."""
+
+    qkv_bias: bool = False
+    """Queries, keys and values alone have biases, without a key that says so."""
+
+    turns_a_share: bool = False
+    """`partial_rotary_factor` is read whatever the `rope_type`."""
+
+    rope_by_layer_type: bool = False
+    """`rope_parameters` are those of each of its `layer_types`."""
+
+    completed_from: tuple[str, ...] = ()
+    """Further keys, from which its configuration completes `keys`."""
+
 
 def model_section(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     """The model section of a checkpoint's configuration, with softmax attention.
@@ -112,7 +127,7 @@ def _expect(config: Mapping[str, Any], key: str, *allowed: Any) -> None:
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """Which frequencies rotate which layers."""
     parameters = config["rope_parameters"]
-    if config["model_type"] not in _BY_LAYER_TYPE:
+    if not FAMILIES[config["model_type"]].rope_by_layer_type:
         return {"position": "rope", **_frequencies(config, parameters)}
     main, local = (_frequencies(config, parameters[kind]) for kind in ("full_attention", "sliding_attention"))
     section = {"position": "rope", **main}
@@ -125,10 +140,6 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**section, "rope_pattern": pattern, "local_rope": {"base": local["rope_base"], **scaling}}
 
 
-_BY_LAYER_TYPE = ("gemma3_text", "olmo3")
-"""Families whose rope_parameters are those of each of their layer_types."""
-
-
 def _frequencies(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
     given = {key: value for key, value in parameters.items() if value is not None}
     if "rope_theta" not in given:
@@ -136,7 +147,7 @@ def _frequencies(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> di
     kind = given.get("rope_type", "default")
     section: dict[str, Any] = {"rope_base": given["rope_theta"]}
     share = given.get("partial_rotary_factor", 1.0)
-    if config["model_type"] in ("gpt_neox", "phi3"):
+    if FAMILIES[config["model_type"]].turns_a_share:
         section |= {} if share == 1.0 else {"rotary_share": share}
     elif kind != "default":  # else the other families do not look at it
         _expect(given, "partial_rotary_factor", 1.0)
@@ -199,10 +210,10 @@ def _attention(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _llama_section(config: Mapping[str, Any]) -> dict[str, Any]:
-    kind = config["model_type"]
+    family = FAMILIES[config["model_type"]]
     _expect(config, "hidden_act", "silu")
-    biased = config.get("attention_bias", kind == "qwen2")
-    bias, mlp_bias = biased and kind != "qwen2", config.get("mlp_bias", False)
+    biased = config.get("attention_bias", family.qkv_bias)
+    bias, mlp_bias = biased and not family.qkv_bias, config.get("mlp_bias", False)
     heads, width = config["num_attention_heads"], config["hidden_size"]
     head_dim = config.get("head_dim") or width // heads
     return {
@@ -218,7 +229,7 @@ def _llama_section(config: Mapping[str, Any]) -> dict[str, Any]:
         "qkv_bias": biased,
         "bias": bias,
         **({} if mlp_bias == bias else {"mlp_bias": mlp_bias}),
-        "qk_norm": kind in ("qwen3", "olmo2", "olmo3", "gemma3_text"),
+        "qk_norm": family.qk_norm,
         "known_seq_len": config["max_position_embeddings"],
         **_attention(config),
         **_rope(config),
@@ -362,10 +373,11 @@ def _llama(
     section: Callable[[Mapping[str, Any]], dict[str, Any]] = _llama_section,
     activation: str = "hidden_act",
     norms: Mapping[str, tuple[str, ...]] = _NORMS_BEFORE,
+    **more: Any,
 ) -> Family:
     """One of the many with the tensors of a Llama, by their own names of norms.
 
-    keys: that it reads besides its sizes. activation: the key of its MLP's.
+    keys: that it reads besides its sizes. activation: the key of its MLP's. more: other fields of `Family`.
     """
     return Family(
         keys=(*_SIZES, "num_key_value_heads", "rms_norm_eps", activation, *keys),
@@ -385,6 +397,7 @@ def _llama(
             **norms,
         },
         ignored=("rotary_emb.inv_freq",),
+        **more,
     )
 
 
@@ -394,7 +407,7 @@ def _fused(family: Family) -> Family:
     return family._replace(modules={**family.modules, **one}, queries_first=True)
 
 
-def _gemma(*keys: str) -> Family:
+def _gemma(*keys: str, **more: Any) -> Family:
     own = ("query_pre_attn_scalar", "final_logit_softcapping", "use_bidirectional_attention")
     sliding = ("sliding_window", "layer_types", "attention_bias")
     return _llama(
@@ -404,27 +417,38 @@ def _gemma(*keys: str) -> Family:
         section=_gemma_section,
         activation="hidden_activation",
         norms=_NORMS_AROUND,
+        **more,
     )
 
+
+_WINDOWED = ("use_sliding_window",)
 
 FAMILIES = {
     "llama": _llama("attention_bias", "mlp_bias"),
     "mistral": _llama("sliding_window"),
-    # Their configuration completes these two as use_sliding_window and max_window_layers ask for.
-    "qwen2": _llama("sliding_window", "layer_types"),
-    "qwen3": _llama("sliding_window", "layer_types", "attention_bias"),
+    "qwen2": _llama("sliding_window", "layer_types", qkv_bias=True, completed_from=_WINDOWED),
+    "qwen3": _llama(
+        *("sliding_window", "layer_types", "attention_bias"), qk_norm=True, completed_from=_WINDOWED
+    ),
     "smollm3": _llama(
         *("attention_bias", "mlp_bias", "sliding_window", "layer_types", "no_rope_layers"),
         section=_smollm3_section,
+        completed_from=_WINDOWED,
     ),
     "granite": _llama("attention_bias", "mlp_bias", *_MULTIPLIERS, section=_granite_section),
-    "olmo2": _llama("attention_bias", section=_olmo_section, norms=_NORMS_AFTER),
+    "olmo2": _llama("attention_bias", section=_olmo_section, norms=_NORMS_AFTER, qk_norm=True),
     "olmo3": _llama(
-        *("attention_bias", "sliding_window", "layer_types"), section=_olmo_section, norms=_NORMS_AFTER
+        *("attention_bias", "sliding_window", "layer_types"),
+        section=_olmo_section,
+        norms=_NORMS_AFTER,
+        qk_norm=True,
+        rope_by_layer_type=True,
     ),
-    "phi3": _fused(_llama("sliding_window")),
+    "phi3": _fused(
+        _llama("sliding_window", turns_a_share=True, completed_from=("original_max_position_embeddings",))
+    ),
     "gemma2": _gemma("attn_logit_softcapping"),
-    "gemma3_text": _gemma(),
+    "gemma3_text": _gemma(qk_norm=True, rope_by_layer_type=True),
     "gpt2": Family(
         keys=(
             *GPT2_NAMES,
@@ -471,6 +495,7 @@ FAMILIES = {
             "mlp.linear_fc2": ("mlp.dense_4h_to_h",),
         },
         ignored=(".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq"),
+        turns_a_share=True,
     ),
 }
 """model_type -> family, in the order in which one is looked for that has a model's parts."""

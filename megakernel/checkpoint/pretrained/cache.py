@@ -9,7 +9,7 @@ from transformers import Cache
 
 
 class Places(NamedTuple):
-    """Where each row stands behind the tokens read so far."""
+    """Where each sequence stands behind the tokens read so far."""
 
     following: Tensor
     """(B,) int64: position of the next token, if it goes on with the text of the last one."""
@@ -18,14 +18,14 @@ class Places(NamedTuple):
     """(B,) bool: the last token ended its document."""
 
     begun: Tensor
-    """(B,) bool: the row has had a token of text."""
+    """(B,) bool: the sequence has had a token of text."""
 
     ended: Tensor
     """(B,) bool: and padding after it."""
 
     @classmethod
     def start(cls, tokens: Tensor) -> "Places":
-        """Before the first token of rows (B, N)."""
+        """Before the first token of sequences (B, N)."""
         nothing = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
         return cls(nothing.long(), nothing, nothing, nothing)
 
@@ -37,7 +37,7 @@ def read_on(
     restarts_after: int | None,
     given: Tensor | None = None,
 ) -> tuple[Tensor, Places]:
-    """Positions (B, N) of tokens (B, N) that follow `before`, and where the rows then stand.
+    """Positions (B, N) of tokens (B, N) that follow `before`, and where the sequences then stand.
 
     Position 0 starts a text, which sees nothing of what lies before it. So every padding token is made a text of its
     own, and the text behind padding on the left begins at 0: no layer has to know of padding.
@@ -45,7 +45,7 @@ def read_on(
     Args:
         tokens: ids.
         mask: (B, N) 1 for text and 0 for padding; None: all are text.
-        before: where the rows stand.
+        before: where the sequences stand.
         restarts_after: the id that ends a document, where training keeps documents apart.
         given: (B, N) or (1, N) positions that somebody else made, and which then say where texts begin; those of
             padding are not looked at.
@@ -94,8 +94,8 @@ def _checked(given: Tensor, tokens: Tensor, real: Tensor, before: Places) -> Ten
 class StateCache(Cache):
     """What the layers keep of the tokens read so far.
 
-    Its size does not grow with them, but for layers of full softmax or pairwise attention. All tensors have the rows of
-    the batch first. It cannot forget tokens that it has read.
+    Its size does not grow with them, but for layers of full softmax or pairwise attention. All tensors have the
+    sequences of the batch first. It cannot forget tokens that it has read.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class StateCache(Cache):
 
     @property
     def batch_size(self) -> int:
-        """Rows; -1 before the first token."""
+        """Sequences; -1 before the first token."""
         return -1 if self.places is None else len(self.places.following)
 
     @property
@@ -137,15 +137,15 @@ class StateCache(Cache):
         self.states, self.places, self.tokens = None, None, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes what row beam_idx[i] was."""
+        """Sequence i becomes what sequence beam_idx[i] was."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows, in this order."""
+        """Keep these sequences, in this order."""
         self._map(lambda x: x.index_select(0, indices.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times."""
+        """Every sequence `repeats` times."""
         self._map(lambda x: x.repeat_interleave(repeats, 0))
 
     def _map(self, function: Any) -> None:

@@ -24,7 +24,8 @@ CHUNK = 2048
 class MegakernelForCausalLM(PreTrainedModel, GenerationMixin):
     """The layers of `LanguageModel` behind the interface of `transformers`.
 
-    Without gradients rows are read by chunks into recurrent states, the cache; with gradients whole rows at once.
+    Without gradients sequences are read by chunks into recurrent states, the cache; with gradients whole sequences at
+    once.
     """
 
     config: MegakernelConfig
@@ -58,7 +59,7 @@ class MegakernelForCausalLM(PreTrainedModel, GenerationMixin):
         Args:
             input_ids: (B, N) that follow those in the cache.
             attention_mask: (B, N), or with the tokens in the cache before them: 1 for text, 0 for padding, which may
-                lie before or behind a row's text.
+                lie before or behind a sequence's text.
             position_ids: (B, N) or (1, N), of tokens in their texts: 0 begins one. None: texts begin in front, behind
                 padding and, where training kept documents apart, behind eos_token_id.
             token_type_ids: (B, N) zeros, which some tokenizers make.
@@ -123,11 +124,11 @@ class MegakernelForCausalLM(PreTrainedModel, GenerationMixin):
         """As of every model; without mean_resizing new vectors are drawn as training draws them."""
         before = self.config.vocab_size
         embeddings = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
-        words = self.config.vocab_size
-        if words != before:
-            self.config.model = {**(self.config.model or {}), "vocab_size": words}
-            self.model.settings = replace(self.model.settings, vocab_size=words)
-        if words > before and not mean_resizing:
+        size = self.config.vocab_size
+        if size != before:
+            self.config.model = {**(self.config.model or {}), "vocab_size": size}
+            self.model.settings = replace(self.model.settings, vocab_size=size)
+        if size > before and not mean_resizing:
             for matrix in filter(None, (embeddings, self.get_output_embeddings())):
                 self.model.settings.draw(matrix.weight.data[before:])
         return embeddings

@@ -14,7 +14,7 @@ from megakernel.ops.arguments import (
     expand_tokens,
 )
 from megakernel.ops.dispatch import Implementation, Kernels, accum_dtype, choose
-from megakernel.ops.documents import Positions, position_rows
+from megakernel.ops.documents import Positions, token_positions
 from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.flurka_attention import chunked, reference
 from megakernel.ops.flurka_attention.form import FarRope, FlurkaInputs, FlurkaState, Form, NearKind, Weights
@@ -67,7 +67,7 @@ def flurka_attention(
     """Causal FLuRKA, linear in the number of tokens; its eq. 2 made causal as docs/formulas.md, 4 says.
 
     Token i of a document lies in block J = i // b. It attends exactly the tokens up to itself of block J (J - 1 too
-    with blocks=2), and through phi(q).phi(E K) the r landmarks of every earlier block, each with the mass
+    with blocks=2), and through phi(q).phi(E K) the r landmarks of every earlier block, each with the token count
     (b / r) exp(beta).
 
     Args:
@@ -91,9 +91,9 @@ def flurka_attention(
             earlier blocks by a, before new ones join them. None is 0.
         rotary: rotates by positions; q and k are handed in unrotated, because rotated keys cannot be pooled.
         far_rope: none, or centroid: landmarks are rotated at the centre of their block.
-        positions: (B, N) positions within documents, or the position of the first token of rows that hold one document
-            each. They say where a document that began in `initial_state` stands.
-        initial_state: what rows continue from, wherever they were cut.
+        positions: (B, N) positions within documents, or the position of the first token of sequences that hold one
+            document each. They say where a document that began in `initial_state` stands.
+        initial_state: what sequences continue from, wherever they were cut.
         return_state: also return the state behind the last token; otherwise None stands in its place.
         exchange: gets what these tokens add to the far state and gives what enters, for a sequence cut over processes;
             the tail of `initial_state` is then the left neighbour's, and the far state returned what these tokens add.
@@ -123,15 +123,15 @@ def flurka_attention(
         gate = expand_tokens("gate", gate, q)
     if isinstance(positions, Tensor):
         check_positions(positions, q)
-    size, fading = pool_keys.shape[-1], None
+    size = pool_keys.shape[-1]
     if log_decay is not None:
-        ends = position_rows(positions, q.shape[2], q.device) % size == size - 1
-        fading = expand_tokens("log_decay", log_decay, key)
-        fading = fading.to(accum_dtype(fading.dtype)).masked_fill(~ends[:, None], 0.0)
+        ends = token_positions(positions, q.shape[2], q.device) % size == size - 1
+        log_decay = expand_tokens("log_decay", log_decay, key)
+        log_decay = log_decay.to(accum_dtype(log_decay.dtype)).masked_fill(~ends[:, None], 0.0)
     k = pack_keys(k)
     far, tail = initial_state or (start_state(feature_map, key, projection, v.shape[-1]), None)
     form = Form(feature_map, size, blocks, near, rotated_each(rotary, q.shape[-1]), far_rope)
     weights = Weights(projection, pool_keys, pool_values, far_mass, far_weight, priors, shift)
-    inputs = FlurkaInputs(form, weights, gate, positions, far, tail, exchange, fading, return_state)
+    inputs = FlurkaInputs(form, weights, gate, positions, far, tail, exchange, log_decay, return_state)
     out, far, tail = choose(IMPLEMENTATIONS, backend)(q, k, v, inputs)
     return out, FlurkaState(far, tail) if return_state else None

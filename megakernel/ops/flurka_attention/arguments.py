@@ -1,7 +1,7 @@
 """Arguments of FLuRKA's kernels that belong together, as Triton takes them, and where in them a token is.
 
-Landmarks are the keys of `kernel_attention`'s kernels: r for each b tokens of a row, with the token that they stand at.
-What is here is the rest: windows, pools and how the two parts of an output are joined.
+Landmarks are the keys of `kernel_attention`'s kernels: r for each b tokens of a sequence, with the token that they
+stand at. What is here is the rest: windows, pools and how the two parts of an output are merged.
 """
 
 import math
@@ -56,11 +56,11 @@ class Window(NamedTuple):
     """The tokens that windows are of, which begin with those of a tail."""
 
     keys: Any
-    """`Rows`, and of values `columns`; None where nobody reads them."""
+    """`Rows`, as those of values, `v`; None where nobody reads them."""
 
-    columns: Any
+    v: Any
     windows: Any
-    """(B, N) int32: the first token of each token's window; None where blocks are those of the row."""
+    """(B, N) int32: the first token of each token's window; None where blocks are those of the sequence."""
 
     table: Any
     """(reach + ANGLES, 2 half) float32: cosines and sines of the angles of consecutive places; None without."""
@@ -85,7 +85,7 @@ class Pools(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """How the two parts of an output are joined."""
+    """How the two parts of an output are merged."""
 
     gate: Any
     """(B, H, N) logits of the window's share, None of one normalizer."""
@@ -94,14 +94,14 @@ class Shares(NamedTuple):
     """gamma (H,), of one normalizer; None is 0."""
 
 
-class Joined(NamedTuple):
+class Merged(NamedTuple):
     """What backward knows of the weights of an output."""
 
     factor: Any
     """What sums over landmarks are multiplied by, (B, H, N) float32."""
 
-    peak: Any
-    """The weights of a window under a softmax are 2^(log2 w - peak) of the output, or of its own mean if gated."""
+    lse: Any
+    """The weights of a window under a softmax are 2^(log2 w - lse) of the output, or of its own mean if gated."""
 
     scale: Any
     """r (B, H_kv, N) float32 of unbounded maps."""
@@ -111,14 +111,14 @@ class Joined(NamedTuple):
 
 
 @triton.jit
-def window_start(window, row, batch, places, NEAR: tl.constexpr):
+def window_start(window, seq, batch, places, NEAR: tl.constexpr):
     """The first key that the tokens at `places` compare themselves with; behind the last token its window goes on."""
     if window.windows is None:
         start = (places // NEAR.block_size - (NEAR.blocks - 1)) * NEAR.block_size
         start = tl.maximum(start, window.oldest)
     else:
-        seats = tl.minimum(places, row.length - 1)
-        start = tl.load(window.windows + batch.to(tl.int64) * row.length + seats)
+        seats = tl.minimum(places, seq.length - 1)
+        start = tl.load(window.windows + batch.to(tl.int64) * seq.length + seats)
     return start
 
 
@@ -140,16 +140,16 @@ def gamma_of(shares, query_head):
 
 
 @triton.jit
-def block_end(window, row, batch, block, NEAR: tl.constexpr):
-    """Where in the row's b tokens of this number a block ends and landmarks become visible; negative: nowhere.
+def block_end(window, seq, batch, block, NEAR: tl.constexpr):
+    """Where in the sequence's b tokens of this number a block ends and landmarks become visible; negative: nowhere.
 
     They are those of the b tokens that begin `reach` - 1 places before.
     """
-    if row.ends is None:
+    if seq.ends is None:
         end = (block + 1) * NEAR.block_size - 1
-        end = tl.where((end < row.length) & (end - NEAR.reach + 1 >= window.oldest), end, -1)
+        end = tl.where((end < seq.length) & (end - NEAR.reach + 1 >= window.oldest), end, -1)
     else:
-        end = tl.load(row.ends + batch.to(tl.int64) * tl.cdiv(row.length, NEAR.block_size) + block)
+        end = tl.load(seq.ends + batch.to(tl.int64) * tl.cdiv(seq.length, NEAR.block_size) + block)
     return end
 
 

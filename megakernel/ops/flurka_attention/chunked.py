@@ -6,18 +6,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megakernel.ops.chunks import as_queries, chunk_keys, chunk_queries, join_queries, row_mask
+from megakernel.ops.chunks import as_queries, chunk_keys, chunk_queries, query_mask, unchunk_queries
 from megakernel.ops.dispatch import accum_dtype
-from megakernel.ops.documents import Positions, began_before, open_documents, position_rows, sees_far
+from megakernel.ops.documents import Positions, began_before, open_documents, sees_far, token_positions
 from megakernel.ops.feature_maps import Features
 from megakernel.ops.flurka_attention import one_token
 from megakernel.ops.flurka_attention.form import FlurkaInputs, Form, Weights, landmarks_of
 from megakernel.ops.groups import Tensors, scan_groups
 from megakernel.ops.mixture import shifted
+from megakernel.ops.partial_output import (
+    Found,
+    PartialOutput,
+    add,
+    finish_of,
+    in_range,
+    merge_parts,
+    with_ones,
+)
 from megakernel.ops.phi import Phi
 from megakernel.ops.scan import Links, link, pairs, read_states, scan_chunks, write_chunks
-from megakernel.ops.state import KernelState, Once, faded
-from megakernel.ops.sums import Found, Sums, add, finish_of, in_range, join, with_ones
+from megakernel.ops.state import KernelState, Once, decayed
 from megakernel.ops.window import Layout, Tail, cut, empty_tail, rotate_keys, softmax_pairs
 
 RUN = 256
@@ -28,12 +36,12 @@ GROUP = 2048
 
 
 class _Group(NamedTuple):
-    """What a step knows about its group of tokens beside the tokens."""
+    """What a step knows about its group of tokens."""
 
     form: Form
     weights: Weights
-    rows: Tensor
-    """(B, T) positions; B is 1 where rows are alike."""
+    positions: Tensor
+    """(B, T) positions; B is 1 where sequences are alike."""
 
     layout: Layout
 
@@ -47,7 +55,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tenso
 
     With `exchange`, what enters comes from there, and the far state is what these tokens alone add to `far`.
     """
-    form, weights, gate, positions, far, tail, exchange, fading, _ = inputs
+    form, weights, gate, positions, far, tail, exchange, log_decay, _ = inputs
     if tail is None:
         tail = empty_tail(k, v, form.block_size * form.blocks)
     if q.shape[2] == 1 and exchange is None:
@@ -57,15 +65,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tenso
     def found(q: Tensor, k: Tensor, v: Tensor) -> Found:
         run = partial(_over_groups, form=form, weights=weights, positions=positions)
         if begin is None:
-            out, leaving, _ = run(_attend, (q, k, v, fading, gate), far, tail)
+            out, leaving, _ = run(_attend, (q, k, v, log_decay, gate), far, tail)
             return out, leaving
-        _, own, _ = run(_write, (k, v, fading), far, tail)
+        _, own, _ = run(_write, (k, v, log_decay), far, tail)
         carries, before = open_documents(positions, q.shape[2], q.shape[0], q.device), None
-        if fading is not None:
-            carries = carries[:, None] * fading.sum(2).exp()
-            before = fading.cumsum(2) - fading
+        if log_decay is not None:
+            carries = carries[:, None] * log_decay.sum(2).exp()
+            before = log_decay.cumsum(2) - log_decay
         pending = begin(own, carries)
-        sums, _, _ = run(_sums, (q, k, v, fading), far, tail)
+        sums, _, _ = run(_sums, (q, k, v, log_decay), far, tail)
         reads = began_before(positions, q.shape[2], q.device)[:, None]
         out, _, _ = run(_complete, (q, v, gate, before, reads, *sums), pending.wait(), tail)
         return out, own
@@ -91,9 +99,8 @@ def _over_groups(
         layout = cut(
             places, length, far.sums.device, block_size=form.block_size, blocks=form.blocks, runs=runs
         )
-        rows = position_rows(places, length, far.sums.device)
         entering = KernelState(carry[0], carry[1].detach())
-        group = _Group(form, Weights(*shared), rows, layout)
+        group = _Group(form, Weights(*shared), token_positions(places, length, far.sums.device), layout)
         outputs, leaving, left = step(here, entering, Tail(*carry[2:]), group)
         return outputs, (*leaving, *left)
 
@@ -104,26 +111,26 @@ def _over_groups(
 
 
 def _attend(inputs: Tensors, far: KernelState, tail: Tail, group: _Group):
-    q, k, v, fading, gate = inputs
-    near, seen, far = _near_and_far(q, k, v, fading, far, tail, group)
-    found = _join(near, seen, gate, group.layout.places, q.shape[1], group)
+    q, k, v, log_decay, gate = inputs
+    near, seen, far = _near_and_far(q, k, v, log_decay, far, tail, group)
+    found = _merge(near, seen, gate, group.layout.places, q.shape[1], group)
     return as_queries(found, q, v.dtype), far, tail.after(k, v)
 
 
 def _sums(inputs: Tensors, far: KernelState, tail: Tail, group: _Group):
-    q, k, v, fading = inputs
-    near, seen, far = _near_and_far(q, k, v, fading, far, tail, group)
+    q, k, v, log_decay = inputs
+    near, seen, far = _near_and_far(q, k, v, log_decay, far, tail, group)
     parts = (near.values, near.scale_or_zero, seen.values, seen.scale_or_zero)
-    return tuple(join_queries(x, q.shape[1], q.shape[2]) for x in parts), far, tail.after(k, v)
+    return tuple(unchunk_queries(x, q.shape[1], q.shape[2]) for x in parts), far, tail.after(k, v)
 
 
 def _write(inputs: Tensors, far: KernelState, tail: Tail, group: _Group):
-    k, v, fading = inputs
+    k, v, log_decay = inputs
     dtype = far.sums.dtype
     windows = group.layout.windows(tail.keys.to(dtype), k.to(dtype))
     values = group.layout.windows(tail.values.to(dtype), v.to(dtype))
-    keys, values, links = _landmarks(windows, values, fading, group)
-    return (), _behind(write_chunks(keys, values, far, links), fading), tail.after(k, v)
+    keys, values, links = _landmarks(windows, values, log_decay, group)
+    return (), _behind(write_chunks(keys, values, far, links), log_decay), tail.after(k, v)
 
 
 def _complete(inputs: Tensors, far: KernelState, tail: Tail, group: _Group):
@@ -133,15 +140,15 @@ def _complete(inputs: Tensors, far: KernelState, tail: Tail, group: _Group):
     rotary = group.form.far_rotary
     wide_q = q.to(far.sums.dtype)
     phi_q = group.phi.of_queries(
-        chunk_queries(rotary(wide_q, group.rows) if rotary else wide_q, kv_heads, length)
+        chunk_queries(rotary(wide_q, group.positions) if rotary else wide_q, kv_heads, length)
     )
     phi_q = _scaled(phi_q, None if before is None else before[:, :, None])
     near, near_log, local, local_log = (
         chunk_queries(x if x.dim() == 4 else x[..., None], kv_heads, length) for x in sums
     )
     entering = KernelState(far.sums[:, :, None], far.log_scale[:, :, None])
-    seen = add(Sums(local, local_log[..., 0]), read_states(phi_q, entering, reads[:, :, None]))
-    found = _join(Sums(near, near_log[..., 0]), seen, gate, group.rows[:, None], heads, group)
+    seen = add(PartialOutput(local, local_log[..., 0]), read_states(phi_q, entering, reads[:, :, None]))
+    found = _merge(PartialOutput(near, near_log[..., 0]), seen, gate, group.positions[:, None], heads, group)
     return as_queries(found, q, v.dtype), far, tail
 
 
@@ -149,11 +156,11 @@ def _near_and_far(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    fading: Tensor | None,
+    log_decay: Tensor | None,
     far: KernelState,
     tail: Tail,
     group: _Group,
-) -> tuple[Sums, Sums, KernelState]:
+) -> tuple[PartialOutput, PartialOutput, KernelState]:
     form, layout = group.form, group.layout
     kv_heads, dtype = k.shape[1], far.sums.dtype
     chunks, size = layout.places.shape[1:]
@@ -163,32 +170,32 @@ def _near_and_far(
     windows = layout.windows(past, k)
     near_past, near_keys = (shifted(x, group.weights.shift) for x in (past, k))
     if form.near_rotary:
-        near_past, near_keys = rotate_keys(form.near_rotary, near_past, near_keys, group.rows)
+        near_past, near_keys = rotate_keys(form.near_rotary, near_past, near_keys, group.positions)
     near_keys = layout.windows(near_past, near_keys)
 
-    far_q = form.far_rotary(q, group.rows) if form.far_rotary else q
+    far_q = form.far_rotary(q, group.positions) if form.far_rotary else q
     phi_q = group.phi.of_queries(chunk_queries(far_q, kv_heads, size, chunks))
     if form.near == "kernel":
         near = pairs(phi_q, group.phi.of_keys(near_keys), values, layout.visible()[:, :, None])
     else:
-        near_q = form.near_rotary(q, group.rows) if form.near_rotary else q
+        near_q = form.near_rotary(q, group.positions) if form.near_rotary else q
         queries = chunk_queries(near_q, kv_heads, size, chunks)
         near = softmax_pairs(queries, near_keys, values, layout.visible(), group.weights.priors)
 
-    keys, far_values, links = _landmarks(windows, values[..., :-1], fading, group)
-    if fading is not None:
-        # What enters the group, or a landmark as it came, has faded by all that lies before the query.
-        phi_q = _scaled(phi_q, _in_chunks(fading.cumsum(2) - fading, layout))
+    keys, far_values, links = _landmarks(windows, values[..., :-1], log_decay, group)
+    if log_decay is not None:
+        # What enters the group, or a landmark as it came, has decayed by all that lies before the query.
+        phi_q = _scaled(phi_q, _in_chunks(log_decay.cumsum(2) - log_decay, layout))
     merged = Features(
         _merge_chunks(phi_q.values, layout.runs),
         None if phi_q.log_scale is None else _merge_chunks(phi_q.log_scale, layout.runs),
     )
     seen, far = scan_chunks(merged, keys, far_values, far, links)
-    split = Sums(
+    split = PartialOutput(
         _split_chunks(seen.values, layout.runs),
         None if seen.log_scale is None else _split_chunks(seen.log_scale, layout.runs),
     )
-    return near, split, _behind(far, fading)
+    return near, split, _behind(far, log_decay)
 
 
 def _in_chunks(x: Tensor, layout: Layout) -> Tensor:
@@ -205,9 +212,9 @@ def _scaled(phi: Features, logs: Tensor | None) -> Features:
     return Features(phi.values * (logs - logs.detach()).exp()[..., None], scale)
 
 
-def _behind(far: KernelState, fading: Tensor | None) -> KernelState:
+def _behind(far: KernelState, log_decay: Tensor | None) -> KernelState:
     """What is left of the state behind the tokens of a group, whose landmarks have the scale of its beginning."""
-    return far if fading is None else faded(far, fading.sum(2))
+    return far if log_decay is None else decayed(far, log_decay.sum(2))
 
 
 def _merge_chunks(x: Tensor, runs: int) -> Tensor:
@@ -221,9 +228,9 @@ def _split_chunks(x: Tensor, runs: int) -> Tensor:
 
 
 def _landmarks(
-    keys: Tensor, values: Tensor, fading: Tensor | None, group: _Group
+    keys: Tensor, values: Tensor, log_decay: Tensor | None, group: _Group
 ) -> tuple[Features, Tensor, Links]:
-    """Features and masses of the landmarks that become visible in this group, and who sees them.
+    """Features and weighted values of the landmarks that become visible in this group, and who sees them.
 
     keys, values: windows (B, H_kv, C, W, .). Where a block ends, the block `blocks` - 1 before it leaves the
     window of all later tokens, and its landmarks enter the far part. No two such ends lie in one chunk.
@@ -238,20 +245,20 @@ def _landmarks(
     end = places.gather(-1, at[..., None])[..., 0]
     landmarks, pooled = landmarks_of(keys, values, pools, end, ends.any(-1), form, group.weights)
 
-    faded = None
-    if fading is not None:
-        # A landmark comes whole where what lay before it has faded: the inverse of that is its scale.
-        at_end = _in_chunks(-fading.cumsum(2), layout).gather(
-            3, at[:, None, :, None].expand(*fading.shape[:2], -1, 1)
+    decayed = None
+    if log_decay is not None:
+        # A landmark comes whole where what lay before it has decayed: the inverse of that is its scale.
+        at_end = _in_chunks(-log_decay.cumsum(2), layout).gather(
+            3, at[:, None, :, None].expand(*log_decay.shape[:2], -1, 1)
         )
-        faded = at_end.expand(-1, -1, -1, landmarks.shape[3])
-        faded = _merge_chunks(faded, layout.runs)
+        decayed = at_end.expand(-1, -1, -1, landmarks.shape[3])
+        decayed = _merge_chunks(decayed, layout.runs)
 
     chunk, runs, size = torch.arange(places.shape[1], device=at.device), layout.runs, layout.size
     at = (at + chunk % runs * size)[..., None].expand(-1, -1, landmarks.shape[3])
     inside = torch.arange(runs * size, device=at.device).view(runs, size)
     links = link(inside - places.unflatten(1, (-1, runs)), at.unflatten(1, (-1, runs)).flatten(2), delay=1)
-    phi_k = _scaled(group.phi.of_keys(_merge_chunks(landmarks, runs)), faded)
+    phi_k = _scaled(group.phi.of_keys(_merge_chunks(landmarks, runs)), decayed)
     return phi_k, _merge_chunks(pooled, runs), links
 
 
@@ -271,22 +278,22 @@ def _pools(at: Tensor, group: _Group, dtype: torch.dtype) -> tuple[Tensor, Tenso
     return keys @ shift, values @ shift
 
 
-def _join(
-    near: Sums, far: Sums, gate: Tensor | None, places: Tensor, heads: int, group: _Group
+def _merge(
+    near: PartialOutput, far: PartialOutput, gate: Tensor | None, places: Tensor, heads: int, group: _Group
 ) -> tuple[Tensor, ...]:
-    """One output (B, H_kv, C, G L, D) of both parts, and which rows got lost. places: (B, C, L) positions."""
+    """One output (B, H_kv, C, G L, D) of both parts, and which queries got lost. places: (B, C, L) positions."""
     form, kv_heads = group.form, near.values.shape[1]
     finish = finish_of(form.feature_map, True)
     query_heads = heads // kv_heads
     if gate is None:
         if group.weights.far_weight is not None:
             weight = torch.exp(group.weights.far_weight.to(far.values.dtype)).view(kv_heads, 1, query_heads)
-            rows = weight.repeat_interleave(places.shape[2], 2)
-            far = Sums(far.values * rows[..., None], far.log_scale)
-        return join(near, far, None, finish)
+            each = weight.repeat_interleave(places.shape[2], 2)
+            far = PartialOutput(far.values * each[..., None], far.log_scale)
+        return merge_parts(near, far, None, finish)
     chunks, size = places.shape[1:]
     share = torch.sigmoid(chunk_queries(gate[..., None].to(near.values.dtype), kv_heads, size, chunks))
     # Without a far block the near part alone, exactly: far is 0 there, and must not take its share.
-    far_rows = row_mask(sees_far(places, form.block_size, form.blocks), query_heads)
-    out, *lost = join(near, far, torch.where(far_rows, share, 1.0)[..., 0], finish)
-    return out, *(rows & far_rows[..., 0] for rows in lost)
+    far_queries = query_mask(sees_far(places, form.block_size, form.blocks), query_heads)
+    out, *lost = merge_parts(near, far, torch.where(far_queries, share, 1.0)[..., 0], finish)
+    return out, *(some & far_queries[..., 0] for some in lost)

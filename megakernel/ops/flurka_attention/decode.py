@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megakernel.ops.documents import position_rows
+from megakernel.ops.documents import token_positions
 from megakernel.ops.feature_maps import FeatureMap, named
 from megakernel.ops.flurka_attention import decode_kernel
 from megakernel.ops.flurka_attention.arguments import Near, Pools, Shares, Window
@@ -73,7 +73,7 @@ def step(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tensor,
     table = None if rotary is None else rotary.rotary.table(-reach, reach + KEYS, q.device)
     out, *left = _step(
         *(q, k, v, gate),
-        position_rows(positions, 1, q.device).expand(len(q), 1),
+        token_positions(positions, 1, q.device).expand(len(q), 1),
         *(*far, *tail),
         dense(weights.projection, q.shape[-1]),
         *(weights.pool_keys, weights.pool_values, weights.far_mass, weights.far_weight),

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from megakernel.ops.flurka_attention.join_kernels import joined_parts, weigh_window
+from megakernel.ops.flurka_attention.merge_kernels import merged_parts, weigh_window
 from megakernel.ops.flurka_attention.pool_kernels import load_pool, pooled, store_landmarks
 from megakernel.ops.flurka_attention.window_kernels import products, window_tile
 from megakernel.ops.kernel_attention.arguments import head_at
@@ -12,7 +12,7 @@ from megakernel.ops.kernels.features import EMPTY, load_rows, phi, rounded, stor
 from megakernel.ops.kernels.states import add_tokens, scales_of_addition
 
 TINY = tl.constexpr(1.1754943508222875e-38)
-"""The smallest normal number: weights that add up to less are nothing, see `megakernel.ops.sums`."""
+"""The smallest normal number: weights that add up to less are nothing, see `megakernel.ops.partial_output`."""
 
 
 @triton.jit
@@ -118,7 +118,7 @@ def step(
     rows = tl.arange(0, C)
     q = head_at(queries, batch, kv)
     own_key, own_value = head_at(key, batch, kv), head_at(value, batch, kv) + column
-    tail_keys, tail_values = head_at(window.keys, batch, kv), head_at(window.columns, batch, kv) + column
+    tail_keys, tail_values = head_at(window.keys, batch, kv), head_at(window.v, batch, kv) + column
     projection = matrix + kv * matrix_head
     dtype: tl.constexpr = q.dtype.element_ty
 
@@ -134,9 +134,9 @@ def step(
         at = tl.where(is_own, NEAR.reach, NEAR.reach - before + number * BK)
         count = tl.where(is_own, 1, NEAR.reach - at)
         k = tl.where(is_own, own_key, tail_keys + at.to(tl.int64) * window.keys.row)
-        v = tl.where(is_own, own_value, tail_values + at.to(tl.int64) * window.columns.row)
+        v = tl.where(is_own, own_value, tail_values + at.to(tl.int64) * window.v.row)
         ka, kb, logs = window_tile(k, window.keys.row, count, window, at, projection, 0, BK, NEAR, PHI)
-        values = load_rows(v, window.columns.row, count, BK, V - column, BV)
+        values = load_rows(v, window.v.row, count, BK, V - column, BV)
         similar = products(qa, qb, ka, kb, dtype, NEAR, PHI)
         seen = (tl.arange(0, BK) < count)[None, :]
         weights, shrink, top = weigh_window(
@@ -152,7 +152,7 @@ def step(
     b = a
     logs = tl.full((RP,), EMPTY, tl.float32)
     columns = tl.zeros((RP, BV), tl.float32)
-    masses = tl.zeros((RP,), tl.float32)
+    token_counts = tl.zeros((RP,), tl.float32)
     if ends:
         room = landmarks + (head * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * (R * PHI.width)
         tokens = tokens_to_pool(tail_keys, window.keys.row, own_key, PHI.width, BP, PHI.padded_width, NEAR)
@@ -160,22 +160,22 @@ def step(
         store_landmarks(room, pooled(tokens, pool, dtype), R, PHI.width)
         tl.debug_barrier()
         a, b, logs = phi(room, PHI.width, R, projection, 0, RP, PHI)
-        tokens = tokens_to_pool(tail_values, window.columns.row, own_value, V - column, BP, BV, NEAR)
+        tokens = tokens_to_pool(tail_values, window.v.row, own_value, V - column, BP, BV, NEAR)
         pool = load_pool(pools.of_values + kv * pools.head, R, RP, B, BP)
         columns = tl.trans(pooled(tokens, pool, dtype))
-        mass = B / R * (1.0 if far_mass is None else tl.exp(tl.load(far_mass + kv).to(tl.float32)))
-        masses = tl.where(tl.arange(0, RP) < R, mass, 0.0)
+        token_count = B / R * (1.0 if far_mass is None else tl.exp(tl.load(far_mass + kv).to(tl.float32)))
+        token_counts = tl.where(tl.arange(0, RP) < R, token_count, 0.0)
 
-    added = tl.where(masses != 0, logs, EMPTY)
+    added = tl.where(token_counts != 0, logs, EMPTY)
     shrink, factors, new_log = scales_of_addition(log, added, goes_on, PHI.unbounded)
-    masses *= factors
+    token_counts *= factors
     ones = tl.full((RP,), 1.0, tl.float32)
     half: tl.constexpr = PHI.rows * (V + 1)
     state = head.to(tl.int64) * (half * (2 if PHI.two else 1))
     tile, norm = load_half(far_sums + state, goes_on, column, MP, PHI.rows, V, BV)
     far, far_den = read_half(x, tile, norm, G)
     if ends:
-        tile, norm = add_tokens(tile * shrink, norm * shrink, a, masses, columns, ones, tl.float32)
+        tile, norm = add_tokens(tile * shrink, norm * shrink, a, token_counts, columns, ones, tl.float32)
     store_half(new_sums + state, tile, norm, column, PHI.rows, V, BV)
     if PHI.two:
         tile, norm = load_half(far_sums + state + half, goes_on, column, MP, PHI.rows, V, BV)
@@ -183,7 +183,7 @@ def step(
         far += more
         far_den += of_den
         if ends:
-            tile, norm = add_tokens(tile * shrink, norm * shrink, b, masses, columns, ones, tl.float32)
+            tile, norm = add_tokens(tile * shrink, norm * shrink, b, token_counts, columns, ones, tl.float32)
         store_half(new_sums + state + half, tile, norm, column, PHI.rows, V, BV)
     if column == 0:
         tl.store(new_logs + head, new_log if PHI.unbounded else 0.0)
@@ -203,7 +203,7 @@ def step(
         logit = tl.where(sees_far, tl.load(gates, mask=rows < G, other=0.0).to(tl.float32), float("inf"))
     elif shares.far_weight is not None:
         extra = tl.load(shares.far_weight + kv * G + rows, mask=rows < G, other=0.0).to(tl.float32)
-    total, _factor, _peak, _share = joined_parts(
+    total, _factor, _peak, _share = merged_parts(
         near, den, top, far, far_den, far_log, logit, extra, TINY, NEAR
     )
     store_rows(out + head.to(tl.int64) * (G * V) + column, V, G, total, V - column, BV)
@@ -211,7 +211,7 @@ def step(
     place_in_tail = head.to(tl.int64) * NEAR.reach
     shift_tail(
         tail_values,
-        window.columns.row,
+        window.v.row,
         own_value,
         new_values + place_in_tail * V + column,
         V,

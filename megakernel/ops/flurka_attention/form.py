@@ -8,9 +8,9 @@ from torch import Tensor
 from megakernel.ops.documents import Positions
 from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.mixture import shifted
+from megakernel.ops.partial_output import with_ones
 from megakernel.ops.projections import Projection
 from megakernel.ops.state import Exchange, KernelState
-from megakernel.ops.sums import with_ones
 from megakernel.ops.window import Rotary, Tail
 
 NearKind = Literal["softmax", "kernel"]
@@ -82,7 +82,7 @@ class FlurkaInputs(NamedTuple):
     exchange: Exchange | None = None
     """What enters then comes from there, and the far state is what these tokens alone add to `far`."""
 
-    fading: Tensor | None = None
+    log_decay: Tensor | None = None
     """(B, H_kv, N) log of what is left of the far state behind each token; None: all of it."""
 
     wants_state: bool = True
@@ -108,10 +108,10 @@ def landmarks_of(
     form: Form,
     weights: Weights,
 ) -> tuple[Tensor, Tensor]:
-    """Landmarks (B, H_kv, C, r, d) of C stretches of tokens, and their masses times [v, 1].
+    """Landmarks (B, H_kv, C, r, d) of C stretches of tokens, and their token counts times [v, 1].
 
     keys, values: (B, H_kv, C, W, .). pools: E and F, broadcastable to (B, H_kv, C, r, W). at: (B, C) positions of the
-    tokens that bring them into sight; ends: (B, C) bool, False where none does, and their mass is 0.
+    tokens that bring them into sight; ends: (B, C) bool, False where none does, and their token count is 0.
     """
     of_keys, of_values = (pool.to(keys.dtype) for pool in pools)
     landmarks = shifted(of_keys @ keys, weights.shift)
@@ -120,7 +120,7 @@ def landmarks_of(
         centre = at - (form.blocks - 1) * size - (size - 1) / 2
         flat = form.far_rotary(landmarks.flatten(2, 3), centre.repeat_interleave(rank, 1))
         landmarks = flat.unflatten(2, (-1, rank))
-    mass = ends[:, None, :, None, None].to(keys.dtype) * (size / rank)
+    token_count = ends[:, None, :, None, None].to(keys.dtype) * (size / rank)
     if weights.far_mass is not None:
-        mass = mass * torch.exp(weights.far_mass.to(keys.dtype))[:, None, None, None]
-    return landmarks, with_ones(of_values @ values, mass)
+        token_count = token_count * torch.exp(weights.far_mass.to(keys.dtype))[:, None, None, None]
+    return landmarks, with_ones(of_values @ values, token_count)

@@ -1,35 +1,35 @@
-"""One token of FLuRKA on any device: no chunks, no masks where rows stand alike, and landmarks where a block ends."""
+"""One token of FLuRKA on any device: no chunks, no masks where sequences are alike, landmarks where a block ends."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megakernel.ops.chunks import join_token, token_queries
+from megakernel.ops.chunks import token_queries, unchunk_token
 from megakernel.ops.dispatch import accum_dtype
-from megakernel.ops.documents import Positions, ends_block, position_rows, sees_far
+from megakernel.ops.documents import Positions, ends_block, sees_far, token_positions
 from megakernel.ops.feature_maps import Features
 from megakernel.ops.flurka_attention.form import FlurkaInputs, Form, Weights, landmarks_of
 from megakernel.ops.mixture import shifted
+from megakernel.ops.partial_output import Found, PartialOutput, add, finish_of, in_range, with_ones
 from megakernel.ops.phi import Phi
 from megakernel.ops.scan import Links, pairs, read_states, write_chunks
-from megakernel.ops.state import KernelState, empty_state, faded, keep
-from megakernel.ops.sums import Found, Sums, add, finish_of, in_range, with_ones
+from megakernel.ops.state import KernelState, decayed, empty_state, keep
 from megakernel.ops.window import Recent, Tail, recent
 
 
 class _Place(NamedTuple):
-    """Where the token stands, as the host decides by: a layer does for all rows what one of them needs."""
+    """Where the token stands, as the host decides by: a layer does for all sequences what one of them needs."""
 
     begins: bool
-    """A row begins a document."""
+    """A sequence begins a document."""
 
     sees_far: bool
-    """A row has landmarks in sight."""
+    """A sequence has landmarks in sight."""
 
     all_see_far: bool
     ends_block: bool
-    """A row's token brings landmarks into the sight of later ones."""
+    """A sequence's token brings landmarks into the sight of later ones."""
 
     @classmethod
     def of(cls, positions: Positions, form: Form) -> "_Place":
@@ -40,7 +40,7 @@ class _Place(NamedTuple):
 
 
 class _Scaled(Phi):
-    """The map with a scale, of a state that fades: its factor lies in the state's scale."""
+    """The map with a scale, of a state that decays: its factor lies in the state's scale."""
 
     def of_queries(self, x: Tensor) -> Features:
         """See Phi."""
@@ -49,10 +49,10 @@ class _Scaled(Phi):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tensor, KernelState, Tail]:
-    """Arguments and results of `chunked.attend`, for one token of whole rows."""
-    form, weights, gate, positions, far, tail, _, fading, _ = inputs
+    """Arguments and results of `chunked.attend`, for one token of whole sequences."""
+    form, weights, gate, positions, far, tail, _, log_decay, _ = inputs
     assert tail is not None
-    place, joined = _Place.of(positions, form), tail.and_token(k, v)
+    place, extended = _Place.of(positions, form), tail.and_token(k, v)
 
     def found(q: Tensor) -> Found:
         dtype = torch.promote_types(accum_dtype(q.dtype), far.sums.dtype)
@@ -60,22 +60,22 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tenso
         if place.begins:
             state = empty_state(state) if isinstance(positions, int) else keep(state, positions[:, 0] > 0)
         phi = Phi(form.feature_map, weights.projection, weights.priors)
-        if fading is not None:
+        if log_decay is not None:
             phi = _Scaled(*phi)
-        out, *lost = _output(q.to(dtype), joined, state, positions, place, phi, form, weights, gate)
+        out, *lost = _output(q.to(dtype), extended, state, positions, place, phi, form, weights, gate)
         if place.ends_block:
-            if fading is not None:
-                state = faded(state, fading[:, :, 0])
-            state = _with_landmarks(joined, state, positions, phi, form, weights)
+            if log_decay is not None:
+                state = decayed(state, log_decay[:, :, 0])
+            state = _with_landmarks(extended, state, positions, phi, form, weights)
         return (out.to(v.dtype), *lost), state
 
     out, leaving = in_range(found(q), lambda: found(q.double()))
-    return out, leaving._replace(log_scale=leaving.log_scale.detach()), joined.without_oldest
+    return out, leaving._replace(log_scale=leaving.log_scale.detach()), extended.without_oldest
 
 
 def _output(
     q: Tensor,
-    joined: Tail,
+    extended: Tail,
     far: KernelState,
     positions: Positions,
     place: _Place,
@@ -84,60 +84,60 @@ def _output(
     weights: Weights,
     gate: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """(B, H, 1, D), and which rows (B, H, 1) got lost, where they can."""
-    kv_heads, rows = far.sums.shape[1], position_rows(positions, 1, q.device)
+    """(B, H, 1, D), and which queries (B, H, 1) got lost, where they can."""
+    kv_heads, at = far.sums.shape[1], token_positions(positions, 1, q.device)
     finish = finish_of(form.feature_map, True)
-    seen = recent(joined, positions, form.block_size, form.blocks, q.dtype)
+    seen = recent(extended, positions, form.block_size, form.blocks, q.dtype)
     landmarks = queries = None
     if place.sees_far or form.near == "kernel":
-        far_q = form.far_rotary(q, rows) if form.far_rotary else q
+        far_q = form.far_rotary(q, at) if form.far_rotary else q
         queries = phi.of_queries(token_queries(far_q, kv_heads))
         landmarks = read_states(queries, KernelState(*(x[:, :, None] for x in far)), None)
     if gate is None:
         near = (
             seen.softmax(q, form.near_rotary, weights.priors, weights.shift)
             if form.near == "softmax" or queries is None
-            else _under_kernel(seen, queries, rows, phi, form, weights)
+            else _under_kernel(seen, queries, at, phi, form, weights)
         )
         if landmarks is not None and weights.far_weight is not None:
             weight = torch.exp(weights.far_weight.to(q.dtype)).view(kv_heads, 1, -1, 1)
             landmarks = landmarks._replace(values=landmarks.values * weight)
-        return tuple(map(join_token, finish(near if landmarks is None else add(near, landmarks))))
+        return tuple(map(unchunk_token, finish(near if landmarks is None else add(near, landmarks))))
     mean = seen.softmax_mean(q, form.near_rotary, weights.priors, weights.shift)
     if landmarks is None:
         return (mean,)
-    far_mean, *lost = map(join_token, finish(landmarks))
+    far_mean, *lost = map(unchunk_token, finish(landmarks))
     share = torch.sigmoid(gate.to(q.dtype))
     if not place.all_see_far:
         # Without a far block the near part alone, exactly: far is 0 there, and must not take its share.
-        far_rows = sees_far(rows, form.block_size, form.blocks)[:, None]
-        share, lost = torch.where(far_rows, share, 1.0), [some & far_rows for some in lost]
+        seeing = sees_far(at, form.block_size, form.blocks)[:, None]
+        share, lost = torch.where(seeing, share, 1.0), [some & seeing for some in lost]
     return (torch.lerp(far_mean, mean, share[..., None]), *lost)
 
 
 def _under_kernel(
-    seen: Recent, queries: Features, rows: Tensor, phi: Phi, form: Form, weights: Weights
-) -> Sums:
+    seen: Recent, queries: Features, at: Tensor, phi: Phi, form: Form, weights: Weights
+) -> PartialOutput:
     """The window weighed as landmarks are."""
     keys, count = shifted(seen.keys, weights.shift), seen.keys.shape[2]
     if form.near_rotary:
-        keys = form.near_rotary(keys, rows - torch.arange(count - 1, -1, -1, device=rows.device))
+        keys = form.near_rotary(keys, at - torch.arange(count - 1, -1, -1, device=at.device))
     visible = seen.visible
     if visible is None:
-        visible = torch.ones(1, count, dtype=torch.bool, device=rows.device)
+        visible = torch.ones(1, count, dtype=torch.bool, device=at.device)
     values = with_ones(seen.values)[:, :, None]
     return pairs(queries, phi.of_keys(keys[:, :, None]), values, visible[:, None, None, None])
 
 
 def _with_landmarks(
-    joined: Tail, far: KernelState, positions: Positions, phi: Phi, form: Form, weights: Weights
+    extended: Tail, far: KernelState, positions: Positions, phi: Phi, form: Form, weights: Weights
 ) -> KernelState:
     """The state with the landmarks of the first block of the windows of tokens that end their block."""
-    rows = position_rows(positions, 1, far.sums.device)
-    keys, values = (x[:, :, None, 1 : form.block_size + 1].to(far.sums.dtype) for x in joined)
+    at = token_positions(positions, 1, far.sums.device)
+    keys, values = (x[:, :, None, 1 : form.block_size + 1].to(far.sums.dtype) for x in extended)
     pools = tuple((x if x.dim() == 3 else x[None])[:, None] for x in (weights.pool_keys, weights.pool_values))
-    ends = ends_block(rows, form.block_size, form.blocks)
-    landmarks, pooled = landmarks_of(keys, values, pools, rows, ends, form, weights)
+    ends = ends_block(at, form.block_size, form.blocks)
+    landmarks, pooled = landmarks_of(keys, values, pools, at, ends, form, weights)
     writes = ends[..., None].expand(-1, -1, landmarks.shape[3])
     # Nobody reads the state here, and every document that is open goes on.
     links = Links(visible=ends, reads=ends, writes=writes, carries=torch.ones_like(ends))

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.feature_maps import FeatureMap
-from megakernel.ops.flurka_attention import join_kernels, pool_kernels, window_kernels
-from megakernel.ops.flurka_attention.arguments import Joined, Near, Pools, Shares, Window
+from megakernel.ops.flurka_attention import merge_kernels, pool_kernels, window_kernels
+from megakernel.ops.flurka_attention.arguments import Merged, Near, Pools, Shares, Window
 from megakernel.ops.groups import Tensors
 from megakernel.ops.kernel_attention import kernels, key_kernels
-from megakernel.ops.kernel_attention.arguments import Keys, Matrix, Queries, Row, Rows, State, Tokens
+from megakernel.ops.kernel_attention.arguments import Keys, Matrix, Queries, Rows, SequenceInfo, State, Tokens
 from megakernel.ops.kernel_attention.differentiable import Operator
-from megakernel.ops.kernel_attention.exchanged import Behind, Slopes
+from megakernel.ops.kernel_attention.exchanged import QueryBackward, StateGradients
 from megakernel.ops.kernel_attention.launches import SEGMENT, WARP_GROUPS, Call, TileSizes
 from megakernel.ops.kernel_attention.operators import gradient_of_matrix, products_of_queries
 from megakernel.ops.kernels.features import Phi, cdiv, padded, phi_of
@@ -40,11 +40,11 @@ def tiles_of(phi: Phi, near: Near, size: int, values: int, capability: int) -> d
     """What programs of FLuRKA's kernels hold, of tokens of `size` bytes."""
     tiles = dict.fromkeys(("pool", "pool_backward"), TileSizes(16, 16, 4))
     if size == 4:
-        names = ("join", "join_backward", "window_backward", "write_keys", "bwd_dkv")
+        names = ("merge", "merge_backward", "window_backward", "write_keys", "bwd_dkv")
         return tiles | dict.fromkeys(names, TileSizes(32, 32, 4))
     if max(phi.padded_width, padded(values), phi.padded_features // 2) <= 64:
         return tiles | {
-            **dict.fromkeys(("join", "join_backward", "write_keys"), TileSizes(64, 64, 4)),
+            **dict.fromkeys(("merge", "merge_backward", "write_keys"), TileSizes(64, 64, 4)),
             **dict.fromkeys(("window_backward", "bwd_dkv"), TileSizes(64, 32, 4)),
         }
     has_groups = capability in WARP_GROUPS
@@ -52,14 +52,14 @@ def tiles_of(phi: Phi, near: Near, size: int, values: int, capability: int) -> d
     if phi.unbounded and not has_groups:
         tiles["bwd_dkv"] = TileSizes(32, 32, 8)
     if not near.softmax:
-        return tiles | dict.fromkeys(("join", "join_backward", "window_backward"), TileSizes(32, 32, 8))
+        return tiles | dict.fromkeys(("merge", "merge_backward", "window_backward"), TileSizes(32, 32, 8))
     if not has_groups:
         return tiles | {
-            **dict.fromkeys(("join", "join_backward"), TileSizes(32, 32, 8)),
+            **dict.fromkeys(("merge", "merge_backward"), TileSizes(32, 32, 8)),
             "window_backward": TileSizes(64, 32, 8),
         }
     return tiles | {
-        **dict.fromkeys(("join", "join_backward"), TileSizes(128, 32, 8)),
+        **dict.fromkeys(("merge", "merge_backward"), TileSizes(128, 32, 8)),
         "window_backward": TileSizes(64, 32, 4),
     }
 
@@ -75,7 +75,7 @@ class FlurkaLaunches(NamedTuple):
     """Of the landmarks."""
 
     near: Near
-    row: Row
+    seq: SequenceInfo
     queries: Rows
     window: Window
     pools: Pools
@@ -97,10 +97,10 @@ class FlurkaLaunches(NamedTuple):
         near = Near(kind == "softmax", False, False, window_blocks, block_size, q.shape[-1])
         landmarks = cdiv(length, block_size) * rank
         capability = capability_of(q.device)
-        row = Row(starts, start, ends, heads, length, q.shape[2], landmarks)
+        seq = SequenceInfo(starts, start, ends, heads, length, q.shape[2], landmarks)
         call = Call(
             phi,
-            row._replace(starts=None, ends=None),
+            seq._replace(starts=None, ends=None),
             segment_blocks(phi, block_size, rank) * block_size,
             q.shape[1] // heads,
             v.shape[-1],
@@ -112,17 +112,17 @@ class FlurkaLaunches(NamedTuple):
             rank,
             tiles_of(phi, near, v.element_size(), v.shape[-1], capability),
         )
-        apart = pool_keys[0].numel() if pool_keys.dim() == 3 else 0
+        pool_stride = pool_keys[0].numel() if pool_keys.dim() == 3 else 0
         return FlurkaLaunches(
             call,
             near,
-            row,
+            seq,
             Rows.of(q),
             Window(Rows.of(k), Rows.of(v), windows, None, before, oldest),
             Pools(
                 pool_keys.contiguous(),
                 pool_values.contiguous(),
-                apart,
+                pool_stride,
                 None if far_mass is None else far_mass.contiguous(),
             ),
             Shares(None, None),
@@ -130,10 +130,10 @@ class FlurkaLaunches(NamedTuple):
             matrix,
         )
 
-    def joining(
+    def merging(
         self, gate: Tensor | None, far_weight: Tensor | None, table: Tensor | None
     ) -> "FlurkaLaunches":
-        """The call with what outputs are joined by, and the angles of its window."""
+        """The call with what outputs are merged by, and the angles of its window."""
         return self._replace(
             near=self.near._replace(gated=gate is not None, rotary=table is not None),
             window=self.window._replace(table=table),
@@ -146,99 +146,104 @@ class FlurkaLaunches(NamedTuple):
 
     def start_pool(self, kernel: Any, batch: int, each: int, *arguments: Any, **options: Any) -> None:
         """Start a kernel of pools, a program for `each` blocks of a key head."""
-        programs = batch * self.row.heads * cdiv(self.row.keys // self.call.rank, each)
+        programs = batch * self.seq.heads * cdiv(self.seq.keys // self.call.rank, each)
         sizes = {"RP": padded(self.call.rank), "BP": padded(self.near.block_size)}
         self.start(kernel, batch, self.window, *arguments, programs=programs, **sizes, **options)
 
     def write(self) -> tuple[State, Tensors]:
         """What the landmarks of each segment add, and the landmarks."""
-        k, kept = self.window.keys.pointer, self.kept()
-        room = self.call.sums_of_segments(k, self.row.length)
-        self.whole.fill(kept.terms)
-        self.start_pool(pool_kernels.pool, len(k), 1, self.pools, self.row, *kept[:2], kept.mass)
-        self.call.start(kernels.write_keys, len(k), kept.keys, self.whole, room, self.row, None)
-        return room, kept
+        k, saved = self.window.keys.pointer, self.saved()
+        buffer = self.call.sums_of_segments(k, self.seq.length)
+        self.whole.fill(saved.terms)
+        self.start_pool(pool_kernels.pool, len(k), 1, self.pools, self.seq, *saved[:2], saved.token_count)
+        self.call.start(kernels.write_keys, len(k), saved.keys, self.whole, buffer, self.seq, None)
+        return buffer, saved
 
     def found(self, queries: Tensors) -> Tensors:
-        """Room for outputs and what `Joined` says of them; empty where that is None."""
+        """A buffer for outputs and what `Merged` says of them; empty where that is None."""
         q, gate, *_ = queries
         factor = q.new_empty(q.shape[:3], dtype=torch.float32)
         return (
-            self.window.columns.pointer.new_empty(*q.shape[:3], self.call.values),
+            self.window.v.pointer.new_empty(*q.shape[:3], self.call.values),
             factor,
             factor.new_empty(q.shape[:3] if self.near.softmax else 0),
-            factor.new_empty(len(q), self.row.heads, q.shape[2] if self.call.phi.unbounded else 0),
+            factor.new_empty(len(q), self.seq.heads, q.shape[2] if self.call.phi.unbounded else 0),
             factor.new_empty(0 if gate is not None else q.shape[:3]),
         )
 
-    def kept(self) -> "_Kept":
-        """Room for the landmarks."""
-        v, phi = self.window.columns.pointer, self.call.phi
-        lead = (len(v), self.row.heads, self.row.keys)
-        mass = v.new_empty(lead, dtype=torch.float32)
-        return _Kept(
-            mass.new_empty(*lead, self.near.width),
+    def saved(self) -> "_Saved":
+        """A buffer for the landmarks."""
+        v, phi = self.window.v.pointer, self.call.phi
+        lead = (len(v), self.seq.heads, self.seq.keys)
+        token_count = v.new_empty(lead, dtype=torch.float32)
+        return _Saved(
+            token_count.new_empty(*lead, self.near.width),
             v.new_empty(*lead, self.call.values),
             v.new_empty(*lead, phi.padded_features),
-            mass.new_empty(lead if phi.unbounded else 0),
-            mass,
-            self.whole.room(v.dtype, v),
+            token_count.new_empty(lead if phi.unbounded else 0),
+            token_count,
+            self.whole.buffer(v.dtype, v),
         )
 
     def no_queries(self, q: Tensor) -> Tensors:
         """See `kernel_attention.exchanged.Launches`."""
         return q, None, None, None
 
-    def joined(self, factor: Tensor, peak: Tensor, scale: Tensor, share: Tensor) -> Joined:
+    def merged(self, factor: Tensor, lse: Tensor, scale: Tensor, share: Tensor) -> Merged:
         """The same as kernels take it."""
         near, unbounded = self.near, self.call.phi.unbounded
-        rest = (peak if near.softmax else None, scale if unbounded else None, None if near.gated else share)
-        return Joined(factor, *rest)
+        rest = (lse if near.softmax else None, scale if unbounded else None, None if near.gated else share)
+        return Merged(factor, *rest)
 
-    def known(self, queries: Rows | Queries, kept: Tensors, state: State) -> tuple[Any, ...]:
+    def known(self, queries: Rows | Queries, saved: Tensors, state: State) -> tuple[Any, ...]:
         """What both kernels of queries are given first."""
-        of_keys = _Kept(*kept)
+        of_keys = _Saved(*saved)
         matrix = self.whole.split(of_keys.terms)
-        return queries, self.window, of_keys.keys, matrix, state, self.row, self.shares
+        return queries, self.window, of_keys.keys, matrix, state, self.seq, self.shares
 
-    def read(self, queries: Tensors, kept: Tensors, state: State) -> Tensors:
-        """Outputs and what `Joined` says of them."""
-        launches = self.joining(*queries[1:])
+    def read(self, queries: Tensors, saved: Tensors, state: State) -> Tensors:
+        """Outputs and what `Merged` says of them."""
+        launches = self.merging(*queries[1:])
         out, *rest = self.found(queries)
-        known = launches.known(self.queries, kept, state)
-        launches.start(join_kernels.join, len(out), *known, out, launches.joined(*rest))
+        known = launches.known(self.queries, saved, state)
+        launches.start(merge_kernels.merge, len(out), *known, out, launches.merged(*rest))
         return out, *rest
 
     def bwd_read(
-        self, grad: Tensor, queries: Tensors, found: Tensors, kept: Tensors, state: State, learned: bool
-    ) -> Behind:
+        self, grad: Tensor, queries: Tensors, found: Tensors, saved: Tensors, state: State, learned: bool
+    ) -> QueryBackward:
         """See `kernel_attention.exchanged.Launches`."""
         (q, gate, far_weight, table), far = queries, self.call
-        launches = self.joining(gate, far_weight, table)
-        joined = launches.joined(*found)
-        means, delta = torch.empty_like(joined.factor), torch.empty_like(joined.factor)
-        change = torch.empty_like(joined.factor if gate is None else gate)
+        launches = self.merging(gate, far_weight, table)
+        merged = launches.merged(*found)
+        means, delta = torch.empty_like(merged.factor), torch.empty_like(merged.factor)
+        change = torch.empty_like(merged.factor if gate is None else gate)
         tokens = Tokens(self.queries, *far.features(q, far.stored))
-        known = Queries(tokens, Rows.of(grad), joined.factor, delta, joined.scale)
+        known = Queries(tokens, Rows.of(grad), merged.factor, delta, merged.scale)
         dq, dy = q.new_empty(q.shape), self._projected(q) if learned else None
-        given = (*launches.known(known, kept, state), joined)
-        launches.start(join_kernels.join_backward, len(grad), *given, dq, dy, means, change)
+        given = (*launches.known(known, saved, state), merged)
+        launches.start(merge_kernels.merge_backward, len(grad), *given, dq, dy, means, change)
         if far.stored:
             # Behind their features nobody reads them.
             known = known._replace(tokens=tokens._replace(rows=None))
         dfar_weight = change.sum((0, 2)) if gate is None else None
         grads = (dq, None if gate is None else change, None if far_weight is None else dfar_weight, None)
-        of_matrix = None if dy is None else cache(partial(products_of_queries, dy, q, self.row.heads))
-        return Behind(known, grads, of_matrix, (launches, joined, means, dfar_weight))
+        of_matrix = None if dy is None else cache(partial(products_of_queries, dy, q, self.seq.heads))
+        return QueryBackward(known, grads, of_matrix, (launches, merged, means, dfar_weight))
 
     def bwd_write(
-        self, behind: Behind, kept: Tensors, state: State, last: Slopes | None, first: Slopes | None
+        self,
+        query_backward: QueryBackward,
+        saved: Tensors,
+        state: State,
+        last: StateGradients | None,
+        first: StateGradients | None,
     ) -> Tensors:
         """Gradients of keys, values, projection, E, F and beta."""
-        queries, (launches, joined, means, dfar_weight) = behind.queries, behind.rest
-        of_keys, learned = _Kept(*kept), behind.of_matrix is not None
+        queries, (launches, merged, means, dfar_weight) = query_backward.queries, query_backward.rest
+        of_keys, learned = _Saved(*saved), query_backward.of_matrix is not None
         landmarks, keys, matrix = of_keys.landmarks, of_keys.keys, self.whole.split(of_keys.terms)
-        far, row, k, v = self.call, self.row, self.window.keys.pointer, self.window.columns.pointer
+        far, seq, k, v = self.call, self.seq, self.window.keys.pointer, self.window.v.pointer
         batch = len(k)
         dlandmarks, dpooled = (
             torch.empty_like(landmarks),
@@ -247,35 +252,35 @@ class FlurkaLaunches(NamedTuple):
         dy_landmarks = self._projected(landmarks) if learned else None
         found = (dlandmarks, dpooled, dy_landmarks, None, None)
         # States of unbounded maps have float32's digits, and take twice the shared memory.
-        for rooms in far.halves(found) if far.phi.unbounded else [found]:
-            far.start(key_kernels.bwd_dkv, batch, queries, keys, self.whole, state, row, *rooms)
+        for buffers in far.halves(found) if far.phi.unbounded else [found]:
+            far.start(key_kernels.bwd_dkv, batch, queries, keys, self.whole, state, seq, *buffers)
         dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
         dy_k = self._projected(k) if learned and not self.near.softmax else None
         numbers = tuple(landmarks.new_empty(2, *k.shape[:3], far.rank))
         launches.start(
             window_kernels.window_backward,
-            *(batch, self.queries, launches.window, self.pools, matrix, row, launches.shares, joined),
+            *(batch, self.queries, launches.window, self.pools, matrix, seq, launches.shares, merged),
             *(queries.grad, means, dlandmarks, dpooled, numbers, dk, dv, dy_k),
-            programs=cdiv(k.shape[2], far.tile("window_backward").chunk) * batch * row.heads,
+            programs=cdiv(k.shape[2], far.tile("window_backward").chunk) * batch * seq.heads,
         )
-        parts = cdiv(row.keys // far.rank, BLOCKS_AT_ONCE)
+        parts = cdiv(seq.keys // far.rank, BLOCKS_AT_ONCE)
         pools = self.pools.of_keys
-        dpools = landmarks.new_empty(2, batch, row.heads, parts, *pools.shape[-2:])
-        known = (batch, BLOCKS_AT_ONCE, row, numbers, *dpools)
+        dpools = landmarks.new_empty(2, batch, seq.heads, parts, *pools.shape[-2:])
+        known = (batch, BLOCKS_AT_ONCE, seq, numbers, *dpools)
         # Nobody reads the tokens again.
-        places = launches._replace(window=launches.window._replace(keys=None, columns=None))
+        places = launches._replace(window=launches.window._replace(keys=None, v=None))
         places.start_pool(pool_kernels.pool_backward, *known, EACH=BLOCKS_AT_ONCE)
         dkeys, dvalues = (part.sum((0, 2) if pools.dim() == 3 else (0, 1, 2)) for part in dpools)
         pairs = ((dy_k, k), (dy_landmarks, landmarks))
         dmatrix = None
-        if behind.of_matrix is not None and self.given_matrix is not None:
-            products = [products_of_queries(dy, x, row.heads) for dy, x in pairs if dy is not None]
-            dmatrix = gradient_of_matrix(self.given_matrix, behind.of_matrix(), *products)
+        if query_backward.of_matrix is not None and self.given_matrix is not None:
+            products = [products_of_queries(dy, x, seq.heads) for dy, x in pairs if dy is not None]
+            dmatrix = gradient_of_matrix(self.given_matrix, query_backward.of_matrix(), *products)
         dfar_mass = None
         if self.pools.far_mass is not None:
-            dfar_mass = landmarks.new_zeros(row.heads)
+            dfar_mass = landmarks.new_zeros(seq.heads)
             if dfar_weight is not None:
-                dfar_mass += dfar_weight.view(row.heads, -1).sum(1)
+                dfar_mass += dfar_weight.view(seq.heads, -1).sum(1)
             if last is not None:
                 dfar_mass += _along(*last)
             if first is not None:
@@ -283,18 +288,18 @@ class FlurkaLaunches(NamedTuple):
         return dk, dv, dmatrix, dkeys, dvalues, dfar_mass, None, None, None
 
     def _projected(self, tokens: Tensor) -> Tensor:
-        """Room for the gradients of projected tokens."""
+        """A buffer for the gradients of projected tokens."""
         return tokens.new_empty(*tokens.shape[:3], self.call.phi.rows)
 
 
-class _Kept(NamedTuple):
+class _Saved(NamedTuple):
     """Landmarks, as keys. What nobody needs is empty."""
 
     landmarks: Tensor
     values: Tensor
     features: Tensor
     feature_logs: Tensor
-    mass: Tensor
+    token_count: Tensor
     terms: Tensor
     """Of the projection."""
 
@@ -303,7 +308,7 @@ class _Kept(NamedTuple):
         """The landmarks as kernels take keys."""
         logs = self.feature_logs if self.feature_logs.numel() else None
         tokens = Tokens(Rows.of(self.landmarks), self.features, logs)
-        return Keys(tokens, Rows.of(self.values), self.mass, None)
+        return Keys(tokens, Rows.of(self.values), self.token_count, None)
 
 
 def _along(state: tuple[Tensor, ...], slope: tuple[Tensor, ...]) -> Tensor:
@@ -320,5 +325,7 @@ def _along(state: tuple[Tensor, ...], slope: tuple[Tensor, ...]) -> Tensor:
 OPTIONS = {"feature_map": str, "components": int, "near": str}
 OPTIONS |= dict.fromkeys(("blocks", "start", "before", "oldest"), int)
 
-forward = Operator("flurka_attention", OPTIONS, FlurkaLaunches.of, queries=4, keys=9, kept=len(_Kept._fields))
+forward = Operator(
+    "flurka_attention", OPTIONS, FlurkaLaunches.of, queries=4, keys=9, saved=len(_Saved._fields)
+)
 """Of the tensors of `FlurkaLaunches`, and a first state."""

@@ -1,8 +1,8 @@
-"""Where blocks of FLuRKA lie in a row, as its kernels take it.
+"""Where blocks of FLuRKA lie in a sequence, as its kernels take it.
 
-A row is cut into chunks of b tokens at fixed places. Ends of complete blocks are at least b apart, so at most one lies
-in a chunk; where it lies, the landmarks of the block that leaves the window of all later tokens enter the far part.
-Where blocks are the chunks of a row (`aligned`), kernels know all this by arithmetic, and tables stay None.
+A sequence is cut into chunks of b tokens at fixed places. Ends of complete blocks are at least b apart, so at most one
+lies in a chunk; where it lies, the landmarks of the block that leaves the window of all later tokens enter the far
+part. Where blocks are the chunks of a sequence (`aligned`), kernels know all this by arithmetic, and tables stay None.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ class Places(NamedTuple):
     """Tables of a call, all int32; places count from the first token, and are negative in the tail before it."""
 
     starts: Tensor | None
-    """(B, N): where each token's document starts, negative before the row; None where all tokens are of one."""
+    """(B, N): where each token's document starts, negative before the sequence; None where all tokens are of one."""
 
     start: int
     """That of the one document."""
@@ -36,13 +36,13 @@ class Places(NamedTuple):
 
 
 def places_of(positions: Positions, q: Tensor, *, block_size: int, blocks: int, tail: bool) -> Places:
-    """The places of the tokens q (B, H, N, d); `tail`: tokens before the row are at hand."""
+    """The places of the tokens q (B, H, N, d); `tail`: tokens before the sequence are at hand."""
     batch, _, length, _ = q.shape
     reach = block_size * blocks
     if isinstance(positions, int):
         start = -positions
         aligned = positions % block_size == 0
-        # An aligned row of windows of one block sees no token before it.
+        # An aligned sequence of windows of one block sees no token before it.
         before = reach if tail and positions > 0 and not (aligned and blocks == 1) else 0
         oldest = -min(positions, before)
         if aligned:

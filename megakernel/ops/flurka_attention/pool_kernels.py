@@ -36,9 +36,9 @@ def pooled(tokens, pool, dtype: tl.constexpr):
 
 
 @triton.jit
-def tokens_of_block(window, row, batch, block, NEAR: tl.constexpr):
+def tokens_of_block(window, seq, batch, block, NEAR: tl.constexpr):
     """The number of the first token that landmarks are pooled from, int64, and how many there are: b or 0."""
-    end = block_end(window, row, batch, block, NEAR)
+    end = block_end(window, seq, batch, block, NEAR)
     begin = tl.where(end >= 0, end - NEAR.reach + 1, 0) + window.before
     return begin.to(tl.int64), tl.where(end >= 0, NEAR.block_size, 0)
 
@@ -47,12 +47,12 @@ def tokens_of_block(window, row, batch, block, NEAR: tl.constexpr):
 def pool(
     window,
     pools,
-    row,
+    seq,
     landmarks,
     values,
-    mass,
+    token_count,
     NEAR: tl.constexpr,
-    CUT: tl.constexpr,
+    TILING: tl.constexpr,
     PHI: tl.constexpr,
     RP: tl.constexpr,
     BP: tl.constexpr,
@@ -61,38 +61,38 @@ def pool(
 
     A block that does not end, or whose tokens are not at hand, has landmarks of 0 that count nothing.
     """
-    R: tl.constexpr = CUT.rank
+    R: tl.constexpr = TILING.rank
     B: tl.constexpr = NEAR.block_size
-    blocks = tl.cdiv(row.length, B)
+    blocks = tl.cdiv(seq.length, B)
     head, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    batch, kv = head // row.heads, head % row.heads
-    at, count = tokens_of_block(window, row, batch, block, NEAR)
+    batch, kv = head // seq.heads, head % seq.heads
+    at, count = tokens_of_block(window, seq, batch, block, NEAR)
     k = head_at(window.keys, batch, kv) + at * window.keys.row
-    v = head_at(window.columns, batch, kv) + at * window.columns.row
+    v = head_at(window.v, batch, kv) + at * window.v.row
     dtype: tl.constexpr = k.dtype.element_ty
     seat = (head.to(tl.int64) * blocks + block) * R
     tokens = load_rows(k, window.keys.row, count, BP, PHI.width, PHI.padded_width)
     of_keys = load_pool(pools.of_keys + kv.to(tl.int64) * pools.head, R, RP, B, BP)
     store_landmarks(landmarks + seat * PHI.width, pooled(tokens, of_keys, dtype), R, PHI.width)
-    tokens = load_rows(v, window.columns.row, count, BP, CUT.values, CUT.padded_values)
+    tokens = load_rows(v, window.v.row, count, BP, TILING.values, TILING.padded_values)
     of_values = load_pool(pools.of_values + kv.to(tl.int64) * pools.head, R, RP, B, BP)
-    store_landmarks(values + seat * CUT.values, pooled(tokens, of_values, dtype), R, CUT.values)
+    store_landmarks(values + seat * TILING.values, pooled(tokens, of_values, dtype), R, TILING.values)
     r = tl.arange(0, RP)
     each = B / R * (1.0 if pools.far_mass is None else tl.exp(tl.load(pools.far_mass + kv).to(tl.float32)))
     counts = tl.where(count > 0, each, 0.0)
-    tl.store(mass + seat + r, tl.zeros((RP,), tl.float32) + counts, mask=r < R)
+    tl.store(token_count + seat + r, tl.zeros((RP,), tl.float32) + counts, mask=r < R)
 
 
 @triton.jit
 def pool_backward(
     window,
-    row,
+    seq,
     numbers,
     of_keys,
     of_values,
     EACH: tl.constexpr,
     NEAR: tl.constexpr,
-    CUT: tl.constexpr,
+    TILING: tl.constexpr,
     PHI: tl.constexpr,
     RP: tl.constexpr,
     BP: tl.constexpr,
@@ -101,17 +101,17 @@ def pool_backward(
 
     Their keys' parts are the two `numbers` of `window_kernels.window_backward`. Program: EACH blocks of a key head.
     """
-    R: tl.constexpr = CUT.rank
+    R: tl.constexpr = TILING.rank
     B: tl.constexpr = NEAR.block_size
-    blocks = tl.cdiv(row.length, B)
+    blocks = tl.cdiv(seq.length, B)
     parts = tl.cdiv(blocks, EACH)
     head, part = tl.program_id(0) // parts, tl.program_id(0) % parts
-    batch = head // row.heads
-    own = head.to(tl.int64) * (window.before + row.length)
+    batch = head // seq.heads
+    own = head.to(tl.int64) * (window.before + seq.length)
     total_k = tl.zeros((BP, RP), tl.float32)
     total_v = total_k
     for block in range(part * EACH, tl.minimum(part * EACH + EACH, blocks)):
-        at, count = tokens_of_block(window, row, batch, block, NEAR)
+        at, count = tokens_of_block(window, seq, batch, block, NEAR)
         total_k += load_rows(numbers[0] + (own + at) * R, R, count, BP, R, RP)
         total_v += load_rows(numbers[1] + (own + at) * R, R, count, BP, R, RP)
     place = tl.program_id(0).to(tl.int64) * (B * R)

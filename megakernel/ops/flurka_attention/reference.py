@@ -4,39 +4,39 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.dispatch import accum_dtype
-from megakernel.ops.documents import open_documents, position_rows
+from megakernel.ops.documents import open_documents, token_positions
 from megakernel.ops.flurka_attention.form import FlurkaInputs, Form, Weights
 from megakernel.ops.kernel_attention.reference import per_query_head, phi
 from megakernel.ops.mixture import by_component
+from megakernel.ops.partial_output import PartialOutput, normalized
 from megakernel.ops.state import KernelState
-from megakernel.ops.sums import Sums, normalized
 from megakernel.ops.window import Tail, empty_tail
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tensor, KernelState, Tail]:
     """Arguments and results of `chunked.attend`."""
-    form, weights, gate, positions, far, tail, exchange, fading, _ = inputs
+    form, weights, gate, positions, far, tail, exchange, log_decay, _ = inputs
     if tail is None:
         tail = empty_tail(k, v, form.block_size * form.blocks)
     batch, heads, length, _ = q.shape
     dtype, device = accum_dtype(q.dtype), q.device
-    rows = position_rows(positions, length, device).expand(batch, -1)
+    at = token_positions(positions, length, device).expand(batch, -1)
     tokens = [
-        _Row(
-            q[row].to(dtype),
-            torch.cat([tail.keys[row], k[row]], 1).to(dtype),
-            torch.cat([tail.values[row], v[row]], 1).to(dtype),
-            rows[row],
+        _Sequence(
+            q[b].to(dtype),
+            torch.cat([tail.keys[b], k[b]], 1).to(dtype),
+            torch.cat([tail.values[b], v[b]], 1).to(dtype),
+            at[b],
             form,
             weights,
-            torch.zeros(k.shape[1], length) if fading is None else fading[row],
+            torch.zeros(k.shape[1], length) if log_decay is None else log_decay[b],
         )
-        for row in range(batch)
+        for b in range(batch)
     ]
-    own = torch.stack([row.landmark_sums(length) for row in tokens])
+    own = torch.stack([one.landmark_sums(length) for one in tokens])
     carries = open_documents(positions, length, batch, device)
-    if fading is not None:
-        carries = carries[:, None] * fading.sum(2).exp()
+    if log_decay is not None:
+        carries = carries[:, None] * log_decay.sum(2).exp()
     leaving = own
     if exchange is not None:
         far = exchange(KernelState(own, own.new_zeros(own.shape[:2])), carries).wait()
@@ -45,19 +45,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tenso
         leaving = own + entering * carries.view(batch, -1, 1, 1)
 
     out = []
-    for row in range(batch):
+    for b in range(batch):
         for i in range(length):
-            (near, peak), seen = tokens[row].near(i), tokens[row].far(i, entering[row])
-            share = None if gate is None else gate[row, :, i]
-            out.append(_join(near, peak, seen, share, tokens[row].sees_far(i), weights))
+            (near, log_scale), seen = tokens[b].near(i), tokens[b].far(i, entering[b])
+            share = None if gate is None else gate[b, :, i]
+            out.append(_merge(near, log_scale, seen, share, tokens[b].sees_far(i), weights))
     stacked = torch.stack(out).view(batch, length, heads, -1).transpose(1, 2)
     return stacked.to(v.dtype), KernelState(leaving, leaving.new_zeros(leaving.shape[:2])), tail.after(k, v)
 
 
-def _join(
-    near: Tensor, peak: Tensor, far: Tensor, gate: Tensor | None, sees_far: bool, weights: Weights
+def _merge(
+    near: Tensor, log_scale: Tensor, far: Tensor, gate: Tensor | None, sees_far: bool, weights: Weights
 ) -> Tensor:
-    """(H, D) from the sums (H, D + 1) of the near part, times exp(peak), and of the far part."""
+    """(H, D) from the sums (H, D + 1) of the near part, times exp(log_scale), and of the far part."""
     if not sees_far:
         return _mean(near)
     if gate is not None:
@@ -65,17 +65,17 @@ def _join(
         return share * _mean(near) + (1 - share) * _mean(far)
     if weights.far_weight is not None:
         far = far * torch.exp(weights.far_weight)[:, None]
-    common = peak.clamp(min=0)
-    return _mean(near * torch.exp(peak - common) + far * torch.exp(-common))
+    common = log_scale.clamp(min=0)
+    return _mean(near * torch.exp(log_scale - common) + far * torch.exp(-common))
 
 
 def _mean(sums: Tensor) -> Tensor:
     """(H, D) from sums (H, D + 1); 0 where all weights are, as phi's may be: those of `relu` for a negative query."""
-    return normalized(Sums(sums, None))
+    return normalized(PartialOutput(sums, None))
 
 
-class _Row:
-    """One row of the batch: its tokens and the `before` tokens of its tail."""
+class _Sequence:
+    """One sequence of the batch: its tokens and the `before` tokens of its tail."""
 
     def __init__(
         self,
@@ -85,9 +85,9 @@ class _Row:
         positions: Tensor,
         form: Form,
         weights: Weights,
-        fading: Tensor,
+        log_decay: Tensor,
     ):
-        self.fading = fading
+        self.log_decay = log_decay
         self.form, self.weights, self.group = form, weights, q.shape[0] // keys.shape[0]
         self.q, self.values, self.at = q, values, positions.tolist()
         # The M keys of a position, what is added to them and what each counts, (H_kv, 1, d) and (H_kv, 1, 1).
@@ -120,12 +120,12 @@ class _Row:
                 q, keys = rotary(q, positions[:, -1:]), rotary(keys, positions)
             similar.append(self._near_similarity(q, keys)[0, :, 0])
         # (M, H, W), by the M keys of each position.
-        weights, peak = torch.stack(similar), values.new_zeros(len(self.q), 1)
+        weights, log_scale = torch.stack(similar), values.new_zeros(len(self.q), 1)
         if self.form.near != "kernel":
-            peak = weights.detach().amax((0, 2))[:, None]
-            weights = torch.exp(weights - peak)
+            log_scale = weights.detach().amax((0, 2))[:, None]
+            weights = torch.exp(weights - log_scale)
         weights = (weights * self.shares.repeat_interleave(self.group, 1)[..., 0]).sum(0)
-        return (weights[:, None] @ values.repeat_interleave(self.group, 0))[:, 0], peak
+        return (weights[:, None] @ values.repeat_interleave(self.group, 0))[:, 0], log_scale
 
     def _near_similarity(self, q: Tensor, keys: Tensor) -> Tensor:
         """Weights (1, H, 1, W) of one query and the keys of its window, under softmax their logarithms."""
@@ -162,16 +162,16 @@ class _Row:
 
     def _left(self, start: int, end: int) -> Tensor:
         """(H_kv, 1, 1): what the tokens from place `start` on and before `end` leave of the far state."""
-        return self.fading[:, start:end].sum(1).exp()[:, None, None]
+        return self.log_decay[:, start:end].sum(1).exp()[:, None, None]
 
     def _landmarks(self, start: int, block: int) -> Tensor:
         """sum_s m_s sum_r pi_r phi(k_sr) [v_s, 1] of one block, whose first token stands at `start`."""
         b = self.form.block_size
         values = self.weights.pool_values @ self.values[:, start : start + b]
         rank = values.shape[1]
-        mass = torch.tensor(b / rank, dtype=values.dtype)
+        token_count = torch.tensor(b / rank, dtype=values.dtype)
         if self.weights.far_mass is not None:
-            mass = mass * torch.exp(self.weights.far_mass)[:, None, None]
+            token_count = token_count * torch.exp(self.weights.far_mass)[:, None, None]
         centre = torch.full((1, rank), block * b + (b - 1) / 2, dtype=torch.float64)
         phi_k = []
         for share, shift, of_row in zip(self.shares, self.shifts, self.keys):
@@ -179,7 +179,7 @@ class _Row:
             if rotary := self.form.far_rotary:
                 keys = rotary(keys, centre)
             phi_k.append(share * self._phi_k(keys)[0])
-        return (mass * sum(phi_k)).transpose(-1, -2) @ self._with_ones(values)
+        return (token_count * sum(phi_k)).transpose(-1, -2) @ self._with_ones(values)
 
     def _phi_q(self, x: Tensor) -> Tensor:
         return phi(self.form.feature_map, x, per_query_head(self.weights.projection, self.group))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megakernel.ops.documents import open_documents, position_rows, sees_far
+from megakernel.ops.documents import open_documents, sees_far, token_positions
 from megakernel.ops.feature_maps import named
 from megakernel.ops.flurka_attention import chunked, decode, operators
 from megakernel.ops.flurka_attention.form import FlurkaInputs, Form
@@ -24,9 +24,9 @@ from megakernel.ops.kernel_attention.launches import state_of, tiles_of
 from megakernel.ops.kernel_attention.triton import unsupported_features, unsupported_tiles
 from megakernel.ops.kernels.features import phi_of
 from megakernel.ops.kernels.launch import is_noting
+from megakernel.ops.partial_output import Found, in_range, may_lose
 from megakernel.ops.projections import dense
 from megakernel.ops.state import KernelState
-from megakernel.ops.sums import Found, in_range, may_lose
 from megakernel.ops.window import Tail, empty_tail
 
 WIDEST = 128
@@ -51,8 +51,8 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> str | 
     form, weights = inputs.form, inputs.weights
     if (reason := unsupported_features(q, form.feature_map)) is not None:
         return reason
-    if inputs.fading is not None:
-        return "landmarks fade; expected a far state that keeps all"
+    if inputs.log_decay is not None:
+        return "log_decay is given; expected a far state without decay"
     if weights.priors is not None:
         return "priors are given, for several keys at a position; expected one"
     if form.far_rotary is not None:
@@ -85,7 +85,7 @@ def attend(
 ) -> tuple[Tensor, KernelState | None, Tail | None]:
     """Arguments and results of `chunked.attend`, in bfloat16 or float32; no state where `inputs` want none.
 
-    Of exponential maps rows can get lost, which are then made again: see `kernel_attention.triton.attend`.
+    Of exponential maps queries can get lost, which are then made again: see `kernel_attention.triton.attend`.
     """
     if decode.unsupported(q, k, v, inputs) is None:
         return decode.step(q, k, v, inputs)
@@ -102,7 +102,7 @@ def attend(
     options = (name.name, name.components, form.near, form.blocks, places.start, places.before, places.oldest)
     pools = (weights.pool_keys.to(torch.float32), weights.pool_values.to(torch.float32))
 
-    def joining() -> Tensors:
+    def merging() -> Tensors:
         """Logits of the gate, gamma, and the angles of windows."""
         far_weight = weights.far_weight if gate is None else None
         turns = None if form.near_rotary is None else angles_of(form, q.shape[-1])
@@ -115,7 +115,7 @@ def attend(
     if exchange is None:
         tile = (None, None, None) if first is None else tiles_of(first, phi, v.shape[-1])
         out, factor, *_, sums, norms, logs = operators.forward(
-            (q, *joining(), *of_keys, *tables, *tile), *options
+            (q, *merging(), *of_keys, *tables, *tile), *options
         )
         if wants_state:
             last = state_of(sums, norms, logs, phi, v.shape[-1])
@@ -123,19 +123,19 @@ def attend(
         carries = open_documents(positions, q.shape[2], q.shape[0], q.device)
         shard = exchanged.Shard(q, partial(operators.FlurkaLaunches.of, options))
         (out, factor, *_), first, last = exchanged.attend(
-            shard, (*of_keys, *tables), lambda: (q, *joining()), exchange, carries, phi, v.shape[-1]
+            shard, (*of_keys, *tables), lambda: (q, *merging()), exchange, carries, phi, v.shape[-1]
         )
     # A window's softmax that shares its normalizer with the landmarks has weights that add up to 1 at least.
     if not may_lose(name, form.near == "kernel" or gate is not None) or is_noting():
         return out, last, left
     lost = factor == 0
     if gate is not None:
-        lost &= sees_far(position_rows(positions, q.shape[2], q.device), b, form.blocks)[:, None]
+        lost &= sees_far(token_positions(positions, q.shape[2], q.device), b, form.blocks)[:, None]
 
     def again() -> Found:
         # What other processes handed over is in `first`.
         exact = inputs._replace(far=first or far, exchange=None)
-        wide, *_ = chunked.attend(q.double(), k.double(), v.double(), exact)
-        return (wide,), last
+        in_float64, *_ = chunked.attend(q.double(), k.double(), v.double(), exact)
+        return (in_float64,), last
 
     return *in_range(((out, lost), last), again), left

@@ -84,7 +84,7 @@ def products(a, b, a2, b2, dtype: tl.constexpr, NEAR: tl.constexpr, PHI: tl.cons
 def window_weights(similar, logs, level, visible, NEAR: tl.constexpr, PHI: tl.constexpr):
     """Weights of pairs before `near_factor`, and what a change of `similar` changes them by.
 
-    logs: log scales of keys, and level: peaks of queries, or r under phi; both spread over the tile.
+    logs: log scales of keys, and level: lse of queries, or r under phi; both spread over the tile.
     """
     if NEAR.softmax:
         weights = tl.where(visible, exp2(similar * NEAR.sharp - level), 0.0)
@@ -101,7 +101,7 @@ def near_factor(shares, factor, head, query_head, at, first, length, C: tl.const
     """n_i of C queries: the gate, 1 beside landmarks under one softmax, or 1 / den under phi.
 
     first: where their documents start. factor: what sums over landmarks are multiplied by, for the query heads of all
-    rows; exp(gamma) / den under phi.
+    sequences; exp(gamma) / den under phi.
     """
     if NEAR.gated:
         numbers = tl.sigmoid(gate_of(shares, head, at, first, length, C, NEAR))
@@ -114,12 +114,12 @@ def near_factor(shares, factor, head, query_head, at, first, length, C: tl.const
 
 
 @triton.jit
-def level_of(joined, head, key_head, at, length, C: tl.constexpr, NEAR: tl.constexpr, PHI: tl.constexpr):
+def level_of(merged, head, key_head, at, length, C: tl.constexpr, NEAR: tl.constexpr, PHI: tl.constexpr):
     """What the weights of C queries are measured from."""
     if NEAR.softmax:
-        level = load_numbers(joined.peak + head.to(tl.int64) * length, at, length, C)
+        level = load_numbers(merged.lse + head.to(tl.int64) * length, at, length, C)
     elif PHI.unbounded:
-        level = load_numbers(joined.scale + key_head.to(tl.int64) * length, at, length, C)
+        level = load_numbers(merged.scale + key_head.to(tl.int64) * length, at, length, C)
     else:
         level = tl.zeros((C,), tl.float32)
     return level
@@ -147,9 +147,9 @@ def window_backward(
     window,
     pools,
     matrix,
-    row,
+    seq,
     shares,
-    joined,
+    merged,
     grad,
     means,
     dlandmarks,
@@ -158,7 +158,7 @@ def window_backward(
     dk,
     dv,
     dy,
-    CUT: tl.constexpr,
+    TILING: tl.constexpr,
     NEAR: tl.constexpr,
     PHI: tl.constexpr,
 ):
@@ -166,29 +166,29 @@ def window_backward(
 
     Through windows, and from their landmarks, which hand back E^T dlandmarks (B, H_kv, blocks R, D) and F^T dpooled
     (..., V). `numbers`, two of (B, H_kv, before + N, R) float32: dlandmarks.k and dpooled.v of each key and the
-    landmarks of its block, which `pool_backward` adds up. Program: CUT.chunk keys of a key head, which go by CUT.block
-    queries.
+    landmarks of its block, which `pool_backward` adds up. Program: TILING.chunk keys of a key head, which go by
+    TILING.block queries.
     """
-    C: tl.constexpr = CUT.chunk
-    BQ: tl.constexpr = CUT.block
-    G: tl.constexpr = CUT.group
-    VP: tl.constexpr = CUT.padded_values
+    C: tl.constexpr = TILING.chunk
+    BQ: tl.constexpr = TILING.block
+    G: tl.constexpr = TILING.group
+    VP: tl.constexpr = TILING.padded_values
     B: tl.constexpr = NEAR.block_size
-    R: tl.constexpr = CUT.rank
+    R: tl.constexpr = TILING.rank
     WIDTH: tl.constexpr = NEAR.padded_half if NEAR.softmax else PHI.padded_rows
     PAIR: tl.constexpr = NEAR.softmax or PHI.two
-    tiles = tl.cdiv(window.before + row.length, C)
+    tiles = tl.cdiv(window.before + seq.length, C)
     head, at = tl.program_id(0) // tiles, tl.program_id(0) % tiles * C - window.before
-    batch, kv = head // row.heads, head % row.heads
-    rows, left = at + tl.arange(0, C), row.length - at
+    batch, kv = head // seq.heads, head % seq.heads
+    rows, left = at + tl.arange(0, C), seq.length - at
     seat = tl.cast(at + window.before, tl.int64)
     k = head_at(window.keys, batch, kv) + seat * window.keys.row
-    v = head_at(window.columns, batch, kv) + seat * window.columns.row
+    v = head_at(window.v, batch, kv) + seat * window.v.row
     dtype: tl.constexpr = k.dtype.element_ty
     projection = matrix_of(matrix, kv, PHI)
 
     ka, kb, logs = window_tile(k, window.keys.row, left, window, 0, projection, matrix.low, C, NEAR, PHI)
-    values = load_rows(v, window.columns.row, left, C, CUT.values, VP)
+    values = load_rows(v, window.v.row, left, C, TILING.values, VP)
     of_a = tl.zeros((C, WIDTH), tl.float32)
     of_b = tl.zeros((C, WIDTH), tl.float32)
     of_values = tl.zeros((C, VP), tl.float32)
@@ -196,7 +196,7 @@ def window_backward(
     first = tl.maximum(at, 0)
     # Places may be negative: those of a tail, of whole blocks.
     reach = at + C - 1 + NEAR.reach
-    last = tl.minimum(reach // B * B if window.windows is None else reach, row.queries)
+    last = tl.minimum(reach // B * B if window.windows is None else reach, seq.queries)
     steps = tl.maximum(tl.cdiv(last - first, BQ), 0)
     for step in range(G * steps):
         g = step // steps
@@ -205,19 +205,19 @@ def window_backward(
         own = head * G + g
         far = tl.cast(place, tl.int64)
         seats = place + tl.arange(0, BQ)
-        starts = window_start(window, row, batch, seats, NEAR)
+        starts = window_start(window, seq, batch, seats, NEAR)
         q = head_at(queries, batch, query_head) + far * queries.row
         qa, qb, _own = window_tile(
-            q, queries.row, row.length - place, window, place - at, projection, matrix.low, BQ, NEAR, PHI
+            q, queries.row, seq.length - place, window, place - at, projection, matrix.low, BQ, NEAR, PHI
         )
-        begins = first_token(row.starts, batch, seats, row.length, row.start)
-        n = near_factor(shares, joined.factor, own, query_head, place, begins, row.length, BQ, NEAR)
-        level = level_of(joined, own, head, place, row.length, BQ, NEAR, PHI)
-        shift = load_numbers(means + own.to(tl.int64) * row.length, place, row.length, BQ)
+        begins = first_token(seq.starts, batch, seats, seq.length, seq.start)
+        n = near_factor(shares, merged.factor, own, query_head, place, begins, seq.length, BQ, NEAR)
+        level = level_of(merged, own, head, place, seq.length, BQ, NEAR, PHI)
+        shift = load_numbers(means + own.to(tl.int64) * seq.length, place, seq.length, BQ)
         given = head_at(grad, batch, query_head) + far * grad.row
-        do = load_rows(given, grad.row, row.length - place, BQ, CUT.values, VP)
+        do = load_rows(given, grad.row, seq.length - place, BQ, TILING.values, VP)
         seen = (rows[:, None] >= starts[None, :]) & (rows[:, None] <= seats[None, :])
-        seen &= (seats < row.length)[None, :]
+        seen &= (seats < seq.length)[None, :]
         similar = products(ka, kb, qa, qb, dtype, NEAR, PHI)
         weights, change = window_weights(similar, logs[:, None], level[None, :], seen, NEAR, PHI)
         of_values += dot(weights * n[None, :], do, dtype)
@@ -226,7 +226,7 @@ def window_backward(
         if PAIR:
             of_b += dot(slope, qb, dtype)
 
-    RP: tl.constexpr = CUT.padded_rank
+    RP: tl.constexpr = TILING.padded_rank
     HALF: tl.constexpr = NEAR.half
     HP: tl.constexpr = NEAR.padded_half
     REST: tl.constexpr = NEAR.width - NEAR.half
@@ -239,10 +239,10 @@ def window_backward(
     of_keys = tl.zeros((C, RP), tl.float32)
     of_columns = of_keys
     landmark = tl.arange(0, RP)
-    blocks = tl.cdiv(row.length, B)
+    blocks = tl.cdiv(seq.length, B)
     nearest = at + NEAR.reach - B
     for block in range(tl.maximum(nearest, 0) // B, tl.minimum((nearest + C + B - 2) // B + 1, blocks)):
-        end = block_end(window, row, batch, block, NEAR)
+        end = block_end(window, seq, batch, block, NEAR)
         inner = rows - (end - NEAR.reach + 1)
         pooled = ((inner >= 0) & (inner < B) & (end >= 0))[:, None] & (landmark < R)[None, :]
         seats = kv.to(tl.int64) * pools.head + landmark[None, :] * B + inner[:, None]
@@ -256,14 +256,14 @@ def window_backward(
         pooled_b += dot(shares_of_keys, second_half, dtype)
         of_keys += tl.where(pooled, along, 0.0)
         shares_of_values = tl.load(pools.of_values + seats, mask=pooled, other=0.0)
-        columns = load_rows(dpooled + place * CUT.values, CUT.values, R, RP, CUT.values, VP)
+        columns = load_rows(dpooled + place * TILING.values, TILING.values, R, RP, TILING.values, VP)
         of_columns += tl.where(pooled, dot(values, tl.trans(columns), dtype), 0.0)
         of_values += dot(shares_of_values, columns, dtype)
 
-    entry = head.to(tl.int64) * (window.before + row.length) + seat
+    entry = head.to(tl.int64) * (window.before + seq.length) + seat
     store_rows(numbers[0] + entry * R, R, left, of_keys, R, RP)
     store_rows(numbers[1] + entry * R, R, left, of_columns, R, RP)
-    store_rows(dv + entry * CUT.values, CUT.values, left, of_values, CUT.values, VP)
+    store_rows(dv + entry * TILING.values, TILING.values, left, of_values, TILING.values, VP)
     of_tokens = dk + entry * NEAR.width
     store_halves(of_tokens, pooled_a, pooled_b, window, 0, left, False, False, NEAR)
     if not NEAR.softmax:

@@ -45,7 +45,7 @@ def kernel_attention(
     projection: Projection | None = None,
     causal: bool = True,
     normalize: bool = True,
-    mass: Tensor | None = None,
+    key_weights: Tensor | None = None,
     priors: Tensor | None = None,
     initial_state: KernelState | None = None,
     return_state: bool = False,
@@ -69,14 +69,14 @@ def kernel_attention(
         normalize: divide by the sum of weights; where that is 0 (all keys masked) the output is 0.
         priors: pi (H_kv, M) >= 0 of mixture keys: k is then (B, H_kv, M, N, d), and sum_r pi_r phi(k_r) takes the
             place of phi(k).
-        mass: multiplies phi(k) per key, broadcastable to (B, H_kv, N); 0 removes a key.
-        initial_state: what rows continue from.
-        return_state: also return the state after each row's last document.
-        cu_seqlens: int32 or int64 starts of documents in the B * N tokens, and B * N at the end. A row whose
+        key_weights: multiplies phi(k) per key, broadcastable to (B, H_kv, N); 0 removes a key.
+        initial_state: what sequences continue from.
+        return_state: also return the state after each sequence's last document.
+        cu_seqlens: int32 or int64 starts of documents in the B * N tokens, and B * N at the end. A sequence whose
             first token is not listed continues `initial_state`; a listed start begins empty. Documents never
-            cross rows.
+            cross sequences.
         positions: instead of cu_seqlens, (B, N) positions within documents, or the position of the first
-            token of rows that hold one document each. A position beyond the place in the row continues
+            token of sequences that hold one document each. A position beyond the place in the sequence continues
             `initial_state`.
         exchange: gets what these tokens add to the state and gives what enters, for a sequence cut over
             processes; in place of `initial_state`. The state returned is then what these tokens add.
@@ -97,8 +97,8 @@ def kernel_attention(
     k = pack_keys(k)
     check_feature_map(feature_map, projection, key)
     batch, _, length, _ = key.shape
-    if mass is not None:
-        mass = expand_tokens("mass", mass, key)
+    if key_weights is not None:
+        key_weights = expand_tokens("key_weights", key_weights, key)
     if initial_state is not None:
         check_state(initial_state, key, v)
     if (exchange_after is not None) != (exchange is not None and not causal):
@@ -110,10 +110,10 @@ def kernel_attention(
     elif isinstance(positions, Tensor):
         check_positions(positions, q)
     elif positions is None:
-        # Any position beyond the first place of a row says that the row continues what entered it.
+        # Any position beyond the first place of a sequence says that the sequence continues what entered it.
         positions = 0 if initial_state is None else 1
     options = KernelOptions(
-        *(feature_map, projection, causal, normalize, mass, priors, positions, initial_state),
+        *(feature_map, projection, causal, normalize, key_weights, priors, positions, initial_state),
         *(exchange, exchange_after, return_state),
     )
     out, state = choose(IMPLEMENTATIONS, backend)(q, k, v, options)

@@ -27,7 +27,7 @@ class Tokens(NamedTuple):
     """Queries or keys, and their features where these are in memory."""
 
     rows: Any
-    """`Rows`, None where nobody reads them beside their features."""
+    """`Rows`, None where nobody reads them: their features are enough."""
 
     features: Any
     """(B, H, N, FP) in the dtype of tokens, or None: a map of single numbers, taken again wherever it is read."""
@@ -40,10 +40,10 @@ class Keys(NamedTuple):
     """All that is known of keys."""
 
     tokens: Tokens
-    columns: Rows
-    """Of values."""
+    v: Rows
+    """Values: `values` of a tuple is a list in Triton."""
 
-    mass: Any
+    key_weights: Any
     """(B, H_kv, N) float32, or None."""
 
     priors: Any
@@ -55,7 +55,7 @@ class Queries(NamedTuple):
 
     tokens: Tokens
     grad: Rows
-    inverse: Any
+    reciprocal: Any
     """1 / den (B, H, N) float32."""
 
     delta: Any
@@ -81,30 +81,30 @@ class Matrix(NamedTuple):
             return Matrix(None, 0)
         return Matrix(projection.expand(heads, -1, -1).to(torch.float32).contiguous(), 0)
 
-    def room(self, dtype: torch.dtype, like: Tensor) -> Tensor:
+    def buffer(self, dtype: torch.dtype, like: Tensor) -> Tensor:
         """For two terms in `dtype`; empty where one is enough."""
         if self.terms is None or dtype == torch.float32:
             return like.new_empty(0)
         return self.terms.new_empty(2, *self.terms.shape, dtype=dtype)
 
-    def fill(self, room: Tensor) -> None:
-        """Write into a `room` its values, and what rounding took off them.
+    def fill(self, buffer: Tensor) -> None:
+        """Write into a `buffer` its values, and what rounding took off them.
 
         An exponent of size 30 must not be off by the 2^-9 of bfloat16; two terms bring that to 2^-17, on tensor cores.
         """
-        if room.numel():
-            torch.sub(self.terms, room[0].copy_(self.terms), out=room[1])
+        if buffer.numel():
+            torch.sub(self.terms, buffer[0].copy_(self.terms), out=buffer[1])
 
-    def split(self, room: Tensor) -> "Matrix":
-        """The same as the terms in a `room` that is filled."""
-        return Matrix(room, room.stride(0)) if room.numel() else self
+    def split(self, buffer: Tensor) -> "Matrix":
+        """The same as the terms in a `buffer` that is filled."""
+        return Matrix(buffer, buffer.stride(0)) if buffer.numel() else self
 
 
-class Row(NamedTuple):
-    """What a row of tokens is."""
+class SequenceInfo(NamedTuple):
+    """Where the tokens of a sequence are, and how many there are."""
 
     starts: Any
-    """(B, N) int32, the place where each token's document starts; None of rows that hold one."""
+    """(B, N) int32, the place where each token's document starts; None of sequences that hold one."""
 
     start: int
     """The place where the one document starts."""
@@ -124,7 +124,7 @@ class Row(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """How rows are cut, at compile time."""
+    """How sequences are cut, at compile time."""
 
     segment: int
     """Tokens between two states in memory."""
@@ -165,17 +165,17 @@ class Tile(NamedTuple):
     """Where a program's tile of queries stands."""
 
     head: Any
-    """Among the query heads of all rows."""
+    """Among the query heads of all sequences."""
 
     batch: Any
     query_head: Any
-    """Of the row."""
+    """Of the sequence."""
 
     kv: Any
     """Its key head."""
 
     key_head: Any
-    """The same among those of all rows."""
+    """The same among those of all sequences."""
 
     entry: Any
     """Of the state that enters the segment."""
@@ -197,7 +197,7 @@ class Tile(NamedTuple):
 
 @triton.jit
 def tiles_of(length, SPAN: tl.constexpr, C: tl.constexpr):
-    """Tiles of C in a row that is cut into segments of SPAN."""
+    """Tiles of C in a sequence that is cut into segments of SPAN."""
     whole = length // SPAN
     return whole * ((SPAN + C - 1) // C) + tl.cdiv(length - whole * SPAN, C)
 
@@ -217,53 +217,53 @@ def tile_of_program(length, SPAN: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def queries_of_program(row, CUT: tl.constexpr):
-    """The `Tile` of CUT.chunk queries that this program is for."""
-    head, at, begin, end, segment = tile_of_program(row.queries, CUT.segment, CUT.chunk)
-    batch, query_head = head // (row.heads * CUT.group), head % (row.heads * CUT.group)
-    kv = query_head // CUT.group
-    key_head = batch * row.heads + kv
-    entry = key_head * tl.cdiv(row.keys, CUT.span) + segment if CUT.causal else key_head
-    rows, stop = at + tl.arange(0, CUT.chunk), tl.minimum(at + CUT.chunk, end)
-    first = first_token(row.starts, batch, rows, row.length, row.start)
+def queries_of_program(seq, TILING: tl.constexpr):
+    """The `Tile` of TILING.chunk queries that this program is for."""
+    head, at, begin, end, segment = tile_of_program(seq.queries, TILING.segment, TILING.chunk)
+    batch, query_head = head // (seq.heads * TILING.group), head % (seq.heads * TILING.group)
+    kv = query_head // TILING.group
+    key_head = batch * seq.heads + kv
+    entry = key_head * tl.cdiv(seq.keys, TILING.span) + segment if TILING.causal else key_head
+    rows, stop = at + tl.arange(0, TILING.chunk), tl.minimum(at + TILING.chunk, end)
+    first = first_token(seq.starts, batch, rows, seq.length, seq.start)
     return Tile(head, batch, query_head, kv, key_head, entry, begin, end, at, stop, rows, first)
 
 
 @triton.jit
-def places_of_keys(keys, row, batch, CUT: tl.constexpr):
+def places_of_keys(keys, seq, batch, TILING: tl.constexpr):
     """The tokens that keys of these numbers (C,) stand at."""
-    if CUT.rank == 0:
+    if TILING.rank == 0:
         places = keys
-    elif row.ends is None:
-        places = keys // CUT.rank * CUT.block_size + (CUT.block_size - 1)
+    elif seq.ends is None:
+        places = keys // TILING.rank * TILING.block_size + (TILING.block_size - 1)
     else:
-        blocks = row.keys // CUT.rank
-        own = tl.minimum(keys // CUT.rank, blocks - 1)
-        places = tl.load(row.ends + batch.to(tl.int64) * blocks + own)
+        blocks = seq.keys // TILING.rank
+        own = tl.minimum(keys // TILING.rank, blocks - 1)
+        places = tl.load(seq.ends + batch.to(tl.int64) * blocks + own)
     return places
 
 
 @triton.jit
-def first_key(token, CUT: tl.constexpr):
+def first_key(token, TILING: tl.constexpr):
     """The number of the first key that belongs to the token at this place or later, a multiple of b."""
-    return token if CUT.rank == 0 else token // CUT.block_size * CUT.rank
+    return token if TILING.rank == 0 else token // TILING.block_size * TILING.rank
 
 
 @triton.jit
-def token_of(key, CUT: tl.constexpr):
+def token_of(key, TILING: tl.constexpr):
     """The first token that the key of this number may stand at."""
-    return key if CUT.rank == 0 else key // CUT.rank * CUT.block_size
+    return key if TILING.rank == 0 else key // TILING.rank * TILING.block_size
 
 
 @triton.jit
-def keys_before(token, row, CUT: tl.constexpr):
+def keys_before(token, seq, TILING: tl.constexpr):
     """The number of keys behind which there is none that a token before `token` sees."""
-    if CUT.rank == 0:
+    if TILING.rank == 0:
         keys = token
-    elif row.ends is None:
-        keys = tl.maximum(token - 1, 0) // CUT.block_size * CUT.rank
+    elif seq.ends is None:
+        keys = tl.maximum(token - 1, 0) // TILING.block_size * TILING.rank
     else:
-        keys = tl.minimum(tl.cdiv(token, CUT.block_size) * CUT.rank, row.keys)
+        keys = tl.minimum(tl.cdiv(token, TILING.block_size) * TILING.rank, seq.keys)
     return keys
 
 
@@ -307,16 +307,16 @@ def features_at(tokens, batch, head, heads, length, end, at, C: tl.constexpr, PH
 
 
 @triton.jit
-def features_of_queries(tokens, row, tile, CUT: tl.constexpr, PHI: tl.constexpr):
+def features_of_queries(tokens, seq, tile, TILING: tl.constexpr, PHI: tl.constexpr):
     """`features_at` of a tile of queries."""
-    heads = row.heads * CUT.group
+    heads = seq.heads * TILING.group
     return features_at(
-        tokens, tile.batch, tile.query_head, heads, row.queries, tile.end, tile.at, CUT.chunk, PHI
+        tokens, tile.batch, tile.query_head, heads, seq.queries, tile.end, tile.at, TILING.chunk, PHI
     )
 
 
 @triton.jit
-def rows_of_queries(rows, tile):
+def tile_rows(rows, tile):
     """Where the rows of a tile of queries begin."""
     return head_at(rows, tile.batch, tile.query_head) + tl.cast(tile.at, tl.int64) * rows.row
 

@@ -11,19 +11,19 @@ from megakernel.ops.chunks import (
     as_queries,
     chunk_keys,
     chunk_queries,
-    join_queries,
-    join_token,
     token_queries,
+    unchunk_queries,
+    unchunk_token,
 )
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions, began_before, open_documents, reversed_positions
 from megakernel.ops.feature_maps import Features
 from megakernel.ops.groups import Tensors, scan_groups
 from megakernel.ops.kernel_attention.options import KernelOptions
+from megakernel.ops.partial_output import Finish, Found, PartialOutput, add, finish_of, in_range, with_ones
 from megakernel.ops.phi import Phi, start_state
 from megakernel.ops.scan import Links, chunk_links, existing, read_states, scan_chunks, write_chunks
 from megakernel.ops.state import Exchange, KernelState, Once, empty_state, keep, merge
-from megakernel.ops.sums import Finish, Found, Sums, add, finish_of, in_range, with_ones
 
 CHUNK = 64
 """Tokens whose pairs are weighed one by one."""
@@ -38,7 +38,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Ten
     With an exchange, what enters comes from there, and the state is what these tokens alone add.
     """
     feature_map, projection = options.feature_map, options.projection
-    positions, mass, phi = options.positions, options.mass, Phi(feature_map, projection, options.priors)
+    positions, key_weights, phi = (
+        options.positions,
+        options.key_weights,
+        Phi(feature_map, projection, options.priors),
+    )
     state = options.initial_state
     if state is None:
         state = start_state(feature_map, k[..., : q.shape[-1]], projection, v.shape[-1])
@@ -53,11 +57,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Ten
     def found(q: Tensor, k: Tensor, v: Tensor) -> Found:
         run = partial(_over_groups, phi=phi, positions=positions)
         finish = finish_of(feature_map, options.normalize)
-        (out, *lost), left = path(run, finish, (q, k, v, mass), state, begins, positions)
-        if mass is not None and mass.shape[2] == q.shape[2]:
-            # A token that is no key itself is padding, and its row nothing.
-            real = (mass != 0).repeat_interleave(q.shape[1] // k.shape[1], 1)
-            lost = [rows & real for rows in lost]
+        (out, *lost), left = path(run, finish, (q, k, v, key_weights), state, begins, positions)
+        if key_weights is not None and key_weights.shape[2] == q.shape[2]:
+            # A token that is no key itself is padding, and its output 0.
+            real = (key_weights != 0).repeat_interleave(q.shape[1] // k.shape[1], 1)
+            lost = [some & real for some in lost]
         return (out, *lost), left
 
     return in_range(found(q, k, v), lambda: found(q.double(), k.double(), v.double()))
@@ -123,7 +127,7 @@ def _documents(
         before, behind = (pending.wait() for pending in pendings)
     earlier, leaving = run(_sums, inputs, before)
     later, _ = back(partial(_sums, delay=1), backwards, behind)
-    out, *lost = finish(add(Sums(*earlier), Sums(*(x.flip(2) for x in later))))
+    out, *lost = finish(add(PartialOutput(*earlier), PartialOutput(*(x.flip(2) for x in later))))
     return (out.to(inputs[2].dtype), *lost), last if begins else leaving
 
 
@@ -152,23 +156,23 @@ def _attend(finish: Finish, inputs: Tensors, state: KernelState, positions: Posi
 
 def _token(finish: Finish, inputs: Tensors, state: KernelState, positions: Positions, phi: Phi):
     """`_attend` for one token: it enters the state, and reads it."""
-    q, k, v, mass = inputs
+    q, k, v, key_weights = inputs
     dtype = state.sums.dtype
     if not isinstance(positions, int):
         state = keep(state, positions[:, 0] > 0)
     elif positions == 0:
         state = empty_state(state)
-    values = with_ones(v.to(dtype), None if mass is None else mass[..., None])
+    values = with_ones(v.to(dtype), None if key_weights is None else key_weights[..., None])
     keys = phi.of_keys(k.to(dtype)[:, :, None])
     added = keys.values[:, :, 0].transpose(-1, -2) * values
     if keys.log_scale is None:
         state = KernelState(state.sums + added, torch.zeros_like(state.log_scale))
     else:
-        # A key without mass must not set the scale.
+        # A key of weight 0 must not set the scale.
         state = merge(state, KernelState(added, existing(keys, values[:, :, None])[:, :, 0, 0]))
     queries = phi.of_queries(token_queries(q.to(dtype), k.shape[1]))
     out, *lost = map(
-        join_token, finish(read_states(queries, KernelState(*(x[:, :, None] for x in state)), None))
+        unchunk_token, finish(read_states(queries, KernelState(*(x[:, :, None] for x in state)), None))
     )
     return (out.to(v.dtype), *lost), state
 
@@ -176,13 +180,13 @@ def _token(finish: Finish, inputs: Tensors, state: KernelState, positions: Posit
 def _sums(inputs: Tensors, state: KernelState, positions: Positions, phi: Phi, delay: int = 0):
     q = inputs[0]
     sums, state = _scan(inputs, state, positions, phi, delay)
-    return tuple(join_queries(x, q.shape[1], q.shape[2]) for x in (sums.values, sums.scale_or_zero)), state
+    return tuple(unchunk_queries(x, q.shape[1], q.shape[2]) for x in (sums.values, sums.scale_or_zero)), state
 
 
 def _write(inputs: Tensors, state: KernelState, positions: Positions, phi: Phi):
-    k, v, mass = inputs
+    k, v, key_weights = inputs
     links = chunk_links(positions, k.shape[2], k.device, CHUNK)
-    return (), write_chunks(*_keys(k, v, mass, links, phi, state.sums.dtype), state, links)
+    return (), write_chunks(*_keys(k, v, key_weights, links, phi, state.sums.dtype), state, links)
 
 
 def _read(
@@ -196,23 +200,23 @@ def _read(
     total = read_states(queries, entering, None if reads is None else reads[:, :, None])
     if sums:
         logs = chunk_queries(sums[1][..., None], kv_heads, length)[..., 0]
-        total = add(total, Sums(chunk_queries(sums[0], kv_heads, length), logs))
+        total = add(total, PartialOutput(chunk_queries(sums[0], kv_heads, length), logs))
     return as_queries(finish(total), q, dtype), state
 
 
 def _scan(inputs: Tensors, state: KernelState, positions: Positions, phi: Phi, delay: int = 0):
-    q, k, v, mass = inputs
+    q, k, v, key_weights = inputs
     links = chunk_links(positions, q.shape[2], q.device, CHUNK, delay)
     chunks, size = links.writes.shape[1:]
     queries = phi.of_queries(chunk_queries(q.to(state.sums.dtype), k.shape[1], size, chunks))
-    return scan_chunks(queries, *_keys(k, v, mass, links, phi, state.sums.dtype), state, links)
+    return scan_chunks(queries, *_keys(k, v, key_weights, links, phi, state.sums.dtype), state, links)
 
 
 def _keys(
-    k: Tensor, v: Tensor, mass: Tensor | None, links: Links, phi: Phi, dtype: torch.dtype
+    k: Tensor, v: Tensor, key_weights: Tensor | None, links: Links, phi: Phi, dtype: torch.dtype
 ) -> tuple[Features, Tensor]:
     chunks, size = links.writes.shape[1:]
     values = F.pad(v.to(dtype), (0, 1), value=1.0)
-    if mass is not None:
-        values = values * mass[..., None]
+    if key_weights is not None:
+        values = values * key_weights[..., None]
     return phi.of_keys(chunk_keys(k.to(dtype), size, chunks)), chunk_keys(values, size, chunks)

@@ -23,7 +23,7 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> str 
     form, projection, state = named(options.feature_map), options.projection, options.initial_state
     begins = isinstance(options.positions, int) and options.positions == 0
     if not options.causal or begins or state is None or options.exchange is not None:
-        return "the token begins a row; expected one that continues a state of this process"
+        return "the token begins a sequence; expected one that continues a state of this process"
     if options.priors is not None:
         return "priors are given, for several keys at a position; expected one"
     if q.shape[2] != 1:
@@ -36,7 +36,7 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> str 
         return f"{form.name} has {rows} features in a half; expected at most {WIDEST}"
     parts = projection if isinstance(projection, FastFood) else (projection,)
     if torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (q, k, v, options.mass, *state, *parts)
+        x is not None and x.requires_grad for x in (q, k, v, options.key_weights, *state, *parts)
     ):
         return "a gradient is wanted; expected none, as under torch.no_grad()"
     return None
@@ -52,7 +52,7 @@ def step(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Tenso
     assert options.initial_state is not None
     form, positions = named(options.feature_map), options.positions
     out, *left = _step(
-        *(q, k, v, dense(options.projection, q.shape[-1]), options.mass),
+        *(q, k, v, dense(options.projection, q.shape[-1]), options.key_weights),
         positions if isinstance(positions, Tensor) else None,
         *(*options.initial_state, form.name, form.components, options.normalize),
     )
@@ -65,7 +65,7 @@ def _step(
     k: Tensor,
     v: Tensor,
     matrix: Tensor | None,
-    mass: Tensor | None,
+    key_weights: Tensor | None,
     positions: Tensor | None,
     sums: Tensor,
     log_scale: Tensor,
@@ -82,7 +82,7 @@ def _step(
         matrix = matrix.float().contiguous()
     phi = phi_of(FeatureMap(feature_map, components), width, None if matrix is None else matrix.shape[-2])
     out, new_sums, new_logs = _outputs(
-        q, k, v, matrix, mass, positions, sums, log_scale, feature_map, components, normalize
+        q, k, v, matrix, key_weights, positions, sums, log_scale, feature_map, components, normalize
     )
     v = rows_together(v)
     block = max(16, min(padded(columns), TILE // phi.padded_rows))
@@ -91,7 +91,7 @@ def _step(
         (batch * heads, cdiv(columns, block)),
         tokens,
         v,
-        log_scale if mass is None else mass.float().contiguous(),
+        log_scale if key_weights is None else key_weights.float().contiguous(),
         tokens if matrix is None else matrix,
         sums.contiguous(),
         log_scale.contiguous(),
@@ -109,7 +109,7 @@ def _step(
         C=padded(group + 1),
         V=columns,
         BV=block,
-        MASSES=mass is not None,
+        WEIGHTED=key_weights is not None,
         NORMALIZE=normalize,
         PHI=phi,
     )
@@ -117,6 +117,6 @@ def _step(
 
 
 @_step.register_fake
-def _outputs(q, k, v, matrix, mass, positions, sums, log_scale, feature_map, components, normalize):
+def _outputs(q, k, v, matrix, key_weights, positions, sums, log_scale, feature_map, components, normalize):
     out = v.new_empty(*q.shape[:3], v.shape[-1])
     return out, sums.new_empty(sums.shape), log_scale.new_empty(log_scale.shape)

@@ -81,7 +81,7 @@ def step_half(
 def step(
     tokens,
     v,
-    mass,
+    key_weights,
     matrix,
     sums,
     logs,
@@ -98,7 +98,7 @@ def step(
     C: tl.constexpr,
     V: tl.constexpr,
     BV: tl.constexpr,
-    MASSES: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     NORMALIZE: tl.constexpr,
     PHI: tl.constexpr,
 ):
@@ -118,7 +118,7 @@ def step(
         alive = tl.load(positions + row * positions_batch) > 0
     a, b, scales = phi(tokens, PHI.width, G + 1, matrix, 0, C, PHI)
 
-    weights = tl.where(tl.arange(0, C) == G, tl.load(mass + head) if MASSES else 1.0, 0.0)
+    weights = tl.where(tl.arange(0, C) == G, tl.load(key_weights + head) if WEIGHTED else 1.0, 0.0)
     added = tl.where(weights != 0, scales, EMPTY)
     shrink, factors, log = scales_of_addition(tl.load(logs + head), added, alive, PHI.unbounded)
     weight = tl.sum(weights * factors, 0)

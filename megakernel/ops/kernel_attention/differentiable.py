@@ -1,4 +1,4 @@
-"""An op's launches on whole rows as operators of PyTorch, which differentiates and compiles around them."""
+"""An op's launches on whole sequences as operators of PyTorch, which differentiates and compiles around them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from megakernel.ops.groups import Tensors
 from megakernel.ops.kernel_attention.arguments import State
-from megakernel.ops.kernel_attention.exchanged import MATRIX, Launches, Slopes, split
+from megakernel.ops.kernel_attention.exchanged import MATRIX, Launches, StateGradients, split
 from megakernel.ops.kernel_attention.launches import given_or_zeros, gradient_of_first, gradient_of_last
 
 Make = Callable[[Sequence[Any], Tensor, Tensors], Launches]
@@ -22,14 +22,14 @@ TYPES = {str: "str", int: "SymInt", bool: "bool"}
 class Operator:
     """A function of tensors (those of queries, of keys, and a first state, any of them None) and `options`.
 
-    It gives what `Launches.read` found, what `write` kept, the states that enter segments, and the last state.
+    It gives what `Launches.read` found, what `write` saved, the states that enter segments, and the last state.
     Operators take no lists with None in them: they get the tensors that are there, and the places of these.
     """
 
     def __init__(
-        self, name: str, options: Mapping[str, type], make: Make, queries: int, keys: int, kept: int
+        self, name: str, options: Mapping[str, type], make: Make, queries: int, keys: int, saved: int
     ):
-        self.make, self.sizes, self.keeps = make, (queries, keys, 3), kept
+        self.make, self.sizes, self.saves = make, (queries, keys, 3), saved
         known = ", ".join(f"{TYPES[kind]} {option}" for option, kind in options.items())
         given = f"Tensor[] tensors, int[] places, {known}"
         self.forward = torch.library.custom_op(
@@ -63,24 +63,24 @@ class Operator:
 
     def _forward(self, tensors: list[Tensor], places: list[int], *options: Any) -> list[Tensor]:
         launches, queries, keys, first = self._launches(tensors, places, options)
-        call, row = launches.call, launches.row
-        room, kept = launches.write()
-        entering, last = call.pass_on(room, first, row.starts, row.length, reverse=False)
-        found = launches.read(queries, kept, entering if call.causal else last)
+        call, seq = launches.call, launches.seq
+        buffer, saved = launches.write()
+        entering, last = call.pass_on(buffer, first, seq.starts, seq.length, reverse=False)
+        found = launches.read(queries, saved, entering if call.causal else last)
         if not call.causal:
             entering = call.sums_of_segments(keys[0], 0)
-        return [*found, *kept, *entering, *last]
+        return [*found, *saved, *entering, *last]
 
     def _outputs(self, tensors: list[Tensor], places: list[int], *options: Any) -> list[Tensor]:
         launches, queries, keys, _ = self._launches(tensors, places, options)
         call = launches.call
-        room = call.sums_of_segments(keys[0], launches.row.length if call.causal else 0)
-        return [*launches.found(queries), *launches.kept(), *room, *call.states(keys[0], -1)]
+        buffer = call.sums_of_segments(keys[0], launches.seq.length if call.causal else 0)
+        return [*launches.found(queries), *launches.saved(), *buffer, *call.states(keys[0], -1)]
 
     def _backward(
         self,
         grads: list[Tensor],
-        kept: list[Tensor],
+        saved: list[Tensor],
         wanted: list[int],
         tensors: list[Tensor],
         places: list[int],
@@ -91,27 +91,27 @@ class Operator:
         grads: of the output, and of the last sums and normalizers where anybody reads these.
         """
         launches, queries, keys, first = self._launches(tensors, places, options)
-        call, row = launches.call, launches.row
-        found, of_keys, state, left = split(kept, len(kept) - 6 - self.keeps, self.keeps, 3)
-        last, length = State(*left), row.length if call.causal else row.queries
+        call, seq = launches.call, launches.seq
+        found, of_keys, state, left = split(saved, len(saved) - 6 - self.saves, self.saves, 3)
+        last, length = State(*left), seq.length if call.causal else seq.queries
         entering = State(*state) if call.causal else last
         learned = self.sizes[0] + MATRIX in wanted
-        behind = launches.bwd_read(grads[0], queries, found, of_keys, entering, learned)
+        query_backward = launches.bwd_read(grads[0], queries, found, of_keys, entering, learned)
         outer = gradient_of_last(grads[1], grads[2], last.logs) if len(grads) > 1 else None
-        room = call.sums_of_queries(behind.queries, row, keys[0], length)
-        of_segments, of_first = call.pass_on(room, outer, row.starts, length, reverse=True)
-        before = None if first is None else Slopes(first, gradient_of_first(first.logs, of_first))
-        after = None if outer is None else Slopes(last, outer[:2])
+        buffer = call.sums_of_queries(query_backward.queries, seq, keys[0], length)
+        of_segments, of_first = call.pass_on(buffer, outer, seq.starts, length, reverse=True)
+        before = None if first is None else StateGradients(first, gradient_of_first(first.logs, of_first))
+        after = None if outer is None else StateGradients(last, outer[:2])
         of_given = launches.bwd_write(
-            behind, of_keys, of_segments if call.causal else of_first, after, before
+            query_backward, of_keys, of_segments if call.causal else of_first, after, before
         )
-        all_grads = (*behind.grads, *of_given, *(before.grads if before is not None else ()))
+        all_grads = (*query_backward.grads, *of_given, *(before.grads if before is not None else ()))
         return [all_grads[place].to(x.dtype) for place, x in zip(places, tensors) if place in wanted]
 
     def _gradients(
         self,
         grads: list[Tensor],
-        kept: list[Tensor],
+        saved: list[Tensor],
         wanted: list[int],
         tensors: list[Tensor],
         places: list[int],
@@ -127,9 +127,11 @@ class Operator:
         ctx.save_for_backward(*tensors, *output[1:])
 
     def _differentiate(self, ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
-        return self.slopes(self.backward, ctx, ctx.needs_input_grad[0], grads), *(None,) * len(ctx.options)
+        return self.input_gradients(self.backward, ctx, ctx.needs_input_grad[0], grads), *(None,) * len(
+            ctx.options
+        )
 
-    def slopes(
+    def input_gradients(
         self,
         backward: Callable[..., list[Tensor]],
         ctx: Any,
@@ -137,12 +139,12 @@ class Operator:
         grads: Sequence[Tensor | None],
     ) -> list[Tensor | None]:
         """Gradients of the tensors, None of those not `needed`, by `backward`. ctx: as `_keep` has left it."""
-        tensors, kept = split(ctx.saved_tensors, ctx.count)
+        tensors, saved = split(ctx.saved_tensors, ctx.count)
         places = ctx.options[0]
         wanted = [place for place, is_needed in zip(places, needed) if is_needed]
         q, v = tensors[0], tensors[places.index(self.sizes[0] + 1)]
-        outer = given_or_zeros(grads[0], (grads[-3], grads[-2]), q, v, kept[-3:-1])
-        found = dict(zip(wanted, backward(outer, list(kept), wanted, list(tensors), *ctx.options)))
+        outer = given_or_zeros(grads[0], (grads[-3], grads[-2]), q, v, saved[-3:-1])
+        found = dict(zip(wanted, backward(outer, list(saved), wanted, list(tensors), *ctx.options)))
         return [found.get(place) for place in places]
 
 
@@ -162,7 +164,7 @@ class _Direct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         operator = ctx.operator
-        return None, None, *operator.slopes(operator._backward, ctx, ctx.needs_input_grad[2:], grads)
+        return None, None, *operator.input_gradients(operator._backward, ctx, ctx.needs_input_grad[2:], grads)
 
 
 def _is_watched(tensors: list[Tensor]) -> bool:

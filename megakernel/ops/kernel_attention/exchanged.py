@@ -1,4 +1,4 @@
-"""An op on a shard of a row: its keys are summed, an exchange hands over what enters, and its queries read that.
+"""An op on a shard of a sequence: its keys are summed, an exchange hands over what enters, and its queries read that.
 
 Every launch over tokens is made once. `_Write` gives what the keys add to the state that leaves, the exchange starts,
 and while it is under way the caller makes what else is wanted of queries; then `_Read` gives outputs. Backward comes
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megakernel.ops.groups import Tensors
-from megakernel.ops.kernel_attention.arguments import Queries, Row, State
+from megakernel.ops.kernel_attention.arguments import Queries, SequenceInfo, State
 from megakernel.ops.kernel_attention.launches import (
     Call,
     gradient_of_first,
@@ -37,7 +37,7 @@ def split(tensors: Sequence[Any], *sizes: int) -> list[Tensors]:
     return [*(tuple(islice(rest, size)) for size in sizes), tuple(rest)]
 
 
-class Behind(NamedTuple):
+class QueryBackward(NamedTuple):
     """What backward knows of queries before it comes to keys."""
 
     queries: Queries
@@ -51,7 +51,7 @@ class Behind(NamedTuple):
     """What else the op's `bwd_write` wants."""
 
 
-class Slopes(NamedTuple):
+class StateGradients(NamedTuple):
     """A state, and the gradients of its sums and normalizers."""
 
     state: State
@@ -67,7 +67,7 @@ class Launches(Protocol):
         ...
 
     @property
-    def row(self) -> Row:
+    def seq(self) -> SequenceInfo:
         """Of the tokens."""
         ...
 
@@ -75,18 +75,23 @@ class Launches(Protocol):
         """What the keys of each segment add, and what backward wants to know of keys."""
         ...
 
-    def read(self, queries: Tensors, kept: Tensors, state: State) -> Tensors:
-        """The output and what else is known of queries. queries: what is given of them; kept: see `write`."""
+    def read(self, queries: Tensors, saved: Tensors, state: State) -> Tensors:
+        """The output and what else is known of queries. queries: what is given of them; saved: see `write`."""
         ...
 
     def bwd_read(
-        self, grad: Tensor, queries: Tensors, found: Tensors, kept: Tensors, state: State, learned: bool
-    ) -> Behind:
+        self, grad: Tensor, queries: Tensors, found: Tensors, saved: Tensors, state: State, learned: bool
+    ) -> QueryBackward:
         """Gradients of queries. found: what `read` found but the output; learned: so is the projection."""
         ...
 
     def bwd_write(
-        self, behind: Behind, kept: Tensors, state: State, last: Slopes | None, first: Slopes | None
+        self,
+        query_backward: QueryBackward,
+        saved: Tensors,
+        state: State,
+        last: StateGradients | None,
+        first: StateGradients | None,
     ) -> Tensors:
         """Gradients of what is given of keys. state: of queries; last, first: the states that leave and enter.
 
@@ -94,12 +99,12 @@ class Launches(Protocol):
         """
         ...
 
-    def kept(self) -> Tensors:
-        """Room for what `write` keeps."""
+    def saved(self) -> Tensors:
+        """A buffer for what `write` saves."""
         ...
 
     def found(self, queries: Tensors) -> Tensors:
-        """Room for what `read` finds."""
+        """A buffer for what `read` finds."""
         ...
 
     def no_queries(self, q: Tensor) -> Tensors:
@@ -116,27 +121,27 @@ class Shard:
     def __init__(self, q: Tensor, make: Callable[[Tensor, Tensors], Launches]):
         self.q, self.make = q.detach(), make
         self.written: tuple[Launches, State, Tensors] | None = None
-        self.behind: tuple[Launches, Behind, State, Slopes] | None = None
+        self.query_backward: tuple[Launches, QueryBackward, State, StateGradients] | None = None
 
     def write(self, keys: Tensors) -> tuple[State, Tensors]:
         """What the keys add to the state that leaves, and what backward wants to know of them."""
         launches = self.make(self.q, keys)
-        room, kept = launches.write()
-        row = launches.row
-        _, own = launches.call.pass_on(room, None, row.starts, row.length, reverse=False, keep=False)
-        self.written = launches, room, kept
+        buffer, saved = launches.write()
+        seq = launches.seq
+        _, own = launches.call.pass_on(buffer, None, seq.starts, seq.length, reverse=False, keep=False)
+        self.written = launches, buffer, saved
         # What backward takes where nobody asks for outputs.
         self.q = self.q.new_empty(*self.q.shape[:2], 0, self.q.shape[3])
-        return own, kept
+        return own, saved
 
     def read(self, first: State, queries: Tensors) -> tuple[Tensors, Tensors]:
         """What `Launches.read` finds, and what backward wants beside: of keys, and the states of segments."""
         assert self.written is not None
-        launches, room, kept = self.written
+        launches, buffer, saved = self.written
         self.written = None
-        row = launches.row
-        entering, _ = launches.call.pass_on(room, first, row.starts, row.length, reverse=False)
-        return launches.read(queries, kept, entering), (*kept, *entering)
+        seq = launches.seq
+        entering, _ = launches.call.pass_on(buffer, first, seq.starts, seq.length, reverse=False)
+        return launches.read(queries, saved, entering), (*saved, *entering)
 
     def bwd_read(
         self,
@@ -145,36 +150,36 @@ class Shard:
         queries: Tensors,
         keys: Tensors,
         found: Tensors,
-        kept: Tensors,
+        saved: Tensors,
         state: Tensors,
     ) -> tuple[Tensors, Tensors]:
         """Gradients of the first state's sums and normalizers, and of what is given of queries."""
         launches = self.make(queries[0], keys)
         learned = keys[MATRIX] is not None and keys[MATRIX].requires_grad
-        behind = launches.bwd_read(grad, queries, found, kept, State(*state), learned)
-        call, row = launches.call, launches.row
-        room = call.sums_of_queries(behind.queries, row, keys[0], row.length)
-        _, of_first = call.pass_on(room, None, row.starts, row.length, reverse=True, keep=False)
+        query_backward = launches.bwd_read(grad, queries, found, saved, State(*state), learned)
+        call, seq = launches.call, launches.seq
+        buffer = call.sums_of_queries(query_backward.queries, seq, keys[0], seq.length)
+        _, of_first = call.pass_on(buffer, None, seq.starts, seq.length, reverse=True, keep=False)
         grads = gradient_of_first(first.logs, of_first)
-        self.behind = launches, behind, room, Slopes(first, grads)
-        return grads, behind.grads
+        self.query_backward = launches, query_backward, buffer, StateGradients(first, grads)
+        return grads, query_backward.grads
 
-    def bwd_write(self, grads: tuple[Tensor, Tensor], own: State, keys: Tensors, kept: Tensors) -> Tensors:
+    def bwd_write(self, grads: tuple[Tensor, Tensor], own: State, keys: Tensors, saved: Tensors) -> Tensors:
         """Gradients of what is given of keys. grads: of the sums and normalizers that `write` found, `own`.
 
         No `bwd_read` comes before where nobody asks for outputs.
         """
-        if self.behind is None:
+        if self.query_backward is None:
             launches = self.make(self.q, keys)
             queries = launches.no_queries(self.q)
             out, *found = launches.found(queries)
-            self.bwd_read(out, own, queries, keys, tuple(found), kept, own)
-        assert self.behind is not None
-        launches, behind, room, first = self.behind
-        self.behind = None
-        row, outer = launches.row, gradient_of_last(*grads, own.logs)
-        state, _ = launches.call.pass_on(room, outer, row.starts, row.length, reverse=True)
-        return launches.bwd_write(behind, kept, state, Slopes(own, outer[:2]), first)
+            self.bwd_read(out, own, queries, keys, tuple(found), saved, own)
+        assert self.query_backward is not None
+        launches, query_backward, buffer, first = self.query_backward
+        self.query_backward = None
+        seq, outer = launches.seq, gradient_of_last(*grads, own.logs)
+        state, _ = launches.call.pass_on(buffer, outer, seq.starts, seq.length, reverse=True)
+        return launches.bwd_write(query_backward, saved, state, StateGradients(own, outer[:2]), first)
 
 
 # Launches are not for torch.compile to trace: as exchanges, they break its graph.
@@ -206,9 +211,9 @@ class _Write(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, shard: Shard, *keys: Tensor | None) -> tuple[Tensor, ...]:
-        own, kept = shard.write(keys)
+        own, saved = shard.write(keys)
         ctx.shard, ctx.keys = shard, len(keys)
-        ctx.save_for_backward(*own, *keys, *kept)
+        ctx.save_for_backward(*own, *keys, *saved)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(own.logs)
         return *own, own.logs.new_empty(())
@@ -216,9 +221,9 @@ class _Write(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *given: Tensor | None) -> Tensors:
-        own, keys, kept = split(ctx.saved_tensors, 3, ctx.keys)
+        own, keys, saved = split(ctx.saved_tensors, 3, ctx.keys)
         of_sums, of_norms = (torch.zeros_like(x) if grad is None else grad for grad, x in zip(given, own[:2]))
-        return None, *ctx.shard.bwd_write((of_sums, of_norms), State(*own), keys, kept)
+        return None, *ctx.shard.bwd_write((of_sums, of_norms), State(*own), keys, saved)
 
 
 class _Between(torch.autograd.Function):
@@ -230,7 +235,7 @@ class _Between(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, ticket: Tensor) -> Tensors:
-        of_matrix = ctx.shard.behind[1].of_matrix
+        of_matrix = ctx.shard.query_backward[1].of_matrix
         if of_matrix is not None:
             of_matrix()
         return None, ticket

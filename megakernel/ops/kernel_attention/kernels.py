@@ -33,8 +33,8 @@ from megakernel.ops.kernel_attention.arguments import (
     matrix_of,
     places_of_keys,
     queries_of_program,
-    rows_of_queries,
     store_half_of_state,
+    tile_rows,
 )
 from megakernel.ops.kernels.features import EMPTY, dot, exp, load_rows, once, phi, rounded, store_rows
 from megakernel.ops.kernels.mixtures import phi_of_keys
@@ -42,12 +42,12 @@ from megakernel.ops.kernels.states import add_tokens, first_token, largest_of
 
 
 @triton.jit
-def weights_of(mass, head, at, length, end, C: tl.constexpr):
+def weights_of(key_weights, head, at, length, end, C: tl.constexpr):
     """How often each of C keys of a head of `length` counts, (C,) float32; 0 from key `end` on."""
-    if mass is None:
+    if key_weights is None:
         weights = tl.where(at + tl.arange(0, C) < end, 1.0, 0.0)
     else:
-        weights = load_numbers(mass + head.to(tl.int64) * length, at, end, C)
+        weights = load_numbers(key_weights + head.to(tl.int64) * length, at, end, C)
     return weights
 
 
@@ -67,27 +67,27 @@ def store_features(a, b, logs, tokens, head, length, at, count, PHI: tl.constexp
 
 @triton.jit
 def sums_of_segment(
-    keys, row, batch, kv, begin, end, last, log, half: tl.constexpr, CUT: tl.constexpr, PHI: tl.constexpr
+    keys, seq, batch, kv, begin, end, last, log, half: tl.constexpr, TILING: tl.constexpr, PHI: tl.constexpr
 ):
     """Half of what the keys of a segment add to a state of log scale `log`: a tile (MP, VP), and a normalizer (MP,)."""
     MP: tl.constexpr = PHI.padded_rows
-    VP: tl.constexpr = CUT.padded_values
-    C: tl.constexpr = CUT.chunk
-    head = batch * row.heads + kv
-    v = head_at(keys.columns, batch, kv)
+    VP: tl.constexpr = TILING.padded_values
+    C: tl.constexpr = TILING.chunk
+    head = batch * seq.heads + kv
+    v = head_at(keys.v, batch, kv)
     tile = tl.zeros((MP, VP), tl.float32)
     norm = tl.zeros((MP,), tl.float32)
     for at in range(begin, end, C):
-        far = tl.cast(at, tl.int64) * keys.columns.row
-        columns = load_rows(v + far, keys.columns.row, end - at, C, CUT.values, VP)
-        a, b, logs = features_at(keys.tokens, batch, kv, row.heads, row.keys, end, at, C, PHI)
-        weights = weights_of(keys.mass, head, at, row.keys, end, C)
-        weights = tl.where(places_of_keys(at + tl.arange(0, C), row, batch, CUT) >= last, weights, 0.0)
+        far = tl.cast(at, tl.int64) * keys.v.row
+        values = load_rows(v + far, keys.v.row, end - at, C, TILING.values, VP)
+        a, b, logs = features_at(keys.tokens, batch, kv, seq.heads, seq.keys, end, at, C, PHI)
+        weights = weights_of(keys.key_weights, head, at, seq.keys, end, C)
+        weights = tl.where(places_of_keys(at + tl.arange(0, C), seq, batch, TILING) >= last, weights, 0.0)
         if PHI.unbounded:
             # A key of no weight may be larger than all that are added.
             weights *= exp(tl.minimum(logs - log, 0.0))
         ones = tl.full((C,), 1.0, tl.float32)
-        tile, norm = add_tokens(tile, norm, b if half else a, weights, columns, ones, v.dtype.element_ty)
+        tile, norm = add_tokens(tile, norm, b if half else a, weights, values, ones, v.dtype.element_ty)
     return tile, norm
 
 
@@ -98,94 +98,96 @@ def largest_of_document(one, starts, other, starts_too):
 
 
 @triton.jit
-def write_keys(keys, matrix, state, row, scale, CUT: tl.constexpr, PHI: tl.constexpr):
+def write_keys(keys, matrix, state, seq, scale, TILING: tl.constexpr, PHI: tl.constexpr):
     """What each segment's keys add to the state that leaves it, and features. Program: a segment of a key head.
 
     Of unbounded maps, also what queries see of the log scales of their segment: the largest, `scale` (B, H_kv, N).
     """
-    VP: tl.constexpr = CUT.padded_values
-    C: tl.constexpr = CUT.chunk
-    segments = tl.cdiv(row.keys, CUT.span)
+    VP: tl.constexpr = TILING.padded_values
+    C: tl.constexpr = TILING.chunk
+    segments = tl.cdiv(seq.keys, TILING.span)
     head, segment = tl.program_id(0) // segments, tl.program_id(0) % segments
-    batch, kv = head // row.heads, head % row.heads
-    begin = segment * CUT.span
-    end = tl.minimum(begin + CUT.span, row.keys)
-    final = tl.minimum((segment + 1) * CUT.segment, row.length) - 1
-    last = first_token(row.starts, batch, final, row.length, row.start)
+    batch, kv = head // seq.heads, head % seq.heads
+    begin = segment * TILING.span
+    end = tl.minimum(begin + TILING.span, seq.keys)
+    final = tl.minimum((segment + 1) * TILING.segment, seq.length) - 1
+    last = first_token(seq.starts, batch, final, seq.length, seq.start)
     log = EMPTY if PHI.unbounded else 0.0
     if keys.tokens.features is not None:
         # All features before all sums: both at once would not fit into registers.
         k = head_at(keys.tokens.rows, batch, kv)
-        dtype: tl.constexpr = keys.columns.pointer.dtype.element_ty
+        dtype: tl.constexpr = keys.v.pointer.dtype.element_ty
         projection = matrix_of(matrix, kv, PHI)
-        priors = None if keys.priors is None else keys.priors + kv * CUT.keys
+        priors = None if keys.priors is None else keys.priors + kv * TILING.keys
         largest = EMPTY
         for at in range(begin, end, C):
             rows = at + tl.arange(0, C)
             x = k + tl.cast(at, tl.int64) * keys.tokens.rows.row
             a, b, logs = phi_of_keys(
-                x, keys.tokens.rows.row, end - at, projection, matrix.low, priors, CUT.keys, C, PHI
+                x, keys.tokens.rows.row, end - at, projection, matrix.low, priors, TILING.keys, C, PHI
             )
             a, b = once(rounded(a, dtype)), once(rounded(b, dtype)) if PHI.two else a
-            store_features(a, b, logs, keys.tokens, head, row.keys, at, end - at, PHI)
+            store_features(a, b, logs, keys.tokens, head, seq.keys, at, end - at, PHI)
             if PHI.unbounded:
-                logs = tl.where(weights_of(keys.mass, head, at, row.keys, end, C) != 0, logs, EMPTY)
-                places = places_of_keys(rows, row, batch, CUT)
+                logs = tl.where(weights_of(keys.key_weights, head, at, seq.keys, end, C) != 0, logs, EMPTY)
+                places = places_of_keys(rows, seq, batch, TILING)
                 log = tl.maximum(log, largest_of(tl.where(places >= last, logs, EMPTY)))
                 if scale is not None:
-                    first = first_token(row.starts, batch, rows, row.length, row.start)
+                    first = first_token(seq.starts, batch, rows, seq.length, seq.start)
                     seen, _starts = tl.associative_scan((logs, first == rows), 0, largest_of_document)
                     r = tl.maximum(tl.where(first < at, largest, EMPTY), seen)
-                    tl.store(scale + head.to(tl.int64) * row.keys + rows, r, mask=rows < end)
+                    tl.store(scale + head.to(tl.int64) * seq.keys + rows, r, mask=rows < end)
                     largest = largest_of(tl.where(rows == tl.minimum(at + C, end) - 1, r, EMPTY))
         tl.debug_barrier()
     entry = tl.program_id(0)
-    tile, norm = sums_of_segment(keys, row, batch, kv, begin, end, last, log, 0, CUT, PHI)
+    tile, norm = sums_of_segment(keys, seq, batch, kv, begin, end, last, log, 0, TILING, PHI)
     store_half_of_state(tile, norm, state, entry, 0, PHI, VP)
     if PHI.two:
-        tile, norm = sums_of_segment(keys, row, batch, kv, begin, end, last, log, 1, CUT, PHI)
+        tile, norm = sums_of_segment(keys, seq, batch, kv, begin, end, last, log, 1, TILING, PHI)
         store_half_of_state(tile, norm, state, entry, 1, PHI, VP)
     tl.store(state.logs + entry, log)
 
 
 @triton.jit
-def visible_keys(here, row, tile, CUT: tl.constexpr):
+def visible_keys(here, seq, tile, TILING: tl.constexpr):
     """Which of the keys (BK,) from `here` on each query (C,) sees."""
-    places = places_of_keys(here + tl.arange(0, CUT.block), row, tile.batch, CUT)[None, :]
-    visible = places <= tile.rows[:, None] if CUT.rank == 0 else places < tile.rows[:, None]
-    if row.starts is not None:
+    places = places_of_keys(here + tl.arange(0, TILING.block), seq, tile.batch, TILING)[None, :]
+    visible = places <= tile.rows[:, None] if TILING.rank == 0 else places < tile.rows[:, None]
+    if seq.starts is not None:
         visible &= places >= tile.first[:, None]
     return visible
 
 
 @triton.jit
-def largest_logs(keys, row, tile, CUT: tl.constexpr):
+def largest_logs(keys, seq, tile, TILING: tl.constexpr):
     """The largest log scale (C,) of the keys of their segment that queries see."""
-    BK: tl.constexpr = CUT.block
-    r = tl.full((CUT.chunk,), EMPTY, tl.float32)
-    for here in range(first_key(tile.begin, CUT), keys_before(tile.stop, row, CUT), BK):
-        scales = load_numbers(keys.tokens.logs + tile.key_head.to(tl.int64) * row.keys, here, row.keys, BK)
-        exists = weights_of(keys.mass, tile.key_head, here, row.keys, row.keys, BK) != 0
+    BK: tl.constexpr = TILING.block
+    r = tl.full((TILING.chunk,), EMPTY, tl.float32)
+    for here in range(first_key(tile.begin, TILING), keys_before(tile.stop, seq, TILING), BK):
+        scales = load_numbers(keys.tokens.logs + tile.key_head.to(tl.int64) * seq.keys, here, seq.keys, BK)
+        exists = weights_of(keys.key_weights, tile.key_head, here, seq.keys, seq.keys, BK) != 0
         scales = tl.where(exists, scales, EMPTY)
-        r = tl.maximum(r, tl.max(tl.where(visible_keys(here, row, tile, CUT), scales[None, :], EMPTY), 1))
+        r = tl.maximum(r, tl.max(tl.where(visible_keys(here, seq, tile, TILING), scales[None, :], EMPTY), 1))
     return r
 
 
 @triton.jit
-def pairs_of(products, keys, here, scales, r, row, tile, CUT: tl.constexpr, PHI: tl.constexpr):
+def pairs_of(products, keys, here, scales, r, seq, tile, TILING: tl.constexpr, PHI: tl.constexpr):
     """Products of queries (C,) and the keys (BK,) from `here` on, with the weights of the latter; 0 where not seen."""
     if PHI.unbounded:
         # A key of no weight may be larger than all that is seen.
         products *= exp(tl.minimum(scales[None, :] - r[:, None], 0.0))
-    if keys.mass is not None:
-        products *= weights_of(keys.mass, tile.key_head, here, row.keys, row.keys, CUT.block)[None, :]
-    return tl.where(visible_keys(here, row, tile, CUT), products, 0.0)
+    if keys.key_weights is not None:
+        products *= weights_of(keys.key_weights, tile.key_head, here, seq.keys, seq.keys, TILING.block)[
+            None, :
+        ]
+    return tl.where(visible_keys(here, seq, tile, TILING), products, 0.0)
 
 
 @triton.jit
-def state_factors(tile, log, r, CUT: tl.constexpr, PHI: tl.constexpr):
+def state_factors(tile, log, r, TILING: tl.constexpr, PHI: tl.constexpr):
     """What queries multiply the state by that enters their segment, (C,)."""
-    reads = (tile.first < tile.begin) | (not CUT.causal)
+    reads = (tile.first < tile.begin) | (not TILING.causal)
     if PHI.unbounded:
         reads = reads & (r > EMPTY)
         return tl.where(reads, tl.exp(tl.minimum(log - r, 0.0)), 0.0)
@@ -193,18 +195,18 @@ def state_factors(tile, log, r, CUT: tl.constexpr, PHI: tl.constexpr):
 
 
 @triton.jit
-def sums_of_keys(x, y, keys, state, row, tile, largest, do, CUT: tl.constexpr, PHI: tl.constexpr):
+def sums_of_keys(x, y, keys, state, seq, tile, largest, do, TILING: tl.constexpr, PHI: tl.constexpr):
     """Sums (C, VP) and normalizers (C,) of queries of features x, y, and r that both are measured from.
 
-    Over the keys in the state that enters the segment, and where CUT.causal those that its tokens before tile.stop add.
-    Of unbounded maps, `largest` (C,) are the largest log scales of the keys of the segment that queries see. Given do
-    (C, VP), of a map without a second half, the sums are (C,), of do_i.v_j: no weight is rounded for them, so that
-    backward's terms w_ij (do_i.v_j - mean_i) add up to 0 as they should.
+    Over the keys in the state that enters the segment, and where TILING.causal those that its tokens before tile.stop
+    add. Of unbounded maps, `largest` (C,) are the largest log scales of the keys of the segment that queries see.
+    Given do (C, VP), of a map without a second half, the sums are (C,), of do_i.v_j: no weight is rounded for them, so
+    that backward's terms w_ij (do_i.v_j - mean_i) add up to 0 as they should.
     """
-    C: tl.constexpr = CUT.chunk
-    BK: tl.constexpr = CUT.block
-    VP: tl.constexpr = CUT.padded_values
-    v = head_at(keys.columns, tile.batch, tile.kv)
+    C: tl.constexpr = TILING.chunk
+    BK: tl.constexpr = TILING.block
+    VP: tl.constexpr = TILING.padded_values
+    v = head_at(keys.v, tile.batch, tile.kv)
     dtype: tl.constexpr = v.dtype.element_ty
     sums, norm = half_of_state(state, tile.entry, 0, PHI, VP)
     total = (
@@ -217,36 +219,36 @@ def sums_of_keys(x, y, keys, state, row, tile, largest, do, CUT: tl.constexpr, P
         den += tl.sum(y.to(tl.float32) * norm[None, :], 1)
     log = tl.load(state.logs + tile.entry)
     r = tl.zeros((C,), tl.float32) + log
-    if CUT.causal and PHI.unbounded:
+    if TILING.causal and PHI.unbounded:
         r = tl.maximum(tl.where(tile.first < tile.begin, r, EMPTY), largest)
-    factor = state_factors(tile, log, r, CUT, PHI)
+    factor = state_factors(tile, log, r, TILING, PHI)
     total *= factor[:, None] if do is None else factor
     den *= factor
-    if CUT.causal:
+    if TILING.causal:
         # Added up over threads behind the loop.
-        wide = tl.zeros((C, BK), tl.float32)
-        wide_den = tl.zeros((C, BK), tl.float32)
-        for here in range(first_key(tile.begin, CUT), keys_before(tile.stop, row, CUT), BK):
+        total_of_pairs = tl.zeros((C, BK), tl.float32)
+        den_of_pairs = tl.zeros((C, BK), tl.float32)
+        for here in range(first_key(tile.begin, TILING), keys_before(tile.stop, seq, TILING), BK):
             a, b, scales = features_at(
-                keys.tokens, tile.batch, tile.kv, row.heads, row.keys, row.keys, here, BK, PHI
+                keys.tokens, tile.batch, tile.kv, seq.heads, seq.keys, seq.keys, here, BK, PHI
             )
-            at = tl.cast(here, tl.int64) * keys.columns.row
-            columns = load_rows(v + at, keys.columns.row, row.keys - here, BK, CUT.values, VP)
+            at = tl.cast(here, tl.int64) * keys.v.row
+            values = load_rows(v + at, keys.v.row, seq.keys - here, BK, TILING.values, VP)
             weighed = dot(x, tl.trans(a), dtype)
             if PHI.two:
                 weighed += dot(y, tl.trans(b), dtype)
-            weighed = pairs_of(weighed, keys, here, scales, r, row, tile, CUT, PHI)
+            weighed = pairs_of(weighed, keys, here, scales, r, seq, tile, TILING, PHI)
             if do is None:
                 # Rounded before both sums: a mean of one value is that value.
                 weighed = rounded(weighed, dtype)
-                total += dot(weighed, columns, dtype)
+                total += dot(weighed, values, dtype)
                 den += tl.sum(weighed.to(tl.float32), 1)
             else:
-                wide += weighed * dot(do, tl.trans(columns), dtype)
-                wide_den += weighed
+                total_of_pairs += weighed * dot(do, tl.trans(values), dtype)
+                den_of_pairs += weighed
         if do is not None:
-            total += tl.sum(wide, 1)
-            den += tl.sum(wide_den, 1)
+            total += tl.sum(total_of_pairs, 1)
+            den += tl.sum(den_of_pairs, 1)
     return total, den, r
 
 
@@ -256,42 +258,42 @@ def read(
     keys,
     matrix,
     state,
-    row,
+    seq,
     out,
-    inverse,
+    reciprocal,
     scale,
-    CUT: tl.constexpr,
+    TILING: tl.constexpr,
     NORMALIZE: tl.constexpr,
     PHI: tl.constexpr,
 ):
     """Outputs (B, H, N, V), and for backward 1 / den of every query and r of unbounded maps, (B, H, N) float32.
 
-    A row whose weights add up to less than PHI.least is 0, and so is 1 / den, with which backward leaves it out.
-    Without NORMALIZE 1 / den is what sums are multiplied by, exp(r_i + log of the query's scale). Program: CUT.chunk
-    queries of a head; CUT.causal says that `state` has an entry for each segment, otherwise it has one of all keys.
+    A query whose weights add up to less than PHI.least is 0, and so is 1 / den, with which backward leaves it out.
+    Without NORMALIZE 1 / den is what sums are multiplied by, exp(r_i + log of the query's scale). Program: TILING.chunk
+    queries of a head; TILING.causal says that `state` has an entry for each segment, otherwise it has one of all keys.
     """
-    C: tl.constexpr = CUT.chunk
-    VP: tl.constexpr = CUT.padded_values
-    tile = queries_of_program(row, CUT)
-    q, left = rows_of_queries(queries, tile), tile.end - tile.at
+    C: tl.constexpr = TILING.chunk
+    VP: tl.constexpr = TILING.padded_values
+    tile = queries_of_program(seq, TILING)
+    q, left = tile_rows(queries, tile), tile.end - tile.at
     dtype: tl.constexpr = q.dtype.element_ty
 
     x, y, own = phi(q, queries.row, left, matrix_of(matrix, tile.kv, PHI), matrix.low, C, PHI)
     x, y = once(rounded(x, dtype)), once(rounded(y, dtype)) if PHI.two else x
-    scales_at = tile.key_head.to(tl.int64) * row.queries
+    scales_at = tile.key_head.to(tl.int64) * seq.queries
     largest = tl.zeros((C,), tl.float32)
-    if PHI.unbounded and CUT.causal:
+    if PHI.unbounded and TILING.causal:
         # Another query of the key may have stored r here already, of which this is the maximum once more.
         largest = load_numbers(scale + scales_at, tile.at, tile.end, C)
-    total, den, r = sums_of_keys(x, y, keys, state, row, tile, largest, None, CUT, PHI)
+    total, den, r = sums_of_keys(x, y, keys, state, seq, tile, largest, None, TILING, PHI)
     if NORMALIZE:
         empty = tl.abs(den) < PHI.least
         factor = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, den))
     else:
         factor = tl.exp(own + r) if PHI.unbounded else tl.full((C,), 1.0, tl.float32)
-    numbers = tile.head.to(tl.int64) * row.queries
-    place = out + (numbers + tile.at) * CUT.values
-    store_rows(place, CUT.values, left, total * factor[:, None], CUT.values, VP)
-    tl.store(inverse + numbers + tile.rows, factor, mask=tile.rows < tile.end)
-    if PHI.unbounded and tile.query_head % CUT.group == 0:
+    numbers = tile.head.to(tl.int64) * seq.queries
+    place = out + (numbers + tile.at) * TILING.values
+    store_rows(place, TILING.values, left, total * factor[:, None], TILING.values, VP)
+    tl.store(reciprocal + numbers + tile.rows, factor, mask=tile.rows < tile.end)
+    if PHI.unbounded and tile.query_head % TILING.group == 0:
         tl.store(scale + scales_at + tile.rows, r, mask=tile.rows < tile.end)

@@ -1,4 +1,4 @@
-"""Triton kernel of kernel attention's backward over keys: gradients of keys, values, masses and priors."""
+"""Triton kernel of kernel attention's backward over keys: gradients of keys, values, key weights and priors."""
 
 import triton
 import triton.language as tl
@@ -22,26 +22,26 @@ from megakernel.ops.kernels.states import first_token
 
 @triton.jit
 def gradient_from_state(
-    tile, norm, columns, state, entry, half: tl.constexpr, CUT: tl.constexpr, PHI: tl.constexpr
+    tile, norm, values, state, entry, half: tl.constexpr, TILING: tl.constexpr, PHI: tl.constexpr
 ):
     """Columns (C, VP) times half a state, tile (MP, VP), plus norm (MP,): gradients of features (C, MP).
 
     A state of more digits than the columns takes two products, so that its sums and its normalizer cancel exactly. It
     is loaded again: kept, it would take the registers, and shared memory for both factors at once.
     """
-    dtype: tl.constexpr = columns.dtype
-    grad = dot(columns, tl.trans(tile), dtype) + norm[None, :]
+    dtype: tl.constexpr = values.dtype
+    grad = dot(values, tl.trans(tile), dtype) + norm[None, :]
     if tile.dtype != dtype:
         tl.debug_barrier()
-        tile, norm = half_of_state(state, entry, half, PHI, CUT.padded_values)
-        grad += dot(columns, tl.trans(tile - rounded(tile, dtype).to(tl.float32)), dtype)
+        tile, norm = half_of_state(state, entry, half, PHI, TILING.padded_values)
+        grad += dot(values, tl.trans(tile - rounded(tile, dtype).to(tl.float32)), dtype)
     return grad
 
 
 @triton.jit
-def behind_factors(places, last, weights, scales, log, CUT: tl.constexpr, PHI: tl.constexpr):
+def behind_factors(places, last, weights, scales, log, TILING: tl.constexpr, PHI: tl.constexpr):
     """Factors (C,) of the state of queries behind a segment: they see the keys that enter the state that leaves it."""
-    enters = (places >= last) | (not CUT.causal)
+    enters = (places >= last) | (not TILING.causal)
     if PHI.unbounded:
         return tl.where(enters & (weights != 0), tl.exp(scales + log), 0.0)
     return tl.where(enters, 1.0, 0.0)
@@ -49,7 +49,7 @@ def behind_factors(places, last, weights, scales, log, CUT: tl.constexpr, PHI: t
 
 @triton.jit
 def queries_of_keys(
-    products, rows, first, places, stop, scales, r, row, CUT: tl.constexpr, PHI: tl.constexpr
+    products, rows, first, places, stop, scales, r, seq, TILING: tl.constexpr, PHI: tl.constexpr
 ):
     """Products of keys (C,) and queries (BQ,); 0 where a query does not see the key. See `kernels.pairs_of`.
 
@@ -57,11 +57,11 @@ def queries_of_keys(
     """
     if PHI.unbounded:
         products *= tl.exp(tl.minimum(scales[:, None] - r[None, :], 0.0))
-    if CUT.rank == 0:
+    if TILING.rank == 0:
         visible = places[:, None] <= rows[None, :]
     else:
         visible = (places[:, None] < rows[None, :]) & (rows < stop)[None, :]
-    if row.starts is not None:
+    if seq.starts is not None:
         visible &= places[:, None] >= first[None, :]
     return tl.where(visible, products, 0.0)
 
@@ -72,39 +72,39 @@ def bwd_dkv(
     keys,
     matrix,
     state,
-    row,
+    seq,
     dk,
     dv,
     dy,
-    dmass,
+    dkey_weights,
     dpriors,
-    CUT: tl.constexpr,
+    TILING: tl.constexpr,
     PHI: tl.constexpr,
 ):
-    """Gradients of keys (B, H_kv, N, D), of projected ones (..., M) if asked for, values, masses and priors.
+    """Gradients of keys (B, H_kv, N, D), of projected ones (..., M) if asked for, values, key weights and priors.
 
     Of mixtures (B, H_kv, N, KEYS D), (KEYS, B, H_kv, N, M), and parts (B, H_kv, N, KEYS) of the gradient of priors. A
     launch without dk or without dv leaves the other half of the products out: of wide features, the two do not fit into
-    registers. `state` holds states of queries. Program: CUT.chunk keys of a key head.
+    registers. `state` holds states of queries. Program: TILING.chunk keys of a key head.
     """
-    C: tl.constexpr = CUT.chunk
-    BQ: tl.constexpr = CUT.block
-    VP: tl.constexpr = CUT.padded_values
-    G: tl.constexpr = CUT.group
-    head, at, _begin, end, segment = tile_of_program(row.keys, CUT.span, C)
-    batch, kv = head // row.heads, head % row.heads
-    entry = head * tl.cdiv(row.keys, CUT.span) + segment if CUT.causal else head
-    place = head.to(tl.int64) * row.keys + at
+    C: tl.constexpr = TILING.chunk
+    BQ: tl.constexpr = TILING.block
+    VP: tl.constexpr = TILING.padded_values
+    G: tl.constexpr = TILING.group
+    head, at, _begin, end, segment = tile_of_program(seq.keys, TILING.span, C)
+    batch, kv = head // seq.heads, head % seq.heads
+    entry = head * tl.cdiv(seq.keys, TILING.span) + segment if TILING.causal else head
+    place = head.to(tl.int64) * seq.keys + at
     rows, left = at + tl.arange(0, C), end - at
-    places = places_of_keys(rows, row, batch, CUT)
-    stop = tl.minimum((segment + 1) * CUT.segment, row.length)
-    last = first_token(row.starts, batch, stop - 1, row.length, row.start)
-    weights = weights_of(keys.mass, head, at, row.keys, end, C)
-    a, b, scales = features_at(keys.tokens, batch, kv, row.heads, row.keys, end, at, C, PHI)
-    v = head_at(keys.columns, batch, kv) + tl.cast(at, tl.int64) * keys.columns.row
-    columns = load_rows(v, keys.columns.row, left, C, CUT.values, VP)
+    places = places_of_keys(rows, seq, batch, TILING)
+    stop = tl.minimum((segment + 1) * TILING.segment, seq.length)
+    last = first_token(seq.starts, batch, stop - 1, seq.length, seq.start)
+    weights = weights_of(keys.key_weights, head, at, seq.keys, end, C)
+    a, b, scales = features_at(keys.tokens, batch, kv, seq.heads, seq.keys, end, at, C, PHI)
+    v = head_at(keys.v, batch, kv) + tl.cast(at, tl.int64) * keys.v.row
+    values = load_rows(v, keys.v.row, left, C, TILING.values, VP)
     dtype: tl.constexpr = v.dtype.element_ty
-    behind = behind_factors(places, last, weights, scales, tl.load(state.logs + entry), CUT, PHI)
+    behind = behind_factors(places, last, weights, scales, tl.load(state.logs + entry), TILING, PHI)
     tile, norm = half_of_state(state, entry, 0, PHI, VP)
     du_norm = tl.zeros((C,), tl.float32)
     if dv is not None:
@@ -112,7 +112,7 @@ def bwd_dkv(
         du_norm = tl.sum(a.to(tl.float32) * norm[None, :], 1)
         tl.debug_barrier()
     if dk is not None:
-        grad_a = gradient_from_state(tile, norm, columns, state, entry, 0, CUT, PHI) * behind[:, None]
+        grad_a = gradient_from_state(tile, norm, values, state, entry, 0, TILING, PHI) * behind[:, None]
         grad_b = grad_a
     if PHI.two:
         tile, norm = half_of_state(state, entry, 1, PHI, VP)
@@ -120,48 +120,50 @@ def bwd_dkv(
             du += dot(b, tile, dtype)
             du_norm += tl.sum(b.to(tl.float32) * norm[None, :], 1)
         if dk is not None:
-            grad_b = gradient_from_state(tile, norm, columns, state, entry, 1, CUT, PHI) * behind[:, None]
+            grad_b = gradient_from_state(tile, norm, values, state, entry, 1, TILING, PHI) * behind[:, None]
     if dv is not None:
         du *= behind[:, None]
         du_norm *= behind
-    if CUT.causal:
+    if TILING.causal:
         for g in range(G):
             query_head = kv * G + g
-            numbers = (head * G + g).to(tl.int64) * row.queries
-            for here in range(token_of(at, CUT), tl.minimum(stop, row.queries), BQ):
+            numbers = (head * G + g).to(tl.int64) * seq.queries
+            for here in range(token_of(at, TILING), tl.minimum(stop, seq.queries), BQ):
                 seats = here + tl.arange(0, BQ)
-                first = first_token(row.starts, batch, seats, row.length, row.start)
+                first = first_token(seq.starts, batch, seats, seq.length, seq.start)
                 r = tl.zeros((BQ,), tl.float32)
                 if PHI.unbounded:
-                    r = load_numbers(queries.scale + head.to(tl.int64) * row.queries, here, row.queries, BQ)
+                    r = load_numbers(queries.scale + head.to(tl.int64) * seq.queries, here, seq.queries, BQ)
                 qa, qb, _own = features_at(
-                    queries.tokens, batch, query_head, row.heads * G, row.queries, row.queries, here, BQ, PHI
+                    queries.tokens, batch, query_head, seq.heads * G, seq.queries, seq.queries, here, BQ, PHI
                 )
                 given = head_at(queries.grad, batch, query_head) + tl.cast(here, tl.int64) * queries.grad.row
-                do = load_rows(given, queries.grad.row, row.queries - here, BQ, CUT.values, VP)
-                inverse = load_numbers(queries.inverse + numbers, here, row.queries, BQ)
+                do = load_rows(given, queries.grad.row, seq.queries - here, BQ, TILING.values, VP)
+                reciprocal = load_numbers(queries.reciprocal + numbers, here, seq.queries, BQ)
                 delta = tl.zeros((BQ,), tl.float32)
                 if queries.delta is not None:
-                    delta = load_numbers(queries.delta + numbers, here, row.queries, BQ)
+                    delta = load_numbers(queries.delta + numbers, here, seq.queries, BQ)
                 if dv is not None:
                     similar = dot(a, tl.trans(qa), dtype)
                     if PHI.two:
                         similar += dot(b, tl.trans(qb), dtype)
-                    similar = queries_of_keys(similar, seats, first, places, stop, scales, r, row, CUT, PHI)
-                    if dmass is not None:
+                    similar = queries_of_keys(
+                        similar, seats, first, places, stop, scales, r, seq, TILING, PHI
+                    )
+                    if dkey_weights is not None:
                         du_norm += tl.sum(similar * delta[None, :], 1)
-                    du += dot(similar * inverse[None, :], do, dtype)
+                    du += dot(similar * reciprocal[None, :], do, dtype)
                 if dk is not None:
-                    along = dot(columns, tl.trans(do), dtype) * inverse[None, :] + delta[None, :]
-                    along = queries_of_keys(along, seats, first, places, stop, scales, r, row, CUT, PHI)
+                    along = dot(values, tl.trans(do), dtype) * reciprocal[None, :] + delta[None, :]
+                    along = queries_of_keys(along, seats, first, places, stop, scales, r, seq, TILING, PHI)
                     grad_a += dot(along, qa, dtype)
                     if PHI.two:
                         grad_b += dot(along, qb, dtype)
     if dv is not None:
-        store_rows(dv + place * CUT.values, CUT.values, left, du * weights[:, None], CUT.values, VP)
-        if dmass is not None:
-            total = tl.sum(du * columns.to(tl.float32), 1) + du_norm
-            tl.store(dmass + place + tl.arange(0, C), total, mask=rows < end)
+        store_rows(dv + place * TILING.values, TILING.values, left, du * weights[:, None], TILING.values, VP)
+        if dkey_weights is not None:
+            total = tl.sum(du * values.to(tl.float32), 1) + du_norm
+            tl.store(dkey_weights + place + tl.arange(0, C), total, mask=rows < end)
     if dk is not None:
         grad_a *= weights[:, None]
         grad_b *= weights[:, None]
@@ -170,7 +172,7 @@ def bwd_dkv(
         projection = matrix_of(matrix, kv, PHI)
         of_projected = None if dy is None else dy + place * PHI.rows
         LEARNED: tl.constexpr = dy is not None
-        if CUT.keys == 0:
+        if TILING.keys == 0:
             store_gradient(
                 k,
                 tokens.row,
@@ -187,22 +189,22 @@ def bwd_dkv(
                 PHI,
             )
         else:
-            heads = tl.num_programs(0) // tiles_of(row.keys, CUT.span, C)
+            heads = tl.num_programs(0) // tiles_of(seq.keys, TILING.span, C)
             store_gradients_of_keys(
                 k,
                 tokens.row,
                 left,
                 projection,
                 matrix.low,
-                keys.priors + kv * CUT.keys,
+                keys.priors + kv * TILING.keys,
                 scales,
                 grad_a,
                 grad_b,
-                dk + place * CUT.keys * PHI.width,
+                dk + place * TILING.keys * PHI.width,
                 of_projected,
-                heads.to(tl.int64) * row.keys * PHI.rows,
-                dpriors + place * CUT.keys,
-                CUT.keys,
+                heads.to(tl.int64) * seq.keys * PHI.rows,
+                dpriors + place * TILING.keys,
+                TILING.keys,
                 C,
                 LEARNED,
                 PHI,

@@ -8,24 +8,24 @@ from torch import Tensor
 from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.groups import Tensors
 from megakernel.ops.kernel_attention import query_kernels
-from megakernel.ops.kernel_attention.arguments import Queries, Row, State, Tiling
+from megakernel.ops.kernel_attention.arguments import Queries, SequenceInfo, State, Tiling
 from megakernel.ops.kernels import states
 from megakernel.ops.kernels.features import Phi, cdiv, padded, phi_of, power_of_two
 from megakernel.ops.kernels.launch import PROGRAMS, capability_of, launch
 from megakernel.ops.state import EMPTY, KernelState
 
 LONGEST_CHUNK = 64
-"""Tokens of a chunk of rows that see both ways, which their segments are multiples of."""
+"""Tokens of a chunk of sequences that see both ways, which their segments are multiples of."""
 
 STATE_SHARE = 0.02
-"""Share of the bytes of q, k, v and out that their states may take on long rows."""
+"""Share of the bytes of q, k, v and out that their states may take on long sequences."""
 
 FEATURES_AT_ONCE = 8
 """Rows of a state that one program passes from segment to segment."""
 
 SEGMENT = 128
-"""Tokens between two states that causal rows have in memory, of up to 64 features; of more, as many more. States are
-then a quarter of q, k, v and out at most, and the pairs of a segment cost about what its state does."""
+"""Tokens between two states that causal sequences have in memory, of up to 64 features; of more, as many more. States
+are then a quarter of q, k, v and out at most, and the pairs of a segment cost about what its state does."""
 
 
 class TileSizes(NamedTuple):
@@ -54,12 +54,12 @@ TILES: dict[tuple[int, int], TileSizes] = {
 EXCEPTIONS: dict[tuple[str, int, int], TileSizes] = {
     ("write_keys", 2, 128): TileSizes(128, 64, 8),
     ("bwd_dq", 2, 128): TileSizes(128, 32, 8),
-    ("bwd_dq_once", 2, 128): TileSizes(128, 32, 8),
+    ("bwd_dq_one_pass", 2, 128): TileSizes(128, 32, 8),
     ("bwd_dkv", 2, 128): TileSizes(128, 32, 8),
     ("write_queries", 2, 256): TileSizes(64, 64, 8),
     ("bwd_dkv", 2, 256): TileSizes(128, 32, 8),
     ("bwd_dq", 4, 64): TileSizes(16, 16, 4),
-    ("bwd_dq_once", 4, 64): TileSizes(16, 16, 4),
+    ("bwd_dq_one_pass", 4, 64): TileSizes(16, 16, 4),
 }
 """(kernel, bytes of a number, padded features up to this) -> what programs of kernels with more or less to hold do."""
 
@@ -72,7 +72,7 @@ SMALL_TILES: dict[tuple[int, int], TileSizes] = {
 
 SMALL_EXCEPTIONS: dict[tuple[str, int, int], TileSizes] = {
     ("bwd_dq", 2, 128): TileSizes(32, 32, 8),
-    ("bwd_dq_once", 2, 128): TileSizes(32, 32, 8),
+    ("bwd_dq_one_pass", 2, 128): TileSizes(32, 32, 8),
     ("write_queries", 2, 256): TileSizes(16, 16, 8),
 }
 """The same of kernels that would spill more than they may with those."""
@@ -104,8 +104,8 @@ def state_of(sums: Tensor, norms: Tensor, logs: Tensor, phi: Phi, value_dim: int
     """The inverse of `tiles_of`."""
     halves = phi.features // phi.rows
     whole = torch.cat([sums[..., :value_dim], norms[..., None]], -1)
-    kept = whole.unflatten(2, (halves, phi.padded_rows))[:, :, :, : phi.rows].flatten(2, 3)
-    return KernelState(kept, logs.detach())
+    saved = whole.unflatten(2, (halves, phi.padded_rows))[:, :, :, : phi.rows].flatten(2, 3)
+    return KernelState(saved, logs.detach())
 
 
 def segment_of(phi: Phi, q: Tensor, v: Tensor, causal: bool) -> int:
@@ -113,7 +113,7 @@ def segment_of(phi: Phi, q: Tensor, v: Tensor, causal: bool) -> int:
 
     Without pairs, segments only share the work out. They are as long as leaves states STATE_SHARE of the memory of
     q, k, v and out; where the batch is so small that this leaves fewer than PROGRAMS, as short as gives that many. Of
-    keys and queries the longer rows decide: both keep states in backward.
+    keys and queries the longer sequences decide: both keep states in backward.
     """
     if causal:
         return SEGMENT * max(1, phi.padded_features // 64)
@@ -130,7 +130,7 @@ class Call(NamedTuple):
     """What all launches of a call share."""
 
     phi: Phi
-    row: Row
+    seq: SequenceInfo
     """Of tokens, without the table of their documents."""
 
     segment: int
@@ -164,10 +164,10 @@ class Call(NamedTuple):
         """The call with these arguments."""
         rows = None if matrix is None else matrix.shape[-2]
         phi = phi_of(FeatureMap(feature_map, components), q.shape[-1], rows)
-        row = Row(None, start, None, k.shape[1], k.shape[2], q.shape[2], k.shape[2])
+        seq = SequenceInfo(None, start, None, k.shape[1], k.shape[2], q.shape[2], k.shape[2])
         group, keys = q.shape[1] // k.shape[1], 0 if priors is None else priors.shape[-1]
         sizes = (segment_of(phi, q, v, causal), group, v.shape[-1], keys)
-        return Call(phi, row, *sizes, causal, q.dtype, capability_of(q.device))
+        return Call(phi, seq, *sizes, causal, q.dtype, capability_of(q.device))
 
     @property
     def stored(self) -> bool:
@@ -175,7 +175,7 @@ class Call(NamedTuple):
         return self.phi.projected or self.keys > 0
 
     def features(self, tokens: Tensor, stored: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Room for the features of tokens (B, H, N, d), and their log scales."""
+        """A buffer for the features of tokens (B, H, N, d), and their log scales."""
         if not stored:
             return None, None
         lead = tokens.shape[:3]
@@ -195,16 +195,16 @@ class Call(NamedTuple):
 
     @property
     def tiling(self) -> Tiling:
-        """How rows are cut, but for the tiles of a kernel."""
+        """How sequences are cut, but for the tiles of a kernel."""
         sizes = (self.group, self.values, padded(self.values), self.keys, self.causal)
         return Tiling(self.segment, 0, 0, *sizes, self.block_size, self.rank)
 
     def programs(self, kernel: str, batch: int) -> int:
         """Of a kernel: one for each tile of queries or keys, or segment that it sums."""
         of_keys = kernel in OVER_KEYS
-        length = self.row.keys if of_keys else self.row.queries
+        length = self.seq.keys if of_keys else self.seq.queries
         span = self.tiling.span if of_keys else self.segment
-        heads = batch * self.row.heads * (self.group if kernel in OVER_QUERIES else 1)
+        heads = batch * self.seq.heads * (self.group if kernel in OVER_QUERIES else 1)
         if kernel in OVER_SEGMENTS:
             return heads * cdiv(length, span)
         whole, rest = divmod(length, span)
@@ -217,21 +217,21 @@ class Call(NamedTuple):
         """Start a kernel, with the `programs` that it has if not given."""
         tile = self.tile(kernel.__name__)
         programs = self.programs(kernel.__name__, batch) if programs is None else programs
-        options |= {"CUT": self.tiling._replace(chunk=tile.chunk, block=tile.block), "PHI": self.phi}
+        options |= {"TILING": self.tiling._replace(chunk=tile.chunk, block=tile.block), "PHI": self.phi}
         if programs:
             launch(kernel, (programs,), *arguments, warps=tile.warps, stages=tile.stages, **options)
 
-    def halves(self, rooms: tuple[Tensor | None, ...]) -> list[tuple[Tensor | None, ...]]:
-        """The rooms of `bwd_dkv` by launch: gradients of keys and of values do not fit into one of wide features."""
+    def halves(self, buffers: tuple[Tensor | None, ...]) -> list[tuple[Tensor | None, ...]]:
+        """The buffers of `bwd_dkv` by launch: gradients of keys and of values do not fit into one of wide features."""
         of_half = 128 if self.capability in ROOMY else 64
         if self.phi.padded_features <= (of_half if self.dtype.itemsize == 2 else 32):
-            return [rooms]
-        dk, dv, dy, dmass, dpriors = rooms
-        return [(dk, None, dy, None, dpriors), (None, dv, None, dmass, None)]
+            return [buffers]
+        dk, dv, dy, dkey_weights, dpriors = buffers
+        return [(dk, None, dy, None, dpriors), (None, dv, None, dkey_weights, None)]
 
     def states(self, like: Tensor, entries: int, dtype: torch.dtype = torch.float32) -> State:
-        """Room for so many states of each key head, or one without a dimension of its own."""
-        lead = (like.shape[0], self.row.heads, *[entries] * (entries >= 0))
+        """A buffer for so many states of each key head, or one without a dimension of its own."""
+        lead = (like.shape[0], self.seq.heads, *[entries] * (entries >= 0))
         size = self.phi.padded_features
         sums = like.new_empty(*lead, size, padded(self.values), dtype=dtype)
         return State(
@@ -239,7 +239,7 @@ class Call(NamedTuple):
         )
 
     def sums_of_segments(self, like: Tensor, length: int, of_queries: bool = False) -> State:
-        """Room for what segments add, and then for the states that enter them: factors of products.
+        """A buffer for what segments add, and then for the states that enter them: factors of products.
 
         Where one key has nearly all of its queries' weights, its gradient is what is left of a state of queries when
         most of that cancels. Of maps of which this is to be expected, such states keep float32's digits.
@@ -248,20 +248,20 @@ class Call(NamedTuple):
         dtype = torch.float32 if is_exact else torch.bfloat16
         return self.states(like, cdiv(length, self.segment), dtype)
 
-    def sums_of_queries(self, queries: Queries, row: Row, like: Tensor, length: int) -> State:
+    def sums_of_queries(self, queries: Queries, seq: SequenceInfo, like: Tensor, length: int) -> State:
         """What the queries of each segment of `length` tokens add to the gradients of states."""
-        room = self.sums_of_segments(like, length, of_queries=True)
-        if row.queries:
-            self.start(query_kernels.write_queries, len(like), queries, room, row)
+        buffer = self.sums_of_segments(like, length, of_queries=True)
+        if seq.queries:
+            self.start(query_kernels.write_queries, len(like), queries, buffer, seq)
         else:
-            # A row without queries of its own hands the last state's gradient to its keys, segment by segment.
-            for part, nothing in zip(room, (0.0, 0.0, EMPTY)):
+            # A sequence without queries of its own hands the last state's gradient to its keys, segment by segment.
+            for part, nothing in zip(buffer, (0.0, 0.0, EMPTY)):
                 part.fill_(nothing)
-        return room
+        return buffer
 
     def pass_on(
         self,
-        room: State,
+        buffer: State,
         first: State | None,
         starts: Tensor | None,
         length: int,
@@ -271,17 +271,17 @@ class Call(NamedTuple):
     ) -> tuple[State, State]:
         """The states that enter each segment, from what each segment adds, and the last one.
 
-        Without `keep` the last one alone: `room` still holds what segments add.
+        Without `keep` the last one alone: `buffer` still holds what segments add.
         """
-        entering = State(room.sums, torch.empty_like(room.norms), torch.empty_like(room.logs))
-        kept = entering[1:] if keep and self.causal else (None, None)
-        last = self.states(room.norms, -1)
+        entering = State(buffer.sums, torch.empty_like(buffer.norms), torch.empty_like(buffer.logs))
+        saved = entering[1:] if keep and self.causal else (None, None)
+        last = self.states(buffer.norms, -1)
         launch(
             states.pass_states,
-            (room.logs[:, :, 0].numel(), cdiv(self.phi.padded_features, FEATURES_AT_ONCE)),
-            *(room, *kept, first, last, starts),
-            # No document begins in a row that sees both ways.
-            *(length, self.row.start if self.causal else -1, self.row.heads, room.logs.shape[2]),
+            (buffer.logs[:, :, 0].numel(), cdiv(self.phi.padded_features, FEATURES_AT_ONCE)),
+            *(buffer, *saved, first, last, starts),
+            # No document begins in a sequence that sees both ways.
+            *(length, self.seq.start if self.causal else -1, self.seq.heads, buffer.logs.shape[2]),
             warps=4,
             SEGMENT=self.segment,
             FP=self.phi.padded_features,
@@ -296,7 +296,7 @@ class Call(NamedTuple):
 OVER_SEGMENTS = ("write_keys", "write_queries")
 """Kernels whose programs are of a segment of a key head; the others' are of a tile."""
 
-OVER_QUERIES = ("read", "bwd_dq", "bwd_dq_once", "join", "join_backward")
+OVER_QUERIES = ("read", "bwd_dq", "bwd_dq_one_pass", "merge", "merge_backward")
 """Kernels whose programs are of a query's head."""
 
 OVER_KEYS = ("write_keys", "bwd_dkv")

@@ -12,18 +12,18 @@ from torch import Tensor
 
 from megakernel.ops.groups import Tensors
 from megakernel.ops.kernel_attention import kernels, key_kernels, query_kernels
-from megakernel.ops.kernel_attention.arguments import Keys, Matrix, Queries, Row, Rows, State, Tokens
+from megakernel.ops.kernel_attention.arguments import Keys, Matrix, Queries, Rows, SequenceInfo, State, Tokens
 from megakernel.ops.kernel_attention.differentiable import Operator
-from megakernel.ops.kernel_attention.exchanged import Behind, Slopes
+from megakernel.ops.kernel_attention.exchanged import QueryBackward, StateGradients
 from megakernel.ops.kernel_attention.launches import Call
 
 
 class KernelLaunches(NamedTuple):
-    """See `exchanged.Launches`; tensors of keys are k, v, matrix, mass, priors and starts, of queries q."""
+    """See `exchanged.Launches`; tensors of keys are k, v, matrix, key_weights, priors and starts, of queries q."""
 
     call: Call
     given_matrix: Tensor | None
-    row: Row
+    seq: SequenceInfo
     keys: Keys
     """Without features."""
 
@@ -33,13 +33,15 @@ class KernelLaunches(NamedTuple):
     @staticmethod
     def of(form: Sequence[Any], q: Tensor, tensors: Tensors) -> "KernelLaunches":
         """form: the values of OPTIONS."""
-        k, v, matrix, mass, priors, starts = tensors
+        k, v, matrix, key_weights, priors, starts = tensors
         feature_map, components, causal, normalize, start = form
         call = Call.of(q, k, v, matrix, priors, feature_map, components, causal, start)
-        masses, shares = (None if x is None else x.to(torch.float32).contiguous() for x in (mass, priors))
-        keys = Keys(Tokens(Rows.of(k), None, None), Rows.of(v), masses, shares)
+        key_weights, shares = (
+            None if x is None else x.to(torch.float32).contiguous() for x in (key_weights, priors)
+        )
+        keys = Keys(Tokens(Rows.of(k), None, None), Rows.of(v), key_weights, shares)
         whole = Matrix.whole(matrix, k.shape[1])
-        return KernelLaunches(call, matrix, call.row._replace(starts=starts), keys, whole, normalize)
+        return KernelLaunches(call, matrix, call.seq._replace(starts=starts), keys, whole, normalize)
 
     @property
     def k(self) -> Tensor:
@@ -49,22 +51,22 @@ class KernelLaunches(NamedTuple):
     @property
     def v(self) -> Tensor:
         """Of values."""
-        return self.keys.columns.pointer
+        return self.keys.v.pointer
 
-    def kept(self) -> Tensors:
-        """Room for r of queries, features of keys, their log scales, and the projection; empty where there are none."""
+    def saved(self) -> Tensors:
+        """Buffers for r of queries, features of keys, their log scales, and the projection; some may be empty."""
         k = self.k
-        scale = k.new_empty(*k.shape[:2], self.row.queries * self.call.phi.unbounded, dtype=torch.float32)
+        scale = k.new_empty(*k.shape[:2], self.seq.queries * self.call.phi.unbounded, dtype=torch.float32)
         features, logs = self.call.features(k, self.call.stored)
         return (
             scale,
             k.new_empty(0) if features is None else features,
             scale.new_empty(0) if logs is None else logs,
-            self.whole.room(k.dtype, k),
+            self.whole.buffer(k.dtype, k),
         )
 
     def found(self, queries: Tensors) -> Tensors:
-        """Room for outputs and 1 / den."""
+        """A buffer for outputs and 1 / den."""
         lead = queries[0].shape[:3]
         return self.v.new_empty(*lead, self.call.values), self.v.new_empty(lead, dtype=torch.float32)
 
@@ -72,71 +74,76 @@ class KernelLaunches(NamedTuple):
         """See `exchanged.Launches`."""
         return (q,)
 
-    def known(self, kept: Tensors) -> tuple[Keys, Matrix]:
+    def known(self, saved: Tensors) -> tuple[Keys, Matrix]:
         """The keys with the features that are stored of them, and the projection."""
-        _, *stored, terms = kept
+        _, *stored, terms = saved
         tokens = Tokens(self.keys.tokens.rows, *(x if x.numel() else None for x in stored))
         return self.keys._replace(tokens=tokens), self.whole.split(terms)
 
     def write(self) -> tuple[State, Tensors]:
         """See `exchanged.Launches`."""
-        call, kept = self.call, self.kept()
-        scale = kept[0] if call.causal and call.phi.unbounded else None
-        room = call.sums_of_segments(self.k, self.row.keys)
-        self.whole.fill(kept[-1])
-        call.start(kernels.write_keys, len(self.k), *self.known(kept), room, self.row, scale)
-        return room, kept
+        call, saved = self.call, self.saved()
+        scale = saved[0] if call.causal and call.phi.unbounded else None
+        buffer = call.sums_of_segments(self.k, self.seq.keys)
+        self.whole.fill(saved[-1])
+        call.start(kernels.write_keys, len(self.k), *self.known(saved), buffer, self.seq, scale)
+        return buffer, saved
 
-    def read(self, queries: Tensors, kept: Tensors, state: State) -> Tensors:
+    def read(self, queries: Tensors, saved: Tensors, state: State) -> Tensors:
         """Outputs and 1 / den."""
-        (q,), (out, inverse) = queries, self.found(queries)
-        scale = kept[0] if self.call.phi.unbounded else None
-        known = (Rows.of(q), *self.known(kept), state, self.row)
-        self.call.start(kernels.read, len(q), *known, out, inverse, scale, NORMALIZE=self.normalize)
-        return out, inverse
+        (q,), (out, reciprocal) = queries, self.found(queries)
+        scale = saved[0] if self.call.phi.unbounded else None
+        known = (Rows.of(q), *self.known(saved), state, self.seq)
+        self.call.start(kernels.read, len(q), *known, out, reciprocal, scale, NORMALIZE=self.normalize)
+        return out, reciprocal
 
     def bwd_read(
-        self, grad: Tensor, queries: Tensors, found: Tensors, kept: Tensors, state: State, learned: bool
-    ) -> Behind:
+        self, grad: Tensor, queries: Tensors, found: Tensors, saved: Tensors, state: State, learned: bool
+    ) -> QueryBackward:
         """See `exchanged.Launches`."""
-        call, (q,), (inverse,) = self.call, queries, found
+        call, (q,), (reciprocal,) = self.call, queries, found
         dq, dy = q.new_empty(q.shape), self._projected(q) if learned else None
         known = Queries(
             Tokens(Rows.of(q), *call.features(q, call.stored)),
             Rows.of(grad),
-            inverse,
-            torch.empty_like(inverse) if self.normalize else None,
-            kept[0] if call.phi.unbounded else None,
+            reciprocal,
+            torch.empty_like(reciprocal) if self.normalize else None,
+            saved[0] if call.phi.unbounded else None,
         )
-        given = (known, *self.known(kept), state, self.row)
+        given = (known, *self.known(saved), state, self.seq)
         once = self.normalize and not call.stored
-        kernel = query_kernels.bwd_dq_once if once else query_kernels.bwd_dq
+        kernel = query_kernels.bwd_dq_one_pass if once else query_kernels.bwd_dq
         call.start(kernel, len(q), *given, dq, dy, NORMALIZE=self.normalize)
-        of_matrix = None if dy is None else cache(partial(products_of_queries, dy, q, self.row.heads))
-        return Behind(known, (dq,), of_matrix)
+        of_matrix = None if dy is None else cache(partial(products_of_queries, dy, q, self.seq.heads))
+        return QueryBackward(known, (dq,), of_matrix)
 
     def bwd_write(
-        self, behind: Behind, kept: Tensors, state: State, last: Slopes | None, first: Slopes | None
+        self,
+        query_backward: QueryBackward,
+        saved: Tensors,
+        state: State,
+        last: StateGradients | None,
+        first: StateGradients | None,
     ) -> Tensors:
-        """Gradients of keys, values, projection, masses and priors."""
+        """Gradients of keys, values, projection, key weights and priors."""
         call, k = self.call, self.k
         dk, dv = k.new_empty(k.shape), self.v.new_empty(self.v.shape)
-        dy = self._projected(k, max(call.keys, 1)) if behind.of_matrix is not None else None
-        dmass = None if self.keys.mass is None else torch.empty_like(self.keys.mass)
+        dy = self._projected(k, max(call.keys, 1)) if query_backward.of_matrix is not None else None
+        dkey_weights = None if self.keys.key_weights is None else torch.empty_like(self.keys.key_weights)
         parts = k.new_empty(*k.shape[:3], call.keys, dtype=torch.float32) if call.keys else None
-        known = (behind.queries, *self.known(kept), state, self.row)
-        for wanted in call.halves((dk, dv, dy, dmass, parts)):
+        known = (query_backward.queries, *self.known(saved), state, self.seq)
+        for wanted in call.halves((dk, dv, dy, dkey_weights, parts)):
             call.start(key_kernels.bwd_dkv, len(k), *known, *wanted)
         dpriors = None if parts is None else parts.sum((0, 2))
         dmatrix = None
-        if dy is not None and behind.of_matrix is not None and self.given_matrix is not None:
+        if dy is not None and query_backward.of_matrix is not None and self.given_matrix is not None:
             of_keys = k.unflatten(-1, (max(call.keys, 1), -1)).movedim(3, 2)
             of_keys = products_of_tokens(dy.movedim(0, 2), of_keys)
-            dmatrix = gradient_of_matrix(self.given_matrix, of_keys, behind.of_matrix())
-        return dk, dv, dmatrix, dmass, dpriors, None
+            dmatrix = gradient_of_matrix(self.given_matrix, of_keys, query_backward.of_matrix())
+        return dk, dv, dmatrix, dkey_weights, dpriors, None
 
     def _projected(self, tokens: Tensor, *lead: int) -> Tensor:
-        """Room for the gradients of projected tokens."""
+        """A buffer for the gradients of projected tokens."""
         return tokens.new_empty(*lead, *tokens.shape[:3], self.call.phi.rows)
 
 
@@ -158,5 +165,5 @@ def gradient_of_matrix(matrix: Tensor, *parts: Tensor) -> Tensor:
 
 OPTIONS = {"feature_map": str, "components": int, "causal": bool, "normalize": bool, "start": int}
 
-attend = Operator("kernel_attention", OPTIONS, KernelLaunches.of, queries=1, keys=6, kept=4)
-"""Of q; k, v, matrix, mass, priors and starts; and a first state."""
+attend = Operator("kernel_attention", OPTIONS, KernelLaunches.of, queries=1, keys=6, saved=4)
+"""Of q; k, v, matrix, key_weights, priors and starts; and a first state."""

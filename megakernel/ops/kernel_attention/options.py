@@ -17,7 +17,7 @@ class KernelOptions(NamedTuple):
     projection: Projection | None = None
     causal: bool = True
     normalize: bool = True
-    mass: Tensor | None = None
+    key_weights: Tensor | None = None
     """(B, H_kv, N)"""
 
     priors: Tensor | None = None

@@ -13,8 +13,8 @@ from megakernel.ops.kernel_attention.arguments import (
     load_numbers,
     matrix_of,
     queries_of_program,
-    rows_of_queries,
     store_half_of_state,
+    tile_rows,
 )
 from megakernel.ops.kernel_attention.kernels import pairs_of, state_factors, store_features, sums_of_keys
 from megakernel.ops.kernels.features import EMPTY, dot, load_rows, phi, rounded, slope_of_half, store_slope
@@ -22,56 +22,56 @@ from megakernel.ops.kernels.states import add_tokens, first_token, scales_of_add
 
 
 @triton.jit
-def do_of_keys(x, y, do, keys, state, row, tile, r, CUT: tl.constexpr, PHI: tl.constexpr):
+def do_of_keys(x, y, do, keys, state, seq, tile, r, TILING: tl.constexpr, PHI: tl.constexpr):
     """Sums (C,) of do_i.v_j over what queries of features x, y see, and of their weights, from r as backward's are.
 
     Not from the rounded output, which shows where few keys make up a sum. Of unbounded maps, one key may even have
     nearly all the weight: what is left of its terms would show the rounding of weights.
     """
     if PHI.unbounded:
-        total, den, _r = sums_of_keys(x, y, keys, state, row, tile, r, do, CUT, PHI)
+        total, den, _r = sums_of_keys(x, y, keys, state, seq, tile, r, do, TILING, PHI)
     else:
-        sums, den, _r = sums_of_keys(x, y, keys, state, row, tile, r, None, CUT, PHI)
+        sums, den, _r = sums_of_keys(x, y, keys, state, seq, tile, r, None, TILING, PHI)
         total = tl.sum(sums * do.to(tl.float32), 1)
     return total, den
 
 
 @triton.jit
 def gradient_of_half(
-    half: tl.constexpr, do, delta, r, keys, state, row, tile, CUT: tl.constexpr, PHI: tl.constexpr
+    half: tl.constexpr, do, delta, r, keys, state, seq, tile, TILING: tl.constexpr, PHI: tl.constexpr
 ):
     """sum_j m_j (do_i.v_j + delta_i) phi(k_j) for queries (C,), a half (C, MP); arguments as in `sums_of_keys`."""
-    C: tl.constexpr = CUT.chunk
-    BK: tl.constexpr = CUT.block
-    VP: tl.constexpr = CUT.padded_values
-    v = head_at(keys.columns, tile.batch, tile.kv)
+    C: tl.constexpr = TILING.chunk
+    BK: tl.constexpr = TILING.block
+    VP: tl.constexpr = TILING.padded_values
+    v = head_at(keys.v, tile.batch, tile.kv)
     dtype: tl.constexpr = v.dtype.element_ty
-    of_state = state_factors(tile, tl.load(state.logs + tile.entry), r, CUT, PHI)
+    of_state = state_factors(tile, tl.load(state.logs + tile.entry), r, TILING, PHI)
     sums, norm = half_of_state(state, tile.entry, half, PHI, VP)
     grad = (of_state * delta)[:, None] * norm[None, :]
     grad += dot(do, tl.trans(sums), dtype) * of_state[:, None]
-    if CUT.causal:
-        for here in range(first_key(tile.begin, CUT), keys_before(tile.stop, row, CUT), BK):
+    if TILING.causal:
+        for here in range(first_key(tile.begin, TILING), keys_before(tile.stop, seq, TILING), BK):
             a, b, scales = features_at(
-                keys.tokens, tile.batch, tile.kv, row.heads, row.keys, row.keys, here, BK, PHI
+                keys.tokens, tile.batch, tile.kv, seq.heads, seq.keys, seq.keys, here, BK, PHI
             )
-            at = tl.cast(here, tl.int64) * keys.columns.row
-            columns = load_rows(v + at, keys.columns.row, row.keys - here, BK, CUT.values, VP)
-            along = tl.zeros((C, BK), tl.float32) + delta[:, None] + dot(do, tl.trans(columns), dtype)
-            along = pairs_of(along, keys, here, scales, r, row, tile, CUT, PHI)
+            at = tl.cast(here, tl.int64) * keys.v.row
+            values = load_rows(v + at, keys.v.row, seq.keys - here, BK, TILING.values, VP)
+            along = tl.zeros((C, BK), tl.float32) + delta[:, None] + dot(do, tl.trans(values), dtype)
+            along = pairs_of(along, keys, here, scales, r, seq, tile, TILING, PHI)
             grad += dot(along, b if half else a, dtype)
     return grad
 
 
 @triton.jit
-def across_features(slope, along, size, tokens, row, tile, CUT: tl.constexpr, PHI: tl.constexpr):
+def across_features(slope, along, size, tokens, seq, tile, TILING: tl.constexpr, PHI: tl.constexpr):
     """`slope` of a gradient that should stand across the features and has `along` in their direction instead of 0.
 
     Of features in one half, of this squared length `size`. They are loaded again: kept, they would take the registers
     of the loops.
     """
     tl.debug_barrier()
-    a, _b, _own = features_of_queries(tokens, row, tile, CUT, PHI)
+    a, _b, _own = features_of_queries(tokens, seq, tile, TILING, PHI)
     share = (along / tl.where(size == 0, 1.0, size))[:, None]
     a = a.to(tl.float32)
     return slope - slope_of_half(0, a * share, a, a, PHI)
@@ -83,10 +83,10 @@ def bwd_dq(
     keys,
     matrix,
     state,
-    row,
+    seq,
     dq,
     dy,
-    CUT: tl.constexpr,
+    TILING: tl.constexpr,
     NORMALIZE: tl.constexpr,
     PHI: tl.constexpr,
 ):
@@ -94,64 +94,64 @@ def bwd_dq(
 
     Program: as `kernels.read`.
     """
-    C: tl.constexpr = CUT.chunk
+    C: tl.constexpr = TILING.chunk
     MP: tl.constexpr = PHI.padded_rows
-    VP: tl.constexpr = CUT.padded_values
-    tile = queries_of_program(row, CUT)
+    VP: tl.constexpr = TILING.padded_values
+    tile = queries_of_program(seq, TILING)
     tokens = queries.tokens.rows
-    q, left = rows_of_queries(tokens, tile), tile.end - tile.at
+    q, left = tile_rows(tokens, tile), tile.end - tile.at
     dtype: tl.constexpr = q.dtype.element_ty
-    numbers = tile.head.to(tl.int64) * row.queries
+    numbers = tile.head.to(tl.int64) * seq.queries
     place = numbers + tile.at
     projection = matrix_of(matrix, tile.kv, PHI)
 
     if queries.tokens.features is not None:
         qa, qb, own = phi(q, tokens.row, left, projection, matrix.low, C, PHI)
         qa, qb = rounded(qa, dtype), rounded(qb, dtype)
-        store_features(qa, qb, own, queries.tokens, tile.head, row.queries, tile.at, left, PHI)
+        store_features(qa, qb, own, queries.tokens, tile.head, seq.queries, tile.at, left, PHI)
         # They are read again below: between, the gradients take the registers.
         tl.debug_barrier()
-    do = load_rows(rows_of_queries(queries.grad, tile), queries.grad.row, left, C, CUT.values, VP)
-    inverse = load_numbers(queries.inverse + numbers, tile.at, row.queries, C)
+    do = load_rows(tile_rows(queries.grad, tile), queries.grad.row, left, C, TILING.values, VP)
+    reciprocal = load_numbers(queries.reciprocal + numbers, tile.at, seq.queries, C)
     r = tl.zeros((C,), tl.float32)
     if PHI.unbounded:
-        scales = queries.scale + tile.key_head.to(tl.int64) * row.queries
-        r = load_numbers(scales, tile.at, row.queries, C)
+        scales = queries.scale + tile.key_head.to(tl.int64) * seq.queries
+        r = load_numbers(scales, tile.at, seq.queries, C)
     mean = tl.zeros((C,), tl.float32)
     if NORMALIZE:
-        qa, qb, _own = features_of_queries(queries.tokens, row, tile, CUT, PHI)
-        total, den = do_of_keys(qa, qb, do, keys, state, row, tile, r, CUT, PHI)
-        mean = tl.where(inverse == 0, 0.0, total / tl.where(inverse == 0, 1.0, den))
-        tl.store(queries.delta + numbers + tile.rows, -mean * inverse, mask=tile.rows < tile.end)
+        qa, qb, _own = features_of_queries(queries.tokens, seq, tile, TILING, PHI)
+        total, den = do_of_keys(qa, qb, do, keys, state, seq, tile, r, TILING, PHI)
+        mean = tl.where(reciprocal == 0, 0.0, total / tl.where(reciprocal == 0, 1.0, den))
+        tl.store(queries.delta + numbers + tile.rows, -mean * reciprocal, mask=tile.rows < tile.end)
     slope = tl.zeros((C, MP), tl.float32)
     along = tl.zeros((C,), tl.float32)
     size = tl.zeros((C,), tl.float32)
     for half in tl.static_range(2 if PHI.two else 1):
         # dO is divided by den behind the sums: 1 / den is small, and the quotient would have few digits in float16.
-        grad = gradient_of_half(half, do, -mean, r, keys, state, row, tile, CUT, PHI) * inverse[:, None]
-        qa, qb, _own = features_of_queries(queries.tokens, row, tile, CUT, PHI)
+        grad = gradient_of_half(half, do, -mean, r, keys, state, seq, tile, TILING, PHI) * reciprocal[:, None]
+        qa, qb, _own = features_of_queries(queries.tokens, seq, tile, TILING, PHI)
         qa, qb = qa.to(tl.float32), qb.to(tl.float32)
         along += tl.sum(grad * (qb if half else qa), 1)
         size += tl.sum(qb * qb if half else qa * qa, 1)
         slope += slope_of_half(half, grad, qb if half else qa, qa if half else qb, PHI)
     if NORMALIZE and not PHI.two:
         # A quotient does not depend on the length of phi(q); of two halves, what that is off by is lost in rounding.
-        slope = across_features(slope, along, size, queries.tokens, row, tile, CUT, PHI)
+        slope = across_features(slope, along, size, queries.tokens, seq, tile, TILING, PHI)
     of_projected = None if dy is None else dy + place * PHI.rows
     LEARNED: tl.constexpr = dy is not None
     store_slope(q, tokens.row, left, projection, slope, dq + place * PHI.width, of_projected, C, LEARNED, PHI)
 
 
 @triton.jit
-def bwd_dq_once(
+def bwd_dq_one_pass(
     queries,
     keys,
     matrix,
     state,
-    row,
+    seq,
     dq,
     dy,
-    CUT: tl.constexpr,
+    TILING: tl.constexpr,
     NORMALIZE: tl.constexpr,
     PHI: tl.constexpr,
 ):
@@ -163,61 +163,61 @@ def bwd_dq_once(
     quotient does not depend. Of unbounded maps, whose weights span more than bfloat16's digits, it would lose too many.
     """
     tl.static_assert(NORMALIZE and queries.tokens.features is None and not PHI.two and not PHI.unbounded)
-    C: tl.constexpr = CUT.chunk
-    BK: tl.constexpr = CUT.block
-    VP: tl.constexpr = CUT.padded_values
-    tile = queries_of_program(row, CUT)
+    C: tl.constexpr = TILING.chunk
+    BK: tl.constexpr = TILING.block
+    VP: tl.constexpr = TILING.padded_values
+    tile = queries_of_program(seq, TILING)
     tokens = queries.tokens.rows
-    q, left = rows_of_queries(tokens, tile), tile.end - tile.at
-    numbers = tile.head.to(tl.int64) * row.queries
-    do = load_rows(rows_of_queries(queries.grad, tile), queries.grad.row, left, C, CUT.values, VP)
-    v = head_at(keys.columns, tile.batch, tile.kv)
+    q, left = tile_rows(tokens, tile), tile.end - tile.at
+    numbers = tile.head.to(tl.int64) * seq.queries
+    do = load_rows(tile_rows(queries.grad, tile), queries.grad.row, left, C, TILING.values, VP)
+    v = head_at(keys.v, tile.batch, tile.kv)
     dtype: tl.constexpr = v.dtype.element_ty
     mean = tl.zeros((C,), tl.float32)
-    if CUT.causal:
-        own = v + tl.cast(tile.at, tl.int64) * keys.columns.row
-        values = load_rows(own, keys.columns.row, left, C, CUT.values, VP)
-        mean = tl.sum(values.to(tl.float32) * do.to(tl.float32), 1)
-    of_state = state_factors(tile, 0.0, mean, CUT, PHI)
+    if TILING.causal:
+        own = v + tl.cast(tile.at, tl.int64) * keys.v.row
+        own_values = load_rows(own, keys.v.row, left, C, TILING.values, VP)
+        mean = tl.sum(own_values.to(tl.float32) * do.to(tl.float32), 1)
+    of_state = state_factors(tile, 0.0, mean, TILING, PHI)
     sums, norm = half_of_state(state, tile.entry, 0, PHI, VP)
     features = of_state[:, None] * norm[None, :]
     grad = dot(do, tl.trans(sums), dtype) * of_state[:, None] - mean[:, None] * features
-    if CUT.causal:
-        for here in range(first_key(tile.begin, CUT), keys_before(tile.stop, row, CUT), BK):
+    if TILING.causal:
+        for here in range(first_key(tile.begin, TILING), keys_before(tile.stop, seq, TILING), BK):
             a, _b, scales = features_at(
-                keys.tokens, tile.batch, tile.kv, row.heads, row.keys, row.keys, here, BK, PHI
+                keys.tokens, tile.batch, tile.kv, seq.heads, seq.keys, seq.keys, here, BK, PHI
             )
-            at = tl.cast(here, tl.int64) * keys.columns.row
-            columns = load_rows(v + at, keys.columns.row, row.keys - here, BK, CUT.values, VP)
+            at = tl.cast(here, tl.int64) * keys.v.row
+            values = load_rows(v + at, keys.v.row, seq.keys - here, BK, TILING.values, VP)
             weights = tl.full((C, BK), 1.0, tl.float32)
-            weights = pairs_of(weights, keys, here, scales, mean, row, tile, CUT, PHI)
-            grad += dot(weights * (dot(do, tl.trans(columns), dtype) - mean[:, None]), a, dtype)
+            weights = pairs_of(weights, keys, here, scales, mean, seq, tile, TILING, PHI)
+            grad += dot(weights * (dot(do, tl.trans(values), dtype) - mean[:, None]), a, dtype)
             features += dot(weights, a, dtype)
-    x, _b, _own = features_of_queries(queries.tokens, row, tile, CUT, PHI)
+    x, _b, _own = features_of_queries(queries.tokens, seq, tile, TILING, PHI)
     x = x.to(tl.float32)
-    inverse = load_numbers(queries.inverse + numbers, tile.at, row.queries, C)
-    lost = inverse == 0
+    reciprocal = load_numbers(queries.reciprocal + numbers, tile.at, seq.queries, C)
+    lost = reciprocal == 0
     off = tl.where(lost, 0.0, tl.sum(grad * x, 1) / tl.where(lost, 1.0, tl.sum(features * x, 1)))
-    tl.store(queries.delta + numbers + tile.rows, -(mean + off) * inverse, mask=tile.rows < tile.end)
-    slope = slope_of_half(0, (grad - off[:, None] * features) * inverse[:, None], x, x, PHI)
+    tl.store(queries.delta + numbers + tile.rows, -(mean + off) * reciprocal, mask=tile.rows < tile.end)
+    slope = slope_of_half(0, (grad - off[:, None] * features) * reciprocal[:, None], x, x, PHI)
     place = numbers + tile.at
     projection = matrix_of(matrix, tile.kv, PHI)
     store_slope(q, tokens.row, left, projection, slope, dq + place * PHI.width, None, C, False, PHI)
 
 
 @triton.jit
-def write_queries(queries, state, row, CUT: tl.constexpr, PHI: tl.constexpr):
+def write_queries(queries, state, seq, TILING: tl.constexpr, PHI: tl.constexpr):
     """What each segment's queries add to the gradient of the state that enters it. Program: a segment of a key head."""
     MP: tl.constexpr = PHI.padded_rows
-    VP: tl.constexpr = CUT.padded_values
-    C: tl.constexpr = CUT.chunk
-    G: tl.constexpr = CUT.group
-    segments = tl.cdiv(row.queries, CUT.segment)
+    VP: tl.constexpr = TILING.padded_values
+    C: tl.constexpr = TILING.chunk
+    G: tl.constexpr = TILING.group
+    segments = tl.cdiv(seq.queries, TILING.segment)
     head, segment = tl.program_id(0) // segments, tl.program_id(0) % segments
-    batch, kv = head // row.heads, head % row.heads
+    batch, kv = head // seq.heads, head % seq.heads
     dtype: tl.constexpr = queries.grad.pointer.dtype.element_ty
-    begin = segment * CUT.segment
-    stop = tl.minimum(begin + CUT.segment, row.queries)
+    begin = segment * TILING.segment
+    stop = tl.minimum(begin + TILING.segment, seq.queries)
 
     tile = tl.zeros((MP, VP), tl.float32)
     tile2 = tile
@@ -226,11 +226,11 @@ def write_queries(queries, state, row, CUT: tl.constexpr, PHI: tl.constexpr):
     log = EMPTY if PHI.unbounded else 0.0
     for at in range(begin, stop, C):
         rows, left = at + tl.arange(0, C), stop - at
-        first = first_token(row.starts, batch, rows, row.length, row.start)
-        reads = ((first < begin) | (not CUT.causal)) & (rows < stop)
+        first = first_token(seq.starts, batch, rows, seq.length, seq.start)
+        reads = ((first < begin) | (not TILING.causal)) & (rows < stop)
         scales = tl.zeros((C,), tl.float32)
         if PHI.unbounded:
-            r = tl.load(queries.scale + head.to(tl.int64) * row.queries + rows, mask=rows < stop, other=EMPTY)
+            r = tl.load(queries.scale + head.to(tl.int64) * seq.queries + rows, mask=rows < stop, other=EMPTY)
             reads = reads & (r > EMPTY)
             scales = tl.where(reads, -r, EMPTY)
         shrink, factors, log = scales_of_addition(log, scales, True, PHI.unbounded)
@@ -242,20 +242,20 @@ def write_queries(queries, state, row, CUT: tl.constexpr, PHI: tl.constexpr):
         factors = tl.where(reads, factors, 0.0)
         for g in range(G):
             query_head = kv * G + g
-            place = (head * G + g).to(tl.int64) * row.queries
+            place = (head * G + g).to(tl.int64) * seq.queries
             given = head_at(queries.grad, batch, query_head) + tl.cast(at, tl.int64) * queries.grad.row
-            do = load_rows(given, queries.grad.row, left, C, CUT.values, VP)
-            inverse = load_numbers(queries.inverse + place, at, row.queries, C)
+            do = load_rows(given, queries.grad.row, left, C, TILING.values, VP)
+            reciprocal = load_numbers(queries.reciprocal + place, at, seq.queries, C)
             minus_mean = tl.zeros((C,), tl.float32)
             if queries.delta is not None:
-                delta = load_numbers(queries.delta + place, at, row.queries, C)
-                minus_mean = delta / tl.where(inverse == 0, 1.0, inverse)
+                delta = load_numbers(queries.delta + place, at, seq.queries, C)
+                minus_mean = delta / tl.where(reciprocal == 0, 1.0, reciprocal)
             a, b, _own = features_at(
-                queries.tokens, batch, query_head, row.heads * G, row.queries, stop, at, C, PHI
+                queries.tokens, batch, query_head, seq.heads * G, seq.queries, stop, at, C, PHI
             )
-            tile, norm = add_tokens(tile, norm, a, inverse * factors, do, minus_mean, dtype)
+            tile, norm = add_tokens(tile, norm, a, reciprocal * factors, do, minus_mean, dtype)
             if PHI.two:
-                tile2, norm2 = add_tokens(tile2, norm2, b, inverse * factors, do, minus_mean, dtype)
+                tile2, norm2 = add_tokens(tile2, norm2, b, reciprocal * factors, do, minus_mean, dtype)
     entry = tl.program_id(0)
     store_half_of_state(tile, norm, state, entry, 0, PHI, VP)
     if PHI.two:

@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from megakernel.ops.documents import open_documents, position_rows
+from megakernel.ops.documents import open_documents, token_positions
 from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.kernel_attention.options import KernelOptions
 from megakernel.ops.mixture import by_component
+from megakernel.ops.partial_output import PartialOutput, normalized, unnormalized
 from megakernel.ops.phi import features
 from megakernel.ops.projections import FastFood, Projection, dense
 from megakernel.ops.state import EMPTY, KernelState, keep, merge
-from megakernel.ops.sums import Sums, normalized, unnormalized
 
 
 def phi(feature_map: FeatureMap | str, x: Tensor, projection: Projection | None) -> Tensor:
@@ -30,13 +30,13 @@ def scaled_phi(
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Tensor, KernelState]:
     """Arguments and results of `chunked.attend`."""
-    feature_map, projection, causal, normalize, mass, priors, positions, initial_state, *_ = options
+    feature_map, projection, causal, normalize, key_weights, priors, positions, initial_state, *_ = options
     batch, heads, length, _ = q.shape
     group = heads // k.shape[1]
-    at = position_rows(positions, length, q.device)
+    at = token_positions(positions, length, q.device)
     place = torch.arange(length, device=q.device)
     first = place - at
-    # Keys that are another number of tokens belong to the whole row.
+    # Keys that are another number of tokens belong to the whole sequence.
     same = k.shape[2] == length
     pairs = first[:, :, None] == first[:, None, :] if same else at.new_ones(1, length, k.shape[2]).bool()
     if causal:
@@ -49,8 +49,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Ten
     )
     logs_k = logs.amax(0)
     phi_k = (shares[:, None] * each * torch.exp(logs - logs_k)[..., None]).sum(0)
-    if mass is not None:
-        phi_k, logs_k = phi_k * mass[..., None], logs_k.masked_fill(mass == 0, EMPTY)
+    if key_weights is not None:
+        phi_k, logs_k = phi_k * key_weights[..., None], logs_k.masked_fill(key_weights == 0, EMPTY)
     values = torch.cat([v, torch.ones_like(v[..., :1])], -1).double()
 
     def added(keys: Tensor) -> KernelState:
@@ -69,7 +69,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Ten
         began_before = pairs[:, 0] & (at[:, :1] > 0)
         entering.append((options.exchange_after(added(began_before), carries).wait(), pairs[:, -1]))
 
-    # A row's weights are divided by the largest scale among what it sees.
+    # A query's weights are divided by the largest scale among what it sees.
     seen = torch.where(pairs[:, None], logs_k.repeat_interleave(group, 1)[:, :, None], EMPTY)
     of_states = [
         torch.where(readers[:, None], state.log_scale.repeat_interleave(group, 1)[..., None], EMPTY)
@@ -86,7 +86,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Ten
     if initial_state is not None:
         own = merge(own, keep(initial_state, carries))
     finish = normalized if normalize else unnormalized
-    return finish(Sums(total, logs_q + scale)).to(v.dtype), own
+    return finish(PartialOutput(total, logs_q + scale)).to(v.dtype), own
 
 
 def per_query_head(projection: Projection | None, group: int) -> Projection | None:

@@ -21,9 +21,9 @@ from megakernel.ops.kernel_attention.launches import state_of, tiles_of
 from megakernel.ops.kernel_attention.options import KernelOptions
 from megakernel.ops.kernels.features import SUPPORTED, phi_of
 from megakernel.ops.kernels.launch import capability_of, is_noting
+from megakernel.ops.partial_output import Found, in_range, may_lose
 from megakernel.ops.projections import Projection, dense, rows_of
 from megakernel.ops.state import KernelState
-from megakernel.ops.sums import Found, in_range, may_lose
 
 WIDEST = 128
 """d and M up to which a program's tiles fit into registers."""
@@ -53,7 +53,7 @@ def unsupported_tiles(
     most: int,
     most_values: int,
 ) -> str | None:
-    """Why kernels that multiply tiles do not: the GPU, float16, or more numbers in a row than `most`."""
+    """Why kernels that multiply tiles do not: the GPU, float16, or more numbers in a token than `most`."""
     if (capability := capability_of(q.device)) < OLDEST:
         return f"the GPU has compute capability {capability / 10}; expected at least {OLDEST / 10}"
     if q.dtype == torch.float16:
@@ -81,7 +81,7 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> str 
     if (reason := unsupported_tiles(q, v, options.projection, most, WIDEST)) is not None:
         return reason
     if not options.causal and isinstance(options.positions, Tensor):
-        return "positions cut rows into documents that see both ways; expected whole rows"
+        return "positions cut sequences into documents that see both ways; expected whole sequences"
     if options.exchange_after is not None:
         return "exchange_after is given; expected tokens that see no later ones"
     return None
@@ -92,53 +92,67 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Ten
 
     There is no state where `options` want none.
 
-    Quotients of exponential maps can get lost: those rows are made again by the chunked op in float64. To find out
-    makes the host wait for the GPU, once a call. A compiled or captured graph cannot look; there, lost rows are 0.
+    Quotients of exponential maps can get lost: those queries are made again by the chunked op in float64. To find out
+    makes the host wait for the GPU, once a call. A compiled or captured graph cannot look; there, lost queries are 0.
     """
     if decode.unsupported(q, k, v, options) is None:
         return decode.step(q, k, v, options)
-    feature_map, projection, causal, normalize, mass, priors, positions, first, exchange, _, wants_state = (
-        options
-    )
+    (
+        feature_map,
+        projection,
+        causal,
+        normalize,
+        key_weights,
+        priors,
+        positions,
+        first,
+        exchange,
+        _,
+        wants_state,
+    ) = options
     width, value_dim = q.shape[-1], v.shape[-1]
     matrix = dense(projection, width)
     phi = phi_of(feature_map, width, None if matrix is None else matrix.shape[-2])
     starts, start = _document_starts(positions, k.shape[2])
     form = named(feature_map)
     layer = (form.name, form.components, causal, normalize, start)
-    keys = (k, v, matrix, mass, priors, starts)
+    keys = (k, v, matrix, key_weights, priors, starts)
     if exchange is None:
         tile: Tensors = (None, None, None)
         if first is not None:
             check_state(first, k, v)
             tile = tiles_of(first, phi, value_dim)
-        out, inverse, *_, sums, norms, logs = operators.attend((q, *keys, *tile), *layer)
+        out, reciprocal, *_, sums, norms, logs = operators.attend((q, *keys, *tile), *layer)
         last = state_of(sums, norms, logs, phi, value_dim) if wants_state else None
     else:
         carries = open_documents(positions, q.shape[2], q.shape[0], q.device)
         shard = exchanged.Shard(q, partial(operators.KernelLaunches.of, layer))
-        (out, inverse), first, last = exchanged.attend(
+        (out, reciprocal), first, last = exchanged.attend(
             shard, keys, lambda: (q,), exchange, carries, phi, value_dim
         )
     if not may_lose(form, normalize) or is_noting():
         return out, last
-    lost = inverse == 0
-    if mass is not None:
-        # A token that is no key itself is padding, and its row nothing; so is a row that sees no key.
-        seen = mass != 0 if mass.shape[2] == q.shape[2] else (mass != 0).any(-1, keepdim=True)
+    lost = reciprocal == 0
+    if key_weights is not None:
+        # A token that is no key itself is padding, and its output 0; so is that of a query that sees no key.
+        seen = (
+            key_weights != 0
+            if key_weights.shape[2] == q.shape[2]
+            else (key_weights != 0).any(-1, keepdim=True)
+        )
         lost &= seen.repeat_interleave(q.shape[1] // k.shape[1], 1)
 
     def again() -> Found:
         # The keys of a state that other processes hand over are in it.
         exact = options._replace(projection=matrix, initial_state=first, exchange=None)
-        wide, _ = chunked.attend(q.double(), k.double(), v.double(), exact)
-        return (wide,), last
+        in_float64, _ = chunked.attend(q.double(), k.double(), v.double(), exact)
+        return (in_float64,), last
 
     return in_range(((out, lost), last), again)
 
 
 def _document_starts(positions: Positions, length: int) -> tuple[Tensor | None, int]:
-    """The place where each token's document starts, (B, N) int32, or of all tokens: negative before the row."""
+    """The place where each token's document starts, (B, N) int32, or of all tokens: negative before the sequence."""
     if isinstance(positions, int):
         return None, -1 if positions > 0 else 0
     places = torch.arange(length, device=positions.device)

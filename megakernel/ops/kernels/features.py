@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from megakernel.ops import state
 from megakernel.ops.feature_maps import FeatureMap, named
 
-EMPTY = tl.constexpr(-1e30)
-"""Log scale of a sum without terms; `megakernel.ops.state.EMPTY`."""
+EMPTY = tl.constexpr(state.EMPTY)
 
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1), which knows bfloat16 as a storage format only."""
@@ -83,7 +83,7 @@ class Phi(NamedTuple):
 
     @property
     def least(self) -> float:
-        """Weights of a query that add up to less are nothing, see `megakernel.ops.sums`."""
+        """Weights of a query that add up to less are nothing, see `megakernel.ops.partial_output`."""
         tiny = torch.finfo(torch.float32).tiny
         return tiny**0.5 if self.unbounded else tiny
 
@@ -228,8 +228,8 @@ def project(
         y += dot(part, tl.trans(tl.load(places, mask=inside, other=0.0)), dtype)
         if dtype != tl.float32:
             y += dot(part, tl.trans(tl.load(places + low, mask=inside, other=0.0)), dtype)
-        wide = part.to(tl.float32)
-        square += tl.sum(wide * wide, 1)
+        exact = part.to(tl.float32)
+        square += tl.sum(exact * exact, 1)
     return y, square
 
 
@@ -301,6 +301,7 @@ def phi(
             a = tl.where(inside, cos, 0.0)
             b = tl.where(inside, sin, 0.0)
         else:
+            tl.static_assert(PHI.unbounded, "a map that kernels do not know")
             # |x|^2 / 2 estimates exp(q.k / sqrt(d)), |x|^2 a Gaussian kernel (KL eq. 9).
             square *= PHI.scale * PHI.scale * (0.5 if PHI.name == "favor" else 1.0)
             y = tl.where(inside, y * PHI.scale - square[:, None], float("-inf"))
@@ -354,9 +355,12 @@ def store_slope(
     if not PHI.projected:
         grad = slope * PHI.coefficient
         if PHI.name != "identity":
-            wide = load_rows(x, stride, count, C, PHI.width, PHI.padded_width).to(tl.float32)
+            tl.static_assert(
+                PHI.name == "relu" or PHI.name == "elu", "a map whose gradient kernels do not know"
+            )
+            exact = load_rows(x, stride, count, C, PHI.width, PHI.padded_width).to(tl.float32)
             # From the token rather than from its features: those then need no registers.
-            grad = tl.where(wide > 0, grad, grad * exp(tl.minimum(wide, 0.0)) if PHI.name == "elu" else 0.0)
+            grad = tl.where(exact > 0, grad, grad * exp(tl.minimum(exact, 0.0)) if PHI.name == "elu" else 0.0)
         if MORE:
             grad += load_rows(dx, row, count, C, PHI.width, PHI.padded_width).to(tl.float32)
         store_rows(dx, row, count, grad, PHI.width, PHI.padded_width)
@@ -371,8 +375,8 @@ def store_slope(
             places = matrix + (m[:, None] * PHI.width + d[None, :])
             part = dot(slope, tl.load(places, mask=inside, other=0.0), x.dtype.element_ty)
             if PHI.unbounded:
-                wide = load_rows(x + first, stride, count, C, PHI.width - first, PHI.columns).to(tl.float32)
-                part -= wide * total[:, None]
+                exact = load_rows(x + first, stride, count, C, PHI.width - first, PHI.columns).to(tl.float32)
+                part -= exact * total[:, None]
             if MORE:
                 part += load_rows(dx + first, row, count, C, PHI.width - first, PHI.columns).to(tl.float32)
             store_rows(dx + first, row, count, part, PHI.width - first, PHI.columns)

@@ -1,14 +1,14 @@
-"""States of kernel attention over segments of a row, in Triton.
+"""States of kernel attention over segments of a sequence, in Triton.
 
-A row is cut into segments of many chunks. One launch sums each segment's features times values, all segments at
+A sequence is cut into segments of many chunks. One launch sums each segment's features times values, all segments at
 once; a second one turns these sums into the states that enter each segment. Whatever reads a state then runs over all
-segments at once too and carries the state through its own chunks, so that one long row fills the device and memory
+segments at once too and carries the state through its own chunks, so that one long sequence fills the device and memory
 holds one state per segment, never one per chunk.
 
 Backward is the same the other way: what queries add to the gradient of a state travels from the end to the start.
 
 Layout of states: sums (B, H_kv, segments, FP, VP), their normalizers (B, H_kv, segments, FP) and log scales (B, H_kv,
-segments) float32; the one that leaves the row has no dimension of segments. FP holds the MP features of each half.
+segments) float32; the one that leaves the sequence has no dimension of segments. FP holds the MP features of each half.
 """
 
 import triton
@@ -18,14 +18,14 @@ from megakernel.ops.kernels.features import EMPTY, dot, rounded
 
 
 @triton.jit
-def first_token(starts, row, place, length, start):
-    """The place where the document of the token at `place` starts, negative where it began before the row.
+def first_token(starts, batch, place, length, start):
+    """The place where the document of the token at `place` starts, negative where it began before the sequence.
 
     starts: (B, N) int32, or None: all tokens are of one document, which began at `start`.
     """
     if starts is not None:
         # Behind the last token its document goes on.
-        return tl.load(starts + row.to(tl.int64) * length + tl.minimum(place, length - 1))
+        return tl.load(starts + batch.to(tl.int64) * length + tl.minimum(place, length - 1))
     return tl.zeros_like(place) + start
 
 
@@ -86,12 +86,12 @@ def pass_states(
     warps, one of which would store over what another is about to load: they go elsewhere.
 
     The states enter from the left, or with REVERSE from the right, the first one empty where `first` is None. What
-    leaves the row goes to `last`; without `entering_norms` nothing else is kept, and what segments add stays. added,
-    first, last: sums, normalizers and log scales.
+    leaves the sequence goes to `last`; without `entering_norms` nothing else is kept, and what segments add stays.
+    added, first, last: sums, normalizers and log scales.
     """
     sums, norms, logs = added
     head = tl.program_id(0)
-    row = head // heads
+    batch = head // heads
     f = tl.program_id(1) * BF + tl.arange(0, BF)
     d = tl.arange(0, VP)
     within = f[:, None] * VP + d[None, :]
@@ -107,7 +107,7 @@ def pass_states(
         segment = segments - 1 - step if REVERSE else step
         begin = segment * SEGMENT
         end = tl.minimum(begin + SEGMENT, length)
-        oldest = first_token(starts, row, end - 1, length, start)
+        oldest = first_token(starts, batch, end - 1, length, start)
         entry = head.to(tl.int64) * segments + segment
         more = tl.load(sums + entry * FP * VP + within).to(tl.float32)
         added_norm = tl.load(norms + entry * FP + f)

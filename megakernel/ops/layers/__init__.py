@@ -69,8 +69,8 @@ def rotate(
     Args:
         q: (B, H, N, d), d even.
         k: (B, H_kv, N, d), another number of heads at the same positions.
-        cos: (B, N, d / 2), or (1, N, d / 2) where all rows have the same positions; float32 or better, in which the
-            pairs are turned.
+        cos: (B, N, d / 2), or (1, N, d / 2) where all sequences have the same positions; float32 or better, in which
+            the pairs are turned.
         sin: the same.
         backend: as of `rms_norm`.
 

@@ -115,7 +115,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
     """Liger's fused head on stretches of tokens, each so long that its chunks are as long as they may be.
 
     Its own choice of chunks follows the memory of `hidden` alone: 64 tokens of 768 columns and a vocabulary of
-    50,000, which a GPU cannot be busy with, and of a row of a million tokens far more than asked for.
+    50,000, which a GPU cannot be busy with, and of a sequence of a million tokens far more than asked for.
     """
 
     @staticmethod

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megakernel.ops.arguments import check_heads, check_positions
 from megakernel.ops.dispatch import accum_dtype, choose
-from megakernel.ops.documents import Positions, position_rows
+from megakernel.ops.documents import Positions, token_positions
 from megakernel.ops.softmax_attention.spans import Spans, document_spans
 
 BLOCK = 512
@@ -36,7 +36,7 @@ def softmax_attention(
     softcap: float | None = None,
     positions: Positions = 0,
     key_mask: Tensor | None = None,
-    mass: Tensor | None = None,
+    key_weights: Tensor | None = None,
     initial_state: SoftmaxState | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, SoftmaxState]:
@@ -50,11 +50,11 @@ def softmax_attention(
         causal: token i sees tokens j <= i of its document; otherwise all tokens of its document.
         window: of causal attention, token i sees tokens j > i - window alone; None: all.
         softcap: c of weights exp(c tanh(q.k / (c sqrt(d)))); None: exponents are not capped.
-        positions: (B, N) positions within documents, or the position of the first token of rows that hold one
+        positions: (B, N) positions within documents, or the position of the first token of sequences that hold one
             document each.
         key_mask: (B, N) bool, False removes a key; not together with a state.
-        mass: (B, N) multiplies the weight of a key, which counts so many times; 0 removes it. For keys of whole
-            rows only.
+        key_weights: (B, N) multiplies the weight of a key, which counts so many times; 0 removes it. For keys of whole
+            sequences only.
         initial_state: cache of the tokens before these.
         backend: reference or chunked.
 
@@ -75,7 +75,7 @@ def softmax_attention(
     if initial_state is not None:
         cached = initial_state.keys.shape[2]
         k, v = torch.cat([initial_state.keys, k], 2), torch.cat([initial_state.values, v], 2)
-    # One new token behind its own document, or uncut rows, need no mask: the fused kernels are fastest without one.
+    # One token behind its own document, or uncut sequences, need no mask: fused kernels are fastest without one.
     seen_k, seen_v = k, v
     if isinstance(positions, int) and causal and q.shape[2] == 1:
         seen = min(positions + 1, k.shape[2], window or k.shape[2])
@@ -83,9 +83,9 @@ def softmax_attention(
     else:
         is_cut = window is not None and k.shape[2] > window
         if isinstance(positions, Tensor) or cached or is_cut or softcap is not None:
-            spans = document_spans(position_rows(positions, q.shape[2], q.device), cached, causal, window)
+            spans = document_spans(token_positions(positions, q.shape[2], q.device), cached, causal, window)
     whole = causal and cached == 0
-    out = choose(IMPLEMENTATIONS, backend)(q, seen_k, seen_v, spans, whole, key_mask, mass, softcap)
+    out = choose(IMPLEMENTATIONS, backend)(q, seen_k, seen_v, spans, whole, key_mask, key_weights, softcap)
     forgotten = 0 if window is None else max(0, k.shape[2] - window + 1)
     return out, SoftmaxState(k[:, :, forgotten:], v[:, :, forgotten:])
 
@@ -97,10 +97,10 @@ def chunked(
     spans: Spans | None,
     causal: bool,
     key_mask: Tensor | None,
-    mass: Tensor | None,
+    key_weights: Tensor | None,
     softcap: float | None,
 ) -> Tensor:
-    """PyTorch's fused kernels; packed and capped rows by blocks of queries, without an N x N matrix.
+    """PyTorch's fused kernels; packed and capped sequences by blocks of queries, without an N x N matrix.
 
     spans: what each query may see; None: all keys, or with `causal` those up to its own.
     """
@@ -109,9 +109,9 @@ def chunked(
         return _weighed(q, k, v, None, softcap)
     if spans is None:
         mask = None if key_mask is None else key_mask[:, None, None]
-        if mass is not None:
-            # A finite logarithm of 0: rows without any key stay finite.
-            logs = mass.to(accum_dtype(q.dtype)).log().clamp(min=torch.finfo(q.dtype).min / 2)
+        if key_weights is not None:
+            # A finite logarithm of 0: queries without any key stay finite.
+            logs = key_weights.to(accum_dtype(q.dtype)).log().clamp(min=torch.finfo(q.dtype).min / 2)
             mask = logs.to(q.dtype)[:, None, None]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
     outputs = []
@@ -148,7 +148,7 @@ def _weighed(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, softcap: f
     if visible is None:
         return (scores.softmax(-1) @ v).to(q.dtype)
     weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-    # A row that sees nothing is 0 / 0 in the formula and 0 here.
+    # A query that sees nothing is 0 / 0 in the formula and 0 here.
     return (weights.masked_fill(~visible, 0.0) @ v).to(q.dtype)
 
 
@@ -163,7 +163,7 @@ def reference(
     spans: Spans | None,
     causal: bool,
     key_mask: Tensor | None,
-    mass: Tensor | None,
+    key_weights: Tensor | None,
     softcap: float | None,
 ) -> Tensor:
     """From the formula, in one matrix."""
@@ -178,15 +178,15 @@ def reference(
         visible = spans.mask(slice(None), 0, keys)
     elif causal:
         visible = visible.tril()
-    if mass is not None:
-        visible = visible & (mass > 0)[:, None]
+    if key_weights is not None:
+        visible = visible & (key_weights > 0)[:, None]
     if key_mask is not None:
         visible = visible & key_mask[:, None]
     scores = _capped(q.to(k.dtype) @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, softcap)
-    if mass is not None:
-        scores = scores + mass.to(k.dtype).clamp(min=torch.finfo(k.dtype).tiny).log()[:, None, None]
+    if key_weights is not None:
+        scores = scores + key_weights.to(k.dtype).clamp(min=torch.finfo(k.dtype).tiny).log()[:, None, None]
     weights = scores.masked_fill(~visible[:, None], -torch.inf).softmax(-1)
-    # A row that sees nothing is 0 / 0 in the formula and 0 here.
+    # A query that sees nothing is 0 / 0 in the formula and 0 here.
     return (weights.masked_fill(~visible[:, None], 0.0) @ v).to(q.dtype)
 
 

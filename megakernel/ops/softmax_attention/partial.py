@@ -1,4 +1,4 @@
-"""Softmax attention over some of a row's keys: sums that add to those over other keys, and their gradients.
+"""Softmax attention over some of a sequence's keys: sums that add to those over other keys, and their gradients.
 
 Fused kernels take queries that see the same keys; elsewhere blocks of queries meet blocks of keys, so that few weights
 exist at once. Query heads that share a key head are rows beside each other, (B, H_kv, G, N, d), and keys are
@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megakernel.ops.dispatch import accum_dtype
+from megakernel.ops.partial_output import PartialOutput, add
 from megakernel.ops.softmax_attention import fused
 from megakernel.ops.softmax_attention.spans import Spans
 from megakernel.ops.state import EMPTY
-from megakernel.ops.sums import Sums, add
 
 QUERIES = 256
 """Queries of one block."""
@@ -26,7 +26,7 @@ KEYS = 512
 
 
 class Seen(NamedTuple):
-    """Some keys of rows, and who sees them."""
+    """Some keys of sequences, and who sees them."""
 
     keys: Tensor
     """(B, H_kv, M, d)"""
@@ -67,7 +67,7 @@ class OutputGradient(NamedTuple):
     """(B, H_kv, G, N), the inner product of the output and its gradient."""
 
 
-def add_sums(total: Sums, q: Tensor, seen: Seen) -> None:
+def add_sums(total: PartialOutput, q: Tensor, seen: Seen) -> None:
     """Add to `total`, in place, what these keys give queries q (B, H_kv, G, N, d)."""
     assert total.log_scale is not None
     for queries, keys, how in _blocks(q, seen):
@@ -77,9 +77,9 @@ def add_sums(total: Sums, q: Tensor, seen: Seen) -> None:
         else:
             means, log_sums = fused.attend(rows.flatten(1, 2), k, v, how == "causal")
             ones = F.pad(means.to(total.values.dtype), (0, 1), value=1.0)
-            found = Sums(ones.view(*rows.shape[:-1], -1), log_sums.view(rows.shape[:-1]))
+            found = PartialOutput(ones.view(*rows.shape[:-1], -1), log_sums.view(rows.shape[:-1]))
         values, log_scale = total.values[_at(queries)], total.log_scale[_at(queries)]
-        both = add(Sums(values, log_scale), found)
+        both = add(PartialOutput(values, log_scale), found)
         values.copy_(both.values)
         log_scale.copy_(both.scale_or_zero)
 
@@ -115,12 +115,12 @@ def _blocks(q: Tensor, seen: Seen) -> Iterator[tuple[slice, slice, Literal["all"
             yield queries, keys, "all" if whole else "some"
 
 
-def _block_sums(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Sums:
+def _block_sums(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> PartialOutput:
     scores = _scores(q, k).masked_fill_(~visible, -torch.inf)
     largest = scores.amax(-1).clamp(min=EMPTY)
     weights = torch.exp_(scores.sub_(largest[..., None]))
     values = F.pad(v.to(weights.dtype), (0, 1), value=1.0)
-    return Sums((weights.flatten(2, 3) @ values).unflatten(2, weights.shape[2:4]), largest)
+    return PartialOutput((weights.flatten(2, 3) @ values).unflatten(2, weights.shape[2:4]), largest)
 
 
 def _block_gradients(
@@ -129,7 +129,7 @@ def _block_gradients(
     """Gradients of q, k and v that come of these pairs.
 
     With p = exp(s - normalizer), the weights as they were after the division: dV = p^T grad, and scores have the
-    gradient ds = p (grad V^T - mean). Both are sums over pairs, whoever holds the row's other keys.
+    gradient ds = p (grad V^T - mean). Both are sums over pairs, whoever holds the query's other keys.
     """
     rows, k, v, grad = (x.to(accum_dtype(q.dtype)) for x in (q, k, v, gradient.grad))
     weights = torch.exp_(_scores(rows, k).sub_(gradient.normalizer[..., None]))

@@ -1,25 +1,25 @@
-"""Softmax attention over a row in shards, the keys and values going round (ring attention, Liu et al. 2023).
+"""Softmax attention over a sequence in shards, the keys and values going round (ring attention, Liu et al. 2023).
 
 Each of P processes keeps its queries. The shards of keys and values pass from neighbour to neighbour, P - 1 times, and
-are met where they come by: sums over disjoint keys add, so a query has seen its row when the last shard has. The next
-shard is under way while the present one is used.
+are met where they come by: sums over disjoint keys add, so a query has seen its sequence when the last shard has. The
+next shard is under way while the present one is used.
 
 Backward sends the keys and values round again and weighs again, given each query's normalizer. The gradients of a
 shard's keys and values travel behind it, in float32, growing at every process, and come home after P - 1 hops.
 
-Bytes that each process sends, for B rows with shards of N tokens, H_kv key heads of width d and values of width D in
-numbers of s bytes:
+Bytes that each process sends, for B sequences with shards of N tokens, H_kv key heads of width d and values of width D
+in numbers of s bytes:
 
     forward     (P - 1) B N (H_kv (d + D) s + e)
     backward    (P - 1) B N (H_kv (d + D) (s + w) + e)
 
-w = 4 (8 for float64). e = 8 for packed rows, whose keys say which document they are of, and 1 more with a key mask.
-Query heads that share a key head cost nothing. Unlike a state's, this traffic grows with the tokens; the work per shard
-grows with their square, so that long shards hide it.
+w = 4 (8 for float64). e = 8 for packed sequences, whose keys say which document they are of, and 1 more with a key
+mask. Query heads that share a key head cost nothing. Unlike a state's, this traffic grows with the tokens; the work
+per shard grows with their square, so that long shards hide it.
 
-Causal rows are not balanced: process r weighs r + 1 of the P shards, the first waits for the last, and the layer takes
-about as long as one that is not causal. Shards are contiguous because kernel states and near windows want them so;
-dealing out a row's ends and middles together would balance this layer alone.
+Causal sequences are not balanced: process r weighs r + 1 of the P shards, the first waits for the last, and the layer
+takes about as long as one that is not causal. Shards are contiguous because kernel states and near windows want them
+so; dealing out a sequence's ends and middles together would balance this layer alone.
 """
 
 from collections.abc import Iterator
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from megakernel.ops.arguments import check_heads, check_positions
 from megakernel.ops.documents import Positions
+from megakernel.ops.partial_output import empty_partial_output, log_normalizer, normalized
 from megakernel.ops.softmax_attention.partial import (
     OutputGradient,
     Seen,
@@ -37,7 +38,6 @@ from megakernel.ops.softmax_attention.partial import (
     add_sums,
 )
 from megakernel.ops.softmax_attention.spans import spans_among
-from megakernel.ops.sums import log_normalizer, no_sums, normalized
 
 
 class PendingTensors(Protocol):
@@ -49,7 +49,7 @@ class PendingTensors(Protocol):
 
 
 class Ring(Protocol):
-    """Shard `rank` of `size` equal contiguous shards of every row, between two neighbours."""
+    """Shard `rank` of `size` equal contiguous shards of every sequence, between two neighbours."""
 
     rank: int
     size: int
@@ -70,7 +70,7 @@ def ring_attention(
     positions: Positions = 0,
     key_mask: Tensor | None = None,
 ) -> Tensor:
-    """`softmax_attention` of whole rows for the queries of one shard, by rotation of keys and values.
+    """`softmax_attention` of whole sequences for the queries of one shard, by rotation of keys and values.
 
     Every shard calls this with the same shapes, dtypes and options, and runs the same backward. Differentiable once.
 
@@ -81,7 +81,7 @@ def ring_attention(
         ring: which shard this is, and its neighbours.
         causal: token i sees tokens j <= i of its document; otherwise all tokens of its document.
         window: of causal attention, token i sees tokens j > i - window alone; None: all. Shards out of sight pass by.
-        positions: (B, N) positions within documents, or any number for rows that hold one document each.
+        positions: (B, N) positions within documents, or any number for sequences that hold one document each.
         key_mask: (B, N) bool, False removes a key.
 
     Returns:
@@ -95,7 +95,7 @@ def ring_attention(
     if not isinstance(positions, Tensor):
         return _RingAttention.apply(rows, k, v, None, key_mask, causal, window, ring).flatten(1, 2)
     check_positions(positions, q)
-    # Where a token's document starts in the whole row: alike for its tokens in all shards, and increasing.
+    # Where a token's document starts in the whole sequence: alike for its tokens in all shards, and increasing.
     places = torch.arange(q.shape[2], device=q.device) + ring.rank * q.shape[2]
     return _RingAttention.apply(rows, k, v, places - positions, key_mask, causal, window, ring).flatten(1, 2)
 
@@ -106,7 +106,7 @@ class _Keys(NamedTuple):
     keys: Tensor
     values: Tensor
     documents: Tensor | None
-    """(B, N) int64; None: each row is one document."""
+    """(B, N) int64; None: each sequence is one document."""
     mask: Tensor | None
 
     def start(self, ring: Ring) -> PendingTensors:
@@ -148,7 +148,7 @@ def _seen(ring: Ring, source: int, mine: _Keys, theirs: _Keys, causal: bool, win
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, documents, key_mask, causal, window, ring):
-        total = no_sums(q, v.shape[-1])
+        total = empty_partial_output(q, v.shape[-1])
         for _, seen in _arrivals(ring, _Keys(k, v, documents, key_mask), causal, window):
             if seen is not None:
                 add_sums(total, q, seen)

@@ -12,7 +12,7 @@ from megakernel.ops.documents import reversed_positions
 
 
 class Spans(NamedTuple):
-    """Query i of a row sees keys first[i] .. last[i]."""
+    """Query i of a sequence sees keys first[i] .. last[i]."""
 
     first: Tensor
     """(B, N) int64"""
@@ -76,7 +76,7 @@ def _cut(start: int, end: int, size: int) -> Iterator[slice]:
 
 
 def document_spans(positions: Tensor, cached: int, causal: bool, window: int | None = None) -> Spans:
-    """Spans of queries at `positions` (B, N) behind `cached` keys of the same rows; causal ones may have a window."""
+    """Spans of queries at `positions` (B, N) behind `cached` keys of their sequences; causal ones may have a window."""
     places = torch.arange(cached, cached + positions.shape[1], device=positions.device)
     first = (places - positions).clamp(min=0)
     if window is not None:
@@ -87,11 +87,11 @@ def document_spans(positions: Tensor, cached: int, causal: bool, window: int | N
 
 
 def spans_among(documents: Tensor, keys: Tensor, ahead: int | None, window: int | None = None) -> Spans:
-    """Spans of queries among keys of another shard of their rows; empty, first > last, where it has none for them.
+    """Spans of queries among keys of another shard of their sequences; empty, first > last, where it has none for them.
 
-    documents: (B, N) and keys: (B, M) say of each token which document it belongs to, increasing along the row and
-    beyond the edges of shards. ahead: how many tokens of the row lie between the first key and the first query, for
-    queries that see no later key, and no more than `window` of them with their own; None where they do.
+    documents: (B, N) and keys: (B, M) say of each token which document it belongs to, increasing along the sequence and
+    beyond the edges of shards. ahead: how many tokens of the sequence lie between the first key and the first query,
+    for queries that see no later key, and no more than `window` of them with their own; None where they do.
     """
     first = torch.searchsorted(keys, documents)
     last = torch.searchsorted(keys, documents, right=True) - 1

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megakernel.ops.arguments import check_choice, check_heads, check_positions, expand
 from megakernel.ops.dispatch import Implementation, Kernels, accum_dtype, choose
-from megakernel.ops.documents import Positions, position_rows
+from megakernel.ops.documents import Positions, token_positions
 from megakernel.ops.softmax_attention.spans import Spans, document_spans
 from megakernel.ops.weighted_attention import reference, streamed
 from megakernel.ops.weighted_attention.form import Join, Similarity, WeightForm
@@ -50,7 +50,7 @@ def weighted_attention(
     similarity: Similarity = "gaussian",
     variances: Sequence[float] | None = None,
     join: Join = "sum",
-    mass: Tensor | None = None,
+    key_weights: Tensor | None = None,
     normalize: bool = True,
     causal: bool = True,
     positions: Positions = 0,
@@ -70,10 +70,10 @@ def weighted_attention(
         similarity: softmax (dot product) or gaussian (distance).
         variances: sigma_r^2 of each of the M keys in units of sqrt(d), for gaussian; None takes 1.
         join: sum over the keys of a position, or max: the largest alone.
-        mass: m, broadcastable to (B, H_kv, M, S) with S the cached tokens and these; 0 removes a key.
+        key_weights: m, broadcastable to (B, H_kv, M, S) with S the cached tokens and these; 0 removes a key.
         normalize: divide by the sum of weights; false is kernelized attention.
         causal: token i sees tokens j <= i of its document; otherwise all tokens of its document.
-        positions: (B, N) positions within documents, or the position of the first token of rows that hold one
+        positions: (B, N) positions within documents, or the position of the first token of sequences that hold one
             document each.
         initial_state: cache of the tokens before these.
         backend: reference, chunked or triton.
@@ -94,7 +94,9 @@ def weighted_attention(
         v = torch.cat([initial_state.values, v], 2)
     form = _form(similarity, variances, join, normalize, k)
     spans = _every_key(q, k) if cross else _spans(q, positions, cached, causal)
-    out = choose(IMPLEMENTATIONS, backend)(q, k, v, form=form, mass=_mass(mass, k), spans=spans)
+    out = choose(IMPLEMENTATIONS, backend)(
+        q, k, v, form=form, key_weights=_key_weights(key_weights, k), spans=spans
+    )
     return out, WeightedState(k, v)
 
 
@@ -105,7 +107,7 @@ def responsibilities(
     *,
     similarity: Similarity = "gaussian",
     variances: Sequence[float] | None = None,
-    mass: Tensor | None = None,
+    key_weights: Tensor | None = None,
     query_mask: Tensor | None = None,
     causal: bool = True,
     positions: Positions = 0,
@@ -121,7 +123,9 @@ def responsibilities(
     spans = _spans(q, positions, 0, causal)
     if query_mask is not None:
         spans = Spans(spans.first, spans.last.masked_fill(~query_mask, -1))
-    return choose(RESPONSIBILITIES, backend)(q, k, form=form, mass=_mass(mass, k), spans=spans)
+    return choose(RESPONSIBILITIES, backend)(
+        q, k, form=form, key_weights=_key_weights(key_weights, k), spans=spans
+    )
 
 
 def _with_components(q: Tensor, k: Tensor, v: Tensor, cross: bool = False) -> Tensor:
@@ -151,10 +155,10 @@ def _form(
     return WeightForm(similarity, tuple(variances), join, normalize)
 
 
-def _mass(mass: Tensor | None, k: Tensor) -> Tensor:
-    if mass is None:
+def _key_weights(key_weights: Tensor | None, k: Tensor) -> Tensor:
+    if key_weights is None:
         return k.new_ones(k.shape[:4], dtype=accum_dtype(k.dtype))
-    return expand("mass", mass.to(accum_dtype(k.dtype)), k.shape[:4])
+    return expand("key_weights", key_weights.to(accum_dtype(k.dtype)), k.shape[:4])
 
 
 def _every_key(q: Tensor, k: Tensor) -> Spans:
@@ -165,4 +169,4 @@ def _every_key(q: Tensor, k: Tensor) -> Spans:
 def _spans(q: Tensor, positions: Positions, cached: int, causal: bool) -> Spans:
     if isinstance(positions, Tensor):
         check_positions(positions, q)
-    return document_spans(position_rows(positions, q.shape[2], q.device), cached, causal)
+    return document_spans(token_positions(positions, q.shape[2], q.device), cached, causal)

@@ -27,10 +27,10 @@ class WeightForm(NamedTuple):
     """Whether a query's weights are divided by their sum."""
 
 
-def component_logs(form: WeightForm, q: Tensor, k: Tensor, mass: Tensor) -> Tensor:
-    """log of mass times similarity for every query and key, (B, H_kv, R, M, L).
+def component_logs(form: WeightForm, q: Tensor, k: Tensor, key_weights: Tensor) -> Tensor:
+    """log of weight times similarity for every query and key, (B, H_kv, R, M, L).
 
-    q: (B, H_kv, R, d); k: (B, H_kv, M, L, d); mass: (B, H_kv, M, L) >= 0. A key without mass gets `EMPTY`.
+    q: (B, H_kv, R, d); k: (B, H_kv, M, L, d); key_weights: (B, H_kv, M, L) >= 0. A key of weight 0 gets `EMPTY`.
     """
     width = q.shape[-1]
     products = (q @ k.flatten(2, 3).transpose(-1, -2)).unflatten(-1, k.shape[2:4])
@@ -39,17 +39,17 @@ def component_logs(form: WeightForm, q: Tensor, k: Tensor, mass: Tensor) -> Tens
         # |q - k|^2 / 2 by products: differences of all pairs would need d times the memory.
         products = products - k.square().sum(-1)[:, :, None] / 2 - q.square().sum(-1)[..., None, None] / 2
     logs = products * precision[:, None]
-    exists = mass > 0
-    log_mass = torch.where(exists, mass.clamp(min=torch.finfo(mass.dtype).tiny), 1.0).log()
-    return (logs + log_mass[:, :, None]).masked_fill(~exists[:, :, None], EMPTY)
+    exists = key_weights > 0
+    log_weights = torch.where(exists, key_weights.clamp(min=torch.finfo(key_weights.dtype).tiny), 1.0).log()
+    return (logs + log_weights[:, :, None]).masked_fill(~exists[:, :, None], EMPTY)
 
 
-def position_logs(form: WeightForm, q: Tensor, k: Tensor, mass: Tensor, visible: Tensor) -> Tensor:
+def position_logs(form: WeightForm, q: Tensor, k: Tensor, key_weights: Tensor, visible: Tensor) -> Tensor:
     """log weight of every position, (B, H_kv, G, n, L), -inf where there is none; tensors as in `component_logs`.
 
     visible: (B, n, L) bool, which positions each of the n queries sees; the R = G n rows are n queries of G heads.
     """
-    logs = component_logs(form, q, k, mass)
+    logs = component_logs(form, q, k, key_weights)
     joined = logs.logsumexp(-2) if form.join == "sum" else logs.amax(-2)
-    seen = visible[:, None, None] & (mass > 0).any(2)[:, :, None, None]
+    seen = visible[:, None, None] & (key_weights > 0).any(2)[:, :, None, None]
     return joined.unflatten(2, (-1, visible.shape[1])).masked_fill(~seen, -torch.inf)

@@ -1,10 +1,10 @@
-"""Triton kernels of weighted attention: outputs, and the gradients of queries and of keys, values and masses.
+"""Triton kernels of weighted attention: outputs, and the gradients of queries and of keys, values and key weights.
 
 Blocks of queries meet blocks of positions, and only a tile of weights exists at once. Key r of position j weighs
 
     w_ijr = exp2(c_r q_i.k_jr + a_ir + b_jr)
 
-with c_r the precision, b_jr the log of the key's mass, a_ir the negative log of what query i divides by, and for a
+with c_r the precision, b_jr the log of the key's weight, a_ir the negative log of what query i divides by, and for a
 gaussian their shares of -|q - k|^2 / 2: squares are summed in float32 and never rounded. All are in units of log 2,
 because the device has exp2. With the gradient dO_i of an output and delta_i = dO_i.o_i (0 without normalization):
 
@@ -326,7 +326,7 @@ def bwd_dq(pairs, do, out, delta, dq, NORMALIZE: tl.constexpr, META: tl.constexp
 
 @triton.jit
 def bwd_dkv(pairs, do, delta, dk, dv, dlog, META: tl.constexpr):
-    """Gradients of keys (B, H_kv, M, S, d), values (B, H_kv, S, D) and log masses (B, H_kv, M, S) float32.
+    """Gradients of keys (B, H_kv, M, S, d), values (B, H_kv, S, D) and log key weights (B, H_kv, M, S) float32.
 
     Program: a block of positions of a key head, which meets the queries of its heads one after the other. Rows of tiles
     are positions, and `pairs.visible` says which queries see each.

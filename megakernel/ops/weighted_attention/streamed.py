@@ -9,9 +9,17 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.dispatch import accum_dtype
+from megakernel.ops.partial_output import (
+    PartialOutput,
+    add,
+    empty_partial_output,
+    log_normalizer,
+    normalized,
+    unnormalized,
+    with_ones,
+)
 from megakernel.ops.softmax_attention.spans import Spans
 from megakernel.ops.state import EMPTY
-from megakernel.ops.sums import Sums, add, log_normalizer, no_sums, normalized, unnormalized, with_ones
 from megakernel.ops.weighted_attention.form import WeightForm, component_logs, position_logs
 
 QUERIES = 256
@@ -21,23 +29,23 @@ KEYS = 512
 """Positions of keys of one block."""
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, form: WeightForm, mass: Tensor, spans: Spans) -> Tensor:
-    """(B, H, N, D). k (B, H_kv, M, S, d), mass (B, H_kv, M, S); spans: which positions each query sees."""
+def attend(q: Tensor, k: Tensor, v: Tensor, *, form: WeightForm, key_weights: Tensor, spans: Spans) -> Tensor:
+    """(B, H, N, D). k (B, H_kv, M, S, d), key_weights (B, H_kv, M, S); spans: which positions each query sees."""
     group = q.shape[1] // k.shape[1]
     # Query heads of one key head become rows beside each other: (B, H_kv, G, N, d).
-    out = _Stream.apply(q.unflatten(1, (-1, group)), k, v, mass, form, spans)
+    out = _Stream.apply(q.unflatten(1, (-1, group)), k, v, key_weights, form, spans)
     return out.flatten(1, 2)
 
 
-def responsibilities(q: Tensor, k: Tensor, *, form: WeightForm, mass: Tensor, spans: Spans) -> Tensor:
+def responsibilities(q: Tensor, k: Tensor, *, form: WeightForm, key_weights: Tensor, spans: Spans) -> Tensor:
     """Share of each key in its position's weight, summed over the queries that see it: (B, H_kv, M, S).
 
     Arguments as in `attend`. A query that must not count has an empty span.
     """
     rows = q.unflatten(1, (k.shape[1], -1))
-    sums, dtype = torch.zeros_like(mass), accum_dtype(q.dtype)
+    sums, dtype = torch.zeros_like(key_weights), accum_dtype(q.dtype)
     for queries, keys in spans.blocks(QUERIES, KEYS):
-        some = mass[..., keys]
+        some = key_weights[..., keys]
         asking = rows[:, :, :, queries].to(dtype).flatten(2, 3)
         logs = component_logs(form, asking, k[..., keys, :].to(dtype), some)
         share = logs.softmax(-2).unflatten(2, (rows.shape[2], -1))
@@ -51,45 +59,51 @@ def _visible(spans: Spans, queries: slice, keys: slice) -> Tensor:
     return spans.mask(queries, keys.start, keys.stop)
 
 
-def _part(q: Tensor, k: Tensor, v: Tensor, mass: Tensor, queries: slice, keys: slice) -> tuple[Tensor, ...]:
-    """Views of these queries, and of the keys, values and masses of these positions."""
-    return q[:, :, :, queries], k[..., keys, :], v[:, :, keys], mass[..., keys]
+def _part(
+    q: Tensor, k: Tensor, v: Tensor, key_weights: Tensor, queries: slice, keys: slice
+) -> tuple[Tensor, ...]:
+    """Views of these queries, and of the keys, values and key weights of these positions."""
+    return q[:, :, :, queries], k[..., keys, :], v[:, :, keys], key_weights[..., keys]
 
 
 class _Stream(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, mass, form, spans):
+    def forward(ctx, q, k, v, key_weights, form, spans):
         finish = normalized if form.normalize else unnormalized
-        total, scale = no_sums(q, v.shape[-1])
+        total, scale = empty_partial_output(q, v.shape[-1])
         assert scale is not None
         for queries, keys in spans.blocks(QUERIES, KEYS):
-            rows, some, values, weights = (x.to(total.dtype) for x in _part(q, k, v, mass, queries, keys))
+            rows, some, values, weights = (
+                x.to(total.dtype) for x in _part(q, k, v, key_weights, queries, keys)
+            )
             logs = position_logs(form, rows.flatten(2, 3), some, weights, _visible(spans, queries, keys))
             largest = logs.amax(-1).clamp(min=EMPTY)
-            found = Sums(torch.exp(logs - largest[..., None]) @ with_ones(values)[:, :, None], largest)
-            before = Sums(total[:, :, :, queries], scale[:, :, :, queries])
+            found = PartialOutput(
+                torch.exp(logs - largest[..., None]) @ with_ones(values)[:, :, None], largest
+            )
+            before = PartialOutput(total[:, :, :, queries], scale[:, :, :, queries])
             both = add(before, found)
             total[:, :, :, queries], scale[:, :, :, queries] = both.values, both.scale_or_zero
-        out = finish(Sums(total, scale))
-        # log of what a weight is divided by: its row's sum, or nothing.
-        divisor = log_normalizer(Sums(total, scale)) if form.normalize else torch.zeros_like(scale)
+        out = finish(PartialOutput(total, scale))
+        # log of what a weight is divided by: its query's sum, or nothing.
+        divisor = log_normalizer(PartialOutput(total, scale)) if form.normalize else torch.zeros_like(scale)
         ctx.form, ctx.spans = form, spans
-        ctx.save_for_backward(q, k, v, mass, out, divisor)
+        ctx.save_for_backward(q, k, v, key_weights, out, divisor)
         return out.to(v.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        q, k, v, mass, out, divisor = ctx.saved_tensors
+        q, k, v, key_weights, out, divisor = ctx.saved_tensors
         grad = grad.to(out.dtype)
         # The normalizer's own share in the gradient: it multiplies the column of ones.
         of_ones = (
             -(grad * out).sum(-1, keepdim=True) if ctx.form.normalize else torch.zeros_like(out[..., :1])
         )
         of_sums = torch.cat([grad, of_ones], -1)
-        dq, dk, dv, dmass = (torch.zeros_like(x, dtype=out.dtype) for x in (q, k, v, mass))
+        dq, dk, dv, dkey_weights = (torch.zeros_like(x, dtype=out.dtype) for x in (q, k, v, key_weights))
         for queries, keys in ctx.spans.blocks(QUERIES, KEYS):
-            part = _part(q, k, v, mass, queries, keys)
+            part = _part(q, k, v, key_weights, queries, keys)
             leaves = [x.detach().to(out.dtype).requires_grad_() for x in part]
             rows, some, values, weights = leaves
             visible = _visible(ctx.spans, queries, keys)
@@ -98,7 +112,7 @@ class _Stream(torch.autograd.Function):
                 shares = torch.exp(logs - divisor[:, :, :, queries, None])
                 block = (shares @ with_ones(values)[:, :, None] * of_sums[:, :, :, queries]).sum()
             for total, found in zip(
-                _part(dq, dk, dv, dmass, queries, keys), torch.autograd.grad(block, leaves)
+                _part(dq, dk, dv, dkey_weights, queries, keys), torch.autograd.grad(block, leaves)
             ):
                 total += found
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dmass.to(mass.dtype), None, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dkey_weights.to(key_weights.dtype), None, None

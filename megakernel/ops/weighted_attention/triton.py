@@ -44,7 +44,7 @@ TILES = {
 
 
 def unsupported(
-    q: Tensor, k: Tensor, v: Tensor, *, form: WeightForm, mass: Tensor, spans: Spans
+    q: Tensor, k: Tensor, v: Tensor, *, form: WeightForm, key_weights: Tensor, spans: Spans
 ) -> str | None:
     """Why the kernels do not take these arguments, or None."""
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -57,11 +57,11 @@ def unsupported(
     return None
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, form: WeightForm, mass: Tensor, spans: Spans) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, *, form: WeightForm, key_weights: Tensor, spans: Spans) -> Tensor:
     """Arguments and result of `streamed.attend`."""
-    exists = mass > 0
-    # log 0 would have no gradient: a key without mass is one that nobody sees.
-    logs = torch.where(exists, mass.clamp(min=torch.finfo(mass.dtype).tiny), 1.0).log()
+    exists = key_weights > 0
+    # log 0 would have no gradient: a key of weight 0 is one that nobody sees.
+    logs = torch.where(exists, key_weights.clamp(min=torch.finfo(key_weights.dtype).tiny), 1.0).log()
     first, last = (x.to(torch.int32) for x in spans)
     return _forward(q, k, v, logs.masked_fill(~exists, -torch.inf), first, last, *form)[0]
 
@@ -71,7 +71,7 @@ def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    log_mass: Tensor,
+    log_weights: Tensor,
     first: Tensor,
     last: Tensor,
     similarity: str,
@@ -82,7 +82,7 @@ def _forward(
     """Outputs (B, H, N, D), and what each query adds to the logs of its weights (B, H, M, N) float32."""
     meta = _meta(q, k, v, similarity, variances, join, _tiles(k, v).fwd)
     out, of_queries = _outputs(q, k, v)
-    pairs = _pairs(meta, q, k, v, log_mass, of_queries, Visible.of(first, last))
+    pairs = _pairs(meta, q, k, v, log_weights, of_queries, Visible.of(first, last))
     blocks = cdiv(q.shape[2], meta.block_q)
     grid = (blocks * q.shape[0] * q.shape[1],)
     launch(kernels.fwd, grid, pairs, out, NORMALIZE=normalize, META=meta, **LAUNCH)
@@ -95,7 +95,7 @@ def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    log_mass: Tensor,
+    log_weights: Tensor,
     first: Tensor,
     last: Tensor,
     out: Tensor,
@@ -106,11 +106,11 @@ def _backward(
     normalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and log_mass."""
-    dq, dk, dv, dlog = _gradients(grad, q, k, v, log_mass)
+    dq, dk, dv, dlog = _gradients(grad, q, k, v, log_weights)
     delta = q.new_empty(q.shape[:3], dtype=torch.float32)
     do, tiles = Rows.of(grad), _tiles(k, v)
     meta = _meta(q, k, v, similarity, variances, join, tiles.bwd_dq)
-    pairs = _pairs(meta, q, k, v, log_mass, of_queries, Visible.of(first, last))
+    pairs = _pairs(meta, q, k, v, log_weights, of_queries, Visible.of(first, last))
     grid = (cdiv(q.shape[2], meta.block_q) * q.shape[0] * q.shape[1],)
     launch(kernels.bwd_dq, grid, pairs, do, out, delta, dq, NORMALIZE=normalize, META=meta, **LAUNCH)
     block_q, block_kv = tiles.bwd_dkv
@@ -129,8 +129,8 @@ def _outputs(q, k, v, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 @_backward.register_fake
-def _gradients(grad, q, k, v, log_mass, *_: Any) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in (q, k, v, log_mass))
+def _gradients(grad, q, k, v, log_weights, *_: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in (q, k, v, log_weights))
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
@@ -167,9 +167,15 @@ def _meta(
 
 
 def _pairs(
-    meta: Weighting, q: Tensor, k: Tensor, v: Tensor, log_mass: Tensor, of_queries: Tensor, visible: Visible
+    meta: Weighting,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_weights: Tensor,
+    of_queries: Tensor,
+    visible: Visible,
 ) -> Pairs:
-    of_keys = log_mass / math.log(2)
+    of_keys = log_weights / math.log(2)
     if meta.gaussian:
         # A norm sums in float32 without a copy of the keys.
         squares = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32).square()

@@ -33,7 +33,7 @@ class Providers:
     """Returns the maker of the model for the run's objective. Raises UserError, alike on all ranks."""
 
     figures: "Callable[[LanguageModel, LayerInputs, bool], dict[str, Figure]]"
-    """Plots of what attention layers make of the first row; called on all ranks, and drawn where it is told to."""
+    """Plots of what attention layers make of the first sequence; called on all ranks, and drawn where it is told to."""
 
     sampler: Callable[[Config, Tokenizer], Callable[[LanguageModel], str]]
     """Returns a function that continues logging.sample_prompt with a model, in Markdown.
@@ -76,7 +76,7 @@ class Observed:
             yield
 
     def after_step(self, step: int, batches: Sequence[Batch], entry: Entry) -> None:
-        """Draw what attention layers make of the first row of `batches`, in the steps that want it."""
+        """Draw what attention layers make of the first sequence of `batches`, in the steps that want it."""
         if self._plots_every is None or step % self._plots_every:
             return
         model = self._engine.engine.module

@@ -47,7 +47,7 @@ class Throughput:
     def step(self, tokens: int, flops_per_token: float) -> None:
         """Count a finished step of `tokens` over all processes.
 
-        flops_per_token: forward and backward, without recomputation; it grows with the rows' length.
+        flops_per_token: forward and backward, without recomputation; it grows with the sequences' length.
         """
         self._steps += 1
         self._tokens += tokens

@@ -88,7 +88,7 @@ MEETS_EVERY_BLOCK = ["eva", "flurka_eva", "linformer_causal"]
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name not in (*QUADRATIC, *MEETS_EVERY_BLOCK)])
 def test_a_token_of_kernelized_attention_costs_no_more_at_1_million_than_at_8_thousand(preset):
     short, long = (flops_per_token(model(attention=preset), n, 256) for n in (8192, 2**20))
-    # What a row costs once, such as an inverse, is shared by its tokens.
+    # What a sequence costs once, such as an inverse, is shared by its tokens.
     assert long == short or (long < short and Attention(**expand_preset(preset)).mixes_future_tokens)
 
 

@@ -39,7 +39,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fastfood_prf_fixed": {"preset": "fastfood_prf", "feature_map": {"learn": "fixed"}},
     "fastfood_prf_scales": {"preset": "fastfood_prf", "feature_map": {"learn": "S", "smoothing": 0.5}},
     "flurka_two_blocks": {"preset": "flurka", "near": {"blocks": 2}},
-    "flurka_fixed_decay": {"preset": "flurka", "near": {"join": "shared", "blocks": 2}, "far_decay": "fixed"},
+    "flurka_fixed_decay": {
+        "preset": "flurka",
+        "near": {"join": "shared", "blocks": 2},
+        "far_decay": "fixed",
+    },
     "flurka_favor_decay": {"preset": "flurka_kernel", "feature_map": {"name": "favor"}, "far_decay": "gate"},
     "flurka_head_gate": {"preset": "flurka", "near": {"gate": "head"}, "feature_map": {"name": "elu"}},
     "flurka_centroid": {"preset": "flurka", "far_rope": "centroid"},
@@ -157,7 +161,7 @@ def small(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def may_divide_by_zero(form: Attention) -> bool:
-    """Whether a row's weights, products of tokens or cosines without smoothing, have either sign and may cancel."""
+    """Whether a query's weights, products of tokens or cosines without smoothing, have either sign and may cancel."""
     phi = form.feature_map
     return phi is not None and (phi.name == "identity" or (phi.is_trigonometric and phi.smoothing == 0))
 
@@ -200,7 +204,7 @@ DIRECTIONS = [*((name, True) for name in CAUSAL), *((name, False) for name in BI
 def layer(
     name: str, *, dtype: torch.dtype = torch.float64, kv_heads: int = KV_HEADS, **options: Any
 ) -> AttentionLayer:
-    """A layer whose parameters have moved away from their initial values, where gates and masses would cancel."""
+    """A layer whose parameters have moved away from their initial values, where gates and token counts would cancel."""
     module = with_projections(
         build(
             TREES[name],
@@ -268,7 +272,7 @@ def tokens(
 
 
 def packed(length: int, *starts: tuple[int, ...]) -> Tensor:
-    """Positions (B, N) of rows whose documents start at the given places, and at 0."""
+    """Positions (B, N) of sequences whose documents start at the given places, and at 0."""
     rows = []
     for row in starts:
         edges = [0, *row, length]

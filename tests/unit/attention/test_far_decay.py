@@ -28,7 +28,7 @@ def layer(name, decay="gate"):
 
 
 def inputs():
-    """q, k, v and logits of gates, large enough that landmarks fade within the row."""
+    """q, k, v and logits of gates, large enough that landmarks fade within the sequence."""
     draw = torch.Generator().manual_seed(0)
     shapes = ((HEADS, WIDTH), (KEY_HEADS, WIDTH), (KEY_HEADS, WIDTH), (KEY_HEADS, 1))
     drawn = [torch.randn(BATCH, h, TOKENS, d, generator=draw, dtype=torch.float64) for h, d in shapes]
@@ -36,7 +36,7 @@ def inputs():
 
 
 def by_hand(module, decay, q, k, v, further, positions):
-    """Equations 4.1, 4.4 and the two joins, one row, head and token at a time; phi = elu + 1."""
+    """Equations 4.1, 4.4 and the two joins, one sequence, head and token at a time; phi = elu + 1."""
     pool_keys, pool_values = module.pool_keys.softmax(-1), module.pool_values.softmax(-1)
     blocks, by_phi = module.near.blocks, module.near.kind == "kernel"
 
@@ -48,7 +48,7 @@ def by_hand(module, decay, q, k, v, further, positions):
         for head in range(HEADS):
             key_head = head // (HEADS // KEY_HEADS)
             keys, values = k[row, key_head], v[row, key_head]
-            mass = BLOCK / RANK * (module.far_mass[key_head].exp() if by_phi else 1)
+            token_count = BLOCK / RANK * (module.far_mass[key_head].exp() if by_phi else 1)
             for i in range(TOKENS):
                 at = int(positions[row, i])
                 first, block = i - at, at // BLOCK
@@ -66,7 +66,7 @@ def by_hand(module, decay, q, k, v, further, positions):
                         continue
                     for s in range(RANK):
                         landmark = pool_keys[s] @ keys[start : start + BLOCK]
-                        weight = mass * (phi(q[row, head, i]) @ phi(landmark))
+                        weight = token_count * (phi(q[row, head, i]) @ phi(landmark))
                         num = num + weight * (pool_values[s] @ values[start : start + BLOCK])
                         den = den + weight
                 near = range(first + max(0, block - blocks + 1) * BLOCK, i + 1)

@@ -1,4 +1,4 @@
-"""A float64 layer computes in float64 from end to end, and a row without tokens is refused by every layer."""
+"""A float64 layer computes in float64 from end to end, and a sequence without tokens is refused by every layer."""
 
 from typing import Any
 

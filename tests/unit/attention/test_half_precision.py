@@ -1,4 +1,4 @@
-"""Property 8 of docs/formulas.md, 8: bf16 inputs of scale 10 on rows of 16 to 65,536 tokens."""
+"""Property 8 of docs/formulas.md, 8: bf16 inputs of scale 10 on sequences of 16 to 65,536 tokens."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests.unit.attention.mechanisms import DIRECTIONS, POINTS, SMALL, Sizes, ma
 TOKENS, WIDTH = 65_536, 16
 every_length = pytest.mark.parametrize("length", tiered([8192, TOKENS], [8192]))
 LAST = 64
-"""Queries that look back over the whole row where each query weighs every key."""
+"""Queries that look back over the whole sequence where each query weighs every key."""
 
 LONG: Sizes = {key: {} for key in SMALL} | {
     "block": {"rank": 2},
@@ -39,7 +39,7 @@ every_direction = pytest.mark.parametrize(
 
 
 def moved(form: Attention, causal: bool, length: int) -> AttentionLayer:
-    """A layer of one head with bf16 parameters, which have moved away from where gates and masses have no effect."""
+    """A layer of one head with bf16 parameters, moved away from where gates and token counts have no effect."""
     module = build(form, num_heads=1, head_dim=WIDTH, causal=causal, max_positions=max(length, 1024))
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -62,7 +62,7 @@ def inputs(form: Attention, length: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def only_the_last_look_back(length: int) -> Tensor:
-    """Positions (1, N) that make a document of every token but the last ones, which begin where the row does.
+    """Positions (1, N) that make a document of every token but the last ones, which begin where the sequence does.
 
     Every key is there, and of N^2 pairs N * LAST are weighed.
     """
@@ -84,7 +84,7 @@ def assert_near(out: Tensor, expected: Tensor) -> None:
 @every_direction
 @every_length
 @torch.no_grad()
-def test_large_inputs_on_long_rows_stay_near_float64(name, causal, length):
+def test_large_inputs_on_long_sequences_stay_near_float64(name, causal, length):
     form = FORMS[name]
     module, qkv = moved(form, causal, length), inputs(form, length)
     positions = only_the_last_look_back(length) if form.weighs_every_pair else None

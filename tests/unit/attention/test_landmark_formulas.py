@@ -13,7 +13,7 @@ HEADS, WIDTH, LENGTH = 2, 4, 23
 Met = list[tuple[Tensor, Tensor, float | Tensor]]
 """Keys (H, n, d) and values (H, n, d) that a query meets, and how many tokens each of them stands for."""
 
-# A backend shares its windows and masses with no other here.
+# A backend shares its windows and token counts with no other here.
 pytestmark = pytest.mark.parametrize("backend", ["chunked", "reference"])
 
 
@@ -23,7 +23,7 @@ def _backend(backend, monkeypatch):
 
 
 def layer(tree: dict, *, causal: bool) -> torch.nn.Module:
-    """With parameters away from their initial values, where masses and nets would cancel."""
+    """With parameters away from their initial values, where token counts and nets would cancel."""
     module = build(tree, num_heads=HEADS, head_dim=WIDTH, causal=causal, max_positions=LENGTH).double().eval()
     with torch.no_grad():
         for parameter in module.parameters():
@@ -45,8 +45,10 @@ def elu(q: Tensor, k: Tensor) -> Tensor:
 
 
 def mean(q: Tensor, met: Met, weigh=softmax) -> Tensor:
-    """(H, d) of q (H, d): the mean of what it meets, weighted by mass and similarity."""
-    weights = torch.cat([weigh(q, k) * torch.as_tensor(mass).view(-1, 1) for k, _, mass in met], 1)
+    """(H, d) of q (H, d): the mean of what it meets, weighted by token count and similarity."""
+    weights = torch.cat(
+        [weigh(q, k) * torch.as_tensor(token_count).view(-1, 1) for k, _, token_count in met], 1
+    )
     return (weights[..., None] * torch.cat([v for _, v, _ in met], 1)).sum(1) / weights.sum(1, keepdim=True)
 
 

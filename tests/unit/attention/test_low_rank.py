@@ -44,7 +44,7 @@ def test_compressing_before_or_after_bias_free_projections_is_the_same(name, pad
 
 def test_rows_longer_than_the_matrices_are_refused():
     module = layer("linformer", causal=False)
-    with pytest.raises(ValueError, match=r"rows of 65 tokens exceed max_positions=64"):
+    with pytest.raises(ValueError, match=r"sequences of 65 tokens exceed max_positions=64"):
         module(*tokens(1, 65))
 
 

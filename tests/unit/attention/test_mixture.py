@@ -33,7 +33,7 @@ def test_an_m_step_sets_priors_to_the_mean_responsibility_of_all_micro_batches()
     # Every output of the step saw the old priors.
     torch.testing.assert_close(torch.cat(outputs), layer(m_step=True)(q, k, v))
     finish_step(module, alone)
-    shares = responsibilities(q, k, mass=before[..., None])
+    shares = responsibilities(q, k, key_weights=before[..., None])
     # Each query of each of the two heads of a key head sees the pairs up to itself.
     pairs = 2 * 2 * N * (N + 1) / 2
     expected = (shares.sum((0, 3)) / pairs).to(before.dtype)

@@ -73,7 +73,7 @@ def test_causal_eva_equals_its_authors():
 @pytest.mark.parametrize(("name", "through"), [("eva_1d", both_ways), ("eva_causal", causal)])
 def test_training_adds_the_noise_to_omega(name, through, monkeypatch):
     x, noise, out = arrays(name, "x", "train_noise", "train_out")
-    # Their noise differs from row to row; ours is the same for all, so that no layout changes it.
+    # Their noise differs from sequence to sequence; ours is the same for all, so that no layout changes it.
     monkeypatch.setattr(Summaries, "noise", lambda *_: noise)
     monkeypatch.setattr(torch.nn.Module, "eval", lambda module: module.train())
     assert_equal(through(x), out)

@@ -34,7 +34,7 @@ def attention(
     projection: Projection, of: dict[str, Tensor], *, masked: bool = False, eps: float = EPS
 ) -> Tensor:
     """Their output from our features, with `eps` in the denominator."""
-    mass = (torch.arange(96) < of["lengths"][:, None])[:, None].double() if masked else None
+    key_weights = (torch.arange(96) < of["lengths"][:, None])[:, None].double() if masked else None
     values = torch.nn.functional.pad(of["v"], (0, 1), value=1.0)
     sums = kernel_attention(
         of["q"],
@@ -44,7 +44,7 @@ def attention(
         projection=projection(),
         causal=False,
         normalize=False,
-        mass=mass,
+        key_weights=key_weights,
     )
     return sums[..., :-1] / (sums[..., -1:] + eps)
 

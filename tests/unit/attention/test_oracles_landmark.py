@@ -37,7 +37,7 @@ def test_skyformer_equals_the_papers_code(masked):
     real = mask.bool() if masked else torch.ones_like(mask).bool()
 
     def attend(invert):
-        # Theirs zeroes padded queries, which then attend; rows without a real token are no landmarks.
+        # Theirs zeroes padded queries, which then attend; sequences without a real token are no landmarks.
         zeroed = q * real[:, None, :, None]
         return skyformer_attention(
             zeroed, k, v, landmarks=rows, invert=invert, key_mask=real if masked else None

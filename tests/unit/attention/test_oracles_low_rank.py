@@ -112,9 +112,9 @@ def test_performer_of_the_eva_repository_equals_kernel_attention_over_its_featur
 
     phi_q, phi_k = (stabilized(x, omega, over_tokens=x is k) + PERFORMER_EPS for x in (q, k))
     values = torch.cat([v, torch.ones_like(v[..., :1])], -1)
-    for mass, expected in ((None, out), (mask[:, None], masked)):
-        options = {"feature_map": "identity", "causal": False, "normalize": False, "mass": mass}
+    for key_weights, expected in ((None, out), (mask[:, None], masked)):
+        options = {"feature_map": "identity", "causal": False, "normalize": False, "key_weights": key_weights}
         sums = kernel_attention(phi_q, phi_k, values, **options)
         found = sums[..., :-1] / sums[..., -1:].clamp(min=1e-2)
-        real = (mask.bool() if mass is not None else torch.ones_like(mask).bool())[:, KEPT]
+        real = (mask.bool() if key_weights is not None else torch.ones_like(mask).bool())[:, KEPT]
         assert_equal((joined(found) @ proj.T + proj_bias)[:, KEPT][real], expected[real])

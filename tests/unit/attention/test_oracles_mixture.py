@@ -58,10 +58,10 @@ def test_priors_of_every_position_equal_the_papers_code():
         "pi_HL", "soft_out", "soft_out_masked", "soft_train_out"
     )
     priors = torch.stack([pi, 1 - pi], 1)
-    assert_equal(weighted_attention(q, k, v, mass=priors, causal=False)[0], out)
+    assert_equal(weighted_attention(q, k, v, key_weights=priors, causal=False)[0], out)
     assert_equal(out, trained)  # their update comes after the output
     real = priors * mask[:, None, None]
-    assert_equal(weighted_attention(q, k, v, mass=real, causal=False)[0], masked)
+    assert_equal(weighted_attention(q, k, v, key_weights=real, causal=False)[0], masked)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -118,10 +118,10 @@ def test_language_model_mgk_equals_the_papers_code(case, causal):
         return
     if case.startswith("rbf"):
         pi = torch.stack(lm(case, "w.pi0", "w.pi1"), 1)
-        options |= {"mass": pi[:, :, 0, 0, :96].clamp(0, 1)}
+        options |= {"key_weights": pi[:, :, 0, 0, :96].clamp(0, 1)}
     else:
         (pi,) = lm(case, "w.pi")
-        options |= {"mass": torch.stack([pi, 1 - pi], 1)[:, :, 0, 0, :96]}
+        options |= {"key_weights": torch.stack([pi, 1 - pi], 1)[:, :, 0, 0, :96]}
     assert_equal(lm_output(case, x, with_eps(q, k, v, **options)), expected)
 
 
@@ -164,7 +164,8 @@ def test_kernelized_attention_equals_skyformers_code():
     assert_equal_where_real(module(q, k, v, AttentionInputs(padding_mask=real)), masked, real)
     zeroed = q * mask[:, None, :, None]
     assert_equal(
-        weighted_attention(zeroed, k, v, mass=mask[:, None, None], normalize=False, causal=False)[0], masked
+        weighted_attention(zeroed, k, v, key_weights=mask[:, None, None], normalize=False, causal=False)[0],
+        masked,
     )
 
 

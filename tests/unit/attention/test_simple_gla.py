@@ -46,7 +46,7 @@ def layer(decay, seed=0):
 
 
 def token_by_token(module, decay, tensors, positions):
-    """Equations 9.1, 9.3 and 9.4, one batch row, head and token at a time."""
+    """Equations 9.1, 9.3 and 9.4, one sequence, head and token at a time."""
     q, k, v, gate = tensors
     rows = []
     for row in range(len(q)):

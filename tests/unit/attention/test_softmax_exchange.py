@@ -1,4 +1,4 @@
-"""How softmax over shards of a row reaches all keys: trading heads where they divide, keys that go round elsewhere."""
+"""How softmax over shards of a sequence reaches all keys: trading heads where they divide, else ring attention."""
 
 import pytest
 import torch

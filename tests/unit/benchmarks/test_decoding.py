@@ -16,7 +16,7 @@ def models():
 def test_the_models_have_the_same_weights_but_for_what_flurka_learns_beside_them(models):
     counts = {name: sum(weight.numel() for weight in model.parameters()) for name, model in models.items()}
     theirs = sum(weight.numel() for weight in llama(TINY).parameters())
-    padded = models["softmax"].settings.embedding_rows - decoding.TOKENIZER.vocab_size
+    padded = models["softmax"].settings.padded_vocab_size - decoding.TOKENIZER.vocab_size
     assert counts["softmax"] == theirs + padded * TINY.width
     assert counts["softmax"] < counts["flurka"] < 1.2 * counts["softmax"]
 

@@ -22,7 +22,7 @@ def test_the_page_says_what_was_trained_and_names_the_best_first():
     ]
     text = page(PLAN, outcomes, "python -m benchmarks.recall --pairs 8")
     assert "`mqar:pairs=8,length=128`" in text
-    assert "3 steps of 32 rows of 128 tokens" in text
+    assert "3 steps of 32 sequences of 128 tokens" in text
     assert "| answers right | at 256 tokens |" in text
     assert text.index("| `softmax` | 3.300 | 0.100 | 0.100 | **100.0%** | 50.0% |") < text.index(
         "| `linear` |"

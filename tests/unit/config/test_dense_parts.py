@@ -56,5 +56,5 @@ def test_layers_rotate_as_the_pattern_says():
     assert [rope and rope[0] for rope in map(model.layer_rope, range(4))] == [100.0, 10_000.0, None, 100.0]
 
 
-def test_frequencies_by_length_are_for_the_rows_of_training():
-    assert config(model={"rope_scaling": LONGROPE}).model.rope_scaling.rows == 512
+def test_frequencies_by_length_are_for_the_sequences_of_training():
+    assert config(model={"rope_scaling": LONGROPE}).model.rope_scaling.target_seq_len == 512

@@ -114,5 +114,5 @@ def test_only_a_learned_table_has_a_number_of_positions():
 
 def test_an_encoder_with_eva_takes_rows_for_whole_documents():
     found = problems(model={"attention": "eva", "kind": "masked_lm"})
-    assert "cuts a row, not its documents" in str(found["data.isolate_documents"])
+    assert "cuts a sequence, not its documents" in str(found["data.isolate_documents"])
     assert not problems(model={"attention": "eva", "kind": "masked_lm"}, data={"isolate_documents": False})

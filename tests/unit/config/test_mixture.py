@@ -47,7 +47,7 @@ def test_parts_that_contradict_each_other_are_refused_with_a_remedy(tree, key, r
 
 @pytest.mark.parametrize("preset", ["skyformer", "nystromformer"])
 def test_landmarks_of_whole_rows_are_for_encoders_on_whole_rows(preset):
-    assert "draws landmarks from the whole row" in str(attention(preset)["model.attention"])
+    assert "draws landmarks from the whole sequence" in str(attention(preset)["model.attention"])
     encoder = {"kind": "masked_lm", "attention": preset, "position": "learned"}
     whole = {"isolate_documents": False}
     assert not problems(model=encoder, data=whole)

@@ -5,7 +5,7 @@ from data_pipeline.batch import Batch
 from data_pipeline.packed_text import next_tokens
 
 EOD = 9
-# Three documents in one row; ends at the edges and side by side; an end before and at the edge of a shard.
+# Three documents in one sequence; ends at the edges and side by side; an end before and at the edge of a shard.
 ROWS = torch.tensor(
     [
         [1, 2, 9, 3, 4, 5, 6, 9, 7, 8, 1, 2, 3],
@@ -87,7 +87,7 @@ def test_the_last_label_of_a_shard_is_the_first_token_of_the_next():
 def test_a_document_begun_on_an_earlier_shard_does_not_start_again():
     right = cp_shard(1, 2)
     assert right.positions[0].tolist() == [3, 4, 0, 1, 2, 3]
-    # Row 0 continues and starts at 2; row 1 continues all along; row 2 starts at its first token, 12.
+    # Sequence 0 continues and starts at 2; sequence 1 continues all along; sequence 2 starts at its first token, 12.
     assert right.cu_seqlens.tolist() == [2, 12, 18]
 
 

@@ -64,7 +64,7 @@ def classify(configure: Configure) -> Configure:
 
 
 def texts(batch: Batch) -> list[str]:
-    """What the rows say, padding apart."""
+    """What the sequences say, padding apart."""
     rows = [row[at != PADDING] for row, at in zip(batch.tokens, batch.positions)]
     return [bytes(token for token in row.tolist() if token < EOD).decode() for row in rows]
 

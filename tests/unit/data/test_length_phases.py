@@ -1,4 +1,4 @@
-"""What a run reads whose rows grow."""
+"""What a run reads whose sequences grow."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +21,7 @@ SCHEDULE = [
 
 @pytest.fixture
 def growing(corpus: Path, configure: Configure) -> Config:
-    """Steps 0-2 of 16 rows and 3-4 of 4 rows of 16 tokens, then 8 rows of 32 tokens."""
+    """Steps 0-2 of 16 sequences and 3-4 of 4 sequences of 16 tokens, then 8 sequences of 32 tokens."""
     return configure(corpus, seq_len_schedule=SCHEDULE)
 
 
@@ -72,7 +72,7 @@ def test_raising_the_steps_of_a_run_reorders_nothing(growing: Config, corpus: Pa
 
 
 def test_skipped_samples_are_passed_over_within_their_length(corpus: Path, configure: Configure):
-    # Samples 56 and on are those of the longer rows: the third range is theirs alone, the second of both.
+    # Samples 56 and on are those of the longer sequences: the third range is theirs alone, the second of both.
     skipped = [(10, 12), (54, 58), (59, 61)]
     config = configure(corpus, seq_len_schedule=SCHEDULE, skip_samples=skipped)
     first = [index for step in range(5) for index in indices(config, step)]

@@ -29,7 +29,7 @@ def opened(config: Config, **share: int) -> TrainingBatches:
 
 
 def rows(batches: list[Batch]) -> list[tuple[int, ...]]:
-    """Every row's tokens and last label: the sample."""
+    """Every sequence's tokens and last label: the sample."""
     return [
         (*tokens, labels[-1])
         for batch in batches
@@ -38,7 +38,7 @@ def rows(batches: list[Batch]) -> list[tuple[int, ...]]:
 
 
 def global_batch(config: Config, step: int, data_size: int = 1) -> list[tuple[int, ...]]:
-    """The rows of a step in consumption order, from all replicas."""
+    """The sequences of a step in consumption order, from all replicas."""
     replicas = [
         next(opened(config, data_rank=rank, data_size=data_size).from_step(step)) for rank in range(data_size)
     ]

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from data_pipeline.order import ConsumptionOrder, Share, rows_by_pass
+from data_pipeline.order import ConsumptionOrder, Share, samples_by_pass
 from megakernel.config.training import Training
 
 
@@ -36,7 +36,7 @@ def test_the_stream_is_long_enough_for_what_is_skipped():
 
 @pytest.mark.parametrize(("count", "data_size", "micro"), [(10, 1, 4), (10, 2, 4), (1, 4, 2), (16, 2, 4)])
 def test_every_replica_makes_the_same_passes_over_all_rows(count: int, data_size: int, micro: int):
-    replicas = [rows_by_pass(count, micro, Share(rank, data_size)) for rank in range(data_size)]
+    replicas = [samples_by_pass(count, micro, Share(rank, data_size)) for rank in range(data_size)]
     assert len({len(passes) for passes in replicas}) == 1
     rows = sorted(row for passes in replicas for rows in passes for row in rows)
     assert rows == list(range(len(rows)))

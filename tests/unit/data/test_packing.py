@@ -13,13 +13,15 @@ from data_pipeline.packing import packing, packing_table
 from megakernel.config.tree import Config
 
 
-def test_documents_in_rows_are_counted():
-    # Laid in this order: 0-2 | 3-9 | 10-13 | 14 15, in rows of 5: 0-4 | 5-9 | 10-14, and token 15 left over.
-    found = packing("data/x", np.array([7, 3, 2, 4], np.int32), np.array([1, 0, 3, 2], np.int32), 5, rows=3)
+def test_documents_in_sequences_are_counted():
+    # Laid in this order: 0-2 | 3-9 | 10-13 | 14 15, in sequences of 5: 0-4 | 5-9 | 10-14, and token 15 left over.
+    found = packing(
+        "data/x", np.array([7, 3, 2, 4], np.int32), np.array([1, 0, 3, 2], np.int32), 5, sequences=3
+    )
     assert (found.documents, found.tokens) == (4, 16)
     assert found.whole == 2, "the first and the third"
     assert found.parts == 2 + 1 + 2
-    assert found.cut_tokens == 7 + 2, "the second, and the last, which is partly behind the rows"
+    assert found.cut_tokens == 7 + 2, "the second, and the last, which is partly behind the sequences"
     assert found.lost == pytest.approx(1 / 16)
 
 
@@ -58,6 +60,6 @@ def test_a_run_tells_of_each_length_once(corpus: Path, configure: Callable[..., 
     assert short.tokens == long.tokens == Corpora(config.data).train[0].record("train").tokens
     assert short.whole < long.whole
     assert short.cut_tokens > long.cut_tokens
-    assert str(long).startswith(f"{corpus} in rows of 256 tokens: {long.documents} documents, ")
+    assert str(long).startswith(f"{corpus} in sequences of 256 tokens: {long.documents} documents, ")
     assert batches.packing(step=4) == [long]
     assert packing_table([short, long]).count("\n") == 3

@@ -49,7 +49,7 @@ def test_the_labels_that_count_are_the_answers(recall: Path, configure: Configur
     rows = 0
     for batch in [*next(batches.from_step(0)), *next(batches.from_step(3))]:
         for tokens, counts in zip(batch.tokens, counted(batch)[:, :-1]):
-            assert tokens[-1] == 256, "a row is a document"
+            assert tokens[-1] == 256, "a sequence is a document"
             wanted = torch.zeros(LENGTH, dtype=torch.bool)
             for start, end in answers[bytes(tokens[:-1].tolist()).decode()]:
                 wanted[start:end] = True
@@ -61,7 +61,7 @@ def test_the_labels_that_count_are_the_answers(recall: Path, configure: Configur
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_shards_of_rows_count_the_same_labels(recall: Path, configure: Configure, size: int):
-    # Rows of another length than the documents, so that these are cut, by rows and by shards.
+    # Sequences of another length than the documents, so that these are cut, by sequences and by shards.
     config = configure(recall, seq_len=64, **ANSWERS)
     corpora = Corpora(config.data)
 

@@ -1,4 +1,4 @@
-"""A shard of a row is read without the rest of the row."""
+"""A shard of a sequence is read without the rest of the sequence."""
 
 import itertools
 from collections.abc import Callable
@@ -24,7 +24,7 @@ FIELDS = ("tokens", "labels", "loss_mask", "positions")
 
 @pytest.fixture
 def samples(corpus: Path, configure: Configure, tmp_path: Path) -> CorpusSamples:
-    """The corpus in rows of SEQ_LEN tokens."""
+    """The corpus in sequences of SEQ_LEN tokens."""
     of = CorpusSamples(Corpora(configure(corpus).data).train[0], "train", SEQ_LEN, 7, tmp_path)
     of.build(1)
     assert of.per_epoch > 5
@@ -62,7 +62,7 @@ def test_any_slice_of_a_row_is_that_slice(samples: CorpusSamples):
     for row in range(samples.per_epoch):
         whole = samples[row]
         starts = (whole == 256).nonzero().flatten().tolist()
-        # At, before and behind ends of documents, and the label behind the row.
+        # At, before and behind ends of documents, and the label behind the sequence.
         edges = sorted(
             {0, 1, SEQ_LEN, SEQ_LEN + 1, *(at + d for at in starts for d in (0, 1, 2) if at + d <= SEQ_LEN)}
         )

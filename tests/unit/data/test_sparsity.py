@@ -1,4 +1,4 @@
-"""The rows of the sparsity task, added up."""
+"""The sequences of the sparsity task, added up."""
 
 from collections import Counter
 from itertools import accumulate
@@ -36,7 +36,7 @@ def test_classes_are_of_one_size(rows: tuple[float, list[Document]]):
 def test_the_share_of_pairs_that_count_is_the_one_asked_for(rows: tuple[float, list[Document]]):
     p, documents = rows
     flags = [counts for document in documents for _, counts in pairs(document)]
-    # 36,000 flags: a deviation of at most 0.0026. Choosing rows by their sum moves it far less.
+    # 36,000 flags: a deviation of at most 0.0026. Choosing sequences by their sum moves it far less.
     assert sum(flags) / len(flags) == pytest.approx(p, abs=0.01)
     ignored = [value for document in documents for value, counts in pairs(document) if not counts]
     assert sum(ignored) / len(ignored) == pytest.approx(0.0, abs=0.08)

@@ -36,7 +36,7 @@ class LetterShares:
 
 
 def letters(folder: Path, names: str, **request) -> PreparedCorpus:
-    """A document of one letter for each, in whole rows."""
+    """A document of one letter for each, in whole sequences."""
     source = write_jsonl(folder / "letters.jsonl", [name * (3 * SEQ_LEN - 1) for name in names])
     manifest = prepared(folder / "letters", [str(source)], validation_fraction=0.0, **request)
     return PreparedCorpus(folder / "letters", 1.0, manifest)
@@ -68,5 +68,5 @@ def test_buckets_have_something_that_is_far():
 
 
 def test_a_corpus_of_one_document_has_no_other(tmp_path):
-    with pytest.raises(ValueError, match="has no document in its train split beside those of a row"):
+    with pytest.raises(ValueError, match="has no document in its train split beside those of a sequence"):
         far(letters(tmp_path, "a"), tmp_path, 1)

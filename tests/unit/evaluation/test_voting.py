@@ -78,7 +78,7 @@ class Guess(nn.Module):
 
 
 class Batches(list):
-    """One batch of three rows of one token, the last of which does not count."""
+    """One batch of three sequences of one token, the last of which does not count."""
 
     samples = 2
 

@@ -47,6 +47,6 @@ def test_rows_are_cut_over_context_ranks_in_every_kind_of_model_that_a_mechanism
 
 def test_costs_grow_as_the_formulas_say():
     assert 3.9 < entry("softmax").growth < 4.1
-    # Exactly 2, but for the first block of a row, which has nothing before it.
+    # Exactly 2, but for the first block of a sequence, which has nothing before it.
     assert 1.99 < entry("flurka").growth < 2.01
     assert 1.99 < entry("performer").growth < 2.01

@@ -60,7 +60,7 @@ def test_the_keys_of_a_layout_are_overrides_that_a_run_takes(file, capsys):
 def test_a_range_shows_how_the_run_scales(file, capsys):
     assert main(["plan", file, "--gpus", "8..16", "--gpu", "b200"]) == 0
     shown = capsys.readouterr().out
-    for wanted in ("strong scaling", "weak scaling", "longer rows"):
+    for wanted in ("strong scaling", "weak scaling", "longer sequences"):
         assert wanted in shown
     assert "50,257 ids assumed" in shown
 

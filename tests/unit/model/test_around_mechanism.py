@@ -60,7 +60,7 @@ def filtered(weight, vectors, positions):
 
 
 def by_hand(module, tree, hidden, positions):
-    """Equations 1.2, 9.1, 9.4, 10.1 and 10.2, one row, head and token at a time."""
+    """Equations 1.2, 9.1, 9.4, 10.1 and 10.2, one sequence, head and token at a time."""
     tree = {key: tree.get(key) for key in PARTS} | {"decays": tree["preset"] == "retnet"}
     whole = torch.zeros(TOKENS, 2, HEADS * SIZE, dtype=torch.float64)
     for row in range(2):
@@ -142,7 +142,7 @@ def test_a_document_does_not_feel_what_lies_before_it_in_its_row():
     whole = short_convolution(x[None], weight, before, positions)
     for start, end in ((0, 4), (4, 7), (7, 9)):
         alone = short_convolution(x[None, :, start:end], weight, torch.zeros_like(before), 0)
-        # A row's length decides which tokens SiLU is vectorized over.
+        # A sequence's length decides which tokens SiLU is vectorized over.
         torch.testing.assert_close(whole[:, :, start:end], alone, rtol=1e-6, atol=1e-6)
 
 

@@ -56,7 +56,7 @@ def draw(*shape, seed=0):
 
 
 def padded(document, places, length):
-    """A row with the document's tokens at these places, and anything elsewhere."""
+    """A sequence with the document's tokens at these places, and anything elsewhere."""
     tokens, positions = draw(1, length, seed=len(places)), torch.full((1, length), PADDING)
     tokens[0, places], positions[0, places] = document[0], torch.arange(document.shape[1])
     return tokens, positions

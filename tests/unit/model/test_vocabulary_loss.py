@@ -62,10 +62,10 @@ def scaled(products, scaling):
     return logits if scaling.cap is None else scaling.cap * torch.tanh(logits / scaling.cap)
 
 
-def found(hidden, head, targets, rows, distillation=None, words=WORDS, group=None, scaling=SCALINGS[0]):
+def found(hidden, head, targets, rows, distillation=None, vocab_size=WORDS, group=None, scaling=SCALINGS[0]):
     if distillation is None:
-        return summed_loss(hidden, head, targets, rows, words, group, scaling), None
-    return summed_distillation(hidden, head, targets, rows, words, group, distillation, scaling)
+        return summed_loss(hidden, head, targets, rows, vocab_size, group, scaling), None
+    return summed_distillation(hidden, head, targets, rows, vocab_size, group, distillation, scaling)
 
 
 @pytest.mark.parametrize("rows", [TOKENS, 8], ids=["one chunk", "chunks"])

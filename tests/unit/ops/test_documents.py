@@ -16,7 +16,7 @@ def test_positions_count_from_the_listed_starts():
 def test_a_row_without_its_own_start_continues():
     positions = positions_from_cu_seqlens(torch.tensor([2, 6]), 2, 3)
     places = torch.arange(3)
-    # A position beyond the place in the row lies in a document that began before the row.
+    # A position beyond the place in the sequence lies in a document that began before it.
     assert (positions > places).tolist() == [[True, True, False], [True, True, True]]
 
 

@@ -103,8 +103,8 @@ def test_a_denominator_of_true_zero_gives_zero_and_a_negative_one_divides(backen
     omega = torch.ones(1, 1, dtype=torch.float64)
     options = {"feature_map": "rks", "projection": omega, "backend": backend}
     assert kernel_attention(q, k, v, **options).flatten().tolist() == [2.0, 0.0]
-    mass = torch.tensor([0.0, 1.0], dtype=torch.float64)
-    assert kernel_attention(q, k, v, mass=mass, **options).flatten().tolist() == [0.0, 5.0]
+    key_weights = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    assert kernel_attention(q, k, v, key_weights=key_weights, **options).flatten().tolist() == [0.0, 5.0]
 
 
 def test_a_fastfood_that_does_not_fit_is_named():

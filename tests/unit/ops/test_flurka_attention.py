@@ -43,17 +43,17 @@ FORMS = [("softmax", "gated"), ("softmax", "shared"), ("kernel", "shared")]
 SETTINGS = list(itertools.product(FORMS, ["elu", "favor"], [1, 2], ["none", "centroid"]))
 
 
-def rows(*documents: list[int]) -> Tensor:
-    """Positions of rows whose documents start with the given positions and lengths [first, length, 0, length, ...]."""
+def packed(*documents: list[int]) -> Tensor:
+    """Positions of sequences of documents with these first positions and lengths: [first, length, 0, length, ...]."""
     return torch.stack(
-        [torch.cat([f + torch.arange(n) for f, n in zip(row[::2], row[1::2])]) for row in documents]
+        [torch.cat([f + torch.arange(n) for f, n in zip(one[::2], one[1::2])]) for one in documents]
     )
 
 
 POSITIONS = {
     "whole_rows": 0,
-    "packed": rows([0, 3, 0, 12, 0, 8], [0, 9, 0, 1, 0, 13]),
-    "continued": rows([13, 5, 0, 18], [13, 23]),
+    "packed": packed([0, 3, 0, 12, 0, 8], [0, 9, 0, 1, 0, 13]),
+    "continued": packed([13, 5, 0, 18], [13, 23]),
 }
 
 
@@ -158,7 +158,7 @@ def test_landmarks_stand_for_the_tokens_of_their_block():
 def test_gradients_are_the_slopes_across_groups():
     q, k, v = (x.detach()[:1, :, :11].requires_grad_() for x in inputs())
     tensors = {name: x.detach() for name, x in learned("softmax", "shared").items()}
-    positions = rows([2, 2, 0, 9])
+    positions = packed([2, 2, 0, 9])
     assert torch.autograd.gradcheck(
         lambda q, k, v: flurka_attention(q, k, v, feature_map="elu", positions=positions, **tensors)[0],
         (q, k, v),

@@ -34,7 +34,7 @@ def whole_state(state: KernelState) -> Tensor:
 def test_equals_the_quadratic_reference(feature_map, causal, kv_heads, cu_seqlens):
     q, k, v = inputs(kv_heads=kv_heads)
     projection = projection_of(feature_map, kv_heads)
-    mass = random(B, 1, N, seed=5)
+    key_weights = random(B, 1, N, seed=5)
 
     def run(backend):
         out, state = kernel_attention(
@@ -46,14 +46,14 @@ def test_equals_the_quadratic_reference(feature_map, causal, kv_heads, cu_seqlen
             causal=causal,
             # Weights of both signs have denominators near 0, in which all digits are lost.
             normalize=feature_map != "identity",
-            mass=mass.square(),
+            key_weights=key_weights.square(),
             cu_seqlens=None if cu_seqlens is None else torch.tensor(cu_seqlens),
             return_state=True,
             backend=backend,
         )
         return out, whole_state(state)
 
-    assert_same(run, [x for x in (q, k, v, projection, mass) if x is not None])
+    assert_same(run, [x for x in (q, k, v, projection, key_weights) if x is not None])
 
 
 @pytest.mark.parametrize("feature_map", ["elu", "favor"])
@@ -126,12 +126,12 @@ def test_positions_say_what_cu_seqlens_say():
 @pytest.mark.parametrize("causal", [True, False])
 def test_masked_keys_do_not_exist(feature_map, backend, causal):
     q, k, v = inputs()
-    mass = torch.ones(B, 1, N, dtype=torch.float64)
-    mass[:, :, 5:9] = 0
+    key_weights = torch.ones(B, 1, N, dtype=torch.float64)
+    key_weights[:, :, 5:9] = 0
     options = {"feature_map": feature_map, "projection": projection_of(feature_map), "causal": causal}
     loud = k.clone()
     loud[:, :, 5:9] *= 30
-    masked = kernel_attention(q, loud, v, mass=mass, backend=backend, **options)
+    masked = kernel_attention(q, loud, v, key_weights=key_weights, backend=backend, **options)
     real = [i for i in range(N) if not 5 <= i < 9]
     without = kernel_attention(*(x[:, :, real] for x in (q, k, v)), backend=backend, **options)
     torch.testing.assert_close(masked[:, :, real], without)
@@ -147,7 +147,7 @@ def test_rows_without_keys_are_zero_and_have_finite_gradients(feature_map, backe
         v,
         feature_map=feature_map,
         projection=projection_of(feature_map),
-        mass=torch.zeros(1, 1, 1, dtype=torch.float64),
+        key_weights=torch.zeros(1, 1, 1, dtype=torch.float64),
         backend=backend,
     )
     assert not out.any()
@@ -158,18 +158,19 @@ def test_rows_without_keys_are_zero_and_have_finite_gradients(feature_map, backe
 def test_gradients_are_the_slopes(feature_map):
     q, k, v = (x[:1, :, :10] for x in inputs(10))
     projection = projection_of(feature_map)
-    mass = random(1, KV, 10, seed=5)
+    key_weights = random(1, KV, 10, seed=5)
     assert torch.autograd.gradcheck(
-        lambda q, k, v, mass, *_: kernel_attention(
+        lambda q, k, v, key_weights, *_: kernel_attention(
             q,
             k,
             v,
             feature_map=feature_map,
             projection=projection,
-            mass=mass,
+            key_weights=key_weights,
             cu_seqlens=torch.tensor([0, 6, 10]),
         ),
-        [x.detach().requires_grad_() for x in (q, k, v, mass)] + ([] if projection is None else [projection]),
+        [x.detach().requires_grad_() for x in (q, k, v, key_weights)]
+        + ([] if projection is None else [projection]),
         fast_mode=True,
     )
 
@@ -229,8 +230,8 @@ def with_shape(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
         ({"projection": with_shape(4, 4)}, r"projection is of shape \(4, 4\); elu takes none"),
         ({"feature_map": "favor", "projection": with_shape(6, 5)}, r"projection has shape \(6, 5\)"),
         (
-            {"mass": with_shape(2, 3, 23)},
-            r"mass has shape \(2, 3, 23\); expected to broadcast to \(2, 2, 23\)",
+            {"key_weights": with_shape(2, 3, 23)},
+            r"key_weights has shape \(2, 3, 23\); expected to broadcast to \(2, 2, 23\)",
         ),
         ({"cu_seqlens": torch.tensor([0, 9, 4, 46])}, "expected strictly increasing offsets"),
         ({"cu_seqlens": torch.tensor([0, 9])}, r"expected starts from 0 on and B \* N = 46 at the end"),

@@ -121,7 +121,7 @@ def test_a_window_as_long_as_the_sequence_is_a_softmax_mixture():
     q, k, v = inputs()
     priors = random(KV, M, seed=3).square()
     out, _ = window_attention(q, k, v, block_size=N, priors=priors)
-    exact, _ = weighted_attention(q, k, v, similarity="softmax", mass=priors[..., None])
+    exact, _ = weighted_attention(q, k, v, similarity="softmax", key_weights=priors[..., None])
     torch.testing.assert_close(out, exact)
 
 
@@ -130,8 +130,10 @@ def test_softmax_mixtures_of_another_number_of_keys_than_queries_equal_the_refer
     k, v, root = random(B, KV, M, 9, WIDTH, seed=1), random(B, KV, 9, VALUES, seed=2), random(KV, M, seed=3)
 
     def run(backend):
-        mass = root.square()[..., None]
-        return weighted_attention(q, k, v, similarity="softmax", mass=mass, causal=False, backend=backend)[:1]
+        key_weights = root.square()[..., None]
+        return weighted_attention(
+            q, k, v, similarity="softmax", key_weights=key_weights, causal=False, backend=backend
+        )[:1]
 
     assert_same(run, [q, k, v, root])
 

@@ -28,7 +28,7 @@ def test_linear_attention_equals_idiap(backend):
     q, k, v, lengths, out, masked = arrays("linear_elu", "q", "k", "v", "lengths", "out", "out_masked")
     options = {"feature_map": "elu", "causal": False, "backend": backend}
     assert_equal(with_eps(q, k, v, **options), out)
-    assert_equal(with_eps(q, k, v, mass=key_mass(lengths, 96), **options), masked)
+    assert_equal(with_eps(q, k, v, key_weights=key_mass(lengths, 96), **options), masked)
     # Without eps the denominators, which are above 1, change by a millionth.
     assert_equal(kernel_attention(q, k, v, **options), out, relative=EPS)
 
@@ -40,7 +40,7 @@ def test_causal_linear_attention_equals_idiap(backend):
     options = {"feature_map": "elu", "backend": backend}
     # The official kernel ran in float32.
     assert_equal(with_eps(q, k, v, **options), out, relative=1e-5)
-    assert_equal(with_eps(q, k, v, mass=key_mass(lengths, 96), **options), masked, relative=1e-5)
+    assert_equal(with_eps(q, k, v, key_weights=key_mass(lengths, 96), **options), masked, relative=1e-5)
 
 
 def test_favor_features_equal_google():
@@ -73,7 +73,7 @@ def test_attention_over_smoothed_fourier_features_equals_idiap():
     phi_q, phi_k = (torch.cat([phi, torch.ones_like(phi[..., :1])], -1) for phi in (phi_q, phi_k))
     options = {"feature_map": "identity", "causal": False}
     assert_equal(with_eps(phi_q, phi_k, v, **options), out)
-    assert_equal(with_eps(phi_q, phi_k, v, mass=key_mass(lengths, 96), **options), masked)
+    assert_equal(with_eps(phi_q, phi_k, v, key_weights=key_mass(lengths, 96), **options), masked)
 
 
 def test_every_oracle_has_its_origin_and_all_are_small():

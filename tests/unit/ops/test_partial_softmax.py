@@ -1,4 +1,4 @@
-"""Sums over parts of a row's keys add up to softmax attention, in any order, and so do their gradients."""
+"""Sums over parts of a sequence's keys add up to softmax attention, in any order, and so do their gradients."""
 
 from itertools import permutations
 
@@ -7,6 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megakernel.ops import softmax_attention
+from megakernel.ops.partial_output import empty_partial_output, log_normalizer, normalized
 from megakernel.ops.softmax_attention import fused
 from megakernel.ops.softmax_attention.partial import (
     OutputGradient,
@@ -15,7 +16,6 @@ from megakernel.ops.softmax_attention.partial import (
     add_sums,
 )
 from megakernel.ops.softmax_attention.spans import spans_among
-from megakernel.ops.sums import log_normalizer, no_sums, normalized
 from tests.unit.ops.comparing import random
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("small_chunks")
 B, G, KV, N, WIDTH = 2, 2, 2, 12, 8
 
 DOCUMENTS = torch.tensor([[0] * 3 + [3] * 6 + [9] * 3, [-4] * 7 + [7] * 5])
-"""Where each token's document starts; one began before its row."""
+"""Where each token's document starts; one began before its sequence."""
 
 
 def inputs():
@@ -37,7 +37,7 @@ def from_parts(tensors, parts):
     q, k, v, grad = (x.detach() for x in tensors)
     q, grad = q.unflatten(1, (KV, G)), grad.unflatten(1, (KV, G))
     keys = [(place, Seen(k[:, :, place], v[:, :, place], spans, None, own)) for place, spans, own in parts]
-    total = no_sums(q, WIDTH)
+    total = empty_partial_output(q, WIDTH)
     for _, seen in keys:
         add_sums(total, q, seen)
     out = normalized(total)
@@ -80,10 +80,10 @@ def test_spans_among_keys_of_another_shard_are_those_of_the_row():
 
 
 @pytest.mark.parametrize("ahead", [None, 0, -5, 5])
-@pytest.mark.parametrize("rows", [[0], [1], [0, 1]], ids=str)
+@pytest.mark.parametrize("sequences", [[0], [1], [0, 1]], ids=str)
 @pytest.mark.parametrize("block", [1, 3, 12])
-def test_rectangles_hold_every_pair_once_and_say_which_are_whole(ahead, rows, block):
-    spans = spans_among(DOCUMENTS[rows], DOCUMENTS[rows], ahead)
+def test_rectangles_hold_every_pair_once_and_say_which_are_whole(ahead, sequences, block):
+    spans = spans_among(DOCUMENTS[sequences], DOCUMENTS[sequences], ahead)
     wanted = spans.mask(slice(None), 0, N)
     found = torch.zeros_like(wanted, dtype=torch.int64)
     for queries, keys, whole in spans.rectangles(block, 2):
@@ -111,18 +111,18 @@ def test_queries_that_see_the_same_keys_are_one_rectangle():
     ids=str,
 )
 def test_fused_kernels_give_sums_that_add(device, dtype):
-    """The second half of a row's queries: all keys of the first half, and those of their own up to themselves."""
+    """The second half of a sequence's queries: all keys of the first half, and those of their own up to themselves."""
     first, second = ([x.detach().to(dtype) for x in inputs()] for _ in range(2))
-    row = [torch.cat([a.flip(2), b], 2).double() for a, b in zip(first, second)]
-    row[3][:, :, :N] = 0  # nothing depends on the first half's outputs
-    q, k, v, grad = (x.to(device, dtype) for x in row)
+    whole = [torch.cat([a.flip(2), b], 2).double() for a, b in zip(first, second)]
+    whole[3][:, :, :N] = 0  # nothing depends on the first half's outputs
+    q, k, v, grad = (x.to(device, dtype) for x in whole)
     assert fused.takes(q, k, v)
     one = torch.zeros(1, N, dtype=torch.int64, device=device)
     some, others = (slice(5), slice(5, N))  # seen as a whole, and fewer or more than the queries
     parts = [(place, spans_among(one, one[:, place].contiguous(), None), False) for place in (others, some)]
     parts.append((slice(N, 2 * N), spans_among(one, one, 0), True))
     found = from_parts((q[:, :, N:], k, v, grad[:, :, N:]), parts)
-    out, of_queries, of_keys, of_values = reference([x.requires_grad_() for x in row])
+    out, of_queries, of_keys, of_values = reference([x.requires_grad_() for x in whole])
     # Halves on a GPU are rounded once for each part; elsewhere sums are float32 or better.
     tolerance = 1e-12 if dtype == torch.float64 else 2**-6 if device == "cuda" else 1e-5
     for part, whole in zip(found, (out[:, :, N:], of_queries[:, :, N:], of_keys, of_values), strict=True):

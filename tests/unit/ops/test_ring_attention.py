@@ -1,4 +1,4 @@
-"""Keys that go round give the attention of whole rows; shards are threads, each with a backward of its own."""
+"""Keys that go round give the attention of whole sequences; shards are threads, each with a backward of its own."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ HEADS = [(3, 1), (1, 1), (4, 2)]
 
 PACKED = torch.stack(
     [
-        # Documents that begin inside shards, at their edges, and before the row; one covers several shards.
+        # Documents that begin inside shards, at their edges, and before the sequence; one covers several shards.
         torch.cat([torch.arange(5, 8), torch.arange(18), torch.arange(3)]),
         torch.cat([torch.arange(6), torch.arange(1), torch.arange(5), torch.arange(12)]),
     ]
@@ -24,13 +24,13 @@ PACKED = torch.stack(
 
 
 def inputs(heads: int = 3, kv_heads: int = 1, values: int = VALUES):
-    """q, k, v of whole rows and a weight of every output."""
+    """q, k, v of whole sequences and a weight of every output."""
     shapes = ((heads, WIDTH), (kv_heads, WIDTH), (kv_heads, values), (heads, values))
     return [random(B, count, N, width, seed=i) for i, (count, width) in enumerate(shapes)]
 
 
 def expected(tensors, **options):
-    """Output and gradients of the reference on whole rows."""
+    """Output and gradients of the reference on whole sequences."""
     *leaves, weight = tensors
     out, _ = softmax_attention(*leaves, **options, backend="reference")
     return out, *torch.autograd.grad((out * weight).sum(), leaves)

@@ -44,7 +44,7 @@ def test_exponents_are_capped(window, positions):
         return softmax_attention(q, k, v, **options)[:1]
 
     assert_same(run, [q, k, v])
-    # By itself: the last query of a document that begins 8 tokens before it, or with the row.
+    # By itself: the last query of a document that begins 8 tokens before it, or with the sequence.
     reach = min(window or N, N if isinstance(positions, int) else 13)
     exponents = 0.3 * torch.tanh(q[1, 3, -1] @ k[1, 1, -reach:].T / WIDTH**0.5 / 0.3)
     torch.testing.assert_close(run("chunked")[0][1, 3, -1], exponents.softmax(0) @ v[1, 1, -reach:])

@@ -36,24 +36,31 @@ def inputs(keys: int = M, length: int = N):
 @pytest.mark.parametrize("positions", [0, PACKED], ids=["whole_rows", "packed"])
 def test_equals_the_reference(kind, causal, positions):
     q, k, v = inputs()
-    mass = random(KV, M, 1, seed=3)
+    key_weights = random(KV, M, 1, seed=3)
 
     def run(backend):
-        options = {"causal": causal, "positions": positions, "mass": mass.square(), "backend": backend}
+        options = {
+            "causal": causal,
+            "positions": positions,
+            "key_weights": key_weights.square(),
+            "backend": backend,
+        }
         return weighted_attention(q, k, v, **KINDS[kind], **options)[:1]
 
-    assert_same(run, [q, k, v, mass])
+    assert_same(run, [q, k, v, key_weights])
 
 
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
 def test_keys_without_mass_are_not_there(normalize, causal):
     q, k, v = inputs()
-    mass = (torch.rand(B, KV, M, N, generator=torch.Generator().manual_seed(0)) > 0.4).double()
-    mass[0, :, :, :9] = 0  # the first queries see nothing at all
+    key_weights = (torch.rand(B, KV, M, N, generator=torch.Generator().manual_seed(0)) > 0.4).double()
+    key_weights[0, :, :, :9] = 0  # the first queries see nothing at all
 
     def run(backend):
-        return weighted_attention(q, k, v, mass=mass, causal=causal, normalize=normalize, backend=backend)[:1]
+        return weighted_attention(
+            q, k, v, key_weights=key_weights, causal=causal, normalize=normalize, backend=backend
+        )[:1]
 
     assert_same(run, [q, k, v])
     if causal:
@@ -63,12 +70,12 @@ def test_keys_without_mass_are_not_there(normalize, causal):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_gradient_is_the_slope(kind):
     q, k, v = (x.detach()[:1, :2, ..., :9, :].requires_grad_() for x in inputs())
-    mass = random(1, 1, M, 9, seed=3)
+    key_weights = random(1, 1, M, 9, seed=3)
     assert torch.autograd.gradcheck(
-        lambda q, k, v, mass: weighted_attention(
-            q, k[:, :1], v[:, :1], mass=mass.square(), positions=PACKED[:1, :9], **KINDS[kind]
+        lambda q, k, v, key_weights: weighted_attention(
+            q, k[:, :1], v[:, :1], key_weights=key_weights.square(), positions=PACKED[:1, :9], **KINDS[kind]
         )[0],
-        (q, k, v, mass),
+        (q, k, v, key_weights),
         fast_mode=True,
     )
 
@@ -86,7 +93,7 @@ def test_equal_keys_are_one_key():
     twice = k.expand(-1, -1, 2, -1, -1)
     priors = torch.tensor([0.3, 0.7])[:, None].double()
     torch.testing.assert_close(
-        weighted_attention(q, twice, v, mass=priors, normalize=False)[0],
+        weighted_attention(q, twice, v, key_weights=priors, normalize=False)[0],
         weighted_attention(q, k, v, normalize=False)[0],
     )
 
@@ -113,7 +120,7 @@ def test_distant_keys_do_not_underflow():
 
 
 @pytest.mark.parametrize("similarity", ["softmax", "gaussian"])
-def test_long_rows_of_large_bf16_inputs_stay_near_float64(similarity):
+def test_long_sequences_of_large_bf16_inputs_stay_near_float64(similarity):
     length, new = 65_536, 4
     draw = torch.Generator().manual_seed(0)
     q, k, v = (
@@ -160,11 +167,11 @@ def test_blocks_that_nobody_sees_are_not_computed(monkeypatch):
 @pytest.mark.parametrize("positions", [0, PACKED], ids=["whole_rows", "packed"])
 def test_responsibilities_equal_the_reference_and_add_up_to_the_queries(causal, positions):
     q, k, _ = inputs()
-    mass = torch.tensor([0.7, 0.4])[:, None]
+    key_weights = torch.tensor([0.7, 0.4])[:, None]
     real = torch.rand(B, N, generator=torch.Generator().manual_seed(0)) > 0.3
     options = {
         "variances": (1.0, 0.5),
-        "mass": mass,
+        "key_weights": key_weights,
         "query_mask": real,
         "causal": causal,
         "positions": positions,
@@ -184,7 +191,7 @@ def test_responsibilities_equal_the_reference_and_add_up_to_the_queries(causal, 
         ({"variances": (1.0,)}, "1.0"),
         ({"variances": (1.0, -1.0)}, "one positive number per key"),
         ({"similarity": "softmax", "variances": (1.0, 1.0)}, "for gaussian only"),
-        ({"mass": torch.ones(3)}, "mass has shape"),
+        ({"key_weights": torch.ones(3)}, "key_weights has shape"),
     ],
 )
 def test_what_does_not_fit_is_named(changes, message):

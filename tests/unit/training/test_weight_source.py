@@ -11,11 +11,11 @@ from ..config import trees
 
 @pytest.mark.parametrize(
     ("own", "misfits"),
-    [(300, ["its vocabulary has 300 words and the model's 310"]), (310, []), (None, [])],
+    [(300, ["its vocabulary has 300 ids and the model's 310"]), (310, []), (None, [])],
 )
-def test_a_run_of_other_words_is_another_even_if_its_padded_rows_are_as_many(own, misfits, tmp_path):
+def test_a_run_of_another_vocabulary_is_another_even_if_its_padded_sizes_are_as_many(own, misfits, tmp_path):
     checkpoint = tmp_path / "checkpoints" / "step_1"
     checkpoint.mkdir(parents=True)
     (tmp_path / "config.yaml").write_text(to_yaml(trees.config(model={"vocab_size": own})))
     write_manifest(checkpoint, SavedProgress(1, 1, 1, {}, {}), {})
-    assert WeightSource.find("objective.teacher", tmp_path).other_words(310) == misfits
+    assert WeightSource.find("objective.teacher", tmp_path).other_vocab_size(310) == misfits

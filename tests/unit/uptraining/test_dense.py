@@ -106,10 +106,10 @@ def test_a_vocabulary_is_padded_with_zeros_and_no_other_tensor(llama):
         assert torch.equal(before, after)
 
 
-def test_a_model_of_fewer_words_is_another_even_if_its_padded_rows_are_as_many(llama):
+def test_a_model_of_fewer_words_is_another_even_if_its_padded_sizes_are_as_many(llama):
     source = WeightSource.find("init.from", llama)
-    assert source.other_words(384) == []
-    assert source.other_words(383) == ["its vocabulary has 384 words and the model's 383"]
+    assert source.other_vocab_size(384) == []
+    assert source.other_vocab_size(383) == ["its vocabulary has 384 ids and the model's 383"]
 
 
 def edit_config(folder, **changes):
@@ -243,7 +243,7 @@ def test_a_window_that_no_layer_has_is_no_window(tmp_path):
 
 
 def test_a_window_as_long_as_the_rows_stays_one(tmp_path):
-    """Else it would be lost where rows grow later, and not come out again."""
+    """Else it would be lost where sequences grow later, and not come out again."""
     dense_models.save("mistral, sliding", tmp_path)
     edit_config(tmp_path, sliding_window=dense_models.LENGTH)
     model = DenseCheckpoint(tmp_path).model

@@ -24,7 +24,7 @@ from tests.unit.config import trees
 def test_a_plain_configuration_is_what_it_was_read_from(name, tmp_path):
     dense_models.save(name, tmp_path / "in")
     checkpoint = DenseCheckpoint(tmp_path / "in")
-    # A run on shorter rows, no longer than the windows, unlearns nothing of longer ones.
+    # A run on shorter sequences, no longer than the windows, unlearns nothing of longer ones.
     written = plain_config(checkpoint.model, checkpoint.model.vocab_size, 8)
     known = type(dense_models.CONFIGS[name]).from_dict(written).to_dict()
     ignored = {"dtype", "architectures", "transformers_version", "use_cache", "model_type"}

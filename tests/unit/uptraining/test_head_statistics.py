@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megakernel.uptraining.head_statistics import HeadSums, HeadTag, head_statistics
-from megakernel.uptraining.query_rows import CapturedInputs, QueryRows
+from megakernel.uptraining.sampled_queries import CapturedInputs, SampledQueries
 
 TOKENS, HEADS, BLOCK = 12, 2, 3
 QUERIES = torch.tensor([2, 5, 8, 11])
@@ -18,7 +18,7 @@ def example():
     """Queries of rows in which documents are packed, weights with equal ones among them, and scores."""
     draw = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 2, HEADS, TOKENS, 4, generator=draw, dtype=torch.float64)
-    rows = QueryRows.of(CapturedInputs(POSITIONS, q=q, k=k, v=v), QUERIES, causal=True)
+    rows = SampledQueries.of(CapturedInputs(POSITIONS, q=q, k=k, v=v), QUERIES, causal=True)
     drawn = torch.randint(1, 4, (2, HEADS, len(QUERIES), TOKENS), generator=draw).double()
     weights = drawn * rows.visible[:, None]
     scores = rows.scores()

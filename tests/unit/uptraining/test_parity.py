@@ -57,7 +57,7 @@ def no_more_memory():
         ({"parity": Parity(math.nan)}, "its logits are not finite"),
         (
             {"identity": Identity(64, 2.5, 2.4)},
-            r"first 64 tokens of each row it loses 2.5000 .*model.hidden_size=32",
+            r"first 64 tokens of each sequence its loss is 2.5000 .*model.hidden_size=32",
         ),
         ({"swapped": (math.nan, 0.0)}, "its loss is nan before any step"),
     ],

@@ -44,7 +44,7 @@ def texts(rows, length, seed=1):
 
 
 def padded(*rows):
-    """Rows with padding on the left, and their mask."""
+    """Sequences with padding on the left, and their mask."""
     length = max(map(len, rows))
     ids = torch.stack([F.pad(row, (length - len(row), 0), value=EOD) for row in rows])
     mask = torch.stack([F.pad(torch.ones_like(row), (length - len(row), 0)) for row in rows])
@@ -350,7 +350,7 @@ def test_a_folder_of_before_whose_code_asks_for_the_package_loads(place, mixed, 
 MASK = torch.tensor([[1, 1, 0, 1]])
 FAULTS = {
     "padding inside a text": ({"attention_mask": MASK}, "has padding inside a text; pad on the left"),
-    "a mask of other rows": (
+    "a mask of other sequences": (
         {"attention_mask": MASK[:, :3]},
         r"attention_mask has shape \(1, 3\); give \(1, 4\)",
     ),
@@ -359,7 +359,7 @@ FAULTS = {
         {"position_ids": torch.tensor([[0, 1, 5, 6]])},
         r"position_ids\[0, 2\] is 5; give 2, where the text goes on, or 0",
     ),
-    "positions of other rows": (
+    "positions of other sequences": (
         {"position_ids": torch.arange(3)[None]},
         r"position_ids has shape \(1, 3\); give \(1, 4\)",
     ),

@@ -71,7 +71,7 @@ def test_every_stage_starts_from_the_one_before():
     )
     assert [run.optimizer.trained for run in runs[1:]] == ["all"] * 6
     assert [run.optimizer.lr for run in runs[1:]] == [*[1e-3] * 4, 2e-4, 0.002]
-    # In longer rows the ratio of both rates stays; from scratch all weights are new.
+    # In longer sequences the ratio of both rates stays; from scratch all weights are new.
     assert [run.optimizer.mechanism_lr for run in runs[1:5]] == [1e-2] * 4
     assert runs[5].optimizer.mechanism_lr == pytest.approx(2e-3)
     assert runs[6].optimizer.mechanism_lr is None
@@ -166,7 +166,7 @@ def test_where_rows_grow_a_stage_draws_an_order_of_its_own():
 
 
 def read_by_step(stages):
-    """Rows of a step and their length, step by step."""
+    """Sequences of a step and their length, step by step."""
     runs = [stage.config.training for stage in stages]
     phases = [run.phase_of(step).training for run in runs for step in range(run.steps)]
     return [(phase.global_batch_size, phase.seq_len) for phase in phases]

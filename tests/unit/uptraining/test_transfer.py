@@ -13,7 +13,7 @@ from megakernel.model.layer import attention_cores, converted_cores
 from megakernel.training.optimizer import freeze
 from megakernel.training.schedule import drop_near_windows
 from megakernel.uptraining.distilled import Teacher
-from megakernel.uptraining.query_rows import CapturedInputs, QueryRows, sample_queries
+from megakernel.uptraining.sampled_queries import CapturedInputs, SampledQueries, sample_queries
 from megakernel.uptraining.transfer import AttentionTransfer
 from megakernel.uptraining.transferred import LayerTransfer
 from tests.unit.config.trees import config
@@ -88,7 +88,7 @@ def loss_of_the_whole(student, captured, step):
     for index, (inputs, target) in captured.items():
         core = attention_cores(student)[index]
         error = (inputs.run(core) - target).square().sum((2, 3)) / target.square().sum((2, 3))
-        rows = QueryRows.of(inputs, sample_queries(LENGTH, QUERIES, 7, step), causal=True)
+        rows = SampledQueries.of(inputs, sample_queries(LENGTH, QUERIES, 7, step), causal=True)
         theirs = rows.softmax(rows.scores())
         one_hot = torch.eye(LENGTH, dtype=torch.float64).expand(*inputs.k.shape[:2], -1, -1)
         weights = inputs.run(core, one_hot)[:, :, rows.queries]
@@ -100,7 +100,7 @@ def loss_of_the_whole(student, captured, step):
 def test_gradients_are_those_of_the_whole_in_one_graph(mesh):
     teacher, student = build(mesh, "softmax"), build(mesh, FLURKA)
     trained = mechanisms(student)
-    how = {"query_rows": QUERIES, "cross_entropy": LAMBDA, "seed": 7}
+    how = {"sampled_queries": QUERIES, "cross_entropy": LAMBDA, "seed": 7}
     loss = transferred(teacher, converted_cores(student), step=3, **how).loss()
     loss.backward()
     whole = loss_of_the_whole(student, calls_of(teacher, layer_inputs()), step=3)
@@ -116,7 +116,7 @@ def test_gradients_are_those_of_the_whole_in_one_graph(mesh):
 
 def test_micro_batches_add_up(mesh):
     teacher, student = build(mesh, "softmax"), build(mesh, FLURKA)
-    transfer = AttentionTransfer(teacher, converted_cores(student), query_rows=QUERIES)
+    transfer = AttentionTransfer(teacher, converted_cores(student), sampled_queries=QUERIES)
     transfer.begin(step=0, batch_rows=ROWS)
     found = []
     for parts in ([slice(0, 2)], [slice(0, 1), slice(1, 2)]):
@@ -138,7 +138,7 @@ def test_a_window_as_long_as_the_row_leaves_no_error(mesh):
     """What preflight checks: such a student is the dense model."""
     wide = {"preset": "flurka", "compression": {"block_size": 16, "rank": 2}}
     teacher, student = build(mesh, "softmax"), build(mesh, wide).eval()
-    transfer = transferred(teacher, converted_cores(student), query_rows=QUERIES)
+    transfer = transferred(teacher, converted_cores(student), sampled_queries=QUERIES)
     assert transfer.loss() < 1e-28
     means = transfer.sums.means(lambda mine: [mine])
     for layer in range(2):
@@ -156,7 +156,7 @@ def test_a_window_as_long_as_the_row_leaves_no_error(mesh):
 def test_a_teacher_that_sees_a_window_alone_is_compared_with_as_it_is(mesh, form):
     teacher, student = build(mesh, form), build(mesh, form).eval()
     cores = attention_cores(student)
-    means = transferred(teacher, cores, query_rows=LENGTH).sums.means(lambda mine: [mine])
+    means = transferred(teacher, cores, sampled_queries=LENGTH).sums.means(lambda mine: [mine])
     for layer in cores:
         for pair in (("entropy", "teacher_entropy"), ("cross_entropy", "teacher_entropy")):
             torch.testing.assert_close(*(means[name][layer] for name in pair))

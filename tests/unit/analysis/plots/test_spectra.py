@@ -8,7 +8,7 @@ import torch
 from megakernel.analysis.plots import reach, spectra
 from megakernel.analysis.plots.matrices import CELLS, attention_matrix, exact_matrix, image
 from megakernel.analysis.plots.subject import captured_attention, first_row
-from megakernel.uptraining.query_rows import CapturedInputs, QueryRows
+from megakernel.uptraining.sampled_queries import CapturedInputs, SampledQueries
 
 from .small_models import LENGTH, layer_inputs, small_model
 
@@ -50,7 +50,7 @@ def spans(weights, window=None, causal=True, positions=None):
     tokens = weights.shape[-1]
     q = torch.zeros(1, 1, tokens, 2)
     inputs = CapturedInputs(positions, q=q, k=q, v=q)
-    rows = QueryRows.of(inputs, torch.arange(tokens), causal)
+    rows = SampledQueries.of(inputs, torch.arange(tokens), causal)
     sums, counts = reach.reach(weights[None], rows, window)
     return {
         name: (value / count).item() if count else None
@@ -113,7 +113,7 @@ def test_a_gate_without_weights_gives_what_its_bias_says():
 def test_far_mass_of_a_gated_layer_is_what_the_gate_leaves():
     """Both parts are shares on their own, so far tokens have 1 - g of the weight."""
     captured = gated(-1.0)
-    rows = QueryRows.of(captured.inputs, torch.arange(LENGTH), causal=True)
+    rows = SampledQueries.of(captured.inputs, torch.arange(LENGTH), causal=True)
     sums, counts = reach.reach(attention_matrix(captured), rows, captured.core.near_window)
     far = dict(zip(reach.NAMES, (sums / counts).T))["far_mass"]
     assert far.tolist() == pytest.approx([1 - 1 / (1 + math.e)] * 4, rel=1e-5)

@@ -68,7 +68,7 @@ def test_an_error_in_the_last_row_alone_is_found():
     def spoilt(out):
         return torch.cat([out[:-1], 1.01 * out[-1:]])
 
-    # Whole comparison sees one row; the spot looks at the last.
+    # Whole comparison sees one sequence; the spot looks at the last.
     assert (
         check(altered(lambda out: spoilt(out) if len(out) > 1 else out), SMALL, CPU, torch.float32).error
         > 1e-3

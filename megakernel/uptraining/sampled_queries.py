@@ -22,7 +22,7 @@ from megakernel.ops.dispatch import accum_dtype
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedInputs(attention.AttentionInputs):
-    """All that an `AttentionLayer` is called with: n tokens, one of P shards of rows of N = P n."""
+    """All that an `AttentionLayer` is called with: n tokens, one of P shards of sequences of N = P n."""
 
     q: Tensor
     """(B, H, n, d), not rotated; H the heads of this tensor rank."""
@@ -50,12 +50,12 @@ class CapturedInputs(attention.AttentionInputs):
 
     @property
     def length(self) -> int:
-        """N, tokens of a whole row."""
+        """N, tokens of a whole sequence."""
         return self.q.shape[2] * self.cp_shard.size
 
     @property
     def first(self) -> int:
-        """Place in the row of the first of these tokens."""
+        """Place in the sequence of the first of these tokens."""
         return self.q.shape[2] * self.cp_shard.rank
 
     @property
@@ -73,14 +73,14 @@ class CapturedInputs(attention.AttentionInputs):
         return own.expand(len(self.q), -1)
 
     def real(self) -> Tensor:
-        """(B, N) bool, which tokens of whole rows are no padding."""
-        if self.padding_mask is not None:  # never with a row in shards
+        """(B, N) bool, which tokens of whole sequences are no padding."""
+        if self.padding_mask is not None:  # never with a sequence in shards
             return self.padding_mask.bool()
         return torch.ones(len(self.q), self.length, dtype=torch.bool, device=self.q.device)
 
 
 def sample_queries(length: int, count: int, seed: int, step: int) -> Tensor:
-    """Places (R,) of R = min(count, length) queries of rows of `length` tokens, ascending.
+    """Places (R,) of R = min(count, length) queries of sequences of `length` tokens, ascending.
 
     A function of the arguments alone: the same on all ranks and for all layers of a step.
     """
@@ -89,13 +89,13 @@ def sample_queries(length: int, count: int, seed: int, step: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class QueryRows:
+class SampledQueries:
     """Sampled queries of one call: who sees whom, and the weights that mechanisms give."""
 
     inputs: CapturedInputs
 
     queries: Tensor
-    """(R,) places in the whole row."""
+    """(R,) places in the whole sequence."""
 
     visible: Tensor
     """(B, R, N) bool: the query is no padding and sees this key."""
@@ -104,7 +104,7 @@ class QueryRows:
     """(B, N) int64, place of each token in its document."""
 
     @classmethod
-    def of(cls, inputs: CapturedInputs, queries: Tensor, causal: bool) -> "QueryRows":
+    def of(cls, inputs: CapturedInputs, queries: Tensor, causal: bool) -> "SampledQueries":
         """The queries at places (R,) of a call whose layer is or is not causal."""
         queries = queries.to(inputs.q.device)
         places = inputs.cp_shard.all_tokens(inputs.places()[..., None])[..., 0]
@@ -135,7 +135,7 @@ class QueryRows:
         return self._whole(scores)
 
     def softmax(self, scores: Tensor, window: int | None = None) -> Tensor:
-        """The weights (B, H, R, N) of softmax attention, of `scores`; of the last `window` tokens of a row alone.
+        """The weights (B, H, R, N) of softmax attention, of `scores`; of the last `window` tokens of a sequence alone.
 
         Those that `weights` gives of such a layer, whose own backward pass would weigh all N x N pairs.
         """

@@ -1,12 +1,12 @@
-"""What a step costs per token as rows grow to 1,048,576 tokens, on two CPU processes.
+"""What a step costs per token as sequences grow to 1,048,576 tokens, on two CPU processes.
 
     megakernel prepare --source stdlib --tokenizer byte --out data/stdlib
-    OMP_NUM_THREADS=1 python -m benchmarks.long_rows --out benchmarks/results/long_rows_cpu.md
+    OMP_NUM_THREADS=1 python -m benchmarks.long_sequences --out benchmarks/results/long_sequences_cpu.md
 
-Trains `configs/million_token_cpu.yaml` as it stands, and a few steps of the same model at shorter rows. Each run's
+Trains `configs/million_token_cpu.yaml` as it stands, and a few steps of the same model at shorter sequences. Each run's
 numbers come from its metrics.jsonl. What the processes hold before any token (libraries and weights) is measured by a
-run on rows of 2,048 tokens, and memory per token is what a run takes beyond that. No page is written unless the loss
-of the longest rows fell.
+run on sequences of 2,048 tokens, and memory per token is what a run takes beyond that. No page is written unless the
+loss of the longest sequences fell.
 """
 
 import argparse
@@ -34,7 +34,7 @@ LIMIT_GIB = 8.0
 """Memory limit of both processes together."""
 
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
-"""glibc by itself keeps freed tensors of up to 32 MiB, which are those of short rows here, and returns longer ones."""
+"""glibc by itself keeps freed tensors of up to 32 MiB, those of short sequences here, and returns longer ones."""
 
 
 class Row(NamedTuple):
@@ -51,10 +51,10 @@ class Row(NamedTuple):
 
 
 def trained(tokens: int, steps: int, processes: int, overrides: Sequence[str]) -> Row:
-    """Train `steps` steps of rows of `tokens`, or read what was trained."""
-    name = f"long_rows-{tokens}"
+    """Train `steps` steps of sequences of `tokens`, or read what was trained."""
+    name = f"long_sequences-{tokens}"
     keys = [f"run.name={name}", f"training.seq_len={tokens}", f"training.steps={steps}", *overrides]
-    # Short rows have less for a validation sample to fill, and nothing here needs one.
+    # Short sequences have less for a validation sample to fill, and nothing here needs one.
     os.environ |= ENVIRONMENT
     megakernel("pretrain", str(CONFIG), "--nproc", str(processes), *keys)
     folder = load(CONFIG, keys).run.folder
@@ -70,17 +70,17 @@ def page(rows: Sequence[Row], base: Row, processes: int, command: str) -> str:
     bytes_per_token = [(row.peak - base.peak) * processes * 2**30 / row.tokens for row in rows]
     lines = [
         *opening(
-            "Long rows on a CPU",
+            "Long sequences on a CPU",
             command,
             f" in each of {processes} processes (`parallel.context: {processes}`)",
         ),
         f"`{CONFIG}`: {_model(longest.tokens)} Times are medians of the steps behind the first {WARM}. Memory is the "
         f"peak of the process that takes most, times {processes}; before any token both together hold "
-        f"{base.peak * processes:.2f} GiB (rows of {base.tokens:,} tokens), and memory per token is what comes on top.",
+        f"{base.peak * processes:.2f} GiB (sequences of {base.tokens:,} tokens); memory per token is the rest.",
         "",
     ]
     lines += table(
-        ("tokens of a row", "step, s", "µs per token", "peak of both, GiB", "bytes per token"),
+        ("tokens of a sequence", "step, s", "µs per token", "peak of both, GiB", "bytes per token"),
         (
             f"| {row.tokens:,} | {row.seconds:.1f} | {micro:.1f} | {row.peak * processes:.2f} | {size:,.0f} |"
             for row, micro, size in zip(rows, per_token, bytes_per_token)
@@ -89,7 +89,7 @@ def page(rows: Sequence[Row], base: Row, processes: int, command: str) -> str:
     times, memory = max(per_token) / min(per_token), max(bytes_per_token) / min(bytes_per_token)
     lines += [
         f"The dearest token costs {times:.2f}x the cheapest in time and {memory:.2f}x in memory "
-        f"(asked for: at most {ALLOWED:.2f}x each); the longest rows take {longest.peak * processes:.2f} GiB "
+        f"(asked for: at most {ALLOWED:.2f}x each); the longest sequences take {longest.peak * processes:.2f} GiB "
         f"(asked for: at most {LIMIT_GIB:.0f} GiB).",
         "",
         f"Loss of the steps of {longest.tokens:,} tokens, nats per byte: "
@@ -105,14 +105,14 @@ def _model(tokens: int) -> str:
     model, training = config.model, config.training
     return (
         f"{model.num_layers} layers × {model.hidden_size}, {model.num_heads} heads, FLuRKA, {training.dtype}, "
-        f"one row of {tokens:,} bytes of Python source per step at the longest."
+        f"one sequence of {tokens:,} bytes of Python source per step at the longest."
     )
 
 
 def main() -> None:
     """Measure and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/long_rows_cpu.md"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/long_sequences_cpu.md"))
     parser.add_argument("overrides", nargs="*", help="section.key=value, as data.train=DIR")
     options = parser.parse_args()
     config = load(CONFIG, options.overrides)
@@ -123,7 +123,7 @@ def main() -> None:
     losses = rows[-1].losses
     if not losses[-1] < losses[0]:
         raise SystemExit(f"the loss did not fall: {losses}; no page is written")
-    give(page(rows, base, processes, "OMP_NUM_THREADS=1 python -m benchmarks.long_rows"), options.out)
+    give(page(rows, base, processes, "OMP_NUM_THREADS=1 python -m benchmarks.long_sequences"), options.out)
     print(options.out)
 
 

@@ -1,4 +1,4 @@
-"""Kernels on a GPU: rows of up to a million tokens, large inputs, the same bits twice, and memory that comes back."""
+"""Kernels on a GPU: sequences of up to a million tokens, large inputs, equal bits twice, memory that comes back."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def attention(inputs: list[Tensor], feature_map: str, backend: str | None = None
 
 @pytest.mark.parametrize("feature_map", ["elu", "hedgehog", "favor"])
 @pytest.mark.parametrize("length", [65536, 262144, 1048576])
-def test_long_rows_agree_with_chunks_in_float32(feature_map, length):
+def test_long_sequences_agree_with_chunks_in_float32(feature_map, length):
     inputs = leaves(length)
     fast = attention(inputs, feature_map)
     wide = [x.detach().float().requires_grad_() for x in inputs]

@@ -7,7 +7,7 @@ over landmarks,
     shared:  o_i = (n_i + exp(gamma) f_i) / (den(n_i) + exp(gamma) den(f_i))
 
 Landmarks are the keys of `kernel_attention.kernels`: a state in memory for those of earlier segments, pairs for those
-of this one. With the factor c_i of their sums (`Joined.factor`) and z_i, the gradient of their normalizer,
+of this one. With the factor c_i of their sums (`Merged.factor`) and z_i, the gradient of their normalizer,
 
     dphi(q_i) = sum_s m_s (c_i do_i.v_s + z_i) phi(k_s)
 
@@ -32,7 +32,7 @@ from megakernel.ops.kernel_attention.arguments import (
     load_numbers,
     matrix_of,
     queries_of_program,
-    rows_of_queries,
+    tile_rows,
 )
 from megakernel.ops.kernel_attention.kernels import largest_logs, store_features, sums_of_keys
 from megakernel.ops.kernel_attention.query_kernels import across_features, do_of_keys, gradient_of_half
@@ -69,10 +69,10 @@ def weigh_window(logs, pairs, top, visible, NEAR: tl.constexpr, PHI: tl.constexp
 
 
 @triton.jit
-def joined_parts(
+def merged_parts(
     near, den, top, far, far_den, far_log, gate, far_weight, LEAST: tl.constexpr, NEAR: tl.constexpr
 ):
-    """Outputs, and `factor`, `peak` and `share` of each query: for phi's window, whose top is no power of 2, peak is r.
+    """Outputs, and `factor`, `lse` and `share` of each query: for phi's window, whose top is no power of 2, lse is r.
 
     The sums over landmarks are measured from exp(far_log); the far weight comes on top. Weights that add up to less
     than LEAST are nothing, and their factor is 0, with which backward leaves them out.
@@ -88,44 +88,44 @@ def joined_parts(
         far_log = tl.where(far_den < LEAST, EMPTY, (far_log + far_weight) * LOG2E)
         larger = tl.maximum(top, far_log)
         of_near, of_far = tl.exp2(top - larger), tl.exp2(far_log - larger)
-        peak = larger + tl.log2(den * of_near + far_den * of_far)
-        of_near, of_far = tl.exp2(top - peak), tl.exp2(far_log - peak)
-        return near * of_near[:, None] + far * of_far[:, None], of_far, peak, far_den * of_far
+        lse = larger + tl.log2(den * of_near + far_den * of_far)
+        of_near, of_far = tl.exp2(top - lse), tl.exp2(far_log - lse)
+        return near * of_near[:, None] + far * of_far[:, None], of_far, lse, far_den * of_far
     larger = tl.maximum(top, far_log)
     of_near, of_far = tl.exp(top - larger), tl.exp(far_log + far_weight - larger)
     total = den * of_near + far_den * of_far
     empty = tl.abs(total) < LEAST
-    inverse = tl.where(empty, 0.0, 1 / tl.where(empty, 1.0, total))
-    out = (near * of_near[:, None] + far * of_far[:, None]) * inverse[:, None]
-    return out, inverse * tl.exp(far_weight), larger, far_den * of_far * inverse
+    reciprocal = tl.where(empty, 0.0, 1 / tl.where(empty, 1.0, total))
+    out = (near * of_near[:, None] + far * of_far[:, None]) * reciprocal[:, None]
+    return out, reciprocal * tl.exp(far_weight), larger, far_den * of_far * reciprocal
 
 
 @triton.jit
-def join(
+def merge(
     queries,
     window,
     keys,
     matrix,
     state,
-    row,
+    seq,
     shares,
     out,
-    joined,
-    CUT: tl.constexpr,
+    merged,
+    TILING: tl.constexpr,
     NEAR: tl.constexpr,
     PHI: tl.constexpr,
 ):
-    """Outputs (B, H, N, V), and what backward knows of their weights. Program: CUT.chunk queries of a head."""
-    C: tl.constexpr = CUT.chunk
-    BK: tl.constexpr = CUT.block
-    VP: tl.constexpr = CUT.padded_values
-    tile = queries_of_program(row, CUT)
-    q, left = rows_of_queries(queries, tile), tile.end - tile.at
-    k, v = head_at(window.keys, tile.batch, tile.kv), head_at(window.columns, tile.batch, tile.kv)
+    """Outputs (B, H, N, V), and what backward knows of their weights. Program: TILING.chunk queries of a head."""
+    C: tl.constexpr = TILING.chunk
+    BK: tl.constexpr = TILING.block
+    VP: tl.constexpr = TILING.padded_values
+    tile = queries_of_program(seq, TILING)
+    q, left = tile_rows(queries, tile), tile.end - tile.at
+    k, v = head_at(window.keys, tile.batch, tile.kv), head_at(window.v, tile.batch, tile.kv)
     dtype: tl.constexpr = q.dtype.element_ty
     projection = matrix_of(matrix, tile.kv, PHI)
 
-    starts = window_start(window, row, tile.batch, tile.rows, NEAR)
+    starts = window_start(window, seq, tile.batch, tile.rows, NEAR)
     oldest = tl.min(starts, 0)
     # Angles count from the oldest place that a window of the tile can reach.
     qa, qb, _logs = window_tile(
@@ -136,7 +136,7 @@ def join(
     top = tl.full((C,), EMPTY if (NEAR.softmax or PHI.unbounded) else 0.0, tl.float32)
     for place in range(oldest, tile.stop, BK):
         places, far = place + tl.arange(0, BK), tl.cast(place + window.before, tl.int64)
-        seat, count = place - tile.at + NEAR.reach, row.length - place
+        seat, count = place - tile.at + NEAR.reach, seq.length - place
         ka, kb, key_logs = window_tile(
             k + far * window.keys.row,
             window.keys.row,
@@ -149,7 +149,7 @@ def join(
             NEAR,
             PHI,
         )
-        values = load_rows(v + far * window.columns.row, window.columns.row, count, BK, CUT.values, VP)
+        values = load_rows(v + far * window.v.row, window.v.row, count, BK, TILING.values, VP)
         similar = products(qa, qb, ka, kb, dtype, NEAR, PHI)
         logs = similar * NEAR.sharp if NEAR.softmax else key_logs[None, :]
         seen = (places[None, :] >= starts[:, None]) & (places[None, :] <= tile.rows[:, None])
@@ -164,29 +164,29 @@ def join(
     x, y = once(rounded(x, dtype)), once(rounded(y, dtype)) if PHI.two else x
     largest = tl.zeros((C,), tl.float32)
     if PHI.unbounded:
-        largest = largest_logs(keys, row, tile, CUT)
-    far, far_den, r = sums_of_keys(x, y, keys, state, row, tile, largest, None, CUT, PHI)
-    numbers = tile.head.to(tl.int64) * row.queries
+        largest = largest_logs(keys, seq, tile, TILING)
+    far, far_den, r = sums_of_keys(x, y, keys, state, seq, tile, largest, None, TILING, PHI)
+    numbers = tile.head.to(tl.int64) * seq.queries
     seats = numbers + tile.rows
     logit = den
     if NEAR.gated:
-        logit = gate_of(shares, tile.head, tile.at, tile.first, row.queries, C, NEAR)
+        logit = gate_of(shares, tile.head, tile.at, tile.first, seq.queries, C, NEAR)
     extra = gamma_of(shares, tile.query_head)
     # Beside a softmax, phi(q) counts with its own scale; elsewhere it cancels.
     far_log = r + own if (NEAR.softmax and PHI.unbounded) else r
-    total, factor, peak, share = joined_parts(
+    total, factor, lse, share = merged_parts(
         near, den, top, far, far_den, far_log, logit, extra, PHI.least, NEAR
     )
-    store_rows(out + (numbers + tile.at) * CUT.values, CUT.values, left, total, CUT.values, VP)
-    tl.store(joined.factor + seats, factor, mask=inside)
+    store_rows(out + (numbers + tile.at) * TILING.values, TILING.values, left, total, TILING.values, VP)
+    tl.store(merged.factor + seats, factor, mask=inside)
     if NEAR.softmax:
-        tl.store(joined.peak + seats, peak, mask=inside)
+        tl.store(merged.lse + seats, lse, mask=inside)
     if not NEAR.gated:
-        tl.store(joined.share + seats, share, mask=inside)
-    if PHI.unbounded and tile.query_head % CUT.group == 0:
+        tl.store(merged.share + seats, share, mask=inside)
+    if PHI.unbounded and tile.query_head % TILING.group == 0:
         # The same for all queries of a key.
-        r = r if NEAR.softmax else peak
-        tl.store(joined.scale + tile.key_head.to(tl.int64) * row.queries + tile.rows, r, mask=inside)
+        r = r if NEAR.softmax else lse
+        tl.store(merged.scale + tile.key_head.to(tl.int64) * seq.queries + tile.rows, r, mask=inside)
 
 
 @triton.jit
@@ -198,70 +198,70 @@ def window_slopes(
     shift,
     window,
     matrix,
-    row,
+    seq,
     tile,
     starts,
     here,
-    CUT: tl.constexpr,
+    TILING: tl.constexpr,
     NEAR: tl.constexpr,
     PHI: tl.constexpr,
 ):
     """Of queries (C,) and the keys of a window from `here` on (BK,): n_i w_ij do_i.v_j, ds_ij, and the keys' halves."""
-    BK: tl.constexpr = CUT.block
-    VP: tl.constexpr = CUT.padded_values
+    BK: tl.constexpr = TILING.block
+    VP: tl.constexpr = TILING.padded_values
     dtype: tl.constexpr = do.dtype
     places, far = here + tl.arange(0, BK), tl.cast(here + window.before, tl.int64)
     k = head_at(window.keys, tile.batch, tile.kv) + far * window.keys.row
-    v = head_at(window.columns, tile.batch, tile.kv) + far * window.columns.row
-    seat, count = here - tile.at + NEAR.reach, row.length - here
+    v = head_at(window.v, tile.batch, tile.kv) + far * window.v.row
+    seat, count = here - tile.at + NEAR.reach, seq.length - here
     projection = matrix_of(matrix, tile.kv, PHI)
     ka, kb, logs = window_tile(k, window.keys.row, count, window, seat, projection, matrix.low, BK, NEAR, PHI)
-    columns = load_rows(v, window.columns.row, count, BK, CUT.values, VP)
+    values = load_rows(v, window.v.row, count, BK, TILING.values, VP)
     seen = (places[None, :] >= starts[:, None]) & (places[None, :] <= tile.rows[:, None])
     seen &= (tile.rows < tile.end)[:, None]
     similar = products(halves[0], halves[1], ka, kb, dtype, NEAR, PHI)
     weights, slopes = window_weights(similar, logs[None, :], level[:, None], seen, NEAR, PHI)
-    towards = dot(do, tl.trans(columns), dtype) * n[:, None]
+    towards = dot(do, tl.trans(values), dtype) * n[:, None]
     return weights * towards, slopes * (towards - shift[:, None]), ka, kb
 
 
 @triton.jit
-def join_backward(
+def merge_backward(
     queries,
     window,
     keys,
     matrix,
     state,
-    row,
+    seq,
     shares,
-    joined,
+    merged,
     dq,
     dy,
     means,
     change,
-    CUT: tl.constexpr,
+    TILING: tl.constexpr,
     NEAR: tl.constexpr,
     PHI: tl.constexpr,
 ):
-    """Gradients of queries (B, H, N, D), of projected ones (..., M) if asked for, z, and features; programs as `join`.
+    """Gradients of queries (B, H, N, D), of projected ones (..., M) if asked for, z, and features; programs as `merge`.
 
     Also the means (B, H, N) of `window_kernels`, and `change` (B, H, N): the gradient of the gate's logits, or each
     query's part of the gradient of gamma.
     """
-    C: tl.constexpr = CUT.chunk
-    BK: tl.constexpr = CUT.block
-    VP: tl.constexpr = CUT.padded_values
+    C: tl.constexpr = TILING.chunk
+    BK: tl.constexpr = TILING.block
+    VP: tl.constexpr = TILING.padded_values
     HP: tl.constexpr = NEAR.padded_half
     MP: tl.constexpr = PHI.padded_rows
     LEARNED: tl.constexpr = dy is not None
-    tile = queries_of_program(row, CUT)
+    tile = queries_of_program(seq, TILING)
     tokens = queries.tokens.rows
-    q, left = rows_of_queries(tokens, tile), tile.end - tile.at
+    q, left = tile_rows(tokens, tile), tile.end - tile.at
     dtype: tl.constexpr = q.dtype.element_ty
     inside = tile.rows < tile.end
-    starts = window_start(window, row, tile.batch, tile.rows, NEAR)
+    starts = window_start(window, seq, tile.batch, tile.rows, NEAR)
     oldest = tl.min(starts, 0)
-    numbers = tile.head.to(tl.int64) * row.queries
+    numbers = tile.head.to(tl.int64) * seq.queries
     seats = numbers + tile.rows
     projection = matrix_of(matrix, tile.kv, PHI)
     of_token = dq + (numbers + tile.at) * PHI.width
@@ -270,31 +270,31 @@ def join_backward(
     if queries.tokens.features is not None:
         fa, fb, own = phi(q, tokens.row, left, projection, matrix.low, C, PHI)
         fa, fb = rounded(fa, dtype), rounded(fb, dtype)
-        store_features(fa, fb, own, queries.tokens, tile.head, row.queries, tile.at, left, PHI)
+        store_features(fa, fb, own, queries.tokens, tile.head, seq.queries, tile.at, left, PHI)
         # They are read again below: between, the gradients take the registers.
         tl.debug_barrier()
-    do = load_rows(rows_of_queries(queries.grad, tile), queries.grad.row, left, C, CUT.values, VP)
-    factor = load_numbers(queries.inverse + numbers, tile.at, tile.end, C)
+    do = load_rows(tile_rows(queries.grad, tile), queries.grad.row, left, C, TILING.values, VP)
+    factor = load_numbers(queries.reciprocal + numbers, tile.at, tile.end, C)
     n = near_factor(
-        shares, queries.inverse, tile.head, tile.query_head, tile.at, tile.first, row.queries, C, NEAR
+        shares, queries.reciprocal, tile.head, tile.query_head, tile.at, tile.first, seq.queries, C, NEAR
     )
-    level = level_of(joined, tile.head, tile.key_head, tile.at, row.queries, C, NEAR, PHI)
+    level = level_of(merged, tile.head, tile.key_head, tile.at, seq.queries, C, NEAR, PHI)
     r = tl.zeros((C,), tl.float32)
     if PHI.unbounded:
-        r = load_numbers(queries.scale + tile.key_head.to(tl.int64) * row.queries, tile.at, tile.end, C)
+        r = load_numbers(queries.scale + tile.key_head.to(tl.int64) * seq.queries, tile.at, tile.end, C)
     of_near = tl.zeros((C,), tl.float32)
 
     # What window and landmarks have in do_i.o_i.
-    fa, fb, _own = features_of_queries(queries.tokens, row, tile, CUT, PHI)
-    of_far, den = do_of_keys(fa, fb, do, keys, state, row, tile, r, CUT, PHI)
+    fa, fb, _own = features_of_queries(queries.tokens, seq, tile, TILING, PHI)
+    of_far, den = do_of_keys(fa, fb, do, keys, state, seq, tile, r, TILING, PHI)
     qa, qb, _logs = window_tile(q, tokens.row, left, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI)
     for here in range(oldest, tile.stop, BK):
         parts, _slopes, _ka, _kb = window_slopes(
-            (qa, qb), do, n, level, of_near, window, matrix, row, tile, starts, here, CUT, NEAR, PHI
+            (qa, qb), do, n, level, of_near, window, matrix, seq, tile, starts, here, TILING, NEAR, PHI
         )
         of_near += tl.sum(parts, 1)
     if NEAR.gated:
-        share = tl.sigmoid(-gate_of(shares, tile.head, tile.at, tile.first, row.queries, C, NEAR))
+        share = tl.sigmoid(-gate_of(shares, tile.head, tile.at, tile.first, seq.queries, C, NEAR))
         excess = tl.where(factor == 0, 0.0, of_far / tl.where(factor == 0, 1.0, den))
         of_far = share * excess
         mean = of_near
@@ -303,7 +303,7 @@ def join_backward(
         of_far *= factor
         excess = of_near + of_far
         mean = excess if NEAR.softmax else excess * n
-        moved = of_far - load_numbers(joined.share + numbers, tile.at, tile.end, C) * excess
+        moved = of_far - load_numbers(merged.share + numbers, tile.at, tile.end, C) * excess
     tl.store(means + seats, mean, mask=inside)
     tl.store(queries.delta + seats, -factor * excess, mask=inside)
     tl.store(change + seats, rounded(moved, change.dtype.element_ty), mask=inside)
@@ -312,24 +312,24 @@ def join_backward(
     along = tl.zeros((C,), tl.float32)
     size = tl.zeros((C,), tl.float32)
     for half in tl.static_range(2 if PHI.two else 1):
-        grad = gradient_of_half(half, do, -excess, r, keys, state, row, tile, CUT, PHI) * factor[:, None]
+        grad = gradient_of_half(half, do, -excess, r, keys, state, seq, tile, TILING, PHI) * factor[:, None]
         if not NEAR.softmax:
             qa, qb, _logs = window_tile(
                 q, tokens.row, left, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI
             )
             for here in range(oldest, tile.stop, BK):
                 _parts, slopes, ka, kb = window_slopes(
-                    (qa, qb), do, n, level, mean, window, matrix, row, tile, starts, here, CUT, NEAR, PHI
+                    (qa, qb), do, n, level, mean, window, matrix, seq, tile, starts, here, TILING, NEAR, PHI
                 )
                 grad += dot(slopes, kb if half else ka, dtype)
-        fa, fb, _own = features_of_queries(queries.tokens, row, tile, CUT, PHI)
+        fa, fb, _own = features_of_queries(queries.tokens, seq, tile, TILING, PHI)
         fa, fb = fa.to(tl.float32), fb.to(tl.float32)
         along += tl.sum(grad * (fb if half else fa), 1)
         size += tl.sum(fb * fb if half else fa * fa, 1)
         slope += slope_of_half(half, grad, fb if half else fa, fa if half else fb, PHI)
     if (NEAR.gated or not NEAR.softmax) and not PHI.two:
         # Weights of phi alone do not depend on the length of phi(q), see `bwd_dq`.
-        slope = across_features(slope, along, size, queries.tokens, row, tile, CUT, PHI)
+        slope = across_features(slope, along, size, queries.tokens, seq, tile, TILING, PHI)
     store_slope(q, tokens.row, left, projection, slope, of_token, of_projected, C, LEARNED, PHI)
 
     if NEAR.softmax:
@@ -342,7 +342,7 @@ def join_backward(
         grad_b = tl.zeros((C, HP), tl.float32)
         for here in range(oldest, tile.stop, BK):
             _parts, slopes, ka, kb = window_slopes(
-                (qa, qb), do, n, level, mean, window, matrix, row, tile, starts, here, CUT, NEAR, PHI
+                (qa, qb), do, n, level, mean, window, matrix, seq, tile, starts, here, TILING, NEAR, PHI
             )
             grad_a += dot(slopes, ka, dtype)
             grad_b += dot(slopes, kb, dtype)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megakernel import attention
-from megakernel.uptraining.query_rows import CapturedInputs, QueryRows, sample_queries
+from megakernel.uptraining.sampled_queries import CapturedInputs, SampledQueries, sample_queries
 from megakernel.uptraining.transfer import FLOOR, cross_entropy
 
 BATCH, TOKENS, DIM, BLOCK = 2, 13, 4, 4
@@ -54,7 +54,7 @@ def whole_matrix(core, inputs):
 )
 def test_weights_are_the_rows_of_the_layers_matrix(form, heads):
     core, inputs = example(FORMS[form], *heads)
-    rows = QueryRows.of(inputs, QUERIES, causal=True)
+    rows = SampledQueries.of(inputs, QUERIES, causal=True)
     weights = rows.weights(core)
     torch.testing.assert_close(weights, whole_matrix(core, inputs)[:, :, QUERIES], rtol=1e-12, atol=1e-14)
     assert not weights.masked_fill(rows.visible[:, None], 0.0).any()
@@ -66,7 +66,7 @@ def test_weights_are_the_rows_of_the_layers_matrix(form, heads):
 def test_padding_sees_nothing_and_is_not_seen():
     for form in ("softmax", "hedgehog"):
         core, inputs = example(form, causal=False, positions=None, padding=PADDED)
-        rows = QueryRows.of(inputs, QUERIES, causal=False)
+        rows = SampledQueries.of(inputs, QUERIES, causal=False)
         weights = rows.weights(core)
         torch.testing.assert_close(weights, whole_matrix(core, inputs)[:, :, QUERIES], rtol=1e-12, atol=1e-14)
         assert not weights[1, :, :, 9:].any()
@@ -79,7 +79,7 @@ def test_padding_sees_nothing_and_is_not_seen():
 def test_gradients_of_a_cross_entropy_are_those_of_the_whole_matrix(form):
     core, inputs = example(FORMS[form])
     parameters = list(core.parameters())
-    rows = QueryRows.of(inputs, QUERIES, causal=True)
+    rows = SampledQueries.of(inputs, QUERIES, causal=True)
     theirs = rows.softmax(rows.scores())
     values, slopes = cross_entropy(theirs, rows.weights(core), rows.real)
     found = torch.autograd.grad(rows.weighted(core, slopes), parameters, allow_unused=True)

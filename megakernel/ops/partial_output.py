@@ -15,11 +15,11 @@ from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.feature_maps import FEATURE_MAPS, FeatureMap, named
 from megakernel.ops.state import EMPTY
 
-Finish = Callable[["Sums"], tuple[Tensor, ...]]
-"""Sums -> output (..., N, D), and where they can get lost (..., N) bool, which rows did."""
+Finish = Callable[["PartialOutput"], tuple[Tensor, ...]]
+"""PartialOutput -> output (..., N, D), and where they can get lost (..., N) bool, which queries did."""
 
 
-class Sums(NamedTuple):
+class PartialOutput(NamedTuple):
     """sum_j w_ij [v_j, 1] = values * exp(log_scale); the scale is a constant to autograd."""
 
     values: Tensor
@@ -30,42 +30,42 @@ class Sums(NamedTuple):
 
     @property
     def scale_or_zero(self) -> Tensor:
-        """(..., N) log scale of every row, `EMPTY` where nothing is summed: it must not set a maximum."""
+        """(..., N) log scale of every query, `EMPTY` where nothing is summed: it must not set a maximum."""
         if self.log_scale is not None:
             return self.log_scale
         return self.values.new_full(self.values.shape[:-1], EMPTY).masked_fill(self.values.any(-1), 0.0)
 
 
-def with_ones(values: Tensor, mass: float | Tensor | None = None) -> Tensor:
-    """mass [v, 1], which sums are made of."""
+def with_ones(values: Tensor, key_weights: float | Tensor | None = None) -> Tensor:
+    """key_weights [v, 1], which sums are made of."""
     ones = F.pad(values, (0, 1), value=1.0)
-    return ones if mass is None else ones * mass
+    return ones if key_weights is None else ones * key_weights
 
 
-def add(a: Sums, b: Sums) -> Sums:
+def add(a: PartialOutput, b: PartialOutput) -> PartialOutput:
     """The sums over the keys of `a` and of `b` together."""
     if a.log_scale is None and b.log_scale is None:
-        return Sums(a.values + b.values, None)
+        return PartialOutput(a.values + b.values, None)
     logs_a, logs_b = a.scale_or_zero, b.scale_or_zero
     log_scale = torch.maximum(logs_a, logs_b)
     shrink_a = torch.exp(logs_a - log_scale)[..., None]
     shrink_b = torch.exp(logs_b - log_scale)[..., None]
-    return Sums(a.values * shrink_a + b.values * shrink_b, log_scale)
+    return PartialOutput(a.values * shrink_a + b.values * shrink_b, log_scale)
 
 
-def no_sums(q: Tensor, value_dim: int) -> Sums:
+def empty_partial_output(q: Tensor, value_dim: int) -> PartialOutput:
     """The sums over no keys of queries q (..., N, d), in float32 or better."""
     values = q.new_zeros(*q.shape[:-1], value_dim + 1, dtype=accum_dtype(q.dtype))
-    return Sums(values, values.new_full(values.shape[:-1], EMPTY))
+    return PartialOutput(values, values.new_full(values.shape[:-1], EMPTY))
 
 
-def log_normalizer(sums: Sums) -> Tensor:
+def log_normalizer(sums: PartialOutput) -> Tensor:
     """Logarithm of each query's sum of weights, (..., N); `EMPTY` where it saw nothing."""
     weights = sums.values[..., -1]
     return sums.scale_or_zero + weights.masked_fill(weights == 0, 1.0).log()
 
 
-def normalized(sums: Sums) -> Tensor:
+def normalized(sums: PartialOutput) -> Tensor:
     """Weighted mean of the values, (..., N, D); 0 where there was nothing to see.
 
     Weights that add up to less than the smallest normal number are nothing: they have lost their digits.
@@ -73,8 +73,8 @@ def normalized(sums: Sums) -> Tensor:
     return _quotient(sums, torch.finfo(sums.values.dtype).tiny)[0]
 
 
-def normalized_or_lost(sums: Sums) -> tuple[Tensor, Tensor]:
-    """`normalized`, and (..., N) bool: the rows that are 0 because their weights have lost digits.
+def normalized_or_lost(sums: PartialOutput) -> tuple[Tensor, Tensor]:
+    """`normalized`, and (..., N) bool: the queries that are 0 because their weights have lost digits.
 
     A weight is a product over features, which can be small wherever a query and a key agree in no feature that is
     large for either, though both have features of size 1. Terms below the smallest normal number are lost. Their square
@@ -85,7 +85,7 @@ def normalized_or_lost(sums: Sums) -> tuple[Tensor, Tensor]:
 
 
 def may_lose(feature_map: FeatureMap | str, normalize: bool) -> bool:
-    """Whether rows can get lost: quotients of exponentials, which may be too small for float32."""
+    """Whether queries can get lost: quotients of exponentials, which may be too small for float32."""
     return normalize and FEATURE_MAPS[named(feature_map).name].exponential
 
 
@@ -97,7 +97,9 @@ def finish_of(feature_map: FeatureMap | str, normalize: bool) -> Finish:
     return lambda sums: (finish(sums),)
 
 
-def join(near: Sums, far: Sums, share: Tensor | None, finish: Finish) -> tuple[Tensor, ...]:
+def merge_parts(
+    near: PartialOutput, far: PartialOutput, share: Tensor | None, finish: Finish
+) -> tuple[Tensor, ...]:
     """What two sets of keys give together: under one normalizer, or with share (..., N) of near each under its own."""
     if share is None:
         return finish(add(near, far))
@@ -105,15 +107,15 @@ def join(near: Sums, far: Sums, share: Tensor | None, finish: Finish) -> tuple[T
     return share[..., None] * normalized(near) + (1 - share[..., None]) * seen, *lost
 
 
-def _quotient(sums: Sums, least: float) -> tuple[Tensor, Tensor]:
+def _quotient(sums: PartialOutput, least: float) -> tuple[Tensor, Tensor]:
     """The mean, and where weights add up to less than `least`, which gives 0."""
     empty = sums.values[..., -1].abs() < least
     if torch.is_grad_enabled():
         return _Mean.apply(sums.values, empty), empty
-    return sums.values[..., :-1] * _inverse(sums.values, empty), empty
+    return sums.values[..., :-1] * _reciprocal(sums.values, empty), empty
 
 
-def _inverse(values: Tensor, empty: Tensor) -> Tensor:
+def _reciprocal(values: Tensor, empty: Tensor) -> Tensor:
     return values[..., -1].masked_fill(empty, torch.inf).reciprocal()[..., None]
 
 
@@ -122,16 +124,16 @@ class _Mean(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, values, empty):
-        inverse = _inverse(values, empty)
-        out = values[..., :-1] * inverse
-        ctx.save_for_backward(out, inverse)
+        reciprocal = _reciprocal(values, empty)
+        out = values[..., :-1] * reciprocal
+        ctx.save_for_backward(out, reciprocal)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        out, inverse = ctx.saved_tensors
-        slope = grad * inverse
+        out, reciprocal = ctx.saved_tensors
+        slope = grad * reciprocal
         return torch.cat([slope, -(slope * out).sum(-1, keepdim=True)], -1), None
 
 
@@ -140,17 +142,17 @@ Found = tuple[tuple[Tensor, ...], Any]
 
 
 def in_range(found: Found, again: Callable[[], Found]) -> tuple[Tensor, Any]:
-    """The output (..., N, D) and what is left behind, of `again` where rows are lost: the same in float64.
+    """The output (..., N, D) and what is left behind, of `again` where queries are lost: the same in float64.
 
-    Its smallest number is the eighth power of float32's. Rows that are not lost keep their bits, whatever later tokens
-    did to other rows. A compiled or captured graph and tensors without numbers cannot look; there, lost rows are 0.
-    Looking makes the host wait for a GPU, once a call.
+    Its smallest number is the eighth power of float32's. Queries that are not lost keep their bits, whatever later
+    tokens did to others. A compiled or captured graph and tensors without numbers cannot look; there, lost queries are
+    0. Looking makes the host wait for a GPU, once a call.
     """
     (out, *lost), left = found
     if not lost or out.dtype == torch.float64 or _is_blind(out) or not lost[0].any():
         return out, left
-    (wide_out, *_), left = again()
-    return torch.where(lost[0][..., None], wide_out.to(out.dtype), out), left
+    (exact_out, *_), left = again()
+    return torch.where(lost[0][..., None], exact_out.to(out.dtype), out), left
 
 
 def _is_blind(x: Tensor) -> bool:
@@ -159,7 +161,7 @@ def _is_blind(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def unnormalized(sums: Sums) -> Tensor:
+def unnormalized(sums: PartialOutput) -> Tensor:
     """sum_j w_ij v_j itself, (..., N, D)."""
     values = sums.values[..., :-1]
     return values if sums.log_scale is None else values * torch.exp(sums.log_scale)[..., None]
