@@ -14,6 +14,7 @@ from megakernel.ops.fastfood_features import fastfood_features
 from megakernel.ops.feature_maps import FEATURE_MAPS
 from megakernel.ops.phi import start_state
 from megakernel.ops.projections import FastFood
+from megakernel.ops.short_convolution import short_convolution
 from megakernel.ops.window import empty_tail
 
 Case = Callable[[], None]
@@ -111,6 +112,18 @@ def fastfood_case(feature_map: str, width: int, blocks: int, dtype: torch.dtype 
     projection = FastFood(scales, gaussians, signs, torch.zeros(8, blocks, width, dtype=torch.int64))
     values = fastfood_features(x, projection, feature_map=feature_map, backend="triton").values
     values.backward(torch.empty_like(values))
+
+
+def convolution_case(
+    channels: int, width: int, dtype: torch.dtype = torch.bfloat16, packed: bool = False
+) -> None:
+    """A training batch: queries, keys and values of 8 heads."""
+    x = torch.empty(2, 8, 3, 4096, channels, dtype=dtype, requires_grad=True)
+    weight = torch.empty(8, 3, channels, width, requires_grad=True)
+    before = torch.empty(2, 8, 3, width - 1, channels, dtype=dtype)
+    positions = torch.zeros(2, 4096, dtype=torch.int64) if packed else 0
+    out = short_convolution(x, weight, before, positions, backend="triton")
+    out.backward(torch.empty_like(out))
 
 
 def flurka_case(
@@ -216,6 +229,9 @@ CASES: dict[str, Case] = {
     "FastFood rks d=64": partial(fastfood_case, "rks", 64, 1),
     "FastFood prf d=128, 2 blocks": partial(fastfood_case, "prf", 128, 2),
     "FastFood rks d=128, 8 blocks, float32": partial(fastfood_case, "rks", 128, 8, torch.float32),
+    "short convolution d=64": partial(convolution_case, 64, 4),
+    "short convolution d=128, documents": partial(convolution_case, 128, 4, packed=True),
+    "short convolution d=128, 8 taps, float32": partial(convolution_case, 128, 8, torch.float32),
     "FLuRKA elu d=64": _flurka("elu", 64),
     "FLuRKA elu d=128": _flurka("elu", 128),
     "FLuRKA hedgehog d=64": _flurka("hedgehog", 64),

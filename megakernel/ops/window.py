@@ -96,7 +96,12 @@ class Layout(NamedTuple):
         if not self.halo:
             return x.unflatten(2, (-1, self.size))
         x = torch.cat([before.narrow(2, before.shape[2] - self.halo, self.halo), x], 2)
-        return x.unfold(2, self.halo + self.size, self.size).transpose(-1, -2)
+        if self.places.shape[1] == 1:
+            return x[:, :, None]
+        # Not by `unfold`, whose backward is slow: a halo is whole chunks where there are several.
+        chunks = x.unflatten(2, (-1, self.size))
+        count = self.places.shape[1]
+        return torch.cat([chunks.narrow(2, first, count) for first in range(chunks.shape[2] - count + 1)], 3)
 
     def block_ends(self) -> Tensor:
         """(B, C, L) bool: the token ends its block, and the first block of its window is complete."""

@@ -31,7 +31,7 @@ class AttentionTransfer:
         |y' - y|^2 / |y|^2
 
     over the sequence's tokens, y (N, D) the teacher's output and y' the student's; its mean over heads and over the
-    sequences of the step, summed over layers, does not depend on micro-batches and ranks. With `query_rows` the
+    sequences of the step, summed over layers, does not depend on micro-batches and ranks. With `sampled_queries` the
     weights of sampled queries are measured (`head_statistics`), and with `cross_entropy` learned: so many times the
     cross entropy of the student's weights under the teacher's is added.
 
@@ -50,21 +50,21 @@ class AttentionTransfer:
     ):
         """teacher: holds the layers of this process, with whatever attention.
 
-        students: layer -> mechanism, such as `converted_cores(student)`. query_rows: sampled of each sequence.
+        students: layer -> mechanism, such as `converted_cores(student)`. sampled_queries: sampled of each sequence.
         cross_entropy: its weight in the loss. seed: of the sample.
 
         Raises:
             UserError: a student that cannot be called as the teacher's layer is.
-            ValueError: cross_entropy without query_rows.
+            ValueError: cross_entropy without sampled_queries.
         """
         if cross_entropy and not sampled_queries:
             raise ValueError(
-                f"cross_entropy={cross_entropy} is of sampled queries; set query_rows, such as 16"
+                f"cross_entropy={cross_entropy} is of sampled queries; set sampled_queries, such as 16"
             )
         self._teachers = attention_cores(teacher)
         check_students(self._teachers, students)
         self._students = dict(students)
-        self._query_rows, self._cross_entropy, self._seed = sampled_queries, cross_entropy, seed
+        self._sampled_queries, self._cross_entropy, self._seed = sampled_queries, cross_entropy, seed
         self._step, self._batch_rows = 0, 1
         self._found: list[_Found] = []
         self._hooks: list[Any] = []
@@ -122,7 +122,7 @@ class AttentionTransfer:
         errors = normalized_errors(inputs.run(student), output, inputs.cp_shard)
         self.sums.add(place("error"), errors.detach().sum(0), rows)
         loss = errors.sum()
-        if self._query_rows:
+        if self._sampled_queries:
             loss = loss + self._look_at_queries(self._teachers[index], student, inputs, place)
         return loss / (self._batch_rows * len(student.query_heads) * student.heads.size)
 
@@ -134,7 +134,7 @@ class AttentionTransfer:
         place: "partial[HeadTag]",
     ) -> Tensor:
         """The part of the loss that sampled queries have, before it is a mean; notes down what they see."""
-        queries = sample_queries(inputs.length, self._query_rows, self._seed, self._step)
+        queries = sample_queries(inputs.length, self._sampled_queries, self._seed, self._step)
         rows = SampledQueries.of(inputs, queries, student.causal)
         scores = rows.scores()
         if isinstance(teacher, SoftmaxAttention) and teacher.softcap is None:

@@ -11,6 +11,7 @@ from megakernel.ops import FlurkaState, flurka_attention, kernel_attention, weig
 from megakernel.ops.fastfood_features import fastfood_features
 from megakernel.ops.phi import start_state
 from megakernel.ops.projections import FastFood
+from megakernel.ops.short_convolution import short_convolution
 from megakernel.ops.state import KernelState
 from megakernel.ops.window import empty_tail
 
@@ -76,6 +77,12 @@ def fastfood(feature_map: str) -> Tensor:
     return fastfood_features(tokens(HEADS), projection, feature_map=feature_map, backend="triton").values
 
 
+def convolution() -> Tensor:
+    x, weight = tokens(HEADS, 3), parameter(HEADS, 3, WIDTH, 4)
+    before = torch.zeros(BATCH, HEADS, 3, 3, WIDTH, dtype=x.dtype)
+    return short_convolution(x, weight, before, documents(), backend="triton")
+
+
 def documents() -> Tensor:
     return torch.arange(LENGTH).expand(BATCH, -1) % 100
 
@@ -95,6 +102,7 @@ FORWARD: dict[str, Callable[[], Tensor]] = {
     "kernel_attention favor, documents": lambda: kernel("favor", positions=documents()),
     "kernel_attention favor, both ways": partial(kernel, "favor", causal=False),
     "kernel_attention hedgehog, 2 keys": partial(kernel, "hedgehog", 2),
+    "short convolution, documents": convolution,
     "FLuRKA elu": partial(flurka, "elu", "softmax"),
     "FLuRKA favor, 2 blocks, documents": lambda: flurka("favor", "softmax", blocks=2, positions=documents()),
     "FLuRKA hedgehog, kernel window": partial(flurka, "hedgehog", "kernel"),

@@ -10,7 +10,7 @@ from megakernel.ops.kernels.features import padded
 from megakernel.ops.kernels.launch import FARTHEST, Rows, rows_together
 from tests.kernels.compiled import products, with_names, without_interpreter
 
-KERNELS = 19
+KERNELS = 21
 """All that there are."""
 
 REUSED = {

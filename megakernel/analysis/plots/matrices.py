@@ -2,7 +2,7 @@
 
 An output is a sum of values, o_i = sum_j w_ij v_j, with weights that no value changes. So a layer that is run on unit
 vectors for values gives its weights, as many columns in a run as a value is wide: gates, masses, landmarks and mixtures
-included, and without a second formula of any mechanism. `uptraining/query_rows.py` finds rows the other way round.
+included, and without a second formula of any mechanism. `uptraining/sampled_queries.py` finds rows the other way round.
 
 `attention`: matrices as images (Transformer-MGK, figures 2, 6 and 9) of one sample, all layers and heads.
 """

@@ -87,7 +87,7 @@ class FlurkaLaunches(NamedTuple):
 
     @staticmethod
     def of(form: Sequence[Any], q: Tensor, tensors: Tensors) -> "FlurkaLaunches":
-        """form: the values of OPTIONS. Without what `joining` says."""
+        """form: the values of OPTIONS. Without what `merging` says."""
         feature_map, components, kind, window_blocks, start, before, oldest = form
         k, v, matrix, pool_keys, pool_values, far_mass, starts, windows, ends = tensors
         rank, block_size = pool_keys.shape[-2:]

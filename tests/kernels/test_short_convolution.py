@@ -1,0 +1,53 @@
+"""The short convolution by kernels is that of whole tensors in float64, with the gradients of all that it takes."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from megakernel.ops.short_convolution import short_convolution
+from tests.kernels.comparing import DEVICE, TOLERANCE, assert_agrees, random
+
+PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 0, *range(14)]])
+POSITIONS = {"whole": 0, "continued": 5, "near its beginning": 2, "packed": PACKED}
+
+
+def leaves(width: int, channels: int, length: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    shapes = {"q": (2, 2, 3, length, channels), "before": (2, 2, 3, width - 1, channels)}
+    shapes["weight"] = (2, 3, channels, width)
+    return {name: random(*shape, seed=seed, dtype=dtype) for seed, (name, shape) in enumerate(shapes.items())}
+
+
+def run(backend, leaves, positions):
+    backend = {"reference": "chunked"}.get(backend, backend)
+    if isinstance(positions, torch.Tensor):
+        positions = positions.to(DEVICE)
+    return {
+        "out": short_convolution(
+            *(leaves[name] for name in ("q", "weight", "before")), positions, backend=backend
+        )
+    }
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS)
+@pytest.mark.parametrize(("width", "channels"), [(4, 16), (2, 12), (5, 64), (1, 3), (8, 130)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_outputs_and_gradients(positions, width, channels, dtype, draw):
+    assert_agrees(
+        partial(run, positions=positions), leaves(width, channels, 17, dtype), draw, TOLERANCE[dtype]
+    )
+
+
+@pytest.mark.parametrize("length", [1, 3, 300])
+def test_sequences_of_any_length(length, draw):
+    """Shorter than a filter, and over several spans of a program."""
+    assert_agrees(partial(run, positions=0), leaves(4, 16, length, torch.float32), draw, 1e-5)
+
+
+def test_what_the_kernels_cannot_take_is_refused_with_a_reason():
+    given = [leaves(9, 4, 3, torch.float32)[name] for name in ("q", "weight", "before")]
+    with pytest.raises(ValueError, match="9 taps of 4 channels; expected at most 8 of at most 256"):
+        short_convolution(*given, 0, backend="triton")
+    with pytest.raises(ValueError, match=r"x is torch\.float64"):
+        short_convolution(*(part.double() for part in given), 0, backend="triton")
