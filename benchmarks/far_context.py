@@ -30,6 +30,7 @@ GATE = {"output_norm": True, "output_gate": "silu"}
 AROUND = CONVOLUTION | GATE
 MODELS: dict[str, Any] = {
     "softmax": "softmax",
+    "softmax_around": {"preset": "softmax", **AROUND},
     "linear": "linear",
     "gated_deltanet": "gated_deltanet",
     "local": "local",
@@ -40,7 +41,8 @@ MODELS: dict[str, Any] = {
     "flurka_gate": {"preset": "flurka", **GATE},
     "flurka_best": {"preset": "flurka_decay", **AROUND},
 }
-"""Name -> model.attention. `local_around` is `flurka_best` without its far part: so what is around is not its gain."""
+"""Name -> model.attention. `local_around` is `flurka_best` without its far part, `softmax_around` sees every
+token instead of landmarks: what is around a mechanism is no gain of it."""
 
 FAR = 1024
 """First position of what is called far; windows and blocks are much shorter."""

@@ -149,12 +149,6 @@ class Attention(Algebra):
         if self.short_convolution is not None and self.mixes_future_tokens:
             reason = f"looks back only, and {self.mixes_future_tokens}"
             yield self.problem("short_convolution", reason, "remove it")
-        for name in AROUND:
-            if self.weighs_every_pair and self.sets(name):
-                reason = "is not for a layer that weighs every pair of tokens"
-                yield self.problem(
-                    name, reason, "remove it or take another mechanism, such as preset: mamba2"
-                )
 
     def _compression_problems(self, compression: Compression) -> Iterator[Problem]:
         if self.far_rope == "centroid" and compression.kind == "linformer":

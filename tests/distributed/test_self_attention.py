@@ -24,6 +24,7 @@ LAYERS = {
     "blocks": {"similarity": "kernel", "feature_map": {"name": "elu"}, "compression": SHORT},
     "pool": {"similarity": "softmax", "compression": {"kind": "pool", "block_size": 8}},
     "mamba2": {"preset": "mamba2"},
+    "softmax": {"preset": "softmax", "short_convolution": 3, "output_norm": True, "output_gate": "silu"},
     "gated_deltanet": {"preset": "gated_deltanet", "short_convolution": 3, "output_gate": "sigmoid"},
     "flurka_decay": {
         **{"preset": "flurka_decay", "short_convolution": 4, "output_norm": True},

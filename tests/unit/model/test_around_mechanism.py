@@ -28,6 +28,7 @@ TREES = {
     "sigmoid": {"preset": "linear", "output_gate": "sigmoid"},
     "norm": {"preset": "linear", "output_norm": True},
     "convolution": {"preset": "linear", "short_convolution": 2},
+    "softmax": {"preset": "softmax", **PARTS},
 }
 
 
@@ -61,7 +62,7 @@ def filtered(weight, vectors, positions):
 
 def by_hand(module, tree, hidden, positions):
     """Equations 1.2, 9.1, 9.4, 10.1 and 10.2, one sequence, head and token at a time."""
-    tree = {key: tree.get(key) for key in PARTS} | {"decays": tree["preset"] == "retnet"}
+    kind, tree = tree["preset"], {key: tree.get(key) for key in PARTS}
     whole = torch.zeros(TOKENS, 2, HEADS * SIZE, dtype=torch.float64)
     for row in range(2):
         at = positions[row]
@@ -75,12 +76,14 @@ def by_hand(module, tree, hidden, positions):
             for i in range(TOKENS):
                 numerator, denominator = torch.zeros(SIZE, dtype=torch.float64), 0.0
                 for j in range(i - int(at[i]), i + 1):
-                    if tree["decays"]:
+                    if kind == "retnet":
                         weight = (1 - 2.0 ** (-5 - key_head)) ** (i - j) * (q[i] @ k[j]) / SIZE**0.5
+                    elif kind == "softmax":
+                        weight = (q[i] @ k[j] / SIZE**0.5).exp()
                     else:
                         weight = (torch.nn.functional.elu(q[i]) + 1) @ (torch.nn.functional.elu(k[j]) + 1)
                     numerator, denominator = numerator + weight * v[j], denominator + weight
-                denominator = 1.0 if tree["decays"] else denominator
+                denominator = 1.0 if kind == "retnet" else denominator
                 if tree["output_norm"]:
                     # That of the numerator: the denominator is one positive number, which only eps could feel.
                     size = (numerator.square().mean() + 1e-5 * denominator**2).sqrt()
@@ -110,6 +113,22 @@ MIXED = {"preset": "mamba2", "short_convolution": 5}
 FLURKA = {"preset": "flurka", "compression": {"block_size": 4, "rank": 2}, "mixture": {}, **PARTS}
 
 
+def decoded(module, x, positions):
+    """A token, some together, and the rest one by one."""
+    state, outputs = None, []
+    for start, end in ((0, 1), (1, 3), (3, 12), *((i, i + 1) for i in range(12, TOKENS))):
+        (out, _), state = module.extend(x[start:end], positions[:, start:end], state)
+        outputs.append(out)
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_softmax_decodes_with_its_parts_around(packed):
+    module, x = layer(TREES["softmax"], position="rope"), hidden()
+    positions = POSITIONS if packed else POSITIONS[:1].expand(2, -1)
+    torch.testing.assert_close(decoded(module, x, positions), module(x, positions)[0], rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("tree", [MIXED, FLURKA], ids=["mamba2", "flurka"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_shards_and_decoding_are_the_whole_sequence(tree, packed):
@@ -128,11 +147,7 @@ def test_shards_and_decoding_are_the_whole_sequence(tree, packed):
     slopes = (torch.autograd.grad(out.sin().sum(), x, retain_graph=True)[0] for out in (shards, whole))
     torch.testing.assert_close(*slopes, rtol=1e-10, atol=1e-10)
 
-    state, outputs = None, []
-    for start, end in ((0, 1), (1, 3), (3, 12), *((i, i + 1) for i in range(12, TOKENS))):
-        (out, _), state = module.extend(x[start:end], positions[:, start:end], state)
-        outputs.append(out)
-    torch.testing.assert_close(torch.cat(outputs), whole, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(decoded(module, x, positions), whole, rtol=1e-10, atol=1e-10)
 
 
 def test_a_document_does_not_feel_what_lies_before_it_in_its_row():
@@ -160,12 +175,6 @@ def test_state_and_operations_are_counted():
     assert more["convolution"] == 2 * weights["short_convolution.weight"]
     assert more["projections"] == 2 * weights["output_gate.weight"]
     assert around.attention.parameters_around(shape) == (weights["short_convolution.weight"], SIZE)
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_parts_around_softmax_are_refused(part):
-    with pytest.raises(ValueError, match=f"{part}={PARTS[part]} is not.*weighs every pair.*preset: mamba2"):
-        Model.model_validate({**SHAPE, "attention": {"preset": "softmax", part: PARTS[part]}})
 
 
 def test_a_convolution_beside_a_mechanism_that_sees_later_tokens_is_refused():
