@@ -130,7 +130,9 @@ class Attention(Algebra):
             if self.softcap is not None:
                 reason = "is for plain softmax alone: other mechanisms have no exponents q.k to cap"
                 yield self.problem("softcap", reason, "remove it")
-        yield from self._problems_around()
+        if self.short_convolution is not None and self.mixes_future_tokens:
+            reason = f"looks back only, and {self.mixes_future_tokens}"
+            yield self.problem("short_convolution", reason, "remove it")
         if self.near is not None:
             yield from self._near_problems(self.near)
         if self.compression is not None:
@@ -144,11 +146,6 @@ class Attention(Algebra):
             yield from self._mechanism_problems()
         sections = ("skyformer", "nystromformer", "eva", "simple_gla")
         yield from self.without_effect("mechanism", {name: (name,) for name in sections})
-
-    def _problems_around(self) -> Iterator[Problem]:
-        if self.short_convolution is not None and self.mixes_future_tokens:
-            reason = f"looks back only, and {self.mixes_future_tokens}"
-            yield self.problem("short_convolution", reason, "remove it")
 
     def _compression_problems(self, compression: Compression) -> Iterator[Problem]:
         if self.far_rope == "centroid" and compression.kind == "linformer":
