@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.cli import main
-from tests.slurm.submitting import TAKES_JOBS, node_states, take_jobs_again
+from tests.slurm.submitting import node_states, take_jobs_again, takes_jobs
 
 REPOSITORY = Path(__file__).parents[2]
 LOCAL_CLUSTER = REPOSITORY / "slurm" / "local_cluster"
@@ -93,6 +93,6 @@ def place(cluster, tmp_path_factory):
 def nodes_that_take_jobs(cluster):
     """One test's lost node is not the next one's: what is found unfit is told, and mended."""
     for node, state in node_states().items():
-        if not state.startswith(TAKES_JOBS):
+        if not takes_jobs(state):
             warnings.warn(f"{node} was {state} before this test; its slurmd was started again", stacklevel=1)
             take_jobs_again(node)

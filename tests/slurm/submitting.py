@@ -149,13 +149,14 @@ def take_jobs_again(node: str) -> None:
     crash(node)
     start_slurmd(node)
     until(lambda: "*" not in node_states()[node], seconds=60)
-    if not node_states()[node].startswith(TAKES_JOBS):
+    if not takes_jobs(node_states()[node]):
         scontrol("update", f"NodeName={node}", "State=RESUME")
-    until(lambda: node_states()[node].startswith(TAKES_JOBS), seconds=60)
+    until(lambda: takes_jobs(node_states()[node]), seconds=60)
 
 
-TAKES_JOBS = ("idle (", "mixed (", "allocated (", "completing (")
-"""How the states begin of a node that answers and takes jobs."""
+def takes_jobs(state: str) -> bool:
+    """Whether a node of this state answers and takes jobs; `planned` and a trailing - say that a job waits for it."""
+    return state.partition(" ")[0].rstrip("-") in ("idle", "mixed", "allocated", "completing", "planned")
 
 
 def crash(node: str) -> None:
