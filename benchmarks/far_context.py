@@ -30,19 +30,23 @@ GATE = {"output_norm": True, "output_gate": "silu"}
 AROUND = CONVOLUTION | GATE
 MODELS: dict[str, Any] = {
     "softmax": "softmax",
+    "softmax_convolution": {"preset": "softmax", **CONVOLUTION},
     "softmax_around": {"preset": "softmax", **AROUND},
     "linear": "linear",
     "gated_deltanet": "gated_deltanet",
     "local": "local",
+    "local_convolution": {"preset": "local", **CONVOLUTION},
     "local_around": {"preset": "local", **AROUND},
     "flurka": "flurka",
     "flurka_decay": "flurka_decay",
     "flurka_convolution": {"preset": "flurka", **CONVOLUTION},
     "flurka_gate": {"preset": "flurka", **GATE},
+    "flurka_around": {"preset": "flurka", **AROUND},
     "flurka_best": {"preset": "flurka_decay", **AROUND},
 }
-"""Name -> model.attention. `local_around` is `flurka_best` without its far part, `softmax_around` sees every
-token instead of landmarks: what is around a mechanism is no gain of it."""
+"""Name -> model.attention. What is around a mechanism is no gain of it: `local_around` is `flurka_best` without its far
+part, `softmax_around` sees every token instead of landmarks; `local_convolution` and `softmax_convolution` are the same
+for `flurka_convolution`."""
 
 FAR = 1024
 """First position of what is called far; windows and blocks are much shorter."""
