@@ -23,7 +23,7 @@ import torch
 from torch.utils import _pytree as pytree
 from transformers import DynamicCache, LlamaForCausalLM
 
-from benchmarks.page import add_out, give, opening, table
+from benchmarks.page import add_out, give, opening, table, table_row
 from benchmarks.training_speed import BASELINE, llama_like
 from data_pipeline.tokenizers import ByteTokenizer
 from megakernel.config import Config
@@ -257,7 +257,7 @@ def rows(case: Case, parameters: int, costs: dict[str, Costs]) -> tuple[str, str
             for one in (times[name] for name in OURS)
         ]
         cells += [f"{costs[name].state_bytes / 2**10:,.0f}" for name in ("flurka", BASELINE)]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(table_row(cells))
     return lines[0], lines[1]
 
 

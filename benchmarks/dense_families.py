@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from benchmarks.page import add_out, give, opening, table
+from benchmarks.page import add_out, give, opening, table, table_row
 from megakernel.checkpoint.dense import FAMILIES, DenseCheckpoint
 from megakernel.checkpoint.dense.checkpoint import our_parts
 from megakernel.checkpoint.dense.configs import plain_config
@@ -61,7 +61,7 @@ class Measured(NamedTuple):
         numbers = (self.float32, self.bfloat16, self.sdpa, self.rounding, self.their_rounding)
         cells = ["no sdpa" if number is None else f"{number:.1e}" for number in numbers]
         out = "yes" if self.goes_out else "**no**"
-        return f"| `{self.family}` | {name} | {' | '.join(cells)} | {out} |"
+        return table_row([f"`{self.family}`", name, *cells, out])
 
 
 @torch.no_grad()

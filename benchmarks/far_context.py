@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import repositories
-from benchmarks.page import add_out, ended, give, opening, table
+from benchmarks.page import add_out, ended, give, opening, table, table_row
 from benchmarks.trained import curve, measured, megakernel, trained
 from megakernel.config import Config, load
 from megakernel.config.mechanisms import Shape
@@ -133,7 +133,7 @@ class Outcome(NamedTuple):
         losses = [f"{loss:.4f}" for loss in (self.loss, self.near)]
         pairs = [f"{first:.3f} → {second:.3f}" for first, second in (self.text, self.random)]
         rest = [f"**{self.far:.4f}**", f"{self.gain:+.4f}", *pairs, f"{self.state:,}", f"{self.speed:,.0f}"]
-        return f"| {' | '.join([f'`{run.model}`', f'{run.length:,}', str(run.seed), *losses, *rest])} |"
+        return table_row([f"`{run.model}`", f"{run.length:,}", run.seed, *losses, *rest])
 
 
 def prepare(data: Path) -> None:

@@ -17,14 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.attention.cases import Case, attention_of
-from benchmarks.page import give, opening, table
+from benchmarks.attention.cases import Case
+from benchmarks.attention.computation import layer_core, projected_attention
+from benchmarks.page import give, opening, table, table_row
 from megakernel.analysis.plots.drawing import lines
 from megakernel.analysis.plots.table import Row
-from megakernel.attention import build
 
 TOKENS, HEADS = 20_000, 8
 RANK_SWEEP = [Case(1, TOKENS, HEADS, 64, rank) for rank in (128, 256, 384, 480)]
@@ -35,23 +34,11 @@ KERNELS = {"RNN": ("linear", "flurka_rnn"), "Performer": ("performer", "flurka_p
 
 def layer(preset: str, case: Case) -> Callable[[], Tensor]:
     """The forward of one layer with random weights on a random sequence."""
-    form, heads = attention_of(preset, case), case.heads
-    core = build(form, num_heads=heads, head_dim=case.head_dim, causal=False, max_positions=TOKENS).eval()
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randn(TOKENS, 1, case.width, generator=draw)
-    weights = [torch.randn(case.width, case.width, generator=draw) * case.width**-0.5 for _ in range(3)]
-
-    def forward() -> Tensor:
-        keys = values = x
-        if core.compresses_input:
-            keys, values = core.compress(x, first=0, length=TOKENS)
-        q, k, v = (
-            F.linear(tokens, weight).unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
-            for tokens, weight in zip((x, keys, values), weights)
-        )
-        return core(q, k, v)
-
-    return forward
+    core = layer_core(preset, case)
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(TOKENS, 1, case.width, generator=random)
+    weights = [torch.randn(case.width, case.width, generator=random) * case.width**-0.5 for _ in range(3)]
+    return lambda: projected_attention(core, case, x, weights)
 
 
 def seconds(forwards: dict[str, Callable[[], Tensor]], repeats: int) -> dict[str, float]:
@@ -77,9 +64,9 @@ def rows(sweep: list[Case], repeats: int) -> list[str]:
         times = seconds({preset: layer(preset, case) for preset in presets}, repeats)
         for name, (parent, flurka) in KERNELS.items():
             low_rank, kernel, own = (times[preset] for preset in ("linformer", parent, flurka))
-            milliseconds = " | ".join(f"{time * 1e3:.0f}" for time in (low_rank, kernel, own))
-            ratios = " | ".join(f"**{time / own:.2f}x**" for time in (low_rank, kernel))
-            measured.append(f"| {case.rank} | {case.width} | {name} | {milliseconds} | {ratios} |")
+            milliseconds = [f"{time * 1e3:.0f}" for time in (low_rank, kernel, own)]
+            ratios = [f"**{time / own:.2f}x**" for time in (low_rank, kernel)]
+            measured.append(table_row([case.rank, case.width, name, *milliseconds, *ratios]))
             print(measured[-1], flush=True)
     return measured
 
@@ -145,26 +132,26 @@ def measurements(page: str) -> list[Row]:
 
 
 def draw(page: Path, out: Path) -> None:
-    """The curves of a page (FLuRKA, figures 3 and 4) as a picture."""
+    """Plot the curves of a page (FLuRKA, figures 3 and 4)."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    rows_read = measurements(page.read_text(encoding="utf-8"))
-    lines(rows_read, "size", "ms", "layer", "sweep").savefig(out, dpi=120)
+    points = measurements(page.read_text(encoding="utf-8"))
+    lines(points, "size", "ms", "layer", "sweep").savefig(out, dpi=120)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--out", type=Path, help="where the page or picture is written; a page is printed otherwise"
+        "--out", type=Path, help="where the page or plot is written; a page is printed otherwise"
     )
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument(
-        "--draw", type=Path, metavar="PAGE", help="draw what a page says, and measure nothing"
+        "--draw", type=Path, metavar="PAGE", help="plot the numbers of a page, and measure nothing"
     )
     arguments = parser.parse_args()
     if arguments.draw is None:
         give(report(arguments.repeats), arguments.out)
     elif arguments.out is None:
-        parser.error("--draw needs --out, where the picture is written")
+        parser.error("--draw needs --out, where the plot is written")
     else:
         draw(arguments.draw, arguments.out)
 

@@ -371,7 +371,7 @@ def page(results: dict[str, list[Bound]]) -> str:
     """The text of the page."""
     import triton
 
-    from benchmarks.page import table
+    from benchmarks.page import table, table_row
 
     lines = [
         "# What the compiled kernels would take at best",
@@ -393,7 +393,7 @@ def page(results: dict[str, list[Bound]]) -> str:
             sizes = (x.programs, x.warps, x.registers, x.spilled, x.unit)
             numbers = (f"{x.milliseconds[unit]:.3f}" for unit in UNITS)
             launch = f"{x.kernel}, backward" if x.backward else x.kernel
-            by_launch.append("| " + " | ".join(map(str, (name, launch, *sizes, *numbers))) + " |")
+            by_launch.append(table_row([name, launch, *sizes, *numbers]))
     return "\n".join([*lines, *table(header, by_launch)])
 
 

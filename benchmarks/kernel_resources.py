@@ -99,14 +99,15 @@ def page(rows: list[Row]) -> str:
     """The text of the table's file."""
     import triton
 
-    lines = ["| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
-    return (
-        "# Resources of the kernels\n\n"
-        f"`python -m benchmarks.kernel_resources`, triton {triton.__version__} and its ptxas; no GPU is needed.\n\n"
-        + "\n".join(lines)
-        + "\n"
-    )
+    from benchmarks.page import table, table_row
+
+    lines = [
+        "# Resources of the kernels",
+        "",
+        f"`python -m benchmarks.kernel_resources`, triton {triton.__version__} and its ptxas; no GPU is needed.",
+        "",
+    ]
+    return "\n".join(lines + table(HEADER, map(table_row, rows)))
 
 
 def main() -> int:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.page import add_out, ended, give, opening, table
+from benchmarks.page import add_out, ended, give, opening, table, table_row
 from benchmarks.trained import add_presets, best_step, trained
 from data_pipeline.manifest import Manifest
 from megakernel.config import load
@@ -83,7 +83,7 @@ def row(name: str, found: Sequence[Evaluation]) -> str:
     values = [scores_of(one) for one in found]
     cells = [spread([one[key] for one in values]) for key in values[0]]
     steps = ", ".join(f"{one.step:,}" for one in found)
-    return f"| `{name}` | {len(found)} | {' | '.join(cells)} | {steps} |"
+    return table_row([f"`{name}`", len(found), *cells, steps])
 
 
 def spread(values: Sequence[float]) -> str:

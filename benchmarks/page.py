@@ -34,9 +34,15 @@ def opening(title: str, command: str, more: str = "") -> list[str]:
     return [f"# {title}", "", f"`{command}`, {date.today().isoformat()}, {description()}{more}.", ""]
 
 
-def table(columns: Sequence[str], rows: Iterable[str]) -> list[str]:
-    """The lines of a table, rows as they are, with an empty one behind."""
-    return [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *rows, ""]
+def table_row(cells: Iterable[object]) -> str:
+    """A row of a table."""
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def table(columns: Sequence[str], rows: Iterable[str], numbers: bool = False) -> list[str]:
+    """The lines of a table and an empty one; numbers: all columns but the first are aligned to the right."""
+    rule = table_row(["---", *["---:"] * (len(columns) - 1)]) if numbers else "|---" * len(columns) + "|"
+    return [table_row(columns), rule, *rows, ""]
 
 
 def ended(main: Callable[[], int]) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.page import add_out, give, opening, table
+from benchmarks.page import add_out, give, opening, table, table_row
 from benchmarks.real_runs import held_bytes, kept_bytes
 from megakernel.analysis.planning import CPU, Job, Layout
 from megakernel.analysis.planning.memory import memory
@@ -93,7 +93,7 @@ def main() -> None:
         cells = [attention, str(layers), str(width), f"{tokens:,}", recompute]
         for real, planned in of_run:
             cells += [f"{real / 1e6:.3g}", f"{planned / 1e6:.3g}", f"{planned / real - 1:+.1%}"]
-        rows.append(f"| {' | '.join(cells)} |")
+        rows.append(table_row(cells))
     give("\n".join([*lines, "", *table(COLUMNS, rows)]), out)
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.page import add_out, ended, give, opening, table
+from benchmarks.page import add_out, ended, give, opening, table, table_row
 from benchmarks.trained import curve, in_blocks, measured, megakernel, trained
 from megakernel.config import PRESETS, Config, Training, load
 from megakernel.evaluation.records import file_name
@@ -117,7 +117,7 @@ class Outcome:
         """Its line of the table."""
         losses = [f"{loss:.3f}" for loss in (*self.losses.values(), self.loss)]
         others = [f"{accuracy:.1%}" for accuracy in self.others.values()]
-        return f"| {' | '.join([f'`{self.mechanism}`', *losses, f'**{self.accuracy:.1%}**', *others])} |"
+        return table_row([f"`{self.mechanism}`", *losses, f"**{self.accuracy:.1%}**", *others])
 
 
 def prepare(plan: Plan) -> None:

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TextIO
 
-from benchmarks.page import ended, table
+from benchmarks.page import ended, table, table_row
 from data_pipeline.prepare import appearing_whole
 from megakernel.config import UserError
 
@@ -193,8 +193,8 @@ def make(out: Path) -> None:
             rows = _write(stream)
         total = ("all", *(sum(column) for column in list(zip(*rows))[1:]))
         columns = ("source", "documents of code", "characters", "documents of prose", "characters")
-        cells = [" | ".join([str(row[0]), *(f"{number:,}" for number in row[1:])]) for row in (*rows, total)]
-        text = "\n".join(table(columns, (f"| {cell} |" for cell in cells)))
+        lines = [table_row([row[0], *(f"{number:,}" for number in row[1:])]) for row in (*rows, total)]
+        text = "\n".join(table(columns, lines))
         (folder / "sources.md").write_text(text, encoding="utf-8")
 
 

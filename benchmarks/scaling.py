@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from benchmarks.page import opening, table
+from benchmarks.page import opening, table, table_row
 from launch.slurm import collectives, preflight
 from megakernel.checkpoint.folder import CheckpointFolder
 from megakernel.checkpoint.manifest import Checkpoint, FileRecord, SavedProgress, write_manifest
@@ -364,7 +364,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=1024)
     parser.add_argument("--tasks", type=int, default=8, help="processes of each node")
     args = parser.parse_args()
-    rows = (f"| {name} | {count:,.0f} |" for name, count in counts(args.nodes, args.tasks).items())
+    rows = (table_row([name, f"{count:,.0f}"]) for name, count in counts(args.nodes, args.tasks).items())
     head = opening("What a large job costs beside its training", "python -m benchmarks.scaling")
     print("\n".join([*head, *table(["", f"{args.nodes} nodes x {args.tasks}"], rows)]))
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.page import add_out, give, opening, table
+from benchmarks.page import add_out, give, opening, table, table_row
 from benchmarks.trained import in_blocks, trained
 from megakernel.config import PRESETS, Attention, Config, UserError, check_same_run, expand_preset, load
 
@@ -180,11 +180,10 @@ def train(run: Run) -> Outcome | str:
 def row(found: Outcome) -> str:
     """The line of the table for what trained."""
     name = found.run.mechanism
-    return (
-        f"| {name if name == CONTROL else f'`{name}`'} | {found.run.kind} | {found.first:.3f} | {found.last:.3f} "
-        f"| {found.before:.3f} | **{found.after:.3f}** | {'yes' if found.finite else 'no'} "
-        f"| {statistics.median(found.step_times):.3f} |"
-    )
+    cells = [name if name == CONTROL else f"`{name}`", found.run.kind]
+    cells += [f"{loss:.3f}" for loss in (found.first, found.last, found.before)]
+    cells += [f"**{found.after:.3f}**", "yes" if found.finite else "no"]
+    return table_row([*cells, f"{statistics.median(found.step_times):.3f}"])
 
 
 def page(outcomes: list[Outcome]) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.page import ended, give, opening, table
+from benchmarks.page import ended, give, opening, table, table_row
 from benchmarks.trained import add_presets, curve, megakernel, trained
 from megakernel.config import Attention, expand_preset
 
@@ -93,9 +93,7 @@ def page(command: str, found: Sequence[Learned]) -> str:
         steps = [one.reaches(level) for level in LEVELS]
         cells = ["never" if step is None else f"{step:,}" for step in steps]
         last = max(one.accuracy)
-        rows.append(
-            f"| {one.p} | `{one.preset}` | {' | '.join(cells)} | {one.accuracy[last]:.4f} at {last:,} |"
-        )
+        rows.append(table_row([one.p, f"`{one.preset}`", *cells, f"{one.accuracy[last]:.4f} at {last:,}"]))
     return "\n".join(
         [
             *opening("The sparsity task", command),

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.page import add_out, give, opening, table
+from benchmarks.page import add_out, give, opening, table, table_row
 from megakernel.config import Config, Parallel
 from megakernel.config.validation import validate
 
@@ -179,7 +179,7 @@ def row(sizes: Sizes, found: dict[str, list[Turn]]) -> str:
     for model, wanted in WANTED.items():
         asked = f" ({wanted[LENGTHS.index(sizes.length)]})" if sizes.length in LENGTHS else ""
         cells.append(f"{times[BASELINE] / times[model]:.2f}{asked}")
-    return f"| {' | '.join(cells)} |"
+    return table_row(cells)
 
 
 def page(rows: Sequence[str], sizes: Sizes, command: str) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.page import add_out, give, opening, table
+from benchmarks.page import add_out, give, opening, table, table_row
 from megakernel.config import Config, load, yaml_text
 from megakernel.parallel import Mesh
 from megakernel.parallel.processes import ProcessEnvironment
@@ -127,8 +127,8 @@ def main() -> None:
             file = written(folder, corpus)
             for block in BLOCKS:
                 found = in_a_process(file, block)
-                sizes = f"{found['resident'] / 1e6:,.0f} | {found['states'] / 1e6:,.1f}"
-                rows.append(f"| {layers} | {weights:,.0f} | {block or 'all at once'} | {sizes} |")
+                sizes = (f"{found['resident'] / 1e6:,.0f}", f"{found['states'] / 1e6:,.1f}")
+                rows.append(table_row([layers, f"{weights:,.0f}", block or "all at once", *sizes]))
     command = "OMP_NUM_THREADS=1 python -m benchmarks.transfer_blocks"
     lines = opening("Attention transfer in blocks of layers", command, f", hidden size {HIDDEN}, float32")
     give("\n".join([*lines, *table(COLUMNS, rows)]), args.out)

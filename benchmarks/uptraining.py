@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.page import add_out, give, opening
+from benchmarks.page import add_out, give, opening, table, table_row
 from benchmarks.trained import curve, megakernel
 from megakernel.config import Config, load
 from megakernel.uptraining.report import recovered
@@ -83,31 +83,27 @@ def page(dense: Config, by_others: float, reports: dict[str, dict[str, Any]], mi
         "in the last column, between the swapped model and what the dense one became on as many tokens. *beyond the "
         f"window*: tokens with {first['window']} tokens of their document before them, or as many as their window has.",
         "",
-        f"| {' | '.join(columns)} | of trained on |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-        _line(first["dense"] | {"tokens": tokens}),
     ]
+    rows = [_row(first["dense"] | {"tokens": tokens})]
     end = first["trained_on"]["loss"]
     for name, report in reports.items():
         if report is first or report["window"] != first["window"]:
-            lines.append(_line(report["swapped"] | {"name": f"{name}: {report['swapped']['name']}"}))
-        for row in (*report["stages"], *report["ablations"]):
-            is_control = row["name"].startswith(("dense", "from scratch"))
+            rows.append(_row(report["swapped"] | {"name": f"{name}: {report['swapped']['name']}"}))
+        for model in (*report["stages"], *report["ablations"]):
+            is_control = model["name"].startswith(("dense", "from scratch"))
             if is_control and report["window"] == first["window"] and report is not first:
                 continue
-            of_dense = report["recovered"][row["name"]]
-            of_trained_on = recovered(report["swapped"]["loss"], row["loss"], end)
-            title = row["name"] if is_control else f"{name}: {row['name']}"
-            lines.append(_line(row | {"name": title}, of_dense, of_trained_on))
-    return "\n".join(lines) + "\n"
+            of_dense = report["recovered"][model["name"]]
+            of_trained_on = recovered(report["swapped"]["loss"], model["loss"], end)
+            title = model["name"] if is_control else f"{name}: {model['name']}"
+            rows.append(_row(model | {"name": title}, of_dense, of_trained_on))
+    return "\n".join(lines + table([*columns, "of trained on"], rows, numbers=True))
 
 
-def _line(row: dict[str, Any], *shares: float | None) -> str:
-    shown = " | ".join("" if share is None else f"{share:.1%}" for share in shares or (None, None))
-    return (
-        f"| {row['name']} | {row['tokens']:,} | {row['loss']:.4f} | {math.exp(row['loss']):.3f} "
-        f"| {row['beyond']:.4f} | {shown} |"
-    )
+def _row(model: dict[str, Any], *shares: float | None) -> str:
+    losses = (f"{model['loss']:.4f}", f"{math.exp(model['loss']):.3f}", f"{model['beyond']:.4f}")
+    shown = ("" if share is None else f"{share:.1%}" for share in shares or (None, None))
+    return table_row([model["name"], f"{model['tokens']:,}", *losses, *shown])
 
 
 def minutes_of_steps(folders: Sequence[Path]) -> float:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megakernel.attention import ALL_HEADS, HeadShard, build
+from megakernel.attention import ALL_HEADS, AttentionLayer, HeadShard, build
 from megakernel.attention.low_rank import LowRankAttention
 
 from .cases import FFN_WIDTH, Case, attention_of
@@ -87,34 +87,42 @@ def computation(
 def _layer(implementation: Implementation, case: Case, drawn: Sequence[Tensor]) -> Computation:
     """A transformer layer of the paper's models, without norms and biases."""
     x, grad_output = drawn[0].detach().requires_grad_(), drawn[1]
-    core = build(
-        attention_of(implementation.preset, case),
-        num_heads=case.heads,
-        head_dim=case.head_dim,
-        causal=False,
-        max_positions=case.tokens,
-    )
+    core = layer_core(implementation.preset, case)
     # Weights are numbers of bfloat16 whatever they are held in, so that dtypes can be compared.
-    core = core.to(x.device, torch.bfloat16).to(x.dtype).eval()
+    core = core.to(x.device, torch.bfloat16).to(x.dtype)
     random = torch.Generator(x.device).manual_seed(0)
 
     def matrix(rows: int, columns: int) -> Tensor:
         drawn = torch.randn(rows, columns, generator=random, device=x.device) / math.sqrt(columns)
         return drawn.bfloat16().to(x.dtype).requires_grad_()
 
-    queries, keys, values, output = (matrix(case.width, case.width) for _ in range(4))
+    projections, output = [matrix(case.width, case.width) for _ in range(3)], matrix(case.width, case.width)
     up, down = matrix(FFN_WIDTH, case.width), matrix(case.width, FFN_WIDTH)
 
-    def heads(tokens: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(tokens, weight).unflatten(-1, (case.heads, -1)).permute(1, 2, 0, 3)
-
     def forward() -> Tensor:
-        of_keys = of_values = x
-        if isinstance(core, LowRankAttention) and core.compresses_input:
-            of_keys, of_values = core.compress(x, first=0, length=case.tokens).to(x.dtype)
-        mixed = core(heads(x, queries), heads(of_keys, keys), heads(of_values, values))
+        mixed = projected_attention(core, case, x, projections)
         y = F.linear(mixed.permute(2, 0, 1, 3).flatten(2), output)
         return F.linear(F.gelu(F.linear(y, up)), down)
 
-    weights = (queries, keys, values, output, up, down, *core.parameters())
+    weights = (*projections, output, up, down, *core.parameters())
     return Computation(forward, (x, *weights), grad_output, 1)
+
+
+def layer_core(preset: str, case: Case) -> AttentionLayer:
+    """The attention of a layer that sees both ways, with random weights."""
+    form = attention_of(preset, case)
+    return build(
+        form, num_heads=case.heads, head_dim=case.head_dim, causal=False, max_positions=case.tokens
+    ).eval()
+
+
+def projected_attention(core: AttentionLayer, case: Case, x: Tensor, projections: Sequence[Tensor]) -> Tensor:
+    """Attention (B, H, N, d) of a layer's input (N, B, d_m) behind projections (d_m, d_m) to queries, keys, values."""
+    keys = values = x
+    if isinstance(core, LowRankAttention) and core.compresses_input:
+        keys, values = core.compress(x, first=0, length=case.tokens).to(x.dtype)
+    q, k, v = (
+        F.linear(tokens, weight).unflatten(-1, (case.heads, -1)).permute(1, 2, 0, 3)
+        for tokens, weight in zip((x, keys, values), projections)
+    )
+    return core(q, k, v)

@@ -1,9 +1,11 @@
 """The page of one measurement: where, when, how, and tables."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import date
 
 import torch
+
+from benchmarks.page import table, table_row
 
 from .machine import surroundings
 from .measuring import Row, Survey, Times
@@ -50,7 +52,7 @@ def measured_page(survey: Survey, device: torch.device, command: str) -> str:
         timed = {row.implementation: row.times for row in rows if row.times is not None}
         lines += [f"## {case}", ""]
         if timed:
-            lines += [*_table(rows, timed.get(suite.against), survey, previous), ""]
+            lines += _table(rows, timed.get(suite.against), survey, previous)
         missing = [f"* {row.implementation}: {row.problem}" for row in rows if row.times is None]
         lines += [*missing, ""] if missing else []
         previous = timed
@@ -92,8 +94,8 @@ def _table(
         cells += [f"{times.forward_share:.0%}", f"{times.both_share:.0%}"]
         cells += [] if against is None else [f"{times.both / against.both:.2f}x"]
         cells += _doubling(times, previous.get(row.implementation)) if suite.grows else []
-        body.append([*cells, f"{row.comparison.error:.1e}"])
-    return markdown([*columns, "error"], body)
+        body.append(table_row([*cells, f"{row.comparison.error:.1e}"]))
+    return table([*columns, "error"], body, numbers=True)
 
 
 def _doubling(times: Times, half: Times | None) -> list[str]:
@@ -134,14 +136,8 @@ def _targets(suite: Suite, figures: Figures) -> list[str]:
     if not suite.targets:
         return []
     columns = ["target, forward + backward", "set", "worst case", "kept"]
-    body = [target.cells(figures, suite.cases) for target in suite.targets]
-    return ["## Targets", "", *markdown(columns, body), ""]
-
-
-def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """The lines of a table, its numbers to the right."""
-    head = [" | ".join(columns), " | ".join(["---", *["---:"] * (len(columns) - 1)])]
-    return [f"| {line} |" for line in [*head, *(" | ".join(row) for row in rows)]]
+    body = [table_row(target.cells(figures, suite.cases)) for target in suite.targets]
+    return ["## Targets", "", *table(columns, body, numbers=True)]
 
 
 def number(value: float) -> str:

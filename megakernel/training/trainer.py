@@ -28,8 +28,9 @@ from .observing.console import Console
 from .observing.local_work import LocalWork
 from .observing.metrics_writer import Entry, MetricsWriter
 from .observing.observed import Observed, Providers
+from .observing.peak_speed import peak_tflops
 from .observing.profiler import Profiler, kept_when_memory_runs_out
-from .observing.throughput import Throughput, peak_tflops
+from .observing.throughput import Throughput
 from .resume import resume, start_from_weights, start_with_adapter, start_with_moments
 from .run_folder import RunFolder, free_learning_rates, stop_file
 from .schedule import learning_rate

@@ -5,6 +5,8 @@ Bandwidths count one direction, which is what a ring uses in each. Gigabytes are
 
 from dataclasses import dataclass, replace
 
+from megakernel.training.observing.peak_speed import DENSE_BF16_TFLOPS
+
 RATES = {
     "matrix": 0.65,  # projections, MLP and head: share of the peak
     "softmax": 0.5,  # fused softmax attention: share of the peak
@@ -83,7 +85,7 @@ _A100 = Gpu(
     name="NVIDIA A100 80 GB SXM",
     memory=80e9,
     bandwidth=2.039e12,
-    peak=312e12,
+    peak=DENSE_BF16_TFLOPS["A100"] * 1e12,
     peak_float32=19.5e12,
     link=300e9,
     network=25e9,
@@ -96,7 +98,7 @@ _H100 = Gpu(
     name="NVIDIA H100 SXM",
     memory=80e9,
     bandwidth=3.35e12,
-    peak=989e12,
+    peak=DENSE_BF16_TFLOPS["H100"] * 1e12,
     peak_float32=67e12,
     link=450e9,
     network=50e9,
@@ -117,7 +119,7 @@ _B200 = Gpu(
     name="NVIDIA B200 in a DGX B200",
     memory=180e9,
     bandwidth=8e12,
-    peak=2250e12,
+    peak=DENSE_BF16_TFLOPS["B200"] * 1e12,
     peak_float32=75e12,
     link=900e9,
     network=50e9,

@@ -3,8 +3,14 @@
 from pathlib import Path
 
 from benchmarks import flurka_speed
+from benchmarks.page import table, table_row
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
+
+
+def test_a_table_has_a_rule_below_its_head_and_numbers_to_the_right():
+    assert table(["a", "b"], [table_row(["x", 1])]) == ["| a | b |", "|---|---|", "| x | 1 |", ""]
+    assert table(["a", "b"], [], numbers=True) == ["| a | b |", "| --- | ---: |", ""]
 
 
 def test_speed_curves_show_every_measurement_of_the_page():

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from megakernel.training.observing.throughput import Throughput, peak_tflops
+from megakernel.training.observing.peak_speed import peak_tflops
+from megakernel.training.observing.throughput import Throughput
 
 
 class Clock:

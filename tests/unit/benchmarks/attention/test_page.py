@@ -9,7 +9,7 @@ from benchmarks.attention.cases import Case
 from benchmarks.attention.check import Comparison
 from benchmarks.attention.machine import Machine
 from benchmarks.attention.measuring import Peak, Row, Survey, Times
-from benchmarks.attention.page import markdown, measured_page, number
+from benchmarks.attention.page import measured_page, number
 from benchmarks.attention.suites import SUITES
 from benchmarks.attention.targets import DEFAULT, Timed
 
@@ -84,10 +84,6 @@ def test_targets_show_their_worst_case_and_whether_it_keeps_the_bound():
         ["at least 0.5", "0.49", "no"],
         ["at most 70", "69.00", "yes"],
     ]
-
-
-def test_a_table_has_a_rule_below_its_head_and_numbers_to_the_right():
-    assert markdown(["a", "b"], [["x", "1"]]) == ["| a | b |", "| --- | ---: |", "| x | 1 |"]
 
 
 @pytest.mark.parametrize(("value", "text"), [(0.01234, "0.0123"), (12.34, "12.3"), (1234.5, "1,234")])

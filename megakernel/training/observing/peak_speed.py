@@ -1,0 +1,22 @@
+"""The peak speed of known GPUs; without torch, because plans read it too."""
+
+DENSE_BF16_TFLOPS = {
+    "B200": 2250.0,
+    "H200 NVL": 835.0,
+    "H200": 989.0,
+    "H100 NVL": 835.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "A100": 312.0,
+}
+"""Part of a device's name, peak by its maker's data sheet without sparsity; the first that fits counts."""
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """Dense bfloat16 TFLOP/s of one device by its torch.cuda.get_device_name.
+
+    None for a device that is not in the table, and for a slice of one (MIG), which has part of its speed.
+    """
+    if "MIG" in device_name:
+        return None
+    return next((peak for part, peak in DENSE_BF16_TFLOPS.items() if part in device_name), None)
