@@ -15,6 +15,7 @@ from megakernel.ops.feature_maps import FEATURE_MAPS
 from megakernel.ops.phi import start_state
 from megakernel.ops.projections import FastFood
 from megakernel.ops.short_convolution import short_convolution
+from megakernel.ops.simple_gla import simple_gla
 from megakernel.ops.window import empty_tail
 
 Case = Callable[[], None]
@@ -80,6 +81,7 @@ def flurka_step_case(
     group: int = 4,
     blocks: int = 1,
     rank: int = 8,
+    decays: bool = False,
 ) -> None:
     """One token of each of 64 sequences, in blocks of 64."""
     q = torch.empty(64, 8 * group, 1, width, dtype=dtype)
@@ -96,6 +98,7 @@ def flurka_step_case(
         near=near,
         blocks=blocks,
         gate=torch.empty(64, 8 * group, 1) if gated and near == "softmax" else None,
+        log_decay=torch.empty(64, 8, 1) if decays else None,
         rotary=Rotary(width),
         positions=torch.zeros(64, 1, dtype=torch.int64),
         initial_state=FlurkaState(
@@ -136,6 +139,7 @@ def flurka_case(
     group: int = 1,
     blocks: int = 1,
     packed: bool = False,
+    decays: bool = False,
     length: int = 65536,
     heads: int = 1,
 ) -> None:
@@ -156,10 +160,20 @@ def flurka_case(
         gate=torch.empty(1, heads * group, length, requires_grad=True)
         if gated and near == "softmax"
         else None,
+        log_decay=torch.empty(1, heads, length, requires_grad=True) if decays else None,
         rotary=Rotary(width),
         positions=torch.zeros(1, length, dtype=torch.int64) if packed else 0,
         backend="triton",
     )
+    out.backward(torch.empty_like(out))
+
+
+def simple_gla_case(width: int, dtype: torch.dtype = torch.bfloat16, *, length: int = 65536) -> None:
+    """One sequence, so long that segments have their full length, of two documents."""
+    q, k, v = (torch.empty(1, 1, length, width, dtype=dtype, requires_grad=True) for _ in range(3))
+    log_decay = torch.empty(1, 1, length, requires_grad=True)
+    positions = torch.zeros(1, length, dtype=torch.int64)
+    out, _ = simple_gla(q, k, v, log_decay, positions=positions, backend="triton")
     out.backward(torch.empty_like(out))
 
 
@@ -243,6 +257,9 @@ CASES: dict[str, Case] = {
     "FLuRKA hedgehog d=128, kernel window": _flurka("hedgehog", 128, near="kernel"),
     "FLuRKA favor d=64, one normalizer": _flurka("favor", 64, gated=False),
     "FLuRKA favor d=128": _flurka("favor", 128),
+    "FLuRKA elu d=64, decay": _flurka("elu", 64, decays=True),
+    "FLuRKA elu d=128, decay": _flurka("elu", 128, decays=True),
+    "FLuRKA favor d=64, one normalizer, decay": _flurka("favor", 64, gated=False, decays=True),
     "FLuRKA, one token, elu d=64": partial(flurka_step_case, "elu", 64),
     "FLuRKA, one token, hedgehog d=64": partial(flurka_step_case, "hedgehog", 64),
     "FLuRKA, one token, hedgehog d=64, kernel window": partial(
@@ -255,8 +272,12 @@ CASES: dict[str, Case] = {
     "FLuRKA, one token, hedgehog d=128, one normalizer, 32 landmarks": partial(
         flurka_step_case, "hedgehog", 128, gated=False, group=8, rank=32
     ),
+    "FLuRKA, one token, elu d=128, decay": partial(flurka_step_case, "elu", 128, decays=True),
     "FLuRKA, one token, favor d=128": partial(flurka_step_case, "favor", 128),
     "FLuRKA, one token, rks d=128 float32": partial(flurka_step_case, "rks", 128, torch.float32),
+    "simple_gla d=64": partial(simple_gla_case, 64),
+    "simple_gla d=128": partial(simple_gla_case, 128),
+    "simple_gla d=64 float32": partial(simple_gla_case, 64, torch.float32),
     "weighted_attention softmax d=64": _weighted("softmax", 64, 1),
     "weighted_attention gaussian d=64": _weighted("gaussian", 64, 1),
     "weighted_attention gaussian d=128": _weighted("gaussian", 128, 1),

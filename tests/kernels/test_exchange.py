@@ -34,7 +34,7 @@ LENGTH, END = 90, 48
 REACH = 32
 """Tokens that a shard has of its left neighbour: two blocks."""
 
-PER_TOKEN = ("q", "k", "v", "gate", "key_weights")
+PER_TOKEN = ("q", "k", "v", "gate", "key_weights", "log_decay")
 
 
 @pytest.fixture(autouse=True)
@@ -152,6 +152,15 @@ def test_shards_of_flurka_give_the_row(feature_map, form, positions, draw, devic
     leaves.setdefault("far_mass", 0.3 * torch.randn(2, generator=draw).to(device))
     blocks = 2 if feature_map == "hedgehog" else 1
     make = partial(flurka, feature_map=feature_map, near=FORMS[form][0], blocks=blocks)
+    assert_agrees(partial(halves, make, places(positions, device)), leaves, draw, TOLERANCE[torch.float32])
+
+
+@every_position
+@pytest.mark.parametrize(("form", "feature_map"), [("gated", "hedgehog"), ("shared", "favor")])
+def test_shards_of_flurka_that_decays_give_the_row(feature_map, form, positions, draw, device):
+    sizes = {"length": LENGTH, "heads": 4, "kv_heads": 2}
+    leaves = flurka_tokens(draw, device, form=form, feature_map=feature_map, decays=True, **sizes)
+    make = partial(flurka, feature_map=feature_map, near="softmax", blocks=1)
     assert_agrees(partial(halves, make, places(positions, device)), leaves, draw, TOLERANCE[torch.float32])
 
 

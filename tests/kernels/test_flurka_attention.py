@@ -52,8 +52,12 @@ def tokens(
     rank: int = RANK,
     per_head: bool = False,
     scale: float = 1.0,
+    decays: bool = False,
 ) -> dict[str, Tensor]:
-    """Everything that a layer of this form hands to the op and that has a gradient."""
+    """Everything that a layer of this form hands to the op and that has a gradient.
+
+    decays: whether the far state loses a part where a block ends, in the first head little, in the last nearly all.
+    """
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=draw)
@@ -75,6 +79,9 @@ def tokens(
         leaves["far_mass"] = 0.3 * normal(kv_heads)
     if form == "shared":
         leaves["far_weight"] = 0.3 * normal(heads)
+    if decays:
+        strengths = torch.linspace(0.5, 30.0, kv_heads)[None, :, None]
+        leaves["log_decay"] = -strengths * torch.rand(batch, kv_heads, length, generator=draw)
     return {name: x.to(device) for name, x in leaves.items()}
 
 
@@ -221,6 +228,34 @@ def test_rows_that_continue_a_document_agree(form, positions, draw, device):
     leaves = with_state(tokens(draw, device, form=form, length=40), draw, "hedgehog", 2)
     options = {"form": form, "feature_map": "hedgehog", "blocks": 2, "positions": positions}
     assert_agrees(partial(run, **options), leaves, draw, TOLERANCE[torch.float32])
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("form", ["gated", "shared"])
+@pytest.mark.parametrize("feature_map", ["elu", "hedgehog", "favor"])
+@pytest.mark.parametrize("packed", [False, True])
+@every_dtype
+@pytest.mark.usefixtures("short_segments")
+def test_landmarks_that_decay_agree(form, feature_map, packed, dtype, draw, device):
+    """Over several segments, in documents and in one that goes on, to a state that is read, with gradients.
+
+    Documents have several blocks: of few decays that anything is left of, the gradient shows how its terms are rounded.
+    """
+    leaves = tokens(
+        draw,
+        device,
+        dtype,
+        form=form,
+        feature_map=feature_map,
+        length=160,
+        heads=4,
+        kv_heads=2,
+        decays=True,
+    )
+    options = {"form": form, "feature_map": feature_map, "blocks": 2 if feature_map == "favor" else 1}
+    leaves = with_state(leaves, draw, feature_map, options["blocks"])
+    positions = documents(device, 0, 52, 58, 160, first=37) if packed else 37
+    assert_agrees(partial(run, **options, positions=positions), leaves, draw, TOLERANCE[dtype])
 
 
 @pytest.mark.covering(1)

@@ -25,7 +25,7 @@ from tests.kernels.test_decode import exactly
 from tests.kernels.test_flurka_attention import FORMS, tokens
 from tests.tiers import tiered
 
-PER_TOKEN = ("q", "k", "v", "gate")
+PER_TOKEN = ("q", "k", "v", "gate", "log_decay")
 
 
 def forbid_all_but_steps(patch: pytest.MonkeyPatch) -> None:
@@ -111,6 +111,15 @@ def test_token_by_token_is_the_whole_sequence(feature_map, form, blocks, dtype, 
     elif feature_map == "rks":
         leaves["projection"] /= 4
     options = options_of(leaves, form, feature_map, blocks)
+    assert_steps_agree(leaves, two_rows(14, 6, device), 4, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("form", "feature_map"), [("gated", "hedgehog"), ("shared", "favor")])
+def test_a_far_state_that_decays_agrees(form, feature_map, dtype, draw, device):
+    sizes = {"length": 14, "batch": 2, "heads": 6, "kv_heads": 2, "block": 3, "rank": 2}
+    leaves = tokens(draw, device, dtype, form=form, feature_map=feature_map, decays=True, **sizes)
+    options = options_of(leaves, form, feature_map, 2)
     assert_steps_agree(leaves, two_rows(14, 6, device), 4, **options)
 
 

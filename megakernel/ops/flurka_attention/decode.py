@@ -51,7 +51,7 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> str | 
     if block_size > WIDEST or rank > HIGHEST_RANK:
         most = f"{WIDEST} and {HIGHEST_RANK}"
         return f"blocks have {block_size} tokens and {rank} landmarks; expected at most {most}"
-    tensors = (q, k, v, inputs.gate, *far, *tail, *weights)
+    tensors = (q, k, v, inputs.gate, inputs.log_decay, *far, *tail, *weights)
     parts = [x for part in tensors for x in (part if isinstance(part, tuple) else (part,))]
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in parts):
         return "a gradient is wanted; expected none, as under torch.no_grad()"
@@ -65,7 +65,7 @@ def step(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tensor,
     (beams, a rejected draft). Weights of landmarks that add up to less than float32's smallest normal number are
     nothing, and the far part then is 0: nobody looks whether they do, which would make the host wait.
     """
-    form, weights, gate, positions, far, tail, *_ = inputs
+    form, weights, gate, positions, far, tail, _, log_decay, _ = inputs
     assert tail is not None
     feature_map = named(form.feature_map)
     rotary: Any = form.near_rotary
@@ -77,7 +77,7 @@ def step(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tensor,
         *(*far, *tail),
         dense(weights.projection, q.shape[-1]),
         *(weights.pool_keys, weights.pool_values, weights.far_mass, weights.far_weight),
-        table,
+        *(table, log_decay),
         *(feature_map.name, feature_map.components, form.near, form.blocks),
     )
     return out, KernelState(*left[:2]), Tail(*left[2:])
@@ -100,6 +100,7 @@ def _step(
     far_mass: Tensor | None,
     far_weight: Tensor | None,
     table: Tensor | None,
+    log_decay: Tensor | None,
     feature_map: str,
     components: int,
     near: str,
@@ -112,7 +113,8 @@ def _step(
     reach = block_size * blocks
     if matrix is not None:
         matrix = matrix.float().contiguous()
-    phi = phi_of(FeatureMap(feature_map, components), width, None if matrix is None else matrix.shape[-2])
+    rows = None if matrix is None else matrix.shape[-2]
+    phi = phi_of(FeatureMap(feature_map, components), width, rows, log_decay is not None)
     of_layer = Near(near == "softmax", gate is not None, table is not None, blocks, block_size, width)
     left = _outputs(q, k, v, gate, positions, sums, log_scale, tail_keys, tail_values)
     block = max(16, min(padded(columns), TILE // phi.padded_rows))
@@ -142,6 +144,7 @@ def _step(
         positions,
         sums.contiguous(),
         log_scale.contiguous(),
+        None if log_decay is None else log_decay.contiguous(),
         *left,
         sums.new_empty(*grid, rank, width),
         heads,

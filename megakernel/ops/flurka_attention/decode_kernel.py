@@ -76,6 +76,7 @@ def step(
     positions,
     far_sums,
     far_logs,
+    decay,
     out,
     new_sums,
     new_logs,
@@ -100,7 +101,7 @@ def step(
     queries (B, H_kv, G, D), key, value (B, H_kv, 1, .), and the gates (B, H_kv, G, 1) of `shares` are `Rows`. window:
     of the tail, before the token, with the angles of its places and of the token's, which is 0. States are as
     `KernelState` has them: the normalizer is the last column, and a map's second half lies M rows below its first.
-    landmarks: room for R rows of D numbers for each program.
+    decay: (B, H_kv) log of what the token leaves of the state. landmarks: room for R rows of D numbers a program.
 
     The token reads the state that entered. If it ends a block, the landmarks of the block that leaves the window of all
     later tokens enter the state that it leaves. Program: (key head of a sequence, block of values).
@@ -167,7 +168,9 @@ def step(
         token_counts = tl.where(tl.arange(0, RP) < R, token_count, 0.0)
 
     added = tl.where(token_counts != 0, logs, EMPTY)
-    shrink, factors, new_log = scales_of_addition(log, added, goes_on, PHI.unbounded)
+    # The token that ends a block reads the state before it decays.
+    kept = log + tl.load(decay + head) if PHI.decays else log
+    shrink, factors, new_log = scales_of_addition(kept, added, goes_on, PHI.unbounded)
     token_counts *= factors
     ones = tl.full((RP,), 1.0, tl.float32)
     half: tl.constexpr = PHI.rows * (V + 1)

@@ -174,6 +174,9 @@ def merge(
     extra = gamma_of(shares, tile.query_head)
     # Beside a softmax, phi(q) counts with its own scale; elsewhere it cancels.
     far_log = r + own if (NEAR.softmax and PHI.unbounded) else r
+    if PHI.decays and not NEAR.gated:
+        of_queries = seq.decay.of_queries + tile.key_head.to(tl.int64) * seq.queries
+        far_log += load_numbers(of_queries, tile.at, tile.end, C)
     total, factor, lse, share = merged_parts(
         near, den, top, far, far_den, far_log, logit, extra, PHI.least, NEAR
     )

@@ -13,9 +13,19 @@ from torch import Tensor
 from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.flurka_attention import merge_kernels, pool_kernels, window_kernels
 from megakernel.ops.flurka_attention.arguments import Merged, Near, Pools, Shares, Window
+from megakernel.ops.flurka_attention.places import ends_of_blocks
 from megakernel.ops.groups import Tensors
 from megakernel.ops.kernel_attention import kernels, key_kernels
-from megakernel.ops.kernel_attention.arguments import Keys, Matrix, Queries, Rows, SequenceInfo, State, Tokens
+from megakernel.ops.kernel_attention.arguments import (
+    Decay,
+    Keys,
+    Matrix,
+    Queries,
+    Rows,
+    SequenceInfo,
+    State,
+    Tokens,
+)
 from megakernel.ops.kernel_attention.differentiable import Operator
 from megakernel.ops.kernel_attention.exchanged import QueryBackward, StateGradients
 from megakernel.ops.kernel_attention.launches import SEGMENT, WARP_GROUPS, Call, TileSizes
@@ -67,8 +77,8 @@ def tiles_of(phi: Phi, near: Near, size: int, values: int, capability: int) -> d
 class FlurkaLaunches(NamedTuple):
     """See `kernel_attention.exchanged.Launches`.
 
-    Tensors of keys are k, v, matrix, pool_keys, pool_values, far_mass, starts, windows and ends; of queries q, gate,
-    far_weight and table.
+    Tensors of keys are k, v, matrix, pool_keys, pool_values, far_mass, log_decay, starts, windows and ends; of queries
+    q, gate, far_weight and table.
     """
 
     call: Call
@@ -89,19 +99,24 @@ class FlurkaLaunches(NamedTuple):
     def of(form: Sequence[Any], q: Tensor, tensors: Tensors) -> "FlurkaLaunches":
         """form: the values of OPTIONS. Without what `merging` says."""
         feature_map, components, kind, window_blocks, start, before, oldest = form
-        k, v, matrix, pool_keys, pool_values, far_mass, starts, windows, ends = tensors
+        k, v, matrix, pool_keys, pool_values, far_mass, log_decay, starts, windows, ends = tensors
         rank, block_size = pool_keys.shape[-2:]
         heads, length = k.shape[1], k.shape[2] - before
         rows = None if matrix is None else matrix.shape[-2]
-        phi = phi_of(FeatureMap(feature_map, components), q.shape[-1], rows)
+        phi = phi_of(FeatureMap(feature_map, components), q.shape[-1], rows, log_decay is not None)
         near = Near(kind == "softmax", False, False, window_blocks, block_size, q.shape[-1])
         landmarks = cdiv(length, block_size) * rank
         capability = capability_of(q.device)
-        seq = SequenceInfo(starts, start, ends, heads, length, q.shape[2], landmarks)
+        segment = segment_blocks(phi, block_size, rank) * block_size
+        decay = None
+        if log_decay is not None:
+            places = ends_of_blocks(length, block_size, q.device) if ends is None else ends
+            decay = Decay.of_blocks(log_decay, segment, places, rank)
+        seq = SequenceInfo(starts, start, ends, heads, length, q.shape[2], landmarks, decay)
         call = Call(
             phi,
-            seq._replace(starts=None, ends=None),
-            segment_blocks(phi, block_size, rank) * block_size,
+            seq._replace(starts=None, ends=None, decay=None),
+            segment,
             q.shape[1] // heads,
             v.shape[-1],
             0,
@@ -229,18 +244,19 @@ class FlurkaLaunches(NamedTuple):
         dfar_weight = change.sum((0, 2)) if gate is None else None
         grads = (dq, None if gate is None else change, None if far_weight is None else dfar_weight, None)
         of_matrix = None if dy is None else cache(partial(products_of_queries, dy, q, self.seq.heads))
-        return QueryBackward(known, grads, of_matrix, (launches, merged, means, dfar_weight))
+        return QueryBackward(known, grads, of_matrix, (launches, merged, means, change, dfar_weight))
 
     def bwd_write(
         self,
         query_backward: QueryBackward,
         saved: Tensors,
         state: State,
+        along: Tensor | None,
         last: StateGradients | None,
         first: StateGradients | None,
     ) -> Tensors:
-        """Gradients of keys, values, projection, E, F and beta."""
-        queries, (launches, merged, means, dfar_weight) = query_backward.queries, query_backward.rest
+        """Gradients of keys, values, projection, E, F, beta and the decay."""
+        queries, (launches, merged, means, change, dfar_weight) = query_backward.queries, query_backward.rest
         of_keys, learned = _Saved(*saved), query_backward.of_matrix is not None
         landmarks, keys, matrix = of_keys.landmarks, of_keys.keys, self.whole.split(of_keys.terms)
         far, seq, k, v = self.call, self.seq, self.window.keys.pointer, self.window.v.pointer
@@ -250,7 +266,8 @@ class FlurkaLaunches(NamedTuple):
             landmarks.new_empty(*landmarks.shape[:3], far.values),
         )
         dy_landmarks = self._projected(landmarks) if learned else None
-        found = (dlandmarks, dpooled, dy_landmarks, None, None)
+        dcounts = None if seq.decay is None else torch.empty_like(of_keys.token_count)
+        found = (dlandmarks, dpooled, dy_landmarks, dcounts, None)
         # States of unbounded maps have float32's digits, and take twice the shared memory.
         for buffers in far.halves(found) if far.phi.unbounded else [found]:
             far.start(key_kernels.bwd_dkv, batch, queries, keys, self.whole, state, seq, *buffers)
@@ -278,14 +295,32 @@ class FlurkaLaunches(NamedTuple):
             dmatrix = gradient_of_matrix(self.given_matrix, query_backward.of_matrix(), *products)
         dfar_mass = None
         if self.pools.far_mass is not None:
+            # exp(beta) multiplies all of a state but what the first one left in it: states times their gradients say
+            # what that changes, those of queries being their gradients of gamma. Sums over landmarks would say the
+            # same of numbers that were rounded more often, where little is left of them.
             dfar_mass = landmarks.new_zeros(seq.heads)
             if dfar_weight is not None:
                 dfar_mass += dfar_weight.view(seq.heads, -1).sum(1)
             if last is not None:
-                dfar_mass += _along(*last)
+                dfar_mass += last.along().sum(0)
             if first is not None:
-                dfar_mass -= _along(*first)
-        return dk, dv, dmatrix, dkeys, dvalues, dfar_mass, None, None, None
+                dfar_mass -= first.along().sum(0)
+        dlog_decay = None
+        if dcounts is not None:
+            of_blocks = (dcounts * of_keys.token_count).unflatten(2, (-1, far.rank)).sum(3)
+            # Weights that add up to 1 under a gate.
+            of_queries = None
+            if dfar_weight is not None:
+                of_queries = change.unflatten(1, (seq.heads, -1)).sum(2)
+            # Blocks without an end count 0 wherever they are added.
+            ends = (
+                ends_of_blocks(seq.length, self.near.block_size, k.device) if seq.ends is None else seq.ends
+            )
+            at = ends.clamp(min=0).to(torch.int64)[:, None].expand_as(of_blocks)
+            of_ends = of_blocks.new_zeros(*of_blocks.shape[:2], seq.length).scatter_add_(2, at, of_blocks)
+            of_first = None if first is None else first.along()
+            dlog_decay = far.gradient_of_decay(of_ends, of_queries, along, of_first, seq, late=True)
+        return dk, dv, dmatrix, dkeys, dvalues, dfar_mass, dlog_decay, None, None, None
 
     def _projected(self, tokens: Tensor) -> Tensor:
         """A buffer for the gradients of projected tokens."""
@@ -311,21 +346,10 @@ class _Saved(NamedTuple):
         return Keys(tokens, Rows.of(self.values), self.token_count, None)
 
 
-def _along(state: tuple[Tensor, ...], slope: tuple[Tensor, ...]) -> Tensor:
-    """What a change of all sums of a state by a factor changes, (H_kv,).
-
-    The gradient of beta is made of these: exp(beta) multiplies all of a state but what the first one left in it, so
-    that the sums of states times their gradients say it: those of queries, which are their gradients of gamma, and of
-    the last state, without that of the first. Sums over landmarks of what each counts would say the same of numbers
-    that were rounded more often, where little is left of them.
-    """
-    return (state[0] * slope[0]).sum((0, 2, 3)) + (state[1] * slope[1]).sum((0, 2))
-
-
 OPTIONS = {"feature_map": str, "components": int, "near": str}
 OPTIONS |= dict.fromkeys(("blocks", "start", "before", "oldest"), int)
 
 forward = Operator(
-    "flurka_attention", OPTIONS, FlurkaLaunches.of, queries=4, keys=9, saved=len(_Saved._fields)
+    "flurka_attention", OPTIONS, FlurkaLaunches.of, queries=4, keys=10, saved=len(_Saved._fields)
 )
 """Of the tensors of `FlurkaLaunches`, and a first state."""

@@ -51,8 +51,8 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> str | 
     form, weights = inputs.form, inputs.weights
     if (reason := unsupported_features(q, form.feature_map)) is not None:
         return reason
-    if inputs.log_decay is not None:
-        return "log_decay is given; expected a far state without decay"
+    if inputs.log_decay is not None and form.near == "kernel":
+        return "log_decay is given, and near is kernel; expected near='softmax'"
     if weights.priors is not None:
         return "priors are given, for several keys at a position; expected one"
     if form.far_rotary is not None:
@@ -89,7 +89,7 @@ def attend(
     """
     if decode.unsupported(q, k, v, inputs) is None:
         return decode.step(q, k, v, inputs)
-    form, weights, gate, positions, far, tail, exchange, _, wants_state = inputs
+    form, weights, gate, positions, far, tail, exchange, log_decay, wants_state = inputs
     b, reach = form.block_size, form.block_size * form.blocks
     left = (empty_tail(k, v, reach) if tail is None else tail).after(k, v) if wants_state else None
     places = places_of(positions, q, block_size=b, blocks=form.blocks, tail=tail is not None)
@@ -97,7 +97,8 @@ def attend(
     if tail is not None and places.before:
         keys, values = torch.cat([tail.keys, k], 2), torch.cat([tail.values, v], 2)
     matrix = dense(weights.projection, q.shape[-1])
-    phi = phi_of(form.feature_map, q.shape[-1], None if matrix is None else matrix.shape[-2])
+    rows = None if matrix is None else matrix.shape[-2]
+    phi = phi_of(form.feature_map, q.shape[-1], rows, log_decay is not None)
     name = named(form.feature_map)
     options = (name.name, name.components, form.near, form.blocks, places.start, places.before, places.oldest)
     pools = (weights.pool_keys.to(torch.float32), weights.pool_values.to(torch.float32))
@@ -108,7 +109,7 @@ def attend(
         turns = None if form.near_rotary is None else angles_of(form, q.shape[-1])
         return gate, far_weight, None if turns is None else turns(0, reach + ANGLES, q.device)
 
-    of_keys = (keys, values, matrix, *pools, weights.far_mass)
+    of_keys = (keys, values, matrix, *pools, weights.far_mass, log_decay)
     tables = (places.starts, places.windows, places.ends)
     first = None if tail is None else far
     last = None
@@ -121,6 +122,8 @@ def attend(
             last = state_of(sums, norms, logs, phi, v.shape[-1])
     else:
         carries = open_documents(positions, q.shape[2], q.shape[0], q.device)
+        if log_decay is not None:
+            carries = carries[:, None] * log_decay.sum(2).exp()
         shard = exchanged.Shard(q, partial(operators.FlurkaLaunches.of, options))
         (out, factor, *_), first, last = exchanged.attend(
             shard, (*of_keys, *tables), lambda: (q, *merging()), exchange, carries, phi, v.shape[-1]

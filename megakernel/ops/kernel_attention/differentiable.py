@@ -65,7 +65,7 @@ class Operator:
         launches, queries, keys, first = self._launches(tensors, places, options)
         call, seq = launches.call, launches.seq
         buffer, saved = launches.write()
-        entering, last = call.pass_on(buffer, first, seq.starts, seq.length, reverse=False)
+        entering, last, _ = call.pass_on(buffer, first, seq, seq.length, reverse=False)
         found = launches.read(queries, saved, entering if call.causal else last)
         if not call.causal:
             entering = call.sums_of_segments(keys[0], 0)
@@ -99,11 +99,12 @@ class Operator:
         query_backward = launches.bwd_read(grads[0], queries, found, of_keys, entering, learned)
         outer = gradient_of_last(grads[1], grads[2], last.logs) if len(grads) > 1 else None
         buffer = call.sums_of_queries(query_backward.queries, seq, keys[0], length)
-        of_segments, of_first = call.pass_on(buffer, outer, seq.starts, length, reverse=True)
+        entered = None if seq.decay is None else entering
+        of_segments, of_first, along = call.pass_on(buffer, outer, seq, length, reverse=True, entered=entered)
         before = None if first is None else StateGradients(first, gradient_of_first(first.logs, of_first))
         after = None if outer is None else StateGradients(last, outer[:2])
         of_given = launches.bwd_write(
-            query_backward, of_keys, of_segments if call.causal else of_first, after, before
+            query_backward, of_keys, of_segments if call.causal else of_first, along, after, before
         )
         all_grads = (*query_backward.grads, *of_given, *(before.grads if before is not None else ()))
         return [all_grads[place].to(x.dtype) for place, x in zip(places, tensors) if place in wanted]

@@ -57,6 +57,11 @@ class StateGradients(NamedTuple):
     state: State
     grads: tuple[Tensor, Tensor]
 
+    def along(self) -> Tensor:
+        """(B, H_kv): what a change of all sums of the state by a factor changes."""
+        (sums, norms), (of_sums, of_norms) = self.state[:2], self.grads
+        return (sums * of_sums).sum((2, 3)) + (norms * of_norms).sum(2)
+
 
 class Launches(Protocol):
     """An op's launches over the tokens of one call, made of queries and of what is given of keys."""
@@ -90,12 +95,14 @@ class Launches(Protocol):
         query_backward: QueryBackward,
         saved: Tensors,
         state: State,
+        along: Tensor | None,
         last: StateGradients | None,
         first: StateGradients | None,
     ) -> Tensors:
         """Gradients of what is given of keys. state: of queries; last, first: the states that leave and enter.
 
-        None: a state that nobody reads, or that there is not.
+        None: a state that nobody reads, or that there is not. along: see `Call.pass_on`, of states that decay, unless
+        nobody asks for outputs.
         """
         ...
 
@@ -121,14 +128,14 @@ class Shard:
     def __init__(self, q: Tensor, make: Callable[[Tensor, Tensors], Launches]):
         self.q, self.make = q.detach(), make
         self.written: tuple[Launches, State, Tensors] | None = None
-        self.query_backward: tuple[Launches, QueryBackward, State, StateGradients] | None = None
+        self.query_backward: tuple[Launches, QueryBackward, State, State | None, StateGradients] | None = None
 
     def write(self, keys: Tensors) -> tuple[State, Tensors]:
         """What the keys add to the state that leaves, and what backward wants to know of them."""
         launches = self.make(self.q, keys)
         buffer, saved = launches.write()
         seq = launches.seq
-        _, own = launches.call.pass_on(buffer, None, seq.starts, seq.length, reverse=False, keep=False)
+        _, own, _ = launches.call.pass_on(buffer, None, seq, seq.length, reverse=False, keep=False)
         self.written = launches, buffer, saved
         # What backward takes where nobody asks for outputs.
         self.q = self.q.new_empty(*self.q.shape[:2], 0, self.q.shape[3])
@@ -140,7 +147,7 @@ class Shard:
         launches, buffer, saved = self.written
         self.written = None
         seq = launches.seq
-        entering, _ = launches.call.pass_on(buffer, first, seq.starts, seq.length, reverse=False)
+        entering, *_ = launches.call.pass_on(buffer, first, seq, seq.length, reverse=False)
         return launches.read(queries, saved, entering), (*saved, *entering)
 
     def bwd_read(
@@ -159,9 +166,11 @@ class Shard:
         query_backward = launches.bwd_read(grad, queries, found, saved, State(*state), learned)
         call, seq = launches.call, launches.seq
         buffer = call.sums_of_queries(query_backward.queries, seq, keys[0], seq.length)
-        _, of_first = call.pass_on(buffer, None, seq.starts, seq.length, reverse=True, keep=False)
+        _, of_first, _ = call.pass_on(buffer, None, seq, seq.length, reverse=True, keep=False)
         grads = gradient_of_first(first.logs, of_first)
-        self.query_backward = launches, query_backward, buffer, StateGradients(first, grads)
+        has_states = seq.decay is not None and launches.seq.queries > 0
+        entered = State(*state) if has_states else None
+        self.query_backward = launches, query_backward, buffer, entered, StateGradients(first, grads)
         return grads, query_backward.grads
 
     def bwd_write(self, grads: tuple[Tensor, Tensor], own: State, keys: Tensors, saved: Tensors) -> Tensors:
@@ -175,11 +184,11 @@ class Shard:
             out, *found = launches.found(queries)
             self.bwd_read(out, own, queries, keys, tuple(found), saved, own)
         assert self.query_backward is not None
-        launches, query_backward, buffer, first = self.query_backward
+        launches, query_backward, buffer, entered, first = self.query_backward
         self.query_backward = None
         seq, outer = launches.seq, gradient_of_last(*grads, own.logs)
-        state, _ = launches.call.pass_on(buffer, outer, seq.starts, seq.length, reverse=True)
-        return launches.bwd_write(query_backward, saved, state, StateGradients(own, outer[:2]), first)
+        state, _, along = launches.call.pass_on(buffer, outer, seq, seq.length, reverse=True, entered=entered)
+        return launches.bwd_write(query_backward, saved, state, along, StateGradients(own, outer[:2]), first)
 
 
 # Launches are not for torch.compile to trace: as exchanges, they break its graph.

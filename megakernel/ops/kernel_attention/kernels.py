@@ -126,6 +126,8 @@ def write_keys(keys, matrix, state, seq, scale, TILING: tl.constexpr, PHI: tl.co
             a, b, logs = phi_of_keys(
                 x, keys.tokens.rows.row, end - at, projection, matrix.low, priors, TILING.keys, C, PHI
             )
+            if PHI.decays:
+                logs -= load_numbers(seq.decay.of_keys + head.to(tl.int64) * seq.keys, at, end, C)
             a, b = once(rounded(a, dtype)), once(rounded(b, dtype)) if PHI.two else a
             store_features(a, b, logs, keys.tokens, head, seq.keys, at, end - at, PHI)
             if PHI.unbounded:
@@ -290,6 +292,8 @@ def read(
         empty = tl.abs(den) < PHI.least
         factor = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, den))
     else:
+        if PHI.decays:
+            own += load_numbers(seq.decay.of_queries + scales_at, tile.at, tile.end, C)
         factor = tl.exp(own + r) if PHI.unbounded else tl.full((C,), 1.0, tl.float32)
     numbers = tile.head.to(tl.int64) * seq.queries
     place = out + (numbers + tile.at) * TILING.values

@@ -8,7 +8,7 @@ from torch import Tensor
 from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.groups import Tensors
 from megakernel.ops.kernel_attention import query_kernels
-from megakernel.ops.kernel_attention.arguments import Queries, SequenceInfo, State, Tiling
+from megakernel.ops.kernel_attention.arguments import Queries, SequenceInfo, State, Tiling, gradient_of_decay
 from megakernel.ops.kernels import states
 from megakernel.ops.kernels.features import Phi, cdiv, padded, phi_of, power_of_two
 from megakernel.ops.kernels.launch import PROGRAMS, capability_of, launch
@@ -160,10 +160,11 @@ class Call(NamedTuple):
         components: int,
         causal: bool,
         start: int,
+        decays: bool,
     ) -> "Call":
         """The call with these arguments."""
         rows = None if matrix is None else matrix.shape[-2]
-        phi = phi_of(FeatureMap(feature_map, components), q.shape[-1], rows)
+        phi = phi_of(FeatureMap(feature_map, components), q.shape[-1], rows, decays)
         seq = SequenceInfo(None, start, None, k.shape[1], k.shape[2], q.shape[2], k.shape[2])
         group, keys = q.shape[1] // k.shape[1], 0 if priors is None else priors.shape[-1]
         sizes = (segment_of(phi, q, v, causal), group, v.shape[-1], keys)
@@ -172,7 +173,7 @@ class Call(NamedTuple):
     @property
     def stored(self) -> bool:
         """Whether features are in memory."""
-        return self.phi.projected or self.keys > 0
+        return self.phi.projected or self.phi.decays or self.keys > 0
 
     def features(self, tokens: Tensor, stored: bool) -> tuple[Tensor | None, Tensor | None]:
         """A buffer for the features of tokens (B, H, N, d), and their log scales."""
@@ -263,25 +264,31 @@ class Call(NamedTuple):
         self,
         buffer: State,
         first: State | None,
-        starts: Tensor | None,
+        seq: SequenceInfo,
         length: int,
         *,
         reverse: bool,
         keep: bool = True,
-    ) -> tuple[State, State]:
+        entered: State | None = None,
+    ) -> tuple[State, State, Tensor | None]:
         """The states that enter each segment, from what each segment adds, and the last one.
 
-        Without `keep` the last one alone: `buffer` still holds what segments add.
+        Without `keep` the last one alone: `buffer` still holds what segments add. In reverse, given the states that
+        `entered` segments from the left, also (B, H_kv, segments): what a change of those by a factor changes.
         """
         entering = State(buffer.sums, torch.empty_like(buffer.norms), torch.empty_like(buffer.logs))
         saved = entering[1:] if keep and self.causal else (None, None)
         last = self.states(buffer.norms, -1)
+        batch, heads, segments = buffer.logs.shape
+        programs = cdiv(self.phi.padded_features, FEATURES_AT_ONCE)
+        along = None if entered is None else buffer.logs.new_empty(batch, heads, programs, segments)
         launch(
             states.pass_states,
-            (buffer.logs[:, :, 0].numel(), cdiv(self.phi.padded_features, FEATURES_AT_ONCE)),
-            *(buffer, *saved, first, last, starts),
+            (batch * heads, programs),
+            *(buffer, *saved, first, last, seq.starts, None if seq.decay is None else seq.decay.of_segments),
+            *(entered, along),
             # No document begins in a sequence that sees both ways.
-            *(length, self.seq.start if self.causal else -1, self.seq.heads, buffer.logs.shape[2]),
+            *(length, seq.start if self.causal else -1, seq.heads, segments),
             warps=4,
             SEGMENT=self.segment,
             FP=self.phi.padded_features,
@@ -290,7 +297,30 @@ class Call(NamedTuple):
             REVERSE=reverse,
             UNBOUNDED=self.phi.unbounded,
         )
-        return entering, last
+        return entering, last, None if along is None else along.sum(2)
+
+    def gradient_of_decay(
+        self,
+        of_keys: Tensor,
+        of_queries: Tensor | None,
+        along: Tensor | None,
+        of_first: Tensor | None,
+        seq: SequenceInfo,
+        late: bool,
+    ) -> Tensor:
+        """See `arguments.gradient_of_decay`. along: see `pass_on`, or None: then all tokens are one segment.
+
+        of_first: (B, H_kv), what a change of the first state by a factor changes. Of a shard, whose own sums are the
+        last state, that is not what its gradient as a state of queries says: what the first state would add to the last
+        is taken off.
+        """
+        segment = self.segment
+        if along is None:
+            segment = seq.length
+            along = of_keys.new_zeros(*of_keys.shape[:2], 1)
+        if of_first is not None:
+            along = along - along[..., :1] + of_first[..., None]
+        return gradient_of_decay(of_keys, of_queries, along, seq.starts, seq.start, segment, late)
 
 
 OVER_SEGMENTS = ("write_keys", "write_queries")

@@ -12,14 +12,23 @@ from torch import Tensor
 
 from megakernel.ops.groups import Tensors
 from megakernel.ops.kernel_attention import kernels, key_kernels, query_kernels
-from megakernel.ops.kernel_attention.arguments import Keys, Matrix, Queries, Rows, SequenceInfo, State, Tokens
+from megakernel.ops.kernel_attention.arguments import (
+    Decay,
+    Keys,
+    Matrix,
+    Queries,
+    Rows,
+    SequenceInfo,
+    State,
+    Tokens,
+)
 from megakernel.ops.kernel_attention.differentiable import Operator
 from megakernel.ops.kernel_attention.exchanged import QueryBackward, StateGradients
 from megakernel.ops.kernel_attention.launches import Call
 
 
 class KernelLaunches(NamedTuple):
-    """See `exchanged.Launches`; tensors of keys are k, v, matrix, key_weights, priors and starts, of queries q."""
+    """See `exchanged.Launches`; tensors of keys are those of `attend`, of queries q."""
 
     call: Call
     given_matrix: Tensor | None
@@ -33,15 +42,20 @@ class KernelLaunches(NamedTuple):
     @staticmethod
     def of(form: Sequence[Any], q: Tensor, tensors: Tensors) -> "KernelLaunches":
         """form: the values of OPTIONS."""
-        k, v, matrix, key_weights, priors, starts = tensors
+        k, v, matrix, key_weights, priors, log_decay, starts = tensors
         feature_map, components, causal, normalize, start = form
-        call = Call.of(q, k, v, matrix, priors, feature_map, components, causal, start)
+        decays = log_decay is not None
+        call = Call.of(q, k, v, matrix, priors, feature_map, components, causal, start, decays)
         key_weights, shares = (
             None if x is None else x.to(torch.float32).contiguous() for x in (key_weights, priors)
         )
         keys = Keys(Tokens(Rows.of(k), None, None), Rows.of(v), key_weights, shares)
         whole = Matrix.whole(matrix, k.shape[1])
-        return KernelLaunches(call, matrix, call.seq._replace(starts=starts), keys, whole, normalize)
+        decay = None
+        if log_decay is not None:
+            decay = Decay.of_tokens(log_decay, call.segment, q.shape[-1] ** -0.5)
+        seq = call.seq._replace(starts=starts, decay=decay)
+        return KernelLaunches(call, matrix, seq, keys, whole, normalize)
 
     @property
     def k(self) -> Tensor:
@@ -122,14 +136,18 @@ class KernelLaunches(NamedTuple):
         query_backward: QueryBackward,
         saved: Tensors,
         state: State,
+        along: Tensor | None,
         last: StateGradients | None,
         first: StateGradients | None,
     ) -> Tensors:
-        """Gradients of keys, values, projection, key weights and priors."""
+        """Gradients of keys, values, projection, key weights, priors and decays."""
         call, k = self.call, self.k
         dk, dv = k.new_empty(k.shape), self.v.new_empty(self.v.shape)
         dy = self._projected(k, max(call.keys, 1)) if query_backward.of_matrix is not None else None
-        dkey_weights = None if self.keys.key_weights is None else torch.empty_like(self.keys.key_weights)
+        key_weights, decay = self.keys.key_weights, self.seq.decay
+        dkey_weights = None
+        if key_weights is not None or decay is not None:
+            dkey_weights = k.new_empty(k.shape[:3], dtype=torch.float32)
         parts = k.new_empty(*k.shape[:3], call.keys, dtype=torch.float32) if call.keys else None
         known = (query_backward.queries, *self.known(saved), state, self.seq)
         for wanted in call.halves((dk, dv, dy, dkey_weights, parts)):
@@ -140,7 +158,14 @@ class KernelLaunches(NamedTuple):
             of_keys = k.unflatten(-1, (max(call.keys, 1), -1)).movedim(3, 2)
             of_keys = products_of_tokens(dy.movedim(0, 2), of_keys)
             dmatrix = gradient_of_matrix(self.given_matrix, of_keys, query_backward.of_matrix())
-        return dk, dv, dmatrix, dkey_weights, dpriors, None
+        if decay is None or dkey_weights is None:
+            return dk, dv, dmatrix, dkey_weights, dpriors, None, None
+        # Weights are linear in q: what a change of all weights of a query by a factor changes.
+        q, (dq, *_) = query_backward.queries.tokens.rows.pointer, query_backward.grads
+        of_queries = (q.float() * dq).sum(-1).unflatten(1, (self.seq.heads, -1)).sum(2)
+        of_first = None if first is None else first.along()
+        dlog_decay = call.gradient_of_decay(dkey_weights, of_queries, along, of_first, self.seq, late=False)
+        return dk, dv, dmatrix, None, dpriors, dlog_decay, None
 
     def _projected(self, tokens: Tensor, *lead: int) -> Tensor:
         """A buffer for the gradients of projected tokens."""
@@ -165,5 +190,7 @@ def gradient_of_matrix(matrix: Tensor, *parts: Tensor) -> Tensor:
 
 OPTIONS = {"feature_map": str, "components": int, "causal": bool, "normalize": bool, "start": int}
 
-attend = Operator("kernel_attention", OPTIONS, KernelLaunches.of, queries=1, keys=6, saved=4)
-"""Of q; k, v, matrix, key_weights, priors and starts; and a first state."""
+attend = Operator("kernel_attention", OPTIONS, KernelLaunches.of, queries=1, keys=7, saved=4)
+"""Of q; k, v, matrix, key_weights, priors, log_decay and starts; and a first state.
+
+With log_decay: the map `identity` without normalizer, weights or priors, all weights divided by sqrt(d)."""

@@ -28,7 +28,7 @@ def do_of_keys(x, y, do, keys, state, seq, tile, r, TILING: tl.constexpr, PHI: t
     Not from the rounded output, which shows where few keys make up a sum. Of unbounded maps, one key may even have
     nearly all the weight: what is left of its terms would show the rounding of weights.
     """
-    if PHI.unbounded:
+    if PHI.unbounded and not PHI.two:
         total, den, _r = sums_of_keys(x, y, keys, state, seq, tile, r, do, TILING, PHI)
     else:
         sums, den, _r = sums_of_keys(x, y, keys, state, seq, tile, r, None, TILING, PHI)

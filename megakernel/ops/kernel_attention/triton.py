@@ -113,10 +113,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Ten
     width, value_dim = q.shape[-1], v.shape[-1]
     matrix = dense(projection, width)
     phi = phi_of(feature_map, width, None if matrix is None else matrix.shape[-2])
-    starts, start = _document_starts(positions, k.shape[2])
+    starts, start = document_starts(positions, k.shape[2])
     form = named(feature_map)
     layer = (form.name, form.components, causal, normalize, start)
-    keys = (k, v, matrix, key_weights, priors, starts)
+    keys = (k, v, matrix, key_weights, priors, None, starts)
     if exchange is None:
         tile: Tensors = (None, None, None)
         if first is not None:
@@ -151,7 +151,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Ten
     return in_range(((out, lost), last), again)
 
 
-def _document_starts(positions: Positions, length: int) -> tuple[Tensor | None, int]:
+def document_starts(positions: Positions, length: int) -> tuple[Tensor | None, int]:
     """The place where each token's document starts, (B, N) int32, or of all tokens: negative before the sequence."""
     if isinstance(positions, int):
         return None, -1 if positions > 0 else 0

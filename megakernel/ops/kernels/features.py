@@ -43,6 +43,9 @@ class Phi(NamedTuple):
     coefficient: float
     """What features are multiplied by: sqrt(C / M) for C Gaussians of M samples together, else 1."""
 
+    decays: bool = False
+    """Whether keys have a log scale of their own, for a state that decays."""
+
     at_once: int = 32
     """Columns of the projection that tokens are multiplied with at a time, at most."""
 
@@ -79,6 +82,11 @@ class Phi(NamedTuple):
     @property
     def unbounded(self) -> bool:
         """Whether tokens have a log scale."""
+        return self.decays or self.gaussian
+
+    @property
+    def gaussian(self) -> bool:
+        """Whether features are exponentials, of which each token's largest is taken out."""
         return self.name in UNBOUNDED
 
     @property
@@ -108,15 +116,15 @@ def padded(size: int) -> int:
     return max(16, power_of_two(size))
 
 
-def phi_of(feature_map: FeatureMap | str, width: int, rows: int | None) -> Phi:
+def phi_of(feature_map: FeatureMap | str, width: int, rows: int | None, decays: bool = False) -> Phi:
     """The map of tokens of `width` d with a projection of `rows` M, None without one."""
     form = named(feature_map)
     if form.name in ELEMENTWISE:
-        return Phi(form.name, width, width, 1.0, form.components**0.5)
+        return Phi(form.name, width, width, 1.0, form.components**0.5, decays)
     assert rows is not None
     sampled = form.name != "hedgehog"
     coefficient = math.sqrt(form.components / rows) if sampled else form.components**0.5
-    return Phi(form.name, width, rows, width**-0.25 if sampled else 1.0, coefficient)
+    return Phi(form.name, width, rows, width**-0.25 if sampled else 1.0, coefficient, decays)
 
 
 @triton.jit
@@ -301,7 +309,7 @@ def phi(
             a = tl.where(inside, cos, 0.0)
             b = tl.where(inside, sin, 0.0)
         else:
-            tl.static_assert(PHI.unbounded, "a map that kernels do not know")
+            tl.static_assert(PHI.gaussian, "a map that kernels do not know")
             # |x|^2 / 2 estimates exp(q.k / sqrt(d)), |x|^2 a Gaussian kernel (KL eq. 9).
             square *= PHI.scale * PHI.scale * (0.5 if PHI.name == "favor" else 1.0)
             y = tl.where(inside, y * PHI.scale - square[:, None], float("-inf"))
@@ -374,7 +382,7 @@ def store_slope(
             inside = (m < PHI.rows)[:, None] & (d < PHI.width)[None, :]
             places = matrix + (m[:, None] * PHI.width + d[None, :])
             part = dot(slope, tl.load(places, mask=inside, other=0.0), x.dtype.element_ty)
-            if PHI.unbounded:
+            if PHI.gaussian:
                 exact = load_rows(x + first, stride, count, C, PHI.width - first, PHI.columns).to(tl.float32)
                 part -= exact * total[:, None]
             if MORE:

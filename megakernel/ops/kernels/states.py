@@ -69,6 +69,9 @@ def pass_states(
     first,
     last,
     starts,
+    decays,
+    entered,
+    along,
     length,
     start,
     heads,
@@ -87,7 +90,11 @@ def pass_states(
 
     The states enter from the left, or with REVERSE from the right, the first one empty where `first` is None. What
     leaves the sequence goes to `last`; without `entering_norms` nothing else is kept, and what segments add stays.
-    added, first, last: sums, normalizers and log scales.
+    added, first, last: sums, normalizers and log scales. decays: (B, H_kv, segments) log of what a segment leaves of
+    the state that enters it, None of states that do not decay. Log scales are relative to where a segment begins.
+
+    Given the states `entered` from the left, what passes from the right is multiplied with them: `along` (B, H_kv,
+    programs, segments) is what a change of all that enters each segment by a factor changes.
     """
     sums, norms, logs = added
     head = tl.program_id(0)
@@ -111,6 +118,9 @@ def pass_states(
         entry = head.to(tl.int64) * segments + segment
         more = tl.load(sums + entry * FP * VP + within).to(tl.float32)
         added_norm = tl.load(norms + entry * FP + f)
+        decay = 0.0 if decays is None else tl.load(decays + entry)
+        if REVERSE:
+            log += decay
         if entering_norms is not None:
             tl.store(sums + entry * FP * VP + within, rounded(tile, sums.dtype.element_ty))
             tl.store(entering_norms + entry * FP + f, norm)
@@ -127,6 +137,14 @@ def pass_states(
             grow = 1.0
         tile = tile * shrink + more * grow
         norm = norm * shrink + added_norm * grow
+        if along is not None:
+            before = tl.load(entered[0] + entry * FP * VP + within).to(tl.float32)
+            product = tl.sum(tile * before) + tl.sum(norm * tl.load(entered[1] + entry * FP + f))
+            product *= tl.exp(log + tl.load(entered[2] + entry))
+            part = head.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+            tl.store(along + part * segments + segment, product)
+        if not REVERSE:
+            log += decay
     entry = head.to(tl.int64)
     tl.store(last[0] + entry * FP * VP + within, tile)
     tl.store(last[1] + entry * FP + f, norm)

@@ -3,13 +3,15 @@
 See docs/formulas.md, 9.
 """
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
 from megakernel.ops.arguments import check_heads, expand_tokens
 from megakernel.ops.chunks import token_queries, unchunk_token
 from megakernel.ops.decay import Chunks, scaled, scan_tokens
-from megakernel.ops.dispatch import accum_dtype, choose
+from megakernel.ops.dispatch import Implementation, Kernels, accum_dtype, choose
 from megakernel.ops.documents import (
     Positions,
     began_before,
@@ -18,6 +20,12 @@ from megakernel.ops.documents import (
 )
 from megakernel.ops.scan import alive_chunks
 from megakernel.ops.state import Exchange, KernelState
+
+
+def _kernels() -> ModuleType:
+    from megakernel.ops.simple_gla import triton
+
+    return triton
 
 
 def simple_gla(
@@ -43,7 +51,8 @@ def simple_gla(
         initial_state: (B, H_kv, d, D), what sequences continue from.
         exchange: gets what these tokens add to the state and the factor that they leave of it, and gives what enters,
             for a sequence cut over processes; in place of `initial_state`.
-        backend: reference or chunked.
+        backend: reference, chunked or triton; None takes the environment's MEGAKERNEL_BACKEND, else the kernels on a
+            GPU and chunked elsewhere.
 
     Returns:
         (B, H, N, D) in the dtype of v, and the state behind the last token; with `exchange` what these tokens add.
@@ -53,23 +62,48 @@ def simple_gla(
     """
     check_heads(q, k, v)
     log_decay = expand_tokens("log_decay", log_decay, k).to(accum_dtype(k.dtype))
-    attend = choose({"chunked": chunked, "reference": reference}, backend)
-    state = initial_state
-    if state is None:
-        state = k.new_zeros(*k.shape[:2], k.shape[3], v.shape[3], dtype=log_decay.dtype)
-    out, leaving = attend(q, k, v, log_decay, positions, state)
-    if exchange is not None:
+    out, leaving = choose(IMPLEMENTATIONS, backend)(q, k, v, log_decay, positions, initial_state, exchange)
+    return out.to(v.dtype), leaving
+
+
+def _exchanging(attend: Implementation) -> Implementation:
+    """`attend` of a whole sequence, also of one that is cut over processes."""
+
+    def attend_shard(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor,
+        positions: Positions,
+        state: Tensor | None,
+        exchange: Exchange | None,
+    ) -> tuple[Tensor, Tensor]:
+        if state is None:
+            state = k.new_zeros(*k.shape[:2], k.shape[3], v.shape[3], dtype=log_decay.dtype)
+        out, leaving = attend(q, k, v, log_decay, positions, state)
+        if exchange is None:
+            return out, leaving
         entire = log_decay.cumsum(2)
-        carries = open_documents(positions, q.shape[2], len(q), q.device)[:, None]
-        factor = torch.where(carries, entire[:, :, -1].exp(), 0.0)
-        entering = exchange(KernelState(leaving, leaving.new_zeros(leaving.shape[:2])), factor).wait()
+        entering = exchange(of_sums(leaving), factor_of_tokens(log_decay, positions)).wait()
         entered = entering.sums * entering.log_scale.exp()[..., None, None]
         # What a token sees of it has decayed over all tokens of the shard up to this one.
         kept = entire.exp().masked_fill(~began_before(positions, q.shape[2], q.device)[:, None], 0.0)
         group = q.shape[1] // k.shape[1]
         entered, kept = (x.repeat_interleave(group, 1) for x in (entered, kept))
-        out = out + (scaled(q, entered.dtype) @ entered) * kept[..., None]
-    return out.to(v.dtype), leaving
+        return out + (scaled(q, entered.dtype) @ entered) * kept[..., None], leaving
+
+    return attend_shard
+
+
+def of_sums(sums: Tensor) -> KernelState:
+    """A state of sums (B, H_kv, d, D)."""
+    return KernelState(sums, sums.new_zeros(sums.shape[:2]))
+
+
+def factor_of_tokens(log_decay: Tensor, positions: Positions) -> Tensor:
+    """What tokens leave of the state that enters them, (B, H_kv): nothing where a document begins among them."""
+    carries = open_documents(positions, log_decay.shape[2], len(log_decay), log_decay.device)[:, None]
+    return torch.where(carries, log_decay.sum(2).exp(), 0.0)
 
 
 def chunked(
@@ -137,3 +171,11 @@ def reference(
         state = state + keys[:, :, place, :, None] * values[:, :, place, None]
     from_before = torch.stack(seen_of_it, 2)
     return out + (scaled(q, state.dtype)[..., None, :] @ from_before)[..., 0, :], state
+
+
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "chunked": _exchanging(chunked),
+    "reference": _exchanging(reference),
+    "triton": Kernels("simple_gla", _kernels),
+}
+"""Backend -> implementation."""

@@ -1,0 +1,91 @@
+"""Simple gated linear attention by kernels against its reference in float64."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from megakernel.ops.documents import Positions
+from megakernel.ops.kernel_attention import launches
+from megakernel.ops.simple_gla import simple_gla
+from tests.kernels.comparing import TOLERANCE, assert_agrees
+from tests.kernels.test_exchange import Chain
+from tests.kernels.test_flurka_attention import documents
+
+LENGTH, END = 150, 70
+"""Tokens of a sequence, and of its first shard."""
+
+POSITIONS = {
+    "one document": 0,
+    "goes on": 37,
+    "packed": documents(torch.device("cpu"), 0, 20, 23, 110, LENGTH, first=37),
+}
+
+
+@pytest.fixture(autouse=True)
+def short_segments(monkeypatch):
+    """So short that sequences and shards have several, whose edges are no shard's."""
+    monkeypatch.setattr(launches, "segment_of", lambda phi, q, v, causal: 32)
+
+
+def tokens(draw: torch.Generator, device: torch.device, dtype: torch.dtype, width: int) -> dict[str, Tensor]:
+    """The first key head keeps nearly all of its state, the last next to nothing."""
+    q, k, v = (torch.randn(1, heads, LENGTH, width, generator=draw).to(dtype) for heads in (4, 2, 2))
+    strengths = torch.tensor([0.05, 3.0])[None, :, None]
+    log_decay = -strengths * torch.rand(1, 2, LENGTH, generator=draw)
+    return {name: x.to(device) for name, x in {"q": q, "k": k, "v": v, "log_decay": log_decay}.items()}
+
+
+def whole(backend: str, leaves: dict[str, Tensor], *, positions: Positions) -> dict[str, Tensor]:
+    leaves = dict(leaves)
+    state = leaves.pop("state", None)
+    out, left = simple_gla(**leaves, positions=positions, initial_state=state, backend=backend)
+    return {"out": out, "left": left}
+
+
+def halves(backend: str, leaves: dict[str, Tensor], *, positions: Positions) -> dict[str, Tensor]:
+    """The sequence whole by the reference, in two shards by kernels."""
+    if backend != "triton":
+        return whole(backend, leaves, positions=positions)
+    chain, outputs = Chain(), []
+    for begin, end in ((0, END), (END, LENGTH)):
+        here = {name: x[:, :, begin:end] for name, x in leaves.items()}
+        at = positions + begin if isinstance(positions, int) else positions[:, begin:end]
+        outputs.append(simple_gla(**here, positions=at, exchange=chain, backend=backend)[0])
+    left = chain.leaving.sums * chain.leaving.log_scale.exp()[..., None, None]
+    return {"out": torch.cat(outputs, 2), "left": left[..., : leaves["v"].shape[-1]]}
+
+
+def at(name: str, device: torch.device) -> Positions:
+    positions = POSITIONS[name]
+    return positions if isinstance(positions, int) else positions.to(device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_outputs_states_and_gradients_are_the_reference(positions, dtype, draw, device):
+    leaves = tokens(draw, device, dtype, width=24)
+    if positions != "one document":
+        leaves["state"] = torch.randn(1, 2, 24, 24, generator=draw).to(device)
+    assert_agrees(partial(whole, positions=at(positions, device)), leaves, draw, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("positions", ["one document", "packed"])
+def test_shards_give_the_sequence(positions, draw, device):
+    leaves = tokens(draw, device, torch.float32, width=24)
+    # No shard before the first: a document that goes on there has no state to see.
+    where = documents(device, 0, 20, 23, 110, LENGTH) if positions == "packed" else 0
+    assert_agrees(partial(halves, positions=where), leaves, draw, TOLERANCE[torch.float32])
+
+
+def test_one_token_goes_on_from_what_kernels_leave(draw, device):
+    leaves = tokens(draw, device, torch.float32, width=24)
+    expected = whole("chunked", leaves, positions=0)
+    before, last = (
+        {name: x[:, :, part] for name, x in leaves.items()} for part in (slice(-1), slice(-1, None))
+    )
+    state = whole("triton", before, positions=0)["left"]
+    found = whole("triton", last | {"state": state}, positions=LENGTH - 1)
+    torch.testing.assert_close(found["out"], expected["out"][:, :, -1:], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found["left"], expected["left"], rtol=1e-4, atol=1e-5)
