@@ -17,7 +17,6 @@ from megakernel.ops.flurka_attention.places import ends_of_blocks
 from megakernel.ops.groups import Tensors
 from megakernel.ops.kernel_attention import kernels, key_kernels
 from megakernel.ops.kernel_attention.arguments import (
-    Decay,
     Keys,
     Matrix,
     Queries,
@@ -26,6 +25,7 @@ from megakernel.ops.kernel_attention.arguments import (
     State,
     Tokens,
 )
+from megakernel.ops.kernel_attention.decay import Decay, gradient_of_decay
 from megakernel.ops.kernel_attention.differentiable import Operator
 from megakernel.ops.kernel_attention.exchanged import QueryBackward, StateGradients
 from megakernel.ops.kernel_attention.launches import SEGMENT, WARP_GROUPS, Call, TileSizes
@@ -319,7 +319,7 @@ class FlurkaLaunches(NamedTuple):
             at = ends.clamp(min=0).to(torch.int64)[:, None].expand_as(of_blocks)
             of_ends = of_blocks.new_zeros(*of_blocks.shape[:2], seq.length).scatter_add_(2, at, of_blocks)
             of_first = None if first is None else first.along()
-            dlog_decay = far.gradient_of_decay(of_ends, of_queries, along, of_first, seq, late=True)
+            dlog_decay = gradient_of_decay(of_ends, of_queries, along, of_first, seq, far.segment, late=True)
         return dk, dv, dmatrix, dkeys, dvalues, dfar_mass, dlog_decay, None, None, None
 
     def _projected(self, tokens: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 What is not there is None, and what reads it is then left out of the compiled kernel.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -101,78 +100,6 @@ class Matrix(NamedTuple):
         return Matrix(buffer, buffer.stride(0)) if buffer.numel() else self
 
 
-class Decay(NamedTuple):
-    """What is left of a state that decays: logarithms, relative to where the segment begins, float32."""
-
-    of_keys: Any
-    """(B, H_kv, keys): where each key enters the state. It counts exp of minus that."""
-
-    of_queries: Any
-    """(B, H_kv, N): where each query reads it, with what weights are scaled by."""
-
-    of_segments: Any
-    """(B, H_kv, segments): behind each segment."""
-
-    @staticmethod
-    def of_tokens(log_decay: Tensor, segment: int, scale: float) -> "Decay":
-        """log_decay: (B, H_kv, N) of each token, before its key and its query. scale: of all weights."""
-        behind, of_segments = Decay._behind(log_decay, segment)
-        return Decay(behind, behind + math.log(scale), of_segments)
-
-    @staticmethod
-    def of_blocks(log_decay: Tensor, segment: int, places: Tensor, rank: int) -> "Decay":
-        """log_decay: (B, H_kv, N) of each token, before the keys that enter there and behind its query.
-
-        places: (B or 1, blocks) of the tokens where `rank` landmarks enter, negative where none do.
-        """
-        behind, of_segments = Decay._behind(log_decay, segment)
-        at = places.clamp(min=0).to(torch.int64)[:, None].expand(*log_decay.shape[:2], -1)
-        of_keys = behind.gather(2, at).repeat_interleave(rank, 2)
-        return Decay(of_keys, behind - log_decay, of_segments)
-
-    @staticmethod
-    def _behind(log_decay: Tensor, segment: int) -> tuple[Tensor, Tensor]:
-        """Logarithms behind each token and each segment."""
-        length = log_decay.shape[2]
-        logs = torch.nn.functional.pad(log_decay, (0, -length % segment)).unflatten(2, (-1, segment))
-        within = logs.cumsum(3)
-        return within.flatten(2, 3)[..., :length].contiguous(), within[..., -1].contiguous()
-
-
-def gradient_of_decay(
-    of_keys: Tensor,
-    of_queries: Tensor | None,
-    of_entering: Tensor,
-    starts: Tensor | None,
-    start: int,
-    segment: int,
-    late: bool,
-) -> Tensor:
-    """(B, H_kv, N): the gradient of the log decay of each token, from those of the logarithms of what others count.
-
-    The decay of token s counts for keys that entered before s and queries behind it, of its document: for all that such
-    keys give, less what queries up to s got. Sums begin anew in each segment: over all tokens, what is lost to rounding
-    would add up. of_keys, of_queries: (B, H_kv, N); no queries: 0, as of weights that add up to 1. of_entering: (B,
-    H_kv, segments) of the state that enters each. late: a query sees the state that its own token has not decayed yet.
-    """
-    places = torch.arange(of_keys.shape[2], device=of_keys.device)
-    begins = places // segment * segment
-    first = places.new_full((1, len(places)), start) if starts is None else starts.to(torch.int64)
-    origin = torch.maximum(first, begins)[:, None].expand_as(of_keys)
-
-    def before(x: Tensor, own: bool) -> Tensor:
-        """Sums over the tokens before each one, and `own` ones."""
-        total = x.cumsum(2)
-        earlier = total - x
-        return (total if own else earlier) - earlier.gather(2, origin)
-
-    found = before(of_keys, own=False)
-    if of_queries is not None:
-        found = found - before(of_queries, own=late)
-    entering = of_entering.repeat_interleave(segment, 2)[..., : len(places)]
-    return found + entering.masked_fill((first >= begins)[:, None], 0.0)
-
-
 class SequenceInfo(NamedTuple):
     """Where the tokens of a sequence are, and how many there are."""
 
@@ -195,7 +122,7 @@ class SequenceInfo(NamedTuple):
     queries: int
     keys: int
     decay: Any = None
-    """`Decay` of a state that does."""
+    """`decay.Decay` of a state that decays."""
 
 
 class Tiling(NamedTuple):

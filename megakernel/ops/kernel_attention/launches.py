@@ -8,7 +8,7 @@ from torch import Tensor
 from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.groups import Tensors
 from megakernel.ops.kernel_attention import query_kernels
-from megakernel.ops.kernel_attention.arguments import Queries, SequenceInfo, State, Tiling, gradient_of_decay
+from megakernel.ops.kernel_attention.arguments import Queries, SequenceInfo, State, Tiling
 from megakernel.ops.kernels import states
 from megakernel.ops.kernels.features import Phi, cdiv, padded, phi_of, power_of_two
 from megakernel.ops.kernels.launch import PROGRAMS, capability_of, launch
@@ -298,29 +298,6 @@ class Call(NamedTuple):
             UNBOUNDED=self.phi.unbounded,
         )
         return entering, last, None if along is None else along.sum(2)
-
-    def gradient_of_decay(
-        self,
-        of_keys: Tensor,
-        of_queries: Tensor | None,
-        along: Tensor | None,
-        of_first: Tensor | None,
-        seq: SequenceInfo,
-        late: bool,
-    ) -> Tensor:
-        """See `arguments.gradient_of_decay`. along: see `pass_on`, or None: then all tokens are one segment.
-
-        of_first: (B, H_kv), what a change of the first state by a factor changes. Of a shard, whose own sums are the
-        last state, that is not what its gradient as a state of queries says: what the first state would add to the last
-        is taken off.
-        """
-        segment = self.segment
-        if along is None:
-            segment = seq.length
-            along = of_keys.new_zeros(*of_keys.shape[:2], 1)
-        if of_first is not None:
-            along = along - along[..., :1] + of_first[..., None]
-        return gradient_of_decay(of_keys, of_queries, along, seq.starts, seq.start, segment, late)
 
 
 OVER_SEGMENTS = ("write_keys", "write_queries")

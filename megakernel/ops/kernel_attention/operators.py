@@ -13,7 +13,6 @@ from torch import Tensor
 from megakernel.ops.groups import Tensors
 from megakernel.ops.kernel_attention import kernels, key_kernels, query_kernels
 from megakernel.ops.kernel_attention.arguments import (
-    Decay,
     Keys,
     Matrix,
     Queries,
@@ -22,6 +21,7 @@ from megakernel.ops.kernel_attention.arguments import (
     State,
     Tokens,
 )
+from megakernel.ops.kernel_attention.decay import Decay, gradient_of_decay
 from megakernel.ops.kernel_attention.differentiable import Operator
 from megakernel.ops.kernel_attention.exchanged import QueryBackward, StateGradients
 from megakernel.ops.kernel_attention.launches import Call
@@ -164,7 +164,9 @@ class KernelLaunches(NamedTuple):
         q, (dq, *_) = query_backward.queries.tokens.rows.pointer, query_backward.grads
         of_queries = (q.float() * dq).sum(-1).unflatten(1, (self.seq.heads, -1)).sum(2)
         of_first = None if first is None else first.along()
-        dlog_decay = call.gradient_of_decay(dkey_weights, of_queries, along, of_first, self.seq, late=False)
+        dlog_decay = gradient_of_decay(
+            dkey_weights, of_queries, along, of_first, self.seq, call.segment, late=False
+        )
         return dk, dv, dmatrix, None, dpriors, dlog_decay, None
 
     def _projected(self, tokens: Tensor, *lead: int) -> Tensor:
