@@ -340,14 +340,20 @@ def _bytes(launch: Any) -> int:
 
 def cases() -> dict[str, Callable[[], None]]:
     """Name -> a call of an op with gradients; imported late, for triton must not find TRITON_INTERPRET."""
-    from benchmarks.kernel_cases import flurka_case, kernel_attention_case
+    from benchmarks.kernel_cases import flurka_case, kernel_attention_case, simple_gla_case
 
     case = partial(partial, kernel_attention_case, length=LENGTH, heads=HEADS)
     flurka = partial(partial, flurka_case, "hedgehog", blocks=2, length=LENGTH, heads=HEADS)
+    decaying = partial(partial, simple_gla_case, length=LENGTH, heads=HEADS)
     maps = ("elu", "hedgehog", "favor")
     return {
         **{f"kernel_attention {name} d={width}": case(name, width) for name in maps for width in (64, 128)},
         **{f"flurka hedgehog gated, 2 blocks, d={width}": flurka(width) for width in (64, 128)},
+        **{
+            f"flurka hedgehog gated, 2 blocks, decay, d={width}": flurka(width, decays=True)
+            for width in (64, 128)
+        },
+        **{f"simple_gla d={width}": decaying(width) for width in (64, 128)},
     }
 
 

@@ -168,11 +168,18 @@ def flurka_case(
     out.backward(torch.empty_like(out))
 
 
-def simple_gla_case(width: int, dtype: torch.dtype = torch.bfloat16, *, length: int = 65536) -> None:
-    """One sequence, so long that segments have their full length, of two documents."""
-    q, k, v = (torch.empty(1, 1, length, width, dtype=dtype, requires_grad=True) for _ in range(3))
-    log_decay = torch.empty(1, 1, length, requires_grad=True)
-    positions = torch.zeros(1, length, dtype=torch.int64)
+def simple_gla_case(
+    width: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    packed: bool = False,
+    length: int = 65536,
+    heads: int = 1,
+) -> None:
+    """One sequence, by default so long that segments have their full length."""
+    q, k, v = (torch.empty(1, heads, length, width, dtype=dtype, requires_grad=True) for _ in range(3))
+    log_decay = torch.empty(1, heads, length, requires_grad=True)
+    positions = torch.zeros(1, length, dtype=torch.int64) if packed else 0
     out, _ = simple_gla(q, k, v, log_decay, positions=positions, backend="triton")
     out.backward(torch.empty_like(out))
 
@@ -275,9 +282,9 @@ CASES: dict[str, Case] = {
     "FLuRKA, one token, elu d=128, decay": partial(flurka_step_case, "elu", 128, decays=True),
     "FLuRKA, one token, favor d=128": partial(flurka_step_case, "favor", 128),
     "FLuRKA, one token, rks d=128 float32": partial(flurka_step_case, "rks", 128, torch.float32),
-    "simple_gla d=64": partial(simple_gla_case, 64),
-    "simple_gla d=128": partial(simple_gla_case, 128),
-    "simple_gla d=64 float32": partial(simple_gla_case, 64, torch.float32),
+    "simple_gla d=64, documents": partial(simple_gla_case, 64, packed=True),
+    "simple_gla d=128, documents": partial(simple_gla_case, 128, packed=True),
+    "simple_gla d=64 float32, documents": partial(simple_gla_case, 64, torch.float32, packed=True),
     "weighted_attention softmax d=64": _weighted("softmax", 64, 1),
     "weighted_attention gaussian d=64": _weighted("gaussian", 64, 1),
     "weighted_attention gaussian d=128": _weighted("gaussian", 128, 1),
