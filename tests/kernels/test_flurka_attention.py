@@ -350,7 +350,7 @@ def test_ops_know_their_shapes_and_gradients_under_compilation(draw, device):
     given = (
         *(leaves["q"], leaves["gate"], None, None),
         *(leaves[name] for name in ("k", "v", "projection", "pool_keys", "pool_values")),
-        *(far_mass, *(None,) * 6),
+        *(far_mass, *(None,) * 7),
     )
     arguments = (*pack(given), *("hedgehog", 1, "softmax", 1, 0, 0, 0))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")

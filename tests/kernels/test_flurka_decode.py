@@ -373,7 +373,7 @@ def test_torch_knows_the_operator(draw, device):
     arguments = (
         *(leaves[name] for name in ("q", "k", "v", "gate")),
         *(torch.full((2, 1), 3, device=device), *far, tail, tail.clone(), leaves["projection"]),
-        *(leaves["pool_keys"], leaves["pool_values"], None, None, None),
+        *(leaves["pool_keys"], leaves["pool_values"], None, None, None, None),
         *("hedgehog", 1, "softmax", 1),
     )
     torch.library.opcheck(decode._step, arguments)

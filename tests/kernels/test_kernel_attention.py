@@ -279,7 +279,7 @@ def test_transposed_inputs_need_no_copy(draw, device):
 def test_ops_know_their_shapes_and_gradients_under_compilation(draw, device):
     leaves = tokens(draw, device, torch.float32, feature_map="hedgehog", length=40)
     leaves = {name: x.requires_grad_() for name, x in leaves.items()}
-    arguments = (*pack((*leaves.values(), *(None,) * 6)), "hedgehog", 1, True, True, 0)
+    arguments = (*pack((*leaves.values(), *(None,) * 7)), "hedgehog", 1, True, True, 0)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(torch.ops.megakernel.kernel_attention.default, arguments, test_utils=tests)
 
@@ -345,6 +345,6 @@ def test_states_take_less_than_a_quarter_of_the_tokens(feature_map, rows):
             torch.empty(1, n, 131072, 128, dtype=torch.bfloat16, device="meta") for n in (heads, kv_heads)
         )
         matrix = None if rows is None else torch.empty(rows, 128, device="meta")
-        call = launches.Call.of(q, k, k, matrix, None, feature_map, 1, True, 0)
+        call = launches.Call.of(q, k, k, matrix, None, feature_map, 1, True, 0, False)
         states = sum(x.numel() * x.element_size() for x in call.sums_of_segments(k, k.shape[2]))
         assert states <= (q.numel() + k.numel()) * 2 * 2 / 4
