@@ -83,6 +83,15 @@ def open_documents(positions: Positions, length: int, batch: int, device: torch.
     return positions[:, -1] >= length
 
 
+def carried(positions: Positions, tokens: Tensor, log_decay: Tensor | None = None) -> Tensor:
+    """What tokens (B, H, N, ...) leave of the state that enters them: all or nothing, (B,) bool, see `open_documents`.
+
+    Of a state that decays, log_decay (B, H_kv, N): the factor, (B, H_kv).
+    """
+    carries = open_documents(positions, tokens.shape[2], len(tokens), tokens.device)
+    return carries if log_decay is None else torch.where(carries[:, None], log_decay.sum(2).exp(), 0.0)
+
+
 def reversed_positions(positions: Tensor, continued: bool = False) -> Tensor:
     """Positions (B, N) of the sequences read backwards.
 

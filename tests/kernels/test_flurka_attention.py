@@ -241,17 +241,8 @@ def test_landmarks_that_decay_agree(form, feature_map, packed, dtype, draw, devi
 
     Documents have several blocks: of few decays that anything is left of, the gradient shows how its terms are rounded.
     """
-    leaves = tokens(
-        draw,
-        device,
-        dtype,
-        form=form,
-        feature_map=feature_map,
-        length=160,
-        heads=4,
-        kv_heads=2,
-        decays=True,
-    )
+    sizes = {"length": 160, "heads": 4, "kv_heads": 2}
+    leaves = tokens(draw, device, dtype, form=form, feature_map=feature_map, decays=True, **sizes)
     options = {"form": form, "feature_map": feature_map, "blocks": 2 if feature_map == "favor" else 1}
     leaves = with_state(leaves, draw, feature_map, options["blocks"])
     positions = documents(device, 0, 52, 58, 160, first=37) if packed else 37

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megakernel.ops.chunks import as_queries, chunk_keys, chunk_queries, query_mask, unchunk_queries
 from megakernel.ops.dispatch import accum_dtype
-from megakernel.ops.documents import Positions, began_before, open_documents, sees_far, token_positions
+from megakernel.ops.documents import Positions, began_before, carried, sees_far, token_positions
 from megakernel.ops.feature_maps import Features
 from megakernel.ops.flurka_attention import one_token
 from megakernel.ops.flurka_attention.form import FlurkaInputs, Form, Weights, landmarks_of
@@ -68,10 +68,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tenso
             out, leaving, _ = run(_attend, (q, k, v, log_decay, gate), far, tail)
             return out, leaving
         _, own, _ = run(_write, (k, v, log_decay), far, tail)
-        carries, before = open_documents(positions, q.shape[2], q.shape[0], q.device), None
-        if log_decay is not None:
-            carries = carries[:, None] * log_decay.sum(2).exp()
-            before = log_decay.cumsum(2) - log_decay
+        carries = carried(positions, q, log_decay)
+        before = None if log_decay is None else log_decay.cumsum(2) - log_decay
         pending = begin(own, carries)
         sums, _, _ = run(_sums, (q, k, v, log_decay), far, tail)
         reads = began_before(positions, q.shape[2], q.device)[:, None]

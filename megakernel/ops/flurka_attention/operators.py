@@ -16,15 +16,7 @@ from megakernel.ops.flurka_attention.arguments import Merged, Near, Pools, Share
 from megakernel.ops.flurka_attention.places import ends_of_blocks
 from megakernel.ops.groups import Tensors
 from megakernel.ops.kernel_attention import kernels, key_kernels
-from megakernel.ops.kernel_attention.arguments import (
-    Keys,
-    Matrix,
-    Queries,
-    Rows,
-    SequenceInfo,
-    State,
-    Tokens,
-)
+from megakernel.ops.kernel_attention.arguments import Keys, Matrix, Queries, Rows, SequenceInfo, State, Tokens
 from megakernel.ops.kernel_attention.decay import Decay, gradient_of_decay
 from megakernel.ops.kernel_attention.differentiable import Operator
 from megakernel.ops.kernel_attention.exchanged import QueryBackward, StateGradients
@@ -110,7 +102,7 @@ class FlurkaLaunches(NamedTuple):
         segment = segment_blocks(phi, block_size, rank) * block_size
         decay = None
         if log_decay is not None:
-            places = ends_of_blocks(length, block_size, q.device) if ends is None else ends
+            places = ends_of_blocks(ends, length, block_size, q.device)
             decay = Decay.of_blocks(log_decay, segment, places, rank)
         seq = SequenceInfo(starts, start, ends, heads, length, q.shape[2], landmarks, decay)
         call = Call(
@@ -313,9 +305,7 @@ class FlurkaLaunches(NamedTuple):
             if dfar_weight is not None:
                 of_queries = change.unflatten(1, (seq.heads, -1)).sum(2)
             # Blocks without an end count 0 wherever they are added.
-            ends = (
-                ends_of_blocks(seq.length, self.near.block_size, k.device) if seq.ends is None else seq.ends
-            )
+            ends = ends_of_blocks(seq.ends, seq.length, self.near.block_size, k.device)
             at = ends.clamp(min=0).to(torch.int64)[:, None].expand_as(of_blocks)
             of_ends = of_blocks.new_zeros(*of_blocks.shape[:2], seq.length).scatter_add_(2, at, of_blocks)
             of_first = None if first is None else first.along()

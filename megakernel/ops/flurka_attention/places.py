@@ -57,8 +57,10 @@ def places_of(positions: Positions, q: Tensor, *, block_size: int, blocks: int, 
     return Places(starts, start, windows, ends, before, oldest)
 
 
-def ends_of_blocks(length: int, block_size: int, device: torch.device) -> Tensor:
-    """`Places.ends` of sequences whose chunks are blocks, (1, chunks); the last chunk may be cut short."""
+def ends_of_blocks(ends: Tensor | None, length: int, block_size: int, device: torch.device) -> Tensor:
+    """`Places.ends`, also where it is None: (1, chunks) of sequences aligned, whose last chunk may be cut short."""
+    if ends is not None:
+        return ends
     ends = torch.arange(block_size - 1, length + block_size - 1, block_size, device=device, dtype=torch.int32)
     return torch.where(ends < length, ends, -1)[None]
 

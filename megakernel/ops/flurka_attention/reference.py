@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.dispatch import accum_dtype
-from megakernel.ops.documents import open_documents, token_positions
+from megakernel.ops.documents import carried, token_positions
 from megakernel.ops.flurka_attention.form import FlurkaInputs, Form, Weights
 from megakernel.ops.kernel_attention.reference import per_query_head, phi
 from megakernel.ops.mixture import by_component
@@ -34,9 +34,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tenso
         for b in range(batch)
     ]
     own = torch.stack([one.landmark_sums(length) for one in tokens])
-    carries = open_documents(positions, length, batch, device)
-    if log_decay is not None:
-        carries = carries[:, None] * log_decay.sum(2).exp()
+    carries = carried(positions, q, log_decay)
     leaving = own
     if exchange is not None:
         far = exchange(KernelState(own, own.new_zeros(own.shape[:2])), carries).wait()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megakernel.ops.documents import open_documents, sees_far, token_positions
+from megakernel.ops.documents import carried, sees_far, token_positions
 from megakernel.ops.feature_maps import named
 from megakernel.ops.flurka_attention import chunked, decode, operators
 from megakernel.ops.flurka_attention.form import FlurkaInputs, Form
@@ -121,9 +121,7 @@ def attend(
         if wants_state:
             last = state_of(sums, norms, logs, phi, v.shape[-1])
     else:
-        carries = open_documents(positions, q.shape[2], q.shape[0], q.device)
-        if log_decay is not None:
-            carries = carries[:, None] * log_decay.sum(2).exp()
+        carries = carried(positions, q, log_decay)
         shard = exchanged.Shard(q, partial(operators.FlurkaLaunches.of, options))
         (out, factor, *_), first, last = exchanged.attend(
             shard, (*of_keys, *tables), lambda: (q, *merging()), exchange, carries, phi, v.shape[-1]

@@ -16,7 +16,7 @@ from megakernel.ops.chunks import (
     unchunk_token,
 )
 from megakernel.ops.dispatch import accum_dtype
-from megakernel.ops.documents import Positions, began_before, open_documents, reversed_positions
+from megakernel.ops.documents import Positions, began_before, carried, open_documents, reversed_positions
 from megakernel.ops.feature_maps import Features
 from megakernel.ops.groups import Tensors, scan_groups
 from megakernel.ops.kernel_attention.options import KernelOptions
@@ -90,7 +90,7 @@ def _shards(
     """The same, and what `begins` fetches from before, while the local sums are made."""
     q, *keys = inputs
     _, own = run(_write, tuple(keys), state)
-    pending = begins[0](own, open_documents(positions, q.shape[2], q.shape[0], q.device))
+    pending = begins[0](own, carried(positions, q))
     local, _ = run(_sums, inputs, state)
     reads = began_before(positions, q.shape[2], q.device)[:, None]
     out, _ = run(partial(_read, finish, keys[1].dtype), (q, reads, *local), pending.wait())
@@ -103,7 +103,7 @@ def _one_document(
     """All tokens see all keys, those that `begins` fetches from before and behind too."""
     q, *keys = inputs
     _, own = run(_write, tuple(keys), state)
-    carries = open_documents(positions, q.shape[2], q.shape[0], q.device)
+    carries = carried(positions, q)
     pendings = [begin(own, carries) for begin in begins]
     whole = reduce(merge, (pending.wait() for pending in pendings), own)
     out, _ = run(partial(_read, finish, keys[1].dtype), (q, None), whole)

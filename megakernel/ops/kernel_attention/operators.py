@@ -12,15 +12,7 @@ from torch import Tensor
 
 from megakernel.ops.groups import Tensors
 from megakernel.ops.kernel_attention import kernels, key_kernels, query_kernels
-from megakernel.ops.kernel_attention.arguments import (
-    Keys,
-    Matrix,
-    Queries,
-    Rows,
-    SequenceInfo,
-    State,
-    Tokens,
-)
+from megakernel.ops.kernel_attention.arguments import Keys, Matrix, Queries, Rows, SequenceInfo, State, Tokens
 from megakernel.ops.kernel_attention.decay import Decay, gradient_of_decay
 from megakernel.ops.kernel_attention.differentiable import Operator
 from megakernel.ops.kernel_attention.exchanged import QueryBackward, StateGradients

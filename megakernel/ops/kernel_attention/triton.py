@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.arguments import check_state
-from megakernel.ops.documents import Positions, open_documents
+from megakernel.ops.documents import Positions, carried
 from megakernel.ops.feature_maps import FeatureMap, named
 from megakernel.ops.groups import Tensors
 from megakernel.ops.kernel_attention import chunked, decode, exchanged, operators
@@ -125,7 +125,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Ten
         out, reciprocal, *_, sums, norms, logs = operators.attend((q, *keys, *tile), *layer)
         last = state_of(sums, norms, logs, phi, value_dim) if wants_state else None
     else:
-        carries = open_documents(positions, q.shape[2], q.shape[0], q.device)
+        carries = carried(positions, q)
         shard = exchanged.Shard(q, partial(operators.KernelLaunches.of, layer))
         (out, reciprocal), first, last = exchanged.attend(
             shard, keys, lambda: (q,), exchange, carries, phi, value_dim

@@ -12,12 +12,7 @@ from megakernel.ops.arguments import check_heads, expand_tokens
 from megakernel.ops.chunks import token_queries, unchunk_token
 from megakernel.ops.decay import Chunks, scaled, scan_tokens
 from megakernel.ops.dispatch import Implementation, Kernels, accum_dtype, choose
-from megakernel.ops.documents import (
-    Positions,
-    began_before,
-    open_documents,
-    token_positions,
-)
+from megakernel.ops.documents import Positions, began_before, carried, token_positions
 from megakernel.ops.scan import alive_chunks
 from megakernel.ops.state import Exchange, KernelState
 
@@ -83,11 +78,14 @@ def _exchanging(attend: Implementation) -> Implementation:
         out, leaving = attend(q, k, v, log_decay, positions, state)
         if exchange is None:
             return out, leaving
-        entire = log_decay.cumsum(2)
-        entering = exchange(of_sums(leaving), factor_of_tokens(log_decay, positions)).wait()
+        entering = exchange(of_sums(leaving), carried(positions, q, log_decay)).wait()
         entered = entering.sums * entering.log_scale.exp()[..., None, None]
         # What a token sees of it has decayed over all tokens of the shard up to this one.
-        kept = entire.exp().masked_fill(~began_before(positions, q.shape[2], q.device)[:, None], 0.0)
+        kept = (
+            log_decay.cumsum(2)
+            .exp()
+            .masked_fill(~began_before(positions, q.shape[2], q.device)[:, None], 0.0)
+        )
         group = q.shape[1] // k.shape[1]
         entered, kept = (x.repeat_interleave(group, 1) for x in (entered, kept))
         return out + (scaled(q, entered.dtype) @ entered) * kept[..., None], leaving
@@ -98,12 +96,6 @@ def _exchanging(attend: Implementation) -> Implementation:
 def of_sums(sums: Tensor) -> KernelState:
     """A state of sums (B, H_kv, d, D)."""
     return KernelState(sums, sums.new_zeros(sums.shape[:2]))
-
-
-def factor_of_tokens(log_decay: Tensor, positions: Positions) -> Tensor:
-    """What tokens leave of the state that enters them, (B, H_kv): nothing where a document begins among them."""
-    carries = open_documents(positions, log_decay.shape[2], len(log_decay), log_decay.device)[:, None]
-    return torch.where(carries, log_decay.sum(2).exp(), 0.0)
 
 
 def chunked(

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megakernel.ops.documents import Positions
+from megakernel.ops.documents import Positions, carried
 from megakernel.ops.groups import Tensors
 from megakernel.ops.kernel_attention import exchanged, operators
 from megakernel.ops.kernel_attention.launches import state_of, tiles_of
@@ -18,7 +18,7 @@ from megakernel.ops.kernel_attention.triton import (
     unsupported_tiles,
 )
 from megakernel.ops.kernels.features import phi_of
-from megakernel.ops.simple_gla import chunked, factor_of_tokens, of_sums
+from megakernel.ops.simple_gla import chunked, of_sums
 from megakernel.ops.state import Exchange
 
 MAP = "identity"
@@ -59,6 +59,6 @@ def attend(
         left = state_of(sums, norms, logs, phi, value_dim)
     else:
         shard = exchanged.Shard(q, partial(operators.KernelLaunches.of, layer))
-        factor = factor_of_tokens(log_decay, positions)
+        factor = carried(positions, q, log_decay)
         (out, *_), _, left = exchanged.attend(shard, keys, lambda: (q,), exchange, factor, phi, value_dim)
     return out, left.sums[..., :-1] * left.log_scale.exp()[..., None, None]
