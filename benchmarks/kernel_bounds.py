@@ -55,6 +55,8 @@ WORK = ("LDG", "STG", "LDGSTS", "HMMA", "HGMMA", "MUFU")
 UNITS = ("issue", "tensor", "special", "integer", "shared", "memory")
 LENGTH = 16384
 HEADS = 16
+CHUNK = 64
+"""Tokens of a chunk of the gated delta rule."""
 
 
 class Instruction(NamedTuple):
@@ -267,6 +269,9 @@ TRIPS: dict[str, Callable[[Sizes], float | None]] = {
     "range(part * EACH, tl.minimum(part * EACH + EACH, blocks))": lambda x: x.EACH,
     "range(G)": lambda x: x.TILING.group if x.TILING.group > 1 else None,
     "range(segments)": lambda x: LENGTH / x.SEGMENT,
+    "range(chunks)": lambda x: LENGTH / CHUNK,
+    "range(0, SHAPE.padded_values, V)": lambda x: x.SHAPE.padded_values / x.SHAPE.columns,
+    "range(SHAPE.group)": lambda x: x.SHAPE.group if x.SHAPE.group > 1 else None,
 }
 """What a `for` statement of a kernel goes through -> how often it runs in a sequence of LENGTH tokens."""
 
@@ -340,7 +345,7 @@ def _bytes(launch: Any) -> int:
 
 def cases() -> dict[str, Callable[[], None]]:
     """Name -> a call of an op with gradients; imported late, for triton must not find TRITON_INTERPRET."""
-    from benchmarks.kernel_cases import flurka_case, kernel_attention_case, simple_gla_case
+    from benchmarks.kernel_cases import delta_case, flurka_case, kernel_attention_case, simple_gla_case
 
     case = partial(partial, kernel_attention_case, length=LENGTH, heads=HEADS)
     flurka = partial(partial, flurka_case, "hedgehog", blocks=2, length=LENGTH, heads=HEADS)
@@ -354,6 +359,10 @@ def cases() -> dict[str, Callable[[], None]]:
             for width in (64, 128)
         },
         **{f"simple_gla d={width}": decaying(width) for width in (64, 128)},
+        **{
+            f"gated_delta_rule d={width}": partial(delta_case, width, length=LENGTH, heads=HEADS)
+            for width in (64, 128)
+        },
     }
 
 

@@ -12,6 +12,7 @@ from megakernel.attention import Rotary
 from megakernel.ops import FlurkaState, flurka_attention, kernel_attention, weighted_attention
 from megakernel.ops.fastfood_features import fastfood_features
 from megakernel.ops.feature_maps import FEATURE_MAPS
+from megakernel.ops.gated_delta_rule import gated_delta_rule
 from megakernel.ops.phi import start_state
 from megakernel.ops.projections import FastFood
 from megakernel.ops.short_convolution import short_convolution
@@ -184,6 +185,24 @@ def simple_gla_case(
     out.backward(torch.empty_like(out))
 
 
+def delta_case(
+    width: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    group: int = 1,
+    packed: bool = False,
+    length: int = 65536,
+    heads: int = 1,
+) -> None:
+    """One sequence."""
+    q = torch.empty(1, heads * group, length, width, dtype=dtype, requires_grad=True)
+    k, v = (torch.empty(1, heads, length, width, dtype=dtype, requires_grad=True) for _ in range(2))
+    log_decay, strength = (torch.empty(1, heads, length, requires_grad=True) for _ in range(2))
+    positions = torch.zeros(1, length, dtype=torch.int64) if packed else 0
+    out, _ = gated_delta_rule(q, k, v, log_decay, strength, positions=positions, backend="triton")
+    out.backward(torch.empty_like(out))
+
+
 def weighted_attention_case(
     similarity: str,
     width: int,
@@ -285,6 +304,10 @@ CASES: dict[str, Case] = {
     "simple_gla d=64, documents": partial(simple_gla_case, 64, packed=True),
     "simple_gla d=128, documents": partial(simple_gla_case, 128, packed=True),
     "simple_gla d=64 float32, documents": partial(simple_gla_case, 64, torch.float32, packed=True),
+    "gated_delta_rule d=64, documents": partial(delta_case, 64, packed=True),
+    "gated_delta_rule d=128": partial(delta_case, 128),
+    "gated_delta_rule d=128, 4 queries a key, documents": partial(delta_case, 128, group=4, packed=True),
+    "gated_delta_rule d=32 float32, documents": partial(delta_case, 32, torch.float32, packed=True),
     "weighted_attention softmax d=64": _weighted("softmax", 64, 1),
     "weighted_attention gaussian d=64": _weighted("gaussian", 64, 1),
     "weighted_attention gaussian d=128": _weighted("gaussian", 128, 1),

@@ -27,21 +27,22 @@ class GatedDeltaAttention(SimpleGlaAttention):
         log_decay, _ = self._decay(inputs, k)
         logits = k.new_zeros(1) if inputs.further is None else inputs.further[..., -1]
         out, state = gated_delta_rule(
-            _unit(q.to(dtype)),
-            _unit(k.to(dtype)),
-            v.to(dtype),
+            _unit(q),
+            _unit(k),
+            v,
             log_decay,
             logits.to(dtype).sigmoid(),
             positions=inputs.at,
             initial_state=inputs.state,
             exchange=partial(_entering, inputs.cp_shard) if inputs.cp_shard.size > 1 else None,
         )
-        return out.to(v.dtype), state
+        return out, state
 
 
 def _unit(x: Tensor) -> Tensor:
-    """x over its length; eps keeps a vector of zeros one, and its gradient finite."""
-    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+    """x over its length, in its dtype; eps keeps a vector of zeros one, and its gradient finite."""
+    exact = x.to(accum_dtype(x.dtype))
+    return (exact * (exact.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
 
 
 def _entering(shard: ContextParallelShard, through: Tensor, own: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ S_i = a_i (I - b_i k_i k_i^T) S_(i-1) + b_i k_i v_i^T and o_i = q_i^T S_i / sqrt
 """
 
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -11,11 +12,17 @@ from torch import Tensor
 from megakernel.ops.arguments import check_heads, expand_tokens
 from megakernel.ops.chunks import chunk_keys
 from megakernel.ops.decay import Chunks, scaled, scan_tokens
-from megakernel.ops.dispatch import accum_dtype, choose
+from megakernel.ops.dispatch import Implementation, Kernels, accum_dtype, choose
 from megakernel.ops.documents import Positions, token_positions
 
 AffineExchange = Callable[[Tensor, Tensor], Tensor]
 """(A (B, H_kv, d, d), S (B, H_kv, d, D)) of a shard, which makes A E + S of the state E that enters it -> E."""
+
+
+def _kernels() -> ModuleType:
+    from megakernel.ops.gated_delta_rule import triton
+
+    return triton
 
 
 def gated_delta_rule(
@@ -42,7 +49,8 @@ def gated_delta_rule(
             document each. A document begins with an empty state.
         initial_state: (B, H_kv, d, D), what sequences continue from.
         exchange: for a sequence cut over processes, in place of `initial_state`.
-        backend: reference or chunked.
+        backend: reference, chunked or triton; None takes the environment's MEGAKERNEL_BACKEND, else the kernels on a
+            GPU and chunked elsewhere.
 
     Returns:
         (B, H, N, D) in the dtype of v, and the state behind the last token; with `exchange` what these tokens make of
@@ -55,19 +63,19 @@ def gated_delta_rule(
     dtype, width = accum_dtype(k.dtype), v.shape[3]
     log_decay = expand_tokens("log_decay", log_decay, k).to(dtype)
     strength = expand_tokens("strength", strength, k).to(dtype)
-    attend = choose({"chunked": chunked, "reference": reference}, backend)
+    attend = choose(IMPLEMENTATIONS, backend)
     state, values = initial_state, v
     if state is None:
         state = k.new_zeros(*k.shape[:2], k.shape[3], width, dtype=dtype)
     if exchange is not None:
         # Further columns, of no values on the identity, become A, and the outputs' q_i^T A_i.
         unit = torch.eye(k.shape[3], dtype=dtype, device=k.device).expand(*k.shape[:2], -1, -1)
-        state, values = torch.cat([state, unit], -1), torch.cat([v, torch.zeros_like(k)], -1)
+        state, values = torch.cat([state, unit], -1), torch.cat([v, v.new_zeros(k.shape)], -1)
     out, leaving = attend(q, k, values, log_decay, strength, positions, state)
     if exchange is not None:
         entering = exchange(leaving[..., width:], leaving[..., :width])
         out, through = out[..., :width], out[..., width:]
-        out = out + through @ entering.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        out = out + through.to(dtype) @ entering.repeat_interleave(q.shape[1] // k.shape[1], 1)
         leaving = leaving[..., :width]
     return out.to(v.dtype), leaving
 
@@ -116,3 +124,11 @@ def reference(
         seen = state.repeat_interleave(q.shape[1] // k.shape[1], 1)
         outputs.append((queries[:, :, place, None] @ seen)[..., 0, :])
     return torch.stack(outputs, 2), state
+
+
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "chunked": chunked,
+    "reference": reference,
+    "triton": Kernels("gated_delta_rule", _kernels),
+}
+"""Backend -> implementation."""

@@ -1,0 +1,446 @@
+"""Triton kernels of the gated delta rule, over chunks of C tokens.
+
+With S the state that enters a chunk, A_i the product of its decays up to token i, P_ij = A_i / A_j for j <= i (0 across
+documents), L_i = A_C / A_i, b the strengths, Q the queries over sqrt(d), and T and U as in docs/formulas.md, 9.6:
+
+    X = (I + T)^-1     U = X diag(b) (V - diag(A) K S)     S' = A_C S + (diag(L) K)^T U
+    O = (P * (Q K^T)) U + diag(A) Q S
+
+X does not depend on states: `solve` makes it for all chunks at once, and it is all that backward keeps beside the
+inputs. `pass_on` goes from chunk to chunk, `read` reads all chunks at once. Backward, with dS' the gradient of the
+state that leaves and R = X^T ((P * (Q K^T))^T dO + diag(L) K dS'), the gradient of b (V - diag(A) K S):
+
+    dS = A_C dS' + (diag(A) Q)^T dO - (diag(b A) K)^T R     dV = diag(b) R     db_i = R_i.U_i / b_i     dT = -R U^T
+
+`bwd_read` makes the first term of R for all chunks at once, `bwd_pass_on` goes from the last chunk to the first, and
+`bwd_queries` and `bwd_keys` give the gradients of tokens, of all chunks at once. Columns of values do not meet in
+`pass_on` and its backward: programs share them.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from megakernel.ops.kernels.features import dot, exp, load_rows, store_rows
+from megakernel.ops.kernels.launch import Rows
+from megakernel.ops.kernels.states import first_token
+
+CHUNK = 64
+
+HALF = tl.constexpr(CHUNK // 2)
+"""Tokens whose triangular system is inverted at once."""
+
+SIZE = tl.constexpr(CHUNK)
+
+
+class DeltaShape(NamedTuple):
+    """The sizes of a call, at compile time."""
+
+    width: int
+    """d"""
+
+    padded_width: int
+    values: int
+    """D"""
+
+    columns: int
+    """Of values, that a program has at once."""
+
+    padded_values: int
+    """A multiple of that."""
+
+    group: int
+    """Query heads of a key head."""
+
+    scale: float
+    """1 / sqrt(d)."""
+
+
+class Tokens(NamedTuple):
+    """Of all sequences."""
+
+    q: Rows
+    k: Rows
+    v: Rows
+    log_decay: Any
+    """(B, H_kv, N) float32."""
+
+    strength: Any
+    """The same, above 0."""
+
+    starts: Any
+    """(B, N) int32 where the document of each token starts, or None."""
+
+
+@triton.jit
+def head_of(rows, batch, head, at):
+    """Where the row of token `at` of a head is."""
+    return rows.pointer + batch.to(tl.int64) * rows.batch + head * rows.head + at.to(tl.int64) * rows.row
+
+
+@triton.jit
+def numbers_of(numbers, entry, n, length, other):
+    """Those of tokens n of a key head."""
+    return tl.load(numbers + entry.to(tl.int64) * length + n, mask=n < length, other=other)
+
+
+@triton.jit
+def decays_of(tokens, entry, batch, at, length, start):
+    """Of the C tokens from `at` on: their places, logs of A, where their documents start, A, L, and A_C.
+
+    A is 0 where the token does not see the state that enters, L where it is not in the one that leaves.
+    """
+    n = at + tl.arange(0, SIZE)
+    each = numbers_of(tokens.log_decay, entry, n, length, 0.0)
+    logs, total = tl.cumsum(each, 0), tl.sum(each, 0)
+    first = first_token(tokens.starts, batch, n, length, start)
+    newest = first_token(tokens.starts, batch, tl.minimum(at + SIZE, length) - 1, length, start)
+    kept = tl.where(first < at, exp(logs), 0.0)
+    left = tl.where(n >= newest, exp(total - logs), 0.0)
+    whole = tl.where(newest < at, tl.exp(total), 0.0)
+    return n, logs, first, kept, left, whole
+
+
+@triton.jit
+def pairs_of(logs, first, n, earlier_logs, earlier):
+    """P of tokens n at tokens `earlier`, with the diagonal."""
+    seen = (earlier[None, :] <= n[:, None]) & (earlier[None, :] >= first[:, None])
+    return tl.where(seen, exp(tl.minimum(logs[:, None] - earlier_logs[None, :], 0.0)), 0.0)
+
+
+@triton.jit
+def product(a, b, EXACT: tl.constexpr):
+    """a b of float32 tiles; of TF32's digits where the result is rounded to fewer."""
+    return tl.dot(a, b, input_precision="tf32x3" if EXACT else "tf32")
+
+
+@triton.jit
+def inverse_of(coupling, EXACT: tl.constexpr):
+    """(I + T)^-1 of a strict lower triangle T, from blocks of one row to the whole: as stable as row by row."""
+    i, j = tl.arange(0, HALF)[:, None], tl.arange(0, HALF)[None, :]
+    below = ((i >> 1) == (j >> 1)) & (i > j)
+    inverse = tl.where(i == j, 1.0, 0.0) - tl.where(below, coupling, 0.0)
+    for level in tl.static_range(1, 5):
+        # Two blocks of 2^level rows become one: [[a, 0], [t, b]]^-1 has -b^-1 t a^-1 below.
+        below = ((i >> (level + 1)) == (j >> (level + 1))) & ((i >> level) > (j >> level))
+        part = product(inverse, tl.where(below, coupling, 0.0), EXACT)
+        inverse -= product(part, inverse, EXACT)
+    return inverse
+
+
+@triton.jit(do_not_specialize=["length", "start"])
+def solve(tokens, solved, length, start, heads, SHAPE: tl.constexpr):
+    """X of every chunk, (B, H_kv, N, C). Program: (key head, chunk)."""
+    D: tl.constexpr = SHAPE.width
+    DP: tl.constexpr = SHAPE.padded_width
+    entry = tl.program_id(0)
+    batch, head = entry // heads, entry % heads
+    at = tl.program_id(1) * SIZE
+    dtype: tl.constexpr = tokens.k.pointer.dtype.element_ty
+    EXACT: tl.constexpr = dtype == tl.float32
+    m = at + tl.arange(0, HALF)
+    n = m + HALF
+    more = numbers_of(tokens.log_decay, entry, m, length, 0.0)
+    logs_m = tl.cumsum(more, 0)
+    logs_n = tl.sum(more, 0) + tl.cumsum(numbers_of(tokens.log_decay, entry, n, length, 0.0), 0)
+    first_m = first_token(tokens.starts, batch, m, length, start)
+    first_n = first_token(tokens.starts, batch, n, length, start)
+    b_m = numbers_of(tokens.strength, entry, m, length, 0.0)[:, None]
+    b_n = numbers_of(tokens.strength, entry, n, length, 0.0)[:, None]
+    k = head_of(tokens.k, batch, head, at)
+    keys_m = load_rows(k, tokens.k.row, length - at, HALF, D, DP)
+    keys_n = load_rows(k + HALF * tokens.k.row, tokens.k.row, length - at - HALF, HALF, D, DP)
+    corner = b_n * pairs_of(logs_n, first_n, n, logs_m, m) * dot(keys_n, tl.trans(keys_m), dtype)
+    strict = m[:, None] > m[None, :]
+    t_m = b_m * pairs_of(logs_m, first_m, m, logs_m, m) * dot(keys_m, tl.trans(keys_m), dtype)
+    inverse_m = inverse_of(tl.where(strict, t_m, 0.0), EXACT)
+    t_n = b_n * pairs_of(logs_n, first_n, n, logs_n, n) * dot(keys_n, tl.trans(keys_n), dtype)
+    inverse_n = inverse_of(tl.where(strict, t_n, 0.0), EXACT)
+    corner = product(inverse_n, product(corner, inverse_m, EXACT), EXACT)
+    x = solved + (entry.to(tl.int64) * length + at) * SIZE
+    store_rows(x, SIZE, length - at, inverse_m, HALF, HALF)
+    store_rows(x + HALF, SIZE, length - at, tl.zeros_like(inverse_m), HALF, HALF)
+    x += HALF * SIZE
+    store_rows(x, SIZE, length - at - HALF, -corner, HALF, HALF)
+    store_rows(x + HALF, SIZE, length - at - HALF, inverse_n, HALF, HALF)
+
+
+@triton.jit
+def state_at(entry, column, SHAPE: tl.constexpr):
+    """Places of the columns of a state (d, D) from `column` on, and which of them are there."""
+    d = tl.arange(0, SHAPE.padded_width)[:, None]
+    c = column + tl.arange(0, SHAPE.columns)[None, :]
+    there = (d < SHAPE.width) & (c < SHAPE.values)
+    return entry.to(tl.int64) * (SHAPE.width * SHAPE.values) + d * SHAPE.values + c, there
+
+
+@triton.jit(do_not_specialize=["length", "start"])
+def pass_on(tokens, solved, first, states, written, last, length, start, heads, SHAPE: tl.constexpr):
+    """U (B, H_kv, N, D), the states that enter chunks (B, H_kv, chunks, d, D), and the last one.
+
+    first, last: (B, H_kv, d, D) float32. Program: (key head, block of columns).
+    """
+    D: tl.constexpr = SHAPE.width
+    DP: tl.constexpr = SHAPE.padded_width
+    V: tl.constexpr = SHAPE.columns
+    entry, block = tl.program_id(0), tl.program_id(1)
+    batch, head = entry // heads, entry % heads
+    dtype: tl.constexpr = tokens.k.pointer.dtype.element_ty
+    chunks = tl.cdiv(length, SIZE)
+    places, there = state_at(entry, block * V, SHAPE)
+    state = tl.load(first + places, mask=there, other=0.0)
+    left_over = SHAPE.values - block * V
+    for chunk in range(chunks):
+        at = chunk * SIZE
+        n, _logs, _first, kept, left, whole = decays_of(tokens, entry, batch, at, length, start)
+        count, place = length - at, entry.to(tl.int64) * length + at
+        if states is not None:
+            here, there = state_at(entry * chunks + chunk, block * V, SHAPE)
+            tl.store(states + here, state.to(states.dtype.element_ty), mask=there)
+        keys = load_rows(head_of(tokens.k, batch, head, at), tokens.k.row, count, SIZE, D, DP)
+        v = head_of(tokens.v, batch, head, at) + block * V
+        values = load_rows(v, tokens.v.row, count, SIZE, left_over, V).to(tl.float32)
+        strength = numbers_of(tokens.strength, entry, n, length, 0.0)
+        given = strength[:, None] * (values - kept[:, None] * dot(keys, state, dtype))
+        x = load_rows(solved + place * SIZE, SIZE, count, SIZE, SIZE, SIZE)
+        u = dot(x, given, dtype)
+        store_rows(written + place * SHAPE.values + block * V, SHAPE.values, count, u, left_over, V)
+        state = whole * state + dot(tl.trans(keys.to(tl.float32) * left[:, None]), u, dtype)
+    tl.store(last + places, state, mask=there)
+
+
+@triton.jit(do_not_specialize=["length", "start"])
+def read(tokens, states, written, out, length, start, heads, SHAPE: tl.constexpr):
+    """O, (B, H, N, D). Program: (query head, chunk, block of columns)."""
+    D: tl.constexpr = SHAPE.width
+    DP: tl.constexpr = SHAPE.padded_width
+    V: tl.constexpr = SHAPE.columns
+    reader, block = tl.program_id(0), tl.program_id(2)
+    entry = reader // SHAPE.group
+    batch, head = entry // heads, entry % heads
+    at = tl.program_id(1) * SIZE
+    dtype: tl.constexpr = tokens.k.pointer.dtype.element_ty
+    n, logs, first, kept, _left, _whole = decays_of(tokens, entry, batch, at, length, start)
+    count, left_over = length - at, SHAPE.values - block * V
+    q = head_of(tokens.q, batch, reader % (heads * SHAPE.group), at)
+    queries = load_rows(q, tokens.q.row, count, SIZE, D, DP)
+    keys = load_rows(head_of(tokens.k, batch, head, at), tokens.k.row, count, SIZE, D, DP)
+    here, there = state_at(entry * tl.cdiv(length, SIZE) + tl.program_id(1), block * V, SHAPE)
+    seen = dot(queries, tl.load(states + here, mask=there, other=0.0), dtype) * kept[:, None]
+    scores = dot(queries, tl.trans(keys), dtype) * pairs_of(logs, first, n, logs, n)
+    u = written + (entry.to(tl.int64) * length + at) * SHAPE.values + block * V
+    seen += dot(scores, load_rows(u, SHAPE.values, count, SIZE, left_over, V), dtype)
+    place = out + (reader.to(tl.int64) * length + at) * SHAPE.values + block * V
+    store_rows(place, SHAPE.values, count, seen * SHAPE.scale, left_over, V)
+
+
+@triton.jit(do_not_specialize=["length", "start"])
+def bwd_read(tokens, grad, dwritten, length, start, heads, SHAPE: tl.constexpr):
+    """What the chunk's own queries give to the gradient of U, (B, H_kv, N, D). Program: (key head, chunk, columns)."""
+    D: tl.constexpr = SHAPE.width
+    DP: tl.constexpr = SHAPE.padded_width
+    V: tl.constexpr = SHAPE.columns
+    entry, block = tl.program_id(0), tl.program_id(2)
+    batch, head = entry // heads, entry % heads
+    at = tl.program_id(1) * SIZE
+    dtype: tl.constexpr = tokens.k.pointer.dtype.element_ty
+    n, logs, first, _kept, _left, _whole = decays_of(tokens, entry, batch, at, length, start)
+    count, left_over = length - at, SHAPE.values - block * V
+    keys = load_rows(head_of(tokens.k, batch, head, at), tokens.k.row, count, SIZE, D, DP)
+    pairs = pairs_of(logs, first, n, logs, n) * SHAPE.scale
+    total = tl.zeros((SIZE, V), tl.float32)
+    for one in range(SHAPE.group):
+        reader = head * SHAPE.group + one
+        queries = load_rows(head_of(tokens.q, batch, reader, at), tokens.q.row, count, SIZE, D, DP)
+        scores = dot(queries, tl.trans(keys), dtype) * pairs
+        do = load_rows(head_of(grad, batch, reader, at) + block * V, grad.row, count, SIZE, left_over, V)
+        total += dot(tl.trans(scores), do, dtype)
+    place = dwritten + (entry.to(tl.int64) * length + at) * SHAPE.values + block * V
+    store_rows(place, SHAPE.values, count, total, left_over, V)
+
+
+@triton.jit(do_not_specialize=["length", "start"])
+def bwd_pass_on(
+    tokens, grad, solved, dwritten, dlast, dstates, r, dfirst, length, start, heads, SHAPE: tl.constexpr
+):
+    """R (B, H_kv, N, D), gradients of the states that leave chunks (B, H_kv, chunks, d, D), and of the first one.
+
+    dlast, dfirst: (B, H_kv, d, D) float32. Program: (key head, block of columns).
+    """
+    D: tl.constexpr = SHAPE.width
+    DP: tl.constexpr = SHAPE.padded_width
+    V: tl.constexpr = SHAPE.columns
+    entry, block = tl.program_id(0), tl.program_id(1)
+    batch, head = entry // heads, entry % heads
+    dtype: tl.constexpr = tokens.k.pointer.dtype.element_ty
+    chunks = tl.cdiv(length, SIZE)
+    places, there = state_at(entry, block * V, SHAPE)
+    state = tl.load(dlast + places, mask=there, other=0.0)
+    left_over = SHAPE.values - block * V
+    for step in range(chunks):
+        chunk = chunks - 1 - step
+        at = chunk * SIZE
+        n, _logs, _first, kept, left, whole = decays_of(tokens, entry, batch, at, length, start)
+        count, place = length - at, entry.to(tl.int64) * length + at
+        here, there = state_at(entry * chunks + chunk, block * V, SHAPE)
+        tl.store(dstates + here, state.to(dstates.dtype.element_ty), mask=there)
+        keys = load_rows(head_of(tokens.k, batch, head, at), tokens.k.row, count, SIZE, D, DP)
+        du = load_rows(dwritten + place * SHAPE.values + block * V, SHAPE.values, count, SIZE, left_over, V)
+        du = du.to(tl.float32) + left[:, None] * dot(keys, state, dtype)
+        x = load_rows(solved + place * SIZE, SIZE, count, SIZE, SIZE, SIZE)
+        asked = dot(tl.trans(x), du, dtype)
+        store_rows(r + place * SHAPE.values + block * V, SHAPE.values, count, asked, left_over, V)
+        held = numbers_of(tokens.strength, entry, n, length, 0.0) * kept
+        state = whole * state - dot(tl.trans(keys.to(tl.float32) * held[:, None]), asked, dtype)
+        for one in range(SHAPE.group):
+            reader = head * SHAPE.group + one
+            queries = load_rows(head_of(tokens.q, batch, reader, at), tokens.q.row, count, SIZE, D, DP)
+            do = load_rows(head_of(grad, batch, reader, at) + block * V, grad.row, count, SIZE, left_over, V)
+            seen = queries.to(tl.float32) * (kept * SHAPE.scale)[:, None]
+            state += dot(tl.trans(seen), do, dtype)
+    tl.store(dfirst + places, state, mask=there)
+
+
+@triton.jit
+def sum_of(numbers):
+    """Of (C,), as (1,)."""
+    # As a column, see `states.largest_of`.
+    return tl.sum(numbers[:, None], 0)
+
+
+@triton.jit
+def gradient_of_scores(grad, written, batch, reader, place, at, count, SHAPE: tl.constexpr):
+    """dO U^T of a query head's chunk, (C, C)."""
+    V: tl.constexpr = SHAPE.columns
+    do = head_of(grad, batch, reader, at)
+    u = written + place * SHAPE.values
+    dtype: tl.constexpr = written.dtype.element_ty
+    total = tl.zeros((SIZE, SIZE), tl.float32)
+    for column in range(0, SHAPE.padded_values, V):
+        given = load_rows(do + column, grad.row, count, SIZE, SHAPE.values - column, V)
+        u_of = load_rows(u + column, SHAPE.values, count, SIZE, SHAPE.values - column, V)
+        total += dot(given, tl.trans(u_of), dtype)
+    return total
+
+
+@triton.jit(do_not_specialize=["length", "start"])
+def bwd_queries(tokens, grad, states, written, dq, passing, length, start, heads, SHAPE: tl.constexpr):
+    """Gradients of queries, and of log A in what they see of states, (B, H, N). Program: (query head, chunk)."""
+    D: tl.constexpr = SHAPE.width
+    DP: tl.constexpr = SHAPE.padded_width
+    V: tl.constexpr = SHAPE.columns
+    reader = tl.program_id(0)
+    entry = reader // SHAPE.group
+    batch, head = entry // heads, entry % heads
+    at = tl.program_id(1) * SIZE
+    dtype: tl.constexpr = tokens.k.pointer.dtype.element_ty
+    n, logs, first, kept, _left, _whole = decays_of(tokens, entry, batch, at, length, start)
+    count, place = length - at, entry.to(tl.int64) * length + at
+    chunk = entry * tl.cdiv(length, SIZE) + tl.program_id(1)
+    reader_of_batch = reader % (heads * SHAPE.group)
+    do = head_of(grad, batch, reader_of_batch, at)
+    of_state = tl.zeros((SIZE, DP), tl.float32)
+    for column in range(0, SHAPE.padded_values, V):
+        given = load_rows(do + column, grad.row, count, SIZE, SHAPE.values - column, V)
+        here, there = state_at(chunk, column, SHAPE)
+        of_state += dot(given, tl.trans(tl.load(states + here, mask=there, other=0.0)), dtype)
+    of_state *= (kept * SHAPE.scale)[:, None]
+    row = reader.to(tl.int64) * length + at
+    q = head_of(tokens.q, batch, reader_of_batch, at)
+    queries = load_rows(q, tokens.q.row, count, SIZE, D, DP).to(tl.float32)
+    tl.store(passing + row + tl.arange(0, SIZE), tl.sum(queries * of_state, 1), mask=n < length)
+    of_scores = gradient_of_scores(grad, written, batch, reader_of_batch, place, at, count, SHAPE)
+    of_scores *= pairs_of(logs, first, n, logs, n) * SHAPE.scale
+    keys = load_rows(head_of(tokens.k, batch, head, at), tokens.k.row, count, SIZE, D, DP)
+    store_rows(dq + row * D, D, count, of_state + dot(of_scores, keys, dtype), D, DP)
+
+
+@triton.jit(do_not_specialize=["length", "start"])
+def bwd_keys(
+    tokens,
+    grad,
+    states,
+    written,
+    dstates,
+    r,
+    passing_queries,
+    dk,
+    dv,
+    dlog_decay,
+    dstrength,
+    length,
+    start,
+    heads,
+    SHAPE: tl.constexpr,
+):
+    """Gradients of keys, values, decays and strengths. Program: (key head, chunk).
+
+    A decay's gradient is a sum over what passes its token: of later rows and earlier columns. What a number of a row
+    and of a column takes from the same product cancels to the last digit.
+    """
+    D: tl.constexpr = SHAPE.width
+    DP: tl.constexpr = SHAPE.padded_width
+    V: tl.constexpr = SHAPE.columns
+    entry = tl.program_id(0)
+    batch, head = entry // heads, entry % heads
+    at = tl.program_id(1) * SIZE
+    dtype: tl.constexpr = tokens.k.pointer.dtype.element_ty
+    n, logs, first, kept, left, whole = decays_of(tokens, entry, batch, at, length, start)
+    count, place = length - at, entry.to(tl.int64) * length + at
+    chunk = entry * tl.cdiv(length, SIZE) + tl.program_id(1)
+    k = head_of(tokens.k, batch, head, at)
+    strength = numbers_of(tokens.strength, entry, n, length, 1.0)
+    # One product of the width of keys after the other: two at once would not fit into registers.
+    of_leaving = tl.zeros((SIZE, DP), tl.float32)
+    along = tl.zeros((DP,), tl.float32)
+    for column in range(0, SHAPE.padded_values, V):
+        u = written + place * SHAPE.values + column
+        u = load_rows(u, SHAPE.values, count, SIZE, SHAPE.values - column, V)
+        here, there = state_at(chunk, column, SHAPE)
+        state = tl.load(states + here, mask=there, other=0.0).to(tl.float32)
+        dstate = tl.load(dstates + here, mask=there, other=0.0)
+        along += tl.sum(state * dstate.to(tl.float32), 1)
+        of_leaving += dot(u, tl.trans(dstate), dtype)
+    dkeys = of_leaving * left[:, None]
+    keys = load_rows(k, tokens.k.row, count, SIZE, D, DP)
+    passing = -tl.sum(keys.to(tl.float32) * dkeys, 1)
+    behind = whole * sum_of(along) - sum_of(passing)
+
+    of_pairs = tl.zeros((SIZE, SIZE), tl.float32)
+    of_state = tl.zeros((SIZE, DP), tl.float32)
+    for column in range(0, SHAPE.padded_values, V):
+        u = written + place * SHAPE.values + column
+        u = load_rows(u, SHAPE.values, count, SIZE, SHAPE.values - column, V)
+        asked = r + place * SHAPE.values + column
+        asked = load_rows(asked, SHAPE.values, count, SIZE, SHAPE.values - column, V)
+        here, there = state_at(chunk, column, SHAPE)
+        of_pairs += dot(asked, tl.trans(u), dtype)
+        of_state += dot(asked, tl.trans(tl.load(states + here, mask=there, other=0.0)), dtype)
+        dvalues = asked.to(tl.float32) * strength[:, None]
+        place_of = dv + place * SHAPE.values + column
+        store_rows(place_of, SHAPE.values, count, dvalues, SHAPE.values - column, V)
+    own = tl.sum(tl.where(n[:, None] == n[None, :], of_pairs, 0.0), 1)
+    tl.store(dstrength + place + tl.arange(0, SIZE), own / strength, mask=n < length)
+    of_state *= -(strength * kept)[:, None]
+    keys = load_rows(k, tokens.k.row, count, SIZE, D, DP)
+    passing += tl.sum(keys.to(tl.float32) * of_state, 1)
+    dkeys += of_state
+    pairs = pairs_of(logs, first, n, logs, n)
+    of_pairs = tl.where(n[:, None] > n[None, :], -of_pairs * pairs * strength[:, None], 0.0)
+    dkeys += dot(of_pairs, keys, dtype)
+    dkeys += dot(tl.trans(of_pairs), keys, dtype)
+    of_pairs *= dot(keys, tl.trans(keys), dtype)
+    passing += tl.sum(of_pairs, 1) - tl.sum(of_pairs, 0)
+    for one in range(SHAPE.group):
+        reader = head * SHAPE.group + one
+        of_scores = gradient_of_scores(grad, written, batch, reader, place, at, count, SHAPE)
+        of_scores *= pairs_of(logs, first, n, logs, n) * SHAPE.scale
+        queries = load_rows(head_of(tokens.q, batch, reader, at), tokens.q.row, count, SIZE, D, DP)
+        dkeys += dot(tl.trans(of_scores), queries, dtype)
+        of_scores *= dot(queries, tl.trans(keys), dtype)
+        passing += tl.sum(of_scores, 1) - tl.sum(of_scores, 0)
+        passing += numbers_of(passing_queries, entry * SHAPE.group + one, n, length, 0.0)
+    store_rows(dk + place * D, D, count, dkeys, D, DP)
+    later = tl.sum(tl.where(n[:, None] >= n[None, :], passing[:, None], 0.0), 0) + behind
+    tl.store(dlog_decay + place + tl.arange(0, SIZE), later, mask=n < length)

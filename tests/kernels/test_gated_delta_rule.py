@@ -1,0 +1,106 @@
+"""The gated delta rule by kernels against its reference in float64."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from megakernel.ops.documents import Positions
+from megakernel.ops.gated_delta_rule import gated_delta_rule
+from tests.kernels.comparing import TOLERANCE, assert_agrees
+from tests.kernels.test_flurka_attention import documents
+
+LENGTH, END = 150, 70
+"""Tokens of a sequence, and of its first shard: three chunks, and two and two."""
+
+POSITIONS = {
+    "one document": 0,
+    "goes on": 37,
+    "packed": documents(torch.device("cpu"), 0, 20, 23, 110, LENGTH, first=37),
+}
+
+
+def at(name: str, device: torch.device) -> Positions:
+    positions = POSITIONS[name]
+    return positions if isinstance(positions, int) else positions.to(device)
+
+
+def tokens(
+    draw: torch.Generator, device: torch.device, dtype: torch.dtype, width: int, values: int
+) -> dict[str, Tensor]:
+    """The first key head keeps nearly all of its state, the last next to nothing; some tokens write nothing."""
+    shapes = {"q": (4, width), "k": (2, width), "v": (2, values)}
+    drawn = {
+        name: torch.randn(1, heads, LENGTH, size, generator=draw) for name, (heads, size) in shapes.items()
+    }
+    drawn["k"] = normalize(drawn["k"], dim=-1)
+    leaves = {name: x.to(dtype) for name, x in drawn.items()}
+    leaves["log_decay"] = -torch.tensor([0.05, 3.0])[:, None] * torch.rand(1, 2, LENGTH, generator=draw)
+    strength = torch.rand(1, 2, LENGTH, generator=draw)
+    leaves["strength"] = strength.masked_fill(strength < 0.1, 0.0)
+    return {name: x.to(device) for name, x in leaves.items()}
+
+
+def whole(backend: str, leaves: dict[str, Tensor], *, positions: Positions) -> dict[str, Tensor]:
+    leaves = dict(leaves)
+    state = leaves.pop("state", None)
+    out, left = gated_delta_rule(**leaves, positions=positions, initial_state=state, backend=backend)
+    return {"out": out, "left": left}
+
+
+def halves(backend: str, leaves: dict[str, Tensor], *, positions: Positions) -> dict[str, Tensor]:
+    """The sequence whole by the reference, in two shards by kernels."""
+    if backend != "triton":
+        return whole(backend, leaves, positions=positions)
+    entered: list[Tensor] = []
+
+    def hand_on(through: Tensor, own: Tensor) -> Tensor:
+        entered.append(through @ entered[-1] + own if entered else own)
+        return entered[-2] if len(entered) > 1 else torch.zeros_like(own)
+
+    outputs = []
+    for begin, end in ((0, END), (END, LENGTH)):
+        here = {name: x[:, :, begin:end] for name, x in leaves.items()}
+        places = positions + begin if isinstance(positions, int) else positions[:, begin:end]
+        outputs.append(gated_delta_rule(**here, positions=places, exchange=hand_on, backend=backend)[0])
+    return {"out": torch.cat(outputs, 2), "left": entered[-1]}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_outputs_states_and_gradients_are_the_reference(positions, dtype, draw, device):
+    leaves = tokens(draw, device, dtype, width=24, values=40)
+    if positions != "one document":
+        leaves["state"] = torch.randn(1, 2, 24, 40, generator=draw).to(device)
+    assert_agrees(partial(whole, positions=at(positions, device)), leaves, draw, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("positions", ["one document", "packed"])
+def test_shards_give_the_sequence(positions, draw, device):
+    leaves = tokens(draw, device, torch.float32, width=24, values=24)
+    # No shard before the first: a document that goes on there has no state to see.
+    where = documents(device, 0, 20, 23, 110, LENGTH) if positions == "packed" else 0
+    assert_agrees(partial(halves, positions=where), leaves, draw, TOLERANCE[torch.float32])
+
+
+def test_the_same_key_again_and_again(draw, device):
+    """Systems whose inverse has no small numbers: every token corrects what the one before it wrote."""
+    leaves = tokens(draw, device, torch.float32, width=16, values=16)
+    leaves["k"] = leaves["k"][:, :, :1].expand(-1, -1, LENGTH, -1).contiguous()
+    leaves["strength"] = torch.ones_like(leaves["strength"])
+    leaves["log_decay"] = torch.zeros_like(leaves["log_decay"])
+    assert_agrees(partial(whole, positions=0), leaves, draw, TOLERANCE[torch.float32])
+
+
+def test_one_token_goes_on_from_what_kernels_leave(draw, device):
+    leaves = tokens(draw, device, torch.float32, width=24, values=24)
+    expected = whole("chunked", leaves, positions=0)
+    before, last = (
+        {name: x[:, :, part] for name, x in leaves.items()} for part in (slice(-1), slice(-1, None))
+    )
+    state = whole("triton", before, positions=0)["left"]
+    found = whole("triton", last | {"state": state}, positions=LENGTH - 1)
+    torch.testing.assert_close(found["out"], expected["out"][:, :, -1:], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found["left"], expected["left"], rtol=1e-4, atol=1e-5)
