@@ -43,8 +43,10 @@ MODELS: dict[str, Any] = {
     "flurka_gate": {"preset": "flurka", **GATE},
     "flurka_around": {"preset": "flurka", **AROUND},
     "flurka_best": {"preset": "flurka_decay", **AROUND},
+    "flurka_deltanet": [{"preset": "flurka", **CONVOLUTION}, "gated_deltanet"],
+    "local_deltanet": [{"preset": "local", **CONVOLUTION}, "gated_deltanet"],
 }
-"""Name -> model.attention. What is around a mechanism is no gain of it: `local_around` is `flurka_best` without its far
+"""Name -> model.attention, or those that layers have in turn. What is around a mechanism is no gain of it: `local_around` is `flurka_best` without its far
 part, `softmax_around` sees every token instead of landmarks; `local_convolution` and `softmax_convolution` are the same
 for `flurka_convolution`."""
 
@@ -79,10 +81,12 @@ class Run(NamedTuple):
         """What is laid over the configuration."""
         rows = load(CONFIG).training
         size = rows.seq_len * rows.global_batch_size
+        form = MODELS[self.model]
+        key = "attention_pattern" if isinstance(form, list) else "attention"
         return [
             f"run.name={self.model}-{self.length}-{self.seed}",
             f"run.seed={1234 + self.seed}",
-            f"model.attention={json.dumps(MODELS[self.model])}",
+            f"model.{key}={json.dumps(form)}",
             f"training.seq_len={self.length}",
             f"training.global_batch_size={size // self.length}",
             f"training.micro_batch_size={size // self.length}",
