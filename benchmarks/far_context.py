@@ -46,9 +46,11 @@ MODELS: dict[str, Any] = {
     "flurka_deltanet": [{"preset": "flurka", **CONVOLUTION}, "gated_deltanet"],
     "local_deltanet": [{"preset": "local", **CONVOLUTION}, "gated_deltanet"],
 }
-"""Name -> model.attention, or those that layers have in turn. What is around a mechanism is no gain of it: `local_around` is `flurka_best` without its far
-part, `softmax_around` sees every token instead of landmarks; `local_convolution` and `softmax_convolution` are the same
-for `flurka_convolution`."""
+"""Name -> model.attention, or those that layers have in turn.
+
+What is around a mechanism is no gain of it: `local_around` is `flurka_best` without its far part, `softmax_around` sees
+every token instead of landmarks; `local_convolution` and `softmax_convolution` are the same for `flurka_convolution`.
+"""
 
 FAR = 1024
 """First position of what is called far; windows and blocks are much shorter."""

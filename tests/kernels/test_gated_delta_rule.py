@@ -9,6 +9,7 @@ from torch.nn.functional import normalize
 
 from megakernel.ops.documents import Positions
 from megakernel.ops.gated_delta_rule import gated_delta_rule
+from megakernel.ops.kernels.launch import noting
 from tests.kernels.comparing import TOLERANCE, assert_agrees
 from tests.kernels.test_flurka_attention import documents
 
@@ -104,3 +105,39 @@ def test_one_token_goes_on_from_what_kernels_leave(draw, device):
     found = whole("triton", last | {"state": state}, positions=LENGTH - 1)
     torch.testing.assert_close(found["out"], expected["out"][:, :, -1:], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found["left"], expected["left"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [1, 2, 64, 65])
+def test_sequences_of_any_length(length, draw, device):
+    leaves = tokens(draw, device, torch.float32, width=16, values=48)
+    leaves = {name: x[:, :, :length].contiguous() for name, x in leaves.items()}
+    leaves["state"] = torch.randn(1, 2, 16, 48, generator=draw).to(device)
+    assert_agrees(partial(whole, positions=3), leaves, draw, TOLERANCE[torch.float32])
+
+
+def test_torch_knows_the_operator(draw, device):
+    leaves = tokens(draw, device, torch.float32, width=16, values=16)
+    state = torch.zeros(1, 2, 16, 16, device=device, requires_grad=True)
+    given = [x[:, :, :70].contiguous().requires_grad_() for x in leaves.values()]
+    torch.library.opcheck(
+        torch.ops.megakernel.gated_delta_rule.default,
+        (*given, None, state, -1),
+        # Backward has no gradient of its own, and X none that anybody asks for.
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )
+
+
+def test_what_the_kernels_cannot_take_is_refused_with_a_reason(draw, device):
+    wide = tokens(draw, device, torch.float32, width=40, values=16)
+    with pytest.raises(ValueError, match=r"q has width 40 in torch\.float32; expected at most 32"):
+        whole("triton", wide, positions=0)
+    with (
+        noting(80),
+        pytest.raises(ValueError, match=r"q is torch\.float32 on a GPU of compute capability 8\.0"),
+    ):
+        whole("triton", tokens(draw, device, torch.float32, width=16, values=16), positions=0)
+    with (
+        noting(80),
+        pytest.raises(ValueError, match=r"q has width 80 in torch\.bfloat16; expected at most 64"),
+    ):
+        whole("triton", tokens(draw, device, torch.bfloat16, width=80, values=16), positions=0)
