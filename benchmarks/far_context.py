@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import repositories
 from benchmarks.page import add_out, ended, give, opening, table, table_row
-from benchmarks.trained import curve, measured, megakernel, trained
+from benchmarks.trained import curve, measured, megakernel, named, trained
 from megakernel.config import Config, load
 from megakernel.config.mechanisms import Shape
 
@@ -25,26 +25,14 @@ CONFIG = Path(__file__).with_suffix(".yaml")
 TEXT = Path("data/repositories")
 TOKENIZER = "bpe:8192"
 
-CONVOLUTION = {"short_convolution": 4}
-GATE = {"output_norm": True, "output_gate": "silu"}
-AROUND = CONVOLUTION | GATE
 MODELS: dict[str, Any] = {
-    "softmax": "softmax",
-    "softmax_convolution": {"preset": "softmax", **CONVOLUTION},
-    "softmax_around": {"preset": "softmax", **AROUND},
-    "linear": "linear",
-    "gated_deltanet": "gated_deltanet",
-    "local": "local",
-    "local_convolution": {"preset": "local", **CONVOLUTION},
-    "local_around": {"preset": "local", **AROUND},
-    "flurka": "flurka",
-    "flurka_decay": "flurka_decay",
-    "flurka_convolution": {"preset": "flurka", **CONVOLUTION},
-    "flurka_gate": {"preset": "flurka", **GATE},
-    "flurka_around": {"preset": "flurka", **AROUND},
-    "flurka_best": {"preset": "flurka_decay", **AROUND},
-    "flurka_deltanet": [{"preset": "flurka", **CONVOLUTION}, "gated_deltanet"],
-    "local_deltanet": [{"preset": "local", **CONVOLUTION}, "gated_deltanet"],
+    **{name: name for name in ("softmax", "linear", "gated_deltanet", "local", "flurka", "flurka_decay")},
+    **{f"{name}_convolution": named(f"{name}+convolution") for name in ("softmax", "local", "flurka")},
+    "flurka_gate": named("flurka+gate"),
+    **{f"{name}_around": named(f"{name}+convolution+gate") for name in ("softmax", "local", "flurka")},
+    "flurka_best": named("flurka_decay+convolution+gate"),
+    "flurka_deltanet": [named("flurka+convolution"), "gated_deltanet"],
+    "local_deltanet": [named("local+convolution"), "gated_deltanet"],
 }
 """Name -> model.attention, or those that layers have in turn.
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.page import add_out, ended, give, opening, table, table_row
-from benchmarks.trained import curve, in_blocks, measured, megakernel, trained
-from megakernel.config import PRESETS, Config, Training, load
+from benchmarks.trained import curve, in_blocks, measured, megakernel, named, trained
+from megakernel.config import Config, Training, load
 from megakernel.evaluation.records import file_name
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tasks" / "mqar.yaml"
@@ -177,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="over configs/tasks/mqar.yaml"
     )
-    parser.add_argument("--only", nargs="+", choices=PRESETS, default=MECHANISMS, metavar="PRESET")
+    parser.add_argument("--only", nargs="+", default=MECHANISMS, metavar="PRESET[+PART]")
     parser.add_argument("--task", default="mqar:pairs=8", metavar="NAME[:key=value,...]")
     parser.add_argument("--tokenizer", default="byte", metavar="SPEC", help="byte, bpe:SIZE or words")
     parser.add_argument(
@@ -188,6 +188,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_out(parser)
     given = sys.argv[1:] if argv is None else list(argv)
     arguments = parser.parse_intermixed_args(given)
+    for name in arguments.only:
+        try:
+            named(name)
+        except ValueError as unknown:
+            parser.error(f"argument --only: {unknown}")
     plan = Plan(
         arguments.task, arguments.tokenizer, arguments.block_size, arguments.rank, arguments.overrides
     )

@@ -13,6 +13,12 @@ from megakernel.checkpoint.trained_run import find_checkpoint
 from megakernel.config import PRESETS, Attention, UserError, check_same_run, expand_preset, load
 from megakernel.evaluation.records import file_name
 
+PARTS: dict[str, dict[str, Any]] = {
+    "convolution": {"short_convolution": 4},
+    "gate": {"output_norm": True, "output_gate": "silu"},
+}
+"""What a mechanism may have around it, by the name that stands behind its preset's: flurka+convolution."""
+
 
 def add_presets(parser: argparse.ArgumentParser, default: str | None, what: str = "presets") -> None:
     """Declare what is laid over every run, and the presets that are trained."""
@@ -27,13 +33,24 @@ def _presets(text: str) -> list[str]:
     return names
 
 
-def in_blocks(preset: str, block_size: int, rank: int, whole: int) -> dict[str, Any]:
-    """The preset with blocks that a short sequence has several of; whole: landmarks of those without blocks."""
-    form = Attention.model_validate(expand_preset(preset))
+def named(name: str) -> dict[str, Any]:
+    """The attention of a preset, or of one with parts around it. ValueError: a name that is not known."""
+    preset, *parts = name.split("+")
+    if preset not in PRESETS or not all(part in PARTS for part in parts):
+        raise ValueError(
+            f"{name} is no preset; choose {', '.join(PRESETS)}, and +{', +'.join(PARTS)} behind it"
+        )
+    return {"preset": preset, **{key: value for part in parts for key, value in PARTS[part].items()}}
+
+
+def in_blocks(name: str, block_size: int, rank: int, whole: int) -> dict[str, Any]:
+    """That attention with blocks that a short sequence has several of; whole: landmarks of those without blocks."""
+    tree = named(name)
+    form = Attention.model_validate(expand_preset(tree))
     if form.compression is not None:
         blocks = {"block_size": block_size, "rank": rank}
-        return {"preset": preset, "compression": {"rank": whole} if form.counts_positions else blocks}
-    return {"preset": preset, **({"near": {"block_size": block_size}} if form.near is not None else {})}
+        return {**tree, "compression": {"rank": whole} if form.counts_positions else blocks}
+    return {**tree, **({"near": {"block_size": block_size}} if form.near is not None else {})}
 
 
 def trained(config: Path, overrides: Sequence[str]) -> Path:
