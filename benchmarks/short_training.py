@@ -23,6 +23,7 @@ from typing import Any
 from benchmarks.page import add_out, give, opening, table, table_row
 from benchmarks.trained import in_blocks, trained
 from megakernel.config import PRESETS, Attention, Config, UserError, check_same_run, expand_preset, load
+from megakernel.training.observing.metrics_writer import logged
 
 CONFIG = Path(__file__).with_suffix(".yaml")
 COMMAND = "OMP_NUM_THREADS=1 python -m benchmarks.short_training"
@@ -147,7 +148,7 @@ def outcome(run: Run, config: Config) -> Outcome | None:
     if not (folder / "metrics.jsonl").exists():
         return None
     check_same_run((folder / "config.yaml").read_text(encoding="utf-8"), config, folder)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = logged(folder)
     steps = [line for line in lines if "train/loss" in line]
     held_out = [line["eval/loss"] for line in lines if "eval/loss" in line]
     if len(steps) != config.training.steps or len(held_out) != 2:

@@ -12,6 +12,7 @@ from megakernel.checkpoint.manifest import step_of
 from megakernel.checkpoint.trained_run import find_checkpoint
 from megakernel.config import PRESETS, Attention, UserError, check_same_run, expand_preset, load
 from megakernel.evaluation.records import file_name
+from megakernel.training.observing.metrics_writer import logged
 
 PARTS: dict[str, dict[str, Any]] = {
     "convolution": {"short_convolution": 4},
@@ -88,8 +89,7 @@ def measured(folder: Path, step: int, task: str, *options: str) -> dict[str, Any
 
 def curve(folder: Path, tag: str) -> dict[int, float]:
     """Step -> value of a tag in a run's metrics.jsonl."""
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return {line["step"]: line[tag] for line in lines if line.get(tag) is not None}
+    return {line["step"]: line[tag] for line in logged(folder) if line.get(tag) is not None}
 
 
 def best_step(folder: Path) -> int:

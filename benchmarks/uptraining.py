@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.page import add_out, give, opening, table, table_row
-from benchmarks.trained import curve, megakernel
+from benchmarks.trained import megakernel
 from megakernel.config import Config, load
+from megakernel.uptraining.costs import Spent
 from megakernel.uptraining.report import recovered
 
 DENSE = Path(__file__).with_suffix(".yaml")
@@ -108,13 +109,8 @@ def _row(model: dict[str, Any], *shares: float | None) -> str:
 
 def minutes_of_steps(folders: Sequence[Path]) -> float:
     """Minutes of the steps of all runs in and below these folders, from their logs."""
-    total = 0.0
-    for file in (file for folder in folders for file in folder.rglob("metrics.jsonl")):
-        before = 0
-        for step, seconds in curve(file.parent, "throughput/step_time").items():
-            total += (step - before) * seconds
-            before = step
-    return total / 60
+    files = (file for folder in folders for file in folder.rglob("metrics.jsonl"))
+    return sum(Spent.of(file.parent).seconds for file in files) / 60
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,10 +5,9 @@ hidden states, which wait on disk.
 """
 
 import gc
-import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from megakernel.parallel import Mesh, OneProcess
 from megakernel.parallel.ranks import Ranks
 from megakernel.training.engine import model_inputs, reading
 from megakernel.training.environment import package_versions
-from megakernel.training.observing.metrics_writer import Entry, MetricsWriter
+from megakernel.training.observing.metrics_writer import Entry, MetricsWriter, logged
 from megakernel.training.observing.observed import Providers
 from megakernel.training.optimizer import freeze
 from megakernel.training.resume import check_weights
@@ -317,7 +316,7 @@ class BlockTransfer:
         tensorboard = self.folder.tensorboard if self.config.logging.tensorboard else None
         with MetricsWriter(self.folder.metrics_file, tensorboard, 0) as writer:
             writer.describe(self.config)
-            for step, scalars in together(run / "metrics.jsonl" for run in runs):
+            for step, scalars in together(runs):
                 writer.write(step, Entry(scalars))
             writer.finish(self.config)
 
@@ -391,12 +390,11 @@ _ADDED = ("train/loss", "train/skipped_steps", "throughput/step_time", "throughp
 """Of a step the sum over blocks."""
 
 
-def together(files: Iterator[Path]) -> Iterator[tuple[int, dict[str, float]]]:
+def together(runs: Iterable[Path]) -> Iterator[tuple[int, dict[str, float]]]:
     """Step and scalars, the blocks' metrics taken as those of one run: losses and times add up, rates do not."""
     steps: dict[int, dict[str, list[float]]] = {}
-    for file in files:
-        for line in file.read_text(encoding="utf-8").splitlines():
-            entry = json.loads(line)
+    for run in runs:
+        for entry in logged(run):
             tags = steps.setdefault(entry.pop("step"), {})
             for tag, value in entry.items():
                 tags.setdefault(tag, []).append(math.nan if value is None else value)

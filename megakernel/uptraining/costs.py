@@ -1,6 +1,5 @@
 """What a stage took, and what a model takes to decode: the other half of what an up-training is for."""
 
-import json
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from megakernel.model import LanguageModel
 from megakernel.model.flops import flops_per_token
+from megakernel.training.observing.metrics_writer import logged
 
 LONGEST = 4096
 """Tokens that are read before decoding is timed, at most: those of a dense model take the square of it."""
@@ -41,8 +41,7 @@ class Spent:
         """Read a run's metrics.jsonl; of steps that nobody logged by those that were logged next."""
         seconds = flops = peak = 0.0
         before = 0
-        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-            entry = json.loads(line)
+        for entry in logged(run):
             peak = max(peak, entry.get("memory/peak_gib", 0.0) * 2**30)
             if "throughput/step_time" not in entry or entry["step"] <= before:
                 continue

@@ -8,6 +8,7 @@ from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import Config, Model, Uptrain
 from megakernel.model import LanguageModel
 from megakernel.parallel.ranks import Ranks
+from megakernel.training.observing.metrics_writer import logged
 
 from .ablations import SINKS, as_sliding_window, without_far, without_near
 from .costs import Decoding, Spent
@@ -116,8 +117,7 @@ def wanted_model(config: Config, plan: Sequence[Stage]) -> Model:
 def head_scalars(run: Path) -> dict[str, float]:
     """The last scalars under `HeadTag`s that a transfer run has logged."""
     found: dict[str, float] = {}
-    for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        entry = json.loads(line)
+    for entry in logged(run):
         found = {tag: value for tag, value in entry.items() if tag.startswith("transfer/")} or found
     return found
 

@@ -57,6 +57,11 @@ LAYOUT = {
 """Pages of CUSTOM SCALARS: page -> chart -> tags, as regular expressions."""
 
 
+def logged(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl: `step` and scalars by tag, None of one that was not finite."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
 def _hparams(config: Config) -> "tuple[Summary, Summary, Summary]":
     """Summaries for TensorBoard: the compared metrics, this run's values, and its success."""
     from torch.utils.tensorboard.summary import hparams

@@ -6,11 +6,12 @@ import math
 from megakernel.uptraining.blocks import together
 
 
-def files(tmp_path, *blocks):
+def runs(tmp_path, *blocks):
     for number, lines in enumerate(blocks):
-        file = tmp_path / f"{number}.jsonl"
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        yield file
+        run = tmp_path / str(number)
+        run.mkdir()
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        yield run
 
 
 def test_losses_and_times_add_up_and_rates_are_of_the_time_of_all(tmp_path):
@@ -18,7 +19,7 @@ def test_losses_and_times_add_up_and_rates_are_of_the_time_of_all(tmp_path):
     second = {"step": 1, "train/loss": 0.5, "train/grad_norm": 4.0, "train/lr": 0.1, "memory/peak_gib": 1.0}
     first |= {"throughput/step_time": 1.0, "throughput/tflops": 6.0, "throughput/tokens_per_sec": 30.0}
     second |= {"throughput/step_time": 2.0, "throughput/tflops": 3.0, "throughput/tokens_per_sec": 15.0}
-    ((step, scalars),) = together(files(tmp_path, [first], [second]))
+    ((step, scalars),) = together(runs(tmp_path, [first], [second]))
     assert step == 1
     assert scalars == {
         "train/loss": 2.0,
@@ -34,6 +35,6 @@ def test_losses_and_times_add_up_and_rates_are_of_the_time_of_all(tmp_path):
 def test_heads_of_all_blocks_stand_beside_each_other_and_what_is_no_number_stays_none(tmp_path):
     first = [{"step": 1, "transfer/error/layer_0/head_0": 0.5}, {"step": 2, "train/loss": None}]
     second = [{"step": 1, "transfer/error/layer_1/head_0": 0.25}, {"step": 2, "train/loss": 1.0}]
-    (_, heads), (_, losses) = together(files(tmp_path, first, second))
+    (_, heads), (_, losses) = together(runs(tmp_path, first, second))
     assert heads == {"transfer/error/layer_0/head_0": 0.5, "transfer/error/layer_1/head_0": 0.25}
     assert math.isnan(losses["train/loss"])
