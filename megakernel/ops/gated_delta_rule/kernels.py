@@ -22,16 +22,17 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from megakernel.ops.kernel_attention.arguments import head_at, load_numbers
 from megakernel.ops.kernels.features import dot, exp, load_rows, store_rows
 from megakernel.ops.kernels.launch import Rows
 from megakernel.ops.kernels.states import first_token
 
 CHUNK = 64
-
-HALF = tl.constexpr(CHUNK // 2)
-"""Tokens whose triangular system is inverted at once."""
+"""C"""
 
 SIZE = tl.constexpr(CHUNK)
+HALF = tl.constexpr(CHUNK // 2)
+"""Tokens whose triangular system is inverted at once."""
 
 
 class DeltaShape(NamedTuple):
@@ -74,15 +75,15 @@ class Tokens(NamedTuple):
 
 
 @triton.jit
-def head_of(rows, batch, head, at):
+def rows_at(rows, batch, head, at):
     """Where the row of token `at` of a head is."""
-    return rows.pointer + batch.to(tl.int64) * rows.batch + head * rows.head + at.to(tl.int64) * rows.row
+    return head_at(rows, batch, head) + tl.cast(at, tl.int64) * rows.row
 
 
 @triton.jit
-def numbers_of(numbers, entry, n, length, other):
-    """Those of tokens n of a key head."""
-    return tl.load(numbers + entry.to(tl.int64) * length + n, mask=n < length, other=other)
+def numbers_at(numbers, entry, at, length, C: tl.constexpr):
+    """Those of C tokens of a key head from `at` on."""
+    return load_numbers(numbers + entry.to(tl.int64) * length, at, length, C)
 
 
 @triton.jit
@@ -92,7 +93,7 @@ def decays_of(tokens, entry, batch, at, length, start):
     A is 0 where the token does not see the state that enters, L where it is not in the one that leaves.
     """
     n = at + tl.arange(0, SIZE)
-    each = numbers_of(tokens.log_decay, entry, n, length, 0.0)
+    each = numbers_at(tokens.log_decay, entry, at, length, SIZE)
     logs, total = tl.cumsum(each, 0), tl.sum(each, 0)
     first = first_token(tokens.starts, batch, n, length, start)
     newest = first_token(tokens.starts, batch, tl.minimum(at + SIZE, length) - 1, length, start)
@@ -141,14 +142,14 @@ def solve(tokens, solved, length, start, heads, SHAPE: tl.constexpr):
     EXACT: tl.constexpr = dtype == tl.float32
     m = at + tl.arange(0, HALF)
     n = m + HALF
-    more = numbers_of(tokens.log_decay, entry, m, length, 0.0)
+    more = numbers_at(tokens.log_decay, entry, at, length, HALF)
     logs_m = tl.cumsum(more, 0)
-    logs_n = tl.sum(more, 0) + tl.cumsum(numbers_of(tokens.log_decay, entry, n, length, 0.0), 0)
+    logs_n = tl.sum(more, 0) + tl.cumsum(numbers_at(tokens.log_decay, entry, at + HALF, length, HALF), 0)
     first_m = first_token(tokens.starts, batch, m, length, start)
     first_n = first_token(tokens.starts, batch, n, length, start)
-    b_m = numbers_of(tokens.strength, entry, m, length, 0.0)[:, None]
-    b_n = numbers_of(tokens.strength, entry, n, length, 0.0)[:, None]
-    k = head_of(tokens.k, batch, head, at)
+    b_m = numbers_at(tokens.strength, entry, at, length, HALF)[:, None]
+    b_n = numbers_at(tokens.strength, entry, at + HALF, length, HALF)[:, None]
+    k = rows_at(tokens.k, batch, head, at)
     keys_m = load_rows(k, tokens.k.row, length - at, HALF, D, DP)
     keys_n = load_rows(k + HALF * tokens.k.row, tokens.k.row, length - at - HALF, HALF, D, DP)
     corner = b_n * pairs_of(logs_n, first_n, n, logs_m, m) * dot(keys_n, tl.trans(keys_m), dtype)
@@ -193,15 +194,15 @@ def pass_on(tokens, solved, first, states, written, last, length, start, heads, 
     left_over = SHAPE.values - block * V
     for chunk in range(chunks):
         at = chunk * SIZE
-        n, _logs, _first, kept, left, whole = decays_of(tokens, entry, batch, at, length, start)
+        _n, _logs, _first, kept, left, whole = decays_of(tokens, entry, batch, at, length, start)
         count, place = length - at, entry.to(tl.int64) * length + at
         if states is not None:
             here, there = state_at(entry * chunks + chunk, block * V, SHAPE)
             tl.store(states + here, state.to(states.dtype.element_ty), mask=there)
-        keys = load_rows(head_of(tokens.k, batch, head, at), tokens.k.row, count, SIZE, D, DP)
-        v = head_of(tokens.v, batch, head, at) + block * V
+        keys = load_rows(rows_at(tokens.k, batch, head, at), tokens.k.row, count, SIZE, D, DP)
+        v = rows_at(tokens.v, batch, head, at) + block * V
         values = load_rows(v, tokens.v.row, count, SIZE, left_over, V).to(tl.float32)
-        strength = numbers_of(tokens.strength, entry, n, length, 0.0)
+        strength = numbers_at(tokens.strength, entry, at, length, SIZE)
         given = strength[:, None] * (values - kept[:, None] * dot(keys, state, dtype))
         x = load_rows(solved + place * SIZE, SIZE, count, SIZE, SIZE, SIZE)
         u = dot(x, given, dtype)
@@ -223,9 +224,9 @@ def read(tokens, states, written, out, length, start, heads, SHAPE: tl.constexpr
     dtype: tl.constexpr = tokens.k.pointer.dtype.element_ty
     n, logs, first, kept, _left, _whole = decays_of(tokens, entry, batch, at, length, start)
     count, left_over = length - at, SHAPE.values - block * V
-    q = head_of(tokens.q, batch, reader % (heads * SHAPE.group), at)
+    q = rows_at(tokens.q, batch, reader % (heads * SHAPE.group), at)
     queries = load_rows(q, tokens.q.row, count, SIZE, D, DP)
-    keys = load_rows(head_of(tokens.k, batch, head, at), tokens.k.row, count, SIZE, D, DP)
+    keys = load_rows(rows_at(tokens.k, batch, head, at), tokens.k.row, count, SIZE, D, DP)
     here, there = state_at(entry * tl.cdiv(length, SIZE) + tl.program_id(1), block * V, SHAPE)
     seen = dot(queries, tl.load(states + here, mask=there, other=0.0), dtype) * kept[:, None]
     scores = dot(queries, tl.trans(keys), dtype) * pairs_of(logs, first, n, logs, n)
@@ -247,14 +248,14 @@ def bwd_read(tokens, grad, dwritten, length, start, heads, SHAPE: tl.constexpr):
     dtype: tl.constexpr = tokens.k.pointer.dtype.element_ty
     n, logs, first, _kept, _left, _whole = decays_of(tokens, entry, batch, at, length, start)
     count, left_over = length - at, SHAPE.values - block * V
-    keys = load_rows(head_of(tokens.k, batch, head, at), tokens.k.row, count, SIZE, D, DP)
+    keys = load_rows(rows_at(tokens.k, batch, head, at), tokens.k.row, count, SIZE, D, DP)
     pairs = pairs_of(logs, first, n, logs, n) * SHAPE.scale
     total = tl.zeros((SIZE, V), tl.float32)
     for one in range(SHAPE.group):
         reader = head * SHAPE.group + one
-        queries = load_rows(head_of(tokens.q, batch, reader, at), tokens.q.row, count, SIZE, D, DP)
+        queries = load_rows(rows_at(tokens.q, batch, reader, at), tokens.q.row, count, SIZE, D, DP)
         scores = dot(queries, tl.trans(keys), dtype) * pairs
-        do = load_rows(head_of(grad, batch, reader, at) + block * V, grad.row, count, SIZE, left_over, V)
+        do = load_rows(rows_at(grad, batch, reader, at) + block * V, grad.row, count, SIZE, left_over, V)
         total += dot(tl.trans(scores), do, dtype)
     place = dwritten + (entry.to(tl.int64) * length + at) * SHAPE.values + block * V
     store_rows(place, SHAPE.values, count, total, left_over, V)
@@ -281,22 +282,22 @@ def bwd_pass_on(
     for step in range(chunks):
         chunk = chunks - 1 - step
         at = chunk * SIZE
-        n, _logs, _first, kept, left, whole = decays_of(tokens, entry, batch, at, length, start)
+        _n, _logs, _first, kept, left, whole = decays_of(tokens, entry, batch, at, length, start)
         count, place = length - at, entry.to(tl.int64) * length + at
         here, there = state_at(entry * chunks + chunk, block * V, SHAPE)
         tl.store(dstates + here, state.to(dstates.dtype.element_ty), mask=there)
-        keys = load_rows(head_of(tokens.k, batch, head, at), tokens.k.row, count, SIZE, D, DP)
+        keys = load_rows(rows_at(tokens.k, batch, head, at), tokens.k.row, count, SIZE, D, DP)
         du = load_rows(dwritten + place * SHAPE.values + block * V, SHAPE.values, count, SIZE, left_over, V)
         du = du.to(tl.float32) + left[:, None] * dot(keys, state, dtype)
         x = load_rows(solved + place * SIZE, SIZE, count, SIZE, SIZE, SIZE)
         asked = dot(tl.trans(x), du, dtype)
         store_rows(r + place * SHAPE.values + block * V, SHAPE.values, count, asked, left_over, V)
-        held = numbers_of(tokens.strength, entry, n, length, 0.0) * kept
+        held = numbers_at(tokens.strength, entry, at, length, SIZE) * kept
         state = whole * state - dot(tl.trans(keys.to(tl.float32) * held[:, None]), asked, dtype)
         for one in range(SHAPE.group):
             reader = head * SHAPE.group + one
-            queries = load_rows(head_of(tokens.q, batch, reader, at), tokens.q.row, count, SIZE, D, DP)
-            do = load_rows(head_of(grad, batch, reader, at) + block * V, grad.row, count, SIZE, left_over, V)
+            queries = load_rows(rows_at(tokens.q, batch, reader, at), tokens.q.row, count, SIZE, D, DP)
+            do = load_rows(rows_at(grad, batch, reader, at) + block * V, grad.row, count, SIZE, left_over, V)
             seen = queries.to(tl.float32) * (kept * SHAPE.scale)[:, None]
             state += dot(tl.trans(seen), do, dtype)
     tl.store(dfirst + places, state, mask=there)
@@ -313,7 +314,7 @@ def sum_of(numbers):
 def gradient_of_scores(grad, written, batch, reader, place, at, count, SHAPE: tl.constexpr):
     """dO U^T of a query head's chunk, (C, C)."""
     V: tl.constexpr = SHAPE.columns
-    do = head_of(grad, batch, reader, at)
+    do = rows_at(grad, batch, reader, at)
     u = written + place * SHAPE.values
     dtype: tl.constexpr = written.dtype.element_ty
     total = tl.zeros((SIZE, SIZE), tl.float32)
@@ -339,7 +340,7 @@ def bwd_queries(tokens, grad, states, written, dq, passing, length, start, heads
     count, place = length - at, entry.to(tl.int64) * length + at
     chunk = entry * tl.cdiv(length, SIZE) + tl.program_id(1)
     reader_of_batch = reader % (heads * SHAPE.group)
-    do = head_of(grad, batch, reader_of_batch, at)
+    do = rows_at(grad, batch, reader_of_batch, at)
     of_state = tl.zeros((SIZE, DP), tl.float32)
     for column in range(0, SHAPE.padded_values, V):
         given = load_rows(do + column, grad.row, count, SIZE, SHAPE.values - column, V)
@@ -347,12 +348,12 @@ def bwd_queries(tokens, grad, states, written, dq, passing, length, start, heads
         of_state += dot(given, tl.trans(tl.load(states + here, mask=there, other=0.0)), dtype)
     of_state *= (kept * SHAPE.scale)[:, None]
     row = reader.to(tl.int64) * length + at
-    q = head_of(tokens.q, batch, reader_of_batch, at)
+    q = rows_at(tokens.q, batch, reader_of_batch, at)
     queries = load_rows(q, tokens.q.row, count, SIZE, D, DP).to(tl.float32)
     tl.store(passing + row + tl.arange(0, SIZE), tl.sum(queries * of_state, 1), mask=n < length)
     of_scores = gradient_of_scores(grad, written, batch, reader_of_batch, place, at, count, SHAPE)
     of_scores *= pairs_of(logs, first, n, logs, n) * SHAPE.scale
-    keys = load_rows(head_of(tokens.k, batch, head, at), tokens.k.row, count, SIZE, D, DP)
+    keys = load_rows(rows_at(tokens.k, batch, head, at), tokens.k.row, count, SIZE, D, DP)
     store_rows(dq + row * D, D, count, of_state + dot(of_scores, keys, dtype), D, DP)
 
 
@@ -389,8 +390,8 @@ def bwd_keys(
     n, logs, first, kept, left, whole = decays_of(tokens, entry, batch, at, length, start)
     count, place = length - at, entry.to(tl.int64) * length + at
     chunk = entry * tl.cdiv(length, SIZE) + tl.program_id(1)
-    k = head_of(tokens.k, batch, head, at)
-    strength = numbers_of(tokens.strength, entry, n, length, 1.0)
+    k = rows_at(tokens.k, batch, head, at)
+    strength = numbers_at(tokens.strength, entry, at, length, SIZE)
     # One product of the width of keys after the other: two at once would not fit into registers.
     of_leaving = tl.zeros((SIZE, DP), tl.float32)
     along = tl.zeros((DP,), tl.float32)
@@ -436,11 +437,11 @@ def bwd_keys(
         reader = head * SHAPE.group + one
         of_scores = gradient_of_scores(grad, written, batch, reader, place, at, count, SHAPE)
         of_scores *= pairs_of(logs, first, n, logs, n) * SHAPE.scale
-        queries = load_rows(head_of(tokens.q, batch, reader, at), tokens.q.row, count, SIZE, D, DP)
+        queries = load_rows(rows_at(tokens.q, batch, reader, at), tokens.q.row, count, SIZE, D, DP)
         dkeys += dot(tl.trans(of_scores), queries, dtype)
         of_scores *= dot(queries, tl.trans(keys), dtype)
         passing += tl.sum(of_scores, 1) - tl.sum(of_scores, 0)
-        passing += numbers_of(passing_queries, entry * SHAPE.group + one, n, length, 0.0)
+        passing += numbers_at(passing_queries, entry * SHAPE.group + one, at, length, SIZE)
     store_rows(dk + place * D, D, count, dkeys, D, DP)
     later = tl.sum(tl.where(n[:, None] >= n[None, :], passing[:, None], 0.0), 0) + behind
     tl.store(dlog_decay + place + tl.arange(0, SIZE), later, mask=n < length)
