@@ -10,6 +10,7 @@ done by then is cut off. `benchmarks/results/gpu_PART.md` is written behind ever
 """
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -24,6 +25,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.page import give, opening, table
+from benchmarks.trained import named
 
 SECONDS = 530.0
 """Time limit of a part: 9 minutes, less the time to start and to write."""
@@ -141,9 +143,9 @@ def _pretrain(size: str, mechanism: str, seq_len: int) -> Check:
     """A few steps of a shape that is trained, on one GPU and on text that every machine has."""
     keys = {
         "run.root": RUNS,
-        "run.name": f"{size}-{mechanism}-{seq_len}",
+        "run.name": f"{size}-{mechanism.replace('+', '-')}-{seq_len}",
         "data.train": "data/stdlib",
-        "model.attention": mechanism,
+        "model.attention": json.dumps(named(mechanism)),
         "parallel.context": 1,
         "training.seq_len": seq_len,
         "training.steps": 12,
@@ -170,6 +172,7 @@ PARTS = {
         _tests("decoding", "decode", "flurka_decode"),
         _tests("FLuRKA", "flurka_attention", "flurka_wrapped"),
         _tests("kernel attention", "kernel_attention", "scales"),
+        _tests("states that decay, short convolution", "simple_gla", "gated_delta_rule", "short_convolution"),
         _tests("the other ops", "weighted_attention", "fastfood", "low_rank"),
         *(
             Check(
@@ -186,12 +189,12 @@ PARTS = {
     ),
     "training": (
         Check("text", (*CLI, "prepare", "--source", "stdlib", "--tokenizer", "byte", "--out", "data/stdlib")),
-        _pretrain("350m", "flurka", 8192),
+        _pretrain("350m", "flurka+convolution", 8192),
         _pretrain("350m", "softmax", 8192),
         _bench(2**20, "--repeats", "3", "--only", "kernel elu", "--only", "FLuRKA", "--only", "fla chunk"),
-        _pretrain("350m", "flurka", 32_768),
+        _pretrain("350m", "flurka+convolution", 32_768),
         _pretrain("350m", "softmax", 32_768),
-        _pretrain("1b", "flurka", 8192),
+        _pretrain("1b", "flurka+convolution", 8192),
         _pretrain("1b", "softmax", 8192),
     ),
 }

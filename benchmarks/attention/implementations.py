@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megakernel.attention import ALL_HEADS, HeadShard, build
+from megakernel.attention import ALL_HEADS, AttentionInputs, HeadShard, build
+from megakernel.config import expand_preset
 from megakernel.ops import kernel_attention
 from megakernel.parallel.device import free_memory
 
@@ -116,6 +117,20 @@ def _fla(function: str, normalize: bool) -> Callable[[], Core]:
     return make
 
 
+def _fla_delta() -> Core:
+    """Its gated delta rule, with the decays and the strength that a layer of ours has without a projection."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        layer = build(expand_preset("gated_deltanet"), num_heads=q.shape[2], head_dim=q.shape[3])
+        decay, _ = layer.to(q.device).log_decay_and_step(AttentionInputs(None), k)
+        log_decay = decay.mT.expand(q.shape[:3]).contiguous()
+        strength = torch.full_like(log_decay, 0.5)
+        return chunk_gated_delta_rule(q, k, v, log_decay, strength, use_qk_l2norm_in_kernel=True)[0]
+
+    return run
+
+
 def _eager() -> Core:
     """Linear attention as its formula reads: the state of every token by a cumulative sum."""
 
@@ -147,6 +162,7 @@ IMPLEMENTATIONS = {
         Implementation("kernel elu, not normalized", "linear", is_ours=True, normalize=False),
         Implementation("kernel hedgehog", "hedgehog", is_ours=True),
         Implementation("kernel favor", "performer", is_ours=True),
+        Implementation("gated delta rule", "gated_deltanet", is_ours=True),
         Implementation("FLuRKA", "flurka", is_ours=True),
         Implementation("FLuRKA's low-rank parent", "linformer_causal", is_ours=True),
         Implementation("SDPA", "softmax"),
@@ -154,6 +170,9 @@ IMPLEMENTATIONS = {
         _from_fla("fla chunk, not normalized", "chunk_linear_attn", normalize=False),
         _from_fla("fla fused_chunk", "fused_chunk_linear_attn", normalize=True),
         _from_fla("fla fused_chunk, not normalized", "fused_chunk_linear_attn", normalize=False),
+        Implementation(
+            "fla gated delta rule", "gated_deltanet", build=_fla_delta, tokens_first=True, needs_fla=True
+        ),
         Implementation("eager elu", "linear", build=_eager, holds_states=True),
         *(
             Implementation(preset, preset, is_ours=preset != "softmax")

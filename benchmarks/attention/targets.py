@@ -91,6 +91,7 @@ DEFAULT = (
     _as_fast("kernel elu, not normalized", "fla chunk, not normalized", 1.5, "16k tokens", _short),
     _as_fast("kernel elu, not normalized", "fla fused_chunk, not normalized", 1.5, "16k tokens", _short),
     _as_fast("kernel elu", "fla chunk", 3, "one sequence of 1M tokens", _longest_row),
+    _as_fast("gated delta rule", "fla gated delta rule", 1, "16k tokens", _short),
     Target(
         "peak memory of kernel elu over that of fla chunk, one sequence of 1M tokens",
         0.25,

@@ -24,7 +24,7 @@ class GatedDeltaAttention(SimpleGlaAttention):
         """See AttentionLayer."""
         q, k = inputs.rotated(q, k)
         dtype = accum_dtype(k.dtype)
-        log_decay, _ = self._decay(inputs, k)
+        log_decay, _ = self.log_decay_and_step(inputs, k)
         logits = k.new_zeros(1) if inputs.further is None else inputs.further[..., -1]
         out, state = gated_delta_rule(
             _unit(q),

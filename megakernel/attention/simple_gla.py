@@ -38,7 +38,7 @@ class SimpleGlaAttention(AttentionLayer):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
         q, k = inputs.rotated(q, k)
-        log_decay, step = self._decay(inputs, k)
+        log_decay, step = self.log_decay_and_step(inputs, k)
         return simple_gla(
             q,
             k,
@@ -49,7 +49,7 @@ class SimpleGlaAttention(AttentionLayer):
             exchange=inputs.exchange,
         )
 
-    def _decay(self, inputs: AttentionInputs, k: Tensor) -> tuple[Tensor, Tensor | None]:
+    def log_decay_and_step(self, inputs: AttentionInputs, k: Tensor) -> tuple[Tensor, Tensor | None]:
         """log a (B, H_kv, N), or (H_kv, 1) or () where it does not depend on the token, and the step that scales v."""
         dtype = accum_dtype(k.dtype)
         if self.decay == "none":

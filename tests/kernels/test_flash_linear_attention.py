@@ -35,7 +35,7 @@ def interpreter(monkeypatch):
 
     monkeypatch.setattr(autotuner.Autotuner, "run", run_first)
     counted = lambda *bounds: map(Counter, builtins.range(*map(int, bounds)))  # noqa: E731
-    for name in ("chunk_h", "chunk_o", "fused_chunk"):
+    for name in ("chunk_h", "chunk_o", "chunk_delta_h", "fused_chunk"):
         monkeypatch.setattr(f"fla.ops.common.{name}.range", counted, raising=False)
     monkeypatch.setattr("fla.ops.utils.cumsum.range", counted, raising=False)
 
@@ -51,4 +51,4 @@ def test_flash_linear_attention_agrees_with_float64(name, case, interpreter):
 
 
 def test_all_of_its_implementations_are_here():
-    assert len(NAMES) == 4
+    assert len(NAMES) == 5
