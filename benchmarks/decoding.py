@@ -75,7 +75,7 @@ class Sizes(NamedTuple):
 
 
 SIZES = (Sizes(4, 128, 4), Sizes(8, 384, 6))
-"""That of configs/demo.yaml, and one of 14 million parameters."""
+"""The sizes of configs/demo.yaml, and one of 14 million parameters."""
 
 
 class Case(NamedTuple):
