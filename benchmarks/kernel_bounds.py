@@ -270,7 +270,7 @@ TRIPS: dict[str, Callable[[Sizes], float | None]] = {
     "range(G)": lambda x: x.TILING.group if x.TILING.group > 1 else None,
     "range(segments)": lambda x: LENGTH / x.SEGMENT,
     "range(chunks)": lambda x: LENGTH / CHUNK,
-    "range(0, SHAPE.padded_values, V)": lambda x: x.SHAPE.padded_values / x.SHAPE.columns,
+    "range(0, SHAPE.values, V)": lambda x: x.SHAPE.values / x.SHAPE.columns,
     "range(SHAPE.group)": lambda x: x.SHAPE.group if x.SHAPE.group > 1 else None,
 }
 """What a `for` statement of a kernel goes through -> how often it runs in a sequence of LENGTH tokens."""

@@ -13,13 +13,19 @@ from megakernel.ops.kernels.launch import noting
 from tests.kernels.comparing import TOLERANCE, assert_agrees
 from tests.kernels.test_flurka_attention import documents
 
+BATCH = 2
 LENGTH, END = 150, 70
 """Tokens of a sequence, and of its first shard: three chunks, and two and two."""
 
 POSITIONS = {
     "one document": 0,
     "goes on": 37,
-    "packed": documents(torch.device("cpu"), 0, 20, 23, 110, LENGTH, first=37),
+    "packed": torch.cat(
+        [
+            documents(torch.device("cpu"), 0, 20, 23, 110, LENGTH, first=37),
+            documents(torch.device("cpu"), 0, 64, 90, LENGTH),
+        ]
+    ),
 }
 
 
@@ -34,12 +40,13 @@ def tokens(
     """The first key head keeps nearly all of its state, the last next to nothing; some tokens write nothing."""
     shapes = {"q": (4, width), "k": (2, width), "v": (2, values)}
     drawn = {
-        name: torch.randn(1, heads, LENGTH, size, generator=draw) for name, (heads, size) in shapes.items()
+        name: torch.randn(BATCH, heads, LENGTH, size, generator=draw)
+        for name, (heads, size) in shapes.items()
     }
     drawn["k"] = normalize(drawn["k"], dim=-1)
     leaves = {name: x.to(dtype) for name, x in drawn.items()}
-    leaves["log_decay"] = -torch.tensor([0.05, 3.0])[:, None] * torch.rand(1, 2, LENGTH, generator=draw)
-    strength = torch.rand(1, 2, LENGTH, generator=draw)
+    leaves["log_decay"] = -torch.tensor([0.05, 3.0])[:, None] * torch.rand(BATCH, 2, LENGTH, generator=draw)
+    strength = torch.rand(BATCH, 2, LENGTH, generator=draw)
     leaves["strength"] = strength.masked_fill(strength < 0.1, 0.0)
     return {name: x.to(device) for name, x in leaves.items()}
 
@@ -74,7 +81,7 @@ def halves(backend: str, leaves: dict[str, Tensor], *, positions: Positions) -> 
 def test_outputs_states_and_gradients_are_the_reference(positions, dtype, draw, device):
     leaves = tokens(draw, device, dtype, width=24, values=40)
     if positions != "one document":
-        leaves["state"] = torch.randn(1, 2, 24, 40, generator=draw).to(device)
+        leaves["state"] = torch.randn(BATCH, 2, 24, 40, generator=draw).to(device)
     assert_agrees(partial(whole, positions=at(positions, device)), leaves, draw, TOLERANCE[dtype])
 
 
@@ -89,10 +96,37 @@ def test_shards_give_the_sequence(positions, draw, device):
 def test_the_same_key_again_and_again(draw, device):
     """Systems whose inverse has no small numbers: every token corrects what the one before it wrote."""
     leaves = tokens(draw, device, torch.float32, width=16, values=16)
-    leaves["k"] = leaves["k"][:, :, :1].expand(-1, -1, LENGTH, -1).contiguous()
+    leaves["k"] = leaves["k"][:, :, :1].expand(-1, -1, LENGTH, -1)
     leaves["strength"] = torch.ones_like(leaves["strength"])
     leaves["log_decay"] = torch.zeros_like(leaves["log_decay"])
     assert_agrees(partial(whole, positions=0), leaves, draw, TOLERANCE[torch.float32])
+
+
+def test_decays_of_all_sizes_in_a_chunk(draw, device):
+    """A token that leaves nothing, between tokens that leave nearly all, takes no digits from the others."""
+    leaves = tokens(draw, device, torch.float32, width=16, values=80)
+    rare = torch.rand(leaves["log_decay"].shape, generator=draw).to(device) < 0.05
+    leaves["log_decay"] = torch.where(rare, -1e4, 0.1 * leaves["log_decay"])
+    assert_agrees(partial(whole, positions=0), leaves, draw, TOLERANCE[torch.float32])
+
+
+def test_views_and_numbers_of_a_head(draw, device):
+    """Tokens before heads in memory, and one decay and strength for all tokens of a head."""
+    leaves = tokens(draw, device, torch.float32, width=16, values=16)
+    for name in ("q", "k", "v"):
+        leaves[name] = leaves[name].transpose(1, 2).contiguous().transpose(1, 2)
+    for name in ("log_decay", "strength"):
+        leaves[name] = leaves[name][:1, :, 1:2].clone()
+    assert_agrees(partial(whole, positions=0), leaves, draw, TOLERANCE[torch.float32])
+
+
+def test_a_state_of_other_sizes_is_refused(draw, device):
+    leaves = tokens(draw, device, torch.float32, width=16, values=16)
+    leaves["state"] = torch.zeros(1, 2, 16, 16, device=device)
+    with pytest.raises(
+        ValueError, match=r"initial_state has shape \(1, 2, 16, 16\); expected \(2, 2, 16, 16\)"
+    ):
+        whole("chunked", leaves, positions=0)
 
 
 def test_one_token_goes_on_from_what_kernels_leave(draw, device):
@@ -111,13 +145,13 @@ def test_one_token_goes_on_from_what_kernels_leave(draw, device):
 def test_sequences_of_any_length(length, draw, device):
     leaves = tokens(draw, device, torch.float32, width=16, values=48)
     leaves = {name: x[:, :, :length].contiguous() for name, x in leaves.items()}
-    leaves["state"] = torch.randn(1, 2, 16, 48, generator=draw).to(device)
+    leaves["state"] = torch.randn(BATCH, 2, 16, 48, generator=draw).to(device)
     assert_agrees(partial(whole, positions=3), leaves, draw, TOLERANCE[torch.float32])
 
 
 def test_torch_knows_the_operator(draw, device):
     leaves = tokens(draw, device, torch.float32, width=16, values=16)
-    state = torch.zeros(1, 2, 16, 16, device=device, requires_grad=True)
+    state = torch.zeros(BATCH, 2, 16, 16, device=device, requires_grad=True)
     given = [x[:, :, :70].contiguous().requires_grad_() for x in leaves.values()]
     torch.library.opcheck(
         torch.ops.megakernel.gated_delta_rule.default,

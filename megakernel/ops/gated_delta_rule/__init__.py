@@ -43,12 +43,13 @@ def gated_delta_rule(
         q: (B, H, N, d).
         k: (B, H_kv, N, d), H a multiple of H_kv; of length at most 1 where states are not to grow.
         v: (B, H_kv, N, D).
-        log_decay: log a <= 0, broadcastable to (B, H_kv, N): what a token multiplies the state by before it enters.
+        log_decay: log a <= 0, finite, broadcastable to (B, H_kv, N): what a token multiplies the state by before it
+            enters.
         strength: b in [0, 1], broadcastable to (B, H_kv, N).
         positions: (B, N) positions within documents, or the position of the first token of sequences that hold one
             document each. A document begins with an empty state.
         initial_state: (B, H_kv, d, D), what sequences continue from.
-        exchange: for a sequence cut over processes, in place of `initial_state`.
+        exchange: for a sequence cut over processes, which has no `initial_state`.
         backend: reference, chunked or triton; None takes the environment's MEGAKERNEL_BACKEND, else the kernels on a
             GPU and chunked elsewhere.
 
@@ -64,9 +65,13 @@ def gated_delta_rule(
     log_decay = expand_tokens("log_decay", log_decay, k).to(dtype)
     strength = expand_tokens("strength", strength, k).to(dtype)
     attend = choose(IMPLEMENTATIONS, backend)
-    state, values = initial_state, v
-    if state is None:
-        state = k.new_zeros(*k.shape[:2], k.shape[3], width, dtype=dtype)
+    sizes, values = (*k.shape[:2], k.shape[3], width), v
+    if initial_state is None:
+        state = k.new_zeros(sizes, dtype=dtype)
+    elif initial_state.shape != sizes:
+        raise ValueError(f"initial_state has shape {tuple(initial_state.shape)}; expected {sizes}")
+    else:
+        state = initial_state.to(dtype)
     if exchange is not None:
         # Further columns, of no values on the identity, become A, and the outputs' q_i^T A_i.
         unit = torch.eye(k.shape[3], dtype=dtype, device=k.device).expand(*k.shape[:2], -1, -1)
@@ -83,7 +88,9 @@ def gated_delta_rule(
 def chunked(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, positions: Positions, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Chunks inside groups of tokens, from state to state."""
+    """Chunks inside groups of tokens, from state to state; one token as the formula says."""
+    if q.shape[2] == 1:
+        return reference(q, k, v, log_decay, strength, positions, state)
     return scan_tokens(_group, (q, k, v, log_decay[..., None], strength[..., None]), positions, state)
 
 

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from megakernel.ops.kernel_attention.arguments import head_at, load_numbers
-from megakernel.ops.kernels.features import dot, exp, load_rows, store_rows
+from megakernel.ops.kernels.features import dot, exp, load_rows, rounded, store_rows
 from megakernel.ops.kernels.launch import Rows
 from megakernel.ops.kernels.states import first_token
 
@@ -47,9 +47,6 @@ class DeltaShape(NamedTuple):
 
     columns: int
     """Of values, that a program has at once."""
-
-    padded_values: int
-    """A multiple of that."""
 
     group: int
     """Query heads of a key head."""
@@ -94,7 +91,9 @@ def decays_of(tokens, entry, batch, at, length, start):
     """
     n = at + tl.arange(0, SIZE)
     each = numbers_at(tokens.log_decay, entry, at, length, SIZE)
-    logs, total = tl.cumsum(each, 0), tl.sum(each, 0)
+    logs = tl.cumsum(each, 0)
+    # The last of them, not a sum of its own: what is left of the last token is exactly 1.
+    total = tl.sum(tl.where(n == at + SIZE - 1, logs, 0.0), 0)
     first = first_token(tokens.starts, batch, n, length, start)
     newest = first_token(tokens.starts, batch, tl.minimum(at + SIZE, length) - 1, length, start)
     kept = tl.where(first < at, exp(logs), 0.0)
@@ -122,6 +121,7 @@ def inverse_of(coupling, EXACT: tl.constexpr):
     i, j = tl.arange(0, HALF)[:, None], tl.arange(0, HALF)[None, :]
     below = ((i >> 1) == (j >> 1)) & (i > j)
     inverse = tl.where(i == j, 1.0, 0.0) - tl.where(below, coupling, 0.0)
+    tl.static_assert(HALF == 32)
     for level in tl.static_range(1, 5):
         # Two blocks of 2^level rows become one: [[a, 0], [t, b]]^-1 has -b^-1 t a^-1 below.
         below = ((i >> (level + 1)) == (j >> (level + 1))) & ((i >> level) > (j >> level))
@@ -132,12 +132,12 @@ def inverse_of(coupling, EXACT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["length", "start"])
 def solve(tokens, solved, length, start, heads, SHAPE: tl.constexpr):
-    """X of every chunk, (B, H_kv, N, C). Program: (key head, chunk)."""
+    """X of every chunk, (B, H_kv, N, C) in the dtype of keys. Program: (chunk, key head)."""
     D: tl.constexpr = SHAPE.width
     DP: tl.constexpr = SHAPE.padded_width
-    entry = tl.program_id(0)
+    entry = tl.program_id(1)
     batch, head = entry // heads, entry % heads
-    at = tl.program_id(1) * SIZE
+    at = tl.program_id(0) * SIZE
     dtype: tl.constexpr = tokens.k.pointer.dtype.element_ty
     EXACT: tl.constexpr = dtype == tl.float32
     m = at + tl.arange(0, HALF)
@@ -196,9 +196,8 @@ def pass_on(tokens, solved, first, states, written, last, length, start, heads, 
         at = chunk * SIZE
         _n, _logs, _first, kept, left, whole = decays_of(tokens, entry, batch, at, length, start)
         count, place = length - at, entry.to(tl.int64) * length + at
-        if states is not None:
-            here, there = state_at(entry * chunks + chunk, block * V, SHAPE)
-            tl.store(states + here, state.to(states.dtype.element_ty), mask=there)
+        here, there = state_at(entry * chunks + chunk, block * V, SHAPE)
+        tl.store(states + here, rounded(state, states.dtype.element_ty), mask=there)
         keys = load_rows(rows_at(tokens.k, batch, head, at), tokens.k.row, count, SIZE, D, DP)
         v = rows_at(tokens.v, batch, head, at) + block * V
         values = load_rows(v, tokens.v.row, count, SIZE, left_over, V).to(tl.float32)
@@ -213,21 +212,21 @@ def pass_on(tokens, solved, first, states, written, last, length, start, heads, 
 
 @triton.jit(do_not_specialize=["length", "start"])
 def read(tokens, states, written, out, length, start, heads, SHAPE: tl.constexpr):
-    """O, (B, H, N, D). Program: (query head, chunk, block of columns)."""
+    """O, (B, H, N, D). Program: (chunk, query head, block of columns)."""
     D: tl.constexpr = SHAPE.width
     DP: tl.constexpr = SHAPE.padded_width
     V: tl.constexpr = SHAPE.columns
-    reader, block = tl.program_id(0), tl.program_id(2)
+    reader, block = tl.program_id(1), tl.program_id(2)
     entry = reader // SHAPE.group
     batch, head = entry // heads, entry % heads
-    at = tl.program_id(1) * SIZE
+    at = tl.program_id(0) * SIZE
     dtype: tl.constexpr = tokens.k.pointer.dtype.element_ty
     n, logs, first, kept, _left, _whole = decays_of(tokens, entry, batch, at, length, start)
     count, left_over = length - at, SHAPE.values - block * V
     q = rows_at(tokens.q, batch, reader % (heads * SHAPE.group), at)
     queries = load_rows(q, tokens.q.row, count, SIZE, D, DP)
     keys = load_rows(rows_at(tokens.k, batch, head, at), tokens.k.row, count, SIZE, D, DP)
-    here, there = state_at(entry * tl.cdiv(length, SIZE) + tl.program_id(1), block * V, SHAPE)
+    here, there = state_at(entry * tl.cdiv(length, SIZE) + tl.program_id(0), block * V, SHAPE)
     seen = dot(queries, tl.load(states + here, mask=there, other=0.0), dtype) * kept[:, None]
     scores = dot(queries, tl.trans(keys), dtype) * pairs_of(logs, first, n, logs, n)
     u = written + (entry.to(tl.int64) * length + at) * SHAPE.values + block * V
@@ -238,13 +237,13 @@ def read(tokens, states, written, out, length, start, heads, SHAPE: tl.constexpr
 
 @triton.jit(do_not_specialize=["length", "start"])
 def bwd_read(tokens, grad, dwritten, length, start, heads, SHAPE: tl.constexpr):
-    """What the chunk's own queries give to the gradient of U, (B, H_kv, N, D). Program: (key head, chunk, columns)."""
+    """What the chunk's own queries give to the gradient of U, (B, H_kv, N, D). Program: (chunk, key head, columns)."""
     D: tl.constexpr = SHAPE.width
     DP: tl.constexpr = SHAPE.padded_width
     V: tl.constexpr = SHAPE.columns
-    entry, block = tl.program_id(0), tl.program_id(2)
+    entry, block = tl.program_id(1), tl.program_id(2)
     batch, head = entry // heads, entry % heads
-    at = tl.program_id(1) * SIZE
+    at = tl.program_id(0) * SIZE
     dtype: tl.constexpr = tokens.k.pointer.dtype.element_ty
     n, logs, first, _kept, _left, _whole = decays_of(tokens, entry, batch, at, length, start)
     count, left_over = length - at, SHAPE.values - block * V
@@ -285,7 +284,7 @@ def bwd_pass_on(
         _n, _logs, _first, kept, left, whole = decays_of(tokens, entry, batch, at, length, start)
         count, place = length - at, entry.to(tl.int64) * length + at
         here, there = state_at(entry * chunks + chunk, block * V, SHAPE)
-        tl.store(dstates + here, state.to(dstates.dtype.element_ty), mask=there)
+        tl.store(dstates + here, rounded(state, dstates.dtype.element_ty), mask=there)
         keys = load_rows(rows_at(tokens.k, batch, head, at), tokens.k.row, count, SIZE, D, DP)
         du = load_rows(dwritten + place * SHAPE.values + block * V, SHAPE.values, count, SIZE, left_over, V)
         du = du.to(tl.float32) + left[:, None] * dot(keys, state, dtype)
@@ -318,7 +317,7 @@ def gradient_of_scores(grad, written, batch, reader, place, at, count, SHAPE: tl
     u = written + place * SHAPE.values
     dtype: tl.constexpr = written.dtype.element_ty
     total = tl.zeros((SIZE, SIZE), tl.float32)
-    for column in range(0, SHAPE.padded_values, V):
+    for column in range(0, SHAPE.values, V):
         given = load_rows(do + column, grad.row, count, SIZE, SHAPE.values - column, V)
         u_of = load_rows(u + column, SHAPE.values, count, SIZE, SHAPE.values - column, V)
         total += dot(given, tl.trans(u_of), dtype)
@@ -327,22 +326,22 @@ def gradient_of_scores(grad, written, batch, reader, place, at, count, SHAPE: tl
 
 @triton.jit(do_not_specialize=["length", "start"])
 def bwd_queries(tokens, grad, states, written, dq, passing, length, start, heads, SHAPE: tl.constexpr):
-    """Gradients of queries, and of log A in what they see of states, (B, H, N). Program: (query head, chunk)."""
+    """Gradients of queries, and of log A in what they see of states, (B, H, N). Program: (chunk, query head)."""
     D: tl.constexpr = SHAPE.width
     DP: tl.constexpr = SHAPE.padded_width
     V: tl.constexpr = SHAPE.columns
-    reader = tl.program_id(0)
+    reader = tl.program_id(1)
     entry = reader // SHAPE.group
     batch, head = entry // heads, entry % heads
-    at = tl.program_id(1) * SIZE
+    at = tl.program_id(0) * SIZE
     dtype: tl.constexpr = tokens.k.pointer.dtype.element_ty
     n, logs, first, kept, _left, _whole = decays_of(tokens, entry, batch, at, length, start)
     count, place = length - at, entry.to(tl.int64) * length + at
-    chunk = entry * tl.cdiv(length, SIZE) + tl.program_id(1)
+    chunk = entry * tl.cdiv(length, SIZE) + tl.program_id(0)
     reader_of_batch = reader % (heads * SHAPE.group)
     do = rows_at(grad, batch, reader_of_batch, at)
     of_state = tl.zeros((SIZE, DP), tl.float32)
-    for column in range(0, SHAPE.padded_values, V):
+    for column in range(0, SHAPE.values, V):
         given = load_rows(do + column, grad.row, count, SIZE, SHAPE.values - column, V)
         here, there = state_at(chunk, column, SHAPE)
         of_state += dot(given, tl.trans(tl.load(states + here, mask=there, other=0.0)), dtype)
@@ -375,7 +374,7 @@ def bwd_keys(
     heads,
     SHAPE: tl.constexpr,
 ):
-    """Gradients of keys, values, decays and strengths. Program: (key head, chunk).
+    """Gradients of keys, values, decays and strengths. Program: (chunk, key head).
 
     A decay's gradient is a sum over what passes its token: of later rows and earlier columns. What a number of a row
     and of a column takes from the same product cancels to the last digit.
@@ -383,19 +382,19 @@ def bwd_keys(
     D: tl.constexpr = SHAPE.width
     DP: tl.constexpr = SHAPE.padded_width
     V: tl.constexpr = SHAPE.columns
-    entry = tl.program_id(0)
+    entry = tl.program_id(1)
     batch, head = entry // heads, entry % heads
-    at = tl.program_id(1) * SIZE
+    at = tl.program_id(0) * SIZE
     dtype: tl.constexpr = tokens.k.pointer.dtype.element_ty
     n, logs, first, kept, left, whole = decays_of(tokens, entry, batch, at, length, start)
     count, place = length - at, entry.to(tl.int64) * length + at
-    chunk = entry * tl.cdiv(length, SIZE) + tl.program_id(1)
+    chunk = entry * tl.cdiv(length, SIZE) + tl.program_id(0)
     k = rows_at(tokens.k, batch, head, at)
     strength = numbers_at(tokens.strength, entry, at, length, SIZE)
     # One product of the width of keys after the other: two at once would not fit into registers.
     of_leaving = tl.zeros((SIZE, DP), tl.float32)
     along = tl.zeros((DP,), tl.float32)
-    for column in range(0, SHAPE.padded_values, V):
+    for column in range(0, SHAPE.values, V):
         u = written + place * SHAPE.values + column
         u = load_rows(u, SHAPE.values, count, SIZE, SHAPE.values - column, V)
         here, there = state_at(chunk, column, SHAPE)
@@ -410,7 +409,7 @@ def bwd_keys(
 
     of_pairs = tl.zeros((SIZE, SIZE), tl.float32)
     of_state = tl.zeros((SIZE, DP), tl.float32)
-    for column in range(0, SHAPE.padded_values, V):
+    for column in range(0, SHAPE.values, V):
         u = written + place * SHAPE.values + column
         u = load_rows(u, SHAPE.values, count, SIZE, SHAPE.values - column, V)
         asked = r + place * SHAPE.values + column
@@ -436,7 +435,7 @@ def bwd_keys(
     for one in range(SHAPE.group):
         reader = head * SHAPE.group + one
         of_scores = gradient_of_scores(grad, written, batch, reader, place, at, count, SHAPE)
-        of_scores *= pairs_of(logs, first, n, logs, n) * SHAPE.scale
+        of_scores *= pairs * SHAPE.scale
         queries = load_rows(rows_at(tokens.q, batch, reader, at), tokens.q.row, count, SIZE, D, DP)
         dkeys += dot(tl.trans(of_scores), queries, dtype)
         of_scores *= dot(queries, tl.trans(keys), dtype)

@@ -1,6 +1,7 @@
 """The gated delta rule by Triton kernels, as operators that torch knows.
 
-Backward keeps the inputs and X, C numbers a token, and makes the states that enter chunks again.
+Backward keeps the inputs and X, C numbers a token, and makes the states that enter chunks again: d D / C numbers a
+token, and as many of their gradients.
 """
 
 from typing import Any, NamedTuple
@@ -24,10 +25,13 @@ WIDEST_FLOAT32 = 32
 """d in float32, whose products take three registers for a number: more would go to local memory."""
 
 WIDEST_IN_REGISTERS = 64
-"""d on GPUs whose tensor cores take factors from registers, those that are not of capability 9 or 10: likewise."""
+"""d on GPUs whose tensor cores take factors from registers, those before capability 9 and from 12 on: likewise."""
 
 WIDEST_VALUES = 1024
 """D up to which offsets inside a tile of tokens stay small; programs share columns."""
+
+LOWEST = -30.0
+"""Logs of decays below are taken for it, which leaves nothing: sums of longer ones would lose those of the others."""
 
 LEAST = 1e-30
 """Strengths below are taken for it: gradients divide by them, and a token that writes so little writes nothing."""
@@ -45,15 +49,16 @@ class Grid(NamedTuple):
     warps: int = 4
 
 
-GRIDS: dict[Any, Grid] = {
-    kernels.solve: Grid(64, by_column=False),
-    kernels.pass_on: Grid(32, by_chunk=False),
-    kernels.read: Grid(64, by_query=True),
-    kernels.bwd_read: Grid(64),
-    kernels.bwd_pass_on: Grid(32, by_chunk=False),
-    kernels.bwd_queries: Grid(32, by_query=True, by_column=False),
-    kernels.bwd_keys: Grid(32, by_column=False, warps=8),
+GRIDS = {
+    "solve": Grid(64, by_column=False),
+    "pass_on": Grid(32, by_chunk=False),
+    "read": Grid(64, by_query=True),
+    "bwd_read": Grid(64),
+    "bwd_pass_on": Grid(32, by_chunk=False),
+    "bwd_queries": Grid(32, by_query=True, by_column=False),
+    "bwd_keys": Grid(32, by_column=False, warps=8),
 }
+"""Kernel -> its grid."""
 
 
 def unsupported(
@@ -72,12 +77,12 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, positions: Positions, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results of `chunked`, in bfloat16 or float32; the products of one token are torch's."""
-    if q.shape[2] <= 1:
+    if q.shape[2] == 1:
         return chunked(q, k, v, log_decay, strength, positions, state)
     starts, start = document_starts(positions, q.shape[2])
     if starts is not None:
         starts = starts.expand(len(q), -1).contiguous()
-    out, leaving, _ = _forward(q, k, v, log_decay, strength, starts, state.float(), start)
+    out, leaving, _ = _forward(q, k, v, log_decay, strength, starts, state, start)
     return out, leaving
 
 
@@ -98,18 +103,18 @@ class Call(NamedTuple):
         start: int,
     ) -> "Call":
         """Arguments as of the operators."""
-        numbers = log_decay.contiguous(), strength.clamp(min=LEAST).contiguous()
+        numbers = log_decay.clamp(min=LOWEST).contiguous(), strength.clamp(min=LEAST).contiguous()
         return Call(Tokens(Rows.of(q), Rows.of(k), Rows.of(v), *numbers, starts), start)
 
     def begin(self, kernel: Any, *given: Any) -> None:
         """Start a kernel."""
         q, k, v = (rows.pointer for rows in self.tokens[:3])
         (batch, heads, length, width), values = k.shape, v.shape[-1]
-        form = GRIDS[kernel]
+        form = GRIDS[kernel.__name__]
         blocks = cdiv(values, form.columns)
-        sizes = (values, form.columns, form.columns * blocks, q.shape[1] // heads)
+        sizes = (values, form.columns, q.shape[1] // heads)
         grid = [batch * (q.shape[1] if form.by_query else heads)]
-        grid += [cdiv(length, CHUNK)] * form.by_chunk + [blocks] * form.by_column
+        grid = [cdiv(length, CHUNK)] * form.by_chunk + grid + [blocks] * form.by_column
         shape = DeltaShape(width, padded(width), *sizes, width**-0.5)
         whole = (self.tokens, *given, length, self.start, heads)
         launch(kernel, tuple(grid), *whole, SHAPE=shape, warps=form.warps)
