@@ -26,6 +26,7 @@ import torch
 
 from benchmarks.page import give, opening, table
 from benchmarks.trained import named
+from megakernel.evaluation.records import file_name
 
 SECONDS = 530.0
 """Time limit of a part: 9 minutes, less the time to start and to write."""
@@ -143,7 +144,7 @@ def _pretrain(size: str, mechanism: str, seq_len: int) -> Check:
     """A few steps of a shape that is trained, on one GPU and on text that every machine has."""
     keys = {
         "run.root": RUNS,
-        "run.name": f"{size}-{mechanism.replace('+', '-')}-{seq_len}",
+        "run.name": f"{size}-{file_name(mechanism)}-{seq_len}",
         "data.train": "data/stdlib",
         "model.attention": json.dumps(named(mechanism)),
         "parallel.context": 1,

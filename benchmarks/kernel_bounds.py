@@ -55,8 +55,6 @@ WORK = ("LDG", "STG", "LDGSTS", "HMMA", "HGMMA", "MUFU")
 UNITS = ("issue", "tensor", "special", "integer", "shared", "memory")
 LENGTH = 16384
 HEADS = 16
-CHUNK = 64
-"""Tokens of a chunk of the gated delta rule."""
 
 
 class Instruction(NamedTuple):
@@ -255,6 +253,13 @@ def _window(x: Sizes) -> float:
     return reach / x.TILING.block
 
 
+def _chunks(_: Sizes) -> float:
+    """Of the gated delta rule; imported late, see `cases`."""
+    from megakernel.ops.gated_delta_rule.kernels import CHUNK
+
+    return LENGTH / CHUNK
+
+
 TRIPS: dict[str, Callable[[Sizes], float | None]] = {
     "range(0, PHI.padded_width, PHI.columns)": lambda x: x.PHI.padded_width / x.PHI.columns,
     "range(begin, end, C)": lambda x: max(1.0, x.TILING.span / x.TILING.chunk),
@@ -269,7 +274,7 @@ TRIPS: dict[str, Callable[[Sizes], float | None]] = {
     "range(part * EACH, tl.minimum(part * EACH + EACH, blocks))": lambda x: x.EACH,
     "range(G)": lambda x: x.TILING.group if x.TILING.group > 1 else None,
     "range(segments)": lambda x: LENGTH / x.SEGMENT,
-    "range(chunks)": lambda x: LENGTH / CHUNK,
+    "range(chunks)": _chunks,
     "range(0, SHAPE.values, V)": lambda x: x.SHAPE.values / x.SHAPE.columns,
     "range(SHAPE.group)": lambda x: x.SHAPE.group if x.SHAPE.group > 1 else None,
 }
@@ -345,11 +350,13 @@ def _bytes(launch: Any) -> int:
 
 def cases() -> dict[str, Callable[[], None]]:
     """Name -> a call of an op with gradients; imported late, for triton must not find TRITON_INTERPRET."""
-    from benchmarks.kernel_cases import delta_case, flurka_case, kernel_attention_case, simple_gla_case
+    from benchmarks.kernel_cases import decaying_case, flurka_case, kernel_attention_case
+    from megakernel.ops.gated_delta_rule import gated_delta_rule
+    from megakernel.ops.simple_gla import simple_gla
 
     case = partial(partial, kernel_attention_case, length=LENGTH, heads=HEADS)
     flurka = partial(partial, flurka_case, "hedgehog", blocks=2, length=LENGTH, heads=HEADS)
-    decaying = partial(partial, simple_gla_case, length=LENGTH, heads=HEADS)
+    decaying = partial(partial, decaying_case, length=LENGTH, heads=HEADS)
     maps = ("elu", "hedgehog", "favor")
     return {
         **{f"kernel_attention {name} d={width}": case(name, width) for name in maps for width in (64, 128)},
@@ -358,11 +365,8 @@ def cases() -> dict[str, Callable[[], None]]:
             f"flurka hedgehog gated, 2 blocks, decay, d={width}": flurka(width, decays=True)
             for width in (64, 128)
         },
-        **{f"simple_gla d={width}": decaying(width) for width in (64, 128)},
-        **{
-            f"gated_delta_rule d={width}": partial(delta_case, width, length=LENGTH, heads=HEADS)
-            for width in (64, 128)
-        },
+        **{f"simple_gla d={width}": decaying(simple_gla, width) for width in (64, 128)},
+        **{f"gated_delta_rule d={width}": decaying(gated_delta_rule, width) for width in (64, 128)},
     }
 
 

@@ -169,23 +169,8 @@ def flurka_case(
     out.backward(torch.empty_like(out))
 
 
-def simple_gla_case(
-    width: int,
-    dtype: torch.dtype = torch.bfloat16,
-    *,
-    packed: bool = False,
-    length: int = 65536,
-    heads: int = 1,
-) -> None:
-    """One sequence, by default so long that segments have their full length."""
-    q, k, v = (torch.empty(1, heads, length, width, dtype=dtype, requires_grad=True) for _ in range(3))
-    log_decay = torch.empty(1, heads, length, requires_grad=True)
-    positions = torch.zeros(1, length, dtype=torch.int64) if packed else 0
-    out, _ = simple_gla(q, k, v, log_decay, positions=positions, backend="triton")
-    out.backward(torch.empty_like(out))
-
-
-def delta_case(
+def decaying_case(
+    op: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     width: int,
     dtype: torch.dtype = torch.bfloat16,
     *,
@@ -194,12 +179,13 @@ def delta_case(
     length: int = 65536,
     heads: int = 1,
 ) -> None:
-    """One sequence."""
+    """One sequence of `simple_gla` or `gated_delta_rule`, by default so long that segments have their full length."""
     q = torch.empty(1, heads * group, length, width, dtype=dtype, requires_grad=True)
     k, v = (torch.empty(1, heads, length, width, dtype=dtype, requires_grad=True) for _ in range(2))
-    log_decay, strength = (torch.empty(1, heads, length, requires_grad=True) for _ in range(2))
+    count = 2 if op is gated_delta_rule else 1
+    numbers = (torch.empty(1, heads, length, requires_grad=True) for _ in range(count))
     positions = torch.zeros(1, length, dtype=torch.int64) if packed else 0
-    out, _ = gated_delta_rule(q, k, v, log_decay, strength, positions=positions, backend="triton")
+    out, _ = op(q, k, v, *numbers, positions=positions, backend="triton")
     out.backward(torch.empty_like(out))
 
 
@@ -232,6 +218,7 @@ def weighted_attention_case(
 
 _linear, _weighted = partial(partial, kernel_attention_case), partial(partial, weighted_attention_case)
 _flurka = partial(partial, flurka_case)
+_gla, _delta = (partial(partial, decaying_case, op) for op in (simple_gla, gated_delta_rule))
 
 CASES: dict[str, Case] = {
     "kernel_attention elu d=64": _linear("elu", 64),
@@ -301,13 +288,17 @@ CASES: dict[str, Case] = {
     "FLuRKA, one token, elu d=128, decay": partial(flurka_step_case, "elu", 128, decays=True),
     "FLuRKA, one token, favor d=128": partial(flurka_step_case, "favor", 128),
     "FLuRKA, one token, rks d=128 float32": partial(flurka_step_case, "rks", 128, torch.float32),
-    "simple_gla d=64, documents": partial(simple_gla_case, 64, packed=True),
-    "simple_gla d=128, documents": partial(simple_gla_case, 128, packed=True),
-    "simple_gla d=64 float32, documents": partial(simple_gla_case, 64, torch.float32, packed=True),
-    "gated_delta_rule d=64, documents": partial(delta_case, 64, packed=True),
-    "gated_delta_rule d=128": partial(delta_case, 128),
-    "gated_delta_rule d=128, 4 queries a key, documents": partial(delta_case, 128, group=4, packed=True),
-    "gated_delta_rule d=32 float32, documents": partial(delta_case, 32, torch.float32, packed=True),
+    "simple_gla d=64, documents": _gla(64, packed=True),
+    "simple_gla d=128, documents": _gla(128, packed=True),
+    "simple_gla d=64 float32, documents": _gla(64, torch.float32, packed=True),
+    "gated_delta_rule d=64, documents": _delta(64, packed=True),
+    "gated_delta_rule d=128": _delta(128),
+    "gated_delta_rule d=128, 4 queries a key, documents": partial(
+        decaying_case, gated_delta_rule, 128, group=4, packed=True
+    ),
+    "gated_delta_rule d=32 float32, documents": partial(
+        decaying_case, gated_delta_rule, 32, torch.float32, packed=True
+    ),
     "weighted_attention softmax d=64": _weighted("softmax", 64, 1),
     "weighted_attention gaussian d=64": _weighted("gaussian", 64, 1),
     "weighted_attention gaussian d=128": _weighted("gaussian", 128, 1),

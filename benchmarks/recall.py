@@ -129,7 +129,7 @@ def prepare(plan: Plan) -> None:
 def train(plan: Plan, preset: str, others: Sequence[int]) -> Outcome:
     """Train and measure one mechanism, at other lengths too, or read what is there."""
     overrides = [
-        f"run.name={plan.name}-{preset.replace('+', '-')}",
+        f"run.name={plan.name}-{file_name(preset)}",
         f"model.attention={json.dumps(plan.attention(preset))}",
     ]
     laid_over = [f"data.train={plan.data}", "run.root=runs/recall", *plan.overrides, *overrides]

@@ -3,12 +3,14 @@
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megakernel.attention import ALL_HEADS, AttentionInputs, HeadShard, build
+from megakernel.attention.simple_gla import SimpleGlaAttention
 from megakernel.config import expand_preset
 from megakernel.ops import kernel_attention
 from megakernel.parallel.device import free_memory
@@ -117,13 +119,19 @@ def _fla(function: str, normalize: bool) -> Callable[[], Core]:
     return make
 
 
+@cache
+def _delta_layer(heads: int, head_dim: int) -> SimpleGlaAttention:
+    layer = build(expand_preset("gated_deltanet"), num_heads=heads, head_dim=head_dim)
+    assert isinstance(layer, SimpleGlaAttention)
+    return layer
+
+
 def _fla_delta() -> Core:
     """Its gated delta rule, with the decays and the strength that a layer of ours has without a projection."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        layer = build(expand_preset("gated_deltanet"), num_heads=q.shape[2], head_dim=q.shape[3])
-        decay, _ = layer.to(q.device).log_decay_and_step(AttentionInputs(None), k)
+        decay, _ = _delta_layer(*q.shape[2:]).to(q.device).log_decay_and_step(AttentionInputs(None), k)
         log_decay = decay.mT.expand(q.shape[:3]).contiguous()
         strength = torch.full_like(log_decay, 0.5)
         return chunk_gated_delta_rule(q, k, v, log_decay, strength, use_qk_l2norm_in_kernel=True)[0]

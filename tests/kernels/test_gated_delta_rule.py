@@ -10,8 +10,12 @@ from torch.nn.functional import normalize
 from megakernel.ops.documents import Positions
 from megakernel.ops.gated_delta_rule import gated_delta_rule
 from megakernel.ops.kernels.launch import noting
+from tests.kernels import test_simple_gla
 from tests.kernels.comparing import TOLERANCE, assert_agrees
 from tests.kernels.test_flurka_attention import documents
+from tests.kernels.test_simple_gla import on
+
+whole = partial(test_simple_gla.whole, op=gated_delta_rule)
 
 BATCH = 2
 LENGTH, END = 150, 70
@@ -29,11 +33,6 @@ POSITIONS = {
 }
 
 
-def at(name: str, device: torch.device) -> Positions:
-    positions = POSITIONS[name]
-    return positions if isinstance(positions, int) else positions.to(device)
-
-
 def tokens(
     draw: torch.Generator, device: torch.device, dtype: torch.dtype, width: int, values: int
 ) -> dict[str, Tensor]:
@@ -49,13 +48,6 @@ def tokens(
     strength = torch.rand(BATCH, 2, LENGTH, generator=draw)
     leaves["strength"] = strength.masked_fill(strength < 0.1, 0.0)
     return {name: x.to(device) for name, x in leaves.items()}
-
-
-def whole(backend: str, leaves: dict[str, Tensor], *, positions: Positions) -> dict[str, Tensor]:
-    leaves = dict(leaves)
-    state = leaves.pop("state", None)
-    out, left = gated_delta_rule(**leaves, positions=positions, initial_state=state, backend=backend)
-    return {"out": out, "left": left}
 
 
 def halves(backend: str, leaves: dict[str, Tensor], *, positions: Positions) -> dict[str, Tensor]:
@@ -82,7 +74,7 @@ def test_outputs_states_and_gradients_are_the_reference(positions, dtype, draw, 
     leaves = tokens(draw, device, dtype, width=24, values=40)
     if positions != "one document":
         leaves["state"] = torch.randn(BATCH, 2, 24, 40, generator=draw).to(device)
-    assert_agrees(partial(whole, positions=at(positions, device)), leaves, draw, TOLERANCE[dtype])
+    assert_agrees(partial(whole, positions=on(device, POSITIONS[positions])), leaves, draw, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("positions", ["one document", "packed"])

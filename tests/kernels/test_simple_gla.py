@@ -1,5 +1,6 @@
 """Simple gated linear attention by kernels against its reference in float64."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -37,10 +38,16 @@ def tokens(draw: torch.Generator, device: torch.device, dtype: torch.dtype, widt
     return {name: x.to(device) for name, x in {"q": q, "k": k, "v": v, "log_decay": log_decay}.items()}
 
 
-def whole(backend: str, leaves: dict[str, Tensor], *, positions: Positions) -> dict[str, Tensor]:
+def whole(
+    backend: str,
+    leaves: dict[str, Tensor],
+    *,
+    positions: Positions,
+    op: Callable[..., tuple[Tensor, Tensor]] = simple_gla,
+) -> dict[str, Tensor]:
     leaves = dict(leaves)
     state = leaves.pop("state", None)
-    out, left = simple_gla(**leaves, positions=positions, initial_state=state, backend=backend)
+    out, left = op(**leaves, positions=positions, initial_state=state, backend=backend)
     return {"out": out, "left": left}
 
 
@@ -57,8 +64,7 @@ def halves(backend: str, leaves: dict[str, Tensor], *, positions: Positions) -> 
     return {"out": torch.cat(outputs, 2), "left": left[..., : leaves["v"].shape[-1]]}
 
 
-def at(name: str, device: torch.device) -> Positions:
-    positions = POSITIONS[name]
+def on(device: torch.device, positions: Positions) -> Positions:
     return positions if isinstance(positions, int) else positions.to(device)
 
 
@@ -68,7 +74,7 @@ def test_outputs_states_and_gradients_are_the_reference(positions, dtype, draw, 
     leaves = tokens(draw, device, dtype, width=24)
     if positions != "one document":
         leaves["state"] = torch.randn(1, 2, 24, 24, generator=draw).to(device)
-    assert_agrees(partial(whole, positions=at(positions, device)), leaves, draw, TOLERANCE[dtype])
+    assert_agrees(partial(whole, positions=on(device, POSITIONS[positions])), leaves, draw, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("positions", ["one document", "packed"])

@@ -78,6 +78,41 @@ def rows_at(rows, batch, head, at):
 
 
 @triton.jit
+def tokens_at(rows, batch, head, at, length, SHAPE: tl.constexpr):
+    """C queries or keys of a head from token `at` on, (C, DP)."""
+    start = rows_at(rows, batch, head, at)
+    return load_rows(start, rows.row, length - at, SIZE, SHAPE.width, SHAPE.padded_width)
+
+
+@triton.jit
+def values_at(rows, batch, head, at, length, column, SHAPE: tl.constexpr):
+    """Columns of C values of a head from token `at` on, or of the gradients of outputs, (C, V)."""
+    start = rows_at(rows, batch, head, at) + column
+    return load_rows(start, rows.row, length - at, SIZE, SHAPE.values - column, SHAPE.columns)
+
+
+@triton.jit
+def columns_at(x, place, count, column, SHAPE: tl.constexpr):
+    """Columns of C rows of D numbers each, the first one row `place` of `x`, (C, V)."""
+    start = x + place * SHAPE.values + column
+    return load_rows(start, SHAPE.values, count, SIZE, SHAPE.values - column, SHAPE.columns)
+
+
+@triton.jit
+def store_columns(x, place, count, column, numbers, SHAPE: tl.constexpr):
+    """The inverse of `columns_at`."""
+    start = x + place * SHAPE.values + column
+    store_rows(start, SHAPE.values, count, numbers, SHAPE.values - column, SHAPE.columns)
+
+
+@triton.jit
+def state_columns(states, entry, column, SHAPE: tl.constexpr):
+    """Columns of a state in memory, (DP, V)."""
+    places, there = state_at(entry, column, SHAPE)
+    return tl.load(states + places, mask=there, other=0.0)
+
+
+@triton.jit
 def numbers_at(numbers, entry, at, length, C: tl.constexpr):
     """Those of C tokens of a key head from `at` on."""
     return load_numbers(numbers + entry.to(tl.int64) * length, at, length, C)
@@ -182,30 +217,25 @@ def pass_on(tokens, solved, first, states, written, last, length, start, heads, 
 
     first, last: (B, H_kv, d, D) float32. Program: (key head, block of columns).
     """
-    D: tl.constexpr = SHAPE.width
-    DP: tl.constexpr = SHAPE.padded_width
-    V: tl.constexpr = SHAPE.columns
-    entry, block = tl.program_id(0), tl.program_id(1)
+    entry, column = tl.program_id(0), tl.program_id(1) * SHAPE.columns
     batch, head = entry // heads, entry % heads
     dtype: tl.constexpr = tokens.k.pointer.dtype.element_ty
     chunks = tl.cdiv(length, SIZE)
-    places, there = state_at(entry, block * V, SHAPE)
+    places, there = state_at(entry, column, SHAPE)
     state = tl.load(first + places, mask=there, other=0.0)
-    left_over = SHAPE.values - block * V
     for chunk in range(chunks):
         at = chunk * SIZE
         _n, _logs, _first, kept, left, whole = decays_of(tokens, entry, batch, at, length, start)
         count, place = length - at, entry.to(tl.int64) * length + at
-        here, there = state_at(entry * chunks + chunk, block * V, SHAPE)
+        here, there = state_at(entry * chunks + chunk, column, SHAPE)
         tl.store(states + here, rounded(state, states.dtype.element_ty), mask=there)
-        keys = load_rows(rows_at(tokens.k, batch, head, at), tokens.k.row, count, SIZE, D, DP)
-        v = rows_at(tokens.v, batch, head, at) + block * V
-        values = load_rows(v, tokens.v.row, count, SIZE, left_over, V).to(tl.float32)
+        keys = tokens_at(tokens.k, batch, head, at, length, SHAPE)
+        values = values_at(tokens.v, batch, head, at, length, column, SHAPE).to(tl.float32)
         strength = numbers_at(tokens.strength, entry, at, length, SIZE)
         given = strength[:, None] * (values - kept[:, None] * dot(keys, state, dtype))
         x = load_rows(solved + place * SIZE, SIZE, count, SIZE, SIZE, SIZE)
         u = dot(x, given, dtype)
-        store_rows(written + place * SHAPE.values + block * V, SHAPE.values, count, u, left_over, V)
+        store_columns(written, place, count, column, u, SHAPE)
         state = whole * state + dot(tl.trans(keys.to(tl.float32) * left[:, None]), u, dtype)
     tl.store(last + places, state, mask=there)
 
@@ -213,51 +243,44 @@ def pass_on(tokens, solved, first, states, written, last, length, start, heads, 
 @triton.jit(do_not_specialize=["length", "start"])
 def read(tokens, states, written, out, length, start, heads, SHAPE: tl.constexpr):
     """O, (B, H, N, D). Program: (chunk, query head, block of columns)."""
-    D: tl.constexpr = SHAPE.width
-    DP: tl.constexpr = SHAPE.padded_width
-    V: tl.constexpr = SHAPE.columns
-    reader, block = tl.program_id(1), tl.program_id(2)
+    reader, column = tl.program_id(1), tl.program_id(2) * SHAPE.columns
     entry = reader // SHAPE.group
     batch, head = entry // heads, entry % heads
     at = tl.program_id(0) * SIZE
     dtype: tl.constexpr = tokens.k.pointer.dtype.element_ty
     n, logs, first, kept, _left, _whole = decays_of(tokens, entry, batch, at, length, start)
-    count, left_over = length - at, SHAPE.values - block * V
-    q = rows_at(tokens.q, batch, reader % (heads * SHAPE.group), at)
-    queries = load_rows(q, tokens.q.row, count, SIZE, D, DP)
-    keys = load_rows(rows_at(tokens.k, batch, head, at), tokens.k.row, count, SIZE, D, DP)
-    here, there = state_at(entry * tl.cdiv(length, SIZE) + tl.program_id(0), block * V, SHAPE)
-    seen = dot(queries, tl.load(states + here, mask=there, other=0.0), dtype) * kept[:, None]
+    count = length - at
+    queries = tokens_at(tokens.q, batch, reader % (heads * SHAPE.group), at, length, SHAPE)
+    keys = tokens_at(tokens.k, batch, head, at, length, SHAPE)
+    chunk = entry * tl.cdiv(length, SIZE) + tl.program_id(0)
+    seen = dot(queries, state_columns(states, chunk, column, SHAPE), dtype) * kept[:, None]
     scores = dot(queries, tl.trans(keys), dtype) * pairs_of(logs, first, n, logs, n)
-    u = written + (entry.to(tl.int64) * length + at) * SHAPE.values + block * V
-    seen += dot(scores, load_rows(u, SHAPE.values, count, SIZE, left_over, V), dtype)
-    place = out + (reader.to(tl.int64) * length + at) * SHAPE.values + block * V
-    store_rows(place, SHAPE.values, count, seen * SHAPE.scale, left_over, V)
+    place = entry.to(tl.int64) * length + at
+    seen += dot(scores, columns_at(written, place, count, column, SHAPE), dtype)
+    row = reader.to(tl.int64) * length + at
+    store_columns(out, row, count, column, seen * SHAPE.scale, SHAPE)
 
 
 @triton.jit(do_not_specialize=["length", "start"])
 def bwd_read(tokens, grad, dwritten, length, start, heads, SHAPE: tl.constexpr):
     """What the chunk's own queries give to the gradient of U, (B, H_kv, N, D). Program: (chunk, key head, columns)."""
-    D: tl.constexpr = SHAPE.width
-    DP: tl.constexpr = SHAPE.padded_width
     V: tl.constexpr = SHAPE.columns
-    entry, block = tl.program_id(1), tl.program_id(2)
+    entry, column = tl.program_id(1), tl.program_id(2) * V
     batch, head = entry // heads, entry % heads
     at = tl.program_id(0) * SIZE
     dtype: tl.constexpr = tokens.k.pointer.dtype.element_ty
     n, logs, first, _kept, _left, _whole = decays_of(tokens, entry, batch, at, length, start)
-    count, left_over = length - at, SHAPE.values - block * V
-    keys = load_rows(rows_at(tokens.k, batch, head, at), tokens.k.row, count, SIZE, D, DP)
+    count = length - at
+    keys = tokens_at(tokens.k, batch, head, at, length, SHAPE)
     pairs = pairs_of(logs, first, n, logs, n) * SHAPE.scale
     total = tl.zeros((SIZE, V), tl.float32)
     for one in range(SHAPE.group):
         reader = head * SHAPE.group + one
-        queries = load_rows(rows_at(tokens.q, batch, reader, at), tokens.q.row, count, SIZE, D, DP)
+        queries = tokens_at(tokens.q, batch, reader, at, length, SHAPE)
         scores = dot(queries, tl.trans(keys), dtype) * pairs
-        do = load_rows(rows_at(grad, batch, reader, at) + block * V, grad.row, count, SIZE, left_over, V)
+        do = values_at(grad, batch, reader, at, length, column, SHAPE)
         total += dot(tl.trans(scores), do, dtype)
-    place = dwritten + (entry.to(tl.int64) * length + at) * SHAPE.values + block * V
-    store_rows(place, SHAPE.values, count, total, left_over, V)
+    store_columns(dwritten, entry.to(tl.int64) * length + at, count, column, total, SHAPE)
 
 
 @triton.jit(do_not_specialize=["length", "start"])
@@ -268,35 +291,31 @@ def bwd_pass_on(
 
     dlast, dfirst: (B, H_kv, d, D) float32. Program: (key head, block of columns).
     """
-    D: tl.constexpr = SHAPE.width
-    DP: tl.constexpr = SHAPE.padded_width
-    V: tl.constexpr = SHAPE.columns
-    entry, block = tl.program_id(0), tl.program_id(1)
+    entry, column = tl.program_id(0), tl.program_id(1) * SHAPE.columns
     batch, head = entry // heads, entry % heads
     dtype: tl.constexpr = tokens.k.pointer.dtype.element_ty
     chunks = tl.cdiv(length, SIZE)
-    places, there = state_at(entry, block * V, SHAPE)
+    places, there = state_at(entry, column, SHAPE)
     state = tl.load(dlast + places, mask=there, other=0.0)
-    left_over = SHAPE.values - block * V
     for step in range(chunks):
         chunk = chunks - 1 - step
         at = chunk * SIZE
         _n, _logs, _first, kept, left, whole = decays_of(tokens, entry, batch, at, length, start)
         count, place = length - at, entry.to(tl.int64) * length + at
-        here, there = state_at(entry * chunks + chunk, block * V, SHAPE)
+        here, there = state_at(entry * chunks + chunk, column, SHAPE)
         tl.store(dstates + here, rounded(state, dstates.dtype.element_ty), mask=there)
-        keys = load_rows(rows_at(tokens.k, batch, head, at), tokens.k.row, count, SIZE, D, DP)
-        du = load_rows(dwritten + place * SHAPE.values + block * V, SHAPE.values, count, SIZE, left_over, V)
-        du = du.to(tl.float32) + left[:, None] * dot(keys, state, dtype)
+        keys = tokens_at(tokens.k, batch, head, at, length, SHAPE)
+        du = columns_at(dwritten, place, count, column, SHAPE).to(tl.float32)
+        du += left[:, None] * dot(keys, state, dtype)
         x = load_rows(solved + place * SIZE, SIZE, count, SIZE, SIZE, SIZE)
         asked = dot(tl.trans(x), du, dtype)
-        store_rows(r + place * SHAPE.values + block * V, SHAPE.values, count, asked, left_over, V)
+        store_columns(r, place, count, column, asked, SHAPE)
         held = numbers_at(tokens.strength, entry, at, length, SIZE) * kept
         state = whole * state - dot(tl.trans(keys.to(tl.float32) * held[:, None]), asked, dtype)
         for one in range(SHAPE.group):
             reader = head * SHAPE.group + one
-            queries = load_rows(rows_at(tokens.q, batch, reader, at), tokens.q.row, count, SIZE, D, DP)
-            do = load_rows(rows_at(grad, batch, reader, at) + block * V, grad.row, count, SIZE, left_over, V)
+            queries = tokens_at(tokens.q, batch, reader, at, length, SHAPE)
+            do = values_at(grad, batch, reader, at, length, column, SHAPE)
             seen = queries.to(tl.float32) * (kept * SHAPE.scale)[:, None]
             state += dot(tl.trans(seen), do, dtype)
     tl.store(dfirst + places, state, mask=there)
@@ -310,17 +329,14 @@ def sum_of(numbers):
 
 
 @triton.jit
-def gradient_of_scores(grad, written, batch, reader, place, at, count, SHAPE: tl.constexpr):
+def gradient_of_scores(grad, written, batch, reader, place, at, length, SHAPE: tl.constexpr):
     """dO U^T of a query head's chunk, (C, C)."""
     V: tl.constexpr = SHAPE.columns
-    do = rows_at(grad, batch, reader, at)
-    u = written + place * SHAPE.values
     dtype: tl.constexpr = written.dtype.element_ty
     total = tl.zeros((SIZE, SIZE), tl.float32)
     for column in range(0, SHAPE.values, V):
-        given = load_rows(do + column, grad.row, count, SIZE, SHAPE.values - column, V)
-        u_of = load_rows(u + column, SHAPE.values, count, SIZE, SHAPE.values - column, V)
-        total += dot(given, tl.trans(u_of), dtype)
+        given = values_at(grad, batch, reader, at, length, column, SHAPE)
+        total += dot(given, tl.trans(columns_at(written, place, length - at, column, SHAPE)), dtype)
     return total
 
 
@@ -339,20 +355,17 @@ def bwd_queries(tokens, grad, states, written, dq, passing, length, start, heads
     count, place = length - at, entry.to(tl.int64) * length + at
     chunk = entry * tl.cdiv(length, SIZE) + tl.program_id(0)
     reader_of_batch = reader % (heads * SHAPE.group)
-    do = rows_at(grad, batch, reader_of_batch, at)
     of_state = tl.zeros((SIZE, DP), tl.float32)
     for column in range(0, SHAPE.values, V):
-        given = load_rows(do + column, grad.row, count, SIZE, SHAPE.values - column, V)
-        here, there = state_at(chunk, column, SHAPE)
-        of_state += dot(given, tl.trans(tl.load(states + here, mask=there, other=0.0)), dtype)
+        given = values_at(grad, batch, reader_of_batch, at, length, column, SHAPE)
+        of_state += dot(given, tl.trans(state_columns(states, chunk, column, SHAPE)), dtype)
     of_state *= (kept * SHAPE.scale)[:, None]
     row = reader.to(tl.int64) * length + at
-    q = rows_at(tokens.q, batch, reader_of_batch, at)
-    queries = load_rows(q, tokens.q.row, count, SIZE, D, DP).to(tl.float32)
+    queries = tokens_at(tokens.q, batch, reader_of_batch, at, length, SHAPE).to(tl.float32)
     tl.store(passing + row + tl.arange(0, SIZE), tl.sum(queries * of_state, 1), mask=n < length)
-    of_scores = gradient_of_scores(grad, written, batch, reader_of_batch, place, at, count, SHAPE)
+    of_scores = gradient_of_scores(grad, written, batch, reader_of_batch, place, at, length, SHAPE)
     of_scores *= pairs_of(logs, first, n, logs, n) * SHAPE.scale
-    keys = load_rows(rows_at(tokens.k, batch, head, at), tokens.k.row, count, SIZE, D, DP)
+    keys = tokens_at(tokens.k, batch, head, at, length, SHAPE)
     store_rows(dq + row * D, D, count, of_state + dot(of_scores, keys, dtype), D, DP)
 
 
@@ -389,41 +402,33 @@ def bwd_keys(
     n, logs, first, kept, left, whole = decays_of(tokens, entry, batch, at, length, start)
     count, place = length - at, entry.to(tl.int64) * length + at
     chunk = entry * tl.cdiv(length, SIZE) + tl.program_id(0)
-    k = rows_at(tokens.k, batch, head, at)
     strength = numbers_at(tokens.strength, entry, at, length, SIZE)
     # One product of the width of keys after the other: two at once would not fit into registers.
     of_leaving = tl.zeros((SIZE, DP), tl.float32)
     along = tl.zeros((DP,), tl.float32)
     for column in range(0, SHAPE.values, V):
-        u = written + place * SHAPE.values + column
-        u = load_rows(u, SHAPE.values, count, SIZE, SHAPE.values - column, V)
-        here, there = state_at(chunk, column, SHAPE)
-        state = tl.load(states + here, mask=there, other=0.0).to(tl.float32)
-        dstate = tl.load(dstates + here, mask=there, other=0.0)
+        u = columns_at(written, place, count, column, SHAPE)
+        state = state_columns(states, chunk, column, SHAPE).to(tl.float32)
+        dstate = state_columns(dstates, chunk, column, SHAPE)
         along += tl.sum(state * dstate.to(tl.float32), 1)
         of_leaving += dot(u, tl.trans(dstate), dtype)
     dkeys = of_leaving * left[:, None]
-    keys = load_rows(k, tokens.k.row, count, SIZE, D, DP)
+    keys = tokens_at(tokens.k, batch, head, at, length, SHAPE)
     passing = -tl.sum(keys.to(tl.float32) * dkeys, 1)
     behind = whole * sum_of(along) - sum_of(passing)
 
     of_pairs = tl.zeros((SIZE, SIZE), tl.float32)
     of_state = tl.zeros((SIZE, DP), tl.float32)
     for column in range(0, SHAPE.values, V):
-        u = written + place * SHAPE.values + column
-        u = load_rows(u, SHAPE.values, count, SIZE, SHAPE.values - column, V)
-        asked = r + place * SHAPE.values + column
-        asked = load_rows(asked, SHAPE.values, count, SIZE, SHAPE.values - column, V)
-        here, there = state_at(chunk, column, SHAPE)
+        u = columns_at(written, place, count, column, SHAPE)
+        asked = columns_at(r, place, count, column, SHAPE)
         of_pairs += dot(asked, tl.trans(u), dtype)
-        of_state += dot(asked, tl.trans(tl.load(states + here, mask=there, other=0.0)), dtype)
-        dvalues = asked.to(tl.float32) * strength[:, None]
-        place_of = dv + place * SHAPE.values + column
-        store_rows(place_of, SHAPE.values, count, dvalues, SHAPE.values - column, V)
+        of_state += dot(asked, tl.trans(state_columns(states, chunk, column, SHAPE)), dtype)
+        store_columns(dv, place, count, column, asked.to(tl.float32) * strength[:, None], SHAPE)
     own = tl.sum(tl.where(n[:, None] == n[None, :], of_pairs, 0.0), 1)
     tl.store(dstrength + place + tl.arange(0, SIZE), own / strength, mask=n < length)
     of_state *= -(strength * kept)[:, None]
-    keys = load_rows(k, tokens.k.row, count, SIZE, D, DP)
+    keys = tokens_at(tokens.k, batch, head, at, length, SHAPE)
     passing += tl.sum(keys.to(tl.float32) * of_state, 1)
     dkeys += of_state
     pairs = pairs_of(logs, first, n, logs, n)
@@ -434,9 +439,9 @@ def bwd_keys(
     passing += tl.sum(of_pairs, 1) - tl.sum(of_pairs, 0)
     for one in range(SHAPE.group):
         reader = head * SHAPE.group + one
-        of_scores = gradient_of_scores(grad, written, batch, reader, place, at, count, SHAPE)
+        of_scores = gradient_of_scores(grad, written, batch, reader, place, at, length, SHAPE)
         of_scores *= pairs * SHAPE.scale
-        queries = load_rows(rows_at(tokens.q, batch, reader, at), tokens.q.row, count, SIZE, D, DP)
+        queries = tokens_at(tokens.q, batch, reader, at, length, SHAPE)
         dkeys += dot(tl.trans(of_scores), queries, dtype)
         of_scores *= dot(queries, tl.trans(keys), dtype)
         passing += tl.sum(of_scores, 1) - tl.sum(of_scores, 0)
