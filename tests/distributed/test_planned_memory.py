@@ -45,6 +45,7 @@ def kept(cases: list[dict[str, Any]]) -> list[list[int]]:
 
 
 COUNTED = ["softmax", "linear", "hedgehog", "performer", "gmm_rks", "mlk", "local", "flurka", "flurka_kernel"]
+COUNTED += [{"preset": "flurka", "short_convolution": 4}]
 """Mechanisms whose kept tensors are counted one by one."""
 
 ESTIMATED = ["mgk", "gaussian", "eva", "linformer_causal"]

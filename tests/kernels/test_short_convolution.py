@@ -39,6 +39,30 @@ def test_outputs_and_gradients(positions, width, channels, dtype, draw):
     )
 
 
+LONG = torch.cat([torch.arange(9, 60), *map(torch.arange, (1, 2, 130, 3, 113))])[None].expand(2, -1)
+"""Positions of so few documents that only where one begins a token goes by taps."""
+
+
+@pytest.mark.parametrize("positions", [*POSITIONS.values()][:3] + [LONG], ids=POSITIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_tokens_are_taps(positions, dtype, draw):
+    """What a CPU computes; the reference in float64 goes by taps."""
+
+    def chunked(_, leaves):
+        return run("chunked", leaves, positions)
+
+    assert_agrees(chunked, leaves(4, 16, 300, dtype), draw, TOLERANCE[dtype])
+
+
+def test_rows_of_tokens_know_nothing_of_another_document():
+    positions = LONG[:, 51:]  # of documents of one token, of two, and of many
+    given = leaves(4, 16, positions.shape[1], torch.float32)
+    expected = run("chunked", given, positions)["out"]
+    given["before"].fill_(float("nan"))
+    given["q"][..., :3, :] = float("nan")
+    torch.testing.assert_close(run("chunked", given, positions)["out"][..., 3:, :], expected[..., 3:, :])
+
+
 @pytest.mark.parametrize("length", [1, 3, 300])
 def test_sequences_of_any_length(length, draw):
     """Shorter than a filter, and over several spans of a program."""
