@@ -63,12 +63,9 @@ class Attention(Algebra):
         return self.spec.looks_back_only
 
     @property
-    def part_around(self) -> str | None:
-        """What the layer has between its projections besides the mechanism and what that reads; None: nothing."""
-        for part in AROUND:
-            if self.sets(part):
-                return part
-        return "a projection for its state" if self.spec.further else None
+    def around(self) -> dict[str, Any]:
+        """What the layer has around its mechanism, by key."""
+        return {part: getattr(self, part) for part in AROUND if self.sets(part)}
 
     def flops(self, shape: Shape) -> Parts:
         """Forward FLOPs per token of a layer, by part, without its projections of queries, keys, values and output."""

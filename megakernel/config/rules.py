@@ -218,11 +218,10 @@ def _transfer_meets_whole_layers(
     objective: Objective, uptrain: Uptrain | None, model: Model
 ) -> Iterator[Problem]:
     """Students of attention transfer are called with what their teacher's layer is called with, and nothing else."""
-    around = [part for attention in model.attentions if (part := attention.part_around) is not None]
-    if not around:
+    if not any(attention.spec.further for attention in model.attentions):
         return
     reason = (
-        f"trains attention on the dense model's queries, keys and values alone, and a layer has {around[0]}"
+        "trains attention on the dense model's queries, keys and values alone, and a layer's state reads more"
     )
     if uptrain is not None and uptrain.transfer is not None:
         yield Problem("uptrain.transfer", "{...}", reason, "set null; the main stage trains all of the layer")

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from megakernel.parallel import Mesh
 from megakernel.parallel.ranks import Ranks
 
 from .deepspeed_config import deepspeed_clips, deepspeed_config, micro_batches_per_step, updates_on_cpu
-from .optimizer import SHARE, build_optimizer, freeze
+from .optimizer import SHARE, build_optimizer, freeze, learns
 from .schedule import drop_near_windows
 from .step_costs import ContextTraffic, MemoryPeaks
 
@@ -169,8 +170,7 @@ class Engine:
         self, settings: ModelSettings, make_model: Callable[[ModelSettings, Callable[[], float]], Parted]
     ) -> Parted:
         model = make_model(settings, lambda: self.loss_scale)
-        updates = self.config.optimizer.updates
-        freeze(model, self.config.optimizer.trained, updates is None or updates.mechanism)
+        freeze(model, self.config.optimizer.trained, partial(learns, self.config))
         if (dropout := self.config.training.near_dropout) is not None:
             drop_near_windows(model, dropout, self.config.run.seed)
         return model

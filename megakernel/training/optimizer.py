@@ -1,6 +1,7 @@
 """AdamW, its parameter groups, and global-norm clipping where DeepSpeed brings none of its own."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,16 +44,23 @@ def parameter_groups(model: nn.Module, settings: configuration.Optimizer) -> lis
     return [group for group in groups if group["params"]]
 
 
-def freeze(model: nn.Module, trained: str, mechanism: bool = True) -> None:
-    """Let the weights that optimizer.trained names have gradients, and no others.
+def learns(config: configuration.Config, name: str) -> bool:
+    """Whether a weight of this name is one that optimizer.trained names."""
+    optimizer = config.optimizer
+    if config.objective.kind == "transfer":  # what is around a mechanism is the teacher's
+        return MECHANISM in name
+    if optimizer.updates is not None and not optimizer.updates.mechanism:
+        return UPDATES.search(name) is not None
+    return optimizer.trained == "all" or is_new(name)
 
-    mechanism: whether low-rank updates have what mechanisms own beside them.
 
-    Raises UserError where no attention mechanism owns any.
+def freeze(model: nn.Module, trained: str, is_trained: Callable[[str], bool] = is_new) -> None:
+    """Let the weights whose names `is_trained` takes have gradients, and no others. trained: as it is configured.
+
+    Raises UserError where there is none.
     """
-    is_trained = is_new if mechanism else UPDATES.search
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(trained == "all" or bool(is_trained(name)))
+        parameter.requires_grad_(is_trained(name))
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(
             f"optimizer.trained={trained} and {_layers(model)} no weights of its own; take a feature map that "

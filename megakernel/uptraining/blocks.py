@@ -9,6 +9,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from megakernel.training.engine import model_inputs, reading
 from megakernel.training.environment import package_versions
 from megakernel.training.observing.metrics_writer import Entry, MetricsWriter, logged
 from megakernel.training.observing.observed import Providers
-from megakernel.training.optimizer import freeze
+from megakernel.training.optimizer import freeze, learns
 from megakernel.training.resume import check_weights
 from megakernel.training.run_folder import RunFolder, stop_file
 from megakernel.training.stop_requests import Stop, StopRequests
@@ -154,7 +155,7 @@ class BlockTransfer:
         tensors = self.source.tensors(model)
         own = {name: tuple(tensor.shape) for name, tensor in shapes.state_dict().items()}
         check_weights(self.source, tensors, compare(own, tensors), model, self.settings.vocab_size)
-        freeze(shapes, self.config.optimizer.trained)
+        freeze(shapes, self.config.optimizer.trained, partial(learns, self.config))
         layers = [layer for layer in shapes.modules() if isinstance(layer, TransformerLayer)]
         return {layer.index for layer in layers if any(weight.requires_grad for weight in layer.parameters())}
 

@@ -8,7 +8,7 @@ import torch
 from megakernel.checkpoint.parity import Parity, parity
 from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import Attention, Config, Model, UserError
-from megakernel.config.attention import Near
+from megakernel.config.attention import AROUND, Near
 from megakernel.parallel import Mesh
 
 from .ablations import as_sliding_window
@@ -53,9 +53,15 @@ def identity_tokens(dense: Model, student: Model, length: int, mesh: Mesh) -> in
     return tokens - tokens % mesh.tp.size if mesh.sequence_parallel else tokens
 
 
-def covering(student: Model, tokens: int) -> Model:
-    """The same with windows of `tokens` at least in every layer that approximates: nothing is left to approximate."""
-    layers = [_covering(layer, tokens) for layer in student.attentions]
+def covering(student: Model, dense: Model, tokens: int) -> Model:
+    """The same with windows of `tokens` at least in every layer that approximates: nothing is left to approximate.
+
+    Around its attention a layer has what the dense model's has.
+    """
+    layers = [
+        _covering(mine, tokens).model_copy(update={part: getattr(theirs, part) for part in AROUND})
+        for mine, theirs in zip(student.attentions, dense.attentions)
+    ]
     pattern = [attention.model_dump(mode="json") for attention in layers]
     return Model.model_validate(student.model_dump(mode="json") | {"attention_pattern": pattern})
 
@@ -133,7 +139,7 @@ def preflight(validation: Validation, source: WeightSource, student: Model) -> P
     swapped = validation.losses(validation.model(student, source), window)
     identity = None
     if dense_start != 0:  # as it is where no label of these tokens counts
-        covered = validation.model(covering(student, tokens), source)
+        covered = validation.model(covering(student, source.model(), tokens), source)
         identity = Identity(tokens, validation.losses(covered, window, tokens)[0], dense_start)
     found = Preflight(same_logits, identity, dense, swapped, sliding)
     check(found, config, source)

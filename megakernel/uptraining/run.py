@@ -24,6 +24,7 @@ from .identity import Preflight, preflight
 from .report import write_events
 from .stages import Stage, stages
 from .summary import head_scalars, summarize, wanted_model, worst_layers
+from .transfer import check_parts_around
 from .validation import Validation, measured_on
 
 CONFIG = "config.yaml"
@@ -66,6 +67,7 @@ class Uptraining:
         corpora = Corpora(self.config.data)
         # What there is to remark on its tokenizer, the first stage says.
         self.ranks.first(lambda: source.check_tokenizer(corpora))
+        check_parts_around(self.config.model, source.model(), self.uptrain.transfer is not None)
         if (teacher := self.uptrain.distill.teacher) is not None:
             larger = WeightSource.find("uptrain.distill.teacher", teacher, self.ranks)
             self.ranks.first(lambda: larger.check_tokenizer(corpora))

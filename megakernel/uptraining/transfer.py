@@ -1,5 +1,6 @@
 """Attention transfer: each layer's new mechanism learns to give what the dense layer's attention gives."""
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import TracebackType
@@ -11,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from megakernel.attention import WHOLE, AttentionLayer, ContextParallelShard
 from megakernel.attention.softmax import SoftmaxAttention
-from megakernel.config import UserError
+from megakernel.config import Model, UserError
 from megakernel.model.layer import attention_cores
 from megakernel.ops.dispatch import accum_dtype
 
@@ -203,6 +204,27 @@ def _unlike(teacher: AttentionLayer, student: AttentionLayer) -> str | None:
                 f"has {name}={own} where the teacher has {wanted}; give both models the same sizes and layout"
             )
     return None
+
+
+def check_parts_around(student: Model, dense: Model, transfers: bool) -> None:
+    """Raise UserError for a layer without what the dense model's has around its attention.
+
+    transfers: also for one that has more. An attention transfer trains mechanisms alone, and the dense model's output
+    is not what a mechanism behind a new convolution should give.
+    """
+    for index, (mine, theirs) in enumerate(zip(student.attentions, dense.attentions)):
+        at = f"model.attention: layer {index} has"
+        for part, wanted in theirs.around.items():
+            if (found := mine.around.get(part)) != wanted:
+                raise UserError(
+                    f"{at} {part}={json.dumps(found)} and the dense model {json.dumps(wanted)}; set what the dense "
+                    "model has"
+                )
+        if transfers and (more := mine.around.keys() - theirs.around.keys()):
+            raise UserError(
+                f"{at} {min(more)}, which the dense model has not and an attention transfer does not train; remove it, "
+                "or train all of the layer (uptrain.transfer: null; objective.kind: distill)"
+            )
 
 
 FLOOR = 1e-8

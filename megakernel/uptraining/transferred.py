@@ -15,7 +15,7 @@ from megakernel.parallel import Mesh
 
 from .distilled import Teacher
 from .head_statistics import HeadTag
-from .transfer import AttentionTransfer
+from .transfer import AttentionTransfer, check_parts_around
 
 
 class LayerTransfer:
@@ -27,10 +27,11 @@ class LayerTransfer:
     def __init__(self, student: Parted, teacher: Teacher, config: Config, mesh: Mesh):
         """config: its objective says what is compared, its training how many sequences a step has.
 
-        Raises UserError for a layer that cannot be called as the teacher's is.
+        Raises UserError for a layer that cannot be called as the teacher's is, or has something else around it.
         """
         self.student, self.teacher, self.mesh = student, teacher, mesh
         self.training, self.dtype = config.training, DTYPES[config.training.dtype]
+        check_parts_around(config.model, teacher.model.settings.model, transfers=True)
         objective = config.objective
         self.attention = AttentionTransfer(
             teacher.model,

@@ -339,6 +339,74 @@ def folded(config, overrides):
         return validation.losses(model, 0)[0], moved
 
 
+PARTS = {"short_convolution": 4, "output_norm": True, "output_gate": "silu"}
+
+
+def with_parts(place, *overrides, preset="flurka", parts=PARTS):
+    """Overrides of a student with these parts around its attention, which starts from the run `around`."""
+    blocks = {} if preset == "softmax" else {"compression": {"block_size": 16, "rank": 4}}
+    attention = json.dumps({"preset": preset, **blocks, **parts})
+    return [f"init.from={place}/around", f"model.attention={attention}", "training.steps=2", *overrides]
+
+
+@pytest.fixture(scope="module")
+def around(place):
+    """A dense run with parts around its attention."""
+    _, *overrides = with_parts(place, "run.name=around", "optimizer.lr=0.02", preset="softmax")
+    train(place / "dense.yaml", 1, *overrides, "schedule.warmup_steps=0")
+    return place / "around"
+
+
+def test_a_student_takes_over_what_its_dense_model_has_around_attention(place, around):
+    uptrain(
+        place / "student.yaml",
+        1,
+        *with_parts(place, "run.name=taken"),
+        "uptrain={transfer: {steps: 3, lr: 0.02}}",
+    )
+    moved = run_ranks(moved_between, 1, around, place / "taken/1-transfer")[0]
+    assert moved
+    assert all(".core." in name for name in moved), "an attention transfer leaves the parts as they are"
+    assert any(
+        "output_gate" in name for name in run_ranks(moved_between, 1, around, place / "taken/2-main")[0]
+    )
+    report = json.loads((place / "taken/uptrain_report.json").read_text())
+    assert report["identity"]["student"] == pytest.approx(report["identity"]["dense"], abs=1e-5)
+
+
+def moved_between(before, after):
+    """Weights that are new in a run, or have another value than in an earlier one."""
+    sources = (WeightSource.find("init.from", folder) for folder in (before, after))
+    old, new = (source.tensors(source.model()) for source in sources)
+    names = (name for name in new.names if name.startswith(("1.", "2.")))
+    return {
+        name
+        for name in names
+        if name not in old.names
+        or not new.read(name, ["fp32"])["fp32"].equal(old.read(name, ["fp32"])["fp32"])
+    }
+
+
+def test_a_student_may_have_more_around_attention_where_all_of_the_layer_is_trained(place):
+    overrides = with_parts(place, f"init.from={place}/dense", "run.name=more")
+    uptrain(place / "student.yaml", 1, *overrides, "uptrain={}")
+    with pytest.raises(RankFailedError, match=r"layer 0 has output_gate, which the dense model has not"):
+        uptrain(place / "student.yaml", 1, *overrides, "run.name=refused", "uptrain={transfer: {steps: 3}}")
+    alone = ["objective.kind=transfer", f"objective.teacher={place}/dense", "optimizer.trained=mechanism"]
+    with pytest.raises(RankFailedError, match=r"layer 0 has output_gate, which the dense model has not"):
+        train(place / "student.yaml", 1, *overrides, *alone, "run.name=refused-alone")
+    assert not (place / "refused").exists()
+
+
+def test_a_student_without_what_its_dense_model_has_around_attention_is_refused(place, around):
+    fewer = with_parts(place, "run.name=refused", parts={"short_convolution": 3, "output_norm": True})
+    with pytest.raises(
+        RankFailedError, match=r"layer 0 has short_convolution=3 and the dense model 4; set what"
+    ):
+        uptrain(place / "student.yaml", 1, *fewer, "uptrain={}")
+    assert not (place / "refused").exists()
+
+
 def test_a_teacher_has_the_tensors_of_what_is_not_trained_also_on_going_on(place):
     overrides = ["optimizer.trained=lora", "objective.kind=distill", f"objective.teacher={place}/dense"]
     for model in run_ranks(shared, 1, place / "student.yaml", [*overrides, "run.name=shares"])[0]:

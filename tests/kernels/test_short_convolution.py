@@ -43,7 +43,7 @@ LONG = torch.cat([torch.arange(9, 60), *map(torch.arange, (1, 2, 130, 3, 113))])
 """Positions of so few documents that only where one begins a token goes by taps."""
 
 
-@pytest.mark.parametrize("positions", [*POSITIONS.values()][:3] + [LONG], ids=POSITIONS)
+@pytest.mark.parametrize("positions", (POSITIONS | {"packed": LONG}).values(), ids=POSITIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_tokens_are_taps(positions, dtype, draw):
     """What a CPU computes; the reference in float64 goes by taps."""
