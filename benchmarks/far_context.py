@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from benchmarks import repositories
 from benchmarks.page import add_out, ended, give, opening, table, table_row
 from benchmarks.trained import curve, measured, megakernel, named, trained
-from megakernel.config import Config, load
+from megakernel.config import Config, Model, load
 from megakernel.config.mechanisms import Shape
 
 CONFIG = Path(__file__).with_suffix(".yaml")
@@ -87,18 +87,10 @@ class Run(NamedTuple):
         """Its configuration."""
         return load(CONFIG, self.overrides())
 
-    def state(self) -> int:
-        """Numbers that decoding carries after `length` tokens, over all layers."""
-        model = self.config().model
-        shape = Shape(model.num_heads, model.kv_heads, model.head_size)
-        sizes = [layer.state_sizes(shape) for layer in model.attentions]
-        return sum(constant + added * self.length for constant, added in sizes)
 
+class Measures(NamedTuple):
+    """What held-out text says of a model; losses are nats per token."""
 
-class Outcome(NamedTuple):
-    """The measures of a run; losses are nats per token."""
-
-    run: Run
     loss: float
     near: float
     """Loss at positions below FAR."""
@@ -115,19 +107,66 @@ class Outcome(NamedTuple):
     random: tuple[float, float]
     """The same of ids drawn at random."""
 
-    state: int
-    """See `Run.state`."""
+    @classmethod
+    def of(cls, folder: Path, step: int, length: int) -> "Measures":
+        """Of a run's checkpoint, on sequences of a length; what is measured already is read."""
+        tasks = {name: task.format(samples=HELD_OUT // length) for name, task in TASKS.items()}
+        found = {name: measured(folder, step, task) for name, task in tasks.items()}
+        buckets, shuffled = found["by_position"]["by_position"], found["shuffled"]["buckets"]
+        return cls(
+            found["by_position"]["loss"],
+            _mean([bucket for bucket in buckets if bucket["first"] < FAR], "loss"),
+            _mean([bucket for bucket in buckets if bucket["first"] >= FAR], "loss"),
+            _mean([bucket for bucket in shuffled if bucket["first"] >= FAR], "gain"),
+            (found["text"]["first_loss"], found["text"]["second_loss"]),
+            (found["random"]["first_loss"], found["random"]["second_loss"]),
+        )
 
+    def cells(self) -> list[str]:
+        """Its part of a line, under COLUMNS."""
+        pairs = [f"{first:.3f} → {second:.3f}" for first, second in (self.text, self.random)]
+        return [f"{self.loss:.4f}", f"{self.near:.4f}", f"**{self.far:.4f}**", f"{self.gain:+.4f}", *pairs]
+
+
+COLUMNS = ("loss", f"below {FAR:,}", f"from {FAR:,}", "far gain", "text again", "random again")
+
+READING = (
+    f"Losses are nats per token, over {HELD_OUT:,} held-out tokens. *Far gain*: by how much the loss of {NEAR} tokens "
+    f"from positions {FAR:,}, {2 * FAR:,}, … on rises when all but the nearest {NEAR} to {2 * NEAR - 1} tokens are "
+    "another document's. *Again*: half a sequence, read first and read again. *State*: numbers that decoding carries "
+    "after N tokens."
+)
+"""How the columns are read."""
+
+
+def state_of(model: Model, length: int) -> int:
+    """Numbers that decoding carries after `length` tokens, over all layers."""
+    shape = Shape(model.num_heads, model.kv_heads, model.head_size)
+    sizes = [layer.state_sizes(shape) for layer in model.attentions]
+    return sum(constant + added * length for constant, added in sizes)
+
+
+class Outcome(NamedTuple):
+    """The measures of a run."""
+
+    run: Run
+    measures: Measures
     speed: float
     """Tokens of training a second, in the middle."""
 
     def row(self) -> str:
         """Its line of the table."""
-        run = self.run
-        losses = [f"{loss:.4f}" for loss in (self.loss, self.near)]
-        pairs = [f"{first:.3f} → {second:.3f}" for first, second in (self.text, self.random)]
-        rest = [f"**{self.far:.4f}**", f"{self.gain:+.4f}", *pairs, f"{self.state:,}", f"{self.speed:,.0f}"]
-        return table_row([f"`{run.model}`", f"{run.length:,}", run.seed, *losses, *rest])
+        run, state = self.run, state_of(self.run.config().model, self.run.length)
+        return table_row(
+            [
+                f"`{run.model}`",
+                f"{run.length:,}",
+                run.seed,
+                *self.measures.cells(),
+                f"{state:,}",
+                f"{self.speed:,.0f}",
+            ]
+        )
 
 
 def prepare(data: Path) -> None:
@@ -140,22 +179,9 @@ def prepare(data: Path) -> None:
 
 def measure(run: Run) -> Outcome:
     """Train a model as far as is asked for and measure it, or read what is there."""
-    config = run.config()
     folder = trained(CONFIG, run.overrides())
-    tasks = {name: task.format(samples=HELD_OUT // run.length) for name, task in TASKS.items()}
-    found = {name: measured(folder, config.training.steps, task) for name, task in tasks.items()}
-    buckets, shuffled = found["by_position"]["by_position"], found["shuffled"]["buckets"]
-    return Outcome(
-        run,
-        found["by_position"]["loss"],
-        _mean([bucket for bucket in buckets if bucket["first"] < FAR], "loss"),
-        _mean([bucket for bucket in buckets if bucket["first"] >= FAR], "loss"),
-        _mean([bucket for bucket in shuffled if bucket["first"] >= FAR], "gain"),
-        (found["text"]["first_loss"], found["text"]["second_loss"]),
-        (found["random"]["first_loss"], found["random"]["second_loss"]),
-        run.state(),
-        statistics.median(curve(folder, "throughput/tokens_per_sec").values()),
-    )
+    found = Measures.of(folder, run.config().training.steps, run.length)
+    return Outcome(run, found, statistics.median(curve(folder, "throughput/tokens_per_sec").values()))
 
 
 def _mean(buckets: Sequence[dict[str, Any]], name: str) -> float:
@@ -165,11 +191,10 @@ def _mean(buckets: Sequence[dict[str, Any]], name: str) -> float:
 
 def page(outcomes: Iterable[Outcome], tokens: int, command: str) -> str:
     """The table with what it was measured by, the lowest far loss of each length first."""
-    outcomes = sorted(outcomes, key=lambda found: (found.run.length, found.far))
+    outcomes = sorted(outcomes, key=lambda found: (found.run.length, found.measures.far))
     config = outcomes[0].run.config()
     model, training = config.model, config.training
-    columns = ("model", "N", "seed", "loss", f"below {FAR:,}", f"from {FAR:,}", "far gain")
-    columns += ("text again", "random again", "state", "tokens/s")
+    columns = ("model", "N", "seed", *COLUMNS, "state", "tokens/s")
     names = sorted({found.run.model for found in outcomes})
     written = [f"* `{name}`: `{json.dumps(MODELS[name])}`" for name in names]
     return "\n".join(
@@ -179,11 +204,7 @@ def page(outcomes: Iterable[Outcome], tokens: int, command: str) -> str:
             f"tokens of `benchmarks.repositories` in steps of {training.global_batch_size * training.seq_len:,}, "
             f"{training.dtype}, learning rate {config.optimizer.lr:g}, constant behind "
             f"{config.schedule.warmup_steps} steps; the same sequences in the same order for all models of a seed. "
-            f"Losses are nats per token, over {HELD_OUT:,} held-out tokens. *Far gain*: by how much the loss "
-            f"of {NEAR} tokens from positions {FAR:,}, {2 * FAR:,}, … on rises when all but the nearest {NEAR} to "
-            f"{2 * NEAR - 1} tokens are another document's. *Again*: half a sequence, read first and read again. "
-            "*State*: numbers that decoding carries after N tokens. Runs shared the machine: *tokens/s* of the "
-            "training are medians, and say little.",
+            f"{READING} Runs shared the machine: *tokens/s* of the training are medians, and say little.",
             "",
             *table(columns, (found.row() for found in outcomes)),
             *written,

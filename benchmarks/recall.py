@@ -6,8 +6,9 @@
 
 Each mechanism is trained by `megakernel pretrain configs/tasks/mqar.yaml` on examples that `megakernel prepare
 --source task:NAME` makes, each seen once, and measured by `megakernel evaluate --task NAME` on others. What is
-`section.key=value` on the command line is laid over the configuration of all of them. Runs lie in runs/recall,
-examples in data/recall; what is done is read, not repeated.
+`section.key=value` on the command line is laid over the configuration of all of them. With `--start MODEL` that one
+alone is trained from random weights, for `--start-steps`, and each mechanism is up-trained from it. Runs lie in
+runs/recall, examples in data/recall; what is done is read, not repeated.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from benchmarks.page import add_out, ended, give, opening, table, table_row
 from benchmarks.trained import curve, in_blocks, measured, megakernel, named, trained
 from megakernel.config import Config, Training, load
 from megakernel.evaluation.records import file_name
+from megakernel.uptraining.report import REPORT
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tasks" / "mqar.yaml"
 MECHANISMS = ("softmax", "linear", "performer", "generative_prf", "flurka_kernel", "flurka", "local")
@@ -36,6 +38,9 @@ EXAMPLES = 512
 
 OTHER_EXAMPLES = 64
 """Examples of each length that is not trained on."""
+
+TRANSFER = 50
+"""Steps of attention transfer that an up-training begins with."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,12 @@ class Plan:
     block_size: int
     rank: int
     overrides: list[str]
+
+    start: str | None = None
+    """What the mechanisms are up-trained from; None: they begin with random weights."""
+
+    start_steps: int = 0
+    """Steps of that."""
 
     def config(self, *more: str) -> Config:
         """The configuration of a run."""
@@ -80,7 +91,8 @@ class Plan:
     @property
     def documents(self) -> int:
         """Examples: those of all steps, each read once, those that are held out, and a few to spare."""
-        samples, tokens = self.training.consumed(self.training.steps)
+        training, before = self.training, self.start_steps + TRANSFER if self.start else 0
+        samples, tokens = (x * (1 + before / training.steps) for x in training.consumed(training.steps))
         examples = tokens / self._length if self._length else samples
         return int((examples + 1) / (1 - HELD_OUT) * 1.02) + 100
 
@@ -93,6 +105,14 @@ class Plan:
     def data(self) -> Path:
         """Folder of the examples."""
         return Path("data/recall") / self.name
+
+    def laid_over(self, preset: str, *more: str) -> list[str]:
+        """What is laid over the configuration of one mechanism's run."""
+        names = [
+            f"run.name={self.name}-{file_name(preset)}",
+            f"model.attention={json.dumps(self.attention(preset))}",
+        ]
+        return [f"data.train={self.data}", "run.root=runs/recall", *self.overrides, *names, *more]
 
     def attention(self, preset: str) -> dict[str, Any]:
         """The preset with blocks that a short sequence has several of."""
@@ -113,11 +133,23 @@ class Outcome:
     others: dict[int, float] = field(default_factory=dict)
     """Length that was not trained on -> accuracy."""
 
+    transferred: float | None = None
+    """Of an up-training: accuracy after attention transfer, before anything else was trained."""
+
     def row(self) -> str:
         """Its line of the table."""
         losses = [f"{loss:.3f}" for loss in (*self.losses.values(), self.loss)]
         others = [f"{accuracy:.1%}" for accuracy in self.others.values()]
-        return table_row([f"`{self.mechanism}`", *losses, f"**{self.accuracy:.1%}**", *others])
+        own = f"**{self.accuracy:.1%}**"
+        if self.transferred is not None:
+            own = f"{self.transferred:.1%} → {own}"
+        return table_row([f"`{self.mechanism}`", *losses, own, *others])
+
+
+STARTED = (
+    " `{plan.start}` has {plan.start_steps} steps from random weights; the others are up-trained from it by "
+    "`megakernel uptrain`, {transfer} steps of attention transfer (the first share of right answers) before those of all weights."
+)
 
 
 def prepare(plan: Plan) -> None:
@@ -128,18 +160,44 @@ def prepare(plan: Plan) -> None:
 
 def train(plan: Plan, preset: str, others: Sequence[int]) -> Outcome:
     """Train and measure one mechanism, at other lengths too, or read what is there."""
-    overrides = [
-        f"run.name={plan.name}-{file_name(preset)}",
-        f"model.attention={json.dumps(plan.attention(preset))}",
-    ]
-    laid_over = [f"data.train={plan.data}", "run.root=runs/recall", *plan.overrides, *overrides]
-    folder = trained(CONFIG, laid_over)
-    step = plan.training.steps
-    found = measured(folder, step, plan.task, "--samples", str(EXAMPLES))
+    examples = ("--samples", str(EXAMPLES))
+    losses, before = {}, None
+    if plan.start is None:
+        folder, step = trained(CONFIG, plan.laid_over(preset)), plan.training.steps
+        losses = curve(folder, "eval/loss")
+    elif preset == plan.start:
+        folder, step = started(plan, preset), plan.start_steps
+    else:
+        stages = uptrained(plan, preset, started(plan, plan.start))
+        if (transfer := stages / "1-transfer").exists():
+            before = measured(transfer, TRANSFER, plan.task, *examples)["accuracy"]
+        [folder], step = stages.glob("*-main"), plan.training.steps
+    found = measured(folder, step, plan.task, *examples)
     longer = {
         n: measured(folder, step, plan.at(n), "--samples", str(OTHER_EXAMPLES))["accuracy"] for n in others
     }
-    return Outcome(preset, curve(folder, "eval/loss"), found["accuracy"], found["loss"], longer)
+    return Outcome(preset, losses, found["accuracy"], found["loss"], longer, before)
+
+
+def started(plan: Plan, preset: str) -> Path:
+    """The folder of what the others start from."""
+    return trained(CONFIG, plan.laid_over(preset, f"training.steps={plan.start_steps}"))
+
+
+def uptrained(plan: Plan, preset: str, dense: Path) -> Path:
+    """The folder of an up-training from a run, made where it is not there."""
+    read = plan.start_steps * plan.training.global_batch_size
+    overrides = plan.laid_over(
+        preset,
+        f"init={{from: {dense}, moments: {dense}}}",
+        f"training.skip_samples=[[0, {read}]]",
+        # A window has nothing to learn apart.
+        f"uptrain.transfer={{steps: {TRANSFER}, lr: 1e-2}}" if "flurka" in preset else "uptrain={}",
+    )
+    folder = load(CONFIG, overrides).run.folder
+    if not (folder / f"{REPORT}.json").exists():
+        megakernel("uptrain", str(CONFIG), *overrides)
+    return folder
 
 
 def page(plan: Plan, outcomes: Iterable[Outcome], command: str) -> str:
@@ -164,7 +222,8 @@ def page(plan: Plan, outcomes: Iterable[Outcome], command: str) -> str:
             f"{training.dtype}, learning rate {config.optimizer.lr:g}, one seed. FLuRKA has blocks of "
             f"{plan.block_size} tokens with {plan.rank} landmarks each. The loss, in nats, counts "
             f"answers alone. Losses by step are of held-out examples, the last ones and the "
-            f"share of right answers of {EXAMPLES} others, at other lengths of {OTHER_EXAMPLES}.",
+            f"share of right answers of {EXAMPLES} others, at other lengths of {OTHER_EXAMPLES}."
+            + (STARTED.format(plan=plan, transfer=TRANSFER) if plan.start else ""),
             "",
             *table(columns, (found.row() for found in outcomes)),
         ]
@@ -183,6 +242,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--also", nargs="+", type=int, default=[], metavar="N", help="other lengths to measure"
     )
+    parser.add_argument("--start", metavar="PRESET[+PART]", help="up-train the others from it")
+    parser.add_argument("--start-steps", type=int, default=500, metavar="N", help="steps of that")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--rank", type=int, default=4)
     add_out(parser)
@@ -193,8 +254,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             named(name)
         except ValueError as unknown:
             parser.error(f"argument --only: {unknown}")
+    if arguments.start is not None and arguments.start not in arguments.only:
+        arguments.only.insert(0, arguments.start)
     plan = Plan(
-        arguments.task, arguments.tokenizer, arguments.block_size, arguments.rank, arguments.overrides
+        arguments.task,
+        arguments.tokenizer,
+        arguments.block_size,
+        arguments.rank,
+        arguments.overrides,
+        arguments.start,
+        arguments.start_steps,
     )
     prepare(plan)
     outcomes = []

@@ -1,5 +1,7 @@
 """The recall benchmark trains what it says it trains."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.recall import MECHANISMS, Outcome, Plan, page
@@ -35,3 +37,15 @@ def test_rows_hold_several_examples_of_a_given_length():
     assert plan.at(1024) == "passkey:digits=2,length=1024"
     assert PLAN.at(1024) == "mqar:pairs=8,length=1024"
     assert 2 * 3 * 32 < plan.documents < 3 * 3 * 32 + 100
+
+
+def test_what_others_are_up_trained_from_reads_its_own_examples():
+    started = replace(PLAN, start="softmax+convolution", start_steps=7)
+    assert started.documents > replace(PLAN, overrides=["training.steps=60"]).documents
+    assert started.name != PLAN.name
+    config = started.config(*started.laid_over("flurka+convolution"))
+    assert config.model.attention.short_convolution == 4
+    outcomes = [Outcome("softmax+convolution", {}, 1.0, 0.1), Outcome("flurka", {}, 0.9, 0.1, {}, 0.25)]
+    text = page(started, outcomes, "python -m benchmarks.recall")
+    assert "`softmax+convolution` has 7 steps from random weights" in text
+    assert "| `flurka` | 0.100 | 25.0% → **90.0%** |" in text

@@ -1,0 +1,34 @@
+"""Every student of the up-training of a dense model that uses its far context can be made of it."""
+
+import pytest
+
+from benchmarks.far_context import Measures
+from benchmarks.far_uptraining import DENSE_RUN, STUDENTS, Row, config_of, page
+from megakernel.uptraining.stages import DENSE, stages
+from megakernel.uptraining.transfer import check_parts_around
+
+
+@pytest.mark.parametrize("student", STUDENTS)
+def test_students_read_the_same_tokens_behind_those_of_the_dense_model(student):
+    config, dense = config_of(student), DENSE_RUN.config()
+    plan = stages(config, [0, 1], dense.model)
+    trained = [stage.config.training.steps for stage in plan if not stage.is_control]
+    assert sum(trained) == config_of("flurka").training.steps
+    read = dense.training.steps * dense.training.global_batch_size
+    assert plan[0].config.training.skip_samples[0] == (0, read)
+    assert config.init.source == dense.run.folder
+    check_parts_around(config.model, dense.model, transfers=len(trained) > 1)
+
+
+def test_the_dense_model_is_trained_on_beside_one_of_them():
+    plans = (stages(config_of(student), [0, 1], DENSE_RUN.config().model) for student in STUDENTS)
+    assert [plan[-1].kind == DENSE for plan in plans] == [student == "flurka" for student in STUDENTS]
+
+
+def test_the_page_says_what_each_student_is():
+    measures = Measures(4.0, 4.1, 3.9, 0.1, (4.0, 3.0), (9.0, 8.0))
+    text = page([Row("dense", measures, 100), Row("`flurka`", measures, 10, 4.5, 0.9)], "python -m this")
+    assert "| dense |  | 4.0000 | 4.1000 | **3.9000** | +0.1000 |" in text
+    assert "| `flurka` | 4.5000 |" in text
+    assert "| **90.0%** | 10 |" in text
+    assert all(f"* `{student}`: " in text for student in STUDENTS)
