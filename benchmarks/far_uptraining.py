@@ -126,8 +126,8 @@ def page(found: Sequence[Row], command: str) -> str:
             f"{DENSE_RUN.tokens:,} tokens at a constant learning rate of {dense.optimizer.lr:g}; each student reads "
             f"{tokens:,} more, in which it falls to 0, in {training.dtype}; so does *dense, trained on*. *Swapped*: "
             f"the loss before any step. *Of dense, trained on*: the share that is recovered of the perplexity between "
-            f"the swapped student and the dense model, trained on, over {training.eval_samples} sequences of {LENGTH:,} "
-            f"tokens. {READING} One seed.",
+            f"the swapped student and the dense model, trained on, over {training.eval_samples} sequences of "
+            f"{LENGTH:,} tokens. {READING} One seed.",
             "",
             *table(columns, (row.line() for row in found)),
             *(f"* `{name}`: `{' '.join(overrides)}`" for name, overrides in STUDENTS.items()),

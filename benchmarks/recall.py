@@ -148,7 +148,8 @@ class Outcome:
 
 STARTED = (
     " `{plan.start}` has {plan.start_steps} steps from random weights; the others are up-trained from it by "
-    "`megakernel uptrain`, {transfer} steps of attention transfer (the first share of right answers) before those of all weights."
+    "`megakernel uptrain`, {transfer} steps of attention transfer (the first share of right answers) before those "
+    "of all weights."
 )
 
 
