@@ -45,16 +45,18 @@ LONG = torch.cat([torch.arange(9, 60), *map(torch.arange, (1, 2, 130, 3, 113))])
 
 @pytest.mark.parametrize("positions", (POSITIONS | {"packed": LONG}).values(), ids=POSITIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_of_tokens_are_taps(positions, dtype, draw):
+def test_rows_of_tokens_are_taps(positions, dtype, draw, monkeypatch):
     """What a CPU computes; the reference in float64 goes by taps."""
 
     def chunked(_, leaves):
         return run("chunked", leaves, positions)
 
+    monkeypatch.setattr("megakernel.ops.short_convolution.FEW", 0)
     assert_agrees(chunked, leaves(4, 16, 300, dtype), draw, TOLERANCE[dtype])
 
 
-def test_rows_of_tokens_know_nothing_of_another_document():
+def test_rows_of_tokens_know_nothing_of_another_document(monkeypatch):
+    monkeypatch.setattr("megakernel.ops.short_convolution.FEW", 0)
     positions = LONG[:, 51:]  # of documents of one token, of two, and of many
     given = leaves(4, 16, positions.shape[1], torch.float32)
     expected = run("chunked", given, positions)["out"]
