@@ -89,7 +89,7 @@ _VALUES: dict[str, Any] = {
 }
 
 
-def standalone_code(model: Model) -> str:
+def code_of(model: Model) -> str:
     """The text of CODE_FILE for a causal model, with the mechanisms of its layers and no others."""
     forms = model.attentions
     makers = frozenset(next(make.__name__ for fits, make in MECHANISMS if fits(form)) for form in forms)
@@ -104,9 +104,6 @@ def standalone_code(model: Model) -> str:
         if all(getattr(form, key) in (none, False) for form in forms)
     )
     return _code(makers, layers, maps, unused)
-
-
-code_of = standalone_code
 
 
 @cache
