@@ -16,7 +16,7 @@ from megakernel.config import Model, UserError, validate_section, yaml_text
 from megakernel.parallel import OneProcess
 
 from .families import FAMILIES, OWN, OWN_PREFIX, Family, layer_parts, model_section
-from .parts import Part, Same
+from .parts import Part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -97,7 +97,7 @@ class DenseCheckpoint:
     def parts(self) -> dict[str, Part]:
         """Our names -> what they are made of."""
         if self._family is None:
-            return {name: Same((OWN_PREFIX + name,)) for name in self._wanted_shapes}
+            return {name: Part((OWN_PREFIX + name,)) for name in self._wanted_shapes}
         return our_parts(self._family, self.model)
 
     @cached_property
@@ -225,7 +225,7 @@ def our_parts(family: Family, model: Model) -> dict[str, Part]:
         **dict(zip(("embedding", "head"), vocabulary_names(model))),
     }
     parts: dict[str, Part] = {
-        places[place]: Same((name,))
+        places[place]: Part((name,))
         for place, name in family.around.items()
         if place != "head" or not model.tie_embeddings
     }
