@@ -8,7 +8,7 @@ from data_pipeline.corpus import Corpora
 from megakernel.config import Config, Model, UserError
 from megakernel.parallel.ranks import Ranks
 
-from .conversion import Converted, Unrounded, without_updates
+from .conversion import Unrounded, converted, without_updates
 from .dense import DenseCheckpoint, is_dense_checkpoint
 from .dense.tokenizer import check_tokenizer
 from .files import CheckpointTensors
@@ -60,7 +60,7 @@ class WeightSource:
         """
         if self.checkpoint is None:
             return DenseCheckpoint(self.folder, model.vocab_multiple)
-        return Converted(weights(self.checkpoint, self._config), self.model(), model)
+        return converted(weights(self.checkpoint, self._config), self.model(), model)
 
     def model(self) -> Model:
         """The model section that its weights were trained with, rotary frequencies of their last phase included.
