@@ -279,11 +279,6 @@ class Algebra(Section):
     """Decay of FLuRKA's landmarks where a block ends: a factor fixed for each head, or named by its last token."""
 
     @property
-    def is_uncompressed(self) -> bool:
-        """Whether a query meets every key of its sequence as it is."""
-        return self.near is None and self.compression is None
-
-    @property
     def compresses_input(self) -> bool:
         """Whether keys and values are projections of a compressed input (FLuRKA eq. 2)."""
         compression = self.compression

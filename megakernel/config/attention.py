@@ -171,7 +171,8 @@ class Attention(Algebra):
             if self.similarity == "kernel":
                 shortcut = "similarity: kernel"
             reason = f"needs the weight of every pair, which {shortcut} never forms"
-            instead = "similarity: gaussian" if self.is_uncompressed else "preset: mgk"
+            is_whole = self.near is None and self.compression is None
+            instead = "similarity: gaussian" if is_whole else "preset: mgk"
             yield self.problem(key, reason, f"remove it or take {instead}")
 
     def _mechanism_problems(self) -> Iterator[Problem]:
