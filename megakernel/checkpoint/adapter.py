@@ -17,7 +17,7 @@ from megakernel.config.errors import written_to
 
 from .conversion import UPDATED, update_name
 from .dense import is_dense_checkpoint
-from .dense.checkpoint import ADAPTER
+from .dense.checkpoint import ADAPTER, tensor_shapes
 from .dense.configs import plain_config
 from .dense.families import FAMILIES
 from .dense.tokenizer import save_tokenizer
@@ -148,31 +148,15 @@ def read_adapter(folder: Path, model: Model, lora: Lora) -> Adapter:
             f"{key}: {unlike[0].removeprefix(_PREFIX)} is of {side} ({len(unlike)} tensors differ); set "
             f"optimizer.lora.targets to what its target_modules are: {', '.join(settings.get('target_modules') or ())}"
         )
+    # Rows of tables are nothing that updates know.
+    shapes = tensor_shapes(model.model_copy(update={"vocab_size": 1, "max_positions": 1}), lora)
     for ours, theirs in names.items():
-        wanted = _shape(ours, model, lora)
-        if tuple(found[theirs].shape) != wanted:
+        if tuple(found[theirs].shape) != (wanted := shapes[ours]):
             raise UserError(
                 f"{key}: {theirs.removeprefix(_PREFIX)} is {tuple(found[theirs].shape)} and the model's {wanted}; give "
                 "an adapter of a model of the same sizes"
             )
     return Adapter({ours: found[theirs] for ours, theirs in names.items()})
-
-
-def _shape(ours: str, model: Model, lora: Lora) -> tuple[int, int]:
-    """Of A, (rank, inputs), or of B, (outputs, rank)."""
-    target, part = ours.split(".")[-2:]
-    heads, keys = model.num_heads * model.head_size, model.kv_heads * model.head_size
-    width, inner = model.hidden_size, model.ffn_size
-    inputs, outputs = {
-        "query_update": (width, heads),
-        "key_update": (width, keys),
-        "value_update": (width, keys),
-        "output_update": (heads, width),
-        "gate_update": (width, inner),
-        "up_update": (width, inner),
-        "down_update": (inner, width),
-    }[target]
-    return (lora.rank, inputs) if part == "down" else (outputs, lora.rank)
 
 
 def _family(model: Model, key: str) -> tuple[str, Any]:

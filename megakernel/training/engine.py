@@ -25,7 +25,6 @@ from megakernel.checkpoint.universal_load import (
     compare,
     gathered_shapes,
     load_moments,
-    load_run,
     load_weights,
     with_moments,
 )
@@ -316,7 +315,14 @@ class Engine:
 
     def load_universal(self, folder: Path) -> None:
         """Read the state that `save` wrote on any layout, in its universal form."""
-        load_run(self.engine, self.partitions, self.mesh.tp, UniversalFolder(folder))
+        source, every = UniversalFolder(folder), set(self.partitions)
+        load_weights(self.engine.module, self.partitions, self.mesh.tp, source, every)
+        trained = with_moments(self.engine.module, source, every)
+        if trained:  # no moments mean that no update was made
+            (updates,) = set(trained.values())
+            load_moments(self.engine, self.partitions, self.mesh.tp, source, trained, updates)
+        for counter, count in source.counters.items():
+            setattr(self.engine, counter, count)
 
     def load_weights(self, source: WholeTensors) -> Comparison:
         """Take the weights alone, those that fit; returns what did and what did not."""
