@@ -39,6 +39,9 @@ from .optimizer import SHARE, build_optimizer, freeze, learns
 from .schedule import drop_near_windows
 from .step_costs import ContextTraffic, MemoryPeaks
 
+MakeModel = Callable[[ModelSettings, Callable[[], float]], Parted]
+"""Makes the model of a process, or its stage of one, as `build_model` does."""
+
 
 def model_inputs(batches: Sequence[Batch], mesh: Mesh) -> list[LayerInputs]:
     """The first layer's input of each micro-batch; all share the number of targets of the whole global batch."""
@@ -130,18 +133,12 @@ class StepResult:
 class Engine:
     """The DeepSpeed engine of one process, sequential or a pipeline stage.
 
-    make_model: makes the model of this process, as `build_model` does; classes of its own where training lowers more
-    than the labels' cross entropy.
+    make_model: makes classes of its own where training lowers more than the labels' cross entropy.
 
     Raises UserError, alike on all ranks, where optimizer.trained does not suit the layers of every stage.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        settings: ModelSettings,
-        make_model: Callable[[ModelSettings, Callable[[], float]], Parted] = build_model,
-    ):
+    def __init__(self, config: Config, settings: ModelSettings, make_model: MakeModel = build_model):
         mesh = settings.mesh
         assert isinstance(mesh, Mesh)
         self.config = config
@@ -165,9 +162,7 @@ class Engine:
         self.memory = MemoryPeaks(mesh.device)
         self.traffic = ContextTraffic(self.engine.module)
 
-    def _made(
-        self, settings: ModelSettings, make_model: Callable[[ModelSettings, Callable[[], float]], Parted]
-    ) -> Parted:
+    def _made(self, settings: ModelSettings, make_model: MakeModel) -> Parted:
         model = make_model(settings, lambda: self.loss_scale)
         freeze(model, self.config.optimizer.trained, partial(learns, self.config))
         if (dropout := self.config.training.near_dropout) is not None:
