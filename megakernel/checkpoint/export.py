@@ -23,7 +23,7 @@ from .dense.configs import plain_config
 from .dense.families import FAMILIES, OWN
 from .dense.tokenizer import save_tokenizer
 from .model_card import CARD, model_card
-from .trained_run import TrainedRun, recorded_config, tokenizer_folder
+from .trained_run import TrainedRun, recorded_config, run_of, tokenizer_folder
 from .universal import WEIGHT
 from .weight_source import weights
 
@@ -206,8 +206,7 @@ def _given(source: Path | None) -> dict[str, Any]:
     """What the user chose for the dense model where a chain of `init.from` begins."""
     passed: set[Path] = set()
     while source is not None and not is_dense_checkpoint(source):
-        folder = source.resolve()
-        run = folder.parents[1] if folder.parent.name == "checkpoints" else folder
+        run = run_of(source.resolve())
         file = run / "config.yaml"
         if file in passed or not file.is_file():
             return {}

@@ -107,15 +107,12 @@ def of_folder(checkpoint: DenseCheckpoint, named: str, device: torch.device) -> 
     """
     if checkpoint.config["model_type"] == OWN:
         return Parity(None, "transformers knows the dense model through Megakernel alone")
-    layers = _fitting_layers(checkpoint, device)
-    if layers < 1:
-        return Parity(None, too_large(checkpoint, _free(device)))
     try:
-        difference = _distances(checkpoint, layers, named, device)["logits"]
+        distances, layers = _distances(checkpoint, named, device)
     except MemoryError as error:
         return Parity(None, str(error) or "memory ran out")
     every = checkpoint.model.num_layers
-    return Parity(difference, "" if layers == every else f"{layers} of {every} layers")
+    return Parity(distances["logits"], "" if layers == every else f"{layers} of {every} layers")
 
 
 def layer_distances(checkpoint: DenseCheckpoint, named: str, device: torch.device) -> dict[str, float]:
@@ -129,20 +126,18 @@ def layer_distances(checkpoint: DenseCheckpoint, named: str, device: torch.devic
         raise UserError(
             f"{named}: transformers knows the model through Megakernel alone; check the dense model"
         )
-    layers = _fitting_layers(checkpoint, device)
-    if layers < 1:
-        raise UserError(f"{named}: {too_large(checkpoint, _free(device))}; check it on a larger machine")
     try:
-        return _distances(checkpoint, layers, named, device)
+        return _distances(checkpoint, named, device)[0]
     except MemoryError as error:
         raise UserError(f"{named}: {error}; check it on a larger machine") from None
 
 
 @torch.no_grad()
-def _distances(
-    checkpoint: DenseCheckpoint, layers: int, named: str, device: torch.device
-) -> dict[str, float]:
-    """Those of `layer_distances`, of the first layers."""
+def _distances(checkpoint: DenseCheckpoint, named: str, device: torch.device) -> tuple[dict[str, float], int]:
+    """Those of `layer_distances`, and of how many layers. Raises MemoryError, with a reason, where none fits."""
+    layers = _fitting_layers(checkpoint, device)
+    if layers < 1:
+        raise MemoryError(too_large(checkpoint, _free(device)))
     part, config = _part(checkpoint, layers)
     model, tokens = _model(part, device)
     ours: list[Tensor] = []
@@ -151,12 +146,12 @@ def _distances(
             layer.register_forward_pre_hook(lambda _, inputs: ours.append(inputs[0][0].transpose(0, 1)))
     hidden = model.hidden(tokens, torch.arange(tokens.shape[1], device=device)[None])
     ours += [hidden.transpose(0, 1), model.logits(hidden)]
-    del model
+    del model, layer  # the reference has their memory
     output = _reference(checkpoint.folder, config, tokens, named, output_hidden_states=True)
     behind = [f"layer {layer}" for layer in range(layers - 1)]
     places = ["embedding", *behind, f"layer {layers - 1} and norm", "logits"]
     theirs = [*output.hidden_states, output.logits]
-    return {place: _distance(x, y) for place, x, y in zip(places, ours, theirs, strict=True)}
+    return {place: _distance(x, y) for place, x, y in zip(places, ours, theirs, strict=True)}, layers
 
 
 def _distance(ours: Tensor, theirs: Tensor) -> float:

@@ -14,7 +14,7 @@ from .dense import DenseCheckpoint, is_dense_checkpoint
 from .dense.tokenizer import has_tokenizer
 from .files import CheckpointTensors
 from .manifest import Checkpoint
-from .trained_run import find_checkpoint, recorded_config, stage_folders, tokenizer_folder
+from .trained_run import find_checkpoint, recorded_config, run_of, stage_folders, tokenizer_folder
 from .universal import WholeTensors
 
 
@@ -80,7 +80,7 @@ class WeightSource:
         Returns a remark where it has none to compare with, or begins documents otherwise. Raises UserError for another.
         """
         source, corpus = self.folder, corpora.train[0].folder
-        folder = source if has_tokenizer(source) else tokenizer_folder(_run_of(source))
+        folder = source if has_tokenizer(source) else tokenizer_folder(run_of(source))
         if not folder.is_dir():
             return f"{source} has no tokenizer: whether {corpus} was prepared with the same one is not known"
         own = tokenizers.load(folder, own_rule=folder == source)
@@ -114,12 +114,6 @@ class WeightSource:
                 f"{self.key}={self.folder} is a checkpoint without its run: {file} is missing; give the run's folder"
             )
         return recorded_config(file.parent)
-
-
-def _run_of(source: Path) -> Path:
-    """The run of a checkpoint; any other folder itself."""
-    above = source.resolve().parent
-    return above.parent if above.name == "checkpoints" else source
 
 
 def weights(checkpoint: Checkpoint, config: Config) -> WholeTensors:
