@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from launch.slurm_programs import SlurmRefused, ask
-from megakernel.config import UserError
-from megakernel.config.cluster import Cluster, load_cluster, read_cluster
+from megakernel.config import UserError, validate_section
+from megakernel.config.cluster import Cluster, load_cluster
 from megakernel.config.section import merged
 
 from .script import REPOSITORY
@@ -72,7 +72,7 @@ def cluster_of(args: argparse.Namespace, recorded: dict[str, Any] | None = None)
     """The cluster's settings: those of a file, or the ones `recorded` by an earlier submission, under the options."""
     changes = _changes(args)
     if recorded is not None and args.cluster is None:
-        return read_cluster(merged(recorded, changes))
+        return validate_section(Cluster, merged(recorded, changes))
     return load_cluster(_file(args.cluster or os.environ.get(CLUSTER_VARIABLE, "slurm")), changes)
 
 

@@ -1,10 +1,10 @@
 """Low-rank updates of a run as an adapter of PEFT, and such an adapter as the updates that a run begins with."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import safetensors
 from safetensors.torch import load_file, save_file
@@ -17,7 +17,7 @@ from megakernel.config.errors import written_to
 
 from .conversion import UPDATED, update_name
 from .dense import is_dense_checkpoint
-from .dense.checkpoint import ADAPTER
+from .dense.checkpoint import ADAPTER, tensor_shapes
 from .dense.configs import plain_config
 from .dense.families import FAMILIES
 from .dense.tokenizer import save_tokenizer
@@ -44,20 +44,6 @@ _PLAIN = {
 """Keys of adapter_config.json -> the one value, beside none, under which an adapter is B A times alpha / rank."""
 
 
-class _Updated(NamedTuple):
-    """One low-rank update under both names."""
-
-    ours: str
-    theirs: str
-    """The base model's module."""
-
-    @property
-    def tensors(self) -> Iterator[tuple[str, str]]:
-        """Our name and theirs of A, then of B."""
-        for own, letter in (("down", "A"), ("up", "B")):
-            yield f"{self.ours}.{own}", f"{_PREFIX}{self.theirs}.lora_{letter}.weight"
-
-
 def export_adapter(
     run_folder: Path, to: Path, *, step: int | None = None, dtype: str | None = None
 ) -> dict[str, Any]:
@@ -75,23 +61,20 @@ def export_adapter(
         )
     check_unused(to)
     tokenizer = tokenizers.load(tokenizer_folder(run_folder), add_bos=run.config.data.add_bos)
-    updates = _updates(run.config.model, lora, f"--adapter: {run_folder}")
+    names = _names(run.config.model, lora, f"--adapter: {run_folder}")
     wanted = None if dtype is None else EXPORTED_DTYPES[dtype]
     stored = CheckpointTensors(run.checkpoint)
     tensors = {}
-    for update in updates:
-        for ours, theirs in update.tensors:
-            tensor: Tensor = stored.read(ours, [WEIGHT])[WEIGHT]
-            tensors[theirs] = (tensor if wanted is None else tensor.to(wanted)).contiguous()
+    for ours, theirs in names.items():
+        tensor = stored.read(ours, [WEIGHT])[WEIGHT]
+        tensors[theirs] = (tensor if wanted is None else tensor.to(wanted)).contiguous()
     settings = _PLAIN | {
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(source)
-        if source is not None and is_dense_checkpoint(source)
-        else None,
+        "base_model_name_or_path": str(source) if source and is_dense_checkpoint(source) else None,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": sorted({update.theirs.rpartition(".")[2] for update in updates}),
+        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
         "fan_in_fan_out": _family(run.config.model, f"--adapter: {run_folder}")[1].transposed,
         "inference_mode": True,
     }
@@ -141,38 +124,22 @@ def read_adapter(folder: Path, model: Model, lora: Lora) -> Adapter:
             raise UserError(
                 f"{key} has {name}={settings.get(name)} and optimizer.lora.{own} is {scale}; set them alike"
             )
-    names = dict(pair for update in _updates(model, lora, key) for pair in update.tensors)
+    names = _names(model, lora, key)
     if unlike := sorted(found.keys() ^ set(names.values())):
         side = "it alone" if unlike[0] in found else "the run alone"
         raise UserError(
             f"{key}: {unlike[0].removeprefix(_PREFIX)} is of {side} ({len(unlike)} tensors differ); set "
             f"optimizer.lora.targets to what its target_modules are: {', '.join(settings.get('target_modules') or ())}"
         )
+    # Rows of tables are nothing that updates know.
+    shapes = tensor_shapes(model.model_copy(update={"vocab_size": 1, "max_positions": 1}), lora)
     for ours, theirs in names.items():
-        wanted = _shape(ours, model, lora)
-        if tuple(found[theirs].shape) != wanted:
+        if tuple(found[theirs].shape) != (wanted := shapes[ours]):
             raise UserError(
                 f"{key}: {theirs.removeprefix(_PREFIX)} is {tuple(found[theirs].shape)} and the model's {wanted}; give "
                 "an adapter of a model of the same sizes"
             )
     return Adapter({ours: found[theirs] for ours, theirs in names.items()})
-
-
-def _shape(ours: str, model: Model, lora: Lora) -> tuple[int, int]:
-    """Of A, (rank, inputs), or of B, (outputs, rank)."""
-    target, part = ours.split(".")[-2:]
-    heads, keys = model.num_heads * model.head_size, model.kv_heads * model.head_size
-    width, inner = model.hidden_size, model.ffn_size
-    inputs, outputs = {
-        "query_update": (width, heads),
-        "key_update": (width, keys),
-        "value_update": (width, keys),
-        "output_update": (heads, width),
-        "gate_update": (width, inner),
-        "up_update": (width, inner),
-        "down_update": (inner, width),
-    }[target]
-    return (lora.rank, inputs) if part == "down" else (outputs, lora.rank)
 
 
 def _family(model: Model, key: str) -> tuple[str, Any]:
@@ -185,10 +152,13 @@ def _family(model: Model, key: str) -> tuple[str, Any]:
     return config["model_type"], FAMILIES[config["model_type"]]
 
 
-def _updates(model: Model, lora: Lora, key: str) -> list[_Updated]:
-    """All low-rank updates of a model. UserError where its family has one matrix for several of ours."""
+def _names(model: Model, lora: Lora, key: str) -> dict[str, str]:
+    """Our names of A and B of all updates of a model -> PEFT's.
+
+    Raises UserError where its family has one matrix for several of ours.
+    """
     kind, family = _family(model, key)
-    found = []
+    names = {}
     for module, targets in UPDATED.items():
         theirs = family.modules[module]
         parts = targets if module != "mlp.linear_fc1" or model.is_mlp_gated else targets[-1:]
@@ -202,5 +172,7 @@ def _updates(model: Model, lora: Lora, key: str) -> list[_Updated]:
                 )
             for layer in range(model.num_layers):
                 ours = update_name(str(model.first_layer + layer), module, target)
-                found.append(_Updated(ours, f"{family.layers}.{layer}.{theirs[at]}"))
-    return found
+                base = f"{_PREFIX}{family.layers}.{layer}.{theirs[at]}"
+                names[f"{ours}.down"] = f"{base}.lora_A.weight"
+                names[f"{ours}.up"] = f"{base}.lora_B.weight"
+    return names

@@ -6,7 +6,7 @@ starts from either, and then from itself with fewer landmarks. Low-rank updates 
 they update, and weights that a half-precision run has frozen are as precise as it was given them.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from megakernel.config import Attention, Config, Lora, Model, UserError
 from megakernel.config.algebra import BlockCompression
 from megakernel.model.self_attention import UPDATES
 
-from .universal import STATE, WEIGHT, TensorsOf, WholeTensors
+from .universal import STATE, WEIGHT, WholeTensors
 
 
 def fewer_landmarks(logits: Tensor, rank: int) -> Tensor:
@@ -81,35 +81,21 @@ class Recipe(NamedTuple):
     """How a tensor of the new model is made."""
 
     sources: tuple[str, ...]
-    """Of which tensors of the old one, at most one."""
+    """Of which tensors of the old one."""
 
     make: Callable[..., Tensor] | None = None
-    """How; None: it is the same tensor, with whatever else is known of it."""
+    """How; None: it is the first of them, with whatever else is known of it."""
+
+    keeps_shape: bool = False
+    """Whether it has the shape of the first of them."""
 
 
-class Converted(TensorsOf):
-    """A checkpoint as one of a model whose layers have another attention.
+class Remade(WholeTensors):
+    """A checkpoint as one of other tensors, which are made of its own."""
 
-    It has what follows from the checkpoint: all around the mechanisms; feature maps, mixtures, gates and masses that
-    old and new mechanisms share; and E and F of FLuRKA, from those of low-rank attention or of FLuRKA with more
-    landmarks, or from the tokens of kernel attention as if they were landmarks. For the rest a new model's initial
-    values stand.
-    """
-
-    def __init__(self, source: WholeTensors, before: Model, after: Model):
-        """before: the model that the checkpoint is of; after: one of the same sizes.
-
-        Raises UserError where E and F of a layer cannot become the new ones.
-        """
-        super().__init__(source)
-        self._recipes = {name: Recipe((name,)) for name in source.names if _CORE not in name}
-        layers = sorted(int(name.removesuffix(_QKV)) for name in source.names if name.endswith(_QKV))
-        for index, number in enumerate(layers):
-            prefix = f"{number}{_CORE}"
-            own = {name.removeprefix(prefix) for name in source.names if name.startswith(prefix)}
-            for name, recipe in _core_recipes(own, before, after, index).items():
-                there = tuple(prefix + source for source in recipe.sources)
-                self._recipes[prefix + name] = recipe._replace(sources=there)
+    def __init__(self, source: WholeTensors, recipes: Mapping[str, Recipe]):
+        """recipes: by the name of the tensor that is made."""
+        self._source, self._recipes = source, recipes
 
     @property
     def names(self) -> set[str]:
@@ -119,9 +105,8 @@ class Converted(TensorsOf):
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor."""
         recipe = self._recipes[name]
-        if recipe.make is None:
-            return super().shape(recipe.sources[0])
-        return tuple(self.read(name, [WEIGHT])[WEIGHT].shape)
+        is_kept = recipe.make is None or recipe.keeps_shape
+        return self._source.shape(recipe.sources[0]) if is_kept else super().shape(name)
 
     def read(self, name: str, keys: Iterable[str] = STATE) -> dict[str, Tensor]:
         """Those of `keys` that are known of a tensor; of one that is remade its value."""
@@ -133,6 +118,28 @@ class Converted(TensorsOf):
         return {
             WEIGHT: recipe.make(*(self._source.read(source, [WEIGHT])[WEIGHT] for source in recipe.sources))
         }
+
+
+def converted(source: WholeTensors, before: Model, after: Model) -> Remade:
+    """A checkpoint as one of a model whose layers have another attention.
+
+    It has what follows from the checkpoint: all around the mechanisms; feature maps, mixtures, gates and masses that
+    old and new mechanisms share; and E and F of FLuRKA, from those of low-rank attention or of FLuRKA with more
+    landmarks, or from the tokens of kernel attention as if they were landmarks. For the rest a new model's initial
+    values stand.
+
+    before: the model that the checkpoint is of; after: one of the same sizes.
+    Raises UserError where E and F of a layer cannot become the new ones.
+    """
+    recipes = {name: Recipe((name,)) for name in source.names if _CORE not in name}
+    layers = sorted(int(name.removesuffix(_QKV)) for name in source.names if name.endswith(_QKV))
+    for index, number in enumerate(layers):
+        prefix = f"{number}{_CORE}"
+        own = {name.removeprefix(prefix) for name in source.names if name.startswith(prefix)}
+        for name, recipe in _core_recipes(own, before, after, index).items():
+            there = tuple(prefix + source for source in recipe.sources)
+            recipes[prefix + name] = recipe._replace(sources=there)
+    return Remade(source, recipes)
 
 
 def _core_recipes(own: set[str], before: Model, after: Model, index: int) -> dict[str, Recipe]:
@@ -226,60 +233,52 @@ def update_name(layer: str, module: str, target: str) -> str:
 def without_updates(source: WholeTensors, config: Config) -> WholeTensors:
     """A run's checkpoint as one of a model without low-rank updates; the same where it has none."""
     lora = config.optimizer.updates
-    return source if lora is None else Folded(source, config.model, lora)
+    return source if lora is None else folded(source, config.model, lora)
 
 
-class Folded(TensorsOf):
-    """A checkpoint with low-rank updates as one without: W + alpha / rank B A in place of W."""
+def folded(source: WholeTensors, model: Model, lora: Lora) -> Remade:
+    """A checkpoint with low-rank updates as one without: W + alpha / rank B A in place of W, in float32.
 
-    def __init__(self, source: WholeTensors, model: Model, lora: Lora):
-        """model: what the checkpoint is of."""
-        super().__init__(source)
-        self._model = model
-        self._scale = lora.alpha / lora.rank
-
-    @property
-    def names(self) -> set[str]:
-        """All parameters and buffers but the updates."""
-        return {name for name in self._source.names if UPDATES.search(name) is None}
-
-    def read(self, name: str, keys: Iterable[str] = STATE) -> dict[str, Tensor]:
-        """Those of `keys` that are known of a tensor; of one that was updated its value alone, in float32.
-
-        An update may be smaller than what a frozen bfloat16 weight can tell apart.
-        """
-        layer, _, kind = name.partition(".")
-        module = kind.removesuffix(".weight")
-        named = {target: update_name(layer, module, target) for target in UPDATED.get(module, ())}
-        updates = {target: update for target, update in named.items() if f"{update}.up" in self._source.names}
-        if kind == module or not updates:
-            return self._source.read(name, keys)
-        if WEIGHT not in keys:
-            return {}
-        whole = self._source.read(name, [WEIGHT])[WEIGHT].detach().float().clone()
-        rows = self._rows(module, whole)
-        for target, update in updates.items():
-            up, down = (
-                self._source.read(f"{update}.{part}", [WEIGHT])[WEIGHT].detach().float()
-                for part in ("up", "down")
-            )
-            rows[target] += self._scale * (up @ down).view(rows[target].shape)
-        return {WEIGHT: whole}
-
-    def _rows(self, module: str, whole: Tensor) -> dict[str, Tensor]:
-        """Target -> its rows of a matrix, views. Those of the projection to heads are grouped by key head."""
-        model = self._model
-        if module == "self_attention.qkv":
-            heads = whole.view(model.kv_heads, -1, model.head_size, whole.shape[-1])
-            queries = model.num_heads // model.kv_heads
-            return {"query": heads[:, :queries], "key": heads[:, queries:-1], "value": heads[:, -1:]}
-        if module == "mlp.linear_fc1" and model.is_mlp_gated:
-            half = len(whole) // 2
-            return {"gate": whole[:half], "up": whole[half:]}
-        return {UPDATED[module][-1]: whole}
+    An update may be smaller than what a frozen bfloat16 weight can tell apart. model: what the checkpoint is of.
+    """
+    there = source.names
+    recipes = {name: Recipe((name,)) for name in there if UPDATES.search(name) is None}
+    for module, targets in UPDATED.items():
+        for name in [name for name in recipes if name.partition(".")[2] == f"{module}.weight"]:
+            updates = {target: update_name(name.partition(".")[0], module, target) for target in targets}
+            updates = {target: update for target, update in updates.items() if f"{update}.up" in there}
+            if updates:
+                parts = [f"{update}.{part}" for update in updates.values() for part in ("up", "down")]
+                add = partial(_updated, list(updates), model, module, lora.alpha / lora.rank)
+                recipes[name] = Recipe((name, *parts), add, keeps_shape=True)
+    return Remade(source, recipes)
 
 
-class Unrounded(TensorsOf):
+def _updated(
+    targets: list[str], model: Model, module: str, scale: float, weight: Tensor, *parts: Tensor
+) -> Tensor:
+    """A layer's matrix in float32 with its updates. parts: B, then A, of each of `targets`."""
+    whole = weight.detach().float().clone()
+    rows = _rows(model, module, whole)
+    factors = [part.detach().float() for part in parts]
+    for target, up, down in zip(targets, factors[::2], factors[1::2]):
+        rows[target] += scale * (up @ down).view(rows[target].shape)
+    return whole
+
+
+def _rows(model: Model, module: str, whole: Tensor) -> dict[str, Tensor]:
+    """Target -> its rows of a matrix, views. Those of the projection to heads are grouped by key head."""
+    if module == "self_attention.qkv":
+        heads = whole.view(model.kv_heads, -1, model.head_size, whole.shape[-1])
+        queries = model.num_heads // model.kv_heads
+        return {"query": heads[:, :queries], "key": heads[:, queries:-1], "value": heads[:, -1:]}
+    if module == "mlp.linear_fc1" and model.is_mlp_gated:
+        half = len(whole) // 2
+        return {"gate": whole[:half], "up": whole[half:]}
+    return {UPDATED[module][-1]: whole}
+
+
+class Unrounded(Remade):
     """A run's checkpoint in which weights that were never trained are those that the run began with.
 
     DeepSpeed keeps float32 masters of trained weights alone: the checkpoint has the others as the model computed with
@@ -288,12 +287,12 @@ class Unrounded(TensorsOf):
 
     def __init__(self, checkpoint: WholeTensors, origin: Callable[[], WholeTensors]):
         """origin: finds what the run began with, under the same names; UserError where that is there no more."""
-        super().__init__(checkpoint)
+        super().__init__(checkpoint, {name: Recipe((name,)) for name in checkpoint.names})
         self._find = origin
 
     def read(self, name: str, keys: Iterable[str] = STATE) -> dict[str, Tensor]:
         """Those of `keys` that are known of a tensor."""
-        found = self._source.read(name, keys)
+        found = super().read(name, keys)
         weight = found.get(WEIGHT)
         if weight is None or weight.dtype == torch.float32 or self._origin is None:
             return found

@@ -23,7 +23,7 @@ from .dense.configs import plain_config
 from .dense.families import FAMILIES, OWN
 from .dense.tokenizer import save_tokenizer
 from .model_card import CARD, model_card
-from .trained_run import TrainedRun, recorded_config, tokenizer_folder
+from .trained_run import TrainedRun, recorded_config, run_of, tokenizer_folder
 from .universal import WEIGHT
 from .weight_source import weights
 
@@ -59,7 +59,10 @@ def export(
         if config["model_type"] == OWN:
             settings.pop("cache_implementation", None)  # of keys and values, of which its state is none
         _write(folder / FILE, settings)
-        (folder / CARD).write_text(source.card(run_folder, config["model_type"]), encoding="utf-8")
+        step = run.checkpoint.step
+        measured = run_folder / "evaluation" / f"step_{step}"
+        named = run.config.run.name, step, source.model, source.seq_len, config["model_type"]
+        (folder / CARD).write_text(model_card(*named, measured), encoding="utf-8")
     return config
 
 
@@ -74,7 +77,6 @@ class _Source:
 
     def __init__(self, run: TrainedRun, tokenizer: Tokenizer, dtype: torch.dtype):
         phase = run.config.training.phase_behind(run.checkpoint.step)
-        self.run = run
         self.dtype = dtype
         self.bos, self.eod = tokenizer.bos, tokenizer.eod
         # What also ends messages does not say where positions begin again.
@@ -116,13 +118,6 @@ class _Source:
         config.save_pretrained(folder)
         write_tensors(folder, ((f"model.{name}", self._read(name).to(x.dtype)) for name, x in like.items()))
         return config.to_dict()
-
-    def card(self, run_folder: Path, model_type: str) -> str:
-        """README.md."""
-        step = self.run.checkpoint.step
-        measured = run_folder / "evaluation" / f"step_{step}"
-        name = self.run.config.run.name
-        return model_card(name, step, self.model, self.seq_len, model_type, measured)
 
     def _theirs(self, parts: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
         for name in sorted(parts):
@@ -177,7 +172,7 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
         (folder / f"part-{number}").rename(folder / file)
         weights |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": total}, "weight_map": weights}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    _write(folder / INDEX, index)
 
 
 FILE = "generation_config.json"
@@ -211,8 +206,7 @@ def _given(source: Path | None) -> dict[str, Any]:
     """What the user chose for the dense model where a chain of `init.from` begins."""
     passed: set[Path] = set()
     while source is not None and not is_dense_checkpoint(source):
-        folder = source.resolve()
-        run = folder.parents[1] if folder.parent.name == "checkpoints" else folder
+        run = run_of(source.resolve())
         file = run / "config.yaml"
         if file in passed or not file.is_file():
             return {}

@@ -94,7 +94,7 @@ class CheckpointTensors(WholeTensors):
     @property
     def counters(self) -> dict[str, int]:
         """What the engine has counted, by the name of its attribute."""
-        return self._first.counters
+        return {name: self._first.main[name] for name in _COUNTERS}
 
 
 class _ModelRank:
@@ -113,12 +113,7 @@ class _ModelRank:
     @cached_property
     def partitions(self) -> dict[str, Partition]:
         """Name -> cut of the tensors this rank has a shard of."""
-        return {name: Partition(*partition) for name, partition in self._main[_RECORD]["cuts"].items()}
-
-    @property
-    def counters(self) -> dict[str, int]:
-        """What the engine has counted."""
-        return {name: self._main[name] for name in _COUNTERS}
+        return {name: Partition(*partition) for name, partition in self.main[_RECORD]["cuts"].items()}
 
     def read(self, name: str, keys: set[str]) -> dict[str, Tensor]:
         """This rank's shard. A buffer has a WEIGHT alone, and so has a parameter that was never updated."""
@@ -126,7 +121,7 @@ class _ModelRank:
             return self._joined_shards(name, keys)
         state = {WEIGHT: self._module[name]}
         if name in self._numbers:
-            state |= self._main["optimizer"]["state"].get(self._numbers[name], {})
+            state |= self.main["optimizer"]["state"].get(self._numbers[name], {})
         return {key: tensor for key, tensor in state.items() if key in keys}
 
     def _joined_shards(self, name: str, keys: set[str]) -> dict[str, Tensor]:
@@ -139,7 +134,7 @@ class _ModelRank:
                 for key in keys & flat.keys():
                     fragment = flat[key] if key == STEP else flat[key][start : start + numel]
                     fragments.setdefault(key, []).append(fragment)
-        shape = next(shapes[name] for shapes in self._main["param_shapes"] if name in shapes)
+        shape = next(shapes[name] for shapes in self.main["param_shapes"] if name in shapes)
         return {
             # ZeRO 3 pads the last shard.
             key: shards[0] if key == STEP else torch.cat(shards)[: shape.numel()].view(shape)
@@ -153,14 +148,15 @@ class _ModelRank:
                 if name in mapping:
                     yield group, mapping[name].start, mapping[name].numel
             return
-        for group, shapes in enumerate(self._main["param_shapes"]):
+        for group, shapes in enumerate(self.main["param_shapes"]):
             sizes = {other: -(-shape.numel() // len(self._shards)) for other, shape in shapes.items()}
             if name in sizes:
                 before = list(sizes)[: list(sizes).index(name)]
                 yield group, sum(sizes[other] for other in before), sizes[name]
 
     @cached_property
-    def _main(self) -> dict[str, Any]:
+    def main(self) -> dict[str, Any]:
+        """The file with all but the weights of a pipeline and the optimizer state under ZeRO."""
         first = "zero_pp_rank_0_" if self._zero_stage == 3 else ""
         return load(self._folder / f"{first}mp_rank_{self._number:02d}_model_states.pt")
 
@@ -180,13 +176,13 @@ class _ModelRank:
     @cached_property
     def _numbers(self) -> dict[str, int]:
         """Name of a parameter -> its number in the optimizer."""
-        return {name: number for number, name in enumerate(self._main[_RECORD]["parameters"])}
+        return {name: number for number, name in enumerate(self.main[_RECORD]["parameters"])}
 
     @cached_property
     def _module(self) -> dict[str, Tensor]:
         """The module's state; under ZeRO only its buffers are whole and exact."""
-        if self._main["module"] is not None:
-            return self._main["module"]
+        if self.main["module"] is not None:
+            return self.main["module"]
         tensors = {}  # of a pipeline, or of blocks of layers
         for file in sorted(self._folder.glob(f"layer_*-model_{self._tensor:02d}-model_states.pt")):
             layer = int(file.name.split("-")[0].removeprefix("layer_"))

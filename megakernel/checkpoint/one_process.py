@@ -12,7 +12,6 @@ from megakernel.parallel import OneProcess
 
 from .dense import DenseCheckpoint
 from .files import CheckpointTensors
-from .manifest import Checkpoint
 from .trained_run import TrainedRun
 from .universal import WEIGHT, WholeTensors
 
@@ -21,34 +20,22 @@ def one_process_model(run: TrainedRun, vocab_size: int, device: torch.device) ->
     """The run's whole model on `device` and in the dtype of training, in evaluation mode.
 
     vocab_size: ids of the run's tokenizer. It starts no process group and loads neither Megatron-core nor DeepSpeed.
+    Raises UserError where the checkpoint is of another model or vocabulary.
     """
     model = LanguageModel(model_settings(run.config, OneProcess(), vocab_size))
     # A run whose sequences grow may change its frequencies with them: the weights know those they were trained with.
     rotate_by(model, run.config.training.phase_behind(run.checkpoint.step).model(run.config.model))
-    load_whole_weights(model, run.checkpoint)
+    remedy = "restore config.yaml and the corpus of data.train as they were in training"
+    _fill(model, CheckpointTensors(run.checkpoint), run.checkpoint.folder, "its run's config.yaml", remedy)
     return cast(model, DTYPES[run.config.training.dtype]).to(device).eval()
 
 
 def dense_model(folder: Path, config: Config, vocab_size: int, device: torch.device) -> LanguageModel:
     """The same for a folder in the Hugging Face form, whose model section is that of `config`."""
     model = LanguageModel(model_settings(config, OneProcess(), vocab_size))
-    _fill(
-        model,
-        DenseCheckpoint(folder, config.model.vocab_multiple),
-        folder,
-        "its config.json",
-        "download it again",
-    )
+    tensors = DenseCheckpoint(folder, config.model.vocab_multiple)
+    _fill(model, tensors, folder, "its config.json", "download it again")
     return cast(model, DTYPES[config.training.dtype]).to(device).eval()
-
-
-def load_whole_weights(model: LanguageModel, checkpoint: Checkpoint) -> None:
-    """Fill a model that holds all its layers and heads.
-
-    Raises UserError where the checkpoint is of another model or vocabulary.
-    """
-    remedy = "restore config.yaml and the corpus of data.train as they were in training"
-    _fill(model, CheckpointTensors(checkpoint), checkpoint.folder, "its run's config.yaml", remedy)
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from data_pipeline import tokenizers
 from data_pipeline.tokenizers import Tokenizer
-from megakernel.config import Config, Corpus, Data, Model, Run, Training, UserError
+from megakernel.config import Config, Corpus, Data, Run, Training, UserError
 from megakernel.parallel.device import choose_device
 
 from .trained_run import TrainedRun, tokenizer_folder
@@ -110,15 +110,11 @@ def _configuration(folder: Path, data: Path | None) -> Config:
         ),
         training=Training(
             steps=1,
-            seq_len=min(_positions(model) or ROW, longest, ROW),
+            seq_len=min((model.counts_positions and model.max_positions) or ROW, longest, ROW),
             global_batch_size=1,
             dtype="bfloat16" if str(written.get("dtype")).endswith("bfloat16") else "float32",
         ),
     )
-
-
-def _positions(model: Model) -> int | None:
-    return model.max_positions if model.counts_positions else None
 
 
 def _tokenizer(folder: Path) -> Tokenizer:

@@ -107,22 +107,14 @@ def of_folder(checkpoint: DenseCheckpoint, named: str, device: torch.device) -> 
     """
     if checkpoint.config["model_type"] == OWN:
         return Parity(None, "transformers knows the dense model through Megakernel alone")
-    layers = _fitting_layers(checkpoint, device)
-    if layers < 1:
-        return Parity(None, too_large(checkpoint, _free(device)))
-    part, config = _part(checkpoint, layers)
     try:
-        found = compared(_logits(part, device), named, checkpoint.folder, config)
+        distances, layers = _distances(checkpoint, named, device)
     except MemoryError as error:
-        return Parity(None, f"memory ran out ({error})")
-    return (
-        found
-        if layers == checkpoint.model.num_layers
-        else found._replace(reason=f"{layers} of {checkpoint.model.num_layers} layers")
-    )
+        return Parity(None, str(error) or "memory ran out")
+    every = checkpoint.model.num_layers
+    return Parity(distances["logits"], "" if layers == every else f"{layers} of {every} layers")
 
 
-@torch.no_grad()
 def layer_distances(checkpoint: DenseCheckpoint, named: str, device: torch.device) -> dict[str, float]:
     """How far hidden states are from those of `transformers` in float32, as shares of the largest number there.
 
@@ -134,9 +126,18 @@ def layer_distances(checkpoint: DenseCheckpoint, named: str, device: torch.devic
         raise UserError(
             f"{named}: transformers knows the model through Megakernel alone; check the dense model"
         )
+    try:
+        return _distances(checkpoint, named, device)[0]
+    except MemoryError as error:
+        raise UserError(f"{named}: {error}; check it on a larger machine") from None
+
+
+@torch.no_grad()
+def _distances(checkpoint: DenseCheckpoint, named: str, device: torch.device) -> tuple[dict[str, float], int]:
+    """Those of `layer_distances`, and of how many layers. Raises MemoryError, with a reason, where none fits."""
     layers = _fitting_layers(checkpoint, device)
     if layers < 1:
-        raise UserError(f"{named}: {too_large(checkpoint, _free(device))}; check it on a larger machine")
+        raise MemoryError(too_large(checkpoint, _free(device)))
     part, config = _part(checkpoint, layers)
     model, tokens = _model(part, device)
     ours: list[Tensor] = []
@@ -145,17 +146,12 @@ def layer_distances(checkpoint: DenseCheckpoint, named: str, device: torch.devic
             layer.register_forward_pre_hook(lambda _, inputs: ours.append(inputs[0][0].transpose(0, 1)))
     hidden = model.hidden(tokens, torch.arange(tokens.shape[1], device=device)[None])
     ours += [hidden.transpose(0, 1), model.logits(hidden)]
-    del model
-    try:
-        output = _reference(checkpoint.folder, config, tokens, named, output_hidden_states=True)
-    except MemoryError as error:
-        raise UserError(
-            f"{named}: transformers ran out of memory ({error}); check it on a larger machine"
-        ) from None
+    del model, layer  # the reference has their memory
+    output = _reference(checkpoint.folder, config, tokens, named, output_hidden_states=True)
     behind = [f"layer {layer}" for layer in range(layers - 1)]
     places = ["embedding", *behind, f"layer {layers - 1} and norm", "logits"]
     theirs = [*output.hidden_states, output.logits]
-    return {place: _distance(x, y) for place, x, y in zip(places, ours, theirs, strict=True)}
+    return {place: _distance(x, y) for place, x, y in zip(places, ours, theirs, strict=True)}, layers
 
 
 def _distance(ours: Tensor, theirs: Tensor) -> float:
@@ -173,19 +169,17 @@ def _fitting_layers(checkpoint: DenseCheckpoint, device: torch.device) -> int:
     return min(max(fitting, 0), layers - 1)
 
 
-def compared(ours: Tensor, named: str, folder: Path, config: "PreTrainedConfig | None" = None) -> Parity:
+def compared(ours: Tensor, named: str, folder: Path) -> Parity:
     """Hold logits (1, N, V) of `made_tokens` against those that `transformers` computes of a folder.
 
-    config: instead of its config.json. Raises UserError where it cannot, for another reason than memory.
+    Raises UserError where it cannot, for another reason than memory.
     """
     _, length, vocab_size = ours.shape
+    tokens = made_tokens(length, vocab_size, ours.device)
     try:
-        reference: Tensor = _reference(
-            folder, config, made_tokens(length, vocab_size, ours.device), named
-        ).logits
-    except MemoryError as error:  # more than its weights, or memory that others took meanwhile
-        return Parity(None, f"transformers ran out of memory ({error})")
-    return Parity(_distance(ours, reference))
+        return Parity(_distance(ours, _reference(folder, None, tokens, named).logits))
+    except MemoryError as error:
+        return Parity(None, str(error))
 
 
 def made_tokens(length: int, vocab_size: int, device: torch.device) -> Tensor:
@@ -224,13 +218,6 @@ def _part(checkpoint: DenseCheckpoint, layers: int) -> tuple[DenseCheckpoint, "P
     return DenseCheckpoint(checkpoint.folder, config=config.to_dict()), config
 
 
-@torch.no_grad()
-def _logits(checkpoint: DenseCheckpoint, device: torch.device) -> Tensor:
-    """(1, N, V) of `made_tokens`."""
-    model, tokens = _model(checkpoint, device)
-    return model.logits(model.hidden(tokens, torch.arange(tokens.shape[1], device=device)[None]))
-
-
 def _model(checkpoint: DenseCheckpoint, device: torch.device) -> tuple[LanguageModel, Tensor]:
     """The model in float32, and `made_tokens` for it."""
     assert checkpoint.model.vocab_size is not None
@@ -248,7 +235,7 @@ def _model(checkpoint: DenseCheckpoint, device: torch.device) -> tuple[LanguageM
 
 @torch.no_grad()
 def _logits_of_all_ranks(model: LanguageModel, mesh: Mesh) -> Tensor:
-    """The same on the ranks of the last stage, which gather them; empty on all others."""
+    """Logits (1, N, V) of `made_tokens` on the ranks of the last stage, which gather them; empty on all others."""
     settings = model.settings
     rotate_by(model, settings.model.for_rows(_length(settings.model)))
     tokens = made_tokens(_length(settings.model), settings.vocab_size, mesh.device)
@@ -264,7 +251,10 @@ def _length(model: Model) -> int:
 def _reference(
     folder: Path, config: "PreTrainedConfig | None", tokens: Tensor, named: str, **options: bool
 ) -> Any:
-    """What `transformers` computes of a folder, asked with `options`."""
+    """What `transformers` computes of a folder, asked with `options`; config: instead of its config.json.
+
+    Raises MemoryError where it runs out, UserError where it cannot for another reason.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -282,7 +272,8 @@ def _reference(
     except Exception as error:
         text = " ".join(str(error).split())
         if is_out_of_memory(error):
-            raise MemoryError(text) from None
+            # More than its weights, or memory that others took meanwhile.
+            raise MemoryError(f"transformers ran out of memory ({text})") from None
         raise UserError(
             f"{named}: transformers cannot compute its logits ({type(error).__name__}: {text}); "
             "mend the folder until AutoModelForCausalLM.from_pretrained loads it"

@@ -171,6 +171,12 @@ def _runs_beside(folder: Path) -> str:
     return choice if runs else "make one with `megakernel pretrain CONFIG`"
 
 
+def run_of(folder: Path) -> Path:
+    """The run of a checkpoint's folder; any other folder itself."""
+    above = folder.resolve().parent
+    return above.parent if above.name == "checkpoints" else folder
+
+
 def tokenizer_folder(run: Path) -> Path:
     """Where a run keeps its tokenizer."""
     return run / "tokenizer"

@@ -87,22 +87,6 @@ class WholeTensors(Protocol):
         """Those of `keys` that are known of a tensor."""
 
 
-class TensorsOf(WholeTensors):
-    """Another checkpoint, some tensors of which a subclass reads in its own way."""
-
-    def __init__(self, source: WholeTensors):
-        self._source = source
-
-    @property
-    def names(self) -> set[str]:
-        """All parameters and buffers."""
-        return self._source.names
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor."""
-        return self._source.shape(name)
-
-
 class UniversalFolder(WholeTensors):
     """A folder in the universal format."""
 

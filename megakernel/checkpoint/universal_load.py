@@ -12,18 +12,7 @@ from torch import Tensor, nn
 from megakernel.parallel import Mesh
 from megakernel.parallel.axis import Axis
 
-from .universal import MOMENTS, STEP, WEIGHT, Partition, UniversalFolder, WholeTensors
-
-
-def load_run(engine: Any, partitions: Mapping[str, Partition], tp: Axis, source: UniversalFolder) -> None:
-    """Put weights, AdamW's state and the engine's counters in place. engine: from deepspeed.initialize."""
-    load_weights(engine.module, partitions, tp, source, set(partitions))
-    trained = with_moments(engine.module, source, set(partitions))
-    if trained:  # no moments mean that no update was made
-        (updates,) = set(trained.values())
-        load_moments(engine, partitions, tp, source, trained, updates)
-    for counter, count in source.counters.items():
-        setattr(engine, counter, count)
+from .universal import MOMENTS, STEP, WEIGHT, Partition, WholeTensors
 
 
 def with_moments(module: nn.Module, source: WholeTensors, names: set[str]) -> dict[str, int]:

@@ -4,16 +4,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from data_pipeline import tokenizers
 from data_pipeline.corpus import Corpora
 from megakernel.config import Config, Model, UserError
 from megakernel.parallel.ranks import Ranks
 
-from .conversion import Converted, Unrounded, without_updates
+from .conversion import Unrounded, converted, without_updates
 from .dense import DenseCheckpoint, is_dense_checkpoint
-from .dense.tokenizer import check_tokenizer
+from .dense.tokenizer import has_tokenizer
 from .files import CheckpointTensors
 from .manifest import Checkpoint
-from .trained_run import find_checkpoint, recorded_config, stage_folders
+from .trained_run import find_checkpoint, recorded_config, run_of, stage_folders, tokenizer_folder
 from .universal import WholeTensors
 
 
@@ -60,7 +61,7 @@ class WeightSource:
         """
         if self.checkpoint is None:
             return DenseCheckpoint(self.folder, model.vocab_multiple)
-        return Converted(weights(self.checkpoint, self._config), self.model(), model)
+        return converted(weights(self.checkpoint, self._config), self.model(), model)
 
     def model(self) -> Model:
         """The model section that its weights were trained with, rotary frequencies of their last phase included.
@@ -74,16 +75,27 @@ class WeightSource:
         return section.model_copy(update={"max_positions": section.max_positions or config.training.seq_len})
 
     def check_tokenizer(self, corpora: Corpora) -> str | None:
-        """Refuse data of another tokenizer than it has learned with; a remark where it has none to compare with.
+        """Refuse data of another tokenizer than it has learned with: its ids would stand for other words.
 
-        Raises UserError for another one.
+        Returns a remark where it has none to compare with, or begins documents otherwise. Raises UserError for another.
         """
-        return check_tokenizer(
-            self.key,
-            self.folder,
-            corpora.tokenizer_hash,
-            corpora.train[0].folder,
-            add_bos=corpora.bos is not None,
+        source, corpus = self.folder, corpora.train[0].folder
+        folder = source if has_tokenizer(source) else tokenizer_folder(run_of(source))
+        if not folder.is_dir():
+            return f"{source} has no tokenizer: whether {corpus} was prepared with the same one is not known"
+        own = tokenizers.load(folder, own_rule=folder == source)
+        if own.hash != corpora.tokenizer_hash:
+            raise UserError(
+                f"{self.key}={source} has another tokenizer than data.train={corpus}; prepare the data with "
+                f"`megakernel prepare --tokenizer {folder}`"
+            )
+        if own.add_bos == (corpora.bos is not None):
+            return None
+        first, second = (source, corpus) if own.add_bos else (corpus, source)
+        return (
+            f"documents begin with BOS in {first} and not in {second}; prepare the data with "
+            f"`megakernel prepare {'--add-bos' if own.add_bos else '--no-add-bos'}` to keep what the weights have "
+            "learned with"
         )
 
     def other_vocab_size(self, vocab_size: int) -> list[str]:

@@ -36,7 +36,12 @@ def load(file: Path) -> Any:
         raise
     # A damaged file can raise nearly anything.
     except Exception as error:
-        raise UserError(f"{file} cannot be used: {_reason(file, error)}") from None
+        reason = f"it is damaged ({first_line(error)})"
+        try:
+            check(file)
+        except UserError as refusal:
+            reason = str(refusal)
+        raise UserError(f"{file} cannot be used: {reason}") from None
 
 
 def check(file: Path, name: str = "it") -> None:
@@ -71,11 +76,3 @@ def enforced() -> Iterator[None]:
 
 def _allowed() -> safe_globals:
     return safe_globals([(stand_in, name) for name, stand_in in _OF_DEEPSPEED.items()])
-
-
-def _reason(file: Path, error: Exception) -> str:
-    try:
-        check(file)
-    except UserError as refusal:
-        return str(refusal)
-    return f"it is damaged ({first_line(error)})"

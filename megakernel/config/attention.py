@@ -10,6 +10,7 @@ from pydantic import BeforeValidator
 
 from .algebra import Algebra, Compression, Mixture, Near
 from .errors import ConfigError, Problem, nearest_first
+from .feature_map import LEARNED
 from .mechanisms import Mechanism, Parts, Shape, mechanism_of
 from .section import merged
 
@@ -171,7 +172,8 @@ class Attention(Algebra):
             if self.similarity == "kernel":
                 shortcut = "similarity: kernel"
             reason = f"needs the weight of every pair, which {shortcut} never forms"
-            instead = "similarity: gaussian" if self.is_uncompressed else "preset: mgk"
+            is_whole = self.near is None and self.compression is None
+            instead = "similarity: gaussian" if is_whole else "preset: mgk"
             yield self.problem(key, reason, f"remove it or take {instead}")
 
     def _mechanism_problems(self) -> Iterator[Problem]:
@@ -199,28 +201,24 @@ class Attention(Algebra):
                 )
 
 
-_FLURKA: dict[str, Any] = {
-    "similarity": "kernel",
-    "feature_map": {"name": "hedgehog"},
-    "compression": {"kind": "block", "block_size": 64, "rank": 8},
-    "near": {"kind": "softmax", "join": "gated", "gate": "token"},
-}
+def _under_kernel(feature_map: str, **more: Any) -> dict[str, Any]:
+    return {"similarity": "kernel", "feature_map": {"name": feature_map}, **more}
+
+
+_BLOCKS = {"kind": "block", "block_size": 64, "rank": 8}
+_LINFORMER = {"kind": "linformer", "rank": 256}
+_FLURKA = _under_kernel(
+    "hedgehog", compression=_BLOCKS, near={"kind": "softmax", "join": "gated", "gate": "token"}
+)
 
 _NORM_AND_GATE = {"output_norm": True, "output_gate": "silu"}
 _CONVOLUTION = {"short_convolution": 4, **_NORM_AND_GATE}
 
 PRESETS: dict[str, dict[str, Any]] = {
     "softmax": {"similarity": "softmax"},
-    "linear": {"similarity": "kernel", "feature_map": {"name": "elu"}},
-    "performer": {"similarity": "kernel", "feature_map": {"name": "favor"}},
-    "hedgehog": {"similarity": "kernel", "feature_map": {"name": "hedgehog"}},
-    "rff": {"similarity": "kernel", "feature_map": {"name": "rff"}},
-    "gmm_rks": {"similarity": "kernel", "feature_map": {"name": "gmm_rks"}},
-    "gmm_prf": {"similarity": "kernel", "feature_map": {"name": "gmm_prf"}},
-    "fastfood_rks": {"similarity": "kernel", "feature_map": {"name": "fastfood_rks"}},
-    "fastfood_prf": {"similarity": "kernel", "feature_map": {"name": "fastfood_prf"}},
-    "generative_rks": {"similarity": "kernel", "feature_map": {"name": "generative_rks"}},
-    "generative_prf": {"similarity": "kernel", "feature_map": {"name": "generative_prf"}},
+    "linear": _under_kernel("elu"),
+    "performer": _under_kernel("favor"),
+    **{name: _under_kernel(name) for name in ("hedgehog", "rff", *LEARNED)},
     "flurka": _FLURKA,
     "flurka_decay": {**_FLURKA, "far_decay": "gate"},
     "flurka_kernel": {**_FLURKA, "near": {"kind": "kernel"}},
@@ -229,25 +227,17 @@ PRESETS: dict[str, dict[str, Any]] = {
     "kernelized": {"similarity": "gaussian", "normalize": False},
     "mgk": {"similarity": "gaussian", "mixture": {"keys": 2, "kind": "projected"}},
     "smgk": {"similarity": "gaussian", "mixture": {"keys": 2, "kind": "shifted"}},
-    "mlk": {"similarity": "kernel", "feature_map": {"name": "elu"}, "mixture": {"kind": "projected"}},
-    "smlk": {"similarity": "kernel", "feature_map": {"name": "elu"}, "mixture": {"kind": "shifted"}},
-    "linformer": {"similarity": "softmax", "compression": {"kind": "linformer", "rank": 256}},
+    "mlk": _under_kernel("elu", mixture={"kind": "projected"}),
+    "smlk": _under_kernel("elu", mixture={"kind": "shifted"}),
+    "linformer": {"similarity": "softmax", "compression": _LINFORMER},
     "linformer_causal": {
         "similarity": "softmax",
-        "compression": {"kind": "block", "block_size": 64, "rank": 8},
+        "compression": _BLOCKS,
         "near": {"kind": "softmax", "join": "shared"},
     },
-    "flurka_performer": {
-        "similarity": "kernel",
-        "feature_map": {"name": "favor"},
-        "compression": {"kind": "linformer", "rank": 256},
-    },
-    "flurka_rnn": {
-        "similarity": "kernel",
-        "feature_map": {"name": "elu"},
-        "compression": {"kind": "linformer", "rank": 256},
-    },
-    "flurka_eva": {"mechanism": "eva", "compression": {"kind": "linformer", "rank": 256}},
+    "flurka_performer": _under_kernel("favor", compression=_LINFORMER),
+    "flurka_rnn": _under_kernel("elu", compression=_LINFORMER),
+    "flurka_eva": {"mechanism": "eva", "compression": _LINFORMER},
     "eva": {"mechanism": "eva"},
     "skyformer": {"mechanism": "skyformer"},
     "nystromformer": {"mechanism": "nystromformer"},

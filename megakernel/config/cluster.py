@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -174,12 +174,7 @@ def load_cluster(path: Path, changes: Mapping[str, Any], env: Mapping[str, str] 
     tree = read_composed(path)
     setup = tree.pop("setup", [])  # the shell of the job knows its own variables
     plain, unset = interpolate(tree, env)
-    return read_cluster(merged({**plain, "setup": setup}, changes), unset)
-
-
-def read_cluster(tree: Mapping[str, Any], known_problems: Sequence[Problem] = ()) -> Cluster:
-    """The settings in a tree of plain values; ConfigError holds `known_problems` and all that are found."""
-    return validate_section(Cluster, tree, known_problems=known_problems)
+    return validate_section(Cluster, merged({**plain, "setup": setup}, changes), known_problems=unset)
 
 
 def slurm_minutes(text: str) -> float | None:

@@ -21,12 +21,10 @@ class Corpus(Section):
 
 
 def _as_corpora(value: Any) -> Any:
-    if isinstance(value, (str, Path)):
-        return [{"path": value}]
     if isinstance(value, dict) and "path" not in value:
         return [{"path": path, "weight": weight} for path, weight in value.items()]
-    if isinstance(value, dict):
-        return [value]
+    if isinstance(value, (str, Path, dict)):
+        value = [value]
     if isinstance(value, list):
         return [{"path": item} if isinstance(item, (str, Path)) else item for item in value]
     return value

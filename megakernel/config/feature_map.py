@@ -26,7 +26,10 @@ FeatureMapName = Literal[
 _GMM = ("gmm_rks", "gmm_prf")
 _FASTFOOD = ("fastfood_rks", "fastfood_prf")
 _GENERATIVE = ("generative_rks", "generative_prf")
-_RANDOM = ("favor", "rff", *_GMM, *_FASTFOOD, *_GENERATIVE)
+LEARNED = (*_GMM, *_FASTFOOD, *_GENERATIVE)
+"""Maps whose frequencies are learned."""
+
+_RANDOM = ("favor", "rff", *LEARNED)
 _TAKEN_BY: dict[str, tuple[str, ...]] = {
     "samples": _RANDOM,
     "components": _GMM,

@@ -344,9 +344,7 @@ class Model(Section):
         if self.normalized_residual and self.norm_placement == "after":
             reason = "needs a norm before attention, and norm_placement is after"
             yield self.problem("normalized_residual", reason, "remove it or take norm_placement: both")
-        if self.zero_centered_norm and self.norm != "rmsnorm":
-            reason = f"has no effect on norm: {self.norm}"
-            yield self.problem("zero_centered_norm", reason, "remove it or take norm: rmsnorm")
+        yield from self.without_effect("norm", {"zero_centered_norm": ("rmsnorm",)})
         if self.qk_norm_width != "head" and not self.qk_norm:
             reason = "has no effect without qk_norm"
             yield self.problem("qk_norm_width", reason, "remove it or set qk_norm: true")

@@ -7,7 +7,7 @@ have: phases of longer sequences may follow. `_OF_STAGES` is what may not change
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -70,19 +70,8 @@ class Difference:
     recorded: Any
     wanted: Any
 
-    same_steps: bool = False
-    """Whether both mean the same lengths, batches and frequencies in every step that the recorded run was to have."""
-
-    in_stages: bool = False
-    """Whether the run is an up-training."""
-
-    @property
-    def may_change(self) -> bool:
-        """Whether a run may be continued across this difference."""
-        if self.in_stages and self.key in _OF_STAGES:
-            return False
-        free = (*_FREE, *_OF_LENGTH) if self.same_steps else _FREE
-        return any(self.key == key or self.key.startswith(f"{key}.") for key in free)
+    may_change: bool
+    """Whether a run may be continued across this difference."""
 
     @property
     def is_rate(self) -> bool:
@@ -92,10 +81,15 @@ class Difference:
 
 def differences(recorded: Config, wanted: Config) -> list[Difference]:
     """Every key whose value differs, in the tree's order; a part that only one side has is one difference."""
-    same_steps = _steps(recorded, recorded.training.steps) == _steps(wanted, recorded.training.steps)
-    found = _differences(recorded.model_dump(mode="json"), wanted.model_dump(mode="json"), "")
-    in_stages = wanted.uptrain is not None
-    return [replace(item, same_steps=same_steps, in_stages=in_stages) for item in found]
+    steps = recorded.training.steps
+    free = (*_FREE, *_OF_LENGTH) if _steps(recorded, steps) == _steps(wanted, steps) else _FREE
+    fixed = () if wanted.uptrain is None else _OF_STAGES
+    below = tuple(f"{key}." for key in free)
+    found = _changed(recorded.model_dump(mode="json"), wanted.model_dump(mode="json"), "")
+    return [
+        Difference(key, before, after, key not in fixed and f"{key}.".startswith(below))
+        for key, before, after in found
+    ]
 
 
 def _steps(config: Config, steps: int) -> list[tuple[Any, ...]]:
@@ -139,13 +133,13 @@ def check_same_run(recorded_yaml: str, wanted: Config, folder: Path) -> list[Dif
     return found
 
 
-def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str) -> Iterator[Difference]:
+def _changed(old: dict[str, Any], new: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any, Any]]:
     for key in dict.fromkeys((*old, *new)):
         before, after = old.get(key), new.get(key)
         if isinstance(before, dict) and isinstance(after, dict):
-            yield from _differences(before, after, f"{prefix}{key}.")
+            yield from _changed(before, after, f"{prefix}{key}.")
         elif before != after:
-            yield Difference(prefix + key, before, after)
+            yield prefix + key, before, after
 
 
 def check_recorded_run(wanted: Config) -> bool:

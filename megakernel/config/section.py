@@ -56,7 +56,7 @@ class Section(BaseModel):
     @classmethod
     def _takes_no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
         if any(isinstance(item, bool) for item in _items(value)):
-            types = set(_types(cls.model_fields[str(info.field_name)].annotation))
+            types = set(plain_types(cls.model_fields[str(info.field_name)].annotation))
             if types & {int, float} and bool not in types:
                 raise ValueError("should be a number")
         return value
@@ -95,13 +95,13 @@ def _items(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _types(annotation: Any) -> Iterator[Any]:
+def plain_types(annotation: Any) -> Iterator[Any]:
     """The plain types in an annotation; of a literal, those of its choices."""
     parts = get_args(annotation)
     if not parts:
         yield annotation if isinstance(annotation, type) else type(annotation)
     for part in parts:
-        yield from _types(part)
+        yield from plain_types(part)
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

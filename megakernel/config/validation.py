@@ -2,14 +2,14 @@
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from .checks import agreement
 from .errors import MISSING, ConfigError, Problem, nearest_first
-from .section import Section
+from .section import Section, plain_types
 from .tree import Config
 
 S = TypeVar("S", bound=Section)
@@ -145,9 +145,7 @@ def _section_at(annotation: Any, path: Sequence[int | str]) -> type[Section] | N
 
 def section_in(annotation: Any) -> type[Section] | None:
     """The section class in an annotation, such as that of an optional section or of a list of them."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return annotation
-    return next((found for part in get_args(annotation) if (found := section_in(part)) is not None), None)
+    return next((part for part in plain_types(annotation) if issubclass(part, Section)), None)
 
 
 def _unknown_key(owner: type[Section], dotted: str, key: str, value: Any) -> Problem:

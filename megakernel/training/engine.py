@@ -25,7 +25,6 @@ from megakernel.checkpoint.universal_load import (
     compare,
     gathered_shapes,
     load_moments,
-    load_run,
     load_weights,
     with_moments,
 )
@@ -39,6 +38,9 @@ from .deepspeed_config import deepspeed_clips, deepspeed_config, micro_batches_p
 from .optimizer import SHARE, build_optimizer, freeze, learns
 from .schedule import drop_near_windows
 from .step_costs import ContextTraffic, MemoryPeaks
+
+MakeModel = Callable[[ModelSettings, Callable[[], float]], Parted]
+"""Makes the model of a process, or its stage of one, as `build_model` does."""
 
 
 def model_inputs(batches: Sequence[Batch], mesh: Mesh) -> list[LayerInputs]:
@@ -131,18 +133,12 @@ class StepResult:
 class Engine:
     """The DeepSpeed engine of one process, sequential or a pipeline stage.
 
-    make_model: makes the model of this process, as `build_model` does; classes of its own where training lowers more
-    than the labels' cross entropy.
+    make_model: makes classes of its own where training lowers more than the labels' cross entropy.
 
     Raises UserError, alike on all ranks, where optimizer.trained does not suit the layers of every stage.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        settings: ModelSettings,
-        make_model: Callable[[ModelSettings, Callable[[], float]], Parted] = build_model,
-    ):
+    def __init__(self, config: Config, settings: ModelSettings, make_model: MakeModel = build_model):
         mesh = settings.mesh
         assert isinstance(mesh, Mesh)
         self.config = config
@@ -166,9 +162,7 @@ class Engine:
         self.memory = MemoryPeaks(mesh.device)
         self.traffic = ContextTraffic(self.engine.module)
 
-    def _made(
-        self, settings: ModelSettings, make_model: Callable[[ModelSettings, Callable[[], float]], Parted]
-    ) -> Parted:
+    def _made(self, settings: ModelSettings, make_model: MakeModel) -> Parted:
         model = make_model(settings, lambda: self.loss_scale)
         freeze(model, self.config.optimizer.trained, partial(learns, self.config))
         if (dropout := self.config.training.near_dropout) is not None:
@@ -210,7 +204,7 @@ class Engine:
             group["lr"] = learning_rate * group[SHARE]
         self.engine.train()
         inputs = self._model_inputs(batches)
-        skipped_before = self.skipped_steps
+        skipped_before = self.engine.skipped_steps
         with self.traffic.step():
             loss = self._update(inputs)
         attention.finish_step(self.engine.module, lambda x: self.mesh.sum(x, self.mesh.gradient))
@@ -218,7 +212,7 @@ class Engine:
         return StepResult(
             loss=loss,
             grad_norm=math.nan if norm is None else float(norm),
-            skipped=self.skipped_steps > skipped_before,
+            skipped=self.engine.skipped_steps > skipped_before,
         )
 
     def _update(self, inputs: list[LayerInputs]) -> float:
@@ -296,11 +290,6 @@ class Engine:
             self.engine.reset_activation_shape()
         self._passed_on = now
 
-    @property
-    def skipped_steps(self) -> int:
-        """Steps of the whole run whose gradients were not finite."""
-        return self.engine.skipped_steps
-
     def save(self, folder: Path) -> None:
         """Write this process's part of the state into a folder that all processes name alike."""
         self.write_errors.take_written()  # of a save that failed
@@ -316,7 +305,14 @@ class Engine:
 
     def load_universal(self, folder: Path) -> None:
         """Read the state that `save` wrote on any layout, in its universal form."""
-        load_run(self.engine, self.partitions, self.mesh.tp, UniversalFolder(folder))
+        source, every = UniversalFolder(folder), set(self.partitions)
+        load_weights(self.engine.module, self.partitions, self.mesh.tp, source, every)
+        trained = with_moments(self.engine.module, source, every)
+        if trained:  # no moments mean that no update was made
+            (updates,) = set(trained.values())
+            load_moments(self.engine, self.partitions, self.mesh.tp, source, trained, updates)
+        for counter, count in source.counters.items():
+            setattr(self.engine, counter, count)
 
     def load_weights(self, source: WholeTensors) -> Comparison:
         """Take the weights alone, those that fit; returns what did and what did not."""

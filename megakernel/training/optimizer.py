@@ -62,16 +62,14 @@ def freeze(model: nn.Module, trained: str, is_trained: Callable[[str], bool] = i
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_trained(name))
     if not any(parameter.requires_grad for parameter in model.parameters()):
+        is_stage = isinstance(model, Pipeline)
+        layers = (
+            "a stage of parallel.pipeline has model.attention with" if is_stage else "model.attention has"
+        )
         raise UserError(
-            f"optimizer.trained={trained} and {_layers(model)} no weights of its own; take a feature map that "
+            f"optimizer.trained={trained} and {layers} no weights of its own; take a feature map that "
             "learns, such as feature_map: {name: hedgehog}, or leave the stage out (uptrain.transfer: null)"
         )
-
-
-def _layers(model: nn.Module) -> str:
-    if isinstance(model, Pipeline):
-        return "a stage of parallel.pipeline has model.attention with"
-    return "model.attention has"
 
 
 class ClippedAdamW(torch.optim.AdamW):

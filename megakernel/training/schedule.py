@@ -37,23 +37,16 @@ def learning_rate(step: int, schedule: Schedule, peak: float, total_steps: int) 
         return peak
     if schedule.name == "inverse_sqrt":
         return peak * max(math.sqrt((at_peak + 1) / (step + 1)), floor)
+    start, end = at_peak, last
     if schedule.name == "wsd":
         start = max(at_peak, last - (schedule.decay_steps or max(total_steps // 10, 1)))
-        return peak * _between(1.0, floor, _share(step, start, last))
-    end = last if schedule.decay_steps is None else at_peak + schedule.decay_steps
-    share = _share(step, at_peak, end)
+    elif schedule.decay_steps is not None:
+        end = at_peak + schedule.decay_steps
+    # How much of the way is done, 0 to 1.
+    share = min(max(step - start, 0) / max(end - start, 1), 1.0)
     if schedule.name == "cosine":
         share = 0.5 - 0.5 * math.cos(math.pi * share)
-    return peak * _between(1.0, floor, share)
-
-
-def _share(step: int, start: int, end: int) -> float:
-    """How much of the way from `start` to `end` is done at `step`, 0 to 1."""
-    return min(max(step - start, 0) / max(end - start, 1), 1.0)
-
-
-def _between(first: float, last: float, share: float) -> float:
-    return first * (1.0 - share) + last * share
+    return peak * (1.0 - share + floor * share)
 
 
 def drop_near_windows(model: nn.Module, dropout: NearDropout, seed: int) -> None:

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megakernel.config import Model, UserError, validate_section, yaml_text
+from megakernel.config import Lora, Model, UserError, validate_section, yaml_text
 from megakernel.parallel import OneProcess
 
 from .families import FAMILIES, OWN, OWN_PREFIX, Family, layer_parts, model_section
-from .parts import Part, Same
+from .parts import Part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -97,16 +97,16 @@ class DenseCheckpoint:
     def parts(self) -> dict[str, Part]:
         """Our names -> what they are made of."""
         if self._family is None:
-            return {name: Same((OWN_PREFIX + name,)) for name in self._wanted_shapes}
+            return {name: Part((OWN_PREFIX + name,)) for name in self._wanted_shapes}
         return our_parts(self._family, self.model)
 
     @cached_property
     def _wanted_shapes(self) -> dict[str, tuple[int, ...]]:
         """Our names -> shapes, as the model section has them."""
         if self._family is None:
-            return _shapes(self.model)
+            return tensor_shapes(self.model)
         # The layers of a family differ in their windows alone: one tells the shapes of all.
-        one = _shapes(self.model.model_copy(update={"num_layers": 1, "attention_pattern": None}))
+        one = tensor_shapes(self.model.model_copy(update={"num_layers": 1, "attention_pattern": None}))
         return {name: one[_in_one_layer(name, self.model)] for name in self.parts}
 
     @property
@@ -225,7 +225,7 @@ def our_parts(family: Family, model: Model) -> dict[str, Part]:
         **dict(zip(("embedding", "head"), vocabulary_names(model))),
     }
     parts: dict[str, Part] = {
-        places[place]: Same((name,))
+        places[place]: Part((name,))
         for place, name in family.around.items()
         if place != "head" or not model.tie_embeddings
     }
@@ -234,8 +234,11 @@ def our_parts(family: Family, model: Model) -> dict[str, Part]:
     return parts
 
 
-def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the tensors that files of the model hold, which pad no vocabulary."""
+def tensor_shapes(model: Model, lora: Lora | None = None) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the tensors that files of the model hold, which pad no vocabulary.
+
+    lora: its low-rank updates; None: it has none.
+    """
     from megakernel.model import (  # seconds, which an error before need not wait for
         LanguageModel,
         ModelSettings,
@@ -243,7 +246,8 @@ def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
 
     assert model.vocab_size is not None
     plain = model.model_copy(update={"vocab_multiple": 1})
-    built = LanguageModel(ModelSettings(plain, model.vocab_size, OneProcess(), shapes_only=True))
+    settings = ModelSettings(plain, model.vocab_size, OneProcess(), shapes_only=True, lora=lora)
+    built = LanguageModel(settings)
     return {name: tuple(x.shape) for name, x in built.state_dict().items()}
 
 

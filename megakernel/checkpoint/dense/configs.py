@@ -101,8 +101,6 @@ def _keys(kind: str, model: Model, longest: int) -> dict[str, Any]:
 
 def _sizes(model: Model, longest: int, windows: list[int | None]) -> dict[str, Any]:
     """By the names of Llama and those that have come after it."""
-    if model.rope_scaling.kind == "dynamic":
-        longest = model.rope_scaling.original_seq_len or longest  # from where on its frequencies grow
     scale = model.query_scale * model.head_size**-0.5
     return {
         "hidden_size": model.hidden_size,

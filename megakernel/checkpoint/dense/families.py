@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from megakernel.config import Model, UserError
 
-from .parts import GroupedHeads, Part, Same, Stacked
+from .parts import GroupedHeads, Part
 
 OWN = "megakernel"
 """`model_type` of what `megakernel export` writes where no family has the model's parts: our tensors as they are."""
@@ -348,8 +348,9 @@ def layer_parts(family: Family, model: Model, index: int) -> Parts:
 
 def _part(family: Family, model: Model, ours: str, names: tuple[str, ...]) -> Part:
     if ours == _QKV and (len(names) > 1 or family.queries_first):
-        return GroupedHeads(names, model.num_heads, model.kv_heads, model.head_size, family.transposed)
-    return Same(names, family.transposed) if len(names) == 1 else Stacked(names)
+        sizes = {"query_heads": model.num_heads, "kv_heads": model.kv_heads, "head_dim": model.head_size}
+        return GroupedHeads(names, family.transposed, **sizes)
+    return Part(names, family.transposed)
 
 
 _SIZES = (

@@ -1,5 +1,1 @@
 """The code of an exported model: what it needs of this package as one file, which runs where the package is not."""
-
-from .code import CODE_FILE, standalone_code
-
-__all__ = ["CODE_FILE", "standalone_code"]

@@ -51,16 +51,17 @@ _ROOTS = (
 )
 _WHOLE = ("MegakernelConfig", "MegakernelForCausalLM", "Places", "StateCache")
 
-_STAND_INS = {
-    Definition("megakernel.config.section", "Section"): "Section",
-    Definition("megakernel.config.validation", "validate_section"): "validate_section",
-    Definition("megakernel.parallel.axis", "OneProcess"): "OneProcess",
-    Definition("megakernel.parallel.tensor", "head_shard"): "head_shard",
-    Definition("megakernel.parallel.tensor", "replicated"): "replicated",
-    Definition("megakernel.ops.dispatch", "choose"): "choose",
-    Definition("megakernel.model.head", "mean_loss"): "mean_loss",
-    Definition(f"{_HERE}.code", "code_of"): "code_of",
-}
+_STAND_INS = (
+    Definition("megakernel.config.section", "Section"),
+    Definition("megakernel.config.validation", "validate_section"),
+    Definition("megakernel.parallel.axis", "OneProcess"),
+    Definition("megakernel.parallel.tensor", "head_shard"),
+    Definition("megakernel.parallel.tensor", "replicated"),
+    Definition("megakernel.ops.dispatch", "choose"),
+    Definition("megakernel.model.head", "mean_loss"),
+    Definition(f"{_HERE}.code", "code_of"),
+)
+"""What is replaced by what `stand_ins.py` has under the same name."""
 
 _LAYERS = f"{_HERE}.layers"
 
@@ -89,7 +90,7 @@ _VALUES: dict[str, Any] = {
 }
 
 
-def standalone_code(model: Model) -> str:
+def code_of(model: Model) -> str:
     """The text of CODE_FILE for a causal model, with the mechanisms of its layers and no others."""
     forms = model.attentions
     makers = frozenset(next(make.__name__ for fits, make in MECHANISMS if fits(form)) for form in forms)
@@ -104,9 +105,6 @@ def standalone_code(model: Model) -> str:
         if all(getattr(form, key) in (none, False) for form in forms)
     )
     return _code(makers, layers, maps, unused)
-
-
-code_of = standalone_code
 
 
 @cache
@@ -139,7 +137,7 @@ def _code(
         methods=("problems", "problems_at"),
         arguments=("Annotated", "Field"),
     )
-    stand_ins = {left: Definition(f"{_HERE}.stand_ins", name) for left, name in _STAND_INS.items()}
+    stand_ins = {left: Definition(f"{_HERE}.stand_ins", left.name) for left in _STAND_INS}
     stand_ins[Definition("megakernel.attention.build", "layer_class")] = Definition(_LAYERS, "layer_class")
     file = Flattening(lambda source: fold(source, known), stand_ins, _WHOLE, tuple(NEEDED))
     file.add(Source(_LAYERS, _layer_table(sorted(layers)).encode()))

@@ -42,8 +42,8 @@ class Flattening:
         """
         self._prepare, self._stand_ins, self._whole, self._libraries = prepare, stand_ins, whole, libraries
         self._sources: dict[str, Source] = {}
-        self._units: dict[tuple[str, int], _Unit] = {}
-        self._reached: dict[Definition, _Unit] = {}
+        self._units: list[_Unit] = []
+        self._reached: set[Definition] = set()
         self._others: dict[Definition, str] = {}
         """What comes from other libraries -> its name where it was met first."""
 
@@ -99,12 +99,10 @@ class Flattening:
         assert definition.name, f"{definition.module} is used as a whole; name what is needed of it"
         source = self._source(definition.module)
         statement = source.statements[definition.name]
-        key = (source.name, statement.lineno)
-        if key in self._units:
-            self._reached[definition] = self._units[key]
-            return []
         names = [name for name, made_by in source.statements.items() if made_by is statement]
-        unit = self._units[key] = self._reached[definition] = _Unit(source, statement, names)
+        self._reached |= {Definition(source.name, name) for name in names}
+        unit = _Unit(source, statement, names)
+        self._units.append(unit)
         if not isinstance(statement, ast.ClassDef):
             return self._read(unit, statement)
         methods = [x for x in statement.body if isinstance(x, ast.FunctionDef)]
@@ -166,11 +164,11 @@ class Flattening:
         """All that was reached: imports, then modules in an order in which each finds what it needs at once."""
         modules = self._order()
         names = self._names(modules)
-        for unit in self._units.values():
+        for unit in self._units:
             self._rename(unit, names)
         parts = [header, self._imports(names)]
         for module in modules:
-            units = [unit for unit in self._units.values() if unit.source.name == module]
+            units = [unit for unit in self._units if unit.source.name == module]
             title = (
                 module.replace(".", "/") + ("/__init__" if self._sources[module].is_package else "") + ".py"
             )
@@ -195,7 +193,7 @@ class Flattening:
 
     def _order(self) -> list[str]:
         needs: dict[str, set[str]] = defaultdict(set)
-        for unit in self._units.values():
+        for unit in self._units:
             for reference in unit.references:
                 target = self._target(unit.source, reference)
                 if reference.at_once and target is not None and target.is_own:
@@ -212,7 +210,7 @@ class Flattening:
                 place(needed)
             ordered.append(module)
 
-        for module in sorted({unit.source.name for unit in self._units.values()}):
+        for module in sorted({unit.source.name for unit in self._units}):
             place(module)
         return ordered
 
@@ -220,7 +218,7 @@ class Flattening:
         """Everything reached -> its one name in the text."""
         hidden: dict[Definition, set[str]] = defaultdict(set)
         pinned: set[Definition] = set()
-        for unit in self._units.values():
+        for unit in self._units:
             for reference in unit.references:
                 target = self._target(unit.source, reference)
                 if target is not None:
@@ -230,7 +228,7 @@ class Flattening:
         own = [
             Definition(unit.source.name, name)
             for module in modules
-            for unit in self._units.values()
+            for unit in self._units
             if unit.source.name == module
             for name in unit.names
         ]
@@ -319,7 +317,7 @@ class Flattening:
     def _users(self, definition: Definition) -> list[str]:
         return [
             f"{unit.source.name}.{unit.names[0]}"
-            for unit in self._units.values()
+            for unit in self._units
             if any(self._target(unit.source, x) == definition for x in unit.references)
         ]
 

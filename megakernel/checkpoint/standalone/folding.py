@@ -141,7 +141,9 @@ class _Folding(ast.NodeTransformer):
         left_out = self.known.keywords.get(called, ())
         for number, keyword in reversed(list(enumerate(node.keywords))):
             if keyword.arg in left_out:
-                self._drop_of([*node.args, *node.keywords], len(node.args) + number, node.keywords)
+                spans = [self.source.span(part) for part in (*node.args, *node.keywords)]
+                self._drop_item(node, spans, len(node.args) + number)
+                del node.keywords[number]
         return self.generic_visit(node)
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
@@ -193,27 +195,26 @@ class _Folding(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def _drop_entries(self, node: ast.Dict, stays: Callable[[str], bool]) -> None:
-        for number in reversed(range(len(node.keys))):
-            key = node.keys[number]
+        spans = [
+            # Of `**value` there is no key.
+            (self.source.span(key)[0] if key else self.source.span(value)[0] - 2, self.source.span(value)[1])
+            for key, value in zip(node.keys, node.values)
+        ]
+        for number, key in reversed(list(enumerate(node.keys))):
             if isinstance(key, ast.Constant) and isinstance(key.value, str) and not stays(key.value):
-                start = self.source.span(key)[0]
-                if number + 1 < len(node.keys) and (following := node.keys[number + 1]) is not None:
-                    self.source.drop(start, self.source.span(following)[0])
-                elif number:
-                    before = self.source.span(node.values[number - 1])[1]
-                    self.source.drop(before, self.source.span(node.values[number])[1])
-                else:  # with the comma behind it
-                    self.source.drop(start, self.source.span(node)[1] - 1)
-                del node.keys[number], node.values[number]
+                self._drop_item(node, spans, number)
+                del node.keys[number], node.values[number], spans[number]
 
-    def _drop_of(self, listed: list, number: int, kept: list) -> None:
-        """Leave item `number` of a list in brackets out."""
-        start, end = self.source.span(listed[number])
-        if number + 1 < len(listed):
-            self.source.drop(start, self.source.span(listed[number + 1])[0])
+    def _drop_item(self, node: ast.expr, spans: list[tuple[int, int]], number: int) -> None:
+        """Leave item `number` of what `node` has in brackets out, and a comma next to it."""
+        start, end = spans[number]
+        if number + 1 < len(spans):
+            end = spans[number + 1][0]
+        elif number:
+            start = spans[number - 1][1]
         else:
-            self.source.drop(self.source.span(listed[number - 1])[1] if number else start, end)
-        kept.remove(listed[number])
+            end = self.source.span(node)[1] - 1
+        self.source.drop(start, end)
 
     # Statements.
 
@@ -257,9 +258,6 @@ class _Folding(ast.NodeTransformer):
     def _drop_statement(self, body: list[ast.stmt], statement: ast.stmt) -> None:
         self.source.drop(*self.source.lines_of(statement))
         body.remove(statement)
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        return self._block(node)
 
     def visit_If(self, node: ast.If) -> Any:
         node.test = self.visit(node.test)
@@ -323,15 +321,13 @@ class _Folding(ast.NodeTransformer):
         return holder.body
 
     def _block(self, node: Any) -> Any:
-        for name, value in ast.iter_fields(node):
-            if name == "body":
-                continue
-            if isinstance(value, list):
-                setattr(node, name, [self.visit(x) if isinstance(x, ast.AST) else x for x in value])
-            elif isinstance(value, ast.AST):
-                setattr(node, name, self.visit(value))
+        body, node.body = node.body, []
+        self.generic_visit(node)
+        node.body = body
         self._body(node, "body")
         return node
+
+    visit_FunctionDef = _block
 
     def _body(self, node: Any, name: str) -> None:
         """Fold the statements of a block; what follows one that leaves it is never reached."""
@@ -345,12 +341,9 @@ class _Folding(ast.NodeTransformer):
                 if rest:
                     self.source.drop(self.source.lines_of(rest[0])[0], self.source.line(_end(rest[-1]) + 1))
                 break
-        if statements and not found:  # a block has a statement
-            first = self.source.span(statements[0])[0]
-            self.source.edits.append(Edit(first, first, b"pass"))
-            raise AssertionError(
-                f"{self.source.name}: nothing is left of a block at line {statements[0].lineno}"
-            )
+        if statements:
+            where = f"{self.source.name}, line {statements[0].lineno}"
+            assert found, f"{where}: nothing is left of a block"
         setattr(node, name, found)
 
     def visit_Expr(self, node: ast.Expr) -> Any:

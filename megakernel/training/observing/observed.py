@@ -9,10 +9,10 @@ from data_pipeline.batch import Batch
 from data_pipeline.corpus import Corpora
 from data_pipeline.tokenizers import Tokenizer
 from megakernel.config import Config
-from megakernel.model import LanguageModel, ModelSettings, Parted
+from megakernel.model import LanguageModel
 from megakernel.model.layer_inputs import LayerInputs
 from megakernel.parallel.ranks import Ranks
-from megakernel.training.engine import Engine, model_inputs
+from megakernel.training.engine import Engine, MakeModel, model_inputs
 
 from .metrics_writer import Entry
 from .model_histograms import ModelHistograms
@@ -20,9 +20,6 @@ from .profiler import Profiler
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-MakeModel = Callable[[ModelSettings, Callable[[], float]], Parted]
-"""Makes the model of a process, or its stage of one, as `build_model` does."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ class Throughput:
     Times are those of this process, which waits for the others in every step; tokens are those of all.
     devices: processes that train.
     peak_tflops: of one device; None leaves out throughput/mfu.
+    steps: those of the window so far.
     """
 
     def __init__(
@@ -49,14 +50,9 @@ class Throughput:
 
         flops_per_token: forward and backward, without recomputation; it grows with the sequences' length.
         """
-        self._steps += 1
+        self.steps += 1
         self._tokens += tokens
         self._flops += tokens * flops_per_token
-
-    @property
-    def steps(self) -> int:
-        """Of the window so far."""
-        return self._steps
 
     def scalars(self) -> dict[str, float]:
         """Means over the steps of the window, at least one, under their TensorBoard tags.
@@ -71,8 +67,8 @@ class Throughput:
             "throughput/tokens_per_sec": self._tokens / seconds,
             "throughput/tokens_per_sec_per_device": per_device,
             "throughput/tflops": tflops,
-            "throughput/step_time": seconds / self._steps,
-            "throughput/data_time": self._loading / self._steps,
+            "throughput/step_time": seconds / self.steps,
+            "throughput/data_time": self._loading / self.steps,
         }
         if self._peak_tflops is not None:
             means["throughput/mfu"] = tflops / self._peak_tflops
@@ -81,7 +77,7 @@ class Throughput:
 
     def _open_window(self) -> None:
         self._start = self._clock()
-        self._steps = self._tokens = 0
+        self.steps = self._tokens = 0
         self._flops = self._loading = self._excluded = 0.0
 
     def _wait_for_device(self) -> None:

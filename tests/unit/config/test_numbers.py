@@ -9,7 +9,8 @@ from pydantic import ValidationError
 
 import data_pipeline.benchmark_tasks  # their sections are walked over, too
 import data_pipeline.synthetic.source  # noqa: F401
-from megakernel.config import ConfigError, cluster, load, yaml_text
+from megakernel.config import ConfigError, load, validate_section, yaml_text
+from megakernel.config.cluster import Cluster
 from megakernel.config.section import Section
 from megakernel.config.training import Optimizer
 
@@ -133,10 +134,10 @@ def test_magnitudes_that_no_machine_serves_are_refused(sections):
 )
 def test_a_cluster_is_asked_for_what_it_could_have(tree, key):
     with pytest.raises(ConfigError) as caught:
-        cluster.read_cluster(tree)
+        validate_section(Cluster, tree)
     assert {problem.key for problem in caught.value.problems} == {key}
 
 
 @pytest.mark.parametrize("mem", ["0", "200G", "64000", "512gb", "1T"])
 def test_memory_is_written_as_slurm_writes_it(mem):
-    assert cluster.read_cluster({"mem": mem}).mem == mem
+    assert validate_section(Cluster, {"mem": mem}).mem == mem

@@ -12,8 +12,8 @@ from launch.slurm.script import REPOSITORY, Script
 from launch.slurm.submission import ScriptExecutor
 from launch.slurm_programs import foreign_variables
 from launch.submit import indices
-from megakernel.config import ConfigError, UserError
-from megakernel.config.cluster import Cluster, Container, read_cluster
+from megakernel.config import ConfigError, UserError, validate_section
+from megakernel.config.cluster import Cluster, Container
 from tests.unit.config import trees
 
 PYXIS = Container(image="/shared/mk.sqsh", mounts=["/shared:/shared"])
@@ -109,7 +109,7 @@ NEWLINE = "x\ntouch /tmp/owned"
 )
 def test_no_setting_becomes_a_line_of_shell(settings, key):
     with pytest.raises(ConfigError) as caught:
-        read_cluster(settings)
+        validate_section(Cluster, settings)
     assert str(caught.value).startswith(f"{key}=")
     assert len(str(caught.value).splitlines()) == 1
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megakernel.checkpoint.conversion import Folded, Unrounded
+from megakernel.checkpoint.conversion import Unrounded, folded
 from megakernel.config import Lora, Model, UserError
 
 MODEL = Model(num_layers=1, hidden_size=16, num_heads=4, num_kv_heads=2)
@@ -32,19 +32,19 @@ def test_an_update_too_small_for_bfloat16_is_folded_in_float32():
         for name, rows in (("value_update", 8), ("output_update", 16))
         for part, shape in (("up", (rows, 2)), ("down", (2, 16)))
     }
-    folded = Folded(Tensors(frozen | updates), MODEL, Lora(rank=2, alpha=4.0))
-    assert folded.names == {QKV, OUTPUT}
+    remade = folded(Tensors(frozen | updates), MODEL, Lora(rank=2, alpha=4.0))
+    assert remade.names == {QKV, OUTPUT}
     change = {
         name: 2.0 * updates[f"1.self_attention.{name}.up"] @ updates[f"1.self_attention.{name}.down"]
         for name in ("value_update", "output_update")
     }
-    whole = folded.read(OUTPUT)["fp32"]
+    whole = remade.read(OUTPUT)["fp32"]
     assert whole.dtype == torch.float32
     assert torch.equal(whole, frozen[OUTPUT].float() + change["output_update"])
     # Most of it would be lost in the frozen weights' dtype.
     assert (whole.bfloat16() == frozen[OUTPUT]).float().mean() > 0.5
     # A key head's rows: 2 x 4 of queries, 4 of keys, 4 of values.
-    moved = (folded.read(QKV)["fp32"] - frozen[QKV].float()).view(2, 16, 16)
+    moved = (remade.read(QKV)["fp32"] - frozen[QKV].float()).view(2, 16, 16)
     assert not moved[:, :12].any()
     torch.testing.assert_close(moved[:, 12:].reshape(8, 16), change["value_update"], rtol=0, atol=1e-6)
 
@@ -55,8 +55,8 @@ def test_an_update_of_what_a_gate_is_beside_is_folded_into_its_half(activation):
     rows, inner = (24, 12) if model.is_mlp_gated else (12, 12)
     name = "1.mlp.linear_fc1.weight"
     updates = {"1.mlp.up_update.up": draw(inner, 2), "1.mlp.up_update.down": draw(2, 16)}
-    folded = Folded(Tensors({name: torch.zeros(rows, 16)} | updates), model, Lora(rank=2, alpha=2.0))
-    moved = folded.read(name)["fp32"]
+    remade = folded(Tensors({name: torch.zeros(rows, 16)} | updates), model, Lora(rank=2, alpha=2.0))
+    moved = remade.read(name)["fp32"]
     assert not moved[: rows - inner].any()
     assert torch.equal(moved[rows - inner :], updates["1.mlp.up_update.up"] @ updates["1.mlp.up_update.down"])
 

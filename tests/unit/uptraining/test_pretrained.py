@@ -15,7 +15,7 @@ from data_pipeline.tokenizers import ByteTokenizer
 from megakernel.checkpoint.dense import DenseCheckpoint
 from megakernel.checkpoint.dense.tokenizer import save_tokenizer
 from megakernel.checkpoint.pretrained import MegakernelConfig, MegakernelForCausalLM
-from megakernel.checkpoint.standalone import standalone_code
+from megakernel.checkpoint.standalone.code import code_of
 from megakernel.config import Model, UserError
 from tests.unit.generation.small_models import MIXED, shaken
 from tests.unit.generation.test_decoder import ATTENTION, EOD, PARTS, is_recurrent, numbers
@@ -321,7 +321,7 @@ def test_a_folder_names_its_code(mixed, tmp_path):
     mixed.save_pretrained(tmp_path)
     config = MegakernelConfig.from_pretrained(tmp_path)
     assert config.auto_map["AutoModelForCausalLM"] == "modeling_megakernel.MegakernelForCausalLM"
-    assert (tmp_path / "modeling_megakernel.py").read_text() == standalone_code(config.section)
+    assert (tmp_path / "modeling_megakernel.py").read_text() == code_of(config.section)
     assert config.section == mixed.config.section
     assert (config.hidden_size, config.num_hidden_layers) == (32, 4)
 
@@ -344,7 +344,7 @@ def test_a_folder_of_before_whose_code_asks_for_the_package_loads(place, mixed, 
         assert model.state_dict()[name].equal(weight), name
     model.save_pretrained(tmp_path)
     code = (tmp_path / "modeling_megakernel.py").read_text()
-    assert code == standalone_code(mixed.config.section)  # and needs the package no more
+    assert code == code_of(mixed.config.section)  # and needs the package no more
 
 
 MASK = torch.tensor([[1, 1, 0, 1]])

@@ -11,7 +11,8 @@ import torch
 from packaging.requirements import Requirement
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from megakernel.checkpoint.standalone import code, standalone_code
+from megakernel.checkpoint.standalone import code
+from megakernel.checkpoint.standalone.code import code_of
 from megakernel.checkpoint.standalone.folding import Known, fold
 from megakernel.checkpoint.standalone.sources import Definition, Source, references
 from megakernel.config import Model
@@ -51,7 +52,7 @@ def test_logits_are_those_of_the_package_bit_for_bit(name, tmp_path):
     "attention", tiered(["flurka", "linear", "softmax", "gmm_rks", "eva", "mgk"], ["linear"])
 )
 def test_the_text_names_nothing_that_it_lacks(attention, tmp_path):
-    text = standalone_code(Model(attention=attention, **SIZES))
+    text = code_of(Model(attention=attention, **SIZES))
     (tmp_path / "modeling.py").write_text(text)
     ruff = [str(Path(sys.executable).with_name("ruff")), "check", "--isolated", "--select", "E9,F401,F8"]
     done = subprocess.run([*ruff, "--ignore", "F841", str(tmp_path)], capture_output=True, text=True)
@@ -66,20 +67,20 @@ def test_the_text_names_nothing_that_it_lacks(attention, tmp_path):
 
 
 def test_the_text_holds_the_mechanisms_of_the_model_and_its_origin():
-    text = standalone_code(Model(attention="linear", **SIZES))
+    text = code_of(Model(attention="linear", **SIZES))
     assert text.splitlines()[0] == "# SPDX-License-Identifier: Apache-2.0"
     assert "# megakernel/attention/kernel.py" in text
     assert "class KernelAttention" in text
     assert "class FlurkaAttention" not in text
-    mixed = standalone_code(Model(**SIZES | PARTS["mixed"]))
+    mixed = code_of(Model(**SIZES | PARTS["mixed"]))
     assert all(f"class {name}Attention" in mixed for name in ("Flurka", "Kernel", "Local", "Softmax"))
 
 
 def test_the_same_sources_give_the_same_bytes():
     model = Model(attention="linear", **SIZES)
-    text = standalone_code(model)
+    text = code_of(model)
     code._code.cache_clear()
-    assert standalone_code(model) == text
+    assert code_of(model) == text
 
 
 def test_the_oldest_versions_are_those_of_the_package():

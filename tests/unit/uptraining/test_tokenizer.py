@@ -1,12 +1,14 @@
 """Whether data was prepared with the tokenizer of the weights that a run starts from."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from data_pipeline import tokenizers
 from data_pipeline.tokenizers import ByteTokenizer
-from megakernel.checkpoint.dense.tokenizer import check_tokenizer, save_tokenizer
+from megakernel.checkpoint.dense.tokenizer import save_tokenizer
+from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import UserError
 from megakernel.model.settings import model_settings
 from megakernel.parallel import OneProcess
@@ -14,6 +16,13 @@ from tests import bos_tokenizers
 from tests.unit.config import trees
 
 DATA = Path("data/x")
+
+
+def check(source, digest, add_bos=False):
+    """Hold weights against a corpus of a tokenizer."""
+    corpus = SimpleNamespace(folder=DATA)
+    corpora = SimpleNamespace(train=[corpus], tokenizer_hash=digest, bos=1 if add_bos else None)
+    return WeightSource("init.from", source, None).check_tokenizer(corpora)
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +45,13 @@ def sources(bpe, tmp_path):
 
 
 def test_the_same_tokenizer_is_taken_without_a_word(sources, bpe):
-    assert [check_tokenizer("init.from", source, bpe.hash, DATA) for source in sources] == [None] * 3
+    assert [check(source, bpe.hash) for source in sources] == [None] * 3
 
 
 def test_another_is_refused_in_one_line_with_the_command_that_helps(sources):
     for source, folder in sources.items():
         with pytest.raises(UserError) as caught:
-            check_tokenizer("init.from", source, ByteTokenizer().hash, DATA)
+            check(source, ByteTokenizer().hash)
         assert str(caught.value) == (
             f"init.from={source} has another tokenizer than data.train={DATA}; prepare the data with "
             f"`megakernel prepare --tokenizer {folder}`"
@@ -56,15 +65,15 @@ def test_data_that_begins_documents_otherwise_is_taken_with_a_remark(rule, add_b
     """A dense model's own rule, and the one that a run was trained with, which earlier versions had none of."""
     bos_tokenizers.save(rule, tmp_path)
     digest = tokenizers.load(tmp_path).hash
-    remark = check_tokenizer("init.from", tmp_path, digest, DATA, add_bos=add_bos)
+    remark = check(tmp_path, digest, add_bos=add_bos)
     assert f"; prepare the data with `megakernel prepare {flag}` to keep" in remark
-    assert check_tokenizer("init.from", tmp_path, digest, DATA, add_bos=not add_bos) is None
+    assert check(tmp_path, digest, add_bos=not add_bos) is None
     bos_tokenizers.save(rule, tmp_path / "run" / "tokenizer")
-    assert check_tokenizer("init.from", tmp_path / "run", digest, DATA) is None
+    assert check(tmp_path / "run", digest) is None
 
 
 def test_weights_without_a_tokenizer_are_taken_with_a_remark(tmp_path):
-    remark = check_tokenizer("init.from", tmp_path, ByteTokenizer().hash, DATA)
+    remark = check(tmp_path, ByteTokenizer().hash)
     assert (
         remark == f"{tmp_path} has no tokenizer: whether {DATA} was prepared with the same one is not known"
     )
@@ -72,7 +81,7 @@ def test_weights_without_a_tokenizer_are_taken_with_a_remark(tmp_path):
 
 def test_bytes_are_bytes_in_either_form(tmp_path):
     save_tokenizer(ByteTokenizer(), tmp_path)
-    assert check_tokenizer("init.from", tmp_path, ByteTokenizer().hash, DATA) is None
+    assert check(tmp_path, ByteTokenizer().hash) is None
 
 
 @pytest.mark.parametrize(
