@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.page import give, opening, table
-from benchmarks.trained import curve, megakernel
+from benchmarks.trained import RETURNS_MEMORY, curve, megakernel
 from megakernel.config import load
 
 CONFIG = Path("configs/million_token_cpu.yaml")
@@ -32,9 +32,6 @@ ALLOWED = 1.15
 
 LIMIT_GIB = 8.0
 """Memory limit of both processes together."""
-
-ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
-"""glibc by itself keeps freed tensors of up to 32 MiB, those of short sequences here, and returns longer ones."""
 
 
 class Row(NamedTuple):
@@ -55,7 +52,7 @@ def trained(tokens: int, steps: int, processes: int, overrides: Sequence[str]) -
     name = f"long_sequences-{tokens}"
     keys = [f"run.name={name}", f"training.seq_len={tokens}", f"training.steps={steps}", *overrides]
     # Short sequences have less for a validation sample to fill, and nothing here needs one.
-    os.environ |= ENVIRONMENT
+    os.environ |= RETURNS_MEMORY
     megakernel("pretrain", str(CONFIG), "--nproc", str(processes), *keys)
     folder = load(CONFIG, keys).run.folder
     tags = ("throughput/step_time", "memory/peak_gib", "train/loss")

@@ -20,6 +20,9 @@ PARTS: dict[str, dict[str, Any]] = {
 }
 """What a mechanism may have around it, by the name that stands behind its preset's: flurka+convolution."""
 
+RETURNS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
+"""For the environment: glibc by itself keeps freed tensors of up to 32 MiB, those of small runs, unlike larger ones."""
+
 
 def add_presets(parser: argparse.ArgumentParser, default: str | None, what: str = "presets") -> None:
     """Declare what is laid over every run, and the presets that are trained."""
