@@ -313,10 +313,9 @@ def main() -> None:
         parameters = sum(weight.numel() for weight in theirs.parameters())
         lines.append(rows(case, parameters, measure(case, own_models, theirs, options.turns)))
         print(*lines[-1], sep="\n", file=sys.stderr)
-        if options.out is not None:  # what there is so far, should the rest take too long
+        # A file has what there is so far, should the rest take too long.
+        if options.out is not None or len(lines) == len(cases):
             give(page(lines, f"OMP_NUM_THREADS=1 {typed}", len(cases)), options.out)
-    if options.out is None:
-        give(page(lines, f"OMP_NUM_THREADS=1 {typed}", len(cases)), None)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ other compile-time numbers, types or divisibilities. Time is the processor time 
 tokens, on which torch's operations have little to compute; starting a kernel comes on top.
 """
 
-import argparse
 import os
 import statistics
 import time
@@ -23,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.page import add_out, give, opening, table
+from benchmarks.page import add_out, give, opening, table, table_row, whole_help
 from megakernel.attention import Rotary, build
 from megakernel.attention.inputs import WHOLE_ROWS, AttentionInputs
-from megakernel.ops.kernels.launch import LATEST, Launch, noting
+from megakernel.ops.kernels.launch import LATEST, noting
 
 HEADS, HEAD_DIM = 16, 128
 LAYERS: dict[str, dict[str, Any]] = {
@@ -130,16 +129,12 @@ def variants(name: str) -> Mapping[str, int]:
 
     compiled: dict[str, set[str]] = defaultdict(set)
     for tokens in LENGTHS:
-        for launch in _launches(name, tokens):
+        one = layer(name, tokens)
+        with noting() as launches:
+            one.backward(one.forward())
+        for launch in launches:
             compiled[launch.kernel.__name__].add(fingerprint(launch, LATEST))
     return {kernel: len(found) for kernel, found in compiled.items()}
-
-
-def _launches(name: str, tokens: int) -> list[Launch]:
-    one = layer(name, tokens)
-    with noting() as launches:
-        one.backward(one.forward())
-    return launches
 
 
 def page() -> str:
@@ -165,7 +160,7 @@ def page() -> str:
             *table(
                 ("layer", "variants of each kernel"),
                 (
-                    f"| {name} | {', '.join(f'{kernel} {count}' for kernel, count in kernels.items())} |"
+                    table_row([name, ", ".join(f"{kernel} {count}" for kernel, count in kernels.items())])
                     for name, kernels in compiled.items()
                 ),
             ),
@@ -174,9 +169,7 @@ def page() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = whole_help(__doc__)
     add_out(parser)
     arguments = parser.parse_args()
     os.environ.pop("TRITON_INTERPRET", None)

@@ -54,6 +54,11 @@ def ended(main: Callable[[], int]) -> int:
         return 2
 
 
+def whole_help(text: str) -> argparse.ArgumentParser:
+    """A parser whose help shows a module's docstring as it stands."""
+    return argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
 def add_out(parser: argparse.ArgumentParser) -> None:
     """Declare --out."""
     parser.add_argument("--out", type=Path, help="where the page is written; it is printed otherwise")

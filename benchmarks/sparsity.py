@@ -9,7 +9,6 @@ PNG.
 """
 
 import argparse
-import csv
 import json
 import sys
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from benchmarks.page import ended, give, opening, table, table_row
 from benchmarks.trained import add_presets, curve, megakernel, trained
+from megakernel.analysis.plots.table import Row, to_csv
 from megakernel.config import Attention, expand_preset
 
 CONFIG = Path(__file__).with_suffix(".yaml")
@@ -60,13 +60,12 @@ def learn(preset: str, p: float, corpus: Path, more: Sequence[str]) -> Learned:
 
 def write_curves(found: Sequence[Learned], file: Path) -> None:
     """One line for each point: p, preset, step, accuracy."""
-    with file.open("w", newline="", encoding="utf-8") as stream:
-        lines = csv.writer(stream, lineterminator="\n")
-        lines.writerow(["p", "preset", "step", "accuracy"])
-        for one in found:
-            lines.writerows(
-                [one.p, one.preset, step, f"{value:.4f}"] for step, value in sorted(one.accuracy.items())
-            )
+    rows: list[Row] = [
+        {"p": str(one.p), "preset": one.preset, "step": step, "accuracy": f"{value:.4f}"}
+        for one in found
+        for step, value in sorted(one.accuracy.items())
+    ]
+    file.write_text(to_csv(rows), encoding="utf-8")
 
 
 def draw_curves(found: Sequence[Learned], file: Path) -> None:
