@@ -137,7 +137,7 @@ def _eager() -> Core:
     return run
 
 
-IMPLEMENTATIONS = {
+ATTENTIONS = {
     implementation.name: implementation
     for implementation in (
         Implementation("kernel elu", "linear", is_ours=True),
@@ -164,12 +164,14 @@ IMPLEMENTATIONS = {
             "fla gated delta rule", "gated_deltanet", build=_fla_delta, tokens_first=True, needs_fla=True
         ),
         Implementation("eager elu", "linear", build=_eager, holds_states=True),
-        *(
-            Implementation(preset, preset, is_ours=preset != "softmax")
-            for preset in ("flurka_rnn", "flurka_performer", "linformer", "linear", "performer", "softmax")
-        ),
     )
 }
-"""Implementation by name. FLuRKA's kernel parent is `kernel hedgehog`, whose feature map it has.
+"""Implementation by name. FLuRKA's kernel parent is `kernel hedgehog`, whose feature map it has."""
 
-Those named like a preset are whole layers of the `paper` suite."""
+LAYERS = {
+    preset: Implementation(preset, preset, is_ours=preset != "softmax")
+    for preset in ("flurka_rnn", "flurka_performer", "linformer", "linear", "performer", "softmax")
+}
+"""Whole layers, by preset."""
+
+IMPLEMENTATIONS = ATTENTIONS | LAYERS
