@@ -144,19 +144,11 @@ class Worker:
         """Forget a request, wherever its texts stand; nothing where they have ended."""
         self._inbox.put(lambda: self._remove(job))
 
-    async def state(self, name: str) -> bytes:
-        """A session as a file."""
-        return await self.call(lambda: sessions.to_file(self.sessions.find(name), self.fingerprint))
-
-    async def restore(self, name: str, data: bytes) -> sessions.Session:
-        """The session of a file, kept under a name."""
-
-        def restored() -> sessions.Session:
-            session = sessions.from_file(data, self._engine, self.opened, self.fingerprint)
-            self.sessions.keep(name, session)
-            return session
-
-        return await self.call(restored)
+    def restore(self, name: str, data: bytes) -> sessions.Session:
+        """The session of a file, kept under a name; to `call`."""
+        session = sessions.from_file(data, self._engine, self.opened, self.fingerprint)
+        self.sessions.keep(name, session)
+        return session
 
     def _new_engine(self) -> Engine:
         isolate = self.opened.config.data.isolate_documents
