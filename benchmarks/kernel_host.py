@@ -13,8 +13,7 @@ import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.page import add_out, give, opening, table, table_row, whole_help
 from megakernel.attention import Rotary, build
 from megakernel.attention.inputs import WHOLE_ROWS, AttentionInputs
-from megakernel.ops.kernels.launch import LATEST, noting
+from megakernel.ops.kernels.launch import LATEST, Launch, noting
 
 HEADS, HEAD_DIM = 16, 128
 LAYERS: dict[str, dict[str, Any]] = {
@@ -64,14 +63,13 @@ class Host(NamedTuple):
     """Forward and backward."""
 
 
-@contextmanager
-def _operations(found: list[str]) -> Iterator[None]:
-    """Adds the names of what torch runs while this is entered: of operations that call others, the innermost."""
+def _counted(run: Callable[[], Any], launches: list[Launch]) -> tuple[Any, Counts]:
+    """What it returns, and counts of what torch runs in it: of operations that call others, the innermost."""
+    launches.clear()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        yield
-    for event in profiler.events():
-        if event.cpu_parent is None:
-            found += _working(event)
+        out = run()
+    first = (event for event in profiler.events() if event.cpu_parent is None)
+    return out, Counts(sum(len(_working(event)) for event in first), len(launches))
 
 
 def _working(event: Any) -> list[str]:
@@ -104,16 +102,11 @@ def layer(name: str, tokens: int, heads: int = HEADS) -> Layer:
 
 def host(name: str, repeats: int = REPEATS) -> Host:
     """Counts and time of a layer."""
-    one, operations_there, operations_back = layer(name, SHORT, heads=1), [], []
+    one = layer(name, SHORT, heads=1)
     with noting() as launches:
         one.backward(one.forward())  # what torch and Python do once
-        launches.clear()
-        with _operations(operations_there):
-            out = one.forward()
-        there = Counts(len(operations_there), len(launches))
-        with _operations(operations_back):
-            one.backward(out)
-        back = Counts(len(operations_back), len(launches) - there.launches)
+        out, there = _counted(one.forward, launches)
+        _, back = _counted(lambda: one.backward(out), launches)
         spent = []
         for _ in range(repeats):
             launches.clear()

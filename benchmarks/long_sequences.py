@@ -62,7 +62,8 @@ def trained(tokens: int, steps: int, processes: int, overrides: Sequence[str]) -
 
 def page(rows: Sequence[Row], base: Row, processes: int, command: str) -> str:
     """The table and what it says."""
-    longest = rows[-1]
+    longest, config = rows[-1], load(CONFIG)
+    model, training = config.model, config.training
     per_token = [row.seconds / row.tokens * 1e6 for row in rows]
     bytes_per_token = [(row.peak - base.peak) * processes * 2**30 / row.tokens for row in rows]
     lines = [
@@ -71,8 +72,10 @@ def page(rows: Sequence[Row], base: Row, processes: int, command: str) -> str:
             command,
             f" in each of {processes} processes (`parallel.context: {processes}`)",
         ),
-        f"`{CONFIG}`: {_model(longest.tokens)} Times are medians of the steps behind the first {WARM}. Memory is the "
-        f"peak of the process that takes most, times {processes}; before any token both together hold "
+        f"`{CONFIG}`: {model.num_layers} layers × {model.hidden_size}, {model.num_heads} heads, FLuRKA, "
+        f"{training.dtype}, one sequence of {longest.tokens:,} bytes of Python source per step at the longest. Times "
+        f"are medians of the steps behind the first {WARM}. Memory is the peak of the process that takes most, "
+        f"times {processes}; before any token both together hold "
         f"{base.peak * processes:.2f} GiB (sequences of {base.tokens:,} tokens); memory per token is the rest.",
         "",
     ]
@@ -95,15 +98,6 @@ def page(rows: Sequence[Row], base: Row, processes: int, command: str) -> str:
         "",
     ]
     return "\n".join(lines)
-
-
-def _model(tokens: int) -> str:
-    config = load(CONFIG)
-    model, training = config.model, config.training
-    return (
-        f"{model.num_layers} layers × {model.hidden_size}, {model.num_heads} heads, FLuRKA, {training.dtype}, "
-        f"one sequence of {tokens:,} bytes of Python source per step at the longest."
-    )
 
 
 def main() -> None:

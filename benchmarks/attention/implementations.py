@@ -124,17 +124,13 @@ def _fla_delta() -> Core:
     return run
 
 
-def _eager() -> Core:
+def _eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Linear attention as its formula reads: the state of every token by a cumulative sum."""
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        phi_q, phi_k = (F.elu(x.float()) + 1 for x in (q, k))
-        states = (phi_k[..., None] * v.float()[..., None, :]).cumsum(2)
-        norms = phi_k.cumsum(2)
-        numerator = (phi_q[..., None, :] @ states)[..., 0, :]
-        return (numerator / (phi_q * norms).sum(-1, keepdim=True)).to(v.dtype)
-
-    return run
+    phi_q, phi_k = (F.elu(x.float()) + 1 for x in (q, k))
+    states = (phi_k[..., None] * v.float()[..., None, :]).cumsum(2)
+    norms = phi_k.cumsum(2)
+    numerator = (phi_q[..., None, :] @ states)[..., 0, :]
+    return (numerator / (phi_q * norms).sum(-1, keepdim=True)).to(v.dtype)
 
 
 ATTENTIONS = {
@@ -163,7 +159,7 @@ ATTENTIONS = {
         Implementation(
             "fla gated delta rule", "gated_deltanet", build=_fla_delta, tokens_first=True, needs_fla=True
         ),
-        Implementation("eager elu", "linear", build=_eager, holds_states=True),
+        Implementation("eager elu", "linear", build=lambda: _eager, holds_states=True),
     )
 }
 """Implementation by name. FLuRKA's kernel parent is `kernel hedgehog`, whose feature map it has."""
