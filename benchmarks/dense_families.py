@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from benchmarks.page import add_out, give, opening, table, table_row, whole_help
+from benchmarks.page import add_out, give, one_table, table_row, whole_help
 from megakernel.checkpoint.dense import FAMILIES, DenseCheckpoint
 from megakernel.checkpoint.dense.checkpoint import our_parts
 from megakernel.checkpoint.dense.configs import plain_config
@@ -154,10 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "is from transformers in float32. Export: all tensors and the logits of what is written are those of what was "
         "read."
     )
-    give(
-        "\n".join([*opening("Families of dense checkpoints", command), note, "", *table(COLUMNS, rows)]),
-        args.out,
-    )
+    give(one_table("Families of dense checkpoints", command, note, COLUMNS, rows), args.out)
     return 0
 
 

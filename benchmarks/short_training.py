@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.page import add_out, give, opening, table, table_row
+from benchmarks.page import add_out, give, one_table, table_row
 from benchmarks.trained import in_blocks, trained
 from megakernel.config import PRESETS, Attention, UserError, expand_preset, load
 from megakernel.training.observing.metrics_writer import logged
@@ -174,19 +174,14 @@ def page(outcomes: list[Outcome]) -> str:
     columns = ["preset", "model", f"loss, first {AVERAGED}", f"last {AVERAGED}", "held-out before", "after"]
     columns += ["finite", "s/step"]
     ordered = sorted(outcomes, key=lambda found: (found.run.kind, found.after))
-    return "\n".join(
-        [
-            *opening("200 steps of every mechanism", COMMAND, ", bfloat16"),
-            "2 layers x 64, 4 heads, context 256, 200 steps of 2,048 tokens, one process. Losses are nats per byte "
-            "of the Python standard library's source, means over training steps and over all held-out text. A masked "
-            "model sees what follows a hidden byte too: the two kinds do not compare. Seconds are the median step's.",
-            "",
-            f"*{CONTROL}* is the same model on sequences of one token, with nothing to attend to. What ends clearly "
-            "below its held-out loss has learned from other tokens.",
-            "",
-            *table(columns, map(row, ordered)),
-        ]
+    text = (
+        "2 layers x 64, 4 heads, context 256, 200 steps of 2,048 tokens, one process. Losses are nats per byte "
+        "of the Python standard library's source, means over training steps and over all held-out text. A masked "
+        "model sees what follows a hidden byte too: the two kinds do not compare. Seconds are the median step's.\n\n"
+        f"*{CONTROL}* is the same model on sequences of one token, with nothing to attend to. What ends clearly "
+        "below its held-out loss has learned from other tokens."
     )
+    return one_table("200 steps of every mechanism", COMMAND, text, columns, map(row, ordered), ", bfloat16")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

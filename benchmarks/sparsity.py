@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.page import ended, give, opening, table, table_row
+from benchmarks.page import ended, give, one_table, table_row
 from benchmarks.trained import add_presets, curve, megakernel, trained
 from megakernel.analysis.plots.table import Row, to_csv
 from megakernel.config import Attention, expand_preset
@@ -93,15 +93,11 @@ def page(command: str, found: Sequence[Learned]) -> str:
         cells = ["never" if step is None else f"{step:,}" for step in steps]
         last = max(one.accuracy)
         rows.append(table_row([one.p, f"`{one.preset}`", *cells, f"{one.accuracy[last]:.4f} at {last:,}"]))
-    return "\n".join(
-        [
-            *opening("The sparsity task", command),
-            "Sequences of pairs, of which a share p counts; nine classes of equal size. Validation accuracy, every "
-            "`training.eval_every` steps; one seed.",
-            "",
-            *table(columns, rows),
-        ]
+    text = (
+        "Sequences of pairs, of which a share p counts; nine classes of equal size. Validation accuracy, every "
+        "`training.eval_every` steps; one seed."
     )
+    return one_table("The sparsity task", command, text, columns, rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
