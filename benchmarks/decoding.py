@@ -24,10 +24,10 @@ from torch.utils import _pytree as pytree
 from transformers import DynamicCache, LlamaForCausalLM
 
 from benchmarks.page import add_out, give, opening, table, table_row
+from benchmarks.trained import configured
 from benchmarks.training_speed import BASELINE, llama_like
 from data_pipeline.tokenizers import ByteTokenizer
 from megakernel.config import Config
-from megakernel.config.validation import validate
 from megakernel.generation import Engine, Request, Sampling
 from megakernel.generation.decoding import Decoder
 from megakernel.generation.engine import Behind
@@ -106,14 +106,7 @@ class Subject(NamedTuple):
 def configuration(attention: str, sizes: Sizes) -> Config:
     """A run of ours."""
     model = {"num_layers": sizes.layers, "hidden_size": sizes.width, "num_heads": sizes.heads}
-    return validate(
-        {
-            "run": {"name": "decoding"},
-            "model": {**model, "attention": attention},
-            "data": {"train": "data/none"},
-            "training": {"steps": 1, "seq_len": LENGTHS[-1], "global_batch_size": 1, "dtype": "float32"},
-        }
-    )
+    return configured({**model, "attention": attention}, {"seq_len": LENGTHS[-1]})
 
 
 def own_model(attention: str, sizes: Sizes) -> LanguageModel:

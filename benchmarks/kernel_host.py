@@ -68,8 +68,8 @@ def _counted(run: Callable[[], Any], launches: list[Launch]) -> tuple[Any, Count
     launches.clear()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         out = run()
-    first = (event for event in profiler.events() if event.cpu_parent is None)
-    return out, Counts(sum(len(_working(event)) for event in first), len(launches))
+    outermost = (event for event in profiler.events() if event.cpu_parent is None)
+    return out, Counts(sum(len(_working(event)) for event in outermost), len(launches))
 
 
 def _working(event: Any) -> list[str]:

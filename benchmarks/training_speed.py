@@ -22,8 +22,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.page import add_out, give, one_table, table_row
+from benchmarks.trained import configured
 from megakernel.config import Config, Parallel
-from megakernel.config.validation import validate
 
 BASELINE = "transformers"
 MODELS = {BASELINE: "transformers", "softmax": "softmax", "flurka": "FLuRKA"}
@@ -70,13 +70,10 @@ def configuration(attention: str, sizes: Sizes) -> Config:
     """A run of ours, whose sequences hold one document each."""
     model = {"num_layers": sizes.layers, "hidden_size": sizes.width, "num_heads": sizes.heads}
     rows = {"global_batch_size": sizes.rows, "micro_batch_size": sizes.rows}
-    return validate(
-        {
-            "run": {"name": "training_speed"},
-            "model": {**model, "ffn_hidden_size": sizes.inner, "attention": attention},
-            "data": {"train": "data/none", "isolate_documents": False},
-            "training": {"steps": 1, "seq_len": sizes.length, **rows, "dtype": DTYPE},
-        }
+    return configured(
+        {**model, "ffn_hidden_size": sizes.inner, "attention": attention},
+        {"seq_len": sizes.length, **rows, "dtype": DTYPE},
+        data={"isolate_documents": False},
     )
 
 

@@ -93,7 +93,7 @@ def _times(implementation: Implementation, case: Case, device: torch.device, res
     if device.type == "cuda":
         peak = _on_gpu(one, device)
     else:
-        # Of a fresh process.
+        # In a fresh process, which holds nothing else.
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             threads = torch.get_num_threads()
             peak = pool.submit(_grown, implementation.name, case, result.dtype, threads).result()

@@ -145,7 +145,7 @@ class Worker:
         self._inbox.put(lambda: self._remove(job))
 
     def restore(self, name: str, data: bytes) -> sessions.Session:
-        """The session of a file, kept under a name; to `call`."""
+        """The session of a file, kept under a name. For `call`: it reads a token with the model."""
         session = sessions.from_file(data, self._engine, self.opened, self.fingerprint)
         self.sessions.keep(name, session)
         return session
