@@ -24,10 +24,10 @@ from torch.utils import _pytree as pytree
 from transformers import DynamicCache, LlamaForCausalLM
 
 from benchmarks.page import add_out, give, opening, table, table_row
+from benchmarks.trained import configured
 from benchmarks.training_speed import BASELINE, llama_like
 from data_pipeline.tokenizers import ByteTokenizer
 from megakernel.config import Config
-from megakernel.config.validation import validate
 from megakernel.generation import Engine, Request, Sampling
 from megakernel.generation.decoding import Decoder
 from megakernel.generation.engine import Behind
@@ -106,14 +106,7 @@ class Subject(NamedTuple):
 def configuration(attention: str, sizes: Sizes) -> Config:
     """A run of ours."""
     model = {"num_layers": sizes.layers, "hidden_size": sizes.width, "num_heads": sizes.heads}
-    return validate(
-        {
-            "run": {"name": "decoding"},
-            "model": {**model, "attention": attention},
-            "data": {"train": "data/none"},
-            "training": {"steps": 1, "seq_len": LENGTHS[-1], "global_batch_size": 1, "dtype": "float32"},
-        }
-    )
+    return configured({**model, "attention": attention}, {"seq_len": LENGTHS[-1]})
 
 
 def own_model(attention: str, sizes: Sizes) -> LanguageModel:
@@ -192,9 +185,8 @@ def baseline(model: LlamaForCausalLM, case: Case) -> Subject:
 
     def generate(tokens: int) -> float:
         rewind()
-        start = time.process_time()
-        model.generate(said, past_key_values=cache, max_new_tokens=tokens, do_sample=False, pad_token_id=0)
-        return (time.process_time() - start) / tokens
+        how = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+        return _seconds(lambda: model.generate(said, past_key_values=cache, **how), 1) / tokens
 
     @torch.inference_mode()
     def step(tokens: int) -> float:
@@ -313,10 +305,9 @@ def main() -> None:
         parameters = sum(weight.numel() for weight in theirs.parameters())
         lines.append(rows(case, parameters, measure(case, own_models, theirs, options.turns)))
         print(*lines[-1], sep="\n", file=sys.stderr)
-        if options.out is not None:  # what there is so far, should the rest take too long
+        # A file has what there is so far, should the rest take too long.
+        if options.out is not None or len(lines) == len(cases):
             give(page(lines, f"OMP_NUM_THREADS=1 {typed}", len(cases)), options.out)
-    if options.out is None:
-        give(page(lines, f"OMP_NUM_THREADS=1 {typed}", len(cases)), None)
 
 
 if __name__ == "__main__":

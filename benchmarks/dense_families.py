@@ -6,7 +6,6 @@ The models are those of the tests, small and of random weights, one for each thi
 saved by `transformers`, read as `megakernel import` reads it, and written as `megakernel export` writes it.
 """
 
-import argparse
 import json
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from benchmarks.page import add_out, give, opening, table, table_row
+from benchmarks.page import add_out, give, one_table, table_row, whole_help
 from megakernel.checkpoint.dense import FAMILIES, DenseCheckpoint
 from megakernel.checkpoint.dense.checkpoint import our_parts
 from megakernel.checkpoint.dense.configs import plain_config
@@ -137,9 +136,7 @@ def _split(checkpoint: DenseCheckpoint, kind: str) -> Iterator[tuple[str, Tensor
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure all and give the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = whole_help(__doc__)
     add_out(parser)
     args = parser.parse_args(arguments)
     logging.set_verbosity_error()
@@ -157,10 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "is from transformers in float32. Export: all tensors and the logits of what is written are those of what was "
         "read."
     )
-    give(
-        "\n".join([*opening("Families of dense checkpoints", command), note, "", *table(COLUMNS, rows)]),
-        args.out,
-    )
+    give(one_table("Families of dense checkpoints", command, note, COLUMNS, rows), args.out)
     return 0
 
 

@@ -9,7 +9,6 @@ done by then is cut off. `benchmarks/results/gpu_PART.md` is written behind ever
 `python -m benchmarks.gpu_check call` is one FLuRKA layer forward and backward, and one token, for tools that watch it.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -24,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.page import give, opening, table
+from benchmarks.page import give, opening, table, table_row, whole_help
 from benchmarks.trained import named
 from megakernel.evaluation.records import file_name
 
@@ -119,7 +118,7 @@ def page(part: str, outcomes: Sequence[Outcome], total: int) -> str:
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ", no GPU"
     lines = opening(f"First check on a GPU: {part}", f"python -m benchmarks.gpu_check {part}", gpu)
     lines += [f"{len(outcomes)} of {total} programs.", ""]
-    rows = (f"| {one.check.title} | {one.result} | {one.seconds:.0f} |" for one in outcomes)
+    rows = (table_row([one.check.title, one.result, f"{one.seconds:.0f}"]) for one in outcomes)
     lines += table(("program", "result", "s"), rows)
     for one in outcomes:
         lines += [f"## {one.check.title}", "", f"`{' '.join(one.check.command)}`", ""]
@@ -222,9 +221,7 @@ def call(device: str = "cuda", length: int = 1000) -> torch.Tensor:
 
 def main() -> int:
     """Run a part; 1 where a program has failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = whole_help(__doc__)
     parser.add_argument("part", choices=(*PARTS, "call"))
     part = parser.parse_args().part
     if not torch.cuda.is_available():

@@ -19,15 +19,12 @@ where few warps are resident. Branches not taken, misses of the cache, bank conf
 neither is what torch does between launches.
 """
 
-import argparse
 import ast
 import json
 import math
 import os
 import re
-import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -37,6 +34,8 @@ from typing import Any, NamedTuple
 
 import networkx
 import torch
+
+from benchmarks.page import add_out, give, table, table_row, whole_help
 
 PROCESSORS = 132
 CLOCK = 1.83e9
@@ -310,14 +309,11 @@ def bound_of(launch: Any, backward: bool) -> Bound:
     """Compile a launch and count."""
     from triton import knobs
 
-    from benchmarks.kernel_compiling import compiled, resources
+    from benchmarks.kernel_compiling import compiled, resources, taken_apart
 
     kernel = compiled(launch, 90)
     taken = resources(kernel)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(kernel.asm["cubin"])
-        command = [knobs.nvidia.nvdisasm.path, "-c", "-g", file.name]
-        code = Code(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    code = Code(taken_apart(kernel, knobs.nvidia.nvdisasm.path, "-c", "-g"))
     sizes = SimpleNamespace(**launch.options)
     clocks = dict.fromkeys(UNITS[:-1], 0.0)
     for place, times in code.times(lambda text: TRIPS[text](sizes)).items():
@@ -390,8 +386,6 @@ def page(results: dict[str, list[Bound]]) -> str:
     """The text of the page."""
     import triton
 
-    from benchmarks.page import table, table_row
-
     lines = [
         "# What the compiled kernels would take at best",
         "",
@@ -399,11 +393,7 @@ def page(results: dict[str, list[Bound]]) -> str:
         f"H200, no times. One sequence of {LENGTH:,} tokens, {HEADS} heads, bfloat16. The module says what is counted.",
         "",
     ]
-    rows = (
-        f"| {name} | {forward:.3f} | {both:.3f} |"
-        for name in results
-        for forward, both in [sums(results[name])]
-    )
+    rows = (table_row([name, *(f"{one:.3f}" for one in sums(found))]) for name, found in results.items())
     lines += [*table(("case", "forward, ms", "forward and backward, ms"), rows), "By launch, ms:", ""]
     header = ("case", "launch", "programs", "warps", "registers", "spilled bytes", "binds", *UNITS)
     by_launch = []
@@ -417,12 +407,10 @@ def page(results: dict[str, list[Bound]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = whole_help(__doc__)
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each case")
-    parser.add_argument("--out", type=Path, help="where the page is written; it is printed otherwise")
+    add_out(parser)
     arguments = parser.parse_args()
     os.environ.pop("TRITON_INTERPRET", None)
     # Machine code that Triton has kept names the sources of the checkout that it was compiled in.
@@ -442,8 +430,6 @@ def main() -> int:
                     flush=True,
                 )
     if not arguments.json:
-        from benchmarks.page import give
-
         give(page(results), arguments.out)
     return 0
 

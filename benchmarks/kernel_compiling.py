@@ -132,11 +132,15 @@ def _specialized(launch: Launch) -> tuple[dict[str, Any], dict[Path, Any], dict[
     return signature | dict.fromkeys(launch.options, "constexpr"), constants, attributes
 
 
-def resources(compiled: CompiledKernel) -> Resources:
-    """The resources of a compiled kernel."""
+def taken_apart(compiled: CompiledKernel, *command: str) -> str:
+    """What a program of the CUDA toolkit prints of a compiled kernel's machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         pathlib.Path(file.name).write_bytes(compiled.asm["cubin"])
-        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return subprocess.run([*command, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def resources(compiled: CompiledKernel) -> Resources:
+    """The resources of a compiled kernel."""
+    listing = taken_apart(compiled, knobs.nvidia.cuobjdump.path, "-res-usage")
     taken = {name: int(count) for name, count in re.findall(r"(REG|STACK|LOCAL):(\d+)", listing)}
     return Resources(taken["REG"], taken["STACK"] + taken["LOCAL"], compiled.metadata.shared)

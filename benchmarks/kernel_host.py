@@ -9,13 +9,11 @@ other compile-time numbers, types or divisibilities. Time is the processor time 
 tokens, on which torch's operations have little to compute; starting a kernel comes on top.
 """
 
-import argparse
 import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.page import add_out, give, opening, table
+from benchmarks.page import add_out, give, opening, table, table_row, whole_help
 from megakernel.attention import Rotary, build
 from megakernel.attention.inputs import WHOLE_ROWS, AttentionInputs
 from megakernel.ops.kernels.launch import LATEST, Launch, noting
@@ -65,14 +63,13 @@ class Host(NamedTuple):
     """Forward and backward."""
 
 
-@contextmanager
-def _operations(found: list[str]) -> Iterator[None]:
-    """Adds the names of what torch runs while this is entered: of operations that call others, the innermost."""
+def _counted(run: Callable[[], Any], launches: list[Launch]) -> tuple[Any, Counts]:
+    """What it returns, and counts of what torch runs in it: of operations that call others, the innermost."""
+    launches.clear()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        yield
-    for event in profiler.events():
-        if event.cpu_parent is None:
-            found += _working(event)
+        out = run()
+    outermost = (event for event in profiler.events() if event.cpu_parent is None)
+    return out, Counts(sum(len(_working(event)) for event in outermost), len(launches))
 
 
 def _working(event: Any) -> list[str]:
@@ -105,16 +102,11 @@ def layer(name: str, tokens: int, heads: int = HEADS) -> Layer:
 
 def host(name: str, repeats: int = REPEATS) -> Host:
     """Counts and time of a layer."""
-    one, operations_there, operations_back = layer(name, SHORT, heads=1), [], []
+    one = layer(name, SHORT, heads=1)
     with noting() as launches:
         one.backward(one.forward())  # what torch and Python do once
-        launches.clear()
-        with _operations(operations_there):
-            out = one.forward()
-        there = Counts(len(operations_there), len(launches))
-        with _operations(operations_back):
-            one.backward(out)
-        back = Counts(len(operations_back), len(launches) - there.launches)
+        out, there = _counted(one.forward, launches)
+        _, back = _counted(lambda: one.backward(out), launches)
         spent = []
         for _ in range(repeats):
             launches.clear()
@@ -130,16 +122,12 @@ def variants(name: str) -> Mapping[str, int]:
 
     compiled: dict[str, set[str]] = defaultdict(set)
     for tokens in LENGTHS:
-        for launch in _launches(name, tokens):
+        one = layer(name, tokens)
+        with noting() as launches:
+            one.backward(one.forward())
+        for launch in launches:
             compiled[launch.kernel.__name__].add(fingerprint(launch, LATEST))
     return {kernel: len(found) for kernel, found in compiled.items()}
-
-
-def _launches(name: str, tokens: int) -> list[Launch]:
-    one = layer(name, tokens)
-    with noting() as launches:
-        one.backward(one.forward())
-    return launches
 
 
 def page() -> str:
@@ -165,7 +153,7 @@ def page() -> str:
             *table(
                 ("layer", "variants of each kernel"),
                 (
-                    f"| {name} | {', '.join(f'{kernel} {count}' for kernel, count in kernels.items())} |"
+                    table_row([name, ", ".join(f"{kernel} {count}" for kernel, count in kernels.items())])
                     for name, kernels in compiled.items()
                 ),
             ),
@@ -174,9 +162,7 @@ def page() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = whole_help(__doc__)
     add_out(parser)
     arguments = parser.parse_args()
     os.environ.pop("TRITON_INTERPRET", None)

@@ -9,7 +9,6 @@ launch compiles to: a row whose fingerprint is in the table is taken from there,
 as one of the few that `--check --sample 8` draws.
 """
 
-import argparse
 import os
 import random
 import sys
@@ -18,6 +17,8 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
+
+from benchmarks.page import table, table_row, whole_help
 
 TABLE = Path(__file__).parent / "results" / "kernel_resources.md"
 CAPABILITIES = (80, 90, 100, 120)
@@ -102,8 +103,6 @@ def page(rows: list[Row]) -> str:
     """The text of the table's file."""
     import triton
 
-    from benchmarks.page import table, table_row
-
     lines = [
         "# Resources of the kernels",
         "",
@@ -114,9 +113,7 @@ def page(rows: list[Row]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = whole_help(__doc__)
     parser.add_argument("--check", action="store_true", help="compare with the table that is there")
     parser.add_argument(
         "--sample", type=int, metavar="N", help="with --check: compile N drawn rows, not all of them"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.page import give, opening, table
-from benchmarks.trained import curve, megakernel
+from benchmarks.trained import RETURNS_MEMORY, curve, megakernel
 from megakernel.config import load
 
 CONFIG = Path("configs/million_token_cpu.yaml")
@@ -32,9 +32,6 @@ ALLOWED = 1.15
 
 LIMIT_GIB = 8.0
 """Memory limit of both processes together."""
-
-ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
-"""glibc by itself keeps freed tensors of up to 32 MiB, those of short sequences here, and returns longer ones."""
 
 
 class Row(NamedTuple):
@@ -55,7 +52,7 @@ def trained(tokens: int, steps: int, processes: int, overrides: Sequence[str]) -
     name = f"long_sequences-{tokens}"
     keys = [f"run.name={name}", f"training.seq_len={tokens}", f"training.steps={steps}", *overrides]
     # Short sequences have less for a validation sample to fill, and nothing here needs one.
-    os.environ |= ENVIRONMENT
+    os.environ |= RETURNS_MEMORY
     megakernel("pretrain", str(CONFIG), "--nproc", str(processes), *keys)
     folder = load(CONFIG, keys).run.folder
     tags = ("throughput/step_time", "memory/peak_gib", "train/loss")
@@ -65,7 +62,8 @@ def trained(tokens: int, steps: int, processes: int, overrides: Sequence[str]) -
 
 def page(rows: Sequence[Row], base: Row, processes: int, command: str) -> str:
     """The table and what it says."""
-    longest = rows[-1]
+    longest, config = rows[-1], load(CONFIG)
+    model, training = config.model, config.training
     per_token = [row.seconds / row.tokens * 1e6 for row in rows]
     bytes_per_token = [(row.peak - base.peak) * processes * 2**30 / row.tokens for row in rows]
     lines = [
@@ -74,8 +72,10 @@ def page(rows: Sequence[Row], base: Row, processes: int, command: str) -> str:
             command,
             f" in each of {processes} processes (`parallel.context: {processes}`)",
         ),
-        f"`{CONFIG}`: {_model(longest.tokens)} Times are medians of the steps behind the first {WARM}. Memory is the "
-        f"peak of the process that takes most, times {processes}; before any token both together hold "
+        f"`{CONFIG}`: {model.num_layers} layers × {model.hidden_size}, {model.num_heads} heads, FLuRKA, "
+        f"{training.dtype}, one sequence of {longest.tokens:,} bytes of Python source per step at the longest. Times "
+        f"are medians of the steps behind the first {WARM}. Memory is the peak of the process that takes most, "
+        f"times {processes}; before any token both together hold "
         f"{base.peak * processes:.2f} GiB (sequences of {base.tokens:,} tokens); memory per token is the rest.",
         "",
     ]
@@ -98,15 +98,6 @@ def page(rows: Sequence[Row], base: Row, processes: int, command: str) -> str:
         "",
     ]
     return "\n".join(lines)
-
-
-def _model(tokens: int) -> str:
-    config = load(CONFIG)
-    model, training = config.model, config.training
-    return (
-        f"{model.num_layers} layers × {model.hidden_size}, {model.num_heads} heads, FLuRKA, {training.dtype}, "
-        f"one sequence of {tokens:,} bytes of Python source per step at the longest."
-    )
 
 
 def main() -> None:

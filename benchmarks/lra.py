@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.page import add_out, ended, give, opening, table, table_row
+from benchmarks.page import add_out, ended, give, one_table, table_row
 from benchmarks.trained import add_presets, best_step, trained
 from data_pipeline.manifest import Manifest
 from megakernel.config import load
@@ -96,15 +96,11 @@ def spread(values: Sequence[float]) -> str:
 def page(command: str, config: Path, rows: Iterable[str], first: Evaluation) -> str:
     """The table with what it was measured by."""
     columns = ["attention", "runs", *scores_of(first), "steps"]
-    return "\n".join(
-        [
-            *opening(f"{config.parent.name}: {config.stem}", command),
-            f"Means over seeds, with sample standard deviations, on the {first.samples:,} samples of the {first.split} "
-            "split; the checkpoint of each run that was best on the validation split.",
-            "",
-            *table(columns, rows),
-        ]
+    text = (
+        f"Means over seeds, with sample standard deviations, on the {first.samples:,} samples of the {first.split} "
+        "split; the checkpoint of each run that was best on the validation split."
     )
+    return one_table(f"{config.parent.name}: {config.stem}", command, text, columns, rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

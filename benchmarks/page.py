@@ -45,6 +45,13 @@ def table(columns: Sequence[str], rows: Iterable[str], numbers: bool = False) ->
     return [table_row(columns), rule, *rows, ""]
 
 
+def one_table(
+    title: str, command: str, text: str, columns: Sequence[str], rows: Iterable[str], more: str = ""
+) -> str:
+    """A page of one table, behind what it was measured by; more: as of `opening`."""
+    return "\n".join([*opening(title, command, more), text, "", *table(columns, rows)])
+
+
 def ended(main: Callable[[], int]) -> int:
     """The exit status of a program: what `main` gives; 2, behind one line, where something has to change."""
     try:
@@ -52,6 +59,11 @@ def ended(main: Callable[[], int]) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def whole_help(text: str) -> argparse.ArgumentParser:
+    """A parser whose help shows a module's docstring as it stands."""
+    return argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def add_out(parser: argparse.ArgumentParser) -> None:

@@ -11,10 +11,10 @@ import torch
 
 from benchmarks.page import add_out, give, opening, table, table_row
 from benchmarks.real_runs import held_bytes, kept_bytes
+from benchmarks.trained import configured
 from megakernel.analysis.planning import CPU, Job, Layout
 from megakernel.analysis.planning.memory import memory
 from megakernel.config import Config, Parallel
-from megakernel.config.validation import validate
 from megakernel.parallel import Mesh, prepare_device
 from megakernel.parallel.processes import ProcessEnvironment
 
@@ -42,16 +42,8 @@ COLUMNS += ["held at most, MB", "planned", "off"]
 
 def configuration(attention: str, layers: int, width: int, tokens: int, recompute: str) -> Config:
     sizes = {"num_layers": layers, "hidden_size": width, "num_heads": 4, "attention": attention}
-    training = {"steps": 1, "seq_len": tokens, "global_batch_size": 1, "dtype": "float32"}
-    return validate(
-        {
-            "run": {"name": "calibration"},
-            "model": sizes,
-            "data": {"train": "data/none"},
-            "parallel": {"zero_stage": 0},
-            "training": {**training, "activation_checkpointing": recompute},
-        }
-    )
+    training = {"seq_len": tokens, "activation_checkpointing": recompute}
+    return configured(sizes, training, parallel={"zero_stage": 0})
 
 
 def pairs(config: Config) -> list[tuple[float, float]]:

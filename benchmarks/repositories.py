@@ -21,6 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TextIO
 
+import networkx
+
 from benchmarks.page import ended, table, table_row
 from data_pipeline.prepare import appearing_whole
 from megakernel.config import UserError
@@ -104,22 +106,11 @@ def documents(source: str, archive: bytes) -> Iterator[Text]:
 def imported_first(modules: dict[str, str]) -> list[str]:
     """Paths of modules: each behind those that it imports, as far as they are no circle; else in the order of names."""
     by_name = {name: path for path in modules for name in _names(path)}
-    imports = {path: _imports(path, text, by_name) for path, text in modules.items()}
-    order: dict[str, None] = {}
-    seen: set[str] = set()
-    for first in sorted(modules):
-        stack = [(first, iter(imports[first]))] if first not in seen else []
-        seen.add(first)
-        while stack:
-            path, rest = stack[-1]
-            following = next((other for other in rest if other not in seen), None)
-            if following is None:
-                order[path] = None
-                stack.pop()
-            else:
-                seen.add(following)
-                stack.append((following, iter(imports[following])))
-    return list(order)
+    graph = networkx.DiGraph()
+    graph.add_nodes_from(sorted(modules))
+    for path, text in modules.items():
+        graph.add_edges_from((path, other) for other in _imports(path, text, by_name))
+    return list(networkx.dfs_postorder_nodes(graph))
 
 
 def _names(path: str) -> Iterator[str]:

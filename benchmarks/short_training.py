@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.page import add_out, give, opening, table, table_row
+from benchmarks.page import add_out, give, one_table, table_row
 from benchmarks.trained import in_blocks, trained
-from megakernel.config import PRESETS, Attention, Config, UserError, check_same_run, expand_preset, load
+from megakernel.config import PRESETS, Attention, UserError, expand_preset, load
 from megakernel.training.observing.metrics_writer import logged
 
 CONFIG = Path(__file__).with_suffix(".yaml")
@@ -139,21 +139,17 @@ def _mean(values: Iterable[float | None]) -> float:
     return statistics.fmean(value for value in values if value is not None)
 
 
-def outcome(run: Run, config: Config) -> Outcome | None:
-    """The outcome of a run; None where it has not come to its end.
-
-    Raises ConfigError where the run's folder belongs to another configuration.
-    """
-    folder = config.run.folder
-    if not (folder / "metrics.jsonl").exists():
-        return None
-    check_same_run((folder / "config.yaml").read_text(encoding="utf-8"), config, folder)
-    lines = logged(folder)
+def train(run: Run) -> Outcome | str:
+    """The outcome of a run, trained now unless it is done; or why it is no training."""
+    try:
+        lines = logged(trained(CONFIG, run.overrides))
+    except UserError as error:
+        return f"{run}: {error}"
     steps = [line for line in lines if "train/loss" in line]
     held_out = [line["eval/loss"] for line in lines if "eval/loss" in line]
-    if len(steps) != config.training.steps or len(held_out) != 2:
-        return None
-    return Outcome(
+    if len(steps) != load(CONFIG, run.overrides).training.steps or len(held_out) != 2:
+        return f"{run}: its metrics.jsonl is not that of a whole run"
+    found = Outcome(
         run,
         losses=[line["train/loss"] for line in steps],
         held_out=held_out,
@@ -161,21 +157,7 @@ def outcome(run: Run, config: Config) -> Outcome | None:
         skipped_steps=int(steps[-1]["train/skipped_steps"]),
         step_times=[line["throughput/step_time"] for line in steps],
     )
-
-
-def train(run: Run) -> Outcome | str:
-    """The outcome of a run, trained now unless it is done; or why it is no training."""
-    config = load(CONFIG, run.overrides)
-    try:
-        found = outcome(run, config)
-        if found is None:
-            trained(CONFIG, run.overrides)
-            found = outcome(run, config)
-    except UserError as error:
-        return f"{run}: {error}"
-    return (
-        f"{run}: its metrics.jsonl is not that of a whole run" if found is None else found.refusal() or found
-    )
+    return found.refusal() or found
 
 
 def row(found: Outcome) -> str:
@@ -192,19 +174,14 @@ def page(outcomes: list[Outcome]) -> str:
     columns = ["preset", "model", f"loss, first {AVERAGED}", f"last {AVERAGED}", "held-out before", "after"]
     columns += ["finite", "s/step"]
     ordered = sorted(outcomes, key=lambda found: (found.run.kind, found.after))
-    return "\n".join(
-        [
-            *opening("200 steps of every mechanism", COMMAND, ", bfloat16"),
-            "2 layers x 64, 4 heads, context 256, 200 steps of 2,048 tokens, one process. Losses are nats per byte "
-            "of the Python standard library's source, means over training steps and over all held-out text. A masked "
-            "model sees what follows a hidden byte too: the two kinds do not compare. Seconds are the median step's.",
-            "",
-            f"*{CONTROL}* is the same model on sequences of one token, with nothing to attend to. What ends clearly "
-            "below its held-out loss has learned from other tokens.",
-            "",
-            *table(columns, map(row, ordered)),
-        ]
+    text = (
+        "2 layers x 64, 4 heads, context 256, 200 steps of 2,048 tokens, one process. Losses are nats per byte "
+        "of the Python standard library's source, means over training steps and over all held-out text. A masked "
+        "model sees what follows a hidden byte too: the two kinds do not compare. Seconds are the median step's.\n\n"
+        f"*{CONTROL}* is the same model on sequences of one token, with nothing to attend to. What ends clearly "
+        "below its held-out loss has learned from other tokens."
     )
+    return one_table("200 steps of every mechanism", COMMAND, text, columns, map(row, ordered), ", bfloat16")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,15 +9,15 @@ PNG.
 """
 
 import argparse
-import csv
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.page import ended, give, opening, table, table_row
+from benchmarks.page import ended, give, one_table, table_row
 from benchmarks.trained import add_presets, curve, megakernel, trained
+from megakernel.analysis.plots.table import Row, to_csv
 from megakernel.config import Attention, expand_preset
 
 CONFIG = Path(__file__).with_suffix(".yaml")
@@ -60,13 +60,12 @@ def learn(preset: str, p: float, corpus: Path, more: Sequence[str]) -> Learned:
 
 def write_curves(found: Sequence[Learned], file: Path) -> None:
     """One line for each point: p, preset, step, accuracy."""
-    with file.open("w", newline="", encoding="utf-8") as stream:
-        lines = csv.writer(stream, lineterminator="\n")
-        lines.writerow(["p", "preset", "step", "accuracy"])
-        for one in found:
-            lines.writerows(
-                [one.p, one.preset, step, f"{value:.4f}"] for step, value in sorted(one.accuracy.items())
-            )
+    rows: list[Row] = [
+        {"p": str(one.p), "preset": one.preset, "step": step, "accuracy": f"{value:.4f}"}
+        for one in found
+        for step, value in sorted(one.accuracy.items())
+    ]
+    file.write_text(to_csv(rows), encoding="utf-8")
 
 
 def draw_curves(found: Sequence[Learned], file: Path) -> None:
@@ -94,15 +93,11 @@ def page(command: str, found: Sequence[Learned]) -> str:
         cells = ["never" if step is None else f"{step:,}" for step in steps]
         last = max(one.accuracy)
         rows.append(table_row([one.p, f"`{one.preset}`", *cells, f"{one.accuracy[last]:.4f} at {last:,}"]))
-    return "\n".join(
-        [
-            *opening("The sparsity task", command),
-            "Sequences of pairs, of which a share p counts; nine classes of equal size. Validation accuracy, every "
-            "`training.eval_every` steps; one seed.",
-            "",
-            *table(columns, rows),
-        ]
+    text = (
+        "Sequences of pairs, of which a share p counts; nine classes of equal size. Validation accuracy, every "
+        "`training.eval_every` steps; one seed."
     )
+    return one_table("The sparsity task", command, text, columns, rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,7 +10,8 @@ from typing import Any
 
 from megakernel.checkpoint.manifest import step_of
 from megakernel.checkpoint.trained_run import find_checkpoint
-from megakernel.config import PRESETS, Attention, UserError, check_same_run, expand_preset, load
+from megakernel.config import PRESETS, Attention, Config, UserError, check_same_run, expand_preset, load
+from megakernel.config.validation import validate
 from megakernel.evaluation.records import file_name
 from megakernel.training.observing.metrics_writer import logged
 
@@ -19,6 +20,9 @@ PARTS: dict[str, dict[str, Any]] = {
     "gate": {"output_norm": True, "output_gate": "silu"},
 }
 """What a mechanism may have around it, by the name that stands behind its preset's: flurka+convolution."""
+
+RETURNS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
+"""Environment of measured memory: glibc by itself keeps freed tensors of up to 32 MiB, and returns larger ones."""
 
 
 def add_presets(parser: argparse.ArgumentParser, default: str | None, what: str = "presets") -> None:
@@ -42,6 +46,15 @@ def named(name: str) -> dict[str, Any]:
             f"{name} is no preset; choose {', '.join(PRESETS)}, and +{', +'.join(PARTS)} behind it"
         )
     return {"preset": preset, **{key: value for part in parts for key, value in PARTS[part].items()}}
+
+
+def configured(model: dict[str, Any], training: dict[str, Any], **sections: dict[str, Any]) -> Config:
+    """A run of one sequence a step in float32, where these keys say nothing else; no benchmark reads its data."""
+    training = {"steps": 1, "global_batch_size": 1, "dtype": "float32", **training}
+    data = {"train": "data/none", **sections.pop("data", {})}
+    return validate(
+        {"run": {"name": "benchmark"}, "model": model, "data": data, "training": training, **sections}
+    )
 
 
 def in_blocks(name: str, block_size: int, rank: int, whole: int) -> dict[str, Any]:

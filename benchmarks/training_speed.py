@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.page import add_out, give, opening, table, table_row
+from benchmarks.page import add_out, give, one_table, table_row
+from benchmarks.trained import configured
 from megakernel.config import Config, Parallel
-from megakernel.config.validation import validate
 
 BASELINE = "transformers"
 MODELS = {BASELINE: "transformers", "softmax": "softmax", "flurka": "FLuRKA"}
@@ -70,13 +70,10 @@ def configuration(attention: str, sizes: Sizes) -> Config:
     """A run of ours, whose sequences hold one document each."""
     model = {"num_layers": sizes.layers, "hidden_size": sizes.width, "num_heads": sizes.heads}
     rows = {"global_batch_size": sizes.rows, "micro_batch_size": sizes.rows}
-    return validate(
-        {
-            "run": {"name": "training_speed"},
-            "model": {**model, "ffn_hidden_size": sizes.inner, "attention": attention},
-            "data": {"train": "data/none", "isolate_documents": False},
-            "training": {"steps": 1, "seq_len": sizes.length, **rows, "dtype": DTYPE},
-        }
+    return configured(
+        {**model, "ffn_hidden_size": sizes.inner, "attention": attention},
+        {"seq_len": sizes.length, **rows, "dtype": DTYPE},
+        data={"isolate_documents": False},
     )
 
 
@@ -185,17 +182,15 @@ def row(sizes: Sizes, found: dict[str, list[Turn]]) -> str:
 def page(rows: Sequence[str], sizes: Sizes, command: str) -> str:
     """The table and what it is of."""
     columns = ["tokens of a sequence", *MODELS.values(), *(f"{MODELS[model]} (wanted)" for model in WANTED)]
-    lines = [
-        *opening("Training beside `transformers`", command),
+    text = (
         f"{sizes.layers} layers × {sizes.width}, {sizes.heads} heads, SwiGLU of {sizes.inner}, "
         f"{sizes.vocab_size:,} ids, tied embeddings, {DTYPE}, {sizes.rows} sequence(s) of one document in a step. "
         f"The first columns are tokens per {'second' if ON_GPU else 'CPU second'} of whole steps (forward, backward, "
         "clipping, AdamW), medians of turns that the models take one after the other; the last are times the speed of "
         "`transformers`, whose `LlamaForCausalLM` has SDPA and torch's fused AdamW, as its Trainer has by default. "
-        "Ours is the engine of `megakernel pretrain` with its defaults.",
-        "",
-    ]
-    return "\n".join(lines + table(columns, rows))
+        "Ours is the engine of `megakernel pretrain` with its defaults."
+    )
+    return one_table("Training beside `transformers`", command, text, columns, rows)
 
 
 def main() -> None:

@@ -4,16 +4,19 @@ OMP_NUM_THREADS=1 python -m benchmarks.transfer_blocks
 """
 
 import argparse
-import json
+import io
 import os
-import subprocess
-import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stdout
+from multiprocessing import get_context
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
 from benchmarks.page import add_out, give, opening, table, table_row
+from benchmarks.trained import RETURNS_MEMORY, megakernel
 from megakernel.config import Config, load, yaml_text
 from megakernel.parallel import Mesh
 from megakernel.parallel.processes import ProcessEnvironment
@@ -81,7 +84,8 @@ def stage(file: Path, block_layers: int | None) -> dict[str, float]:
         states = transfer.bytes_between
         return transfer.run()
 
-    in_mesh(config, ProcessEnvironment(), run)
+    with redirect_stdout(io.StringIO()):
+        in_mesh(config, ProcessEnvironment(), run)
     # A run starts the system's count of the most anew in each phase, and logs what it was. (`getrusage` counts from the
     # parent's.)
     logged = Spent.of(config.run.folder).peak_bytes
@@ -91,35 +95,20 @@ def stage(file: Path, block_layers: int | None) -> dict[str, float]:
 
 def in_a_process(file: Path, block_layers: int | None) -> dict[str, float]:
     """`stage` in a process of its own."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.transfer_blocks",
-        "--stage",
-        str(file),
-        str(block_layers or 0),
-    ]
-    # The C library keeps what is freed of tensors of less than 32 MiB, unlike larger ones: these are to be like those.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
-    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment).stdout
-    return json.loads(said.splitlines()[-1])
+    fresh = get_context("spawn")
+    with patch.dict(os.environ, RETURNS_MEMORY), ProcessPoolExecutor(1, mp_context=fresh) as pool:
+        return pool.submit(stage, file, block_layers).result()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_out(parser)
-    parser.add_argument("--stage", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.stage:
-        print(json.dumps(stage(Path(args.stage[0]), int(args.stage[1]) or None)))
-        return
     rows = []
     with tempfile.TemporaryDirectory() as place:
         corpus = Path(place) / "corpus"
-        command = (
-            "prepare --source stdlib --tokenizer byte --max-documents 60 --validation-fraction 0.1 --out"
-        )
-        subprocess.run([sys.executable, "-m", "launch.cli", *command.split(), str(corpus)], check=True)
+        some = ("--max-documents", "60", "--validation-fraction", "0.1")
+        megakernel("prepare", "--source", "stdlib", "--tokenizer", "byte", *some, "--out", str(corpus))
         for layers in DEPTHS:
             folder = Path(place) / str(layers)
             dense(folder / "dense", layers)

@@ -158,14 +158,14 @@ def _plan_as_json(plan: planning.Plan, gpu: Gpu, top: int) -> dict[str, Any]:
     }
 
 
-def _planned_as_json(one: planning.Planned) -> dict[str, Any]:
+def _planned_as_json(one: planning.Sized) -> dict[str, Any]:
     found: dict[str, Any] = {
         "layout": vars(one.layout),
         "keys": one.layout.keys(),
         "memory_bytes": one.memory.parts,
         "memory_bytes_total": one.memory.total,
     }
-    if one.step is not None:
+    if isinstance(one, planning.Planned):
         found |= {
             "step_seconds": one.step.seconds,
             "seconds": one.step.parts,

@@ -23,7 +23,7 @@ def show_plan(plan: Plan, gpu: Gpu, vocabulary: str, top: int) -> None:
         shown = plan.fitting[:top]
         out.print(_layouts(shown, gpu))
         out.print(_by_part("memory per device, GB", [one.memory.parts for one in shown], 1e9))
-        steps = [one.step for one in shown if one.step is not None]
+        steps = [one.step for one in shown]
         out.print(_by_part("step, seconds", [step.parts for step in steps], 1.0))
         out.print(_by_part("sent per device and step, GB", [step.sent for step in steps], 1e9))
     _show_others(out, plan, gpu)

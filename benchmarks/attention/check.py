@@ -1,9 +1,9 @@
 """Whether an implementation computes what it says, before its time is believed."""
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -70,8 +70,7 @@ def _errors(
     implementation: Implementation, case: Case, drawn: Sequence[Tensor], dtype: torch.dtype
 ) -> list[tuple[float, str]]:
     found = _tensors(computation(implementation, case, drawn))
-    with _chunked():
-        exact = _tensors(computation(implementation, case, drawn, reference=dtype))
+    exact = _exact(implementation, case, drawn, dtype)
     # An implementation may lack the weights of ours: names pair what both have.
     return [(rms_ratio(found[name], exact[name]), name) for name in found]
 
@@ -83,10 +82,21 @@ def _spot(implementation: Implementation, case: Case, drawn: Sequence[Tensor]) -
     whole = _tensors(computation(implementation, case, drawn))
     part = [x[-1:, head : head + 1] for x in drawn]
     shard = HeadShard(head, case.heads) if implementation.normalize else ALL_HEADS
-    with _chunked():
-        exact = _tensors(computation(implementation, case, part, shard, reference=torch.float64))
+    exact = _exact(implementation, case, part, torch.float64, shard)
     names = ("output", "dq", "dk", "dv")
     return [(rms_ratio(whole[name][-1:, head : head + 1], exact[name]), name) for name in names]
+
+
+def _exact(
+    implementation: Implementation,
+    case: Case,
+    drawn: Sequence[Tensor],
+    dtype: torch.dtype,
+    shard: HeadShard = ALL_HEADS,
+) -> dict[str, Tensor]:
+    """What it is held against, by the chunked ops, which the references of the ops hold in float64."""
+    with patch.dict(os.environ, {VARIABLE: EVERYWHERE}):
+        return _tensors(computation(implementation, case, drawn, shard, dtype))
 
 
 def _tensors(one: Computation) -> dict[str, Tensor]:
@@ -109,16 +119,3 @@ def rms_ratio(found: Tensor, exact: Tensor) -> float:
     size = exact.norm().item()
     gap = (found - exact).norm().item()
     return gap / size if size else gap
-
-
-@contextmanager
-def _chunked() -> Iterator[None]:
-    """Let the dispatcher take the chunked ops, which the references of the ops hold in float64."""
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = EVERYWHERE
-    try:
-        yield
-    finally:
-        os.environ.pop(VARIABLE)
-        if before is not None:
-            os.environ[VARIABLE] = before

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,18 +18,44 @@ FLUSHED = 2**28
 
 Run = Callable[[], Any]
 
+
+class Peak(NamedTuple):
+    """Bytes at most in use."""
+
+    forward: int
+    both: int
+    """Forward and backward."""
+
+
+class Times(NamedTuple):
+    """Times and memory of an implementation on a case."""
+
+    forward: float
+    """Seconds."""
+
+    both: float
+    """Seconds, forward and backward."""
+
+    peak: Peak
+
+    forward_share: float
+    """The least time that the device needs, over `forward`."""
+
+    both_share: float
+
+
 _MALLOC = {-1: (2**31 - 1, 2**17), -2: (2**28, 0), -4: (0, 2**16)}
 """glibc's M_TRIM_THRESHOLD, M_TOP_PAD and M_MMAP_MAX: values to keep what is freed, and those it begins with."""
 
 
 @contextmanager
-def keeping_freed_memory() -> Iterator[None]:
-    """Let this process keep what it frees, as a GPU's allocator does, where its libc can.
+def keeping_freed_memory(device: torch.device) -> Iterator[None]:
+    """Let this process keep what it frees on a CPU, as a GPU's allocator does, where its libc can.
 
     Otherwise a run pays for new pages of the system where its tensors are large, and not where they are small: what
     a doubling of the length costs would then say more about malloc than about the computation.
     """
-    libc = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+    libc = ctypes.CDLL(None) if device.type == "cpu" and sys.platform.startswith("linux") else None
     if libc is None or not hasattr(libc, "mallopt"):
         yield
         return

@@ -12,7 +12,7 @@ from megakernel.attention import ALL_HEADS, AttentionLayer, HeadShard, build
 from megakernel.attention.low_rank import LowRankAttention
 
 from .cases import FFN_WIDTH, Case, attention_of
-from .implementations import Implementation, core_of, preset_core
+from .implementations import Implementation, core_of
 
 Gradients = tuple[Tensor, ...]
 
@@ -73,10 +73,7 @@ def computation(
         drawn = [x.to(reference) for x in drawn]
     if case.is_layer:
         return _layer(implementation, case, drawn)
-    if reference is None:
-        core, weights = core_of(implementation, case, drawn[0].device, shard)
-    else:
-        core, weights = preset_core(implementation, case, drawn[0].device, reference, shard)
+    core, weights = core_of(implementation, case, drawn[0].device, shard, reference)
     tokens_first = implementation.tokens_first and reference is None
     if tokens_first:
         drawn = [x.transpose(1, 2).contiguous() for x in drawn]

@@ -3,13 +3,13 @@
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megakernel.attention import ALL_HEADS, AttentionInputs, HeadShard, build
+from megakernel.attention import AttentionInputs, HeadShard, build
 from megakernel.attention.simple_gla import SimpleGlaAttention
 from megakernel.config import expand_preset
 from megakernel.ops import kernel_attention
@@ -70,37 +70,24 @@ class Implementation:
 
 
 def core_of(
-    implementation: Implementation, case: Case, device: torch.device, shard: HeadShard = ALL_HEADS
-) -> tuple[Core, list[nn.Parameter]]:
-    """The function that runs, for the heads of a shard, and what it learns, in float32."""
-    if implementation.build is not None:
-        return implementation.build(), []
-    return preset_core(implementation, case, device, torch.float32, shard)
-
-
-def preset_core(
     implementation: Implementation,
     case: Case,
     device: torch.device,
-    dtype: torch.dtype,
-    shard: HeadShard = ALL_HEADS,
+    shard: HeadShard,
+    reference: torch.dtype | None,
 ) -> tuple[Core, list[nn.Parameter]]:
-    """Our own modules for the implementation's attention, with weights of `dtype`."""
+    """The function that runs, for the heads of a shard, and what it learns, in float32.
+
+    reference: our own modules for its attention instead, with weights of this dtype.
+    """
+    if implementation.build is not None and reference is None:
+        return implementation.build(), []
     form = attention_of(implementation.preset, case)
     if not implementation.normalize:
-        assert form.feature_map is not None
-        return _unnormalized(form.feature_map.name), []
-    module = build(form, num_heads=case.heads, head_dim=case.head_dim, heads=shard).to(device, dtype).eval()
+        return partial(kernel_attention, feature_map=form.feature_map.name, normalize=False), []
+    module = build(form, num_heads=case.heads, head_dim=case.head_dim, heads=shard)
+    module = module.to(device, reference or torch.float32).eval()
     return module, list(module.parameters())
-
-
-def _unnormalized(feature_map: str) -> Core:
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = kernel_attention(q, k, v, feature_map=feature_map, normalize=False)
-        assert isinstance(out, Tensor)
-        return out
-
-    return run
 
 
 def _fla(function: str, normalize: bool) -> Callable[[], Core]:
@@ -121,9 +108,7 @@ def _fla(function: str, normalize: bool) -> Callable[[], Core]:
 
 @cache
 def _delta_layer(heads: int, head_dim: int) -> SimpleGlaAttention:
-    layer = build(expand_preset("gated_deltanet"), num_heads=heads, head_dim=head_dim)
-    assert isinstance(layer, SimpleGlaAttention)
-    return layer
+    return build(expand_preset("gated_deltanet"), num_heads=heads, head_dim=head_dim)
 
 
 def _fla_delta() -> Core:
@@ -139,31 +124,16 @@ def _fla_delta() -> Core:
     return run
 
 
-def _eager() -> Core:
+def _eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Linear attention as its formula reads: the state of every token by a cumulative sum."""
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        phi_q, phi_k = (F.elu(x.float()) + 1 for x in (q, k))
-        states = (phi_k[..., None] * v.float()[..., None, :]).cumsum(2)
-        norms = phi_k.cumsum(2)
-        numerator = (phi_q[..., None, :] @ states)[..., 0, :]
-        return (numerator / (phi_q * norms).sum(-1, keepdim=True)).to(v.dtype)
-
-    return run
+    phi_q, phi_k = (F.elu(x.float()) + 1 for x in (q, k))
+    states = (phi_k[..., None] * v.float()[..., None, :]).cumsum(2)
+    norms = phi_k.cumsum(2)
+    numerator = (phi_q[..., None, :] @ states)[..., 0, :]
+    return (numerator / (phi_q * norms).sum(-1, keepdim=True)).to(v.dtype)
 
 
-def _from_fla(name: str, function: str, normalize: bool) -> Implementation:
-    return Implementation(
-        name,
-        "linear",
-        normalize=normalize,
-        build=_fla(function, normalize),
-        tokens_first=True,
-        needs_fla=True,
-    )
-
-
-IMPLEMENTATIONS = {
+ATTENTIONS = {
     implementation.name: implementation
     for implementation in (
         Implementation("kernel elu", "linear", is_ours=True),
@@ -174,20 +144,30 @@ IMPLEMENTATIONS = {
         Implementation("FLuRKA", "flurka", is_ours=True),
         Implementation("FLuRKA's low-rank parent", "linformer_causal", is_ours=True),
         Implementation("SDPA", "softmax"),
-        _from_fla("fla chunk", "chunk_linear_attn", normalize=True),
-        _from_fla("fla chunk, not normalized", "chunk_linear_attn", normalize=False),
-        _from_fla("fla fused_chunk", "fused_chunk_linear_attn", normalize=True),
-        _from_fla("fla fused_chunk, not normalized", "fused_chunk_linear_attn", normalize=False),
+        *(
+            Implementation(
+                name if normalize else f"{name}, not normalized",
+                "linear",
+                normalize=normalize,
+                build=_fla(f"{name.removeprefix('fla ')}_linear_attn", normalize),
+                tokens_first=True,
+                needs_fla=True,
+            )
+            for name in ("fla chunk", "fla fused_chunk")
+            for normalize in (True, False)
+        ),
         Implementation(
             "fla gated delta rule", "gated_deltanet", build=_fla_delta, tokens_first=True, needs_fla=True
         ),
-        Implementation("eager elu", "linear", build=_eager, holds_states=True),
-        *(
-            Implementation(preset, preset, is_ours=preset != "softmax")
-            for preset in ("flurka_rnn", "flurka_performer", "linformer", "linear", "performer", "softmax")
-        ),
+        Implementation("eager elu", "linear", build=lambda: _eager, holds_states=True),
     )
 }
-"""Implementation by name. FLuRKA's kernel parent is `kernel hedgehog`, whose feature map it has.
+"""Implementation by name. FLuRKA's kernel parent is `kernel hedgehog`, whose feature map it has."""
 
-Those named like a preset are whole layers of the `paper` suite."""
+LAYERS = {
+    preset: Implementation(preset, preset, is_ours=preset != "softmax")
+    for preset in ("flurka_rnn", "flurka_performer", "linformer", "linear", "performer", "softmax")
+}
+"""Whole layers, by preset."""
+
+IMPLEMENTATIONS = ATTENTIONS | LAYERS

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,7 +14,7 @@ from megakernel.config import RunFailed
 
 from .cases import Case, needed
 from .check import Comparison, check
-from .clock import keeping_freed_memory, median
+from .clock import Peak, Times, keeping_freed_memory, median
 from .computation import Computation, computation, draw
 from .implementations import IMPLEMENTATIONS, Implementation
 from .machine import Machine, measured
@@ -22,31 +22,6 @@ from .suites import Suite
 
 PATIENCE = 10.0
 """Seconds after which no further run of one measurement is started."""
-
-
-class Peak(NamedTuple):
-    """Bytes at most in use."""
-
-    forward: int
-    both: int
-    """Forward and backward."""
-
-
-class Times(NamedTuple):
-    """Times and memory of an implementation on a case."""
-
-    forward: float
-    """Seconds."""
-
-    both: float
-    """Seconds, forward and backward."""
-
-    peak: Peak
-
-    forward_share: float
-    """The least time that the device needs, over `forward`."""
-
-    both_share: float
 
 
 @dataclass(frozen=True)
@@ -79,27 +54,20 @@ def survey(
 
     Raises RunFailed where one of ours is wrong.
     """
-    if device.type == "cpu":
-        with keeping_freed_memory():
-            return _survey(suite, device, torch.float32, repeats, progress)
-    return _survey(suite, device, torch.bfloat16, repeats, progress)
-
-
-def _survey(
-    suite: Suite, device: torch.device, dtype: torch.dtype, repeats: int, progress: Callable[[str], object]
-) -> Survey:
-    progress("the device's limits")
-    result = Survey(suite, measured(device, dtype), dtype, repeats)
-    for case in suite.cases:
-        rows = []
-        for name in suite.implementations:
-            progress(f"{case}: {name}")
-            with warnings.catch_warnings(record=True) as said:
-                warnings.simplefilter("always", RuntimeWarning)
-                rows.append(_row(IMPLEMENTATIONS[name], case, device, result))
-            remarks = [str(warning.message) for warning in said]
-            result.remarks += [remark for remark in dict.fromkeys(remarks) if remark not in result.remarks]
-        result.results.append((case, rows))
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    with keeping_freed_memory(device):
+        progress("the device's limits")
+        result = Survey(suite, measured(device, dtype), dtype, repeats)
+        for case in suite.cases:
+            rows = []
+            for name in suite.implementations:
+                progress(f"{case}: {name}")
+                with warnings.catch_warnings(record=True) as said:
+                    warnings.simplefilter("always", RuntimeWarning)
+                    rows.append(_row(IMPLEMENTATIONS[name], case, device, result))
+                remarks = [*result.remarks, *(str(warning.message) for warning in said)]
+                result.remarks = list(dict.fromkeys(remarks))
+            result.results.append((case, rows))
     return result
 
 
@@ -125,7 +93,10 @@ def _times(implementation: Implementation, case: Case, device: torch.device, res
     if device.type == "cuda":
         peak = _on_gpu(one, device)
     else:
-        peak = _in_own_process(implementation.name, case, result.dtype, torch.get_num_threads())
+        # In a fresh process, which holds nothing else.
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            threads = torch.get_num_threads()
+            peak = pool.submit(_grown, implementation.name, case, result.dtype, threads).result()
     forward = median(one.infer, device, result.repeats, PATIENCE)
     both = median(one.train, device, result.repeats, PATIENCE)
     machine, element = result.machine, result.dtype.itemsize
@@ -148,14 +119,8 @@ def _on_gpu(one: Computation, device: torch.device) -> Peak:
     return Peak(peak(one.infer), peak(one.train))
 
 
-def _in_own_process(name: str, case: Case, dtype: torch.dtype, threads: int) -> Peak:
-    """By how much a fresh process's resident memory grew at most, from before its inputs were made."""
-    fresh = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=fresh) as pool:
-        return pool.submit(_grown, name, case, dtype, threads).result()
-
-
 def _grown(name: str, case: Case, dtype: torch.dtype, threads: int) -> Peak:
+    """By how much the resident memory of this process grows at most, from before its inputs are made."""
     torch.set_num_threads(threads)
     device, implementation = torch.device("cpu"), IMPLEMENTATIONS[name]
     # Libraries take their own memory when they first run.

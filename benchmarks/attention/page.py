@@ -6,11 +6,13 @@ from datetime import date
 import torch
 
 from benchmarks.page import table, table_row
+from megakernel.analysis.planning.page import number
 
+from .clock import Times
 from .machine import surroundings
-from .measuring import Row, Survey, Times
+from .measuring import Row, Survey
 from .suites import Suite
-from .targets import Figures, Timed
+from .targets import Figures
 
 MOST = 2.2
 """A doubling of N costs at most this factor where growth is called linear."""
@@ -39,9 +41,7 @@ def measured_page(survey: Survey, device: torch.device, command: str) -> str:
     if suite.grows:
         lines += [*_growth(survey), ""]
     figures = {
-        (row.implementation, case): Timed(
-            row.times.both, row.times.both * row.times.both_share, row.times.peak.both
-        )
+        (row.implementation, case): row.times
         for case, rows in survey.results
         for row in rows
         if row.times is not None
@@ -138,8 +138,3 @@ def _targets(suite: Suite, figures: Figures) -> list[str]:
     columns = ["target, forward + backward", "set", "worst case", "kept"]
     body = [table_row(target.cells(figures, suite.cases)) for target in suite.targets]
     return ["## Targets", "", *table(columns, body, numbers=True)]
-
-
-def number(value: float) -> str:
-    """Three digits, and no exponent."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from megakernel.config import UserError
 
 from .cases import Case
+from .implementations import ATTENTIONS, LAYERS
 from .targets import DEFAULT, PAPER, Target
 
 
@@ -79,22 +80,7 @@ SUITES = {
         "Causal attention in bfloat16, H = 16, as one long sequence and as several of 4,096 tokens. favor's phi is as "
         "wide as a head.",
         _default_cases(),
-        (
-            "kernel elu",
-            "kernel elu, not normalized",
-            "kernel hedgehog",
-            "kernel favor",
-            "gated delta rule",
-            "FLuRKA",
-            "FLuRKA's low-rank parent",
-            "SDPA",
-            "fla chunk",
-            "fla chunk, not normalized",
-            "fla fused_chunk",
-            "fla fused_chunk, not normalized",
-            "fla gated delta rule",
-            "eager elu",
-        ),
+        tuple(ATTENTIONS),
         against="kernel elu",
         device="cuda",
         targets=DEFAULT,
@@ -108,7 +94,7 @@ SUITES = {
         "gives no H it is 4, as in its section 4; where it gives neither d_m nor d_k (appendix C) they are 512 and "
         "256, inside the region of its claim 1. phi is as wide as a head.",
         _paper_cases(),
-        ("flurka_rnn", "flurka_performer", "linformer", "linear", "performer", "softmax"),
+        tuple(LAYERS),
         against="flurka_rnn",
         device="cuda",
         targets=PAPER,

@@ -9,24 +9,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from .cases import Case
+from .clock import Times
 
 FEW, MANY = 2**14, 2**20
 """Tokens that the targets name."""
 
 
-class Timed(NamedTuple):
-    """An implementation on a case, forward and backward."""
-
-    seconds: float
-
-    floor: float
-    """Seconds that the device needs at least."""
-
-    peak: float = float("nan")
-    """Bytes of memory."""
-
-
-Figures = Mapping[tuple[str, Case], Timed]
+Figures = Mapping[tuple[str, Case], Times]
 """By implementation and case; one that did not run is not there."""
 
 
@@ -80,7 +69,7 @@ def _as_fast(ours: str, other: str, bound: float, where: str, applies: Callable[
     return Target(
         f"time of {other} over that of {ours}, {where}",
         bound,
-        lambda figures, case: figures[other, case].seconds / figures[ours, case].seconds,
+        lambda figures, case: figures[other, case].both / figures[ours, case].both,
         applies,
     )
 
@@ -95,7 +84,7 @@ DEFAULT = (
     Target(
         "peak memory of kernel elu over that of fla chunk, one sequence of 1M tokens",
         0.25,
-        lambda figures, case: figures["kernel elu", case].peak / figures["fla chunk", case].peak,
+        lambda figures, case: figures["kernel elu", case].peak.both / figures["fla chunk", case].peak.both,
         _longest_row,
         at_most=True,
     ),
@@ -103,7 +92,7 @@ DEFAULT = (
         Target(
             f"share of the floor that {ours} reaches, all cases",
             0.5,
-            lambda figures, case, ours=ours: figures[ours, case].floor / figures[ours, case].seconds,
+            lambda figures, case, ours=ours: figures[ours, case].both_share,
             lambda case: True,
         )
         for ours in ("kernel elu", "kernel hedgehog", "kernel favor", "FLuRKA")
@@ -113,7 +102,7 @@ DEFAULT = (
             f"time of {ours} at 1M tokens over that at 16k",
             70,
             lambda figures, case, ours=ours: (
-                figures[ours, case].seconds / figures[ours, replace(case, tokens=FEW)].seconds
+                figures[ours, case].both / figures[ours, replace(case, tokens=FEW)].both
             ),
             _longest_row,
             at_most=True,

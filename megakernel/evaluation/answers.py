@@ -7,6 +7,7 @@ from itertools import count
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from data_pipeline.corpus import Corpora
 from data_pipeline.encoding import AnsweredTokens, encode_answered
@@ -135,10 +136,6 @@ def _scored(subject: Subject, examples: Sequence[Example]) -> Iterator[tuple[np.
 
 def _padded(sequences: Sequence[AnsweredTokens], eod: int) -> tuple[Tensor, Tensor]:
     """Tokens (B, N) with their end, as training reads them, filled up with ends; which belong to answers (B, N)."""
-    longest = 1 + max(len(row.tokens) for row in sequences)
-    tokens = torch.full((len(sequences), longest), eod)
-    scored = torch.zeros(len(sequences), longest, dtype=torch.bool)
-    for at, row in enumerate(sequences):
-        tokens[at, : len(row.tokens)] = torch.tensor(row.tokens)
-        scored[at, : len(row.tokens) + 1] = torch.from_numpy(row.scored()).bool()
-    return tokens, scored
+    tokens = [torch.tensor([*row.tokens, eod]) for row in sequences]
+    scored = [torch.from_numpy(row.scored()).bool() for row in sequences]
+    return pad_sequence(tokens, batch_first=True, padding_value=eod), pad_sequence(scored, batch_first=True)

@@ -1,5 +1,6 @@
 """`--task lm`: how well text is predicted, by position, in windows that slide, with a foreign far context, or twice."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -64,45 +65,41 @@ class LanguageModelling:
         """UserError for options that do not fit the run or each other."""
         options = self.options
         config = evaluated_config(source.config, options.samples, options.seq_len)
-        seq_len = config.training.seq_len
         if options.draws is not None:
             _check_draws(options.draws, source)
+        if problem := next(self._problems(source, config), None):
+            raise UserError(f"--task {self.spec}: {problem}")
+        if options.stride is None:
+            check_length(config, self._text(source), options.split)
+
+    def _problems(self, source: OpenedRun, config: Config) -> Iterator[str]:
+        options, seq_len = self.options, config.training.seq_len
         keys = ("far", "repeated", "stride", "draws")
         given = {key: value for key in keys if (value := getattr(options, key)) is not None}
         for key in [key for key in given if key != "draws"]:
             if options.split != "validation":
-                raise UserError(
-                    f"--task {self.spec}: {key}={given[key]} reads the validation split; leave it or split= out"
-                )
+                yield f"{key}={given[key]} reads the validation split; leave it or split= out"
             if not config.model.is_causal:
-                raise UserError(
-                    f"--task {self.spec}: {key}={given[key]} is of a causal_lm, {source.folder} is a "
-                    f"{config.model.kind}; leave it out"
-                )
+                kind = config.model.kind
+                yield f"{key}={given[key]} is of a causal_lm, {source.folder} is a {kind}; leave it out"
         if options.near is not None and options.far is None:
-            raise UserError(f"--task {self.spec}: near={options.near} has no effect alone; add far=shuffled")
+            yield f"near={options.near} has no effect alone; add far=shuffled"
         if len(given) > 1 and given.keys() & {"far", "repeated"}:
             (key, value), (other, of), *_ = given.items()
-            raise UserError(
-                f"--task {self.spec}: {key}={value} goes without {other}={of}; leave out one of them"
-            )
+            yield f"{key}={value} goes without {other}={of}; leave out one of them"
         if options.repeated is not None and seq_len < LEAST_REPEATED:
-            raise UserError(
-                f"--task {self.spec}: half of {seq_len} tokens is too short to be repeated; give a seq_len of at "
-                f"least {LEAST_REPEATED}"
+            yield (
+                f"half of {seq_len} tokens is too short to be repeated; give a seq_len of at least {LEAST_REPEATED}"
             )
         if options.far is not None and self._near(seq_len) >= seq_len // 2:
-            raise UserError(
-                f"--task {self.spec}: near={self._near(seq_len)} leaves no far context in sequences of {seq_len} "
-                f"tokens; give at most {max(seq_len // 2 - 1, 1)}, or a larger seq_len"
+            yield (
+                f"near={self._near(seq_len)} leaves no far context in sequences of {seq_len} tokens; give at most "
+                f"{max(seq_len // 2 - 1, 1)}, or a larger seq_len"
             )
         if options.stride is not None and options.stride > seq_len:
-            raise UserError(
-                f"--task {self.spec}: stride={options.stride} would leave tokens out between windows of {seq_len}; "
-                f"give at most {seq_len}"
+            yield (
+                f"stride={options.stride} would leave tokens out between windows of {seq_len}; give at most {seq_len}"
             )
-        if options.stride is None:
-            check_length(config, self._text(source), options.split)
 
     def _text(self, source: OpenedRun) -> Corpora:
         split = self.options.split

@@ -46,10 +46,14 @@ def measure(
     counts = torch.zeros(len(STARTS) + 1, dtype=torch.int64)
     longest = 0
     for done, batch in enumerate(batches, start=1):
-        num_targets = batch.loss_mask.sum().reshape(1)  # what `losses` has no need of
-        predict = partial(_log_probabilities, model, inputs_of(batch, num_targets.to(device)))
-        losses = -log_vote(model, predict, draws)
-        _add(sums, counts, losses.cpu(), batch.positions, batch.loss_mask)
+        counted = batch.loss_mask
+        num_targets = counted.sum().reshape(1)  # what `losses` has no need of
+        inputs = inputs_of(batch, num_targets.to(device))
+        logs = log_vote(model, partial(_log_probabilities, model, inputs), draws).cpu()[counted]
+        bucket = torch.bucketize(batch.positions[counted], STARTS, right=True)
+        # float64 keeps millions of terms exact enough.
+        sums += torch.bincount(bucket, weights=-logs.double(), minlength=len(sums))
+        counts += torch.bincount(bucket, minlength=len(counts))
         longest = max(longest, int(batch.positions.max()))
         progress(done, len(batches))
     return [
@@ -62,13 +66,6 @@ def measure(
 def _log_probabilities(model: LanguageModel, inputs: tuple[Tensor, ...]) -> Tensor:
     """Log-probabilities of the labels, (B, N)."""
     return -model.losses(*inputs)
-
-
-def _add(sums: Tensor, counts: Tensor, losses: Tensor, positions: Tensor, counted: Tensor) -> None:
-    """Add a batch's losses and predictions (B, N) to their buckets; float64 keeps millions of terms exact enough."""
-    bucket = torch.bucketize(positions[counted], STARTS, right=True)
-    sums += torch.bincount(bucket, weights=losses[counted].double(), minlength=len(sums))
-    counts += torch.bincount(bucket, minlength=len(counts))
 
 
 class Predictions(NamedTuple):

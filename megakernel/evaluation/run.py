@@ -1,6 +1,7 @@
 """From `--task` and a run folder to what is measured: what is cheap to check comes before the libraries are loaded."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from data_pipeline.corpus import Corpora
@@ -143,12 +144,7 @@ def _measure(
         task.check(source)
     subject = opened(source)
     for task in tasks:
-        spec = task.spec
-
-        def report(done: int, total: int, spec: str = spec) -> None:
-            progress(spec, done, total)
-
-        yield spec, task.measure(subject, report)
+        yield task.spec, task.measure(subject, partial(progress, task.spec))
 
 
 def evaluate_baseline(

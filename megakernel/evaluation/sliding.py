@@ -1,6 +1,7 @@
 """Overlapping windows: each token of a document predicted once, all but its first with much before it."""
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -60,18 +61,14 @@ class SlidingBatches:
         self._windows: list[tuple[int, int, Window]] = []
         for at, file in enumerate(self._files):
             share = -(-(most - len(self._windows)) // (len(self._files) - at))
-            self._windows += self._of(at, file, stride, share)
+            self._windows += islice(self._of(at, file, stride), share)
         self.samples = len(self._windows)
         """Windows."""
 
-    def _of(self, at: int, file: TokenFile, stride: int, most: int) -> list[tuple[int, int, Window]]:
-        found: list[tuple[int, int, Window]] = []
+    def _of(self, at: int, file: TokenFile, stride: int) -> Iterator[tuple[int, int, Window]]:
         for document in np.random.default_rng(0).permutation(len(file)).tolist():
             for window in windows(int(file.sequence_lengths[document]), self._seq_len, stride):
-                if len(found) == most:
-                    return found
-                found.append((at, document, window))
-        return found
+                yield at, document, window
 
     def __len__(self) -> int:
         """Forward passes."""

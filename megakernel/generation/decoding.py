@@ -1,6 +1,7 @@
 """Texts under way: the model's states behind their tokens."""
 
 from collections.abc import Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,18 +20,16 @@ class Decoder:
     and values of all tokens for full softmax layers, padded in front to those of the longest text.
     """
 
-    def __init__(
-        self, model: "LanguageModel", eod: int, isolate_documents: bool, chunk_size: int = 512, texts: int = 1
-    ):
+    def __init__(self, model: "LanguageModel", eod: int, isolate_documents: bool, chunk_size: int = 512):
         """eod: the end-of-document token, behind which positions restart where documents are isolated.
 
-        chunk_size: most tokens of one forward pass, which bounds the memory that a prompt takes. texts: at first.
+        chunk_size: most tokens of one forward pass, which bounds the memory that a prompt takes.
         """
         self._model = model
         self._device = model.output_matrix.device
         self._restarts_after = eod if isolate_documents else None
         self._chunk_size = chunk_size
-        self.positions = [0] * texts
+        self.positions = [0]
         """Of the next token of each text in its document."""
 
         self.states: list[Any] | None = None
@@ -73,8 +72,6 @@ class Decoder:
 
     def alone(self, text: int) -> "Decoder":
         """A decoder of one of the texts, which stays here, too."""
-        one = Decoder(self._model, 0, False, self._chunk_size)
-        one._restarts_after = self._restarts_after
-        one.positions, one.states = list(self.positions), self.states
+        one = copy(self)
         one.keep([text])
         return one

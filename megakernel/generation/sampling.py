@@ -78,14 +78,11 @@ def choose(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
             if draw.seen is not None:
                 penalty, met = draw.sampling.repetition_penalty, row[draw.seen]
                 row[draw.seen] = torch.where(met > 0, met / penalty, met * penalty)
-    likeliest = logits.argmax(-1)
+    found: list[int] = logits.argmax(-1).tolist()
     drawn = [row for row, draw in enumerate(draws) if draw.sampling.temperature]
-    if not drawn:
-        return likeliest.tolist()
-    chosen = _drawn(logits[drawn], [draws[row] for row in drawn])
-    found: list[int] = likeliest.tolist()
-    for row, token in zip(drawn, chosen):
-        found[row] = token
+    if drawn:
+        for row, token in zip(drawn, _drawn(logits[drawn], [draws[row] for row in drawn])):
+            found[row] = token
     return found
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from megakernel.ops.softmax_attention import SoftmaxState
 from megakernel.ops.weighted_attention import WeightedState
@@ -21,15 +22,18 @@ class Apart(ValueError):
 
 def join(a: Any, b: Any) -> Any:
     """The rows of `a`, then those of `b`; Apart where their other dimensions differ."""
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        if a.shape[1:] != b.shape[1:]:
-            raise Apart
+    try:
+        return pytree.tree_map(_joined, a, b, is_leaf=_grows)
+    except ValueError:  # of trees that are not alike, too
+        raise Apart from None
+
+
+def _joined(a: Any, b: Any) -> Any:
+    if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape[1:] == b.shape[1:]:
         return torch.cat([a, b])
     if isinstance(a, _GROWING) and isinstance(b, _GROWING):
         length = max(a.keys.shape[-2], b.keys.shape[-2])
         return type(a)(*(torch.cat([_padded(x, length), _padded(y, length)]) for x, y in zip(a, b)))
-    if isinstance(a, tuple | list) and type(a) is type(b):
-        return _made(a, [join(x, y) for x, y in zip(a, b, strict=True)])
     if a is None and b is None:
         return None
     raise Apart
@@ -37,42 +41,36 @@ def join(a: Any, b: Any) -> Any:
 
 def rows(tree: Any, chosen: Sequence[int], longest: int) -> Any:
     """Some rows; longest: tokens of the longest text among them, beyond which keys are padding."""
-    if isinstance(tree, Tensor):
-        return tree[list(chosen)]
-    if isinstance(tree, _GROWING):
-        return type(tree)(*(x[list(chosen), ..., -longest:, :] for x in tree))
-    if isinstance(tree, tuple | list):
-        return _made(tree, [rows(x, chosen, longest) for x in tree])
-    return tree
+
+    def of(x: Any) -> Any:
+        if isinstance(x, _GROWING):
+            return type(x)(*(part[list(chosen), ..., -longest:, :] for part in x))
+        return x[list(chosen)] if isinstance(x, Tensor) else x
+
+    return pytree.tree_map(of, tree, is_leaf=_grows)
 
 
-def named(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+def named(tree: Any) -> Iterator[tuple[str, Tensor]]:
     """All tensors, with the way to each: `3.inner.sums` of the fourth layer."""
-    if isinstance(tree, Tensor):
-        yield name, tree
-    elif isinstance(tree, tuple | list):
-        for part, x in _parts(tree):
-            yield from named(x, f"{name}.{part}" if name else part)
+    for path, x in pytree.tree_leaves_with_path(tree):
+        if isinstance(x, Tensor):
+            yield _name(path), x
 
 
-def filled(like: Any, tensors: Mapping[str, Tensor], name: str = "") -> Any:
+def filled(like: Any, tensors: Mapping[str, Tensor]) -> Any:
     """The tree that `named` was given, from its tensors and a tree that is like it; KeyError where one is missing."""
-    if isinstance(like, Tensor):
-        return tensors[name]
-    if isinstance(like, tuple | list):
-        return _made(
-            like, [filled(x, tensors, f"{name}.{part}" if name else part) for part, x in _parts(like)]
-        )
-    return like
+    return pytree.tree_map_with_path(
+        lambda path, x: tensors[_name(path)] if isinstance(x, Tensor) else x, like
+    )
 
 
-def _parts(tree: tuple | list) -> Iterator[tuple[str, Any]]:
-    return zip(map(str, getattr(tree, "_fields", range(len(tree)))), tree)
+def _name(path: tuple[Any, ...]) -> str:
+    return ".".join(str(key.name if isinstance(key, pytree.GetAttrKey) else key.idx) for key in path)
+
+
+def _grows(tree: Any) -> bool:
+    return isinstance(tree, _GROWING)
 
 
 def _padded(x: Tensor, length: int) -> Tensor:
     return F.pad(x, (0, 0, length - x.shape[-2], 0))
-
-
-def _made(like: tuple | list, parts: list[Any]) -> Any:
-    return type(like)(*parts) if hasattr(like, "_fields") else type(like)(parts)

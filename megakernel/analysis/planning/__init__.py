@@ -2,4 +2,4 @@
 
 from .gpus import ACCURACY, GPUS, RATES, RATES_SOURCE, RATES_TEXT, Gpu
 from .layout import CPU, GPU, Job, Layout
-from .plan import WAYS, Plan, Planned, efficiency, plan, scaling
+from .plan import WAYS, Plan, Planned, Sized, efficiency, plan, scaling

@@ -57,7 +57,7 @@ def _best(plan: Plan, gpu: Gpu) -> list[str]:
         for one in plan.fitting[:SHOWN]
     ]
     lines += [*markdown(["layout", "step, s", "tokens/s", "MFU", "memory, GB", "free, GB"], rows), ""]
-    if plan.best is not None and plan.best.step is not None:
+    if plan.best is not None:
         step = plan.best.step
         parts = [("memory, GB", plan.best.memory.parts, 1e9), ("step, s", step.parts, 1.0)]
         parts.append(("sent per device and step, GB", step.sent, 1e9))
@@ -141,9 +141,9 @@ def _against(plans: list[Plan]) -> Iterator[str]:
     base = plans[0].best
     for one in plans:
         best = one.best
-        if best is None or best.step is None:
+        if best is None:
             yield one.why_none
-        elif base is None or base.step is None or one is plans[0]:
+        elif base is None or one is plans[0]:
             yield f"{number(best.step.seconds)} s, {best.memory.total / 1e9:.0f} GB"
         else:
             times = best.step.seconds / base.step.seconds
@@ -156,7 +156,6 @@ def _capital(text: str) -> str:
 
 def figures(one: Planned) -> list[str]:
     """Seconds of a step, tokens per second, MFU and GB of memory of a layout that fits."""
-    assert one.step is not None
     step = one.step
     speed = [number(step.seconds), f"{step.tokens_per_second:,.0f}", f"{step.mfu:.1%}"]
     return [*speed, f"{one.memory.total / 1e9:.1f}"]

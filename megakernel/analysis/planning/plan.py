@@ -30,13 +30,18 @@ ZERO_KEY = "parallel.zero_stage"
 
 
 @dataclass(frozen=True)
-class Planned:
-    """One layout that fits, or by how much it does not."""
+class Sized:
+    """One layout, and what its fullest device holds."""
 
     layout: Layout
     memory: Memory
-    step: Step | None
-    """None where it does not fit."""
+
+
+@dataclass(frozen=True)
+class Planned(Sized):
+    """One layout that fits."""
+
+    step: Step
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class Plan:
     fitting: list[Planned]
     """Fastest first; of layouts that differ in micro-batch and recomputation alone, the best one."""
 
-    too_large: list[Planned]
+    too_large: list[Sized]
     """Layouts that do not fit whatever their micro-batch and recomputation, nearest first."""
 
     refused: Counter[str]
@@ -88,7 +93,7 @@ def plan(
     """
     refused: Counter[str] = Counter()
     fitting: dict[tuple, Planned] = {}
-    too_large: dict[tuple, Planned] = {}
+    too_large: dict[tuple, Sized] = {}
     full: set[tuple] = set()
     fits: set[tuple] = set()
     necessary: float | None = None
@@ -106,21 +111,17 @@ def plan(
         if held.beyond(gpu) > 0:
             full.add(way)
             if cut not in too_large or held.total < too_large[cut].memory.total:
-                too_large[cut] = Planned(candidate, held, None)
+                too_large[cut] = Sized(candidate, held)
             continue
         fits.add(sizes)
         necessary = necessary or necessary_flops(job)
         one = Planned(candidate, held, step(job, gpu, necessary))
-        if cut not in fitting or _seconds(one) < _seconds(fitting[cut]):
+        if cut not in fitting or one.step.seconds < fitting[cut].step.seconds:
             fitting[cut] = one
     left = [one for cut, one in too_large.items() if cut not in fitting]
     left.sort(key=lambda one: one.memory.total)
-    return Plan(config, devices, sorted(fitting.values(), key=_seconds), left, refused)
-
-
-def _seconds(one: Planned) -> float:
-    assert one.step is not None
-    return one.step.seconds
+    fastest_first = sorted(fitting.values(), key=lambda one: one.step.seconds)
+    return Plan(config, devices, fastest_first, left, refused)
 
 
 ZERO_STAGES = (0, 1, 2, 3)
@@ -197,7 +198,6 @@ def grow(config: Config, way: Way, count: int, at: int) -> Config | None:
 
 def efficiency(plans: list[Plan]) -> list[float]:
     """Tokens per second and device, over those of the first plan that fits; 0 where none does."""
-    steps = [(one.best.step if one.best else None, one.devices) for one in plans]
-    speeds = [step.tokens_per_second / devices if step else 0.0 for step, devices in steps]
+    speeds = [one.best.step.tokens_per_second / one.devices if one.best else 0.0 for one in plans]
     first = next(filter(None, speeds), 1.0)
     return [speed / first for speed in speeds]

@@ -7,8 +7,6 @@ included, and without a second formula of any mechanism. `uptraining/sampled_que
 `attention`: matrices as images (Transformer-MGK, figures 2, 6 and 9) of one sample, all layers and heads.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import takewhile
 
@@ -50,9 +48,15 @@ def exact_matrix(captured: CapturedAttention) -> Tensor:
 
     The layer's weights become float64 in between: not for a model whose optimizer holds views of them.
     """
-    with _in_float64(captured.core):
-        inputs = replace(captured.inputs, q=captured.inputs.q.double(), k=captured.inputs.k.double())
+    core = captured.core
+    dtypes = {tensor.dtype for tensor in core.state_dict().values() if tensor.is_floating_point()}
+    assert dtypes <= {torch.float32}, "analyses load float32, which float64 holds exactly"
+    inputs = replace(captured.inputs, q=captured.inputs.q.double(), k=captured.inputs.k.double())
+    core.double()
+    try:
         return attention_matrix(captured._replace(inputs=inputs))
+    finally:
+        core.float()
 
 
 def _landmarks_of_tokens(core: AttentionLayer, q: Tensor) -> Tensor:
@@ -61,17 +65,6 @@ def _landmarks_of_tokens(core: AttentionLayer, q: Tensor) -> Tensor:
     length = q.shape[2]
     tokens = torch.eye(length, dtype=q.dtype, device=q.device)[:, None]
     return core.compress(tokens, first=0, length=length)[-1][:, 0].to(q.dtype)
-
-
-@contextmanager
-def _in_float64(core: AttentionLayer) -> Iterator[None]:
-    dtypes = {tensor.dtype for tensor in core.state_dict().values() if tensor.is_floating_point()}
-    assert dtypes <= {torch.float32}, "analyses load float32, which float64 holds exactly"
-    core.double()
-    try:
-        yield
-    finally:
-        core.float()
 
 
 CELLS = 64

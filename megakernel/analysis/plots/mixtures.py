@@ -54,12 +54,9 @@ def negative_log_likelihood(captured: CapturedAttention) -> Tensor:
     q, k = inputs.turned(inputs.q[:1].double(), k)
     keys = (k if k.dim() == 5 else k[:, :, None])[0].repeat_interleave(q.shape[1] // k.shape[1], 0)
     width, count = q.shape[-1], keys.shape[1]
-    if priors is None:
-        shares = torch.full((len(keys), count), 1 / count, dtype=q.dtype, device=q.device)
-    else:
-        shares = (
-            (priors / priors.sum(-1, keepdim=True)).to(q.dtype).repeat_interleave(len(keys) // len(priors), 0)
-        )
+    priors = q.new_ones(1, count) if priors is None else priors
+    shares = (priors / priors.sum(-1, keepdim=True)).to(q.dtype)
+    shares = shares.repeat_interleave(len(keys) // len(priors), 0)
     scales = torch.tensor(getattr(core, "variances", None) or [1.0] * count, dtype=q.dtype, device=q.device)
     variances = scales * width**0.5
     every = torch.arange(inputs.length, device=q.device)

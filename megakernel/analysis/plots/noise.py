@@ -38,14 +38,12 @@ def measure_voting(subject: Subject) -> list[Row]:
 def predictions(model: LanguageModel, inputs: LayerInputs) -> Tensor:
     """(3, T) float64 for the labels that count: whether the likeliest class is right, that class, log p(label)."""
     tokens, positions, labels, _ = inputs
+    counted = labels != IGNORED
     if model.settings.model.classifier is not None:
-        logs, counted = model.log_probabilities(tokens, positions), labels != IGNORED
+        logs = model.log_probabilities(tokens, positions)[counted]
     else:
-        counted = labels != IGNORED
         logs = model.logits(model.hidden(tokens, positions))[counted].float().log_softmax(-1)
-        counted = counted[counted]
-    targets = labels[labels != IGNORED]
-    logs = logs[counted]
+    targets = labels[counted]
     likeliest = logs.argmax(-1)
     of_label = logs.gather(-1, targets[:, None])[:, 0]
     return torch.stack([(likeliest == targets).double(), likeliest.double(), of_label.double()])

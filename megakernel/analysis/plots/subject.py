@@ -1,7 +1,6 @@
 """The input of an analysis: a model, samples, and the captured inputs of its attention layers."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -58,37 +57,21 @@ def captured_attention(model: LanguageModel, row: LayerInputs) -> dict[int, Capt
         return listen
 
     hooks = [core.register_forward_hook(listener(index)) for index, core in attention_cores(model).items()]
+    modes = {module: module.training for module in model.modules()}
+    shards = {module: module.cp_shard for module in modes if isinstance(module, SelfAttention)}
     try:
-        with _evaluating(model), _whole_rows(model):
-            model.body(row)
+        model.eval()
+        for layer in shards:
+            layer.cp_shard = WHOLE
+        model.body(row)
     finally:
         for hook in hooks:
             hook.remove()
-    return captured
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
         for module, mode in modes.items():
             module.training = mode
-
-
-@contextmanager
-def _whole_rows(model: nn.Module) -> Iterator[None]:
-    layers = [module for module in model.modules() if isinstance(module, SelfAttention)]
-    shards = [layer.cp_shard for layer in layers]
-    for layer in layers:
-        layer.cp_shard = WHOLE
-    try:
-        yield
-    finally:
-        for layer, cp_shard in zip(layers, shards):
+        for layer, cp_shard in shards.items():
             layer.cp_shard = cp_shard
+    return captured
 
 
 @dataclass(frozen=True)

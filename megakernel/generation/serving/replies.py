@@ -30,10 +30,8 @@ class Reply:
     def opening(self, choices: int) -> list[dict[str, Any]]:
         """What a stream begins with: who speaks."""
         start = {"role": "assistant", "content": ""}
-        return [
-            self._chunk(choice, {"delta": start}, [], None)
-            for choice in range(choices if self._is_chat else 0)
-        ]
+        spoken = range(choices if self._is_chat else 0)
+        return [self._body(".chunk", [self._choice(choice, {"delta": start})]) for choice in spoken]
 
     def piece(self, piece: Piece) -> list[dict[str, Any]]:
         """Parts of a stream; nothing where a step has only begun a character."""
@@ -42,15 +40,15 @@ class Reply:
             part: dict[str, Any] = (
                 {"delta": {"content": piece.text}} if self._is_chat else {"text": piece.text}
             )
-            found.append(self._chunk(piece.choice, part, chosen, None))
+            found.append(self._choice(piece.choice, part, chosen))
         if piece.finish is not None:
             part = {"delta": {}} if self._is_chat else {"text": ""}
-            found.append(self._chunk(piece.choice, part, [], piece.finish))
-        return found
+            found.append(self._choice(piece.choice, part, finish=piece.finish))
+        return [self._body(".chunk", [choice]) for choice in found]
 
     def usage(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The last part of a stream that is to tell it."""
-        return {**self._same, "object": self._name(".chunk"), "choices": [], "usage": usage}
+        return self._body(".chunk", [], usage=usage)
 
     def whole(self, pieces: Sequence[Piece], choices: int, usage: dict[str, Any]) -> dict[str, Any]:
         """All texts."""
@@ -64,22 +62,14 @@ class Reply:
             part = {"message": message} if self._is_chat else {"text": text}
             chosen = [piece.chosen for piece in own if piece.chosen is not None]
             found.append(self._choice(choice, part, chosen, own[-1].finish))
-        return {**self._same, "object": self._name(""), "choices": found, "usage": usage}
+        return self._body("", found, usage=usage)
 
-    def _name(self, chunk: str) -> str:
-        return f"chat.completion{chunk}" if self._is_chat else "text_completion"
-
-    def _chunk(
-        self, choice: int, part: dict[str, Any], chosen: Sequence[Chosen], finish: Finish | None
-    ) -> dict[str, Any]:
-        return {
-            **self._same,
-            "object": self._name(".chunk"),
-            "choices": [self._choice(choice, part, chosen, finish)],
-        }
+    def _body(self, chunk: str, choices: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        name = f"chat.completion{chunk}" if self._is_chat else "text_completion"
+        return {**self._same, "object": name, "choices": choices, **more}
 
     def _choice(
-        self, choice: int, part: dict[str, Any], chosen: Sequence[Chosen], finish: Finish | None
+        self, choice: int, part: dict[str, Any], chosen: Sequence[Chosen] = (), finish: Finish | None = None
     ) -> dict[str, Any]:
         told = None
         if self._logprobs and (chosen or finish is not None):

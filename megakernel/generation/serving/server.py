@@ -21,7 +21,7 @@ from megakernel.config import RunFailed, UserError
 
 from .protocol import SESSION_NAME, Body, ChatBody, CompletionBody, Refusal, error_body
 from .replies import Reply
-from .sessions import Session
+from .sessions import Session, to_file
 from .worker import Job, Piece, Worker
 
 MOST_BYTES = 2**30
@@ -95,11 +95,13 @@ def create_app(worker: Worker, name: str, api_key: str | None = None) -> FastAPI
     @app.get(f"{_SESSION}/state", dependencies=keyed)
     async def state(session: _Name) -> Response:
         headers = {"Content-Disposition": f'attachment; filename="{session}.safetensors"'}
-        return Response(await worker.state(session), media_type="application/octet-stream", headers=headers)
+        data = await worker.call(lambda: to_file(worker.sessions.find(session), worker.fingerprint))
+        return Response(data, media_type="application/octet-stream", headers=headers)
 
     @app.put(f"{_SESSION}/state", dependencies=keyed)
     async def restore(session: _Name, request: Request) -> dict[str, Any]:
-        return _told(session, await worker.restore(session, await request.body()))
+        data = await request.body()
+        return _told(session, await worker.call(lambda: worker.restore(session, data)))
 
     @app.delete(_SESSION, dependencies=keyed)
     async def forget(session: _Name) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class Session:
     @property
     def size(self) -> int:
         """Bytes of its state."""
-        return sum(x.numel() * x.element_size() for _, x in states.named(self.behind.decoder.states))
+        return sum(x.nbytes for _, x in states.named(self.behind.decoder.states))
 
 
 class Sessions:
@@ -183,12 +183,11 @@ def _restored(
 ) -> Session:
     fresh = engine.new_decoder()
     fresh.read([[engine.tokenizer.eod]])
+    on_device = {}
     for name, like in states.named(fresh.states):
         _check_like(tensors[name], like)
+        on_device[name] = tensors[name].to(like.device)
     decoder = engine.new_decoder()
-    on_device = {
-        name: x.to(like.device) for name, like in states.named(fresh.states) for x in [tensors[name]]
-    }
     decoder.states = states.filled(fresh.states, on_device)
     context, unread = _ids(told["context"], engine), _ids(told["unread"], engine)
     seen = frozenset(_ids(tensors["seen"].tolist(), engine))

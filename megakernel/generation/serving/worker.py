@@ -15,7 +15,7 @@ from data_pipeline.chat import ChatTemplate, Message
 from megakernel.checkpoint.opened import OpenedModel
 from megakernel.config import RunFailed
 
-from ..engine import Chosen, Engine, Finish, Request, Step, Text, check_positions, most_tokens
+from ..engine import Behind, Chosen, Engine, Finish, Request, Step, Text, check_positions, most_tokens
 from ..run import check_text, prompt_tokens
 from . import sessions
 from .protocol import Body, ChatBody, CompletionBody, Refusal
@@ -31,7 +31,7 @@ class Prompt(NamedTuple):
     """What is to be read for a request."""
 
     tokens: list[int]
-    behind: sessions.Session | None = None
+    behind: Behind | None = None
     messages: list[Message] | None = None
     """The whole conversation."""
 
@@ -77,7 +77,7 @@ class Job:
     @property
     def usage(self) -> dict[str, object]:
         """As OpenAI counts: what a session has read before is of the prompt, and cached."""
-        cached = self.prompt.behind.behind.tokens if self.prompt.behind else 0
+        cached = self.prompt.behind.tokens if self.prompt.behind else 0
         per_prompt = self.texts[:: self.body.n or 1]
         prompt = cached + sum(len(text.request.tokens) for text in per_prompt)
         new = sum(len(text.new_tokens) for text in self.texts)
@@ -144,19 +144,11 @@ class Worker:
         """Forget a request, wherever its texts stand; nothing where they have ended."""
         self._inbox.put(lambda: self._remove(job))
 
-    async def state(self, name: str) -> bytes:
-        """A session as a file."""
-        return await self.call(lambda: sessions.to_file(self.sessions.find(name), self.fingerprint))
-
-    async def restore(self, name: str, data: bytes) -> sessions.Session:
-        """The session of a file, kept under a name."""
-
-        def restored() -> sessions.Session:
-            session = sessions.from_file(data, self._engine, self.opened, self.fingerprint)
-            self.sessions.keep(name, session)
-            return session
-
-        return await self.call(restored)
+    def restore(self, name: str, data: bytes) -> sessions.Session:
+        """The session of a file, kept under a name. For `call`: it reads a token with the model."""
+        session = sessions.from_file(data, self._engine, self.opened, self.fingerprint)
+        self.sessions.keep(name, session)
+        return session
 
     def _new_engine(self) -> Engine:
         isolate = self.opened.config.data.isolate_documents
@@ -241,9 +233,10 @@ class Worker:
         prompts = body.prompts
         if before is not None and before.messages is not None:
             raise Refusal("the session is a conversation; go on with /v1/chat/completions", param="session")
-        return [Prompt(self._tokens(prompt, before), before) for prompt in prompts]
+        behind = None if before is None else before.behind
+        return [Prompt(self._tokens(prompt, behind), behind) for prompt in prompts]
 
-    def _tokens(self, prompt: str | list[int], before: sessions.Session | None) -> list[int]:
+    def _tokens(self, prompt: str | list[int], before: Behind | None) -> list[int]:
         if isinstance(prompt, str) and before is None:
             return prompt_tokens(self.opened, prompt)
         if isinstance(prompt, str):
@@ -251,7 +244,7 @@ class Worker:
             prompt = self.tokenizer.encode(prompt)
         elif not all(0 <= token < self.tokenizer.vocab_size for token in prompt):
             raise Refusal(f"prompt: tokens are from 0 to {self.tokenizer.vocab_size - 1}", param="prompt")
-        if not prompt and not (before and before.behind.unread):
+        if not prompt and not (before and before.unread):
             raise Refusal("prompt is empty, and there is nothing to go on from; give a text", param="prompt")
         return prompt
 
@@ -273,7 +266,7 @@ class Worker:
             following is None
         ):  # the template writes an earlier answer in another way, such as without its thoughts
             return Prompt(prompt_tokens(self.opened, whole), messages=whole)
-        return Prompt(following, before, whole)
+        return Prompt(following, before.behind, whole)
 
     def _requests(self, body: Body, prompts: Sequence[Prompt]) -> list[Request]:
         samples = body.n or 1
@@ -294,8 +287,7 @@ class Worker:
         seed = secrets.randbits(63) if body.seed is None else body.seed
         requests = []
         for prompt in prompts:
-            behind = None if prompt.behind is None else prompt.behind.behind
-            read = len(prompt.tokens) + (behind.tokens if behind else 0)
+            read = len(prompt.tokens) + (prompt.behind.tokens if prompt.behind else 0)
             room = most_tokens(self.opened.config)
             if body.limit is None and room is not None:
                 new = max(1, min(new, room - read))
@@ -310,7 +302,7 @@ class Worker:
                     body.stops,
                     self._ends,
                     body.likeliest,
-                    behind,
+                    prompt.behind,
                     keeps_state=body.session is not None,
                 )
                 for sample in range(samples)

@@ -1,6 +1,7 @@
 """The table of short trainings trains every preset, and is not written where one did not train."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -79,14 +80,15 @@ def done(tmp_path, monkeypatch):
     """Writes what `megakernel pretrain` would leave of a run; nothing is trained."""
     monkeypatch.chdir(tmp_path)
 
-    def no_process(*command, **options):
+    def no_process(*command):
         raise AssertionError("a run that is done is not repeated")
 
-    monkeypatch.setattr(trained.subprocess, "run", no_process)
+    monkeypatch.setattr(trained, "megakernel", no_process)
+    monkeypatch.setattr(trained, "find_checkpoint", lambda folder: SimpleNamespace(step=STEPS))
 
     def write(run, losses):
         config = load(CONFIG, run.overrides)
-        config.run.folder.mkdir(parents=True)
+        (config.run.folder / "checkpoints").mkdir(parents=True)
         (config.run.folder / "config.yaml").write_text(to_yaml(config))
         step = {"train/grad_norm": 1.0, "train/skipped_steps": 0.0, "throughput/step_time": 0.1}
         lines = [{"step": 0, "eval/loss": losses[0]}]

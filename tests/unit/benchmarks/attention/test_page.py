@@ -7,19 +7,20 @@ import torch
 
 from benchmarks.attention.cases import Case
 from benchmarks.attention.check import Comparison
+from benchmarks.attention.clock import Peak, Times
 from benchmarks.attention.machine import Machine
-from benchmarks.attention.measuring import Peak, Row, Survey, Times
+from benchmarks.attention.measuring import Row, Survey
 from benchmarks.attention.page import measured_page, number
 from benchmarks.attention.suites import SUITES
-from benchmarks.attention.targets import DEFAULT, Timed
+from benchmarks.attention.targets import DEFAULT
 
 CPU = torch.device("cpu")
 RIGHT = Comparison(3e-7, "output", 1e-5)
 
 
-def row(name, seconds, mebibytes):
+def row(name, seconds, mebibytes, share=0.25):
     peak = Peak(mebibytes * 2**19, mebibytes * 2**20)
-    return Row(name, RIGHT, Times(seconds / 2, seconds, peak, forward_share=0.5, both_share=0.25))
+    return Row(name, RIGHT, Times(seconds / 2, seconds, peak, forward_share=0.5, both_share=share))
 
 
 def page(*results):
@@ -69,12 +70,12 @@ def test_who_was_not_timed_is_named_with_the_reason():
 def test_targets_show_their_worst_case_and_whether_it_keeps_the_bound():
     short, rows, long = Case(1, 2**14, 16, 128), Case(4, 2**12, 16, 128), Case(1, 2**20, 16, 128)
     figures = {
-        ("kernel elu", short): Timed(1.0, 0.6),
-        ("fla chunk", short): Timed(2.5, 0.6),
-        ("kernel elu", rows): Timed(1.0, 0.6),
-        ("fla chunk", rows): Timed(1.9, 0.6),
-        ("kernel elu", long): Timed(69.0, 34.0, peak=2.0),
-        ("fla chunk", long): Timed(210.0, 34.0, peak=9.0),
+        ("kernel elu", short): row("", 1.0, 2, share=0.6).times,
+        ("fla chunk", short): row("", 2.5, 2).times,
+        ("kernel elu", rows): row("", 1.0, 2, share=0.6).times,
+        ("fla chunk", rows): row("", 1.9, 2).times,
+        ("kernel elu", long): row("", 69.0, 2, share=0.49).times,
+        ("fla chunk", long): row("", 210.0, 9).times,
     }
     said = [target.cells(figures, (short, rows, long)) for target in DEFAULT]
     assert [cells[1:] for cells in said if cells[2] != "—"] == [
