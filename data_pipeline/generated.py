@@ -4,7 +4,7 @@ import random
 from abc import abstractmethod
 from collections.abc import Iterator
 from itertools import chain
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 from pydantic import Field
 
@@ -46,15 +46,12 @@ class Generated(Source):
 
     def __init__(self, task: GeneratedTask, seed: int, workers: int):
         """workers: processes that make them; what they make does not depend on their number."""
-        super().__init__(task.train + task.validation + task.test)
+        description = {"kind": task.NAME, **task.model_dump(mode="json"), "seed": seed}
+        super().__init__(description, task.train + task.validation + task.test)
         self.classes = task.CLASSES
         self._task = task
         self._seed = seed
         self._workers = workers
-
-    def describe(self) -> dict[str, Any]:
-        """Name, options and seed."""
-        return {"kind": self._task.NAME, **self._task.model_dump(mode="json"), "seed": self._seed}
 
     def _read(self) -> Iterator[Document]:
         if self._workers == 1:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from fnmatch import fnmatch
+from functools import partial
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -27,7 +28,7 @@ from rich.progress import (
 from data_pipeline import tokenizers
 from data_pipeline.chat import ChatTemplate
 from data_pipeline.document import TEXT, Columns, Document
-from data_pipeline.encoding import batched, encode, in_processes, start_encoder
+from data_pipeline.encoding import batched, encode, in_processes
 from data_pipeline.labels import write_labels
 from data_pipeline.manifest import FILE as MANIFEST
 from data_pipeline.manifest import FileRecord, LabelsRecord, Manifest, SplitRecord, TokenizerRecord
@@ -178,7 +179,7 @@ def prepare(
         source.encoded_by(tokenizer)
         splits, labels = _write_splits(source, request, tokenizer, workers, folder, console)
         manifest = Manifest(
-            source=source.describe(),
+            source=source.description,
             arguments=request.arguments(),
             tokenizer=TokenizerRecord(
                 kind=tokenizer.kind,
@@ -223,7 +224,7 @@ def _write_splits(
         task = progress.add_task("documents", total=min(limits, default=None), tokens=0)
         batches = batched(_documents(source, request))
         how = folder / "tokenizer", dtype.__name__, request.seed, request.validation_fraction
-        for splits in in_processes(encode, batches, workers, start_encoder, how):
+        for splits in in_processes(partial(encode, how), batches, workers):
             for split, encoded in splits.items():
                 writer = writers.setdefault(split, TokenWriter(folder / split, dtype))
                 writer.add(encoded)
