@@ -120,9 +120,7 @@ def carry_out(request: "Request", args: argparse.Namespace) -> int:
     else:
         _tell(jobs, runs)
     if args.wait or args.follow or request.cluster.executor == "debug":
-        from launch.slurm.submission import wait
-
-        return wait(request, jobs, follow=args.follow)
+        return submission.wait(request, jobs, follow=args.follow)
     return 0
 
 
