@@ -14,7 +14,6 @@ from data_pipeline.corpus import PreparedCorpus
 from data_pipeline.document import Label
 from data_pipeline.labels import read_labels
 from data_pipeline.order import Share
-from data_pipeline.packing import Packing
 from data_pipeline.token_files import TokenFile
 from megakernel.config.errors import UserError
 from megakernel.config.model import Classifier
@@ -64,20 +63,14 @@ class LabelledDocuments:
     ):
         """documents: per example. first: ids put before every document."""
         parts = [CorpusExamples(corpus, split, documents, seed) for corpus in corpora]
-        self._examples = Blend(parts, [corpus.weight for corpus in corpora])
+        self.samples = Blend(parts, [corpus.weight for corpus in corpora])
         self._seq_len = seq_len
         self._first = np.array(first, dtype=np.int64)
-        self.one_pass = self._examples.one_pass
-        self.build = self._examples.build
-
-    def packing(self) -> list[Packing]:
-        """None: every document has sequences of its own."""
-        return []
 
     def batch(self, indices: Sequence[int], share: Share) -> Batch:
         """See `Objective`: tokens, positions (examples x documents, seq_len); labels (examples,) int64 or float32."""
         assert share.cp_size == 1, "config.checks keeps labelled documents whole"
-        examples = [self._examples[index] for index in indices]
+        examples = [self.samples[index] for index in indices]
         sequences = [self._sequence(document) for documents, _ in examples for document in documents]
         tokens, positions = map(torch.stack, zip(*sequences))
         labels = torch.tensor([label for _, label in examples])
