@@ -5,6 +5,8 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
+from data_pipeline.packing import Packing
+
 BLEND_PERIOD = 2**16
 """Samples after which the pattern of the blend repeats, each corpus in it at least once."""
 
@@ -57,6 +59,10 @@ class Blend(Generic[Sample]):
         needed = periods * self._counts + np.bincount(self._which[:rest], minlength=len(self._parts))
         for part, count in zip(self._parts, needed):
             part.build(int(count))
+
+    def packing(self) -> list[Packing]:
+        """How each corpus's documents lie in sequences, where sequences are packed; something is built."""
+        return []
 
     def __getitem__(self, index: int) -> Sample:
         """Sample `index` of the stream."""

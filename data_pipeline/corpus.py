@@ -69,26 +69,15 @@ class Corpora:
         _check_one_template([*self.train, *self.validation])
         self._add_bos = data.add_bos
         self._all_count = data.scored == "all"
-
-    @property
-    def vocab_size(self) -> int:
+        of_all = self.train[0].manifest.tokenizer
+        self.vocab_size = of_all.vocab_size
         """Ids of the tokenizer, end-of-document included."""
-        return self.train[0].manifest.tokenizer.vocab_size
-
-    @property
-    def eod(self) -> int:
+        self.eod = of_all.eod
         """The token that ends documents."""
-        return self.train[0].manifest.tokenizer.eod
-
-    @property
-    def bos(self) -> int | None:
+        self.bos = of_all.bos
         """The token that every document begins with; None where there is none."""
-        return self.train[0].manifest.tokenizer.bos
-
-    @property
-    def tokenizer_hash(self) -> str:
+        self.tokenizer_hash = of_all.hash
         """Equal for runs and corpora of the same tokenizer."""
-        return self.train[0].manifest.tokenizer.hash
 
     @property
     def tokenizer_folder(self) -> Path:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache, cached_property
 from hashlib import blake2b
 from multiprocessing import get_context
 from pathlib import Path
@@ -22,23 +23,15 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def in_processes(
-    work: Callable[[Item], Result],
-    items: Iterable[Item],
-    workers: int,
-    start: Callable[..., None] | None = None,
-    arguments: tuple[Any, ...] = (),
-) -> Iterator[Result]:
-    """`work(item)` of every item, in order, with a few items per worker under way at a time.
-
-    start: called with `arguments` in each process before its first item.
-    """
+def in_processes(work: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
+    """`work(item)` of every item, in order, with a few items per worker under way at a time."""
     pool = ProcessPoolExecutor(
         workers,
         # A forked child could inherit a lock that a reader thread of pyarrow or tokenizers holds.
         mp_context=get_context("spawn"),
-        initializer=_begin,
-        initargs=(start, arguments),
+        # Ctrl-C reaches the whole process group; the parent ends the pool.
+        initializer=signal.signal,
+        initargs=(signal.SIGINT, signal.SIG_IGN),
     )
     pending: deque[Future[Result]] = deque()
     try:
@@ -50,13 +43,6 @@ def in_processes(
             yield pending.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _begin(start: Callable[..., None] | None, arguments: tuple[Any, ...]) -> None:
-    # Ctrl-C reaches the whole process group; the parent ends the pool.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if start is not None:
-        start(*arguments)
 
 
 class AnsweredTokens(NamedTuple):
@@ -137,7 +123,6 @@ class Encoder:
         self._dtype = np.dtype(dtype)
         self._seed = seed
         self._validation_fraction = validation_fraction
-        self._chat: ChatTemplate | None = None
 
     def encode(self, documents: list[Document]) -> dict[str, Encoded]:
         """The documents' tokens by split, in order."""
@@ -167,11 +152,9 @@ class Encoder:
             split.bytes += len(content)
         return splits
 
-    @property
+    @cached_property
     def _template(self) -> ChatTemplate:
-        if self._chat is None:
-            self._chat = ChatTemplate(self._tokenizer)
-        return self._chat
+        return ChatTemplate(self._tokenizer)
 
 
 def batched(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -188,17 +171,14 @@ def batched(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-_encoder: Encoder
-
-
-def start_encoder(tokenizer: Path, dtype: str, seed: int, validation_fraction: float) -> None:
-    """Make this process's encoder. tokenizer: folder that it loads its own from; the rest as of `Encoder`."""
-    global _encoder
+@cache
+def encoder_of(tokenizer: Path, *options: Any) -> Encoder:
+    """This process's encoder. tokenizer: folder that it loads its own from; options: the rest, as of `Encoder`."""
     # The processes are the parallelism; threads of the tokenizer's own in each would fight over the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _encoder = Encoder(tokenizers.load(tokenizer), dtype, seed, validation_fraction)
+    return Encoder(tokenizers.load(tokenizer), *options)
 
 
-def encode(documents: list[Document]) -> dict[str, Encoded]:
-    """`Encoder.encode` in a process that `start_encoder` has begun."""
-    return _encoder.encode(documents)
+def encode(how: tuple[Any, ...], documents: list[Document]) -> dict[str, Encoded]:
+    """`Encoder.encode` in a process of its own. how: as of `encoder_of`."""
+    return encoder_of(*how).encode(documents)

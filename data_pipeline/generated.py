@@ -3,8 +3,9 @@
 import random
 from abc import abstractmethod
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -46,39 +47,28 @@ class Generated(Source):
 
     def __init__(self, task: GeneratedTask, seed: int, workers: int):
         """workers: processes that make them; what they make does not depend on their number."""
-        super().__init__(task.train + task.validation + task.test)
+        description = {"kind": task.NAME, **task.model_dump(mode="json"), "seed": seed}
+        super().__init__(description, task.train + task.validation + task.test)
         self.classes = task.CLASSES
         self._task = task
         self._seed = seed
         self._workers = workers
 
-    def describe(self) -> dict[str, Any]:
-        """Name, options and seed."""
-        return {"kind": self._task.NAME, **self._task.model_dump(mode="json"), "seed": self._seed}
-
     def _read(self) -> Iterator[Document]:
+        work = partial(made, self._task, self._seed)
         if self._workers == 1:
-            return chain.from_iterable(map(made, self._ranges()))
-        return chain.from_iterable(in_processes(made, self._ranges(), self._workers))
+            return chain.from_iterable(map(work, self._ranges()))
+        return chain.from_iterable(in_processes(work, self._ranges(), self._workers))
 
-    def _ranges(self) -> Iterator["ExampleRange"]:
+    def _ranges(self) -> Iterator[tuple[str, range]]:
         for split in ("train", "validation", "test"):
             count = getattr(self._task, split)
             for first in range(0, count, _CHUNK):
-                yield ExampleRange(self._task, self._seed, split, range(first, min(first + _CHUNK, count)))
+                yield split, range(first, min(first + _CHUNK, count))
 
 
-class ExampleRange(NamedTuple):
-    """Consecutive examples of a split."""
-
-    task: GeneratedTask
-    seed: int
-    split: str
-    indices: range
-
-
-def made(examples: ExampleRange) -> list[Document]:
-    """The examples of a range."""
-    task, seed, split, indices = examples
+def made(task: GeneratedTask, seed: int, part: tuple[str, range]) -> list[Document]:
+    """The examples of a part of a split, which is its name and the indices of the examples."""
+    split, indices = part
     draws = ((random.Random(f"{task.NAME}/{seed}/{split}/{index}"), index) for index in indices)
     return [task.example(draw, index)._replace(split=split) for draw, index in draws]

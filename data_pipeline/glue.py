@@ -69,23 +69,17 @@ class Glue(Published):
 
     def __init__(self, task: str, where: str):
         """task: of TASKS; where: folder, or hf:NAME[:CONFIG]. Raises UserError where a file is missing."""
-        self._form = TASKS[task]
-        files = [f"{name}.tsv" for name in self._form.splits]
-        super().__init__(f"glue:{task}", where, files, "the task's folder of GLUE")
+        self._form = form = TASKS[task]
+        files = {f"{name}.tsv": split for name, split in form.splits.items()}
+        hub = {form.hub_splits.get(split, split): split for split in form.splits.values()}
+        super().__init__(f"glue:{task}", where, "the task's folder of GLUE", files, hub)
 
-    def _read_files(self, folder: Path) -> Iterator[Document]:
-        for name, split in self._form.splits.items():
-            for row in self._rows(folder / f"{name}.tsv"):
-                yield row._replace(split=split, joined=True)
+    def _read_hub(self, split: str) -> Iterator[Document]:
+        columns = Columns(self._form.hub_texts, "label", self._form.numbers)
+        for row in hub_documents(self._where, split, columns):
+            yield row._replace(joined=True)
 
-    def _read_hub(self) -> Iterator[Document]:
-        form = self._form
-        columns = Columns(form.hub_texts, "label", form.numbers)
-        for split in form.splits.values():
-            for row in hub_documents(self._where, form.hub_splits.get(split, split), columns):
-                yield row._replace(split=split, joined=True)
-
-    def _rows(self, file: Path) -> Iterator[Document]:
+    def _read_file(self, file: Path) -> Iterator[Document]:
         form = self._form
         names = form.names or tsv_names(file)
         if missing := [name for name in (*form.texts, form.label) if name not in names]:
@@ -96,7 +90,7 @@ class Glue(Published):
             if row is None or (label := self._label(row[form.label])) is None:
                 self.skipped["no labelled sentences"] += 1
             else:
-                yield Document(tuple(row[name] for name in form.texts), label)
+                yield Document(tuple(row[name] for name in form.texts), label, joined=True)
 
     def _label(self, text: str) -> Label | float | None:
         """A class, a number, or None for neither. MNLI writes - where its annotators did not agree."""

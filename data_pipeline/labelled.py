@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -14,20 +14,12 @@ from data_pipeline.corpus import PreparedCorpus
 from data_pipeline.document import Label
 from data_pipeline.labels import read_labels
 from data_pipeline.order import Share
-from data_pipeline.packing import Packing
 from data_pipeline.token_files import TokenFile
 from megakernel.config.errors import UserError
 from megakernel.config.model import Classifier
 
-
-class Example(NamedTuple):
-    """What is classified."""
-
-    documents: list[np.ndarray]
-    """Tokens of one or two documents, each with its end."""
-
-    label: int | float
-    """Number of the class, or the number to predict."""
+Example: TypeAlias = tuple[list[np.ndarray], int | float]
+"""Tokens of one or two documents, each with its end; the number of the class, or the number to predict."""
 
 
 class CorpusExamples:
@@ -51,7 +43,7 @@ class CorpusExamples:
         at = int(self._order(epoch)[place])
         first = at * self._documents
         documents = [self._tokens[at] for at in range(first, first + self._documents)]
-        return Example(documents, self._labels[at].item())
+        return documents, self._labels[at].item()
 
     def _shuffled(self, epoch: int) -> np.ndarray:
         return np.random.default_rng((self._seed, epoch)).permutation(self.per_epoch)
@@ -71,23 +63,17 @@ class LabelledDocuments:
     ):
         """documents: per example. first: ids put before every document."""
         parts = [CorpusExamples(corpus, split, documents, seed) for corpus in corpora]
-        self._examples = Blend(parts, [corpus.weight for corpus in corpora])
+        self.samples = Blend(parts, [corpus.weight for corpus in corpora])
         self._seq_len = seq_len
         self._first = np.array(first, dtype=np.int64)
-        self.one_pass = self._examples.one_pass
-        self.build = self._examples.build
-
-    def packing(self) -> list[Packing]:
-        """None: every document has sequences of its own."""
-        return []
 
     def batch(self, indices: Sequence[int], share: Share) -> Batch:
         """See `Objective`: tokens, positions (examples x documents, seq_len); labels (examples,) int64 or float32."""
         assert share.cp_size == 1, "config.checks keeps labelled documents whole"
-        examples = [self._examples[index] for index in indices]
-        sequences = [self._sequence(document) for example in examples for document in example.documents]
+        examples = [self.samples[index] for index in indices]
+        sequences = [self._sequence(document) for documents, _ in examples for document in documents]
         tokens, positions = map(torch.stack, zip(*sequences))
-        labels = torch.tensor([example.label for example in examples])
+        labels = torch.tensor([label for _, label in examples])
         return Batch(tokens, labels, torch.ones_like(labels, dtype=torch.bool), positions)
 
     def _sequence(self, document: np.ndarray) -> tuple[Tensor, Tensor]:

@@ -73,14 +73,14 @@ class TrainingBatches:
         ]
         if builds_index:
             for batches in self._phases:
-                batches.objective.build(batches.order.stream_length(self._training.steps))
+                batches.objective.samples.build(batches.order.stream_length(self._training.steps))
         barrier()
 
     def packing(self, step: int = 0) -> list[Packing]:
         """How the corpora's documents lie in sequences of each length that `step` or a later one reads."""
         ahead = [batches for batches in self._phases if batches.phase.end_step > step]
         by_length = {batches.phase.training.seq_len: batches.objective for batches in ahead}
-        return [one for objective in by_length.values() for one in objective.packing()]
+        return [one for objective in by_length.values() for one in objective.samples.packing()]
 
     def from_step(self, step: int) -> Iterator[list[Batch]]:
         """The micro-batches of `step`, of the next step, ... to the last of training, read ahead within a phase."""
@@ -125,10 +125,10 @@ class ValidationBatches:
         """Open the sample index of the validation corpora's split; arguments and errors as for `TrainingBatches`."""
         key = "training.seq_len" if config.training.eval_seq_len is None else "training.eval_seq_len"
         objective = open_objective(config, corpora, split, config.training.evaluation_len, key)
-        self.samples = min(config.training.eval_samples, objective.one_pass)
+        self.samples = min(config.training.eval_samples, objective.samples.one_pass)
         """Samples of the set: training.eval_samples, or one pass over the corpora where they hold fewer."""
         if builds_index:
-            objective.build(self.samples)
+            objective.samples.build(self.samples)
         barrier()
         self._read = _Samples(objective, share)
         self._passes = samples_by_pass(self.samples, config.training.micro_batch_size, share)

@@ -10,7 +10,6 @@ from torch import Tensor
 from data_pipeline.batch import Batch
 from data_pipeline.order import Share
 from data_pipeline.packed_text import PackedText, positions_of
-from data_pipeline.samples import BlendedSamples
 from megakernel.config.data import Masking
 
 
@@ -60,6 +59,7 @@ def hide(
     return torch.where(masked, vocabulary.mask, torch.where(swapped, others, tokens)), hidden
 
 
+@dataclass(frozen=True)
 class MaskedTokens(PackedText):
     """The objective of a masked language model.
 
@@ -67,29 +67,20 @@ class MaskedTokens(PackedText):
     epoch has other tokens hidden, and neither a restart nor a layout changes any.
     """
 
-    def __init__(
-        self,
-        samples: BlendedSamples,
-        masking: Masking,
-        vocabulary: Vocabulary,
-        seed: int,
-        isolate_documents: bool,
-    ):
-        super().__init__(samples, isolate_documents)
-        self._masking = masking
-        self._vocabulary = vocabulary
-        self._seed = seed
+    masking: Masking
+    vocabulary: Vocabulary
+    seed: int
 
     def batch(self, indices: Sequence[int], share: Share) -> Batch:
         """See `Objective`."""
-        seq_len = self._samples.seq_len
+        seq_len = self.samples.seq_len
         start, end = share.shard_of(seq_len)
-        shards = [self._samples.read(index, start, end) for index in indices]
+        shards = [self.samples.read(index, start, end) for index in indices]
         masked = [
-            hide(cp_shard.tokens, self._masking, self._vocabulary, (self._seed, index), start, seq_len)
+            hide(cp_shard.tokens, self.masking, self.vocabulary, (self.seed, index), start, seq_len)
             for cp_shard, index in zip(shards, indices)
         ]
         labels = torch.stack([cp_shard.tokens for cp_shard in shards])
         tokens, hidden = map(torch.stack, zip(*masked))
         places = torch.stack([cp_shard.places for cp_shard in shards])
-        return Batch(tokens, labels, hidden, positions_of(places, self._isolate_documents, start))
+        return Batch(tokens, labels, hidden, positions_of(places, self.isolate_documents, start))

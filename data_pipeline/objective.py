@@ -1,15 +1,15 @@
 """What a model of each kind learns from."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from data_pipeline.batch import Batch
+from data_pipeline.blend import Blend
 from data_pipeline.corpus import Corpora, PreparedCorpus
 from data_pipeline.labelled import LabelledDocuments, check_labels
 from data_pipeline.masking import MaskedTokens, Vocabulary
 from data_pipeline.order import Share
 from data_pipeline.packed_text import NextTokens
-from data_pipeline.packing import Packing
 from data_pipeline.samples import BlendedSamples
 from megakernel.config.data import Masking
 from megakernel.config.errors import UserError
@@ -17,16 +17,11 @@ from megakernel.config.tree import Config
 
 
 class Objective(Protocol):
-    """An endless stream of samples, and what is to be predicted of each."""
+    """What is to be predicted of each sample of a stream."""
 
-    one_pass: int
-    """Samples after which, at the latest, every corpus begins to repeat."""
-
-    def build(self, samples: int) -> None:
-        """Make what reading the first `samples` samples needs and is not there yet."""
-
-    def packing(self) -> list[Packing]:
-        """How each corpus's documents lie in sequences, where sequences are packed; something is built."""
+    @property
+    def samples(self) -> Blend[Any]:
+        """The stream."""
 
     def batch(self, indices: Sequence[int], share: Share) -> Batch:
         """The share's shard of these samples of the stream."""
@@ -60,7 +55,7 @@ def open_objective(config: Config, corpora: Corpora, split: str, seq_len: int, s
     if model.kind == "masked_lm":
         check_texts(parts, key)
         masking = data.masking or Masking()
-        return MaskedTokens(samples, masking, vocabulary, seed, data.isolate_documents)
+        return MaskedTokens(samples, data.isolate_documents, masking, vocabulary, seed)
     return NextTokens(samples, data.isolate_documents)
 
 

@@ -1,7 +1,7 @@
 """Sequences cut from packed documents, and the next token of each of their tokens."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,15 +30,12 @@ def next_tokens(sequences: Tensor, places: Tensor, isolate_documents: bool, star
     return Batch(tokens, labels, loss_mask, positions_of(places[:, :-1], isolate_documents, start))
 
 
+@dataclass(frozen=True)
 class PackedText:
     """What the objectives of packed documents have in common."""
 
-    def __init__(self, samples: BlendedSamples, isolate_documents: bool):
-        self._samples = samples
-        self._isolate_documents = isolate_documents
-        self.one_pass = samples.one_pass
-        self.build = samples.build
-        self.packing = samples.packing
+    samples: BlendedSamples
+    isolate_documents: bool
 
 
 class NextTokens(PackedText):
@@ -46,11 +43,11 @@ class NextTokens(PackedText):
 
     def batch(self, indices: Sequence[int], share: Share) -> Batch:
         """See `Objective`."""
-        start, end = share.shard_of(self._samples.seq_len)
-        shards = [self._samples.read(index, start, end + 1) for index in indices]
+        start, end = share.shard_of(self.samples.seq_len)
+        shards = [self.samples.read(index, start, end + 1) for index in indices]
         sequences = torch.stack([cp_shard.tokens for cp_shard in shards])
         places = torch.stack([cp_shard.places for cp_shard in shards])
-        batch = next_tokens(sequences, places, self._isolate_documents, start)
+        batch = next_tokens(sequences, places, self.isolate_documents, start)
         if all(cp_shard.scored is None for cp_shard in shards):
             return batch
         scored = torch.stack([_scored_labels(cp_shard) for cp_shard in shards])

@@ -6,14 +6,15 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from fnmatch import fnmatch
+from functools import partial
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -27,7 +28,7 @@ from rich.progress import (
 from data_pipeline import tokenizers
 from data_pipeline.chat import ChatTemplate
 from data_pipeline.document import TEXT, Columns, Document
-from data_pipeline.encoding import batched, encode, in_processes, start_encoder
+from data_pipeline.encoding import batched, encode, in_processes
 from data_pipeline.labels import write_labels
 from data_pipeline.manifest import FILE as MANIFEST
 from data_pipeline.manifest import FileRecord, LabelsRecord, Manifest, SplitRecord, TokenizerRecord
@@ -47,45 +48,54 @@ from data_pipeline.tokenizers import Tokenizer
 from megakernel.config.errors import UserError, first_line, written_to
 
 
-@dataclass(frozen=True)
-class PrepareRequest:
-    """What determines a prepared folder's content."""
+class PrepareRequest(BaseModel):
+    """What determines a prepared folder's content; a field's docstring is the help of its option."""
+
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     source: list[str]
-    """As `open_source` takes it."""
+    """Directories and files (.jsonl, .ndjson, .parquet and, with --labels, .tsv hold a document per row, any other
+    UTF-8 file is one document), hf:NAME[:CONFIG] for a dataset of the hub, stdlib (this Python's library; with --labels
+    package, functions of eight of its packages), task:NAME[:key=value,...], examples that are made here
+    (docs/evaluation.md), or a labelled task (docs/benchmarks.md): lra:listops, lra:pathfinder, sparsity are made
+    (options: lra:listops:train=1000,max_length=200); lra:listops, lra:text, lra:retrieval, lra:image and glue:TASK are
+    read from their published files (lra:listops:FOLDER) or the hub (glue:cola:hf:NAME:CONFIG)."""
 
     tokenizer: str
-    """As `tokenizers.make` takes it."""
+    """Byte, bpe:SIZE (trained on the first 100 million characters), words (between spaces), pixels (images), or a
+    Hugging Face directory or hub name."""
 
     validation_fraction: float = 0.02
-    """Share of the documents, drawn by a hash of their content; of no effect where the source has splits."""
+    """Share of the documents held out for validation."""
 
     seed: int = 0
-    """Salt of that hash, and what a task that is made depends on."""
+    """Which documents are held out, or made."""
 
     text_key: str = "text"
-    """Column of tables that holds the text."""
+    """Column that holds the text of a row."""
 
     labels: str | None = None
-    """Column of tables that holds the class of a row; None: documents without labels."""
+    """Column that holds the class of a row, for a classifier."""
 
     second_text_key: str | None = None
-    """Column with the text that the first one is compared with, in labelled examples of two documents."""
+    """Column with the document that the first is compared with (labelled rows only)."""
 
     split: str = "train"
-    """Split of a hub dataset that is read."""
+    """Split of a hub dataset to read."""
 
     include: tuple[str, ...] = ()
-    """Name patterns for files inside directories."""
+    """Names of files to read inside directories ('*.py')."""
 
     max_documents: int | None = None
-    """Read no more than these first documents."""
+    """Read only the first documents."""
 
     add_bos: bool | None = None
-    """Whether documents begin with the tokenizer's BOS; None: as its own rule says."""
+    """Begin every document with the tokenizer's beginning-of-sequence token, or with none (default: as the tokenizer
+    itself begins a text)."""
 
     chat: bool = False
-    """Documents are conversations, which begin as the tokenizer's chat template begins them."""
+    """Rows are conversations, lists of {role, content}: the tokenizer's chat template renders them, and only what the
+    assistant wrote counts in the loss."""
 
     chat_template: Path | None = None
     """File of a template in place of the tokenizer's own."""
@@ -101,7 +111,12 @@ class PrepareRequest:
         named = self.source == ["stdlib"] or self.source[0].partition(":")[0] in (HUB, "task", *BENCHMARKS)
         source = self.source if named else [str(Path(path).resolve()) for path in self.source]
         template = None if self.chat_template is None else digest(self.read_template() or "")
-        return {**asdict(self), "source": source, "include": list(self.include), "chat_template": template}
+        return {
+            **self.model_dump(),
+            "source": source,
+            "include": list(self.include),
+            "chat_template": template,
+        }
 
     def read_template(self) -> str | None:
         """The text of `chat_template`. Raises UserError where it is no text."""
@@ -130,7 +145,7 @@ class PrepareRequest:
             raise UserError("--add-bos: the chat template says how conversations begin; leave it out")
 
 
-_DEFAULTS = {field.name: field.default for field in fields(PrepareRequest)}
+_DEFAULTS = {name: field.default for name, field in PrepareRequest.model_fields.items()}
 """Of options that manifests of earlier versions do not name."""
 
 
@@ -178,7 +193,7 @@ def prepare(
         source.encoded_by(tokenizer)
         splits, labels = _write_splits(source, request, tokenizer, workers, folder, console)
         manifest = Manifest(
-            source=source.describe(),
+            source=source.description,
             arguments=request.arguments(),
             tokenizer=TokenizerRecord(
                 kind=tokenizer.kind,
@@ -223,7 +238,7 @@ def _write_splits(
         task = progress.add_task("documents", total=min(limits, default=None), tokens=0)
         batches = batched(_documents(source, request))
         how = folder / "tokenizer", dtype.__name__, request.seed, request.validation_fraction
-        for splits in in_processes(encode, batches, workers, start_encoder, how):
+        for splits in in_processes(partial(encode, how), batches, workers):
             for split, encoded in splits.items():
                 writer = writers.setdefault(split, TokenWriter(folder / split, dtype))
                 writer.add(encoded)

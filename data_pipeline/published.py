@@ -1,9 +1,8 @@
 """Labelled tasks that others have published: read from their files, or from the hub."""
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
 
 from data_pipeline.document import Document
 from data_pipeline.sources import Source
@@ -15,36 +14,47 @@ class Published(Source):
 
     has_splits = True
 
-    HUB: ClassVar[bool] = True
-    """Whether a dataset of the hub is known in the task's form."""
-
-    def __init__(self, name: str, where: str, files: Iterable[str], folder: str):
+    def __init__(
+        self,
+        name: str,
+        where: str,
+        folder: str,
+        files: Mapping[str, str],
+        hub: Mapping[str, str] | None = None,
+    ):
         """Look whether everything is there.
 
-        name: of the task, as `--source` names it; where: folder or hf:NAME; files: patterns, each of which a file of
-        the folder matches; folder: what the right one is called. Raises UserError where a file is missing.
+        name: of the task, as `--source` names it; where: folder or hf:NAME; folder: what the right one is called;
+        files: pattern of files in it -> split as prepared; hub: split of a dataset of the hub -> split as prepared,
+        None where no such dataset is known. Raises UserError where no file matches a pattern.
         """
-        super().__init__()
+        super().__init__({"kind": name, "from": where})
         if not where:
-            hub = f" or {name}:hf:NAME" if self.HUB else ""
-            raise UserError(f"--source {name} needs to know where the data is; write {name}:FOLDER{hub}")
-        self._name, self._where = name, where
-        self._from_hub = self.HUB and where.startswith("hf:")
-        for pattern in () if self._from_hub else files:
+            other = f" or {name}:hf:NAME" if hub else ""
+            raise UserError(f"--source {name} needs to know where the data is; write {name}:FOLDER{other}")
+        self._where, self._files = where, files
+        self._hub = hub if where.startswith("hf:") else None
+        for pattern in files if self._hub is None else ():
             if not any(Path(where).glob(pattern)):
                 raise UserError(f"--source {name}:{where} has no {pattern}; give {folder}")
 
-    def describe(self) -> dict[str, Any]:
-        """Task and where from."""
-        return {"kind": self._name, "from": self._where}
-
     def _read(self) -> Iterator[Document]:
-        return self._read_hub() if self._from_hub else self._read_files(Path(self._where))
+        if self._hub is not None:
+            parts = ((split, self._read_hub(published)) for published, split in self._hub.items())
+        else:
+            parts = (
+                (split, self._read_file(file))
+                for pattern, split in self._files.items()
+                for file in sorted(Path(self._where).glob(pattern))
+            )
+        for split, documents in parts:
+            for document in documents:
+                yield document._replace(split=document.split or split)
 
     @abstractmethod
-    def _read_files(self, folder: Path) -> Iterator[Document]:
-        """All documents of a folder, with their splits."""
+    def _read_file(self, file: Path) -> Iterator[Document]:
+        """All documents of a file; those that name no split belong to the file's."""
 
-    def _read_hub(self) -> Iterator[Document]:
-        """All documents of the hub's dataset `_where`, with their splits."""
+    def _read_hub(self, split: str) -> Iterator[Document]:
+        """The same of a split of the hub's dataset `_where`."""
         raise NotImplementedError

@@ -14,9 +14,10 @@ import os
 import re
 import shutil
 import time
-from collections import OrderedDict
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -39,20 +40,6 @@ _UNUSED_DAYS = 30
 """After which no start of a run has used an index and it is deleted; a run that reads it after all makes it again."""
 
 _INDEX_NAME = re.compile(r"\w+-[0-9a-f]{16}-length\d+-seed\d+-epoch\d+(\.partial-\d+)?")
-
-_OPEN_EPOCHS = 2
-"""A batch straddles two epochs at most, unless an epoch is shorter than a batch."""
-
-
-class _TokenizerFacts:
-    """What GPTDataset asks of a tokenizer, and what names its cached indices."""
-
-    def __init__(self, corpus: PreparedCorpus):
-        self.vocab_size = corpus.manifest.tokenizer.vocab_size
-        self.eod = corpus.manifest.tokenizer.eod
-        # No id: samples are never padded, and GPTDataset must not take a real token for padding.
-        self.pad = -1
-        self.unique_identifiers = {"hash": corpus.manifest.tokenizer.hash}
 
 
 class SampleShard(NamedTuple):
@@ -115,7 +102,8 @@ class CorpusSamples:
         self._scored: TokenFile | None = None
         if (answers or corpus.is_chat) and corpus.record(split).scored is not None:
             self._scored = TokenFile(scored_prefix(corpus.prefix(split)))
-        self._epochs: OrderedDict[int, _Plan] = OrderedDict()
+        # A batch straddles two epochs at most, unless an epoch is shorter than a batch.
+        self._epoch = lru_cache(maxsize=2)(self._opened)
         self.per_epoch = (corpus.record(split).tokens - 1) // seq_len
         self.bos = corpus.manifest.tokenizer.bos
 
@@ -237,13 +225,9 @@ class CorpusSamples:
         lengths = self._tokens.sequence_lengths
         return packing(str(self._corpus.folder), lengths, order, self._seq_len, self.per_epoch)
 
-    def _epoch(self, epoch: int) -> "_Plan":
-        if epoch not in self._epochs:
-            while len(self._epochs) >= _OPEN_EPOCHS:
-                self._epochs.popitem(last=False)
-            self._build(epoch)
-            self._epochs[epoch] = _Plan.read(self._index_folder(epoch))
-        return self._epochs[epoch]
+    def _opened(self, epoch: int) -> _Plan:
+        self._build(epoch)
+        return _Plan.read(self._index_folder(epoch))
 
     def _dataset(self, epoch: int, cache: Path) -> "GPTDataset":
         # Megatron's import takes seconds, which a start that finds its indices need not wait for.
@@ -253,12 +237,18 @@ class CorpusSamples:
 
         # The content, not the place, names the index: a moved folder keeps it, one prepared anew does not.
         content = self._corpus.record(self._split).bin.sha256
+        own = self._corpus.manifest.tokenizer
+        # What GPTDataset asks of a tokenizer, and what names its cached indices. No id is padding: samples are never
+        # padded, and GPTDataset must not take a real token for it.
+        tokenizer = SimpleNamespace(
+            vocab_size=own.vocab_size, eod=own.eod, pad=-1, unique_identifiers={"hash": own.hash}
+        )
         config = GPTDatasetConfig(
             random_seed=int(np.random.SeedSequence([self._seed, epoch]).generate_state(1)[0]),
             sequence_length=self._seq_len,
             blend_per_split=[([content], None), None, None],
             path_to_cache=str(cache),
-            tokenizer=_TokenizerFacts(self._corpus),
+            tokenizer=tokenizer,
             # Masks and positions come from the tokens, in one vectorized pass over the batch.
             reset_position_ids=False,
             reset_attention_mask=False,

@@ -49,8 +49,9 @@ class Source(ABC):
     classes: tuple[Label, ...] = ()
     """Classes that labels come from, where they are known before reading; others are those that occur."""
 
-    def __init__(self, total: int | None = None):
-        """total: number of documents, where it is known before reading."""
+    def __init__(self, description: dict[str, Any], total: int | None = None):
+        """description: the manifest's entry. total: number of documents, where it is known before reading."""
+        self.description = description
         self.total = total
         self.skipped: Counter[str] = Counter()
         """Documents of the latest reading that were passed over, by reason."""
@@ -75,10 +76,6 @@ class Source(ABC):
     def _read(self) -> Iterator[Document]:
         """All documents, those with an empty text among them."""
 
-    @abstractmethod
-    def describe(self) -> dict[str, Any]:
-        """The entry of the source in the manifest."""
-
 
 class Files(Source):
     """Files in the given order; tables (`TABLES`) give a document a row, other files are a document each."""
@@ -86,14 +83,9 @@ class Files(Source):
     def __init__(self, files: list[Path], columns: Columns, description: dict[str, Any]):
         """Open nothing yet; the files exist."""
         has_rows = columns.label is not None or any(map(table_kind, files))
-        super().__init__(None if has_rows else len(files))
+        super().__init__({**description, "files": len(files)}, None if has_rows else len(files))
         self._files = files
         self._columns = columns
-        self._description = description
-
-    def describe(self) -> dict[str, Any]:
-        """Kind, paths or version, and number of files."""
-        return {**self._description, "files": len(self._files)}
 
     def _read(self) -> Iterator[Document]:
         for file in self._files:
@@ -131,13 +123,9 @@ class Hub(Source):
 
     def __init__(self, spec: str, split: str, columns: Columns):
         """Open nothing yet; spec: hf:NAME[:CONFIG]."""
-        super().__init__()
         self._where = _hub(spec, split)
+        super().__init__({"kind": "hub", **self._where})
         self._columns = columns
-
-    def describe(self) -> dict[str, Any]:
-        """Name, configuration and split."""
-        return {"kind": "hub", **self._where}
 
     def _read(self) -> Iterator[Document]:
         return _rows(self._where, self._columns, f"hf:{self._where['path']}")
@@ -148,13 +136,8 @@ class LibraryFunctions(Source):
 
     def __init__(self, columns: Columns, description: dict[str, Any]):
         """Read nothing yet."""
-        super().__init__()
+        super().__init__({**description, "functions of": list(LIBRARY_PACKAGES)})
         self._columns = columns
-        self._description = description
-
-    def describe(self) -> dict[str, Any]:
-        """Kind, version and packages."""
-        return {**self._description, "functions of": list(LIBRARY_PACKAGES)}
 
     def _read(self) -> Iterator[Document]:
         return _documents(library_functions(), self._columns)

@@ -124,9 +124,11 @@ class _BytesTokenizer(Tokenizer):
     """The file that says which of them a folder has."""
 
     def save(self, folder: Path) -> None:
-        """Write the marker."""
+        """Write the marker, and the chat template."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / self.marker).write_text(json.dumps({"vocab_size": self.vocab_size, "eod": self.eod}) + "\n")
+        if self.chat_template is not None:
+            (folder / CHAT_TEMPLATE).write_text(self.chat_template, encoding="utf-8")
 
     def _bytes(self, ids: Iterable[int]) -> bytes:
         return bytes(i for i in ids if i != self.eod)
@@ -148,12 +150,6 @@ class ByteTokenizer(_BytesTokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         """The text; bytes that are not UTF-8 (a cut character) become U+FFFD."""
         return self._bytes(ids).decode(errors="replace")
-
-    def save(self, folder: Path) -> None:
-        """Write the marker, and the chat template."""
-        super().save(folder)
-        if self.chat_template is not None:
-            (folder / CHAT_TEMPLATE).write_text(self.chat_template, encoding="utf-8")
 
     def for_transformers(self) -> Any:
         """A byte-level BPE without merges."""

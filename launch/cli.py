@@ -17,38 +17,15 @@ import tempfile
 import textwrap
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
+from itertools import chain
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NoReturn
 
 try:
     import megakernel
-    from launch import (
-        analyze,
-        bench,
-        cancel,
-        config,
-        doctor,
-        evaluate,
-        export,
-        generate,
-        import_dense,
-        logs,
-        mechanisms,
-        monitor,
-        plan,
-        prepare,
-        pretrain,
-        reshape,
-        resume,
-        serve,
-        status,
-        submit,
-        sweep,
-        uptrain,
-    )
     from launch.arguments import NotFound, NumberParser
     from launch.environment import check_backend
     from launch.exit_status import ExitStatus
@@ -57,37 +34,28 @@ try:
     from megakernel.config import InUse, NotFinite, RunFailed, UserError
     from megakernel.config.errors import REFUSED_BY_DISK
     from megakernel.training.events import in_job
+
+    GROUPS = {
+        "prepare and train": ("prepare", "pretrain", "uptrain"),
+        "look": ("monitor", "evaluate", "analyze", "generate", "serve"),
+        "move models": ("import", "export"),
+        "cluster": ("submit", "sweep", "status", "logs", "cancel", "resume"),
+        "ask": ("config", "plan", "doctor"),
+    }
+    """What `megakernel --help` shows: group -> names of commands, which their files have too."""
+
+    DEV = ("reshape", "mechanisms", "bench")
+    """Commands of scripts and of whoever works on the code: `megakernel dev NAME`, and NAME alone as before."""
+
+    COMMANDS = {
+        name: import_module(f"launch.{'import_dense' if name == 'import' else name}")
+        for name in (*chain.from_iterable(GROUPS.values()), *DEV)
+    }
+    """Name -> module."""
 except KeyboardInterrupt:  # they take a moment, in which `main` can catch nothing yet
     print("megakernel: error: interrupted", file=sys.stderr, flush=True)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.raise_signal(signal.SIGINT)
-
-GROUPS: dict[str, dict[str, ModuleType]] = {
-    "prepare and train": {"prepare": prepare, "pretrain": pretrain, "uptrain": uptrain},
-    "look": {
-        "monitor": monitor,
-        "evaluate": evaluate,
-        "analyze": analyze,
-        "generate": generate,
-        "serve": serve,
-    },
-    "move models": {"import": import_dense, "export": export},
-    "cluster": {
-        "submit": submit,
-        "sweep": sweep,
-        "status": status,
-        "logs": logs,
-        "cancel": cancel,
-        "resume": resume,
-    },
-    "ask": {"config": config, "plan": plan, "doctor": doctor},
-}
-"""What `megakernel --help` shows: group -> name -> command."""
-
-DEV: dict[str, ModuleType] = {"reshape": reshape, "mechanisms": mechanisms, "bench": bench}
-"""Commands of scripts and of whoever works on the code: `megakernel dev NAME`, and NAME alone as before."""
-
-COMMANDS = {name: module for group in (*GROUPS.values(), DEV) for name, module in group.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -198,7 +166,7 @@ def parse(argv: Sequence[str], into: argparse.Namespace | None = None) -> argpar
     parser = _Parser(
         prog="megakernel",
         description=megakernel.__doc__,
-        epilog=_listed({**GROUPS, "": {"dev": _DEV_HELP}}),
+        epilog=_listed({**GROUPS, "": ("dev",)}),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"megakernel {megakernel.__version__}")
@@ -226,10 +194,11 @@ def parse(argv: Sequence[str], into: argparse.Namespace | None = None) -> argpar
 _DEV_HELP = "commands of scripts, and of whoever works on the code"
 
 
-def _add_commands(parser: argparse.ArgumentParser, modules: Mapping[str, ModuleType]) -> Any:
+def _add_commands(parser: argparse.ArgumentParser, names: Iterable[str]) -> Any:
     """Declare the commands, which the parser's own list of groups shows; argparse's way to add one more."""
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", help="see below")
-    for name, module in modules.items():
+    for name in names:
+        module = COMMANDS[name]
         command = commands.add_parser(
             name,
             description=module.HELP[0].upper() + module.HELP[1:] + ".",
@@ -240,14 +209,14 @@ def _add_commands(parser: argparse.ArgumentParser, modules: Mapping[str, ModuleT
     return commands
 
 
-def _listed(groups: Mapping[str, Mapping[str, ModuleType | str]]) -> str:
+def _listed(groups: Mapping[str, Sequence[str]]) -> str:
     """A line for each command, group by group, wrapped as argparse wraps them."""
     width = shutil.get_terminal_size().columns - 2
     lines = []
-    for title, group in groups.items():
+    for title, names in groups.items():
         lines += [f"{title}:"] if title else [""]
-        for name, command in group.items():
-            text = command if isinstance(command, str) else command.HELP
+        for name in names:
+            text = _DEV_HELP if name == "dev" else COMMANDS[name].HELP
             lines += [textwrap.fill(text, width, initial_indent=f"  {name:<11}", subsequent_indent=" " * 13)]
     return "\n".join(lines).strip()
 

@@ -3,7 +3,7 @@
 import argparse
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,8 +11,6 @@ from launch.arguments import Number, add_model_arguments
 from launch.messages import console
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
     from megakernel.evaluation import Result
 
 HELP = "measure a run: loss, perplexity and bits per byte on its validation data by position, and tasks of long context"
@@ -72,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         if args.baseline is not None and value is not None:
             raise UserError(f"{option} {value} is of a run's own model; leave out {option} or --baseline")
     found = []
-    for result in _baseline(args) if args.baseline is not None else _tasks(args):
+    for result in _results(args):
         if args.json:
             found.append(result.as_dict())
         else:
@@ -82,50 +80,32 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tasks(args: argparse.Namespace) -> "Iterator[Result]":
-    """The results of a model's tasks; those of a run are written into its folder."""
-    from megakernel.checkpoint.opened import find
-    from megakernel.evaluation import evaluate_tasks, record
+def _results(args: argparse.Namespace) -> "Iterator[Result]":
+    """The results, under a bar on stderr, on a terminal alone; those of a run's own model are kept in its folder."""
+    from rich.progress import Progress
 
-    # Chosen once, so that a run which saves meanwhile does not change it.
-    run = find(args.run_folder, args.step).run
-    step = None if run is None else run.checkpoint.step
-    with _bar() as (bar, line):
+    from megakernel.checkpoint.opened import find
+    from megakernel.evaluation import evaluate_baseline, evaluate_tasks, record
+
+    stderr = console(stderr=True)
+    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+        line = bar.add_task("evaluating", total=None)
 
         def show(spec: str, done: int, total: int) -> None:
             bar.update(line, description=spec, completed=done, total=total)
 
-        how = {"samples": args.samples, "seq_len": args.seq_len, "draws": args.draws, "data": args.data}
-        for spec, result in evaluate_tasks(
-            args.run_folder, args.task or ["lm"], step=step, progress=show, **how
-        ):
+        how = {"samples": args.samples, "seq_len": args.seq_len}
+        if args.baseline is not None:
+            how |= {"weights": args.baseline_weights, "progress": partial(show, "evaluating")}
+            yield evaluate_baseline(args.run_folder, args.baseline, **how)
+            return
+        # Chosen once, so that a run which saves meanwhile does not change it.
+        run = find(args.run_folder, args.step).run
+        how |= {"step": None if run is None else run.checkpoint.step, "draws": args.draws, "data": args.data}
+        for spec, result in evaluate_tasks(args.run_folder, args.task or ["lm"], progress=show, **how):
             yield result
             if run is not None:
                 record(args.run_folder, run.checkpoint.step, spec, result, run.config.logging.tensorboard)
-
-
-def _baseline(args: argparse.Namespace) -> "Iterator[Result]":
-    from megakernel.evaluation import evaluate_baseline
-
-    with _bar() as (bar, line):
-        yield evaluate_baseline(
-            args.run_folder,
-            args.baseline,
-            weights=args.baseline_weights,
-            samples=args.samples,
-            seq_len=args.seq_len,
-            progress=lambda done, total: bar.update(line, completed=done, total=total),
-        )
-
-
-@contextmanager
-def _bar() -> "Iterator[tuple[Progress, TaskID]]":
-    """A bar on stderr, on a terminal alone."""
-    from rich.progress import Progress
-
-    stderr = console(stderr=True)
-    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
-        yield bar, bar.add_task("evaluating", total=None)
 
 
 def _print(result: "Result") -> None:

@@ -12,11 +12,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, BinaryIO
 
 from launch.exit_status import ExitStatus
@@ -56,7 +55,8 @@ def run_ranks(
     0, 85 or 143 where all ranks agree on it; 2, 86, 89 or 90 where the first failure is a usage error, a step that made
     no progress, a loss that is not finite or a run folder in use; else 1.
     """
-    with _recorded_signals() as received:
+    received: list[int] = []  # the oldest first
+    with handled(FORWARDED, received.append):
         ranks = [
             RankProcess(command, variables, log_folder / f"rank_{number}.log", on_console=number == 0)
             for number, variables in enumerate(_environments(nproc, env))
@@ -88,17 +88,12 @@ def _environments(nproc: int, env: Mapping[str, str]) -> Iterator[dict[str, str]
 
 
 @contextmanager
-def _recorded_signals() -> Iterator[list[int]]:
-    """FORWARDED signals as they arrive, oldest first; the previous handlers are back afterwards."""
-    received: list[int] = []
-
-    def record(signum: int, frame: FrameType | None) -> None:
-        received.append(signum)
-
-    heard = [signum for signum in FORWARDED if signal.getsignal(signum) != signal.SIG_IGN]
-    previous = {signum: signal.signal(signum, record) for signum in heard}
+def handled(signals: Iterable[int], act: Callable[[int], object]) -> Iterator[None]:
+    """Call `act` with those of these signals that arrive and are not ignored; the previous handlers are back after."""
+    heard = [signum for signum in signals if signal.getsignal(signum) != signal.SIG_IGN]
+    previous = {signum: signal.signal(signum, lambda signum, frame: act(signum)) for signum in heard}
     try:
-        yield received
+        yield
     finally:
         for signum, handler in previous.items():
             signal.signal(signum, handler)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import socket
 import time
 from collections.abc import Callable
@@ -10,6 +9,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
+
+import psutil
 
 from megakernel.checkpoint.trained_run import recorded_config
 from megakernel.training import events
@@ -176,15 +177,7 @@ def _health(logged: dict[str, Any], slowest: dict[str, Any], alive: bool) -> str
 def _is_alive(beat: dict[str, Any]) -> bool:
     if not beat or time.time() - beat["time"] > _SILENT_SECONDS:
         return False
-    if beat["host"] != socket.gethostname():
-        return True
-    try:
-        os.kill(beat["process"], 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    return beat["host"] != socket.gethostname() or psutil.pid_exists(beat["process"])
 
 
 def _ended(run: Path) -> str:

@@ -120,9 +120,7 @@ def carry_out(request: "Request", args: argparse.Namespace) -> int:
     else:
         _tell(jobs, runs)
     if args.wait or args.follow or request.cluster.executor == "debug":
-        from launch.slurm.submission import wait
-
-        return wait(request, jobs, follow=args.follow)
+        return submission.wait(request, jobs, follow=args.follow)
     return 0
 
 
@@ -154,15 +152,11 @@ def _training(args: argparse.Namespace) -> "Request":
     if args.chain > 1 and args.requeue is None:
         args.requeue = False  # the next link goes on
     overrides = [*args.overrides, *([f"run.name={args.name}"] if args.name else [])]
-    runs: dict[int | None, Config]
-    if args.array is None:
-        runs = {None: load(args.config, overrides)}
-        return training_request(runs, cluster_of(args), dependency=args.dependency, chain=args.chain)
-    members = indices(args.array)
-    runs = {
-        index: load(args.config, [text.replace(INDEX, str(index)) for text in overrides]) for index in members
-    }
-    return training_request(runs, cluster_of(args), args.array, dependency=args.dependency)
+    runs: dict[int | None, Config] = {}
+    for index in [None] if args.array is None else indices(args.array):
+        here = overrides if index is None else [text.replace(INDEX, str(index)) for text in overrides]
+        runs[index] = load(args.config, here)
+    return training_request(runs, cluster_of(args), args.array, dependency=args.dependency, chain=args.chain)
 
 
 def training_request(

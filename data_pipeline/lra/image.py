@@ -19,7 +19,6 @@ from data_pipeline.sources import hub_rows
 from megakernel.config.errors import UserError
 
 _BATCHES = [f"data_batch_{number}" for number in range(1, 6)]
-_TEST = "test_batch"
 _TRAINED_ON = 45_000
 """Training images, in order: all of the 50,000 but the last half of the last file."""
 
@@ -34,23 +33,21 @@ class Image(Published):
 
     def __init__(self, where: str):
         """where: folder, or hf:NAME. Raises UserError where one of the files is missing."""
-        super().__init__("lra:image", where, (*_BATCHES, _TEST), "the folder cifar-10-batches-py")
+        files = dict.fromkeys(_BATCHES, "train") | {"test_batch": "test"}
+        hub = {"train": "train", "test": "test"}
+        super().__init__("lra:image", where, "the folder cifar-10-batches-py", files, hub)
 
-    def _read_files(self, folder: Path) -> Iterator[Document]:
-        for name in (*_BATCHES, _TEST):
-            pixels, labels = _batch(folder / name)
-            held_out = len(labels) // 2 if name == _BATCHES[-1] else len(labels)
-            for place, (planes, label) in enumerate(zip(pixels, labels)):
-                training = "train" if place < held_out else "validation"
-                split = "test" if name == _TEST else training
-                yield Document((_gray(planes.reshape(3, -1).T),), int(label), split)
+    def _read_file(self, file: Path) -> Iterator[Document]:
+        pixels, labels = _batch(file)
+        held_out = len(labels) // 2 if file.name == _BATCHES[-1] else len(labels)
+        for place, (planes, label) in enumerate(zip(pixels, labels)):
+            split = None if place < held_out else "validation"
+            yield Document((_gray(planes.reshape(3, -1).T),), int(label), split)
 
-    def _read_hub(self) -> Iterator[Document]:
-        for published in ("train", "test"):
-            for place, row in enumerate(hub_rows(self._where, published, ("img", "label"))):
-                training = "train" if place < _TRAINED_ON else "validation"
-                split = "test" if published == "test" else training
-                yield Document((_gray(np.asarray(row["img"]).reshape(-1, 3)),), int(row["label"]), split)
+    def _read_hub(self, split: str) -> Iterator[Document]:
+        for place, row in enumerate(hub_rows(self._where, split, ("img", "label"))):
+            held_out = "validation" if split == "train" and place >= _TRAINED_ON else None
+            yield Document((_gray(np.asarray(row["img"]).reshape(-1, 3)),), int(row["label"]), held_out)
 
 
 def _gray(colors: np.ndarray) -> str:

@@ -26,7 +26,7 @@ OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 END = "]"
 OPERATOR_PROBABILITY = 0.25
 
-_FILES = {"train": "basic_train.tsv", "validation": "basic_val.tsv", "test": "basic_test.tsv"}
+_FILES = {"basic_train.tsv": "train", "basic_val.tsv": "validation", "basic_test.tsv": "test"}
 _DIGITS = [str(digit) for digit in range(10)]
 
 
@@ -100,23 +100,19 @@ class ListOps(GeneratedTask):
 class PublishedListOps(Published):
     """Expressions from a folder in the published form: `basic_train.tsv`, `basic_val.tsv` and `basic_test.tsv`."""
 
-    HUB = False
     classes = ListOps.CLASSES
 
     def __init__(self, where: str):
         """where: folder. Raises UserError where one of the files is missing."""
-        super().__init__(
-            ListOps.NAME, where, _FILES.values(), "the folder listops-1000 of the arena's release"
-        )
+        super().__init__(ListOps.NAME, where, "the folder listops-1000 of the arena's release", _FILES)
 
-    def _read_files(self, folder: Path) -> Iterator[Document]:
-        for split, name in _FILES.items():
-            for row in tsv_rows(folder / name, ("Source", "Target")):
-                if row is None or row["Target"] not in _DIGITS:
-                    self.skipped["no expression with its value"] += 1
-                    continue
-                symbols = [symbol for symbol in row["Source"].split() if symbol not in ("(", ")")]
-                yield Document((" ".join(symbols),), int(row["Target"]), split)
+    def _read_file(self, file: Path) -> Iterator[Document]:
+        for row in tsv_rows(file, ("Source", "Target")):
+            if row is None or row["Target"] not in _DIGITS:
+                self.skipped["no expression with its value"] += 1
+                continue
+            symbols = [symbol for symbol in row["Source"].split() if symbol not in ("(", ")")]
+            yield Document((" ".join(symbols),), int(row["Target"]))
 
 
 def _value(operator: str, arguments: list[int]) -> int:

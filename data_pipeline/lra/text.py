@@ -27,46 +27,38 @@ class Text(Published):
 
     def __init__(self, where: str):
         """where: folder, or hf:NAME. Raises UserError for a folder without reviews."""
-        files = [f"{split}/{label}/*.txt" for split in _SPLITS for label in _LABELS]
-        super().__init__("lra:text", where, files, "the folder aclImdb")
+        files = {
+            f"{published}/{label}/*.txt": split for published, split in _SPLITS.items() for label in _LABELS
+        }
+        super().__init__("lra:text", where, "the folder aclImdb", files, _SPLITS)
 
-    def _read_files(self, folder: Path) -> Iterator[Document]:
-        for published, split in _SPLITS.items():
-            for number, label in enumerate(_LABELS):
-                for file in sorted((folder / published / label).glob("*.txt")):
-                    try:
-                        yield Document((file.read_text(encoding="utf-8"),), number, split)
-                    except UnicodeDecodeError:
-                        self.skipped["not UTF-8"] += 1
+    def _read_file(self, file: Path) -> Iterator[Document]:
+        try:
+            yield Document((file.read_text(encoding="utf-8"),), _LABELS.index(file.parent.name))
+        except UnicodeDecodeError:
+            self.skipped["not UTF-8"] += 1
 
-    def _read_hub(self) -> Iterator[Document]:
-        for published, split in _SPLITS.items():
-            for row in hub_documents(self._where, published, Columns(("text",), "label")):
-                yield row._replace(split=split)
+    def _read_hub(self, split: str) -> Iterator[Document]:
+        return hub_documents(self._where, split, Columns(("text",), "label"))
 
 
 _FILES = {
-    "train": "new_aan_pairs.train.tsv",
-    "validation": "new_aan_pairs.eval.tsv",
-    "test": "new_aan_pairs.test.tsv",
+    "new_aan_pairs.train.tsv": "train",
+    "new_aan_pairs.eval.tsv": "validation",
+    "new_aan_pairs.test.tsv": "test",
 }
 
 
 class Retrieval(Published):
     """Pairs of papers."""
 
-    HUB = False
-
     def __init__(self, where: str):
         """where: folder. Raises UserError where one of the files is missing."""
-        super().__init__(
-            "lra:retrieval", where, _FILES.values(), "the folder tsv_data of the arena's release"
-        )
+        super().__init__("lra:retrieval", where, "the folder tsv_data of the arena's release", _FILES)
 
-    def _read_files(self, folder: Path) -> Iterator[Document]:
-        for split, name in _FILES.items():
-            for row in tsv_rows(folder / name, ("label", "id1", "id2", "text1", "text2"), headed=False):
-                if row is None or row["label"] not in ("0", "1", "0.0", "1.0"):
-                    self.skipped["no pair of papers"] += 1
-                else:
-                    yield Document((row["text1"], row["text2"]), int(float(row["label"])), split)
+    def _read_file(self, file: Path) -> Iterator[Document]:
+        for row in tsv_rows(file, ("label", "id1", "id2", "text1", "text2"), headed=False):
+            if row is None or row["label"] not in ("0", "1", "0.0", "1.0"):
+                self.skipped["no pair of papers"] += 1
+            else:
+                yield Document((row["text1"], row["text2"]), int(float(row["label"])))

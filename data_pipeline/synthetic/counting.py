@@ -4,11 +4,12 @@ from abc import abstractmethod
 from typing import ClassVar
 
 import numpy as np
+from numpy.random import Generator
 from pydantic import Field
 
 from . import symbols
 from .filler import Filler
-from .task import Example, SyntheticTask, Writing
+from .task import SyntheticTask, Writing
 
 _SLOT = symbols.WORD + 1
 """Characters of a word and its space."""
@@ -35,23 +36,20 @@ class _Words(SyntheticTask):
     def _counts(self, places: int) -> np.ndarray:
         """How often each word stands in a list of so many places, those that are asked for first."""
 
-    @abstractmethod
     def _in_order(self, words: list[str]) -> list[str]:
         """The words in the order in which they are to be named, of those that are asked for, most frequent first."""
+        return words
 
-    def write(self, rng: np.random.Generator, index: int, spare: int, filler: Filler) -> Example:
-        """See `SyntheticTask`."""
+    def _write(self, writing: Writing, rng: Generator, index: int, spare: int, filler: Filler) -> None:
         more, rest = divmod(spare, _SLOT)
         counts = self._counts(self._fewest + more)
         words = symbols.words(rng, len(counts))
         order = rng.permutation(np.repeat(np.arange(len(counts)), counts))
-        writing = Writing()
         writing.write(self._INTRO)
         writing.write("".join(f" {words[at]}" for at in order) + "." * rest)
         writing.write(self._QUESTION.format(self.asked))
         for word in self._in_order(words[: self.asked]):
             writing.answer(f" {word}")
-        return writing.example()
 
 
 class CommonWords(_Words):
@@ -107,6 +105,3 @@ class FrequentWords(_Words):
         counts = (places * shares / shares.sum()).astype(np.int64)
         counts[0] += places - counts.sum()
         return counts[counts > 0]
-
-    def _in_order(self, words: list[str]) -> list[str]:
-        return words

@@ -1,8 +1,8 @@
 """Text in which something is hidden."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 
@@ -31,11 +31,8 @@ SENTENCES = (
 _MEAN = sum(map(len, SENTENCES)) / len(SENTENCES) + 1
 
 
-class Filler(Protocol):
-    """Text of any length that says nothing about the question."""
-
-    def __call__(self, rng: np.random.Generator, characters: int) -> str:
-        """So many characters of ASCII, a function of the generator's state."""
+Filler: TypeAlias = Callable[[np.random.Generator, int], str]
+"""Text that says nothing about the question: so many characters of ASCII, a function of the generator's state."""
 
 
 def sentences(rng: np.random.Generator, characters: int) -> str:

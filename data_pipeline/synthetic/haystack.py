@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
+from numpy.random import Generator
 from pydantic import Field
 
 from . import symbols
 from .filler import Filler
-from .task import Example, SyntheticTask, Writing
+from .task import SyntheticTask, Writing
 
 
 class Haystack(SyntheticTask):
@@ -33,17 +34,14 @@ class Passkey(Haystack):
     _STATEMENT: ClassVar[str] = " The pass key is {}. Remember that {} is the pass key."
     _QUESTION: ClassVar[str] = "\nWhat is the pass key? The pass key is"
 
-    def write(self, rng: np.random.Generator, index: int, spare: int, filler: Filler) -> Example:
-        """See `SyntheticTask`."""
+    def _write(self, writing: Writing, rng: Generator, index: int, spare: int, filler: Filler) -> None:
         number = symbols.number(rng, self.digits)
-        depth = depth_of(index, self.depths)
-        writing = Writing()
+        writing.depth = depth = depth_of(index, self.depths)
         writing.write(self._INTRO)
         text = filler(rng, spare)
         hide(writing, text, [(depth, self._STATEMENT.format(number, number))])
         writing.write(self._QUESTION)
         writing.answer(f" {number}")
-        return writing.example(depth)
 
 
 class Needle(Haystack):
@@ -63,20 +61,17 @@ class Needle(Haystack):
     _STATEMENT: ClassVar[str] = " The special number of {} is {}."
     _QUESTION: ClassVar[str] = "\nWhat is the special number of {}? The special number of {} is"
 
-    def write(self, rng: np.random.Generator, index: int, spare: int, filler: Filler) -> Example:
-        """See `SyntheticTask`."""
+    def _write(self, writing: Writing, rng: Generator, index: int, spare: int, filler: Filler) -> None:
         words = symbols.words(rng, self.needles)
         numbers = [symbols.number(rng, self.digits) for _ in words]
-        depth = depth_of(index, self.depths)
+        writing.depth = depth = depth_of(index, self.depths)
         depths = [depth, *rng.random(self.needles - 1)]
         statements = [
             (at, self._STATEMENT.format(word, number)) for at, word, number in zip(depths, words, numbers)
         ]
-        writing = Writing()
         hide(writing, filler(rng, spare), statements)
         writing.write(self._QUESTION.format(words[0], words[0]))
         writing.answer(f" {numbers[0]}")
-        return writing.example(depth)
 
 
 class Variables(Haystack):
@@ -95,8 +90,7 @@ class Variables(Haystack):
     _STATEMENT: ClassVar[str] = " VAR {} = {}."
     _QUESTION: ClassVar[str] = "\nWhich variables hold {}? In their order they are"
 
-    def write(self, rng: np.random.Generator, index: int, spare: int, filler: Filler) -> Example:
-        """See `SyntheticTask`."""
+    def _write(self, writing: Writing, rng: Generator, index: int, spare: int, filler: Filler) -> None:
         names = symbols.distinct(rng, symbols.UPPER, self._LETTERS, self.chains * (self.hops + 1))
         chains = [names[at :: self.chains] for at in range(self.chains)]
         first = rng.integers(10 ** (self._DIGITS - 1), 10**self._DIGITS)
@@ -110,12 +104,10 @@ class Variables(Haystack):
             statements += [
                 (at, self._STATEMENT.format(name, of)) for at, name, of in zip(depths, chain, held)
             ]
-        writing = Writing()
         hide(writing, filler(rng, spare), statements)
         writing.write(self._QUESTION.format(first))
         for name in chains[0]:
             writing.answer(f" {name}")
-        return writing.example()
 
 
 def depth_of(index: int, depths: int) -> float:

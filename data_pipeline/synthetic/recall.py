@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 import numpy as np
+from numpy.random import Generator
 from pydantic import Field
 
 from megakernel.config.errors import Problem
@@ -11,7 +12,7 @@ from megakernel.config.errors import Problem
 from . import symbols
 from .filler import Filler
 from .haystack import depth_of
-from .task import Example, SyntheticTask, Writing
+from .task import SyntheticTask, Writing
 
 
 class Recall(SyntheticTask):
@@ -61,12 +62,10 @@ class Mqar(Recall):
         if self.asked > self.pairs:
             yield Problem("queries", self.queries, f"exceeds pairs={self.pairs}", f"set at most {self.pairs}")
 
-    def write(self, rng: np.random.Generator, index: int, spare: int, filler: Filler) -> Example:
-        """See `SyntheticTask`."""
+    def _write(self, writing: Writing, rng: Generator, index: int, spare: int, filler: Filler) -> None:
         space = " " * self.spaced
         keys = symbols.distinct(rng, symbols.LOWER, self.key_length, self.pairs)
         values = [symbols.text(rng, symbols.UPPER, self.value_length) for _ in keys]
-        writing = Writing()
         for key, value in zip(keys, values):
             writing.write(f"{space}{key}{space}{value}")
         noise = symbols.text(rng, symbols.DIGITS, spare)
@@ -75,7 +74,6 @@ class Mqar(Recall):
             writing.write(f"{noise[begun:end]}{space}{keys[at]}")
             writing.answer(f"{space}{values[at]}")
         writing.write(noise[cuts[-1] :])
-        return writing.example()
 
 
 class Copy(Recall):
@@ -89,16 +87,13 @@ class Copy(Recall):
     answer_length: int = Field(default=8, ge=1)
     """Letters that are counted right or wrong together."""
 
-    def write(self, rng: np.random.Generator, index: int, spare: int, filler: Filler) -> Example:
-        """See `SyntheticTask`."""
+    def _write(self, writing: Writing, rng: Generator, index: int, spare: int, filler: Filler) -> None:
         count = 1 + spare // 2
         letters = symbols.text(rng, symbols.LOWER[: self.alphabet], count)
-        writing = Writing()
         # An even number of characters has one more bar, in front.
         writing.write("|" * (spare % 2) + letters + "|")
         for start in range(0, count, self.answer_length):
             writing.answer(letters[start : start + self.answer_length])
-        return writing.example()
 
 
 class Induction(Recall):
@@ -115,14 +110,11 @@ class Induction(Recall):
     depths: int = Field(default=11, ge=1)
     """Depths, evenly spaced from start to end, at which successive examples have the star."""
 
-    def write(self, rng: np.random.Generator, index: int, spare: int, filler: Filler) -> Example:
-        """See `SyntheticTask`."""
+    def _write(self, writing: Writing, rng: Generator, index: int, spare: int, filler: Filler) -> None:
         letters = symbols.LOWER[: self.alphabet]
         noise = symbols.text(rng, letters, spare)
         answer = symbols.text(rng, letters, self.answer_length)
-        depth = depth_of(index, self.depths)
+        writing.depth = depth = depth_of(index, self.depths)
         at = round(depth * len(noise))
-        writing = Writing()
         writing.write(f"{noise[:at]}*{answer}{noise[at:]}*")
         writing.answer(answer)
-        return writing.example(depth)

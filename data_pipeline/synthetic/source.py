@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 from data_pipeline.document import Document
 from data_pipeline.encoding import encode_answered
@@ -28,7 +27,7 @@ class TaskSource(Source):
 
     def __init__(self, task: SyntheticTask):
         """Make nothing yet; UserError for a filler that cannot be read."""
-        super().__init__()
+        super().__init__({"kind": "task", "name": task.NAME, **task.model_dump(mode="json")})
         self._task = task
         self._filler = open_filler(task)
 
@@ -38,10 +37,6 @@ class TaskSource(Source):
         option = "--source task:"
         name, texts = split(spec, option)
         return cls(make(kind_of(name, TASKS, option), name, texts, option))
-
-    def describe(self) -> dict[str, Any]:
-        """Kind, name and options."""
-        return {"kind": "task", "name": self._task.NAME, **self._task.model_dump(mode="json")}
 
     def _read(self) -> Iterator[Document]:
         for index in count():

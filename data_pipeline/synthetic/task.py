@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from numpy.random import Generator
 from pydantic import Field
 
 from megakernel.config.errors import UserError
@@ -31,6 +32,9 @@ class Example:
 class Writing:
     """An example while it is written."""
 
+    depth: float | None = None
+    """As of `Example`."""
+
     def __init__(self) -> None:
         self._parts: list[str] = []
         self._length = 0
@@ -46,9 +50,9 @@ class Writing:
         self._answers.append((self._length, self._length + len(text)))
         self.write(text)
 
-    def example(self, depth: float | None = None) -> Example:
+    def example(self) -> Example:
         """The finished example."""
-        return Example("".join(self._parts), tuple(self._answers), depth)
+        return Example("".join(self._parts), tuple(self._answers), self.depth)
 
 
 TRAINING, EVALUATION = 0, 1
@@ -73,8 +77,8 @@ class SyntheticTask(Section):
     """Seed of the examples; those of training and of evaluation differ with the same seed."""
 
     @abstractmethod
-    def write(self, rng: np.random.Generator, index: int, spare: int, filler: Filler) -> Example:
-        """Example `index`, exactly `spare` characters longer than the shortest that these options allow."""
+    def _write(self, writing: Writing, rng: Generator, index: int, spare: int, filler: Filler) -> None:
+        """Write example `index`, exactly `spare` characters longer than the shortest that these options allow."""
 
     def example(
         self, stream: int, index: int, filler: Filler, count: Callable[[Example], int] | None
@@ -87,7 +91,9 @@ class SyntheticTask(Section):
         """
 
         def write(spare: int) -> Example:
-            return self.write(np.random.default_rng((self.seed, stream, index)), index, spare, filler)
+            writing = Writing()
+            self._write(writing, np.random.default_rng((self.seed, stream, index)), index, spare, filler)
+            return writing.example()
 
         shortest = len(write(0).text)
         room = self.length - 1

@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from launch.environment import FIRST_PORT, PORTS
 from launch.exit_status import ExitStatus
 from launch.messages import error_lines, print_error
 from launch.slurm_programs import SlurmRefused, ask
-from megakernel.config.cluster import Cluster
 from megakernel.training import events
 from megakernel.training.environment import recorded_variables
 
@@ -33,110 +32,148 @@ _ASKED: dict[int, ExitStatus] = {
 """Requests that end the nodes' look at themselves, before there is anything to save -> what the job ends with."""
 
 
-def begin(submission: Path, nodes: str) -> None:
-    """Say that a start of the job has begun, and on which nodes; for the log, what will steer NCCL."""
-    run = JobFolder(submission.parents[1])
-    events.record(run.path, "started", nodes=nodes, submission=submission.name, step=run.saved_steps())
-    print(f"== job {os.environ[events.JOB_VARIABLE]}, restart {restart()}, on {nodes}", flush=True)
-    for name, value in recorded_variables(os.environ).items():
-        if name.startswith(("NCCL_", "GLOO_", "MASTER_")):
-            print(f"{name}={value}", flush=True)
+class Attempt:
+    """One start of a job, told by the variables of the process that this is."""
 
+    def __init__(self, submission: Path):
+        """submission: folder of what was submitted, in that of the run."""
+        self.submission = submission
+        self.run = JobFolder(submission.parents[1])
+        self.cluster = read_settings(submission).resources
+        self.job = os.environ[events.JOB_VARIABLE]
+        self.restart = int(os.environ.get(events.RESTART_VARIABLE, "0"))
+        """How often the job had been started before."""
+        self.logs = self.run.logs(self.job, self.restart)
 
-def unfit_nodes(submission: Path, nodes: Sequence[str]) -> dict[str, str]:
-    """The nodes that the run should not start on, by what they have found -> why; each of them is an event."""
-    run = JobFolder(submission.parents[1])
-    cluster = read_settings(submission).resources
-    preflight = _logs(run) / "preflight.jsonl"
-    lines = preflight.read_text(encoding="utf-8").splitlines() if preflight.exists() else []
-    for line in summary(read_timings(lines)):
-        print(f"== {line}", flush=True)
-    bad = judge(lines, nodes, cluster.gpus_per_node, cluster.preflight_seconds)
-    for node, why in bad.items():
-        events.record(run.path, "unfit", node=node, why=why)
-        print(f"== node {node} is not fit: {why}", flush=True)
-    return bad
+    def begin(self, nodes: str) -> None:
+        """Say that the start has begun, and on which nodes; for the log, what will steer NCCL."""
+        step = self.run.saved_steps()
+        events.record(self.run.path, "started", nodes=nodes, submission=self.submission.name, step=step)
+        print(f"== job {self.job}, restart {self.restart}, on {nodes}", flush=True)
+        for name, value in recorded_variables(os.environ).items():
+            if name.startswith(("NCCL_", "GLOO_", "MASTER_")):
+                print(f"{name}={value}", flush=True)
 
+    def end(self, status: int) -> tuple[int, bool]:
+        """Say how the processes ended: what they ended with, and whether the job starts again. status: of srun."""
+        step = self.run.saved_steps()
+        allowed = self.cluster.max_restarts if self.cluster.requeue else 0
+        ends = self._ends(status)
+        said = ends.death or self._failure()
+        decision = decide(self._starts(ends.status, step), allowed, said, self.cluster.restart_on)
+        events.record(self.run.path, "ended", status=ends.status, why=decision.why, step=step)
+        print(f"== {decision.why}; saved up to step {step}", flush=True)
+        return ends.status, decision.restart
 
-def end(submission: Path, status: int) -> tuple[int, bool]:
-    """Say how the processes ended. Gives what they ended with, and whether the job starts again. status: of srun."""
-    run = JobFolder(submission.parents[1])
-    cluster = read_settings(submission).resources
-    step = run.saved_steps()
-    allowed = cluster.max_restarts if cluster.requeue else 0
-    ends = _ends(run, status)
-    said = ends.death or _failure(run)
-    decision = decide(_starts(run, ends.status, step), allowed, said, cluster.restart_on)
-    events.record(run.path, "ended", status=ends.status, why=decision.why, step=step)
-    print(f"== {decision.why}; saved up to step {step}", flush=True)
-    return ends.status, decision.restart
+    def enter(self, status: int, looked: str) -> int:
+        """Begin, and write down the nodes of this start: of those that `looked` at themselves the fit ones."""
+        self.begin(ask("scontrol", "show", "hostlist", looked).strip())
+        if (asked := _ASKED.get(status - 128)) is not None:
+            return asked
+        nodes = looked.split(",")
+        bad = self._unfit_nodes(nodes)
+        fit = [node for node in nodes if node not in bad]
+        if len(fit) >= self.cluster.nodes:
+            if self.cluster.spares:
+                # Slurm ends the job with the node of this script. Any other can be replaced: this one is used last.
+                fit.sort(key=os.environ["SLURMD_NODENAME"].__eq__)
+            (self.logs / NODES).write_text(",".join(fit), encoding="utf-8")
+            return ExitStatus.DONE
+        # What happens to most of several nodes is not the nodes' fault, and without them there may be nowhere to run.
+        return ExitStatus.UNFIT if len(nodes) == 1 or 2 * len(bad) <= len(nodes) else ExitStatus.FAILED
 
+    def leave(self, status: int) -> int:
+        """End, and put the job back into the queue where that is due; the script's exit status.
 
-def _starts(run: JobFolder, status: int, step: int) -> list[Start]:
-    """The starts of this job; the last one has just ended with `status`, with `step` steps saved."""
-    found, before = [], 0
-    for event in run.events(os.environ[events.JOB_VARIABLE]):
-        if event["event"] == "started":
-            before = event.get("step", before)  # earlier versions did not record it
-        elif event["event"] == "ended":
-            found.append(Start(event["status"], event["step"] > before))
-            before = event["step"]
-    return [*found, Start(status, step > before)]
+        0 too where the run was saved and is left as somebody wanted it: ended on request, or to the next job of its
+        chain. Slurm then calls the job COMPLETED, tells that by mail, and starts what waits for it with afterok.
+        """
+        ended, starts_again = self.end(status)
+        if starts_again:
+            if ended != ExitStatus.STOPPED and self._goes_on():
+                return GOES_ON
+            if SILENT_NODE in self._srun_said():
+                with suppress(SlurmRefused):
+                    await_silent_nodes(self.run.path)
+            requeue(self.run.path, self.job, self._kept_off() if ended == ExitStatus.UNFIT else ())
+        chain = [job.id for job in self.run.jobs() if job.submission == self.submission.name]
+        goes_on = ended == ExitStatus.STOPPED and chain[-1] != self.job
+        return ExitStatus.DONE if goes_on or ended == ExitStatus.TERMINATED else status
 
+    def _unfit_nodes(self, nodes: Sequence[str]) -> dict[str, str]:
+        """The nodes that the run should not start on, by what they have found -> why; each of them is an event."""
+        preflight = self.logs / "preflight.jsonl"
+        lines = preflight.read_text(encoding="utf-8").splitlines() if preflight.exists() else []
+        for line in summary(read_timings(lines)):
+            print(f"== {line}", flush=True)
+        bad = judge(lines, nodes, self.cluster.gpus_per_node, self.cluster.preflight_seconds)
+        for node, why in bad.items():
+            events.record(self.run.path, "unfit", node=node, why=why)
+            print(f"== node {node} is not fit: {why}", flush=True)
+        return bad
 
-def _ends(run: JobFolder, status: int) -> TaskEnds:
-    logs = _logs(run)
-    killed = status == 128 + signal.SIGKILL
-    last_words = "".join(map(_tail, sorted(logs.glob("rank_*.err")))) if killed else ""
-    return task_ends(_srun_said(run), status, last_words)
+    def _kept_off(self) -> list[str]:
+        """The nodes that the job was not to have from the beginning, and those that were not fit in any start."""
+        found = [event["node"] for event in self.run.events(self.job) if event["event"] == "unfit"]
+        return list(dict.fromkeys([*filter(None, [self.cluster.exclude]), *found]))
 
+    def _starts(self, status: int, step: int) -> list[Start]:
+        """The starts of this job; the last one has just ended with `status`, with `step` steps saved."""
+        found, before = [], 0
+        for event in self.run.events(self.job):
+            if event["event"] == "started":
+                before = event.get("step", before)  # earlier versions did not record it
+            elif event["event"] == "ended":
+                found.append(Start(event["status"], event["step"] > before))
+                before = event["step"]
+        return [*found, Start(status, step > before)]
 
-def _logs(run: JobFolder) -> Path:
-    """The folder of logs of this start of the job."""
-    return run.logs(os.environ[events.JOB_VARIABLE], restart())
+    def _ends(self, status: int) -> TaskEnds:
+        last_words = "".join(self._tails()) if status == 128 + signal.SIGKILL else ""
+        return task_ends(self._srun_said(), status, last_words)
 
+    def _srun_said(self) -> str:
+        saw = self.logs / "srun.err"
+        return saw.read_text(errors="replace") if saw.exists() else ""
 
-def _srun_said(run: JobFolder) -> str:
-    saw = _logs(run) / "srun.err"
-    return saw.read_text(errors="replace") if saw.exists() else ""
+    def _tails(self) -> Iterator[str]:
+        """The last 4 KiB that each process has written on stderr."""
+        for log in sorted(self.logs.glob("rank_*.err")):
+            with log.open("rb") as file:
+                file.seek(max(0, log.stat().st_size - 4096))
+                yield file.read().decode(errors="replace")
 
+    def _failure(self) -> str | None:
+        """Why this start failed: unfit nodes, else the error of the first process that failed.
 
-def _tail(log: Path) -> str:
-    """The last 4 KiB."""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - 4096))
-        return file.read().decode(errors="replace")
+        Of a command that trains nothing the line that it ended with.
+        """
+        told = [event for event in self.run.events(self.job) if event.get("restart") == self.restart]
+        if unfit := [f"{event['node']}: {event['why']}" for event in told if event["event"] == "unfit"]:
+            return "; ".join(unfit)
+        for event in told:
+            if event["event"] == "failed":
+                return f"rank {event['rank']} on {event['host']}: {event['why']}"
+        said = [line for tail in self._tails() for line in tail.splitlines() if line.startswith(_ERROR)]
+        return said[-1].removeprefix(_ERROR) if said else None
 
-
-def _failure(run: JobFolder) -> str | None:
-    """Why this start of the job failed: unfit nodes, else the error of the first process that failed.
-
-    Of a command that trains nothing the line that it ended with.
-    """
-    job, number = os.environ[events.JOB_VARIABLE], restart()
-    told = [event for event in run.events(job) if event.get("restart") == number]
-    if unfit := [f"{event['node']}: {event['why']}" for event in told if event["event"] == "unfit"]:
-        return "; ".join(unfit)
-    for event in told:
-        if event["event"] == "failed":
-            return f"rank {event['rank']} on {event['host']}: {event['why']}"
-    logs = sorted(_logs(run).glob("rank_*.err"))
-    said = [line for log in logs for line in _tail(log).splitlines() if line.startswith(_ERROR)]
-    return said[-1].removeprefix(_ERROR) if said else None
+    def _goes_on(self) -> bool:
+        """Whether the job has enough nodes left, which are then written down for its next start."""
+        used = self.logs / NODES
+        if not self.cluster.spares or not used.exists():
+            return False
+        said = self._srun_said()
+        lost = _silent_nodes() if SILENT_NODE in said or FAILED_NODE in said else []
+        left = [node for node in used.read_text(encoding="utf-8").split(",") if node not in lost]
+        if lost:
+            events.record(self.run.path, "lost", nodes=lost)
+            print(f"== {', '.join(lost)} does not answer; nodes left: {len(left)}", flush=True)
+        used.write_text(",".join(left), encoding="utf-8")
+        return len(left) >= self.cluster.nodes
 
 
 _ERROR = error_lines(" ")[0].rstrip() + " "
 """Prefix of lines that say why a command ended."""
-
-
-def _kept_off(submission: Path) -> list[str]:
-    """The nodes that the job was not to have from the beginning, and those that were not fit in any of its starts."""
-    job = os.environ[events.JOB_VARIABLE]
-    found = [
-        event["node"] for event in JobFolder(submission.parents[1]).events(job) if event["event"] == "unfit"
-    ]
-    given = read_settings(submission).resources.exclude
-    return list(dict.fromkeys([*([given] if given else []), *found]))
 
 
 def free_port(job: int) -> int:
@@ -147,19 +184,13 @@ def free_port(job: int) -> int:
     raise SlurmRefused("every port from 20000 to 31999 is taken on this node")
 
 
-def restart() -> int:
-    """How often this job had been started before."""
-    return int(os.environ.get(events.RESTART_VARIABLE, "0"))
-
-
-def requeue(run: Path, without: Sequence[str] = ()) -> None:
+def requeue(run: Path, job: str, without: Sequence[str] = ()) -> None:
     """Put the job back into the queue, to start on other nodes than `without`; Slurm then ends this script.
 
     without: all that the job is to keep off, for it replaces what the job was submitted with.
     """
     # It does so at once, and what follows should still be done.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    job = os.environ[events.JOB_VARIABLE]
     try:
         if without:
             ask("scontrol", "requeuehold", job)
@@ -172,21 +203,6 @@ def requeue(run: Path, without: Sequence[str] = ()) -> None:
         events.record(run, "not requeued", why=str(error))
     else:
         events.record(run, "requeued", without=list(without) or None)
-
-
-def _goes_on(run: JobFolder, cluster: Cluster) -> bool:
-    """Whether the job has enough nodes left, which are then written down for its next start."""
-    used = _logs(run) / NODES
-    if not cluster.spares or not used.exists():
-        return False
-    said = _srun_said(run)
-    lost = _silent_nodes() if SILENT_NODE in said or FAILED_NODE in said else []
-    left = [node for node in used.read_text(encoding="utf-8").split(",") if node not in lost]
-    if lost:
-        events.record(run.path, "lost", nodes=lost)
-        print(f"== {', '.join(lost)} does not answer; nodes left: {len(left)}", flush=True)
-    used.write_text(",".join(left), encoding="utf-8")
-    return len(left) >= cluster.nodes
 
 
 def await_silent_nodes(run: Path) -> None:
@@ -249,22 +265,21 @@ def run_here(submission: Path) -> int:
     from submitit import JobEnvironment  # which takes its time to import
 
     settings = read_settings(submission)
-    run, cluster = submission.parents[1], settings.resources
     command = [word.replace("$submission", str(submission)) for word in settings.command]
-    os.environ.update(cluster.environment)
+    os.environ.update(settings.resources.environment)
     path = [str(submission / "code"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     os.environ.update(PYTHONPATH=os.pathsep.join(filter(None, path)), PYTHONSAFEPATH="1")
     os.environ[events.JOB_VARIABLE] = JobEnvironment().job_id
     number = 0
     while True:
         os.environ[events.RESTART_VARIABLE] = str(number)
-        begin(submission, "this machine")
-        nproc = cluster.tasks_per_node if settings.trains else 1
-        logs = _logs(JobFolder(run))
-        status = local.run_ranks([sys.executable, "-m", "launch.cli", *command], nproc, logs)
-        if not end(submission, status)[1]:
+        attempt = Attempt(submission)
+        attempt.begin("this machine")
+        nproc = attempt.cluster.tasks_per_node if settings.trains else 1
+        status = local.run_ranks([sys.executable, "-m", "launch.cli", *command], nproc, attempt.logs)
+        if not attempt.end(status)[1]:
             return status
-        events.record(run, "requeued")
+        events.record(attempt.run.path, "requeued")
         number += 1
 
 
@@ -279,51 +294,13 @@ def main() -> int:
     if args.moment == "port":
         print(free_port(int(os.environ["SLURM_JOB_ID"])))
         return ExitStatus.DONE
+    attempt = Attempt(args.submission)
     if args.moment == "end":
-        return _leave(args.submission, args.status)
-    if not args.nodes:
-        begin(args.submission, os.environ["SLURM_JOB_NODELIST"])
-        return ExitStatus.DONE
-    return _enter(args.submission, args.status, args.nodes)
-
-
-def _enter(submission: Path, status: int, looked: str) -> int:
-    """Say that a start has begun, and write down its nodes: of those that `looked` at themselves the fit ones."""
-    begin(submission, ask("scontrol", "show", "hostlist", looked).strip())
-    if (asked := _ASKED.get(status - 128)) is not None:
-        return asked
-    nodes = looked.split(",")
-    bad = unfit_nodes(submission, nodes)
-    fit = [node for node in nodes if node not in bad]
-    cluster = read_settings(submission).resources
-    if len(fit) >= cluster.nodes:
-        if cluster.spares:
-            # Slurm ends the job with the node of this script. Any other can be replaced, so that one is used last.
-            fit.sort(key=os.environ["SLURMD_NODENAME"].__eq__)
-        (_logs(JobFolder(submission.parents[1])) / NODES).write_text(",".join(fit), encoding="utf-8")
-        return ExitStatus.DONE
-    # What happens to most of several nodes is not the nodes' fault, and without them there may be nowhere to run.
-    return ExitStatus.UNFIT if len(nodes) == 1 or 2 * len(bad) <= len(nodes) else ExitStatus.FAILED
-
-
-def _leave(submission: Path, status: int) -> int:
-    """Say how the processes ended, and put the job back into the queue where that is due; the script's exit status.
-
-    0 too where the run was saved and is left as somebody wanted it: ended on request, or to the next job of its chain.
-    Slurm then calls the job COMPLETED, tells that by mail, and starts what waits for it with afterok.
-    """
-    run = JobFolder(submission.parents[1])
-    ended, starts_again = end(submission, status)
-    if starts_again:
-        if ended != ExitStatus.STOPPED and _goes_on(run, read_settings(submission).resources):
-            return GOES_ON
-        if SILENT_NODE in _srun_said(run):
-            with suppress(SlurmRefused):
-                await_silent_nodes(run.path)
-        requeue(run.path, _kept_off(submission) if ended == ExitStatus.UNFIT else ())
-    chain = [job.id for job in run.jobs() if job.submission == submission.name]
-    goes_on = ended == ExitStatus.STOPPED and chain[-1] != os.environ[events.JOB_VARIABLE]
-    return ExitStatus.DONE if goes_on or ended == ExitStatus.TERMINATED else status
+        return attempt.leave(args.status)
+    if args.nodes:
+        return attempt.enter(args.status, args.nodes)
+    attempt.begin(os.environ["SLURM_JOB_NODELIST"])
+    return ExitStatus.DONE
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def prepared(out: Path, source: list[str], **request: Any) -> Manifest:
     """`prepare` with one worker; `request` overrides: bytes as tokens, a fifth of the documents held out."""
     chosen = {"tokenizer": "byte", "validation_fraction": 0.2, **request}
     manifest = prepare(
-        PrepareRequest(source, **chosen), out, workers=1, overwrite=False, console=Console(quiet=True)
+        PrepareRequest(source=source, **chosen), out, workers=1, overwrite=False, console=Console(quiet=True)
     )
     assert manifest is not None
     return manifest

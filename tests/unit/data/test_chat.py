@@ -202,7 +202,7 @@ def test_a_dataset_of_the_hubs_form_gives_the_same_conversations(tmp_path: Path)
     columns = Columns(("messages",), chat=True)
     hub = open_source([f"hf:{tmp_path / 'dataset'}"], columns=columns)
     assert list(hub) == list(Files([table], columns, {}))
-    assert hub.describe()["kind"] == "hub"
+    assert hub.description["kind"] == "hub"
 
 
 def test_conversations_without_an_answer_are_counted_as_skipped(tmp_path: Path):

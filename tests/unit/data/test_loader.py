@@ -277,7 +277,7 @@ def test_an_index_is_sized_before_it_is_built(corpus: Path, configure: Configure
         opened(configure(corpus, steps=500))
     assert not config.data.index_cache.exists()
     monkeypatch.undo()
-    (samples,) = opened(configure(corpus, steps=1))._phases[0].objective._samples.corpora
+    (samples,) = opened(configure(corpus, steps=1))._phases[0].objective.samples.corpora
     files = [file for file in config.data.index_cache.rglob("*") if file.is_file()]
     assert 0.5 < sum(-(-file.stat().st_size // 4096) * 4096 for file in files) / samples.index_bytes < 1.5
 

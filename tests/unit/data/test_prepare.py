@@ -78,7 +78,7 @@ def test_copies_of_a_document_never_straddle_the_splits(tmp_path: Path):
 
 
 def test_the_number_of_workers_changes_nothing(made: Path, tmp_path: Path):
-    request = PrepareRequest([str(made / "source.jsonl")], tokenizer="byte", validation_fraction=0.2)
+    request = PrepareRequest(source=[str(made / "source.jsonl")], tokenizer="byte", validation_fraction=0.2)
     three = prepare(request, tmp_path / "three", workers=3, overwrite=False, console=Console(quiet=True))
     assert three is not None
     assert three.splits == Manifest.read(made / "byte").splits
@@ -136,7 +136,7 @@ def test_other_arguments_are_refused_unless_told_to_overwrite(source: Path, tmp_
         ValueError, match=r"was prepared with seed=0, not 5; choose another --out, or add --overwrite"
     ):
         prepared(out, [str(source)], seed=5)
-    request = PrepareRequest([str(source)], tokenizer="byte", validation_fraction=0.2, seed=5)
+    request = PrepareRequest(source=[str(source)], tokenizer="byte", validation_fraction=0.2, seed=5)
     assert prepare(request, out, workers=1, overwrite=True, console=Console(quiet=True)) is not None
     assert Manifest.read(out).arguments["seed"] == 5
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source.jsonl"]

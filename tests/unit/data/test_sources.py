@@ -82,7 +82,7 @@ def test_a_file_too_long_for_memory_is_cut_at_line_ends(tmp_path: Path, monkeypa
 
 def test_the_standard_library_is_its_sources_without_tests():
     source = open_source(["stdlib"])
-    description = source.describe()
+    description = source.description
     assert description["kind"] == "stdlib"
     assert description["python"] == ".".join(map(str, sys.version_info[:3]))
     texts = [text for document in source for text in document.texts]
@@ -97,7 +97,7 @@ def test_the_standard_library_with_labels_is_its_functions_by_package():
     functions = list(source)
     packages = {function.texts[0]: function.label for function in functions}
     assert len(packages) == len(functions) > 2000, "no text comes twice"
-    assert set(packages.values()) == set(sources.LIBRARY_PACKAGES) == set(source.describe()["functions of"])
+    assert set(packages.values()) == set(sources.LIBRARY_PACKAGES) == set(source.description["functions of"])
     assert all(ast.parse(text).body[0].name for text in packages), "each is a function by itself"
     method = textwrap.dedent(inspect.getsource(asyncio.Lock.release)).rstrip("\n")
     assert packages[method] == "asyncio"

@@ -55,8 +55,8 @@ def test_help_shows_the_commands_that_people_type_group_by_group(capsys):
 @pytest.mark.parametrize("name", DEV)
 def test_commands_of_whoever_works_on_the_code_have_their_old_names_too(name, monkeypatch):
     seen = []
-    monkeypatch.setattr(DEV[name], "run", lambda args: seen.append(vars(args)) or 0)
-    _, *arguments = shlex.split(DEV[name].EXAMPLE)
+    monkeypatch.setattr(COMMANDS[name], "run", lambda args: seen.append(vars(args)) or 0)
+    _, *arguments = shlex.split(COMMANDS[name].EXAMPLE)
     assert main(arguments) == main(arguments[1:]) == 0
     assert seen[0] == seen[1]
 
