@@ -103,7 +103,9 @@ class Attempt:
     def _unfit_nodes(self, nodes: Sequence[str]) -> dict[str, str]:
         """The nodes that the run should not start on, by what they have found -> why; each of them is an event."""
         preflight = self.logs / "preflight.jsonl"
-        lines = preflight.read_text(encoding="utf-8").splitlines() if preflight.exists() else []
+        lines = (
+            preflight.read_text(encoding="utf-8", errors="replace").splitlines() if preflight.exists() else []
+        )
         for line in summary(read_timings(lines)):
             print(f"== {line}", flush=True)
         bad = judge(lines, nodes, self.cluster.gpus_per_node, self.cluster.preflight_seconds)
