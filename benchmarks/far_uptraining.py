@@ -35,12 +35,15 @@ def attention(preset: str, **keys: Any) -> str:
 
 
 WINDOWS = {"block_size": 16, "blocks": 2}
-EVERY_TOKEN = {"compression": {"block_size": 16, "rank": 16}, "near": {"blocks": 2, "join": "shared"}}
+NEAR = {"blocks": 2, "join": "shared"}
+EVERY_TOKEN = {"compression": {"block_size": 16, "rank": 16}, "near": NEAR}
+LONGER = {"compression": {"block_size": 64, "rank": 8}, "near": NEAR}
 
 STUDENTS: dict[str, list[str]] = {
     "flurka": ["uptrain.train_dense=true"],
     "flurka, transfer first": TRANSFER,
     "flurka, two layers kept": [*TRANSFER, "uptrain.layers.keep=2"],
+    "flurka, blocks of 64": [attention("flurka", **LONGER)],
     "lolcats": [
         attention("flurka", **EVERY_TOKEN),
         *TRANSFER,
