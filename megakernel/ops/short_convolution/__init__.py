@@ -45,7 +45,7 @@ SHORT = 8
 def by_rows(x: Tensor, weight: Tensor, before: Tensor, positions: Positions) -> Tensor:
     """torch's convolution of channels whose tokens lie in a row, and taps where a document begins.
 
-    On a CPU it takes less than half of the time of whole tensors in float32, and keeps a third of the bytes for backward.
+    On a CPU it takes less than half of the time of whole tensors in float32, and keeps a third of the bytes.
     """
     width = weight.shape[-1]
     if x.numel() < FEW or x.dtype not in FAST:
