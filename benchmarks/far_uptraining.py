@@ -112,7 +112,7 @@ def rows(students: Iterable[str]) -> list[Row]:
         report = report_of(student)
         swapped, [*_, main] = report["swapped"]["loss"], report["stages"]
         share = recovered(swapped, main["loss"], end)
-        found.append(Row(f"`{student}`", *stage_of(student, MAIN), swapped, share))
+        found.append(Row(student, *stage_of(student, MAIN), swapped, share))
         print(found[-1].line(), flush=True)
     return found
 
@@ -133,7 +133,7 @@ def page(found: Sequence[Row], command: str) -> str:
             f"{LENGTH:,} tokens. {READING} One seed.",
             "",
             *table(columns, (row.line() for row in found)),
-            *(f"* `{name}`: `{' '.join(overrides)}`" for name, overrides in STUDENTS.items()),
+            *(f"* `{row.name}`: `{' '.join(STUDENTS[row.name])}`" for row in found if row.name in STUDENTS),
             "",
         ]
     )

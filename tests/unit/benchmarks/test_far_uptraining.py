@@ -27,8 +27,8 @@ def test_the_dense_model_is_trained_on_beside_one_of_them():
 
 def test_the_page_says_what_each_student_is():
     measures = Measures(4.0, 4.1, 3.9, 0.1, (4.0, 3.0), (9.0, 8.0))
-    text = page([Row("dense", measures, 100), Row("`flurka`", measures, 10, 4.5, 0.9)], "python -m this")
+    text = page([Row("dense", measures, 100), Row("flurka", measures, 10, 4.5, 0.9)], "python -m this")
     assert "| dense |  | 4.0000 | 4.1000 | **3.9000** | +0.1000 |" in text
-    assert "| `flurka` | 4.5000 |" in text
+    assert "| flurka | 4.5000 |" in text
     assert "| **90.0%** | 10 |" in text
-    assert all(f"* `{student}`: " in text for student in STUDENTS)
+    assert "* `flurka`: `uptrain.train_dense=true`" in text
