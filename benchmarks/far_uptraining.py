@@ -9,6 +9,7 @@ runs/far_uptraining; what is done is read, not repeated.
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -148,8 +149,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(given)
     prepare(load(CONFIG).data.train[0].path)
     found = rows(arguments.only)
-    command = " ".join(["OMP_NUM_THREADS=1 python -m benchmarks.far_uptraining", *given])
-    give(page(found, command), arguments.out)
+    command = shlex.join(["python", "-m", "benchmarks.far_uptraining", *given])
+    give(page(found, f"OMP_NUM_THREADS=1 {command}"), arguments.out)
     return 0
 
 
