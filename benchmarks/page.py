@@ -18,7 +18,7 @@ def processor() -> str:
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
+    return next(named, "") or platform.processor() or platform.machine()
 
 
 def description() -> str:
