@@ -219,8 +219,8 @@ def test_a_prepare_that_is_interrupted_leaves_nothing_behind(tmp_path: Path, sen
         [sys.executable, str(tmp_path / "main.py"), *arguments],
         stderr=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": os.getcwd()},
-        # A shell starts what it puts in the background, such as this test's run, with SIGINT ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        # A shell starts what it puts in the background, such as this test's run, with SIGINT ignored; nohup, SIGHUP.
+        preexec_fn=lambda: signal.signal(sent, signal.SIG_DFL),
     )
     while not list((tmp_path / "data").glob(when)):
         with pytest.raises(subprocess.TimeoutExpired):  # it goes on
