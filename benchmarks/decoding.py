@@ -11,7 +11,6 @@ No prompt is read: states and caches have the size that a prompt leaves, and ran
 
 import argparse
 import copy
-import shlex
 import statistics
 import sys
 import time
@@ -23,7 +22,7 @@ import torch
 from torch.utils import _pytree as pytree
 from transformers import DynamicCache, LlamaForCausalLM
 
-from benchmarks.page import add_out, give, opening, table, table_row
+from benchmarks.page import add_out, give, opening, table, table_row, typed
 from benchmarks.trained import configured
 from benchmarks.training_speed import BASELINE, llama_like
 from data_pipeline.tokenizers import ByteTokenizer
@@ -293,7 +292,7 @@ def main() -> None:
     )
     parser.add_argument("--turns", type=int, default=5, help="of each model in each case")
     options = parser.parse_args()
-    typed = shlex.join(["python", "-m", "benchmarks.decoding", *sys.argv[1:]])
+    command = typed("decoding", sys.argv[1:])
     models = {sizes: ({name: own_model(name, sizes) for name in OURS}, llama(sizes)) for sizes in SIZES}
     cases = [
         Case(sizes, batch, length)
@@ -307,7 +306,7 @@ def main() -> None:
         print(*lines[-1], sep="\n", file=sys.stderr)
         # A file has what there is so far, should the rest take too long.
         if options.out is not None or len(lines) == len(cases):
-            give(page(lines, f"OMP_NUM_THREADS=1 {typed}", len(cases)), options.out)
+            give(page(lines, command, len(cases)), options.out)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import repositories
-from benchmarks.page import add_out, ended, give, opening, table, table_row
+from benchmarks.page import add_out, ended, give, one_table, table_row, typed
 from benchmarks.trained import curve, measured, megakernel, named, trained
 from megakernel.config import Config, Model, load
 from megakernel.config.mechanisms import Shape
@@ -197,19 +197,16 @@ def page(outcomes: Iterable[Outcome], tokens: int, command: str) -> str:
     columns = ("model", "N", "seed", *COLUMNS, "state", "tokens/s")
     names = sorted({found.run.model for found in outcomes})
     written = [f"* `{name}`: `{json.dumps(MODELS[name])}`" for name in names]
+    text = (
+        f"{model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads, `{TOKENIZER}`; {tokens:,} "
+        f"tokens of `benchmarks.repositories` in steps of {training.global_batch_size * training.seq_len:,}, "
+        f"{training.dtype}, learning rate {config.optimizer.lr:g}, constant behind "
+        f"{config.schedule.warmup_steps} steps; the same sequences in the same order for all models of a seed. "
+        f"{READING} Runs shared the machine: *tokens/s* of the training are medians, and say little."
+    )
+    lines = (found.row() for found in outcomes)
     return "\n".join(
-        [
-            *opening("What the far context is worth", command),
-            f"{model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads, `{TOKENIZER}`; {tokens:,} "
-            f"tokens of `benchmarks.repositories` in steps of {training.global_batch_size * training.seq_len:,}, "
-            f"{training.dtype}, learning rate {config.optimizer.lr:g}, constant behind "
-            f"{config.schedule.warmup_steps} steps; the same sequences in the same order for all models of a seed. "
-            f"{READING} Runs shared the machine: *tokens/s* of the training are medians, and say little.",
-            "",
-            *table(columns, (found.row() for found in outcomes)),
-            *written,
-            "",
-        ]
+        [one_table("What the far context is worth", command, text, columns, lines), *written, ""]
     )
 
 
@@ -234,8 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for model in arguments.only:
                 outcomes.append(found := measure(Run(model, length, seed, arguments.tokens)))
                 print(found.row(), flush=True)
-    command = " ".join(["OMP_NUM_THREADS=1 python -m benchmarks.far_context", *given])
-    give(page(outcomes, arguments.tokens, command), arguments.out)
+    give(page(outcomes, arguments.tokens, typed("far_context", given)), arguments.out)
     return 0
 
 

@@ -9,17 +9,16 @@ runs/far_uptraining; what is done is read, not repeated.
 
 import argparse
 import json
-import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.far_context import COLUMNS, READING, Measures, Run, measure, prepare, state_of
-from benchmarks.page import add_out, ended, give, opening, table, table_row
-from benchmarks.trained import megakernel, named
+from benchmarks.page import add_out, ended, give, one_table, table_row, typed
+from benchmarks.trained import named, uptrained
 from megakernel.config import Config, load
-from megakernel.uptraining.report import REPORT, recovered
+from megakernel.uptraining.report import recovered
 from megakernel.uptraining.stages import DENSE, MAIN
 
 CONFIG = Path(__file__).with_suffix(".yaml")
@@ -80,25 +79,20 @@ class Row(NamedTuple):
         return table_row([self.name, swapped, *self.measures.cells(), share, f"{self.state:,}"])
 
 
+def overrides_of(student: str) -> list[str]:
+    """What is laid over benchmarks/far_uptraining.yaml."""
+    name = "-".join(student.replace(",", "").split())
+    return [f"run.name={name}", *STUDENTS[student]]
+
+
 def config_of(student: str) -> Config:
     """The up-training of a student."""
-    name = "-".join(student.replace(",", "").split())
-    return load(CONFIG, [f"run.name={name}", *STUDENTS[student]])
+    return load(CONFIG, overrides_of(student))
 
 
-def report_of(student: str) -> dict[str, Any]:
-    """What its up-training reports, run where it was not."""
-    file = config_of(student).run.folder / f"{REPORT}.json"
-    if not file.exists():
-        name = f"run.name={config_of(student).run.name}"
-        megakernel("uptrain", str(CONFIG), name, *STUDENTS[student])
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return found
-
-
-def stage_of(student: str, kind: str) -> tuple[Measures, int]:
-    """What a stage's model has learned, and its state."""
-    [folder] = config_of(student).run.folder.glob(f"*-{kind}")
+def stage_of(folder: Path, kind: str) -> tuple[Measures, int]:
+    """What the model of a stage of an up-training has learned, and its state."""
+    [folder] = folder.glob(f"*-{kind}")
     config = load(folder / "config.yaml")
     return Measures.of(folder, config.training.steps, LENGTH), state_of(config.model, LENGTH)
 
@@ -107,13 +101,14 @@ def rows(students: Iterable[str]) -> list[Row]:
     """Train and measure the dense model, what it becomes by itself, and these students, or read what is there."""
     dense = measure(DENSE_RUN)
     state = state_of(DENSE_RUN.config().model, LENGTH)
-    end = report_of("flurka")["trained_on"]["loss"]
-    found = [Row("dense", dense.measures, state), Row("dense, trained on", *stage_of("flurka", DENSE))]
+    folder, report = uptrained(CONFIG, overrides_of("flurka"))
+    end = report["trained_on"]["loss"]
+    found = [Row("dense", dense.measures, state), Row("dense, trained on", *stage_of(folder, DENSE))]
     for student in students:
-        report = report_of(student)
+        folder, report = uptrained(CONFIG, overrides_of(student))
         swapped, [*_, main] = report["swapped"]["loss"], report["stages"]
         share = recovered(swapped, main["loss"], end)
-        found.append(Row(student, *stage_of(student, MAIN), swapped, share))
+        found.append(Row(student, *stage_of(folder, MAIN), swapped, share))
         print(found[-1].line(), flush=True)
     return found
 
@@ -123,21 +118,18 @@ def page(found: Sequence[Row], command: str) -> str:
     training, dense = load(CONFIG).training, DENSE_RUN.config()
     tokens = training.consumed(training.steps)[1]
     columns = ("model", "swapped", *COLUMNS, "of dense, trained on", "state")
-    return "\n".join(
-        [
-            *opening("Up-training a dense model that uses its far context", command),
-            f"The dense model, `softmax_around` of [far_context_cpu.md](far_context_cpu.md), has read "
-            f"{DENSE_RUN.tokens:,} tokens at a constant learning rate of {dense.optimizer.lr:g}; each student reads "
-            f"{tokens:,} more, in which it falls to 0, in {training.dtype}; so does *dense, trained on*. *Swapped*: "
-            f"the loss before any step. *Of dense, trained on*: the share that is recovered of the perplexity between "
-            f"the swapped student and the dense model, trained on, over {training.eval_samples} sequences of "
-            f"{LENGTH:,} tokens. {READING} One seed.",
-            "",
-            *table(columns, (row.line() for row in found)),
-            *(f"* `{row.name}`: `{' '.join(STUDENTS[row.name])}`" for row in found if row.name in STUDENTS),
-            "",
-        ]
+    text = (
+        f"The dense model, `softmax_around` of [far_context_cpu.md](far_context_cpu.md), has read "
+        f"{DENSE_RUN.tokens:,} tokens at a constant learning rate of {dense.optimizer.lr:g}; each student reads "
+        f"{tokens:,} more, in which it falls to 0, in {training.dtype}; so does *dense, trained on*. *Swapped*: "
+        f"the loss before any step. *Of dense, trained on*: the share that is recovered of the perplexity between "
+        f"the swapped student and the dense model, trained on, over {training.eval_samples} sequences of "
+        f"{LENGTH:,} tokens. {READING} One seed."
     )
+    title = "Up-training a dense model that uses its far context"
+    written = [f"* `{row.name}`: `{' '.join(STUDENTS[row.name])}`" for row in found if row.name in STUDENTS]
+    lines = (row.line() for row in found)
+    return "\n".join([one_table(title, command, text, columns, lines), *written, ""])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -149,8 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(given)
     prepare(load(CONFIG).data.train[0].path)
     found = rows(arguments.only)
-    command = shlex.join(["python", "-m", "benchmarks.far_uptraining", *given])
-    give(page(found, f"OMP_NUM_THREADS=1 {command}"), arguments.out)
+    give(page(found, typed("far_uptraining", given)), arguments.out)
     return 0
 
 

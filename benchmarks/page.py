@@ -3,6 +3,7 @@
 import argparse
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import date
@@ -32,6 +33,11 @@ def description() -> str:
 def opening(title: str, command: str, more: str = "") -> list[str]:
     """The first lines of a page: its title, the command, the day, the machine, and what more decides the numbers."""
     return [f"# {title}", "", f"`{command}`, {date.today().isoformat()}, {description()}{more}.", ""]
+
+
+def typed(module: str, arguments: Sequence[str]) -> str:
+    """The command that runs a benchmark in one thread, as a shell takes it."""
+    return f"OMP_NUM_THREADS=1 {shlex.join(['python', '-m', f'benchmarks.{module}', *arguments])}"
 
 
 def table_row(cells: Iterable[object]) -> str:

@@ -20,11 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.page import add_out, ended, give, opening, table, table_row
-from benchmarks.trained import curve, in_blocks, measured, megakernel, named, trained
+from benchmarks.page import add_out, ended, give, one_table, table_row, typed
+from benchmarks.trained import curve, in_blocks, measured, megakernel, named, trained, uptrained
 from megakernel.config import Config, Training, load
 from megakernel.evaluation.records import file_name
-from megakernel.uptraining.report import REPORT
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tasks" / "mqar.yaml"
 MECHANISMS = ("softmax", "linear", "performer", "generative_prf", "flurka_kernel", "flurka", "local")
@@ -65,7 +64,12 @@ class Plan:
 
     def config(self, *more: str) -> Config:
         """The configuration of a run."""
-        return load(CONFIG, [f"data.train={self.data}", "run.root=runs/recall", *self.overrides, *more])
+        return load(CONFIG, [*self.everywhere, *more])
+
+    @property
+    def everywhere(self) -> list[str]:
+        """What is laid over the configuration of all runs."""
+        return [f"data.train={self.data}", "run.root=runs/recall", *self.overrides]
 
     @property
     def training(self) -> Training:
@@ -112,7 +116,7 @@ class Plan:
             f"run.name={self.name}-{file_name(preset)}",
             f"model.attention={json.dumps(self.attention(preset))}",
         ]
-        return [f"data.train={self.data}", "run.root=runs/recall", *self.overrides, *names, *more]
+        return [*self.everywhere, *names, *more]
 
     def attention(self, preset: str) -> dict[str, Any]:
         """The preset with blocks that a short sequence has several of."""
@@ -169,7 +173,7 @@ def train(plan: Plan, preset: str, others: Sequence[int]) -> Outcome:
     elif preset == plan.start:
         folder, step = started(plan, preset), plan.start_steps
     else:
-        stages = uptrained(plan, preset, started(plan, plan.start))
+        stages = continued(plan, preset, started(plan, plan.start))
         if (transfer := stages / "1-transfer").exists():
             before = measured(transfer, TRANSFER, plan.task, *examples)["accuracy"]
         [folder], step = stages.glob("*-main"), plan.training.steps
@@ -185,7 +189,7 @@ def started(plan: Plan, preset: str) -> Path:
     return trained(CONFIG, plan.laid_over(preset, f"training.steps={plan.start_steps}"))
 
 
-def uptrained(plan: Plan, preset: str, dense: Path) -> Path:
+def continued(plan: Plan, preset: str, dense: Path) -> Path:
     """The folder of an up-training from a run, made where it is not there."""
     read = plan.start_steps * plan.training.global_batch_size
     overrides = plan.laid_over(
@@ -195,10 +199,7 @@ def uptrained(plan: Plan, preset: str, dense: Path) -> Path:
         # A window has nothing to learn apart.
         f"uptrain.transfer={{steps: {TRANSFER}, lr: 1e-2}}" if "flurka" in preset else "uptrain={}",
     )
-    folder = load(CONFIG, overrides).run.folder
-    if not (folder / f"{REPORT}.json").exists():
-        megakernel("uptrain", str(CONFIG), *overrides)
-    return folder
+    return uptrained(CONFIG, overrides)[0]
 
 
 def page(plan: Plan, outcomes: Iterable[Outcome], command: str) -> str:
@@ -214,21 +215,19 @@ def page(plan: Plan, outcomes: Iterable[Outcome], command: str) -> str:
         "answers right",
         *(f"at {length:,} tokens" for length in outcomes[0].others),
     ]
-    return "\n".join(
-        [
-            *opening(f"{plan.of.partition(':')[0]} by mechanism", command),
-            f"`{plan.task}` ([what that is](../../docs/evaluation.md#synthetic-tasks)), tokenizer "
-            f"`{plan.tokenizer}`. {model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads, "
-            f"{training.steps} steps of {training.global_batch_size} sequences of {training.seq_len} tokens, "
-            f"{training.dtype}, learning rate {config.optimizer.lr:g}, one seed. FLuRKA has blocks of "
-            f"{plan.block_size} tokens with {plan.rank} landmarks each. The loss, in nats, counts "
-            f"answers alone. Losses by step are of held-out examples, the last ones and the "
-            f"share of right answers of {EXAMPLES} others, at other lengths of {OTHER_EXAMPLES}."
-            + (STARTED.format(plan=plan, transfer=TRANSFER) if plan.start else ""),
-            "",
-            *table(columns, (found.row() for found in outcomes)),
-        ]
+    text = (
+        f"`{plan.task}` ([what that is](../../docs/evaluation.md#synthetic-tasks)), tokenizer "
+        f"`{plan.tokenizer}`. {model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads, "
+        f"{training.steps} steps of {training.global_batch_size} sequences of {training.seq_len} tokens, "
+        f"{training.dtype}, learning rate {config.optimizer.lr:g}, one seed. FLuRKA has blocks of "
+        f"{plan.block_size} tokens with {plan.rank} landmarks each. The loss, in nats, counts "
+        f"answers alone. Losses by step are of held-out examples, the last ones and the "
+        f"share of right answers of {EXAMPLES} others, at other lengths of {OTHER_EXAMPLES}."
     )
+    if plan.start:
+        text += STARTED.format(plan=plan, transfer=TRANSFER)
+    title = f"{plan.of.partition(':')[0]} by mechanism"
+    return one_table(title, command, text, columns, (found.row() for found in outcomes))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -271,8 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for preset in arguments.only:
         outcomes.append(found := train(plan, preset, arguments.also))
         print(found.row(), flush=True)
-    text = page(plan, outcomes, " ".join(["OMP_NUM_THREADS=1 python -m benchmarks.recall", *given]))
-    give(text, arguments.out)
+    give(page(plan, outcomes, typed("recall", given)), arguments.out)
     return 0
 
 

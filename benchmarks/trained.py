@@ -14,6 +14,7 @@ from megakernel.config import PRESETS, Attention, Config, UserError, check_same_
 from megakernel.config.validation import validate
 from megakernel.evaluation.records import file_name
 from megakernel.training.observing.metrics_writer import logged
+from megakernel.uptraining.report import REPORT
 
 PARTS: dict[str, dict[str, Any]] = {
     "convolution": {"short_convolution": 4},
@@ -81,6 +82,19 @@ def trained(config: Path, overrides: Sequence[str]) -> Path:
             return folder
     megakernel("pretrain", str(config), *overrides)
     return folder
+
+
+def uptrained(config: Path, overrides: Sequence[str]) -> tuple[Path, dict[str, Any]]:
+    """The folder of an up-training that has come to its end, and what it reports. Raises UserError as `trained`."""
+    wanted = load(config, overrides)
+    folder = wanted.run.folder
+    file = folder / f"{REPORT}.json"
+    if file.is_file():
+        check_same_run((folder / "config.yaml").read_text(encoding="utf-8"), wanted, folder)
+    else:
+        megakernel("uptrain", str(config), *overrides)
+    report: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return folder, report
 
 
 def megakernel(*arguments: str) -> None:

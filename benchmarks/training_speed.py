@@ -10,7 +10,6 @@ clock's, and models are in bfloat16.
 
 import argparse
 import multiprocessing
-import shlex
 import statistics
 import sys
 import time
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.page import add_out, give, one_table, table_row
+from benchmarks.page import add_out, give, one_table, table_row, typed
 from benchmarks.trained import configured
 from megakernel.config import Config, Parallel
 
@@ -203,8 +202,7 @@ def main() -> None:
     options = parser.parse_args()
     sizes = [Sizes(length, options.rows) for length in options.lengths]
     rows = [row(one, measure(one, options.turns)) for one in sizes]
-    typed = shlex.join(["python", "-m", "benchmarks.training_speed", *sys.argv[1:]])
-    give(page(rows, sizes[0], f"OMP_NUM_THREADS=1 {typed}"), options.out)
+    give(page(rows, sizes[0], typed("training_speed", sys.argv[1:])), options.out)
 
 
 if __name__ == "__main__":
