@@ -14,7 +14,6 @@ from megakernel.config import PRESETS, Attention, Config, UserError, check_same_
 from megakernel.config.validation import validate
 from megakernel.evaluation.records import file_name
 from megakernel.training.observing.metrics_writer import logged
-from megakernel.uptraining.report import REPORT
 
 PARTS: dict[str, dict[str, Any]] = {
     "convolution": {"short_convolution": 4},
@@ -86,6 +85,8 @@ def trained(config: Path, overrides: Sequence[str]) -> Path:
 
 def uptrained(config: Path, overrides: Sequence[str]) -> tuple[Path, dict[str, Any]]:
     """The folder of an up-training that has come to its end, and what it reports. Raises UserError as `trained`."""
+    from megakernel.uptraining.report import REPORT  # seconds, which the other benchmarks need not wait for
+
     wanted = load(config, overrides)
     folder = wanted.run.folder
     file = folder / f"{REPORT}.json"
