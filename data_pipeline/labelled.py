@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +18,15 @@ from data_pipeline.token_files import TokenFile
 from megakernel.config.errors import UserError
 from megakernel.config.model import Classifier
 
-Example: TypeAlias = tuple[list[np.ndarray], int | float]
-"""Tokens of one or two documents, each with its end; the number of the class, or the number to predict."""
+
+class Example(NamedTuple):
+    """What is classified."""
+
+    documents: list[np.ndarray]
+    """Tokens of one or two documents, each with its end."""
+
+    label: int | float
+    """Number of the class, or the number to predict."""
 
 
 class CorpusExamples:
@@ -43,7 +50,7 @@ class CorpusExamples:
         at = int(self._order(epoch)[place])
         first = at * self._documents
         documents = [self._tokens[at] for at in range(first, first + self._documents)]
-        return documents, self._labels[at].item()
+        return Example(documents, self._labels[at].item())
 
     def _shuffled(self, epoch: int) -> np.ndarray:
         return np.random.default_rng((self._seed, epoch)).permutation(self.per_epoch)
@@ -71,9 +78,9 @@ class LabelledDocuments:
         """See `Objective`: tokens, positions (examples x documents, seq_len); labels (examples,) int64 or float32."""
         assert share.cp_size == 1, "config.checks keeps labelled documents whole"
         examples = [self.samples[index] for index in indices]
-        sequences = [self._sequence(document) for documents, _ in examples for document in documents]
+        sequences = [self._sequence(document) for example in examples for document in example.documents]
         tokens, positions = map(torch.stack, zip(*sequences))
-        labels = torch.tensor([label for _, label in examples])
+        labels = torch.tensor([example.label for example in examples])
         return Batch(tokens, labels, torch.ones_like(labels, dtype=torch.bool), positions)
 
     def _sequence(self, document: np.ndarray) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,18 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
+GROUPS = {
+    "prepare and train": ("prepare", "pretrain", "uptrain"),
+    "look": ("monitor", "evaluate", "analyze", "generate", "serve"),
+    "move models": ("import", "export"),
+    "cluster": ("submit", "sweep", "status", "logs", "cancel", "resume"),
+    "ask": ("config", "plan", "doctor"),
+}
+"""What `megakernel --help` shows: group -> names of commands, which their files have too."""
+
+DEV = ("reshape", "mechanisms", "bench")
+"""Commands of scripts and of whoever works on the code: `megakernel dev NAME`, and NAME alone as before."""
+
 try:
     import megakernel
     from launch.arguments import NotFound, NumberParser
@@ -34,18 +46,6 @@ try:
     from megakernel.config import InUse, NotFinite, RunFailed, UserError
     from megakernel.config.errors import REFUSED_BY_DISK
     from megakernel.training.events import in_job
-
-    GROUPS = {
-        "prepare and train": ("prepare", "pretrain", "uptrain"),
-        "look": ("monitor", "evaluate", "analyze", "generate", "serve"),
-        "move models": ("import", "export"),
-        "cluster": ("submit", "sweep", "status", "logs", "cancel", "resume"),
-        "ask": ("config", "plan", "doctor"),
-    }
-    """What `megakernel --help` shows: group -> names of commands, which their files have too."""
-
-    DEV = ("reshape", "mechanisms", "bench")
-    """Commands of scripts and of whoever works on the code: `megakernel dev NAME`, and NAME alone as before."""
 
     COMMANDS = {
         name: import_module(f"launch.{'import_dense' if name == 'import' else name}")

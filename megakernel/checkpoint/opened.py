@@ -97,6 +97,7 @@ def _configuration(folder: Path, data: Path | None) -> Config:
 
     checkpoint = DenseCheckpoint(folder)
     written, model = checkpoint.config, checkpoint.model
+    positions = model.max_positions if model.counts_positions else None
     longest = written.get("max_position_embeddings") or written.get("n_positions") or ROW
     own = written["model_type"] == OWN
     # Not validated: it describes no run, and `data` is looked at where it is read.
@@ -110,7 +111,7 @@ def _configuration(folder: Path, data: Path | None) -> Config:
         ),
         training=Training(
             steps=1,
-            seq_len=min((model.counts_positions and model.max_positions) or ROW, longest, ROW),
+            seq_len=min(positions or ROW, longest, ROW),
             global_batch_size=1,
             dtype="bfloat16" if str(written.get("dtype")).endswith("bfloat16") else "float32",
         ),

@@ -16,12 +16,6 @@ class _Compression(Section):
     compress: Stage | None = None
     """What E and F act on: `input` (FLuRKA eq. 2) or `projected` keys and values (eq. 1); None: input if it can be."""
 
-    def problems(self) -> Iterator[Problem]:
-        """Heads share what acts on the input."""
-        if self.compress == "input" and getattr(self, "per_head", False):
-            reason = "is what the heads of a layer share, and per_head gives each its own E"
-            yield self.problem("compress", reason, "set compress: projected or remove per_head")
-
 
 class BlockCompression(_Compression):
     """Blocks of `block_size` tokens become `rank` landmarks each: k~ = E k_block, v~ = F v_block."""
@@ -47,7 +41,7 @@ class BlockCompression(_Compression):
             yield self.problem(
                 "rank", f"exceeds block_size={self.block_size}", f"set rank<={self.block_size}"
             )
-        yield from super().problems()
+        yield from _stage_problems(self.compress, self.per_head)
 
 
 class PoolCompression(_Compression):
@@ -77,6 +71,16 @@ class LinformerCompression(_Compression):
 
     share_kv: bool = False
     """One E for keys and values."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Heads share what acts on the input."""
+        yield from _stage_problems(self.compress, self.per_head)
+
+
+def _stage_problems(compress: Stage | None, per_head: bool) -> Iterator[Problem]:
+    if compress == "input" and per_head:
+        reason = "is what the heads of a layer share, and per_head gives each its own E"
+        yield Problem("compress", compress, reason, "set compress: projected or remove per_head")
 
 
 def _kind(value: Any) -> str:

@@ -204,7 +204,7 @@ class Engine:
             group["lr"] = learning_rate * group[SHARE]
         self.engine.train()
         inputs = self._model_inputs(batches)
-        skipped_before = self.engine.skipped_steps
+        skipped_before = self.skipped_steps
         with self.traffic.step():
             loss = self._update(inputs)
         attention.finish_step(self.engine.module, lambda x: self.mesh.sum(x, self.mesh.gradient))
@@ -212,7 +212,7 @@ class Engine:
         return StepResult(
             loss=loss,
             grad_norm=math.nan if norm is None else float(norm),
-            skipped=self.engine.skipped_steps > skipped_before,
+            skipped=self.skipped_steps > skipped_before,
         )
 
     def _update(self, inputs: list[LayerInputs]) -> float:
@@ -289,6 +289,11 @@ class Engine:
         if self.pipelined and now != self._passed_on:
             self.engine.reset_activation_shape()
         self._passed_on = now
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps of the whole run whose gradients were not finite."""
+        return self.engine.skipped_steps
 
     def save(self, folder: Path) -> None:
         """Write this process's part of the state into a folder that all processes name alike."""

@@ -218,7 +218,7 @@ class Trainer:
             "train/grad_norm": result.grad_norm,
             "train/tokens": float(self._consumed(step)[1]),
             "train/seq_len": float(self.phase.training.seq_len),
-            "train/skipped_steps": float(self.engine.engine.skipped_steps),
+            "train/skipped_steps": float(self.engine.skipped_steps),
         }
         scalars |= self.engine.engine.module.scalars()
         scalars |= self._bits("train", result.loss, "train")

@@ -62,7 +62,7 @@ def around_bad_gradients(config: Path, overrides: tuple[str, ...]) -> tuple[Any,
             steps.append(here.engine.train_step(next(batches), 1e-3))
             hook.remove()
             losses.append(here.engine.evaluate(list(here.validation))["loss"])
-        return steps, losses, here.engine.engine.skipped_steps
+        return steps, losses, here.engine.skipped_steps
 
 
 def test_too_many_bad_steps_end_the_run_and_the_newest_checkpoint_is_from_before(corpus, tmp_path):
