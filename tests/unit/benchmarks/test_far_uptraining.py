@@ -3,7 +3,9 @@
 import pytest
 
 from benchmarks.far_context import Measures
-from benchmarks.far_uptraining import DENSE_RUN, STUDENTS, Row, config_of, page
+from benchmarks.far_uptraining import CONFIG, DENSE_RUN, STUDENTS, Row, config_of, overrides_of, page
+from benchmarks.trained import uptrained
+from megakernel.config import UserError, load, to_yaml
 from megakernel.uptraining.stages import DENSE, stages
 from megakernel.uptraining.transfer import check_parts_around
 
@@ -32,3 +34,14 @@ def test_the_page_says_what_each_student_is():
     assert "| flurka | 4.5000 |" in text
     assert "| **90.0%** | 10 |" in text
     assert "* `flurka`: `uptrain.train_dense=true`" in text
+
+
+def test_an_up_training_that_is_done_is_read_and_that_of_another_configuration_refused(tmp_path):
+    overrides = [*overrides_of("window"), f"run.root={tmp_path}"]
+    folder = load(CONFIG, overrides).run.folder
+    folder.mkdir()
+    (folder / "config.yaml").write_text(to_yaml(load(CONFIG, overrides)), encoding="utf-8")
+    (folder / "uptrain_report.json").write_text('{"window": 32}', encoding="utf-8")
+    assert uptrained(CONFIG, overrides) == (folder, {"window": 32})
+    with pytest.raises(UserError, match=r"optimizer\.beta2"):
+        uptrained(CONFIG, [*overrides, "optimizer.beta2=0.9"])
