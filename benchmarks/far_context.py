@@ -33,6 +33,8 @@ MODELS: dict[str, Any] = {
     "flurka_best": named("flurka_decay+convolution+gate"),
     "flurka_deltanet": [named("flurka+convolution"), "gated_deltanet"],
     "local_deltanet": [named("local+convolution"), "gated_deltanet"],
+    "flurka_softmax": [*[named("flurka+convolution")] * 3, named("softmax+convolution+gate")],
+    "local_softmax": [*[named("local+convolution")] * 3, named("softmax+convolution+gate")],
 }
 """Name -> model.attention, or those that layers have in turn.
 

@@ -19,7 +19,6 @@ from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.flurka_attention import chunked, reference
 from megakernel.ops.flurka_attention.form import FarRope, FlurkaInputs, FlurkaState, Form, NearKind, Weights
 from megakernel.ops.mixture import first_key, pack_keys, rotated_each
-from megakernel.ops.phi import start_state
 from megakernel.ops.projections import Projection
 from megakernel.ops.state import Exchange
 from megakernel.ops.window import Rotary
@@ -129,7 +128,7 @@ def flurka_attention(
         log_decay = expand_tokens("log_decay", log_decay, key)
         log_decay = log_decay.to(accum_dtype(log_decay.dtype)).masked_fill(~ends[:, None], 0.0)
     k = pack_keys(k)
-    far, tail = initial_state or (start_state(feature_map, key, projection, v.shape[-1]), None)
+    far, tail = initial_state or (None, None)
     form = Form(feature_map, size, blocks, near, rotated_each(rotary, q.shape[-1]), far_rope)
     weights = Weights(projection, pool_keys, pool_values, far_mass, far_weight, priors, shift)
     inputs = FlurkaInputs(form, weights, gate, positions, far, tail, exchange, log_decay, return_state)

@@ -40,7 +40,7 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> str | 
     weights, far, tail = inputs.weights, inputs.far, inputs.tail
     if q.shape[2] != 1:
         return f"q has {q.shape[2]} tokens; expected 1"
-    if tail is None or inputs.exchange is not None:
+    if far is None or tail is None or inputs.exchange is not None:
         return "the token begins a shard; expected one that continues a state of this process"
     if far.sums.dtype != torch.float32:
         return f"the state is {far.sums.dtype}; expected float32"
@@ -66,6 +66,7 @@ def step(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tensor,
     nothing, and the far part then is 0: nobody looks whether they do, which would make the host wait.
     """
     form, weights, gate, positions, far, tail, _, log_decay, _ = inputs
+    assert far is not None
     assert tail is not None
     feature_map = named(form.feature_map)
     rotary: Any = form.near_rotary

@@ -9,6 +9,7 @@ from megakernel.ops.documents import Positions
 from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.mixture import shifted
 from megakernel.ops.partial_output import with_ones
+from megakernel.ops.phi import start_state
 from megakernel.ops.projections import Projection
 from megakernel.ops.state import Exchange, KernelState
 from megakernel.ops.window import Rotary, Tail
@@ -77,7 +78,9 @@ class FlurkaInputs(NamedTuple):
     """(B, H, N) logits."""
 
     positions: Positions
-    far: KernelState
+    far: KernelState | None
+    """None: no landmark is behind."""
+
     tail: Tail | None
     exchange: Exchange | None = None
     """What enters then comes from there, and the far state is what these tokens alone add to `far`."""
@@ -87,6 +90,13 @@ class FlurkaInputs(NamedTuple):
 
     wants_state: bool = True
     """Whether anybody reads what is left behind."""
+
+    def entering(self, q: Tensor, k: Tensor, v: Tensor) -> KernelState:
+        """The far state before these tokens, empty where there is none; k as `pack_keys` packs it."""
+        if self.far is not None:
+            return self.far
+        keys, projection = k[..., : q.shape[-1]], self.weights.projection
+        return start_state(self.form.feature_map, keys, projection, v.shape[-1])
 
 
 class FlurkaState(NamedTuple):

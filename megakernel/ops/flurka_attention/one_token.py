@@ -50,7 +50,8 @@ class _Scaled(Phi):
 
 def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tensor, KernelState, Tail]:
     """Arguments and results of `chunked.attend`, for one token of whole sequences."""
-    form, weights, gate, positions, far, tail, _, log_decay, _ = inputs
+    form, weights, gate, positions, _, tail, _, log_decay, _ = inputs
+    far = inputs.entering(q, k, v)
     assert tail is not None
     place, extended = _Place.of(positions, form), tail.and_token(k, v)
 

@@ -15,7 +15,8 @@ from megakernel.ops.window import Tail, empty_tail
 
 def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tensor, KernelState, Tail]:
     """Arguments and results of `chunked.attend`."""
-    form, weights, gate, positions, far, tail, exchange, log_decay, _ = inputs
+    form, weights, gate, positions, _, tail, exchange, log_decay, _ = inputs
+    far = inputs.entering(q, k, v)
     if tail is None:
         tail = empty_tail(k, v, form.block_size * form.blocks)
     batch, heads, length, _ = q.shape

@@ -153,13 +153,11 @@ class _Direct(torch.autograd.Function):
     """The operator where nobody watches, without what PyTorch does in Python around operators of one's own."""
 
     @staticmethod
-    def forward(operator: Operator, options: Sequence[Any], *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(operator._forward(list(tensors), *options))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.operator, options, *tensors = inputs
-        ctx.operator._keep(ctx, (tensors, *options), output)
+    def forward(ctx: Any, operator: Operator, options: Sequence[Any], *tensors: Tensor) -> tuple[Tensor, ...]:
+        # With a `setup_context`, PyTorch would inspect this function's signature at every call.
+        ctx.operator, output = operator, tuple(operator._forward(list(tensors), *options))
+        operator._keep(ctx, (tensors, *options), output)
+        return output
 
     @staticmethod
     @once_differentiable
