@@ -125,11 +125,12 @@ class Measure:
     def of(self, part: Part, shape: Shape) -> Measured:
         """Measure a part.
 
-        Large shapes are found from small ones, where the numbers lie on a line: over sequences; over context ranks, of
-        a ring; over tokens, of a part that loops over them. `tests/unit/analysis/planning` holds that: kernels choose
-        how many states they keep by the size of what they are given, which bends the lines by less than a thousandth.
+        Large shapes are found from small ones, where the numbers lie on a line: over sequences that are not sharded
+        (states of more sequences may take another way between ranks); over context ranks, of a ring; over tokens, of a
+        part that loops over them. `tests/unit/analysis/planning` holds that: kernels choose how many states they keep
+        by the size of what they are given, which bends the lines by less than a thousandth.
         """
-        if shape.sequences > 4:
+        if shape.sequences > 4 and shape.context == 1:
             two, four = (self.of(part, replace(shape, sequences=sequences)) for sequences in (2, 4))
             return two.towards(four, shape.sequences / 2 - 1)
         if shape.context > FEW_RANKS and shape.softmax_exchange == "ring":

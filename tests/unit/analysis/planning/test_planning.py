@@ -15,6 +15,7 @@ from megakernel.analysis.planning.step import step
 from megakernel.analysis.planning.traffic import Transfer, of_part, ranks_in_node, seconds
 from megakernel.config import Config, ConfigError, Parallel, Problem, load
 from megakernel.model.parameters import parameter_count
+from megakernel.parallel.exchange_way import way
 
 from ...config import trees
 
@@ -192,6 +193,23 @@ def test_state_traffic_does_not_contain_the_length_and_ring_traffic_does():
 
     assert sent("flurka", 65_536, "own") == sent("flurka", 1_048_576, "own")
     assert sent("softmax", 32_768, "ring") == pytest.approx(4 * sent("softmax", 8192, "ring"))
+
+
+def test_states_of_many_sequences_go_the_way_that_their_size_decides():
+    measure = Measure(config(model={"attention": "hedgehog"}), 1000)
+    heads, features, columns = 16, 128, 65
+    state = heads * (features * columns + 1) * 4
+
+    def sent(sequences: int) -> dict[str, float]:
+        amounts = measure.of(0, shape(sequences, 1024, context=8)).sent
+        return {
+            message.operation: amount.bytes for message, amount in amounts.items() if not message.backward
+        }
+
+    assert way(8, 4 * state) == "gather"
+    assert sent(4) == pytest.approx({"all_gather": 4 * state}, rel=1e-4)
+    assert way(8, 8 * state) == "ring"
+    assert sent(8) == pytest.approx({"point-to-point": 8 * state}, rel=1e-4)
 
 
 def test_a_group_that_leaves_its_node_is_as_fast_as_its_adapters():
