@@ -1,9 +1,11 @@
 """What tensors take and what collectives send, counted while they run: on real tensors or on fake ones.
 
 Fake tensors have shapes and no numbers, so that a layer of any size runs in a second and takes no memory. Integers stay
-real beside them: where documents lie decides what attention does next.
+real beside them: where documents lie decides what attention does next. Masks of pairs of tokens decide nothing.
 """
 
+import itertools
+import math
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -22,6 +24,8 @@ aten, c10d = torch.ops.aten, torch.ops.c10d
 FACTORIES = frozenset((aten.empty.memory_format, aten.zeros.default, aten.ones.default, aten.full.default))
 RANGES = frozenset((aten.arange.default, aten.arange.start, aten.arange.start_step))
 
+MANY_PAIRS = 2**22
+"""Numbers from which on a comparison of integers is a mask, and has none: several times the tokens of a micro-batch."""
 
 Region = int | Literal["attention"]
 """A layer of those that run, by its index, or attention inside of one."""
@@ -181,7 +185,8 @@ def without_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         args = (args[0], [y for x in args[1] for y in _places(x)])
     tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
     real = (not isinstance(x, Numberless) and not x.is_floating_point() for x in tensors)
-    if all(real) if tensors else _makes_integers(func, args, kwargs):
+    has_numbers = all(real) and not _are_pairs(tensors) if tensors else _makes_integers(func, args, kwargs)
+    if has_numbers:
         out = func(*args, **kwargs)
         if func is c10d._allgather_base_.default:
             _move_on(*args[:2])
@@ -234,6 +239,14 @@ def _form(x: Any) -> Any:
     if isinstance(x, Tensor):
         return x.shape, x.stride(), x.dtype
     return tuple([_form(y) for y in x]) if isinstance(x, list | tuple) else (type(x), x)
+
+
+def _are_pairs(tensors: list[Tensor]) -> bool:
+    """Whether an operation compares so many pairs of tokens that nobody decides by what it gives: a mask."""
+    if len(tensors) < 2 or len({x.shape for x in tensors}) < 2:
+        return False
+    sizes = itertools.zip_longest(*(reversed(x.shape) for x in tensors), fillvalue=1)
+    return math.prod(map(max, sizes)) > MANY_PAIRS
 
 
 def _meta(x: Tensor) -> Tensor:

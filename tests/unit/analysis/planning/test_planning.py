@@ -98,6 +98,15 @@ def test_a_layer_of_a_million_tokens_is_measured_in_seconds():
     assert found.kept > 2**20 * 4096 * 2
 
 
+def test_masks_of_long_packed_softmax_are_counted_and_not_made():
+    measure = Measure(config(model={"attention": "softmax"}, training={"seq_len": 32_768}), 1000)
+    start = time.process_time()
+    found = measure.of(0, shape(4, 32_768))
+    # Their 2 GiB of comparisons alone would take longer.
+    assert time.process_time() - start < 5
+    assert found.kept > 4 * 32_768**2 / 2
+
+
 @pytest.mark.second
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
 def test_every_shipped_configuration_is_planned(name):
