@@ -173,7 +173,7 @@ PARTS = {
         _tests("FLuRKA", "flurka_attention", "flurka_wrapped"),
         _tests("kernel attention", "kernel_attention", "scales"),
         _tests("states that decay, short convolution", "simple_gla", "gated_delta_rule", "short_convolution"),
-        _tests("the other ops", "weighted_attention", "fastfood", "low_rank"),
+        _tests("the other ops", "packed_softmax", "weighted_attention", "fastfood", "low_rank"),
         *(
             Check(
                 f"compute-sanitizer {tool}",

@@ -64,7 +64,7 @@ def _fastest(implementations: Mapping[str, Implementation], *args: Any, **kwargs
     kernels = implementations.get(KERNELS)
     if kernels is None and args[0].is_cuda:
         kernels = implementations.get(LIBRARY)
-    if isinstance(kernels, Kernels) and (args[0].is_cuda or _are_noted()):
+    if isinstance(kernels, Kernels) and runs_on_gpu(args[0]):
         reason = kernels.load().unsupported(*args, **kwargs)
         if reason is None:
             return kernels.run(*args, **kwargs)
@@ -72,10 +72,10 @@ def _fastest(implementations: Mapping[str, Implementation], *args: Any, **kwargs
     return implementations[EVERYWHERE](*args, **kwargs)
 
 
-def _are_noted() -> bool:
-    """Whether launches are noted down instead of made, as those of a machine with a GPU."""
+def runs_on_gpu(x: torch.Tensor) -> bool:
+    """Whether `x` is on a GPU, or launches are noted down instead of made, as those of a machine with one."""
     launch = sys.modules.get("megakernel.ops.kernels.launch")
-    return launch is not None and launch.is_noting()
+    return x.is_cuda or (launch is not None and launch.is_noting())
 
 
 @cache

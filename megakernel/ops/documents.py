@@ -24,6 +24,17 @@ def positions_from_cu_seqlens(cu_seqlens: Tensor, batch: int, length: int) -> Te
     return (places - starts[document]).view(batch, length)
 
 
+def cu_seqlens_from_positions(positions: Tensor) -> Tensor:
+    """Document starts in the flattened tokens of positions (B, N), and B * N at the end, int32.
+
+    No document crosses sequences, and padding at -1 is one of its own. The host waits for a GPU, to know how many.
+    """
+    begins = (positions == 0) | ((positions < 0) & (positions.roll(1, 1) >= 0))
+    begins[:, 0] = True
+    starts = begins.flatten().nonzero()[:, 0].to(torch.int32)
+    return torch.cat([starts, starts.new_full((1,), positions.numel())])
+
+
 def token_positions(positions: Positions, length: int, device: torch.device) -> Tensor:
     """(B, N) or, for sequences that are alike, (1, N) int64 positions."""
     if isinstance(positions, int):

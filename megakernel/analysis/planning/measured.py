@@ -184,7 +184,7 @@ class Measure:
         line = half.towards(whole, shape.tokens / sizes[1] - 1)
         if order == 1:
             return line
-        # The masks of packed softmax are numbers for pairs of tokens: a parabola through all three.
+        # Masks of packed softmax, of a CPU, are numbers for pairs of tokens: a parabola through all three.
         bend = (whole.kept - quarter.towards(half, 3).kept) / ((sizes[2] - sizes[0]) * (sizes[2] - sizes[1]))
         more = bend * (shape.tokens - sizes[1]) * (shape.tokens - sizes[2])
         return replace(line, kept=line.kept + more, states=line.states + more)

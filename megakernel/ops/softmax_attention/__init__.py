@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from megakernel.ops.arguments import check_heads, check_positions
 from megakernel.ops.dispatch import accum_dtype, choose
 from megakernel.ops.documents import Positions, token_positions
+from megakernel.ops.softmax_attention import packed
 from megakernel.ops.softmax_attention.spans import Spans, document_spans
 
 BLOCK = 512
@@ -100,7 +101,7 @@ def chunked(
     key_weights: Tensor | None,
     softcap: float | None,
 ) -> Tensor:
-    """PyTorch's fused kernels; packed and capped sequences by blocks of queries, without an N x N matrix.
+    """PyTorch's fused kernels; without one for it, packed and capped sequences by blocks of queries.
 
     spans: what each query may see; None: all keys, or with `causal` those up to its own.
     """
@@ -114,6 +115,9 @@ def chunked(
             logs = key_weights.to(accum_dtype(q.dtype)).log().clamp(min=torch.finfo(q.dtype).min / 2)
             mask = logs.to(q.dtype)[:, None, None]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+    is_plain = key_mask is None and softcap is None
+    if spans.positions is not None and is_plain and packed.takes(q, k, v):
+        return packed.attend(q, k, v, spans.positions, spans.window)
     outputs = []
     starts = range(0, q.shape[2], BLOCK)
     bounds = spans.bounds(BLOCK) if q.shape[2] > 1 else ([0], [k.shape[2]])

@@ -20,6 +20,12 @@ class Spans(NamedTuple):
     last: Tensor
     """(B, N) int64"""
 
+    positions: Tensor | None = None
+    """(B or 1, N) within documents, which the others follow from, of causal sequences without a cache."""
+
+    window: int | None = None
+    """Beside `positions`: tokens of its document that a query sees, its own among them."""
+
     def mask(self, queries: slice, low: int, high: int) -> Tensor:
         """(B, n, high - low) bool for some queries and the keys low .. high - 1."""
         at = torch.arange(low, high, device=self.first.device)
@@ -82,7 +88,7 @@ def document_spans(positions: Tensor, cached: int, causal: bool, window: int | N
     if window is not None:
         first = first.maximum(places - window + 1)
     if causal:
-        return Spans(first, places.expand_as(first))
+        return Spans(first, places.expand_as(first), None if cached else positions, window)
     return Spans(first, places + reversed_positions(positions).flip(1))
 
 

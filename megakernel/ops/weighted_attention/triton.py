@@ -62,7 +62,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, form: WeightForm, key_weights: Te
     exists = key_weights > 0
     # log 0 would have no gradient: a key of weight 0 is one that nobody sees.
     logs = torch.where(exists, key_weights.clamp(min=torch.finfo(key_weights.dtype).tiny), 1.0).log()
-    first, last = (x.to(torch.int32) for x in spans)
+    first, last = (x.to(torch.int32) for x in (spans.first, spans.last))
     return _forward(q, k, v, logs.masked_fill(~exists, -torch.inf), first, last, *form)[0]
 
 

@@ -63,7 +63,7 @@ def test_bytes_are_on_a_line_over_the_tokens_of_a_scan(attention, monkeypatch):
 
 def test_masks_of_packed_softmax_are_on_a_parabola(monkeypatch):
     monkeypatch.setattr(measured, "MANY_OPERATIONS", 0)
-    check_line("softmax", 0, shape(1, 16_384), seq_len=16_384)
+    check_line("softmax", 0, shape(1, 16_384, on_gpu=False), seq_len=16_384)
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])
@@ -101,7 +101,7 @@ def test_a_layer_of_a_million_tokens_is_measured_in_seconds():
 def test_masks_of_long_packed_softmax_are_counted_and_not_made():
     measure = Measure(config(model={"attention": "softmax"}, training={"seq_len": 32_768}), 1000)
     start = time.process_time()
-    found = measure.of(0, shape(4, 32_768))
+    found = measure.of(0, shape(4, 32_768, on_gpu=False))
     # Their 2 GiB of comparisons alone would take longer.
     assert time.process_time() - start < 5
     assert found.kept > 4 * 32_768**2 / 2
