@@ -25,7 +25,7 @@ FACTORIES = frozenset((aten.empty.memory_format, aten.zeros.default, aten.ones.d
 RANGES = frozenset((aten.arange.default, aten.arange.start, aten.arange.start_step))
 
 MANY_PAIRS = 2**22
-"""Numbers from which on a comparison of integers is a mask, and has none: several times the tokens of a micro-batch."""
+"""Numbers from which on a comparison of integers is a mask, and has none."""
 
 Region = int | Literal["attention"]
 """A layer of those that run, by its index, or attention inside of one."""
@@ -246,7 +246,8 @@ def _are_pairs(tensors: list[Tensor]) -> bool:
     if len(tensors) < 2 or len({x.shape for x in tensors}) < 2:
         return False
     sizes = itertools.zip_longest(*(reversed(x.shape) for x in tensors), fillvalue=1)
-    return math.prod(map(max, sizes)) > MANY_PAIRS
+    # Places of very many tokens are no pairs.
+    return math.prod(map(max, sizes)) > max(MANY_PAIRS, 100 * max(x.numel() for x in tensors))
 
 
 def _meta(x: Tensor) -> Tensor:
