@@ -56,11 +56,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tenso
     With `exchange`, what enters comes from there, and the far state is what these tokens alone add to `far`.
     """
     form, weights, gate, positions, _, tail, exchange, log_decay, _ = inputs
-    far = inputs.entering(q, k, v)
     if tail is None:
         tail = empty_tail(k, v, form.block_size * form.blocks)
     if q.shape[2] == 1 and exchange is None:
         return one_token.attend(q, k, v, inputs._replace(tail=tail))
+    far = inputs.entering(q, k, v)
     begin = None if exchange is None else Once(exchange)
 
     def found(q: Tensor, k: Tensor, v: Tensor) -> Found:
