@@ -18,8 +18,7 @@ from megakernel.config.algebra import BlockCompression
 from megakernel.config.attention import Attention
 from megakernel.ops import FlurkaState, flurka_attention
 from megakernel.ops.dispatch import accum_dtype
-from megakernel.ops.mixture import first_key, pack_keys
-from megakernel.ops.phi import start_state
+from megakernel.ops.mixture import pack_keys
 
 DECAY_NORMALIZER = 16.0
 """log a of a block is log sigmoid of its gate divided by this, as `simple_gla.gate_logit_normalizer` is for a token."""
@@ -65,10 +64,7 @@ class FlurkaAttention(NearFarAttention):
         priors, shift = priors_and_shift(self.mixture)
         state = inputs.state
         if inputs.cp_shard.size > 1:
-            far = start_state(
-                self.projection.feature_map, first_key(k, priors, shift), projection, v.shape[-1]
-            )
-            state = FlurkaState(far, inputs.halo(pack_keys(k), v, self.reach))
+            state = FlurkaState(None, inputs.halo(pack_keys(k), v, self.reach))
         return flurka_attention(
             q,
             k,

@@ -1,13 +1,14 @@
 """Rotary position embedding, and its frequencies for sequences longer than those a model has learned from."""
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megakernel.config.rope import RopeScaling
 from megakernel.ops.dispatch import accum_dtype
-from megakernel.ops.documents import Positions, token_positions
+from megakernel.ops.documents import Positions, made_once, token_positions
 from megakernel.ops.layers import rotate
 from megakernel.ops.layers.plain import turned
 
@@ -31,22 +32,23 @@ class Rotary:
         self._on_device: dict[torch.device, Tensor] = {}
         self._made: dict[tuple[int, int, torch.device], Tensor] = {}
         self._of_last_token: tuple[object, Tables] | None = None
+        self._of_sequences: tuple[object, tuple[Tensor, Tensor]] | None = None
         self._before: dict[tuple[torch.device, torch.dtype], Tables] = {}
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate x (B, H, N, d) at positions (B, N) or (1, N), whole or fractional; dtype of x."""
-        rotated = turned(x[..., : self.head_dim], *self._angles(positions, x))
-        return torch.cat([rotated, x[..., self.head_dim :]], -1) if self.head_dim < x.shape[-1] else rotated
+        return self._with_rest(
+            turned(x[..., : self.head_dim], *self._angles(positions, accum_dtype(x.dtype))), x
+        )
 
     def both(self, q: Tensor, k: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
         """Rotate q (B, H, N, d) and k (B, H_kv, N, d) at the same positions."""
         if q.shape[2] == 1 and q.device.type == "cpu" and not torch.compiler.is_compiling():
             cos, sin = self._tables_of_token(positions, accum_dtype(q.dtype))
             return self._turned(q, cos, sin), self._turned(k, cos, sin)
-        at = token_positions(positions, q.shape[2], q.device)
-        if self.head_dim < q.shape[-1]:
-            return self(q, at), self(k, at)
-        return rotate(q, k, *self._angles(at, q))
+        cos, sin = self._shared_angles(positions, q)
+        of_q, of_k = rotate(q[..., : self.head_dim], k[..., : self.head_dim], cos, sin)
+        return self._with_rest(of_q, q), self._with_rest(of_k, k)
 
     def behind(self, x: Tensor) -> Tensor:
         """Keys x (B, H, n, d) of the last n tokens, turned back by their distance to the last; dtype of x.
@@ -78,11 +80,29 @@ class Rotary:
     def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """The first head_dim numbers of x (B, H, N, d) turned by tables; dtype of x."""
         pairs = x[..., : self.head_dim].to(cos.dtype)
-        turned = torch.addcmul(pairs * cos, pairs.roll(self.head_dim // 2, -1), sin).to(x.dtype)
+        return self._with_rest(
+            torch.addcmul(pairs * cos, pairs.roll(self.head_dim // 2, -1), sin).to(x.dtype), x
+        )
+
+    def _with_rest(self, turned: Tensor, x: Tensor) -> Tensor:
+        """`turned`, the first head_dim numbers of x, and those of x that are left."""
         return torch.cat([turned, x[..., self.head_dim :]], -1) if self.head_dim < x.shape[-1] else turned
 
-    def _angles(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    def _shared_angles(self, positions: Positions, like: Tensor) -> tuple[Tensor, Tensor]:
+        """`_angles` of the tokens `like` (B, H, N, d), made once for all layers."""
         dtype = accum_dtype(like.dtype)
+        if isinstance(positions, Tensor):
+            return made_once(positions, (self, dtype), partial(self._angles, dtype=dtype))
+        at = token_positions(positions, like.shape[2], like.device)
+        if torch.compiler.is_compiling():
+            return self._angles(at, dtype)
+        key = (positions, like.shape[2], like.device, dtype)
+        if self._of_sequences is None or self._of_sequences[0] != key:
+            with torch.inference_mode(False):
+                self._of_sequences = key, self._angles(at, dtype)
+        return self._of_sequences[1]
+
+    def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         cos, sin = self.cos_sin(positions)
         return cos.to(dtype), sin.to(dtype)
 

@@ -5,11 +5,61 @@ a document starts where the position is 0, began before the sequence where it ex
 `window_reach` and `ends_block` say where its blocks lie.
 """
 
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, TypeVar
+
 import torch
 from torch import Tensor
 
 Positions = Tensor | int
 """(B, N) positions, or the position of the first token of sequences that hold one document each."""
+
+Made = TypeVar("Made")
+
+
+class _Tables(NamedTuple):
+    """What was made of some positions."""
+
+    positions: "weakref.ref[Tensor]"
+    version: int
+    by_name: dict[Hashable, Any]
+
+
+_tables: list[_Tables] = []
+"""Of the positions that were asked about last: a shard's, and those of the whole sequences that they were made into."""
+
+
+def made_once(positions: Tensor, name: Hashable, make: Callable[[Tensor], Made]) -> Made:
+    """`make(positions)`, which the layers of a micro-batch, being handed one tensor, share.
+
+    name: which of the things it is, and what else that depends on. It is kept until others are asked about, or the
+    positions are changed or gone. A graph that is compiled or captured makes it anew, since it may be run on other
+    positions, and so does inference mode, whose tensors training could not use.
+    """
+    if is_graph(positions) or torch.is_inference_mode_enabled() or positions.is_inference():
+        return make(positions)
+    version = positions._version
+    for known in _tables:
+        if known.positions() is positions and known.version == version:
+            break
+    else:
+        known = _Tables(weakref.ref(positions, _forget), version, {})
+        _tables[:] = [known, *_tables[:1]]
+    if name not in known.by_name:
+        known.by_name[name] = make(positions)
+    return known.by_name[name]
+
+
+def _forget(gone: "weakref.ref[Tensor]") -> None:
+    _tables[:] = [known for known in _tables if known.positions is not gone]
+
+
+def is_graph(x: Tensor) -> bool:
+    """Whether what is done with `x` becomes a compiled or captured graph: nobody can look at its numbers."""
+    if torch.compiler.is_compiling():
+        return True
+    return x.is_cuda and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def positions_from_cu_seqlens(cu_seqlens: Tensor, batch: int, length: int) -> Tensor:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megakernel.ops.dispatch import accum_dtype
+from megakernel.ops.documents import is_graph
 from megakernel.ops.feature_maps import FEATURE_MAPS, FeatureMap, named
 from megakernel.ops.state import EMPTY
 
@@ -149,16 +150,10 @@ def in_range(found: Found, again: Callable[[], Found]) -> tuple[Tensor, Any]:
     0. Looking makes the host wait for a GPU, once a call.
     """
     (out, *lost), left = found
-    if not lost or out.dtype == torch.float64 or _is_blind(out) or not lost[0].any():
+    if not lost or out.dtype == torch.float64 or out.is_meta or is_graph(out) or not lost[0].any():
         return out, left
     (exact_out, *_), left = again()
     return torch.where(lost[0][..., None], exact_out.to(out.dtype), out), left
-
-
-def _is_blind(x: Tensor) -> bool:
-    if torch.compiler.is_compiling() or x.is_meta:
-        return True
-    return x.is_cuda and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def unnormalized(sums: PartialOutput) -> Tensor:

@@ -102,8 +102,8 @@ class FlurkaInputs(NamedTuple):
 class FlurkaState(NamedTuple):
     """What a sequence carries from shard to shard: constant in the number of tokens."""
 
-    far: KernelState
-    """The landmarks of blocks that every later token of the open document sees."""
+    far: KernelState | None
+    """The landmarks of blocks that every later token of the open document sees; None: none is behind."""
 
     tail: Tail
     """The last b * blocks tokens."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megakernel.ops.documents import Positions, ends_block, window_reach
+from megakernel.ops.documents import Positions, ends_block, made_once, window_reach
 
 
 class Places(NamedTuple):
@@ -48,13 +48,14 @@ def places_of(positions: Positions, q: Tensor, *, block_size: int, blocks: int, 
         if aligned:
             return Places(None, start, None, None, before, oldest)
         positions = torch.arange(positions, positions + length, device=q.device).expand(batch, -1)
-        starts = None
-    else:
-        start, before = 0, reach if tail else 0
-        oldest = -before
+        return Places(None, start, *_tables(positions, block_size, blocks, before), before, oldest)
+    before = reach if tail else 0
+
+    def of_documents(positions: Tensor) -> Places:
         starts = (_tokens(positions) - positions).to(torch.int32)
-    windows, ends = _tables(positions, block_size, blocks, before)
-    return Places(starts, start, windows, ends, before, oldest)
+        return Places(starts, 0, *_tables(positions, block_size, blocks, before), before, -before)
+
+    return made_once(positions, (places_of, block_size, blocks, before), of_documents)
 
 
 def ends_of_blocks(ends: Tensor | None, length: int, block_size: int, device: torch.device) -> Tensor:

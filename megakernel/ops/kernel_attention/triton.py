@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.arguments import check_state
-from megakernel.ops.documents import Positions, carried
+from megakernel.ops.documents import Positions, carried, made_once
 from megakernel.ops.feature_maps import FeatureMap, named
 from megakernel.ops.groups import Tensors
 from megakernel.ops.kernel_attention import chunked, decode, exchanged, operators
@@ -155,5 +155,9 @@ def document_starts(positions: Positions, length: int) -> tuple[Tensor | None, i
     """The place where each token's document starts, (B, N) int32, or of all tokens: negative before the sequence."""
     if isinstance(positions, int):
         return None, -1 if positions > 0 else 0
-    places = torch.arange(length, device=positions.device)
-    return (places - positions).clamp(min=-1).to(torch.int32), 0
+
+    def of_documents(positions: Tensor) -> Tensor:
+        places = torch.arange(length, device=positions.device)
+        return (places - positions).clamp(min=-1).to(torch.int32)
+
+    return made_once(positions, document_starts, of_documents), 0

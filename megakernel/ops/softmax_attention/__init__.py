@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megakernel.ops.arguments import check_heads, check_positions
 from megakernel.ops.dispatch import accum_dtype, choose
-from megakernel.ops.documents import Positions, token_positions
+from megakernel.ops.documents import Positions
 from megakernel.ops.softmax_attention import packed
 from megakernel.ops.softmax_attention.spans import Spans, document_spans
 
@@ -84,7 +84,7 @@ def softmax_attention(
     else:
         is_cut = window is not None and k.shape[2] > window
         if isinstance(positions, Tensor) or cached or is_cut or softcap is not None:
-            spans = document_spans(token_positions(positions, q.shape[2], q.device), cached, causal, window)
+            spans = document_spans(positions, q, cached, causal, window)
     whole = causal and cached == 0
     out = choose(IMPLEMENTATIONS, backend)(q, seen_k, seen_v, spans, whole, key_mask, key_weights, softcap)
     forgotten = 0 if window is None else max(0, k.shape[2] - window + 1)

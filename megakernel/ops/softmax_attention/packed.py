@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.dispatch import runs_on_gpu
-from megakernel.ops.documents import cu_seqlens_from_positions
+from megakernel.ops.documents import cu_seqlens_from_positions, made_once
 
 aten = torch.ops.aten
 
@@ -32,8 +32,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | Non
     window: tokens of a document that a token sees, itself among them; None: all.
     """
     batch, _, length, _ = q.shape
-    positions = positions.expand(batch, -1)
-    starts = cu_seqlens_from_positions(positions)
+    starts = made_once(positions, (attend, batch), lambda at: cu_seqlens_from_positions(at.expand(batch, -1)))
     tokens = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     edges: dict[str, Any] = {}
     if window is not None:

@@ -1,6 +1,7 @@
 """Which keys a query sees: an interval, since documents are contiguous."""
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -8,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megakernel.ops.documents import reversed_positions
+from megakernel.ops.documents import Positions, made_once, reversed_positions, token_positions
 
 
 class Spans(NamedTuple):
@@ -81,14 +82,27 @@ def _cut(start: int, end: int, size: int) -> Iterator[slice]:
         yield slice(low, min(low + size, end))
 
 
-def document_spans(positions: Tensor, cached: int, causal: bool, window: int | None = None) -> Spans:
-    """Spans of queries at `positions` (B, N) behind `cached` keys of their sequences; causal ones may have a window."""
+def document_spans(
+    positions: Positions, q: Tensor, cached: int, causal: bool, window: int | None = None
+) -> Spans:
+    """Spans of queries q (B, H, N, d) behind `cached` keys of their sequences; causal ones may have a window."""
+    make = partial(_spans, cached=cached, causal=causal, window=window)
+    if isinstance(positions, Tensor):
+        # What is kept with positions must not keep them.
+        spans = made_once(positions, (document_spans, cached, causal, window), make)
+    else:
+        positions = token_positions(positions, q.shape[2], q.device)
+        spans = make(positions)
+    return spans._replace(positions=positions, window=window) if causal and not cached else spans
+
+
+def _spans(positions: Tensor, cached: int, causal: bool, window: int | None) -> Spans:
     places = torch.arange(cached, cached + positions.shape[1], device=positions.device)
     first = (places - positions).clamp(min=0)
     if window is not None:
         first = first.maximum(places - window + 1)
     if causal:
-        return Spans(first, places.expand_as(first), None if cached else positions, window)
+        return Spans(first, places.expand_as(first))
     return Spans(first, places + reversed_positions(positions).flip(1))
 
 

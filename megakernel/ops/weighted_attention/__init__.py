@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megakernel.ops.arguments import check_choice, check_heads, check_positions, expand
 from megakernel.ops.dispatch import Implementation, Kernels, accum_dtype, choose
-from megakernel.ops.documents import Positions, token_positions
+from megakernel.ops.documents import Positions
 from megakernel.ops.softmax_attention.spans import Spans, document_spans
 from megakernel.ops.weighted_attention import reference, streamed
 from megakernel.ops.weighted_attention.form import Join, Similarity, WeightForm
@@ -169,4 +169,4 @@ def _every_key(q: Tensor, k: Tensor) -> Spans:
 def _spans(q: Tensor, positions: Positions, cached: int, causal: bool) -> Spans:
     if isinstance(positions, Tensor):
         check_positions(positions, q)
-    return document_spans(token_positions(positions, q.shape[2], q.device), cached, causal)
+    return document_spans(positions, q, cached, causal)

@@ -135,3 +135,32 @@ def test_one_token_is_rotated_as_it_is_among_others(rotary):
         torch.testing.assert_close(token, tuple(x[:, :, place, None] for x in whole))
     alike = rotary.both(q[:, :, :1], k[:, :, :1], 4)
     torch.testing.assert_close(alike[0][0], whole[0][0, :, :1])
+
+
+@pytest.mark.parametrize("rotary", TURNING.values(), ids=TURNING)
+@pytest.mark.parametrize("positions", [7, torch.arange(7, 12)[None]], ids=["number", "tensor"])
+def test_the_layers_of_a_micro_batch_keep_one_table_of_angles(rotary, positions):
+    draw = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, heads, 5, WIDTH, generator=draw, requires_grad=True) for heads in (4, 2))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: kept.append(x.untyped_storage().data_ptr()), lambda x: x
+    ):
+        first = rotary.both(q, k, positions)
+        tables = set(kept)
+        second = rotary.both(q, k, positions)
+    assert set(kept) == tables
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    expected = tuple(rotary(x, torch.arange(7, 12)[None]) for x in (q, k))
+    torch.testing.assert_close(first, expected, rtol=0, atol=0)
+
+
+def test_other_sequences_have_angles_of_their_own():
+    rotary, q = Rotary(WIDTH), torch.ones(1, 1, 3, WIDTH)
+    for positions in (0, 5, torch.tensor([[5, 6, 0]]), torch.tensor([[5, 6, 7]])):
+        at = (
+            positions if isinstance(positions, torch.Tensor) else torch.arange(positions, positions + 3)[None]
+        )
+        torch.testing.assert_close(rotary.both(q, q, positions)[0], rotary(q, at), rtol=0, atol=0)
+    assert rotary.both(q.double(), q.double(), 5)[0].dtype == torch.float64
+    assert rotary.both(q[:, :, :2], q[:, :, :2], 5)[0].shape[2] == 2
