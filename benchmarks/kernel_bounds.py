@@ -353,12 +353,17 @@ def cases() -> dict[str, Callable[[], None]]:
     case = partial(partial, kernel_attention_case, length=LENGTH, heads=HEADS)
     flurka = partial(partial, flurka_case, "hedgehog", blocks=2, length=LENGTH, heads=HEADS)
     decaying = partial(partial, decaying_case, length=LENGTH, heads=HEADS)
-    maps = ("elu", "hedgehog", "favor")
+    maps = {name: {} for name in ("elu", "hedgehog", "favor")} | {"elu, packed": {"packed": True}}
+    forms: dict[str, dict[str, bool]] = {"": {}, ", packed": {"packed": True}, ", decay": {"decays": True}}
     return {
-        **{f"kernel_attention {name} d={width}": case(name, width) for name in maps for width in (64, 128)},
-        **{f"flurka hedgehog gated, 2 blocks, d={width}": flurka(width) for width in (64, 128)},
         **{
-            f"flurka hedgehog gated, 2 blocks, decay, d={width}": flurka(width, decays=True)
+            f"kernel_attention {name} d={width}": case(name.split(",")[0], width, **options)
+            for name, options in maps.items()
+            for width in (64, 128)
+        },
+        **{
+            f"flurka hedgehog gated, 2 blocks{form}, d={width}": flurka(width, **options)
+            for form, options in forms.items()
             for width in (64, 128)
         },
         **{f"simple_gla d={width}": decaying(simple_gla, width) for width in (64, 128)},

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megakernel.ops.dispatch import accum_dtype
+from megakernel.ops.dispatch import accum_dtype, is_noting
 from megakernel.ops.documents import is_graph
 from megakernel.ops.feature_maps import FEATURE_MAPS, FeatureMap, named
 from megakernel.ops.state import EMPTY
@@ -150,7 +150,10 @@ def in_range(found: Found, again: Callable[[], Found]) -> tuple[Tensor, Any]:
     0. Looking makes the host wait for a GPU, once a call.
     """
     (out, *lost), left = found
-    if not lost or out.dtype == torch.float64 or out.is_meta or is_graph(out) or not lost[0].any():
+    if not lost or out.dtype == torch.float64 or out.is_meta or is_graph(out):
+        return out, left
+    found_any = lost[0].any()
+    if is_noting() or not found_any:
         return out, left
     (exact_out, *_), left = again()
     return torch.where(lost[0][..., None], exact_out.to(out.dtype), out), left

@@ -23,7 +23,6 @@ from megakernel.ops.kernel_attention import exchanged
 from megakernel.ops.kernel_attention.launches import state_of, tiles_of
 from megakernel.ops.kernel_attention.triton import unsupported_features, unsupported_tiles
 from megakernel.ops.kernels.features import phi_of
-from megakernel.ops.kernels.launch import is_noting
 from megakernel.ops.partial_output import Found, in_range, may_lose
 from megakernel.ops.projections import dense
 from megakernel.ops.state import KernelState
@@ -127,7 +126,7 @@ def attend(
             shard, (*of_keys, *tables), lambda: (q, *merging()), exchange, carries, phi, v.shape[-1]
         )
     # A window's softmax that shares its normalizer with the landmarks has weights that add up to 1 at least.
-    if not may_lose(name, form.near == "kernel" or gate is not None) or is_noting():
+    if not may_lose(name, form.near == "kernel" or gate is not None):
         return out, last, left
     lost = factor == 0
     if gate is not None:

@@ -20,7 +20,7 @@ from megakernel.ops.kernel_attention import chunked, decode, exchanged, operator
 from megakernel.ops.kernel_attention.launches import state_of, tiles_of
 from megakernel.ops.kernel_attention.options import KernelOptions
 from megakernel.ops.kernels.features import SUPPORTED, phi_of
-from megakernel.ops.kernels.launch import capability_of, is_noting
+from megakernel.ops.kernels.launch import capability_of
 from megakernel.ops.partial_output import Found, in_range, may_lose
 from megakernel.ops.projections import Projection, dense, rows_of
 from megakernel.ops.state import KernelState
@@ -130,7 +130,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Ten
         (out, reciprocal), first, last = exchanged.attend(
             shard, keys, lambda: (q,), exchange, carries, phi, value_dim
         )
-    if not may_lose(form, normalize) or is_noting():
+    if not may_lose(form, normalize):
         return out, last
     lost = reciprocal == 0
     if key_weights is not None:
