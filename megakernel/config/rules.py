@@ -343,6 +343,12 @@ def stages_lead_to_the_model(
     if objective != Objective():
         remedy = "remove it; uptrain.distill says what the main stage lowers"
         yield Problem("objective.kind", objective.kind, "is what stages of uptrain choose", remedy)
+    if model.counts_positions and model.max_positions is None:
+        reason = (
+            "is missing beside uptrain, whose stages share one table of positions, whatever their lengths"
+        )
+        remedy = "set the number of rows that the dense model has: its training.seq_len where it is a run without one"
+        yield Problem("model.max_positions", None, reason, remedy)
     kept = uptrain.layers.keep
     if kept and model.attention_pattern is not None:
         remedy = "remove one of them"

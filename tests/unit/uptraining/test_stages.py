@@ -315,6 +315,7 @@ LONGER = {"steps": 1, "seq_len": 1024}
         ),
         ({}, {"schedule": {"steps_after": 5}}, "schedule.steps_after"),
         ({}, {"training": {"eval_samples": 0}}, "training.eval_samples"),
+        ({}, {"model": {"position": "learned", "attention": FLURKA}}, "model.max_positions"),
         ({"transfer": {"steps": 1, "block_layers": 0}}, {}, "uptrain.transfer.block_layers"),
         ({"transfer": {"steps": 1, "block_layers": 5}}, {}, "uptrain.transfer.block_layers"),
         (
