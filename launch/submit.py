@@ -214,7 +214,7 @@ def _check(config: Config, world_size: int, has_data: bool) -> None:
     if config.uptrain is not None:
         from megakernel.uptraining.stages import check_stages  # which imports torch
 
-        check_stages(config)
+        check_stages(config, world_size)
     check_recorded_run(config)
     # A login node is not the place to read a large corpus: the job holds it against its checksums.
     if has_data:

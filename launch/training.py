@@ -91,7 +91,7 @@ def train(config: Config, process: ProcessEnvironment) -> int:
         from megakernel.uptraining.run import Uptraining
         from megakernel.uptraining.stages import check_stages
 
-        check_stages(config)
+        check_stages(config, process.world_size)
         return Uptraining(config, mesh, providers()).run()
 
     return in_mesh(config, process, work)

@@ -1,6 +1,7 @@
 """What `megakernel uptrain` does, as training runs that start from each other."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from megakernel.config import (
     Problem,
     Training,
     Uptrain,
+    data_parallel_size,
 )
 from megakernel.config.section import merged
 from megakernel.config.validation import validate
@@ -89,19 +91,26 @@ def stages(config: Config, kept: Sequence[int] | None = None, dense: Model | Non
             own["training"] = {"skip_samples": []}  # which are of another stream
         elif follows and passed and not control:
             own["training"] = {"skip_samples": [(0, passed), *config.training.skip_samples]}
-        try:
+        with _named(f"{number}-{kind}"):
             run = validate(merged(merged(config.model_dump(mode="json"), changes), own))
-        except ConfigError as error:
-            where = f"(stage {number}-{kind} of uptrain)"
-            raise ConfigError(
-                [replace(problem, reason=f"{problem.reason} {where}") for problem in error.problems]
-            ) from None
         found.append(Stage(kind, number, purpose, run))
         passed = ConsumptionOrder(run.training.phases[-1], Share()).stream_length(run.training.steps)
     return found
 
 
-def check_stages(config: Config) -> None:
+@contextmanager
+def _named(stage: str) -> Iterator[None]:
+    """Within, a ConfigError names the stage that it is of."""
+    try:
+        yield
+    except ConfigError as error:
+        where = f"(stage {stage} of uptrain)"
+        raise ConfigError(
+            [replace(problem, reason=f"{problem.reason} {where}") for problem in error.problems]
+        ) from None
+
+
+def check_stages(config: Config, world_size: int) -> None:
     """Raise ConfigError for a stage that cannot be, before any is run; layers that are chosen later stand as the first.
 
     The layers of the dense model count as softmax: what depends on their windows is left to `stages`.
@@ -113,7 +122,9 @@ def check_stages(config: Config) -> None:
         raise ConfigError([Problem("training.near_dropout", "{...}", reason, remedy)])
     keep = (config.uptrain or Uptrain()).layers.keep
     dense = config.model.model_copy(update={"attention": Attention(), "attention_pattern": None})
-    stages(config, range(keep) if isinstance(keep, int) else keep, dense)
+    for stage in stages(config, range(keep) if isinstance(keep, int) else keep, dense):
+        with _named(stage.name):
+            data_parallel_size(stage.config, world_size)
 
 
 def _moments(kind: str, before: Sequence[Stage], config: Config) -> str | None:

@@ -95,8 +95,18 @@ def test_a_stage_that_cannot_be_is_refused_before_any_is_run():
         ConfigError,
         match=r"^parallel.softmax_exchange=heads needs heads .* \(stage 2-main of uptrain\); set ring",
     ):
-        check_stages(made({"parallel": {"context": 8, "softmax_exchange": "heads"}}, **given))
-    check_stages(made(**given))
+        check_stages(made({"parallel": {"context": 8, "softmax_exchange": "heads"}}, **given), 8)
+    check_stages(made(**given), 1)
+
+
+def test_a_batch_that_the_processes_cannot_share_is_refused_before_any_stage_is_run():
+    given = made(length={"steps": 1, "seq_len": 1024, "global_batch_size": 1})
+    with pytest.raises(
+        ConfigError,
+        match=r"^training.global_batch_size=1 is not a multiple of .* \(stage 2-length of uptrain\)",
+    ):
+        check_stages(given, 2)
+    check_stages(given, 1)
 
 
 def test_windows_are_not_shut_past_the_stages():
@@ -104,7 +114,7 @@ def test_windows_are_not_shut_past_the_stages():
     with pytest.raises(
         ConfigError, match=r"training.near_dropout=.* set null, and uptrain.near_dropout: 0.3"
     ):
-        check_stages(given)
+        check_stages(given, 1)
 
 
 @pytest.mark.parametrize(("zero_stage", "of_transfer"), [(1, 1), (3, 2)])
