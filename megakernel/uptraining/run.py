@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.corpus import Corpora
+from data_pipeline.objective import open_objective
 from megakernel.checkpoint.folder import CheckpointFolder
 from megakernel.checkpoint.trained_run import student
 from megakernel.checkpoint.weight_source import WeightSource
@@ -67,6 +68,7 @@ class Uptraining:
         corpora = Corpora(self.config.data)
         # What there is to remark on its tokenizer, the first stage says.
         self.ranks.first(lambda: source.check_tokenizer(corpora))
+        self.ranks.first(lambda: self._check_texts(corpora))
         check_parts_around(self.config.model, source.model(), self.uptrain.transfer is not None)
         if (teacher := self.uptrain.distill.teacher) is not None:
             larger = WeightSource.find("uptrain.distill.teacher", teacher, self.ranks)
@@ -117,6 +119,15 @@ class Uptraining:
         """Whether a stage still has to begin with these moments; one that has a checkpoint goes on with its own."""
         plan = stages(self.config, self._kept() or [], source.model())
         return any(stage.config.init.moments == moments and self._steps(stage) == 0 for stage in plan)
+
+    def _check_texts(self, corpora: Corpora) -> None:
+        """Raise UserError for texts shorter than a sequence of the length stage, which is not there yet."""
+        length, key = self.uptrain.length, "uptrain.length.seq_len"
+        if length is None or any(self.folder.glob("*-length")):
+            return
+        open_objective(self.config, corpora, "train", length.seq_len, key)
+        if self.config.training.eval_seq_len is None:
+            open_objective(self.config, corpora, "validation", length.seq_len, key)
 
     def _open(self) -> None:
         """Make the folder, or go on in that of the same up-training; from here this process alone writes into it."""

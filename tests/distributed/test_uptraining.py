@@ -440,6 +440,15 @@ def test_what_is_not_there_is_refused_before_a_folder_is_made(key, place):
     assert not (place / "refused").exists()
 
 
+def test_texts_shorter_than_the_longest_sequences_are_refused_before_a_folder_is_made(place):
+    length = "uptrain.length={steps: 1, seq_len: 1000000}"
+    with pytest.raises(
+        RankFailedError, match=r"in its validation split, one sample takes uptrain.length.seq_len"
+    ):
+        uptrain(place / "stages.yaml", 1, "run.name=refused", length)
+    assert not (place / "refused").exists()
+
+
 def test_a_finished_one_measures_other_samples_and_needs_no_moments(place, finished):
     folder = shutil.copytree(finished, finished.with_name("again"))
     moments = (place / "moments").rename(place / "gone")
