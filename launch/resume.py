@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from launch.arguments import add_job_run_arguments
 from launch.slurm.job_folder import JobFolder, find_runs
 from launch.slurm.options import add_cluster_options, cluster_of
-from launch.slurm.states import live_jobs
+from launch.slurm.states import refuse_live
 from launch.submit import add_chain_option, add_job_options, carry_out, training_request
 from megakernel.checkpoint.manifest import step_of
 from megakernel.config import UserError, load
@@ -47,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--wait and --follow are for one run, not for {len(runs)}; leave them out")
     # All are checked before the first one is submitted.
     requests = [_request(folder, overrides, args) for folder in runs]
+    if not (args.dry_run or args.test_only):
+        refuse_live(runs)
     return max(_submit(folder, request, args) for folder, request in zip(runs, requests))
 
 
@@ -57,6 +59,8 @@ def _request(folder: JobFolder, overrides: list[str], args: argparse.Namespace) 
         raise UserError(
             f"{folder.path} ran `megakernel {settings.command[0]}`, which has nothing to go on with; submit it"
         )
+    if args.from_step is not None:
+        _check_step(folder, args.from_step)
     recorded = folder.path / "config.yaml"
     source = recorded if recorded.exists() else folder.submission(last.submission) / "config.yaml"
     config = load(source, overrides)
@@ -77,20 +81,23 @@ def _submit(folder: JobFolder, request: "Request", args: argparse.Namespace) -> 
         return carry_out(request, args)
 
 
-@contextmanager
-def _going_back(run: JobFolder, step: int) -> Iterator[None]:
-    """Set the checkpoints behind a step aside, and back again where the block fails."""
+def _check_step(run: JobFolder, step: int) -> None:
+    """Refuse to go back to a checkpoint that is not there, or is not that of the whole run."""
     root = run.path / "checkpoints"
     if run.stages():
         raise UserError(
             f"--from-step {step}: each stage of {run.path} has steps of its own; leave it out, or remove the folders "
             "of the stages to train again"
         )
-    if live_jobs(run):
-        raise UserError(f"{run.path} has a live job; --from-step {step} has to wait until it has ended")
     if not (root / f"step_{step}").is_dir():
         steps = ", ".join(str(number) for number in sorted(_steps(root))) or "none"
         raise UserError(f"--from-step {step}: {run.path} has no checkpoint of that step; there are {steps}")
+
+
+@contextmanager
+def _going_back(run: JobFolder, step: int) -> Iterator[None]:
+    """Set the checkpoints behind a step aside, and back again where the block fails."""
+    root = run.path / "checkpoints"
     later = [path for number, path in _steps(root).items() if number > step]
     moved: list[tuple[Path, Path]] = []
     try:

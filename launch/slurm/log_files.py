@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .job_folder import Job, JobFolder
-from .states import wait_until_ended
+from .states import JobState, wait_until_ended
 
 BATCH = "batch"
 """Stands for the log of the batch script where a rank is expected."""
@@ -96,11 +96,11 @@ class LogReader:
         print(f"{name}{rank}{line}")
 
 
-def follow(readers: Sequence[LogReader], jobs: Mapping[JobFolder, Sequence[Job]]) -> None:
-    """Print what is written until none of these jobs waits or runs."""
+def follow(readers: Sequence[LogReader], jobs: Mapping[JobFolder, Sequence[Job]]) -> list[JobState]:
+    """Print what is written until none of these jobs waits or runs; their states then."""
 
     def show() -> None:
         for reader in readers:
             reader.show_new()
 
-    wait_until_ended(jobs, show)
+    return wait_until_ended(jobs, show)

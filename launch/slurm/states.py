@@ -112,13 +112,23 @@ def _state(run: JobFolder, job: Job, known: Mapping[str, JobState]) -> JobState:
     return replace(state, state="CANCELLED") if recorded.state == "CANCELLED" else state
 
 
-def live_jobs(run: JobFolder) -> dict[str, str]:
-    """Job -> state, of those that wait or run."""
-    return {job: state.state for job, state in states_of(run).items() if state.is_live}
+def refuse_live(runs: Sequence[JobFolder]) -> None:
+    """Raise UserError where a job of one of these runs waits or runs; Slurm is asked once for all."""
+    known = known_to_slurm(runs)
+    for run in runs:
+        live = [f"{job} {state.state}" for job, state in states_of(run, known).items() if state.is_live]
+        if live:
+            remedy = f"wait for it, megakernel cancel {run.path}, or choose another run.name"
+            raise UserError(f"{run.path} has a live job ({', '.join(live)}); {remedy}")
 
 
-def wait_until_ended(jobs: Mapping[JobFolder, Sequence[Job]], meanwhile: Callable[[], None]) -> None:
-    """Call `meanwhile` every second until none of these jobs waits or runs; Slurm is asked every few seconds."""
+def wait_until_ended(
+    jobs: Mapping[JobFolder, Sequence[Job]], meanwhile: Callable[[], None]
+) -> list[JobState]:
+    """Call `meanwhile` every second until none of these jobs waits or runs; their states then.
+
+    Slurm is asked every few seconds.
+    """
     of_slurm = [job.id for some in jobs.values() for job in some if job.executor == "slurm"]
     known: dict[str, JobState] = {}
     asked = -_ASK_SECONDS
@@ -128,7 +138,7 @@ def wait_until_ended(jobs: Mapping[JobFolder, Sequence[Job]], meanwhile: Callabl
         states = [_state(run, job, known) for run, some in jobs.items() for job in some]
         meanwhile()
         if not any(state.is_live for state in states):
-            return
+            return states
         time.sleep(_POLL_SECONDS)
 
 
@@ -217,8 +227,10 @@ def _awaited(kind: str, job: str, root: Path) -> list[str]:
     if re.fullmatch(r"\d+(_\d+)?(\+\d+)?", job):
         return [job]
     waits = []
-    for run in find_runs([job], root):
-        last = list(states_of(run).values())[-1]
+    runs = find_runs([job], root)
+    known = known_to_slurm(runs)
+    for run in runs:
+        last = list(states_of(run, known).values())[-1]
         if last.is_live:
             waits.append(last.job)
         elif last.state not in _COMES_TRUE.get(kind, (last.state,)):

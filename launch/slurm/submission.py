@@ -27,7 +27,7 @@ from .attempt import run_here
 from .job_folder import Job, JobFolder, Settings, write_settings
 from .refusals import explained
 from .script import REPOSITORY, Script
-from .states import live_jobs, states_of
+from .states import refuse_live
 
 CONFIG = "config.yaml"
 
@@ -84,8 +84,7 @@ def submit(request: Request) -> list[Job]:
     behind then, and jobs of a chain that were taken are cancelled again.
     """
     with _alone(request):
-        for member in request.members:
-            _refuse_live(JobFolder(member.run))
+        refuse_live([JobFolder(member.run) for member in request.members])
         _write(request)
         if request.cluster.executor == "slurm":
             return _submit_to_slurm(request)
@@ -242,14 +241,6 @@ _FOR_EVER = 60.0 * 24 * 365
 """Minutes; submitit's own limit is two."""
 
 
-def _refuse_live(run: JobFolder) -> None:
-    live = live_jobs(run)
-    if live:
-        named = ", ".join(f"{job} {state}" for job, state in live.items())
-        remedy = f"wait for it, megakernel cancel {run.path}, or choose another run.name"
-        raise UserError(f"{run.path} has a live job ({named}); {remedy}")
-
-
 def _refused(stderr: str, request: Request) -> SlurmRefused:
     return SlurmRefused(explained(stderr, request.cluster, {**request.options, "array": request.array}))
 
@@ -308,8 +299,8 @@ def wait(request: Request, jobs: Sequence[Job], follow: bool) -> int:
     runs = [JobFolder(member.run) for member in request.members]
     readers = [log_files.LogReader(run, log_files.Choice()) for run in runs] if follow else []
     ids = {job.id for job in jobs}
-    log_files.follow(readers, {run: [job for job in run.jobs() if job.id in ids] for run in runs})
+    ends = log_files.follow(readers, {run: [job for job in run.jobs() if job.id in ids] for run in runs})
     # Of a chain the last link tells.
     last = {job.id for job in (jobs if request.chain == 1 else jobs[-1:])}
-    ends = [state for run in runs for job, state in states_of(run).items() if job in last]
-    return ExitStatus.DONE if all(state.state == "COMPLETED" for state in ends) else ExitStatus.FAILED
+    is_done = all(state.state == "COMPLETED" for state in ends if state.job in last)
+    return ExitStatus.DONE if is_done else ExitStatus.FAILED

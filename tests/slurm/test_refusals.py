@@ -148,6 +148,16 @@ def test_a_run_has_one_live_job_and_ends_before_it_started(place):
     assert megakernel("cancel held").status == NOT_FOUND
 
 
+def test_of_an_array_with_a_live_member_none_is_resumed(place):
+    submit("run.yaml --name pair --array 0-1 --sbatch hold")
+    assert megakernel("cancel pair-0").status == 0
+    until_state("pair-0", "CANCELLED")
+    said = megakernel("resume pair --sbatch hold")
+    assert (said.status, "runs/pair-1 has a live job (" in said.err) == (USAGE, True)
+    assert story("pair-0") == ["submitted", "cancelled"]
+    assert megakernel("cancel pair").status == 0
+
+
 def test_a_job_whose_parent_fails_is_cancelled_and_does_not_wait_for_ever(place):
     (parent,) = submit("--name parent -- evaluate runs/nosuch")
     submit(f"run.yaml --name child --dependency afterok:{parent}")
