@@ -84,6 +84,8 @@ def submit(request: Request) -> list[Job]:
     behind then, and jobs of a chain that were taken are cancelled again.
     """
     with _alone(request):
+        for member in request.members:
+            _refuse_trained(member)
         refuse_live([JobFolder(member.run) for member in request.members])
         _write(request)
         if request.cluster.executor == "slurm":
@@ -239,6 +241,13 @@ def _start_here(request: Request) -> submitit.Job[int]:
 
 _FOR_EVER = 60.0 * 24 * 365
 """Minutes; submitit's own limit is two."""
+
+
+def _refuse_trained(member: Member) -> None:
+    """A command that trains nothing leaves alone a folder that a run trains in: as its last job it ends `resume`."""
+    trained = (member.run / CONFIG).exists() or any(member.run.glob(f"submissions/*/{CONFIG}"))
+    if member.config is None and trained:
+        raise UserError(f"{member.run} is a run that trains; choose another --name for the command")
 
 
 def _refused(stderr: str, request: Request) -> SlurmRefused:

@@ -146,6 +146,11 @@ def test_a_run_has_one_live_job_and_ends_before_it_started(place):
     until_state("held", "CANCELLED")
     assert story("held") == ["submitted", "cancelled"]
     assert megakernel("cancel held").status == NOT_FOUND
+    # A command would be the run's last job, with which nothing can go on.
+    before = files(place)
+    said = megakernel("submit --name held -- evaluate runs/held")
+    assert (said.status, "runs/held is a run that trains; choose another --name" in said.err) == (USAGE, True)
+    assert files(place) == before
 
 
 def test_of_an_array_with_a_live_member_none_is_resumed(place):
