@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -188,8 +189,16 @@ def _ended(run: Path) -> str:
 
 def _whole(run: Path) -> tuple[int | None, int | None]:
     """Steps and tokens of the whole run."""
-    if not (run / "config.yaml").exists():
+    try:
+        found = (run / "config.yaml").stat()
+    except FileNotFoundError:
         return None, None
+    return _whole_by(run, (found.st_ino, found.st_mtime_ns))
+
+
+@cache
+def _whole_by(run: Path, version: tuple[int, int]) -> tuple[int, int]:
+    """The same by one version of the file: whoever watches hundreds of runs need not parse them at each look."""
     config = recorded_config(run)
     steps = config.training.steps
     return steps, config.training.consumed(steps)[1] * config.model.sequences_per_sample

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from launch import run_progress
 from launch.cli import main
 from launch.run_progress import RunProgress
 from launch.run_status import status_of
 from launch.slurm.job_folder import Job, JobFolder
 from launch.slurm.states import JobState
+from megakernel.checkpoint.trained_run import recorded_config
 from megakernel.config import to_yaml
 from megakernel.training import events
 from tests.unit.config.trees import config
@@ -70,6 +72,19 @@ def test_a_run_says_how_far_it_is(run):
     assert known.health == (
         "rank 3 on n2 takes 1.50 x the median, 25% of a step waits for data, 2 steps skipped"
     )
+
+
+def test_a_second_look_reads_only_a_configuration_that_has_changed(run, monkeypatch):
+    read = []
+    monkeypatch.setattr(
+        run_progress, "recorded_config", lambda folder: read.append(folder) or recorded_config(folder)
+    )
+    write(run, **LOGGED)
+    assert [RunProgress.read(run).steps for _ in range(3)] == [100, 100, 100]
+    assert len(read) == 1
+    write(run, steps=200)
+    os.utime(run / "config.yaml", (0, 0))
+    assert (RunProgress.read(run).steps, len(read)) == (200, 2)
 
 
 def test_of_a_run_that_has_ended_nobody_is_slow(run):
