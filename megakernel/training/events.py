@@ -65,8 +65,9 @@ def read(run: Path) -> list[dict[str, Any]]:
 
 
 def _parsed(line: str) -> dict[str, Any] | None:
+    """The event of a line; behind one that was cut short, without an end of line, the next one."""
     try:
-        event = json.loads(line)
+        event = json.loads(line[max(0, line.rfind('{"time": ')) :])
     except ValueError:
         return None
     return event if isinstance(event, dict) and {"time", "event"} <= event.keys() else None

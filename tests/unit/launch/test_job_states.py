@@ -42,8 +42,8 @@ def test_the_last_event_of_a_job_is_its_state(happened, state, tmp_path):
 def test_a_line_cut_short_is_left_out_and_the_next_one_read(tmp_path):
     run = run_with(tmp_path, ("started", {}))
     with (run.path / events.FILE).open("a") as file:
-        file.write('{"event": "sav\n')
-    events.record(run.path, "ended", env={}, status=0)
+        file.write('{"time": "2026-11-26T00:00:00", "event": "sav')  # as a full disk leaves it
+    events.record(run.path, "ended", env={}, status=0, why='no {"time": in it')
     assert [event["event"] for event in events.read(run.path)] == ["started", "ended"]
 
 
