@@ -1,9 +1,11 @@
 """Where jobs stand, by whoever still knows: the queue, accounting, the list of completed jobs, the run's own record."""
 
+import os
 import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -68,27 +70,36 @@ class JobState:
         return self.state in {"PENDING", "REQUEUED", "REQUEUE_HOLD", "CONFIGURING"}
 
 
-def job_states(jobs: Iterable[str]) -> dict[str, JobState]:
-    """The states of jobs by id, those left out that Slurm knows no more.
+def known_to_slurm(runs: Iterable[JobFolder]) -> dict[str, JobState]:
+    """The jobs of these runs that Slurm knows, asked once for all.
 
     The queue is asked first: it knows live jobs, and finished ones for MinJobAge (300 s unless the cluster says
     otherwise). Then accounting, and where a cluster has none, its list of completed jobs.
     Raises SlurmRefused where Slurm cannot be reached.
     """
-    wanted = list(dict.fromkeys(jobs))
+    wanted = {
+        job.id: run.submission(job.submission)
+        for run in runs
+        for job in run.jobs_if_readable()
+        if job.executor == "slurm"
+    }
     if not wanted:
         return {}
-    known = {job: state for job, state in by_queue().items() if job in wanted}
+    known = {job: state for job, state in by_queue(_owners(wanted.values())).items() if job in wanted}
     for source in (["sacct", "-X"], ["sacct", "-c"]):
         missing = [job for job in wanted if job not in known]
         if missing and shutil.which("sacct"):
-            known |= {job: state for job, state in by_accounting(source, missing).items() if job in missing}
+            known |= {job: state for job, state in by_accounting(source, missing).items() if job in wanted}
     return known
 
 
-def known_to_slurm(runs: Iterable[JobFolder]) -> dict[str, JobState]:
-    """The jobs of these runs that Slurm knows, asked once for all. Raises SlurmRefused where it cannot be reached."""
-    return job_states(job.id for run in runs for job in run.jobs_if_readable() if job.executor == "slurm")
+def _owners(submissions: Iterable[Path]) -> set[int]:
+    """Who submitted: runs of several users may lie side by side, and one may go on with another's."""
+    owners = {os.getuid()}
+    for folder in submissions:
+        with suppress(OSError):  # removed
+            owners.add(folder.stat().st_uid)
+    return owners
 
 
 def states_of(run: JobFolder, known: Mapping[str, JobState] | None = None) -> dict[str, JobState]:
@@ -129,12 +140,11 @@ def wait_until_ended(
 
     Slurm is asked every few seconds.
     """
-    of_slurm = [job.id for some in jobs.values() for job in some if job.executor == "slurm"]
     known: dict[str, JobState] = {}
     asked = -_ASK_SECONDS
     while True:
         if time.monotonic() - asked >= _ASK_SECONDS:
-            asked, known = time.monotonic(), _asked_again(of_slurm, known)
+            asked, known = time.monotonic(), _asked_again(jobs, known)
         states = [_state(run, job, known) for run, some in jobs.items() for job in some]
         meanwhile()
         if not any(state.is_live for state in states):
@@ -142,10 +152,10 @@ def wait_until_ended(
         time.sleep(_POLL_SECONDS)
 
 
-def _asked_again(jobs: Sequence[str], known: dict[str, JobState]) -> dict[str, JobState]:
-    """The states of jobs; while Slurm does not answer those that were `known` before."""
+def _asked_again(runs: Iterable[JobFolder], known: dict[str, JobState]) -> dict[str, JobState]:
+    """The states of their jobs; while Slurm does not answer those that were `known` before."""
     try:
-        return job_states(jobs)
+        return known_to_slurm(runs)
     except SlurmRefused:
         if not known:
             raise
@@ -172,10 +182,11 @@ def _runs_here(process: str, submission: Path) -> bool:
         return False
 
 
-def by_queue() -> dict[str, JobState]:
-    """This user's jobs that the queue knows."""
-    # One question about all jobs of this user: with -j, an id that has left the queue makes squeue fail.
-    out = ask("squeue", "--me", "--states=all", "--array", "--noheader", "-o", _QUEUE)
+def by_queue(users: Iterable[int]) -> dict[str, JobState]:
+    """The jobs of users, by their numbers, that the queue knows."""
+    # One question about all their jobs: with -j, an id that has left the queue makes squeue fail.
+    named = ",".join(map(str, users))
+    out = ask("squeue", f"--user={named}", "--states=all", "--array", "--noheader", "-o", _QUEUE)
     found = {}
     for line in out.splitlines():
         job, state, reason, nodes, start = line.split("|")

@@ -153,6 +153,15 @@ def test_a_run_has_one_live_job_and_ends_before_it_started(place):
     assert files(place) == before
 
 
+def test_a_live_job_of_another_user_is_seen(place):
+    submit("run.yaml --name theirs --sbatch hold --sbatch uid=nobody")
+    (submission,) = Path("runs/theirs/submissions").iterdir()
+    shutil.chown(submission, "nobody")
+    assert status("theirs")["state"] == "PENDING"
+    assert "has a live job (" in megakernel("submit run.yaml --name theirs").err
+    assert megakernel("cancel theirs").status == 0
+
+
 def test_of_an_array_with_a_live_member_none_is_resumed(place):
     submit("run.yaml --name pair --array 0-1 --sbatch hold")
     assert megakernel("cancel pair-0").status == 0
