@@ -233,7 +233,7 @@ def _of_jobs(run: JobFolder, states: dict[str, JobState]) -> RunStatus:
         known=known,
         job=job.job,
         state=job.state,
-        why=_why(job, events),
+        why=_why(run, job, events),
         eta=_eta(job, known.seconds_left),
         restarts=_restarts(started),
         stage=None if training == run.path else str(training.relative_to(run.path)),
@@ -259,13 +259,18 @@ def _current(states: dict[str, JobState]) -> JobState:
     return (running or live or list(states.values())[-1:])[0]
 
 
-def _why(job: JobState, events: list[dict[str, Any]]) -> str:
+def _why(run: JobFolder, job: JobState, events: list[dict[str, Any]]) -> str:
     if job.is_live:
         now = job.reason if job.is_pending else _waits_for(events)
         return "; ".join(filter(None, (_last_end(events) if job.is_pending or now else "", now)))
     said = _last_end(events)
     if job.state in _WHAT_HAPPENED and said != ENDED_ON_REQUEST:
         return f"{_WHAT_HAPPENED[job.state]}{f' ({said})' if said else ''}"
+    # A start that cannot begin, such as one without its Python, says nothing itself.
+    marks = [event["event"] for event in events if event["event"] in ("started", "ended", "requeued")]
+    log = run.path / "logs" / f"{job.job}.log"
+    if job.state == "FAILED" and marks[-1:] != ["ended"] and log.exists():
+        return f"ended without a word; {log} may say why"
     return said
 
 

@@ -167,6 +167,25 @@ def test_of_submitted_runs_slurm_has_the_word_and_without_it_the_folder(run, cap
     assert "ended by TERM" in line
 
 
+@pytest.mark.parametrize(
+    ("happened", "why"),
+    [
+        (("submitted",), "without a word"),
+        (("started", "ended", "requeued"), "without a word"),
+        (("started", "ended", "not requeued"), "stopped"),
+    ],
+)
+def test_of_a_start_that_says_nothing_the_batch_scripts_log_is_named(run, happened, why):
+    JobFolder(run).add([Job(id="7", executor="slurm", submission="s", submitted="")])
+    for name in happened:
+        events.record(run, name, {"MEGAKERNEL_JOB": "7"}, status=85, why="stopped")
+    (run / "logs").mkdir()
+    (run / "logs/7.log").touch()
+    said = status_of(JobFolder(run), {"7": JobState("7", "FAILED")}).why
+    assert why in said
+    assert (f"{run}/logs/7.log" in said) == (why == "without a word")
+
+
 FROM_OUTSIDE = "[/__w/pair.cc:144] [bold]closed[/bold] by :smile: peer"
 
 
