@@ -90,10 +90,10 @@ class Attempt:
         """
         ended, starts_again = self.end(status)
         if starts_again:
-            if ended != ExitStatus.STOPPED and self._goes_on():
-                return GOES_ON
-            if SILENT_NODE in self._srun_said():
-                with suppress(SlurmRefused):
+            with suppress(SlurmRefused):  # which does not say then how its nodes are
+                if ended != ExitStatus.STOPPED and self._goes_on():
+                    return GOES_ON
+                if SILENT_NODE in self._srun_said():
                     await_silent_nodes(self.run.path)
             requeue(self.run.path, self.job, self._kept_off() if ended == ExitStatus.UNFIT else ())
         chain = [job.id for job in self.run.jobs() if job.submission == self.submission.name]
@@ -195,16 +195,28 @@ def requeue(run: Path, job: str, without: Sequence[str] = ()) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         if without:
-            ask("scontrol", "requeuehold", job)
-            ask("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(without)}")
-            ask("scontrol", "release", job)
+            _insist("requeuehold", job)
+            _insist("update", f"JobId={job}", f"ExcNodeList={','.join(without)}")
+            _insist("release", job)
         else:
-            ask("scontrol", "requeue", job)
+            _insist("requeue", job)
     except SlurmRefused as error:
         print_error(f"the job could not be requeued ({error}); megakernel resume {run} goes on with the run")
         events.record(run, "not requeued", why=str(error))
     else:
         events.record(run, "requeued", without=list(without) or None)
+
+
+def _insist(*words: str) -> None:
+    """Have scontrol do it, for two minutes and more: while its controller is restarted, Slurm refuses everything."""
+    for _ in range(0, _INSIST_SECONDS, _LOOK_SECONDS):
+        try:
+            ask("scontrol", *words)
+            return
+        except SlurmRefused as error:
+            print(f"== {error}; tries again", flush=True)
+            time.sleep(_LOOK_SECONDS)
+    ask("scontrol", *words)
 
 
 def await_silent_nodes(run: Path) -> None:
@@ -252,6 +264,7 @@ def _patience() -> int:
 
 _DEAD = ("sinfo", "--noheader", "--dead", "--Node", "--format=%N %T")
 _LOOK_SECONDS = 5
+_INSIST_SECONDS = 120
 
 
 NODES = "nodes"

@@ -1,7 +1,12 @@
+import signal
+
 import pytest
 
 from launch.exit_status import ExitStatus
+from launch.slurm import attempt
 from launch.slurm.restarting import Start, decide
+from launch.slurm_programs import SlurmRefused
+from megakernel.training import events
 
 RESET = "rank 3 on n2: RuntimeError: [gloo/transport/tcp/pair.cc:538] Read error [10.0.0.2]:5: Connection reset by peer"
 
@@ -95,3 +100,25 @@ def test_what_a_process_said_is_told_where_it_failed():
     said = "rank 3 on n2: ValueError: no"
     assert decide(ends(ExitStatus.FAILED), 9, said).why == f"failed ({said})"
     assert decide(ends(ExitStatus.STOPPED), 9, said).why == "saved and stopped to make room"
+
+
+@pytest.mark.parametrize(("refusals", "event"), [(3, "requeued"), (1000, "not requeued")])
+def test_a_controller_that_is_restarted_ends_no_run(refusals, event, tmp_path, monkeypatch):
+    asked = []
+
+    def ask(*command):
+        asked.append(command)
+        if len(asked) <= refusals:
+            raise SlurmRefused("Unable to contact slurm controller")
+
+    monkeypatch.setattr(attempt, "ask", ask)
+    monkeypatch.setattr(attempt.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    attempt.requeue(tmp_path, "7", without=["n1"])
+    assert [one["event"] for one in events.read(tmp_path)] == [event]
+    if event == "requeued":
+        assert asked[refusals:] == [
+            ("scontrol", "requeuehold", "7"),
+            ("scontrol", "update", "JobId=7", "ExcNodeList=n1"),
+            ("scontrol", "release", "7"),
+        ]
