@@ -31,6 +31,11 @@ _REFUSALS: tuple[tuple[str, str, str | Callable[[], str]], ...] = (
     ("Invalid feature", "constraint", _listed("features that nodes have", "sinfo", "-h", "-o", "%f")),
     ("reservation is invalid", "reservation", "see `scontrol show reservation`"),
     ("Invalid node name", "nodelist exclude", _NODES),
+    (
+        "QOS policy",  # it goes on with "and/or time limits", whichever limit that is
+        "account qos",
+        "see the limits in `sacctmgr show qos` and `sacctmgr show associations user=$USER`",
+    ),
     ("--time specification", "time", "write hours:minutes:seconds"),
     ("time limit", "time", _listed("a limit within the partitions'", "sinfo", "-h", "-o", "%l")),
     ("--mem", "mem", "write a number and a unit, such as 200G"),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.slurm.refusals import explained
 from launch.slurm.script import REPOSITORY, Script
 from launch.slurm.submission import ScriptExecutor
 from launch.slurm_programs import foreign_variables
@@ -185,3 +186,13 @@ def test_an_uptraining_that_cannot_be_is_refused_before_it_is_submitted(tmp_path
     config = trees.file(tmp_path, model={"attention": flurka}, **sections)
     said = refused("submit", config, "--dry-run")
     assert "error: training.steps=5 leaves a stage without a step: " in said
+
+
+def test_a_limit_of_an_account_is_not_taken_for_the_time_limit():
+    said = (
+        "sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed: Job violates "
+        "accounting/QOS policy (job submit limit, user's size and/or time limits)"
+    )
+    line = explained(said, Cluster(time=10, qos="short"), {})
+    assert line.startswith("qos=short: Slurm refuses the job (QOSMaxSubmitJobPerUserLimit; ")
+    assert "sacctmgr show qos" in line
