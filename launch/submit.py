@@ -143,7 +143,8 @@ def _needs_slurm(request: "Request", args: argparse.Namespace) -> None:
 def _tell(jobs: "list[Job]", runs: list[str]) -> None:
     named = jobs[0].id if len(jobs) == 1 else f"{jobs[0].id} ... {jobs[-1].id}"
     print(f"submitted {named}: {', '.join(runs[:3])}{' ...' if len(runs) > 3 else ''}")
-    print(f"  megakernel status {runs[0]}   megakernel logs -f {runs[0]}   megakernel cancel {runs[0]}")
+    one = runs[0] if len(runs) == 1 else jobs[0].id.partition("_")[0]  # which all members of an array have
+    print(f"  megakernel status {one}   megakernel logs -f {one}   megakernel cancel {one}")
 
 
 def _training(args: argparse.Namespace) -> "Request":

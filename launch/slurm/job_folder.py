@@ -166,8 +166,12 @@ def read_settings(folder: Path) -> Settings:
 
 
 def all_runs(root: Path) -> list[JobFolder]:
-    """The runs under `root` that were ever submitted, by name."""
-    return [JobFolder(file.parent) for file in sorted(root.glob(f"*/{FILE}"))]
+    """The runs under `root` that were ever submitted, by name; numbers in it count, so that sw-2 is before sw-10."""
+
+    def order(run: JobFolder) -> list[Any]:
+        return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", run.name)]
+
+    return sorted((JobFolder(file.parent) for file in root.glob(f"*/{FILE}")), key=order)
 
 
 def find_runs(texts: Sequence[str], root: Path) -> list[JobFolder]:

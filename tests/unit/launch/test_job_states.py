@@ -71,7 +71,7 @@ def test_a_run_is_found_by_folder_name_and_job(tmp_path):
 
 
 def test_several_runs_and_an_arrays_members_are_found_by_one_word(tmp_path):
-    for at in (0, 1, 10):
+    for at in (0, 1, 2, 10):
         (tmp_path / f"lr-{at}").mkdir()
         JobFolder(tmp_path / f"lr-{at}").add([Job(f"17_{at}", "slurm", "now", "")])
     for name, id in (("lr", "18"), ("wd-7", "19")):
@@ -81,7 +81,7 @@ def test_several_runs_and_an_arrays_members_are_found_by_one_word(tmp_path):
     def names(*texts):
         return [run.name for run in find_runs(texts, tmp_path)]
 
-    members = ["lr-0", "lr-1", "lr-10"]
+    members = ["lr-0", "lr-1", "lr-2", "lr-10"]
     assert names("17") == names("lr-*") == members
     assert names("17_1") == ["lr-1"]
     assert names("17_1*") == ["lr-1", "lr-10"]
