@@ -63,6 +63,9 @@ _TRIES = 8
 _CHARACTERS_PER_TOKEN = 4
 """Assumed for texts that a tokenizer is trained on: long enough to hold all parts of an example."""
 
+_MOST_CHARACTERS = 16
+"""Of a token: a tokenizer of words, which takes any run of letters for one, never fills an example without spaces."""
+
 
 class SyntheticTask(Section):
     """Examples without end; each is a text, and the answers in it."""
@@ -109,7 +112,8 @@ class SyntheticTask(Section):
             if 0.95 * room <= tokens <= room:
                 break
             # A little less than in proportion: what is too long is no good, what is too short is.
-            following = max(int(characters * 0.98 * room / tokens), shortest)
+            following = int(characters * 0.98 * room / tokens)
+            following = max(min(following, _MOST_CHARACTERS * room), shortest)
             if following == characters:
                 break
             characters = following

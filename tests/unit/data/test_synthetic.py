@@ -172,6 +172,12 @@ def test_fewer_tokens_than_characters_are_enough_for_a_tokenizer_of_words():
     assert 55 < counter(tokenizer)(found) < 64
 
 
+def test_what_a_tokenizer_takes_for_one_word_does_not_grow_without_end():
+    found = task("mqar:length=64").example(TRAINING, 0, sentences, lambda made: len(made.text.split()))
+    assert len(found.text) <= 16 * 63
+    assert len(answers(found)) == 8
+
+
 @pytest.mark.parametrize("spec", ["mqar:pairs=8,length=32", "passkey:length=100"])
 def test_a_length_without_room_is_refused_with_one_that_has_it(spec: str):
     count = counter(tokenizers.ByteTokenizer())
