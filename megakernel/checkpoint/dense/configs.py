@@ -87,6 +87,8 @@ def _keys(kind: str, model: Model, longest: int) -> dict[str, Any]:
         "layer_norm_eps": model.norm_eps,
         "use_parallel_residual": model.parallel_residual,
     }
+    if "layer_types" in family.keys and not any(windows):
+        known["sliding_window"] = longest  # Gemma and OLMo make a mask of it even where no layer slides
     if kind == "gpt2":
         known |= {own: known[name] for own, name in GPT2_NAMES.items()}
         known["n_positions"] = model.max_positions or longest

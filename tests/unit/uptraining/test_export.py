@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data_pipeline import tokenizers
 from data_pipeline.tokenizers import ByteTokenizer
@@ -43,6 +43,17 @@ def test_a_plain_configuration_is_what_it_was_read_from(name, tmp_path):
     if "slid" not in name:
         unread.add("sliding_window")
     assert different <= unread
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "olmo3, some layers slide"])
+def test_a_plain_configuration_runs_where_no_layer_slides(name, tmp_path):
+    dense_models.save(name, tmp_path)
+    config = DenseCheckpoint(tmp_path).config | {"layer_types": ["full_attention"] * 2}
+    checkpoint = DenseCheckpoint(tmp_path, config=config)
+    written = plain_config(checkpoint.model, checkpoint.model.vocab_size, 8)
+    assert written["model_type"] == config["model_type"]
+    model = AutoModelForCausalLM.from_config(type(dense_models.CONFIGS[name]).from_dict(written))
+    assert model(dense_models.tokens()).logits.shape[-1] == dense_models.VOCABULARY
 
 
 def test_the_byte_tokenizer_gives_the_same_ids_in_transformers(tmp_path):
