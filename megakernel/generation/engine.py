@@ -93,6 +93,9 @@ class Text:
     unread: list[int]
     """The prompt's tokens that no decoder has read, then the last token alone."""
 
+    seen: set[int]
+    """All different tokens of the text so far, which the repetition penalty meets."""
+
     new_tokens: list[int] = field(default_factory=list)
     finish: Finish | None = None
     behind: Behind | None = None
@@ -103,8 +106,7 @@ class Text:
         request = self.request
         seen = None
         if request.sampling.repetition_penalty != 1:
-            before = request.behind.seen if request.behind else ()
-            seen = torch.tensor(sorted({*before, *request.tokens, *self.new_tokens}), dtype=torch.int64)
+            seen = torch.tensor(list(self.seen), dtype=torch.int64)
         return Draw(request.sampling, uniform(request.seed, request.sample, len(self.new_tokens)), seen)
 
 
@@ -170,7 +172,8 @@ class Engine:
         unread = [*(before.unread if before else ()), *request.tokens]
         assert unread
         said = [*(before.context if before else ()), *request.tokens]
-        text = Text(request, TextStream(self.tokenizer, said), StopStrings(request.stop), unread)
+        seen = {*(before.seen if before else ()), *request.tokens}
+        text = Text(request, TextStream(self.tokenizer, said), StopStrings(request.stop), unread, seen)
         self._waiting.append(text)
         return text
 
@@ -259,6 +262,7 @@ class Engine:
         if request.logprobs is not None:
             chosen = _with_probability(token, logits, request.logprobs)
         text.new_tokens.append(token)
+        text.seen.add(token)
         text.unread = [token]
         piece = text.stops.add(text.stream.add(token))
         if text.stops.met:
@@ -276,8 +280,7 @@ class Engine:
         own = [*text.request.tokens, *text.new_tokens]
         count = (before.tokens if before else 0) + len(own)
         context = [*(before.context if before else ()), *own][-CONTEXT:]
-        seen = frozenset(own) | (before.seen if before else frozenset())
-        return Behind(decoder, context, list(text.unread), count, seen)
+        return Behind(decoder, context, list(text.unread), count, frozenset(text.seen))
 
     def _keep(self, batch: _Batch, texts: list[Text]) -> None:
         if texts:

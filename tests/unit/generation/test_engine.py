@@ -95,6 +95,27 @@ def test_a_text_goes_on_from_where_another_ended():
     assert continued(one, [second, second]) == [whole[12:]] * 2, "a state can be gone on from again"
 
 
+class Counted(list):
+    """A prompt that counts how often it is gone through."""
+
+    times = 0
+
+    def __iter__(self):
+        self.times += 1
+        return super().__iter__()
+
+
+def test_the_repetition_penalty_goes_through_a_prompt_no_more_often_for_more_tokens():
+    one = engine(build(vocab_size=257, attention=FLURKA))
+    tokens = Counted(prompt(30))
+    text = one.add(Request(tokens, 5, Sampling(repetition_penalty=1.5)))
+    begun = tokens.times
+    while text.finish is None:
+        one.step()
+    assert tokens.times == begun
+    assert text.seen == {*tokens, *text.new_tokens}
+
+
 def text_of(model, request):
     return "".join(step.piece for _, step in engine(model).run([request]))
 
