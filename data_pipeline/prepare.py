@@ -378,6 +378,12 @@ def _check_tables(spec: list[str], include: Sequence[str]) -> None:
 
 
 def _files(files: list[Path], columns: Columns, description: dict[str, Any]) -> Files:
+    # Beside them lie only files about them, which would be taken for the text.
+    if arrow := next((file for file in files if file.suffix == ".arrow"), None):
+        raise UserError(
+            f"--source {arrow} is what `save_to_disk` of `datasets` writes, and is not read; write the dataset with "
+            "its `to_parquet`"
+        )
     plain = [file for file in files if table_kind(file) is None and not file.name.endswith(TABS)]
     if columns.label is not None and plain:
         raise UserError(

@@ -7,6 +7,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -142,6 +143,60 @@ def test_a_damaged_table_is_refused_in_one_line(tmp_path: Path, name: str):
     with pytest.raises(ValueError, match=rf"^--source .*{name} cannot be read: .+") as error:
         read(str(tmp_path / name))
     assert "\n" not in str(error.value)
+
+
+def test_one_damaged_row_or_empty_file_of_many_stops_nothing(tmp_path: Path):
+    (tmp_path / "0.jsonl").write_text("")
+    (tmp_path / "1.jsonl.gz").write_bytes(gzip.compress(b""))
+    (tmp_path / "2.jsonl").write_bytes(
+        b'{"text": "\xff\xfe"}\n\n{"text": "\\ud83d"}\n'
+        b'{"text": "a", "meta": 1}\n{"meta": "b"}\n{"text": "\\ud83d\\ude00"}'
+    )
+    source = open_source([str(tmp_path)])
+    assert [document.texts for document in source] == [("a",), ("😀",)]
+    assert source.skipped == {"not UTF-8": 2, "empty": 1}
+
+
+def test_a_text_is_not_changed_by_what_it_looks_like(tmp_path: Path):
+    texts = ["2020-01-02", "2020-01-02 00:00:00", "12", "null", "[1]", "{}"]
+    assert read(str(write_jsonl(tmp_path / "a.jsonl", texts))) == texts
+
+
+def test_an_error_names_the_line(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n["b"]\n')
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl cannot be read: line 3 holds a list, not one row in braces"
+    ):
+        read(str(tmp_path))
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "b"')
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl cannot be read: line 2: Expecting ',' delimiter at character"
+    ):
+        read(str(tmp_path))
+
+
+def test_zstandard_needs_no_further_package(tmp_path: Path):
+    with pyarrow.output_stream(tmp_path / "a.jsonl.zst") as stream:
+        stream.write(b'{"text": "a"}\n')
+    assert read(str(tmp_path)) == ["a"]
+
+
+def test_a_dataset_saved_to_disk_is_not_taken_for_its_descriptions(tmp_path: Path):
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(
+        ValueError, match=r"\.arrow is what `save_to_disk` of `datasets` writes.*`to_parquet`"
+    ):
+        read(str(tmp_path))
+
+
+def test_a_file_that_vanishes_is_named(tmp_path: Path):
+    for name in ("a.txt", "b.txt", "c.jsonl"):
+        (tmp_path / name).write_text("a")
+    documents = iter(open_source([str(tmp_path)]))
+    next(documents)
+    (tmp_path / "b.txt").unlink()
+    with pytest.raises(ValueError, match=r"--source .*b\.txt cannot be read: .*No such file"):
+        next(documents)
 
 
 def test_an_unreachable_dataset_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch):
