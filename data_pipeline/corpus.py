@@ -9,14 +9,12 @@ from pathlib import Path
 
 from data_pipeline import tokenizers
 from data_pipeline.manifest import Manifest, SplitRecord
-from data_pipeline.token_files import INDEX_HEADER
+from data_pipeline.token_files import INDEX_HEADER, INDEX_MAGIC
 from data_pipeline.tokenizers import Tokenizer
 from data_pipeline.verification import TOKEN_TYPES, verify_split, verify_tokenizer
 from megakernel.config.data import Corpus as CorpusConfig
 from megakernel.config.data import Data
 from megakernel.config.errors import UserError
-
-_INDEX_MAGIC = b"MMIDIDX\x00\x00"
 
 _AGAIN = "copy the folder from where it was prepared, or prepare it again"
 
@@ -143,7 +141,7 @@ def _check_files(key: str, corpus: PreparedCorpus, split: str, verify: bool) -> 
     is_known = (
         token_type in TOKEN_TYPES and record.bin.size == TOKEN_TYPES[token_type].itemsize * record.tokens
     )
-    if magic != _INDEX_MAGIC or sequences != record.documents or not is_known:
+    if magic != INDEX_MAGIC or sequences != record.documents or not is_known:
         raise UserError(f"{key}={corpus.folder} holds a foreign {split}.idx; {_AGAIN}")
     try:
         verify_tokenizer(corpus.folder, corpus.manifest)

@@ -44,6 +44,7 @@ from data_pipeline.sources import (
     library_files,
     table_kind,
 )
+from data_pipeline.token_files import TokenWriter, token_dtype
 from data_pipeline.tokenizers import Tokenizer
 from megakernel.config.errors import UserError, first_line, written_to
 
@@ -228,9 +229,6 @@ def _write_splits(
     console: Console,
 ) -> tuple[dict[str, SplitRecord], LabelsRecord | None]:
     """Encode and write every document; a record for each split that got any, and one of their labels."""
-    # Megatron's dataset package takes seconds to import; --help and a wrong path need not wait for it.
-    from data_pipeline.token_files import TokenWriter, token_dtype
-
     dtype = token_dtype(tokenizer.vocab_size)
     writers: dict[str, TokenWriter] = {}
     with _progress(console) as progress:

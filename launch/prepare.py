@@ -3,7 +3,6 @@
 import argparse
 import os
 import signal
-import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -69,9 +68,7 @@ def run(args: argparse.Namespace) -> int:
     request = PrepareRequest(**given | {"text_key": key})
     stderr = console(stderr=True)
     # An orderly exit, so that a prepare ended by a scheduler or with its terminal leaves no half-made folder.
-    with handled((signal.SIGTERM, signal.SIGHUP), _exit), warnings.catch_warnings():
-        # Megatron tells every process that imports it which GPU libraries are absent.
-        warnings.filterwarnings("ignore", module=r"megatron\.")
+    with handled((signal.SIGTERM, signal.SIGHUP), _exit):
         manifest = prepare(request, args.out, workers=args.workers, overwrite=args.overwrite, console=stderr)
     if manifest is None:
         said = f"{args.out} is already prepared with these arguments; nothing to do"
