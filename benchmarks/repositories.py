@@ -179,7 +179,7 @@ def _joined(parts: Sequence[str]) -> list[str]:
 
 def make(out: Path) -> None:
     """Fetch all sources and write `documents.jsonl` and `sources.md`; the folder is there whole or not at all."""
-    with appearing_whole(out) as folder:
+    with appearing_whole(out, overwrite=True) as folder:
         with (folder / "documents.jsonl").open("w", encoding="utf-8") as stream:
             rows = _write(stream)
         total = ("all", *(sum(column) for column in list(zip(*rows))[1:]))

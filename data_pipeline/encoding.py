@@ -2,13 +2,15 @@
 
 import os
 import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from hashlib import blake2b
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,20 +20,22 @@ from data_pipeline import tokenizers
 from data_pipeline.chat import ChatTemplate
 from data_pipeline.document import Document, Label
 from data_pipeline.tokenizers import Tokenizer
+from megakernel.config.errors import UserError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 def in_processes(work: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
-    """`work(item)` of every item, in order, with a few items per worker under way at a time."""
+    """`work(item)` of every item, in order, with a few items per worker under way at a time.
+
+    Raises UserError where a worker is killed.
+    """
     pool = ProcessPoolExecutor(
         workers,
         # A forked child could inherit a lock that a reader thread of pyarrow or tokenizers holds.
         mp_context=get_context("spawn"),
-        # Ctrl-C reaches the whole process group; the parent ends the pool.
-        initializer=signal.signal,
-        initargs=(signal.SIGINT, signal.SIG_IGN),
+        initializer=_begin,
     )
     pending: deque[Future[Result]] = deque()
     try:
@@ -41,8 +45,26 @@ def in_processes(work: Callable[[Item], Result], items: Iterable[Item], workers:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
+    except BrokenProcessPool:
+        raise UserError(
+            f"one of --workers {workers} was killed, most likely for want of memory; set fewer"
+        ) from None
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _begin() -> None:
+    # Ctrl-C reaches the whole process group; the parent ends the pool.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A pool whose parent is killed would wait for work for ever.
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 class AnsweredTokens(NamedTuple):

@@ -1,7 +1,7 @@
 """Documents to a prepared folder: Megatron token files by split, the tokenizer, and a manifest."""
 
+import errno
 import hashlib
-import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from fnmatch import fnmatch
 from functools import partial
+from glob import escape
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
@@ -183,7 +185,8 @@ def prepare(
         raise UserError(
             f"--source {' '.join(request.source)} has no end; say how many with --max-documents N"
         )
-    with written_to("--out", out), appearing_whole(out) as folder:
+    _tell_of_interrupted(out, console)
+    with written_to("--out", out), appearing_whole(out, overwrite=overwrite) as folder:
         with console.status("tokenizer"):
             texts = (text for document in _documents(source, request) for text in document.texts)
             tokenizer = tokenizers.make(request.tokenizer, texts, add_bos=request.add_bos)
@@ -302,21 +305,37 @@ def _check_made_by(request: PrepareRequest, out: Path) -> None:
 
 
 @contextmanager
-def appearing_whole(out: Path) -> Iterator[Path]:
-    """A new sibling folder that becomes `out` at the end, or nothing at all."""
-    folder = out.with_name(f".{out.name}.partial-{os.getpid()}")
+def appearing_whole(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A new sibling folder that becomes `out` at the end, or nothing at all.
+
+    Raises UserError where another process has made `out` meanwhile, unless `overwrite`.
+    """
+    out = out.resolve()  # of a link the folder that it names
+    # Ids of processes are those of one machine or container; several may write here.
+    mark = uuid4().hex[:8]
+    folder, replaced = (out.with_name(f".{out.name}.{word}-{mark}") for word in ("partial", "replaced"))
+    folder.mkdir(parents=True)
     try:
-        folder.mkdir(parents=True)
         yield folder
-        if out.exists():
-            replaced = folder.with_suffix(".replaced")
+        if overwrite and out.exists():
             out.rename(replaced)
+        try:
             folder.rename(out)
-            shutil.rmtree(replaced)
-        else:
-            folder.rename(out)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            raise UserError(f"{out} was made by another process meanwhile; name another folder") from None
+        shutil.rmtree(replaced, ignore_errors=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _tell_of_interrupted(out: Path, console: Console) -> None:
+    """Name what a process that was killed could not delete: it is hidden, and may be large."""
+    for folder in out.resolve().parent.glob(f".{escape(out.name)}.partial-*"):
+        console.print(
+            f"{folder} is of another `megakernel prepare`; delete it if none is running", soft_wrap=True
+        )
 
 
 def open_source(

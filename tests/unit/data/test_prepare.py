@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ from rich.console import Console
 
 from data_pipeline import tokenizers
 from data_pipeline.manifest import Manifest
-from data_pipeline.prepare import PrepareRequest, prepare
+from data_pipeline.prepare import PrepareRequest, appearing_whole, prepare
 from launch import prepare as command
 from launch.cli import main
 from tests.disk import files_of_at_most
@@ -196,6 +198,30 @@ def test_a_prepare_that_fails_leaves_nothing_behind(tmp_path: Path):
     assert list((tmp_path / "data").iterdir()) == []
 
 
+def start(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    """`prepare` of the standard library to `folder`/data/out, in a process that the test may kill."""
+    (folder / "data").mkdir()
+    program = (
+        "import argparse, launch.prepare as c; p = argparse.ArgumentParser(); c.add_arguments(p)\n"
+        "if __name__ == '__main__': c.run(p.parse_args())"
+    )
+    (folder / "main.py").write_text(program)
+    options = ["--source", "stdlib", "--tokenizer", "byte", "--out", str(folder / "data" / "out"), *arguments]
+    return subprocess.Popen(
+        [sys.executable, str(folder / "main.py"), *options],
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        # A shell starts what it puts in the background, such as this test's run, with SIGINT ignored; nohup, SIGHUP.
+        preexec_fn=lambda: [signal.signal(sent, signal.SIG_DFL) for sent in (signal.SIGINT, signal.SIGHUP)],
+    )
+
+
+def wait_for(process: subprocess.Popen[bytes], folder: Path, pattern: str) -> None:
+    while not list(folder.glob(pattern)):
+        with pytest.raises(subprocess.TimeoutExpired):  # it goes on
+            process.wait(timeout=0.02)
+
+
 @pytest.mark.parametrize(
     ("sent", "when"),
     tiered(
@@ -208,26 +234,77 @@ def test_a_prepare_that_fails_leaves_nothing_behind(tmp_path: Path):
     ),
 )
 def test_a_prepare_that_is_interrupted_leaves_nothing_behind(tmp_path: Path, sent: signal.Signals, when: str):
-    (tmp_path / "data").mkdir()
-    program = (
-        "import argparse, launch.prepare as c; p = argparse.ArgumentParser(); c.add_arguments(p)\n"
-        "if __name__ == '__main__': c.run(p.parse_args())"
-    )
-    (tmp_path / "main.py").write_text(program)
-    arguments = ["--source", "stdlib", "--tokenizer", "byte", "--out", str(tmp_path / "data" / "out")]
-    process = subprocess.Popen(
-        [sys.executable, str(tmp_path / "main.py"), *arguments],
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": os.getcwd()},
-        # A shell starts what it puts in the background, such as this test's run, with SIGINT ignored; nohup, SIGHUP.
-        preexec_fn=lambda: signal.signal(sent, signal.SIG_DFL),
-    )
-    while not list((tmp_path / "data").glob(when)):
-        with pytest.raises(subprocess.TimeoutExpired):  # it goes on
-            process.wait(timeout=0.02)
+    process = start(tmp_path)
+    wait_for(process, tmp_path / "data", when)
     process.send_signal(sent)
     assert process.wait() != 0
     assert list((tmp_path / "data").iterdir()) == []
+
+
+def test_a_killed_prepare_leaves_no_processes_and_the_next_one_names_its_folder(
+    source: Path, tmp_path: Path, capsys
+):
+    process = start(tmp_path, "--workers", "2")
+    wait_for(process, tmp_path / "data", ".out.partial-*/train.bin")
+    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(workers) >= 2
+    process.kill()
+    process.wait()
+    until = time.monotonic() + 60
+    while any(map(_runs, workers)):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    [left] = (tmp_path / "data").iterdir()
+    options = ["--tokenizer", "byte", "--validation-fraction", 0, "--out", tmp_path / "data" / "out"]
+    assert run("--source", source, *options) == 0
+    assert (
+        f"{left} is of another `megakernel prepare`; delete it if none is running" in capsys.readouterr().err
+    )
+
+
+def _runs(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_worker_that_is_killed_is_named_with_the_remedy(tmp_path: Path):
+    process = start(tmp_path, "--workers", "2")
+    wait_for(process, tmp_path / "data", ".out.partial-*/train.bin")
+    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(workers[-1]), signal.SIGKILL)
+    _, said = process.communicate()
+    assert b"one of --workers 2 was killed, most likely for want of memory; set fewer" in said
+    assert list((tmp_path / "data").iterdir()) == []
+
+
+def test_what_another_process_makes_meanwhile_is_kept(tmp_path: Path):
+    out = tmp_path / "out"
+
+    def write(text: str, meanwhile: Callable[[], None]) -> None:
+        with appearing_whole(out) as folder:
+            (folder / "a").write_text(text)
+            meanwhile()  # of the same process id, as in another container
+
+    with pytest.raises(ValueError, match=r"out was made by another process meanwhile; name another folder"):
+        write("first", lambda: write("second", lambda: None))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (out / "a").read_text() == "second"
+
+
+def test_a_folder_behind_a_link_is_replaced_where_it_lies(source: Path, tmp_path: Path):
+    (tmp_path / "disk").mkdir()
+    link = tmp_path / "out"
+    prepared(tmp_path / "disk" / "real", [str(source)])
+    link.symlink_to(tmp_path / "disk" / "real")
+    (tmp_path / "disk" / ".real.replaced").mkdir()
+    (tmp_path / "disk" / ".real.replaced" / "left").write_text("by an earlier version that was killed")
+    options = ["--tokenizer", "byte", "--validation-fraction", 0, "--overwrite", "--workers", 1]
+    assert run("--source", source, "--out", link, *options) == 0
+    assert Manifest.read(tmp_path / "disk" / "real").arguments["validation_fraction"] == 0
+    assert link.is_symlink()
+    assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == [".real.replaced", "real"]
 
 
 @pytest.mark.parametrize(("tokenizer", "space"), [("byte", 4000), ("byte", 10), ("bpe:300", 1000)])
