@@ -19,6 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -39,7 +40,7 @@ MOST_PASSES = 10_000
 _UNUSED_DAYS = 30
 """After which no start of a run has used an index and it is deleted; a run that reads it after all makes it again."""
 
-_INDEX_NAME = re.compile(r"\w+-[0-9a-f]{16}-length\d+-seed\d+-epoch\d+(\.partial-\d+)?")
+_INDEX_NAME = re.compile(r"\w+-[0-9a-f]{16}-length\d+-seed\d+-epoch\d+(\.partial-\w+)?")
 
 
 class SampleShard(NamedTuple):
@@ -149,7 +150,9 @@ class CorpusSamples:
             with suppress(OSError):  # of a cache that is only read
                 os.utime(folder)
             return
-        partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
+        partial = folder.with_name(
+            f"{folder.name}.partial-{uuid4().hex[:8]}"
+        )  # ids of processes may be a container's
         try:
             self._dataset(epoch, partial)
             partial.rename(folder)

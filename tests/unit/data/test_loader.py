@@ -15,7 +15,7 @@ from data_pipeline.batch import Batch
 from data_pipeline.corpus import Corpora
 from data_pipeline.loader import TrainingBatches, ValidationBatches
 from data_pipeline.order import Share
-from data_pipeline.samples import BlendedSamples
+from data_pipeline.samples import BlendedSamples, CorpusSamples
 from megakernel.config.errors import UserError
 from megakernel.config.tree import Config
 from tests.hostile import Harm, plant_pickle
@@ -173,6 +173,24 @@ def test_the_index_is_built_once_and_then_read(corpus: Path, configure: Configur
     opened(config)
     assert _files(config.data.index_cache) == built, "neither reading nor opening again writes anything"
     assert order == ["barrier", "barrier"]
+
+
+def test_two_jobs_that_build_one_index_do_not_write_the_same_files(
+    corpus: Path, configure: Configure, monkeypatch: pytest.MonkeyPatch
+):
+    build, places = CorpusSamples._dataset, []
+
+    def with_another(samples: CorpusSamples, epoch: int, place: Path) -> None:
+        places.append(place)
+        if len(places) == 1:
+            samples._build(epoch)  # of the same process id, as in another container
+        build(samples, epoch, place)
+
+    monkeypatch.setattr(CorpusSamples, "_dataset", with_another)
+    opened(configure(corpus, steps=2))
+    assert len(places) == len(set(places)) == 2
+    assert places[0].parent == configure(corpus).data.index_cache
+    assert not list(places[0].parent.glob("*.partial-*"))
 
 
 def _files(folder: Path | None) -> dict[str, int]:
