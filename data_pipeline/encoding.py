@@ -47,7 +47,8 @@ def in_processes(work: Callable[[Item], Result], items: Iterable[Item], workers:
             yield pending.popleft().result()
     except BrokenProcessPool:
         raise UserError(
-            f"one of --workers {workers} was killed, most likely for want of memory; set fewer"
+            f"one of --workers {workers} was killed, most likely for want of memory; set fewer, or give "
+            "shorter documents"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
