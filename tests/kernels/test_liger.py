@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megakernel.attention import Rotary
 from megakernel.ops import dispatch, layers
+from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.layers import liger
 
 from .comparing import DEVICE, TOLERANCE, rms_ratio
@@ -85,7 +86,7 @@ def test_rotation(heads, rows, dtype, draw):
     rotary = Rotary(12)
 
     def run(backend, q, k):
-        return layers.rotate(q, k, *rotary._angles(places, q), backend=backend)
+        return layers.rotate(q, k, *rotary._angles(places, accum_dtype(q.dtype)), backend=backend)
 
     q, k = (normal(draw, 2, count, 17, 12) for count in heads)
     assert_agrees(run, [q, k], dtype, draw)

@@ -81,6 +81,9 @@ class Measured:
     kept: float
     """Bytes that forward adds and backward needs, the output among them."""
 
+    tables: float
+    """Bytes beside them that stay, and that all layers share: what is made once of the positions of a micro-batch."""
+
     states: float
     """Those of them that attention made and did not hand on."""
 
@@ -103,9 +106,10 @@ class Measured:
             one: Amount(*map(along, self.sent.get(one, nothing), other.sent.get(one, nothing)))
             for one in {**self.sent, **other.sent}
         }
-        kept, states = along(self.kept, other.kept), along(self.states, other.states)
+        kept, tables = along(self.kept, other.kept), along(self.tables, other.tables)
+        states = along(self.states, other.states)
         peaks = {moment: along(bytes, other.peaks[moment]) for moment, bytes in self.peaks.items()}
-        return Measured(kept, states, peaks, sent, along(self.operations, other.operations))
+        return Measured(kept, tables, states, peaks, sent, along(self.operations, other.operations))
 
     @property
     def excess(self) -> float:
@@ -276,7 +280,7 @@ def _counted(
     for parameter in model.parameters():
         # Gradients belong to ZeRO's account.
         parameter.register_post_accumulate_grad_hook(lambda x: setattr(x, "grad", None))
-    before = ledger.now
+    before, there = ledger.now, set(ledger.alive())
     out = inputs
     for ledger.region, layer in enumerate(model.layers):
         out = layer(out)
@@ -285,19 +289,22 @@ def _counted(
     shared = sum(x.nbytes for x in parallel_state.get_global_memory_buffer().buffer.values())
     after = ledger.now
     alive = ledger.alive()
-    states = sum(alive[one] for one in (made[0] if made else ()) if one in alive)
     del out
     ledger.backward = True
     loss.backward()
+    del loss
+    lasting = alive.keys() & ledger.alive().keys() - there
+    tables = sum(alive[one] for one in lasting) - shared
+    states = sum(alive[one] for one in (made[0] if made else ()) if one in alive and one not in lasting)
     names = {str(axis.group.group_name): name for axis, name in groups.items() if axis.size > 1}
     sent = {
         message._replace(group=names[message.group]): Amount(amount, ledger.calls[message])
         for message, amount in ledger.bytes.items()
         if message.group in names
     }
-    kept = after - before - shared
+    kept = after - before - shared - tables
     peaks = {moment: bytes - after + shared for moment, bytes in ledger.peaks.items()}
-    return Measured(kept, states, peaks, sent, ledger.operations)
+    return Measured(kept, tables, states, peaks, sent, ledger.operations)
 
 
 def _watch(core: AttentionLayer, ledger: Ledger, made: list[set[int]]) -> None:

@@ -103,7 +103,8 @@ def _stage(job: Job, stage: int) -> Memory:
     offloaded = training.checkpoint_offload and job.on_gpu and job.layout.recompute == "full"
     moved = hidden if offloaded else 0.0
     entered = job.measured("first").kept if stage == 0 else hidden
-    kept = entered + sum((one.kept - one.states - moved) * count for one, count in layers)
+    tables = max((one.tables for one, _ in layers), default=0.0)
+    kept = entered + tables + sum((one.kept - one.states - moved) * count for one, count in layers)
     batch = 3 * INT64 * job.tokens * job.micro_batches
     forward = {
         "activations": under_way * kept + batch,
@@ -114,7 +115,7 @@ def _stage(job: Job, stage: int) -> Memory:
     whole = fixed["gradients"] + gradient_bytes(job, stage)
     before = whole if job.micro_batches > 1 else fixed["gradients"]
     in_layer = max((one.excess for one, _ in layers), default=0.0)
-    of_one = max((one.kept for one, _ in layers), default=0.0) + entered
+    of_one = max((one.kept for one, _ in layers), default=0.0) + entered + tables
     moments: list[dict[str, float]] = [
         # The last layer's backward, the first layer's, and the update.
         forward | {"gradients": before, "exchange": in_buckets, "workspace": in_layer},
