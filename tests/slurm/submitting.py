@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import signal
 import subprocess
 import time
 from dataclasses import dataclass
@@ -173,6 +174,8 @@ def crash(node: str) -> None:
             continue
         if is_there or is_daemon or any(log.endswith(f"/slurmd.{node}.log") for log in logs):
             gone.append(int(folder.name))
-    for pid in gone:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, 9)
+    # Halted first: one that sees another killed may tell of it before its own turn comes.
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in gone:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
