@@ -5,12 +5,12 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from hashlib import blake2b
-from multiprocessing import get_context, parent_process
+from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -42,9 +42,9 @@ def in_processes(work: Callable[[Item], Result], items: Iterable[Item], workers:
         for item in items:
             pending.append(pool.submit(work, item))
             if len(pending) > 2 * workers:
-                yield pending.popleft().result()
+                yield _result(pending.popleft(), pool)
         while pending:
-            yield pending.popleft().result()
+            yield _result(pending.popleft(), pool)
     except BrokenProcessPool:
         raise UserError(
             f"one of --workers {workers} was killed, most likely for want of memory; set fewer, or give "
@@ -52,6 +52,20 @@ def in_processes(work: Callable[[Item], Result], items: Iterable[Item], workers:
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _result(future: "Future[Result]", pool: Any) -> Result:
+    """Its result. CPython 3.11's pool waits for ever for what a worker was handing over when it was killed."""
+    workers = set(active_children())
+    while not wait([future], timeout=1).done:
+        workers.update(active_children())
+        if any(worker.exitcode for worker in workers):
+            for worker in workers:
+                worker.kill()
+            # The last end of the pipe that the pool reads: it says then that it is broken.
+            pool._result_queue._writer.close()
+            break
+    return future.result()
 
 
 def _begin() -> None:
