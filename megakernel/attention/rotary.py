@@ -93,13 +93,13 @@ class Rotary:
         dtype = accum_dtype(like.dtype)
         if isinstance(positions, Tensor):
             return made_once(positions, (self, dtype), partial(self._angles, dtype=dtype))
-        at = token_positions(positions, like.shape[2], like.device)
+        tokens = (positions, like.shape[2], like.device)
         if torch.compiler.is_compiling():
-            return self._angles(at, dtype)
-        key = (positions, like.shape[2], like.device, dtype)
+            return self._angles(token_positions(*tokens), dtype)
+        key = (tokens, dtype)
         if self._of_sequences is None or self._of_sequences[0] != key:
             with torch.inference_mode(False):
-                self._of_sequences = key, self._angles(at, dtype)
+                self._of_sequences = key, self._angles(token_positions(*tokens), dtype)
         return self._of_sequences[1]
 
     def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
