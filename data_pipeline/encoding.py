@@ -10,7 +10,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from hashlib import blake2b
-from multiprocessing import active_children, get_context, parent_process
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -56,9 +56,8 @@ def in_processes(work: Callable[[Item], Result], items: Iterable[Item], workers:
 
 def _result(future: "Future[Result]", pool: Any) -> Result:
     """Its result. CPython 3.11's pool waits for ever for what a worker was handing over when it was killed."""
-    workers = set(active_children())
     while not wait([future], timeout=1).done:
-        workers.update(active_children())
+        workers = list(pool._processes.values())
         if any(worker.exitcode for worker in workers):
             for worker in workers:
                 worker.kill()
