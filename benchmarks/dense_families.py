@@ -1,8 +1,8 @@
-"""Families of dense checkpoints: how far logits are from those of `transformers`, and whether they go out as they came.
+"""Families of dense checkpoints: distance of logits from those of `transformers`, and whether exports are bit-equal.
 
     OMP_NUM_THREADS=1 python -m benchmarks.dense_families --out benchmarks/results/dense_families_cpu.md
 
-The models are those of the tests, small and of random weights, one for each thing in which families differ. Each is
+The models are those of the tests: small, with random weights, one for each way in which families differ. Each is
 saved by `transformers`, read as `megakernel import` reads it, and written as `megakernel export` writes it.
 """
 
@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from benchmarks.page import add_out, give, one_table, table_row, whole_help
+from benchmarks.page import add_out_option, docstring_parser, table_page, table_row, write_page
 from megakernel.checkpoint.dense import FAMILIES, DenseCheckpoint
-from megakernel.checkpoint.dense.checkpoint import our_parts
+from megakernel.checkpoint.dense.checkpoint import model_parts
 from megakernel.checkpoint.dense.configs import plain_config
 from megakernel.checkpoint.export import write_tensors
 from megakernel.model import LanguageModel, ModelSettings, cast
@@ -33,85 +33,87 @@ COLUMNS = (
 )
 
 
-class Measured(NamedTuple):
-    """What is found of one model."""
+class FamilyResult(NamedTuple):
+    """Results of one model."""
 
     family: str
     float32: float
-    """The largest difference of a logit to those of `transformers`, as a share of the largest."""
+    """The largest difference between a logit and that of `transformers`, as a share of the largest logit."""
 
     bfloat16: float
-    """Distance to eager attention of `transformers`, both in bfloat16; see `distance`."""
+    """`relative_rms` from `transformers` with eager attention, both in bfloat16."""
 
     sdpa: float | None
-    """What `transformers` with sdpa is from that; None where it has no sdpa."""
+    """`relative_rms` between sdpa and eager attention of `transformers`; None if the family has no sdpa."""
 
     rounding: float
-    """Distance of ours in bfloat16 to `transformers` in float32."""
+    """`relative_rms` of ours in bfloat16 from `transformers` in float32."""
 
-    their_rounding: float
-    """The same of `transformers` in bfloat16."""
+    transformers_rounding: float
+    """`relative_rms` of `transformers` in bfloat16 from `transformers` in float32."""
 
-    goes_out: bool
-    """Whether what is written has the bits of what was read."""
+    export_is_equal: bool
+    """Whether the export is bit-equal to what was imported."""
 
     def row(self, name: str) -> str:
-        """Its line of the table."""
-        numbers = (self.float32, self.bfloat16, self.sdpa, self.rounding, self.their_rounding)
+        """The table row."""
+        numbers = (self.float32, self.bfloat16, self.sdpa, self.rounding, self.transformers_rounding)
         cells = ["no sdpa" if number is None else f"{number:.1e}" for number in numbers]
-        out = "yes" if self.goes_out else "**no**"
+        out = "yes" if self.export_is_equal else "**no**"
         return table_row([f"`{self.family}`", name, *cells, out])
 
 
 @torch.no_grad()
-def measure(name: str, folder: Path) -> Measured:
-    """Of one of the models of the tests, which is written to `folder`."""
+def measure(name: str, folder: Path) -> FamilyResult:
+    """Measure one of the tests' models, using `folder` for its files."""
     dense_models.save(name, folder / "in")
     checkpoint = DenseCheckpoint(folder / "in")
-    exact = theirs(folder / "in", torch.float32)
-    eager = theirs(folder / "in", torch.bfloat16, attn_implementation="eager")
-    half, sdpa = ours(checkpoint, torch.bfloat16), None
+    exact = transformers_logits(folder / "in", torch.float32)
+    eager = transformers_logits(folder / "in", torch.bfloat16, attn_implementation="eager")
+    half, sdpa = our_logits(checkpoint, torch.bfloat16), None
     if checkpoint.config["model_type"] != "gemma2":
-        sdpa = distance(theirs(folder / "in", torch.bfloat16, attn_implementation="sdpa"), eager)
-    return Measured(
+        sdpa = relative_rms(
+            transformers_logits(folder / "in", torch.bfloat16, attn_implementation="sdpa"), eager
+        )
+    return FamilyResult(
         checkpoint.config["model_type"],
-        largest(ours(checkpoint, torch.float32), exact),
-        distance(half, eager),
+        relative_max(our_logits(checkpoint, torch.float32), exact),
+        relative_rms(half, eager),
         sdpa,
-        distance(half, exact),
-        distance(eager, exact),
-        goes_out(checkpoint, folder),
+        relative_rms(half, exact),
+        relative_rms(eager, exact),
+        export_is_equal(checkpoint, folder),
     )
 
 
-def theirs(folder: Path, dtype: torch.dtype, **options: Any) -> Tensor:
+def transformers_logits(folder: Path, dtype: torch.dtype, **options: Any) -> Tensor:
     """Logits (1, N, V) of `transformers`."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).eval()
     return model(dense_models.tokens()).logits.float()
 
 
-def ours(checkpoint: DenseCheckpoint, dtype: torch.dtype) -> Tensor:
-    """The same of the layers of training."""
-    wanted = checkpoint.model.for_rows(dense_models.LENGTH).model_copy(update={"vocab_multiple": 1})
-    assert wanted.vocab_size is not None
-    model = LanguageModel(ModelSettings(wanted, wanted.vocab_size, OneProcess())).eval()
+def our_logits(checkpoint: DenseCheckpoint, dtype: torch.dtype) -> Tensor:
+    """The same from our layers."""
+    model_config = checkpoint.model.for_seq_len(dense_models.LENGTH).model_copy(update={"vocab_multiple": 1})
+    assert model_config.vocab_size is not None
+    model = LanguageModel(ModelSettings(model_config, model_config.vocab_size, OneProcess())).eval()
     model.load_state_dict({name: checkpoint.read(name)["fp32"] for name in checkpoint.names})
     tokens = dense_models.tokens()
     return cast(model, dtype).logits(model.hidden(tokens, torch.arange(tokens.shape[1])[None])).float()
 
 
-def distance(one: Tensor, other: Tensor) -> float:
-    """Root mean square of the difference, as a share of that of `other`."""
-    return float((one - other).square().mean().sqrt() / other.square().mean().sqrt())
+def relative_rms(actual: Tensor, expected: Tensor) -> float:
+    """RMS of the difference over the RMS of `expected`."""
+    return float((actual - expected).square().mean().sqrt() / expected.square().mean().sqrt())
 
 
-def largest(one: Tensor, other: Tensor) -> float:
+def relative_max(actual: Tensor, expected: Tensor) -> float:
     """The largest difference, as a share of the largest logit."""
-    return float((one - other).abs().max() / other.abs().max())
+    return float((actual - expected).abs().max() / expected.abs().max())
 
 
-def goes_out(checkpoint: DenseCheckpoint, folder: Path) -> bool:
-    """Whether the model is written as a folder of its family with the same bits, tensors and logits."""
+def export_is_equal(checkpoint: DenseCheckpoint, folder: Path) -> bool:
+    """Whether the model is exported as its own family with bit-equal tensors and logits."""
     model = checkpoint.model
     assert model.vocab_size is not None
     config = plain_config(model, model.vocab_size, dense_models.LENGTH)
@@ -119,25 +121,25 @@ def goes_out(checkpoint: DenseCheckpoint, folder: Path) -> bool:
         return False
     (folder / "out").mkdir()
     (folder / "out" / "config.json").write_text(json.dumps(config))
-    write_tensors(folder / "out", _split(checkpoint, config["model_type"]))
+    write_tensors(folder / "out", _hf_tensors(checkpoint, config["model_type"]))
     before, after = (AutoModelForCausalLM.from_pretrained(folder / at).eval() for at in ("in", "out"))
     tensors = before.state_dict(), after.state_dict()
-    alike = tensors[0].keys() == tensors[1].keys() and all(
+    tensors_equal = tensors[0].keys() == tensors[1].keys() and all(
         torch.equal(x, tensors[1][name]) for name, x in tensors[0].items()
     )
     tokens = dense_models.tokens()
-    return alike and torch.equal(before(tokens).logits, after(tokens).logits)
+    return tensors_equal and torch.equal(before(tokens).logits, after(tokens).logits)
 
 
-def _split(checkpoint: DenseCheckpoint, kind: str) -> Iterator[tuple[str, Tensor]]:
-    for name, part in our_parts(FAMILIES[kind], checkpoint.model).items():
+def _hf_tensors(checkpoint: DenseCheckpoint, kind: str) -> Iterator[tuple[str, Tensor]]:
+    for name, part in model_parts(FAMILIES[kind], checkpoint.model).items():
         yield from zip(part.hf_names, part.split(checkpoint.read(name)["fp32"]))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure all and give the page."""
-    parser = whole_help(__doc__)
-    add_out(parser)
+    """Measure all models and write the page."""
+    parser = docstring_parser(__doc__)
+    add_out_option(parser)
     args = parser.parse_args(arguments)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -148,13 +150,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = f" --out {args.out}" if args.out else ""
     command = f"OMP_NUM_THREADS={torch.get_num_threads()} python -m benchmarks.dense_families{out}"
     note = (
-        f"Small models of random weights, {dense_models.LENGTH} tokens. float32: the largest difference of a logit, as "
-        "a share of the largest. bfloat16: the root mean square of the difference to eager attention of transformers, "
-        "as a share of that of the logits, beside what transformers is from itself with sdpa, and what each of the two "
-        "is from transformers in float32. Export: all tensors and the logits of what is written are those of what was "
-        "read."
+        f"Small models with random weights, {dense_models.LENGTH} tokens. float32: the largest difference between a "
+        "logit and that of transformers, as a share of the largest logit. bfloat16: RMS of the difference from "
+        "transformers with eager attention over the RMS of the logits; for comparison, the same between sdpa and eager "
+        "attention, and of each library from transformers in float32. Export: tensors and logits of the export are "
+        "bit-equal to those of the import."
     )
-    give(one_table("Families of dense checkpoints", command, note, COLUMNS, rows), args.out)
+    write_page(table_page("Families of dense checkpoints", command, note, COLUMNS, rows), args.out)
     return 0
 
 

@@ -1,10 +1,10 @@
-"""What the far context is worth to a mechanism: small models on long texts, all of the same sizes, at equal tokens.
+"""How much each mechanism gains from its far context: small models of equal size on long texts, at equal tokens.
 
     OMP_NUM_THREADS=1 python -m benchmarks.far_context --out benchmarks/results/far_context_cpu.md
 
 Each model is trained by `megakernel pretrain benchmarks/far_context.yaml` on `benchmarks.repositories`, whose documents
-are longer than any sequence, and measured by `megakernel evaluate`. The learning rate is constant, so `--tokens` may be
-raised later: runs go on where they stand. Runs lie in runs/far_context; what is done is read, not repeated.
+are longer than any sequence, and measured by `megakernel evaluate`. The learning rate is constant, so that runs resume
+when `--tokens` is raised. Runs are in runs/far_context; finished ones are read, not repeated.
 """
 
 import argparse
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import repositories
-from benchmarks.page import add_out, ended, give, one_table, table_row, typed
-from benchmarks.trained import curve, measured, megakernel, named, trained
+from benchmarks.page import add_out_option, command_line, run_main, table_page, table_row, write_page
+from benchmarks.training_runs import evaluate_task, metric_curve, preset_tree, run_megakernel, train_run
 from megakernel.config import Config, Model, load
-from megakernel.config.mechanisms import Shape
+from megakernel.config.mechanisms import LayerShape
 
 CONFIG = Path(__file__).with_suffix(".yaml")
 TEXT = Path("data/repositories")
@@ -27,29 +27,29 @@ TOKENIZER = "bpe:8192"
 
 MODELS: dict[str, Any] = {
     **{name: name for name in ("softmax", "linear", "gated_deltanet", "local", "flurka", "flurka_decay")},
-    **{f"{name}_convolution": named(f"{name}+convolution") for name in ("softmax", "local", "flurka")},
-    "flurka_gate": named("flurka+gate"),
-    **{f"{name}_around": named(f"{name}+convolution+gate") for name in ("softmax", "local", "flurka")},
-    "flurka_best": named("flurka_decay+convolution+gate"),
-    "flurka_deltanet": [named("flurka+convolution"), "gated_deltanet"],
-    "local_deltanet": [named("local+convolution"), "gated_deltanet"],
-    "flurka_softmax": [*[named("flurka+convolution")] * 3, named("softmax+convolution+gate")],
-    "local_softmax": [*[named("local+convolution")] * 3, named("softmax+convolution+gate")],
+    **{f"{name}_convolution": preset_tree(f"{name}+convolution") for name in ("softmax", "local", "flurka")},
+    "flurka_gate": preset_tree("flurka+gate"),
+    **{f"{name}_around": preset_tree(f"{name}+convolution+gate") for name in ("softmax", "local", "flurka")},
+    "flurka_best": preset_tree("flurka_decay+convolution+gate"),
+    "flurka_deltanet": [preset_tree("flurka+convolution"), "gated_deltanet"],
+    "local_deltanet": [preset_tree("local+convolution"), "gated_deltanet"],
+    "flurka_softmax": [*[preset_tree("flurka+convolution")] * 3, preset_tree("softmax+convolution+gate")],
+    "local_softmax": [*[preset_tree("local+convolution")] * 3, preset_tree("softmax+convolution+gate")],
 }
-"""Name -> model.attention, or those that layers have in turn.
+"""Name -> model.attention, or a list for model.attention_pattern.
 
-What is around a mechanism is no gain of it: `local_around` is `flurka_best` without its far part, `softmax_around` sees
-every token instead of landmarks; `local_convolution` and `softmax_convolution` are the same for `flurka_convolution`.
+Controls separate a mechanism from the parts around it: `local_around` is `flurka_best` without its far part,
+`softmax_around` sees every token instead of landmarks; `*_convolution` are the same for `flurka_convolution`.
 """
 
 FAR = 1024
-"""First position of what is called far; windows and blocks are much shorter."""
+"""First position counted as far; windows and blocks are much shorter."""
 
 NEAR = 256
-"""Nearest tokens that stay true where what is further back is exchanged."""
+"""Nearest tokens that are kept when the tokens before them are replaced by another document's."""
 
 HELD_OUT = 96 * 2048
-"""Tokens that are measured, in sequences of a run's length."""
+"""Evaluated tokens, in sequences of a run's length."""
 
 TASKS = {
     "by_position": "lm:samples={samples}",
@@ -57,41 +57,41 @@ TASKS = {
     "text": "lm:repeated=text,samples={samples}",
     "random": "lm:repeated=random,samples={samples}",
 }
-"""What is measured -> `megakernel evaluate --task`."""
+"""Measurement -> `megakernel evaluate --task`."""
 
 
 class Run(NamedTuple):
-    """A model on sequences of one length."""
+    """One model, trained on sequences of one length."""
 
     model: str
     length: int
     seed: int
     tokens: int
-    """Of training."""
+    """Training tokens."""
 
     def overrides(self) -> list[str]:
-        """What is laid over the configuration."""
-        rows = load(CONFIG).training
-        size = rows.seq_len * rows.global_batch_size
-        form = MODELS[self.model]
-        key = "attention_pattern" if isinstance(form, list) else "attention"
+        """The overrides of CONFIG."""
+        training = load(CONFIG).training
+        step_tokens = training.seq_len * training.global_batch_size
+        attention = MODELS[self.model]
+        key = "attention_pattern" if isinstance(attention, list) else "attention"
         return [
             f"run.name={self.model}-{self.length}-{self.seed}",
             f"run.seed={1234 + self.seed}",
-            f"model.{key}={json.dumps(form)}",
+            f"model.{key}={json.dumps(attention)}",
             f"training.seq_len={self.length}",
-            f"training.global_batch_size={size // self.length}",
-            f"training.micro_batch_size={size // self.length}",
-            f"training.steps={self.tokens // size}",
+            f"training.global_batch_size={step_tokens // self.length}",
+            f"training.micro_batch_size={step_tokens // self.length}",
+            f"training.steps={self.tokens // step_tokens}",
         ]
 
     def config(self) -> Config:
-        """Its configuration."""
+        """The run's configuration."""
         return load(CONFIG, self.overrides())
 
 
 class Measures(NamedTuple):
-    """What held-out text says of a model; losses are nats per token."""
+    """Measurements on held-out text; losses are nats per token."""
 
     loss: float
     near: float
@@ -101,89 +101,83 @@ class Measures(NamedTuple):
     """Loss from FAR on."""
 
     gain: float
-    """By how much the loss behind FAR is worse with another document's tokens before the nearest NEAR."""
+    """Increase of the loss from FAR on when all but the nearest NEAR tokens are another document's."""
 
     text: tuple[float, float]
-    """Loss of held-out spans of half a sequence: read first, and again."""
+    """Loss of held-out spans of half a sequence: on first reading, and repeated."""
 
     random: tuple[float, float]
-    """The same of ids drawn at random."""
+    """The same for random token ids."""
 
     @classmethod
     def of(cls, folder: Path, step: int, length: int) -> "Measures":
-        """Of a run's checkpoint, on sequences of a length; what is measured already is read."""
+        """Measurements of a run's checkpoint on sequences of this length; existing ones are read."""
         tasks = {name: task.format(samples=HELD_OUT // length) for name, task in TASKS.items()}
-        found = {name: measured(folder, step, task) for name, task in tasks.items()}
-        buckets, shuffled = found["by_position"]["by_position"], found["shuffled"]["buckets"]
+        results = {name: evaluate_task(folder, step, task) for name, task in tasks.items()}
+        buckets, shuffled = results["by_position"]["by_position"], results["shuffled"]["buckets"]
         return cls(
-            found["by_position"]["loss"],
+            results["by_position"]["loss"],
             _mean([bucket for bucket in buckets if bucket["first"] < FAR], "loss"),
             _mean([bucket for bucket in buckets if bucket["first"] >= FAR], "loss"),
             _mean([bucket for bucket in shuffled if bucket["first"] >= FAR], "gain"),
-            (found["text"]["first_loss"], found["text"]["second_loss"]),
-            (found["random"]["first_loss"], found["random"]["second_loss"]),
+            (results["text"]["first_loss"], results["text"]["second_loss"]),
+            (results["random"]["first_loss"], results["random"]["second_loss"]),
         )
 
     def cells(self) -> list[str]:
-        """Its part of a line, under COLUMNS."""
+        """The table cells under COLUMNS."""
         pairs = [f"{first:.3f} → {second:.3f}" for first, second in (self.text, self.random)]
         return [f"{self.loss:.4f}", f"{self.near:.4f}", f"**{self.far:.4f}**", f"{self.gain:+.4f}", *pairs]
 
 
 COLUMNS = ("loss", f"below {FAR:,}", f"from {FAR:,}", "far gain", "text again", "random again")
 
-READING = (
+COLUMN_NOTES = (
     f"Losses are nats per token, over {HELD_OUT:,} held-out tokens. *Far gain*: by how much the loss of {NEAR} tokens "
     f"from positions {FAR:,}, {2 * FAR:,}, … on rises when all but the nearest {NEAR} to {2 * NEAR - 1} tokens are "
-    "another document's. *Again*: half a sequence, read first and read again. *State*: numbers that decoding carries "
-    "after N tokens."
+    "another document's. *Again*: loss of half a sequence, on first reading and repeated. *State*: numbers in the "
+    "decoding state after N tokens."
 )
-"""How the columns are read."""
+"""Explanation of the columns."""
 
 
-def state_of(model: Model, length: int) -> int:
-    """Numbers that decoding carries after `length` tokens, over all layers."""
-    shape = Shape(model.num_heads, model.kv_heads, model.head_size)
+def state_size(model: Model, length: int) -> int:
+    """Size of the decoding state after `length` tokens, in numbers, over all layers."""
+    shape = LayerShape(model.num_heads, model.kv_heads, model.head_size)
     sizes = [layer.state_sizes(shape) for layer in model.attentions]
     return sum(constant + added * length for constant, added in sizes)
 
 
-class Outcome(NamedTuple):
-    """The measures of a run."""
+class RunResult(NamedTuple):
+    """The measurements of a run."""
 
     run: Run
     measures: Measures
     speed: float
-    """Tokens of training a second, in the middle."""
+    """Median training tokens per second."""
 
     def row(self) -> str:
-        """Its line of the table."""
-        run, state = self.run, state_of(self.run.config().model, self.run.length)
-        return table_row(
-            [
-                f"`{run.model}`",
-                f"{run.length:,}",
-                run.seed,
-                *self.measures.cells(),
-                f"{state:,}",
-                f"{self.speed:,.0f}",
-            ]
-        )
+        """The table row."""
+        run, state = self.run, state_size(self.run.config().model, self.run.length)
+        sizes = (f"`{run.model}`", f"{run.length:,}", run.seed)
+        return table_row([*sizes, *self.measures.cells(), f"{state:,}", f"{self.speed:,.0f}"])
 
 
 def prepare(data: Path) -> None:
-    """The documents, tokenized; those of whole texts are held out."""
+    """Fetch and tokenize the documents unless that is done; whole documents are held out."""
     if not data.exists():
-        repositories.make(TEXT)
+        repositories.make_corpus(TEXT)
         source = str(TEXT / "documents.jsonl")
-        megakernel("prepare", "--source", source, "--tokenizer", TOKENIZER, "--out", str(data))
+        run_megakernel("prepare", "--source", source, "--tokenizer", TOKENIZER, "--out", str(data))
 
 
-def measure(run: Run) -> Outcome:
-    """Train a model as far as is asked for and measure it, or read what is there."""
-    folder = trained(CONFIG, run.overrides())
-    found = Measures.of(folder, run.config().training.steps, run.length)
-    return Outcome(run, found, statistics.median(curve(folder, "throughput/tokens_per_sec").values()))
+def measure(run: Run) -> RunResult:
+    """Train a model to its last step and measure it, unless that is done."""
+    folder = train_run(CONFIG, run.overrides())
+    measures = Measures.of(folder, run.config().training.steps, run.length)
+    return RunResult(
+        run, measures, statistics.median(metric_curve(folder, "throughput/tokens_per_sec").values())
+    )
 
 
 def _mean(buckets: Sequence[dict[str, Any]], name: str) -> float:
@@ -191,29 +185,29 @@ def _mean(buckets: Sequence[dict[str, Any]], name: str) -> float:
     return total / sum(bucket["tokens"] for bucket in buckets)
 
 
-def page(outcomes: Iterable[Outcome], tokens: int, command: str) -> str:
-    """The table with what it was measured by, the lowest far loss of each length first."""
-    outcomes = sorted(outcomes, key=lambda found: (found.run.length, found.measures.far))
-    config = outcomes[0].run.config()
+def page(results: Iterable[RunResult], tokens: int, command: str) -> str:
+    """The page; rows are sorted by length, then by far loss."""
+    results = sorted(results, key=lambda x: (x.run.length, x.measures.far))
+    config = results[0].run.config()
     model, training = config.model, config.training
     columns = ("model", "N", "seed", *COLUMNS, "state", "tokens/s")
-    names = sorted({found.run.model for found in outcomes})
-    written = [f"* `{name}`: `{json.dumps(MODELS[name])}`" for name in names]
+    names = sorted({result.run.model for result in results})
+    models = [f"* `{name}`: `{json.dumps(MODELS[name])}`" for name in names]
     text = (
         f"{model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads, `{TOKENIZER}`; {tokens:,} "
         f"tokens of `benchmarks.repositories` in steps of {training.global_batch_size * training.seq_len:,}, "
         f"{training.dtype}, learning rate {config.optimizer.lr:g}, constant behind "
         f"{config.schedule.warmup_steps} steps; the same sequences in the same order for all models of a seed. "
-        f"{READING} Runs shared the machine: *tokens/s* of the training are medians, and say little."
+        f"{COLUMN_NOTES} Runs shared the machine: *tokens/s*, medians of the training, are only indicative."
     )
-    lines = (found.row() for found in outcomes)
+    lines = (result.row() for result in results)
     return "\n".join(
-        [one_table("What the far context is worth", command, text, columns, lines), *written, ""]
+        [table_page("What the far context is worth", command, text, columns, lines), *models, ""]
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 once every model is measured and the page is written."""
+    """Measure every model and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
     parser.add_argument(
@@ -221,21 +215,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="S")
     parser.add_argument(
-        "--tokens", type=int, default=4_915_200, metavar="N", help="of training, of each model"
+        "--tokens", type=int, default=4_915_200, metavar="N", help="training tokens of each model"
     )
-    add_out(parser)
-    given = sys.argv[1:] if argv is None else list(argv)
-    arguments = parser.parse_args(given)
+    add_out_option(parser)
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = parser.parse_args(argv)
     prepare(load(CONFIG).data.train[0].path)
-    outcomes = []
+    results = []
     for length in arguments.lengths:
         for seed in arguments.seeds:
             for model in arguments.only:
-                outcomes.append(found := measure(Run(model, length, seed, arguments.tokens)))
-                print(found.row(), flush=True)
-    give(page(outcomes, arguments.tokens, typed("far_context", given)), arguments.out)
+                results.append(result := measure(Run(model, length, seed, arguments.tokens)))
+                print(result.row(), flush=True)
+    write_page(page(results, arguments.tokens, command_line("far_context", argv)), arguments.out)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(ended(main))
+    sys.exit(run_main(main))

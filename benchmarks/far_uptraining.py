@@ -1,10 +1,10 @@
-"""A dense model that uses its far context becomes FLuRKA, and what others make of it: what is reached, what is kept.
+"""Up-training a dense model that uses its far context, to FLuRKA and to other mechanisms.
 
     OMP_NUM_THREADS=1 python -m benchmarks.far_uptraining --out benchmarks/results/far_uptraining_cpu.md
 
-The dense model is `softmax_around` of benchmarks.far_context, trained on twice as many tokens. Each student is made by
-`megakernel uptrain benchmarks/far_uptraining.yaml` of it, and measured as the models there. Runs lie in
-runs/far_uptraining; what is done is read, not repeated.
+The dense model is `softmax_around` of benchmarks.far_context, trained on twice as many tokens. `megakernel uptrain
+benchmarks/far_uptraining.yaml` makes each student from it; they are measured like the models there. Runs are in
+runs/far_uptraining; finished ones are read, not repeated.
 """
 
 import argparse
@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.far_context import COLUMNS, READING, Measures, Run, measure, prepare, state_of
-from benchmarks.page import add_out, ended, give, one_table, table_row, typed
-from benchmarks.trained import named, uptrained
+from benchmarks.far_context import COLUMN_NOTES, COLUMNS, Measures, Run, measure, prepare, state_size
+from benchmarks.page import add_out_option, command_line, run_main, table_page, table_row, write_page
+from benchmarks.training_runs import preset_tree, uptrain_run
 from megakernel.config import Config, load
 from megakernel.uptraining.report import recovered
 from megakernel.uptraining.stages import DENSE, MAIN
@@ -26,12 +26,12 @@ DENSE_RUN = Run("softmax_around", 2048, 0, 9_830_400)
 LENGTH = DENSE_RUN.length
 
 TRANSFER = ["uptrain.transfer={steps: 20, lr: 1e-2}", "training.steps=100"]
-"""Mechanisms alone learn in a sixth of the steps."""
+"""A sixth of the steps train the attention layers alone."""
 
 
-def attention(preset: str, **keys: Any) -> str:
-    """The override of a student's attention, with what the dense model has around its own."""
-    return f"model.attention={json.dumps(named(f'{preset}+convolution+gate') | keys)}"
+def attention_override(preset: str, **keys: Any) -> str:
+    """The override of a student's attention, with the same parts around it as in the dense model."""
+    return f"model.attention={json.dumps(preset_tree(f'{preset}+convolution+gate') | keys)}"
 
 
 WINDOWS = {"block_size": 16, "blocks": 2}
@@ -43,107 +43,109 @@ STUDENTS: dict[str, list[str]] = {
     "flurka": ["uptrain.train_dense=true"],
     "flurka, transfer first": TRANSFER,
     "flurka, two layers kept": [*TRANSFER, "uptrain.layers.keep=2"],
-    "flurka, blocks of 64": [attention("flurka", **LONGER)],
+    "flurka, blocks of 64": [attention_override("flurka", **LONGER)],
     "lolcats": [
-        attention("flurka", **EVERY_TOKEN),
+        attention_override("flurka", **EVERY_TOKEN),
         *TRANSFER,
         "optimizer.trained=lora",
         "init.moments=null",
     ],
-    "window": [attention("local", near=WINDOWS)],
-    "gated_deltanet": [attention("gated_deltanet")],
+    "window": [attention_override("local", near=WINDOWS)],
+    "gated_deltanet": [attention_override("gated_deltanet")],
 }
-"""Name -> what is laid over benchmarks/far_uptraining.yaml.
+"""Name -> overrides of benchmarks/far_uptraining.yaml.
 
-lolcats: that paper's recipe: windows, feature maps of every token before them, learned by attention transfer, and
-low-rank updates. window: the dense model through windows of the same size, without anything behind them.
+lolcats: that paper's recipe: windows, feature maps for every token before them, learned by attention transfer, and
+low-rank updates. window: windows of the same size and no far context.
 """
 
 
-class Row(NamedTuple):
-    """A model of the table."""
+class ModelRow(NamedTuple):
+    """One model's row of the table."""
 
     name: str
     measures: Measures
     state: int
     swapped: float | None = None
-    """Loss before any step, of the validation samples of training."""
+    """Loss before the first step, on the training run's validation samples."""
 
-    share: float | None = None
-    """Of the perplexity between that and the dense model's, trained on, what is recovered."""
+    recovered_share: float | None = None
+    """Share of the perplexity lost by swapping that is recovered, relative to the dense model trained on."""
 
-    def line(self) -> str:
-        """Its line."""
+    def row(self) -> str:
+        """The table row."""
         swapped = "" if self.swapped is None else f"{self.swapped:.4f}"
-        share = "" if self.share is None else f"**{self.share:.1%}**"
-        return table_row([self.name, swapped, *self.measures.cells(), share, f"{self.state:,}"])
+        recovered_share = "" if self.recovered_share is None else f"**{self.recovered_share:.1%}**"
+        return table_row([self.name, swapped, *self.measures.cells(), recovered_share, f"{self.state:,}"])
 
 
 def overrides_of(student: str) -> list[str]:
-    """What is laid over benchmarks/far_uptraining.yaml."""
+    """A student's overrides of benchmarks/far_uptraining.yaml."""
     name = "-".join(student.replace(",", "").split())
     return [f"run.name={name}", *STUDENTS[student]]
 
 
 def config_of(student: str) -> Config:
-    """The up-training of a student."""
+    """A student's configuration."""
     return load(CONFIG, overrides_of(student))
 
 
-def stage_of(folder: Path, kind: str) -> tuple[Measures, int]:
-    """What the model of a stage of an up-training has learned, and its state."""
+def measure_stage(folder: Path, kind: str) -> tuple[Measures, int]:
+    """The measurements of an up-training stage's model, and the size of its decoding state."""
     [folder] = folder.glob(f"*-{kind}")
     config = load(folder / "config.yaml")
-    return Measures.of(folder, config.training.steps, LENGTH), state_of(config.model, LENGTH)
+    return Measures.of(folder, config.training.steps, LENGTH), state_size(config.model, LENGTH)
 
 
-def rows(students: Iterable[str]) -> list[Row]:
-    """Train and measure the dense model, what it becomes by itself, and these students, or read what is there."""
+def measure_all(students: Iterable[str]) -> list[ModelRow]:
+    """Train and measure the dense model, the same trained on, and these students, unless that is done."""
     dense = measure(DENSE_RUN)
-    state = state_of(DENSE_RUN.config().model, LENGTH)
-    folder, report = uptrained(CONFIG, overrides_of("flurka"))
+    state = state_size(DENSE_RUN.config().model, LENGTH)
+    folder, report = uptrain_run(CONFIG, overrides_of("flurka"))
     end = report["trained_on"]["loss"]
-    found = [Row("dense", dense.measures, state), Row("dense, trained on", *stage_of(folder, DENSE))]
+    rows = [
+        ModelRow("dense", dense.measures, state),
+        ModelRow("dense, trained on", *measure_stage(folder, DENSE)),
+    ]
     for student in students:
-        folder, report = uptrained(CONFIG, overrides_of(student))
+        folder, report = uptrain_run(CONFIG, overrides_of(student))
         swapped, [*_, main] = report["swapped"]["loss"], report["stages"]
-        share = recovered(swapped, main["loss"], end)
-        found.append(Row(student, *stage_of(folder, MAIN), swapped, share))
-        print(found[-1].line(), flush=True)
-    return found
+        recovered_share = recovered(swapped, main["loss"], end)
+        rows.append(ModelRow(student, *measure_stage(folder, MAIN), swapped, recovered_share))
+        print(rows[-1].row(), flush=True)
+    return rows
 
 
-def page(found: Sequence[Row], command: str) -> str:
-    """The table and what it is of."""
+def page(rows: Sequence[ModelRow], command: str) -> str:
+    """The page: explanation, table, and overrides of the students."""
     training, dense = load(CONFIG).training, DENSE_RUN.config()
     tokens = training.consumed(training.steps)[1]
     columns = ("model", "swapped", *COLUMNS, "of dense, trained on", "state")
     text = (
         f"The dense model, `softmax_around` of [far_context_cpu.md](far_context_cpu.md), has read "
-        f"{DENSE_RUN.tokens:,} tokens at a constant learning rate of {dense.optimizer.lr:g}; each student reads "
-        f"{tokens:,} more, in which it falls to 0, in {training.dtype}; so does *dense, trained on*. *Swapped*: "
-        f"the loss before any step. *Of dense, trained on*: the share that is recovered of the perplexity between "
-        f"the swapped student and the dense model, trained on, over {training.eval_samples} sequences of "
-        f"{LENGTH:,} tokens. {READING} One seed."
+        f"{DENSE_RUN.tokens:,} tokens at a constant learning rate of {dense.optimizer.lr:g}; each student and *dense, "
+        f"trained on* read {tokens:,} more in {training.dtype}, while it falls to 0. *Swapped*: the loss before the "
+        f"first step. *Of dense, trained on*: the recovered share of the perplexity lost by swapping, relative to the "
+        f"dense model trained on, over {training.eval_samples} sequences of {LENGTH:,} tokens. {COLUMN_NOTES} One seed."
     )
     title = "Up-training a dense model that uses its far context"
-    written = [f"* `{row.name}`: `{' '.join(STUDENTS[row.name])}`" for row in found if row.name in STUDENTS]
-    lines = (row.line() for row in found)
-    return "\n".join([one_table(title, command, text, columns, lines), *written, ""])
+    students = [f"* `{row.name}`: `{' '.join(STUDENTS[row.name])}`" for row in rows if row.name in STUDENTS]
+    lines = (row.row() for row in rows)
+    return "\n".join([table_page(title, command, text, columns, lines), *students, ""])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 once every student is measured and the page is written."""
+    """Measure every student and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=STUDENTS, default=list(STUDENTS), metavar="STUDENT")
-    add_out(parser)
-    given = sys.argv[1:] if argv is None else list(argv)
-    arguments = parser.parse_args(given)
+    add_out_option(parser)
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = parser.parse_args(argv)
     prepare(load(CONFIG).data.train[0].path)
-    found = rows(arguments.only)
-    give(page(found, typed("far_uptraining", given)), arguments.out)
+    rows = measure_all(arguments.only)
+    write_page(page(rows, command_line("far_uptraining", argv)), arguments.out)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(ended(main))
+    sys.exit(run_main(main))

@@ -1,12 +1,12 @@
-"""FLuRKA's speed claim: one attention layer, forward, against its low-rank and its kernel parent.
+"""FLuRKA's speed claim: forward of one attention layer, compared with its low-rank and its kernel parent.
 
     python -m benchmarks.flurka_speed --out benchmarks/results/flurka_speed_cpu.md
     python -m benchmarks.flurka_speed --draw benchmarks/results/flurka_speed_cpu.md --out docs/images/flurka_speed.png
 
 The paper measures models on A100s: 3.3x over Linformer at the end of its d_k sweep, 1.7x over the kernel at the end
 of its d_m sweep, both with N = 20k. Here N is the same and widths are scaled down, inside the region of its claim 1
-(megakernel.analysis.plots.costs), where operations are fewer than those of both parents. A layer is its three
-projections and its mechanism; biases, norms and the output projection are the same for all and left out.
+(megakernel.analysis.plots.costs), where it needs fewer operations than both parents. A layer is its three projections
+and its mechanism; biases, norms and the output projection are the same for all and left out.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.attention.cases import Case
 from benchmarks.attention.computation import layer_core, projected_attention
-from benchmarks.page import give, opening, table, table_row
+from benchmarks.page import page_header, table, table_row, write_page
 from megakernel.analysis.plots.drawing import lines
 from megakernel.analysis.plots.table import Row
 
@@ -33,7 +33,7 @@ KERNELS = {"RNN": ("linear", "flurka_rnn"), "Performer": ("performer", "flurka_p
 
 
 def layer(preset: str, case: Case) -> Callable[[], Tensor]:
-    """The forward of one layer with random weights on a random sequence."""
+    """The forward pass of one layer with random weights on a random sequence."""
     core = layer_core(preset, case)
     random = torch.Generator().manual_seed(0)
     x = torch.randn(TOKENS, 1, case.width, generator=random)
@@ -42,7 +42,7 @@ def layer(preset: str, case: Case) -> Callable[[], Tensor]:
 
 
 def seconds(forwards: dict[str, Callable[[], Tensor]], repeats: int) -> dict[str, float]:
-    """Seconds of the fastest turn of each; layers take turns, so that other work on the machine meets all of them."""
+    """Fastest seconds of each; layers take turns, so that other load on the machine affects all of them."""
     spent: dict[str, list[float]] = {name: [] for name in forwards}
     with torch.inference_mode():
         for forward in forwards.values():
@@ -57,23 +57,23 @@ def seconds(forwards: dict[str, Callable[[], Tensor]], repeats: int) -> dict[str
 
 
 def rows(sweep: list[Case], repeats: int) -> list[str]:
-    """One row of the table for each size and kernel."""
-    measured = []
+    """One table row for each size and kernel."""
+    table_rows = []
     for case in sweep:
         presets = ["linformer", *(preset for pair in KERNELS.values() for preset in pair)]
         times = seconds({preset: layer(preset, case) for preset in presets}, repeats)
         for name, (parent, flurka) in KERNELS.items():
-            low_rank, kernel, own = (times[preset] for preset in ("linformer", parent, flurka))
-            milliseconds = [f"{time * 1e3:.0f}" for time in (low_rank, kernel, own)]
-            ratios = [f"**{time / own:.2f}x**" for time in (low_rank, kernel)]
-            measured.append(table_row([case.rank, case.width, name, *milliseconds, *ratios]))
-            print(measured[-1], flush=True)
-    return measured
+            low_rank, kernel, flurka_time = (times[preset] for preset in ("linformer", parent, flurka))
+            milliseconds = [f"{time * 1e3:.0f}" for time in (low_rank, kernel, flurka_time)]
+            ratios = [f"**{time / flurka_time:.2f}x**" for time in (low_rank, kernel)]
+            table_rows.append(table_row([case.rank, case.width, name, *milliseconds, *ratios]))
+            print(table_rows[-1], flush=True)
+    return table_rows
 
 
-def summary(measured: list[str]) -> str:
-    """How often FLuRKA was faster than both parents, and by how much at most."""
-    ratios = [[float(cell) for cell in re.findall(r"\*\*([\d.]+)x\*\*", line)] for line in measured]
+def summary(table_rows: list[str]) -> str:
+    """In how many measurements FLuRKA was faster than both parents, and its largest speedups."""
+    ratios = [[float(cell) for cell in re.findall(r"\*\*([\d.]+)x\*\*", line)] for line in table_rows]
     faster = sum(min(pair) > 1 for pair in ratios)
     over_low_rank, over_kernel = (max(side) for side in zip(*ratios))
     return (
@@ -82,14 +82,14 @@ def summary(measured: list[str]) -> str:
     )
 
 
-def report(repeats: int) -> str:
-    """The page: both sweeps, and where and when they ran."""
+def page_text(repeats: int) -> str:
+    """The page with both sweeps."""
     before = os.getloadavg()
     ranks, widths = rows(RANK_SWEEP, repeats), rows(WIDTH_SWEEP, repeats)
     after = os.getloadavg()
     return "\n".join(
         [
-            *opening(
+            *page_header(
                 "FLuRKA's speed on a CPU",
                 "python -m benchmarks.flurka_speed",
                 f", float32. Load average before {before[0]:.1f}, after {after[0]:.1f}: other work ran on the "
@@ -114,8 +114,8 @@ def report(repeats: int) -> str:
 
 
 def measurements(page: str) -> list[Row]:
-    """sweep (of d_k or d_m), size, layer, ms: one for each number of milliseconds of the page's tables."""
-    found: list[Row] = []
+    """Rows (sweep d_k or d_m, size, layer, ms), one for each time in the page's tables."""
+    times: list[Row] = []
     sweep = ""
     for line in page.splitlines():
         if line.startswith("## "):
@@ -127,8 +127,8 @@ def measurements(page: str) -> list[Row]:
         for name in ("Linformer", "kernel", "FLuRKA"):
             label = name if name == "Linformer" else f"{name} ({cells[2]})"
             ms = int(cells[COLUMNS.index(f"{name} ms")])
-            found.append({"sweep": sweep, "size": size, "layer": label, "ms": ms})
-    return found
+            times.append({"sweep": sweep, "size": size, "layer": label, "ms": ms})
+    return times
 
 
 def draw(page: Path, out: Path) -> None:
@@ -140,16 +140,14 @@ def draw(page: Path, out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--out", type=Path, help="where the page or plot is written; a page is printed otherwise"
-    )
+    parser.add_argument("--out", type=Path, help="file for the page or the plot (default: print the page)")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument(
-        "--draw", type=Path, metavar="PAGE", help="plot the numbers of a page, and measure nothing"
+        "--draw", type=Path, metavar="PAGE", help="plot the numbers of a page instead of measuring"
     )
     arguments = parser.parse_args()
     if arguments.draw is None:
-        give(report(arguments.repeats), arguments.out)
+        write_page(page_text(arguments.repeats), arguments.out)
     elif arguments.out is None:
         parser.error("--draw needs --out, where the plot is written")
     else:

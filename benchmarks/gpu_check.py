@@ -1,12 +1,12 @@
-"""The first half hour on a GPU: are the kernels right, how fast are they, and how fast does a model train.
+"""The first half hour on a GPU: are the kernels correct, how fast are they, and how fast does a model train.
 
     python -m benchmarks.gpu_check correctness
     python -m benchmarks.gpu_check speed
     python -m benchmarks.gpu_check training
 
-`make gpu-check` runs the three, each of which takes at most 9 minutes: programs run one after another, and what is not
-done by then is cut off. `benchmarks/results/gpu_PART.md` is written behind every program, with the last lines of each.
-`python -m benchmarks.gpu_check call` is one FLuRKA layer forward and backward, and one token, for tools that watch it.
+`make gpu-check` runs the three parts, each of at most 9 minutes: programs run one after another and are cut off at the
+limit. `benchmarks/results/gpu_PART.md` is written after every program and has the last lines of each. For profilers and
+sanitizers, `python -m benchmarks.gpu_check call` is one FLuRKA layer forward and backward, and one decoded token.
 """
 
 import json
@@ -23,21 +23,21 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.page import give, opening, table, table_row, whole_help
-from benchmarks.trained import named
+from benchmarks.page import docstring_parser, page_header, table, table_row, write_page
+from benchmarks.training_runs import preset_tree
 from megakernel.evaluation.records import file_name
 
-SECONDS = 530.0
+PART_SECONDS = 530.0
 """Time limit of a part: 9 minutes, less the time to start and to write."""
 
 GRACE = 10.0
-"""Seconds between asking a program to end and ending it."""
+"""Seconds between SIGTERM and SIGKILL."""
 
-LINES = 200
-"""Last lines of a program that the page shows."""
+OUTPUT_LINES = 200
+"""Last lines of a program's output that the page shows."""
 
 RUNS = Path("runs/gpu-check")
-"""Runs of models, which are removed behind their program: what they tell is in its lines."""
+"""Folder of training runs, removed after each program: its output has the results."""
 
 RESULTS = Path(__file__).parent / "results"
 PYTHON = sys.executable
@@ -51,26 +51,26 @@ class Check(NamedTuple):
     command: tuple[str, ...]
 
 
-class Outcome(NamedTuple):
+class CheckResult(NamedTuple):
     """The result of a program."""
 
     check: Check
-    result: str
+    status: str
     seconds: float
     output: str
 
     @property
     def failed(self) -> bool:
-        """Whether it ran and said no; what is not installed, or was cut off, did not."""
-        return self.result.startswith("failed")
+        """Whether it ran and failed; a program that is not installed or was cut off did not fail."""
+        return self.status.startswith("failed")
 
 
-def run(check: Check, seconds: float) -> Outcome:
-    """Run a program for at most so many seconds, and end it and what it started."""
+def run(check: Check, seconds: float) -> CheckResult:
+    """Run a program for at most this many seconds, then end it and its children."""
     if shutil.which(check.command[0]) is None:
-        return Outcome(check, "not installed", 0.0, "")
+        return CheckResult(check, "not installed", 0.0, "")
     if seconds <= 0:
-        return Outcome(check, "no time left", 0.0, "")
+        return CheckResult(check, "no time left", 0.0, "")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     start = time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace") as log:
@@ -78,23 +78,23 @@ def run(check: Check, seconds: float) -> Outcome:
             check.command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
         try:
-            status = process.wait(seconds)
-            result = "passed" if status == 0 else f"failed with status {status}"
+            exit_status = process.wait(seconds)
+            status = "passed" if exit_status == 0 else f"failed with status {exit_status}"
         except subprocess.TimeoutExpired:
-            result = "cut off"
+            status = "cut off"
         finally:
             _end(process)
             shutil.rmtree(RUNS, ignore_errors=True)
         log.seek(0)
-        last = log.read().splitlines()[-LINES:]
-    return Outcome(check, result, time.monotonic() - start, "\n".join(last))
+        last = log.read().splitlines()[-OUTPUT_LINES:]
+    return CheckResult(check, status, time.monotonic() - start, "\n".join(last))
 
 
 def _end(process: subprocess.Popen) -> None:
-    """End the session of a program."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    """End all processes of a program's session."""
+    for signal_number in (signal.SIGTERM, signal.SIGKILL):
         try:
-            os.killpg(process.pid, number)
+            os.killpg(process.pid, signal_number)
             process.wait(GRACE)
         except ProcessLookupError:
             return
@@ -102,27 +102,27 @@ def _end(process: subprocess.Popen) -> None:
             continue
 
 
-def run_all(part: str, checks: Sequence[Check], seconds: float, out: Path) -> list[Outcome]:
-    """Run programs for at most so many seconds together, and write the page behind each."""
+def run_all(part: str, checks: Sequence[Check], seconds: float, out: Path) -> list[CheckResult]:
+    """Run programs for at most this many seconds in total, and write the page after each."""
     end = time.monotonic() + seconds
-    outcomes: list[Outcome] = []
+    results: list[CheckResult] = []
     for check in checks:
-        outcomes.append(run(check, end - time.monotonic()))
-        print(f"{outcomes[-1].result:>12}  {check.title}", flush=True)
-        give(page(part, outcomes, len(checks)), out)
-    return outcomes
+        results.append(run(check, end - time.monotonic()))
+        print(f"{results[-1].status:>12}  {check.title}", flush=True)
+        write_page(page(part, results, len(checks)), out)
+    return results
 
 
-def page(part: str, outcomes: Sequence[Outcome], total: int) -> str:
+def page(part: str, results: Sequence[CheckResult], total: int) -> str:
     """The text of the part's page."""
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ", no GPU"
-    lines = opening(f"First check on a GPU: {part}", f"python -m benchmarks.gpu_check {part}", gpu)
-    lines += [f"{len(outcomes)} of {total} programs.", ""]
-    rows = (table_row([one.check.title, one.result, f"{one.seconds:.0f}"]) for one in outcomes)
+    lines = page_header(f"First check on a GPU: {part}", f"python -m benchmarks.gpu_check {part}", gpu)
+    lines += [f"{len(results)} of {total} programs.", ""]
+    rows = (table_row([result.check.title, result.status, f"{result.seconds:.0f}"]) for result in results)
     lines += table(("program", "result", "s"), rows)
-    for one in outcomes:
-        lines += [f"## {one.check.title}", "", f"`{' '.join(one.check.command)}`", ""]
-        lines += [*(f"    {line}" for line in one.output.splitlines()), ""]
+    for result in results:
+        lines += [f"## {result.check.title}", "", f"`{' '.join(result.check.command)}`", ""]
+        lines += [*(f"    {line}" for line in result.output.splitlines()), ""]
     return "\n".join(lines)
 
 
@@ -131,8 +131,8 @@ def _tests(title: str, *files: str) -> Check:
     return Check(title, (PYTHON, "-m", "pytest", "-q", "-n", "8", "-m", "not second", *paths))
 
 
-def _bench(tokens: int, *more: str) -> Check:
-    """Cases of at most so many tokens."""
+def _attention_benchmark(tokens: int, *more: str) -> Check:
+    """Attention benchmarks of at most this many tokens."""
     command = (*CLI, "dev", "bench", "attention", "--suite", "default", "--max-tokens", str(tokens), *more)
     return Check(
         f"attention, {tokens:,} tokens", (*command, "--out", str(RESULTS / f"gpu_attention_{tokens}.md"))
@@ -140,12 +140,12 @@ def _bench(tokens: int, *more: str) -> Check:
 
 
 def _pretrain(size: str, mechanism: str, seq_len: int) -> Check:
-    """A few steps of a shape that is trained, on one GPU and on text that every machine has."""
+    """A few steps of a shipped configuration on one GPU, on the standard library's source."""
     keys = {
         "run.root": RUNS,
         "run.name": f"{size}-{file_name(mechanism)}-{seq_len}",
         "data.train": "data/stdlib",
-        "model.attention": json.dumps(named(mechanism)),
+        "model.attention": json.dumps(preset_tree(mechanism)),
         "parallel.context": 1,
         "training.seq_len": seq_len,
         "training.steps": 12,
@@ -165,7 +165,7 @@ NCU = (
     *("--section", "SpeedOfLight", "--section", "WarpStateStats"),
     *("--kernel-name", "regex:pool|write|join|window|bwd|step"),
 )
-"""The sections that ncu measures, of FLuRKA's kernels."""
+"""Sections and kernels (FLuRKA's) that ncu measures."""
 
 PARTS = {
     "correctness": (
@@ -183,26 +183,28 @@ PARTS = {
         ),
     ),
     "speed": (
-        _bench(2**14, "--repeats", "10"),
+        _attention_benchmark(2**14, "--repeats", "10"),
         Check("ncu", ("ncu", *NCU, *CALL)),
-        _bench(2**16, "--repeats", "10"),
+        _attention_benchmark(2**16, "--repeats", "10"),
     ),
     "training": (
         Check("text", (*CLI, "prepare", "--source", "stdlib", "--tokenizer", "byte", "--out", "data/stdlib")),
         _pretrain("350m", "flurka+convolution", 8192),
         _pretrain("350m", "softmax", 8192),
-        _bench(2**20, "--repeats", "3", "--only", "kernel elu", "--only", "FLuRKA", "--only", "fla chunk"),
+        _attention_benchmark(
+            2**20, "--repeats", "3", "--only", "kernel elu", "--only", "FLuRKA", "--only", "fla chunk"
+        ),
         _pretrain("350m", "flurka+convolution", 32_768),
         _pretrain("350m", "softmax", 32_768),
         _pretrain("1b", "flurka+convolution", 8192),
         _pretrain("1b", "softmax", 8192),
     ),
 }
-"""Part -> what it runs, the most telling first."""
+"""Part -> its programs, the most informative first."""
 
 
-def call(device: str = "cuda", length: int = 1000) -> torch.Tensor:
-    """The output of one token behind a sequence that a FLuRKA layer has gone through forward and backward."""
+def profiled_call(device: str = "cuda", length: int = 1000) -> torch.Tensor:
+    """Run a FLuRKA layer forward and backward, then decode one token; returns that token's output."""
     from megakernel import attention
 
     layer = attention.build("flurka", num_heads=4, num_kv_heads=2, head_dim=64).to(device)
@@ -220,20 +222,20 @@ def call(device: str = "cuda", length: int = 1000) -> torch.Tensor:
 
 
 def main() -> int:
-    """Run a part; 1 where a program has failed."""
-    parser = whole_help(__doc__)
+    """Run a part; return 1 if a program has failed, 2 without a GPU."""
+    parser = docstring_parser(__doc__)
     parser.add_argument("part", choices=(*PARTS, "call"))
     part = parser.parse_args().part
     if not torch.cuda.is_available():
         print("gpu_check: no GPU is here; run it where `nvidia-smi` lists one", file=sys.stderr)
         return 2
     if part == "call":
-        call()
+        profiled_call()
         return 0
-    # An outer limit ends the program that runs, too.
+    # When an outer time limit ends this process, `run` ends the program that it runs.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    outcomes = run_all(part, PARTS[part], SECONDS, RESULTS / f"gpu_{part}.md")
-    return 1 if any(one.failed for one in outcomes) else 0
+    results = run_all(part, PARTS[part], PART_SECONDS, RESULTS / f"gpu_{part}.md")
+    return 1 if any(result.failed for result in results) else 0
 
 
 if __name__ == "__main__":

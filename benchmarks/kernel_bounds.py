@@ -1,22 +1,22 @@
-"""What the compiled kernels would take at best on an H200, from their machine code: no GPU is needed.
+"""Lower bounds of the kernels' time on an H200, from their machine code; no GPU is needed.
 
     python -m benchmarks.kernel_bounds --out benchmarks/results/kernel_bounds.md
     python -m benchmarks.kernel_bounds --only "elu d=128" --json
 
-A case's launches are noted down and compiled for sm_90, and their machine code is taken apart. From its loops, how
-often the `for` statement that each comes from runs (`TRIPS`) and the grid come lower bounds of a launch's time, each
-for the busiest of the processors:
+A case's launches are recorded and compiled for sm_90, and their machine code is disassembled. Its loops, the trip
+counts of the `for` statements that they come from (`TRIPS`) and the grid give lower bounds of a launch's time, each for
+the busiest SM:
 
     issue    warp instructions, 4 a clock
     tensor   FLOPs of mma instructions at the rate of their kind; mma.sync has 63 % of wgmma's
     special  exp2, reciprocals, ...: 16 lanes a clock
     integer  integer arithmetic, comparisons and packing: 64 lanes a clock
-    shared   bytes to and from shared memory, factors of wgmma too, 128 a clock; a clock for each shuffle
+    shared   bytes to and from shared memory, operands of wgmma included, 128 a clock; a clock for each shuffle
     memory   every tensor of the launch once, at 4.8 TB/s
 
-The largest is the launch's bound. Units do not overlap as the bound assumes: times are some 1.5 to 2 times it, and more
-where few warps are resident. Branches not taken, misses of the cache, bank conflicts and latency are not in it, and
-neither is what torch does between launches.
+The largest is the launch's bound. Units do not overlap as perfectly as it assumes: times are some 1.5 to 2 times the
+bound, and more where few warps are resident. Cache misses, bank conflicts, latency and torch's work between launches
+are not counted; the code of every branch is.
 """
 
 import ast
@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import networkx
 import torch
 
-from benchmarks.page import add_out, give, table, table_row, whole_help
+from benchmarks.page import add_out_option, docstring_parser, table, table_row, write_page
 
 PROCESSORS = 132
 CLOCK = 1.83e9
@@ -49,7 +49,7 @@ INTEGER = (
 )
 
 WORK = ("LDG", "STG", "LDGSTS", "HMMA", "HGMMA", "MUFU")
-"""Instructions that an unrolled loop has as many times as it does passes at once."""
+"""Instructions that an unrolled loop has once for each of the iterations that it does at once."""
 
 UNITS = ("issue", "tensor", "special", "integer", "shared", "memory")
 LENGTH = 16384
@@ -57,26 +57,26 @@ HEADS = 16
 
 
 class Instruction(NamedTuple):
-    """One line of machine code."""
+    """One instruction of machine code."""
 
     text: str
 
     @property
     def name(self) -> str:
-        """With its suffixes, without its predicate."""
+        """The name with its suffixes, without the predicate."""
         return re.sub(r"^@!?U?P\w+\s+", "", self.text).split()[0]
 
     @property
     def kind(self) -> str:
-        """Its name without suffixes."""
+        """The name without suffixes."""
         return self.name.split(".")[0]
 
     @property
     def flops(self) -> tuple[str, float]:
-        """Kind of mma, and FLOPs of one warp."""
+        """Kind of mma (a key of FLOPS), and FLOPs of one warp."""
         if match := re.match(r"HGMMA\.(?:SP\.)?(\d+)x(\d+)x(\d+)", self.name):
             m, n, k = map(int, match.groups())
-            # A group of four warps has one product.
+            # A warpgroup of four warps shares one product.
             return "GTF32" if "TF32" in self.name else "HGMMA", 2 * m * n * k / 4
         if match := re.match(r"HMMA\.16(\d\d?)(\d+)?", self.name):
             digits = self.name.split(".")[1]
@@ -85,9 +85,9 @@ class Instruction(NamedTuple):
 
     @property
     def shared(self) -> float:
-        """Bytes that one warp moves from or to shared memory."""
+        """Bytes that one warp moves to or from shared memory."""
         if match := re.match(r"HGMMA\.(?:SP\.)?64x(\d+)x\d+", self.name):
-            # The right factor, and the left one where it is not in registers; 32 bytes of each row at a time.
+            # The right operand, and the left one unless it is in registers; 32 bytes of each row at a time.
             left = 0 if re.search(r"\bR\d+, R\d+, gdesc", self.text) else 64
             return (int(match[1]) + left) * 32 / 4
         if self.kind in ("LDSM", "STSM"):
@@ -100,19 +100,19 @@ class Instruction(NamedTuple):
     def clocks(self) -> dict[str, float]:
         """Clocks that one warp occupies each unit of a processor."""
         kind, work = self.flops
-        # Copies go through another pipe.
-        slow = self.kind in INTEGER and not self.name.startswith("IMAD.MOV")
+        # IMAD.MOV goes through another pipe.
+        uses_alu = self.kind in INTEGER and not self.name.startswith("IMAD.MOV")
         return {
             "issue": 1 / 4,
             "tensor": work / FLOPS[kind] if work else 0.0,
             "special": 2.0 * (self.kind == "MUFU"),
-            "integer": slow / 2,
+            "integer": uses_alu / 2,
             "shared": self.shared / 128 + (self.kind == "SHFL"),
         }
 
 
 class Code:
-    """The machine code of a kernel, and its loops, from a listing with the lines of its source."""
+    """The machine code of a kernel and its loops, from a disassembly with source lines."""
 
     def __init__(self, listing: str):
         self.instructions: list[Instruction] = []
@@ -127,73 +127,74 @@ class Code:
             elif match := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
                 self.instructions.append(Instruction(match[1]))
                 self.lines.append(line_of_source)
-        graph = networkx.DiGraph((i, j) for i in range(len(self.instructions)) for j in self._next(i))
+        graph = networkx.DiGraph((i, j) for i in range(len(self.instructions)) for j in self._successors(i))
         graph.add_node(0)
         self.graph = graph.subgraph({0} | networkx.descendants(graph, 0)).copy()
-        """Instructions that can be reached, and which of them may follow each."""
-        self.loops = sorted(self._loops(), key=lambda body: (min(body), -len(body)))
+        """Control flow graph of the reachable instructions."""
+        self.loops = sorted(self._natural_loops(), key=lambda body: (min(body), -len(body)))
 
-    def times(self, trips: Callable[[str], float | None]) -> dict[int, float]:
-        """Instruction that is run -> how often, given what a `for` statement goes through -> how many times it runs.
+    def execution_counts(self, trips: Callable[[str], float | None]) -> dict[int, float]:
+        """Reachable instruction -> how often it runs.
 
-        None says that the compiler makes no loop of it.
+        trips: the iterable of a `for` statement, as text, -> its trip count; None if the compiler makes no loop of it.
         """
-        times = dict.fromkeys(self.graph, 1.0)
-        taken: list[tuple[set[int], str]] = []
+        counts = dict.fromkeys(self.graph, 1.0)
+        assigned: list[tuple[set[int], str]] = []
         for body in sorted(self.loops, key=len):
-            inner = [(other, text) for other, text in taken if other < body]
-            own = body.difference(*(other for other, _ in inner))
-            # Most instructions of a loop stand in its statement; of several around all of them it is the innermost.
-            found: Counter[str] = Counter()
-            for i in sorted(own):
-                found.update(_statements(*self.lines[i]))
+            inner = [(other, text) for other, text in assigned if other < body]
+            direct = body.difference(*(other for other, _ in inner))
+            # Most instructions of a loop are in the body of its statement; of equals, the innermost statement wins.
+            votes: Counter[str] = Counter()
+            for i in sorted(direct):
+                votes.update(_iterables_around(*self.lines[i]))
             known = {text for _, text in inner}
-            around = [text for text in reversed(found) if text not in known and trips(text) is not None]
-            if not around:
+            candidates = [text for text in reversed(votes) if text not in known and trips(text) is not None]
+            if not candidates:
                 raise ValueError(
                     f"no for statement for the loop at instruction {min(body)}; look at the listing"
                 )
-            taken.append((body, max(around, key=lambda text: found[text])))
-        for body, text in taken:
-            alike = [other for other, its in taken if its == text and not other & body]
-            share = min([self._share(body, other) for other in alike], default=1.0)
+            assigned.append((body, max(candidates, key=lambda text: votes[text])))
+        for body, text in assigned:
+            twins = [other for other, statement in assigned if statement == text and not other & body]
+            share = min([self._unrolled_share(body, other) for other in twins], default=1.0)
             for i in body:
-                times[i] *= (trips(text) or 0.0) * share
-        return times
+                counts[i] *= (trips(text) or 0.0) * share
+        return counts
 
-    def _share(self, body: set[int], other: set[int]) -> float:
-        """Passes of a loop for each one of its statement, where the compiler has unrolled it into two loops.
+    def _unrolled_share(self, body: set[int], other: set[int]) -> float:
+        """Iterations of a loop per iteration of its statement, if the compiler has unrolled that into two loops.
 
-        One does several passes at once, so that of everything that it loads, stores and multiplies it has so many times
-        what the other has, which does the passes that are left over: none, for a lower bound.
+        The unrolled loop does several iterations at once, so it has that many times the loads, stores and products of
+        the other one, which does the remaining iterations: none, for a lower bound.
         """
-        one, two = (
+        work, other_work = (
             Counter(kind for i in x if (kind := self.instructions[i].kind) in WORK) for x in (body, other)
         )
-        if one.keys() != two.keys() or not one:
+        if work.keys() != other_work.keys() or not work:
             return 1.0
-        ratios = {one[kind] / two[kind] for kind in one}
+        ratios = {work[kind] / other_work[kind] for kind in work}
         ratio = ratios.pop()
         if ratios or ratio == 1:
             return 1.0
         return 1 / ratio if ratio > 1 and ratio.is_integer() else float(not (1 / ratio).is_integer())
 
-    def _next(self, i: int) -> list[int]:
-        """The possible successors of an instruction, without the functions that it calls."""
+    def _successors(self, i: int) -> list[int]:
+        """The possible successors of an instruction; calls are not followed."""
         instruction = self.instructions[i]
         kind, text = instruction.kind, instruction.text
-        always, on = not text.startswith("@"), [i + 1] if i + 1 < len(self.instructions) else []
+        always = not text.startswith("@")
+        following = [i + 1] if i + 1 < len(self.instructions) else []
         if kind == "BRA" and (match := re.search(r"\.L_x_\d+", text)):
             target = [
                 j for j in [self.labels.get(match[0], len(self.instructions))] if j < len(self.instructions)
             ]
-            # `BRA UP0, place` has a condition of its own.
-            plain = always and text.split(None, 1)[1].startswith(("`(", ".L_x", "(")) and ".DIV" not in text
-            return target if plain else target + on
-        return [] if always and kind in ("EXIT", "RET", "BRA", "BRX", "KILL") else on
+            # `BRA UP0, label` is conditional without a predicate in front.
+            is_jump = always and text.split(None, 1)[1].startswith(("`(", ".L_x", "(")) and ".DIV" not in text
+            return target if is_jump else target + following
+        return [] if always and kind in ("EXIT", "RET", "BRA", "BRX", "KILL") else following
 
-    def _loops(self) -> Iterator[set[int]]:
-        """Bodies of natural loops: by dominators, for compilers move what seldom runs behind the end and jump back."""
+    def _natural_loops(self) -> Iterator[set[int]]:
+        """Bodies of natural loops. Dominators find them where the compiler moves rare code past the end and back."""
         before = networkx.immediate_dominators(self.graph, 0)
         bodies: dict[int, set[int]] = {}
         for head in [i for i in self.graph if i == 0 or self.graph.in_degree(i) > 1]:
@@ -206,33 +207,33 @@ class Code:
                 if above == head:
                     body = {tail} | (networkx.ancestors(rest, tail) if tail != head else set())
                     bodies.setdefault(head, {head}).update(body)
-        return (body for body in bodies.values() if not self._waits(body))
+        return (body for body in bodies.values() if not self._is_wait_loop(body))
 
-    def _waits(self, body: set[int]) -> bool:
-        """Whether a loop asks a barrier again and again, or is the end of the code."""
-        asks = any(self.instructions[i].kind in ("SYNCS", "NANOSLEEP") for i in body)
-        return len(body) < 3 or (len(body) < 16 and asks)
+    def _is_wait_loop(self, body: set[int]) -> bool:
+        """Whether a loop only polls a barrier, or is the branch to itself at the end of the code."""
+        polls = any(self.instructions[i].kind in ("SYNCS", "NANOSLEEP") for i in body)
+        return len(body) < 3 or (len(body) < 16 and polls)
 
 
 @cache
-def _loops_of(file: str) -> tuple[tuple[int, int, str], ...]:
-    """First and last line of the `for` statements of a file, and what they go through."""
+def _for_loops(file: str) -> tuple[tuple[int, int, str], ...]:
+    """First line, last line and iterable of each `for` statement of a file."""
     tree = ast.parse(Path(file).read_text()) if file.endswith(".py") else ast.Module([], [])
     loops = (node for node in ast.walk(tree) if isinstance(node, ast.For))
     return tuple((node.lineno, node.end_lineno or node.lineno, ast.unparse(node.iter)) for node in loops)
 
 
-def _statements(file: str, line: int) -> list[str]:
+def _iterables_around(file: str, line: int) -> list[str]:
     """The iterables of the `for` statements around a line."""
-    return [text for first, last, text in _loops_of(file) if first <= line <= last and "static" not in text]
+    return [text for first, last, text in _for_loops(file) if first <= line <= last and "static" not in text]
 
 
 Sizes = Any
-"""The compile-time arguments of a launch: TILING, NEAR and PHI, see the arguments of the kernels."""
+"""The compile-time arguments of a launch (TILING, NEAR, PHI, ...), see the kernels' arguments."""
 
 
-def _pairs(x: Sizes) -> float:
-    """Blocks of the keys of a segment that a tile of queries meets, on average over its tiles."""
+def _key_blocks_per_query_tile(x: Sizes) -> float:
+    """Key blocks of a segment that a query tile visits, averaged over the segment's tiles."""
     if not x.TILING.rank:
         return (x.TILING.segment + x.TILING.chunk) / 2 / x.TILING.block
     ends = range(x.TILING.chunk, x.TILING.segment + 1, x.TILING.chunk)
@@ -240,20 +241,20 @@ def _pairs(x: Sizes) -> float:
     return sum(met) / len(met)
 
 
-def _queries(x: Sizes) -> float:
-    """Blocks of the queries of a segment that a tile of keys meets, likewise."""
+def _query_blocks_per_key_tile(x: Sizes) -> float:
+    """Query blocks of a segment that a key tile visits, likewise."""
     tokens = x.TILING.chunk // x.TILING.rank * x.TILING.block_size if x.TILING.rank else x.TILING.chunk
     return (x.TILING.segment + tokens) / 2 / x.TILING.block
 
 
-def _window(x: Sizes) -> float:
-    """Blocks of a sequence that a tile meets through windows."""
+def _window_blocks(x: Sizes) -> float:
+    """Blocks that a tile visits through local windows."""
     reach = (x.NEAR.blocks - 1) * x.NEAR.block_size + max(x.TILING.chunk, x.NEAR.block_size)
     return reach / x.TILING.block
 
 
 def _chunks(_: Sizes) -> float:
-    """Of the gated delta rule; imported late, see `cases`."""
+    """Chunks of the gated delta rule; imported late, see `cases`."""
     from megakernel.ops.gated_delta_rule.kernels import CHUNK
 
     return LENGTH / CHUNK
@@ -263,10 +264,10 @@ TRIPS: dict[str, Callable[[Sizes], float | None]] = {
     "range(0, PHI.padded_width, PHI.columns)": lambda x: x.PHI.padded_width / x.PHI.columns,
     "range(begin, end, C)": lambda x: max(1.0, x.TILING.span / x.TILING.chunk),
     "range(begin, stop, C)": lambda x: x.TILING.segment / x.TILING.chunk,
-    "range(first_key(tile.begin, TILING), keys_before(tile.stop, seq, TILING), BK)": _pairs,
-    "range(token_of(at, TILING), tl.minimum(stop, seq.queries), BQ)": _queries,
-    "range(oldest, tile.stop, BK)": _window,
-    "range(G * steps)": lambda x: x.TILING.group * _window(x),
+    "range(first_key(tile.begin, TILING), keys_before(tile.stop, seq, TILING), BK)": _key_blocks_per_query_tile,
+    "range(token_of(at, TILING), tl.minimum(stop, seq.queries), BQ)": _query_blocks_per_key_tile,
+    "range(oldest, tile.stop, BK)": _window_blocks,
+    "range(G * steps)": lambda x: x.TILING.group * _window_blocks(x),
     "range(tl.maximum(nearest, 0) // B, tl.minimum((nearest + C + B - 2) // B + 1, blocks))": (
         lambda x: 1 + x.TILING.chunk / x.NEAR.block_size
     ),
@@ -277,7 +278,7 @@ TRIPS: dict[str, Callable[[Sizes], float | None]] = {
     "range(0, SHAPE.values, V)": lambda x: x.SHAPE.values / x.SHAPE.columns,
     "range(SHAPE.group)": lambda x: x.SHAPE.group if x.SHAPE.group > 1 else None,
 }
-"""What a `for` statement of a kernel goes through -> how often it runs in a sequence of LENGTH tokens."""
+"""Iterable of a kernel's `for` statement -> its trip count for a sequence of LENGTH tokens."""
 
 
 class Bound(NamedTuple):
@@ -289,10 +290,10 @@ class Bound(NamedTuple):
     warps: int
     registers: int
     spilled: int
-    """Bytes of a thread."""
+    """Bytes per thread."""
 
     milliseconds: dict[str, float]
-    """By unit."""
+    """Lower bound by unit."""
 
     @property
     def unit(self) -> str:
@@ -301,51 +302,51 @@ class Bound(NamedTuple):
 
     @property
     def largest(self) -> float:
-        """In ms."""
+        """The launch's bound in ms."""
         return self.milliseconds[self.unit]
 
 
 def bound_of(launch: Any, backward: bool) -> Bound:
-    """Compile a launch and count."""
+    """Compile a launch and compute its bounds."""
     from triton import knobs
 
-    from benchmarks.kernel_compiling import compiled, resources, taken_apart
+    from benchmarks.kernel_compiling import compile_kernel, resources, run_on_cubin
 
-    kernel = compiled(launch, 90)
-    taken = resources(kernel)
-    code = Code(taken_apart(kernel, knobs.nvidia.nvdisasm.path, "-c", "-g"))
+    kernel = compile_kernel(launch, 90)
+    used = resources(kernel)
+    code = Code(run_on_cubin(kernel, knobs.nvidia.nvdisasm.path, "-c", "-g"))
     sizes = SimpleNamespace(**launch.options)
     clocks = dict.fromkeys(UNITS[:-1], 0.0)
-    for place, times in code.times(lambda text: TRIPS[text](sizes)).items():
-        for unit, taken_of in code.instructions[place].clocks.items():
-            clocks[unit] += times * taken_of
+    for index, count in code.execution_counts(lambda text: TRIPS[text](sizes)).items():
+        for unit, clocks_per_warp in code.instructions[index].clocks.items():
+            clocks[unit] += count * clocks_per_warp
     programs = math.prod(launch.grid)
     share = math.ceil(programs / PROCESSORS) * launch.warps / CLOCK * 1e3
     milliseconds = {unit: each * share for unit, each in clocks.items()}
     milliseconds["memory"] = _bytes(launch) / BANDWIDTH * 1e3
     name = launch.kernel.__name__
-    return Bound(name, backward, programs, launch.warps, taken.registers, taken.spilled, milliseconds)
+    return Bound(name, backward, programs, launch.warps, used.registers, used.spilled, milliseconds)
 
 
 def _bytes(launch: Any) -> int:
-    """Bytes of every tensor once; states are read and written in place."""
+    """Bytes of every tensor once; `pass_states` reads and writes the states, its largest tensor, in place."""
     sizes: dict[int, int] = {}
 
-    def note(value: Any) -> None:
+    def add(value: Any) -> None:
         if isinstance(value, torch.Tensor):
             sizes[value.data_ptr()] = value.numel() * value.element_size()
         elif isinstance(value, tuple):
             for part in value:
-                note(part)
+                add(part)
 
-    note(launch.arguments)
+    add(launch.arguments)
     if launch.kernel.__name__ == "pass_states":
         return sum(sizes.values()) + max(sizes.values())
     return sum(sizes.values())
 
 
 def cases() -> dict[str, Callable[[], None]]:
-    """Name -> a call of an op with gradients; imported late, for triton must not find TRITON_INTERPRET."""
+    """Name -> a call of an op, forward and backward. Imported late: TRITON_INTERPRET must be unset before triton."""
     from benchmarks.kernel_cases import decaying_case, flurka_case, kernel_attention_case
     from megakernel.ops.gated_delta_rule import gated_delta_rule
     from megakernel.ops.simple_gla import simple_gla
@@ -374,14 +375,14 @@ def bounds(case: Callable[[], None]) -> list[Bound]:
 
     with noting() as launches:
         case()
-    # What reads the states of keys ends the forward.
+    # The kernel that reads the states is the last one of forward.
     last = next(i for i, launch in enumerate(launches) if launch.kernel.__name__ in ("read", "merge"))
     return [bound_of(launch, index > last) for index, launch in enumerate(launches)]
 
 
-def sums(found: list[Bound]) -> tuple[float, float]:
-    """Forward, and forward and backward, in ms."""
-    return sum(x.largest for x in found if not x.backward), sum(x.largest for x in found)
+def total_bounds(bounds: list[Bound]) -> tuple[float, float]:
+    """Bounds of forward, and of forward and backward, in ms."""
+    return sum(x.largest for x in bounds if not x.backward), sum(x.largest for x in bounds)
 
 
 def page(results: dict[str, list[Bound]]) -> str:
@@ -389,18 +390,22 @@ def page(results: dict[str, list[Bound]]) -> str:
     import triton
 
     lines = [
-        "# What the compiled kernels would take at best",
+        "# Lower bounds of the compiled kernels' time",
         "",
         f"`python -m benchmarks.kernel_bounds`, triton {triton.__version__}, compiled for sm_90: lower bounds for an "
-        f"H200, no times. One sequence of {LENGTH:,} tokens, {HEADS} heads, bfloat16. The module says what is counted.",
+        f"H200, not measured. One sequence of {LENGTH:,} tokens, {HEADS} heads, bfloat16. The module's docstring "
+        "explains them.",
         "",
     ]
-    rows = (table_row([name, *(f"{one:.3f}" for one in sums(found))]) for name, found in results.items())
+    rows = (
+        table_row([name, *(f"{bound:.3f}" for bound in total_bounds(launches))])
+        for name, launches in results.items()
+    )
     lines += [*table(("case", "forward, ms", "forward and backward, ms"), rows), "By launch, ms:", ""]
     header = ("case", "launch", "programs", "warps", "registers", "spilled bytes", "binds", *UNITS)
     by_launch = []
-    for name, found in results.items():
-        for x in found:
+    for name, launches in results.items():
+        for x in launches:
             sizes = (x.programs, x.warps, x.registers, x.spilled, x.unit)
             numbers = (f"{x.milliseconds[unit]:.3f}" for unit in UNITS)
             launch = f"{x.kernel}, backward" if x.backward else x.kernel
@@ -409,30 +414,28 @@ def page(results: dict[str, list[Bound]]) -> str:
 
 
 def main() -> int:
-    parser = whole_help(__doc__)
-    parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser = docstring_parser(__doc__)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each case")
-    add_out(parser)
+    add_out_option(parser)
     arguments = parser.parse_args()
     os.environ.pop("TRITON_INTERPRET", None)
-    # Machine code that Triton has kept names the sources of the checkout that it was compiled in.
+    # Machine code in Triton's cache names the source files of whichever checkout compiled it.
     os.environ["TRITON_ALWAYS_COMPILE"] = "1"
     results = {}
     for name, case in cases().items():
         if arguments.only in name:
             results[name] = bounds(case)
-            forward, both = sums(results[name])
+            forward, both = total_bounds(results[name])
             print(
                 f"{name}: {forward:.3f} ms forward, {both:.3f} ms with backward", file=sys.stderr, flush=True
             )
             if arguments.json:
                 launches = [{**x._asdict(), "binds": x.unit} for x in results[name]]
-                print(
-                    json.dumps({"case": name, "forward": forward, "both": both, "launches": launches}),
-                    flush=True,
-                )
+                line = {"case": name, "forward": forward, "both": both, "launches": launches}
+                print(json.dumps(line), flush=True)
     if not arguments.json:
-        give(page(results), arguments.out)
+        write_page(page(results), arguments.out)
     return 0
 
 

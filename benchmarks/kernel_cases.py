@@ -1,6 +1,6 @@
-"""Calls of every op that has kernels, forward and backward, of sizes that are trained: what is compiled ahead of time.
+"""Calls of every op that has kernels, forward and backward, at training sizes; used to compile ahead of time.
 
-The tensors are never computed on; a case runs where launches are noted down instead of made.
+Cases run while launches are recorded instead of made, so tensors have no contents.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def kernel_attention_case(
     length: int = 65536,
     heads: int = 1,
 ) -> None:
-    """One row, by default so long that segments have their full length; `keys` of a position in a mixture."""
+    """One sequence, by default so long that segments have their full length; keys: mixture keys per position."""
     q = torch.empty(1, heads * group, length, width, dtype=dtype, requires_grad=True)
     k = torch.empty(1, heads, *[keys] * (keys > 0), length, width, dtype=dtype, requires_grad=True)
     v = torch.empty(1, heads, length, width, dtype=dtype, requires_grad=True)
@@ -144,7 +144,7 @@ def flurka_case(
     length: int = 65536,
     heads: int = 1,
 ) -> None:
-    """One row, by default so long that segments have their full length, in blocks of 64 with 8 landmarks."""
+    """One sequence, by default so long that segments have their full length, in blocks of 64 with 8 landmarks."""
     q = torch.empty(1, heads * group, length, width, dtype=dtype, requires_grad=True)
     k, v = (torch.empty(1, heads, length, width, dtype=dtype, requires_grad=True) for _ in range(2))
     projected = FEATURE_MAPS[feature_map].projected

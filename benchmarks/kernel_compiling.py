@@ -1,4 +1,4 @@
-"""What a kernel becomes on a GPU that need not be there: registers, spills and shared memory of its machine code."""
+"""Compile kernels for GPUs that need not be present: registers, spills and shared memory of the machine code."""
 
 import ast
 import hashlib
@@ -24,48 +24,48 @@ SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """Bytes of shared memory that one program may take, by compute capability."""
 
 SPILL_LIMIT = 320
-"""Bytes of a thread that may go to local memory: smaller tiles, which spill nothing, take twice as long at best."""
+"""Bytes per thread that may spill to local memory: smaller tiles, which spill nothing, take at least twice as long."""
 
 
-Path = tuple[int, ...]
-"""Where an argument stands among the parameters, and where in a tuple that it is part of."""
+ArgPath = tuple[int, ...]
+"""Index of an argument among the parameters, followed by its indices inside of tuples."""
 
 
 class Resources(NamedTuple):
     """Resources of one program of a compiled kernel."""
 
     registers: int
-    """Registers of a thread."""
+    """Registers per thread."""
 
     spilled: int
-    """Bytes of a thread that went to local memory."""
+    """Bytes per thread in local memory."""
 
     shared: int
-    """Bytes of a program."""
+    """Bytes of shared memory per program."""
 
 
 def compile_launch(launch: Launch, capability: int) -> Resources:
-    """Compile a noted launch for a GPU of this capability (80, 90), as it would be at run time for these arguments."""
-    return resources(compiled(launch, capability))
+    """Compile a recorded launch for a compute capability (80, 90), as at run time with these arguments."""
+    return resources(compile_kernel(launch, capability))
 
 
-def compiled(launch: Launch, capability: int) -> CompiledKernel:
-    """The kernel of a noted launch, likewise."""
-    return triton.compile(_source(launch), **_aim(launch, capability))
+def compile_kernel(launch: Launch, capability: int) -> CompiledKernel:
+    """The compiled kernel of a recorded launch, likewise."""
+    return triton.compile(_source(launch), **_compile_arguments(launch, capability))
 
 
-def intermediate(launch: Launch, capability: int) -> str:
-    """The TTIR of a noted launch, its functions inlined: what it computes, before it is laid out for a GPU."""
-    source, aim = _source(launch), _aim(launch, capability)
-    backend = make_backend(aim["target"])
-    options = backend.parse_options(aim["options"])
+def ttir(launch: Launch, capability: int) -> str:
+    """The TTIR of a recorded launch with its functions inlined: the computation before its layout for a GPU."""
+    source, arguments = _source(launch), _compile_arguments(launch, capability)
+    backend = make_backend(arguments["target"])
+    options = backend.parse_options(arguments["options"])
     context = ir.context()
     stages: dict[str, Any] = {}
     ir.load_dialects(context)
     backend.load_dialects(context)
     backend.add_stages(stages, options, source.language)
     functions = (backend.get_codegen_implementation(options), backend.get_module_map())
-    return str(stages["ttir"](source.make_ir(aim["target"], options, *functions, context), {}))
+    return str(stages["ttir"](source.make_ir(arguments["target"], options, *functions, context), {}))
 
 
 def _source(launch: Launch) -> ASTSource:
@@ -74,50 +74,50 @@ def _source(launch: Launch) -> ASTSource:
     return ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
 
 
-def _aim(launch: Launch, capability: int) -> dict[str, Any]:
+def _compile_arguments(launch: Launch, capability: int) -> dict[str, Any]:
     options = {"num_warps": launch.warps, "num_stages": launch.stages}
     return {"target": GPUTarget("cuda", capability, 32), "options": options}
 
 
 def fingerprint(launch: Launch, capability: int) -> str:
-    """A hash, in ten digits, of all inputs of `compile_launch`: equal ones compile to the same code."""
+    """A hash (ten digits) of all inputs of `compile_launch`: launches with equal hashes compile to the same code."""
     sources: dict[str, str] = {}
-    _gather(launch.kernel, sources)
-    told = (triton.__version__, capability, launch.warps, launch.stages, *_specialized(launch))
-    return hashlib.sha256(repr((sorted(sources.items()), told)).encode()).hexdigest()[:10]
+    _collect_sources(launch.kernel, sources)
+    inputs = (triton.__version__, capability, launch.warps, launch.stages, *_specialized(launch))
+    return hashlib.sha256(repr((sorted(sources.items()), inputs)).encode()).hexdigest()[:10]
 
 
-def _gather(function: JITFunction, found: dict[str, str]) -> None:
-    """Add the text of a kernel, and of all that it calls or names, without comments and docstrings."""
+def _collect_sources(function: JITFunction, sources: dict[str, str]) -> None:
+    """Add the source of a kernel and of all functions and constants it uses, without comments and docstrings."""
     name = f"{function.__module__}.{function.__name__}"
-    if name in found:
+    if name in sources:
         return
     tree = function.parse()
     body = tree.body[0].body
     if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
         del body[0]
-    found[name] = ast.unparse(tree)
+    sources[name] = ast.unparse(tree)
     for node in ast.walk(tree):
         if not isinstance(node, ast.Name):
             continue
         value = function.__globals__.get(node.id)
         if isinstance(value, JITFunction):
-            _gather(value, found)
+            _collect_sources(value, sources)
         elif isinstance(value, tl.constexpr):
-            found[f"{name}: {node.id}"] = repr(value.value)
+            sources[f"{name}: {node.id}"] = repr(value.value)
 
 
-def _specialized(launch: Launch) -> tuple[dict[str, Any], dict[Path, Any], dict[Path, list]]:
-    """Types by parameter, compile-time values by path, and what is known of the others."""
+def _specialized(launch: Launch) -> tuple[dict[str, Any], dict[ArgPath, Any], dict[ArgPath, list]]:
+    """Types by parameter, compile-time values by path, and attributes (divisibility) of the others by path."""
     names = launch.kernel.arg_names
-    constants: dict[Path, Any] = {(names.index(name),): value for name, value in launch.options.items()}
-    attributes: dict[Path, list] = {}
+    constants: dict[ArgPath, Any] = {(names.index(name),): value for name, value in launch.options.items()}
+    attributes: dict[ArgPath, list] = {}
 
-    def kind_of(value: Any, path: Path) -> Any:
+    def kind_of(value: Any, path: ArgPath) -> Any:
         if isinstance(value, tuple):
             kinds = tuple(kind_of(part, (*path, index)) for index, part in enumerate(value))
             return type(value)(*kinds) if hasattr(value, "_fields") else kinds
-        # As at run time: 1 is a constant of its own, and multiples of 16 are known to be.
+        # As Triton specializes at run time: on None and 1, and on divisibility by 16.
         if value is None or (isinstance(value, int) and value == 1):
             constants[path] = value
             return "constexpr"
@@ -126,14 +126,14 @@ def _specialized(launch: Launch) -> tuple[dict[str, Any], dict[Path, Any], dict[
         return mangle_type(value)
 
     signature = {}
-    for parameter, given in zip(launch.kernel.params, launch.arguments):
-        known = not parameter.do_not_specialize
-        signature[parameter.name] = kind_of(given, (parameter.num,)) if known else mangle_type(given)
+    for parameter, value in zip(launch.kernel.params, launch.arguments):
+        specialize = not parameter.do_not_specialize
+        signature[parameter.name] = kind_of(value, (parameter.num,)) if specialize else mangle_type(value)
     return signature | dict.fromkeys(launch.options, "constexpr"), constants, attributes
 
 
-def taken_apart(compiled: CompiledKernel, *command: str) -> str:
-    """What a program of the CUDA toolkit prints of a compiled kernel's machine code."""
+def run_on_cubin(compiled: CompiledKernel, *command: str) -> str:
+    """Output of a CUDA toolkit program on a compiled kernel's machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         pathlib.Path(file.name).write_bytes(compiled.asm["cubin"])
         return subprocess.run([*command, file.name], capture_output=True, text=True, check=True).stdout
@@ -141,6 +141,6 @@ def taken_apart(compiled: CompiledKernel, *command: str) -> str:
 
 def resources(compiled: CompiledKernel) -> Resources:
     """The resources of a compiled kernel."""
-    listing = taken_apart(compiled, knobs.nvidia.cuobjdump.path, "-res-usage")
-    taken = {name: int(count) for name, count in re.findall(r"(REG|STACK|LOCAL):(\d+)", listing)}
-    return Resources(taken["REG"], taken["STACK"] + taken["LOCAL"], compiled.metadata.shared)
+    listing = run_on_cubin(compiled, knobs.nvidia.cuobjdump.path, "-res-usage")
+    usage = {name: int(count) for name, count in re.findall(r"(REG|STACK|LOCAL):(\d+)", listing)}
+    return Resources(usage["REG"], usage["STACK"] + usage["LOCAL"], compiled.metadata.shared)

@@ -1,14 +1,13 @@
-"""What the host does around the kernels of a layer: torch operations, launches, compiled variants, Python's time.
+"""Host overhead of a layer's kernels: torch operations, launches, compiled variants, CPU time.
 
     OMP_NUM_THREADS=1 python -m benchmarks.kernel_host --out benchmarks/results/kernel_host.md
 
 A layer is a mechanism with heads of 128 in bfloat16, from q, k and v to its output and back, on two documents packed
-into a sequence, as training has them; what the first layer of a micro-batch makes of their places all others share, and
-it is counted by itself. Launches are noted down instead of made, so no GPU is needed. Operations are those of torch
-that run something, inside of the kernels' operators too: not views and not tensors without contents. A variant is what
-Triton compiles for a launch: the same kernel with other compile-time numbers, types or divisibilities. Time is the
-processor time of one thread for one head and SHORT tokens, on which torch's operations have little to compute; starting
-a kernel comes on top.
+into a sequence, as in training. The first layer of a micro-batch makes tables of the positions that all others share;
+they are counted separately. Launches are recorded instead of made, so no GPU is needed. Operations are those of torch
+that start work, also inside the kernels' operators: not views and not tensors without contents. A variant is one
+compilation of a kernel, for its compile-time values, types and divisibilities. Time is CPU time of one thread for one
+head and SHORT_TOKENS tokens, where torch's operations have little to compute; starting a kernel comes on top.
 """
 
 import os
@@ -23,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.page import add_out, give, opening, table, table_row, whole_help
+from benchmarks.page import add_out_option, docstring_parser, page_header, table, table_row, write_page
 from megakernel.attention import Rotary, build
 from megakernel.attention.inputs import AttentionInputs
-from megakernel.ops.kernels.launch import LATEST, Launch, noting
+from megakernel.ops.kernels.launch import DEFAULT_CAPABILITY, Launch, noting
 
 HEADS, HEAD_DIM = 16, 128
 LAYERS: dict[str, dict[str, Any]] = {
@@ -35,7 +34,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "favor": {"preset": "performer", "feature_map": {"samples": HEAD_DIM}},
     "FLuRKA": {"preset": "flurka"},
 }
-SHORT = 128
+SHORT_TOKENS = 128
 LENGTHS = tuple(2**exponent for exponent in range(9, 18))
 REPEATS = 40
 
@@ -46,21 +45,21 @@ VIEWS = (
 WITHOUT_CONTENTS = "empty empty_like empty_strided new_empty new_empty_strided set_ resize_"
 CHECKS = "to contiguous resolve_conj resolve_neg promote_types result_type"
 WITHOUT_WORK = {*VIEWS.split(), *WITHOUT_CONTENTS.split(), *CHECKS.split()}
-"""Operations that start nothing on a GPU by themselves: views, tensors without contents, casts to what a tensor is."""
+"""Operations that start nothing on a GPU: views, tensors without contents, casts and copies that may be no-ops."""
 
 
 class Counts(NamedTuple):
-    """Of one way through a layer."""
+    """Counts of a layer's forward or backward."""
 
     operations: int
     launches: int
 
 
-class Host(NamedTuple):
-    """What the host does for a layer."""
+class HostCosts(NamedTuple):
+    """Host overhead of a layer."""
 
-    tables: int
-    """Operations of the first layer beyond those of others."""
+    table_operations: int
+    """Extra operations of the first layer, for the tables that all layers share."""
 
     forward: Counts
     backward: Counts
@@ -68,37 +67,37 @@ class Host(NamedTuple):
     """Forward and backward."""
 
 
-def _counted(run: Callable[[], Any], launches: list[Launch]) -> tuple[Any, Counts]:
-    """What it returns, and counts of what torch runs in it: of operations that call others, the innermost."""
+def _count(run: Callable[[], Any], launches: list[Launch]) -> tuple[Any, Counts]:
+    """The result of `run`, and counts of its innermost torch operations and of launches."""
     launches.clear()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         out = run()
     outermost = (event for event in profiler.events() if event.cpu_parent is None)
-    return out, Counts(sum(len(_working(event)) for event in outermost), len(launches))
+    return out, Counts(sum(len(_working_operations(event)) for event in outermost), len(launches))
 
 
-def _working(event: Any) -> list[str]:
-    """The names of the innermost operations of an event that start something."""
-    inner = [name for child in event.cpu_children for name in _working(child)]
+def _working_operations(event: Any) -> list[str]:
+    """Names of an event's innermost operations that start work."""
+    inner = [name for child in event.cpu_children for name in _working_operations(child)]
     name = event.name.removeprefix("aten::")
     return inner or [name] * (event.name.startswith("aten::") and name not in WITHOUT_WORK)
 
 
 class Layer(NamedTuple):
-    """A layer on one sequence; q, k and v are never computed on."""
+    """A layer on one sequence; q, k and v have no contents."""
 
     forward: Callable[[], Tensor]
     positions: Tensor
     inputs: list[Tensor]
-    """What it is differentiated by: q, k, v and its parameters."""
+    """What gradients are taken of: q, k, v and the layer's parameters."""
 
     def backward(self, out: Tensor) -> None:
-        """Without what adds gradients up over micro-batches."""
+        """Backward without accumulating gradients into `.grad`."""
         torch.autograd.grad(out, self.inputs, torch.empty_like(out))
 
 
-def layer(name: str, tokens: int, heads: int = HEADS) -> Layer:
-    """The layer of this name; FLuRKA's windows rotate queries and keys."""
+def build_layer(name: str, tokens: int, heads: int = HEADS) -> Layer:
+    """The layer of this name; FLuRKA has rotary embeddings in its windows."""
     core = build(LAYERS[name], num_heads=heads, head_dim=HEAD_DIM).to(torch.bfloat16)
     shape = (1, heads, tokens, HEAD_DIM)
     q, k, v = (torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
@@ -107,63 +106,58 @@ def layer(name: str, tokens: int, heads: int = HEADS) -> Layer:
     return Layer(partial(core, q, k, v, inputs), positions, [q, k, v, *core.parameters()])
 
 
-def host(name: str, repeats: int = REPEATS) -> Host:
-    """Counts and time of a layer."""
-    one = layer(name, SHORT, heads=1)
+def measure_layer(name: str, repeats: int = REPEATS) -> HostCosts:
+    """Measure a layer's counts and time."""
+    layer = build_layer(name, SHORT_TOKENS, heads=1)
     with noting() as launches:
-        one.backward(one.forward())  # what torch and Python do once
-        one.positions.add_(0)  # nobody knows that they are the same
-        _, first = _counted(one.forward, launches)
-        out, there = _counted(one.forward, launches)
-        _, back = _counted(lambda: one.backward(out), launches)
+        layer.backward(layer.forward())  # warm-up
+        layer.positions.add_(0)  # changes their version, so that the tables are made again
+        _, first = _count(layer.forward, launches)
+        out, forward = _count(layer.forward, launches)
+        _, backward = _count(lambda: layer.backward(out), launches)
         spent = []
         for _ in range(repeats):
             launches.clear()
             start = time.process_time()
-            one.backward(one.forward())
+            layer.backward(layer.forward())
             spent.append(time.process_time() - start)
-    tables = first.operations - there.operations
-    return Host(tables, there, back, statistics.median(spent) * 1e3)
+    table_operations = first.operations - forward.operations
+    return HostCosts(table_operations, forward, backward, statistics.median(spent) * 1e3)
 
 
 def variants(name: str) -> Mapping[str, int]:
-    """Kernel -> what is compiled of it for a layer at all LENGTHS."""
+    """Kernel -> number of variants compiled for a layer at all LENGTHS."""
     from benchmarks.kernel_compiling import fingerprint
 
     compiled: dict[str, set[str]] = defaultdict(set)
     for tokens in LENGTHS:
-        one = layer(name, tokens)
+        layer = build_layer(name, tokens)
         with noting() as launches:
-            one.backward(one.forward())
+            layer.backward(layer.forward())
         for launch in launches:
-            compiled[launch.kernel.__name__].add(fingerprint(launch, LATEST))
-    return {kernel: len(found) for kernel, found in compiled.items()}
+            compiled[launch.kernel.__name__].add(fingerprint(launch, DEFAULT_CAPABILITY))
+    return {kernel: len(prints) for kernel, prints in compiled.items()}
 
 
 def page() -> str:
-    """Both tables."""
-    found = {name: host(name) for name in LAYERS}
+    """The page with both tables."""
+    all_costs = {name: measure_layer(name) for name in LAYERS}
     compiled = {name: variants(name) for name in LAYERS}
     return "\n".join(
         [
-            *opening("What the host does around the kernels", "python -m benchmarks.kernel_host"),
-            "The module says what is counted. Time is the median of "
-            f"{REPEATS} passes over {SHORT} tokens, forward and backward.",
+            *page_header("Host overhead of the kernels", "python -m benchmarks.kernel_host"),
+            "The module's docstring explains the columns. Time is the median of "
+            f"{REPEATS} passes over {SHORT_TOKENS} tokens, forward and backward.",
             "",
             *table(
                 (
-                    "layer",
-                    "operations forward",
-                    "backward",
-                    "launches forward",
-                    "backward",
-                    "operations of the first layer alone",
-                    "host ms",
+                    *("layer", "operations forward", "backward", "launches forward", "backward"),
+                    *("operations of the first layer alone", "host ms"),
                 ),
                 (
-                    f"| {name} | {one.forward.operations} | {one.backward.operations} | {one.forward.launches} "
-                    f"| {one.backward.launches} | {one.tables} | {one.milliseconds:.2f} |"
-                    for name, one in found.items()
+                    f"| {name} | {costs.forward.operations} | {costs.backward.operations} | {costs.forward.launches} "
+                    f"| {costs.backward.launches} | {costs.table_operations} | {costs.milliseconds:.2f} |"
+                    for name, costs in all_costs.items()
                 ),
             ),
             f"Variants that Triton compiles over {LENGTHS[0]:,}, {LENGTHS[1]:,}, ... {LENGTHS[-1]:,} tokens:",
@@ -180,11 +174,11 @@ def page() -> str:
 
 
 def main() -> None:
-    parser = whole_help(__doc__)
-    add_out(parser)
+    parser = docstring_parser(__doc__)
+    add_out_option(parser)
     arguments = parser.parse_args()
     os.environ.pop("TRITON_INTERPRET", None)
-    give(page(), arguments.out)
+    write_page(page(), arguments.out)
 
 
 if __name__ == "__main__":

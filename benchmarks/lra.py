@@ -1,11 +1,10 @@
-"""A row of a table of the Long Range Arena, or of GLUE: each mechanism trained with several seeds, and tested.
+"""Results on a task of the Long Range Arena or of GLUE: each mechanism is trained with several seeds and tested.
 
     python -m benchmarks.lra configs/lra/kl/listops.yaml --attention softmax,fastfood_prf --seeds 3
 
-Every run is `megakernel pretrain CONFIG` with model.attention, run.seed and run.name laid over it, in runs/. What was
-stopped goes on where it was, what is done is read: start the same command again. Of the checkpoints that a run kept,
-the one with the best validation accuracy is measured, on the test split where the data has one and else on the
-validation split.
+Every run is `megakernel pretrain CONFIG` with overrides of model.attention, run.seed and run.name, in runs/. The same
+command again resumes stopped runs and reads finished ones. Of a run's kept checkpoints the one with the best validation
+accuracy is measured, on the test split if the data has one, otherwise on the validation split.
 """
 
 import argparse
@@ -16,8 +15,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.page import add_out, ended, give, one_table, table_row
-from benchmarks.trained import add_presets, best_step, trained
+from benchmarks.page import add_out_option, run_main, table_page, table_row, write_page
+from benchmarks.training_runs import add_preset_options, best_step, train_run
 from data_pipeline.manifest import Manifest
 from megakernel.config import load
 from megakernel.evaluation import Evaluation, evaluate_run
@@ -30,7 +29,7 @@ _TABLE_7 = {
     "image": (128, 8, 128, 128, 8),
 }
 SAMPLES = {task: dict(zip(_LEARNED, row)) for task, row in _TABLE_7.items()}
-"""Random samples M by task (*Learning the Transformer Kernel*, table 7); fastfood_prf has what fastfood_rks has."""
+"""Random samples M by task (*Learning the Transformer Kernel*, table 7); fastfood_prf has as many as fastfood_rks."""
 
 FEATURES: dict[str, dict[str, Any]] = {
     "skyformer": {"skyformer": {"features": 128}},
@@ -38,14 +37,14 @@ FEATURES: dict[str, dict[str, Any]] = {
     "linformer": {"compression": {"rank": 128}},
     "performer": {"feature_map": {"samples": 128}},
 }
-"""128 of what each mechanism counts (*Skyformer*, section 5)."""
+"""128 features, landmarks or samples of each mechanism (*Skyformer*, section 5)."""
 
-EVERYTHING = 10**9
-"""Samples; a split is read once at most."""
+ALL_SAMPLES = 10**9
+"""More samples than any split has; a split is read at most once."""
 
 
-def attention(preset: str, config: Path) -> dict[str, Any]:
-    """The preset as the paper of a configuration has it; as it is where the paper has nothing to say."""
+def paper_attention(preset: str, config: Path) -> dict[str, Any]:
+    """The preset with the sizes of the configuration's paper; unchanged if the paper says nothing about it."""
     setting, task = config.parent.name, config.stem
     if setting == "skyformer":
         return {"preset": preset, **FEATURES.get(preset, {})}
@@ -55,38 +54,38 @@ def attention(preset: str, config: Path) -> dict[str, Any]:
 
 
 def overrides_of(config: Path, preset: str | None, seed: int, more: Sequence[str]) -> list[str]:
-    """The overrides of one run; preset None leaves the configured attention."""
+    """The overrides of one run. preset: None keeps the configured attention."""
     name = load(config, more).run.name
     keys = [f"run.name={name}-{preset or 'own'}-{seed}", f"run.seed={seed}"]
     if preset is not None:
-        keys.append(f"model.attention={json.dumps(attention(preset, config))}")
+        keys.append(f"model.attention={json.dumps(paper_attention(preset, config))}")
     return [*more, *keys]
 
 
 def measure(config: Path, overrides: Sequence[str]) -> Evaluation:
-    """Train a run to its end, and measure its best checkpoint."""
-    folder = trained(config, overrides)
+    """Train a run to its last step and measure its best checkpoint."""
+    folder = train_run(config, overrides)
     corpora = load(config, overrides).data.validation_corpora
     has_test = all("test" in Manifest.read(corpus.path).splits for corpus in corpora)
     split = "test" if has_test else "validation"
-    return evaluate_run(folder, step=best_step(folder), samples=EVERYTHING, split=split)
+    return evaluate_run(folder, step=best_step(folder), samples=ALL_SAMPLES, split=split)
 
 
-def scores_of(found: Evaluation) -> dict[str, float]:
-    """Everything that a table may hold, in its order."""
-    accuracy = {} if found.accuracy is None else {"accuracy": found.accuracy}
-    return {**accuracy, **(found.scores or {}), "loss": found.loss}
+def scores_of(evaluation: Evaluation) -> dict[str, float]:
+    """All scores of an evaluation, in the order of the table's columns."""
+    accuracy = {} if evaluation.accuracy is None else {"accuracy": evaluation.accuracy}
+    return {**accuracy, **(evaluation.scores or {}), "loss": evaluation.loss}
 
 
-def row(name: str, found: Sequence[Evaluation]) -> str:
-    """The line of a mechanism: means over its runs with sample standard deviations."""
-    values = [scores_of(one) for one in found]
-    cells = [spread([one[key] for one in values]) for key in values[0]]
-    steps = ", ".join(f"{one.step:,}" for one in found)
-    return table_row([f"`{name}`", len(found), *cells, steps])
+def row(name: str, evaluations: Sequence[Evaluation]) -> str:
+    """The table row of a mechanism: means over its runs with sample standard deviations."""
+    values = [scores_of(evaluation) for evaluation in evaluations]
+    cells = [mean_and_deviation([one[key] for one in values]) for key in values[0]]
+    steps = ", ".join(f"{evaluation.step:,}" for evaluation in evaluations)
+    return table_row([f"`{name}`", len(evaluations), *cells, steps])
 
 
-def spread(values: Sequence[float]) -> str:
+def mean_and_deviation(values: Sequence[float]) -> str:
     """Mean and sample standard deviation; of one value, the value."""
     if len(values) == 1:
         return f"{values[0]:.4f}"
@@ -94,39 +93,39 @@ def spread(values: Sequence[float]) -> str:
 
 
 def page(command: str, config: Path, rows: Iterable[str], first: Evaluation) -> str:
-    """The table with what it was measured by."""
+    """The page: explanation and table."""
     columns = ["attention", "runs", *scores_of(first), "steps"]
     text = (
         f"Means over seeds, with sample standard deviations, on the {first.samples:,} samples of the {first.split} "
         "split; the checkpoint of each run that was best on the validation split."
     )
-    return one_table(f"{config.parent.name}: {config.stem}", command, text, columns, rows)
+    return table_page(f"{config.parent.name}: {config.stem}", command, text, columns, rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 where every run was trained and measured."""
+    """Train and measure every run and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config", type=Path)
-    add_presets(parser, None, "presets (default: the configuration's own)")
+    add_preset_options(parser, None, "presets (default: the configuration's own)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each (default %(default)s)")
-    add_out(parser)
+    add_out_option(parser)
     arguments = parser.parse_intermixed_args(argv)
     if arguments.seeds < 1:
         parser.error(f"--seeds {arguments.seeds} trains nothing; give 1 or more")
-    rows, all_found = [], []
+    rows, all_evaluations = [], []
     for preset in arguments.attention or [None]:
-        keys = [
+        runs = (
             overrides_of(arguments.config, preset, seed, arguments.overrides)
             for seed in range(arguments.seeds)
-        ]
-        found = [measure(arguments.config, of_seed) for of_seed in keys]
-        all_found += found
-        rows.append(row(preset or "as configured", found))
+        )
+        evaluations = [measure(arguments.config, overrides) for overrides in runs]
+        all_evaluations += evaluations
+        rows.append(row(preset or "as configured", evaluations))
         print(rows[-1], file=sys.stderr, flush=True)
     command = f"python -m benchmarks.lra {' '.join(sys.argv[1:] if argv is None else argv)}"
-    give(page(command, arguments.config, rows, all_found[0]), arguments.out)
+    write_page(page(command, arguments.config, rows, all_evaluations[0]), arguments.out)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(ended(main))
+    sys.exit(run_main(main))

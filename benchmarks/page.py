@@ -1,4 +1,4 @@
-"""The frame of a page of results: title, command, machine, tables, and the file that it is written to."""
+"""Pages of results: title, command, machine, tables, and writing them to a file."""
 
 import argparse
 import os
@@ -15,28 +15,33 @@ from megakernel.config import UserError
 
 
 def processor() -> str:
-    """The name that the CPU reports."""
+    """The CPU's model name."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, "") or platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
 
 
-def description() -> str:
-    """Processor, threads and versions."""
+def machine_description() -> str:
+    """The CPU, its threads, and the versions of torch and Python."""
     return (
         f"{processor()}, {torch.get_num_threads()} thread(s) of {os.cpu_count()} cores, "
         f"torch {torch.__version__}, Python {platform.python_version()}"
     )
 
 
-def opening(title: str, command: str, more: str = "") -> list[str]:
-    """The first lines of a page: its title, the command, the day, the machine, and what more decides the numbers."""
-    return [f"# {title}", "", f"`{command}`, {date.today().isoformat()}, {description()}{more}.", ""]
+def page_header(title: str, command: str, details: str = "") -> list[str]:
+    """The first lines of a page: title, command, date, machine. details: anything else that affects the numbers."""
+    return [
+        f"# {title}",
+        "",
+        f"`{command}`, {date.today().isoformat()}, {machine_description()}{details}.",
+        "",
+    ]
 
 
-def typed(module: str, arguments: Sequence[str]) -> str:
-    """The command that runs a benchmark in one thread, as a shell takes it."""
+def command_line(module: str, arguments: Sequence[str]) -> str:
+    """The shell command that runs a benchmark in one thread."""
     return f"OMP_NUM_THREADS=1 {shlex.join(['python', '-m', f'benchmarks.{module}', *arguments])}"
 
 
@@ -46,20 +51,20 @@ def table_row(cells: Iterable[object]) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[str], numbers: bool = False) -> list[str]:
-    """The lines of a table and an empty one; numbers: all columns but the first are aligned to the right."""
+    """The lines of a table and an empty line. numbers: right-align all columns but the first."""
     rule = table_row(["---", *["---:"] * (len(columns) - 1)]) if numbers else "|---" * len(columns) + "|"
     return [table_row(columns), rule, *rows, ""]
 
 
-def one_table(
-    title: str, command: str, text: str, columns: Sequence[str], rows: Iterable[str], more: str = ""
+def table_page(
+    title: str, command: str, text: str, columns: Sequence[str], rows: Iterable[str], details: str = ""
 ) -> str:
-    """A page of one table, behind what it was measured by; more: as of `opening`."""
-    return "\n".join([*opening(title, command, more), text, "", *table(columns, rows)])
+    """A page with one table below its explanatory text; details: as of `page_header`."""
+    return "\n".join([*page_header(title, command, details), text, "", *table(columns, rows)])
 
 
-def ended(main: Callable[[], int]) -> int:
-    """The exit status of a program: what `main` gives; 2, behind one line, where something has to change."""
+def run_main(main: Callable[[], int]) -> int:
+    """Run `main` and return its exit status; print a UserError as one line and return 2."""
     try:
         return main()
     except UserError as error:
@@ -67,18 +72,18 @@ def ended(main: Callable[[], int]) -> int:
         return 2
 
 
-def whole_help(text: str) -> argparse.ArgumentParser:
-    """A parser whose help shows a module's docstring as it stands."""
+def docstring_parser(text: str) -> argparse.ArgumentParser:
+    """A parser whose help is a module's docstring, unformatted."""
     return argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-def add_out(parser: argparse.ArgumentParser) -> None:
+def add_out_option(parser: argparse.ArgumentParser) -> None:
     """Declare --out."""
-    parser.add_argument("--out", type=Path, help="where the page is written; it is printed otherwise")
+    parser.add_argument("--out", type=Path, help="file for the page (default: print it)")
 
 
-def give(text: str, out: Path | None) -> None:
-    """Write the page to `out`, whose folder is made, or print it."""
+def write_page(text: str, out: Path | None) -> None:
+    """Write the page to `out`, creating its folder, or print it."""
     if out is None:
         print(text)
     else:

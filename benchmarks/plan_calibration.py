@@ -1,4 +1,4 @@
-"""How far `megakernel plan` is off: bytes kept by a layer and bytes held at most, planned and measured on a CPU.
+"""Accuracy of `megakernel plan`: saved activations of a layer and peak memory, planned and measured on a CPU.
 
 OMP_NUM_THREADS=1 python -m benchmarks.plan_calibration --out benchmarks/results/plan_calibration_cpu.md
 """
@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.page import add_out, give, opening, table, table_row
-from benchmarks.real_runs import held_bytes, kept_bytes
-from benchmarks.trained import configured
+from benchmarks.page import add_out_option, page_header, table, table_row, write_page
+from benchmarks.real_runs import held_bytes, saved_activations
+from benchmarks.training_runs import benchmark_config
 from megakernel.analysis.planning import CPU, Job, Layout
 from megakernel.analysis.planning.memory import memory
 from megakernel.config import Config, Parallel
@@ -43,50 +43,48 @@ COLUMNS += ["held at most, MB", "planned", "off"]
 def configuration(attention: str, layers: int, width: int, tokens: int, recompute: str) -> Config:
     sizes = {"num_layers": layers, "hidden_size": width, "num_heads": 4, "attention": attention}
     training = {"seq_len": tokens, "activation_checkpointing": recompute}
-    return configured(sizes, training, parallel={"zero_stage": 0})
+    return benchmark_config(sizes, training, parallel={"zero_stage": 0})
 
 
-def pairs(config: Config) -> list[tuple[float, float]]:
-    """Measured and planned: bytes that the second transformer layer keeps, and bytes held at most."""
+def compare(config: Config) -> list[tuple[float, float]]:
+    """(measured, planned) bytes of the second transformer layer's saved activations, and of peak memory."""
     job = Job(config, VOCAB, Layout(1, False, 1, 1, 1, 0, 1, config.training.activation_checkpointing), CPU)
     device = prepare_device("cpu", 0)
 
-    def alone(function: Callable[[Config, int, Mesh], Any]) -> Any:
+    def in_mesh(function: Callable[[Config, int, Mesh], Any]) -> Any:
         mesh = Mesh.create(Parallel(), ProcessEnvironment(), device)
         try:
             return function(config, VOCAB, mesh)
         finally:
             mesh.destroy()
 
-    return [
-        (alone(kept_bytes)[2], job.measured(1).kept),
-        (alone(held_bytes).peak, memory(job).total),
-    ]
+    saved, held = in_mesh(saved_activations)[2], in_mesh(held_bytes).peak
+    return [(saved, job.costs(1).saved), (held, memory(job).total)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_out(parser)
+    add_out_option(parser)
     out = parser.parse_args().out
     torch.set_num_threads(1)
-    found = [(run, pairs(configuration(*run))) for run in RUNS]
-    lines = opening(
+    results = [(run, compare(configuration(*run))) for run in RUNS]
+    lines = page_header(
         "What `megakernel plan` says and what a CPU holds",
         f"OMP_NUM_THREADS=1 python -m benchmarks.plan_calibration --out {out}",
         f"; float32, one process, one thread, one sequence per step, {VOCAB:,} ids",
     )
     for what, place, end in (("kept by a layer", 0, ";"), ("held at most", 1, ".")):
-        off = [of_run[place][1] / of_run[place][0] - 1 for _, of_run in found]
+        off = [of_run[place][1] / of_run[place][0] - 1 for _, of_run in results]
         lines.append(f"* bytes {what}: off by {min(off):+.1%} to {max(off):+.1%}{end}")
     lines += ["", "Bytes are those of tensors, counted as they are made and freed. Planned with the "]
     lines[-1] += "implementations of a CPU."
     rows = []
-    for (attention, layers, width, tokens, recompute), of_run in found:
+    for (attention, layers, width, tokens, recompute), of_run in results:
         cells = [attention, str(layers), str(width), f"{tokens:,}", recompute]
         for real, planned in of_run:
             cells += [f"{real / 1e6:.3g}", f"{planned / 1e6:.3g}", f"{planned / real - 1:+.1%}"]
         rows.append(table_row(cells))
-    give("\n".join([*lines, "", *table(COLUMNS, rows)]), out)
+    write_page("\n".join([*lines, "", *table(COLUMNS, rows)]), out)
 
 
 if __name__ == "__main__":

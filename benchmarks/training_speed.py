@@ -1,11 +1,11 @@
-"""How fast a model trains beside the same model in `transformers`: a Llama with SDPA and torch's fused AdamW.
+"""Training speed compared with the same model in `transformers`: a Llama with SDPA and torch's fused AdamW.
 
     OMP_NUM_THREADS=1 python -m benchmarks.training_speed --out benchmarks/results/training_speed_cpu.md
 
-Ours goes through the engine that `megakernel pretrain` steps, with softmax and with the default FLuRKA. All have the
-same sizes, sequences, dtype and gradient clipping. Each trains in a process of its own, and the processes take turns,
-so that other work on the machine meets all of them. On a CPU time is that of the process; on a GPU it is the wall
-clock's, and models are in bfloat16.
+Our models run in the engine of `megakernel pretrain`, with softmax and with the default FLuRKA. All have the same
+sizes, sequences, dtype and gradient clipping. Each trains in its own process, and the processes take turns, so that
+other load on the machine affects all of them. On a CPU the times are CPU time of the process; on a GPU they are wall
+clock time, and models are in bfloat16.
 """
 
 import argparse
@@ -20,31 +20,31 @@ from typing import Any, NamedTuple
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.page import add_out, give, one_table, table_row, typed
-from benchmarks.trained import configured
+from benchmarks.page import add_out_option, command_line, table_page, table_row, write_page
+from benchmarks.training_runs import benchmark_config
 from megakernel.config import Config, Parallel
 
 BASELINE = "transformers"
 MODELS = {BASELINE: "transformers", "softmax": "softmax", "flurka": "FLuRKA"}
-"""Model -> its name on the page; ours are presets of model.attention."""
+"""Model -> its name on the page; our models are presets of model.attention."""
 
 LENGTHS = (512, 4096, 16384)
-WANTED = {"softmax": (1, 1, 1), "flurka": (1, 2, 6)}
-"""Times the baseline's speed that are asked for at LENGTHS."""
+TARGETS = {"softmax": (1, 1, 1), "flurka": (1, 2, 6)}
+"""Targets at LENGTHS, as multiples of the baseline's speed."""
 
 LEARNING_RATE = 3e-4
-WARM = 2
-"""Steps that do not count: memory is touched, and moments are made, for the first time."""
+WARMUP_STEPS = 2
+"""Warm-up steps, in which memory is first touched and optimizer moments are made."""
 
 TOKENS = 4096
-"""Tokens of a turn, at least: more than one step of short sequences."""
+"""Minimum tokens of a turn: several steps of short sequences."""
 
 ON_GPU = torch.cuda.is_available()
 DTYPE = "bfloat16" if ON_GPU else "float32"
 
 
 class Sizes(NamedTuple):
-    """Sizes that all models have in common."""
+    """Sizes that all models share."""
 
     length: int
     rows: int
@@ -56,28 +56,28 @@ class Sizes(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """Some steps of a model."""
+    """Several steps of one model."""
 
     seconds: float
-    """Seconds of one step."""
+    """Mean seconds per step."""
 
     loss: float
     """Loss of the last step, in nats."""
 
 
 def configuration(attention: str, sizes: Sizes) -> Config:
-    """A run of ours, whose sequences hold one document each."""
+    """A configuration of our model, with one document per sequence."""
     model = {"num_layers": sizes.layers, "hidden_size": sizes.width, "num_heads": sizes.heads}
     rows = {"global_batch_size": sizes.rows, "micro_batch_size": sizes.rows}
-    return configured(
+    return benchmark_config(
         {**model, "ffn_hidden_size": sizes.inner, "attention": attention},
         {"seq_len": sizes.length, **rows, "dtype": DTYPE},
         data={"isolate_documents": False},
     )
 
 
-def ours(config: Config, sizes: Sizes) -> Callable[[], float]:
-    """A step of our model; returns the loss."""
+def our_step(config: Config, sizes: Sizes) -> Callable[[], float]:
+    """A function that trains our model for one step and returns the loss."""
     from megakernel.parallel import Mesh, prepare_device
     from megakernel.parallel.processes import ProcessEnvironment
 
@@ -98,7 +98,7 @@ def llama(sizes: Sizes) -> LlamaForCausalLM:
 
 
 def llama_like(config: Config, vocab_size: int, positions: int, **more: Any) -> LlamaForCausalLM:
-    """A Llama of the sizes of a run of ours, with SDPA. more: other keys of its configuration."""
+    """A Llama with the sizes of our configuration and SDPA. more: other keys of LlamaConfig."""
     sizes = {
         "hidden_size": config.model.hidden_size,
         "intermediate_size": config.model.ffn_size,
@@ -110,8 +110,8 @@ def llama_like(config: Config, vocab_size: int, positions: int, **more: Any) -> 
     return LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, **sizes, **how, **more))
 
 
-def baseline(sizes: Sizes) -> Callable[[], float]:
-    """A step of it, as its Trainer takes one; returns the loss."""
+def baseline_step(sizes: Sizes) -> Callable[[], float]:
+    """A function that trains the Llama for one step, as the Trainer of `transformers` does, and returns the loss."""
     model = llama(sizes).train()
     weights = list(model.parameters())
     optimizer = torch.optim.AdamW(weights, LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
@@ -131,56 +131,56 @@ def baseline(sizes: Sizes) -> Callable[[], float]:
     return step
 
 
-def _work(model: str, sizes: Sizes, pipe: Connection) -> None:
-    """A process: train as many steps as it is told, and say how long they took."""
-    step = baseline(sizes) if model == BASELINE else ours(configuration(model, sizes), sizes)
+def _worker(model: str, sizes: Sizes, pipe: Connection) -> None:
+    """The main function of a process: receive numbers of steps, train, send a Turn; 0 ends it."""
+    step = baseline_step(sizes) if model == BASELINE else our_step(configuration(model, sizes), sizes)
     clock = time.perf_counter if ON_GPU else time.process_time
-    for _ in range(WARM):
+    for _ in range(WARMUP_STEPS):
         step()
     pipe.send(None)
     while steps := pipe.recv():
         start = clock()
         for _ in range(steps):
-            loss = step()  # the host reads it, and so has waited for the device
+            loss = step()  # returns a Python float, which synchronizes with the device
         if ON_GPU:
             torch.cuda.synchronize()
         pipe.send(Turn((clock() - start) / steps, loss))
 
 
 def measure(sizes: Sizes, turns: int) -> dict[str, list[Turn]]:
-    """The turns of each model."""
+    """Train each model for this many turns."""
     spawning = multiprocessing.get_context("spawn")
     pipes: dict[str, Connection] = {}
     for model in MODELS:
         pipes[model], end = spawning.Pipe()
-        spawning.Process(target=_work, args=(model, sizes, end), daemon=True).start()
+        spawning.Process(target=_worker, args=(model, sizes, end), daemon=True).start()
         end.close()
         pipes[model].recv()  # before the next one starts
-    found: dict[str, list[Turn]] = {model: [] for model in MODELS}
+    results: dict[str, list[Turn]] = {model: [] for model in MODELS}
     for _ in range(turns):
         for model, pipe in pipes.items():
             pipe.send(max(1, TOKENS // (sizes.rows * sizes.length)))
-            found[model].append(pipe.recv())
+            results[model].append(pipe.recv())
     for pipe in pipes.values():
         pipe.send(0)
     for process in multiprocessing.active_children():
         process.join()
-    return found
+    return results
 
 
-def row(sizes: Sizes, found: dict[str, list[Turn]]) -> str:
-    """The line of one length."""
-    times = {model: statistics.median(turn.seconds for turn in turns) for model, turns in found.items()}
+def row(sizes: Sizes, results: dict[str, list[Turn]]) -> str:
+    """The table row of one length."""
+    times = {model: statistics.median(turn.seconds for turn in turns) for model, turns in results.items()}
     cells = [f"{sizes.length:,}", *(f"{sizes.rows * sizes.length / one:,.0f}" for one in times.values())]
-    for model, wanted in WANTED.items():
-        asked = f" ({wanted[LENGTHS.index(sizes.length)]})" if sizes.length in LENGTHS else ""
-        cells.append(f"{times[BASELINE] / times[model]:.2f}{asked}")
+    for model, targets in TARGETS.items():
+        target = f" ({targets[LENGTHS.index(sizes.length)]})" if sizes.length in LENGTHS else ""
+        cells.append(f"{times[BASELINE] / times[model]:.2f}{target}")
     return table_row(cells)
 
 
 def page(rows: Sequence[str], sizes: Sizes, command: str) -> str:
-    """The table and what it is of."""
-    columns = ["tokens of a sequence", *MODELS.values(), *(f"{MODELS[model]} (wanted)" for model in WANTED)]
+    """The page: explanation and table."""
+    columns = ["tokens of a sequence", *MODELS.values(), *(f"{MODELS[model]} (target)" for model in TARGETS)]
     text = (
         f"{sizes.layers} layers × {sizes.width}, {sizes.heads} heads, SwiGLU of {sizes.inner}, "
         f"{sizes.vocab_size:,} ids, tied embeddings, {DTYPE}, {sizes.rows} sequence(s) of one document in a step. "
@@ -189,20 +189,20 @@ def page(rows: Sequence[str], sizes: Sizes, command: str) -> str:
         "`transformers`, whose `LlamaForCausalLM` has SDPA and torch's fused AdamW, as its Trainer has by default. "
         "Ours is the engine of `megakernel pretrain` with its defaults."
     )
-    return one_table("Training beside `transformers`", command, text, columns, rows)
+    return table_page("Training compared with `transformers`", command, text, columns, rows)
 
 
 def main() -> None:
     """Measure and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_out(parser)
+    add_out_option(parser)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of a sequence")
     parser.add_argument("--rows", type=int, default=1, help="sequences of a step")
-    parser.add_argument("--turns", type=int, default=5, help="of each model at each length")
+    parser.add_argument("--turns", type=int, default=5, help="turns of each model at each length")
     options = parser.parse_args()
     sizes = [Sizes(length, options.rows) for length in options.lengths]
     rows = [row(one, measure(one, options.turns)) for one in sizes]
-    give(page(rows, sizes[0], typed("training_speed", sys.argv[1:])), options.out)
+    write_page(page(rows, sizes[0], command_line("training_speed", sys.argv[1:])), options.out)
 
 
 if __name__ == "__main__":

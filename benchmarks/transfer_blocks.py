@@ -1,4 +1,4 @@
-"""Peak memory of attention transfer, all layers at once and in blocks of layers, of dense models of two depths.
+"""Peak memory of attention transfer, all layers at once and in blocks of layers, for dense models of two depths.
 
 OMP_NUM_THREADS=1 python -m benchmarks.transfer_blocks
 """
@@ -15,12 +15,12 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.page import add_out, give, opening, table, table_row
-from benchmarks.trained import RETURNS_MEMORY, megakernel
+from benchmarks.page import add_out_option, page_header, table, table_row, write_page
+from benchmarks.training_runs import RETURN_FREED_MEMORY, run_megakernel
 from megakernel.config import Config, load, yaml_text
 from megakernel.parallel import Mesh
 from megakernel.parallel.processes import ProcessEnvironment
-from megakernel.training.process import in_mesh
+from megakernel.training.process import run_in_mesh
 
 DEPTHS = (12, 24)
 BLOCKS = (None, 6, 2)
@@ -37,7 +37,7 @@ TRAINING = {
 }
 
 
-def dense(folder: Path, layers: int) -> None:
+def save_dense(folder: Path, layers: int) -> None:
     """A dense model of `transformers` with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -45,8 +45,8 @@ def dense(folder: Path, layers: int) -> None:
     LlamaForCausalLM(LlamaConfig(vocab_size=512, num_hidden_layers=layers, **sizes)).save_pretrained(folder)
 
 
-def written(folder: Path, corpus: Path) -> Path:
-    """The file of an up-training of folder/dense."""
+def write_config(folder: Path, corpus: Path) -> Path:
+    """Write the configuration of an up-training of folder/dense and return its path."""
     from megakernel.checkpoint.dense import DenseCheckpoint
 
     section = DenseCheckpoint(folder / "dense").section
@@ -64,13 +64,13 @@ def written(folder: Path, corpus: Path) -> Path:
     return path
 
 
-def stage(file: Path, block_layers: int | None) -> dict[str, float]:
-    """Run the transfer stage alone in this process; bytes: the most that was resident, and of hidden states."""
+def run_transfer(file: Path, block_layers: int | None) -> dict[str, float]:
+    """Run only the transfer stage, in this process; returns bytes of peak resident memory and of hidden states."""
     from launch.training import providers
     from megakernel.training.step_costs import MemoryPeaks
     from megakernel.training.trainer import Trainer
     from megakernel.uptraining.blocks import BlockTransfer
-    from megakernel.uptraining.costs import Spent
+    from megakernel.uptraining.costs import TrainingCost
     from megakernel.uptraining.stages import stages
 
     config: Config = stages(load(file, [f"run.name=blocks_of_{block_layers}"]))[0].config
@@ -85,42 +85,42 @@ def stage(file: Path, block_layers: int | None) -> dict[str, float]:
         return transfer.run()
 
     with redirect_stdout(io.StringIO()):
-        in_mesh(config, ProcessEnvironment(), run)
-    # A run starts the system's count of the most anew in each phase, and logs what it was. (`getrusage` counts from the
-    # parent's.)
-    logged = Spent.of(config.run.folder).peak_bytes
+        run_in_mesh(config, ProcessEnvironment(), run)
+    # A run logs the kernel's peak counter and resets it in each phase, so the last phase is read here. (`getrusage`
+    # would start from the parent's peak.)
+    logged = TrainingCost.of(config.run.folder).peak_bytes
     last = MemoryPeaks(torch.device("cpu")).scalars()["memory/peak_gib"] * 2**30
     return {"resident": max(logged, last), "states": states}
 
 
-def in_a_process(file: Path, block_layers: int | None) -> dict[str, float]:
-    """`stage` in a process of its own."""
+def run_in_process(file: Path, block_layers: int | None) -> dict[str, float]:
+    """`run_transfer` in a fresh process."""
     fresh = get_context("spawn")
-    with patch.dict(os.environ, RETURNS_MEMORY), ProcessPoolExecutor(1, mp_context=fresh) as pool:
-        return pool.submit(stage, file, block_layers).result()
+    with patch.dict(os.environ, RETURN_FREED_MEMORY), ProcessPoolExecutor(1, mp_context=fresh) as pool:
+        return pool.submit(run_transfer, file, block_layers).result()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_out(parser)
+    add_out_option(parser)
     args = parser.parse_args()
     rows = []
-    with tempfile.TemporaryDirectory() as place:
-        corpus = Path(place) / "corpus"
-        some = ("--max-documents", "60", "--validation-fraction", "0.1")
-        megakernel("prepare", "--source", "stdlib", "--tokenizer", "byte", *some, "--out", str(corpus))
+    with tempfile.TemporaryDirectory() as temporary:
+        corpus = Path(temporary) / "corpus"
+        limits = ("--max-documents", "60", "--validation-fraction", "0.1")
+        run_megakernel("prepare", "--source", "stdlib", "--tokenizer", "byte", *limits, "--out", str(corpus))
         for layers in DEPTHS:
-            folder = Path(place) / str(layers)
-            dense(folder / "dense", layers)
+            folder = Path(temporary) / str(layers)
+            save_dense(folder / "dense", layers)
             weights = (folder / "dense" / "model.safetensors").stat().st_size / 1e6
-            file = written(folder, corpus)
+            file = write_config(folder, corpus)
             for block in BLOCKS:
-                found = in_a_process(file, block)
-                sizes = (f"{found['resident'] / 1e6:,.0f}", f"{found['states'] / 1e6:,.1f}")
+                peaks = run_in_process(file, block)
+                sizes = (f"{peaks['resident'] / 1e6:,.0f}", f"{peaks['states'] / 1e6:,.1f}")
                 rows.append(table_row([layers, f"{weights:,.0f}", block or "all at once", *sizes]))
     command = "OMP_NUM_THREADS=1 python -m benchmarks.transfer_blocks"
-    lines = opening("Attention transfer in blocks of layers", command, f", hidden size {HIDDEN}, float32")
-    give("\n".join([*lines, *table(COLUMNS, rows)]), args.out)
+    lines = page_header("Attention transfer in blocks of layers", command, f", hidden size {HIDDEN}, float32")
+    write_page("\n".join([*lines, *table(COLUMNS, rows)]), args.out)
 
 
 if __name__ == "__main__":

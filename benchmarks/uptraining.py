@@ -1,11 +1,11 @@
-"""A dense model of 10 million parameters becomes causal FLuRKA on a tenth of its tokens, in three ways.
+"""Up-training a dense model of 10 million parameters to causal FLuRKA on a tenth of its tokens, in three ways.
 
     OMP_NUM_THREADS=1 python -m benchmarks.uptraining --out benchmarks/results/uptraining_cpu.md
 
-Prepares the standard library's source in 8,192 words, a tenth of its documents held out, pretrains the dense model
-(benchmarks/uptraining.yaml), exports it and has `transformers` measure its perplexity, then up-trains it
-(benchmarks/uptraining_flurka.yaml), with alpha, and with windows twice as long. Runs lie in runs/uptraining; what is
-done is read, not repeated. No page is written where `transformers` disagrees with us.
+Prepares the standard library's source with a vocabulary of 8,192 and a tenth of its documents held out, pretrains the
+dense model (benchmarks/uptraining.yaml), exports it and measures its perplexity with `transformers`, then up-trains it
+(benchmarks/uptraining_flurka.yaml): as configured, with alpha, and with windows twice as long. Runs are in
+runs/uptraining; finished ones are read, not repeated. No page is written if `transformers` finds another loss.
 """
 
 import argparse
@@ -16,37 +16,37 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.page import add_out, give, opening, table, table_row
-from benchmarks.trained import megakernel
+from benchmarks.page import add_out_option, page_header, table, table_row, write_page
+from benchmarks.training_runs import run_megakernel
 from megakernel.config import Config, load
-from megakernel.uptraining.costs import Spent
+from megakernel.uptraining.costs import TrainingCost
 from megakernel.uptraining.report import recovered
 
 DENSE = Path(__file__).with_suffix(".yaml")
 FLURKA = DENSE.with_name("uptraining_flurka.yaml")
 NO_CONTROLS = ["uptrain.from_scratch=false", "uptrain.train_dense=false"]
-TWICE = "{preset: flurka, compression: {block_size: 32, rank: 8}, near: {blocks: 2, join: shared}}"
-"""Windows and blocks of 32 tokens in place of 16, as many landmarks for each."""
+LONG_WINDOWS = "{preset: flurka, compression: {block_size: 32, rank: 8}, near: {blocks: 2, join: shared}}"
+"""Blocks of 32 tokens instead of 16, with as many landmarks per token."""
 VARIANTS = {
     "without alpha": ["run.name=flurka"],
     "alpha 0.3": ["run.name=flurka-alpha", "uptrain.alpha=0.3", *NO_CONTROLS],
-    "windows of 32": ["run.name=flurka-32", f"model.attention={TWICE}", *NO_CONTROLS],
+    "windows of 32": ["run.name=flurka-32", f"model.attention={LONG_WINDOWS}", *NO_CONTROLS],
 }
 CORPUS = Path("data/stdlib-tenth")
-AGREEMENT = 1e-3
-"""How far the loss of `transformers` on the exported model may be from ours, in nats."""
+TOLERANCE = 1e-3
+"""Largest allowed difference between our loss and that of `transformers` on the exported model, in nats."""
 
 
-def exported(dense: Config) -> Path:
-    """The dense run as `transformers` reads it, exported once."""
+def export_dense(dense: Config) -> Path:
+    """Export the dense run for `transformers` unless that is done; returns the folder."""
     folder = dense.run.root / "hf"
     if not folder.exists():
-        megakernel("export", str(dense.run.folder), "--to", str(folder))
+        run_megakernel("export", str(dense.run.folder), "--to", str(folder))
     return folder
 
 
-def loss_by_others(folder: Path, dense: Config) -> float:
-    """Nats per token of the exported model on the validation samples of the run, by `transformers` alone."""
+def transformers_loss(folder: Path, dense: Config) -> float:
+    """Loss of the exported model in `transformers`, in nats per token, on the run's validation samples."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -65,28 +65,28 @@ def loss_by_others(folder: Path, dense: Config) -> float:
     return total / count
 
 
-def page(dense: Config, by_others: float, reports: dict[str, dict[str, Any]], minutes: float) -> str:
-    """The table; minutes: of training steps."""
+def page(dense: Config, their_loss: float, reports: dict[str, dict[str, Any]], minutes: float) -> str:
+    """The page. their_loss: loss by `transformers`; minutes: time of all training steps."""
     first = reports["without alpha"]
     ours = first["dense"]["loss"]
     tokens = dense.training.consumed(dense.training.steps)[1]
     columns = ["model", "tokens", "loss", "perplexity", "loss beyond the window", "recovered"]
     lines = [
-        *opening(
+        *page_header(
             "Up-training a dense model to causal FLuRKA",
             "OMP_NUM_THREADS=1 python -m benchmarks.uptraining",
             f", float32, two processes; steps of training took {minutes:.0f} minutes",
         ),
         f"The dense model has seen {tokens:,} tokens of the standard library's source (8,192 words). Losses are nats "
         f"per token on {dense.training.eval_samples} held-out samples of {dense.training.seq_len} tokens. "
-        f"`transformers` gives the exported dense model {by_others:.4f} (perplexity {math.exp(by_others):.3f}) where "
+        f"`transformers` gives the exported dense model {their_loss:.4f} (perplexity {math.exp(their_loss):.3f}) where "
         f"Megakernel gives {ours:.4f}. *recovered*: of the perplexity between the swapped model and the dense one; "
         "in the last column, between the swapped model and what the dense one became on as many tokens. *beyond the "
         f"window*: tokens with {first['window']} tokens of their document before them, or as many as their window has.",
         "",
     ]
     rows = [_row(first["dense"] | {"tokens": tokens})]
-    end = first["trained_on"]["loss"]
+    trained_on_loss = first["trained_on"]["loss"]
     for name, report in reports.items():
         if report is first or report["window"] != first["window"]:
             rows.append(_row(report["swapped"] | {"name": f"{name}: {report['swapped']['name']}"}))
@@ -95,7 +95,7 @@ def page(dense: Config, by_others: float, reports: dict[str, dict[str, Any]], mi
             if is_control and report["window"] == first["window"] and report is not first:
                 continue
             of_dense = report["recovered"][model["name"]]
-            of_trained_on = recovered(report["swapped"]["loss"], model["loss"], end)
+            of_trained_on = recovered(report["swapped"]["loss"], model["loss"], trained_on_loss)
             title = model["name"] if is_control else f"{name}: {model['name']}"
             rows.append(_row(model | {"name": title}, of_dense, of_trained_on))
     return "\n".join(lines + table([*columns, "of trained on"], rows, numbers=True))
@@ -108,40 +108,40 @@ def _row(model: dict[str, Any], *shares: float | None) -> str:
 
 
 def minutes_of_steps(folders: Sequence[Path]) -> float:
-    """Minutes of the steps of all runs in and below these folders, from their logs."""
+    """Minutes of all training steps of the runs in these folders, from their logs."""
     files = (file for folder in folders for file in folder.rglob("metrics.jsonl"))
-    return sum(Spent.of(file.parent).seconds for file in files) / 60
+    return sum(TrainingCost.of(file.parent).seconds for file in files) / 60
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 where the page is written."""
+    """Train, compare with `transformers`, and write the page; return 1 if the losses differ."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--nproc", type=int, default=2)
-    add_out(parser)
+    add_out_option(parser)
     options = parser.parse_args(argv)
     if not CORPUS.exists():
         held_out = ("--validation-fraction", "0.1")
-        megakernel(
+        run_megakernel(
             "prepare", "--source", "stdlib", "--tokenizer", "bpe:8192", *held_out, "--out", str(CORPUS)
         )
     dense = load(DENSE)
-    megakernel("pretrain", str(DENSE), "--nproc", str(options.nproc))
-    folder = exported(dense)
+    run_megakernel("pretrain", str(DENSE), "--nproc", str(options.nproc))
+    folder = export_dense(dense)
     reports, runs = {}, [dense.run.folder]
     for name, overrides in VARIANTS.items():
-        megakernel("uptrain", str(FLURKA), *overrides, "--nproc", str(options.nproc))
+        run_megakernel("uptrain", str(FLURKA), *overrides, "--nproc", str(options.nproc))
         run = load(FLURKA, overrides).run.folder
         reports[name] = json.loads((run / "uptrain_report.json").read_text(encoding="utf-8"))
         runs.append(run)
-    by_others = loss_by_others(folder, dense)
-    if abs(by_others - reports["without alpha"]["dense"]["loss"]) > AGREEMENT:
+    their_loss = transformers_loss(folder, dense)
+    if abs(their_loss - reports["without alpha"]["dense"]["loss"]) > TOLERANCE:
         print(
-            f"no page is written: transformers gives {by_others:.4f}, Megakernel "
+            f"no page is written: transformers gives {their_loss:.4f}, Megakernel "
             f"{reports['without alpha']['dense']['loss']:.4f}",
             file=sys.stderr,
         )
         return 1
-    give(page(dense, by_others, reports, minutes_of_steps(runs)), options.out)
+    write_page(page(dense, their_loss, reports, minutes_of_steps(runs)), options.out)
     return 0
 
 

@@ -1,1 +1,1 @@
-"""Text in, sequence-sharded batches out: sources, tokenizers, token files, and the order of samples."""
+"""The path from text to sequence-sharded batches: sources, tokenizers, token files, and sample order."""

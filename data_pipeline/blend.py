@@ -1,4 +1,4 @@
-"""Several corpora as one endless stream, each with its share of the samples."""
+"""Several corpora blended by weight into one endless stream of samples."""
 
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
@@ -8,69 +8,66 @@ import numpy as np
 from data_pipeline.packing import Packing
 
 BLEND_PERIOD = 2**16
-"""Samples after which the pattern of the blend repeats, each corpus in it at least once."""
+"""Samples after which the blend's pattern repeats; every corpus occurs in it."""
 
 Sample = TypeVar("Sample")
 SampleOut = TypeVar("SampleOut", covariant=True)
 
 
-class Part(Protocol[SampleOut]):
+class CorpusStream(Protocol[SampleOut]):
     """The samples of one corpus, epoch after epoch."""
 
     per_epoch: int
 
     def build(self, samples: int) -> None:
-        """Make what reading the first `samples` samples needs."""
+        """Build what reading the first `samples` samples needs."""
 
     def __getitem__(self, index: int) -> SampleOut:
         """Sample `index` of the corpus."""
 
 
 class Blend(Generic[Sample]):
-    """The stream that training consumes.
+    """The stream that training consumes; as in Megatron, each sample is from the corpus furthest behind its weight."""
 
-    Megatron's blending takes the next sample from the corpus that is furthest behind its weight.
-    """
-
-    def __init__(self, parts: Sequence[Part[Sample]], weights: Sequence[float]):
+    def __init__(self, streams: Sequence[CorpusStream[Sample]], weights: Sequence[float]):
         """weights: the parts' relative shares of the samples."""
-        self._parts = parts
-        self._which = np.zeros(BLEND_PERIOD, dtype=np.int16)
-        self._rank = np.zeros(BLEND_PERIOD, dtype=np.int64)
-        if len(parts) == 1:
-            self._rank[:] = np.arange(BLEND_PERIOD)
+        self._streams = streams
+        self._corpus_of = np.zeros(BLEND_PERIOD, dtype=np.int16)
+        self._sample_of = np.zeros(BLEND_PERIOD, dtype=np.int64)
+        if len(streams) == 1:
+            self._sample_of[:] = np.arange(BLEND_PERIOD)
         else:
-            from megatron.core.datasets import helpers  # seconds, which a blend of one need not wait for
+            from megatron.core.datasets import helpers  # an import of seconds, unneeded for one corpus
 
             shares = np.array(weights, dtype=np.float64)
             helpers.build_blending_indices(
-                self._which, self._rank, shares / shares.sum(), len(parts), BLEND_PERIOD, False
+                self._corpus_of, self._sample_of, shares / shares.sum(), len(streams), BLEND_PERIOD, False
             )
-        self._counts = np.bincount(self._which, minlength=len(parts))
+        self._counts = np.bincount(self._corpus_of, minlength=len(streams))
 
     @property
-    def one_pass(self) -> int:
-        """Samples after which, at the latest, every corpus begins to repeat."""
-        return sum(part.per_epoch for part in self._parts)
+    def per_epoch(self) -> int:
+        """Samples of one epoch of every corpus."""
+        return sum(stream.per_epoch for stream in self._streams)
 
     def build(self, samples: int) -> None:
-        """Make what reading the first `samples` samples needs and is not there yet."""
+        """Build what reading the first `samples` samples needs, unless it exists."""
         periods, rest = divmod(samples, BLEND_PERIOD)
-        needed = periods * self._counts + np.bincount(self._which[:rest], minlength=len(self._parts))
-        for part, count in zip(self._parts, needed):
-            part.build(int(count))
+        needed = periods * self._counts + np.bincount(self._corpus_of[:rest], minlength=len(self._streams))
+        for stream, count in zip(self._streams, needed):
+            stream.build(int(count))
 
     def packing(self) -> list[Packing]:
-        """How each corpus's documents lie in sequences, where sequences are packed; something is built."""
+        """Packing statistics of each corpus, if its sequences are packed; some samples must have been built."""
         return []
 
     def __getitem__(self, index: int) -> Sample:
         """Sample `index` of the stream."""
-        part, place = self.locate(index)
-        return self._parts[part][place]
+        corpus, sample = self.locate(index)
+        return self._streams[corpus][sample]
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Which corpus sample `index` of the stream comes from, and which of that corpus's samples it is."""
-        period, place = divmod(index, BLEND_PERIOD)
-        part = int(self._which[place])
-        return part, int(period * self._counts[part] + self._rank[place])
+        """The corpus of sample `index`, and the sample's index in that corpus."""
+        period, offset = divmod(index, BLEND_PERIOD)
+        corpus = int(self._corpus_of[offset])
+        return corpus, int(period * self._counts[corpus] + self._sample_of[offset])

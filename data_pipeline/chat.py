@@ -1,4 +1,4 @@
-"""Conversations as tokens: a tokenizer's own chat template around messages, and which tokens the assistant wrote."""
+"""Conversations to tokens: rendering with a tokenizer's chat template, and which tokens the assistant wrote."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,16 +15,16 @@ Message: TypeAlias = Mapping[str, Any]
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
 
-_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""How a template says which part of it the assistant writes."""
+_GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""The Jinja tag with which a template marks what the assistant writes."""
 
 
 def conversation(messages: Sequence[Any]) -> Document:
-    """One row of a column of conversations; keys without a value are left out of its messages.
+    """One conversation as a document; message keys with null values are dropped.
 
-    Raises UserError for what is no message, and for a role that no template knows.
+    Raises UserError for an invalid message or an unknown role.
     """
-    found = []
+    checked = []
     for message in messages:
         if not isinstance(message, Mapping):
             raise UserError(f"a message is {type(message).__name__}, not {{role, content}}")
@@ -39,26 +39,26 @@ def conversation(messages: Sequence[Any]) -> Document:
             raise UserError(
                 f"a message of role {message['role']} has no content; give it, or remove the message"
             )
-        found.append(message)
-    contents = (_text(message.get("content", "")) for message in found)
-    return Document(("\n".join(filter(None, contents)),), messages=tuple(found))
+        checked.append(message)
+    contents = (_text(message.get("content", "")) for message in checked)
+    return Document(("\n".join(filter(None, contents)),), messages=tuple(checked))
 
 
 def check_messages(messages: Any, name: str) -> list[dict[str, Any]]:
-    """Messages to answer. Raises UserError, naming where they stand, for what is none."""
+    """The messages, checked. Raises UserError for an invalid one; name: the field that holds them, for errors."""
     if not isinstance(messages, list) or not messages:
         raise UserError(f'{name} holds no message; write [{{"role": "user", "content": "..."}}]')
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         role = message.get("role") if isinstance(message, dict) else None
         if role not in ROLES:
-            raise UserError(f"{name}[{place}].role={role!r} is unknown; write one of {', '.join(ROLES)}")
+            raise UserError(f"{name}[{index}].role={role!r} is unknown; write one of {', '.join(ROLES)}")
         if not isinstance(message.get("content"), str):
-            raise UserError(f"{name}[{place}].content is no text; write a string")
+            raise UserError(f"{name}[{index}].content is no text; write a string")
     return messages
 
 
 def _text(content: Any) -> str:
-    """What is said in a message, whose content may be blocks of text."""
+    """The text of a message's content, which may be a list of text blocks."""
     if isinstance(content, str):
         return content
     return "\n".join(str(block.get("text") or "") for block in content if isinstance(block, Mapping))
@@ -68,20 +68,20 @@ class ChatTokens(NamedTuple):
     """A conversation's tokens."""
 
     tokens: list[int]
-    """As the template renders them, and the document's end where they do not end with it."""
+    """The rendered conversation, with the end-of-document token appended unless it ends with it."""
 
     scored: np.ndarray
-    """(tokens,) uint8: 1 for what the assistant wrote, with the end of its turn."""
+    """(tokens,) uint8: 1 for what the assistant wrote, its end-of-turn token included."""
 
 
 class ChatTemplate:
     """The chat template of a tokenizer.
 
-    What the assistant wrote lies between `{% generation %}` and `{% endgeneration %}`. In a template without these it
-    is what a message of the assistant adds to the conversation before it, rendered with the prompt that asks for an
-    answer, up to the last end of a document in that.
+    The assistant's text lies between `{% generation %}` and `{% endgeneration %}`. Without these tags it is what an
+    assistant message adds to the conversation before it (rendered with the generation prompt), up to the last
+    end-of-document token in it.
 
-    Raises UserError for a tokenizer without a template, and for one that does not tell where its tokens lie in a text.
+    Raises UserError for a tokenizer without a template or without token offsets.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -92,42 +92,42 @@ class ChatTemplate:
         self._template = tokenizer.chat_template
         self._tokenizer = tokenizer.for_transformers()
         self._eod = tokenizer.eod
-        self._is_marked = _MARKED.search(self._template) is not None
+        self._has_tags = _GENERATION_TAG.search(self._template) is not None
         if not self._tokenizer.is_fast:
             raise UserError(
-                "the tokenizer does not tell where its tokens lie in a text; give one with a tokenizer.json"
+                "the tokenizer has no character offsets of its tokens; give one with a tokenizer.json"
             )
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of a conversation that the assistant is to answer. Raises UserError as `encode` does."""
-        return self._encode(self._rendered(messages, asks=True)[0])["input_ids"]
+        """The tokens of a conversation with the generation prompt. Raises UserError as `encode` does."""
+        return self._encode(self._render(messages, add_generation_prompt=True)[0])["input_ids"]
 
-    def following(self, heard: Sequence[Message], more: Sequence[Message]) -> list[int] | None:
-        """The tokens behind the answer that a conversation ends with, up to where the next one is asked for.
+    def tokens_after(self, history: Sequence[Message], new_messages: Sequence[Message]) -> list[int] | None:
+        """The tokens that follow the last answer of `history`: the new messages and the generation prompt.
 
-        None where the template writes what was heard in another way once `more` follows. Raises UserError as `encode`.
+        None if the template renders `history` differently once new messages follow. Raises UserError as `encode` does.
         """
-        before = self._rendered(heard[:-1], asks=True)[0] + heard[-1]["content"]
-        whole = self._rendered([*heard, *more], asks=True)[0]
+        before = self._render(history[:-1], add_generation_prompt=True)[0] + history[-1]["content"]
+        whole = self._render([*history, *new_messages], add_generation_prompt=True)[0]
         return self._encode(whole[len(before) :])["input_ids"] if whole.startswith(before) else None
 
     def encode(self, messages: Sequence[Message]) -> ChatTokens:
-        """A conversation. Raises UserError for one that the template refuses, or does not render message by message."""
-        whole, marked = self._rendered(messages)
-        spans = marked if self._is_marked else list(self._by_prefixes(messages, whole))
-        found = self._encode(whole)
-        tokens: list[int] = found["input_ids"]
-        starts, ends = np.array(found["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
+        """A conversation's tokens. Raises UserError if the template rejects it or does not render it incrementally."""
+        whole, tagged = self._render(messages)
+        spans = tagged if self._has_tags else list(self._spans_from_prefixes(messages, whole))
+        encoded = self._encode(whole)
+        tokens: list[int] = encoded["input_ids"]
+        starts, ends = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
         is_end = np.array(tokens) == self._eod
         scored = np.zeros(len(tokens), dtype=np.uint8)
         for start, end in spans:
-            (own,) = np.nonzero((starts < end) & (ends > start) & (starts < ends))
-            if not self._is_marked and is_end[own].any():
-                own = own[: np.flatnonzero(is_end[own])[-1] + 1]  # behind it stands what separates messages
-            scored[own] = 1
+            (inside,) = np.nonzero((starts < end) & (ends > start) & (starts < ends))
+            if not self._has_tags and is_end[inside].any():  # separators between messages follow
+                inside = inside[: np.flatnonzero(is_end[inside])[-1] + 1]
+            scored[inside] = 1
         if tokens[-1:] == [self._eod]:
             return ChatTokens(tokens, scored)
-        # The model has to end its answer with something: this, where the template brings nothing.
+        # The model must learn to end its answer: with this token, if the template writes none.
         is_answer = messages[-1]["role"] == ASSISTANT
         ends_itself = bool(spans) and bool(is_end[starts >= spans[-1][0]].any())
         return ChatTokens([*tokens, self._eod], np.append(scored, np.uint8(is_answer and not ends_itself)))
@@ -135,42 +135,42 @@ class ChatTemplate:
     def _encode(self, text: str) -> Any:
         return self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
 
-    def _rendered(self, messages: Sequence[Message], asks: bool = False) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and where the template says that the assistant writes. asks: with the prompt for an answer."""
+    def _render(
+        self, messages: Sequence[Message], add_generation_prompt: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and the spans that the template tags as the assistant's."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
             texts, spans = render_jinja_template(
                 conversations=[[dict(message) for message in messages]],
                 chat_template=self._template,
-                return_assistant_tokens_mask=self._is_marked,
-                add_generation_prompt=asks,
+                return_assistant_tokens_mask=self._has_tags,
+                add_generation_prompt=add_generation_prompt,
                 **self._tokenizer.special_tokens_map,
             )
-        # A template raises what it likes, in Jinja or in Python.
+        # A template can raise any exception, of Jinja or of Python.
         except Exception as error:
             raise UserError(
-                f"the chat template does not take {_beginning(messages)}: {first_line(error)}; correct the "
+                f"the chat template rejects {_describe(messages)}: {first_line(error)}; correct the "
                 "conversation, or give another template with --chat-template FILE"
             ) from error
         return texts[0], spans[0] if spans else []
 
-    def _by_prefixes(self, messages: Sequence[Message], whole: str) -> Iterator[tuple[int, int]]:
-        for at, message in enumerate(messages):
+    def _spans_from_prefixes(self, messages: Sequence[Message], whole: str) -> Iterator[tuple[int, int]]:
+        for index, message in enumerate(messages):
             if message["role"] == ASSISTANT:
-                before, behind = (
-                    self._rendered(messages[:at], asks=True)[0],
-                    self._rendered(messages[: at + 1])[0],
-                )
-                if not (whole.startswith(before) and whole.startswith(behind)):
+                before, _ = self._render(messages[:index], add_generation_prompt=True)
+                after, _ = self._render(messages[: index + 1])
+                if not (whole.startswith(before) and whole.startswith(after)):
                     raise UserError(
-                        f"the chat template renders message {at + 1} of {_beginning(messages)} in another way where "
-                        "others follow, so what the assistant wrote cannot be told from the rest; mark that in the "
-                        "template with {% generation %} and {% endgeneration %}, and give it with --chat-template FILE"
+                        f"the chat template renders message {index + 1} of {_describe(messages)} differently once "
+                        "others follow, so the assistant's text cannot be located; mark it in the template with "
+                        "{% generation %} and {% endgeneration %}, and give that with --chat-template FILE"
                     )
-                yield len(before), len(behind)
+                yield len(before), len(after)
 
 
-def _beginning(messages: Sequence[Message]) -> str:
-    said = _text(messages[0].get("content", "")) if messages else ""
-    return f"the conversation that begins with {said[:40]!r}"
+def _describe(messages: Sequence[Message]) -> str:
+    text = _text(messages[0].get("content", "")) if messages else ""
+    return f"the conversation that begins with {text[:40]!r}"

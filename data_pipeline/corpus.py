@@ -1,4 +1,4 @@
-"""Prepared folders, checked before anything is built on them."""
+"""Prepared folders as a run's corpora, checked when they are opened."""
 
 import math
 from collections.abc import Iterable
@@ -9,14 +9,14 @@ from pathlib import Path
 
 from data_pipeline import tokenizers
 from data_pipeline.manifest import Manifest, SplitRecord
-from data_pipeline.token_files import INDEX_HEADER, INDEX_MAGIC
+from data_pipeline.token_files import INDEX_HEADER, INDEX_MAGIC, TokenFile, scored_prefix
 from data_pipeline.tokenizers import Tokenizer
 from data_pipeline.verification import TOKEN_TYPES, verify_split, verify_tokenizer
 from megakernel.config.data import Corpus as CorpusConfig
 from megakernel.config.data import Data
 from megakernel.config.errors import UserError
 
-_AGAIN = "copy the folder from where it was prepared, or prepare it again"
+_REMEDY = "copy the folder from where it was prepared, or prepare it again"
 
 
 @dataclass(frozen=True)
@@ -28,33 +28,38 @@ class PreparedCorpus:
     manifest: Manifest
 
     def prefix(self, split: str) -> Path:
-        """Path of the split's token files without `.bin` and `.idx`."""
+        """Path of the split's token files without the extension."""
         return self.folder / split
 
     @property
     def is_chat(self) -> bool:
-        """Whether its documents are conversations, of which what the assistant wrote alone counts."""
+        """Whether its documents are conversations, in which only the assistant's tokens count."""
         return self.manifest.chat_template is not None
 
     def record(self, split: str) -> SplitRecord:
-        """Counts and files of a split that the folder has."""
+        """Counts and files of an existing split."""
         return self.manifest.splits[split]
+
+    def scored_file(self, split: str, answers: bool) -> TokenFile | None:
+        """Which tokens of a split belong to answers: if recorded, and `answers` asks for it or it has conversations."""
+        if not (answers or self.is_chat) or self.record(split).scored is None:
+            return None
+        return TokenFile(scored_prefix(self.prefix(split)))
 
 
 class Corpora:
     """The corpora of a run, all of one tokenizer.
 
-    Raises UserError naming the key for a folder that is missing, not prepared, or without the split asked
-    of it; for token files that are missing, truncated or not Megatron's; and for corpora of different
-    tokenizers.
+    Raises UserError naming the key for a folder that is missing, not prepared, or without the requested split; for
+    token files that are missing, truncated or not Megatron's; and for corpora of different tokenizers.
     """
 
     def __init__(
         self, data: Data, *, validation: bool = True, split: str = "validation", verify: bool = True
     ):
-        """validation: whether a split beside train will be read (training.eval_samples > 0). split: which one.
+        """validation: whether a split besides train will be read (training.eval_samples > 0). split: its name.
 
-        verify: hold files against their SHA-256, which reads all of them once on a machine; else against their sizes.
+        verify: check the files' SHA-256, which reads each of them once per machine; otherwise only their sizes.
         """
         self.train = [_open("data.train", corpus, "train", verify) for corpus in data.train]
         validation_key = "data.validation" if data.validation else "data.train"
@@ -66,20 +71,20 @@ class Corpora:
         _check_one_tokenizer(self.validation, validation_key, self.train[0])
         _check_one_template([*self.train, *self.validation])
         self._add_bos = data.add_bos
-        self._all_count = data.scored == "all"
-        of_all = self.train[0].manifest.tokenizer
-        self.vocab_size = of_all.vocab_size
-        """Ids of the tokenizer, end-of-document included."""
-        self.eod = of_all.eod
+        self._all_tokens_count = data.scored == "all"
+        tokenizer_record = self.train[0].manifest.tokenizer
+        self.vocab_size = tokenizer_record.vocab_size
+        """Number of ids of the tokenizer, end-of-document included."""
+        self.eod = tokenizer_record.eod
         """The token that ends documents."""
-        self.bos = of_all.bos
-        """The token that every document begins with; None where there is none."""
-        self.tokenizer_hash = of_all.hash
+        self.bos = tokenizer_record.bos
+        """The token that every document begins with; None if there is none."""
+        self.tokenizer_hash = tokenizer_record.hash
         """Equal for runs and corpora of the same tokenizer."""
 
     @property
     def tokenizer_folder(self) -> Path:
-        """Self-contained folder that `tokenizers.load` reads; of conversations, if any, for their template."""
+        """Folder for `tokenizers.load`: that of a corpus of conversations, if any, since it has the template."""
         corpus = next((corpus for corpus in self.train if corpus.is_chat), self.train[0])
         return corpus.folder / "tokenizer"
 
@@ -89,10 +94,9 @@ class Corpora:
         return tokenizers.load(self.tokenizer_folder, add_bos=self._add_bos)
 
     def bytes_per_token(self, split: str) -> float:
-        """UTF-8 bytes of text per token, each corpus by its share of the tokens.
+        """UTF-8 bytes of text per token, weighted by each corpus's share of the tokens.
 
-        Bits per byte = loss / ln 2 / bytes_per_token, with the cost of ending documents charged to their
-        text.
+        Bits per byte = loss / ln 2 / bytes_per_token; the loss of end-of-document tokens is charged to the text.
         """
         corpora = self.train if split == "train" else self.validation
         total = sum(corpus.weight for corpus in corpora)
@@ -102,12 +106,12 @@ class Corpora:
         )
 
     def is_text(self, split: str) -> bool:
-        """Whether all tokens of the split count, so that a causal model's loss of them is a code length."""
+        """Whether all tokens of the split count, so that a causal model's loss is a code length of the text."""
         corpora = self.train if split == "train" else self.validation
-        return self._all_count and not any(corpus.is_chat for corpus in corpora)
+        return self._all_tokens_count and not any(corpus.is_chat for corpus in corpora)
 
     def bits_per_byte(self, loss: float, split: str) -> float:
-        """Loss in nats per token -> bits per UTF-8 byte of the split's text, which other tokenizers' compare with."""
+        """Loss in nats per token -> bits per UTF-8 byte of the split's text, comparable across tokenizers."""
         return loss / math.log(2) / self.bytes_per_token(split)
 
 
@@ -129,11 +133,11 @@ def _check_files(key: str, corpus: PreparedCorpus, split: str, verify: bool) -> 
     for name, expected in corpus.manifest.files(split).items():
         file = corpus.folder / name
         if not file.is_file():
-            raise UserError(f"{key}={corpus.folder} lacks {name}; {_AGAIN}")
+            raise UserError(f"{key}={corpus.folder} lacks {name}; {_REMEDY}")
         if (size := file.stat().st_size) != expected.size:
             raise UserError(
                 f"{key}={corpus.folder} holds a truncated or foreign {name} ({size} bytes, not "
-                f"{expected.size}); {_AGAIN}"
+                f"{expected.size}); {_REMEDY}"
             )
     with (corpus.folder / f"{split}.idx").open("rb") as stream:
         header = stream.read(INDEX_HEADER.size)
@@ -142,13 +146,13 @@ def _check_files(key: str, corpus: PreparedCorpus, split: str, verify: bool) -> 
         token_type in TOKEN_TYPES and record.bin.size == TOKEN_TYPES[token_type].itemsize * record.tokens
     )
     if magic != INDEX_MAGIC or sequences != record.documents or not is_known:
-        raise UserError(f"{key}={corpus.folder} holds a foreign {split}.idx; {_AGAIN}")
+        raise UserError(f"{key}={corpus.folder} holds a foreign {split}.idx; {_REMEDY}")
     try:
         verify_tokenizer(corpus.folder, corpus.manifest)
         if verify:
             verify_split(corpus.folder, corpus.manifest, split, token_type)
     except UserError as error:
-        raise UserError(f"{key}={corpus.folder} {error}; {_AGAIN}") from None
+        raise UserError(f"{key}={corpus.folder} {error}; {_REMEDY}") from None
 
 
 def _check_one_template(corpora: Iterable[PreparedCorpus]) -> None:
@@ -162,17 +166,18 @@ def _check_one_template(corpora: Iterable[PreparedCorpus]) -> None:
 
 
 def _check_one_tokenizer(corpora: Iterable[PreparedCorpus], key: str, first: PreparedCorpus) -> None:
+    expected = first.manifest.tokenizer
     for corpus in corpora:
-        if corpus.manifest.tokenizer.hash != first.manifest.tokenizer.hash:
-            mine, other = corpus.manifest.tokenizer, first.manifest.tokenizer
+        record = corpus.manifest.tokenizer
+        if record.hash != expected.hash:
             raise UserError(
-                f"{key}={corpus.folder} was prepared with another tokenizer ({mine.kind}, "
-                f"{mine.vocab_size} ids) than {first.folder} ({other.kind}, {other.vocab_size} ids); "
+                f"{key}={corpus.folder} was prepared with another tokenizer ({record.kind}, "
+                f"{record.vocab_size} ids) than {first.folder} ({expected.kind}, {expected.vocab_size} ids); "
                 f"prepare it with --tokenizer {first.folder / 'tokenizer'}"
             )
-        if corpus.manifest.tokenizer.bos != first.manifest.tokenizer.bos:
-            flag = "--no-add-bos" if first.manifest.tokenizer.bos is None else "--add-bos"
+        if record.bos != expected.bos:
+            flag = "--no-add-bos" if expected.bos is None else "--add-bos"
             raise UserError(
-                f"{key}={corpus.folder} begins documents with token {corpus.manifest.tokenizer.bos}, {first.folder} "
-                f"with {first.manifest.tokenizer.bos} (None: no BOS); prepare it with {flag}"
+                f"{key}={corpus.folder} begins documents with token {record.bos}, {first.folder} with {expected.bos} "
+                f"(None: no BOS); prepare it with {flag}"
             )

@@ -1,4 +1,4 @@
-"""What sources give and `prepare` writes."""
+"""A document, which sources yield and `prepare` writes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ Label: TypeAlias = int | str
 
 
 class Document(NamedTuple):
-    """One text; or a labelled example, of which two texts are compared where there are two."""
+    """One text; or a labelled example of one text, or of two that are compared."""
 
     texts: tuple[str, ...]
 
@@ -18,21 +18,21 @@ class Document(NamedTuple):
     """A class, or the number that a regression predicts."""
 
     split: str | None = None
-    """The split that the source puts it into; None leaves it to the hash of its content."""
+    """The split that the source assigns; None: the hash of the content decides."""
 
     joined: bool = False
-    """Two texts are one sequence of tokens, with an end behind each; otherwise a sequence each."""
+    """Whether two texts form one token sequence, each ended by end-of-document; otherwise they form one each."""
 
     answers: tuple[tuple[int, int], ...] | None = None
-    """Of a task's example: first character and end of each answer in its one text."""
+    """Of a synthetic task's example: the character range of each answer in its one text."""
 
     messages: tuple[Mapping[str, Any], ...] | None = None
-    """Of a conversation: what its template renders. Its one text is what they say, without roles."""
+    """Of a conversation: the messages for the template. Its one text is their contents without roles."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns of a table make a document."""
+    """The columns of a table that make a document."""
 
     texts: tuple[str, ...] = ("text",)
     label: str | None = None
@@ -45,12 +45,12 @@ class Columns:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All of them, the label last."""
+        """All columns, the label last."""
         return (*self.texts, self.label) if self.label is not None else self.texts
 
     @property
     def label_form(self) -> tuple[UnionType | type, str]:
-        """The types that a label may have, and their name in an error."""
+        """The types that a label may have, and what errors call them."""
         return (float, "a number") if self.numbers else (int | str, "a class")
 
 

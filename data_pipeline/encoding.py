@@ -1,4 +1,4 @@
-"""Documents to tokens in worker processes, whose results come in order; every worker imports it, so it stays light."""
+"""Documents to tokens in worker processes, in order. Every worker imports this file, so its imports are light."""
 
 import os
 import signal
@@ -26,55 +26,55 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def in_processes(work: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
-    """`work(item)` of every item, in order, with a few items per worker under way at a time.
+def parallel_map(work: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
+    """`work(item)` of every item, in order; a few items per worker are in flight at a time.
 
-    Raises UserError where a worker is killed.
+    Raises UserError if a worker is killed.
     """
     pool = ProcessPoolExecutor(
         workers,
-        # A forked child could inherit a lock that a reader thread of pyarrow or tokenizers holds.
+        # A forked child could inherit a lock held by a thread of pyarrow or tokenizers.
         mp_context=get_context("spawn"),
-        initializer=_begin,
+        initializer=_initialize_worker,
     )
     pending: deque[Future[Result]] = deque()
     try:
         for item in items:
             pending.append(pool.submit(work, item))
             if len(pending) > 2 * workers:
-                yield _result(pending.popleft(), pool)
+                yield _wait_for_result(pending.popleft(), pool)
         while pending:
-            yield _result(pending.popleft(), pool)
+            yield _wait_for_result(pending.popleft(), pool)
     except BrokenProcessPool:
         raise UserError(
-            f"one of --workers {workers} was killed, most likely for want of memory; set fewer, or give "
+            f"one of --workers {workers} was killed, most likely out of memory; set fewer, or give "
             "shorter documents"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _result(future: "Future[Result]", pool: Any) -> Result:
-    """Its result. CPython 3.11's pool waits for ever for what a worker was handing over when it was killed."""
+def _wait_for_result(future: "Future[Result]", pool: Any) -> Result:
+    """The future's result. CPython 3.11's pool hangs if a worker is killed while it sends a result."""
     while not wait([future], timeout=1).done:
         workers = list(pool._processes.values())
         if any(worker.exitcode for worker in workers):
             for worker in workers:
                 worker.kill()
-            # The last end of the pipe that the pool reads: it says then that it is broken.
+            # Closes the last writer of the pipe that the pool reads, which makes it report BrokenProcessPool.
             pool._result_queue._writer.close()
             break
     return future.result()
 
 
-def _begin() -> None:
+def _initialize_worker() -> None:
     # Ctrl-C reaches the whole process group; the parent ends the pool.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A pool whose parent is killed would wait for work for ever.
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    # If the parent is killed, workers would otherwise wait for work forever.
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
     parent = parent_process()
     assert parent is not None
     parent.join()
@@ -85,13 +85,13 @@ class AnsweredTokens(NamedTuple):
     """A text's tokens."""
 
     tokens: list[int]
-    """With what documents begin with, without the end."""
+    """With the tokenizer's prefix, without the end-of-document token."""
 
     answers: list[tuple[int, int]]
-    """First token and end of each answer."""
+    """Token range of each answer."""
 
     def scored(self) -> np.ndarray:
-        """(tokens + 1,) uint8: 1 for the tokens of answers, 0 for the others and the document's end."""
+        """(tokens + 1,) uint8: 1 for tokens of answers, 0 for others and the end-of-document token."""
         flags = np.zeros(len(self.tokens) + 1, dtype=np.uint8)
         for start, end in self.answers:
             flags[start:end] = 1
@@ -99,27 +99,27 @@ class AnsweredTokens(NamedTuple):
 
 
 def encode_answered(tokenizer: Tokenizer, text: str, answers: Sequence[tuple[int, int]]) -> AnsweredTokens:
-    """The tokens of a text and of the answers in it, which are stretches of characters in order.
+    """The tokens of a text and the token ranges of its answers; answers: ascending character ranges.
 
-    Answers and what stands between them are encoded apart, so no token lies across an answer's edge.
+    Answers and the text between them are encoded separately, so no token crosses an answer's edge.
     """
-    parts, is_answer, begun = [], [], 0
+    parts, is_answer, previous_end = [], [], 0
     for start, end in answers:
-        parts += [text[begun:start], text[start:end]]
+        parts += [text[previous_end:start], text[start:end]]
         is_answer += [False, True]
-        begun = end
-    parts.append(text[begun:])
+        previous_end = end
+    parts.append(text[previous_end:])
     is_answer.append(False)
     tokens = tokenizer.prefix
-    places = []
+    answer_ranges = []
     for ids, scored in zip(tokenizer.encode_batch(parts), is_answer):
         if scored:
-            places.append((len(tokens), len(tokens) + len(ids)))
+            answer_ranges.append((len(tokens), len(tokens) + len(ids)))
         tokens += ids
-    return AnsweredTokens(tokens, places)
+    return AnsweredTokens(tokens, answer_ranges)
 
 
-# Large enough that pickling costs little beside encoding, small enough that a worker's share fits in memory.
+# Large enough that pickling is cheap compared with encoding, small enough that workers' batches fit in memory.
 _BATCH_CHARACTERS = 1_000_000
 
 
@@ -128,24 +128,23 @@ class Encoded:
     """Consecutive documents of one split."""
 
     tokens: list[np.ndarray] = field(default_factory=list)
-    """One array per sequence: BOS where documents begin with it, a text, or several that are joined, an end behind
-    each.
+    """One array per document: BOS if the tokenizer adds it, then each joined text with end-of-document after it.
 
-    Of a conversation what its template makes of it, with an end behind it.
+    Of a conversation, the rendered template and end-of-document.
     """
 
     labels: list[Label | float] = field(default_factory=list)
-    """One per example, if they are labelled."""
+    """One per example, if labelled."""
 
     scored: list[np.ndarray] = field(default_factory=list)
-    """One array per text, as `AnsweredTokens.scored` and `ChatTokens.scored`, if answers are known."""
+    """One array per text (`AnsweredTokens.scored`, `ChatTokens.scored`), if answers are known."""
 
     bytes: int = 0
     """UTF-8 bytes of their texts."""
 
 
 def split_of(text: bytes, seed: int, validation_fraction: float) -> str:
-    """The split of a document: a function of its content, so copies of it never straddle the splits."""
+    """The split of a document: a function of its content, so that copies are in the same split."""
     digest = blake2b(text, digest_size=8, salt=seed.to_bytes(16, "little")).digest()
     return "validation" if int.from_bytes(digest, "little") < validation_fraction * 2**64 else "train"
 
@@ -169,7 +168,7 @@ class Encoder:
             content = "".join(document.texts).encode()
             name = document.split or split_of(content, self._seed, self._validation_fraction)
             split = splits.setdefault(name, Encoded())
-            rows: list[np.ndarray] = []
+            sequences: list[np.ndarray] = []
             for text in document.texts:
                 if document.messages is not None:
                     tokens, scored = self._template.encode(document.messages)
@@ -179,10 +178,10 @@ class Encoder:
                     tokens = [*answered.tokens, self._tokenizer.eod]
                     split.scored.append(answered.scored())
                 else:
-                    is_within = document.joined and rows
-                    tokens = [*([] if is_within else self._tokenizer.prefix), *next(ids), self._tokenizer.eod]
-                rows.append(np.array(tokens, dtype=self._dtype))
-            split.tokens += [np.concatenate(rows)] if document.joined else rows
+                    prefix = [] if document.joined and sequences else self._tokenizer.prefix
+                    tokens = [*prefix, *next(ids), self._tokenizer.eod]
+                sequences.append(np.array(tokens, dtype=self._dtype))
+            split.tokens += [np.concatenate(sequences)] if document.joined else sequences
             if document.label is not None:
                 split.labels.append(document.label)
             split.bytes += len(content)
@@ -208,13 +207,13 @@ def batched(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 @cache
-def encoder_of(tokenizer: Path, *options: Any) -> Encoder:
-    """This process's encoder. tokenizer: folder that it loads its own from; options: the rest, as of `Encoder`."""
-    # The processes are the parallelism; threads of the tokenizer's own in each would fight over the cores.
+def cached_encoder(tokenizer: Path, *options: Any) -> Encoder:
+    """This process's encoder. tokenizer: the tokenizer's folder; options: further arguments of `Encoder`."""
+    # Processes already use all cores; the tokenizer's own threads would oversubscribe them.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     return Encoder(tokenizers.load(tokenizer), *options)
 
 
-def encode(how: tuple[Any, ...], documents: list[Document]) -> dict[str, Encoded]:
-    """`Encoder.encode` in a process of its own. how: as of `encoder_of`."""
-    return encoder_of(*how).encode(documents)
+def encode(encoder_arguments: tuple[Any, ...], documents: list[Document]) -> dict[str, Encoded]:
+    """`Encoder.encode` in a worker process. encoder_arguments: those of `cached_encoder`."""
+    return cached_encoder(*encoder_arguments).encode(documents)

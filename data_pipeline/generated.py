@@ -1,4 +1,4 @@
-"""Labelled examples that are made, not read: each a function of (seed, split, index) alone."""
+"""Generated labelled examples, each a function of (seed, split, index)."""
 
 import random
 from abc import abstractmethod
@@ -10,43 +10,43 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from data_pipeline.document import Document
-from data_pipeline.encoding import in_processes
-from data_pipeline.sources import Source
+from data_pipeline.encoding import parallel_map
+from data_pipeline.sources import DocumentSource
 from megakernel.config.section import Section
 
 _CHUNK = 200
-"""Examples that a process makes at a time: a second's work at most."""
+"""Examples that a worker generates at a time: at most a second of work."""
 
 
 Count = Annotated[int, Field(ge=0, le=1_000_000_000, description="Examples of the split")]
-Some = Annotated[int, Field(ge=1, le=1_000_000_000, description="Examples of the split")]
+PositiveCount = Annotated[int, Field(ge=1, le=1_000_000_000, description="Examples of the split")]
 
 
 class GeneratedTask(Section):
-    """A kind of example, its options, and how many there are of each split."""
+    """A generated task: its options and the number of examples of each split."""
 
     NAME: ClassVar[str]
-    """What `--source` calls it."""
+    """Its name for `--source`."""
 
     CLASSES: ClassVar[tuple[int, ...]]
-    """All that an example can have."""
+    """All classes."""
 
-    train: Some
+    train: PositiveCount
     validation: Count
     test: Count
 
     @abstractmethod
-    def example(self, draw: random.Random, index: int) -> Document:
-        """Example `index` of a split, a function of what `draw` gives and of the index."""
+    def example(self, rng: random.Random, index: int) -> Document:
+        """Example `index` of a split, a function of `rng` and the index."""
 
 
-class Generated(Source):
+class Generated(DocumentSource):
     """The examples of a task, split by split."""
 
     has_splits = True
 
     def __init__(self, task: GeneratedTask, seed: int, workers: int):
-        """workers: processes that make them; what they make does not depend on their number."""
+        """workers: processes that generate; the examples do not depend on their number."""
         description = {"kind": task.NAME, **task.model_dump(mode="json"), "seed": seed}
         super().__init__(description, task.train + task.validation + task.test)
         self.classes = task.CLASSES
@@ -55,20 +55,20 @@ class Generated(Source):
         self._workers = workers
 
     def _read(self) -> Iterator[Document]:
-        work = partial(made, self._task, self._seed)
+        work = partial(generate_examples, self._task, self._seed)
         if self._workers == 1:
-            return chain.from_iterable(map(work, self._ranges()))
-        return chain.from_iterable(in_processes(work, self._ranges(), self._workers))
+            return chain.from_iterable(map(work, self._chunks()))
+        return chain.from_iterable(parallel_map(work, self._chunks(), self._workers))
 
-    def _ranges(self) -> Iterator[tuple[str, range]]:
+    def _chunks(self) -> Iterator[tuple[str, range]]:
         for split in ("train", "validation", "test"):
             count = getattr(self._task, split)
             for first in range(0, count, _CHUNK):
                 yield split, range(first, min(first + _CHUNK, count))
 
 
-def made(task: GeneratedTask, seed: int, part: tuple[str, range]) -> list[Document]:
-    """The examples of a part of a split, which is its name and the indices of the examples."""
-    split, indices = part
-    draws = ((random.Random(f"{task.NAME}/{seed}/{split}/{index}"), index) for index in indices)
-    return [task.example(draw, index)._replace(split=split) for draw, index in draws]
+def generate_examples(task: GeneratedTask, seed: int, chunk: tuple[str, range]) -> list[Document]:
+    """The examples of one chunk, which is the split's name and the examples' indices."""
+    split, indices = chunk
+    rngs = ((random.Random(f"{task.NAME}/{seed}/{split}/{index}"), index) for index in indices)
+    return [task.example(rng, index)._replace(split=split) for rng, index in rngs]

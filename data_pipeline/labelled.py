@@ -1,4 +1,4 @@
-"""Documents with a class or a number each: the objective of a classifier."""
+"""Labelled documents: the objective of a classifier or a regression."""
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -19,18 +19,18 @@ from megakernel.config.errors import UserError
 from megakernel.config.model import Classifier
 
 
-class Example(NamedTuple):
-    """What is classified."""
+class LabelledExample(NamedTuple):
+    """One labelled example."""
 
     documents: list[np.ndarray]
-    """Tokens of one or two documents, each with its end."""
+    """Tokens of one or two documents, each with its end-of-document token."""
 
     label: int | float
-    """Number of the class, or the number to predict."""
+    """Class index, or the number to predict."""
 
 
 class CorpusExamples:
-    """The examples of one corpus' split, epoch after epoch, each in an order of its own."""
+    """The examples of one split of a corpus, epoch after epoch, each shuffled anew."""
 
     def __init__(self, corpus: PreparedCorpus, split: str, documents: int, seed: int):
         self._tokens = TokenFile(corpus.prefix(split))
@@ -38,26 +38,26 @@ class CorpusExamples:
         self._documents = documents
         self._seed = seed
         self.per_epoch = len(self._labels)
-        # A batch straddles two epochs at most, unless an epoch is shorter than a batch.
+        # A batch spans at most two epochs, unless an epoch is shorter than a batch.
         self._order = lru_cache(maxsize=2)(self._shuffled)
 
     def build(self, samples: int) -> None:
-        """Nothing: the order is drawn while reading."""
+        """Do nothing: the order is drawn while reading."""
 
-    def __getitem__(self, index: int) -> Example:
+    def __getitem__(self, index: int) -> LabelledExample:
         """Example `index` of the endless stream."""
-        epoch, place = divmod(index, self.per_epoch)
-        at = int(self._order(epoch)[place])
-        first = at * self._documents
-        documents = [self._tokens[at] for at in range(first, first + self._documents)]
-        return Example(documents, self._labels[at].item())
+        epoch, order_index = divmod(index, self.per_epoch)
+        example = int(self._order(epoch)[order_index])
+        first = example * self._documents
+        documents = [self._tokens[document] for document in range(first, first + self._documents)]
+        return LabelledExample(documents, self._labels[example].item())
 
     def _shuffled(self, epoch: int) -> np.ndarray:
         return np.random.default_rng((self._seed, epoch)).permutation(self.per_epoch)
 
 
 class LabelledDocuments:
-    """Every document in a sequence of its own, cut or padded to seq_len tokens; an example's sequences side by side."""
+    """One document per sequence, truncated or padded to seq_len tokens; an example's sequences are adjacent."""
 
     def __init__(
         self,
@@ -66,16 +66,16 @@ class LabelledDocuments:
         seq_len: int,
         seed: int,
         documents: int,
-        first: Sequence[int],
+        prefix: Sequence[int],
     ):
-        """documents: per example. first: ids put before every document."""
+        """documents: number per example. prefix: ids put before every document."""
         parts = [CorpusExamples(corpus, split, documents, seed) for corpus in corpora]
         self.samples = Blend(parts, [corpus.weight for corpus in corpora])
         self._seq_len = seq_len
-        self._first = np.array(first, dtype=np.int64)
+        self._prefix = np.array(prefix, dtype=np.int64)
 
     def batch(self, indices: Sequence[int], share: Share) -> Batch:
-        """See `Objective`: tokens, positions (examples x documents, seq_len); labels (examples,) int64 or float32."""
+        """See `SampleObjective`; tokens and positions (examples x documents, seq_len), labels (examples,)."""
         assert share.cp_size == 1, "config.checks keeps labelled documents whole"
         examples = [self.samples[index] for index in indices]
         sequences = [self._sequence(document) for example in examples for document in example.documents]
@@ -84,15 +84,15 @@ class LabelledDocuments:
         return Batch(tokens, labels, torch.ones_like(labels, dtype=torch.bool), positions)
 
     def _sequence(self, document: np.ndarray) -> tuple[Tensor, Tensor]:
-        ids = np.concatenate([self._first, document])[: self._seq_len]
+        ids = np.concatenate([self._prefix, document])[: self._seq_len]
         tokens = torch.zeros(self._seq_len, dtype=torch.int64)
         tokens[: len(ids)] = torch.from_numpy(ids)
-        places = torch.arange(self._seq_len)
-        return tokens, places.where(places < len(ids), PADDING)
+        positions = torch.arange(self._seq_len)
+        return tokens, positions.where(positions < len(ids), PADDING)
 
 
-def check_labels(corpora: Iterable[tuple[str, PreparedCorpus]], form: Classifier) -> None:
-    """UserError unless all corpora, each with the key that names it, hold examples for a classifier of this form."""
+def check_labels(corpora: Iterable[tuple[str, PreparedCorpus]], classifier: Classifier) -> None:
+    """UserError unless all corpora hold examples for this classifier; corpora: with the keys that name them."""
     known: list[Label] = []
     for key, corpus in corpora:
         labels = corpus.manifest.labels
@@ -101,11 +101,11 @@ def check_labels(corpora: Iterable[tuple[str, PreparedCorpus]], form: Classifier
                 f"{key}={corpus.folder} has no labels to classify by; prepare it with --labels KEY, "
                 "or choose another model.kind"
             )
-        wanted = {"documents": labels.documents, "num_classes": len(labels.classes) or 1}
-        for name, count in wanted.items():
-            if getattr(form, name) != count:
+        expected = {"documents": labels.documents, "num_classes": len(labels.classes) or 1}
+        for name, count in expected.items():
+            if getattr(classifier, name) != count:
                 raise UserError(
-                    f"model.classifier.{name}={getattr(form, name)} does not fit {key}={corpus.folder}, "
+                    f"model.classifier.{name}={getattr(classifier, name)} does not fit {key}={corpus.folder}, "
                     f"where it is {count}; set {count}"
                 )
         known = known or labels.classes

@@ -1,4 +1,4 @@
-"""manifest.json: what a prepared folder holds, and how it was made."""
+"""manifest.json: the contents of a prepared folder, and how it was made."""
 
 import hashlib
 import re
@@ -26,43 +26,43 @@ class FileRecord(_Record):
     sha256: str
 
     @staticmethod
-    def of(file: Path, look: Callable[[bytes], None] | None = None) -> "FileRecord":
-        """The record of a file as it is now; reads all of it. look: called with what is read, 1 MiB at a time."""
+    def of(file: Path, on_chunk: Callable[[bytes], None] | None = None) -> "FileRecord":
+        """The record of a file as it is now; reads all of it. on_chunk: called with each chunk of up to 1 MiB."""
         digest = hashlib.sha256()
         with file.open("rb") as stream:
             while chunk := stream.read(2**20):
                 digest.update(chunk)
-                if look is not None:
-                    look(chunk)
+                if on_chunk is not None:
+                    on_chunk(chunk)
         return FileRecord(size=file.stat().st_size, sha256=digest.hexdigest())
 
 
 class ScoredRecord(_Record):
-    """SPLIT.scored.bin and .idx: a byte for each token, 1 where it belongs to an answer."""
+    """SPLIT.scored.bin and .idx: one byte per token, 1 if it belongs to an answer."""
 
     tokens: int
-    """Those that do."""
+    """Number of tokens of answers."""
 
     bin: FileRecord
     idx: FileRecord
 
 
 class SplitRecord(_Record):
-    """One split: what is in it, and its two files."""
+    """The counts and files of one split."""
 
     documents: int
 
     tokens: int
-    """The end of each document included, and its BOS where it has one."""
+    """Number of tokens, with the end-of-document and BOS tokens."""
 
     bytes: int
-    """Of text, in UTF-8."""
+    """UTF-8 bytes of text."""
 
     bin: FileRecord
     idx: FileRecord
 
     scored: ScoredRecord | None = None
-    """Which tokens belong to answers; None where the source knows of none."""
+    """Which tokens belong to answers; None if the source has no answers."""
 
 
 class TokenizerRecord(_Record):
@@ -74,20 +74,20 @@ class TokenizerRecord(_Record):
     hash: str
 
     bos: int | None = None
-    """What every document begins with; None: nothing, as in folders of earlier versions, which do not say so."""
+    """The token that every document begins with; None: no token, as in all folders of earlier versions."""
 
 
 class LabelsRecord(_Record):
     """The classes of a labelled corpus."""
 
     documents: int
-    """Documents per example, one after the other in the token files."""
+    """Documents per example, consecutive in the token files."""
 
     classes: list[Label]
-    """Class i as the source names it; none where labels are numbers to predict."""
+    """The source's name of class i; empty for a regression."""
 
     files: dict[str, FileRecord]
-    """SPLIT.labels.npy by split."""
+    """Split -> record of SPLIT.labels.npy."""
 
 
 class Manifest(_Record):
@@ -95,23 +95,23 @@ class Manifest(_Record):
 
     format: int = FORMAT
     source: dict[str, Any]
-    """Kind of the source and what names it."""
+    """Kind and identity of the source."""
 
     arguments: dict[str, Any]
-    """What `megakernel prepare` was told; equal arguments need not be prepared again."""
+    """The arguments of `megakernel prepare`; equal arguments need not be prepared again."""
 
     tokenizer: TokenizerRecord
     splits: dict[str, SplitRecord]
-    """`train`, `validation`, and what else the source has; a split without documents is absent."""
+    """`train`, `validation`, and other splits of the source; a split without documents is absent."""
 
     labels: LabelsRecord | None = None
-    """None where documents have no labels."""
+    """None if documents have no labels."""
 
     chat_template: str | None = None
-    """SHA-256 of what conversations were rendered by: tokens that are not scored count in no loss. None: texts."""
+    """SHA-256 of the template that rendered conversations, in which only scored tokens count; None: plain texts."""
 
     skipped: dict[str, int]
-    """Documents that are in no split, by reason."""
+    """Number of skipped documents by reason."""
 
     versions: dict[str, str]
     created: str
@@ -132,7 +132,7 @@ class Manifest(_Record):
 
     @staticmethod
     def read(folder: Path) -> "Manifest":
-        """The manifest of `folder`; UserError where it is missing or not one of ours."""
+        """The manifest of `folder`; UserError if it is missing or invalid."""
         if not folder.is_dir():
             raise UserError(f"{folder} does not exist; make it with `megakernel prepare --out {folder}`")
         if not (folder / FILE).is_file():
@@ -141,16 +141,16 @@ class Manifest(_Record):
                 "give a prepared folder, or prepare its text"
             )
         text = (folder / FILE).read_bytes()
-        if (found := re.search(rb'"format":\s*(\d+)', text)) and int(found[1]) != FORMAT:
+        if (match := re.search(rb'"format":\s*(\d+)', text)) and int(match[1]) != FORMAT:
             raise UserError(
-                f"{folder / FILE} is of format {int(found[1])}, which this version cannot read ({FORMAT}); prepare the "
+                f"{folder / FILE} is of format {int(match[1])}, which this version cannot read ({FORMAT}); prepare the "
                 "folder again"
             )
         try:
             return Manifest.model_validate_json(text)
         except ValidationError as error:
             first = error.errors()[0]
-            place = ".".join(map(str, first["loc"])) or "the file"
+            field = ".".join(map(str, first["loc"])) or "the file"
             raise UserError(
-                f"{folder / FILE} is damaged ({place}: {first['msg']}); prepare the folder again"
+                f"{folder / FILE} is damaged ({field}: {first['msg']}); prepare the folder again"
             ) from error

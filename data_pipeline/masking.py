@@ -1,4 +1,4 @@
-"""Tokens that are hidden from a masked language model, which has to find them again."""
+"""The objective of a masked language model: predicting hidden tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,22 +15,22 @@ from megakernel.config.data import Masking
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokenizer's ids, 0 to `size` - 1, and those that encoders know besides them."""
+    """The tokenizer's ids, 0 to `size` - 1, and the further ids of encoders."""
 
     size: int
     eod: int
 
     bos: int | None = None
-    """What documents begin with."""
+    """The token that documents begin with."""
 
     @property
     def mask(self) -> int:
-        """Stands for a hidden token."""
+        """Id of a masked token."""
         return self.size
 
     @property
-    def document(self) -> int:
-        """Stands for a whole document, before its tokens."""
+    def cls(self) -> int:
+        """Id put before a document, for classification ([CLS])."""
         return self.size + 1
 
 
@@ -44,27 +44,27 @@ def hide(
 ) -> tuple[Tensor, Tensor]:
     """One sequence (N,) as the model sees it, and which of its tokens are to be predicted (N,) bool.
 
-    start, seq_len: where the tokens are a shard of a sequence of seq_len tokens, its first. A function of (sequence,
-    seed) alone, whatever the shards: each draws for the whole sequence. Ends of documents and BOS are never hidden.
+    start, seq_len: if `tokens` is a shard, its first token in the sequence and the sequence's length. Each shard draws
+    for the whole sequence, so sharding does not change the result. End-of-document and BOS are never hidden.
     """
-    draw = np.random.default_rng(seed)
-    whole, cp_shard = len(tokens) if seq_len is None else seq_len, slice(start, start + len(tokens))
-    chosen, kind = torch.from_numpy(draw.random((2, whole))[:, cp_shard])
-    others = torch.from_numpy(draw.integers(vocabulary.size, size=whole)[cp_shard])
-    hidden = (chosen < masking.rate) & (tokens != vocabulary.eod)
+    rng = np.random.default_rng(seed)
+    length, cp_shard = len(tokens) if seq_len is None else seq_len, slice(start, start + len(tokens))
+    selection, replacement = torch.from_numpy(rng.random((2, length))[:, cp_shard])
+    random_tokens = torch.from_numpy(rng.integers(vocabulary.size, size=length)[cp_shard])
+    hidden = (selection < masking.rate) & (tokens != vocabulary.eod)
     if vocabulary.bos is not None:
         hidden &= tokens != vocabulary.bos
-    masked = hidden & (kind < masking.mask_share)
-    swapped = hidden & ~masked & (kind < masking.mask_share + masking.random_share)
-    return torch.where(masked, vocabulary.mask, torch.where(swapped, others, tokens)), hidden
+    masked = hidden & (replacement < masking.mask_share)
+    randomized = hidden & ~masked & (replacement < masking.mask_share + masking.random_share)
+    return torch.where(masked, vocabulary.mask, torch.where(randomized, random_tokens, tokens)), hidden
 
 
 @dataclass(frozen=True)
 class MaskedTokens(PackedText):
     """The objective of a masked language model.
 
-    What is hidden in a sample depends on (seed, its place in the stream): a text that comes again in a later
-    epoch has other tokens hidden, and neither a restart nor a layout changes any.
+    The hidden tokens of a sample depend on (seed, its index in the stream): each epoch hides others, and neither
+    restarts nor layouts change them.
     """
 
     masking: Masking
@@ -72,7 +72,7 @@ class MaskedTokens(PackedText):
     seed: int
 
     def batch(self, indices: Sequence[int], share: Share) -> Batch:
-        """See `Objective`."""
+        """See `SampleObjective`."""
         seq_len = self.samples.seq_len
         start, end = share.shard_of(seq_len)
         shards = [self.samples.read(index, start, end) for index in indices]
@@ -82,5 +82,5 @@ class MaskedTokens(PackedText):
         ]
         labels = torch.stack([cp_shard.tokens for cp_shard in shards])
         tokens, hidden = map(torch.stack, zip(*masked))
-        places = torch.stack([cp_shard.places for cp_shard in shards])
-        return Batch(tokens, labels, hidden, positions_of(places, self.isolate_documents, start))
+        doc_positions = torch.stack([cp_shard.doc_positions for cp_shard in shards])
+        return Batch(tokens, labels, hidden, positions_of(doc_positions, self.isolate_documents, start))

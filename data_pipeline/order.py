@@ -1,8 +1,8 @@
-"""Which sample is read when, and by whom.
+"""The order of samples: which rank reads which sample in which step.
 
-Training consumes samples of one endless stream, or of one for each length that its sequences have in turn. Consumption
-index i is what training has consumed before; with batches of G samples, global batch s holds the consumption indices
-[s·G, (s+1)·G). Nothing here knows how many steps a run has or was restarted with.
+Training consumes one endless stream of samples, or one per sequence length of its schedule. A sample's consumption
+index is the number of samples consumed before it; with batches of G samples, global batch s holds the consumption
+indices [s·G, (s+1)·G). The order depends neither on the number of steps nor on restarts.
 """
 
 from dataclasses import dataclass
@@ -12,30 +12,30 @@ from megakernel.config.training import Phase
 
 @dataclass(frozen=True)
 class Share:
-    """The part of every global batch that one process reads."""
+    """The part of every global batch that one rank reads."""
 
     data_rank: int = 0
-    """Which of `data_size` data-parallel replicas this process belongs to."""
+    """Data-parallel replica, of `data_size`."""
 
     data_size: int = 1
 
     cp_rank: int = 0
-    """Which of `cp_size` equal contiguous shards of every sequence it holds."""
+    """Shard of every sequence, of `cp_size` equal contiguous ones."""
 
     cp_size: int = 1
 
     def shard_of(self, seq_len: int) -> tuple[int, int]:
-        """First token and end of the share's shard of a sequence."""
+        """First token and end (exclusive) of the share's shard of a sequence."""
         assert seq_len % self.cp_size == 0, "config.checks cuts sequences evenly"
         length = seq_len // self.cp_size
         return self.cp_rank * length, (self.cp_rank + 1) * length
 
 
 class ConsumptionOrder:
-    """Stream indices by step: the same global batches for any replicas, micro-batch size and restart."""
+    """Stream indices by step; the global batches do not depend on replicas, micro-batch size or restarts."""
 
     def __init__(self, phase: Phase, share: Share):
-        """The global batch is a whole number of micro-batches for every replica (config.world checks it)."""
+        """The global batch is a whole number of micro-batches per replica (config.world checks it)."""
         training = phase.training
         assert training.global_batch_size % (training.micro_batch_size * share.data_size) == 0
         self._phase = phase
@@ -46,11 +46,11 @@ class ConsumptionOrder:
             (max(first, start) - start, (end if stop is None else min(end, stop)) - start)
             for first, end in _disjoint(training.skip_samples)
         ]
-        # Those of other lengths have no sample left.
+        # Ranges of other phases are empty here.
         self._skipped = [(first, end) for first, end in ranges if first < end]
 
     def stream_length(self, steps: int) -> int:
-        """Samples of the stream that are read or passed over up to the end of the phase, or of `steps` steps."""
+        """Samples of the stream that are read or skipped by the end of the phase, or of step `steps`."""
         return self._stream_index(self._phase.samples_before(min(steps, self._phase.end_step)))
 
     @property
@@ -59,7 +59,7 @@ class ConsumptionOrder:
         return self._training.global_batch_size // (self._training.micro_batch_size * self._share.data_size)
 
     def indices(self, step: int) -> list[list[int]]:
-        """Stream indices this share reads in optimizer step `step` (from 0), a list for each micro-batch."""
+        """Stream indices that this share reads in optimizer step `step` (from 0), one list per micro-batch."""
         size, before = self._training.global_batch_size, self._phase.samples_before(step)
         return [
             [self._stream_index(before + sample) for sample in samples]
@@ -67,7 +67,7 @@ class ConsumptionOrder:
         ]
 
     def _stream_index(self, consumed: int) -> int:
-        """The stream index of a consumption index: ranges passed over push everything behind them back."""
+        """The stream index of a consumption index: each skipped range shifts all later samples."""
         index = consumed - self._phase.stream_start
         for first, end in self._skipped:
             if index < first:
@@ -79,17 +79,17 @@ class ConsumptionOrder:
 def samples_by_pass(count: int, micro_batch_size: int, share: Share) -> list[range]:
     """The sequences, of `count`, that a share reads in each of its forward passes.
 
-    Pass m of replica d reads the sequences from (m·data_size + d)·micro_batch_size on: in every layout the first
-    passes of all replicas together read the first sequences. Where `count` does not divide, the last sequences are
-    `count` and above, so that every replica makes the same number of passes.
+    Pass m of replica d starts at sequence (m·data_size + d)·micro_batch_size, so in every layout the first passes of
+    all replicas together read the first sequences. If `count` does not divide, the last indices reach beyond it, so
+    that every replica makes the same number of passes.
     """
-    together = share.data_size * micro_batch_size
+    stride = share.data_size * micro_batch_size
     first = share.data_rank * micro_batch_size
-    return [range(first + start, first + start + micro_batch_size) for start in range(0, count, together)]
+    return [range(first + start, first + start + micro_batch_size) for start in range(0, count, stride)]
 
 
 def _disjoint(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same integers in ascending ranges that do not overlap."""
+    """The ranges merged: ascending and disjoint."""
     merged: list[tuple[int, int]] = []
     for first, end in sorted(ranges):
         if merged and first <= merged[-1][1]:

@@ -1,4 +1,4 @@
-"""Sequences cut from packed documents, and the next token of each of their tokens."""
+"""The objective of a causal model: the next token in sequences of packed documents."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,28 +11,30 @@ from data_pipeline.order import Share
 from data_pipeline.samples import BlendedSamples, SampleShard
 
 
-def positions_of(places: Tensor, isolate_documents: bool, start: int) -> Tensor:
-    """Each token's position (B, N): its place in its document, or in its sequence where documents are not isolated.
+def positions_of(doc_positions: Tensor, isolate_documents: bool, start: int) -> Tensor:
+    """Positions (B, N) of tokens in their documents, or in their sequences if documents are not isolated.
 
-    places: (B, N), of `SampleShard`. start: the token of their sequences that they begin at.
+    doc_positions: (B, N), as in `SampleShard`. start: index of the first token in its sequence.
     """
-    return places if isolate_documents else torch.arange(start, start + places.shape[1]).expand_as(places)
+    if isolate_documents:
+        return doc_positions
+    return torch.arange(start, start + doc_positions.shape[1]).expand_as(doc_positions)
 
 
-def next_tokens(sequences: Tensor, places: Tensor, isolate_documents: bool, start: int = 0) -> Batch:
-    """What a causal model reads of sequences or of shards of them.
+def next_tokens(sequences: Tensor, doc_positions: Tensor, isolate_documents: bool, start: int = 0) -> Batch:
+    """The batch of a causal model from sequences or shards of them.
 
-    sequences, places: (B, N + 1) int64, the last token a label alone. start: as for `positions_of`. Where documents are
-    isolated, the first token of one is no label.
+    sequences, doc_positions: (B, N + 1) int64; the last token is only a label. start: as for `positions_of`. If
+    documents are isolated, the first token of a document is not predicted.
     """
     tokens, labels = sequences[:, :-1], sequences[:, 1:]
-    loss_mask = places[:, 1:] != 0 if isolate_documents else torch.ones_like(labels, dtype=torch.bool)
-    return Batch(tokens, labels, loss_mask, positions_of(places[:, :-1], isolate_documents, start))
+    loss_mask = doc_positions[:, 1:] != 0 if isolate_documents else torch.ones_like(labels, dtype=torch.bool)
+    return Batch(tokens, labels, loss_mask, positions_of(doc_positions[:, :-1], isolate_documents, start))
 
 
 @dataclass(frozen=True)
 class PackedText:
-    """What the objectives of packed documents have in common."""
+    """Base of the objectives on packed documents."""
 
     samples: BlendedSamples
     isolate_documents: bool
@@ -42,12 +44,12 @@ class NextTokens(PackedText):
     """The objective of a causal model."""
 
     def batch(self, indices: Sequence[int], share: Share) -> Batch:
-        """See `Objective`."""
+        """See `SampleObjective`."""
         start, end = share.shard_of(self.samples.seq_len)
         shards = [self.samples.read(index, start, end + 1) for index in indices]
         sequences = torch.stack([cp_shard.tokens for cp_shard in shards])
-        places = torch.stack([cp_shard.places for cp_shard in shards])
-        batch = next_tokens(sequences, places, self.isolate_documents, start)
+        doc_positions = torch.stack([cp_shard.doc_positions for cp_shard in shards])
+        batch = next_tokens(sequences, doc_positions, self.isolate_documents, start)
         if all(cp_shard.scored is None for cp_shard in shards):
             return batch
         scored = torch.stack([_scored_labels(cp_shard) for cp_shard in shards])
@@ -55,7 +57,7 @@ class NextTokens(PackedText):
 
 
 def _scored_labels(cp_shard: SampleShard) -> Tensor:
-    """Which of a shard's labels (N - 1,) count by themselves: those of answers, or all where no answers are known."""
+    """Which of a shard's labels (N - 1,) are scored: those in answers, or all if answers are unknown."""
     return (
         torch.ones_like(cp_shard.tokens[1:], dtype=torch.bool)
         if cp_shard.scored is None

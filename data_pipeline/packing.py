@@ -1,4 +1,4 @@
-"""How well a corpus's documents fit sequences of one length."""
+"""Packing statistics: how well a corpus's documents fit sequences of one length."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 
 _CHUNK = 2**20
-"""Documents looked at at once: their places take 8 bytes each, and a corpus may have billions."""
+"""Documents processed at once, to bound memory: a corpus may have billions, at 8 bytes each per array."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """One epoch of a corpus in sequences of seq_len tokens: documents laid end to end, and cut."""
+    """One epoch of a corpus: documents concatenated and cut into sequences of seq_len tokens."""
 
     corpus: str
     seq_len: int
@@ -21,17 +21,17 @@ class Packing:
     tokens: int
 
     whole: int
-    """Documents that lie in one sequence."""
+    """Documents that fit in one sequence without being cut."""
 
     parts: int
     """Documents and parts of documents in all sequences."""
 
     cut_tokens: int
-    """Tokens of documents that lie in more than one sequence, or partly behind the last."""
+    """Tokens of documents that were cut, or that reach past the last sequence."""
 
     @property
     def lost(self) -> float:
-        """Share of the tokens that fill no sequence: those at the end of the epoch's order."""
+        """Share of the tokens left over at the end of the epoch, which fill no sequence."""
         return 1 - self.sequences * self.seq_len / self.tokens
 
     def __str__(self) -> str:
@@ -43,25 +43,25 @@ class Packing:
         )
 
 
-def packing(corpus: str, lengths: np.ndarray, order: np.ndarray, seq_len: int, sequences: int) -> Packing:
-    """How documents of these lengths in tokens, laid end to end in this order, lie in the first `rows` sequences."""
+def pack(corpus: str, lengths: np.ndarray, order: np.ndarray, seq_len: int, sequences: int) -> Packing:
+    """The statistics of documents of these lengths in tokens, concatenated in this order, in `sequences` sequences."""
     filled = sequences * seq_len
     offset = whole = parts = cut = 0
     for start in range(0, len(order), _CHUNK):
         sizes = lengths[order[start : start + _CHUNK]].astype(np.int64)
         ends = offset + sizes.cumsum()
-        begins, offset = ends - sizes, int(ends[-1])
-        first, last = begins // seq_len, (ends - 1) // seq_len
+        starts, offset = ends - sizes, int(ends[-1])
+        first, last = starts // seq_len, (ends - 1) // seq_len
         is_whole = (first == last) & (ends <= filled)
         whole += int(is_whole.sum())
         cut += int(sizes[~is_whole].sum())
-        is_read = begins < filled
+        is_read = starts < filled
         parts += int((np.minimum(last, sequences - 1) - first + 1)[is_read].sum())
     return Packing(corpus, seq_len, sequences, len(order), offset, whole, parts, cut)
 
 
 def packing_table(packings: Sequence[Packing]) -> str:
-    """The same as a table in Markdown."""
+    """The statistics as a Markdown table."""
     head = (
         "| corpus | tokens per sequence | documents | tokens | documents in one sequence | documents per sequence | "
         "tokens in cut documents | tokens left over |"

@@ -1,4 +1,4 @@
-"""Documents to a prepared folder: Megatron token files by split, the tokenizer, and a manifest."""
+"""Documents to a prepared folder: Megatron token files per split, the tokenizer, and a manifest."""
 
 import errno
 import hashlib
@@ -30,7 +30,7 @@ from rich.progress import (
 from data_pipeline import tokenizers
 from data_pipeline.chat import ChatTemplate
 from data_pipeline.document import TEXT, Columns, Document
-from data_pipeline.encoding import batched, encode, in_processes
+from data_pipeline.encoding import batched, encode, parallel_map
 from data_pipeline.labels import write_labels
 from data_pipeline.manifest import FILE as MANIFEST
 from data_pipeline.manifest import FileRecord, LabelsRecord, Manifest, SplitRecord, TokenizerRecord
@@ -38,11 +38,11 @@ from data_pipeline.sources import (
     BENCHMARKS,
     HUB,
     TABLES,
-    TABS,
+    TSV,
+    DocumentSource,
     Files,
     Hub,
     LibraryFunctions,
-    Source,
     library_files,
     table_kind,
 )
@@ -52,65 +52,65 @@ from megakernel.config.errors import UserError, first_line, written_to
 
 
 class PrepareRequest(BaseModel):
-    """What determines a prepared folder's content; a field's docstring is the help of its option."""
+    """The options that determine a prepared folder's content; a field's docstring is its option's help."""
 
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     source: list[str]
     """Directories and files (.jsonl, .ndjson, .parquet and, with --labels, .tsv hold a document per row, any other
     UTF-8 file is one document), hf:NAME[:CONFIG] for a dataset of the hub, stdlib (this Python's library; with --labels
-    package, functions of eight of its packages), task:NAME[:key=value,...], examples that are made here
-    (docs/evaluation.md), or a labelled task (docs/benchmarks.md): lra:listops, lra:pathfinder, sparsity are made
-    (options: lra:listops:train=1000,max_length=200); lra:listops, lra:text, lra:retrieval, lra:image and glue:TASK are
-    read from their published files (lra:listops:FOLDER) or the hub (glue:cola:hf:NAME:CONFIG)."""
+    package, functions of eight of its packages), task:NAME[:key=value,...] for generated examples (docs/evaluation.md),
+    or a labelled task (docs/benchmarks.md): lra:listops, lra:pathfinder and sparsity are generated (options:
+    lra:listops:train=1000,max_length=200); lra:listops, lra:text, lra:retrieval, lra:image and glue:TASK are read from
+    their published files (lra:listops:FOLDER) or the hub (glue:cola:hf:NAME:CONFIG)."""
 
     tokenizer: str
-    """Byte, bpe:SIZE (trained on the first 100 million characters), words (between spaces), pixels (images), or a
+    """Byte, bpe:SIZE (trained on the first 100 million characters), words (split at spaces), pixels (images), or a
     Hugging Face directory or hub name."""
 
     validation_fraction: float = 0.02
     """Share of the documents held out for validation."""
 
     seed: int = 0
-    """Which documents are held out, or made."""
+    """Seed of the validation split, and of generated examples."""
 
     text_key: str = "text"
-    """Column that holds the text of a row."""
+    """Column with the text of a row."""
 
     labels: str | None = None
-    """Column that holds the class of a row, for a classifier."""
+    """Column with the class of a row, for a classifier."""
 
     second_text_key: str | None = None
-    """Column with the document that the first is compared with (labelled rows only)."""
+    """Column with a second text, to compare with the first (labelled rows only)."""
 
     split: str = "train"
     """Split of a hub dataset to read."""
 
     include: tuple[str, ...] = ()
-    """Names of files to read inside directories ('*.py')."""
+    """File name patterns to read inside directories ('*.py')."""
 
     max_documents: int | None = None
     """Read only the first documents."""
 
     add_bos: bool | None = None
-    """Begin every document with the tokenizer's beginning-of-sequence token, or with none (default: as the tokenizer
-    itself begins a text)."""
+    """Begin every document with the tokenizer's beginning-of-sequence token, or not (default: as the tokenizer
+    itself does)."""
 
     chat: bool = False
-    """Rows are conversations, lists of {role, content}: the tokenizer's chat template renders them, and only what the
-    assistant wrote counts in the loss."""
+    """Rows are conversations, lists of {role, content}: the tokenizer's chat template renders them, and only the
+    assistant's tokens count in the loss."""
 
     chat_template: Path | None = None
-    """File of a template in place of the tokenizer's own."""
+    """File with a chat template to use instead of the tokenizer's."""
 
     @property
     def columns(self) -> Columns:
-        """What is read of a table."""
+        """The columns to read from a table."""
         second = () if self.second_text_key is None else (self.second_text_key,)
         return Columns((self.text_key, *second), self.labels, chat=self.chat)
 
     def arguments(self) -> dict[str, Any]:
-        """As JSON, with paths made absolute so that the folder they were typed in does not matter."""
+        """The options as JSON values; paths are absolute, so that the current folder does not matter."""
         named = self.source == ["stdlib"] or self.source[0].partition(":")[0] in (HUB, "task", *BENCHMARKS)
         source = self.source if named else [str(Path(path).resolve()) for path in self.source]
         template = None if self.chat_template is None else digest(self.read_template() or "")
@@ -122,24 +122,22 @@ class PrepareRequest(BaseModel):
         }
 
     def read_template(self) -> str | None:
-        """The text of `chat_template`. Raises UserError where it is no text."""
+        """The text of the file `chat_template`, None without one. Raises UserError if it cannot be read."""
         if self.chat_template is None:
             return None
         try:
             return self.chat_template.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
-                f"--chat-template {self.chat_template} cannot be read ({first_line(error)}); give a file of Jinja"
+                f"--chat-template {self.chat_template} cannot be read ({first_line(error)}); give a Jinja file"
             ) from None
 
     def check(self) -> None:
-        """UserError for options that cannot be, together or alone."""
+        """UserError for invalid options or combinations of them."""
         if not 0 <= self.validation_fraction < 1:
             raise UserError(f"--validation-fraction {self.validation_fraction} must lie in [0, 1)")
         if self.second_text_key is not None and self.labels is None:
-            raise UserError(
-                f"--second-text-key {self.second_text_key} needs labels beside it; add --labels KEY"
-            )
+            raise UserError(f"--second-text-key {self.second_text_key} needs labels; add --labels KEY")
         if self.chat_template is not None and not self.chat:
             raise UserError(f"--chat-template {self.chat_template} needs conversations; add --chat")
         if self.chat and self.labels is not None:
@@ -149,7 +147,7 @@ class PrepareRequest(BaseModel):
 
 
 _DEFAULTS = {name: field.default for name, field in PrepareRequest.model_fields.items()}
-"""Of options that manifests of earlier versions do not name."""
+"""Values of options that are absent from manifests of earlier versions."""
 
 
 def digest(text: str) -> str:
@@ -160,18 +158,20 @@ def digest(text: str) -> str:
 def prepare(
     request: PrepareRequest, out: Path, *, workers: int, overwrite: bool, console: Console
 ) -> Manifest | None:
-    """Make folder `out`; None where an equal request made it before and its files are undamaged.
+    """Prepare folder `out`; None if an equal request made it before and its files are intact.
 
-    The folder appears whole or not at all. Raises UserError for what cannot be prepared, and for an existing
-    folder that holds something else, unless `overwrite`.
+    The folder appears complete or not at all. Raises UserError for what cannot be prepared, and for an existing
+    folder with other content, unless `overwrite`.
     """
     request.check()
     with written_to("--out", out):
-        is_there = out.exists()
-    if is_there and not (out / MANIFEST).is_file():  # only what prepare made is ever replaced
-        raise UserError(f"--out {out} exists and is no prepared folder; choose another --out, or remove it")
-    if is_there and not overwrite:
-        _check_made_by(request, out)
+        exists = out.exists()
+    if exists and not (out / MANIFEST).is_file():  # never replace what prepare did not make
+        raise UserError(
+            f"--out {out} exists and is not a prepared folder; choose another --out, or remove it"
+        )
+    if exists and not overwrite:
+        _check_same_request(request, out)
         return None
     source = open_source(
         request.source,
@@ -185,16 +185,16 @@ def prepare(
         raise UserError(
             f"--source {' '.join(request.source)} has no end; say how many with --max-documents N"
         )
-    _tell_of_interrupted(out, console)
-    with written_to("--out", out), appearing_whole(out, overwrite=overwrite) as folder:
+    _report_leftovers(out, console)
+    with written_to("--out", out), atomic_folder(out, overwrite=overwrite) as folder:
         with console.status("tokenizer"):
             texts = (text for document in _documents(source, request) for text in document.texts)
             tokenizer = tokenizers.make(request.tokenizer, texts, add_bos=request.add_bos)
             if request.chat:
                 tokenizer.chat_template = request.read_template() or tokenizer.chat_template
-                ChatTemplate(tokenizer)  # refused now, where there is none
+                ChatTemplate(tokenizer)  # fails now if there is none
             tokenizer.save(folder / "tokenizer")
-        source.encoded_by(tokenizer)
+        source.set_tokenizer(tokenizer)
         splits, labels = _write_splits(source, request, tokenizer, workers, folder, console)
         manifest = Manifest(
             source=source.description,
@@ -219,27 +219,27 @@ def prepare(
     return manifest
 
 
-def _documents(source: Source, request: PrepareRequest) -> Iterator[Document]:
+def _documents(source: DocumentSource, request: PrepareRequest) -> Iterator[Document]:
     return islice(iter(source), request.max_documents)
 
 
 def _write_splits(
-    source: Source,
+    source: DocumentSource,
     request: PrepareRequest,
     tokenizer: Tokenizer,
     workers: int,
     folder: Path,
     console: Console,
 ) -> tuple[dict[str, SplitRecord], LabelsRecord | None]:
-    """Encode and write every document; a record for each split that got any, and one of their labels."""
+    """Encode and write every document; returns the records of nonempty splits, and that of the labels if any."""
     dtype = token_dtype(tokenizer.vocab_size)
     writers: dict[str, TokenWriter] = {}
     with _progress(console) as progress:
         limits = [limit for limit in (source.total, request.max_documents) if limit is not None]
         task = progress.add_task("documents", total=min(limits, default=None), tokens=0)
         batches = batched(_documents(source, request))
-        how = folder / "tokenizer", dtype.__name__, request.seed, request.validation_fraction
-        for splits in in_processes(partial(encode, how), batches, workers):
+        encoder_arguments = folder / "tokenizer", dtype.__name__, request.seed, request.validation_fraction
+        for splits in parallel_map(partial(encode, encoder_arguments), batches, workers):
             for split, encoded in splits.items():
                 writer = writers.setdefault(split, TokenWriter(folder / split, dtype))
                 writer.add(encoded)
@@ -255,7 +255,7 @@ def _write_splits(
     return records, LabelsRecord(documents=rows, classes=classes, files=files)
 
 
-def _check_splits(records: dict[str, SplitRecord], request: PrepareRequest, source: Source) -> None:
+def _check_splits(records: dict[str, SplitRecord], request: PrepareRequest, source: DocumentSource) -> None:
     documents = sum(record.documents for record in records.values())
     if not documents:
         raise UserError(f"--source {' '.join(request.source)} holds no text; give files with text in them")
@@ -282,17 +282,18 @@ def _progress(console: Console) -> Progress:
     )
 
 
-def _check_made_by(request: PrepareRequest, out: Path) -> None:
+def _check_same_request(request: PrepareRequest, out: Path) -> None:
     manifest = Manifest.read(out)
     wanted = request.arguments()
-    if wanted["add_bos"] == (manifest.tokenizer.bos is not None):  # also in what says nothing of it
+    # The folder may satisfy the option without naming it: by the tokenizer's own rule, or an earlier version.
+    if wanted["add_bos"] == (manifest.tokenizer.bos is not None):
         del wanted["add_bos"]
-    found = _DEFAULTS | manifest.arguments
-    changed = [key for key, value in wanted.items() if found[key] != value]
+    recorded = _DEFAULTS | manifest.arguments
+    changed = [key for key, value in wanted.items() if recorded[key] != value]
     if changed:
         key = changed[0]
         raise UserError(
-            f"--out {out} was prepared with {key}={found[key]!r}, not {wanted[key]!r}; "
+            f"--out {out} was prepared with {key}={recorded[key]!r}, not {wanted[key]!r}; "
             "choose another --out, or add --overwrite"
         )
     for split in manifest.splits:
@@ -305,15 +306,15 @@ def _check_made_by(request: PrepareRequest, out: Path) -> None:
 
 
 @contextmanager
-def appearing_whole(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A new sibling folder that becomes `out` at the end, or nothing at all.
+def atomic_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A temporary sibling folder that is renamed to `out` at the end, or deleted on failure.
 
-    Raises UserError where another process has made `out` meanwhile, unless `overwrite`.
+    Raises UserError if another process has made `out` meanwhile, unless `overwrite`.
     """
-    out = out.resolve()  # of a link the folder that it names
-    # Ids of processes are those of one machine or container; several may write here.
-    mark = uuid4().hex[:8]
-    folder, replaced = (out.with_name(f".{out.name}.{word}-{mark}") for word in ("partial", "replaced"))
+    out = out.resolve()  # replace a link's target, not the link
+    # Not a process id: processes of several machines or containers may write here.
+    suffix = uuid4().hex[:8]
+    folder, replaced = (out.with_name(f".{out.name}.{kind}-{suffix}") for kind in ("partial", "replaced"))
     folder.mkdir(parents=True)
     try:
         yield folder
@@ -330,11 +331,11 @@ def appearing_whole(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _tell_of_interrupted(out: Path, console: Console) -> None:
-    """Name what a process that was killed could not delete: it is hidden, and may be large."""
+def _report_leftovers(out: Path, console: Console) -> None:
+    """Report hidden folders, possibly large, that killed processes could not delete."""
     for folder in out.resolve().parent.glob(f".{escape(out.name)}.partial-*"):
         console.print(
-            f"{folder} is of another `megakernel prepare`; delete it if none is running", soft_wrap=True
+            f"{folder} belongs to another `megakernel prepare`; delete it if none is running", soft_wrap=True
         )
 
 
@@ -346,14 +347,14 @@ def open_source(
     include: Sequence[str] = (),
     seed: int = 0,
     workers: int = 1,
-) -> Source:
+) -> DocumentSource:
     """The source that `--source SPEC...` names.
 
     `stdlib`, `hf:NAME[:CONFIG]`, `task:NAME[:key=value,...]`, what `open_benchmark` knows, or files and directories.
 
-    `stdlib` with labels is its functions by package. include: name patterns that files inside directories
-    must match, any if empty. seed, workers: of a task that is made. Raises UserError for a path that is not there, a
-    directory without a matching file, labels or conversations of what is no table, and as `open_benchmark` does.
+    `stdlib` with labels: its functions, labelled by package. include: name patterns for files inside directories; empty
+    matches all. seed, workers: of generated tasks. Raises UserError for a missing path, a directory without a matching
+    file, labels or conversations that are not in tables, and as `open_benchmark` does.
     """
     if columns.chat and not (len(spec) == 1 and spec[0].startswith(f"{HUB}:")):
         _check_tables(spec, include)
@@ -361,7 +362,7 @@ def open_source(
         description = {"kind": "stdlib", "python": ".".join(map(str, sys.version_info[:3]))}
         if columns.label is not None:
             return LibraryFunctions(columns, description)
-        return _files(library_files(), columns, description)
+        return _file_source(library_files(), columns, description)
     if len(spec) == 1 and spec[0].startswith(f"{HUB}:"):
         return Hub(spec[0], split, columns)
     is_task = spec[0].startswith("task:")
@@ -370,22 +371,23 @@ def open_source(
             raise UserError(
                 f"--labels {columns.label} is a column of tables, and {spec[0]} is none; leave it out"
             )
-        # Many files, of which few commands need any.
+        # Many imports that few commands need.
         from data_pipeline.benchmark_tasks import open_benchmark
         from data_pipeline.synthetic.source import TaskSource
 
         if is_task:
-            return TaskSource.named(spec[0].removeprefix("task:"))
+            return TaskSource.from_spec(spec[0].removeprefix("task:"))
         return open_benchmark(spec[0], seed, workers)
-    files = [file for path in spec for file in _expand(Path(path), include)]
-    return _files(files, columns, {"kind": "files", "paths": [str(Path(path).resolve()) for path in spec]})
+    paths = [Path(path) for path in spec]
+    files = [file for path in paths for file in _find_files(path, include)]
+    return _file_source(files, columns, {"kind": "files", "paths": [str(path.resolve()) for path in paths]})
 
 
 def _check_tables(spec: list[str], include: Sequence[str]) -> None:
-    """UserError unless all that a source names are tables."""
+    """UserError unless a source names only tables."""
     is_made = spec[0] == "stdlib" or spec[0].partition(":")[0] in ("task", *BENCHMARKS)
     other = next((Path(name) for name in spec if is_made), None) or next(
-        (file for name in spec for file in _expand(Path(name), include) if table_kind(file) is None), None
+        (file for name in spec for file in _find_files(Path(name), include) if table_kind(file) is None), None
     )
     if other is not None:
         raise UserError(
@@ -394,23 +396,23 @@ def _check_tables(spec: list[str], include: Sequence[str]) -> None:
         )
 
 
-def _files(files: list[Path], columns: Columns, description: dict[str, Any]) -> Files:
-    # Beside them lie only files about them, which would be taken for the text.
+def _file_source(files: list[Path], columns: Columns, description: dict[str, Any]) -> Files:
+    # Beside .arrow files lie only their metadata, which would be read as text.
     if arrow := next((file for file in files if file.suffix == ".arrow"), None):
         raise UserError(
             f"--source {arrow} is what `save_to_disk` of `datasets` writes, and is not read; write the dataset with "
             "its `to_parquet`"
         )
-    plain = [file for file in files if table_kind(file) is None and not file.name.endswith(TABS)]
+    plain = [file for file in files if table_kind(file) is None and not file.name.endswith(TSV)]
     if columns.label is not None and plain:
         raise UserError(
             f"--labels {columns.label} is a column of tables and {plain[0]} is none; "
-            f"give files that end in {', '.join((*TABLES, TABS))}, or choose them with --include"
+            f"give files that end in {', '.join((*TABLES, TSV))}, or choose them with --include"
         )
     return Files(files, columns, description)
 
 
-def _expand(path: Path, include: Sequence[str]) -> list[Path]:
+def _find_files(path: Path, include: Sequence[str]) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():

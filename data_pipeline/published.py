@@ -1,16 +1,16 @@
-"""Labelled tasks that others have published: read from their files, or from the hub."""
+"""Published labelled tasks, read from their files or from the hub."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from data_pipeline.document import Document
-from data_pipeline.sources import Source
+from data_pipeline.sources import DocumentSource
 from megakernel.config.errors import UserError
 
 
-class Published(Source):
-    """A task from a folder in its published form, or from hf:NAME[:CONFIG]."""
+class Published(DocumentSource):
+    """A task from its published folder or from hf:NAME[:CONFIG]."""
 
     has_splits = True
 
@@ -22,11 +22,11 @@ class Published(Source):
         files: Mapping[str, str],
         hub: Mapping[str, str] | None = None,
     ):
-        """Look whether everything is there.
+        """Check that all files exist.
 
-        name: of the task, as `--source` names it; where: folder or hf:NAME; folder: what the right one is called;
-        files: pattern of files in it -> split as prepared; hub: split of a dataset of the hub -> split as prepared,
-        None where no such dataset is known. Raises UserError where no file matches a pattern.
+        name: of the task for `--source`; where: folder or hf:NAME; folder: the expected folder, for errors;
+        files: file pattern in it -> prepared split; hub: split of a hub dataset -> prepared split, None if no such
+        dataset is known. Raises UserError if no file matches a pattern.
         """
         super().__init__({"kind": name, "from": where})
         if not where:
@@ -53,8 +53,8 @@ class Published(Source):
 
     @abstractmethod
     def _read_file(self, file: Path) -> Iterator[Document]:
-        """All documents of a file; those that name no split belong to the file's."""
+        """All documents of a file; those without a split get the file's."""
 
     def _read_hub(self, split: str) -> Iterator[Document]:
-        """The same of a split of the hub's dataset `_where`."""
+        """All documents of a split of the hub dataset `_where`."""
         raise NotImplementedError

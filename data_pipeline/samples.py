@@ -1,13 +1,12 @@
-"""The endless stream of samples of text: Megatron's GPTDataset one epoch at a time.
+"""The endless stream of text samples: Megatron's GPTDataset, one epoch at a time.
 
-Megatron plans a whole run at once: how it shuffles, and where it separates the last epoch, depends on the
-number of samples asked for, so raising `training.steps` would reorder what comes after a restart. Here
-every epoch is a GPTDataset of its own, seeded by (seed, epoch), and the blend repeats one fixed pattern.
-What sample i is then depends on nothing but the corpora, the sequence length, the seed and i, and no
-process has to talk to another to know it.
+Megatron plans a whole run at once: its shuffling, and where it separates the last epoch, depend on the number of
+requested samples, so raising `training.steps` would reorder the samples after a restart. Here every epoch is a
+GPTDataset of its own, seeded by (seed, epoch), and the blend repeats one fixed pattern. Sample i therefore depends
+only on the corpora, the sequence length, the seed and i, and ranks need no communication to agree on it.
 
-GPTDataset makes the indices; reading is done here, because it knows whole samples only, and a process that holds a
-shard of a sequence should read that shard.
+GPTDataset builds the indices; reading is done here, because GPTDataset reads whole samples and a context-parallel rank
+needs only its shard.
 """
 
 import os
@@ -27,18 +26,19 @@ from torch import Tensor
 
 from data_pipeline.blend import Blend
 from data_pipeline.corpus import PreparedCorpus
-from data_pipeline.packing import Packing, packing
-from data_pipeline.token_files import TokenFile, scored_prefix
+from data_pipeline.packing import Packing, pack
+from data_pipeline.token_files import TokenFile
+from megakernel.config.data import Data
 from megakernel.config.errors import UserError
 
 if TYPE_CHECKING:
     from megatron.core.datasets.gpt_dataset import GPTDataset
 
-MOST_PASSES = 10_000
-"""Over a corpus, each with an index of its own: more teach nothing, and fill a disk with small files."""
+MAX_EPOCHS = 10_000
+"""Maximal epochs of a corpus; each has its own index, and more would fill the disk with small files for no benefit."""
 
 _UNUSED_DAYS = 30
-"""After which no start of a run has used an index and it is deleted; a run that reads it after all makes it again."""
+"""An index that no run has started with for this long is deleted; a run that needs it again rebuilds it."""
 
 _INDEX_NAME = re.compile(r"\w+-[0-9a-f]{16}-length\d+-seed\d+-epoch\d+(\.partial-\w+)?")
 
@@ -49,28 +49,28 @@ class SampleShard(NamedTuple):
     tokens: Tensor
     """(N,) int64."""
 
-    places: Tensor
-    """(N,) int64: of each in its document, or in the sample where that begins within the document."""
+    doc_positions: Tensor
+    """(N,) int64: position in the document, or in the sample if that begins inside the document."""
 
     scored: Tensor | None = None
-    """(N,) bool: which of them belong to answers; None where that is not asked, or not known."""
+    """(N,) bool: which tokens belong to answers; None if not requested or unknown."""
 
 
-class _Plan(NamedTuple):
-    """The index of one epoch, as GPTDataset has written it."""
+class _EpochIndex(NamedTuple):
+    """The index of one epoch, as written by GPTDataset."""
 
     document_index: np.ndarray
     """Documents in the order of the epoch."""
 
     sample_index: np.ndarray
-    """(samples + 1, 2): in which place of that order each begins, and at which token of the document."""
+    """(samples + 1, 2): where each sample begins: index into `document_index`, and token of that document."""
 
     shuffle_index: np.ndarray
     """Samples in the order in which they are read."""
 
     @classmethod
-    def read(cls, folder: Path) -> "_Plan":
-        """Map its arrays. UserError for what would have to be unpickled: a corpus may come with its cache."""
+    def read(cls, folder: Path) -> "_EpochIndex":
+        """Memory-map its arrays. UserError if damaged, or pickled: a cache may come with a downloaded corpus."""
         arrays = []
         for name in cls._fields:
             file = next(folder.glob(f"*-{name}.npy"), folder / f"{name}.npy")
@@ -79,20 +79,25 @@ class _Plan(NamedTuple):
             except (OSError, ValueError, EOFError) as error:
                 reason = f"{file.name} is no array of numbers: {error}"
                 raise UserError(
-                    f"{folder} is no index of samples ({reason}); delete it to have it made anew"
+                    f"{folder} is not a sample index ({reason}); delete it to rebuild it"
                 ) from None
         return cls(*arrays)
 
 
+def index_cache(data: Data) -> Path:
+    """The folder of the indices."""
+    return data.index_cache or data.train[0].path / ".index_cache"
+
+
 class CorpusSamples:
-    """The samples of one corpus' split, epoch after epoch, each packed and shuffled anew."""
+    """The samples of one split of a corpus, epoch after epoch, each packed and shuffled anew."""
 
     def __init__(
         self, corpus: PreparedCorpus, split: str, seq_len: int, seed: int, cache: Path, answers: bool = False
     ):
-        """cache: folder of the indices that `build` makes. answers: read which tokens belong to answers, too.
+        """cache: folder of the indices that `build` makes. answers: also read which tokens belong to answers.
 
-        Of conversations they are always read. The split holds at least one sample of seq_len + 1 tokens.
+        For conversations these are always read. The split holds at least one sample of seq_len + 1 tokens.
         """
         self._corpus = corpus
         self._split = split
@@ -100,18 +105,16 @@ class CorpusSamples:
         self._seed = seed
         self._cache = cache
         self._tokens = TokenFile(corpus.prefix(split))
-        self._scored: TokenFile | None = None
-        if (answers or corpus.is_chat) and corpus.record(split).scored is not None:
-            self._scored = TokenFile(scored_prefix(corpus.prefix(split)))
-        # A batch straddles two epochs at most, unless an epoch is shorter than a batch.
-        self._epoch = lru_cache(maxsize=2)(self._opened)
+        self._scored = corpus.scored_file(split, answers)
+        # A batch spans at most two epochs, unless an epoch is shorter than a batch.
+        self._cached_epoch = lru_cache(maxsize=2)(self._open_epoch)
         self.per_epoch = (corpus.record(split).tokens - 1) // seq_len
         self.bos = corpus.manifest.tokenizer.bos
 
     def build(self, samples: int) -> None:
-        """Make the indices of the first `samples` samples, those that are not there yet, and delete unused ones.
+        """Build the missing indices of the first `samples` samples, and delete unused indices.
 
-        Raises UserError for more passes over the corpus than MOST_PASSES, or than the disk has room for.
+        Raises UserError if that takes more than MAX_EPOCHS epochs, or more disk space than is free.
         """
         passes = -(-samples // self.per_epoch)
         self._check_room(samples, passes)
@@ -120,12 +123,12 @@ class CorpusSamples:
         _delete_unused(self._cache)
 
     def _check_room(self, samples: int, passes: int) -> None:
-        missing = sum(not self._index_folder(epoch).is_dir() for epoch in range(min(passes, MOST_PASSES)))
+        missing = sum(not self._index_folder(epoch).is_dir() for epoch in range(min(passes, MAX_EPOCHS)))
         needed = missing * self.index_bytes
         cache = self._cache.absolute()
-        free = shutil.disk_usage(next(place for place in (cache, *cache.parents) if place.is_dir())).free
-        if passes > MOST_PASSES:
-            reason = f"more than the {MOST_PASSES:,} that are indexed"
+        free = shutil.disk_usage(next(folder for folder in (cache, *cache.parents) if folder.is_dir())).free
+        if passes > MAX_EPOCHS:
+            reason = f"more than the {MAX_EPOCHS:,} that are indexed"
         elif needed > free:
             sizes = (
                 f"{needed / 1e6:,.1f} MB of data.index_cache={self._cache}, where {free / 1e6:,.1f} are free"
@@ -140,24 +143,23 @@ class CorpusSamples:
 
     @property
     def index_bytes(self) -> int:
-        """What the index of one epoch takes on the disk, in whole blocks of its four small files at least."""
+        """Disk bytes of the index of one epoch: its arrays, and a block for each of its four files."""
         return 4 * len(self._tokens) + 12 * self.per_epoch + 4 * 4096
 
     def _build(self, epoch: int) -> None:
         folder = self._index_folder(epoch)
         if folder.is_dir():
-            _Plan.read(folder)  # refused now, where it cannot be read, and not at its first sequence
-            with suppress(OSError):  # of a cache that is only read
+            _EpochIndex.read(folder)  # a damaged index fails now, not at its first sequence
+            with suppress(OSError):  # the cache may be read-only
                 os.utime(folder)
             return
-        partial = folder.with_name(
-            f"{folder.name}.partial-{uuid4().hex[:8]}"
-        )  # ids of processes may be a container's
+        # Not a process id, which is unique only within its container.
+        partial = folder.with_name(f"{folder.name}.partial-{uuid4().hex[:8]}")
         try:
             self._dataset(epoch, partial)
             partial.rename(folder)
         except OSError as error:
-            # Another job that built the same index meanwhile has built the same files.
+            # Another job may have built the same index meanwhile; its files are identical.
             if not folder.is_dir():
                 raise UserError(
                     f"data.index_cache={self._cache} cannot be written ({error.strerror}); "
@@ -171,42 +173,41 @@ class CorpusSamples:
         return self.read(index, 0, self._seq_len + 1).tokens
 
     def read(self, index: int, start: int, end: int) -> SampleShard:
-        """Tokens [start, end) of sample `index`, of which there are seq_len + 1; nothing else is read."""
+        """Tokens [start, end) of sample `index`, which has seq_len + 1; reads nothing else."""
         documents, offset = self._documents(index)
-        # Places in the sequence's documents laid end to end, of which the first begins `offset` tokens before the
-        # sequence.
+        # Offsets into the sample's concatenated documents, the first of which begins `offset` tokens before the sample.
         ends = self._tokens.sequence_lengths[documents].cumsum(dtype=np.int64)
         begins = np.concatenate([[0], ends[:-1]])
         start, end = start + offset, end + offset
-        begun, ended = np.searchsorted(ends, [start, end - 1], side="right")
+        first, last = np.searchsorted(ends, [start, end - 1], side="right")
         parts = []
-        for at in range(begun, ended + 1):
+        for at in range(first, last + 1):
             since, until = max(start, begins[at]), min(end, ends[at])
             parts.append((documents[at], int(since - begins[at]), int(until - since)))
-        tokens = torch.from_numpy(_joined(self._tokens, parts, np.int64))
-        scored = None if self._scored is None else torch.from_numpy(_joined(self._scored, parts, np.bool_))
-        # Not by the tokens that end documents: a chat template may write them inside of one.
-        places = np.concatenate([np.arange(length) for _, _, length in parts], dtype=np.int64)
-        places[: parts[0][2]] += start - max(int(begins[begun]), offset)
-        return SampleShard(tokens, torch.from_numpy(places), scored)
+        tokens = torch.from_numpy(_concat(self._tokens, parts, np.int64))
+        scored = None if self._scored is None else torch.from_numpy(_concat(self._scored, parts, np.bool_))
+        # Not from end-of-document tokens: a chat template may write them inside a document.
+        doc_positions = np.concatenate([np.arange(length) for _, _, length in parts], dtype=np.int64)
+        doc_positions[: parts[0][2]] += start - max(int(begins[first]), offset)
+        return SampleShard(tokens, torch.from_numpy(doc_positions), scored)
 
     def _documents(self, index: int) -> tuple[np.ndarray, int]:
-        """The documents that sample `index` has a part of, in order, and at which token of the first it begins."""
-        epoch, row = divmod(index, self.per_epoch)
-        plan = self._epoch(epoch)
-        place = plan.shuffle_index[row]
-        (first, offset), (last, _) = plan.sample_index[place], plan.sample_index[place + 1]
-        return plan.document_index[first : last + 1], int(offset)
+        """The documents that sample `index` overlaps, in order, and its first token's offset in the first one."""
+        epoch, read_index = divmod(index, self.per_epoch)
+        epoch_index = self._cached_epoch(epoch)
+        sample = epoch_index.shuffle_index[read_index]
+        (first, offset), (last, _) = epoch_index.sample_index[sample], epoch_index.sample_index[sample + 1]
+        return epoch_index.document_index[first : last + 1], int(offset)
 
-    def others(self, index: int, length: int, rng: np.random.Generator) -> Tensor:
-        """So many tokens (length,) of documents drawn among those that sample `index` has no part of.
+    def foreign_tokens(self, index: int, length: int, rng: np.random.Generator) -> Tensor:
+        """`length` tokens (length,) of random documents that sample `index` does not overlap.
 
-        Without BOS and ends. Raises UserError where the sample has a part of each.
+        BOS and end-of-document are left out. Raises UserError if no other document has tokens.
         """
-        own = set(self._documents(index)[0].tolist())
+        own_documents = set(self._documents(index)[0].tolist())
         first_token = int(self.bos is not None)
-        # A document may have no token of its own.
-        if not (np.delete(self._tokens.sequence_lengths, list(own)) > first_token + 1).any():
+        # A document may have no tokens besides BOS and end-of-document.
+        if not (np.delete(self._tokens.sequence_lengths, list(own_documents)) > first_token + 1).any():
             raise UserError(
                 f"{self._corpus.folder} has no document in its {self._split} split beside those of a sequence of "
                 f"{self._seq_len} tokens; prepare more documents, or give shorter sequences"
@@ -216,35 +217,35 @@ class CorpusSamples:
         while missing > 0:
             document = int(rng.integers(len(self._tokens)))
             size = min(int(self._tokens.sequence_lengths[document]) - first_token - 1, missing)
-            if document in own or size <= 0:
+            if document in own_documents or size <= 0:
                 continue
             parts.append(self._tokens.get(document, offset=first_token, length=size))
             missing -= size
         return torch.from_numpy(np.concatenate(parts, dtype=np.int64))
 
     def packing(self) -> Packing:
-        """How the documents lie in the sequences of the first epoch, whose index is built; others differ in order."""
-        order = self._epoch(0).document_index
+        """Packing statistics of the first epoch, whose index exists; other epochs differ only in order."""
+        order = self._cached_epoch(0).document_index
         lengths = self._tokens.sequence_lengths
-        return packing(str(self._corpus.folder), lengths, order, self._seq_len, self.per_epoch)
+        return pack(str(self._corpus.folder), lengths, order, self._seq_len, self.per_epoch)
 
-    def _opened(self, epoch: int) -> _Plan:
+    def _open_epoch(self, epoch: int) -> _EpochIndex:
         self._build(epoch)
-        return _Plan.read(self._index_folder(epoch))
+        return _EpochIndex.read(self._index_folder(epoch))
 
     def _dataset(self, epoch: int, cache: Path) -> "GPTDataset":
-        # Megatron's import takes seconds, which a start that finds its indices need not wait for.
+        # Importing Megatron takes seconds, which a run that finds its indices saves.
         from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
         from megatron.core.datasets.indexed_dataset import IndexedDataset
         from megatron.core.datasets.utils import Split
 
-        # The content, not the place, names the index: a moved folder keeps it, one prepared anew does not.
+        # The index is named by content, not path: a moved folder keeps it, a re-prepared one does not.
         content = self._corpus.record(self._split).bin.sha256
-        own = self._corpus.manifest.tokenizer
-        # What GPTDataset asks of a tokenizer, and what names its cached indices. No id is padding: samples are never
-        # padded, and GPTDataset must not take a real token for it.
+        record = self._corpus.manifest.tokenizer
+        # All that GPTDataset needs of a tokenizer, and the name of its cached indices. Samples are never padded, and
+        # GPTDataset must not take a real token for padding, so no id is padding.
         tokenizer = SimpleNamespace(
-            vocab_size=own.vocab_size, eod=own.eod, pad=-1, unique_identifiers={"hash": own.hash}
+            vocab_size=record.vocab_size, eod=record.eod, pad=-1, unique_identifiers={"hash": record.hash}
         )
         config = GPTDatasetConfig(
             random_seed=int(np.random.SeedSequence([self._seed, epoch]).generate_state(1)[0]),
@@ -252,7 +253,7 @@ class CorpusSamples:
             blend_per_split=[([content], None), None, None],
             path_to_cache=str(cache),
             tokenizer=tokenizer,
-            # Masks and positions come from the tokens, in one vectorized pass over the batch.
+            # Masks and positions are computed by `read` and `packed_text`.
             reset_position_ids=False,
             reset_attention_mask=False,
             eod_mask_loss=False,
@@ -268,7 +269,7 @@ class CorpusSamples:
 
 
 def _delete_unused(cache: Path) -> None:
-    """Delete the indices of a cache that no run has begun with lately, and what interrupted ones left half made."""
+    """Delete the cache's indices that no run has started with lately, and old partial ones of interrupted runs."""
     for folder in cache.glob("*-epoch*"):
         with suppress(OSError):
             age = time.time() - folder.stat().st_mtime
@@ -276,14 +277,14 @@ def _delete_unused(cache: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _joined(files: TokenFile, parts: list[tuple[int, int, int]], dtype: type[np.generic]) -> np.ndarray:
-    """Stretches of documents, each (document, offset, length), one after the other."""
-    found = [files.get(document, offset=offset, length=length) for document, offset, length in parts]
-    return np.concatenate(found, dtype=dtype, casting="unsafe")
+def _concat(files: TokenFile, parts: list[tuple[int, int, int]], dtype: type[np.generic]) -> np.ndarray:
+    """Spans of documents, each (document, offset, length), concatenated."""
+    spans = [files.get(document, offset=offset, length=length) for document, offset, length in parts]
+    return np.concatenate(spans, dtype=dtype, casting="unsafe")
 
 
 class BlendedSamples(Blend[Tensor]):
-    """The stream of several corpora's tokens; a sample is (seq_len + 1,) int64."""
+    """The blended stream of several corpora; a sample is (seq_len + 1,) int64."""
 
     def __init__(
         self,
@@ -295,11 +296,11 @@ class BlendedSamples(Blend[Tensor]):
         keys: tuple[str, str] = ("data.train", "training.seq_len"),
         answers: bool = False,
     ):
-        """keys: the configuration keys that named the corpora and the length, for errors.
+        """keys: the configuration keys of the corpora and the length, for errors.
 
-        answers: read which tokens belong to answers, of the corpora that know it; of conversations always.
+        answers: also read which tokens belong to answers, if a corpus records it; always read for conversations.
 
-        Raises UserError where a corpus has too few tokens for one sample.
+        Raises UserError if a corpus has too few tokens for one sample.
         """
         for corpus in corpora:
             _check_holds_a_sample(corpus, split, seq_len, keys)
@@ -308,13 +309,13 @@ class BlendedSamples(Blend[Tensor]):
         super().__init__(self.corpora, [corpus.weight for corpus in corpora])
 
     def packing(self) -> list[Packing]:
-        """How each corpus's documents lie in the sequences; the index of an epoch is built."""
+        """Packing statistics of each corpus; the index of the first epoch exists."""
         return [corpus.packing() for corpus in self.corpora]
 
     def read(self, index: int, start: int, end: int) -> SampleShard:
         """Tokens [start, end) of sample `index` of the stream."""
-        part, place = self.locate(index)
-        return self.corpora[part].read(place, start, end)
+        corpus, sample = self.locate(index)
+        return self.corpora[corpus].read(sample, start, end)
 
 
 def _check_holds_a_sample(corpus: PreparedCorpus, split: str, seq_len: int, keys: tuple[str, str]) -> None:

@@ -1,8 +1,8 @@
 """Sources of documents: files, directory trees, the Python standard library, or a dataset of the hub.
 
-Documents are streamed: no source holds more than a batch of rows or one part of a file. `datasets` reads the hub alone:
-local tables take a fifth of its time without it, one damaged row or empty file of many is no reason to stop, and what a
-text looks like (a date, a list) does not change it.
+Documents are streamed: a source holds at most a batch of rows or one part of a file. `datasets` is used only for the
+hub: without it local tables are read five times as fast, one damaged row or empty file does not stop the reading, and
+texts that look like a date or a list are not converted.
 """
 
 import ast
@@ -28,64 +28,64 @@ TABLES = {
     ".ndjson": "json",
     ".parquet": "parquet",
 }
-"""File endings whose rows are documents, and their form; any other file is one document."""
+"""File extension -> format of files with a document per row; any other file is one document."""
 
-TABS = ".tsv"
-"""Ending of a tab-separated table; without --labels such a file is a text."""
+TSV = ".tsv"
+"""Extension of tab-separated tables; without --labels such a file is a text."""
 
 LONGEST_DOCUMENT = 64 * 2**20
-"""Characters; a longer text file becomes several documents, cut at line ends."""
+"""Characters; a longer text file is split into several documents at line ends."""
 
 _BATCH = 256
-"""Rows of a table that are looked at together."""
+"""Rows of a table that are processed at once."""
 
 HUB = "hf"
 BENCHMARKS = ("lra", "glue", "sparsity")
-"""Prefixes, before a colon, of sources that are no paths."""
+"""Prefixes, before a colon, of sources that are not paths."""
 
 
-class Source(ABC):
+class DocumentSource(ABC):
     """Documents in a fixed order."""
 
     endless = False
-    """Whether there is always another one."""
+    """Whether it never ends."""
 
     has_splits = False
-    """Whether documents name the split that they belong to."""
+    """Whether documents name their split."""
 
     classes: tuple[Label, ...] = ()
-    """Classes that labels come from, where they are known before reading; others are those that occur."""
+    """All classes, if known before reading; otherwise the classes are those that occur."""
 
     def __init__(self, description: dict[str, Any], total: int | None = None):
-        """description: the manifest's entry. total: number of documents, where it is known before reading."""
+        """description: the manifest's entry. total: number of documents, if known before reading."""
         self.description = description
         self.total = total
         self.skipped: Counter[str] = Counter()
-        """Documents of the latest reading that were passed over, by reason."""
+        """Number of documents skipped by the latest iteration, by reason."""
         self._tokenizer: Tokenizer | None = None
 
     def __iter__(self) -> Iterator[Document]:
-        """The documents that have text; the others are counted in `skipped`."""
+        """The documents with text (and an answer, if conversations); others are counted in `skipped`."""
         self.skipped.clear()
         for document in self._read():
             if not all(document.texts):
                 self.skipped["empty"] += 1
-            elif document.messages is not None and not _is_answered(document.messages):
+            elif document.messages is not None and all(m["role"] != ASSISTANT for m in document.messages):
                 self.skipped["no message of the assistant"] += 1
             else:
                 yield document
 
-    def encoded_by(self, tokenizer: Tokenizer) -> None:
-        """Be told what the documents that are read from now on are encoded by."""
+    def set_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Set the tokenizer that will encode the documents read from now on."""
         self._tokenizer = tokenizer
 
     @abstractmethod
     def _read(self) -> Iterator[Document]:
-        """All documents, those with an empty text among them."""
+        """All documents, including those with an empty text."""
 
 
-class Files(Source):
-    """Files in the given order; tables (`TABLES`) give a document a row, other files are a document each."""
+class Files(DocumentSource):
+    """Files in the given order; tables (`TABLES`) yield a document per row, other files one document each."""
 
     def __init__(self, files: list[Path], columns: Columns, description: dict[str, Any]):
         """Open nothing yet; the files exist."""
@@ -97,21 +97,21 @@ class Files(Source):
     def _read(self) -> Iterator[Document]:
         for file in self._files:
             try:
-                yield from self._of(file)
-            # The file system, pyarrow and JSON share no exception type for "this cannot be read".
+                yield from self._read_file(file)
+            # The file system, pyarrow and JSON share no exception type for unreadable data.
             except Exception as error:
                 raise _unreadable(str(file), error) from error
 
-    def _of(self, file: Path) -> Iterator[Document]:
+    def _read_file(self, file: Path) -> Iterator[Document]:
         if kind := table_kind(file):
-            return self._json(file) if kind == "json" else self._parquet(file)
+            return self._read_json(file) if kind == "json" else self._read_parquet(file)
         if self._columns.label is not None:
-            return self._tabs(file, self._columns.label)
-        return self._text(file)
+            return self._read_tsv(file, self._columns.label)
+        return self._read_text(file)
 
-    def _json(self, file: Path) -> Iterator[Document]:
+    def _read_json(self, file: Path) -> Iterator[Document]:
         rows = self._json_rows(file)
-        # A row may lack a column that others have; a file whose first rows all lack it has another one.
+        # A row may lack a column that other rows have; if all of the first rows lack it, the column's name is wrong.
         first = list(islice(rows, _BATCH))
         if first:
             _check_columns(dict.fromkeys(chain(*first)), self._columns)
@@ -125,7 +125,7 @@ class Files(Source):
     def _json_rows(self, file: Path) -> Iterator[dict[str, Any]]:
         import pyarrow
 
-        # Decompressed as the file's ending says.
+        # Decompressed according to the file extension.
         with pyarrow.input_stream(str(file)) as stream, io.BufferedReader(stream, 2**20) as lines:
             for number, line in enumerate(lines, 1):
                 if line.isspace():
@@ -141,7 +141,7 @@ class Files(Source):
                     raise UserError(f"line {number} holds a {type(row).__name__}, not one row in braces")
                 yield row
 
-    def _parquet(self, file: Path) -> Iterator[Document]:
+    def _read_parquet(self, file: Path) -> Iterator[Document]:
         from pyarrow.parquet import ParquetFile
 
         with ParquetFile(file) as table:
@@ -149,7 +149,7 @@ class Files(Source):
             for batch in table.iter_batches(_BATCH, columns=list(self._columns.names)):
                 yield from _documents(batch.to_pydict(), self._columns)
 
-    def _tabs(self, file: Path, label: str) -> Iterator[Document]:
+    def _read_tsv(self, file: Path, label: str) -> Iterator[Document]:
         names, columns = tsv_names(file), self._columns
         if columns.texts == TEXT.texts and len(names) == 2 and label in names:
             columns = Columns(tuple(name for name in names if name != label), label)
@@ -158,33 +158,33 @@ class Files(Source):
             if row is None or not row[label]:
                 self.skipped["no labelled row"] += 1
             else:
-                yield Document(tuple(row[name] for name in columns.texts), class_of(row[label]))
+                yield Document(tuple(row[name] for name in columns.texts), parse_class(row[label]))
 
-    def _text(self, file: Path) -> Iterator[Document]:
+    def _read_text(self, file: Path) -> Iterator[Document]:
         with file.open(encoding="utf-8", newline="") as stream:
             try:
-                yield Document((_part(stream),))
-                while part := _part(stream):
+                yield Document((_read_part(stream),))
+                while part := _read_part(stream):
                     yield Document((part,))
             except UnicodeDecodeError:
                 self.skipped["not UTF-8"] += 1
 
 
-class Hub(Source):
-    """A dataset `datasets.load_dataset` knows by name, streamed."""
+class Hub(DocumentSource):
+    """A streamed dataset of the Hugging Face hub."""
 
     def __init__(self, spec: str, split: str, columns: Columns):
-        """Open nothing yet; spec: hf:NAME[:CONFIG]."""
-        self._where = _hub(spec, split)
-        super().__init__({"kind": "hub", **self._where})
+        """spec: hf:NAME[:CONFIG]. Opens nothing yet."""
+        self._dataset = _hub_arguments(spec, split)
+        super().__init__({"kind": "hub", **self._dataset})
         self._columns = columns
 
     def _read(self) -> Iterator[Document]:
-        return _hub_documents(self._where, self._columns, f"{HUB}:{self._where['path']}")
+        return _hub_documents(self._dataset, self._columns, f"{HUB}:{self._dataset['path']}")
 
 
-class LibraryFunctions(Source):
-    """Functions of the standard library with the package they are from, for a classifier."""
+class LibraryFunctions(DocumentSource):
+    """Functions of the standard library, labelled with their package."""
 
     def __init__(self, columns: Columns, description: dict[str, Any]):
         """Read nothing yet."""
@@ -197,36 +197,36 @@ class LibraryFunctions(Source):
 
 def hub_documents(spec: str, split: str, columns: Columns) -> Iterator[Document]:
     """The rows of a split of hf:NAME[:CONFIG] as documents."""
-    return _hub_documents(_hub(spec, split), columns, spec)
+    return _hub_documents(_hub_arguments(spec, split), columns, spec)
 
 
 def hub_rows(spec: str, split: str, keys: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The rows of a split of hf:NAME[:CONFIG], with these columns as `datasets` decodes them."""
+    """The rows of a split of hf:NAME[:CONFIG]: these columns, as `datasets` decodes them."""
     try:
-        for row in _streamed(_hub(spec, split)):
+        for row in _streamed(_hub_arguments(spec, split)):
             yield {key: row[key] for key in keys}
     except Exception as error:
         raise _unreadable(spec, error) from error
 
 
-def _hub(spec: str, split: str) -> dict[str, Any]:
+def _hub_arguments(spec: str, split: str) -> dict[str, Any]:
     name, _, config = spec.removeprefix("hf:").partition(":")
     return {"path": name, "name": config or None, "split": split}
 
 
 def tsv_names(file: Path) -> tuple[str, ...]:
-    """The columns that the first line of a file names, between tabs."""
+    """The column names in a file's header line."""
     with file.open(encoding="utf-8", errors="replace") as lines:
         return tuple(next(lines, "").rstrip("\r\n").split("\t"))
 
 
-def tsv_rows(file: Path, names: Sequence[str], headed: bool = True) -> Iterator[dict[str, str] | None]:
-    """Each row, unquoted, by the names of its columns; None for one that is not UTF-8 or has other fields.
+def tsv_rows(file: Path, names: Sequence[str], has_header: bool = True) -> Iterator[dict[str, str] | None]:
+    """Each row, unquoted, as column -> text; None for a row that is not UTF-8 or has another number of fields.
 
-    headed: the first line is no row.
+    has_header: whether the first line is a header.
     """
     with file.open("rb") as lines:
-        for line in islice(lines, int(headed), None):
+        for line in islice(lines, int(has_header), None):
             try:
                 fields = line.decode().rstrip("\r\n").split("\t")
             except UnicodeDecodeError:
@@ -234,18 +234,18 @@ def tsv_rows(file: Path, names: Sequence[str], headed: bool = True) -> Iterator[
             yield dict(zip(names, fields)) if len(fields) == len(names) else None
 
 
-def class_of(text: str) -> Label:
-    """A class as a text names it: digits are a number."""
+def parse_class(text: str) -> Label:
+    """The class that a text names: an int if it is all digits."""
     return int(text) if text.isdecimal() else text
 
 
 def table_kind(file: Path) -> str | None:
-    """The form of a table, None for a plain text file."""
+    """The format of a table; None for a plain text file."""
     return next((kind for ending, kind in TABLES.items() if file.name.endswith(ending)), None)
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether a text can be written; JSON can hold half of a surrogate pair."""
+    """Whether a text can be encoded as UTF-8; JSON can hold a lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -253,16 +253,16 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _part(stream: TextIO) -> str:
+def _read_part(stream: TextIO) -> str:
     return stream.read(LONGEST_DOCUMENT) + stream.readline(LONGEST_DOCUMENT)
 
 
 def _hub_documents(where: dict[str, Any], columns: Columns, name: str) -> Iterator[Document]:
-    """The rows of a streamed dataset; UserError where it cannot be read or its columns hold something else."""
+    """The rows of a streamed dataset as documents; UserError if it or its columns cannot be read."""
     try:
         for rows in _streamed(where).iter(batch_size=_BATCH):
             yield from _documents(rows, columns)
-    # datasets, pyarrow, fsspec and the hub client share no exception type for "this cannot be read".
+    # datasets, pyarrow, fsspec and the hub client share no exception type for unreadable data.
     except Exception as error:
         raise _unreadable(name, error) from error
 
@@ -280,7 +280,7 @@ def _unreadable(name: str, error: Exception) -> UserError:
 
 
 def _documents(rows: Mapping[str, Sequence[Any]], columns: Columns) -> Iterator[Document]:
-    """The documents of a table; UserError where it lacks a column, or one holds something else."""
+    """The documents of a table; UserError if a column is missing or has the wrong type."""
     _check_columns(rows, columns)
     for values in zip(*(rows[key] for key in columns.names)):
         yield _document(values, columns)
@@ -292,21 +292,19 @@ def _check_columns(names: Collection[str], columns: Columns) -> None:
             raise UserError(f"no column {key!r} among {', '.join(names)}; set --{_option(key, columns)}")
 
 
-def _is_answered(messages: Sequence[Mapping[str, Any]]) -> bool:
-    return any(message["role"] == ASSISTANT for message in messages)
-
-
 def _document(values: tuple[Any, ...], columns: Columns) -> Document:
     if columns.chat:
         if not isinstance(values[0], list):
-            found = type(values[0]).__name__
-            raise UserError(f"column {columns.texts[0]!r} holds {found}, not messages; set --text-key")
+            type_name = type(values[0]).__name__
+            raise UserError(f"column {columns.texts[0]!r} holds {type_name}, not messages; set --text-key")
         return conversation(values[0])
     for key, value in zip(columns.names, values):
-        allowed, wanted = columns.label_form if key == columns.label else (str | None, "text")
+        allowed, expected = columns.label_form if key == columns.label else (str | None, "text")
         if not isinstance(value, allowed):
-            found = type(value).__name__
-            raise UserError(f"column {key!r} holds {found}, not {wanted}; set --{_option(key, columns)}")
+            type_name = type(value).__name__
+            raise UserError(
+                f"column {key!r} holds {type_name}, not {expected}; set --{_option(key, columns)}"
+            )
     texts = tuple(text or "" for text in values[: len(columns.texts)])
     if columns.label is None:
         return Document(texts)
@@ -328,9 +326,9 @@ _NO_LIBRARY_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_tes
 
 
 def library_files() -> list[Path]:
-    """Sources of this Python's standard library, the text that every machine has.
+    """Source files of this Python's standard library: text that every machine has.
 
-    Without tests: those are half of the bytes, and not installed everywhere.
+    Without tests, which are half of the bytes and are not installed everywhere.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     relative = (file.relative_to(root) for file in root.rglob("*.py"))
@@ -338,23 +336,23 @@ def library_files() -> list[Path]:
 
 
 def library_functions() -> dict[str, list[str]]:
-    """Columns `text`, a function of one of LIBRARY_PACKAGES, and `package`, the one it is from; no text twice."""
+    """Columns `text` (the functions of LIBRARY_PACKAGES, without duplicates) and `package`."""
     root = Path(sysconfig.get_paths()["stdlib"])
     packages: dict[str, str] = {}
     for file in library_files():
         package = file.relative_to(root).parts[0]
         if package in LIBRARY_PACKAGES:
             source = file.read_text(encoding="utf-8")
-            lines = source.split("\n")  # as ast counts them; splitlines also cuts at form feeds
+            lines = source.split("\n")  # as ast counts lines; splitlines also splits at form feeds
             for function in _outermost(ast.parse(source)):
-                own = lines[function.lineno - 1 : function.end_lineno]
-                text = "\n".join(line.removeprefix(" " * function.col_offset) for line in own)
+                function_lines = lines[function.lineno - 1 : function.end_lineno]
+                text = "\n".join(line.removeprefix(" " * function.col_offset) for line in function_lines)
                 packages.setdefault(text, package)
     return {"text": list(packages), "package": list(packages.values())}
 
 
 def _outermost(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Functions and methods; what is defined inside them is part of their text."""
+    """Functions and methods that are not nested in other functions."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             yield child

@@ -1,6 +1,6 @@
-"""Megatron token files: `PREFIX.bin` holds the tokens, `PREFIX.idx` where each document lies.
+"""Megatron token files: `PREFIX.bin` holds the tokens, `PREFIX.idx` the offsets of the documents.
 
-They are read and written here: Megatron's import takes seconds, and its writer 200 bytes of memory for each document.
+Read and written without Megatron, whose import takes seconds and whose writer takes 200 bytes of memory per document.
 """
 
 import struct
@@ -18,31 +18,31 @@ from data_pipeline.manifest import FileRecord, ScoredRecord, SplitRecord
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 
 INDEX_HEADER = struct.Struct("<9sQBQQ")
-"""Magic and version of Megatron's index, then type code, number of sequences and of document bounds."""
+"""Megatron's index header: magic, version, type code, number of sequences, number of document bounds."""
 
 _DTYPES = dict(enumerate(("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16"), 1))
-"""By Megatron's type code."""
+"""Megatron's type code -> numpy name."""
 
 
 class TokenFile:
-    """The documents of one split, mapped: only what is asked for comes from the disk."""
+    """The memory-mapped documents of one split."""
 
     def __init__(self, prefix: Path):
-        """prefix: path of both files without their endings, which have been checked."""
+        """prefix: path of both files, already checked, without the extensions."""
         self._prefix = prefix
         index = np.memmap(f"{prefix}.idx", dtype=np.uint8, mode="r")
         _, _, code, count, _ = INDEX_HEADER.unpack(index[: INDEX_HEADER.size].tobytes())
         self.sequence_lengths = np.frombuffer(index, np.int32, count, INDEX_HEADER.size)
         """Tokens of each document."""
 
-        self._places = np.frombuffer(index, np.int64, count, INDEX_HEADER.size + self.sequence_lengths.nbytes)
+        self._starts = np.frombuffer(index, np.int64, count, INDEX_HEADER.size + self.sequence_lengths.nbytes)
         self._tokens = np.memmap(f"{prefix}.bin", dtype=_DTYPES[code], mode="r")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TokenFile, (self._prefix,)  # not the tokens
+        return TokenFile, (self._prefix,)  # reopened, not pickled with its tokens
 
     def __len__(self) -> int:
-        """Documents."""
+        """Number of documents."""
         return len(self.sequence_lengths)
 
     def __getitem__(self, document: int) -> np.ndarray:
@@ -53,8 +53,8 @@ class TokenFile:
         return (self[document] for document in range(len(self)))
 
     def get(self, document: int, offset: int, length: int) -> np.ndarray:
-        """So many tokens of a document, from `offset` on."""
-        start = int(self._places[document]) // self._tokens.itemsize + offset
+        """`length` tokens of a document from `offset` on."""
+        start = int(self._starts[document]) // self._tokens.itemsize + offset
         return self._tokens[start : start + length]
 
 
@@ -64,54 +64,54 @@ def token_dtype(vocab_size: int) -> type[Any]:
 
 
 def scored_prefix(prefix: Path) -> Path:
-    """Path, without endings, of the files that say which tokens of `prefix` belong to answers."""
+    """Path, without extensions, of the files that record which tokens of `prefix` belong to answers."""
     return prefix.with_name(f"{prefix.name}.scored")
 
 
 class TokenWriter:
-    """Writes one split; a split without documents gets no files, for empty ones cannot be memory-mapped.
+    """Writes one split; a split without documents gets no files, since empty ones cannot be memory-mapped.
 
-    Where answers are known, `PREFIX.scored.bin` and `.idx` say of each token whether it belongs to one.
+    If answers are known, `PREFIX.scored.bin` and `.idx` record which tokens belong to them.
     """
 
     def __init__(self, prefix: Path, dtype: type[Any]):
-        """prefix: path of both files without their endings."""
+        """prefix: path of both files without the extensions."""
         self.documents = 0
         self.labels: list[Label | float] = []
         self.tokens = 0
         self._bytes = 0
         self._scored_tokens = 0
-        self._of_tokens = _Documents(prefix, dtype)
-        self._of_answers = _Documents(scored_prefix(prefix), np.uint8)
+        self._token_file = _DocumentWriter(prefix, dtype)
+        self._scored_file = _DocumentWriter(scored_prefix(prefix), np.uint8)
 
     def add(self, encoded: Encoded) -> None:
         """Append documents."""
         for tokens in encoded.tokens:
-            self._of_tokens.add(tokens)
+            self._token_file.add(tokens)
             self.tokens += tokens.size
         for flags in encoded.scored:
-            self._of_answers.add(flags)
+            self._scored_file.add(flags)
             self._scored_tokens += int(flags.sum())
         self.documents += len(encoded.tokens)
         self.labels += encoded.labels
         self._bytes += encoded.bytes
 
     def finish(self) -> SplitRecord:
-        """Write the index; the split has a document."""
+        """Write the index; returns the split's record. The split has a document."""
         scored = None
-        if self._of_answers.begun:
-            scored = ScoredRecord(tokens=self._scored_tokens, **self._of_answers.finish())
+        if self._scored_file.has_documents:
+            scored = ScoredRecord(tokens=self._scored_tokens, **self._scored_file.finish())
         return SplitRecord(
             documents=self.documents,
             tokens=self.tokens,
             bytes=self._bytes,
             scored=scored,
-            **self._of_tokens.finish(),
+            **self._token_file.finish(),
         )
 
 
-class _Documents:
-    """A pair of files of Megatron's, made with the first document."""
+class _DocumentWriter:
+    """A writer of one pair of Megatron files, created with the first document."""
 
     def __init__(self, prefix: Path, dtype: type[Any]):
         self._prefix = prefix
@@ -120,7 +120,7 @@ class _Documents:
         self._lengths = array("i")
 
     @property
-    def begun(self) -> bool:
+    def has_documents(self) -> bool:
         return self._stream is not None
 
     def add(self, document: np.ndarray) -> None:
@@ -130,7 +130,7 @@ class _Documents:
         self._lengths.append(document.size)
 
     def finish(self) -> dict[str, FileRecord]:
-        """Write the index; both files' records."""
+        """Write the index; returns both files' records."""
         assert self._stream is not None
         self._stream.close()
         lengths = np.frombuffer(self._lengths, np.int32)
@@ -142,6 +142,6 @@ class _Documents:
             starts -= lengths
             starts *= self._dtype.itemsize
             stream.write(starts.data)
-            # Documents are one sequence each.
+            # Document bounds: each document is one sequence.
             stream.write(np.arange(len(lengths) + 1, dtype=np.int64).data)
         return {kind: FileRecord.of(Path(f"{self._prefix}.{kind}")) for kind in ("bin", "idx")}

@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, words, pixels, a BPE trained on the spot, or any Hugging Face tokenizer."""
+"""Tokenizers: bytes, words, pixels, a BPE trained by `prepare`, or any Hugging Face tokenizer."""
 
 import hashlib
 import json
@@ -12,11 +12,9 @@ from megakernel.config.errors import UserError, first_line
 
 
 def unreachable(name: str, repo_type: str) -> str | None:
-    """Why nothing of the hub's `name` can be fetched; None for a folder, and where the hub answers, whatever it says.
+    """Why the hub cannot be reached for `name`; None for a folder, and if the hub answers at all.
 
-    Its libraries try for a minute before they say that it does not answer.
-
-    repo_type: model or dataset.
+    Checked first because the hub's own libraries retry for a minute before they fail. repo_type: model or dataset.
     """
     if Path(name).is_dir():
         return None
@@ -27,7 +25,7 @@ def unreachable(name: str, repo_type: str) -> str | None:
         HfApi().repo_info(name, repo_type=repo_type, timeout=10)
     except HfHubHTTPError:
         return None
-    # Wrong names, an offline mode, name servers, proxies and certificates have types of several libraries.
+    # Invalid names, offline mode, DNS, proxies and certificates raise exceptions of several libraries.
     except Exception as error:
         return first_line(error)
     return None
@@ -36,33 +34,33 @@ def unreachable(name: str, repo_type: str) -> str | None:
 BPE_EOD = "<|endoftext|>"
 UNKNOWN_WORD = "<|unknown|>"
 CHAT_TEMPLATE = "chat_template.jinja"
-"""File of a tokenizer's folder, as `transformers` names it."""
+"""File name of the chat template in a tokenizer's folder, as in `transformers`."""
 ADD_BOS = "add_bos"
-"""Key of tokenizer_config.json under which `Tokenizer.add_bos` is kept."""
-MOST_MERGED = 4_000_000
-"""Ids of a BPE: its trainer ends the process where it cannot allocate room for all of them at once."""
+"""Key of `Tokenizer.add_bos` in tokenizer_config.json."""
+MAX_BPE_SIZE = 4_000_000
+"""Largest size of a BPE: its trainer aborts the process if it cannot allocate memory for all ids at once."""
 # Digits, spaces, line ends, accents, wide scripts and an emoji: tokenizers that split, normalize or merge
-# differently give other ids, however their files are written.
+# differently give different ids, whatever their files look like.
 _PROBE = "def f(x):\n\treturn  x+1 # 3.14, don't\r\nÀ é ü ß Ω 漢字 한 👍🏽 \u00a0 <|endoftext|>"
 
 
 class Tokenizer(ABC):
-    """Text to ids and back; `eod` ends every document and is never produced by encoding text."""
+    """Text to token ids and back; `eod` ends every document and is never produced by encoding text."""
 
     kind: str
     vocab_size: int
     eod: int
     bos: int | None = None
-    """Its token for the beginning of a text; None where it has none."""
+    """Beginning-of-sequence token; None if it has none."""
 
     add_bos = False
-    """Whether documents and prompts begin with it."""
+    """Whether documents and prompts begin with `bos`."""
 
     chat_template: str | None = None
-    """Jinja that makes texts of conversations; None where it has none."""
+    """Jinja template that renders conversations; None if it has none."""
 
     probe = _PROBE
-    """A text whose ids tell tokenizers of this kind apart."""
+    """A text whose ids distinguish tokenizers of this kind."""
 
     @abstractmethod
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
@@ -70,7 +68,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; `eod` and `bos` are left out."""
+        """The text of `ids` without `eod` and `bos`."""
 
     @abstractmethod
     def save(self, folder: Path) -> None:
@@ -78,16 +76,16 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def for_transformers(self) -> Any:
-        """The same tokenizer as a `PreTrainedTokenizerBase`, with the chat template. UserError where there is none."""
+        """It as a `PreTrainedTokenizerBase`, with the chat template. UserError if `transformers` has no equivalent."""
 
     @property
     def eod_text(self) -> str:
-        """How `eod` is written in a chat template."""
+        """The text of `eod` in a chat template."""
         return BPE_EOD
 
     @abstractmethod
     def _vocabulary(self) -> Any:
-        """What the ids stand for, as JSON."""
+        """The vocabulary as JSON values, for `hash`."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without `eod`."""
@@ -95,22 +93,22 @@ class Tokenizer(ABC):
 
     @property
     def prefix(self) -> list[int]:
-        """What every document and prompt begins with, once: `bos`, or nothing."""
+        """The ids that every document and prompt begins with: `bos`, or none."""
         return [self.bos] if self.add_bos and self.bos is not None else []
 
     def prompt(self, text: str) -> list[int]:
-        """Ids of a text to continue; of an empty one the token that comes before a document's first."""
+        """Ids of a text to continue; never empty: without `bos`, an empty text is `eod`, as if a document had ended."""
         return [*self.prefix, *self.encode(text)] or [self.eod]
 
     @property
     def ends_messages(self) -> bool:
-        """Whether its chat template writes `eod` inside of conversations, so that it does not tell where they end."""
+        """Whether its chat template writes `eod` inside conversations, so that `eod` does not mark their end."""
         template = self.chat_template or ""
         return "eos_token" in template or self.eod_text in template
 
     @property
     def hash(self) -> str:
-        """SHA-256 of what the tokenizer does (vocabulary, eod, ids of a probe text), not of its files."""
+        """SHA-256 of the tokenizer's behaviour (vocabulary, eod, ids of a probe text), not of its files."""
         behaviour = [self.eod, self.encode(self.probe), self._vocabulary()]
         return hashlib.sha256(json.dumps(behaviour).encode()).hexdigest()
 
@@ -121,10 +119,10 @@ class _BytesTokenizer(Tokenizer):
     vocab_size = 257
     eod = 256
     marker: str
-    """The file that says which of them a folder has."""
+    """Name of the file that identifies the tokenizer of a folder."""
 
     def save(self, folder: Path) -> None:
-        """Write the marker, and the chat template."""
+        """Write the marker file and the chat template."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / self.marker).write_text(json.dumps({"vocab_size": self.vocab_size, "eod": self.eod}) + "\n")
         if self.chat_template is not None:
@@ -148,7 +146,7 @@ class ByteTokenizer(_BytesTokenizer):
         return [list(text.encode()) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text; bytes that are not UTF-8 (a cut character) become U+FFFD."""
+        """The text; bytes that are not UTF-8 (a truncated character) become U+FFFD."""
         return self._bytes(ids).decode(errors="replace")
 
     def for_transformers(self) -> Any:
@@ -159,29 +157,29 @@ class ByteTokenizer(_BytesTokenizer):
 
 
 class PixelTokenizer(_BytesTokenizer):
-    """Gray values, written as the characters U+0000 to U+00FF, are ids 0-255; 256 ends an image."""
+    """Gray values, as characters U+0000 to U+00FF, are ids 0-255; 256 ends an image."""
 
     kind = "pixels"
     marker = "pixel_tokenizer.json"
     probe = "".join(map(chr, range(256)))
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """The number of each character; UserError for a text that is no image."""
+        """The code points of each text; UserError for a text that is not an image."""
         try:
             return [list(text.encode("latin-1")) for text in texts]
         except UnicodeEncodeError as error:
             character = error.object[error.start]
             raise UserError(
-                f"--tokenizer pixels reads images, and a text holds {character!r}; take --tokenizer byte"
+                f"--tokenizer pixels reads images, and a text holds {character!r}; use --tokenizer byte"
             ) from None
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The image, a character for each pixel."""
+        """The image, one character per pixel."""
         return self._bytes(ids).decode("latin-1")
 
     def for_transformers(self) -> Any:
-        """There is none."""
-        raise UserError("--tokenizer pixels reads images; take --tokenizer byte, or a Hugging Face tokenizer")
+        """Raises UserError: there is no equivalent."""
+        raise UserError("--tokenizer pixels reads images; use --tokenizer byte, or a Hugging Face tokenizer")
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -195,14 +193,14 @@ class HuggingFaceTokenizer(Tokenizer):
         self._tokenizer = tokenizer
         self.eod = int(tokenizer.eos_token_id)
         self.bos = tokenizer.bos_token_id
-        # A token that also ends documents stands before each as it is.
-        self.add_bos = self._adds_bos and self.bos != self.eod
+        # If BOS is also the end-of-document token, it precedes every document anyway.
+        self.add_bos = self._adds_bos_itself and self.bos != self.eod
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1
         self.chat_template = self._own_template
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Ids of each text, without `bos`; special tokens spelled out in a text are ordinary text."""
-        if not texts:  # of which `transformers` makes an IndexError
+        if not texts:  # `transformers` raises IndexError
             return []
         return self._tokenizer(
             texts,
@@ -214,19 +212,19 @@ class HuggingFaceTokenizer(Tokenizer):
         )["input_ids"]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text, with no clean-up of spaces."""
-        spoken = [i for i in ids if i not in (self.eod, self.bos)]
-        return self._tokenizer.decode(spoken, clean_up_tokenization_spaces=False)
+        """The text, without clean-up of spaces."""
+        text_ids = [i for i in ids if i not in (self.eod, self.bos)]
+        return self._tokenizer.decode(text_ids, clean_up_tokenization_spaces=False)
 
     def save(self, folder: Path) -> None:
-        """Write the files `AutoTokenizer.from_pretrained` reads; it then begins texts as documents begin here."""
-        if self._adds_bos != self.add_bos:
+        """Write the files for `AutoTokenizer.from_pretrained`, with `add_bos` as its rule."""
+        if self._adds_bos_itself != self.add_bos:
             self._tokenizer.add_bos_token = self.add_bos
         self._tokenizer.init_kwargs[ADD_BOS] = self.add_bos
         self.for_transformers().save_pretrained(folder)
 
     def for_transformers(self) -> Any:
-        """What it wraps."""
+        """The wrapped tokenizer."""
         if self.chat_template != self._own_template:
             self._tokenizer.chat_template = self.chat_template
         return self._tokenizer
@@ -238,13 +236,13 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @property
     def _own_template(self) -> str | None:
-        """Of several the one for conversations without tools."""
-        own = self._tokenizer.chat_template
-        return own.get("default") if isinstance(own, dict) else own
+        """Its template; of several, the default one, for conversations without tools."""
+        template = self._tokenizer.chat_template
+        return template.get("default") if isinstance(template, dict) else template
 
     @property
-    def _adds_bos(self) -> bool:
-        """Its own rule, wherever it is written: `add_bos_token`, a class, a post-processor."""
+    def _adds_bos_itself(self) -> bool:
+        """Whether it adds BOS itself, whatever the reason: `add_bos_token`, its class, a post-processor."""
         return self.bos is not None and self._tokenizer("a")["input_ids"][:1] == [self.bos]
 
     def _vocabulary(self) -> Any:
@@ -254,9 +252,9 @@ class HuggingFaceTokenizer(Tokenizer):
 def load(folder: Path | str, *, add_bos: bool | None = None, own_rule: bool = False) -> Tokenizer:
     """The tokenizer that `save` wrote, or any Hugging Face tokenizer directory or hub name.
 
-    add_bos: whether documents begin with its `bos`; None: as the folder says. own_rule: what a folder says that `save`
-    has not written: the tokenizer's own rule, or, as in earlier versions, that they do not.
-    Raises UserError where there is none, or where it has no end-of-sequence token.
+    add_bos: whether documents begin with `bos`; None: as recorded in the folder. own_rule: for a folder that `save` has
+    not written, use the tokenizer's own rule; otherwise no BOS is added, as in earlier versions.
+    Raises UserError for no tokenizer, or one without an end-of-sequence token.
     """
     tokenizer = _load(folder, own_rule)
     if add_bos and tokenizer.bos in (None, tokenizer.eod):
@@ -279,16 +277,15 @@ def _load(folder: Path | str, own_rule: bool) -> Tokenizer:
     from transformers import AutoTokenizer, PreTrainedConfig
 
     try:
-        # Given, so that no config.json is looked at that names code to run: a tokenizer needs none of it.
-        config = PreTrainedConfig() if _names_code(Path(folder)) else None
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder),
-            config=config,
+            # An explicit config stops AutoTokenizer from reading a config.json that names code to run.
+            config=PreTrainedConfig() if _names_code(Path(folder)) else None,
             trust_remote_code=False,
-            local_files_only=unreachable(str(folder), "model")
-            is not None,  # what was fetched before is still found
+            # If the hub is unreachable, read the local cache.
+            local_files_only=unreachable(str(folder), "model") is not None,
         )
-    # transformers tells a missing file, an unreachable hub and a malformed file by many types.
+    # transformers raises many types for a missing file, an unreachable hub or a malformed file.
     except Exception as error:
         raise UserError(
             f"tokenizer {str(folder)!r} cannot be loaded ({first_line(error)}); give byte, bpe:SIZE, words, pixels, "
@@ -299,11 +296,12 @@ def _load(folder: Path | str, own_rule: bool) -> Tokenizer:
             f"tokenizer {str(folder)!r} has no end-of-sequence token to end documents with; "
             "set eos_token in its tokenizer_config.json"
         )
-    found, ours = HuggingFaceTokenizer(tokenizer), ByteTokenizer()
-    found.add_bos = tokenizer.init_kwargs.get(ADD_BOS, own_rule and found.add_bos)
-    ours.chat_template = found.chat_template
-    known = is_byte_level(tokenizer.get_vocab(), ours.eod) and found.encode(_PROBE) == ours.encode(_PROBE)
-    return ours if known else found  # an exported one is known again: data is the same as under its own name
+    loaded, byte = HuggingFaceTokenizer(tokenizer), ByteTokenizer()
+    loaded.add_bos = tokenizer.init_kwargs.get(ADD_BOS, own_rule and loaded.add_bos)
+    byte.chat_template = loaded.chat_template
+    # An exported byte tokenizer is recognized, so that prepared data is the same as with `byte`.
+    is_byte = is_byte_level(tokenizer.get_vocab(), byte.eod) and loaded.encode(_PROBE) == byte.encode(_PROBE)
+    return byte if is_byte else loaded
 
 
 def _names_code(folder: Path) -> bool:
@@ -314,9 +312,9 @@ def _names_code(folder: Path) -> bool:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
-    """A byte-level BPE of at most `vocab_size` ids, `<|endoftext|>` (0) and the 256 bytes included.
+    """A byte-level BPE of at most `vocab_size` ids, including `<|endoftext|>` (0) and the 256 bytes.
 
-    Few or uniform texts have fewer pairs worth merging and give a smaller vocabulary.
+    Few or uniform texts have fewer pairs to merge and give a smaller vocabulary.
     """
     from tokenizers import Tokenizer as Model
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -336,7 +334,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
 
 
 def train_words(texts: Iterable[str]) -> HuggingFaceTokenizer:
-    """The words between spaces, an id each, the most frequent first; others become one word, and spaces are lost."""
+    """A tokenizer of words split at spaces, most frequent first; unknown words share one id, and spaces are lost."""
     from tokenizers import Tokenizer as Model
     from tokenizers import models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -353,8 +351,8 @@ def train_words(texts: Iterable[str]) -> HuggingFaceTokenizer:
 def make(spec: str, documents: Iterator[str], *, add_bos: bool | None = None) -> Tokenizer:
     """The tokenizer that `--tokenizer SPEC` names: `byte`, `pixels`, `words`, `bpe:SIZE`, a directory or a hub name.
 
-    documents: read by `words` and `bpe:SIZE` only, up to SAMPLE_CHARACTERS. add_bos: whether documents begin with its
-    `bos`, which only a directory or hub name has; None: as its own rule says.
+    documents: read only for `words` and `bpe:SIZE`, up to SAMPLE_CHARACTERS. add_bos: whether documents begin with
+    `bos`, which only tokenizers of a directory or hub name have; None: the tokenizer's own rule.
     """
     name, _, size = spec.partition(":")
     if add_bos and (spec in ("byte", "pixels", "words") or name == "bpe"):
@@ -367,17 +365,17 @@ def make(spec: str, documents: Iterator[str], *, add_bos: bool | None = None) ->
         return train_words(_sample(documents))
     if name != "bpe":
         return load(spec, add_bos=add_bos, own_rule=True)
-    if not re.fullmatch("[0-9]{1,9}", size) or not 257 <= int(size) <= MOST_MERGED:
+    if not re.fullmatch("[0-9]{1,9}", size) or not 257 <= int(size) <= MAX_BPE_SIZE:
         shown = spec if len(spec) < 40 else f"{spec[:40]}..."
         raise UserError(
-            f"--tokenizer {shown}: a byte-level BPE needs a size of at least 257 and at most {MOST_MERGED:,}; "
+            f"--tokenizer {shown}: a byte-level BPE needs a size of at least 257 and at most {MAX_BPE_SIZE:,}; "
             "write bpe:8192"
         )
     return train_bpe(_sample(documents), int(size))
 
 
 SAMPLE_CHARACTERS = 100_000_000
-"""Of the documents that a tokenizer is trained on."""
+"""Characters of documents that a tokenizer is trained on."""
 
 
 def _sample(documents: Iterator[str]) -> Iterator[str]:
@@ -390,9 +388,9 @@ def _sample(documents: Iterator[str]) -> Iterator[str]:
 
 
 def byte_level(eod: int, eod_name: str) -> Any:
-    """UTF-8 bytes as a byte-level BPE without merges, byte b with id b; a `PreTrainedTokenizerFast`.
+    """A `PreTrainedTokenizerFast` of UTF-8 bytes: a byte-level BPE without merges, with id b for byte b.
 
-    Sequences of a batch are padded on the left, with `eod`: that is what generation wants.
+    Batches are padded on the left with `eod`, as generation needs.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -409,12 +407,12 @@ def byte_level(eod: int, eod_name: str) -> Any:
 
 
 def is_byte_level(vocabulary: Mapping[str, int], eod: int) -> bool:
-    """Whether ids are bytes, and nothing else but `eod`."""
+    """Whether the ids are the bytes and `eod` only."""
     return {name: number for name, number in vocabulary.items() if number != eod} == _vocabulary()
 
 
 def _vocabulary() -> dict[str, int]:
-    """What byte-level BPE writes for each byte -> the byte: itself where it is visible, else one from U+0100 on."""
+    """Byte-level BPE's character for each byte -> the byte: itself if printable, otherwise one from U+0100 on."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     return {character: byte for byte, character in bytes_to_unicode().items()}

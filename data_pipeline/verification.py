@@ -1,4 +1,4 @@
-"""A corpus held against its manifest, once on a machine: reading all of it at every start would take too long."""
+"""Verification of a corpus against its manifest, once per machine: reading all of it at every start takes too long."""
 
 import fcntl
 import hashlib
@@ -18,21 +18,21 @@ from megakernel.config.errors import UserError
 
 _log = logging.getLogger(__name__)
 
-_LARGE = 2**32
-"""Bytes from which on reading takes seconds, so that it is said."""
+_SLOW_BYTES = 2**32
+"""Bytes above which a message is logged, since reading takes seconds."""
 
-# Negative ids, if any, become large ones.
+# Unsigned, so that invalid negative ids become large ones.
 TOKEN_TYPES: dict[int, np.dtype[Any]] = {4: np.dtype("<u4"), 5: np.dtype("<u8"), 8: np.dtype("<u2")}
-"""Code of a type of tokens in Megatron's index -> the type."""
+"""Megatron's type code -> dtype of the tokens."""
 
 
 def verify_split(folder: Path, manifest: Manifest, split: str, token_type: int) -> None:
-    """Check that a split's files are those that were prepared, and hold ids of the tokenizer alone.
+    """Check that a split's files are those that were prepared, and hold only ids of the tokenizer.
 
-    token_type: Megatron's code of the tokens' type. Raises UserError, which reads on from the folder's name.
+    token_type: Megatron's type code. Raises UserError; its message continues the folder's name.
     """
     records = manifest.files(split)
-    once(
+    check_once(
         [folder / name for name in records],
         f"{records} {manifest.tokenizer.vocab_size}",
         lambda: _verify(folder, records, f"{split}.bin", token_type, manifest.tokenizer.vocab_size),
@@ -40,35 +40,39 @@ def verify_split(folder: Path, manifest: Manifest, split: str, token_type: int) 
 
 
 def verify_tokenizer(folder: Path, manifest: Manifest) -> None:
-    """Check that the manifest tells the size of the tokenizer beside it. Raises UserError as `verify_split` does."""
-    place = folder / "tokenizer"
-    if not place.is_dir():
+    """Check that the manifest's vocabulary size is the tokenizer's. Raises UserError as `verify_split` does."""
+    own_folder, recorded = folder / "tokenizer", manifest.tokenizer.vocab_size
+    if not own_folder.is_dir():
         raise UserError("lacks tokenizer/")
-    files = sorted(path for path in place.rglob("*") if path.is_file())
-    once(files, str(manifest.tokenizer.vocab_size), lambda: _verify_size(place, manifest))
+
+    def check() -> None:
+        if (actual := tokenizers.load(own_folder).vocab_size) != recorded:
+            raise UserError(f"has a tokenizer of {actual} ids, but its manifest says {recorded}")
+
+    check_once(sorted(path for path in own_folder.rglob("*") if path.is_file()), str(recorded), check)
 
 
-def once(files: Iterable[Path], promise: str, check: Callable[[], None]) -> None:
-    """Run a check, unless it has passed on this machine for these files as they are now and the same promise.
+def check_once(files: Iterable[Path], expectation: str, check: Callable[[], None]) -> None:
+    """Run a check, unless it has passed on this machine for the same `expectation` and these files as they are now.
 
-    The markers lie in the user's cache folder, not with the files, which may come from somewhere else.
+    Markers are in the user's cache folder, not beside the files: copied files must be checked again.
     """
     stats = [
-        (str(file.resolve()), found.st_size, found.st_mtime_ns, found.st_ino)
+        (str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ino)
         for file in files
-        for found in [file.stat()]
+        for stat in [file.stat()]
     ]
-    name = hashlib.sha256(f"{stats} {promise}".encode()).hexdigest()
+    name = hashlib.sha256(f"{stats} {expectation}".encode()).hexdigest()
     try:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        marker = home / "megakernel" / "verified" / name
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        marker = cache / "megakernel" / "verified" / name
         marker.parent.mkdir(parents=True, exist_ok=True)
         stream = marker.open("a+")
-    except (OSError, RuntimeError):  # no home, or one that cannot be written
+    except (OSError, RuntimeError):  # no home, or it is not writable
         return check()
     with stream:
         with suppress(OSError):
-            # The ranks of a machine start together: one reads, the others wait for its result.
+            # The ranks of a machine start together: one checks, the others wait for it.
             fcntl.flock(stream, fcntl.LOCK_EX)
         stream.seek(0)
         if not stream.read():
@@ -82,20 +86,20 @@ def _verify(
     folder: Path, records: dict[str, FileRecord], tokens: str, token_type: int, vocab_size: int
 ) -> None:
     size = sum(record.size for record in records.values())
-    if size > _LARGE:
+    if size > _SLOW_BYTES:
         _log.warning("reading %s once, to hold it against its manifest (%.1f GB)", folder, size / 1e9)
     for name, expected in records.items():
-        largest = _Largest(TOKEN_TYPES[token_type]) if name == tokens else None
+        largest = _LargestId(TOKEN_TYPES[token_type]) if name == tokens else None
         if FileRecord.of(folder / name, largest) != expected:
             raise UserError(f"holds a damaged {name} (its SHA-256 is not that of the manifest)")
         if largest is not None and largest.id >= vocab_size:
-            raise UserError(f"holds the id {largest.id} in {name}, and its tokenizer has {vocab_size} ids")
+            raise UserError(f"holds the id {largest.id} in {name}, but its tokenizer has {vocab_size} ids")
     for name in filter(lambda name: name.endswith(".bin"), records):
-        _verify_places(folder / name, TOKEN_TYPES[token_type].itemsize if name == tokens else 1)
+        _verify_index(folder / name, TOKEN_TYPES[token_type].itemsize if name == tokens else 1)
 
 
-def _verify_places(tokens: Path, width: int) -> None:
-    """Check that the documents of Megatron's index lie one after the other in a file of so many bytes a token."""
+def _verify_index(tokens: Path, width: int) -> None:
+    """Check that the documents of the index are contiguous and fill the file of tokens of `width` bytes."""
     index = tokens.with_suffix(".idx")
     with index.open("rb") as stream:
         *_, count, _ = INDEX_HEADER.unpack(stream.read(INDEX_HEADER.size))
@@ -110,8 +114,8 @@ def _verify_places(tokens: Path, width: int) -> None:
         raise UserError(f"holds a {index.name} whose documents are not those of {tokens.name}")
 
 
-class _Largest:
-    """The largest id of the chunks that it was called with."""
+class _LargestId:
+    """Callable that tracks the largest id of all chunks."""
 
     def __init__(self, dtype: np.dtype[Any]):
         self.id = 0
@@ -120,9 +124,3 @@ class _Largest:
     def __call__(self, chunk: bytes) -> None:
         whole = len(chunk) - len(chunk) % self._dtype.itemsize
         self.id = max(self.id, int(np.frombuffer(chunk[:whole], self._dtype).max(initial=0)))
-
-
-def _verify_size(place: Path, manifest: Manifest) -> None:
-    found, told = tokenizers.load(place).vocab_size, manifest.tokenizer.vocab_size
-    if found != told:
-        raise UserError(f"has a tokenizer of {found} ids, and its manifest tells of {told}")

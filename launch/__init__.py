@@ -1,1 +1,1 @@
-"""The command line, and how the processes of a run start."""
+"""The command line and the launchers of a run's processes: local ranks and Slurm jobs."""

@@ -1,4 +1,4 @@
-"""`megakernel analyze`: what a trained model does, in the papers' tables and figures."""
+"""`megakernel analyze`: the papers' tables and figures about the attention of a trained model."""
 
 import argparse
 from pathlib import Path
@@ -14,49 +14,46 @@ if TYPE_CHECKING:
 
     from megakernel.analysis.plots.run import Result
 
-HELP = "tables and plots of what a checkpoint's attention does: spectra, ranks, spans, gates, noise"
+HELP = "write tables and plots about a checkpoint's attention: spectra, ranks, spans, gates, noise"
 EXAMPLE = "megakernel analyze runs/demo --what attention span gates\n\nanalyses:\n" + "\n".join(
     f"  {name:<17} {analysis.shows}{f' ({analysis.source})' if analysis.source else ''}"
     for name, analysis in ANALYSES.items()
 )
 
-MOST_GROUPS = 24
-"""Lines of a printed summary; of more groups, only the first column divides them."""
+MAX_GROUPS = 24
+"""Most rows of a printed summary; with more groups, rows are grouped by the first column only."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
+    add = parser.add_argument
     add_run_arguments(parser)
-    parser.add_argument(
+    add(
         "--what",
         nargs="+",
         required=True,
         metavar="NAME",
-        help=f"analyses, or {ALL}: those that say something about the run's attention",
+        help=f"analyses to run, or {ALL}: those that apply to the run's attention",
     )
-    parser.add_argument(
-        "--samples", type=int, default=8, metavar="N", help="validation samples (default %(default)s)"
-    )
-    parser.add_argument(
-        "--seq-len", type=int, metavar="L", help="tokens per sample (default: those of the run, 512 at most)"
-    )
-    parser.add_argument(
+    add("--samples", type=int, default=8, metavar="N", help="validation samples (default %(default)s)")
+    add("--seq-len", type=int, metavar="L", help="tokens per sample (default: that of the run, at most 512)")
+    add(
         "--draws",
-        type=Number(int, most=1_000_000),
+        type=Number(int, maximum=1_000_000),
         default=100,
         metavar="D",
-        help="draws of noise (default %(default)s)",
+        help="noise draws (default %(default)s)",
     )
-    parser.add_argument(
+    add(
         "--out",
         type=Path,
         metavar="DIR",
-        help="folder of the results (default: RUN/analysis/step_N, with the plots in TensorBoard, too)",
+        help="output folder (default: RUN/analysis/step_N, and the plots also in TensorBoard)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do the analyses one after the other, and print a summary of each."""
+    """Run the analyses one after another and print a summary of each."""
     from megakernel.analysis.plots.run import analyze_run
 
     out = console(highlight=False)
@@ -90,7 +87,7 @@ def _summary(result: "Result") -> "Table":
 
     value, by = result.analysis.value, result.analysis.by
     groups = summaries(result.rows, value, by)
-    if len(groups) > MOST_GROUPS:
+    if len(groups) > MAX_GROUPS:
         by = by[:1]
         groups = summaries(result.rows, value, by)
     table = Table(*by, f"{value}, min", "mean", "max")

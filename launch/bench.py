@@ -1,4 +1,4 @@
-"""`megakernel dev bench`: how fast attention is on this machine."""
+"""`megakernel dev bench`: attention benchmarks on this machine."""
 
 import argparse
 import importlib
@@ -11,7 +11,7 @@ from launch.arguments import Number
 from launch.messages import console
 from megakernel.config import UserError
 
-HELP = "measure attention: time, peak memory and share of what the device could do, against other implementations"
+HELP = "benchmark attention against other implementations: time, peak memory, share of the device's limits"
 EXAMPLE = "megakernel dev bench attention --suite cpu --max-tokens 4096"
 
 SUITES = ("default", "paper", "cpu")
@@ -20,39 +20,37 @@ RESULTS = Path("benchmarks/results")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.add_argument("what", choices=["attention"], help="what is measured")
-    parser.add_argument(
+    add = parser.add_argument
+    add("what", choices=["attention"], help="what to measure")
+    add(
         "--suite",
         choices=SUITES,
         help="default: causal attention, 16k to 1M tokens; paper: whole layers at the FLuRKA paper's settings; "
         "cpu: 1k to 32k tokens without a GPU (default: default, without a GPU cpu)",
     )
-    parser.add_argument(
+    add(
         "--repeats",
-        type=Number(int, most=1_000_000),
+        type=Number(int, maximum=1_000_000),
         default=30,
         metavar="R",
         help="runs of each (default: 30)",
     )
-    parser.add_argument(
-        "--max-tokens", type=Number(int), metavar="T", help="leave out cases of more tokens, B times N"
+    add("--max-tokens", type=Number(int), metavar="T", help="skip cases with more tokens, B times N")
+    add(
+        "--only",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="measure only this implementation; may be given several times",
     )
-    parser.add_argument(
-        "--only", action="append", default=[], metavar="NAME", help="this implementation alone; repeatable"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help=f"where the page goes (default: {RESULTS}/attention_SUITE.md)",
-    )
+    add("--out", type=Path, metavar="FILE", help=f"output page (default: {RESULTS}/attention_SUITE.md)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, write the page and print it."""
+    """Run the benchmark suite, write its page and print it."""
     import torch
 
-    attention = _from_checkout()
+    attention = _import_benchmarks()
     name = args.suite or ("default" if torch.cuda.is_available() else "cpu")
     suite = attention.SUITES[name]
     if args.repeats < 1:
@@ -65,9 +63,9 @@ def run(args: argparse.Namespace) -> int:
         device = torch.device("cuda", torch.cuda.current_device())
     stderr = console(stderr=True)
     with stderr.status("measuring") as status:
-        tell = status.update if stderr.is_terminal else stderr.print
-        survey = attention.survey(suite, device, args.repeats, tell)
-    command = shlex.join(["megakernel", "dev", "bench", "attention", *_given(args, name)])
+        report_progress = status.update if stderr.is_terminal else stderr.print
+        survey = attention.run_suite(suite, device, args.repeats, report_progress)
+    command = shlex.join(["megakernel", "dev", "bench", "attention", *_result_options(args, name)])
     page = attention.measured_page(survey, device, command)
     out = args.out or RESULTS / f"attention_{name}.md"
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -76,19 +74,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _from_checkout() -> ModuleType:
-    """benchmarks.attention, which is no part of the installed package."""
+def _import_benchmarks() -> ModuleType:
+    """The module benchmarks.attention, which is not in the installed package."""
     checkout = Path(__file__).parents[1]
     if not (checkout / "benchmarks" / "attention").is_dir():
-        raise UserError(
-            f"bench: {checkout} holds no benchmarks/, so bench runs from a checkout of the sources alone"
-        )
+        raise UserError(f"bench: {checkout} has no benchmarks/; run bench from a checkout of the sources")
     sys.path.insert(0, str(checkout))
     return importlib.import_module("benchmarks.attention")
 
 
-def _given(args: argparse.Namespace, suite: str) -> list[str]:
-    """The options that decide the numbers, as they would be typed."""
-    given = ["--suite", suite, "--repeats", str(args.repeats)]
-    given += [] if args.max_tokens is None else ["--max-tokens", str(args.max_tokens)]
-    return given + [part for name in args.only for part in ("--only", name)]
+def _result_options(args: argparse.Namespace, suite: str) -> list[str]:
+    """The options that affect the results, as command-line words."""
+    options = ["--suite", suite, "--repeats", str(args.repeats)]
+    options += [] if args.max_tokens is None else ["--max-tokens", str(args.max_tokens)]
+    return options + [part for name in args.only for part in ("--only", name)]

@@ -1,4 +1,4 @@
-"""`megakernel cancel`: end the jobs of runs."""
+"""`megakernel cancel`: cancel the jobs of runs."""
 
 import argparse
 import os
@@ -8,11 +8,11 @@ from itertools import zip_longest
 
 from launch.arguments import NotFound, add_job_run_arguments
 from launch.slurm.job_folder import JobFolder, find_runs
-from launch.slurm.states import JobState, known_to_slurm, states_of
-from launch.slurm_programs import ask
+from launch.slurm.states import JobState, job_states, query_slurm
+from launch.slurm_programs import check_output
 from megakernel.training import events
 
-HELP = "end the jobs of submitted runs"
+HELP = "cancel the jobs of submitted runs"
 EXAMPLE = "megakernel cancel demo --save"
 
 
@@ -20,30 +20,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add_job_run_arguments(parser)
     parser.add_argument(
-        "--save", action="store_true", help="let it take the time to save (else what Slurm's KillWait leaves)"
+        "--save", action="store_true", help="give the job time to save (else only Slurm's KillWait)"
     )
-    parser.add_argument("--chain", action="store_true", help="all its jobs, not the first live one alone")
+    parser.add_argument(
+        "--chain", action="store_true", help="cancel the whole chain, not only its first live job"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tell the jobs to end."""
+    """Cancel the jobs."""
     runs = find_runs(args.runs, args.root)
-    known = known_to_slurm(runs)
-    jobs = {run: [job for job in states_of(run, known).values() if job.is_live] for run in runs}
+    slurm_states = query_slurm(runs)
+    jobs = {run: [job for job in job_states(run, slurm_states).values() if job.is_live] for run in runs}
     if not any(jobs.values()):
         named = " ".join(str(run.path) for run in runs[:3])
         raise NotFound(f"{named}: no live job; megakernel status {named} says how it ended")
-    # The last of a chain first, else the next one would start when its predecessor ends.
-    orders = [
-        [(run, job) for job in reversed(live if args.chain else live[:1])] for run, live in jobs.items()
-    ]
-    for together in zip_longest(*orders):
-        _end([pair for pair in together if pair is not None], args.save)
+    # The last job of a chain goes first: each would otherwise start when its predecessor ends.
+    orders = [[(run, job) for job in (live[::-1] if args.chain else live[:1])] for run, live in jobs.items()]
+    for batch in zip_longest(*orders):
+        _cancel([pair for pair in batch if pair is not None], args.save)
     return 0
 
 
-def _end(jobs: Sequence[tuple[JobFolder, JobState]], save: bool) -> None:
-    """Tell one job of each of these runs to end, Slurm's in one call each for those that save and those that do not."""
+def _cancel(jobs: Sequence[tuple[JobFolder, JobState]], save: bool) -> None:
+    """Cancel one job of each run: one scancel call for the Slurm jobs that save first, one for the others."""
     saving, ending = ["scancel", "--signal=TERM"], ["scancel"]
     for run, state in jobs:
         executors = {job.id: job.executor for job in run.jobs()}
@@ -56,4 +56,4 @@ def _end(jobs: Sequence[tuple[JobFolder, JobState]], save: bool) -> None:
         print(f"{state.job} {'saves and ends' if saves else 'ends'}: {run.path}")
     for command, options in ((saving, 2), (ending, 1)):
         if len(command) > options:
-            ask(*command)
+            check_output(*command)

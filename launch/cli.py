@@ -1,8 +1,8 @@
 """`megakernel`: one subcommand per file of this folder.
 
 A command's module has HELP, EXAMPLE, `add_arguments(parser)` and `run(args) -> exit status`, and imports
-heavy libraries inside `run`, so that help and configuration errors come at once. A command that checks the command
-line of another finds `parse` and the names of all `commands` in its args.
+heavy libraries inside `run`, so that help and configuration errors come at once. For commands that check the command
+line of another, `args` has `parse` and the names of all `commands`.
 """
 
 import argparse
@@ -26,22 +26,22 @@ from typing import Any, NoReturn
 
 GROUPS = {
     "prepare and train": ("prepare", "pretrain", "uptrain"),
-    "look": ("monitor", "evaluate", "analyze", "generate", "serve"),
-    "move models": ("import", "export"),
+    "evaluate and use": ("monitor", "evaluate", "analyze", "generate", "serve"),
+    "convert models": ("import", "export"),
     "cluster": ("submit", "sweep", "status", "logs", "cancel", "resume"),
-    "ask": ("config", "plan", "doctor"),
+    "information": ("config", "plan", "doctor"),
 }
-"""What `megakernel --help` shows: group -> names of commands, which their files have too."""
+"""Groups of `megakernel --help` -> names of commands, which are also the names of their files."""
 
 DEV = ("reshape", "mechanisms", "bench")
-"""Commands of scripts and of whoever works on the code: `megakernel dev NAME`, and NAME alone as before."""
+"""Commands for scripts and developers: `megakernel dev NAME`, or NAME alone as in earlier versions."""
 
 try:
     import megakernel
     from launch.arguments import NotFound, NumberParser
     from launch.environment import check_backend
     from launch.exit_status import ExitStatus
-    from launch.messages import INTERRUPTED, make_courtesies, print_error
+    from launch.messages import INTERRUPTED, ignore_write_errors, print_error
     from launch.slurm_programs import SlurmRefused
     from megakernel.config import InUse, NotFinite, RunFailed, UserError
     from megakernel.config.errors import REFUSED_BY_DISK
@@ -52,18 +52,18 @@ try:
         for name in (*chain.from_iterable(GROUPS.values()), *DEV)
     }
     """Name -> module."""
-except KeyboardInterrupt:  # they take a moment, in which `main` can catch nothing yet
+except KeyboardInterrupt:  # the imports take a moment, and `main` cannot catch it yet
     print("megakernel: error: interrupted", file=sys.stderr, flush=True)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.raise_signal(signal.SIGINT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its exit status, as `ExitStatus` defines it."""
-    # Else Python searches all that the libraries have made for garbage before it exits: seconds, for nothing.
+    """Run one command and return its `ExitStatus`."""
+    # Otherwise Python's last garbage collection goes through all objects of the libraries, which takes seconds.
     atexit.register(gc.freeze)
     _open_missing_streams()
-    make_courtesies("stderr")
+    ignore_write_errors("stderr")
     args = argparse.Namespace()
     try:
         try:
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_backend()
             status = int(COMMANDS[args.command].run(args))
         except SystemExit as error:
-            if isinstance(error.__context__, BrokenPipeError):  # of which Rich makes an exit
+            if isinstance(error.__context__, BrokenPipeError):  # Rich turns it into SystemExit
                 raise error.__context__ from None
             sys.stdout.flush()
             raise
@@ -90,19 +90,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_error(str(error))
         return ExitStatus.NOT_FINITE if isinstance(error, NotFinite) else ExitStatus.FAILED
     except BrokenPipeError:
-        return ExitStatus.NOBODY_READS
+        return ExitStatus.BROKEN_PIPE
     except KeyboardInterrupt:
         print_error(INTERRUPTED)
         return ExitStatus.FAILED
     except Exception as error:
-        print_error(_of_disk(error) or _unforeseen(error, args))
+        print_error(_file_system_error(error) or _unexpected_error(error, args))
         return ExitStatus.FAILED
     finally:
-        _forget_what_cannot_be_printed()
+        _discard_unwritable_output()
 
 
-def _of_disk(error: Exception) -> str | None:
-    """What a file system has refused, which its user can change; None for any other error."""
+def _file_system_error(error: Exception) -> str | None:
+    """The message of a file system error that the user can fix; None for any other error."""
     if not isinstance(error, OSError) or error.errno not in REFUSED_BY_DISK:
         return None
     too_long = error.errno == errno.ENAMETOOLONG
@@ -110,30 +110,30 @@ def _of_disk(error: Exception) -> str | None:
     return f"{error.filename or 'the output'} cannot be written or read ({error.strerror}); {remedy}"
 
 
-def _unforeseen(error: Exception, args: argparse.Namespace) -> str:
-    """One line of what a library threw, or we did by mistake; whoever has to mend it finds the traceback in a file.
+def _unexpected_error(error: Exception, args: argparse.Namespace) -> str:
+    """One line about an unexpected error, whose traceback goes to a file.
 
-    In a job that is the process's own log: thousands that fail at once need not make as many files.
+    In a job it goes to the process's own log: thousands of processes that fail at once should not write a file each.
     """
-    said = " ".join(f"{type(error).__name__}: {error}".split())
-    if len(said) > _MOST_SAID:
-        said = said[: _MOST_SAID - 3] + "..."
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    if len(text) > _MAX_ERROR_LENGTH:
+        text = text[: _MAX_ERROR_LENGTH - 3] + "..."
     if in_job():
         traceback.print_exc()
-        return f"{said}; the traceback is above this line"
+        return f"{text}; the traceback is above this line"
     name = f"traceback-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     for folder in (lambda: Path(args.run_folder, "logs"), lambda: Path(tempfile.gettempdir())):
-        with suppress(OSError, ValueError, AttributeError):  # no such folder, none of a run, a full disk
+        with suppress(OSError, ValueError, AttributeError):  # no such folder, no run in args, a full disk
             (folder() / name).write_text(traceback.format_exc(), encoding="utf-8")
-            return f"{said}; the traceback is in {folder() / name}"
-    return f"{said}\n{traceback.format_exc()}"
+            return f"{text}; the traceback is in {folder() / name}"
+    return f"{text}\n{traceback.format_exc()}"
 
 
-_MOST_SAID = 300
+_MAX_ERROR_LENGTH = 300
 
 
 def _open_missing_streams() -> None:
-    """Where a shell closed one (`>&-`), the next file that is opened would take its place."""
+    """Open the standard streams that a shell closed (`>&-`): the next file opened would get their numbers."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             null = os.open(os.devnull, os.O_RDWR)
@@ -144,8 +144,8 @@ def _open_missing_streams() -> None:
             setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
 
 
-def _forget_what_cannot_be_printed() -> None:
-    """Else Python tries once more when it ends, and says so."""
+def _discard_unwritable_output() -> None:
+    """Discard output that cannot be written: Python would retry at exit and complain."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -154,19 +154,19 @@ def _forget_what_cannot_be_printed() -> None:
 
 
 class _Parser(NumberParser):
-    """Says in one line what is wrong, where argparse would print all options before it."""
+    """Reports a wrong command line in one line; argparse would print all options first."""
 
     def error(self, message: str) -> NoReturn:
         print_error(f"{message}; see {self.prog} --help")
         sys.exit(ExitStatus.USAGE)
 
 
-def parse(argv: Sequence[str], into: argparse.Namespace | None = None) -> argparse.Namespace:
-    """The arguments of one command; SystemExit, after a message, where they make no sense."""
+def parse(argv: Sequence[str], namespace: argparse.Namespace | None = None) -> argparse.Namespace:
+    """Parse the arguments of one command. Raises SystemExit, after a message, if they are invalid."""
     parser = _Parser(
         prog="megakernel",
         description=megakernel.__doc__,
-        epilog=_listed({**GROUPS, "": ("dev",)}),
+        epilog=_command_list({**GROUPS, "": ("dev",)}),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"megakernel {megakernel.__version__}")
@@ -174,28 +174,28 @@ def parse(argv: Sequence[str], into: argparse.Namespace | None = None) -> argpar
     dev = commands.add_parser(
         "dev",
         description=f"{_DEV_HELP[0].upper()}{_DEV_HELP[1:]}.",
-        epilog=_listed({"commands": DEV}),
+        epilog=_command_list({"commands": DEV}),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_commands(dev, DEV)
     parser.set_defaults(parse=parse, commands=tuple(COMMANDS))
-    args = argparse.Namespace() if into is None else into
+    args = argparse.Namespace() if namespace is None else namespace
     _, rest = parser.parse_known_args(argv, args)
-    # argparse gives up on positionals behind an option: `pretrain CONFIG --nproc 2 training.steps=5`.
-    more = next((name for name in ("overrides", "runs") if hasattr(args, name)), "")
-    unknown = [item for item in rest if item.startswith("-") or not more]
+    # argparse takes no more positionals after an option: `pretrain CONFIG --nproc 2 training.steps=5`.
+    positional = next((name for name in ("overrides", "runs") if hasattr(args, name)), "")
+    unknown = [item for item in rest if item.startswith("-") or not positional]
     if unknown:
         commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     if rest:
-        setattr(args, more, [*getattr(args, more), *rest])
+        setattr(args, positional, [*getattr(args, positional), *rest])
     return args
 
 
-_DEV_HELP = "commands of scripts, and of whoever works on the code"
+_DEV_HELP = "commands for scripts and developers"
 
 
 def _add_commands(parser: argparse.ArgumentParser, names: Iterable[str]) -> Any:
-    """Declare the commands, which the parser's own list of groups shows; argparse's way to add one more."""
+    """Declare the commands and return argparse's subparsers action; the parser's epilog lists them by group."""
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", help="see below")
     for name in names:
         module = COMMANDS[name]
@@ -209,8 +209,8 @@ def _add_commands(parser: argparse.ArgumentParser, names: Iterable[str]) -> Any:
     return commands
 
 
-def _listed(groups: Mapping[str, Sequence[str]]) -> str:
-    """A line for each command, group by group, wrapped as argparse wraps them."""
+def _command_list(groups: Mapping[str, Sequence[str]]) -> str:
+    """One entry per command, group by group, wrapped as argparse would."""
     width = shutil.get_terminal_size().columns - 2
     lines = []
     for title, names in groups.items():

@@ -16,16 +16,14 @@ EXAMPLE = "megakernel config configs/demo.yaml model.attention=softmax"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add_config_arguments(parser)
-    parser.add_argument(
-        "--explain", metavar="KEY", help="say what a key means, or all keys of a section (--explain schedule)"
-    )
+    parser.add_argument("--explain", metavar="KEY", help="explain a key or a section, such as schedule")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check the configuration, and print it as YAML that loads to an equal one, or what its keys mean."""
+    """Check the configuration and print it as YAML that loads to an equal one, or explain its keys."""
     config = load(args.config, args.overrides)
     if args.explain is not None:
-        print("\n".join(_explained(config, args.explain)))
+        print("\n".join(_explanation(config, args.explain)))
         return 0
     text = to_yaml(config)
     if sys.stdout.isatty():
@@ -37,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _explained(config: Config, key: str) -> list[str]:
+def _explanation(config: Config, key: str) -> list[str]:
     lines = [
         line
         for name, value, meaning in _keys(config, "")
@@ -45,14 +43,12 @@ def _explained(config: Config, key: str) -> list[str]:
         for line in (f"{name}: {value}", f"    {meaning}")
     ]
     if not lines:
-        raise UserError(
-            f"--explain {key} is no key of this configuration; leave --explain out to see all of them"
-        )
+        raise UserError(f"--explain {key} is no key of this configuration; leave --explain out to see all")
     return lines
 
 
 def _keys(section: Section, prefix: str) -> Iterator[tuple[str, object, str]]:
-    """Key, value and meaning of everything in a section."""
+    """Name, value and description of every key in a section and the sections inside it."""
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, Section):

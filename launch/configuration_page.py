@@ -1,4 +1,4 @@
-"""docs/configuration.md from the configuration's own types and docstrings: `python -m launch.configuration_page`."""
+"""Writes docs/configuration.md from the configuration's types and docstrings: `python -m launch.configuration_page`."""
 
 import inspect
 import json
@@ -19,12 +19,12 @@ PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 _OPENING = """\
 # Configuration
 
-Every key of a run's YAML file. `python -m launch.configuration_page` writes this page from the code; a test holds it
-current. `megakernel config CONFIG` prints a file with all its values, and checks them.
+Every key of a run's YAML file. `python -m launch.configuration_page` writes this page from the code; a test keeps it
+current. `megakernel config CONFIG` checks a file and prints all its values.
 
-A file may begin with `extends: FILE` or a list of files, relative to it, whose keys are laid under its own. On the
-command line `section.key=value` changes a key. `${NAME}` and `${NAME:-default}` in a value take it from the
-environment. Unknown keys are errors.
+A file may begin with `extends: FILE` or a list of files, relative to it, whose keys it overrides. On the command line
+`section.key=value` changes a key. `${NAME}` and `${NAME:-default}` in a value are replaced from the environment.
+Unknown keys are errors.
 """
 
 _PLAIN = {
@@ -52,9 +52,9 @@ def _sections() -> Iterator[str]:
             yield f"## {name}\n\n{_type(field)}, {_default(field)}: {_meaning(field)}\n"
 
 
-def _tables(section: type[Section], name: str, shown: set[type[Section]]) -> Iterator[str]:
-    """A section's heading and table, then those of the sections inside it, each once."""
-    shown.add(section)
+def _tables(section: type[Section], name: str, written: set[type[Section]]) -> Iterator[str]:
+    """The heading and table of a section, then of the sections inside it, each once."""
+    written.add(section)
     yield f"{'#' * (2 + name.count('.'))} {name}\n\n{inspect.getdoc(section)}\n"
     yield "| key | type | default | meaning |\n|---|---|---|---|"
     for key, field in section.model_fields.items():
@@ -62,8 +62,8 @@ def _tables(section: type[Section], name: str, shown: set[type[Section]]) -> Ite
     yield ""
     for key, field in section.model_fields.items():
         inner = section_in(field.annotation)
-        if inner is not None and inner not in shown:
-            yield from _tables(inner, f"{name}.{key}", shown)
+        if inner is not None and inner not in written:
+            yield from _tables(inner, f"{name}.{key}", written)
 
 
 def _presets() -> Iterator[str]:
@@ -85,25 +85,25 @@ def _type(field: FieldInfo) -> str:
         for name, sign in _BOUNDS.items()
         if hasattr(item, name)
     )
-    plain, optional, _ = _named(field.annotation).partition(" or null")
+    plain, optional, _ = _type_name(field.annotation).partition(" or null")
     return plain + bounds + optional
 
 
-def _named(annotation: Any) -> str:
-    """A type in the words of someone who writes YAML."""
+def _type_name(annotation: Any) -> str:
+    """The name of a type for somebody who writes YAML."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation in _PLAIN:
         return _PLAIN[annotation]
     if origin is Annotated:
-        return _named(arguments[0])
+        return _type_name(arguments[0])
     if origin is Literal:
         return ", ".join(f"`{choice}`" for choice in arguments)
     if origin in (Union, types.UnionType):
-        return " or ".join(_named(part) for part in arguments)
+        return " or ".join(_type_name(part) for part in arguments)
     if origin is list:
-        return f"list of {_named(arguments[0])}"
+        return f"list of {_type_name(arguments[0])}"
     if origin is tuple:
-        return f"[{', '.join(map(_named, arguments))}]"
+        return f"[{', '.join(map(_type_name, arguments))}]"
     if origin is dict:
         return "mapping"
     return f"{{{', '.join(annotation.model_fields)}}}"

@@ -1,4 +1,4 @@
-"""`megakernel doctor`: what this machine has, what is missing, and what to do about it."""
+"""`megakernel doctor`: what is installed on this machine, what is missing, and how to fix it."""
 
 import argparse
 import os
@@ -16,7 +16,7 @@ from rich.text import Text
 
 import megakernel
 from launch.messages import console
-from launch.slurm_programs import SlurmRefused, ask
+from launch.slurm_programs import SlurmRefused, check_output
 
 HELP = "show versions and devices, and what is missing on this machine"
 EXAMPLE = "megakernel doctor"
@@ -26,13 +26,13 @@ State = Literal["good", "optional", "missing"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at."""
+    """The result of one check."""
 
-    what: str
-    found: str
+    name: str
+    value: str
     state: State = "good"
     remedy: str = ""
-    """Shown where it is not good."""
+    """Shown unless the state is good."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,49 +40,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print every finding; 1 where something that is needed is missing."""
-    findings = [finding for look in (_python, _packages, _devices, _system) for finding in look()]
+    """Print every finding; return 1 if something required is missing."""
+    findings = [finding for check in (_python, _packages, _devices, _system) for finding in check()]
     table = Table(box=None, pad_edge=False, show_header=False)
     marks = {"good": ("ok", "green"), "optional": ("-", "yellow"), "missing": ("missing", "bold red")}
     for finding in findings:
         mark, style = marks[finding.state]
         remedy = "" if finding.state == "good" else finding.remedy
-        table.add_row(Text(mark, style), finding.what, finding.found, Text(remedy, style))
+        table.add_row(Text(mark, style), finding.name, finding.value, Text(remedy, style))
     console().print(table)
     return 1 if any(finding.state == "missing" for finding in findings) else 0
 
 
 def _python() -> Iterator[Finding]:
     yield Finding("megakernel", megakernel.__version__)
-    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    yield Finding("python", found)  # pip has refused any other
+    version = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    yield Finding("python", version)  # pip refuses unsupported versions
 
 
 def _packages() -> Iterator[Finding]:
-    """The requirements of this distribution, and the packages that make GPUs faster."""
+    """Findings about the required packages and the optional ones that are faster on GPUs."""
     try:
-        wanted = [Requirement(line) for line in metadata.requires("megakernel") or ()]
+        requirements = [Requirement(line) for line in metadata.requires("megakernel") or ()]
     except metadata.PackageNotFoundError:
-        yield Finding("packages", "not known", "missing", "pip install -e . -c constraints.txt")
+        yield Finding("packages", "unknown", "missing", "pip install -e . -c constraints.txt")
         return
-    for package in wanted:
-        if package.marker is None or package.marker.evaluate({"extra": ""}):
-            yield _package(package, "missing")
-        elif package.marker.evaluate({"extra": "gpu"}):
-            yield _package(package, "optional")
+    for requirement in requirements:
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            yield _package(requirement, "missing")
+        elif requirement.marker.evaluate({"extra": "gpu"}):
+            yield _package(requirement, "optional")
 
 
-def _package(wanted: Requirement, otherwise: State) -> Finding:
-    wanted.marker = None
-    remedy = f"pip install '{wanted}' -c constraints.txt"
-    if otherwise == "optional":
+def _package(requirement: Requirement, state_if_missing: State) -> Finding:
+    requirement.marker = None
+    remedy = f"pip install '{requirement}' -c constraints.txt"
+    if state_if_missing == "optional":
         remedy = f"fuses norms, SwiGLU, RoPE and the loss on GPUs: {remedy}"
     try:
-        version = metadata.version(wanted.name)
+        version = metadata.version(requirement.name)
     except metadata.PackageNotFoundError:
-        return Finding(wanted.name, "none", otherwise, remedy)
-    fits = wanted.specifier.contains(version, prereleases=True)
-    return Finding(wanted.name, version, "good" if fits else otherwise, remedy)
+        return Finding(requirement.name, "none", state_if_missing, remedy)
+    fits = requirement.specifier.contains(version, prereleases=True)
+    return Finding(requirement.name, version, "good" if fits else state_if_missing, remedy)
 
 
 def _devices() -> Iterator[Finding]:
@@ -90,7 +90,7 @@ def _devices() -> Iterator[Finding]:
         import torch
         from torch import distributed
     except (ImportError, OSError):
-        return  # reported among the packages, or broken in a way that only reinstalling mends
+        return  # either missing, which `_packages` reports, or broken
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         memory = f"{properties.total_memory / 2**30:.0f} GiB"
@@ -98,7 +98,7 @@ def _devices() -> Iterator[Finding]:
             f"cuda:{index}", f"{properties.name}, {memory}, sm_{properties.major}{properties.minor}"
         )
         if properties.major == 9 and Version(metadata.version("triton")) < Version("3.7.1"):
-            remedy = "pip install 'triton>=3.7.1': older ones gave wrong gradients on Hopper elsewhere"
+            remedy = "pip install 'triton>=3.7.1': older ones are reported to give wrong gradients"
             yield Finding("triton on Hopper", metadata.version("triton"), "optional", remedy)
     if not torch.cuda.is_available():
         built = f"torch built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch built for CPU"
@@ -106,10 +106,10 @@ def _devices() -> Iterator[Finding]:
         remedy = "reinstall torch with CUDA to use the GPU" if has_gpu else "training runs on the CPU"
         yield Finding("cuda", f"no device ({built})", "optional", remedy)
     yield Finding("cpu", f"{len(os.sched_getaffinity(0))} cores")
-    any_there = distributed.is_available()
-    has_gloo = any_there and distributed.is_gloo_available()
+    has_distributed = distributed.is_available()
+    has_gloo = has_distributed and distributed.is_gloo_available()
     yield Finding("gloo", "yes") if has_gloo else Finding("gloo", "no", "missing", "reinstall torch")
-    has_nccl = any_there and distributed.is_nccl_available()
+    has_nccl = has_distributed and distributed.is_nccl_available()
     yield Finding("nccl", "yes") if has_nccl else Finding("nccl", "no", "optional", "GPUs only")
 
 
@@ -125,7 +125,7 @@ def _system() -> Iterator[Finding]:
 
 def _slurm() -> Finding:
     try:
-        return Finding("Slurm", ask("sbatch", "--version").strip())
+        return Finding("Slurm", check_output("sbatch", "--version").strip())
     except SlurmRefused as error:
-        is_there = shutil.which("sbatch") is not None
-        return Finding("Slurm", str(error) if is_there else "none", "optional", "only for clusters")
+        is_installed = shutil.which("sbatch") is not None
+        return Finding("Slurm", str(error) if is_installed else "none", "optional", "only for clusters")

@@ -1,9 +1,9 @@
-"""Where this process stands: started by torchrun, by srun, or by nobody."""
+"""This process's rank and world, from the variables of torchrun or srun."""
 
 import os
 from collections.abc import Mapping
 
-from launch.slurm_programs import SlurmRefused, ask
+from launch.slurm_programs import SlurmRefused, check_output
 from megakernel.config import UserError
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.training.events import in_job
@@ -11,14 +11,13 @@ from megakernel.training.events import in_job
 _LAST_PORT = 65_535
 
 FIRST_PORT, PORTS = 20_000, 12_000
-"""Below Linux's ephemeral ports, which start at 32768."""
-
+"""First rendezvous port and how many there are: all below Linux's ephemeral ports, which start at 32768."""
 
 _BACKENDS = ("chunked", "reference", "triton")
 
 
 def check_backend(env: Mapping[str, str] = os.environ) -> None:
-    """Raise UserError for a MEGAKERNEL_BACKEND that no op has, before anything is loaded for it."""
+    """Raise UserError if no op has the backend in MEGAKERNEL_BACKEND, before any heavy import."""
     name = env.get("MEGAKERNEL_BACKEND")
     if name and name not in _BACKENDS:
         raise UserError(
@@ -26,20 +25,20 @@ def check_backend(env: Mapping[str, str] = os.environ) -> None:
         )
 
 
-def joined(env: Mapping[str, str] = os.environ) -> ProcessEnvironment | None:
-    """This process's place in the world that torchrun or srun made; None where it was started alone."""
+def launched_process(env: Mapping[str, str] = os.environ) -> ProcessEnvironment | None:
+    """The rank and world that torchrun or srun gave this process; None if neither started it."""
     if "RANK" in env and "WORLD_SIZE" in env:
-        return _of_torchrun(env)
-    # A batch script carries SLURM_PROCID too; only a step that srun started has an id of its own. A step of
-    # one task is an interactive shell, which starts what it needs itself, unless the job is one of ours.
+        return _from_torchrun(env)
+    # A batch script has SLURM_PROCID too; only a step that srun started has SLURM_STEP_ID. A step of one task
+    # is an interactive shell, which starts its own processes, unless `megakernel submit` made the job.
     if "SLURM_STEP_ID" in env and (
         _number({"SLURM_STEP_NUM_TASKS": "1", **env}, "SLURM_STEP_NUM_TASKS", 1) > 1 or in_job(env)
     ):
-        return _of_slurm(env)
+        return _from_slurm(env)
     return None
 
 
-def _of_torchrun(env: Mapping[str, str]) -> ProcessEnvironment:
+def _from_torchrun(env: Mapping[str, str]) -> ProcessEnvironment:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
     if missing:
         raise UserError(
@@ -57,16 +56,16 @@ def _of_torchrun(env: Mapping[str, str]) -> ProcessEnvironment:
     )
 
 
-def _number(env: Mapping[str, str], name: str, least: int, most: int | None = None) -> int:
+def _number(env: Mapping[str, str], name: str, minimum: int, maximum: int | None = None) -> int:
     text = env[name]
-    if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
-        wanted = f"{least} or more" if most is None else f"{least} to {most}"
-        raise UserError(f"{name}={text} is no number from {wanted}; unset it, or start with torchrun or srun")
+    if not text.isdecimal() or int(text) < minimum or (maximum is not None and int(text) > maximum):
+        valid = f"{minimum} or more" if maximum is None else f"{minimum} to {maximum}"
+        raise UserError(f"{name}={text} is no number from {valid}; unset it, or start with torchrun or srun")
     return int(text)
 
 
-def _of_slurm(env: Mapping[str, str]) -> ProcessEnvironment:
-    # Steps of one job may run side by side, so the step counts too.
+def _from_slurm(env: Mapping[str, str]) -> ProcessEnvironment:
+    # Steps of one job may run at the same time, so each step needs its own port.
     port = FIRST_PORT + (int(env["SLURM_JOB_ID"]) * 7 + int(env["SLURM_STEP_ID"])) % PORTS
     return ProcessEnvironment(
         rank=int(env["SLURM_PROCID"]),
@@ -79,7 +78,7 @@ def _of_slurm(env: Mapping[str, str]) -> ProcessEnvironment:
 
 
 def _tasks_on_node(counts: str, node: int) -> int:
-    """Slurm's run lengths, `2(x3),1` for 2, 2, 2, 1, at one place."""
+    """Tasks on the node with index `node`; counts: Slurm's run lengths, `2(x3),1` for 2, 2, 2, 1."""
     tasks: list[int] = []
     for part in counts.split(","):
         count, _, times = part.partition("(x")
@@ -88,12 +87,12 @@ def _tasks_on_node(counts: str, node: int) -> int:
 
 
 def _address_of_first_node(env: Mapping[str, str]) -> str:
-    """The address Slurm itself uses for the step's first node; its name may resolve nowhere."""
+    """The address that Slurm uses for the step's first node, whose name may not resolve."""
     if env.get("SLURM_STEP_NUM_NODES") == "1":
         return "127.0.0.1"
     try:
-        first = ask("scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]).split()[0]
-        node = ask("scontrol", "show", "node", "-o", first)
+        first = check_output("scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]).split()[0]
+        node = check_output("scontrol", "show", "node", "-o", first)
     except SlurmRefused as error:
         raise UserError(f"{error}, or export MASTER_ADDR with the address of the first node") from None
     return dict(field.split("=", 1) for field in node.split() if "=" in field).get("NodeAddr", first)

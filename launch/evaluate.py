@@ -1,4 +1,4 @@
-"""`megakernel evaluate`: how well a trained model predicts its validation text, and what it finds in a long context."""
+"""`megakernel evaluate`: a trained model's loss on validation text, and its scores on long-context tasks."""
 
 import argparse
 import json
@@ -11,117 +11,113 @@ from launch.arguments import Number, add_model_arguments
 from launch.messages import console
 
 if TYPE_CHECKING:
-    from megakernel.evaluation import Result
+    from megakernel.evaluation import TaskResult
 
-HELP = "measure a run: loss, perplexity and bits per byte on its validation data by position, and tasks of long context"
+HELP = "evaluate a run: loss, perplexity and bits per byte by position on validation data, and long-context tasks"
 EXAMPLE = "megakernel evaluate runs/demo --task lm --task passkey:length=1024+4096"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
+    add = parser.add_argument
     add_model_arguments(parser)
-    parser.add_argument(
+    add(
         "--data",
         type=Path,
         metavar="DIR",
-        help="prepared folder whose text is read (default: that of the run; a model folder has none)",
+        help="prepared folder to read text from (default: the run's; a model folder has none)",
     )
-    parser.add_argument(
+    add(
         "--task",
         action="append",
         metavar="NAME[:key=value,...]",
         help="lm (the default), passkey, needle, mqar, copy, induction, variables, common_words or frequent_words with "
         "options (docs/evaluation.md); may be given several times",
     )
-    parser.add_argument(
+    add(
         "--samples",
         type=int,
         metavar="N",
-        help="validation samples (default: those of the run), and examples of each length",
+        help="validation samples (default: the run's), and examples of each length",
     )
-    parser.add_argument(
-        "--seq-len", type=int, metavar="L", help="tokens per sample (default: that of the run)"
-    )
-    parser.add_argument(
+    add("--seq-len", type=int, metavar="L", help="tokens per sample (default: the run's)")
+    add(
         "--draws",
-        type=Number(int, most=1_000_000),
+        type=Number(int, maximum=1_000_000),
         metavar="D",
-        help="average probabilities over D draws of the noise that training redraws",
+        help="average probabilities over D draws of the noise that training draws anew",
     )
-    parser.add_argument(
+    add(
         "--baseline",
         metavar="NAME",
-        help="measure nystromformer, bigbird, longformer or reformer of `transformers` in place of an encoder run",
+        help="measure nystromformer, bigbird, longformer or reformer of `transformers` instead of an encoder run",
     )
-    parser.add_argument(
-        "--baseline-weights", type=Path, metavar="DIR", help="its weights (default: drawn from run.seed)"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print JSON instead of tables: an object, with --task a list"
-    )
+    add("--baseline-weights", type=Path, metavar="DIR", help="its weights (default: drawn from run.seed)")
+    add("--json", action="store_true", help="print JSON instead of tables: an object, with --task a list")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate one checkpoint, print what was measured, and keep it in the run's folder."""
+    """Evaluate one checkpoint, print the results, and record them in the run's folder."""
     from megakernel.config import UserError
 
-    own = {"--draws": args.draws, "--data": args.data, "--task": args.task and args.task[0]}
-    for option, value in own.items():
+    not_for_baselines = {"--draws": args.draws, "--data": args.data, "--task": args.task and args.task[0]}
+    for option, value in not_for_baselines.items():
         if args.baseline is not None and value is not None:
-            raise UserError(f"{option} {value} is of a run's own model; leave out {option} or --baseline")
-    found = []
+            raise UserError(f"{option} {value} is for a run's own model; leave out {option} or --baseline")
+    records = []
     for result in _results(args):
         if args.json:
-            found.append(result.as_dict())
+            records.append(result.as_dict())
         else:
             _print(result)
     if args.json:
-        print(json.dumps(found if args.task else found[0], indent=1))
+        print(json.dumps(records if args.task else records[0], indent=1))
     return 0
 
 
-def _results(args: argparse.Namespace) -> "Iterator[Result]":
-    """The results, under a bar on stderr, on a terminal alone; those of a run's own model are kept in its folder."""
+def _results(args: argparse.Namespace) -> "Iterator[TaskResult]":
+    """Yield results, with a progress bar if stderr is a terminal; record those of a run's own model in its folder."""
     from rich.progress import Progress
 
-    from megakernel.checkpoint.opened import find
+    from megakernel.checkpoint.opened import find_model
     from megakernel.evaluation import evaluate_baseline, evaluate_tasks, record
 
     stderr = console(stderr=True)
     with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
-        line = bar.add_task("evaluating", total=None)
+        task = bar.add_task("evaluating", total=None)
 
         def show(spec: str, done: int, total: int) -> None:
-            bar.update(line, description=spec, completed=done, total=total)
+            bar.update(task, description=spec, completed=done, total=total)
 
-        how = {"samples": args.samples, "seq_len": args.seq_len}
+        options = {"samples": args.samples, "seq_len": args.seq_len}
         if args.baseline is not None:
-            how |= {"weights": args.baseline_weights, "progress": partial(show, "evaluating")}
-            yield evaluate_baseline(args.run_folder, args.baseline, **how)
+            options |= {"weights": args.baseline_weights, "progress": partial(show, "evaluating")}
+            yield evaluate_baseline(args.run_folder, args.baseline, **options)
             return
-        # Chosen once, so that a run which saves meanwhile does not change it.
-        run = find(args.run_folder, args.step).run
-        how |= {"step": None if run is None else run.checkpoint.step, "draws": args.draws, "data": args.data}
-        for spec, result in evaluate_tasks(args.run_folder, args.task or ["lm"], progress=show, **how):
+        # The checkpoint is chosen once: a live run may save a newer one meanwhile.
+        run = find_model(args.run_folder, args.step).run
+        step = None if run is None else run.checkpoint.step
+        options |= {"step": step, "draws": args.draws, "data": args.data}
+        for spec, result in evaluate_tasks(args.run_folder, args.task or ["lm"], progress=show, **options):
             yield result
             if run is not None:
                 record(args.run_folder, run.checkpoint.step, spec, result, run.config.logging.tensorboard)
 
 
-def _print(result: "Result") -> None:
+def _print(result: "TaskResult") -> None:
     from rich.table import Table
 
-    shown = result.table()
-    table = Table(*shown.columns, caption_justify="left", caption_style="")
+    content = result.table()
+    table = Table(*content.columns, caption_justify="left", caption_style="")
     for column in table.columns:
         column.justify = "right"
-    for row in shown.rows:
+    for row in content.rows:
         table.add_row(*row)
-    if shown.total is not None:
+    if content.total is not None:
         table.add_section()
-        table.add_row(*shown.total, style="bold")
+        table.add_row(*content.total, style="bold")
     out = console(highlight=False)
-    out.print(shown.title, soft_wrap=True)
+    out.print(content.title, soft_wrap=True)
     out.print(table)
-    for line in shown.below:
+    for line in content.below:
         out.print(line, style="bold")

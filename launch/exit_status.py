@@ -1,4 +1,4 @@
-"""What the exit status of every command means; batch scripts and other tools rely on it."""
+"""Exit statuses of all commands; batch scripts and other tools rely on them."""
 
 from enum import IntEnum
 
@@ -7,13 +7,13 @@ class ExitStatus(IntEnum):
     """How a command ended."""
 
     DONE = 0
-    """What was asked is done."""
+    """The command succeeded."""
 
     FAILED = 1
-    """Something broke."""
+    """Something failed."""
 
     USAGE = 2
-    """The command line or the configuration has to change."""
+    """The command line or the configuration must be changed."""
 
     NOT_FOUND = 3
     """There is no such run or job."""
@@ -22,25 +22,25 @@ class ExitStatus(IntEnum):
     """Slurm refused, or cannot be reached."""
 
     STOPPED = 85
-    """Stopped by a signal after saving; the same command goes on, and a batch script may requeue it."""
+    """Stopped by a signal after saving; the same command continues, and a batch script may requeue the job."""
 
     STALLED = 86
-    """A step made no progress for too long; a batch script may start the run again from its last save."""
+    """A step made no progress for too long; a batch script may restart the run from its last checkpoint."""
 
     UNFIT = 87
-    """A node is not fit for the run; a batch script may start it again without that node."""
+    """A node is unfit for the run; a batch script may restart the run without that node."""
 
     OUT_OF_MEMORY = 88
-    """A process of the job asked for more memory than there is; a batch script may start the run again."""
+    """A process of the job ran out of memory; a batch script may restart the run."""
 
     NOT_FINITE = 89
-    """The loss or its gradients were not finite in too many steps in a row; the configuration has to change."""
+    """Too many steps in a row had a non-finite loss or gradient; the configuration must be changed."""
 
     IN_USE = 90
-    """Another process writes into the run's folder; a batch script may start the run again once that one has ended."""
+    """Another process writes into the run's folder; a batch script may restart the run after that one ends."""
 
-    NOBODY_READS = 141
-    """Whoever read the output has closed it, as `head` does: 128 and the number of PIPE, as of any program."""
+    BROKEN_PIPE = 141
+    """The reader of the output closed it, as `head` does: 128 + SIGPIPE, as for any program."""
 
     TERMINATED = 143
-    """Ended by TERM after saving; the same command goes on, but nothing starts it by itself."""
+    """Ended by SIGTERM after saving; the same command continues, but no batch script restarts it."""

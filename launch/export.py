@@ -16,22 +16,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--adapter",
         action="store_true",
-        help="of a run with optimizer.trained: lora the updates alone, as an adapter of PEFT for the model that it "
-        "began with (default: the model with them merged)",
+        help="of a run with optimizer.trained: lora, write only the updates, as a PEFT adapter for the model that it "
+        "began with (default: merge them into the model)",
     )
     parser.add_argument(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
-        help="of the weights (default: that of training)",
+        help="dtype of the weights (default: that of training)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write it and say what it is."""
+    """Write the export and print a summary of it."""
     from megakernel.checkpoint.export import export
-    from megakernel.checkpoint.trained_run import student
+    from megakernel.checkpoint.trained_run import student_run
 
-    folder = student(args.run_folder)
+    folder = student_run(args.run_folder)
     if args.adapter:
         from megakernel.checkpoint.adapter import export_adapter
 
@@ -46,6 +46,6 @@ def run(args: argparse.Namespace) -> int:
     if "auto_map" in config:
         print(
             "load it with AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True); it needs torch and "
-            "transformers, and Megakernel nowhere"
+            "transformers, but not Megakernel"
         )
     return 0

@@ -16,6 +16,7 @@ EXAMPLE = "megakernel generate runs/demo --prompt 'def main' --max-new-tokens 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
+    add = parser.add_argument
     add_model_arguments(parser)
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue; '' begins a new document")
@@ -23,105 +24,104 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt-file",
         metavar="FILE",
         action="append",
-        help="file with a text of any length, read as it is, or - for standard input; prints the continuation alone; "
-        "may be given several times",
+        help="file with a text of any length, or - for standard input; prints only the continuation; may be given "
+        "several times",
     )
     prompt.add_argument(
         "--prompts",
         metavar="FILE.jsonl",
         help='lines {"prompt": "..."}, or - for standard input; prints each line with its "continuation" added',
     )
-    parser.add_argument(
+    add(
         "--chat",
         action="store_true",
-        help="prompts are messages of a user, which the model's chat template writes out; lines of --prompts may hold "
+        help="treat prompts as user messages and apply the model's chat template; lines of --prompts may be "
         '{"messages": [{"role": "user", "content": "..."}]}',
     )
-    parser.add_argument("--system", metavar="TEXT", help="with --chat, a system message before each prompt")
-    parser.add_argument(
+    add("--system", metavar="TEXT", help="with --chat, a system message before each prompt")
+    add(
         "--max-new-tokens",
-        type=Number(int, most=1_000_000_000),
+        type=Number(int, maximum=1_000_000_000),
         default=200,
         metavar="N",
         help="default %(default)s",
     )
-    parser.add_argument(
+    add(
         "--samples",
-        type=Number(int, most=1_000_000),
+        type=Number(int, maximum=1_000_000),
         default=1,
         metavar="N",
         help='continuations of each prompt; lines of --prompts get "continuations" (default %(default)s)',
     )
-    parser.add_argument(
+    add(
         "--batch-size",
-        type=Number(int, most=1_000_000),
+        type=Number(int, maximum=1_000_000),
         default=32,
         metavar="B",
-        help="texts that are continued at once (default %(default)s)",
+        help="texts that are continued at the same time (default %(default)s)",
     )
     _add_sampling(parser)
-    parser.add_argument(
+    add(
         "--stop",
         action="append",
         default=[],
         metavar="TEXT",
         help="end a continuation before this text; may be given several times",
     )
-    parser.add_argument(
+    add(
         "--end-token",
         action="append",
         default=[],
         metavar="TOKEN",
-        help="a further token that ends a text, such as '<|im_end|>'; may be given several times",
+        help="another token that ends a text, such as '<|im_end|>'; may be given several times",
     )
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--temperature",
         type=float,
         default=0.8,
         metavar="T",
-        help="0 takes the likeliest (default %(default)s)",
+        help="0 takes the most likely token (default %(default)s)",
     )
-    parser.add_argument(
-        "--top-k", type=int, metavar="K", help="draw from the K likeliest tokens (default: from all)"
-    )
-    parser.add_argument(
+    add("--top-k", type=int, metavar="K", help="draw from the K most likely tokens (default: from all)")
+    add(
         "--top-p",
         type=float,
         default=1.0,
         metavar="P",
-        help="draw from the likeliest with this share (default %(default)s)",
+        help="draw from the most likely tokens with this total probability (default %(default)s)",
     )
-    parser.add_argument(
+    add(
         "--min-p",
         type=float,
         default=0.0,
         metavar="P",
-        help="draw from tokens with this share of the likeliest one's probability (default %(default)s)",
+        help="draw from tokens with at least this share of the largest probability (default %(default)s)",
     )
-    parser.add_argument(
+    add(
         "--repetition-penalty",
         type=float,
         default=1.0,
         metavar="R",
-        help="above 1 makes tokens that the text has already less likely (default %(default)s)",
+        help="above 1 makes tokens that are already in the text less likely (default %(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the draws (default %(default)s)")
+    add("--seed", type=int, default=0, help="seed of sampling (default %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the continuation, token by token, of one prompt behind it; of several once each is whole."""
+    """Print the continuation of a single prompt token by token, of several when each is complete."""
     if args.system is not None and not args.chat:
         raise UserError(f"--system {args.system!r} is a message; add --chat")
-    rows = _prompts(args)
-    from megakernel.checkpoint.trained_run import student
+    prompts = _read_prompts(args)
+    from megakernel.checkpoint.trained_run import student_run
     from megakernel.generation import Sampling, generate_texts
 
     pieces = generate_texts(
-        student(args.run_folder),
-        [row["messages"] if args.chat else row["prompt"] for row in rows],
+        student_run(args.run_folder),
+        [prompt["messages"] if args.chat else prompt["prompt"] for prompt in prompts],
         max_new_tokens=args.max_new_tokens,
         sampling=Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty),
         seed=args.seed,
@@ -131,66 +131,66 @@ def run(args: argparse.Namespace) -> int:
         batch_size=args.batch_size,
         step=args.step,
     )
-    if len(rows) == args.samples == 1 and args.prompts is None:
+    if len(prompts) == args.samples == 1 and args.prompts is None:
         print("" if args.chat else args.prompt or "", end="", flush=True)
         for piece in pieces:
             print(piece.text, end="", flush=True)
         print()
         return 0
-    for row, texts in zip(rows, _whole(pieces, len(rows), args.samples)):
+    for prompt, texts in zip(prompts, _completed(pieces, len(prompts), args.samples)):
         if args.prompts is not None:
             added = {"continuations": texts} if args.samples > 1 else {"continuation": texts[0]}
-            print(json.dumps({**row["line"], **added}), flush=True)
+            print(json.dumps({**prompt["line"], **added}), flush=True)
             continue
         for number, text in enumerate(texts, 1):
-            title = row["title"] if len(rows) > 1 else ""
+            title = prompt["title"] if len(prompts) > 1 else ""
             sample = f"sample {number} of {args.samples}" if args.samples > 1 else ""
             print(f"=== {', '.join(filter(None, (title, sample)))}")
             print(("" if args.chat else args.prompt or "") + text, flush=True)
     return 0
 
 
-def _whole(pieces: Iterator[Any], prompts: int, samples: int) -> Iterator[list[str]]:
-    """The continuations of each prompt in turn, as soon as they and those before are whole."""
+def _completed(pieces: Iterator[Any], prompts: int, samples: int) -> Iterator[list[str]]:
+    """Yield each prompt's continuations in order, as soon as these and all earlier ones are complete."""
     texts = [[""] * samples for _ in range(prompts)]
-    missing = [samples] * prompts
-    shown = 0
+    unfinished = [samples] * prompts
+    next_prompt = 0
     for piece in pieces:
         texts[piece.prompt][piece.sample] += piece.text
-        missing[piece.prompt] -= piece.is_last
-        while shown < prompts and not missing[shown]:
-            yield texts[shown]
-            shown += 1
+        unfinished[piece.prompt] -= piece.is_last
+        while next_prompt < prompts and not unfinished[next_prompt]:
+            yield texts[next_prompt]
+            next_prompt += 1
 
 
-def _prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Of each prompt: `prompt` or, with --chat, `messages`; its line of --prompts, and what it is called."""
+def _read_prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One dict per prompt: `prompt` or, with --chat, `messages`; `line`, its object in --prompts; `title`."""
     if args.prompts is not None:
-        rows: list[dict[str, Any]] = [{"line": line, "title": ""} for line in _rows(args.prompts, args.chat)]
+        lines = _read_jsonl(args.prompts, args.chat)
+        prompts: list[dict[str, Any]] = [{"line": line, "title": ""} for line in lines]
     elif args.prompt_file is not None:
-        rows = [
-            {"line": {"prompt": _read("--prompt-file", name)}, "title": name} for name in args.prompt_file
-        ]
+        texts = [_read_text("--prompt-file", name) for name in args.prompt_file]
+        prompts = [{"line": {"prompt": text}, "title": name} for text, name in zip(texts, args.prompt_file)]
     else:
-        rows = [{"line": {"prompt": args.prompt}, "title": ""}]
-    for number, row in enumerate(rows, 1):
-        line = row["line"]
+        prompts = [{"line": {"prompt": args.prompt}, "title": ""}]
+    for number, prompt in enumerate(prompts, 1):
+        line = prompt["line"]
         if not args.chat:
-            row["prompt"] = line["prompt"]
+            prompt["prompt"] = line["prompt"]
             continue
         from data_pipeline.chat import check_messages
 
-        said = line.get("messages") or [{"role": "user", "content": line.get("prompt")}]
+        messages = line.get("messages") or [{"role": "user", "content": line.get("prompt")}]
         system = [] if args.system is None else [{"role": "system", "content": args.system}]
-        name = (
-            "messages" if args.prompts is None else f"--prompts {args.prompts}: messages of prompt {number}: "
+        source = (
+            "messages" if args.prompts is None else f"--prompts {args.prompts}: prompt {number}: messages"
         )
-        row["messages"] = [*system, *check_messages(said, name)]
-    return rows
+        prompt["messages"] = [*system, *check_messages(messages, source)]
+    return prompts
 
 
-def _read(option: str, name: str) -> str:
-    """The text of a file, its line ends too, or of standard input."""
+def _read_text(option: str, name: str) -> str:
+    """The text of a file or of standard input, line ends unchanged."""
     try:
         return (sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()).decode()
     except (OSError, ValueError) as error:
@@ -198,20 +198,20 @@ def _read(option: str, name: str) -> str:
         raise UserError(f"{option} {name} {reason} ({error}); give a file of UTF-8 text, or -") from None
 
 
-def _rows(name: str, chat: bool) -> list[dict[str, Any]]:
-    """The objects in the lines of a file; empty ones are passed over."""
-    rows = []
-    for number, line in enumerate(_read("--prompts", name).split("\n"), 1):
+def _read_jsonl(name: str, chat: bool) -> list[dict[str, Any]]:
+    """The JSON objects in the lines of a file; empty lines are skipped."""
+    records = []
+    for number, line in enumerate(_read_text("--prompts", name).split("\n"), 1):
         try:
-            row = json.loads(line) if line.strip() else None
+            record = json.loads(line) if line.strip() else None
         except (ValueError, RecursionError):
-            row = line
-        has_prompt = isinstance(row, dict) and (
-            isinstance(row.get("prompt"), str) or (chat and "messages" in row)
+            record = line
+        has_prompt = isinstance(record, dict) and (
+            isinstance(record.get("prompt"), str) or (chat and "messages" in record)
         )
-        if row is not None and not has_prompt:
+        if record is not None and not has_prompt:
             raise UserError(f'--prompts {name}: line {number} has no prompt; write {{"prompt": "..."}}')
-        rows += [] if row is None else [row]
-    if not rows:
+        records += [] if record is None else [record]
+    if not records:
         raise UserError(f'--prompts {name} holds no line; write {{"prompt": "..."}} for each prompt')
-    return rows
+    return records

@@ -1,4 +1,4 @@
-"""Start the ranks of a run on this machine and watch over them until the last has left."""
+"""Start the ranks of a run on this machine and supervise them until the last one exits."""
 
 import ctypes
 import io
@@ -23,15 +23,15 @@ from launch.messages import INTERRUPTED, error_lines, print_error
 from megakernel.parallel.processes import ProcessEnvironment
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-"""Signals to this process that every rank gets, to act on together at its next step; those of them that it ignores,
-as `nohup` makes it ignore HUP, nobody gets."""
+"""Signals that are forwarded to every rank, which act on them together at their next step. Signals that this process
+ignores, such as HUP under `nohup`, are not forwarded."""
 
 SETTLE_SECONDS = 2.0
-"""What ends one rank often ends all, each with its own message; ending them sooner would cut those off."""
+"""Time for the other ranks to end by themselves after a failure: the same cause often ends all, and each prints why."""
 
-_LEAVING = (ExitStatus.DONE, ExitStatus.STOPPED, ExitStatus.TERMINATED)
-_REFUSED = (ExitStatus.USAGE, ExitStatus.IN_USE)
-_TELLING = (*_REFUSED, ExitStatus.STALLED, ExitStatus.NOT_FINITE)
+_CLEAN_EXITS = (ExitStatus.DONE, ExitStatus.STOPPED, ExitStatus.TERMINATED)
+_PRINTED_BY_RANK_0 = (ExitStatus.USAGE, ExitStatus.IN_USE)
+_PASSED_ON = (*_PRINTED_BY_RANK_0, ExitStatus.STALLED, ExitStatus.NOT_FINITE)
 _POLL_SECONDS = 0.02
 _LAST_LINES = 12
 
@@ -43,28 +43,28 @@ def run_ranks(
     *,
     env: Mapping[str, str] = os.environ,
     grace_seconds: float = 10.0,
-    leave_seconds: float = 60.0,
+    straggler_seconds: float = 60.0,
 ) -> int:
-    """Run `command` as ranks 0 to nproc - 1 of one world; the exit status of the whole.
+    """Run `command` as ranks 0 to nproc - 1 of one world and return the exit status of the whole.
 
-    Each rank finds its place in torchrun's variables. What rank K writes is in log_folder/rank_K.log; this console
-    shows that of rank 0 as well, as far as it can be written. Signals in FORWARDED reach every rank. When a rank
-    fails, or `leave_seconds` after one has left without the others, the others are ended and the first failure is
-    printed. A rank that is ended has SETTLE_SECONDS to leave by itself, then gets TERM, and after `grace_seconds` KILL.
+    Each rank gets torchrun's variables. The output of rank K goes to log_folder/rank_K.log; that of rank 0 is also
+    shown on this console, as far as it can be written. Signals in FORWARDED reach every rank. When a rank fails, or
+    `straggler_seconds` after one exited without the others, the others are ended and the first failure is printed. They
+    have SETTLE_SECONDS to exit by themselves, then get TERM, and after `grace_seconds` KILL.
 
-    0, 85 or 143 where all ranks agree on it; 2, 86, 89 or 90 where the first failure is a usage error, a step that made
-    no progress, a loss that is not finite or a run folder in use; else 1.
+    Returns 0, 85 or 143 if all ranks agree on it; 2, 86, 89 or 90 if the first failure is a usage error, a step that
+    made no progress, a non-finite loss or a run folder in use; otherwise 1.
     """
-    received: list[int] = []  # the oldest first
-    with handled(FORWARDED, received.append):
+    received: list[int] = []  # oldest first
+    with handle_signals(FORWARDED, received.append):
         ranks = [
             RankProcess(command, variables, log_folder / f"rank_{number}.log", on_console=number == 0)
             for number, variables in enumerate(_environments(nproc, env))
         ]
         try:
-            failure = _watch(ranks, received, leave_seconds)
+            failure = _watch(ranks, received, straggler_seconds)
             if failure is not None:
-                _end(ranks, grace_seconds)
+                _end_ranks(ranks, grace_seconds)
         finally:
             for rank in ranks:
                 rank.kill()
@@ -79,19 +79,19 @@ def _environments(nproc: int, env: Mapping[str, str]) -> Iterator[dict[str, str]
     threads = max(1, len(os.sched_getaffinity(0)) // nproc)
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     for rank in range(nproc):
-        place = ProcessEnvironment(rank, nproc, rank, nproc, master_port=port)
-        # Without OMP_NUM_THREADS each rank takes every core, and they get in each other's way.
-        usual = {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": loopback, "PYTHONUNBUFFERED": "1"}
+        process = ProcessEnvironment(rank, nproc, rank, nproc, master_port=port)
+        # Without OMP_NUM_THREADS the threads of every rank would compete for all cores.
+        defaults = {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": loopback, "PYTHONUNBUFFERED": "1"}
         if rank == 0 and os.isatty(1):
-            usual["FORCE_COLOR"] = "1"  # it writes into a pipe, which this process copies to the terminal
-        yield {**usual, **env, **place.variables()}
+            defaults["FORCE_COLOR"] = "1"  # its stdout is a pipe that this process copies to the terminal
+        yield {**defaults, **env, **process.variables()}
 
 
 @contextmanager
-def handled(signals: Iterable[int], act: Callable[[int], object]) -> Iterator[None]:
-    """Call `act` with those of these signals that arrive and are not ignored; the previous handlers are back after."""
-    heard = [signum for signum in signals if signal.getsignal(signum) != signal.SIG_IGN]
-    previous = {signum: signal.signal(signum, lambda signum, frame: act(signum)) for signum in heard}
+def handle_signals(signals: Iterable[int], act: Callable[[int], object]) -> Iterator[None]:
+    """Within the context, call `act` with each of these signals that arrives, except for ignored ones."""
+    active = [signum for signum in signals if signal.getsignal(signum) != signal.SIG_IGN]
+    previous = {signum: signal.signal(signum, lambda signum, frame: act(signum)) for signum in active}
     try:
         yield
     finally:
@@ -104,13 +104,13 @@ class _Failure:
     rank: int
     text: str
     status: int | None = None
-    """Exit status of the rank; None where it did not end."""
+    """Exit status of the rank; None if it is still running."""
 
 
-def _watch(ranks: "Sequence[RankProcess]", received: list[int], leave_seconds: float) -> _Failure | None:
-    """Forward signals until every rank has left, or until the first failure."""
+def _watch(ranks: "Sequence[RankProcess]", received: list[int], straggler_seconds: float) -> _Failure | None:
+    """Forward signals until every rank has exited, or until the first failure."""
     sent: set[int] = set()
-    first_left: tuple[int, float] | None = None
+    first_exit: tuple[int, float] | None = None
     while True:
         while received:
             signum = received.pop(0)
@@ -119,21 +119,21 @@ def _watch(ranks: "Sequence[RankProcess]", received: list[int], leave_seconds: f
                 rank.send(signum)
         statuses = [rank.status() for rank in ranks]
         for number, status in enumerate(statuses):
-            if status is not None and status not in _LEAVING:
-                return _Failure(number, _end_of(number, status, sent), status)
-            if status is not None and first_left is None:
-                first_left = number, time.monotonic()
+            if status is not None and status not in _CLEAN_EXITS:
+                return _Failure(number, _describe_end(number, status, sent), status)
+            if status is not None and first_exit is None:
+                first_exit = number, time.monotonic()
         if None not in statuses:
             return None
-        if first_left is not None and time.monotonic() - first_left[1] > leave_seconds:
+        if first_exit is not None and time.monotonic() - first_exit[1] > straggler_seconds:
             late = statuses.index(None)
             return _Failure(
-                late, f"rank {late} still runs {leave_seconds:g} s after rank {first_left[0]} has left"
+                late, f"rank {late} still runs {straggler_seconds:g} s after rank {first_exit[0]} exited"
             )
         time.sleep(_POLL_SECONDS)
 
 
-def _end_of(rank: int, status: int, sent: set[int]) -> str:
+def _describe_end(rank: int, status: int, sent: set[int]) -> str:
     if status > 0:
         return f"rank {rank} failed with exit status {status}"
     name = signal.Signals(-status).name
@@ -145,15 +145,15 @@ def _end_of(rank: int, status: int, sent: set[int]) -> str:
     return f"rank {rank} was ended by {name}{hint}"
 
 
-def _end(ranks: "Sequence[RankProcess]", grace_seconds: float) -> None:
-    """End what still runs: a rank that waits for a dead one would wait for the collective's timeout."""
-    if not _all_left_within(SETTLE_SECONDS, ranks):
+def _end_ranks(ranks: "Sequence[RankProcess]", grace_seconds: float) -> None:
+    """End the ranks that still run: one that waits for a dead rank would wait for the collective's timeout."""
+    if not _all_exited_within(SETTLE_SECONDS, ranks):
         for rank in ranks:
             rank.send(signal.SIGTERM)
-        _all_left_within(grace_seconds, ranks)
+        _all_exited_within(grace_seconds, ranks)
 
 
-def _all_left_within(seconds: float, ranks: "Sequence[RankProcess]") -> bool:
+def _all_exited_within(seconds: float, ranks: "Sequence[RankProcess]") -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and any(rank.status() is None for rank in ranks):
         time.sleep(_POLL_SECONDS)
@@ -168,65 +168,64 @@ def _outcome(ranks: "Sequence[RankProcess]", failure: _Failure | None) -> int:
         ends = ", ".join(f"rank {rank}: {status}" for rank, status in enumerate(statuses))
         print_error(f"the ranks ended with different exit status ({ends})")
         return ExitStatus.FAILED
-    if failure.status in _REFUSED and statuses[0] == failure.status:
-        return failure.status  # rank 0 has said on this console what has to change
+    if failure.status in _PRINTED_BY_RANK_0 and statuses[0] == failure.status:
+        return failure.status  # rank 0 already printed the error on this console
     if _was_interrupted(ranks[0]) and _was_interrupted(ranks[failure.rank]):
-        return ExitStatus.FAILED  # the same
+        return ExitStatus.FAILED  # rank 0 printed that as well
     rank = ranks[failure.rank]
     print_error(f"{failure.text}; its output is in {rank.log}")
     if failure.rank != 0:
         for line in rank.last_lines(_LAST_LINES):
             print(f"    {line}", file=sys.stderr, flush=True)
-    return failure.status if failure.status in _TELLING else ExitStatus.FAILED
+    return failure.status if failure.status in _PASSED_ON else ExitStatus.FAILED
 
 
 def _was_interrupted(rank: "RankProcess") -> bool:
-    """Whether Ctrl-C has ended it before it had anything to save."""
+    """Whether Ctrl-C ended the rank before it had anything to save."""
     return error_lines(INTERRUPTED)[0] in rank.last_lines(_LAST_LINES)
 
 
 _PR_SET_PDEATHSIG = 1
-_PATIENCE_SECONDS = 5.0
+_OUTPUT_TIMEOUT = 5.0
 _LIBC = ctypes.CDLL(None)
 
 
 def _die_with_the_launcher() -> None:
-    """Runs in the child: a launcher that is killed outright leaves no ranks behind that go on writing."""
+    """Runs in the child: the kernel kills the rank when its launcher dies, so that no orphan keeps writing."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-_OF_A_TERMINAL = re.compile(rb"\x1b\[K[^\r\n]*\r|\x1b\[[0-9;]*[mK]")
-"""A line that another takes the place of, and colours."""
+_TERMINAL_CODES = re.compile(rb"\x1b\[K[^\r\n]*\r|\x1b\[[0-9;]*[mK]")
+"""A line that is overwritten by the next one, and color codes."""
 
 
-class _Lines(io.FileIO):
-    """A file that takes from what was written for a terminal the lines that stay, without their colours."""
+class _PlainLog(io.FileIO):
+    """A file that keeps of terminal output only the final lines, without colors."""
 
-    _rest = b""
+    _unfinished = b""
 
     def write(self, data: Any, /) -> int:
-        whole, newline, self._rest = (self._rest + bytes(data)).rpartition(b"\n")
-        super().write(_OF_A_TERMINAL.sub(b"", whole) + newline)
+        whole, newline, self._unfinished = (self._unfinished + bytes(data)).rpartition(b"\n")
+        super().write(_TERMINAL_CODES.sub(b"", whole) + newline)
         return len(data)
 
     def close(self) -> None:
         if not self.closed:
-            with suppress(OSError):  # a disk that is full
-                super().write(_OF_A_TERMINAL.sub(b"", self._rest))
+            with suppress(OSError):  # the disk is full
+                super().write(_TERMINAL_CODES.sub(b"", self._unfinished))
         super().close()
 
 
 class RankProcess:
     """A running rank.
 
-    command, env: what to run. log: file its output is appended to. on_console: show the output here as well, each
-    stream where it belongs.
+    log: file that the output is appended to. on_console: also copy stdout and stderr to those of this process.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path, on_console: bool):
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        file = _Lines(log, "ab")
+        file = _PlainLog(log, "ab")
         file.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(command)}\n".encode())
         self._log_start = file.tell()
         self._process = subprocess.Popen(
@@ -235,16 +234,16 @@ class RankProcess:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if on_console else file,
             stderr=subprocess.PIPE if on_console else subprocess.STDOUT,
-            # A terminal's Ctrl-C would reach the ranks past the launcher, and a second time through it.
+            # Otherwise a terminal's Ctrl-C would reach the ranks twice: directly and through the launcher.
             start_new_session=True,
             preexec_fn=_die_with_the_launcher if sys.platform == "linux" else None,
         )
-        self._to_show: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
+        self._console_chunks: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         if on_console:
             self._threads = [
-                threading.Thread(target=self._copy, args=(file,), daemon=True),
-                threading.Thread(target=_show, args=(self._to_show,), daemon=True),
+                threading.Thread(target=self._copy_output, args=(file,), daemon=True),
+                threading.Thread(target=_write_chunks, args=(self._console_chunks,), daemon=True),
             ]
             for thread in self._threads:
                 thread.start()
@@ -252,41 +251,40 @@ class RankProcess:
             file.close()
 
     def status(self) -> int | None:
-        """Exit status, minus the signal's number where one ended it, or None while it runs."""
+        """Exit status, -N if signal N ended the rank, or None while it runs."""
         return self._process.poll()
 
     def send(self, number: int) -> None:
-        """Signal the rank alone, not the processes it started: those live and end with it."""
+        """Signal only the rank, not the processes that it started, which end with it."""
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """End a rank that still runs, and all it started, at once."""
+        """Kill a rank that still runs, and all processes in its group."""
         if self.status() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
     def close(self) -> None:
-        """Wait until all output is written; neither a process the rank left behind nor a console that nobody reads
-        can hold this up for long."""
+        """Wait until all output is written, but not long: a child of the rank or an unread console may block it."""
         if not self._threads:
             return
-        copier, shower = self._threads
-        copier.join(timeout=_PATIENCE_SECONDS)
-        self._to_show.put(None)
-        waiting = None
-        while shower.is_alive() and waiting != self._to_show.qsize():
-            waiting = self._to_show.qsize()
-            shower.join(timeout=_PATIENCE_SECONDS)
+        copier, writer = self._threads
+        copier.join(timeout=_OUTPUT_TIMEOUT)
+        self._console_chunks.put(None)
+        backlog = None
+        while writer.is_alive() and backlog != self._console_chunks.qsize():
+            backlog = self._console_chunks.qsize()
+            writer.join(timeout=_OUTPUT_TIMEOUT)
 
     def last_lines(self, count: int) -> list[str]:
-        """The last lines it has written since it started, empty ones left out."""
+        """The last nonempty lines that the rank wrote since its start."""
         with self.log.open("rb") as file:
             file.seek(self._log_start)
             lines = file.read().decode(errors="replace").splitlines()
         return [line for line in lines if line.strip()][-count:]
 
-    def _copy(self, log: BinaryIO) -> None:
-        """Take what the rank writes as it comes, for a rank whose pipe is full stands still."""
+    def _copy_output(self, log: BinaryIO) -> None:
+        """Read the rank's output as it comes: a full pipe would block the rank."""
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         with (
@@ -300,15 +298,15 @@ class RankProcess:
             while ready.get_map():
                 for key, _ in ready.select():
                     if chunk := os.read(key.fd, 1 << 16):
-                        with suppress(OSError):  # a disk that is full
+                        with suppress(OSError):  # the disk is full
                             log.write(chunk)
-                        self._to_show.put((key.data, chunk))
+                        self._console_chunks.put((key.data, chunk))
                     else:
                         ready.unregister(key.fileobj)
 
 
-def _show(chunks: "queue.SimpleQueue[tuple[int, bytes] | None]") -> None:
-    """Write to the console at the pace of whoever reads it: one that is full, gone or stopped holds no rank up."""
+def _write_chunks(chunks: "queue.SimpleQueue[tuple[int, bytes] | None]") -> None:
+    """Write to the console in a thread of its own: a console that is full, gone or stopped blocks no rank."""
     while (item := chunks.get()) is not None:
         stream, chunk = item
         with suppress(OSError):

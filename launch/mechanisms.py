@@ -1,4 +1,4 @@
-"""`megakernel dev mechanisms`: every attention preset, where it comes from and what it costs."""
+"""`megakernel dev mechanisms`: every attention preset, with its source and cost."""
 
 import argparse
 from collections.abc import Iterator
@@ -17,51 +17,51 @@ PAGE = Path(__file__).parents[1] / "docs" / "mechanisms.md"
 
 _INTRODUCTION = """# Mechanisms
 
-Every preset of `model.attention`, read off the code: `megakernel dev mechanisms --markdown > docs/mechanisms.md` writes
-this page, and a test holds it current. A preset is a name for a point of the algebra; any key can be changed beside it:
+Every preset of `model.attention`, generated from the code: `megakernel dev mechanisms --markdown > docs/mechanisms.md`
+writes this page, and a test keeps it current. A preset is a name for a mechanism; any of its keys can be changed:
 
 ```yaml
 model:
   attention: {preset: flurka, compression: {rank: 16}}
 ```
 
-*Equation* is that of the source, where it is one of the four papers whose mechanisms are all here:
+*Equation* is the number in the source if that is one of the four papers whose mechanisms are all implemented:
 {papers}.
 
-Sizes are those of one layer with 4 heads of width 32 on sequences of 512 tokens. *Cost* is how the operations of a
-sequence grow with its length. *State* counts the numbers that decoding carries from token to token; without one,
-decoding keeps keys or is not possible. *Added* counts learned numbers beside the layer's projections.
+Sizes are for one layer with 4 heads of width 32 on sequences of 512 tokens. *Cost* is how the operations of a
+sequence grow with its length. *State* is how many numbers decoding carries from token to token; without one, decoding
+keeps keys or is not possible. *Added* is the number of learned parameters besides the layer's projections.
 
 """
 
 _LAYOUTS = """
 ## Layouts
 
-The axes of `parallel` along which each can be cut. *Tensor* ranks share the heads, whose number they divide; what heads
-share, so many of the added numbers, all of them hold. *Sequence parallel* is `parallel.sequence_parallel`: tokens are
-gathered before the layer, or landmarks of the input are summed too (then without padding, so not in classifiers).
-*Context* names what shards of a sequence exchange: a `state`, whose size does not depend on the tokens; a `halo`, the
-end of the shard before, which must be whole blocks; `landmarks`; or tokens for `heads`, whose number on a tensor rank
-the shards must then divide. Where they do not, full softmax takes the `ring`: keys and values go round, from shard to
-shard (`parallel.softmax_exchange`). A short convolution also looks at the last tokens of the shard before.
-Classifiers, whose sequences are padded, keep `parallel.context: 1`.
+How each preset can be partitioned along the axes of `parallel`. *Tensor* ranks split the heads, so their number must
+divide the number of heads; every rank holds the parameters that heads share. *Sequence parallel* is
+`parallel.sequence_parallel`: tokens are gathered before the layer, and landmarks of the input are summed, too (only
+without padding, so not in classifiers). *Context* names what shards of a sequence exchange: a `state`, whose size does
+not depend on the number of tokens; a `halo`, the end of the previous shard, in whole blocks; `landmarks`; or tokens
+for `heads`, if the number of shards divides the heads of a tensor rank. If it does not, full softmax uses the `ring`:
+keys and values pass from shard to shard (`parallel.softmax_exchange`). A short convolution also reads the last tokens
+of the previous shard. Classifiers, whose sequences are padded, keep `parallel.context: 1`.
 
 """
 
 _SNIPPETS = """
 ## Configuration
 
-Every preset written out, to be changed at any place. What the keys mean: [configuration.md](configuration.md).
+Every preset with all its keys, which [configuration.md](configuration.md) explains.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
-    parser.add_argument("--markdown", action="store_true", help="print the page docs/mechanisms.md")
+    """Declare the command's options."""
+    parser.add_argument("--markdown", action="store_true", help="print docs/mechanisms.md")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the catalogue."""
+    """Print the tables, or the Markdown page."""
     from megakernel.analysis.catalogue import catalogue
 
     entries = catalogue()

@@ -1,4 +1,4 @@
-"""What commands say when something is wrong."""
+"""Error messages, and consoles that can be printed to safely."""
 
 import io
 import sys
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 INTERRUPTED = "interrupted"
-"""What is said of Ctrl-C where there is nothing to save."""
+"""The message after Ctrl-C when there is nothing to save."""
 
 
 def error_lines(text: str) -> list[str]:
@@ -18,20 +18,20 @@ def error_lines(text: str) -> list[str]:
 
 
 def print_error(text: str) -> None:
-    """The same, on stderr."""
+    """Print `error_lines` to stderr."""
     for line in error_lines(text):
         print(line, file=sys.stderr, flush=True)
 
 
 def console(**options: Any) -> "Console":
-    """A terminal that shows text as it is: names, paths and messages from outside are no markup."""
+    """A Rich console that prints text verbatim: names, paths and foreign messages are not markup."""
     from rich.console import Console
 
     return Console(markup=False, emoji=False, **options)
 
 
-class _Courtesy(io.FileIO):
-    """A console that may be full, gone or closed; whoever writes to it goes on."""
+class _BestEffortFile(io.FileIO):
+    """A console stream that may be full, gone or closed: writing to it never fails."""
 
     def write(self, data: Any, /) -> int:
         with suppress(OSError):
@@ -39,11 +39,11 @@ class _Courtesy(io.FileIO):
         return memoryview(data).nbytes
 
 
-def make_courtesies(*names: str) -> None:
-    """Let no print to these streams of this process fail, neither ours nor a library's."""
+def ignore_write_errors(*names: str) -> None:
+    """Make prints to these standard streams never fail, neither ours nor a library's."""
     for name in names:
         stream = getattr(sys, name)
-        if stream is getattr(sys, f"__{name}__"):  # as Python has opened it
-            buffer = io.BufferedWriter(_Courtesy(stream.fileno(), "wb", closefd=False))
+        if stream is getattr(sys, f"__{name}__"):  # not replaced since Python started
+            buffer = io.BufferedWriter(_BestEffortFile(stream.fileno(), "wb", closefd=False))
             encoding, errors = stream.encoding, "backslashreplace"
             setattr(sys, name, io.TextIOWrapper(buffer, encoding, errors, line_buffering=True))

@@ -1,4 +1,4 @@
-"""`megakernel monitor`: TensorBoard, and all runs in one table."""
+"""`megakernel monitor`: TensorBoard, and a table of all runs."""
 
 import argparse
 import sys
@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from launch.arguments import NotFound, Number, add_root_argument, folders_of
+from launch.arguments import NotFound, Number, add_root_argument, candidate_folders
 from launch.messages import console
 from launch.run_progress import saved_step
 from launch.run_status import line_width, statuses, table
@@ -15,7 +15,7 @@ from megakernel.checkpoint.trained_run import block_folders
 from megakernel.config import UserError
 from megakernel.config.errors import nearest_first
 
-HELP = "start TensorBoard on runs, and show how far they are"
+HELP = "start TensorBoard and show the progress of runs"
 EXAMPLE = "megakernel monitor first sharded --every 10"
 
 _COLUMNS = ("state", "step", "loss", "tokens/s", "MFU", "ETA", "remarks")
@@ -23,50 +23,49 @@ _COLUMNS = ("state", "step", "loss", "tokens/s", "MFU", "ETA", "remarks")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "runs",
         nargs="*",
         metavar="RUN",
-        help="folders of runs, or names under --root (default: all runs there, also those to come)",
+        help="folders of runs, or names under --root (default: all runs there, including later ones)",
     )
     add_root_argument(parser)
-    parser.add_argument("--once", action="store_true", help="print the table once, without TensorBoard")
-    parser.add_argument("--no-tensorboard", action="store_true", help="show the table alone")
-    parser.add_argument("--host", default="localhost", help="address to serve on (default %(default)s)")
-    parser.add_argument(
-        "--port", type=int, metavar="P", help="to serve on; 0: any (default: 6006 or the next)"
-    )
-    parser.add_argument(
+    add("--once", action="store_true", help="print the table once, without TensorBoard")
+    add("--no-tensorboard", action="store_true", help="show only the table")
+    add("--host", default="localhost", help="address to serve on (default %(default)s)")
+    add("--port", type=int, metavar="P", help="port; 0: any (default: 6006 or the next free one)")
+    add(
         "--every",
-        type=Number(float, most=86_400),
+        type=Number(float, maximum=86_400),
         default=5.0,
         metavar="S",
-        help="seconds between two looks (default %(default)s)",
+        help="seconds between updates (default %(default)s)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show runs until Ctrl-C, or once."""
+    """Show the runs once, or until Ctrl-C."""
     if args.every <= 0:
-        raise UserError(f"--every {args.every} is no time between two looks; give seconds, such as 5")
+        raise UserError(f"--every {args.every} is not positive; give seconds, such as 5")
     if args.port is not None and not 0 <= args.port < 1 << 16:
-        raise UserError(f"--port {args.port} is none; give 0 to 65535, or leave it out")
-    named = [folder for text in args.runs for folder in _named(text, args.root)]
-    if not named and not args.root.is_dir():
+        raise UserError(f"--port {args.port} is no port; give 0 to 65535, or leave it out")
+    folders = [folder for text in args.runs for folder in _resolve(text, args.root)]
+    if not folders and not args.root.is_dir():
         raise NotFound(f"{args.root} does not exist; give --root, or train a run first")
 
-    def look() -> str:
-        runs = [JobFolder(folder) for folder in named or sorted(_runs_in(args.root))]
+    def render() -> str:
+        runs = [JobFolder(folder) for folder in folders or sorted(_runs_in(args.root))]
         return table(statuses(runs), args.root, _COLUMNS, line_width())
 
     if args.once:
-        print(look())
+        print(render())
         return 0
     if not args.no_tensorboard:
-        print(f"TensorBoard: {start_tensorboard(args.root, named, args.host, args.port)}", flush=True)
+        print(f"TensorBoard: {start_tensorboard(args.root, folders, args.host, args.port)}", flush=True)
     try:
         if not sys.stdout.isatty():
-            print(look(), flush=True)
+            print(render(), flush=True)
             while True:
                 time.sleep(args.every)
         from rich.live import Live
@@ -74,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
         with Live(console=console(highlight=False), auto_refresh=False) as live:
             while True:
-                live.update(Text(look()), refresh=True)
+                live.update(Text(render()), refresh=True)
                 time.sleep(args.every)
     except KeyboardInterrupt:
         return 0
@@ -83,32 +82,32 @@ def run(args: argparse.Namespace) -> int:
 def start_tensorboard(root: Path, runs: Sequence[Path], host: str, port: int | None) -> str:
     """Serve TensorBoard in a thread until this process ends; returns the address.
 
-    runs: the runs to show, by name; none: all under `root`, those to come too. port: None takes 6006, or the next one
-    that is free; 0 any free one. Raises UserError where the port is taken or is none.
+    runs: the runs to show; if empty, all under `root`, including later ones. port: None takes 6006 or the next free
+    one, 0 any free one. Raises UserError if the port is taken or invalid.
     """
     from tensorboard.program import TensorBoard, TensorBoardServerException
 
-    shown = ["--logdir", str(root)]
+    logdir = ["--logdir", str(root)]
     if len(runs) == 1:
-        shown = ["--logdir", str(runs[0])]
+        logdir = ["--logdir", str(runs[0])]
     elif runs:
-        shown = ["--logdir_spec", ",".join(f"{run.name}:{run}" for run in runs)]
-    where = ["--host", host, "--port", "default" if port is None else str(port)]
+        logdir = ["--logdir_spec", ",".join(f"{run.name}:{run}" for run in runs)]
+    address = ["--host", host, "--port", "default" if port is None else str(port)]
     server = TensorBoard()
-    server.configure(argv=["", *shown, *where])
+    server.configure(argv=["", *logdir, *address])
     try:
         return server.launch()
     except TensorBoardServerException as error:
         raise UserError(f"--host {host} --port {port}: {error.msg}; leave --port out, or take 0") from None
 
 
-def _named(text: str, root: Path) -> list[Path]:
-    """The run that a folder or a name means; of an up-training, its stages."""
-    for folder in folders_of(text, root):
+def _resolve(text: str, root: Path) -> list[Path]:
+    """The run that a folder or a name means, or the stages of an up-training."""
+    for folder in candidate_folders(text, root):
         if _is_run(folder):
             return [folder]
-        if found := sorted(_stages(folder)):
-            return found
+        if stages := sorted(_stages(folder)):
+            return stages
     names = (str(run.relative_to(root)) for run in _runs_in(root))
     raise NotFound(f"{text} is no run; runs: {nearest_first(text, names, most=5) or f'none yet in {root}'}")
 
@@ -122,7 +121,7 @@ def _runs_in(root: Path) -> Iterator[Path]:
 
 
 def _stages(folder: Path) -> Iterator[Path]:
-    """The stages of an up-training; of one that takes layers block by block the block that it is at."""
+    """Yield the stages of an up-training; instead of a stage that trains block by block, its current block."""
     for stage in folder.glob("*"):
         if _is_run(stage):
             blocks = [] if saved_step(stage) else block_folders(stage)
@@ -130,7 +129,7 @@ def _stages(folder: Path) -> Iterator[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether something was trained there, or is to be; an up-training itself has no checkpoints, its stages have."""
+    """Whether a run was trained in or submitted from the folder. In an up-training only the stages have checkpoints."""
     return JobFolder(folder).exists or (
         (folder / "config.yaml").exists() and (folder / "checkpoints").is_dir()
     )

@@ -1,4 +1,4 @@
-"""`megakernel plan`: memory, traffic and time of a step on GPUs that nobody has bought yet."""
+"""`megakernel plan`: predicted memory, traffic and time of a step on GPUs that are not at hand."""
 
 import argparse
 import json
@@ -17,43 +17,40 @@ HELP = "predict memory, traffic and step time on GPUs, and rank the layouts"
 EXAMPLE = "megakernel plan configs/pretrain-7b.yaml --gpus 64 --gpu h100"
 
 ASSUMED_VOCABULARY = 50_257
-"""GPT-2's tokens, where neither the configuration nor prepared data says how many there are."""
+"""GPT-2's vocabulary size, used if neither the configuration nor prepared data gives one."""
 
-MOST_DEVICES = 1_000_000
+MAX_DEVICES = 1_000_000
 """More than any machine has."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
+    add = parser.add_argument
     add_config_arguments(parser)
-    parser.add_argument(
-        "--gpus", required=True, metavar="N or A..B", help="devices; of a range every power of two in it"
-    )
-    parser.add_argument("--gpu", required=True, metavar="KIND", help=f"one of {', '.join(planning.GPUS)}")
-    parser.add_argument("--top", type=int, default=5, metavar="K", help="layouts to show (default: 5)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument(
+    add("--gpus", required=True, metavar="N or A..B", help="devices; of a range, every power of two in it")
+    add("--gpu", required=True, metavar="KIND", help=f"one of {', '.join(planning.GPUS)}")
+    add("--top", type=int, default=5, metavar="K", help="layouts to show (default: 5)")
+    add("--json", action="store_true", help="print JSON instead of tables")
+    add(
         "--at", type=int, metavar="N", help="devices that the configuration is meant for (default: the first)"
     )
-    parser.add_argument(
-        "--page", type=Path, metavar="FILE", help="write a page of Markdown, with softmax attention beside it"
-    )
-    parser.add_argument(
+    add("--page", type=Path, metavar="FILE", help="write a Markdown page that includes softmax attention")
+    add(
         "--network",
-        type=Number(float, most=1_000_000),
+        type=Number(float, maximum=1_000_000),
         metavar="GBIT",
-        help="Gbit/s of each device between nodes (default: datasheet)",
+        help="Gbit/s per device between nodes (default: datasheet)",
     )
-    parser.add_argument(
+    add(
         "--gpus-per-node",
-        type=Number(int, most=MOST_DEVICES),
+        type=Number(int, maximum=MAX_DEVICES),
         metavar="N",
-        help="devices of a node (default: datasheet)",
+        help="devices per node (default: datasheet)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan every number of devices, and print the layouts or, of several, how the best ones scale."""
+    """Plan every device count and print the layouts or, for several counts, how the best ones scale."""
     config = load(args.config, args.overrides)
     counts, gpu = device_counts(args.gpus), _gpu(args)
     if args.top < 1:
@@ -82,11 +79,11 @@ def _write_page(
 ) -> None:
     from megakernel.analysis.planning.page import page
 
-    given = [args.config, *args.overrides, "--gpus", args.gpus, "--gpu", args.gpu]
+    words = [args.config, *args.overrides, "--gpus", args.gpus, "--gpu", args.gpu]
     for option in ("at", "network", "gpus_per_node", "page"):
         value = getattr(args, option)
-        given += [] if value is None else [f"--{option.replace('_', '-')}", str(value)]
-    command = shlex.join(["megakernel", "plan", *given])
+        words += [] if value is None else [f"--{option.replace('_', '-')}", str(value)]
+    command = shlex.join(["megakernel", "plan", *words])
     with console(stderr=True).status("planning"):
         text = page(config, vocabulary, note, counts, at, gpu, command)
     args.page.parent.mkdir(parents=True, exist_ok=True)
@@ -96,15 +93,15 @@ def _write_page(
 
 def device_counts(text: str) -> list[int]:
     """`64` -> [64]; `8..4096` -> the powers of two from 8 to 4096."""
-    found = re.fullmatch(r"(\d{1,9})(?:\.\.(\d{1,9}))?", text)
-    if not found:
+    match = re.fullmatch(r"(\d{1,9})(?:\.\.(\d{1,9}))?", text)
+    if not match:
         raise UserError(f"--gpus {text} is neither a number nor a range; write 64 or 8..4096")
-    first, last = int(found[1]), int(found[2] or found[1])
-    if not 1 <= first <= last <= MOST_DEVICES:
+    first, last = int(match[1]), int(match[2] or match[1])
+    if not 1 <= first <= last <= MAX_DEVICES:
         raise UserError(
-            f"--gpus {text} holds no number of devices from 1 to {MOST_DEVICES:,}; write 64 or 8..4096"
+            f"--gpus {text} holds no number of devices from 1 to {MAX_DEVICES:,}; write 64 or 8..4096"
         )
-    if found[2] is None:
+    if match[2] is None:
         return [first]
     counts = [2**exponent for exponent in range(last.bit_length()) if first <= 2**exponent <= last]
     if not counts:
@@ -122,7 +119,7 @@ def _gpu(args: argparse.Namespace) -> Gpu:
 
 
 def vocabulary_of(config: Config) -> tuple[int, str]:
-    """Ids of the tokenizer, and where the number is from."""
+    """The vocabulary size of the tokenizer, and a note on where the number is from."""
     from data_pipeline.manifest import Manifest
 
     model, folder = config.model, config.data.train[0].path
@@ -150,28 +147,29 @@ def _as_json(config: Config, vocabulary: int, counts: list[int], gpu: Gpu, top: 
 def _plan_as_json(plan: planning.Plan, gpu: Gpu, top: int) -> dict[str, Any]:
     return {
         "gpus": plan.devices,
-        "layouts": [_planned_as_json(one) for one in plan.fitting[:top]],
+        "layouts": [_layout_as_json(layout) for layout in plan.fitting[:top]],
         "do_not_fit": [
-            _planned_as_json(one) | {"bytes_too_many": one.memory.beyond(gpu)} for one in plan.too_large
+            _layout_as_json(layout) | {"bytes_too_many": layout.memory.beyond(gpu)}
+            for layout in plan.too_large
         ],
         "refused": dict(plan.refused),
     }
 
 
-def _planned_as_json(one: planning.Sized) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "layout": vars(one.layout),
-        "keys": one.layout.keys(),
-        "memory_bytes": one.memory.parts,
-        "memory_bytes_total": one.memory.total,
+def _layout_as_json(planned: planning.Sized) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "layout": vars(planned.layout),
+        "keys": planned.layout.keys(),
+        "memory_bytes": planned.memory.parts,
+        "memory_bytes_total": planned.memory.total,
     }
-    if isinstance(one, planning.Planned):
-        found |= {
-            "step_seconds": one.step.seconds,
-            "seconds": one.step.parts,
-            "hidden_traffic_seconds": one.step.hidden,
-            "sent_bytes": one.step.sent,
-            "mfu": one.step.mfu,
-            "tokens_per_second": one.step.tokens_per_second,
+    if isinstance(planned, planning.Planned):
+        record |= {
+            "step_seconds": planned.step.seconds,
+            "seconds": planned.step.parts,
+            "hidden_traffic_seconds": planned.step.hidden,
+            "sent_bytes": planned.step.sent,
+            "mfu": planned.step.mfu,
+            "tokens_per_second": planned.step.tokens_per_second,
         }
-    return found
+    return record

@@ -1,20 +1,20 @@
-"""`megakernel pretrain`: train on this machine, or join the processes torchrun or srun started."""
+"""`megakernel pretrain`: train on this machine, or as one of the processes that torchrun or srun started."""
 
 import argparse
 
 from launch import training
 from megakernel.config import ConfigError, Problem, load
 
-HELP = "train a model from scratch, or go on with a run that was stopped"
+HELP = "train a model from scratch, or continue a stopped run"
 EXAMPLE = "megakernel pretrain configs/demo.yaml training.steps=100 --nproc 2"
 
 add_arguments = training.add_arguments
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train as one process of a world, or start one."""
+    """Train as one process of a world, or start a world."""
     config = load(args.config, args.overrides)
     if config.uptrain is not None:
         remedy = "run `megakernel uptrain`, or remove the section"
-        raise ConfigError([Problem("uptrain", "{...}", "names stages, and pretraining has none", remedy)])
+        raise ConfigError([Problem("uptrain", "{...}", "has stages, and pretraining has none", remedy)])
     return training.run(args, config)

@@ -1,4 +1,4 @@
-"""`megakernel resume`: go on with a run whose jobs have ended."""
+"""`megakernel resume`: continue runs whose jobs have ended."""
 
 import argparse
 from collections.abc import Iterator
@@ -17,22 +17,22 @@ from megakernel.config import UserError, load
 if TYPE_CHECKING:
     from launch.slurm.submission import Request
 
-HELP = "submit runs again, from their newest checkpoints"
+HELP = "continue submitted runs from their newest checkpoints"
 EXAMPLE = "megakernel resume demo training.steps=800 --nodes 4"
 
 SET_ASIDE = ".set_aside"
-"""Behind the name of a checkpoint that a run goes back behind."""
+"""Suffix of the checkpoints after --from-step."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add_job_run_arguments(parser)
-    parser.epilog = f"{parser.epilog}\n\nbehind the runs: keys to change, as section.key=value"
+    parser.epilog = f"{parser.epilog}\n\nafter the runs: keys to change, as section.key=value"
     parser.add_argument(
         "--from-step",
         type=int,
         metavar="S",
-        help=f"checkpoint to go on from; later ones are renamed to {SET_ASIDE}",
+        help=f"checkpoint to continue from; later ones are renamed to {SET_ASIDE}",
     )
     add_cluster_options(parser)
     add_chain_option(parser)
@@ -40,12 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Submit what was submitted last, with what is to be changed."""
+    """Submit each run's last submission again, with the changes."""
     overrides = [word for word in args.runs if "=" in word]
     runs = find_runs([word for word in args.runs if word not in overrides], args.root)
     if len(runs) > 1 and (args.wait or args.follow):
         raise UserError(f"--wait and --follow are for one run, not for {len(runs)}; leave them out")
-    # All are checked before the first one is submitted.
+    # Check all before submitting the first.
     requests = [_request(folder, overrides, args) for folder in runs]
     if not (args.dry_run or args.test_only):
         refuse_live(runs)
@@ -57,7 +57,7 @@ def _request(folder: JobFolder, overrides: list[str], args: argparse.Namespace) 
     settings = folder.settings(last)
     if not settings.trains:
         raise UserError(
-            f"{folder.path} ran `megakernel {settings.command[0]}`, which has nothing to go on with; submit it"
+            f"{folder.path} ran `megakernel {settings.command[0]}`, which cannot continue; submit it"
         )
     if args.from_step is not None:
         _check_step(folder, args.from_step)
@@ -77,12 +77,12 @@ def _request(folder: JobFolder, overrides: list[str], args: argparse.Namespace) 
 def _submit(folder: JobFolder, request: "Request", args: argparse.Namespace) -> int:
     if args.from_step is None or args.dry_run or args.test_only:
         return carry_out(request, args)
-    with _going_back(folder, args.from_step):
+    with _later_checkpoints_renamed(folder, args.from_step):
         return carry_out(request, args)
 
 
 def _check_step(run: JobFolder, step: int) -> None:
-    """Refuse to go back to a checkpoint that is not there, or is not that of the whole run."""
+    """Raise UserError if the run has no checkpoint of that step, or has stages, each with steps of its own."""
     root = run.path / "checkpoints"
     if run.stages():
         raise UserError(
@@ -95,18 +95,18 @@ def _check_step(run: JobFolder, step: int) -> None:
 
 
 @contextmanager
-def _going_back(run: JobFolder, step: int) -> Iterator[None]:
-    """Set the checkpoints behind a step aside, and back again where the block fails."""
+def _later_checkpoints_renamed(run: JobFolder, step: int) -> Iterator[None]:
+    """Rename the checkpoints after a step; undo it if the block fails."""
     root = run.path / "checkpoints"
     later = [path for number, path in _steps(root).items() if number > step]
     moved: list[tuple[Path, Path]] = []
     try:
         for path in later:
-            moved.append((path, path.rename(_free(path))))
+            moved.append((path, path.rename(_free_name(path))))
         yield
     except BaseException:
-        for path, aside in moved:
-            aside.rename(path)
+        for path, renamed in moved:
+            renamed.rename(path)
         raise
 
 
@@ -114,7 +114,7 @@ def _steps(root: Path) -> dict[int, Path]:
     return {step: path for path in root.glob("step_*") if (step := step_of(path)) is not None}
 
 
-def _free(path: Path) -> Path:
-    """A name that no earlier return has taken."""
+def _free_name(path: Path) -> Path:
+    """The first name with the suffix that no earlier `resume --from-step` took."""
     number = sum(1 for _ in path.parent.glob(f"{path.name}{SET_ASIDE}*"))
     return path.with_name(f"{path.name}{SET_ASIDE}{number or ''}")

@@ -1,4 +1,4 @@
-"""How far a run is, by what it has written into its folder."""
+"""The progress of a run, from the files in its folder."""
 
 import json
 import math
@@ -19,18 +19,18 @@ from megakernel.training.watchdog import BEAT_SECONDS
 from megakernel.training.watchdog import FILE as HEARTBEAT
 
 _TAIL = 1 << 16
-"""Last bytes of metrics.jsonl that are read."""
+"""Bytes that are read from the end of metrics.jsonl."""
 
 _SILENT_SECONDS = 6 * BEAT_SECONDS
-"""A process that has not told where it is for so long is gone, or its disk is."""
+"""A process is considered dead after this long without a heartbeat."""
 
-_MOST_OF_A_REASON = 200
+_MAX_REASON_LENGTH = 200
 
-_WORTH_SAYING = 1.1
-"""A slowest rank that takes at least so many times the median is reported."""
+_SLOW_RATIO = 1.1
+"""The slowest rank is reported from this multiple of the median on; waiting for data from this excess over 1."""
 
-_LASTING = ("step", "train/loss", "train/tokens", "train/skipped_steps")
-"""Tags that stay true of a run that has stopped."""
+_LASTING_TAGS = ("step", "train/loss", "train/tokens", "train/skipped_steps")
+"""Tags that remain valid after a run has stopped."""
 
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 """Exceptions that reading a damaged file may raise."""
@@ -43,45 +43,45 @@ class RunProgress:
     """The state of a run by its last log lines."""
 
     step: int | None
-    """The last one that was logged."""
+    """Last logged step."""
 
     steps: int | None
-    """Of the whole run."""
+    """Steps of the whole run."""
 
     saved: int
-    """Steps behind the newest checkpoint."""
+    """Step of the newest checkpoint; 0 without one."""
 
     loss: float | None
     tokens_per_sec: float | None
     mfu: float | None
 
     seconds_left: float | None
-    """At the speed of the last window."""
+    """At the speed of the last logging window."""
 
     heartbeat: float | None
-    """Seconds since the first process last said where it is."""
+    """Seconds since the last heartbeat of rank 0."""
 
     place: str | None
-    """The phase that the first process was in then."""
+    """Phase of rank 0 at that heartbeat."""
 
     health: str
-    """The slowest rank, waiting for data, steps without update; empty where nothing is amiss."""
+    """The slowest rank, waiting for data, skipped steps; empty if there is nothing to report."""
 
     alive: bool
-    """Whether the first process still tells where it is."""
+    """Whether rank 0 still runs and writes heartbeats."""
 
     ended: str
-    """The reason of its end that the run recorded last; empty without one."""
+    """Why the run failed, if that is its last event; otherwise empty."""
 
     unreadable: str
-    """Files that cannot be read, and why; empty where there are none."""
+    """Files that cannot be read, and why; empty if all can."""
 
     @classmethod
     def read(cls, run: Path, since: float = 0.0, step: int = 0) -> "RunProgress":
-        """That of the run in a folder, which may be empty yet, and whose files may hold anything.
+        """Read the progress from a run's folder, which may be empty and whose files may be damaged.
 
-        since: seconds since 1970. step: of the run. What was told before then, or measured up to that step, is not
-        shown as what is now: heartbeat, speed, time left, and who is slow.
+        since: Unix time of the current start. step: the step that it began from. Older heartbeats, speeds, times left
+        and slow ranks are left out.
         """
         problems: list[str] = []
 
@@ -92,13 +92,13 @@ class RunProgress:
                 problems.append(why_unreadable(name, error))
                 return otherwise
 
-        nothing: dict[str, Any] = {}
+        empty: dict[str, Any] = {}
         unknown: tuple[int | None, int | None] = None, None
-        logged = part("metrics.jsonl", _last_logged, nothing)
-        steps, tokens = part("config.yaml", lambda _: _whole(run), unknown)
+        logged = part("metrics.jsonl", _last_logged, empty)
+        steps, tokens = part("config.yaml", lambda _: _totals(run), unknown)
         ended = part(events.FILE, lambda _: _ended(run), "")
         if _modified(run / "metrics.jsonl") < since or (logged.get("step") or 0) <= step:
-            logged = {tag: value for tag, value in logged.items() if tag in _LASTING}
+            logged = {tag: value for tag, value in logged.items() if tag in _LASTING_TAGS}
         beat = _heartbeat(run)
         if beat and beat["time"] < since:
             beat = {}
@@ -121,13 +121,13 @@ class RunProgress:
         )
 
     @property
-    def of_all(self) -> str:
-        """Steps done of all."""
+    def step_of_steps(self) -> str:
+        """`STEP/STEPS`; empty if the number of steps is unknown."""
         return "" if self.steps is None else f"{self.step or 0}/{self.steps}"
 
     @property
     def state(self) -> str:
-        """RUNNING, DONE, FAILED, STOPPED or EMPTY (no step logged yet), where no scheduler is asked."""
+        """RUNNING, DONE, FAILED, STOPPED or EMPTY (no step logged yet), for a run without a scheduler."""
         if self.alive:
             return "RUNNING"
         if self.steps is not None and self.saved >= self.steps:
@@ -138,7 +138,7 @@ class RunProgress:
 
 
 def saved_step(run: Path) -> int:
-    """Optimizer steps behind the newest checkpoint; 0 where there is none."""
+    """Optimizer step of the newest checkpoint; 0 without one."""
     try:
         return int((run / "checkpoints" / "latest").read_text().removeprefix("step_"))
     except (OSError, ValueError):
@@ -146,13 +146,13 @@ def saved_step(run: Path) -> int:
 
 
 def why_unreadable(name: str, error: Exception) -> str:
-    """The reason why a file cannot be read, on one short line."""
+    """One short line that says why a file cannot be read."""
     reason = " ".join(str((error.strerror if isinstance(error, OSError) else None) or error).split())
-    return f"{name} cannot be read ({reason[:_MOST_OF_A_REASON]})"
+    return f"{name} cannot be read ({reason[:_MAX_REASON_LENGTH]})"
 
 
 def time_left(seconds: float | None) -> str:
-    """Hours, minutes and seconds."""
+    """A duration as H:MM:SS; empty if it is unknown or too large."""
     try:
         return "" if seconds is None else str(timedelta(seconds=round(seconds)))
     except OverflowError:
@@ -160,19 +160,19 @@ def time_left(seconds: float | None) -> str:
 
 
 def _health(logged: dict[str, Any], slowest: dict[str, Any], alive: bool) -> str:
-    """Of a run that has ended only what stays true: who was slow in its last steps does not matter any more."""
-    said = []
+    """Slowest rank, waiting for data and skipped steps; after the end of a run only the last."""
+    remarks = []
     straggle = logged.get("health/straggle") if alive else None
-    if straggle is not None and straggle >= _WORTH_SAYING:
+    if straggle is not None and straggle >= _SLOW_RATIO:
         rank = int(logged.get("health/slowest_rank", -1))
         host = f" on {slowest.get('host')}" if slowest.get("rank") == rank else ""
-        said.append(f"rank {rank}{host} takes {straggle:.2f} x the median")
+        remarks.append(f"rank {rank}{host} takes {straggle:.2f} x the median")
     share = logged.get("health/data_share") if alive else None
-    if share is not None and share >= _WORTH_SAYING - 1:
-        said.append(f"{share:.0%} of a step waits for data")
+    if share is not None and share >= _SLOW_RATIO - 1:
+        remarks.append(f"{share:.0%} of a step waits for data")
     if skipped := int(logged.get("train/skipped_steps") or 0):
-        said.append(f"{skipped} step{'s' * (skipped > 1)} skipped")
-    return ", ".join(said)
+        remarks.append(f"{skipped} step{'s' * (skipped > 1)} skipped")
+    return ", ".join(remarks)
 
 
 def _is_alive(beat: dict[str, Any]) -> bool:
@@ -182,23 +182,23 @@ def _is_alive(beat: dict[str, Any]) -> bool:
 
 
 def _ended(run: Path) -> str:
-    """Why it failed, where that was its last event."""
+    """Why the run failed, if that is its last event."""
     last = next(reversed(events.read(run)), None)
     return str(last.get("why", "")) if last is not None and last["event"] == "failed" else ""
 
 
-def _whole(run: Path) -> tuple[int | None, int | None]:
+def _totals(run: Path) -> tuple[int | None, int | None]:
     """Steps and tokens of the whole run."""
     try:
-        found = (run / "config.yaml").stat()
+        file = (run / "config.yaml").stat()
     except FileNotFoundError:
         return None, None
-    return _whole_by(run, (found.st_ino, found.st_mtime_ns))
+    return _cached_totals(run, (file.st_ino, file.st_mtime_ns))
 
 
 @cache
-def _whole_by(run: Path, version: tuple[int, int]) -> tuple[int, int]:
-    """The same by one version of the file: whoever watches hundreds of runs need not parse them at each look."""
+def _cached_totals(run: Path, version: tuple[int, int]) -> tuple[int, int]:
+    """The same, cached per version of config.yaml: watching hundreds of runs should not parse them over and over."""
     config = recorded_config(run)
     steps = config.training.steps
     return steps, config.training.consumed(steps)[1] * config.model.sequences_per_sample
@@ -217,16 +217,16 @@ def _last_logged(metrics: Path) -> dict[str, Any]:
         try:
             parsed = json.loads(line)
         except ValueError:
-            continue  # the first one is cut, the last one may be
+            continue  # the first line is cut off, and the last one may be incomplete
         if isinstance(parsed, dict):
-            values |= {tag: value for tag, value in parsed.items() if value is None or _is_number(value)}
+            values |= {tag: value for tag, value in parsed.items() if _is_finite_or_none(value)}
     if len(lines) > 1 and not values:
-        raise ValueError("no line of its end is one of metrics")
+        raise ValueError("none of its last lines has metrics")
     return values
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+def _is_finite_or_none(value: Any) -> bool:
+    return value is None or (isinstance(value, (int, float)) and math.isfinite(value))
 
 
 def _modified(file: Path) -> float:

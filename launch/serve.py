@@ -11,55 +11,54 @@ from pathlib import Path
 from launch.arguments import Number, add_model_arguments
 from megakernel.config import UserError
 
-HELP = "answer OpenAI's clients and browsers with a trained model, over HTTP"
+HELP = "serve a trained model over HTTP to OpenAI's clients and browsers"
 EXAMPLE = "megakernel serve runs/demo --port 8000"
 
 KEY = "MEGAKERNEL_API_KEY"
-"""Environment variable with the key that requests have to bring."""
+"""Environment variable with the key that requests must send."""
 
-_COUNT = Number(int, least=1, most=1_000_000)
+_COUNT = Number(int, minimum=1, maximum=1_000_000)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
+    add = parser.add_argument
     add_model_arguments(parser)
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address (default %(default)s: for this machine alone)"
-    )
-    parser.add_argument(
+    add("--host", default="127.0.0.1", help="address to listen on (default %(default)s: local only)")
+    add(
         "--port",
-        type=Number(int, least=0, most=65535),
+        type=Number(int, minimum=0, maximum=65535),
         default=8000,
         metavar="P",
         help="0 takes a free one and prints it (default %(default)s)",
     )
-    parser.add_argument("--name", help="the model's name for clients (default: that of its folder)")
-    parser.add_argument(
+    add("--name", help="the model's name for clients (default: that of its folder)")
+    add(
         "--api-key-file",
         type=Path,
         metavar="FILE",
-        help=f"holds the key that requests have to bring (default: ${KEY}, and where that is not set, none)",
+        help=f"file with the key that requests must send (default: ${KEY}; if that is not set, no key)",
     )
-    parser.add_argument(
+    add(
         "--batch-size",
         type=_COUNT,
         default=32,
         metavar="B",
-        help="texts that are continued at once; others wait (default %(default)s)",
+        help="texts that are continued at the same time; others wait (default %(default)s)",
     )
-    parser.add_argument(
+    add(
         "--max-tokens",
         type=_COUNT,
         default=4096,
         metavar="N",
-        help="most new tokens of a text, and of a chat that does not say how many (default %(default)s)",
+        help="most new tokens of a text, and those of a chat request that sets no limit (default %(default)s)",
     )
-    parser.add_argument(
+    add(
         "--sessions",
         type=_COUNT,
         default=1000,
         metavar="N",
-        help="states kept in memory, those that were used last (default %(default)s)",
+        help="most session states kept in memory; the least recently used are dropped (default %(default)s)",
     )
 
 
@@ -68,24 +67,24 @@ def run(args: argparse.Namespace) -> int:
     if missing := [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]:
         raise UserError(f"serve needs {' and '.join(missing)}; pip install -e '.[serve]' -c constraints.txt")
     key = _key(args.api_key_file)
-    from megakernel.checkpoint.opened import find
-    from megakernel.checkpoint.trained_run import student
+    from megakernel.checkpoint.opened import find_model
+    from megakernel.checkpoint.trained_run import student_run
 
-    opened = find(student(args.run_folder), args.step)
+    opened = find_model(student_run(args.run_folder), args.step)
     opened.check_continues_text()
     with _listening(args.host, args.port) as listening:
         from megakernel.generation.serving.server import serve
         from megakernel.generation.serving.worker import Worker
 
         worker = Worker(
-            opened, batch_size=args.batch_size, most_sessions=args.sessions, most_tokens=args.max_tokens
+            opened, batch_size=args.batch_size, max_sessions=args.sessions, max_new_tokens=args.max_tokens
         )
         name = args.name or opened.folder.resolve().name
         host, port = listening.getsockname()[:2]
         if key is None and not ipaddress.ip_address(host).is_loopback:
             print(f"megakernel: note: no API key: whoever reaches {host} can use the model", file=sys.stderr)
-        shown = f"[{host}]" if ":" in host else host
-        print(f"{name} at http://{shown}:{port} (Ctrl-C ends it)", flush=True)
+        url_host = f"[{host}]" if ":" in host else host
+        print(f"{name} at http://{url_host}:{port} (Ctrl-C ends it)", flush=True)
         try:
             serve(worker, listening, name, key)
         except KeyboardInterrupt:

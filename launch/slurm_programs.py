@@ -1,4 +1,4 @@
-"""Slurm's programs, run with an environment in which nothing but their arguments counts."""
+"""Runs Slurm's programs, without the variables that would override their arguments."""
 
 import os
 import re
@@ -9,27 +9,27 @@ from collections.abc import Mapping, Sequence
 from megakernel.config import UserError
 
 _FOREIGN = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_", "SINFO_")
-"""Variables that change what the programs do: those of a surrounding job, and a user's own defaults."""
+"""Prefixes of variables that change what the programs do: of a surrounding job, or a user's defaults."""
 
 
 class SlurmRefused(UserError):
-    """Slurm does not take the job, or does not answer."""
+    """Slurm refuses the job, or does not answer."""
 
 
 UNREACHABLE = "Unable to contact slurm controller|Connection refused|configuration source"
-"""In what programs write that have found no cluster."""
+"""Pattern in the errors of programs that found no cluster."""
 
 
 def foreign_variables(env: Mapping[str, str] = os.environ) -> list[str]:
-    """What is taken out of the environment before a program is run; SLURM_CONF says where the cluster is and stays."""
+    """The variables that programs do not get; SLURM_CONF, which names the cluster, is kept."""
     return [name for name in env if name.startswith(_FOREIGN) and name != "SLURM_CONF"]
 
 
 def require(program: str) -> None:
-    """Raise SlurmRefused where a program is not installed, or has no cluster to talk to."""
+    """Raise SlurmRefused if a program is not installed, or SLURM_CONF names no file."""
     configuration = os.environ.get("SLURM_CONF")
     if configuration is not None and not os.path.exists(configuration):
-        # The program itself would look for the file for a minute.
+        # The program itself would retry for a minute.
         raise SlurmRefused(f"SLURM_CONF={configuration} is not there; unset it, or start that cluster")
     if shutil.which(program) is None:
         raise SlurmRefused(
@@ -38,7 +38,7 @@ def require(program: str) -> None:
 
 
 def call(command: Sequence[str], input_text: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run one of Slurm's programs to its end; its output is text. Raises SlurmRefused where it is not installed."""
+    """Run one of Slurm's programs and capture its output. Raises SlurmRefused if it is not installed."""
     require(command[0])
     foreign = set(foreign_variables())
     environment = {name: value for name, value in os.environ.items() if name not in foreign}
@@ -47,16 +47,16 @@ def call(command: Sequence[str], input_text: str | None = None) -> subprocess.Co
     )
 
 
-def ask(*command: str) -> str:
-    """What a program prints; SlurmRefused with its complaint where it fails."""
+def check_output(*command: str) -> str:
+    """The output of a program. Raises SlurmRefused with its error if it fails."""
     done = call(command)
     if done.returncode:
-        raise SlurmRefused(complaint(done.stderr, command[0]))
+        raise SlurmRefused(error_line(done.stderr, command[0]))
     return done.stdout
 
 
-def complaint(stderr: str, program: str) -> str:
-    """One line of what a program wrote on stderr."""
+def error_line(stderr: str, program: str) -> str:
+    """The stderr of a failed program as one line."""
     lines = [
         re.split("error: |fatal: ", line, maxsplit=1)[-1].strip()
         for line in stderr.splitlines()

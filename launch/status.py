@@ -1,4 +1,4 @@
-"""`megakernel status`: where submitted runs stand."""
+"""`megakernel status`: the state and progress of submitted runs."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ from launch.run_status import RunStatus, line_width, statuses, table
 from launch.slurm.job_folder import all_runs, find_runs
 from megakernel.config import UserError
 
-HELP = "say where submitted runs stand: state, why, step, loss, speed, nodes"
+HELP = "show the status of submitted runs: state, reason, step, loss, speed, nodes"
 EXAMPLE = "megakernel status demo --watch"
 
 _WATCH_SECONDS = 2.0
@@ -20,40 +20,41 @@ _COLUMNS = ("job", "state", "step", "loss", "tokens/s", "restarts", "why")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
+    add = parser.add_argument
     add_job_run_arguments(parser, optional=True)
-    parser.add_argument("--all", action="store_true", help="every submitted run (the default without RUN)")
-    parser.add_argument("--watch", action="store_true", help="show it again every two seconds, until Ctrl-C")
-    parser.add_argument("--json", action="store_true", help="print one JSON object for each run")
+    add("--all", action="store_true", help="every submitted run (the default without RUN)")
+    add("--watch", action="store_true", help="update every two seconds until Ctrl-C")
+    add("--json", action="store_true", help="print one JSON object for each run")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the state of one run, of several, or of all."""
+    """Print the status of the named runs, or of all."""
     if args.all and args.runs:
-        raise UserError(f"--all and {' '.join(args.runs)} are two questions; leave one out")
+        raise UserError(f"--all and {' '.join(args.runs)} exclude each other; leave one out")
     if args.watch and args.json:
         raise UserError("--watch is for people and --json for programs; leave one out")
     while True:
         runs = find_runs(args.runs, args.root) if args.runs else all_runs(args.root)
-        found = statuses(runs)
+        current = statuses(runs)
         if args.watch:
             print("\x1b[2J\x1b[H", end="")
-        _show(found, args)
+        _show(current, args)
         if not args.watch:
             return 0
         time.sleep(_WATCH_SECONDS)
 
 
-def _show(found: Sequence[RunStatus], args: argparse.Namespace) -> None:
+def _show(current: Sequence[RunStatus], args: argparse.Namespace) -> None:
     if args.json:
-        for status in found:
+        for status in current:
             print(json.dumps(status.as_dict()))
-    elif args.runs and len(found) == 1:
-        for name, value in found[0].rows():
+    elif args.runs and len(current) == 1:
+        for name, value in current[0].rows():
             indent = " " * 11
             width = line_width()
             lines = [value] if width is None else textwrap.wrap(value, max(24, width - len(indent)))
             print(f"{name:<10} " + f"\n{indent}".join(lines))
-    elif found:
-        print(table(found, args.root, _COLUMNS, line_width()))
+    elif current:
+        print(table(current, args.root, _COLUMNS, line_width()))
     else:
         print(f"no run was submitted from {args.root}")

@@ -14,7 +14,7 @@ from megakernel.config import Config, UserError, load, yaml_text
 HELP = "train every point of a grid of configurations, as one job array"
 EXAMPLE = "megakernel sweep lr.yaml --array %4 -G 8 -t 2:00:00"
 
-_FORM = """\
+_EXAMPLE_FILE = """\
 a sweep file:
   config: configs/demo.yaml
   name: lr                        # runs are lr-0, lr-1 ...
@@ -22,20 +22,20 @@ a sweep file:
     optimizer.lr: [1e-3, 3e-3]    # the last key varies fastest
     model.attention: [flurka, softmax]"""
 
-MOST_POINTS = 100_000
-"""Of a grid, of which `--array` chooses those of one submission."""
+MAX_POINTS = 100_000
+"""Most points of a grid; `--array` chooses those of one submission."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.epilog = f"{parser.epilog}\n\n{_FORM}"
+    parser.epilog = f"{parser.epilog}\n\n{_EXAMPLE_FILE}"
     parser.add_argument("sweep", metavar="SWEEP.yaml", type=Path, help="config, name and grid, as below")
     parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="keys to change in every point"
+        "overrides", nargs="*", metavar="section.key=value", help="keys to change in all points"
     )
     add_cluster_options(parser)
     parser.add_argument(
-        "--array", metavar="[SPEC]%K", help="at most K at a time, and which points (default: all at once)"
+        "--array", metavar="[SPEC]%K", help="points to run, at most K at a time (default: all)"
     )
     add_job_options(parser)
 
@@ -46,19 +46,19 @@ def run(args: argparse.Namespace) -> int:
     points = _assignments(tree["grid"])
     chosen, percent, limit = (args.array or "").partition("%")
     array = (chosen or f"0-{len(points) - 1}") + percent + limit
-    wanted = indices(array)
-    missing = [index for index in wanted if index >= len(points)]
+    selected = indices(array)
+    missing = [index for index in selected if index >= len(points)]
     if missing:
         raise UserError(
             f"--array {args.array} asks for point {missing[0]}; the grid has 0 to {len(points) - 1}"
         )
-    named = [*args.overrides, f"run.name={tree['name']}"]
+    common = [*args.overrides, f"run.name={tree['name']}"]
     runs: dict[int | None, Config] = {
-        index: load(tree["config"], [*named, *points[index]]) for index in wanted
+        index: load(tree["config"], [*common, *points[index]]) for index in selected
     }
     request = training_request(runs, cluster_of(args), array, dependency=args.dependency)
     if not (args.json or args.dry_run):
-        for index in wanted:
+        for index in selected:
             print(f"{runs[index].run.folder}-{index}: {' '.join(points[index])}", flush=True)
     return carry_out(request, args)
 
@@ -67,25 +67,23 @@ def _read(path: Path) -> dict[str, Any]:
     tree = yaml_text.read(path)
     grid = tree.get("grid")
     if set(tree) != {"config", "name", "grid"} or not isinstance(grid, dict) or not grid:
-        raise UserError(
-            f"{path} is no sweep; give it the keys config, name and grid, as in megakernel sweep --help"
-        )
+        raise UserError(f"{path} is no sweep; give it config, name and grid, as in megakernel sweep --help")
     for key, values in grid.items():
         if not isinstance(values, list) or not values:
             raise UserError(f"{path}: grid.{key}={values!r} is no list of values; write [A, B]")
-    if (points := math.prod(map(len, grid.values()))) > MOST_POINTS:
-        raise UserError(f"{path}: grid has {points:,} points; leave at most {MOST_POINTS:,}")
+    if (points := math.prod(map(len, grid.values()))) > MAX_POINTS:
+        raise UserError(f"{path}: grid has {points:,} points; leave at most {MAX_POINTS:,}")
     return tree
 
 
 def _assignments(grid: dict[str, list[Any]]) -> list[list[str]]:
-    """The keys of each point as overrides."""
+    """The overrides of each point."""
     return [
-        [f"{key}={_on_one_line(value)}" for key, value in zip(grid, values)]
+        [f"{key}={_as_yaml(value)}" for key, value in zip(grid, values)]
         for values in itertools.product(*grid.values())
     ]
 
 
-def _on_one_line(value: Any) -> str:
-    # JSON is YAML, but for the names of what is neither text nor finite.
+def _as_yaml(value: Any) -> str:
+    # JSON is YAML, except for nan and infinity.
     return value if isinstance(value, str) else json.dumps(value)

@@ -1,6 +1,6 @@
-"""What the commands that train do: as one process of a world that is there, or starting one on this machine.
+"""Training commands: run as one process of an existing world, or start one on this machine.
 
-A run takes from the rooms above training what `providers` gives it.
+`providers` passes to the training package what it needs from packages above it.
 """
 
 import argparse
@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 
 from launch import local
 from launch.arguments import Number, add_config_arguments
-from launch.environment import joined
-from launch.messages import make_courtesies
-from megakernel.checkpoint.trained_run import finished
+from launch.environment import launched_process
+from launch.messages import ignore_write_errors
+from megakernel.checkpoint.trained_run import finished_message
 from megakernel.config import Config, UserError, check_recorded_run, data_parallel_size
 from megakernel.config.errors import written_to
 from megakernel.parallel.processes import ProcessEnvironment
-from megakernel.training.process import in_mesh
+from megakernel.training.process import run_in_mesh
 from megakernel.training.run_folder import RunLock
-from megakernel.training.stop_requests import hold_requests
+from megakernel.training.stop_requests import block_stop_signals
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from data_pipeline.tokenizers import Tokenizer
     from megakernel.model import LanguageModel
     from megakernel.model.layer_inputs import LayerInputs
-    from megakernel.training.observing.observed import Providers
+    from megakernel.training.observing.observer import Providers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,35 +36,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.add_argument(
         "--nproc",
-        type=Number(int, most=1_000),
+        type=Number(int, maximum=1_000),
         metavar="N",
         help="processes to start on this machine, one per GPU (default 1); not under torchrun or srun",
     )
 
 
 def run(args: argparse.Namespace, config: Config) -> int:
-    """Check the configuration against the world, then train as one process of it or start one that does."""
-    process = joined()
+    """Check the configuration against the world size, then train as one process or start the processes."""
+    process = launched_process()
     nproc = 1 if args.nproc is None else args.nproc
     world_size = nproc if process is None else process.world_size
     if world_size < 1 or args.nproc not in (None, world_size):
         raise UserError(
-            f"--nproc {args.nproc} cannot be; leave it out under torchrun and srun, else give 1 or more"
+            f"--nproc {args.nproc} is not possible; leave it out under torchrun and srun, else give 1 or more"
         )
     data_parallel_size(config, world_size)
     if process is None:
         return _start(config, args, world_size)
-    args.run_folder = config.run.folder  # whose logs get the traceback of what nobody has foreseen
-    hold_requests()
-    make_courtesies("stdout")  # a run needs no console
+    args.run_folder = config.run.folder  # where `main` writes the traceback of an unexpected error
+    block_stop_signals()
+    ignore_write_errors("stdout")  # training continues without a console
     os.environ.update(process.variables())  # DeepSpeed and torch.distributed read them
     return train(config, process)
 
 
 def _start(config: Config, args: argparse.Namespace, world_size: int) -> int:
-    if check_recorded_run(config):  # an error now is one line; later it is one of every rank
-        RunLock(config.run.folder)  # of which the ranks take another: whoever holds it keeps logs of its own
-        if (done := finished(config)) is not None:  # which needs none of the libraries
+    if check_recorded_run(config):  # here an error is printed once, later by every rank
+        RunLock(config.run.folder)  # raises InUse before the logs are touched; the ranks take their own lock
+        if (done := finished_message(config)) is not None:  # known without importing the libraries
             print(done)
             return 0
     logs = config.run.folder / "logs"
@@ -72,15 +72,15 @@ def _start(config: Config, args: argparse.Namespace, world_size: int) -> int:
         logs.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "launch.cli", args.command, args.config, *args.overrides]
     processes = f"{world_size} process{'es' * (world_size > 1)}"
-    with suppress(OSError):  # at once, for the libraries take their time
+    with suppress(OSError):  # printed at once, as importing the libraries takes seconds
         os.write(1, f"{args.command}: starting {processes}, logs in {logs}\n".encode())
     return local.run_ranks(command, world_size, logs)
 
 
 def train(config: Config, process: ProcessEnvironment) -> int:
-    """Train until the last step, of an uptrain section that of the last stage, or a request to stop.
+    """Train until the last step (of the last stage, with an uptrain section) or a request to stop.
 
-    Returns the exit status (0, 85 or 143). Raises UserError for what the user can mend.
+    Returns the exit status (0, 85 or 143). Raises UserError for what the user can fix.
     """
 
     def work(mesh) -> int:
@@ -94,19 +94,19 @@ def train(config: Config, process: ProcessEnvironment) -> int:
         check_stages(config, process.world_size)
         return Uptraining(config, mesh, providers()).run()
 
-    return in_mesh(config, process, work)
+    return run_in_mesh(config, process, work)
 
 
 def providers() -> "Providers":
-    """What trains by the objective section, plots attention and continues prompts; for processes of a mesh."""
-    from megakernel.training.observing.observed import Providers
+    """Constructors of the objective's model, attention plots and text samples, for `Trainer` and `Uptraining`."""
+    from megakernel.training.observing.observer import Providers
     from megakernel.uptraining.objectives import model_maker
 
     return Providers(model_maker, _attention_figures, _sampler)
 
 
 def _attention_figures(model: "LanguageModel", inputs: "LayerInputs", draw: bool) -> "dict[str, Figure]":
-    # Imported here because a run without plots needs no matplotlib.
+    # Imported here because runs without plots do not need matplotlib.
     from megakernel.analysis.plots.live import attention_figures
 
     return attention_figures(model, inputs, draw=draw)

@@ -1,18 +1,18 @@
-"""`megakernel uptrain`: a dense model becomes the configured one, stage by stage, in one run that can be resumed."""
+"""`megakernel uptrain`: turn a dense model into the configured one, stage by stage, in one resumable run."""
 
 import argparse
 
 from launch import training
 from megakernel.config import ConfigError, Problem, load
 
-HELP = "turn a dense model into a kernelized or FLuRKA model, stage by stage, or go on where that was stopped"
+HELP = "turn a dense model into a kernelized or FLuRKA model, stage by stage, or continue a stopped run"
 EXAMPLE = "megakernel uptrain configs/uptrain/flurka.yaml init.from=models/Llama-3.2-1B --nproc 2"
 
 add_arguments = training.add_arguments
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train all stages as one process of a world, or start one."""
+    """Train all stages as one process of a world, or start a world."""
     config = load(args.config, args.overrides)
     if config.uptrain is None:
         remedy = "add one, such as uptrain: {transfer: {steps: 100}, alpha: 0.3}"

@@ -91,11 +91,11 @@ def served(
     api_key: str | None = None,
     *,
     batch_size: int = 32,
-    most_sessions: int = 200,
-    most_tokens: int = 100_000,
+    max_sessions: int = 200,
+    max_new_tokens: int = 100_000,
 ) -> Iterator[Served]:
     """Within, the model is served."""
-    worker = Worker(opened, batch_size=batch_size, most_sessions=most_sessions, most_tokens=most_tokens)
+    worker = Worker(opened, batch_size=batch_size, max_sessions=max_sessions, max_new_tokens=max_new_tokens)
     server = uvicorn.Server(
         uvicorn.Config(create_app(worker, NAME, api_key), log_level="warning", access_log=False)
     )

@@ -1,10 +1,10 @@
-"""How fast attention is, what it holds in memory, and how near that is to what the device could do.
+"""Speed and memory of attention, and how close they come to the device's limits.
 
-`megakernel dev bench attention` in a checkout.
+The command is `megakernel dev bench attention`, in a checkout.
 """
 
-from .measuring import survey
+from .measuring import run_suite
 from .page import measured_page
 from .suites import SUITES
 
-__all__ = ["SUITES", "measured_page", "survey"]
+__all__ = ["SUITES", "measured_page", "run_suite"]

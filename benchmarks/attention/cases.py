@@ -1,7 +1,7 @@
-"""Sizes of one attention, or of one transformer layer around it, and the least bytes and operations of these.
+"""Sizes of one attention, or of one transformer layer, and a lower bound of its bytes and operations.
 
-The least are the operations that `megakernel.model.flops` counts, twice as many again for backward, and every input
-read and every output written once.
+The bound has the operations that `megakernel.model.flops` counts, twice as many for backward, and reads every input
+and writes every output once.
 """
 
 from dataclasses import dataclass
@@ -32,11 +32,11 @@ class Case:
     """d, of queries, keys and values alike"""
 
     rank: int | None = None
-    """d_k, landmarks of a sequence; given where a whole layer that is not causal is measured (`is_layer`)."""
+    """d_k, landmarks per sequence; not None: the case is a whole bidirectional layer (`is_layer`)."""
 
     @property
     def is_layer(self) -> bool:
-        """A layer on inputs (N, B, H d) with its projections and MLP; otherwise causal attention on q, k, v."""
+        """A layer on inputs (N, B, H d), with projections and MLP; otherwise causal attention of q, k, v."""
         return self.rank is not None
 
     @property
@@ -55,34 +55,34 @@ class Case:
 
 
 class Cost(NamedTuple):
-    """Bytes and operations of a computation."""
+    """Bytes and FLOPs of a computation."""
 
     bytes: float
     """Read from and written to the device's memory."""
 
     flops: float
-    """Multiplications and additions of matrix products, apart."""
+    """Of matrix products; a multiply-add counts as two."""
 
     def seconds(self, bandwidth: float, peak: float) -> float:
-        """The longer of both times. bandwidth: bytes per second; peak: FLOP/s."""
+        """The larger of both times. bandwidth: bytes per second; peak: FLOP/s."""
         return max(self.bytes / bandwidth, self.flops / peak)
 
 
 def attention_of(preset: str, case: Case) -> Attention:
-    """The validated tree of a preset in a case's sizes."""
+    """The configuration of a preset at a case's sizes."""
     changes: dict = {}
     if case.is_layer and preset.startswith(("linformer", "flurka")):
         changes["compression"] = {"rank": case.rank}
     if preset.endswith("performer"):
-        # As wide as a head: so FLuRKA's equations have phi, and so it fits a kernel at d = 128.
+        # phi is as wide as a head, as in FLuRKA's equations; at d = 128 it then fits a kernel.
         changes["feature_map"] = {"samples": case.head_dim}
     return Attention.model_validate(expand_preset({"preset": preset, **changes}))
 
 
-def needed(preset: str, case: Case, element: int, backward: bool) -> Cost:
-    """The least that forward, or forward and backward, can take; `element`: bytes of a number.
+def lower_bound(preset: str, case: Case, element: int, backward: bool) -> Cost:
+    """The lower bound of forward, or of forward and backward; `element`: bytes of a number.
 
-    Weights count in a layer alone: those inside an attention are few beside its tokens.
+    Weights count only in a layer: those inside attention are small compared with its tokens.
     """
     form = attention_of(preset, case)
     model = Model(
@@ -110,6 +110,6 @@ def needed(preset: str, case: Case, element: int, backward: bool) -> Cost:
     moved = case.all_tokens * row * (inputs + outputs) + constants
     if not backward:
         return Cost(moved, flops)
-    # The inputs and the gradient of the output come in, the gradients of the inputs and of the weights go out.
+    # Backward reads inputs, weights and the output's gradient, and writes gradients of inputs and weights.
     back = case.all_tokens * row * (2 * inputs + outputs) + 2 * constants
     return Cost(moved + back, (1 + BACKWARD) * flops)

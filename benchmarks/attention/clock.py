@@ -1,4 +1,4 @@
-"""Times of a computation on its device, without what the caches held before and the start of the first run."""
+"""Times of a computation on its device, after a warm-up and with the GPU's L2 cache flushed."""
 
 import ctypes
 import statistics
@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 import torch
 
 WARM_UP = 2
-"""Runs that are not counted: kernels are compiled and memory is taken in the first."""
+"""Runs that are not counted: the first one compiles kernels and allocates memory."""
 
-FLUSHED = 2**28
-"""Bytes written before each run on a GPU, more than its L2 holds: inputs come from memory, as they do in a model."""
+FLUSH_BYTES = 2**28
+"""Bytes written before each run on a GPU, more than its L2: inputs come from memory, as in a model."""
 
 Run = Callable[[], Any]
 
 
 class Peak(NamedTuple):
-    """Bytes at most in use."""
+    """Peak bytes in use."""
 
     forward: int
     both: int
@@ -39,21 +39,22 @@ class Times(NamedTuple):
     peak: Peak
 
     forward_share: float
-    """The least time that the device needs, over `forward`."""
+    """The lower bound of the time (`cases.lower_bound`) over `forward`."""
 
     both_share: float
+    """The same of `both`."""
 
 
 _MALLOC = {-1: (2**31 - 1, 2**17), -2: (2**28, 0), -4: (0, 2**16)}
-"""glibc's M_TRIM_THRESHOLD, M_TOP_PAD and M_MMAP_MAX: values to keep what is freed, and those it begins with."""
+"""glibc's M_TRIM_THRESHOLD, M_TOP_PAD and M_MMAP_MAX -> value that keeps freed memory, and glibc's default."""
 
 
 @contextmanager
-def keeping_freed_memory(device: torch.device) -> Iterator[None]:
-    """Let this process keep what it frees on a CPU, as a GPU's allocator does, where its libc can.
+def keep_freed_memory(device: torch.device) -> Iterator[None]:
+    """Keep freed memory in this process on a CPU, as a GPU's allocator does, if libc can.
 
-    Otherwise a run pays for new pages of the system where its tensors are large, and not where they are small: what
-    a doubling of the length costs would then say more about malloc than about the computation.
+    Otherwise large tensors would cost new pages from the system and small ones would not: the cost of a doubling of
+    the length would say more about malloc than about the computation.
     """
     libc = ctypes.CDLL(None) if device.type == "cpu" and sys.platform.startswith("linux") else None
     if libc is None or not hasattr(libc, "mallopt"):
@@ -64,13 +65,13 @@ def keeping_freed_memory(device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
-        for option, (_, usual) in _MALLOC.items():
-            libc.mallopt(option, usual)
+        for option, (_, default) in _MALLOC.items():
+            libc.mallopt(option, default)
         libc.malloc_trim(0)
 
 
 def median(run: Run, device: torch.device, repeats: int, patience: float) -> float:
-    """Median seconds of up to `repeats` runs, fewer once they took `patience` seconds together."""
+    """Median seconds of up to `repeats` runs; none starts after `patience` seconds in total."""
     return statistics.median(_times(run, device, repeats, patience))
 
 
@@ -80,36 +81,36 @@ def fastest(run: Run, device: torch.device, repeats: int = 10) -> float:
 
 
 def _times(run: Run, device: torch.device, repeats: int, patience: float) -> list[float]:
-    once = _on_gpu(device) if device.type == "cuda" else _on_cpu
+    time_run = _gpu_timer(device) if device.type == "cuda" else _time_on_cpu
     spent = 0.0
     for _ in range(WARM_UP):
-        spent += once(run)
+        spent += time_run(run)
         if spent > patience:
             break
     times: list[float] = []
     while not times or (len(times) < repeats and sum(times) < patience):
-        times.append(once(run))
+        times.append(time_run(run))
     return times
 
 
-def _on_cpu(run: Run) -> float:
-    # One thread's processor time is what it would take alone: other processes' turns are left out.
+def _time_on_cpu(run: Run) -> float:
+    # CPU time of a single thread excludes the time that other processes run.
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     start = clock()
     run()
     return clock() - start
 
 
-def _on_gpu(device: torch.device) -> Callable[[Run], float]:
-    flushed = torch.empty(FLUSHED, dtype=torch.uint8, device=device)
+def _gpu_timer(device: torch.device) -> Callable[[Run], float]:
+    flush_buffer = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
 
-    def once(run: Run) -> float:
+    def time_run(run: Run) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        flushed.zero_()
+        flush_buffer.zero_()
         start.record()
         run()
         end.record()
         end.synchronize()
         return start.elapsed_time(end) / 1e3
 
-    return once
+    return time_run

@@ -24,7 +24,7 @@ class Computation:
     forward: Callable[[], Tensor]
 
     leaves: tuple[Tensor, ...]
-    """Inputs, then weights; those that need gradients."""
+    """Inputs, then weights; all require gradients."""
 
     grad_output: Tensor
     """The gradient of the output."""
@@ -33,7 +33,7 @@ class Computation:
     """How many of the leaves are inputs."""
 
     tokens_first: bool = False
-    """Inputs and output are (B, N, H, d) and not (B, H, N, d)."""
+    """Inputs and output are (B, N, H, d) instead of (B, H, N, d)."""
 
     def infer(self) -> Tensor:
         """The output, without a graph."""
@@ -46,8 +46,8 @@ class Computation:
         return out.detach(), torch.autograd.grad(out, self.leaves, self.grad_output, allow_unused=True)
 
 
-def draw(case: Case, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """q, k, v and the gradient of the output (B, H, N, d), or x and that of a layer (N, B, d_m); always the same."""
+def random_tensors(case: Case, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """Random q, k, v and output gradient (B, H, N, d), or x and output gradient (N, B, d_m); the same in every call."""
     random = torch.Generator(device).manual_seed(case.all_tokens)
     if case.is_layer:
         shape: tuple[int, ...] = (case.tokens, case.batch, case.width)
@@ -61,37 +61,37 @@ def draw(case: Case, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
 def computation(
     implementation: Implementation,
     case: Case,
-    drawn: Sequence[Tensor],
+    tensors: Sequence[Tensor],
     shard: HeadShard = ALL_HEADS,
     reference: torch.dtype | None = None,
 ) -> Computation:
-    """The implementation on the tensors of `draw`, for the heads of a shard that these tensors hold.
+    """The implementation on the tensors of `random_tensors`; shard: the heads that these tensors have.
 
-    reference: what it is held against instead, our modules in this dtype.
+    reference: instead use our modules in this dtype, which implementations are compared with.
     """
     if reference is not None:
-        drawn = [x.to(reference) for x in drawn]
+        tensors = [x.to(reference) for x in tensors]
     if case.is_layer:
-        return _layer(implementation, case, drawn)
-    core, weights = core_of(implementation, case, drawn[0].device, shard, reference)
+        return _layer(implementation, case, tensors)
+    core, weights = core_of(implementation, case, tensors[0].device, shard, reference)
     tokens_first = implementation.tokens_first and reference is None
     if tokens_first:
-        drawn = [x.transpose(1, 2).contiguous() for x in drawn]
-    q, k, v = (x.detach().requires_grad_() for x in drawn[:3])
-    return Computation(lambda: core(q, k, v), (q, k, v, *weights), drawn[3], 3, tokens_first)
+        tensors = [x.transpose(1, 2).contiguous() for x in tensors]
+    q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
+    return Computation(lambda: core(q, k, v), (q, k, v, *weights), tensors[3], 3, tokens_first)
 
 
-def _layer(implementation: Implementation, case: Case, drawn: Sequence[Tensor]) -> Computation:
+def _layer(implementation: Implementation, case: Case, tensors: Sequence[Tensor]) -> Computation:
     """A transformer layer of the paper's models, without norms and biases."""
-    x, grad_output = drawn[0].detach().requires_grad_(), drawn[1]
+    x, grad_output = tensors[0].detach().requires_grad_(), tensors[1]
     core = layer_core(implementation.preset, case)
-    # Weights are numbers of bfloat16 whatever they are held in, so that dtypes can be compared.
+    # Weights are rounded to bfloat16 in every dtype, so that dtypes can be compared.
     core = core.to(x.device, torch.bfloat16).to(x.dtype)
     random = torch.Generator(x.device).manual_seed(0)
 
     def matrix(rows: int, columns: int) -> Tensor:
-        drawn = torch.randn(rows, columns, generator=random, device=x.device) / math.sqrt(columns)
-        return drawn.bfloat16().to(x.dtype).requires_grad_()
+        weight = torch.randn(rows, columns, generator=random, device=x.device) / math.sqrt(columns)
+        return weight.bfloat16().to(x.dtype).requires_grad_()
 
     projections, output = [matrix(case.width, case.width) for _ in range(3)], matrix(case.width, case.width)
     up, down = matrix(FFN_WIDTH, case.width), matrix(case.width, FFN_WIDTH)
@@ -106,7 +106,7 @@ def _layer(implementation: Implementation, case: Case, drawn: Sequence[Tensor]) 
 
 
 def layer_core(preset: str, case: Case) -> AttentionLayer:
-    """The attention of a layer that sees both ways, with random weights."""
+    """The attention of a bidirectional layer, with random weights."""
     form = attention_of(preset, case)
     return build(
         form, num_heads=case.heads, head_dim=case.head_dim, causal=False, max_positions=case.tokens
@@ -114,7 +114,7 @@ def layer_core(preset: str, case: Case) -> AttentionLayer:
 
 
 def projected_attention(core: AttentionLayer, case: Case, x: Tensor, projections: Sequence[Tensor]) -> Tensor:
-    """Attention (B, H, N, d) of a layer's input (N, B, d_m) behind projections (d_m, d_m) to queries, keys, values."""
+    """Attention (B, H, N, d) of a layer's input (N, B, d_m); projections: three (d_m, d_m), to q, k and v."""
     keys = values = x
     if isinstance(core, LowRankAttention) and core.compresses_input:
         keys, values = core.compress(x, first=0, length=case.tokens).to(x.dtype)

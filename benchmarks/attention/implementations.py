@@ -1,4 +1,4 @@
-"""The implementations that are measured: our ops as a model calls them, and what others offer for the same."""
+"""The measured implementations: our ops as a model calls them, and other libraries' implementations of the same."""
 
 import importlib.util
 from collections.abc import Callable
@@ -21,10 +21,10 @@ Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of q, k and v (B, H, N, d), or (B, N, H, d) for an implementation with `tokens_first`."""
 
 FLA = "flash-linear-attention"
-"""The package; its module is `fla`."""
+"""Name of the package; its module is `fla`."""
 
-SHARE = 0.5
-"""Share of the device's free memory that an implementation may take whose memory grows with N d^2."""
+MEMORY_SHARE = 0.5
+"""Largest share of the device's free memory for an implementation with `holds_states`."""
 
 
 @dataclass(frozen=True)
@@ -34,28 +34,28 @@ class Implementation:
     name: str
 
     preset: str
-    """The preset of the attention tree that it computes."""
+    """The preset of the attention that it computes."""
 
     is_ours: bool = False
-    """Ours fails the whole measurement where it is wrong; another's times are left out."""
+    """If one of ours is wrong, the whole measurement fails; another's times are left out."""
 
     normalize: bool = True
     """Whether weights are divided by their sum."""
 
     build: Callable[[], Core] | None = None
-    """Makes the function; None: the module of the preset, with the backend that the dispatcher chooses."""
+    """Makes the function; None: the preset's module, with the backend that the dispatcher chooses."""
 
     tokens_first: bool = False
     """q, k, v and the output are (B, N, H, d)."""
 
     needs_fla: bool = False
-    """Comes with flash-linear-attention."""
+    """Belongs to flash-linear-attention."""
 
     holds_states: bool = False
-    """Keeps a state for every token."""
+    """Keeps a state for every token: memory grows with N d^2."""
 
     def problem(self, case: Case, device: torch.device) -> str | None:
-        """Why it does not run here, or None."""
+        """Why it cannot run here, or None."""
         if self.needs_fla:
             if importlib.util.find_spec("fla") is None:
                 return f"{FLA} is not installed: pip install -e '.[bench]'"
@@ -63,9 +63,9 @@ class Implementation:
                 return f"{FLA} needs a GPU"
         if self.holds_states:
             # The state of every token, its product with the value, and the gradients of both.
-            taken = 4 * 4 * case.all_tokens * case.heads * case.head_dim**2
-            if taken > SHARE * free_memory(device):
-                return f"needs about {taken / 2**30:.0f} GiB"
+            needed = 4 * 4 * case.all_tokens * case.heads * case.head_dim**2
+            if needed > MEMORY_SHARE * free_memory(device):
+                return f"needs about {needed / 2**30:.0f} GiB"
         return None
 
 
@@ -76,9 +76,9 @@ def core_of(
     shard: HeadShard,
     reference: torch.dtype | None,
 ) -> tuple[Core, list[nn.Parameter]]:
-    """The function that runs, for the heads of a shard, and what it learns, in float32.
+    """The function to run, for the heads of a shard, and its weights in float32.
 
-    reference: our own modules for its attention instead, with weights of this dtype.
+    reference: instead our modules for the same attention, with weights of this dtype.
     """
     if implementation.build is not None and reference is None:
         return implementation.build(), []
@@ -91,7 +91,7 @@ def core_of(
 
 
 def _fla(function: str, normalize: bool) -> Callable[[], Core]:
-    """flash-linear-attention's linear attention behind elu + 1, which its layers apply as a pass of its own."""
+    """flash-linear-attention's linear attention after elu + 1, which its layers apply as a separate pass."""
 
     def make() -> Core:
         from fla.ops import linear_attn
@@ -112,20 +112,20 @@ def _delta_layer(heads: int, head_dim: int) -> SimpleGlaAttention:
 
 
 def _fla_delta() -> Core:
-    """Its gated delta rule, with the decays and the strength that a layer of ours has without a projection."""
+    """flash-linear-attention's gated delta rule, with decay and step of our layer without projections of them."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         decay, _ = _delta_layer(*q.shape[2:]).to(q.device).log_decay_and_step(AttentionInputs(None), k)
         log_decay = decay.mT.expand(q.shape[:3]).contiguous()
-        strength = torch.full_like(log_decay, 0.5)
-        return chunk_gated_delta_rule(q, k, v, log_decay, strength, use_qk_l2norm_in_kernel=True)[0]
+        step = torch.full_like(log_decay, 0.5)
+        return chunk_gated_delta_rule(q, k, v, log_decay, step, use_qk_l2norm_in_kernel=True)[0]
 
     return run
 
 
 def _eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Linear attention as its formula reads: the state of every token by a cumulative sum."""
+    """Linear attention straight from its formula: a cumulative sum gives the state of every token."""
     phi_q, phi_k = (F.elu(x.float()) + 1 for x in (q, k))
     states = (phi_k[..., None] * v.float()[..., None, :]).cumsum(2)
     norms = phi_k.cumsum(2)
@@ -162,7 +162,7 @@ ATTENTIONS = {
         Implementation("eager elu", "linear", build=lambda: _eager, holds_states=True),
     )
 }
-"""Implementation by name. FLuRKA's kernel parent is `kernel hedgehog`, whose feature map it has."""
+"""Implementation by name. FLuRKA's kernel parent is `kernel hedgehog`, with the same feature map."""
 
 LAYERS = {
     preset: Implementation(preset, preset, is_ours=preset != "softmax")

@@ -30,17 +30,17 @@ class Machine:
     name: str
 
     bandwidth: float
-    """Bytes per second, read and written together."""
+    """Bytes per second, reads and writes together."""
 
     peak: float
-    """FLOP/s of matrix products in the dtype that is measured."""
+    """FLOP/s of matrix products in the measured dtype."""
 
     source: str
-    """Where both numbers come from."""
+    """How both numbers were measured."""
 
 
-def measured(device: torch.device, dtype: torch.dtype) -> Machine:
-    """The device's limits, measured now: the fastest of several big copies and of several big matrix products."""
+def measure_limits(device: torch.device, dtype: torch.dtype) -> Machine:
+    """Measure the device's limits: the fastest of several large copies and of several large matrix products."""
     copied, rows = COPIED[device.type], MULTIPLIED[device.type]
     kind = str(dtype).removeprefix("torch.")
     return Machine(
@@ -69,8 +69,8 @@ def device_name(device: torch.device) -> str:
     return processor()
 
 
-def surroundings(device: torch.device) -> str:
-    """Driver, threads, versions and kernels: what else decides a time."""
+def environment(device: torch.device) -> str:
+    """Driver, threads, load, versions and kernels: whatever else affects times."""
     versions = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
     for package in ("triton", "flash-linear-attention"):
         try:
@@ -78,18 +78,18 @@ def surroundings(device: torch.device) -> str:
         except metadata.PackageNotFoundError:
             versions.append(f"no {package}")
     if device.type == "cuda":
-        kernels = f"kernels of {', '.join(_with_kernels()) or 'no op'}, the chunked ops elsewhere"
+        kernels = f"kernels of {', '.join(_ops_with_kernels()) or 'no op'}, the chunked ops elsewhere"
         return ", ".join([f"driver {_driver()}", f"CUDA {torch.version.cuda}", *versions, kernels])
     threads = f"{torch.get_num_threads()} thread(s) of {os.cpu_count()} cores"
     load = "/".join(f"{value:.1f}" for value in os.getloadavg())
     return ", ".join([threads, f"load average {load}", *versions])
 
 
-def _with_kernels() -> list[str]:
-    """Ops for which the dispatcher takes Triton kernels on a GPU."""
+def _ops_with_kernels() -> list[str]:
+    """Ops that have Triton kernels."""
     folders = (item.name for item in pkgutil.iter_modules(ops.__path__) if item.ispkg)
-    found = {name: importlib.import_module(f"megakernel.ops.{name}") for name in folders}
-    return [name for name, module in found.items() if KERNELS in getattr(module, "IMPLEMENTATIONS", {})]
+    modules = {name: importlib.import_module(f"megakernel.ops.{name}") for name in folders}
+    return [name for name, module in modules.items() if KERNELS in getattr(module, "IMPLEMENTATIONS", {})]
 
 
 def _driver() -> str:

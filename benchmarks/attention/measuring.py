@@ -1,4 +1,4 @@
-"""Measuring a suite: everything checked, then timed, in one run on one device."""
+"""Run a suite on one device: check every implementation, then time it."""
 
 import multiprocessing
 import warnings
@@ -12,21 +12,21 @@ import torch
 
 from megakernel.config import RunFailed
 
-from .cases import Case, needed
+from .cases import Case, lower_bound
 from .check import Comparison, check
-from .clock import Peak, Times, keeping_freed_memory, median
-from .computation import Computation, computation, draw
+from .clock import Peak, Times, keep_freed_memory, median
+from .computation import Computation, computation, random_tensors
 from .implementations import IMPLEMENTATIONS, Implementation
-from .machine import Machine, measured
+from .machine import Machine, measure_limits
 from .suites import Suite
 
 PATIENCE = 10.0
-"""Seconds after which no further run of one measurement is started."""
+"""Seconds after which a measurement starts no further run."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """One implementation on one case: its times, or why there are none."""
+class CaseResult:
+    """One implementation in one case: its times, or why there are none."""
 
     implementation: str
     comparison: Comparison | None = None
@@ -35,107 +35,108 @@ class Row:
 
 
 @dataclass
-class Survey:
+class SuiteResult:
     """The results of a suite."""
 
     suite: Suite
     machine: Machine
     dtype: torch.dtype
     repeats: int
-    results: list[tuple[Case, list[Row]]] = field(default_factory=list)
+    results: list[tuple[Case, list[CaseResult]]] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
-    """Warnings of the ops about how they run, once each."""
+    """Runtime warnings of the ops, each once."""
 
 
-def survey(
+def run_suite(
     suite: Suite, device: torch.device, repeats: int, progress: Callable[[str], object] = lambda text: None
-) -> Survey:
-    """Check and measure every implementation on every case; `progress` is told what comes next.
+) -> SuiteResult:
+    """Check and measure every implementation in every case; progress: called with the next one's name.
 
-    Raises RunFailed where one of ours is wrong.
+    Raises RunFailed if one of ours is wrong.
     """
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    with keeping_freed_memory(device):
+    with keep_freed_memory(device):
         progress("the device's limits")
-        result = Survey(suite, measured(device, dtype), dtype, repeats)
+        result = SuiteResult(suite, measure_limits(device, dtype), dtype, repeats)
         for case in suite.cases:
             rows = []
             for name in suite.implementations:
                 progress(f"{case}: {name}")
-                with warnings.catch_warnings(record=True) as said:
+                with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always", RuntimeWarning)
                     rows.append(_row(IMPLEMENTATIONS[name], case, device, result))
-                remarks = [*result.remarks, *(str(warning.message) for warning in said)]
+                remarks = [*result.remarks, *(str(warning.message) for warning in caught)]
                 result.remarks = list(dict.fromkeys(remarks))
             result.results.append((case, rows))
     return result
 
 
-def _row(implementation: Implementation, case: Case, device: torch.device, result: Survey) -> Row:
+def _row(implementation: Implementation, case: Case, device: torch.device, result: SuiteResult) -> CaseResult:
     if reason := implementation.problem(case, device):
-        return Row(implementation.name, problem=reason)
+        return CaseResult(implementation.name, problem=reason)
     try:
         comparison = check(implementation, case, device, result.dtype)
         if comparison.is_right:
-            return Row(implementation.name, comparison, _times(implementation, case, device, result))
+            return CaseResult(implementation.name, comparison, _times(implementation, case, device, result))
     except torch.OutOfMemoryError:
-        return Row(implementation.name, problem="out of memory")
+        return CaseResult(implementation.name, problem="out of memory")
     finally:
         if device.type == "cuda":
             torch.cuda.empty_cache()
     if implementation.is_ours:
         raise RunFailed(f"{implementation.name} is wrong at {case}, so nothing is written; {comparison}")
-    return Row(implementation.name, comparison, problem=f"wrong: {comparison}")
+    return CaseResult(implementation.name, comparison, problem=f"wrong: {comparison}")
 
 
-def _times(implementation: Implementation, case: Case, device: torch.device, result: Survey) -> Times:
-    one = computation(implementation, case, draw(case, device, result.dtype))
+def _times(implementation: Implementation, case: Case, device: torch.device, result: SuiteResult) -> Times:
+    computed = computation(implementation, case, random_tensors(case, device, result.dtype))
     if device.type == "cuda":
-        peak = _on_gpu(one, device)
+        peak = _gpu_peak(computed, device)
     else:
-        # In a fresh process, which holds nothing else.
+        # A fresh process, whose resident memory has nothing else.
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             threads = torch.get_num_threads()
-            peak = pool.submit(_grown, implementation.name, case, result.dtype, threads).result()
-    forward = median(one.infer, device, result.repeats, PATIENCE)
-    both = median(one.train, device, result.repeats, PATIENCE)
+            peak = pool.submit(_peak_growth, implementation.name, case, result.dtype, threads).result()
+    forward = median(computed.infer, device, result.repeats, PATIENCE)
+    both = median(computed.train, device, result.repeats, PATIENCE)
     machine, element = result.machine, result.dtype.itemsize
-    floors = [
-        needed(implementation.preset, case, element, backward).seconds(machine.bandwidth, machine.peak)
+    bounds = [
+        lower_bound(implementation.preset, case, element, backward).seconds(machine.bandwidth, machine.peak)
         for backward in (False, True)
     ]
-    return Times(forward, both, peak, floors[0] / forward, floors[1] / both)
+    return Times(forward, both, peak, bounds[0] / forward, bounds[1] / both)
 
 
-def _on_gpu(one: Computation, device: torch.device) -> Peak:
-    """Bytes that torch had given out at most, without what others hold."""
-    others = torch.cuda.memory_allocated(device) - sum(x.nbytes for x in (*one.leaves, one.grad_output))
+def _gpu_peak(computed: Computation, device: torch.device) -> Peak:
+    """Peak bytes allocated by torch, without tensors that do not belong to the computation."""
+    tensors = (*computed.leaves, computed.grad_output)
+    others = torch.cuda.memory_allocated(device) - sum(x.nbytes for x in tensors)
 
     def peak(run: Callable[[], Any]) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         run()
         return torch.cuda.max_memory_allocated(device) - others
 
-    return Peak(peak(one.infer), peak(one.train))
+    return Peak(peak(computed.infer), peak(computed.train))
 
 
-def _grown(name: str, case: Case, dtype: torch.dtype, threads: int) -> Peak:
-    """By how much the resident memory of this process grows at most, from before its inputs are made."""
+def _peak_growth(name: str, case: Case, dtype: torch.dtype, threads: int) -> Peak:
+    """Peak growth of this process's resident memory, from before its inputs are made."""
     torch.set_num_threads(threads)
     device, implementation = torch.device("cpu"), IMPLEMENTATIONS[name]
-    # Libraries take their own memory when they first run.
+    # A small run first: libraries allocate their own memory when they are first used.
     small = Case(1, 16, 1, 16, rank=4 if case.is_layer else None)
-    computation(implementation, small, draw(small, device, dtype)).train()
-    before = _resident()
-    one = computation(implementation, case, draw(case, device, dtype))
-    one.infer()
-    forward = _resident() - before
-    one.train()
-    return Peak(forward, _resident() - before)
+    computation(implementation, small, random_tensors(small, device, dtype)).train()
+    before = _peak_resident()
+    computed = computation(implementation, case, random_tensors(case, device, dtype))
+    computed.infer()
+    forward = _peak_resident() - before
+    computed.train()
+    return Peak(forward, _peak_resident() - before)
 
 
-def _resident() -> int:
-    """Bytes at most resident so far. getrusage's ru_maxrss would count the process that this one was forked from."""
+def _peak_resident() -> int:
+    """Peak resident bytes so far. getrusage's ru_maxrss would include the parent process's peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     kibibytes = next(line.split()[1] for line in lines if line.startswith("VmHWM:"))
     return int(kibibytes) * 1024

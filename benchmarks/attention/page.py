@@ -1,4 +1,4 @@
-"""The page of one measurement: where, when, how, and tables."""
+"""The page of one measurement: device, date, method and tables."""
 
 from collections.abc import Sequence
 from datetime import date
@@ -9,54 +9,54 @@ from benchmarks.page import table, table_row
 from megakernel.analysis.planning.page import number
 
 from .clock import Times
-from .machine import surroundings
-from .measuring import Row, Survey
+from .machine import environment
+from .measuring import CaseResult, SuiteResult
 from .suites import Suite
 from .targets import Figures
 
-MOST = 2.2
-"""A doubling of N costs at most this factor where growth is called linear."""
+LINEAR_GROWTH = 2.2
+"""Growth is called linear if a doubling of N costs at most this factor."""
 
 
-def measured_page(survey: Survey, device: torch.device, command: str) -> str:
-    """Markdown of one run: where, when and how, and a table for each case."""
-    suite, machine = survey.suite, survey.machine
-    numbers = str(survey.dtype).removeprefix("torch.")
+def measured_page(result: SuiteResult, device: torch.device, command: str) -> str:
+    """The page in Markdown: device, date, method, and a table for each case."""
+    suite, machine = result.suite, result.machine
+    numbers = str(result.dtype).removeprefix("torch.")
     lines = [
         f"# {suite.title}",
         "",
-        f"`{command}`, {date.today().isoformat()}, {machine.name}, {numbers}; {surroundings(device)}.",
+        f"`{command}`, {date.today().isoformat()}, {machine.name}, {numbers}; {environment(device)}.",
         "",
-        suite.about,
+        suite.description,
         "",
-        f"Times are medians of up to {survey.repeats} runs after a warm-up. {_TIMED[device.type]} Every "
+        f"Times are medians of up to {result.repeats} runs after a warm-up. {_TIMED[device.type]} Every "
         "implementation was checked first, output and gradients against float64; *error* is the largest RMS "
         "ratio. The floor is the "
         f"longer of the least bytes over {machine.bandwidth / 1e9:,.0f} GB/s and of the least FLOPs over "
         f"{machine.peak / 1e12:,.3g} TFLOP/s, {machine.source}. "
-        f"The column *times {suite.against}* is this implementation's time over that of {suite.against}, forward and "
+        f"The column *times {suite.baseline}* is this implementation's time over that of {suite.baseline}, forward and "
         "backward.",
         "",
     ]
-    if suite.grows:
-        lines += [*_growth(survey), ""]
+    if suite.doubles_tokens:
+        lines += [*_growth(result), ""]
     figures = {
         (row.implementation, case): row.times
-        for case, rows in survey.results
+        for case, rows in result.results
         for row in rows
         if row.times is not None
     }
     lines += _targets(suite, figures)
     previous: dict[str, Times] = {}
-    for case, rows in survey.results:
+    for case, rows in result.results:
         timed = {row.implementation: row.times for row in rows if row.times is not None}
         lines += [f"## {case}", ""]
         if timed:
-            lines += _table(rows, timed.get(suite.against), survey, previous)
+            lines += _table(rows, timed.get(suite.baseline), result, previous)
         missing = [f"* {row.implementation}: {row.problem}" for row in rows if row.times is None]
         lines += [*missing, ""] if missing else []
         previous = timed
-    lines += [f"* {remark}" for remark in survey.remarks]
+    lines += [f"* {remark}" for remark in result.remarks]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -67,13 +67,13 @@ _TIMED = {
     "process, so that large tensors do not cost new pages of the system. Peak memory is by how much the resident "
     "memory of a fresh process grew at most (VmHWM), with inputs, weights, output and gradients.",
 }
-"""How times and memory were taken on a type of device."""
+"""Type of device -> how times and memory were measured."""
 
 
 def _table(
-    rows: Sequence[Row], against: Times | None, survey: Survey, previous: dict[str, Times]
+    rows: Sequence[CaseResult], baseline: Times | None, result: SuiteResult, previous: dict[str, Times]
 ) -> list[str]:
-    suite = survey.suite
+    suite = result.suite
     columns = [
         "implementation",
         "forward ms",
@@ -82,8 +82,8 @@ def _table(
         "forward + backward MiB",
     ]
     columns += ["forward: of the floor", "forward + backward: of the floor"]
-    columns += [] if against is None else [f"times {suite.against}"]
-    columns += ["time per doubling", "memory per doubling"] if suite.grows else []
+    columns += [] if baseline is None else [f"times {suite.baseline}"]
+    columns += ["time per doubling", "memory per doubling"] if suite.doubles_tokens else []
     body = []
     for row in rows:
         times = row.times
@@ -92,8 +92,8 @@ def _table(
         cells = [row.implementation, number(times.forward * 1e3), number(times.both * 1e3)]
         cells += [number(size / 2**20) for size in times.peak]
         cells += [f"{times.forward_share:.0%}", f"{times.both_share:.0%}"]
-        cells += [] if against is None else [f"{times.both / against.both:.2f}x"]
-        cells += _doubling(times, previous.get(row.implementation)) if suite.grows else []
+        cells += [] if baseline is None else [f"{times.both / baseline.both:.2f}x"]
+        cells += _doubling(times, previous.get(row.implementation)) if suite.doubles_tokens else []
         body.append(table_row([*cells, f"{row.comparison.error:.1e}"]))
     return table([*columns, "error"], body, numbers=True)
 
@@ -104,35 +104,35 @@ def _doubling(times: Times, half: Times | None) -> list[str]:
     return [f"{times.both / half.both:.2f}x", f"{times.peak.both / half.peak.both:.2f}x"]
 
 
-def _growth(survey: Survey) -> list[str]:
-    """The largest cost of a doubling, and the length from which each implementation is faster than the baseline."""
+def _growth(result: SuiteResult) -> list[str]:
+    """For each implementation, its largest cost of a doubling and the N from which it is faster than the baseline."""
     by_name: dict[str, dict[int, Times]] = {}
-    for case, rows in survey.results:
+    for case, rows in result.results:
         for row in rows:
             if row.times is not None:
                 by_name.setdefault(row.implementation, {})[case.tokens] = row.times
-    against = survey.suite.against
-    base = by_name.pop(against, {})
+    baseline = result.suite.baseline
+    base_times = by_name.pop(baseline, {})
     lines = []
     for name, times in by_name.items():
         doubled = [(n, times[n], times[n // 2]) for n in times if n // 2 in times]
         if doubled:
-            longer, at_longer = max((one.both / half.both, n) for n, one, half in doubled)
-            larger, at_larger = max((one.peak.both / half.peak.both, n) for n, one, half in doubled)
-            comparison = "linear" if max(longer, larger) <= MOST else f"more than {MOST}x"
+            longer, at_longer = max((full.both / half.both, n) for n, full, half in doubled)
+            larger, at_larger = max((full.peak.both / half.peak.both, n) for n, full, half in doubled)
+            comparison = "linear" if max(longer, larger) <= LINEAR_GROWTH else f"more than {LINEAR_GROWTH}x"
             lines.append(
                 f"* {name}: a doubling of N costs at most {longer:.2f}x in time (to N = {at_longer:,}) and "
                 f"{larger:.2f}x in memory (to N = {at_larger:,}): {comparison}."
             )
-        slower = max((n for n in times if n in base and times[n].both >= base[n].both), default=0)
-        faster = min((n for n in times if n in base and n > slower), default=None)
+        slower = max((n for n in times if n in base_times and times[n].both >= base_times[n].both), default=0)
+        faster = min((n for n in times if n in base_times and n > slower), default=None)
         if faster is not None:
-            lines.append(f"* {name}: faster than {against} from N = {faster:,} on.")
+            lines.append(f"* {name}: faster than {baseline} from N = {faster:,} on.")
     return lines
 
 
 def _targets(suite: Suite, figures: Figures) -> list[str]:
-    """The table of targets with the worst case of each."""
+    """The table of targets, each with its worst case."""
     if not suite.targets:
         return []
     columns = ["target, forward + backward", "set", "worst case", "kept"]

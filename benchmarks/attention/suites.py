@@ -12,33 +12,33 @@ from .targets import DEFAULT, PAPER, Target
 
 @dataclass(frozen=True)
 class Suite:
-    """Cases, who runs in them, and whom they are compared with."""
+    """Cases, the implementations to measure in them, and the baseline."""
 
     title: str
 
-    about: str
-    """A paragraph for the page: where the sizes come from."""
+    description: str
+    """A paragraph for the page on the sizes and their origin."""
 
     cases: tuple[Case, ...]
 
     implementations: tuple[str, ...]
-    """Names in `implementations.IMPLEMENTATIONS`, or presets of a layer where the cases are layers."""
+    """Names in `implementations.IMPLEMENTATIONS`; of layers, these are presets."""
 
-    against: str
-    """The implementation whose time the others are divided by."""
+    baseline: str
+    """The baseline, whose time the others are divided by."""
 
     device: str
-    """Type of device that it is meant for."""
+    """Type of device that the suite is meant for."""
 
     targets: tuple[Target, ...] = ()
 
-    grows: bool = False
-    """Cases differ in N alone, each twice the one before: what a doubling costs is shown."""
+    doubles_tokens: bool = False
+    """Cases differ only in N, which doubles from one to the next: the page shows the cost of a doubling."""
 
     def narrowed(self, max_tokens: int | None, only: Sequence[str]) -> "Suite":
-        """The cases of at most `max_tokens` tokens, B times N, and the implementations in `only`; None and empty: all.
+        """The suite with cases of B N <= `max_tokens` (None: all) and the implementations in `only` (empty: all).
 
-        UserError where nothing is left or a name is unknown.
+        Raises UserError if no case is left or a name is unknown.
         """
         cases = tuple(case for case in self.cases if max_tokens is None or case.all_tokens <= max_tokens)
         if not cases:
@@ -53,7 +53,7 @@ class Suite:
 
 
 CHUNK_ROW = 4096
-"""Tokens of a sequence where many sequences make up the tokens of a case."""
+"""Tokens of a sequence in cases of many sequences."""
 
 
 def _default_cases() -> tuple[Case, ...]:
@@ -81,7 +81,7 @@ SUITES = {
         "wide as a head.",
         _default_cases(),
         tuple(ATTENTIONS),
-        against="kernel elu",
+        baseline="kernel elu",
         device="cuda",
         targets=DEFAULT,
     ),
@@ -95,7 +95,7 @@ SUITES = {
         "256, inside the region of its claim 1. phi is as wide as a head.",
         _paper_cases(),
         tuple(LAYERS),
-        against="flurka_rnn",
+        baseline="flurka_rnn",
         device="cuda",
         targets=PAPER,
     ),
@@ -105,9 +105,9 @@ SUITES = {
         "SDPA and the low-rank parent, a softmax over landmarks, weigh a number of pairs that grows with N squared.",
         tuple(Case(1, 2**exponent, heads=4, head_dim=64) for exponent in range(10, 16)),
         ("kernel elu", "kernel hedgehog", "kernel favor", "FLuRKA", "FLuRKA's low-rank parent", "SDPA"),
-        against="SDPA",
+        baseline="SDPA",
         device="cpu",
-        grows=True,
+        doubles_tokens=True,
     ),
 }
-"""Suite by its name on the command line."""
+"""Name on the command line -> suite."""

@@ -1,6 +1,6 @@
-"""The speeds that this project sets out to reach, and what times of a suite say of them.
+"""The project's speed targets, and whether a suite's times meet them.
 
-All are of forward and backward together, on one H100 or H200.
+All targets are for forward and backward together, on one H100 or H200.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -11,49 +11,49 @@ from typing import NamedTuple
 from .cases import Case
 from .clock import Times
 
-FEW, MANY = 2**14, 2**20
-"""Tokens that the targets name."""
+TOKENS_16K, TOKENS_1M = 2**14, 2**20
+"""Numbers of tokens in the targets."""
 
 
 Figures = Mapping[tuple[str, Case], Times]
-"""By implementation and case; one that did not run is not there."""
+"""Times by implementation and case; those that did not run are missing."""
 
 
 class Target(NamedTuple):
-    """A bound that holds in some cases of a suite."""
+    """A bound on a figure in some cases of a suite."""
 
-    about: str
+    description: str
 
     bound: float
 
     figure: Callable[[Figures, Case], float]
-    """The bounded figure; KeyError where it is not known."""
+    """The bounded figure; raises KeyError if its times are missing."""
 
     applies: Callable[[Case], bool]
 
-    at_most: bool = False
-    """The bound is from above."""
+    is_upper_bound: bool = False
+    """Whether `bound` is an upper bound."""
 
     def cells(self, figures: Figures, cases: Iterable[Case]) -> list[str]:
-        """The target, its bound, the figure of the worst case, and whether that one keeps the bound."""
-        known = []
+        """The table cells: target, bound, figure of the worst case, and whether it meets the bound."""
+        figures_of_cases = []
         for case in filter(self.applies, cases):
             with suppress(KeyError):
-                known.append(self.figure(figures, case))
-        bound = f"at {'most' if self.at_most else 'least'} {self.bound:g}"
-        if not known:
-            return [self.about, bound, "—", "—"]
-        worst = max(known) if self.at_most else min(known)
-        kept = worst <= self.bound if self.at_most else worst >= self.bound
-        return [self.about, bound, f"{worst:.2f}", "yes" if kept else "no"]
+                figures_of_cases.append(self.figure(figures, case))
+        bound = f"at {'most' if self.is_upper_bound else 'least'} {self.bound:g}"
+        if not figures_of_cases:
+            return [self.description, bound, "—", "—"]
+        worst = max(figures_of_cases) if self.is_upper_bound else min(figures_of_cases)
+        met = worst <= self.bound if self.is_upper_bound else worst >= self.bound
+        return [self.description, bound, f"{worst:.2f}", "yes" if met else "no"]
 
 
-def _short(case: Case) -> bool:
-    return case.all_tokens == FEW
+def _is_16k(case: Case) -> bool:
+    return case.all_tokens == TOKENS_16K
 
 
-def _longest_row(case: Case) -> bool:
-    return case.batch == 1 and case.tokens == MANY
+def _is_1m(case: Case) -> bool:
+    return case.batch == 1 and case.tokens == TOKENS_1M
 
 
 def _figures_3_and_4(case: Case) -> bool:
@@ -64,8 +64,8 @@ def _end_of_appendix_c(case: Case) -> bool:
     return case.tokens == 52_500 and not _figures_3_and_4(case)
 
 
-def _as_fast(ours: str, other: str, bound: float, where: str, applies: Callable[[Case], bool]) -> Target:
-    """Time of another over ours."""
+def _speedup(ours: str, other: str, bound: float, where: str, applies: Callable[[Case], bool]) -> Target:
+    """A target for the time of another implementation over that of ours."""
     return Target(
         f"time of {other} over that of {ours}, {where}",
         bound,
@@ -75,18 +75,18 @@ def _as_fast(ours: str, other: str, bound: float, where: str, applies: Callable[
 
 
 DEFAULT = (
-    _as_fast("kernel elu", "fla chunk", 2, "16k tokens", _short),
-    _as_fast("kernel elu", "fla fused_chunk", 2, "16k tokens", _short),
-    _as_fast("kernel elu, not normalized", "fla chunk, not normalized", 1.5, "16k tokens", _short),
-    _as_fast("kernel elu, not normalized", "fla fused_chunk, not normalized", 1.5, "16k tokens", _short),
-    _as_fast("kernel elu", "fla chunk", 3, "one sequence of 1M tokens", _longest_row),
-    _as_fast("gated delta rule", "fla gated delta rule", 1, "16k tokens", _short),
+    _speedup("kernel elu", "fla chunk", 2, "16k tokens", _is_16k),
+    _speedup("kernel elu", "fla fused_chunk", 2, "16k tokens", _is_16k),
+    _speedup("kernel elu, not normalized", "fla chunk, not normalized", 1.5, "16k tokens", _is_16k),
+    _speedup("kernel elu, not normalized", "fla fused_chunk, not normalized", 1.5, "16k tokens", _is_16k),
+    _speedup("kernel elu", "fla chunk", 3, "one sequence of 1M tokens", _is_1m),
+    _speedup("gated delta rule", "fla gated delta rule", 1, "16k tokens", _is_16k),
     Target(
         "peak memory of kernel elu over that of fla chunk, one sequence of 1M tokens",
         0.25,
         lambda figures, case: figures["kernel elu", case].peak.both / figures["fla chunk", case].peak.both,
-        _longest_row,
-        at_most=True,
+        _is_1m,
+        is_upper_bound=True,
     ),
     *(
         Target(
@@ -102,22 +102,22 @@ DEFAULT = (
             f"time of {ours} at 1M tokens over that at 16k",
             70,
             lambda figures, case, ours=ours: (
-                figures[ours, case].both / figures[ours, replace(case, tokens=FEW)].both
+                figures[ours, case].both / figures[ours, replace(case, tokens=TOKENS_16K)].both
             ),
-            _longest_row,
-            at_most=True,
+            _is_1m,
+            is_upper_bound=True,
         )
         for ours in ("kernel elu", "FLuRKA")
     ),
 )
-"""Targets of causal attention."""
+"""Targets for causal attention."""
 
 PAPER = (
-    _as_fast("flurka_rnn", "linear", 1.7, "figures 3 and 4", _figures_3_and_4),
-    _as_fast("flurka_performer", "performer", 1.7, "figures 3 and 4", _figures_3_and_4),
-    _as_fast("flurka_rnn", "linformer", 3.3, "figures 3 and 4", _figures_3_and_4),
-    _as_fast("flurka_performer", "linformer", 3.3, "figures 3 and 4", _figures_3_and_4),
-    _as_fast("flurka_rnn", "softmax", 23, "52,500 tokens of appendix C", _end_of_appendix_c),
-    _as_fast("flurka_performer", "softmax", 23, "52,500 tokens of appendix C", _end_of_appendix_c),
+    _speedup("flurka_rnn", "linear", 1.7, "figures 3 and 4", _figures_3_and_4),
+    _speedup("flurka_performer", "performer", 1.7, "figures 3 and 4", _figures_3_and_4),
+    _speedup("flurka_rnn", "linformer", 3.3, "figures 3 and 4", _figures_3_and_4),
+    _speedup("flurka_performer", "linformer", 3.3, "figures 3 and 4", _figures_3_and_4),
+    _speedup("flurka_rnn", "softmax", 23, "52,500 tokens of appendix C", _end_of_appendix_c),
+    _speedup("flurka_performer", "softmax", 23, "52,500 tokens of appendix C", _end_of_appendix_c),
 )
-"""Targets of the FLuRKA paper's layers; kernel parents are linear and performer, the low-rank parent is linformer."""
+"""Targets for the FLuRKA paper's layers; kernel parents are linear and performer, the low-rank parent is linformer."""

@@ -1,1 +1,1 @@
-"""The tasks of the Long Range Arena (Tay et al. 2021): two that are generated, three that are read."""
+"""Tasks of the Long Range Arena (Tay et al. 2021): ListOps and Pathfinder are generated, the others are read."""

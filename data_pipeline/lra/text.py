@@ -1,12 +1,11 @@
-"""Text and Retrieval, both of bytes: are movie reviews positive or negative, and does one paper cite the other?
+"""Text and Retrieval, both on bytes: is a movie review positive, and does one paper cite the other?
 
-Reviews come from a folder in the published form of the Large Movie Review Dataset (aclImdb): `train/pos/*.txt`,
-`train/neg`, `test/pos`, `test/neg`. The arena validates on the test set and has no third one
-(`lra_benchmarks/text_classification/input_pipeline.py`); so does this.
+Reviews are read from the published folder of the Large Movie Review Dataset (aclImdb): `train/pos/*.txt`, `train/neg`,
+`test/pos`, `test/neg`. As in the arena (`lra_benchmarks/text_classification/input_pipeline.py`), the test set is for
+validation, and there is no third set.
 
-Papers come from a folder in the form that the arena published of the ACL Anthology Network: `new_aan_pairs.train.tsv`,
-`.eval.tsv` and `.test.tsv`, whose lines are label, two names and two texts between tabs, without a header and without
-quoting.
+Papers are read from the arena's files of the ACL Anthology Network: `new_aan_pairs.train.tsv`, `.eval.tsv` and
+`.test.tsv`, unquoted and tab-separated, without a header: label, two names, two texts.
 """
 
 from collections.abc import Iterator
@@ -17,12 +16,12 @@ from data_pipeline.published import Published
 from data_pipeline.sources import hub_documents, tsv_rows
 
 _SPLITS = {"train": "train", "test": "validation"}
-"""As published -> as prepared."""
+"""Published split -> prepared split."""
 
 _LABELS = ("neg", "pos")
 
 
-class Text(Published):
+class MovieReviews(Published):
     """Reviews from a folder, or from a dataset of the hub with columns `text` and `label`."""
 
     def __init__(self, where: str):
@@ -53,11 +52,11 @@ class Retrieval(Published):
     """Pairs of papers."""
 
     def __init__(self, where: str):
-        """where: folder. Raises UserError where one of the files is missing."""
+        """where: folder. Raises UserError if a file is missing."""
         super().__init__("lra:retrieval", where, "the folder tsv_data of the arena's release", _FILES)
 
     def _read_file(self, file: Path) -> Iterator[Document]:
-        for row in tsv_rows(file, ("label", "id1", "id2", "text1", "text2"), headed=False):
+        for row in tsv_rows(file, ("label", "id1", "id2", "text1", "text2"), has_header=False):
             if row is None or row["label"] not in ("0", "1", "0.0", "1.0"):
                 self.skipped["no pair of papers"] += 1
             else:

@@ -1,4 +1,4 @@
-"""Tasks whose examples are made here, at any length, and which show what a model finds in its context."""
+"""Synthetic tasks of any length that measure what a model retrieves from its context."""
 
 from .counting import CommonWords, FrequentWords
 from .haystack import Needle, Passkey, Variables
@@ -17,6 +17,6 @@ KINDS: tuple[type[SyntheticTask], ...] = (
 )
 
 TASKS = {kind.NAME: kind for kind in KINDS}
-"""Name -> class, whose fields are the task's options."""
+"""Name -> class; its fields are the task's options."""
 
 __all__ = ["EVALUATION", "TASKS", "TRAINING", "Example", "SyntheticTask"]

@@ -1,4 +1,4 @@
-"""Words that have to be counted, after RULER's aggregation tasks."""
+"""Word counting, after RULER's aggregation tasks."""
 
 from abc import abstractmethod
 from typing import ClassVar
@@ -9,17 +9,17 @@ from pydantic import Field
 
 from . import symbols
 from .filler import Filler
-from .task import SyntheticTask, Writing
+from .task import ExampleBuilder, SyntheticTask
 
-_SLOT = symbols.WORD + 1
+_WORD_CHARACTERS = symbols.WORD + 1
 """Characters of a word and its space."""
 
 
 class _Words(SyntheticTask):
-    """A shuffled list of words, of which those that stand most often are asked for."""
+    """A shuffled list of words; the question asks for the most frequent ones."""
 
     length: int = Field(default=4096, ge=2, le=1_000_000_000)
-    """Tokens of an example, the end of its document among them."""
+    """Tokens of an example, including end-of-document."""
 
     asked: int = Field(default=3, ge=1, le=100)
     """Words that are asked for."""
@@ -29,79 +29,79 @@ class _Words(SyntheticTask):
 
     @property
     @abstractmethod
-    def _fewest(self) -> int:
-        """Places of the shortest list."""
+    def _min_words(self) -> int:
+        """Length of the shortest list, in words."""
 
     @abstractmethod
-    def _counts(self, places: int) -> np.ndarray:
-        """How often each word stands in a list of so many places, those that are asked for first."""
+    def _counts(self, num_words: int) -> np.ndarray:
+        """The count of each word in a list of `num_words` words; the asked words come first."""
 
-    def _in_order(self, words: list[str]) -> list[str]:
-        """The words in the order in which they are to be named, of those that are asked for, most frequent first."""
+    def _answer_order(self, words: list[str]) -> list[str]:
+        """The asked words, most frequent first, in the order of the answer."""
         return words
 
-    def _write(self, writing: Writing, rng: Generator, index: int, spare: int, filler: Filler) -> None:
-        more, rest = divmod(spare, _SLOT)
-        counts = self._counts(self._fewest + more)
+    def _write(self, builder: ExampleBuilder, rng: Generator, index: int, spare: int, filler: Filler) -> None:
+        more, rest = divmod(spare, _WORD_CHARACTERS)
+        counts = self._counts(self._min_words + more)
         words = symbols.words(rng, len(counts))
         order = rng.permutation(np.repeat(np.arange(len(counts)), counts))
-        writing.write(self._INTRO)
-        writing.write("".join(f" {words[at]}" for at in order) + "." * rest)
-        writing.write(self._QUESTION.format(self.asked))
-        for word in self._in_order(words[: self.asked]):
-            writing.answer(f" {word}")
+        builder.write(self._INTRO)
+        builder.write("".join(f" {words[at]}" for at in order) + "." * rest)
+        builder.write(self._QUESTION.format(self.asked))
+        for word in self._answer_order(words[: self.asked]):
+            builder.answer(f" {word}")
 
 
 class CommonWords(_Words):
-    """A few words stand often in the list, all others seldom (RULER's common words)."""
+    """A few words occur often in the list, all others rarely (RULER's common words)."""
 
     NAME: ClassVar[str] = "common_words"
 
     common_times: int = Field(default=30, ge=2)
-    """How often each word that is asked for stands in the list."""
+    """Occurrences of each asked word in the list."""
 
     rare_times: int = Field(default=3, ge=1)
-    """How often each other word does."""
+    """Occurrences of each other word."""
 
     _QUESTION: ClassVar[str] = "\nThe {} most frequent words, in alphabetical order, are"
 
     @property
-    def _fewest(self) -> int:
+    def _min_words(self) -> int:
         return self.asked * self.common_times + self.rare_times
 
-    def _counts(self, places: int) -> np.ndarray:
-        whole, rest = divmod(places - self.asked * self.common_times, self.rare_times)
-        rare = [self.rare_times] * whole + [rest] * bool(rest)
+    def _counts(self, num_words: int) -> np.ndarray:
+        full, rest = divmod(num_words - self.asked * self.common_times, self.rare_times)
+        rare = [self.rare_times] * full + [rest] * bool(rest)
         return np.array([self.common_times] * self.asked + rare)
 
-    def _in_order(self, words: list[str]) -> list[str]:
+    def _answer_order(self, words: list[str]) -> list[str]:
         return sorted(words)
 
 
 class FrequentWords(_Words):
-    """Word k stands in the list in proportion to 1 / k ** alpha (RULER's frequent words)."""
+    """The frequency of word k is proportional to 1 / k ** alpha (RULER's frequent words)."""
 
     NAME: ClassVar[str] = "frequent_words"
 
     alpha: float = Field(default=2.0, ge=1, le=4)
-    """How fast words become rare."""
+    """Exponent of the Zipf distribution of words."""
 
     _QUESTION: ClassVar[str] = "\nThe {} most frequent words, the most frequent first, are"
 
     @property
-    def _fewest(self) -> int:
-        places = 16
-        while not self._ranks(places):
-            places *= 2
-        return places
+    def _min_words(self) -> int:
+        num_words = 16
+        while not self._is_unambiguous(num_words):
+            num_words *= 2
+        return num_words
 
-    def _ranks(self, places: int) -> bool:
-        """Whether no two words that could be asked for are equally frequent."""
-        leading = self._counts(places)[: self.asked + 1]
+    def _is_unambiguous(self, num_words: int) -> bool:
+        """Whether the asked words and the next one differ in frequency, so that the answer is unique."""
+        leading = self._counts(num_words)[: self.asked + 1]
         return len(leading) > self.asked and bool((np.diff(leading) < 0).all())
 
-    def _counts(self, places: int) -> np.ndarray:
-        shares = np.arange(1, min(places, 10_000) + 1) ** -self.alpha
-        counts = (places * shares / shares.sum()).astype(np.int64)
-        counts[0] += places - counts.sum()
+    def _counts(self, num_words: int) -> np.ndarray:
+        shares = np.arange(1, min(num_words, 10_000) + 1) ** -self.alpha
+        counts = (num_words * shares / shares.sum()).astype(np.int64)
+        counts[0] += num_words - counts.sum()
         return counts[counts > 0]

@@ -1,4 +1,4 @@
-"""Text in which something is hidden."""
+"""Filler text in which statements are hidden."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -26,42 +26,42 @@ SENTENCES = (
     "On market days the square smells of fish and oranges.",
     "They painted the boat green and gave it a new name.",
 )
-"""The default text around what is hidden."""
+"""The default filler."""
 
-_MEAN = sum(map(len, SENTENCES)) / len(SENTENCES) + 1
+_MEAN_LENGTH = sum(map(len, SENTENCES)) / len(SENTENCES) + 1
 
 
 Filler: TypeAlias = Callable[[np.random.Generator, int], str]
-"""Text that says nothing about the question: so many characters of ASCII, a function of the generator's state."""
+"""Draws a given number of ASCII characters that are irrelevant to the question, with the generator."""
 
 
 def sentences(rng: np.random.Generator, characters: int) -> str:
-    """SENTENCES in any order, as often as it takes."""
+    """SENTENCES in random order, with repetition, cut to length."""
     text = ""
     while len(text) < characters:
-        count = int((characters - len(text)) / _MEAN) + 1
+        count = int((characters - len(text)) / _MEAN_LENGTH) + 1
         text += "".join(SENTENCES[at] + " " for at in rng.integers(len(SENTENCES), size=count))
     return text[:characters]
 
 
 class Passages:
-    """Passages of a given text; what is not ASCII is left out."""
+    """Passages of a given text; non-ASCII characters are dropped."""
 
     def __init__(self, texts: Iterable[str], name: str):
-        """name: what the texts are called in an error."""
+        """name: of the texts, for errors."""
         self._text = "\n".join(texts).encode("ascii", errors="ignore").decode()
         if not self._text.strip():
             raise UserError(f"filler={name} holds no ASCII text to hide anything in; give filler=sentences")
 
     def __call__(self, rng: np.random.Generator, characters: int) -> str:
-        """From a random place on, and again from the start where the text ends."""
+        """A passage from a random place; the text repeats at its end."""
         start = int(rng.integers(len(self._text)))
         times = (start + characters) // len(self._text) + 1
         return (self._text * times)[start : start + characters]
 
     @classmethod
     def of_file(cls, path: Path) -> "Passages":
-        """A UTF-8 file's text; UserError where it cannot be read."""
+        """Passages of a UTF-8 file; UserError if it cannot be read."""
         try:
             return cls([path.read_text(encoding="utf-8")], str(path))
         except (OSError, UnicodeDecodeError) as error:

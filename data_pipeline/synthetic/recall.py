@@ -1,4 +1,4 @@
-"""Symbols that have to be found again: associative recall, copying, induction."""
+"""Recall of symbols: associative recall, copying, induction."""
 
 from collections.abc import Iterator
 from typing import ClassVar
@@ -12,30 +12,30 @@ from megakernel.config.errors import Problem
 from . import symbols
 from .filler import Filler
 from .haystack import depth_of
-from .task import SyntheticTask, Writing
+from .task import ExampleBuilder, SyntheticTask
 
 
 class Recall(SyntheticTask):
-    """A short row of symbols."""
+    """A short sequence of symbols."""
 
     length: int = Field(default=128, ge=2, le=1_000_000_000)
-    """Tokens of an example, the end of its document among them."""
+    """Tokens of an example, including end-of-document."""
 
 
 class Mqar(Recall):
-    """Multi-query associative recall (Zoology, section 4): keys with values, then keys that ask for their values.
+    """Multi-query associative recall (Zoology, section 4): pairs of key and value, then keys that ask for their values.
 
-    Keys are small letters, values large ones, and digits fill what is left between the queries, whose gaps are
-    drawn evenly (the paper draws them by a power law).
+    Keys are lowercase letters, values uppercase, and digits fill the gaps between queries, which are uniformly random
+    (the paper's follow a power law).
     """
 
     NAME: ClassVar[str] = "mqar"
 
     pairs: int = Field(default=8, ge=1)
-    """Keys with their values."""
+    """Number of key-value pairs."""
 
     queries: int | None = Field(default=None, ge=1)
-    """Keys that are asked for, each once; null asks for all."""
+    """Number of keys that are asked for, each once; null asks for all."""
 
     key_length: int = Field(default=1, ge=1, le=8)
     """Letters of a key; 26 ** key_length keys exist."""
@@ -52,7 +52,7 @@ class Mqar(Recall):
         return self.pairs if self.queries is None else self.queries
 
     def problems(self) -> Iterator[Problem]:
-        """More keys than there are, and more queries than keys."""
+        """More pairs than distinct keys, or more queries than pairs."""
         yield from super().problems()
         if self.pairs > len(symbols.LOWER) ** self.key_length:
             reason = (
@@ -62,59 +62,59 @@ class Mqar(Recall):
         if self.asked > self.pairs:
             yield Problem("queries", self.queries, f"exceeds pairs={self.pairs}", f"set at most {self.pairs}")
 
-    def _write(self, writing: Writing, rng: Generator, index: int, spare: int, filler: Filler) -> None:
+    def _write(self, builder: ExampleBuilder, rng: Generator, index: int, spare: int, filler: Filler) -> None:
         space = " " * self.spaced
         keys = symbols.distinct(rng, symbols.LOWER, self.key_length, self.pairs)
         values = [symbols.text(rng, symbols.UPPER, self.value_length) for _ in keys]
         for key, value in zip(keys, values):
-            writing.write(f"{space}{key}{space}{value}")
+            builder.write(f"{space}{key}{space}{value}")
         noise = symbols.text(rng, symbols.DIGITS, spare)
         cuts = np.sort(rng.integers(spare + 1, size=self.asked)).tolist()
-        for at, begun, end in zip(rng.permutation(self.pairs), [0, *cuts], cuts):
-            writing.write(f"{noise[begun:end]}{space}{keys[at]}")
-            writing.answer(f"{space}{values[at]}")
-        writing.write(noise[cuts[-1] :])
+        for at, start, end in zip(rng.permutation(self.pairs), [0, *cuts], cuts):
+            builder.write(f"{noise[start:end]}{space}{keys[at]}")
+            builder.answer(f"{space}{values[at]}")
+        builder.write(noise[cuts[-1] :])
 
 
 class Copy(Recall):
-    """Random letters, a bar, and the same letters again."""
+    """Random letters, a bar, and the same letters to repeat."""
 
     NAME: ClassVar[str] = "copy"
 
     alphabet: int = Field(default=26, ge=2, le=26)
-    """Different letters."""
+    """Number of different letters."""
 
     answer_length: int = Field(default=8, ge=1)
-    """Letters that are counted right or wrong together."""
+    """Letters that are scored together as one answer."""
 
-    def _write(self, writing: Writing, rng: Generator, index: int, spare: int, filler: Filler) -> None:
+    def _write(self, builder: ExampleBuilder, rng: Generator, index: int, spare: int, filler: Filler) -> None:
         count = 1 + spare // 2
         letters = symbols.text(rng, symbols.LOWER[: self.alphabet], count)
-        # An even number of characters has one more bar, in front.
-        writing.write("|" * (spare % 2) + letters + "|")
+        # An odd spare character becomes a bar in front.
+        builder.write("|" * (spare % 2) + letters + "|")
         for start in range(0, count, self.answer_length):
-            writing.answer(letters[start : start + self.answer_length])
+            builder.answer(letters[start : start + self.answer_length])
 
 
 class Induction(Recall):
-    """Random letters and, once, a star: what followed it has to follow it again (induction heads, as in H3)."""
+    """Random letters with one star, repeated at the end: what followed it must follow again (induction heads, H3)."""
 
     NAME: ClassVar[str] = "induction"
 
     alphabet: int = Field(default=26, ge=2, le=26)
-    """Different letters."""
+    """Number of different letters."""
 
     answer_length: int = Field(default=1, ge=1)
     """Letters that follow the star."""
 
     depths: int = Field(default=11, ge=1)
-    """Depths, evenly spaced from start to end, at which successive examples have the star."""
+    """Number of evenly spaced depths, from start to end, at which successive examples have the star."""
 
-    def _write(self, writing: Writing, rng: Generator, index: int, spare: int, filler: Filler) -> None:
+    def _write(self, builder: ExampleBuilder, rng: Generator, index: int, spare: int, filler: Filler) -> None:
         letters = symbols.LOWER[: self.alphabet]
         noise = symbols.text(rng, letters, spare)
         answer = symbols.text(rng, letters, self.answer_length)
-        writing.depth = depth = depth_of(index, self.depths)
+        builder.depth = depth = depth_of(index, self.depths)
         at = round(depth * len(noise))
-        writing.write(f"{noise[:at]}*{answer}{noise[at:]}*")
-        writing.answer(answer)
+        builder.write(f"{noise[:at]}*{answer}{noise[at:]}*")
+        builder.answer(answer)

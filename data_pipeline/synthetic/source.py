@@ -1,4 +1,4 @@
-"""A task's examples as documents that `prepare` writes."""
+"""A synthetic task's examples as documents for `prepare`."""
 
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -6,8 +6,8 @@ from pathlib import Path
 
 from data_pipeline.document import Document
 from data_pipeline.encoding import encode_answered
-from data_pipeline.sources import Source
-from data_pipeline.spec import kind_of, make, split
+from data_pipeline.sources import DocumentSource
+from data_pipeline.spec import build, find_class, split_spec
 from data_pipeline.tokenizers import Tokenizer
 from megakernel.config.errors import UserError
 
@@ -17,42 +17,42 @@ from .haystack import Haystack
 from .task import TRAINING, Example, SyntheticTask
 
 
-class TaskSource(Source):
-    """The examples of a task one after the other, without end.
+class TaskSource(DocumentSource):
+    """The endless examples of a task.
 
-    What is read before `encoded_by` has said what their length is counted in is for training a tokenizer.
+    Those read before `set_tokenizer`, whose tokenizer counts their length, are for training a tokenizer.
     """
 
     endless = True
 
     def __init__(self, task: SyntheticTask):
-        """Make nothing yet; UserError for a filler that cannot be read."""
+        """UserError for a filler that cannot be read."""
         super().__init__({"kind": "task", "name": task.NAME, **task.model_dump(mode="json")})
         self._task = task
         self._filler = open_filler(task)
 
     @classmethod
-    def named(cls, spec: str) -> "TaskSource":
-        """The source of `--source task:SPEC`; UserError for a task or an option that does not exist."""
+    def from_spec(cls, spec: str) -> "TaskSource":
+        """The source of `--source task:SPEC`; UserError for an unknown task or option."""
         option = "--source task:"
-        name, texts = split(spec, option)
-        return cls(make(kind_of(name, TASKS, option), name, texts, option))
+        name, texts = split_spec(spec, option)
+        return cls(build(find_class(name, TASKS, option), name, texts, option))
 
     def _read(self) -> Iterator[Document]:
         for index in count():
-            example = self._task.example(TRAINING, index, self._filler, counter(self._tokenizer))
+            example = self._task.example(TRAINING, index, self._filler, token_counter(self._tokenizer))
             yield Document((example.text,), answers=example.answers)
 
 
-def counter(tokenizer: Tokenizer | None) -> Callable[[Example], int] | None:
-    """Counts the tokens of an example without the document's end; None without a tokenizer."""
+def token_counter(tokenizer: Tokenizer | None) -> Callable[[Example], int] | None:
+    """A function that counts an example's tokens without end-of-document; None without a tokenizer."""
     if tokenizer is None:
         return None
     return lambda example: len(encode_answered(tokenizer, example.text, example.answers).tokens)
 
 
 def open_filler(task: SyntheticTask) -> Filler:
-    """The filler of a task that is not evaluated on a run's documents; UserError where it cannot be read."""
+    """The filler of a task, unless it is a run's documents; UserError if it cannot be read."""
     if not isinstance(task, Haystack) or task.filler == "sentences":
         return sentences
     if task.filler == "validation":

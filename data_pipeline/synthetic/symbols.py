@@ -1,4 +1,4 @@
-"""Numbers, letters and words that mean nothing."""
+"""Random numbers, letters and made-up words."""
 
 import numpy as np
 
@@ -14,24 +14,24 @@ _WORDS = len(_SYLLABLES) ** (WORD // 2)
 
 
 def text(rng: np.random.Generator, alphabet: np.ndarray, characters: int) -> str:
-    """So many characters of an alphabet."""
+    """`characters` random characters of an alphabet."""
     return rng.choice(alphabet, characters).tobytes().decode()
 
 
 def distinct(rng: np.random.Generator, alphabet: np.ndarray, length: int, count: int) -> list[str]:
-    """Different texts of `length` characters; there are len(alphabet) ** length of them."""
+    """`count` distinct texts of `length` characters, of len(alphabet) ** length."""
     numbers = rng.choice(len(alphabet) ** length, count, replace=False)
-    places = numbers[:, None] // len(alphabet) ** np.arange(length) % len(alphabet)
-    return [row.tobytes().decode() for row in alphabet[places]]
+    digits = numbers[:, None] // len(alphabet) ** np.arange(length) % len(alphabet)
+    return [row.tobytes().decode() for row in alphabet[digits]]
 
 
 def number(rng: np.random.Generator, digits: int) -> str:
-    """A number of so many digits, the first of which is not 0."""
+    """A number of `digits` digits without a leading 0."""
     return str(rng.integers(10 ** (digits - 1), 10**digits))
 
 
 def words(rng: np.random.Generator, count: int) -> list[str]:
-    """Different words of WORD letters that can be pronounced; there are 343,000."""
+    """`count` distinct pronounceable words of WORD letters, of 343,000."""
     base = len(_SYLLABLES)
     numbers = rng.choice(_WORDS, count, replace=False).tolist()
     return [_SYLLABLES[n % base] + _SYLLABLES[n // base % base] + _SYLLABLES[n // base**2] for n in numbers]

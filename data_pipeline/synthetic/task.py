@@ -1,4 +1,4 @@
-"""The base of all tasks: a length, a seed, and examples that are functions of (seed, index)."""
+"""Base of synthetic tasks: a length, a seed, and examples that are functions of (seed, index)."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -17,23 +17,23 @@ from .filler import Filler
 
 @dataclass(frozen=True)
 class Example:
-    """One text of a task, its question and its answers at the end or in between."""
+    """One text with questions, and its answers at the end or in between."""
 
     text: str
-    """ASCII, so that a tokenizer of bytes has a token for each character."""
+    """ASCII, so that the byte tokenizer has one token per character."""
 
     answers: tuple[tuple[int, int], ...]
-    """First character and end of each answer, in order. One that follows a space begins with it."""
+    """Character range of each answer, in order; a preceding space belongs to the answer."""
 
     depth: float | None = None
-    """Where in the text lies what is asked for, from 0 at its start to 1 at its end; None: in no one place."""
+    """Where the asked statement is hidden, from 0 (start of the text) to 1 (end); None: not in one place."""
 
 
-class Writing:
-    """An example while it is written."""
+class ExampleBuilder:
+    """Builder of an example."""
 
     depth: float | None = None
-    """As of `Example`."""
+    """See `Example.depth`."""
 
     def __init__(self) -> None:
         self._parts: list[str] = []
@@ -41,12 +41,12 @@ class Writing:
         self._answers: list[tuple[int, int]] = []
 
     def write(self, text: str) -> None:
-        """Append what is read."""
+        """Append text that is not predicted."""
         self._parts.append(text)
         self._length += len(text)
 
     def answer(self, text: str) -> None:
-        """Append what is to be predicted."""
+        """Append an answer, which is to be predicted."""
         self._answers.append((self._length, self._length + len(text)))
         self.write(text)
 
@@ -56,47 +56,47 @@ class Writing:
 
 
 TRAINING, EVALUATION = 0, 1
-"""Streams of examples of one seed: what is trained on is not measured."""
+"""Streams of one seed, so that evaluation examples differ from training examples."""
 
-_TRIES = 8
+_ATTEMPTS = 8
 
 _CHARACTERS_PER_TOKEN = 4
-"""Assumed for texts that a tokenizer is trained on: long enough to hold all parts of an example."""
+"""Assumed while a tokenizer is trained on the examples; large enough for all parts of an example to fit."""
 
-_MOST_CHARACTERS = 16
-"""Of a token: a tokenizer of words, which takes any run of letters for one, never fills an example without spaces."""
+_MAX_CHARACTERS_PER_TOKEN = 16
+"""Cap on characters per token: the words tokenizer makes one token of any text without spaces, however long."""
 
 
 class SyntheticTask(Section):
-    """Examples without end; each is a text, and the answers in it."""
+    """An endless stream of examples."""
 
     NAME: ClassVar[str]
     """Its name for `--task` and `--source task:`."""
 
     length: int = Field(default=1024, ge=2, le=1_000_000_000)
-    """Tokens of an example, the end of its document among them."""
+    """Tokens of an example, including end-of-document."""
 
     seed: int = Field(default=0, ge=0)
-    """Seed of the examples; those of training and of evaluation differ with the same seed."""
+    """Seed of the examples; training and evaluation differ for the same seed."""
 
     @abstractmethod
-    def _write(self, writing: Writing, rng: Generator, index: int, spare: int, filler: Filler) -> None:
-        """Write example `index`, exactly `spare` characters longer than the shortest that these options allow."""
+    def _write(self, builder: ExampleBuilder, rng: Generator, index: int, spare: int, filler: Filler) -> None:
+        """Write example `index`, `spare` characters longer than the shortest possible with these options."""
 
     def example(
         self, stream: int, index: int, filler: Filler, count: Callable[[Example], int] | None
     ) -> Example:
         """Example `index` of a stream, a function of (seed, stream, index) for one tokenizer.
 
-        count: tokens of an example without the document's end. They fit `length`: with a token per character they
-        fill it, with other tokenizers a few tries bring them near. None where no tokenizer is known yet, because it
-        is trained on the example: a few characters are a token then. Raises UserError where they do not fit.
+        count: counts an example's tokens without end-of-document. They fill `length` exactly with one token per
+        character, and nearly with other tokenizers, by a few attempts. None while a tokenizer is trained on the
+        examples: a token is then assumed to be _CHARACTERS_PER_TOKEN characters. Raises UserError if nothing fits.
         """
 
         def write(spare: int) -> Example:
-            writing = Writing()
-            self._write(writing, np.random.default_rng((self.seed, stream, index)), index, spare, filler)
-            return writing.example()
+            builder = ExampleBuilder()
+            self._write(builder, np.random.default_rng((self.seed, stream, index)), index, spare, filler)
+            return builder.example()
 
         shortest = len(write(0).text)
         room = self.length - 1
@@ -104,16 +104,16 @@ class SyntheticTask(Section):
             return write(max(_CHARACTERS_PER_TOKEN * room - shortest, 0))
         characters = max(room, shortest)
         fits = None
-        for _ in range(_TRIES):
-            found = write(characters - shortest)
-            tokens = count(found)
+        for _ in range(_ATTEMPTS):
+            example = write(characters - shortest)
+            tokens = count(example)
             if tokens <= room:
-                fits = found
+                fits = example
             if 0.95 * room <= tokens <= room:
                 break
-            # A little less than in proportion: what is too long is no good, what is too short is.
+            # Slightly less than proportional: too long is useless, too short is acceptable.
             following = int(characters * 0.98 * room / tokens)
-            following = max(min(following, _MOST_CHARACTERS * room), shortest)
+            following = max(min(following, _MAX_CHARACTERS_PER_TOKEN * room), shortest)
             if following == characters:
                 break
             characters = following

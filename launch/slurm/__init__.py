@@ -1,1 +1,1 @@
-"""Jobs: what is submitted, how it is told to Slurm, and what became of it."""
+"""Jobs: submission to Slurm, batch scripts, preflight, restarts and states."""

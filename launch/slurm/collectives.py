@@ -1,4 +1,4 @@
-"""How long all-reduces take the processes of a job before they train: within nodes, between two, and over all."""
+"""Times all-reduces of a job's processes before training: within nodes, between pairs of nodes, and over all."""
 
 import json
 import os
@@ -12,56 +12,55 @@ import torch
 import torch.distributed as dist
 
 from megakernel.parallel.processes import ProcessEnvironment
-from megakernel.parallel.rendezvous import meet
+from megakernel.parallel.rendezvous import connect_store
 
 from .slow_nodes import Timing, rounds
 
-GIVE_UP = timedelta(seconds=60)
-"""For an all-reduce, connections included: one that lasts longer has failed."""
+TIMEOUT = timedelta(seconds=60)
+"""Timeout of an all-reduce, including its connections."""
 
 _REPEATS = 3
 
 _REASON_LENGTH = 120
-"""Characters of a reason: srun keeps lines of up to 1,024 bytes whole, and tears longer ones apart."""
+"""Most characters of an error text: srun splits lines of more than 1,024 bytes."""
 
 
-def time_collectives(place: ProcessEnvironment, node: str, mib: int) -> Iterator[Timing]:
-    """Meet the other processes where they are going to meet, and yield what each all-reduce that this one is in took.
+def time_collectives(process: ProcessEnvironment, node: str, mib: int) -> Iterator[Timing]:
+    """Rendezvous as training will, and yield the Timing of each all-reduce that this process takes part in.
 
-    node: name of this machine. mib: size of the float32 tensor that is summed, MiB. A failure is a Timing too.
+    node: name of this machine. mib: size of the float32 tensor, MiB. A failure is a Timing, too.
     """
     try:
-        store = meet(place, 2 * GIVE_UP, wait=False)
+        store = connect_store(process, 2 * TIMEOUT, wait=False)
     except RuntimeError as error:
-        yield Timing(place.rank, node, [node], None, _one_line(error))
+        yield Timing(process.rank, node, [node], None, _one_line(error))
         return
-    yield from timings(store, place, node, mib)
+    yield from timings(store, process, node, mib)
 
 
-def timings(store: dist.Store, place: ProcessEnvironment, node: str, mib: int) -> Iterator[Timing]:
-    """Yield the timings of processes that share a store already."""
-    # A collective that lasts too long is an error to go on after; by itself NCCL would end the process.
+def timings(store: dist.Store, process: ProcessEnvironment, node: str, mib: int) -> Iterator[Timing]:
+    """Yield the timings of a process that shares a store with the others."""
+    # A timeout should raise an error that can be caught; by default NCCL ends the process.
     os.environ |= {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-    store.set(f"node/{place.rank}", node)
+    store.set(f"node/{process.rank}", node)
     try:
-        if place.rank == 0:
-            _plan(store, place.world_size)
+        if process.rank == 0:
+            _store_plans(store, process.world_size)
         for number, part in enumerate(json.loads(store.get(f"plan/{node}"))):
             if part is not None:
                 group, ranks = part
-                yield _timing(dist.PrefixStore(f"round {number}", store), place, node, group, ranks, mib)
-            _arrive(store, place, f"round {number}")
-        # The process that serves the store leaves last.
-        _arrive(store, place, "end", wait=place.rank == 0)
+                yield _timing(dist.PrefixStore(f"round {number}", store), process, node, group, ranks, mib)
+            _barrier(store, process, f"round {number}")
+        # The process that serves the store exits last.
+        _barrier(store, process, "end", wait=process.rank == 0)
     except dist.DistError:
-        return  # another process is gone; what its node did not report tells whose fault that is
+        return  # another process died; its node is identified by its missing timings
 
 
-def _plan(store: dist.Store, world_size: int) -> None:
-    """Tell each node which all-reduces its processes are in, so that one process reads where all are, and not each.
+def _store_plans(store: dist.Store, world_size: int) -> None:
+    """Store for each node the all-reduces of its processes, so that only rank 0 reads the nodes of all ranks.
 
-    A list with an item for each round: nodes and ranks of the all-reduce; both empty where all take part; None where
-    the node has none.
+    A list with an item per round: nodes and ranks of the all-reduce, both empty if all take part; None without one.
     """
     members: dict[str, list[int]] = {}
     for rank, name in enumerate(store.multi_get([f"node/{rank}" for rank in range(world_size)])):
@@ -80,55 +79,53 @@ def _plan(store: dist.Store, world_size: int) -> None:
 
 
 def _timing(
-    store: dist.Store, place: ProcessEnvironment, node: str, group: list[str], ranks: list[int], mib: int
+    store: dist.Store, process: ProcessEnvironment, node: str, group: list[str], ranks: list[int], mib: int
 ) -> Timing:
     try:
-        own = dist.PrefixStore("+".join(group), store)
-        return Timing(place.rank, node, group, _seconds(own, place, ranks, mib))
+        group_store = dist.PrefixStore("+".join(group), store)
+        return Timing(process.rank, node, group, _seconds(group_store, process, ranks, mib))
     except RuntimeError as error:  # of connections, devices and collectives alike
-        return Timing(place.rank, node, group, None, _one_line(error))
+        return Timing(process.rank, node, group, None, _one_line(error))
 
 
-def _seconds(store: dist.Store, place: ProcessEnvironment, ranks: list[int], mib: int) -> float:
-    """The median of a few, after one that makes connections."""
-    # No default group: what a failed one leaves in torch.distributed would make the next one fail too.
-    member = store, *((ranks.index(place.rank), len(ranks)) if ranks else (place.rank, place.world_size))
+def _seconds(store: dist.Store, process: ProcessEnvironment, ranks: list[int], mib: int) -> float:
+    """The median of a few all-reduces, after one that connects."""
+    # No default group: a failed one leaves state in torch.distributed that makes the next one fail.
+    rank, size = (ranks.index(process.rank), len(ranks)) if ranks else (process.rank, process.world_size)
     group: Any
     if torch.cuda.is_available():
-        device = torch.device("cuda", place.local_rank)
+        device = torch.device("cuda", process.local_rank)
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = GIVE_UP
-        group = dist.ProcessGroupNCCL(*member, options)
+        options._timeout = TIMEOUT
+        group = dist.ProcessGroupNCCL(store, rank, size, options)
     else:
         device = torch.device("cpu")
-        group = dist.ProcessGroupGloo(*member, GIVE_UP)
+        group = dist.ProcessGroupGloo(store, rank, size, TIMEOUT)
     try:
         numbers = torch.zeros(mib << 18, device=device)
-        found = []
+        seconds = []
         for _ in range(1 + _REPEATS):
-            begin = time.perf_counter()
+            started = time.perf_counter()
             group.allreduce([numbers]).wait()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            found.append(time.perf_counter() - begin)
-        return sorted(found[1:])[_REPEATS // 2]
+            seconds.append(time.perf_counter() - started)
+        return sorted(seconds[1:])[_REPEATS // 2]
     finally:
         group.shutdown()
 
 
-def _arrive(store: dist.Store, place: ProcessEnvironment, where: str, wait: bool = True) -> None:
-    """Tell the others, and wait for them: those that were in no failing group wait for those that were."""
-    if store.add(f"arrived at {where}", 1) == place.world_size:
-        store.set(f"all at {where}", "")
+def _barrier(store: dist.Store, process: ProcessEnvironment, name: str, wait: bool = True) -> None:
+    """A barrier: processes whose group succeeded wait for those whose group timed out."""
+    if store.add(f"arrived at {name}", 1) == process.world_size:
+        store.set(f"all at {name}", "")
     if wait:
-        store.wait([f"all at {where}"], 2 * GIVE_UP)
+        store.wait([f"all at {name}"], 2 * TIMEOUT)
 
 
 def _one_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # PyTorch puts the place in its source, and the condition that did not hold, before the reason.
-    return (
-        re.sub(r"^\[enforce fail[^]]*\] .*?\. ", "", lines[0])[:_REASON_LENGTH]
-        if lines
-        else type(error).__name__
-    )
+    if not lines:
+        return type(error).__name__
+    # PyTorch puts its source line and the failed condition before the reason.
+    return re.sub(r"^\[enforce fail[^]]*\] .*?\. ", "", lines[0])[:_REASON_LENGTH]

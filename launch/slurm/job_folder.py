@@ -1,4 +1,4 @@
-"""The folder of a run as submitted jobs use it: which jobs there were, from what, and their events."""
+"""The submitted jobs of a run, in its folder: ids, submissions and events."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from launch.arguments import NotFound, folders_of
+from launch.arguments import NotFound, candidate_folders
 from launch.run_progress import UNREADABLE, saved_step, why_unreadable
 from megakernel.checkpoint.trained_run import block_folders, stage_folders
 from megakernel.config import UserError
@@ -23,7 +23,7 @@ from megakernel.training.run_folder import write_whole
 FILE = "run.json"
 SETTINGS = "settings.json"
 SECRETS = "environment"
-"""Beside the settings: the job's variables that may be secrets, as lines of shell that its owner alone can read."""
+"""File next to the settings with the job's possibly secret variables, as shell lines that only its owner can read."""
 
 
 @dataclass(frozen=True)
@@ -31,34 +31,34 @@ class Job:
     """One submitted job."""
 
     id: str
-    """Slurm's id (of an array's member ARRAY_INDEX), or the process id of a local one."""
+    """Slurm's job id (ARRAY_INDEX for a member of an array), or the process id of a local job."""
 
     executor: str
     """slurm, local or debug."""
 
     submission: str
-    """Name of its folder in submissions/."""
+    """Name of the submission's folder in submissions/."""
 
     submitted: str
-    """When, UTC."""
+    """Time of submission, UTC, ISO 8601."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a submission, enough to make the next one."""
+    """The settings of a submission; enough to submit again."""
 
     command: list[str]
     """Arguments of `megakernel`; `$submission` in them is the submission's folder."""
 
     cluster: dict[str, Any]
-    """The cluster's settings, options laid over its defaults."""
+    """The cluster's settings: defaults with the command line's options over them."""
 
     name: str
-    """Of the job."""
+    """Name of the job."""
 
     @property
     def resources(self) -> Cluster:
-        """The cluster's settings."""
+        """`cluster` as a validated object."""
         return Cluster(**self.cluster)
 
     @property
@@ -68,7 +68,7 @@ class Settings:
 
 
 class JobFolder:
-    """One folder; nothing is read before it is asked for."""
+    """A run's folder; files are read when methods are called."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -76,7 +76,7 @@ class JobFolder:
 
     @property
     def name(self) -> str:
-        """Of the run."""
+        """Name of the run."""
         return self.path.name
 
     @property
@@ -85,7 +85,7 @@ class JobFolder:
         return self._file.exists()
 
     def jobs(self) -> list[Job]:
-        """Every job, oldest first. Raises UserError where the record of them cannot be read."""
+        """Every job, oldest first. Raises UserError if run.json cannot be read."""
         if not self.exists:
             return []
         try:
@@ -94,13 +94,13 @@ class JobFolder:
             raise UserError(f"{why_unreadable(str(self._file), error)}; restore or remove it") from None
 
     def jobs_if_readable(self) -> list[Job]:
-        """Every job, or none where the record cannot be read: one damaged run does not hide the others."""
+        """Every job, or none if run.json cannot be read: one damaged run should not hide the others."""
         with suppress(UserError):
             return self.jobs()
         return []
 
     def add(self, jobs: list[Job]) -> None:
-        """Write down new jobs."""
+        """Record new jobs."""
         record = {"run": self.name, "jobs": [asdict(job) for job in (*self.jobs(), *jobs)]}
         write_whole(self._file, json.dumps(record, indent=1) + "\n")
 
@@ -117,36 +117,34 @@ class JobFolder:
         return read_settings(self.submission(job.submission))
 
     def stages(self) -> list[Path]:
-        """The folders of an up-training's stages that have begun, in order; none of another run.
+        """The folders of an up-training's stages that have begun, in order; empty for other runs.
 
-        Blocks of a stage that takes its layers in blocks count as stages of their own, before what is made of them.
+        A stage that trains in blocks of layers follows its blocks once it is saved, and precedes them before.
         """
-        found: list[Path] = []
+        stages: list[Path] = []
         for stage in stage_folders(self.path, "config.yaml"):
             blocks = block_folders(stage)
-            found += [*blocks, stage] if saved_step(stage) else [stage, *blocks]
-        return found
+            stages += [*blocks, stage] if saved_step(stage) else [stage, *blocks]
+        return stages
 
     @property
     def training(self) -> Path:
-        """The folder that the newest steps are in: that of the last stage, else the run's own."""
+        """The folder with the newest steps: that of the last stage, else the run's own."""
         return [self.path, *self.stages()][-1]
 
     def events(self, job: str | None = None) -> list[dict[str, Any]]:
-        """Events of the run and its stages, or of one job."""
-        found = [event for path in (self.path, *self.stages()) for event in events.read(path)]
-        return sorted(
-            (event for event in found if job is None or event.get("job") == job),
-            key=lambda event: event["time"],
-        )
+        """Events of the run and its stages by time, of one job or all."""
+        every = (event for path in (self.path, *self.stages()) for event in events.read(path))
+        of_job = (event for event in every if job is None or event.get("job") == job)
+        return sorted(of_job, key=lambda event: event["time"])
 
     def saved_steps(self) -> int:
-        """Optimizer steps behind the newest checkpoints of the run and its stages together."""
+        """Saved optimizer steps, summed over the newest checkpoints of the run and its stages."""
         return sum(saved_step(path) for path in (self.path, *self.stages()))
 
 
 def write_settings(folder: Path, settings: Settings) -> None:
-    """Write down what a submission is made of."""
+    """Write the settings of a submission and, apart, its possibly secret variables."""
     variables = settings.cluster["environment"]
     known = recorded_variables(variables)
     record = asdict(settings) | {"cluster": settings.cluster | {"environment": known}}
@@ -166,7 +164,7 @@ def read_settings(folder: Path) -> Settings:
 
 
 def all_runs(root: Path) -> list[JobFolder]:
-    """The runs under `root` that were ever submitted, by name; numbers in it count, so that sw-2 is before sw-10."""
+    """The submitted runs under `root`, by name in natural order: sw-2 before sw-10."""
 
     def order(run: JobFolder) -> list[Any]:
         return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", run.name)]
@@ -175,22 +173,22 @@ def all_runs(root: Path) -> list[JobFolder]:
 
 
 def find_runs(texts: Sequence[str], root: Path) -> list[JobFolder]:
-    """The runs that folders, names under `root`, ids of jobs, and patterns of these mean, each of them once.
+    """The runs that match folders, names under `root`, job ids, or patterns of these, each run once.
 
-    The name of an array or a sweep, and its job's id, mean all its members. Raises NotFound for what means none.
+    The name or job id of an array or a sweep matches all its members. Raises NotFound for a text without a match.
     """
-    found: dict[Path, JobFolder] = {}
+    runs: dict[Path, JobFolder] = {}
     for text in texts:
-        here = [JobFolder(path) for path in folders_of(text, root) if (path / FILE).exists()]
-        meant = here[:1] or [run for run in all_runs(root) if _is_meant(text, run)]
-        if not meant:
+        named = [JobFolder(path) for path in candidate_folders(text, root) if (path / FILE).exists()]
+        matches = named[:1] or [run for run in all_runs(root) if _matches(text, run)]
+        if not matches:
             known = nearest_first(text, (run.name for run in all_runs(root)), most=5) or f"none yet in {root}"
             raise NotFound(f"{text} is no submitted run, and no job of one; submitted runs: {known}")
-        found |= {run.path: run for run in meant}
-    return list(found.values())
+        runs |= {run.path: run for run in matches}
+    return list(runs.values())
 
 
-def _is_meant(text: str, run: JobFolder) -> bool:
+def _matches(text: str, run: JobFolder) -> bool:
     names = run.name, str(run.path)
     if any(fnmatchcase(name, text) for name in names):
         return True

@@ -1,4 +1,4 @@
-"""The options of commands that submit, and the cluster's settings that follow from them."""
+"""The cluster options of commands that submit, and the settings that result from them."""
 
 import argparse
 import os
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.slurm_programs import SlurmRefused, ask
+from launch.slurm_programs import SlurmRefused, check_output
 from megakernel.config import UserError, validate_section
 from megakernel.config.cluster import Cluster, load_cluster
 from megakernel.config.section import merged
@@ -20,9 +20,9 @@ _OPTIONS = (
     *("nodes", "spares", "gpus_per_node", "time", "partition", "account", "qos", "constraint", "exclude"),
     *("nodelist", "reservation", "mem", "max_restarts", "signal_delay"),
 )
-"""Keys of the cluster's settings that have an option of their name; the help is the key's docstring."""
+"""Keys of `Cluster` that have an option of their name; the option's help is the key's docstring."""
 
-_LETTERS = {
+_SHORT_OPTIONS = {
     "nodes": "-N",
     "gpus_per_node": "-G",
     "time": "-t",
@@ -31,82 +31,74 @@ _LETTERS = {
     "qos": "-q",
     "constraint": "-C",
 }
-"""Those of sbatch."""
+"""Short options, as in sbatch."""
 
 
 def add_cluster_options(parser: argparse.ArgumentParser) -> None:
-    """Declare what is asked of the cluster."""
-    group = parser.add_argument_group("what is asked of the cluster, over the defaults of --cluster")
-    group.add_argument(
+    """Declare --cluster and the options that override its settings."""
+    add = parser.add_argument_group("cluster options, over the defaults of --cluster").add_argument
+    add(
         "--cluster",
         metavar="NAME|FILE",
-        help=f"defaults: a file of configs/cluster (slurm, local, debug ...) or your own; default ${CLUSTER_VARIABLE}, "
-        "or slurm",
+        help=f"file with the defaults: one of configs/cluster (slurm, local, debug ...) or your own; default "
+        f"${CLUSTER_VARIABLE}, or slurm",
     )
     for key in _OPTIONS:
-        names = filter(None, (_LETTERS.get(key), f"--{key.replace('_', '-')}"))
-        group.add_argument(*names, dest=key, metavar=key.upper(), help=_help(key))
-    group.add_argument(
-        "--requeue", action=argparse.BooleanOptionalAction, default=None, help=_help("requeue")
-    )
-    group.add_argument(
-        "--container", metavar="IMG", help="image to run in, with the file's runtime (default pyxis)"
-    )
-    group.add_argument("--mounts", metavar="SRC:DST[,...]", help="folders that the container sees")
-    group.add_argument(
+        names = filter(None, (_SHORT_OPTIONS.get(key), f"--{key.replace('_', '-')}"))
+        add(*names, dest=key, metavar=key.upper(), help=_help(key))
+    add("--requeue", action=argparse.BooleanOptionalAction, default=None, help=_help("requeue"))
+    add("--container", metavar="IMG", help="image to run in, with the file's runtime (default pyxis)")
+    add("--mounts", metavar="SRC:DST[,...]", help="folders to mount in the container")
+    add(
         "--env",
         action="append",
         default=[],
         metavar="K[=V]",
-        help="a variable of the job; without a value that of this shell, which no history keeps",
+        help="environment variable of the job; without a value that of this shell, which keeps it out of shell history",
     )
-    group.add_argument(
-        "--sbatch", action="append", default=[], metavar="K[=V]", help="any other option of sbatch"
-    )
-    group.add_argument(
-        "--setup", action="append", default=[], metavar="CMD", help="line of shell to run before"
-    )
+    add("--sbatch", action="append", default=[], metavar="K[=V]", help="any other option of sbatch")
+    add("--setup", action="append", default=[], metavar="CMD", help="shell line to run before the processes")
 
 
 def cluster_of(args: argparse.Namespace, recorded: dict[str, Any] | None = None) -> Cluster:
-    """The cluster's settings: those of a file, or the ones `recorded` by an earlier submission, under the options."""
+    """The settings of --cluster's file, or those `recorded` by an earlier submission, with the options over them."""
     changes = _changes(args)
     if recorded is not None and args.cluster is None:
         return validate_section(Cluster, merged(recorded, changes))
-    return load_cluster(_file(args.cluster or os.environ.get(CLUSTER_VARIABLE, "slurm")), changes)
+    return load_cluster(_cluster_file(args.cluster or os.environ.get(CLUSTER_VARIABLE, "slurm")), changes)
 
 
 def cores_per_task(cluster: Cluster) -> dict[str, str]:
-    """sbatch's cpus-per-task: each process's part of the cores that its node has for the GPUs that are asked for.
+    """sbatch's cpus-per-task: the node's cores in proportion to the requested GPUs, divided by tasks per node.
 
-    Slurm's own default is one core. Empty where the cluster's settings say more, or Slurm does not know.
+    Slurm's own default is one core. Empty if the settings request no GPUs or set the cores, or if Slurm cannot tell.
     """
-    if cluster.executor != "slurm" or not cluster.gpus_per_node or _OWN_CORES & cluster.sbatch.keys():
+    if cluster.executor != "slurm" or not cluster.gpus_per_node or _CORE_OPTIONS & cluster.sbatch.keys():
         return {}
     try:
-        lines = ask("sinfo", "--noheader", "--format=%P %c %G").splitlines()
+        lines = check_output("sinfo", "--noheader", "--format=%P %c %G").splitlines()
     except SlurmRefused:
         return {}
     wanted = (cluster.partition or "").split(",")
-    parts: list[int] = []
+    per_task: list[int] = []
     for partition, cores, resources in map(str.split, lines):
-        there = sum(map(int, re.findall(r"\bgpu:(?:[^:,()]+:)?(\d+)", resources)))
-        is_meant = partition.rstrip("*") in wanted if cluster.partition else partition.endswith("*")
-        if is_meant and there >= cluster.gpus_per_node:
-            parts.append(int(cores.rstrip("+")) * cluster.gpus_per_node // there // cluster.tasks_per_node)
-    least = min(parts, default=0)
+        gpus = sum(map(int, re.findall(r"\bgpu:(?:[^:,()]+:)?(\d+)", resources)))
+        is_wanted = partition.rstrip("*") in wanted if cluster.partition else partition.endswith("*")
+        if is_wanted and gpus >= cluster.gpus_per_node:
+            per_task.append(int(cores.rstrip("+")) * cluster.gpus_per_node // gpus // cluster.tasks_per_node)
+    least = min(per_task, default=0)
     return {"cpus-per-task": str(least)} if least else {}
 
 
-_OWN_CORES = {"cpus-per-task", "cpus-per-gpu", "threads-per-core"}
+_CORE_OPTIONS = {"cpus-per-task", "cpus-per-gpu", "threads-per-core"}
 
 
 def _changes(args: argparse.Namespace) -> dict[str, Any]:
     changes: dict[str, Any] = {
         key: value for key in (*_OPTIONS, "requeue") if (value := getattr(args, key)) is not None
     }
-    kind, typed, count = changes.get("gpus_per_node", "").rpartition(":")
-    if typed:
+    kind, colon, count = changes.get("gpus_per_node", "").rpartition(":")
+    if colon:
         changes |= {"gpu_type": kind, "gpus_per_node": count}
     container = {"image": args.container} if args.container else {}
     if args.mounts:
@@ -136,8 +128,8 @@ def _sbatch_option(item: str) -> tuple[str, Any]:
     return key.lstrip("-"), value if equals else True
 
 
-def _file(name: str) -> Path:
-    """A file by its path, or by its name in configs/cluster of this folder or of the checkout."""
+def _cluster_file(name: str) -> Path:
+    """A cluster file by its path, or by its name in configs/cluster of the working folder or of the checkout."""
     folders: Sequence[Path] = (Path("configs/cluster"), REPOSITORY / "configs" / "cluster")
     candidates = [Path(name), *(folder / f"{name}.yaml" for folder in folders)]
     for path in candidates:

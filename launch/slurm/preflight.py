@@ -1,8 +1,8 @@
-"""Before a run's processes start: is every node fit for them? Started as they will be, one on each device.
+"""Checks that every node is fit for a run, with the same processes as the run: one per device.
 
-`python -m launch.slurm.preflight FOLDER` prints lines of JSON and always ends well, for only nodes side by side can be
-judged: the first process of each node says what it finds there, then how long all-reduces take it; the others say
-which of those fail them. With `--judge GPUS` it reads such lines and names the nodes that are not fit.
+`python -m launch.slurm.preflight FOLDER` prints JSON lines and always succeeds, since a node can only be judged next
+to others: the first process of each node prints its node's report and the timings of its all-reduces, the others only
+the all-reduces that fail. With `--judge GPUS` it reads such lines and names the unfit nodes.
 """
 
 import argparse
@@ -21,50 +21,50 @@ from typing import TypeVar
 
 import psutil
 
-from launch.environment import joined
+from launch.environment import launched_process
 from launch.exit_status import ExitStatus
-from launch.slurm_programs import ask
+from launch.slurm_programs import check_output
 from megakernel.config.cluster import Cluster
 from megakernel.training.environment import package_versions
 
 from .slow_nodes import Timing, slow_nodes, summary
 
-LEAST_MEMORY = 2 << 30
-"""Bytes of host memory that a process cannot start without."""
+MIN_FREE_MEMORY = 2 << 30
+"""Bytes of free host memory below which a node is unfit."""
 
 BUSY_SHARE = 0.05
-"""A GPU with a larger share of its memory in use before a run starts still serves a process that should have ended."""
+"""A GPU with more than this share of its memory in use still serves a process that should have ended."""
 
-SKEW_SECONDS = 60.0
-"""Between clocks: collectives give up and logs are read by them. Starting on many nodes takes seconds itself."""
+MAX_CLOCK_SKEW = 60.0
+"""Seconds from the median clock. Timeouts and logs depend on clocks; starting on many nodes itself takes seconds."""
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """The findings of a node about itself."""
+    """What a node reports about itself."""
 
     node: str
     time: float
-    """Of its clock, in seconds since 1970."""
+    """Unix time by its clock."""
 
     memory: int
     """Bytes of host memory that are free."""
 
     gpus: list[float] | None
-    """Of each GPU the share of its memory that is in use; None where no driver can be asked."""
+    """Share of memory in use of each GPU; None without nvidia-smi."""
 
     unwritable: str | None
-    """Why the run's folder cannot be written from here."""
+    """Why the run's folder cannot be written from here; None if it can."""
 
     versions: dict[str, str] = field(default_factory=dict)
-    """Python and packages."""
+    """Versions of Python and packages."""
 
 
 _Line = TypeVar("_Line", NodeReport, Timing)
 
 
-def look(submission: Path, node: str) -> NodeReport:
-    """The report of this node. submission: a folder that the node must see, inside the run's folder."""
+def node_report(submission: Path, node: str) -> NodeReport:
+    """The report of this node. submission: a folder inside the run's folder, which the node must be able to write."""
     return NodeReport(
         node,
         time.time(),
@@ -75,22 +75,22 @@ def look(submission: Path, node: str) -> NodeReport:
     )
 
 
-def unfit(reports: Mapping[str, NodeReport | None], gpus_per_node: int) -> dict[str, str]:
-    """The nodes that should not be used -> why.
+def unfit_by_report(reports: Mapping[str, NodeReport | None], gpus_per_node: int) -> dict[str, str]:
+    """Unfit nodes -> why.
 
-    reports: of every node of the job, None where one said nothing. gpus_per_node: what the run needs of each.
-    Where none said anything no node is to blame: the check itself was interrupted, or cannot run.
+    reports: by node, None for a node that sent none. gpus_per_node: GPUs that the run needs on each node.
+    Empty if no node sent a report: then the check itself was interrupted, or cannot run.
     """
     present = [report for report in reports.values() if report is not None]
     if not present:
         return {}
-    bad = {node: "says nothing" for node, report in reports.items() if report is None}
+    bad = {node: "sent no report" for node, report in reports.items() if report is None}
     versions = Counter(json.dumps(report.versions, sort_keys=True) for report in present)
     usual = json.loads(versions.most_common(1)[0][0])
     clock = sorted(report.time for report in present)[len(present) // 2]
     for report in present:
         reasons = list(_reasons(report, gpus_per_node))
-        if abs(report.time - clock) > SKEW_SECONDS:
+        if abs(report.time - clock) > MAX_CLOCK_SKEW:
             reasons.append(f"its clock is {report.time - clock:+.0f} s off")
         reasons += [
             f"{name} is {report.versions.get(name)} and {usual.get(name)} elsewhere"
@@ -106,7 +106,7 @@ def _reasons(report: NodeReport, gpus_per_node: int) -> list[str]:
     reasons = []
     if report.unwritable is not None:
         reasons.append(f"the run's folder cannot be written ({report.unwritable})")
-    if report.memory < LEAST_MEMORY:
+    if report.memory < MIN_FREE_MEMORY:
         reasons.append(f"{report.memory / 2**30:.1f} GiB of memory are free")
     if report.gpus is not None and len(report.gpus) < gpus_per_node:
         reasons.append(f"{len(report.gpus)} of {gpus_per_node} GPUs can be seen")
@@ -116,17 +116,16 @@ def _reasons(report: NodeReport, gpus_per_node: int) -> list[str]:
     return reasons
 
 
-def judge(lines: Sequence[str], nodes: Sequence[str], gpus_per_node: int, seconds: float) -> dict[str, str]:
-    """The nodes that should not be used -> why, by the lines that `main` has printed on all of them.
-
-    seconds: what an all-reduce may take.
-    """
-    bad = unfit(read_reports(lines, nodes), gpus_per_node)
-    return bad | slow_nodes(read_timings(lines), seconds, known=bad)
+def unfit_nodes(
+    lines: Sequence[str], nodes: Sequence[str], gpus_per_node: int, seconds: float
+) -> dict[str, str]:
+    """Unfit nodes -> why, from the lines that `main` printed on all nodes. seconds: limit of an all-reduce."""
+    bad = unfit_by_report(read_reports(lines, nodes), gpus_per_node)
+    return bad | slow_nodes(read_timings(lines), seconds, already_unfit=bad)
 
 
 def read_reports(lines: Iterable[str], nodes: Sequence[str]) -> dict[str, NodeReport | None]:
-    """The report of every node, None of those that have none among the lines."""
+    """Node -> its report, None if the lines have none."""
     reports: dict[str, NodeReport | None] = dict.fromkeys(nodes)
     for report in _read(NodeReport, lines):
         reports[report.node] = report
@@ -143,7 +142,7 @@ def _read(kind: type[_Line], lines: Iterable[str]) -> Iterator[_Line]:
         try:
             yield kind(**json.loads(line))
         except (ValueError, TypeError):
-            continue  # of the other kind, or what a node's profile prints
+            continue  # a line of the other kind, or output of a node's shell profile
 
 
 def _gpus() -> list[float] | None:
@@ -172,22 +171,20 @@ def _unwritable(submission: Path, node: str) -> str | None:
 
 
 def main() -> int:
-    """Exit status: 1 where nodes were judged and one is not fit."""
+    """Returns 1 if nodes were judged and one is unfit, otherwise 0."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="that every node must see and may write to")
+    parser.add_argument("folder", type=Path, help="a shared folder that every node can write to")
+    parser.add_argument("--mib", type=int, default=0, help="MiB of the timed all-reduces; 0 for none")
     parser.add_argument(
-        "--mib", type=int, default=0, help="size of the all-reduces that are timed; 0 times none"
-    )
-    parser.add_argument(
-        "--judge", type=int, metavar="GPUS", help="of each node; reports come from standard input"
+        "--judge", type=int, metavar="GPUS", help="GPUs of each node; reads reports from stdin"
     )
     args = parser.parse_args()
     if args.judge is None:
-        _look_and_measure(args.folder, os.environ["SLURMD_NODENAME"], args.mib)
+        _print_report_and_timings(args.folder, os.environ["SLURMD_NODENAME"], args.mib)
         return ExitStatus.DONE
-    nodes = ask("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
+    nodes = check_output("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
     lines = sys.stdin.read().splitlines()
-    bad = judge(lines, nodes, args.judge, Cluster().preflight_seconds)
+    bad = unfit_nodes(lines, nodes, args.judge, Cluster().preflight_seconds)
     for line in summary(read_timings(lines)):
         print(line)
     for node in nodes:
@@ -195,16 +192,16 @@ def main() -> int:
     return ExitStatus.FAILED if bad else ExitStatus.DONE
 
 
-def _look_and_measure(folder: Path, node: str, mib: int) -> None:
-    place = joined()
-    if place is None or place.local_rank == 0:
-        print(json.dumps(asdict(look(folder, node))), flush=True)
-    if mib and place is not None and place.world_size > 1:
-        from .collectives import time_collectives  # torch takes its time to import
+def _print_report_and_timings(folder: Path, node: str, mib: int) -> None:
+    process = launched_process()
+    if process is None or process.local_rank == 0:
+        print(json.dumps(asdict(node_report(folder, node))), flush=True)
+    if mib and process is not None and process.world_size > 1:
+        from .collectives import time_collectives  # imports torch, which is slow
 
-        for timing in time_collectives(place, node, mib):
-            # An all-reduce ends for all when it ends for the slowest: one process tells how long it took.
-            if place.local_rank == 0 or timing.error is not None:
+        for timing in time_collectives(process, node, mib):
+            # An all-reduce ends at the same time for all its processes: one per node reports how long it took.
+            if process.local_rank == 0 or timing.error is not None:
                 print(json.dumps(asdict(timing)), flush=True)
 
 

@@ -1,14 +1,14 @@
-"""Why sbatch refused a job, as one line that names the option, its value and what would do."""
+"""One-line explanations of why sbatch refused a job: the option, its value and a remedy."""
 
 import re
 from collections.abc import Callable
 
-from launch.slurm_programs import UNREACHABLE, call, complaint
+from launch.slurm_programs import UNREACHABLE, call, error_line
 from megakernel.config.cluster import Cluster
 
 
-def _listed(what: str, *command: str) -> Callable[[], str]:
-    """A remedy that says what there is, where Slurm can be asked."""
+def _list_values(what: str, *command: str) -> Callable[[], str]:
+    """A remedy that lists the valid values, if Slurm answers."""
 
     def remedy() -> str:
         done = call(command)
@@ -19,8 +19,8 @@ def _listed(what: str, *command: str) -> Callable[[], str]:
     return remedy
 
 
-_PARTITIONS = _listed("one of the partitions", "sinfo", "-h", "-o", "%R")
-_NODES = _listed(
+_PARTITIONS = _list_values("one of the partitions", "sinfo", "-h", "-o", "%R")
+_NODES = _list_values(
     "nodes of this cluster, none of them both wanted and excluded", "sinfo", "-h", "-N", "-o", "%N"
 )
 
@@ -28,22 +28,22 @@ _REFUSALS: tuple[tuple[str, str, str | Callable[[], str]], ...] = (
     ("invalid partition", "partition", _PARTITIONS),
     ("Invalid account", "account", "see `sacctmgr show associations user=$USER`"),
     ("Invalid qos", "qos", "see `sacctmgr show qos`"),
-    ("Invalid feature", "constraint", _listed("features that nodes have", "sinfo", "-h", "-o", "%f")),
+    ("Invalid feature", "constraint", _list_values("features that nodes have", "sinfo", "-h", "-o", "%f")),
     ("reservation is invalid", "reservation", "see `scontrol show reservation`"),
     ("Invalid node name", "nodelist exclude", _NODES),
     (
-        "QOS policy",  # it goes on with "and/or time limits", whichever limit that is
+        "QOS policy",  # followed by "and/or time limits" for any limit, so before "time limit"
         "account qos",
         "see the limits in `sacctmgr show qos` and `sacctmgr show associations user=$USER`",
     ),
     ("--time specification", "time", "write hours:minutes:seconds"),
-    ("time limit", "time", _listed("a limit within the partitions'", "sinfo", "-h", "-o", "%l")),
+    ("time limit", "time", _list_values("a limit within the partitions'", "sinfo", "-h", "-o", "%l")),
     ("--mem", "mem", "write a number and a unit, such as 200G"),
     ("dependency", "dependency", "write TYPE:RUN or TYPE:JOB, such as afterok:17"),
     (
         "generic resource|gres",
         "gpus_per_node gpu_type",
-        _listed("GPUs of a node", "sinfo", "-h", "-o", "%G"),
+        _list_values("GPUs of a node", "sinfo", "-h", "-o", "%G"),
     ),
     ("job array", "array", "give fewer indices; `scontrol show config` has MaxArraySize"),
     (
@@ -53,21 +53,21 @@ _REFUSALS: tuple[tuple[str, str, str | Callable[[], str]], ...] = (
     ),
     ("unrecognized option|ambiguous", "", "see `sbatch --help` for its options"),
 )
-"""A pattern in what sbatch says; the options it is about, with spaces; the remedy."""
+"""Pattern in sbatch's error, space-separated names of the options it is about, remedy."""
 
 
-def explained(stderr: str, cluster: Cluster, more: dict[str, str | None]) -> str:
-    """One line. stderr: what sbatch said; more: values of options that are not the cluster's, by name."""
-    text = complaint(stderr, "sbatch")
+def explain_refusal(stderr: str, cluster: Cluster, more: dict[str, str | None]) -> str:
+    """The explanation. stderr: that of sbatch. more: values of options that `cluster` lacks, by name."""
+    text = error_line(stderr, "sbatch")
     if re.search(UNREACHABLE, stderr):
         return text
     values = cluster.model_dump() | more
     for pattern, keys, remedy in _REFUSALS:
         if re.search(pattern, stderr):
-            given = [f"{key}={values[key]}" for key in keys.split() if values[key] is not None]
-            named = f"{', '.join(given)}: " if given else ""
+            settings = [f"{key}={values[key]}" for key in keys.split() if values[key] is not None]
+            prefix = f"{', '.join(settings)}: " if settings else ""
             reason = text.removeprefix("sbatch: ").replace("Batch job submission failed: ", "")
             return (
-                f"{named}Slurm refuses the job ({reason}); {remedy if isinstance(remedy, str) else remedy()}"
+                f"{prefix}Slurm refuses the job ({reason}); {remedy if isinstance(remedy, str) else remedy()}"
             )
     return f"Slurm refuses the job ({text}); --dry-run shows what it was given"

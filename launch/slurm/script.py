@@ -1,4 +1,4 @@
-"""The batch script of a submission: a template of slurm/ with its blanks filled."""
+"""The batch script of a submission: a template of slurm/ with its placeholders filled."""
 
 import re
 import shlex
@@ -12,46 +12,45 @@ from megakernel.config.cluster import Cluster
 from megakernel.training.environment import recorded_variables
 
 from .job_folder import SECRETS
-from .restarting import GOES_ON
+from .restarting import RESTART_IN_JOB
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 Value = str | int | float | bool
 
 INDEX = "%a"
-"""In the keys and arguments of an array: the member's index, as Slurm writes it in names of files."""
+"""Stands for the member's index in an array's overrides and arguments, as in Slurm's file name patterns."""
 
 
 @dataclass(frozen=True)
 class Script:
-    """What a batch script is made of."""
+    """The contents of a batch script."""
 
     template: str
     """Name of a file in slurm/, without `.sbatch`."""
 
     cluster: Cluster
-    """What is asked of Slurm."""
 
     run: Path
-    """Folder of the run, absolute; of an array what its members' folders have in common before `-INDEX`."""
+    """Folder of the run, absolute; for an array the members' folders without `-INDEX`."""
 
     submission: str
-    """Name of the submission's folder in it."""
+    """Name of the submission's folder in `run`/submissions."""
 
     command: Sequence[str]
-    """Arguments of `megakernel`; `$submission` in them is the submission's folder, in arrays INDEX the index."""
+    """Arguments of `megakernel`, in which `$submission` is the submission's folder and, in arrays, INDEX the index."""
 
     array: str | None = None
-    """Indices of an array's members as Slurm writes them, `%K` behind them for at most K at a time."""
+    """Indices of an array in Slurm's syntax, optionally followed by `%K` for at most K at a time."""
 
     options: Mapping[str, str] = field(default_factory=dict)
     """More options of sbatch, such as dependency."""
 
     def text(self) -> str:
-        """The whole script. Raises UserError where the template is not there."""
+        """The whole script. Raises UserError if the template is missing."""
         cluster = self.cluster
         index = "-$SLURM_ARRAY_TASK_ID" if self.array else ""
-        blanks = {
+        placeholders = {
             "directives": "\n".join(_directive(key, value) for key, value in self.directives().items()),
             "run": shlex.quote(str(self.run)) + index,
             "submission": self.submission,
@@ -60,54 +59,54 @@ class Script:
             "setup": "".join(f"{line}\n" for line in cluster.setup),
             "nodes": str(cluster.nodes),
             "tasks": str(cluster.tasks_per_node),
-            "goes_on": str(GOES_ON),
+            "restart_in_job": str(RESTART_IN_JOB),
             "srun": " ".join(_srun_options(cluster)),
-            "inside": " ".join(_inside(cluster)),
+            "python_command": " ".join(_python_command(cluster)),
             "preflight_mib": str(cluster.preflight_mib),
             "command": " ".join(_quoted(word, self.array is not None) for word in self.command),
         }
-        return re.sub(r"\{\{(\w+)\}\}", lambda match: blanks[match[1]], _template(self.template))
+        return re.sub(r"\{\{(\w+)\}\}", lambda match: placeholders[match[1]], _template(self.template))
 
     def directives(self) -> dict[str, Value]:
         """sbatch's options by their long names."""
         cluster = self.cluster
         log = "%A_%a.log" if self.array else "%j.log"
-        # An array's members have a folder each, which sbatch cannot name: the index is all that differs.
         if "\\" in str(self.run):
             raise UserError(
                 f"{self.run}: Slurm writes no log below a folder with a backslash; choose another"
             )
+        # sbatch's patterns can express the members' folders because only the index differs.
         run = str(self.run).replace("%", "%%") + ("-%a" if self.array else "")
-        wanted: dict[str, Value | None] = {
+        options: dict[str, Value | None] = {
             "job-name": self.run.name,
             "nodes": cluster.nodes + cluster.spares,
-            # A job of one node less than it began with is still of use.
+            # A job with spare nodes continues after losing one.
             "no-kill": cluster.spares > 0,
             "ntasks-per-node": cluster.tasks_per_node,
             "gpus-per-node": cluster.gpus or None,
-            **{key: getattr(cluster, key) for key in _ALIKE},
+            **{key: getattr(cluster, key) for key in _SAME_NAME},
             "requeue" if cluster.requeue else "no-requeue": True,
             "signal": f"USR2@{cluster.signal_delay}",
             "array": self.array,
             **self.options,
-            # Else a job whose parent has failed would wait for ever.
+            # Otherwise a job whose parent failed would stay pending forever.
             "kill-on-invalid-dep": "yes",
             "chdir": str(Path.cwd()),
             "output": f"{run}/logs/{log}",
             "open-mode": "append",
             **cluster.sbatch,
         }
-        return {key: value for key, value in wanted.items() if value is not None and value is not False}
+        return {key: value for key, value in options.items() if value is not None and value is not False}
 
 
-_ALIKE = (
+_SAME_NAME = (
     *("time", "partition", "account", "qos", "constraint", "exclude", "nodelist", "reservation", "mem"),
 )
-"""Settings of a cluster under sbatch's own names."""
+"""Keys of `Cluster` that are options of sbatch by the same name."""
 
 
 def _variables(cluster: Cluster) -> Iterator[str]:
-    """Lines that set the job's variables; of what may be secret the script has the names alone."""
+    """Lines that set the job's variables; of possibly secret ones the script shows only the names."""
     known = recorded_variables(cluster.environment)
     for name, value in known.items():
         yield f"export {name}={shlex.quote(value)}\n"
@@ -117,7 +116,7 @@ def _variables(cluster: Cluster) -> Iterator[str]:
 
 
 def _directive(key: str, value: Value) -> str:
-    # Whatever the quotes, sbatch and the shell end a directive where its line ends.
+    # sbatch and the shell end a directive at the end of the line, even within quotes.
     if not str(value).isprintable():
         raise UserError(f"{key}={value!r} has a character that cannot be printed; write it on one plain line")
     return f"#SBATCH --{key}" if value is True else f"#SBATCH --{key}={shlex.quote(str(value))}"
@@ -132,7 +131,7 @@ def _template(name: str) -> str:
 
 
 def _srun_options(cluster: Cluster) -> list[str]:
-    # Since Slurm 22.05 srun no longer takes this from the job.
+    # Since Slurm 22.05 srun no longer inherits this from the job.
     options = ["${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}"]
     container = cluster.container
     if container is not None and container.runtime == "pyxis":
@@ -143,19 +142,19 @@ def _srun_options(cluster: Cluster) -> list[str]:
     return options
 
 
-def _inside(cluster: Cluster) -> list[str]:
-    """How Python starts where the run's processes run."""
+def _python_command(cluster: Cluster) -> list[str]:
+    """The words that start Python in the run's processes."""
     container = cluster.container
     if container is None:
         return ['"$python"']
-    if container.runtime == "pyxis":  # srun has entered it
+    if container.runtime == "pyxis":  # srun starts inside the container
         return ["python"]
     binds = [f"--bind={shlex.quote(mount)}" for mount in container.mounts]
     return ["apptainer", "exec", "--nv", *binds, shlex.quote(container.image), "python"]
 
 
 def _quoted(word: str, is_array: bool) -> str:
-    """A word of shell, in which the shell fills in `$submission`, and in arrays the index, alone."""
-    filled = {"$submission": '"$submission"'} | ({INDEX: '"$SLURM_ARRAY_TASK_ID"'} if is_array else {})
-    parts = re.split("(" + "|".join(map(re.escape, filled)) + ")", word)
-    return "".join(filled.get(part) or shlex.quote(part) for part in parts if part) or "''"
+    """A quoted shell word in which only `$submission` and, in arrays, the index are expanded."""
+    expanded = {"$submission": '"$submission"'} | ({INDEX: '"$SLURM_ARRAY_TASK_ID"'} if is_array else {})
+    parts = re.split("(" + "|".join(map(re.escape, expanded)) + ")", word)
+    return "".join(expanded.get(part) or shlex.quote(part) for part in parts if part) or "''"

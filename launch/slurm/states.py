@@ -1,4 +1,4 @@
-"""Where jobs stand, by whoever still knows: the queue, accounting, the list of completed jobs, the run's own record."""
+"""States of jobs, from the queue, accounting, the list of completed jobs, or the run's own events."""
 
 import os
 import re
@@ -11,16 +11,16 @@ from pathlib import Path
 
 from launch.arguments import RUNS
 from launch.exit_status import ExitStatus
-from launch.slurm_programs import SlurmRefused, ask, call
+from launch.slurm_programs import SlurmRefused, call, check_output
 from megakernel.config import UserError
 
 from .job_folder import Job, JobFolder, find_runs
 
 _POLL_SECONDS = 1.0
-_ASK_SECONDS = 5.0
+_QUERY_SECONDS = 5.0
 
 _QUEUE = "%i|%T|%r|%N|%S"
-"""Job, state, reason, nodes, start."""
+"""squeue's format: job, state, reason, nodes, start."""
 
 _LIVE = {
     "PENDING",
@@ -37,21 +37,21 @@ _LIVE = {
     "REQUEUE_HOLD",
     "SPECIAL_EXIT",
 }
-"""States that a job leaves again. PREEMPTED is none: a preempted job that starts again is PENDING."""
+"""States that are not final. PREEMPTED is final: a preempted job that restarts is PENDING."""
 
 
 @dataclass(frozen=True)
 class JobState:
-    """One job as Slurm sees it."""
+    """The state of one job."""
 
     job: str
-    """Id; of a member of an array ARRAY_INDEX."""
+    """Job id; ARRAY_INDEX for a member of an array."""
 
     state: str
-    """Slurm's word for it, such as PENDING or RUNNING; UNKNOWN where nobody knows the job any more."""
+    """Slurm's name of the state, such as PENDING or RUNNING; UNKNOWN if neither Slurm nor the run knows it."""
 
     reason: str = ""
-    """Why it waits, as Slurm says it."""
+    """Slurm's reason for a pending job."""
 
     nodes: str = ""
     """Nodes it runs on, or ran on."""
@@ -61,73 +61,74 @@ class JobState:
 
     @property
     def is_live(self) -> bool:
-        """It waits or runs, or will again."""
+        """Whether it waits or runs, or will again."""
         return self.state in _LIVE
 
     @property
     def is_pending(self) -> bool:
-        """It waits for its start."""
+        """Whether it waits for its start."""
         return self.state in {"PENDING", "REQUEUED", "REQUEUE_HOLD", "CONFIGURING"}
 
 
-def known_to_slurm(runs: Iterable[JobFolder]) -> dict[str, JobState]:
-    """The jobs of these runs that Slurm knows, asked once for all.
+def query_slurm(runs: Iterable[JobFolder]) -> dict[str, JobState]:
+    """Job id -> state of the jobs of these runs that Slurm knows, with one query per source for all of them.
 
-    The queue is asked first: it knows live jobs, and finished ones for MinJobAge (300 s unless the cluster says
-    otherwise). Then accounting, and where a cluster has none, its list of completed jobs.
-    Raises SlurmRefused where Slurm cannot be reached.
+    The queue comes first: it has live jobs, and ended ones for MinJobAge (300 s by default). Accounting and the list
+    of completed jobs are queried for the rest. Raises SlurmRefused if Slurm cannot be reached.
     """
-    wanted = {
+    submissions = {
         job.id: run.submission(job.submission)
         for run in runs
         for job in run.jobs_if_readable()
         if job.executor == "slurm"
     }
-    if not wanted:
+    if not submissions:
         return {}
-    known = {job: state for job, state in by_queue(_owners(wanted.values())).items() if job in wanted}
+    queue = queue_states(_owners(submissions.values()))
+    states = {job: state for job, state in queue.items() if job in submissions}
     for source in (["sacct", "-X"], ["sacct", "-c"]):
-        missing = [job for job in wanted if job not in known]
+        missing = [job for job in submissions if job not in states]
         if missing and shutil.which("sacct"):
-            known |= {job: state for job, state in by_accounting(source, missing).items() if job in wanted}
-    return known
+            more = accounting_states(source, missing)
+            states |= {job: state for job, state in more.items() if job in submissions}
+    return states
 
 
 def _owners(submissions: Iterable[Path]) -> set[int]:
-    """Who submitted: runs of several users may lie side by side, and one may go on with another's."""
+    """Ids of the users who submitted: runs of several users may be in one folder, or one resumed by another."""
     owners = {os.getuid()}
     for folder in submissions:
-        with suppress(OSError):  # removed
+        with suppress(OSError):  # the submission was removed
             owners.add(folder.stat().st_uid)
     return owners
 
 
-def states_of(run: JobFolder, known: Mapping[str, JobState] | None = None) -> dict[str, JobState]:
-    """Every job of a run with its state, oldest first; where nobody knows it, what its events say.
+def job_states(run: JobFolder, by_slurm: Mapping[str, JobState] | None = None) -> dict[str, JobState]:
+    """Job id -> state of every job of a run, oldest first; from the run's events if Slurm does not know the job.
 
-    known: what Slurm has said of jobs; None asks it.
+    by_slurm: Slurm's states; None queries Slurm.
     """
-    if known is None:
-        known = known_to_slurm([run])
-    return {job.id: _state(run, job, known) for job in run.jobs()}
+    if by_slurm is None:
+        by_slurm = query_slurm([run])
+    return {job.id: _state(run, job, by_slurm) for job in run.jobs()}
 
 
-def _state(run: JobFolder, job: Job, known: Mapping[str, JobState]) -> JobState:
-    """Slurm's word, but of a job that was ended on request: there it is COMPLETED, for what waits for it."""
-    state = known.get(job.id)
+def _state(run: JobFolder, job: Job, by_slurm: Mapping[str, JobState]) -> JobState:
+    """Slurm's state, but CANCELLED for a job that ended on request, whose script returns 0 (`Attempt.finish_start`)."""
+    state = by_slurm.get(job.id)
     if state is not None and state.state != "COMPLETED":
         return state
-    recorded = _by_its_record(run, job)
+    recorded = _recorded_state(run, job)
     if state is None:
         return recorded
     return replace(state, state="CANCELLED") if recorded.state == "CANCELLED" else state
 
 
 def refuse_live(runs: Sequence[JobFolder]) -> None:
-    """Raise UserError where a job of one of these runs waits or runs; Slurm is asked once for all."""
-    known = known_to_slurm(runs)
+    """Raise UserError if a job of one of these runs is live."""
+    by_slurm = query_slurm(runs)
     for run in runs:
-        live = [f"{job} {state.state}" for job, state in states_of(run, known).items() if state.is_live]
+        live = [f"{job} {state.state}" for job, state in job_states(run, by_slurm).items() if state.is_live]
         if live:
             remedy = f"wait for it, megakernel cancel {run.path}, or choose another run.name"
             raise UserError(f"{run.path} has a live job ({', '.join(live)}); {remedy}")
@@ -136,117 +137,117 @@ def refuse_live(runs: Sequence[JobFolder]) -> None:
 def wait_until_ended(
     jobs: Mapping[JobFolder, Sequence[Job]], meanwhile: Callable[[], None]
 ) -> list[JobState]:
-    """Call `meanwhile` every second until none of these jobs waits or runs; their states then.
+    """Call `meanwhile` every second until none of the jobs is live; return their final states.
 
-    Slurm is asked every few seconds.
+    Slurm is queried every few seconds.
     """
-    known: dict[str, JobState] = {}
-    asked = -_ASK_SECONDS
+    by_slurm: dict[str, JobState] = {}
+    queried_at = -_QUERY_SECONDS
     while True:
-        if time.monotonic() - asked >= _ASK_SECONDS:
-            asked, known = time.monotonic(), _asked_again(jobs, known)
-        states = [_state(run, job, known) for run, some in jobs.items() for job in some]
+        if time.monotonic() - queried_at >= _QUERY_SECONDS:
+            queried_at, by_slurm = time.monotonic(), _requery(jobs, by_slurm)
+        states = [_state(run, job, by_slurm) for run, of_run in jobs.items() for job in of_run]
         meanwhile()
         if not any(state.is_live for state in states):
             return states
         time.sleep(_POLL_SECONDS)
 
 
-def _asked_again(runs: Iterable[JobFolder], known: dict[str, JobState]) -> dict[str, JobState]:
-    """The states of their jobs; while Slurm does not answer those that were `known` before."""
+def _requery(runs: Iterable[JobFolder], previous: dict[str, JobState]) -> dict[str, JobState]:
+    """Slurm's states of the runs' jobs; the previous ones while Slurm does not answer."""
     try:
-        return known_to_slurm(runs)
+        return query_slurm(runs)
     except SlurmRefused:
-        if not known:
+        if not previous:
             raise
-        return known
+        return previous
 
 
-def _by_its_record(run: JobFolder, job: Job) -> JobState:
-    """The state of a job that no program of Slurm knows: one of this machine, or one that ended long ago."""
-    if job.executor != "slurm" and _runs_here(job.id, run.submission(job.submission)):
+def _recorded_state(run: JobFolder, job: Job) -> JobState:
+    """The state by the run's events of a job that Slurm does not know: a local one, or one that ended long ago."""
+    if job.executor != "slurm" and _is_running(job.id, run.submission(job.submission)):
         return JobState(job.id, "RUNNING", nodes="this machine")
-    ended = [event for event in run.events(job.id) if event["event"] in ("started", "ended", "cancelled")]
-    if not ended or ended[-1]["event"] == "started":
+    phases = [event for event in run.events(job.id) if event["event"] in ("started", "ended", "cancelled")]
+    if not phases or phases[-1]["event"] == "started":
         return JobState(job.id, "UNKNOWN" if job.executor == "slurm" else "FAILED")
-    if ended[-1]["event"] == "cancelled" or ended[-1]["status"] == ExitStatus.TERMINATED:
+    if phases[-1]["event"] == "cancelled" or phases[-1]["status"] == ExitStatus.TERMINATED:
         return JobState(job.id, "CANCELLED")
-    return JobState(job.id, "FAILED" if ended[-1]["status"] else "COMPLETED")
+    return JobState(job.id, "FAILED" if phases[-1]["status"] else "COMPLETED")
 
 
-def _runs_here(process: str, submission: Path) -> bool:
-    """Whether that process is still the one of the submission: ids are given again."""
+def _is_running(process: str, submission: Path) -> bool:
+    """Whether the process is still that of the submission: process ids are reused."""
     try:
         return str(submission.absolute()).encode() in Path(f"/proc/{process}/cmdline").read_bytes()
     except OSError:
         return False
 
 
-def by_queue(users: Iterable[int]) -> dict[str, JobState]:
-    """The jobs of users, by their numbers, that the queue knows."""
-    # One question about all their jobs: with -j, an id that has left the queue makes squeue fail.
-    named = ",".join(map(str, users))
-    out = ask("squeue", f"--user={named}", "--states=all", "--array", "--noheader", "-o", _QUEUE)
-    found = {}
-    for line in out.splitlines():
+def queue_states(users: Iterable[int]) -> dict[str, JobState]:
+    """Job id -> state of all jobs of these user ids in the queue."""
+    # Queried by user: with -j, squeue fails for an id that is no longer in the queue.
+    user_ids = ",".join(map(str, users))
+    options = ("--states=all", "--array", "--noheader", "-o", _QUEUE)
+    states = {}
+    for line in check_output("squeue", f"--user={user_ids}", *options).splitlines():
         job, state, reason, nodes, start = line.split("|")
-        found[job] = JobState(job, state, _word(reason), nodes, _word(start))
-    return found
+        states[job] = JobState(job, state, _or_empty(reason), nodes, _or_empty(start))
+    return states
 
 
-def by_accounting(source: list[str], jobs: list[str]) -> dict[str, JobState]:
-    """Those of `jobs` that sacct knows; source: the command, for the database or for the list of completed jobs."""
+def accounting_states(source: list[str], jobs: list[str]) -> dict[str, JobState]:
+    """Job id -> state of those `jobs` that sacct knows. source: sacct for the database or for completed jobs."""
     done = call([*source, "--noheader", "--parsable2", "-o", "JobID,State", "-j", ",".join(jobs)])
-    found = {}
-    # Without accounting it fails, and that is no news.
+    states = {}
+    # sacct fails on clusters without accounting.
     for line in done.stdout.splitlines() if not done.returncode else ():
         job, state = line.split("|")
         if "." not in job and state:
-            found[job] = JobState(job, state.split()[0])  # `CANCELLED by 1000`
-    return found
+            states[job] = JobState(job, state.split()[0])  # `CANCELLED by 1000`
+    return states
 
 
-def _word(text: str) -> str:
+def _or_empty(text: str) -> str:
     return "" if text in ("None", "N/A", "(null)") else text
 
 
-def with_jobs(dependency: str, root: Path = RUNS) -> str:
-    """A dependency as sbatch takes it, in which runs were named where jobs belong: `afterok:pretrain` is afterok:17.
+def resolve_dependency(dependency: str, root: Path = RUNS) -> str:
+    """A dependency with run names replaced by the ids of their last jobs: `afterok:pretrain` becomes `afterok:17`.
 
-    A run stands for its last job. What has come true already is left out: Slurm soon forgets a job that has ended.
-    Raises NotFound for a name that is no run, UserError where what is waited for can no longer happen.
+    Fulfilled conditions are dropped, as Slurm soon forgets ended jobs. Raises NotFound for a name that is no run,
+    UserError if a condition can no longer be fulfilled.
     """
     parts = re.split("([,?])", dependency)
     kept: list[str] = []
-    for between, part in zip(["", *parts[1::2]], parts[::2]):
+    for separator, part in zip(["", *parts[1::2]], parts[::2]):
         kind, *jobs = part.split(":")
-        waits = [id for job in jobs for id in _awaited(kind, job, root)]
-        if waits or not jobs:
-            kept += [between, ":".join([kind, *waits])]
+        job_ids = [id for job in jobs for id in _unfinished_jobs(kind, job, root)]
+        if job_ids or not jobs:
+            kept += [separator, ":".join([kind, *job_ids])]
     return "".join(kept[1:])
 
 
-_COMES_TRUE = {
+_FULFILLED_BY = {
     "afterok": ("COMPLETED",),
     "aftercorr": ("COMPLETED",),
     "afternotok": ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"),
 }
-"""Dependencies that only these ends fulfil; the others any end does."""
+"""Dependency -> final states that fulfill it; any final state fulfills the others."""
 
 
-def _awaited(kind: str, job: str, root: Path) -> list[str]:
+def _unfinished_jobs(kind: str, job: str, root: Path) -> list[str]:
     if re.fullmatch(r"\d+(_\d+)?(\+\d+)?", job):
         return [job]
-    waits = []
+    job_ids = []
     runs = find_runs([job], root)
-    known = known_to_slurm(runs)
+    by_slurm = query_slurm(runs)
     for run in runs:
-        last = list(states_of(run, known).values())[-1]
+        last = list(job_states(run, by_slurm).values())[-1]
         if last.is_live:
-            waits.append(last.job)
-        elif last.state not in _COMES_TRUE.get(kind, (last.state,)):
+            job_ids.append(last.job)
+        elif last.state not in _FULFILLED_BY.get(kind, (last.state,)):
             raise UserError(
                 f"--dependency {kind}:{job}: {run.path} has ended ({last.job} {last.state}); leave it out, or "
                 f"megakernel resume {run.path}"
             )
-    return waits
+    return job_ids

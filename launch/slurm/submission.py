@@ -1,4 +1,4 @@
-"""From what is to be run to a job, or to nothing at all: a refused submission leaves no file behind."""
+"""Submits jobs; a refused submission leaves no files behind."""
 
 import io
 import os
@@ -19,13 +19,13 @@ from launch.exit_status import ExitStatus
 from launch.slurm_programs import SlurmRefused, call, foreign_variables, require
 from megakernel.config import UserError
 from megakernel.training import events
-from megakernel.training.environment import REVISION, git, revision
+from megakernel.training.environment import REVISION_FILE, git, revision
 from megakernel.training.run_folder import LEASE_SECONDS, RunLock
 
 from . import log_files
 from .attempt import run_here
 from .job_folder import Job, JobFolder, Settings, write_settings
-from .refusals import explained
+from .refusals import explain_refusal
 from .script import REPOSITORY, Script
 from .states import refuse_live
 
@@ -34,66 +34,65 @@ CONFIG = "config.yaml"
 
 @dataclass(frozen=True)
 class Member:
-    """One run of a submission, which has one, or one for each index of an array."""
+    """One run of a submission: the only one, or one per index of an array."""
 
     run: Path
 
     config: str | None = None
-    """The resolved configuration, where the command reads one."""
+    """The resolved configuration as YAML; None for a command without one."""
 
     index: int | None = None
-    """In the array."""
+    """Index in the array."""
 
 
 @dataclass(frozen=True)
 class Request(Script):
-    """All that is to be submitted at once; its script is that of every job."""
+    """A submission to make; all its jobs run the same script."""
 
     members: Sequence[Member] = ()
-    """The runs."""
 
     chain: int = 1
-    """Jobs one after the other that all go on with the run."""
+    """Number of jobs, one after another, that continue the run."""
 
     def folder(self, member: Member) -> Path:
         """The submission's folder in a member's run."""
         return JobFolder(member.run).submission(self.submission)
 
     def after(self, job: str) -> "Request":
-        """The same, to begin when another job has ended."""
+        """The same request, to start after a job has ended."""
         return replace(self, options={**self.options, "dependency": f"afterany:{job}"})
 
 
-def new_name() -> str:
-    """Of a submission, which tells when."""
+def new_submission_name() -> str:
+    """A name for a submission: the time, UTC."""
     return time.strftime("%Y%m%d-%H%M%S", time.gmtime())
 
 
 def test(request: Request) -> str:
-    """What Slurm says to `sbatch --test-only`; nothing is submitted. Raises SlurmRefused."""
+    """The answer of `sbatch --test-only`; nothing is submitted. Raises SlurmRefused."""
     done = call(["sbatch", "--test-only"], input_text=request.text())
     if done.returncode:
-        raise _refused(done.stderr, request)
+        raise _refusal(done.stderr, request)
     return done.stderr.strip().removeprefix("sbatch: ")
 
 
 def submit(request: Request) -> list[Job]:
-    """Submit, and write everything down; the jobs in the order of chain and members.
+    """Submit and record the jobs; returns them by position in the chain, then by member.
 
-    Raises UserError where a member has a live job, SlurmRefused where Slurm does not take the job; nothing is left
-    behind then, and jobs of a chain that were taken are cancelled again.
+    Raises UserError if a member has a live job, SlurmRefused if Slurm refuses the job; then all files are removed and
+    jobs of the chain that were already submitted are cancelled.
     """
-    with _alone(request):
+    with _locked(request):
         for member in request.members:
             _refuse_trained(member)
         refuse_live([JobFolder(member.run) for member in request.members])
         _write(request)
         if request.cluster.executor == "slurm":
             return _submit_to_slurm(request)
-        started = _start_here(request)
-        jobs = _written_down(started.job_id, request)
+        started = _start_locally(request)
+        jobs = _record_jobs(started.job_id, request)
     if request.cluster.executor == "debug":
-        started.result()  # it runs now, and what it makes stays
+        started.result()  # runs the job, outside of the block so that its files stay if it fails
     return jobs
 
 
@@ -103,7 +102,7 @@ def _write(request: Request) -> None:
     for member in request.members:
         folder = request.folder(member)
         try:
-            folder.mkdir(mode=0o700, parents=True)  # what was typed and changed is its owner's affair
+            folder.mkdir(mode=0o700, parents=True)  # it may hold secrets
             (member.run / "logs").mkdir(exist_ok=True)
             write_settings(folder, settings)
             if member.config is not None:
@@ -112,7 +111,7 @@ def _write(request: Request) -> None:
                 code = write_snapshot(folder / "code")
             else:
                 (folder / "code").symlink_to(code.absolute())
-            _close(folder)
+            _make_private(folder)
         except FileExistsError:
             raise UserError(
                 f"{member.run} was submitted less than a second ago; see megakernel status {member.run}"
@@ -125,28 +124,28 @@ def _unwritable(run: Path, error: OSError) -> UserError:
     return UserError(f"{run} cannot hold the run ({error}); make it writable or choose another run.root")
 
 
-def _close(folder: Path) -> None:
-    """Nobody but its owner reads what lies in the folder."""
+def _make_private(folder: Path) -> None:
+    """Make all files in the folder readable by their owner only."""
     for path in folder.rglob("*"):
         path.chmod(0o700 if path.is_dir() else 0o600)
 
 
-_CODE = ("megakernel/*", "launch/*", "data_pipeline/*", "benchmarks/*.py", "slurm/*")
-"""What of a checkout's files is taken along; anything else may be data."""
+_TRACKED_CODE = ("megakernel/*", "launch/*", "data_pipeline/*", "benchmarks/*.py", "slurm/*")
+"""Tracked files that a snapshot copies; other files may be data."""
 
-_NEW_CODE = tuple(f"{name}/*.py" for name in ("megakernel", "launch", "data_pipeline", "benchmarks"))
-"""The same of files that git does not know, which may be somebody's secrets."""
+_UNTRACKED_CODE = tuple(f"{name}/*.py" for name in ("megakernel", "launch", "data_pipeline", "benchmarks"))
+"""Untracked files that a snapshot copies; other files may be secrets."""
 
 
 def write_snapshot(folder: Path, repository: Path = REPOSITORY) -> Path:
-    """Write the code as it is now, for the job to run, and revision.txt; that alone where there is no checkout.
+    """Copy the current code, for the job to run, and write revision.txt; without a checkout only the latter.
 
-    Gives the folder.
+    Returns the folder.
     """
     folder.mkdir()
-    (folder / REVISION).write_text(revision(repository / "launch" / "cli.py") + "\n")
-    tracked = git(repository, "ls-files", "-z", "--", *_CODE) or ""
-    new = git(repository, "ls-files", "--others", "--exclude-standard", "-z", "--", *_NEW_CODE) or ""
+    (folder / REVISION_FILE).write_text(revision(repository / "launch" / "cli.py") + "\n")
+    tracked = git(repository, "ls-files", "-z", "--", *_TRACKED_CODE) or ""
+    new = git(repository, "ls-files", "--others", "--exclude-standard", "-z", "--", *_UNTRACKED_CODE) or ""
     for name in {*tracked.split("\0"), *new.split("\0")}:
         if (source := repository / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -165,31 +164,30 @@ def _submit_to_slurm(request: Request) -> list[Job]:
                 for member in request.members:
                     shutil.copy(submitted.paths.submission_file, request.folder(member))
         for member in request.members:
-            _close(request.folder(member))
-        return [job for id in ids for job in _written_down(id, request)]
+            _make_private(request.folder(member))
+        return [job for id in ids for job in _record_jobs(id, request)]
     except BaseException as error:
         if ids:
             call(["scancel", *ids])
-        if isinstance(error, _Refused):
-            raise _refused(str(error), request) from None
+        if isinstance(error, _SbatchFailed):
+            raise _refusal(str(error), request) from None
         raise
 
 
-class _Refused(SlurmRefused):
-    """sbatch failed; its text is what sbatch wrote on stderr."""
+class _SbatchFailed(SlurmRefused):
+    """sbatch failed; the text is its stderr."""
 
 
 class ScriptExecutor(SlurmExecutor):
-    """submitit's executor for one batch script: it writes the script, hands it to sbatch and reads the job's id.
+    """A submitit executor for our own batch script: writes it, passes it to sbatch and reads the job id.
 
-    Its own script would be one srun of a pickled function, and that cannot carry these jobs. Nodes are looked at
-    before that srun and the processes are told where to meet; behind it somebody decides whether the job goes back
-    into the queue, by how all processes ended, where submitit's handler requeues as soon as one process gets a signal.
-    Members of an array have a folder each, and containers, secrets and a command line that Slurm's tools show have no
-    place in a pickle. Its `Job` finds states in accounting, which not every cluster has, and results in pickles, which
-    are not there: `states` asks in its place.
+    submitit's own script is one srun of a pickled function, which does not suffice: our script checks the nodes and
+    sets the rendezvous address before srun, and decides after it whether to requeue, by how all processes ended, while
+    submitit's handler requeues as soon as one process gets a signal. Members of an array have a folder each, and
+    containers, secrets and a command line that Slurm's tools show do not fit into a pickle. submitit's `Job` needs
+    accounting for states, which not every cluster has, and pickles for results: `states` is used instead.
 
-    folder: where submitit keeps what it writes. script: the whole text of the batch script.
+    folder: for submitit's files. script: the whole text of the batch script.
     """
 
     def __init__(self, folder: Path, script: str):
@@ -198,23 +196,23 @@ class ScriptExecutor(SlurmExecutor):
         self._script = script
 
     def submit_script(self) -> SlurmJob[None]:
-        """The submitted job, which knows its id and its files. Raises SlurmRefused with what sbatch says."""
-        said = io.StringIO()
+        """Submit, and return the job with its id and files. Raises SlurmRefused with sbatch's stderr."""
+        stderr = io.StringIO()
         try:
-            with redirect_stderr(said):  # submitit prints there before it raises
+            with redirect_stderr(stderr):  # submitit prints there before it raises
                 return self._submit_command("")
         except (FailedJobError, FailedSubmissionError) as error:
-            raise _Refused(str(error) or said.getvalue()) from None
+            raise _SbatchFailed(str(error) or stderr.getvalue()) from None
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         return self._script
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        scrubbed = [option for name in foreign_variables() for option in ("-u", name)]
-        return ["env", *scrubbed, "sbatch", str(submission_file_path)]
+        unset = [option for name in foreign_variables() for option in ("-u", name)]
+        return ["env", *unset, "sbatch", str(submission_file_path)]
 
 
-def _written_down(job: str, request: Request) -> list[Job]:
+def _record_jobs(job: str, request: Request) -> list[Job]:
     jobs = []
     for member in request.members:
         name = job if member.index is None else f"{job}_{member.index}"
@@ -225,8 +223,8 @@ def _written_down(job: str, request: Request) -> list[Job]:
     return jobs
 
 
-def _start_here(request: Request) -> submitit.Job[int]:
-    """submitit's job on this machine; that of its debug executor runs when it is asked for its result."""
+def _start_locally(request: Request) -> submitit.Job[int]:
+    """submitit's job on this machine; with its debug executor it runs when `result` is called."""
     folder = request.folder(request.members[0]).absolute()
     if request.cluster.executor == "debug":
         return submitit.DebugExecutor(folder).submit(run_here, folder)
@@ -234,45 +232,46 @@ def _start_here(request: Request) -> submitit.Job[int]:
     executor.update_parameters(
         gpus_per_node=request.cluster.gpus_per_node,
         signal_delay_s=request.cluster.signal_delay,
-        timeout_min=request.cluster.minutes or _FOR_EVER,
+        timeout_min=request.cluster.minutes or _NO_LIMIT,
     )
     return executor.submit(run_here, folder)
 
 
-_FOR_EVER = 60.0 * 24 * 365
-"""Minutes; submitit's own limit is two."""
+_NO_LIMIT = 60.0 * 24 * 365
+"""Minutes; submitit's default limit is two minutes."""
 
 
 def _refuse_trained(member: Member) -> None:
-    """A command that trains nothing leaves alone a folder that a run trains in: as its last job it ends `resume`."""
+    """Refuse a command in the folder of a training run: as the run's last job it would break `resume`."""
     trained = (member.run / CONFIG).exists() or any(member.run.glob(f"submissions/*/{CONFIG}"))
     if member.config is None and trained:
         raise UserError(f"{member.run} is a run that trains; choose another --name for the command")
 
 
-def _refused(stderr: str, request: Request) -> SlurmRefused:
-    return SlurmRefused(explained(stderr, request.cluster, {**request.options, "array": request.array}))
+def _refusal(stderr: str, request: Request) -> SlurmRefused:
+    return SlurmRefused(explain_refusal(stderr, request.cluster, {**request.options, "array": request.array}))
 
 
 @contextmanager
-def _alone(request: Request) -> Iterator[None]:
-    """Nobody else submits these runs before the block ends; where it fails, what it has made is removed.
+def _locked(request: Request) -> Iterator[None]:
+    """Lock these runs against other submissions; if the block fails, remove what it created.
 
-    Whoever waited finds the job that was submitted meanwhile. A submitter that is killed leaves no lock.
+    A submission that waited for the lock then finds the other's live job. A killed process leaves no lock.
     """
-    made: list[Path] = []
-    with ExitStack() as last:
+    created: list[Path] = []
+    with ExitStack() as cleanup:
         try:
-            for member in sorted(request.members, key=lambda member: member.run):  # in everybody's order
+            # In a fixed order, so that two submissions cannot deadlock.
+            for member in sorted(request.members, key=lambda member: member.run):
                 for parent in reversed([path for path in member.run.parents if not path.exists()]):
-                    last.callback(_remove_if_empty, parent)
-                last.callback(_lock(member.run).release)
+                    cleanup.callback(_remove_if_empty, parent)
+                cleanup.callback(_lock(member.run).release)
                 is_new = os.listdir(member.run) == [_LOCK]
                 parts = request.folder(member), member.run / "logs"
-                made += [member.run] if is_new else filter(None, map(_first_missing, parts))
+                created += [member.run] if is_new else filter(None, map(_first_missing, parts))
             yield
         except BaseException:
-            for path in made:
+            for path in created:
                 shutil.rmtree(path, ignore_errors=True)
             raise
 
@@ -284,12 +283,12 @@ def _lock(run: Path) -> RunLock:
     while True:
         try:
             run.mkdir(parents=True, exist_ok=True)
-            lock = RunLock(run, LEASE_SECONDS, name=_LOCK, held_to="submits")
+            lock = RunLock(run, LEASE_SECONDS, name=_LOCK, activity="submits")
         except FileNotFoundError:
-            continue  # another submission was refused, and has removed the folder again
+            continue  # another submission was refused and removed the folder
         except OSError as error:
             raise _unwritable(run, error) from None
-        if lock.is_of_its_file:
+        if lock.is_effective:
             return lock
 
 
@@ -304,12 +303,12 @@ def _first_missing(folder: Path) -> Path | None:
 
 
 def wait(request: Request, jobs: Sequence[Job], follow: bool) -> int:
-    """Wait until all have ended, with their logs or without; 0 where all have done what they were to do, else 1."""
+    """Wait until all jobs have ended, printing their logs with `follow`; 0 if all were COMPLETED, else 1."""
     runs = [JobFolder(member.run) for member in request.members]
-    readers = [log_files.LogReader(run, log_files.Choice()) for run in runs] if follow else []
+    readers = [log_files.LogReader(run, log_files.LogSelection()) for run in runs] if follow else []
     ids = {job.id for job in jobs}
     ends = log_files.follow(readers, {run: [job for job in run.jobs() if job.id in ids] for run in runs})
-    # Of a chain the last link tells.
-    last = {job.id for job in (jobs if request.chain == 1 else jobs[-1:])}
-    is_done = all(state.state == "COMPLETED" for state in ends if state.job in last)
+    # Only the last job of a chain counts.
+    decisive = {job.id for job in (jobs if request.chain == 1 else jobs[-1:])}
+    is_done = all(state.state == "COMPLETED" for state in ends if state.job in decisive)
     return ExitStatus.DONE if is_done else ExitStatus.FAILED

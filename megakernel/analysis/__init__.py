@@ -1,1 +1,1 @@
-"""Analysis: what a model costs."""
+"""Plots of trained models, plans of runs, and the catalogue of mechanisms."""

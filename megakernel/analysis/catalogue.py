@@ -1,4 +1,4 @@
-"""The catalogue of mechanisms: what each preset is, where it comes from, and what it costs, read off the code."""
+"""The catalogue of mechanisms: what each preset is, its source, and its cost, taken from the code."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -9,13 +9,13 @@ import torch
 from megakernel.attention import AttentionLayer, build
 from megakernel.config import PRESETS, Attention, Model, expand_preset
 from megakernel.config.algebra import Eva, Nystromformer, SimpleGla, Skyformer
-from megakernel.config.mechanisms import Shape
+from megakernel.config.mechanisms import LayerShape
 from megakernel.model.flops import attention_flops
 
-HEADS, HEAD_DIM, ROW = 4, 32, 512
+HEADS, HEAD_DIM, SEQ_LEN = 4, 32, 512
 """Sizes of the layers that the catalogue builds."""
 
-SHAPE = Shape(HEADS, HEADS, HEAD_DIM)
+SHAPE = LayerShape(HEADS, HEADS, HEAD_DIM)
 
 KERNELS, SKYFORMER, MIXTURES, FLURKA = PAPERS = (
     "Learning the Transformer Kernel",
@@ -23,18 +23,18 @@ KERNELS, SKYFORMER, MIXTURES, FLURKA = PAPERS = (
     "Transformer-MGK",
     "FLuRKA",
 )
-"""The papers whose mechanisms all are here."""
+"""The papers of which every mechanism is implemented."""
 
 
 class Origin(NamedTuple):
-    """Where a mechanism comes from."""
+    """The source of a mechanism."""
 
     paper: str
     equation: str | None
-    """Its equations there, or the section where none has a number; None for other papers than PAPERS."""
+    """Its equations in the paper, or the section if they have no numbers; None for papers not in PAPERS."""
 
     idea: str
-    """What it is, in one line."""
+    """The mechanism in one line."""
 
 
 SOURCES = {
@@ -75,27 +75,27 @@ SOURCES = {
         "Yang et al. 2025", None, "state that decays and corrects itself, convolution, norm and gate"
     ),
 }
-"""Preset -> where it comes from."""
+"""Preset -> its source."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One mechanism, as a layer of HEADS heads of width HEAD_DIM on sequences of ROW tokens has it."""
+    """One mechanism, with layers of HEADS heads of width HEAD_DIM for sequences of SEQ_LEN tokens."""
 
     name: str
     form: Attention
 
     layers: dict[str, AttentionLayer]
-    """Kind of model, "decoder" or "encoder", that can use it -> its layer there."""
+    """Kind of model that can use it, "decoder" or "encoder" -> its layer there."""
 
     @property
     def layer(self) -> AttentionLayer:
-        """That of a decoder where it can be one."""
+        """The decoder's layer if there is one, otherwise the encoder's."""
         return next(iter(self.layers.values()))
 
     @property
     def tree(self) -> dict[str, Any]:
-        """The preset written out, with the settings of a mechanism besides the algebra."""
+        """The preset's settings, including those of the mechanism's section if it is outside the algebra."""
         if self.form.mechanism == "algebra":
             return PRESETS[self.name]
         kinds = {"eva": Eva, "skyformer": Skyformer, "nystromformer": Nystromformer, "simple_gla": SimpleGla}
@@ -104,7 +104,7 @@ class Entry:
 
     @property
     def growth(self) -> float:
-        """By how much the cost of a long sequence grows when it doubles: 2 is linear, 4 quadratic."""
+        """Factor by which FLOPs grow when a long sequence doubles: 2 is linear, 4 quadratic."""
         sizes = {"num_layers": 1, "hidden_size": HEADS * HEAD_DIM, "num_heads": HEADS, "position": "none"}
         kind = "causal_lm" if self.layer.causal else "masked_lm"
         model = Model.model_validate({**sizes, "kind": kind, "attention": self.form})
@@ -112,15 +112,15 @@ class Entry:
         return long / short
 
     def parameters(self, shared: bool = False) -> int:
-        """Learned numbers beside the layer's projections; shared: those of no head, which every tensor rank holds."""
-        cut = self.layer.sharded_parameters() if shared else ()
-        of_heads, of_all = self.form.parameters_around(SHAPE)
+        """Learned numbers besides the layer's projections; shared: only those that every tensor rank has a copy of."""
+        sharded = self.layer.sharded_parameters() if shared else ()
+        of_heads, of_all = self.form.optional_parameters(SHAPE)
         around = of_all if shared else of_heads + of_all
-        return around + sum(x.numel() for key, x in self.layer.named_parameters() if key not in cut)
+        return around + sum(x.numel() for key, x in self.layer.named_parameters() if key not in sharded)
 
     @property
     def state_size(self) -> int | None:
-        """Numbers that decoding carries from token to token; None where they grow with the tokens or there are none."""
+        """Size of the decoding state in numbers; None if there is none or it grows with the tokens."""
         return self.form.state_sizes(SHAPE)[0] if self.layer.is_recurrent else None
 
 
@@ -130,9 +130,9 @@ def catalogue() -> list[Entry]:
 
 
 def entry(name: str) -> Entry:
-    """One preset's."""
+    """The entry of one preset."""
     form = Attention.model_validate(expand_preset(name))
-    can = {"decoder": form.mixes_future_tokens is None, "encoder": form.looks_back_only is None}
-    make = partial(build, name, num_heads=HEADS, head_dim=HEAD_DIM, max_positions=ROW)
+    usable = {"decoder": form.mixes_future_tokens is None, "encoder": form.looks_back_only is None}
+    make = partial(build, name, num_heads=HEADS, head_dim=HEAD_DIM, max_positions=SEQ_LEN)
     with torch.device("cpu"):
-        return Entry(name, form, {kind: make(causal=kind == "decoder") for kind in can if can[kind]})
+        return Entry(name, form, {kind: make(causal=kind == "decoder") for kind in usable if usable[kind]})

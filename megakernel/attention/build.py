@@ -1,4 +1,4 @@
-"""From a point of the algebra to a module."""
+"""Builds the module of an attention mechanism from its configuration."""
 
 from importlib import import_module
 from typing import Any
@@ -24,14 +24,14 @@ def build(
     """The attention module of one layer.
 
     Args:
-        attention: a preset's name, a tree (`{preset: NAME, ...changes}` included) or a validated tree.
+        attention: a preset's name, a dict (such as `{preset: NAME, ...changes}`) or a validated configuration.
         num_heads: query heads of the whole layer, over all shards.
-        num_kv_heads: key/value heads of the whole layer; None takes num_heads.
+        num_kv_heads: key/value heads of the whole layer; None: num_heads.
 
-    The others are those of `LayerSettings`.
+    The other arguments are those of `LayerSettings`.
 
     Raises:
-        ValueError: an unknown preset or key, heads that do not divide, a mechanism that is causal only.
+        ValueError: an unknown preset or key, heads that do not divide, a mechanism that cannot be (or must be) causal.
     """
     form = (
         attention if isinstance(attention, Attention) else Attention.model_validate(expand_preset(attention))
@@ -49,8 +49,8 @@ def build(
     return layer_class((causal and spec.causal_layer) or spec.layer)(form, settings)
 
 
-def layer_class(place: str) -> type[AttentionLayer]:
-    """The class that a mechanism names: the configuration, which knows all of them, loads no torch."""
-    module, name = place.split(".")
-    kind: type[AttentionLayer] = getattr(import_module(f"megakernel.attention.{module}"), name)
-    return kind
+def layer_class(path: str) -> type[AttentionLayer]:
+    """The class named MODULE.CLASS; the configuration has names, because it must not import torch."""
+    module, name = path.split(".")
+    cls: type[AttentionLayer] = getattr(import_module(f"megakernel.attention.{module}"), name)
+    return cls

@@ -1,4 +1,4 @@
-"""E and F of a layer: what shortens keys and values along the sequence (docs/formulas.md, 3)."""
+"""E and F of a layer, which compress keys and values along the sequence (docs/formulas.md, 3)."""
 
 from typing import NamedTuple
 
@@ -11,33 +11,32 @@ from megakernel.config.algebra import BlockCompression, Compression, LinformerCo
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.low_rank import compress
 
-OWN_SHARE = 0.9
-"""Share of a landmark's initial weight on its own stretch of the block."""
+SEGMENT_WEIGHT = 0.9
+"""Share of a landmark's initial weight that lies on its own segment of the block."""
 
 
-def own_stretch(rank: int, block_size: int) -> Tensor:
-    """(r, b) bool: the token belongs to the landmark's own stretch of the block, b / r tokens."""
+def landmark_segments(rank: int, block_size: int) -> Tensor:
+    """(r, b) bool: whether the token lies in the landmark's segment of the block, b / r tokens."""
     return torch.arange(block_size) * rank // block_size == torch.arange(rank)[:, None]
 
 
 def pooling_logits(rank: int, block_size: int) -> Tensor:
     """Initial logits (r, b) of E and F, whose rows are softmaxed.
 
-    Landmark s starts as a mean over its own stretch of b / r tokens: landmarks that started alike would stay
-    alike, since they would receive equal gradients. A tenth of the weight lies on the rest of the block, so
-    that every token gets a gradient. With r = b there is no rest to learn from: landmark s is token s, exact
-    to rounding (a share of e^-40 on others), and the layer starts as exact attention.
+    Landmark s starts as the mean of its own segment of b / r tokens: identical landmarks would receive equal gradients
+    and stay identical. A tenth of the weight lies on the rest of the block, so that every token gets a gradient. With
+    r = b, landmark s is token s up to rounding (e^-40 on the others), and the layer starts as exact attention.
     """
-    own = own_stretch(rank, block_size)
+    segments = landmark_segments(rank, block_size)
     if rank == block_size:
-        return torch.where(own, 0.0, -40.0)
-    inside = own.sum(1, keepdim=True)
+        return torch.where(segments, 0.0, -40.0)
+    inside = segments.sum(1, keepdim=True)
     outside = (block_size - inside).clamp(min=1)
-    gap = torch.log(OWN_SHARE / inside) - torch.log((1 - OWN_SHARE) / outside)
-    return torch.where(own, 0.0, -gap)
+    gap = torch.log(SEGMENT_WEIGHT / inside) - torch.log((1 - SEGMENT_WEIGHT) / outside)
+    return torch.where(segments, 0.0, -gap)
 
 
-class Landmarks(NamedTuple):
+class CompressedKV(NamedTuple):
     """Compressed keys and values."""
 
     keys: Tensor
@@ -46,15 +45,15 @@ class Landmarks(NamedTuple):
     values: Tensor
     """(B, H_kv, L, D)"""
 
-    mass: Tensor | None
-    """(B, L) or (1, L): how many tokens a landmark stands for; None where all stand for equally many."""
+    token_counts: Tensor | None
+    """(B, L) or (1, L): the landmark token counts; None if all are equal."""
 
 
 class Compressor(FullPrecision):
-    """E and F, learned unless they are the means of `pool`.
+    """E and F: learned, except for the means of `pool`.
 
-    Rows of `block` and `pool` have sum 1, so that a constant stays constant; where a row of tokens ends inside a block
-    the weights of its real tokens do. Linformer's E is free, N(0, 1 / d_k) at the start.
+    Rows of `block` and `pool` sum to 1, so a constant stays constant; in a block that the sequence ends inside, the
+    weights of the real tokens sum to 1. Linformer's E is unconstrained and starts as N(0, 1 / d_k).
     """
 
     def __init__(self, compression: Compression, settings: LayerSettings):
@@ -78,29 +77,29 @@ class Compressor(FullPrecision):
         else:
             self.rank, self.block_size = 1, compression.block_size
             return
-        # Beside each other in memory: what both act on, they act on as one matrix.
+        # One tensor, so that E and F can be applied to the same input in one product.
         self.matrices = nn.Parameter(both[..., :1, :, :].clone() if compression.share_kv else both)
 
     def sharded_parameters(self) -> dict[str, int]:
-        """E and F where they are per head."""
+        """Name -> dimension that counts heads: E and F, if they are per head."""
         return {name: 0 for name, _ in self.named_parameters() if self.per_head}
 
     def pools(self, like: Tensor) -> Tensor:
-        """E and F for tokens `like`, or E alone where keys and values share it: (p, r, b) or (H_kv, p, r, b).
+        """E and F, or E alone (p = 1) if keys and values share it: (p, r, b) or (H_kv, p, r, b).
 
-        Float32 or better where rows have sum 1; Linformer's are the parameter itself, a view and no copy.
+        like: gives device and dtype. Normalized rows are float32 or better; Linformer's are the parameter, not a copy.
         """
         if self.matrices is None:
             return like.new_full((1, 1, self.block_size), 1 / self.block_size, dtype=accum_dtype(like.dtype))
-        used = self.matrices if self.per_head else self.heads.shared(self.matrices)
-        used = used.to(like.device)
-        return used.to(accum_dtype(used.dtype)).softmax(-1) if self.normalized else used
+        matrices = self.matrices if self.per_head else self.heads.shared(self.matrices)
+        matrices = matrices.to(like.device)
+        return matrices.to(accum_dtype(matrices.dtype)).softmax(-1) if self.normalized else matrices
 
     def forward(self, parts: tuple[Tensor, ...], *, first: int, length: int) -> tuple[Tensor, ...]:
-        """What tokens from place `first` on contribute to the landmarks of sequences of `length` tokens.
+        """Contribution of the tokens from index `first` on to the landmarks of sequences of `length` tokens.
 
-        parts: one tensor (..., n, c) to which both E and F are applied, or the keys and the values.
-        Returns E x and F x, (..., L, c) in float32 or better; E x alone where one E makes both of one tensor.
+        parts: one tensor (..., n, c), to which both E and F are applied, or the keys and the values.
+        Returns E x and F x, (..., L, c) in float32 or better; E x alone if `parts` is one tensor and E = F.
         """
         if not self.normalized and length > self.block_size:
             raise ValueError(
@@ -109,45 +108,44 @@ class Compressor(FullPrecision):
             )
         pools = self.pools(parts[0])
         if len(parts) == 1:
-            # One product, [E; F] x: tokens are read once, forward and backward.
+            # One product, [E; F] x, reads the tokens once in forward and once in backward.
             both = compress(parts[0], pools.flatten(-3, -2), first=first, length=length)
             blocks = both.unflatten(-2, (-1, pools.shape[-3], self.rank))
             return tuple(x.flatten(-3, -2) for x in blocks.unbind(-3))
-        each = [pools.select(-3, min(i, pools.shape[-3] - 1)) for i in range(len(parts))]
-        return tuple(compress(x, pool, first=first, length=length) for x, pool in zip(parts, each))
+        pool_of_part = [pools.select(-3, min(i, pools.shape[-3] - 1)) for i in range(len(parts))]
+        return tuple(compress(x, pool, first=first, length=length) for x, pool in zip(parts, pool_of_part))
 
-    def finish(self, keys: Tensor, values: Tensor, *, length: int, counts: Tensor | None) -> Landmarks:
-        """Landmarks from whole sums (B, H_kv, L, .) over sequences of `length` tokens, `counts` (B,) of them real."""
+    def finish(self, keys: Tensor, values: Tensor, *, length: int, counts: Tensor | None) -> CompressedKV:
+        """Landmarks from complete sums (B, H_kv, L, .) over `length` tokens, of which `counts` (B,) are real."""
         if not self.normalized or (counts is None and length % self.block_size == 0):
-            return Landmarks(keys, values, None)
+            return CompressedKV(keys, values, None)
         if counts is None:
             counts = torch.tensor([length], device=keys.device)
         blocks = torch.arange(keys.shape[2] // self.rank, device=keys.device)
         real = (counts[:, None] - blocks * self.block_size).clamp(0, self.block_size)
         pools = self.pools(keys)
-        keys = keys / self._shares(pools.select(-3, 0), real).to(keys.dtype)
-        values = values / self._shares(pools.select(-3, -1), real).to(values.dtype)
-        return Landmarks(
-            keys, values, (real.to(accum_dtype(keys.dtype)) / self.rank).repeat_interleave(self.rank, 1)
-        )
+        keys = keys / self._real_weights(pools.select(-3, 0), real).to(keys.dtype)
+        values = values / self._real_weights(pools.select(-3, -1), real).to(values.dtype)
+        token_counts = (real.to(accum_dtype(keys.dtype)) / self.rank).repeat_interleave(self.rank, 1)
+        return CompressedKV(keys, values, token_counts)
 
-    def _shares(self, pool: Tensor, real: Tensor) -> Tensor:
-        """(B, 1 or H_kv, L, 1): weight that lies on the first `real` (B, blocks) tokens of each block, 1 where none."""
+    def _real_weights(self, pool: Tensor, real: Tensor) -> Tensor:
+        """(B, 1 or H_kv, L, 1): weight on the first `real` (B, blocks) tokens of each block; 1 if there are none."""
         sums = nn.functional.pad(pool.cumsum(-1), (1, 0), value=0.0)
         sums = sums if sums.dim() == 3 else sums[None]
-        shares = sums[..., real].permute(2, 0, 3, 1).flatten(2)[..., None]
-        return shares.masked_fill(shares == 0, 1.0)
+        weights = sums[..., real].permute(2, 0, 3, 1).flatten(2)[..., None]
+        return weights.masked_fill(weights == 0, 1.0)
 
 
 def _gaussian(compression: LinformerCompression, columns: int, settings: LayerSettings) -> Tensor:
-    """E and F ~ N(0, 1 / d_k), (2, d_k, N) or, for each key head, (H_kv, 2, d_k, N)."""
+    """E and F ~ N(0, 1 / d_k), (2, d_k, N), or (H_kv, 2, d_k, N) per key head."""
 
-    def draw(*place: int | str) -> Tensor:
+    def draw(*head: int) -> Tensor:
         both = torch.randn(
             2,
             compression.rank,
             columns,
-            generator=generator(settings.seed, *place, "linformer"),
+            generator=generator(settings.seed, *head, "linformer"),
             dtype=torch.float64,
             device="cpu",
         )

@@ -1,4 +1,4 @@
-"""What a layer holds and learns for its feature map: W of hedgehog, frequencies omega, or nothing.
+"""Parameters and random numbers of a layer's feature map: W of hedgehog, frequencies omega, or none.
 
 The learned frequencies are the three kinds of *Learning the Transformer Kernel* (KL).
 """
@@ -22,19 +22,19 @@ from megakernel.ops.projections import FastFood, padded_width
 from megakernel.ops.projections import Projection as OpProjection
 
 Draw = Callable[[torch.Generator], Tensor]
-"""Random numbers of one head from its stream."""
+"""Draws the random numbers of one head from its generator."""
 
 
 class Projection(FullPrecision):
-    """Called without arguments, gives the projection of the op's feature map; of a map that has none, None."""
+    """Returns the projection of the op's feature map when called; this base class is for maps without one."""
 
     def __init__(self, form: FeatureMap, settings: LayerSettings):
         super().__init__()
         self.feature_map = op_map(form)
-        """What the op is told besides the projection."""
+        """The map's name and options for the op."""
 
     def sharded_parameters(self) -> dict[str, int]:
-        """Name -> dimension that counts heads, of parameters and buffers that belong to heads."""
+        """Name -> dimension that counts heads: all parameters and buffers."""
         return dict.fromkeys(self.state_dict(), 0)
 
     def forward(self) -> OpProjection | None:
@@ -43,7 +43,7 @@ class Projection(FullPrecision):
 
 
 class Hedgehog(Projection):
-    """W per key head, from the identity."""
+    """A learned W per key head, initialized as the identity."""
 
     def __init__(self, form: FeatureMap, settings: LayerSettings):
         super().__init__(form, settings)
@@ -51,18 +51,18 @@ class Hedgehog(Projection):
 
     def forward(self) -> Tensor:
         """W, (H_kv, d, d)."""
-        # A copy, not the parameter: ZeRO 3 takes a parameter apart as soon as the module that holds it has run.
+        # A copy: ZeRO 3 re-partitions a parameter as soon as the forward of its module has returned.
         return self.matrix.clone()
 
 
 class RandomMatrix(Projection):
-    """Gaussian omega that nothing learns: orthogonal rows for favor, independent ones for rff."""
+    """A fixed Gaussian omega: orthogonal rows for favor, independent rows for rff."""
 
     def __init__(self, form: FeatureMap, settings: LayerSettings):
         super().__init__(form, settings)
         rows = orthogonal_gaussian if form.name == "favor" else gaussian
         samples = form.sample_count(settings.head_dim)
-        draw = drawn_per_head(settings, lambda stream: rows(samples, settings.head_dim, stream))
+        draw = draw_per_head(settings, lambda stream: rows(samples, settings.head_dim, stream))
         self.matrix = Noise(draw, form.redraw_interval)
 
     def forward(self) -> Tensor:
@@ -71,22 +71,22 @@ class RandomMatrix(Projection):
 
 
 def op_map(form: FeatureMap) -> ops.FeatureMap:
-    """The elementwise part of a map: where omega comes from makes no difference to the op."""
+    """The op's feature map; the op does not depend on where omega comes from."""
     name: str = "rks" if form.name == "rff" else form.name
     if name.endswith(("_rks", "_prf")):
         name = name[-3:]
     return ops.FeatureMap(name, form.components if form.kind == "gmm" else 1, form.smoothing)
 
 
-def drawn_per_head(settings: LayerSettings, draw: Draw) -> Callable[[int], Tensor]:
-    """From a draw's number to (H_kv, ...), each head's part from a stream of its own."""
+def draw_per_head(settings: LayerSettings, draw: Draw) -> Callable[[int], Tensor]:
+    """A function from a draw's number to (H_kv, ...), with one generator per head."""
 
-    def numbered(number: int) -> Tensor:
-        # Number 0 is the stream of the head itself, from which a map without redraws takes its one draw.
-        place = (number,) if number else ()
-        return torch.stack([draw(generator(settings.seed, head, *place)) for head in settings.kv_heads])
+    def draw_number(number: int) -> Tensor:
+        # Draw 0, the only one of a map without redraws, has the head's seed without a number.
+        suffix = (number,) if number else ()
+        return torch.stack([draw(generator(settings.seed, head, *suffix)) for head in settings.kv_heads])
 
-    return numbered
+    return draw_number
 
 
 def gaussian(samples: int, width: int, stream: torch.Generator) -> Tensor:
@@ -95,7 +95,7 @@ def gaussian(samples: int, width: int, stream: torch.Generator) -> Tensor:
 
 
 def orthogonal_gaussian(samples: int, width: int, stream: torch.Generator) -> Tensor:
-    """(samples, width) float64: orthogonal directions in every `width` rows, lengths of Gaussian vectors."""
+    """(samples, width) float64: rows with the norms of Gaussian vectors, orthogonal within each `width` rows."""
     blocks = []
     for _ in range(-(-samples // width)):
         directions, upper = torch.linalg.qr(gaussian(width, width, stream))
@@ -106,25 +106,27 @@ def orthogonal_gaussian(samples: int, width: int, stream: torch.Generator) -> Te
 
 
 SLOPE = 0.01
-"""Of LeakyReLU below 0."""
+"""Slope of LeakyReLU below 0."""
 
 EPS = 1e-5
 """Added to the variance over samples."""
 
 MOMENTUM = 0.1
-"""Share of a step's statistics in the running ones."""
+"""Weight of a step's statistics in the running ones."""
 
 
-class Generator(nn.Module):
+class FrequencyGenerator(nn.Module):
     """Hidden layers, then a linear map and tanh: (M, widths[0]) noise to (M, widths[-1]) frequencies in (-1, 1)."""
 
-    def __init__(self, widths: Sequence[int], draw: torch.Generator):
+    def __init__(self, widths: Sequence[int], stream: torch.Generator):
         super().__init__()
-        self.hidden = nn.ModuleList(HiddenLayer(inner, outer, draw) for inner, outer in pairwise(widths[:-1]))
-        self.weight, self.bias = linear_parameters(widths[-2], widths[-1], draw)
+        self.hidden = nn.ModuleList(
+            HiddenLayer(inner, outer, stream) for inner, outer in pairwise(widths[:-1])
+        )
+        self.weight, self.bias = linear_parameters(widths[-2], widths[-1], stream)
 
     def begin_step(self) -> None:
-        """Settle the running statistics of the step before."""
+        """Commit the running statistics of the previous step."""
         for layer in self.hidden:
             assert isinstance(layer, HiddenLayer)
             layer.begin_step()
@@ -139,9 +141,9 @@ class Generator(nn.Module):
 class HiddenLayer(FullPrecision):
     """Linear, batch norm over the samples, LeakyReLU.
 
-    Training normalizes by the samples' own statistics, evaluation by running ones. These move once per training step,
-    from where `begin_step` found them: a step's micro-batches and recomputations see the same samples, and must not
-    count twice.
+    Training normalizes by batch statistics, evaluation by running ones. Each forward of a step updates the running
+    statistics from their values at `begin_step`: micro-batches and recomputations see the same samples and must not
+    be counted twice.
     """
 
     mean: Tensor
@@ -149,9 +151,9 @@ class HiddenLayer(FullPrecision):
     mean_before: Tensor
     variance_before: Tensor
 
-    def __init__(self, inner: int, outer: int, draw: torch.Generator):
+    def __init__(self, inner: int, outer: int, stream: torch.Generator):
         super().__init__()
-        self.weight, self.bias = linear_parameters(inner, outer, draw)
+        self.weight, self.bias = linear_parameters(inner, outer, stream)
         self.scale, self.shift = nn.Parameter(torch.ones(outer)), nn.Parameter(torch.zeros(outer))
         self.register_buffer("mean", torch.zeros(outer))
         self.register_buffer("variance", torch.ones(outer))
@@ -159,7 +161,7 @@ class HiddenLayer(FullPrecision):
         self.register_buffer("variance_before", torch.ones(outer), persistent=False)
 
     def begin_step(self) -> None:
-        """Take the running statistics for those that this step moves."""
+        """Save the running statistics as the base of this step's update."""
         self.mean_before.copy_(self.mean)
         self.variance_before.copy_(self.variance)
 
@@ -181,22 +183,22 @@ class HiddenLayer(FullPrecision):
         self.variance.copy_(torch.lerp(self.variance_before, unbiased.to(self.variance.dtype), MOMENTUM))
 
 
-def linear_parameters(inner: int, outer: int, draw: torch.Generator) -> tuple[nn.Parameter, nn.Parameter]:
-    """Weight (outer, inner) and bias (outer,), uniform within 1 / sqrt(inner) of 0."""
-    uniform = torch.rand(outer, inner + 1, generator=draw, device="cpu") * 2 - 1
+def linear_parameters(inner: int, outer: int, stream: torch.Generator) -> tuple[nn.Parameter, nn.Parameter]:
+    """Weight (outer, inner) and bias (outer,), uniform in +-1 / sqrt(inner)."""
+    uniform = torch.rand(outer, inner + 1, generator=stream, device="cpu") * 2 - 1
     weight, bias = (uniform * inner**-0.5).to(torch.get_default_device()).split([inner, 1], 1)
     return nn.Parameter(weight.contiguous()), nn.Parameter(bias[:, 0].contiguous())
 
 
 SHARED = "shared"
-"""Stands for the head in the random numbers of what all heads of a layer share."""
+"""Takes the place of the head in the seed of random numbers that all heads share."""
 
 
 class GaussianMixture(Projection):
-    """omega = mu_c + S_c^T n of a learned mixture of C Gaussians, one noise n for all of them (KL eqs. 5 and 10).
+    """omega = mu_c + S_c^T n of a learned mixture of C Gaussians that share one noise n (KL eqs. 5 and 10).
 
-    gmm_rks has full matrices S_c, covariance S_c^T S_c; tied, its two components are +-mu with one S. gmm_prf has
-    standard deviations sigma_c in place of S_c. Initial values are KL's, whose laws count the key heads of the layer.
+    gmm_rks has full matrices S_c, covariance S_c^T S_c; if tied, its two components are +-mu with one S. gmm_prf has
+    standard deviations sigma_c in place of S_c. Initial values are KL's, whose bounds depend on the layer's key heads.
     """
 
     def __init__(self, form: FeatureMap, settings: LayerSettings):
@@ -205,7 +207,7 @@ class GaussianMixture(Projection):
         self.full = form.name == "gmm_rks"
         self.tied = form.is_tied
         samples, components = form.sample_count(head_dim), 1 if self.tied else form.components
-        draw = drawn_per_head(settings, lambda stream: gaussian(samples, head_dim, stream))
+        draw = draw_per_head(settings, lambda stream: gaussian(samples, head_dim, stream))
         self.noise = Noise(draw, form.redraw_interval)
 
         shape: tuple[int, ...] = (components, head_dim)
@@ -218,7 +220,7 @@ class GaussianMixture(Projection):
             self.log_variance = _uniform(bound, shape, settings, "variance")
 
     def forward(self) -> Tensor:
-        """omega, (H_kv, C M, d), one component after the other."""
+        """omega, (H_kv, C M, d), components concatenated."""
         noise = self.noise()[:, None]
         mean = self.mean.to(noise.dtype)[:, :, None]
         if self.full:
@@ -230,7 +232,7 @@ class GaussianMixture(Projection):
 
 
 class FastFoodProjection(Projection):
-    """Blocks S H G Pi H B / sqrt(n) of each key head (KL eq. 6); the diagonals named in `learn` are parameters."""
+    """Blocks S H G Pi H B / sqrt(n) per key head (KL eq. 6); the diagonals named in `learn` are parameters."""
 
     def __init__(self, form: FeatureMap, settings: LayerSettings):
         super().__init__(form, settings)
@@ -238,7 +240,7 @@ class FastFoodProjection(Projection):
         blocks, size = form.sample_count(head_dim) // head_dim, padded_width(head_dim)
         learned = {"SGB": ("scales", "gaussians", "signs"), "S": ("scales",), "fixed": ()}[form.learn]
         for index, name in enumerate(FastFood._fields):
-            fixed = Noise(drawn_per_head(settings, partial(fast_food_part, index, blocks, size)))
+            fixed = Noise(draw_per_head(settings, partial(draw_fastfood_field, index, blocks, size)))
             setattr(self, name, nn.Parameter(fixed.values) if name in learned else fixed)
 
     def forward(self) -> FastFood:
@@ -248,7 +250,7 @@ class FastFoodProjection(Projection):
 
 
 class GenerativeProjection(Projection):
-    """omega = g(n), g and the noise n shared by the heads of a layer (KL eq. 7)."""
+    """omega = g(n); the heads of a layer share g and the noise n (KL eq. 7)."""
 
     def __init__(self, form: FeatureMap, settings: LayerSettings):
         super().__init__(form, settings)
@@ -257,23 +259,23 @@ class GenerativeProjection(Projection):
         self.noise = Noise(
             lambda number: gaussian(samples, head_dim, generator(seed, SHARED, number)), form.redraw_interval
         )
-        self.generator = Generator([head_dim] * 6, generator(seed, SHARED, "generator"))
+        self.generator = FrequencyGenerator([head_dim] * 6, generator(seed, SHARED, "generator"))
 
     def sharded_parameters(self) -> dict[str, int]:
-        """None: all shards of heads hold the whole generator."""
+        """None: every tensor-parallel rank holds the whole generator."""
         return {}
 
     def redraw(self, step: int) -> None:
-        """A step begins; the noise hears of it by itself."""
+        """Begin a step; the noise redraws itself."""
         self.generator.begin_step()
 
     def forward(self) -> Tensor:
         """omega, (M, d)."""
-        # The generator is the same computation on every shard, so that summing the gradient of its result is enough.
+        # Every shard runs the same generator, so summing the gradient of its result is enough.
         return self.heads.shared(self.generator(self.noise()))
 
 
-def fast_food_part(index: int, blocks: int, size: int, stream: torch.Generator) -> Tensor:
+def draw_fastfood_field(index: int, blocks: int, size: int, stream: torch.Generator) -> Tensor:
     """One field (blocks, n) of a random FastFood: B signs, G normal, S for rows as long as Gaussian vectors."""
     signs = gaussian(blocks, size, stream).sign()
     gaussians = gaussian(blocks, size, stream)
@@ -283,7 +285,7 @@ def fast_food_part(index: int, blocks: int, size: int, stream: torch.Generator) 
 
 
 def _uniform(bound: float, shape: tuple[int, ...], settings: LayerSettings, name: str) -> nn.Parameter:
-    """(H_kv, *shape), uniform within `bound` of 0."""
+    """(H_kv, *shape), uniform in +-bound."""
     streams = [generator(settings.seed, head, name) for head in settings.kv_heads]
     draws = torch.stack([torch.rand(shape, generator=stream, device="cpu") for stream in streams])
     return nn.Parameter(((2 * draws - 1) * bound).to(torch.get_default_device()))
@@ -297,13 +299,13 @@ _KINDS: dict[str, type[Projection]] = {
     "fastfood": FastFoodProjection,
     "generative": GenerativeProjection,
 }
-"""By the beginning of a map's name; the others hold nothing."""
+"""Prefix of a map's name -> projection; other maps have none."""
 
 
 def build_projection(form: FeatureMap, settings: LayerSettings) -> Projection:
-    """The projection of one layer, for the key heads of one shard.
+    """The projection of one layer for the key heads of one shard.
 
-    Everything random is a function of (seed, head, draw). Raises ValueError for options that do not fit head_dim.
+    Random numbers are a function of (seed, head, draw). Raises ValueError for options that do not fit head_dim.
     """
     if problems := list(form.problems_at(settings.head_dim)):
         raise ConfigError(problems)

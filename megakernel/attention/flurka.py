@@ -1,4 +1,4 @@
-"""Causal FLuRKA: landmarks of earlier blocks under a kernel, the current block exactly (docs/formulas.md, 4)."""
+"""Causal FLuRKA: kernel attention to landmarks of earlier blocks, exact to the current block (docs/formulas.md, 4)."""
 
 import math
 from typing import Any
@@ -21,20 +21,20 @@ from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.mixture import pack_keys
 
 DECAY_NORMALIZER = 16.0
-"""log a of a block is log sigmoid of its gate divided by this, as `simple_gla.gate_logit_normalizer` is for a token."""
+"""log a of a block is log sigmoid of its gate divided by this; for tokens, see `simple_gla.gate_logit_normalizer`."""
 
 
 class FlurkaAttention(NearFarAttention):
-    """Low-rank landmarks under a kernel for the far past, exact attention for the near.
+    """Kernel attention to low-rank landmarks of the far context, exact attention to the local window.
 
-    Beside a softmax under one normalizer a landmark counts m phi(q).phi(k) / phi(0).phi(0): the near
-    part weighs a query and a key that have nothing in common 1, and phi alone may weigh them anything (hedgehog 2 / d,
-    elu d), which would have gamma find the scale before it can learn.
+    If a softmax window and the landmarks share one normalizer, a landmark weighs m phi(q).phi(k) / phi(0).phi(0). The
+    softmax gives weight 1 to unrelated queries and keys, phi alone another one (hedgehog 2 / d, elu d): without the
+    quotient gamma would have to learn that scale first.
 
-    Mixture keys: E pools each projected key of a token, and what has the keys k_r weighs sum_r pi_r s(q, k_r), with
-    s = phi(q).phi(k) far and the near part's own s near. Priors belong to keys, whatever s compares them: a window as
-    long as the sequence is then the softmax mixture of docs/formulas.md, 6, a window under phi with r = b is MLK, and
-    near and far count a token in one unit, sum_r pi_r, so that m still is how many tokens a landmark stands for.
+    Mixture keys: E pools each key of a token separately, and a token or landmark with keys k_r weighs
+    sum_r pi_r s(q, k_r), where s is phi(q).phi(k) far and the window's similarity near. Priors belong to keys, whatever
+    s is. So a window as long as the sequence is the softmax mixture of docs/formulas.md, 6, a window under phi with
+    r = b is MLK, and m remains the landmark token count, because near and far weigh a token by sum_r pi_r.
     """
 
     def __init__(self, form: Attention, settings: LayerSettings):
@@ -51,7 +51,7 @@ class FlurkaAttention(NearFarAttention):
             self.shared = ("pool_keys", "pool_values")
         self.pool_keys = nn.Parameter(logits.clone())
         self.pool_values = None if form.compression.share_kv else nn.Parameter(logits.clone())
-        self.learn_join()
+        self.create_merge_parameters()
         self.far_decay = form.far_decay
         if self.far_decay == "gate":
             self.decay_bias = nn.Parameter(torch.zeros(len(self.kv_heads)))
@@ -83,14 +83,14 @@ class FlurkaAttention(NearFarAttention):
             log_decay=self._log_decay(inputs, v),
             rotary=inputs.rotary,
             far_rope=self.far_rope,
-            positions=inputs.at,
+            positions=inputs.resolved_positions,
             initial_state=state,
             return_state=inputs.wants_state,
             exchange=inputs.exchange,
         )
 
     def _log_decay(self, inputs: AttentionInputs, like: Tensor) -> Tensor | None:
-        """Logarithm (B, H_kv, N) or (H_kv, 1) of what a block that ends leaves of the landmarks before it."""
+        """Log decay (B, H_kv, N) or (H_kv, 1) of earlier landmarks when a block ends at the token; None: no decay."""
         if self.far_decay == "none":
             return None
         if self.far_decay == "fixed":
@@ -102,7 +102,7 @@ class FlurkaAttention(NearFarAttention):
         return logits.softmax(-1, dtype=accum_dtype(logits.dtype))
 
     def _far_scale(self) -> Tensor | None:
-        """Logarithm (H,) of what the far part counts under one normalizer; None where it has its own."""
+        """Log weight (H,) of the far part under a shared normalizer; None if it has its own."""
         if self.near.kind == "kernel" or self.is_gated:
             return None
         return self.far_weight.to(accum_dtype(self.far_weight.dtype)) + self.matched_scale

@@ -1,4 +1,4 @@
-"""The gated delta rule: a state that decays, and in which a key's value takes the place of the one before."""
+"""The gated delta rule: a decaying state in which writing a key replaces its previous value."""
 
 from functools import partial
 from typing import Any
@@ -14,10 +14,10 @@ from megakernel.ops.gated_delta_rule import gated_delta_rule
 
 
 class GatedDeltaAttention(SimpleGlaAttention):
-    """The layer of `simple_gla.update: delta`, with queries and keys of length 1 (docs/formulas.md, 9).
+    """The layer of `simple_gla.update: delta`, with L2-normalized queries and keys (docs/formulas.md, 9).
 
-    The last number of the layer's further projection is the logit of how much a token writes; the decay has the one
-    before it. Shards of a sequence gather each other's maps of a state.
+    The last number of the layer's further projection is the logit of beta, the write strength; the one before it is the
+    logit of the decay. Context-parallel shards gather each other's affine state updates.
     """
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Any]:
@@ -27,30 +27,30 @@ class GatedDeltaAttention(SimpleGlaAttention):
         log_decay, _ = self.log_decay_and_step(inputs, k)
         logits = k.new_zeros(1) if inputs.further is None else inputs.further[..., -1]
         out, state = gated_delta_rule(
-            _unit(q),
-            _unit(k),
+            _l2_normalized(q),
+            _l2_normalized(k),
             v,
             log_decay,
             logits.to(dtype).sigmoid(),
-            positions=inputs.at,
+            positions=inputs.resolved_positions,
             initial_state=inputs.state,
-            exchange=partial(_entering, inputs.cp_shard) if inputs.cp_shard.size > 1 else None,
+            exchange=partial(_incoming_state, inputs.cp_shard) if inputs.cp_shard.size > 1 else None,
         )
         return out, state
 
 
-def _unit(x: Tensor) -> Tensor:
-    """x over its length, in its dtype; eps keeps a vector of zeros one, and its gradient finite."""
+def _l2_normalized(x: Tensor) -> Tensor:
+    """x / |x| in the dtype of x; with eps, zero vectors stay zero and have a finite gradient."""
     exact = x.to(accum_dtype(x.dtype))
     return (exact * (exact.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
 
 
-def _entering(shard: ContextParallelShard, through: Tensor, own: Tensor) -> Tensor:
-    """What enters this shard, where each makes A E + S of E; A `through` (B, H_kv, d, d), S `own` (B, H_kv, d, D)."""
-    maps = shard.all_tokens(torch.cat([through, own], -1)).unflatten(2, (shard.size, -1))
-    state, states = torch.zeros_like(own), []
+def _incoming_state(shard: ContextParallelShard, a: Tensor, s: Tensor) -> Tensor:
+    """The state that enters this shard: each shard maps E to A E + S, A (B, H_kv, d, d) and S (B, H_kv, d, D)."""
+    maps = shard.all_tokens(torch.cat([a, s], -1)).unflatten(2, (shard.size, -1))
+    state, states = torch.zeros_like(s), []
     for rank in range(shard.size):
         states.append(state)
-        state = maps[:, :, rank, :, : through.shape[-1]] @ state + maps[:, :, rank, :, through.shape[-1] :]
-    # Of all shards, so that the first one, which nothing enters, takes part in the backward of the others.
+        state = maps[:, :, rank, :, : a.shape[-1]] @ state + maps[:, :, rank, :, a.shape[-1] :]
+    # Indexing a stack makes the first shard, whose own state is constant, take part in the others' backward.
     return torch.stack(states)[shard.rank]

@@ -1,4 +1,4 @@
-"""Kernel attention: phi(q).phi(k) with a running sum as state."""
+"""Kernel attention: weights phi(q).phi(k) and a running sum as state."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from megakernel.ops import kernel_attention
 class KernelAttention(AttentionLayer):
     """phi(q)^T sum phi(k) v^T over phi(q)^T sum phi(k) (docs/formulas.md, 2).
 
-    Shards of a sequence exchange the states of what lies before each, and behind it where tokens see both ways.
+    Context-parallel shards exchange prefix states, and suffix states too if the layer is bidirectional.
     """
 
     def __init__(self, form: Attention, settings: LayerSettings):
@@ -32,7 +32,7 @@ class KernelAttention(AttentionLayer):
         real = inputs.padding_mask
         q, v = q.to(k.dtype), v.to(k.dtype)
         q, k = inputs.rotated(q, k)
-        found = kernel_attention(
+        result = kernel_attention(
             q,
             k,
             v,
@@ -41,11 +41,11 @@ class KernelAttention(AttentionLayer):
             priors=priors,
             causal=self.causal,
             key_weights=None if real is None else real[:, None].to(v.dtype),
-            positions=inputs.at,
+            positions=inputs.resolved_positions,
             initial_state=inputs.state,
             return_state=inputs.wants_state,
             exchange=inputs.exchange,
             exchange_after=None if self.causal else inputs.exchange_after,
         )
-        out, state = found if isinstance(found, tuple) else (found, None)
+        out, state = result if isinstance(result, tuple) else (result, None)
         return out.to(dtype), state

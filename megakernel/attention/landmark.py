@@ -1,4 +1,4 @@
-"""The low-rank parent of causal FLuRKA: softmax over a token's current block and the landmarks of earlier ones."""
+"""Softmax over a token's current block and the landmarks of earlier blocks: the low-rank parent of causal FLuRKA."""
 
 from typing import Any, NamedTuple
 
@@ -14,46 +14,52 @@ from megakernel.attention.sequence import ContextParallelShard
 from megakernel.config.attention import Attention
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions
-from megakernel.ops.landmark_attention import MISSING, Landmarks, complete_blocks, landmark_attention, sight
+from megakernel.ops.landmark_attention import (
+    MISSING,
+    Landmarks,
+    complete_blocks,
+    landmark_attention,
+    landmark_visibility,
+)
 from megakernel.ops.mixture import Rotary as Rotation
-from megakernel.ops.mixture import pack_keys, rotated_each, shifted
+from megakernel.ops.mixture import pack_keys, packed_rotary, shifted
 from megakernel.ops.window import LocalWindow, Tail, empty_tail
 
 
 class LandmarkState(NamedTuple):
-    """What a sequence carries: its last tokens, and the landmarks of every complete block."""
+    """The state of a sequence: its last tokens, and the landmarks of every complete block."""
 
     tail: Tail
     landmarks: Landmarks | None
 
 
 class LandmarkAttention(NearFarAttention):
-    """Weights exp(q.k / sqrt(d)) of near tokens, and m exp(q.k~ / sqrt(d)) of landmarks k~ = E k_block."""
+    """Weights exp(q.k / sqrt(d)) on tokens of the window, and m exp(q.k~ / sqrt(d)) on landmarks k~ = E k_block."""
 
     def __init__(self, form: Attention, settings: LayerSettings):
         super().__init__(form, settings)
         assert form.compression is not None
         self.compressor = Compressor(form.compression, settings)
         self.mixture = build_mixture(form.mixture, settings)
-        self.learn_join()
+        self.create_merge_parameters()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
-        size, length, positions = self.block_size, q.shape[2], inputs.at
+        size, length, positions = self.block_size, q.shape[2], inputs.resolved_positions
         priors, shift = priors_and_shift(self.mixture)
-        flat, rotate = pack_keys(k), rotated_each(inputs.rotary, self.head_dim)
+        flat, rotate = pack_keys(k), packed_rotary(inputs.rotary, self.head_dim)
         tail, before = inputs.state or (empty_tail(flat, v, self.reach), None)
         if inputs.cp_shard.size > 1:
             tail = inputs.halo(flat, v, self.reach)
         far = rotate if self.far_rope == "centroid" else None
         own = self._landmarks(flat, v, tail, positions, far)
-        landmarks = gathered(inputs.cp_shard, own, length, before)
+        landmarks = gather_landmarks(inputs.cp_shard, own, length, before)
         out = landmark_attention(
             q,
             k,
             v,
             landmarks,
-            sight(positions, length, q.device, size=size, skipped=self.near.blocks),
+            landmark_visibility(positions, length, q.device, size=size, skipped=self.near.blocks),
             window=LocalWindow(size, self.near.blocks, rotate, far),
             tail=tail,
             token_count=size / self.rank,
@@ -63,35 +69,35 @@ class LandmarkAttention(NearFarAttention):
             gate=self.gate(q),
             positions=positions,
         )
-        return out, LandmarkState(tail.after(flat, v), landmarks.moved(length))
+        return out, LandmarkState(tail.after(flat, v), landmarks.advanced(length))
 
     def _landmarks(
         self, k: Tensor, v: Tensor, tail: Tail, positions: Positions, rotate: Rotation | None
     ) -> Landmarks:
-        """Those of the blocks that end among these tokens; k and v as they stand in a tail."""
-        found = complete_blocks(positions, k.shape[2], k.device, self.block_size)
-        # Sums over tokens, of which half precision would leave 8 bits.
+        """Landmarks of the blocks that end among these tokens; k and v packed as in a `Tail`."""
+        blocks = complete_blocks(positions, k.shape[2], k.device, self.block_size)
+        # Sums over tokens: bfloat16 would keep 8 bits of them.
         dtype = accum_dtype(k.dtype)
         pools = [pool.to(dtype) for pool in self.compressor.pools(k).unbind(-3)]
         pools = [pool if pool.dim() == 2 else pool[:, None] for pool in pools]
-        keys = shifted(pools[0] @ found.of(tail.keys, k).to(dtype), priors_and_shift(self.mixture)[1])
-        values = pools[-1] @ found.of(tail.values, v).to(dtype)
+        keys = shifted(pools[0] @ blocks.gather(tail.keys, k).to(dtype), priors_and_shift(self.mixture)[1])
+        values = pools[-1] @ blocks.gather(tail.values, v).to(dtype)
         if rotate is not None:
-            centres = found.last_positions() - (self.block_size - 1) / 2
-            flat = rotate(keys.flatten(2, 3), centres.repeat_interleave(self.rank, 1))
+            centers = blocks.last_positions() - (self.block_size - 1) / 2
+            flat = rotate(keys.flatten(2, 3), centers.repeat_interleave(self.rank, 1))
             keys = flat.unflatten(2, (-1, self.rank))
-        return Landmarks(keys, values, found.ends)
+        return Landmarks(keys, values, blocks.ends)
 
 
-def gathered(
+def gather_landmarks(
     cp_shard: ContextParallelShard, own: Landmarks, length: int, before: Landmarks | None
 ) -> Landmarks:
-    """`before` and `own`; of shards those of all, ends counted from the first of this one's `length` tokens."""
+    """`before` and `own`, or those of all shards; ends are relative to the first of this shard's `length` tokens."""
     if cp_shard.size == 1:
-        return own.after(before)
+        return own.appended_to(before)
     keys, values = (cp_shard.all_tokens(x.flatten(3)).unflatten(3, x.shape[3:]) for x in own[:2])
     ends = own.ends.expand(len(keys), -1)
-    missing, places = ends == MISSING, (ends + cp_shard.rank * length).double()
-    told = cp_shard.all_tokens(torch.where(missing, -1.0, places)[..., None])[..., 0]
-    here = torch.where(told < 0, MISSING, told.long() - cp_shard.rank * length)
-    return Landmarks(keys, values, here)
+    missing, global_ends = ends == MISSING, (ends + cp_shard.rank * length).double()
+    gathered = cp_shard.all_tokens(torch.where(missing, -1.0, global_ends)[..., None])[..., 0]
+    local_ends = torch.where(gathered < 0, MISSING, gathered.long() - cp_shard.rank * length)
+    return Landmarks(keys, values, local_ends)

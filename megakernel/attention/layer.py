@@ -1,4 +1,4 @@
-"""What all attention layers have in common: padding, positions, and sequences that come in parts."""
+"""The base class of attention layers: padding, positions, and sequences that are continued."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -9,70 +9,70 @@ import torch
 from torch import Tensor, nn
 
 from megakernel.attention.heads import LayerSettings
-from megakernel.attention.inputs import WHOLE_ROWS, AttentionInputs
+from megakernel.attention.inputs import DEFAULT_INPUTS, AttentionInputs
 from megakernel.attention.rotary import Rotary
 from megakernel.config.attention import Attention
-from megakernel.config.mechanisms import Shape
+from megakernel.config.mechanisms import LayerShape
 from megakernel.ops.arguments import check_not_empty
 from megakernel.ops.documents import Positions
 
 
 class FullPrecision(nn.Module):
-    """A module whose parameters and buffers stay in float32 or better under `bfloat16()` and its like.
+    """A module whose parameters and buffers stay in float32 or better under `bfloat16()`, `half()` and the like.
 
-    For what makes exponents and angles of tokens, or sums over many steps: of an exponent of 300 the 8 bits of bfloat16
-    leave an error of 0.6. DeepSpeed casts the parameters that it trains without asking the module: there they are
-    bfloat16 roundings of its float32 master weights, and buffers alone stay.
+    For parameters of exponents and angles, and for sums over many steps: bfloat16 rounds an exponent of 300 by up to
+    0.6. DeepSpeed casts the parameters that it trains without calling the module: then they are bfloat16 roundings of
+    its float32 master weights, and only buffers stay float32.
     """
 
     def _apply(self, fn, recurse=True):
-        def kept(x: Tensor) -> Tensor:
+        def convert(x: Tensor) -> Tensor:
             y = fn(x)
             narrowed = y.is_floating_point() and y.dtype.itemsize < 4
             return x.to(y.device) if narrowed else y
 
-        return super()._apply(kept, recurse)
+        return super()._apply(convert, recurse)
 
 
 class SequenceState(NamedTuple):
-    """Where a sequence stands after the tokens seen so far."""
+    """The state of a sequence after the tokens seen so far."""
 
     inner: Any
     """The state of the op."""
 
     position: Positions
-    """Position of the next token: one for all sequences, or (B,)."""
+    """Position of the next token: an int for all sequences, or (B,)."""
 
 
 @runtime_checkable
-class OfHeads(Protocol):
-    """A part of a layer that holds something for each head."""
+class HasHeadParameters(Protocol):
+    """A part of a layer that has per-head parameters or buffers."""
 
     def sharded_parameters(self) -> dict[str, int]:
-        """Name -> dimension that counts heads, of parameters and buffers that belong to heads."""
+        """Name -> dimension that counts heads, of per-head parameters and buffers."""
         ...
 
 
 class AttentionLayer(nn.Module, ABC):
-    """Attention over (B, H, N, d) with the heads of one shard.
+    """Attention over (B, H, N, d) with the heads of one tensor-parallel shard.
 
-    Parameters and buffers that belong to heads are named by `sharded_parameters`; what heads share is replicated.
+    `sharded_parameters` names the per-head parameters and buffers; the others are replicated.
     """
 
     keys_per_head: int
-    """Keys at one position that the layer wants from the projection for each key head."""
+    """Keys per position and key head that the layer expects from the projection."""
 
     keys_at_position: int
-    """Keys that a query meets at one position or landmark, M."""
+    """Keys per position or landmark that a query is compared with, M."""
 
     shared: tuple[str, ...] = ()
-    """Parameters of the layer itself that belong to no head."""
+    """Names of the layer's own parameters that all heads share."""
 
     compresses_input = False
-    """Whether k and v come as projections of what `compress` made of the layer's input, one for each landmark."""
+    """Whether k and v are projections of the layer's input after `compress`, one per landmark."""
 
     near_window: tuple[int, int] | None = None
-    """(b, blocks) of a layer that attends a token's current block of b tokens exactly, and the blocks - 1 before it."""
+    """(b, blocks): the layer attends exactly to a token's current block of b tokens and the blocks - 1 before it."""
 
     def __init__(self, form: Attention, settings: LayerSettings):
         """form: the mechanism. ValueError: heads that do not divide."""
@@ -87,47 +87,47 @@ class AttentionLayer(nn.Module, ABC):
 
     @property
     def state_sizes(self) -> tuple[int, int]:
-        """Numbers one sequence carries from token to token, whatever its length, and those that each token adds."""
+        """Elements of a sequence's state: those of constant size, and those that each token adds."""
         assert self.causal
-        return self.spec.state_sizes(Shape(len(self.query_heads), len(self.kv_heads), self.head_dim))
+        return self.spec.state_sizes(LayerShape(len(self.query_heads), len(self.kv_heads), self.head_dim))
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether a sequence continues from a state of constant size."""
+        """Whether the state has constant size."""
         return self.causal and self.state_sizes[1] == 0
 
     def sharded_parameters(self) -> dict[str, int]:
-        """Name -> dimension that counts heads, of parameters and buffers that are cut over shards of heads."""
-        cut = {name: 0 for name, _ in self.named_parameters(recurse=False) if name not in self.shared}
-        for part, module in self.named_children():
-            if isinstance(module, OfHeads):
-                cut |= {f"{part}.{name}": at for name, at in module.sharded_parameters().items()}
-        return cut
+        """Name -> dimension that counts heads, of parameters and buffers that are sharded by heads."""
+        sharded = {name: 0 for name, _ in self.named_parameters(recurse=False) if name not in self.shared}
+        for child, module in self.named_children():
+            if isinstance(module, HasHeadParameters):
+                sharded |= {f"{child}.{name}": dim for name, dim in module.sharded_parameters().items()}
+        return sharded
 
-    def finish_step(self, total: Callable[[Tensor], Tensor]) -> None:
-        """Learn what a layer learns without gradients; called after every optimizer step.
+    def finish_step(self, all_reduce: Callable[[Tensor], Tensor]) -> None:
+        """Update what the layer learns without gradients; called after every optimizer step.
 
-        total: the sum of a tensor over all processes that saw other tokens of the batch with the same heads.
+        all_reduce: sums a tensor over all ranks that hold the same heads and other tokens of the batch.
         """
 
     @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Any]:
-        """Output and the state behind the last token."""
+        """Output (B, H, N, D) and the state after the last token."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs = WHOLE_ROWS) -> Tensor:
-        """Attention of whole sequences, or of one shard of each.
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs = DEFAULT_INPUTS) -> Tensor:
+        """Attention over whole sequences, or over this context-parallel shard of each.
 
         Args:
             q: (B, H, N, d), H the heads of this shard.
-            k: (B, H_kv, N, d), or (B, H_kv, M, N, d) for a layer that wants M = keys_per_head keys at a position.
-            v: (B, H_kv, N, D); k and v of L landmarks for a layer that `compresses_input`.
-            inputs: where the tokens stand; padding may lie anywhere and gets 0.
+            k: (B, H_kv, N, d), or (B, H_kv, M, N, d) if M = keys_per_head > 1.
+            v: (B, H_kv, N, D). If the layer `compresses_input`, k and v hold L landmarks in place of N tokens.
+            inputs: positions and padding; padding may be anywhere, and its output is 0.
 
         Returns:
             (B, H, N, D) in the dtype of v.
 
         Raises:
-            ValueError: shapes that do not fit; no token; padding on a shard of a sequence.
+            ValueError: shapes that do not fit, no token, or padding with context parallelism.
         """
         check_not_empty(q)
         mask, positions = inputs.padding_mask, inputs.positions
@@ -142,7 +142,7 @@ class AttentionLayer(nn.Module, ABC):
             raise ValueError(
                 "padding_mask with a sequence in shards: pad nothing, or keep the sequence whole"
             )
-        # Real tokens move to the front of their sequence, in order: blocks and windows then know nothing of padding.
+        # Move real tokens to the front of their sequence, in order, so that blocks and windows can ignore padding.
         mask = mask.bool()
         order = mask.int().argsort(dim=1, descending=True, stable=True)
         q = _reorder(q, order)
@@ -150,11 +150,11 @@ class AttentionLayer(nn.Module, ABC):
             k, v = _reorder(k, order), _reorder(v, order)
         further = None if inputs.further is None else _reorder(inputs.further, order)
         front = mask.gather(1, order)
-        places: Positions = 0
+        reordered: Positions = 0
         if isinstance(positions, Tensor):
-            places = positions.gather(1, order).masked_fill(~front, 0)
-        moved = replace(inputs, positions=places, padding_mask=front, further=further, wants_state=False)
-        out, _ = self.attend(q, k, v, moved)
+            reordered = positions.gather(1, order).masked_fill(~front, 0)
+        inputs = replace(inputs, positions=reordered, padding_mask=front, further=further, wants_state=False)
+        out, _ = self.attend(q, k, v, inputs)
         return _reorder(out, order.argsort(dim=1)) * mask[:, None, :, None].to(out.dtype)
 
     def extend(
@@ -170,10 +170,10 @@ class AttentionLayer(nn.Module, ABC):
     ) -> tuple[Tensor, SequenceState]:
         """Continue sequences by N >= 1 tokens: a prompt at once, then token by token.
 
-        Shapes as in `forward`; state: what an earlier call returned, None at the start; positions: those of
-        `AttentionInputs`, None continues.
+        Shapes as in `forward`. state: returned by the previous call, None at the start. positions: as in
+        `AttentionInputs`; None continues the sequence.
 
-        Returns the output (B, H, N, D) and the state behind the last token. Causal layers only.
+        Returns the output (B, H, N, D) and the state after the last token. Causal layers only.
         """
         if not self.causal:
             raise ValueError("extend needs a causal layer; build it with causal=True")
@@ -187,17 +187,17 @@ class AttentionLayer(nn.Module, ABC):
                 start = start[:, None] + torch.arange(q.shape[2], device=q.device)
         inner = None if state is None else state.inner
         out, inner = self.attend(q, k, v, AttentionInputs(start, rotary=rotary, further=further, state=inner))
-        following = start + q.shape[2] if isinstance(start, int) else start[:, -1] + 1
-        return out, SequenceState(inner, following)
+        position = start + q.shape[2] if isinstance(start, int) else start[:, -1] + 1
+        return out, SequenceState(inner, position)
 
 
-def finish_step(model: nn.Module, total: Callable[[Tensor], Tensor]) -> None:
-    """Tell all layers that an optimizer step ended; see `AttentionLayer.finish_step`."""
+def finish_step(model: nn.Module, all_reduce: Callable[[Tensor], Tensor]) -> None:
+    """Call `AttentionLayer.finish_step` on all layers of a model."""
     for module in model.modules():
         if isinstance(module, AttentionLayer):
-            module.finish_step(total)
+            module.finish_step(all_reduce)
 
 
 def _reorder(x: Tensor, order: Tensor) -> Tensor:
-    """Tokens (dimension -2) of x in the order (B, N)."""
+    """x with its tokens (dimension -2) permuted by `order` (B, N)."""
     return x.gather(-2, order.view(len(x), *[1] * (x.dim() - 3), -1, 1).expand_as(x))

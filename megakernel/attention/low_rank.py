@@ -1,11 +1,11 @@
-"""Low rank that sees both ways: every query meets the same landmarks (docs/formulas.md, 3 and 4)."""
+"""Bidirectional low-rank attention: every query attends to the same landmarks (docs/formulas.md, 3 and 4)."""
 
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from megakernel.attention.compression import Compressor, Landmarks
+from megakernel.attention.compression import CompressedKV, Compressor
 from megakernel.attention.features import build_projection
 from megakernel.attention.heads import LayerSettings
 from megakernel.attention.inputs import AttentionInputs
@@ -16,14 +16,14 @@ from megakernel.config.attention import Attention
 from megakernel.ops import kernel_attention, softmax_attention, weighted_attention
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import token_positions
-from megakernel.ops.mixture import pack_keys, separate
+from megakernel.ops.mixture import pack_keys, unpack_keys
 
 
 class LowRankAttention(AttentionLayer):
     """Linformer, softmax(Q (E K)^T / sqrt(d)) (F V), and FLuRKA, phi(Q) (phi(K~)^T V~) row-normalized.
 
     With `compresses_input` K~ = (E X) W_K and V~ = (F X) W_V (FLuRKA eq. 2), else K~ = E K and V~ = F V (eq. 1).
-    A sequence is one document: landmarks mix all of its tokens. Mixture keys stand at landmarks, k~_r = (E X) W_r or
+    A sequence is one document: landmarks mix all of its tokens. Mixture keys are keys of landmarks, k~_r = (E X) W_r or
     k~ + b_r, so that both equations agree whatever the rows of E sum to.
     """
 
@@ -39,49 +39,48 @@ class LowRankAttention(AttentionLayer):
             self.projection = build_projection(form.feature_map, settings)
 
     def compress(self, x: Tensor, *, first: int, length: int) -> Tensor:
-        """What n tokens of the layer's input contribute to the input's landmarks.
+        """Contribution of n tokens of the layer's input to its landmarks.
 
-        x: (n, B, C), the tokens from place `first` on of sequences of `length`, zeros where they are padding. Returns
-        (2, L, B, C), E x and F x, or (1, L, B, C) where keys and values share E, in float32 or better; parts of a
-        sequence add up.
+        x: (n, B, C), the tokens from index `first` on of sequences of `length` tokens, 0 for padding. Returns E x and
+        F x (2, L, B, C), or (1, L, B, C) if keys and values share E, in float32 or better; contributions of the parts
+        of a sequence add up.
         """
         flat = self.compressor((x.flatten(1),), first=first, length=length)
         return torch.stack(flat).unflatten(-1, x.shape[1:])
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Any]:
-        """See AttentionLayer; k and v hold landmarks where the layer compresses its input."""
+        """See AttentionLayer; k and v hold landmarks if the layer compresses its input."""
         length, counts, rotary = q.shape[2] * inputs.cp_shard.size, inputs.counts, inputs.rotary
         k = pack_keys(k)
         if not self.compresses_input:
-            k, v = self._compressed(k, v, inputs)
+            k, v = self._compress_kv(k, v, inputs)
         landmarks = self.compressor.finish(k, v, length=length, counts=counts)
-        keys = landmarks.keys if self.keys_per_head == 1 else separate(landmarks.keys, self.head_dim)
+        keys = landmarks.keys if self.keys_per_head == 1 else unpack_keys(landmarks.keys, self.head_dim)
         keys, priors = keys_and_priors(self.mixture, keys)
         if rotary is not None and self.far_rope == "centroid":
-            q = rotary(q, token_positions(inputs.at, q.shape[2], q.device))
-            keys = rotary(keys.flatten(1, -3), self._centres(length, counts, q)).view_as(keys)
+            q = rotary(q, token_positions(inputs.resolved_positions, q.shape[2], q.device))
+            keys = rotary(keys.flatten(1, -3), self._block_centers(length, counts, q)).view_as(keys)
         return self._attend(q, landmarks._replace(keys=keys), priors, counts, inputs.cp_shard), None
 
     def _attend(
         self,
         q: Tensor,
-        landmarks: Landmarks,
+        landmarks: CompressedKV,
         priors: Tensor | None,
         counts: Tensor | None,
         cp_shard: ContextParallelShard,
     ) -> Tensor:
-        """Output (B, H, N, D); with priors (H_kv, M) the landmarks' keys are (B, H_kv, M, L, d)."""
-        keys, values, mass = landmarks
+        """Output (B, H, N, D); with priors (H_kv, M) landmark keys are (B, H_kv, M, L, d)."""
+        keys, values, weights = landmarks
         queries = q.to(keys.dtype)
         if self.projection is None and priors is None:
-            return softmax_attention(queries, keys, values, causal=False, key_weights=mass)[0].to(q.dtype)
+            return softmax_attention(queries, keys, values, causal=False, key_weights=weights)[0].to(q.dtype)
         if self.projection is None:
             assert priors is not None
-            each = priors[..., None] if mass is None else priors[..., None] * mass[:, None, None]
-            weighed = weighted_attention(
-                queries, keys, values, similarity="softmax", key_weights=each, causal=False
-            )
-            return weighed[0].to(q.dtype)
+            mixed = priors[..., None] if weights is None else priors[..., None] * weights[:, None, None]
+            return weighted_attention(
+                queries, keys, values, similarity="softmax", key_weights=mixed, causal=False
+            )[0].to(q.dtype)
         out = kernel_attention(
             queries,
             keys,
@@ -89,25 +88,25 @@ class LowRankAttention(AttentionLayer):
             feature_map=self.projection.feature_map,
             projection=self.projection(),
             causal=False,
-            key_weights=None if mass is None else mass[:, None],
+            key_weights=None if weights is None else weights[:, None],
             priors=priors,
         )
         return cast(Tensor, out).to(q.dtype)
 
-    def _compressed(self, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-        # Sums over tokens: half precision would leave 8 bits of what then enters an exponent.
+    def _compress_kv(self, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+        # Sums over tokens that then enter an exponent: bfloat16 would keep 8 bits of them.
         k, v = (x.to(accum_dtype(x.dtype)) for x in (k, v))
         cp_shard, real = inputs.cp_shard, inputs.padding_mask
         if real is not None:
             k, v = (x * real[:, None, :, None].to(x.dtype) for x in (k, v))
         tokens = k.shape[2]
         parts = self.compressor((k, v), first=cp_shard.rank * tokens, length=cp_shard.size * tokens)
-        # One message for both.
-        keys, values = cp_shard.total(torch.cat(parts, -1)).split([k.shape[-1], v.shape[-1]], -1)
+        # One all-reduce for both.
+        keys, values = cp_shard.all_reduce(torch.cat(parts, -1)).split([k.shape[-1], v.shape[-1]], -1)
         return keys, values
 
-    def _centres(self, length: int, counts: Tensor | None, like: Tensor) -> Tensor:
-        """(B, L) or (1, L): where the real tokens of each landmark's block have their centre."""
+    def _block_centers(self, length: int, counts: Tensor | None, like: Tensor) -> Tensor:
+        """(B, L) or (1, L): mean position of the real tokens of each landmark's block."""
         size, rank = self.compressor.block_size, self.compressor.rank
         starts = torch.arange(0, length, size, device=like.device)
         ends = torch.tensor([length], device=like.device) if counts is None else counts

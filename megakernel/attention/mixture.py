@@ -1,4 +1,4 @@
-"""Several keys at one position, and attention that weighs every pair (docs/formulas.md, 5 and 6)."""
+"""Several keys per position, and attention over all pairs (docs/formulas.md, 5 and 6)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,13 +19,13 @@ from megakernel.ops.weighted_attention import responsibilities
 
 
 class KeyMixture(FullPrecision):
-    """The M keys at a position and how much each counts: shifts b of shifted keys, priors pi of a soft mixture."""
+    """Parameters of the M keys of a position: shifts b of shifted keys, priors pi of a soft mixture."""
 
     weights: Tensor
-    """(H_kv, M): pi before it is clamped, learned by gradients or set by the M-step."""
+    """(H_kv, M): pi before clamping, learned by gradients or set by the M-step."""
 
     counted: Tensor
-    """(H_kv, M) float64: responsibilities since the last M-step."""
+    """(H_kv, M) float64: sums of responsibilities since the last M-step."""
 
     def __init__(self, mixture: Mixture, settings: LayerSettings):
         super().__init__()
@@ -48,10 +48,10 @@ class KeyMixture(FullPrecision):
                 self.weights = nn.Parameter(equal)
 
     def keys(self, k: Tensor) -> Tensor:
-        """(B, H_kv, M, N, d) from that, or from (B, H_kv, N, d) where keys are shifted, then in float32 or better."""
+        """The keys (B, H_kv, M, N, d): k itself, or k (B, H_kv, N, d) plus the shifts in float32 or better."""
         if not self.shifted:
             return k
-        # A key and its shift have more digits than half precision has.
+        # Half precision could round a small shift away.
         dtype = accum_dtype(k.dtype)
         return k.to(dtype)[:, :, None] + self.shift.to(dtype)[:, :, None]
 
@@ -61,39 +61,39 @@ class KeyMixture(FullPrecision):
         return self.weights.to(accum_dtype(self.weights.dtype)).clamp(0, 1)
 
     def sharded_parameters(self) -> dict[str, int]:
-        """Shifts and priors belong to key heads."""
+        """Name -> dimension that counts heads: all of them."""
         return dict.fromkeys(self.state_dict(), 0)
 
-    def finish_step(self, total: Callable[[Tensor], Tensor]) -> None:
-        """The M-step: priors become the mean responsibilities of all pairs counted since the last."""
-        counted = total(self.counted)
+    def finish_step(self, all_reduce: Callable[[Tensor], Tensor]) -> None:
+        """The M-step: set priors to the mean responsibilities of all pairs since the last M-step."""
+        counted = all_reduce(self.counted)
         self.weights.copy_(counted / counted.sum(-1, keepdim=True))
         self.counted.zero_()
 
 
 def build_mixture(form: Mixture | None, settings: LayerSettings) -> KeyMixture | None:
-    """The mixture of one layer, for the key heads of one shard; None where one key stands at a position."""
+    """The mixture of one layer for the key heads of one shard; None with one key per position."""
     return None if form is None else KeyMixture(form, settings)
 
 
 def priors_and_shift(mixture: KeyMixture | None) -> tuple[Tensor | None, Tensor | None]:
-    """pi and b of an op that shifts keys itself, as late as it can; None for what does not exist."""
+    """pi and b for an op that shifts keys itself; None for those that the mixture lacks."""
     if mixture is None:
         return None, None
     return mixture.priors(), mixture.shift if mixture.shifted else None
 
 
 def keys_and_priors(mixture: KeyMixture | None, k: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The M keys at each position and what they count; k itself and None where one key stands there."""
+    """The M keys of each position and their priors; k itself and None without a mixture."""
     if mixture is None:
         return k, None
     return mixture.keys(k), mixture.priors() if mixture.soft else None
 
 
 class PairwiseAttention(AttentionLayer):
-    """Every pair weighed by a softmax or gaussian similarity, with one or M keys at a position.
+    """Quadratic attention with a softmax or gaussian similarity and one or M keys per position.
 
-    Shards of a sequence trade tokens for heads, so that each sees whole sequences.
+    Context-parallel shards use the Ulysses all-to-all, so each sees whole sequences.
     """
 
     def __init__(self, form: Attention, settings: LayerSettings):
@@ -110,12 +110,12 @@ class PairwiseAttention(AttentionLayer):
         q, v = q.to(k.dtype), v.to(k.dtype)
         q, k = inputs.rotated(q, k)
         ulysses = Ulysses(inputs.cp_shard, q.shape[1], k.shape[1])
-        positions = ulysses.of_positions(inputs.at, q.shape[2])
-        q, (k, v) = ulysses.of_queries(q), ulysses.of_keys(k, v)
-        mass = None if priors is None else ulysses.of_key_heads(priors)[..., None]
+        positions = ulysses.whole_positions(inputs.resolved_positions, q.shape[2])
+        q, (k, v) = ulysses.exchange_queries(q), ulysses.exchange_keys(k, v)
+        weights = None if priors is None else ulysses.select_key_heads(priors)[..., None]
         if inputs.padding_mask is not None:
             real = inputs.padding_mask[:, None, None].to(accum_dtype(q.dtype))
-            mass = real if mass is None else mass * real
+            weights = real if weights is None else weights * real
         out, state = weighted_attention(
             q,
             k,
@@ -123,43 +123,44 @@ class PairwiseAttention(AttentionLayer):
             similarity=self.similarity,
             variances=self.variances,
             join="sum" if self.mixture is None or self.mixture.soft else "max",
-            key_weights=mass,
+            key_weights=weights,
             normalize=self.normalize,
             causal=self.causal,
             positions=positions,
             initial_state=inputs.state,
         )
         if self.mixture is not None and self.mixture.m_step and self.training:
-            self._count(q, k, mass, inputs.padding_mask, positions, ulysses)
-        return ulysses.cut(out.to(dtype)), state
+            self._count(q, k, weights, inputs.padding_mask, positions, ulysses)
+        return ulysses.restore(out.to(dtype)), state
 
-    def finish_step(self, total: Callable[[Tensor], Tensor]) -> None:
+    def finish_step(self, all_reduce: Callable[[Tensor], Tensor]) -> None:
         """See AttentionLayer."""
         if self.mixture is not None and self.mixture.m_step:
-            self.mixture.finish_step(total)
+            self.mixture.finish_step(all_reduce)
 
     def _count(
         self,
         q: Tensor,
         k: Tensor,
-        mass: Tensor | None,
-        key_mask: Tensor | None,
+        key_weights: Tensor | None,
+        query_mask: Tensor | None,
         positions: Positions,
         ulysses: Ulysses,
     ) -> None:
-        """Add the responsibilities of these tokens; what is computed again in backward counts twice for all alike."""
+        """Add these tokens' responsibilities; recomputation in backward doubles all of them, which leaves the mean."""
         shares = responsibilities(
             q,
             k,
             similarity=self.similarity,
             variances=self.variances,
-            key_weights=mass,
-            query_mask=key_mask,
+            key_weights=key_weights,
+            query_mask=query_mask,
             causal=self.causal,
             positions=positions,
         )
         assert self.mixture is not None
         counted = self.mixture.counted
-        mine = shares.sum((0, 3), dtype=counted.dtype)
-        owners = ulysses.of_key_heads(torch.eye(len(counted), dtype=mine.dtype, device=mine.device))
-        counted += owners.T @ mine
+        sums = shares.sum((0, 3), dtype=counted.dtype)
+        # Ulysses heads may be a part or repetitions of the key heads: row i of `one_hot` is the key head of head i.
+        one_hot = ulysses.select_key_heads(torch.eye(len(counted), dtype=sums.dtype, device=sums.device))
+        counted += one_hot.T @ sums

@@ -1,4 +1,4 @@
-"""An exact window and landmarks of what lies before it: what joins the two parts (docs/formulas.md, 4)."""
+"""The merge of an exact local window with landmarks of earlier blocks (docs/formulas.md, 4)."""
 
 from collections.abc import Callable
 
@@ -10,19 +10,19 @@ from megakernel.attention.layer import AttentionLayer
 from megakernel.config.algebra import BlockCompression
 from megakernel.config.attention import Attention
 
-SHUT = -1e4
-"""Logit of a share that is 0 exactly, and so is its gradient: e^-10000. Its negative is that of the whole."""
+CLOSED_LOGIT = -1e4
+"""Logit of a share that is exactly 0, as is its gradient (e^-10000 underflows). Its negative gives exactly 1."""
 
 
 class NearDropout(nn.Module):
-    """With probability p(step) a head's gate gives the near part nothing during a training step.
+    """Closes the gate of a head's local window with probability p(step) during a training step.
 
-    Which heads is a function of (seed, step, head): micro-batches and recomputations of a step and all ranks agree, and
-    no checkpoint need hold it. A token that sees nothing far keeps its near part, as ever (docs/formulas.md, 4).
+    The heads are a function of (seed, step, head): all ranks, micro-batches and recomputations of a step agree, and
+    checkpoints do not store it. Tokens without far context keep the window, as always (docs/formulas.md, 4).
     """
 
-    shut: Tensor
-    """(H,) bool, of this shard's query heads."""
+    dropped: Tensor
+    """(H,) bool: query heads of this shard whose window is dropped in this step."""
 
     def __init__(
         self,
@@ -32,36 +32,36 @@ class NearDropout(nn.Module):
         seed: Seed,
         device: torch.device,
     ):
-        """probability: step, counted from 0 -> p in [0, 1]. query_heads: those of the shard `heads`."""
+        """probability: step, counted from 0, -> p in [0, 1]. query_heads: those of the shard `heads`."""
         super().__init__()
         self.probability = probability
         self.query_heads, self.total = query_heads, len(query_heads) * heads.size
         self.seed = seed
         self.register_buffer(
-            "shut", torch.zeros(len(query_heads), dtype=torch.bool, device=device), persistent=False
+            "dropped", torch.zeros(len(query_heads), dtype=torch.bool, device=device), persistent=False
         )
 
     def redraw(self, step: int) -> None:
-        """Choose the heads of `step`; see `attention.redraw`."""
+        """Draw the heads of `step`; see `attention.redraw`."""
         probability = self.probability(step)
         if probability == 0:
-            self.shut.zero_()
+            self.dropped.zero_()
             return
         stream = generator(self.seed, "near dropout", step)
         draws = torch.rand(self.total, generator=stream, device="cpu")
-        self.shut.copy_(draws[self.query_heads.start : self.query_heads.stop] < probability)
+        self.dropped.copy_(draws[self.query_heads.start : self.query_heads.stop] < probability)
 
     def forward(self, gate: Tensor) -> Tensor:
-        """Logits (B, H, N) or (H, 1) of the near part's share, shut where they are to be; in evaluation none are."""
-        return gate.masked_fill(self.shut[:, None], SHUT) if self.training else gate
+        """Gate logits (B, H, N) or (H, 1) of the window's share, with dropped heads masked in training."""
+        return gate.masked_fill(self.dropped[:, None], CLOSED_LOGIT) if self.training else gate
 
 
 class NearFarAttention(AttentionLayer):
-    """A window of blocks attended exactly, and r landmarks of every block before it.
+    """Exact attention to a window of blocks, and r landmarks of every block before it.
 
-    A gate joins the parts, each normalized on its own, or one normalizer does. Then far_mass (beta) scales the
-    landmarks of a key head where near and far share phi, and far_weight (gamma) scales them for a query head beside a
-    softmax.
+    A gate merges the two parts, each normalized separately, or they share one normalizer. In the latter case far_mass
+    (beta) scales a key head's landmarks if near and far share phi, and far_weight (gamma) scales a query head's
+    landmarks if the window is softmax.
     """
 
     def __init__(self, form: Attention, settings: LayerSettings):
@@ -73,8 +73,8 @@ class NearFarAttention(AttentionLayer):
         self.near_window = (self.block_size, self.near.blocks)
         self.near_dropout: NearDropout | None = None
 
-    def learn_join(self) -> None:
-        """Make the parameters that join the parts."""
+    def create_merge_parameters(self) -> None:
+        """Create the parameters of the merge."""
         heads = len(self.query_heads)
         if self.near.kind == "kernel":
             self.far_mass = nn.Parameter(torch.zeros(len(self.kv_heads)))
@@ -87,16 +87,16 @@ class NearFarAttention(AttentionLayer):
 
     @property
     def reach(self) -> int:
-        """Tokens of a window and of the tail that a sequence carries."""
+        """Tokens of a window, and of the tail in a sequence's state."""
         return self.block_size * self.near.blocks
 
     @property
     def is_gated(self) -> bool:
-        """Whether a gate joins the near and the far part."""
+        """Whether a gate merges the near and the far part."""
         return self.near.kind == "softmax" and self.near.join == "gated"
 
     def gate(self, q: Tensor) -> Tensor | None:
-        """Logits (B, H, N) or (H, 1) of the near part's share, of queries (B, H, N, d); None without a gate."""
+        """Logits (B, H, N) or (H, 1) of the window's share for queries (B, H, N, d); None without a gate."""
         if not self.is_gated:
             return None
         gate = self.gate_bias[:, None]
@@ -105,9 +105,9 @@ class NearFarAttention(AttentionLayer):
         return gate if self.near_dropout is None else self.near_dropout(gate)
 
     def drop_near(self, probability: Callable[[int], float], seed: Seed) -> None:
-        """Shut the near window of heads from now on, with this probability of a step: see `NearDropout`.
+        """Drop the local windows of heads from now on: see `NearDropout`.
 
-        Raises ValueError where no gate joins the near and the far part.
+        Raises ValueError if no gate merges the near and the far part.
         """
         if not self.is_gated:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Random numbers that a layer holds: where they come from and when they change."""
+"""Random numbers held by layers, and when they are redrawn."""
 
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
@@ -11,34 +11,34 @@ from megakernel.attention.layer import FullPrecision
 
 @runtime_checkable
 class Redrawn(Protocol):
-    """A module that changes with the training step besides what the optimizer does."""
+    """A module with a state that depends on the training step and not on the optimizer."""
 
     def redraw(self, step: int) -> None:
-        """Hold what `step`, counted from 0, is trained with: a function of the step, the same on all ranks."""
+        """Set the state of `step`, counted from 0; a function of the step, the same on all ranks."""
         ...
 
 
 def redraw(model: nn.Module, step: int) -> None:
-    """Tell all modules that `step` begins. Evaluation never calls it: what is held stays."""
+    """Redraw all modules for `step`. Evaluation never calls it, so modules keep their last state."""
     for module in model.modules():
         if isinstance(module, Redrawn):
             module.redraw(step)
 
 
 class Noise(FullPrecision):
-    """One of a sequence of draws, in a buffer of the checkpoint; called without arguments."""
+    """A numbered draw of random numbers in a persistent buffer, returned by a call without arguments."""
 
     values: Tensor
 
     def __init__(self, draw: Callable[[int], Tensor], interval: int = 0):
-        """draw: number -> tensor, a function of the number alone; draw 0 is held first.
+        """draw: number -> tensor, a deterministic function; draw 0 comes first.
 
-        interval: training steps between two draws, 0 for none.
+        interval: training steps between two draws; 0: never redraw.
         """
         super().__init__()
         self.draw = draw
         self.interval = interval
-        self.held = 0
+        self.draw_number = 0
         values = draw(0)
         if values.is_floating_point():
             values = values.float()
@@ -47,14 +47,14 @@ class Noise(FullPrecision):
     def redraw(self, step: int) -> None:
         """Hold draw step // interval."""
         number = step // self.interval if self.interval else 0
-        if number != self.held:
-            self.hold(number)
+        if number != self.draw_number:
+            self.use_draw(number)
 
-    def hold(self, number: int) -> None:
-        """Hold another draw; training never takes one with a negative number."""
+    def use_draw(self, number: int) -> None:
+        """Hold another draw; training never uses negative numbers."""
         self.values.copy_(self.draw(number))
-        self.held = number
+        self.draw_number = number
 
     def forward(self) -> Tensor:
-        """The draw that is held."""
+        """The current draw."""
         return self.values

@@ -1,4 +1,4 @@
-"""Nyström's approximation through landmarks of whole sequences: Skyformer of a kernel, Nyströmformer of softmax."""
+"""Nyström approximations with landmarks of whole sequences: Skyformer (kernel) and Nyströmformer (softmax)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,43 +19,43 @@ from megakernel.ops.pseudo_inverse import exact_inverse, regularized_inverse
 from megakernel.ops.skyformer_attention import skyformer_attention
 
 BITS = 31
-"""Of a drawn number: whole numbers below 2^31 choose among rows alike on every device and in every dtype."""
+"""Bits of a random number. Integers select the same rows on every device and in every dtype."""
 
 
 class SkyformerAttention(AttentionLayer):
-    """kappa(Q, L) kappa(L, L)^+ kappa(L, K) V; the landmarks L are drawn again at every training step.
+    """kappa(Q, L) kappa(L, L)^+ kappa(L, K) V; the landmarks L are redrawn at every training step.
 
-    They are landmarks of whole sequences: documents in one sequence see each other. Shards of a sequence trade tokens
-    for heads.
+    Landmarks are drawn from whole sequences, so packed documents see each other. Context-parallel shards use the
+    Ulysses all-to-all.
     """
 
     def __init__(self, form: Attention, settings: LayerSettings):
         super().__init__(form, settings)
-        sky = form.skyformer or Skyformer()
-        self.per_head, self.stratified = sky.per_head, sky.draw == "stratified"
+        skyformer = form.skyformer or Skyformer()
+        self.per_head, self.stratified = skyformer.per_head, skyformer.draw == "stratified"
         self.invert: Callable[[Tensor], Tensor] = exact_inverse
-        if sky.inverse == "iterative":
-            self.invert = partial(regularized_inverse, gamma=sky.gamma)
-        owners = self.query_heads if sky.per_head else range(1)
+        if skyformer.inverse == "iterative":
+            self.invert = partial(regularized_inverse, gamma=skyformer.gamma)
+        heads = self.query_heads if skyformer.per_head else range(1)
 
         def draw(number: int) -> Tensor:
-            streams = [generator(settings.seed, head, number, "landmarks") for head in owners]
-            rows = [torch.randint(2**BITS, (sky.features,), generator=one, device="cpu") for one in streams]
-            return torch.stack(rows)
+            streams = (generator(settings.seed, head, number, "landmarks") for head in heads)
+            size = (skyformer.features,)
+            return torch.stack([torch.randint(2**BITS, size, generator=s, device="cpu") for s in streams])
 
         self.draws = Noise(draw, interval=1)
 
     def sharded_parameters(self) -> dict[str, int]:
-        """The draws, unless all heads share one."""
+        """Name -> dimension that counts heads: the draws, unless all heads share one."""
         return {"draws.values": 0} if self.per_head else {}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
         q, k = inputs.rotated(q, k)
         ulysses = Ulysses(inputs.cp_shard, q.shape[1], k.shape[1])
-        q, (k, v) = ulysses.of_queries(q), ulysses.of_keys(k, v)
+        q, (k, v) = ulysses.exchange_queries(q), ulysses.exchange_keys(k, v)
         length = q.shape[2]
-        # Real tokens lie first.
+        # Real tokens come first.
         count = torch.full((1,), length, device=q.device) if inputs.counts is None else inputs.counts
         out = skyformer_attention(
             q,
@@ -65,10 +65,10 @@ class SkyformerAttention(AttentionLayer):
             invert=self.invert,
             key_mask=inputs.padding_mask,
         )
-        return ulysses.cut(out), None
+        return ulysses.restore(out), None
 
     def _landmarks(self, count: Tensor, length: int, heads: slice = slice(None)) -> Tensor:
-        """Rows (B, H or 1, F) of [Q; K], each of `length` rows of which the first `count` (B, 1, 1) are real."""
+        """Landmark rows (B, H or 1, F) of [Q; K]; Q and K have `length` rows, the first `count` (B, 1, 1) real."""
         draws = self.draws()[heads] if self.per_head else self.draws()
         if self.stratified:
             half = draws.shape[-1] // 2
@@ -79,10 +79,10 @@ class SkyformerAttention(AttentionLayer):
 
 
 class NystromformerAttention(AttentionLayer):
-    """s(Q L_K^T) s(L_Q L_K^T)^+ s(L_Q K^T) V, and a convolution of the values if asked for.
+    """s(Q L_K^T) s(L_Q L_K^T)^+ s(L_Q K^T) V, plus an optional convolution of the values.
 
-    Segments divide whole sequences: documents in one sequence see each other. Shards of a sequence trade tokens for
-    heads.
+    Segments divide whole sequences, so packed documents see each other. Context-parallel shards use the Ulysses
+    all-to-all.
     """
 
     def __init__(self, form: Attention, settings: LayerSettings):
@@ -91,24 +91,24 @@ class NystromformerAttention(AttentionLayer):
         self.landmarks = nystrom.landmarks
         self.convolution: nn.Parameter | None = None
         if nystrom.conv_kernel is not None:
-            # From nothing: a new layer is Nyström attention alone.
+            # Starts at zero, so a new layer is plain Nyström attention.
             self.convolution = nn.Parameter(torch.zeros(len(self.query_heads), nystrom.conv_kernel))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
         q, k = inputs.rotated(q, k)
         ulysses = Ulysses(inputs.cp_shard, q.shape[1], k.shape[1])
-        q, (k, v) = ulysses.of_queries(q), ulysses.of_keys(k, v)
+        q, (k, v) = ulysses.exchange_queries(q), ulysses.exchange_keys(k, v)
         real = inputs.padding_mask
-        places = torch.arange(q.shape[2], device=q.device)[None]
+        indices = torch.arange(q.shape[2], device=q.device)[None]
         count = q.shape[2] if real is None else real.sum(1, keepdim=True).clamp(min=1)
-        # Real tokens lie first and fill all segments evenly; what lies behind them belongs to none.
+        # Real tokens come first and fill all segments evenly; padding gets segment numbers beyond the last.
         out = nystrom_attention(
-            q, k, v, segments=places * self.landmarks // count, count=self.landmarks, key_mask=real
+            q, k, v, segments=indices * self.landmarks // count, count=self.landmarks, key_mask=real
         )
         if self.convolution is not None:
             values = v if real is None else v * real[:, None, :, None]
             out = out + depthwise_convolution(
                 values.repeat_interleave(q.shape[1] // v.shape[1], 1), self.convolution[ulysses.query_heads]
             )
-        return ulysses.cut(out), None
+        return ulysses.restore(out), None

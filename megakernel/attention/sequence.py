@@ -1,8 +1,8 @@
-"""My shard of the sequence: the one thing an attention layer knows about sequence sharding.
+"""The protocol by which attention layers communicate with the other context-parallel shards.
 
-A layer holds N consecutive tokens of each sequence. `ContextParallelShard` lets it ask for what lies before them
-without knowing of processes: `parallel/` answers over a process group, `WHOLE` answers for a layer that holds
-everything. `Ulysses` has whole sequences of some heads in place of a shard of the sequences of all heads.
+A layer holds N consecutive tokens of each sequence. `ContextParallelShard` gives it what it needs of the others:
+`megakernel.parallel` implements it over a process group, `WHOLE_SEQUENCE` is the unsharded case. `Ulysses` exchanges a
+shard of all heads for whole sequences of some heads.
 """
 
 from torch import Tensor
@@ -13,54 +13,53 @@ from megakernel.ops.state import KernelState, PendingState
 
 
 class ContextParallelShard:
-    """Shard `rank` of `size` equal contiguous shards of every sequence; by itself the one shard that is the whole.
+    """Shard `rank` of `size` equal contiguous shards of every sequence; this base class is the unsharded sequence.
 
-    What lies before a shard, or behind it, is asked of parts of a sequence alone.
+    Methods that only a sharded sequence needs are not implemented here.
     """
 
     rank: int = 0
     size: int = 1
 
     def previous_tokens(self, x: Tensor, count: int) -> Tensor:
-        """The `count` tokens (dimension -2) before this shard: the left neighbour's last, zeros on rank 0.
+        """The last `count` tokens (dimension -2) of the previous shard; zeros on rank 0.
 
-        x is (..., N, d) with count <= N; the result (..., count, d). Differentiable: gradients travel back to
-        the rank that owns the tokens.
+        x: (..., N, d), count <= N; returns (..., count, d). Differentiable: gradients go back to the tokens' rank.
         """
         raise NotImplementedError
 
     def start_prefix(self, state: KernelState, carries: Tensor) -> PendingState:
-        """Begin the exclusive prefix of `state` over the shards.
+        """Start an exclusive prefix scan of `state` over the shards.
 
-        state: what this shard's tokens add to the state that leaves it. carries: (B,) bool, whether what
-        entered the shard also leaves it (False where a document starts inside), or (B, H_kv), the factor by which a
-        state that decays does. `wait()` gives what enters: the `merge` (megakernel.ops.state) of the states of earlier
-        shards s, without those where a shard between s and this one does not carry; the empty state on rank 0.
+        state: the sum over this shard's tokens. carries: (B,) bool, whether the incoming state also leaves the shard
+        (False if a document starts inside), or (B, H_kv), its decay factor. `wait()` returns the incoming state: the
+        `merge` (megakernel.ops.state) of the states of all earlier shards that reach this one, each times the factors
+        of the shards between; the empty state on rank 0.
         """
         raise NotImplementedError
 
     def start_suffix(self, state: KernelState, carries: Tensor) -> PendingState:
-        """`start_prefix` read backwards: what later shards' tokens add to what enters this one from behind."""
+        """Start the reverse of `start_prefix`: an exclusive suffix scan over later shards."""
         raise NotImplementedError
 
     def start_rotation(self, tensors: tuple[Tensor, ...]) -> PendingTensors:
-        """Begin to hand `tensors` to the shard after this one, the last shard to the first.
+        """Start sending `tensors` to the next shard, and from the last shard to the first.
 
-        `wait()` gives those of the shard before, of the same shapes and dtypes; until then neither may be changed.
-        Not differentiable: what rotates in backward is the caller's to say.
+        `wait()` returns those of the previous shard, with the same shapes and dtypes; until then neither may be
+        changed. Not differentiable: the caller rotates gradients itself.
         """
         raise NotImplementedError
 
-    def total(self, x: Tensor) -> Tensor:
-        """The sum of `x` over the shards, on each of them; its gradient is the sum of theirs."""
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """All-reduce: the sum of `x` over the shards; its gradient is all-reduced too."""
         return x
 
     def all_tokens(self, x: Tensor) -> Tensor:
-        """(..., n, d) of mine -> (..., size * n, d) of all shards in order; differentiable."""
+        """All-gather: (..., n, d) of this shard -> (..., size * n, d) of all shards in order; differentiable."""
         return x
 
     def tokens_to_heads(self, x: Tensor) -> Tensor:
-        """(B, H, N, d) my tokens of all heads -> (B, H / size, N * size, d) all tokens of my heads (Ulysses)."""
+        """Ulysses all-to-all: (B, H, N, d), all heads of this shard -> (B, H / size, N * size, d), all tokens."""
         return x
 
     def heads_to_tokens(self, x: Tensor) -> Tensor:
@@ -68,53 +67,52 @@ class ContextParallelShard:
         return x
 
 
-WHOLE = ContextParallelShard()
-"""The shard of a layer that holds every token."""
+WHOLE_SEQUENCE = ContextParallelShard()
+"""The unsharded sequence."""
 
 
 class Ulysses:
-    """What P shards of N tokens and H heads trade tokens for heads for: all P N tokens of H / P heads (Ulysses).
+    """The Ulysses all-to-all over P shards: N tokens of H heads -> all P N tokens of H / P heads.
 
-    The shard that is the whole sequence keeps everything as it is. Key heads that do not divide over the shards are
-    repeated for their queries first.
+    A no-op if P = 1. If key heads do not divide over the shards, they are first repeated for their query heads.
     """
 
     def __init__(self, cp_shard: ContextParallelShard, num_heads: int, num_kv_heads: int):
-        """num_heads and num_kv_heads: those of this process's tokens; ValueError where num_heads does not divide."""
+        """num_heads, num_kv_heads: those of this rank before the exchange. ValueError if num_heads does not divide."""
         if num_heads % cp_shard.size:
             raise ValueError(
                 f"{num_heads} heads do not divide over {cp_shard.size} shards of the sequence; change one"
             )
         self.cp_shard = cp_shard
         self.repeats = 1 if num_kv_heads % cp_shard.size == 0 else num_heads // num_kv_heads
-        each = num_heads // cp_shard.size
-        self.query_heads = slice(cp_shard.rank * each, (cp_shard.rank + 1) * each)
-        """Which of the query heads are this shard's, for what else belongs to a head."""
+        local = num_heads // cp_shard.size
+        self.query_heads = slice(cp_shard.rank * local, (cp_shard.rank + 1) * local)
+        """The query heads of this shard after the exchange, to select other per-head tensors."""
 
-    def of_queries(self, q: Tensor) -> Tensor:
+    def exchange_queries(self, q: Tensor) -> Tensor:
         """(B, H, N, d) -> (B, H / P, P N, d)."""
         return self.cp_shard.tokens_to_heads(q)
 
-    def of_keys(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Keys or values (B, H_kv, N, d), or (B, H_kv, M, N, d), -> all tokens of the heads that the queries need."""
-        return tuple(self._traded(self._for_queries(x, 1)) for x in tensors)
+    def exchange_keys(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Keys or values (B, H_kv, N, d) or (B, H_kv, M, N, d) -> all tokens of the key heads of `exchange_queries`."""
+        return tuple(self._exchange(self._repeated(x, 1)) for x in tensors)
 
-    def of_key_heads(self, x: Tensor, dim: int = 0) -> Tensor:
-        """What every shard holds for all key heads, counted by `dim` -> that of the heads that the queries need."""
-        return self._for_queries(x, dim).chunk(self.cp_shard.size, dim)[self.cp_shard.rank]
+    def select_key_heads(self, x: Tensor, dim: int = 0) -> Tensor:
+        """A tensor of all key heads (dimension `dim`), equal on all shards -> the key heads of `exchange_queries`."""
+        return self._repeated(x, dim).chunk(self.cp_shard.size, dim)[self.cp_shard.rank]
 
-    def of_positions(self, positions: Positions, tokens: int) -> Positions:
-        """Positions (B, N), or that of the first of a shard's `tokens`, -> those of the whole sequences."""
+    def whole_positions(self, positions: Positions, tokens: int) -> Positions:
+        """Positions (B, N) of this shard, or of the first of its `tokens` -> positions of the whole sequences."""
         if isinstance(positions, int):
             return positions - self.cp_shard.rank * tokens
         return self.cp_shard.all_tokens(positions[..., None])[..., 0]
 
-    def cut(self, out: Tensor) -> Tensor:
-        """The inverse of `of_queries`: this shard's tokens of all heads."""
+    def restore(self, out: Tensor) -> Tensor:
+        """The inverse of `exchange_queries`: this shard's tokens of all heads."""
         return self.cp_shard.heads_to_tokens(out)
 
-    def _for_queries(self, x: Tensor, dim: int) -> Tensor:
+    def _repeated(self, x: Tensor, dim: int) -> Tensor:
         return x if self.repeats == 1 else x.repeat_interleave(self.repeats, dim)
 
-    def _traded(self, x: Tensor) -> Tensor:
+    def _exchange(self, x: Tensor) -> Tensor:
         return self.cp_shard.tokens_to_heads(x.flatten(1, -3)).unflatten(1, (-1, *x.shape[2:-2]))

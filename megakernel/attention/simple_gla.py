@@ -1,4 +1,4 @@
-"""Simple gated linear attention: a state of which each token keeps a part."""
+"""Simple gated linear attention: linear attention whose state decays by a scalar factor per head and token."""
 
 import math
 from typing import Any
@@ -17,21 +17,21 @@ from megakernel.ops.simple_gla import simple_gla
 
 
 class SimpleGlaAttention(AttentionLayer):
-    """q_i^T S_i / sqrt(d) of a state that decays by one factor for each key head (docs/formulas.md, 9).
+    """q_i^T S_i / sqrt(d) with a state S that decays by one factor per key head (docs/formulas.md, 9).
 
     w.x_i is the layer's further projection of the hidden state; without it the decay does not depend on the token.
-    Shards of a sequence exchange states and the factors by which they decay.
+    Context-parallel shards exchange states and their decay factors.
     """
 
     def __init__(self, form: Attention, settings: LayerSettings):
         super().__init__(form, settings)
-        chosen = form.simple_gla or SimpleGla()
-        self.decay, self.normalizer = chosen.decay, chosen.gate_logit_normalizer
+        options = form.simple_gla or SimpleGla()
+        self.decay, self.normalizer = options.decay, options.gate_logit_normalizer
         if self.decay == "gate":
             self.decay_bias = nn.Parameter(torch.zeros(len(self.kv_heads)))
         elif self.decay == "step":
             rates, steps = _initial_rates_and_steps(settings, self.kv_heads)
-            # Softplus of the bias is the step.
+            # The inverse of softplus: softplus(decay_bias) is the initial step.
             self.decay_bias = nn.Parameter((steps + (-torch.expm1(-steps)).log()).float())
             self.log_decay_rate = nn.Parameter(rates.log().float())
 
@@ -44,13 +44,13 @@ class SimpleGlaAttention(AttentionLayer):
             k,
             v if step is None else (v * step[..., None]).to(v.dtype),
             log_decay,
-            positions=inputs.at,
+            positions=inputs.resolved_positions,
             initial_state=inputs.state,
             exchange=inputs.exchange,
         )
 
     def log_decay_and_step(self, inputs: AttentionInputs, k: Tensor) -> tuple[Tensor, Tensor | None]:
-        """log a (B, H_kv, N), or (H_kv, 1) or () where it does not depend on the token, and the step that scales v."""
+        """log a (B, H_kv, N), or (H_kv, 1) or () if independent of the token, and the step that scales v, or None."""
         dtype = accum_dtype(k.dtype)
         if self.decay == "none":
             return torch.zeros((), dtype=dtype, device=k.device), None
@@ -70,13 +70,13 @@ def fixed_decay(kv_heads: range, like: Tensor) -> Tensor:
 
 
 def decay_logits(bias: Tensor, inputs: AttentionInputs, like: Tensor) -> Tensor:
-    """w.x_i + b of bias b (H_kv,), (B, H_kv, N), or (H_kv, 1) without a projection; in float32 or better."""
+    """w.x_i + b with bias b (H_kv,): (B, H_kv, N), or (H_kv, 1) without a projection; in float32 or better."""
     logits = bias.to(accum_dtype(like.dtype))[:, None]
     return logits if inputs.further is None else logits + inputs.further[..., 0].to(logits.dtype)
 
 
 def _initial_rates_and_steps(settings: LayerSettings, heads: range) -> tuple[Tensor, Tensor]:
-    """Mamba-2's initial A and step of each head, float64: uniform in [1, 16], log-uniform in [0.001, 0.1]."""
+    """Mamba-2's initial A, uniform in [1, 16], and step, log-uniform in [0.001, 0.1], per head in float64."""
     draws = (generator(settings.seed, head, "decay") for head in heads)
     rates, steps = torch.stack([torch.rand(2, generator=draw, dtype=torch.float64) for draw in draws]).T
     return 1 + 15 * rates, (math.log(0.001) + steps * math.log(100)).exp()

@@ -1,4 +1,4 @@
-"""Softmax attention: over all tokens in sight, the quadratic baseline, or over a window, FLuRKA's near part alone."""
+"""Softmax attention: the quadratic baseline, and local attention (FLuRKA's window alone)."""
 
 from typing import Any
 
@@ -16,13 +16,12 @@ from megakernel.ops.softmax_attention.ring import ring_attention
 
 
 class SoftmaxAttention(AttentionLayer):
-    """softmax(q k^T / sqrt(d)) v, over all tokens in sight: of the document, or the last `window` of them.
+    """softmax(q k^T / sqrt(d)) v over the visible tokens of the document, or over the last `window` of them.
 
-    With a cap the exponents are c tanh(q k^T / (c sqrt(d))).
+    With a soft cap c the exponents are c tanh(q k^T / (c sqrt(d))).
 
-    Shards of a sequence trade tokens for heads where they have as many heads each, so that each sees whole sequences
-    of its own, all with the same work. Otherwise, or where `exchange` says so, keys and values go round
-    (`ring_attention`).
+    Context-parallel shards use the Ulysses all-to-all if their heads divide, which balances the work; otherwise, or if
+    `exchange` is ring, they use `ring_attention`.
     """
 
     def __init__(self, form: Attention, settings: LayerSettings):
@@ -33,32 +32,31 @@ class SoftmaxAttention(AttentionLayer):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
         q, k = inputs.rotated(q, k)
-        shard, real = inputs.cp_shard, None if self.causal else inputs.padding_mask
-        if self._goes_round(shard):
-            form: dict[str, Any] = {"causal": self.causal, "window": self.window, "positions": inputs.at}
-            return ring_attention(q, k, v, ring=shard, key_mask=real, **form), None
+        shard, positions = inputs.cp_shard, inputs.resolved_positions
+        real = None if self.causal else inputs.padding_mask
+        options: dict[str, Any] = {"causal": self.causal, "window": self.window, "key_mask": real}
+        if self._uses_ring(shard):
+            return ring_attention(q, k, v, ring=shard, positions=positions, **options), None
         ulysses = Ulysses(shard, q.shape[1], k.shape[1])
         out, state = softmax_attention(
-            ulysses.of_queries(q),
-            *ulysses.of_keys(k, v),
-            causal=self.causal,
-            window=self.window,
+            ulysses.exchange_queries(q),
+            *ulysses.exchange_keys(k, v),
+            **options,
             softcap=self.softcap,
-            positions=ulysses.of_positions(inputs.at, q.shape[2]),
-            key_mask=real,
+            positions=ulysses.whole_positions(positions, q.shape[2]),
             initial_state=inputs.state,
         )
-        return ulysses.cut(out), state
+        return ulysses.restore(out), state
 
-    def _goes_round(self, cp_shard: ContextParallelShard) -> bool:
+    def _uses_ring(self, cp_shard: ContextParallelShard) -> bool:
         if self.softcap is not None:
             return False
-        divide = len(self.query_heads) % cp_shard.size == 0
-        return cp_shard.size > 1 and (self.exchange == "ring" or (self.exchange == "auto" and not divide))
+        divides = len(self.query_heads) % cp_shard.size == 0
+        return cp_shard.size > 1 and (self.exchange == "ring" or (self.exchange == "auto" and not divides))
 
 
 class LocalAttention(AttentionLayer):
-    """Causal softmax over a token's current block, optionally with the block before."""
+    """Causal softmax over a token's current block and optionally the previous one."""
 
     def __init__(self, form: Attention, settings: LayerSettings):
         super().__init__(form, settings)
@@ -84,6 +82,6 @@ class LocalAttention(AttentionLayer):
             priors=priors,
             shift=shift,
             rotary=inputs.rotary,
-            positions=inputs.at,
+            positions=inputs.resolved_positions,
             initial_state=state,
         )

@@ -1,1 +1,1 @@
-"""What reads and writes weights: a run's checkpoints, models of `transformers`, and what becomes of them here."""
+"""Reading, writing and converting weights: checkpoints of runs, models of `transformers`, exports."""

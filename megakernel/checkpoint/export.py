@@ -1,4 +1,4 @@
-"""A run's model as a folder that `transformers` loads: a plain architecture where one fits, else our own class."""
+"""Export of a run's model to a folder that `transformers` loads: as a known architecture, or else as our own class."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from data_pipeline import tokenizers
-from data_pipeline.prepare import appearing_whole
+from data_pipeline.prepare import atomic_folder
 from data_pipeline.tokenizers import Tokenizer
 from megakernel.config import Config, ConfigError, Model, UserError
 from megakernel.config.errors import written_to
@@ -18,14 +18,14 @@ from megakernel.model import cast
 from megakernel.model.settings import DTYPES
 
 from .dense import is_dense_checkpoint
-from .dense.checkpoint import CONFIG, INDEX, ONE_FILE, our_parts, vocabulary_names
+from .dense.checkpoint import CONFIG, INDEX, ONE_FILE, model_parts, vocabulary_names
 from .dense.configs import plain_config
 from .dense.families import FAMILIES, OWN
 from .dense.tokenizer import save_tokenizer
 from .model_card import CARD, model_card
 from .trained_run import TrainedRun, recorded_config, run_of, tokenizer_folder
 from .universal import WEIGHT
-from .weight_source import weights
+from .weight_source import run_weights
 
 EXPORTED_DTYPES = DTYPES | {"float16": torch.float16}
 
@@ -36,13 +36,13 @@ def export(
     """Write safetensors, config.json, generation_config.json, README.md and the tokenizer; returns config.json.
 
     Args:
-        run_folder: of a causal_lm.
-        to: a folder that does not exist yet, or is empty; nothing is left there where the export fails.
-        step: which checkpoint; None takes the newest good one.
-        dtype: float32, bfloat16 or float16; None takes that of training.
+        run_folder: the run of a causal_lm.
+        to: a folder that does not exist yet, or is empty; a failed export leaves nothing there.
+        step: the checkpoint's step; None: the newest good checkpoint.
+        dtype: float32, bfloat16 or float16; None: that of training.
 
     Raises:
-        UserError: no run, another kind of model, a folder that is in use.
+        UserError: there is no run, it has another kind of model, or `to` is in use.
     """
     run = TrainedRun.find(run_folder, step)
     if not run.config.model.is_causal:
@@ -51,43 +51,44 @@ def export(
         )
     check_unused(to)
     tokenizer = tokenizers.load(tokenizer_folder(run_folder), add_bos=run.config.data.add_bos)
-    source = _Source(run, tokenizer, EXPORTED_DTYPES[dtype or run.config.training.dtype])
-    with written_to("--to", to), appearing_whole(to) as folder:
+    exported = _ExportedModel(run, tokenizer, EXPORTED_DTYPES[dtype or run.config.training.dtype])
+    with written_to("--to", to), atomic_folder(to) as folder:
         save_tokenizer(tokenizer, folder)
-        config = source.write_plain(folder) or source.write_own(folder)
-        settings = generation_config(run.config, tokenizer, source.vocab_size)
+        config = exported.write_plain(folder) or exported.write_own(folder)
+        settings = generation_config(run.config, tokenizer, exported.vocab_size)
         if config["model_type"] == OWN:
-            settings.pop("cache_implementation", None)  # of keys and values, of which its state is none
-        _write(folder / FILE, settings)
+            settings.pop("cache_implementation", None)  # for KV caches; our cache is a recurrent state
+        _write(folder / GENERATION_CONFIG, settings)
         step = run.checkpoint.step
-        measured = run_folder / "evaluation" / f"step_{step}"
-        named = run.config.run.name, step, source.model, source.seq_len, config["model_type"]
-        (folder / CARD).write_text(model_card(*named, measured), encoding="utf-8")
+        evaluation = run_folder / "evaluation" / f"step_{step}"
+        described = exported.model, exported.seq_len, config["model_type"]
+        card = model_card(run.config.run.name, step, *described, evaluation)
+        (folder / CARD).write_text(card, encoding="utf-8")
     return config
 
 
 def check_unused(to: Path) -> None:
-    """UserError unless nothing is there, or an empty folder."""
+    """Raise UserError unless `to` does not exist or is an empty folder."""
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f"--to {to} is in use; name a new folder")
 
 
-class _Source:
-    """A run's model, with the rotary frequencies that its weights know."""
+class _ExportedModel:
+    """A run's model, with the rotary frequencies that its weights were trained with."""
 
     def __init__(self, run: TrainedRun, tokenizer: Tokenizer, dtype: torch.dtype):
-        phase = run.config.training.phase_behind(run.checkpoint.step)
+        phase = run.config.training.last_trained_phase(run.checkpoint.step)
         self.dtype = dtype
         self.bos, self.eod = tokenizer.bos, tokenizer.eod
-        # What also ends messages does not say where positions begin again.
-        self.isolates = run.config.data.isolate_documents and not tokenizer.ends_messages
+        # An end-of-document token that also ends chat messages does not restart positions.
+        self.isolate_documents = run.config.data.isolate_documents and not tokenizer.ends_messages
         self.model = _with_positions(phase.model(run.config.model), run.config.training.seq_len)
-        self.tensors = weights(run.checkpoint, run.config)
+        self.tensors = run_weights(run.checkpoint, run.config)
         self.seq_len = phase.training.seq_len
         self.vocab_size = self.model.vocab_size or tokenizer.vocab_size
 
     def write_plain(self, folder: Path) -> dict[str, Any] | None:
-        """As an architecture of `transformers`; None, with nothing written, where none has the model's parts."""
+        """Write an architecture of `transformers`; None, and nothing is written, if none has the model's parts."""
         config = plain_config(self.model, self.vocab_size, self.seq_len)
         if config is None:
             return None
@@ -97,19 +98,19 @@ class _Source:
             "dtype": str(self.dtype).removeprefix("torch."),
         }
         _write(folder / CONFIG, config)
-        parts = our_parts(FAMILIES[config["model_type"]], self.model)
-        write_tensors(folder, self._theirs(parts))
+        parts = model_parts(FAMILIES[config["model_type"]], self.model)
+        write_tensors(folder, self._hf_tensors(parts))
         return config
 
     def write_own(self, folder: Path) -> dict[str, Any]:
-        """As `MegakernelForCausalLM`."""
+        """Write a `MegakernelForCausalLM`."""
         from .pretrained_config import MegakernelConfig
 
         config = MegakernelConfig(
             model=self.model.model_dump(mode="json"),
             vocab_size=self.vocab_size,
             max_position_embeddings=self.seq_len,
-            isolate_documents=self.isolates,
+            isolate_documents=self.isolate_documents,
             eos_token_id=self.eod,
             architectures=["MegakernelForCausalLM"],
             dtype=self.dtype,
@@ -119,19 +120,19 @@ class _Source:
         write_tensors(folder, ((f"model.{name}", self._read(name).to(x.dtype)) for name, x in like.items()))
         return config.to_dict()
 
-    def _theirs(self, parts: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    def _hf_tensors(self, parts: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
         for name in sorted(parts):
             split = parts[name].split(self._read(name))
             yield from zip(parts[name].hf_names, (tensor.to(self.dtype) for tensor in split))
 
     def _read(self, name: str) -> Tensor:
         tensor = self.tensors.read(name, [WEIGHT])[WEIGHT]
-        # Rows that pad the vocabulary stay here.
+        # Exports have no padding of the vocabulary.
         return tensor[: self.vocab_size] if name in vocabulary_names(self.model) else tensor
 
 
 def _with_positions(model: Model, seq_len: int) -> Model:
-    if model.max_positions is None and model.counts_positions:
+    if model.max_positions is None and model.has_position_parameters:
         return model.model_copy(update={"max_positions": seq_len})
     return model
 
@@ -141,11 +142,11 @@ def _write(path: Path, value: Any) -> None:
 
 
 SHARD_BYTES = 5 * 10**9
-"""Of one file, at most, unless a tensor is larger."""
+"""Maximum size of a file, unless a single tensor is larger."""
 
 
 def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write files of at most SHARD_BYTES, holding one at a time in memory."""
+    """Write safetensors files of at most SHARD_BYTES; one file at a time is in memory."""
     shards: list[list[str]] = []
     shard: dict[str, Tensor] = {}
     size = total = 0
@@ -175,23 +176,25 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
     _write(folder / INDEX, index)
 
 
-FILE = "generation_config.json"
+GENERATION_CONFIG = "generation_config.json"
 
-_MADE = "_from_model_config"
-"""Marks a file that `transformers` made of config.json: nobody chose what it says."""
+_GENERATED = "_from_model_config"
+"""Key of a file that `transformers` generated from config.json, so it has no choices of the model's author."""
 
 
 def generation_config(config: Config, tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
-    """Its keys, for the model of a run.
+    """Contents of generation_config.json for the model of a run.
 
-    Those of the dense model that the run began with, directly or through other runs, as long as they are still there;
-    of any other model greedy decoding, the default of `transformers`. A document's end always ends a text. Words of the
-    model that its tokenizer does not know are never chosen.
+    The settings are those of the dense model that the run started from, directly or through other runs, if it still
+    exists; else greedy decoding, the default of `transformers`. The end-of-document token always ends a text. Token ids
+    that the tokenizer does not have are suppressed.
 
-    vocab_size: of the model.
+    vocab_size: the model's.
     """
-    own = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod, "pad_token_id": tokenizer.eod}
-    settings = {key: value for key, value in own.items() if value is not None} | _given(config.init.source)
+    defaults = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod, "pad_token_id": tokenizer.eod}
+    settings = {key: value for key, value in defaults.items() if value is not None} | _inherited_settings(
+        config.init.source
+    )
     ends = settings["eos_token_id"]
     ends = ends if isinstance(ends, list) else [ends]
     if tokenizer.eod not in ends:
@@ -202,29 +205,31 @@ def generation_config(config: Config, tokenizer: Tokenizer, vocab_size: int) -> 
     return settings
 
 
-def _given(source: Path | None) -> dict[str, Any]:
-    """What the user chose for the dense model where a chain of `init.from` begins."""
-    passed: set[Path] = set()
+def _inherited_settings(source: Path | None) -> dict[str, Any]:
+    """generation_config.json of the dense model at the start of a chain of `init.from`; empty if nobody chose it."""
+    visited: set[Path] = set()
     while source is not None and not is_dense_checkpoint(source):
         run = run_of(source.resolve())
         file = run / "config.yaml"
-        if file in passed or not file.is_file():
+        if file in visited or not file.is_file():
             return {}
-        passed.add(file)
+        visited.add(file)
         try:
             source = recorded_config(run).init.source
-        except ConfigError:  # of a version that knew other keys
+        except ConfigError:  # written by a version with other keys
             return {}
-    if source is None or not (source / FILE).is_file():
+    if source is None or not (source / GENERATION_CONFIG).is_file():
         return {}
     try:
-        given = json.loads((source / FILE).read_text(encoding="utf-8"))
-        if not isinstance(given, dict):
-            raise ValueError(f"a {type(given).__name__}")
+        settings = json.loads((source / GENERATION_CONFIG).read_text(encoding="utf-8"))
+        if not isinstance(settings, dict):
+            raise ValueError(f"a {type(settings).__name__}")
     except ValueError as error:
         raise UserError(
-            f"{source / FILE} is no JSON object ({error}); download it again, or remove it"
+            f"{source / GENERATION_CONFIG} is no JSON object ({error}); download it again, or remove it"
         ) from None
-    if given.pop(_MADE, False):
+    if settings.pop(_GENERATED, False):
         return {}
-    return {key: value for key, value in given.items() if value is not None and key != "transformers_version"}
+    return {
+        key: value for key, value in settings.items() if value is not None and key != "transformers_version"
+    }

@@ -1,4 +1,4 @@
-"""RUN/checkpoints: saves that leave a whole checkpoint or none, the newest good one, and pruning."""
+"""RUN/checkpoints: atomic saves, the newest good checkpoint, and pruning."""
 
 import os
 import shutil
@@ -16,25 +16,25 @@ LATEST = "latest"
 
 
 class SaveFailed(RunFailed):
-    """A checkpoint could not be written; those before it are untouched."""
+    """A checkpoint could not be written; earlier ones are untouched."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """What lies in a checkpoint folder."""
+class CheckpointSearch:
+    """The result of a search for the newest good checkpoint."""
 
     checkpoint: Checkpoint | None
-    """The newest good checkpoint; None where there is none at all."""
+    """The newest good checkpoint; None if there are no checkpoints."""
 
     broken: dict[Path, str]
-    """Newer folders that were passed over -> reason."""
+    """Newer folders that were skipped -> reason."""
 
 
 class CheckpointFolder:
-    """The checkpoints of one run. Every rank holds one and calls the same methods in the same order.
+    """The checkpoints of one run. All ranks must call the same methods in the same order.
 
     root: RUN/checkpoints, on a file system that all ranks share.
-    keep: newest checkpoints that are kept; keep_every: multiples of this step are kept for good.
+    keep: how many of the newest checkpoints to keep; keep_every: multiples of this step are never pruned.
     """
 
     def __init__(self, root: Path, keep: int, keep_every: int | None = None, ranks: Ranks | None = None):
@@ -45,19 +45,19 @@ class CheckpointFolder:
         self._broken: set[Path] = set()
 
     def remove_leftovers(self) -> list[Path]:
-        """Delete what saves and prunings that were killed left behind; called once, before training."""
+        """Delete what interrupted saves and prunings left behind; called once, before training."""
         return self._ranks.first(self._remove_leftovers)
 
-    def newest_good(self) -> Found:
-        """Find the newest checkpoint that is whole, and the broken ones that are newer.
+    def newest_good(self) -> CheckpointSearch:
+        """Find the newest checkpoint that is complete and undamaged, and the broken ones that are newer.
 
-        Every rank reads a share of its files, and all take the same one.
-        Raises UserError where there are checkpoints and none is good: the user must choose to start over.
+        Every rank verifies a share of its files, and all ranks agree on the result.
+        Raises UserError if there are checkpoints and none is good: the user must decide to start over.
         """
         broken: dict[Path, str] = {}
         for _, folder in self._ranks.first(self._steps):
             try:
-                return Found(Checkpoint.verified(folder, self._ranks), broken)
+                return CheckpointSearch(Checkpoint.verified(folder, self._ranks), broken)
             except UserError as error:
                 broken[folder] = str(error)
                 self._broken.add(folder)
@@ -67,7 +67,7 @@ class CheckpointFolder:
                 f"no checkpoint in {self.root} can be used ({reasons}); restore one, or delete these folders "
                 "to start the run from its first step"
             )
-        return Found(None, broken)
+        return CheckpointSearch(None, broken)
 
     def save(
         self,
@@ -76,14 +76,14 @@ class CheckpointFolder:
         written: Callable[[], Iterable[Path]] = tuple,
         prune: bool = True,
     ) -> Path:
-        """Save a checkpoint and give its folder; a good one of the same step is left as it is.
+        """Save a checkpoint and return its folder; a good checkpoint of the same step is left as it is.
 
-        prune: delete those that are too old; else they wait for the next save.
-        write: called on every rank with the folder to fill (it exists). It must return or raise on every
-        rank even where one of them cannot write.
-        written: names the files that `write` has written on this rank, which will not have to ask a file server for
-        them; what no rank names is read again on rank 0.
-        Raises SaveFailed, alike on all ranks; what was saved before, and `latest`, are then untouched.
+        write: called on every rank with the folder to fill, which exists. It must return or raise on every rank even if
+        one of them cannot write.
+        written: returns the files that `write` wrote on this rank, which checksums them from its page cache; rank 0
+        reads all other files from the file server.
+        prune: delete old checkpoints now; otherwise the next save does.
+        Raises SaveFailed, alike on all ranks; earlier checkpoints and `latest` are then untouched.
         """
         final = self.root / f"step_{progress.step}"
         partial = final.with_name(final.name + PARTIAL)
@@ -93,7 +93,7 @@ class CheckpointFolder:
                 self._ranks.first(lambda: self._publish(partial, final, progress, shares))
         except OSError as error:
             reason = str(error) if isinstance(error, RankFailed) else f"rank 0: {error}"
-            raise SaveFailed(self._ranks.first(lambda: self._give_up(final.name, reason))) from None
+            raise SaveFailed(self._ranks.first(lambda: self._clean_up(final.name, reason))) from None
         if prune:
             self._ranks.first(lambda: self._prune(progress.step))
         return final
@@ -105,7 +105,7 @@ class CheckpointFolder:
         return leftovers
 
     def _prepare(self, final: Path, partial: Path) -> bool:
-        """Make the folder to write into; False where the step is saved already."""
+        """Make the folder to write into; False if the step is saved already."""
         if self._is_good(final):
             self._stage_latest(final).replace(self.root / LATEST)
             return False
@@ -116,9 +116,9 @@ class CheckpointFolder:
     def _publish(
         self, partial: Path, final: Path, progress: SavedProgress, shares: Iterable[dict[str, FileRecord]]
     ) -> None:
-        """Make the written folder a checkpoint. All that needs space is written before the first rename."""
+        """Turn the written folder into a checkpoint. Everything that needs disk space comes before the first rename."""
         files = {name: record for share in shares for name, record in share.items()}
-        files |= flushed(partial, _others(partial, files))
+        files |= flushed(partial, _unrecorded_files(partial, files))
         flush(write_manifest(partial, progress, files))
         for folder, _, _ in os.walk(partial):
             flush(Path(folder))
@@ -135,8 +135,8 @@ class CheckpointFolder:
         flush(staged)
         return staged
 
-    def _give_up(self, name: str, reason: str) -> str:
-        """Remove what was written; the error's text."""
+    def _clean_up(self, name: str, reason: str) -> str:
+        """Remove what was written and return the error message."""
         free = shutil.disk_usage(next(path for path in (self.root, *self.root.parents) if path.exists())).free
         self._remove_leftovers()
         return (
@@ -146,7 +146,7 @@ class CheckpointFolder:
         )
 
     def _prune(self, saved: int) -> None:
-        """Keep the newest good checkpoints and multiples of keep_every; those after `saved` are broken."""
+        """Keep the newest good checkpoints and multiples of keep_every. Steps after `saved` are broken, and stay."""
         kept = 0
         for step, folder in self._steps():
             if step > saved:
@@ -157,7 +157,7 @@ class CheckpointFolder:
                 _remove(folder)
 
     def _is_good(self, folder: Path) -> bool:
-        """By its sizes, and by what was read of it since the start."""
+        """Whether file sizes are right and no damage was found since the start."""
         try:
             Checkpoint.read(folder)
         except Damaged:
@@ -166,21 +166,27 @@ class CheckpointFolder:
 
     def _steps(self) -> list[tuple[int, Path]]:
         """(N, folder step_N), newest first."""
-        found = ((step_of(path), path) for path in self.root.glob("step_*"))
-        return sorted(((step, path) for step, path in found if step is not None), reverse=True)
+        steps = ((step_of(path), path) for path in self.root.glob("step_*"))
+        return sorted(((step, path) for step, path in steps if step is not None), reverse=True)
 
 
-def _others(folder: Path, known: Iterable[str]) -> list[Path]:
+def _unrecorded_files(folder: Path, known: Iterable[str]) -> list[Path]:
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     return [files[name] for name in sorted(files.keys() - known)]
 
 
+def make_empty(folder: Path) -> None:
+    """Delete a folder with everything in it, and create it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
 def _remove(path: Path) -> None:
-    """Delete a file or folder, if there; a checkpoint loses its name first, so a kill leaves no half."""
+    """Delete a file or folder if it exists. A checkpoint is renamed first, so an interruption leaves no partial one."""
     if path.is_dir() and not path.name.endswith(PARTIAL):
         path = path.rename(path.with_name(path.name + ".removed" + PARTIAL))
     if path.is_dir():
-        # Network file systems keep a file that someone still reads; the next start removes it.
+        # Network file systems keep a file while somebody reads it; the next start removes it.
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Models that are looked at and not trained, cut over the ranks as a run is."""
+"""Frozen models, partitioned over the ranks in the layout of a run."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megakernel.config import Model, UserError
 from megakernel.model import LanguageModel, ModelSettings, stage_layers
 from megakernel.model.layer_inputs import LayerInputs
-from megakernel.model.self_attention import is_new
+from megakernel.model.self_attention import absent_in_dense
 from megakernel.parallel import Mesh
 
 from .universal import partitions
@@ -23,41 +23,41 @@ def frozen_model(
     dtype: torch.dtype,
     part: range | None = None,
 ) -> LanguageModel:
-    """`model` with the weights of `source`, in evaluation mode and without gradients.
+    """`model` with the weights of `source`, in evaluation mode and without gradients; called on all ranks.
 
-    Of a pipeline it is the part that this stage holds. What an attention mechanism owns stays as it was drawn where the
-    source does not have it. Called on all ranks. settings: of the run; its ranks, seed and chunks hold. part: places in
-    `layer_list`, of which alone weights are read; None: all, of a pipeline those of this stage.
-    Raises UserError, alike on all ranks, where another weight is missing or has another shape.
+    With a pipeline it has only the layers of this stage. Weights of an attention mechanism that the source lacks keep
+    their initial values. settings: of the run, whose mesh, seed and chunks are used. part: indices in `layer_list` of
+    the layers to build and load; None: all layers, or those of this pipeline stage.
+    Raises UserError, alike on all ranks, if any other weight is missing or has another shape.
     """
-    # Ranks share its words as the run's, with which they are compared.
+    # Tensor ranks partition its vocabulary like the run's, with whose logits its own are compared.
     model = model.model_copy(update={"vocab_multiple": settings.model.vocab_multiple})
-    model = model.for_rows(settings.model.rope_scaling.seq_len)
-    own = replace(settings, model=model, recompute="none", offload=False, mlp_chunk_size=None, lora=None)
+    model = model.for_seq_len(settings.model.rope_scaling.seq_len)
+    settings = replace(settings, model=model, recompute="none", offload=False, mlp_chunk_size=None, lora=None)
     mesh = settings.mesh
     assert isinstance(mesh, Mesh)
-    made = LanguageModel(own, part or stage_layers(own))
+    frozen = LanguageModel(settings, part or stage_layers(settings))
     tp, tensors = mesh.tp, source.tensors(model)
-    shares = partitions(made)
-    found = compare(gathered_shapes(made, shares, mesh), tensors)
-    lost = [name for name in found.missing if not is_new(name)]
-    wrong = [*source.other_vocab_size(settings.vocab_size), *found.misshapen]
-    wrong += [f"{name} is not in the checkpoint" for name in lost]
+    shares = partitions(frozen)
+    comparison = compare(gathered_shapes(frozen, shares, mesh), tensors)
+    missing = [name for name in comparison.missing if not absent_in_dense(name)]
+    wrong = [*source.vocab_size_mismatch(settings.vocab_size), *comparison.misshapen]
+    wrong += [f"{name} is not in the checkpoint" for name in missing]
     if wrong:
         remedy = (
             "take one of the same sizes, tokenizer and vocabulary (model.vocab_size, model.vocab_multiple)"
         )
         raise UserError("\n".join(f"{source.key}={source.folder}: {line}; {remedy}" for line in wrong))
-    load_weights(made, shares, tp, tensors, found.common)
-    return made.to(mesh.device, dtype).requires_grad_(False).eval()
+    load_weights(frozen, shares, tp, tensors, comparison.common)
+    return frozen.to(mesh.device, dtype).requires_grad_(False).eval()
 
 
 @torch.no_grad()
-def before_head(model: LanguageModel, inputs: LayerInputs, mesh: Mesh) -> LayerInputs | None:
-    """The inputs as they enter the head on the last stage, None on the others; called on all of them.
+def head_inputs(model: LanguageModel, inputs: LayerInputs, mesh: Mesh) -> LayerInputs | None:
+    """The inputs of the head on the last pipeline stage, None on the others; called on all stages.
 
-    model: from `frozen_model`. inputs: token ids (B, N), positions and whatever else; every stage has it, so the hidden
-    states alone are sent. A stage is done with inputs when it has handed it on, and takes the next.
+    model: from `frozen_model`. inputs: token ids (B, N), positions and others; every stage has them, so only hidden
+    states are sent. A stage returns after sending, and can run the next micro-batch while later stages run this one.
     """
     tokens, *rest = inputs
     stages, rank = mesh.pp.ranks, mesh.pp.rank

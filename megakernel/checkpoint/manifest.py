@@ -1,4 +1,4 @@
-"""A finished checkpoint: a folder whose manifest, written last, says what must lie in it."""
+"""A complete checkpoint: a folder whose manifest, written last, lists its files and their checksums."""
 
 import json
 import os
@@ -15,36 +15,36 @@ from megakernel.config import UserError
 from megakernel.parallel.ranks import Ranks
 
 MANIFEST = "complete.json"
-_OWN = "checksum"
-"""The manifest's key of the checksum of all its other keys."""
+_CHECKSUM_KEY = "checksum"
+"""The manifest's key with the checksum of all its other keys."""
 
 
 class Damaged(UserError):
-    """What was saved is not what lies there."""
+    """Files differ from those that were saved."""
 
 
 class FileRecord(NamedTuple):
-    """A file as it was saved."""
+    """Size and checksum of a file when it was saved."""
 
     size: int
     """Bytes."""
 
     checksum: str | None
-    """XXH3, 64 bits, hexadecimal; None where a version of before checksums wrote it."""
+    """XXH3, 64 bits, hexadecimal; None if written by a version without checksums."""
 
     @classmethod
     def of(cls, file: Path) -> "FileRecord":
-        """A file as it lies there; reads all of it."""
-        found = file.stat()
-        return cls(found.st_size, _checksum(file, found.st_size, found.st_mtime_ns))
+        """The record of a file on disk; reads all of it."""
+        stat = file.stat()
+        return cls(stat.st_size, _checksum(file, stat.st_size, stat.st_mtime_ns))
 
     def compare(self, file: Path, name: str) -> None:
-        """Damaged, beginning with `name`, where a file is another one."""
+        """Raise Damaged, with a message that begins with `name`, if a file's size or checksum differs."""
         if self.checksum is not None and FileRecord.of(file) != self:
             raise Damaged(f"{name} is damaged: its checksum is not that of saving")
 
     def check(self, file: Path, name: str) -> None:
-        """`compare` a file that will be loaded; UserError where that would run code which it names."""
+        """`compare` a file that will be loaded; raise UserError if it names code that loading would run."""
         self.compare(file, name)
         if file.suffix == ".pt":
             from . import weights_only
@@ -54,16 +54,16 @@ class FileRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class SavedProgress:
-    """How far the run was, and what wrote the checkpoint."""
+    """The run's progress, its layout and the versions of the software that wrote the checkpoint."""
 
     step: int
     """Optimizer steps done."""
 
     consumed_samples: int
-    """Training samples behind it: the position in the data."""
+    """Training samples consumed: the position in the data."""
 
     consumed_tokens: int
-    """Training tokens behind it."""
+    """Training tokens consumed."""
 
     layout: dict[str, int]
     """tensor, context, data, pipeline, zero_stage."""
@@ -74,7 +74,7 @@ class SavedProgress:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder `step_N` and what its manifest says."""
+    """A folder `step_N` and the contents of its manifest."""
 
     folder: Path
     progress: SavedProgress
@@ -89,9 +89,9 @@ class Checkpoint:
 
     @classmethod
     def read(cls, folder: Path) -> "Checkpoint":
-        """Read the manifest and hold it against the sizes of the files.
+        """Read the manifest and compare it with the sizes of the files.
 
-        Raises Damaged with the reason where the checkpoint is half-written or damaged.
+        Raises Damaged, with the reason, if the checkpoint is incomplete or damaged.
         """
         manifest, files = read_manifest(folder)
         try:
@@ -102,9 +102,9 @@ class Checkpoint:
 
     @classmethod
     def verified(cls, folder: Path, ranks: Ranks) -> "Checkpoint":
-        """`read`, and every rank holds a share of the files against their checksums.
+        """`read`, then verify checksums, a share of the files on each rank.
 
-        Raises UserError, alike on all ranks, where a file is not what was saved, cannot be read, or names code.
+        Raises UserError, alike on all ranks, if a file is damaged, cannot be read, or names code.
         """
         checkpoint = ranks.first(lambda: cls.read(folder))
         verify(folder, checkpoint.files, ranks)
@@ -112,17 +112,17 @@ class Checkpoint:
 
 
 def read_manifest(folder: Path) -> tuple[dict[str, Any], dict[str, FileRecord]]:
-    """A folder's manifest, and its files by name, whose sizes are right. Raises Damaged."""
+    """A folder's manifest, and the records of its files by name. Raises Damaged if it is damaged or a size is wrong."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        own = manifest.pop(_OWN, None)
+        checksum = manifest.pop(_CHECKSUM_KEY, None)
         checksums = manifest.get("checksums", {})
         files = {name: FileRecord(int(size), checksums.get(name)) for name, size in manifest["files"].items()}
     except FileNotFoundError:
         raise Damaged(f"{MANIFEST} is missing, so it was not written to its end") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise Damaged(f"{MANIFEST} is damaged") from None
-    if own is not None and own != _checksum_of(manifest):
+    if checksum is not None and checksum != _checksum_of(manifest):
         raise Damaged(f"{MANIFEST} is damaged: its checksum is not that of saving")
     for name, record in files.items():
         file = folder / name
@@ -134,9 +134,9 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], dict[str, FileRecord]]:
 
 
 def verify(folder: Path, files: Mapping[str, FileRecord], ranks: Ranks) -> None:
-    """Let every rank read about as many bytes of the files as the others; raises as `Checkpoint.verified` does."""
+    """Verify checksums, about as many bytes on each rank; raises as `Checkpoint.verified` does."""
     largest_first = sorted(files, key=lambda name: (-files[name].size, name))
-    ranks.alike(lambda: _check(folder, files, largest_first[ranks.rank :: ranks.size]))
+    ranks.each(lambda: _check(folder, files, largest_first[ranks.rank :: ranks.size]))
 
 
 def _check(folder: Path, files: Mapping[str, FileRecord], names: Iterable[str]) -> None:
@@ -148,19 +148,19 @@ def _check(folder: Path, files: Mapping[str, FileRecord], names: Iterable[str]) 
 
 
 def write_manifest(folder: Path, progress: SavedProgress | None, files: Mapping[str, FileRecord]) -> Path:
-    """Write the manifest; `files` by name relative to `folder`. progress: None for what is no checkpoint itself."""
+    """Write the manifest. files: by name relative to `folder`. progress: None if `folder` is no checkpoint itself."""
     manifest = {
         **({"progress": asdict(progress)} if progress else {}),
         "files": {name: record.size for name, record in files.items()},
         "checksums": {name: record.checksum for name, record in files.items()},
     }
     path = folder / MANIFEST
-    path.write_text(json.dumps(manifest | {_OWN: _checksum_of(manifest)}, indent=1) + "\n")
+    path.write_text(json.dumps(manifest | {_CHECKSUM_KEY: _checksum_of(manifest)}, indent=1) + "\n")
     return path
 
 
 def flushed(folder: Path, files: Iterable[Path]) -> dict[str, FileRecord]:
-    """Put files on the disk; their records, by name relative to `folder`. A full disk may show itself only here."""
+    """Flush files to disk; return their records by name relative to `folder`. A full disk may raise only here."""
     records = {}
     for file in files:
         flush(file)
@@ -169,7 +169,7 @@ def flushed(folder: Path, files: Iterable[Path]) -> dict[str, FileRecord]:
 
 
 def flush(path: Path) -> None:
-    """Put a file's bytes, or a folder's entries, on the disk."""
+    """Flush a file's contents, or a folder's entries, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -177,9 +177,9 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-# A command asks for the same checkpoint several times; a file that was changed has another time.
+# One command may verify the same checkpoint several times; a changed file has another modification time.
 @cache
-def _checksum(file: Path, size: int, changed: int) -> str:
+def _checksum(file: Path, size: int, modified: int) -> str:
     digest = xxhash.xxh3_64()
     with file.open("rb", buffering=0) as stream:
         while chunk := stream.read(_CHUNK):
@@ -195,6 +195,6 @@ def _checksum_of(manifest: Mapping[str, Any]) -> str:
 
 
 def step_of(folder: Path) -> int | None:
-    """N of a folder `step_N`, None for any other name."""
+    """N of a folder `step_N`; None for any other name."""
     match = re.fullmatch(r"step_(\d+)", folder.name)
     return int(match[1]) if match else None

@@ -1,4 +1,4 @@
-"""What commands take for a trained model: a run's checkpoint, or a folder that `transformers` loads."""
+"""A trained model that commands accept: a run's checkpoint, or a folder that `transformers` loads."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,39 +16,39 @@ if TYPE_CHECKING:
 
     from megakernel.model import LanguageModel
 
-ROW = 2048
-"""Tokens of a sample of a folder's model where nothing else is said, or fewer, as its config.json has it."""
+DEFAULT_SEQ_LEN = 2048
+"""Default tokens per sample for a Hugging Face folder; fewer if its config.json has a smaller maximum."""
 
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model that was found and is whole; its weights are not read yet."""
+    """A model whose files are complete; its weights are not read yet."""
 
     folder: Path
-    """The run's, or the one in the Hugging Face form."""
+    """The run's folder or the Hugging Face folder."""
 
     run: TrainedRun | None
-    """None for a folder in the Hugging Face form."""
+    """None for a Hugging Face folder."""
 
     config: Config
-    """What the run was trained with; of a folder its model section, and values of a run that reads `data`."""
+    """The run's configuration; for a Hugging Face folder its model section with placeholders for the other sections."""
 
     tokenizer: Tokenizer
 
     @property
     def step(self) -> int:
-        """The checkpoint's; 0 for a folder."""
+        """The checkpoint's step; 0 for a Hugging Face folder."""
         return 0 if self.run is None else self.run.checkpoint.step
 
     def check_continues_text(self) -> None:
-        """UserError for an encoder."""
+        """Raise UserError for an encoder."""
         if not self.config.model.is_causal:
             raise UserError(
                 f"model.kind={self.config.model.kind} of {self.folder} continues no text; give a run of a causal_lm"
             )
 
     def load(self) -> tuple["LanguageModel", "torch.device"]:
-        """The whole model in evaluation mode, in the dtype of training or of the files, and the device it is on."""
+        """Return the whole model, in evaluation mode and the dtype of training or of the files, and its device."""
         from .one_process import dense_model, one_process_model
 
         device = choose_device("cpu" if self.config.training.device == "cpu" else "auto")
@@ -58,30 +58,30 @@ class OpenedModel:
 
     @property
     def ends(self) -> frozenset[int]:
-        """Ids that end a text: the tokenizer's, and those of the model's generation_config.json."""
+        """Token ids that end a text: the tokenizer's, and those of the model's generation_config.json."""
         if self.run is None:
             from .dense.checkpoint import json_object
 
-            given = json_object(self.folder / "generation_config.json").get("eos_token_id")
+            eos = json_object(self.folder / "generation_config.json").get("eos_token_id")
         else:
             from .export import generation_config
 
             size = self.config.model.vocab_size or self.tokenizer.vocab_size
-            given = generation_config(self.config, self.tokenizer, size)["eos_token_id"]
-        named = given if isinstance(given, list) else [given]
-        return frozenset({self.tokenizer.eod, *(one for one in named if isinstance(one, int))})
+            eos = generation_config(self.config, self.tokenizer, size)["eos_token_id"]
+        ids = eos if isinstance(eos, list) else [eos]
+        return frozenset({self.tokenizer.eod, *(end for end in ids if isinstance(end, int))})
 
 
-def find(folder: Path, step: int | None = None, *, data: Path | None = None) -> OpenedModel:
-    """The model of a run at a step, or at its newest good checkpoint, or of a folder in the Hugging Face form.
+def find_model(folder: Path, step: int | None = None, *, data: Path | None = None) -> OpenedModel:
+    """Find the model of a run, at a step or its newest good checkpoint, or of a Hugging Face folder.
 
-    data: a prepared folder to read in place of the run's; a folder in the Hugging Face form has none of its own.
-    Raises UserError: none of both, no such checkpoint, a family that is not known, no tokenizer.
+    data: a prepared folder to read instead of the run's; a Hugging Face folder has none of its own.
+    Raises UserError if the folder is neither, or has no such checkpoint, an unknown family or no tokenizer.
     """
     if not (folder / "config.yaml").is_file() and (folder / "config.json").is_file():
         if step is not None:
             raise UserError(f"--step {step}: {folder} is no run and has one set of weights; leave it out")
-        return OpenedModel(folder, None, _configuration(folder, data), _tokenizer(folder))
+        return OpenedModel(folder, None, _folder_config(folder, data), _tokenizer(folder))
     run = TrainedRun.find(folder, step)
     config = run.config
     if data is not None:
@@ -91,27 +91,27 @@ def find(folder: Path, step: int | None = None, *, data: Path | None = None) -> 
     return OpenedModel(folder, run, config, tokenizer)
 
 
-def _configuration(folder: Path, data: Path | None) -> Config:
+def _folder_config(folder: Path, data: Path | None) -> Config:
     from .dense import DenseCheckpoint
     from .dense.families import OWN
 
     checkpoint = DenseCheckpoint(folder)
     written, model = checkpoint.config, checkpoint.model
-    positions = model.max_positions if model.counts_positions else None
-    longest = written.get("max_position_embeddings") or written.get("n_positions") or ROW
-    own = written["model_type"] == OWN
-    # Not validated: it describes no run, and `data` is looked at where it is read.
+    positions = model.max_positions if model.has_position_parameters else None
+    longest = written.get("max_position_embeddings") or written.get("n_positions") or DEFAULT_SEQ_LEN
+    is_own = written["model_type"] == OWN
+    # Not validated, because it describes no run; `data` is checked when it is read.
     return Config.model_construct(
         run=Run.model_construct(name=folder.name, root=folder.parent),
         model=model,
         data=Data(
             train=[Corpus(path=folder if data is None else data)],
-            # Models of `transformers` know no documents: what stands behind their end goes on.
-            isolate_documents=bool(written.get("isolate_documents", True)) if own else False,
+            # Models of `transformers` do not isolate documents.
+            isolate_documents=bool(written.get("isolate_documents", True)) if is_own else False,
         ),
         training=Training(
             steps=1,
-            seq_len=min(positions or ROW, longest, ROW),
+            seq_len=min(positions or DEFAULT_SEQ_LEN, longest, DEFAULT_SEQ_LEN),
             global_batch_size=1,
             dtype="bfloat16" if str(written.get("dtype")).endswith("bfloat16") else "float32",
         ),

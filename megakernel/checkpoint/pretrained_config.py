@@ -1,6 +1,6 @@
-"""config.json of an exported model: our model section, and what others ask of a configuration.
+"""config.json of an exported model: our model section, and the keys that `transformers` expects.
 
-Not in `pretrained/`, whose import loads the models of `transformers`: an export needs none of them.
+Not in `pretrained/`, whose import loads the models of `transformers`, which an export does not need.
 """
 
 from pathlib import Path
@@ -18,21 +18,21 @@ from .standalone.code import CODE_FILE, code_of
 
 
 class MegakernelConfig(PreTrainedConfig):
-    """A causal language model of this project. Everything has a default, because `transformers` builds empty ones."""
+    """Configuration of our causal language models. All keys have defaults, because `transformers` builds empty ones."""
 
     model_type = OWN
 
     model: dict[str, Any] | None = None
-    """The model section of a run's config.yaml, whole, with the rotary frequencies that the weights know."""
+    """The complete model section of a run, with the rotary frequencies that the weights were trained with."""
 
     vocab_size: int = 0
-    """Words, and rows of the embedding: files pad no vocabulary."""
+    """Vocabulary size, which is the number of rows of the embedding: files have no padding."""
 
     max_position_embeddings: int = 0
-    """Tokens of the longest sequence of training. Longer sequences may be read, unless positions are learned."""
+    """Tokens of the longest training sequence. The model reads longer sequences, unless positions are learned."""
 
     isolate_documents: bool = True
-    """Whether a text ends behind eos_token_id, and positions begin again."""
+    """Whether a document ends after eos_token_id, and positions restart."""
 
     eos_token_id: int | None = None
     """Ends documents."""
@@ -59,7 +59,7 @@ class MegakernelConfig(PreTrainedConfig):
 
     @property
     def section(self) -> Model:
-        """`model`, validated. Raises UserError where it is missing or not of this version."""
+        """`model`, validated. Raises UserError if it is missing or not valid in this version."""
         return self._section()
 
     def _section(self, **changes: Any) -> Model:
@@ -68,7 +68,7 @@ class MegakernelConfig(PreTrainedConfig):
         return validate_section(Model, {**self.model, **changes}, "config.json: model")
 
     def language_model(self, *, shapes_only: bool = False) -> LanguageModel:
-        """The layers, in torch's default dtype as a run casts them; drawn in float32, or without memory."""
+        """Build the model in torch's default dtype as a run casts it; initialized in float32, or on the meta device."""
         section = self._section(vocab_multiple=1)
         dtype = torch.get_default_dtype()
         try:
@@ -80,7 +80,7 @@ class MegakernelConfig(PreTrainedConfig):
         return cast(model, dtype)
 
     def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False, **kwargs: Any) -> None:
-        """Write config.json and, beside it, the code that `trust_remote_code=True` runs."""
+        """Write config.json and the code that `trust_remote_code=True` runs."""
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CODE_FILE).write_text(code_of(self.section), encoding="utf-8")
@@ -88,4 +88,4 @@ class MegakernelConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Nothing: else `transformers` would write a copy of this file beside every saved model."""
+        """Do nothing: otherwise `transformers` would copy this file next to every saved model."""

@@ -1,8 +1,8 @@
-"""Checkpoints in DeepSpeed's universal format, made from those of any layout and ZeRO stage.
+"""Conversion of checkpoints of any layout and ZeRO stage to DeepSpeed's universal format.
 
-DeepSpeed brings a converter and loaders of its own. They know nothing of ZeRO 0, drop Adam's step where ZeRO 3 wrote
-it, leave buffers to the first tensor rank, and want as many pipeline stages as before; so Megakernel converts and
-loads by itself, in the same format. Where both can, a test holds the files against each other.
+DeepSpeed's own converter and loaders do not support ZeRO 0, lose Adam's step with ZeRO 3, take buffers only from the
+first tensor rank, and need an unchanged number of pipeline stages. So Megakernel converts and loads by itself, in the
+same format; a test compares the files in cases that both support.
 """
 
 import logging
@@ -13,7 +13,7 @@ from megakernel.config import UserError
 from megakernel.parallel.ranks import RankFailed, Ranks
 
 from .files import CheckpointTensors
-from .folder import PARTIAL, SaveFailed
+from .folder import PARTIAL, SaveFailed, make_empty
 from .manifest import MANIFEST, Checkpoint, FileRecord, flushed, read_manifest, verify, write_manifest
 from .trained_run import find_checkpoint
 from .universal import UniversalFolder
@@ -21,30 +21,30 @@ from .universal import UniversalFolder
 _log = logging.getLogger(__name__)
 
 UNIVERSAL = "universal"
-"""The folder of the universal form inside a checkpoint; it lives and goes with the checkpoint."""
+"""Folder of the universal form inside of a checkpoint, with which it is pruned."""
 
 
 def reshape_run(run: Path, step: int | None = None) -> Path:
-    """Convert a run's newest good checkpoint, or that of a step; the folder of its universal form.
+    """Convert a run's newest good checkpoint, or that of a step; return the folder of its universal form.
 
-    A run does this by itself when it is continued on another layout. Doing it before spares the devices the wait.
+    A run does this by itself when it continues on another layout; doing it beforehand saves device time.
 
     Raises:
         UserError: there is no such checkpoint, or it is damaged.
-        SaveFailed: the disk did not take the converted tensors.
+        SaveFailed: the converted tensors could not be written.
     """
     return reshape(find_checkpoint(run, step), Ranks())
 
 
 def reshape(checkpoint: Checkpoint, ranks: Ranks) -> Path:
-    """Convert a checkpoint, every rank a share of its tensors; the folder of its universal form.
+    """Convert a checkpoint, a share of its tensors on each rank; return the folder of its universal form.
 
-    What was converted before is used again, if it is still what was written.
+    An earlier conversion is reused if it is undamaged.
     """
     final = checkpoint.folder / UNIVERSAL
     if ranks.first(final.is_dir):
         try:
-            files = ranks.first(lambda: _files(final))
+            files = ranks.first(lambda: _recorded_files(final))
             verify(final, files, ranks)
             return final
         except UserError as error:
@@ -52,7 +52,7 @@ def reshape(checkpoint: Checkpoint, ranks: Ranks) -> Path:
                 _log.warning("%s cannot be used (%s); converting %s again", final, error, checkpoint.folder)
     partial = final.with_name(final.name + PARTIAL)
     try:
-        ranks.first(lambda: _empty(partial))
+        ranks.first(lambda: make_empty(partial))
         shares = ranks.all(lambda: _convert(checkpoint, partial, ranks.rank, ranks.size))
         ranks.first(lambda: _publish(partial, final, shares))
     except OSError as error:
@@ -65,21 +65,16 @@ def reshape(checkpoint: Checkpoint, ranks: Ranks) -> Path:
     return final
 
 
-def _files(folder: Path) -> dict[str, FileRecord]:
+def _recorded_files(folder: Path) -> dict[str, FileRecord]:
     if (folder / MANIFEST).exists():
         return read_manifest(folder)[1]
-    # A version of before checksums has made it.
+    # Made by a version without checksums.
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.pt")}
     return {name: FileRecord(path.stat().st_size, None) for name, path in files.items()}
 
 
-def _empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-
-
 def _convert(checkpoint: Checkpoint, folder: Path, rank: int, size: int) -> dict[str, FileRecord]:
-    """Write this rank's share of the tensors; the files' records."""
+    """Write this rank's share of the tensors; return the files' records."""
     tensors, universal = CheckpointTensors(checkpoint), UniversalFolder(folder)
     written: list[Path] = []
     if rank == 0:

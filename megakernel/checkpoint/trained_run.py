@@ -1,4 +1,4 @@
-"""A run as one finds it: its configuration and one of its checkpoints. Loads no torch, so that errors come at once."""
+"""Lookup of runs and their checkpoints. It does not import torch, so that errors come at once."""
 
 import logging
 from contextlib import suppress
@@ -19,19 +19,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A run folder and the checkpoint to take from it."""
+    """A run's configuration and one of its checkpoints."""
 
     config: Config
-    """What the run was trained with."""
+    """The configuration of the run."""
 
     checkpoint: Checkpoint
-    """The chosen checkpoint, whole."""
+    """The chosen checkpoint, verified."""
 
     @classmethod
     def find(cls, folder: Path, step: int | None = None) -> "TrainedRun":
-        """The run in `folder` at a step, or at its newest good checkpoint.
+        """Find the run in `folder`, at a step or at its newest good checkpoint.
 
-        Raises UserError for a folder that is none of a run, and as `find_checkpoint` does.
+        Raises UserError if the folder is no run's, and as `find_checkpoint` does.
         """
         if not (folder / "config.yaml").is_file():
             raise UserError(
@@ -41,108 +41,108 @@ class TrainedRun:
 
 
 def recorded_config(folder: Path) -> Config:
-    """The configuration of a run. Its relative paths count from where the run was started, wherever one looks from.
+    """The configuration of a run, with relative paths resolved against the folder in which the run was started.
 
-    That is the folder in which run.root/run.name is the run's, also after it was moved as a whole. Where run.root is
-    absolute, or the run was taken out of it, they count from the working folder.
+    That is the folder in which run.root/run.name is the run's folder, also if it has been moved since. If run.root is
+    absolute, or the run was moved out of it, they stay relative to the working directory.
     """
     file = folder / "config.yaml"
     config = from_yaml(file.read_text(encoding="utf-8"), str(file))
-    here, named = folder.resolve(), config.run.folder
-    if named.is_absolute() or here.parts[-len(named.parts) :] != named.parts:
+    location, recorded = folder.resolve(), config.run.folder
+    if recorded.is_absolute() or location.parts[-len(recorded.parts) :] != recorded.parts:
         return config
-    start = here.parents[len(named.parts) - 1]
+    start = location.parents[len(recorded.parts) - 1]
     if start == Path.cwd():
         return config
-    return _counted_from(start, config).model_copy(update={"run": config.run})
+    return _resolve_paths(start, config).model_copy(update={"run": config.run})
 
 
-def _counted_from(start: Path, value: Any) -> Any:
+def _resolve_paths(start: Path, value: Any) -> Any:
     if isinstance(value, Path):
         return start / value
     if isinstance(value, list):
-        return [_counted_from(start, item) for item in value]
+        return [_resolve_paths(start, item) for item in value]
     if isinstance(value, Section):
         return value.model_copy(
-            update={name: _counted_from(start, getattr(value, name)) for name in type(value).model_fields}
+            update={name: _resolve_paths(start, getattr(value, name)) for name in type(value).model_fields}
         )
     return value
 
 
 def find_checkpoint(folder: Path, step: int | None = None, ranks: Ranks | None = None) -> Checkpoint:
-    """The checkpoint of a run at a step, or its newest good one; newer ones that are broken are logged.
+    """Find the checkpoint of a run at a step, or its newest good one; newer broken ones are logged.
 
-    ranks: those that look for it together; None: this process alone.
-    Raises UserError for a run that has not saved yet, a step without a checkpoint, and where none is whole.
+    ranks: the ranks that verify it together; None: only this process.
+    Raises UserError if the run has not saved yet, the step has no checkpoint, or none is good.
     """
     root = folder / "checkpoints"
     if step is not None:
         return _at_step(root, step)
-    found = CheckpointFolder(root, keep=1, ranks=ranks).newest_good()
-    for path, reason in found.broken.items() if ranks is None or ranks.rank == 0 else ():
+    search = CheckpointFolder(root, keep=1, ranks=ranks).newest_good()
+    for path, reason in search.broken.items() if ranks is None or ranks.rank == 0 else ():
         _log.warning("%s cannot be used (%s); taking the one before", path, reason)
-    if found.checkpoint is None:
+    if search.checkpoint is None:
         remedy = _stages_instead(folder) or "let its run train on until it saves one (checkpoint.every)"
         raise UserError(f"{folder} has no checkpoint; {remedy}")
-    return found.checkpoint
+    return search.checkpoint
 
 
-def finished(config: Config) -> str | None:
-    """A line that says so of a run whose last checkpoint is whole; None of one that is still to train."""
+def finished_message(config: Config) -> str | None:
+    """`done_message` of a run whose last step has a good checkpoint; None if there is training left."""
     folder, steps = config.run.folder, config.training.steps
     root = folder / "checkpoints"
     last = max((step_of(path) or 0 for path in root.glob("step_*")), default=0)
     if last < steps:
         return None
     try:
-        found = Checkpoint.read(root / f"step_{last}")
-        for name, record in found.files.items():
-            record.compare(found.folder / name, name)
-    except (UserError, OSError):  # the start says so, and goes on from the one before
+        checkpoint = Checkpoint.read(root / f"step_{last}")
+        for name, record in checkpoint.files.items():
+            record.compare(checkpoint.folder / name, name)
+    except (UserError, OSError):  # the run's next start reports it and uses the checkpoint before
         return None
-    return is_done(folder, last, steps)
+    return done_message(folder, last, steps)
 
 
-def is_done(folder: Path, done: int, steps: int) -> str:
-    """What is said of a run that has nothing left to train."""
+def done_message(folder: Path, done: int, steps: int) -> str:
+    """Message for a run that has nothing left to train."""
     return f"{folder} is done: {done} of {steps} steps; raise training.steps to train on"
 
 
-def stage_folders(folder: Path, holding: str = "checkpoints/step_*") -> list[Path]:
-    """The runs inside the folder of an up-training, in order; empty for any other folder.
+def stage_folders(folder: Path, containing: str = "checkpoints/step_*") -> list[Path]:
+    """The stages' runs in the folder of an up-training, in order; empty for any other folder.
 
-    holding: what a run has in it that counts, by default a checkpoint.
+    holding: glob pattern of what a run must contain, by default a checkpoint.
     """
     numbers = {path: path.name.partition("-")[0] for path in folder.glob("*-*")}
-    found = [path for path, number in numbers.items() if number.isdigit() and any(path.glob(holding))]
-    return sorted(found, key=lambda path: int(numbers[path]))
+    stages = [path for path, number in numbers.items() if number.isdigit() and any(path.glob(containing))]
+    return sorted(stages, key=lambda path: int(numbers[path]))
 
 
-BLOCK = "layers_"
-"""Beginning of the names of a block's run in the folder of a stage that takes layers block by block."""
+BLOCK_PREFIX = "layers_"
+"""Prefix of the name of a block's run, in the folder of a stage that trains blocks of layers."""
 
 
 def block_folders(stage: Path) -> list[Path]:
-    """The runs of a stage's blocks of layers that have begun, in order; empty for any other folder."""
-    found = [file.parent for file in stage.glob(f"{BLOCK}*-*/config.yaml")]
-    return sorted(found, key=lambda path: int(path.name.removeprefix(BLOCK).partition("-")[0]))
+    """The started runs of a stage's blocks of layers, in order; empty for any other folder."""
+    blocks = [file.parent for file in stage.glob(f"{BLOCK_PREFIX}*-*/config.yaml")]
+    return sorted(blocks, key=lambda path: int(path.name.removeprefix(BLOCK_PREFIX).partition("-")[0]))
 
 
-_CONTROLS = ("-scratch", "-dense")
-"""Ends of the names of stages that are trained for comparison alone."""
+_CONTROL_SUFFIXES = ("-scratch", "-dense")
+"""Suffixes of the names of stages that are trained only for comparison."""
 
 
-def student(folder: Path) -> Path:
-    """The run of an up-training's student: its last stage that is finished, controls apart.
+def student_run(folder: Path) -> Path:
+    """The run of an up-training's student: its last finished stage, except for controls.
 
-    `folder` itself where it is a run, or has no such stage.
+    `folder` itself if it is a run, or has no such stage.
     """
     if (folder / "checkpoints").is_dir():
         return folder
     for stage in reversed(stage_folders(folder)):
-        if stage.name.endswith(_CONTROLS):
+        if stage.name.endswith(_CONTROL_SUFFIXES):
             continue
-        with suppress(UserError):  # of one that cannot be used; what there is instead is said where none can
+        with suppress(UserError):  # the stage is unusable; if all are, opening `folder` raises a better error
             run = TrainedRun.find(stage)
             if run.checkpoint.step >= run.config.training.steps:
                 return stage
@@ -172,11 +172,11 @@ def _runs_beside(folder: Path) -> str:
 
 
 def run_of(folder: Path) -> Path:
-    """The run of a checkpoint's folder; any other folder itself."""
+    """The run that a checkpoint's folder belongs to; any other folder itself."""
     above = folder.resolve().parent
     return above.parent if above.name == "checkpoints" else folder
 
 
 def tokenizer_folder(run: Path) -> Path:
-    """Where a run keeps its tokenizer."""
+    """The folder of a run's tokenizer."""
     return run / "tokenizer"

@@ -1,8 +1,8 @@
-"""DeepSpeed's universal checkpoint format: whole tensors by name, whatever layout wrote them or will read them.
+"""DeepSpeed's universal checkpoint format: whole tensors by name, independent of the layout.
 
 zero/NAME/fp32.pt, exp_avg.pt, exp_avg_sq.pt, step.pt     a parameter and its AdamW state
 zero/NAME/fp32.pt                                         a buffer
-counters.json                                             what the engine has counted
+counters.json                                             the engine's counters
 """
 
 import json
@@ -19,72 +19,72 @@ from .weights_only import load
 
 @dataclass(frozen=True)
 class Partition:
-    """What Megatron-core's layers note on their parameters, and ours on what belongs to heads."""
+    """Tensor-parallel partition of a tensor, as Megatron-core's layers and ours set it as attributes of parameters."""
 
     dimension: int | None
-    """Dimension that is cut; None: every rank holds the whole."""
+    """The partitioned dimension; None: every rank has the whole tensor."""
 
     stride: int = 1
-    """Equal parts along the dimension, each of them cut: 2 for the gate and up rows of a SwiGLU projection."""
+    """Number of equal parts along the dimension that are each partitioned: 2 for SwiGLU's fused gate and up."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Partition":
-        """The cut that the layer which made `tensor` has noted on it."""
+        """The partition that is set on a parameter or buffer."""
         if not getattr(tensor, "tensor_model_parallel", False):
             return cls(None)
         return cls(tensor.partition_dim, tensor.partition_stride)  # type: ignore[attr-defined]
 
     def join(self, shards: Sequence[Tensor]) -> Tensor:
-        """The whole tensor from the shards of all tensor ranks, in order."""
+        """Join the shards of all tensor ranks, in order, into the whole tensor."""
         if self.dimension is None:
             return shards[0]
         parts = zip(*(shard.chunk(self.stride, self.dimension) for shard in shards))
         return torch.cat([shard for part in parts for shard in part], self.dimension)
 
     def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
-        """What tensor rank `rank` of `size` holds of the whole tensor."""
+        """The shard of tensor rank `rank` of `size`."""
         if self.dimension is None:
             return whole
         parts = whole.chunk(self.stride, self.dimension)
         return torch.cat([part.chunk(size, self.dimension)[rank] for part in parts], self.dimension)
 
     def whole_shape(self, shape: Sequence[int], size: int) -> tuple[int, ...]:
-        """The shape of the tensor that `size` shards of `shape` make."""
+        """Shape of the whole tensor of `size` shards of `shape`."""
         return tuple(n * size if i == self.dimension else n for i, n in enumerate(shape))
 
 
 def partitions(model: nn.Module) -> dict[str, Partition]:
-    """Name -> cut of every parameter and buffer that a checkpoint holds.
+    """Name -> partition of every parameter and buffer that a checkpoint holds.
 
-    For a model that DeepSpeed has not yet prepared: casting it replaces the buffers, and with them the notes.
+    Call it before deepspeed.initialize: casting replaces buffers, which lose their attributes.
     """
-    tensors = model.state_dict(keep_vars=True)  # Megatron-core's layers add entries that are no tensors
+    tensors = model.state_dict(keep_vars=True)  # Megatron-core's layers add extra state that is no tensor
     return {name: Partition.of(tensor) for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
 
 
 PARAM, CAT_DIM, PARAM_N_SUB_PARAMS = "param", "cat_dim", "param_n_sub_params"
-"""DeepSpeed's names of a file's entries: the tensor, the dimension that tensor ranks share, the parts along it."""
+"""DeepSpeed's keys of a file's entries: the tensor, the partitioned dimension, the number of parts along it."""
 
 WEIGHT = "fp32"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STEP = "step"
 STATE = (WEIGHT, *MOMENTS, STEP)
-"""What can be known of a tensor: its value, AdamW's moments of it, and how often it was updated."""
+"""State of a tensor: its value, AdamW's moments, and its number of updates."""
 
 
 class WholeTensors(Protocol):
-    """A checkpoint seen as whole tensors. Bytes are read where a tensor is used, not before."""
+    """A checkpoint as whole tensors, which are read lazily."""
 
     @property
     def names(self) -> set[str]:
-        """All parameters and buffers."""
+        """Names of all parameters and buffers."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor."""
+        """Shape of a tensor."""
         return tuple(self.read(name, [WEIGHT])[WEIGHT].shape)
 
     def read(self, name: str, keys: Iterable[str] = STATE) -> dict[str, Tensor]:
-        """Those of `keys` that are known of a tensor."""
+        """Return the available `keys` of a tensor."""
 
 
 class UniversalFolder(WholeTensors):
@@ -95,21 +95,21 @@ class UniversalFolder(WholeTensors):
 
     @property
     def names(self) -> set[str]:
-        """All parameters and buffers."""
+        """Names of all parameters and buffers."""
         return {path.name for path in (self.folder / "zero").iterdir()}
 
     def read(self, name: str, keys: Iterable[str] = STATE) -> dict[str, Tensor]:
-        """Those of `keys` that are known of a tensor."""
+        """Return the available `keys` of a tensor."""
         files = {key: self.folder / "zero" / name / f"{key}.pt" for key in keys}
         entries = {key: load(file) for key, file in files.items() if file.exists()}
         return {key: entry if key == STEP else entry[PARAM] for key, entry in entries.items()}
 
     def write(self, name: str, state: Mapping[str, Tensor], partition: Partition) -> list[Path]:
-        """Write what is known of one tensor, by key; the files. cut: how the layout that it comes from shared it."""
+        """Write the state of one tensor; return the files. partition: that of the original layout."""
         home = self.folder / "zero" / name
         home.mkdir(parents=True)
         for key, value in state.items():
-            # A slice of a flat buffer would take its whole storage to the file.
+            # Saving a slice of a flat buffer would write its whole storage.
             tensor = value.clone()
             entry: Any = {
                 PARAM: tensor,
@@ -122,11 +122,11 @@ class UniversalFolder(WholeTensors):
 
     @property
     def counters(self) -> dict[str, int]:
-        """What the engine has counted, by the name of its attribute."""
+        """The engine's counters, by attribute name."""
         return json.loads((self.folder / "counters.json").read_text())
 
     def write_counters(self, counters: Mapping[str, int]) -> Path:
-        """Write what `counters` gives; the file."""
+        """Write counters.json; return the file."""
         file = self.folder / "counters.json"
         file.write_text(json.dumps(dict(counters)))
         return file

@@ -1,4 +1,4 @@
-"""Whole tensors into a DeepSpeed engine, whatever its layout and ZeRO stage."""
+"""Loading of whole tensors into a DeepSpeed engine of any layout and ZeRO stage."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from megakernel.parallel.axis import Axis
 from .universal import MOMENTS, STEP, WEIGHT, Partition, WholeTensors
 
 
-def with_moments(module: nn.Module, source: WholeTensors, names: set[str]) -> dict[str, int]:
-    """Those of this process's trained parameters among `names` of which the source has moments -> their updates."""
+def stored_updates(module: nn.Module, source: WholeTensors, names: set[str]) -> dict[str, int]:
+    """This process's trained parameters among `names` that have moments in the source -> their number of updates."""
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     states = {name: source.read(name, [STEP]) for name in trained if name in names}
     return {name: int(state[STEP]) for name, state in states.items() if state}
@@ -30,12 +30,12 @@ def load_moments(
     names: Iterable[str],
     updates: int,
 ) -> None:
-    """Put AdamW's moments of this process's parameters `names` in place, after so many updates.
+    """Load AdamW's moments of this process's parameters `names`, and set the number of updates.
 
-    Those of all others begin at 0, with the same count: flat groups have one. engine: from deepspeed.initialize, before
-    its first update.
+    The moments of all other parameters are 0 and have the same number of updates, because a flat group has only one.
+    engine: from deepspeed.initialize, before its first update.
     """
-    _begin_state(engine, updates)
+    _create_optimizer_state(engine, updates)
     optimizer = engine.basic_optimizer
     parameters = dict(engine.module.named_parameters())
     for name in names:
@@ -51,31 +51,30 @@ def load_moments(
 def load_weights(
     module: nn.Module, partitions: Mapping[str, Partition], tp: Axis, source: WholeTensors, names: set[str]
 ) -> None:
-    """Put those of this process's parameters and buffers in place that are among `names`.
+    """Load this process's parameters and buffers that are among `names`.
 
-    module: with or without DeepSpeed around it; float32 master weights are set too.
+    module: before or after deepspeed.initialize; float32 master weights are also set.
     """
     for name, target in _tensors(module):
         if name not in names:
             continue
         whole = source.read(name, [WEIGHT])[WEIGHT]
         value = partitions[name].shard(whole, tp.rank, tp.size).to(target.device)
-        # Every rank writes the same; under ZeRO 3 the first one's copy is what is sharded again.
+        # Every rank writes the same values; ZeRO 3 re-shards those of rank 0.
         with deepspeed.zero.GatheredParameters([target], modifier_rank=0):
             target.data.copy_(value)
         safe_set_full_fp32_param(target, value.float())
 
 
-def _begin_state(engine: Any, step: int) -> None:
-    """AdamW's state after `step` updates, still of zeros, in every tensor that the optimizer steps.
+def _create_optimizer_state(engine: Any, step: int) -> None:
+    """Create AdamW's state, with moments of 0 and `step` updates, for every tensor that the optimizer steps.
 
-    torch makes it in the first update, and DeepSpeed links it to the parameters after that one.
+    Otherwise torch creates it in the first update, and DeepSpeed links it to the parameters only after that.
     """
     wrapper, optimizer = engine.optimizer, engine.basic_optimizer
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for tensor in getattr(
-        wrapper, "fp32_partitioned_groups_flat", stepped
-    ):  # ZeRO 3 keeps them out of the groups
+    # ZeRO 3 keeps its flat tensors outside of the parameter groups.
+    for tensor in getattr(wrapper, "fp32_partitioned_groups_flat", stepped):
         moments = {key: torch.zeros_like(tensor) for key in MOMENTS}
         optimizer.state[tensor] = {STEP: torch.tensor(float(step)), **moments}
     if hasattr(wrapper, "_lazy_init_hp_params_optimizer_state"):  # ZeRO 1 and 2, bfloat16
@@ -89,32 +88,32 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a checkpoint's weights and a model have in common."""
+    """Comparison of a checkpoint's tensors with a model's."""
 
     common: set[str]
     """Tensors of equal shape on both sides."""
 
     missing: list[str]
-    """Tensors of the model that the checkpoint has not."""
+    """Tensors of the model that the checkpoint lacks."""
 
     unexpected: list[str]
-    """Tensors of the checkpoint that the model has not."""
+    """Tensors of the checkpoint that the model lacks."""
 
     misshapen: list[str]
-    """One line for each tensor whose shapes differ."""
+    """A message for each tensor whose shapes differ."""
 
 
 def compare(shapes: Mapping[str, tuple[int, ...]], source: WholeTensors) -> Comparison:
-    """Compare the whole model's tensors, name -> whole shape, with those of a checkpoint."""
-    there = source.names
-    found = {name: source.shape(name) for name in there & shapes.keys()}
+    """Compare a model's tensors, name -> whole shape, with a checkpoint's."""
+    stored_names = source.names
+    stored_shapes = {name: source.shape(name) for name in stored_names & shapes.keys()}
     return Comparison(
-        common={name for name, shape in found.items() if shape == shapes[name]},
-        missing=sorted(shapes.keys() - there),
-        unexpected=sorted(there - shapes.keys()),
+        common={name for name, shape in stored_shapes.items() if shape == shapes[name]},
+        missing=sorted(shapes.keys() - stored_names),
+        unexpected=sorted(stored_names - shapes.keys()),
         misshapen=[
             f"{name} is {shape} in the checkpoint and {shapes[name]} in the model"
-            for name, shape in sorted(found.items())
+            for name, shape in sorted(stored_shapes.items())
             if shape != shapes[name]
         ],
     )
@@ -123,18 +122,18 @@ def compare(shapes: Mapping[str, tuple[int, ...]], source: WholeTensors) -> Comp
 def gathered_shapes(
     module: nn.Module, partitions: Mapping[str, Partition], mesh: Mesh
 ) -> dict[str, tuple[int, ...]]:
-    """Name -> shape over all tensor ranks, of the parameters and buffers of all stages; called on all ranks."""
-    own = whole_shapes(module, partitions, mesh.tp)
-    return {name: shape for part in mesh.gather_objects(own) for name, shape in part.items()}
+    """Name -> whole shape of the parameters and buffers of all pipeline stages; called on all ranks."""
+    local = whole_shapes(module, partitions, mesh.tp)
+    return {name: shape for shapes in mesh.gather_objects(local) for name, shape in shapes.items()}
 
 
 def whole_shapes(
     module: nn.Module, partitions: Mapping[str, Partition], tp: Axis
 ) -> dict[str, tuple[int, ...]]:
-    """Name -> shape over all tensor ranks, of this process's parameters and buffers."""
+    """Name -> whole shape of this process's parameters and buffers."""
     return {
-        # ZeRO 3 leaves an empty tensor behind.
+        # With ZeRO 3 the tensor itself is empty.
         name: partitions[name].whole_shape(getattr(tensor, "ds_shape", tensor.shape), tp.size)
         for name, tensor in _tensors(module)
-        if name in partitions  # buffers that no checkpoint holds are not
+        if name in partitions  # non-persistent buffers are not
     }

@@ -1,4 +1,4 @@
-"""What `init.from` and `objective.teacher` name: weights, and the model that they are weights of."""
+"""The weights and the model that `init.from` or `objective.teacher` names."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,7 +9,7 @@ from data_pipeline.corpus import Corpora
 from megakernel.config import Config, Model, UserError
 from megakernel.parallel.ranks import Ranks
 
-from .conversion import Unrounded, converted, without_updates
+from .conversion import Unrounded, convert_attention, without_updates
 from .dense import DenseCheckpoint, is_dense_checkpoint
 from .dense.tokenizer import has_tokenizer
 from .files import CheckpointTensors
@@ -20,23 +20,23 @@ from .universal import WholeTensors
 
 @dataclass(frozen=True)
 class WeightSource:
-    """A run's checkpoint or a dense model of `transformers`, found and whole; bytes are not read yet."""
+    """A run's checkpoint or a dense model of `transformers`, complete; tensors are not read yet."""
 
     key: str
-    """The configuration key that names it."""
+    """The configuration key that names it, for error messages."""
 
     folder: Path
-    """What the key holds."""
+    """The value of the key."""
 
     checkpoint: Checkpoint | None
-    """Ours; None for a dense model."""
+    """The run's checkpoint; None for a dense model."""
 
     @classmethod
     def find(cls, key: str, folder: Path, ranks: Ranks | None = None) -> "WeightSource":
-        """What lies in a folder: a run's newest good checkpoint, a checkpoint, or a dense model.
+        """Find a run's newest good checkpoint, a checkpoint, or a dense model in a folder.
 
-        ranks: those that look for it together, a share of its files each; None: this process alone.
-        Raises UserError, alike on all of them, where it is none of these.
+        ranks: the ranks that verify it together, a share of its files each; None: only this process.
+        Raises UserError, alike on all of them, if it is none of these.
         """
         ranks = ranks or Ranks()
         if ranks.first(lambda: is_dense_checkpoint(folder) and bool(DenseCheckpoint(folder))):
@@ -52,58 +52,59 @@ class WeightSource:
             ) from None
 
     def tensors(self, model: Model) -> WholeTensors:
-        """Its weights under our names, for a model of the same sizes.
+        """Its weights under our names, converted for a model of the same sizes.
 
-        Low-rank updates are folded, mechanisms' weights made from those of another attention, and the vocabulary of a
-        dense model padded as the model's. Of what is as the run left it, AdamW's moments can be read, too.
+        Low-rank updates are folded, weights of other attention mechanisms converted, and the vocabulary of a dense
+        model padded like the model's. Unchanged tensors of a run also have AdamW's moments.
 
-        Raises UserError where E and F of a layer cannot become the model's.
+        Raises UserError if a layer's E and F cannot be converted.
         """
         if self.checkpoint is None:
             return DenseCheckpoint(self.folder, model.vocab_multiple)
-        return converted(weights(self.checkpoint, self._config), self.model(), model)
+        return convert_attention(run_weights(self.checkpoint, self._config), self.model(), model)
 
     def model(self) -> Model:
-        """The model section that its weights were trained with, rotary frequencies of their last phase included.
+        """The model section that its weights were trained with, with the rotary frequencies of their last phase.
 
-        Raises UserError for a checkpoint that was taken out of its run's folder.
+        Raises UserError for a checkpoint outside of its run's folder.
         """
         if self.checkpoint is None:
             return DenseCheckpoint(self.folder).model
         config = self._config
-        section = config.training.phase_behind(self.checkpoint.step).model(config.model)
+        section = config.training.last_trained_phase(self.checkpoint.step).model(config.model)
         return section.model_copy(update={"max_positions": section.max_positions or config.training.seq_len})
 
     def check_tokenizer(self, corpora: Corpora) -> str | None:
-        """Refuse data of another tokenizer than it has learned with: its ids would stand for other words.
+        """Raise UserError if the data has another tokenizer than the weights were trained with.
 
-        Returns a remark where it has none to compare with, or begins documents otherwise. Raises UserError for another.
+        Returns a warning if the source has no tokenizer to compare with, or if only one of them starts documents with
+        BOS.
         """
         source, corpus = self.folder, corpora.train[0].folder
         folder = source if has_tokenizer(source) else tokenizer_folder(run_of(source))
         if not folder.is_dir():
             return f"{source} has no tokenizer: whether {corpus} was prepared with the same one is not known"
-        own = tokenizers.load(folder, own_rule=folder == source)
-        if own.hash != corpora.tokenizer_hash:
+        tokenizer = tokenizers.load(folder, own_rule=folder == source)
+        if tokenizer.hash != corpora.tokenizer_hash:
             raise UserError(
                 f"{self.key}={source} has another tokenizer than data.train={corpus}; prepare the data with "
                 f"`megakernel prepare --tokenizer {folder}`"
             )
-        if own.add_bos == (corpora.bos is not None):
+        if tokenizer.add_bos == (corpora.bos is not None):
             return None
-        first, second = (source, corpus) if own.add_bos else (corpus, source)
+        first, second = (source, corpus) if tokenizer.add_bos else (corpus, source)
         return (
             f"documents begin with BOS in {first} and not in {second}; prepare the data with "
-            f"`megakernel prepare {'--add-bos' if own.add_bos else '--no-add-bos'}` to keep what the weights have "
-            "learned with"
+            f"`megakernel prepare {'--add-bos' if tokenizer.add_bos else '--no-add-bos'}` to keep what the weights "
+            "were trained with"
         )
 
-    def other_vocab_size(self, vocab_size: int) -> list[str]:
-        """A line if its configuration names another vocabulary size, whatever padding adds to both."""
-        own = self.model().vocab_size
-        if own in (None, vocab_size):  # None: as many as its tokenizer has, which is compared with the data's
+    def vocab_size_mismatch(self, vocab_size: int) -> list[str]:
+        """A message, in a list, if its vocabulary size without padding is another one."""
+        known_size = self.model().vocab_size
+        if known_size in (None, vocab_size):  # None: that of its tokenizer, which `check_tokenizer` compares
             return []
-        return [f"its vocabulary has {own} ids and the model's {vocab_size}"]
+        return [f"its vocabulary has {known_size} ids and the model's {vocab_size}"]
 
     @cached_property
     def _config(self) -> Config:
@@ -116,13 +117,13 @@ class WeightSource:
         return recorded_config(file.parent)
 
 
-def weights(checkpoint: Checkpoint, config: Config) -> WholeTensors:
-    """A run's weights as another begins with them: low-rank updates folded, frozen weights as the run was given them.
+def run_weights(checkpoint: Checkpoint, config: Config) -> WholeTensors:
+    """A run's weights with low-rank updates folded, and frozen weights as precise as the run received them.
 
-    config: of the run.
+    config: that of the run.
     """
-    own, source = CheckpointTensors(checkpoint), config.init.source
+    stored, source = CheckpointTensors(checkpoint), config.init.source
     if source is None:
-        return without_updates(own, config)
-    given = Unrounded(own, lambda: WeightSource.find("init.from", source).tensors(config.model))
-    return without_updates(given, config)
+        return without_updates(stored, config)
+    unrounded = Unrounded(stored, lambda: WeightSource.find("init.from", source).tensors(config.model))
+    return without_updates(unrounded, config)

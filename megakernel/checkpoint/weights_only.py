@@ -1,4 +1,4 @@
-"""torch.load for files that somebody else may have written: tensors and plain data come in, no code is run."""
+"""torch.load for untrusted files: it loads tensors and plain data, and runs no code."""
 
 import os
 from collections.abc import Iterator
@@ -13,28 +13,28 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from megakernel.config.errors import UserError, first_line
 
-_OF_DEEPSPEED = {
+_DEEPSPEED_STAND_INS = {
     "deepspeed.utils.tensor_fragment.fragment_address": SimpleNamespace,
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": SimpleNamespace,
     "deepspeed.runtime.zero.config.ZeroStageEnum": int,
 }
-"""Classes that DeepSpeed writes besides tensors -> what stands for them here: no second of its imports is needed."""
+"""Classes that DeepSpeed pickles besides tensors -> stand-ins, so that loading need not import DeepSpeed."""
 
-_FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-"""torch's variable that overrules a caller's weights_only=False."""
+_FORCE_VARIABLE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+"""torch's environment variable that overrides a caller's weights_only=False."""
 
 
 def load(file: Path) -> Any:
-    """What lies in a file of torch.save, its tensors mapped and not read.
+    """Load a file of torch.save, with memory-mapped tensors.
 
-    Raises UserError for what names anything but tensors and plain data, and for what is no such file.
+    Raises UserError if the file names anything but tensors and plain data, or is damaged.
     """
     try:
         with _allowed():
             return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except OSError:
         raise
-    # A damaged file can raise nearly anything.
+    # A damaged file can raise almost any exception.
     except Exception as error:
         reason = f"it is damaged ({first_line(error)})"
         try:
@@ -45,7 +45,7 @@ def load(file: Path) -> Any:
 
 
 def check(file: Path, name: str = "it") -> None:
-    """UserError where `load` would refuse what a file names, which begins with `name`; nothing is loaded."""
+    """Raise UserError, with a message that begins with `name`, if `load` would refuse the file; loads nothing."""
     try:
         with _allowed():
             foreign = get_unsafe_globals_in_checkpoint(file)
@@ -54,25 +54,25 @@ def check(file: Path, name: str = "it") -> None:
     except Exception as error:
         raise UserError(f"{name} is damaged ({first_line(error)})") from None
     if foreign:
-        found = ", ".join(sorted(foreign))
-        raise UserError(f"{name} names {found}, which is code and no tensor: loading it could run anything")
+        names = ", ".join(sorted(foreign))
+        raise UserError(f"{name} names {names}, which is code, not a tensor: loading it could run anything")
 
 
 @contextmanager
-def enforced() -> Iterator[None]:
-    """Within, torch.load is weights-only, whatever its caller asks for, as DeepSpeed's does."""
-    paths = (path.rpartition(".") for path in _OF_DEEPSPEED)
+def enforce() -> Iterator[None]:
+    """Make torch.load weights-only even for callers, such as DeepSpeed, that pass weights_only=False."""
+    paths = (path.rpartition(".") for path in _DEEPSPEED_STAND_INS)
     classes = [getattr(import_module(module), name) for module, _, name in paths]
-    before = os.environ.get(_FORCE)
-    os.environ[_FORCE] = "1"
+    before = os.environ.get(_FORCE_VARIABLE)
+    os.environ[_FORCE_VARIABLE] = "1"
     try:
         with safe_globals(classes):
             yield
     finally:
-        del os.environ[_FORCE]
+        del os.environ[_FORCE_VARIABLE]
         if before is not None:
-            os.environ[_FORCE] = before
+            os.environ[_FORCE_VARIABLE] = before
 
 
 def _allowed() -> safe_globals:
-    return safe_globals([(stand_in, name) for name, stand_in in _OF_DEEPSPEED.items()])
+    return safe_globals([(stand_in, name) for name, stand_in in _DEEPSPEED_STAND_INS.items()])

@@ -1,4 +1,4 @@
-"""One YAML file becomes one typed, validated tree. Reads no torch, so every command can afford it."""
+"""The typed, validated configuration of one YAML file. Imports no torch, so that every command starts fast."""
 
 from .algebra import BlockCompression, Compression, LinformerCompression, Near, PoolCompression
 from .attention import PRESETS, Attention, expand_preset

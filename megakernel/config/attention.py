@@ -1,7 +1,4 @@
-"""The attention tree: similarity x compression x near window, and the presets that name points of it.
-
-A mechanism answers independent questions (docs/formulas.md, 1); a preset is a name for one set of answers.
-"""
+"""One attention mechanism, its checks, and the presets (docs/formulas.md, 1)."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any
@@ -11,101 +8,101 @@ from pydantic import BeforeValidator
 from .algebra import Algebra, Compression, Mixture, Near
 from .errors import ConfigError, Problem, nearest_first
 from .feature_map import LEARNED
-from .mechanisms import Mechanism, Parts, Shape, mechanism_of
+from .mechanisms import LayerShape, Mechanism, Parts, mechanism_of
 from .section import merged
 
-AROUND = ("short_convolution", "output_norm", "output_gate")
-"""Keys of what a layer may have around its mechanism."""
+OPTIONAL_PARTS = ("short_convolution", "output_norm", "output_gate")
+"""Keys of optional parts of a layer that surround its mechanism."""
 
 
 class Attention(Algebra):
-    """One attention mechanism: a point of the algebra, or a mechanism outside it."""
+    """One attention mechanism: a preset name, `{preset: NAME, ...changes}`, or these keys (docs/formulas.md, 1)."""
 
     @property
     def spec(self) -> Mechanism:
-        """What the mechanism can do."""
+        """Capabilities and costs of the mechanism."""
         return mechanism_of(self)
 
     @property
     def block_size(self) -> int | None:
-        """Tokens of one block of the compression or the window; None where the layer knows no blocks."""
+        """Tokens per block of the compression or the window; None if the layer has no blocks."""
         return self.spec.block_size
 
     @property
     def is_full_softmax(self) -> bool:
-        """Whether softmax weighs keys as they are: those of every token that is in sight."""
+        """Whether this is plain softmax over uncompressed keys, possibly with a sliding window or several keys."""
         return self.weighs_every_pair and self.similarity == "softmax"
 
     @property
     def weighs_every_pair(self) -> bool:
-        """Whether every token weighs every earlier one, at quadratic cost."""
+        """Whether a weight is computed for every pair of tokens, at quadratic cost."""
         return self.spec.weighs_every_pair
 
     @property
-    def counts_positions(self) -> bool:
-        """Whether the layer has a parameter for every place of a sequence."""
+    def has_position_parameters(self) -> bool:
+        """Whether the layer has parameters per position of a sequence."""
         return self.compression is not None and self.compression.kind == "linformer"
 
     @property
     def mixes_future_tokens(self) -> str | None:
-        """Why a token sees later ones of its sequence, whatever document they belong to; None where it need not."""
+        """Why tokens see later ones of their sequence, of any document; None if they need not."""
         return self.spec.mixes_future_tokens
 
     @property
     def mixes_documents(self) -> str | None:
-        """Why tokens that see both ways also see other documents of their sequence; None where documents stay apart."""
+        """Why bidirectional tokens also see other documents of their sequence; None if documents stay separate."""
         return self.spec.mixes_documents or self.mixes_future_tokens
 
     @property
     def looks_back_only(self) -> str | None:
-        """Why a token cannot see later ones of its document; None where it can."""
+        """Why the layer is causal only; None if it can be bidirectional."""
         if self.short_convolution is not None:
             return "a short convolution looks back only"
         return self.spec.looks_back_only
 
     @property
-    def around(self) -> dict[str, Any]:
-        """What the layer has around its mechanism, by key."""
-        return {part: getattr(self, part) for part in AROUND if self.sets(part)}
+    def optional_parts(self) -> dict[str, Any]:
+        """The `OPTIONAL_PARTS` keys that the layer uses, with their values."""
+        return {part: getattr(self, part) for part in OPTIONAL_PARTS if self.is_set(part)}
 
-    def flops(self, shape: Shape) -> Parts:
-        """Forward FLOPs per token of a layer, by part, without its projections of queries, keys, values and output."""
+    def flops(self, shape: LayerShape) -> Parts:
+        """Forward FLOPs per token of a layer, by part, without its query, key, value and output projections."""
         further = self.spec.further * shape.kv_heads
         if self.output_gate is not None:
-            further += shape.heads * shape.size
+            further += shape.heads * shape.head_dim
         parts = {
-            "projections": 2 * shape.width * further,
+            "projections": 2 * shape.hidden_size * further,
             "convolution": 2 * (self.short_convolution or 0) * self._channels(shape),
         }
         return self.spec.flops(shape) | {name: part for name, part in parts.items() if part}
 
-    def state_sizes(self, shape: Shape) -> tuple[int, int]:
-        """Those of the mechanism (`Mechanism.state_sizes`), and the tokens that its short convolution looks back at."""
+    def state_sizes(self, shape: LayerShape) -> tuple[int, int]:
+        """`Mechanism.state_sizes`, plus the past tokens that the short convolution needs."""
         constant, added = self.spec.state_sizes(shape)
         return constant + ((self.short_convolution or 1) - 1) * self._channels(shape), added
 
-    def _channels(self, shape: Shape) -> int:
-        """Of queries, keys and values."""
-        return (shape.heads + (self.keys_per_head + 1) * shape.kv_heads) * shape.size
+    def _channels(self, shape: LayerShape) -> int:
+        """Channels of queries, keys and values together."""
+        return (shape.heads + (self.keys_per_head + 1) * shape.kv_heads) * shape.head_dim
 
-    def parameters_around(self, shape: Shape) -> tuple[int, int]:
-        """Learned numbers of the short convolution, which belong to heads, and of the norm, which heads share."""
-        return (self.short_convolution or 0) * self._channels(shape), shape.size * self.output_norm
+    def optional_parameters(self, shape: LayerShape) -> tuple[int, int]:
+        """Parameters of the short convolution, which are per head, and of the output norm, which heads share."""
+        return (self.short_convolution or 0) * self._channels(shape), shape.head_dim * self.output_norm
 
-    def trades_heads(self, causal: bool) -> bool:
-        """Whether shards of a sequence trade tokens for heads, whose number must then divide over them.
+    def uses_ulysses(self, causal: bool) -> bool:
+        """Whether context parallelism uses Ulysses all-to-alls, which need heads divisible by the ranks.
 
-        Layers for which `passes_keys_round` need not.
+        If `supports_ring_attention` is true too, ring attention is an alternative.
         """
         return any(what.startswith("heads") for what in self.spec.exchanged(causal))
 
     @property
-    def passes_keys_round(self) -> bool:
-        """Whether shards of a sequence can also pass their keys and values round, whatever the number of heads."""
+    def supports_ring_attention(self) -> bool:
+        """Whether context parallelism can use ring attention, which works with any number of heads."""
         return "heads or ring" in self.spec.exchanges
 
     def problems(self) -> Iterator[Problem]:
-        """Which answers of the algebra go together."""
+        """Keys that cannot be combined."""
         if self.similarity == "kernel" and self.feature_map is None:
             yield self.problem(
                 "feature_map", "is missing beside similarity: kernel", "add feature_map: {name: hedgehog}"
@@ -119,7 +116,7 @@ class Attention(Algebra):
                 "far_rope", "rotates landmarks and there are none", "remove it or add compression"
             )
         if self.far_decay != "none" and None in (self.compression, self.near, self.feature_map):
-            reason = "is of landmarks that a kernel weighs beside a near window, and there are none"
+            reason = "decays landmarks that a kernel weighs beside a near window, and there are none"
             yield self.problem("far_decay", reason, "remove it or take preset: flurka")
         if not (self.is_full_softmax and self.mixture is None):
             if self.window is not None:
@@ -178,7 +175,7 @@ class Attention(Algebra):
 
     def _mechanism_problems(self) -> Iterator[Problem]:
         for name in ("similarity", "normalize", "mixture", "feature_map", "compression", "near"):
-            if self.sets(name) and (name, self.mechanism) != ("compression", "eva"):
+            if self.is_set(name) and (name, self.mechanism) != ("compression", "eva"):
                 reason = f"is a part of the algebra, and mechanism is {self.mechanism}"
                 yield self.problem(name, reason, "remove it or remove mechanism")
 
@@ -249,15 +246,15 @@ PRESETS: dict[str, dict[str, Any]] = {
         **_CONVOLUTION,
     },
 }
-"""Preset name -> attention tree. `flurka` is the hybrid of docs/formulas.md, 4, `local` its ablation."""
+"""Preset name -> attention tree. `flurka` is the hybrid of docs/formulas.md, 4; `local` is its window alone."""
 
 
 DEFAULT_PRESET = "flurka"
-"""The attention of a model that names none."""
+"""Attention of a model that does not set `model.attention`."""
 
 
 def expand_preset(value: Any) -> Any:
-    """Replace a preset's name, or a tree with `preset: NAME` and changes, by the whole tree."""
+    """The whole tree of a preset's name, or of a tree with `preset: NAME` and changes; other values unchanged."""
     changes: dict[str, Any] = {}
     if isinstance(value, dict) and "preset" in value:
         changes = {key: item for key, item in value.items() if key != "preset"}
@@ -272,4 +269,4 @@ def expand_preset(value: Any) -> Any:
 
 
 AttentionField = Annotated[Attention, BeforeValidator(expand_preset)]
-"""A preset name, `{preset: NAME, ...changes}` or a whole tree; always an `Attention` once validated."""
+"""A preset name, `{preset: NAME, ...changes}` or a whole tree; an `Attention` after validation."""

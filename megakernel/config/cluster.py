@@ -1,4 +1,4 @@
-"""What a job asks of the cluster it is submitted to, and how a cluster wants to be asked."""
+"""The cluster file: resources that a job requests and the cluster's Slurm settings."""
 
 import os
 import re
@@ -11,49 +11,49 @@ from pydantic import Field
 from .errors import Problem
 from .load import interpolate, merged, read_composed
 from .section import Section
-from .validation import texts_of, validate_section
+from .validation import all_texts, validate_section
 
 
 class Container(Section):
-    """The container that the processes of a job run in."""
+    """Container that a job's processes run in."""
 
     runtime: Literal["pyxis", "apptainer"] = "pyxis"
-    """pyxis: srun's own --container-image; apptainer: `apptainer exec --nv`."""
+    """`pyxis`: srun --container-image; `apptainer`: `apptainer exec --nv`."""
 
     image: str
-    """What the runtime takes: a registry's address or a file."""
+    """Image as the runtime takes it: a registry address or a file."""
 
     mounts: list[str] = Field(default=[])
-    """Folders as SOURCE:TARGET[:FLAGS]; the folder of submission and that of the run belong among them."""
+    """Bind mounts, SOURCE:TARGET[:FLAGS]; include the submission folder and the run folder."""
 
 
 _OTHER_OPTIONS = ("array", "dependency", "no-requeue")
-"""Options of `megakernel submit` that are sbatch's too, and no keys of a cluster."""
+"""sbatch options that `megakernel submit` has as well, but a cluster file does not."""
 
 
 class Cluster(Section):
-    """The defaults of a cluster; options of `megakernel submit` are laid over them."""
+    """Defaults of a cluster; options of `megakernel submit` override them."""
 
     executor: Literal["slurm", "local", "debug"] = "slurm"
-    """slurm: sbatch; local: processes in the background of this machine; debug: in the foreground."""
+    """`slurm`: submit with sbatch; `local`: background processes on this machine; `debug`: foreground processes."""
 
     nodes: int = Field(default=1, ge=1, le=1_000_000)
-    """Machines."""
+    """Nodes to train on."""
 
     spares: int = Field(default=0, ge=0, le=1_000)
-    """Further machines that the job holds. It starts again there, not in the queue, when one of its nodes is lost."""
+    """Extra nodes to allocate. If a node is lost, the job restarts on a spare instead of returning to the queue."""
 
     gpus_per_node: int = Field(default=1, ge=0, le=1_000)
-    """GPUs on each, and as many processes; with 0 one process that computes on the CPU."""
+    """GPUs per node, with one process each; 0: one CPU process per node."""
 
     gpu_type: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.-]+$")
-    """Type of these GPUs, as Slurm calls it; `--gpus-per-node h100:8` gives both."""
+    """GPU type as Slurm names it; `--gpus-per-node h100:8` sets both."""
 
     time: str | int | None = None
-    """Limit as Slurm writes it: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
+    """Time limit in Slurm's format: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
 
     partition: str | None = None
-    """Partition, or several with commas."""
+    """Partition, or several separated by commas."""
 
     account: str | None = None
     """Account to charge."""
@@ -62,72 +62,72 @@ class Cluster(Section):
     """Quality of service."""
 
     constraint: str | None = None
-    """Features that the nodes must have."""
+    """Node features that the job requires."""
 
     exclude: str | None = None
-    """Nodes to keep off."""
+    """Nodes that the job must not use."""
 
     nodelist: str | None = None
-    """Nodes that must be among those of the job."""
+    """Nodes that the allocation must include."""
 
     reservation: str | None = None
     """Reservation to run in."""
 
     mem: str | None = Field(default=None, pattern=r"^[0-9]+([KMGTkmgt][Bb]?)?$")
-    """Memory of each node, such as 200G; 0 is all of it."""
+    """Memory per node, such as 200G; 0: all of it."""
 
     requeue: bool = True
-    """Whether a job that was interrupted may start again by itself."""
+    """Restart an interrupted job automatically."""
 
     max_restarts: int = Field(default=10, ge=0, le=1_000_000)
-    """Failures in a row after which it may, each without a step saved; time limits and preemptions do not count."""
+    """Most consecutive restarts after failures, without a new checkpoint; time limits and preemptions do not count."""
 
     restart_on: list[int] = Field(default=[])
-    """Further exit statuses after which it starts again, such as those of a wrapper in `setup`."""
+    """Further exit statuses after which the job restarts, such as those of a wrapper in `setup`."""
 
     signal_delay: int = Field(default=120, ge=1, le=65535)
-    """Seconds before the time limit at which the processes are told to save."""
+    """Seconds before the time limit at which processes are signaled to save; raise it if a checkpoint takes longer."""
 
     preflight_mib: int = Field(default=64, ge=0, le=1_000_000)
-    """MiB that the processes sum up with each other before they train, to find slow nodes; 0 leaves it out."""
+    """MiB of the all-reduces that look for slow nodes before training; 0 skips them."""
 
     preflight_seconds: float = Field(default=10.0, gt=0, le=86_400)
-    """What such an all-reduce may take within a node, and between two nodes."""
+    """Longest that such an all-reduce may take within a node, and between two nodes."""
 
     container: Container | None = None
-    """Container to run in."""
+    """Container to run in; null: none."""
 
     environment: dict[str, str] = Field(default={})
-    """Variables of the job, such as NCCL_SOCKET_IFNAME."""
+    """Environment variables of the job, such as NCCL_SOCKET_IFNAME."""
 
     sbatch: dict[str, str | int | float | bool | None] = Field(default={})
-    """Any other option of sbatch by its long name; true for one without a value, null to leave ours out."""
+    """Other sbatch options by long name; true: an option without a value, null: drop one that Megakernel would set."""
 
     setup: list[str] = Field(default=[])
-    """Lines of shell that run before the processes start, such as `module load cuda`."""
+    """Shell lines that run before the processes start, such as `module load cuda`."""
 
     @property
     def gpus(self) -> str | int:
-        """GPUs of a node as Slurm is asked for them."""
+        """GPUs per node as a Slurm option: `TYPE:COUNT` or a count."""
         return f"{self.gpu_type}:{self.gpus_per_node}" if self.gpu_type else self.gpus_per_node
 
     @property
     def tasks_per_node(self) -> int:
-        """Processes on each node."""
+        """Processes per node."""
         return int(self.sbatch.get("ntasks-per-node") or max(1, self.gpus_per_node))
 
     @property
     def world_size(self) -> int:
-        """Processes of a job."""
+        """Processes of the job."""
         return self.nodes * self.tasks_per_node
 
     @property
     def minutes(self) -> float | None:
-        """The time limit; None where there is none."""
+        """The time limit in minutes; None if there is none."""
         return None if self.time is None else slurm_minutes(str(self.time))
 
     def problems(self) -> Iterator[Problem]:
-        """What Slurm could not read."""
+        """Values that Slurm or the executor would reject or ignore."""
         if self.time is not None and not self.minutes:
             remedy = "write minutes, hours:minutes:seconds or days-hours:minutes:seconds"
             yield self.problem("time", "is no time limit", remedy)
@@ -148,15 +148,15 @@ class Cluster(Section):
                 yield Problem(
                     "sbatch", repr(name), "is no name of an option", "write its long name without --"
                 )
-        for key, text in texts_of(self.model_dump(exclude={"setup"})):
+        for key, text in all_texts(self.model_dump(exclude={"setup"})):
             if not text.isprintable():
-                reason = "has a character that cannot be printed, where a script would break"
+                reason = "has an unprintable character, which would break the job script"
                 yield Problem(key, repr(text), reason, "write it on one plain line")
         for name in self.environment:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
                 yield Problem("environment", name, "is no name of a variable", "write NAME=VALUE")
         if self.executor != "slurm" and self.nodes > 1:
-            reason = f"with executor={self.executor} is more than this machine"
+            reason = f"exceeds the one machine of executor={self.executor}"
             yield self.problem("nodes", reason, "set nodes to 1 or executor to slurm")
         if self.executor != "slurm":
             reason = (
@@ -170,19 +170,19 @@ class Cluster(Section):
 
 
 def load_cluster(path: Path, changes: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> Cluster:
-    """The cluster file at `path` with `changes` laid over it; ConfigError with every problem."""
+    """The cluster file at `path` with `changes` merged over it; ConfigError lists every problem."""
     tree = read_composed(path)
-    setup = tree.pop("setup", [])  # the shell of the job knows its own variables
+    setup = tree.pop("setup", [])  # not interpolated: the job's shell expands its variables
     plain, unset = interpolate(tree, env)
     return validate_section(Cluster, merged({**plain, "setup": setup}, changes), known_problems=unset)
 
 
 def slurm_minutes(text: str) -> float | None:
-    """Minutes of a time limit in one of Slurm's forms; None for any other text."""
+    """Minutes of a time limit in Slurm's format; None for any other text."""
     match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", text, re.ASCII)
     if match is None:
         return None
     days, first, second, third = (int(part or 0) for part in match.groups())
-    if match[1] or match[4]:  # then hours come first
+    if match[1] or match[4]:  # with days, or with three parts, the first part is hours
         return 1440 * days + 60 * first + second + third / 60
     return first + second / 60

@@ -1,4 +1,4 @@
-"""The data section: which prepared corpora are read, and how documents are treated."""
+"""The data section: which prepared corpora to read, and how."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +11,13 @@ from .section import Section
 
 
 class Corpus(Section):
-    """One prepared folder (made by `megakernel prepare`) and its share of the samples."""
+    """One folder written by `megakernel prepare`, and its share of the samples."""
 
     path: Path
-    """Folder with manifest.json."""
+    """Folder that contains manifest.json."""
 
     weight: float = Field(default=1.0, gt=0)
-    """Relative share of the samples drawn from this corpus."""
+    """Relative share of the samples that come from this corpus."""
 
 
 def _as_corpora(value: Any) -> Any:
@@ -35,19 +35,19 @@ Corpora = Annotated[list[Corpus], BeforeValidator(_as_corpora), Field(min_length
 
 
 class Masking(Section):
-    """Which tokens a masked language model has to find again, and what stands in their place (BERT's recipe)."""
+    """Masking of a masked language model: which tokens it predicts and what replaces them (BERT's recipe)."""
 
     rate: float = Field(default=0.15, gt=0, le=1)
-    """Share of the tokens that are predicted; the ends of documents never are."""
+    """Share of the tokens that are predicted; end-of-document tokens never are."""
 
     mask_share: float = Field(default=0.8, ge=0, le=1)
-    """Share of those that become the mask token."""
+    """Share of the predicted tokens that are replaced by the mask token."""
 
     random_share: float = Field(default=0.1, ge=0, le=1)
-    """Share of those that become another token at random; the rest stays as it is."""
+    """Share of the predicted tokens that are replaced by a random token; the rest stay unchanged."""
 
     def problems(self) -> Iterator[Problem]:
-        """Shares of more than the whole."""
+        """Shares that add up to more than 1."""
         if self.mask_share + self.random_share > 1:
             reason = f"and mask_share={self.mask_share} add up to more than 1"
             remedy = f"set at most {1 - self.mask_share:g}"
@@ -55,33 +55,37 @@ class Masking(Section):
 
 
 class Data(Section):
-    """Prepared token files."""
+    """Prepared token files to train and evaluate on."""
 
     train: Corpora
     """Corpora to train on: a folder, a list of folders, a mapping folder -> weight, or a list of {path, weight}."""
 
     validation: Corpora | None = None
-    """Corpora whose validation split is evaluated; None takes those of data.train."""
+    """Corpora whose validation split is evaluated; None: those of data.train."""
 
     isolate_documents: bool = True
-    """Attention and positions restart at every document, and no token is predicted across its end."""
+    """Restart attention and positions at every document, and predict no token across a document's end. False lets
+    tokens see the other documents of their sequence."""
 
     masking: Masking | None = None
-    """Which tokens a masked_lm predicts; None takes BERT's 15 %, of them 80 % masked and 10 % random."""
+    """Masking of a masked_lm; None: BERT's, 15 % of tokens predicted, of them 80 % masked and 10 % random."""
 
     add_bos: bool | None = None
-    """Begin prompts and made examples with the tokenizer's BOS; None: as the documents of data.train do."""
+    """Start prompts and generated task examples with the tokenizer's BOS; None: if the documents of data.train do."""
 
     scored: Literal["all", "answers"] = "all"
-    """Tokens a causal_lm is trained on: all, or of tasks the answers alone. Of chats always the assistant's alone."""
+    """Tokens whose loss counts for a causal_lm: `all`, or only the `answers` of tasks. In chats only the assistant's
+    tokens ever count."""
 
     index_cache: Path | None = None
-    """Folder of sample indices, deleted when unused for 30 days; None takes `.index_cache` inside the first corpus."""
+    """Folder of sample indices, deleted after 30 days unused; None: `.index_cache` in the first corpus. Set it if that
+    folder is read-only."""
 
     num_workers: int = Field(default=1, ge=0, le=1_000)
-    """Background processes that read samples, per rank; 0 reads in the training process."""
+    """Background processes per rank that read samples; 0: the training process reads them. Raise it if
+    throughput/data_time is high."""
 
     @property
     def validation_corpora(self) -> list[Corpus]:
-        """Corpora to evaluate on."""
+        """Corpora used for evaluation."""
         return self.validation or self.train

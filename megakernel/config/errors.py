@@ -1,4 +1,4 @@
-"""Errors that a user can mend: one line each, with the key, its value, the reason and the remedy."""
+"""Errors that a user can fix: one line each, with the key, its value, the reason and the remedy."""
 
 import difflib
 import errno
@@ -10,23 +10,23 @@ from pathlib import PurePath
 from typing import Any
 
 MISSING = object()
-"""The value of a key that is not there."""
+"""Value of a key that is absent."""
 
 
 class UserError(ValueError):
-    """Something the user can change: the command line prints its text alone and ends with status 2."""
+    """An error that the user can fix: the command line prints only its text and exits with status 2."""
 
 
 class InUse(UserError):
-    """What was asked for is sound, but another process is at it: the same command works once that one has ended."""
+    """A valid request for something that another process is using; the same command works once that one has ended."""
 
 
 class RunFailed(RuntimeError):
-    """A failure of a sound run: the command line prints its text alone and ends with status 1."""
+    """A failure of a valid run: the command line prints only its text and exits with status 1."""
 
 
 class NotFinite(RunFailed):
-    """Losses or gradients that are no numbers ended the run."""
+    """Non-finite losses or gradients ended the run."""
 
 
 @dataclass(frozen=True)
@@ -34,19 +34,19 @@ class Problem:
     """One key that has to change."""
 
     key: str
-    """Dotted key such as `training.steps`, or the file and line where no key can be named."""
+    """Dotted key such as `training.steps`, or a file and line if there is no key."""
 
     value: Any
-    """What the key holds, or MISSING."""
+    """Value of the key, or MISSING."""
 
     reason: str
-    """Why that does not work; reads on from the key and its value."""
+    """Why the value is invalid; continues the sentence that starts with key and value."""
 
     remedy: str
     """What to write instead."""
 
     def under(self, prefix: str) -> "Problem":
-        """The same problem with its key counted from further out."""
+        """The same problem with `prefix.` before its key."""
         return replace(self, key=".".join(part for part in (prefix, self.key) if part))
 
     def __str__(self) -> str:
@@ -57,14 +57,14 @@ class Problem:
 
 
 class ConfigError(UserError):
-    """Every problem of a configuration, one line each."""
+    """All problems of a configuration, one line each."""
 
     def __init__(self, problems: Sequence[Problem]):
         self.problems = list(problems)
         super().__init__("\n".join(map(str, self.problems)))
 
     def __reduce__(self) -> tuple[type[UserError], tuple[str]]:
-        """To another process its text goes alone: the values of its problems may be of any kind."""
+        """Pickle only the text: values of problems may be unpicklable."""
         return UserError, (str(self),)
 
 
@@ -81,16 +81,16 @@ REFUSED_BY_DISK = {
     errno.ENAMETOOLONG,
     errno.EIO,
 }
-"""Refusals of a file system that its user can change."""
+"""File-system errors that the user can fix."""
 
 
 @contextmanager
 def written_to(key: str, place: object) -> Iterator[None]:
-    """Around what goes where a key or option says: UserError, with it, for what the file system refuses."""
+    """Turn file-system errors while writing to `place` into a UserError that names the key or option."""
     try:
         yield
     except Exception as error:
-        # Rust's libraries have exceptions of their own; a folder cannot be made where there is none above it (/proc).
+        # Rust libraries raise their own exceptions. ENOENT: a folder that cannot be created at all, as in /proc.
         in_rust = re.search(r"\(os error (\d+)\)", str(error))
         number = int(in_rust[1]) if in_rust else error.errno if isinstance(error, OSError) else None
         if number not in {*REFUSED_BY_DISK, errno.ENOENT}:
@@ -102,12 +102,12 @@ def written_to(key: str, place: object) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error, or its type where it has no text."""
+    """First line of an error's text, or its type if it has none."""
     return next(filter(None, str(error).splitlines()), type(error).__name__)
 
 
 def nearest_first(word: str, known: Iterable[str], most: int | None = None) -> str:
-    """The known words as a list for a remedy, those most like `word` first, and `most` of them at most."""
+    """The known words as a list for a remedy, most similar to `word` first, at most `most` of them."""
     likeness = {item: difflib.SequenceMatcher(None, word, item).ratio() for item in known}
     ordered = sorted(likeness, key=lambda item: (-likeness[item], item))
     left = len(ordered[most:]) if most is not None else 0
@@ -115,7 +115,7 @@ def nearest_first(word: str, known: Iterable[str], most: int | None = None) -> s
 
 
 def nearest_multiples(value: int, unit: int) -> str:
-    """`96 or 128`: the positive multiples of `unit` on both sides of `value`, for a remedy."""
+    """The positive multiples of `unit` around `value`, for a remedy: `96 or 128`."""
     below = value // unit * unit
     return f"{below} or {below + unit}" if below else str(unit)
 

@@ -1,4 +1,4 @@
-"""The feature map phi of similarity `kernel`, and what follows from its options without drawing anything."""
+"""Options of the feature map phi of similarity `kernel`, and the sizes that follow from them."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -27,7 +27,7 @@ _GMM = ("gmm_rks", "gmm_prf")
 _FASTFOOD = ("fastfood_rks", "fastfood_prf")
 _GENERATIVE = ("generative_rks", "generative_prf")
 LEARNED = (*_GMM, *_FASTFOOD, *_GENERATIVE)
-"""Maps whose frequencies are learned."""
+"""Maps with learned frequencies."""
 
 _RANDOM = ("favor", "rff", *LEARNED)
 _TAKEN_BY: dict[str, tuple[str, ...]] = {
@@ -37,63 +37,65 @@ _TAKEN_BY: dict[str, tuple[str, ...]] = {
     "learn": _FASTFOOD,
     "resample_every": ("favor", "rff", *_GMM, *_GENERATIVE),
 }
-"""Option -> maps that it has an effect on."""
+"""Option -> maps that use it."""
 
 
 class FeatureMap(Section):
-    """The map phi of similarity `kernel`: how alike q and k are is phi(q).phi(k)."""
+    """The feature map phi of similarity `kernel`: the weight of key k for query q is phi(q).phi(k)."""
 
     name: FeatureMapName = "hedgehog"
     """Which phi (docs/formulas.md, 2). `_rks`: cosines and sines; `_prf`: positive exponentials."""
 
     samples: int | None = Field(default=None, gt=0, le=1_000_000)
-    """Random samples M; None takes as many as make phi 2 x head_dim wide (4 x for gmm_rks)."""
+    """Random samples M; None: as many as make phi 2 x head_dim wide (4 x for gmm_rks). More estimate the kernel with
+    less variance and enlarge phi and the state."""
 
     components: int = Field(default=2, gt=0, le=10_000)
     """Gaussians C in the spectral mixture of gmm_rks and gmm_prf."""
 
     tied: bool = True
-    """gmm_rks: the two components have means +mu and -mu and one covariance; false: each has its own."""
+    """gmm_rks: its two components have means +mu and -mu and share one covariance; false: each has its own."""
 
     learn: Literal["SGB", "S", "fixed"] = "SGB"
-    """Which diagonals of fastfood's S H G Pi H B are trained: all three, S alone, or none."""
+    """Trained diagonals of fastfood's S H G Pi H B: all three, S alone, or none (`fixed`)."""
 
     smoothing: float = Field(default=0.0, ge=0)
-    """A constant feature s: the kernel becomes phi(q).phi(k) + s^2, away from denominators near 0."""
+    """Constant feature s: the kernel becomes phi(q).phi(k) + s^2. Maps of cosines, whose denominators can vanish, need
+    it: 1 in the published results."""
 
     resample_every: int | None = Field(default=None, ge=0)
-    """Training steps between two draws of the noise, 0: never; None: 100 for learned maps, 0 for favor and rff."""
+    """Training steps between redraws of the noise; 0: never; None: 100 for gmm and generative maps, else 0."""
 
     def problems(self) -> Iterator[Problem]:
-        """Options that other maps have."""
+        """Options without effect on this map, or that contradict each other."""
         yield from self.without_effect("name", _TAKEN_BY)
         if self.is_tied and self.components != 2:
             reason = "components cannot be a pair +mu, -mu"
             yield self.problem("components", reason, "set components: 2 or tied: false")
 
     def problems_at(self, head_dim: int) -> Iterator[Problem]:
-        """What contradicts a width of the heads."""
+        """Options that do not fit the head width."""
         if self.kind == "fastfood" and self.sample_count(head_dim) % head_dim:
             remedy = f"set {nearest_multiples(self.sample_count(head_dim), head_dim)}"
             yield self.problem("samples", f"is not a multiple of head_dim={head_dim}", remedy)
 
     @property
     def kind(self) -> str:
-        """What omega comes from where that is learned: gmm, fastfood or generative; else the map's name."""
+        """The source of learned frequencies (gmm, fastfood or generative), or the name of a map without any."""
         return self.name.partition("_")[0]
 
     @property
     def is_tied(self) -> bool:
-        """Whether the mixture is a pair of components +-mu with one matrix."""
+        """Whether the mixture is two components +-mu with one covariance."""
         return self.name == "gmm_rks" and self.tied
 
     @property
     def is_trigonometric(self) -> bool:
-        """Whether phi is made of cosines and sines (random kitchen sinks)."""
+        """Whether phi consists of cosines and sines (random kitchen sinks)."""
         return self.name == "rff" or self.name.endswith("_rks")
 
     def similarity_at_zero(self, head_dim: int) -> float:
-        """phi(0).phi(0), which softmax's exp(q.k) has as 1; relu and identity have 0."""
+        """phi(0).phi(0): 0 for relu and identity; exp(q.k) of softmax would give 1."""
         if self.name in ("relu", "identity"):
             at_zero = 0.0
         elif self.name == "elu":
@@ -106,13 +108,13 @@ class FeatureMap(Section):
 
     @property
     def redraw_interval(self) -> int:
-        """Training steps between two draws of the noise; 0: it stays what it was at the start."""
+        """Training steps between redraws of the noise; 0: never redrawn."""
         if self.resample_every is not None:
             return self.resample_every
         return 100 if self.kind in ("gmm", "generative") else 0
 
     def sample_count(self, head_dim: int) -> int:
-        """M, draws of noise; with C components each gives C frequencies. 0 for maps that draw nothing."""
+        """Random samples M (each gives C frequencies of a C-component mixture); 0 for maps without noise."""
         if self.name not in _RANDOM:
             return 0
         if self.samples is not None:
@@ -121,11 +123,11 @@ class FeatureMap(Section):
         return 2 * head_dim if one_each else head_dim
 
     def frequencies(self, head_dim: int) -> int:
-        """Rows of omega; 0 for maps that have none."""
+        """Rows of omega; 0 for maps without one."""
         return self.sample_count(head_dim) * (self.components if self.kind == "gmm" else 1)
 
     def width(self, head_dim: int) -> int:
-        """F, the numbers in phi(x)."""
+        """F, the length of phi(x)."""
         if self.name in ("elu", "relu", "identity"):
             width = head_dim
         elif self.name == "hedgehog":

@@ -10,12 +10,12 @@ from .errors import Problem
 from .section import Section
 
 FROM = "from"
-"""A word of Python's own, which no class body can have for a field."""
+"""A Python keyword, which a class body cannot have as a field name."""
 
 if TYPE_CHECKING:
 
     class _WithFrom(Section):
-        """What `create_model` makes, as far as types are concerned."""
+        """The result of `create_model`, for the type checker."""
 
 else:
     _WithFrom = create_model(
@@ -26,8 +26,8 @@ else:
                 Path | None,
                 Field(
                     default=None,
-                    description="Run folder, checkpoint, or dense model in the Hugging Face form whose weights (not "
-                    "optimizer or position) a new run starts from.",
+                    description="Run folder, checkpoint or Hugging Face model folder whose weights (not optimizer "
+                    "state or step) a new run starts from; None: random weights.",
                 ),
             )
         },
@@ -35,21 +35,21 @@ else:
 
 
 class Init(_WithFrom):
-    """Where the weights of a new run come from; what it continues is not asked for again."""
+    """Where the weights of a new run come from; ignored when a run resumes from its own checkpoint."""
 
     adapter: Path | None = None
-    """Folder in PEFT's form (adapter_config.json) whose matrices the updates of optimizer.trained: lora begin with."""
+    """PEFT adapter folder (with adapter_config.json) that initializes the updates of optimizer.trained: lora."""
 
     moments: Path | None = None
-    """Run or checkpoint whose AdamW moments go on, for weights of the same name and shape; null begins all at 0."""
+    """Run or checkpoint whose AdamW moments are loaded for weights of the same name and shape; None: all start at 0."""
 
     @property
     def source(self) -> Path | None:
-        """`from`."""
+        """Value of `init.from`."""
         return cast(Path | None, getattr(self, FROM))
 
     def problems(self) -> Iterator[Problem]:
-        """Moments without the weights that they are of."""
+        """Moments without their weights."""
         if self.moments is not None and self.source is None:
-            reason = "are of weights, and init.from is null"
+            reason = "belong to loaded weights, and init.from is null"
             yield self.problem("moments", reason, "set init.from to the same run, or remove them")

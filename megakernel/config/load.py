@@ -1,4 +1,4 @@
-"""Reading a configuration: files laid over each other, then overrides, then the environment, then validation."""
+"""Loads a configuration: merges files, then overrides, then environment variables, and validates the result."""
 
 import os
 import re
@@ -16,15 +16,15 @@ from .validation import validate
 _VARIABLE = re.compile(r"\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}")
 
 
-def read_composed(path: Path, readers: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """One file laid over the files its `extends` names, later ones over earlier ones.
+def read_composed(path: Path, parents: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """One file merged over the files that its `extends` lists, later ones over earlier ones.
 
-    readers: the files that it is read for.
+    parents: the chain of files that extend it, to find cycles.
     """
     resolved = path.resolve()
-    if resolved in readers:
-        circle = " -> ".join(reader.name for reader in (*readers[readers.index(resolved) :], resolved))
-        raise ConfigError([Problem(f"{path}: extends", MISSING, f"goes in a circle ({circle})", "break it")])
+    if resolved in parents:
+        cycle = " -> ".join(parent.name for parent in (*parents[parents.index(resolved) :], resolved))
+        raise ConfigError([Problem(f"{path}: extends", MISSING, f"goes in a circle ({cycle})", "break it")])
     tree = yaml_text.read(path)
     extends = tree.pop("extends", [])
     bases = [extends] if isinstance(extends, str) else extends
@@ -33,25 +33,24 @@ def read_composed(path: Path, readers: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ConfigError([Problem(f"{path}: extends", extends, "names no files", remedy)])
     out: dict[str, Any] = {}
     for base in bases:
-        out = lay_over(out, read_composed(path.parent / base, (*readers, resolved)))
-    return lay_over(out, tree)
+        out = merge_config(out, read_composed(path.parent / base, (*parents, resolved)))
+    return merge_config(out, tree)
 
 
-def lay_over(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`changes` over `base`, key by key, except where half of one and half of another is neither.
+def merge_config(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`changes` merged over `base` key by key, except for attention and corpora.
 
-    An attention that names its preset or similarity is a new mechanism and replaces the one below; other keys
-    of it change the one below, a preset expanded first. Corpora replace those below.
+    An attention that sets `preset` or `similarity` replaces the one of `base`; other keys change that one, after its
+    preset is expanded. Lists of corpora replace those of `base`.
     """
     out = merged(base, changes)
     attention = _at(changes, "model", "attention")
     if isinstance(attention, dict):
         is_new = "preset" in attention or "similarity" in attention
-        below = None if is_new else expand_preset(_at(base, "model", "attention"))
-        out["model"]["attention"] = merged(below, attention) if isinstance(below, dict) else attention
+        old = None if is_new else expand_preset(_at(base, "model", "attention"))
+        out["model"]["attention"] = merged(old, attention) if isinstance(old, dict) else attention
     for key in ("train", "validation"):
-        corpora = _at(changes, "data", key)
-        if corpora is not None:
+        if (corpora := _at(changes, "data", key)) is not None:
             out["data"][key] = corpora
     return out
 
@@ -61,27 +60,27 @@ def _at(tree: Mapping[str, Any], section: str, key: str) -> Any:
     return keys.get(key) if isinstance(keys, dict) else None
 
 
-_LONGEST_KEY = 20
+_MOST_KEY_PARTS = 20
+"""More parts than any key has."""
 
 
 def override(tree: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
-    """The tree with `section.key=value` laid over it, in order; values are YAML."""
+    """The tree after the `section.key=value` assignments, in order; values are YAML."""
     out, problems = dict(tree), []
-    if isinstance(
-        out.get("model"), dict
-    ):  # so that model.attention.near.blocks=2 changes the default preset too
+    if isinstance(out.get("model"), dict):
+        # So that model.attention.near.blocks=2 changes the default preset, too.
         out["model"] = {"attention": DEFAULT_PRESET, **out["model"]}
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         parts = key.split(".")
-        if not equals or not all(parts) or len(parts) > _LONGEST_KEY:
+        if not equals or not all(parts) or len(parts) > _MOST_KEY_PARTS:
             problems.append(Problem("", assignment, "is no override", "write section.key=value"))
             continue
         try:
             value = yaml_text.parse(text, key)
             for part in reversed(parts):
                 value = {part: value}
-            out = lay_over(out, value)
+            out = merge_config(out, value)
         except ConfigError as error:
             problems.extend(error.problems)
     if problems:
@@ -90,9 +89,9 @@ def override(tree: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, A
 
 
 def interpolate(tree: Any, env: Mapping[str, str] = os.environ) -> tuple[Any, list[Problem]]:
-    """The tree with `${NAME}` and `${NAME:-default}` replaced, and a problem for every name that is not set.
+    """The tree with `${NAME}` and `${NAME:-default}` replaced, and a problem for every variable that is not set.
 
-    A value that is nothing but one variable is read as YAML, so that a number stays a number.
+    A value that is exactly one variable is parsed as YAML, so that a number stays a number.
     """
     problems: list[Problem] = []
     return _interpolated(tree, "", env, problems), problems
@@ -109,7 +108,7 @@ def _interpolated(value: Any, key: str, env: Mapping[str, str], problems: list[P
     if not isinstance(value, str):
         return value
 
-    def text_of(match: re.Match[str]) -> str:
+    def replacement(match: re.Match[str]) -> str:
         text = env.get(match["name"], match["default"])
         if text is None:
             remedy = f"export {match['name']} or write ${{{match['name']}:-default}}"
@@ -117,16 +116,15 @@ def _interpolated(value: Any, key: str, env: Mapping[str, str], problems: list[P
             return match[0]
         return text
 
-    text = _VARIABLE.sub(text_of, value)
+    text = _VARIABLE.sub(replacement, value)
     return yaml_text.parse(text, key) if _VARIABLE.fullmatch(value) and text != value else text
 
 
 def load(path: str | Path, overrides: Iterable[str] = (), env: Mapping[str, str] = os.environ) -> Config:
     """The configuration of one YAML file.
 
-    `extends: FILE` or a list of files, relative to the file, is laid under it. overrides are
-    `section.key=value` with YAML values. `${NAME}` and `${NAME:-default}` in values come from `env`.
-    Raises ConfigError with every problem.
+    The file is merged over those of `extends: FILE` or a list, relative to it. overrides: `section.key=value` with
+    YAML values. `${NAME}` and `${NAME:-default}` in values are read from `env`. ConfigError lists every problem.
     """
     tree = override(read_composed(Path(path)), overrides)
     plain, unset = interpolate(tree, env)
@@ -134,10 +132,10 @@ def load(path: str | Path, overrides: Iterable[str] = (), env: Mapping[str, str]
 
 
 def from_yaml(text: str, source: str = "configuration") -> Config:
-    """The configuration in a text that `to_yaml` wrote; `source` names it in errors."""
+    """The configuration in a text written by `to_yaml`; `source` names it in errors."""
     return validate(yaml_text.parse(text, source) or {})
 
 
 def to_yaml(config: Config) -> str:
-    """Every key with its value, presets written out; `from_yaml` gives an equal configuration."""
+    """Every key with its value, presets expanded; `from_yaml` returns an equal configuration."""
     return yaml_text.write(config.model_dump(mode="json"))

@@ -1,8 +1,7 @@
-"""What each mechanism can do, said once and without torch.
+"""Capabilities and costs of each mechanism, without torch.
 
-Whether tokens see later ones, what shards of a sequence exchange, its blocks, what it carries from token to token, and
-its operations. Checks of a configuration, the builder of layers, the count of FLOPs and the catalogue ask here; none of
-them knows a mechanism by name.
+Causality, context-parallel exchanges, block size, decoding state and FLOPs. Configuration checks, the layer builder,
+the FLOP count and the catalogue read them here; none of them knows a mechanism by name.
 """
 
 import math
@@ -29,20 +28,20 @@ INVERSE_STEPS = 6
 PRODUCTS_PER_STEP = 4
 
 
-class Shape(NamedTuple):
-    """A layer as its numbers are counted."""
+class LayerShape(NamedTuple):
+    """The sizes of a layer that its costs depend on."""
 
     heads: int
     kv_heads: int
-    size: int
+    head_dim: int
     """d, the width of a head."""
 
-    width: int = 0
-    """Of the layer's input."""
+    hidden_size: int = 0
+    """Width of the layer's input."""
 
     causal: bool = True
-    length: int = 1
-    """N, tokens of a sequence."""
+    seq_len: int = 1
+    """N, tokens per sequence."""
 
 
 Parts = dict[str, float]
@@ -50,78 +49,73 @@ Parts = dict[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Mechanism:
-    """A mechanism with the settings of one layer. Reasons are texts; None says that there is none."""
+    """A mechanism with the settings of one layer. Optional texts are reasons; None: the limitation does not exist."""
 
     layer: str
-    """Module below `megakernel.attention` and class in it."""
+    """MODULE.CLASS below `megakernel.attention`."""
 
     causal_layer: str | None = None
-    """The same of tokens that see no later ones, where that is another class."""
+    """The class for causal models, if it is another one."""
 
     exchanges: tuple[ExchangeKind, ...]
-    """What shards of a sequence exchange."""
+    """What context-parallel shards exchange."""
 
     causal_exchanges: tuple[ExchangeKind, ...] | None = None
-    """The same of tokens that see no later ones, where that is something else."""
+    """What they exchange in causal models, if it differs."""
 
-    flops: Callable[[Shape], Parts]
+    flops: Callable[[LayerShape], Parts]
     """Forward FLOPs per token of a layer's attention core, by part."""
 
-    state_sizes: Callable[[Shape], tuple[int, int]] = lambda shape: (0, 0)
-    """Numbers that a causal sequence carries from token to token, whatever its length, and what each token adds.
-
-    Where no token adds any, the sequence continues from a state of constant size.
-    """
+    state_sizes: Callable[[LayerShape], tuple[int, int]] = lambda shape: (0, 0)
+    """Numbers in the decoding state of a causal sequence: constant, and per token (0: the state never grows)."""
 
     further: int = 0
-    """Numbers of each token and key head that the layer wants of a further projection of the hidden state."""
+    """Numbers per token and key head that the layer needs from a further projection of the hidden state."""
 
     block_size: int | None = None
-    """Tokens of a block, which shards of a sequence hold whole."""
+    """Tokens per block; a context-parallel shard holds whole blocks."""
 
     mixes_future_tokens: str | None = None
-    """Why a token sees later ones of its sequence, whatever document they belong to."""
+    """Why tokens see later ones of their sequence, of any document."""
 
     mixes_documents: str | None = None
-    """Why tokens that see both ways also see other documents of their sequence, besides `mixes_future_tokens`."""
+    """Why bidirectional tokens also see other documents of their sequence, besides `mixes_future_tokens`."""
 
     looks_back_only: str | None = None
-    """Why a token cannot see later ones of its document."""
+    """Why the layer is causal only."""
 
     changes_constants: str | None = None
-    """Why values that are all alike come out as something else."""
+    """Why equal values for all tokens do not come out unchanged."""
 
     weighs_every_pair: bool = False
-    """Whether every token weighs every earlier one, at quadratic cost."""
+    """Whether a weight is computed for every pair of tokens, at quadratic cost."""
 
     is_gated: bool = False
-    """Whether a gate of FLuRKA weighs the near window against the far part."""
+    """Whether FLuRKA's gate weighs the near window against the far context."""
 
     def exchanged(self, causal: bool) -> tuple[ExchangeKind, ...]:
-        """What shards of a sequence exchange in a layer that is or is not causal."""
+        """What context-parallel shards exchange in a causal or bidirectional layer."""
         return self.causal_exchanges if causal and self.causal_exchanges is not None else self.exchanges
 
 
-def _through_landmarks(
-    form: Algebra, layer: str, count: int, iterative: bool = True, filtered: int = 0
-) -> Mechanism:
-    """Landmarks of whole sequences approximate one matrix; distances are counted as the products they are made of.
+def _nystrom(form: Algebra, layer: str, count: int, iterative: bool = True, filtered: int = 0) -> Mechanism:
+    """Nyström approximation of the attention matrix by `count` landmarks of the sequence.
 
-    iterative: of the exact inverse, which is for measurements, the products alone are counted. filtered: tokens under a
-    convolution. Means are sums of tokens, no products.
+    FLOPs count matrix products (of distances too), not means. iterative: count the inverse; the exact one is for
+    measurements and not counted. filtered: width of the convolution in tokens.
     """
     inverse = INVERSE_STEPS * PRODUCTS_PER_STEP * 2 * count**3 if iterative else 0
 
-    def flops(shape: Shape) -> Parts:
+    def flops(shape: LayerShape) -> Parts:
         parts = {
-            # Queries and keys meet the landmarks; values go to them and come back.
-            "landmarks": 2 * 2 * count * shape.size,
-            "readout": 2 * 2 * count * shape.size,
-            # Landmarks meet each other, and the inverse is applied to what they hold.
-            "inverse": (2 * 2 * count * count * shape.size + inverse) / shape.length,
+            # Queries and keys times landmarks; values are gathered into the landmarks and read back.
+            "landmarks": 2 * 2 * count * shape.head_dim,
+            "readout": 2 * 2 * count * shape.head_dim,
+            # Landmarks times landmarks, the inverse, and its product with the gathered values.
+            "inverse": (2 * 2 * count * count * shape.head_dim + inverse) / shape.seq_len,
         }
         if filtered:
-            parts["convolution"] = 2 * filtered * shape.size
+            parts["convolution"] = 2 * filtered * shape.head_dim
         return {name: shape.heads * part for name, part in parts.items()}
 
     return Mechanism(
@@ -136,25 +130,24 @@ def _through_landmarks(
 def _skyformer(form: Algebra) -> Mechanism:
     sky = form.skyformer or Skyformer()
     iterative = sky.inverse == "iterative"
-    return _through_landmarks(form, "nystrom.SkyformerAttention", sky.features, iterative)
+    return _nystrom(form, "nystrom.SkyformerAttention", sky.features, iterative)
 
 
 def _nystromformer(form: Algebra) -> Mechanism:
     nystrom = form.nystromformer or Nystromformer()
     layer, filtered = "nystrom.NystromformerAttention", nystrom.conv_kernel or 0
-    return _through_landmarks(form, layer, nystrom.landmarks, filtered=filtered)
+    return _nystrom(form, layer, nystrom.landmarks, filtered=filtered)
 
 
 def _eva(form: Algebra) -> Mechanism:
-    """Exact windows, and summaries of chunks."""
     eva = form.eva or Eva()
     window, chunk = eva.window_size, eva.chunk_size
 
-    def flops(shape: Shape) -> Parts:
+    def flops(shape: LayerShape) -> Parts:
         if not shape.causal:
-            return _eva_parts(shape, chunk, -(-shape.length // chunk), window * (3 if eva.overlap else 1))
-        near = mean_local_keys(shape.length, window, 2 if eva.overlap else 1)
-        return _eva_parts(shape, chunk, mean_complete_blocks(shape.length, chunk, 1), near)
+            return _eva_parts(shape, chunk, -(-shape.seq_len // chunk), window * (3 if eva.overlap else 1))
+        near = mean_local_keys(shape.seq_len, window, 2 if eva.overlap else 1)
+        return _eva_parts(shape, chunk, mean_complete_blocks(shape.seq_len, chunk, 1), near)
 
     tail = max(window * (2 if eva.overlap else 1), chunk)
     return Mechanism(
@@ -164,19 +157,19 @@ def _eva(form: Algebra) -> Mechanism:
         causal_exchanges=("halo", "landmarks"),
         flops=flops,
         state_sizes=lambda shape: (
-            3 * shape.heads * shape.size * tail,
-            2 * shape.heads * shape.size // chunk,
+            3 * shape.heads * shape.head_dim * tail,
+            2 * shape.heads * shape.head_dim // chunk,
         ),
         block_size=math.lcm(window, chunk),
         mixes_documents="eva that sees both ways cuts a sequence, not its documents, into windows and chunks",
     )
 
 
-def _eva_parts(shape: Shape, chunk: int, chunks: float, near: float, share: float = 1.0) -> Parts:
-    """Of queries that meet `near` keys and `chunks` summaries of `chunk` queries each; share: keys per token."""
-    size = shape.size
+def _eva_parts(shape: LayerShape, chunk: int, chunks: float, near: float, share: float = 1.0) -> Parts:
+    """FLOPs of queries that see `near` keys and `chunks` summaries of `chunk` queries each; share: keys per token."""
+    size = shape.head_dim
     return {
-        # W of the two means of a chunk, then scores and weighted values of every key.
+        # W times the two means of a chunk, then scores and weighted values of every key.
         "summaries": shape.heads * (4 * size * size / chunk + share * 4 * size),
         "near": shape.heads * near * 4 * size,
         "far": shape.heads * chunks * 4 * size,
@@ -184,18 +177,18 @@ def _eva_parts(shape: Shape, chunk: int, chunks: float, near: float, share: floa
 
 
 def _simple_gla(form: Algebra) -> Mechanism:
-    """A state that decays, as kernel attention's with phi the identity; chunks of 64 tokens are not counted."""
+    """Recurrent state with decay; FLOPs are those of the recurrence, not of its form in chunks of 64 tokens."""
     settings = form.simple_gla or SimpleGla()
     corrects = settings.update == "delta"
     return Mechanism(
         layer="gated_delta.GatedDeltaAttention" if corrects else "simple_gla.SimpleGlaAttention",
         exchanges=("state",),
         flops=lambda shape: {
-            # A correction is read off the state first.
-            "state": shape.kv_heads * (1 + corrects) * 2 * shape.size**2,
-            "readout": shape.heads * 2 * shape.size**2,
+            # The delta rule first reads the old value from the state.
+            "state": shape.kv_heads * (1 + corrects) * 2 * shape.head_dim**2,
+            "readout": shape.heads * 2 * shape.head_dim**2,
         },
-        state_sizes=lambda shape: (shape.kv_heads * shape.size**2, 0),
+        state_sizes=lambda shape: (shape.kv_heads * shape.head_dim**2, 0),
         further=(settings.decay in ("gate", "step")) + corrects,
         looks_back_only="a state that decays looks back only",
         changes_constants="simple_gla divides by no sum of weights",
@@ -203,20 +196,20 @@ def _simple_gla(form: Algebra) -> Mechanism:
 
 
 def _low_rank(form: Algebra) -> Mechanism:
-    """Every query meets the same landmarks of its sequence, under softmax or a kernel, or as EVA's chunks."""
+    """Every query sees all landmarks of its sequence, under softmax or a kernel, or as EVA's chunks."""
     compression = form.compression
     assert compression is not None
     window = (form.eva or Eva()).window_size if form.mechanism == "eva" else None
 
-    def flops(shape: Shape) -> Parts:
-        share = landmarks_per_token(compression, shape.length)
+    def flops(shape: LayerShape) -> Parts:
+        share = landmarks_per_token(compression, shape.seq_len)
         parts = {"landmarks": _compression_flops(form, shape)}
         if window is not None:
-            chunks = -(-shape.length // window)
-            return parts | _eva_parts(shape, window, chunks, share * shape.length / chunks, share)
+            chunks = -(-shape.seq_len // window)
+            return parts | _eva_parts(shape, window, chunks, share * shape.seq_len / chunks, share)
         if form.feature_map is None:
-            pair = 2 * (form.keys_at_position + 1) * shape.size
-            return parts | {"far": shape.heads * share * shape.length * pair}
+            pair = 2 * (form.keys_at_position + 1) * shape.head_dim
+            return parts | {"far": shape.heads * share * shape.seq_len * pair}
         return parts | _state_flops(form.feature_map, shape, form.keys_at_position * share, share)
 
     linformer = compression.kind == "linformer"
@@ -231,10 +224,7 @@ def _low_rank(form: Algebra) -> Mechanism:
 
 
 def _near_far(form: Algebra) -> Mechanism:
-    """A window attended exactly, and landmarks of the blocks before it, under phi (FLuRKA) or softmax (its parent).
-
-    FLuRKA's window is under softmax or phi.
-    """
+    """Exact window and landmarks of the blocks before it, weighed by phi (FLuRKA) or softmax (causal Linformer)."""
     near, phi, keys = form.near, form.feature_map, form.keys_at_position
     assert near is not None
     assert form.compression is not None
@@ -242,28 +232,28 @@ def _near_far(form: Algebra) -> Mechanism:
     block = getattr(form.compression, "block_size", 1)
     gated = (near.kind, near.join) == ("softmax", "gated")
 
-    def flops(shape: Shape) -> Parts:
-        pair = 2 * (keys + 1) * shape.size
+    def flops(shape: LayerShape) -> Parts:
+        pair = 2 * (keys + 1) * shape.head_dim
         parts = {"landmarks": _compression_flops(form, shape)}
         if phi is None:
-            far = rank * mean_complete_blocks(shape.length, block, near.blocks)
+            far = rank * mean_complete_blocks(shape.seq_len, block, near.blocks)
             parts["far"] = far * (shape.heads * pair)
         else:
             by_phi, share = near.kind == "kernel", rank / block
             parts |= _state_flops(phi, shape, keys * (share + by_phi), share)
             if by_phi:
-                pair = 2 * phi.width(shape.size) + 2 * (shape.size + 1)
-        parts["near"] = shape.heads * mean_local_keys(shape.length, block, near.blocks) * pair
+                pair = 2 * phi.width(shape.head_dim) + 2 * (shape.head_dim + 1)
+        parts["near"] = shape.heads * mean_local_keys(shape.seq_len, block, near.blocks) * pair
         if gated and near.gate == "token":
-            parts["gate"] = shape.heads * 2 * shape.size
+            parts["gate"] = shape.heads * 2 * shape.head_dim
         return parts
 
-    def state_sizes(shape: Shape) -> tuple[int, int]:
-        width = shape.kv_heads * shape.size
+    def state_sizes(shape: LayerShape) -> tuple[int, int]:
+        width = shape.kv_heads * shape.head_dim
         tail = (form.keys_per_head + 1) * width * block * near.blocks
         if phi is None:
             return tail, (keys + 1) * width * rank // block
-        return tail + shape.kv_heads * phi.width(shape.size) * (shape.size + 1), 0
+        return tail + shape.kv_heads * phi.width(shape.head_dim) * (shape.head_dim + 1), 0
 
     return Mechanism(
         layer="landmark.LandmarkAttention" if phi is None else "flurka.FlurkaAttention",
@@ -283,16 +273,16 @@ def _local(form: Algebra) -> Mechanism:
     assert near is not None
     block = near.block_size or 1
 
-    def flops(shape: Shape) -> Parts:
-        keys = mean_local_keys(shape.length, block, near.blocks)
-        return {"near": shape.heads * keys * 2 * (form.keys_at_position + 1) * shape.size}
+    def flops(shape: LayerShape) -> Parts:
+        keys = mean_local_keys(shape.seq_len, block, near.blocks)
+        return {"near": shape.heads * keys * 2 * (form.keys_at_position + 1) * shape.head_dim}
 
     return Mechanism(
         layer="softmax.LocalAttention",
         exchanges=("halo",),
         flops=flops,
         state_sizes=lambda shape: (
-            shape.kv_heads * (form.keys_per_head + 1) * shape.size * block * near.blocks,
+            shape.kv_heads * (form.keys_per_head + 1) * shape.head_dim * block * near.blocks,
             0,
         ),
         block_size=near.block_size,
@@ -311,29 +301,29 @@ def _kernel(form: Algebra) -> Mechanism:
         layer="kernel.KernelAttention",
         exchanges=("state",),
         flops=lambda shape: _state_flops(phi, shape, form.keys_at_position, 1),
-        state_sizes=lambda shape: (shape.kv_heads * phi.width(shape.size) * (shape.size + 1), 0),
+        state_sizes=lambda shape: (shape.kv_heads * phi.width(shape.head_dim) * (shape.head_dim + 1), 0),
     )
 
 
 def _every_pair(form: Algebra) -> Mechanism:
-    """Every pair weighed: softmax over the tokens in sight, or a distance, or M keys at a position."""
+    """Quadratic attention: softmax, optionally in a sliding window, a Gaussian kernel, or M keys per position."""
     window, keys = form.window, form.keys_at_position
     plain = form.similarity == "softmax" and form.mixture is None
 
-    def flops(shape: Shape) -> Parts:
-        seen = mean_local_keys(shape.length, shape.length, 1) if shape.causal else shape.length
+    def flops(shape: LayerShape) -> Parts:
+        seen = mean_local_keys(shape.seq_len, shape.seq_len, 1) if shape.causal else shape.seq_len
         if window is not None:
-            seen = mean_last_keys(shape.length, window)
-        # One product for each key of a position, and one for its value.
-        return {"near": shape.heads * seen * 2 * (keys + 1) * shape.size}
+            seen = mean_last_keys(shape.seq_len, window)
+        # One product for each key of a position, and one for the value.
+        return {"near": shape.heads * seen * 2 * (keys + 1) * shape.head_dim}
 
-    def state_sizes(shape: Shape) -> tuple[int, int]:
-        per_token = (keys + 1) * shape.kv_heads * shape.size
+    def state_sizes(shape: LayerShape) -> tuple[int, int]:
+        per_token = (keys + 1) * shape.kv_heads * shape.head_dim
         return (0, per_token) if window is None else (per_token * (window - 1), 0)
 
     return Mechanism(
         layer="softmax.SoftmaxAttention" if plain else "mixture.PairwiseAttention",
-        # Ring attention knows no cap.
+        # Ring attention does not support softcap.
         exchanges=("heads or ring",) if plain and form.softcap is None else ("heads",),
         flops=flops,
         state_sizes=state_sizes,
@@ -354,73 +344,72 @@ MECHANISMS: tuple[tuple[Callable[[Algebra], bool], Callable[[Algebra], Mechanism
     (lambda form: form.similarity == "kernel", _kernel),
     (lambda form: True, _every_pair),
 )
-"""Whether the settings of a layer name a mechanism, and what it then is; the first that says so does."""
+"""(condition on a layer's settings, builder); the first whose condition holds applies."""
 
 
 def mechanism_of(form: Algebra) -> Mechanism:
-    """The mechanism that the settings of a layer name."""
-    return next(made for named, made in MECHANISMS if named(form))(form)
+    """The mechanism that a layer's settings describe."""
+    return next(build for matches, build in MECHANISMS if matches(form))(form)
 
 
 def mean_local_keys(seq_len: int, block_size: int, blocks: int) -> float:
-    """Keys that a token attends exactly, on average: its current block up to itself, and `blocks` - 1 before it.
+    """Mean keys per token in its current block up to itself and the `blocks` - 1 blocks before it.
 
     With block_size = seq_len this is (N + 1) / 2, full causal attention.
     """
     whole, rest = divmod(seq_len, block_size)
-    own = whole * block_size * (block_size + 1) / 2 + rest * (rest + 1) / 2
+    current = whole * block_size * (block_size + 1) / 2 + rest * (rest + 1) / 2
     before = (blocks - 1) * max(seq_len - block_size, 0) * block_size
-    return (own + before) / seq_len
+    return (current + before) / seq_len
 
 
 def mean_last_keys(seq_len: int, window: int) -> float:
-    """Keys that a token attends on average where it sees the last `window` tokens, its own included."""
+    """Mean keys per token in a sliding window of `window` tokens, its own included."""
     seen = min(seq_len, window)
     return (seen * (seen + 1) / 2 + (seq_len - seen) * seen) / seq_len
 
 
 def mean_complete_blocks(seq_len: int, size: int, skipped: int) -> float:
-    """Blocks of `size` tokens that end before a token's own and the `skipped` - 1 before it, on average."""
+    """Mean complete blocks of `size` tokens before a token's current block and the `skipped` - 1 blocks before it."""
     whole, rest = divmod(seq_len, size)
     seen = [max(0, block - skipped + 1) for block in range(whole + 1)]
     return (size * sum(seen[:whole]) + rest * seen[whole]) / seq_len
 
 
 def landmarks_per_token(compression: Compression, seq_len: int) -> float:
-    """L / N, compressed keys of one sequence of N tokens over its tokens."""
+    """L / N: compressed keys per token of a sequence of N tokens."""
     if isinstance(compression, LinformerCompression):
         return compression.rank / seq_len
     rank = 1 if isinstance(compression, PoolCompression) else compression.rank
     return rank * -(-seq_len // compression.block_size) / seq_len
 
 
-def _compression_flops(form: Algebra, shape: Shape) -> float:
-    """Forward FLOPs per token of E x and F x: every token takes part in the landmarks of its block or sequence."""
+def _compression_flops(form: Algebra, shape: LayerShape) -> float:
+    """Forward FLOPs per token of E x and F x: every token contributes to all landmarks of its block or sequence."""
     compression = form.compression
     assert compression is not None
     rank = 1 if isinstance(compression, PoolCompression) else compression.rank
     if not form.compresses_input:
-        return shape.kv_heads * rank * 2 * (form.keys_per_head + 1) * shape.size
+        return shape.kv_heads * rank * 2 * (form.keys_per_head + 1) * shape.head_dim
     matrices = 1 if getattr(compression, "share_kv", True) else 2
-    return matrices * rank * 2 * shape.width
+    return matrices * rank * 2 * shape.hidden_size
 
 
-def _state_flops(phi: FeatureMap, shape: Shape, mapped_keys: float, written: float) -> Parts:
-    """Operations of phi, and of a state that `written` keys per token and key head enter and every query reads."""
-    one_state = 2 * phi.width(shape.size) * (shape.size + 1)
+def _state_flops(phi: FeatureMap, shape: LayerShape, mapped_keys: float, written: float) -> Parts:
+    """FLOPs per token of phi and of a state to which `written` keys per token and key head are added."""
+    one_state = 2 * phi.width(shape.head_dim) * (shape.head_dim + 1)
     return {
-        "feature_map": (shape.heads + shape.kv_heads * mapped_keys) * _mapping_flops(phi, shape.size),
+        "feature_map": (shape.heads + shape.kv_heads * mapped_keys) * _mapping_flops(phi, shape.head_dim),
         "state": shape.kv_heads * written * one_state,
         "readout": shape.heads * one_state,
     }
 
 
 def _mapping_flops(feature_map: FeatureMap, head_dim: int) -> float:
-    """FLOPs of phi for one vector of one head: its projection, if it has one.
+    """FLOPs of phi's projection, if it has one, for one vector of one head.
 
-    The frequencies omega themselves are made once for all tokens of a micro-batch, and are not counted. Of FastFood,
-    whose transform takes the place of a matrix product, every multiplication and addition is: 3 n + 2 n log2 n for
-    each block of n.
+    Computing the frequencies omega is not counted: it happens once per micro-batch. FastFood's transform replaces a
+    matrix product, so all its multiplications and additions count: 3 n + 2 n log2 n per block of n.
     """
     if feature_map.kind == "fastfood":
         exponent = (head_dim - 1).bit_length()

@@ -1,4 +1,4 @@
-"""The model section: sizes, layer parts, and which attention each layer has."""
+"""The model section: sizes, parts of a layer, and the attention of each layer."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -19,50 +19,50 @@ LayerAttention = Annotated[
     Annotated[Literal["main"], Tag("main")] | Annotated[AttentionField, Tag("tree")],
     Discriminator(_main_or_tree),
 ]
-"""`main` for model.attention, or a preset's name or tree of its own."""
+"""`main` for model.attention, or another preset name or tree."""
 
 
 class Classifier(Section):
-    """The head of a model that assigns documents to classes, or a number to each."""
+    """Head of a model that classifies documents or predicts a number for each."""
 
     num_classes: int = Field(ge=1, le=1_000_000)
-    """Classes, as many as the prepared data has; 1: labels are numbers, and training lowers the squared error."""
+    """Classes, as many as in the prepared data; 1: regression, numeric labels with the squared error as loss."""
 
     pooling: Literal["mean", "cls"] = "mean"
-    """What stands for a document: the mean over its tokens, or a special token put before them."""
+    """Representation of a document: `mean` over its tokens, or `cls`: a special token prepended to them."""
 
     head: Literal["linear", "mlp"] = "linear"
-    """From there to the classes: one matrix, or a hidden layer of hidden_size with gelu."""
+    """From that to the logits: one matrix, or an MLP with one hidden layer of hidden_size and gelu."""
 
     documents: Literal[1, 2] = 1
-    """Documents per example; of two, each read on its own, the head sees [a, b, a*b, a-b]."""
+    """Documents per example. Two (a sentence pair) are encoded separately, and the head sees [a, b, a*b, a-b]."""
 
 
 class LocalRope(Section):
-    """Rotary frequencies of the layers that model.rope_pattern calls local."""
+    """Rotary frequencies of the `local` layers of model.rope_pattern."""
 
     base: float = Field(default=10_000.0, gt=1)
-    """Base of their frequencies."""
+    """Base (theta) of their rotary frequencies."""
 
     scaling: RopeScaling = RopeScaling()
-    """How they are changed, whatever the sequences' length."""
+    """Scaling of their rotary frequencies; kinds that depend on sequence length are refused."""
 
     def problems(self) -> Iterator[Problem]:
-        """Frequencies that go by the sequences' length."""
-        if self.scaling.goes_by_length:
+        """A scaling that depends on sequence length."""
+        if self.scaling.depends_on_length:
             remedy = "take linear, ntk, yarn or llama3, or name the layers main in rope_pattern"
-            reason = "goes by the sequences' length, which model.rope_scaling alone knows"
+            reason = "depends on sequence length, which only model.rope_scaling supports"
             yield self.problem("scaling.kind", reason, remedy)
 
 
 class Model(Section):
-    """A transformer: a decoder, or an encoder in which every token sees every other."""
+    """A transformer: a causal decoder, or a bidirectional encoder."""
 
     kind: Literal["causal_lm", "masked_lm", "classifier"] = "causal_lm"
-    """What the model predicts: the next token, tokens that were hidden, or the class of a document."""
+    """What the model predicts: the next token (decoder), masked tokens or the class of a document (encoders)."""
 
     classifier: Classifier | None = None
-    """The head of kind: classifier."""
+    """Head of kind: classifier, which requires it."""
 
     num_layers: int = Field(gt=0, le=10_000)
     """Transformer layers."""
@@ -74,82 +74,83 @@ class Model(Section):
     """Query heads."""
 
     num_kv_heads: int | None = Field(default=None, gt=0, le=100_000)
-    """Key/value heads of grouped-query attention; None takes num_heads."""
+    """Key/value heads of grouped-query attention; None: num_heads."""
 
     head_dim: int | None = Field(default=None, gt=0, le=100_000)
-    """Width of one head; None takes hidden_size / num_heads."""
+    """Width of one head; None: hidden_size / num_heads."""
 
     ffn_hidden_size: int | None = Field(default=None, gt=0, le=100_000_000)
-    """Inner width of the MLP; None takes 4 (gelu) or 8/3 (swiglu, rounded up to 128) x hidden_size."""
+    """Inner width of the MLP; None: 4 x hidden_size, with a gated activation 8/3 x, rounded up to a multiple of 128."""
 
     activation: Literal["swiglu", "geglu_tanh", "gelu", "gelu_tanh"] = "swiglu"
-    """MLP nonlinearity, with a gate (swiglu, geglu) or none; _tanh is gelu by a formula with tanh, as GPT-2 has it."""
+    """MLP activation; swiglu and geglu are gated, `_tanh` is the tanh approximation of gelu, as in GPT-2."""
 
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Normalization around attention and MLP, and before the head."""
 
     norm_placement: Literal["before", "after", "both"] = "before"
-    """Whether attention and MLP have a norm of what they read, of what they give (as OLMo 2), or both (as Gemma)."""
+    """Normalize the inputs of attention and MLP (pre-norm), their outputs (as OLMo 2), or both (as Gemma)."""
 
     zero_centered_norm: bool = False
-    """A weight w of RMSNorm multiplies by 1 + w, as Gemma's and Megatron-core's layernorm_zero_centered_gamma."""
+    """RMSNorm multiplies by 1 + w instead of w, as in Gemma and Megatron-core's layernorm_zero_centered_gamma."""
 
     norm_eps: float = Field(default=1e-5, gt=0)
     """Added to the variance inside the norm."""
 
     qk_norm: bool = False
-    """RMSNorm of queries and keys, before positions rotate them."""
+    """RMSNorm of queries and keys, before rotary embedding."""
 
     qk_norm_width: Literal["head", "all"] = "head"
-    """What qk_norm takes the mean of: the numbers of each head, or of all heads together (as OLMo 2)."""
+    """qk_norm normalizes each `head` separately, or `all` heads together (as OLMo 2)."""
 
     embedding_multiplier: float = Field(default=1.0, gt=0)
-    """Token embeddings are multiplied by it, rounded to their dtype; sqrt(hidden_size) in Gemma."""
+    """Multiplies token embeddings, itself first rounded to their dtype; sqrt(hidden_size) in Gemma."""
 
     attention_multiplier: float | None = Field(default=None, gt=0)
-    """Multiplies q.k in every mechanism, through the queries; None: 1 / sqrt(head_dim)."""
+    """Factor of q.k in every mechanism, applied to the queries; None: 1 / sqrt(head_dim)."""
 
     residual_multiplier: float = Field(default=1.0, gt=0)
-    """Multiplies what attention and MLP add to the residual stream."""
+    """Multiplies the outputs of attention and MLP before they are added to the residual stream."""
 
     logits_scaling: float = Field(default=1.0, gt=0)
     """Logits are divided by it."""
 
     final_logit_softcapping: float | None = Field(default=None, gt=0)
-    """c of c tanh(logits / c), which keeps logits within c; None: they are not capped."""
+    """Caps logits to c tanh(logits / c); this is c. None: no cap."""
 
     parallel_residual: bool = False
-    """The MLP reads what the attention reads, not what it has made of it."""
+    """Attention and MLP both read the layer's input, in parallel, instead of one after the other."""
 
     normalized_residual: bool = False
-    """Attention is added to its input behind the norm, as the code of *Learning the Transformer Kernel* has it."""
+    """Add attention's output to its normalized input, as the code of *Learning the Transformer Kernel* does."""
 
     position: Literal["rope", "learned", "sinusoidal", "none"] = "rope"
-    """Rotary positions inside attention, a learned or a fixed table added to the embedding, or none."""
+    """Positions: rotary embedding of q and k, a learned or sinusoidal table added to the embedding, or none."""
 
     rope_base: float = Field(default=10_000.0, gt=1)
-    """Base of the rotary frequencies."""
+    """Base (theta) of the rotary frequencies."""
 
     rotary_share: float = Field(default=1.0, gt=0, le=1)
-    """Share of a head's width, from its first number on, that positions rotate."""
+    """Share of a head's width that is rotated, from its first channel on (partial rotary factor)."""
 
     rope_scaling: RopeScaling = RopeScaling()
-    """How they are changed for sequences longer than those learned from."""
+    """Scaling of the rotary frequencies for sequences longer than the weights were trained on."""
 
     rope_pattern: Annotated[list[Literal["main", "local", "none"]], Field(min_length=1)] | None = None
-    """Repeated over the layers: rotated by rope_base and rope_scaling (main), by local_rope (local), or not at all."""
+    """Repeated over the layers: `main` rotates by rope_base and rope_scaling, `local` by local_rope, `none` not at
+    all; None: all `main`."""
 
     local_rope: LocalRope | None = None
-    """Frequencies of layers that rope_pattern calls local, such as those with windows."""
+    """Rotary frequencies of the `local` layers of rope_pattern, such as sliding-window layers."""
 
     known_seq_len: int | None = Field(default=None, gt=0, le=1_000_000_000)
-    """Tokens of the longest sequences that imported weights have learned from; plain exports name no fewer."""
+    """Longest sequence, in tokens, that imported weights support; plain exports state at least this. Set by import."""
 
     family: str | None = None
-    """model_type of the checkpoint that was imported, to which plain exports go back where its parts still fit."""
+    """model_type of an imported checkpoint; plain exports prefer it if the model still fits. Set by import."""
 
     max_positions: int | None = Field(default=None, gt=0, le=1_000_000_000)
-    """Rows of the learned position table, and columns of linformer's E and F; None takes training.seq_len."""
+    """Rows of the learned position table and columns of linformer's E and F; None: training.seq_len."""
 
     tie_embeddings: bool = True
     """Use the embedding matrix as the output head."""
@@ -158,61 +159,63 @@ class Model(Section):
     """Biases in the attention output and MLP projections."""
 
     mlp_bias: bool | None = None
-    """Biases in the MLP projections; None takes bias."""
+    """Biases in the MLP projections; None: as `bias`."""
 
     qkv_bias: bool = False
-    """Biases in the query, key and value projection."""
+    """Biases in the query, key and value projections."""
 
     vocab_size: int | None = Field(default=None, gt=0, le=1_000_000_000)
-    """Vocabulary; None takes it from the training data's tokenizer."""
+    """Vocabulary size; None: that of the training data's tokenizer."""
 
     vocab_multiple: int = Field(default=128, gt=0, le=1_000_000)
-    """Rows of the embedding are padded to a multiple of this, so that tensor ranks share them; padding never counts."""
+    """The embedding is padded to a multiple of this many rows, so that tensor ranks can split it; padding gets no
+    probability."""
 
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of initial weights; output projections use init_std / sqrt(2 num_layers)."""
 
     attention: AttentionField = Field(default_factory=lambda: Attention(**expand_preset(DEFAULT_PRESET)))
-    """The attention of every layer: a preset's name or a tree."""
+    """Attention of every layer: a preset name, `{preset: NAME, ...changes}` or a whole tree."""
 
     attention_pattern: Annotated[list[LayerAttention], Field(min_length=1)] | None = None
-    """Repeated over the layers; `main` is model.attention. [main, main, softmax]: every third is softmax."""
+    """Attention by layer, repeated over the layers; `main` is model.attention. [main, main, softmax]: every third
+    layer is softmax."""
 
     @property
     def is_causal(self) -> bool:
-        """Whether a token sees only itself and what came before."""
+        """Whether tokens see only themselves and earlier ones."""
         return self.kind == "causal_lm"
 
     @property
     def special_ids(self) -> int:
-        """Ids behind the tokenizer's that encoders know: the mask, then the token that stands for a document.
+        """Token ids that encoders add after the tokenizer's: mask, then CLS.
 
         All encoders have both, so that a classifier can start from the weights of a masked language model.
         """
         return 0 if self.is_causal else 2
 
     def padded_vocab_size(self, vocab_size: int) -> int:
-        """Padded vocabulary size: rows of the embedding, of which those behind the vocabulary stand for nothing."""
+        """Rows of the embedding: `vocab_size` rounded up to a multiple of `vocab_multiple`."""
         return -(-vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     @property
-    def counts_positions(self) -> bool:
-        """Whether parameters count the places of a sequence: a learned position table, or linformer's E and F."""
-        return self.position == "learned" or any(layer.counts_positions for layer in self.attentions)
+    def has_position_parameters(self) -> bool:
+        """Whether the model has parameters per position: a learned position table, or linformer's E and F."""
+        return self.position == "learned" or any(layer.has_position_parameters for layer in self.attentions)
 
     @property
     def is_gated(self) -> bool:
-        """Whether a layer has a gate between its near window and its far part."""
+        """Whether a layer has a gate between near window and far context."""
         return any(layer.spec.is_gated for layer in self.attentions)
 
     @property
     def sequences_per_sample(self) -> int:
-        """Sequences of tokens that one sample of training fills."""
+        """Token sequences per training sample."""
         return self.classifier.documents if self.classifier is not None else 1
 
     @property
-    def measures(self) -> tuple[str, ...]:
-        """What the head measures outside training, as shares of means over the global batch."""
+    def metric_names(self) -> tuple[str, ...]:
+        """Names of the head's evaluation metrics, each a mean over the global batch."""
         has_classes = self.classifier is not None and self.classifier.num_classes > 1
         return ("loss", "accuracy") if has_classes else ("loss",)
 
@@ -228,17 +231,17 @@ class Model(Section):
 
     @property
     def rotary_size(self) -> int:
-        """Numbers of a head that positions rotate."""
+        """Rotated channels of a head."""
         return int(self.head_size * self.rotary_share)
 
     @property
     def is_mlp_gated(self) -> bool:
-        """Whether the MLP has a gate beside what it gates."""
+        """Whether the MLP's activation is gated."""
         return self.activation in ("swiglu", "geglu_tanh")
 
     @property
     def first_layer(self) -> int:
-        """Number of the first transformer layer among the modules: after the embedding and positions that are added."""
+        """Index of the first transformer layer among the modules: after the embedding and an added position table."""
         return 2 if self.position in ("learned", "sinusoidal") else 1
 
     @property
@@ -248,7 +251,7 @@ class Model(Section):
 
     @property
     def query_scale(self) -> float:
-        """What queries are multiplied by before a mechanism that divides q.k by sqrt(head_dim)."""
+        """Factor of the queries before a mechanism that divides q.k by sqrt(head_dim)."""
         return 1.0 if self.attention_multiplier is None else self.attention_multiplier * self.head_size**0.5
 
     @property
@@ -272,12 +275,12 @@ class Model(Section):
         """The attention of each layer."""
         return [self.layer_attention(layer) for layer in range(self.num_layers)]
 
-    def for_rows(self, seq_len: int | None) -> "Model":
-        """The model with the rotary frequencies of sequences of so many tokens, where they go by that."""
-        return self.model_copy(update={"rope_scaling": self.rope_scaling.for_rows(seq_len)})
+    def for_seq_len(self, seq_len: int | None) -> "Model":
+        """The model for sequences of `seq_len` tokens, if its rotary frequencies depend on that."""
+        return self.model_copy(update={"rope_scaling": self.rope_scaling.for_seq_len(seq_len)})
 
     def layer_rope(self, layer: int) -> tuple[float, RopeScaling] | None:
-        """Base and scaling of the frequencies that rotate a layer, counted from 0; None: positions do not."""
+        """Base and scaling of the rotary frequencies of a layer, counted from 0; None: no rotary embedding."""
         if self.position != "rope":
             return None
         entry = "main" if self.rope_pattern is None else self.rope_pattern[layer % len(self.rope_pattern)]
@@ -286,7 +289,7 @@ class Model(Section):
         return None if entry == "none" else (self.rope_base, self.rope_scaling)
 
     def problems(self) -> Iterator[Problem]:
-        """Head counts and widths that do not fit each other, and keys of another kind of model."""
+        """Sizes that do not fit together, and keys without effect on this model."""
         if self.kind == "classifier" and self.classifier is None:
             remedy = "add classifier: {num_classes: 2}, or as many as the data has"
             yield self.problem("classifier", "is missing beside kind: classifier", remedy)
@@ -298,22 +301,22 @@ class Model(Section):
             divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             reason, choice = f"does not divide num_heads={self.num_heads}", ", ".join(map(str, divisors))
             yield Problem("num_kv_heads", self.kv_heads, reason, f"choose one of {choice}")
-        takers = dict.fromkeys(("rope_scaling", "rotary_share", "rope_pattern"), ("rope",))
-        yield from self.without_effect("position", takers)
+        used_by = dict.fromkeys(("rope_scaling", "rotary_share", "rope_pattern"), ("rope",))
+        yield from self.without_effect("position", used_by)
         yield from self._rope_problems()
         yield from self._norm_problems()
         if self.position == "rope" and self.rotary_size % 2:
-            reason = f"rotates pairs, and {self.rotary_size} numbers of a head are to be rotated"
+            reason = f"rotates pairs of channels, and {self.rotary_size} channels of a head are to be rotated"
             yield self.problem("position", reason, "set an even head_dim and rotary_share x head_dim")
         if self.normalized_residual and self.parallel_residual:
             reason = "leaves no unnormalized input for parallel_residual"
             yield self.problem("normalized_residual", reason, "remove one of them")
-        if self.max_positions is not None and not self.counts_positions:
+        if self.max_positions is not None and not self.has_position_parameters:
             reason = f"has no effect on position: {self.position}"
             yield self.problem("max_positions", reason, "remove it or take position: learned")
         for key in ("qkv_bias", "qk_norm"):
             if getattr(self, key) and any(layer.compresses_input for layer in self.attentions):
-                reason = "cannot stand behind E and F, which act on the input before its projections"
+                reason = "is not supported with E and F that compress the input before its projections"
                 yield self.problem(key, reason, "remove it or set compression.compress: projected")
         maps = dict.fromkeys(layer.feature_map for layer in self.attentions)
         for feature_map in maps:
@@ -350,5 +353,5 @@ class Model(Section):
             yield self.problem("qk_norm_width", reason, "remove it or set qk_norm: true")
         if self.classifier is not None and (self.logits_scaling != 1 or self.final_logit_softcapping):
             key = "logits_scaling" if self.logits_scaling != 1 else "final_logit_softcapping"
-            reason = "is of a vocabulary's logits, and the model is a classifier"
+            reason = "applies to logits of a vocabulary, and the model is a classifier"
             yield self.problem(key, reason, "remove it")

@@ -1,4 +1,4 @@
-"""The objective section: what training lowers, and the teacher it may learn from."""
+"""The objective section: the loss, and the teacher of distillation."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,32 +16,33 @@ _KEYS = {
     "temperature": ("distill",),
     "rows": ("transfer",),
 }
-"""Key -> the kinds that have a use for it."""
+"""Key -> kinds that use it."""
 
 
 class Objective(Section):
-    """What training lowers: the cross entropy of the labels, or also the distance to a teacher."""
+    """The training loss: cross entropy of the labels, with or without distillation from a teacher."""
 
     kind: Literal["labels", "distill", "transfer"] = "labels"
-    """labels; distill: a teacher's probabilities, too; transfer: each layer's attention as the teacher's alone."""
+    """`labels`: cross entropy; `distill`: also KL to a teacher's logits; `transfer`: only match the teacher's
+    attention outputs, layer by layer."""
 
     teacher: Path | None = None
-    """Run, checkpoint or dense model to learn from; its weights are never changed."""
+    """Run, checkpoint or dense model to learn from; it stays frozen. Required by distill and transfer."""
 
     kl: float = Field(default=1.0, ge=0)
-    """distill: weight of KL(teacher || model) over the vocabulary."""
+    """distill: weight of KL(teacher ‖ model) over the vocabulary."""
 
     cross_entropy: float = Field(default=1.0, ge=0)
-    """distill: weight of the labels' cross entropy; transfer: of that of the sampled queries' weights."""
+    """distill: weight of the labels' cross entropy; transfer: weight of the cross entropy of sampled attention rows."""
 
     temperature: float = Field(default=1.0, gt=0)
-    """distill: both sides' logits are divided by it, and KL is multiplied by its square."""
+    """distill: divides the logits of teacher and model; KL is multiplied by its square."""
 
     rows: int = Field(default=0, ge=0)
-    """transfer: sampled queries of each sequence whose weights are compared with the teacher's; 0: outputs alone."""
+    """transfer: sampled queries per sequence whose attention weights are compared too; 0: compare outputs only."""
 
     def problems(self) -> Iterator[Problem]:
-        """A teacher where one is needed, and keys that the kind has a use for."""
+        """A missing teacher, and keys without effect on this kind."""
         if self.kind != "labels" and self.teacher is None:
             remedy = "give the folder of a run or of a dense model"
             yield self.problem("teacher", f"is missing beside kind: {self.kind}", remedy)

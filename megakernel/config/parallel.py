@@ -1,4 +1,4 @@
-"""The parallel section: how the world of processes is cut."""
+"""The parallel section: how training is partitioned over processes."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -11,58 +11,59 @@ from .section import Section
 SoftmaxExchange = Literal["auto", "heads", "ring"]
 
 _LARGEST_BUCKET = 500_000_000
-"""DeepSpeed's default: 2 GB in float32, made whole however few the gradients are."""
+"""DeepSpeed's default, 2 GB in float32, which it allocates even for few gradients."""
 
 
 def reduce_bucket(gradients: int) -> int:
-    """Gradients that ZeRO's buffer holds, and reduces at once."""
+    """Size of ZeRO's reduce bucket, in gradients."""
     return min(gradients, _LARGEST_BUCKET)
 
 
 class Parallel(Section):
-    """World = tensor x context x data x pipeline, tensor fastest; data is what is left of the world."""
+    """World size = tensor x context x data x pipeline, tensor ranks adjacent; data parallelism takes what is left."""
 
     tensor: int = Field(default=1, gt=0, le=1_000_000)
-    """Processes that share each layer's heads and MLP width."""
+    """Tensor parallelism: ranks that split each layer's heads and MLP. Keep it within a node."""
 
     sequence_parallel: bool = False
-    """Megatron sequence parallelism: norms and residuals are cut along the sequence over the tensor ranks."""
+    """Megatron sequence parallelism: split norms and residuals over the tensor ranks, to save activation memory."""
 
     context: int = Field(default=1, gt=0, le=1_000_000)
-    """Processes that share one sequence; each holds a contiguous shard."""
+    """Context parallelism: ranks that each hold a contiguous shard of the same sequences; for long sequences."""
 
     state_exchange: Literal["auto", "gather", "ring"] = "auto"
-    """How kernel states reach the other context ranks: all to all at once, or summed from rank to rank."""
+    """How context ranks exchange the states of kernel attention: all-`gather`, or a `ring` of partial sums."""
 
     softmax_exchange: SoftmaxExchange = "auto"
-    """Full softmax over context ranks: `heads` trades tokens for heads, `ring` passes keys; auto: heads if possible."""
+    """Context parallelism of full softmax: `heads` (Ulysses all-to-all) or `ring` attention; `auto`: heads if they
+    divide evenly, else ring."""
 
     pipeline: int = Field(default=1, gt=0, le=1_000_000)
-    """Pipeline stages."""
+    """Pipeline parallelism: stages that split the layers."""
 
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """DeepSpeed ZeRO: 0 shards nothing (float32 only), 1 optimizer state, 2 also gradients, 3 also weights."""
+    """DeepSpeed ZeRO, which shards: 0 nothing (float32 only), 1 optimizer state, 2 also gradients, 3 also weights."""
 
     timeout_minutes: float = Field(default=10.0, gt=0, le=1_000_000)
-    """A collective that waits longer ends the job, and a first step that makes no progress for as long."""
+    """Minutes after which a hanging collective ends the job, or a first step (which compiles) without progress."""
 
     stall_minutes: float = Field(default=5.0, gt=0, le=1_000_000)
-    """A later step that makes no progress for as long ends the job, which says what rank the others wait for."""
+    """Minutes after which a later step without progress ends the job; the log names the rank that others wait for."""
 
     @property
     def model_size(self) -> int:
-        """Processes that hold one copy of the model and one sample: tensor x context x pipeline."""
+        """Ranks that hold one copy of the model: tensor x context x pipeline."""
         return self.tensor * self.context * self.pipeline
 
     def problems(self) -> Iterator[Problem]:
-        """What the libraries do not combine."""
+        """Unsupported combinations, and keys without effect."""
         if self.pipeline > 1 and self.zero_stage > 1:
             reason = (
                 f"with pipeline={self.pipeline} is beyond DeepSpeed's pipeline engine, which supports 0 and 1"
             )
             yield self.problem("zero_stage", reason, "set zero_stage to 1 or pipeline to 1")
         for key in ("state_exchange", "softmax_exchange"):
-            if self.context == 1 and self.sets(key):
+            if self.context == 1 and self.is_set(key):
                 remedy = "remove it or set context above 1"
                 yield self.problem(key, "has nothing to send and context=1", remedy)
         if self.sequence_parallel and self.tensor == 1:

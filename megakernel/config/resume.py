@@ -1,9 +1,7 @@
-"""Whether a run folder belongs to a configuration.
+"""Which keys may change when a run resumes.
 
-The rule: what determines which numbers a run produces is fixed once its first step has succeeded; where, how fast, how
-long and how closely watched it runs may change with every start, and learning rates behind steps that were not finite.
-`_FREE` is the whole list of what may change, and `_OF_LENGTH` of what may change behind the steps that the run was to
-have: phases of longer sequences may follow. `_OF_STAGES` is what may not change either where the run is an up-training.
+Keys that determine a run's numbers are fixed once its first step has succeeded. Where, how fast, how long and how
+closely monitored it runs may change at every start, and learning rates after steps that were not finite.
 """
 
 from collections.abc import Iterator
@@ -14,13 +12,13 @@ from typing import Any
 from .errors import ConfigError, Problem
 from .load import from_yaml
 from .tree import Config
-from .yaml_text import text_of
+from .yaml_text import read_text
 
 UNPROVEN = "# No step has succeeded with this yet: every key may change.\n"
 NOT_FINITE = "# The last steps were not finite: learning rates may change.\n"
-"""First lines of a recorded configuration that is not fixed, or not all of it."""
+"""First line of a recorded config.yaml of which all keys, or only learning rates, may change."""
 
-_FREE = (
+_CHANGEABLE = (
     "run.name",
     "run.root",
     "parallel",
@@ -32,7 +30,7 @@ _FREE = (
     "data.add_bos",
     "data.index_cache",
     "data.num_workers",
-    # A longer run is the same run. A schedule that decays over the rest of training moves with it.
+    # A longer run is the same run; a schedule that decays until the end of training stretches with it.
     "training.steps",
     "training.micro_batch_size",
     "training.device",
@@ -44,22 +42,24 @@ _FREE = (
     "training.checkpoint_offload",
     "training.mlp_chunk_size",
     "training.loss_chunk_size",
-    # Passing over samples that made the loss diverge is done on resume; the order of the others stays.
+    # Samples that made the loss diverge are skipped on resume; the order of the others does not change.
     "training.skip_samples",
     "training.max_skipped_steps",
     "training.profile",
 )
+"""Keys that may always change."""
 
-_OF_LENGTH = (
+_CHANGEABLE_AFTER_PLANNED_STEPS = (
     "training.seq_len",
     "training.seq_len_schedule",
     "training.global_batch_size",
     "model.rope_base",
     "model.rope_scaling",
 )
+"""Keys that may change if the steps planned so far do not: phases of longer sequences may follow them."""
 
-_OF_STAGES = ("training.steps", "init.from", "init.moments")
-"""What any other run may change as it goes on; stages of an up-training have begun with it, and more are to."""
+_FIXED_IN_UPTRAINING = ("training.steps", "init.from", "init.moments")
+"""Keys that an up-training may not change, unlike other runs: its stages are derived from them."""
 
 
 @dataclass(frozen=True)
@@ -71,57 +71,58 @@ class Difference:
     wanted: Any
 
     may_change: bool
-    """Whether a run may be continued across this difference."""
+    """Whether the run may resume in spite of it."""
 
     @property
-    def is_rate(self) -> bool:
-        """Whether it is a learning rate."""
+    def is_learning_rate(self) -> bool:
+        """Whether the key is a learning rate."""
         return self.key.endswith((".lr", "_lr"))
 
 
 def differences(recorded: Config, wanted: Config) -> list[Difference]:
-    """Every key whose value differs, in the tree's order; a part that only one side has is one difference."""
+    """Every key whose value differs, in the tree's order; a section that only one side has is one difference."""
     steps = recorded.training.steps
-    free = (*_FREE, *_OF_LENGTH) if _steps(recorded, steps) == _steps(wanted, steps) else _FREE
-    fixed = () if wanted.uptrain is None else _OF_STAGES
-    below = tuple(f"{key}." for key in free)
-    found = _changed(recorded.model_dump(mode="json"), wanted.model_dump(mode="json"), "")
+    same_steps = _step_settings(recorded, steps) == _step_settings(wanted, steps)
+    changeable = (*_CHANGEABLE, *_CHANGEABLE_AFTER_PLANNED_STEPS) if same_steps else _CHANGEABLE
+    fixed = () if wanted.uptrain is None else _FIXED_IN_UPTRAINING
+    prefixes = tuple(f"{key}." for key in changeable)
     return [
-        Difference(key, before, after, key not in fixed and f"{key}.".startswith(below))
-        for key, before, after in found
+        Difference(key, before, after, key not in fixed and f"{key}.".startswith(prefixes))
+        for key, before, after in _changed(
+            recorded.model_dump(mode="json"), wanted.model_dump(mode="json"), ""
+        )
     ]
 
 
-def _steps(config: Config, steps: int) -> list[tuple[Any, ...]]:
-    """What the first `steps` steps read and rotate by, a tuple for each stretch of steps that are alike."""
+def _step_settings(config: Config, steps: int) -> list[tuple[Any, ...]]:
+    """Sequence shapes and rotary settings of the first `steps` steps, a tuple per range of equal ones."""
     model = config.model
-    # Without a number of their own, learned positions and linformer's columns are as many as the longest sequence's
-    # tokens.
-    rows = (model.max_positions or config.training.seq_len) if model.counts_positions else None
-    stretches: list[tuple[Any, ...]] = []
-    # A run that ends within a phase may be given more of it.
+    # Without max_positions, learned positions and linformer have as many columns as the longest sequence has tokens.
+    columns = (model.max_positions or config.training.seq_len) if model.has_position_parameters else None
+    ranges: list[tuple[Any, ...]] = []
+    # The phase in which the run ended may become longer.
     phases = [phase for phase in config.training.phases if phase.first_step < steps]
     for phase in phases:
         rotary = phase.model(model)
         batch = (phase.training.seq_len, phase.training.global_batch_size)
-        alike = (rows, *batch, rotary.rope_base, rotary.rope_scaling)
+        settings = (columns, *batch, rotary.rope_base, rotary.rope_scaling)
         end = steps if phase is phases[-1] else phase.end_step
-        if stretches and stretches[-1][1:] == alike:
-            stretches.pop()
-        stretches.append((end, *alike))
-    return stretches
+        if ranges and ranges[-1][1:] == settings:
+            ranges.pop()
+        ranges.append((end, *settings))
+    return ranges
 
 
 def check_same_run(recorded_yaml: str, wanted: Config, folder: Path) -> list[Difference]:
-    """The changes across which the run in `folder` goes on; ConfigError names those across which it must not.
+    """The permitted changes with which the run in `folder` resumes; ConfigError lists those that are not permitted.
 
-    recorded_yaml is what `to_yaml` wrote when the run began, with UNPROVEN or NOT_FINITE before it or nothing.
+    recorded_yaml: text of its config.yaml: UNPROVEN, NOT_FINITE or nothing, then the output of `to_yaml`.
     """
-    found = differences(from_yaml(recorded_yaml, str(folder / "config.yaml")), wanted)
+    changes = differences(from_yaml(recorded_yaml, str(folder / "config.yaml")), wanted)
     if recorded_yaml.startswith(UNPROVEN):
-        return found
+        return changes
     rates_too = recorded_yaml.startswith(NOT_FINITE)
-    refused = [item for item in found if not (item.may_change or (rates_too and item.is_rate))]
+    refused = [item for item in changes if not (item.may_change or (rates_too and item.is_learning_rate))]
     if refused:
         remedy = f"set it back, or choose another run.name to start a new run beside {folder}"
         raise ConfigError(
@@ -130,7 +131,7 @@ def check_same_run(recorded_yaml: str, wanted: Config, folder: Path) -> list[Dif
                 for item in refused
             ]
         )
-    return found
+    return changes
 
 
 def _changed(old: dict[str, Any], new: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any, Any]]:
@@ -143,9 +144,9 @@ def _changed(old: dict[str, Any], new: dict[str, Any], prefix: str) -> Iterator[
 
 
 def check_recorded_run(wanted: Config) -> bool:
-    """`check_same_run` on the run that is in the folder of `wanted`; whether there is one."""
+    """Apply `check_same_run` to the run in the folder of `wanted`; whether there is one."""
     file = wanted.run.folder / "config.yaml"
     if not file.exists():
         return False
-    check_same_run(text_of(file), wanted, wanted.run.folder)
+    check_same_run(read_text(file), wanted, wanted.run.folder)
     return True

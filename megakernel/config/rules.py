@@ -1,7 +1,7 @@
-"""What sections ask of each other, a rule each.
+"""Rules across sections.
 
-Every function of this file that finds problems is a rule; its parameters name the sections that it reads, and it is
-held where these are sound, whatever problems other sections have (`checks.py`).
+Every function here that returns problems is a rule. Its parameters name the sections that it reads; it runs if these
+are valid, whatever problems other sections have (`checks.py`).
 """
 
 import math
@@ -19,22 +19,24 @@ from .training import Logging, Optimizer, Schedule, Training
 from .uptrain import Uptrain
 
 
-def processes_hold_what_is_watched(logging: Logging, model: Model, parallel: Parallel) -> Iterator[Problem]:
-    """Samples take a process that holds the whole model, plots one that holds all its layers."""
+def monitoring_has_the_layers_it_needs(
+    logging: Logging, model: Model, parallel: Parallel
+) -> Iterator[Problem]:
+    """Samples need a process with the whole model, plots one with all layers."""
     if logging.analysis_every is not None and parallel.pipeline > 1:
-        reason = f"needs all layers in one process, and parallel.pipeline={parallel.pipeline} parts them"
+        reason = f"needs all layers in one process, and parallel.pipeline={parallel.pipeline} splits them"
         remedy = "remove it; `megakernel analyze RUN` takes checkpoints of every layout"
         yield Problem("logging.analysis_every", logging.analysis_every, reason, remedy)
     if logging.sample_prompt is None:
         return
     if not model.is_causal:
-        reason = f"has nothing to continue it: model.kind is {model.kind}"
+        reason = f"needs model.kind: causal_lm, and it is {model.kind}"
         yield Problem("logging.sample_prompt", logging.sample_prompt, reason, "remove it")
     sizes = {"tensor": parallel.tensor, "context": parallel.context, "pipeline": parallel.pipeline}
     shared = [f"parallel.{key}={size}" for key, size in sizes.items() if size > 1]
     shared += ["parallel.zero_stage=3"] * (parallel.zero_stage == 3)
     if shared:
-        reason = f"needs a process that holds the whole model, and {shared[0]} shares it"
+        reason = f"needs a process that holds the whole model, and {shared[0]} splits it"
         remedy = "remove it; `megakernel generate RUN` takes checkpoints of every layout"
         yield Problem("logging.sample_prompt", logging.sample_prompt, reason, remedy)
 
@@ -60,19 +62,19 @@ def _every_stage_has_layers(model: Model, parallel: Parallel) -> Iterator[Proble
         yield Problem("parallel.pipeline", parallel.pipeline, reason, f"set at most {model.num_layers}")
 
 
-def _numbers_do_not_flow_through_stages(model: Model, parallel: Parallel) -> Iterator[Problem]:
+def _regression_has_no_pipeline(model: Model, parallel: Parallel) -> Iterator[Problem]:
     if parallel.pipeline > 1 and model.classifier is not None and model.classifier.num_classes == 1:
-        reason = "sends labels from stage to stage, and DeepSpeed wants gradients of those that are numbers"
+        reason = "sends labels between stages, and DeepSpeed requires gradients of the numeric labels of regression"
         remedy = "set it to 1, or model.classifier.num_classes to 2 or more"
         yield Problem("parallel.pipeline", parallel.pipeline, reason, remedy)
 
 
-def _sequence_is_cut_evenly(model: Model, parallel: Parallel, training: Training) -> Iterator[Problem]:
+def _sequence_is_sharded_evenly(model: Model, parallel: Parallel, training: Training) -> Iterator[Problem]:
     sharded = parallel.tensor if parallel.sequence_parallel else 1
     blocks, windows = [1], [1]
     if parallel.context > 1:
         for attention in model.attentions:
-            if attention.block_size is not None and not attention.trades_heads(model.is_causal):
+            if attention.block_size is not None and not attention.uses_ulysses(model.is_causal):
                 blocks.append(attention.block_size)
                 windows.append(attention.block_size * (attention.near.blocks if attention.near else 1))
             windows.append((attention.short_convolution or 1) - 1)
@@ -96,47 +98,47 @@ def _sequence_is_cut_evenly(model: Model, parallel: Parallel, training: Training
 
 
 def _lengths(training: Training) -> dict[str, int]:
-    """The length of every phase's sequences and of those that are evaluated, by the key where it is written."""
+    """Sequence lengths of all phases and of evaluation, by key."""
     lengths = {f"{phase.key}.seq_len": phase.training.seq_len for phase in training.phases}
     if training.eval_seq_len is not None:
         lengths["training.eval_seq_len"] = training.eval_seq_len
     return lengths
 
 
-def _phases_rotate_what_rotates(model: Model, training: Training) -> Iterator[Problem]:
+def _only_rope_has_phases_of_rope(model: Model, training: Training) -> Iterator[Problem]:
     for phase in training.phases:
-        own = phase.model(model)
-        if model.position != "rope" and own != model:
-            key = "rope_base" if own.rope_base != model.rope_base else "rope_scaling"
+        phase_model = phase.model(model)
+        if model.position != "rope" and phase_model != model:
+            key = "rope_base" if phase_model.rope_base != model.rope_base else "rope_scaling"
             reason = f"has no effect on model.position: {model.position}"
             remedy = "remove it or take model.position: rope"
-            yield Problem(f"{phase.key}.{key}", getattr(own, key), reason, remedy)
+            yield Problem(f"{phase.key}.{key}", getattr(phase_model, key), reason, remedy)
 
 
 def _frequencies_are_for_the_sequences(model: Model, training: Training) -> Iterator[Problem]:
     for phase in training.phases:
         scaling, length = phase.model(model).rope_scaling, phase.training.seq_len
-        if scaling.goes_by_length and scaling.target_seq_len < length:
+        if scaling.depends_on_length and scaling.target_seq_len < length:
             wanted = f"{phase.key}.seq_len is {length}"
-            reason = f"is of frequencies for sequences of {scaling.target_seq_len} tokens, and {wanted}"
+            reason = f"computes frequencies for sequences of {scaling.target_seq_len} tokens, and {wanted}"
             remedy = f"set model.rope_scaling.seq_len={length}"
             yield Problem("model.rope_scaling.kind", scaling.kind, reason, remedy)
 
 
-def _shards_have_heads_to_trade(model: Model, parallel: Parallel) -> Iterator[Problem]:
+def _ulysses_divides_the_heads(model: Model, parallel: Parallel) -> Iterator[Problem]:
     if parallel.context == 1 or model.num_heads % parallel.tensor:
         return
     heads = model.num_heads // parallel.tensor
     if heads % parallel.context == 0:
         return
     forced = parallel.softmax_exchange == "heads"
-    trading = [entry for entry in _named_attentions(model) if entry[1].trades_heads(model.is_causal)]
-    keys = [key for key, attention in trading if not attention.passes_keys_round]
-    softmax = [key for key, attention in trading if attention.passes_keys_round]
+    trading = [entry for entry in _named_attentions(model) if entry[1].uses_ulysses(model.is_causal)]
+    keys = [key for key, attention in trading if not attention.supports_ring_attention]
+    softmax = [key for key, attention in trading if attention.supports_ring_attention]
     if keys:
         reason = (
-            f"does not divide the {heads} heads of a tensor rank, for which the shards of a sequence trade tokens "
-            f"in {' and '.join(keys)}"
+            f"does not divide the {heads} heads of a tensor rank, which the all-to-all (Ulysses) of "
+            f"{' and '.join(keys)} needs"
         )
         remedy = "set a divisor of the heads, or take similarity: kernel"
         yield Problem("parallel.context", parallel.context, reason, remedy)
@@ -148,14 +150,12 @@ def _shards_have_heads_to_trade(model: Model, parallel: Parallel) -> Iterator[Pr
         yield Problem("parallel.softmax_exchange", "heads", reason, "set ring or auto")
 
 
-def _rings_pass_no_caps(model: Model, parallel: Parallel) -> Iterator[Problem]:
+def _softcap_excludes_ring_attention(model: Model, parallel: Parallel) -> Iterator[Problem]:
     if parallel.context == 1 or parallel.softmax_exchange != "ring":
         return
     capped = [key for key, attention in _named_attentions(model) if attention.softcap is not None]
     if capped:
-        reason = (
-            f"passes keys round, and {' and '.join(capped)} caps exponents, which shards do by trading heads"
-        )
+        reason = f"has no softcap, which {' and '.join(capped)} sets"
         yield Problem("parallel.softmax_exchange", "ring", reason, "set auto or heads")
 
 
@@ -172,7 +172,7 @@ def _positions_reach_the_end(model: Model, training: Training) -> Iterator[Probl
         yield Problem("model.max_positions", model.max_positions, reason, f"set at least {training.seq_len}")
 
 
-def _mechanisms_see_what_the_model_may(model: Model) -> Iterator[Problem]:
+def _mechanisms_suit_causality(model: Model) -> Iterator[Problem]:
     for key, attention in _named_attentions(model):
         if not model.is_causal and attention.looks_back_only:
             reason = f"does not suit model.kind: {model.kind}, whose tokens see each other: "
@@ -184,7 +184,7 @@ def _mechanisms_see_what_the_model_may(model: Model) -> Iterator[Problem]:
             yield Problem(key, MISSING, reason, remedy)
 
 
-def _rows_are_documents_where_landmarks_mix_them(model: Model, data: Data) -> Iterator[Problem]:
+def _documents_are_isolated_where_possible(model: Model, data: Data) -> Iterator[Problem]:
     if model.kind != "masked_lm" or not data.isolate_documents:
         return
     for key, attention in _named_attentions(model):
@@ -193,14 +193,14 @@ def _rows_are_documents_where_landmarks_mix_them(model: Model, data: Data) -> It
             yield Problem("data.isolate_documents", True, reason, "set false")
 
 
-def _padded_documents_stay_whole(model: Model, parallel: Parallel) -> Iterator[Problem]:
+def _classifiers_have_no_context_parallelism(model: Model, parallel: Parallel) -> Iterator[Problem]:
     if model.kind == "classifier" and parallel.context > 1:
-        reason = "would cut documents that are padded and pooled as a whole"
+        reason = "would split documents, which a classifier pads and pools as a whole"
         remedy = "set 1; parallel.tensor with sequence_parallel shares long sequences too"
         yield Problem("parallel.context", parallel.context, reason, remedy)
 
 
-def _tokens_that_count_suit_the_model(model: Model, data: Data) -> Iterator[Problem]:
+def _scored_tokens_suit_the_model(model: Model, data: Data) -> Iterator[Problem]:
     reason = f"has no effect on model.kind: {model.kind}"
     if data.masking is not None and model.kind != "masked_lm":
         yield Problem("data.masking", "{...}", reason, "remove it or take model.kind: masked_lm")
@@ -217,11 +217,11 @@ def _teachers_predict_next_tokens(objective: Objective, model: Model) -> Iterato
 def _transfer_meets_whole_layers(
     objective: Objective, uptrain: Uptrain | None, model: Model
 ) -> Iterator[Problem]:
-    """Students of attention transfer are called with what their teacher's layer is called with, and nothing else."""
+    """Attention transfer gives a student layer only its teacher's inputs."""
     if not any(attention.spec.further for attention in model.attentions):
         return
     reason = (
-        "trains attention on the dense model's queries, keys and values alone, and a layer's state reads more"
+        "trains attention on the dense model's queries, keys and values alone, and a layer has further inputs"
     )
     if uptrain is not None and uptrain.transfer is not None:
         yield Problem("uptrain.transfer", "{...}", reason, "set null; the main stage trains all of the layer")
@@ -229,30 +229,32 @@ def _transfer_meets_whole_layers(
         yield Problem("objective.kind", "transfer", reason, "take kind: distill")
 
 
-def _adapters_begin_updates(init: Init, optimizer: Optimizer, uptrain: Uptrain | None) -> Iterator[Problem]:
+def _adapters_need_lora(init: Init, optimizer: Optimizer, uptrain: Uptrain | None) -> Iterator[Problem]:
     if init.adapter is None:
         return
     if init.source is None or optimizer.updates is None:
-        reason = "is of low-rank updates beside weights, and there are none"
+        reason = "initializes low-rank updates of loaded weights, and there are none"
         yield Problem("init.adapter", init.adapter, reason, "set init.from and optimizer.trained: lora")
     if uptrain is not None:
-        reason = "would begin every stage of uptrain"
+        reason = "would initialize every stage of uptrain"
         yield Problem(
             "init.adapter", init.adapter, reason, "export the model with it, and take that as init.from"
         )
 
 
-def _frozen_weights_are_whole(optimizer: Optimizer, model: Model, parallel: Parallel) -> Iterator[Problem]:
+def _frozen_weights_are_supported(
+    optimizer: Optimizer, model: Model, parallel: Parallel
+) -> Iterator[Problem]:
     if optimizer.trained == "all":
         return
     if parallel.zero_stage == 3:
-        reason = "keeps no weights that are not updated in its checkpoints"
+        reason = "saves no frozen weights in its checkpoints"
         yield Problem("parallel.zero_stage", 3, reason, "set at most 2 or optimizer.trained: all")
     if optimizer.updates is not None and any(a.compresses_input for a in model.attentions):
-        reason = "updates values of the input, and the layer compresses its input"
+        reason = "has no low-rank updates for a layer that compresses its input"
         yield Problem("optimizer.trained", "lora", reason, "set compression.compress: projected")
     if optimizer.updates is not None and "gate" in optimizer.updates.targets and not model.is_mlp_gated:
-        reason = f"names a matrix that an MLP of activation: {model.activation} has not"
+        reason = f"names a matrix that an MLP with activation: {model.activation} does not have"
         yield Problem("optimizer.lora.targets", optimizer.updates.targets, reason, "leave gate out")
     if optimizer.trained == "mechanism" and all(a.is_full_softmax for a in model.attentions):
         reason = "leaves nothing to train: softmax attention owns no weights"
@@ -283,7 +285,7 @@ _DECIDED_HERE = {
 }
 
 
-def _deepspeed_keeps_to_its_own(deepspeed: dict[str, Any]) -> Iterator[Problem]:
+def _deepspeed_keys_do_not_conflict(deepspeed: dict[str, Any]) -> Iterator[Problem]:
     for dotted, key in _DECIDED_HERE.items():
         value: Any = deepspeed
         for part in dotted.split("."):
@@ -295,7 +297,7 @@ def _deepspeed_keeps_to_its_own(deepspeed: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _deepspeed_has_buckets(deepspeed: dict[str, Any]) -> Iterator[Problem]:
-    """What `megakernel plan` reads of it; DeepSpeed itself checks the rest when it starts."""
+    """Checks the key that `megakernel plan` reads; DeepSpeed checks the rest when it starts."""
     zero = deepspeed.get("zero_optimization", {})
     if not isinstance(zero, dict):
         reason = "should be a mapping of keys"
@@ -306,7 +308,7 @@ def _deepspeed_has_buckets(deepspeed: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _named_attentions(model: Model) -> Iterator[tuple[str, Attention]]:
-    """Every attention of the model, with the key where it is written."""
+    """(key, attention) of every attention that the model configures."""
     pattern = model.attention_pattern or ["main"]
     if "main" in pattern:
         yield "model.attention", model.attention
@@ -316,25 +318,25 @@ def _named_attentions(model: Model) -> Iterator[tuple[str, Attention]]:
 
 
 def stages_share_a_schedule(uptrain: Uptrain | None, schedule: Schedule) -> Iterator[Problem]:
-    """Parts of one schedule are not of the user's making."""
+    """`uptrain` itself splits a schedule over its stages."""
     if uptrain is None:
         return
     for key in ("steps_before", "steps_after"):
         if steps := getattr(schedule, key):
-            yield Problem(f"schedule.{key}", steps, "is what stages of uptrain choose", "remove it")
+            yield Problem(f"schedule.{key}", steps, "is set by the stages of uptrain", "remove it")
 
 
 def stages_are_measured(uptrain: Uptrain | None, training: Training) -> Iterator[Problem]:
-    """The dense model and the stages are compared on validation samples."""
+    """Up-training compares the dense model and the stages on validation samples."""
     if uptrain is not None and training.eval_samples == 0:
         reason = "leaves nothing to measure the dense model and the stages of uptrain on"
         yield Problem("training.eval_samples", 0, reason, "set more, such as 64")
 
 
-def stages_lead_to_the_model(
+def stages_fit_the_model(
     uptrain: Uptrain | None, init: Init, model: Model, objective: Objective, training: Training
 ) -> Iterator[Problem]:
-    """A start, layers that are there, FLuRKA where a half of it comes first, and sequences that grow."""
+    """`uptrain` needs init.from, existing layers, FLuRKA if alpha > 0, and sequences that do not shrink."""
     if uptrain is None:
         return
     if init.source is None:
@@ -342,8 +344,8 @@ def stages_lead_to_the_model(
         yield Problem("init.from", None, "is missing beside uptrain", remedy)
     if objective != Objective():
         remedy = "remove it; uptrain.distill says what the main stage lowers"
-        yield Problem("objective.kind", objective.kind, "is what stages of uptrain choose", remedy)
-    if model.counts_positions and model.max_positions is None:
+        yield Problem("objective.kind", objective.kind, "is set by the stages of uptrain", remedy)
+    if model.has_position_parameters and model.max_positions is None:
         reason = (
             "is missing beside uptrain, whose stages share one table of positions, whatever their lengths"
         )
@@ -374,8 +376,8 @@ def stages_lead_to_the_model(
         )
 
 
-def blocks_take_turns(uptrain: Uptrain | None, model: Model, parallel: Parallel) -> Iterator[Problem]:
-    """Blocks of a transfer are no longer than the model, and every process has the one whose turn it is."""
+def transfer_blocks_fit(uptrain: Uptrain | None, model: Model, parallel: Parallel) -> Iterator[Problem]:
+    """Blocks of attention transfer fit the model, and no pipeline splits it."""
     if uptrain is None or uptrain.transfer is None or (count := uptrain.transfer.block_layers) is None:
         return
     key = "uptrain.transfer.block_layers"
@@ -390,7 +392,7 @@ def blocks_take_turns(uptrain: Uptrain | None, model: Model, parallel: Parallel)
 
 
 def near_windows_have_gates(uptrain: Uptrain | None, model: Model) -> Iterator[Problem]:
-    """What near dropout shuts."""
+    """Near dropout needs gates."""
     if uptrain is not None and uptrain.near_dropout and not model.is_gated:
         remedy = "set 0, or near: {kind: softmax, join: gated} of model.attention"
         yield Problem(

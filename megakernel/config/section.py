@@ -1,4 +1,4 @@
-"""The base of every configuration section, and laying one tree of keys over another."""
+"""Base class of configuration sections, and merging of trees of keys."""
 
 import operator
 from collections.abc import Iterator, Mapping
@@ -14,9 +14,9 @@ _FLOAT32_MAX, _FLOAT32_TINY = 3.4028234e38, 1.1754944e-38
 
 
 class Section(BaseModel):
-    """A frozen group of keys; unknown keys are errors and a field's docstring is its help text.
+    """A frozen group of keys; unknown keys are errors, and a field's docstring is its help text.
 
-    Numbers are finite, unless a field has allow_inf_nan; integers fit 64 bits, others float32; true is none of them.
+    Integers fit int64, other numbers float32; infinity needs allow_inf_nan, and booleans are no numbers.
     """
 
     model_config = ConfigDict(
@@ -28,33 +28,38 @@ class Section(BaseModel):
         allow_inf_nan=False,
     )
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        for field in cls.model_fields.values():  # help texts are printed on one line
+            field.description = " ".join((field.description or "").split()) or None
+
     def problems(self) -> Iterator[Problem]:
-        """What this section's keys contradict in each other; keys are relative to the section."""
+        """Problems of this section's keys with each other; keys are relative to the section."""
         yield from ()
 
     def problem(self, key: str, reason: str, remedy: str) -> Problem:
-        """One of `problems`, with the value that stands at `key`."""
+        """A problem of `key` with its present value."""
         value = operator.attrgetter(key)(self)
         return Problem(key, "{...}" if isinstance(value, Section) else value, reason, remedy)
 
-    def without_effect(self, choice: str, takers: Mapping[str, tuple[str, ...]]) -> Iterator[Problem]:
-        """Problems of keys that are set beside a choice that has no use for them.
+    def without_effect(self, choice: str, used_by: Mapping[str, tuple[str, ...]]) -> Iterator[Problem]:
+        """Problems of keys that are set although the value of key `choice` does not use them.
 
-        takers: key -> the choices that have.
+        used_by: key -> values of `choice` that use it.
         """
         chosen = getattr(self, choice)
-        for key, choices in takers.items():
-            if chosen not in choices and self.sets(key):
+        for key, choices in used_by.items():
+            if chosen not in choices and self.is_set(key):
                 remedy = f"remove it or take {choice}: {' or '.join(choices)}"
                 yield self.problem(key, f"has no effect on {choice}: {chosen}", remedy)
 
-    def sets(self, key: str) -> bool:
-        """Whether a key has another value than its default."""
+    def is_set(self, key: str) -> bool:
+        """Whether a key's value differs from its default."""
         return bool(getattr(self, key) != type(self).model_fields[key].default)
 
     @field_validator("*", mode="before")
     @classmethod
-    def _takes_no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+    def _reject_booleans_as_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         if any(isinstance(item, bool) for item in _items(value)):
             types = set(plain_types(cls.model_fields[str(info.field_name)].annotation))
             if types & {int, float} and bool not in types:
@@ -63,13 +68,13 @@ class Section(BaseModel):
 
     @field_validator("*")
     @classmethod
-    def _fits_what_it_becomes(cls, value: Any) -> Any:
+    def _check_magnitudes(cls, value: Any) -> Any:
         for item in _items(value):
             check_magnitude(item)
         return value
 
     @model_validator(mode="after")
-    def _agrees_with_itself(self) -> "Section":
+    def _raise_problems(self) -> "Section":
         problems = list(self.problems())
         if problems:
             raise ConfigError(problems)
@@ -77,7 +82,7 @@ class Section(BaseModel):
 
 
 def check_magnitude(number: Any) -> None:
-    """ValueError for a number that no tensor holds; infinity is left to whoever allows it."""
+    """Raise ValueError for a number out of range of int64 or normal float32; infinity passes."""
     if isinstance(number, int) and abs(number) > _INT64_MAX:
         raise ValueError("is beyond 64 bits")
     if isinstance(number, float) and _FLOAT32_MAX < abs(number) < float("inf"):
@@ -87,7 +92,7 @@ def check_magnitude(number: Any) -> None:
 
 
 def _items(value: Any) -> Iterator[Any]:
-    """The values inside lists, however deep."""
+    """The values inside nested lists and tuples, or the value itself."""
     if isinstance(value, (list, tuple)):
         for item in value:
             yield from _items(item)
@@ -96,7 +101,7 @@ def _items(value: Any) -> Iterator[Any]:
 
 
 def plain_types(annotation: Any) -> Iterator[Any]:
-    """The plain types in an annotation; of a literal, those of its choices."""
+    """The classes in an annotation; for a Literal, those of its choices."""
     parts = get_args(annotation)
     if not parts:
         yield annotation if isinstance(annotation, type) else type(annotation)
@@ -105,7 +110,7 @@ def plain_types(annotation: Any) -> Iterator[Any]:
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with `changes` laid over it: mappings merge key by key, every other value replaces."""
+    """`changes` merged over `base`: mappings merge key by key, other values replace."""
     out = dict(base)
     for key, item in changes.items():
         under = out.get(key)

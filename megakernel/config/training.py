@@ -1,4 +1,4 @@
-"""The sections of a training run: optimizer, schedule, training with its phases, checkpoint and logging."""
+"""Sections of a training run: optimizer, schedule, training with its phases, checkpoint, logging."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,28 +15,28 @@ Recompute = Literal["none", "selective", "full"]
 
 
 class Lora(Section):
-    """Low-rank updates W + alpha/rank B A of a layer's matrices, whose W stay as they are."""
+    """LoRA: low-rank updates W + alpha/rank B A of a layer's matrices, whose W are frozen."""
 
     rank: int = Field(default=8, gt=0, le=100_000)
-    """Rows of A."""
+    """Rank of an update: rows of A."""
 
     alpha: float = Field(default=16.0, gt=0)
     """Updates are multiplied by alpha / rank."""
 
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of an update's inputs that training sets to 0; drawn anew on another layout."""
+    """Probability with which training sets an update's inputs to 0; the draws depend on the layout."""
 
     targets: Annotated[
         list[Literal["query", "key", "value", "output", "gate", "up", "down"]], Field(min_length=1)
     ] = Field(default=["output", "value"])
-    """Matrices that are updated: the projections to and behind the heads, and those of the MLP."""
+    """Matrices that get updates: projections of attention (query to output) and of the MLP (gate, up, down)."""
 
     mechanism: bool = True
-    """Train what attention mechanisms own, too."""
+    """Also train the attention mechanisms' own weights (feature maps, E, F, gates, far_mass)."""
 
 
 class Optimizer(Section):
-    """AdamW; norms, biases and kernel parameters (gates, masses, feature maps) are not decayed."""
+    """AdamW. Norms, biases and mechanism weights (gates, far_mass, feature maps) get no weight decay."""
 
     name: Literal["adamw"] = "adamw"
     """The optimizer."""
@@ -45,13 +45,13 @@ class Optimizer(Section):
     """Peak learning rate."""
 
     mechanism_lr: float | None = Field(default=None, gt=0)
-    """Peak learning rate of what attention mechanisms own (feature maps, E, F, gates, masses); None takes lr."""
+    """Peak learning rate of the attention mechanisms' own weights (feature maps, E, F, gates, far_mass); None: lr."""
 
     trained: Literal["all", "mechanism", "lora"] = "all"
-    """Weights that are updated: all, what attention mechanisms own, or that and low-rank updates (`lora`)."""
+    """Weights to train: `all`, only the attention mechanisms' own (`mechanism`), or these and LoRA updates (`lora`)."""
 
     lora: Lora | None = None
-    """Low-rank updates of trained: lora; None takes their defaults."""
+    """LoRA settings for trained: lora; None: the defaults below."""
 
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the first moment."""
@@ -60,82 +60,82 @@ class Optimizer(Section):
     """Decay of the second moment."""
 
     eps: float = Field(default=1e-8, gt=0)
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
 
     weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled weight decay."""
 
     clip_grad_norm: float = Field(default=1.0, gt=0, allow_inf_nan=True)
-    """Gradients are scaled down to this global norm; .inf never scales."""
+    """Largest global gradient norm; larger gradients are scaled down to it. `.inf`: no clipping."""
 
     @property
     def updates(self) -> Lora | None:
-        """The low-rank updates that the model has; None for trained: all and mechanism."""
+        """LoRA settings of trained: lora; else None."""
         return (self.lora or Lora()) if self.trained == "lora" else None
 
     def problems(self) -> Iterator[Problem]:
-        """Updates that nothing trains."""
+        """LoRA settings without effect."""
         yield from self.without_effect("trained", {"lora": ("lora",)})
 
 
 class Schedule(Section):
-    """Learning rate over steps: linear warmup, then the named decay down to min_lr_ratio x peak.
+    """Learning rate over steps: linear warmup, then a decay to min_lr_ratio x peak.
 
-    A run that is shorter than its warmup or decay is the beginning of the schedule.
+    A run that is shorter than its warmup or decay ends within them.
     """
 
     name: Literal["cosine", "linear", "inverse_sqrt", "wsd", "constant"] = "cosine"
     """Decay; `wsd` is warmup, stable, then a linear decay over the last decay_steps."""
 
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps from 0 to the peak."""
+    """Steps of linear warmup from 0 to the peak."""
 
     decay_steps: int | None = Field(default=None, gt=0)
-    """Length of the decay; None: the rest of training (cosine, linear) or a tenth of training (wsd)."""
+    """Steps of the decay; None: the rest of training (cosine, linear) or a tenth of training (wsd)."""
 
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Final learning rate as a share of the peak."""
+    """Final learning rate / peak."""
 
     steps_before: int = Field(default=0, ge=0)
-    """Steps of the same schedule that are already made, by the run that this one continues."""
+    """Steps of this schedule already taken by the run whose weights this one starts from; `uptrain` sets it."""
 
     steps_after: int = Field(default=0, ge=0)
-    """Steps of the same schedule that a run behind this one will make."""
+    """Steps of this schedule left for a run that will start from this one; `uptrain` sets it."""
 
     def problems(self) -> Iterator[Problem]:
-        """A length for a decay that has none."""
+        """A decay length without a decay."""
         yield from self.without_effect("name", {"decay_steps": ("cosine", "linear", "wsd")})
 
 
 class NearDropout(Section):
-    """Near windows that are shut for some heads at some steps, so that their far part learns to do without."""
+    """Dropout of whole near windows of gated heads, so that the far context learns to work without them."""
 
     start: float = Field(gt=0, le=1)
-    """Probability with which a head's window is shut in the first step; it falls linearly."""
+    """Probability that a head's window is dropped in the first step; it falls linearly to 0."""
 
     steps: int = Field(gt=0)
-    """Step from which on no window is shut."""
+    """Steps until no window is dropped any more."""
 
     def probability(self, step: int) -> float:
-        """That of a step, counted from 0."""
+        """Drop probability of a step, counted from 0."""
         return self.start * max(0.0, 1 - step / self.steps)
 
 
 class Profile(Section):
-    """Steps that PyTorch's profiler records, operation by operation."""
+    """Steps to record with PyTorch's profiler."""
 
     start: int = Field(default=10, gt=0)
-    """First step that is recorded, counted from 1; the first steps of a start compile and connect."""
+    """First recorded step, counted from 1; the first few compile kernels and connect ranks."""
 
     steps: int = Field(default=3, gt=0)
-    """Steps that are recorded."""
+    """Steps to record."""
 
 
-_OF_PHASE = {"seq_len", "global_batch_size", "micro_batch_size"}
+_PHASE_KEYS = {"seq_len", "global_batch_size", "micro_batch_size"}
 
 
 class LengthPhase(Section):
-    """A phase before the last. What it does not say is as in the last, which training and model describe."""
+    """A phase of shorter samples before the last; keys it does not set are those of training and model."""
 
     until_step: int = Field(gt=0)
     """Steps of the whole run after which the next phase begins."""
@@ -144,51 +144,50 @@ class LengthPhase(Section):
     """Tokens per sample; at most that of the next phase."""
 
     global_batch_size: int | None = Field(default=None, gt=0, le=10_000_000)
-    """Samples per optimizer step; None takes training.global_batch_size."""
+    """Samples per optimizer step; None: training.global_batch_size."""
 
     micro_batch_size: int | None = Field(default=None, gt=0, le=10_000_000)
-    """Samples per forward pass of one data-parallel rank; None takes training.micro_batch_size."""
+    """Samples per forward pass of one data-parallel rank; None: training.micro_batch_size."""
 
     rope_base: float | None = Field(default=None, gt=1)
-    """Base of the rotary frequencies; None takes model.rope_base."""
+    """Base of the rotary frequencies; None: model.rope_base."""
 
     rope_scaling: RopeScaling | None = None
-    """Scaling of the rotary frequencies; None takes model.rope_scaling, {kind: none} has none."""
+    """Scaling of the rotary frequencies; None: model.rope_scaling; {kind: none}: no scaling."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Steps [first_step, end_step) of a run, which read sequences of one length."""
+    """Steps [first_step, end_step) of a run, with sequences of one length."""
 
     key: str
-    """Where it is written: `training`, or `training.seq_len_schedule.0`."""
+    """Key that configures it: `training`, or `training.seq_len_schedule.0`."""
 
     first_step: int
     end_step: int
 
     first_sample: int
-    """Samples that the run consumes before it."""
+    """Samples that the run consumes before this phase."""
 
     stream_start: int
-    """Samples that the run consumes before its first phase of this length: those read another stream."""
+    """Samples consumed before the first phase of this length: sequences of each length are a stream of their own."""
 
     stream_end: int | None
-    """Samples that it consumes up to its last phase of this length; None for the last length, which has no end."""
+    """Samples consumed by the end of the last phase of this length; None for the last length, which has no end."""
 
     training: "Training"
-    """The training section while the phase lasts; it has no schedule."""
+    """The training section during this phase, without a schedule."""
 
-    written: LengthPhase | None
-    """What the schedule says of it; None for the last phase."""
+    schedule_entry: LengthPhase | None
+    """Its entry in the schedule; None for the last phase."""
 
     def model(self, model: Model) -> Model:
-        """The model with the rotary frequencies of this phase."""
-        own = {"rope_base": None, "rope_scaling": None} if self.written is None else dict(self.written)
-        changes = {key: own[key] for key in ("rope_base", "rope_scaling") if own[key] is not None}
-        return model.model_copy(update=changes)
+        """The model section with the rotary frequencies of this phase."""
+        keys = {key: getattr(self.schedule_entry, key, None) for key in ("rope_base", "rope_scaling")}
+        return model.model_copy(update={key: value for key, value in keys.items() if value is not None})
 
     def samples_before(self, step: int) -> int:
-        """Samples that the run has consumed when `step` of this phase begins."""
+        """Samples that the run consumes before `step` of this phase."""
         return self.first_sample + (step - self.first_step) * self.training.global_batch_size
 
 
@@ -196,73 +195,73 @@ class Training(Section):
     """The training loop."""
 
     steps: int = Field(gt=0)
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the whole run. Raise it to continue a finished run."""
 
     seq_len: int = Field(gt=0, le=1_000_000_000)
-    """Tokens per sample; of the last and longest phase, where there is a seq_len_schedule."""
+    """Tokens per sample; with a seq_len_schedule, of the last and longest phase."""
 
     seq_len_schedule: list[LengthPhase] = Field(default=[])
-    """Phases of shorter samples before those of seq_len, in order."""
+    """Phases of shorter samples that precede those of seq_len, in order."""
 
     global_batch_size: int = Field(gt=0, le=10_000_000)
-    """Samples per optimizer step over all processes."""
+    """Samples per optimizer step, over all ranks."""
 
     micro_batch_size: int = Field(default=1, gt=0, le=10_000_000)
-    """Samples per forward pass of one data-parallel rank; the rest of the batch is accumulated."""
+    """Samples per forward pass of one data-parallel rank; gradients accumulate over micro-batches. Lower it if memory
+    runs out."""
 
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Compute type; bfloat16 keeps float32 master weights."""
+    """Compute dtype; bfloat16 keeps float32 master weights."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train; auto takes CUDA when there is a device."""
+    """Device to train on; `auto`: CUDA if there is a GPU."""
 
     log_every: int = Field(default=10, gt=0)
-    """Steps between two metric lines."""
+    """Steps between logged metrics."""
 
     eval_every: int | None = Field(default=None, gt=0)
-    """Steps between two evaluations; None evaluates at the end only."""
+    """Steps between evaluations; None: evaluate only at the end."""
 
     eval_samples: int = Field(default=64, ge=0)
-    """Validation samples per evaluation, the same ones each time; 0 never evaluates."""
+    """Validation samples per evaluation, the same ones each time; 0: no evaluation."""
 
     eval_seq_len: int | None = Field(default=None, gt=0)
-    """Tokens per validation sample, in every phase; None takes seq_len."""
+    """Tokens per validation sample, in every phase; None: seq_len."""
 
     activation_checkpointing: Recompute = "none"
-    """Recompute in backward: nothing, the attention core, or whole layers."""
+    """Recompute in backward nothing, the attention core (`selective`) or whole layers (`full`), to save memory."""
 
     checkpoint_offload: bool = False
-    """Keep what a recomputed layer starts from in host memory; takes activation_checkpointing: full."""
+    """Keep the inputs of recomputed layers in host memory; needs activation_checkpointing: full."""
 
     mlp_chunk_size: int | None = Field(default=None, gt=0)
-    """Tokens whose inner MLP activations exist at once, recomputed in backward; None keeps all of them."""
+    """Tokens per chunk of the MLP, whose inner activations are recomputed in backward; None: no chunks. Saves memory
+    for long sequences."""
 
     near_dropout: NearDropout | None = None
-    """Shut near windows of FLuRKA layers at random; null never does."""
+    """Randomly drop near windows of gated FLuRKA layers; None: never."""
 
     loss_chunk_size: int = Field(default=4096, gt=0)
-    """Tokens whose logits exist at once."""
+    """Tokens per chunk of the loss; only one chunk's logits exist at a time."""
 
     skip_samples: list[tuple[int, int]] = Field(default=[])
-    """Ranges [first, end) of training samples, in consumption order over all phases, that are passed over."""
+    """Ranges [first, end) of training samples to skip, in consumption order over all phases, such as those that
+    made the loss diverge."""
 
     max_skipped_steps: int = Field(default=10, gt=0)
-    """Steps in a row with a non-finite loss or gradient after which training stops."""
+    """Consecutive steps with a non-finite loss or gradient (their updates are skipped) after which training stops."""
 
     profile: Profile | None = None
-    """Record steps of every process into RUN/profile: a trace, and on CUDA what memory holds; null records none."""
+    """Record a trace of some steps of every process, on CUDA also memory, in RUN/profile; None: none."""
 
     @property
     def phases(self) -> list[Phase]:
-        """Which steps read sequences of which length, in order; one phase where there is no schedule.
-
-        The last lasts as long as training does, however many steps that are.
-        """
+        """Phases of the run in order; one without a schedule. The last lasts until training ends."""
         phases: list[Phase] = []
-        written: Sequence[LengthPhase | None] = [*self.seq_len_schedule, None]
-        for index, entry in enumerate(written):
+        entries: Sequence[LengthPhase | None] = [*self.seq_len_schedule, None]
+        for index, entry in enumerate(entries):
             before = phases[-1] if phases else None
-            changes = {} if entry is None else entry.model_dump(exclude_none=True, include=_OF_PHASE)
+            changes = {} if entry is None else entry.model_dump(exclude_none=True, include=_PHASE_KEYS)
             now = self.model_copy(update={**changes, "seq_len_schedule": []})
             first = 0 if before is None else before.end_step
             consumed = 0 if before is None else before.samples_before(first)
@@ -276,7 +275,7 @@ class Training(Section):
                     stream_start=before.stream_start if before is not None and continues else consumed,
                     stream_end=None,
                     training=now,
-                    written=entry,
+                    schedule_entry=entry,
                 )
             )
         ends: dict[int, int | None] = {
@@ -287,28 +286,28 @@ class Training(Section):
 
     @property
     def evaluation_len(self) -> int:
-        """Tokens per validation sample."""
+        """Tokens per validation sample, with the default resolved."""
         return self.eval_seq_len or self.seq_len
 
     def phase_of(self, step: int) -> Phase:
-        """The phase in which `step`, counted from 0, is trained; after the last step, the last phase reached."""
+        """The phase of `step`, counted from 0; after the last step, the last phase."""
         return next((phase for phase in self.phases if step < phase.end_step), self.phases[-1])
 
-    def phase_behind(self, steps: int) -> Phase:
-        """The phase of the last of `steps` steps done: that whose frequencies the weights were trained with."""
+    def last_trained_phase(self, steps: int) -> Phase:
+        """The phase of the last of `steps` completed steps, whose rotary frequencies the weights were trained with."""
         return self.phase_of(max(steps - 1, 0))
 
     def consumed(self, steps: int) -> tuple[int, int]:
-        """Samples, and tokens of their sequences, that the first `steps` steps read."""
+        """Samples and tokens that the first `steps` steps read."""
         samples = tokens = 0
         for phase in self.phases:
-            inside = min(max(steps - phase.first_step, 0), phase.end_step - phase.first_step)
-            samples += inside * phase.training.global_batch_size
-            tokens += inside * phase.training.global_batch_size * phase.training.seq_len
+            count = min(max(steps - phase.first_step, 0), phase.end_step - phase.first_step)
+            samples += count * phase.training.global_batch_size
+            tokens += count * phase.training.global_batch_size * phase.training.seq_len
         return samples, tokens
 
     def problems(self) -> Iterator[Problem]:
-        """Batches that do not divide, lengths that shrink, and ranges that are none."""
+        """Batches that do not divide, lengths that shrink, and invalid ranges."""
         yield from _phase_problems(self)
         if self.checkpoint_offload and self.activation_checkpointing != "full":
             reason = f"has nothing to move with activation_checkpointing={self.activation_checkpointing}"
@@ -331,9 +330,11 @@ def _phase_problems(training: Training) -> Iterator[Problem]:
             reason = f"is not a multiple of micro_batch_size={now.micro_batch_size}"
             choice = nearest_multiples(now.global_batch_size, now.micro_batch_size)
             yield Problem(f"{prefix}global_batch_size", now.global_batch_size, reason, f"set {choice}")
-        if phase.written is not None and phase.written.until_step <= before:
+        if phase.schedule_entry is not None and phase.schedule_entry.until_step <= before:
             reason = f"does not come after the phase before it, which ends with step {before}"
-            yield Problem(f"{prefix}until_step", phase.written.until_step, reason, f"set more than {before}")
+            yield Problem(
+                f"{prefix}until_step", phase.schedule_entry.until_step, reason, f"set more than {before}"
+            )
         if now.seq_len < longest:
             reason = f"is shorter than the phase before it ({longest} tokens)"
             yield Problem(f"{prefix}seq_len", now.seq_len, reason, f"set at least {longest}")
@@ -345,47 +346,47 @@ def _phase_problems(training: Training) -> Iterator[Problem]:
 
 
 class Checkpoint(Section):
-    """When checkpoints are written and which are kept."""
+    """When checkpoints are written, and which are kept."""
 
     every: int = Field(default=1000, gt=0)
-    """Steps between two checkpoints; the last step is always saved."""
+    """Steps between checkpoints; the last step is always saved."""
 
     keep: int = Field(default=2, gt=0)
-    """Newest checkpoints that are kept."""
+    """Newest checkpoints to keep; older ones are deleted."""
 
     keep_every: int | None = Field(default=None, gt=0)
-    """Checkpoints at multiples of this step are kept for good."""
+    """Also keep every checkpoint whose step is a multiple of this; None: none."""
 
     def problems(self) -> Iterator[Problem]:
-        """A checkpoint that is kept for good has to be written first."""
+        """Checkpoints to keep that are never written."""
         if self.keep_every is not None and self.keep_every % self.every:
             reason = f"is not a multiple of every={self.every}"
             yield self.problem("keep_every", reason, f"set {nearest_multiples(self.keep_every, self.every)}")
 
 
 class Logging(Section):
-    """What is written while training."""
+    """Output of training besides the logged metrics."""
 
     tensorboard: bool = True
-    """Write RUN/tensorboard."""
+    """Write TensorBoard files to RUN/tensorboard."""
 
     peak_tflops: float | None = Field(default=None, gt=0)
-    """Peak TFLOP/s of one device, for throughput/mfu; None takes it from a table of known GPUs."""
+    """Peak TFLOP/s of one device, for throughput/mfu; None: from a table of known GPUs."""
 
     histograms_every: int | None = Field(default=None, gt=0)
-    """Steps between two histograms of every weight, gradient and gate; null writes none."""
+    """Steps between histograms of every weight, gradient and gate; None: none."""
 
     analysis_every: int | None = Field(default=None, gt=0)
-    """Steps between two plots of what attention layers do; null draws none."""
+    """Steps between plots of the attention layers; None: none."""
 
     sample_prompt: str | None = None
-    """Text that the model continues at each evaluation, '' for a new document; null writes no samples."""
+    """Prompt that the model continues at each evaluation; '': an empty document; None: no samples."""
 
     sample_tokens: int = Field(default=200, gt=0)
-    """Most tokens of a sample."""
+    """Longest sample, in tokens."""
 
     def problems(self) -> Iterator[Problem]:
-        """What is to be written where nothing is written."""
+        """TensorBoard output without TensorBoard."""
         if self.tensorboard:
             return
         for key in ("histograms_every", "analysis_every", "sample_prompt"):

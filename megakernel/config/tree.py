@@ -1,4 +1,4 @@
-"""The whole configuration, and what the number of processes has to fit."""
+"""The whole configuration, and the data-parallel size of a world."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from .checks import agreement
+from .checks import section_conflicts
 from .data import Data, Masking
 from .errors import ConfigError, Problem, nearest_multiples
 from .init import Init
@@ -19,20 +19,20 @@ from .uptrain import Uptrain
 
 
 class Run(Section):
-    """Name, place and seed of a run."""
+    """Name, folder and seed of a run."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Folder name under run.root."""
+    """Name of the run and of its folder under run.root. Starting the same name again resumes the run."""
 
     root: Path = Path("runs")
-    """Folder of all runs."""
+    """Folder that contains the run folders."""
 
     seed: int = Field(default=1234, ge=0)
-    """Seed of weights, random features and data order."""
+    """Seed of initial weights, random features and data order."""
 
     @property
     def folder(self) -> Path:
-        """The run's folder."""
+        """The run folder, root/name."""
         return self.root / self.name
 
 
@@ -51,25 +51,25 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     logging: Logging = Logging()
     uptrain: Uptrain | None = None
-    """Stages between the dense model of init.from and this model, for `megakernel uptrain`; null: one training run."""
+    """Stages of `megakernel uptrain` from the dense model of init.from to this model; None: one training run."""
 
     deepspeed: dict[str, Any] = Field(default={})
-    """Passed to DeepSpeed as it is, merged last; keys that Megakernel itself decides are refused."""
+    """Further DeepSpeed configuration, merged over Megakernel's; keys that other sections determine are refused."""
 
     @property
     def predicted_share(self) -> float:
-        """Share of the tokens that the head of a language model predicts."""
+        """Share of the tokens that a language model's head predicts."""
         return (self.data.masking or Masking()).rate if self.model.kind == "masked_lm" else 1.0
 
     def problems(self) -> Iterator[Problem]:
-        """What sections ask of each other."""
-        yield from agreement(dict(self))
+        """Conflicts between sections."""
+        yield from section_conflicts(dict(self))
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:
-    """Replicas of the model in `world_size` processes, which are tensor x context x data x pipeline.
+    """Data-parallel replicas in `world_size` = tensor x context x data x pipeline processes.
 
-    ConfigError where the processes or a global batch do not divide, with the nearest numbers that do.
+    ConfigError if the processes or a global batch do not divide evenly; it names the nearest numbers that do.
     """
     parallel = config.parallel
     if world_size % parallel.model_size:

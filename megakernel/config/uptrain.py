@@ -1,4 +1,4 @@
-"""The uptrain section: how a dense model becomes the configured one, stage by stage."""
+"""The uptrain section: the stages from a dense model to the configured one."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,14 +13,15 @@ from .training import LengthPhase
 
 
 class KeptLayers(Section):
-    """Which layers stay as the dense model has them."""
+    """Layers that keep the dense model's attention."""
 
     keep: list[Annotated[int, Field(ge=0)]] | Annotated[int, Field(ge=0)] = Field(default=[])
-    """Layers that stay softmax: their numbers, or how many; then those with the largest transfer error."""
+    """Layers that stay softmax: a list of indices from 0, or a number of layers: those with the largest transfer
+    error."""
 
 
 class TransferStage(Section):
-    """Attention transfer: all weights stay but those of attention mechanisms."""
+    """Attention transfer: trains only the attention mechanisms' own weights, to match the teacher layer by layer."""
 
     steps: int = Field(gt=0)
     """Optimizer steps."""
@@ -29,32 +30,33 @@ class TransferStage(Section):
     """Peak learning rate."""
 
     rows: int = Field(default=0, ge=0)
-    """Sampled queries of each sequence whose weights are compared with the teacher's; 0: outputs alone."""
+    """Sampled queries per sequence whose attention weights are compared too; 0: compare outputs only."""
 
     cross_entropy: float = Field(default=0.0, ge=0)
-    """Weight of the cross entropy of the sampled queries' weights; 0 measures them and learns from outputs alone."""
+    """Weight of the cross entropy of sampled attention rows; 0: only measure it, and train on outputs alone."""
 
     block_layers: int | None = Field(default=None, gt=0)
-    """Layers of the teacher in memory at a time: one block after the other learns; null takes all layers at once."""
+    """Layers per block; blocks are trained one after the other, with only one in memory. None: all layers at once. Set
+    it if the teacher does not fit."""
 
 
 class DistillStage(Section):
-    """What the main stage lowers; its steps and learning rates are those of training and optimizer."""
+    """Loss of the main stage; its steps and learning rates are those of training and optimizer."""
 
     kl: float = Field(default=1.0, ge=0)
-    """Weight of KL(teacher || model) over the vocabulary; 0 needs no teacher."""
+    """Weight of KL(teacher ‖ model) over the vocabulary; 0: train without a teacher."""
 
     cross_entropy: float = Field(default=1.0, ge=0)
-    """Weight of the cross entropy of the labels."""
+    """Weight of the labels' cross entropy."""
 
     temperature: float = Field(default=1.0, gt=0)
-    """Both sides' logits are divided by it."""
+    """Divides the logits of teacher and model; KL is multiplied by its square."""
 
     teacher: Path | None = None
-    """Run, checkpoint or dense model of the same vocabulary to learn from, of whatever sizes; null takes init.from."""
+    """Run, checkpoint or dense model to learn from, of any size but the same vocabulary; None: init.from."""
 
     def problems(self) -> Iterator[Problem]:
-        """Without a teacher the labels are all there is."""
+        """Keys without effect if there is no teacher."""
         if self.kl == 0 and self.teacher is not None:
             yield self.problem("teacher", "has no effect beside kl=0", "remove it, or set kl above 0")
         if self.kl == 0 and self.cross_entropy != 1:
@@ -63,65 +65,66 @@ class DistillStage(Section):
 
 
 class LengthStage(Section):
-    """Cross entropy on longer sequences."""
+    """Length stage: cross entropy on longer sequences."""
 
     steps: int = Field(gt=0)
     """Optimizer steps."""
 
     seq_len: int = Field(gt=0, le=1_000_000_000)
-    """Tokens per sample, of the last phase."""
+    """Tokens per sample; with a seq_len_schedule, of the last phase."""
 
     seq_len_schedule: list[LengthPhase] = Field(default=[])
-    """Phases of shorter samples before, as in training."""
+    """Phases of shorter samples that precede it, as in training."""
 
     global_batch_size: int | None = Field(default=None, gt=0, le=10_000_000)
-    """Samples per optimizer step; None takes training.global_batch_size."""
+    """Samples per optimizer step; None: training.global_batch_size."""
 
     rope_scaling: RopeScaling | None = None
-    """Scaling of the rotary frequencies, in place of all of model.rope_scaling; None takes that."""
+    """Replaces model.rope_scaling as a whole; None: keep that."""
 
     lr: float | None = Field(default=None, gt=0)
-    """Peak learning rate, mechanism_lr changing in the same ratio; None takes those of optimizer."""
+    """Peak learning rate; mechanism_lr is scaled by the same ratio. None: those of optimizer."""
 
 
 class Uptrain(Section):
-    """Stages between the dense model of init.from and the model that the configuration describes."""
+    """Stages of up-training, from the dense model of init.from to the configured model."""
 
     layers: KeptLayers = KeptLayers()
-    """Hybrids: layers that stay softmax."""
+    """Layers that stay softmax, for a hybrid model."""
 
     transfer: TransferStage | None = None
-    """Attention transfer before the main stage; null leaves it out."""
+    """Attention transfer before the main stage; None: none."""
 
     alpha: float = Field(default=0.0, ge=0, lt=1)
-    """Share of training.steps that trains `base` before FLuRKA starts from its weights."""
+    """Share of training.steps that first trains `base`, from whose weights FLuRKA then starts; 0: no base stage."""
 
     base: Literal["kernel", "low_rank"] = "kernel"
-    """Half of FLuRKA that is trained first: the kernel without compression, or compression with softmax."""
+    """Base stage: FLuRKA's `kernel` without compression, or its compression (`low_rank`) with softmax."""
 
     anneal: float = Field(default=0.3, ge=0, lt=1)
-    """Share of training.steps, behind a kernel base, over which the rank is halved from block_size to its own."""
+    """Share of training.steps after a kernel base over which the rank is halved from block_size to the configured
+    one."""
 
     near_dropout: float = Field(default=0.0, ge=0, le=1)
-    """Probability with which near windows are shut at first, in the first stage with gates that trains all weights."""
+    """Initial probability of training.near_dropout in the first stage with gates that trains all weights."""
 
     distill: DistillStage = DistillStage()
-    """The main stage, training.steps long with that of `base`."""
+    """Loss of the main stage, which has training.steps steps together with `base` and `anneal`."""
 
     length: LengthStage | None = None
-    """Growing sequences after the main stage; null leaves it out."""
+    """Longer sequences after the main stage; None: none."""
 
     from_scratch: bool = False
-    """Also train the configured model from drawn weights on as many tokens, for comparison."""
+    """For comparison, also train the configured model from random weights on as many tokens."""
 
     scratch_lr: float | None = Field(default=None, gt=0)
-    """Peak learning rate of from_scratch for all weights, mechanisms' too; None takes both rates of optimizer."""
+    """Peak learning rate of from_scratch for all weights; None: lr and mechanism_lr of optimizer."""
 
     train_dense: bool = False
-    """Also train the dense model on, on as many tokens, for comparison: what the text alone is worth."""
+    """For comparison, also continue training the dense model on as many tokens."""
 
     def problems(self) -> Iterator[Problem]:
-        """A number of layers to keep needs errors to choose by."""
+        """A number of kept layers without transfer errors, and shares that leave no steps."""
         if isinstance(self.layers.keep, int) and self.layers.keep > 0 and self.transfer is None:
             remedy = "add transfer: {steps: 100}, or write the layers' numbers"
             yield self.problem("layers.keep", "chooses by transfer error and transfer is null", remedy)
@@ -131,5 +134,5 @@ class Uptrain(Section):
 
     @property
     def annealed(self) -> float:
-        """Share of training.steps with a rank between block_size and the configured one."""
+        """Share of training.steps with a rank above the configured one."""
         return self.anneal if self.alpha > 0 and self.base == "kernel" else 0.0

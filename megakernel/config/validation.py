@@ -1,4 +1,4 @@
-"""From a tree of plain values to a `Config`, or to every problem at once."""
+"""Validates a tree of plain values into a `Config`, or reports every problem at once."""
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from .checks import agreement
+from .checks import section_conflicts
 from .errors import MISSING, ConfigError, Problem, nearest_first
 from .section import Section, plain_types
 from .tree import Config
@@ -16,13 +16,13 @@ S = TypeVar("S", bound=Section)
 
 
 def validate(tree: Mapping[str, Any], known_problems: Sequence[Problem] = ()) -> Config:
-    """The configuration a tree describes; ConfigError holds `known_problems` and all that are found.
+    """The configuration of a tree; ConfigError lists `known_problems` and all that are found.
 
-    Sections are validated one by one, so that one with a problem hides no disagreement between the others.
+    Sections are validated one by one, so that an invalid one hides no conflict between the others.
     """
     sections: dict[str, Any] = {}
-    found: list[Problem] = list(_of_no_file(tree))
-    found += [
+    problems: list[Problem] = list(_path_problems(tree))
+    problems += [
         _unknown_key(Config, str(key), str(key), tree[key]) for key in tree if key not in Config.model_fields
     ]
     for name, field in Config.model_fields.items():
@@ -38,30 +38,29 @@ def validate(tree: Mapping[str, Any], known_problems: Sequence[Problem] = ()) ->
             sections[name] = TypeAdapter(annotation).validate_python(value)
         except ValidationError as error:
             for detail in error.errors():
-                found.extend(problem.under(name) for problem in _problems_of(detail, annotation, value))
-    found.extend(agreement(sections))
-    _refuse(known_problems, found)
+                problems += (problem.under(name) for problem in _problems_of_error(detail, annotation, value))
+    problems += section_conflicts(sections)
+    _raise_problems(known_problems, problems)
     return Config(**sections)
 
 
 def validate_section(
     kind: type[S], value: Mapping[str, Any], name: str = "", known_problems: Sequence[Problem] = ()
 ) -> S:
-    """One section that stands outside a `Config`.
-
-    ConfigError holds `known_problems` and all that are found, their keys under `name`.
-    """
-    found: list[Problem] = []
+    """A section outside of a `Config`; ConfigError lists `known_problems` and all that are found, keys under `name`."""
+    problems: list[Problem] = []
     try:
         section = kind.model_validate(value)
     except ValidationError as error:
-        found = [problem for detail in error.errors() for problem in _problems_of(detail, kind, value)]
-    _refuse(known_problems, found, name)
+        problems = [
+            problem for detail in error.errors() for problem in _problems_of_error(detail, kind, value)
+        ]
+    _raise_problems(known_problems, problems, name)
     return section
 
 
-def _refuse(known: Sequence[Problem], found: Sequence[Problem], name: str = "") -> None:
-    """ConfigError for what is known and found, of a key once; keys are under `name`."""
+def _raise_problems(known: Sequence[Problem], found: Sequence[Problem], name: str = "") -> None:
+    """Raise ConfigError if there are problems; a key that is `known` is not reported again."""
     already = {problem.key for problem in known}
     problems = [*known, *(problem for problem in found if problem.key not in already)]
     if problems:
@@ -69,30 +68,30 @@ def _refuse(known: Sequence[Problem], found: Sequence[Problem], name: str = "") 
 
 
 _LONGEST_NAME = 255
-"""Bytes of a file's name on the file systems of Linux."""
+"""Bytes of a file name on Linux file systems."""
 
 
-def texts_of(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Every text in a tree, with its key."""
+def all_texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted key, text) for every text in a tree."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, Mapping | list):
         for name, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from texts_of(inner, f"{key}.{name}" if key else str(name))
+            yield from all_texts(inner, f"{key}.{name}" if key else str(name))
 
 
-def _of_no_file(tree: Mapping[str, Any]) -> Iterator[Problem]:
-    """Texts that no file system takes as a path; every text of a configuration may become one."""
-    for key, text in texts_of(tree):
+def _path_problems(tree: Mapping[str, Any]) -> Iterator[Problem]:
+    """Texts that cannot be a file path: any text of a configuration may become one."""
+    for key, text in all_texts(tree):
         if "\0" in text:
             yield Problem(key, text.replace("\0", "\\0"), "holds a NUL character", "remove it")
         elif any(len(part.encode(errors="replace")) > _LONGEST_NAME for part in text.split("/")):
             yield Problem(key, text, f"has a name of more than {_LONGEST_NAME} bytes", "shorten it")
 
 
-def _problems_of(detail: ErrorDetails, annotation: Any, value: Any) -> Iterator[Problem]:
-    """One pydantic error of a section in our words; keys are relative to the section."""
-    kind, given = detail["type"], detail["input"]
+def _problems_of_error(detail: ErrorDetails, annotation: Any, value: Any) -> Iterator[Problem]:
+    """One pydantic error of a section as problems; keys are relative to the section."""
+    kind, wrong = detail["type"], detail["input"]
     path = _path_in(value, detail["loc"], ends_missing=kind == "missing")
     key = ".".join(map(str, path))
     cause = detail.get("ctx", {}).get("error")
@@ -104,23 +103,23 @@ def _problems_of(detail: ErrorDetails, annotation: Any, value: Any) -> Iterator[
     if owner is not None and path and path[-1] in owner.model_fields:
         help_text = f" ({(owner.model_fields[str(path[-1])].description or '').split('. ')[0].rstrip('.')})"
     if kind == "extra_forbidden" and owner is not None:
-        yield _unknown_key(owner, key, str(path[-1]), given)
+        yield _unknown_key(owner, key, str(path[-1]), wrong)
     elif kind == "missing":
         yield Problem(key, MISSING, "is missing", f"add it{help_text}")
-    elif kind == "literal_error" and isinstance(given, str):
+    elif kind == "literal_error" and isinstance(wrong, str):
         choices = detail["ctx"]["expected"].replace(" or ", ", ").replace("'", "").split(", ")
-        yield Problem(key, given, "is none of the choices", f"choose {nearest_first(given, choices)}")
+        yield Problem(key, wrong, "is none of the choices", f"choose {nearest_first(wrong, choices)}")
     elif kind in ("model_type", "dict_type"):
-        yield Problem(key, given, "should be a mapping of keys", f"write its keys below it{help_text}")
+        yield Problem(key, wrong, "should be a mapping of keys", f"write its keys below it{help_text}")
     elif kind == "string_type":
-        yield Problem(key, given, "should be text", f"write it in quotes{help_text}")
+        yield Problem(key, wrong, "should be text", f"write it in quotes{help_text}")
     else:
         reason = detail["msg"].removeprefix("Input ").removeprefix("Value error, ")
-        yield Problem(key, given, reason[0].lower() + reason[1:], f"change it{help_text}")
+        yield Problem(key, wrong, reason[0].lower() + reason[1:], f"change it{help_text}")
 
 
 def _path_in(value: Any, location: Sequence[int | str], ends_missing: bool) -> list[int | str]:
-    """The parts of pydantic's location that are keys; it also names the branch of a union that was tried."""
+    """Keys of a pydantic location, without the union branches that it also contains."""
     path: list[int | str] = []
     for index, part in enumerate(location):
         is_missing = ends_missing and index == len(location) - 1
@@ -134,7 +133,7 @@ def _path_in(value: Any, location: Sequence[int | str], ends_missing: bool) -> l
 
 
 def _section_at(annotation: Any, path: Sequence[int | str]) -> type[Section] | None:
-    """The section class that owns the keys at `path` below a value of type `annotation`."""
+    """The section class at `path` below a value of type `annotation`."""
     section = section_in(annotation)
     for part in path:
         if isinstance(part, str) and section is not None:
@@ -144,12 +143,12 @@ def _section_at(annotation: Any, path: Sequence[int | str]) -> type[Section] | N
 
 
 def section_in(annotation: Any) -> type[Section] | None:
-    """The section class in an annotation, such as that of an optional section or of a list of them."""
+    """The section class in an annotation, such as an optional section or a list of sections."""
     return next((part for part in plain_types(annotation) if issubclass(part, Section)), None)
 
 
 def _unknown_key(owner: type[Section], dotted: str, key: str, value: Any) -> Problem:
-    """An unknown key, with the nearest right one: of the same section, else of the same name anywhere."""
+    """Problem of an unknown key, with the most similar key of its section, else one of the same name elsewhere."""
     near = difflib.get_close_matches(key, owner.model_fields, n=1, cutoff=0.6)
     if near:
         remedy = f"did you mean {near[0]}?"
@@ -161,7 +160,7 @@ def _unknown_key(owner: type[Section], dotted: str, key: str, value: Any) -> Pro
 
 
 def all_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
-    """Every dotted key below a section, sections included."""
+    """Every dotted key of a section, those of nested sections included."""
     for name, field in section.model_fields.items():
         yield prefix + name
         inner = section_in(field.annotation)

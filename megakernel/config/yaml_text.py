@@ -1,7 +1,7 @@
-"""YAML as people expect it: `1e-3` is a number, `no` is a word, and a key written twice is an error.
+"""YAML with the scalars of YAML 1.2: `1e-3` is a number, `no` is text, and a repeated key is an error.
 
-PyYAML follows YAML 1.1, where `1e-3` is a string, `12:30` is 750, `010` is 8 and `no` is false. The scalars
-here are those of YAML 1.2's core schema, in both directions, so what is written reads back equal.
+PyYAML follows YAML 1.1, where `1e-3` is a string, `12:30` is 750, `010` is 8 and `no` is false. Reading and
+writing both use YAML 1.2's core schema, so that values survive a round trip.
 """
 
 import re
@@ -49,23 +49,23 @@ class _Loader(yaml.SafeLoader):
 
 _MOST_VALUES = 100_000
 _DEEPEST = 100
-"""Values of a document, aliases written out, and sections in sections; what comes after would take for ever."""
+"""Most values (aliases expanded) and levels of a document, against input that would take forever."""
 
 
 class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
-        return True  # two keys with one value are written twice, not as anchors
+        return True  # equal values are written out each time, not as anchors
 
 
-for _side in (_Loader, _Dumper):
-    _side.yaml_implicit_resolvers = {}
+for _yaml_class in (_Loader, _Dumper):
+    _yaml_class.yaml_implicit_resolvers = {}
     for _tag, _pattern, _first in _SCALARS:
         _starts = [*_first, ""] if _tag.endswith("null") else list(_first)
-        _side.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), _starts)
+        _yaml_class.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), _starts)
 
 
 def parse(text: str, source: str) -> Any:
-    """The value of one YAML document; ConfigError names `source` and the line where it cannot be read."""
+    """The value of one YAML document; ConfigError names `source` and the line of an error."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -80,7 +80,7 @@ def parse(text: str, source: str) -> Any:
         where = f"{source}:{mark.line + 1}" if mark else source
         reason = f"is not YAML ({error.problem or error.context})"
         raise ConfigError([Problem(where, MISSING, reason, "correct the line")]) from None
-    except (yaml.YAMLError, ValueError) as error:  # Python reads no number of thousands of digits
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: int() refuses thousands of digits
         raise ConfigError(
             [Problem(source, MISSING, f"is not YAML ({' '.join(str(error).split())})", "correct it")]
         ) from None
@@ -97,7 +97,7 @@ def parse(text: str, source: str) -> Any:
 
 
 def _extent(node: yaml.Node, known: dict[yaml.Node, tuple[int, int] | None]) -> tuple[int, int]:
-    """Values and levels of a node with its aliases written out; YAMLError where they are too many."""
+    """(values, levels) of a node with aliases expanded; YAMLError if they exceed the limits."""
     if node not in known:
         known[node] = None
         inner = [] if isinstance(node, yaml.ScalarNode) else node.value
@@ -109,18 +109,18 @@ def _extent(node: yaml.Node, known: dict[yaml.Node, tuple[int, int] | None]) -> 
             what = f"{values:,} values" if values > _MOST_VALUES else f"{levels} levels"
             raise yaml.MarkedYAMLError(problem=f"{what}, aliases written out", problem_mark=node.start_mark)
         known[node] = values, levels
-    found = known[node]
-    if found is None:
+    extent = known[node]
+    if extent is None:
         raise yaml.MarkedYAMLError(problem="an anchor that holds itself", problem_mark=node.start_mark)
-    return found
+    return extent
 
 
 MOST_BYTES = 1 << 20
-"""Of a file with a configuration; a larger one is something else."""
+"""Largest configuration file in bytes."""
 
 
-def text_of(path: Path) -> str:
-    """The text of one file. Raises ConfigError for what is no file of at most MOST_BYTES of UTF-8."""
+def read_text(path: Path) -> str:
+    """The text of one file; ConfigError unless it is a regular file of at most MOST_BYTES of UTF-8."""
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):
             reason = "is no regular file"
@@ -137,7 +137,7 @@ def text_of(path: Path) -> str:
 
 def read(path: Path) -> dict[str, Any]:
     """The mapping in one file."""
-    text = text_of(path)
+    text = read_text(path)
     value = parse(text, str(path))
     if value is None:
         return {}
@@ -149,9 +149,9 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def write(value: Any, compact: bool = False) -> str:
-    """Block-style YAML in the order of `value`; `parse` gives an equal value.
+    """Block-style YAML in the order of `value`; `parse` returns an equal value.
 
-    compact: what holds no further mapping or list stands on one line.
+    compact: mappings and lists without nested ones are written on one line.
     """
     style = None if compact else False
     return yaml.dump(

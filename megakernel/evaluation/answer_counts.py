@@ -1,4 +1,4 @@
-"""The counts of a task with answers, and their plot by length and depth."""
+"""Results of a synthetic task: counts of right answers, and their plot by length and depth."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -13,19 +13,19 @@ from .result import Table, number
 
 @dataclass(frozen=True)
 class Cell:
-    """Examples of one length and one depth."""
+    """Counts over the examples of one length and one depth."""
 
     length: int
-    """Tokens of an example, at most."""
+    """Maximal tokens of an example."""
 
     depth: float | None
-    """Of what is asked for, 0 at the start of the text; None: in no one place."""
+    """Where the asked statement is hidden, from 0 (start of the text) to 1 (end); None: not in one place."""
 
     examples: int = 0
     answers: int = 0
 
     right: int = 0
-    """Answers all of whose tokens are the likeliest, each with everything before it given."""
+    """Answers whose tokens are all the argmax of the logits, given the true tokens before them."""
 
     tokens: int = 0
     """Tokens of answers."""
@@ -33,10 +33,10 @@ class Cell:
     right_tokens: int = 0
 
     loss_sum: float = 0.0
-    """Cross entropy of all these tokens in nats."""
+    """Sum of the cross entropies of the answers' tokens, in nats."""
 
-    def plus(self, starts: np.ndarray, losses: Tensor, right: Tensor) -> "Cell":
-        """With one more example: where its answers begin among their tokens, and what was found of these."""
+    def with_example(self, starts: np.ndarray, losses: Tensor, right: Tensor) -> "Cell":
+        """The counts with one more example; starts: offsets of its answers in losses and right, both (tokens,)."""
         return replace(
             self,
             examples=self.examples + 1,
@@ -54,18 +54,18 @@ class Cell:
 
     @property
     def loss(self) -> float:
-        """Mean cross entropy in nats of an answer's token."""
+        """Mean cross entropy of the answers' tokens, in nats."""
         return self.loss_sum / self.tokens
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain values."""
+        """As plain values, for JSON."""
         tree = asdict(self)
         del tree["loss_sum"]
         return {**tree, "accuracy": self.accuracy, "loss": self.loss}
 
 
-def together(cells: Iterable[Cell]) -> Cell:
-    """All of them as one, of the longest length."""
+def merge_cells(cells: Iterable[Cell]) -> Cell:
+    """The sum of cells, with the longest length."""
     cells = list(cells)
     sums = {
         key: sum(getattr(cell, key) for cell in cells)
@@ -79,38 +79,38 @@ class AnswerCounts:
     """A checkpoint's answers to one task."""
 
     task: str
-    """As `--task` named it."""
+    """The spec of `--task`."""
 
     run: str
     """Folder of the run."""
 
     step: int
-    """Optimizer steps behind the checkpoint."""
+    """Optimizer steps of the checkpoint."""
 
     cells: list[Cell]
-    """By length, then depth."""
+    """Ordered by length, then depth."""
 
     @property
     def total(self) -> Cell:
         """All lengths and depths together."""
-        return together(self.cells)
+        return merge_cells(self.cells)
 
     @property
     def lengths(self) -> list[int]:
-        """In the order in which they were measured."""
+        """Lengths in the order of measurement."""
         return list(dict.fromkeys(cell.length for cell in self.cells))
 
     @property
     def depths(self) -> list[float]:
-        """From the start of the text to its end; empty where a task has none."""
+        """Depths in ascending order; empty if the task has none."""
         return sorted({cell.depth for cell in self.cells if cell.depth is not None})
 
-    def at(self, length: int) -> Cell:
+    def at_length(self, length: int) -> Cell:
         """All depths of one length."""
-        return together(cell for cell in self.cells if cell.length == length)
+        return merge_cells(cell for cell in self.cells if cell.length == length)
 
     def scalars(self) -> dict[str, float]:
-        """Means over all examples, and the accuracy of each length where there are several."""
+        """Means over all examples, and the accuracy at each length if there are several."""
         total = self.total
         scalars = {
             "accuracy": total.accuracy,
@@ -118,7 +118,7 @@ class AnswerCounts:
             "token_accuracy": total.right_tokens / total.tokens,
         }
         if len(self.lengths) > 1:
-            scalars |= {f"accuracy_at_{length}": self.at(length).accuracy for length in self.lengths}
+            scalars |= {f"accuracy_at_{length}": self.at_length(length).accuracy for length in self.lengths}
         return scalars
 
     def as_dict(self) -> dict[str, Any]:
@@ -131,14 +131,14 @@ class AnswerCounts:
         }
 
     def table(self) -> Table:
-        """A row for each length, with a column for each depth where there are depths."""
+        """One row per length, with one column per depth, if any."""
         rows = []
         for length in self.lengths:
             row = {cell.depth: cell for cell in self.cells if cell.length == length}
-            found = self.at(length)
+            total = self.at_length(length)
             by_depth = (f"{row[depth].accuracy:.0%}" if depth in row else "" for depth in self.depths)
             rows.append(
-                (f"{length:,}", *by_depth, f"{found.answers:,}", f"{found.accuracy:.1%}", number(found.loss))
+                (f"{length:,}", *by_depth, f"{total.answers:,}", f"{total.accuracy:.1%}", number(total.loss))
             )
         title = f"{self.task}: answers of {self.run} at step {self.step}"
         if self.depths:
@@ -147,26 +147,26 @@ class AnswerCounts:
         return Table(title, columns, rows, below=(f"{self.total.accuracy:.1%} of the answers are right",))
 
 
-def heat_map(found: AnswerCounts) -> bytes | None:
-    """A PNG, green where all answers are right and red where none is; None for a task without depths."""
-    if not found.depths:
+def heat_map(counts: AnswerCounts) -> bytes | None:
+    """A PNG of accuracies by length and depth (green 1, red 0); None for a task without depths."""
+    if not counts.depths:
         return None
     from matplotlib.figure import Figure
 
-    cells = {(cell.length, cell.depth): cell.accuracy for cell in found.cells}
-    shares = [[cells[length, depth] for length in found.lengths] for depth in found.depths]
-    size = (3 + 0.8 * len(found.lengths), 2 + 0.3 * len(found.depths))
+    cells = {(cell.length, cell.depth): cell.accuracy for cell in counts.cells}
+    accuracies = [[cells[length, depth] for length in counts.lengths] for depth in counts.depths]
+    size = (3 + 0.8 * len(counts.lengths), 2 + 0.3 * len(counts.depths))
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
-    image = axes.imshow(shares, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
-    axes.set_xticks(range(len(found.lengths)), [f"{length:,}" for length in found.lengths], rotation=45)
-    axes.set_yticks(range(len(found.depths)), [f"{depth:.0%}" for depth in found.depths])
+    image = axes.imshow(accuracies, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+    axes.set_xticks(range(len(counts.lengths)), [f"{length:,}" for length in counts.lengths], rotation=45)
+    axes.set_yticks(range(len(counts.depths)), [f"{depth:.0%}" for depth in counts.depths])
     axes.set_xlabel("tokens")
     axes.set_ylabel("depth")
-    axes.set_title(f"{found.task}, step {found.step}", fontsize="small")
-    for at, row in enumerate(shares):
-        for place, share in enumerate(row):
-            axes.text(place, at, f"{share:.0%}", ha="center", va="center", fontsize="x-small")
+    axes.set_title(f"{counts.task}, step {counts.step}", fontsize="small")
+    for y, row in enumerate(accuracies):
+        for x, accuracy in enumerate(row):
+            axes.text(x, y, f"{accuracy:.0%}", ha="center", va="center", fontsize="x-small")
     figure.colorbar(image, label="right")
     plot = BytesIO()
     figure.savefig(plot, format="png", dpi=100)

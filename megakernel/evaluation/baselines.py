@@ -1,8 +1,8 @@
-"""Models of `transformers` with other efficient attentions, measured on the batches of a run of ours.
+"""Baselines: models of `transformers` with other efficient attentions, measured on the batches of a run.
 
-Untrained, or with weights that were trained elsewhere in the shape that `build_baseline` gives. What these models are
-told of their attention are their own defaults; BigBird attends fully where a sequence is too short for its random
-blocks.
+They are untrained, or have weights that were trained elsewhere in the shapes of `build_baseline`. Their attention keeps
+its default settings, except where a family needs others; BigBird attends fully if a sequence is too short for its
+random blocks.
 """
 
 from collections.abc import Callable
@@ -21,13 +21,13 @@ NAMES = {
     "longformer": "Longformer",
     "reformer": "Reformer",
 }
-"""Name -> what `transformers` calls its classes."""
+"""Name -> prefix of its classes in `transformers`."""
 
 
 def check_baseline(name: str, config: Config) -> None:
-    """UserError for a name without a model, and for what no model of `transformers` reads."""
+    """UserError for an unknown name, or a run whose data or objective these models do not support."""
     if name not in NAMES:
-        raise UserError(f"baseline={name} is none of the models here; choose {', '.join(NAMES)}")
+        raise UserError(f"baseline={name} is unknown; choose {', '.join(NAMES)}")
     if config.model.is_causal:
         raise UserError(f"baseline={name} is an encoder; give a run of a masked_lm or a classifier")
     if config.model.sequences_per_sample > 1:
@@ -43,10 +43,10 @@ def check_baseline(name: str, config: Config) -> None:
 def build_baseline(
     name: str, config: Config, vocab_size: int, weights: Path | None = None
 ) -> torch.nn.Module:
-    """The model `name` of the configured sizes, in evaluation mode.
+    """The model `name` in the configured sizes, in evaluation mode.
 
     vocab_size: ids of the tokenizer. weights: a folder of `save_pretrained`; None draws them from run.seed. Raises
-    UserError for weights of another shape.
+    UserError for weights of other shapes.
     """
     import transformers
 
@@ -58,15 +58,17 @@ def build_baseline(
         return family(settings).eval()
     try:
         return family.from_pretrained(weights, config=settings).eval()
-    # transformers tells a missing folder, foreign files and other shapes by several types.
+    # transformers raises several types for a missing folder, foreign files or other shapes.
     except (OSError, ValueError, RuntimeError) as error:
         reason = (str(error).splitlines() or [""])[0]
-        raise UserError(f"weights={weights} are none of a {name} of the run's sizes ({reason})") from None
+        raise UserError(
+            f"weights={weights} are not those of a {name} in the run's sizes ({reason})"
+        ) from None
 
 
 def _sizes(config: Config, vocab_size: int) -> dict[str, Any]:
     model = config.model
-    # An id that no text holds: some of these models take the token for padding wherever it stands.
+    # A new id that no text contains: some of these models treat every occurrence of it as padding.
     padding = vocab_size + model.special_ids
     return {
         "vocab_size": padding + 1,
@@ -79,13 +81,13 @@ def _sizes(config: Config, vocab_size: int) -> dict[str, Any]:
         "intermediate_size": model.ffn_size,
         "tie_word_embeddings": model.tie_embeddings,
         "num_labels": model.classifier.num_classes if model.classifier is not None else 2,
-        # Positions that count from the padding's id need rows beyond it.
+        # Some families count positions from the padding id + 1, so the table needs rows beyond it.
         "max_position_embeddings": config.training.seq_len + padding + 1,
     }
 
 
 def _attention(name: str, config: Config) -> dict[str, Any]:
-    """Settings of one family alone; everything else is its default."""
+    """Settings that only one family has; its other settings keep their defaults."""
     seq_len = config.training.seq_len
     if name == "nystromformer":
         landmarks = max(count for count in range(1, 65) if seq_len % count == 0)
@@ -108,16 +110,16 @@ def measure_baseline(
     device: torch.device,
     progress: Callable[[int, int], None],
 ) -> tuple[int, float, float]:
-    """Predictions, their mean cross entropy in nats, and the share that is right.
+    """The number of predictions, their mean cross entropy in nats, and the share of right ones.
 
     progress: called after each forward pass with the passes done and all passes.
     """
     predictions, loss, right = 0, 0.0, 0
     for done, batch in enumerate(batches, start=1):
-        here = batch.to(device)
-        mask = (here.positions >= 0).long()
-        logits = model(input_ids=here.tokens, attention_mask=mask).logits[here.loss_mask].float()
-        labels = here.labels[here.loss_mask]
+        on_device = batch.to(device)
+        mask = (on_device.positions >= 0).long()
+        logits = model(input_ids=on_device.tokens, attention_mask=mask).logits[on_device.loss_mask].float()
+        labels = on_device.labels[on_device.loss_mask]
         predictions += len(labels)
         loss += F.cross_entropy(logits, labels, reduction="sum").item()
         right += int((logits.argmax(-1) == labels).sum())

@@ -1,4 +1,4 @@
-"""The predictions of a classifier, and their scores."""
+"""Predictions of a classifier or a regression, and their scores."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from .voting import log_vote, mean_over_draws
 
 
 @dataclass(frozen=True)
-class Predictions:
+class ExamplePredictions:
     """Labels and outputs of examples, in order."""
 
     labels: Tensor
-    """(examples,) int64 classes, or float32 numbers."""
+    """(examples,) int64 class indices, or float32 numbers."""
 
     outputs: Tensor
     """Log-probabilities (examples, classes), or predicted numbers (examples, 1)."""
@@ -31,7 +31,7 @@ class Predictions:
 
     @property
     def predicted(self) -> Tensor:
-        """(examples,): the most probable class of each, or the number."""
+        """(examples,): the most probable class, or the predicted number."""
         return self.outputs.squeeze(-1) if self.is_regression else self.outputs.argmax(-1)
 
     @property
@@ -43,14 +43,14 @@ class Predictions:
 
     @property
     def accuracy(self) -> float | None:
-        """Share whose class is found; None of a regression."""
+        """Share of right predictions; None for a regression."""
         return None if self.is_regression else (self.predicted == self.labels).double().mean().item()
 
     @property
     def scores(self) -> dict[str, float]:
-        """The scores of GLUE's tables: Matthews' correlation and, of two classes, F1; or correlations of numbers.
+        """The scores of GLUE's tables: Matthews' correlation, for two classes F1; for numbers Pearson's and Spearman's.
 
-        F1 is that of class 1. A correlation of what does not vary is 0, as in Matthews' definition.
+        F1 is that of class 1. A correlation of constant values is 0, as in Matthews' definition.
         """
         from scipy.stats import pearsonr, spearmanr
         from sklearn.metrics import f1_score, matthews_corrcoef
@@ -76,12 +76,12 @@ def predict_examples(
     device: torch.device,
     progress: Callable[[int, int], None],
     draws: int | None = None,
-) -> Predictions:
-    """The examples of all batches.
+) -> ExamplePredictions:
+    """The predictions of all batches.
 
     model: in evaluation mode. progress: called after each batch with the batches done and all batches.
-    draws: of the noise that training redraws; a class's probability, or a number, is the mean over them. None: what is
-    held.
+    draws: number of draws of the noise that training redraws, over which class probabilities, or predicted numbers, are
+    averaged; None: the current noise.
     """
     labels, outputs = [], []
     for done, batch in enumerate(batches, start=1):
@@ -94,4 +94,4 @@ def predict_examples(
         labels.append(batch.labels[batch.loss_mask])
         outputs.append(found.cpu()[batch.loss_mask])
         progress(done, len(batches))
-    return Predictions(torch.cat(labels), torch.cat(outputs))
+    return ExamplePredictions(torch.cat(labels), torch.cat(outputs))

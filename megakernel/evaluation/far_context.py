@@ -1,4 +1,4 @@
-"""Does what lies far back help? The loss with the true far context, and with that of other documents in its place."""
+"""The benefit of the far context: the loss with the true one, and with tokens of other documents in its place."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,39 +11,39 @@ from data_pipeline.order import Share
 from data_pipeline.packed_text import NextTokens
 from data_pipeline.samples import BlendedSamples
 
-from .perplexity import STARTS, predict
+from .perplexity import BUCKET_STARTS, predict
 from .result import Table, number
-from .subject import OnPass, Subject
+from .subject import LoadedRun, OnPass
 
 
 @dataclass(frozen=True)
 class FarBucket:
-    """The predictions at the beginning of one bucket of positions."""
+    """The scored predictions of one bucket of positions, at its beginning."""
 
     first: int
-    """First position; `near` tokens before it are true, and what lies before them is what is exchanged."""
+    """First position; the `near` tokens before it are always true, those before them are replaced."""
 
     last: int
-    """Last position that is scored, at most 2 near - 1 behind the exchanged tokens."""
+    """Last scored position; at most 2 near - 1 tokens lie between it and the replaced ones."""
 
     tokens: int
-    """Predictions."""
+    """Number of predictions."""
 
     loss: float
     """Mean cross entropy in nats with the true far context."""
 
     shuffled_loss: float
-    """The same predictions', with tokens of other documents there."""
+    """The loss of the same predictions with tokens of other documents as far context."""
 
     @property
     def gain(self) -> float:
-        """Nats per token by which the true far context helps."""
+        """Reduction of the loss by the true far context, in nats per token."""
         return self.shuffled_loss - self.loss
 
 
 @dataclass(frozen=True)
 class FarContext:
-    """The gain of a checkpoint by the far context."""
+    """A checkpoint's gain from the far context."""
 
     task: str
     run: str
@@ -52,10 +52,10 @@ class FarContext:
     seq_len: int
 
     near: int
-    """Tokens before a bucket that stay as they are."""
+    """Tokens before a bucket that are not replaced."""
 
     buckets: list[FarBucket]
-    """Buckets with a prediction."""
+    """Buckets that have predictions."""
 
     def _mean(self, name: str) -> float:
         tokens = sum(bucket.tokens for bucket in self.buckets)
@@ -76,7 +76,7 @@ class FarContext:
         return tree
 
     def table(self) -> Table:
-        """A row for each bucket."""
+        """One row per bucket."""
         rows = [
             (
                 f"{bucket.first}-{bucket.last}",
@@ -96,16 +96,16 @@ class FarContext:
 
 
 def bucket_starts(near: int, seq_len: int) -> list[int]:
-    """First positions, of the buckets of perplexity by position, that have something before the nearest `near`."""
-    return [start for start in STARTS.tolist() if near < start < seq_len]
+    """First positions of the buckets (as of perplexity by position) that have more than `near` tokens before them."""
+    return [start for start in BUCKET_STARTS.tolist() if near < start < seq_len]
 
 
 def measure_far(
-    subject: Subject, samples: BlendedSamples, count: int, sequences: int, near: int, progress: OnPass
+    subject: LoadedRun, samples: BlendedSamples, count: int, sequences: int, near: int, progress: OnPass
 ) -> list[FarBucket]:
-    """The buckets, over the first `count` samples, whose index is built; `rows` of them in a forward pass.
+    """The buckets over the first `count` samples, whose index exists; `sequences` of them per forward pass.
 
-    Raises UserError where a sample's corpus has no other document.
+    Raises UserError if a sample's corpus has no other document.
     """
     vocab_size = subject.tokenizer.vocab_size
     objective = NextTokens(samples, subject.config.data.isolate_documents)
@@ -115,28 +115,25 @@ def measure_far(
     tokens = dict.fromkeys(starts, 0)
     last = dict.fromkeys(starts, 0)
     passes = range(0, count, sequences)
-    for done, begun in enumerate(passes, start=1):
-        indices = range(begun, min(begun + sequences, count))
+    for done, first in enumerate(passes, start=1):
+        indices = range(first, min(first + sequences, count))
         batch = objective.batch(indices, Share())
-        others = torch.stack([_others(samples, index) for index in indices])
+        foreign = torch.stack([_foreign_tokens(samples, index) for index in indices])
         for start in starts:
-            scored = (
-                batch.loss_mask
-                & (batch.positions >= start)
-                & (batch.positions < min(2 * start, start + near))
-            )
+            stop = min(2 * start, start + near)
+            scored = batch.loss_mask & (batch.positions >= start) & (batch.positions < stop)
             if not scored.any():
                 continue
-            # Nothing behind the last prediction has a part in it.
+            # Tokens after the last prediction do not affect it.
             end = int(scored.any(0).nonzero().max()) + 1
-            # BOS, to which much of a model's attention goes, says nothing of what came before.
+            # Keep BOS: it carries no content, but much of a model's attention goes to it.
             far = (batch.positions < start - near) & (batch.tokens != bos)
-            seen = (batch.tokens, others.where(far, batch.tokens))
+            variants = (batch.tokens, foreign.where(far, batch.tokens))
             rest = (batch.positions, batch.labels, scored)
-            for which, given in enumerate(seen):
-                inputs = (part[:, :end].to(subject.device) for part in (given, *rest))
+            for kind, ids in enumerate(variants):
+                inputs = (part[:, :end].to(subject.device) for part in (ids, *rest))
                 losses = predict(subject.model, vocab_size, *inputs).losses
-                sums[start][which] += float(losses.double().sum())
+                sums[start][kind] += float(losses.double().sum())
             tokens[start] += int(scored.sum())
             last[start] = max(last[start], int(batch.positions[scored].max()))
         progress(done, len(passes))
@@ -147,8 +144,8 @@ def measure_far(
     ]
 
 
-def _others(samples: BlendedSamples, index: int) -> Tensor:
-    """A sequence of tokens (N,) of documents that sample `index` has no part of; the same for every run."""
-    corpus, place = samples.locate(index)
+def _foreign_tokens(samples: BlendedSamples, index: int) -> Tensor:
+    """Tokens (N,) of documents that sample `index` does not overlap; the same for every run."""
+    corpus, sample = samples.locate(index)
     rng = np.random.default_rng(index)
-    return samples.corpora[corpus].others(place, samples.seq_len, rng)
+    return samples.corpora[corpus].foreign_tokens(sample, samples.seq_len, rng)

@@ -1,4 +1,4 @@
-"""`--task lm`: how well text is predicted, by position, in windows that slide, with a foreign far context, or twice."""
+"""`--task lm`: the loss by position, in sliding windows, with a shuffled far context, or on repeated spans."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ from megakernel.config import Config, UserError
 from megakernel.config.section import Section
 
 from .result import Evaluation, PositionBucket
-from .subject import OnPass, OpenedRun, Result, Subject, check_positions, sequences_per_pass
+from .subject import LoadedRun, OnPass, OpenedRun, TaskResult, check_positions, sequences_per_pass
 
 if TYPE_CHECKING:
     from data_pipeline.samples import BlendedSamples
 
 LEAST_REPEATED = 64
-"""Tokens of a sequence whose halves are long enough to be read twice."""
+"""Minimal tokens of a sequence whose halves are repeated."""
 
 
 class Options(Section):
-    """Options behind `lm:`."""
+    """Options of `lm:`."""
 
     samples: int | None = None
     """Validation samples, or windows; null takes --samples, else training.eval_samples. One pass at most."""
@@ -31,19 +31,19 @@ class Options(Section):
     """Tokens per sample; null takes --seq-len, else training.eval_seq_len, else training.seq_len."""
 
     draws: int | None = None
-    """Draws of the layers' noise over which probabilities are averaged; null takes --draws, else what is held."""
+    """Draws of the layers' noise over which probabilities are averaged; null takes --draws, else the current noise."""
 
     stride: int | None = Field(default=None, ge=1)
-    """Windows that overlap: each ends so many tokens behind the one before, and predicts what that did not."""
+    """Overlapping windows: each ends `stride` tokens after the previous one and scores only the new tokens."""
 
     far: Literal["shuffled"] | None = None
-    """shuffled: the loss also with tokens of other documents in place of the far context."""
+    """shuffled: also the loss with tokens of other documents in place of the far context."""
 
     repeated: Literal["text", "random"] | None = None
-    """The loss of spans of half a sequence that are read twice: held-out text, or ids drawn at random."""
+    """The loss of spans of half a sequence that occur twice in a row: held-out text, or random ids."""
 
     split: str = "validation"
-    """Which split of the validation corpora, such as test."""
+    """Split of the validation corpora, such as test."""
 
     near: int | None = Field(default=None, ge=1)
     """far: true tokens before each bucket of positions; null takes an eighth of seq_len."""
@@ -58,11 +58,11 @@ class LanguageModelling:
 
     @property
     def reads_text(self) -> bool:
-        """Always: it is what is predicted."""
+        """Always true."""
         return True
 
     def check(self, source: OpenedRun) -> None:
-        """UserError for options that do not fit the run or each other."""
+        """UserError for options that contradict the run or each other."""
         options = self.options
         config = evaluated_config(source.config, options.samples, options.seq_len)
         if options.draws is not None:
@@ -75,18 +75,18 @@ class LanguageModelling:
     def _problems(self, source: OpenedRun, config: Config) -> Iterator[str]:
         options, seq_len = self.options, config.training.seq_len
         keys = ("far", "repeated", "stride", "draws")
-        given = {key: value for key in keys if (value := getattr(options, key)) is not None}
-        for key in [key for key in given if key != "draws"]:
+        set_options = {key: value for key in keys if (value := getattr(options, key)) is not None}
+        for key in [key for key in set_options if key != "draws"]:
             if options.split != "validation":
-                yield f"{key}={given[key]} reads the validation split; leave it or split= out"
+                yield f"{key}={set_options[key]} reads the validation split; leave it or split= out"
             if not config.model.is_causal:
                 kind = config.model.kind
-                yield f"{key}={given[key]} is of a causal_lm, {source.folder} is a {kind}; leave it out"
+                yield f"{key}={set_options[key]} needs a causal_lm, {source.folder} is a {kind}; leave it out"
         if options.near is not None and options.far is None:
             yield f"near={options.near} has no effect alone; add far=shuffled"
-        if len(given) > 1 and given.keys() & {"far", "repeated"}:
-            (key, value), (other, of), *_ = given.items()
-            yield f"{key}={value} goes without {other}={of}; leave out one of them"
+        if len(set_options) > 1 and set_options.keys() & {"far", "repeated"}:
+            (key, value), (other, other_value), *_ = set_options.items()
+            yield f"{key}={value} cannot be combined with {other}={other_value}; leave out one of them"
         if options.repeated is not None and seq_len < LEAST_REPEATED:
             yield (
                 f"half of {seq_len} tokens is too short to be repeated; give a seq_len of at least {LEAST_REPEATED}"
@@ -108,7 +108,7 @@ class LanguageModelling:
     def _near(self, seq_len: int) -> int:
         return self.options.near if self.options.near is not None else max(1, seq_len // 8)
 
-    def measure(self, subject: Subject, progress: OnPass) -> Result:
+    def measure(self, subject: LoadedRun, progress: OnPass) -> TaskResult:
         """An `Evaluation`, with far a `FarContext`, with repeated `RepeatedSpans`."""
         config = evaluated_config(subject.config, self.options.samples, self.options.seq_len)
         if self.options.far is not None:
@@ -119,11 +119,12 @@ class LanguageModelling:
         from data_pipeline.order import Share
 
         from .classification import predict_examples
-        from .perplexity import measure
+        from .perplexity import loss_by_position
         from .sliding import SlidingBatches
 
         corpora, training, stride = self._text(subject), config.training, self.options.stride
         split = self.options.split
+        model, device, draws = subject.model, subject.device, self.options.draws
         batches: ValidationBatches | SlidingBatches
         if stride is None:
             batches = ValidationBatches(config, corpora, Share(), split)
@@ -135,13 +136,13 @@ class LanguageModelling:
         accuracy, scores = None, None
         if config.model.classifier is not None:
             assert isinstance(batches, ValidationBatches)
-            found = predict_examples(subject.model, batches, subject.device, progress, self.options.draws)
+            found = predict_examples(model, batches, device, progress, draws)
             tokens, loss, accuracy, scores = len(found.labels), found.loss, found.accuracy, found.scores
         else:
-            by_position = measure(subject.model, batches, subject.device, progress, self.options.draws)
+            by_position = loss_by_position(model, batches, device, progress, draws)
             tokens = sum(bucket.tokens for bucket in by_position)
             loss = sum(bucket.loss * bucket.tokens for bucket in by_position) / tokens
-        # The answers alone are no text.
+        # If only answers count, the loss is not a code length of text.
         is_text = config.model.is_causal and corpora.is_text(split)
         return Evaluation(
             run=str(subject.folder),
@@ -153,23 +154,23 @@ class LanguageModelling:
             bits_per_byte=corpora.bits_per_byte(loss, split) if is_text else None,
             accuracy=accuracy,
             by_position=by_position,
-            draws=self.options.draws,
+            draws=draws,
             stride=stride,
             split=split,
             scores=scores,
         )
 
-    def _measure_far(self, subject: Subject, config: Config, progress: OnPass) -> Result:
+    def _measure_far(self, subject: LoadedRun, config: Config, progress: OnPass) -> TaskResult:
         from .far_context import FarContext, measure_far
 
         training = config.training
         samples, count = _samples(subject, config, training.seq_len)
         near = self._near(training.seq_len)
         buckets = measure_far(subject, samples, count, training.micro_batch_size, near, progress)
-        place = (str(subject.folder), subject.step)
-        return FarContext(self.spec, *place, count, training.seq_len, near, buckets)
+        checkpoint = (str(subject.folder), subject.step)
+        return FarContext(self.spec, *checkpoint, count, training.seq_len, near, buckets)
 
-    def _measure_repeated(self, subject: Subject, config: Config, progress: OnPass) -> Result:
+    def _measure_repeated(self, subject: LoadedRun, config: Config, progress: OnPass) -> TaskResult:
         from .repeated_spans import RepeatedSpans, measure_repeated, random_spans
 
         training = config.training
@@ -183,23 +184,22 @@ class LanguageModelling:
         return RepeatedSpans(self.spec, str(subject.folder), subject.step, count, span, *found)
 
 
-def _samples(subject: Subject, config: Config, length: int) -> tuple["BlendedSamples", int]:
-    """The validation stream in samples of this length, and how many of them are measured."""
-    from data_pipeline.samples import BlendedSamples
+def _samples(subject: LoadedRun, config: Config, length: int) -> tuple["BlendedSamples", int]:
+    """The validation stream in samples of `length` tokens, and the number of samples to measure."""
+    from data_pipeline.samples import BlendedSamples, index_cache
 
-    data = config.data
-    cache = data.index_cache or data.train[0].path / ".index_cache"
-    keys = ("data.validation" if data.validation else "data.train", "seq_len")
+    keys = ("data.validation" if config.data.validation else "data.train", "seq_len")
+    cache = index_cache(config.data)
     samples = BlendedSamples(subject.text.validation, "validation", length, 0, cache, keys)
-    count = min(config.training.eval_samples, samples.one_pass)
+    count = min(config.training.eval_samples, samples.per_epoch)
     samples.build(count)
     return samples, count
 
 
 def evaluated_config(config: Config, samples: int | None, seq_len: int | None) -> Config:
-    """The configuration of a run with another evaluation.
+    """The run's configuration with other evaluation samples and length.
 
-    Raises UserError for no samples, no tokens, and sequences that learned positions do not reach.
+    Raises UserError for no samples, no tokens, or sequences beyond learned positions.
     """
     training = config.training
     samples = training.eval_samples if samples is None else samples
@@ -220,8 +220,8 @@ def evaluated_config(config: Config, samples: int | None, seq_len: int | None) -
 
 
 def check_length(config: Config, corpora: Corpora, split: str = "validation") -> None:
-    """UserError for samples longer than a corpus's split."""
-    if config.model.classifier is not None:  # its documents are cut or padded to any length
+    """UserError if a corpus's split has fewer tokens than one sample."""
+    if config.model.classifier is not None:  # its documents are truncated or padded to any length
         return
     for corpus in corpora.validation:
         tokens, seq_len = corpus.record(split).tokens, config.training.seq_len
@@ -233,9 +233,9 @@ def check_length(config: Config, corpora: Corpora, split: str = "validation") ->
 
 def _check_draws(draws: int, source: OpenedRun) -> None:
     if draws < 1:
-        raise UserError(f"draws={draws} leaves no vote; give --draws 1 or more")
+        raise UserError(f"draws={draws} leaves nothing to average; give --draws 1 or more")
     if not any(layer.redraws for layer in source.config.model.attentions):
         raise UserError(
-            f"draws={draws}: no layer of {source.folder} has noise that training redraws, so all votes would be the "
+            f"draws={draws}: no layer of {source.folder} has noise that training redraws, so all draws would be the "
             "same; leave out --draws"
         )

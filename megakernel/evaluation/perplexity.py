@@ -1,4 +1,4 @@
-"""Cross entropy of a model by position, and its predictions at chosen places."""
+"""Cross entropy of a model by position, and its predictions at selected tokens."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -10,55 +10,55 @@ from torch import Tensor
 
 from data_pipeline.batch import Batch
 from megakernel.model import LanguageModel
-from megakernel.model.layer_inputs import inputs_of
+from megakernel.model.layer_inputs import to_layer_inputs
 
 from .result import PositionBucket
 from .voting import log_vote
 
-STARTS = 2 ** torch.arange(4, 32)
+BUCKET_STARTS = 2 ** torch.arange(4, 32)
 """First positions of all buckets but the first, which begins at 0: 16, 32, 64, ..."""
 
 
 class Batches(Protocol):
-    """Sequences in forward passes."""
+    """A sized iterable of batches."""
 
     def __len__(self) -> int:
-        """Forward passes."""
+        """Number of forward passes."""
 
     def __iter__(self) -> Iterator[Batch]:
-        """The sequences."""
+        """The batches."""
 
 
 @torch.no_grad()
-def measure(
+def loss_by_position(
     model: LanguageModel,
     batches: Batches,
     device: torch.device,
     progress: Callable[[int, int], None],
     draws: int | None = None,
 ) -> list[PositionBucket]:
-    """The mean loss of every bucket of positions that holds a prediction.
+    """The mean loss of every bucket of positions that has predictions.
 
-    progress: called after each batch with the batches done and all batches.
-    draws: of the noise that training redraws; a token's probability is the mean over them. None: what is held.
+    progress: called after each batch with the batches done and all batches. draws: number of draws of the noise that
+    training redraws, over which a token's probability is averaged; None: the current noise.
     """
-    sums = torch.zeros(len(STARTS) + 1, dtype=torch.float64)
-    counts = torch.zeros(len(STARTS) + 1, dtype=torch.int64)
+    sums = torch.zeros(len(BUCKET_STARTS) + 1, dtype=torch.float64)
+    counts = torch.zeros(len(BUCKET_STARTS) + 1, dtype=torch.int64)
     longest = 0
     for done, batch in enumerate(batches, start=1):
         counted = batch.loss_mask
-        num_targets = counted.sum().reshape(1)  # what `losses` has no need of
-        inputs = inputs_of(batch, num_targets.to(device))
+        num_targets = counted.sum().reshape(1)  # part of the inputs, but not used by `losses`
+        inputs = to_layer_inputs(batch, num_targets.to(device))
         logs = log_vote(model, partial(_log_probabilities, model, inputs), draws).cpu()[counted]
-        bucket = torch.bucketize(batch.positions[counted], STARTS, right=True)
-        # float64 keeps millions of terms exact enough.
+        bucket = torch.bucketize(batch.positions[counted], BUCKET_STARTS, right=True)
+        # Sums of millions of terms need float64.
         sums += torch.bincount(bucket, weights=-logs.double(), minlength=len(sums))
         counts += torch.bincount(bucket, minlength=len(counts))
         longest = max(longest, int(batch.positions.max()))
         progress(done, len(batches))
     return [
         PositionBucket(first, min(max(2 * first, 16) - 1, longest), tokens, total / tokens)
-        for first, tokens, total in zip([0, *STARTS.tolist()], counts.tolist(), sums.tolist())
+        for first, tokens, total in zip([0, *BUCKET_STARTS.tolist()], counts.tolist(), sums.tolist())
         if tokens
     ]
 
@@ -68,14 +68,14 @@ def _log_probabilities(model: LanguageModel, inputs: tuple[Tensor, ...]) -> Tens
     return -model.losses(*inputs)
 
 
-class Predictions(NamedTuple):
-    """One entry for each chosen place, sequences one after the other; on the CPU."""
+class TokenPredictions(NamedTuple):
+    """One entry per chosen token, sequence by sequence, on the CPU."""
 
     losses: Tensor
     """(K,) float32: cross entropy of the label in nats, over the whole vocabulary as in training."""
 
     right: Tensor
-    """(K,) bool: whether the label is the likeliest id of the vocabulary."""
+    """(K,) bool: whether the label is the argmax over the tokenizer's ids."""
 
 
 @torch.no_grad()
@@ -86,17 +86,17 @@ def predict(
     positions: Tensor,
     labels: Tensor,
     chosen: Tensor,
-) -> Predictions:
-    """The predictions of `labels` at the places `chosen`; all (B, N), logits of some places at a time.
+) -> TokenPredictions:
+    """The predictions of `labels` where `chosen`; all (B, N). Logits are computed in chunks of tokens.
 
-    vocab_size: ids of the tokenizer; the model may have more, which are no answer.
+    vocab_size: ids of the tokenizer; a model may have more, which cannot be answers.
     """
     hidden = model.hidden(tokens, positions).transpose(0, 1)[chosen]
-    wanted = labels[chosen]
+    targets = labels[chosen]
     losses, right = [], []
     size = model.settings.loss_chunk_size
-    for some, label in zip(hidden.split(size), wanted.split(size)):
-        logits = model.logits(some[:, None])[0].float()
+    for chunk, label in zip(hidden.split(size), targets.split(size)):
+        logits = model.logits(chunk[:, None])[0].float()
         losses.append(F.cross_entropy(logits, label, reduction="none"))
         right.append(logits[:, :vocab_size].argmax(-1) == label)
-    return Predictions(torch.cat(losses).cpu(), torch.cat(right).cpu())
+    return TokenPredictions(torch.cat(losses).cpu(), torch.cat(right).cpu())

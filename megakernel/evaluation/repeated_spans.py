@@ -1,4 +1,4 @@
-"""Does a model find again what it has read? The loss of a span of tokens, and that of the same span read again."""
+"""Recall of repeated text: the loss of a span of tokens, and of the same span when it is repeated."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -9,15 +9,15 @@ from torch import Tensor
 
 from .perplexity import predict
 from .result import Table, number
-from .subject import OnPass, Subject
+from .subject import LoadedRun, OnPass
 
-BEGINNING = 16
-"""Tokens of the second reading that are not scored: they say which place is read again."""
+UNSCORED = 16
+"""Tokens at the start of each reading that are not scored: a model needs some to recognize the repetition."""
 
 
 @dataclass(frozen=True)
 class RepeatedSpans:
-    """The predictions of a checkpoint in spans that stand twice in a row."""
+    """A checkpoint's losses on spans that occur twice in a row."""
 
     task: str
     run: str
@@ -25,19 +25,19 @@ class RepeatedSpans:
     samples: int
 
     span: int
-    """Tokens of a span, and from a token to the same one before."""
+    """Tokens of a span, which is also the distance from a token to its first occurrence."""
 
     first_loss: float
-    """Mean cross entropy in nats of the first reading, without its first `BEGINNING` tokens."""
+    """Mean cross entropy in nats of the first reading after `UNSCORED` tokens."""
 
     second_loss: float
-    """That of the second reading."""
+    """The same of the second reading."""
 
     right: float
-    """Share of the second reading's tokens that are the likeliest."""
+    """Share of the second reading's scored tokens that are the argmax of the logits."""
 
     def scalars(self) -> dict[str, float]:
-        """Both losses, by how much the second is lower, and how many are right."""
+        """Both losses, their difference, and the accuracy."""
         gain = self.first_loss - self.second_loss
         return {"loss": self.second_loss, "first_loss": self.first_loss, "gain": gain, "accuracy": self.right}
 
@@ -48,7 +48,7 @@ class RepeatedSpans:
         return tree
 
     def table(self) -> Table:
-        """A row for each reading."""
+        """One row per reading."""
         title = f"{self.task}: {self.run} at step {self.step}: {self.samples} spans of {self.span} tokens, each twice"
         rows = [
             ("first", number(self.first_loss), ""),
@@ -58,35 +58,35 @@ class RepeatedSpans:
 
 
 def measure_repeated(
-    subject: Subject, spans: Tensor, rows: int, progress: OnPass
+    subject: LoadedRun, spans: Tensor, rows: int, progress: OnPass
 ) -> tuple[float, float, float]:
     """Mean losses in nats of the first and the second reading, and the share of right tokens in the second.
 
-    spans: (samples, S) int64, S above BEGINNING + 1; `rows` of them in a forward pass.
+    spans: (samples, S) int64, S > UNSCORED + 1; `rows` of them per forward pass.
     """
     length = spans.shape[1]
     scored = torch.zeros(2 * length - 1, dtype=torch.bool)
-    scored[BEGINNING : length - 1] = scored[length + BEGINNING :] = True
+    scored[UNSCORED : length - 1] = scored[length + UNSCORED :] = True
     second = torch.arange(2 * length - 1)[scored] >= length
     sums = np.zeros(3)
     passes = spans.split(rows)
-    for done, some in enumerate(passes, start=1):
-        twice = torch.cat([some, some], 1)
+    for done, chunk in enumerate(passes, start=1):
+        twice = torch.cat([chunk, chunk], 1)
         tokens, labels = twice[:, :-1], twice[:, 1:]
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         chosen = scored.expand_as(tokens)
         inputs = (part.to(subject.device) for part in (tokens, positions, labels, chosen))
         found = predict(subject.model, subject.tokenizer.vocab_size, *inputs)
-        again = second.repeat(len(some))
-        losses = found.losses.double()
-        sums += [float(losses[~again].sum()), float(losses[again].sum()), float(found.right[again].sum())]
+        is_second = second.repeat(len(chunk))
+        losses, right = found.losses.double(), found.right[is_second]
+        sums += [float(losses[~is_second].sum()), float(losses[is_second].sum()), float(right.sum())]
         progress(done, len(passes))
     # Both readings score the same tokens.
-    first_loss, second_loss, right = (sums / (len(spans) * (length - 1 - BEGINNING))).tolist()
+    first_loss, second_loss, right = (sums / (len(spans) * (length - 1 - UNSCORED))).tolist()
     return first_loss, second_loss, right
 
 
 def random_spans(count: int, length: int, vocab_size: int) -> Tensor:
-    """Ids drawn evenly, (count, length) int64; the same for every run."""
+    """Uniformly random ids, (count, length) int64; the same for every run."""
     draw = torch.Generator().manual_seed(0)
     return torch.randint(vocab_size, (count, length), generator=draw)

@@ -1,4 +1,4 @@
-"""The result of an evaluation, with the table that the terminal and TensorBoard show."""
+"""The result of `--task lm`, and the tables that the terminal and TensorBoard show."""
 
 import math
 from collections.abc import Sequence
@@ -7,33 +7,33 @@ from typing import Any, NamedTuple
 
 
 class Table(NamedTuple):
-    """Rows of text, and what is to be said above and below them."""
+    """A table of text, with a title above and lines below."""
 
     title: str
     columns: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
 
     total: tuple[str, ...] | None = None
-    """A last row over all others."""
+    """A last row with totals."""
 
     below: tuple[str, ...] = ()
-    """Lines."""
+    """Lines below the table."""
 
     def markdown(self) -> str:
-        """The table for TensorBoard's text page."""
+        """The table in Markdown, for TensorBoard."""
         rows = [*self.rows, *([self.total] if self.total else [])]
         lines = [" | ".join(row) for row in [self.columns, ("---",) * len(self.columns), *rows]]
         return "\n\n".join([self.title, "\n".join(f"| {line} |" for line in lines), *self.below])
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A number, or nothing."""
+    """A number as text; empty for None."""
     return "" if value is None else f"{value:.{digits}f}"
 
 
 @dataclass(frozen=True)
 class PositionBucket:
-    """Predictions from tokens at similar places in their documents."""
+    """Predictions from tokens at similar positions in their documents."""
 
     first: int
     """First position of the bucket; position p sees p tokens before it."""
@@ -42,7 +42,7 @@ class PositionBucket:
     """Last position."""
 
     tokens: int
-    """Predictions."""
+    """Number of predictions."""
 
     loss: float
     """Mean cross entropy in nats."""
@@ -55,54 +55,54 @@ class PositionBucket:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A checkpoint's predictions of its validation samples, or of another split's."""
+    """A checkpoint's loss on the samples of a split."""
 
     run: str
-    """Folder of the run, or what a baseline is called."""
+    """Folder of the run, or a baseline's name."""
 
     step: int
-    """Optimizer steps behind the checkpoint; 0 for a baseline."""
+    """Optimizer steps of the checkpoint; 0 for a baseline."""
 
     samples: int
-    """Validation samples."""
+    """Number of samples."""
 
     seq_len: int
     """Tokens per sample."""
 
     tokens: int
-    """Predictions: labels that count, tokens or a classifier's examples."""
+    """Number of predictions: valid tokens, or a classifier's examples."""
 
     loss: float
-    """Mean cross entropy in nats per prediction; of a regression the mean squared error."""
+    """Mean cross entropy in nats per prediction; for a regression, the mean squared error."""
 
     bits_per_byte: float | None
-    """The loss in bits per UTF-8 byte of the split's text; None but for a causal model, whose loss is a code length."""
+    """The loss in bits per UTF-8 byte of the split's text; None unless a causal model's loss is a code length."""
 
     accuracy: float | None
-    """Share of the predictions that are right, measured of classifiers and baselines."""
+    """Share of right predictions, for classifiers and baselines."""
 
     by_position: list[PositionBucket]
-    """The loss by position in the document (in the sample where documents are not isolated), empty buckets left out.
+    """The loss by position in the document (in the sample if documents are not isolated), without empty buckets.
 
-    A document that began before its sample counts from the sample's start: a position is what the model can see.
-    Empty for classifiers, whose predictions have no positions, and baselines.
+    Positions of a document that began before its sample count from the sample's start, since a position is the number
+    of tokens that the model sees. Empty for baselines, and for classifiers, whose predictions have no positions.
     """
 
     draws: int | None = None
-    """Draws of the layers' noise over which probabilities were averaged; None: the noise that training held last."""
+    """Draws of the layers' noise over which probabilities were averaged; None: the checkpoint's noise."""
 
     stride: int | None = None
-    """Tokens by which windows were moved, each token predicted once; None: samples that do not overlap."""
+    """Stride in tokens of sliding windows, which predict each token once; None: disjoint samples."""
 
     split: str = "validation"
-    """Which split of the corpora the samples are of."""
+    """Split of the corpora."""
 
     scores: dict[str, float] | None = None
-    """Of a classifier: Matthews' correlation and, of two classes, F1; of a regression Pearson's and Spearman's."""
+    """For a classifier, Matthews' correlation and, with two classes, F1; for a regression, Pearson's and Spearman's."""
 
     @property
     def is_regression(self) -> bool:
-        """Whether numbers are predicted, whose loss has no perplexity."""
+        """Whether numbers are predicted; their loss has no perplexity."""
         return self.scores is not None and self.accuracy is None
 
     @property
@@ -115,11 +115,11 @@ class Evaluation:
         scalars = {"loss": self.loss}
         if not self.is_regression:
             scalars["perplexity"] = self.perplexity
-        found = {"bits_per_byte": self.bits_per_byte, "accuracy": self.accuracy, **(self.scores or {})}
-        return scalars | {name: value for name, value in found.items() if value is not None}
+        optional = {"bits_per_byte": self.bits_per_byte, "accuracy": self.accuracy, **(self.scores or {})}
+        return scalars | {name: value for name, value in optional.items() if value is not None}
 
     def table(self) -> Table:
-        """A row for each bucket of positions."""
+        """One row per bucket of positions."""
         title = f"{self.run} at step {self.step}: {self.samples} samples of {self.seq_len} tokens"
         if self.split != "validation":
             title += f" of {self.split}"

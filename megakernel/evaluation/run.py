@@ -1,11 +1,11 @@
-"""From `--task` and a run folder to what is measured: what is cheap to check comes before the libraries are loaded."""
+"""Running the tasks of `--task` on a run folder; cheap checks come before heavy libraries are imported."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from data_pipeline.corpus import Corpora
-from data_pipeline.spec import check_known, kind_of, make, split
+from data_pipeline.spec import build, check_options, find_class, split_spec
 from data_pipeline.synthetic import TASKS
 from megakernel.checkpoint.trained_run import TrainedRun
 from megakernel.config import UserError
@@ -15,54 +15,55 @@ from megakernel.parallel.device import choose_device
 from .answers import AnswersTask
 from .language_modelling import LanguageModelling, Options, check_length, evaluated_config
 from .result import Evaluation
-from .subject import OnPass, Result, Task, find, opened
+from .subject import OnPass, Task, TaskResult, find_run, load_run
 
 OPTION = "--task"
 LM = "lm"
 
 KINDS: Mapping[str, type[Section]] = {LM: Options, **TASKS}
-"""Name -> options."""
+"""Task name -> class of its options."""
 
 SAMPLES = 64
-"""Examples of each length where nothing else is said."""
+"""Default number of examples per length."""
 
 
 def parse(
     specs: Sequence[str], samples: int | None = None, seq_len: int | None = None, draws: int | None = None
 ) -> list[Task]:
-    """The tasks of a command line; samples are of all of them, seq_len and draws of lm.
+    """The tasks of a command line; samples is a default for all of them, seq_len and draws for lm.
 
-    Raises UserError for a task, an option or a value that does not exist, and for seq_len and draws without lm.
+    Raises UserError for an unknown task, an invalid option or value, and seq_len or draws without lm.
     """
     tasks = [_parse(spec, samples, seq_len, draws) for spec in dict.fromkeys(specs)]
     if not any(isinstance(task, LanguageModelling) for task in tasks):
         if seq_len is not None:
             raise UserError(
-                f"--seq-len {seq_len} is of lm alone; write {OPTION} {specs[0].split(':')[0]}:length={seq_len}"
+                f"--seq-len {seq_len} applies only to lm; write {OPTION} {specs[0].split(':')[0]}:length={seq_len}"
             )
         if draws is not None:
-            raise UserError(f"--draws {draws} is of lm alone; leave it out, or add {OPTION} lm")
+            raise UserError(f"--draws {draws} applies only to lm; leave it out, or add {OPTION} lm")
     return tasks
 
 
 def _parse(spec: str, samples: int | None, seq_len: int | None, draws: int | None) -> Task:
-    name, texts = split(spec, OPTION)
-    kind = kind_of(name, KINDS, OPTION)
+    name, option_texts = split_spec(spec, OPTION)
+    kind = find_class(name, KINDS, OPTION)
     if name == LM:
-        options = make(Options, name, texts, OPTION)
-        given = {"samples": samples, "seq_len": seq_len, "draws": draws}
-        changes = {key: value for key, value in given.items() if getattr(options, key) is None}
-        return LanguageModelling(spec, options.model_copy(update=changes))
+        options = build(Options, name, option_texts, OPTION)
+        defaults = {"samples": samples, "seq_len": seq_len, "draws": draws}
+        missing = {key: value for key, value in defaults.items() if getattr(options, key) is None}
+        return LanguageModelling(spec, options.model_copy(update=missing))
     task = TASKS[name]
-    check_known(name, texts, [*kind.model_fields, "samples"], OPTION)
-    if "samples" in texts:
-        samples = _whole(name, "samples", texts.pop("samples"))
-    lengths = texts.pop("length", "").split("+")
-    at_lengths = [make(task, name, {**texts, **({"length": one} if one else {})}, OPTION) for one in lengths]
+    check_options(name, option_texts, [*kind.model_fields, "samples"], OPTION)
+    if "samples" in option_texts:
+        samples = _parse_int(name, "samples", option_texts.pop("samples"))
+    lengths = option_texts.pop("length", "").split("+")
+    texts = [{**option_texts, **({"length": length} if length else {})} for length in lengths]
+    at_lengths = [build(task, name, of_length, OPTION) for of_length in texts]
     return AnswersTask(spec, tuple(at_lengths), SAMPLES if samples is None else samples)
 
 
-def _whole(name: str, key: str, text: str) -> int:
+def _parse_int(name: str, key: str, text: str) -> int:
     if not text.isdecimal():
         raise UserError(f"{OPTION} {name}:{key}={text} is no whole number; write {key}=64")
     return int(text)
@@ -78,21 +79,21 @@ def evaluate_tasks(
     draws: int | None = None,
     data: Path | None = None,
     progress: Callable[[str, int, int], None] = lambda spec, done, total: None,
-) -> Iterator[tuple[str, Result]]:
-    """Measure tasks of one checkpoint one after the other, in this process; each with its spec as it is done.
+) -> Iterator[tuple[str, TaskResult]]:
+    """Measure tasks on one checkpoint in this process; yields each spec with its result as soon as it is done.
 
     Args:
-        folder: folder of the run, or one in the Hugging Face form.
-        specs: `NAME` or `NAME:key=value,...`, of `KINDS`.
-        step: which checkpoint; None takes the newest good one.
-        samples: samples of lm and examples of each length of others, where a spec does not say.
-        seq_len, draws: as for `evaluate_run`, of lm.
-        data: a prepared folder in place of the run's.
+        folder: a run folder, or one in Hugging Face format.
+        specs: `NAME` or `NAME:key=value,...`, with names from `KINDS`.
+        step: step of the checkpoint; None takes the newest good one.
+        samples: default of samples for lm, and of examples per length for other tasks.
+        seq_len, draws: defaults for lm, as in `evaluate_run`.
+        data: a prepared folder to use instead of the run's.
         progress: called after each forward pass with the task's spec, the passes done and all passes of the task.
 
     Raises:
-        UserError: before anything is measured, for a run, a checkpoint, a task or an option that does not exist, and
-            for tasks and runs that do not fit each other.
+        UserError: before anything is measured, for an unknown run, checkpoint, task or option, and for tasks that the
+            run does not support.
     """
     tasks = parse(specs, samples, seq_len, draws)
     return _measure(folder, tasks, step, progress, data)
@@ -112,19 +113,19 @@ def evaluate_run(
 
     Args:
         folder: folder of the run.
-        step: which checkpoint; None takes the newest good one.
+        step: step of the checkpoint; None takes the newest good one.
         samples: validation samples; None takes training.eval_samples. One pass over the corpora at most.
         seq_len: tokens per sample, also more than in training; None takes training.eval_seq_len, else
             training.seq_len.
         draws: average the predicted probabilities over this many draws of the noise that training redraws; None
-            takes the draw that training held last.
-        split: which split of the validation corpora, such as test.
+            takes the checkpoint's noise.
+        split: split of the validation corpora, such as test.
         progress: called after each batch with the batches done and all batches.
 
     With the defaults the loss is the eval/loss that training measured at that step.
 
     Raises:
-        UserError: no run, no such checkpoint, no corpus, or values that do not fit them.
+        UserError: for no run, checkpoint or corpus, or values that do not fit them.
     """
     task = LanguageModelling("lm", Options(samples=samples, seq_len=seq_len, draws=draws, split=split))
     [(_, result)] = _measure(folder, [task], step, lambda spec, done, total: progress(done, total))
@@ -138,11 +139,11 @@ def _measure(
     step: int | None,
     progress: Callable[[str, int, int], None],
     data: Path | None = None,
-) -> Iterator[tuple[str, Result]]:
-    source = find(folder, step, any(task.reads_text for task in tasks), data)
+) -> Iterator[tuple[str, TaskResult]]:
+    source = find_run(folder, step, any(task.reads_text for task in tasks), data)
     for task in tasks:
         task.check(source)
-    subject = opened(source)
+    subject = load_run(source)
     for task in tasks:
         yield task.spec, task.measure(subject, partial(progress, task.spec))
 
@@ -156,16 +157,16 @@ def evaluate_baseline(
     seq_len: int | None = None,
     progress: OnPass = lambda done, total: None,
 ) -> Evaluation:
-    """Evaluate a model of `transformers` of the run's sizes on the run's validation data, in this process.
+    """Evaluate a model of `transformers` in the run's sizes on the run's validation data, in this process.
 
     Args:
-        folder: folder of the run that it is compared with.
+        folder: folder of the run to compare with.
         name: one of `baselines.NAMES`.
         weights: folder of `save_pretrained`; None leaves the model untrained.
         samples, seq_len, progress: as for `evaluate_run`.
 
     Raises:
-        UserError: as `evaluate_run` does, for a name or a run that do not fit each other, and for other weights.
+        UserError: as `evaluate_run` does, for an unknown name, an unsupported run, and weights of other shapes.
     """
     from .baselines import build_baseline, check_baseline, measure_baseline
 

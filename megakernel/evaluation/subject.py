@@ -1,4 +1,4 @@
-"""A trained model that is measured, and what measures it."""
+"""The model under evaluation, and the protocols of tasks and results."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,97 +19,99 @@ if TYPE_CHECKING:
     from megakernel.model import LanguageModel
 
 OnPass = Callable[[int, int], None]
-"""Told after each forward pass how many are done, and of how many."""
+"""Callback after each forward pass: (passes done, all passes)."""
 
 
 @dataclass(frozen=True)
 class OpenedRun(OpenedModel):
-    """A checkpoint and what belongs to it, before its weights are read."""
+    """A checkpoint with its data, before its weights are loaded."""
 
     corpora: Corpora | None
-    """The run's data; None where no task reads it."""
+    """The run's data; None if no task reads it."""
 
     @property
     def text(self) -> Corpora:
-        """The run's data, which a task with `reads_text` has."""
+        """The run's data, for tasks with `reads_text`."""
         assert self.corpora is not None
         return self.corpora
 
 
 @dataclass(frozen=True)
-class Subject(OpenedRun):
-    """A checkpoint's model, ready to be measured."""
+class LoadedRun(OpenedRun):
+    """A checkpoint with its model loaded."""
 
     model: "LanguageModel"
-    """Whole, in evaluation mode, on `device`."""
+    """Unpartitioned, in evaluation mode, on `device`."""
 
     device: torch.device
 
 
-class Result(Protocol):
+class TaskResult(Protocol):
     """The result of a task."""
 
     def scalars(self) -> dict[str, float]:
-        """Numbers for TensorBoard, by the last part of their tags."""
+        """Last part of the TensorBoard tag -> value."""
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON."""
 
     def table(self) -> Table:
-        """The table for a reader."""
+        """The table for terminal and TensorBoard."""
 
 
 class Task(Protocol):
-    """Something that is measured of a model."""
+    """A measurement of a model."""
 
     @property
     def spec(self) -> str:
-        """As `--task` names it."""
+        """The spec of `--task`."""
 
     @property
     def reads_text(self) -> bool:
-        """Whether it needs the run's data, and not its tokenizer alone."""
+        """Whether it needs the run's data besides its tokenizer."""
 
     def check(self, source: OpenedRun) -> None:
-        """UserError for a run that this task cannot be measured of."""
+        """UserError for a run that this task does not support."""
 
-    def measure(self, subject: Subject, progress: OnPass) -> Result:
-        """The result; the subject has been checked."""
+    def measure(self, subject: LoadedRun, progress: OnPass) -> TaskResult:
+        """The result; the subject has passed `check`."""
 
 
-def find(folder: Path, step: int | None, reads_text: bool, data: Path | None = None) -> OpenedRun:
-    """The checkpoint at a step, or the newest good one, or a folder in the Hugging Face form.
+def find_run(folder: Path, step: int | None, reads_text: bool, data: Path | None = None) -> OpenedRun:
+    """The checkpoint at a step, or the newest good one, or a folder in Hugging Face format.
 
-    data: a prepared folder in place of the run's. Raises UserError: no model, no such checkpoint, and with reads_text
-    no corpus, or one of another tokenizer.
+    data: a prepared folder to use instead of the run's. Raises UserError for no model or checkpoint, and with
+    reads_text for no corpus, or one of another tokenizer.
     """
-    source = models.find(folder, step, data=data)
+    source = models.find_model(folder, step, data=data)
     if reads_text and source.run is None and data is None:
-        raise UserError(f"{folder} is no run and names no data; give --data DIR of `megakernel prepare`")
+        raise UserError(f"{folder} is no run and has no data; give --data DIR of `megakernel prepare`")
     corpora = Corpora(source.config.data) if reads_text else None
     if corpora is not None and source.tokenizer.hash != corpora.tokenizer_hash:
-        kept = folder if source.run is None else tokenizer_folder(folder)
+        trained_tokenizer = folder if source.run is None else tokenizer_folder(folder)
         raise UserError(
             f"data.train={corpora.tokenizer_folder.parent} has another tokenizer now than {folder} was trained with; "
-            f"prepare the corpus with --tokenizer {kept}"
+            f"prepare the corpus with --tokenizer {trained_tokenizer}"
         )
     return OpenedRun(**vars(source), corpora=corpora)
 
 
-def opened(source: OpenedRun) -> Subject:
-    """The source with its model, in this process."""
+def load_run(source: OpenedRun) -> LoadedRun:
+    """The checkpoint with its model loaded in this process."""
     model, device = source.load()
-    return Subject(**vars(source), model=model, device=device)
+    return LoadedRun(**vars(source), model=model, device=device)
 
 
 def check_positions(config: Config, seq_len: int, key: str) -> None:
-    """UserError for sequences longer than learned positions; key: what set the length."""
-    rows = config.model.max_positions or config.training.seq_len
-    if config.model.position == "learned" and seq_len > rows:
-        raise UserError(f"{key}={seq_len} exceeds the model's {rows} learned positions; give at most {rows}")
+    """UserError for sequences longer than learned positions; key: the option of the length, for errors."""
+    max_positions = config.model.max_positions or config.training.seq_len
+    if config.model.position == "learned" and seq_len > max_positions:
+        raise UserError(
+            f"{key}={seq_len} exceeds the model's {max_positions} learned positions; give at most {max_positions}"
+        )
 
 
 def sequences_per_pass(config: Config, seq_len: int) -> int:
-    """As many tokens in a forward pass as in training, so that longer sequences need no more memory."""
+    """The batch size that keeps training's tokens per forward pass, so that longer sequences need no more memory."""
     training = config.training
     return max(1, training.micro_batch_size * training.seq_len // seq_len)

@@ -1,4 +1,4 @@
-"""Evaluation that votes over draws of a learned kernel's noise (*Learning the Transformer Kernel*, section 4.1)."""
+"""Averaging predictions over draws of a learned kernel's noise (*Learning the Transformer Kernel*, section 4.1)."""
 
 from collections.abc import Callable, Iterator
 
@@ -9,9 +9,9 @@ from megakernel.attention.noise import Noise
 
 
 def log_vote(model: nn.Module, predict: Callable[[], Tensor], draws: int | None) -> Tensor:
-    """The log of the mean probability over draws, float64; what `predict` gives where `draws` is None.
+    """The log of the mean probability over draws, float64; the result of `predict` if `draws` is None.
 
-    predict: runs `model` and gives log-probabilities.
+    predict: runs `model` and returns log-probabilities.
     """
     if draws is None:
         return predict()
@@ -22,16 +22,16 @@ def log_vote(model: nn.Module, predict: Callable[[], Tensor], draws: int | None)
 def mean_over_draws(model: nn.Module, predict: Callable[[], Tensor], draws: int) -> Tensor:
     """The mean of `predict()` over the draws of `each_draw`.
 
-    predict: runs `model` and gives what is to be averaged, such as probabilities.
+    predict: runs `model` and returns what to average, such as probabilities.
     """
     return torch.stack(list(each_draw(model, predict, draws))).mean(0)
 
 
 def each_draw(model: nn.Module, predict: Callable[[], Tensor], draws: int) -> Iterator[Tensor]:
-    """`predict()` with one draw after the other of all noise that training redraws; the model ends as it began.
+    """`predict()` under each draw of all noise that training redraws; restores the model's noise at the end.
 
-    A map whose numbers never change is trained with them and keeps them. The draws are numbered apart from those of
-    training, and are the same in every call; a model without noise is asked once.
+    Feature maps whose noise is never redrawn keep it. The draws differ from those of training and are the same in every
+    call; a model without noise is run once.
 
     Raises ValueError for draws below 1.
     """
@@ -41,20 +41,20 @@ def each_draw(model: nn.Module, predict: Callable[[], Tensor], draws: int) -> It
     if not noises:
         yield predict()
         return
-    held = [(noise, noise.held, noise.values.clone()) for noise in noises]
+    held = [(noise, noise.draw_number, noise.values.clone()) for noise in noises]
     try:
         for number in range(1, draws + 1):
             for noise in noises:
-                noise.hold(-number)
+                noise.use_draw(-number)
             yield predict()
     finally:
         for noise, number, values in held:
-            noise.held = number
+            noise.draw_number = number
             noise.values.copy_(values)
 
 
 def has_noise(model: nn.Module) -> bool:
-    """Whether there is anything to draw again."""
+    """Whether the model has noise that training redraws."""
     return bool(_noises(model))
 
 

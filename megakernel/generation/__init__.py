@@ -1,7 +1,15 @@
-"""Text from a trained model, token by token from recurrent states."""
+"""Text generation with a trained model, token by token from recurrent states."""
 
-from .engine import Engine, Request, check_positions
-from .run import Piece, Samples, generate_texts
+from .engine import GenerationEngine, TextRequest, check_positions
+from .run import Samples, TextPiece, generate_texts
 from .sampling import Sampling
 
-__all__ = ["Engine", "Piece", "Request", "Samples", "Sampling", "check_positions", "generate_texts"]
+__all__ = [
+    "GenerationEngine",
+    "Samples",
+    "Sampling",
+    "TextPiece",
+    "TextRequest",
+    "check_positions",
+    "generate_texts",
+]

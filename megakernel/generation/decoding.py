@@ -1,4 +1,4 @@
-"""Texts under way: the model's states behind their tokens."""
+"""The decoder: a batch of texts as the model's recurrent states after their tokens."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -14,64 +14,64 @@ if TYPE_CHECKING:
 
 
 class Decoder:
-    """Reads tokens of one text or several into the model's recurrent states.
+    """Reads tokens of one or more texts into the model's recurrent states.
 
-    Between calls it holds the states alone: a constant number of numbers for kernelized and windowed layers, the keys
-    and values of all tokens for full softmax layers, padded in front to those of the longest text.
+    Between calls it holds only the states: of constant size for kernelized and windowed layers; for full softmax layers
+    the keys and values of all tokens, left-padded to the longest text.
     """
 
     def __init__(self, model: "LanguageModel", eod: int, isolate_documents: bool, chunk_size: int = 512):
-        """eod: the end-of-document token, behind which positions restart where documents are isolated.
+        """eod: the end-of-document token, after which positions restart if documents are isolated.
 
-        chunk_size: most tokens of one forward pass, which bounds the memory that a prompt takes.
+        chunk_size: maximal tokens per text and forward pass, which bounds the memory of a prompt.
         """
         self._model = model
         self._device = model.output_matrix.device
         self._restarts_after = eod if isolate_documents else None
         self._chunk_size = chunk_size
         self.positions = [0]
-        """Of the next token of each text in its document."""
+        """Position of each text's next token in its document."""
 
         self.states: list[Any] | None = None
-        """One state for each layer; None before the first token."""
+        """One state per layer; None before the first token."""
 
     @torch.inference_mode()
     def read(self, tokens: Sequence[Sequence[int]]) -> Tensor:
-        """Read as many tokens of each text, one or more; logits (B, V) of the tokens after the last."""
+        """Read the same number of tokens (at least 1) of each text; returns the logits (B, V) of the next tokens."""
         length = len(tokens[0])
         for start in range(0, length, self._chunk_size):
             chunks = [row[start : start + self._chunk_size] for row in tokens]
-            places = [self._places(row, chunk) for row, chunk in enumerate(chunks)]
+            places = [self._next_positions(row, chunk) for row, chunk in enumerate(chunks)]
             ids, positions = (torch.tensor(rows, device=self._device) for rows in (chunks, places))
             hidden, self.states = self._model.extend(ids, positions, self.states)
         return self._model.logits(hidden[-1:])[:, 0]
 
-    def _places(self, row: int, tokens: Sequence[int]) -> list[int]:
-        """Positions as in training (data_pipeline.loader.cut)."""
-        places, position = [], self.positions[row]
+    def _next_positions(self, row: int, tokens: Sequence[int]) -> list[int]:
+        """Positions as in training (`positions_of` in data_pipeline/packed_text.py)."""
+        positions, position = [], self.positions[row]
         for token in tokens:
-            places.append(position)
+            positions.append(position)
             position = 0 if token == self._restarts_after else position + 1
         self.positions[row] = position
-        return places
+        return positions
 
     @torch.no_grad()
-    def join(self, other: "Decoder") -> None:
-        """Take over the texts of another decoder of this model, behind the own ones.
+    def append(self, other: "Decoder") -> None:
+        """Append the texts of another decoder of this model.
 
-        Raises states.Apart, with both as they were, where the states of their layers do not lie side by side.
+        Raises states.NotBatchableError, and changes nothing, if the states cannot be batched.
         """
-        self.states = other.states if self.states is None else states.join(self.states, other.states)
+        self.states = other.states if self.states is None else states.concatenate(self.states, other.states)
         self.positions = [*self.positions, *other.positions]
 
     @torch.no_grad()
     def keep(self, texts: Sequence[int]) -> None:
-        """Forget all texts but these, in this order."""
+        """Keep only these texts, in this order."""
         self.positions = [self.positions[text] for text in texts]
-        self.states = states.rows(self.states, texts, max(self.positions, default=1) or 1)
+        self.states = states.select_rows(self.states, texts, max(self.positions, default=1) or 1)
 
-    def alone(self, text: int) -> "Decoder":
-        """A decoder of one of the texts, which stays here, too."""
+    def extract(self, text: int) -> "Decoder":
+        """A copy of the decoder with one of its texts."""
         one = copy(self)
         one.keep([text])
         return one

@@ -1,4 +1,4 @@
-"""Many texts under way at once: they join the batch when they come and leave it when they end."""
+"""Continuous batching: texts join the batch when they arrive and leave it when they end."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,89 +20,89 @@ if TYPE_CHECKING:
     from megakernel.model import LanguageModel
 
 Finish = Literal["stop", "length"]
-"""Why a text ended: the model or a stop string ended it, or it has all the tokens that were asked for."""
+"""Why a text ended: by an end token or stop string, or by its maximal number of tokens."""
 
 PROMPT_CHUNK = 512
-"""Tokens of a prompt that are read between two steps of the texts under way, at most."""
+"""Maximal tokens of a prompt that are read between two steps of the running texts."""
 
 
-class Behind(NamedTuple):
-    """Where a text stands, to go on from."""
+class TextState(NamedTuple):
+    """The state of an ended text, from which it can be continued."""
 
     decoder: Decoder
-    """Of this text alone."""
+    """Decoder of this text only."""
 
     context: list[int]
-    """Its last tokens, CONTEXT at most."""
+    """Its last tokens, at most CONTEXT."""
 
     unread: list[int]
-    """Those of them that the decoder has not read yet."""
+    """Its last tokens that the decoder has not read yet."""
 
     tokens: int
-    """Of the whole text."""
+    """Number of tokens of the whole text."""
 
     seen: frozenset[int] = frozenset()
-    """All different ones of these, which the repetition penalty meets."""
+    """The set of its tokens, for the repetition penalty."""
 
 
 @dataclass(frozen=True)
-class Request:
+class TextRequest:
     """A text to continue."""
 
     tokens: Sequence[int]
-    """The prompt; with `behind` what follows there, which may be nothing."""
+    """The prompt; with `previous`, the tokens that follow it, which may be empty."""
 
     max_new_tokens: int
     sampling: Sampling = DEFAULT
     seed: int = 0
     sample: int = 0
-    """Which of several continuations that are drawn with one seed."""
+    """Index among several continuations with one seed."""
 
     stop: Sequence[str] = ()
-    """Strings that end the text before them."""
+    """Strings before which the text ends."""
 
     ends: frozenset[int] = frozenset()
-    """Tokens that end it."""
+    """Tokens that end the text."""
 
     logprobs: int | None = None
-    """Of how many likeliest tokens the probabilities are told beside the chosen one's; None: of none."""
+    """Number of most likely tokens to report with the chosen token's log-probability; None: report nothing."""
 
-    behind: Behind | None = None
-    """What it continues; None: nothing."""
+    previous: TextState | None = None
+    """The text to continue; None for a new one."""
 
     keeps_state: bool = False
-    """Whether the text can be gone on from when it has ended (`Text.behind`)."""
+    """Whether to keep the ended text's state (`Text.final_state`)."""
 
 
 class Chosen(NamedTuple):
-    """A token and its log probability, without temperature and what else draws leave out."""
+    """A token and its log-probability under the model, before temperature, penalty and filters."""
 
     token: int
     logprob: float
-    likeliest: list[tuple[int, float]]
-    """The likeliest tokens, in order."""
+    top_tokens: list[tuple[int, float]]
+    """The most likely tokens with their log-probabilities, in order."""
 
 
 @dataclass(eq=False)
 class Text:
-    """A request under way."""
+    """A request in progress."""
 
-    request: Request
+    request: TextRequest
     stream: TextStream
     stops: StopStrings
     unread: list[int]
-    """The prompt's tokens that no decoder has read, then the last token alone."""
+    """The prompt's tokens that are not read yet; after the prompt, the last token."""
 
     seen: set[int]
-    """All different tokens of the text so far, which the repetition penalty meets."""
+    """The set of the text's tokens so far, for the repetition penalty."""
 
     new_tokens: list[int] = field(default_factory=list)
     finish: Finish | None = None
-    behind: Behind | None = None
-    """Where it stands, once it has ended, if the request wants to know."""
+    final_state: TextState | None = None
+    """Its state once it has ended, if the request has `keeps_state`."""
 
     def draw(self) -> Draw:
-        """How its next token is drawn."""
+        """The parameters of drawing its next token."""
         request = self.request
         seen = None
         if request.sampling.repetition_penalty != 1:
@@ -110,42 +110,41 @@ class Text:
         return Draw(request.sampling, uniform(request.seed, request.sample, len(self.new_tokens)), seen)
 
 
-class Step(NamedTuple):
-    """What became of a text by one token."""
+class TextStep(NamedTuple):
+    """The result of one token for a text."""
 
     text: Text
     piece: str
-    """Text that is now certain, which may be empty."""
+    """New text that is final; may be empty."""
 
     chosen: Chosen | None
-    """Where log probabilities are wanted, and the token does not end the text."""
+    """The token, if log-probabilities are requested and it does not end the text."""
 
 
 @dataclass(eq=False)
 class _Batch:
-    """Texts whose states lie side by side."""
+    """Texts whose states are batched."""
 
     decoder: Decoder
     texts: list[Text]
 
 
-class Engine:
-    """Continues texts with one model, a token of each in every step.
+class GenerationEngine:
+    """Continues texts with one model; every step adds a token to each.
 
-    States of kernelized and windowed layers have one size, so a text that joins or leaves costs a copy of its rows and
-    no other text waits for it. Keys and values of full softmax layers are padded in front to those of the longest text
-    of the batch, which is what they cost. Mechanisms that keep something else for each token (EVA, landmarks under a
-    softmax) are decoded text by text.
+    States of kernelized and windowed layers have a constant size, so a text joins or leaves by a copy of its rows. Keys
+    and values of full softmax layers are left-padded to the longest text of the batch. Mechanisms with other growing
+    states (EVA, landmarks under a softmax) are decoded text by text.
 
-    A text depends on its request alone, up to the rounding of matrix products of other numbers of rows.
+    A text depends only on its request, up to the rounding of matrix products with other batch sizes.
     """
 
     def __init__(
         self, model: "LanguageModel", tokenizer: Tokenizer, *, isolate_documents: bool, max_batch: int = 32
     ):
-        """max_batch: texts under way at once; others wait for their turn."""
+        """max_batch: texts in progress at once; others wait."""
         self._model, self.tokenizer = model, tokenizer
-        # A template that ends messages as documents end does not tell where a conversation does.
+        # If the chat template writes eod after messages, eod does not mark the end of a conversation.
         self._isolate = isolate_documents and not tokenizer.ends_messages
         self._max_batch = max_batch
         self._waiting: deque[Text] = deque()
@@ -154,47 +153,48 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Texts that have not begun."""
+        """Number of texts that have not started."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
-        """Texts that have begun and not ended."""
+        """Number of texts in progress."""
         return len(self._reading) + sum(len(batch.texts) for batch in self._batches)
 
     def new_decoder(self) -> Decoder:
-        """A decoder of one text that has not begun."""
+        """A decoder of one empty text."""
         return Decoder(self._model, self.tokenizer.eod, self._isolate, PROMPT_CHUNK)
 
-    def add(self, request: Request) -> Text:
-        """Line a text up; at least one token is to be read, of the request or of what it continues."""
-        before = request.behind
-        unread = [*(before.unread if before else ()), *request.tokens]
+    def add(self, request: TextRequest) -> Text:
+        """Queue a text; the request and its `previous` have at least one unread token."""
+        previous = request.previous
+        unread = [*(previous.unread if previous else ()), *request.tokens]
         assert unread
-        said = [*(before.context if before else ()), *request.tokens]
-        seen = {*(before.seen if before else ()), *request.tokens}
-        text = Text(request, TextStream(self.tokenizer, said), StopStrings(request.stop), unread, seen)
+        context = [*(previous.context if previous else ()), *request.tokens]
+        seen = {*(previous.seen if previous else ()), *request.tokens}
+        text = Text(request, TextStream(self.tokenizer, context), StopStrings(request.stop), unread, seen)
         self._waiting.append(text)
         return text
 
     def remove(self, text: Text) -> None:
-        """Forget a text wherever it stands, and free what it holds."""
+        """Drop a text, whatever its progress, and free its state."""
         if text in self._waiting:
             self._waiting.remove(text)
         self._reading = deque(pair for pair in self._reading if pair[0] is not text)
         for batch in self._batches:
             if text in batch.texts:
-                self._keep(batch, [other for other in batch.texts if other is not text])
+                self._keep_texts(batch, [other for other in batch.texts if other is not text])
 
-    def step(self) -> list[Step]:
-        """Read a chunk of one prompt, and a token of every text under way; what became of each."""
+    def step(self) -> list[TextStep]:
+        """Read a chunk of one prompt, and a token of every running text; returns the texts' new tokens."""
         while self._waiting and self.running < self._max_batch:
             text = self._waiting.popleft()
-            before = text.request.behind
-            # Of what it continues a copy: other texts may go on from there, too.
-            self._reading.append((text, self.new_decoder() if before is None else before.decoder.alone(0)))
-        steps: list[Step] = []
-        batches = list(self._batches)  # without the text whose prompt ends now: it has its token
+            previous = text.request.previous
+            # `extract` copies the state: other texts may continue from it as well.
+            decoder = self.new_decoder() if previous is None else previous.decoder.extract(0)
+            self._reading.append((text, decoder))
+        steps: list[TextStep] = []
+        batches = list(self._batches)  # without a text whose prompt ends now: `_read_prompt` draws its token
         if self._reading:
             steps += self._read_prompt()
         for batch in batches:
@@ -202,21 +202,21 @@ class Engine:
             steps += self._advance(batch, logits)
         return steps
 
-    def run(self, requests: Iterable[Request]) -> Iterator[tuple[int, Step]]:
-        """Continue all of some texts; each step with the place of its request."""
-        places = {self.add(request): place for place, request in enumerate(requests)}
-        while places:
+    def run(self, requests: Iterable[TextRequest]) -> Iterator[tuple[int, TextStep]]:
+        """Continue all requests to their ends; yields each step with the index of its request."""
+        indices = {self.add(request): index for index, request in enumerate(requests)}
+        while indices:
             for step in self.step():
-                yield places[step.text], step
+                yield indices[step.text], step
                 if step.text.finish is not None:
-                    del places[step.text]
+                    del indices[step.text]
 
-    def _read_prompt(self) -> list[Step]:
+    def _read_prompt(self) -> list[TextStep]:
         text, decoder = self._reading[0]
         chunk, text.unread = text.unread[:PROMPT_CHUNK], text.unread[PROMPT_CHUNK:]
         logits = decoder.read([chunk])
         if text.unread:
-            self._reading.rotate(-1)  # so that no short prompt waits for the end of a long one
+            self._reading.rotate(-1)  # a short prompt need not wait for the end of a long one
             return []
         self._reading.popleft()
         batch = _Batch(decoder, [text])
@@ -231,58 +231,58 @@ class Engine:
             if batch is new:
                 continue
             try:
-                batch.decoder.join(new.decoder)
-            except states.Apart:
+                batch.decoder.append(new.decoder)
+            except states.NotBatchableError:
                 continue
             batch.texts += new.texts
             self._batches.remove(new)
             return
 
-    def _advance(self, batch: _Batch, logits: Tensor) -> list[Step]:
-        """Choose the next token of each text from logits (B, V)."""
-        # A model may have more ids than its tokenizer: special ones, or those that a dense model came with.
+    def _advance(self, batch: _Batch, logits: Tensor) -> list[TextStep]:
+        """Draw the next token of each text from logits (B, V)."""
+        # A model may have more ids than its tokenizer: special ones, or padding rows of a dense model.
         logits = logits[:, : self.tokenizer.vocab_size]
         tokens = choose(logits, [text.draw() for text in batch.texts])
         steps = [
-            self._took(text, token, logits[row]) for row, (text, token) in enumerate(zip(batch.texts, tokens))
+            self._append_token(text, token, row) for text, token, row in zip(batch.texts, tokens, logits)
         ]
         for row, text in enumerate(batch.texts):
             if text.finish is not None and text.request.keeps_state:
-                text.behind = self._behind(text, batch.decoder.alone(row))
-        going = [text for text in batch.texts if text.finish is None]
-        if len(going) < len(batch.texts):
-            self._keep(batch, going)
+                text.final_state = self._text_state(text, batch.decoder.extract(row))
+        unfinished = [text for text in batch.texts if text.finish is None]
+        if len(unfinished) < len(batch.texts):
+            self._keep_texts(batch, unfinished)
         return steps
 
-    def _took(self, text: Text, token: int, logits: Tensor) -> Step:
+    def _append_token(self, text: Text, token: int, logits: Tensor) -> TextStep:
         request, chosen = text.request, None
         if token in request.ends:
             text.finish, text.unread = "stop", []
-            return Step(text, text.stops.add(text.stream.end()) + text.stops.end(), None)
+            return TextStep(text, text.stops.add(text.stream.end()) + text.stops.end(), None)
         if request.logprobs is not None:
-            chosen = _with_probability(token, logits, request.logprobs)
+            chosen = _with_logprobs(token, logits, request.logprobs)
         text.new_tokens.append(token)
         text.seen.add(token)
         text.unread = [token]
         piece = text.stops.add(text.stream.add(token))
-        if text.stops.met:
+        if text.stops.matched:
             text.finish = "stop"
         elif len(text.new_tokens) == request.max_new_tokens:
             text.finish = "length"
             piece += text.stops.add(text.stream.end())
-            if text.stops.met:
+            if text.stops.matched:
                 text.finish = "stop"
             piece += text.stops.end()
-        return Step(text, piece, chosen)
+        return TextStep(text, piece, chosen)
 
-    def _behind(self, text: Text, decoder: Decoder) -> Behind:
-        before = text.request.behind
-        own = [*text.request.tokens, *text.new_tokens]
-        count = (before.tokens if before else 0) + len(own)
-        context = [*(before.context if before else ()), *own][-CONTEXT:]
-        return Behind(decoder, context, list(text.unread), count, frozenset(text.seen))
+    def _text_state(self, text: Text, decoder: Decoder) -> TextState:
+        previous = text.request.previous
+        tokens = [*text.request.tokens, *text.new_tokens]
+        count = (previous.tokens if previous else 0) + len(tokens)
+        context = [*(previous.context if previous else ()), *tokens][-CONTEXT:]
+        return TextState(decoder, context, list(text.unread), count, frozenset(text.seen))
 
-    def _keep(self, batch: _Batch, texts: list[Text]) -> None:
+    def _keep_texts(self, batch: _Batch, texts: list[Text]) -> None:
         if texts:
             batch.decoder.keep([batch.texts.index(text) for text in texts])
         elif batch in self._batches:
@@ -290,24 +290,24 @@ class Engine:
         batch.texts = texts
 
 
-def _with_probability(token: int, logits: Tensor, count: int) -> Chosen:
+def _with_logprobs(token: int, logits: Tensor, count: int) -> Chosen:
     logs = logits.float().log_softmax(-1)
     best = logs.topk(min(count, len(logs)))
-    likeliest = list(zip(best.indices.tolist(), best.values.tolist()))
-    return Chosen(token, float(logs[token]), likeliest)
+    top_tokens = list(zip(best.indices.tolist(), best.values.tolist()))
+    return Chosen(token, float(logs[token]), top_tokens)
 
 
-def most_tokens(config: Config) -> int | None:
-    """Of a prompt and what follows it together, where the model has learned positions; None: no limit."""
-    rows = config.model.max_positions or config.training.seq_len
-    return rows + 1 if config.model.position == "learned" else None
+def position_limit(config: Config) -> int | None:
+    """The limit of learned positions on prompt and new tokens together; None: no limit."""
+    max_positions = config.model.max_positions or config.training.seq_len
+    return max_positions + 1 if config.model.position == "learned" else None
 
 
 def check_positions(config: Config, prompt: int, new: int, key: str) -> None:
-    """UserError, naming `key`, where `new` tokens behind a prompt are more than the model has positions for."""
-    most = most_tokens(config)
-    if most is not None and prompt + new > most:
+    """UserError, naming `key`, if `new` tokens after a prompt of `prompt` tokens exceed the learned positions."""
+    limit = position_limit(config)
+    if limit is not None and prompt + new > limit:
         raise UserError(
-            f"{key}={new} after a prompt of {prompt} tokens exceeds the model's {most - 1} learned positions; "
-            f"give at most {max(most - prompt, 0)}, or a shorter prompt"
+            f"{key}={new} after a prompt of {prompt} tokens exceeds the model's {limit - 1} learned positions; "
+            f"give at most {max(limit - prompt, 0)}, or a shorter prompt"
         )

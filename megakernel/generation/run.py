@@ -1,4 +1,4 @@
-"""From a model's folder and prompts to text: what is cheap to check comes before the libraries are loaded."""
+"""Continuing prompts with a model's folder; cheap checks come before heavy libraries are imported."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,28 +7,28 @@ from typing import TYPE_CHECKING
 
 from data_pipeline.chat import ChatTemplate, Message
 from data_pipeline.tokenizers import Tokenizer
-from megakernel.checkpoint.opened import OpenedModel, find
+from megakernel.checkpoint.opened import OpenedModel, find_model
 from megakernel.config import Config, UserError
 
-from .engine import Engine, Request, check_positions
+from .engine import GenerationEngine, TextRequest, check_positions
 from .sampling import Sampling
 
 if TYPE_CHECKING:
     from megakernel.model import LanguageModel
 
 Prompt = str | list[Message]
-"""A text to continue, or messages that the model's chat template makes one."""
+"""A text to continue, or messages to render with the model's chat template."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Text that was added to a sample of a prompt."""
+class TextPiece:
+    """New text of one continuation of a prompt."""
 
     prompt: int
-    """Number of the prompt."""
+    """Index of the prompt."""
 
     sample: int
-    """Number of its continuation."""
+    """Index of its continuation."""
 
     text: str
     """May be empty."""
@@ -48,60 +48,56 @@ def generate_texts(
     end_tokens: Sequence[str] = (),
     batch_size: int = 32,
     step: int | None = None,
-) -> Iterator[Piece]:
-    """Continue prompts by a model that is loaded once; yields pieces of text as they come, without the prompts.
+) -> Iterator[TextPiece]:
+    """Continue prompts in batches with a model that is loaded once; yields new text as it is generated.
 
-    A text ends at a token that ends it (the tokenizer's, the model's own of generation_config.json, `end_tokens`),
-    before a stop string, or after max_new_tokens tokens. Prompts are continued together.
+    A text ends at an end token (the tokenizer's, those of generation_config.json, `end_tokens`), before a stop string,
+    or after max_new_tokens tokens.
 
     Args:
-        folder: folder of the run, or one in the Hugging Face form.
-        prompts: texts to continue. An empty one is a new document: the model then continues BOS, or where documents do
-            not begin with it the end of the document before.
-        max_new_tokens: most tokens to add to each.
+        folder: a run folder, or one in Hugging Face format.
+        prompts: texts to continue. An empty one starts a document: the model continues BOS, or end-of-document if
+            documents do not begin with BOS.
+        max_new_tokens: maximal number of new tokens per text.
         sampling: how tokens are drawn.
-        seed: of the draws of each; the same arguments give the same text, whatever other prompts there are.
-        samples: continuations of each.
-        stop: strings that end a text before them.
-        end_tokens: further tokens that end a text, as the tokenizer writes them.
-        batch_size: texts that are continued at once.
-        step: which checkpoint of a run; None takes the newest good one.
+        seed: seed of each text's draws; the same arguments give the same text, whatever the other prompts.
+        samples: continuations per prompt.
+        stop: strings before which a text ends.
+        end_tokens: further end tokens, as text.
+        batch_size: texts in progress at once.
+        step: step of a run's checkpoint; None takes the newest good one.
 
     Raises:
-        UserError: no model, no such checkpoint, no tokenizer, a model that is no causal_lm, a prompt that is no text,
-            messages without a chat template, or more tokens than the model has positions for.
+        UserError: for no model, checkpoint or tokenizer, a model that is not a causal_lm, a prompt that is not valid
+            UTF-8, messages without a chat template, or more tokens than learned positions.
     """
     for name, value in (("max_new_tokens", max_new_tokens), ("samples", samples), ("batch_size", batch_size)):
         if value < 1:
             raise UserError(f"{name}={value} adds nothing; give 1 or more")
     if "" in stop:
-        raise UserError("stop holds an empty text, which stands everywhere; give at least one character")
-    opened = find(folder, step)
+        raise UserError("stop holds an empty text, which matches everywhere; give at least one character")
+    opened = find_model(folder, step)
     opened.check_continues_text()
     tokens = [prompt_tokens(opened, prompt) for prompt in prompts]
-    for one in tokens:
-        check_positions(opened.config, len(one), max_new_tokens, "max_new_tokens")
+    for ids in tokens:
+        check_positions(opened.config, len(ids), max_new_tokens, "max_new_tokens")
     ends = opened.ends | {_end_token(opened.tokenizer, text) for text in end_tokens}
     model, _ = opened.load()
-    engine = Engine(
-        model,
-        opened.tokenizer,
-        isolate_documents=opened.config.data.isolate_documents,
-        max_batch=batch_size,
-    )
+    isolate = opened.config.data.isolate_documents
+    engine = GenerationEngine(model, opened.tokenizer, isolate_documents=isolate, max_batch=batch_size)
     requests = [
-        Request(one, max_new_tokens, sampling, seed, sample, tuple(stop), ends)
-        for one in tokens
+        TextRequest(ids, max_new_tokens, sampling, seed, sample, tuple(stop), ends)
+        for ids in tokens
         for sample in range(samples)
     ]
     return (
-        Piece(*divmod(place, samples), step.piece, step.text.finish is not None)
-        for place, step in engine.run(requests)
+        TextPiece(*divmod(index, samples), step.piece, step.text.finish is not None)
+        for index, step in engine.run(requests)
     )
 
 
 def prompt_tokens(opened: OpenedModel, prompt: Prompt) -> list[int]:
-    """Ids of a prompt. Raises UserError for what is no text, and for messages without a template."""
+    """Ids of a prompt. Raises UserError for invalid UTF-8, and for messages without a chat template."""
     if isinstance(prompt, str):
         check_text(prompt)
         return opened.tokenizer.prompt(prompt)
@@ -109,31 +105,31 @@ def prompt_tokens(opened: OpenedModel, prompt: Prompt) -> list[int]:
         check_text(message["content"])
     if opened.tokenizer.chat_template is None:
         raise UserError(
-            f"the tokenizer of {opened.folder} has no chat_template, so it knows no messages; give a text to continue, "
-            "or a model that was tuned on chats"
+            f"the tokenizer of {opened.folder} has no chat_template, so it cannot render messages; give a text to "
+            "continue, or a model that was tuned on chats"
         )
     return ChatTemplate(opened.tokenizer).prompt(prompt)
 
 
 def _end_token(tokenizer: Tokenizer, text: str) -> int:
     if tokenizer.kind == "huggingface":
-        found = tokenizer.for_transformers()(text, add_special_tokens=False)["input_ids"]
+        ids = tokenizer.for_transformers()(text, add_special_tokens=False)["input_ids"]
     else:
-        found = tokenizer.encode(text)
-    if len(found) != 1:
+        ids = tokenizer.encode(text)
+    if len(ids) != 1:
         raise UserError(
-            f"end token {text!r} is {len(found)} tokens of the tokenizer; give one, or a stop string"
+            f"end token {text!r} is {len(ids)} tokens of the tokenizer; give one, or a stop string"
         )
-    return found[0]
+    return ids[0]
 
 
 def check_text(prompt: str) -> None:
-    """UserError for a prompt that is no text."""
+    """UserError for a prompt that is not valid UTF-8."""
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
         raise UserError(
-            f"prompt holds what is no text in UTF-8, at character {error.start + 1}; write it in UTF-8"
+            f"prompt is not valid UTF-8 at character {error.start + 1}; write it in UTF-8"
         ) from None
 
 
@@ -141,25 +137,25 @@ _SAMPLING = Sampling(temperature=0.8)
 
 
 class Samples:
-    """Continues logging.sample_prompt with a model that this process holds as a whole.
+    """Continues logging.sample_prompt during training, with an unpartitioned model.
 
-    The draws have one seed, so that two samples differ by what was learned between them.
-    Raises UserError for more tokens than the model has positions for.
+    The draws have a fixed seed, so that samples differ only by what was learned between them.
+    Raises UserError for more tokens than learned positions.
     """
 
     def __init__(self, config: Config, tokenizer: Tokenizer):
         assert config.logging.sample_prompt is not None
-        self._config = config
+        self._isolate = config.data.isolate_documents
         self._tokenizer = tokenizer
         self._prompt = config.logging.sample_prompt
         tokens, count = tokenizer.prompt(self._prompt), config.logging.sample_tokens
         check_positions(config, len(tokens), count, "logging.sample_tokens")
         ends = frozenset({tokenizer.eod})
-        self._request = Request(tokens, count, _SAMPLING, config.run.seed, ends=ends)
+        self._request = TextRequest(tokens, count, _SAMPLING, config.run.seed, ends=ends)
 
     def markdown(self, model: "LanguageModel") -> str:
-        """Prompt and continuation; the model is in evaluation mode."""
-        engine = Engine(model, self._tokenizer, isolate_documents=self._config.data.isolate_documents)
+        """Prompt and continuation as Markdown; the model is in evaluation mode."""
+        engine = GenerationEngine(model, self._tokenizer, isolate_documents=self._isolate)
         text = self._prompt + "".join(step.piece for _, step in engine.run([self._request]))
-        # Markdown shows an indented text as it is.
+        # Markdown renders indented text verbatim.
         return "\n".join(f"    {line}" for line in text.splitlines())

@@ -6,26 +6,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .language_model import LanguageModel, cast, layer_list
     from .layer_inputs import IGNORED
-    from .pipeline import Parted, Pipeline, build_model, stage_layers
-    from .self_attention import rotate_by
+    from .pipeline import LocalModel, Pipeline, build_model, stage_layers
+    from .self_attention import set_rotary
     from .settings import ModelSettings
 
 _HOMES = {
     "IGNORED": "layer_inputs",
     "LanguageModel": "language_model",
     "ModelSettings": "settings",
-    "Parted": "pipeline",
+    "LocalModel": "pipeline",
     "Pipeline": "pipeline",
     "build_model": "pipeline",
     "cast": "language_model",
     "layer_list": "language_model",
-    "rotate_by": "self_attention",
+    "set_rotary": "self_attention",
     "stage_layers": "pipeline",
 }
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use: DeepSpeed takes seconds, and only training has pipelines; what counts needs no torch.
+    # Imported on first use: DeepSpeed takes seconds and only training needs it; counting FLOPs needs no torch.
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

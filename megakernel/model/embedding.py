@@ -1,4 +1,4 @@
-"""The first layers: token ids to hidden states, and positions that are added to them."""
+"""The first layers: token embedding and added position embeddings."""
 
 from abc import ABC, abstractmethod
 
@@ -7,37 +7,37 @@ from torch import Tensor, nn
 
 from .layer_inputs import LayerInputs
 from .linear import embedding
-from .settings import ModelSettings, drawn_from
+from .settings import ModelSettings, seeded_by
 
 
 class TokenEmbedding(nn.Module):
-    """Token ids (B, N) to hidden states (N, B, C), the vocabulary cut over the tensor ranks.
+    """Token embedding, vocabulary-parallel over the tensor ranks.
 
-    Its matrix is also the output head where embeddings are tied, which is why it is a module of its own: a pipeline
-    keeps one copy on the first and one on the last stage and sums their gradients.
+    A module of its own, because tied embeddings use its matrix as the output head: a pipeline keeps a copy on the first
+    and on the last stage and sums their gradients.
     """
 
     def __init__(self, settings: ModelSettings):
         super().__init__()
         self.scattered = settings.mesh.sequence_parallel
         self.multiplier = settings.model.embedding_multiplier
-        with drawn_from(settings.seed, "embedding"):
+        with seeded_by(settings.seed, "embedding"):
             self.tokens = embedding(settings)
 
     def forward(self, inputs: LayerInputs) -> LayerInputs:
-        """Token ids become hidden states (N, B, C); N / tp tokens under sequence parallelism."""
+        """Token ids (B, N) to hidden states (N, B, C); N / tp tokens under sequence parallelism."""
         ids, *rest = inputs
         hidden = self.tokens(ids)
-        if not self.scattered:  # the scatter has already put the sequence first
+        if not self.scattered:  # else the scatter has already moved the sequence first
             hidden = hidden.transpose(0, 1).contiguous()
         if self.multiplier != 1:
-            # Rounded first, as models with such embeddings were trained.
+            # The multiplier is rounded first, as in the training of the models that have one (Gemma).
             hidden = hidden * torch.tensor(self.multiplier, dtype=hidden.dtype).item()
         return (hidden, *rest)
 
 
 class AddedPositions(nn.Module, ABC):
-    """Adds a vector for each token's position in its document."""
+    """Adds an embedding of each token's position in its document."""
 
     def __init__(self, settings: ModelSettings):
         super().__init__()
@@ -45,31 +45,31 @@ class AddedPositions(nn.Module, ABC):
 
     @abstractmethod
     def rows(self, positions: Tensor) -> Tensor:
-        """The vectors (N, B, C) at positions (N, B); those of padding are never looked at."""
+        """Position embeddings (N, B, C) of positions (N, B); values at padding are arbitrary."""
 
     def forward(self, inputs: LayerInputs) -> LayerInputs:
-        """Hidden states (N, B, C) plus the vectors of positions (B, N)."""
+        """Hidden states (N, B, C) plus the embeddings of positions (B, N)."""
         hidden, positions, *rest = inputs
         rows = self.rows(positions.transpose(0, 1))
         if self.scatter_group is not None:
             from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 
-            # Backward gathers, so every tensor rank sees the whole gradient.
+            # Backward gathers, so that every tensor rank gets the whole gradient.
             rows = scatter_to_sequence_parallel_region(rows, group=self.scatter_group)
         return (hidden + rows.to(hidden.dtype), positions, *rest)
 
 
 class LearnedPositions(AddedPositions):
-    """A table of one learned vector for each position."""
+    """A table with a learned embedding per position."""
 
     def __init__(self, settings: ModelSettings):
         super().__init__(settings)
         rows = settings.model.max_positions
         assert rows is not None
-        with drawn_from(settings.seed, "positions"):
+        with seeded_by(settings.seed, "positions"):
             weight = torch.empty(rows, settings.model.hidden_size, device=settings.device)
             self.weight = nn.Parameter(weight)
-            settings.draw(self.weight)
+            settings.init_method(self.weight)
 
     def rows(self, positions: Tensor) -> Tensor:
         """See AddedPositions."""
@@ -77,9 +77,9 @@ class LearnedPositions(AddedPositions):
 
 
 class SinusoidalPositions(AddedPositions):
-    """Waves of wavelengths from 2 pi to 10,000 x 2 pi tokens, a sine and a cosine of each.
+    """Sines and cosines with wavelengths from 2 pi to 10,000 x 2 pi tokens.
 
-    They begin as large as the embeddings, init_std, so that neither drowns the other.
+    Scaled to the initial standard deviation of the token embeddings, init_std, so that neither dominates.
     """
 
     def __init__(self, settings: ModelSettings):

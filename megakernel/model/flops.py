@@ -1,28 +1,28 @@
-"""Floating-point operations of a model: what its formulas need, not what some way of computing them executes.
+"""Floating-point operations of a model: those its formulas need, not those an implementation executes.
 
 Conventions, all per token of one sequence of `seq_len` tokens that is a single document:
-* a multiplication and an addition count 2, matrix products alone are counted; norms, softmax, exponentials,
-  rotations and the embedding lookup are not;
+* only matrix products count, a multiplication and an addition as 2; norms, softmax, exponentials, rotations and the
+  embedding lookup do not;
 * full attention of an encoder counts N keys per token, padding included;
-* causal attention counts the pairs it may look at, (N + 1) / 2 keys per token, half of what PaLM's appendix
-  counts: a kernel that skips the other half does the same work;
-* kernel attention counts one update and one reading of the state per token, D + 1 columns with the
-  normalizer. The chunked op weighs pairs inside a chunk as well, which buys speed and is not necessary;
-* training is forward and twice that for backward. What is recomputed to save memory is not counted in MFU.
+* causal attention counts the visible pairs, (N + 1) / 2 keys per token, half of what PaLM's appendix counts;
+* kernel attention counts one update and one read of the state per token, D + 1 columns with the normalizer; the pairs
+  inside a chunk that the chunked op also weighs, for speed, do not count;
+* training is forward plus backward, which counts twice the forward; recomputation to save memory does not count.
 """
 
 from collections import Counter
 
 from megakernel.config import Attention, Model
-from megakernel.config.mechanisms import Shape, landmarks_per_token
+from megakernel.config.mechanisms import LayerShape, landmarks_per_token
 
 BACKWARD = 2
 
 
 def flops_per_token(model: Model, seq_len: int, vocab_size: int, predicted: float = 1.0) -> float:
-    """Forward FLOPs per token. vocab_size: tokens of the tokenizer; padding rows are not necessary work.
+    """Forward FLOPs per token.
 
-    predicted: share of the tokens that a language model's head predicts, data.masking.rate of a masked_lm.
+    vocab_size: without padding. predicted: share of the tokens that a language model's head predicts, of a masked_lm
+    data.masking.rate.
     """
     parts = forward_flops(model, seq_len, vocab_size)
     return sum(parts.values()) - (1 - predicted) * parts["head"]
@@ -38,8 +38,7 @@ def forward_flops(model: Model, seq_len: int, vocab_size: int) -> dict[str, floa
 
     projections (query, key, value, output, decay, output gate), feature_map, landmarks, inverse, state, readout, near
     (exact attention, windowed or full), far (landmarks and chunks under softmax), summaries (of chunks), convolution,
-    gate, mlp, head.
-    Parts that no layer has are absent.
+    gate, mlp, head; parts that no layer has are absent.
     """
     parts: Counter[str] = Counter()
     for attention in model.attentions:
@@ -49,13 +48,13 @@ def forward_flops(model: Model, seq_len: int, vocab_size: int) -> dict[str, floa
             keys = landmarks_per_token(attention.compression, seq_len)
         parts.update(matrix_flops(model, attention, keys))
         parts.update(attention_flops(model, attention, seq_len))
-    # A classifier's head works once for a document.
+    # A classifier's head runs once per document.
     parts["head"] += 0 if model.classifier is not None else 2 * model.hidden_size * vocab_size
     return dict(parts)
 
 
 def matrix_flops(model: Model, attention: Attention, keys: float = 1.0) -> dict[str, float]:
-    """Forward FLOPs per token of one layer's matrices; keys: of those projected, how many there are per token."""
+    """Forward FLOPs per token of one layer's matrices; keys: projected key positions per token."""
     heads = 2 * model.num_heads + keys * (attention.keys_per_head + 1) * model.kv_heads
     matrices = 3 if model.is_mlp_gated else 2
     parts = {"projections": model.head_size * heads, "mlp": model.ffn_size * matrices}
@@ -65,4 +64,4 @@ def matrix_flops(model: Model, attention: Attention, keys: float = 1.0) -> dict[
 def attention_flops(model: Model, attention: Attention, seq_len: int) -> dict[str, float]:
     """Forward FLOPs per token of one layer's attention core, by part."""
     sizes = (model.num_heads, model.kv_heads, model.head_size, model.hidden_size)
-    return attention.flops(Shape(*sizes, model.is_causal, seq_len))
+    return attention.flops(LayerShape(*sizes, model.is_causal, seq_len))

@@ -1,6 +1,6 @@
-"""The heads: hidden states to the loss of a vocabulary or of classes.
+"""The heads: from hidden states to the loss of a language model or classifier.
 
-Of a vocabulary in chunks of tokens, so that a sequence's logits never exist whole.
+Vocabulary losses are computed in chunks of tokens, so that a sequence's logits never exist at once.
 """
 
 import math
@@ -16,12 +16,12 @@ from megakernel.ops.layers import load_liger
 from .layer_inputs import IGNORED, LayerInputs
 from .linear import column_input, column_linear
 from .norm import Norm
-from .settings import ModelSettings, drawn_from
-from .vocabulary_loss import PLAIN, DistillationTarget, LogitScaling, summed_distillation, summed_loss
+from .settings import ModelSettings, seeded_by
+from .vocabulary_loss import NO_SCALING, DistillationTarget, LogitScaling, summed_distillation, summed_loss
 
 
 class FinalNorm(nn.Module):
-    """The norm before the head, on the inputs."""
+    """The norm before the head."""
 
     def __init__(self, settings: ModelSettings):
         super().__init__()
@@ -34,12 +34,12 @@ class FinalNorm(nn.Module):
 
 
 class OutputHead(nn.Module):
-    """An untied output matrix, its rows cut over the tensor ranks."""
+    """An untied output matrix, vocabulary-parallel over the tensor ranks."""
 
     def __init__(self, settings: ModelSettings):
         super().__init__()
         self.settings = settings
-        with drawn_from(settings.seed, "head"):
+        with seeded_by(settings.seed, "head"):
             self.linear = column_linear(
                 settings, settings.model.hidden_size, settings.padded_vocab_size, bias=False
             )
@@ -55,61 +55,62 @@ def mean_loss(
     settings: ModelSettings,
     distillation: DistillationTarget | None = None,
 ) -> Tensor:
-    """Cross entropy in nats: this shard's sum over its targets, divided by the global batch's number of targets.
+    """Cross entropy in nats: this shard's sum over its targets, divided by the number of targets of the global batch.
 
-    With distillation, whose states are (N, B, C'): divergence T^2 KL(teacher || model) + cross_entropy x the labels'.
+    With distillation: divergence x T^2 KL(teacher || model) + cross_entropy x that of the labels; the teacher's hidden
+    states are (N, B, C').
 
     weight (R / tp, C), padding included; hidden states (N, B, C). Summed over context and data ranks and accumulated
-    micro-batches this is the global mean, whatever the layout.
+    micro-batches this is the global mean in every layout.
     """
     hidden, _, labels, num_targets = inputs
     tp, chunk_size, vocab_size = settings.mesh.tp, settings.loss_chunk_size, settings.local_vocab_size
     group, scaling = None if tp.size == 1 else tp.group, LogitScaling.of(settings.model)
     hidden = column_input(hidden, settings).flatten(0, 1)
     targets = labels.transpose(0, 1).reshape(-1)
-    # Of a causal model nearly all tokens count; checking would synchronize with the GPU.
+    # Nearly all tokens of a causal model count, and selecting them would synchronize with the GPU.
     counts = None if settings.model.is_causal and distillation is None else targets != IGNORED
-    if counts is not None:  # what does not count needs no logits
+    if counts is not None:  # skip the logits of tokens that do not count
         hidden, targets = hidden[counts], targets[counts]
     if distillation is not None:
         assert counts is not None
         teacher_hidden = column_input(distillation.hidden, settings).flatten(0, 1)[counts]
-        own = replace(distillation, hidden=teacher_hidden)
+        selected = replace(distillation, hidden=teacher_hidden)
         summed, parts = summed_distillation(
-            hidden, weight, targets, chunk_size, vocab_size, group, own, scaling
+            hidden, weight, targets, chunk_size, vocab_size, group, selected, scaling
         )
         distillation.parts = torch.cat([parts, counts.sum()[None]])
     elif group is None and not scaling:
-        # A vocabulary that lies here whole needs no other rank: whoever is fastest on this device computes the loss.
-        summed = choose(SUMS, None)(hidden, weight, targets, chunk_size, vocab_size)
+        # Without tensor parallelism, the fastest implementation for this device computes the loss.
+        summed = choose(SUMMED_LOSSES, None)(hidden, weight, targets, chunk_size, vocab_size)
     else:
         summed = summed_loss(hidden, weight, targets, chunk_size, vocab_size, group, scaling)
     return summed / num_targets.squeeze()
 
 
 def token_losses(weight: Tensor, hidden: Tensor, labels: Tensor, settings: ModelSettings) -> Tensor:
-    """Cross entropy of each token in nats, float32 (N * B,), tokens outermost; 0 where the label is IGNORED."""
+    """Cross entropy per token in nats, float32 (N * B,), tokens outermost; 0 where the label is IGNORED."""
     hidden = column_input(hidden, settings).flatten(0, 1)
     targets = labels.transpose(0, 1).reshape(-1)
     chunk_size, vocab_size = settings.loss_chunk_size, settings.local_vocab_size
-    scaling, is_cut = LogitScaling.of(settings.model), settings.mesh.tp.size > 1
-    return _losses(weight, hidden, targets, chunk_size, vocab_size, is_cut, scaling)
+    scaling, is_parallel = LogitScaling.of(settings.model), settings.mesh.tp.size > 1
+    return _losses(weight, hidden, targets, chunk_size, vocab_size, is_parallel, scaling)
 
 
-def _sum_of_losses(
+def _reference_summed_loss(
     hidden: Tensor, weight: Tensor, targets: Tensor, chunk_size: int, vocab_size: int
 ) -> Tensor:
     return _losses(weight, hidden, targets, chunk_size, vocab_size, False).sum()
 
 
-SUMS: dict[str, Implementation] = {
+SUMMED_LOSSES: dict[str, Implementation] = {
     "chunked": summed_loss,
-    "reference": _sum_of_losses,
+    "reference": _reference_summed_loss,
     "liger": Kernels("summed_cross_entropy", load_liger, "summed_cross_entropy"),
 }
-"""Backend -> the summed cross entropy of hidden states (T, C) by the first `vocab_size` rows of a head (R, C).
+"""Backend -> summed cross entropy of hidden states (T, C) under the first `vocab_size` rows of a head (R, C).
 
-Logits are of `chunk_size` tokens at a time.
+The logits of `chunk_size` tokens exist at a time.
 """
 
 
@@ -119,23 +120,23 @@ def _losses(
     targets: Tensor,
     chunk_size: int,
     vocab_size: int,
-    is_cut: bool,
-    scaling: LogitScaling = PLAIN,
+    is_parallel: bool,
+    scaling: LogitScaling = NO_SCALING,
 ) -> Tensor:
-    """Cross entropy (T,) of hidden states (T, C), the logits of `chunk_size` tokens at a time; autograd keeps them.
+    """Cross entropy (T,) of hidden states (T, C) in chunks of `chunk_size` tokens, whose logits autograd keeps.
 
-    is_cut: whether tensor ranks share the vocabulary.
+    is_parallel: whether the head is vocabulary-parallel.
     """
     chunks = zip(hidden.split(chunk_size), targets.split(chunk_size))
-    return torch.cat([_chunk_losses(weight, *chunk, vocab_size, is_cut, scaling) for chunk in chunks])
+    return torch.cat([_chunk_losses(weight, *chunk, vocab_size, is_parallel, scaling) for chunk in chunks])
 
 
 def _chunk_losses(
-    weight: Tensor, hidden: Tensor, target: Tensor, vocab_size: int, is_cut: bool, scaling: LogitScaling
+    weight: Tensor, hidden: Tensor, target: Tensor, vocab_size: int, is_parallel: bool, scaling: LogitScaling
 ) -> Tensor:
     logits = scaling(F.linear(hidden, weight).float())
     logits[:, vocab_size:] = -math.inf
-    if not is_cut:
+    if not is_parallel:
         return F.cross_entropy(logits, target, ignore_index=IGNORED, reduction="none")
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
@@ -144,9 +145,9 @@ def _chunk_losses(
 
 
 class ClassifierHead(nn.Module):
-    """One vector for each document, two of them concatenated, then a matrix or an MLP to the classes.
+    """Pools each document (or combines a pair of them), then a matrix or MLP maps to the classes.
 
-    Small and replicated: every tensor rank computes all of it.
+    Replicated: every tensor rank computes all of it.
     """
 
     def __init__(self, settings: ModelSettings):
@@ -157,7 +158,7 @@ class ClassifierHead(nn.Module):
         self.tp = settings.mesh.tp
         self.sharded = settings.mesh.sequence_parallel
         width = model.hidden_size * (4 if self.form.documents == 2 else 1)
-        with drawn_from(settings.seed, "head"):
+        with seeded_by(settings.seed, "head"):
             self.inner = (
                 _linear(width, model.hidden_size, model.init_std) if self.form.head == "mlp" else None
             )
@@ -165,9 +166,9 @@ class ClassifierHead(nn.Module):
             self.output = _linear(width, self.form.num_classes, model.init_std)
 
     def forward(self, layer_inputs: LayerInputs) -> Tensor:
-        """The loss: this rank's share of the mean cross entropy in nats of all examples of the global batch.
+        """This rank's share of the mean cross entropy in nats over the examples of the global batch.
 
-        Outside training (2,): also its share of their accuracy. Of a regression: the mean squared error alone.
+        In evaluation (2,): also its share of the accuracy. Regression: only the mean squared error.
         """
         hidden, positions, labels, num_targets = layer_inputs
         logits = self.logits(hidden, positions)
@@ -177,7 +178,7 @@ class ClassifierHead(nn.Module):
         loss = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
         if self.training:
             return loss / num_targets.squeeze()
-        # No class is IGNORED, so what does not count is never right.
+        # No class has the id IGNORED, so examples that do not count are never correct.
         right = (logits.argmax(-1) == labels).sum()
         return torch.stack([loss, right.to(loss.dtype)]) / num_targets
 
@@ -192,7 +193,7 @@ class ClassifierHead(nn.Module):
         return self.output(documents).float()
 
     def _pooled(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        """(B, C) float32: the mean over a sequence's tokens, or the state of the token that begins it."""
+        """(B, C) float32: the mean over a sequence's tokens, or the state of its first token."""
         takes = (positions >= 0) if self.form.pooling == "mean" else (positions == 0)
         weights = takes / takes.sum(1, keepdim=True)
         if self.sharded:

@@ -1,4 +1,4 @@
-"""The model as ONE list of layers, which becomes either a sequential module or a DeepSpeed pipeline."""
+"""The model as one list of layers, which becomes a sequential module or a DeepSpeed pipeline."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,58 +8,58 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megakernel.ops.documents import alike
+from megakernel.ops.documents import collapse_positions
 
 from .embedding import LearnedPositions, SinusoidalPositions, TokenEmbedding
 from .head import ClassifierHead, FinalNorm, OutputHead, mean_loss, token_losses
 from .layer import TransformerLayer
 from .layer_inputs import LayerInputs
 from .linear import column_input
-from .self_attention import rotate_by
+from .self_attention import set_rotary
 from .settings import ModelSettings
 from .vocabulary_loss import DistillationTarget, LogitScaling
 
 TIED = "embedding"
-"""Name of the embedding that is also the head."""
+"""Module name of an embedding that is also the head."""
 
 
 POSITIONS: dict[str, type[nn.Module]] = {"learned": LearnedPositions, "sinusoidal": SinusoidalPositions}
-"""Layers behind the embedding, by model.position; other kinds of positions have none."""
+"""model.position -> layer that follows the embedding; the other kinds have none."""
 
 
 class LayerSpec(NamedTuple):
-    """A layer of the list, to be built by whoever holds it."""
+    """A layer of the list, which the rank that holds it builds."""
 
     kind: type[nn.Module]
     arguments: tuple[Any, ...]
 
     shared: str | None = None
-    """Name of the module that layers of this name share; None: it is the layer's own."""
+    """Name of a module shared with other layers (tied embeddings); None: not shared."""
 
     forward: Callable[..., Any] | None = None
-    """What the layer does with a shared module; None: the module's own forward."""
+    """The layer's function of a shared module and the inputs; None: the module's forward."""
 
     def build(self) -> nn.Module:
-        """Its module."""
+        """A new module of this layer."""
         return self.kind(*self.arguments)
 
 
 def layer_list(settings: ModelSettings) -> list[LayerSpec]:
-    """Embedding, transformer layers, final norm, head; each maps activations to activations, the head to the loss.
+    """Embedding, transformer layers, final norm and head; each maps LayerInputs to LayerInputs, the head to the loss.
 
-    Outside training the head may measure more than the loss: see `Model.measures`.
+    In evaluation the head may return more than the loss: see `Model.metric_names`.
     """
     model = settings.model
     body = [LayerSpec(TransformerLayer, (settings, index)) for index in range(model.num_layers)]
-    alone = (settings,)
-    positions = [LayerSpec(POSITIONS[model.position], alone)] if model.position in POSITIONS else []
-    first, last = LayerSpec(TokenEmbedding, alone), LayerSpec(OutputHead, alone)
+    arguments = (settings,)
+    positions = [LayerSpec(POSITIONS[model.position], arguments)] if model.position in POSITIONS else []
+    first, last = LayerSpec(TokenEmbedding, arguments), LayerSpec(OutputHead, arguments)
     if model.tie_embeddings:
-        first = LayerSpec(TokenEmbedding, alone, TIED)
+        first = LayerSpec(TokenEmbedding, arguments, TIED)
         last = first._replace(forward=partial(_tied_loss, settings=settings))
-    if model.classifier is not None:  # its embedding keeps the name it has in a language model
-        last = LayerSpec(ClassifierHead, alone)
-    return [first, *positions, *body, LayerSpec(FinalNorm, alone), last]
+    if model.classifier is not None:  # the embedding keeps its name, so that weights of a language model fit
+        last = LayerSpec(ClassifierHead, arguments)
+    return [first, *positions, *body, LayerSpec(FinalNorm, arguments), last]
 
 
 def _tied_loss(
@@ -73,42 +73,41 @@ def _tied_loss(
 
 
 class Layers:
-    """What a process holds of the list, to run one after the other: all of it, or a part such as a pipeline's stage."""
+    """The consecutive layers of the list that this rank holds: all, or a part such as a pipeline stage."""
 
     layers: list[Callable[..., Any]]
 
     has_head: bool
-    """Whether the last of them is the head."""
+    """Whether the last layer is the head."""
 
     def body(self, inputs: LayerInputs) -> LayerInputs:
-        """The inputs as they leave these layers, or enter the head: normalized hidden states in place of token ids."""
+        """Outputs of these layers without the head: hidden states in place of token ids."""
         for layer in self.layers[:-1] if self.has_head else self.layers:
             inputs = layer(inputs)
         return inputs
 
     def loss(self, inputs: LayerInputs, distillation: DistillationTarget | None = None) -> Tensor:
-        """The head's loss of inputs from `body`; see `mean_loss`."""
+        """The head's loss for outputs of `body`; see `mean_loss`."""
         loss: Tensor = self.layers[-1](inputs, distillation)
         return loss
 
     def begin_step(self, step: int) -> None:
-        """Told before each training step; for models whose loss depends on it."""
+        """Hook before each training step, for models whose loss depends on the step."""
 
     def scalars(self) -> dict[str, float]:
-        """What there is to tell besides the loss, by TensorBoard tag, since the last call; called on all ranks."""
+        """Metrics besides the loss since the last call, by TensorBoard tag; called on all ranks."""
         return {}
 
 
 class LanguageModel(Layers, nn.Module):
-    """The layers one after the other in this process: all of them, or a part of the list.
+    """All layers of the list, or a part of it, run one after the other in this process.
 
-    Parameters carry the names that PipelineModule gives the same list (`1.mlp…`, `tied_modules.embedding…`), so that
-    a checkpoint of one becomes a checkpoint of the other. A part maps the inputs that enter it to those that leave it,
-    and what else a model can be asked for needs the layers that answer.
+    Parameters have the names that PipelineModule gives the same list (`1.mlp…`, `tied_modules.embedding…`), so that
+    checkpoints of both are interchangeable. Methods need the layers that they use: a part without a head has no logits.
     """
 
     def __init__(self, settings: ModelSettings, part: range | None = None):
-        """part: places in `layer_list`, such as `stage_layers` names; None: all."""
+        """part: indices in `layer_list`, such as those of `stage_layers`; None: all."""
         super().__init__()
         self.settings = settings
         self.tied_modules = nn.ModuleDict()
@@ -118,7 +117,7 @@ class LanguageModel(Layers, nn.Module):
         self.has_head = part.stop == len(specs)
         for index in part:
             self.layers.append(self._build(index, specs[index]))
-        rotate_by(self, settings.model)
+        set_rotary(self, settings.model)
 
     def _build(self, index: int, spec: LayerSpec) -> Callable[..., Any]:
         if spec.shared is None:
@@ -130,49 +129,49 @@ class LanguageModel(Layers, nn.Module):
         return module if spec.forward is None else partial(spec.forward, module)
 
     def forward(self, *inputs: Tensor) -> Any:
-        """Token ids (B, N), positions, labels and num_targets -> what the head makes of them, in training the loss."""
+        """Token ids (B, N), positions, labels, num_targets -> the head's output, in training the loss."""
         inputs = self.body(inputs)
         return self.layers[-1](inputs) if self.has_head else inputs
 
     def losses(self, *inputs: Tensor) -> Tensor:
-        """The cross entropy of each token in nats, float32 (B, N); 0 where the label is IGNORED."""
+        """Cross entropy per token in nats, float32 (B, N); 0 where the label is IGNORED."""
         hidden, _, labels, _ = self.body(inputs)
         return token_losses(self.output_matrix, hidden, labels, self.settings).view(labels.T.shape).T
 
     def log_probabilities(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Of the classes of each example, float32 (examples, classes); classifiers only."""
+        """Log probabilities of the classes, float32 (examples, classes); classifiers only."""
         return F.log_softmax(self.outputs(tokens, positions), dim=-1)
 
     def outputs(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """What the head makes of each example, float32 (examples, classes): logits, or one number; classifiers only."""
+        """Logits, or one number for regression, float32 (examples, classes); classifiers only."""
         head = self.layers[-1]
         assert isinstance(head, ClassifierHead)
         return head.logits(*self.body((tokens, positions)))
 
     def hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """What the head reads, (N, B, C), of whole sequences (B, N)."""
+        """Normalized hidden states (N, B, C), the head's input, of whole sequences (B, N)."""
         return self.body((tokens, positions))[0]
 
     def extend(self, tokens: Tensor, positions: Tensor, states: list[Any] | None) -> tuple[Tensor, list[Any]]:
-        """`hidden` of tokens (B, N) that follow those in `states` (None: the beginning), and the new states.
+        """`hidden` of tokens (B, N) that continue those in `states` (None: start a sequence), and the new states.
 
-        The states' size does not grow with the number of tokens for kernelized layers; a softmax layer keeps its keys.
+        The states of kernelized layers have a constant size; those of softmax layers grow with the tokens.
         """
-        entering: list[Any] = states or [None] * self.settings.model.num_layers
+        old_states: list[Any] = states or [None] * self.settings.model.num_layers
         inputs: LayerInputs = (tokens, positions)
-        leaving: list[Any] = []
-        places = alike(positions)
+        new_states: list[Any] = []
+        places = collapse_positions(positions)
         for layer in self.layers[:-1]:
             if isinstance(layer, TransformerLayer):
-                hidden, state = layer.extend(inputs[0], places, entering[len(leaving)])
+                hidden, state = layer.extend(inputs[0], places, old_states[len(new_states)])
                 inputs = (hidden, positions)
-                leaving.append(state)
+                new_states.append(state)
             else:
                 inputs = layer(inputs)
-        return inputs[0], leaving
+        return inputs[0], new_states
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states (N, B, C) -> logits (B, N, V) of the next ids."""
+        """Hidden states (N, B, C) -> logits (B, N, V) of the next tokens."""
         rows = column_input(hidden, self.settings).transpose(0, 1)
         logits = LogitScaling.of(self.settings.model)(F.linear(rows, self.output_matrix))
         if self.settings.mesh.tp.size > 1:
@@ -190,7 +189,7 @@ class LanguageModel(Layers, nn.Module):
 
     @property
     def output_head(self) -> OutputHead:
-        """The last layer, where embeddings are not tied."""
+        """The last layer, if embeddings are not tied."""
         head = self.layers[-1]
         assert isinstance(head, OutputHead)
         return head
@@ -203,7 +202,7 @@ class LanguageModel(Layers, nn.Module):
 
 
 def cast(model: LanguageModel, dtype: torch.dtype) -> LanguageModel:
-    """The model as DeepSpeed casts it for training: all parameters, also those that a half-precision layer keeps."""
+    """Cast the model as DeepSpeed does: all parameters, even those that layers keep in float32 under `Module.to`."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model.to(dtype)

@@ -1,4 +1,4 @@
-"""The transformer layer: norms, one of our attention mechanisms between its projections, and the MLP."""
+"""The transformer layer: norms, attention with its projections, and the MLP."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,10 +17,10 @@ from megakernel.ops.layers import swiglu
 from megakernel.parallel import replicated
 
 from .layer_inputs import LayerInputs
-from .linear import apply, column_linear, low_rank_update, row_linear, updated
+from .linear import add_updates, apply_linear, column_linear, low_rank_update, row_linear
 from .norm import Norm
 from .self_attention import SelfAttention
-from .settings import ModelSettings, drawn_from
+from .settings import ModelSettings, seeded_by
 
 
 def _geglu_tanh(x: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class MLP(nn.Module):
-    """Up, activation, down; gate and up are one matrix."""
+    """Up projection, activation, down projection; gate and up are one matrix."""
 
     def __init__(self, settings: ModelSettings):
         super().__init__()
@@ -62,20 +62,20 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """x (N, B, C) -> (output (N, B, C), its bias or None)."""
-        inner, bias = apply(self.linear_fc1, x)
+        inner, bias = apply_linear(self.linear_fc1, x)
         if self.gate_update is not None or self.up_update is not None:
             updates = (self.gate_update, self.up_update) if self.gated else (self.up_update,)
-            inner = torch.cat(updated(inner.chunk(len(updates), -1), updates, x), -1)
+            inner = torch.cat(add_updates(inner.chunk(len(updates), -1), updates, x), -1)
         active = self.activation(inner if bias is None else inner + bias)
-        output, bias = apply(self.linear_fc2, active)
+        output, bias = apply_linear(self.linear_fc2, active)
         return output if self.down_update is None else output + self.down_update(active), bias
 
 
 class TransformerLayer(nn.Module):
-    """x + attention(norm(x)) = y, then y + mlp(norm(y)), or y + mlp(norm(x)) where the two are parallel.
+    """y = x + attention(norm(x)), then y + mlp(norm(y)); with parallel_residual y + mlp(norm(x)).
 
-    With a normalized residual norm(x) + attention(norm(x)) = y. What attention and MLP give may go through a norm of
-    its own, beside or in place of that of what they read, and is multiplied by residual_multiplier.
+    With normalized_residual y = norm(x) + attention(norm(x)). norm_placement says whether the norms apply to the inputs
+    or outputs of attention and MLP, or both; the outputs are multiplied by residual_multiplier.
     """
 
     def __init__(self, settings: ModelSettings, index: int):
@@ -88,7 +88,7 @@ class TransformerLayer(nn.Module):
         self.normalized = settings.model.normalized_residual
         self.multiplier = settings.model.residual_multiplier
         self.bias_group = settings.mesh.tp.group if settings.mesh.sequence_parallel else None
-        with drawn_from(settings.seed, "layer", index):
+        with seeded_by(settings.seed, "layer", index):
             before, after = _norms(settings)
             self.attention_norm = before()
             self.self_attention = SelfAttention(settings, index)
@@ -98,7 +98,7 @@ class TransformerLayer(nn.Module):
             self.mlp_post_norm = after()
 
     def forward(self, inputs: LayerInputs) -> LayerInputs:
-        """Hidden states (N, B, C) to hidden states; the rest of the inputs passes through."""
+        """Hidden states (N, B, C) to hidden states; the other inputs pass through."""
         hidden, positions, *rest = inputs
         if self.recompute and self.training:
             hidden = recomputed(self._compute, hidden, positions, offload=self.offload)
@@ -107,28 +107,28 @@ class TransformerLayer(nn.Module):
         return (hidden, positions, *rest)
 
     def extend(self, hidden: Tensor, positions: Positions, state: Any) -> tuple[Tensor, Any]:
-        """The same for tokens that follow those already in `state` (None: the beginning); returns the new state."""
-        residual, normed = self._enter(hidden)
+        """`forward` for tokens that continue those in `state` (None: start a sequence); also the new state."""
+        residual, normed = self._pre_norm(hidden)
         output, state = self.self_attention.extend(normed, positions, state)
         return self._add_mlp(self._add(residual, output, self.attention_post_norm), hidden), state
 
     def _compute(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        residual, normed = self._enter(hidden)
+        residual, normed = self._pre_norm(hidden)
         output = self.self_attention(normed, positions)
         return self._add_mlp(self._add(residual, output, self.attention_post_norm), hidden)
 
-    def _enter(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention is added to, and what it reads."""
+    def _pre_norm(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual that attention's output is added to, and attention's input."""
         normed = self.attention_norm(hidden)
         return normed if self.normalized else hidden, normed
 
-    def _add_mlp(self, attended: Tensor, entered: Tensor) -> Tensor:
-        source = entered if self.parallel else attended
+    def _add_mlp(self, residual: Tensor, layer_input: Tensor) -> Tensor:
+        source = layer_input if self.parallel else residual
         size = self.mlp_chunk_size
         if size is None or size >= len(source) or not (self.training and torch.is_grad_enabled()):
-            return self._mlp_of(attended, source)
-        # A token's MLP needs no other token, whichever tokens the chunks of other tensor ranks hold.
-        chunks = zip(attended.split(size), source.split(size))
+            return self._mlp_of(residual, source)
+        # Each token's MLP is independent, so chunks of tensor ranks need not hold the same tokens.
+        chunks = zip(residual.split(size), source.split(size))
         return torch.cat([checkpoint(self._mlp_of, *chunk, use_reentrant=False) for chunk in chunks])
 
     def _mlp_of(self, residual: Tensor, source: Tensor) -> Tensor:
@@ -136,20 +136,20 @@ class TransformerLayer(nn.Module):
 
     def _add(self, residual: Tensor, output: tuple[Tensor, Tensor | None], norm: nn.Module) -> Tensor:
         branch, bias = output
-        if bias is not None:  # added to sequence shards: each tensor rank's gradient is a part of it
+        if bias is not None:  # added to sequence shards: each tensor rank has part of its gradient
             branch = branch + replicated(bias, self.bias_group)
         branch = norm(branch)
         return residual + (branch if self.multiplier == 1 else branch * self.multiplier)
 
 
 def _norms(settings: ModelSettings) -> tuple[Callable[[], nn.Module], Callable[[], nn.Module]]:
-    """What makes the norms of what attention and MLP read, and of what they give."""
+    """Constructors of the norms of the inputs, and of the outputs, of attention and MLP."""
     norm, placement = partial(Norm, settings), settings.model.norm_placement
     return nn.Identity if placement == "after" else norm, nn.Identity if placement == "before" else norm
 
 
 def attention_cores(model: nn.Module) -> dict[int, AttentionLayer]:
-    """Layer, counted from 0 over all pipeline stages -> its mechanism, of the layers that this process holds."""
+    """Layer index over all pipeline stages -> mechanism, of the layers that this rank holds."""
     layers = [layer for layer in model.modules() if isinstance(layer, TransformerLayer)]
     return {layer.index: layer.self_attention.core for layer in layers}
 
@@ -163,13 +163,13 @@ def converted_cores(model: nn.Module) -> dict[int, AttentionLayer]:
 def recomputed(
     function: Callable[..., Tensor], hidden: Tensor, positions: Tensor, *, offload: bool
 ) -> Tensor:
-    """`function(hidden, positions)`, of which the arguments alone are kept until backward.
+    """`function(hidden, positions)` with activation checkpointing: backward recomputes it from the arguments.
 
-    offload: they wait in pinned host memory. Not DeepSpeed's way of doing that: 0.19.8 empties the tensors it was
-    handed, of which its own pipeline engine still holds some.
+    offload: keep the arguments in pinned host memory. DeepSpeed 0.19.8's own offload empties tensors that its pipeline
+    engine still holds.
     """
     if not offload:
         return checkpoint(function, hidden, positions, use_reentrant=False)
     with save_on_cpu(pin_memory=hidden.is_cuda):
-        # Only this form saves its arguments as autograd's tensors, which is what the hook moves.
+        # Only the reentrant form saves its arguments through autograd, whose hooks save_on_cpu uses.
         return checkpoint(function, hidden, positions, use_reentrant=True)

@@ -1,4 +1,4 @@
-"""What flows from layer to layer, within a process and between pipeline stages."""
+"""The tuple that layers and pipeline stages pass on."""
 
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -11,29 +11,28 @@ if TYPE_CHECKING:
 LayerInputs: TypeAlias = tuple[Tensor, ...]
 """(x, positions, labels, num_targets).
 
-x is (B, N) token ids before the embedding and (N, B, C) hidden states after it (N / tp tokens under sequence
-parallelism). positions (B, N) int64: each token's place in its document, negative where there is no token but padding.
-labels int64, for each token (B, N) or for each example (E,), IGNORED where it does not count. num_targets (1,) int64:
-labels that count in the whole global batch. Only x carries gradients, which is what DeepSpeed's pipeline sends
-backwards.
+x: token ids (B, N) before the embedding, hidden states (N, B, C) after it (N / tp tokens under sequence parallelism).
+positions (B, N) int64: each token's position in its document, negative for padding. labels int64, per token (B, N) or
+per example (E,), IGNORED where the loss does not count. num_targets (1,) int64: labels that count in the global batch.
+Only x may have gradients, as DeepSpeed's pipeline requires.
 """
 
 IGNORED = -100
-"""Label of a position whose loss does not count."""
+"""Label of a token or example whose loss does not count."""
 
 
-def inputs_of(batch: "Batch", targets: Tensor) -> LayerInputs:
-    """A batch as the first layer reads it, on the device of num_targets (1,)."""
+def to_layer_inputs(batch: "Batch", targets: Tensor) -> LayerInputs:
+    """A batch as LayerInputs, on the device of `targets`, which is num_targets (1,)."""
     labels = batch.labels.where(batch.loss_mask, IGNORED)
     parts = (batch.tokens, batch.positions, labels)
     return (*(part.to(targets.device, non_blocking=True) for part in parts), targets)
 
 
-def as_bits(states: Tensor) -> Tensor:
-    """States (…, C) as uint8 (…, C x bytes of each): constants, for which a pipeline's stage sends no gradient back."""
+def as_bytes(states: Tensor) -> Tensor:
+    """States (…, C) as detached uint8 (…, C x itemsize), for which pipeline stages send no gradient back."""
     return states.detach().contiguous().view(torch.uint8)
 
 
-def from_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """The states of a dtype that `as_bits` was given."""
-    return bits.view(dtype)
+def from_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """Inverse of `as_bytes`, for states of a dtype."""
+    return data.view(dtype)

@@ -1,6 +1,6 @@
-"""The matrices of a model: Megatron-core's, cut over the tensor ranks, or whole in a process that stands alone.
+"""Linear layers: Megatron-core's tensor-parallel ones, or whole matrices in a single process.
 
-Megatron-core, which takes seconds to import, is asked for where a mesh has processes: generating need not wait for it.
+Megatron-core takes seconds to import, so a single process, such as for generation, does without it.
 """
 
 import math
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megakernel.config import Lora
 from megakernel.parallel import OneProcess, replicated
-from megakernel.parallel.tensor import mark_cut
+from megakernel.parallel.tensor import mark_partitioned
 
 from .settings import ModelSettings
 
@@ -27,19 +27,19 @@ def column_linear(
     skip_bias_add: bool = False,
     stride: int = 1,
 ) -> Any:
-    """A matrix whose rows tensor ranks share.
+    """A column-parallel linear layer: each tensor rank has some of the output rows.
 
-    skip_bias_add: see `apply`. stride: parts of the rows, each of which is shared.
+    skip_bias_add: see `apply_linear`. stride: stacked matrices, each of which is partitioned.
     """
     if isinstance(settings.mesh, OneProcess):
-        return WholeLinear(inputs, outputs, bias, settings.draw, settings.device)
+        return WholeLinear(inputs, outputs, bias, settings.init_method, settings.device)
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     return ColumnParallelLinear(
         inputs,
         outputs,
         config=settings.transformer,
-        init_method=settings.draw,
+        init_method=settings.init_method,
         bias=bias,
         gather_output=False,
         skip_bias_add=skip_bias_add,
@@ -49,16 +49,16 @@ def column_linear(
 
 
 def row_linear(settings: ModelSettings, inputs: int, outputs: int, *, bias: bool) -> Any:
-    """A matrix whose columns tensor ranks share, at the end of a branch; its bias is left to `apply`'s caller."""
+    """A row-parallel linear layer at the end of a branch; see `apply_linear` for its bias."""
     if isinstance(settings.mesh, OneProcess):
-        return WholeLinear(inputs, outputs, bias, settings.draw_output, settings.device)
+        return WholeLinear(inputs, outputs, bias, settings.output_init_method, settings.device)
     from megatron.core.tensor_parallel import RowParallelLinear
 
     return RowParallelLinear(
         inputs,
         outputs,
         config=settings.transformer,
-        init_method=settings.draw_output,
+        init_method=settings.output_init_method,
         bias=bias,
         input_is_parallel=True,
         skip_bias_add=True,
@@ -67,9 +67,9 @@ def row_linear(settings: ModelSettings, inputs: int, outputs: int, *, bias: bool
 
 
 def column_input(x: Tensor, settings: ModelSettings) -> Tensor:
-    """All tokens (N, B, C) of x, so that a product with this tensor rank's rows of a matrix has right gradients.
+    """All tokens (N, B, C) of x, for a product with this tensor rank's rows of a matrix.
 
-    Each rank's rows give part of the gradient of x: backward sums the parts.
+    Each rank's rows give part of the gradient of x; backward sums these.
     """
     tp = settings.mesh.tp
     if tp.size == 1:
@@ -81,24 +81,24 @@ def column_input(x: Tensor, settings: ModelSettings) -> Tensor:
     return tensor_parallel.copy_to_tensor_model_parallel_region(x, group=tp.group)
 
 
-def apply(linear: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """x (..., inputs) -> (..., outputs), and the bias that is still to be added, which Megatron-core's hand out."""
+def apply_linear(linear: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """x (..., inputs) -> (..., outputs), and the bias that Megatron-core's layers leave to the caller, or None."""
     output = linear(x)
     return output if isinstance(output, tuple) else (output, None)
 
 
 def embedding(settings: ModelSettings) -> Any:
-    """Token ids (B, N) to (B, N, C), or to (N / tp, B, C) under sequence parallelism."""
+    """An embedding of token ids (B, N) in (B, N, C), or (N / tp, B, C) under sequence parallelism."""
     sizes = (settings.padded_vocab_size, settings.model.hidden_size)
     if isinstance(settings.mesh, OneProcess):
         weight = torch.empty(sizes, device=settings.device)
-        settings.draw(weight)
+        settings.init_method(weight)
         return nn.Embedding.from_pretrained(weight, freeze=False)
     from megatron.core.tensor_parallel import VocabParallelEmbedding
 
     return VocabParallelEmbedding(
         *sizes,
-        init_method=settings.draw,
+        init_method=settings.init_method,
         reduce_scatter_embeddings=settings.mesh.sequence_parallel,
         config=settings.transformer,
         tp_group=settings.mesh.tp.group,
@@ -106,18 +106,18 @@ def embedding(settings: ModelSettings) -> Any:
 
 
 class WholeLinear(nn.Linear):
-    """What Megatron-core's column and row parallel matrices are in one process, without asking for groups."""
+    """A linear layer equal to Megatron-core's parallel ones on one rank, without process groups."""
 
     def __init__(
-        self, inputs: int, outputs: int, bias: bool, draw: Callable[[Tensor], Any], device: str | None
+        self, inputs: int, outputs: int, bias: bool, init_method: Callable[[Tensor], Any], device: str | None
     ):
-        """draw: fills the matrix; the bias begins at 0."""
-        self._draw = draw
+        """init_method: initializes the matrix; the bias is 0."""
+        self._init_method = init_method
         super().__init__(inputs, outputs, bias, device)
 
     def reset_parameters(self) -> None:
-        """Draw the matrix; nothing else is drawn, so that weights are those of every layout."""
-        self._draw(self.weight)
+        """Initialize without other random draws, so that weights do not depend on the layout."""
+        self._init_method(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -130,30 +130,29 @@ class WholeLinear(nn.Linear):
 def low_rank_update(
     settings: ModelSettings, target: str, inputs: int, outputs: int, parallel: str
 ) -> "LowRankUpdate | None":
-    """The update of the matrix that settings.lora calls `target`; None where it does not name that."""
+    """The update of matrix `target`; None if it is not among the targets of settings.lora."""
     if settings.lora is None or target not in settings.lora.targets:
         return None
     return LowRankUpdate(settings, settings.lora, inputs, outputs, parallel)
 
 
-def updated(
+def add_updates(
     parts: Sequence[Tensor],
     updates: Sequence[nn.Module | None],
     x: Tensor,
-    form: Callable[[Tensor], Tensor] = lambda update: update,
+    reshape: Callable[[Tensor], Tensor] = lambda update: update,
 ) -> list[Tensor]:
-    """Each part of a fused product of x with its update, where it has one, in the part's form."""
+    """The parts of a fused product of x plus their low-rank updates, reshaped by `reshape`."""
     return [
-        part if update is None else part + form(update(x))
+        part if update is None else part + reshape(update(x))
         for part, update in zip(parts, updates, strict=True)
     ]
 
 
 class LowRankUpdate(nn.Module):
-    """alpha / rank B A x, zero at first, for a projection from `inputs` to `outputs` numbers.
+    """LoRA: alpha / rank B A x, initially 0, for a projection from `inputs` to `outputs` features.
 
-    parallel: `column` or `row`, as the projection's outputs or inputs are partitioned over tensor ranks. The small
-    product A x is what travels between them.
+    parallel: `column` or `row`, as the projection is partitioned over tensor ranks, which communicate only A x.
     """
 
     def __init__(self, settings: ModelSettings, lora: Lora, inputs: int, outputs: int, parallel: str):
@@ -164,7 +163,7 @@ class LowRankUpdate(nn.Module):
         self.scale = lora.alpha / lora.rank
         self.dropout = lora.dropout
         bound = 1 / math.sqrt(inputs)
-        down = torch.empty(lora.rank, inputs).uniform_(-bound, bound)  # whole, then cut
+        down = torch.empty(lora.rank, inputs).uniform_(-bound, bound)  # drawn whole, then partitioned
         if parallel == "row":
             down = down.chunk(tp.size, 1)[tp.rank].clone()
         else:
@@ -172,10 +171,10 @@ class LowRankUpdate(nn.Module):
         self.down = nn.Parameter(down)
         self.up = nn.Parameter(torch.zeros(outputs, lora.rank))
         shared, dimension = (self.down, 1) if parallel == "row" else (self.up, 0)
-        mark_cut(shared, dimension)
+        mark_partitioned(shared, dimension)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (N, B, inputs), its tokens or its columns cut -> (N, B, outputs), cut the other way."""
+        """x (N, B, inputs) -> (N, B, outputs), partitioned as the projection's inputs and outputs are."""
         x = F.dropout(x, self.dropout, self.training and self.dropout > 0)
         if self.parallel == "column":
             small = column_input(F.linear(x, replicated(self.down, self.shard_group)), self.settings)

@@ -1,23 +1,23 @@
-"""Normalization that works on sequence shards (Megatron's wrapped torch norm refuses sequence parallelism)."""
+"""Norms that support sequence parallelism, which Megatron-core's wrapped torch norm does not."""
 
 import torch
 from torch import Tensor, nn
 
 from megakernel.ops.layers import layer_norm, rms_norm
-from megakernel.parallel import replicated, total
-from megakernel.parallel.tensor import mark_cut
+from megakernel.parallel import all_reduce, replicated
+from megakernel.parallel.tensor import mark_partitioned
 
 from .settings import ModelSettings
 
 
 def _weight(settings: ModelSettings, width: int) -> tuple[nn.Parameter, float]:
-    """What a norm multiplies by at first, which is 1 in all, and what is added to that weight."""
+    """A norm's weight and the offset added to it, together initially 1."""
     offset = 1.0 if settings.model.zero_centered_norm else 0.0
     return nn.Parameter(torch.full((width,), 1.0 - offset)), offset
 
 
 class HeadNorm(nn.Module):
-    """RMSNorm of each head's vectors, with one weight for the heads of all tensor ranks."""
+    """RMSNorm per head, with one weight vector for the heads of all tensor ranks."""
 
     def __init__(self, settings: ModelSettings):
         super().__init__()
@@ -31,27 +31,24 @@ class HeadNorm(nn.Module):
 
 
 class AllHeadsNorm(nn.Module):
-    """RMSNorm over the numbers of all heads of a token together, those on other tensor ranks included.
-
-    Each rank has the weights of its own heads.
-    """
+    """RMSNorm over all heads of a token together, on all tensor ranks; each rank has the weights of its heads."""
 
     def __init__(self, settings: ModelSettings, heads: int):
-        """heads: of the whole layer."""
+        """heads: heads of the whole layer."""
         super().__init__()
         tp = settings.mesh.tp
         self.eps = settings.model.norm_eps
         self.group = tp.group if tp.size > 1 else None
         self.width = heads * settings.model.head_size
         self.weight, self.offset = _weight(settings, self.width // tp.size)
-        mark_cut(self.weight, 0)
+        mark_partitioned(self.weight, 0)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, H_kv, heads of each, N, head_dim) -> the same shape and dtype; computed in float32 or better."""
         exact = x.to(torch.promote_types(x.dtype, torch.float32))
         squares = exact.square().sum((1, 2, 4), keepdim=True)
         if self.group is not None:
-            squares = total(squares, self.group)
+            squares = all_reduce(squares, self.group)
         weight = self.weight.to(exact.dtype).view(*x.shape[1:3], 1, x.shape[4]) + self.offset
         return (exact * torch.rsqrt(squares / self.width + self.eps) * weight).to(x.dtype)
 
@@ -59,8 +56,7 @@ class AllHeadsNorm(nn.Module):
 class Norm(nn.Module):
     """RMSNorm or LayerNorm over the last dimension, computed in float32.
 
-    Under sequence parallelism each tensor rank sees part of the tokens, so the gradients of the replicated weights
-    are summed over the tensor ranks.
+    Under sequence parallelism the gradients of the replicated weights are summed over the tensor ranks.
     """
 
     def __init__(self, settings: ModelSettings):

@@ -1,4 +1,4 @@
-"""Number of trained parameters of a model, before it is built."""
+"""The number of parameters of a model that is not built."""
 
 from torch import device
 
@@ -11,17 +11,17 @@ from .settings import ModelSettings
 
 
 def parameter_count(model: Model, vocab_size: int, seq_len: int) -> int:
-    """Trained parameters over all processes, low-rank updates apart, counted on layers that take no memory.
+    """Parameters of the whole model without low-rank updates, counted on the meta device.
 
-    vocab_size: tokens of the tokenizer, padded here to model.vocab_multiple as the embedding is.
-    seq_len: rows of a learned position table, and columns of linformer, where model.max_positions is not set.
+    vocab_size: without padding, which is counted too. seq_len: rows of a learned position table and columns of
+    linformer if model.max_positions is not set.
     """
-    different: list[Attention] = []
+    unique: list[Attention] = []
     for attention in model.attentions:
-        if attention not in different:
-            different.append(attention)
-    # Layers of one attention are alike: one of them is built.
-    changes = {"num_layers": len(different), "attention_pattern": different}
+        if attention not in unique:
+            unique.append(attention)
+    # Layers with the same attention have equally many parameters: build one of each.
+    changes = {"num_layers": len(unique), "attention_pattern": unique}
     small = model.model_copy(update=changes | {"max_positions": model.max_positions or seq_len})
     with device("meta"):
         built = LanguageModel(
@@ -30,6 +30,6 @@ def parameter_count(model: Model, vocab_size: int, seq_len: int) -> int:
     count = sum(parameter.numel() for parameter in built.parameters())
     for layer in built.modules():
         if isinstance(layer, TransformerLayer):
-            others = model.attentions.count(different[layer.index]) - 1
+            others = model.attentions.count(unique[layer.index]) - 1
             count += others * sum(parameter.numel() for parameter in layer.parameters())
     return count

@@ -1,4 +1,4 @@
-"""The model's list of layers over the stages of a DeepSpeed pipeline."""
+"""The model's list of layers, partitioned into the stages of a DeepSpeed pipeline."""
 
 from collections.abc import Callable
 
@@ -14,9 +14,9 @@ from .settings import ModelSettings
 
 
 def stage_layers(settings: ModelSettings) -> range:
-    """Places in `layer_list` of what this process's stage holds: all where the mesh has one stage.
+    """Indices in `layer_list` of this rank's stage.
 
-    Stages have equal shares of transformer layers; the embedding and the head ride with the first and last of them.
+    Stages have equal numbers of transformer layers; the first also has the embedding, the last the head.
     """
     assert isinstance(settings.mesh, Mesh)
     weights = [int(spec.kind is TransformerLayer) for spec in layer_list(settings)]
@@ -25,13 +25,13 @@ def stage_layers(settings: ModelSettings) -> range:
 
 
 class Pipeline(Layers, PipelineModule):
-    """This process's stage of the layers, under the names that they have in a `LanguageModel`.
+    """This rank's stage of the layers, with the parameter names of a `LanguageModel`.
 
-    DeepSpeed calls it with the inputs of the stage; the last stage makes the loss of them.
+    DeepSpeed calls it with the inputs of the stage; the last stage computes the loss.
     """
 
     def __init__(self, settings: ModelSettings, loss_scale: Callable[[], float]):
-        """loss_scale: what the loss is multiplied by when DeepSpeed asks for it."""
+        """loss_scale: factor of the loss that DeepSpeed differentiates."""
         assert isinstance(settings.mesh, Mesh)
         super().__init__(
             [
@@ -45,7 +45,7 @@ class Pipeline(Layers, PipelineModule):
             topology=settings.mesh.topology,
             loss_fn=lambda loss, _: loss * loss_scale(),
             partition_method="type:TransformerLayer",
-            # Weights are functions of (seed, layer) by our own hand; nothing else is random.
+            # `seeded_by` makes weights functions of (seed, layer); nothing else is random.
             seed_layers=False,
         )
         self.settings = settings
@@ -61,18 +61,18 @@ class Pipeline(Layers, PipelineModule):
         return self.forward_funcs[-1].linear.weight
 
     def get_tied_weights_and_groups(self) -> list:
-        """What DeepSpeed asks for to add up the gradients of copies; weights that are not trained have none."""
+        """Tied weights whose gradients DeepSpeed sums over their copies, without frozen ones, which have none."""
         return [
             (weight, group) for weight, group in super().get_tied_weights_and_groups() if weight.requires_grad
         ]
 
 
-Parted = LanguageModel | Pipeline
-"""A model that one process holds, or its stage of one."""
+LocalModel = LanguageModel | Pipeline
+"""A whole model or this rank's pipeline stage of one."""
 
 
-def build_model(settings: ModelSettings, loss_scale: Callable[[], float] = lambda: 1.0) -> Parted:
-    """All layers where the mesh has one stage, else those of this process's stage; see `Pipeline`."""
+def build_model(settings: ModelSettings, loss_scale: Callable[[], float] = lambda: 1.0) -> LocalModel:
+    """A `LanguageModel`, or this rank's `Pipeline` stage if the mesh has several stages."""
     mesh = settings.mesh
     if isinstance(mesh, Mesh) and mesh.pp.size > 1:
         return Pipeline(settings, loss_scale)

@@ -1,4 +1,4 @@
-"""Projections around an attention mechanism: the bridge from Megatron's (N, B, C) to the mechanisms' (B, H, N, d)."""
+"""Self-attention: projections from Megatron's (N, B, C) to an attention mechanism's (B, H, N, d), and back."""
 
 import re
 from typing import Any
@@ -16,31 +16,31 @@ from megakernel.ops.documents import Positions
 from megakernel.parallel.tensor import head_shard, mark_head_parameters
 
 from . import compressed_input
-from .linear import apply, column_linear, low_rank_update, row_linear, updated
+from .linear import add_updates, apply_linear, column_linear, low_rank_update, row_linear
 from .norm import AllHeadsNorm, HeadNorm
 from .settings import ModelSettings
 from .short_convolution import ShortConvolution
 
 MECHANISM = ".self_attention.core."
-"""In the names of what an attention mechanism owns."""
+"""Part of the names of an attention mechanism's own parameters."""
 
-_AROUND = re.compile(r"\.self_attention\.(further|short_convolution|output_norm|output_gate)\.")
-"""In the names of what a mechanism has around it."""
+_OPTIONAL_PARTS = re.compile(r"\.self_attention\.(further|short_convolution|output_norm|output_gate)\.")
+"""Matches names of the optional parts around a mechanism."""
 
 UPDATES = re.compile(r"\.(self_attention|mlp)\.\w+_update\.")
-"""In the names of low-rank updates."""
+"""Matches names of low-rank updates."""
 
 
-def rotate_by(layers: nn.Module, model: Model) -> None:
-    """Let all layers rotate by the frequencies that this model section names; nothing else of it is looked at."""
-    made: list[tuple[Any, attention.Rotary | None]] = []
+def set_rotary(layers: nn.Module, model: Model) -> None:
+    """Set the rotary frequencies of all layers from this model section."""
+    shared: list[tuple[Any, attention.Rotary | None]] = []
     for layer in layers.modules():
         if isinstance(layer, SelfAttention):
             rope = model.layer_rope(layer.index)
-            # Layers that rotate alike share the tables that they make.
-            if (found := next((one for one in made if one[0] == rope), None)) is None:
-                made.append(found := (rope, _rotary(model, layer.index)))
-            layer.rotary = found[1]
+            # Layers with equal frequencies share one Rotary and its tables.
+            if (entry := next((entry for entry in shared if entry[0] == rope), None)) is None:
+                shared.append(entry := (rope, _rotary(model, layer.index)))
+            layer.rotary = entry[1]
 
 
 def _rotary(model: Model, index: int) -> attention.Rotary | None:
@@ -51,8 +51,8 @@ def _rotary(model: Model, index: int) -> attention.Rotary | None:
 class SelfAttention(nn.Module):
     """Query, key and value projections, the layer's mechanism, and the output projection.
 
-    The rows of the fused projection are grouped by key head, [its queries | keys | value], so that a cut between
-    tensor ranks is a cut between key heads and every rank holds whole groups.
+    The rows of the fused projection are grouped by key head, [its queries | keys | value], so that every tensor rank
+    holds whole groups.
     """
 
     def __init__(self, settings: ModelSettings, index: int):
@@ -112,7 +112,7 @@ class SelfAttention(nn.Module):
     def forward(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
         """hidden (N, B, C), positions (B, N) -> (output (N, B, C), its bias or None)."""
         inputs = AttentionInputs(
-            # Without documents to look for, the ops work on views of whole sequences.
+            # Without positions, ops treat each sequence as one document, without copies.
             positions if self.isolate_documents else None,
             padding_mask=positions >= 0 if self.pads else None,
             rotary=self.rotary,
@@ -121,12 +121,12 @@ class SelfAttention(nn.Module):
         )
         q, k, v = self._project(hidden, inputs)
         if self.recompute and self.training:
-            heads = checkpoint(self._mix, q, k, v, inputs, use_reentrant=False)
+            heads = checkpoint(self._attend, q, k, v, inputs, use_reentrant=False)
         else:
-            heads = self._mix(q, k, v, inputs)
+            heads = self._attend(q, k, v, inputs)
         return self._merge(heads, hidden)
 
-    def _mix(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> Tensor:
         if self.short_convolution is not None:
             q, k, v, _ = self.short_convolution(q, k, v, inputs)
         return self.core(self._scaled(q), k, v, inputs)
@@ -134,37 +134,43 @@ class SelfAttention(nn.Module):
     def extend(
         self, hidden: Tensor, positions: Positions, state: Any
     ) -> tuple[tuple[Tensor, Tensor | None], Any]:
-        """`forward` for tokens that follow those in `state`; also the state that includes them.
+        """`forward` for tokens that continue those in `state`; also the new state.
 
-        state: the mechanism's own; with a short convolution a pair of that and the convolution's.
+        state: the mechanism's; with a short convolution the pair (mechanism's, convolution's). None: start a sequence.
         """
-        own, before = (state, None) if self.short_convolution is None else state or (None, None)
-        inputs = AttentionInputs(positions, rotary=self.rotary, further=self._further(hidden), state=own)
+        core_state, conv_state = (state, None) if self.short_convolution is None else state or (None, None)
+        inputs = AttentionInputs(
+            positions, rotary=self.rotary, further=self._further(hidden), state=core_state
+        )
         q, k, v = self._project(hidden, inputs)
         if self.short_convolution is None:
             heads, state = self.core.attend(self._scaled(q), k, v, inputs)
         else:
-            q, k, v, before = self.short_convolution(q, k, v, AttentionInputs(positions, state=before))
-            heads, own = self.core.attend(self._scaled(q), k, v, inputs)
-            state = own, before
+            q, k, v, conv_state = self.short_convolution(
+                q, k, v, AttentionInputs(positions, state=conv_state)
+            )
+            heads, core_state = self.core.attend(self._scaled(q), k, v, inputs)
+            state = core_state, conv_state
         return self._merge(heads, hidden), state
 
     def _further(self, hidden: Tensor) -> Tensor | None:
-        """(B, H_kv, N, n), what the mechanism asks for besides queries, keys and values."""
+        """(B, H_kv, N, n): the mechanism's further projection, such as decay logits; None if it has none."""
         if self.further is None:
             return None
-        fused, _ = apply(self.further, hidden)
+        fused, _ = apply_linear(self.further, hidden)
         return fused.unflatten(-1, (self.kv_heads, -1)).permute(1, 2, 0, 3)
 
     def _project(self, hidden: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
         parts = (self.queries_per_key, self.keys_per_head, 1)
         if isinstance(self.core, LowRankAttention) and self.core.compresses_input:
             return compressed_input.project(hidden, self.qkv.weight, parts, self.core, self.mesh, inputs)
-        fused, _ = apply(self.qkv, hidden)
+        fused, _ = apply_linear(self.qkv, hidden)
         tokens, batch, _ = fused.shape
         groups = fused.view(tokens, batch, self.kv_heads, sum(parts), self.head_dim)
         updates = (self.query_update, self.key_update, self.value_update)
-        q, k, v = updated(groups.permute(1, 2, 3, 0, 4).split(parts, dim=2), updates, hidden, self._by_heads)
+        q, k, v = add_updates(
+            groups.permute(1, 2, 3, 0, 4).split(parts, dim=2), updates, hidden, self._by_heads
+        )
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         return q.flatten(1, 2), k.squeeze(2) if self.keys_per_head == 1 else k, v.squeeze(2)
@@ -181,9 +187,9 @@ class SelfAttention(nn.Module):
             heads = self.output_norm(heads)
         merged = heads.permute(2, 0, 1, 3).flatten(2)
         if self.output_gate is not None:
-            gates, _ = apply(self.output_gate, hidden)
+            gates, _ = apply_linear(self.output_gate, hidden)
             merged = merged * self.gate_activation(gates)
-        output, bias = apply(self.output, merged)
+        output, bias = apply_linear(self.output, merged)
         return output if self.output_update is None else output + self.output_update(merged), bias
 
 
@@ -193,6 +199,6 @@ def _qk_norm(settings: ModelSettings, heads: int) -> nn.Module | None:
     return AllHeadsNorm(settings, heads) if settings.model.qk_norm_width == "all" else HeadNorm(settings)
 
 
-def is_new(name: str) -> bool:
-    """Whether a dense model has no weight of this name: it belongs to an attention mechanism or a low-rank update."""
-    return any(of.search(name) for of in (_AROUND, UPDATES)) or MECHANISM in name
+def absent_in_dense(name: str) -> bool:
+    """Whether dense models lack this weight: it is of a mechanism, a part around it, or a low-rank update."""
+    return any(of.search(name) for of in (_OPTIONAL_PARTS, UPDATES)) or MECHANISM in name

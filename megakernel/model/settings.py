@@ -1,4 +1,4 @@
-"""From our model section to Megatron-core's TransformerConfig, and the one object that layers are built from."""
+"""The settings that layers are built from, Megatron-core's TransformerConfig among them."""
 
 import hashlib
 import math
@@ -20,33 +20,33 @@ if TYPE_CHECKING:
     from megakernel.parallel import Mesh, OneProcess
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""By the name in training.dtype."""
+"""training.dtype -> torch dtype."""
 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Everything a layer needs to build its part of the model on this process."""
+    """Everything that layers need to build this rank's part of the model."""
 
     model: Model
-    """Sizes and layer parts."""
+    """Sizes and parts of layers."""
 
     vocab_size: int
-    """Vocabulary size; rows of the embedding beyond it are padding and never count."""
+    """Vocabulary size without padding."""
 
     mesh: "Mesh | OneProcess"
-    """Where this process stands among the others, or that there are none."""
+    """This process's place among the ranks."""
 
     seed: int = 0
-    """Run seed: weights are drawn from (seed, layer) alone, whole, and then cut."""
+    """Run seed: weights are functions of (seed, layer), drawn whole and then partitioned."""
 
     isolate_documents: bool = True
-    """Whether attention follows each token's position in its document, or takes every sequence for one document."""
+    """Whether documents of a sequence do not attend to each other."""
 
     recompute: Recompute = "none"
-    """What backward computes again instead of keeping."""
+    """Activation checkpointing."""
 
     offload: bool = False
-    """Whether the inputs of layers that backward computes again wait in host memory."""
+    """Whether the inputs of recomputed layers are kept in host memory."""
 
     mlp_chunk_size: int | None = None
     """Tokens whose inner MLP activations exist at once; None: all."""
@@ -55,40 +55,40 @@ class ModelSettings:
     """Tokens whose logits exist at once."""
 
     lora: Lora | None = None
-    """Low-rank updates of the attention's projections; None: there are none."""
+    """Low-rank updates of attention and MLP matrices; None: none."""
 
     shapes_only: bool = False
-    """Whether matrices take no memory: of a model of one process that is asked for names, shapes and dtypes alone."""
+    """Whether matrices are on the meta device, for a model that is only asked for names, shapes and dtypes."""
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding and of the head over all tensor ranks, padding included."""
+        """Rows of embedding and head over all tensor ranks, padding included."""
         return self.model.padded_vocab_size(self.vocab_size)
 
     @property
     def local_vocab_size(self) -> int:
-        """How many of this tensor rank's rows are of the vocabulary, the first ones; the others are padding."""
+        """Rows of embedding and head on this tensor rank that are not padding; padding comes last."""
         rows = self.padded_vocab_size // self.mesh.tp.size
         return min(max(self.vocab_size - self.mesh.tp.rank * rows, 0), rows)
 
     @property
     def device(self) -> str | None:
-        """Where matrices are made; None: where torch makes tensors."""
+        """Device of new matrices; None: torch's default device."""
         return "meta" if self.shapes_only else None
 
     @property
-    def draw(self) -> Callable[[Tensor], Any]:
-        """Fills a matrix with numbers of standard deviation init_std."""
-        return partial(_draw, std=self.model.init_std)
+    def init_method(self) -> Callable[[Tensor], Any]:
+        """Initializes a matrix with standard deviation init_std."""
+        return partial(_init_normal, std=self.model.init_std)
 
     @property
-    def draw_output(self) -> Callable[[Tensor], Any]:
-        """The same for a matrix at the end of a branch: smaller, the more branches add up."""
-        return partial(_draw, std=self.model.init_std / math.sqrt(2 * self.model.num_layers))
+    def output_init_method(self) -> Callable[[Tensor], Any]:
+        """Initializes an output projection, with standard deviation init_std / sqrt(2 num_layers)."""
+        return partial(_init_normal, std=self.model.init_std / math.sqrt(2 * self.model.num_layers))
 
     @property
     def transformer(self) -> "TransformerConfig":
-        """What Megatron-core's matrices ask for."""
+        """Configuration of Megatron-core's linear layers."""
         from megatron.core.transformer.transformer_config import TransformerConfig
 
         model = self.model
@@ -100,19 +100,19 @@ class ModelSettings:
             add_bias_linear=model.bias,
             tensor_model_parallel_size=self.mesh.tp.size,
             sequence_parallel=self.mesh.sequence_parallel,
-            # Whole matrices are drawn on the CPU and then cut, so that the layout does not change the numbers.
+            # Whole matrices are drawn on the CPU and then partitioned, so that the layout does not change them.
             use_cpu_initialization=True,
         )
 
 
-def _draw(matrix: Tensor, std: float) -> None:
-    if not matrix.is_meta:  # there is nothing to fill, and torch would import its compiler to say so
+def _init_normal(matrix: Tensor, std: float) -> None:
+    if not matrix.is_meta:  # nothing to fill, and torch would import its compiler
         nn.init.normal_(matrix, std=std)
 
 
 @contextmanager
-def drawn_from(seed: int, *place: int | str) -> Iterator[None]:
-    """Make every random draw inside a function of (seed, place) alone, and leave the generator as it was."""
+def seeded_by(seed: int, *place: int | str) -> Iterator[None]:
+    """Make random draws inside functions of (seed, place), and restore the generator's state afterwards."""
     digest = hashlib.blake2b(repr((seed, *place)).encode(), digest_size=8).digest()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int.from_bytes(digest, "big") >> 1)
@@ -120,9 +120,9 @@ def drawn_from(seed: int, *place: int | str) -> Iterator[None]:
 
 
 def model_settings(config: Config, mesh: "Mesh | OneProcess", vocab_size: int) -> ModelSettings:
-    """How this process builds its part of the configured model.
+    """Settings of the configured model on this rank.
 
-    Raises UserError where model.vocab_size is smaller than the tokenizer's vocabulary.
+    UserError if model.vocab_size is smaller than the tokenizer's vocabulary.
     """
     needed = vocab_size + config.model.special_ids
     wanted = config.model.vocab_size or needed

@@ -1,10 +1,10 @@
-"""The loss of hidden states through a vocabulary, with its gradients, in chunks of tokens.
+"""Cross entropy and distillation losses over a vocabulary, with gradients, in chunks of tokens.
 
-A chunk's logits exist once, and backward finds the gradients of the states and of the matrix ready: three products of a
-head where keeping all logits takes three and the memory, and computing them again takes four.
+Forward also computes the gradients while a chunk's logits exist. That takes three products with the head, as many as
+keeping all logits and one fewer than recomputing them.
 
-Rows that pad the vocabulary take part in the products, whose sizes GPUs are fast with, and in nothing else: their
-logits are -inf, so they get no probability and no gradient. A rank may have nothing but such rows.
+Padding rows of the vocabulary are part of the products, for sizes that are fast on GPUs, but their logits become -inf:
+no probability, no gradient. A rank may have only padding rows.
 """
 
 import math
@@ -26,7 +26,7 @@ from .layer_inputs import IGNORED
 
 @dataclass(frozen=True)
 class LogitScaling:
-    """Logits y = c tanh(x / (s c)) of products x of states and the head, or x / s without a cap."""
+    """Logits y = c tanh(x / (s c)), or x / s without a cap, of products x of hidden states and head."""
 
     divisor: float = 1.0
     """s"""
@@ -36,7 +36,7 @@ class LogitScaling:
 
     @classmethod
     def of(cls, model: Model) -> "LogitScaling":
-        """That of a model section."""
+        """The scaling that a model section configures."""
         return cls(model.logits_scaling, model.final_logit_softcapping)
 
     def __bool__(self) -> bool:
@@ -53,33 +53,33 @@ class LogitScaling:
         return (1.0 if self.cap is None else 1 - (logits / self.cap).square()) / self.divisor
 
 
-PLAIN = LogitScaling()
-"""Logits are the products."""
+NO_SCALING = LogitScaling()
+"""No scaling."""
 
 
 @dataclass(eq=False)
 class DistillationTarget:
-    """What a teacher adds to the labels: T^2 KL(teacher || model) in nats at temperature T. It gets no gradient."""
+    """A teacher's hidden states and head, for T^2 KL(teacher || model) in nats at temperature T; without gradients."""
 
     hidden: Tensor
-    """(..., C'), its states before its head, of the model's tokens; of any width."""
+    """(..., C'), the teacher's inputs to its head for the model's tokens; of any width."""
 
     weight: Tensor
-    """(R / tp, C'), its head, padded and cut as the model's."""
+    """(R / tp, C'), the teacher's head, padded and partitioned as the model's."""
 
     temperature: float
 
     divergence: float
-    """Weight of the divergence in the loss."""
+    """Weight of T^2 KL(teacher || model) in the loss."""
 
     cross_entropy: float
-    """Weight of the labels' cross entropy in the loss; 0: labels only say which tokens count."""
+    """Weight of the labels' cross entropy in the loss; 0: labels only select the tokens that count."""
 
-    scaling: LogitScaling = PLAIN
-    """Of the teacher's logits."""
+    scaling: LogitScaling = NO_SCALING
+    """Scaling of the teacher's logits."""
 
     parts: Tensor | None = None
-    """Left by `head.mean_loss`: this shard's sums of cross entropy and KL(teacher || model), and their tokens."""
+    """Set by `head.mean_loss`: this shard's sums of cross entropy and KL(teacher || model), and its counted tokens."""
 
 
 def summed_loss(
@@ -89,18 +89,18 @@ def summed_loss(
     chunk_size: int,
     vocab_size: int,
     group: ProcessGroup | None = None,
-    scaling: LogitScaling = PLAIN,
+    scaling: LogitScaling = NO_SCALING,
 ) -> Tensor:
-    """The sum over tokens of the cross entropy in nats, in float32 or wider: ().
+    """The sum over tokens of the cross entropy in nats, () float32 or wider.
 
     Args:
         hidden: states (T, C) before the head.
-        weight: (R / tp, C), this rank's rows of the head. Backward of `hidden` has the part that these rows give.
+        weight: (R / tp, C), this rank's rows of the head. The gradient of `hidden` is the part from these rows.
         targets: (T,) int64; IGNORED ones do not count.
-        chunk_size: tokens whose logits may exist at once.
-        vocab_size: how many of the rank's rows are of the vocabulary; the others, at the end, are padding.
-        group: the ranks that share the vocabulary, in the order of its ids; None: this one has all.
-        scaling: of the logits.
+        chunk_size: tokens whose logits exist at once.
+        vocab_size: this rank's rows that are not padding; padding comes last.
+        group: ranks of the vocabulary-parallel head, in the order of ids; None: this rank has the whole head.
+        scaling: scaling of the logits.
     """
     return summed_distillation(hidden, weight, targets, chunk_size, vocab_size, group, None, scaling)[0]
 
@@ -113,15 +113,15 @@ def summed_distillation(
     vocab_size: int,
     group: ProcessGroup | None,
     distillation: DistillationTarget | None,
-    scaling: LogitScaling = PLAIN,
+    scaling: LogitScaling = NO_SCALING,
 ) -> tuple[Tensor, Tensor]:
-    """The same for a loss with distillation, and its parts (2,) without gradients.
+    """`summed_loss` with distillation, and its two parts (2,) without gradients.
 
-    The parts are sums over tokens of the cross entropy and of KL(teacher || model), before they are weighed.
+    The parts are the unweighted sums over tokens of the cross entropy and of KL(teacher || model).
     """
-    learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     sums: tuple[Tensor, Tensor] = _SummedLoss.apply(
-        hidden, weight, targets, chunk_size, vocab_size, group, distillation, scaling, learns
+        hidden, weight, targets, chunk_size, vocab_size, group, distillation, scaling, needs_grad
     )
     return sums
 
@@ -138,51 +138,50 @@ class _SummedLoss(torch.autograd.Function):
         group: ProcessGroup | None,
         distillation: DistillationTarget | None,
         scaling: LogitScaling,
-        learns: bool,
+        needs_grad: bool,
     ) -> tuple[Tensor, Tensor]:
-        for_hidden, for_weight = (learns and needed for needed in ctx.needs_input_grad[:2])
-        of_hidden = torch.empty_like(hidden) if for_hidden else None
-        of_weight = None
-        if for_weight:
-            # In bfloat16 a chunk's term would be lost in the sum of those before.
+        wants_hidden, wants_weight = (needs_grad and needed for needed in ctx.needs_input_grad[:2])
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        grad_weight = None
+        if wants_weight:
+            # In bfloat16 the sum over chunks would lose the terms of later ones.
             dtype = accum_dtype(weight.dtype) if len(hidden) > chunk_size else weight.dtype
-            of_weight = torch.zeros_like(weight, dtype=dtype)
+            grad_weight = torch.zeros_like(weight, dtype=dtype)
         parts = torch.zeros(2, dtype=accum_dtype(hidden.dtype), device=hidden.device)
         for first in range(0, len(hidden), chunk_size):
-            part = slice(first, first + chunk_size)
-            logits, scaled = _logits(hidden[part], weight, vocab_size, parts.dtype, scaling)
+            chunk = slice(first, first + chunk_size)
+            logits, slope = _logits(hidden[chunk], weight, vocab_size, parts.dtype, scaling)
             if distillation is None:
-                found, grad_logits = _cross_entropy(logits, targets[part], group)
+                chunk_sums, grad_logits = _cross_entropy(logits, targets[chunk], group)
             else:
                 teacher_logits, _ = _logits(
-                    distillation.hidden[part],
+                    distillation.hidden[chunk],
                     distillation.weight,
                     vocab_size,
                     parts.dtype,
                     distillation.scaling,
                 )
-                found, grad_logits = _distillation(
-                    logits, teacher_logits, targets[part], vocab_size, group, distillation
+                chunk_sums, grad_logits = _distillation(
+                    logits, teacher_logits, targets[chunk], vocab_size, group, distillation
                 )
-            parts += found
+            parts += chunk_sums
             if scaling:
-                grad_logits.mul_(scaled)
+                grad_logits.mul_(slope)
             grad_logits = grad_logits.to(hidden.dtype)
-            if of_hidden is not None:
-                torch.mm(grad_logits, weight, out=of_hidden[part])
-            if of_weight is None:
+            if grad_hidden is not None:
+                torch.mm(grad_logits, weight, out=grad_hidden[chunk])
+            if grad_weight is None:
                 continue
-            if of_weight.dtype == grad_logits.dtype:
-                of_weight.addmm_(grad_logits.T, hidden[part])
+            if grad_weight.dtype == grad_logits.dtype:
+                grad_weight.addmm_(grad_logits.T, hidden[chunk])
             else:
-                of_weight += grad_logits.T @ hidden[part]
-        ctx.save_for_backward(of_hidden, None if of_weight is None else of_weight.to(weight.dtype))
+                grad_weight += grad_logits.T @ hidden[chunk]
+        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
         ctx.mark_non_differentiable(parts)
         if distillation is None:
             return parts[0].clone(), parts
-        return distillation.cross_entropy * parts[
-            0
-        ] + distillation.divergence * distillation.temperature**2 * parts[1], parts
+        divergence = distillation.divergence * distillation.temperature**2
+        return distillation.cross_entropy * parts[0] + divergence * parts[1], parts
 
     @staticmethod
     @once_differentiable
@@ -194,7 +193,7 @@ class _SummedLoss(torch.autograd.Function):
 def _logits(
     hidden: Tensor, weight: Tensor, vocab_size: int, dtype: torch.dtype, scaling: LogitScaling
 ) -> tuple[Tensor, Tensor | float]:
-    """(T, R / tp), -inf at padding, and their slope by the products that they are made of."""
+    """Logits (T, R / tp), -inf at padding, and their derivative by the unscaled products."""
     logits = scaling(F.linear(hidden, weight).to(dtype))
     slope = scaling.slope(logits)
     logits[:, vocab_size:] = -math.inf
@@ -202,15 +201,15 @@ def _logits(
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """The summed loss, with a place for a divergence (2,), and its gradient, written over the logits (T, R / tp)."""
-    logits -= _highest([logits], group)[0]
-    picked, place, here = _pick(logits, targets, group)
+    """(2,): summed cross entropy and 0 for the KL; and its gradient, which overwrites the logits (T, R / tp)."""
+    logits -= _max_logits([logits], group)[0]
+    target_logits, columns, is_local = _target_logits(logits, targets, group)
     weights = logits.exp_()
-    total, picked = _summed([weights.sum(-1), picked], group)
+    total, target_logits = _all_reduced([weights.sum(-1), target_logits], group)
     counts = targets != IGNORED
     grad_logits = weights.div_(total[:, None])
-    grad_logits.scatter_add_(-1, place, -here.to(grad_logits.dtype))
-    loss = ((total.log() - picked) * counts).sum()
+    grad_logits.scatter_add_(-1, columns, -is_local.to(grad_logits.dtype))
+    loss = ((total.log() - target_logits) * counts).sum()
     return torch.stack([loss, torch.zeros_like(loss)]), grad_logits.mul_(counts[:, None])
 
 
@@ -222,52 +221,56 @@ def _distillation(
     group: ProcessGroup | None,
     distillation: DistillationTarget,
 ) -> tuple[Tensor, Tensor]:
-    """Both sums (2,) and the gradient of the loss; both models' logits are written over."""
+    """(2,): summed cross entropy and KL; and the gradient of the loss. Overwrites both models' logits."""
     temperature = distillation.temperature
-    highest = _highest([logits, teacher_logits], group)
-    logits -= highest[0]
-    teacher_logits = teacher_logits.sub_(highest[1]).div_(temperature)
-    picked, place, here = _pick(logits, targets, group)
+    largest = _max_logits([logits, teacher_logits], group)
+    logits -= largest[0]
+    teacher_logits = teacher_logits.sub_(largest[1]).div_(temperature)
+    target_logits, columns, is_local = _target_logits(logits, targets, group)
     student_logits = logits / temperature
     teacher_weights = teacher_logits.exp()
     difference = teacher_logits.sub_(student_logits)
-    difference[:, vocab_size:] = 0  # and not -inf + inf
+    difference[:, vocab_size:] = 0  # not the NaN of -inf + inf
     difference = difference.mul_(teacher_weights).sum(-1)
     student_weights = student_logits.exp_()
     weights = logits.exp_()
     sums = [part.sum(-1) for part in (weights, student_weights, teacher_weights)]
-    total, student_total, teacher_total, difference, picked = _summed([*sums, difference, picked], group)
+    total, student_total, teacher_total, difference, target_logits = _all_reduced(
+        [*sums, difference, target_logits], group
+    )
     divergence = difference / teacher_total + student_total.log() - teacher_total.log()
     grad_logits = weights.mul_((distillation.cross_entropy / total)[:, None])
-    grad_logits.scatter_add_(-1, place, -distillation.cross_entropy * here.to(grad_logits.dtype))
+    grad_logits.scatter_add_(-1, columns, -distillation.cross_entropy * is_local.to(grad_logits.dtype))
     share = distillation.divergence * temperature
     grad_logits += student_weights.mul_((share / student_total)[:, None])
     grad_logits -= teacher_weights.mul_((share / teacher_total)[:, None])
     counts = targets != IGNORED
-    losses = torch.stack([total.log() - picked, divergence])
+    losses = torch.stack([total.log() - target_logits, divergence])
     return (losses * counts).sum(-1), grad_logits.mul_(counts[:, None])
 
 
-def _pick(logits: Tensor, targets: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits (T,) of the targets among this rank's rows, else 0; their columns (T, 1), and whether they are here."""
+def _target_logits(
+    logits: Tensor, targets: Tensor, group: ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Target logits (T,), 0 if on other ranks; their columns (T, 1), and whether they are on this rank (T, 1)."""
     rows = logits.shape[-1]
     first = 0 if group is None else dist.get_rank(group) * rows
-    place = targets[:, None] - first
-    here = (place >= 0) & (place < rows)
-    place = place.where(here, 0)
-    return logits.gather(-1, place).where(here, 0)[:, 0], place, here
+    columns = targets[:, None] - first
+    is_local = (columns >= 0) & (columns < rows)
+    columns = columns.where(is_local, 0)
+    return logits.gather(-1, columns).where(is_local, 0)[:, 0], columns, is_local
 
 
-def _highest(logits: list[Tensor], group: ProcessGroup | None) -> Tensor:
-    """The largest logit of every token, (len(logits), T, 1)."""
-    highest = torch.stack([part.amax(-1, keepdim=True) for part in logits])
+def _max_logits(logits: list[Tensor], group: ProcessGroup | None) -> Tensor:
+    """The largest logit per token over all ranks, (len(logits), T, 1)."""
+    largest = torch.stack([part.amax(-1, keepdim=True) for part in logits])
     if group is not None:
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-    return highest
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return largest
 
 
-def _summed(parts: list[Tensor], group: ProcessGroup | None) -> Tensor:
-    """The parts (T,) of all ranks added up, (len(parts), T)."""
+def _all_reduced(parts: list[Tensor], group: ProcessGroup | None) -> Tensor:
+    """The parts (T,) summed over all ranks, (len(parts), T)."""
     sums = torch.stack(parts)
     if group is not None:
         dist.all_reduce(sums, group=group)

@@ -1,4 +1,4 @@
-"""Attention as tensor functions: a readable reference and a fast version of each, behind one function."""
+"""Attention as tensor functions, each with a readable reference and a fast implementation."""
 
 from megakernel.ops.flurka_attention import flurka_attention
 from megakernel.ops.flurka_attention.form import FlurkaState

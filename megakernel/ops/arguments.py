@@ -1,4 +1,4 @@
-"""Checks of what users hand to ops: name, what was given, what is expected."""
+"""Argument checks of ops. Errors name the argument, its value and what is expected."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -12,9 +12,9 @@ from megakernel.ops.state import KernelState
 
 
 def check_heads(q: Tensor, k: Tensor, v: Tensor, *, cross: bool = False) -> None:
-    """q (B, H, N, d); k (B, H_kv, N, d); v (B, H_kv, N, D); one floating dtype and device; H a multiple of H_kv.
+    """Check q (B, H, N, d), k (B, H_kv, N, d), v (B, H_kv, N, D): one floating dtype and device, H a multiple of H_kv.
 
-    With `cross`, keys and values may be another number of tokens than the queries.
+    cross: keys and values may have another number of tokens than queries.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tokens(name, x)
@@ -32,13 +32,13 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor, *, cross: bool = False) -> None
 
 
 def check_not_empty(q: Tensor) -> None:
-    """At least one token in q (B, H, N, d)."""
+    """Check that q (B, H, N, d) has at least one token."""
     if q.shape[2] == 0:
         raise ValueError(f"q has shape {tuple(q.shape)}; expected at least one token")
 
 
 def check_tokens(name: str, x: Tensor) -> None:
-    """(batch, heads, tokens, width) of a floating dtype."""
+    """Check that x is (batch, heads, tokens, width) and of a floating dtype."""
     if x.dim() != 4:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; expected (batch, heads, tokens, width)")
     if not x.is_floating_point():
@@ -46,14 +46,14 @@ def check_tokens(name: str, x: Tensor) -> None:
 
 
 def check_feature_map(feature_map: FeatureMap | str, projection: Projection | None, k: Tensor) -> None:
-    """A known name, and exactly where the map takes one a projection of k's width for one or all key heads."""
+    """Check the map's name, and the projection: present iff the map takes one, and fitting the heads and width of k."""
     name = named(feature_map).name
     if name not in FEATURE_MAPS:
         raise ValueError(f"feature_map={name!r}; expected one of {', '.join(FEATURE_MAPS)}")
     projected = FEATURE_MAPS[name].projected
     if projected != (projection is not None):
-        given = f"of shape {tuple(projection.shape)}" if isinstance(projection, Tensor) else repr(projection)
-        raise ValueError(f"projection is {given}; {name} {'needs one' if projected else 'takes none'}")
+        value = f"of shape {tuple(projection.shape)}" if isinstance(projection, Tensor) else repr(projection)
+        raise ValueError(f"projection is {value}; {name} {'needs one' if projected else 'takes none'}")
     if isinstance(projection, FastFood):
         _check_fast_food(projection, k)
     elif projection is not None:
@@ -84,7 +84,7 @@ def _check_fast_food(projection: FastFood, k: Tensor) -> None:
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:
-    """Increasing int32 or int64 document starts, then the number of tokens of the whole batch."""
+    """Check int32 or int64 document starts, strictly increasing and followed by the number of tokens of the batch."""
     if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
         raise ValueError(
             f"cu_seqlens is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}; "
@@ -98,7 +98,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:
 
 
 def check_positions(positions: Tensor, q: Tensor) -> None:
-    """Positions (B, N), integer."""
+    """Check that positions are integers (B, N)."""
     expected = (q.shape[0], q.shape[2])
     if tuple(positions.shape) != expected or positions.is_floating_point():
         raise ValueError(
@@ -108,12 +108,12 @@ def check_positions(positions: Tensor, q: Tensor) -> None:
 
 
 def expand_tokens(name: str, value: Tensor, like: Tensor) -> Tensor:
-    """One number per head and token: `value` expanded to the first three dimensions of `like`."""
+    """`value` expanded to the first three dimensions (B, H, N) of `like`."""
     return expand(name, value, like.shape[:3])
 
 
 def expand(name: str, value: Tensor, shape: Sequence[int]) -> Tensor:
-    """`value` expanded to `shape`."""
+    """`value` expanded to `shape`; ValueError if it does not broadcast."""
     expected = tuple(shape)
     try:
         return value.expand(expected)
@@ -124,7 +124,7 @@ def expand(name: str, value: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def check_priors(priors: Tensor, k: Tensor) -> None:
-    """pi (H_kv, M) of keys (B, H_kv, M, N, d)."""
+    """Check priors pi (H_kv, M) of keys (B, H_kv, M, N, d)."""
     if k.dim() != 5 or tuple(priors.shape) != tuple(k.shape[1:3]):
         raise ValueError(
             f"priors has shape {tuple(priors.shape)} beside k {tuple(k.shape)}; "
@@ -133,35 +133,35 @@ def check_priors(priors: Tensor, k: Tensor) -> None:
 
 
 def check_shift(shift: Tensor, priors: Tensor | None, k: Tensor) -> None:
-    """b (H_kv, M, d) of keys (B, H_kv, N, d), and pi (H_kv, M)."""
+    """Check shifts b (H_kv, M, d) of keys (B, H_kv, N, d), and priors pi (H_kv, M)."""
     fits = shift.dim() == 3 and k.dim() == 4 and (shift.shape[0], shift.shape[2]) == (k.shape[1], k.shape[3])
     if not fits or priors is None or priors.shape != shift.shape[:2]:
-        given = "no priors" if priors is None else f"priors {tuple(priors.shape)}"
+        priors_text = "no priors" if priors is None else f"priors {tuple(priors.shape)}"
         raise ValueError(
-            f"shift has shape {tuple(shift.shape)} beside k {tuple(k.shape)} and {given}; "
+            f"shift has shape {tuple(shift.shape)} beside k {tuple(k.shape)} and {priors_text}; "
             "expected (heads, keys, width) beside (batch, heads, tokens, width) and (heads, keys)"
         )
 
 
 def check_state(state: KernelState, k: Tensor, v: Tensor) -> None:
-    """Sums (B, H_kv, F, D + 1) and log scales (B, H_kv) of these keys and values."""
-    lead, width = tuple(k.shape[:2]), v.shape[-1] + 1
+    """Check that the state has sums (B, H_kv, F, D + 1) and log scales (B, H_kv) for these keys and values."""
+    heads, width = tuple(k.shape[:2]), v.shape[-1] + 1
     shape = tuple(state.sums.shape)
-    if len(shape) != 4 or shape[:2] != lead or shape[3] != width or tuple(state.log_scale.shape) != lead:
+    if len(shape) != 4 or shape[:2] != heads or shape[3] != width or tuple(state.log_scale.shape) != heads:
         raise ValueError(
             f"initial_state has sums {shape} and log_scale {tuple(state.log_scale.shape)}; "
-            f"expected {(*lead, 'features', width)} and {lead}"
+            f"expected {(*heads, 'features', width)} and {heads}"
         )
 
 
 def check_choice(name: str, value: object, known: tuple) -> None:
-    """One of a few values."""
+    """Check that `value` is one of `known`."""
     if value not in known:
         raise ValueError(f"{name}={value!r}; expected one of {', '.join(map(repr, known))}")
 
 
 def check_pools(pool_keys: Tensor, pool_values: Tensor, k: Tensor) -> None:
-    """E and F, both (r, b) or (H_kv, r, b)."""
+    """Check E and F: both (r, b) or both (H_kv, r, b)."""
     for name, pool in (("pool_keys", pool_keys), ("pool_values", pool_values)):
         if (
             pool.shape != pool_keys.shape
@@ -175,6 +175,6 @@ def check_pools(pool_keys: Tensor, pool_values: Tensor, k: Tensor) -> None:
 
 
 def check_per_head(name: str, value: Tensor | None, heads: int) -> None:
-    """One number per head."""
+    """Check that `value` is None or (heads,)."""
     if value is not None and tuple(value.shape) != (heads,):
         raise ValueError(f"{name} has shape {tuple(value.shape)}; expected ({heads},)")

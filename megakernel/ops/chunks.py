@@ -1,4 +1,4 @@
-"""The layout of a group of tokens: C chunks of L tokens, query heads folded into the rows of their key head."""
+"""Reshapes tokens into C chunks of L tokens, with the G query heads of a key head folded into rows."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 def chunk_keys(x: Tensor, size: int, chunks: int) -> Tensor:
-    """(B, H_kv, T, d) -> (B, H_kv, C, L, d), zeros behind the last token."""
+    """(B, H_kv, T, d) -> (B, H_kv, C, L, d), padded with zeros."""
     missing = chunks * size - x.shape[2]
-    # Padding by nothing would copy.
+    # F.pad copies even if there is nothing to pad.
     return (F.pad(x, (0, 0, 0, missing)) if missing else x).unflatten(2, (chunks, size))
 
 
@@ -25,7 +25,7 @@ def token_queries(x: Tensor, kv_heads: int) -> Tensor:
 
 
 def unchunk_token(x: Tensor) -> Tensor:
-    """The inverse: (B, H_kv, 1, G, ...) -> (B, H, 1, ...)."""
+    """The inverse of `token_queries`: (B, H_kv, 1, G, ...) -> (B, H, 1, ...)."""
     return x.flatten(1, 3).unsqueeze(2)
 
 
@@ -36,12 +36,12 @@ def unchunk_queries(x: Tensor, heads: int, length: int) -> Tensor:
     return whole.narrow(2, 0, length)
 
 
-def as_queries(found: Sequence[Tensor], q: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Outputs in `dtype`, and what else is known of chunked queries, as queries q (B, H, T, d) lie."""
-    out, *rest = (unchunk_queries(x, q.shape[1], q.shape[2]) for x in found)
+def as_queries(chunked: Sequence[Tensor], q: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """`unchunk_queries` of the output, in `dtype`, and of further tensors, in the layout of q (B, H, T, d)."""
+    out, *rest = (unchunk_queries(x, q.shape[1], q.shape[2]) for x in chunked)
     return out.to(dtype), *rest
 
 
 def query_mask(x: Tensor, group: int) -> Tensor:
-    """(B, C, L) -> (B, 1, C, G L, 1): the same for all heads."""
+    """(B, C, L) -> (B, 1, C, G L, 1), repeated for all heads."""
     return x[:, None, :, None].expand(-1, -1, -1, group, -1).flatten(3, 4)[..., None]

@@ -1,6 +1,6 @@
-"""Chunks of tokens whose state decays by one factor a token: what of a state and of a token is left where.
+"""Chunked computation with a state that decays by one factor per token: cumulative decays within chunks.
 
-Shared by rules that add to such a state (`simple_gla`) and that correct it (`gated_delta_rule`).
+Shared by `simple_gla`, which adds to the state, and `gated_delta_rule`, which corrects it.
 """
 
 from collections.abc import Callable
@@ -15,33 +15,33 @@ from megakernel.ops.groups import Tensors, scan_groups
 from megakernel.ops.scan import Links, chunk_links
 
 CHUNK = 64
-"""Tokens whose pairs are weighed one by one."""
+"""Tokens of a chunk, whose attention matrix is computed explicitly."""
 
 GROUP = 2048
 """Tokens whose weights and chunk states exist at once, a multiple of CHUNK."""
 
 GroupStep = Callable[..., tuple[Tensor, Tensor]]
-"""(tensors of the group's tokens, their positions, the state that enters) -> (output, the state that leaves)."""
+"""(tensors of the group's tokens, their positions, incoming state) -> (output, outgoing state)."""
 
 
 def scan_tokens(
     step: GroupStep, tokens: Tensors, positions: Positions, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`step` over groups of tokens (dimension 2), each with the state that the one before it left."""
+    """Run `step` over groups of tokens (dimension 2), passing the state from each group to the next."""
     varying = None if isinstance(positions, int) else positions[:, None]
 
     def on_group(start: int, carry: Tensors, sequences: Tensors, shared: Tensors):
-        *here, at = sequences
-        places = positions + start if at is None else at[:, 0]
-        out, leaving = step(*here, places, carry[0])
-        return (out,), (leaving,)
+        *group_tokens, at = sequences
+        group_positions = positions + start if at is None else at[:, 0]
+        out, outgoing = step(*group_tokens, group_positions, carry[0])
+        return (out,), (outgoing,)
 
-    (out,), (leaving,) = scan_groups(on_group, (state,), (*tokens, varying), (), group=GROUP)
-    return out, leaving
+    (out,), (outgoing,) = scan_groups(on_group, (state,), (*tokens, varying), (), group=GROUP)
+    return out, outgoing
 
 
 class Chunks(NamedTuple):
-    """C chunks of L tokens of a group, and how much of what stands where is left elsewhere. float32 or better."""
+    """C chunks of L tokens of a group, and their decays, in float32 or better."""
 
     queries: Tensor
     """(B, H_kv, C, G L, d), scaled."""
@@ -53,25 +53,25 @@ class Chunks(NamedTuple):
     """(B, H_kv, C, L, D)"""
 
     pairs: Tensor
-    """(B, H_kv, C, L, L): of the token of a column at that of a row; 0 behind it and in another document."""
+    """(B, H_kv, C, L, L): decay from the column's token to the row's; 0 if it is later or in another document."""
 
     kept: Tensor
-    """(B, H_kv, C, L): of the state that enters the chunk at the token."""
+    """(B, H_kv, C, L): decay of the chunk's incoming state up to the token."""
 
     left: Tensor
-    """(B, H_kv, C, L): of the token behind the chunk."""
+    """(B, H_kv, C, L): decay from the token to the end of the chunk."""
 
     whole: Tensor
-    """(B, H_kv, C) log of what a chunk leaves of a state, documents aside."""
+    """(B, H_kv, C): log decay over the chunk, ignoring document starts."""
 
     links: Links
-    """Where documents begin."""
+    """Document boundaries."""
 
     @classmethod
     def of(
         cls, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, positions: Positions, dtype: torch.dtype
     ) -> "Chunks":
-        """q (B, H, T, d), k (B, H_kv, T, d), v (B, H_kv, T, D), log_decay (B, H_kv, T, 1)."""
+        """Chunks of q (B, H, T, d), k (B, H_kv, T, d), v (B, H_kv, T, D) and log_decay (B, H_kv, T, 1)."""
         links = chunk_links(positions, q.shape[2], q.device, CHUNK)
         chunks, size = links.writes.shape[1:]
         queries = chunk_queries(scaled(q, dtype), k.shape[1], size, chunks)
@@ -90,12 +90,12 @@ class Chunks(NamedTuple):
         )
 
     def weighed(self, written: Tensor, states: Tensor, heads: int, length: int) -> Tensor:
-        """(B, H, T, D) of what the chunk's tokens write, (B, H_kv, C, L, D), and of states that enter each chunk."""
+        """Outputs (B, H, T, D) from what tokens write, (B, H_kv, C, L, D), and the incoming states of the chunks."""
         size = self.keys.shape[3]
         scores = (self.queries @ self.keys.transpose(-1, -2)).unflatten(3, (-1, size))
         scores = scores * self.pairs[:, :, :, None]
-        seen = (self.queries @ states).unflatten(3, (-1, size)) * self.kept[:, :, :, None, :, None]
-        return unchunk_queries(scores.flatten(3, 4) @ written + seen.flatten(3, 4), heads, length)
+        from_state = (self.queries @ states).unflatten(3, (-1, size)) * self.kept[:, :, :, None, :, None]
+        return unchunk_queries(scores.flatten(3, 4) @ written + from_state.flatten(3, 4), heads, length)
 
 
 def scaled(q: Tensor, dtype: torch.dtype) -> Tensor:

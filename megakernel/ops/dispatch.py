@@ -1,4 +1,4 @@
-"""Which implementation of an op runs, and the dtype it sums in."""
+"""Selects the implementation of an op, and the dtype of its sums."""
 
 import os
 import sys
@@ -14,14 +14,14 @@ VARIABLE = "MEGAKERNEL_BACKEND"
 EVERYWHERE = "chunked"
 KERNELS = "triton"
 LIBRARY = "liger"
-"""Liger-Kernel's Triton kernels, for what is not written here."""
+"""Liger-Kernel's Triton kernels."""
 
 
 class Kernels:
-    """The Triton implementation of an op: a function of a module that is imported when it first runs.
+    """The Triton implementation of an op: a function of a module that is imported on first use.
 
-    op: the op's name. load: imports the module, by a statement, which torch.compile traces, as it does no other way.
-    The module's `unsupported`, given the same arguments, says why the kernels cannot take them, or None.
+    op: the op's name. load: imports the module, with an import statement, the only way that torch.compile can trace.
+    The module's `unsupported` takes the same arguments and returns why the kernels cannot take them, or None.
     """
 
     def __init__(self, op: str, load: Callable[[], ModuleType], function: str = "attend") -> None:
@@ -30,7 +30,7 @@ class Kernels:
         self.function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the kernels; ValueError with the reason where they cannot."""
+        """Run the kernels; ValueError with the reason if they cannot take the arguments."""
         reason = _no_device(args[0]) or self.load().unsupported(*args, **kwargs)
         if reason is not None:
             backend = KERNELS if self.function == "attend" else LIBRARY
@@ -38,7 +38,7 @@ class Kernels:
         return self.run(*args, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the kernels on arguments that they take."""
+        """Run the kernels on supported arguments."""
         return getattr(self.load(), self.function)(*args, **kwargs)
 
 
@@ -48,8 +48,8 @@ Implementation = Callable[..., Any]
 def choose(implementations: Mapping[str, Implementation], backend: str | None) -> Implementation:
     """The implementation named by `backend`, else by the environment's MEGAKERNEL_BACKEND, else the fastest.
 
-    The fastest is Triton's for tensors on a GPU, if the op has kernels and they take the arguments, and the chunked
-    one elsewhere. The environment's `triton` means all ops that have kernels of ours; the others run their fastest.
+    The fastest is the Triton (else Liger) one for tensors on a GPU if it supports the arguments, else the chunked one.
+    MEGAKERNEL_BACKEND=triton applies to ops with Triton kernels; the others run their fastest implementation.
     """
     name = backend or os.environ.get(VARIABLE) or None
     if name is None or (name == KERNELS and not backend and KERNELS not in implementations):
@@ -73,12 +73,12 @@ def _fastest(implementations: Mapping[str, Implementation], *args: Any, **kwargs
 
 
 def runs_on_gpu(x: torch.Tensor) -> bool:
-    """Whether `x` is on a GPU, or launches are noted down instead of made, as those of a machine with one."""
+    """Whether `x` is on a GPU, or kernel launches are recorded instead of made, as if there were a GPU."""
     return x.is_cuda or is_noting()
 
 
 def is_noting() -> bool:
-    """Whether launches are noted down instead of made: what kernels would write nobody has written."""
+    """Whether kernel launches are recorded instead of made, so that their outputs are uninitialized."""
     launch = sys.modules.get("megakernel.ops.kernels.launch")
     return launch is not None and launch.is_noting()
 
@@ -89,9 +89,13 @@ def _warn_once(op: str, reason: str) -> None:
 
 
 def _no_device(x: torch.Tensor) -> str | None:
-    from megakernel.ops.kernels.launch import runs_on
+    from megakernel.ops.kernels.launch import supports_device
 
-    return None if runs_on(x.device) else f"tensors are on {x.device}; expected cuda, or TRITON_INTERPRET=1"
+    return (
+        None
+        if supports_device(x.device)
+        else f"tensors are on {x.device}; expected cuda, or TRITON_INTERPRET=1"
+    )
 
 
 def accum_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -1,8 +1,7 @@
-"""Where documents lie inside sequences.
+"""Packed documents, described by the position of each token within its own document.
 
-Everything an op needs to know about packing follows from the position of each token within its own document:
-a document starts where the position is 0, began before the sequence where it exceeds the place in it, and
-`window_reach` and `ends_block` say where its blocks lie.
+A document starts where the position is 0, and began before the sequence if the position exceeds the token's index in
+the sequence. `window_reach` and `ends_block` define its blocks.
 """
 
 import weakref
@@ -13,50 +12,50 @@ import torch
 from torch import Tensor
 
 Positions = Tensor | int
-"""(B, N) positions, or the position of the first token of sequences that hold one document each."""
+"""(B, N) positions, or the position of the first token of sequences with one document each."""
 
 Made = TypeVar("Made")
 
 
-class _Tables(NamedTuple):
-    """What was made of some positions."""
+class _CacheEntry(NamedTuple):
+    """Values computed from one tensor of positions."""
 
     positions: "weakref.ref[Tensor]"
     version: int
-    by_name: dict[Hashable, Any]
+    values: dict[Hashable, Any]
 
 
-_tables: list[_Tables] = []
-"""Of the positions that were asked about last: a shard's, and those of the whole sequences that they were made into."""
+_cache: list[_CacheEntry] = []
+"""The last two tensors of positions: those of a shard, and those of the whole sequences gathered from it."""
 
 
-def made_once(positions: Tensor, name: Hashable, make: Callable[[Tensor], Made]) -> Made:
-    """`make(positions)`, which the layers of a micro-batch, being handed one tensor, share.
+def cached_for_positions(positions: Tensor, name: Hashable, make: Callable[[Tensor], Made]) -> Made:
+    """`make(positions)`, cached so that all layers of a micro-batch, which get the same tensor, share it.
 
-    name: which of the things it is, and what else that depends on. It is kept until others are asked about, or the
-    positions are changed or gone. A graph that is compiled or captured makes it anew, since it may be run on other
-    positions, and so does inference mode, whose tensors training could not use.
+    name: key of the value, with all else that it depends on. The cache holds two tensors of positions, and drops those
+    that are modified or freed. It is bypassed in compiled or captured graphs, which may run on other positions, and in
+    inference mode, whose tensors training could not use.
     """
     if is_graph(positions) or torch.is_inference_mode_enabled() or positions.is_inference():
         return make(positions)
     version = positions._version
-    for known in _tables:
-        if known.positions() is positions and known.version == version:
+    for entry in _cache:
+        if entry.positions() is positions and entry.version == version:
             break
     else:
-        known = _Tables(weakref.ref(positions, _forget), version, {})
-        _tables[:] = [known, *_tables[:1]]
-    if name not in known.by_name:
-        known.by_name[name] = make(positions)
-    return known.by_name[name]
+        entry = _CacheEntry(weakref.ref(positions, _evict), version, {})
+        _cache[:] = [entry, *_cache[:1]]
+    if name not in entry.values:
+        entry.values[name] = make(positions)
+    return entry.values[name]
 
 
-def _forget(gone: "weakref.ref[Tensor]") -> None:
-    _tables[:] = [known for known in _tables if known.positions is not gone]
+def _evict(freed: "weakref.ref[Tensor]") -> None:
+    _cache[:] = [entry for entry in _cache if entry.positions is not freed]
 
 
 def is_graph(x: Tensor) -> bool:
-    """Whether what is done with `x` becomes a compiled or captured graph: nobody can look at its numbers."""
+    """Whether operations on `x` become a compiled or captured graph, in which its values cannot be read."""
     if torch.compiler.is_compiling():
         return True
     return x.is_cuda and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
@@ -65,19 +64,19 @@ def is_graph(x: Tensor) -> bool:
 def positions_from_cu_seqlens(cu_seqlens: Tensor, batch: int, length: int) -> Tensor:
     """Positions (B, N) from document starts in the flattened B * N tokens.
 
-    A sequence whose first token is not a start continues what came before: its positions exceed the place in it.
+    If a sequence does not begin with a start, it continues the previous document: positions exceed the token index.
     """
-    places = torch.arange(batch * length, device=cu_seqlens.device)
-    # A start before everything: sequences without a listed start of their own continue.
+    indices = torch.arange(batch * length, device=cu_seqlens.device)
+    # Start -1 stands for a document that began earlier, for tokens before the first listed start.
     starts = torch.cat([cu_seqlens.new_full((1,), -1), cu_seqlens[:-1]]).long()
-    document = torch.searchsorted(starts, places, right=True) - 1
-    return (places - starts[document]).view(batch, length)
+    document = torch.searchsorted(starts, indices, right=True) - 1
+    return (indices - starts[document]).view(batch, length)
 
 
 def cu_seqlens_from_positions(positions: Tensor) -> Tensor:
-    """Document starts in the flattened tokens of positions (B, N), and B * N at the end, int32.
+    """Document starts in the flattened tokens of positions (B, N), followed by B * N; int32.
 
-    No document crosses sequences, and padding at -1 is one of its own. The host waits for a GPU, to know how many.
+    No document crosses sequences, and padding (-1) is a document of its own. Synchronizes with the GPU for the count.
     """
     begins = (positions == 0) | ((positions < 0) & (positions.roll(1, 1) >= 0))
     begins[:, 0] = True
@@ -86,16 +85,16 @@ def cu_seqlens_from_positions(positions: Tensor) -> Tensor:
 
 
 def token_positions(positions: Positions, length: int, device: torch.device) -> Tensor:
-    """(B, N) or, for sequences that are alike, (1, N) int64 positions."""
+    """Positions (B, N), or (1, N) int64 if they are the same in all sequences."""
     if isinstance(positions, int):
         return torch.arange(positions, positions + length, device=device)[None]
     return positions
 
 
-def alike(positions: Tensor) -> Positions:
-    """One number in place of positions (B, N) where all sequences hold one document and stand at the same token of it.
+def collapse_positions(positions: Tensor) -> Positions:
+    """Positions (B, N) as one int if each sequence has one document and all start at the same position.
 
-    Ops then make no masks. Positions on another device stay as they are: reading them would make the host wait.
+    Ops then need no masks. Positions on a GPU are returned unchanged: reading them would synchronize.
     """
     if positions.device.type != "cpu" or torch.compiler.is_compiling():
         return positions
@@ -109,15 +108,15 @@ def alike(positions: Tensor) -> Positions:
 
 
 def window_reach(positions: Tensor, block_size: int, blocks: int) -> Tensor:
-    """Tokens before itself in a token's window: of the current block of its document and the `blocks` - 1 before.
+    """Number of earlier tokens in a token's window: its current block of the document and the `blocks` - 1 before.
 
-    The block rule: blocks restart at every document, and a position lies in block position // block_size.
+    Blocks restart at every document: a position is in block position // block_size.
     """
     return torch.minimum(positions, positions % block_size + (blocks - 1) * block_size)
 
 
 def sees_far(positions: Tensor, block_size: int, blocks: int) -> Tensor:
-    """Whether a block lies before the token's window of `blocks`: the token sees its landmarks."""
+    """Whether there is a block before the token's window of `blocks`, so that the token sees landmarks."""
     return positions >= block_size * blocks
 
 
@@ -127,41 +126,41 @@ def ends_block(positions: Tensor, block_size: int, blocks: int) -> Tensor:
 
 
 def pad_positions(positions: Tensor, count: int) -> Tensor:
-    """`count` more tokens of the last document."""
+    """Positions extended by `count` tokens of the last document."""
     more = torch.arange(1, count + 1, device=positions.device)
     return torch.cat([positions, positions[:, -1:] + more], 1)
 
 
 def began_before(positions: Positions, length: int, device: torch.device) -> Tensor:
-    """(B, N) or (1, N) bool: the token's document began before the sequence."""
+    """(B, N) or (1, N) bool: whether the token's document began before the sequence."""
     return token_positions(positions, length, device) > torch.arange(length, device=device)
 
 
 def open_documents(positions: Positions, length: int, batch: int, device: torch.device) -> Tensor:
-    """(B,) bool: no document starts inside the sequence, so what enters it also leaves it."""
+    """(B,) bool: whether no document starts inside the sequence, so that an incoming state also leaves it."""
     if isinstance(positions, int):
         return torch.full((batch,), positions > 0, device=device)
     return positions[:, -1] >= length
 
 
 def carried(positions: Positions, tokens: Tensor, log_decay: Tensor | None = None) -> Tensor:
-    """What tokens (B, H, N, ...) leave of the state that enters them: all or nothing, (B,) bool, see `open_documents`.
+    """Factor of the incoming state over tokens (B, H, N, ...): (B,) bool, see `open_documents`.
 
-    Of a state that decays, log_decay (B, H_kv, N): the factor, (B, H_kv).
+    With log_decay (B, H_kv, N), the decay factor (B, H_kv), 0 if a document starts inside.
     """
     carries = open_documents(positions, tokens.shape[2], len(tokens), tokens.device)
     return carries if log_decay is None else torch.where(carries[:, None], log_decay.sum(2).exp(), 0.0)
 
 
 def reversed_positions(positions: Tensor, continued: bool = False) -> Tensor:
-    """Positions (B, N) of the sequences read backwards.
+    """Positions (B, N) of the reversed sequences.
 
-    continued: read so, each sequence goes on with a document that began before it, as far away as makes no difference.
+    continued: take the last document of each sequence as N tokens longer, so that its reverse begins before it.
     """
     length = positions.shape[1]
-    places = torch.arange(length, device=positions.device)
+    indices = torch.arange(length, device=positions.device)
     end = 2 * length if continued else length
-    starts = torch.where(positions == 0, places, end)
+    starts = torch.where(positions == 0, indices, end)
     following = torch.cat([starts[:, 1:], starts.new_full((len(starts), 1), end)], 1)
     ends = following.flip(1).cummin(1).values.flip(1)
-    return (ends - 1 - places).flip(1)
+    return (ends - 1 - indices).flip(1)

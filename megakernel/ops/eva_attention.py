@@ -1,4 +1,4 @@
-"""EVA's control variates, and attention over windows and chunk summaries where tokens see both ways."""
+"""EVA's control variates, and bidirectional attention over windows and chunk summaries."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from megakernel.ops.partial_output import PartialOutput, add, normalized, with_o
 from megakernel.ops.window import softmax_pairs
 
 GROUP = 1024
-"""Queries whose weights of chunks exist at once."""
+"""Queries whose weights on chunk summaries are in memory at once."""
 
 
 class Windows(NamedTuple):
@@ -25,14 +25,14 @@ class Windows(NamedTuple):
     """(B, H, M, W, D)"""
 
     real: Tensor
-    """(B or 1, M, W) bool: which keys exist."""
+    """(B or 1, M, W) bool: whether the key exists."""
 
     queries: int
-    """w"""
+    """w, queries per window."""
 
 
-class Chunks(NamedTuple):
-    """C summaries."""
+class ChunkSummaries(NamedTuple):
+    """Summaries of C chunks."""
 
     keys: Tensor
     """(B, H, C, d): k_c."""
@@ -40,14 +40,14 @@ class Chunks(NamedTuple):
     values: Tensor
     """(B, H, C, D): beta_c."""
 
-    seen: Tensor
-    """(B or 1, M, C) bool: the queries of a window see this chunk."""
+    visible: Tensor
+    """(B or 1, M, C) bool: whether the queries of the window see this chunk."""
 
 
 def control_variates(omega: Tensor, keys: Tensor, values: Tensor, real: Tensor | None = None) -> Tensor:
     """beta_c = sum_j softmax_j(omega_c.k_j / sqrt(d) - |k_j|^2 / (2 sqrt(d))) v_j over the keys of each chunk.
 
-    omega: (B, H, S, d); keys: (B, H, S, s, d); values: (B, H, S, s, D); real: (B or 1, S, s) bool, which keys exist.
+    omega: (B, H, S, d); keys: (B, H, S, s, d); values: (B, H, S, s, D); real: (B or 1, S, s) bool, whether keys exist.
     Returns (B, H, S, D), 0 for a chunk without keys.
     """
     scores = (keys @ omega[..., None])[..., 0] - keys.square().sum(-1) / 2
@@ -58,8 +58,10 @@ def control_variates(omega: Tensor, keys: Tensor, values: Tensor, real: Tensor |
     return (weights.masked_fill(~real[:, None], 0.0)[..., None, :] @ values)[..., 0, :]
 
 
-def eva_attention(q: Tensor, windows: Windows, chunks: Chunks, *, backend: str | None = None) -> Tensor:
-    """One softmax over the keys of a query's window, weights exp(q.k / sqrt(d)), and over chunks, exp(q.k_c / sqrt(d)).
+def eva_attention(
+    q: Tensor, windows: Windows, chunks: ChunkSummaries, *, backend: str | None = None
+) -> Tensor:
+    """One softmax over a query's window, with weights exp(q.k / sqrt(d)), and over chunks, exp(q.k_c / sqrt(d)).
 
     Args:
         q: (B, H, N, d); window m holds queries m w .. (m + 1) w - 1.
@@ -68,18 +70,18 @@ def eva_attention(q: Tensor, windows: Windows, chunks: Chunks, *, backend: str |
         backend: reference or chunked.
 
     Returns:
-        (B, H, N, D) in the dtype of q; 0 where nothing exists.
+        (B, H, N, D) in the dtype of q; 0 for queries that see nothing.
     """
     return choose(IMPLEMENTATIONS, backend)(q, windows, chunks)
 
 
 def _by_query(x: Tensor, window: int, count: int) -> Tensor:
-    """(B, M, ...) -> (B, N, ...): the row of each query's window."""
+    """(B, M, ...) per window -> (B, N, ...) per query."""
     return x[:, torch.arange(count, device=x.device) // window]
 
 
-def chunked(q: Tensor, windows: Windows, chunks: Chunks) -> Tensor:
-    """Windows at once, chunks for some queries at a time, so that memory stays bounded."""
+def chunked(q: Tensor, windows: Windows, chunks: ChunkSummaries) -> Tensor:
+    """All windows at once, and chunk summaries for GROUP queries at a time to bound memory."""
     heads, length, dtype = q.shape[1], q.shape[2], accum_dtype(q.dtype)
     count = windows.keys.shape[2]
     queries = chunk_queries(q.to(dtype), heads, windows.queries, count)
@@ -87,12 +89,12 @@ def chunked(q: Tensor, windows: Windows, chunks: Chunks) -> Tensor:
     near = softmax_pairs(queries, windows.keys.to(dtype), with_ones(windows.values.to(dtype)), visible)
     values = unchunk_queries(near.values, heads, length)
     logs = unchunk_queries(near.scale_or_zero[..., None], heads, length)
-    seen = _by_query(chunks.seen, windows.queries, length)[:, None]
+    visible = _by_query(chunks.visible, windows.queries, length)[:, None]
 
     def on_group(start: int, carry: Tensors, sequences: Tensors, shared: Tensors):
-        q, values, logs, seen = sequences
+        q, values, logs, visible = sequences
         chunk_keys, chunk_values = (x[:, :, None] for x in shared)
-        far = softmax_pairs(q[:, :, None], chunk_keys, chunk_values, seen)
+        far = softmax_pairs(q[:, :, None], chunk_keys, chunk_values, visible)
         total = add(
             PartialOutput(values, logs[..., 0]),
             PartialOutput(far.values[:, :, 0], far.scale_or_zero[:, :, 0]),
@@ -100,20 +102,20 @@ def chunked(q: Tensor, windows: Windows, chunks: Chunks) -> Tensor:
         return (normalized(total).to(values.dtype),), ()
 
     shared = (chunks.keys.to(dtype), with_ones(chunks.values.to(dtype)))
-    (out,), _ = scan_groups(on_group, (), (q.to(dtype), values, logs, seen), shared, group=GROUP)
+    (out,), _ = scan_groups(on_group, (), (q.to(dtype), values, logs, visible), shared, group=GROUP)
     return out.to(q.dtype)
 
 
-def reference(q: Tensor, windows: Windows, chunks: Chunks) -> Tensor:
-    """From the formula: one matrix of all windows' keys and all chunks."""
+def reference(q: Tensor, windows: Windows, chunks: ChunkSummaries) -> Tensor:
+    """From the formula, with one matrix over all window keys and all chunks."""
     dtype, length = accum_dtype(q.dtype), q.shape[2]
     count = windows.keys.shape[2]
     keys = torch.cat([windows.keys.flatten(2, 3), chunks.keys], 2).to(dtype)
     values = torch.cat([windows.values.flatten(2, 3), chunks.values], 2).to(dtype)
     own = torch.eye(count, dtype=torch.bool, device=q.device)[None, :, :, None] & windows.real[:, None]
-    batch = max(len(own), len(chunks.seen))
-    seen = torch.cat([own.flatten(2).expand(batch, -1, -1), chunks.seen.expand(batch, -1, -1)], 2)
-    visible = _by_query(seen, windows.queries, length)[:, None]
+    batch = max(len(own), len(chunks.visible))
+    visible = torch.cat([own.flatten(2).expand(batch, -1, -1), chunks.visible.expand(batch, -1, -1)], 2)
+    visible = _by_query(visible, windows.queries, length)[:, None]
     scores = q.to(dtype) @ keys.transpose(-1, -2) * q.shape[-1] ** -0.5
     weights = torch.where(visible, scores, -torch.inf).softmax(-1)
     return (torch.where(visible, weights, 0.0) @ values).to(q.dtype)

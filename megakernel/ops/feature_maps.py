@@ -1,7 +1,6 @@
 """Feature maps phi of similarity `kernel` (docs/formulas.md, 2).
 
-Each map takes x (B, H_kv, C, L, d), L tokens in each of C chunks, and the projection of its key head, if it
-has one.
+Each map takes x (B, H_kv, C, L, d), L tokens in each of C chunks, and a projection or None.
 """
 
 from collections.abc import Callable
@@ -14,14 +13,14 @@ from megakernel.ops.projections import Projection, project
 
 
 class FeatureMap(NamedTuple):
-    """Which phi: a map by name, and what holds for any map. A bare name stands for the map without options."""
+    """A feature map by name, with options of all maps. Ops also accept a bare name."""
 
     name: str
     """A key of FEATURE_MAPS."""
 
     components: int = 1
-    """C > 1: the rows of omega are M draws of each of C Gaussians, and the kernel is the sum over the Gaussians of
-    their means over M; rows alone would give the mean over both."""
+    """C: the rows of omega are M draws from each of C Gaussians. The kernel is the sum over the Gaussians of means over
+    M draws, so features get a factor sqrt(C)."""
 
     smoothing: float = 0.0
     """A constant feature s: the kernel becomes phi(q).phi(k) + s^2."""
@@ -34,21 +33,19 @@ class Features(NamedTuple):
     """(B, H_kv, C, L, F)"""
 
     log_scale: Tensor | None
-    """(B, H_kv, C, L), a constant to autograd, for maps without an upper bound; None where phi is `values`
-    itself.
+    """(B, H_kv, C, L), detached, for unbounded maps; None if phi is `values` itself.
 
-    It depends on the single token only: a maximum over other tokens would let later keys reach earlier
-    outputs.
+    It depends only on the single token: a maximum over tokens would leak later keys into earlier outputs.
     """
 
 
 def named(feature_map: FeatureMap | str) -> FeatureMap:
-    """The map with its options."""
+    """A `FeatureMap` from one or from its name."""
     return FeatureMap(feature_map) if isinstance(feature_map, str) else feature_map
 
 
 def _scaled(x: Tensor) -> Tensor:
-    """x d^-1/4: a product of two such vectors is q.k / sqrt(d)."""
+    """x d^-1/4, so that dot products become q.k / sqrt(d)."""
     return x * x.shape[-1] ** -0.25
 
 
@@ -64,7 +61,7 @@ def _positive(logs: Tensor) -> Features:
 
 
 def _elu(x: Tensor, projection: Projection | None) -> Features:
-    # exp(x) below zero, not (exp(x) - 1) + 1: the sum cancels to 0 where |x| is large.
+    # elu(x) + 1 would cancel to 0 for large negative x.
     return Features(torch.exp(x.clamp(max=0)) + x.relu(), None)
 
 
@@ -88,7 +85,7 @@ def _favor(x: Tensor, projection: Projection | None) -> Features:
 
 
 def _prf(x: Tensor, projection: Projection | None) -> Features:
-    """exp(omega.x - |x|^2) / sqrt(M) (KL eq. 9): the whole square, for a Gaussian kernel."""
+    """exp(omega.x - |x|^2) / sqrt(M) (KL eq. 9): with the full |x|^2, for a Gaussian kernel."""
     x = _scaled(x)
     return _positive(_projected(x, projection) - x.square().sum(-1, keepdim=True))
 
@@ -104,7 +101,7 @@ class _Map(NamedTuple):
     projected: bool = False
 
     exponential: bool = False
-    """Whether features are exponentials, so that no product of two of them is 0."""
+    """Whether features are exponentials, so that products of two of them are never exactly 0."""
 
 
 FEATURE_MAPS = {
@@ -116,7 +113,7 @@ FEATURE_MAPS = {
     "rks": _Map(_rks, projected=True),
     "prf": _Map(_prf, projected=True, exponential=True),
 }
-"""Name -> phi and what is known of it. A projection is omega (M, d), or W (d, d) of hedgehog, or one per key head."""
+"""Name -> map. Projections are omega (M, d), or W (d, d) for hedgehog, or one such matrix per key head."""
 
 SAMPLED = ("favor", "rks", "prf")
-"""The maps whose projections are random frequencies."""
+"""Maps whose projections are random frequencies."""

@@ -1,7 +1,7 @@
-"""A differentiable loop over groups of tokens whose memory does not grow with what a group computes.
+"""A differentiable scan over groups of tokens with activation recomputation.
 
-Forward keeps the carry at group boundaries only; backward runs each group again. Everything a step makes
-(features, weights, states of chunks) lives for one group at a time.
+Forward saves only the carry at group boundaries; backward recomputes each group. Intermediate tensors (features,
+weights, chunk states) exist for one group at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,13 +12,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 Tensors = tuple[Any, ...]
-"""Tensors, or None in place of an optional one."""
+"""Tensors, or None for an absent optional one."""
 
 SHORT = 512
-"""Tokens of a sequence whose graph is kept from forward to backward.
+"""Sequences of at most this many tokens run without recomputation.
 
-A kept graph takes 4 to 6 times the memory of q, k and v in every layer (float32, d = 64), so longer sequences run
-again in backward, whatever their length: time and memory grow with the sequence alone.
+Their autograd graph takes 4 to 6 times the memory of q, k and v in every layer (float32, d = 64).
 """
 
 Step = Callable[[int, Tensors, Tensors, Tensors], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
@@ -30,9 +29,9 @@ def scan_groups(
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Run `step` over consecutive groups of `group` tokens.
 
-    sequences and outputs hold tokens along dimension 2. The carry goes from group to group; `shared` is given
-    to all and may hold named tuples of tensors. A sequence of one group of at most SHORT tokens runs as plain autograd,
-    without recomputation. Differentiable once.
+    Dimension 2 of `sequences` and outputs is tokens. The carry is passed from group to group; `shared` is passed to
+    all and may hold named tuples of tensors. A single group of at most SHORT tokens runs as plain autograd, without
+    recomputation. Differentiable once.
     """
     length = next(x for x in sequences if x is not None).shape[2]
     if length <= min(group, SHORT):
@@ -48,7 +47,7 @@ def scan_groups(
 
 
 def _take(tensors: Sequence[Tensor | None], start: int, count: int) -> Tensors:
-    # Heads beside each other in memory would be copied by every product that takes them.
+    # Contiguous: otherwise each matrix product of the step would copy.
     return tuple(None if x is None else x.narrow(2, start, count).contiguous() for x in tensors)
 
 
@@ -96,7 +95,7 @@ class _GroupScan(torch.autograd.Function):
         for start in reversed(range(0, ctx.length, ctx.group)):
             index = start // ctx.group
             count = min(ctx.group, ctx.length - start)
-            # The carry needs a gradient inside the sequence even where the initial one does not.
+            # Inside the sequence the carry needs a gradient even if the initial one does not.
             carry = _leaves(
                 boundaries[index * num_carry : (index + 1) * num_carry],
                 need_carry if index == 0 else [True] * num_carry,
@@ -121,14 +120,13 @@ class _GroupScan(torch.autograd.Function):
 def _gradients(
     results: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: tuple[Tensors, Tensors, Tensors]
 ) -> tuple[tuple, tuple, tuple]:
-    """Gradients of `inputs`, None where there is none."""
     flat = [x for part in inputs for x in part]
     wanted = [i for i, x in enumerate(flat) if x is not None and x.requires_grad]
     live = [(y, g) for y, g in zip(results, grads) if y.requires_grad and g is not None]
-    found: list[Tensor | None] = [None] * len(flat)
+    gradients: list[Tensor | None] = [None] * len(flat)
     if live and wanted:
-        outs, outer = zip(*live)
-        got = torch.autograd.grad(outs, [flat[i] for i in wanted], outer, allow_unused=True)
-        for i, grad in zip(wanted, got):
-            found[i] = grad
-    return _split(found, (len(inputs[0]), len(inputs[1]), len(inputs[2])))
+        outputs, grad_outputs = zip(*live)
+        computed = torch.autograd.grad(outputs, [flat[i] for i in wanted], grad_outputs, allow_unused=True)
+        for i, grad in zip(wanted, computed):
+            gradients[i] = grad
+    return _split(gradients, (len(inputs[0]), len(inputs[1]), len(inputs[2])))

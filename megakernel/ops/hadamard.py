@@ -1,4 +1,4 @@
-"""The Walsh-Hadamard transform: products with the matrix of entries +-1 by additions alone."""
+"""The Walsh-Hadamard transform: products with a matrix of entries +-1, by additions alone."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ def hadamard(x: Tensor) -> Tensor:
 
 
 def hadamard_matrix(size: int, like: Tensor) -> Tensor:
-    """H itself, (n, n) from its recursion, for comparison."""
+    """H as a matrix (n, n), from its recursion, for comparison."""
     matrix = like.new_ones(1, 1)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
@@ -22,7 +22,7 @@ def hadamard_matrix(size: int, like: Tensor) -> Tensor:
 
 
 class _Hadamard(torch.autograd.Function):
-    """Sums and differences of neighbours at distance 1, 2, 4, ...; backward keeps nothing of it."""
+    """Sums and differences of entries at distance 1, 2, 4, ...; backward needs no saved tensors."""
 
     @staticmethod
     def forward(ctx, x):

@@ -1,4 +1,4 @@
-"""Low rank along the sequence: tokens become landmarks, E x (docs/formulas.md, 3)."""
+"""Low-rank compression along the sequence: landmarks E x of tokens x (docs/formulas.md, 3)."""
 
 from typing import Any
 
@@ -9,31 +9,31 @@ from torch import Tensor
 from megakernel.ops.dispatch import accum_dtype, choose
 
 SLICE = 4096
-"""Tokens that a CPU converts to float32 at once."""
+"""Tokens converted to float32 at once on a CPU."""
 
 
 def compress(
     x: Tensor, pool: Tensor, *, first: int = 0, length: int | None = None, backend: str | None = None
 ) -> Tensor:
-    """The part of E x that tokens `first` .. `first` + n - 1 of sequences of `length` tokens contribute.
+    """Contribution to E x of the tokens `first` .. `first` + n - 1 of sequences of `length` tokens.
 
-    Every block of b tokens has r landmarks, each a weighted sum of the block's tokens. `block` compression has
-    short blocks; Linformer is one block as long as the longest sequence, of which shorter sequences use the first
-    columns. The parts of consecutive stretches of a sequence add up to the whole, wherever it is cut.
+    Every block of b tokens has r landmarks, each a weighted sum of the block's tokens. Linformer is one block as long
+    as the longest sequence; shorter sequences use its first columns. Contributions of consecutive parts of a sequence
+    add up to E x, wherever it is split.
 
     Args:
-        x: (..., n, c) tokens; (..., H, n, c) for pools per head.
+        x: (..., n, c) tokens; (..., H, n, c) if E is per head.
         pool: E, (r, b) or (H, r, b).
-        first: place of the first token in its sequence.
-        length: tokens of the whole sequence; None: these are all.
+        first: index of the first token in its sequence.
+        length: tokens of the whole sequence; None: n.
         backend: reference or chunked.
 
     Returns:
-        (..., L, c) with L = r ceil(length / b), in float32 or better: what parts add up to is rounded once, by
-        whoever rounds the sum. Where x is in half precision, so are the factors of E x, but not its sums.
+        (..., L, c) with L = r ceil(length / b), in float32 or better, so that a total of contributions is rounded only
+        once, by the caller. If x is in half precision, the factors of E x are too, but not its sums.
 
     Raises:
-        ValueError: a stretch that does not lie in its sequence.
+        ValueError: tokens beyond the sequence.
     """
     length = x.shape[-2] if length is None else length
     if first < 0 or first + x.shape[-2] > length:
@@ -44,11 +44,11 @@ def compress(
 
 
 def chunked(x: Tensor, pool: Tensor, first: int, length: int) -> Tensor:
-    """Matrix products over blocks, without the zeros of E and without copies of x."""
+    """Matrix products per block, without the zeros of E and without copies of x."""
     rank, size = pool.shape[-2:]
     tokens = x.shape[-2]
     before, inside = divmod(first, size)
-    # The end of a block that began in another shard, whole blocks, and the beginning of one that goes on in the next.
+    # The end of a block that began in the previous shard, whole blocks, and the start of one that the next continues.
     lead = min(tokens, -first % size)
     whole, rest = divmod(tokens - lead, size)
     parts = []
@@ -68,7 +68,7 @@ def chunked(x: Tensor, pool: Tensor, first: int, length: int) -> Tensor:
 
 
 def reference(x: Tensor, pool: Tensor, first: int, length: int) -> Tensor:
-    """E as the matrix it is, (L, N)."""
+    """From the formula, with E as a matrix (L, N)."""
     rank, size = pool.shape[-2:]
     count = -(-length // size)
     dtype = accum_dtype(x.dtype)
@@ -79,18 +79,18 @@ def reference(x: Tensor, pool: Tensor, first: int, length: int) -> Tensor:
 
 
 def _product(pool: Tensor, x: Tensor) -> Tensor:
-    """(..., r, n) times (..., n, c), batches broadcast, tokens as they lie in memory, summed in float32 or better."""
+    """(..., r, n) @ (..., n, c), with broadcast batches and sums in float32 or better, without copying x."""
     if accum_dtype(x.dtype) == x.dtype:
         return pool.to(x.dtype) @ x
     return _HalfProduct.apply(pool, x)
 
 
 class _HalfProduct(torch.autograd.Function):
-    """The product of factors in half precision, whose sums over tokens are float32 and leave it as such.
+    """The product of half-precision factors with float32 sums and output.
 
-    It is a matrix product and nothing else, which cuBLAS does as fast as the chip can: no kernel of ours stands here.
-    What autograd would make of `pool.to(x.dtype) @ x` rounds the sums and the gradient of E to half precision, and of
-    `pool @ x.float()` copies the tokens. Backward, dE = dy x^T and dx = E^T dy read E and x where they lie, too.
+    A custom function because autograd of `pool.to(x.dtype) @ x` would round the sums and the gradient of E to half
+    precision, and `pool @ x.float()` would copy the tokens. Backward computes dE = dy x^T and dx = E^T dy without
+    copies. cuBLAS runs these plain matrix products at full speed, so there is no custom kernel.
     """
 
     @staticmethod
@@ -98,26 +98,26 @@ class _HalfProduct(torch.autograd.Function):
         factor = pool.to(x.dtype)
         ctx.save_for_backward(factor, x)
         ctx.dtype = pool.dtype
-        return _float32_product(factor, x) if x.is_cuda else _sum_of_slices(factor, x)
+        return _float32_product(factor, x) if x.is_cuda else _sliced_product(factor, x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         factor, x = ctx.saved_tensors
         grad = grads[0].to(x.dtype)
-        of_pool = of_x = None
+        dpool = dx = None
         if ctx.needs_input_grad[0] and ctx.dtype == x.dtype and grad.dim() == 2:
-            # An E in half precision takes no more digits, and one of N columns is large.
-            of_pool = grad @ x.mT
+            # If E is in half precision, so is its gradient; Linformer's, of N columns, would be large in float32.
+            dpool = grad @ x.mT
         elif ctx.needs_input_grad[0]:
-            slopes = _float32_product(grad, x.mT) if x.is_cuda else _row_of_slices(grad, x)
-            of_pool = slopes.sum_to_size(factor.shape).to(ctx.dtype)
+            product = _float32_product(grad, x.mT) if x.is_cuda else _sliced_outer_product(grad, x)
+            dpool = product.sum_to_size(factor.shape).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
-            of_x = (factor.mT @ grad).sum_to_size(x.shape)
-        return of_pool, of_x
+            dx = (factor.mT @ grad).sum_to_size(x.shape)
+        return dpool, dx
 
 
 def _float32_product(a: Tensor, b: Tensor) -> Tensor:
-    """a b on a GPU, whose library takes half-precision factors and gives float32."""
+    """a @ b on a GPU: cuBLAS takes half-precision factors and returns float32."""
     if a.dim() == b.dim() == 2:
         return torch.mm(a, b, out_dtype=torch.float32)
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
@@ -125,19 +125,18 @@ def _float32_product(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a, b, out_dtype=torch.float32).unflatten(0, batch)
 
 
-def _sum_of_slices(factor: Tensor, x: Tensor) -> Tensor:
-    """The same on a CPU, which has no such product: a slice of the tokens is converted, added, and gone."""
-    slices = zip(factor.split(SLICE, -1), x.split(SLICE, -2))
+def _sliced_product(factor: Tensor, x: Tensor) -> Tensor:
+    """factor @ x on a CPU, which has no mixed-precision product: converts SLICE tokens at a time."""
     out = None
-    for columns, tokens in slices:
+    for columns, tokens in zip(factor.split(SLICE, -1), x.split(SLICE, -2)):
         term = columns.float() @ tokens.float()
         out = term if out is None else out.add_(term)
     assert out is not None
     return out
 
 
-def _row_of_slices(grad: Tensor, x: Tensor) -> Tensor:
-    """dy x^T likewise, whose columns are tokens."""
+def _sliced_outer_product(grad: Tensor, x: Tensor) -> Tensor:
+    """dy x^T on a CPU, SLICE tokens (columns of the result) at a time."""
     return torch.cat([grad.float() @ tokens.float().mT for tokens in x.split(SLICE, -2)], -1)
 
 

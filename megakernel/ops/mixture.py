@@ -1,7 +1,6 @@
-"""Positions at which several keys stand, M of them with priors pi (Transformer-MGK, sections 2.3 and 2.4).
+"""Mixture keys: M keys per position with priors pi (Transformer-MGK, sections 2.3 and 2.4).
 
-Inside the ops tokens are dimension 2 of everything that is cut, scanned or carried, so the keys of a position lie
-beside each other: (B, H_kv, N, M d).
+Inside the ops dimension 2 is always tokens, so the keys of a position are packed into one vector: (B, H_kv, N, M d).
 """
 
 from dataclasses import dataclass
@@ -20,31 +19,31 @@ class Rotary(Protocol):
         """x (B, H, N, d) rotated at positions (B, N)."""
         ...
 
-    def behind(self, x: Tensor) -> Tensor:
-        """Keys x (B, H, n, d) of the last n tokens, turned back by their distance to the last."""
+    def relative_to_last(self, x: Tensor) -> Tensor:
+        """Keys x (B, H, n, d) of the last n tokens, rotated relative to the last token."""
         ...
 
 
 def pack_keys(k: Tensor) -> Tensor:
-    """Keys (B, H_kv, M, N, d) as (B, H_kv, N, M d); one key at a position, (B, H_kv, N, d), as it is."""
+    """Keys (B, H_kv, M, N, d) as (B, H_kv, N, M d); keys (B, H_kv, N, d) unchanged."""
     return k if k.dim() == 4 else k.movedim(2, 3).flatten(3)
 
 
-def separate(k: Tensor, width: int) -> Tensor:
-    """The inverse of `pack_keys`, also for one key: (B, H_kv, N, M width) as (B, H_kv, M, N, width)."""
+def unpack_keys(k: Tensor, width: int) -> Tensor:
+    """The inverse of `pack_keys`: (B, H_kv, N, M width) as (B, H_kv, M, N, width), also for M = 1."""
     return k.unflatten(-1, (-1, width)).movedim(3, 2)
 
 
 def shifted(x: Tensor, shift: Tensor | None) -> Tensor:
-    """Keys k_r = x + b_r, (B, H_kv, ..., M d), of x (B, H_kv, ..., d) and shifts b (H_kv, M, d); None leaves x."""
+    """Keys k_r = x + b_r (B, H_kv, ..., M d) from x (B, H_kv, ..., d) and shifts b (H_kv, M, d); x itself for None."""
     if shift is None:
         return x
-    each = shift.to(x.dtype).view(len(shift), *[1] * (x.dim() - 3), *shift.shape[1:])
-    return (x[..., None, :] + each).flatten(-2)
+    shift = shift.to(x.dtype).view(len(shift), *[1] * (x.dim() - 3), *shift.shape[1:])
+    return (x[..., None, :] + shift).flatten(-2)
 
 
 def first_key(k: Tensor, priors: Tensor | None, shift: Tensor | None = None) -> Tensor:
-    """(B, H_kv, N, d): k itself, or with priors (H_kv, M) and no shift the first of the keys k (B, H_kv, M, N, d).
+    """(B, H_kv, N, d) for checks of shapes: k itself, or the first of mixture keys k (B, H_kv, M, N, d).
 
     Raises:
         ValueError: priors, shifts and keys that do not fit.
@@ -58,30 +57,30 @@ def first_key(k: Tensor, priors: Tensor | None, shift: Tensor | None = None) -> 
 
 
 @dataclass(frozen=True)
-class RotatedEach:
-    """A rotation of x (B, H, N, M width) that turns each of the M keys as `rotary` turns one."""
+class PackedRotary:
+    """A rotation of packed keys x (B, H, N, M width) that applies `rotary` to each of the M keys."""
 
     rotary: Rotary
     width: int
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
-        """`x` rotated at positions (B, N)."""
+        """x rotated at positions (B, N)."""
         if x.shape[-1] == self.width:
             return self.rotary(x, positions)
-        keys = separate(x, self.width)
+        keys = unpack_keys(x, self.width)
         return pack_keys(self.rotary(keys.flatten(1, 2), positions).unflatten(1, keys.shape[1:3]))
 
-    def behind(self, x: Tensor) -> Tensor:
-        """Keys x (B, H, n, M width) turned back by their distance to the last."""
+    def relative_to_last(self, x: Tensor) -> Tensor:
+        """Keys x (B, H, n, M width) of the last n tokens, rotated relative to the last token."""
         if x.shape[-1] == self.width:
-            return self.rotary.behind(x)
-        keys = separate(x, self.width)
-        return pack_keys(self.rotary.behind(keys.flatten(1, 2)).unflatten(1, keys.shape[1:3]))
+            return self.rotary.relative_to_last(x)
+        keys = unpack_keys(x, self.width)
+        return pack_keys(self.rotary.relative_to_last(keys.flatten(1, 2)).unflatten(1, keys.shape[1:3]))
 
 
-def rotated_each(rotary: Rotary | None, width: int) -> Rotary | None:
-    """`rotary` for x (B, H, N, M width): it turns each of the M keys as it would turn one."""
-    return None if rotary is None else RotatedEach(rotary, width)
+def packed_rotary(rotary: Rotary | None, width: int) -> Rotary | None:
+    """`rotary` for packed keys (B, H, N, M width), or None."""
+    return None if rotary is None else PackedRotary(rotary, width)
 
 
 def by_component(keys: Tensor, priors: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
@@ -93,18 +92,17 @@ def by_component(keys: Tensor, priors: Tensor | None, width: int) -> tuple[Tenso
     return components, shares.T[:, :, None, None]
 
 
-def each_key(keys: Tensor, visible: Tensor, priors: Tensor) -> tuple[Tensor, Tensor]:
-    """The M keys of each of W positions as M W keys, where no feature map makes one sum of them.
+def unpack_components(keys: Tensor, visible: Tensor, priors: Tensor) -> tuple[Tensor, Tensor]:
+    """The M keys of each of W positions as M W keys, for similarities without a feature map that would sum them.
 
-    keys: (B, H_kv, C, W, M d); visible: (B, 1, C, L, W) bool; priors: (H_kv, M). Returns keys (B, H_kv, C, M W, d), the
-    first of all positions first, and who sees them, (B, H_kv, C, L, M W): nobody sees a key of no weight.
+    keys: (B, H_kv, C, W, M d); visible: (B, 1, C, L, W) bool; priors: (H_kv, M). Returns keys (B, H_kv, C, M W, d),
+    component by component, and their visibility (B, H_kv, C, L, M W), False for keys of prior 0.
     """
-    each = torch.cat(keys.chunk(priors.shape[-1], -1), 3)
-    seen = visible[..., None, :] & (priors > 0)[:, None, None, :, None]
-    return each, seen.flatten(4)
+    components = torch.cat(keys.chunk(priors.shape[-1], -1), 3)
+    return components, (visible[..., None, :] & (priors > 0)[:, None, None, :, None]).flatten(4)
 
 
 def merged_components(weights: Tensor, priors: Tensor) -> Tensor:
-    """sum_r pi_r w_r of each position, (B, H_kv, C, R, W), from weights of each key, (B, H_kv, C, R, M W)."""
+    """sum_r pi_r w_r per position (B, H_kv, C, R, W) from weights per key (B, H_kv, C, R, M W)."""
     shares = priors.to(weights.dtype)[:, None, None, :, None]
     return (weights.unflatten(-1, (priors.shape[-1], -1)) * shares).sum(-2)

@@ -1,4 +1,4 @@
-"""Nyströmformer: softmax attention through means over segments of queries and keys (docs/formulas.md, 5)."""
+"""Nyströmformer: softmax attention through means of segments of queries and keys (docs/formulas.md, 5)."""
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ def nystrom_attention(
     key_mask: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """s(Q L_K^T) s(L_Q L_K^T)^+ s(L_Q K^T) V with s the softmax of scores over sqrt(d), L the means of segments.
+    """s(Q L_K^T) s(L_Q L_K^T)^+ s(L_Q K^T) V; s: softmax of scores / sqrt(d), L: means of segments.
 
     Linear in the number of tokens; not causal.
 
@@ -30,13 +30,13 @@ def nystrom_attention(
         v: (B, H_kv, N, D).
         segments: int64 (B, N) or (1, N), the segment 0 .. count - 1 of each token. A segment without real tokens has no
             landmark.
-        count: segments.
+        count: number of segments.
         invert: the softmax matrix between landmarks (B, H, count, count) -> its inverse.
         key_mask: (B, N) bool, False removes a token from means and keys.
         backend: reference or chunked.
 
     Returns:
-        (B, H, N, D) in the dtype of v; 0 in sequences without a real token.
+        (B, H, N, D) in the dtype of v; 0 in sequences without real tokens.
 
     Raises:
         ValueError: shapes or dtypes that do not fit, naming the argument.
@@ -47,9 +47,9 @@ def nystrom_attention(
 
 
 def depthwise_convolution(v: Tensor, kernel: Tensor) -> Tensor:
-    """Each head's values under its own filter along the sequence, zeros beyond the ends.
+    """Convolution of v (B, H, N, D) along the sequence with one filter per head, zero-padded.
 
-    v: (B, H, N, D); kernel: (H, W), W odd; the same for all channels of a head.
+    kernel: (H, W), W odd; shared by all channels of a head.
     """
     heads, width = kernel.shape
     weight = kernel.to(v.dtype)[:, None, :, None]
@@ -59,12 +59,12 @@ def depthwise_convolution(v: Tensor, kernel: Tensor) -> Tensor:
 def chunked(
     q: Tensor, k: Tensor, v: Tensor, segments: Tensor, real: Tensor, count: int, invert: Invert
 ) -> Tensor:
-    """Means of all segments by one matrix product, and no scores between tokens."""
+    """Linear time: segment means by one matrix product, and no scores between tokens."""
     group = q.shape[1] // k.shape[1]
     out_dtype, dtype = v.dtype, accum_dtype(q.dtype)
     q = q.to(dtype) * q.shape[-1] ** -0.5
     k, v = (x.to(dtype).repeat_interleave(group, 1) for x in (k, v))
-    # (B, 1, count, N): who belongs to a segment.
+    # (B, 1, count, N): whether the token belongs to the segment.
     members = ((segments[:, None] == torch.arange(count, device=q.device)[:, None]) & real[:, None])[:, None]
     sizes = members.sum(-1, keepdim=True)
     means = members.to(dtype) / sizes.clamp(min=1)
@@ -73,7 +73,7 @@ def chunked(
 
     to_landmarks = _softmax(q, mean_k, exists)
     between = _softmax(mean_q, mean_k, exists)
-    # A landmark that does not exist is its own inverse and reaches nobody.
+    # Missing landmarks get an identity block, which stays invertible and separate from the others.
     missing = torch.diag_embed((~exists).to(dtype))
     between = between * exists[..., None] + missing
     from_keys = _softmax(mean_q, k, real[:, None]) * exists[..., None]
@@ -81,7 +81,7 @@ def chunked(
 
 
 def _softmax(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
-    """Row-normalized exp(q.k), over keys that exist; visible (B, 1, m). Rows that see none are 0."""
+    """Softmax of q.k over visible (B, 1, m) keys; rows without any are 0."""
     scores = (q @ k.transpose(-1, -2)).masked_fill(~visible[..., None, :], torch.finfo(q.dtype).min)
     return scores.softmax(-1).masked_fill(~visible[..., None, :], 0.0)
 
@@ -89,31 +89,32 @@ def _softmax(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
 def reference(
     q: Tensor, k: Tensor, v: Tensor, segments: Tensor, real: Tensor, count: int, invert: Invert
 ) -> Tensor:
-    """From the formula: one N x N matrix of weights for each sequence and head, means taken one by one."""
+    """From the formula, with an N x N matrix of weights per sequence and head."""
     batch, heads, length, _ = q.shape
     group = heads // k.shape[1]
     out = v.new_zeros(batch, heads, length, v.shape[-1])
     q, k, v = (x.to(accum_dtype(x.dtype)) for x in (q, k, v))
-    for b, there in enumerate(real.expand(batch, -1)):
-        here = segments.expand(batch, -1)[b, there]
-        for head in range(heads if len(here) else 0):
-            queries, keys, columns = (
-                x[b, index, there] for x, index in ((q, head), (k, head // group), (v, head // group))
+    for b, mask in enumerate(real.expand(batch, -1)):
+        real_segments = segments.expand(batch, -1)[b, mask]
+        for head in range(heads if len(real_segments) else 0):
+            queries, keys, values = (
+                x[b, index, mask] for x, index in ((q, head), (k, head // group), (v, head // group))
             )
-            out[b, head, there] = (_weights(queries, keys, here, count, invert) @ columns).to(out.dtype)
+            weights = _weights(queries, keys, real_segments, count, invert)
+            out[b, head, mask] = (weights @ values).to(out.dtype)
     return out
 
 
 def _weights(q: Tensor, k: Tensor, segments: Tensor, count: int, invert: Invert) -> Tensor:
-    """(n, n) of one sequence and head, for the n real tokens q, k (n, d)."""
+    """Weights (n, n) of one sequence and head with n real tokens; q, k (n, d)."""
 
     def softmax(q: Tensor, k: Tensor) -> Tensor:
-        # exp of a score over exp of the largest: of large queries exp alone overflows.
+        # Not a plain quotient of exponentials, which would overflow for large queries.
         return torch.softmax(q @ k.T * q.shape[-1] ** -0.5, -1)
 
     used = segments.unique().tolist()
     mean_q, mean_k = (torch.stack([x[segments == s].mean(0) for s in used]) for x in (q, k))
-    # Landmarks that do not exist are their own inverse.
+    # Missing landmarks get an identity block.
     between = torch.eye(count, dtype=q.dtype, device=q.device)
     places = torch.meshgrid(*[torch.tensor(used, device=q.device)] * 2, indexing="ij")
     inverse = invert(between.index_put(places, softmax(mean_q, mean_k)))[places]

@@ -1,7 +1,7 @@
-"""Sums over keys, one per query: the common currency of every normalized attention.
+"""Partial outputs: weighted sums over a set of keys, from which every normalized attention is made.
 
-A set of keys gives query i the row sum_j w_ij [v_j, 1]. Rows of disjoint key sets add, whatever made the
-weights, and a quotient at the end turns the total into attention.
+A set of keys gives query i the row sum_j w_ij [v_j, 1]. Rows of disjoint sets of keys add, whatever their weights, and
+dividing the total by its last column gives the attention output.
 """
 
 from collections.abc import Callable
@@ -17,28 +17,28 @@ from megakernel.ops.feature_maps import FEATURE_MAPS, FeatureMap, named
 from megakernel.ops.state import EMPTY
 
 Finish = Callable[["PartialOutput"], tuple[Tensor, ...]]
-"""PartialOutput -> output (..., N, D), and where they can get lost (..., N) bool, which queries did."""
+"""PartialOutput -> output (..., N, D), and if queries can underflow, (..., N) bool: those that did."""
 
 
 class PartialOutput(NamedTuple):
-    """sum_j w_ij [v_j, 1] = values * exp(log_scale); the scale is a constant to autograd."""
+    """sum_j w_ij [v_j, 1] = values * exp(log_scale), with a detached scale."""
 
     values: Tensor
     """(..., N, D + 1); the last column is the denominator."""
 
     log_scale: Tensor | None
-    """(..., N), `state.EMPTY` where no key contributed; None where `values` are the sums themselves."""
+    """(..., N), `state.EMPTY` if no key contributed; None if `values` are the sums themselves."""
 
     @property
     def scale_or_zero(self) -> Tensor:
-        """(..., N) log scale of every query, `EMPTY` where nothing is summed: it must not set a maximum."""
+        """(..., N) log scale of each query; `EMPTY` for empty sums, which must not determine a maximum."""
         if self.log_scale is not None:
             return self.log_scale
         return self.values.new_full(self.values.shape[:-1], EMPTY).masked_fill(self.values.any(-1), 0.0)
 
 
 def with_ones(values: Tensor, key_weights: float | Tensor | None = None) -> Tensor:
-    """key_weights [v, 1], which sums are made of."""
+    """key_weights [v, 1], the terms of a `PartialOutput`."""
     ones = F.pad(values, (0, 1), value=1.0)
     return ones if key_weights is None else ones * key_weights
 
@@ -55,43 +55,43 @@ def add(a: PartialOutput, b: PartialOutput) -> PartialOutput:
 
 
 def empty_partial_output(q: Tensor, value_dim: int) -> PartialOutput:
-    """The sums over no keys of queries q (..., N, d), in float32 or better."""
+    """The empty sums of queries q (..., N, d), in float32 or better."""
     values = q.new_zeros(*q.shape[:-1], value_dim + 1, dtype=accum_dtype(q.dtype))
     return PartialOutput(values, values.new_full(values.shape[:-1], EMPTY))
 
 
 def log_normalizer(sums: PartialOutput) -> Tensor:
-    """Logarithm of each query's sum of weights, (..., N); `EMPTY` where it saw nothing."""
+    """Log-sum-exp (..., N): log of each query's sum of weights; `EMPTY` if it sees nothing."""
     weights = sums.values[..., -1]
     return sums.scale_or_zero + weights.masked_fill(weights == 0, 1.0).log()
 
 
 def normalized(sums: PartialOutput) -> Tensor:
-    """Weighted mean of the values, (..., N, D); 0 where there was nothing to see.
+    """Weighted mean of the values (..., N, D); 0 for queries that see nothing.
 
-    Weights that add up to less than the smallest normal number are nothing: they have lost their digits.
+    Sums of weights below the smallest normal number have lost precision and count as nothing.
     """
     return _quotient(sums, torch.finfo(sums.values.dtype).tiny)[0]
 
 
 def normalized_or_lost(sums: PartialOutput) -> tuple[Tensor, Tensor]:
-    """`normalized`, and (..., N) bool: the queries that are 0 because their weights have lost digits.
+    """`normalized`, and (..., N) bool: the queries that are 0 because their weights have underflowed.
 
-    A weight is a product over features, which can be small wherever a query and a key agree in no feature that is
-    large for either, though both have features of size 1. Terms below the smallest normal number are lost. Their square
-    root is far above all of them together, and one over it has a square.
+    A weight is a dot product of features. It can be tiny if no feature is large in both the query and the key; terms
+    below the smallest normal number are lost. The limit is the square root of that number: far above the sum of all
+    lost terms, and the square of its reciprocal is finite.
     """
-    found, empty = _quotient(sums, torch.finfo(sums.values.dtype).tiny ** 0.5)
-    return found, empty if sums.log_scale is None else empty & (sums.log_scale > EMPTY / 2)
+    mean, empty = _quotient(sums, torch.finfo(sums.values.dtype).tiny ** 0.5)
+    return mean, empty if sums.log_scale is None else empty & (sums.log_scale > EMPTY / 2)
 
 
 def may_lose(feature_map: FeatureMap | str, normalize: bool) -> bool:
-    """Whether queries can get lost: quotients of exponentials, which may be too small for float32."""
+    """Whether queries can underflow: outputs are quotients of exponentials, which may be too small for float32."""
     return normalize and FEATURE_MAPS[named(feature_map).name].exponential
 
 
 def finish_of(feature_map: FeatureMap | str, normalize: bool) -> Finish:
-    """How sums under a feature map become outputs."""
+    """The function that turns sums under a feature map into outputs."""
     if may_lose(feature_map, normalize):
         return normalized_or_lost
     finish = normalized if normalize else unnormalized
@@ -101,16 +101,16 @@ def finish_of(feature_map: FeatureMap | str, normalize: bool) -> Finish:
 def merge_parts(
     near: PartialOutput, far: PartialOutput, share: Tensor | None, finish: Finish
 ) -> tuple[Tensor, ...]:
-    """What two sets of keys give together: under one normalizer, or with share (..., N) of near each under its own."""
+    """Merged output of two sets of keys: one normalizer for both, or one each and near weighted by share (..., N)."""
     if share is None:
         return finish(add(near, far))
-    seen, *lost = finish(far)
-    return share[..., None] * normalized(near) + (1 - share[..., None]) * seen, *lost
+    far_mean, *lost = finish(far)
+    return share[..., None] * normalized(near) + (1 - share[..., None]) * far_mean, *lost
 
 
-def _quotient(sums: PartialOutput, least: float) -> tuple[Tensor, Tensor]:
-    """The mean, and where weights add up to less than `least`, which gives 0."""
-    empty = sums.values[..., -1].abs() < least
+def _quotient(sums: PartialOutput, threshold: float) -> tuple[Tensor, Tensor]:
+    """The weighted mean, and (..., N) bool: queries whose weights sum to less than `threshold`, whose mean is 0."""
+    empty = sums.values[..., -1].abs() < threshold
     if torch.is_grad_enabled():
         return _Mean.apply(sums.values, empty), empty
     return sums.values[..., :-1] * _reciprocal(sums.values, empty), empty
@@ -121,7 +121,7 @@ def _reciprocal(values: Tensor, empty: Tensor) -> Tensor:
 
 
 class _Mean(torch.autograd.Function):
-    """A quotient whose gradient has one over the denominator once: its square, as a reciprocal's, would overflow."""
+    """A quotient whose gradient never squares the reciprocal of the denominator, which could overflow."""
 
     @staticmethod
     def forward(ctx, values, empty):
@@ -134,32 +134,32 @@ class _Mean(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         out, reciprocal = ctx.saved_tensors
-        slope = grad * reciprocal
-        return torch.cat([slope, -(slope * out).sum(-1, keepdim=True)], -1), None
+        dvalues = grad * reciprocal
+        return torch.cat([dvalues, -(dvalues * out).sum(-1, keepdim=True)], -1), None
 
 
 Found = tuple[tuple[Tensor, ...], Any]
-"""What a `Finish` gave for all queries, and what they leave behind."""
+"""The result of a `Finish` for all queries, and the outgoing state."""
 
 
-def in_range(found: Found, again: Callable[[], Found]) -> tuple[Tensor, Any]:
-    """The output (..., N, D) and what is left behind, of `again` where queries are lost: the same in float64.
+def in_range(result: Found, recompute: Callable[[], Found]) -> tuple[Tensor, Any]:
+    """The output (..., N, D) and state, with underflowed queries taken from `recompute`, the same in float64.
 
-    Its smallest number is the eighth power of float32's. Queries that are not lost keep their bits, whatever later
-    tokens did to others. A compiled or captured graph and tensors without numbers cannot look; there, lost queries are
-    0. Looking makes the host wait for a GPU, once a call.
+    Its smallest number is the eighth power of float32's. Other queries keep their exact bits, so later tokens never
+    change them. Compiled and captured graphs and meta tensors cannot check; there, underflowed queries are 0. The check
+    synchronizes with the GPU once per call.
     """
-    (out, *lost), left = found
+    (out, *lost), state = result
     if not lost or out.dtype == torch.float64 or out.is_meta or is_graph(out):
-        return out, left
-    found_any = lost[0].any()
-    if is_noting() or not found_any:
-        return out, left
-    (exact_out, *_), left = again()
-    return torch.where(lost[0][..., None], exact_out.to(out.dtype), out), left
+        return out, state
+    any_lost = lost[0].any()
+    if is_noting() or not any_lost:
+        return out, state
+    (exact_out, *_), state = recompute()
+    return torch.where(lost[0][..., None], exact_out.to(out.dtype), out), state
 
 
 def unnormalized(sums: PartialOutput) -> Tensor:
-    """sum_j w_ij v_j itself, (..., N, D)."""
+    """sum_j w_ij v_j, (..., N, D)."""
     values = sums.values[..., :-1]
     return values if sums.log_scale is None else values * torch.exp(sums.log_scale)[..., None]

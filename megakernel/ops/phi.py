@@ -1,4 +1,4 @@
-"""The feature map of a layer: phi of its queries and of the keys of a position, and the state that they start from."""
+"""The feature map of a layer: phi of queries and of (mixture) keys, and the initial state."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from megakernel.ops.state import EMPTY, KernelState
 
 
 class Phi(NamedTuple):
-    """The feature map of a layer, of queries and of the keys of a position."""
+    """The feature map of a layer, for queries and (mixture) keys."""
 
     feature_map: FeatureMap | str
     projection: Projection | None
@@ -27,7 +27,7 @@ class Phi(NamedTuple):
         return features(self.feature_map, x, self.projection)
 
     def of_keys(self, x: Tensor) -> Features:
-        """phi of (B, H_kv, C, L, d), or the mixture of (B, H_kv, C, L, M d)."""
+        """phi of keys (B, H_kv, C, L, d), or `mixed_features` of (B, H_kv, C, L, M d)."""
         return mixed_features(self.of_queries, x, self.priors)
 
 
@@ -35,7 +35,7 @@ def features(feature_map: FeatureMap | str, x: Tensor, projection: Projection | 
     """phi(x) for x (B, H_kv, C, L, d) in float32 or better."""
     form = named(feature_map)
     if isinstance(projection, FastFood):
-        # An op of its own: where there is a GPU, by kernels.
+        # A separate op, which has GPU kernels.
         values, log_scale = choose(IMPLEMENTATIONS, None)(x, projection, feature_map=form.name)
     else:
         values, log_scale = FEATURE_MAPS[form.name].phi(x, projection)
@@ -46,7 +46,7 @@ def features(feature_map: FeatureMap | str, x: Tensor, projection: Projection | 
 
 
 def _smoothed(phi: Features, constant: float) -> Features:
-    """phi with one feature more, the same for every token."""
+    """phi with one more feature, the same for every token."""
     values, log_scale = phi
     one = values.new_full((*values.shape[:-1], 1), constant)
     if log_scale is None:
@@ -57,9 +57,9 @@ def _smoothed(phi: Features, constant: float) -> Features:
 
 
 def mixed_features(phi: Callable[[Tensor], Features], keys: Tensor, priors: Tensor | None) -> Features:
-    """sum_r pi_r phi(k_r) (Transformer-MGK, section 2.4): linear in phi, so that the state is that of one key.
+    """sum_r pi_r phi(k_r) (Transformer-MGK, section 2.4): linear in phi, so the state is as large as with one key.
 
-    keys: (B, H_kv, C, L, M d), the keys of a position beside each other; priors: (H_kv, M) >= 0, None for one key.
+    keys: (B, H_kv, C, L, M d), packed; priors: (H_kv, M) >= 0, None for one key.
     """
     if priors is None:
         return phi(keys)
@@ -70,7 +70,7 @@ def mixed_features(phi: Callable[[Tensor], Features], keys: Tensor, priors: Tens
     scales = [part.log_scale for part in parts if part.log_scale is not None]
     if not scales:
         return Features((shares[..., None] * values).sum(0), None)
-    # A key of no weight must not set the scale of the others.
+    # A key of prior 0 must not determine the scale of the others.
     logs = torch.stack(scales).masked_fill(shares == 0, EMPTY)
     largest = logs.amax(0)
     return Features(((shares * torch.exp(logs - largest))[..., None] * values).sum(0), largest)
@@ -79,19 +79,19 @@ def mixed_features(phi: Callable[[Tensor], Features], keys: Tensor, priors: Tens
 def start_state(
     feature_map: FeatureMap | str, k: Tensor, projection: Projection | None, value_dim: int
 ) -> KernelState:
-    """The empty state of keys k (B, H_kv, N, d) and values of `value_dim` numbers."""
+    """The empty state for keys k (B, H_kv, N, d) and values of width `value_dim`."""
     batch, heads = k.shape[:2]
     width = k.shape[-1]
     rows = None if projection is None else rows_of(projection, width)
-    count, has_scale = _count_of(named(feature_map), width, rows)
+    count, has_scale = _feature_count(named(feature_map), width, rows)
     sums = k.new_zeros(batch, heads, count, value_dim + 1, dtype=accum_dtype(k.dtype))
     return KernelState(sums, sums.new_full((batch, heads), EMPTY if has_scale else 0.0))
 
 
 @lru_cache
-def _count_of(feature_map: FeatureMap, width: int, rows: int | None) -> tuple[int, bool]:
-    """How many features a token of `width` has under a projection to `rows`, and whether they come with a scale."""
-    # The map itself knows, asked about no token.
+def _feature_count(feature_map: FeatureMap, width: int, rows: int | None) -> tuple[int, bool]:
+    """The number of features of tokens of `width` under a projection to `rows`, and whether they have a log scale."""
+    # Found by applying the map to zero tokens.
     projection = None if rows is None else torch.empty(rows, width, dtype=torch.float64)
     phi = features(feature_map, torch.empty(1, 1, 1, 0, width, dtype=torch.float64), projection)
     return phi.values.shape[-1], phi.log_scale is not None

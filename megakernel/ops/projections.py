@@ -1,4 +1,4 @@
-"""Linear maps of tokens inside feature maps: a matrix for each key head, or a product of fast ones."""
+"""Linear projections of tokens in feature maps: a matrix per key head, or Fastfood's structured product."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from megakernel.ops.hadamard import hadamard, hadamard_matrix
 class FastFood(NamedTuple):
     """Blocks of S H G Pi H B / sqrt(n), H the Walsh-Hadamard matrix of n = 2^k >= d (KL eq. 6, with sigma 1).
 
-    Tokens are padded from d to n by zeros; each block gives the first d of its n rows.
+    Tokens are zero-padded from d to n; each block gives the first d of its n rows.
     """
 
     scales: Tensor
@@ -24,11 +24,11 @@ class FastFood(NamedTuple):
     """B, (H_kv, blocks, n)."""
 
     permutation: Tensor
-    """(H_kv, blocks, n) int64: component i after Pi is component permutation[i] before."""
+    """(H_kv, blocks, n) int64: component i of Pi x is component permutation[i] of x."""
 
 
 Projection = Tensor | FastFood
-"""A matrix (M, d), one per key head (H_kv, M, d), or their fast counterpart."""
+"""A matrix (M, d), one per key head (H_kv, M, d), or Fastfood's structured product."""
 
 
 def padded_width(width: int) -> int:
@@ -37,7 +37,7 @@ def padded_width(width: int) -> int:
 
 
 def project(x: Tensor, projection: Projection) -> Tensor:
-    """Every token of x (B, H_kv, C, L, d) mapped to (B, H_kv, C, L, M)."""
+    """x (B, H_kv, C, L, d) projected to (B, H_kv, C, L, M)."""
     if isinstance(projection, FastFood):
         return _transform(x, projection)
     per_head = projection if projection.dim() == 3 else projection[None]
@@ -55,14 +55,14 @@ def _transform(x: Tensor, projection: FastFood) -> Tensor:
 
 
 def rows_of(projection: Projection | None, width: int) -> int:
-    """M of a projection of vectors of `width` d; d where there is none."""
+    """M of a projection of vectors of `width` d; d without a projection."""
     if projection is None:
         return width
     return projection.scales.shape[1] * width if isinstance(projection, FastFood) else projection.shape[-2]
 
 
 def dense(projection: Projection | None, width: int) -> Tensor | None:
-    """The matrices (M, d) or (H_kv, M, d) of a projection of vectors of `width` d, from its formula."""
+    """A projection of vectors of `width` d as a matrix (M, d) or (H_kv, M, d), from its formula."""
     if not isinstance(projection, FastFood):
         return projection
     scales, gaussians, signs, permutation = projection

@@ -1,8 +1,8 @@
-"""The scan core of kernel attention, shared by plain kernels and FLuRKA's far part.
+"""The chunk scan of kernel attention, shared by plain kernels and FLuRKA's far context.
 
-A group of C chunks; each chunk has rows of queries, Lk keys and a state that enters it. A query sees the visible
-keys of its own chunk and, if its document began before the chunk, the state; a key enters the state that leaves
-its chunk unless a document starts after it. The states of all chunks come from one matrix product, not a loop.
+A group has C chunks; each chunk has rows of queries, Lk keys and an incoming state. A query sees the visible keys of
+its chunk and, if its document began before the chunk, the incoming state. A key is added to the chunk's outgoing state
+unless a document starts after it. One matrix product computes the states of all chunks, without a loop.
 """
 
 from typing import NamedTuple
@@ -17,52 +17,51 @@ from megakernel.ops.state import EMPTY, KernelState
 
 
 class Links(NamedTuple):
-    """Who sees whom.
+    """Masks between the queries, keys and states of chunks.
 
     The rows of a chunk are ordered (m, G, L): m runs of L consecutive tokens, for each of G query heads per key head.
-    The leading B is 1 where all sequences of the batch are alike.
+    B is 1 if the masks of all sequences are equal.
     """
 
     visible: Tensor
-    """(B, C, m, L, Lk) bool: the query sees this key of its chunk."""
+    """(B, C, m, L, Lk) bool: whether the query sees this key of its chunk."""
 
     reads: Tensor
-    """(B, C, m, L) bool: the query sees the state that enters its chunk."""
+    """(B, C, m, L) bool: whether the query sees the incoming state of its chunk."""
 
     writes: Tensor
-    """(B, C, Lk) bool: the key enters the state that leaves its chunk."""
+    """(B, C, Lk) bool: whether the key is added to the outgoing state of its chunk."""
 
     carries: Tensor
-    """(B, C) bool: the state that enters the chunk also leaves it."""
+    """(B, C) bool: whether the chunk's incoming state is part of its outgoing state."""
 
 
 def link(first: Tensor, keys: Tensor, *, delay: int) -> Links:
-    """Links from places inside the chunk.
+    """Links from token indices relative to the chunk.
 
-    first: (B, C, m, L) place of the first token of the query's document, negative where it lies before the
-    chunk; queries stand at places 0 .. m L - 1. keys: (B, C, Lk) places of the keys. A key is seen from
-    `delay` places on.
+    first: (B, C, m, L) index of the first token of the query's document, negative if before the chunk; queries have
+    indices 0 .. m L - 1. keys: (B, C, Lk) indices of the keys. A key is visible from `delay` tokens later on.
     """
     *_, runs, length = first.shape
-    places = torch.arange(runs * length, device=first.device).view(runs, length, 1)
+    indices = torch.arange(runs * length, device=first.device).view(runs, length, 1)
     at = keys[:, :, None, None, :]
-    visible = (at <= places - delay) & (at >= first[..., None])
+    visible = (at <= indices - delay) & (at >= first[..., None])
     last = first[:, :, -1, -1]
     return Links(visible, first < 0, keys >= last[..., None], last < 0)
 
 
 def chunk_links(positions: Positions, length: int, device: torch.device, size: int, delay: int = 0) -> Links:
-    """Links of `length` tokens at `positions`, cut into chunks of `size` or fewer, whose keys are themselves."""
+    """Links of `length` tokens at `positions`, in chunks of `size` or fewer, with one key per token."""
     size = min(size, length)
     padded = pad_positions(token_positions(positions, length, device), -length % size).unflatten(
         1, (-1, size)
     )
-    places = torch.arange(size, device=device)
-    return link((places - padded)[:, :, None], places.expand(padded.shape), delay=delay)
+    indices = torch.arange(size, device=device)
+    return link((indices - padded)[:, :, None], indices.expand(padded.shape), delay=delay)
 
 
 def alive_chunks(links: Links) -> Tensor:
-    """(B, 1, C + 1, C + 1) bool: behind c chunks, what entered the group (0) or chunk s - 1 added is still there."""
+    """(B, 1, C + 1, C + 1) bool: whether the state after c chunks includes the incoming state (0) or chunk s - 1."""
     breaks = (~links.carries).cumsum(1)
     breaks = torch.cat([torch.zeros_like(breaks[:, :1]), breaks], 1)
     return (breaks[:, :, None] == breaks[:, None, :]).tril()[:, None]
@@ -71,8 +70,8 @@ def alive_chunks(links: Links) -> Tensor:
 def pairs(queries: Features, keys: Features, values: Tensor, visible: Tensor) -> PartialOutput:
     """Sums over the visible keys of each chunk.
 
-    queries: (B, H_kv, C, m G L, F); keys: (B, H_kv, C, Lk, F); values: (B, H_kv, C, Lk, D + 1), each key's
-    their weights times [v, 1], all 0 for a key that does not exist; visible: (B, C, m, L, Lk).
+    queries: (B, H_kv, C, m G L, F); keys: (B, H_kv, C, Lk, F); values: (B, H_kv, C, Lk, D + 1), key weights times
+    [v, 1], all 0 for missing keys; visible: (B, C, m, L, Lk).
     """
     runs, length = visible.shape[2:4]
     visible = visible[:, None]
@@ -80,7 +79,7 @@ def pairs(queries: Features, keys: Features, values: Tensor, visible: Tensor) ->
     if keys.log_scale is None or queries.log_scale is None:
         weights = weights.masked_fill(~visible[:, :, :, :, None], 0.0)
         return PartialOutput(weights.flatten(3, 5) @ values, None)
-    # A query's stabilizer is the maximum over the keys it sees: later keys must not reach it even by rounding.
+    # The stabilizer is the maximum over visible keys: later keys must not change outputs, not even by rounding.
     logs = torch.where(visible, existing(keys, values)[..., None, None, :], EMPTY)
     scale = logs.amax(-1)
     shrink = torch.where(visible, torch.exp(logs - scale[..., None]), 0.0)
@@ -91,9 +90,9 @@ def pairs(queries: Features, keys: Features, values: Tensor, visible: Tensor) ->
 def scan_chunks(
     queries: Features, keys: Features, values: Tensor, state: KernelState, links: Links
 ) -> tuple[PartialOutput, KernelState]:
-    """Sums for every query and the state that leaves the group; tensors as in `pairs`, `state` enters the group."""
+    """Sums for every query and the outgoing state of the group; `state`: its incoming state; tensors as in `pairs`."""
     states = _states(keys, values, state, links)
-    # A copy: what leaves a group is kept for backward, and a view would keep the states of all chunks with it.
+    # Copied: the carry is saved for backward, and a view would keep the states of all chunks alive.
     leaving = KernelState(states.sums[:, :, -1].clone(), states.log_scale[:, :, -1].clone())
     entering = KernelState(states.sums[:, :, :-1], states.log_scale[:, :, :-1])
     local = pairs(queries, keys, values, links.visible)
@@ -101,35 +100,35 @@ def scan_chunks(
 
 
 def write_chunks(keys: Features, values: Tensor, state: KernelState, links: Links) -> KernelState:
-    """The state that leaves the group, without queries."""
+    """The outgoing state of the group, without queries."""
     states = _states(keys, values, state, links, last=True)
     return KernelState(states.sums[:, :, 0], states.log_scale[:, :, 0])
 
 
 def read_states(queries: Features, states: KernelState, reads: Tensor | None) -> PartialOutput:
-    """What queries (B, H_kv, C, m G L, F) see of the states (B, H_kv, C, ...) of their chunks.
+    """Sums of queries (B, H_kv, C, m G L, F) over the incoming states (B, H_kv, C, ...) of their chunks.
 
-    reads: (B, C, m, L) bool, where a query sees it; None: everywhere.
+    reads: (B, C, m, L) bool, whether a query sees the state; None: all do.
     """
     if reads is None:
         scale = None if queries.log_scale is None else queries.log_scale + states.log_scale[..., None]
         return PartialOutput(queries.values @ states.sums, scale)
-    seen = (queries.values @ states.sums).masked_fill(~_rows(reads[:, None], queries)[..., None], 0.0)
+    sums = (queries.values @ states.sums).masked_fill(~_rows(reads[:, None], queries)[..., None], 0.0)
     if queries.log_scale is None:
-        return PartialOutput(seen, None)
+        return PartialOutput(sums, None)
     logs = torch.where(reads[:, None], states.log_scale[..., None, None], EMPTY)
-    return PartialOutput(seen, queries.log_scale + _rows(logs, queries))
+    return PartialOutput(sums, queries.log_scale + _rows(logs, queries))
 
 
 def _rows(x: Tensor, queries: Features) -> Tensor:
-    """(..., m, L) -> (..., m G L): the same for all query heads of a key head."""
+    """(..., m, L) -> (..., m G L), repeated for all query heads of a key head."""
     runs, length = x.shape[-2:]
     heads = queries.values.shape[3] // (runs * length)
     return x[..., None, :].expand(*x.shape[:-1], heads, length).flatten(-3)
 
 
 def existing(keys: Features, values: Tensor) -> Tensor:
-    """Log scales of keys; a key of weight 0 must not set a maximum."""
+    """Log scales of keys; `EMPTY` for keys of weight 0, which must not determine a maximum."""
     assert keys.log_scale is not None
     return keys.log_scale.masked_fill(values[..., -1] == 0, EMPTY)
 
@@ -137,10 +136,10 @@ def existing(keys: Features, values: Tensor) -> Tensor:
 def _states(
     keys: Features, values: Tensor, state: KernelState, links: Links, last: bool = False
 ) -> KernelState:
-    """The states that enter each chunk and leave the group, (B, H_kv, C + 1, ...), or only the last of them.
+    """The incoming states of all chunks and the outgoing state of the group (B, H_kv, C + 1, ...), or only the last.
 
-    The state behind chunk c is a sum over what entered the group and what each chunk up to c added, as far as
-    no document started since: one triangular matrix of decays times the stack of additions.
+    The state after chunk c sums the group's incoming state and the additions of chunks up to c, as far as no document
+    started since: one triangular matrix of decays times the stacked additions.
     """
     alive = alive_chunks(links)
     if last:

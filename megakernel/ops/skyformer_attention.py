@@ -1,4 +1,4 @@
-"""Skyformer: kernelized attention through landmarks drawn from queries and keys (docs/formulas.md, 5)."""
+"""Skyformer: kernelized attention through landmarks sampled from queries and keys (docs/formulas.md, 5)."""
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ def skyformer_attention(
         q: (B, H, N, d).
         k: (B, H_kv, N, d), H a multiple of H_kv.
         v: (B, H_kv, N, D).
-        landmarks: int64 rows of [Q; K], 0 .. 2N - 1, broadcastable to (B, H, F).
+        landmarks: int64 indices of rows of [Q; K], 0 .. 2N - 1, broadcastable to (B, H, F).
         invert: M (B, H, F, F) -> its inverse.
         key_mask: (B, N) bool, False removes a key; landmarks must be rows of real tokens.
         backend: reference or chunked.
@@ -48,7 +48,7 @@ def skyformer_attention(
 def chunked(
     q: Tensor, k: Tensor, v: Tensor, landmarks: Tensor, invert: Invert, key_mask: Tensor | None
 ) -> Tensor:
-    """Three thin matrices; k and v with H heads, landmarks (B, H, F)."""
+    """Linear time, with three thin matrices; k and v have H heads, landmarks (B, H, F)."""
     q, k = q.to(accum_dtype(q.dtype)), k.to(accum_dtype(k.dtype))
     rows = torch.cat([q, k], 2).gather(2, landmarks[..., None].expand(-1, -1, -1, q.shape[3]))
     to_landmarks, between, from_keys = _gaussian(q, rows), _gaussian(rows, rows), _gaussian(rows, k)
@@ -58,7 +58,7 @@ def chunked(
 
 
 def _gaussian(x: Tensor, y: Tensor) -> Tensor:
-    """kappa of (..., n, d) and (..., m, d), (..., n, m)."""
+    """kappa(x, y) (..., n, m) of x (..., n, d) and y (..., m, d)."""
     squares = x.square().sum(-1)[..., None] + y.square().sum(-1)[..., None, :]
     distances = (squares - 2 * x @ y.transpose(-1, -2)).clamp(min=0)
     return torch.exp(-distances / (2 * x.shape[-1] ** 0.5))
@@ -67,7 +67,7 @@ def _gaussian(x: Tensor, y: Tensor) -> Tensor:
 def reference(
     q: Tensor, k: Tensor, v: Tensor, landmarks: Tensor, invert: Invert, key_mask: Tensor | None
 ) -> Tensor:
-    """From equations 4 to 6: the matrix of all queries and keys, and a matrix that samples its rows."""
+    """From equations 4 to 6, with the matrix of all queries and keys and a sampling matrix."""
     length = q.shape[2]
     x = torch.cat([q, k], 2).to(accum_dtype(q.dtype))
     lifted = torch.exp(-(x[..., :, None, :] - x[..., None, :, :]).square().sum(-1) / (2 * q.shape[-1] ** 0.5))

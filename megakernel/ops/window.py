@@ -1,9 +1,8 @@
-"""Windows: the exact part of local and FLuRKA attention.
+"""Local windows: the exact part of local and FLuRKA attention.
 
-Blocks of b tokens restart at every document. A token sees the tokens of its current block, or of its own and the
-previous one, up to itself. The sequence is cut into chunks of L tokens at fixed places, wherever documents
-begin; each chunk has one window of keys, its own tokens and the `halo` before them, and a mask says who sees
-whom. Nothing is gathered.
+Blocks of b tokens restart at every document. A token sees the tokens up to itself of its current block, or also of the
+previous block. The sequence is split into chunks of L tokens regardless of document boundaries; each chunk has one
+window of keys, its own tokens and the `halo` before them, with a mask. No keys are gathered.
 """
 
 from typing import NamedTuple
@@ -15,23 +14,23 @@ from torch import Tensor
 from megakernel.ops.chunks import chunk_queries, unchunk_queries
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions, ends_block, pad_positions, token_positions, window_reach
-from megakernel.ops.mixture import Rotary, each_key, merged_components, shifted
+from megakernel.ops.mixture import Rotary, merged_components, shifted, unpack_components
 from megakernel.ops.partial_output import PartialOutput, normalized, with_ones
 from megakernel.ops.state import EMPTY
 
 
 class Tail(NamedTuple):
-    """The last b * blocks tokens before a shard of the sequence: a block that ends in the shard may begin there."""
+    """The last b * blocks tokens before a shard of the sequence, in which a block that ends in the shard may begin."""
 
     keys: Tensor
-    """(B, H_kv, b blocks, d), or M d where M keys stand at a position; not rotated, and anything where no token of the
-    open document lies."""
+    """(B, H_kv, b blocks, d), or M d with M keys per position; not rotated, and arbitrary before the start of the
+    current document."""
 
     values: Tensor
     """(B, H_kv, b blocks, D)"""
 
     def after(self, k: Tensor, v: Tensor) -> "Tail":
-        """The tail behind more tokens."""
+        """The tail after the tokens k and v."""
         count = self.keys.shape[2]
         return Tail(
             torch.cat([self.keys[:, :, k.shape[2] :], k[:, :, -count:]], 2),
@@ -39,12 +38,12 @@ class Tail(NamedTuple):
         )
 
     def and_token(self, k: Tensor, v: Tensor) -> "Tail":
-        """These tokens and one more: what `recent` looks at, and the tail behind that token without its oldest."""
+        """The tail with one more token appended, for `recent`."""
         return Tail(torch.cat([self.keys, k], 2), torch.cat([self.values, v], 2))
 
     @property
     def without_oldest(self) -> "Tail":
-        """The same with a token less."""
+        """The tail without its first token."""
         return Tail(self.keys[:, :, 1:], self.values[:, :, 1:])
 
 
@@ -54,19 +53,19 @@ def empty_tail(k: Tensor, v: Tensor, count: int) -> Tail:
 
 
 class LocalWindow(NamedTuple):
-    """The tokens that a token sees exactly: its current block of b tokens, or with blocks=2 also the one before."""
+    """The local window of a token: its current block of b tokens, and with blocks=2 also the previous block."""
 
     block_size: int
     blocks: int
     rotary: Rotary | None
-    """Rotates queries and keys as they lie in a tail: with mixtures, each of those of a position."""
+    """Rotates queries and keys, which may be packed mixture keys."""
 
     far_rotary: Rotary | None = None
-    """Rotates the queries of landmarks, which come rotated; nothing where there are none."""
+    """Rotates the queries of landmarks, which are already rotated; None: landmarks are not rotated."""
 
 
-class Layout(NamedTuple):
-    """How a group of tokens is cut into chunks and windows."""
+class WindowLayout(NamedTuple):
+    """The chunks and windows of a group of tokens."""
 
     block_size: int
     blocks: int
@@ -77,60 +76,60 @@ class Layout(NamedTuple):
     """Tokens of a window before its chunk."""
 
     length: int
-    """Tokens; the last chunks may hold fewer than L."""
+    """Tokens of the group; the last chunks may hold fewer than L."""
 
-    places: Tensor
-    """(B, C, L) positions of the tokens in their documents; B is 1 where sequences are alike."""
+    positions: Tensor
+    """(B, C, L) positions of the tokens in their documents; B is 1 if all sequences have the same."""
 
     runs: int
-    """Chunks that share one chunk of the far scan; C is a multiple."""
+    """Chunks per chunk of the far scan; C is a multiple."""
 
     aligned: bool
-    """Whether chunks are blocks."""
+    """Whether chunks coincide with blocks."""
 
     def windows(self, before: Tensor, x: Tensor) -> Tensor:
-        """(B, H, tail, d) and (B, H, T, d) -> windows (B, H, C, halo + L, d)."""
-        # Joining or padding by nothing would copy.
-        if missing := self.places.shape[1] * self.size - x.shape[2]:
+        """Windows (B, H, C, halo + L, d) from the tail (B, H, tail, d) and the tokens x (B, H, T, d)."""
+        # F.pad and torch.cat copy even if there is nothing to add.
+        if missing := self.positions.shape[1] * self.size - x.shape[2]:
             x = F.pad(x, (0, 0, 0, missing))
         if not self.halo:
             return x.unflatten(2, (-1, self.size))
         x = torch.cat([before.narrow(2, before.shape[2] - self.halo, self.halo), x], 2)
-        if self.places.shape[1] == 1:
+        if self.positions.shape[1] == 1:
             return x[:, :, None]
-        # Not by `unfold`, whose backward is slow: a halo is whole chunks where there are several.
+        # Not `unfold`, whose backward is slow. With several chunks, the halo is a whole number of them.
         chunks = x.unflatten(2, (-1, self.size))
-        count = self.places.shape[1]
+        count = self.positions.shape[1]
         return torch.cat([chunks.narrow(2, first, count) for first in range(chunks.shape[2] - count + 1)], 3)
 
     def block_ends(self) -> Tensor:
-        """(B, C, L) bool: the token ends its block, and the first block of its window is complete."""
-        real = torch.arange(self.places[0].numel(), device=self.places.device) < self.length
-        return ends_block(self.places, self.block_size, self.blocks) & real.view_as(self.places[0])
+        """(B, C, L) bool: `ends_block` of each token, False for padding."""
+        real = torch.arange(self.positions[0].numel(), device=self.positions.device) < self.length
+        return ends_block(self.positions, self.block_size, self.blocks) & real.view_as(self.positions[0])
 
     def visible(self) -> Tensor:
-        """(B, C, L, halo + L) bool: the token sees this key of its window."""
-        reach = window_reach(self.places, self.block_size, self.blocks)
-        own = torch.arange(self.halo, self.halo + self.size, device=reach.device)
-        at = torch.arange(self.halo + self.size, device=reach.device)
-        return (at <= own[:, None]) & (at >= (own - reach)[..., None])
+        """(B, C, L, halo + L) bool: whether the token sees this key of its window."""
+        reach = window_reach(self.positions, self.block_size, self.blocks)
+        queries = torch.arange(self.halo, self.halo + self.size, device=reach.device)
+        keys = torch.arange(self.halo + self.size, device=reach.device)
+        return (keys <= queries[:, None]) & (keys >= (queries - reach)[..., None])
 
 
-def cut(
+def window_layout(
     positions: Positions, length: int, device: torch.device, *, block_size: int, blocks: int, runs: int = 1
-) -> Layout:
-    """The layout of `length` tokens, a multiple of `runs` chunks (fewer where the tokens are fewer)."""
+) -> WindowLayout:
+    """The layout of `length` tokens in a multiple of `runs` chunks (of fewer, if there are not so many)."""
     aligned = isinstance(positions, int) and positions % block_size == 0 and length >= block_size
     size = min(block_size, length)
     runs = min(runs, -(-length // size))
     at = token_positions(positions, length, device)
-    places = pad_positions(at, -length % (runs * size)).unflatten(1, (-1, size))
+    chunk_positions = pad_positions(at, -length % (runs * size)).unflatten(1, (-1, size))
     halo = (blocks - 1) * block_size if aligned else blocks * block_size
-    return Layout(block_size, blocks, size, halo, length, places, runs, aligned)
+    return WindowLayout(block_size, blocks, size, halo, length, chunk_positions, runs, aligned)
 
 
 def rotate_keys(rotary: Rotary, tail: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """`tail` and `k` rotated; the tail as the tokens right before the first of the positions (B, N)."""
+    """`tail` and `k` rotated; `positions` (B, N) are those of k, and the tail's tokens are right before the first."""
     count = tail.shape[2]
     before = positions[:, :1] - torch.arange(count, 0, -1, device=k.device)
     both = rotary(torch.cat([tail, k], 2), torch.cat([before, positions], 1))
@@ -138,24 +137,24 @@ def rotate_keys(rotary: Rotary, tail: Tensor, k: Tensor, positions: Tensor) -> t
 
 
 class Recent(NamedTuple):
-    """What one token sees of the tokens before it, and itself last."""
+    """The window of a single token, which is the last of its W keys."""
 
     keys: Tensor
-    """(B, H_kv, W, d) as they lie in a tail."""
+    """(B, H_kv, W, d) as in a `Tail`."""
 
     values: Tensor
     """(B, H_kv, W, D)"""
 
     visible: Tensor | None
-    """(B, W) bool; None where all sequences see all of them."""
+    """(B, W) bool; None: all are visible."""
 
     def softmax(
         self, q: Tensor, rotary: Rotary | None, priors: Tensor | None, shift: Tensor | None
     ) -> PartialOutput:
-        """Sums (B, H_kv, 1, G, D + 1) of queries (B, H, 1, d) that nobody has rotated; tensors float32 or better."""
+        """Sums (B, H_kv, 1, G, D + 1) of unrotated queries (B, H, 1, d); all tensors in float32 or better."""
         visible = None if self.visible is None else self.visible[:, None, None]
         queries = chunk_queries(q, self.keys.shape[1], 1)
-        keys, values = self._turned(rotary, shift)[:, :, None], with_ones(self.values)[:, :, None]
+        keys, values = self._prepared_keys(rotary, shift)[:, :, None], with_ones(self.values)[:, :, None]
         if visible is None and priors is not None:
             visible = torch.ones(1, 1, 1, keys.shape[3], dtype=torch.bool, device=keys.device)
         return softmax_pairs(queries, keys, values, visible, priors)
@@ -163,21 +162,21 @@ class Recent(NamedTuple):
     def softmax_mean(
         self, q: Tensor, rotary: Rotary | None, priors: Tensor | None, shift: Tensor | None
     ) -> Tensor:
-        """The same, normalized: (B, H, 1, D)."""
+        """`softmax`, normalized: (B, H, 1, D)."""
         if priors is not None:
             return unchunk_queries(normalized(self.softmax(q, rotary, priors, shift)), q.shape[1], 1)
         mask = None if self.visible is None else self.visible[:, None, None]
         grouped = q.shape[1] != self.keys.shape[1]
-        keys = self._turned(rotary, shift)
+        keys = self._prepared_keys(rotary, shift)
         return F.scaled_dot_product_attention(q, keys, self.values, attn_mask=mask, enable_gqa=grouped)
 
-    def _turned(self, rotary: Rotary | None, shift: Tensor | None) -> Tensor:
+    def _prepared_keys(self, rotary: Rotary | None, shift: Tensor | None) -> Tensor:
         keys = shifted(self.keys, shift)
-        return rotary.behind(keys) if rotary else keys
+        return rotary.relative_to_last(keys) if rotary else keys
 
 
 def recent(tail: Tail, positions: Positions, block_size: int, blocks: int, dtype: torch.dtype) -> Recent:
-    """The window of the last of at least b * blocks + 1 tokens, which stands at `positions`; in a dtype."""
+    """The window, in `dtype`, of the last token of `tail`, which has `positions`; at least b * blocks + 1 tokens."""
     keys, values, visible = *tail, None
     if isinstance(positions, int):
         reach = min(positions, positions % block_size + (blocks - 1) * block_size)
@@ -188,10 +187,10 @@ def recent(tail: Tail, positions: Positions, block_size: int, blocks: int, dtype
     return Recent(keys.to(dtype), values.to(dtype), visible)
 
 
-def attended(
+def window_inputs(
     q: Tensor, k: Tensor, tail: Tail, positions: Positions, window: LocalWindow, shift: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys of the tail and keys as the window sees them: shifted and rotated, in float32 or better."""
+    """Queries, tail keys and keys for the window: shifted and rotated, in float32 or better."""
     queries = q.to(accum_dtype(q.dtype))
     past, keys = (shifted(x.to(queries.dtype), shift) for x in (tail.keys, k))
     if window.rotary:
@@ -204,19 +203,19 @@ def attended(
 def softmax_pairs(
     queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, priors: Tensor | None = None
 ) -> PartialOutput:
-    """Sums with weights exp(q.k / sqrt(d)) over windows, or sum_r pi_r exp(q.k_r / sqrt(d)) where M keys stand.
+    """Sums over windows with weights exp(q.k / sqrt(d)), or sum_r pi_r exp(q.k_r / sqrt(d)) for mixture keys.
 
     queries: (B, H_kv, C, G L, d); keys: (B, H_kv, C, W, d), or (B, H_kv, C, W, M d) with priors pi (H_kv, M); values:
-    (B, H_kv, C, W, D + 1); visible: (B, C, L, W), or None, without priors, of queries that see all keys.
+    (B, H_kv, C, W, D + 1); visible: (B, C, L, W), or None (only without priors) if queries see all keys.
     """
-    seen = None if visible is None else visible[:, None]
+    mask = None if visible is None else visible[:, None]
     if priors is not None:
-        assert seen is not None
-        keys, seen = each_key(keys, seen, priors)
+        assert mask is not None
+        keys, mask = unpack_components(keys, mask, priors)
     scores = (queries * queries.shape[-1] ** -0.5) @ keys.transpose(-1, -2)
-    if seen is not None:
-        scores = scores.unflatten(3, (-1, seen.shape[3]))
-        scores = scores.masked_fill(~seen[:, :, :, None], -torch.inf).flatten(3, 4)
+    if mask is not None:
+        scores = scores.unflatten(3, (-1, mask.shape[3]))
+        scores = scores.masked_fill(~mask[:, :, :, None], -torch.inf).flatten(3, 4)
     log_scale = scores.detach().amax(-1).clamp(min=EMPTY)
     weights = torch.exp(scores - log_scale[..., None])
     if priors is not None:
@@ -234,18 +233,17 @@ def window_sums(
     priors: Tensor | None,
     shift: Tensor | None,
 ) -> PartialOutput:
-    """Sums (B, H, N, D + 1) of queries (B, H, N, d) over the windows of their tokens, under softmax.
+    """Softmax sums (B, H, N, D + 1) of queries (B, H, N, d) over the windows of their tokens.
 
-    k, v: keys and values of the tokens as they stand in `tail`, the tokens before them; the rest as in
-    `window_attention`.
+    k, v: packed as in `tail`, the tokens before them; other arguments as in `window_attention`.
     """
     heads, length, dtype = q.shape[1], q.shape[2], accum_dtype(q.dtype)
     if length == 1:
-        seen = recent(tail.and_token(k, v), positions, window.block_size, window.blocks, dtype)
-        return unchunk_partial(seen.softmax(q.to(dtype), window.rotary, priors, shift), heads, 1)
-    layout = cut(positions, length, q.device, block_size=window.block_size, blocks=window.blocks)
-    queries, past, keys = attended(q, k, tail, positions, window, shift)
-    chunks, size = layout.places.shape[1:]
+        visible = recent(tail.and_token(k, v), positions, window.block_size, window.blocks, dtype)
+        return unchunk_partial(visible.softmax(q.to(dtype), window.rotary, priors, shift), heads, 1)
+    layout = window_layout(positions, length, q.device, block_size=window.block_size, blocks=window.blocks)
+    queries, past, keys = window_inputs(q, k, tail, positions, window, shift)
+    chunks, size = layout.positions.shape[1:]
     sums = softmax_pairs(
         chunk_queries(queries, k.shape[1], size, chunks),
         layout.windows(past, keys),
@@ -257,6 +255,6 @@ def window_sums(
 
 
 def unchunk_partial(sums: PartialOutput, heads: int, length: int) -> PartialOutput:
-    """Sums of chunked queries as the queries lie, (B, H, N, D + 1)."""
+    """Sums (B, H, N, D + 1) from sums of chunked queries."""
     logs = unchunk_queries(sums.scale_or_zero[..., None], heads, length)[..., 0]
     return PartialOutput(unchunk_queries(sums.values, heads, length), logs)

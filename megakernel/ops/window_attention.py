@@ -1,4 +1,4 @@
-"""Windowed softmax attention: the near part of FLuRKA alone."""
+"""Windowed softmax attention: the local window of FLuRKA alone."""
 
 import torch
 from torch import Tensor
@@ -7,12 +7,12 @@ from megakernel.ops.arguments import check_choice, check_heads, check_positions
 from megakernel.ops.dispatch import accum_dtype, choose
 from megakernel.ops.documents import Positions, token_positions
 from megakernel.ops.groups import Tensors, scan_groups
-from megakernel.ops.mixture import by_component, first_key, pack_keys, rotated_each
+from megakernel.ops.mixture import by_component, first_key, pack_keys, packed_rotary
 from megakernel.ops.partial_output import normalized
-from megakernel.ops.window import LocalWindow, Rotary, Tail, attended, empty_tail, recent, window_sums
+from megakernel.ops.window import LocalWindow, Rotary, Tail, empty_tail, recent, window_inputs, window_sums
 
 GROUP = 4096
-"""Tokens whose windows exist at once; the next multiple of a block is taken."""
+"""Tokens whose windows are in memory at once; rounded down to a multiple of the block."""
 
 
 def window_attention(
@@ -29,7 +29,7 @@ def window_attention(
     initial_state: Tail | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tail]:
-    """Causal softmax over a token's current block of its document, optionally with the block before.
+    """Causal softmax over a token's current block of its document, optionally also over the previous block.
 
     Args:
         q: (B, H, N, d).
@@ -38,15 +38,15 @@ def window_attention(
         block_size: tokens per block, b; blocks restart at every document.
         blocks: 1 current block, 2 current and previous block.
         priors: pi (H_kv, M) >= 0 of mixture keys: a token weighs sum_r pi_r exp(q.k_r / sqrt(d)).
-        shift: b (H_kv, M, d), beside priors: the keys of a token are k + b_r.
-        rotary: rotates q and k by their positions; q and k are handed in unrotated.
+        shift: b (H_kv, M, d), only with priors: the keys of a token are k + b_r.
+        rotary: rotates q and k, which are passed unrotated, by their positions.
         positions: (B, N) positions within documents, or the position of the first token of sequences that hold one
-            document each. They say where a document that began in `initial_state` stands.
+            document each. They determine which tokens of `initial_state` belong to the current document.
         initial_state: the last block_size * blocks tokens before these.
         backend: reference or chunked.
 
     Returns:
-        (B, H, N, D) in the dtype of v, and the tail behind the last token.
+        (B, H, N, D) in the dtype of v, and the tail after the last token.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, naming the argument.
@@ -57,7 +57,7 @@ def window_attention(
         check_positions(positions, q)
     k = pack_keys(k)
     tail = initial_state or empty_tail(k, v, block_size * blocks)
-    window = LocalWindow(block_size, blocks, rotated_each(rotary, q.shape[-1]))
+    window = LocalWindow(block_size, blocks, packed_rotary(rotary, q.shape[-1]))
     return choose(IMPLEMENTATIONS, backend)(q, k, v, tail, positions, window, priors, shift)
 
 
@@ -76,19 +76,19 @@ def chunked(
 
     def on_group(start: int, carry: Tensors, sequences: Tensors, shared: Tensors):
         q, k, v, at = sequences
-        tail, places = Tail(*carry), positions + start if at is None else at[:, 0]
+        tail, group_positions = Tail(*carry), positions + start if at is None else at[:, 0]
         if q.shape[2] == 1:
-            joined = tail.and_token(k, v)
+            extended = tail.and_token(k, v)
             dtype = accum_dtype(q.dtype)
-            seen = recent(joined, places, window.block_size, window.blocks, dtype)
-            out = seen.softmax_mean(q.to(dtype), window.rotary, *shared)
-            return (out.to(v.dtype),), tuple(joined.without_oldest)
-        sums = window_sums(q, k, v, tail, places, window, *shared)
+            visible = recent(extended, group_positions, window.block_size, window.blocks, dtype)
+            out = visible.softmax_mean(q.to(dtype), window.rotary, *shared)
+            return (out.to(v.dtype),), tuple(extended.without_oldest)
+        sums = window_sums(q, k, v, tail, group_positions, window, *shared)
         return (normalized(sums).to(v.dtype),), tuple(tail.after(k, v))
 
     group = window.block_size * max(1, GROUP // window.block_size)
-    (out,), left = scan_groups(on_group, tuple(tail), (q, k, v, varying), (priors, shift), group=group)
-    return out, Tail(*left)
+    (out,), carry = scan_groups(on_group, tuple(tail), (q, k, v, varying), (priors, shift), group=group)
+    return out, Tail(*carry)
 
 
 def reference(
@@ -104,22 +104,22 @@ def reference(
     """From the formula, query by query."""
     group, dtype = q.shape[1] // k.shape[1], accum_dtype(q.dtype)
     at = token_positions(positions, q.shape[2], q.device)
-    queries, past, keys = attended(q, k, tail, positions, window, shift)
+    queries, past, keys = window_inputs(q, k, tail, positions, window, shift)
     keys = torch.cat([past, keys], 2).repeat_interleave(group, 1)
     components, shares = by_component(keys, priors, q.shape[-1])
     values = torch.cat([tail.values, v], 2).to(dtype).repeat_interleave(group, 1)
     before = past.shape[2]
     outputs = []
-    for b, places in enumerate(at.expand(q.shape[0], -1).tolist()):
-        for i, position in enumerate(places):
+    for b, row in enumerate(at.expand(q.shape[0], -1).tolist()):
+        for i, position in enumerate(row):
             block = position // window.block_size
             oldest = max(0, (block - window.blocks + 1) * window.block_size)
-            seen = slice(before + i - (position - oldest), before + i + 1)
-            scores = components[:, b, :, seen] @ queries[b, :, i, :, None] * q.shape[-1] ** -0.5
-            # Dividing all weights of a query by one number changes no quotient.
+            tokens = slice(before + i - (position - oldest), before + i + 1)
+            scores = components[:, b, :, tokens] @ queries[b, :, i, :, None] * q.shape[-1] ** -0.5
+            # The maximum of all scores cancels in the quotient.
             largest = scores.detach().amax((0, 2), keepdim=True)
             weights = (shares * torch.exp(scores - largest)).sum(0)
-            outputs.append((weights / weights.sum(1, keepdim=True) * values[b, :, seen]).sum(1))
+            outputs.append((weights / weights.sum(1, keepdim=True) * values[b, :, tokens]).sum(1))
     out = torch.stack(outputs).view(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
     return out.to(v.dtype), tail.after(k, v)
 

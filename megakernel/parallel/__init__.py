@@ -1,4 +1,4 @@
-"""Processes: the mesh over Megatron-core's groups, sequence exchange, sharded heads, the device beneath."""
+"""Parallelism: the mesh over Megatron-core's groups, context-parallel exchange, sharded heads, devices."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -7,21 +7,21 @@ if TYPE_CHECKING:
     from megakernel.parallel.axis import OneProcess
     from megakernel.parallel.device import prepare_device
     from megakernel.parallel.mesh import Mesh
-    from megakernel.parallel.tensor import mark_head_parameters, replicated, total
+    from megakernel.parallel.tensor import all_reduce, mark_head_parameters, replicated
 
 
-_HOMES = {
+_MODULES = {
     "Mesh": "mesh",
     "OneProcess": "axis",
+    "all_reduce": "tensor",
     "mark_head_parameters": "tensor",
     "prepare_device": "device",
     "replicated": "tensor",
-    "total": "tensor",
 }
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use: a process finds its place and its device before it loads the libraries.
-    if name not in _HOMES:
+    # Imported on first use: a process determines its rank and device before it loads Megatron-core and DeepSpeed.
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

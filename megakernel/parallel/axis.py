@@ -1,17 +1,17 @@
-"""One axis of the mesh, as one process sees it, and the mesh of a process that holds a model alone."""
+"""One axis of the mesh as seen by one process, and the mesh of a single process."""
 
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed import HashStore, ProcessGroup
 
-from megakernel.attention.sequence import WHOLE, ContextParallelShard
+from megakernel.attention.sequence import WHOLE_SEQUENCE, ContextParallelShard
 from megakernel.config.parallel import SoftmaxExchange
 
 
 @dataclass(frozen=True)
 class Axis:
-    """The processes that differ from this one in the named coordinates only, in rank order."""
+    """The processes that differ from this one only in the axis's coordinates, in rank order."""
 
     group: ProcessGroup
     """Their process group."""
@@ -34,16 +34,13 @@ class Axis:
 
 
 class OneProcess:
-    """The mesh of a model that stands in somebody else's program: it starts no process group and asks for none.
+    """The mesh of a model in another program. It initializes no process group, so the program may do so itself."""
 
-    So that program may have groups of its own, or start some later.
-    """
-
-    # Of the class: a copy of a model does not copy the group, which cannot be copied.
+    # A class attribute: deepcopy of a model must not copy the group, which cannot be copied.
     tp = Axis(ProcessGroup(HashStore(), 0, 1), 0, (0,))
     sequence_parallel = False
     softmax_exchange: SoftmaxExchange = "auto"
 
     def new_cp_shard(self) -> ContextParallelShard:
         """The whole sequence."""
-        return WHOLE
+        return WHOLE_SEQUENCE

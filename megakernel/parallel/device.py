@@ -1,8 +1,8 @@
-"""Which device this process computes on, and the one place that answers for machines without CUDA.
+"""The device of this process, and the patches that let Megatron-core and DeepSpeed run without CUDA.
 
-Megatron-core asks `torch.cuda.current_device()` wherever it allocates, and DeepSpeed compiles a shared-memory
-collective when its CPU backend starts. `prepare_device` settles both once per process that trains, before the first
-model is built; no other file changes a library.
+Megatron-core calls `torch.cuda.current_device()` wherever it allocates, and DeepSpeed compiles a shared-memory
+collective when its CPU backend starts. `prepare_device` patches both, once per training process and before the first
+model is built; no other file patches a library.
 """
 
 import logging
@@ -19,15 +19,14 @@ from megakernel.config import UserError
 
 
 def choose_device(kind: Literal["auto", "cpu", "cuda"], local_rank: int = 0) -> torch.device:
-    """The device of this process, which is PyTorch's from here on; all that a process needs which does not train.
+    """Select and return the device of this process. Enough for processes that do not train.
 
-    `auto` takes CUDA where there is a device. `local_rank`, counted over this machine's processes, is the
-    index of the CUDA device.
+    `auto` takes CUDA if available. `local_rank`, counted over this machine's processes, is the CUDA device's index.
 
     Raises:
-        UserError: training.device is cuda and this process has no CUDA device of its own.
+        UserError: training.device is cuda and there is no CUDA device for this process.
     """
-    quieten_libraries()  # an index of samples, too, is made by one of them
+    silence_libraries()  # here, since processes that only build a sample index import Megatron-core too
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cpu":
@@ -39,25 +38,25 @@ def choose_device(kind: Literal["auto", "cpu", "cuda"], local_rank: int = 0) -> 
 
 
 def prepare_device(kind: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
-    """`choose_device`, and make Megatron-core and DeepSpeed use it.
+    """`choose_device`, and configure Megatron-core and DeepSpeed for it.
 
-    Best called before they are imported, which takes seconds, and when they warn.
+    Best called before they are imported, which takes seconds and emits warnings.
     """
     device = choose_device(kind, local_rank)
     os.environ["DS_ACCELERATOR"] = device.type
-    # Both libraries read these from the environment, which is empty when no launcher started the process.
+    # Both libraries read LOCAL_RANK, which is not set unless a launcher started the process.
     os.environ.setdefault("LOCAL_RANK", str(local_rank))
-    # Megatron overlaps collectives with matrix products; one connection keeps the order they were queued in.
+    # Megatron-core overlaps collectives with matrix products and needs one connection to keep them in launch order.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if device.type == "cpu":
-        _answer_for_cuda(device)
+        _patch_for_cpu(device)
     _choose_deepspeed_accelerator(device.type)
-    _share_one_random_stream()
+    _initialize_rng_tracker()
     return device
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free there, on a CPU those of the host."""
+    """Free bytes of the device, or of the host's memory for a CPU."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free: int = psutil.virtual_memory().available
@@ -68,13 +67,14 @@ _OUT_OF_MEMORY = ("out of memory", "allocate memory", "ALLOC_FAILED")
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error says that memory, of the host or of a device, is full: libraries raise many types for it."""
-    is_told = any(words in str(error) for words in _OUT_OF_MEMORY)
-    return is_told or isinstance(error, MemoryError | torch.OutOfMemoryError)
+    """Whether an error means that host or device memory is exhausted; libraries raise various types."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
-def quieten_ranks(rank: int) -> None:
-    """Keep both libraries' warnings on rank 0 only; errors are shown by every rank."""
+def silence_other_ranks(rank: int) -> None:
+    """Show Megatron-core's and DeepSpeed's warnings on rank 0 only; every rank shows errors."""
     if rank != 0:
         warnings.filterwarnings("ignore", module=r"(megatron|deepspeed)\.")
         for name in ("DeepSpeed", "megatron"):
@@ -90,23 +90,23 @@ def _check_cuda_device(local_rank: int) -> None:
         )
 
 
-_NOISE = (
+_IGNORED_WARNINGS = (
     "Transformer Engine and Apex are not installed",
-    "full scope is deprecated",  # of a CUDA graph that nobody asked for
+    "full scope is deprecated",  # the scope of CUDA graphs, which are not used here
     r"`torch\.distributed\.\w+` is deprecated",  # called by the libraries themselves
-    "c10d::broadcast_: an autograd kernel was not registered",  # DeepSpeed's, of tied weights before the first step
+    "c10d::broadcast_: an autograd kernel was not registered",  # DeepSpeed broadcasts tied weights at the start
 )
 
 
-def quieten_libraries() -> None:
-    """Keep what Megatron-core and torch warn of when they are imported, and nobody can change, off the console."""
-    for message in _NOISE:
+def silence_libraries() -> None:
+    """Hide warnings of Megatron-core, DeepSpeed and torch that users can do nothing about."""
+    for message in _IGNORED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
 
 
 @contextmanager
-def _nothing_compiled() -> Iterator[None]:
-    # Megatron-core hands functions that nothing here calls to torch's compiler, which takes a second to load.
+def _without_torch_compile() -> Iterator[None]:
+    # On import Megatron-core passes functions to torch.compile that are never called here; that takes a second.
     compiled = torch.compile
     torch.compile = lambda function: function  # type: ignore[assignment]
     try:
@@ -115,11 +115,11 @@ def _nothing_compiled() -> Iterator[None]:
         torch.compile = compiled
 
 
-def _answer_for_cuda(device: torch.device) -> None:
+def _patch_for_cpu(device: torch.device) -> None:
     torch.cuda.current_device = lambda: device  # type: ignore[assignment, return-value]
     import deepspeed.ops
 
-    # Asked once, when the CPU backend starts: an op that is not listed is not compiled.
+    # Read once, when the CPU backend starts: an op that is not listed is not compiled.
     deepspeed.ops.__compatible_ops__ = {}
 
 
@@ -127,14 +127,14 @@ def _choose_deepspeed_accelerator(kind: str) -> None:
     from deepspeed.accelerator import get_accelerator, set_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-    # DeepSpeed may have been imported, and have chosen, before this process knew its device.
+    # DeepSpeed may have been imported, and have chosen its accelerator, before the device was known.
     if kind == "cpu" and get_accelerator().device_name() != "cpu":
         set_accelerator(CPU_Accelerator())
 
 
-def _share_one_random_stream() -> None:
-    # Megatron's per-rank streams live in CUDA state; weights are drawn whole and then cut, so none is needed.
-    with _nothing_compiled():
+def _initialize_rng_tracker() -> None:
+    # Megatron-core's per-rank generators need CUDA. None is needed: weights are drawn whole and then partitioned.
+    with _without_torch_compile():
         from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
     initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)

@@ -1,4 +1,4 @@
-"""The mesh: world = tp x cp x dp x pp, the one object on which Megatron-core and DeepSpeed agree."""
+"""The mesh, world = tp x cp x dp x pp, whose groups Megatron-core and DeepSpeed share."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -11,23 +11,23 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megakernel.attention.sequence import WHOLE, ContextParallelShard
+from megakernel.attention.sequence import WHOLE_SEQUENCE, ContextParallelShard
 from megakernel.config import Parallel, UserError
 from megakernel.parallel.axis import Axis
-from megakernel.parallel.device import quieten_ranks
+from megakernel.parallel.device import silence_other_ranks
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.parallel.progress import Progress
-from megakernel.parallel.rendezvous import meet
+from megakernel.parallel.rendezvous import connect_store
 from megakernel.parallel.sequence import GroupShard
 
 
 class ModelParallelUnit:
-    """What `deepspeed.initialize(mpu=...)` asks about the mesh: `get_NAME_group`, `get_NAME_rank` and so on.
+    """The `mpu` of `deepspeed.initialize`: getters `get_NAME_group`, `get_NAME_rank` and so on.
 
-    DeepSpeed averages gradients and shards optimizer state over its data parallel group: here dp x cp. Norms and
-    overflow flags are joined over the model parallel group, tp x pp, whose ranks name checkpoint files; tensor rank 0
+    DeepSpeed averages gradients and shards optimizer states over its data-parallel group, here dp x cp. It reduces
+    norms and overflow flags over the model-parallel group, tp x pp, whose ranks name checkpoint files; tensor rank 0
     counts replicated parameters in norms. There are deliberately no sequence-parallel getters: with them DeepSpeed
-    keeps cp apart and rescales gradients.
+    separates cp from dp and rescales gradients.
     """
 
     def __init__(self, tp: Axis, pp: Axis, model: Axis, gradient: Axis):
@@ -38,28 +38,28 @@ class ModelParallelUnit:
             "pipeline_model_parallel": pp,
         }
         for name, axis in axes.items():
-            for what, value in (("group", axis.group), ("rank", axis.rank), ("world_size", axis.size)):
-                setattr(self, f"get_{name}_{what}", lambda value=value: value)
+            for suffix, value in (("group", axis.group), ("rank", axis.rank), ("world_size", axis.size)):
+                setattr(self, f"get_{name}_{suffix}", lambda value=value: value)
         self.get_data_parallel_group_ranks = lambda: list(gradient.ranks)
         self.get_tensor_model_parallel_src_rank = lambda: tp.ranks[0]
 
 
 class Mesh:
-    """All process groups of a run; created once, passed on, destroyed at the end.
+    """All process groups of a run; created once and destroyed at the end.
 
     Attributes:
-        rank, world_size: this process among all.
-        device: where it computes.
+        rank, world_size: of this process among all processes.
+        device: the device of this process.
         tp, cp, dp, pp: tensor, context, data and pipeline axes; tp varies fastest with the rank, pp slowest.
         gradient: dp x cp, over which gradients are averaged and ZeRO shards.
-        model: tp x pp, which together hold one copy of the weights.
+        model: tp x pp, which holds one copy of the weights.
         sequence_parallel: whether norms and residuals are sharded along the sequence over tp.
-        state_exchange: how kernel states go from shard to shard.
+        state_exchange: how context-parallel shards exchange kernel states.
         softmax_exchange: how softmax layers reach the other shards of a sequence.
-        topology: the same order for DeepSpeed's PipelineModule, where `data` is `gradient`.
-        progress: how far this process is.
-        store: what all processes can write to and read.
-        mpu: what `deepspeed.initialize` asks for when there is no pipeline.
+        topology: the same rank order for DeepSpeed's PipelineModule, where `data` is `gradient`.
+        progress: the progress of this process.
+        store: the key-value store of all processes.
+        mpu: for `deepspeed.initialize` without a pipeline.
     """
 
     def __init__(self, parallel: Parallel, device: torch.device, store: dist.Store):
@@ -86,12 +86,12 @@ class Mesh:
 
     @classmethod
     def create(cls, parallel: Parallel, process: ProcessEnvironment, device: torch.device) -> "Mesh":
-        """Join the other processes and build every group.
+        """Initialize torch.distributed and build all groups.
 
-        They meet where torchrun's environment says (MASTER_ADDR, MASTER_PORT); one process meets nobody.
+        The rendezvous is at torchrun's MASTER_ADDR and MASTER_PORT if they are set; a single process needs none.
 
         Raises:
-            UserError: tensor x context x pipeline does not divide the world; nothing is started then.
+            UserError: tensor x context x pipeline does not divide the world; nothing is started.
         """
         if process.world_size % parallel.model_size:
             raise UserError(
@@ -100,7 +100,7 @@ class Mesh:
                 f"start a multiple of {parallel.model_size} or change parallel"
             )
         timeout = timedelta(minutes=parallel.timeout_minutes)
-        store = meet(process, timeout)
+        store = connect_store(process, timeout)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             rank=process.rank,
@@ -109,7 +109,7 @@ class Mesh:
             store=dist.PrefixStore("torch", store),
             device_id=device if device.type == "cuda" else None,
         )
-        quieten_ranks(process.rank)
+        silence_other_ranks(process.rank)
         deepspeed.init_distributed(dist_init_required=False, timeout=timeout)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
@@ -121,56 +121,58 @@ class Mesh:
         return cls(parallel, device, store)
 
     def new_cp_shard(self) -> ContextParallelShard:
-        """This process's shard of every sequence, with a count of its own of what it sends."""
-        return WHOLE if self.cp.size == 1 else GroupShard(self.cp, self.state_exchange, self.progress)
+        """A new `ContextParallelShard` of this process, with its own traffic counts."""
+        return (
+            WHOLE_SEQUENCE if self.cp.size == 1 else GroupShard(self.cp, self.state_exchange, self.progress)
+        )
 
     @property
     def is_first_stage(self) -> bool:
-        """This process holds the embedding."""
+        """Whether this process holds the embedding."""
         return self.pp.rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """This process holds the head and computes the loss."""
+        """Whether this process holds the head and computes the loss."""
         return self.pp.rank == self.pp.size - 1
 
     def sum(self, tensor: Tensor, axis: Axis) -> Tensor:
-        """The sum of `tensor` over an axis, as a new tensor on every process of it; not differentiable."""
+        """The sum of `tensor` over the processes of an axis, as a new tensor; not differentiable."""
         total = tensor.detach().clone()
         dist.all_reduce(total, group=axis.group)
         return total
 
-    def agree(self, flag: int) -> int:
-        """The largest `flag` of all processes, so that all of them act on what one of them saw."""
+    def all_reduce_max(self, flag: int) -> int:
+        """The largest `flag` of all processes, so that all act on an event that one of them saw."""
         largest = torch.tensor(flag, dtype=torch.int64, device=self.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return int(largest.item())
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """One picklable value of each process, in the order of ranks."""
+        """One picklable value per process, in rank order."""
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
 
     def broadcast_object(self, value: Any) -> Any:
-        """The picklable value of rank 0, once every process is here."""
+        """The picklable value of rank 0; also a barrier."""
         values = [value]
         dist.broadcast_object_list(values)
         self.barrier()
         return values[0]
 
     def gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
-        """As many numbers of each process, in the order of ranks."""
-        own = torch.tensor(values, dtype=torch.float64, device=self.device)
-        rows = [torch.empty_like(own) for _ in range(self.world_size)]
-        dist.all_gather(rows, own)
-        return [row.tolist() for row in rows]
+        """Equally many numbers of each process, in rank order."""
+        local = torch.tensor(values, dtype=torch.float64, device=self.device)
+        gathered = [torch.empty_like(local) for _ in range(self.world_size)]
+        dist.all_gather(gathered, local)
+        return [numbers.tolist() for numbers in gathered]
 
     def barrier(self) -> None:
-        """Wait until every process is here."""
+        """Wait for all processes."""
         dist.barrier()
 
     def destroy(self) -> None:
-        """Leave every group; a gloo process that exits without this can abort although its work succeeded."""
+        """Destroy all groups; without this, a gloo process that succeeded may still abort on exit."""
         parallel_state.destroy_model_parallel()
         deepspeed.comm.destroy_process_group()

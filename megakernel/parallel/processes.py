@@ -1,20 +1,20 @@
-"""Which of the processes of a job this one is; knows no torch, so that starting processes costs nothing."""
+"""The rank of a process and its rendezvous; imports no torch, so that launchers start fast."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class ProcessEnvironment:
-    """One process of a world and where the world meets."""
+    """The rank of one process, and the address of the rendezvous."""
 
     rank: int = 0
-    """Number of this process, 0 <= rank < world_size."""
+    """Rank of this process, 0 <= rank < world_size."""
 
     world_size: int = 1
     """Processes of the job."""
 
     local_rank: int = 0
-    """Number of this process on its machine, which is the number of its device."""
+    """Rank of this process on its machine, which is its device's index."""
 
     local_world_size: int = 1
     """Processes on this machine."""

@@ -1,4 +1,4 @@
-"""How far a process is, for those who wonder why it does not go on."""
+"""The progress of a process, to find out which ranks the others wait for when a run hangs."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -8,46 +8,46 @@ from typing import Any
 
 @dataclass
 class Progress:
-    """Written by the thread that trains, read by others at any time."""
+    """Written by the training thread, read by others at any time."""
 
     step: int = 0
-    """Optimizer steps behind it."""
+    """Completed optimizer steps."""
 
     events: int = 0
     """Phases and exchanges begun so far."""
 
     place: str = "start"
-    """The last of them."""
+    """The current phase or exchange, the last one begun."""
 
     waits: bool = False
-    """Whether it waits for other processes there."""
+    """Whether the process waits there for others."""
 
-    def reach(self, place: str) -> None:
-        """A phase or an exchange begins."""
+    def begin(self, place: str) -> None:
+        """Record the beginning of a phase or exchange."""
         self.events += 1
         self.place = place
 
     @contextmanager
     def waiting(self, place: str) -> Iterator[None]:
-        """Around a wait for other processes."""
-        self.reach(place)
+        """Mark the process as waiting for others at `place`."""
+        self.begin(place)
         self.waits = True
         yield
         self.waits = False
 
     def snapshot(self) -> dict[str, Any]:
-        """Its numbers, as JSON takes them."""
+        """The fields as a dict for JSON."""
         return asdict(self)
 
 
-def laggards(everywhere: Mapping[int, Progress]) -> list[int]:
-    """The ranks that the others wait for: rank -> how far it is.
+def laggards(progress_by_rank: Mapping[int, Progress]) -> list[int]:
+    """The ranks that the others wait for. progress_by_rank: rank -> progress.
 
-    Those with the fewest steps behind them; of these the ones that wait for nobody, if there are such, and of these
-    the ones that have begun least. All of them where nothing tells them apart.
+    Those with the fewest completed steps; among these, those that are not waiting, if any; among these, those with the
+    fewest events. All ranks if they do not differ.
     """
-    steps = min(progress.step for progress in everywhere.values())
-    late = {rank: progress for rank, progress in everywhere.items() if progress.step == steps}
+    steps = min(progress.step for progress in progress_by_rank.values())
+    late = {rank: progress for rank, progress in progress_by_rank.items() if progress.step == steps}
     working = {rank: progress for rank, progress in late.items() if not progress.waits} or late
     events = min(progress.events for progress in working.values())
     return [rank for rank, progress in working.items() if progress.events == events]

@@ -1,4 +1,4 @@
-"""Work done by several processes together, where a failure of one must reach all."""
+"""Work that several processes do together, in which a failure of one is raised on all."""
 
 import socket
 from collections.abc import Callable
@@ -13,17 +13,17 @@ T = TypeVar("T")
 
 
 class RankFailed(OSError):
-    """Work that every rank took part in failed on at least one of them; raised alike on all."""
+    """Collective work failed on at least one rank; raised on all ranks with the same message."""
 
 
 class Ranks:
-    """This process among those of the run.
+    """This process among the processes of the run.
 
-    rank: mine, of `size`.
-    exchange: a collective that takes one picklable value of each rank and gives all of them in rank order,
-    such as torch.distributed.all_gather_object; it is the barrier too. A single process needs none.
-    broadcast: a collective that gives every rank the value of rank 0, and is the barrier too. Without it `exchange`
-    does that, which takes as much memory as if every rank had such a value.
+    rank, size: of this process.
+    exchange: a collective that returns the picklable values of all ranks in rank order, such as
+    torch.distributed.all_gather_object; also the barrier. A single process needs none.
+    broadcast: a collective that returns the value of rank 0 on every rank; also a barrier. None: `exchange`, which
+    takes as much memory as if every rank had such a value.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Ranks:
         return cls(mesh.rank, mesh.world_size, mesh.gather_objects, mesh.broadcast_object)
 
     def first(self, action: Callable[[], T]) -> T:
-        """Let rank 0 act; its result, or its ValueError or OSError, is every rank's."""
+        """Run `action` on rank 0 alone, and return its result or raise its ValueError or OSError on every rank."""
         result: Any = None
         if self.rank == 0:
             try:
@@ -56,26 +56,26 @@ class Ranks:
             raise result
         return result
 
-    def alike(self, action: Callable[[], T]) -> T:
-        """Let every rank act on what is its own; the result, or the UserError of the first rank that has one.
+    def each(self, action: Callable[[], T]) -> T:
+        """Run `action` on every rank and return its result, or raise the first rank's UserError on all ranks.
 
-        The action's collectives, if any, must all be done when a rank raises.
+        The action must raise only after all of its collectives, if it has any.
         """
         result: Any = None
-        refusal = None
+        message = None
         try:
             result = action()
         except UserError as error:
-            refusal = str(error)
-        refusals = [text for text in self._exchange(refusal) if text is not None]
-        if refusals:
-            raise UserError(refusals[0])
+            message = str(error)
+        messages = [text for text in self._exchange(message) if text is not None]
+        if messages:
+            raise UserError(messages[0])
         return result
 
     def all(self, action: Callable[[], T]) -> list[T]:
-        """Let every rank act; the results in rank order. If any fails, all raise RankFailed with the first failure.
+        """Run `action` on every rank; results in rank order. If any fails, all raise RankFailed with the first failure.
 
-        The action must come back on every rank: one that waits inside for a rank that has failed never does.
+        The action must return or raise on every rank; it must not wait for a rank that may have failed.
         """
         result: Any = None
         failure = None

@@ -1,4 +1,4 @@
-"""Where the processes of a world meet before they have groups: a store that rank 0 serves."""
+"""The rendezvous of all processes before there are process groups: a store served by rank 0."""
 
 import os
 import resource
@@ -10,13 +10,13 @@ import torch.distributed as dist
 from .processes import ProcessEnvironment
 
 
-def meet(process: ProcessEnvironment, timeout: timedelta, wait: bool = True) -> dist.Store:
-    """The store that every process of the world can write to and read; one process meets nobody.
+def connect_store(process: ProcessEnvironment, timeout: timedelta, wait: bool = True) -> dist.Store:
+    """Connect to the store of all processes; a local store for a single process.
 
-    It is where torchrun's variables say (MASTER_ADDR, MASTER_PORT), else where `process` does.
+    The address is torchrun's MASTER_ADDR and MASTER_PORT if set, else that of `process`.
 
-    timeout: of waiting for the others, and of each question. wait: come back when all are there, not before.
-    Raises torch.distributed.DistError where that takes too long.
+    timeout: of waiting for the others, and of each request. wait: return only after all processes have connected.
+    Raises torch.distributed.DistError on timeout.
     """
     if process.world_size == 1:
         return dist.HashStore()
@@ -25,9 +25,9 @@ def meet(process: ProcessEnvironment, timeout: timedelta, wait: bool = True) -> 
     is_master = process.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     listener = None
     if is_master:
-        _allow_files(2 * process.world_size)  # connections: one of each process, and one of its watchdog
+        _raise_file_limit(2 * process.world_size)  # two connections per process: its own, and its watchdog's
     if is_master and address == "127.0.0.1":
-        # By itself the store listens on every interface, and gives whoever asks what it holds.
+        # By default the store listens on all interfaces, without authentication.
         listener = socket.create_server((address, port)).detach()
     return dist.TCPStore(
         address,
@@ -40,9 +40,9 @@ def meet(process: ProcessEnvironment, timeout: timedelta, wait: bool = True) -> 
     )
 
 
-def _allow_files(more: int) -> None:
-    """Let this process open so many more, as far as it may: systems often stop it at a thousand unless it asks."""
+def _raise_file_limit(more: int) -> None:
+    """Raise the soft limit of open files by `more`, up to the hard limit; its default is often 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY:
-        wanted = soft + more if hard == resource.RLIM_INFINITY else min(soft + more, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        limit = soft + more if hard == resource.RLIM_INFINITY else min(soft + more, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

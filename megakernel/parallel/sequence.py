@@ -1,6 +1,6 @@
-"""A shard of the sequence over the context-parallel group: what `attention` asks of its neighbours.
+"""`ContextParallelShard` over a context-parallel process group.
 
-The kernel state is all that every process sends to every other, and its size does not depend on the tokens.
+Kernel attention exchanges only states, whose size does not depend on the number of tokens.
 """
 
 from typing import Literal
@@ -13,23 +13,23 @@ from torch import Tensor
 from megakernel.attention.sequence import ContextParallelShard
 from megakernel.ops.state import KernelState, PendingState
 from megakernel.parallel.axis import Axis
-from megakernel.parallel.exchange_way import Way, way
+from megakernel.parallel.exchange_method import ExchangeMethod, choose_method
 from megakernel.parallel.progress import Progress
 from megakernel.parallel.state_exchange import (
     AllGather,
     Background,
     PendingPrefix,
-    Place,
     PointToPoint,
     Runner,
+    ScanOrder,
     StateExchange,
 )
-from megakernel.parallel.tensor import total
+from megakernel.parallel.tensor import all_reduce
 from megakernel.parallel.traffic import Traffic
 
 
 class PendingRotation:
-    """A rotation under way. What is sent and what is received must be left alone until `wait`."""
+    """A rotation in flight; its tensors must not be changed until `wait`."""
 
     def __init__(
         self,
@@ -40,12 +40,12 @@ class PendingRotation:
     ):
         self._works = works
         self._traffic = traffic
-        # The transport reads these until the wait, whoever else has forgotten them.
+        # Keep references: the transport reads and writes these until the wait.
         self._sent = sent
         self._received = received
 
     def wait(self) -> tuple[Tensor, ...]:
-        """The left neighbour's tensors, once they are here and this rank's have left."""
+        """The left neighbor's tensors, once they have arrived and this rank's have been sent."""
         with self._traffic.waiting("keys"):
             for work in self._works:
                 work.wait()
@@ -55,33 +55,33 @@ class PendingRotation:
 
 
 class GroupShard(ContextParallelShard):
-    """Shard `rank` of `size`, the others being held by the processes of one axis.
+    """Shard `rank` of `size` over the processes of one axis.
 
-    Every process of the axis must ask the same questions in the same order, and must run the same backward.
+    All processes of the axis must call the same methods in the same order, and run the same backward.
     """
 
     def __init__(
         self,
         axis: Axis,
-        state_exchange: Literal["auto"] | Way = "auto",
+        state_exchange: Literal["auto"] | ExchangeMethod = "auto",
         progress: Progress | None = None,
         background: Runner | None = None,
     ):
-        """state_exchange: `parallel.state_exchange` of the configuration; progress: of this process.
+        """state_exchange: `parallel.state_exchange` of the configuration. progress: of this process.
 
-        background: where chains of states run; None: while this rank computes.
+        background: runs point-to-point state exchanges; None: a `Background`, created on first use.
         """
         self._axis = axis
-        self._way = state_exchange
+        self._method = state_exchange
         self._background = background
         self.rank = axis.rank
         self.size = axis.size
         self._group = axis.group
         self.traffic = Traffic(progress)
-        """Bytes sent from here to the other shards."""
+        """Bytes that this rank has sent to the other shards."""
 
     def previous_tokens(self, x: Tensor, count: int) -> Tensor:
-        """The left neighbour's last `count` tokens, zeros on rank 0: (..., N, d) -> (..., count, d)."""
+        """The left neighbor's last `count` tokens, zeros on rank 0: (..., N, d) -> (..., count, d)."""
         assert count <= x.shape[-2], (count, x.shape)
         to_right, from_left = [0] * self.size, [0] * self.size
         if self.rank < self.size - 1:
@@ -92,81 +92,81 @@ class GroupShard(ContextParallelShard):
         sent = last[: sum(to_right)]
         with self.traffic.waiting("window"):
             received = all_to_all(self._group, sent, from_left, to_right)
-        self.traffic.sends("window", sent)
+        self.traffic.add("window", sent)
         if received.requires_grad:
-            # Where nobody gave a gradient, zeros of the same size travel back.
-            back = torch.empty_like(received, device="meta")
-            received.register_hook(lambda grad: self.traffic.sends("window", back))
-        # Concatenated rather than replaced, so that rank 0 takes part in the neighbours' backward too.
+            # Backward sends zeros of the same size if there is no gradient.
+            returned = torch.empty_like(received, device="meta")
+            received.register_hook(lambda grad: self.traffic.add("window", returned))
+        # Concatenated even if all is missing, so that rank 0 takes part in the neighbors' backward.
         missing = last.new_zeros(count - len(received), *last.shape[1:])
         return torch.cat([missing, received]).movedim(0, -2)
 
     def start_prefix(self, state: KernelState, carries: Tensor) -> PendingState:
-        """Send `state` towards the later shards: see `ContextParallelShard.start_prefix`."""
-        return PendingPrefix(self._exchange(state, Place(self._axis)), state, carries)
+        """See `ContextParallelShard.start_prefix`."""
+        return PendingPrefix(self._exchange(state, ScanOrder(self._axis)), state, carries)
 
     def start_suffix(self, state: KernelState, carries: Tensor) -> PendingState:
-        """Send `state` towards the earlier shards."""
-        return PendingPrefix(self._exchange(state, Place(self._axis, backwards=True)), state, carries)
+        """See `ContextParallelShard.start_suffix`."""
+        return PendingPrefix(self._exchange(state, ScanOrder(self._axis, backwards=True)), state, carries)
 
-    def _exchange(self, state: KernelState, place: Place) -> StateExchange:
-        chosen = self._way
-        if chosen == "auto":
-            chosen = way(self.size, state.sums.numel() * state.sums.element_size())
-        if chosen == "gather":
-            return AllGather(place, self.traffic)
+    def _exchange(self, state: KernelState, order: ScanOrder) -> StateExchange:
+        method = self._method
+        if method == "auto":
+            method = choose_method(self.size, state.sums.numel() * state.sums.element_size())
+        if method == "gather":
+            return AllGather(order, self.traffic)
         if self._background is None:
             self._background = Background(state.sums.device)
-        return PointToPoint(place, self.traffic, self._background)
+        return PointToPoint(order, self.traffic, self._background)
 
-    def total(self, x: Tensor) -> Tensor:
-        """The sum of `x` over the shards, on each of them."""
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See `ContextParallelShard.all_reduce`."""
         with self.traffic.waiting("sums"):
-            result = total(x, self._group)
-        self.traffic.sends_and_returns("sums", x, result, times=2 * (self.size - 1) / self.size)
+            result = all_reduce(x, self._group)
+        self.traffic.add_both_ways("sums", x, result, times=2 * (self.size - 1) / self.size)
         return result
 
     def all_tokens(self, x: Tensor) -> Tensor:
-        """(..., n, d) of this rank -> (..., size * n, d) of all shards in order."""
+        """See `ContextParallelShard.all_tokens`."""
         tokens_first = x.movedim(-2, 0).contiguous()
         with self.traffic.waiting("tokens"):
             result = gather_from_sequence_parallel_region(tokens_first, group=self._group)
-        self.traffic.sends_and_returns("tokens", x, result, times=self.size - 1)
+        self.traffic.add_both_ways("tokens", x, result, times=self.size - 1)
         return result.movedim(0, -2)
 
     def tokens_to_heads(self, x: Tensor) -> Tensor:
-        """(B, H, N, d) with my tokens of all heads -> (B, H / size, N * size, d), all tokens of my heads."""
+        """See `ContextParallelShard.tokens_to_heads`."""
         batch, heads, tokens, dim = x.shape
         assert heads % self.size == 0, f"{heads} heads over {self.size} context ranks"
         by_receiver = x.unflatten(1, (self.size, heads // self.size)).movedim(1, 0)
-        by_sender = self._trade(by_receiver)
+        by_sender = self._all_to_all(by_receiver)
         return by_sender.movedim(0, 2).reshape(batch, heads // self.size, self.size * tokens, dim)
 
     def heads_to_tokens(self, x: Tensor) -> Tensor:
         """The inverse of `tokens_to_heads`."""
         by_receiver = x.unflatten(2, (self.size, -1)).movedim(2, 0)
-        return self._trade(by_receiver).movedim(0, 1).flatten(1, 2)
+        return self._all_to_all(by_receiver).movedim(0, 1).flatten(1, 2)
 
-    def _trade(self, by_receiver: Tensor) -> Tensor:
+    def _all_to_all(self, by_receiver: Tensor) -> Tensor:
         with self.traffic.waiting("heads"):
             by_sender = all_to_all(self._group, by_receiver)
-        self.traffic.sends_and_returns("heads", by_receiver, by_sender, times=(self.size - 1) / self.size)
+        self.traffic.add_both_ways("heads", by_receiver, by_sender, times=(self.size - 1) / self.size)
         return by_sender
 
     def start_rotation(self, tensors: tuple[Tensor, ...]) -> PendingRotation:
-        """Begin to send `tensors` to the right neighbour and to receive the left one's.
+        """Start sending `tensors` to the right neighbor and receiving the left neighbor's.
 
-        Only neighbours send and receive, so that over a network each link carries one message at a time. Every process
-        asks with tensors of the same shapes, dtypes and device, so nothing about them needs to be sent.
+        Only neighbors communicate, so each network link carries one message at a time. All processes pass tensors of
+        the same shapes, dtypes and device, so no metadata is sent.
         """
         sent = tuple(x.detach().contiguous() for x in tensors)
         received = tuple(torch.empty_like(x) for x in sent)
         right, left = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         operations = []
-        # Tags tell the messages of one rotation apart, and from those of other exchanges, which have 0. gloo keeps the
-        # order of one tag, NCCL that of all between two processes.
-        for tag, (own, buffer) in enumerate(zip(sent, received), start=1):
-            operations.append(dist.P2POp(dist.isend, own, group=self._group, tag=tag, group_peer=right))
+        # Tags separate the messages of one rotation from each other and from other exchanges, which have tag 0. gloo
+        # preserves the order of messages with one tag, NCCL of all messages between two processes.
+        for tag, (message, buffer) in enumerate(zip(sent, received), start=1):
+            operations.append(dist.P2POp(dist.isend, message, group=self._group, tag=tag, group_peer=right))
             operations.append(dist.P2POp(dist.irecv, buffer, group=self._group, tag=tag, group_peer=left))
-            self.traffic.sends("keys", own)
+            self.traffic.add("keys", message)
         return PendingRotation(dist.batch_isend_irecv(operations), sent, received, self.traffic)

@@ -1,12 +1,12 @@
-"""The exclusive prefix of kernel states over the shards of a sequence, asynchronous both ways.
+"""The exclusive prefix scan of kernel states over context-parallel shards, asynchronous in forward and backward.
 
-Two ways to send the same numbers. `AllGather`: every shard's state goes to all others at once, P - 1 states per shard.
-`PointToPoint`: each shard adds its own state to what enters it and hands the sum to its neighbour, so that one state
-per shard travels, in parts that follow each other like the stages of a pipeline. `exchange_way` says which is shorter.
+There are two implementations. `AllGather` gathers the states of all shards, and each shard sums the earlier ones.
+`PointToPoint` passes sums along: each shard adds its state to the incoming sum and sends the result to its neighbor,
+in parts that are pipelined over the shards. `exchange_method` chooses the faster one.
 
-A shard makes f E + S of what enters: f is 1 or 0, where it carries or a document starts in it, or a factor per head of
-a state that decays. First (f, S), then (g, T), is (g f, g S + T): associative, so shards may be joined in any grouping.
-The gradient of f is the product of E and the gradient of S, whichever way the states took.
+A shard maps an incoming state E to f E + S. f is 1, or 0 if a document starts in the shard, or a decay factor per head.
+(f, S) followed by (g, T) is (g f, g S + T), which is associative, so shards may be combined in any grouping. The
+gradient of f is the product of E and the gradient of S in both implementations.
 """
 
 from collections.abc import Callable
@@ -20,97 +20,96 @@ from torch.autograd.function import once_differentiable
 
 from megakernel.ops.state import EMPTY, KernelState
 from megakernel.parallel.axis import Axis
-from megakernel.parallel.exchange_way import parts
+from megakernel.parallel.exchange_method import ring_parts
 from megakernel.parallel.traffic import Traffic
 
 LARGEST_LOG = 80.0
-"""Of a float32."""
+"""Exponents up to this do not overflow float32."""
 
 
-class Place(NamedTuple):
-    """Where a process stands in the order in which shards are read."""
+class ScanOrder(NamedTuple):
+    """The position of a process in the scan order of the shards."""
 
     axis: Axis
     backwards: bool = False
-    """Whether the order is that of the axis from its end."""
+    """Whether the scan goes from the last shard to the first."""
 
     @property
     def rank(self) -> int:
         """Shards before this one."""
         return self.axis.size - 1 - self.axis.rank if self.backwards else self.axis.rank
 
-    def neighbour(self, distance: int) -> int | None:
-        """World rank of the shard `distance` places behind; None beyond the ends."""
-        place = self.axis.rank + (-distance if self.backwards else distance)
-        return self.axis.ranks[place] if 0 <= place < self.axis.size else None
+    def neighbor(self, distance: int) -> int | None:
+        """World rank of the shard `distance` positions later in scan order; None beyond the ends."""
+        index = self.axis.rank + (-distance if self.backwards else distance)
+        return self.axis.ranks[index] if 0 <= index < self.axis.size else None
 
 
 class StateExchange(Protocol):
-    """One prefix and its backward; `start` and `finish` enclose local work, in forward and in backward."""
+    """One prefix scan and its backward; local work runs between `start` and `finish`."""
 
-    entered: tuple[Tensor, Tensor]
+    incoming: tuple[Tensor, Tensor]
     """The result of `finish`."""
 
     def start(self, sums: Tensor, log_scale: Tensor, carries: Tensor) -> None:
-        """Begin with this shard's state, and the factor f by which what enters it leaves: (B,) bool, or (B, H)."""
+        """Send this shard's state. carries: the factor f of the incoming state, (B,) bool or (B, H)."""
         ...
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """Sums and log scale of what enters this shard."""
+        """Sums and log scale of the incoming state."""
         ...
 
     def start_backward(self, grad: Tensor) -> None:
-        """Begin with the gradient of the sums that entered."""
+        """Send the gradient of the incoming sums."""
         ...
 
     def finish_backward(self) -> Tensor:
-        """The gradient of the sums that this shard handed in."""
+        """The gradient of the sums that this shard sent."""
         ...
 
 
 class PendingPrefix:
-    """A prefix under way (`megakernel.ops.state.PendingState`)."""
+    """A prefix scan in flight (`megakernel.ops.state.PendingState`)."""
 
     def __init__(self, exchange: StateExchange, state: KernelState, carries: Tensor):
         self._exchange = exchange
         self._ticket = _Start.apply(state.sums, state.log_scale, carries, exchange)
 
     def wait(self) -> KernelState:
-        """The state that enters this shard."""
+        """The incoming state of this shard."""
         sums, log_scale = _Wait.apply(self._ticket, self._exchange)
         return KernelState(sums, log_scale)
 
 
 class AllGather:
-    """Two all-gathers, forward and backward.
+    """An all-gather in forward, and one in backward.
 
-    What enters shard r is sum_s weights[r, s] sums_s; the gradient of sums_s is the same sum over r.
+    The incoming sums of shard r are sum_s weights[r, s] sums_s; the gradient of sums_s is the same sum over r.
     """
 
-    entered: tuple[Tensor, Tensor]
+    incoming: tuple[Tensor, Tensor]
 
-    def __init__(self, place: Place, traffic: Traffic):
-        self.rank, self.size = place.rank, place.axis.size
-        self.group = place.axis.group
-        self.backwards = place.backwards
+    def __init__(self, order: ScanOrder, traffic: Traffic):
+        self.rank, self.size = order.rank, order.axis.size
+        self.group = order.axis.group
+        self.backwards = order.backwards
         self.traffic = traffic
 
     def start(self, sums: Tensor, log_scale: Tensor, carries: Tensor) -> None:
-        """Send one message: the state, its scales and the factor of what enters this shard."""
-        self.shape, self.scale_dtype, self.factors = sums.shape, log_scale.dtype, carries.shape
-        parts = (x.to(sums.dtype).flatten() for x in (sums, log_scale, carries))
-        self._gather(torch.cat(tuple(parts)))
+        """Gather one message per shard: its state, log scales and factor."""
+        self.shape, self.scale_dtype, self.carries_shape = sums.shape, log_scale.dtype, carries.shape
+        self._gather(torch.cat([x.to(sums.dtype).flatten() for x in (sums, log_scale, carries)]))
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """See StateExchange."""
         batch, heads = self.shape[:2]
-        sizes = [self.shape.numel(), batch * heads, self.factors.numel()]
+        sizes = [self.shape.numel(), batch * heads, self.carries_shape.numel()]
         sums, log_scales, carries = self._wait().split(sizes, dim=1)
         scales = log_scales.view(self.size, batch, heads)
-        entering, weights = prefix_weights(scales, carries.view(self.size, *self.factors))
-        self.to_later = weights[self.rank + 1 :, self.rank]
+        incoming_log, weights = prefix_weights(scales, carries.view(self.size, *self.carries_shape))
+        self.weights_in_later = weights[self.rank + 1 :, self.rank]
         earlier = sums.view(self.size, *self.shape)[: self.rank]
-        return _weighted_sum(weights[self.rank], earlier), entering[self.rank].to(self.scale_dtype)
+        return _weighted_sum(weights[self.rank], earlier), incoming_log[self.rank].to(self.scale_dtype)
 
     def start_backward(self, grad: Tensor) -> None:
         """See StateExchange."""
@@ -119,17 +118,17 @@ class AllGather:
     def finish_backward(self) -> Tensor:
         """See StateExchange."""
         grads = self._wait().view(self.size, *self.shape)
-        return _weighted_sum(self.to_later, grads[self.rank + 1 :])
+        return _weighted_sum(self.weights_in_later, grads[self.rank + 1 :])
 
     def _gather(self, message: Tensor) -> None:
-        # The message is kept until the wait: the collective reads it from its own stream.
+        # Keep the message until the wait: the collective reads it on its own stream.
         self._message = message
         self._gathered = message.new_empty(self.size * len(message))
         self._work = dist.all_gather_into_tensor(self._gathered, message, group=self.group, async_op=True)
-        self.traffic.sends("state", message, times=self.size - 1)
+        self.traffic.add("state", message, times=self.size - 1)
 
     def _wait(self) -> Tensor:
-        # A device runs behind the calls that fill its queue: there the question has no answer yet.
+        # On a GPU, is_completed() says nothing: the host runs ahead of the device. Never count those as late.
         with self.traffic.waiting("state", self._message.is_cuda or self._work.is_completed()):
             self._work.wait()
         gathered = self._gathered.view(self.size, -1)
@@ -138,16 +137,16 @@ class AllGather:
 
 
 class PointToPoint:
-    """Point-to-point passing from shard to shard, forward from the first, backward from the last.
+    """Point-to-point passing between neighbors: forward from the first shard on, backward from the last.
 
-    With a and b what the sums that enter a shard and its own are scaled by, E' = a E + b S leaves it; its gradient G'
-    comes back, b G' is that of S, and G + a G' goes on to the shard before.
+    A shard sends E' = a E + b S, with a and b the scales of the incoming and its own sums. In backward it receives G',
+    the gradient of E'; b G' is the gradient of S, and G + a G' goes to the previous shard, G the gradient of E.
     """
 
-    entered: tuple[Tensor, Tensor]
+    incoming: tuple[Tensor, Tensor]
 
-    def __init__(self, place: Place, traffic: Traffic, background: "Runner"):
-        self.place = place
+    def __init__(self, order: ScanOrder, traffic: Traffic, background: "Runner"):
+        self.order = order
         self.traffic = traffic
         self.background = background
 
@@ -160,7 +159,7 @@ class PointToPoint:
         self._run = self.background.run(lambda: self._backward(grad.contiguous()))
 
     def finish(self) -> Any:
-        """See StateExchange: what runs, forward or backward, leaves."""
+        """See StateExchange; the result of the forward or backward pass in flight."""
         with self.traffic.waiting("state", self._run.done()):
             result = self._run.result()
         del self._run
@@ -169,99 +168,99 @@ class PointToPoint:
     finish_backward = finish
 
     def _forward(self, sums: Tensor, log_scale: Tensor, carries: Tensor) -> tuple[Tensor, Tensor]:
-        entering_log = torch.full_like(log_scale, EMPTY)
-        self._receive(entering_log, -1)
+        incoming_log = torch.full_like(log_scale, EMPTY)
+        self._receive(incoming_log, -1)
         factors = per_head(carries).to(log_scale.dtype)
         carries = factors != 0
-        kept_log = torch.where(carries, entering_log + torch.where(carries, factors, 1.0).log(), EMPTY)
-        leaving_log = torch.maximum(kept_log, log_scale)
-        self._send(leaving_log, 1)
-        keep = torch.where(carries, torch.exp(kept_log - leaving_log), 0.0)
+        kept_log = torch.where(carries, incoming_log + torch.where(carries, factors, 1.0).log(), EMPTY)
+        outgoing_log = torch.maximum(kept_log, log_scale)
+        self._send(outgoing_log, 1)
+        keep = torch.where(carries, torch.exp(kept_log - outgoing_log), 0.0)
         self.keep, self.add = (
-            x[..., None, None].to(sums.dtype) for x in (keep, torch.exp(log_scale - leaving_log))
+            x[..., None, None].to(sums.dtype) for x in (keep, torch.exp(log_scale - outgoing_log))
         )
-        self.parts = parts(self.place.axis.size, sums.numel() * sums.element_size())
-        entering = torch.zeros_like(sums)
-        for own, received in zip(self._cut(sums), self._cut(entering)):
+        self.parts = ring_parts(self.order.axis.size, sums.numel() * sums.element_size())
+        incoming = torch.zeros_like(sums)
+        for own, received in zip(self._split(sums), self._split(incoming)):
             self._pass(received, -1, own * self.add)
-        return entering, entering_log
+        return incoming, incoming_log
 
     def _backward(self, grad: Tensor) -> Tensor:
-        of_leaving = torch.zeros_like(grad)
-        for own, received in zip(self._cut(grad), self._cut(of_leaving)):
+        outgoing_grad = torch.zeros_like(grad)
+        for own, received in zip(self._split(grad), self._split(outgoing_grad)):
             self._pass(received, 1, own)
-        return of_leaving * self.add
+        return outgoing_grad * self.add
 
     def _pass(self, out: Tensor, source: int, own: Tensor) -> None:
-        """Receive a part from the neighbour at `source` into `out`; the other one gets what is kept and `own`."""
+        """Receive a part from the neighbor at `source` into `out`; send it times `keep`, plus `own`, to the other."""
         received = out.contiguous()
         self._receive(received, source)
         out.copy_(received)
         self._send(own + out * self.keep, -source)
 
-    def _cut(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Views of consecutive features."""
+    def _split(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Views of consecutive ranges of features."""
         return x.tensor_split(self.parts, dim=2)
 
     def _receive(self, x: Tensor, distance: int) -> None:
-        source = self.place.neighbour(distance)
+        source = self.order.neighbor(distance)
         if source is not None:
-            dist.recv(x, source, group=self.place.axis.group)
+            dist.recv(x, source, group=self.order.axis.group)
 
     def _send(self, x: Tensor, distance: int) -> None:
-        target = self.place.neighbour(distance)
+        target = self.order.neighbor(distance)
         if target is not None:
-            dist.send(x.contiguous(), target, group=self.place.axis.group)
-            self.traffic.sends("state", x)
+            dist.send(x.contiguous(), target, group=self.order.axis.group)
+            self.traffic.add("state", x)
 
 
-class _Running(Protocol):
+class _PendingResult(Protocol):
     def done(self) -> bool: ...
 
     def result(self) -> Any: ...
 
 
 class Runner(Protocol):
-    """Where chains run."""
+    """Runs point-to-point exchanges."""
 
-    def run(self, passing: Callable[[], Any]) -> _Running:
-        """Begin."""
+    def run(self, exchange: Callable[[], Any]) -> _PendingResult:
+        """Start an exchange."""
         ...
 
 
 class Background:
-    """Where chains run while local work goes on: a thread on CPU, a stream of its own on a GPU.
+    """Runs exchanges concurrently with local work: in a thread on CPU, on its own CUDA stream on a GPU.
 
-    One after the other, in the order in which they are begun, which is that of all shards.
+    They run one after the other in the order they were started, which is the same on all shards.
     """
 
     def __init__(self, device: torch.device):
         self._threads = ThreadPoolExecutor(1, "state exchange") if device.type == "cpu" else None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def run(self, passing: Callable[[], Any]) -> _Running:
-        """Begin."""
+    def run(self, exchange: Callable[[], Any]) -> _PendingResult:
+        """Start an exchange."""
         if self._threads is not None:
-            future: Future[Any] = self._threads.submit(passing)
+            future: Future[Any] = self._threads.submit(exchange)
             return future
         assert self._stream is not None
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            return _Queued(passing(), self._stream)
+            return _StreamResult(exchange(), self._stream)
 
 
-class _Queued:
-    """The future result of a stream."""
+class _StreamResult:
+    """The result of work queued on a CUDA stream."""
 
     def __init__(self, value: Any, stream: torch.cuda.Stream):
         self._value, self._stream = value, stream
 
     def done(self) -> bool:
-        """Unknown to the process, which runs ahead of the device."""
+        """Always True: the host runs ahead of the device and does not know."""
         return True
 
     def result(self) -> Any:
-        """The value, for work that the current stream is given from here on."""
+        """The value, safe to use in later work on the current stream."""
         torch.cuda.current_stream().wait_stream(self._stream)
         for x in self._value if isinstance(self._value, tuple) else (self._value,):
             x.record_stream(torch.cuda.current_stream())
@@ -269,34 +268,33 @@ class _Queued:
 
 
 def per_head(carries: Tensor) -> Tensor:
-    """Factors (B, H or 1) of (B,) bool or (B, H)."""
+    """Factors (B, H or 1) from (B,) bool or (B, H)."""
     return carries if carries.dim() == 2 else carries[..., None]
 
 
 def prefix_weights(log_scales: Tensor, carries: Tensor) -> tuple[Tensor, Tensor]:
-    """How much of each shard's sums enters each other shard.
+    """Weights of each shard's sums in the incoming sums of each other shard.
 
-    log_scales: (P, B, H). carries: (P, B), or (P, B, H), the factor by which what enters a shard leaves it. Returns the
-    log scale of what enters each shard (P, B, H), and weights (P, P, B, H): [r, s] for the sums of s in what enters r.
+    log_scales: (P, B, H). carries: (P, B) or (P, B, H), the factor of each shard's incoming state. Returns the log
+    scale of each shard's incoming state (P, B, H), and weights (P, P, B, H): [r, s] of the sums of s in those of r.
     """
-    order = torch.arange(len(carries), device=carries.device)
+    ranks = torch.arange(len(carries), device=carries.device)
     factors = carries if carries.dim() == 3 else carries[..., None]
     reset = factors == 0
     resets, logs = reset.long().cumsum(0), torch.where(reset, 1.0, factors).log().cumsum(0)
-    none = torch.zeros_like(logs[:1])
     resets_before = resets - reset.long()
-    logs_before = torch.cat([none, logs[:-1]])
-    # s reaches r when no shard between them resets: as many resets before r as up to s.
-    earlier = (order[None, :] < order[:, None])[..., None, None]
+    logs_before = torch.cat([torch.zeros_like(logs[:1]), logs[:-1]])
+    # s reaches r if no shard between them resets, that is, if there are as many resets before r as up to s.
+    earlier = (ranks[None, :] < ranks[:, None])[..., None, None]
     reaches = earlier & (resets_before[:, None] == resets[None, :])
     scales = log_scales[None] + (logs_before[:, None] - logs[None])
-    entering = torch.where(reaches, scales, EMPTY).amax(1)
-    return entering, torch.where(reaches, torch.exp(scales - entering[:, None]), 0.0)
+    incoming_log = torch.where(reaches, scales, EMPTY).amax(1)
+    return incoming_log, torch.where(reaches, torch.exp(scales - incoming_log[:, None]), 0.0)
 
 
 def _weighted_sum(weights: Tensor, states: Tensor) -> Tensor:
     """sum_s weights[s] states[s]: (S, B, H), (S, B, H, F, D) -> (B, H, F, D)."""
-    # In a fixed order, and products that no matrix unit rounds.
+    # A loop fixes the order of the sum, and elementwise products are not rounded as in TF32 matrix products.
     total = states.new_zeros(states.shape[1:])
     for weight, state in zip(weights, states):
         total.addcmul_(state, weight[..., None, None])
@@ -304,7 +302,7 @@ def _weighted_sum(weights: Tensor, states: Tensor) -> Tensor:
 
 
 class _Start(torch.autograd.Function):
-    """Begins the exchange; its backward ends the backward exchange."""
+    """Starts the exchange; its backward finishes the backward exchange."""
 
     @staticmethod
     def forward(
@@ -317,22 +315,22 @@ class _Start(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, ticket_grad: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
-        of_sums, of_factor = ctx.exchange.finish_backward(), None
+        dsums, dcarries = ctx.exchange.finish_backward(), None
         if ctx.needs_input_grad[2]:
-            sums, log_scale = ctx.exchange.entered
-            # Of a shard that adds next to nothing, or has no scale, the gradient vanishes before this overflows.
+            sums, log_scale = ctx.exchange.incoming
+            # Clamped: where this would overflow, the shard adds next to nothing and the gradient is 0 anyway.
             scale = torch.exp((log_scale - ctx.log_scale).clamp(max=LARGEST_LOG))
-            of_factor = (of_sums * sums).sum((-1, -2)) * scale
-        return of_sums, None, of_factor, None
+            dcarries = (dsums * sums).sum((-1, -2)) * scale
+        return dsums, None, dcarries, None
 
 
 class _Wait(torch.autograd.Function):
-    """Ends the exchange; its backward begins the backward exchange."""
+    """Finishes the exchange; its backward starts the backward exchange."""
 
     @staticmethod
     def forward(ctx: Any, ticket: Tensor, exchange: StateExchange) -> tuple[Tensor, Tensor]:
         ctx.exchange = exchange
-        exchange.entered = sums, log_scale = exchange.finish()
+        exchange.incoming = sums, log_scale = exchange.finish()
         ctx.mark_non_differentiable(log_scale)
         return sums, log_scale
 

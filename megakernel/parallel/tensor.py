@@ -1,4 +1,4 @@
-"""Attention heads over the tensor ranks, and parameters that all of them hold whole."""
+"""Tensor parallelism of attention heads, and parameters that all tensor ranks replicate."""
 
 from functools import partial
 
@@ -13,34 +13,31 @@ from megakernel.parallel.axis import Axis
 
 
 def replicated(parameter: Tensor, group: ProcessGroup | None) -> Tensor:
-    """`parameter`, whose gradient is the sum of what the processes of `group` compute from it.
+    """`parameter` itself; in backward its gradient is all-reduced over `group`.
 
-    For what the heads of all tensor ranks share, and for norms and biases on sequence shards. With group None
-    the gradient stays this process's own.
+    For parameters that the heads of all tensor ranks share, and for norms and biases under sequence parallelism. With
+    group None the gradient is not reduced.
     """
     if group is None:
         return parameter
-    return _SummedBackward.apply(parameter, group)
+    return _AllReduceGradient.apply(parameter, group)
 
 
-def total(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of `x` over the processes of `group`, on each of them, which all go on to use it.
-
-    The gradient of a part is therefore the sum of the gradients of the total.
-    """
-    return _Total.apply(x, group)
+def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
+    """All-reduce `x` over `group`; every process uses the sum, so backward all-reduces its gradient too."""
+    return _AllReduce.apply(x, group)
 
 
 def _sum(x: Tensor, group: ProcessGroup) -> Tensor:
     if group.size() == 1:
         return x
-    # Of a copy: Megatron-core's own sum works in place, and loses its result where x is not contiguous.
+    # Not Megatron-core's, which works in place and loses the result if x is not contiguous.
     summed = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(summed, group=group)
     return summed
 
 
-class _SummedBackward(torch.autograd.Function):
+class _AllReduceGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group  # type: ignore[attr-defined]
@@ -52,7 +49,7 @@ class _SummedBackward(torch.autograd.Function):
         return _sum(grad, ctx.group), None  # type: ignore[attr-defined]
 
 
-class _Total(_SummedBackward):
+class _AllReduce(_AllReduceGradient):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group  # type: ignore[attr-defined]
@@ -60,28 +57,25 @@ class _Total(_SummedBackward):
 
 
 def head_shard(tp: Axis) -> HeadShard:
-    """The heads of every attention layer that this process holds: consecutive ones, equally many on each."""
+    """The shard of every attention layer's heads on this tensor rank."""
     if tp.size == 1:
         return ALL_HEADS
     return HeadShard(tp.rank, tp.size, partial(replicated, group=tp.group))
 
 
 def mark_head_parameters(layer: AttentionLayer) -> None:
-    """Say of a layer's parameters and buffers which are cut between tensor ranks, in Megatron-core's way.
+    """Mark a layer's parameters and buffers that are partitioned over tensor ranks, with Megatron-core's attributes.
 
-    Without the mark DeepSpeed takes a parameter for a copy and counts it on the first tensor rank only, and a
-    checkpoint for another layout would hold the first rank's shard.
+    DeepSpeed takes unmarked parameters for replicas: it would count them on tensor rank 0 only, and checkpoints for
+    another layout would hold rank 0's shard.
     """
     tensors = layer.state_dict(keep_vars=True)
     for name, dimension in layer.sharded_parameters().items():
-        mark_cut(tensors[name], dimension)
+        mark_partitioned(tensors[name], dimension)
 
 
-def mark_cut(tensor: Tensor, dimension: int) -> None:
-    """Note on a tensor, in Megatron-core's way, along which dimension tensor ranks share it."""
-    for note, value in (
-        ("tensor_model_parallel", True),
-        ("partition_dim", dimension),
-        ("partition_stride", 1),
-    ):
-        setattr(tensor, note, value)
+def mark_partitioned(tensor: Tensor, dimension: int) -> None:
+    """Set Megatron-core's attributes of a tensor that is partitioned over tensor ranks along `dimension`."""
+    attributes = {"tensor_model_parallel": True, "partition_dim": dimension, "partition_stride": 1}
+    for name, value in attributes.items():
+        setattr(tensor, name, value)

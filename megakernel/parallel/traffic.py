@@ -1,4 +1,4 @@
-"""Bytes that the shards of a sequence send each other, counted where they are sent."""
+"""Counts the bytes that context-parallel shards send each other."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -10,45 +10,45 @@ from torch import Tensor
 from megakernel.parallel.progress import Progress
 
 Kind = Literal["state", "window", "heads", "keys", "tokens", "sums"]
-"""Kernel states; a neighbour's last tokens; tokens traded for heads; keys and values that go round, and their
-gradients; tokens gathered; sums over shards."""
+"""Kernel states; halos; the Ulysses all-to-all; keys, values and their gradients in ring attention; gathered tokens;
+all-reduced sums."""
 
 
 class Traffic:
-    """Bytes that this process sends over one axis in one layer, and exchanges that kept it waiting.
+    """Bytes that this process sends over one axis in one layer, and exchanges that it had to wait for.
 
-    Counted are the bytes that leave a process when a collective goes round a ring: what it hands to an all-gather goes
-    to each of the others, what it reduces leaves it twice but for its own share.
+    Collectives are counted as ring algorithms: an all-gather sends a process's input P - 1 times, an all-reduce sends
+    it 2 (P - 1) / P times.
     """
 
     def __init__(self, progress: Progress | None = None) -> None:
-        """progress: of the process; it learns of every wait."""
+        """progress: of the process, in which every wait is recorded."""
         self._progress = progress or Progress()
         self._sent: Counter[str] = Counter()
         self._late = 0
 
-    def sends(self, kind: Kind, x: Tensor | None, times: float = 1.0) -> None:
-        """Count `x`, of which this process sends `times` as much; None is a gradient that nobody gave."""
+    def add(self, kind: Kind, x: Tensor | None, times: float = 1.0) -> None:
+        """Count `x`, sent `times` times; None is a gradient that does not exist."""
         if x is None:
             return
         self._sent[kind] += round(x.numel() * x.element_size() * times)
 
-    def sends_and_returns(self, kind: Kind, x: Tensor, result: Tensor, times: float = 1.0) -> None:
-        """Count `x`, and as much again when the gradient of `result` comes back the same way."""
-        self.sends(kind, x, times)
+    def add_both_ways(self, kind: Kind, x: Tensor, result: Tensor, times: float = 1.0) -> None:
+        """Count `x`, and as many bytes again when backward sends the gradient of `result`."""
+        self.add(kind, x, times)
         if result.requires_grad:
             amount = x.numel() * times / max(1, result.numel())
-            result.register_hook(lambda grad: self.sends(kind, grad, amount))
+            result.register_hook(lambda grad: self.add(kind, grad, amount))
 
     @contextmanager
     def waiting(self, kind: Kind, finished: bool = True) -> Iterator[None]:
-        """Around a wait; not `finished`: it is counted, because local work was over before the exchange."""
+        """Encloses a wait, which counts as late unless `finished`: local work was over before the exchange."""
         self._late += not finished
         with self._progress.waiting(f"exchange of {kind}"):
             yield
 
     def take(self) -> tuple[Counter[str], int]:
-        """Bytes by kind and late exchanges since the last call."""
-        taken = self._sent, self._late
+        """Bytes per kind and the number of late exchanges since the last call."""
+        counts = self._sent, self._late
         self._sent, self._late = Counter(), 0
-        return taken
+        return counts

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration as a function of ours."""
+"""The DeepSpeed configuration of a run."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from megakernel.parallel import Mesh
 
 
 def deepspeed_clips(config: Config) -> bool:
-    """Whether DeepSpeed's optimizer wrapper clips and checks gradients; its plain float32 path does not."""
+    """Whether DeepSpeed clips gradients and checks that they are finite; without ZeRO it does neither."""
     return config.parallel.zero_stage > 0
 
 
@@ -22,56 +22,57 @@ def micro_batches_per_step(training: Training, mesh: Mesh) -> int:
 
 
 def deepspeed_config(config: Config, mesh: Mesh, model: nn.Module) -> dict[str, Any]:
-    """What `deepspeed.initialize` is given for a model that is whole; `config.deepspeed` is merged last.
+    """Configuration for `deepspeed.initialize`; `config.deepspeed` is merged over it.
 
-    DeepSpeed's data-parallel world is ours times the context ranks, so its batch size counts each sequence shard.
+    model: before ZeRO shards it. DeepSpeed's data-parallel world is data x context ranks, so its batch size counts each
+    shard of a sequence.
     """
     accumulation = micro_batches_per_step(config.training, mesh)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     zero = {"stage": config.parallel.zero_stage, "reduce_bucket_size": reduce_bucket(trained)}
-    ours: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": config.training.micro_batch_size,
         "gradient_accumulation_steps": accumulation,
         "train_batch_size": config.training.micro_batch_size * accumulation * mesh.gradient.size,
         "gradient_clipping": config.optimizer.clip_grad_norm if deepspeed_clips(config) else 0.0,
         "zero_optimization": zero,
-        # An offloaded optimizer is ours as well: DeepSpeed's own would have to be compiled at the first start.
+        # Use our AdamW with offload too: DeepSpeed's own has to be compiled at the first start.
         "zero_force_ds_cpu_optimizer": False,
-        # By default each tensor rank sends its slice of a stage's output, as if all ranks held the same; with
-        # sequence parallelism each holds other tokens.
+        # By default each tensor rank sends a slice of a stage's output, as if all ranks had the same output; under
+        # sequence parallelism they have different tokens.
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
         "steps_per_print": None,
         "wall_clock_breakdown": False,
     }
     if config.training.dtype == "bfloat16":
-        ours["bf16"] = {"enabled": True, "check_grad_overflow": True}
-        ours["data_types"] = {"grad_accum_dtype": "fp32"}
-        ours["communication_data_type"] = "fp32"
-    return merged(ours, config.deepspeed)
+        settings["bf16"] = {"enabled": True, "check_grad_overflow": True}
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+        settings["communication_data_type"] = "fp32"
+    return merged(settings, config.deepspeed)
 
 
 def updates_on_cpu(config: Config, mesh: Mesh) -> bool:
-    """Whether AdamW finds its weights in host memory."""
+    """Whether AdamW updates weights in host memory."""
     offload = config.deepspeed.get("zero_optimization", {}).get("offload_optimizer", {})
     return mesh.device.type == "cpu" or offload.get("device") == "cpu"
 
 
-def check_own_keys(config: Config) -> None:
-    """ConfigError for keys of config.deepspeed that DeepSpeed cannot read: its own errors come late and name none."""
-    found = []
+def check_deepspeed_keys(config: Config) -> None:
+    """Raise ConfigError for keys of config.deepspeed that DeepSpeed rejects: its errors come late and name no key."""
+    problems = []
     for key, value in config.deepspeed.items():
-        alone = {
+        minimal = {
             "train_micro_batch_size_per_gpu": 1,
             "zero_optimization": {"stage": config.parallel.zero_stage},
         }
         try:
-            DeepSpeedConfig(merged(alone, {key: value}))
-        # It tells a wrong type, a wrong value and a key that it no longer has by many types of errors.
+            DeepSpeedConfig(merged(minimal, {key: value}))
+        # Wrong types, wrong values and removed keys raise many types of errors.
         except Exception as error:
             reason = " ".join(str(error).split())[:200]
             remedy = "write it as on https://www.deepspeed.ai/docs/config-json, or remove it"
-            found.append(
+            problems.append(
                 Problem(f"deepspeed.{key}", value, f"is not what DeepSpeed reads ({reason})", remedy)
             )
-    if found:
-        raise ConfigError(found)
+    if problems:
+        raise ConfigError(problems)

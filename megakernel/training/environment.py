@@ -1,4 +1,4 @@
-"""What a start of a run ran on: enough to repeat it elsewhere, and to explain a difference."""
+"""The software and hardware environment of a start, recorded to reproduce a run and explain differences."""
 
 import os
 import platform
@@ -36,13 +36,13 @@ NCCL_NSOCKS_PERTHREAD NCCL_NTHREADS NCCL_NVLS_ENABLE NCCL_P2P_DISABLE NCCL_P2P_L
 NCCL_SOCKET_FAMILY NCCL_SOCKET_IFNAME NCCL_SOCKET_NTHREADS NCCL_TOPO_FILE NCCL_TUNER_PLUGIN
 """
 RECORDED_VARIABLES = frozenset(_NAMES.split())
-"""Variables that steer a run, and whose values are no secrets: what is written into files and logs."""
+"""Variables that influence a run and contain no secrets; only these are written to files and logs."""
 
 
 def environment_text(devices: Sequence[str], world_size: int) -> str:
     """One entry of environment.txt: time, command, host, devices, code, versions and RECORDED_VARIABLES.
 
-    devices: names of the devices of this host, for example from torch.cuda.get_device_name.
+    devices: names of this host's devices, such as from torch.cuda.get_device_name.
     """
     others, steering = os.environ.keys() - RECORDED_VARIABLES, ("NCCL_", "MEGAKERNEL_")
     entry = {
@@ -62,7 +62,7 @@ def environment_text(devices: Sequence[str], world_size: int) -> str:
 
 
 def package_versions() -> dict[str, str]:
-    """Package -> installed version, of those that decide the numbers."""
+    """Installed version of each of PACKAGES, which affect the numbers."""
     installed = {}
     for name in PACKAGES:
         try:
@@ -73,20 +73,20 @@ def package_versions() -> dict[str, str]:
 
 
 def recorded_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Those of RECORDED_VARIABLES that are set; any other value may be a secret, and goes into no file of a run."""
+    """The RECORDED_VARIABLES that are set; other values may be secrets and go into no file of a run."""
     return {name: environment[name] for name in sorted(RECORDED_VARIABLES & environment.keys())}
 
 
-REVISION = "revision.txt"
-"""In a copy of the code: the revision that it was made of."""
+REVISION_FILE = "revision.txt"
+"""File in a copy of the code with the revision that was copied."""
 
 
 def revision(source: Path) -> str:
-    """The git revision that `source` belongs to, marked dirty where tracked files differ from it."""
+    """The git revision of `source`, marked dirty if tracked files have changed."""
     for folder in source.parents[:3]:
-        if (folder / REVISION).is_file():
-            return (folder / REVISION).read_text(encoding="utf-8").strip()
-    # An installed package may lie inside a foreign repository: only a tracked file speaks for its revision.
+        if (folder / REVISION_FILE).is_file():
+            return (folder / REVISION_FILE).read_text(encoding="utf-8").strip()
+    # An installed package may lie inside another repository, which does not track it.
     if git(source.parent, "ls-files", "--error-unmatch", source.name) is None:
         return "not a git checkout"
     revision = git(source.parent, "rev-parse", "HEAD")
@@ -95,7 +95,7 @@ def revision(source: Path) -> str:
 
 
 def git(folder: Path, *arguments: str) -> str | None:
-    """What git prints, None where it fails or is not installed."""
+    """Output of a git command; None if it fails or git is not installed."""
     try:
         done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True)
     except FileNotFoundError:

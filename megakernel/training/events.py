@@ -1,4 +1,4 @@
-"""events.jsonl: events of a run, one line each, written by whoever saw them: commands, batch scripts, processes."""
+"""events.jsonl: the events of a run, one line each, written by commands, batch scripts and ranks."""
 
 import json
 import os
@@ -11,13 +11,13 @@ FILE = "events.jsonl"
 
 JOB_VARIABLE = "MEGAKERNEL_JOB"
 RESTART_VARIABLE = "MEGAKERNEL_RESTART"
-"""A submitted job's id, and how often it had been started before, for the processes in it."""
+"""Environment variables of a job's processes: its id, and the number of earlier starts."""
 
 
 def record(run: Path, event: str, env: Mapping[str, str] = os.environ, **facts: Any) -> None:
-    """Append one event: its time (UTC), its name, the job and restart it happened in, and what else is known.
+    """Append one event: UTC time, name, job, restart and `facts` that are not None.
 
-    A line goes out in one write, so that writers on several hosts do not mix. Facts that are None are left out.
+    The line is one write, so that lines of several hosts do not mix.
     """
     restart = env.get(RESTART_VARIABLE, "")
     line = {
@@ -36,9 +36,9 @@ def record(run: Path, event: str, env: Mapping[str, str] = os.environ, **facts: 
 
 
 def is_first(run: Path, event: str, env: Mapping[str, str] = os.environ) -> bool:
-    """Whether no other process of this start of a job has asked; true without a job, and where its logs are not.
+    """Whether this process is the first of this start of a job to ask; true outside of jobs or without a log folder.
 
-    Thousands of processes fail of one cause, at once, and one line tells it.
+    If thousands of ranks fail for one reason at once, one event is enough.
     """
     if not in_job(env):
         return True
@@ -56,7 +56,7 @@ def in_job(env: Mapping[str, str] = os.environ) -> bool:
 
 
 def read(run: Path) -> list[dict[str, Any]]:
-    """The events of a run in the order in which they were written; a line cut short by a full disk is left out."""
+    """The events of a run as written, without lines that a full disk cut short."""
     try:
         lines = (run / FILE).read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
@@ -65,7 +65,7 @@ def read(run: Path) -> list[dict[str, Any]]:
 
 
 def _parsed(line: str) -> dict[str, Any] | None:
-    """The event of a line; behind one that was cut short, without an end of line, the next one."""
+    """The event of a line; if a truncated event without a newline precedes it there, the event after that."""
     try:
         event = json.loads(line[max(0, line.rfind('{"time": ')) :])
     except ValueError:

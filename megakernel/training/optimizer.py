@@ -1,4 +1,4 @@
-"""AdamW, its parameter groups, and global-norm clipping where DeepSpeed brings none of its own."""
+"""AdamW, its parameter groups, and gradient clipping where DeepSpeed has none."""
 
 import math
 from collections.abc import Callable
@@ -10,18 +10,17 @@ from torch import nn
 from megakernel import config as configuration
 from megakernel.config import UserError
 from megakernel.model import Pipeline
-from megakernel.model.self_attention import MECHANISM, UPDATES, is_new
+from megakernel.model.self_attention import MECHANISM, UPDATES, absent_in_dense
 from megakernel.parallel import Mesh
 
-SHARE = "share_of_lr"
-"""Of a parameter group: what the step's learning rate is multiplied by."""
+LR_SCALE = "share_of_lr"
+"""Key of a parameter group: factor of the step's learning rate."""
 
 
 def parameter_groups(model: nn.Module, settings: configuration.Optimizer) -> list[dict[str, Any]]:
-    """Matrices of projections, MLPs and embeddings decay; norms, biases and all that a mechanism owns do not.
+    """AdamW groups of trained weights: matrices with weight decay; norms, biases and mechanisms' own weights without.
 
-    What a mechanism owns is a group of its own where it has a learning rate of its own, and there alone.
-    Weights without gradient are in no group.
+    Mechanisms' weights are a separate group only if mechanism_lr is set.
     """
     decayed: list[nn.Parameter] = []
     free: list[nn.Parameter] = []
@@ -37,30 +36,30 @@ def parameter_groups(model: nn.Module, settings: configuration.Optimizer) -> lis
             (free if mechanism or len(shape) < 2 else decayed).append(parameter)
     share = (settings.mechanism_lr or settings.lr) / settings.lr
     groups: list[dict[str, Any]] = [
-        {"params": decayed, "weight_decay": settings.weight_decay, SHARE: 1.0},
-        {"params": free, "weight_decay": 0.0, SHARE: 1.0},
-        {"params": owned, "weight_decay": 0.0, SHARE: share},
+        {"params": decayed, "weight_decay": settings.weight_decay, LR_SCALE: 1.0},
+        {"params": free, "weight_decay": 0.0, LR_SCALE: 1.0},
+        {"params": owned, "weight_decay": 0.0, LR_SCALE: share},
     ]
     return [group for group in groups if group["params"]]
 
 
-def learns(config: configuration.Config, name: str) -> bool:
-    """Whether a weight of this name is one that optimizer.trained names."""
+def is_trained(config: configuration.Config, name: str) -> bool:
+    """Whether the weight `name` is trained."""
     optimizer = config.optimizer
-    if config.objective.kind == "transfer":  # what is around a mechanism is the teacher's
+    if config.objective.kind == "transfer":  # all weights around a mechanism are the teacher's
         return MECHANISM in name
     if optimizer.updates is not None and not optimizer.updates.mechanism:
         return UPDATES.search(name) is not None
-    return optimizer.trained == "all" or is_new(name)
+    return optimizer.trained == "all" or absent_in_dense(name)
 
 
-def freeze(model: nn.Module, trained: str, is_trained: Callable[[str], bool] = is_new) -> None:
-    """Let the weights whose names `is_trained` takes have gradients, and no others. trained: as it is configured.
+def freeze(model: nn.Module, trained: str, select: Callable[[str], bool] = absent_in_dense) -> None:
+    """Freeze all weights but those whose names `select` accepts; UserError if none is left.
 
-    Raises UserError where there is none.
+    trained: value of optimizer.trained, for the error.
     """
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_trained(name))
+        parameter.requires_grad_(select(name))
     if not any(parameter.requires_grad for parameter in model.parameters()):
         is_stage = isinstance(model, Pipeline)
         layers = (
@@ -73,12 +72,11 @@ def freeze(model: nn.Module, trained: str, is_trained: Callable[[str], bool] = i
 
 
 class ClippedAdamW(torch.optim.AdamW):
-    """AdamW that clips by the global gradient norm and passes over a step whose norm is not finite.
+    """AdamW that clips by the global gradient norm and skips a step whose norm is not finite.
 
-    DeepSpeed does both inside its ZeRO and bfloat16 optimizers. Its plain float32 path does not: it leaves
-    non-finite gradients in, reports no norm, and on later pipeline stages leaves the norms' weights out. So for
-    float32 without ZeRO this class does it, and tells the engine through the attributes that the engine reads:
-    `_global_grad_norm` and `overflow`.
+    DeepSpeed's ZeRO and bfloat16 optimizers do both. Its plain float32 path applies non-finite gradients, reports no
+    norm, and on later pipeline stages omits norm weights from it. So this class does both for float32 without ZeRO,
+    and sets the attributes that DeepSpeed's engine reads: `_global_grad_norm` and `overflow`.
     """
 
     def __init__(self, groups: list[dict], mesh: Mesh, max_norm: float, **options):
@@ -90,7 +88,7 @@ class ClippedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Clip, then update; a non-finite norm leaves weights and moments as they are."""
+        """Clip, then update; skip both if the norm is not finite."""
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         self._global_grad_norm = self._norm().item()
         self.overflow = not math.isfinite(self._global_grad_norm)
@@ -100,17 +98,17 @@ class ClippedAdamW(torch.optim.AdamW):
         return super().step(closure)
 
     def _norm(self) -> torch.Tensor:
-        """Norm over all tensor ranks and pipeline stages, every weight counted once."""
+        """Gradient norm over all tensor ranks and pipeline stages, each weight counted once."""
         squares = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None and counts_here(parameter, self.mesh):
+                if parameter.grad is not None and is_counted_here(parameter, self.mesh):
                     squares += parameter.grad.norm(dtype=torch.float32).double() ** 2
         return self.mesh.sum(squares, self.mesh.model).sqrt()
 
 
-def counts_here(parameter: nn.Parameter, mesh: Mesh) -> bool:
-    """Whether this rank's shard of a weight counts where all ranks of `mesh.model` add up and copies count once."""
+def is_counted_here(parameter: nn.Parameter, mesh: Mesh) -> bool:
+    """Whether a sum over all ranks of `mesh.model` that counts each weight once includes this rank's shard."""
     if getattr(parameter, "ds_pipe_replicated", False):  # a tied embedding's second copy
         return False
     return mesh.tp.rank == 0 or getattr(parameter, "tensor_model_parallel", False)
@@ -119,14 +117,14 @@ def counts_here(parameter: nn.Parameter, mesh: Mesh) -> bool:
 def build_optimizer(
     model: nn.Module, settings: configuration.Optimizer, mesh: Mesh, deepspeed_clips: bool, on_cpu: bool
 ) -> torch.optim.AdamW:
-    """The optimizer that DeepSpeed wraps; its learning rate is set anew before every step. Called on all ranks.
+    """The optimizer that DeepSpeed wraps; its learning rate is set before every step. Called on all ranks.
 
-    on_cpu: where it finds the weights, which DeepSpeed may have moved there.
+    on_cpu: whether the weights it updates are in host memory, by DeepSpeed's offload too.
 
-    Raises UserError, alike on all ranks, where pipeline stages have not as many groups of weights.
+    UserError, on all ranks alike, if pipeline stages have different numbers of parameter groups.
     """
     groups = parameter_groups(model, settings)
-    # DeepSpeed adds up norms over the stages group by group.
+    # DeepSpeed sums norms over the stages group by group.
     if len(set(mesh.gather_objects(len(groups)))) > 1:
         raise UserError(
             f"parallel.pipeline={mesh.pp.size}: attention layers own weights on some stages and none on others, which "
@@ -137,7 +135,7 @@ def build_optimizer(
         "lr": settings.lr,
         "betas": (settings.beta1, settings.beta2),
         "eps": settings.eps,
-        # One pass over the weights where a CPU takes ten, each as long as reading them from memory.
+        # On a CPU, the fused update makes one memory-bound pass over the weights instead of ten.
         "fused": on_cpu,
     }
     if deepspeed_clips:

@@ -1,4 +1,4 @@
-"""One process's part of a job, from joining the others to leaving them."""
+"""A rank's process group and device, around its work."""
 
 import socket
 from collections.abc import Callable
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from megakernel.parallel import Mesh
 
 
-def in_mesh(config: Config, process: ProcessEnvironment, work: "Callable[[Mesh], int]") -> int:
-    """Join the processes of the job, do `work` with them and leave; what `work` returns.
+def run_in_mesh(config: Config, process: ProcessEnvironment, work: "Callable[[Mesh], int]") -> int:
+    """Create the mesh, call `work` with it, destroy it, and return the result of `work`.
 
-    work imports what needs Megatron-core and DeepSpeed by itself: they choose their device when they are imported.
+    `work` must itself import what needs Megatron-core and DeepSpeed, which choose their device when imported.
     """
     mesh = None
     try:
@@ -30,15 +30,15 @@ def in_mesh(config: Config, process: ProcessEnvironment, work: "Callable[[Mesh],
         mesh = Mesh.create(config.parallel, process, device)
         status = work(mesh)
     except (UserError, RunFailed) as error:
-        # Raised alike on all ranks, once they have met.
-        tells = process.rank == 0 or mesh is None
-        if tells and (isinstance(error, RunFailed) or events.in_job()):
+        # Once there is a mesh, all ranks raise these alike.
+        reports = process.rank == 0 or mesh is None
+        if reports and (isinstance(error, RunFailed) or events.in_job()):
             _record_failure(config.run.folder, process.rank, str(error))
         if mesh is not None:
             mesh.destroy()
         raise
     except Exception as error:
-        # This rank's own: leaving the groups would make the others fail first and hide the cause.
+        # Only this rank fails: destroying its groups would make the others fail first and hide the cause.
         _record_failure(config.run.folder, process.rank, f"{type(error).__name__}: {error}")
         raise
     mesh.destroy()
@@ -47,7 +47,7 @@ def in_mesh(config: Config, process: ProcessEnvironment, work: "Callable[[Mesh],
 
 def _record_failure(run: Path, rank: int, why: str) -> None:
     if events.is_first(run, "failed"):
-        with suppress(OSError):  # the disk may be what has failed
+        with suppress(OSError):  # the cause may be a full disk
             events.record(
                 run, "failed", rank=rank, host=socket.gethostname(), why=" ".join(why.split())[:300]
             )

@@ -1,4 +1,4 @@
-"""Where a start of a run begins: its newest good checkpoint, weights of another run, or the first step."""
+"""Loads what a start begins from: the run's newest good checkpoint, or weights of another run or model."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from megakernel.checkpoint.universal import WholeTensors
 from megakernel.checkpoint.universal_load import Comparison
 from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import Lora, Model, UserError
-from megakernel.model.self_attention import is_new
+from megakernel.model.self_attention import absent_in_dense
 from megakernel.parallel.ranks import Ranks
 
 from .engine import Engine
@@ -23,42 +23,41 @@ Note = Callable[[str], None]
 def resume(
     engine: Engine, checkpoints: CheckpointFolder, layout: dict[str, int], ranks: Ranks, note: Note
 ) -> int:
-    """Load the newest good checkpoint, if any, whatever layout wrote it; returns the steps it has behind it."""
+    """Load the newest good checkpoint of any layout, if there is one; returns its step, else 0."""
     for leftover in checkpoints.remove_leftovers():
         note(f"removed {leftover}, which was not written to its end")
-    found = checkpoints.newest_good()
-    for folder, reason in found.broken.items():
+    search = checkpoints.newest_good()
+    for folder, reason in search.broken.items():
         note(f"{folder} cannot be used ({reason}); taking the one before")
-    if found.checkpoint is None:
+    if search.checkpoint is None:
         return 0
-    folder, written = found.checkpoint.folder, found.checkpoint.progress.layout
+    folder, written = search.checkpoint.folder, search.checkpoint.progress.layout
     if written == layout:
         engine.load(folder)
     else:
         changes = [f"{key} {written[key]} -> {layout[key]}" for key in layout if written[key] != layout[key]]
         note(f"reshaping {folder}: {', '.join(changes)}")
-        engine.load_universal(reshape(found.checkpoint, ranks))
+        engine.load_universal(reshape(search.checkpoint, ranks))
     note(f"continuing from {folder}")
-    return found.checkpoint.step
+    return search.checkpoint.step
 
 
 def start_from_weights(
     source: Path, model: Model, corpora: Corpora, engine: Engine, ranks: Ranks, note: Note
 ) -> None:
-    """Take the weights alone: of a run's newest good checkpoint, of a checkpoint folder, or of a dense model.
+    """Load weights without optimizer state from a run's newest good checkpoint, a checkpoint folder or a dense model.
 
-    Says which weights stay as they were drawn, and which were left out; a dense model has to give all but those of
-    attention mechanisms, and to have no others. What mechanisms own is made from that of the checkpoint's mechanisms
-    where it can be, such as E and F for fewer landmarks.
-    Raises UserError, alike on all ranks, where there is no checkpoint, the model is another one, or the data was
+    Prints which weights are newly initialized and which are left out. A dense model must have all weights but those of
+    attention mechanisms, and no others. Mechanisms' weights are converted if possible, such as E and F to fewer
+    landmarks. UserError, on all ranks alike, if there is no checkpoint, the model does not match, or the data was
     prepared with another tokenizer.
     """
-    found = WeightSource.find("init.from", source, ranks)
-    if remark := ranks.first(lambda: found.check_tokenizer(corpora)):
+    weights = WeightSource.find("init.from", source, ranks)
+    if remark := ranks.first(lambda: weights.check_tokenizer(corpora)):
         note(remark)
-    tensors = found.tensors(model)
+    tensors = weights.tensors(model)
     comparison = engine.load_weights(tensors)
-    check_weights(found, tensors, comparison, model, engine.engine.module.settings.vocab_size)
+    check_weights(weights, tensors, comparison, model, engine.engine.module.settings.vocab_size)
     note(f"weights from {source}")
     for names, what in (
         (comparison.missing, "missing there and new here"),
@@ -69,32 +68,32 @@ def start_from_weights(
 
 
 def check_weights(
-    found: WeightSource, tensors: WholeTensors, comparison: Comparison, model: Model, vocab_size: int
+    weights: WeightSource, tensors: WholeTensors, comparison: Comparison, model: Model, vocab_size: int
 ) -> None:
-    """Raise UserError, a line for each reason, where weights found by init.from are not those of a model.
+    """Raise UserError, one line per reason, if the weights of init.from do not match the model.
 
-    tensors: of the source, for the model. comparison: of them with the model's. vocab_size: of the data.
+    tensors: the source's, converted for the model. comparison: with the model's weights. vocab_size: of the data.
     """
-    refused = tensors.unlike(model) if isinstance(tensors, DenseCheckpoint) else []
+    refused = tensors.differing_keys(model) if isinstance(tensors, DenseCheckpoint) else []
     remedy = "give the model the checkpoint's sizes, or choose another checkpoint"
-    misfits = [*found.other_vocab_size(vocab_size), *comparison.misshapen]
+    misfits = [*weights.vocab_size_mismatch(vocab_size), *comparison.misshapen]
     refused += [f"{line}; {remedy}" for line in misfits]
     if isinstance(tensors, DenseCheckpoint):
-        lost = [name for name in comparison.missing if not is_new(name)]
+        lost = [name for name in comparison.missing if not absent_in_dense(name)]
         refused += [f"{name} of the model is not in the checkpoint; {remedy}" for name in lost]
         refused += [
             f"{name} of the checkpoint is not in the model; {remedy}" for name in comparison.unexpected
         ]
     if refused:
-        raise UserError("\n".join(f"{found.key}={found.folder}: {line}" for line in refused))
+        raise UserError("\n".join(f"{weights.key}={weights.folder}: {line}" for line in refused))
 
 
 def start_with_adapter(
     folder: Path, model: Model, lora: Lora, engine: Engine, ranks: Ranks, note: Note
 ) -> None:
-    """Take low-rank updates from an adapter in PEFT's form, behind the weights that they are of.
+    """Load low-rank updates from a PEFT adapter, after their weights.
 
-    Raises UserError, alike on all ranks, where it is none, or is not of the updates that the run has.
+    UserError, on all ranks alike, if the folder has none or its updates are not those of the run.
     """
     adapter = ranks.first(lambda: read_adapter(folder, model, lora))
     engine.load_weights(adapter)
@@ -102,34 +101,34 @@ def start_with_adapter(
 
 
 def in_layers(names: Sequence[str]) -> str:
-    """Parameter names, those of several layers once: `head.bias, {1,2}.mlp.fc1`."""
+    """Parameter names, those that differ only in the layer as one: `head.bias, {1,2}.mlp.fc1`."""
     layers: dict[str, list[str]] = {}
     for name in names:
         layer, _, rest = name.partition(".")
-        key, own = (f".{rest}", [layer]) if layer.isdigit() else (name, [])
-        layers.setdefault(key, []).extend(own)
+        key, layer_numbers = (f".{rest}", [layer]) if layer.isdigit() else (name, [])
+        layers.setdefault(key, []).extend(layer_numbers)
     return ", ".join(
         f"{{{','.join(of)}}}{name}" if len(of) > 1 else "".join(of) + name for name, of in layers.items()
     )
 
 
 def find_moments(source: Path, ranks: Ranks) -> WeightSource:
-    """The run or checkpoint of init.moments, on all ranks. Raises UserError, alike, for what is neither."""
-    found = WeightSource.find("init.moments", source, ranks)
-    if found.checkpoint is None:
+    """The run or checkpoint of init.moments; UserError, on all ranks alike, if it is neither."""
+    weights = WeightSource.find("init.moments", source, ranks)
+    if weights.checkpoint is None:
         raise UserError(
             f"init.moments={source} is a dense model without AdamW's moments; give a run of this project, or remove it"
         )
-    return found
+    return weights
 
 
 def start_with_moments(source: Path, model: Model, engine: Engine, ranks: Ranks, note: Note) -> None:
-    """Take AdamW's moments of a run's newest good checkpoint, or of a checkpoint folder, for weights that fit.
+    """Load AdamW's moments, for weights that fit, from a run's newest good checkpoint or a checkpoint folder.
 
-    Raises UserError, alike on all ranks, where there is no checkpoint, or none of its moments belongs to the model.
+    UserError, on all ranks alike, if there is no checkpoint or none of its moments fits the model.
     """
-    found = find_moments(source, ranks)
-    count = engine.load_moments(found.tensors(model))
+    weights = find_moments(source, ranks)
+    count = engine.load_moments(weights.tensors(model))
     if not count:
         raise UserError(
             f"init.moments={source}: it holds no AdamW moments of this model's weights; give a run of this project "

@@ -1,4 +1,4 @@
-"""runs/NAME: what a run leaves on disk, whether a start may go on in it, and that one start at a time writes there."""
+"""The run folder runs/NAME: its files, its lock, and the checks before a start uses it."""
 
 import errno
 import fcntl
@@ -28,21 +28,20 @@ from megakernel.parallel.ranks import Ranks
 from .environment import environment_text
 
 WAIT_SECONDS = 10.0
-"""How long a start waits for another one in its folder: one that was told to end may still be ending."""
+"""Seconds that a start waits for a previous one in its folder, which may still be ending."""
 
 LEASE_SECONDS = 120.0
-"""The same where that is on another host: file servers keep the locks of a host that is gone for a while."""
+"""The same for one on another host: file servers keep the locks of a lost host for a while."""
 
-_TAKEN = (errno.EACCES, errno.EAGAIN)
+_LOCK_DENIED = (errno.EACCES, errno.EAGAIN)
 _POLL_SECONDS = 0.1
 
 
 class RunLock:
-    """Held by this process while this object lives, and no longer than the process does, however it ends.
+    """A lock on a folder, held while this object exists; the end of the process, however it ends, releases it too.
 
-    The lock is POSIX's: processes that this one forks do not hold it, network file systems pass it on, and a process
-    should have one object of a folder, for the first that goes releases it. Where a file system has no locks there is
-    none.
+    It is a POSIX lock: forked processes do not inherit it, network file systems support it, and a process should have
+    one object per folder, because closing any releases it. File systems without locks get none.
     """
 
     def __init__(
@@ -52,23 +51,23 @@ class RunLock:
         lease_seconds: float = LEASE_SECONDS,
         *,
         name: str = "lock",
-        held_to: str = "writes into",
+        activity: str = "writes into",
     ):
-        """folder: of the run; its file `name` says who holds the lock. held_to: what whoever holds it does there.
+        """folder: run folder, whose file `name` names the holder. activity: what the holder does, for the error.
 
-        Raises InUse where another process does for longer than `wait_seconds`, or `lease_seconds` on another host.
+        InUse if another process holds it for `wait_seconds`, or `lease_seconds` if that is on another host.
         """
         self._path = folder / name
         self._file = self._path.open("a+", encoding="utf-8")
-        begun = time.monotonic()
-        while not self._taken():
+        started = time.monotonic()
+        while not self._try_lock():
             self._file.seek(0)
             holder = self._file.read().strip() or "another process"
-            here = holder.endswith(f" on {socket.gethostname()}")
-            if time.monotonic() - begun > (wait_seconds if here else lease_seconds):
+            is_local = holder.endswith(f" on {socket.gethostname()}")
+            if time.monotonic() - started > (wait_seconds if is_local else lease_seconds):
                 self._file.close()
                 raise InUse(
-                    f"run.name={folder.name}: {holder} {held_to} {folder}; wait until it ends, stop it, or choose "
+                    f"run.name={folder.name}: {holder} {activity} {folder}; wait until it ends, stop it, or choose "
                     "another run.name"
                 )
             time.sleep(_POLL_SECONDS)
@@ -77,31 +76,28 @@ class RunLock:
         self._file.flush()
 
     @property
-    def is_of_its_file(self) -> bool:
-        """Whether others would meet this lock: not where the one who held it before has removed the file."""
+    def is_effective(self) -> bool:
+        """Whether this lock is effective: false if the previous holder has removed the file."""
         try:
             return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
         except OSError:
             return False
 
     def release(self) -> None:
-        """Leave the folder to others, without a trace."""
+        """Release the lock and remove its file."""
         self._path.unlink(missing_ok=True)
         self._file.close()
 
-    def _taken(self) -> bool:
+    def _try_lock(self) -> bool:
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            return error.errno not in _TAKEN
+            return error.errno not in _LOCK_DENIED
         return True
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file, or leave what was there; it is on the disk when this returns.
-
-    Raises OSError, which names the file.
-    """
+    """Write a text file atomically and sync it to disk; OSError names the file."""
     staged = path.with_name(path.name + ".partial")
     try:
         with staged.open("w", encoding="utf-8") as file:
@@ -116,12 +112,12 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def stop_file(run: Path) -> Path:
-    """Made by anyone, it asks the run to save and stop."""
+    """File that makes the run save and stop once it exists; anyone may create it."""
     return run / "STOP"
 
 
-def free_learning_rates(run: Path) -> None:
-    """Write down that steps were not finite, so that the next start may lower learning rates."""
+def allow_new_learning_rates(run: Path) -> None:
+    """Record that steps were not finite, so that the next start may change learning rates."""
     file = run / "config.yaml"
     with suppress(OSError):
         text = file.read_text(encoding="utf-8")
@@ -130,7 +126,7 @@ def free_learning_rates(run: Path) -> None:
 
 
 class RunFolder:
-    """The places in the folder of one run. All ranks may name them; rank 0 writes, checkpoints apart."""
+    """Paths in the folder of one run. Only rank 0 writes there, except for checkpoints."""
 
     def __init__(self, config: Config, ranks: Ranks | None = None):
         self._config = config
@@ -147,29 +143,27 @@ class RunFolder:
         self._fixed = False
 
     def open(self, devices: Sequence[str]) -> list[Difference]:
-        """Make the folder, or go on in that of the same run; called on every rank before anything is written.
-
-        From here this process alone writes into it.
+        """Create and lock the folder, or reopen that of the same run; called on every rank before anything is written.
 
         devices: names of this host's devices, for environment.txt.
-        Returns the keys that differ from the last start and may; config.yaml is then brought up to date.
-        Raises UserError, alike on all ranks, for the folder of another configuration, which stays as it is,
-        for one that another start writes into, and for a folder that cannot be written.
+        Returns the permitted changes since the last start, with which config.yaml is updated.
+        UserError, on all ranks alike, for a folder of another configuration, one that another start uses, or one that
+        cannot be written.
         """
         return self._ranks.first(lambda: self._open(devices))
 
-    def fix(self) -> None:
-        """From here on, a step or a save behind it, the configuration is that of the run. Called on rank 0."""
+    def fix_configuration(self) -> None:
+        """Fix the configuration in config.yaml, after the first successful step or save. Called on rank 0."""
         if not self._fixed:
-            with suppress(OSError):  # the next step comes here again
+            with suppress(OSError):  # retried after the next step
                 write_whole(self.config_file, to_yaml(self._config))
                 self._fixed = True
 
     def keep_tokenizer(self, source: Path, digest: str) -> None:
-        """Keep the corpus's tokenizer with the run, so that the run can be used without the corpus.
+        """Copy the corpus's tokenizer into the run folder, so that the run can be used without the corpus.
 
-        source: the tokenizer's folder; digest: its `Tokenizer.hash`. Called on every rank, after `open`.
-        Raises UserError, alike on all ranks, where the run began with another tokenizer.
+        source: the tokenizer's folder. digest: its `Tokenizer.hash`. Called on every rank, after `open`.
+        UserError, on all ranks alike, if the run began with another tokenizer.
         """
         self._ranks.first(lambda: self._keep_tokenizer(source, digest))
 
@@ -196,10 +190,10 @@ class RunFolder:
 
     def _open(self, devices: Sequence[str]) -> list[Difference]:
         with written_to("run.root", self._config.run.root):
-            self._changes()  # a refusal leaves everything as it is
+            self._changes()  # raises before anything is written
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = RunLock(self.path)
-            changes = self._changes()  # whoever wrote here until now may have changed it
+            changes = self._changes()  # again: the previous holder of the lock may have changed config.yaml
             text = self.config_file.read_text(encoding="utf-8") if self.config_file.exists() else UNPROVEN
             head = next((head for head in (UNPROVEN, NOT_FINITE) if text.startswith(head)), "")
             if head == UNPROVEN:
@@ -219,12 +213,12 @@ class RunFolder:
         try:
             recorded = self.config_file.read_text(encoding="utf-8")
         except FileNotFoundError:
-            self._refuse_remains()
+            self._refuse_unknown_output()
             return []
         return check_same_run(recorded, self._config, self.path)
 
-    def _refuse_remains(self) -> None:
-        """A start writes config.yaml first, so training output without it is of an unknown configuration."""
+    def _refuse_unknown_output(self) -> None:
+        """Refuse training output without config.yaml: starts write that first, so its configuration is unknown."""
         if self.metrics_file.exists() or self.checkpoints.exists():
             raise UserError(
                 f"run.name={self._config.run.name}: {self.path} holds the output of a run but no "

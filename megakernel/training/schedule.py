@@ -1,7 +1,4 @@
-"""What changes with the step: the learning rate, and how often near windows are shut.
-
-Both are functions of the step alone, so that a continued run needs no scheduler's state.
-"""
+"""The learning rate and near dropout, as functions of the step alone: resuming needs no scheduler state."""
 
 import math
 
@@ -14,17 +11,16 @@ from megakernel.model.layer import attention_cores
 
 
 def learning_rate(step: int, schedule: Schedule, peak: float, total_steps: int) -> float:
-    """The learning rate of the update made in `step` of a run of `total_steps`, counted from 0.
+    """The learning rate of `step`, counted from 0, of a run of `total_steps`.
 
-    The run is the part of its schedule behind `steps_before` and before `steps_after`: below, steps are the schedule's.
+    The run is the part of its schedule after `steps_before` and before `steps_after`; below, steps are the schedule's.
 
-    Warmup of w steps gives peak * (step + 1) / w: no update is wasted on a rate of 0, and step w - 1 has
-    the peak exactly (step 0 where there is no warmup). Decays then reach min_lr_ratio * peak exactly at
-    their last step, and stay there.
+    Warmup over w steps is peak * (step + 1) / w: no step has rate 0, and step w - 1 (step 0 without warmup) has the
+    peak. Decays reach min_lr_ratio * peak exactly at their last step, and stay there.
 
-    cosine, linear: over schedule.decay_steps steps after the peak, or up to the last step of training.
-    wsd: stays at the peak, then falls linearly over the last decay_steps steps (None: a tenth of training).
-    inverse_sqrt: peak * sqrt(w / (step + 1)), never below the floor.
+    cosine, linear: decay over schedule.decay_steps steps after the peak, or until the last step of training.
+    wsd: the peak, then linear decay over the last decay_steps steps (None: a tenth of training).
+    inverse_sqrt: peak * sqrt(w / (step + 1)), at least min_lr_ratio * peak.
     constant: the peak.
     """
     step += schedule.steps_before
@@ -42,20 +38,17 @@ def learning_rate(step: int, schedule: Schedule, peak: float, total_steps: int) 
         start = max(at_peak, last - (schedule.decay_steps or max(total_steps // 10, 1)))
     elif schedule.decay_steps is not None:
         end = at_peak + schedule.decay_steps
-    # How much of the way is done, 0 to 1.
+    # Completed share of the decay, 0 to 1.
     share = min(max(step - start, 0) / max(end - start, 1), 1.0)
     if schedule.name == "cosine":
         share = 0.5 - 0.5 * math.cos(math.pi * share)
     return peak * (1.0 - share + floor * share)
 
 
-def drop_near_windows(model: nn.Module, dropout: NearDropout, seed: int) -> None:
-    """Let gated FLuRKA layers of a model shut the near windows of heads in training, as `dropout` says.
+def add_near_dropout(model: nn.Module, dropout: NearDropout, seed: int) -> None:
+    """Give the gated FLuRKA layers of a model near dropout; `Engine.redraw(step)` chooses the heads of a step.
 
-    What `Engine.redraw(step)` tells the model chooses the heads; evaluation shuts none.
-
-    Raises:
-        UserError: this process holds FLuRKA layers and none has a gate.
+    UserError if this rank holds FLuRKA layers and none has a gate.
     """
     cores = {
         index: core for index, core in attention_cores(model).items() if isinstance(core, FlurkaAttention)

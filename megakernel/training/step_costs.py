@@ -1,4 +1,4 @@
-"""What a step costs this process, as numbers to log: memory by phase, and bytes sent between shards of a sequence."""
+"""Logged costs of a step on this rank: peak memory by phase, and bytes sent between context-parallel shards."""
 
 import resource
 import sys
@@ -15,13 +15,13 @@ from megakernel.parallel.sequence import GroupShard
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
 _RESET_PEAK = "5"
-"""What Linux takes as: the highest resident size is the present one."""
+"""Written to clear_refs, it resets the peak resident size to the present size."""
 
 
 class MemoryPeaks:
-    """Peaks of this process: allocated bytes of its CUDA device, or resident bytes on CPU.
+    """Peak memory of this process: allocated bytes on its CUDA device, or resident bytes on CPU.
 
-    A system whose peak cannot be reset (no /proc) knows the peak of the whole life alone.
+    Without /proc the peak cannot be reset, so only that of the whole process is known.
     """
 
     def __init__(self, device: torch.device):
@@ -32,28 +32,28 @@ class MemoryPeaks:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Around a phase: `memory/NAME_peak_gib` is the most while it ran, in any step of the window."""
+        """Wraps a phase: `memory/NAME_peak_gib` is its peak over the steps of the window."""
         self._reset()
         yield
         if self._resets:
-            self._phases[name] = max(self._phases.get(name, 0), self._note())
+            self._phases[name] = max(self._phases.get(name, 0), self._update_peak())
 
     def scalars(self) -> dict[str, float]:
-        """GiB under their TensorBoard tags: the most so far, and of each phase since the last call."""
-        self._note()
+        """GiB by TensorBoard tag: the peak so far, and that of each phase since the last call."""
+        self._update_peak()
         peaks = {f"memory/{name}_peak_gib": peak / 2**30 for name, peak in self._phases.items()}
         self._phases = {}
         return {"memory/peak_gib": self._highest / 2**30, **peaks}
 
     def _reset(self) -> None:
-        self._note()
+        self._update_peak()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         elif self._resets:
             _CLEAR_REFS.write_text(_RESET_PEAK)
 
-    def _note(self) -> int:
-        """The peak since the last reset, counted into the highest."""
+    def _update_peak(self) -> int:
+        """The peak since the last reset, after updating the highest."""
         peak = (
             torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else _resident_peak()
         )
@@ -70,7 +70,7 @@ def _can_reset() -> bool:
 
 
 def _resident_peak() -> int:
-    """Bytes."""
+    """Peak resident bytes."""
     if _STATUS.exists():
         for line in _STATUS.read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -80,7 +80,7 @@ def _resident_peak() -> int:
 
 
 class ContextTraffic:
-    """Sums what the layers of this process have sent in training steps."""
+    """Bytes that this rank's layers sent to other context ranks in training steps."""
 
     def __init__(self, model: nn.Module):
         shards = (getattr(module, "cp_shard", None) for module in model.modules())
@@ -91,7 +91,7 @@ class ContextTraffic:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around a training step; what evaluations sent before is left out."""
+        """Wraps a training step; traffic of evaluations does not count."""
         for layer in self._layers:
             layer.take()
         yield
@@ -102,10 +102,10 @@ class ContextTraffic:
             self._late += late
 
     def scalars(self) -> dict[str, float]:
-        """Since the last call, under TensorBoard tags; nothing where no sequence is cut.
+        """Means since the last call, by TensorBoard tag; empty without context parallelism.
 
-        `traffic/context_KIND_mib` is what this process sends per layer and step; `traffic/late_exchanges` counts,
-        per step, states for which local work was over too early (on CPU; a GPU's queue hides them from the count).
+        `traffic/context_KIND_mib`: MiB sent by this rank per layer and step. `traffic/late_exchanges`: states per step
+        that had not arrived when local work was done (on CPU only; a GPU's queue hides them).
         """
         if not self._layers:
             return {}

@@ -1,7 +1,4 @@
-"""What asks this process to save and stop: signals, and on one rank stop files of run folders.
-
-`Stop` is the reason, and the exit status that tells the launcher.
-"""
+"""Requests to save and stop: signals, and stop files in run folders."""
 
 import os
 import signal
@@ -13,11 +10,10 @@ from types import FrameType
 
 
 class Stop(IntEnum):
-    """A request to save and stop. Where ranks saw different ones the greatest wins: agreeing is a maximum.
+    """A request to save and stop; the greatest of all ranks' requests applies.
 
-    `exit_status` is 85 where the batch script may start the run again (preemption, time limit, Ctrl-C) and
-    143 where the run should stay stopped. A stop file and a terminal that was closed count as the latter: whoever
-    did that wants the run to end, and a requeued job would not.
+    `exit_status` is 85 if the batch script may restart the run (preemption, time limit, Ctrl-C), 143 if it should stay
+    stopped. Stop files and a closed terminal mean the latter: the user wants the run to end.
     """
 
     NONE = 0
@@ -30,7 +26,7 @@ class Stop(IntEnum):
 
     @property
     def exit_status(self) -> int:
-        """Exit status of a process that saved and stopped for this reason; 0 for NONE."""
+        """Exit status after saving and stopping for this reason; 0 for NONE."""
         if self is Stop.NONE:
             return 0
         return 143 if self >= Stop.STOP_FILE else 85
@@ -39,36 +35,36 @@ class Stop(IntEnum):
 SIGNALS = {signal.Signals[stop.name]: stop for stop in Stop if stop.name.startswith("SIG")}
 
 SAME_KEYPRESS_SECONDS = 1.0
-"""One Ctrl-C reaches a rank twice under torchrun: from the terminal, and forwarded by the agent."""
+"""Under torchrun one Ctrl-C reaches a rank twice: from the terminal, and forwarded by the agent."""
 
 
-_HELD = {signal.SIGUSR1, signal.SIGUSR2}
+_BLOCKED = {signal.SIGUSR1, signal.SIGUSR2}
 
 
-def hold_requests() -> None:
-    """From here until the loop listens, requests to make room wait: a job told early still saves its first step.
+def block_stop_signals() -> None:
+    """Block SIGUSR1 and SIGUSR2 until the training loop handles them, so that an early one still saves the first step.
 
-    Called before any thread is started, for threads inherit it. TERM and Ctrl-C end a process that starts at once.
+    Call before starting threads, which inherit the mask. SIGTERM and Ctrl-C end a starting process at once.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
 
 
-_late: list[int] = []
-"""Requests to make room that came between two loops, or behind the last."""
+_deferred: list[int] = []
+"""SIGUSR1 and SIGUSR2 received between two training loops or after the last."""
 
 
-def _note_late(number: int, frame: FrameType | None) -> None:
-    _late.append(number)
+def _defer(number: int, frame: FrameType | None) -> None:
+    _deferred.append(number)
 
 
 class StopRequests:
-    """Records requests from entry to exit of a `with` block; a step is never torn apart by a handler.
+    """Records requests within a `with` block, without interrupting a step.
 
-    Every rank asks `pending()` at each step boundary and the ranks take the maximum. `accept` then fixes the
-    agreed reason: later signals change nothing, so that all ranks exit with one status. Only a second Ctrl-C
-    ends the process at once, by SIGINT itself, also in the middle of a save (saves are atomic).
+    After each step every rank calls `pending()` and the ranks take the maximum. `accept` then fixes the agreed reason:
+    later signals change nothing, so that all ranks exit with the same status. Only a second Ctrl-C ends the process at
+    once, by SIGINT itself, even during a save (saves are atomic).
 
-    stop_files: looked for by `pending`; give them on rank 0 alone.
+    stop_files: files that `pending` looks for; pass them on rank 0 only.
     """
 
     def __init__(self, *stop_files: Path, clock: Callable[[], float] = time.monotonic):
@@ -83,33 +79,33 @@ class StopRequests:
     def __enter__(self) -> "StopRequests":
         for number in SIGNALS:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue  # `nohup`: the run is to outlive its terminal
+                continue  # `nohup`: the run should survive its terminal
             self._previous[number] = signal.signal(number, self._record)
-        self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
-        while _late:
-            self._record(_late.pop(), None)
+        self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
+        while _deferred:
+            self._record(_deferred.pop(), None)
         return self
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._previous.items():
-            # Held again where they were: a request that comes when the work is done has nothing left to end. Threads
-            # that were started meanwhile let them through.
-            late = number in _HELD & self._mask
-            signal.signal(number, _note_late if late else handler)  # type: ignore[arg-type]
+            # A request after the work is done must not kill the process: blocked again if it was, but threads that were
+            # started meanwhile do not block it, so it gets a handler, too.
+            blocked = number in _BLOCKED & self._mask
+            signal.signal(number, _defer if blocked else handler)  # type: ignore[arg-type]
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     def pending(self) -> Stop:
-        """The strongest request this process knows of."""
+        """The strongest request that this process has seen."""
         if not self._accepted and any(file.exists() for file in self.stop_files):
             self._seen = max(self._seen, Stop.STOP_FILE)
         return self._seen
 
     def accept(self, agreed: Stop) -> None:
-        """Fix the reason all ranks agreed on; call before saving."""
+        """Fix the reason that all ranks agreed on; call before saving."""
         self._seen, self._accepted = agreed, True
 
     def saved(self) -> None:
-        """Remove stop files that have had their effect; called after saving, a failed save leaves them."""
+        """Remove the stop files of an accepted request; call after saving, so that a failed save leaves them."""
         if self._seen.exit_status == Stop.STOP_FILE.exit_status:
             for file in self.stop_files:
                 file.unlink(missing_ok=True)

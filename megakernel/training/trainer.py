@@ -1,4 +1,4 @@
-"""The training loop: what happens between two optimizer steps."""
+"""The training loop."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -12,7 +12,7 @@ from data_pipeline.loader import TrainingBatches, ValidationBatches
 from data_pipeline.packing import packing_table
 from megakernel.checkpoint.folder import CheckpointFolder
 from megakernel.checkpoint.manifest import SavedProgress
-from megakernel.checkpoint.trained_run import is_done
+from megakernel.checkpoint.trained_run import done_message
 from megakernel.config import Config, NotFinite
 from megakernel.model.flops import training_flops_per_token
 from megakernel.model.parameters import parameter_count
@@ -21,50 +21,50 @@ from megakernel.parallel import Mesh
 from megakernel.parallel.ranks import Ranks
 
 from . import events
-from .deepspeed_config import check_own_keys
-from .engine import Engine, StepResult, reading
+from .deepspeed_config import check_deepspeed_keys
+from .engine import Engine, StepResult, loader_arguments
 from .environment import package_versions
 from .observing.console import Console
 from .observing.local_work import LocalWork
 from .observing.metrics_writer import Entry, MetricsWriter
-from .observing.observed import Observed, Providers
+from .observing.observer import Observer, Providers
 from .observing.peak_speed import peak_tflops
-from .observing.profiler import Profiler, kept_when_memory_runs_out
+from .observing.profiler import Profiler, snapshot_on_out_of_memory
 from .observing.throughput import Throughput
 from .resume import resume, start_from_weights, start_with_adapter, start_with_moments
-from .run_folder import RunFolder, free_learning_rates, stop_file
+from .run_folder import RunFolder, allow_new_learning_rates, stop_file
 from .schedule import learning_rate
 from .stop_requests import Stop, StopRequests
 from .watchdog import Watchdog
 
 
 class Trainer:
-    """One process's part of a run: reads its share of the data, steps its engine, and on rank 0 reports.
+    """One rank's part of a run: reads its share of the data, runs its engine, and on rank 0 reports.
 
-    Raises UserError, alike on all processes, for data and run folders that do not fit the configuration, and for keys
-    that DeepSpeed does not read.
+    UserError, on all ranks alike, for data and run folders that do not fit the configuration, and for keys that
+    DeepSpeed rejects.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, providers: Providers, inside: Sequence[Path] = ()):
-        """providers: what the run takes from the packages above.
+    def __init__(self, config: Config, mesh: Mesh, providers: Providers, parent_folders: Sequence[Path] = ()):
+        """providers: functions of higher packages.
 
-        inside: folders of what the run is a part of, whose stop files it heeds besides its own."""
-        check_own_keys(config)
+        parent_folders: folders of the up-training that this run is a stage of, whose stop files also end it."""
+        check_deepspeed_keys(config)
         self.config = config
         self.mesh = mesh
         self.providers = providers
-        self.inside = inside
+        self.parent_folders = parent_folders
         self.ranks = Ranks.of(mesh)
-        self.corpora = Corpora(config.data, validation=config.training.eval_samples > 0)
+        evaluates, loader = config.training.eval_samples > 0, loader_arguments(mesh)
+        self.corpora = Corpora(config.data, validation=evaluates)
         self.folder = RunFolder(config, self.ranks)
         self.console = Console(config.training.steps, self._consumed(config.training.steps)[1])
         changes = self.folder.open([_device_name(mesh.device)])
         for change in changes:
             self._note(f"{change.key} was {change.recorded!r} and is now {change.wanted!r}")
         self.folder.keep_tokenizer(self.corpora.tokenizer_folder, self.corpora.tokenizer_hash)
-        self.batches = TrainingBatches(config, self.corpora, **reading(mesh))
-        evaluates = config.training.eval_samples > 0
-        self.validation = ValidationBatches(config, self.corpora, **reading(mesh)) if evaluates else None
+        self.batches = TrainingBatches(config, self.corpora, **loader)
+        self.validation = ValidationBatches(config, self.corpora, **loader) if evaluates else None
         settings = model_settings(config, mesh, self.corpora.vocab_size)
         self.engine = Engine(config, settings, providers.make_model(config, self.corpora, self.ranks))
         self.work = LocalWork(self.engine.engine.module, mesh)
@@ -82,36 +82,37 @@ class Trainer:
         self.entry = Entry()
 
     def run(self) -> Stop:
-        """Train to the last step, or to a request to stop; the state is saved in both cases."""
+        """Train until the last step or a stop request, and save; returns the request."""
         steps = self.config.training.steps
-        done = self._begin()
+        done = self._load()
         if done >= steps:
-            self._note(is_done(self.folder.path, done, steps))
+            self._note(done_message(self.folder.path, done, steps))
             return Stop.NONE
-        self._introduce(done)
+        self._print_summary(done)
         with ExitStack() as stack:
-            folders = [self.folder.path, *self.inside] if self.mesh.rank == 0 else []
+            folders = [self.folder.path, *self.parent_folders] if self.mesh.rank == 0 else []
             requests = stack.enter_context(StopRequests(*map(stop_file, folders)))
             self.writer = self._open_writer(stack, done)
-            self.throughput = self._throughput()
-            self.observed = self._observed(stack)
-            self._enter(done)
+            self.throughput = self._make_throughput()
+            self.observer = self._make_observer(stack)
+            self._set_phase(done)
             if done == 0:
                 self._evaluate(0)
-                self._write(0)
+                self._write_entry(0)
             batches = self.batches.from_step(done)
             parallel = self.config.parallel
             limits = parallel.timeout_minutes, parallel.stall_minutes
-            told = self.folder.path, lambda: self.work.slowest
-            watchdog = stack.enter_context(Watchdog(self.mesh, *limits, *told))
+            watchdog = stack.enter_context(
+                Watchdog(self.mesh, *limits, self.folder.path, lambda: self.work.slowest)
+            )
             for step in range(done, steps):
                 if step == self.phase.end_step:
-                    self._enter(step)
-                    watchdog.expect_start()
+                    self._set_phase(step)
+                    watchdog.expect_slow_step()
                 with watchdog.step(step):
                     self._step(step, batches)
                     with self.mesh.progress.waiting("agreement to go on"):
-                        stop = Stop(self.mesh.agree(requests.pending()))
+                        stop = Stop(self.mesh.all_reduce_max(requests.pending()))
                 if stop:
                     requests.accept(stop)
                     self._record("signalled", signal=stop.name, step=step + 1)
@@ -124,12 +125,12 @@ class Trainer:
                     return stop
                 if self.mesh.rank == 0:
                     self.console.progress(step + 1)
-        if not self.inside:
+        if not self.parent_folders:
             self._note(f"done; next: {'   '.join(self._next_commands())}")
         return Stop.NONE
 
-    def _introduce(self, done: int) -> None:
-        """Say what is going to be trained, where, and how much."""
+    def _print_summary(self, done: int) -> None:
+        """Print model size, devices, layout and remaining steps."""
         config, mesh = self.config, self.mesh
         count = parameter_count(config.model, self.corpora.vocab_size, config.training.seq_len)
         layout = "".join(f", {axis} {size}" for axis, size in self.layout.items() if size > 1)
@@ -147,8 +148,8 @@ class Trainer:
             yield f"megakernel generate {run} --prompt TEXT"
         yield "megakernel monitor" + (f" --root {run.parent}" if run.parent != Path("runs") else "")
 
-    def _begin(self) -> int:
-        """Load what the run starts from; returns the steps it has behind it."""
+    def _load(self) -> int:
+        """Load the checkpoint or the initial weights; returns the completed steps."""
         done = resume(self.engine, self.checkpoints, self.layout, self.ranks, self._note)
         if done:
             return done
@@ -162,11 +163,11 @@ class Trainer:
             start_with_moments(init.moments, model, *here)
         return 0
 
-    def _enter(self, step: int) -> None:
-        """Train as the phase of `step` says, from that step on."""
+    def _set_phase(self, step: int) -> None:
+        """Switch to the phase of `step`."""
         training = self.config.training
         self.phase = training.phase_of(step)
-        self.engine.begin(self.phase)
+        self.engine.set_phase(self.phase)
         now = self.phase.training
         self.tokens_per_step = now.global_batch_size * now.seq_len * self.config.model.sequences_per_sample
         sizes = (now.seq_len, self.corpora.vocab_size, self.config.predicted_share)
@@ -182,25 +183,25 @@ class Trainer:
         with self.throughput.loading():
             micro_batches = next(batches)
         self.engine.redraw(step)
-        with self.observed.step(step + 1, self.entry):
+        with self.observer.step(step + 1, self.entry):
             result = self.engine.train_step(micro_batches, rate)
         self.throughput.step(self.tokens_per_step, self.flops_per_token)
-        self.observed.after_step(step + 1, micro_batches, self.entry)
-        self._guard(step + 1, result)
+        self.observer.after_step(step + 1, micro_batches, self.entry)
+        self._check_finite(step + 1, result)
         if (step + 1) % training.log_every == 0 or step + 1 == training.steps:
             self._log(step + 1, result, rate)
 
-    def _guard(self, step: int, result: StepResult) -> None:
-        """Count steps whose gradients were not finite; end the run where they do not stop."""
+    def _check_finite(self, step: int, result: StepResult) -> None:
+        """Count consecutive skipped steps, and end the run after training.max_skipped_steps."""
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
         if result.skipped:
             self._note(f"step {step} skipped: loss {result.loss}, gradient norm {result.grad_norm}")
         elif self.mesh.rank == 0:
-            self.folder.fix()
+            self.folder.fix_configuration()
         if self.skipped_in_a_row >= self.config.training.max_skipped_steps:
             if self.mesh.rank == 0:
-                for run in (self.folder.path, *self.inside):
-                    free_learning_rates(run)
+                for run in (self.folder.path, *self.parent_folders):
+                    allow_new_learning_rates(run)
             raise NotFinite(
                 f"training.max_skipped_steps={self.skipped_in_a_row}: that many steps in a row had a loss or gradient "
                 f"that is not finite, up to step {step}; no checkpoint holds them. Lower optimizer.lr, or pass over "
@@ -221,7 +222,7 @@ class Trainer:
             "train/skipped_steps": float(self.engine.skipped_steps),
         }
         scalars |= self.engine.engine.module.scalars()
-        scalars |= self._bits("train", result.loss, "train")
+        scalars |= self._bits_per_byte("train", result.loss, "train")
         self.entry.scalars |= scalars
         if self.mesh.rank == 0:
             self.console.step(step, scalars)
@@ -231,7 +232,7 @@ class Trainer:
         last = step == training.steps
         if last or (training.eval_every is not None and step % training.eval_every == 0):
             self._evaluate(step)
-        self._write(step)
+        self._write_entry(step)
         if last or stop or step % every == 0:
             self._save(step)
         if last and self.writer is not None:
@@ -240,25 +241,25 @@ class Trainer:
     def _evaluate(self, step: int) -> None:
         if self.validation is None:
             return
-        self.mesh.progress.reach("evaluation")
+        self.mesh.progress.begin("evaluation")
         with self.throughput.excluded():
             measured = self.engine.evaluate(list(self.validation))
         scalars = {f"eval/{name}": value for name, value in measured.items()}
-        scalars |= self._bits("eval", measured["loss"], "validation")
+        scalars |= self._bits_per_byte("eval", measured["loss"], "validation")
         self.entry.scalars |= scalars
-        self.observed.evaluated(self.entry)
+        self.observer.after_evaluation(self.entry)
         if self.mesh.rank == 0:
             self.console.evaluation(step, scalars)
 
-    def _bits(self, tag: str, loss: float, split: str) -> dict[str, float]:
-        """Only a causal model's cross entropy of all tokens is a code length of the text."""
+    def _bits_per_byte(self, tag: str, loss: float, split: str) -> dict[str, float]:
+        """Bits per byte, if the loss is a causal model's cross entropy of all tokens of texts: only that codes them."""
         is_cross_entropy = tag == "eval" or self.config.objective.kind == "labels"
         if not is_cross_entropy or not self.config.model.is_causal or not self.corpora.is_text(split):
             return {}
         return {f"{tag}/bits_per_byte": self.corpora.bits_per_byte(loss, split)}
 
     def _save(self, step: int) -> None:
-        self.mesh.progress.reach("saving")
+        self.mesh.progress.begin("saving")
         samples, tokens = self._consumed(step)
         progress = SavedProgress(
             step=step,
@@ -268,11 +269,11 @@ class Trainer:
             versions=package_versions(),
         )
         with self.throughput.excluded():
-            # A streak of skipped steps may end the run, which then goes on from before it.
+            # Consecutive skipped steps may end the run, which then resumes from a checkpoint before them.
             written = self.engine.write_errors.take_written
             self.checkpoints.save(progress, self.engine.save, written, prune=not self.skipped_in_a_row)
         if self.mesh.rank == 0:
-            self.folder.fix()
+            self.folder.fix_configuration()
         self._record("saved", step=step)
 
     def _consumed(self, steps: int) -> tuple[int, int]:
@@ -291,30 +292,30 @@ class Trainer:
         writer.describe(self.config, packing_table(packing) if packing else "")
         return writer
 
-    def _observed(self, stack: ExitStack) -> Observed:
+    def _make_observer(self, stack: ExitStack) -> Observer:
         run, rank, device = self.folder.path, self.mesh.rank, self.mesh.device
-        stack.enter_context(kept_when_memory_runs_out(run, rank))
+        stack.enter_context(snapshot_on_out_of_memory(run, rank))
         wanted, excluded = self.config.training.profile, self.throughput.excluded
         model = self.engine.engine.module
         profiler = stack.enter_context(Profiler(wanted, model, run, rank, device, self._note, excluded))
-        return Observed(self.config, self.engine, self.corpora, self.providers, profiler, excluded)
+        return Observer(self.config, self.engine, self.corpora, self.providers, profiler, excluded)
 
-    def _throughput(self) -> Throughput:
-        # The table holds bfloat16 peaks.
+    def _make_throughput(self) -> Throughput:
+        # The table has bfloat16 peaks.
         is_half = self.config.training.dtype == "bfloat16"
         known = peak_tflops(_device_name(self.mesh.device)) if is_half else None
         peak = self.config.logging.peak_tflops or known
         return Throughput(self.mesh.device, self.mesh.world_size, peak)
 
-    def _write(self, step: int) -> None:
-        """What logging and evaluating found out about a step, as one entry."""
+    def _write_entry(self, step: int) -> None:
+        """Write a step's metrics as one entry, and begin the next."""
         if self.writer is not None:
             self.writer.write(step, self.entry)
         self.entry = Entry()
 
     def _record(self, event: str, **facts: Any) -> None:
         if self.mesh.rank == 0:
-            with suppress(OSError):  # one rank that fails here would leave the others waiting
+            with suppress(OSError):  # if only this rank failed, the others would wait for it
                 events.record(self.folder.path, event, **facts)
 
     def _note(self, text: str) -> None:

@@ -1,9 +1,8 @@
-"""A thread next to the training loop tells where this process is, and ends a job in which a step does not go on.
+"""A watchdog thread that reports this rank's progress and ends a job in which a step hangs.
 
-heartbeat.json says it to those who look from outside. Processes tell each other through the job's store: a collective
-waits for the slowest one without a word, and when its timeout comes it says who waited, not for whom. The process that
-first sees no progress for too long reads what all have told and tells the others which ranks are behind; each of them
-prints that and its stacks, and leaves.
+heartbeat.json reports it to users. Ranks report to each other through the job's store, because the timeout of a
+collective says who waited, not for whom. The rank that first sees no progress for too long compares all reports and
+publishes which ranks are behind; every rank prints that and its stacks, and exits.
 """
 
 import faulthandler
@@ -24,29 +23,29 @@ if TYPE_CHECKING:
     from megakernel.parallel import Mesh
 
 STALLED = 86
-"""Exit status of a process that has ended a job that stood still; a batch script may start it again."""
+"""Exit status of a process that ended a stalled job; a batch script may restart it."""
 
 FILE = "heartbeat.json"
 
 BEAT_SECONDS = 5.0
-"""Between two writings of the file."""
+"""Seconds between writes of heartbeat.json."""
 
-_TELL_SECONDS = 1.0
-"""Between two messages to the other processes, where these are not too many."""
+_REPORT_SECONDS = 1.0
+"""Seconds between two reports to the other ranks, unless there are too many."""
 
-_TELLS_PER_SECOND = 2048
-"""Messages of all processes together: one thread of one process serves the store, beside its training."""
+_REPORTS_PER_SECOND = 2048
+"""Limit for all ranks together: a single thread of one training process serves the store."""
 
-_BEATS = 4
-"""A process that tells nothing for so long is stopped or gone: the thread that tells runs also where a step hangs."""
+_MISSED_REPORTS = 4
+"""Reports after whose absence a process is considered stopped or gone: the thread reports even if a step hangs."""
 
 
 class Watchdog:
-    """Tells and watches from entry to exit of a `with` block.
+    """Reports and watches within a `with` block.
 
-    start_minutes: without progress in the first step, in which kernels are compiled and connections made.
-    stall_minutes: in later steps. run: the folder for heartbeat.json, which the job's first process writes; None:
-    nobody does. slowest: what is known of the slowest rank, empty before it is.
+    start_minutes: limit without progress in the first step, which compiles kernels and connects ranks.
+    stall_minutes: limit in later steps. run: folder of heartbeat.json, which rank 0 writes; None: no file.
+    slowest: returns `LocalWork.slowest` for heartbeat.json.
     """
 
     def __init__(
@@ -66,11 +65,11 @@ class Watchdog:
         self._slowest = slowest
         self._watching = threading.Event()
         self._stopped = threading.Event()
-        self._beats = 0
-        self._tell_every = min(max(_TELL_SECONDS, mesh.world_size / _TELLS_PER_SECOND), self._stall / 4)
-        # A connection of its own: a call that waits keeps the other users of a store waiting.
+        self._report_count = 0
+        self._report_every = min(max(_REPORT_SECONDS, mesh.world_size / _REPORTS_PER_SECOND), self._stall / 4)
+        # A separate connection: a blocking call blocks the other users of a store's connection.
         self._store: Any = mesh.store.clone() if mesh.world_size > 1 else None  # type: ignore[attr-defined]
-        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
         if self._store is not None or self._file is not None:
@@ -84,122 +83,122 @@ class Watchdog:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Around all that optimizer step `step`, counted from 0, waits for; what follows may take its time: evaluations
-        and saves, in which a process that waits has the collectives' timeout alone."""
+        """Watches optimizer step `step`, counted from 0. Evaluations and saves, between steps, may take longer: only
+        the timeout of collectives applies there."""
         progress = self._mesh.progress
         progress.step = step
-        progress.reach("loading data")
+        progress.begin("loading data")
         self._watching.set()
         yield
         self._watching.clear()
         self._limit = self._stall
 
-    def expect_start(self) -> None:
-        """The next step is like a first one: sequences have another length."""
+    def expect_slow_step(self) -> None:
+        """Apply the first step's limit to the next step, which has another sequence length."""
         self._limit = self._start
 
-    def _run(self) -> None:
-        seen, since = self._tell(), time.monotonic()
-        while not self._stopped.wait(self._tell_every):
-            now = self._tell()
+    def _watch(self) -> None:
+        seen, since = self._report(), time.monotonic()
+        while not self._stopped.wait(self._report_every):
+            now = self._report()
             if now != seen or not self._watching.is_set():
                 seen, since = now, time.monotonic()
             elif self._store is not None and time.monotonic() - since > self._limit:
-                self._end()
+                self._exit_stalled()
 
-    def _tell(self) -> dict[str, Any]:
+    def _report(self) -> dict[str, Any]:
         now = self._mesh.progress.snapshot()
-        self._beats += 1
+        self._report_count += 1
         if self._store is not None:
-            told = now | {"host": socket.gethostname(), "beats": self._beats}
-            self._store.set(_key(self._mesh.rank), json.dumps(told))
+            report = now | {"host": socket.gethostname(), "beats": self._report_count}
+            self._store.set(_key(self._mesh.rank), json.dumps(report))
         if self._file is not None and time.monotonic() - self._written >= BEAT_SECONDS:
             self._written = time.monotonic()
             self._write(self._file, now)
         return now
 
     def _write(self, file: Path, now: Mapping[str, Any]) -> None:
-        told: dict[str, Any] = {"time": time.time(), "host": socket.gethostname(), "process": os.getpid()}
-        told |= {**now, "slowest": dict(self._slowest())}
+        report: dict[str, Any] = {"time": time.time(), "host": socket.gethostname(), "process": os.getpid()}
+        report |= {**now, "slowest": dict(self._slowest())}
         staged = file.with_name(FILE + ".partial")
         try:
-            staged.write_text(json.dumps(told) + "\n")
+            staged.write_text(json.dumps(report) + "\n")
             staged.replace(file)
         except OSError:
-            pass  # A disk that is full for a moment must not end a run that could still compute.
+            pass  # a temporarily full disk must not end the run
 
-    def _end(self) -> None:
+    def _exit_stalled(self) -> None:
         try:
-            message = self._found()
-        except RuntimeError:  # as the store raises where the process that serves it is gone
+            message = self._agreed_message()
+        except RuntimeError:  # raised by the store if the process that serves it is gone
             place = self._mesh.progress.place
             message = f"no progress for {self._limit:g} s in {place!r}; see what other ranks say, this one cannot ask"
         faulthandler.dump_traceback(all_threads=True)
-        # Last, because a launcher shows the last lines of a rank that failed.
+        # Last, because launchers show the last lines of a failed rank.
         print(f"error: {message}", file=sys.stderr, flush=True)
         if self._mesh.rank == 0:
-            self._stopped.wait(self._tell_every)  # it may serve the store, where others have yet to read
+            self._stopped.wait(self._report_every)  # it may serve the store, which others have yet to read
         os._exit(STALLED)
 
-    def _found(self) -> str:
-        """Where the job stands still: the first rank that asks reads it for all, who would read as much each."""
-        is_first = self._store.add(_ASKED, 1) == 1
-        before = self._told() if is_first else {}
-        for beat in range(1, 3 * _BEATS + 1):
-            self._stopped.wait(self._tell_every)
-            self._tell()  # whoever asks sees who still does
-            if is_first and beat == _BEATS:
-                self._store.set(_FOUND, self._compared(before))
-            if self._store.check([_FOUND]):
-                return self._store.get(_FOUND).decode()
+    def _agreed_message(self) -> str:
+        """The line about the stall; the first rank to ask compares all reports, for all ranks."""
+        is_first = self._store.add(_FIRST_KEY, 1) == 1
+        before = self._reports() if is_first else {}
+        for count in range(1, 3 * _MISSED_REPORTS + 1):
+            self._stopped.wait(self._report_every)
+            self._report()  # so that the asking rank sees which ranks still report
+            if is_first and count == _MISSED_REPORTS:
+                self._store.set(_MESSAGE_KEY, self._compare(before))
+            if self._store.check([_MESSAGE_KEY]):
+                return self._store.get(_MESSAGE_KEY).decode()
         raise RuntimeError("the rank that asked first is gone")
 
-    def _compared(self, before: Mapping[int, Mapping[str, Any]]) -> str:
-        told = self._told()
-        hosts = {rank: one.pop("host") for rank, one in told.items()}
-        beats = {rank: one.pop("beats") for rank, one in told.items()}
-        silent = [rank for rank, one in before.items() if one["beats"] == beats[rank]]
-        everywhere = {rank: Progress(**one) for rank, one in told.items()}
-        return stalled(everywhere, self._limit, hosts, silent)
+    def _compare(self, before: Mapping[int, Mapping[str, Any]]) -> str:
+        reports = self._reports()
+        hosts = {rank: report.pop("host") for rank, report in reports.items()}
+        beats = {rank: report.pop("beats") for rank, report in reports.items()}
+        silent = [rank for rank, report in before.items() if report["beats"] == beats[rank]]
+        progress = {rank: Progress(**report) for rank, report in reports.items()}
+        return stall_message(progress, self._limit, hosts, silent)
 
-    def _told(self) -> dict[int, dict[str, Any]]:
-        """What each rank told last; of one that was stopped before it told anything, that it starts."""
+    def _reports(self) -> dict[int, dict[str, Any]]:
+        """Last report of each rank; the initial Progress for a rank without any."""
         keys = [_key(rank) for rank in range(self._mesh.world_size)]
         there = keys if self._store.check(keys) else [key for key in keys if self._store.check([key])]
-        found = dict(zip(there, self._store.multi_get(there)))
-        nothing = json.dumps(Progress().snapshot() | {"host": "an unknown node", "beats": 0})
-        return {rank: json.loads(found.get(key, nothing)) for rank, key in enumerate(keys)}
+        texts = dict(zip(there, self._store.multi_get(there)))
+        initial = json.dumps(Progress().snapshot() | {"host": "an unknown node", "beats": 0})
+        return {rank: json.loads(texts.get(key, initial)) for rank, key in enumerate(keys)}
 
 
-def stalled(
-    everywhere: Mapping[int, Progress], seconds: float, hosts: Mapping[int, str], silent: Sequence[int] = ()
+def stall_message(
+    progress: Mapping[int, Progress], seconds: float, hosts: Mapping[int, str], silent: Sequence[int] = ()
 ) -> str:
-    """One line: where the job stands still and for whom it waits; silent: ranks that tell nothing any more."""
+    """One line that says where the job hangs and which ranks the others wait for; silent: ranks that report no more."""
     if silent:
         names = _names(silent, hosts)
-        last = everywhere[silent[0]]
+        last = progress[silent[0]]
         where = f"{last.place!r} of step {last.step + 1}"
         return f"no progress for {seconds:g} s: rank {names} no longer answers, and was last in {where}"
-    late = laggards(everywhere)
-    first = everywhere[late[0]]
+    late = laggards(progress)
+    first = progress[late[0]]
     names = _names(late, hosts)
     where = f"{first.place!r} of step {first.step + 1}"
-    others = [rank for rank in everywhere if rank not in late]
+    others = [rank for rank in progress if rank not in late]
     if not others:
         return f"no progress for {seconds:g} s: all ranks have come to {where}"
-    place = everywhere[others[0]].place
+    place = progress[others[0]].place
     return f"no progress for {seconds:g} s: rank {names} has come to {where}, others wait in {place!r}"
 
 
 def _names(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
-    """The first of them: every rank prints the line."""
+    """The first ranks with their hosts; not all, because every rank prints the line."""
     named = ", ".join(f"{rank} on {hosts[rank]}" for rank in ranks[:_MOST_NAMES])
     return named + (f" and {len(ranks) - _MOST_NAMES} more" if len(ranks) > _MOST_NAMES else "")
 
 
 _MOST_NAMES = 16
 
-_ASKED, _FOUND = "megakernel/stalled/asked", "megakernel/stalled/found"
+_FIRST_KEY, _MESSAGE_KEY = "megakernel/stalled/asked", "megakernel/stalled/found"
 
 
 def _key(rank: int) -> str:

@@ -1,1 +1,1 @@
-"""From dense checkpoints to models with kernelized attention, and back out."""
+"""Up-training: turning dense checkpoints into models with kernelized attention."""

@@ -1,4 +1,4 @@
-"""What keeps a claim about the far context honest: the same model without a part of what it sees."""
+"""Ablations: models without far context or without local window, and a sliding-window baseline."""
 
 from dataclasses import replace
 
@@ -8,48 +8,48 @@ from torch import Tensor, nn
 
 from megakernel.attention import AttentionInputs
 from megakernel.attention.flurka import FlurkaAttention
-from megakernel.attention.near_far import SHUT
+from megakernel.attention.near_far import CLOSED_LOGIT
 from megakernel.model import LanguageModel
 from megakernel.model.layer import TransformerLayer
 
 SINKS = 4
-"""First tokens of a document that every token of a sliding window also sees."""
+"""First tokens of a document, to which every token of the sliding-window baseline attends."""
 
 
 @torch.no_grad()
 def without_far(model: LanguageModel) -> bool:
-    """Let every FLuRKA layer see its near window alone, in place; whether there is such a layer."""
+    """Restrict every FLuRKA layer to its local window, in place; return whether there is such a layer."""
     cores = _flurka(model)
     for core in cores:
         if core.is_gated:
-            _set_gate(core, -SHUT)
+            _set_gate(core, -CLOSED_LOGIT)
         elif core.near.kind == "kernel":
-            core.far_mass.fill_(SHUT)
+            core.far_mass.fill_(CLOSED_LOGIT)
         else:
-            core.far_weight.fill_(SHUT)
+            core.far_weight.fill_(CLOSED_LOGIT)
     return bool(cores)
 
 
 @torch.no_grad()
 def without_near(model: LanguageModel) -> bool:
-    """Let every gated FLuRKA layer see its landmarks alone where there are any, in place; whether there is one."""
+    """Restrict every gated FLuRKA layer to landmarks, if a query has any, in place; return whether there is one."""
     cores = [core for core in _flurka(model) if core.is_gated]
     for core in cores:
-        _set_gate(core, SHUT)
+        _set_gate(core, CLOSED_LOGIT)
     return bool(cores)
 
 
 def as_sliding_window(dense: LanguageModel, window: int) -> None:
-    """Let every layer of a dense model see the last `window` tokens and the first SINKS of a document, in place."""
+    """Restrict every layer of a dense model to the last `window` tokens and a document's first SINKS, in place."""
     for layer in dense.modules():
         if isinstance(layer, TransformerLayer):
             layer.self_attention.core = SlidingWindow(window)  # type: ignore[assignment]
 
 
 class SlidingWindow(nn.Module):
-    """Softmax over the last `window` tokens of a document and its first SINKS: what needs no training.
+    """Softmax over the last `window` tokens of a document and its first SINKS, a baseline that needs no training.
 
-    For evaluation: every pair of tokens is formed and most are masked. Sequences are whole and without padding.
+    For evaluation only: it computes all pairs of tokens and masks most. Sequences are whole and without padding.
     """
 
     def __init__(self, window: int):
@@ -60,12 +60,12 @@ class SlidingWindow(nn.Module):
         """q (B, H, N, d), k and v (B, H_kv, N, d) -> (B, H, N, d)."""
         length = q.shape[2]
         places = torch.arange(length, device=q.device)
-        own = inputs.positions if isinstance(inputs.positions, Tensor) else places.expand(len(q), -1)
-        q, k = replace(inputs, positions=own).rotated(q, k)
-        document = (own == 0).cumsum(1)
-        back = places[:, None] - places[None, :]
-        seen = (back >= 0) & (document[:, :, None] == document[:, None, :])
-        seen &= (back < self.window) | (own[:, None, :] < SINKS)
+        positions = inputs.positions if isinstance(inputs.positions, Tensor) else places.expand(len(q), -1)
+        q, k = replace(inputs, positions=positions).rotated(q, k)
+        document = (positions == 0).cumsum(1)
+        distance = places[:, None] - places[None, :]
+        seen = (distance >= 0) & (document[:, :, None] == document[:, None, :])
+        seen &= (distance < self.window) | (positions[:, None, :] < SINKS)
         return F.scaled_dot_product_attention(q, k, v, seen[:, None], enable_gqa=True)
 
 

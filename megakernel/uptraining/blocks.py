@@ -1,7 +1,6 @@
-"""Attention transfer of a model larger than memory: one block of layers after the other, then a checkpoint of them all.
+"""Attention transfer of a model larger than memory: one block of layers after another, then a checkpoint of all.
 
-Layers learn apart from each other, so a block needs of the layers before it only what they hand on: the teacher's
-hidden states, which wait on disk.
+Layers are trained independently, so a block needs only the teacher's hidden states before it, which are stored on disk.
 """
 
 import gc
@@ -18,11 +17,11 @@ from torch import Tensor
 
 from data_pipeline.corpus import Corpora
 from data_pipeline.loader import TrainingBatches
-from megakernel.checkpoint.files import CheckpointTensors, write_layer, write_rest
+from megakernel.checkpoint.files import CheckpointTensors, write_layer, write_model_states
 from megakernel.checkpoint.folder import CheckpointFolder
 from megakernel.checkpoint.frozen import frozen_model
 from megakernel.checkpoint.manifest import SavedProgress
-from megakernel.checkpoint.trained_run import BLOCK
+from megakernel.checkpoint.trained_run import BLOCK_PREFIX
 from megakernel.checkpoint.universal import WEIGHT, Partition, WholeTensors, partitions
 from megakernel.checkpoint.universal_load import compare, load_weights
 from megakernel.checkpoint.weight_source import WeightSource
@@ -35,29 +34,29 @@ from megakernel.model.layer_inputs import LayerInputs
 from megakernel.model.settings import DTYPES, model_settings
 from megakernel.parallel import Mesh, OneProcess
 from megakernel.parallel.ranks import Ranks
-from megakernel.training.engine import model_inputs, reading
+from megakernel.training.engine import loader_arguments, model_inputs
 from megakernel.training.environment import package_versions
-from megakernel.training.observing.metrics_writer import Entry, MetricsWriter, logged
-from megakernel.training.observing.observed import Providers
-from megakernel.training.optimizer import freeze, learns
+from megakernel.training.observing.metrics_writer import Entry, MetricsWriter, read_metrics
+from megakernel.training.observing.observer import Providers
+from megakernel.training.optimizer import freeze, is_trained
 from megakernel.training.resume import check_weights
 from megakernel.training.run_folder import RunFolder, stop_file
 from megakernel.training.stop_requests import Stop, StopRequests
 from megakernel.training.trainer import Trainer
 from megakernel.training.watchdog import Watchdog
 
-from .distilled import Teacher
+from .distillation import Teacher
 from .hidden_states import HiddenStates
+from .layer_transfer import LayerTransfer
 from .objectives import TaughtModel
-from .transferred import LayerTransfer
 
 
 class BlockTransfer:
-    """One process's part of a transfer stage that takes `block_layers` layers at a time.
+    """One process's part of a transfer stage that trains `block_layers` layers at a time.
 
-    Its folder holds a run for each block, layers_FIRST-LAST, and while these train the teacher's states before the next
-    one. In the end it has the checkpoint and the curves of a stage that took all layers at once. Whatever is there
-    whole is not made again, so the same command goes on from wherever it was stopped.
+    Its folder has a run for each block, layers_FIRST-LAST, and during training the teacher's states before the next
+    block. At the end it has the same checkpoint and metrics as a stage that trains all layers at once. Finished parts
+    are reused, so the same command continues an interrupted stage.
     """
 
     def __init__(
@@ -69,10 +68,10 @@ class BlockTransfer:
         inside: Sequence[Path],
         note: Callable[[str], None],
     ):
-        """config: of the stage. inside: folders whose stop files are heeded too. note: tells, on rank 0.
+        """config: the stage's configuration. inside: folders whose stop files also end this run. note: logs on rank 0.
 
-        Raises UserError, alike on all ranks, for weights that are not the model's, mechanisms without weights of their
-        own, and too little free disk.
+        Raises UserError, alike on all ranks, if the source's weights do not fit the model, if no mechanism has weights
+        of its own, or if there is too little free disk space.
         """
         self.config, self.mesh, self.providers, self.note = config, mesh, providers, note
         self.ranks = Ranks.of(mesh)
@@ -85,47 +84,48 @@ class BlockTransfer:
         self.settings = model_settings(config, mesh, self.corpora.vocab_size)
         specs = layer_list(self.settings)
         self.first = config.model.first_layer
-        self.places = [place for place, spec in enumerate(specs) if place == 0 or spec.shared is None]
+        self.layer_indices = [place for place, spec in enumerate(specs) if place == 0 or spec.shared is None]
         count = config.model.num_layers
         self.blocks = [range(at, min(at + block_layers, count)) for at in range(0, count, block_layers)]
-        self.learning = self.ranks.alike(self._layers_that_learn)
+        trained = self.ranks.each(self._trained_layers)
+        self.trained_blocks = [layers for layers in self.blocks if trained & set(layers)]
         self.ranks.first(self._check_disk)
 
     def run(self) -> Stop:
-        """Train what is left and put the checkpoint together, or obey a request to stop."""
+        """Train the remaining blocks and assemble the checkpoint; return early on a stop request."""
         self.folder.open([self.mesh.device.type])
         self.folder.keep_tokenizer(self.corpora.tokenizer_folder, self.corpora.tokenizer_hash)
         for number, layers in enumerate(self.blocks, 1):
-            if not self.learning & set(layers) or self._saved(layers) is not None:
+            if layers not in self.trained_blocks or self._saved(layers) is not None:
                 continue
             self.note(f"block {number}/{len(self.blocks)}: layers {layers.start} to {layers.stop - 1}")
-            entering, stop = self._entering(layers)
-            stop = stop or self._train(layers, entering)
-            gc.collect()  # engines hold themselves in circles
+            input_states, stop = self._input_states(layers)
+            stop = stop or self._train(layers, input_states)
+            gc.collect()  # engines contain reference cycles
             if stop:
                 return stop
             if self.mesh.rank == 0:
-                self.folder.fix()
-        self.ranks.first(lambda: shutil.rmtree(self._hidden, ignore_errors=True))
+                self.folder.fix_configuration()
+        self.ranks.first(lambda: shutil.rmtree(self._states_folder, ignore_errors=True))
         self._assemble()
         return Stop.NONE
 
     @property
     def bytes_between(self) -> int:
-        """Of the hidden states between two blocks, on disk; 0 where there is one block."""
+        """Disk bytes of the hidden states kept between two blocks; 0 if there is only one block."""
         return self._states(0).bytes if len(self.blocks) > 1 else 0
 
     @property
-    def _hidden(self) -> Path:
+    def _states_folder(self) -> Path:
         return self.folder.path / "hidden_states"
 
     def _states(self, layer: int) -> HiddenStates:
-        return HiddenStates(self._hidden / f"before_{layer}", self.config, self.mesh)
+        return HiddenStates(self._states_folder / f"before_{layer}", self.config, self.mesh)
 
     def _run_of(self, layers: range) -> Config:
-        """The run of a block: the stage's, of which nothing is measured that takes the whole model."""
+        """Configuration of a block's run: the stage's, without the evaluations that need the whole model."""
         changes = {
-            "run": {"name": f"{BLOCK}{layers.start}-{layers.stop - 1}", "root": str(self.folder.path)},
+            "run": {"name": f"{BLOCK_PREFIX}{layers.start}-{layers.stop - 1}", "root": str(self.folder.path)},
             "init": {"from": None},
             "training": {"eval_samples": 0, "eval_every": None},
             "logging": {"analysis_every": None, "sample_prompt": None},
@@ -133,7 +133,7 @@ class BlockTransfer:
         return validate(merged(self.config.model_dump(mode="json"), changes))
 
     def _saved(self, layers: range) -> CheckpointTensors | None:
-        """The last checkpoint of a block; None before it is there."""
+        """The checkpoint of a block's last step; None if it is not finished."""
         root = self._run_of(layers).run.folder / "checkpoints"
         if not self.ranks.first(root.is_dir):
             return None
@@ -142,97 +142,97 @@ class BlockTransfer:
             return None
         return CheckpointTensors(newest)
 
-    def _places_of(self, layers: range) -> range:
-        """In the list of layers; the embedding goes with the first block."""
+    def _block_indices(self, layers: range) -> range:
+        """Indices of a block in the list of layers; the embedding belongs to the first block."""
         return range(self.first + layers.start if layers.start else 0, self.first + layers.stop)
 
-    def _layers_that_learn(self) -> set[int]:
-        """Those whose mechanism owns weights, once it is known that the source's weights are the model's."""
+    def _trained_layers(self) -> set[int]:
+        """Layers whose mechanism has weights, after a check that the source's weights fit the model."""
         model = self.config.model
-        alone = replace(self.settings, mesh=OneProcess(), shapes_only=True)
+        one_process = replace(self.settings, mesh=OneProcess(), shapes_only=True)
         with torch.device("meta"):
-            shapes = LanguageModel(alone)
+            meta_model = LanguageModel(one_process)
         tensors = self.source.tensors(model)
-        own = {name: tuple(tensor.shape) for name, tensor in shapes.state_dict().items()}
-        check_weights(self.source, tensors, compare(own, tensors), model, self.settings.vocab_size)
-        freeze(shapes, self.config.optimizer.trained, partial(learns, self.config))
-        layers = [layer for layer in shapes.modules() if isinstance(layer, TransformerLayer)]
+        expected = {name: tuple(tensor.shape) for name, tensor in meta_model.state_dict().items()}
+        check_weights(self.source, tensors, compare(expected, tensors), model, self.settings.vocab_size)
+        freeze(meta_model, self.config.optimizer.trained, partial(is_trained, self.config))
+        layers = [layer for layer in meta_model.modules() if isinstance(layer, TransformerLayer)]
         return {layer.index for layer in layers if any(weight.requires_grad for weight in layer.parameters())}
 
     def _check_disk(self) -> None:
-        """Raise UserError where the disk has no room for the states between two blocks while the next are written."""
+        """Raise UserError if the disk has no space for the states between two blocks and for the next ones."""
         size = self.bytes_between
         if not size:
             return
         passes = len(self.blocks) - 1
-        there = sum(file.stat().st_size for file in self._hidden.rglob("*.bin"))
+        stored = sum(file.stat().st_size for file in self._states_folder.rglob("*.bin"))
         place = next(path for path in (self.folder.path, *self.folder.path.parents) if path.exists())
-        needed, free = min(passes, 2) * size, shutil.disk_usage(place).free + there
-        said = f"hidden states between blocks take {_megabytes(size)}"
-        said += f", {_megabytes(2 * size)} while the next are written" * (passes > 1)
+        needed, free = min(passes, 2) * size, shutil.disk_usage(place).free + stored
+        text = f"hidden states between blocks take {_megabytes(size)}"
+        text += f", {_megabytes(2 * size)} while the next are written" * (passes > 1)
         if needed > free:
             raise UserError(
-                f"uptrain.transfer.block_layers={len(self.blocks[0])}: {said}, and run.root={self.config.run.root} has "
+                f"uptrain.transfer.block_layers={len(self.blocks[0])}: {text}, and run.root={self.config.run.root} has "
                 f"{_megabytes(free)}; free space, choose another run.root, or lower uptrain.transfer.steps"
             )
-        self.note(f"{said}; {_megabytes(free)} are free")
+        self.note(f"{text}; {_megabytes(free)} are free")
 
-    def _teacher(self, layers: range, entering: HiddenStates | None) -> "BlockTeacher":
+    def _teacher(self, layers: range, input_states: HiddenStates | None) -> "BlockTeacher":
         wanted, dtype = self.source.model(), DTYPES[self.config.training.dtype]
-        model = frozen_model(self.settings, wanted, self.source, dtype, self._places_of(layers))
-        return BlockTeacher(model, entering)
+        model = frozen_model(self.settings, wanted, self.source, dtype, self._block_indices(layers))
+        return BlockTeacher(model, input_states)
 
-    def _entering(self, layers: range) -> tuple[HiddenStates | None, Stop]:
-        """The teacher's states before a block, made from the last that are there; None before the first.
+    def _input_states(self, layers: range) -> tuple[HiddenStates | None, Stop]:
+        """The teacher's states before a block, computed from the latest stored ones; None for the first block.
 
-        Each block on the way hands on what it makes of those before it, which then are removed.
+        Each block in between is run on the states before it, which are then removed.
         """
         starts = [block.start for block in self.blocks if 0 < block.start <= layers.start]
-        at = max((start for start in starts if self._states(start).are_there()), default=0)
-        entering = self._states(at) if at else None
-        self._remove_states(but=at)
+        at = max((start for start in starts if self._states(start).are_complete()), default=0)
+        input_states = self._states(at) if at else None
+        self._remove_states(keep=at)
         for block in self.blocks:
             if not at <= block.start < layers.start:
                 continue
-            leaving = self._states(block.stop)
-            if stop := self._hand_on(block, entering, leaving):
+            output = self._states(block.stop)
+            if stop := self._run_teacher(block, input_states, output):
                 return None, stop
-            self._remove_states(but=block.stop)
-            entering = leaving
-        return entering, Stop.NONE
+            self._remove_states(keep=block.stop)
+            input_states = output
+        return input_states, Stop.NONE
 
-    def _remove_states(self, but: int) -> None:
-        """Of all layers but one, and what a kill has left unfinished."""
-        kept = self._states(but).folder
+    def _remove_states(self, keep: int) -> None:
+        """Delete all stored states except those before layer `keep`, and unfinished ones."""
+        kept = self._states(keep).folder
 
         def remove() -> None:
-            for folder in self._hidden.glob("*"):
+            for folder in self._states_folder.glob("*"):
                 if folder != kept:
                     shutil.rmtree(folder, ignore_errors=True)
 
         self.ranks.first(remove)
 
-    def _hand_on(self, layers: range, entering: HiddenStates | None, leaving: HiddenStates) -> Stop:
-        """Write what leaves a block of the teacher, whole or not at all where a request to stop comes."""
+    def _run_teacher(self, layers: range, input_states: HiddenStates | None, output: HiddenStates) -> Stop:
+        """Run a block of the teacher and write its output states; a stop request leaves nothing written."""
         steps, mesh = self.config.training.steps, self.mesh
-        self.note(f"hidden states before layer {layers.stop}: writing {_megabytes(leaving.bytes)}")
-        teacher = self._teacher(layers, entering)
-        batches = TrainingBatches(self.config, self.corpora, **reading(mesh)).from_step(0)
+        self.note(f"hidden states before layer {layers.stop}: writing {_megabytes(output.bytes)}")
+        teacher = self._teacher(layers, input_states)
+        batches = TrainingBatches(self.config, self.corpora, **loader_arguments(mesh)).from_step(0)
         stop_files = map(stop_file, self.inside) if mesh.rank == 0 else ()
         limits = self.config.parallel.timeout_minutes, self.config.parallel.stall_minutes
         try:
             with (
                 StopRequests(*stop_files) as requests,
                 Watchdog(mesh, *limits, self.folder.path) as watchdog,
-                leaving.writing(),
+                output.writing(),
             ):
                 for step in range(steps):
                     with watchdog.step(step):
                         teacher.begin_step(step)
                         inputs = model_inputs(next(batches), mesh)
                         for one in inputs:
-                            leaving.append(teacher.hidden(one))
-                        stop = Stop(mesh.agree(requests.pending()))
+                            output.append(teacher.hidden(one))
+                        stop = Stop(mesh.all_reduce_max(requests.pending()))
                     if stop:
                         requests.accept(stop)
                         requests.saved()
@@ -243,29 +243,29 @@ class BlockTransfer:
         except OSError as error:
             free = shutil.disk_usage(self.folder.path).free
             raise RunFailed(
-                f"{leaving.folder} could not be written ({_megabytes(free)} free): {error}. What was trained is "
+                f"{output.folder} could not be written ({_megabytes(free)} free): {error}. What was trained is "
                 "untouched; free space, then start the same command again to continue"
             ) from None
         return Stop.NONE
 
-    def _train(self, layers: range, entering: HiddenStates | None) -> Stop:
+    def _train(self, layers: range, input_states: HiddenStates | None) -> Stop:
         def model(settings: ModelSettings, loss_scale: Callable[[], float]) -> TaughtModel:
-            made = BlockStudent(settings, range(self.first + layers.start, self.first + layers.stop))
-            teacher = self._teacher(layers, entering)
-            made.objective = LayerTransfer(made, teacher, self.config, self.mesh)
-            return made
+            student = BlockStudent(settings, range(self.first + layers.start, self.first + layers.stop))
+            teacher = self._teacher(layers, input_states)
+            student.objective = LayerTransfer(student, teacher, self.config, self.mesh)
+            return student
 
         providers = replace(self.providers, make_model=lambda *_: model)
         start = self.source.tensors(self.config.model)
         return BlockTrainer(start, self._run_of(layers), self.mesh, providers, self.inside).run()
 
     def _assemble(self) -> None:
-        """Save the stage's checkpoint, layer by layer, and its curves."""
+        """Save the stage's checkpoint, layer by layer, and its metrics."""
         steps = self.config.training.steps
         self.note(f"putting {len(self.blocks)} blocks together")
-        found = [self._saved(layers) for layers in self.blocks if self.learning & set(layers)]
-        trained = [one for one in found if one is not None]
-        assert len(trained) == len(found)
+        saved = [self._saved(layers) for layers in self.trained_blocks]
+        trained = [checkpoint for checkpoint in saved if checkpoint is not None]
+        assert len(trained) == len(saved)
         self.ranks.first(self._write_metrics)
         samples, tokens = self.config.training.consumed(steps)
         layout = {"tensor": self.mesh.tp.size, "context": 1, "data": 1, "pipeline": 1, "zero_stage": 0}
@@ -282,19 +282,19 @@ class BlockTransfer:
 
         checkpoints.save(progress, write, lambda: written)
         if self.mesh.rank == 0:
-            self.folder.fix()
+            self.folder.fix_configuration()
 
     def _write_layers(
         self, folder: Path, trained: Sequence[CheckpointTensors], counters: Mapping[str, int]
     ) -> Iterator[Path]:
-        """What blocks have learned as they have it, in float32; all else in the run's dtype, as a run has it."""
+        """Write trained weights in float32 from the blocks' runs, all others in the run's dtype, as in any run."""
         tp = self.mesh.tp
-        homes = {name: one for one in trained for name in one.names}
-        dtype, every = DTYPES[self.config.training.dtype], dict[str, Partition]()
-        for place in self.places:
+        trained_by_name = {name: one for one in trained for name in one.names}
+        dtype, all_partitions = DTYPES[self.config.training.dtype], dict[str, Partition]()
+        for place in self.layer_indices:
             layer = LanguageModel(self.settings, range(place, place + 1))
             shares = partitions(layer)
-            # Opened anew: pages of files that stay mapped stay in this process's memory.
+            # Opened anew for each layer, because pages of mapped files count as this process's memory.
             tensors = self.source.tensors(self.config.model)
             load_weights(layer, shares, tp, tensors, tensors.names)
             state = {}
@@ -302,28 +302,28 @@ class BlockTransfer:
                 if name not in shares:
                     continue
                 key = name.split(".", 2 if name.startswith("tied_modules.") else 1)[-1]
-                if name in homes:
-                    whole = homes[name].read(name, [WEIGHT])[WEIGHT]
+                if name in trained_by_name:
+                    whole = trained_by_name[name].read(name, [WEIGHT])[WEIGHT]
                     state[key] = shares[name].shard(whole, tp.rank, tp.size).clone()
                 else:
                     state[key] = tensor.to(dtype) if tensor.is_floating_point() else tensor
             yield write_layer(folder, place, tp.rank, state)
-            every |= shares
-        yield write_rest(folder, tp.rank, every, counters)
+            all_partitions |= shares
+        yield write_model_states(folder, tp.rank, all_partitions, counters)
 
     def _write_metrics(self) -> None:
-        """The curves of all blocks as those of one run, in which every layer learned at once."""
-        runs = [self._run_of(layers).run.folder for layers in self.blocks if self.learning & set(layers)]
+        """Write the metrics of all blocks as those of one run that trained every layer at once."""
+        runs = [self._run_of(layers).run.folder for layers in self.trained_blocks]
         tensorboard = self.folder.tensorboard if self.config.logging.tensorboard else None
         with MetricsWriter(self.folder.metrics_file, tensorboard, 0) as writer:
             writer.describe(self.config)
-            for step, scalars in together(runs):
+            for step, scalars in merge_metrics(runs):
                 writer.write(step, Entry(scalars))
             writer.finish(self.config)
 
 
 class _Stopped(Exception):
-    """Leaves the writing of hidden states without an end."""
+    """A stop request that aborts the writing of hidden states."""
 
     def __init__(self, stop: Stop):
         super().__init__(stop.name)
@@ -332,33 +332,33 @@ class _Stopped(Exception):
 
 @dataclass(eq=False)
 class BlockTeacher(Teacher):
-    """A block of a teacher's layers, which takes what enters it from disk."""
+    """A block of a teacher's layers, which reads its input states from disk."""
 
-    entering: HiddenStates | None = None
+    input_states: HiddenStates | None = None
     """None: the block begins with the embedding."""
 
     _next: int = 0
 
     def begin_step(self, step: int) -> None:
-        """The micro-batches of `step`, counted from 0, come next."""
-        if self.entering is not None:
-            self._next = step * self.entering.per_step
+        """Continue with the micro-batches of `step`, counted from 0."""
+        if self.input_states is not None:
+            self._next = step * self.input_states.per_step
 
     def hidden(self, inputs: LayerInputs) -> Tensor:
-        """States (N, B, C) behind the block, of the next micro-batch."""
-        if self.entering is not None:
-            inputs = (self.entering.read(self._next), *inputs[1:])
+        """Output states (N, B, C) of the block for the next micro-batch."""
+        if self.input_states is not None:
+            inputs = (self.input_states.read(self._next), *inputs[1:])
             self._next += 1
         return super().hidden(inputs)
 
 
 class BlockStudent(TaughtModel):
-    """A block's mechanisms, under the names that they have in the whole model."""
+    """A block's mechanisms, by the names that they have in the whole model."""
 
     def _build(self, index: int, spec: Any) -> Callable[..., Any]:
         layer = super()._build(index, spec)
         assert isinstance(layer, TransformerLayer)
-        # A layer is drawn whole, so that its mechanism is drawn as always; the rest of it is the teacher's.
+        # The whole layer is initialized, so that its mechanism's weights are drawn as always; only that is kept.
         for part, kept in ((layer, "self_attention"), (layer.self_attention, "core")):
             for name, _ in list(part.named_children()):
                 if name != kept:
@@ -366,49 +366,49 @@ class BlockStudent(TaughtModel):
         return layer
 
     def begin_step(self, step: int) -> None:
-        """As of a `LanguageModel`."""
+        """Do what `LanguageModel.begin_step` does, for the teacher, too."""
         super().begin_step(step)
         assert isinstance(self.objective.teacher, BlockTeacher)
         self.objective.teacher.begin_step(step)
 
 
 class BlockTrainer(Trainer):
-    """Trains a block's mechanisms."""
+    """Trainer of a block's mechanisms."""
 
     def __init__(self, start: WholeTensors, *arguments: Any):
-        """start: the whole model's weights; mechanisms begin with those of theirs that are among them."""
+        """start: the whole model's weights, from which mechanisms start if it has weights of theirs."""
         super().__init__(*arguments)
         self._start = start
 
-    def _begin(self) -> int:
-        done = super()._begin()
+    def _load(self) -> int:
+        done = super()._load()
         if done == 0:
             self.engine.load_weights(self._start)
         return done
 
 
-_ADDED = ("train/loss", "train/skipped_steps", "throughput/step_time", "throughput/data_time")
-"""Of a step the sum over blocks."""
+_SUMMED_TAGS = ("train/loss", "train/skipped_steps", "throughput/step_time", "throughput/data_time")
+"""Tags whose values are summed over blocks."""
 
 
-def together(runs: Iterable[Path]) -> Iterator[tuple[int, dict[str, float]]]:
-    """Step and scalars, the blocks' metrics taken as those of one run: losses and times add up, rates do not."""
+def merge_metrics(runs: Iterable[Path]) -> Iterator[tuple[int, dict[str, float]]]:
+    """Step and scalars of the blocks' metrics merged into those of one run: losses and times add up, rates do not."""
     steps: dict[int, dict[str, list[float]]] = {}
     for run in runs:
-        for entry in logged(run):
+        for entry in read_metrics(run):
             tags = steps.setdefault(entry.pop("step"), {})
             for tag, value in entry.items():
                 tags.setdefault(tag, []).append(math.nan if value is None else value)
     for step in sorted(steps):
-        yield step, {tag: _one(tag, values) for tag, values in steps[step].items()}
+        yield step, {tag: _merge(tag, values) for tag, values in steps[step].items()}
 
 
-def _one(tag: str, values: list[float]) -> float:
-    if tag in _ADDED:
+def _merge(tag: str, values: list[float]) -> float:
+    if tag in _SUMMED_TAGS:
         return sum(values)
     if tag == "train/grad_norm":
         return math.hypot(*values)
-    if tag.startswith("throughput/"):  # of the same tokens and operations in the time of all
+    if tag.startswith("throughput/"):  # every block processes the same tokens; their times add up
         return 1 / sum(1 / value for value in values) if all(values) else 0.0
     return max(values)
 

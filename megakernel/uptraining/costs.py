@@ -1,4 +1,4 @@
-"""What a stage took, and what a model takes to decode: the other half of what an up-training is for."""
+"""Training cost of a stage, and decoding cost of a model."""
 
 import time
 from collections.abc import Iterable
@@ -13,42 +13,42 @@ from torch.utils import _pytree as pytree
 
 from megakernel.model import LanguageModel
 from megakernel.model.flops import flops_per_token
-from megakernel.training.observing.metrics_writer import logged
+from megakernel.training.observing.metrics_writer import read_metrics
 
-LONGEST = 4096
-"""Tokens that are read before decoding is timed, at most: those of a dense model take the square of it."""
+MAX_CONTEXT = 4096
+"""Maximum tokens of context before timed decoding; a dense model's prefill takes quadratic time."""
 
 CHUNK = 512
-TIMED = 16
-"""Tokens that are decoded; the median counts."""
+TIMED_TOKENS = 16
+"""Decoded tokens, whose median time counts."""
 
 
 @dataclass(frozen=True)
-class Spent:
-    """What training took, as its run has logged it."""
+class TrainingCost:
+    """Training cost, from a run's logged metrics."""
 
     seconds: float
-    """In steps, evaluation and saving apart."""
+    """Time of training steps, without evaluation and saving."""
 
     flops: float
-    """Of forward and backward of what is trained, over all processes."""
+    """FLOPs of forward and backward of the trained model, over all processes."""
 
     peak_bytes: float
-    """The most memory of a process."""
+    """Peak memory of a process."""
 
     @classmethod
-    def of(cls, run: Path) -> "Spent":
-        """Read a run's metrics.jsonl; of steps that nobody logged by those that were logged next."""
+    def of(cls, run: Path) -> "TrainingCost":
+        """Read a run's metrics.jsonl; steps between two logged ones count like the later one."""
         seconds = flops = peak = 0.0
         before = 0
-        for entry in logged(run):
+        for entry in read_metrics(run):
             peak = max(peak, entry.get("memory/peak_gib", 0.0) * 2**30)
             if "throughput/step_time" not in entry or entry["step"] <= before:
                 continue
-            here = (entry["step"] - before) * entry["throughput/step_time"]
+            seconds_here = (entry["step"] - before) * entry["throughput/step_time"]
             devices = entry["throughput/tokens_per_sec"] / entry["throughput/tokens_per_sec_per_device"]
-            seconds += here
-            flops += here * entry["throughput/tflops"] * 1e12 * devices
+            seconds += seconds_here
+            flops += seconds_here * entry["throughput/tflops"] * 1e12 * devices
             before = entry["step"]
         return cls(seconds, flops, peak)
 
@@ -59,8 +59,8 @@ class Spent:
 
 
 @dataclass(frozen=True)
-class Decoding:
-    """What it takes to write a token behind `context` others, of one text."""
+class DecodingCost:
+    """Cost of decoding one token of one text after `context` others."""
 
     context: int
     """Tokens of the text."""
@@ -69,20 +69,20 @@ class Decoding:
     """Forward FLOPs per token, the mean over a sequence of so many tokens."""
 
     state_bytes: int
-    """What is kept of the tokens: a recurrent state, or keys and values."""
+    """Size of the cache: a recurrent state, or keys and values."""
 
     seconds: float
-    """Per token."""
+    """Time per token."""
 
     @classmethod
-    def of(cls, model: LanguageModel, seq_len: int, device: torch.device) -> "Decoding":
-        """Measured of a model that this process has as a whole, behind seq_len tokens, LONGEST at most."""
+    def of(cls, model: LanguageModel, seq_len: int, device: torch.device) -> "DecodingCost":
+        """Measure a model that this process has as a whole, after seq_len tokens or MAX_CONTEXT if that is less."""
         settings = model.settings
-        context = min(seq_len, LONGEST)
+        context = min(seq_len, MAX_CONTEXT)
         if settings.model.position == "learned" and settings.model.max_positions is not None:
-            context = min(context, settings.model.max_positions - TIMED)
+            context = min(context, settings.model.max_positions - TIMED_TOKENS)
         training = model.training
-        state, seconds = _decoded(model.eval(), context, device)
+        state, seconds = _time_decoding(model.eval(), context, device)
         model.train(training)
         leaves: Iterable[object] = pytree.tree_leaves(state)
         kept = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
@@ -90,37 +90,36 @@ class Decoding:
 
 
 @torch.no_grad()
-def _decoded(model: LanguageModel, context: int, device: torch.device) -> tuple[object, float]:
-    """What the layers keep of `context` tokens, and the seconds of a token behind them."""
-    tokens = torch.zeros(1, context + TIMED, dtype=torch.long, device=device)
-    positions = torch.arange(context + TIMED, device=device)[None]
+def _time_decoding(model: LanguageModel, context: int, device: torch.device) -> tuple[object, float]:
+    """The layers' states after `context` tokens, and the seconds per token decoded after them."""
+    tokens = torch.zeros(1, context + TIMED_TOKENS, dtype=torch.long, device=device)
+    positions = torch.arange(context + TIMED_TOKENS, device=device)[None]
     state = None
     for start in range(0, context, CHUNK):
         part = slice(start, min(start + CHUNK, context))
         _, state = model.extend(tokens[:, part], positions[:, part], state)
     kept, times = state, []
-    for place in range(context, context + TIMED):
+    for place in range(context, context + TIMED_TOKENS):
         start_time = time.perf_counter()
         hidden, state = model.extend(tokens[:, place, None], positions[:, place, None], state)
-        model.logits(hidden).argmax().item()  # waits for a GPU
+        model.logits(hidden).argmax().item()  # synchronizes with the GPU
         times.append(time.perf_counter() - start_time)
     return kept, median(times)
 
 
-def cost_pages(stages: Iterable[tuple[str, Spent | None]], decoding: dict[str, Decoding]) -> list[str]:
-    """Both tables as lines of Markdown; of decoding the first model is the dense one."""
+def cost_tables(rows: list[tuple[str, TrainingCost | None]], decoding: dict[str, DecodingCost]) -> list[str]:
+    """Both tables as lines of Markdown. decoding: its first model is the dense one."""
     lines = [
         "",
-        "## What it took",
+        "## Training cost",
         "",
-        "| stage | time | training FLOPs | memory of a process |",
+        "| stage | time | training FLOPs | peak memory per process |",
         "| --- | ---: | ---: | ---: |",
     ]
-    for name, spent in stages:
+    for name, spent in rows:
         if spent is not None:
-            lines.append(
-                f"| {name} | {spent.time} | {spent.flops:.2e} | {spent.peak_bytes / 2**30:.2f} GiB |"
-            )
+            memory = f"{spent.peak_bytes / 2**30:.2f} GiB"
+            lines.append(f"| {name} | {spent.time} | {spent.flops:.2e} | {memory} |")
     lines += ["", "## Decoding", ""]
     if not decoding:
         return [*lines, "Not measured: no process has the whole model."]
@@ -128,14 +127,13 @@ def cost_pages(stages: Iterable[tuple[str, Spent | None]], decoding: dict[str, D
     context = min(dense.context, *(other.context for other in others))
     return [
         *lines,
-        f"One text, behind {context:,} tokens; what is kept of them is the KV cache of the dense model, the state of "
-        "the others.",
+        f"One text, after {context:,} tokens. The dense model's cache is a KV cache, that of others a recurrent state.",
         "",
-        "| model | FLOPs per token | kept | of the KV cache | ms per token |",
+        "| model | FLOPs per token | cache | of the KV cache | ms per token |",
         "| --- | ---: | ---: | ---: | ---: |",
         *(
-            f"| {name} | {found.flops:.2e} | {found.state_bytes / 2**10:,.1f} KiB | "
-            f"{found.state_bytes / max(dense.state_bytes, 1):.1%} | {1e3 * found.seconds:.2f} |"
-            for name, found in decoding.items()
+            f"| {name} | {cost.flops:.2e} | {cost.state_bytes / 2**10:,.1f} KiB | "
+            f"{cost.state_bytes / max(dense.state_bytes, 1):.1%} | {1e3 * cost.seconds:.2f} |"
+            for name, cost in decoding.items()
         ),
     ]

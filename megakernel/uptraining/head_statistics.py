@@ -1,4 +1,4 @@
-"""What the heads of a converted layer look at, and numbers of heads as means over micro-batches and processes."""
+"""Statistics of the attention weights of heads, and their means over micro-batches and processes."""
 
 import re
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from .sampled_queries import SampledQueries
 
 
 class HeadTag(NamedTuple):
-    """What is measured of which head."""
+    """TensorBoard tag of a statistic of one head."""
 
     name: str
     layer: int
@@ -24,96 +24,96 @@ class HeadTag(NamedTuple):
 
     @classmethod
     def parse(cls, tag: str) -> "HeadTag":
-        """The reverse of `str`."""
+        """The inverse of `str`."""
         match = re.fullmatch(r"transfer/(.+)/layer_(\d+)/head_(\d+)", tag)
         assert match, tag
         return cls(match[1], int(match[2]), int(match[3]))
 
 
 class HeadSums:
-    """Sums of numbers of each head and what they are sums over.
+    """Sums of statistics of each head, and the counts to divide them by.
 
-    Parts add up: those of sequences on other data ranks, of tokens on other context ranks, and beside them stand heads
-    on other tensor ranks and layers on other stages.
+    Sums over sequences on other data ranks and tokens on other context ranks are added; heads of other tensor ranks and
+    layers of other stages are concatenated.
     """
 
     def __init__(self) -> None:
         self._sums: dict[HeadTag, Tensor] = {}
 
     def add(self, first: HeadTag, sums: Tensor, counts: Tensor) -> None:
-        """Sums (H,) over something of which (H,) or one `counts` says how much; nothing waits for the device.
+        """Add sums (H,) and their counts, (H,) or a scalar; does not synchronize with the GPU.
 
-        first: the first of the consecutive heads that this process holds.
+        first: tag of the first of the consecutive heads that this process has.
         """
         both = torch.stack([sums.double(), counts.double().expand(sums.shape)])
         self._sums[first] = self._sums[first] + both if first in self._sums else both
 
     def means(self, gather: Callable[[Any], list[Any]]) -> dict[str, dict[int, Tensor]]:
-        """Name -> layer -> (H,) of all heads, float64 on the CPU; nan where nothing was counted.
+        """Name -> layer -> means (H,) of all heads, float64 on the CPU; nan where the count is 0.
 
-        gather: one value of every process -> those of all, such as `Mesh.gather_objects`.
+        gather: all-gathers one object of every process, such as `Mesh.gather_objects`.
         """
         whole: dict[HeadTag, Tensor] = {}
         for part in gather({first: sums.cpu() for first, sums in self._sums.items()}):
             for first, sums in part.items():
                 whole[first] = whole[first] + sums if first in whole else sums
-        found: dict[str, dict[int, Tensor]] = {}
+        means: dict[str, dict[int, Tensor]] = {}
         for name, layer, head in sorted(whole):
             sums, counts = whole[HeadTag(name, layer, head)]
-            layers = found.setdefault(name, {})
+            layers = means.setdefault(name, {})
             heads = [layers[layer]] if layer in layers else []
             layers[layer] = torch.cat([*heads, sums / counts])
-        return found
+        return means
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Reset all sums."""
         self._sums.clear()
 
 
 Window = tuple[int, int]
-"""(b, blocks): a token attends its current block of b tokens exactly, and the blocks - 1 before."""
+"""(b, blocks): a token attends exactly to its current block of b tokens and to the blocks - 1 before."""
 
 
 def head_statistics(
     queries: SampledQueries, student: Tensor, teacher: Tensor, scores: Tensor, window: Window | None
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Name -> sums (H,) over sampled queries, and the number of queries (H,) that they are over.
+    """Name -> sums (H,) over sampled queries, and the number of these queries (H,).
 
-    entropy, teacher_entropy: of the weights, in nats. rank_correlation: Spearman's, of the student's weights and q.k
-    over the keys that a query sees. far_mass, teacher_far_mass: share of the weights on tokens outside the student's
-    near window, the student's gate included; left out where it has no window.
+    entropy, teacher_entropy: of the weights, in nats. rank_correlation: Spearman's, between the student's weights and
+    q.k over the keys that a query sees. far_mass, teacher_far_mass: share of the weights on tokens outside of the
+    student's local window, including the student's gate; absent if it has no window.
 
     Args:
-        rows: the queries.
-        student, teacher: weights (B, H, R, N), 0 where a query does not see the key. Of mechanisms with weights of
-            either sign (cosines without smoothing) those below 0 count as 0 in entropies and masses.
+        queries: the sampled queries.
+        student, teacher: weights (B, H, R, N), 0 where a query does not see the key. Negative weights, which some
+            mechanisms have (cosines without smoothing), count as 0 in entropy and far_mass.
         scores: q.k / sqrt(d), (B, H, R, N).
-        window: what the student attends exactly; None where it knows no window.
+        window: the student's local window; None if it has none.
     """
     seen = queries.visible[:, None].expand_as(student)
     real = queries.real[:, None].expand(student.shape[:3])
-    student_shares, teacher_shares = shares(student), shares(teacher)
+    student_shares, teacher_shares = normalized_weights(student), normalized_weights(teacher)
     correlation = _rank_correlation(student, scores, seen)
-    found = {
-        "entropy": _mean(_entropy(student_shares), real),
-        "teacher_entropy": _mean(_entropy(teacher_shares), real),
-        "rank_correlation": _mean(correlation, ~correlation.isnan()),
+    statistics = {
+        "entropy": _masked_sums(_entropy(student_shares), real),
+        "teacher_entropy": _masked_sums(_entropy(teacher_shares), real),
+        "rank_correlation": _masked_sums(correlation, ~correlation.isnan()),
     }
     if window is not None:
         far = (far_keys(queries, window) & queries.visible)[:, None]
         looks_far = far.any(-1).expand(student.shape[:3])
-        found["far_mass"] = _mean((student_shares * far).sum(-1), looks_far)
-        found["teacher_far_mass"] = _mean((teacher_shares * far).sum(-1), looks_far)
-    return found
+        statistics["far_mass"] = _masked_sums((student_shares * far).sum(-1), looks_far)
+        statistics["teacher_far_mass"] = _masked_sums((teacher_shares * far).sum(-1), looks_far)
+    return statistics
 
 
-def _mean(values: Tensor, defined: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, H, R) -> sums (H,) over what is defined, and its number."""
+def _masked_sums(values: Tensor, defined: Tensor) -> tuple[Tensor, Tensor]:
+    """Values (B, H, R) -> their sums (H,) where defined, and the number of those."""
     return values.masked_fill(~defined, 0.0).sum((0, 2)), defined.sum((0, 2))
 
 
-def shares(weights: Tensor) -> Tensor:
-    """Weights as shares of their sum over the last dimension, those below 0 as 0."""
+def normalized_weights(weights: Tensor) -> Tensor:
+    """Normalize weights over the last dimension, with negative ones as 0."""
     positive = weights.clamp(min=0)
     return positive / positive.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
 
@@ -123,16 +123,16 @@ def _entropy(shares: Tensor) -> Tensor:
 
 
 def far_keys(queries: SampledQueries, window: Window) -> Tensor:
-    """(B, R, N) bool: the key stands before the near window of the query."""
+    """(B, R, N) bool: the key is before the local window of the query."""
     size, blocks = window
-    asked = queries.key_places[:, queries.queries, None]
-    return queries.key_places[:, None] < asked - window_reach(asked, size, blocks)
+    query_places = queries.key_places[:, queries.queries, None]
+    return queries.key_places[:, None] < query_places - window_reach(query_places, size, blocks)
 
 
 def _rank_correlation(a: Tensor, b: Tensor, seen: Tensor) -> Tensor:
-    """Spearman's correlation of a and b (B, H, R, N) over the keys seen, (B, H, R); nan where one of them is constant.
+    """Spearman's correlation (B, H, R) of a and b (B, H, R, N) over the keys seen; nan where one of them is constant.
 
-    Equal numbers share the mean of their ranks.
+    Equal values have the mean of their ranks.
     """
     count = seen.sum(-1, keepdim=True).clamp(min=1)
     centred = []
@@ -144,7 +144,7 @@ def _rank_correlation(a: Tensor, b: Tensor, seen: Tensor) -> Tensor:
 
 
 def _ranks(x: Tensor) -> Tensor:
-    """Mean rank of each number among the last dimension's, from 0, in float64: squares of ranks have many digits."""
+    """Ranks within the last dimension, from 0, means for equal values; float64, because squares of ranks are large."""
     ordered = x.contiguous().sort(-1).values
     below = torch.searchsorted(ordered, x.contiguous())
     not_above = torch.searchsorted(ordered, x.contiguous(), right=True)

@@ -1,4 +1,4 @@
-"""What is known before any step: that the dense model is read right, what it predicts, and what the swap costs."""
+"""Preflight of an up-training: checks that the dense model is read correctly, and losses before the first step."""
 
 import math
 from typing import Any, NamedTuple
@@ -8,59 +8,61 @@ import torch
 from megakernel.checkpoint.parity import Parity, parity
 from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import Attention, Config, Model, UserError
-from megakernel.config.attention import AROUND, Near
+from megakernel.config.attention import OPTIONAL_PARTS, Near
 from megakernel.parallel import Mesh
 
 from .ablations import as_sliding_window
 from .validation import Validation
 
 IDENTITY_TOKENS = 512
-"""Tokens of each sequence that are compared at most.
+"""Maximum number of tokens of each sequence to compare.
 
-A window forms every pair of its tokens, 1 MiB of float32 scores here for each head and sequence; the error that is
-looked for (weights, biases, norms, rotary frequencies that the student takes otherwise) shows in few tokens as in many.
+A window computes all pairs of its tokens, here 1 MiB of float32 scores for each head and sequence. Differences between
+student and dense model in weights, biases, norms or rotary frequencies show in few tokens as well as in many.
 """
 
 
 class Identity(NamedTuple):
-    """Nats per token on the first tokens of the validation sequences."""
+    """Losses in nats per token on the first tokens of the validation sequences."""
 
     tokens: int
-    """How many of each sequence."""
+    """Number of tokens of each sequence."""
 
     student: float
-    """Of the student with windows over all of them."""
+    """Loss of the student with windows over all of these tokens."""
 
     dense: float
-    """Of the dense model."""
+    """Loss of the dense model."""
 
 
 def identity_tokens(dense: Model, student: Model, length: int, mesh: Mesh) -> int:
-    """Tokens at the beginning of sequences of `length` that every layer of both models sees whole; 0 for none.
+    """Number of first tokens of sequences of `length` on which the two models must be identical; 0 for none.
 
-    Behind a layer's own window the two need not be the same, and a model that approximates, or drops the cap of a dense
-    layer's exponents, is none to be. With sequence parallelism ranks take equal parts.
+    Beyond a layer's own window they may differ. A dense model whose own attention is an approximation, and a student
+    that drops a dense layer's softcap, are never identical. Sequence parallelism needs equal parts for all ranks.
     """
-    whole, own = dense.attentions, student.attentions
-    if not all(attention.is_full_softmax and attention.mixture is None for attention in whole):
+    dense_layers, student_layers = dense.attentions, student.attentions
+    if not all(attention.is_full_softmax and attention.mixture is None for attention in dense_layers):
         return 0
-    # A window knows no cap of exponents: without the dense layer's no length makes the two the same.
-    if any(theirs.softcap not in (None, mine.softcap) for theirs, mine in zip(whole, own)):
+    # A local window has no softcap: if the dense layer has one, no number of tokens makes the two identical.
+    if any(old.softcap not in (None, new.softcap) for old, new in zip(dense_layers, student_layers)):
         return 0
-    attentions = (*whole, *own)
+    attentions = (*dense_layers, *student_layers)
     windows = [attention.window for attention in attentions if attention.window is not None]
     tokens = min(IDENTITY_TOKENS, length, *windows)
     return tokens - tokens % mesh.tp.size if mesh.sequence_parallel else tokens
 
 
-def covering(student: Model, dense: Model, tokens: int) -> Model:
-    """The same with windows of `tokens` at least in every layer that approximates: nothing is left to approximate.
+def covering_model(student: Model, dense: Model, tokens: int) -> Model:
+    """The student with exact windows of at least `tokens` tokens in every layer, so that nothing is approximated.
 
-    Around its attention a layer has what the dense model's has.
+    The parts around each layer's attention are the dense model's.
     """
     layers = [
-        _covering(mine, tokens).model_copy(update={part: getattr(theirs, part) for part in AROUND})
-        for mine, theirs in zip(student.attentions, dense.attentions)
+        _covering(layer, tokens).model_copy(
+            update={part: getattr(dense_layer, part) for part in OPTIONAL_PARTS}
+        )
+        for layer, dense_layer in zip(student.attentions, dense.attentions)
     ]
     pattern = [attention.model_dump(mode="json") for attention in layers]
     return Model.model_validate(student.model_dump(mode="json") | {"attention_pattern": pattern})
@@ -72,56 +74,55 @@ def _covering(attention: Attention, tokens: int) -> Attention:
     if attention.near is None or attention.compression is None or attention.near.kind != "softmax":
         return Attention(similarity="softmax", near=Near(block_size=tokens))
     tree = attention.model_dump(mode="json")
-    # A block that is longer already stays: its landmarks need not fit into a shorter one.
+    # A longer block stays as it is, because its landmarks might not fit into a shorter one.
     block_size = max(tokens, attention.block_size or 0)
     return Attention.model_validate(tree | {"compression": tree["compression"] | {"block_size": block_size}})
 
 
 IDENTITY_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
-"""How far the loss of a student whose windows cover the tokens may be from the dense model's, in nats."""
+"""Largest allowed difference between the losses of the covering student and of the dense model, in nats."""
 
-LONGEST_WINDOWED = 8192
-"""Tokens per sequence up to which the sliding window is measured, which forms every pair of them."""
+MAX_WINDOWED_LEN = 8192
+"""Longest sequences for which the sliding window is measured, because it computes all pairs of tokens."""
 
 
 class Preflight(NamedTuple):
-    """Losses in nats per token on the validation samples; pairs are of all tokens, and of those beyond the window."""
+    """Losses in nats per token on the validation samples, as pairs (all tokens, tokens beyond the local window)."""
 
     parity: Parity
-    """Of logits, with `transformers`, both in float32."""
+    """Comparison of logits with `transformers`, in float32."""
 
     identity: Identity | None
-    """Of a student whose near windows cover the tokens: the dense model again.
+    """Losses of the dense model and of a student whose windows cover the tokens, which should be equal.
 
-    None where sequences are cut in shards, none of those tokens counts (data.scored: answers), or a dense layer's
-    softcap is dropped.
+    None with context parallelism, if none of those tokens counts (data.scored: answers), or if a dense layer's softcap
+    is dropped.
     """
 
     dense: tuple[float, float]
-    """Of the dense model."""
+    """Losses of the dense model."""
 
     swapped: tuple[float, float]
-    """Of the student before any step: the dense model's weights, mechanisms as drawn."""
+    """Losses of the student before any step: the dense model's weights, and mechanisms as initialized."""
 
     sliding: tuple[float, float] | None
-    """Of the dense model through a sliding window as long as the near one, with sinks.
+    """Losses of the dense model with a sliding window as long as the local window, with sinks.
 
-    None where there is no near window, or sequences are too long or cut in shards.
+    None if there is no local window, if sequences are too long, or with context parallelism.
     """
 
     @classmethod
-    def read(cls, tree: dict[str, Any]) -> "Preflight":
-        """What `_asdict` became in JSON."""
-        same = tree["identity"]
-        identity = None if same is None else Identity(*same)
+    def from_json(cls, tree: dict[str, Any]) -> "Preflight":
+        """Rebuild it from the JSON of `_asdict`."""
+        identity = None if tree["identity"] is None else Identity(*tree["identity"])
         return cls(**tree | {"parity": Parity(*tree["parity"]), "identity": identity})
 
 
 def preflight(validation: Validation, source: WeightSource, student: Model) -> Preflight:
-    """Read the dense model, and compare what it predicts with `transformers`, the student and its identity.
+    """Load the dense model, and compare it with `transformers` and with the student.
 
-    student: the wanted model, with the layers that stay softmax as far as they are known.
-    Raises UserError, alike on all ranks, where the dense model is not what `transformers` or the student make of it.
+    student: the model to train, with the layers that stay softmax if they are known.
+    Raises UserError, alike on all ranks, if the dense model differs from `transformers` or from the covering student.
     """
     config, mesh = validation.config, validation.mesh
     window, length = near_window(config), config.training.evaluation_len
@@ -132,42 +133,41 @@ def preflight(validation: Validation, source: WeightSource, student: Model) -> P
     tokens = identity_tokens(source.model(), student, length, mesh) if whole else 0
     dense_start = validation.losses(model, window, tokens)[0] if tokens else 0.0
     sliding = None
-    if whole and window and length <= LONGEST_WINDOWED:
+    if whole and window and length <= MAX_WINDOWED_LEN:
         as_sliding_window(model, window)
         sliding = validation.losses(model, window)
     del model
     swapped = validation.losses(validation.model(student, source), window)
     identity = None
-    if dense_start != 0:  # as it is where no label of these tokens counts
-        covered = validation.model(covering(student, source.model(), tokens), source)
+    if dense_start != 0:  # it is 0 if no label of these tokens counts
+        covered = validation.model(covering_model(student, source.model(), tokens), source)
         identity = Identity(tokens, validation.losses(covered, window, tokens)[0], dense_start)
-    found = Preflight(same_logits, identity, dense, swapped, sliding)
-    check(found, config, source)
-    return found
+    measured = Preflight(same_logits, identity, dense, swapped, sliding)
+    check_preflight(measured, config, source)
+    return measured
 
 
 def near_window(config: Config) -> int:
-    """Tokens of the largest near window of the configured layers; 0 where there is none."""
+    """Tokens of the largest local window of the configured layers; 0 if there is none."""
     layers = config.model.attentions
     windows = ((layer.block_size or 0) * layer.near.blocks for layer in layers if layer.near is not None)
     return max(windows, default=0)
 
 
-def check(found: Preflight, config: Config, source: WeightSource) -> None:
-    """Raise UserError for a dense model, or a student, with which no step is worth its time."""
+def check_preflight(found: Preflight, config: Config, source: WeightSource) -> None:
+    """Raise UserError for a dense model, or a student, that is not worth training."""
     dtype = config.training.dtype
     found.parity.check(f"{source.key}={source.folder}")
     if not math.isfinite(found.dense[0]):
         raise UserError(
-            f"{source.key}={source.folder}: its loss is {found.dense[0]}; {dtype} cannot hold what it computes: take "
-            "training.dtype=float32"
+            f"{source.key}={source.folder}: its loss is {found.dense[0]} in {dtype}; set training.dtype=float32"
         )
-    same = found.identity
-    if same is not None and not abs(same.student - same.dense) <= IDENTITY_TOLERANCE[dtype]:
+    identity = found.identity
+    if identity is not None and not abs(identity.student - identity.dense) <= IDENTITY_TOLERANCE[dtype]:
         raise UserError(
-            f"model: with windows over the first {same.tokens} tokens of each sequence its loss is {same.student:.4f} "
-            f"and that of the dense model {same.dense:.4f}; give it the dense model's section"
-            f"{_differences(config.model, source.model())}, see `megakernel import {source.folder}`"
+            f"model: with windows over the first {identity.tokens} tokens of each sequence its loss is "
+            f"{identity.student:.4f} and that of the dense model {identity.dense:.4f}; give it the dense model's "
+            f"section{_differences(config.model, source.model())}, see `megakernel import {source.folder}`"
         )
     if not math.isfinite(found.swapped[0]):
         raise UserError(
@@ -177,13 +177,13 @@ def check(found: Preflight, config: Config, source: WeightSource) -> None:
 
 def _differences(student: Model, dense: Model) -> str:
     keys = [
-        key for key in Model.model_fields if key not in _OWN and getattr(student, key) != getattr(dense, key)
+        key for key in Model.model_fields if key not in _FREE and getattr(student, key) != getattr(dense, key)
     ]
     return f" ({', '.join(f'model.{key}={getattr(dense, key)}' for key in keys)})" if keys else ""
 
 
-_OWN = (
+_FREE = (
     *("attention", "attention_pattern", "max_positions", "known_seq_len", "vocab_multiple", "init_std"),
     "family",
 )
-"""Keys in which a student is not its dense model, or need not be."""
+"""Keys in which a student may differ from its dense model."""

@@ -1,4 +1,4 @@
-"""The model that lowers what the objective section names."""
+"""Models that are trained on the objective section's loss."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,22 +10,22 @@ from data_pipeline.corpus import Corpora
 from megakernel.checkpoint.frozen import frozen_model
 from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import Config, UserError
-from megakernel.model import LanguageModel, ModelSettings, Parted, Pipeline, build_model
+from megakernel.model import LanguageModel, LocalModel, ModelSettings, Pipeline, build_model
 from megakernel.model.layer_inputs import LayerInputs
 from megakernel.model.settings import DTYPES
 from megakernel.parallel import Mesh
 from megakernel.parallel.ranks import Ranks
 
-from .distilled import Distillation, Teacher
-from .transferred import LayerTransfer
+from .distillation import Distillation, Teacher
+from .layer_transfer import LayerTransfer
 
 
 def model_maker(
     config: Config, corpora: Corpora, ranks: Ranks
-) -> Callable[[ModelSettings, Callable[[], float]], Parted]:
-    """What makes the model of a process, or its stage of one, as `build_model` does.
+) -> Callable[[ModelSettings, Callable[[], float]], LocalModel]:
+    """Return the function that builds a process's model or pipeline stage, with the interface of `build_model`.
 
-    Raises UserError, alike on all ranks, for a teacher that is not there or has another tokenizer than the data.
+    Raises UserError, alike on all ranks, if the teacher is missing or has another tokenizer than the data.
     """
     folder = config.objective.teacher
     if folder is None:
@@ -37,13 +37,13 @@ def model_maker(
 
 def _with_teacher(
     config: Config, source: WeightSource, settings: ModelSettings, loss_scale: Callable[[], float]
-) -> Parted:
+) -> LocalModel:
     assert isinstance(settings.mesh, Mesh)
     wanted, tensor, stages = source.model(), settings.mesh.tp.size, settings.mesh.pp.size
     if wanted.kv_heads % tensor or wanted.num_layers < stages:
         raise UserError(
             f"{source.key}={source.folder} has {wanted.num_layers} layers of {wanted.kv_heads} key heads, which "
-            f"parallel.pipeline={stages} and parallel.tensor={tensor} do not share; set sizes that divide its own"
+            f"parallel.pipeline={stages} and parallel.tensor={tensor} cannot partition; set sizes that divide its own"
         )
     teacher = Teacher(frozen_model(settings, wanted, source, DTYPES[config.training.dtype]))
     model = TaughtPipeline(settings, loss_scale) if settings.mesh.pp.size > 1 else TaughtModel(settings)
@@ -52,32 +52,32 @@ def _with_teacher(
     return model
 
 
-class _Taught:
-    """What both models below are told and tell alike."""
+class _WithObjective:
+    """The objective of both models below, and their methods for it."""
 
     objective: Distillation | LayerTransfer
-    """What is lowered in training. No part of the module: neither the optimizer nor a checkpoint knows its teacher."""
+    """The training loss. Not a submodule, so that neither the optimizer nor a checkpoint includes its teacher."""
 
     def begin_step(self, step: int) -> None:
-        """As of a `LanguageModel`."""
+        """Do what `LanguageModel.begin_step` does."""
         self.objective.begin_step(step)
 
     def scalars(self) -> dict[str, float]:
-        """As of a `LanguageModel`."""
+        """Return what `LanguageModel.scalars` does."""
         return self.objective.scalars()
 
 
-class TaughtModel(_Taught, LanguageModel):
-    """In training its loss is that of its objective; outside training it is the model alone."""
+class TaughtModel(_WithObjective, LanguageModel):
+    """A model whose training loss is that of its objective; in evaluation it is a plain `LanguageModel`."""
 
     def forward(self, *inputs: Tensor) -> Any:
-        """As a LanguageModel, but for the loss."""
+        """Run a `LanguageModel`, but for the loss in training."""
         return self.objective(inputs) if self.training else super().forward(*inputs)
 
 
-class TaughtPipeline(_Taught, Pipeline):
-    """The same for a stage; the teacher has this stage's layers."""
+class TaughtPipeline(_WithObjective, Pipeline):
+    """The same for a pipeline stage, whose teacher has the same layers."""
 
     def forward(self, inputs: LayerInputs) -> Any:
-        """What the stage hands on; of the last one the loss."""
+        """Return the stage's outputs; on the last stage the loss."""
         return self.objective(inputs) if self.training else super().forward(inputs)

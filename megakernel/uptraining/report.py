@@ -1,4 +1,4 @@
-"""The report of an up-training, as files and for TensorBoard: what each stage gained, and what the parts are worth."""
+"""The report of an up-training, as files and for TensorBoard: losses of each stage, and of ablations."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from typing import Any
 from megakernel.training.observing.event_files import drop_later_steps
 from megakernel.training.run_folder import write_whole
 
-from .costs import Decoding, Spent, cost_pages
+from .costs import DecodingCost, TrainingCost, cost_tables
 from .head_statistics import HeadTag
 from .identity import Identity
 
@@ -20,25 +20,25 @@ REPORT = "uptrain_report"
 
 @dataclass(frozen=True)
 class Measured:
-    """A model on the validation samples; nats per token."""
+    """Losses of a model on the validation samples, in nats per token."""
 
     name: str
-    """What it is, in a few words."""
+    """Short description of the model."""
 
     loss: float
-    """Of all tokens."""
+    """Loss of all tokens."""
 
     beyond: float
-    """Of the tokens behind the near window of their document's start."""
+    """Loss of the tokens further from their document's start than the local window."""
 
     tokens: int = 0
-    """Tokens trained on, from the dense model (or from nothing) on."""
+    """Training tokens since the dense model, or since initialization."""
 
     folder: str | None = None
-    """Its run; None for what is no run."""
+    """The folder of its run; None if it is no run's model."""
 
-    spent: Spent | None = None
-    """What its training took; None for what is no run."""
+    spent: TrainingCost | None = None
+    """Its training cost; None if it is no run's model."""
 
     @property
     def perplexity(self) -> float:
@@ -47,13 +47,13 @@ class Measured:
 
 
 LEAST_GAP = 0.01
-"""Share of the dense model's perplexity that a swap has to cost: of less, nothing can be said to be recovered."""
+"""Minimum perplexity gap, as a share of the dense model's perplexity, for which a recovered share is reported."""
 
 
 def recovered(swapped: float, now: float, dense: float) -> float | None:
-    """Share of the perplexity gap that is closed: (PPL_swapped - PPL) / (PPL_swapped - PPL_dense), of losses.
+    """Share of the perplexity gap that is closed, (PPL_swapped - PPL) / (PPL_swapped - PPL_dense), from losses.
 
-    None where the gap is less than LEAST_GAP of PPL_dense.
+    None if the gap is less than LEAST_GAP of PPL_dense.
     """
     gap = math.exp(swapped) - math.exp(dense)
     return (math.exp(swapped) - math.exp(now)) / gap if gap >= LEAST_GAP * math.exp(dense) else None
@@ -61,19 +61,19 @@ def recovered(swapped: float, now: float, dense: float) -> float | None:
 
 @dataclass(frozen=True)
 class Report:
-    """All that was measured, in the order of the table."""
+    """All measurements of an up-training."""
 
     config: str
     """The run's folder."""
 
     window: int
-    """Tokens of the near window; 0 without one."""
+    """Tokens of the local window; 0 without one."""
 
     parity: float | None
-    """See `Parity`."""
+    """Largest difference of logits, see `Parity`; None if not measured."""
 
     parity_reason: str
-    """Why it is None, or not of all layers."""
+    """Why parity was not measured, or not for all layers."""
 
     identity: Identity | None
     """See `Preflight`."""
@@ -86,16 +86,16 @@ class Report:
     """The last `transfer/...` scalars of the transfer stage."""
 
     recipe: str = ""
-    """What the uptrain section says, but for what it says anyway."""
+    """The keys of the uptrain section that are not defaults."""
 
     kept: Sequence[int] = ()
-    """The layers that stay as the dense model has them, from 0."""
+    """Indices of the layers that stay as in the dense model."""
 
-    decoding: dict[str, Decoding] = field(default_factory=dict)
-    """What the dense model takes to decode, and the student, by their rows' names; empty where it is not known."""
+    decoding: dict[str, DecodingCost] = field(default_factory=dict)
+    """Decoding cost of the dense model and of the student, by names of rows; empty if not measured."""
 
     trained_on: Measured | None = None
-    """The dense model after as many tokens as the student's; None where it was not trained on."""
+    """The dense model after training on as many tokens as the student; None if it was not trained."""
 
     @property
     def rows(self) -> list[Measured]:
@@ -103,33 +103,31 @@ class Report:
         return [self.dense, self.swapped, *self.stages, *self.ablations]
 
     def recovered(self, row: Measured, end: Measured) -> float | None:
-        """The share of the gap to `end` that a row closes; see `recovered`. None of the two that begin the table."""
+        """The share of the gap to `end` that a row closes; see `recovered`. None for the dense and swapped models."""
         if row in (self.dense, self.swapped):
             return None
         return recovered(self.swapped.loss, row.loss, end.loss)
 
     def write(self, folder: Path) -> None:
-        """Both files, each whole or not at all."""
+        """Write the JSON and Markdown files atomically."""
         write_whole(folder / f"{REPORT}.json", json.dumps(self.as_dict(), indent=1) + "\n")
         write_whole(folder / f"{REPORT}.md", self.markdown())
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: the same numbers, with what follows from them."""
+        """The measurements and the recovered shares, for JSON."""
         rows = (*self.stages, *self.ablations)
         identity = None if self.identity is None else self.identity._asdict()
-        found = {
+        tree = {
             **asdict(self),
             "identity": identity,
             "recovered": {row.name: self.recovered(row, self.dense) for row in rows},
         }
         if self.trained_on is not None:
-            found["recovered_of_trained_on"] = {
-                row.name: self.recovered(row, self.trained_on) for row in rows
-            }
-        return found
+            tree["recovered_of_trained_on"] = {row.name: self.recovered(row, self.trained_on) for row in rows}
+        return tree
 
     def markdown(self) -> str:
-        """The page."""
+        """The report as a page of Markdown."""
         more = place = ""
         if self.trained_on is not None:
             more = " of the dense model trained on |"
@@ -159,14 +157,14 @@ class Report:
             lines.append(
                 f"| {row.name} | {row.tokens:,} | {row.loss:.4f} | {row.perplexity:.3f} | {row.beyond:.4f} | {shown} |"
             )
-        lines += cost_pages([(row.name, row.spent) for row in self.rows], self.decoding)
+        lines += cost_tables([(row.name, row.spent) for row in self.rows], self.decoding)
         if self.heads:
             lines += ["", "## Heads, at the end of the transfer", "", *_head_table(self.heads)]
         return "\n".join(lines) + "\n"
 
 
 def _head_table(heads: dict[str, float]) -> list[str]:
-    """Scalars under `HeadTag`s as a row for each head and a column for each name."""
+    """Table of the scalars under `HeadTag`s, with a row for each head and a column for each statistic."""
     rows: dict[tuple[int, int], dict[str, float]] = {}
     names: dict[str, None] = {}
     for tag, value in heads.items():
@@ -184,7 +182,7 @@ def _head_table(heads: dict[str, float]) -> list[str]:
 
 
 def _in_words(share: float | None) -> str:
-    """A recovered share as a reader takes it in: of a small gap shares are huge, and beyond its ends they mislead."""
+    """A recovered share in words where a number would mislead: for a tiny gap, below 0 or above 1."""
     if share is None:
         return "the swap lost nothing"
     if share < 0:
@@ -201,21 +199,21 @@ def _beyond(window: int) -> str:
     )
 
 
-def _identity(found: Identity | None) -> str:
-    if found is None:
+def _identity(identity: Identity | None) -> str:
+    if identity is None:
         return "Loss of a student whose windows cover the sequence: not measured."
     return (
-        f"Loss of the first {found.tokens} tokens of each sequence: of the dense model {found.dense:.4f}, "
-        f"of the student with windows over all of them {found.student:.4f}."
+        f"Loss of the first {identity.tokens} tokens of each sequence: of the dense model {identity.dense:.4f}, "
+        f"of the student with windows over all of them {identity.student:.4f}."
     )
 
 
 def write_events(report: Report, folder: Path) -> None:
-    """Write the page as text, and each row's numbers as `report/loss/ROW` and so on, at the tokens it was trained on.
+    """Write the page as text, and each row's numbers as `report/loss/ROW` and so on, at its number of training tokens.
 
-    What an earlier report wrote there goes.
+    Replaces those of an earlier report.
     """
-    # Imported here because it takes seconds that the other ranks need not wait.
+    # Imported here because it takes seconds, which the other ranks need not wait.
     from torch.utils.tensorboard import SummaryWriter
 
     folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""What `megakernel uptrain` does, as training runs that start from each other."""
+"""The stages of `megakernel uptrain`: training runs, each of which starts from the one before."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,19 +24,19 @@ from megakernel.config.validation import validate
 
 @dataclass(frozen=True)
 class Stage:
-    """One training run inside the folder of an up-training."""
+    """One training run in the folder of an up-training."""
 
     kind: str
-    """What is trained: transfer, base, rankR, main, length, scratch or dense."""
+    """transfer, base, rankR, main, length, scratch or dense."""
 
     number: int
-    """Its place among the stages, from 1."""
+    """Its number among the stages, from 1."""
 
     purpose: str
-    """What it is for, in a few words."""
+    """Short description for tables and messages."""
 
     config: Config
-    """The run; it starts from the stage before, the first from the dense model."""
+    """Configuration of the run, which starts from the stage before, the first from the dense model."""
 
     @property
     def name(self) -> str:
@@ -45,62 +45,62 @@ class Stage:
 
     @property
     def is_control(self) -> bool:
-        """Whether it is trained for comparison alone: nothing starts from it."""
+        """Whether it is trained only for comparison; no stage starts from it."""
         return self.kind in _CONTROLS
 
 
 def stages(config: Config, kept: Sequence[int] | None = None, dense: Model | None = None) -> list[Stage]:
     """The stages of a configuration with an uptrain section, in order.
 
-    Sequences of one length are one stream: each stage reads on where the one before stopped, so that no sequence comes
-    twice within an epoch, and what is trained for comparison reads the same sequences, from the first. Where sequences
-    grow, in the length stage or by a seq_len_schedule, a stage draws an order of its own.
+    Stages share one order of the data: each reads on where the one before stopped, so that no sequence comes twice
+    within an epoch; controls read the same sequences from the first. If sequences grow, in the length stage or by a
+    seq_len_schedule, a stage has an order of its own.
 
-    kept: the layers that stay softmax; None: not chosen yet, which only the transfer before the choice needs not know.
-    dense: the model section of init.from, which uptrain.train_dense needs; without it layers that are kept see all.
+    kept: the layers that stay softmax; None: uptrain.layers.keep; if that is a number, stages end with the transfer.
+    dense: the model section of init.from, which uptrain.train_dense needs; without it kept layers are full softmax.
 
-    Raises ConfigError for a stage whose configuration cannot be, naming the stage.
+    Raises ConfigError, which names the stage, for a stage whose configuration is invalid.
     """
     uptrain = config.uptrain or Uptrain()
     chosen = uptrain.layers.keep if kept is None else list(kept)
-    found: list[Stage] = []
-    passed = 0
-    for purpose, kind, changes in _changes(config, uptrain, dense):
+    plan: list[Stage] = []
+    consumed = 0
+    for purpose, kind, changes in _stage_changes(config, uptrain, dense):
         if kind == "transfer" and isinstance(uptrain.layers.keep, int):
             pattern = None
         elif isinstance(chosen, int):
             break
         else:
             pattern = _pattern(chosen, config.model.num_layers, dense)
-        number = len(found) + 1
+        number = len(plan) + 1
         control = kind in _CONTROLS
-        start = config.init.source if control or not found else found[-1].config.run.folder
-        follows = not config.training.seq_len_schedule and kind != "length"
-        seed = config.run.seed if follows else config.run.seed + number
-        own: dict[str, Any] = {
+        start = config.init.source if control or not plan else plan[-1].config.run.folder
+        shares_order = not config.training.seq_len_schedule and kind != "length"
+        seed = config.run.seed if shares_order else config.run.seed + number
+        overrides: dict[str, Any] = {
             "run": {"name": f"{number}-{kind}", "root": str(config.run.folder), "seed": seed},
             "init": {
                 "from": None if kind == "scratch" else str(start),
-                "moments": _moments(kind, found, config),
+                "moments": _moments(kind, plan, config),
             },
             "uptrain": None,
         }
         if pattern is not None and kind != DENSE:
-            own["model"] = {"attention_pattern": pattern}
+            overrides["model"] = {"attention_pattern": pattern}
         if kind == "length":
-            own["training"] = {"skip_samples": []}  # which are of another stream
-        elif follows and passed and not control:
-            own["training"] = {"skip_samples": [(0, passed), *config.training.skip_samples]}
-        with _named(f"{number}-{kind}"):
-            run = validate(merged(merged(config.model_dump(mode="json"), changes), own))
-        found.append(Stage(kind, number, purpose, run))
-        passed = ConsumptionOrder(run.training.phases[-1], Share()).stream_length(run.training.steps)
-    return found
+            overrides["training"] = {"skip_samples": []}  # they count in another order of the data
+        elif shares_order and consumed and not control:
+            overrides["training"] = {"skip_samples": [(0, consumed), *config.training.skip_samples]}
+        with _naming(f"{number}-{kind}"):
+            run = validate(merged(merged(config.model_dump(mode="json"), changes), overrides))
+        plan.append(Stage(kind, number, purpose, run))
+        consumed = ConsumptionOrder(run.training.phases[-1], Share()).stream_length(run.training.steps)
+    return plan
 
 
 @contextmanager
-def _named(stage: str) -> Iterator[None]:
-    """Within, a ConfigError names the stage that it is of."""
+def _naming(stage: str) -> Iterator[None]:
+    """Add the stage's name to a ConfigError."""
     try:
         yield
     except ConfigError as error:
@@ -111,26 +111,27 @@ def _named(stage: str) -> Iterator[None]:
 
 
 def check_stages(config: Config, world_size: int) -> None:
-    """Raise ConfigError for a stage that cannot be, before any is run; layers that are chosen later stand as the first.
+    """Raise ConfigError if any stage is invalid, before the first one runs.
 
-    The layers of the dense model count as softmax: what depends on their windows is left to `stages`.
+    If layers to keep are chosen later, it takes the first ones. It assumes that the dense model has full softmax; what
+    depends on its windows is left to `stages`.
     """
     if (dropout := config.training.near_dropout) is not None:
-        # No rule of the configuration, because runs of before have recorded both.
+        # Not a rule of the configuration, because older runs have recorded both.
         remedy = f"set null, and uptrain.near_dropout: {dropout.start:g}"
         reason = "is what stages of uptrain choose, by which of them have gates"
         raise ConfigError([Problem("training.near_dropout", "{...}", reason, remedy)])
     keep = (config.uptrain or Uptrain()).layers.keep
     dense = config.model.model_copy(update={"attention": Attention(), "attention_pattern": None})
     for stage in stages(config, range(keep) if isinstance(keep, int) else keep, dense):
-        with _named(stage.name):
+        with _naming(stage.name):
             data_parallel_size(stage.config, world_size)
 
 
 def _moments(kind: str, before: Sequence[Stage], config: Config) -> str | None:
-    """Where a stage's optimizer goes on: in the stage before, if that trained what it trains.
+    """Where a stage's optimizer state comes from: the stage before, if that trained the same parameters.
 
-    Low-rank updates are folded between stages, and begin anew.
+    Low-rank updates are folded between stages, and start anew.
     """
     if kind in ("transfer", "scratch"):
         return None
@@ -142,19 +143,19 @@ def _moments(kind: str, before: Sequence[Stage], config: Config) -> str | None:
 
 MAIN = "main"
 DENSE = "dense"
-"""Kinds of stages: what the configuration describes, and the dense model trained on."""
+"""Kinds of stages: training of the configured model, and further training of the dense model."""
 
 _CONTROLS = ("scratch", DENSE)
-"""Those that are trained for comparison alone."""
+"""Kinds of stages that are trained only for comparison."""
 
 
-def _changes(
+def _stage_changes(
     config: Config, uptrain: Uptrain, dense: Model | None
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Purpose, name and changed keys of each stage."""
+    """Yield purpose, kind and changed keys of each stage."""
     attention = config.model.attention
-    ladder = _ranks_between(attention) if uptrain.annealed else []
-    shares = _shares(config.training.steps, uptrain, len(ladder))
+    ranks = _intermediate_ranks(attention) if uptrain.annealed else []
+    stage_steps = _stage_steps(config.training.steps, uptrain, len(ranks))
     distill = _distillation(config, uptrain)
     first = _base(attention, uptrain.base) if uptrain.alpha else attention
     if uptrain.transfer is not None:
@@ -163,7 +164,7 @@ def _changes(
             "attention transfer",
             "transfer",
             {
-                "model": {"attention": _plain(first)},
+                "model": {"attention": _as_dict(first)},
                 "objective": {
                     "kind": "transfer",
                     "teacher": str(config.init.source),
@@ -177,27 +178,27 @@ def _changes(
                     "trained": "mechanism",
                     "lora": None,
                 },
-                # ZeRO 3 saves no weights that stay as they are.
+                # ZeRO 3 does not save frozen weights.
                 "parallel": {"zero_stage": min(config.parallel.zero_stage, 2)},
             },
         )
     parts: list[tuple[str, str, Attention]] = []
     if uptrain.alpha:
         parts.append((f"{uptrain.base} base", "base", first))
-    parts += [(f"rank {rank}", f"rank{rank}", _with_rank(attention, rank)) for rank in ladder]
+    parts += [(f"rank {rank}", f"rank{rank}", _with_rank(attention, rank)) for rank in ranks]
     parts.append(("distillation" if uptrain.distill.kl else "fine-tuning", MAIN, attention))
     before, dropout = 0, uptrain.near_dropout
-    for (purpose, kind, of), count in zip(parts, shares, strict=True):
-        # One schedule of the learning rate over all of them, and one of the sequences' lengths.
+    for (purpose, kind, mechanism), count in zip(parts, stage_steps, strict=True):
+        # All of them share one learning-rate schedule and one sequence-length schedule.
         after = config.training.steps - before - count
         schedule = {"steps_before": before, "steps_after": after}
-        gated = config.model.model_copy(update={"attention": of}).is_gated
+        gated = config.model.model_copy(update={"attention": mechanism}).is_gated
         training = {
             "steps": count,
-            "seq_len_schedule": _rows(config.training, before, before + count),
+            "seq_len_schedule": _phases(config.training, before, before + count),
             "near_dropout": {"start": dropout, "steps": count} if dropout and gated else None,
         }
-        model = {"attention": _plain(of)}
+        model = {"attention": _as_dict(mechanism)}
         yield (
             purpose,
             kind,
@@ -210,26 +211,26 @@ def _changes(
         rate = length.pop("lr", None)
         changes: dict[str, Any] = {"training": length}
         if uptrain.length.rope_scaling is not None:
-            # With every key of it: nothing of the model's own is left among them.
+            # With every key, so that none of the model's own remains.
             changes["model"] = {"rope_scaling": uptrain.length.rope_scaling.model_dump(mode="json")}
         if rate is not None:
-            own = config.optimizer.mechanism_lr
-            scaled = None if own is None else own * rate / config.optimizer.lr
+            mechanism_lr = config.optimizer.mechanism_lr
+            scaled = None if mechanism_lr is None else mechanism_lr * rate / config.optimizer.lr
             changes["optimizer"] = {"lr": rate, "mechanism_lr": scaled}
         yield "longer rows", "length", changes
-    # The transfer reads sequences of the last length.
+    # The transfer uses the final sequence length.
     total = config.training.steps + (uptrain.transfer.steps if uptrain.transfer is not None else 0)
-    budget = {"steps": total, "seq_len_schedule": _rows(config.training, 0, config.training.steps)}
+    budget = {"steps": total, "seq_len_schedule": _phases(config.training, 0, config.training.steps)}
     all_weights: dict[str, Any] = {"trained": "all", "lora": None}
     if uptrain.from_scratch:
         rates: dict[str, Any] = {}
-        if uptrain.scratch_lr is not None:  # no weight is newer than another
+        if uptrain.scratch_lr is not None:  # all weights are new, so mechanism_lr has no use
             rates = {"lr": uptrain.scratch_lr, "mechanism_lr": None}
         changes = {"training": budget, "optimizer": all_weights | rates}
         yield "from scratch on as many tokens", "scratch", changes
     if uptrain.train_dense:
         assert dense is not None, "the caller knows init.from"
-        layers = [_plain(layer) for layer in dense.attentions]
+        layers = [_as_dict(layer) for layer in dense.attentions]
         changes = {
             "model": {"attention_pattern": layers},
             "training": budget,
@@ -239,7 +240,7 @@ def _changes(
 
 
 def _distillation(config: Config, uptrain: Uptrain) -> dict[str, Any]:
-    """The objective of the stages that train all weights; without KL no teacher is loaded."""
+    """The objective of the base, rankR and main stages; without KL no teacher is loaded."""
     weights = uptrain.distill
     if weights.kl == 0:
         return {"kind": "labels"}
@@ -250,65 +251,65 @@ def _distillation(config: Config, uptrain: Uptrain) -> dict[str, Any]:
     }
 
 
-def _shares(steps: int, uptrain: Uptrain, ranks: int) -> list[int]:
-    """Steps of the base, of each of the ranks between, and of the configured model: together those of training.
+def _stage_steps(steps: int, uptrain: Uptrain, ranks: int) -> list[int]:
+    """Steps of the base, of each intermediate rank, and of the configured model, which add up to training.steps.
 
-    Raises ConfigError where one of them would have none.
+    Raises ConfigError if one of them would have no steps.
     """
     base = [round(uptrain.alpha * steps)] if uptrain.alpha else []
     annealed = round((uptrain.alpha + uptrain.annealed) * steps) - sum(base) if ranks else 0
-    between = [annealed * (rank + 1) // ranks - annealed * rank // ranks for rank in range(ranks)]
-    shares = [*base, *between, steps - sum(base) - annealed]
-    if min(shares) < 1:
-        reason = f"leaves a stage without a step: uptrain has {len(shares)} that share them, as {shares}"
+    intermediate = [annealed * (rank + 1) // ranks - annealed * rank // ranks for rank in range(ranks)]
+    counts = [*base, *intermediate, steps - sum(base) - annealed]
+    if min(counts) < 1:
+        reason = f"leaves a stage without a step: uptrain has {len(counts)} that share them, as {counts}"
         remedy = "set more, or other shares (uptrain.alpha and uptrain.anneal)"
         raise ConfigError([Problem("training.steps", steps, reason, remedy)])
-    return shares
+    return counts
 
 
-def _rows(training: Training, first: int, end: int) -> list[dict[str, Any]]:
+def _phases(training: Training, first: int, end: int) -> list[dict[str, Any]]:
     """The seq_len_schedule of steps [first, end) of training, counted from `first`."""
     return [
-        phase.written.model_dump(mode="json") | {"until_step": min(phase.end_step, end) - first}
+        phase.schedule_entry.model_dump(mode="json") | {"until_step": min(phase.end_step, end) - first}
         for phase in training.phases
-        if phase.written is not None and phase.first_step < end and phase.end_step > first
+        if phase.schedule_entry is not None and phase.first_step < end and phase.end_step > first
     ]
 
 
 def _base(attention: Attention, kind: str) -> Attention:
-    """The half of FLuRKA that is trained first.
+    """The simpler mechanism that is trained before FLuRKA.
 
-    kernel: every token of an earlier block is a landmark of its own, E = F = I, so that nothing is compressed; with
-    a kernel window that is kernel attention itself. low_rank: the same landmarks under softmax, one normalizer.
+    kernel: every token of an earlier block is its own landmark, E = F = I, so nothing is compressed; with a kernel
+    window that is kernel attention. low_rank: the same landmarks with softmax and one normalizer.
     """
     assert isinstance(attention.compression, BlockCompression)
     if kind == "kernel":
         return _with_rank(attention, attention.compression.block_size)
-    tree = _plain(attention) | {"similarity": "softmax", "feature_map": None, "far_decay": "none"}
+    tree = _as_dict(attention) | {"similarity": "softmax", "feature_map": None, "far_decay": "none"}
     tree["near"] = tree["near"] | {"kind": "softmax", "join": "shared"}
     return Attention.model_validate(tree)
 
 
 def _with_rank(attention: Attention, rank: int) -> Attention:
-    tree = _plain(attention)
+    tree = _as_dict(attention)
     return Attention.model_validate(tree | {"compression": tree["compression"] | {"rank": rank}})
 
 
-def _ranks_between(attention: Attention) -> list[int]:
-    """Landmarks of a block between one for each token and the configured rank: 64 -> [32, 16] for rank 8."""
+def _intermediate_ranks(attention: Attention) -> list[int]:
+    """Numbers of landmarks between one per token and the configured rank: [32, 16] for block size 64 and rank 8."""
     assert isinstance(attention.compression, BlockCompression)
     return rank_steps(attention.compression.block_size, attention.compression.rank)[1:-1]
 
 
 def _pattern(kept: Sequence[int], num_layers: int, dense: Model | None) -> list[Any] | None:
-    """Layers that are `kept` as the dense model has them, windows included."""
+    """The attention_pattern with the `kept` layers as in the dense model, including their windows."""
     if not kept:
         return None
     same = [
-        "softmax" if dense is None else _plain(dense.layer_attention(layer)) for layer in range(num_layers)
+        "softmax" if dense is None else _as_dict(dense.layer_attention(layer)) for layer in range(num_layers)
     ]
     return [same[layer] if layer in kept else "main" for layer in range(num_layers)]
 
 
-def _plain(attention: Attention) -> dict[str, Any]:
+def _as_dict(attention: Attention) -> dict[str, Any]:
     return attention.model_dump(mode="json")

@@ -71,7 +71,7 @@ def layer(form, heads):
     return module
 
 
-def outputs_and_gradients(form, heads=attention.ALL_HEADS, cp_shard=attention.WHOLE):
+def outputs_and_gradients(form, heads=attention.ALL_HEADS, cp_shard=attention.WHOLE_SEQUENCE):
     def mine(x):
         return x.chunk(heads.size, 1)[heads.rank].chunk(cp_shard.size, 2)[cp_shard.rank]
 

@@ -33,7 +33,7 @@ def found(place):
 
 
 def look(place, names):
-    from megakernel.checkpoint.frozen import before_head, frozen_model
+    from megakernel.checkpoint.frozen import frozen_model, head_inputs
     from megakernel.checkpoint.weight_source import WeightSource
     from megakernel.model import ModelSettings
     from megakernel.model.head import token_losses
@@ -42,7 +42,7 @@ def look(place, names):
 
         def read(name):
             source = WeightSource.find("init.from", place / name)
-            wanted = source.model().for_rows(dense_models.LENGTH)
+            wanted = source.model().for_seq_len(dense_models.LENGTH)
             settings = ModelSettings(wanted, wanted.vocab_size, mesh)
             return frozen_model(settings, source.model(), source, torch.float32)
 
@@ -50,7 +50,7 @@ def look(place, names):
         for name in names:
             model = read(name)
             layer_inputs = tokens(), torch.arange(dense_models.LENGTH)[None], labels(name), torch.ones(1)
-            if (entering := before_head(model, layer_inputs, mesh)) is not None:
+            if (entering := head_inputs(model, layer_inputs, mesh)) is not None:
                 losses = token_losses(model.output_matrix, entering[0], labels(name), model.settings)
                 said[name] = model.logits(entering[0]), model.loss(entering), losses.sum()
         return said, reading(place / "deep", mesh)

@@ -41,7 +41,7 @@ def logits(names, folder, dtype):
         for name in names:
             checkpoint = DenseCheckpoint(Path(folder, name), vocab_multiple=128)
             assert checkpoint.model.vocab_size is not None
-            wanted = checkpoint.model.for_rows(dense_models.LENGTH)
+            wanted = checkpoint.model.for_seq_len(dense_models.LENGTH)
             model = LanguageModel(ModelSettings(wanted, checkpoint.model.vocab_size, mesh)).eval()
             for key, target in model.state_dict().items():
                 if isinstance(target, torch.Tensor):

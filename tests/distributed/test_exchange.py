@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megakernel.ops import kernel_attention
 from megakernel.ops.state import EMPTY, KernelState, empty_state, keep, merge
-from megakernel.parallel import exchange_way, state_exchange
+from megakernel.parallel import exchange_method, state_exchange
 from tests.distributed.processes import cpu_mesh, run_ranks
 
 SIZES = [2, 4]
@@ -41,7 +41,7 @@ def states(shards, dtype):
 
 def entering_states(shards, dtype, direction, way):
     chosen, parts = WAYS[way]
-    state_exchange.parts = lambda size, message_bytes: parts
+    state_exchange.ring_parts = lambda size, message_bytes: parts
     with cpu_mesh(context=shards, state_exchange=chosen) as mesh:
         sums, log_scales, carries, weights = states(shards, dtype)
         cp_shard, rank = mesh.new_cp_shard(), mesh.cp.rank
@@ -84,7 +84,7 @@ def decays(shards):
 
 def decayed_states(shards, direction, way):
     chosen, parts = WAYS[way]
-    state_exchange.parts = lambda size, message_bytes: parts
+    state_exchange.ring_parts = lambda size, message_bytes: parts
     with cpu_mesh(context=shards, state_exchange=chosen) as mesh:
         sums, _, _, weights = states(shards, torch.float64)
         cp_shard, rank = mesh.new_cp_shard(), mesh.cp.rank
@@ -247,5 +247,13 @@ def test_a_sequence_that_nobody_shares_is_whole():
 
 def test_large_states_and_those_of_many_shards_are_passed_on():
     state = 16 * 128 * 129 * 4  # one sequence, 16 key heads, F = D = 128
-    assert [exchange_way.way(8, size) for size in (100, state, 8 * state)] == ["gather", "gather", "ring"]
-    assert [exchange_way.way(shards, state) for shards in (2, 64, 1024)] == ["gather", "gather", "ring"]
+    assert [exchange_method.choose_method(8, size) for size in (100, state, 8 * state)] == [
+        "gather",
+        "gather",
+        "ring",
+    ]
+    assert [exchange_method.choose_method(shards, state) for shards in (2, 64, 1024)] == [
+        "gather",
+        "gather",
+        "ring",
+    ]

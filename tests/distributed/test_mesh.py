@@ -17,7 +17,7 @@ from megakernel.parallel import replicated
 from megakernel.parallel.mesh import Mesh
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.parallel.ranks import Ranks
-from megakernel.parallel.rendezvous import meet
+from megakernel.parallel.rendezvous import connect_store
 from tests.distributed.processes import RankFailedError, cpu_mesh, run_ranks
 
 LAYOUTS = [
@@ -71,7 +71,7 @@ def sums_and_agreement():
         return (
             mesh.sum(mine, mesh.tp).item(),
             mesh.sum(mine, mesh.gradient).item(),
-            mesh.agree(mesh.rank == 3),
+            mesh.all_reduce_max(mesh.rank == 3),
             mine.item(),
         )
 
@@ -101,7 +101,7 @@ def serve(world_size: int):
     resource.setrlimit(resource.RLIMIT_NOFILE, (most - 1000, most))
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    store = meet(
+    store = connect_store(
         ProcessEnvironment(world_size=world_size, master_port=port), timedelta(seconds=10), wait=False
     )
     store.set("here", "rank 0")

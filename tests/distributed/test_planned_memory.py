@@ -1,4 +1,4 @@
-"""The memory that the planner counts is what real processes hold."""
+"""The planner's memory agrees with that of real processes."""
 
 from typing import Any
 
@@ -38,25 +38,25 @@ def case(attention: Any, parallel: dict[str, Any] | None = None, **training: Any
 
 
 def kept(cases: list[dict[str, Any]]) -> list[list[int]]:
-    from benchmarks.real_runs import kept_bytes
+    from benchmarks.real_runs import saved_activations
 
     with cpu_mesh(**cases[0]["parallel"]) as mesh:
-        return [kept_bytes(trees.config(**changes), VOCAB, mesh) for changes in cases]
+        return [saved_activations(trees.config(**changes), VOCAB, mesh) for changes in cases]
 
 
 COUNTED = ["softmax", "linear", "hedgehog", "performer", "gmm_rks", "mlk", "local", "flurka", "flurka_kernel"]
 COUNTED += [{"preset": "flurka", "short_convolution": 4}]
-"""Mechanisms whose kept tensors are counted one by one."""
+"""Mechanisms whose saved activations the planner counts exactly."""
 
 ESTIMATED = ["mgk", "gaussian", "eva", "linformer_causal"]
-"""Those that are taken for the nearest of the others."""
+"""Mechanisms whose saved activations the planner approximates."""
 
 
 def check_kept(cases: list[dict[str, Any]], world: int, tolerance: float) -> None:
     results = run_ranks(kept, world, cases)[-1]
     for changes, layers in zip(cases, results):
         one = job(changes, world)
-        planned = one.measured(1).kept
+        planned = one.costs(1).saved
         # The embedding comes first; then the second transformer layer, whose input the first has made.
         assert planned == pytest.approx(layers[2], rel=tolerance), changes
 
@@ -112,7 +112,7 @@ def held(changes: dict[str, Any]) -> int:
     ],
 )
 def test_what_a_process_holds_at_most(changes, world):
-    """Within 10 %, of which most is what backward of a layer holds for a moment; `docs/planning.md` has errors."""
+    """Within 10 %, mostly from temporary tensors in a layer's backward; `docs/planning.md` has the errors."""
     real = run_ranks(held, world, changes)[0]
     assert memory(job(changes, world)).total == pytest.approx(real, rel=0.10)
 

@@ -1,4 +1,4 @@
-"""The traffic that the planner counts is what real processes hand to collectives, to the byte."""
+"""The planner's traffic is exactly what real processes pass to collectives."""
 
 from collections import Counter
 from typing import Any
@@ -14,7 +14,7 @@ from ..unit.config import trees
 pytestmark = pytest.mark.second
 
 BOOKKEEPING = 64
-"""Bytes of norms, flags and counts that DeepSpeed and the loss exchange once a step, beside tensors."""
+"""Bytes of norms, flags and counts that DeepSpeed and the loss exchange once per step, besides tensors."""
 
 
 def measured(changes: dict[str, Any]) -> dict[tuple[str, str], int]:

@@ -35,7 +35,7 @@ CASES = [
 ]
 
 
-def outputs_and_gradients(case, heads=attention.ALL_HEADS, cp_shard=attention.WHOLE):
+def outputs_and_gradients(case, heads=attention.ALL_HEADS, cp_shard=attention.WHOLE_SEQUENCE):
     """Output and gradients of one layer's queries, keys and values."""
     name, causal, packed, dtype = case
     num_heads, kv_heads, exchange = HEADS[name]

@@ -8,7 +8,7 @@ import torch
 
 from megakernel.config import Attention, Model, expand_preset
 from megakernel.model.self_attention import SelfAttention
-from megakernel.model.settings import ModelSettings, drawn_from
+from megakernel.model.settings import ModelSettings, seeded_by
 from tests.distributed.processes import cpu_mesh, run_ranks
 
 BATCH, TOKENS, WIDTH, RANK = 2, 32, 16, 6
@@ -50,7 +50,7 @@ def layer(form, mesh):
     kind = "causal_lm" if causal else "masked_lm"
     model = Model.model_validate({**SHAPE, "kind": kind, "position": "none", "attention": form})
     settings = ModelSettings(model.model_copy(update={"max_positions": TOKENS}), vocab_size=8, mesh=mesh)
-    with drawn_from(0, "layer"):
+    with seeded_by(0, "layer"):
         return SelfAttention(settings, 0).double()
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megakernel.checkpoint.frozen import before_head
+from megakernel.checkpoint.frozen import head_inputs
 from megakernel.config import Model
 from megakernel.model import IGNORED, LanguageModel, ModelSettings, stage_layers
 from megakernel.model.layer import attention_cores, converted_cores
@@ -41,7 +41,7 @@ def transferred(mesh):
     )
     transfer.begin(step=2, batch_rows=ROWS)
     with transfer:
-        before_head(teacher, batch(mesh), mesh)
+        head_inputs(teacher, batch(mesh), mesh)
     loss = transfer.loss()
     loss.backward()
     cut = {

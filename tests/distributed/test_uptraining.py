@@ -390,10 +390,10 @@ def moved_between(before, after):
 def test_a_student_may_have_more_around_attention_where_all_of_the_layer_is_trained(place):
     overrides = with_parts(place, f"init.from={place}/dense", "run.name=more")
     uptrain(place / "student.yaml", 1, *overrides, "uptrain={}")
-    with pytest.raises(RankFailedError, match=r"layer 0 has output_gate, which the dense model has not"):
+    with pytest.raises(RankFailedError, match=r"layer 0 has output_gate, which the dense model lacks"):
         uptrain(place / "student.yaml", 1, *overrides, "run.name=refused", "uptrain={transfer: {steps: 3}}")
     alone = ["objective.kind=transfer", f"objective.teacher={place}/dense", "optimizer.trained=mechanism"]
-    with pytest.raises(RankFailedError, match=r"layer 0 has output_gate, which the dense model has not"):
+    with pytest.raises(RankFailedError, match=r"layer 0 has output_gate, which the dense model lacks"):
         train(place / "student.yaml", 1, *overrides, *alone, "run.name=refused-alone")
     assert not (place / "refused").exists()
 

@@ -20,7 +20,7 @@ from megakernel.checkpoint.files import CheckpointTensors
 from megakernel.checkpoint.trained_run import find_checkpoint
 from megakernel.checkpoint.universal import WEIGHT
 from megakernel.config import RunFailed, UserError, load, yaml_text
-from megakernel.training.process import in_mesh
+from megakernel.training.process import run_in_mesh
 from megakernel.training.stop_requests import Stop
 from megakernel.training.trainer import Trainer
 from megakernel.uptraining.blocks import BlockTransfer
@@ -104,7 +104,7 @@ def transferred(config, overrides, layers=None, note=lambda text: None):
             return Trainer(stage.config, mesh, providers()).run()
         return BlockTransfer(stage.config, layers, mesh, providers(), [run.run.folder], note).run()
 
-    return in_mesh(stage.config, this_process(), work)
+    return run_in_mesh(stage.config, this_process(), work)
 
 
 def weights(run):
@@ -179,7 +179,7 @@ KILLS = {
     "their last file": (f"{ROOM}.hidden_states:HiddenStates._publish", 2),
     "removing those before": (f"{ROOM}.blocks:BlockTransfer._remove_states", 3),
     "putting blocks together": (WRITE_LAYER, 3),
-    "the last file of all": (f"{ROOM}.blocks:write_rest", 1),
+    "the last file of all": (f"{ROOM}.blocks:write_model_states", 1),
 }
 """Where a start is killed -> a function, and in which of its calls; with blocks of one layer."""
 

@@ -16,7 +16,7 @@ from megakernel.checkpoint.parity import parity
 from megakernel.checkpoint.trained_run import find_checkpoint
 from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import UserError, load, yaml_text
-from megakernel.training.process import in_mesh
+from megakernel.training.process import run_in_mesh
 from megakernel.training.trainer import Trainer
 from megakernel.uptraining.run import Uptraining
 from megakernel.uptraining.validation import Validation
@@ -115,7 +115,7 @@ def up_trained(config, overrides, refused):
         told = [refusal(load(config, (*overrides, *more)), mesh) for more in refused]
         return told, parities(run, mesh)
 
-    return in_mesh(run, this_process(), work)
+    return run_in_mesh(run, this_process(), work)
 
 
 def parities(run, mesh):

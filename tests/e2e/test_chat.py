@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch.cli import main
-from megakernel.checkpoint.opened import find
+from megakernel.checkpoint.opened import find_model
 from megakernel.evaluation import evaluate_run
 from tests.chats import CHATML, PLAIN, said, saved, write_chats
 from tests.distributed.training_run import assert_alike, layout, metrics, scalars, train, write_config
@@ -94,7 +94,7 @@ def test_a_tuned_model_answers_in_its_template(question, tuned, capsys):
 
 @pytest.mark.second
 def test_a_server_answers_in_the_template_too(tuned):
-    with served(find(tuned)) as server:
+    with served(find_model(tuned)) as server:
         for question, answer in ANSWERS.items():
             asked = {
                 "model": "small",

@@ -10,7 +10,7 @@ from launch.cli import main
 from megakernel import attention
 from megakernel.attention import AttentionInputs
 from megakernel.model.layer import recomputed
-from megakernel.training.observing.profiler import kept_when_memory_runs_out
+from megakernel.training.observing.profiler import snapshot_on_out_of_memory
 
 pytestmark = pytest.mark.gpu
 
@@ -75,7 +75,7 @@ def test_offloaded_layer_inputs_leave_the_device_until_backward():
 
 def test_running_out_of_memory_leaves_a_plots_of_it(tmp_path, capsys):
     held = torch.empty(1 << 20, device="cuda")
-    with pytest.raises(torch.OutOfMemoryError), kept_when_memory_runs_out(tmp_path, rank=3):
+    with pytest.raises(torch.OutOfMemoryError), snapshot_on_out_of_memory(tmp_path, rank=3):
         torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
     file = tmp_path / "profile/out_of_memory/rank_3.memory.pickle"
     segments = pickle.loads(file.read_bytes())["segments"]

@@ -178,7 +178,7 @@ def _edited(**keys):
         ),
         (_edited(r=8), r"has r=8 and optimizer\.lora\.rank is 4; set them alike"),
         (_edited(use_dora=True), r"use_dora=True has no counterpart here; only False is read"),
-        (lambda folder: (folder / "adapter_model.safetensors").unlink(), r"is no adapter in PEFT's form"),
+        (lambda folder: (folder / "adapter_model.safetensors").unlink(), r"is not a PEFT adapter"),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused_in_one_line(damage, explanation, base, adapter, tmp_path):
@@ -191,7 +191,7 @@ def test_an_adapter_that_does_not_fit_is_refused_in_one_line(damage, explanation
 
 def test_an_adapter_of_other_matrices_is_refused(base, adapter):
     with pytest.raises(
-        UserError, match=r"is of it alone .*; set optimizer\.lora\.targets to what its target_mod"
+        UserError, match=r"only the adapter has .*; set optimizer\.lora\.targets to what its target_mod"
     ):
         read_adapter(adapter, DenseCheckpoint(base).model, Lora(rank=4, alpha=6))
 

@@ -19,8 +19,8 @@ from safetensors.torch import load, save
 from data_pipeline.tokenizers import BPE_EOD, byte_level
 from launch.cli import main
 from launch.exit_status import ExitStatus
-from megakernel.checkpoint.opened import find
-from megakernel.generation import Engine, Request, Sampling, states
+from megakernel.checkpoint.opened import find_model
+from megakernel.generation import GenerationEngine, Sampling, TextRequest, states
 from tests.chats import PLAIN, said
 from tests.e2e.test_use_a_folder import save_llama
 from tests.serving import NAME, Ascii, direct, random_model, served
@@ -53,8 +53,8 @@ def chat():
 
 def written(opened, tokens, count, seed=0, temperature=0.8, **options):
     """What the engine writes behind tokens, alone."""
-    engine = Engine(opened.model, opened.tokenizer, isolate_documents=True)
-    request = Request(tokens, count, Sampling(temperature), seed, ends=opened.ends, **options)
+    engine = GenerationEngine(opened.model, opened.tokenizer, isolate_documents=True)
+    request = TextRequest(tokens, count, Sampling(temperature), seed, ends=opened.ends, **options)
     return "".join(step.piece for _, step in engine.run([request]))
 
 
@@ -69,7 +69,7 @@ def test_a_completion_is_the_text_of_generate(tmp_path, capsys):
     expected = [
         text for line in capsys.readouterr().out.splitlines() for text in json.loads(line)["continuations"]
     ]
-    with served(find(folder)) as server:
+    with served(find_model(folder)) as server:
         found = server.client.completions.create(
             model=NAME,
             prompt=prompts,
@@ -204,11 +204,12 @@ def test_a_session_stands_where_its_whole_text_does(parts):
             assert new == len(prompt)
             text += prompt + found.choices[0].text
         ((_, session),) = server.worker.sessions.items()
-    assert session.behind.tokens == len(text)
-    whole = Engine(opened.model, Ascii(), isolate_documents=True).new_decoder()
+    assert session.state.tokens == len(text)
+    whole = GenerationEngine(opened.model, Ascii(), isolate_documents=True).new_decoder()
     whole.read([Ascii().encode(text)[:-1]])
-    assert whole.positions == session.behind.decoder.positions
-    found, expected = (dict(states.named(tree)) for tree in (session.behind.decoder.states, whole.states))
+    assert whole.positions == session.state.decoder.positions
+    trees = (session.state.decoder.states, whole.states)
+    found, expected = (dict(states.named_tensors(tree)) for tree in trees)
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         # float32 sums over chunks that are cut elsewhere
@@ -263,9 +264,9 @@ WRONG = [
     (COMPLETION, {"prompt": {"a": 1}}, 400, "prompt", "prompt: Input should be a valid string"),
     (COMPLETION, [], 400, None, "the body: Input should be a valid dictionary"),
     (COMPLETION, {"prompt": []}, 400, "prompt", "prompt is an empty list; give a text"),
-    (COMPLETION, {"prompt": [[]]}, 400, "prompt", "prompt is empty, and there is nothing to go on from"),
+    (COMPLETION, {"prompt": [[]]}, 400, "prompt", "prompt is empty, and there is nothing to continue"),
     (COMPLETION, {"prompt": [1, 128]}, 400, "prompt", "prompt: tokens are from 0 to 127"),
-    (COMPLETION, {"prompt": "\ud800"}, 400, None, "prompt holds what is no text in UTF-8, at character 1"),
+    (COMPLETION, {"prompt": "\ud800"}, 400, None, "prompt is not valid UTF-8 at character 1"),
     (COMPLETION, {"prompt": ["x"] * 513}, 400, "prompt", "are too many for one request; send 512 at most"),
     (
         COMPLETION,
@@ -282,8 +283,8 @@ WRONG = [
         "temperature: Input should be a valid number",
     ),
     (COMPLETION, {"prompt": "x", "top_k": 2**70}, 400, "top_k", "top_k: Input should be less than"),
-    (COMPLETION, {"prompt": "x", "min_p": float("nan")}, 400, "min_p", "min_p=nan is no share"),
-    (COMPLETION, {"prompt": "x", "top_p": 2}, 400, "top_p", "top_p=2.0 is no share"),
+    (COMPLETION, {"prompt": "x", "min_p": float("nan")}, 400, "min_p", "min_p=nan is out of range"),
+    (COMPLETION, {"prompt": "x", "top_p": 2}, 400, "top_p", "top_p=2.0 is out of range"),
     (COMPLETION, {"prompt": "x", "n": 0}, 400, "n", "n: Input should be greater than or equal to 1"),
     (
         COMPLETION,
@@ -305,7 +306,7 @@ WRONG = [
         {"prompt": "x", "max_tokens": 100_001},
         400,
         "max_tokens",
-        "is more than this server makes; give at most",
+        "exceeds this server's limit; give at most",
     ),
     (COMPLETION, {"prompt": "x", "stop": [""]}, 400, "stop", "stop: give up to 16 texts, none of them empty"),
     (
@@ -313,14 +314,14 @@ WRONG = [
         {"prompt": "x", "echo": True},
         400,
         "echo",
-        "echo: this server does not have it; leave it out",
+        "echo is not supported by this server; leave it out",
     ),
     (
         COMPLETION,
         {"prompt": "x", "temprature": 1},
         400,
         "temprature",
-        "is no field of this request; write temperature",
+        "is not a field of this request; write temperature",
     ),
     (COMPLETION, {"prompt": "x", "session": "a/b"}, 400, "session", "session: String should match pattern"),
     (COMPLETION, {"prompt": "x", "session": "s", "n": 2}, 400, "session", "session keeps one text"),
@@ -344,9 +345,9 @@ WRONG = [
         {"messages": USER, "tools": [{"type": "function"}]},
         400,
         "tools",
-        "tools: this server does not have it",
+        "tools is not supported by this server",
     ),
-    (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, 400, None, "the chat template does not take"),
+    (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, 400, None, "the chat template rejects"),
     ("/v1/nothing", {}, 404, None, "POST /v1/nothing: Not Found"),
 ]
 
@@ -379,7 +380,7 @@ def test_an_answer_of_no_stated_length_fits_the_positions(short):
 
 
 def test_a_model_without_a_template_knows_no_messages(plain):
-    with pytest.raises(openai.BadRequestError, match="has no chat_template, so it knows no messages"):
+    with pytest.raises(openai.BadRequestError, match="has no chat_template, so it cannot render messages"):
         plain.client.chat.completions.create(model=NAME, messages=USER)
 
 
@@ -399,7 +400,7 @@ def test_a_step_that_fails_ends_the_texts_in_it_and_not_the_server(plain, monkey
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Engine, "step", fails)
+        patched.setattr(GenerationEngine, "step", fails)
         with pytest.raises(openai.InternalServerError, match="out of memory"):
             plain.client.completions.create(model=NAME, prompt="x", extra_body={"session": "failed"})
         with pytest.raises(openai.APIError, match="out of memory"):
@@ -409,7 +410,7 @@ def test_a_step_that_fails_ends_the_texts_in_it_and_not_the_server(plain, monkey
 
 
 def test_sessions_that_were_not_used_for_longest_are_forgotten_and_said_to_be():
-    with served(random_model(attention=FLURKA), most_sessions=2) as server:
+    with served(random_model(attention=FLURKA), max_sessions=2) as server:
         client = server.client
 
         def go_on(name):
@@ -444,12 +445,12 @@ def test_a_session_answers_one_request_at_a_time(plain):
 
 def test_a_text_and_a_conversation_are_not_gone_on_with_as_each_other(chat):
     chat.client.completions.create(model=NAME, prompt="x", extra_body={"session": "text"})
-    with pytest.raises(openai.BadRequestError, match="is no conversation; go on with /v1/completions"):
+    with pytest.raises(openai.BadRequestError, match="is not a conversation; use /v1/completions"):
         chat.client.chat.completions.create(model=NAME, messages=USER, extra_body={"session": "text"})
     chat.client.chat.completions.create(
         model=NAME, messages=USER, max_tokens=1, extra_body={"session": "talk"}
     )
-    with pytest.raises(openai.BadRequestError, match="is a conversation; go on with /v1/chat/completions"):
+    with pytest.raises(openai.BadRequestError, match="is a conversation; use /v1/chat/completions"):
         chat.client.completions.create(model=NAME, prompt="x", extra_body={"session": "talk"})
 
 
@@ -509,12 +510,15 @@ SUMS = "0.far.sums"
 @pytest.mark.parametrize(
     ("damaged", "said"),
     [
-        (lambda data: b"", "it is no safetensors file, or damaged"),
-        (lambda data: b"\x80\x04\x95" + b"pickle" * 9, "it is no safetensors file, or damaged"),
-        (lambda data: data[:-8], "it is no safetensors file, or damaged"),
-        (lambda data: data[:-8] + b"\0" * 8, "it is damaged: its content has another SHA-256"),
-        (lambda data: data.replace(b"hello", b"Hello"), "it is damaged: its content has another SHA-256"),
-        (lambda data: data.replace(b"megakernel session 1", b"megakernel session 2"), "it is no session's"),
+        (lambda data: b"", "it is damaged, or not a safetensors file"),
+        (lambda data: b"\x80\x04\x95" + b"pickle" * 9, "it is damaged, or not a safetensors file"),
+        (lambda data: data[:-8], "it is damaged, or not a safetensors file"),
+        (lambda data: data[:-8] + b"\0" * 8, "it is damaged: its SHA-256 does not match"),
+        (lambda data: data.replace(b"hello", b"Hello"), "it is damaged: its SHA-256 does not match"),
+        (
+            lambda data: data.replace(b"megakernel session 1", b"megakernel session 2"),
+            "it is not a session file",
+        ),
         (with_tensor(SUMS, lambda x: x[..., :-1].contiguous()), "does not fit the model (ValueError)"),
         (with_tensor(SUMS, lambda x: x.double()), "does not fit the model (ValueError)"),
         (with_tensor(SUMS, lambda x: x / 0), "does not fit the model (ValueError)"),

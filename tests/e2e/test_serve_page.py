@@ -31,11 +31,11 @@ def click(page, name):
 
 
 def shown(page, kind):
-    return page.run(f"[...document.querySelectorAll('.said.{kind}')].map((box) => box.textContent)")
+    return page.run(f"[...document.querySelectorAll('.message.{kind}')].map((box) => box.textContent)")
 
 
 def test_a_person_chats_stops_and_goes_on_in_a_session(tmp_path):
-    with served(chatting(), most_tokens=1_000_000) as server, browser(tmp_path) as page:
+    with served(chatting(), max_new_tokens=1_000_000) as server, browser(tmp_path) as page:
         page.open(server.url)
         page.until(READY)
         assert page.run("document.getElementById('model').textContent") == "small"
@@ -54,7 +54,7 @@ def test_a_person_chats_stops_and_goes_on_in_a_session(tmp_path):
 
         fill(page, prompt="tell me all", tokens="1000000")
         click(page, "send")
-        page.until("[...document.querySelectorAll('.said.assistant')].at(-1).textContent.length > 20")
+        page.until("[...document.querySelectorAll('.message.assistant')].at(-1).textContent.length > 20")
         assert server.get("/health")["running"] == 1
         click(page, "stop")
         page.until(READY)
@@ -70,7 +70,7 @@ def test_a_person_chats_stops_and_goes_on_in_a_session(tmp_path):
         page.until(f"{READY}.includes('5 written')")
         read = len(f"user: hello\nassistant: {first}")
         assert f"{read} kept by the session" in page.run(READY)
-        click(page, "anew")
+        click(page, "new-session")
         page.until(f"({READY}) === 'ready'")
         assert server.get("/v1/sessions")["data"] == []
 

@@ -14,7 +14,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megakernel.generation import Sampling, generate_texts
-from megakernel.training.observing.metrics_writer import COMPARED, LAYOUT
+from megakernel.training.observing.metrics_writer import HPARAM_METRICS, LAYOUT
 from tests.distributed.training_run import metrics, train, write_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "monitoring.md"
@@ -158,11 +158,11 @@ def test_samples_are_what_the_checkpoint_generates(tensorboard, root):
 
 def test_runs_compare_by_their_last_values(tensorboard, root):
     experiment = tensorboard.post("hparams/experiment", {"experimentName": ""})
-    assert {info["name"]["tag"] for info in experiment["metricInfos"]} == set(COMPARED)
+    assert {info["name"]["tag"] for info in experiment["metricInfos"]} == set(HPARAM_METRICS)
     wanted = {
         "experimentName": "",
         "allowedStatuses": ["STATUS_UNKNOWN", "STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_RUNNING"],
-        "colParams": [{"metric": {"group": "", "tag": tag}} for tag in COMPARED],
+        "colParams": [{"metric": {"group": "", "tag": tag}} for tag in HPARAM_METRICS],
         "startIndex": 0,
         "sliceSize": 10,
     }

@@ -79,7 +79,7 @@ def begun(config: Path, cases: dict[str, tuple[Path, tuple[str, ...]]]) -> dict[
             place = (f"run.root={run.parent}", f"run.name={run.name}")
             try:
                 settings = load(config, [*OPTIONS, *SMALL, *place, *overrides])
-                found[name] = Trainer(settings, mesh, providers())._begin()
+                found[name] = Trainer(settings, mesh, providers())._load()
             except UserError as error:
                 found[name] = str(error)
     return found

@@ -120,7 +120,7 @@ def test_tasks_measure_a_folder_and_its_text_is_that_of_data(folder, corpus, cap
             "generate {} --prompts {}/roles.jsonl --chat",
             "role='robot' is unknown; write one of system, developer",
         ),
-        ("evaluate {}", "names no data; give --data DIR"),
+        ("evaluate {}", "has no data; give --data DIR"),
     ],
 )
 def test_what_cannot_be_is_one_line_with_the_remedy(command, explanation, folder, refused):

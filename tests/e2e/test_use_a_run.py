@@ -235,7 +235,7 @@ EVALUATE = ("evaluate",)
         (
             "run",
             ("generate", "--prompt", "a\udcff"),
-            "prompt holds what is no text in UTF-8, at character 2; write",
+            "prompt is not valid UTF-8 at character 2; write",
         ),
         ("run", (*EVALUATE, "--samples", "0"), "give --samples 1 or more"),
         ("run", (*EVALUATE, "--seq-len", "0"), "give --seq-len 1 or more"),
@@ -254,7 +254,7 @@ EVALUATE = ("evaluate",)
         (
             "run",
             (*EVALUATE, "--task", "lm:repeated=text,far=shuffled"),
-            "far=shuffled goes without repeated=text; leave out one of them",
+            "far=shuffled cannot be combined with repeated=text; leave out one of them",
         ),
         (
             "run",
@@ -264,11 +264,11 @@ EVALUATE = ("evaluate",)
         ("run", (*EVALUATE, "--task", "mqar", "--baseline", "bigbird"), "leave out --task or --baseline"),
         ("learned", (*EVALUATE, "--task", "mqar:length=256"), f"model's {SEQ_LEN} learned positions"),
         ("run", (*GENERATE, "--max-new-tokens", "0"), "give 1 or more"),
-        ("run", (*GENERATE, "--top-p", "2"), "top_p=2.0 is no share"),
+        ("run", (*GENERATE, "--top-p", "2"), "top_p=2.0 is out of range"),
         (
             "run",
             (*EVALUATE, "--draws", "4"),
-            "has noise that training redraws, so all votes would be the same",
+            "has noise that training redraws, so all draws would be the same",
         ),
         ("noisy", (*EVALUATE, "--draws", "0"), "give --draws 1 or more"),
         ("noisy", (*EVALUATE, "--draws", "2", "--baseline", "bigbird"), "leave out --draws or --baseline"),

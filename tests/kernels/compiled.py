@@ -1,7 +1,7 @@
 """What the kernels' TTIR says of their offsets and of the memory that they share: `python -m tests.kernels.compiled`.
 
 A stride may be near 2^31, so that what it is multiplied by has to be 64 bits wide. Rows of a tile are the exception:
-they are few, and their strides bounded (`launch.rows_together`).
+they are few, and their strides bounded (`launch.contiguous_rows`).
 
 Threads that hold the same number load it each for itself, at times of their own. What a program stores over it, without
 a barrier between, some of them may load instead.
@@ -108,7 +108,7 @@ def reused(text: str) -> set[str]:
 
 
 def main() -> int:
-    from benchmarks.kernel_compiling import intermediate
+    from benchmarks.kernel_compiling import ttir
     from megakernel.ops.kernels.launch import noting
     from tests.kernels.calls import EXCHANGED, FORWARD, one_token
 
@@ -118,7 +118,7 @@ def main() -> int:
             out = call()
             out.backward(torch.empty_like(out))
     for launch in launches:
-        text = with_names(intermediate(launch, 90), launch.arguments, launch.kernel.arg_names)
+        text = with_names(ttir(launch, 90), launch.arguments, launch.kernel.arg_names)
         name = f"{launch.kernel.__module__}.{launch.kernel.__name__}".removeprefix("megakernel.ops.")
         print(json.dumps([name, products(text), sorted(reused(text))]))
     return 0

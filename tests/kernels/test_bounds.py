@@ -1,4 +1,4 @@
-"""What is counted in machine code: loops, how often instructions run, and what each takes of a processor."""
+"""Analysis of machine code: its loops, how often instructions run, and the clocks that each takes."""
 
 import pytest
 
@@ -38,13 +38,13 @@ def test_loops_are_found_with_what_is_in_them():
 def test_instructions_run_as_often_as_the_for_statements_around_them_say(tmp_path):
     (tmp_path / "kernel.py").write_text(SOURCE)
     code = Code(LISTING.replace("PLACE", str(tmp_path / "kernel.py")))
-    times = code.times({"range(5)": 5.0, "range(outer)": 2.0}.__getitem__)
+    counts = code.execution_counts({"range(5)": 5.0, "range(outer)": 2.0}.__getitem__)
     # What nothing leads to is not counted.
-    assert times == {0: 5, 1: 10, 2: 10, 3: 10, 4: 5, 5: 5, 6: 1, 7: 1}
+    assert counts == {0: 5, 1: 10, 2: 10, 3: 10, 4: 5, 5: 5, 6: 1, 7: 1}
     with pytest.raises(ValueError, match="no for statement for the loop at instruction 1"):
         Code(
             LISTING.replace("line 3", "line 1").replace("line 4", "line 1").replace("line 5", "line 1")
-        ).times(lambda _: 1.0)
+        ).execution_counts(lambda _: 1.0)
 
 
 def test_of_an_unrolled_loop_and_one_for_the_rest_passes_are_counted_once(tmp_path):
@@ -58,8 +58,8 @@ def test_of_an_unrolled_loop_and_one_for_the_rest_passes_are_counted_once(tmp_pa
             "        /*0030*/ MOV R1, R3 ;",
             "        " + branch.format(number),
         ]
-    times = Code("\n".join([*lines, "        /*0090*/ EXIT ;"])).times(lambda _: 8.0)
-    assert [times[i] for i in range(12)] == [*[2.0] * 7, *[0.0] * 4, 1.0]
+    counts = Code("\n".join([*lines, "        /*0090*/ EXIT ;"])).execution_counts(lambda _: 8.0)
+    assert [counts[i] for i in range(12)] == [*[2.0] * 7, *[0.0] * 4, 1.0]
 
 
 def test_loops_that_wait_for_a_barrier_are_none():

@@ -7,7 +7,7 @@ import torch
 
 from megakernel.ops.kernel_attention.launches import FEATURES_AT_ONCE
 from megakernel.ops.kernels.features import padded
-from megakernel.ops.kernels.launch import FARTHEST, Rows, rows_together
+from megakernel.ops.kernels.launch import MAX_ROW_STRIDE, Rows, contiguous_rows
 from tests.kernels.compiled import products, with_names, without_interpreter
 
 KERNELS = 21
@@ -73,7 +73,7 @@ def test_tiles_of_states_have_a_number_for_every_thread():
     assert padded(1) * FEATURES_AT_ONCE >= 4 * 32  # warps of pass_states
 
 
-@pytest.mark.parametrize(("apart", "copied"), [(FARTHEST, False), (FARTHEST + 1, True)])
+@pytest.mark.parametrize(("apart", "copied"), [(MAX_ROW_STRIDE, False), (MAX_ROW_STRIDE + 1, True)])
 def test_rows_that_lie_far_apart_are_copied(apart, copied):
     x = torch.empty(2 * apart)[: 2 * apart].as_strided((2, 16), (apart, 1))
-    assert (rows_together(x) is not x) is copied
+    assert (contiguous_rows(x) is not x) is copied

@@ -215,13 +215,13 @@ def test_what_the_kernel_cannot_take_is_refused_with_a_reason():
     wide = options._replace(feature_map="prf", projection=torch.zeros(600, 8))
     smooth = options._replace(feature_map=FeatureMap("elu", 1, 0.1))
     assert decode.unsupported(*one, options) is None
-    assert "begins a sequence" in decode.unsupported(*one, options._replace(positions=0))
+    assert "continues no state" in decode.unsupported(*one, options._replace(positions=0))
     assert "priors" in decode.unsupported(*one, options._replace(priors=torch.ones(1, 2)))
     assert "q has 2 tokens" in decode.unsupported(q, k, v, options)
     assert "smoothing" in decode.unsupported(*one, smooth)
     assert "torch.float64" in decode.unsupported(*(x.double() for x in one), options)
     assert "600 features" in decode.unsupported(*one, wide)
-    assert "gradient" in decode.unsupported(one[0].requires_grad_(), *one[1:], options)
+    assert "requires a gradient" in decode.unsupported(one[0].requires_grad_(), *one[1:], options)
 
 
 def test_torch_knows_the_operator():

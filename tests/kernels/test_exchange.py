@@ -40,7 +40,7 @@ PER_TOKEN = ("q", "k", "v", "gate", "key_weights", "log_decay")
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch):
     """So short that shards have several."""
-    monkeypatch.setattr(launches, "segment_of", lambda phi, q, v, causal: 16)
+    monkeypatch.setattr(launches, "segment_length", lambda phi, q, v, causal: 16)
     monkeypatch.setattr(operators, "segment_blocks", lambda *_: 1)
 
 

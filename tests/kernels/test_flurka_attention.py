@@ -11,7 +11,7 @@ from megakernel.attention import Rotary
 from megakernel.ops import FlurkaState, KernelState, Tail, flurka_attention
 from megakernel.ops.feature_maps import FEATURE_MAPS
 from megakernel.ops.flurka_attention import operators
-from megakernel.ops.kernel_attention.differentiable import pack
+from megakernel.ops.kernel_attention.differentiable import pack_tensors
 from megakernel.ops.kernels.features import SUPPORTED, TWO_HALVES, UNBOUNDED
 from megakernel.ops.phi import start_state
 from megakernel.ops.state import empty_state
@@ -343,7 +343,7 @@ def test_ops_know_their_shapes_and_gradients_under_compilation(draw, device):
         *(leaves[name] for name in ("k", "v", "projection", "pool_keys", "pool_values")),
         *(far_mass, *(None,) * 7),
     )
-    arguments = (*pack(given), *("hedgehog", 1, "softmax", 1, 0, 0, 0))
+    arguments = (*pack_tensors(given), *("hedgehog", 1, "softmax", 1, 0, 0, 0))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(torch.ops.megakernel.flurka_attention.default, arguments, test_utils=tests)
 

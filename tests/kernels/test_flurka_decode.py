@@ -321,15 +321,15 @@ def test_around_the_launch_of_a_layer_little_is_computed():
     ("changes", "message"),
     [
         ({}, None),
-        ({"tail": None}, "the token begins a shard"),
-        ({"exchange": lambda own, carries: None}, "the token begins a shard"),
+        ({"tail": None}, "the token continues no state"),
+        ({"exchange": lambda own, carries: None}, "the token continues no state"),
         ({"block": 136}, "136 tokens and 4 landmarks; expected at most 128 and 32"),
         ({"rank": 40}, "8 tokens and 40 landmarks"),
         ({"width": 136}, "q has width 136"),
-        ({"dtype": torch.float16}, "q is torch.float16, in which factors of products have no room"),
+        ({"dtype": torch.float16}, "q is torch.float16, whose range is too small"),
         ({"length": 2}, "q has 2 tokens; expected 1"),
         ({"sums": torch.float64}, "the state is torch.float64"),
-        ({"learns": True}, "a gradient is wanted"),
+        ({"learns": True}, "an input requires a gradient"),
     ],
 )
 def test_what_the_step_cannot_take_is_refused_with_a_reason(changes, message, draw):

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megakernel.ops import KernelState, kernel_attention
 from megakernel.ops.kernel_attention import launches, operators  # noqa: F401 - the operators are registered
-from megakernel.ops.kernel_attention.differentiable import pack
+from megakernel.ops.kernel_attention.differentiable import pack_tensors
 from megakernel.ops.kernels.features import SUPPORTED, TWO_HALVES, UNBOUNDED
 from megakernel.ops.kernels.launch import noting
 from tests.kernels.comparing import TOLERANCE, assert_agrees, rms_ratio
@@ -27,7 +27,7 @@ SIGNED = ("identity", "rks")
 @pytest.fixture
 def short_segments(monkeypatch):
     """Two chunks between states, so that short sequences have several."""
-    monkeypatch.setattr(launches, "segment_of", lambda phi, q, v, causal: 2 * launches.LONGEST_CHUNK)
+    monkeypatch.setattr(launches, "segment_length", lambda phi, q, v, causal: 2 * launches.MIN_SEGMENT)
 
 
 def tokens(
@@ -279,7 +279,7 @@ def test_transposed_inputs_need_no_copy(draw, device):
 def test_ops_know_their_shapes_and_gradients_under_compilation(draw, device):
     leaves = tokens(draw, device, torch.float32, feature_map="hedgehog", length=40)
     leaves = {name: x.requires_grad_() for name, x in leaves.items()}
-    arguments = (*pack((*leaves.values(), *(None,) * 7)), "hedgehog", 1, True, True, 0)
+    arguments = (*pack_tensors((*leaves.values(), *(None,) * 7)), "hedgehog", 1, True, True, 0)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(torch.ops.megakernel.kernel_attention.default, arguments, test_utils=tests)
 
@@ -309,7 +309,10 @@ def test_compilation_and_checkpointing_change_nothing(wrap, draw, device):
     ("changes", "message"),
     [
         ({"dtype": torch.float64}, "q is torch.float64; expected bfloat16, float16 or float32"),
-        ({"dtype": torch.float16}, "q is torch.float16, in which factors of products have no room; expected"),
+        (
+            {"dtype": torch.float16},
+            "q is torch.float16, whose range is too small for sums and weights; expected",
+        ),
         ({"width": 80}, "q has width 80 in torch.float32; expected at most 64"),
         ({"width": 136, "dtype": torch.bfloat16}, "q has width 136 in torch.bfloat16; expected at most 128"),
         ({"values": 160}, "v has width 160 in torch.float32; expected at most 128"),
@@ -333,9 +336,9 @@ def test_few_keys_leave_as_few_states_as_many():
 
     phi = phi_of("elu", 128, None)
     q = torch.empty(1, 16, 65536, 128, dtype=torch.bfloat16, device="meta")
-    alone = launches.segment_of(phi, q, q, False)
-    assert launches.segment_of(phi, q, q[:, :, :256], False) == alone >= 2048
-    assert launches.segment_of(phi, q[:, :, :256], q, False) == alone
+    alone = launches.segment_length(phi, q, q, False)
+    assert launches.segment_length(phi, q, q[:, :, :256], False) == alone >= 2048
+    assert launches.segment_length(phi, q[:, :, :256], q, False) == alone
 
 
 @pytest.mark.parametrize(("feature_map", "rows"), [("elu", None), ("favor", 128), ("hedgehog", 128)])
@@ -345,6 +348,6 @@ def test_states_take_less_than_a_quarter_of_the_tokens(feature_map, rows):
             torch.empty(1, n, 131072, 128, dtype=torch.bfloat16, device="meta") for n in (heads, kv_heads)
         )
         matrix = None if rows is None else torch.empty(rows, 128, device="meta")
-        call = launches.Call.of(q, k, k, matrix, None, feature_map, 1, True, 0, False)
-        states = sum(x.numel() * x.element_size() for x in call.sums_of_segments(k, k.shape[2]))
+        launcher = launches.Launcher.of(q, k, k, matrix, None, feature_map, 1, True, 0, False)
+        states = sum(x.numel() * x.element_size() for x in launcher.segment_buffer(k, k.shape[2]))
         assert states <= (q.numel() + k.numel()) * 2 * 2 / 4

@@ -51,12 +51,12 @@ def test_rows_of_tokens_are_taps(positions, dtype, draw, monkeypatch):
     def chunked(_, leaves):
         return run("chunked", leaves, positions)
 
-    monkeypatch.setattr("megakernel.ops.short_convolution.FEW", 0)
+    monkeypatch.setattr("megakernel.ops.short_convolution.CACHED_ELEMENTS", 0)
     assert_agrees(chunked, leaves(4, 16, 300, dtype), draw, TOLERANCE[dtype])
 
 
 def test_rows_of_tokens_know_nothing_of_another_document(monkeypatch):
-    monkeypatch.setattr("megakernel.ops.short_convolution.FEW", 0)
+    monkeypatch.setattr("megakernel.ops.short_convolution.CACHED_ELEMENTS", 0)
     positions = LONG[:, 51:]  # of documents of one token, of two, and of many
     given = leaves(4, 16, positions.shape[1], torch.float32)
     expected = run("chunked", given, positions)["out"]

@@ -27,7 +27,7 @@ POSITIONS = {
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch):
     """So short that sequences and shards have several, whose edges are no shard's."""
-    monkeypatch.setattr(launches, "segment_of", lambda phi, q, v, causal: 32)
+    monkeypatch.setattr(launches, "segment_length", lambda phi, q, v, causal: 32)
 
 
 def tokens(draw: torch.Generator, device: torch.device, dtype: torch.dtype, width: int) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.page import add_out, description, give
+from benchmarks.page import add_out_option, machine_description, write_page
 from tests.slurm.conftest import CONFIG, LOCAL_CLUSTER, REPOSITORY
 from tests.slurm.submitting import (
     crash,
@@ -201,7 +201,7 @@ def main() -> int:
         metavar="WORD",
         help="events of a running job whose name has it",
     )
-    add_out(parser)
+    add_out_option(parser)
     args = parser.parse_args()
     out = args.out.absolute() if args.out else None
     subprocess.run([LOCAL_CLUSTER, "start"], check=True)
@@ -213,7 +213,7 @@ def main() -> int:
     begun = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     head = (
         "# What becomes of a run on Slurm\n\n"
-        f"`{typed}`, {begun}: {description()}; Slurm on two nodes of this machine "
+        f"`{typed}`, {begun}: {machine_description()}; Slurm on two nodes of this machine "
         "(`slurm/local_cluster`), jobs of two processes on two nodes, shipped settings. A run of "
         f"{STEPS} steps saves every tenth; the event happens from step {HAPPENS_AT} on. Saved: steps behind the "
         f"checkpoint of those logged when the job had ended. Bit for bit: all {STEPS} losses equal those of a run to "
@@ -231,7 +231,7 @@ def main() -> int:
         try:
             for line in table(args.only):
                 lines.append(line)
-                give(head + "\n".join(lines) + "\n", out)  # an event takes minutes; what is there stays
+                write_page(head + "\n".join(lines) + "\n", out)  # an event takes minutes; what is there stays
         finally:
             subprocess.run(["scancel", "--user=root", "--quiet"], check=False)
             until(lambda: not subprocess.run(["squeue", "-h"], capture_output=True, text=True).stdout)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.slurm.states import by_accounting
+from launch.slurm.states import accounting_states
 from tests.slurm.submitting import megakernel, submit, until, until_state
 
 pytestmark = pytest.mark.second
@@ -34,6 +34,6 @@ def test_the_database_knows_how_a_job_ended(place):
     wanted = {failed: "FAILED", held: "CANCELLED"}
 
     def known():
-        return {job: state.state for job, state in by_accounting(["sacct", "-X"], list(wanted)).items()}
+        return {job: state.state for job, state in accounting_states(["sacct", "-X"], list(wanted)).items()}
 
     until(lambda: known() == wanted)

@@ -243,7 +243,7 @@ def test_a_job_with_a_spare_node_starts_again_inside_itself(place, impatient_slu
 def test_a_job_saves_before_its_time_limit_and_stays_ended_where_it_may_not_be_requeued(place):
     (job,) = submit("run.yaml --name limit training.steps=100000 -t 2 --signal-delay 60 --no-requeue")
     ended = until_state("limit", "FAILED", "TIMEOUT")
-    assert ended["why"] == "saved and stopped to make room; it is not to be requeued"
+    assert ended["why"] == "saved and stopped to make room; requeuing is off"
     assert ended["saved"] == ended["step"] == last("limit", "signalled")["step"]
     assert story("limit", job) == ["submitted", "started", "signalled", "ended"]
 
@@ -255,9 +255,7 @@ def test_memory_that_runs_out_and_a_loss_that_is_no_number_are_told_apart(place)
     submit("run.yaml --name wild -p high optimizer.lr=1e30 training.max_skipped_steps=2")
     large = until_state("large", "FAILED", "COMPLETED", "OUT_OF_MEMORY")
     assert (large["state"], last("large", "ended")["status"]) == ("FAILED", ExitStatus.OUT_OF_MEMORY)
-    assert re.match(
-        r"ran out of memory, of which --mem gives more \(n\d: \d+ MiB of 300 MiB\); ", large["why"]
-    )
+    assert re.match(r"ran out of memory, which --mem can raise \(n\d: \d+ MiB of 300 MiB\); ", large["why"])
     wild = until_state("wild", "FAILED", "COMPLETED")
     assert (wild["state"], last("wild", "ended")["status"]) == ("FAILED", ExitStatus.NOT_FINITE)
     assert wild["why"].startswith("the loss or its gradients stayed non-finite (rank 0 on ")

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from launch.exit_status import ExitStatus
-from launch.slurm.states import by_queue
+from launch.slurm.states import queue_states
 from tests.distributed.training_run import scalars, train
 from tests.slurm.submitting import (
     kill,
@@ -104,7 +104,7 @@ def test_a_killed_rank_is_told_restarted_and_then_saved_on_request_and_resumed_e
     assert "saves and ends" in megakernel("cancel killed --save").out
     ended = until_state("killed", "FAILED", "CANCELLED", "COMPLETED")
     assert (ended["state"], ended["why"]) == ("CANCELLED", "ended on request")
-    assert by_queue([os.getuid()])[job].state == "COMPLETED", "what waits for it with afterok begins"
+    assert queue_states([os.getuid()])[job].state == "COMPLETED", "what waits for it with afterok begins"
     assert ended["saved"] == last("killed", "signalled")["step"]
     assert story("killed", job)[-3:] == ["cancelled", "signalled", "ended"]
     assert megakernel("resume killed -N 1 -G 1 --json").status == 0

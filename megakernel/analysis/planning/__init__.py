@@ -1,4 +1,4 @@
-"""What a run needs before any GPU is bought: memory, traffic and time of a step, counted; imports no torch."""
+"""Plans of runs without GPUs: memory, traffic and time of a step. Importing this package does not import torch."""
 
 from .gpus import ACCURACY, GPUS, RATES, RATES_SOURCE, RATES_TEXT, Gpu
 from .layout import CPU, GPU, Job, Layout

@@ -1,6 +1,6 @@
-"""What GPUs and the nodes they stand in can do by their makers' datasheets, and what share of that work reaches.
+"""Limits of GPUs and their nodes from datasheets, and the assumed shares of these limits that work reaches.
 
-Bandwidths count one direction, which is what a ring uses in each. Gigabytes are 10^9 bytes, as datasheets count.
+Bandwidths count one direction, as a ring uses each. Gigabytes are 10^9 bytes, as in datasheets.
 """
 
 from dataclasses import dataclass, replace
@@ -11,29 +11,29 @@ RATES = {
     "matrix": 0.65,  # projections, MLP and head: share of the peak
     "softmax": 0.5,  # fused softmax attention: share of the peak
     "kernel": 0.25,  # feature maps, states, landmarks and windows: share of the peak
-    "memory": 0.75,  # everything that is no product: share of the memory's bandwidth
+    "memory": 0.75,  # everything but matrix products: share of the memory's bandwidth
     "link": 0.75,  # collectives inside a node: share of the link
     "network": 0.8,  # collectives between nodes: share of the network
     "link_latency": 3e-6,  # one step of a ring inside a node, in seconds
     "network_latency": 8e-6,  # one step of a ring between nodes
 }
-"""What predictions rest on. The shares are round numbers in the range that trainers of this kind report."""
+"""The assumptions of all predictions. The shares are round numbers in the range that similar trainers report."""
 
 RATES_SOURCE = "assumed: no GPU run stands behind them"
 
 RATES_TEXT = f"({RATES_SOURCE}): {', '.join(f'{name} {value:g}' for name, value in RATES.items())}"
-"""All of them on one line."""
+"""RATES and their source on one line."""
 
 ACCURACY = {
     "kept": "bytes kept by a layer: off by +0.0% to +0.0%",
     "held": "bytes held at most: off by -2.5% to +3.0%",
 }
-"""How far the same model was off on a CPU: lines of benchmarks/results/plan_calibration_cpu.md; a test compares."""
+"""Errors of the same model on a CPU: lines of benchmarks/results/plan_calibration_cpu.md; a test compares them."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One device in its node."""
+    """One device and its node."""
 
     name: str
 
@@ -47,7 +47,7 @@ class Gpu:
     """FLOP/s of dense matrix products in bfloat16."""
 
     peak_float32: float
-    """FLOP/s in float32 without tensor cores, which is what torch takes unless it is told otherwise."""
+    """FLOP/s in float32 without tensor cores, torch's default."""
 
     link: float
     """Bytes per second that one device sends to the others of its node."""
@@ -59,28 +59,28 @@ class Gpu:
     """Devices of one node."""
 
     source: str
-    """Where the numbers are from."""
+    """The datasheets."""
 
     def peak_of(self, element: int) -> float:
-        """The peak for numbers of so many bytes."""
+        """Peak FLOP/s for numbers of this many bytes."""
         return self.peak if element == 2 else self.peak_float32
 
     def flops(self, work: str, element: int) -> float:
-        """FLOP/s that work of this kind reaches."""
+        """Assumed FLOP/s of this kind of work, a key of RATES."""
         return self.peak_of(element) * RATES[work]
 
-    def moving(self, count: float) -> float:
-        """Seconds in which so many bytes are moved from or to its memory."""
+    def transfer_seconds(self, count: float) -> float:
+        """Seconds to move `count` bytes from or to the device's memory."""
         return count / (self.bandwidth * RATES["memory"])
 
     def with_network(self, gigabits: float | None, per_node: int | None) -> "Gpu":
-        """The same device behind another network, in Gbit/s per device, or in nodes of another size."""
+        """The same device with another network, in Gbit/s per device, or in nodes of another size."""
         network = self.network if gigabits is None else gigabits * 1e9 / 8
         return replace(self, network=network, per_node=per_node or self.per_node)
 
 
 _A100 = Gpu(
-    # NVIDIA A100 80 GB SXM datasheet; NVLink's 600 GB/s count both ways. DGX A100 datasheet: 8 devices, and for each a
+    # NVIDIA A100 80 GB SXM datasheet; NVLink's 600 GB/s count both ways. DGX A100 datasheet: 8 devices, each with a
     # ConnectX-6 of 200 Gbit/s.
     name="NVIDIA A100 80 GB SXM",
     memory=80e9,
@@ -94,7 +94,7 @@ _A100 = Gpu(
 )
 _H100 = Gpu(
     # NVIDIA H100 SXM datasheet: 1,979 TFLOP/s with sparsity, half of it without; NVLink's 900 GB/s count both ways.
-    # DGX H100 datasheet: 8 devices, and for each a ConnectX-7 of 400 Gbit/s.
+    # DGX H100 datasheet: 8 devices, each with a ConnectX-7 of 400 Gbit/s.
     name="NVIDIA H100 SXM",
     memory=80e9,
     bandwidth=3.35e12,

@@ -1,4 +1,4 @@
-"""One way to cut a configured run over devices, and what follows from it for one of them."""
+"""One layout of a configured run, and the share of one device in it."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ from megakernel.config import Attention, Config, Model
 from megakernel.config.training import Recompute
 
 if TYPE_CHECKING:
-    from .measured import Measure, Measured, Part
+    from .part_costs import CostMeter, Part, PartCosts
 
-KeyExchange = Literal["own", "ring"]
-"""How shards of a sequence meet under softmax: as the code does it, by heads, or (for comparison) by ring attention."""
+KeyExchange = Literal["configured", "ring"]
+"""Exchange of softmax attention between context ranks: as configured or, for comparison, ring attention."""
 
 
 GPU, CPU = True, False
-"""Our kernels and Liger-Kernel's run there, elsewhere chunked implementations."""
+"""Values of `Job.on_gpu`: on a GPU our kernels and Liger-Kernel's run, on a CPU chunked implementations."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How many devices share what, and what a device does at once."""
+    """Sizes of the parallelisms, micro-batch size and recomputation."""
 
     tensor: int
     sequence_parallel: bool
@@ -35,12 +35,12 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """All of them."""
+        """Number of devices."""
         return self.tensor * self.context * self.data * self.pipeline
 
     @property
     def gradient(self) -> int:
-        """Devices over which gradients are summed and ZeRO shards: data x context."""
+        """Size of the group that reduces gradients and shards ZeRO's states: data x context."""
         return self.data * self.context
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class Layout:
         return f"{cut}, micro batch {self.micro_batch_size}, recompute {self.recompute}"
 
     def keys(self) -> dict[str, object]:
-        """The configuration that takes this layout, by key."""
+        """Configuration key -> value of this layout."""
         return {
             "parallel.tensor": self.tensor,
             "parallel.sequence_parallel": self.sequence_parallel,
@@ -67,11 +67,11 @@ class Job:
 
     config: Config
     vocab_size: int
-    """Ids of the tokenizer, or what stands for them; rows of the embedding follow from it."""
+    """Ids of the tokenizer, or an assumed number; the embedding's rows follow from it."""
 
     layout: Layout
     on_gpu: bool = GPU
-    exchange: KeyExchange = "own"
+    exchange: KeyExchange = "configured"
 
     @property
     def model(self) -> Model:
@@ -83,13 +83,13 @@ class Job:
         """Tokens of a sequence."""
         return self.config.training.seq_len
 
-    def passes_keys_round(self, attention: Attention) -> bool:
-        """Whether keys and values go round the context ranks rather than tokens being traded for heads."""
+    def uses_ring(self, attention: Attention) -> bool:
+        """Whether attention between context ranks is ring attention instead of Ulysses."""
         if self.exchange == "ring":
             return True
         wanted = self.config.parallel.softmax_exchange
         divides = self.heads % self.layout.context == 0
-        return attention.passes_keys_round and (wanted == "ring" or (wanted == "auto" and not divides))
+        return attention.supports_ring_attention and (wanted == "ring" or (wanted == "auto" and not divides))
 
     @property
     def sequences(self) -> int:
@@ -108,12 +108,12 @@ class Job:
 
     @property
     def sharded_tokens(self) -> float:
-        """Those of them whose residuals and norms the device holds."""
+        """Tokens of a micro-batch whose residuals and norms one device holds."""
         return self.tokens / (self.layout.tensor if self.layout.sequence_parallel else 1)
 
     @property
     def tokens_per_step(self) -> int:
-        """Of all devices together."""
+        """Tokens of one step of all devices."""
         return self.config.training.global_batch_size * self.model.sequences_per_sample * self.seq_len
 
     @property
@@ -134,41 +134,39 @@ class Job:
 
     @cached_property
     def stages(self) -> list[range]:
-        """Transformer layers of each pipeline stage, as DeepSpeed cuts them."""
+        """Transformer layers of each pipeline stage, as DeepSpeed partitions them."""
         return stage_layers(self.model.first_layer, self.model.num_layers, self.layout.pipeline)
 
     def layers(self, stage: int) -> list[tuple[int, int]]:
-        """The first of each kind of layers of a stage, and how many layers are like it."""
+        """The first layer of each kind in a stage, and the number of layers of that kind."""
         return list(Counter(self._first_alike[index] for index in self.stages[stage]).items())
 
     @cached_property
     def _first_alike(self) -> list[int]:
-        """For each layer."""
+        """For each layer, the first layer with the same attention."""
         known: dict[int, int] = {}
-        return [known.setdefault(id(one), index) for index, one in enumerate(self.model.attentions)]
+        return [known.setdefault(id(x), index) for index, x in enumerate(self.model.attentions)]
 
     def parts(self, stage: int) -> list[tuple["Part", int]]:
-        """What a stage holds, and how often: embedding, kinds of layers, head."""
+        """The parts of a stage with their counts: embedding, kinds of layers, head."""
         first: list[tuple[Part, int]] = [("first", 1)] if stage == 0 else []
         last: list[tuple[Part, int]] = [("last", 1)] if stage == self.layout.pipeline - 1 else []
         return [*first, *self.layers(stage), *last]
 
-    def measured(self, part: "Part", recompute: Recompute | None = None) -> "Measured":
-        """What a part takes for one micro-batch of this layout; recompute: None takes the layout's."""
-        measure, layout = self._measure, self.layout
-        from .measured import Shape  # not before the libraries were told of their device
+    def costs(self, part: "Part", recompute: Recompute | None = None) -> "PartCosts":
+        """Measure a part for one micro-batch of this layout; recompute: None takes the layout's."""
+        meter, layout = self._meter, self.layout
+        from .part_costs import PartShape  # after `_meter` has set the device, which libraries read on import
 
         is_layer = isinstance(part, int)
         ring = (
-            isinstance(part, int)
-            and layout.context > 1
-            and self.passes_keys_round(self.model.layer_attention(part))
+            isinstance(part, int) and layout.context > 1 and self.uses_ring(self.model.layer_attention(part))
         )
-        # Embedding and head take every token by itself; a classifier's head its sequences.
-        alike = not is_layer and self.model.classifier is None
-        shape = Shape(
-            sequences=1 if alike else self.sequences,
-            tokens=self.tokens if alike else self.cp_shard,
+        # Embedding and head treat every token separately; a classifier's head treats sequences.
+        by_token = not is_layer and self.model.classifier is None
+        shape = PartShape(
+            sequences=1 if by_token else self.sequences,
+            tokens=self.tokens if by_token else self.cp_shard,
             tensor=layout.tensor,
             sequence_parallel=layout.sequence_parallel,
             context=layout.context if is_layer else 1,
@@ -176,47 +174,47 @@ class Job:
             softmax_exchange="ring" if ring else "auto",
             on_gpu=self.on_gpu,
         )
-        return measure.of(part, shape)
+        return meter.costs(part, shape)
 
     @cached_property
-    def _measure(self) -> "Measure":
+    def _meter(self) -> "CostMeter":
         from megakernel.parallel import prepare_device
 
-        prepare_device("cpu", 0)  # before the libraries are imported that need to be told
-        from .measured import measure_of
+        prepare_device("cpu", 0)  # before importing libraries that read the device on import
+        from .part_costs import meter_of
 
-        return measure_of(self.config, self.vocab_size)
+        return meter_of(self.config, self.vocab_size)
 
     @cached_property
-    def different_stages(self) -> list[int]:
-        """The stages without those that are like an earlier one, which holds more micro-batches and is as slow."""
-        found: dict[tuple, int] = {}
+    def distinct_stages(self) -> list[int]:
+        """Stages with distinct parts; of equal ones the first, which holds more micro-batches and is as slow."""
+        first_stages: dict[tuple, int] = {}
         for stage in range(self.layout.pipeline):
-            found.setdefault(tuple(self.parts(stage)), stage)
-        return list(found.values())
+            first_stages.setdefault(tuple(self.parts(stage)), stage)
+        return list(first_stages.values())
 
     @cached_property
     def parameters(self) -> list[int]:
-        """Trained numbers that one device of each stage holds."""
-        measure, layout = self._measure, self.layout
-        tied = layout.pipeline == 1 and self.holds_second_embedding
+        """Parameters per device of each stage."""
+        meter, layout = self._meter, self.layout
+        tied = layout.pipeline == 1 and self.ties_embedding
         held = []
         for stage in range(layout.pipeline):
             counts = (
-                measure.parameters(part, layout.tensor, layout.sequence_parallel) * count
+                meter.parameters(part, layout.tensor, layout.sequence_parallel) * count
                 for part, count in self.parts(stage)
             )
             held.append(sum(counts))
         return [held[0] - self.embedding] if tied else held
 
     @property
-    def holds_second_embedding(self) -> bool:
-        """Whether the last stage keeps a copy of the first one's matrix, as its head."""
+    def ties_embedding(self) -> bool:
+        """Whether the head is tied to the embedding, so that the last of several stages has a copy of its matrix."""
         return self.model.tie_embeddings and self.model.classifier is None
 
     @property
     def embedding(self) -> int:
-        """Numbers of the embedding that one tensor rank holds."""
+        """Parameters of the embedding on one tensor rank."""
         model = self.model
         sequences = model.padded_vocab_size(self.vocab_size + model.special_ids)
         return sequences // self.layout.tensor * model.hidden_size
@@ -224,10 +222,10 @@ class Job:
 
 @cache
 def stage_layers(before: int, layers: int, stages: int) -> list[range]:
-    """The layers of each stage: those that DeepSpeed's `type:TransformerLayer` gives it, behind others `before`."""
+    """The transformer layers of each stage by DeepSpeed's `type:TransformerLayer`; before: layers in front of them."""
     from megakernel.parallel import prepare_device
 
-    prepare_device("cpu", 0)  # DeepSpeed, not told of its device, prints to stdout what it takes
+    prepare_device("cpu", 0)  # otherwise DeepSpeed prints its choice of device to stdout
     from deepspeed.runtime.utils import partition_balanced
 
     weights = [0] * before + [1] * layers + [0, 0]

@@ -1,7 +1,7 @@
-"""What tensors take and what collectives send, counted while they run: on real tensors or on fake ones.
+"""Counts bytes of tensors and messages of collectives while code runs on real or fake tensors.
 
-Fake tensors have shapes and no numbers, so that a layer of any size runs in a second and takes no memory. Integers stay
-real beside them: where documents lie decides what attention does next. Masks of pairs of tokens decide nothing.
+Fake tensors have shapes and no contents, so that a layer of any size runs in a second without memory. Integers stay
+real, as attention branches on the positions of documents; it does not branch on masks of pairs of tokens.
 """
 
 import itertools
@@ -25,143 +25,137 @@ FACTORIES = frozenset((aten.empty.memory_format, aten.zeros.default, aten.ones.d
 RANGES = frozenset((aten.arange.default, aten.arange.start, aten.arange.start_step))
 
 MANY_PAIRS = 2**22
-"""Numbers from which on a comparison of integers is a mask, and has none."""
+"""A comparison of integers with more elements is a mask of pairs and stays fake."""
 
 Region = int | Literal["attention"]
-"""A layer of those that run, by its index, or attention inside of one."""
+"""Index of the running layer, or "attention" inside of one."""
 
 Moment = tuple[bool, Region]
-"""Of a forward (False) and backward (True)."""
+"""Whether backward runs, and the region."""
 
 
-class Sent(NamedTuple):
+class Message(NamedTuple):
     """A kind of message."""
 
     group: str
     """Name of its process group."""
 
     operation: str
-    """As torch.distributed names it; `point-to-point` where ranks pass a message on and wait for it."""
+    """Name in torch.distributed; `point-to-point` for state passing from rank to rank."""
 
     backward: bool
-    """Whether it goes in backward."""
+    """Whether it is sent in backward."""
 
-    waits: bool
-    """Whether the process waits for it where it sends it."""
+    is_synchronous: bool
+    """Whether the call is synchronous."""
 
 
 class Ledger(TorchDispatchMode):
-    """Counts while it is on. Counted of a collective is what this process hands in."""
+    """Counts while it is active; of a collective it counts this process's input."""
 
-    def __init__(self, numbers: bool = True) -> None:
-        """numbers: whether tensors are real; else floats have none."""
+    def __init__(self, contents: bool = True) -> None:
+        """contents: whether tensors are real; otherwise floating-point tensors have no contents."""
         super().__init__()
-        self.now = 0
-        """Bytes of all tensors made or added here that are still alive."""
+        self.live_bytes = 0
+        """Bytes of all live tensors that were made or added here."""
         self.peaks: dict[Moment, int] = {}
-        """The most there were at once, by moment."""
+        """Peak of `live_bytes`, by moment."""
         self.region: Region = 0
-        """What runs; whoever runs it says so."""
-        self.bytes: Counter[Sent] = Counter()
-        self.calls: Counter[Sent] = Counter()
+        """What runs; set by the caller."""
+        self.bytes: Counter[Message] = Counter()
+        self.calls: Counter[Message] = Counter()
         self.operations = 0
         self.backward = False
-        self._with_numbers = numbers
-        self._passing = False
-        self._made = 0
+        self._with_contents = contents
+        self._in_one_message = False
+        self._count = 0
         self._numbers: dict[int, int] = {}
-        """Address of a storage -> its number."""
-        self._ends: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        """Address of a storage -> what tells of its end."""
+        """Address of a storage -> its number; addresses are reused."""
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        """Address of a storage -> a weak reference with a callback when it is freed."""
         self._sizes: dict[int, int] = {}
         """Number of a storage -> its bytes."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would load its compiler, to tell it that there is nothing to compile
+        return False  # True would make torch import its compiler
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run the operation, and count what it makes or sends."""
+        """Run the operation, and count the tensors that it makes and the bytes that it sends."""
         kwargs = kwargs or {}
         self.operations += 1
         if func.namespace == "c10d":
             self._count_message(func, args)
-        out = func(*args, **kwargs) if self._with_numbers else without_numbers(func, args, kwargs)
+        out = func(*args, **kwargs) if self._with_contents else run_shape_only(func, args, kwargs)
         for x in (out,) if isinstance(out, Tensor) else tree_iter(out):
             if isinstance(x, Tensor):
                 self.add(x)
         return out
 
     def add(self, tensor: Tensor) -> None:
-        """Count a tensor's storage, if it is not counted yet."""
+        """Count a tensor's storage unless it is counted already."""
         storage = _storage(tensor)
         if storage._cdata in self._numbers:
             return
-        self._made += 1
-        self._numbers[storage._cdata] = self._made
-        self._sizes[self._made] = storage.nbytes()
-        self.now += storage.nbytes()
+        self._count += 1
+        self._numbers[storage._cdata] = self._count
+        self._sizes[self._count] = storage.nbytes()
+        self.live_bytes += storage.nbytes()
         moment = self.backward, self.region
-        self.peaks[moment] = max(self.peaks.get(moment, 0), self.now)
+        self.peaks[moment] = max(self.peaks.get(moment, 0), self.live_bytes)
         address = storage._cdata
-        self._ends[address] = weakref.ref(storage, lambda _: self._gone(address))
+        self._references[address] = weakref.ref(storage, lambda _: self._freed(address))
 
-    def number(self, tensor: Tensor) -> int:
-        """Of a tensor's storage; no other ever has it."""
+    def storage_number(self, tensor: Tensor) -> int:
+        """The unique number of a tensor's storage."""
         return self._numbers[_storage(tensor)._cdata]
 
-    def alive(self) -> dict[int, int]:
-        """Bytes of each storage that lives, by its number."""
+    def live_storages(self) -> dict[int, int]:
+        """Number -> bytes of each live storage."""
         return dict(self._sizes)
 
     @contextmanager
-    def one_passing(self) -> Iterator[None]:
-        """What is sent in here are parts of one message, which ranks pass on one behind the other."""
-        self._passing = True
+    def one_message(self) -> Iterator[None]:
+        """Count messages in this context as parts of one point-to-point message."""
+        self._in_one_message = True
         yield
-        self._passing = False
+        self._in_one_message = False
         for message in self.bytes:
             if message.operation == "point-to-point" and message.backward == self.backward:
                 self.calls[message] += 1
 
-    def _gone(self, address: int) -> None:
-        del self._ends[address]
-        self.now -= self._sizes.pop(self._numbers.pop(address))
+    def _freed(self, address: int) -> None:
+        del self._references[address]
+        self.live_bytes -= self._sizes.pop(self._numbers.pop(address))
 
     def _count_message(self, func: Any, args: tuple[Any, ...]) -> None:
         operation = func._schema.name.removeprefix("c10d::").strip("_")
         group = next((_group_name(arg) for arg in args if isinstance(arg, torch.ScriptObject)), "")
         names = [x.name for x in func._schema.arguments]
-        # An argument that has its default is not handed on, and this one's is True.
+        # Torch drops trailing arguments that have their defaults; that of async_op is True.
         is_async = operation == "send" or ("async_op" in names and all(args[names.index("async_op") :][:1]))
-        name = "point-to-point" if self._passing else OPERATIONS.get(operation, operation)
-        message = Sent(group, name, self.backward, not is_async)
-        # Collectives that have an output name it first.
+        name = "point-to-point" if self._in_one_message else OPERATIONS.get(operation, operation)
+        message = Message(group, name, self.backward, not is_async)
+        # Collectives with an output argument have it first.
         tensors = args[1] if operation in WITH_OUTPUT else args[0]
         if operation != "recv":
             self.bytes[message] += sum(x.nbytes for x in tree_iter(tensors) if isinstance(x, Tensor))
-            self.calls[message] += not self._passing
+            self.calls[message] += not self._in_one_message
 
 
-class Numberless(Tensor):
-    """A tensor on the CPU that has a shape and no numbers."""
+class ShapeOnly(Tensor):
+    """A CPU tensor with a shape and no contents."""
 
     meta: Tensor
-    """The same on torch's meta device, whose storage stands for this one's."""
+    """The same tensor on torch's meta device; its storage stands for this one's."""
 
     @staticmethod
-    def __new__(cls, meta: Tensor) -> "Numberless":
-        """Stand for the meta tensor."""
-        own = Tensor._make_wrapper_subclass(
-            cls,
-            meta.shape,
-            meta.stride(),
-            meta.storage_offset(),
-            dtype=meta.dtype,
-            device=torch.device("cpu"),
-        )
-        own.meta = meta
-        return own
+    def __new__(cls, meta: Tensor) -> "ShapeOnly":
+        """Wrap a meta tensor."""
+        place = (meta.shape, meta.stride(), meta.storage_offset())
+        tensor = Tensor._make_wrapper_subclass(cls, *place, dtype=meta.dtype, device=torch.device("cpu"))
+        tensor.meta = meta
+        return tensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -169,51 +163,51 @@ class Numberless(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func, types, args=(), kwargs=None
     ):
-        """Run the operation where no ledger is on."""
-        return without_numbers(func, args, kwargs or {})
+        """Run the operation when no ledger is active."""
+        return run_shape_only(func, args, kwargs or {})
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    return (tensor.meta if isinstance(tensor, Numberless) else tensor).untyped_storage()
+    return (tensor.meta if isinstance(tensor, ShapeOnly) else tensor).untyped_storage()
 
 
-def without_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The operation on floats without numbers and real integers."""
-    if func is aten._local_scalar_dense.default and isinstance(args[0], Numberless):
-        return 0  # no number is out of range, no mask true
-    if func is aten.index.Tensor:  # the size of what a mask takes is known where the mask is real
-        args = (args[0], [y for x in args[1] for y in _places(x)])
+def run_shape_only(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the operation on fake floating-point tensors and real integer tensors."""
+    if func is aten._local_scalar_dense.default and isinstance(args[0], ShapeOnly):
+        return 0  # a check for bad values finds none, and a mask is false
+    if func is aten.index.Tensor:  # a real mask gives the size of the result
+        args = (args[0], [y for x in args[1] for y in _mask_indices(x)])
     tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
-    real = (not isinstance(x, Numberless) and not x.is_floating_point() for x in tensors)
-    has_numbers = all(real) and not _are_pairs(tensors) if tensors else _makes_integers(func, args, kwargs)
-    if has_numbers:
+    real = (not isinstance(x, ShapeOnly) and not x.is_floating_point() for x in tensors)
+    is_real = all(real) and not _makes_mask(tensors) if tensors else _makes_integers(func, args, kwargs)
+    if is_real:
         out = func(*args, **kwargs)
         if func is c10d._allgather_base_.default:
-            _move_on(*args[:2])
-        return tree_map_only(Tensor, lambda x: Numberless(x.to("meta")) if x.is_floating_point() else x, out)
-    if _changes_first(func) and isinstance(args[0], Numberless):
+            _set_positions(*args[:2])
+        return tree_map_only(Tensor, lambda x: ShapeOnly(x.to("meta")) if x.is_floating_point() else x, out)
+    if _overwrites_first(func) and isinstance(args[0], ShapeOnly):
         return args[0]
-    key = (func, _form(args), _form(tuple(kwargs.items()))) if _makes_new(func) else None
-    if key in _MADE:
-        sizes, strides, dtype = _MADE[key]
-        return Numberless(torch.empty_strided(sizes, strides, dtype=dtype, device="meta"))
-    given = {id(x.meta): x for x in tensors if isinstance(x, Numberless)}
+    key = (func, _signature(args), _signature(tuple(kwargs.items()))) if _returns_no_alias(func) else None
+    if key in _SHAPES:
+        sizes, strides, dtype = _SHAPES[key]
+        return ShapeOnly(torch.empty_strided(sizes, strides, dtype=dtype, device="meta"))
+    by_meta = {id(x.meta): x for x in tensors if isinstance(x, ShapeOnly)}
     args, on_meta = tree_map_only(Tensor, _meta, (args, kwargs))
     if "device" in kwargs:
         on_meta["device"] = "meta"
     out = func(*args, **on_meta)
-    if key is not None and isinstance(out, Tensor) and _fills_own_storage(out, given.values()):
-        _MADE[key] = out.shape, out.stride(), out.dtype
-    return tree_map_only(Tensor, lambda x: given[id(x)] if id(x) in given else Numberless(x), out)
+    if key is not None and isinstance(out, Tensor) and _fills_own_storage(out, by_meta.values()):
+        _SHAPES[key] = out.shape, out.stride(), out.dtype
+    return tree_map_only(Tensor, lambda x: by_meta[id(x)] if id(x) in by_meta else ShapeOnly(x), out)
 
 
-_MADE: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
-"""What operations gave, by their arguments without numbers: torch's way to find it is long, and layers repeat it."""
+_SHAPES: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
+"""Shapes of results by operation and fake arguments: torch's meta functions are slow, and layers repeat them."""
 
 
 @cache
-def _changes_first(func: Any) -> bool:
-    """Whether an operation puts other numbers into its first argument, and does no more."""
+def _overwrites_first(func: Any) -> bool:
+    """Whether an operation only overwrites the contents of its first argument."""
     return (
         func.namespace == "aten"
         and func._schema.name.endswith("_")
@@ -222,36 +216,36 @@ def _changes_first(func: Any) -> bool:
 
 
 @cache
-def _makes_new(func: Any) -> bool:
-    """Whether an operation says that what it gives is neither an argument nor a view of one."""
+def _returns_no_alias(func: Any) -> bool:
+    """Whether an operation's schema says that its results alias no argument."""
     named = (*func._schema.arguments, *func._schema.returns)
     return func.namespace == "aten" and all(x.alias_info is None for x in named)
 
 
-def _fills_own_storage(made: Tensor, given: Iterable["Numberless"]) -> bool:
-    alike = torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device="meta").untyped_storage()
-    own = made.untyped_storage()
-    return own.nbytes() == alike.nbytes() and all(own._cdata != _storage(x)._cdata for x in given)
+def _fills_own_storage(made: Tensor, inputs: Iterable["ShapeOnly"]) -> bool:
+    new = torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device="meta").untyped_storage()
+    storage = made.untyped_storage()
+    return storage.nbytes() == new.nbytes() and all(storage._cdata != _storage(x)._cdata for x in inputs)
 
 
-def _form(x: Any) -> Any:
-    """What of an argument decides sizes: no numbers of tensors, and the types of others, as 1 is 1.0 elsewhere."""
+def _signature(x: Any) -> Any:
+    """The part of an argument that decides sizes: no contents of tensors, and types of others, as 1 == 1.0."""
     if isinstance(x, Tensor):
         return x.shape, x.stride(), x.dtype
-    return tuple([_form(y) for y in x]) if isinstance(x, list | tuple) else (type(x), x)
+    return tuple([_signature(y) for y in x]) if isinstance(x, list | tuple) else (type(x), x)
 
 
-def _are_pairs(tensors: list[Tensor]) -> bool:
-    """Whether an operation compares so many pairs of tokens that nobody decides by what it gives: a mask."""
+def _makes_mask(tensors: list[Tensor]) -> bool:
+    """Whether an operation broadcasts to so many pairs of tokens that its result must be a mask."""
     if len(tensors) < 2 or len({x.shape for x in tensors}) < 2:
         return False
     sizes = itertools.zip_longest(*(reversed(x.shape) for x in tensors), fillvalue=1)
-    # Places of very many tokens are no pairs.
+    # Positions of very many tokens are not pairs.
     return math.prod(map(max, sizes)) > max(MANY_PAIRS, 100 * max(x.numel() for x in tensors))
 
 
 def _meta(x: Tensor) -> Tensor:
-    return x.meta if isinstance(x, Numberless) else x.to("meta")
+    return x.meta if isinstance(x, ShapeOnly) else x.to("meta")
 
 
 OPERATIONS = {
@@ -260,7 +254,7 @@ OPERATIONS = {
     "reduce_scatter_base": "reduce_scatter",
     "alltoall_base": "all_to_all",
 }
-"""torch.distributed's names of those that c10d calls otherwise."""
+"""c10d's name -> torch.distributed's, if they differ."""
 
 WITH_OUTPUT = frozenset(
     ("allgather", "allgather_base", "reduce_scatter", "reduce_scatter_base", "alltoall", "alltoall_base")
@@ -281,14 +275,14 @@ def _makes_integers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return (func in RANGES or func in FACTORIES) and not dtype.is_floating_point
 
 
-def _places(index: Tensor | None) -> tuple[Tensor | None, ...]:
-    if index is None or index.dtype != torch.bool or isinstance(index, Numberless):
+def _mask_indices(index: Tensor | None) -> tuple[Tensor | None, ...]:
+    if index is None or index.dtype != torch.bool or isinstance(index, ShapeOnly):
         return (index,)
     return index.nonzero(as_tuple=True)
 
 
-def _move_on(gathered: Tensor, mine: Tensor) -> None:
-    """Positions of all shards of a document that is as long as its sequence, for a fake group that repeats mine."""
+def _set_positions(gathered: Tensor, mine: Tensor) -> None:
+    """Turn an all-gather of a fake group, which repeats `mine`, into the positions of one document's shards."""
     shards = gathered.view(-1, *mine.shape)
     first = mine.flatten()[0] // len(mine)
     steps = torch.arange(len(shards)) - first

@@ -1,4 +1,4 @@
-"""Bytes that one device holds, by part, when it holds the most."""
+"""Peak memory of one device, by part."""
 
 from dataclasses import dataclass
 
@@ -11,28 +11,22 @@ FLOAT32 = 4
 INT64 = 8
 
 PARTS = (
-    "weights",
-    "gradients",
-    "optimizer",
-    "activations",
-    "attention states",
-    "loss",
-    "exchange",
-    "workspace",
+    *("weights", "gradients", "optimizer", "activations"),
+    *("attention states", "loss", "exchange", "workspace"),
 )
-"""The parts of a device's memory; on a GPU there is a reserve as well."""
+"""The parts of a device's memory; on a GPU there is also a `reserve`."""
 
 MASTER_AND_MOMENTS = 12
 """Bytes per parameter of AdamW with float32 master weights."""
 
-LIVE = 1_000_000_000
+ZERO3_LIVE = 1_000_000_000
 """Parameters that ZeRO 3 keeps gathered (`stage3_max_live_parameters`, `stage3_max_reuse_distance`)."""
 
 RESERVE = 2.5e9
-"""Assumed: context of CUDA, NCCL's buffers and kernels' code, bytes."""
+"""Assumed bytes of CUDA's context, NCCL's buffers and kernels' code."""
 
-FRAGMENTS = 0.05
-"""Assumed: share of what torch gave out that its allocator cannot use."""
+FRAGMENTATION = 0.05
+"""Assumed fragmentation: share of the allocated bytes that torch's allocator cannot use."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +34,7 @@ class Memory:
     """Memory of the fullest device of a layout."""
 
     parts: dict[str, float]
-    """Bytes by part: weights, gradients and optimizer stay; the rest is there in backward, or at the update."""
+    """Bytes by part at the moment of the peak, in backward or at the update."""
 
     stage: int
     """The pipeline stage of that device."""
@@ -51,37 +45,37 @@ class Memory:
         return sum(self.parts.values())
 
     def beyond(self, gpu: Gpu) -> float:
-        """Bytes that are too many; negative where some are left."""
+        """Bytes in excess of the GPU's memory; negative if some are free."""
         return self.total - gpu.memory
 
 
 def memory(job: Job) -> Memory:
     """The memory of the fullest stage."""
-    return max((_stage(job, stage) for stage in job.different_stages), key=lambda one: one.total)
+    return max((_stage_memory(job, stage) for stage in job.distinct_stages), key=lambda memory: memory.total)
 
 
 def persistent_bytes(job: Job, stage: int) -> dict[str, float]:
-    """Bytes that lie in memory through all of a step: weights, gradients with a place of their own, optimizer."""
+    """Bytes that are allocated during the whole step: weights, persistent gradient buffers, optimizer."""
     zero, shards = job.layout.zero_stage, job.layout.gradient
     count = job.parameters[stage]
     weights: float = count * job.element
     if zero == 3:
-        weights = weights / shards + min(count, LIVE) * job.element
+        weights = weights / shards + min(count, ZERO3_LIVE) * job.element
     held = {0: 0.0, 1: count * FLOAT32 if job.element == 2 else 0.0, 2: 0.0, 3: count * FLOAT32 / shards}
     moments = MASTER_AND_MOMENTS * count / shards if zero else (MASTER_AND_MOMENTS - FLOAT32) * count
     return {"weights": weights, "gradients": held[zero], "optimizer": moments}
 
 
 def gradient_bytes(job: Job, stage: int) -> float:
-    """Bytes of gradients that backward makes and the update frees; a second micro-batch finds them there."""
+    """Bytes of gradients that backward allocates and the update frees; they are live in later micro-batches."""
     zero, count = job.layout.zero_stage, job.parameters[stage]
     if zero == 2:
         return count * FLOAT32 / job.layout.gradient
     return 0.0 if zero == 3 else count * job.element
 
 
-def buckets(job: Job, count: int) -> tuple[float, float]:
-    """DeepSpeed's buffers for gradients: those that are there in backward, and those at the update alone."""
+def bucket_bytes(job: Job, count: int) -> tuple[float, float]:
+    """Bytes of DeepSpeed's gradient buckets: from backward on, and those that exist only at the update."""
     zero = job.layout.zero_stage
     zero_keys = job.config.deepspeed.get("zero_optimization", {})
     size = zero_keys.get("reduce_bucket_size", reduce_bucket(count))
@@ -93,45 +87,41 @@ def buckets(job: Job, count: int) -> tuple[float, float]:
     return size * job.element + copied, 0.0
 
 
-def _stage(job: Job, stage: int) -> Memory:
-    layers = [(job.measured(part), count) for part, count in job.layers(stage)]
-    # One forward, one backward: an early stage has sent on as many micro-batches as there are stages behind it.
-    under_way = min(job.micro_batches, job.layout.pipeline - stage)
+def _stage_memory(job: Job, stage: int) -> Memory:
+    layers = [(job.costs(part), count) for part, count in job.layers(stage)]
+    # 1F1B: a stage has as many micro-batches in flight as there are stages from it to the last.
+    in_flight = min(job.micro_batches, job.layout.pipeline - stage)
     hidden = job.sharded_tokens * job.model.hidden_size * job.element
     training = job.config.training
-    # The input of a layer that waits in host memory.
+    # Inputs of recomputed layers that are offloaded to host memory.
     offloaded = training.checkpoint_offload and job.on_gpu and job.layout.recompute == "full"
-    moved = hidden if offloaded else 0.0
-    entered = job.measured("first").kept if stage == 0 else hidden
-    tables = max((one.tables for one, _ in layers), default=0.0)
-    kept = entered + tables + sum((one.kept - one.states - moved) * count for one, count in layers)
+    on_host = hidden if offloaded else 0.0
+    stage_input = job.costs("first").saved if stage == 0 else hidden
+    tables = max((part.tables for part, _ in layers), default=0.0)
+    kept = stage_input + tables + sum((part.saved - part.states - on_host) * count for part, count in layers)
     batch = 3 * INT64 * job.tokens * job.micro_batches
     forward = {
-        "activations": under_way * kept + batch,
-        "attention states": under_way * sum(one.states * count for one, count in layers),
+        "activations": in_flight * kept + batch,
+        "attention states": in_flight * sum(part.states * count for part, count in layers),
     }
-    in_buckets, at_update = buckets(job, job.parameters[stage])
+    in_buckets, at_update = bucket_bytes(job, job.parameters[stage])
     fixed = persistent_bytes(job, stage)
-    whole = fixed["gradients"] + gradient_bytes(job, stage)
-    before = whole if job.micro_batches > 1 else fixed["gradients"]
-    in_layer = max((one.excess for one, _ in layers), default=0.0)
-    of_one = max((one.kept for one, _ in layers), default=0.0) + entered + tables
-    moments: list[dict[str, float]] = [
+    all_gradients = fixed["gradients"] + gradient_bytes(job, stage)
+    before = all_gradients if job.micro_batches > 1 else fixed["gradients"]
+    layer_excess = max((part.excess for part, _ in layers), default=0.0)
+    one_layer = max((part.saved for part, _ in layers), default=0.0) + stage_input + tables
+    peaks: list[dict[str, float]] = [
         # The last layer's backward, the first layer's, and the update.
-        forward | {"gradients": before, "exchange": in_buckets, "workspace": in_layer},
-        {
-            "activations": batch + of_one,
-            "gradients": whole,
-            "exchange": in_buckets,
-            "workspace": in_layer,
-        },
-        {"gradients": whole, "exchange": in_buckets + at_update, "workspace": fixed["optimizer"] / 3},
+        forward | {"gradients": before, "exchange": in_buckets, "workspace": layer_excess},
+        {"activations": batch + one_layer, "gradients": all_gradients}
+        | {"exchange": in_buckets, "workspace": layer_excess},
+        {"gradients": all_gradients, "exchange": in_buckets + at_update, "workspace": fixed["optimizer"] / 3},
     ]
     if stage == job.layout.pipeline - 1:
-        head = job.measured("last")
-        loss = {"loss": head.kept + head.excess, "exchange": in_buckets}
-        moments.append(forward | {"gradients": before} | loss)
-    parts = dict.fromkeys(PARTS, 0.0) | fixed | max(moments, key=lambda moment: sum(moment.values()))
+        head = job.costs("last")
+        loss = {"loss": head.saved + head.excess, "exchange": in_buckets}
+        peaks.append(forward | {"gradients": before} | loss)
+    parts = dict.fromkeys(PARTS, 0.0) | fixed | max(peaks, key=lambda moment: sum(moment.values()))
     if job.on_gpu:
-        parts["reserve"] = RESERVE + FRAGMENTS * sum(parts.values())
+        parts["reserve"] = RESERVE + FRAGMENTATION * sum(parts.values())
     return Memory(parts, stage)

@@ -1,4 +1,4 @@
-"""A page of Markdown: a run on many devices, how it scales, and what softmax attention would make of it."""
+"""A Markdown page: layouts of a run on many devices, its scaling, and a comparison with softmax attention."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
@@ -7,13 +7,13 @@ from functools import partial
 from megakernel.config import Attention, Config, expand_preset
 
 from .gpus import RATES_TEXT, Gpu
-from .plan import WAYS, Plan, Planned, Way, efficiency, grow, plan, scaling
+from .plan import WAYS, Plan, Planned, Way, efficiency, plan, scaled_config, scaling
 
 SHOWN = 5
-"""Layouts of the middle number of devices."""
+"""Number of layouts listed for the configured number of devices."""
 
 NONE = "—"
-"""A figure of no layout."""
+"""Cell for a number of devices on which no layout fits."""
 
 SIZES = ("GPUs", "sequences", "tokens of a sequence")
 SCALED = (*SIZES, "step, s", "tokens/s", "MFU", "memory, GB", "per GPU", "layout")
@@ -22,10 +22,10 @@ SCALED = (*SIZES, "step, s", "tokens/s", "MFU", "memory, GB", "per GPU", "layout
 def page(
     config: Config, vocabulary: int, note: str, counts: list[int], at: int, gpu: Gpu, command: str
 ) -> str:
-    """The whole page; `at` devices are those for which the configuration is meant."""
+    """The whole page; at: the number of devices for which the configuration is meant."""
     plans = {way: list(scaling(config, vocabulary, counts, way, gpu, at)) for way in WAYS}
-    own = next(one for one in plans["strong"] if one.devices == at)
-    lines = [*_opening(config, note, at, gpu, command), *_best(own, gpu)]
+    configured = next(x for x in plans["strong"] if x.devices == at)
+    lines = [*_opening(config, note, at, gpu, command), *_best(configured, gpu)]
     for way, title in WAYS.items():
         lines += [f"## {_capital(title)}: *predicted*", "", *markdown(SCALED, scaled(plans[way])), ""]
     lines += _baselines(config, vocabulary, counts, at, gpu)
@@ -53,8 +53,8 @@ def _opening(config: Config, note: str, at: int, gpu: Gpu, command: str) -> list
 def _best(plan: Plan, gpu: Gpu) -> list[str]:
     lines = [f"## The best layouts of {plan.devices:,} GPUs: *predicted*", ""]
     rows = [
-        [str(one.layout), *figures(one), f"{-one.memory.beyond(gpu) / 1e9:.1f}"]
-        for one in plan.fitting[:SHOWN]
+        [str(planned.layout), *figures(planned), f"{-planned.memory.beyond(gpu) / 1e9:.1f}"]
+        for planned in plan.fitting[:SHOWN]
     ]
     lines += [*markdown(["layout", "step, s", "tokens/s", "MFU", "memory, GB", "free, GB"], rows), ""]
     if plan.best is not None:
@@ -62,8 +62,8 @@ def _best(plan: Plan, gpu: Gpu) -> list[str]:
         parts = [("memory, GB", plan.best.memory.parts, 1e9), ("step, s", step.parts, 1.0)]
         parts.append(("sent per device and step, GB", step.sent, 1e9))
         lines += ["Of the first:", ""]
-        for name, found, unit in parts:
-            cells = ", ".join(f"{part} {value / unit:.3g}" for part, value in found.items() if value)
+        for name, amounts, unit in parts:
+            cells = ", ".join(f"{part} {value / unit:.3g}" for part, value in amounts.items() if value)
             lines.append(f"* {name}: {cells}.")
         lines.append(f"* {step.hidden:.3g} s of traffic are hidden behind attention.")
         lines.append("")
@@ -71,18 +71,18 @@ def _best(plan: Plan, gpu: Gpu) -> list[str]:
 
 
 def scaled(plans: list[Plan]) -> Iterator[list[str]]:
-    """A line for each number of devices: devices, sequences, their tokens, `figures`, speed per device, layout."""
-    for found, share in zip(plans, efficiency(plans)):
-        training, best = found.config.training, found.best
-        sizes = [f"{found.devices:,}", f"{training.global_batch_size:,}", f"{training.seq_len:,}"]
+    """A row for each number of devices: devices, sequences, their tokens, `figures`, speed per device, layout."""
+    for scaled_plan, share in zip(plans, efficiency(plans)):
+        training, best = scaled_plan.config.training, scaled_plan.best
+        sizes = [f"{scaled_plan.devices:,}", f"{training.global_batch_size:,}", f"{training.seq_len:,}"]
         if best is None:
-            yield [*sizes, *[NONE] * 5, found.why_none]
+            yield [*sizes, *[NONE] * 5, scaled_plan.why_none]
         else:
             yield [*sizes, *figures(best), f"{share:.0%}", str(best.layout)]
 
 
 def with_attention(config: Config, preset: str) -> Config:
-    """The same run with another attention in all layers, and sequences that are one document each."""
+    """The same run with another attention in all layers, and one document per sequence."""
     form = Attention.model_validate(expand_preset(preset))
     model = config.model.model_copy(update={"attention": form, "attention_pattern": None})
     data = config.data.model_copy(update={"isolate_documents": False})
@@ -90,17 +90,17 @@ def with_attention(config: Config, preset: str) -> Config:
 
 
 def compare(config: Config, vocab_size: int, devices: int, gpu: Gpu) -> dict[str, Plan]:
-    """The run as it is, and the same Transformer with softmax attention that shares a sequence in several ways.
+    """Plans of the run, and of the same Transformer with softmax attention and several ways to shard a sequence.
 
-    Those are given what they do best: fused softmax, work balanced over the devices although half of the pairs are
-    hidden, and sequences without documents, so that no masks are kept.
+    Softmax gets favorable assumptions: fused kernels, work that is balanced over the devices despite the causal mask,
+    and one document per sequence, so that no masks are kept.
     """
     softmax = with_attention(config, "softmax")
     planned = partial(plan, vocab_size=vocab_size, devices=devices, gpu=gpu)
-    # Shards of keys pass every device, so any number of shards is allowed, as it is to states.
+    # A ring allows any number of shards, as state passing does: hence the rules for `linear`.
     by_ring = planned(softmax, exchange="ring", rules=with_attention(config, "linear"))
-    # Tensor ranks, also of several nodes, share the heads, and no sequence is cut over context ranks.
-    by_heads = planned(softmax, most_tensor=config.model.num_heads, most_context=1)
+    # Tensor ranks, also across nodes, share the heads; there are no context ranks.
+    by_heads = planned(softmax, max_tensor=config.model.num_heads, max_context=1)
     return {
         "as configured: states and windows": planned(config),
         "softmax, ring attention": by_ring,
@@ -122,28 +122,28 @@ def _baselines(config: Config, vocabulary: int, counts: list[int], at: int, gpu:
     yield ""
     ways: list[Way] = ["strong", "longer"]
     for way in ways:
-        grown = ((count, grow(config, way, count, at)) for count in counts)
-        found = [compare(run, vocabulary, count, gpu) for count, run in grown if run is not None]
+        grown = ((count, scaled_config(config, way, count, at)) for count in counts)
+        comparisons = [compare(run, vocabulary, count, gpu) for count, run in grown if run is not None]
         rows = []
-        for plans in found:
-            own = next(iter(plans.values()))
+        for plans in comparisons:
+            first = next(iter(plans.values()))
             rows.append(
-                [f"{own.devices:,}", f"{own.config.training.seq_len:,}", *_against([*plans.values()])]
+                [f"{first.devices:,}", f"{first.config.training.seq_len:,}", *_against([*plans.values()])]
             )
         yield f"### {_capital(WAYS[way])}"
         yield ""
-        yield from markdown(["GPUs", "tokens of a sequence", *found[0]], rows)
+        yield from markdown(["GPUs", "tokens of a sequence", *comparisons[0]], rows)
         yield ""
 
 
 def _against(plans: list[Plan]) -> Iterator[str]:
-    """The step of each, and how often the first fits into it."""
+    """The step time of each plan, and its ratio to the first plan's."""
     base = plans[0].best
-    for one in plans:
-        best = one.best
+    for compared in plans:
+        best = compared.best
         if best is None:
-            yield one.why_none
-        elif base is None or one is plans[0]:
+            yield compared.why_none
+        elif base is None or compared is plans[0]:
             yield f"{number(best.step.seconds)} s, {best.memory.total / 1e9:.0f} GB"
         else:
             times = best.step.seconds / base.step.seconds
@@ -154,15 +154,15 @@ def _capital(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def figures(one: Planned) -> list[str]:
-    """Seconds of a step, tokens per second, MFU and GB of memory of a layout that fits."""
-    step = one.step
+def figures(planned: Planned) -> list[str]:
+    """Cells for step time in seconds, tokens per second, MFU and GB of memory."""
+    step = planned.step
     speed = [number(step.seconds), f"{step.tokens_per_second:,.0f}", f"{step.mfu:.1%}"]
-    return [*speed, f"{one.memory.total / 1e9:.1f}"]
+    return [*speed, f"{planned.memory.total / 1e9:.1f}"]
 
 
 def number(value: float) -> str:
-    """Three digits, and no exponent."""
+    """A number with three significant digits or, from 100 on, as an integer."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

@@ -1,4 +1,4 @@
-"""The layouts of a run on so many devices: the best first, why the others are out, and what more devices buy."""
+"""The layouts of a run on a number of devices, fastest first, why others are excluded, and scaling."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from megakernel.config import Config, ConfigError, Parallel, Problem, data_parallel_size
-from megakernel.config.checks import agreement
+from megakernel.config.checks import section_conflicts
 from megakernel.config.training import Recompute
 
 from .gpus import Gpu
@@ -23,15 +23,15 @@ WAYS: dict[Way, str] = {
     "weak": "weak scaling: as many sequences more as devices",
     "longer": "longer sequences: a context that grows with the devices",
 }
-"""How a run grows with its devices."""
+"""Ways to scale a run with its devices."""
 
 ZERO_KEY = "parallel.zero_stage"
-"""A stage that does not go with a cut is never what excludes it: another stage does."""
+"""Problems of this key do not explain why nothing fits: another ZeRO stage is valid for the same partition."""
 
 
 @dataclass(frozen=True)
 class Sized:
-    """One layout, and what its fullest device holds."""
+    """A layout and the memory of its fullest device."""
 
     layout: Layout
     memory: Memory
@@ -39,7 +39,7 @@ class Sized:
 
 @dataclass(frozen=True)
 class Planned(Sized):
-    """One layout that fits."""
+    """A layout that fits, with its predicted step."""
 
     step: Step
 
@@ -52,17 +52,17 @@ class Plan:
     devices: int
 
     fitting: list[Planned]
-    """Fastest first; of layouts that differ in micro-batch and recomputation alone, the best one."""
+    """Fastest first; only the best of layouts that differ in micro-batch and recomputation alone."""
 
     too_large: list[Sized]
-    """Layouts that do not fit whatever their micro-batch and recomputation, nearest first."""
+    """Layouts that do not fit with any micro-batch and recomputation, smallest memory first."""
 
     refused: Counter[str]
-    """Problem -> how many ways to cut the run it excludes."""
+    """Problem -> number of partitions that it excludes."""
 
     @property
     def why_none(self) -> str:
-        """Why no layout fits: the least memory that one needs, else what excludes most cuts."""
+        """Why no layout fits: the smallest memory needed, otherwise the problem that excludes most partitions."""
         if self.too_large:
             nearest = self.too_large[0]
             return f"needs {nearest.memory.total / 1e9:,.0f} GB at least ({nearest.layout})"
@@ -71,7 +71,7 @@ class Plan:
 
     @property
     def best(self) -> Planned | None:
-        """The fastest."""
+        """The fastest layout that fits."""
         return self.fitting[0] if self.fitting else None
 
 
@@ -80,16 +80,16 @@ def plan(
     vocab_size: int,
     devices: int,
     gpu: Gpu,
-    exchange: KeyExchange = "own",
+    exchange: KeyExchange = "configured",
     rules: Config | None = None,
-    most_tensor: int | None = None,
-    most_context: int | None = None,
+    max_tensor: int | None = None,
+    max_context: int | None = None,
 ) -> Plan:
     """Try every layout.
 
-    rules: the configuration whose rules decide what may be combined, where that is not `config`'s own.
-    most_tensor: tensor ranks at most; None: those of a node.
-    most_context: shards of a sequence at most; None: as many as there are devices.
+    rules: a configuration whose validity rules apply instead of those of `config`.
+    max_tensor: maximum tensor ranks; None: those of a node.
+    max_context: maximum context ranks; None: the number of devices.
     """
     refused: Counter[str] = Counter()
     fitting: dict[tuple, Planned] = {}
@@ -97,60 +97,58 @@ def plan(
     full: set[tuple] = set()
     fits: set[tuple] = set()
     necessary: float | None = None
-    most = (most_tensor or gpu.per_node, most_context or devices)
+    most = (max_tensor or gpu.per_node, max_context or devices)
     for candidate in candidates(rules or config, devices, *most):
         if isinstance(candidate, Problem):
             refused[str(candidate)] += 1
             continue
-        cut = (candidate.tensor, candidate.context, candidate.pipeline, candidate.zero_stage)
-        way, sizes = (*cut, candidate.recompute), (*cut, candidate.micro_batch_size)
-        if way in full or sizes in fits:
-            continue  # nor do larger micro-batches fit; to recompute more is never faster
+        sizes = (candidate.tensor, candidate.context, candidate.pipeline, candidate.zero_stage)
+        recompute_key, batch_key = (*sizes, candidate.recompute), (*sizes, candidate.micro_batch_size)
+        if recompute_key in full or batch_key in fits:
+            continue  # larger micro-batches do not fit either; more recomputation is never faster
         job = Job(config, vocab_size, candidate, exchange=exchange)
         held = memory(job)
         if held.beyond(gpu) > 0:
-            full.add(way)
-            if cut not in too_large or held.total < too_large[cut].memory.total:
-                too_large[cut] = Sized(candidate, held)
+            full.add(recompute_key)
+            if sizes not in too_large or held.total < too_large[sizes].memory.total:
+                too_large[sizes] = Sized(candidate, held)
             continue
-        fits.add(sizes)
+        fits.add(batch_key)
         necessary = necessary or necessary_flops(job)
-        one = Planned(candidate, held, step(job, gpu, necessary))
-        if cut not in fitting or one.step.seconds < fitting[cut].step.seconds:
-            fitting[cut] = one
-    left = [one for cut, one in too_large.items() if cut not in fitting]
-    left.sort(key=lambda one: one.memory.total)
-    fastest_first = sorted(fitting.values(), key=lambda one: one.step.seconds)
+        planned = Planned(candidate, held, step(job, gpu, necessary))
+        if sizes not in fitting or planned.step.seconds < fitting[sizes].step.seconds:
+            fitting[sizes] = planned
+    left = [planned for sizes, planned in too_large.items() if sizes not in fitting]
+    left.sort(key=lambda planned: planned.memory.total)
+    fastest_first = sorted(fitting.values(), key=lambda planned: planned.step.seconds)
     return Plan(config, devices, fastest_first, left, refused)
 
 
 ZERO_STAGES = (0, 1, 2, 3)
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
-"""Ways to recompute, the slowest last."""
+"""Kinds of recomputation, the slowest last."""
 
 
-def candidates(
-    config: Config, devices: int, most_tensor: int, most_context: int
-) -> Iterator[Layout | Problem]:
-    """Every layout of a valid run, and what the rules of the configuration say about the others.
+def candidates(config: Config, devices: int, max_tensor: int, max_context: int) -> Iterator[Layout | Problem]:
+    """Every valid layout, and a problem for each invalid one.
 
-    They are tensor x context x pipeline of powers of two, every ZeRO stage, micro-batches of powers of two.
+    Tensor, context and pipeline sizes and micro-batches are powers of two; every ZeRO stage is tried.
     """
-    for tensor in powers(min(devices, most_tensor)):
-        for context in powers(min(devices // tensor, most_context)):
+    for tensor in powers(min(devices, max_tensor)):
+        for context in powers(min(devices // tensor, max_context)):
             for pipeline, zero in product(powers(devices // (tensor * context)), ZERO_STAGES):
-                cut = {"tensor": tensor, "sequence_parallel": tensor > 1, "context": context}
-                yield from _of_cut(config, devices, cut | {"pipeline": pipeline, "zero_stage": zero})
+                sizes = {"tensor": tensor, "sequence_parallel": tensor > 1, "context": context}
+                yield from _layouts_of(config, devices, sizes | {"pipeline": pipeline, "zero_stage": zero})
 
 
-def _of_cut(config: Config, devices: int, cut: dict[str, Any]) -> Iterator[Layout | Problem]:
+def _layouts_of(config: Config, devices: int, sizes: dict[str, Any]) -> Iterator[Layout | Problem]:
     try:
-        changed = config.model_copy(update={"parallel": Parallel.model_validate(cut)})
+        changed = config.model_copy(update={"parallel": Parallel.model_validate(sizes)})
     except ValidationError as error:
         cause: ConfigError = error.errors()[0]["ctx"]["error"]
         yield cause.problems[0].under("parallel")
         return
-    problem = next(iter(agreement(dict(changed))), None)
+    problem = next(iter(section_conflicts(dict(changed))), None)
     if problem is not None:
         yield problem
         return
@@ -159,11 +157,11 @@ def _of_cut(config: Config, devices: int, cut: dict[str, Any]) -> Iterator[Layou
         try:
             data = data_parallel_size(changed.model_copy(update={"training": training}), devices)
         except ConfigError as error:
-            if rows == 1:  # larger micro-batches divide where this one does
+            if rows == 1:  # a larger micro-batch that does not divide is no problem of the partition
                 yield error.problems[0]
             return
         for recompute in RECOMPUTE:
-            yield Layout(**cut, data=data, micro_batch_size=rows, recompute=recompute)
+            yield Layout(**sizes, data=data, micro_batch_size=rows, recompute=recompute)
 
 
 def powers(most: int) -> list[int]:
@@ -174,19 +172,19 @@ def powers(most: int) -> list[int]:
 def scaling(
     config: Config, vocab_size: int, counts: list[int], way: Way, gpu: Gpu, at: int | None = None
 ) -> Iterator[Plan]:
-    """The plans of ever more devices.
+    """The plans for increasing numbers of devices.
 
-    at: the number of devices for which the configuration is meant as it is; None: the first of `counts`. A number that
-    would have part of a sequence is left out.
+    at: the number of devices for which the configuration is meant; None: the first of `counts`. Numbers that would need
+    a fraction of a sequence or token are left out.
     """
     for count in counts:
-        grown = grow(config, way, count, at or counts[0])
+        grown = scaled_config(config, way, count, at or counts[0])
         if grown is not None:
             yield plan(grown, vocab_size, count, gpu)
 
 
-def grow(config: Config, way: Way, count: int, at: int) -> Config | None:
-    """The configuration for `count` devices; None where its size is no whole number."""
+def scaled_config(config: Config, way: Way, count: int, at: int) -> Config | None:
+    """The configuration for `count` devices; None if its size would not be an integer."""
     if way == "strong":
         return config
     key = "global_batch_size" if way == "weak" else "seq_len"
@@ -197,7 +195,7 @@ def grow(config: Config, way: Way, count: int, at: int) -> Config | None:
 
 
 def efficiency(plans: list[Plan]) -> list[float]:
-    """Tokens per second and device, over those of the first plan that fits; 0 where none does."""
-    speeds = [one.best.step.tokens_per_second / one.devices if one.best else 0.0 for one in plans]
+    """Tokens per second per device, relative to the first plan that fits; 0 if a plan has no layout."""
+    speeds = [x.best.step.tokens_per_second / x.devices if x.best else 0.0 for x in plans]
     first = next(filter(None, speeds), 1.0)
     return [speed / first for speed in speeds]

@@ -1,57 +1,57 @@
-"""Bytes that one device hands to collectives in a step, and how long that takes between devices in nodes.
+"""Bytes that one device passes to collectives in a step, and their time on links and networks.
 
-What the model's parts send is measured; what DeepSpeed sends follows from ZeRO's stage and the pipeline.
+Messages of the model's parts are measured; those of DeepSpeed follow from ZeRO's stage and the pipeline.
 
-`tests/distributed/test_planned_traffic.py` holds these counts against what real processes send, to the byte.
+`tests/distributed/test_planned_traffic.py` checks that real processes send exactly these bytes.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from megakernel.parallel.exchange_way import parts
+from megakernel.parallel.exchange_method import ring_parts
 
 from .gpus import RATES, Gpu
 from .layout import Job, Layout
-from .memory import FLOAT32, INT64, LIVE
+from .memory import FLOAT32, INT64, ZERO3_LIVE
 
 if TYPE_CHECKING:
-    from .measured import Part
+    from .part_costs import Part
 
 Group = Literal["tp", "cp", "gradient", "pp"]
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Equal messages of one device over one group."""
+    """Messages of one kind of one device in one group."""
 
     group: Group
-    """Over whom: tp, cp, gradient (data x context) or pp."""
+    """tp, cp, gradient (data x context) or pp."""
 
     operation: str
-    """See `ledger.Sent`."""
+    """See `ledger.Message`."""
 
     bytes: float
-    """Bytes that the device hands in, all messages together."""
+    """Bytes that the device passes in, of all messages together."""
 
     calls: float
-    """Messages."""
+    """Number of messages."""
 
     ranks: int
-    """Devices of the group."""
+    """Size of the group."""
 
     is_hidden: bool = False
-    """Whether attention works meanwhile."""
+    """Whether it overlaps with attention."""
 
     backward: bool = False
     """Whether it happens in backward."""
 
     parts: int = 1
-    """In which a message of a chain follows itself."""
+    """Parts into which a point-to-point message is split, so that ranks pass it on in a pipeline."""
 
     @property
     def sent(self) -> float:
-        """Bytes that leave the device: of a ring's steps, of an all-to-all what is for others."""
+        """Bytes that leave the device: those of a ring's steps, or the share of an all-to-all for other ranks."""
         others = self.ranks - 1
         factors = {
             "all_reduce": 2 * others / self.ranks,
@@ -64,21 +64,21 @@ class Transfer:
         return self.bytes * factors[self.operation]
 
     def times(self, count: float) -> "Transfer":
-        """As many such transfers."""
+        """`count` such transfers."""
         return replace(self, bytes=self.bytes * count, calls=self.calls * count)
 
 
 def traffic(job: Job, stage: int) -> list[Transfer]:
-    """All transfers of one step of a device of a pipeline stage that has neighbours on both sides where any has."""
-    per_micro_batch = [*of_micro_batch(job, stage)]
-    return [one.times(job.micro_batches) for one in per_micro_batch] + [*of_step(job, stage)]
+    """All transfers of one step of one device of a stage; its context rank has neighbors on both sides if any has."""
+    per_micro_batch = [*micro_batch_transfers(job, stage)]
+    return [transfer.times(job.micro_batches) for transfer in per_micro_batch] + [*step_transfers(job, stage)]
 
 
-def of_micro_batch(job: Job, stage: int) -> Iterator[Transfer]:
-    """Transfers of forward and backward of one micro-batch."""
+def micro_batch_transfers(job: Job, stage: int) -> Iterator[Transfer]:
+    """Transfers of one micro-batch, forward and backward."""
     layout = job.layout
     for part, count in job.parts(stage):
-        yield from (one.times(count) for one in of_part(job, part))
+        yield from (transfer.times(count) for transfer in part_transfers(job, part))
     if layout.pipeline > 1:
         hidden = job.sharded_tokens * job.model.hidden_size * job.element
         labels = job.tokens * 2 * INT64 + INT64  # positions, labels and how many of them count
@@ -88,22 +88,22 @@ def of_micro_batch(job: Job, stage: int) -> Iterator[Transfer]:
             yield Transfer("pp", "send", hidden, 1, layout.pipeline, backward=True)
 
 
-def of_part(job: Job, part: "Part") -> Iterator[Transfer]:
-    """Transfers of a layer, the embedding or the head for one micro-batch."""
+def part_transfers(job: Job, part: "Part") -> Iterator[Transfer]:
+    """Transfers of a layer, the embedding or the head in one micro-batch."""
     ranks = {"tp": job.layout.tensor, "cp": job.layout.context}
-    for (axis, name, backward, waits), (amount, calls) in job.measured(part).sent.items():
+    for (axis, name, backward, is_synchronous), (amount, calls) in job.costs(part).sent.items():
         group: Group = "tp" if axis == "tp" else "cp"
-        # Other ranks' states and keys arrive while attention works.
-        is_hidden = not waits and group == "cp"
+        # Attention overlaps with asynchronous exchange of states and keys.
+        is_hidden = not is_synchronous and group == "cp"
         sent = Transfer(group, name, amount, calls, ranks[group], is_hidden, backward)
         if sent.operation == "point-to-point" and calls:
-            sent = replace(sent, parts=parts(sent.ranks, round(amount / calls)))
+            sent = replace(sent, parts=ring_parts(sent.ranks, round(amount / calls)))
         if amount:
             yield sent
 
 
-def of_step(job: Job, stage: int) -> Iterator[Transfer]:
-    """Gradients and weights, once a step or, where ZeRO shards gradients, once a micro-batch."""
+def step_transfers(job: Job, stage: int) -> Iterator[Transfer]:
+    """Transfers of gradients and weights: once per step, or per micro-batch if ZeRO shards gradients."""
     layout, ranks = job.layout, job.layout.gradient
     count = job.parameters[stage]
     if ranks > 1:
@@ -111,34 +111,34 @@ def of_step(job: Job, stage: int) -> Iterator[Transfer]:
         operation = "reduce_scatter" if layout.zero_stage == 3 else "all_reduce"
         yield Transfer("gradient", operation, count * FLOAT32, 1, ranks, backward=True).times(passes)
         if layout.zero_stage:
-            # Weights that ZeRO 3 does not keep are gathered for each forward and backward.
-            again = layout.zero_stage == 3 and count > LIVE
-            gathers = 2 * job.micro_batches if again else 1
+            # Weights beyond LIVE are gathered for each forward and each backward.
+            gathers_again = layout.zero_stage == 3 and count > ZERO3_LIVE
+            gathers = 2 * job.micro_batches if gathers_again else 1
             yield Transfer("gradient", "all_gather", count * job.element / ranks, 1, ranks).times(gathers)
-    if layout.pipeline > 1 and job.holds_second_embedding and stage in (0, layout.pipeline - 1):
+    if layout.pipeline > 1 and job.ties_embedding and stage in (0, layout.pipeline - 1):
         yield Transfer("pp", "all_reduce", job.embedding * FLOAT32, 1, 2, backward=True)
 
 
 def seconds(transfer: Transfer, layout: Layout, gpu: Gpu) -> float:
-    """Bytes over the slowest link of the group's ring, and a latency for each of its steps.
+    """Seconds of a transfer: bytes over the slowest link of the group's ring, plus a latency for each of its steps.
 
-    A ring that leaves a node uses the network adapters of all its devices there. A chain has arrived when all parts of
-    its message have passed all ranks, one behind the other.
+    A ring that leaves a node uses the network adapters of all its devices there. A point-to-point message takes until
+    its last part has passed all ranks.
     """
     if transfer.ranks == 1 or transfer.bytes == 0:
         return 0.0
-    inside = ranks_in_node(transfer, layout, gpu)
+    ranks_inside = ranks_in_node(transfer, layout, gpu)
     link, network = gpu.link * RATES["link"], gpu.network * RATES["network"]
-    outside, to_next = inside < transfer.ranks, transfer.operation in ("send", "point-to-point")
-    speed = min(link, inside * network) if outside else link
-    if outside and (to_next or transfer.operation == "all_to_all"):
-        speed = network  # all that is for other nodes passes the device's own adapter
+    leaves_node, to_next = ranks_inside < transfer.ranks, transfer.operation in ("send", "point-to-point")
+    speed = min(link, ranks_inside * network) if leaves_node else link
+    if leaves_node and (to_next or transfer.operation == "all_to_all"):
+        speed = network  # traffic to other nodes goes through the device's own adapter
     if transfer.operation == "point-to-point":
-        hop = RATES["network_latency"] if outside else RATES["link_latency"]
+        hop = RATES["network_latency"] if leaves_node else RATES["link_latency"]
         hops = transfer.ranks + transfer.parts - 2
         return hops * (transfer.bytes / transfer.parts / speed + transfer.calls * hop)
     hops = 1 if to_next else transfer.ranks - 1
-    across = 0 if not outside else 1 if to_next else transfer.ranks // inside
+    across = 0 if not leaves_node else 1 if to_next else transfer.ranks // ranks_inside
     latency = (hops - min(hops, across)) * RATES["link_latency"] + across * RATES["network_latency"]
     if transfer.operation == "all_reduce":
         latency *= 2
@@ -146,7 +146,7 @@ def seconds(transfer: Transfer, layout: Layout, gpu: Gpu) -> float:
 
 
 def ranks_in_node(transfer: Transfer, layout: Layout, gpu: Gpu) -> int:
-    """Neighbouring ranks of a group that share a node: tp varies fastest, then cp, dp and pp."""
+    """Number of adjacent ranks of a group on one node: tp varies fastest, then cp, dp and pp."""
     strides = {
         "tp": 1,
         "cp": layout.tensor,

@@ -1,5 +1,5 @@
-"""What a trained model does, the papers' way: numbers as rows of a table, and plots that are drawn from the rows.
+"""Analyses of trained models, as in the papers: tables of numbers, and plots drawn from their rows.
 
-`catalogue.py` names the analyses, their functions `measure_NAME(subject) -> rows` and their plots. `run.py` does
-them for a checkpoint, `live.py` some of them for a model in training.
+`catalogue.py` lists the analyses with their functions `measure_NAME(subject) -> rows` and plots. `run.py` runs them on
+a checkpoint, `live.py` some of them on a model in training.
 """

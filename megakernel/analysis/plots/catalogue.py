@@ -1,4 +1,4 @@
-"""The analyses: what each shows, where a paper shows it, and which runs it says something about. Loads no torch."""
+"""The analyses: what each shows, its source in a paper, and the runs to which it applies. Imports no torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,42 +17,42 @@ if TYPE_CHECKING:
 class Analysis:
     """One analysis."""
 
-    place: str
-    """MODULE.NAME: that module has `measure_NAME(subject) -> rows`."""
+    function: str
+    """MODULE.NAME of a function `measure_NAME(subject) -> rows` in that module."""
 
     shows: str
-    """What, in one line."""
+    """One line about the result."""
 
     source: str
-    """The paper and its figure or table; empty for what is ours."""
+    """The paper and its figure or table; empty for our own analyses."""
 
     plots: Sequence[Plot]
 
     value: str = ""
-    """The column whose smallest, mean and largest number are printed; empty where these say nothing."""
+    """The column whose minimum, mean and maximum are printed; empty: none."""
 
     by: tuple[str, ...] = ()
-    """Columns that divide the rows for that."""
+    """Columns by which rows are grouped for that."""
 
     needs: str = ""
-    """What a layer has to have, to read on from `no layer has a`; empty where every layer has it."""
+    """What a layer must have, to continue the sentence `no layer has a`; empty if every layer has it."""
 
     fits: Callable[[Attention], bool] = lambda form: True
-    """Whether a layer of this attention has it."""
+    """Whether a layer with this attention has it."""
 
     @property
     def name(self) -> str:
-        """As `--what` takes it."""
-        return self.place.partition(".")[2]
+        """Name for `--what`."""
+        return self.function.partition(".")[2]
 
     def measure(self, subject: "Subject") -> Sequence[Row]:
-        """The rows of its table."""
-        module, _, name = self.place.partition(".")
-        found: Sequence[Row] = getattr(import_module(f"{__package__}.{module}"), f"measure_{name}")(subject)
-        return found
+        """Run the analysis and return its rows."""
+        module, _, name = self.function.partition(".")
+        rows: Sequence[Row] = getattr(import_module(f"{__package__}.{module}"), f"measure_{name}")(subject)
+        return rows
 
     def applies(self, config: Config) -> bool:
-        """Whether a layer of the run has what it needs."""
+        """Whether any layer of the run has what the analysis needs."""
         return any(map(self.fits, config.model.attentions))
 
 
@@ -239,10 +239,10 @@ ALL = "all"
 """Stands for every analysis that applies."""
 
 
-def chosen(names: Sequence[str], config: Config, run: str) -> list[Analysis]:
-    """The analyses of these names, in the order of ANALYSES, each once.
+def select_analyses(names: Sequence[str], config: Config, run: str) -> list[Analysis]:
+    """The analyses with these names, in the order of ANALYSES, each once.
 
-    Raises UserError for a name that is none, or that says nothing about the run.
+    Raises UserError for an unknown name, or for an analysis that does not apply to the run.
     """
     applying = [analysis for analysis in _ALL if analysis.applies(config)]
     choice = ", ".join(analysis.name for analysis in applying)

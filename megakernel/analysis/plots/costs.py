@@ -1,19 +1,19 @@
 """Costs by the equations of two papers, at the run's heads and widths.
 
-`claims`: FLuRKA's claims 1 to 3, where it needs fewer operations than its low-rank and its kernel parent (appendix B),
-as a map. The equations count one operation for a multiplication with its addition, and one for each number that a
-kernel or a softmax is applied to; torch counts a product twice and the rest not at all. They take phi to keep the width
-of a head, leave the normalizer out, and compress the input in both Linformer and FLuRKA.
+`claims`: a map of FLuRKA's claims 1 to 3, where it needs fewer operations than its low-rank and its kernel parent
+(appendix B). The equations count a multiply-add as one operation, and one for each number that a kernel or a softmax is
+applied to; torch counts a multiply-add as two and the rest not at all. They assume that phi keeps the width of a head,
+omit the normalizer, and compress the input in both Linformer and FLuRKA.
 
-The paper's differences of its equations have two slips. Eq. 9 prints d_k d_m d_k for d_k d_m d_h, which is harmless.
-Eq. 10 prints 2 N d_m d_h for N d_m d_h: it forgets that FLuRKA reads its state, too. Its bound N > d_k (H + 2) is
-therefore too low where d_m hardly exceeds d_k, and claims 1 and 3 fail in a sliver of their regions, such as N=3000,
-d_k=250, d_m=256, H=8. The same derivation without the slip gives N > d_k (2 H + 1), which is enough everywhere.
+The paper's differences of its equations have two errors. Eq. 9 prints d_k d_m d_k for d_k d_m d_h, which is harmless.
+Eq. 10 prints 2 N d_m d_h for N d_m d_h: it omits that FLuRKA reads its state, too. Its bound N > d_k (H + 2) is
+therefore too low where d_m hardly exceeds d_k, and claims 1 and 3 fail in a small part of their regions, such as
+N=3000, d_k=250, d_m=256, H=8. The correct derivation gives N > d_k (2 H + 1), which is sufficient everywhere.
 
 `mixture_costs`: operations and parameters of attention with mixture keys over those of softmax with M times the heads
-(Transformer-MGK, figure 3), with the run's heads and keys, over widths and lengths. An input is as wide as the heads of
-softmax together. The paper counts every multiplication and addition of an attention layer, n (2 k - 1) for n products
-of k numbers, over all N^2 pairs and without the softmax; D is the width of a head, D_x of the input.
+(Transformer-MGK, figure 3), with the run's heads and keys, over widths and lengths. The input is as wide as all heads
+of softmax together. The paper counts every multiplication and addition of an attention layer, n (2 k - 1) for n
+products of k numbers, over all N^2 pairs and without the softmax; D is the width of a head, D_x that of the input.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from .table import Row
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of one attention layer of one sequence."""
+    """The sizes of one attention layer on one sequence."""
 
     tokens: int
     """N"""
@@ -91,7 +91,7 @@ def in_region_of_claim_2(sizes: Sizes) -> bool:
 
 
 def is_long_enough(sizes: Sizes) -> bool:
-    """N > d_k (2 H + 1): the bound of claims 1 and 3 from the difference of eqs. 7 and 8 as it is."""
+    """N > d_k (2 H + 1): the bound of claims 1 and 3 from the correct difference of eqs. 7 and 8."""
     return sizes.tokens > sizes.rank * (2 * sizes.heads + 1)
 
 
@@ -109,7 +109,7 @@ CLAIM_TOKENS = tuple(2**n for n in range(9, 21))
 def measure_claims(subject: Subject) -> list[Row]:
     """tokens N, rank d_k; over_low_rank, over_kernel: speedups by eqs. 6 to 8; claim_1, claim_2: 1 in their regions.
 
-    long_enough: 1 where the kernel is beaten by the derivation without the paper's slip.
+    long_enough: 1 where the correct bound holds (`is_long_enough`).
     """
     width, heads = subject.config.model.hidden_size, subject.config.model.num_heads
     ranks = [2**n for n in range(4, max(width, 32).bit_length() + 1)]

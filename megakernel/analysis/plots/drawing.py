@@ -1,6 +1,6 @@
-"""Plots from rows: lines, maps of cells, and distributions, with a panel for each value of some columns.
+"""Plots of rows: lines, heat maps, and histograms, with a panel for each value of a column.
 
-Figures belong to no window and to no global state of matplotlib.
+Figures do not use pyplot: they have no window and no global state.
 """
 
 import math
@@ -19,22 +19,22 @@ WIDTH, HEIGHT = 3.2, 2.6
 """Size of a panel, in inches."""
 
 COLUMNS = 4
-"""Panels beside each other."""
+"""Panels per row."""
 
-MOST_NAMED = 12
-"""Lines that a legend names."""
+LEGEND_LINES = 12
+"""Maximum number of lines for which there is a legend."""
 
 
 def figures(rows: Sequence[Row], plots: Iterable[Plot]) -> dict[str, Figure]:
-    """Name -> figure, of those plots that have a value to show."""
-    found = {}
+    """Name -> figure, for plots that have a value to show."""
+    result = {}
     for plot in plots:
-        draw, place = _KINDS[plot.kind]
-        own = [row for row in rows if plot.first is None or row[plot.first] == rows[0][plot.first]]
-        for name, part in _groups(own, plot.each):
-            if any(row[plot.columns[place]] != "" for row in part):
-                found[plot.name or name.replace(" ", "_")] = draw(part, *plot.columns, **plot.options)
-    return found
+        draw, value_index = _KINDS[plot.kind]
+        shown = [row for row in rows if plot.first is None or row[plot.first] == rows[0][plot.first]]
+        for name, part in _groups(shown, plot.each):
+            if any(row[plot.columns[value_index]] != "" for row in part):
+                result[plot.name or name.replace(" ", "_")] = draw(part, *plot.columns, **plot.options)
+    return result
 
 
 def lines(
@@ -49,16 +49,16 @@ def lines(
     steps: bool = False,
     means: bool = False,
 ) -> Figure:
-    """A line for each value of `series`, a panel for each of `panel`; rows that share x, line and panel are averaged.
+    """A line for each value of `series`, a panel for each of `panel`; rows with equal x, line and panel are averaged.
 
-    log_x: to base 2. steps: y holds from its x to the next. means: the legend tells each line's mean.
+    log_x: to base 2. steps: y is constant from its x to the next. means: the legend has each line's mean.
     """
 
     def draw(axes: Axes, of_panel: Sequence[Row]) -> None:
         groups = _groups(of_panel, series)
-        for label, own in groups:
+        for label, group in groups:
             points: dict[float, list[float]] = {}
-            for row in own:
+            for row in group:
                 if row[y] != "":
                     points.setdefault(float(row[x]), []).append(float(row[y]))
             places = sorted(points)
@@ -72,7 +72,7 @@ def lines(
             axes.set_yscale("log")
         axes.set_xlabel(x)
         axes.set_ylabel(y)
-        if series and len(groups) <= MOST_NAMED:
+        if series and len(groups) <= LEGEND_LINES:
             axes.legend(fontsize=6)
 
     return _panels(rows, panel, draw)
@@ -88,10 +88,10 @@ def cells(
     downwards: bool = False,
     decades: int | None = None,
 ) -> Figure:
-    """A map of `value` over the places x and y, whole numbers or sizes in ascending order; no row: an empty cell.
+    """A heat map of `value` over x and y, each in ascending order; a cell without a row is empty.
 
-    downwards: y grows to the bottom, as rows of a matrix do. decades: colours follow the logarithm, over so many powers
-    of ten below the largest value; cells of 0 and less are empty.
+    downwards: y increases downwards, like the rows of a matrix. decades: colors are logarithmic, over this many powers
+    of ten below the largest value; cells of 0 or less are empty.
     """
     across, up = _values(rows, x), _values(rows, y)
     numbers = [float(row[value]) for row in rows if row[value] != ""]
@@ -114,7 +114,7 @@ def cells(
         )
         for axis, names in ((axes.xaxis, across), (axes.yaxis, up)):
             axis.set_major_locator(MaxNLocator(6, integer=True))
-            axis.set_major_formatter(_names_of(names))
+            axis.set_major_formatter(_tick_labels(names))
         axes.set_xlabel(x)
         axes.set_ylabel(y)
         axes.figure.colorbar(image, ax=axes, label=value)
@@ -131,19 +131,19 @@ def distributions(
 
     def draw(axes: Axes, of_panel: Sequence[Row]) -> None:
         groups = _groups(of_panel, series)
-        for label, own in groups:
-            found = [float(row[value]) for row in own if row[value] != ""]
-            axes.hist(found, bins=list(edges), histtype="step", label=label)
+        for label, group in groups:
+            values = [float(row[value]) for row in group if row[value] != ""]
+            axes.hist(values, bins=list(edges), histtype="step", label=label)
         axes.set_xlabel(value)
         axes.set_ylabel("count")
-        if series and len(groups) <= MOST_NAMED:
+        if series and len(groups) <= LEGEND_LINES:
             axes.legend(fontsize=6)
 
     return _panels(rows, panel, draw)
 
 
-def _names_of(values: Sequence[int | float | str]) -> Callable[[float, float], str]:
-    """The value of a row or column of cells as the text of its tick."""
+def _tick_labels(values: Sequence[int | float | str]) -> Callable[[float, float], str]:
+    """A tick formatter that maps an index to its value."""
 
     def name(place: float, _: float) -> str:
         index = round(place)
@@ -153,7 +153,7 @@ def _names_of(values: Sequence[int | float | str]) -> Callable[[float, float], s
 
 
 def _groups(rows: Sequence[Row], column: str | None) -> list[tuple[str, list[Row]]]:
-    """The rows of each value of a column under its name; all of them without a column."""
+    """(label, rows) for each value of a column; all rows if `column` is None."""
     if column is None:
         return [("", list(rows))]
     return [
@@ -166,8 +166,8 @@ def _groups(rows: Sequence[Row], column: str | None) -> list[tuple[str, list[Row
 
 
 def _values(rows: Sequence[Row], column: str) -> list[int | float | str]:
-    found = list(dict.fromkeys(row[column] for row in rows))
-    return found if any(isinstance(value, str) for value in found) else sorted(found, key=float)
+    values = list(dict.fromkeys(row[column] for row in rows))
+    return values if any(isinstance(value, str) for value in values) else sorted(values, key=float)
 
 
 def _panels(rows: Sequence[Row], panel: str | None, draw: Callable[[Axes, Sequence[Row]], None]) -> Figure:
@@ -176,8 +176,8 @@ def _panels(rows: Sequence[Row], panel: str | None, draw: Callable[[Axes, Sequen
     down = math.ceil(len(groups) / columns)
     figure = Figure(figsize=(max(WIDTH * columns, 4.5), HEIGHT * down), layout="constrained")
     all_axes = figure.subplots(down, columns, squeeze=False).flatten()
-    for axes, (name, own) in zip(all_axes, groups):
-        draw(axes, own)
+    for axes, (name, group) in zip(all_axes, groups):
+        draw(axes, group)
         axes.set_title(name, fontsize=8)
     for axes in all_axes[len(groups) :]:
         axes.set_visible(False)
@@ -189,4 +189,4 @@ _KINDS: dict[str, tuple[Callable[..., Figure], int]] = {
     "cells": (cells, 2),
     "distributions": (distributions, 0),
 }
-"""Function by kind of plot, and the place of the column with values among its arguments."""
+"""Kind of plot -> its function, and the index of the value's column in `Plot.columns`."""

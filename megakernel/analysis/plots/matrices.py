@@ -1,10 +1,10 @@
-"""The attention matrix of a layer, whatever its mechanism.
+"""The attention matrix of a layer with any mechanism.
 
-An output is a sum of values, o_i = sum_j w_ij v_j, with weights that no value changes. So a layer that is run on unit
-vectors for values gives its weights, as many columns in a run as a value is wide: gates, masses, landmarks and mixtures
-included, and without a second formula of any mechanism. `uptraining/sampled_queries.py` finds rows the other way round.
+An output is a sum of values, o_i = sum_j w_ij v_j, and the weights do not depend on the values. So a layer that runs on
+unit vectors as values returns its weights, D columns in a run for values of width D: with gates, landmark token counts,
+landmarks and mixtures, and without another formula of the mechanism. `uptraining/sampled_queries.py` computes rows.
 
-`attention`: matrices as images (Transformer-MGK, figures 2, 6 and 9) of one sample, all layers and heads.
+`attention`: images of the matrices (Transformer-MGK, figures 2, 6 and 9) of one sample, all layers and heads.
 """
 
 from dataclasses import replace
@@ -26,7 +26,7 @@ from .table import Row
 def attention_matrix(captured: CapturedAttention) -> Tensor:
     """Weights (H, N, N) of queries on tokens, float32 or better; 0 where a query does not see the key.
 
-    Weights on landmarks are those that their tokens have through E and F. Costs N / D runs of the layer.
+    Weights on landmarks are mapped to their tokens by F. Costs N / D runs of the layer.
     """
     core, inputs = captured.core, captured.inputs
     dtype = accum_dtype(inputs.q.dtype)
@@ -34,19 +34,19 @@ def attention_matrix(captured: CapturedAttention) -> Tensor:
     batch, heads, count, width = inputs.v.shape
     columns = []
     for first in range(0, count, width):
-        some = torch.arange(min(width, count - first), device=inputs.v.device)
+        chunk = torch.arange(min(width, count - first), device=inputs.v.device)
         values = torch.zeros(batch, heads, count, width, dtype=dtype, device=inputs.v.device)
-        values[:, :, first + some, some] = 1
-        columns.append(inputs.run(core, values)[0, ..., : len(some)])
+        values[:, :, first + chunk, chunk] = 1
+        columns.append(inputs.run(core, values)[0, ..., : len(chunk)])
     weights = torch.cat(columns, -1)
     return weights @ _landmarks_of_tokens(core, inputs.q) if core.compresses_input else weights
 
 
 @torch.no_grad()
 def exact_matrix(captured: CapturedAttention) -> Tensor:
-    """`attention_matrix` in float64, for singular values that float32 would drown.
+    """`attention_matrix` in float64, for singular values below the rounding error of float32.
 
-    The layer's weights become float64 in between: not for a model whose optimizer holds views of them.
+    The layer's weights are float64 meanwhile, so the model must not have an optimizer that holds views of them.
     """
     core = captured.core
     dtypes = {tensor.dtype for tensor in core.state_dict().values() if tensor.is_floating_point()}
@@ -60,7 +60,7 @@ def exact_matrix(captured: CapturedAttention) -> Tensor:
 
 
 def _landmarks_of_tokens(core: AttentionLayer, q: Tensor) -> Tensor:
-    """F (L, N): what every token of the sequence contributes to the landmarks' values."""
+    """F (L, N): the weight of each token in the landmarks' values."""
     assert isinstance(core, LowRankAttention)
     length = q.shape[2]
     tokens = torch.eye(length, dtype=q.dtype, device=q.device)[:, None]
@@ -68,19 +68,19 @@ def _landmarks_of_tokens(core: AttentionLayer, q: Tensor) -> Tensor:
 
 
 CELLS = 64
-"""Cells of an image along each side; longer sequences have several tokens to a cell."""
+"""Maximum cells of an image along each side; longer sequences have several tokens per cell."""
 
 
 def measure_attention(subject: Subject) -> list[Row]:
-    """The weights of the first sample: see `image`."""
-    of_first = takewhile(lambda found: found[0] == 0, subject.captured())
-    return [row for _, layer, captured in of_first for row in image(layer, attention_matrix(captured))]
+    """The rows of `image_rows` for the first sample."""
+    first = takewhile(lambda item: item[0] == 0, subject.captured())
+    return [row for _, layer, captured in first for row in image_rows(layer, attention_matrix(captured))]
 
 
-def image(layer: int, weights: Tensor) -> list[Row]:
-    """The rows of weights (H, N, N): at most CELLS x CELLS cells for each head; cells without weight are left out.
+def image_rows(layer: int, weights: Tensor) -> list[Row]:
+    """Rows for weights (H, N, N): at most CELLS x CELLS cells per head; cells without weight are left out.
 
-    query, key: the first token of a cell. weight: what a query of the cell lays on all its keys, on average.
+    query, key: the first token of a cell. weight: a query's total weight on the cell's keys, averaged over its queries.
     """
     size = -(-weights.shape[-1] // CELLS)
     pad = -weights.shape[-1] % size

@@ -1,13 +1,13 @@
-"""Mixture keys: their coefficients, and the densities that they stand for.
+"""Mixture keys: their coefficients, and the likelihood of queries.
 
-`mixing`: coefficients pi per layer and head (Transformer-MGK, table 8). `query_likelihood`: how likely queries are
-under the Gaussians around keys that attention stands for (its eqs. 3 and 5),
+`mixing`: coefficients pi per layer and head (Transformer-MGK, table 8). `query_likelihood`: the density of queries
+under the Gaussians around keys by which the paper interprets attention (its eqs. 3 and 5),
 
     p(q_i) = 1/J sum_j sum_r pi_r N(q_i; k_jr, sigma_r^2 I)
 
-over the J keys that the query sees, sigma^2 = sqrt(d) where nothing else is configured and pi scaled to sum 1. A layer
-with one key at a position is the paper's baseline. The paper does not say in which unit its 0.18 is; here it is nats
-per number of the query, -log p / d.
+over the J keys that the query sees, with sigma^2 = sqrt(d) by default and pi scaled to sum to 1. A layer with one key
+per position is the paper's baseline. The paper does not give the unit of its 0.18; here it is nats per dimension of the
+query, -log p / d.
 """
 
 import math
@@ -37,7 +37,7 @@ def measure_mixing(subject: Subject) -> list[Row]:
 
 
 def measure_query_likelihood(subject: Subject) -> list[Row]:
-    """layer, head, sample, nll: the mean over the queries of a sequence."""
+    """layer, head, sample, nll (mean over the queries of a sequence)."""
     return [
         {"layer": layer, "head": head, "sample": sample, "nll": value}
         for sample, layer, captured in subject.captured()
@@ -48,10 +48,10 @@ def measure_query_likelihood(subject: Subject) -> list[Row]:
 
 @torch.no_grad()
 def negative_log_likelihood(captured: CapturedAttention) -> Tensor:
-    """-log p(q_i) / d of the first sequence, means over its queries (H,) float64."""
+    """-log p(q_i) / d, averaged over the queries of the first sequence: (H,) float64."""
     core, inputs = captured.core, captured.inputs
     k, priors = keys_and_priors(getattr(core, "mixture", None), inputs.k[:1].double())
-    q, k = inputs.turned(inputs.q[:1].double(), k)
+    q, k = inputs.rotated_by_place(inputs.q[:1].double(), k)
     keys = (k if k.dim() == 5 else k[:, :, None])[0].repeat_interleave(q.shape[1] // k.shape[1], 0)
     width, count = q.shape[-1], keys.shape[1]
     priors = q.new_ones(1, count) if priors is None else priors
@@ -70,7 +70,7 @@ def negative_log_likelihood(captured: CapturedAttention) -> Tensor:
 
 
 def density(q: Tensor, keys: Tensor, log_shares: Tensor, variances: Tensor, seen: Tensor) -> Tensor:
-    """log p(q_i) (N,) of queries (N, d) under keys (M, N, d), logs of shares (M,), variances (M,), seen (N, N) bool."""
+    """log p(q_i) (N,) of queries (N, d), given keys (M, N, d), log_shares (M,), variances (M,) and seen (N, N) bool."""
     squares = torch.cdist(q.expand_as(keys), keys).square()
     normal = -squares / (2 * variances[:, None, None])
     normal = normal - q.shape[-1] / 2 * (2 * math.pi * variances).log()[:, None, None]

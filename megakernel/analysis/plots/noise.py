@@ -1,9 +1,8 @@
-"""The effects of the noise of learned kernels, over draws of it (KL, 4.1).
+"""Effects of the noise of learned kernels, over draws of it (KL, 4.1).
 
 `voting`: inconsistency of predictions, and the gain of a vote (figure 5). `gradients`: the standard deviation and mean
-size of gradients that reach the head (table 14). `kernel_deviation`: the relative standard deviation of kernel
-estimates, per head. The paper takes that of the model's output only, which `voting` does too; here it is of
-phi(q).phi(k) itself.
+size of gradients at the head's input (table 14). `kernel_deviation`: the relative standard deviation of phi(q).phi(k),
+per head; the paper has only that of the model's output, as `voting` has.
 """
 
 from functools import partial
@@ -25,18 +24,18 @@ from .table import Row
 
 @torch.no_grad()
 def measure_voting(subject: Subject) -> list[Row]:
-    """See `vote_rows`, over the labels of all samples."""
+    """The rows of `vote_rows` over the labels of all samples."""
     model = subject.model
-    found = [
+    draws = [
         torch.stack(list(each_draw(model, partial(predictions, model, inputs), subject.draws)))
         for inputs in subject.model_inputs()
     ]
-    hits, likeliest, logs = torch.cat(found, -1).unbind(1)
-    return vote_rows(hits.bool(), likeliest.long(), logs)
+    correct, likeliest, logs = torch.cat(draws, -1).unbind(1)
+    return vote_rows(correct.bool(), likeliest.long(), logs)
 
 
 def predictions(model: LanguageModel, inputs: LayerInputs) -> Tensor:
-    """(3, T) float64 for the labels that count: whether the likeliest class is right, that class, log p(label)."""
+    """(3, T) float64 for the labels that count: whether the likeliest class is correct, that class, log p(label)."""
     tokens, positions, labels, _ = inputs
     counted = labels != IGNORED
     if model.settings.model.classifier is not None:
@@ -49,24 +48,24 @@ def predictions(model: LanguageModel, inputs: LayerInputs) -> Tensor:
     return torch.stack([(likeliest == targets).double(), likeliest.double(), of_label.double()])
 
 
-def vote_rows(hits: Tensor, likeliest: Tensor, logs: Tensor) -> list[Row]:
-    """Of D draws and T predictions (D, T): how good the first 1, 2, 4, ... and all draws are together.
+def vote_rows(correct: Tensor, likeliest: Tensor, logs: Tensor) -> list[Row]:
+    """Rows for D draws of T predictions (D, T): the quality of a vote of the first 1, 2, 4, ... and of all draws.
 
-    draws; accuracy: the mean of single draws; voting_accuracy: of what most draws predict (of a tie, one of them);
-    gain: their ratio, KL's AGV; inconsistency: share of the draws that differ from what most say, in %, KL's PI;
-    deviation: std / |mean| of the label's logit log p / (1 - p) over the draws, the median over predictions, KL's RSD
-    (which is a mean); loss: of the mean probability, in nats.
+    draws; accuracy: mean of single draws; voting_accuracy: of the majority (one of them in a tie); gain: their ratio,
+    KL's AGV; inconsistency: share of predictions that differ from the majority, in %, KL's PI; deviation: std / |mean|
+    of the label's logit log p / (1 - p) over the draws, the median over predictions, KL's RSD (which is a mean); loss:
+    of the mean probability, in nats.
     """
-    total = len(hits)
-    targets = torch.where(hits, likeliest, -1).amax(0)  # -1: no draw found it, and no vote will
+    total = len(correct)
+    targets = torch.where(correct, likeliest, -1).amax(0)  # -1: no draw is correct, so no vote can be
     counts = sorted({*(2**n for n in range(total.bit_length())), total})
     rows: list[Row] = []
     for count in counts:
         voted = likeliest[:count].mode(0).values
-        single = hits[:count].double().mean().item()
+        single = correct[:count].double().mean().item()
         voting = (voted == targets).double().mean().item()
         logits = logs[:count] - torch.log1p(-logs[:count].exp()).clamp(min=-700)
-        scatter = logits.std(0, correction=0) / logits.mean(0).abs()
+        deviation = logits.std(0, correction=0) / logits.mean(0).abs()
         mean_logs = logs[:count].logsumexp(0) - torch.tensor(float(count)).log()
         rows.append(
             {
@@ -75,7 +74,7 @@ def vote_rows(hits: Tensor, likeliest: Tensor, logs: Tensor) -> list[Row]:
                 "voting_accuracy": voting,
                 "gain": voting / single if single else "",
                 "inconsistency": 100 * (likeliest[:count] != voted).double().mean().item(),
-                "deviation": scatter.median().item(),
+                "deviation": deviation.median().item(),
                 "loss": -mean_logs.mean().item(),
             }
         )
@@ -85,8 +84,8 @@ def vote_rows(hits: Tensor, likeliest: Tensor, logs: Tensor) -> list[Row]:
 def measure_gradients(subject: Subject) -> list[Row]:
     """neuron (of the hidden size); deviation and absolute_mean of its gradient over the draws.
 
-    The gradient of the samples' mean loss by what the head reads, summed over tokens: that of a bias added there. As in
-    the paper the mean is over absolute values; its table has the means over neurons.
+    The gradient of the samples' mean loss with respect to the head's input, summed over tokens: that of a bias added
+    there. As in the paper the mean is over absolute values; the paper's table has the means over neurons.
     """
     model_inputs = subject.model_inputs()
     model = subject.model
@@ -98,59 +97,59 @@ def measure_gradients(subject: Subject) -> list[Row]:
 
 
 def head_gradient(model: LanguageModel, inputs: LayerInputs) -> Tensor:
-    """The gradient of the loss by a vector added to all states that enter the head, (C,) float64."""
+    """The gradient of the loss with respect to a vector added to all inputs of the head, (C,) float64."""
     with torch.no_grad():
         hidden, *rest = model.body(inputs)
     with torch.enable_grad():
         hidden = hidden.detach().requires_grad_()
-        measured = model.layers[-1]((hidden, *rest))
-        loss = measured if measured.dim() == 0 else measured[0]  # a classifier's head also tells its accuracy
-        (found,) = torch.autograd.grad(loss, hidden)
-    return found.double().sum((0, 1))
+        output = model.layers[-1]((hidden, *rest))
+        loss = output if output.dim() == 0 else output[0]  # a classifier's head also has its accuracy
+        (gradient,) = torch.autograd.grad(loss, hidden)
+    return gradient.double().sum((0, 1))
 
 
 def gradient_rows(gradients: Tensor) -> list[Row]:
     """Rows of (D, C) gradients of D draws."""
-    scatter, size = gradients.std(0, correction=0), gradients.abs().mean(0)
+    deviations, sizes = gradients.std(0, correction=0), gradients.abs().mean(0)
     return [
         {"neuron": neuron, "deviation": deviation, "absolute_mean": mean}
-        for neuron, (deviation, mean) in enumerate(zip(scatter.tolist(), size.tolist()))
+        for neuron, (deviation, mean) in enumerate(zip(deviations.tolist(), sizes.tolist()))
     ]
 
 
 PAIRED_TOKENS = 64
-"""Queries, and keys, of a row whose pairs are looked at."""
+"""Number of tokens per sequence whose queries and keys are paired."""
 
 
 def measure_kernel_deviation(subject: Subject) -> list[Row]:
-    """layer, head, sample, deviation: the median over pairs of a query and a key, of std / |mean| over the draws."""
+    """layer, head, sample, deviation: std / |mean| over the draws, the median over pairs of a query and a key."""
     return [
         {"layer": layer, "head": head, "sample": sample, "deviation": of_pairs.median().item()}
         for sample, layer, captured in subject.captured()
         if estimates_kernels(captured)
-        for head, of_pairs in enumerate(deviations(captured, subject.draws).flatten(1))
+        for head, of_pairs in enumerate(kernel_deviations(captured, subject.draws).flatten(1))
     ]
 
 
 def estimates_kernels(captured: CapturedAttention) -> bool:
-    """Whether the layer compares queries and keys of tokens by features of noise that training redraws."""
+    """Whether the layer compares queries and keys of tokens by random features that training redraws."""
     compares = isinstance(captured.core, (KernelAttention, FlurkaAttention))
     return compares and captured.core.keys_per_head == 1 and has_noise(captured.core)
 
 
 @torch.no_grad()
-def deviations(captured: CapturedAttention, draws: int) -> Tensor:
-    """std / |mean| of phi(q).phi(k) over draws, for pairs of a sample of tokens of the first row: (H, T, T) float64.
+def kernel_deviations(captured: CapturedAttention, draws: int) -> Tensor:
+    """std / |mean| of phi(q).phi(k) over draws, for pairs of random tokens of the first sequence: (H, T, T) float64.
 
-    Rotated where the layer compares them rotated: kernel attention does, FLuRKA's landmarks are not.
+    Queries and keys are rotated for kernel attention, but not for FLuRKA, whose landmarks are not rotated.
     """
     core, inputs = captured.core, captured.inputs
     assert isinstance(core, (KernelAttention, FlurkaAttention))
     q, k = inputs.q[:1].double(), inputs.k[:1].double()
     if isinstance(core, KernelAttention):
-        q, k = inputs.turned(q, k)
+        q, k = inputs.rotated_by_place(q, k)
     chosen = sample_queries(inputs.length, PAIRED_TOKENS, seed=0, step=0).to(q.device)
-    # Query heads of one key head in the place of chunks.
+    # `features` takes (B, H, chunks, N, d): the query heads of a key head stand in place of chunks.
     queries = q[:, :, chosen].unflatten(1, (k.shape[1], -1))
     keys = k[:, :, None, chosen]
 

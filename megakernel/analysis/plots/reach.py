@@ -1,14 +1,14 @@
-"""The distance that heads look back, and the share of it that is near.
+"""How far heads look back, and how gates weigh near and far.
 
-`span`: the attention span of each layer, and what lies beyond its near window. `gates`: the share that gates give the
-near window, of queries that have a far context (docs/formulas.md, 4).
+`span`: the attention span of each layer, and the weight beyond its near window. `gates`: the weight that gates give the
+near window, for queries that have a far context (docs/formulas.md, 4).
 """
 
 import torch
 from torch import Tensor
 
 from megakernel.attention.near_far import NearFarAttention
-from megakernel.uptraining.head_statistics import far_keys, shares
+from megakernel.uptraining.head_statistics import far_keys, normalized_weights
 from megakernel.uptraining.sampled_queries import SampledQueries
 
 from .matrices import attention_matrix
@@ -16,44 +16,45 @@ from .subject import CapturedAttention, Subject
 from .table import Row
 
 DISTANCES = (16, 64, 256)
-"""Tokens apart from which on weights are summed."""
+"""Distances in tokens; weights on tokens at least this far apart are summed."""
 
 
 def measure_span(subject: Subject) -> list[Row]:
-    """layer, head, and means over the queries of all samples of what `reach` finds; empty where no query has it."""
-    found: dict[int, list[Tensor]] = {}
+    """layer, head, and the means of COLUMNS over the queries of all samples; empty if defined for no query."""
+    by_layer: dict[int, list[Tensor]] = {}
     for _, layer, captured in subject.captured():
         core, inputs = captured.core, captured.inputs
         queries = SampledQueries.of(inputs, torch.arange(inputs.length, device=inputs.q.device), core.causal)
-        found.setdefault(layer, []).append(reach(attention_matrix(captured), queries, core.near_window))
+        sums = span_sums(attention_matrix(captured), queries, core.near_window)
+        by_layer.setdefault(layer, []).append(sums)
     table: list[Row] = []
-    for layer, parts in found.items():
+    for layer, parts in by_layer.items():
         sums = torch.stack(parts).sum(0)
         for head, (values, counts) in enumerate(zip(*(part.tolist() for part in sums))):
             row: Row = {"layer": layer, "head": head}
-            for name, value, count in zip(NAMES, values, counts):
+            for name, value, count in zip(COLUMNS, values, counts):
                 row[name] = value / count if count else ""
             table.append(row)
     return table
 
 
-NAMES = ("span", *(f"beyond_{distance}" for distance in DISTANCES), "far_mass")
-"""Mean distance in tokens; shares of the weight on tokens at least so far apart, and beyond the near window."""
+COLUMNS = ("span", *(f"beyond_{distance}" for distance in DISTANCES), "far_mass")
+"""Mean distance in tokens; shares of the weight on tokens at least this far apart, and beyond the near window."""
 
 
-def reach(weights: Tensor, queries: SampledQueries, window: tuple[int, int] | None) -> Tensor:
-    """Of the first sequence's weights (H, N, N): sums over queries and their number (2, H, names) of NAMES, float64.
+def span_sums(weights: Tensor, queries: SampledQueries, window: tuple[int, int] | None) -> Tensor:
+    """Sums of COLUMNS over queries, and numbers of queries, for weights (H, N, N): (2, H, columns) float64.
 
-    A share counts for queries that see a token so far apart. window: of a layer that attends the tokens near by
-    exactly; without it no query has a far_mass. Weights below 0 count as 0.
+    A share is defined for queries that see a token that far apart. window: the layer's near window; without it
+    far_mass is undefined. Weights below 0 count as 0.
     """
     seen = queries.visible[0]
-    places = torch.arange(len(seen), device=seen.device)
-    apart = (places[:, None] - places[None]).abs()
-    of_keys = shares(weights.double() * seen)
-    real = seen.any(-1)
-    sums, counts = [(of_keys * apart).sum(-1)], [real]
-    beyond = [apart >= distance for distance in DISTANCES]
+    positions = torch.arange(len(seen), device=seen.device)
+    distances = (positions[:, None] - positions[None]).abs()
+    of_keys = normalized_weights(weights.double() * seen)
+    has_keys = seen.any(-1)
+    sums, counts = [(of_keys * distances).sum(-1)], [has_keys]
+    beyond = [distances >= distance for distance in DISTANCES]
     beyond.append(far_keys(queries, window)[0] if window is not None else torch.zeros_like(seen))
     for far in beyond:
         sums.append((of_keys * (far & seen)).sum(-1))
@@ -64,21 +65,21 @@ def reach(weights: Tensor, queries: SampledQueries, window: tuple[int, int] | No
 
 
 BINS = 20
-"""Bins of a share between 0 and 1."""
+"""Bins of a histogram from 0 to 1."""
 
 
 def measure_gates(subject: Subject) -> list[Row]:
-    """layer, head, near (where a bin begins), share (of the queries), gate (the head's mean, in all its sequences)."""
-    found: dict[int, list[Tensor]] = {}
+    """layer, head, near (start of a bin), share (of the queries in it), gate (the head's mean over all sequences)."""
+    by_layer: dict[int, list[Tensor]] = {}
     for _, layer, captured in subject.captured():
         if (gates := near_shares(captured)) is not None:
-            found.setdefault(layer, []).append(gates)
-    return [row for layer, parts in found.items() for row in histogram(layer, torch.cat(parts, -1))]
+            by_layer.setdefault(layer, []).append(gates)
+    return [row for layer, parts in by_layer.items() for row in histogram(layer, torch.cat(parts, -1))]
 
 
 @torch.no_grad()
 def near_shares(captured: CapturedAttention) -> Tensor | None:
-    """The gate of each query that sees a far context, (H, queries); None without a gate."""
+    """Gates of the queries that see a far context, (H, queries); None if the layer has no gate."""
     core, inputs = captured.core, captured.inputs
     if not isinstance(core, NearFarAttention):
         return None
@@ -88,26 +89,20 @@ def near_shares(captured: CapturedAttention) -> Tensor | None:
     assert core.near_window is not None
     every = torch.arange(inputs.length, device=inputs.q.device)
     queries = SampledQueries.of(inputs, every, core.causal)
-    looks_far = (far_keys(queries, core.near_window) & queries.visible).any(-1)[0]
+    has_far = (far_keys(queries, core.near_window) & queries.visible).any(-1)[0]
     gates = torch.sigmoid(logits.double())
-    return gates.expand(1, -1, inputs.length)[0][:, looks_far]
+    return gates.expand(1, -1, inputs.length)[0][:, has_far]
 
 
 def histogram(layer: int, gates: Tensor) -> list[Row]:
-    """Rows of (H, queries) gates; none where there is no query."""
-    queries: list[Row] = []
+    """Rows for gates (H, queries); none without queries."""
+    rows: list[Row] = []
     for head, of_head in enumerate(gates):
         if not len(of_head):
             continue
-        counts = torch.histc(of_head, BINS, 0.0, 1.0)
-        queries += [
-            {
-                "layer": layer,
-                "head": head,
-                "near": index / BINS,
-                "share": count / len(of_head),
-                "gate": of_head.mean().item(),
-            }
-            for index, count in enumerate(counts.tolist())
+        densities, mean = torch.histc(of_head, BINS, 0.0, 1.0) / len(of_head), of_head.mean().item()
+        rows += [
+            {"layer": layer, "head": head, "near": index / BINS, "share": share, "gate": mean}
+            for index, share in enumerate(densities.tolist())
         ]
-    return queries
+    return rows

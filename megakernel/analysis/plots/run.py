@@ -1,4 +1,4 @@
-"""From a run folder to tables and plots: what is cheap to check comes before the libraries are loaded."""
+"""Analyze a run folder: cheap checks come before the import of torch."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING
 from megakernel.config import UserError
 from megakernel.config.errors import written_to
 from megakernel.evaluation.language_modelling import check_length, evaluated_config
-from megakernel.evaluation.subject import find, opened
+from megakernel.evaluation.subject import find_run, load_run
 from megakernel.training.observing.event_files import add_png, replaced_events
 from megakernel.training.run_folder import write_whole
 
-from .catalogue import ALL, Analysis, chosen
+from .catalogue import ALL, Analysis, select_analyses
 from .table import Row, to_csv
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-ROW = 512
-"""Tokens of a row, where nothing else is asked for and training has no shorter ones: matrices have as many rows."""
+DEFAULT_LENGTH = 512
+"""Default tokens of a sequence, unless those of training are shorter; matrices have as many rows."""
 
 LONGEST = 4096
-"""Tokens of a sequence at most: a matrix of so many takes 134 MB."""
+"""Maximum tokens of a sequence: its matrix in float64 takes 134 MB."""
 
 
 @dataclass(frozen=True)
@@ -52,34 +52,34 @@ def analyze_run(
 
     Args:
         folder: folder of the run, an up-training's stage included.
-        names: of `catalogue.ANALYSES`, or `all`, which passes over what shows nothing.
-        step: which checkpoint; None takes the newest good one.
-        samples: validation samples.
-        seq_len: tokens of each; None takes those of training, ROW at most.
-        draws: of noise, for the analyses of what it does.
-        out: where tables and plots go; None takes RUN/analysis/step_N, and puts the plots into the run's
-            TensorBoard, too (RUN/tensorboard/analysis), under `analysis/NAME/PLOT` at the checkpoint's step.
+        names: of `catalogue.ANALYSES`, or `all`, which skips analyses without rows.
+        step: of the checkpoint; None takes the newest good one.
+        samples: number of validation samples.
+        seq_len: tokens of each; None takes those of training, at most DEFAULT_LENGTH.
+        draws: number of draws of noise, for analyses of its effects.
+        out: folder of tables and plots; None takes RUN/analysis/step_N, and also adds the plots to the run's
+            TensorBoard (RUN/tensorboard/analysis), as `analysis/NAME/PLOT` at the checkpoint's step.
         begin: called before each analysis.
 
-    Yields each result once its files are written; what an earlier analysis of the checkpoint left is replaced.
+    Yields each result after its files are written; they replace those of an earlier analysis of the checkpoint.
 
     Raises:
-        UserError: no run, no such checkpoint, no corpus, or values and names that do not fit them.
+        UserError: no run, no such checkpoint, no corpus, or invalid values and names.
     """
-    source = find(folder, step, reads_text=True)
+    source = find_run(folder, step, reads_text=True)
     config, at = source.config, source.step
-    analyses = chosen(names, config, str(folder))
+    analyses = select_analyses(names, config, str(folder))
     if draws < 2:
         raise UserError(f"draws={draws} have no deviation; give --draws 2 or more")
-    length = min(ROW, config.training.evaluation_len) if seq_len is None else seq_len
+    length = min(DEFAULT_LENGTH, config.training.evaluation_len) if seq_len is None else seq_len
     if length > LONGEST:
         raise UserError(f"seq_len={length} makes matrices of {length} rows; give --seq-len {LONGEST} or less")
-    read = evaluated_config(config, samples, length)
-    one_row = read.training.model_copy(update={"micro_batch_size": 1})
-    read = read.model_copy(update={"training": one_row})
-    check_length(read, source.text)
+    data_config = evaluated_config(config, samples, length)
+    training = data_config.training.model_copy(update={"micro_batch_size": 1})
+    data_config = data_config.model_copy(update={"training": training})
+    check_length(data_config, source.text)
     target = folder / "analysis" / f"step_{at}" if out is None else out
-    shows = out is None and config.logging.tensorboard
+    in_tensorboard = out is None and config.logging.tensorboard
     with written_to("--out", target):
         target.mkdir(parents=True, exist_ok=True)
     import torch
@@ -91,10 +91,10 @@ def analyze_run(
     from .drawing import figures
     from .subject import Subject
 
-    found = opened(source)
-    batches = list(ValidationBatches(read, source.text, Share()))
-    model = cast(found.model, torch.float32)
-    subject = Subject(config, model, batches, found.device, length, draws)
+    model_source = load_run(source)
+    batches = list(ValidationBatches(data_config, source.text, Share()))
+    model = cast(model_source.model, torch.float32)
+    subject = Subject(config, model, batches, model_source.device, length, draws)
     for analysis in analyses:
         begin(analysis)
         rows = analysis.measure(subject)
@@ -110,9 +110,9 @@ def analyze_run(
             name: _save(figure, target / f"{analysis.name}_{name}.png")
             for name, figure in figures(rows, analysis.plots).items()
         }
-        if shows:
+        if in_tensorboard:
             tagged = {f"analysis/{analysis.name}/{name}": path for name, path in plots.items()}
-            show(folder / "tensorboard" / "analysis", tagged, at, analysis.name)
+            add_to_tensorboard(folder / "tensorboard" / "analysis", tagged, at, analysis.name)
         yield Result(analysis, rows, table, list(plots.values()))
 
 
@@ -123,8 +123,8 @@ def _save(figure: "Figure", path: Path) -> Path:
     return path
 
 
-def show(tensorboard: Path, plots: Mapping[str, Path], step: int, name: str) -> None:
-    """Put PNG files into a folder of event files at a step, by tag, in place of what `name` has shown there before."""
+def add_to_tensorboard(tensorboard: Path, plots: Mapping[str, Path], step: int, name: str) -> None:
+    """Write PNG files by tag to event files at a step, replacing those that `name` has written for it before."""
     with replaced_events(tensorboard, f".analysis.{name}.step_{step}") as writer:
         for tag, path in plots.items():
             add_png(writer, tag, path.read_bytes(), step)

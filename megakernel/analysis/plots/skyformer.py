@@ -1,14 +1,14 @@
 """Skyformer's measurements: approximations of softmax (its figure 1), and its instability score (appendix F, table 3).
 
-`spectral_error`: how far approximations are from softmax attention on a run's own queries, keys and values. All
-mechanisms see both ways, as in the paper, whatever the run does, and nothing of them is learned: random features,
-random projections, means. Their number of features is what the figure's d counts: samples, landmarks, compressed keys.
-`uniform` is what costs nothing, the mean of all values.
+`spectral_error`: the error of approximations of softmax attention on a run's own queries, keys and values. All
+mechanisms are bidirectional, as in the paper, whatever the run's is, and have no learned weights: random features,
+random projections, means. The number of features is the figure's d: samples, landmarks or compressed keys. `uniform`
+is a trivial approximation, the mean of all values.
 
-`instability`: how far outputs move for a step of the weights,
-tau_i = |f(x_i, W_i) - f(x_i, W_{i-1})|_F^2 / |W_i - W_{i-1}|_F^2 over the first 20 steps of training, f the states
-behind two layers, as a ratio to what softmax attention has at the same step. Models have the run's sizes, but two
-layers at most; weights outside attention begin equal. The optimizer is the run's, at its highest learning rate.
+`instability`: the movement of outputs relative to that of the weights,
+tau_i = |f(x_i, W_i) - f(x_i, W_{i-1})|_F^2 / |W_i - W_{i-1}|_F^2 over the first 20 steps of training, f the hidden
+states after two layers, as a ratio to that of softmax attention at the same step. Models have the run's sizes, but at
+most two layers; weights outside attention start equal. The optimizer is the run's, at its highest learning rate.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,11 +29,11 @@ from .table import Row
 
 FEATURES = (16, 32, 64, 128, 256)
 LENGTHS = (128, 256, 512)
-"""Tokens from the start of a sequence; sequences that are shorter than the first are taken whole."""
+"""Numbers of tokens from the start of a sequence; sequences shorter than the first are used as a whole."""
 
 
 def measure_spectral_error(subject: Subject) -> list[Row]:
-    """weights (trained or random), length, features, mechanism, layer, error: see `errors`."""
+    """weights (trained or random), length, features, mechanism, layer, error (of `errors`)."""
     rows: list[Row] = []
     for weights, model in (("trained", subject.model), ("random", subject.untrained())):
         rows += model_errors(weights, model, subject)
@@ -41,7 +41,7 @@ def measure_spectral_error(subject: Subject) -> list[Row]:
 
 
 def model_errors(weights: str, model: LanguageModel, subject: Subject) -> list[Row]:
-    """Means over samples and heads, for each layer of `model` whose tokens have one key each."""
+    """Rows with means over samples and heads, for each layer of `model` that has one key per token."""
     sums: dict[tuple[int, int, str, int], float] = {}
     for _, layer, captured in subject.captured(model):
         if captured.core.compresses_input or captured.core.keys_per_head != 1:
@@ -56,14 +56,14 @@ def model_errors(weights: str, model: LanguageModel, subject: Subject) -> list[R
 
 
 def lengths(tokens: int) -> list[int]:
-    """Those of LENGTHS that a sequence has."""
+    """The LENGTHS up to `tokens`, or `tokens` if there is none."""
     return [length for length in LENGTHS if length <= tokens] or [tokens]
 
 
 def rotated(captured: CapturedAttention) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries (1, H, N, d), and keys and values of each query head, as the layer compares them; float64."""
+    """q, k, v (1, H, N, d) float64 of the first sequence, rotated, with keys and values repeated for query heads."""
     inputs = captured.inputs
-    q, k = inputs.turned(inputs.q[:1].double(), inputs.k[:1].double())
+    q, k = inputs.rotated_by_place(inputs.q[:1].double(), inputs.k[:1].double())
     keys, values = (x.repeat_interleave(inputs.group, 1) for x in (k, inputs.v[:1].double()))
     return q, keys, values
 
@@ -72,16 +72,16 @@ def rotated(captured: CapturedAttention) -> tuple[Tensor, Tensor, Tensor]:
 def errors(q: Tensor, k: Tensor, v: Tensor) -> dict[tuple[str, int], float]:
     """(mechanism, features) -> |O' - O|_2 / |O|_2, spectral norms of outputs (N, D), O of softmax; the mean over heads.
 
-    q, k, v: (1, H, N, d) float64. What needs more features than it can have is left out.
+    q, k, v: (1, H, N, d) float64. Nyströmformer is left out if it would have more landmarks than tokens.
     """
-    exact = _built("softmax", q)(q, k, v)
+    exact = _build("softmax", q)(q, k, v)
     uniform = v.mean(2, keepdim=True).expand_as(exact)
-    found: dict[tuple[str, int], float] = {}
+    result: dict[tuple[str, int], float] = {}
     for features in FEATURES:
         for name, output in outputs(q, k, v, features):
-            found[name, features] = relative_error(output, exact)
-        found["uniform", features] = relative_error(uniform, exact)
-    return found
+            result[name, features] = relative_error(output, exact)
+        result["uniform", features] = relative_error(uniform, exact)
+    return result
 
 
 def relative_error(output: Tensor, exact: Tensor) -> float:
@@ -91,7 +91,7 @@ def relative_error(output: Tensor, exact: Tensor) -> float:
 
 
 def outputs(q: Tensor, k: Tensor, v: Tensor, features: int) -> Iterator[tuple[str, Tensor]]:
-    """Name -> (1, H, N, D) of each approximation with so many features."""
+    """(name, output (1, H, N, D)) of each approximation with this many features."""
     rank = {"rank": features, "compress": "projected"}
     phi = {"samples": features}
     forms: dict[str, dict[str, Any]] = {
@@ -102,17 +102,17 @@ def outputs(q: Tensor, k: Tensor, v: Tensor, features: int) -> Iterator[tuple[st
     }
     for preset, changes in forms.items():
         if preset != "nystromformer" or features <= q.shape[2]:
-            yield preset, _built({"preset": preset, **changes}, q)(q, k, v)
+            yield preset, _build({"preset": preset, **changes}, q)(q, k, v)
     landmarks = draw_landmarks(q, features)
     for name, invert in (("skyformer", regularized_inverse), ("skyformer, exact inverse", exact_inverse)):
         yield name, softmax_nystrom(q, k, v, landmarks, invert)
 
 
 def draw_landmarks(q: Tensor, features: int) -> Tensor:
-    """Rows (H, features) of the 2 N queries and keys of each head, with replacement; the same in every call."""
+    """Indices (H, features) into the 2 N queries and keys of each head, with replacement; the same in every call."""
     heads, length = q.shape[1:3]
-    streams = [generator(0, head, "landmarks") for head in range(heads)]
-    draws = [torch.randint(2 * length, (features,), generator=stream, device="cpu") for stream in streams]
+    generators = [generator(0, head, "landmarks") for head in range(heads)]
+    draws = [torch.randint(2 * length, (features,), generator=random, device="cpu") for random in generators]
     return torch.stack(draws).to(q.device)
 
 
@@ -121,8 +121,8 @@ def softmax_nystrom(
 ) -> Tensor:
     """Skyformer's approximation of softmax attention (1, H, N, D), as in its figure 1.
 
-    Eq. 5 with the kernel A = exp(q.k / sqrt(d)) in place of the Gaussian, for A first and then for its sums.
-    landmarks: (H, F) rows of [Q; K].
+    Eq. 5 with the kernel A = exp(q.k / sqrt(d)) in place of the Gaussian, for A V and for the sums of A's rows.
+    landmarks: indices (H, F) into [Q; K].
     """
     rows = torch.cat([q, k], 2).gather(2, landmarks[None, ..., None].expand(-1, -1, -1, q.shape[-1]))
     to_landmarks, between, from_keys = (
@@ -133,20 +133,20 @@ def softmax_nystrom(
     return sums[..., :-1] / sums[..., -1:]
 
 
-def _built(form: str | dict[str, Any], q: Tensor) -> AttentionLayer:
+def _build(form: str | dict[str, Any], q: Tensor) -> AttentionLayer:
     heads, length, width = q.shape[1:]
     core = build(form, num_heads=heads, head_dim=width, causal=False, max_positions=length)
     return core.double().to(q.device).eval()
 
 
 STEPS, LAYERS = 20, 2
-OWN, REFERENCE = "run", "softmax"
+RUN, REFERENCE = "run", "softmax"
 OTHERS = ("gaussian", "kernelized", "skyformer", "nystromformer")
-"""Presets besides the run's own attention; those that see both ways in encoders alone."""
+"""Presets that are compared with the run's own attention; bidirectional ones only in encoders."""
 
 
 def measure_instability(subject: Subject) -> list[Row]:
-    """step, mechanism, score, ratio (to that of softmax)."""
+    """step, mechanism, score, ratio (to softmax's score)."""
     model_inputs = subject.model_inputs()
     scores = {
         name: instability(subject.untrained(model), model_inputs, subject.config.optimizer)
@@ -160,20 +160,20 @@ def measure_instability(subject: Subject) -> list[Row]:
 
 
 def compared_models(model: Model) -> dict[str, Model]:
-    """Name -> the run's model with two layers of another attention; the run's own where it is not softmax."""
-    own = model.model_copy(update={"num_layers": min(LAYERS, model.num_layers)})
-    found = {} if all(layer.is_full_softmax for layer in own.attentions) else {OWN: own}
+    """Name -> a model of the run's sizes with two layers of that attention; the run's own unless it is softmax."""
+    small = model.model_copy(update={"num_layers": min(LAYERS, model.num_layers)})
+    models = {} if all(layer.is_full_softmax for layer in small.attentions) else {RUN: small}
     for preset in (REFERENCE, *OTHERS):
         form = Attention.model_validate(expand_preset(preset))
         if not (model.is_causal and form.mixes_future_tokens):
-            found[preset] = own.model_copy(update={"attention": form, "attention_pattern": None})
-    return found
+            models[preset] = small.model_copy(update={"attention": form, "attention_pattern": None})
+    return models
 
 
 def instability(
     model: LanguageModel, model_inputs: Sequence[LayerInputs], optimizer: Optimizer
 ) -> list[float]:
-    """tau of STEPS steps of `model`, whose batches are the samples in turn."""
+    """tau of each of STEPS steps of `model`, which trains on the samples in turn."""
     weights = list(model.parameters())
     update = torch.optim.AdamW(
         weights,
@@ -191,10 +191,10 @@ def instability(
         model(*batch).backward()
         torch.nn.utils.clip_grad_norm_(weights, optimizer.clip_grad_norm)
         model.eval()
-        before, old = states(model, batch), [weight.detach().clone() for weight in weights]
+        before, old = hidden_states(model, batch), [weight.detach().clone() for weight in weights]
         update.step()
         moved = sum((new.detach() - was).double().square().sum() for new, was in zip(weights, old))
-        shift = (states(model, batch) - before).square().sum()
+        shift = (hidden_states(model, batch) - before).square().sum()
         scores.append((shift / moved).item())
         update.zero_grad()
         with torch.no_grad():
@@ -203,7 +203,7 @@ def instability(
 
 
 @torch.no_grad()
-def states(model: LanguageModel, inputs: LayerInputs) -> Tensor:
+def hidden_states(model: LanguageModel, inputs: LayerInputs) -> Tensor:
     """The output of the last transformer layer, before the final norm; (N, B, C) float64."""
     for layer in model.layers[:-2]:
         inputs = layer(inputs)

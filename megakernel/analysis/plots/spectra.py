@@ -1,9 +1,9 @@
 """Singular values and ranks of attention matrices and outputs, and eigenvalues of learned covariances.
 
-`singular_values`: how fast they fall (Skyformer, figure 4, of outputs; FLuRKA, figure 1, of matrices). A kernel of F
-features makes a matrix of rank F at most, and values of width D an output of rank D. `ranks`: over samples and heads
-(Transformer-MGK, figures 2 and 7; FLuRKA, figure 1). `covariances`: of spectral mixtures (KL, tables 4, 9 to 12), which
-reduce variance by eigenvalues below 1.
+`singular_values`: their decay (Skyformer, figure 4, of outputs; FLuRKA, figure 1, of matrices). A kernel of F features
+gives a matrix of rank at most F, and values of width D an output of rank at most D. `ranks`: over samples and heads
+(Transformer-MGK, figures 2 and 7; FLuRKA, figure 1). `covariances`: of spectral mixtures (KL, tables 4, 9 to 12);
+eigenvalues below 1 reduce variance.
 """
 
 import torch
@@ -18,7 +18,7 @@ from .table import Row
 
 
 def measure_singular_values(subject: Subject) -> list[Row]:
-    """See `decay`; means over the samples, which are cut to the shortest of them."""
+    """The rows of `singular_value_rows` for means over the samples, truncated to the shortest."""
     sums: dict[tuple[int, str], Tensor] = {}
     for _, layer, captured in subject.captured():
         for name, matrix in (("weights", exact_matrix(captured)), ("output", captured.output[0])):
@@ -26,7 +26,7 @@ def measure_singular_values(subject: Subject) -> list[Row]:
             before = sums.get((layer, name), torch.zeros_like(values))
             count = min(before.shape[-1], values.shape[-1])
             sums[layer, name] = before[:, :count] + values[:, :count] / len(subject.batches)
-    return [row for (layer, name), values in sums.items() for row in decay(layer, name, values)]
+    return [row for (layer, name), values in sums.items() for row in singular_value_rows(layer, name, values)]
 
 
 def relative_singular_values(matrices: Tensor) -> Tensor:
@@ -35,8 +35,8 @@ def relative_singular_values(matrices: Tensor) -> Tensor:
     return values / values[:, :1].clamp(min=torch.finfo(values.dtype).tiny)
 
 
-def decay(layer: int, name: str, values: Tensor) -> list[Row]:
-    """Rows of (H, K) relative singular values; what rounding of float64 leaves of a zero is left out."""
+def singular_value_rows(layer: int, name: str, values: Tensor) -> list[Row]:
+    """Rows for relative singular values (H, K), without those that are zeros up to float64 rounding."""
     return [
         {"layer": layer, "head": head, "of": name, "index": index, "value": value}
         for head, of_head in enumerate(values.tolist())
@@ -46,11 +46,11 @@ def decay(layer: int, name: str, values: Tensor) -> list[Row]:
 
 
 THRESHOLD = 1e-6
-"""Singular values up to it count as 0, as in the papers."""
+"""Singular values up to this count as 0, as in the papers."""
 
 
 def measure_ranks(subject: Subject) -> list[Row]:
-    """layer, head, sample, rank, and stable_rank: |A|_F^2 / |A|^2, which small singular values do not move."""
+    """layer, head, sample, rank, and stable_rank: |A|_F^2 / |A|^2, which is insensitive to small singular values."""
     return [
         {"layer": layer, "head": head, "sample": sample, "rank": int(rank), "stable_rank": stable.item()}
         for sample, layer, captured in subject.captured()
@@ -71,7 +71,7 @@ def measure_covariances(subject: Subject) -> list[Row]:
 
 
 def eigenvalue_rows(model: nn.Module) -> list[Row]:
-    """layer, head (of the keys), component, index and eigenvalue, in descending order, of this rank's layers."""
+    """layer, head (of the keys), component, index and eigenvalue (descending) of this rank's layers."""
     return [
         {"layer": layer, "head": head, "component": component, "index": index, "eigenvalue": value}
         for layer, core in attention_cores(model).items()

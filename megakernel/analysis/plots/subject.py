@@ -8,61 +8,60 @@ import torch
 from torch import Tensor, nn
 
 from data_pipeline.batch import Batch
-from megakernel.attention import WHOLE, AttentionLayer
+from megakernel.attention import WHOLE_SEQUENCE, AttentionLayer
 from megakernel.config import Config, Model
 from megakernel.model import LanguageModel
 from megakernel.model.layer import attention_cores
-from megakernel.model.layer_inputs import LayerInputs, inputs_of
+from megakernel.model.layer_inputs import LayerInputs, to_layer_inputs
 from megakernel.model.self_attention import SelfAttention
 from megakernel.uptraining.sampled_queries import CapturedInputs
 
 
 class CapturedAttention(NamedTuple):
-    """One attention layer's part in reading a sequence."""
+    """Inputs and output of one attention layer in a forward pass."""
 
     core: AttentionLayer
     inputs: CapturedInputs
-    """Its arguments. Of a layer that `compresses_input` k and v are landmarks; of projected mixtures k has M keys."""
+    """The layer's arguments; if it `compresses_input`, k and v are landmarks; projected mixtures have M keys in k."""
 
     output: Tensor
     """(1, H, N, D)"""
 
 
-def first_row(layer_inputs: LayerInputs, length: int) -> LayerInputs:
-    """Tokens and positions (1, n) of the first sequence of inputs: its real tokens alone, at most `length`.
+def first_sequence(layer_inputs: LayerInputs, length: int) -> LayerInputs:
+    """Tokens and positions (1, n) of the first sequence of inputs: at most `length` tokens, without padding.
 
-    Of a shard of a sequence whose document began on another rank, positions count from the shard's start.
+    If a shard's first document began on another rank, its positions count from the shard's start.
     """
     tokens, positions = layer_inputs[:2]
     real = positions[0] >= 0
     tokens, positions = tokens[:1, real][:, :length], positions[:1, real][:, :length]
-    begun = (positions == 0).cumsum(1) == 0
-    return tokens, positions.where(~begun, positions - positions[:, :1])
+    from_other_rank = (positions == 0).cumsum(1) == 0
+    return tokens, positions.where(~from_other_rank, positions - positions[:, :1])
 
 
 @torch.no_grad()
 def captured_attention(model: LanguageModel, row: LayerInputs) -> dict[int, CapturedAttention]:
-    """Layer -> its part in reading `row` of `first_row`, with the heads of this tensor rank.
+    """Layer -> its captured inputs and output for `row` (of `first_sequence`), with the heads of this tensor rank.
 
-    The sequence is taken whole, also by a rank that trains on shards of sequences. Evaluation mode; the model ends as
-    it began.
+    `row` is treated as a whole sequence, also on context ranks. Runs in evaluation mode and restores the model's mode.
     """
     captured: dict[int, CapturedAttention] = {}
 
-    def listener(index: int) -> Any:
-        def listen(core: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    def hook_of(index: int) -> Any:
+        def hook(core: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
             assert isinstance(core, AttentionLayer)
             captured[index] = CapturedAttention(core, CapturedInputs.of(*args), output)
 
-        return listen
+        return hook
 
-    hooks = [core.register_forward_hook(listener(index)) for index, core in attention_cores(model).items()]
+    hooks = [core.register_forward_hook(hook_of(index)) for index, core in attention_cores(model).items()]
     modes = {module: module.training for module in model.modules()}
     shards = {module: module.cp_shard for module in modes if isinstance(module, SelfAttention)}
     try:
         model.eval()
         for layer in shards:
-            layer.cp_shard = WHOLE
+            layer.cp_shard = WHOLE_SEQUENCE
         model.body(row)
     finally:
         for hook in hooks:
@@ -76,7 +75,7 @@ def captured_attention(model: LanguageModel, row: LayerInputs) -> dict[int, Capt
 
 @dataclass(frozen=True)
 class Subject:
-    """A checkpoint and the validation samples to look at it with."""
+    """A checkpoint, and the validation samples to analyze it with."""
 
     config: Config
     """The configuration of the run."""
@@ -90,30 +89,30 @@ class Subject:
     device: torch.device
 
     seq_len: int
-    """Tokens of a sequence at most."""
+    """Maximum tokens of a sequence."""
 
     draws: int = 100
-    """Draws of noise, for analyses of what it does."""
+    """Draws of noise, for analyses of its effects."""
 
     def captured(self, model: LanguageModel | None = None) -> Iterator[tuple[int, int, CapturedAttention]]:
-        """Sample, layer, and what that is called with in reading the sample's sequence, the first of two documents.
+        """(sample, layer, captured attention) for each sample's sequence; of two documents in a sample, the first.
 
-        model: another than the run's.
+        model: used instead of the run's.
         """
         for sample, batch in enumerate(self.batches):
-            row = first_row((batch.tokens, batch.positions), self.seq_len)
+            row = first_sequence((batch.tokens, batch.positions), self.seq_len)
             layers = captured_attention(model or self.model, tuple(part.to(self.device) for part in row))
             for layer, captured in layers.items():
                 yield sample, layer, captured
 
     def model_inputs(self) -> list[LayerInputs]:
-        """The samples as the model's first layer reads them, a label of all of them counting as 1 / their number."""
+        """The samples as inputs of the model's first layer; the loss is a mean over the labels of all samples."""
         total = sum(int(batch.loss_mask.sum()) for batch in self.batches)
         targets = torch.tensor([max(total, 1)], device=self.device)
-        return [inputs_of(batch, targets) for batch in self.batches]
+        return [to_layer_inputs(batch, targets) for batch in self.batches]
 
     def untrained(self, model: Model | None = None) -> LanguageModel:
-        """A model of this section, or of the run's, as training would begin with it; in evaluation mode."""
+        """A model with initial weights, of this configuration (None: the run's), in evaluation mode."""
         settings = self.model.settings
         if model is not None:
             settings = replace(settings, model=model)

@@ -1,4 +1,4 @@
-"""Rows of numbers: what an analysis finds, what its CSV file holds, and which plots are drawn from them."""
+"""Rows of an analysis, their CSV file, and descriptions of the plots drawn from them."""
 
 import csv
 import io
@@ -11,10 +11,10 @@ Row = dict[str, int | float | str]
 
 
 class Plot:
-    """A figure of a table's rows: `name`, or one for each value of the column `each`, named after it.
+    """A plot of a table's rows, called `name`, or one for each value of the column `each`, named after it.
 
-    kind: function of `drawing` that makes it. columns, options: its arguments.
-    first: column of which only rows with the first value are drawn.
+    kind: function in `drawing` that draws it; columns, options: its arguments.
+    first: draw only the rows that have the first row's value in this column.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Plot:
 
 
 class Summary(NamedTuple):
-    """The smallest, mean and largest value of rows that belong together."""
+    """Minimum, mean and maximum of a group of rows."""
 
     group: tuple[int | float | str, ...]
     minimum: float
@@ -40,7 +40,7 @@ class Summary(NamedTuple):
 
 
 def to_csv(rows: Sequence[Row]) -> str:
-    """A header and the rows; floats with six digits."""
+    """A header and the rows; floats have six significant digits."""
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
     writer.writeheader()
@@ -50,7 +50,7 @@ def to_csv(rows: Sequence[Row]) -> str:
 
 
 def summaries(rows: Sequence[Row], value: str, by: Sequence[str]) -> list[Summary]:
-    """One for each combination of the columns `by`, in the order of the rows; cells without a number are left out."""
+    """A summary for each combination of the columns `by`, in the order of the rows; empty cells are skipped."""
     groups: dict[tuple[int | float | str, ...], list[float]] = {}
     for row in rows:
         if (number := row[value]) != "":

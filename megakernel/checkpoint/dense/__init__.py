@@ -1,4 +1,4 @@
-"""Dense checkpoints as Hugging Face's `transformers` writes them: what they are, and their tensors under our names."""
+"""Dense checkpoints in the form of Hugging Face's `transformers`, and their tensors under our names."""
 
 from .checkpoint import DenseCheckpoint, is_dense_checkpoint
 from .families import FAMILIES, model_section

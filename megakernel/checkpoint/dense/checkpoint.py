@@ -1,4 +1,4 @@
-"""A folder in the Hugging Face form, read tensor by tensor."""
+"""Hugging Face checkpoint folders, read tensor by tensor."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,10 +25,10 @@ CONFIG = "config.json"
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
-_HEADS = tuple(dict.fromkeys(family.around["head"] for family in FAMILIES.values()))
-"""Names of the head, of which files may have another family's; some keep a tied one beside the embedding."""
+_HEAD_NAMES = tuple(dict.fromkeys(family.outside_layers["head"] for family in FAMILIES.values()))
+"""Names of the head. A file may use another family's name, and may hold a tied head besides the embedding."""
 
-_FUNCTION = (
+_FUNCTION_KEYS = (
     "num_heads",
     "head_size",
     "activation",
@@ -50,35 +50,35 @@ _FUNCTION = (
     "rope_pattern",
     "tie_embeddings",
 )
-"""Keys of a model section that the shapes of weights do not tell."""
+"""Keys of a model section that change its function but not the shapes of its weights."""
 
 
 def is_dense_checkpoint(folder: Path) -> bool:
-    """Whether a folder is one of these, whole or not: it has a config.json with a model_type."""
+    """Whether a folder has a config.json with a model_type; the checkpoint may be incomplete."""
     return "model_type" in json_object(folder / CONFIG)
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """What a file of JSON holds by key; nothing where there is no such file."""
+    """Parse a JSON object from a file; empty if there is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 class DenseCheckpoint:
-    """A dense checkpoint under our names (`WholeTensors`).
+    """A dense checkpoint under our names, as `WholeTensors`.
 
-    Files are mapped into memory, so that what is read is what is used. Raises UserError, one line with a remedy, for
-    what is no whole checkpoint of a known family.
+    Files are memory-mapped, so only tensors that are used are read. Raises UserError unless the folder is a complete
+    checkpoint of a known family.
     """
 
     def __init__(self, folder: Path, vocab_multiple: int = 1, config: Mapping[str, Any] | None = None):
         """Read the configuration and the files' headers.
 
-        vocab_multiple: the rows of the vocabulary are padded to a multiple of this, with zeros. config: read instead of
-        config.json, of a part of the model: other tensors are left alone.
+        vocab_multiple: the vocabulary is padded to a multiple of this, with zero rows. config: used instead of
+        config.json, for a part of the model; other tensors of the files are ignored.
         """
         self.folder = folder
         self.vocab_multiple = vocab_multiple
@@ -95,23 +95,23 @@ class DenseCheckpoint:
 
     @cached_property
     def parts(self) -> dict[str, Part]:
-        """Our names -> what they are made of."""
+        """Our name -> the checkpoint's tensors that make it up."""
         if self._family is None:
-            return {name: Part((OWN_PREFIX + name,)) for name in self._wanted_shapes}
-        return our_parts(self._family, self.model)
+            return {name: Part((OWN_PREFIX + name,)) for name in self._expected_shapes}
+        return model_parts(self._family, self.model)
 
     @cached_property
-    def _wanted_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Our names -> shapes, as the model section has them."""
+    def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Our name -> shape that the model section implies."""
         if self._family is None:
             return tensor_shapes(self.model)
-        # The layers of a family differ in their windows alone: one tells the shapes of all.
+        # Layers of a family differ only in their windows: one layer gives the shapes of all.
         one = tensor_shapes(self.model.model_copy(update={"num_layers": 1, "attention_pattern": None}))
         return {name: one[_in_one_layer(name, self.model)] for name in self.parts}
 
     @property
     def _family(self) -> Family | None:
-        """What config.json names; None for a model with our own tensors."""
+        """The family that config.json names; None for a model exported with our own tensors."""
         kind = self.config["model_type"]
         return None if kind == OWN else FAMILIES[kind]
 
@@ -121,66 +121,66 @@ class DenseCheckpoint:
         return set(self.parts)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of one of our tensors, from the files' headers."""
+        """Shape of one of our tensors, from the files' headers."""
         part = self.parts[name]
         joined = part.join([torch.empty(self._shape(x), device="meta") for x in part.hf_names])
         return tuple(self._padded(name, joined).shape)
 
     def read(self, name: str, keys: Iterable[str] = ("fp32",)) -> dict[str, Tensor]:
-        """One of our tensors, in the checkpoint's dtype, as the value of a universal checkpoint's key for weights."""
+        """Return one of our tensors, in the checkpoint's dtype, under a universal checkpoint's key for weights."""
         if "fp32" not in keys:
             return {}
         part = self.parts[name]
         return {"fp32": self._padded(name, part.join([self._tensor(hf_name) for hf_name in part.hf_names]))}
 
-    def unlike(self, model: Model) -> list[str]:
-        """One line for each key of a model section that makes another function of the same weights.
+    def differing_keys(self, model: Model) -> list[str]:
+        """One line for each key with which a model section computes another function of the same weights.
 
-        Not asked about is what shapes tell, what up-training changes (the attention), and the rotary frequencies,
-        which longer sequences may change.
+        It does not compare keys that shapes determine, the attention, which up-training changes, and rotary
+        frequencies, which training on longer sequences may change.
         """
         return [
             f"model.{key}={getattr(model, key)!r} is {getattr(self.model, key)!r} in the checkpoint; set it to that"
-            for key in _FUNCTION
+            for key in _FUNCTION_KEYS
             if getattr(model, key) != getattr(self.model, key)
         ]
 
     def _padded(self, name: str, tensor: Tensor) -> Tensor:
-        lacking = -len(tensor) % self.vocab_multiple
-        if not lacking or name not in vocabulary_names(self.model):
+        padding = -len(tensor) % self.vocab_multiple
+        if not padding or name not in vocabulary_names(self.model):
             return tensor
-        return F.pad(tensor, (0, 0, 0, lacking))
+        return F.pad(tensor, (0, 0, 0, padding))
 
     def _tensor(self, hf_name: str) -> Tensor:
-        return self._reader(hf_name).get_tensor(self._found(hf_name))
+        return self._reader(hf_name).get_tensor(self._stored_name(hf_name))
 
     def _shape(self, hf_name: str) -> tuple[int, ...]:
-        return tuple(self._reader(hf_name).get_slice(self._found(hf_name)).get_shape())
+        return tuple(self._reader(hf_name).get_slice(self._stored_name(hf_name)).get_shape())
 
     def _reader(self, hf_name: str) -> Any:
-        path = self._files[self._found(hf_name)]
+        path = self._files[self._stored_name(hf_name)]
         if path not in self._readers:
             self._readers[path] = self._open.enter_context(safetensors.safe_open(path, "pt"))
         return self._readers[path]
 
-    def _found(self, hf_name: str) -> str:
-        """The name under which the files have one of the family's tensors."""
-        # Files of the model without its head leave out what the names of all its layers begin with.
+    def _stored_name(self, hf_name: str) -> str:
+        """The name by which the files hold one of the family's tensors."""
+        # Files of a headless model (AutoModel) omit the prefix of all layers' names.
         prefix = OWN_PREFIX if self._family is None else self._family.layers.partition(".")[0] + "."
-        candidates = [hf_name, hf_name.removeprefix(prefix), *(_HEADS if hf_name in _HEADS else ())]
+        candidates = [hf_name, hf_name.removeprefix(prefix), *(_HEAD_NAMES if hf_name in _HEAD_NAMES else ())]
         return next((name for name in candidates if name in self._files), hf_name)
 
     def _are_tied(self, family: Family) -> bool:
-        """Whether the head is the embedding: `transformers`, too, ties none that differs from it in the files."""
-        embedding = family.around["embedding"]
-        head = next((name for name in _HEADS if name in self._files), None)
-        if head is None or self._found(embedding) not in self._files:
+        """Whether the head equals the embedding; `transformers`, too, unties a head that differs in the files."""
+        embedding = family.outside_layers["embedding"]
+        head = next((name for name in _HEAD_NAMES if name in self._files), None)
+        if head is None or self._stored_name(embedding) not in self._files:
             return True
         return torch.equal(self._tensor(head).float(), self._tensor(embedding).float())
 
     def _check_names(self, is_whole: bool) -> None:
-        wanted = {self._found(hf_name) for part in self.parts.values() for hf_name in part.hf_names}
-        spare = _HEADS if self.model.tie_embeddings else ()
+        wanted = {self._stored_name(hf_name) for part in self.parts.values() for hf_name in part.hf_names}
+        spare = _HEAD_NAMES if self.model.tie_embeddings else ()
         ignored = () if self._family is None else self._family.ignored
         extra = [
             name for name in self._files.keys() - wanted if name not in spare and not name.endswith(ignored)
@@ -190,32 +190,32 @@ class DenseCheckpoint:
             if names:
                 raise UserError(
                     f"{self.folder} {what} {len(names)} tensors of a {self.config['model_type']} model: "
-                    f"{_some(sorted(names))}; download it again, or correct {CONFIG}"
+                    f"{_abbreviate(sorted(names))}; download it again, or correct {CONFIG}"
                 )
 
     def _check_shapes(self) -> None:
         wrong = [
-            f"{self._found(hf_name)} {found} where {CONFIG} asks for {wanted}"
-            for name, shape in self._wanted_shapes.items()
+            f"{self._stored_name(hf_name)} {stored} where {CONFIG} asks for {wanted}"
+            for name, shape in self._expected_shapes.items()
             for hf_name, wanted in _hf_shapes(self.parts[name], shape)
-            if (found := self._shape(hf_name)) != wanted
+            if (stored := self._shape(hf_name)) != wanted
         ]
         if wrong:
             raise UserError(
                 f"{self.folder} has {len(wrong)} misshapen tensors of a {self.config['model_type']} model: "
-                f"{_some(wrong)}; download it again, or correct {CONFIG}"
+                f"{_abbreviate(wrong)}; download it again, or correct {CONFIG}"
             )
 
 
 def vocabulary_names(model: Model) -> tuple[str, ...]:
-    """The names of what has a row for each id of the vocabulary: the token embedding, and an untied head."""
+    """Names of the tensors with a row per token id: the token embedding and an untied head."""
     if model.tie_embeddings:
         return ("tied_modules.embedding.tokens.weight",)
     return "0.tokens.weight", f"{model.first_layer + model.num_layers + 1}.linear.weight"
 
 
-def our_parts(family: Family, model: Model) -> dict[str, Part]:
-    """The names of `megakernel.model.LanguageModel`'s tensors -> parts."""
+def model_parts(family: Family, model: Model) -> dict[str, Part]:
+    """Names of `megakernel.model.LanguageModel`'s tensors -> parts."""
     first = model.first_layer
     last = first + model.num_layers
     places = {
@@ -226,7 +226,7 @@ def our_parts(family: Family, model: Model) -> dict[str, Part]:
     }
     parts: dict[str, Part] = {
         places[place]: Part((name,))
-        for place, name in family.around.items()
+        for place, name in family.outside_layers.items()
         if place != "head" or not model.tie_embeddings
     }
     for index in range(model.num_layers):
@@ -235,14 +235,12 @@ def our_parts(family: Family, model: Model) -> dict[str, Part]:
 
 
 def tensor_shapes(model: Model, lora: Lora | None = None) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the tensors that files of the model hold, which pad no vocabulary.
+    """Name -> shape of the model's tensors, without padding of the vocabulary.
 
-    lora: its low-rank updates; None: it has none.
+    lora: its low-rank updates; None if it has none.
     """
-    from megakernel.model import (  # seconds, which an error before need not wait for
-        LanguageModel,
-        ModelSettings,
-    )
+    # Imported here because it takes seconds, which earlier errors need not wait for.
+    from megakernel.model import LanguageModel, ModelSettings
 
     assert model.vocab_size is not None
     plain = model.model_copy(update={"vocab_multiple": 1})
@@ -252,7 +250,7 @@ def tensor_shapes(model: Model, lora: Lora | None = None) -> dict[str, tuple[int
 
 
 def _in_one_layer(name: str, model: Model) -> str:
-    """The name of a tensor if the model had one layer; of a layer's tensor that of the first one's."""
+    """The name that a tensor would have in a model of one layer; a layer's tensor gets the first layer's name."""
     number, _, rest = name.partition(".")
     first = model.first_layer
     if not number.isdigit() or int(number) < first:
@@ -261,13 +259,13 @@ def _in_one_layer(name: str, model: Model) -> str:
 
 
 def _hf_shapes(part: Part, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape, in the Hugging Face checkpoint, of each tensor that makes one of the model."""
+    """Name and shape of each Hugging Face tensor that makes up one of the model's."""
     for hf_name, tensor in zip(part.hf_names, part.split(torch.empty(shape, device="meta"))):
         yield hf_name, tuple(tensor.shape)
 
 
 def _config(folder: Path) -> Mapping[str, Any]:
-    """config.json, with what it leaves out as `transformers` completes it."""
+    """config.json, completed with the defaults of `transformers`."""
     path = folder / CONFIG
     if not path.is_file():
         raise UserError(
@@ -276,31 +274,31 @@ def _config(folder: Path) -> Mapping[str, Any]:
         )
     if (folder / ADAPTER).is_file():
         raise UserError(
-            f"{folder} has an adapter beside its weights ({ADAPTER}), which transformers adds to them; save the model "
-            "behind `merge_and_unload`, or remove the adapter"
+            f"{folder} has an adapter besides its weights ({ADAPTER}), which transformers adds to them; save the model "
+            "after `merge_and_unload`, or remove the adapter"
         )
-    written = _json(path)
-    return their_config(folder).to_dict() if written.get("model_type") in FAMILIES else written
+    written = _read_json(path)
+    return hf_config(folder).to_dict() if written.get("model_type") in FAMILIES else written
 
 
-def their_config(folder: Path) -> "PreTrainedConfig":
-    """config.json of one of the families as `transformers` completes it; UserError where it does not take it."""
-    from transformers import AutoConfig  # seconds, which an error need not wait for
+def hf_config(folder: Path) -> "PreTrainedConfig":
+    """config.json of a known family as `transformers` completes it; UserError if `transformers` rejects it."""
+    from transformers import AutoConfig  # takes seconds, which earlier errors need not wait for
 
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if getattr(config, "rope_parameters", None):
-            config.standardize_rope_params()  # as its models do: a key beside the scaling may change it
-    # Its checks of values raise many types.
+            config.standardize_rope_params()  # as its models do: keys outside of rope_parameters may change them
+    # Its checks of values raise many exception types.
     except Exception as error:
-        kind, reason = _json(folder / CONFIG)["model_type"], " ".join(str(error).split())
+        kind, reason = _read_json(folder / CONFIG)["model_type"], " ".join(str(error).split())
         raise UserError(
             f"{folder / CONFIG} is no configuration of a {kind} model ({reason}); correct it"
         ) from None
     return config
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         written = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -311,10 +309,10 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Their names of all tensors -> file."""
+    """Name of each tensor in the files -> its file."""
     index = folder / INDEX
     if index.is_file():
-        weights: dict[str, str] = _json(index).get("weight_map", {})
+        weights: dict[str, str] = _read_json(index).get("weight_map", {})
         paths = sorted({folder / file for file in weights.values()})
         if not paths:
             raise UserError(f"{index} names no files; download it again")
@@ -324,29 +322,29 @@ def _files(folder: Path) -> dict[str, Path]:
     if missing:
         others = sorted(path.name for path in folder.glob("*.bin"))
         pickled = f"; {others[0]} is pickled: save it again with `save_pretrained`" if others else ""
-        # Parts of files, as `hf download --local-dir` leaves them.
+        # An interrupted `hf download --local-dir` leaves partial files.
         unfinished = any(folder.rglob("*.incomplete"))
         interrupted = "; its download was interrupted: run it again" if unfinished else ""
         raise UserError(
-            f"{folder} is not whole: {_some(missing)} missing"
+            f"{folder} is not whole: {_abbreviate(missing)} missing"
             f"{pickled or interrupted or '; download what is missing'}"
         )
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for path in paths:
         try:
             with safetensors.safe_open(path, "pt") as reader:
-                found |= dict.fromkeys(reader.keys(), path)
+                files |= dict.fromkeys(reader.keys(), path)
         except safetensors.SafetensorError as error:
             raise UserError(f"{path} cannot be read ({error}); download it again") from None
-    return found
+    return files
 
 
-def _some(names: list[str]) -> str:
+def _abbreviate(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def fragment(checkpoint: DenseCheckpoint) -> str:
-    """YAML with the `model` and `init` sections; model.attention is softmax, which gives the dense model's outputs."""
+def config_fragment(checkpoint: DenseCheckpoint) -> str:
+    """YAML of the `model` and `init` sections; model.attention is softmax, which gives the dense model's outputs."""
     folder = checkpoint.folder.resolve()
     lines = [
         f"# {checkpoint.config['model_type']} from {folder}, made by `megakernel import`.",

@@ -1,4 +1,4 @@
-"""Our model section as the configuration of a plain architecture of `transformers`: the inverse of `families`."""
+"""Conversion of a model section to the config.json of a `transformers` architecture: the inverse of `families`."""
 
 from typing import Any
 
@@ -9,55 +9,56 @@ from .families import FAMILIES, GPT2_NAMES, Family, model_section
 
 
 def plain_config(model: Model, vocab_size: int, positions: int) -> dict[str, Any] | None:
-    """config.json of a causal model, or None where no known architecture has its parts together.
+    """config.json of a causal model; None if no known architecture has all of its parts.
 
-    It is of the family that the weights came from, else of the first that fits: one whose configuration, written from
-    the model and read again, is the same function. vocab_size: without padding. positions: the longest sequence of
-    training; what imported weights knew before stays known.
+    The family is the one that the weights came from, or else the first that fits: its configuration, written from the
+    model and read back, computes the same function. vocab_size: without padding. positions: the longest training
+    sequence; max_position_embeddings is at least that of imported weights.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES  # seconds
+    # Imported here because it takes seconds.
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
     model = _with_plain_base(model)
     longest = max(positions, model.known_seq_len or 0)
     wanted = _function(model)
     for kind in sorted(FAMILIES, key=lambda kind: kind != model.family):
-        written = {
+        candidate = {
             "architectures": [CLASSES[kind]],
             "model_type": kind,
             "vocab_size": vocab_size,
             "tie_word_embeddings": model.tie_embeddings,
             "initializer_range": model.init_std,
             "use_cache": True,
-            # Not the family's own, which a smaller vocabulary does not have.
+            # The family's default may lie outside of a smaller vocabulary.
             "pad_token_id": None,
-            **_keys(kind, model, longest),
+            **_config_keys(kind, model, longest),
         }
-        if _read_back(written) == wanted:
-            return written
+        if _read_back(candidate) == wanted:
+            return candidate
     return None
 
 
 def _read_back(written: dict[str, Any]) -> dict[str, Any] | None:
-    """The function of the model that a configuration is read as; None where it is read as none."""
+    """The function (`_function`) that a config.json is read as; None if it is rejected."""
     try:
         return _function(Model.model_validate(model_section(written, "")))
     except ValueError:
         return None
 
 
-_NO_FUNCTION = {
-    # of the vocabulary, of training, and of sequences
+_NON_FUNCTION_KEYS = {
+    # about the vocabulary, training and sequence lengths
     *("vocab_size", "vocab_multiple", "init_std", "known_seq_len", "max_positions", "family"),
-    # what several ways of writing them mean
+    # several of which can express the same function; `_function` has what they mean
     *("num_kv_heads", "head_dim", "ffn_hidden_size", "mlp_bias", "attention", "attention_pattern"),
     *("rope_base", "rope_scaling", "rope_pattern", "local_rope", "rotary_share", "attention_multiplier"),
 }
 
 
 def _function(model: Model) -> dict[str, Any]:
-    """What a model computes, in one way of writing it."""
+    """Canonical description of the function that a model computes."""
     layers = [(model.layer_attention(layer), model.layer_rope(layer)) for layer in range(model.num_layers)]
-    return model.model_dump(exclude=_NO_FUNCTION) | {
+    return model.model_dump(exclude=_NON_FUNCTION_KEYS) | {
         "layers": layers,
         "heads": (model.kv_heads, model.head_size, model.query_scale),
         "ffn": (model.ffn_size, model.has_mlp_bias),
@@ -66,21 +67,21 @@ def _function(model: Model) -> dict[str, Any]:
 
 
 def _with_plain_base(model: Model) -> Model:
-    """The same with the base that `ntk` stands for; sequences' lengths are not the checkpoint's to say."""
+    """The same model with `ntk` scaling folded into the rotary base, and independent of sequence lengths."""
     scaling, size = model.rope_scaling, model.rotary_size
     if scaling.kind == "ntk":
         base = model.rope_base * (scaling.factor or 1.0) ** (size / (size - 2))
         return model.model_copy(update={"rope_base": base, "rope_scaling": RopeScaling()})
-    return model.for_rows(None)
+    return model.for_seq_len(None)
 
 
-def _keys(kind: str, model: Model, longest: int) -> dict[str, Any]:
-    """What a family reads, and what its configuration completes that from."""
+def _config_keys(kind: str, model: Model, longest: int) -> dict[str, Any]:
+    """The keys that a family reads, and those from which its configuration completes them."""
     family = FAMILIES[kind]
     if model.rope_scaling.kind == "dynamic":
-        longest = model.rope_scaling.original_seq_len or longest  # from where on its frequencies grow
+        longest = model.rope_scaling.original_seq_len or longest  # the length above which frequencies change
     windows = [layer.window for layer in model.attentions]
-    known = {
+    values = {
         **_sizes(model, longest, windows),
         "hidden_act": _ACTIVATIONS.get(model.activation, "silu"),
         "rope_parameters": _rope(family, model, windows),
@@ -88,21 +89,21 @@ def _keys(kind: str, model: Model, longest: int) -> dict[str, Any]:
         "use_parallel_residual": model.parallel_residual,
     }
     if "layer_types" in family.keys and not any(windows):
-        known["sliding_window"] = longest  # Gemma and OLMo make a mask of it even where no layer slides
+        values["sliding_window"] = longest  # Gemma and OLMo build a mask from it even if no layer slides
     if kind == "gpt2":
-        known |= {own: known[name] for own, name in GPT2_NAMES.items()}
-        known["n_positions"] = model.max_positions or longest
+        values |= {gpt2_key: values[name] for gpt2_key, name in GPT2_NAMES.items()}
+        values["n_positions"] = model.max_positions or longest
     sources = {
         "use_sliding_window": any(windows) or None,
         "original_max_position_embeddings": model.rope_scaling.original_seq_len,
     }
-    return {key: value for key, value in known.items() if key in family.keys} | {
+    return {key: value for key, value in values.items() if key in family.keys} | {
         key: value for key, value in sources.items() if key in family.completed_from and value is not None
     }
 
 
 def _sizes(model: Model, longest: int, windows: list[int | None]) -> dict[str, Any]:
-    """By the names of Llama and those that have come after it."""
+    """Values by the keys of Llama and later families."""
     scale = model.query_scale * model.head_size**-0.5
     return {
         "hidden_size": model.hidden_size,
@@ -134,7 +135,7 @@ _ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
 
 def _rope(family: Family, model: Model, windows: list[int | None]) -> dict[str, Any]:
     main = _frequencies(model.rope_base, model.rope_scaling)
-    if family.turns_a_share:
+    if family.partial_rotary:
         return main | {"partial_rotary_factor": model.rotary_share}
     if not family.rope_by_layer_type:
         return main
@@ -151,6 +152,6 @@ def _frequencies(base: float, scaling: RopeScaling) -> dict[str, Any]:
     kind = keys.pop("kind")
     if "original_seq_len" in keys:
         keys["original_max_position_embeddings"] = keys.pop("original_seq_len")
-    if kind == "dynamic":  # which takes that of max_position_embeddings
+    if kind == "dynamic":  # transformers takes it from max_position_embeddings
         del keys["original_max_position_embeddings"]
     return {"rope_type": "default" if kind == "none" else kind, "rope_theta": base, **keys}

@@ -1,9 +1,9 @@
-"""The families of dense checkpoints that are read: their sizes as our model section, their tensors as parts of ours.
+"""The supported families of dense checkpoints: their config.json as our model section, their tensors as ours.
 
-A family is known by the `model_type` of its config.json. What a configuration asks of a model that ours has not is an
-error with the key; nothing is left out silently. A key means what the modelling code of `transformers` makes of it:
-each family says which keys that code reads, and its section sees no others, so that a key of another family that lies
-in a config.json by chance is as meaningless here as there.
+The `model_type` of config.json names the family. A feature that our model lacks is an error that names its key; nothing
+is ignored silently. Keys mean what the modelling code of `transformers` makes of them: each family lists the keys that
+this code reads, and `section` sees only those, so a stray key of another family has no effect here, as it has none
+there.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,78 +14,78 @@ from megakernel.config import Model, UserError
 from .parts import GroupedHeads, Part
 
 OWN = "megakernel"
-"""`model_type` of what `megakernel export` writes where no family has the model's parts: our tensors as they are."""
+"""`model_type` that `megakernel export` writes if no family has all of the model's parts; it keeps our tensors."""
 
 OWN_PREFIX = "model."
-"""Of their names."""
+"""Prefix of the names of its tensors."""
 
 Parts = dict[str, Part]
 """Name inside a layer -> part."""
 
 
-COMMON = ("model_type", "vocab_size", "tie_word_embeddings", "initializer_range")
+COMMON_KEYS = ("model_type", "vocab_size", "tie_word_embeddings", "initializer_range")
 """Keys that every family reads."""
 
-ONLY = {
+SUPPORTED_VALUES = {
     "is_causal": True,
     "per_layer_config": None,
     "quantization_config": None,
     "fusion_config": None,
     "transformers_weights": None,
 }
-"""Keys that `transformers` reads in a config.json of any family -> the one value that is read here."""
+"""Keys that `transformers` reads for any family -> the only value that is supported here."""
 
 
 class Family(NamedTuple):
     """One `model_type`."""
 
     keys: tuple[str, ...]
-    """Keys that change logits in `transformers`, besides `COMMON`; `section` sees these alone.
+    """Keys that change logits in `transformers`, besides `COMMON_KEYS`; `section` sees only these and those.
 
-    A test shows of all others that they change none.
+    A test shows that no other key changes logits.
     """
 
     section: Callable[[Mapping[str, Any]], dict[str, Any]]
-    """Those keys of config.json, as `transformers` completes it -> what our model section has besides `common`."""
+    """These keys of the completed config.json -> keys of our model section that are not common to all families."""
 
-    around: Mapping[str, str]
-    """`embedding`, `positions`, `norm.weight`, `norm.bias` and `head`, where it is untied -> their names."""
+    outside_layers: Mapping[str, str]
+    """`embedding`, `positions`, `norm.weight`, `norm.bias` and an untied `head` -> names in the checkpoint."""
 
     layers: str
-    """What the names of all layers begin with."""
+    """Prefix of the names of all layers."""
 
     modules: Mapping[str, tuple[str, ...]]
-    """Our names of a layer's modules -> theirs, of which several make one of ours."""
+    """Our names of a layer's modules -> the checkpoint's; several may make up one of ours."""
 
     transposed: bool = False
-    """Matrices are kept the other way round."""
+    """Matrices are stored transposed."""
 
     queries_first: bool = False
-    """The one matrix of queries, keys and values has all queries first, then all keys, then all values."""
+    """The fused QKV matrix has all queries first, then all keys, then all values."""
 
     ignored: tuple[str, ...] = ()
-    """Ends of names that hold nothing learned."""
+    """Suffixes of names of tensors without learned values."""
 
     qk_norm: bool = False
     """Queries and keys are normalized."""
 
     qkv_bias: bool = False
-    """Queries, keys and values alone have biases, without a key that says so."""
+    """Only the QKV projection has biases, without a key that says so."""
 
-    turns_a_share: bool = False
-    """`partial_rotary_factor` is read whatever the `rope_type`."""
+    partial_rotary: bool = False
+    """`partial_rotary_factor` is read with any `rope_type`."""
 
     rope_by_layer_type: bool = False
-    """`rope_parameters` are those of each of its `layer_types`."""
+    """`rope_parameters` has an entry for each of the `layer_types`."""
 
     completed_from: tuple[str, ...] = ()
-    """Further keys, from which its configuration completes `keys`."""
+    """Further keys, from which `transformers` completes `keys`."""
 
 
 def model_section(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     """The model section of a checkpoint's configuration, with softmax attention.
 
-    source: what errors name. Raises UserError for a family, or a key of it, that is not known here.
+    source: the name in error messages. Raises UserError for an unknown family or an unsupported value of a key.
     """
     kind = config.get("model_type")
     if kind == OWN:
@@ -99,10 +99,10 @@ def model_section(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         raise UserError(f"{source}: model_type={kind!r} is not known; this reads {known}")
     family = FAMILIES[kind]
     try:
-        for key, value in ONLY.items():
+        for key, value in SUPPORTED_VALUES.items():
             _expect(config, key, value)
-        section = family.section({key: config[key] for key in (*COMMON, *family.keys) if key in config})
-    except _Unlike as error:
+        section = family.section({key: config[key] for key in (*COMMON_KEYS, *family.keys) if key in config})
+    except _Unsupported as error:
         raise UserError(f"{source}: {error}") from None
     common = {
         "family": kind,
@@ -114,18 +114,18 @@ def model_section(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     return {**common, **section}
 
 
-class _Unlike(ValueError):
-    """A key of config.json that the configuration has no counterpart for."""
+class _Unsupported(ValueError):
+    """A key of config.json has a value that is not supported here."""
 
 
 def _expect(config: Mapping[str, Any], key: str, *allowed: Any) -> None:
     if (value := config.get(key)) not in (None, *allowed):
         choice = " or ".join(map(repr, allowed))
-        raise _Unlike(f"{key}={value!r} has no counterpart here; only {choice} is read")
+        raise _Unsupported(f"{key}={value!r} has no counterpart here; only {choice} is read")
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Which frequencies rotate which layers."""
+    """The keys of our model section on rotary frequencies, of all layers or by layer type."""
     parameters = config["rope_parameters"]
     if not FAMILIES[config["model_type"]].rope_by_layer_type:
         return {"position": "rope", **_frequencies(config, parameters)}
@@ -141,27 +141,27 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _frequencies(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
-    given = {key: value for key, value in parameters.items() if value is not None}
-    if "rope_theta" not in given:
-        raise _Unlike(f"rope_parameters={given} has no rope_theta; one for all layers is read")
-    kind = given.get("rope_type", "default")
-    section: dict[str, Any] = {"rope_base": given["rope_theta"]}
-    share = given.get("partial_rotary_factor", 1.0)
-    if FAMILIES[config["model_type"]].turns_a_share:
+    parameters = {key: value for key, value in parameters.items() if value is not None}
+    if "rope_theta" not in parameters:
+        raise _Unsupported(f"rope_parameters={parameters} has no rope_theta; one for all layers is read")
+    kind = parameters.get("rope_type", "default")
+    section: dict[str, Any] = {"rope_base": parameters["rope_theta"]}
+    share = parameters.get("partial_rotary_factor", 1.0)
+    if FAMILIES[config["model_type"]].partial_rotary:
         section |= {} if share == 1.0 else {"rotary_share": share}
-    elif kind != "default":  # else the other families do not look at it
-        _expect(given, "partial_rotary_factor", 1.0)
+    elif kind != "default":  # with "default" the other families ignore it
+        _expect(parameters, "partial_rotary_factor", 1.0)
     if kind == "default":
         return section
-    if kind not in _SCALED:
-        raise _Unlike(f"rope_type={kind!r} has no counterpart here; {', '.join(_SCALED)} are read")
+    if kind not in _SCALING_KEYS:
+        raise _Unsupported(f"rope_type={kind!r} has no counterpart here; {', '.join(_SCALING_KEYS)} are read")
     if kind == "yarn":
-        _expect(given, "truncate", True)
-        if given.get("mscale") and given.get("mscale_all_dim"):
-            raise _Unlike(
+        _expect(parameters, "truncate", True)
+        if parameters.get("mscale") and parameters.get("mscale_all_dim"):
+            raise _Unsupported(
                 "mscale and mscale_all_dim have no counterpart here; write their quotient as attention_factor"
             )
-    scaling = {ours: given[key] for key, ours in _SCALED[kind].items() if key in given}
+    scaling = {ours: parameters[key] for key, ours in _SCALING_KEYS[kind].items() if key in parameters}
     longest = config["max_position_embeddings"]
     if kind == "dynamic":
         scaling["original_seq_len"] = longest
@@ -172,23 +172,23 @@ def _frequencies(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> di
 
 _ORIGINAL = {"factor": "factor", "original_max_position_embeddings": "original_seq_len"}
 
-_SCALED = {
+_SCALING_KEYS = {
     "linear": {"factor": "factor"},
     "dynamic": {"factor": "factor"},
     "yarn": _ORIGINAL | {key: key for key in ("beta_fast", "beta_slow", "attention_factor")},
     "llama3": _ORIGINAL | {key: key for key in ("low_freq_factor", "high_freq_factor")},
     "longrope": _ORIGINAL | {key: key for key in ("short_factor", "long_factor", "attention_factor")},
 }
-"""rope_type -> their keys that it reads, and ours."""
+"""rope_type -> the keys that it reads -> our keys."""
 
 
 def _attention(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Which layers see all tokens, and which the last `sliding_window`."""
+    """The keys of our model section on attention: full or sliding-window layers, and the softcap."""
     window = config.get("sliding_window")
     kinds = config.get("layer_types") or ["full_attention" if window is None else "sliding_attention"]
     unknown = set(kinds) - {"sliding_attention", "full_attention"}
     if unknown:
-        raise _Unlike(
+        raise _Unsupported(
             f"layer_types has {unknown.pop()!r}; only full_attention and sliding_attention are read"
         )
     cap = config.get("attn_logit_softcapping")
@@ -196,7 +196,7 @@ def _attention(config: Mapping[str, Any]) -> dict[str, Any]:
     if "sliding_attention" not in kinds:
         return {} if cap is None else {"attention": full}
     if window is None:
-        raise _Unlike(
+        raise _Unsupported(
             "layer_types has 'sliding_attention', and no layer has a sliding_window; set both or none"
         )
     sliding = {"attention": {**full, "window": window}}
@@ -278,10 +278,10 @@ def _gpt2_section(config: Mapping[str, Any]) -> dict[str, Any]:
     _expect(config, "scale_attn_weights", True)
     _expect(config, "scale_attn_by_inverse_layer_idx", False)
     _expect(config, "add_cross_attention", False)
-    named = {name: config.get(own) for own, name in GPT2_NAMES.items()}
-    named["intermediate_size"] = config.get("n_inner") or 4 * config["n_embd"]
+    renamed = {name: config.get(gpt2_key) for gpt2_key, name in GPT2_NAMES.items()}
+    renamed["intermediate_size"] = config.get("n_inner") or 4 * config["n_embd"]
     activation = _gelu(config, "activation_function")
-    return _biased_section(named, activation) | {
+    return _biased_section(renamed, activation) | {
         "position": "learned",
         "max_positions": config["n_positions"],
     }
@@ -296,12 +296,12 @@ GPT2_NAMES = {
     "activation_function": "hidden_act",
     "layer_norm_epsilon": "layer_norm_eps",
 }
-"""Its keys -> those of the families after it."""
+"""GPT-2's keys -> those of later families."""
 
 
 def _neox_section(config: Mapping[str, Any]) -> dict[str, Any]:
     _expect(config, "attention_bias", True)
-    # A key of other families, which here turns frequencies and not the width of heads.
+    # In this family head_dim sets rotary frequencies, not the size of heads.
     _expect(config, "head_dim", config["hidden_size"] // config["num_attention_heads"])
     return _biased_section(config, _gelu(config, "hidden_act")) | {
         "parallel_residual": config["use_parallel_residual"],
@@ -311,7 +311,7 @@ def _neox_section(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _biased_section(config: Mapping[str, Any], activation: str) -> dict[str, Any]:
-    """Of the families before Llama: layer norms, and a bias wherever one can be."""
+    """Section of the families before Llama: layer norms, and biases everywhere."""
     return {
         "num_layers": config["num_hidden_layers"],
         "hidden_size": config["hidden_size"],
@@ -330,24 +330,24 @@ _QK_NORMS = ("self_attention.query_norm", "self_attention.key_norm")
 
 
 def layer_parts(family: Family, model: Model, index: int) -> Parts:
-    """The tensors of a layer by our names."""
+    """Our names of a layer's tensors -> parts."""
     parts: Parts = {}
-    for ours, theirs in family.modules.items():
-        if ours in _QK_NORMS and not model.qk_norm:
+    for name, hf_modules in family.modules.items():
+        if name in _QK_NORMS and not model.qk_norm:
             continue
-        has_bias = model.norm == "layernorm" and ours.endswith("norm")
-        if not ours.endswith("norm"):
-            has_bias = model.has_mlp_bias if ours.startswith("mlp.") else model.bias
-        if ours == _QKV:
+        has_bias = model.norm == "layernorm" and name.endswith("norm")
+        if not name.endswith("norm"):
+            has_bias = model.has_mlp_bias if name.startswith("mlp.") else model.bias
+        if name == _QKV:
             has_bias = model.qkv_bias
         for kind in ("weight", "bias") if has_bias else ("weight",):
-            names = tuple(f"{family.layers}.{index}.{name}.{kind}" for name in theirs)
-            parts[f"{ours}.{kind}"] = _part(family, model, ours, names)
+            names = tuple(f"{family.layers}.{index}.{module}.{kind}" for module in hf_modules)
+            parts[f"{name}.{kind}"] = _part(family, model, name, names)
     return parts
 
 
-def _part(family: Family, model: Model, ours: str, names: tuple[str, ...]) -> Part:
-    if ours == _QKV and (len(names) > 1 or family.queries_first):
+def _part(family: Family, model: Model, name: str, names: tuple[str, ...]) -> Part:
+    if name == _QKV and (len(names) > 1 or family.queries_first):
         sizes = {"query_heads": model.num_heads, "kv_heads": model.kv_heads, "head_dim": model.head_size}
         return GroupedHeads(names, family.transposed, **sizes)
     return Part(names, family.transposed)
@@ -376,14 +376,14 @@ def _llama(
     norms: Mapping[str, tuple[str, ...]] = _NORMS_BEFORE,
     **more: Any,
 ) -> Family:
-    """One of the many with the tensors of a Llama, by their own names of norms.
+    """A family with Llama's tensors, except for the names of its norms.
 
-    keys: that it reads besides its sizes. activation: the key of its MLP's. more: other fields of `Family`.
+    keys: those that it reads besides sizes. activation: the key of the MLP's activation. more: fields of `Family`.
     """
     return Family(
         keys=(*_SIZES, "num_key_value_heads", "rms_norm_eps", activation, *keys),
         section=section,
-        around={
+        outside_layers={
             "embedding": "model.embed_tokens.weight",
             "norm.weight": "model.norm.weight",
             "head": "lm_head.weight",
@@ -403,18 +403,15 @@ def _llama(
 
 
 def _fused(family: Family) -> Family:
-    """The same with one matrix of queries, keys and values, and one of gate and up."""
-    one = {_QKV: ("self_attn.qkv_proj",), "mlp.linear_fc1": ("mlp.gate_up_proj",)}
-    return family._replace(modules={**family.modules, **one}, queries_first=True)
+    """The same family with a fused QKV matrix, and a fused matrix of gate and up."""
+    fused = {_QKV: ("self_attn.qkv_proj",), "mlp.linear_fc1": ("mlp.gate_up_proj",)}
+    return family._replace(modules={**family.modules, **fused}, queries_first=True)
 
 
 def _gemma(*keys: str, **more: Any) -> Family:
-    own = ("query_pre_attn_scalar", "final_logit_softcapping", "use_bidirectional_attention")
-    sliding = ("sliding_window", "layer_types", "attention_bias")
     return _llama(
-        *sliding,
-        *own,
-        *keys,
+        *("sliding_window", "layer_types", "attention_bias", "query_pre_attn_scalar"),
+        *("final_logit_softcapping", "use_bidirectional_attention", *keys),
         section=_gemma_section,
         activation="hidden_activation",
         norms=_NORMS_AROUND,
@@ -446,7 +443,7 @@ FAMILIES = {
         rope_by_layer_type=True,
     ),
     "phi3": _fused(
-        _llama("sliding_window", turns_a_share=True, completed_from=("original_max_position_embeddings",))
+        _llama("sliding_window", partial_rotary=True, completed_from=("original_max_position_embeddings",))
     ),
     "gemma2": _gemma("attn_logit_softcapping"),
     "gemma3_text": _gemma(qk_norm=True, rope_by_layer_type=True),
@@ -456,7 +453,7 @@ FAMILIES = {
             *("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention"),
         ),
         section=_gpt2_section,
-        around={
+        outside_layers={
             "embedding": "transformer.wte.weight",
             "positions": "transformer.wpe.weight",
             "norm.weight": "transformer.ln_f.weight",
@@ -479,7 +476,7 @@ FAMILIES = {
     "gpt_neox": Family(
         keys=(*_SIZES, "hidden_act", "layer_norm_eps", "use_parallel_residual", "attention_bias"),
         section=_neox_section,
-        around={
+        outside_layers={
             "embedding": "gpt_neox.embed_in.weight",
             "norm.weight": "gpt_neox.final_layer_norm.weight",
             "norm.bias": "gpt_neox.final_layer_norm.bias",
@@ -488,7 +485,7 @@ FAMILIES = {
         layers="gpt_neox.layers",
         modules={
             "attention_norm": ("input_layernorm",),
-            # Its rows are grouped by head, queries, keys and values, as ours are without shared keys.
+            # Its rows are grouped by head, [query | key | value], as ours are if every head has its own key.
             _QKV: ("attention.query_key_value",),
             "self_attention.output": ("attention.dense",),
             "mlp_norm": ("post_attention_layernorm",),
@@ -496,10 +493,10 @@ FAMILIES = {
             "mlp.linear_fc2": ("mlp.dense_4h_to_h",),
         },
         ignored=(".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq"),
-        turns_a_share=True,
+        partial_rotary=True,
     ),
 }
-"""model_type -> family, in the order in which one is looked for that has a model's parts."""
+"""model_type -> family, in the order in which `plain_config` tries them."""
 
 _EXPERTS = (
     "its MLPs are experts that a router chooses, of which the model here has one; take a dense model, "
@@ -510,4 +507,4 @@ REFUSED = {
     **dict.fromkeys(("gpt_oss", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "phimoe"), _EXPERTS),
     "gemma3": "it has a vision tower; save its language model alone as gemma3_text (Gemma3ForCausalLM)",
 }
-"""model_type -> why no model here is that, and what to do."""
+"""model_type -> why it is not supported, and what to do."""

@@ -1,15 +1,15 @@
-"""The tokenizers of checkpoints: how ours goes out, and whether one lies there."""
+"""Tokenizers in checkpoint folders: writing one, and telling whether a folder has one."""
 
 from pathlib import Path
 
 from data_pipeline.tokenizers import ByteTokenizer, Tokenizer
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-"""One of them at least lies where `AutoTokenizer` finds a tokenizer."""
+"""`AutoTokenizer` needs at least one of them."""
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write it in the form that `AutoTokenizer` reads, with the ids that the model was trained on."""
+    """Write a tokenizer for `AutoTokenizer`, with the token ids that the model was trained on."""
     if isinstance(tokenizer, ByteTokenizer):
         tokenizer.for_transformers().save_pretrained(folder)
     else:
@@ -17,5 +17,5 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether `AutoTokenizer` finds one there."""
+    """Whether `AutoTokenizer` finds a tokenizer in a folder."""
     return any((folder / name).is_file() for name in _FILES)

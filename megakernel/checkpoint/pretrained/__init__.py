@@ -1,4 +1,4 @@
-"""Models of this project as `transformers` knows models. Importing this makes its Auto classes know them, too."""
+"""Models of this project as `transformers` classes. Importing this module registers them with its Auto classes."""
 
 from transformers import AutoConfig, AutoModelForCausalLM
 

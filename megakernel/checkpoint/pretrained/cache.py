@@ -1,4 +1,4 @@
-"""The recurrent state of a model as the cache of `generate`, and where tokens stand in their texts."""
+"""The recurrent state of a model as the cache of `generate`, and the positions of tokens in their documents."""
 
 from typing import Any, NamedTuple
 
@@ -9,19 +9,19 @@ from transformers import Cache
 
 
 class Places(NamedTuple):
-    """Where each sequence stands behind the tokens read so far."""
+    """Position of each sequence after the tokens read so far."""
 
     following: Tensor
-    """(B,) int64: position of the next token, if it goes on with the text of the last one."""
+    """(B,) int64: position of the next token, if it continues the document of the last one."""
 
     restarts: Tensor
     """(B,) bool: the last token ended its document."""
 
     begun: Tensor
-    """(B,) bool: the sequence has had a token of text."""
+    """(B,) bool: the sequence has had a token other than padding."""
 
     ended: Tensor
-    """(B,) bool: and padding after it."""
+    """(B,) bool: padding has followed that."""
 
     @classmethod
     def start(cls, tokens: Tensor) -> "Places":
@@ -30,29 +30,29 @@ class Places(NamedTuple):
         return cls(nothing.long(), nothing, nothing, nothing)
 
 
-def read_on(
+def next_positions(
     tokens: Tensor,
     mask: Tensor | None,
     before: Places,
     restarts_after: int | None,
-    given: Tensor | None = None,
+    position_ids: Tensor | None = None,
 ) -> tuple[Tensor, Places]:
-    """Positions (B, N) of tokens (B, N) that follow `before`, and where the sequences then stand.
+    """Positions (B, N) of tokens (B, N) that follow `before`, and the places after them.
 
-    Position 0 starts a text, which sees nothing of what lies before it. So every padding token is made a text of its
-    own, and the text behind padding on the left begins at 0: no layer has to know of padding.
+    Position 0 starts a document, which does not attend to anything before it. So each padding token becomes a document
+    of its own, and the text after left padding starts at 0: layers need no padding mask.
 
     Args:
         tokens: ids.
-        mask: (B, N) 1 for text and 0 for padding; None: all are text.
-        before: where the sequences stand.
-        restarts_after: the id that ends a document, where training keeps documents apart.
-        given: (B, N) or (1, N) positions that somebody else made, and which then say where texts begin; those of
-            padding are not looked at.
+        mask: (B, N) 1 for text and 0 for padding; None: no padding.
+        before: the places before the tokens.
+        restarts_after: the id that ends a document, if training isolates documents.
+        position_ids: (B, N) or (1, N) positions from the caller, which then determine where documents start; those
+            of padding are ignored.
 
     Raises:
-        ValueError: a text goes on behind padding, which would be another text to the layers, or given positions
-            neither go on nor begin at 0.
+        ValueError: padding inside a text, which would split it into two documents, or position_ids that neither
+            continue nor start at 0.
     """
     real = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
     begun = before.begun[:, None] | (real.cumsum(1) > 0)
@@ -62,7 +62,7 @@ def read_on(
             "attention_mask has padding inside a text; pad on the left (tokenizer.padding_side = 'left')"
         )
     ends = torch.zeros_like(real) if restarts_after is None else tokens == restarts_after
-    if given is None:
+    if position_ids is None:
         starts = ~real
         starts[:, 0] |= before.restarts
         starts[:, 1:] |= (ends | ~real)[:, :-1]
@@ -70,16 +70,16 @@ def read_on(
         last_start = torch.where(starts, places, -1).cummax(1).values
         positions = torch.where(last_start < 0, before.following[:, None] + places, places - last_start)
     else:
-        positions = _checked(given, tokens, real, before)
+        positions = _check_positions(position_ids, tokens, real, before)
     following = (positions[:, -1] + 1).where(real[:, -1], 0)
     return positions, Places(following, ends[:, -1], begun[:, -1], ended[:, -1])
 
 
-def _checked(given: Tensor, tokens: Tensor, real: Tensor, before: Places) -> Tensor:
+def _check_positions(position_ids: Tensor, tokens: Tensor, real: Tensor, before: Places) -> Tensor:
     rows, count = tokens.shape
-    if given.dim() != 2 or given.shape[0] not in (1, rows) or given.shape[1] != count:
-        raise ValueError(f"position_ids has shape {tuple(given.shape)}; give ({rows}, {count})")
-    positions = given.expand(rows, -1).long().where(real, 0)
+    if position_ids.dim() != 2 or position_ids.shape[0] not in (1, rows) or position_ids.shape[1] != count:
+        raise ValueError(f"position_ids has shape {tuple(position_ids.shape)}; give ({rows}, {count})")
+    positions = position_ids.expand(rows, -1).long().where(real, 0)
     expected = torch.cat([before.following[:, None], (positions + 1).where(real, 0)[:, :-1]], 1)
     wrong = real & (positions != 0) & (positions != expected)
     if bool(wrong.any()):
@@ -92,10 +92,10 @@ def _checked(given: Tensor, tokens: Tensor, real: Tensor, before: Places) -> Ten
 
 
 class StateCache(Cache):
-    """What the layers keep of the tokens read so far.
+    """The layers' states after the tokens read so far.
 
-    Its size does not grow with them, but for layers of full softmax or pairwise attention. All tensors have the
-    sequences of the batch first. It cannot forget tokens that it has read.
+    Its size is independent of their number, except for layers of full softmax or pairwise attention. The first
+    dimension of all tensors is the batch. It cannot be cropped.
     """
 
     def __init__(self) -> None:
@@ -107,12 +107,12 @@ class StateCache(Cache):
         self.tokens = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens read, padding included."""
+        """Number of tokens read, with padding."""
         return self.tokens
 
     @property
     def batch_size(self) -> int:
-        """Sequences; -1 before the first token."""
+        """Number of sequences; -1 before the first token."""
         return -1 if self.places is None else len(self.places.following)
 
     @property
@@ -122,11 +122,11 @@ class StateCache(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        """No."""
+        """False: a recurrent state cannot forget tokens."""
         return False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refused but for 0 tokens."""
+        """Raise ValueError unless tokens_to_remove is 0."""
         if tokens_to_remove:
             raise ValueError(
                 "a recurrent state cannot forget tokens; decode without an assistant model or prompt lookup"
@@ -137,7 +137,7 @@ class StateCache(Cache):
         self.states, self.places, self.tokens = None, None, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Sequence i becomes what sequence beam_idx[i] was."""
+        """Replace sequence i with sequence beam_idx[i]."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -145,7 +145,7 @@ class StateCache(Cache):
         self._map(lambda x: x.index_select(0, indices.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every sequence `repeats` times."""
+        """Repeat each sequence `repeats` times."""
         self._map(lambda x: x.repeat_interleave(repeats, 0))
 
     def _map(self, function: Any) -> None:

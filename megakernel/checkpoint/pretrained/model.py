@@ -1,4 +1,4 @@
-"""A causal language model of this project as a model of `transformers`."""
+"""`MegakernelForCausalLM`: a causal language model of this project as a `transformers` model."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,17 +15,17 @@ from megakernel.attention.mixture import KeyMixture
 from megakernel.checkpoint.pretrained_config import MegakernelConfig
 from megakernel.model.layer import TransformerLayer
 
-from .cache import Places, StateCache, read_on
+from .cache import Places, StateCache, next_positions
 
 CHUNK = 2048
-"""Tokens that the layers read at once where nothing is trained: memory for a prompt does not grow with its length."""
+"""Tokens per chunk without gradients, which bounds the activation memory of a long prompt."""
 
 
 class MegakernelForCausalLM(PreTrainedModel, GenerationMixin):
-    """The layers of `LanguageModel` behind the interface of `transformers`.
+    """A `LanguageModel` with the interface of `transformers`.
 
-    Without gradients sequences are read by chunks into recurrent states, the cache; with gradients whole sequences at
-    once.
+    Without gradients it reads sequences in chunks into recurrent states, the cache; with gradients it reads whole
+    sequences.
     """
 
     config: MegakernelConfig
@@ -33,7 +33,7 @@ class MegakernelForCausalLM(PreTrainedModel, GenerationMixin):
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
     _is_stateful = True
-    """No assisted decoding: a state cannot forget the tokens of a refused guess."""
+    """Disables assisted decoding: a state cannot forget rejected tokens."""
 
     def __init__(self, config: MegakernelConfig):
         super().__init__(config)
@@ -54,27 +54,26 @@ class MegakernelForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits of the tokens that follow each token.
+        """Compute next-token logits, and the loss if there are labels.
 
         Args:
-            input_ids: (B, N) that follow those in the cache.
-            attention_mask: (B, N), or with the tokens in the cache before them: 1 for text, 0 for padding, which may
-                lie before or behind a sequence's text.
-            position_ids: (B, N) or (1, N), of tokens in their texts: 0 begins one. None: texts begin in front, behind
-                padding and, where training kept documents apart, behind eos_token_id.
-            token_type_ids: (B, N) zeros, which some tokenizers make.
-            past_key_values: the cache; changed in place.
-            labels: (B, N), ids where the loss counts and -100 elsewhere; shifted here, as everywhere in `transformers`.
-            use_cache: None: outside training. Under gradient checkpointing there is none.
-            logits_to_keep: of how many last tokens, or of which; 0: of all.
-            **kwargs: what the loss takes (num_items_in_batch, shift_labels).
+            input_ids: (B, N) tokens that follow those in the cache.
+            attention_mask: (B, N), or longer by the tokens in the cache: 1 for text, 0 for padding, which may be on
+                the left or on the right of a sequence's text.
+            position_ids: (B, N) or (1, N) positions in documents, each of which starts at 0. None: documents start at
+                the first token, after padding and, if training isolates documents, after eos_token_id.
+            token_type_ids: (B, N) zeros, which some tokenizers return.
+            past_key_values: the cache, changed in place.
+            labels: (B, N) ids, -100 where the loss does not count; shifted here, as usual in `transformers`.
+            use_cache: None: only outside of training. Gradient checkpointing in training disables it.
+            logits_to_keep: number of last tokens with logits, or their indices; 0: all tokens.
+            **kwargs: arguments of the loss (num_items_in_batch, shift_labels).
 
         Returns:
             loss, logits (B, N, V) in the dtype of the weights, and the cache.
 
         Raises:
-            ValueError: padding inside a text, positions that jump or lie beyond a learned table, arguments that have
-                no meaning here.
+            ValueError: padding inside a text, positions that jump or exceed a learned table, or unsupported arguments.
         """
         loss_arguments = _loss_arguments(kwargs)
         if token_type_ids is not None and bool(token_type_ids.any()):
@@ -100,19 +99,19 @@ class MegakernelForCausalLM(PreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache if use_cache else None)
 
     def get_input_embeddings(self) -> nn.Module:
-        """The matrix of token vectors."""
+        """Return the token embedding."""
         return self.model.token_embedding.tokens
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace it."""
+        """Replace the token embedding."""
         self.model.token_embedding.tokens = value
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The head's matrix; None where it is that of the token vectors."""
+        """Return the output head; None if it is tied to the token embedding."""
         return None if self.config.tie_word_embeddings else self.model.output_head.linear
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Replace it."""
+        """Replace the output head."""
         self.model.output_head.linear = new_embeddings
 
     def resize_token_embeddings(
@@ -121,7 +120,7 @@ class MegakernelForCausalLM(PreTrainedModel, GenerationMixin):
         pad_to_multiple_of: int | None = None,
         mean_resizing: bool = True,
     ) -> nn.Embedding:
-        """As of every model; without mean_resizing new vectors are drawn as training draws them."""
+        """Resize as every model does; without mean_resizing new rows are initialized as in training."""
         before = self.config.vocab_size
         embeddings = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
         size = self.config.vocab_size
@@ -130,7 +129,7 @@ class MegakernelForCausalLM(PreTrainedModel, GenerationMixin):
             self.model.settings = replace(self.model.settings, vocab_size=size)
         if size > before and not mean_resizing:
             for matrix in filter(None, (embeddings, self.get_output_embeddings())):
-                self.model.settings.draw(matrix.weight.data[before:])
+                self.model.settings.init_method(matrix.weight.data[before:])
         return embeddings
 
     def _set_gradient_checkpointing(
@@ -139,7 +138,7 @@ class MegakernelForCausalLM(PreTrainedModel, GenerationMixin):
         gradient_checkpointing_func: Callable | None = None,
         every_n_layers: int = 1,
     ) -> None:
-        """Keep of every n-th layer its input alone, as `activation_checkpointing: full` does."""
+        """Recompute every n-th layer in the backward pass, as `activation_checkpointing: full` does."""
         self.gradient_checkpointing = enable
         for layer in self.model.modules():
             if isinstance(layer, TransformerLayer):
@@ -149,34 +148,31 @@ class MegakernelForCausalLM(PreTrainedModel, GenerationMixin):
         self,
         tokens: Tensor,
         mask: Tensor | None,
-        given: Tensor | None,
+        position_ids: Tensor | None,
         cache: StateCache,
         use_cache: bool,
         last: int,
     ) -> Tensor:
-        """What the head reads, (N, B, C), of the `last` tokens or, where that is 0, of all.
-
-        The cache then knows all of them, where it is used.
-        """
+        """Inputs of the head, (N, B, C), of the `last` tokens, or of all if that is 0; updates the cache if used."""
         before = Places.start(tokens) if cache.places is None else cache.places
         restarts_after = self.config.eos_token_id if self.config.isolate_documents else None
-        positions, after = read_on(tokens, mask, before, restarts_after, given)
-        self._check(positions)
+        positions, after = next_positions(tokens, mask, before, restarts_after, position_ids)
+        self._check_learned_positions(positions)
         if cache.states is None and not use_cache:
             return self.model.hidden(tokens, positions)[-last:]
         size = tokens.shape[1] if torch.is_grad_enabled() else CHUNK
-        kept: list[Tensor] = []
+        outputs: list[Tensor] = []
         states = cache.states
         for chunk in zip(tokens.split(size, 1), positions.split(size, 1)):
             hidden, states = self.model.extend(*chunk, states)
-            kept.append(hidden)
+            outputs.append(hidden)
             if last:
-                kept = [torch.cat(kept)[-last:]]
+                outputs = [torch.cat(outputs)[-last:]]
         if use_cache:
             cache.states, cache.places, cache.tokens = states, after, cache.tokens + tokens.shape[1]
-        return torch.cat(kept)
+        return torch.cat(outputs)
 
-    def _check(self, positions: Tensor) -> None:
+    def _check_learned_positions(self, positions: Tensor) -> None:
         section = self.model.settings.model
         if section.position != "learned" or section.max_positions is None:
             return
@@ -196,12 +192,12 @@ class MegakernelForCausalLM(PreTrainedModel, GenerationMixin):
         return mask[:, -count:]
 
     def _prepare_position_ids_for_generation(self, *_: Any) -> None:
-        """None: `generate` would count on behind the end of a document."""
+        """Disabled: `generate` would continue counting past the end of a document."""
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *_: Any
     ) -> None:
-        """`generate` begins with an empty state, or with the one it is given."""
+        """Give `generate` an empty state unless the caller passes one."""
         if generation_config.cache_implementation is not None:
             raise ValueError(
                 f"cache_implementation={generation_config.cache_implementation!r} is for keys and values; leave it out"
@@ -210,20 +206,20 @@ class MegakernelForCausalLM(PreTrainedModel, GenerationMixin):
             model_kwargs["past_key_values"] = StateCache()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Layers draw their weights when they are built. What no file holds is set here: sums over a training step."""
+        """Reset buffers that files do not hold, sums over a training step; layers initialize their own weights."""
         if isinstance(module, HiddenLayer):
             module.begin_step()
         if isinstance(module, KeyMixture) and module.soft and module.m_step:
             module.counted.zero_()
 
 
-_OF_THE_LOSS = ("num_items_in_batch", "shift_labels")
-_OF_GENERATE = ("tokenizer", "assistant_tokenizer")
-"""What `generate` has used already, for stop strings, and hands on."""
+_LOSS_ARGUMENTS = ("num_items_in_batch", "shift_labels")
+_GENERATE_ARGUMENTS = ("tokenizer", "assistant_tokenizer")
+"""Arguments that `generate` uses itself, for stop strings, and passes on to the model."""
 
 
-def _loss_arguments(given: dict[str, Any]) -> dict[str, Any]:
-    for name, value in given.items():
-        if name not in _OF_THE_LOSS + _OF_GENERATE and value is not None and value is not False:
+def _loss_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    for name, value in arguments.items():
+        if name not in _LOSS_ARGUMENTS + _GENERATE_ARGUMENTS and value is not None and value is not False:
             raise ValueError(f"{name}={value!r} has no meaning for this model; leave it out")
-    return {name: given[name] for name in _OF_THE_LOSS if name in given}
+    return {name: arguments[name] for name in _LOSS_ARGUMENTS if name in arguments}

@@ -1,1 +1,1 @@
-"""The code of an exported model: what it needs of this package as one file, which runs where the package is not."""
+"""The code of an exported model: everything that it needs from this package, in one file that runs without it."""

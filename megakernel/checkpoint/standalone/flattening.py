@@ -1,7 +1,7 @@
-"""One file of everything that some classes need, out of the modules of this package that hold it.
+"""Flattening of everything that some classes need, from the modules of this package, into one file.
 
-What is reached is a whole function, class or assignment of a module; of a class, the methods whose names are used
-somewhere and those that another library may call. Names that two modules use for different things get new ones.
+The units are whole functions, classes and assignments of modules. A class keeps the methods whose names are used
+somewhere, and those that another library may call. Names that two modules use for different things are renamed.
 """
 
 import ast
@@ -17,7 +17,7 @@ from .sources import Definition, Edit, Reference, Source, file_of, references
 
 @dataclass
 class _Unit:
-    """A statement of a module that is reached."""
+    """A reached statement at the top level of a module."""
 
     source: Source
     statement: ast.stmt
@@ -26,7 +26,7 @@ class _Unit:
 
 
 class Flattening:
-    """Follows what definitions need, then writes it as one text."""
+    """Collects what definitions need, then writes it as one text."""
 
     def __init__(
         self,
@@ -35,40 +35,40 @@ class Flattening:
         whole: Collection[str],
         libraries: Collection[str],
     ):
-        """prepare: changes a module before it is looked at.
+        """prepare: edits a module before it is analyzed.
 
-        stand_ins: what takes the place of a definition. whole: classes that keep every method. libraries: those that
-        may be imported besides Python's own.
+        stand_ins: definition -> its replacement. whole: classes that keep every method. libraries: those that may be
+        imported besides the standard library.
         """
         self._prepare, self._stand_ins, self._whole, self._libraries = prepare, stand_ins, whole, libraries
         self._sources: dict[str, Source] = {}
         self._units: list[_Unit] = []
         self._reached: set[Definition] = set()
-        self._others: dict[Definition, str] = {}
-        """What comes from other libraries -> its name where it was met first."""
+        self._external: dict[Definition, str] = {}
+        """Definition from another library -> the name by which it was first imported."""
 
-        self._attributes: set[str] = set()
-        self._late: list[tuple[_Unit, ast.FunctionDef]] = []
-        """Methods whose names nobody has used yet."""
+        self._used_names: set[str] = set()
+        self._unused_methods: list[tuple[_Unit, ast.FunctionDef]] = []
+        """Methods whose names have not been used yet."""
 
     def add(self, source: Source) -> None:
-        """Know a module that is no file."""
+        """Add a generated module that has no file."""
         self._prepare(source)
         self._sources[source.name] = source
 
-    def reach(self, roots: Iterable[Definition]) -> None:
-        """These, and all they need."""
-        waiting = [self._found(root, "") for root in roots]
+    def collect(self, roots: Iterable[Definition]) -> None:
+        """Collect the roots and everything that they need."""
+        waiting = [self._resolve(root, "") for root in roots]
         while waiting:
             while waiting:
                 definition = waiting.pop()
-                if definition.is_own and definition not in self._reached:
-                    waiting += self._reach(definition)
-            for unit, method in list(self._late):
-                if method.name in self._attributes:
-                    self._late.remove((unit, method))
-                    waiting += self._read(unit, method, in_class=True)
-        for unit, method in self._late:
+                if definition.in_package and definition not in self._reached:
+                    waiting += self._collect(definition)
+            for unit, method in list(self._unused_methods):
+                if method.name in self._used_names:
+                    self._unused_methods.remove((unit, method))
+                    waiting += self._record(unit, method, in_class=True)
+        for unit, method in self._unused_methods:
             unit.source.drop(*unit.source.lines_of(method))
 
     def _source(self, module: str) -> Source:
@@ -77,12 +77,12 @@ class Flattening:
             self._prepare(source)
         return self._sources[module]
 
-    def _found(self, definition: Definition, alias: str) -> Definition:
-        """Where a name is defined, behind what imports it and what stands in for it."""
+    def _resolve(self, definition: Definition, alias: str) -> Definition:
+        """Resolve a name to its definition, through imports and stand-ins."""
         while True:
             definition = self._stand_ins.get(definition, definition)
-            if not definition.is_own:
-                self._others.setdefault(definition, alias)
+            if not definition.in_package:
+                self._external.setdefault(definition, alias)
                 return definition
             source = self._source(definition.module)
             if not definition.name or definition.name in source.statements:
@@ -95,7 +95,7 @@ class Flattening:
                 assert file_of(inner) is not None, f"{definition.module} has no {definition.name}"
                 return Definition(inner, "")
 
-    def _reach(self, definition: Definition) -> list[Definition]:
+    def _collect(self, definition: Definition) -> list[Definition]:
         assert definition.name, f"{definition.module} is used as a whole; name what is needed of it"
         source = self._source(definition.module)
         statement = source.statements[definition.name]
@@ -104,19 +104,19 @@ class Flattening:
         unit = _Unit(source, statement, names)
         self._units.append(unit)
         if not isinstance(statement, ast.ClassDef):
-            return self._read(unit, statement)
+            return self._record(unit, statement)
         methods = [x for x in statement.body if isinstance(x, ast.FunctionDef)]
         kept = [x for x in methods if self._may_be_called(source, statement, x)]
-        self._late += [(unit, x) for x in methods if x not in kept]
+        self._unused_methods += [(unit, x) for x in methods if x not in kept]
         shell = ast.ClassDef(**dict(ast.iter_fields(statement)))
         shell.body = [x for x in statement.body if x not in methods]
-        needed = self._read(unit, shell)
+        needed = self._record(unit, shell)
         for method in kept:
-            needed += self._read(unit, method, in_class=True)
+            needed += self._record(unit, method, in_class=True)
         return needed
 
     def _may_be_called(self, source: Source, kind: ast.ClassDef, method: ast.FunctionDef) -> bool:
-        """Whether a class keeps a method whoever names it: Python or the library of a base calls it."""
+        """Whether Python or the library of a base class may call a method, so that it is kept even if never named."""
         name = method.name
         if kind.name in self._whole or (name.startswith("__") and name.endswith("__")):
             return True
@@ -124,55 +124,53 @@ class Flattening:
         outside = (base for base in real.__mro__ if not base.__module__.startswith("megakernel"))
         return any(name in vars(base) for base in outside)
 
-    def _read(self, unit: _Unit, node: ast.AST, in_class: bool = False) -> list[Definition]:
-        """Note what a node names; what that needs."""
+    def _record(self, unit: _Unit, node: ast.AST, in_class: bool = False) -> list[Definition]:
+        """Record the names in a node; return the definitions that they need."""
         for part in ast.walk(node):
             if isinstance(part, ast.Import | ast.ImportFrom):
                 needed = part.module if isinstance(part, ast.ImportFrom) else part.names[0].name
                 self._check_library(needed or "", f"{unit.source.name}.{unit.names[0]}")
             elif isinstance(part, ast.Attribute):
-                self._attributes.add(part.attr)
+                self._used_names.add(part.attr)
             elif isinstance(part, ast.Constant) and isinstance(part.value, str) and part.value.isidentifier():
-                self._attributes.add(part.value)  # of getattr, or a quoted annotation
-        found = references(node)
-        unit.references += found
-        targets = (self._target(unit.source, reference) for reference in found)
+                self._used_names.add(part.value)  # of getattr, or a quoted annotation
+        uses = references(node)
+        unit.references += uses
+        targets = (self._target(unit.source, reference) for reference in uses)
         return [target for target in targets if target is not None]
 
     def _target(self, source: Source, reference: Reference) -> Definition | None:
-        """What a reference names; None for Python's own functions."""
+        """The definition that a reference names; None for builtins."""
         node = reference.node
         if isinstance(node, ast.Name):
-            return self._named(source, node.id)
+            return self._resolve_name(source, node.id)
         assert isinstance(node.value, ast.Name)
-        first = self._named(source, node.value.id)
-        if first is not None and first.is_own and not first.name:
-            return self._found(Definition(first.module, node.attr), node.attr)
+        first = self._resolve_name(source, node.value.id)
+        if first is not None and first.in_package and not first.name:
+            return self._resolve(Definition(first.module, node.attr), node.attr)
         return first
 
-    def _named(self, source: Source, name: str) -> Definition | None:
+    def _resolve_name(self, source: Source, name: str) -> Definition | None:
         if name in source.statements:
-            return self._found(Definition(source.name, name), name)
+            return self._resolve(Definition(source.name, name), name)
         if name in source.imports:
-            return self._found(source.imports[name], name)
+            return self._resolve(source.imports[name], name)
         assert name == "__file__" or hasattr(builtins, name), f"{source.name}: {name} is not defined there"
         return None
 
     # The text.
 
     def text(self, header: str) -> str:
-        """All that was reached: imports, then modules in an order in which each finds what it needs at once."""
-        modules = self._order()
-        names = self._names(modules)
+        """The flattened file: imports, then modules in an order in which each can be executed."""
+        modules = self._module_order()
+        names = self._unique_names(modules)
         for unit in self._units:
             self._rename(unit, names)
         parts = [header, self._imports(names)]
         for module in modules:
             units = [unit for unit in self._units if unit.source.name == module]
-            title = (
-                module.replace(".", "/") + ("/__init__" if self._sources[module].is_package else "") + ".py"
-            )
-            parts.append(f"# {title}")
+            suffix = "/__init__.py" if self._sources[module].is_package else ".py"
+            parts.append(f"# {module.replace('.', '/')}{suffix}")
             parts += (self._text_of(unit) for unit in sorted(units, key=lambda x: x.statement.lineno))
         return "\n\n\n".join(part.strip("\n") for part in parts) + "\n"
 
@@ -182,61 +180,61 @@ class Flattening:
         last: ast.stmt = unit.statement
         following = body[body.index(last) + 1 : body.index(last) + 2]
         if not isinstance(last, ast.FunctionDef | ast.ClassDef) and following:
-            (said,) = following
-            if isinstance(said, ast.Expr) and isinstance(said.value, ast.Constant):
-                last = said
+            (docstring,) = following
+            if isinstance(docstring, ast.Expr) and isinstance(docstring.value, ast.Constant):
+                last = docstring
         assert last.end_lineno is not None
         text = source.text(start, source.line(last.end_lineno + 1))
         while "\n\n\n" in text:
             text = text.replace("\n\n\n", "\n\n")
         return text
 
-    def _order(self) -> list[str]:
+    def _module_order(self) -> list[str]:
         needs: dict[str, set[str]] = defaultdict(set)
         for unit in self._units:
             for reference in unit.references:
                 target = self._target(unit.source, reference)
-                if reference.at_once and target is not None and target.is_own:
+                if reference.at_import and target is not None and target.in_package:
                     needs[unit.source.name].add(target.module)
         ordered: list[str] = []
-        under_way: set[str] = set()
+        in_progress: set[str] = set()
 
-        def place(module: str) -> None:
+        def visit(module: str) -> None:
             if module in ordered:
                 return
-            assert module not in under_way, f"{module} needs itself while it is imported"
-            under_way.add(module)
+            assert module not in in_progress, f"{module} needs itself while it is imported"
+            in_progress.add(module)
             for needed in sorted(needs[module] - {module}):
-                place(needed)
+                visit(needed)
             ordered.append(module)
 
         for module in sorted({unit.source.name for unit in self._units}):
-            place(module)
+            visit(module)
         return ordered
 
-    def _names(self, modules: list[str]) -> dict[Definition, str]:
-        """Everything reached -> its one name in the text."""
-        hidden: dict[Definition, set[str]] = defaultdict(set)
+    def _unique_names(self, modules: list[str]) -> dict[Definition, str]:
+        """Every collected definition -> its unique name in the file."""
+        local: dict[Definition, set[str]] = defaultdict(set)
         pinned: set[Definition] = set()
         for unit in self._units:
             for reference in unit.references:
                 target = self._target(unit.source, reference)
                 if target is not None:
-                    hidden[target] |= reference.hidden
-                    if reference.in_text and (target.is_own or isinstance(reference.node, ast.Name)):
+                    local[target] |= reference.local_names
+                    if reference.in_fstring and (target.in_package or isinstance(reference.node, ast.Name)):
                         pinned.add(target)
-        own = [
+        ours = [
             Definition(unit.source.name, name)
             for module in modules
             for unit in self._units
             if unit.source.name == module
             for name in unit.names
         ]
-        used = {target for target in hidden if not target.is_own}
+        used = {target for target in local if not target.in_package}
         names: dict[Definition, str] = {}
-        for definition in [*sorted(used), *sorted(own, key=lambda x: (x not in pinned, own.index(x)))]:
-            wanted = self._others[definition] if not definition.is_own else definition.name
-            taken = {*names.values(), *hidden[definition], *(dir(builtins) if definition.is_own else ())}
+        for definition in [*sorted(used), *sorted(ours, key=lambda x: (x not in pinned, ours.index(x)))]:
+            wanted = self._external[definition] if not definition.in_package else definition.name
+            taken = {*names.values(), *local[definition], *(dir(builtins) if definition.in_package else ())}
             chosen = next(name for name in _candidates(definition.module, wanted) if name not in taken)
             assert chosen == wanted or definition not in pinned, f"{definition} is named in an f-string"
             names[definition] = chosen
@@ -246,13 +244,13 @@ class Flattening:
         source = unit.source
         for reference in unit.references:
             target = self._target(source, reference)
-            if target is None or reference.in_text:
+            if target is None or reference.in_fstring:
                 continue
             node: ast.expr = reference.node
             if isinstance(node, ast.Attribute):
                 assert isinstance(node.value, ast.Name)
-                first = self._named(source, node.value.id)
-                if first == target:  # its attribute stays as it is
+                first = self._resolve_name(source, node.value.id)
+                if first == target:  # an attribute of another library's name stays as it is
                     node = node.value
             self._write(source, node, names[target])
         statement = unit.statement
@@ -266,7 +264,7 @@ class Flattening:
             for part in (part for target in targets for part in ast.walk(target)):
                 if isinstance(part, ast.Name):
                     self._write(source, part, names[Definition(source.name, part.id)])
-        self._unquote(unit, names)
+        self._rename_quoted(unit, names)
 
     @staticmethod
     def _write(source: Source, node: ast.expr, name: str) -> None:
@@ -274,8 +272,8 @@ class Flattening:
         if source.content[start:end] != name.encode():
             source.edits.append(Edit(start, end, name.encode()))
 
-    def _unquote(self, unit: _Unit, names: Mapping[Definition, str]) -> None:
-        """Of quoted annotations, what the text knows."""
+    def _rename_quoted(self, unit: _Unit, names: Mapping[Definition, str]) -> None:
+        """Rename names in quoted annotations, and remove those that the file does not have."""
         for node in ast.walk(unit.statement):
             for place in (getattr(node, "annotation", None), getattr(node, "returns", None)):
                 if isinstance(place, ast.Constant) and isinstance(place.value, str):
@@ -283,7 +281,7 @@ class Flattening:
                     for part in place.value.split(" | "):
                         target = None
                         if part in unit.source.statements or part in unit.source.imports:
-                            target = self._named(unit.source, part)
+                            target = self._resolve_name(unit.source, part)
                         name = names.get(target, "") if target is not None else part
                         if name and name not in known:
                             known.append(name)
@@ -293,7 +291,7 @@ class Flattening:
     def _imports(self, names: Mapping[Definition, str]) -> str:
         whole, parts = [], defaultdict(list)
         for definition, name in names.items():
-            if definition.is_own:
+            if definition.in_package:
                 continue
             self._check_library(definition.module, ", ".join(self._users(definition)))
             if not definition.name:
@@ -323,7 +321,7 @@ class Flattening:
 
 
 def _candidates(module: str, name: str) -> Iterable[str]:
-    """A name, then the name behind ever more of its module's."""
+    """The name, then the name prefixed with more and more parts of its module's name."""
     yield name
     prefix, bare = ("_", name[1:]) if name.startswith("_") else ("", name)
     parts = module.split(".")[1:]

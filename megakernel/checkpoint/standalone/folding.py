@@ -1,7 +1,7 @@
-"""What is known of a model that one process holds: branches that it never takes leave the text.
+"""Constant folding of source text: removes the branches that an exported model never takes.
 
-Constants are expressions whose values are known; what depends on them alone is decided here. The text around what stays
-is not touched.
+The values of certain expressions are given; everything that depends only on them is evaluated here. The remaining text
+is unchanged.
 """
 
 import ast
@@ -26,35 +26,35 @@ _COMPARED: dict[type, Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True)
 class Known:
-    """What holds wherever the text is read."""
+    """What is known about every module."""
 
     values: Mapping[str, Any]
-    """The last parts of a dotted name, or a whole call -> its value."""
+    """Last parts of a dotted name, or a whole call -> its value."""
 
     entries: Collection[str]
-    """Keys of dictionaries whose entries are left out."""
+    """Keys of dictionary entries that are removed."""
 
     tables: Mapping[str, Collection[str]]
-    """Name of a module's table -> its entries that stay: keys of a dictionary, or names at the end of pairs."""
+    """Name of a module's table -> the entries to keep: keys of a dictionary, or last elements of tuples."""
 
     absent: Definition
-    """Takes the place of those names."""
+    """Replaces the last element of all other tuples."""
 
     keywords: Mapping[str, Collection[str]]
-    """Class -> its fields, and the keywords of calls that make one, that are left out."""
+    """Class -> fields that are removed, from the class and from the calls that construct it."""
 
     statements: Collection[str]
-    """Functions whose calls are left out where they are statements."""
+    """Functions whose calls are removed if they are statements."""
 
     methods: Collection[str]
-    """Methods that are left out, of whatever class."""
+    """Methods that are removed from all classes."""
 
     arguments: Collection[str]
-    """Calls that stand for their first argument: they say something to a checker of configurations alone."""
+    """Calls that are replaced with their first argument, because they only inform pydantic."""
 
 
 def fold(source: Source, known: Known) -> None:
-    """Change the tree of a module, and note the edits that make the same of its text."""
+    """Fold the tree of a module, and record the corresponding edits of its text."""
     functions = [node for node in ast.walk(source.tree) if isinstance(node, ast.FunctionDef)]
     used = [_loads(node) for node in functions]
     _Folding(source, known).visit(source.tree)
@@ -67,10 +67,10 @@ def _loads(node: ast.AST) -> set[str]:
 
 
 def _drop_unused(source: Source, function: ast.FunctionDef, before: set[str]) -> None:
-    """Leave out local functions and variables that only left-out code used."""
+    """Remove local functions and variables that only removed code used."""
     while True:
         gone = before - _loads(function)
-        unused = [x for x in function.body if (names := _made(x)) and names <= gone]
+        unused = [x for x in function.body if (names := _assigned_names(x)) and names <= gone]
         if not unused:
             return
         for statement in unused:
@@ -78,7 +78,7 @@ def _drop_unused(source: Source, function: ast.FunctionDef, before: set[str]) ->
             function.body.remove(statement)
 
 
-def _made(statement: ast.stmt) -> set[str]:
+def _assigned_names(statement: ast.stmt) -> set[str]:
     if isinstance(statement, ast.FunctionDef):
         return {statement.name}
     if not isinstance(statement, ast.Assign):
@@ -90,7 +90,7 @@ def _made(statement: ast.stmt) -> set[str]:
 
 
 def dotted(node: ast.AST) -> str:
-    """`a.b.c` of such an expression, else nothing."""
+    """`a.b.c` for such an expression, else an empty string."""
     if isinstance(node, ast.Name):
         return node.id
     inner = dotted(node.value) if isinstance(node, ast.Attribute) else ""
@@ -98,7 +98,7 @@ def dotted(node: ast.AST) -> str:
 
 
 class _Folded(ast.Constant):
-    """A constant that the text does not have."""
+    """A constant that results from folding."""
 
 
 class _Folding(ast.NodeTransformer):
@@ -111,8 +111,8 @@ class _Folding(ast.NodeTransformer):
         self.source.edits.append(Edit(*self.source.span(node), repr(value).encode()))
         return folded
 
-    def _instead(self, node: ast.expr, kept: ast.expr) -> ast.expr:
-        """`kept` in place of `node`, which holds it."""
+    def _replace(self, node: ast.expr, kept: ast.expr) -> ast.expr:
+        """Replace `node` with its descendant `kept`."""
         start, end = self.source.span(node)
         first, last = self.source.span(kept)
         open_lines = kept.lineno != kept.end_lineno and isinstance(kept, ast.BinOp | ast.BoolOp | ast.Compare)
@@ -135,12 +135,12 @@ class _Folding(ast.NodeTransformer):
         called = dotted(node.func)
         if called in self.known.arguments:
             first = _default(node)
-            return self.visit(self._instead(node, first)) if first is not None else node
+            return self.visit(self._replace(node, first)) if first is not None else node
         if called in self._calls and (whole := ast.unparse(node)) in self.known.values:
             return self._constant(node, self.known.values[whole])
-        left_out = self.known.keywords.get(called, ())
+        removed = self.known.keywords.get(called, ())
         for number, keyword in reversed(list(enumerate(node.keywords))):
-            if keyword.arg in left_out:
+            if keyword.arg in removed:
                 spans = [self.source.span(part) for part in (*node.args, *node.keywords)]
                 self._drop_item(node, spans, len(node.args) + number)
                 del node.keywords[number]
@@ -148,7 +148,7 @@ class _Folding(ast.NodeTransformer):
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
         if dotted(node.value) in self.known.arguments and isinstance(node.slice, ast.Tuple):
-            return self.visit(self._instead(node, node.slice.elts[0]))
+            return self.visit(self._replace(node, node.slice.elts[0]))
         return self.generic_visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
@@ -176,37 +176,37 @@ class _Folding(ast.NodeTransformer):
         for value in node.values:
             if isinstance(value, _Folded) and bool(value.value) is deciding:
                 return self._constant(node, value.value)
-        open_ = [value for value in node.values if not isinstance(value, _Folded)]
-        if len(open_) == len(node.values):
+        unknown = [value for value in node.values if not isinstance(value, _Folded)]
+        if len(unknown) == len(node.values):
             return node
-        if not open_:
+        if not unknown:
             return self._constant(node, node.values[-1].value)  # type: ignore[attr-defined]
-        assert len(open_) == 1, ast.unparse(node)
-        return self._instead(node, open_[0])
+        assert len(unknown) == 1, ast.unparse(node)
+        return self._replace(node, unknown[0])
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
         self.generic_visit(node)
         if not isinstance(node.test, _Folded):
             return node
-        return self._instead(node, node.body if node.test.value else node.orelse)
+        return self._replace(node, node.body if node.test.value else node.orelse)
 
     def visit_Dict(self, node: ast.Dict) -> ast.AST:
         self._drop_entries(node, lambda key: key not in self.known.entries)
         return self.generic_visit(node)
 
-    def _drop_entries(self, node: ast.Dict, stays: Callable[[str], bool]) -> None:
+    def _drop_entries(self, node: ast.Dict, is_kept: Callable[[str], bool]) -> None:
         spans = [
-            # Of `**value` there is no key.
+            # `**value` has no key.
             (self.source.span(key)[0] if key else self.source.span(value)[0] - 2, self.source.span(value)[1])
             for key, value in zip(node.keys, node.values)
         ]
         for number, key in reversed(list(enumerate(node.keys))):
-            if isinstance(key, ast.Constant) and isinstance(key.value, str) and not stays(key.value):
+            if isinstance(key, ast.Constant) and isinstance(key.value, str) and not is_kept(key.value):
                 self._drop_item(node, spans, number)
                 del node.keys[number], node.values[number], spans[number]
 
     def _drop_item(self, node: ast.expr, spans: list[tuple[int, int]], number: int) -> None:
-        """Leave item `number` of what `node` has in brackets out, and a comma next to it."""
+        """Remove item `number` of the bracketed items of `node`, with a comma next to it."""
         start, end = spans[number]
         if number + 1 < len(spans):
             end = spans[number + 1][0]
@@ -232,24 +232,24 @@ class _Folding(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def _drop_rows(self, target: ast.expr, value: ast.expr | None) -> None:
-        stay = self.known.tables.get(dotted(target))
-        if stay is None:
+        kept = self.known.tables.get(dotted(target))
+        if kept is None:
             return
         if isinstance(value, ast.Dict):
-            self._drop_entries(value, lambda key: key in stay)
+            self._drop_entries(value, lambda key: key in kept)
         elif isinstance(value, ast.Tuple):
             for row in value.elts:
                 assert isinstance(row, ast.Tuple)
-                if dotted(row.elts[-1]) not in stay:  # what it asks for is still told from what others do
+                if dotted(row.elts[-1]) not in kept:  # its condition stays, because rows are tried in order
                     row.elts[-1] = ast.copy_location(ast.Name("absent", ast.Load()), row.elts[-1])
                     self.source.imports["absent"] = self.known.absent
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        left_out = self.known.keywords.get(node.name, ())
+        removed = self.known.keywords.get(node.name, ())
         for member, following in zip(list(node.body), [*node.body[1:], None]):
-            if isinstance(member, ast.AnnAssign) and dotted(member.target) in left_out:
+            if isinstance(member, ast.AnnAssign) and dotted(member.target) in removed:
                 self._drop_statement(node.body, member)
-                if isinstance(following, ast.Expr):  # what is said of it
+                if isinstance(following, ast.Expr):  # the field's docstring
                     self._drop_statement(node.body, following)
             elif isinstance(member, ast.FunctionDef) and member.name in self.known.methods:
                 self._drop_statement(node.body, member)
@@ -262,41 +262,41 @@ class _Folding(ast.NodeTransformer):
     def visit_If(self, node: ast.If) -> Any:
         node.test = self.visit(node.test)
         if not isinstance(node.test, _Folded):
-            self._body(node, "body")
-            self._body(node, "orelse")
+            self._fold_body(node, "body")
+            self._fold_body(node, "orelse")
             return node
         source, is_true = self.source, bool(node.test.value)
         start, end = source.line(node.lineno), source.line(_end(node) + 1)
-        inside = source.line(_end(node.test) + 1)
+        body_start = source.line(_end(node.test) + 1)
         kept = node.body if is_true else node.orelse
         if not kept:
             source.drop(source.lines_of(node)[0], end)
             return []
         if self._is_elif(node):
-            if is_true:  # it takes the place of `else`
-                source.edits.append(Edit(source.span(node)[0], inside, b"else:\n"))
+            if is_true:  # it becomes the `else`
+                source.edits.append(Edit(source.span(node)[0], body_start, b"else:\n"))
                 source.drop(source.line(_end(kept[-1]) + 1), end)
             elif self._is_elif(kept[0]):
                 source.drop(start, source.line(kept[0].lineno))
             else:
-                word = source.content.rindex(b"else:", start, source.line(kept[0].lineno))
-                source.drop(start, source.content.rindex(b"\n", start, word) + 1)
-            return self._visited(kept)
+                else_start = source.content.rindex(b"else:", start, source.line(kept[0].lineno))
+                source.drop(start, source.content.rindex(b"\n", start, else_start) + 1)
+            return self._fold_statements(kept)
         if is_true:
-            source.drop(start, inside)
+            source.drop(start, body_start)
             source.drop(source.line(_end(kept[-1]) + 1), end)
         elif self._is_elif(kept[0]):
             source.drop(start, source.line(kept[0].lineno))
             place = source.span(kept[0])[0]
             source.drop(place, place + 2)  # of `elif`
-            return self._visited(kept)
+            return self._fold_statements(kept)
         else:
-            inside = source.line(kept[0].lineno)
-            word = source.content.rindex(b"else:", start, inside)
-            inside = source.content.index(b"\n", word) + 1
-            source.drop(start, inside)
-        self._dedent(kept, inside, node.col_offset)
-        return self._visited(kept)
+            body_start = source.line(kept[0].lineno)
+            else_start = source.content.rindex(b"else:", start, body_start)
+            body_start = source.content.index(b"\n", else_start) + 1
+            source.drop(start, body_start)
+        self._dedent(kept, body_start, node.col_offset)
+        return self._fold_statements(kept)
 
     def _is_elif(self, node: ast.stmt) -> bool:
         place = self.source.span(node)[0]
@@ -315,36 +315,36 @@ class _Folding(ast.NodeTransformer):
             if place >= start and number not in inside and indented:
                 self.source.drop(place, place + width)
 
-    def _visited(self, statements: list[ast.stmt]) -> list[ast.stmt]:
+    def _fold_statements(self, statements: list[ast.stmt]) -> list[ast.stmt]:
         holder = ast.Module(list(statements), [])
-        self._body(holder, "body")
+        self._fold_body(holder, "body")
         return holder.body
 
     def _block(self, node: Any) -> Any:
         body, node.body = node.body, []
         self.generic_visit(node)
         node.body = body
-        self._body(node, "body")
+        self._fold_body(node, "body")
         return node
 
     visit_FunctionDef = _block
 
-    def _body(self, node: Any, name: str) -> None:
-        """Fold the statements of a block; what follows one that leaves it is never reached."""
-        found: list[ast.stmt] = []
+    def _fold_body(self, node: Any, name: str) -> None:
+        """Fold the statements of a block; remove what follows a return or raise that folding made unconditional."""
+        kept: list[ast.stmt] = []
         statements: list[ast.stmt] = getattr(node, name)
         for number, statement in enumerate(statements):
-            made = self.visit(statement)
-            found += made if isinstance(made, list) else [made] if made is not None else []
-            if found and made != [statement] and isinstance(found[-1], ast.Return | ast.Raise):
+            folded = self.visit(statement)
+            kept += folded if isinstance(folded, list) else [folded] if folded is not None else []
+            if kept and folded != [statement] and isinstance(kept[-1], ast.Return | ast.Raise):
                 rest = statements[number + 1 :]
                 if rest:
                     self.source.drop(self.source.lines_of(rest[0])[0], self.source.line(_end(rest[-1]) + 1))
                 break
         if statements:
             where = f"{self.source.name}, line {statements[0].lineno}"
-            assert found, f"{where}: nothing is left of a block"
-        setattr(node, name, found)
+            assert kept, f"{where}: nothing is left of a block"
+        setattr(node, name, kept)
 
     def visit_Expr(self, node: ast.Expr) -> Any:
         if isinstance(node.value, ast.Call) and dotted(node.value.func) in self.known.statements:
@@ -361,7 +361,7 @@ class _Folding(ast.NodeTransformer):
 
 
 def _default(call: ast.Call) -> ast.expr | None:
-    """The first argument, or the one named so."""
+    """The first argument of a call, or its keyword argument `default`."""
     return next(iter([*call.args, *(x.value for x in call.keywords if x.arg == "default")]), None)
 
 

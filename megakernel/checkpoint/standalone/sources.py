@@ -1,4 +1,4 @@
-"""Modules of this package as syntax trees over their text: what their names stand for, and texts with changes."""
+"""Modules of this package as text with syntax trees: resolution of their names, and edits of their text."""
 
 import ast
 import re
@@ -15,13 +15,13 @@ _ROOT = Path(str(megakernel.__file__)).parent
 
 
 def file_of(module: str) -> Path | None:
-    """Where a module of this package lies, which is not imported for that; None where there is none."""
+    """The file of a module of this package, found without importing it; None if there is none."""
     place = _ROOT.joinpath(*module.split(".")[1:])
     return next((x for x in (place / "__init__.py", place.with_suffix(".py")) if x.is_file()), None)
 
 
 class Edit(NamedTuple):
-    """Bytes `start` to `end` of a module become `text`."""
+    """Replacement of the bytes `start` to `end` of a module with `text`."""
 
     start: int
     end: int
@@ -29,21 +29,21 @@ class Edit(NamedTuple):
 
 
 class Definition(NamedTuple):
-    """What a name stands for, of this package or of another."""
+    """A name defined in a module, of this package or of another library."""
 
     module: str
     name: str
-    """Empty: the module itself."""
+    """Empty for the module itself."""
 
     @property
-    def is_own(self) -> bool:
-        """Whether it is of this package."""
+    def in_package(self) -> bool:
+        """Whether it belongs to this package."""
         return self.module.partition(".")[0] == PACKAGE
 
 
 @dataclass
 class Source:
-    """A module that is read and not run."""
+    """The source of a module, which is parsed and not run."""
 
     name: str
     content: bytes
@@ -52,14 +52,14 @@ class Source:
 
     @classmethod
     def of(cls, name: str) -> "Source":
-        """The module of this name."""
+        """Read the module of this name."""
         file = file_of(name)
         assert file is not None, name
         return cls(name, file.read_bytes(), file.name == "__init__.py")
 
     @cached_property
     def tree(self) -> ast.Module:
-        """Its syntax tree, which may be changed."""
+        """Its syntax tree, which folding changes."""
         return ast.parse(self.content)
 
     @cached_property
@@ -68,11 +68,11 @@ class Source:
         return [0, *ends]
 
     def line(self, number: int) -> int:
-        """Where a line starts, counted from 1; of the line behind the last, the end."""
+        """Byte offset at which a line, counted from 1, starts; the end of the text for the line after the last."""
         return self._lines[number - 1] if number <= len(self._lines) else len(self.content)
 
     def span(self, node: ast.AST) -> tuple[int, int]:
-        """Where a node starts and ends."""
+        """Byte offsets of the start and the end of a node."""
         place: ast.expr = node  # type: ignore[assignment]
         assert place.end_lineno is not None
         assert place.end_col_offset is not None
@@ -80,7 +80,7 @@ class Source:
         return start, self._lines[place.end_lineno - 1] + place.end_col_offset
 
     def lines_of(self, node: ast.AST) -> tuple[int, int]:
-        """The same of whole lines, with decorators and with the comments right above."""
+        """The same for a node's whole lines, with its decorators and the comments directly above."""
         statement: ast.stmt = node  # type: ignore[assignment]
         first = min([statement.lineno, *(x.lineno for x in getattr(statement, "decorator_list", ()))])
         while first > 1 and self.content[self.line(first - 1) : self.line(first)].lstrip().startswith(b"#"):
@@ -89,11 +89,11 @@ class Source:
         return self.line(first), self.line(statement.end_lineno + 1)
 
     def drop(self, start: int, end: int) -> None:
-        """Leave these bytes out."""
+        """Remove these bytes."""
         self.edits.append(Edit(start, end))
 
     def text(self, start: int, end: int) -> str:
-        """These bytes after all edits; one inside another is without effect."""
+        """These bytes with all edits applied; an edit inside of another has no effect."""
         parts, place = [], start
         for edit in sorted(self.edits, key=lambda edit: (edit.start, -edit.end)):
             if edit.end <= place or edit.start >= end or (edit.start < place and edit.text):
@@ -105,32 +105,32 @@ class Source:
 
     @cached_property
     def statements(self) -> dict[str, ast.stmt]:
-        """Name -> the statement of the module that defines it."""
-        found: dict[str, ast.stmt] = {}
+        """Name -> the top-level statement that defines it."""
+        definitions: dict[str, ast.stmt] = {}
         for statement in self.tree.body:
             if isinstance(statement, ast.FunctionDef | ast.ClassDef):
-                found[statement.name] = statement
+                definitions[statement.name] = statement
             elif isinstance(statement, ast.Assign | ast.AnnAssign):
                 targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
                 for target in targets:
                     names = (part for part in ast.walk(target) if isinstance(part, ast.Name))
-                    found |= {name.id: statement for name in names}
-        return found
+                    definitions |= {name.id: statement for name in names}
+        return definitions
 
     @cached_property
     def imports(self) -> dict[str, Definition]:
-        """Name -> what the module imports by it, for types alone too."""
-        found: dict[str, Definition] = {}
+        """Name -> the definition that the module imports by it, also under TYPE_CHECKING."""
+        imports: dict[str, Definition] = {}
         for statement in _outside_functions(self.tree.body):
             if isinstance(statement, ast.Import):
                 for alias in statement.names:
                     whole = alias.name if alias.asname else alias.name.partition(".")[0]
-                    found[alias.asname or whole] = Definition(whole, "")
+                    imports[alias.asname or whole] = Definition(whole, "")
             elif isinstance(statement, ast.ImportFrom):
                 module = self._absolute(statement)
                 names = {alias.asname or alias.name: alias.name for alias in statement.names}
-                found |= {known: Definition(module, name) for known, name in names.items()}
-        return found
+                imports |= {known: Definition(module, name) for known, name in names.items()}
+        return imports
 
     def _absolute(self, statement: ast.ImportFrom) -> str:
         if not statement.level:
@@ -150,21 +150,21 @@ def _outside_functions(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 @dataclass
 class Reference:
-    """A place of the text that names what a module knows, rather than a local variable."""
+    """A use of a module's name, as opposed to a local variable."""
 
     node: ast.Name | ast.Attribute
-    hidden: frozenset[str]
-    """Names that are local variables there."""
+    local_names: frozenset[str]
+    """Names of the local variables at that place."""
 
-    at_once: bool
-    """Whether it is looked up while the module is imported."""
+    at_import: bool
+    """Whether the name is looked up during the import of the module."""
 
-    in_text: bool
-    """Whether it is a part of an f-string, whose places are not known before Python 3.12."""
+    in_fstring: bool
+    """Whether it is in an f-string; before Python 3.12 its position in the text is unknown."""
 
 
 def references(node: ast.AST) -> list[Reference]:
-    """Names, and attributes of names, in a statement of a module that no function or comprehension in it binds."""
+    """The uses of a module's names, and of their attributes, in a statement; not of names bound inside of it."""
     visitor = _Visitor()
     visitor.visit(node)
     return visitor.found
@@ -174,38 +174,38 @@ class _Visitor(ast.NodeVisitor):
     def __init__(self) -> None:
         self.found: list[Reference] = []
         self.scopes: list[tuple[frozenset[str], bool]] = []
-        """Names of each scope, the innermost last, and whether it is a class: functions in one do not see them."""
+        """Names of each scope, innermost last, and whether it is a class, whose names its methods do not see."""
 
-        self.depth = self.texts = 0
+        self.function_depth = self.fstring_depth = 0
 
-    def _hidden(self) -> frozenset[str]:
+    def _local_names(self) -> frozenset[str]:
         inner = len(self.scopes) - 1
         seen = (
             names for place, (names, is_class) in enumerate(self.scopes) if not is_class or place == inner
         )
         return frozenset().union(*seen)
 
-    def _find(self, node: ast.Name | ast.Attribute) -> None:
+    def _add(self, node: ast.Name | ast.Attribute) -> None:
         first = node.value if isinstance(node, ast.Attribute) else node
         assert isinstance(first, ast.Name)
-        hidden = self._hidden()
-        if first.id not in hidden:
-            self.found.append(Reference(node, hidden, self.depth == 0, self.texts > 0))
+        local_names = self._local_names()
+        if first.id not in local_names:
+            self.found.append(Reference(node, local_names, self.function_depth == 0, self.fstring_depth > 0))
 
     def visit_Name(self, node: ast.Name) -> None:
         if isinstance(node.ctx, ast.Load):
-            self._find(node)
+            self._add(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         if isinstance(node.value, ast.Name):
-            self._find(node)
+            self._add(node)
         else:
             self.visit(node.value)
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        self.texts += 1
+        self.fstring_depth += 1
         self.generic_visit(node)
-        self.texts -= 1
+        self.fstring_depth -= 1
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         for part in (*node.decorator_list, *node.bases, *node.keywords):
@@ -232,10 +232,10 @@ class _Visitor(ast.NodeVisitor):
             if part is not None:
                 self.visit(part)
         self.scopes.append((frozenset({x.arg for x in listed} | _bound(body)), False))
-        self.depth += 1
+        self.function_depth += 1
         for statement in body:
             self.visit(statement)
-        self.depth -= 1
+        self.function_depth -= 1
         self.scopes.pop()
 
     def _comprehension(self, node: ast.AST) -> None:
@@ -247,7 +247,7 @@ class _Visitor(ast.NodeVisitor):
 
 
 def _bound(body: list) -> set[str]:
-    """Names that statements bind, not those of functions and comprehensions in them."""
+    """Names that statements bind, without those bound in nested functions and comprehensions."""
     names: set[str] = set()
     waiting: list[ast.AST] = list(body)
     while waiting:

@@ -1,6 +1,6 @@
-"""What takes the place of parts of this package in an exported model: it has one process, and torch alone.
+"""Replacements of parts of this package in an exported model, which runs in one process with torch alone.
 
-Never used by the package itself: `code.py` puts these into the file that an export carries.
+The package itself never uses them: `code.py` puts them into the exported code file.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,12 +10,12 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from torch import Tensor
 
 from megakernel.attention.heads import ALL_HEADS, HeadShard
-from megakernel.attention.sequence import WHOLE, ContextParallelShard
+from megakernel.attention.sequence import WHOLE_SEQUENCE, ContextParallelShard
 from megakernel.config.errors import UserError
 
 
 class Section:
-    """A group of keys of config.json. What they say was checked when the model was exported."""
+    """A group of keys of config.json. Their values were validated when the model was exported."""
 
     def __init__(self, **keys: Any):
         kinds = get_type_hints(type(self))
@@ -24,17 +24,17 @@ class Section:
                 raise UserError(f"config.json: {name} is no key of {type(self).__name__}; remove it")
             if name not in keys and not hasattr(type(self), name):
                 raise UserError(f"config.json: {name} of {type(self).__name__} is missing; add it")
-            value = _read(kinds[name], keys[name]) if name in keys else getattr(type(self), name)
+            value = _convert(kinds[name], keys[name]) if name in keys else getattr(type(self), name)
             setattr(self, name, value)
 
 
 S = TypeVar("S", bound=Section)
 
 
-def _read(kind: Any, value: Any) -> Any:
-    """A value of config.json: of a section, the one of its sections that has such a `kind`."""
+def _convert(kind: Any, value: Any) -> Any:
+    """Convert a value of config.json; an object becomes the section among those of the type that has its `kind`."""
     if isinstance(value, list):
-        return [_read(kind, item) for item in value]
+        return [_convert(kind, item) for item in value]
     if not isinstance(value, dict):
         return value
     sections = list(_sections(kind))
@@ -54,48 +54,48 @@ def _kinds(section: type[Section]) -> tuple[Any, ...]:
 
 
 def validate_section(kind: type[S], value: Mapping[str, Any], name: str = "") -> S:
-    """The section of these keys. UserError: unknown or missing ones."""
+    """Build the section from these keys. Raises UserError for unknown or missing ones."""
     return kind(**value)
 
 
 class OneProcess:
-    """Where the model stands among other processes: there are none."""
+    """The mesh of a single process."""
 
     softmax_exchange: Literal["auto"] = "auto"
     tp = None
 
     def new_cp_shard(self) -> ContextParallelShard:
-        """The whole sequence."""
-        return WHOLE
+        """Return the shard that is the whole sequence."""
+        return WHOLE_SEQUENCE
 
 
 def head_shard(tp: None) -> HeadShard:
-    """All heads."""
+    """Return all heads."""
     return ALL_HEADS
 
 
 def replicated(parameter: Tensor, group: None) -> Tensor:
-    """The parameter itself."""
+    """Return the parameter itself."""
     return parameter
 
 
 def choose(implementations: Mapping[str, Callable[..., Any]], backend: str | None) -> Callable[..., Any]:
-    """The form of an op for any device; the package has kernels besides."""
+    """Choose an op's chunked implementation, which runs on any device; the package also has Triton kernels."""
     return implementations["chunked"]
 
 
 def absent(form: Any) -> Any:
-    """In place of a mechanism that the exported model does not have."""
+    """Stand in for a mechanism that the exported model does not have: raise UserError."""
     raise UserError(
         "config.json has attention that no layer had when this was exported; export the run again"
     )
 
 
 def mean_loss(*_: Any) -> Tensor:
-    """The package trains with a loss in chunks; here `labels` give it."""
+    """Not available: the chunked loss is the package's; an exported model computes its loss from `labels`."""
     raise NotImplementedError("call the model with labels")
 
 
 def code_of(section: Any) -> str:
-    """This file."""
+    """Return the text of this file."""
     return Path(__file__).read_text(encoding="utf-8")

@@ -1,1 +1,1 @@
-"""A server of one model: what OpenAI's clients ask for, over HTTP."""
+"""An HTTP server of one model with OpenAI's API."""

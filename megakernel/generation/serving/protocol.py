@@ -1,4 +1,4 @@
-"""What OpenAI's clients send and get: bodies of requests, and errors."""
+"""OpenAI's protocol: request bodies, and errors."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,10 +11,10 @@ from megakernel.config.errors import nearest_first
 
 from ..sampling import Sampling
 
-MOST_CHOICES = 128
-"""Texts of one request."""
+MAX_CHOICES = 128
+"""Maximal `n` of a request."""
 
-MOST_STOPS = 16
+MAX_STOPS = 16
 SESSION_NAME = r"^[A-Za-z0-9_.-]{1,64}$"
 
 _IGNORED = {
@@ -26,9 +26,9 @@ _IGNORED = {
     "prompt_cache_key",
     "parallel_tool_calls",
 }
-"""Fields that change no text."""
+"""Fields that do not affect the text."""
 
-_WITHOUT: Mapping[str, tuple[Any, ...]] = {
+_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "frequency_penalty": (0,),
@@ -39,11 +39,11 @@ _WITHOUT: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
 }
-"""Fields of OpenAI's that this server does not have -> their values that ask for nothing."""
+"""Unsupported OpenAI fields -> their neutral values, which are accepted."""
 
 
 class Refusal(UserError):
-    """A request that cannot be: status 4xx and the reason."""
+    """A rejected request: status 4xx and the reason."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None):
         super().__init__(message)
@@ -51,19 +51,19 @@ class Refusal(UserError):
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """An error as OpenAI writes it."""
+    """An error in OpenAI's format."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class StreamOptions(BaseModel):
-    """What a stream tells besides the text."""
+    """What a stream contains besides the text."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
 class Body(BaseModel):
-    """What both kinds of requests have. None is a default, as if the field were left out."""
+    """The fields of both kinds of requests. None means the default, as if the field were left out."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -75,56 +75,56 @@ class Body(BaseModel):
     min_p: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     session: str | None = Field(None, pattern=SESSION_NAME)
 
     @model_validator(mode="after")
-    def _knows_its_fields(self) -> "Body":
+    def _check_extra_fields(self) -> "Body":
         for name, value in (self.model_extra or {}).items():
-            if name in _IGNORED or value is None or value in _WITHOUT.get(name, ()):
+            if name in _IGNORED or value is None or value in _UNSUPPORTED.get(name, ()):
                 continue
-            if name in _WITHOUT:
-                raise Refusal(f"{name}: this server does not have it; leave it out", param=name)
+            if name in _UNSUPPORTED:
+                raise Refusal(f"{name} is not supported by this server; leave it out", param=name)
             known = nearest_first(name, type(self).model_fields, most=3)
-            raise Refusal(f"{name} is no field of this request; write {known}", param=name)
+            raise Refusal(f"{name} is not a field of this request; write {known}", param=name)
         return self
 
     def sampling(self) -> Sampling:
-        """How tokens are drawn. Raises UserError for values that cannot be."""
-        given = {name: getattr(self, name) for name in Sampling.__dataclass_fields__}
-        return Sampling(**{name: value for name, value in given.items() if value is not None})
+        """How tokens are drawn. Raises UserError for invalid values."""
+        settings = {name: getattr(self, name) for name in Sampling.__dataclass_fields__}
+        return Sampling(**{name: value for name, value in settings.items() if value is not None})
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Strings that end a text."""
-        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if "" in given or len(given) > MOST_STOPS:
-            raise Refusal(f"stop: give up to {MOST_STOPS} texts, none of them empty", param="stop")
-        return tuple(given)
+        """Strings before which a text ends."""
+        strings = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if "" in strings or len(strings) > MAX_STOPS:
+            raise Refusal(f"stop: give up to {MAX_STOPS} texts, none of them empty", param="stop")
+        return tuple(strings)
 
     @property
-    def limit(self) -> int | None:
-        """Most new tokens, where the request says."""
+    def max_new_tokens(self) -> int | None:
+        """Maximal number of new tokens, if the request sets it."""
         return self.max_tokens
 
     @property
-    def likeliest(self) -> int | None:
-        """Of how many tokens probabilities are told beside the chosen one's; None: of none."""
+    def num_top_tokens(self) -> int | None:
+        """Number of most likely tokens to report with the chosen one's log-probability; None: report nothing."""
         raise NotImplementedError
 
 
 class CompletionBody(Body):
-    """Texts to continue, or their tokens."""
+    """The body of /v1/completions: texts to continue, or their tokens."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = Field(None, ge=0, le=20)
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One or more."""
+        """The prompts, at least one."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if not self.prompt:
@@ -134,13 +134,13 @@ class CompletionBody(Body):
         return list(self.prompt)
 
     @property
-    def likeliest(self) -> int | None:
-        """As many as `logprobs` says."""
+    def num_top_tokens(self) -> int | None:
+        """The value of `logprobs`."""
         return self.logprobs
 
 
 class ChatBody(Body):
-    """A conversation to answer."""
+    """The body of /v1/chat/completions: a conversation to answer."""
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -148,17 +148,17 @@ class ChatBody(Body):
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
     @property
-    def limit(self) -> int | None:
-        """Under its new name or the old one."""
+    def max_new_tokens(self) -> int | None:
+        """Maximal number of new tokens, under its new name or the old one."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
-    def likeliest(self) -> int | None:
-        """As many as `top_logprobs` says, where `logprobs` asks for them."""
+    def num_top_tokens(self) -> int | None:
+        """The value of `top_logprobs`, if `logprobs` is set."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def conversation(self) -> list[Message]:
-        """The messages, whose contents are texts, without keys of no value. Raises Refusal for what is none."""
+        """The messages with their contents as text, without null values. Raises Refusal for invalid ones."""
         plain = [
             {
                 **{key: value for key, value in message.items() if value is not None},
@@ -173,9 +173,9 @@ class ChatBody(Body):
 
 
 def _text(content: Any) -> Any:
-    """Of blocks of text what they say."""
+    """The text of a message's content, which may be a list of text blocks; None for blocks of another type."""
     if not isinstance(content, list):
         return content
     texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-    found = [text for text in texts if isinstance(text, str)]
-    return "\n".join(found) if len(found) == len(content) else None
+    strings = [text for text in texts if isinstance(text, str)]
+    return "\n".join(strings) if len(strings) == len(content) else None

@@ -1,4 +1,4 @@
-"""HTTP around the model's thread: OpenAI's endpoints, sessions and a page to try them."""
+"""The HTTP server: OpenAI's endpoints, sessions, and a page to try them."""
 
 import asyncio
 import hmac
@@ -22,10 +22,10 @@ from megakernel.config import RunFailed, UserError
 from .protocol import SESSION_NAME, Body, ChatBody, CompletionBody, Refusal, error_body
 from .replies import Reply
 from .sessions import Session, to_file
-from .worker import Job, Piece, Worker
+from .worker import GenerationJob, Piece, Worker
 
-MOST_BYTES = 2**30
-"""Of a request: states of softmax layers are long."""
+MAX_BYTES = 2**30
+"""Maximal bytes of a request: uploaded states of softmax layers are large."""
 
 _INVALID = "invalid_request_error"
 _SESSION = "/v1/sessions/{session}"
@@ -33,23 +33,23 @@ _Name = Annotated[str, PathParameter(pattern=SESSION_NAME)]
 
 
 def create_app(worker: Worker, name: str, api_key: str | None = None) -> FastAPI:
-    """The application. name: the model's; api_key: what requests under /v1 have to bring."""
+    """The application. name: the model's; api_key: the key that requests under /v1 must send."""
 
     def check_key(request: Request) -> None:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if api_key is not None and not hmac.compare_digest(given.encode(), api_key.encode()):
-            said = "the API key is missing or wrong; send Authorization: Bearer KEY"
-            raise Refusal(said, status=401, code="invalid_api_key")
+        key = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if api_key is not None and not hmac.compare_digest(key.encode(), api_key.encode()):
+            message = "the API key is missing or wrong; send Authorization: Bearer KEY"
+            raise Refusal(message, status=401, code="invalid_api_key")
 
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, max_body_size=MOST_BYTES)
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, max_body_size=MAX_BYTES)
     _answer_errors(app)
     keyed = [Depends(check_key)]
     model = {"id": name, "object": "model", "created": 0, "owned_by": "megakernel"}
 
-    def check_model(asked: str | None) -> None:
-        if asked not in (None, name):
+    def check_model(model_name: str | None) -> None:
+        if model_name not in (None, name):
             raise Refusal(
-                f"model {asked!r} is not served here; write {name!r}",
+                f"model {model_name!r} is not served here; write {name!r}",
                 status=404,
                 param="model",
                 code="model_not_found",
@@ -61,14 +61,14 @@ def create_app(worker: Worker, name: str, api_key: str | None = None) -> FastAPI
         reply = Reply(body, name, worker.fingerprint, worker.tokenizer)
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
-            return _Stream(worker, job, reply, usage)
+            return _EventStream(worker, job, reply, usage)
         try:
-            pieces = await _unless_gone(request, job)
+            pieces = await _all_pieces(request, job)
         finally:
             worker.remove(job)
         if pieces is None:
             return Response(status_code=499)
-        return JSONResponse(reply.whole(pieces, len(job.texts), job.usage))
+        return JSONResponse(reply.complete(pieces, len(job.texts), job.usage))
 
     @app.post("/v1/completions", dependencies=keyed)
     async def completions(body: CompletionBody, request: Request) -> Response:
@@ -82,15 +82,15 @@ def create_app(worker: Worker, name: str, api_key: str | None = None) -> FastAPI
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [model]}
 
-    @app.get("/v1/models/{asked:path}", dependencies=keyed)
-    async def one_model(asked: str) -> dict[str, Any]:
-        check_model(asked)
+    @app.get("/v1/models/{model_name:path}", dependencies=keyed)
+    async def one_model(model_name: str) -> dict[str, Any]:
+        check_model(model_name)
         return model
 
     @app.get("/v1/sessions", dependencies=keyed)
     async def sessions() -> dict[str, Any]:
-        found = await worker.call(worker.sessions.items)
-        return {"object": "list", "data": [_told(key, session) for key, session in found]}
+        sessions = await worker.call(worker.sessions.items)
+        return {"object": "list", "data": [_session_info(key, session) for key, session in sessions]}
 
     @app.get(f"{_SESSION}/state", dependencies=keyed)
     async def state(session: _Name) -> Response:
@@ -101,19 +101,19 @@ def create_app(worker: Worker, name: str, api_key: str | None = None) -> FastAPI
     @app.put(f"{_SESSION}/state", dependencies=keyed)
     async def restore(session: _Name, request: Request) -> dict[str, Any]:
         data = await request.body()
-        return _told(session, await worker.call(lambda: worker.restore(session, data)))
+        return _session_info(session, await worker.call(lambda: worker.restore(session, data)))
 
     @app.delete(_SESSION, dependencies=keyed)
     async def forget(session: _Name) -> dict[str, Any]:
-        await worker.call(lambda: worker.sessions.forget(session))
+        await worker.call(lambda: worker.sessions.delete(session))
         return {"id": session, "object": "session", "deleted": True}
 
     @app.get("/health")
     async def health() -> Response:
-        found = worker.health
+        health = worker.health
         can_chat = worker.tokenizer.chat_template is not None
         return JSONResponse(
-            {**found, "model": name, "chat": can_chat}, 200 if found["status"] == "ok" else 503
+            {**health, "model": name, "chat": can_chat}, 200 if health["status"] == "ok" else 503
         )
 
     @app.get("/")
@@ -123,15 +123,15 @@ def create_app(worker: Worker, name: str, api_key: str | None = None) -> FastAPI
     return app
 
 
-def _told(name: str, session: Session) -> dict[str, Any]:
-    tokens, used = session.behind.tokens, int(session.used)
+def _session_info(name: str, session: Session) -> dict[str, Any]:
+    tokens, used = session.state.tokens, int(session.used)
     return {"id": name, "object": "session", "tokens": tokens, "bytes": session.size, "last_used": used}
 
 
-class _Stream(StreamingResponse):
-    """Server-sent events; whoever goes away in the middle of them takes his texts with him."""
+class _EventStream(StreamingResponse):
+    """Server-sent events of a job; removes the job's texts when the client disconnects."""
 
-    def __init__(self, worker: Worker, job: Job, reply: Reply, usage: bool):
+    def __init__(self, worker: Worker, job: GenerationJob, reply: Reply, usage: bool):
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(_events(job, reply, usage), media_type="text/event-stream", headers=headers)
         self._worker, self._job = worker, job
@@ -143,13 +143,13 @@ class _Stream(StreamingResponse):
             self._worker.remove(self._job)
 
 
-async def _events(job: Job, reply: Reply, usage: bool) -> AsyncIterator[str]:
+async def _events(job: GenerationJob, reply: Reply, usage: bool) -> AsyncIterator[str]:
     more = {"usage": None} if usage else {}
     try:
-        for part in reply.opening(len(job.texts)):
+        for part in reply.first_chunks(len(job.texts)):
             yield _event({**part, **more})
         async for piece in job.read():
-            for part in reply.piece(piece):
+            for part in reply.chunks(piece):
                 yield _event({**part, **more})
     except RunFailed as error:
         yield _event(error_body(str(error), "server_error"))
@@ -163,27 +163,27 @@ def _event(part: dict[str, Any]) -> str:
     return f"data: {json.dumps(part, ensure_ascii=False)}\n\n"
 
 
-async def _unless_gone(request: Request, job: Job) -> list[Piece] | None:
-    """All pieces of a job; None as soon as its client has gone."""
+async def _all_pieces(request: Request, job: GenerationJob) -> list[Piece] | None:
+    """All pieces of a job; None as soon as its client disconnects."""
 
     async def read() -> list[Piece]:
         return [piece async for piece in job.read()]
 
-    async def gone() -> None:
+    async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    reading, going = asyncio.ensure_future(read()), asyncio.ensure_future(gone())
+    reading, disconnect = asyncio.ensure_future(read()), asyncio.ensure_future(disconnected())
     try:
-        await asyncio.wait({reading, going}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({reading, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         return reading.result() if reading.done() else None
     finally:
         reading.cancel()
-        going.cancel()
+        disconnect.cancel()
 
 
 def _answer_errors(app: FastAPI) -> None:
-    """Every error is one of OpenAI's shape."""
+    """Answer every error in OpenAI's format."""
 
     @app.exception_handler(UserError)
     async def refused(request: Request, error: UserError) -> JSONResponse:
@@ -200,14 +200,14 @@ def _answer_errors(app: FastAPI) -> None:
         cause = first.get("ctx", {}).get("error")
         if isinstance(cause, UserError):
             return await refused(request, cause)
-        # Without the types of a field that has one of several.
-        place = [
+        # pydantic adds the type that it tried for a field of several types; leave that out.
+        location = [
             part for part in map(str, first["loc"][1:]) if part != "str" and not part.startswith("list[")
         ]
         if first["type"] == "json_invalid":
-            place = []
-        said = f"{'.'.join(place) or 'the body'}: {first['msg']}"
-        return JSONResponse(error_body(said, _INVALID, place[0] if place else None), 400)
+            location = []
+        message = f"{'.'.join(location) or 'the body'}: {first['msg']}"
+        return JSONResponse(error_body(message, _INVALID, location[0] if location else None), 400)
 
     @app.exception_handler(RunFailed)
     async def failed(request: Request, error: RunFailed) -> JSONResponse:
@@ -215,8 +215,8 @@ def _answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: HTTPException) -> JSONResponse:
-        said = f"{request.method} {request.url.path}: {error.detail}"
-        return JSONResponse(error_body(said, _INVALID), error.status_code)
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return JSONResponse(error_body(message, _INVALID), error.status_code)
 
     @app.exception_handler(Exception)
     async def unforeseen(request: Request, error: Exception) -> JSONResponse:
@@ -224,7 +224,7 @@ def _answer_errors(app: FastAPI) -> None:
 
 
 class _Server(uvicorn.Server):
-    """Ends texts under way when it is told to end, so that nobody waits for them."""
+    """Ends texts in progress when a signal arrives, so that shutdown does not wait for them."""
 
     worker: Worker
 
@@ -234,7 +234,7 @@ class _Server(uvicorn.Server):
 
 
 def serve(worker: Worker, listening: socket.socket, name: str, api_key: str | None) -> None:
-    """Answer requests until a signal ends it, which is raised once all are answered."""
+    """Answer requests until a signal arrives; it is raised again once all are answered."""
     app = create_app(worker, name, api_key)
     server = _Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1))
     server.worker = worker

@@ -1,4 +1,4 @@
-"""The thread that owns the model: requests come in through a queue, and pieces of text go out to their tasks."""
+"""The thread that owns the model: it takes requests from a queue and sends pieces of text to their asyncio tasks."""
 
 import asyncio
 import logging
@@ -8,14 +8,24 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
 from data_pipeline.chat import ChatTemplate, Message
 from megakernel.checkpoint.opened import OpenedModel
 from megakernel.config import RunFailed
 
-from ..engine import Behind, Chosen, Engine, Finish, Request, Step, Text, check_positions, most_tokens
+from ..engine import (
+    Chosen,
+    Finish,
+    GenerationEngine,
+    Text,
+    TextRequest,
+    TextState,
+    TextStep,
+    check_positions,
+    position_limit,
+)
 from ..run import check_text, prompt_tokens
 from . import sessions
 from .protocol import Body, ChatBody, CompletionBody, Refusal
@@ -24,20 +34,20 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 COMPLETION_TOKENS = 16
-"""New tokens of a completion that does not say how many, as OpenAI has it."""
+"""Default number of new tokens of a completion, as for OpenAI."""
 
 
 class Prompt(NamedTuple):
-    """What is to be read for a request."""
+    """The tokens to read for a request."""
 
     tokens: list[int]
-    behind: Behind | None = None
+    previous: TextState | None = None
     messages: list[Message] | None = None
     """The whole conversation."""
 
 
 class Piece(NamedTuple):
-    """What a step added to one of a request's texts."""
+    """The result of one step for one of a request's texts."""
 
     choice: int
     text: str
@@ -46,38 +56,38 @@ class Piece(NamedTuple):
 
 
 @dataclass(eq=False)
-class Job:
-    """The texts of one request under way."""
+class GenerationJob:
+    """One request in progress, with its texts."""
 
     body: Body
     texts: list[Text]
     prompt: Prompt
-    """The last of its prompts: with a session there is one."""
+    """The last of its prompts; with a session, its only one."""
 
     loop: asyncio.AbstractEventLoop
     pieces: asyncio.Queue[Piece | Exception] = field(default_factory=asyncio.Queue)
-    said: str = ""
-    """Of the only text, where a session is kept."""
+    text: str = ""
+    """The generated text, if a session is kept."""
 
     async def read(self) -> AsyncIterator[Piece]:
-        """All pieces as they come. Raises RunFailed where the server cannot go on."""
-        going = len(self.texts)
-        while going:
+        """All pieces as they are generated. Raises RunFailed if the server fails."""
+        running = len(self.texts)
+        while running:
             piece = await self.pieces.get()
             if isinstance(piece, Exception):
                 raise piece
-            going -= piece.finish is not None
+            running -= piece.finish is not None
             yield piece
 
-    def tell(self, piece: Piece | Exception) -> None:
-        """From the model's thread."""
-        with suppress(RuntimeError):  # its loop has ended, and so has whoever listened
+    def put(self, piece: Piece | Exception) -> None:
+        """Send a piece to the request's task; called on the model's thread."""
+        with suppress(RuntimeError):  # the loop is closed, so nobody reads
             self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
 
     @property
     def usage(self) -> dict[str, object]:
-        """As OpenAI counts: what a session has read before is of the prompt, and cached."""
-        cached = self.prompt.behind.tokens if self.prompt.behind else 0
+        """Token counts as OpenAI's: earlier tokens of a session count as cached tokens of the prompt."""
+        cached = self.prompt.previous.tokens if self.prompt.previous else 0
         per_prompt = self.texts[:: self.body.n or 1]
         prompt = cached + sum(len(text.request.tokens) for text in per_prompt)
         new = sum(len(text.new_tokens) for text in self.texts)
@@ -90,29 +100,29 @@ class Job:
 
 
 class Worker:
-    """Runs the engine. Its thread alone touches model, tokenizer and sessions, so that nothing needs a lock."""
+    """Runs the engine. Only its thread uses model, tokenizer and sessions, so that no locks are needed."""
 
-    def __init__(self, opened: OpenedModel, *, batch_size: int, most_sessions: int, most_tokens: int):
-        """Reads the weights. most_tokens: new ones of a text at most."""
+    def __init__(self, opened: OpenedModel, *, batch_size: int, max_sessions: int, max_new_tokens: int):
+        """Load the weights and start the thread. max_new_tokens: the most that a text may have."""
         self.opened, self.tokenizer = opened, opened.tokenizer
-        self._batch_size, self._most_tokens = batch_size, most_tokens
+        self._batch_size, self._max_new_tokens = batch_size, max_new_tokens
         self._model, _ = opened.load()
         self._ends = opened.ends
         self._engine = self._new_engine()
-        self._jobs: dict[Text, tuple[Job, int]] = {}
+        self._jobs: dict[Text, tuple[GenerationJob, int]] = {}
         self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self.sessions = sessions.Sessions(most_sessions)
+        self.sessions = sessions.Sessions(max_sessions)
         self.fingerprint = sessions.fingerprint(opened, self._model)
         self._thread = threading.Thread(target=self._work, name="model", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End all texts where they are, and the thread."""
+        """Abort all texts and end the thread."""
         self._inbox.put(None)
 
     @property
     def health(self) -> dict[str, object]:
-        """Texts under way, and whether there is somebody at work."""
+        """Whether the thread is alive, and the numbers of texts and sessions."""
         return {
             "status": "ok" if self._thread.is_alive() else "stopped",
             "running": self._engine.running,
@@ -121,7 +131,7 @@ class Worker:
         }
 
     async def call(self, function: Callable[[], T]) -> T:
-        """What a function returns that runs on the model's thread, between two steps."""
+        """Run a function on the model's thread, between two steps, and return its result."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -132,27 +142,28 @@ class Worker:
 
         self._inbox.put(run)
         if not self._thread.is_alive():
-            raise _stops()
+            raise _stopped_error()
         return await asyncio.shield(asyncio.wrap_future(future))
 
-    async def submit(self, body: Body) -> Job:
-        """Begin what a request asks for. Raises UserError where it cannot be."""
+    async def submit(self, body: Body) -> GenerationJob:
+        """Start a request. Raises UserError for an invalid one."""
         loop = asyncio.get_running_loop()
         return await self.call(lambda: self._submit(body, loop))
 
-    def remove(self, job: Job) -> None:
-        """Forget a request, wherever its texts stand; nothing where they have ended."""
+    def remove(self, job: GenerationJob) -> None:
+        """Abort those texts of a request that have not ended."""
         self._inbox.put(lambda: self._remove(job))
 
     def restore(self, name: str, data: bytes) -> sessions.Session:
-        """The session of a file, kept under a name. For `call`: it reads a token with the model."""
+        """Load a session from a file and store it. Must run in `call`, since it uses the model."""
         session = sessions.from_file(data, self._engine, self.opened, self.fingerprint)
-        self.sessions.keep(name, session)
+        self.sessions.store(name, session)
         return session
 
-    def _new_engine(self) -> Engine:
+    def _new_engine(self) -> GenerationEngine:
         isolate = self.opened.config.data.isolate_documents
-        return Engine(self._model, self.tokenizer, isolate_documents=isolate, max_batch=self._batch_size)
+        size = self._batch_size
+        return GenerationEngine(self._model, self.tokenizer, isolate_documents=isolate, max_batch=size)
 
     def _work(self) -> None:
         while True:
@@ -161,7 +172,7 @@ class Worker:
                 while True:
                     task = self._inbox.get(block=not busy)
                     if task is None:
-                        self._fail(_stops())
+                        self._fail(_stopped_error())
                         return
                     task()
                     busy = True
@@ -169,42 +180,42 @@ class Worker:
                 continue
             try:
                 for step in self._engine.step():
-                    self._took(step)
+                    self._handle_step(step)
             except Exception as error:
-                # Whatever it was, the batch is in no known state; the model is.
+                # The state of the batches is unknown, but the model is intact: start a new engine.
                 _log.exception("a step of the model failed")
                 self._fail(RunFailed(f"a step of the model failed ({type(error).__name__}: {error})"))
                 self._engine = self._new_engine()
 
     def _fail(self, error: Exception) -> None:
         for job in {job for job, _ in self._jobs.values()}:
-            job.tell(error)
+            job.put(error)
             self._end_session(job, None)
         self._jobs.clear()
 
-    def _took(self, step: Step) -> None:
+    def _handle_step(self, step: TextStep) -> None:
         job, choice = self._jobs[step.text]
         if job.body.session is not None:
-            job.said += step.piece
+            job.text += step.piece
         if step.text.finish is not None:
             del self._jobs[step.text]
             self._end_session(job, step.text)
-        job.tell(Piece(choice, step.piece, step.chosen, step.text.finish))
+        job.put(Piece(choice, step.piece, step.chosen, step.text.finish))
 
-    def _end_session(self, job: Job, text: Text | None) -> None:
+    def _end_session(self, job: GenerationJob, text: Text | None) -> None:
         name = job.body.session
         if name is None:
             return
         session = None
         if text is not None:
-            assert text.behind is not None
+            assert text.final_state is not None
             messages = job.prompt.messages
             if messages is not None:
-                messages = [*messages, {"role": "assistant", "content": job.said}]
-            session = sessions.Session(text.behind, messages)
-        self.sessions.end(name, session)
+                messages = [*messages, {"role": "assistant", "content": job.text}]
+            session = sessions.Session(text.final_state, messages)
+        self.sessions.release(name, session)
 
-    def _remove(self, job: Job) -> None:
+    def _remove(self, job: GenerationJob) -> None:
         left = [text for text in job.texts if text in self._jobs]
         for text in left:
             self._engine.remove(text)
@@ -212,63 +223,61 @@ class Worker:
         if left:
             self._end_session(job, None)
 
-    def _submit(self, body: Body, loop: asyncio.AbstractEventLoop) -> Job:
+    def _submit(self, body: Body, loop: asyncio.AbstractEventLoop) -> GenerationJob:
         name = body.session
-        before = None if name is None else self.sessions.begin(name)
+        session = None if name is None else self.sessions.acquire(name)
         try:
-            prompts = self._prompts(body, before)
+            prompts = self._prompts(body, session)
             requests = self._requests(body, prompts)
         except Exception:
             if name is not None:
-                self.sessions.end(name, None)
+                self.sessions.release(name, None)
             raise
-        job = Job(body, [self._engine.add(request) for request in requests], prompts[-1], loop)
+        job = GenerationJob(body, [self._engine.add(request) for request in requests], prompts[-1], loop)
         self._jobs |= {text: (job, choice) for choice, text in enumerate(job.texts)}
         return job
 
-    def _prompts(self, body: Body, before: sessions.Session | None) -> list[Prompt]:
+    def _prompts(self, body: Body, session: sessions.Session | None) -> list[Prompt]:
         if isinstance(body, ChatBody):
-            return [self._conversation(body.conversation(), before)]
+            return [self._conversation(body.conversation(), session)]
         assert isinstance(body, CompletionBody)
-        prompts = body.prompts
-        if before is not None and before.messages is not None:
-            raise Refusal("the session is a conversation; go on with /v1/chat/completions", param="session")
-        behind = None if before is None else before.behind
-        return [Prompt(self._tokens(prompt, behind), behind) for prompt in prompts]
+        if session is not None and session.messages is not None:
+            raise Refusal("the session is a conversation; use /v1/chat/completions", param="session")
+        previous = None if session is None else session.state
+        return [Prompt(self._tokens(prompt, previous), previous) for prompt in body.prompts]
 
-    def _tokens(self, prompt: str | list[int], before: Behind | None) -> list[int]:
-        if isinstance(prompt, str) and before is None:
+    def _tokens(self, prompt: str | list[int], previous: TextState | None) -> list[int]:
+        if isinstance(prompt, str) and previous is None:
             return prompt_tokens(self.opened, prompt)
         if isinstance(prompt, str):
             check_text(prompt)
             prompt = self.tokenizer.encode(prompt)
         elif not all(0 <= token < self.tokenizer.vocab_size for token in prompt):
             raise Refusal(f"prompt: tokens are from 0 to {self.tokenizer.vocab_size - 1}", param="prompt")
-        if not prompt and not (before and before.unread):
-            raise Refusal("prompt is empty, and there is nothing to go on from; give a text", param="prompt")
+        if not prompt and not (previous and previous.unread):
+            raise Refusal("prompt is empty, and there is nothing to continue; give a text", param="prompt")
         return prompt
 
-    def _conversation(self, messages: list[Message], before: sessions.Session | None) -> Prompt:
-        """Of a session the new messages alone are read, be they sent alone or behind all others."""
-        if before is None:
+    def _conversation(self, messages: list[Message], session: sessions.Session | None) -> Prompt:
+        """The prompt of a chat; a session reads only new messages, whether or not the client repeats earlier ones."""
+        if session is None:
             return Prompt(prompt_tokens(self.opened, messages), messages=messages)
-        heard = before.messages
-        if heard is None:
-            raise Refusal("the session is no conversation; go on with /v1/completions", param="session")
-        more = messages[len(heard) :] if messages[: len(heard)] == heard else messages
-        if not more:
-            raise Refusal("messages has nothing behind the last answer; add a message", param="messages")
-        for message in more:
+        history = session.messages
+        if history is None:
+            raise Refusal("the session is not a conversation; use /v1/completions", param="session")
+        new_messages = messages[len(history) :] if messages[: len(history)] == history else messages
+        if not new_messages:
+            raise Refusal("messages has nothing after the last answer; add a message", param="messages")
+        for message in new_messages:
             check_text(message["content"])
-        whole = [*heard, *more]
-        following = ChatTemplate(self.tokenizer).following(heard, more)
-        if (
-            following is None
-        ):  # the template writes an earlier answer in another way, such as without its thoughts
+        whole = [*history, *new_messages]
+        new_tokens = ChatTemplate(self.tokenizer).tokens_after(history, new_messages)
+        # None if the template renders an earlier answer differently now, such as without its reasoning.
+        if new_tokens is None:
             return Prompt(prompt_tokens(self.opened, whole), messages=whole)
-        return Prompt(following, before.behind, whole)
+        return Prompt(new_tokens, session.state, whole)
 
-    def _requests(self, body: Body, prompts: Sequence[Prompt]) -> list[Request]:
+    def _requests(self, body: Body, prompts: Sequence[Prompt]) -> list[TextRequest]:
         samples = body.n or 1
         if body.session is not None and (samples > 1 or len(prompts) > 1):
             raise Refusal("session keeps one text; send one prompt and leave n out", param="session")
@@ -278,37 +287,26 @@ class Worker:
                 f"{16 * self._batch_size // samples} at most",
                 param="prompt",
             )
-        default = self._most_tokens if isinstance(body, ChatBody) else COMPLETION_TOKENS
-        new = body.limit or min(default, self._most_tokens)
-        if new > self._most_tokens:
+        default = self._max_new_tokens if isinstance(body, ChatBody) else COMPLETION_TOKENS
+        new = body.max_new_tokens or min(default, self._max_new_tokens)
+        if new > self._max_new_tokens:
             raise Refusal(
-                f"max_tokens={new} is more than this server makes; give at most {self._most_tokens}"
+                f"max_tokens={new} exceeds this server's limit; give at most {self._max_new_tokens}"
             )
         seed = secrets.randbits(63) if body.seed is None else body.seed
+        keeps = body.session is not None
         requests = []
         for prompt in prompts:
-            read = len(prompt.tokens) + (prompt.behind.tokens if prompt.behind else 0)
-            room = most_tokens(self.opened.config)
-            if body.limit is None and room is not None:
-                new = max(1, min(new, room - read))
+            read = len(prompt.tokens) + (prompt.previous.tokens if prompt.previous else 0)
+            limit = position_limit(self.opened.config)
+            if body.max_new_tokens is None and limit is not None:
+                new = max(1, min(new, limit - read))
             check_positions(self.opened.config, read, new, "max_tokens")
-            requests += [
-                Request(
-                    prompt.tokens,
-                    new,
-                    body.sampling(),
-                    seed,
-                    sample,
-                    body.stops,
-                    self._ends,
-                    body.likeliest,
-                    prompt.behind,
-                    keeps_state=body.session is not None,
-                )
-                for sample in range(samples)
-            ]
+            first = TextRequest(prompt.tokens, new, body.sampling(), seed, stop=body.stops, ends=self._ends)
+            first = replace(first, logprobs=body.num_top_tokens, previous=prompt.previous, keeps_state=keeps)
+            requests += [replace(first, sample=sample) for sample in range(samples)]
         return requests
 
 
-def _stops() -> RunFailed:
+def _stopped_error() -> RunFailed:
     return RunFailed("the server stops")

@@ -1,4 +1,4 @@
-"""Random features of tokens through FastFood: cos and sin or exp of S H G Pi H B x, without a matrix (KL eq. 6)."""
+"""FastFood random features: cos and sin, or exp, of S H G Pi H B x, without a dense matrix (KL eq. 6)."""
 
 from types import ModuleType
 
@@ -17,12 +17,12 @@ def _kernels() -> ModuleType:
 
 
 def by_transforms(x: Tensor, projection: FastFood, *, feature_map: str) -> Features:
-    """phi of x (B, H_kv, C, L, d) in float32 or better, by transforms of whole tensors, on any device."""
+    """phi of x (B, H_kv, C, L, d) in float32 or better, with fast transforms of whole tensors, on any device."""
     return FEATURE_MAPS[feature_map].phi(x.to(accum_dtype(x.dtype)), projection)
 
 
 def by_matrix(x: Tensor, projection: FastFood, *, feature_map: str) -> Features:
-    """The same by the dense matrix of the transform: what the other backends are compared with."""
+    """The same with the dense matrix of the transform; the other backends are tested against it."""
     return FEATURE_MAPS[feature_map].phi(x.to(accum_dtype(x.dtype)), dense(projection, x.shape[-1]))
 
 
@@ -37,24 +37,24 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 def fastfood_features(
     x: Tensor, projection: FastFood, *, feature_map: str, backend: str | None = None
 ) -> Features:
-    """phi(x) with fast transforms in place of omega.
+    """phi(x) with fast transforms instead of omega.
 
-    `megakernel.ops.phi.features` comes here for every FastFood. Fused attention does not: it takes the
-    dense matrix of a FastFood, so that no features reach memory.
+    `megakernel.ops.phi.features` uses these backends for every FastFood. Fused attention kernels instead use its dense
+    matrix, so that features need not be in memory.
 
     Args:
         x: (B, H_kv, N, d), floating.
-        projection: blocks of n = 2^k >= d numbers for each key head; M = blocks * d.
+        projection: blocks of n = 2^k >= d elements for each key head; M = blocks * d.
         feature_map: rks, prf or favor.
-        backend: reference, chunked or triton; None takes the environment's MEGAKERNEL_BACKEND, else triton on a GPU
-            and chunked elsewhere.
+        backend: reference, chunked or triton; None reads MEGAKERNEL_BACKEND from the environment, and by default takes
+            triton on a GPU and chunked elsewhere.
 
     Returns:
         Values (B, H_kv, N, F) and, for prf and favor, log scales (B, H_kv, N), float32 or better. F is 2 M for rks,
         cosines first, and M for the others.
 
     Raises:
-        ValueError: shapes, dtypes, devices or names that do not fit, naming the argument.
+        ValueError: invalid shapes, dtypes, devices or names; the message names the argument.
     """
     check_tokens("x", x)
     check_choice("feature_map", feature_map, SAMPLED)

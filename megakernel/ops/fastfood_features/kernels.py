@@ -1,12 +1,12 @@
 """Triton kernels of FastFood features: both Hadamard transforms, Pi and the feature map on one tile of tokens.
 
-A tile is (R, K): R tokens, and the n numbers of each of their blocks beside each other, K = BP n with BP the blocks
-padded to a power of two. With u = H (b * x), w = Pi u and z = H (g * w), the angles or exponents of a block are
-y = factor s * z, factor = d^-1/4 n^-1/2. H and its transpose are one, so backward is, with t = H (factor s * dy),
+A tile is (R, K): R tokens with the n elements of all their blocks, K = BP n, where BP is the number of blocks padded to
+a power of two. With u = H (b * x), w = Pi u and z = H (g * w), the angles or exponents of a block are y = factor s * z,
+factor = d^-1/4 n^-1/2. H is symmetric, so backward is, with t = H (factor s * dy),
 
     ds = factor dy * z    dg = t * w    db = x * H Pi^T (g * t)    dx = the sum over blocks of b * H Pi^T (g * t)
 
-A program takes a span of the tokens of one head. What it adds to ds, dg and db is summed over programs afterwards.
+A program takes a span of the tokens of one head. Its parts of ds, dg and db are summed over programs afterwards.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ import triton.language as tl
 from megakernel.ops.kernels.features import cos_sin, store_rows
 
 WINDOW = tl.constexpr(16)
-"""Numbers of a token that one pass of butterflies combines: as many as threads hold or pass on within a warp."""
+"""Elements of a token that one pass of butterflies combines: as many as threads hold or exchange within a warp."""
 
 
 class Parts(NamedTuple):
@@ -30,10 +30,10 @@ class Parts(NamedTuple):
 
 
 class FeatureShape(NamedTuple):
-    """What a launch is compiled for."""
+    """Compile-time sizes of a launch."""
 
     span: int
-    """Tokens of a program."""
+    """Tokens per program."""
 
     tokens: int
     """R."""
@@ -49,7 +49,7 @@ class FeatureShape(NamedTuple):
     """d."""
 
     name: str
-    """Of the feature map."""
+    """Name of the feature map."""
 
     @property
     def rows(self) -> int:
@@ -63,19 +63,19 @@ class FeatureShape(NamedTuple):
 
     @property
     def square_share(self) -> float:
-        """How much of |x|^2 exponents lose: a half estimates exp(q.k / sqrt(d)), all of it a Gaussian kernel."""
+        """Factor of |x|^2 in exponents, over sqrt(d): 0.5 estimates exp(q.k / sqrt(d)), 1 a Gaussian kernel."""
         return (0.5 if self.name == "favor" else 1.0) * self.width**-0.5
 
 
 @triton.constexpr_function
 def log2(n):
-    """k of n = 2^k."""
+    """k for n = 2^k."""
     return n.bit_length() - 1
 
 
 @triton.jit
 def butterflies(x, n: tl.constexpr):
-    """H_n x along rows (rows, n): sums and differences of neighbours, each round bringing the next bit to the end."""
+    """H_n x along rows (rows, n): sums and differences of neighbors; each round moves the next index bit to the end."""
     rows: tl.constexpr = x.shape[0]
     for _ in tl.static_range(log2(n)):
         first, second = tl.split(tl.reshape(x, (rows, n // 2, 2)))
@@ -109,7 +109,7 @@ def transform(x, n: tl.constexpr):
 
 @triton.jit
 def permute(x, order, n: tl.constexpr):
-    """Number order[i] of its block for number i of every block of a tile (R, K); order (K,)."""
+    """Permute every block of a tile (R, K): element i becomes element order[i] of its block; order (K,)."""
     shape: tl.constexpr = x.shape
     lines: tl.constexpr = (shape[0] * (shape[1] // n), n)
     places = tl.reshape(tl.broadcast_to(order[None, :], shape), lines)
@@ -118,7 +118,7 @@ def permute(x, order, n: tl.constexpr):
 
 @triton.jit
 def load_tokens(start, stride, left, META: tl.constexpr):
-    """R tokens as a tile (R, K), the same in every block, zeros from column d of a block and from token `left` on."""
+    """R tokens as a tile (R, K), repeated in every block; zeros from column d of a block and from token `left` on."""
     rows, columns = tl.arange(0, META.tokens), tl.arange(0, META.padded) % META.size
     inside = (rows < left)[:, None] & (columns < META.width)[None, :]
     return tl.load(start + (rows[:, None] * stride + columns[None, :]), mask=inside, other=0.0).to(tl.float32)
@@ -126,7 +126,7 @@ def load_tokens(start, stride, left, META: tl.constexpr):
 
 @triton.jit
 def load_part(part, kv, META: tl.constexpr):
-    """One number per place of a head's blocks, (K,), zeros in the padding."""
+    """One diagonal or permutation of a head's blocks, (K,); zeros in the padding."""
     k = tl.arange(0, META.padded)
     numbers: tl.constexpr = META.blocks * META.size
     return tl.load(part + kv * numbers + k, mask=k < numbers, other=0)
@@ -134,7 +134,7 @@ def load_part(part, kv, META: tl.constexpr):
 
 @triton.jit
 def load_parts(parts, kv, META: tl.constexpr):
-    """S with the factor of y, G and B of a head, (K,) float32, and Pi."""
+    """S (times `factor`), G and B of a head, (K,) float32, and Pi."""
     factor: tl.constexpr = META.width**-0.25 * META.size**-0.5
     s = load_part(parts.scales, kv, META).to(tl.float32) * factor
     g = load_part(parts.gaussians, kv, META).to(tl.float32)
@@ -144,7 +144,7 @@ def load_parts(parts, kv, META: tl.constexpr):
 
 @triton.jit
 def feature_places(META: tl.constexpr):
-    """Which feature a place of the tile is, (K,), and whether it is one."""
+    """The feature index of each column of a tile, (K,), and a mask of the columns that are features."""
     k = tl.arange(0, META.padded)
     inside = (k % META.size < META.width) & (k < META.blocks * META.size)
     return k // META.size * META.width + k % META.size, inside
@@ -152,7 +152,7 @@ def feature_places(META: tl.constexpr):
 
 @triton.jit
 def span_of_program(x, length, heads, META: tl.constexpr):
-    """The head of a program, its first token's place, number among all tokens, and numbers in memory."""
+    """The program's head, and its first token: place in the sequence, index among all tokens, and pointer."""
     head = tl.program_id(0)
     begin = tl.program_id(1) * META.span
     start = x.pointer + (head // heads).to(tl.int64) * x.batch + (head % heads).to(tl.int64) * x.head
@@ -161,7 +161,7 @@ def span_of_program(x, length, heads, META: tl.constexpr):
 
 @triton.jit
 def exponents(x, y, inside, META: tl.constexpr):
-    """y less the share of |x|^2 of tokens x (R, K), -inf in padding."""
+    """y minus META.square_share times |x|^2 of tokens x (R, K); -inf in padding."""
     first_block = tl.arange(0, META.padded) < META.size
     square = tl.sum(tl.where(first_block[None, :], x * x, 0.0), 1) * META.square_share
     return tl.where(inside[None, :], y - square[:, None], float("-inf"))
@@ -197,9 +197,9 @@ def write_features(x, parts, features, logs, length, heads, META: tl.constexpr):
 
 @triton.jit
 def write_gradients(grad, x, parts, inverse, logs, dx, shares, length, heads, META: tl.constexpr):
-    """dx (B, H_kv, N, d), and each program's share of ds, dg and db: shares (3, B H_kv spans, blocks n).
+    """dx (B, H_kv, N, d), and each program's part of ds, dg and db: shares (3, B H_kv spans, blocks n).
 
-    Programs as in `write_features`; grad (B, H_kv, N, F) is the gradient of its features, and `inverse` undoes Pi.
+    Programs as in `write_features`; grad (B, H_kv, N, F) is the gradient of the features, `inverse` the inverse of Pi.
     """
     R: tl.constexpr = META.tokens
     K: tl.constexpr = META.padded

@@ -1,4 +1,4 @@
-"""Causal FLuRKA: landmarks of earlier blocks under a kernel, the current block exactly (docs/formulas.md, 4)."""
+"""Causal FLuRKA: kernel attention to landmarks of earlier blocks, exact attention in a window (docs/formulas.md, 4)."""
 
 from types import ModuleType
 
@@ -18,7 +18,7 @@ from megakernel.ops.documents import Positions, token_positions
 from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.flurka_attention import chunked, reference
 from megakernel.ops.flurka_attention.form import FarRope, FlurkaInputs, FlurkaState, Form, NearKind, Weights
-from megakernel.ops.mixture import first_key, pack_keys, rotated_each
+from megakernel.ops.mixture import first_key, pack_keys, packed_rotary
 from megakernel.ops.projections import Projection
 from megakernel.ops.state import Exchange
 from megakernel.ops.window import Rotary
@@ -63,47 +63,48 @@ def flurka_attention(
     exchange: Exchange | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, FlurkaState | None]:
-    """Causal FLuRKA, linear in the number of tokens; its eq. 2 made causal as docs/formulas.md, 4 says.
+    """Causal FLuRKA, linear in sequence length: eq. 2 of the paper made causal (docs/formulas.md, 4).
 
-    Token i of a document lies in block J = i // b. It attends exactly the tokens up to itself of block J (J - 1 too
-    with blocks=2), and through phi(q).phi(E K) the r landmarks of every earlier block, each with the token count
-    (b / r) exp(beta).
+    Token i of a document is in block J = i // b. It attends exactly to the tokens of block J up to itself (with
+    blocks=2 also to block J - 1), and through phi(q).phi(E K) to the r landmarks of every earlier block, each with the
+    token count (b / r) exp(beta).
 
     Args:
         q: (B, H, N, d).
         k: (B, H_kv, N, d), H a multiple of H_kv; (B, H_kv, M, N, d) with priors and no shift.
         v: (B, H_kv, N, D).
         feature_map: phi; see `kernel_attention`.
-        pool_keys: E (r, b) or (H_kv, r, b), the weights themselves, not logits.
-        pool_values: F, of the same shape.
+        pool_keys: E (r, b) or (H_kv, r, b), weights, not logits.
+        pool_values: F, same shape as E.
         projection: of the feature map; see `kernel_attention`.
-        near: similarity of the exact part, exp(q.k / sqrt(d)) or phi(q).phi(k).
+        near: similarity in the window, softmax for exp(q.k / sqrt(d)) or kernel for phi(q).phi(k).
         blocks: 1 current block, 2 current and previous block.
-        priors: pi (H_kv, M) >= 0 of mixture keys: a token or landmark weighs the sum over its M keys, sum_r pi_r
-            phi(q).phi(E K_r) far and sum_r pi_r exp(q.k_r / sqrt(d)) or sum_r pi_r phi(q).phi(k_r) near.
-        shift: b (H_kv, M, d), beside priors: k_r = k + b_r at tokens, and E K + b_r at landmarks.
-        gate: logits of the near part's share, broadcastable to (B, H, N): each part is normalized by itself. None: one
-            normalizer for both, which near="kernel" always has.
+        priors: pi (H_kv, M) >= 0 of mixture keys: the weight of a token or landmark is a sum over its M keys, far
+            sum_r pi_r phi(q).phi(E K_r), near sum_r pi_r exp(q.k_r / sqrt(d)) or sum_r pi_r phi(q).phi(k_r).
+        shift: b (H_kv, M, d), requires priors: tokens have the keys k_r = k + b_r, landmarks E K + b_r.
+        gate: logits of the near part's share, broadcastable to (B, H, N); each part has its own normalizer. None: one
+            normalizer for both, as near="kernel" requires.
         far_mass: beta (H_kv,); None is 0.
         far_weight: gamma (H,), multiplies the far part by exp(gamma) under one normalizer; None is 0.
         log_decay: log a <= 0, broadcastable to (B, H_kv, N): the last token of a block multiplies the landmarks of
-            earlier blocks by a, before new ones join them. None is 0.
-        rotary: rotates by positions; q and k are handed in unrotated, because rotated keys cannot be pooled.
-        far_rope: none, or centroid: landmarks are rotated at the centre of their block.
-        positions: (B, N) positions within documents, or the position of the first token of sequences that hold one
-            document each. They say where a document that began in `initial_state` stands.
-        initial_state: what sequences continue from, wherever they were cut.
-        return_state: also return the state behind the last token; otherwise None stands in its place.
-        exchange: gets what these tokens add to the far state and gives what enters, for a sequence cut over processes;
-            the tail of `initial_state` is then the left neighbour's, and the far state returned what these tokens add.
-        backend: reference, chunked or triton; None takes the environment's MEGAKERNEL_BACKEND, else the kernels on a
-            GPU and chunked elsewhere.
+            earlier blocks by a, before new ones are added. None is 0.
+        rotary: rotation by positions; pass q and k unrotated, because rotated keys cannot be pooled.
+        far_rope: none, or centroid: landmarks are rotated at the center of their block.
+        positions: (B, N) positions within documents, or the position of the first token if each sequence holds one
+            document. For a document that began in `initial_state`, they count from its start.
+        initial_state: the state that sequences continue from; they can be split at any token.
+        return_state: also return the state after the last token; otherwise None.
+        exchange: for sequences sharded over ranks, takes the far state that these tokens add and returns the entering
+            one. The tail of `initial_state` is then the previous shard's, and the returned far state is what these
+            tokens add.
+        backend: reference, chunked or triton; None reads MEGAKERNEL_BACKEND from the environment, and by default takes
+            triton on a GPU and chunked elsewhere.
 
     Returns:
-        (B, H, N, D) in the dtype of v, and the state behind the last token or None.
+        (B, H, N, D) in the dtype of v, and the state after the last token or None.
 
     Raises:
-        ValueError: shapes, dtypes, devices or names that do not fit, naming the argument.
+        ValueError: invalid shapes, dtypes, devices or names; the message names the argument.
     """
     key = first_key(k, priors, shift)
     check_heads(q, key, v)
@@ -129,7 +130,7 @@ def flurka_attention(
         log_decay = log_decay.to(accum_dtype(log_decay.dtype)).masked_fill(~ends[:, None], 0.0)
     k = pack_keys(k)
     far, tail = initial_state or (None, None)
-    form = Form(feature_map, size, blocks, near, rotated_each(rotary, q.shape[-1]), far_rope)
+    form = Form(feature_map, size, blocks, near, packed_rotary(rotary, q.shape[-1]), far_rope)
     weights = Weights(projection, pool_keys, pool_values, far_mass, far_weight, priors, shift)
     inputs = FlurkaInputs(form, weights, gate, positions, far, tail, exchange, log_decay, return_state)
     out, far, tail = choose(IMPLEMENTATIONS, backend)(q, k, v, inputs)

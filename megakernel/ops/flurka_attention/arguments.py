@@ -1,7 +1,7 @@
-"""Arguments of FLuRKA's kernels that belong together, as Triton takes them, and where in them a token is.
+"""Grouped arguments of FLuRKA's Triton kernels, and device functions that index them.
 
-Landmarks are the keys of `kernel_attention`'s kernels: r for each b tokens of a sequence, with the token that they
-stand at. What is here is the rest: windows, pools and how the two parts of an output are merged.
+Landmarks are keys of `kernel_attention`'s kernels: r per b tokens of a sequence, each with its place. This module has
+the rest: windows, pools, and how the two parts of an output are merged.
 """
 
 import math
@@ -15,7 +15,7 @@ from megakernel.ops.kernels.features import cdiv, padded
 
 
 class Near(NamedTuple):
-    """The exact part of a layer, at compile time."""
+    """Compile-time options of a layer's exact part."""
 
     softmax: bool
     """exp(q.k / sqrt(d)), else phi(q).phi(k)."""
@@ -23,7 +23,7 @@ class Near(NamedTuple):
     gated: bool
     rotary: bool
     blocks: int
-    """Blocks of a window, the current one included."""
+    """Blocks per window, including the current one."""
 
     block_size: int
     """b"""
@@ -33,86 +33,86 @@ class Near(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """Tokens of the longest window."""
+        """Tokens in the longest window."""
         return self.blocks * self.block_size
 
     @property
     def half(self) -> int:
-        """Numbers of the first half of a token, which a rotation turns against the second."""
+        """Elements in the first half of a token, which a rotation pairs with the second."""
         return cdiv(self.width, 2)
 
     @property
     def padded_half(self) -> int:
-        """The same as the power of two that a tile has."""
+        """`half` padded to the power of two of a tile."""
         return padded(self.half)
 
     @property
     def sharp(self) -> float:
-        """What a product is multiplied by for the base 2 logarithm of its weight."""
+        """Factor that turns q.k into the base 2 logarithm of its weight."""
         return self.width**-0.5 / math.log(2)
 
 
 class Window(NamedTuple):
-    """The tokens that windows are of, which begin with those of a tail."""
+    """Keys and values of windows, which begin with those of the tail."""
 
     keys: Any
-    """`Rows`, as those of values, `v`; None where nobody reads them."""
+    """`Rows`, like the values, `v`; both None if unused."""
 
     v: Any
     windows: Any
-    """(B, N) int32: the first token of each token's window; None where blocks are those of the sequence."""
+    """(B, N) int32: the first place of each token's window; None if the sequence's own chunks of b are the blocks."""
 
     table: Any
-    """(reach + ANGLES, 2 half) float32: cosines and sines of the angles of consecutive places; None without."""
+    """(reach + ANGLES, 2 half) float32: cosines and sines of consecutive places; None without rotation."""
 
     before: int
-    """Tokens of the tail."""
+    """Tokens in the tail."""
 
     oldest: int
-    """The first place of the open document that there is a key of, at most 0."""
+    """The first place of the open document that has a key, at most 0."""
 
 
 class Pools(NamedTuple):
-    """E and F (r, b) float32, and how often a landmark counts."""
+    """E and F (r, b) float32, and the landmark token count."""
 
     of_keys: Any
     of_values: Any
     head: int
-    """Numbers from a head's pool to the next one's, 0 where heads share one."""
+    """Stride in elements between the pools of two heads; 0 if heads share one."""
 
     far_mass: Any
-    """beta (H_kv,): a landmark counts (b / r) exp(beta) times; None is 0."""
+    """beta (H_kv,): a landmark has the token count (b / r) exp(beta); None is 0."""
 
 
 class Shares(NamedTuple):
     """How the two parts of an output are merged."""
 
     gate: Any
-    """(B, H, N) logits of the window's share, None of one normalizer."""
+    """(B, H, N) logits of the window's share; None for one shared normalizer."""
 
     far_weight: Any
-    """gamma (H,), of one normalizer; None is 0."""
+    """gamma (H,), for a shared normalizer; None is 0."""
 
 
 class Merged(NamedTuple):
-    """What backward knows of the weights of an output."""
+    """What backward needs about the weights of an output."""
 
     factor: Any
-    """What sums over landmarks are multiplied by, (B, H, N) float32."""
+    """Factor of the sums over landmarks, (B, H, N) float32."""
 
     lse: Any
-    """The weights of a window under a softmax are 2^(log2 w - lse) of the output, or of its own mean if gated."""
+    """Base 2 log-sum-exp: softmax weights of the window are 2^(log2 w - lse), within the window's own mean if gated."""
 
     scale: Any
-    """r (B, H_kv, N) float32 of unbounded maps."""
+    """r (B, H_kv, N) float32, for unbounded maps."""
 
     share: Any
-    """Of landmarks in the normalizer, (B, H, N) float32; None beside a gate, which says it."""
+    """The landmarks' share of the normalizer, (B, H, N) float32; None with a gate, from which it follows."""
 
 
 @triton.jit
 def window_start(window, seq, batch, places, NEAR: tl.constexpr):
-    """The first key that the tokens at `places` compare themselves with; behind the last token its window goes on."""
+    """The first place in the windows of the tokens at `places`; places past the last token share its window."""
     if window.windows is None:
         start = (places // NEAR.block_size - (NEAR.blocks - 1)) * NEAR.block_size
         start = tl.maximum(start, window.oldest)
@@ -124,14 +124,14 @@ def window_start(window, seq, batch, places, NEAR: tl.constexpr):
 
 @triton.jit
 def gate_of(shares, head, at, first, length, C: tl.constexpr, NEAR: tl.constexpr):
-    """Logits (C,) of the tokens from `at` on, whose documents start at `first`: infinite where no block is far."""
+    """Gate logits (C,) of the tokens from `at` on, whose documents start at `first`; inf if they see no landmark."""
     logits = load_numbers(shares.gate + head.to(tl.int64) * length, at, length, C).to(tl.float32)
     return tl.where(at + tl.arange(0, C) - first >= NEAR.reach, logits, float("inf"))
 
 
 @triton.jit
 def gamma_of(shares, query_head):
-    """The logarithm of what a head's landmarks count."""
+    """gamma of a query head, 0 by default."""
     if shares.far_weight is None:
         gamma = tl.full((), 0.0, tl.float32)
     else:
@@ -141,9 +141,9 @@ def gamma_of(shares, query_head):
 
 @triton.jit
 def block_end(window, seq, batch, block, NEAR: tl.constexpr):
-    """Where in the sequence's b tokens of this number a block ends and landmarks become visible; negative: nowhere.
+    """The place in this chunk of b tokens where a block ends and landmarks become visible; negative if there is none.
 
-    They are those of the b tokens that begin `reach` - 1 places before.
+    The landmarks are those of the b tokens that start `reach` - 1 places earlier.
     """
     if seq.ends is None:
         end = (block + 1) * NEAR.block_size - 1
@@ -155,5 +155,5 @@ def block_end(window, seq, batch, block, NEAR: tl.constexpr):
 
 @triton.jit
 def angles(window, place, NEAR: tl.constexpr):
-    """The angles of the tokens from `place` on."""
+    """Pointer to the angles of the tokens from `place` on, or None."""
     return window.table + place * (2 * NEAR.half) if NEAR.rotary else None

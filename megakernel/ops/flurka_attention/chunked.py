@@ -1,4 +1,4 @@
-"""Causal FLuRKA in linear time on any device."""
+"""Linear-time causal FLuRKA on any device."""
 
 from functools import partial
 from typing import NamedTuple
@@ -26,24 +26,24 @@ from megakernel.ops.partial_output import (
 from megakernel.ops.phi import Phi
 from megakernel.ops.scan import Links, link, pairs, read_states, scan_chunks, write_chunks
 from megakernel.ops.state import KernelState, Once, decayed
-from megakernel.ops.window import Layout, Tail, cut, empty_tail, rotate_keys, softmax_pairs
+from megakernel.ops.window import Tail, WindowLayout, empty_tail, rotate_keys, softmax_pairs, window_layout
 
 RUN = 256
-"""Tokens of one chunk of the far scan: several blocks, so that their landmarks fill a matrix product."""
+"""Tokens per chunk of the far scan: several blocks, so that their landmarks fill a matrix product."""
 
 GROUP = 2048
-"""Tokens whose features, windows and states exist at once; the next multiple of a far chunk is taken."""
+"""Tokens whose features, windows and states are in memory at once, rounded down to a multiple of a far chunk."""
 
 
 class _Group(NamedTuple):
-    """What a step knows about its group of tokens."""
+    """A group of tokens, as passed to a step of the scan."""
 
     form: Form
     weights: Weights
     positions: Tensor
-    """(B, T) positions; B is 1 where sequences are alike."""
+    """(B, T) positions; B is 1 if all sequences have the same ones."""
 
-    layout: Layout
+    layout: WindowLayout
 
     @property
     def phi(self) -> Phi:
@@ -53,38 +53,38 @@ class _Group(NamedTuple):
 def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tensor, KernelState, Tail]:
     """Attention (B, H, N, D), and the far state and the tail after the last token.
 
-    With `exchange`, what enters comes from there, and the far state is what these tokens alone add to `far`.
+    With `exchange`, the entering far state comes from it, and the returned one is what these tokens alone add.
     """
     form, weights, gate, positions, _, tail, exchange, log_decay, _ = inputs
     if tail is None:
         tail = empty_tail(k, v, form.block_size * form.blocks)
     if q.shape[2] == 1 and exchange is None:
         return one_token.attend(q, k, v, inputs._replace(tail=tail))
-    far = inputs.entering(q, k, v)
-    begin = None if exchange is None else Once(exchange)
+    far = inputs.initial_far(q, k, v)
+    exchange_once = None if exchange is None else Once(exchange)
 
-    def found(q: Tensor, k: Tensor, v: Tensor) -> Found:
+    def compute(q: Tensor, k: Tensor, v: Tensor) -> Found:
         run = partial(_over_groups, form=form, weights=weights, positions=positions)
-        if begin is None:
+        if exchange_once is None:
             out, leaving, _ = run(_attend, (q, k, v, log_decay, gate), far, tail)
             return out, leaving
-        _, own, _ = run(_write, (k, v, log_decay), far, tail)
+        _, added, _ = run(_write, (k, v, log_decay), far, tail)
         carries = carried(positions, q, log_decay)
-        before = None if log_decay is None else log_decay.cumsum(2) - log_decay
-        pending = begin(own, carries)
+        decay_before = None if log_decay is None else log_decay.cumsum(2) - log_decay
+        pending = exchange_once(added, carries)
         sums, _, _ = run(_sums, (q, k, v, log_decay), far, tail)
         reads = began_before(positions, q.shape[2], q.device)[:, None]
-        out, _, _ = run(_complete, (q, v, gate, before, reads, *sums), pending.wait(), tail)
-        return out, own
+        out, _, _ = run(_add_entering, (q, v, gate, decay_before, reads, *sums), pending.wait(), tail)
+        return out, added
 
-    out, leaving = in_range(found(q, k, v), lambda: found(q.double(), k.double(), v.double()))
+    out, leaving = in_range(compute(q, k, v), lambda: compute(q.double(), k.double(), v.double()))
     return out, leaving, tail.after(k, v)
 
 
 def _over_groups(
     step, inputs: Tensors, far: KernelState, tail: Tail, *, form: Form, weights: Weights, positions: Positions
 ):
-    """Run `step(inputs, far, tail, group) -> outputs, far, tail` over groups of tokens."""
+    """Scan `step(inputs, far, tail, group) -> outputs, far, tail` over groups of tokens."""
     runs = max(1, RUN // form.block_size)
     span = runs * form.block_size
     varying = None if isinstance(positions, int) else positions[:, None]
@@ -92,34 +92,32 @@ def _over_groups(
     far = KernelState(*(x.to(dtype) for x in far))
 
     def on_group(start: int, carry: Tensors, sequences: Tensors, shared: Tensors):
-        *here, at = sequences
-        length = here[0].shape[2]
-        places = positions + start if at is None else at[:, 0]
-        layout = cut(
-            places, length, far.sums.device, block_size=form.block_size, blocks=form.blocks, runs=runs
-        )
+        *group_inputs, group_positions = sequences
+        length, device = group_inputs[0].shape[2], far.sums.device
+        at = positions + start if group_positions is None else group_positions[:, 0]
+        layout = window_layout(at, length, device, block_size=form.block_size, blocks=form.blocks, runs=runs)
         entering = KernelState(carry[0], carry[1].detach())
-        group = _Group(form, Weights(*shared), token_positions(places, length, far.sums.device), layout)
-        outputs, leaving, left = step(here, entering, Tail(*carry[2:]), group)
-        return outputs, (*leaving, *left)
+        group = _Group(form, Weights(*shared), token_positions(at, length, device), layout)
+        outputs, leaving, next_tail = step(group_inputs, entering, Tail(*carry[2:]), group)
+        return outputs, (*leaving, *next_tail)
 
-    outputs, left = scan_groups(
+    outputs, final = scan_groups(
         on_group, (*far, *tail), (*inputs, varying), tuple(weights), group=span * max(1, GROUP // span)
     )
-    return outputs, KernelState(left[0], left[1].detach()), Tail(*left[2:])
+    return outputs, KernelState(final[0], final[1].detach()), Tail(*final[2:])
 
 
 def _attend(inputs: Tensors, far: KernelState, tail: Tail, group: _Group):
     q, k, v, log_decay, gate = inputs
-    near, seen, far = _near_and_far(q, k, v, log_decay, far, tail, group)
-    found = _merge(near, seen, gate, group.layout.places, q.shape[1], group)
-    return as_queries(found, q, v.dtype), far, tail.after(k, v)
+    near, landmarks, far = _near_and_far(q, k, v, log_decay, far, tail, group)
+    merged = _merge(near, landmarks, gate, group.layout.positions, q.shape[1], group)
+    return as_queries(merged, q, v.dtype), far, tail.after(k, v)
 
 
 def _sums(inputs: Tensors, far: KernelState, tail: Tail, group: _Group):
     q, k, v, log_decay = inputs
-    near, seen, far = _near_and_far(q, k, v, log_decay, far, tail, group)
-    parts = (near.values, near.scale_or_zero, seen.values, seen.scale_or_zero)
+    near, landmarks, far = _near_and_far(q, k, v, log_decay, far, tail, group)
+    parts = (near.values, near.scale_or_zero, landmarks.values, landmarks.scale_or_zero)
     return tuple(unchunk_queries(x, q.shape[1], q.shape[2]) for x in parts), far, tail.after(k, v)
 
 
@@ -129,40 +127,35 @@ def _write(inputs: Tensors, far: KernelState, tail: Tail, group: _Group):
     windows = group.layout.windows(tail.keys.to(dtype), k.to(dtype))
     values = group.layout.windows(tail.values.to(dtype), v.to(dtype))
     keys, values, links = _landmarks(windows, values, log_decay, group)
-    return (), _behind(write_chunks(keys, values, far, links), log_decay), tail.after(k, v)
+    return (), _decay_by_group(write_chunks(keys, values, far, links), log_decay), tail.after(k, v)
 
 
-def _complete(inputs: Tensors, far: KernelState, tail: Tail, group: _Group):
-    """Join the sums of the local work after adding what the entering state gives to documents open before."""
-    q, v, gate, before, reads, *sums = inputs
+def _add_entering(inputs: Tensors, far: KernelState, tail: Tail, group: _Group):
+    """Add the entering state to the local sums of documents that began before the shard, then merge near and far."""
+    q, v, gate, decay_before, reads, *sums = inputs
     heads, length, kv_heads = q.shape[1], q.shape[2], far.sums.shape[1]
-    rotary = group.form.far_rotary
-    wide_q = q.to(far.sums.dtype)
-    phi_q = group.phi.of_queries(
-        chunk_queries(rotary(wide_q, group.positions) if rotary else wide_q, kv_heads, length)
-    )
-    phi_q = _scaled(phi_q, None if before is None else before[:, :, None])
+    far_q = q.to(far.sums.dtype)
+    if group.form.far_rotary:
+        far_q = group.form.far_rotary(far_q, group.positions)
+    phi_q = group.phi.of_queries(chunk_queries(far_q, kv_heads, length))
+    phi_q = _scaled(phi_q, None if decay_before is None else decay_before[:, :, None])
     near, near_log, local, local_log = (
         chunk_queries(x if x.dim() == 4 else x[..., None], kv_heads, length) for x in sums
     )
     entering = KernelState(far.sums[:, :, None], far.log_scale[:, :, None])
-    seen = add(PartialOutput(local, local_log[..., 0]), read_states(phi_q, entering, reads[:, :, None]))
-    found = _merge(PartialOutput(near, near_log[..., 0]), seen, gate, group.positions[:, None], heads, group)
-    return as_queries(found, q, v.dtype), far, tail
+    landmarks = add(PartialOutput(local, local_log[..., 0]), read_states(phi_q, entering, reads[:, :, None]))
+    near_sums = PartialOutput(near, near_log[..., 0])
+    merged = _merge(near_sums, landmarks, gate, group.positions[:, None], heads, group)
+    return as_queries(merged, q, v.dtype), far, tail
 
 
 def _near_and_far(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    far: KernelState,
-    tail: Tail,
-    group: _Group,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, far: KernelState, tail: Tail, group: _Group
 ) -> tuple[PartialOutput, PartialOutput, KernelState]:
+    """Sums over the window, sums over landmarks, and the far state after the group."""
     form, layout = group.form, group.layout
     kv_heads, dtype = k.shape[1], far.sums.dtype
-    chunks, size = layout.places.shape[1:]
+    chunks, size = layout.positions.shape[1:]
     q, k = q.to(dtype), k.to(dtype)
     past = tail.keys.to(dtype)
     values = with_ones(layout.windows(tail.values.to(dtype), v.to(dtype)))
@@ -183,27 +176,27 @@ def _near_and_far(
 
     keys, far_values, links = _landmarks(windows, values[..., :-1], log_decay, group)
     if log_decay is not None:
-        # What enters the group, or a landmark as it came, has decayed by all that lies before the query.
+        # The entering state and the (undecayed) landmarks have decayed by all tokens before the query.
         phi_q = _scaled(phi_q, _in_chunks(log_decay.cumsum(2) - log_decay, layout))
     merged = Features(
         _merge_chunks(phi_q.values, layout.runs),
         None if phi_q.log_scale is None else _merge_chunks(phi_q.log_scale, layout.runs),
     )
-    seen, far = scan_chunks(merged, keys, far_values, far, links)
-    split = PartialOutput(
-        _split_chunks(seen.values, layout.runs),
-        None if seen.log_scale is None else _split_chunks(seen.log_scale, layout.runs),
+    sums, far = scan_chunks(merged, keys, far_values, far, links)
+    landmarks = PartialOutput(
+        _split_chunks(sums.values, layout.runs),
+        None if sums.log_scale is None else _split_chunks(sums.log_scale, layout.runs),
     )
-    return near, split, _behind(far, log_decay)
+    return near, landmarks, _decay_by_group(far, log_decay)
 
 
-def _in_chunks(x: Tensor, layout: Layout) -> Tensor:
+def _in_chunks(x: Tensor, layout: WindowLayout) -> Tensor:
     """(B, H_kv, T) -> (B, H_kv, C, L)."""
-    return chunk_keys(x[..., None], layout.size, layout.places.shape[1])[..., 0]
+    return chunk_keys(x[..., None], layout.size, layout.positions.shape[1])[..., 0]
 
 
 def _scaled(phi: Features, logs: Tensor | None) -> Features:
-    """phi (B, H_kv, C, G L, F) times exp of logs (B, H_kv, C, L), by its scale; the values have its gradient."""
+    """phi (B, H_kv, C, G L, F) times exp(logs (B, H_kv, C, L)): in the log scale, with gradients through the values."""
     if logs is None:
         return phi
     logs = logs.to(phi.values.dtype).repeat(1, 1, 1, phi.values.shape[3] // logs.shape[3])
@@ -211,8 +204,8 @@ def _scaled(phi: Features, logs: Tensor | None) -> Features:
     return Features(phi.values * (logs - logs.detach()).exp()[..., None], scale)
 
 
-def _behind(far: KernelState, log_decay: Tensor | None) -> KernelState:
-    """What is left of the state behind the tokens of a group, whose landmarks have the scale of its beginning."""
+def _decay_by_group(far: KernelState, log_decay: Tensor | None) -> KernelState:
+    """The state after a group's decay; before that, its log scales are relative to the start of the group."""
     return far if log_decay is None else decayed(far, log_decay.sum(2))
 
 
@@ -229,13 +222,13 @@ def _split_chunks(x: Tensor, runs: int) -> Tensor:
 def _landmarks(
     keys: Tensor, values: Tensor, log_decay: Tensor | None, group: _Group
 ) -> tuple[Features, Tensor, Links]:
-    """Features and weighted values of the landmarks that become visible in this group, and who sees them.
+    """Features and weighted values of the landmarks that become visible in this group, and links to their queries.
 
     keys, values: windows (B, H_kv, C, W, .). Where a block ends, the block `blocks` - 1 before it leaves the
-    window of all later tokens, and its landmarks enter the far part. No two such ends lie in one chunk.
+    window of all later tokens, and its landmarks enter the far part. A chunk has at most one such end.
     """
     form, layout = group.form, group.layout
-    places = layout.places
+    places = layout.positions
     ends = layout.block_ends()
     at = ends.int().argmax(-1)
     pools = _pools(at, group, keys.dtype)
@@ -244,25 +237,24 @@ def _landmarks(
     end = places.gather(-1, at[..., None])[..., 0]
     landmarks, pooled = landmarks_of(keys, values, pools, end, ends.any(-1), form, group.weights)
 
-    decayed = None
+    logs = None
     if log_decay is not None:
-        # A landmark comes whole where what lay before it has decayed: the inverse of that is its scale.
+        # A landmark enters undecayed where earlier ones have decayed, so its scale is the inverse of that decay.
         at_end = _in_chunks(-log_decay.cumsum(2), layout).gather(
             3, at[:, None, :, None].expand(*log_decay.shape[:2], -1, 1)
         )
-        decayed = at_end.expand(-1, -1, -1, landmarks.shape[3])
-        decayed = _merge_chunks(decayed, layout.runs)
+        logs = _merge_chunks(at_end.expand(-1, -1, -1, landmarks.shape[3]), layout.runs)
 
     chunk, runs, size = torch.arange(places.shape[1], device=at.device), layout.runs, layout.size
     at = (at + chunk % runs * size)[..., None].expand(-1, -1, landmarks.shape[3])
     inside = torch.arange(runs * size, device=at.device).view(runs, size)
     links = link(inside - places.unflatten(1, (-1, runs)), at.unflatten(1, (-1, runs)).flatten(2), delay=1)
-    phi_k = _scaled(group.phi.of_keys(_merge_chunks(landmarks, runs)), decayed)
+    phi_k = _scaled(group.phi.of_keys(_merge_chunks(landmarks, runs)), logs)
     return phi_k, _merge_chunks(pooled, runs), links
 
 
 def _pools(at: Tensor, group: _Group, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """E and F as they lie in the windows, (B, H_kv, C, r, W), for blocks that become visible at place `at`."""
+    """E and F shifted to their blocks in the windows, (B, H_kv, C, r, W); blocks become visible at place `at`."""
     form, layout = group.form, group.layout
     keys, values = (
         (x if x.dim() == 3 else x[None])[:, None].to(dtype)
@@ -280,19 +272,19 @@ def _pools(at: Tensor, group: _Group, dtype: torch.dtype) -> tuple[Tensor, Tenso
 def _merge(
     near: PartialOutput, far: PartialOutput, gate: Tensor | None, places: Tensor, heads: int, group: _Group
 ) -> tuple[Tensor, ...]:
-    """One output (B, H_kv, C, G L, D) of both parts, and which queries got lost. places: (B, C, L) positions."""
+    """The merged output (B, H_kv, C, G L, D) and, if queries can be lost, which are. places: (B, C, L) positions."""
     form, kv_heads = group.form, near.values.shape[1]
     finish = finish_of(form.feature_map, True)
     query_heads = heads // kv_heads
     if gate is None:
         if group.weights.far_weight is not None:
             weight = torch.exp(group.weights.far_weight.to(far.values.dtype)).view(kv_heads, 1, query_heads)
-            each = weight.repeat_interleave(places.shape[2], 2)
-            far = PartialOutput(far.values * each[..., None], far.log_scale)
+            weight = weight.repeat_interleave(places.shape[2], 2)
+            far = PartialOutput(far.values * weight[..., None], far.log_scale)
         return merge_parts(near, far, None, finish)
     chunks, size = places.shape[1:]
     share = torch.sigmoid(chunk_queries(gate[..., None].to(near.values.dtype), kv_heads, size, chunks))
-    # Without a far block the near part alone, exactly: far is 0 there, and must not take its share.
+    # Without a far block, the output is exactly the near part: far is 0 there, and must not get a share.
     far_queries = query_mask(sees_far(places, form.block_size, form.blocks), query_heads)
     out, *lost = merge_parts(near, far, torch.where(far_queries, share, 1.0)[..., 0], finish)
-    return out, *(some & far_queries[..., 0] for some in lost)
+    return out, *(mask & far_queries[..., 0] for mask in lost)

@@ -1,9 +1,9 @@
-"""One token of FLuRKA: it attends its window and the landmarks, and enters the state of its sequence, in one launch.
+"""One decoding step of FLuRKA in one launch: attend to the window and the landmarks, and update the state.
 
-A tail has b * blocks tokens from the first call on, and the step gives one of that size: the old one without its oldest
-token. Where a window begins, whether the token sees landmarks and whether it ends a block the kernel reads from the
-position on the device, so that no shape, no argument and no decision of the host changes from token to token: a CUDA
-graph captures the step behind one that warms it up (compiled kernels, the table of angles).
+The tail always has b * blocks tokens; a step appends the token and drops the oldest. The kernel derives from the
+position, on the device, where the window begins, whether the token sees landmarks and whether it ends a block. No
+shape, argument or host decision changes from token to token, so a CUDA graph can capture the step after one warm-up
+step (which compiles kernels and makes the table of angles).
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from megakernel.ops.flurka_attention import decode_kernel
 from megakernel.ops.flurka_attention.arguments import Near, Pools, Shares, Window
 from megakernel.ops.flurka_attention.form import FlurkaInputs
 from megakernel.ops.kernel_attention.arguments import Rows
-from megakernel.ops.kernel_attention.decode import TILE
+from megakernel.ops.kernel_attention.decode import TILE, unsupported_gradient
 from megakernel.ops.kernel_attention.triton import unsupported_tiles
 from megakernel.ops.kernels.features import cdiv, padded, phi_of
 from megakernel.ops.kernels.launch import launch
@@ -26,44 +26,39 @@ from megakernel.ops.state import KernelState
 from megakernel.ops.window import Tail
 
 WIDEST = 128
-"""d, D, M and b up to which a program's tiles fit into registers."""
+"""Largest d, D, M and b; beyond that, a program's tiles do not fit into registers."""
 
 HIGHEST_RANK = 32
-"""r likewise."""
+"""Largest r, for the same reason."""
 
 KEYS = 32
-"""Tokens of a window that a program compares at a time."""
+"""Tokens of a window per step of the kernel's loop."""
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> str | None:
-    """Why the kernel cannot take these arguments of `attend`, of a layer whose form FLuRKA's kernels take."""
+    """Why the kernel does not support these arguments of a layer that FLuRKA's other kernels support, or None."""
     weights, far, tail = inputs.weights, inputs.far, inputs.tail
     if q.shape[2] != 1:
         return f"q has {q.shape[2]} tokens; expected 1"
     if far is None or tail is None or inputs.exchange is not None:
-        return "the token begins a shard; expected one that continues a state of this process"
+        return "the token continues no state of this process; expected an initial_state and no exchange"
     if far.sums.dtype != torch.float32:
         return f"the state is {far.sums.dtype}; expected float32"
-    tiles = unsupported_tiles(q, v, weights.projection, WIDEST, WIDEST)
-    if tiles is not None:
-        return tiles
+    if (reason := unsupported_tiles(q, v, weights.projection, WIDEST, WIDEST)) is not None:
+        return reason
     rank, block_size = weights.pool_keys.shape[-2:]
     if block_size > WIDEST or rank > HIGHEST_RANK:
         most = f"{WIDEST} and {HIGHEST_RANK}"
         return f"blocks have {block_size} tokens and {rank} landmarks; expected at most {most}"
-    tensors = (q, k, v, inputs.gate, inputs.log_decay, *far, *tail, *weights)
-    parts = [x for part in tensors for x in (part if isinstance(part, tuple) else (part,))]
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in parts):
-        return "a gradient is wanted; expected none, as under torch.no_grad()"
-    return None
+    return unsupported_gradient(q, k, v, inputs.gate, inputs.log_decay, *far, *tail, *weights)
 
 
 def step(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tensor, KernelState, Tail]:
-    """Arguments and results of `chunked.attend`, for one token.
+    """Same arguments and results as `chunked.attend`, for one token.
 
-    `far` and `tail` are left as they were: programs of other columns read them, and a caller may go on from them again
-    (beams, a rejected draft). Weights of landmarks that add up to less than float32's smallest normal number are
-    nothing, and the far part then is 0: nobody looks whether they do, which would make the host wait.
+    `far` and `tail` are not modified: programs of other columns read them, and a caller may reuse them (beams, a
+    rejected draft). If the weights of landmarks add up to less than float32's smallest normal number, the far part is
+    0; this is not checked, because checking would synchronize with the GPU.
     """
     form, weights, gate, positions, far, tail, _, log_decay, _ = inputs
     assert far is not None
@@ -72,7 +67,7 @@ def step(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tensor,
     rotary: Any = form.near_rotary
     reach = form.block_size * form.blocks
     table = None if rotary is None else rotary.rotary.table(-reach, reach + KEYS, q.device)
-    out, *left = _step(
+    out, *state = _step(
         *(q, k, v, gate),
         token_positions(positions, 1, q.device).expand(len(q), 1),
         *(*far, *tail),
@@ -81,7 +76,7 @@ def step(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tensor,
         *(table, log_decay),
         *(feature_map.name, feature_map.components, form.near, form.blocks),
     )
-    return out, KernelState(*left[:2]), Tail(*left[2:])
+    return out, KernelState(*state[:2]), Tail(*state[2:])
 
 
 @torch.library.custom_op("megakernel::flurka_attention_step", mutates_args=())
@@ -116,8 +111,8 @@ def _step(
         matrix = matrix.float().contiguous()
     rows = None if matrix is None else matrix.shape[-2]
     phi = phi_of(FeatureMap(feature_map, components), width, rows, log_decay is not None)
-    of_layer = Near(near == "softmax", gate is not None, table is not None, blocks, block_size, width)
-    left = _outputs(q, k, v, gate, positions, sums, log_scale, tail_keys, tail_values)
+    near_options = Near(near == "softmax", gate is not None, table is not None, blocks, block_size, width)
+    outputs = _empty_outputs(q, k, v, gate, positions, sums, log_scale, tail_keys, tail_values)
     block = max(16, min(padded(columns), TILE // phi.padded_rows))
     grid = (batch * heads, cdiv(columns, block))
 
@@ -146,7 +141,7 @@ def _step(
         sums.contiguous(),
         log_scale.contiguous(),
         None if log_decay is None else log_decay.contiguous(),
-        *left,
+        *outputs,
         sums.new_empty(*grid, rank, width),
         heads,
         positions.stride(0),
@@ -159,14 +154,14 @@ def _step(
         RP=padded(rank),
         BP=padded(block_size),
         BK=KEYS,
-        NEAR=of_layer,
+        NEAR=near_options,
         PHI=phi,
     )
-    return left
+    return outputs
 
 
 @_step.register_fake
-def _outputs(q, k, v, gate, positions, sums, log_scale, tail_keys, tail_values, *others: Any):
+def _empty_outputs(q, k, v, gate, positions, sums, log_scale, tail_keys, tail_values, *others: Any):
     out = v.new_empty(*q.shape[:3], v.shape[-1])
     states = (sums, log_scale, tail_keys, tail_values)
     return out, *(x.new_empty(x.shape) for x in states)

@@ -1,4 +1,4 @@
-"""Triton kernel of FLuRKA's decoding: one token of many sequences attends, and enters their states, in one launch."""
+"""Triton kernel of FLuRKA's decoding step: one token per sequence, for many sequences in one launch."""
 
 import triton
 import triton.language as tl
@@ -12,14 +12,14 @@ from megakernel.ops.kernels.features import EMPTY, load_rows, phi, rounded, stor
 from megakernel.ops.kernels.states import add_tokens, scales_of_addition
 
 TINY = tl.constexpr(1.1754943508222875e-38)
-"""The smallest normal number: weights that add up to less are nothing, see `megakernel.ops.partial_output`."""
+"""The smallest normal float32: a smaller sum of weights counts as 0, see `megakernel.ops.partial_output`."""
 
 
 @triton.jit
 def tokens_to_pool(tail, row, own, D, BP: tl.constexpr, DP: tl.constexpr, NEAR: tl.constexpr):
-    """The b tokens (BP, DP) of the block that leaves the window of all later tokens, if `own` ends its block.
+    """The b tokens (BP, DP) of the block that leaves the window of all later tokens if `own` ends its block.
 
-    They follow the tail's oldest token, and the last of them is `own` where a window is one block.
+    They follow the tail's oldest token; if a window is one block, the last of them is `own`.
     """
     if NEAR.blocks > 1:
         tokens = load_rows(tail + row, row, NEAR.block_size, BP, D, DP)
@@ -33,7 +33,7 @@ def tokens_to_pool(tail, row, own, D, BP: tl.constexpr, DP: tl.constexpr, NEAR: 
 
 @triton.jit
 def shift_tail(tail, row, own, new, width, D, DP: tl.constexpr, BK: tl.constexpr, NEAR: tl.constexpr):
-    """Store the tail behind `own` as rows of `width` at `new`: without the oldest token."""
+    """Store the next tail in rows of `width` at `new`: the old one without its oldest token, then `own`."""
     for at in range(0, NEAR.reach, BK):
         left = NEAR.reach - 1 - at
         store_rows(
@@ -46,7 +46,7 @@ def shift_tail(tail, row, own, new, width, D, DP: tl.constexpr, BK: tl.constexpr
 
 @triton.jit
 def window_halves(queries, q, x, y, window, G: tl.constexpr, NEAR: tl.constexpr):
-    """The halves of G queries at `q` that a window compares, given their features."""
+    """The halves of G queries at `q` for products with a window's keys; x, y: the queries' features."""
     dtype: tl.constexpr = q.dtype.element_ty
     if NEAR.softmax:
         C: tl.constexpr = x.shape[0]
@@ -54,7 +54,7 @@ def window_halves(queries, q, x, y, window, G: tl.constexpr, NEAR: tl.constexpr)
         b = load_rows(q + NEAR.half, queries.row, G, C, NEAR.width - NEAR.half, NEAR.padded_half)
         b = b.to(tl.float32)
         if NEAR.rotary:
-            # A query stands at angle 0, whose cosine is what the rotation multiplies all vectors by.
+            # Queries are at angle 0. Its cosine in the table is the rotation's common factor of all vectors.
             length = tl.load(window.table + NEAR.reach * 2 * NEAR.half)
             a, b = a * length, b * length
     else:
@@ -96,15 +96,15 @@ def step(
     NEAR: tl.constexpr,
     PHI: tl.constexpr,
 ):
-    """Outputs (B, H, V), and the states with the token in them: of the far part and the tail, (B, H_kv, reach, .).
+    """Outputs (B, H, V), the far state after the token, and the next tail (B, H_kv, reach, .).
 
     queries (B, H_kv, G, D), key, value (B, H_kv, 1, .), and the gates (B, H_kv, G, 1) of `shares` are `Rows`. window:
-    of the tail, before the token, with the angles of its places and of the token's, which is 0. States are as
-    `KernelState` has them: the normalizer is the last column, and a map's second half lies M rows below its first.
-    decay: (B, H_kv) log of what the token leaves of the state. landmarks: room for R rows of D numbers a program.
+    the tail, with the angles of its places and of the token, which is at angle 0. States have the layout of
+    `KernelState`: the normalizer is the last column, and a map's second half starts M rows after its first.
+    decay: (B, H_kv) log decay of the state after the token. landmarks: scratch for R rows of D elements per program.
 
-    The token reads the state that entered. If it ends a block, the landmarks of the block that leaves the window of all
-    later tokens enter the state that it leaves. Program: (key head of a sequence, block of values).
+    The token reads the entering state. If it ends a block, the landmarks of the block that leaves the window of all
+    later tokens are added to the new state. Program: (key head of a sequence, block of values).
     """
     head = tl.program_id(0)
     batch, kv = head // heads, (head % heads).to(tl.int64)
@@ -130,7 +130,7 @@ def step(
     top = tl.full((C,), EMPTY if (NEAR.softmax or PHI.unbounded) else 0.0, tl.float32)
     tiles = tl.cdiv(before, BK)
     for number in range(0, tiles + 1):
-        # Behind the tiles of the tail the token itself.
+        # After the tiles of the tail comes the token itself.
         is_own = number == tiles
         at = tl.where(is_own, NEAR.reach, NEAR.reach - before + number * BK)
         count = tl.where(is_own, 1, NEAR.reach - at)
@@ -195,14 +195,14 @@ def step(
     far = tl.where(sees_far, far, 0.0)
     far_log = tl.zeros((C,), tl.float32)
     if PHI.unbounded:
-        # Beside a softmax, phi(q) counts with its own scale; elsewhere it cancels.
+        # The scale of phi(q) cancels, except against a softmax window.
         far_log += tl.where(sees_far, log, EMPTY)
         if NEAR.softmax:
             far_log += own
     logit, extra = far_den, tl.zeros((C,), tl.float32)
     if NEAR.gated:
         gates = head_at(shares.gate, batch, kv) + rows * shares.gate.row
-        # Without a far block the near part alone, exactly.
+        # Without a far block, the output is exactly the near part.
         logit = tl.where(sees_far, tl.load(gates, mask=rows < G, other=0.0).to(tl.float32), float("inf"))
     elif shares.far_weight is not None:
         extra = tl.load(shares.far_weight + kv * G + rows, mask=rows < G, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""What a FLuRKA layer is, what it learns and what it carries."""
+"""Options, parameters, inputs and state of a FLuRKA layer, and the pooling of landmarks."""
 
 from typing import Literal, NamedTuple
 
@@ -19,7 +19,7 @@ FarRope = Literal["none", "centroid"]
 
 
 class Form(NamedTuple):
-    """The fixed answers of a layer (docs/formulas.md, 4)."""
+    """The fixed options of a layer (docs/formulas.md, 4)."""
 
     feature_map: FeatureMap | str
 
@@ -27,7 +27,7 @@ class Form(NamedTuple):
     """b"""
 
     blocks: int
-    """1: a token attends its current block exactly; 2: also the previous one."""
+    """1: a token attends to its current block exactly; 2: also to the previous one."""
 
     near: NearKind
     rotary: Rotary | None
@@ -35,7 +35,7 @@ class Form(NamedTuple):
 
     @property
     def near_rotary(self) -> Rotary | None:
-        """Rotation of the near part: of a softmax always, of a kernel with the far part, whose phi(q) it shares."""
+        """Rotation of the near part. A kernel shares phi(q) with the far part, so it takes that part's rotation."""
         return self.rotary if self.near == "softmax" else self.far_rotary
 
     @property
@@ -57,20 +57,20 @@ class Weights(NamedTuple):
     """F, of the shape of E."""
 
     far_mass: Tensor | None
-    """beta, (H_kv,): a landmark counts (b / r) exp(beta) times."""
+    """beta, (H_kv,): a landmark has the token count (b / r) exp(beta)."""
 
     far_weight: Tensor | None
-    """gamma, (H,): the far part counts exp(gamma) times beside the near part."""
+    """gamma, (H,): the factor exp(gamma) of the far part under one normalizer."""
 
     priors: Tensor | None
-    """pi, (H_kv, M): what each of the M keys of a token or landmark counts; None where one stands there."""
+    """pi, (H_kv, M): weights of the M keys of a token or landmark; None if there is one key."""
 
     shift: Tensor | None
-    """b, (H_kv, M, d): the M keys are k + b_r; None where they are given."""
+    """b, (H_kv, M, d): the M keys are k + b_r; None if k already holds M keys."""
 
 
 class FlurkaInputs(NamedTuple):
-    """What implementations are given beside queries, keys and values, checked."""
+    """Validated arguments of a backend other than queries, keys and values."""
 
     form: Form
     weights: Weights
@@ -79,20 +79,20 @@ class FlurkaInputs(NamedTuple):
 
     positions: Positions
     far: KernelState | None
-    """None: no landmark is behind."""
+    """The entering far state; None if there are no earlier landmarks."""
 
     tail: Tail | None
     exchange: Exchange | None = None
-    """What enters then comes from there, and the far state is what these tokens alone add to `far`."""
+    """If given, the entering far state comes from it, and the returned one is what these tokens alone add."""
 
     log_decay: Tensor | None = None
-    """(B, H_kv, N) log of what is left of the far state behind each token; None: all of it."""
+    """(B, H_kv, N) log factor of the far state after each token; None: no decay."""
 
-    wants_state: bool = True
-    """Whether anybody reads what is left behind."""
+    return_state: bool = True
+    """Whether the caller needs the final state."""
 
-    def entering(self, q: Tensor, k: Tensor, v: Tensor) -> KernelState:
-        """The far state before these tokens, empty where there is none; k as `pack_keys` packs it."""
+    def initial_far(self, q: Tensor, k: Tensor, v: Tensor) -> KernelState:
+        """The far state before these tokens, empty by default; k as packed by `pack_keys`."""
         if self.far is not None:
             return self.far
         keys, projection = k[..., : q.shape[-1]], self.weights.projection
@@ -100,10 +100,10 @@ class FlurkaInputs(NamedTuple):
 
 
 class FlurkaState(NamedTuple):
-    """What a sequence carries from shard to shard: constant in the number of tokens."""
+    """The recurrent state of a sequence; its size does not depend on the number of tokens."""
 
     far: KernelState | None
-    """The landmarks of blocks that every later token of the open document sees; None: none is behind."""
+    """The landmarks that every later token of the open document sees; None if there are none yet."""
 
     tail: Tail
     """The last b * blocks tokens."""
@@ -118,17 +118,17 @@ def landmarks_of(
     form: Form,
     weights: Weights,
 ) -> tuple[Tensor, Tensor]:
-    """Landmarks (B, H_kv, C, r, d) of C stretches of tokens, and their token counts times [v, 1].
+    """Landmarks (B, H_kv, C, r, d) of C runs of tokens, and their token counts times [v, 1].
 
     keys, values: (B, H_kv, C, W, .). pools: E and F, broadcastable to (B, H_kv, C, r, W). at: (B, C) positions of the
-    tokens that bring them into sight; ends: (B, C) bool, False where none does, and their token count is 0.
+    tokens after which they are visible; ends: (B, C) bool, False if there is no such token; the token count is then 0.
     """
     of_keys, of_values = (pool.to(keys.dtype) for pool in pools)
     landmarks = shifted(of_keys @ keys, weights.shift)
     size, rank = form.block_size, landmarks.shape[3]
     if form.far_rotary:
-        centre = at - (form.blocks - 1) * size - (size - 1) / 2
-        flat = form.far_rotary(landmarks.flatten(2, 3), centre.repeat_interleave(rank, 1))
+        center = at - (form.blocks - 1) * size - (size - 1) / 2
+        flat = form.far_rotary(landmarks.flatten(2, 3), center.repeat_interleave(rank, 1))
         landmarks = flat.unflatten(2, (-1, rank))
     token_count = ends[:, None, :, None, None].to(keys.dtype) * (size / rank)
     if weights.far_mass is not None:

@@ -1,17 +1,17 @@
-"""Triton kernels of FLuRKA's outputs and of the gradients of its queries: window and landmarks at once.
+"""Triton kernels of FLuRKA's outputs and of the gradients of its queries, through window and landmarks at once.
 
-Of query i, with the sums n_i = sum_j w_ij [v_j, 1] over its window and f_i = sum_s (phi(q_i).phi(k_s)) m_s [v_s, 1]
+For query i, with the sums n_i = sum_j w_ij [v_j, 1] over its window and f_i = sum_s (phi(q_i).phi(k_s)) m_s [v_s, 1]
 over landmarks,
 
     gated:   o_i = g_i n_i / den(n_i) + (1 - g_i) f_i / den(f_i)
     shared:  o_i = (n_i + exp(gamma) f_i) / (den(n_i) + exp(gamma) den(f_i))
 
-Landmarks are the keys of `kernel_attention.kernels`: a state in memory for those of earlier segments, pairs for those
-of this one. With the factor c_i of their sums (`Merged.factor`) and z_i, the gradient of their normalizer,
+Landmarks are keys of `kernel_attention.kernels`: a state in memory for those of earlier segments, pairs for those of
+the query's segment. With the factor c_i of their sums (`Merged.factor`) and z_i, the gradient of their normalizer,
 
     dphi(q_i) = sum_s m_s (c_i do_i.v_s + z_i) phi(k_s)
 
-One normalizer: z_i = -c_i do_i.o_i. Gated: the same of the landmarks' own mean f_i / den(f_i).
+Shared normalizer: z_i = -c_i do_i.o_i. Gated: the same with the landmarks' own mean f_i / den(f_i) for o_i.
 """
 
 import triton
@@ -53,9 +53,9 @@ from megakernel.ops.kernels.features import (
 
 @triton.jit
 def weigh_window(logs, pairs, top, visible, NEAR: tl.constexpr, PHI: tl.constexpr):
-    """Weights of a tile of keys, what sums before it shrink by, and the log that both are measured from.
+    """Online softmax step: weights of a tile of keys, rescaling factor of earlier sums, and the new running maximum.
 
-    logs: log2 of the weights under a softmax, of which `pairs` then are unused; else log scales of the keys.
+    logs: under a softmax log2 of the weights (`pairs` is then unused), else log scales of the keys.
     """
     if NEAR.softmax:
         logs = tl.where(visible, logs, float("-inf"))
@@ -72,10 +72,10 @@ def weigh_window(logs, pairs, top, visible, NEAR: tl.constexpr, PHI: tl.constexp
 def merged_parts(
     near, den, top, far, far_den, far_log, gate, far_weight, LEAST: tl.constexpr, NEAR: tl.constexpr
 ):
-    """Outputs, and `factor`, `lse` and `share` of each query: for phi's window, whose top is no power of 2, lse is r.
+    """Outputs, and `factor`, `lse` and `share` of each query; for a window under phi, lse is r, a natural logarithm.
 
-    The sums over landmarks are measured from exp(far_log); the far weight comes on top. Weights that add up to less
-    than LEAST are nothing, and their factor is 0, with which backward leaves them out.
+    The sums over landmarks have the scale exp(far_log), without the far weight. If weights add up to less than LEAST,
+    they count as 0; their factor is 0, and backward skips them.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     if NEAR.gated:
@@ -115,7 +115,7 @@ def merge(
     NEAR: tl.constexpr,
     PHI: tl.constexpr,
 ):
-    """Outputs (B, H, N, V), and what backward knows of their weights. Program: TILING.chunk queries of a head."""
+    """Outputs (B, H, N, V), and `merged` for backward. Program: TILING.chunk queries of a head."""
     C: tl.constexpr = TILING.chunk
     BK: tl.constexpr = TILING.block
     VP: tl.constexpr = TILING.padded_values
@@ -127,7 +127,7 @@ def merge(
 
     starts = window_start(window, seq, tile.batch, tile.rows, NEAR)
     oldest = tl.min(starts, 0)
-    # Angles count from the oldest place that a window of the tile can reach.
+    # Angles count from the oldest place that a window of this tile can reach.
     qa, qb, _logs = window_tile(
         q, queries.row, left, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI
     )
@@ -156,7 +156,7 @@ def merge(
         weighed, shrink, top = weigh_window(logs, similar, top, seen, NEAR, PHI)
         near = near * shrink[:, None] + dot(weighed, values, dtype)
         den = den * shrink + tl.sum(weighed, 1)
-    # Rows behind the last token have seen nothing.
+    # Rows past the last token have seen no keys.
     inside = tile.rows < tile.end
     den = tl.where(inside, den, 1.0)
 
@@ -172,7 +172,7 @@ def merge(
     if NEAR.gated:
         logit = gate_of(shares, tile.head, tile.at, tile.first, seq.queries, C, NEAR)
     extra = gamma_of(shares, tile.query_head)
-    # Beside a softmax, phi(q) counts with its own scale; elsewhere it cancels.
+    # The scale of phi(q) cancels, except against a softmax window.
     far_log = r + own if (NEAR.softmax and PHI.unbounded) else r
     if PHI.decays and not NEAR.gated:
         of_queries = seq.decay.of_queries + tile.key_head.to(tl.int64) * seq.queries
@@ -187,7 +187,7 @@ def merge(
     if not NEAR.gated:
         tl.store(merged.share + seats, share, mask=inside)
     if PHI.unbounded and tile.query_head % TILING.group == 0:
-        # The same for all queries of a key.
+        # r is the same for all query heads of a key head.
         r = r if NEAR.softmax else lse
         tl.store(merged.scale + tile.key_head.to(tl.int64) * seq.queries + tile.rows, r, mask=inside)
 
@@ -209,7 +209,7 @@ def window_slopes(
     NEAR: tl.constexpr,
     PHI: tl.constexpr,
 ):
-    """Of queries (C,) and the keys of a window from `here` on (BK,): n_i w_ij do_i.v_j, ds_ij, and the keys' halves."""
+    """For queries (C,) and window keys (BK,) from `here` on: n_i w_ij do_i.v_j, ds_ij, and the keys' halves."""
     BK: tl.constexpr = TILING.block
     VP: tl.constexpr = TILING.padded_values
     dtype: tl.constexpr = do.dtype
@@ -246,10 +246,10 @@ def merge_backward(
     NEAR: tl.constexpr,
     PHI: tl.constexpr,
 ):
-    """Gradients of queries (B, H, N, D), of projected ones (..., M) if asked for, z, and features; programs as `merge`.
+    """Gradients of queries (B, H, N, D), optionally of projected queries (..., M), z, and features.
 
     Also the means (B, H, N) of `window_kernels`, and `change` (B, H, N): the gradient of the gate's logits, or each
-    query's part of the gradient of gamma.
+    query's part of the gradient of gamma. Programs as in `merge`.
     """
     C: tl.constexpr = TILING.chunk
     BK: tl.constexpr = TILING.block
@@ -274,7 +274,7 @@ def merge_backward(
         fa, fb, own = phi(q, tokens.row, left, projection, matrix.low, C, PHI)
         fa, fb = rounded(fa, dtype), rounded(fb, dtype)
         store_features(fa, fb, own, queries.tokens, tile.head, seq.queries, tile.at, left, PHI)
-        # They are read again below: between, the gradients take the registers.
+        # Read back below; until then, the gradients need the registers.
         tl.debug_barrier()
     do = load_rows(tile_rows(queries.grad, tile), queries.grad.row, left, C, TILING.values, VP)
     factor = load_numbers(queries.reciprocal + numbers, tile.at, tile.end, C)
@@ -287,7 +287,7 @@ def merge_backward(
         r = load_numbers(queries.scale + tile.key_head.to(tl.int64) * seq.queries, tile.at, tile.end, C)
     of_near = tl.zeros((C,), tl.float32)
 
-    # What window and landmarks have in do_i.o_i.
+    # The window's and the landmarks' parts of do_i.o_i.
     fa, fb, _own = features_of_queries(queries.tokens, seq, tile, TILING, PHI)
     of_far, den = do_of_keys(fa, fb, do, keys, state, seq, tile, r, TILING, PHI)
     qa, qb, _logs = window_tile(q, tokens.row, left, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI)
@@ -331,12 +331,12 @@ def merge_backward(
         size += tl.sum(fb * fb if half else fa * fa, 1)
         slope += slope_of_half(half, grad, fb if half else fa, fa if half else fb, PHI)
     if (NEAR.gated or not NEAR.softmax) and not PHI.two:
-        # Weights of phi alone do not depend on the length of phi(q), see `bwd_dq`.
+        # Outputs under phi alone do not depend on the length of phi(q), see `bwd_dq`.
         slope = across_features(slope, along, size, queries.tokens, seq, tile, TILING, PHI)
     store_slope(q, tokens.row, left, projection, slope, of_token, of_projected, C, LEARNED, PHI)
 
     if NEAR.softmax:
-        # The window's part is added to what stands there now.
+        # Add the window's part to the gradient stored above.
         tl.debug_barrier()
         qa, qb, _logs = window_tile(
             q, tokens.row, left, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI

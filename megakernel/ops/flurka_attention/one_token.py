@@ -1,4 +1,4 @@
-"""One token of FLuRKA on any device: no chunks, no masks where sequences are alike, landmarks where a block ends."""
+"""One decoding step of FLuRKA on any device: no chunks, no masks if sequences are alike, landmarks at block ends."""
 
 from typing import NamedTuple
 
@@ -18,59 +18,59 @@ from megakernel.ops.state import KernelState, decayed, empty_state, keep
 from megakernel.ops.window import Recent, Tail, recent
 
 
-class _Place(NamedTuple):
-    """Where the token stands, as the host decides by: a layer does for all sequences what one of them needs."""
+class _Branches(NamedTuple):
+    """Host-side branches for the token's position: work that any sequence needs is done for all of them."""
 
     begins: bool
-    """A sequence begins a document."""
+    """Some sequence begins a document."""
 
     sees_far: bool
-    """A sequence has landmarks in sight."""
+    """Some sequence sees landmarks."""
 
     all_see_far: bool
     ends_block: bool
-    """A sequence's token brings landmarks into the sight of later ones."""
+    """In some sequence, the token makes landmarks visible to later tokens."""
 
     @classmethod
-    def of(cls, positions: Positions, form: Form) -> "_Place":
-        places = [positions] if isinstance(positions, int) else positions[:, 0].tolist()
+    def of(cls, positions: Positions, form: Form) -> "_Branches":
+        on_host = [positions] if isinstance(positions, int) else positions[:, 0].tolist()
         size, reach = form.block_size, form.block_size * form.blocks
-        ends = any(place % size == size - 1 and place >= reach - 1 for place in places)
-        return cls(min(places) == 0, max(places) >= reach, min(places) >= reach, ends)
+        ends = any(position % size == size - 1 and position >= reach - 1 for position in on_host)
+        return cls(min(on_host) == 0, max(on_host) >= reach, min(on_host) >= reach, ends)
 
 
-class _Scaled(Phi):
-    """The map with a scale, of a state that decays: its factor lies in the state's scale."""
+class _ScaledPhi(Phi):
+    """A feature map that always has a log scale, because the decay of the state is in the state's log scale."""
 
     def of_queries(self, x: Tensor) -> Features:
-        """See Phi."""
+        """See `Phi.of_queries`."""
         values, log_scale = super().of_queries(x)
         return Features(values, values.new_zeros(values.shape[:-1]) if log_scale is None else log_scale)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tensor, KernelState, Tail]:
-    """Arguments and results of `chunked.attend`, for one token of whole sequences."""
+    """Same arguments and results as `chunked.attend`, for one token and without an exchange."""
     form, weights, gate, positions, _, tail, _, log_decay, _ = inputs
-    far = inputs.entering(q, k, v)
+    far = inputs.initial_far(q, k, v)
     assert tail is not None
-    place, extended = _Place.of(positions, form), tail.and_token(k, v)
+    branches, extended = _Branches.of(positions, form), tail.and_token(k, v)
 
-    def found(q: Tensor) -> Found:
+    def compute(q: Tensor) -> Found:
         dtype = torch.promote_types(accum_dtype(q.dtype), far.sums.dtype)
         state = KernelState(*(x.to(dtype) for x in far))
-        if place.begins:
+        if branches.begins:
             state = empty_state(state) if isinstance(positions, int) else keep(state, positions[:, 0] > 0)
         phi = Phi(form.feature_map, weights.projection, weights.priors)
         if log_decay is not None:
-            phi = _Scaled(*phi)
-        out, *lost = _output(q.to(dtype), extended, state, positions, place, phi, form, weights, gate)
-        if place.ends_block:
+            phi = _ScaledPhi(*phi)
+        out, *lost = _output(q.to(dtype), extended, state, positions, branches, phi, form, weights, gate)
+        if branches.ends_block:
             if log_decay is not None:
                 state = decayed(state, log_decay[:, :, 0])
             state = _with_landmarks(extended, state, positions, phi, form, weights)
         return (out.to(v.dtype), *lost), state
 
-    out, leaving = in_range(found(q), lambda: found(q.double()))
+    out, leaving = in_range(compute(q), lambda: compute(q.double()))
     return out, leaving._replace(log_scale=leaving.log_scale.detach()), extended.without_oldest
 
 
@@ -79,67 +79,67 @@ def _output(
     extended: Tail,
     far: KernelState,
     positions: Positions,
-    place: _Place,
+    branches: _Branches,
     phi: Phi,
     form: Form,
     weights: Weights,
     gate: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """(B, H, 1, D), and which queries (B, H, 1) got lost, where they can."""
+    """(B, H, 1, D) and, if queries can be lost, which are (B, H, 1)."""
     kv_heads, at = far.sums.shape[1], token_positions(positions, 1, q.device)
     finish = finish_of(form.feature_map, True)
-    seen = recent(extended, positions, form.block_size, form.blocks, q.dtype)
+    window = recent(extended, positions, form.block_size, form.blocks, q.dtype)
     landmarks = queries = None
-    if place.sees_far or form.near == "kernel":
+    if branches.sees_far or form.near == "kernel":
         far_q = form.far_rotary(q, at) if form.far_rotary else q
         queries = phi.of_queries(token_queries(far_q, kv_heads))
         landmarks = read_states(queries, KernelState(*(x[:, :, None] for x in far)), None)
     if gate is None:
         near = (
-            seen.softmax(q, form.near_rotary, weights.priors, weights.shift)
+            window.softmax(q, form.near_rotary, weights.priors, weights.shift)
             if form.near == "softmax" or queries is None
-            else _under_kernel(seen, queries, at, phi, form, weights)
+            else _kernel_window(window, queries, at, phi, form, weights)
         )
         if landmarks is not None and weights.far_weight is not None:
             weight = torch.exp(weights.far_weight.to(q.dtype)).view(kv_heads, 1, -1, 1)
             landmarks = landmarks._replace(values=landmarks.values * weight)
         return tuple(map(unchunk_token, finish(near if landmarks is None else add(near, landmarks))))
-    mean = seen.softmax_mean(q, form.near_rotary, weights.priors, weights.shift)
+    near_mean = window.softmax_mean(q, form.near_rotary, weights.priors, weights.shift)
     if landmarks is None:
-        return (mean,)
+        return (near_mean,)
     far_mean, *lost = map(unchunk_token, finish(landmarks))
     share = torch.sigmoid(gate.to(q.dtype))
-    if not place.all_see_far:
-        # Without a far block the near part alone, exactly: far is 0 there, and must not take its share.
-        seeing = sees_far(at, form.block_size, form.blocks)[:, None]
-        share, lost = torch.where(seeing, share, 1.0), [some & seeing for some in lost]
-    return (torch.lerp(far_mean, mean, share[..., None]), *lost)
+    if not branches.all_see_far:
+        # Without a far block, the output is exactly the near part: far is 0 there, and must not get a share.
+        has_far = sees_far(at, form.block_size, form.blocks)[:, None]
+        share, lost = torch.where(has_far, share, 1.0), [mask & has_far for mask in lost]
+    return (torch.lerp(far_mean, near_mean, share[..., None]), *lost)
 
 
-def _under_kernel(
-    seen: Recent, queries: Features, at: Tensor, phi: Phi, form: Form, weights: Weights
+def _kernel_window(
+    window: Recent, queries: Features, at: Tensor, phi: Phi, form: Form, weights: Weights
 ) -> PartialOutput:
-    """The window weighed as landmarks are."""
-    keys, count = shifted(seen.keys, weights.shift), seen.keys.shape[2]
+    """The sums over the window under phi."""
+    keys, count = shifted(window.keys, weights.shift), window.keys.shape[2]
     if form.near_rotary:
         keys = form.near_rotary(keys, at - torch.arange(count - 1, -1, -1, device=at.device))
-    visible = seen.visible
+    visible = window.visible
     if visible is None:
         visible = torch.ones(1, count, dtype=torch.bool, device=at.device)
-    values = with_ones(seen.values)[:, :, None]
+    values = with_ones(window.values)[:, :, None]
     return pairs(queries, phi.of_keys(keys[:, :, None]), values, visible[:, None, None, None])
 
 
 def _with_landmarks(
     extended: Tail, far: KernelState, positions: Positions, phi: Phi, form: Form, weights: Weights
 ) -> KernelState:
-    """The state with the landmarks of the first block of the windows of tokens that end their block."""
+    """Add the landmarks of the first block of the window, for tokens that end their block."""
     at = token_positions(positions, 1, far.sums.device)
     keys, values = (x[:, :, None, 1 : form.block_size + 1].to(far.sums.dtype) for x in extended)
     pools = tuple((x if x.dim() == 3 else x[None])[:, None] for x in (weights.pool_keys, weights.pool_values))
     ends = ends_block(at, form.block_size, form.blocks)
     landmarks, pooled = landmarks_of(keys, values, pools, at, ends, form, weights)
     writes = ends[..., None].expand(-1, -1, landmarks.shape[3])
-    # Nobody reads the state here, and every document that is open goes on.
+    # The state is not read here, and every open document continues.
     links = Links(visible=ends, reads=ends, writes=writes, carries=torch.ones_like(ends))
     return write_chunks(phi.of_keys(landmarks), pooled, far, links)

@@ -1,4 +1,4 @@
-"""Triton kernels that pool blocks into landmarks, and give the gradients of E and F."""
+"""Triton kernels that pool blocks into landmarks, and sum the gradients of E and F."""
 
 import triton
 import triton.language as tl
@@ -17,17 +17,16 @@ def load_pool(pool, R: tl.constexpr, RP: tl.constexpr, B: tl.constexpr, BP: tl.c
 
 @triton.jit
 def store_landmarks(start, x, R: tl.constexpr, D: tl.constexpr):
-    """Store a tile (DP, RP) as R rows of D numbers."""
+    """Store a tile (DP, RP) as R rows of D elements."""
     d, r = tl.arange(0, x.shape[0])[:, None], tl.arange(0, x.shape[1])[None, :]
     tl.store(start + r * D + d, rounded(x, start.dtype.element_ty), mask=(d < D) & (r < R))
 
 
 @triton.jit
 def pooled(tokens, pool, dtype: tl.constexpr):
-    """Tokens (BP, DP) pooled, (DP, RP) float32.
+    """Pooled tokens, (DP, RP) float32, from tokens (BP, DP).
 
-    Tokens are what they are in memory, and the pool is the sum of two terms of their dtype: landmarks keep float32's
-    digits.
+    The pool is split into two terms of the tokens' dtype, so that landmarks have nearly float32 precision.
     """
     total = dot(tl.trans(tokens), pool, dtype)
     if dtype != tl.float32:
@@ -37,7 +36,7 @@ def pooled(tokens, pool, dtype: tl.constexpr):
 
 @triton.jit
 def tokens_of_block(window, seq, batch, block, NEAR: tl.constexpr):
-    """The number of the first token that landmarks are pooled from, int64, and how many there are: b or 0."""
+    """Index (int64) of the first token that a block's landmarks are pooled from, and the number of tokens, b or 0."""
     end = block_end(window, seq, batch, block, NEAR)
     begin = tl.where(end >= 0, end - NEAR.reach + 1, 0) + window.before
     return begin.to(tl.int64), tl.where(end >= 0, NEAR.block_size, 0)
@@ -57,9 +56,9 @@ def pool(
     RP: tl.constexpr,
     BP: tl.constexpr,
 ):
-    """Landmarks E K (B, H_kv, blocks R, D), F V (..., V), and how often each counts. Program: a block of a key head.
+    """Landmarks E K (B, H_kv, blocks R, D), F V (..., V), and their token counts. Program: one block of a key head.
 
-    A block that does not end, or whose tokens are not at hand, has landmarks of 0 that count nothing.
+    A block that does not end, or whose tokens are not available, has landmarks of 0 with token count 0.
     """
     R: tl.constexpr = TILING.rank
     B: tl.constexpr = NEAR.block_size
@@ -97,9 +96,9 @@ def pool_backward(
     RP: tl.constexpr,
     BP: tl.constexpr,
 ):
-    """What EACH blocks add to the gradients of E and F, (B, H_kv, parts, R, B) float32.
+    """Gradients of E and F from EACH blocks, (B, H_kv, parts, R, B) float32. Program: EACH blocks of a key head.
 
-    Their keys' parts are the two `numbers` of `window_kernels.window_backward`. Program: EACH blocks of a key head.
+    The summands of each key are the two `numbers` of `window_kernels.window_backward`.
     """
     R: tl.constexpr = TILING.rank
     B: tl.constexpr = NEAR.block_size

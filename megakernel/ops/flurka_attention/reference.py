@@ -1,4 +1,4 @@
-"""Causal FLuRKA from its formula, token by token and block by block; what other backends are compared with."""
+"""Causal FLuRKA straight from the formula, token by token and block by block; other backends are tested against it."""
 
 import torch
 from torch import Tensor
@@ -14,15 +14,15 @@ from megakernel.ops.window import Tail, empty_tail
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tensor, KernelState, Tail]:
-    """Arguments and results of `chunked.attend`."""
+    """Same arguments and results as `chunked.attend`."""
     form, weights, gate, positions, _, tail, exchange, log_decay, _ = inputs
-    far = inputs.entering(q, k, v)
+    far = inputs.initial_far(q, k, v)
     if tail is None:
         tail = empty_tail(k, v, form.block_size * form.blocks)
     batch, heads, length, _ = q.shape
     dtype, device = accum_dtype(q.dtype), q.device
     at = token_positions(positions, length, device).expand(batch, -1)
-    tokens = [
+    sequences = [
         _Sequence(
             q[b].to(dtype),
             torch.cat([tail.keys[b], k[b]], 1).to(dtype),
@@ -34,21 +34,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tenso
         )
         for b in range(batch)
     ]
-    own = torch.stack([one.landmark_sums(length) for one in tokens])
+    leaving = torch.stack([sequence.landmark_sums(length) for sequence in sequences])
     carries = carried(positions, q, log_decay)
-    leaving = own
     if exchange is not None:
-        far = exchange(KernelState(own, own.new_zeros(own.shape[:2])), carries).wait()
+        far = exchange(KernelState(leaving, leaving.new_zeros(leaving.shape[:2])), carries).wait()
     entering = far.sums * torch.exp(far.log_scale)[..., None, None]
     if exchange is None:
-        leaving = own + entering * carries.view(batch, -1, 1, 1)
+        leaving = leaving + entering * carries.view(batch, -1, 1, 1)
 
     out = []
-    for b in range(batch):
+    for b, sequence in enumerate(sequences):
         for i in range(length):
-            (near, log_scale), seen = tokens[b].near(i), tokens[b].far(i, entering[b])
-            share = None if gate is None else gate[b, :, i]
-            out.append(_merge(near, log_scale, seen, share, tokens[b].sees_far(i), weights))
+            (near, log_scale), landmarks = sequence.near(i), sequence.far(i, entering[b])
+            logits = None if gate is None else gate[b, :, i]
+            out.append(_merge(near, log_scale, landmarks, logits, sequence.sees_far(i), weights))
     stacked = torch.stack(out).view(batch, length, heads, -1).transpose(1, 2)
     return stacked.to(v.dtype), KernelState(leaving, leaving.new_zeros(leaving.shape[:2])), tail.after(k, v)
 
@@ -56,7 +55,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tenso
 def _merge(
     near: Tensor, log_scale: Tensor, far: Tensor, gate: Tensor | None, sees_far: bool, weights: Weights
 ) -> Tensor:
-    """(H, D) from the sums (H, D + 1) of the near part, times exp(log_scale), and of the far part."""
+    """Merge the sums (H, D + 1) of the near part, times exp(log_scale), and of the far part into outputs (H, D)."""
     if not sees_far:
         return _mean(near)
     if gate is not None:
@@ -69,12 +68,12 @@ def _merge(
 
 
 def _mean(sums: Tensor) -> Tensor:
-    """(H, D) from sums (H, D + 1); 0 where all weights are, as phi's may be: those of `relu` for a negative query."""
+    """(H, D) from sums (H, D + 1); 0 if all weights are, as with `relu` and a negative query."""
     return normalized(PartialOutput(sums, None))
 
 
 class _Sequence:
-    """One sequence of the batch: its tokens and the `before` tokens of its tail."""
+    """One sequence of the batch, with the `before` tokens of its tail."""
 
     def __init__(
         self,
@@ -89,7 +88,7 @@ class _Sequence:
         self.log_decay = log_decay
         self.form, self.weights, self.group = form, weights, q.shape[0] // keys.shape[0]
         self.q, self.values, self.at = q, values, positions.tolist()
-        # The M keys of a position, what is added to them and what each counts, (H_kv, 1, d) and (H_kv, 1, 1).
+        # The M keys of each position, their shifts (H_kv, 1, d) and their priors (H_kv, 1, 1).
         components, self.shares = by_component(keys[None], weights.priors, q.shape[-1])
         self.keys = components[:, 0].expand(len(self.shares), -1, -1, -1)
         self.shifts = torch.zeros_like(self.shares)
@@ -102,24 +101,24 @@ class _Sequence:
         return self.at[i] >= self.form.block_size * self.form.blocks
 
     def near(self, i: int) -> tuple[Tensor, Tensor]:
-        """Sums (H, D + 1) over the tokens of the window of token i, and the log (H, 1) of their scale.
+        """Sums (H, D + 1) over the window of token i, and their log scale (H, 1).
 
-        Under softmax that is the largest score, whose exp could overflow; under phi 0.
+        The log scale is the largest score under softmax, whose exp could overflow, and 0 under phi.
         """
         block = self.at[i] // self.form.block_size
         oldest = max(0, block - self.form.blocks + 1) * self.form.block_size
-        here = self.before + i
-        window = range(here - (self.at[i] - oldest), here + 1)
+        last = self.before + i
+        window = slice(last - (self.at[i] - oldest), last + 1)
         positions = torch.arange(oldest, self.at[i] + 1)[None]
-        values = self._with_ones(self.values[:, window.start : window.stop])
-        similar = []
-        for shift, of_row in zip(self.shifts, self.keys):
-            q, keys = self.q[None, :, i : i + 1], of_row[None, :, window.start : window.stop] + shift
+        values = self._with_ones(self.values[:, window])
+        similarities = []
+        for shift, component in zip(self.shifts, self.keys):
+            q, keys = self.q[None, :, i : i + 1], component[None, :, window] + shift
             if rotary := self.form.near_rotary:
                 q, keys = rotary(q, positions[:, -1:]), rotary(keys, positions)
-            similar.append(self._near_similarity(q, keys)[0, :, 0])
+            similarities.append(self._near_similarity(q, keys)[0, :, 0])
         # (M, H, W), by the M keys of each position.
-        weights, log_scale = torch.stack(similar), values.new_zeros(len(self.q), 1)
+        weights, log_scale = torch.stack(similarities), values.new_zeros(len(self.q), 1)
         if self.form.near != "kernel":
             log_scale = weights.detach().amax((0, 2))[:, None]
             weights = torch.exp(weights - log_scale)
@@ -127,26 +126,26 @@ class _Sequence:
         return (weights[:, None] @ values.repeat_interleave(self.group, 0))[:, 0], log_scale
 
     def _near_similarity(self, q: Tensor, keys: Tensor) -> Tensor:
-        """Weights (1, H, 1, W) of one query and the keys of its window, under softmax their logarithms."""
+        """Weights (1, H, 1, W) of one query and the keys of its window; under softmax, their logarithms."""
         if self.form.near == "kernel":
             return self._phi_q(q) @ self._phi_k(keys).repeat_interleave(self.group, 1).transpose(-1, -2)
         return q @ keys.repeat_interleave(self.group, 1).transpose(-1, -2) * q.shape[-1] ** -0.5
 
     def far(self, i: int, entering: Tensor) -> Tensor:
-        """Sums (H, D + 1) over the landmarks that token i sees, those of `entering` (H_kv, F, D + 1) included."""
+        """Sums (H, D + 1) over the landmarks that token i sees, including those in `entering` (H_kv, F, D + 1)."""
         state = self.landmark_sums(i)
         if self.at[i] > i:
-            state = state + entering * self._left(0, i)
+            state = state + entering * self._decay(0, i)
         q = self.q[None, :, i : i + 1]
         if rotary := self.form.far_rotary:
             q = rotary(q, self.positions[:, i : i + 1])
         return (self._phi_q(q) @ state.repeat_interleave(self.group, 0))[0, :, 0]
 
     def landmark_sums(self, i: int) -> Tensor:
-        """(H_kv, F, D + 1): the landmarks seen at place i that became visible in this shard.
+        """(H_kv, F, D + 1): the landmarks visible at place i that became visible in this shard.
 
         Block J of a document becomes visible at the end of block J + blocks - 1. Place `length` is the token
-        behind the shard, if it continues the last document.
+        after the shard, if it continues the last document.
         """
         b, blocks = self.form.block_size, self.form.blocks
         position = self.at[i] if i < len(self.at) else self.at[-1] + 1
@@ -156,27 +155,27 @@ class _Sequence:
         for block in range(position // b - blocks + 1):
             end = document + (block + blocks) * b - 1 - self.before
             if end >= 0:
-                total = total + self._landmarks(document + block * b, block) * self._left(end + 1, i)
+                total = total + self._landmarks(document + block * b, block) * self._decay(end + 1, i)
         return total
 
-    def _left(self, start: int, end: int) -> Tensor:
-        """(H_kv, 1, 1): what the tokens from place `start` on and before `end` leave of the far state."""
+    def _decay(self, start: int, end: int) -> Tensor:
+        """(H_kv, 1, 1): the decay factor of the far state over places `start` to `end` - 1."""
         return self.log_decay[:, start:end].sum(1).exp()[:, None, None]
 
     def _landmarks(self, start: int, block: int) -> Tensor:
-        """sum_s m_s sum_r pi_r phi(k_sr) [v_s, 1] of one block, whose first token stands at `start`."""
+        """sum_s m_s sum_r pi_r phi(k_sr) [v_s, 1] of one block, whose first token is at `start`."""
         b = self.form.block_size
         values = self.weights.pool_values @ self.values[:, start : start + b]
         rank = values.shape[1]
         token_count = torch.tensor(b / rank, dtype=values.dtype)
         if self.weights.far_mass is not None:
             token_count = token_count * torch.exp(self.weights.far_mass)[:, None, None]
-        centre = torch.full((1, rank), block * b + (b - 1) / 2, dtype=torch.float64)
+        center = torch.full((1, rank), block * b + (b - 1) / 2, dtype=torch.float64)
         phi_k = []
-        for share, shift, of_row in zip(self.shares, self.shifts, self.keys):
-            keys = (self.weights.pool_keys @ of_row[:, start : start + b] + shift)[None]
+        for share, shift, component in zip(self.shares, self.shifts, self.keys):
+            keys = (self.weights.pool_keys @ component[:, start : start + b] + shift)[None]
             if rotary := self.form.far_rotary:
-                keys = rotary(keys, centre)
+                keys = rotary(keys, center)
             phi_k.append(share * self._phi_k(keys)[0])
         return (token_count * sum(phi_k)).transpose(-1, -2) @ self._with_ones(values)
 

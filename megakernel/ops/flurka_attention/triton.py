@@ -1,10 +1,10 @@
-"""Causal FLuRKA by Triton kernels: four launches forward, six or seven backward.
+"""Causal FLuRKA in Triton: four launches forward, six or seven backward.
 
-Forward pools blocks into landmarks, sums up each segment's, passes the sums on to the states that enter the segments
-(small), and joins window and landmarks. Backward gives the gradients of queries through both, sums queries into states
-from the right, hands those to the landmarks, and through them and the windows to keys, values, E and F. An exchange
-adds a small launch to each, for the state that is handed on. Between the two nothing is kept but the inputs, the
-output, two or three numbers per token, the landmarks, and one state per segment.
+Forward pools blocks into landmarks, sums those of each segment, scans the sums into the states that enter the segments
+(a small launch), and merges window and landmarks. Backward computes the gradients of queries through both, scans states
+of queries from right to left, and computes the gradients of landmarks, and through them and the windows those of keys,
+values, E and F. An exchange adds a small launch to each pass, for the state that is sent. Saved for backward are the
+inputs, the output, two or three numbers per token, the landmarks, and one state per segment.
 """
 
 from functools import partial
@@ -16,11 +16,11 @@ from torch import Tensor
 from megakernel.ops.documents import carried, sees_far, token_positions
 from megakernel.ops.feature_maps import named
 from megakernel.ops.flurka_attention import chunked, decode, operators
+from megakernel.ops.flurka_attention.block_tables import block_tables
 from megakernel.ops.flurka_attention.form import FlurkaInputs, Form
-from megakernel.ops.flurka_attention.places import places_of
 from megakernel.ops.groups import Tensors
 from megakernel.ops.kernel_attention import exchanged
-from megakernel.ops.kernel_attention.launches import state_of, tiles_of
+from megakernel.ops.kernel_attention.launches import pack_state, unpack_state
 from megakernel.ops.kernel_attention.triton import unsupported_features, unsupported_tiles
 from megakernel.ops.kernels.features import phi_of
 from megakernel.ops.partial_output import Found, in_range, may_lose
@@ -29,38 +29,38 @@ from megakernel.ops.state import KernelState
 from megakernel.ops.window import Tail, empty_tail
 
 WIDEST = 128
-"""d, M and b up to which a program's tiles fit into registers."""
+"""Largest d, M and b; beyond that, a program's tiles do not fit into registers."""
 
 WIDEST_FLOAT32 = 16
-"""The same in float32, whose products take three registers for a number. For a map in two halves `read` leaves up to
-456 bytes of a thread in local memory at 32, and 24 at 16. Wider heads run chunked."""
+"""The same in float32, whose matrix products take three registers per element. For a map with two halves, `read` spills
+up to 456 bytes per thread at 32, and 24 bytes at 16. Wider heads run chunked."""
 
 HIGHEST_RANK = 64
-"""r likewise."""
+"""Largest r, for the same reason."""
 
 ANGLES = 256
-"""Places beside a window for which there are angles: a tile of queries and one of keys."""
+"""Rows of the table of angles beyond the window: a tile of queries and one of keys."""
 
 SIGNED = ("identity", "rks")
-"""Maps whose sums may be negative."""
+"""Feature maps whose sums of weights may be negative."""
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> str | None:
-    """Why the kernels cannot take these arguments of `attend`; None where they can."""
+    """Why the kernels do not support these arguments of `attend`; None if they do."""
     form, weights = inputs.form, inputs.weights
     if (reason := unsupported_features(q, form.feature_map)) is not None:
         return reason
     if inputs.log_decay is not None and form.near == "kernel":
         return "log_decay is given, and near is kernel; expected near='softmax'"
     if weights.priors is not None:
-        return "priors are given, for several keys at a position; expected one"
+        return "priors are given; expected one key per position"
     if form.far_rotary is not None:
         return "far_rope='centroid' rotates landmarks; expected far_rope='none'"
-    if form.near_rotary is not None and angles_of(form, q.shape[-1]) is None:
-        return "rotary is no `attention.Rotary` of whole heads; expected one"
+    if form.near_rotary is not None and angle_table(form, q.shape[-1]) is None:
+        return "rotary is not an `attention.Rotary` of whole heads; expected one"
     name = named(form.feature_map).name
     if name in SIGNED and form.near == "softmax" and inputs.gate is None:
-        return f"feature_map {name} has no sign to share a softmax's normalizer; expected a gate"
+        return f"feature_map {name} gives negative weights, which cannot share a softmax's normalizer; expected a gate"
     if decode.unsupported(q, k, v, inputs) is None:
         return None
     most = WIDEST_FLOAT32 if q.dtype == torch.float32 else WIDEST
@@ -73,8 +73,8 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> str | 
     return None
 
 
-def angles_of(form: Form, width: int) -> Any:
-    """The `table` of the layer's rotation of heads of `width`; None where it has none or turns a part of them."""
+def angle_table(form: Form, width: int) -> Any:
+    """The `table` method of the layer's rotation; None if it has none or does not rotate whole heads of `width`."""
     rotary = getattr(form.rotary, "rotary", None)
     return getattr(rotary, "table", None) if getattr(rotary, "head_dim", None) == width else None
 
@@ -82,60 +82,63 @@ def angles_of(form: Form, width: int) -> Any:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs
 ) -> tuple[Tensor, KernelState | None, Tail | None]:
-    """Arguments and results of `chunked.attend`, in bfloat16 or float32; no state where `inputs` want none.
+    """Same arguments and results as `chunked.attend`, in bfloat16 or float32; no state if `inputs` ask for none.
 
-    Of exponential maps queries can get lost, which are then made again: see `kernel_attention.triton.attend`.
+    With exponential maps, queries can be lost and are then recomputed: see `kernel_attention.triton.attend`.
     """
     if decode.unsupported(q, k, v, inputs) is None:
         return decode.step(q, k, v, inputs)
-    form, weights, gate, positions, far, tail, exchange, log_decay, wants_state = inputs
+    form, weights, gate, positions, far, tail, exchange, log_decay, return_state = inputs
     b, reach = form.block_size, form.block_size * form.blocks
-    left = (empty_tail(k, v, reach) if tail is None else tail).after(k, v) if wants_state else None
-    places = places_of(positions, q, block_size=b, blocks=form.blocks, tail=tail is not None)
+    next_tail = (empty_tail(k, v, reach) if tail is None else tail).after(k, v) if return_state else None
+    tables = block_tables(positions, q, block_size=b, blocks=form.blocks, tail=tail is not None)
     keys, values = k, v
-    if tail is not None and places.before:
+    if tail is not None and tables.before:
         keys, values = torch.cat([tail.keys, k], 2), torch.cat([tail.values, v], 2)
     matrix = dense(weights.projection, q.shape[-1])
     rows = None if matrix is None else matrix.shape[-2]
     phi = phi_of(form.feature_map, q.shape[-1], rows, log_decay is not None)
-    name = named(form.feature_map)
-    options = (name.name, name.components, form.near, form.blocks, places.start, places.before, places.oldest)
+    feature_map = named(form.feature_map)
+    options = (
+        *(feature_map.name, feature_map.components, form.near, form.blocks),
+        *(tables.start, tables.before, tables.oldest),
+    )
     pools = (weights.pool_keys.to(torch.float32), weights.pool_values.to(torch.float32))
 
-    def merging() -> Tensors:
-        """Logits of the gate, gamma, and the angles of windows."""
+    def query_tensors() -> Tensors:
+        """q, gate logits, gamma, and the table of angles."""
         far_weight = weights.far_weight if gate is None else None
-        turns = None if form.near_rotary is None else angles_of(form, q.shape[-1])
-        return gate, far_weight, None if turns is None else turns(0, reach + ANGLES, q.device)
+        make_table = None if form.near_rotary is None else angle_table(form, q.shape[-1])
+        return q, gate, far_weight, None if make_table is None else make_table(0, reach + ANGLES, q.device)
 
-    of_keys = (keys, values, matrix, *pools, weights.far_mass, log_decay)
-    tables = (places.starts, places.windows, places.ends)
+    key_tensors: Tensors = (keys, values, matrix, *pools, weights.far_mass, log_decay)
+    key_tensors += (tables.starts, tables.windows, tables.ends)
     first = None if tail is None else far
     last = None
     if exchange is None:
-        tile = (None, None, None) if first is None else tiles_of(first, phi, v.shape[-1])
+        packed = (None, None, None) if first is None else pack_state(first, phi, v.shape[-1])
         out, factor, *_, sums, norms, logs = operators.forward(
-            (q, *merging(), *of_keys, *tables, *tile), *options
+            (*query_tensors(), *key_tensors, *packed), *options
         )
-        if wants_state:
-            last = state_of(sums, norms, logs, phi, v.shape[-1])
+        if return_state:
+            last = unpack_state(sums, norms, logs, phi, v.shape[-1])
     else:
         carries = carried(positions, q, log_decay)
         shard = exchanged.Shard(q, partial(operators.FlurkaLaunches.of, options))
         (out, factor, *_), first, last = exchanged.attend(
-            shard, (*of_keys, *tables), lambda: (q, *merging()), exchange, carries, phi, v.shape[-1]
+            shard, key_tensors, query_tensors, exchange, carries, phi, v.shape[-1]
         )
-    # A window's softmax that shares its normalizer with the landmarks has weights that add up to 1 at least.
-    if not may_lose(name, form.near == "kernel" or gate is not None):
-        return out, last, left
+    # If a softmax window shares its normalizer with the landmarks, the weights add up to at least 1.
+    if not may_lose(feature_map, form.near == "kernel" or gate is not None):
+        return out, last, next_tail
     lost = factor == 0
     if gate is not None:
         lost &= sees_far(token_positions(positions, q.shape[2], q.device), b, form.blocks)[:, None]
 
-    def again() -> Found:
-        # What other processes handed over is in `first`.
+    def recompute() -> Found:
+        # With an exchange, `first` is the state that came from the other ranks.
         exact = inputs._replace(far=first or far, exchange=None)
         in_float64, *_ = chunked.attend(q.double(), k.double(), v.double(), exact)
         return (in_float64,), last
 
-    return *in_range(((out, lost), last), again), left
+    return *in_range(((out, lost), last), recompute), next_tail

@@ -1,13 +1,13 @@
-"""Triton kernels of the exact part of FLuRKA: what windows compare, and the gradients of keys and values.
+"""Triton kernels of FLuRKA's exact part: tiles of windows, and the gradients of keys and values.
 
-A window compares a token with its keys by exp(q.k / sqrt(d)) or by phi(q).phi(k). Both are products of two halves:
-under a softmax the halves of q and k, each wide enough for a rotation, which turns one against the other; under phi the
-halves of its features. With the weights w_ij of a window, and n_i, what they are multiplied by (`near_factor`):
+Weights in a window are exp(q.k / sqrt(d)) or phi(q).phi(k). Either way q and k are split into two halves: under a
+softmax the halves of the vectors, which a rotation pairs element by element; under phi the halves of the features. With
+the weights w_ij of a window, and their factor n_i (`near_factor`):
 
     dv_j = sum_i n_i w_ij do_i    ds_ij = w_ij (n_i do_i.v_j - mean_i)
 
-for scores s = q.k / sqrt(d). mean_i is that of do_i.v_j under the weights of the output; of a gated window, under
-its own, times the gate. Under phi, ds_ij / w_ij is the gradient of phi(q_i).phi(k_j).
+for scores s = q.k / sqrt(d). mean_i is the mean of do_i.v_j under all weights of the output; for a gated window, under
+the window's own weights, times the gate. Under phi, ds_ij / w_ij is the gradient of phi(q_i).phi(k_j).
 """
 
 import triton
@@ -32,9 +32,9 @@ from megakernel.ops.kernels.states import first_token
 
 @triton.jit
 def turned(first, second, table, NEAR: tl.constexpr, BACK: tl.constexpr):
-    """Halves (C, DH) rotated by the angles of consecutive places: `table` has rows of cosines, then sines."""
+    """Halves (C, DH) rotated by the angles of consecutive places; rows of `table` have cosines, then sines."""
     rows, columns = tl.arange(0, first.shape[0])[:, None], tl.arange(0, NEAR.padded_half)[None, :]
-    # Constant offsets, unlike those of `load_rows`, which would stay in registers through a loop.
+    # Offsets are constant here; those of `load_rows` would stay in registers through a loop.
     places = table + (rows * (2 * NEAR.half) + columns)
     cos = tl.load(places, mask=columns < NEAR.half, other=0.0)
     sin = tl.load(places + NEAR.half, mask=columns < NEAR.half, other=0.0)
@@ -44,20 +44,11 @@ def turned(first, second, table, NEAR: tl.constexpr, BACK: tl.constexpr):
 
 @triton.jit
 def window_tile(
-    x,
-    stride,
-    count,
-    window,
-    place,
-    matrix,
-    low,
-    C: tl.constexpr,
-    NEAR: tl.constexpr,
-    PHI: tl.constexpr,
+    x, stride, count, window, place, matrix, low, C: tl.constexpr, NEAR: tl.constexpr, PHI: tl.constexpr
 ):
-    """The halves of C tokens at `x` that a window compares, and their log scales (C,).
+    """The halves of C tokens at `x` for products in a window, and their log scales (C,).
 
-    place: of the first token among those that there are angles of.
+    place: row of the first token in the table of angles.
     """
     dtype: tl.constexpr = x.dtype.element_ty
     if NEAR.softmax:
@@ -73,7 +64,7 @@ def window_tile(
 
 @triton.jit
 def products(a, b, a2, b2, dtype: tl.constexpr, NEAR: tl.constexpr, PHI: tl.constexpr):
-    """Products of the tiles (a, b) and (a2, b2) of halves, row by row."""
+    """Dot products of all rows of (a, b) with all rows of (a2, b2), tiles given in halves."""
     found = dot(a, tl.trans(a2), dtype)
     if NEAR.softmax or PHI.two:
         found += dot(b, tl.trans(b2), dtype)
@@ -82,9 +73,9 @@ def products(a, b, a2, b2, dtype: tl.constexpr, NEAR: tl.constexpr, PHI: tl.cons
 
 @triton.jit
 def window_weights(similar, logs, level, visible, NEAR: tl.constexpr, PHI: tl.constexpr):
-    """Weights of pairs before `near_factor`, and what a change of `similar` changes them by.
+    """Weights of pairs without `near_factor`, and their derivatives with respect to `similar`.
 
-    logs: log scales of keys, and level: lse of queries, or r under phi; both spread over the tile.
+    logs: log scales of keys; level: lse of queries, or r under phi; both broadcastable to the tile.
     """
     if NEAR.softmax:
         weights = tl.where(visible, exp2(similar * NEAR.sharp - level), 0.0)
@@ -98,10 +89,10 @@ def window_weights(similar, logs, level, visible, NEAR: tl.constexpr, PHI: tl.co
 
 @triton.jit
 def near_factor(shares, factor, head, query_head, at, first, length, C: tl.constexpr, NEAR: tl.constexpr):
-    """n_i of C queries: the gate, 1 beside landmarks under one softmax, or 1 / den under phi.
+    """n_i of C queries: the gate; 1 for a softmax that shares its normalizer with landmarks; 1 / den under phi.
 
-    first: where their documents start. factor: what sums over landmarks are multiplied by, for the query heads of all
-    sequences; exp(gamma) / den under phi.
+    first: where their documents start. factor: factor of the sums over landmarks, for all query heads of the batch;
+    under phi exp(gamma) / den.
     """
     if NEAR.gated:
         numbers = tl.sigmoid(gate_of(shares, head, at, first, length, C, NEAR))
@@ -115,7 +106,7 @@ def near_factor(shares, factor, head, query_head, at, first, length, C: tl.const
 
 @triton.jit
 def level_of(merged, head, key_head, at, length, C: tl.constexpr, NEAR: tl.constexpr, PHI: tl.constexpr):
-    """What the weights of C queries are measured from."""
+    """(C,): the log scale of the weights of each query: lse, r, or 0."""
     if NEAR.softmax:
         level = load_numbers(merged.lse + head.to(tl.int64) * length, at, length, C)
     elif PHI.unbounded:
@@ -129,7 +120,7 @@ def level_of(merged, head, key_head, at, length, C: tl.constexpr, NEAR: tl.const
 def store_halves(
     dx, first, second, window, place, count, BACK: tl.constexpr, MORE: tl.constexpr, NEAR: tl.constexpr
 ):
-    """Store the gradients of halves as rows of tokens: turned BACK, and with MORE added to what is there."""
+    """Store the gradients of halves as rows of tokens. BACK rotates them back first; MORE adds to what is stored."""
     if BACK:
         first, second = turned(first, second, angles(window, place, NEAR), NEAR, True)
     C: tl.constexpr = first.shape[0]
@@ -164,10 +155,9 @@ def window_backward(
 ):
     """Gradients of keys (B, H_kv, before + N, D), values (..., V) and projected keys (..., M); rows of tiles are keys.
 
-    Through windows, and from their landmarks, which hand back E^T dlandmarks (B, H_kv, blocks R, D) and F^T dpooled
-    (..., V). `numbers`, two of (B, H_kv, before + N, R) float32: dlandmarks.k and dpooled.v of each key and the
-    landmarks of its block, which `pool_backward` adds up. Program: TILING.chunk keys of a key head, which go by
-    TILING.block queries.
+    They come through windows and through landmarks, E^T dlandmarks and F^T dpooled; dlandmarks: (B, H_kv, blocks R, D),
+    dpooled: (..., V). `numbers`, two of (B, H_kv, before + N, R) float32: dlandmarks.k and dpooled.v of each key and
+    the landmarks of its block, which `pool_backward` sums. Program: TILING.chunk keys of a key head.
     """
     C: tl.constexpr = TILING.chunk
     BQ: tl.constexpr = TILING.block
@@ -192,9 +182,9 @@ def window_backward(
     of_a = tl.zeros((C, WIDTH), tl.float32)
     of_b = tl.zeros((C, WIDTH), tl.float32)
     of_values = tl.zeros((C, VP), tl.float32)
-    # Queries of all heads that see a key of the tile, in one loop.
+    # One loop over all queries, of all heads, that see a key of the tile.
     first = tl.maximum(at, 0)
-    # Places may be negative: those of a tail, of whole blocks.
+    # Places in a tail are negative, but not below -NEAR.reach, so `reach` is not.
     reach = at + C - 1 + NEAR.reach
     last = tl.minimum(reach // B * B if window.windows is None else reach, seq.queries)
     steps = tl.maximum(tl.cdiv(last - first, BQ), 0)

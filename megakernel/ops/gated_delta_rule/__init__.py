@@ -1,4 +1,4 @@
-"""A state that decays, and corrects what it holds under a key: the gated delta rule.
+"""The gated delta rule: a decaying state that replaces the value stored under a key.
 
 S_i = a_i (I - b_i k_i k_i^T) S_(i-1) + b_i k_i v_i^T and o_i = q_i^T S_i / sqrt(d). See docs/formulas.md, 9.
 """
@@ -16,7 +16,7 @@ from megakernel.ops.dispatch import Implementation, Kernels, accum_dtype, choose
 from megakernel.ops.documents import Positions, token_positions
 
 AffineExchange = Callable[[Tensor, Tensor], Tensor]
-"""(A (B, H_kv, d, d), S (B, H_kv, d, D)) of a shard, which makes A E + S of the state E that enters it -> E."""
+"""(A (B, H_kv, d, d), S (B, H_kv, d, D)) of a shard -> its entering state E. The shard's outgoing state is A E + S."""
 
 
 def _kernels() -> ModuleType:
@@ -37,28 +37,27 @@ def gated_delta_rule(
     exchange: AffineExchange | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention over a state that forgets, of what it has under a key, as much as the key's token writes anew.
+    """The gated delta rule: a token moves the value stored under its key towards its own value, by the share b.
 
     Args:
         q: (B, H, N, d).
-        k: (B, H_kv, N, d), H a multiple of H_kv; of length at most 1 where states are not to grow.
+        k: (B, H_kv, N, d), H a multiple of H_kv; with a norm above 1, states may grow.
         v: (B, H_kv, N, D).
-        log_decay: log a <= 0, finite, broadcastable to (B, H_kv, N): what a token multiplies the state by before it
-            enters.
+        log_decay: log a <= 0, finite, broadcastable to (B, H_kv, N): log factor of the state before the token is added.
         strength: b in [0, 1], broadcastable to (B, H_kv, N).
-        positions: (B, N) positions within documents, or the position of the first token of sequences that hold one
-            document each. A document begins with an empty state.
-        initial_state: (B, H_kv, d, D), what sequences continue from.
-        exchange: for a sequence cut over processes, which has no `initial_state`.
-        backend: reference, chunked or triton; None takes the environment's MEGAKERNEL_BACKEND, else the kernels on a
-            GPU and chunked elsewhere.
+        positions: (B, N) positions within documents, or the position of the first token if each sequence holds one
+            document. A document begins with an empty state.
+        initial_state: (B, H_kv, d, D), the state that sequences continue from.
+        exchange: for sequences sharded over ranks, instead of `initial_state`.
+        backend: reference, chunked or triton; None reads MEGAKERNEL_BACKEND from the environment, and by default takes
+            triton on a GPU and chunked elsewhere.
 
     Returns:
-        (B, H, N, D) in the dtype of v, and the state behind the last token; with `exchange` what these tokens make of
-        an empty one.
+        (B, H, N, D) in the dtype of v, and the state after the last token; with `exchange`, the state that these tokens
+        make from an empty one.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, naming the argument.
+        ValueError: invalid shapes, dtypes or devices; the message names the argument.
     """
     check_heads(q, k, v)
     dtype, width = accum_dtype(k.dtype), v.shape[3]
@@ -73,7 +72,7 @@ def gated_delta_rule(
     else:
         state = initial_state.to(dtype)
     if exchange is not None:
-        # Further columns, of no values on the identity, become A, and the outputs' q_i^T A_i.
+        # Extra value columns, zeros on an initial state I, turn into A in the state and into q_i^T A_i in the outputs.
         unit = torch.eye(k.shape[3], dtype=dtype, device=k.device).expand(*k.shape[:2], -1, -1)
         state, values = torch.cat([state, unit], -1), torch.cat([v, v.new_zeros(k.shape)], -1)
     out, leaving = attend(q, k, values, log_decay, strength, positions, state)
@@ -88,7 +87,7 @@ def gated_delta_rule(
 def chunked(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, positions: Positions, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Chunks inside groups of tokens, from state to state; one token as the formula says."""
+    """Chunks within groups of tokens, with states between chunks; a single token by the formula."""
     if q.shape[2] == 1:
         return reference(q, k, v, log_decay, strength, positions, state)
     return scan_tokens(_group, (q, k, v, log_decay[..., None], strength[..., None]), positions, state)
@@ -100,31 +99,31 @@ def _group(
     chunks = Chunks.of(q, k, v, log_decay, positions, state.dtype)
     keys, values = chunks.keys, chunks.values
     strengths = chunk_keys(strength, keys.shape[3], keys.shape[2])
-    # What the tokens of a chunk write is one triangular system: U = b (V - kept K S - T U), T below the diagonal.
+    # What a chunk's tokens write solves a triangular system: U = b (V - kept K S) - T U, T strictly lower triangular.
     coupling = strengths * chunks.pairs * (keys @ keys.transpose(-1, -2))
-    given = strengths * torch.cat([values, keys * chunks.kept[..., None]], -1)
-    solved = torch.linalg.solve_triangular(coupling, given, upper=False, unitriangular=True)
-    own, of_state = solved[..., : values.shape[-1]], solved[..., values.shape[-1] :]
-    adding = (keys * chunks.left[..., None]).transpose(-1, -2)
-    whole = chunks.whole.exp().masked_fill(~chunks.links.carries[:, None], 0.0)
+    right_side = strengths * torch.cat([values, keys * chunks.kept[..., None]], -1)
+    solved = torch.linalg.solve_triangular(coupling, right_side, upper=False, unitriangular=True)
+    from_values, from_keys = solved[..., : values.shape[-1]], solved[..., values.shape[-1] :]
+    decayed_keys = (keys * chunks.left[..., None]).transpose(-1, -2)
+    decay = chunks.whole.exp().masked_fill(~chunks.links.carries[:, None], 0.0)
     states, written = [], []
     for chunk in range(keys.shape[2]):
         states.append(state)
-        written.append(own[:, :, chunk] - of_state[:, :, chunk] @ state)
-        state = whole[:, :, chunk, None, None] * state + adding[:, :, chunk] @ written[-1]
+        written.append(from_values[:, :, chunk] - from_keys[:, :, chunk] @ state)
+        state = decay[:, :, chunk, None, None] * state + decayed_keys[:, :, chunk] @ written[-1]
     return chunks.weighed(torch.stack(written, 2), torch.stack(states, 2), *q.shape[1:3]), state
 
 
 def reference(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, positions: Positions, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """From the formula, one token after the other."""
+    """Straight from the formula, one token at a time."""
     at = token_positions(positions, q.shape[2], q.device).expand(len(q), -1)
     queries, keys, values = scaled(q, state.dtype), k.to(state.dtype), v.to(state.dtype)
     outputs = []
     for place in range(q.shape[2]):
-        fresh = (at[:, place] == 0)[:, None, None, None]
-        state = torch.where(fresh, 0.0, state * log_decay[:, :, place, None, None].exp())
+        is_start = (at[:, place] == 0)[:, None, None, None]
+        state = torch.where(is_start, 0.0, state * log_decay[:, :, place, None, None].exp())
         key = keys[:, :, place, :, None]
         error = values[:, :, place, None] - key.transpose(-1, -2) @ state
         state = state + key * error * strength[:, :, place, None, None]

@@ -1,20 +1,20 @@
 """Triton kernels of the gated delta rule, over chunks of C tokens.
 
 With S the state that enters a chunk, A_i the product of its decays up to token i, P_ij = A_i / A_j for j <= i (0 across
-documents), L_i = A_C / A_i, b the strengths, Q the queries over sqrt(d), and T and U as in docs/formulas.md, 9.6:
+documents), L_i = A_C / A_i, b the strengths, Q the queries divided by sqrt(d), T and U as in docs/formulas.md, 9.6:
 
     X = (I + T)^-1     U = X diag(b) (V - diag(A) K S)     S' = A_C S + (diag(L) K)^T U
     O = (P * (Q K^T)) U + diag(A) Q S
 
-X does not depend on states: `solve` makes it for all chunks at once, and it is all that backward keeps beside the
-inputs. `pass_on` goes from chunk to chunk, `read` reads all chunks at once. Backward, with dS' the gradient of the
-state that leaves and R = X^T ((P * (Q K^T))^T dO + diag(L) K dS'), the gradient of b (V - diag(A) K S):
+X does not depend on states: `solve` computes it for all chunks in parallel, and only X and the inputs are saved for
+backward. `pass_on` goes from chunk to chunk, `read` runs over all chunks in parallel. Backward, with dS' the gradient
+of the outgoing state and R = X^T ((P * (Q K^T))^T dO + diag(L) K dS'), the gradient of b (V - diag(A) K S):
 
     dS = A_C dS' + (diag(A) Q)^T dO - (diag(b A) K)^T R     dV = diag(b) R     db_i = R_i.U_i / b_i     dT = -R U^T
 
-`bwd_read` makes the first term of R for all chunks at once, `bwd_pass_on` goes from the last chunk to the first, and
-`bwd_queries` and `bwd_keys` give the gradients of tokens, of all chunks at once. Columns of values do not meet in
-`pass_on` and its backward: programs share them.
+`bwd_read` computes the first term of R for all chunks in parallel, `bwd_pass_on` goes from the last chunk to the first,
+and `bwd_queries` and `bwd_keys` compute the gradients of tokens for all chunks in parallel. In `pass_on` and its
+backward, columns of values are independent, so programs split them.
 """
 
 from typing import Any, NamedTuple
@@ -32,11 +32,11 @@ CHUNK = 64
 
 SIZE = tl.constexpr(CHUNK)
 HALF = tl.constexpr(CHUNK // 2)
-"""Tokens whose triangular system is inverted at once."""
+"""Tokens per triangular system that is inverted in one piece."""
 
 
 class DeltaShape(NamedTuple):
-    """The sizes of a call, at compile time."""
+    """Compile-time sizes of a call."""
 
     width: int
     """d"""
@@ -46,17 +46,17 @@ class DeltaShape(NamedTuple):
     """D"""
 
     columns: int
-    """Of values, that a program has at once."""
+    """Columns of values per program or per loop step."""
 
     group: int
-    """Query heads of a key head."""
+    """Query heads per key head."""
 
     scale: float
     """1 / sqrt(d)."""
 
 
 class Tokens(NamedTuple):
-    """Of all sequences."""
+    """The inputs of the op."""
 
     q: Rows
     k: Rows
@@ -65,15 +65,15 @@ class Tokens(NamedTuple):
     """(B, H_kv, N) float32."""
 
     strength: Any
-    """The same, above 0."""
+    """(B, H_kv, N) float32, above 0."""
 
     starts: Any
-    """(B, N) int32 where the document of each token starts, or None."""
+    """(B, N) int32, where each token's document starts, or None."""
 
 
 @triton.jit
 def rows_at(rows, batch, head, at):
-    """Where the row of token `at` of a head is."""
+    """Pointer to the row of token `at` of a head."""
     return head_at(rows, batch, head) + tl.cast(at, tl.int64) * rows.row
 
 
@@ -86,14 +86,14 @@ def tokens_at(rows, batch, head, at, length, SHAPE: tl.constexpr):
 
 @triton.jit
 def values_at(rows, batch, head, at, length, column, SHAPE: tl.constexpr):
-    """Columns of C values of a head from token `at` on, or of the gradients of outputs, (C, V)."""
+    """Columns (C, V) of the values, or of gradients of outputs, of a head from token `at` on."""
     start = rows_at(rows, batch, head, at) + column
     return load_rows(start, rows.row, length - at, SIZE, SHAPE.values - column, SHAPE.columns)
 
 
 @triton.jit
 def columns_at(x, place, count, column, SHAPE: tl.constexpr):
-    """Columns of C rows of D numbers each, the first one row `place` of `x`, (C, V)."""
+    """Columns (C, V) of C rows of D elements of `x`, from row `place` on."""
     start = x + place * SHAPE.values + column
     return load_rows(start, SHAPE.values, count, SIZE, SHAPE.values - column, SHAPE.columns)
 
@@ -107,27 +107,27 @@ def store_columns(x, place, count, column, numbers, SHAPE: tl.constexpr):
 
 @triton.jit
 def state_columns(states, entry, column, SHAPE: tl.constexpr):
-    """Columns of a state in memory, (DP, V)."""
+    """Columns (DP, V) of a state in memory."""
     places, there = state_at(entry, column, SHAPE)
     return tl.load(states + places, mask=there, other=0.0)
 
 
 @triton.jit
 def numbers_at(numbers, entry, at, length, C: tl.constexpr):
-    """Those of C tokens of a key head from `at` on."""
+    """The elements of `numbers` for C tokens of a key head from `at` on."""
     return load_numbers(numbers + entry.to(tl.int64) * length, at, length, C)
 
 
 @triton.jit
 def decays_of(tokens, entry, batch, at, length, start):
-    """Of the C tokens from `at` on: their places, logs of A, where their documents start, A, L, and A_C.
+    """For the C tokens from `at` on: their places, log A, where their documents start, A, L, and A_C.
 
-    A is 0 where the token does not see the state that enters, L where it is not in the one that leaves.
+    A is 0 for tokens that do not see the entering state, L for tokens that are not in the outgoing state.
     """
     n = at + tl.arange(0, SIZE)
     each = numbers_at(tokens.log_decay, entry, at, length, SIZE)
     logs = tl.cumsum(each, 0)
-    # The last of them, not a sum of its own: what is left of the last token is exactly 1.
+    # The last element of `logs` rather than a separate sum, so that L of the last token is exactly 1.
     total = tl.sum(tl.where(n == at + SIZE - 1, logs, 0.0), 0)
     first = first_token(tokens.starts, batch, n, length, start)
     newest = first_token(tokens.starts, batch, tl.minimum(at + SIZE, length) - 1, length, start)
@@ -139,20 +139,20 @@ def decays_of(tokens, entry, batch, at, length, start):
 
 @triton.jit
 def pairs_of(logs, first, n, earlier_logs, earlier):
-    """P of tokens n at tokens `earlier`, with the diagonal."""
+    """P with rows n and columns `earlier`, including the diagonal."""
     seen = (earlier[None, :] <= n[:, None]) & (earlier[None, :] >= first[:, None])
     return tl.where(seen, exp(tl.minimum(logs[:, None] - earlier_logs[None, :], 0.0)), 0.0)
 
 
 @triton.jit
 def product(a, b, EXACT: tl.constexpr):
-    """a b of float32 tiles; of TF32's digits where the result is rounded to fewer."""
+    """The matrix product a b of float32 tiles, in TF32 unless EXACT."""
     return tl.dot(a, b, input_precision="tf32x3" if EXACT else "tf32")
 
 
 @triton.jit
 def inverse_of(coupling, EXACT: tl.constexpr):
-    """(I + T)^-1 of a strict lower triangle T, from blocks of one row to the whole: as stable as row by row."""
+    """(I + T)^-1 of a strictly lower triangular T, by block doubling; as stable as forward substitution."""
     i, j = tl.arange(0, HALF)[:, None], tl.arange(0, HALF)[None, :]
     below = ((i >> 1) == (j >> 1)) & (i > j)
     inverse = tl.where(i == j, 1.0, 0.0) - tl.where(below, coupling, 0.0)
@@ -204,7 +204,7 @@ def solve(tokens, solved, length, start, heads, SHAPE: tl.constexpr):
 
 @triton.jit
 def state_at(entry, column, SHAPE: tl.constexpr):
-    """Places of the columns of a state (d, D) from `column` on, and which of them are there."""
+    """Offsets of the columns of a state (d, D) from `column` on, and their mask."""
     d = tl.arange(0, SHAPE.padded_width)[:, None]
     c = column + tl.arange(0, SHAPE.columns)[None, :]
     there = (d < SHAPE.width) & (c < SHAPE.values)
@@ -213,7 +213,7 @@ def state_at(entry, column, SHAPE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["length", "start"])
 def pass_on(tokens, solved, first, states, written, last, length, start, heads, SHAPE: tl.constexpr):
-    """U (B, H_kv, N, D), the states that enter chunks (B, H_kv, chunks, d, D), and the last one.
+    """U (B, H_kv, N, D), the states that enter chunks (B, H_kv, chunks, d, D), and the last state.
 
     first, last: (B, H_kv, d, D) float32. Program: (key head, block of columns).
     """
@@ -263,7 +263,7 @@ def read(tokens, states, written, out, length, start, heads, SHAPE: tl.constexpr
 
 @triton.jit(do_not_specialize=["length", "start"])
 def bwd_read(tokens, grad, dwritten, length, start, heads, SHAPE: tl.constexpr):
-    """What the chunk's own queries give to the gradient of U, (B, H_kv, N, D). Program: (chunk, key head, columns)."""
+    """The part of dU from the chunk's own queries, (B, H_kv, N, D). Program: (chunk, key head, block of columns)."""
     V: tl.constexpr = SHAPE.columns
     entry, column = tl.program_id(1), tl.program_id(2) * V
     batch, head = entry // heads, entry % heads
@@ -287,7 +287,7 @@ def bwd_read(tokens, grad, dwritten, length, start, heads, SHAPE: tl.constexpr):
 def bwd_pass_on(
     tokens, grad, solved, dwritten, dlast, dstates, r, dfirst, length, start, heads, SHAPE: tl.constexpr
 ):
-    """R (B, H_kv, N, D), gradients of the states that leave chunks (B, H_kv, chunks, d, D), and of the first one.
+    """R (B, H_kv, N, D), gradients of the chunks' outgoing states (B, H_kv, chunks, d, D), and of the first state.
 
     dlast, dfirst: (B, H_kv, d, D) float32. Program: (key head, block of columns).
     """
@@ -323,7 +323,7 @@ def bwd_pass_on(
 
 @triton.jit
 def sum_of(numbers):
-    """Of (C,), as (1,)."""
+    """The sum of (C,), as (1,)."""
     # As a column, see `states.largest_of`.
     return tl.sum(numbers[:, None], 0)
 
@@ -342,7 +342,7 @@ def gradient_of_scores(grad, written, batch, reader, place, at, length, SHAPE: t
 
 @triton.jit(do_not_specialize=["length", "start"])
 def bwd_queries(tokens, grad, states, written, dq, passing, length, start, heads, SHAPE: tl.constexpr):
-    """Gradients of queries, and of log A in what they see of states, (B, H, N). Program: (chunk, query head)."""
+    """Gradients of queries, and of log A through what they read of states, (B, H, N). Program: (chunk, query head)."""
     D: tl.constexpr = SHAPE.width
     DP: tl.constexpr = SHAPE.padded_width
     V: tl.constexpr = SHAPE.columns
@@ -389,8 +389,8 @@ def bwd_keys(
 ):
     """Gradients of keys, values, decays and strengths. Program: (chunk, key head).
 
-    A decay's gradient is a sum over what passes its token: of later rows and earlier columns. What a number of a row
-    and of a column takes from the same product cancels to the last digit.
+    The gradient of a decay is a sum over all that passes its token, from earlier columns to later rows. A product adds
+    the same number to its row and subtracts it from its column, so these cancel exactly.
     """
     D: tl.constexpr = SHAPE.width
     DP: tl.constexpr = SHAPE.padded_width
@@ -403,7 +403,7 @@ def bwd_keys(
     count, place = length - at, entry.to(tl.int64) * length + at
     chunk = entry * tl.cdiv(length, SIZE) + tl.program_id(0)
     strength = numbers_at(tokens.strength, entry, at, length, SIZE)
-    # One product of the width of keys after the other: two at once would not fit into registers.
+    # One product of the keys' width per loop: two at once would not fit into registers.
     of_leaving = tl.zeros((SIZE, DP), tl.float32)
     along = tl.zeros((DP,), tl.float32)
     for column in range(0, SHAPE.values, V):

@@ -1,7 +1,7 @@
-"""The gated delta rule by Triton kernels, as operators that torch knows.
+"""The gated delta rule in Triton, registered as PyTorch operators.
 
-Backward keeps the inputs and X, C numbers a token, and makes the states that enter chunks again: d D / C numbers a
-token, and as many of their gradients.
+Saved for backward are the inputs and X, C numbers per token. Backward recomputes the states that enter chunks: d D / C
+numbers per token, and as many for their gradients.
 """
 
 from typing import Any, NamedTuple
@@ -22,26 +22,26 @@ from megakernel.ops.kernels.features import cdiv, padded
 from megakernel.ops.kernels.launch import Rows, capability_of, launch
 
 WIDEST_FLOAT32 = 32
-"""d in float32, whose products take three registers for a number: more would go to local memory."""
+"""Largest d in float32, whose matrix products take three registers per element: wider tiles would spill."""
 
 WIDEST_IN_REGISTERS = 64
-"""d on GPUs whose tensor cores take factors from registers, those before capability 9 and from 12 on: likewise."""
+"""Largest d on GPUs whose tensor cores read operands from registers (capability below 9 or from 12 on)."""
 
 WIDEST_VALUES = 1024
-"""D up to which offsets inside a tile of tokens stay small; programs share columns."""
+"""Largest D, which keeps offsets inside a tile of tokens small; programs split the columns."""
 
-LOWEST = -30.0
-"""Logs of decays below are taken for it, which leaves nothing: sums of longer ones would lose those of the others."""
+MIN_LOG_DECAY = -30.0
+"""Lower log decays are clamped to this, which leaves nothing anyway; in cumulative sums they would swamp the others."""
 
-LEAST = 1e-30
-"""Strengths below are taken for it: gradients divide by them, and a token that writes so little writes nothing."""
+MIN_STRENGTH = 1e-30
+"""Smaller strengths are clamped to this, because gradients divide by them; such tokens write nothing anyway."""
 
 
 class Grid(NamedTuple):
     """How a kernel is launched, over key heads or query heads."""
 
     columns: int
-    """Of values, that a program has at once. Few of one that goes from chunk to chunk: heads alone fill no GPU."""
+    """Columns of values per program. Kernels that go from chunk to chunk take few: heads alone do not fill a GPU."""
 
     by_query: bool = False
     by_chunk: bool = True
@@ -64,19 +64,19 @@ GRIDS = {
 def unsupported(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, positions: Positions, state: Tensor
 ) -> str | None:
-    """Why the kernels cannot take these arguments of `attend`; None where they can."""
-    most = WIDEST_FLOAT32 if q.dtype == torch.float32 else WIDEST
+    """Why the kernels do not support these arguments of `attend`; None if they do."""
+    max_width = WIDEST_FLOAT32 if q.dtype == torch.float32 else WIDEST
     if not 90 <= (capability := capability_of(q.device)) < 120:
         if q.dtype == torch.float32:
             return f"q is {q.dtype} on a GPU of compute capability {capability / 10}; expected bfloat16"
-        most = WIDEST_IN_REGISTERS
-    return unsupported_features(q, "identity") or unsupported_tiles(q, v, None, most, WIDEST_VALUES)
+        max_width = WIDEST_IN_REGISTERS
+    return unsupported_features(q, "identity") or unsupported_tiles(q, v, None, max_width, WIDEST_VALUES)
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, positions: Positions, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Arguments and results of `chunked`, in bfloat16 or float32; the products of one token are torch's."""
+    """Same arguments and results as `chunked`, in bfloat16 or float32; single tokens run in PyTorch."""
     if q.shape[2] == 1:
         return chunked(q, k, v, log_decay, strength, positions, state)
     starts, start = document_starts(positions, q.shape[2])
@@ -86,8 +86,8 @@ def attend(
     return out, leaving
 
 
-class Call(NamedTuple):
-    """What all launches of a call take."""
+class DeltaLauncher(NamedTuple):
+    """Arguments shared by all launches of a call."""
 
     tokens: Tokens
     start: int
@@ -101,23 +101,26 @@ class Call(NamedTuple):
         strength: Tensor,
         starts: Tensor | None,
         start: int,
-    ) -> "Call":
-        """Arguments as of the operators."""
-        numbers = log_decay.clamp(min=LOWEST).contiguous(), strength.clamp(min=LEAST).contiguous()
-        return Call(Tokens(Rows.of(q), Rows.of(k), Rows.of(v), *numbers, starts), start)
+    ) -> "DeltaLauncher":
+        """The launcher for arguments of the operators."""
+        log_decay = log_decay.clamp(min=MIN_LOG_DECAY).contiguous()
+        strength = strength.clamp(min=MIN_STRENGTH).contiguous()
+        return DeltaLauncher(Tokens(Rows.of(q), Rows.of(k), Rows.of(v), log_decay, strength, starts), start)
 
-    def begin(self, kernel: Any, *given: Any) -> None:
-        """Start a kernel."""
+    def launch(self, kernel: Any, *arguments: Any) -> None:
+        """Launch a kernel."""
         q, k, v = (rows.pointer for rows in self.tokens[:3])
         (batch, heads, length, width), values = k.shape, v.shape[-1]
-        form = GRIDS[kernel.__name__]
-        blocks = cdiv(values, form.columns)
-        sizes = (values, form.columns, q.shape[1] // heads)
-        grid = [batch * (q.shape[1] if form.by_query else heads)]
-        grid = [cdiv(length, CHUNK)] * form.by_chunk + grid + [blocks] * form.by_column
+        options = GRIDS[kernel.__name__]
+        sizes = (values, options.columns, q.shape[1] // heads)
         shape = DeltaShape(width, padded(width), *sizes, width**-0.5)
-        whole = (self.tokens, *given, length, self.start, heads)
-        launch(kernel, tuple(grid), *whole, SHAPE=shape, warps=form.warps)
+        grid = (
+            *[cdiv(length, CHUNK)] * options.by_chunk,
+            batch * (q.shape[1] if options.by_query else heads),
+            *[cdiv(values, options.columns)] * options.by_column,
+        )
+        arguments = (self.tokens, *arguments, length, self.start, heads)
+        launch(kernel, grid, *arguments, SHAPE=shape, warps=options.warps)
 
     def pass_on(self, solved: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The states that enter chunks, U, and the last state."""
@@ -125,7 +128,7 @@ class Call(NamedTuple):
         states = k.new_empty(*k.shape[:2], cdiv(k.shape[2], CHUNK), k.shape[-1], values)
         state = state.contiguous()
         written, last = k.new_empty(*k.shape[:3], values), torch.empty_like(state)
-        self.begin(kernels.pass_on, solved, state, states, written, last)
+        self.launch(kernels.pass_on, solved, state, states, written, last)
         return states, written, last
 
 
@@ -140,17 +143,17 @@ def _forward(
     state: Tensor,
     start: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, the state that leaves, and X (B, H_kv, N, C)."""
-    call = Call.of(q, k, v, log_decay, strength, starts, start)
-    out, _, solved = _outputs(q, k, v, log_decay, strength, starts, state, start)
-    call.begin(kernels.solve, solved)
-    states, written, last = call.pass_on(solved, state)
-    call.begin(kernels.read, states, written, out)
+    """The output, the last state, and X (B, H_kv, N, C)."""
+    launcher = DeltaLauncher.of(q, k, v, log_decay, strength, starts, start)
+    out, _, solved = _empty_outputs(q, k, v, log_decay, strength, starts, state, start)
+    launcher.launch(kernels.solve, solved)
+    states, written, last = launcher.pass_on(solved, state)
+    launcher.launch(kernels.read, states, written, out)
     return out, last, solved
 
 
 @_forward.register_fake
-def _outputs(q, k, v, log_decay, strength, starts, state, start):
+def _empty_outputs(q, k, v, log_decay, strength, starts, state, start):
     return (
         v.new_empty(*q.shape[:3], v.shape[-1]),
         torch.empty_like(state, memory_format=torch.contiguous_format),
@@ -173,27 +176,27 @@ def _backward(
     start: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of queries, keys, values, decays, strengths and the first state."""
-    call = Call.of(q, k, v, log_decay, strength, starts, start)
-    found = _gradients(grad, dlast, solved, q, k, v, log_decay, strength, starts, state, start)
-    dq, *of_keys, dfirst = found
-    states, written, _ = call.pass_on(solved, state)
+    launcher = DeltaLauncher.of(q, k, v, log_decay, strength, starts, start)
+    gradients = _empty_gradients(grad, dlast, solved, q, k, v, log_decay, strength, starts, state, start)
+    dq, *of_keys, dfirst = gradients
+    states, written, _ = launcher.pass_on(solved, state)
     rows = Rows.of(grad)
     dwritten, r, dstates = torch.empty_like(written), torch.empty_like(written), torch.empty_like(states)
-    call.begin(kernels.bwd_read, rows, dwritten)
-    call.begin(kernels.bwd_pass_on, rows, solved, dwritten, dlast.contiguous(), dstates, r, dfirst)
+    launcher.launch(kernels.bwd_read, rows, dwritten)
+    launcher.launch(kernels.bwd_pass_on, rows, solved, dwritten, dlast.contiguous(), dstates, r, dfirst)
     passing = k.new_empty(q.shape[:3], dtype=torch.float32)
-    call.begin(kernels.bwd_queries, rows, states, written, dq, passing)
-    call.begin(kernels.bwd_keys, rows, states, written, dstates, r, passing, *of_keys)
-    return found
+    launcher.launch(kernels.bwd_queries, rows, states, written, dq, passing)
+    launcher.launch(kernels.bwd_keys, rows, states, written, dstates, r, passing, *of_keys)
+    return gradients
 
 
 @_backward.register_fake
-def _gradients(grad, dlast, solved, q, k, v, log_decay, strength, starts, state, start):
-    given = (q, k, v, log_decay, strength, state)
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in given)
+def _empty_gradients(grad, dlast, solved, q, k, v, log_decay, strength, starts, state, start):
+    inputs = (q, k, v, log_decay, strength, state)
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs)
 
 
-def _save(ctx, inputs, output):
+def _setup_context(ctx, inputs, output):
     *tensors, ctx.start = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[2], *tensors)
@@ -208,4 +211,4 @@ def _differentiate(ctx, grad, dlast, _):
     return *of_tokens, None, dfirst, None
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+_forward.register_autograd(_differentiate, setup_context=_setup_context)

@@ -1,4 +1,4 @@
-"""Kernel attention: phi(q)^T sum_j phi(k_j) v_j^T, normalized by phi(q)^T sum_j phi(k_j)."""
+"""Kernel attention: phi(q)^T sum_j phi(k_j) v_j^T, divided by phi(q)^T sum_j phi(k_j)."""
 
 from types import ModuleType
 
@@ -55,41 +55,41 @@ def kernel_attention(
     exchange_after: Exchange | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, KernelState]:
-    """Attention with the kernel phi(q).phi(k), linear in the number of tokens (docs/formulas.md, 2).
+    """Attention with the kernel phi(q).phi(k), linear in sequence length (docs/formulas.md, 2).
 
     Args:
         q: (B, H, N, d).
         k: (B, H_kv, N, d), H a multiple of H_kv; query head h uses key head h // (H / H_kv).
-        v: (B, H_kv, N, D), all three of one floating dtype. Without `causal` and documents, keys and values may be
-            another number of tokens than the queries.
+        v: (B, H_kv, N, D). q, k and v share one floating dtype. If not `causal` and without documents, the number of
+            keys and values may differ from the number of queries.
         feature_map: elu, relu, identity, hedgehog, favor, rks or prf; a `FeatureMap` adds options.
-        projection: W (d, d) of hedgehog or omega (M, d) of the last three, or one per key head (H_kv, ...), or a
-            `FastFood` in place of omega.
+        projection: W (d, d) for hedgehog or omega (M, d) for favor, rks and prf, or one per key head (H_kv, ...), or a
+            `FastFood` instead of omega.
         causal: token i sees tokens j <= i of its document; otherwise all tokens of its document.
-        normalize: divide by the sum of weights; where that is 0 (all keys masked) the output is 0.
-        priors: pi (H_kv, M) >= 0 of mixture keys: k is then (B, H_kv, M, N, d), and sum_r pi_r phi(k_r) takes the
-            place of phi(k).
+        normalize: divide by the sum of weights; if that is 0 (all keys masked), the output is 0.
+        priors: pi (H_kv, M) >= 0 of mixture keys: k is then (B, H_kv, M, N, d), and sum_r pi_r phi(k_r) replaces
+            phi(k).
         key_weights: multiplies phi(k) per key, broadcastable to (B, H_kv, N); 0 removes a key.
-        initial_state: what sequences continue from.
+        initial_state: the state that each sequence continues from.
         return_state: also return the state after each sequence's last document.
-        cu_seqlens: int32 or int64 starts of documents in the B * N tokens, and B * N at the end. A sequence whose
+        cu_seqlens: int32 or int64 document starts in the B * N tokens, followed by B * N. A sequence whose
             first token is not listed continues `initial_state`; a listed start begins empty. Documents never
             cross sequences.
         positions: instead of cu_seqlens, (B, N) positions within documents, or the position of the first
-            token of sequences that hold one document each. A position beyond the place in the sequence continues
-            `initial_state`.
-        exchange: gets what these tokens add to the state and gives what enters, for a sequence cut over
-            processes; in place of `initial_state`. The state returned is then what these tokens add.
-        exchange_after: the same in the other direction, for what lies behind these tokens: beside `exchange` without
-            `causal`, and never with it.
-        backend: reference, chunked or triton; None takes the environment's MEGAKERNEL_BACKEND, else the kernels on a
-            GPU and chunked elsewhere.
+            token if each sequence holds one document. A token whose position exceeds its index in the sequence
+            continues `initial_state`.
+        exchange: for sequences sharded over ranks, replaces `initial_state`: takes the state that these tokens add
+            and returns the entering state. The returned state is then what these tokens add.
+        exchange_after: the same for the tokens after this shard. Required with `exchange` if not `causal`, and an
+            error if `causal`.
+        backend: reference, chunked or triton; None reads MEGAKERNEL_BACKEND from the environment, and by default takes
+            triton on a GPU and chunked elsewhere.
 
     Returns:
-        (B, H, N, D) in the dtype of v, and the state if asked for; its sums are float32 or better.
+        (B, H, N, D) in the dtype of v, and the state if requested; its sums are float32 or better.
 
     Raises:
-        ValueError: shapes, dtypes, devices or names that do not fit, naming the argument.
+        ValueError: invalid shapes, dtypes, devices or names; the message names the argument.
     """
     cross = not causal and positions is None and cu_seqlens is None
     key = first_key(k, priors)
@@ -110,7 +110,7 @@ def kernel_attention(
     elif isinstance(positions, Tensor):
         check_positions(positions, q)
     elif positions is None:
-        # Any position beyond the first place of a sequence says that the sequence continues what entered it.
+        # Any position above 0 at the start of a sequence means that the sequence continues its entering state.
         positions = 0 if initial_state is None else 1
     options = KernelOptions(
         *(feature_map, projection, causal, normalize, key_weights, priors, positions, initial_state),

@@ -1,6 +1,7 @@
-"""Arguments of kernel attention's kernels that belong together, as Triton takes them, and where in them a program is.
+"""Grouped arguments of kernel attention's Triton kernels, and device functions that index them.
 
-What is not there is None, and what reads it is then left out of the compiled kernel.
+Optional arguments are None, which removes the code that reads them from the compiled kernel. A token's place is its
+index in the sequence.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from megakernel.ops.kernels.states import first_token
 
 
 class State(NamedTuple):
-    """States (B, H_kv, entries, ...): sums (FP, VP), normalizers (FP) and log scales float32."""
+    """States (B, H_kv, entries, ...): sums (FP, VP), normalizers (FP) and float32 log scales."""
 
     sums: Any
     norms: Any
@@ -24,24 +25,24 @@ class State(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Queries or keys, and their features where these are in memory."""
+    """Queries or keys, and their features if these are in memory."""
 
     rows: Any
-    """`Rows`, None where nobody reads them: their features are enough."""
+    """`Rows`; None if only features are read."""
 
     features: Any
-    """(B, H, N, FP) in the dtype of tokens, or None: a map of single numbers, taken again wherever it is read."""
+    """(B, H, N, FP) in the dtype of tokens; None for elementwise maps, which every reader recomputes."""
 
     logs: Any
-    """(B, H, N) float32 of unbounded maps."""
+    """(B, H, N) float32, for unbounded maps."""
 
 
 class Keys(NamedTuple):
-    """All that is known of keys."""
+    """Keys, values and key weights."""
 
     tokens: Tokens
     v: Rows
-    """Values: `values` of a tuple is a list in Triton."""
+    """Values. Not named `values`, which Triton's tuples already use for their list of elements."""
 
     key_weights: Any
     """(B, H_kv, N) float32, or None."""
@@ -51,7 +52,7 @@ class Keys(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """All that backward knows of queries."""
+    """Queries in the backward pass, with dO and normalizers."""
 
     tokens: Tokens
     grad: Rows
@@ -59,156 +60,157 @@ class Queries(NamedTuple):
     """1 / den (B, H, N) float32."""
 
     delta: Any
-    """Gradient of den, -dO.O / den (B, H, N) float32, None of outputs that are not normalized."""
+    """Gradient of den, -dO.O / den (B, H, N) float32; None without normalization."""
 
     scale: Any
-    """r (B, H_kv, N) float32 of unbounded maps."""
+    """r (B, H_kv, N) float32, for unbounded maps."""
 
 
 class Matrix(NamedTuple):
     """The projection, or None."""
 
     terms: Any
-    """(2, H_kv, M, d), see `fill`; of float32 numbers the one (H_kv, M, d)."""
+    """(2, H_kv, M, d), see `fill`; in float32 a single term (H_kv, M, d)."""
 
     low: int
-    """From its first term to the second."""
+    """Offset in elements from the first term to the second."""
 
     @staticmethod
-    def whole(projection: Tensor | None, heads: int) -> "Matrix":
-        """A projection (M, d) or (H_kv, M, d) as float32."""
+    def of(projection: Tensor | None, heads: int) -> "Matrix":
+        """A projection (M, d) or (H_kv, M, d) in float32."""
         if projection is None:
             return Matrix(None, 0)
         return Matrix(projection.expand(heads, -1, -1).to(torch.float32).contiguous(), 0)
 
     def buffer(self, dtype: torch.dtype, like: Tensor) -> Tensor:
-        """For two terms in `dtype`; empty where one is enough."""
+        """A buffer for the two terms in `dtype`; empty if one is enough."""
         if self.terms is None or dtype == torch.float32:
             return like.new_empty(0)
         return self.terms.new_empty(2, *self.terms.shape, dtype=dtype)
 
     def fill(self, buffer: Tensor) -> None:
-        """Write into a `buffer` its values, and what rounding took off them.
+        """Write the rounded values and their rounding errors into `buffer`.
 
-        An exponent of size 30 must not be off by the 2^-9 of bfloat16; two terms bring that to 2^-17, on tensor cores.
+        bfloat16 alone would put a relative error of 2^-9 on exponents of size 30; two terms reduce it to 2^-17 and
+        still use tensor cores.
         """
         if buffer.numel():
             torch.sub(self.terms, buffer[0].copy_(self.terms), out=buffer[1])
 
     def split(self, buffer: Tensor) -> "Matrix":
-        """The same as the terms in a `buffer` that is filled."""
+        """This matrix as the two terms in a filled `buffer`."""
         return Matrix(buffer, buffer.stride(0)) if buffer.numel() else self
 
 
 class SequenceInfo(NamedTuple):
-    """Where the tokens of a sequence are, and how many there are."""
+    """Document starts, landmark places and lengths of the sequences."""
 
     starts: Any
-    """(B, N) int32, the place where each token's document starts; None of sequences that hold one."""
+    """(B, N) int32, the place where each token's document starts; None if each sequence holds one document."""
 
     start: int
-    """The place where the one document starts."""
+    """The place where that one document starts."""
 
     ends: Any
-    """(B, N / b) int32: where the landmarks of each b tokens stand, negative where there are none; None of keys that
-    are tokens, and of landmarks at the last of their b."""
+    """(B, N / b) int32: the place of the landmarks of each b tokens, negative for none; None if keys are tokens, or if
+    landmarks are always at the last of their b tokens."""
 
     heads: int
-    """Of keys."""
+    """Key heads."""
 
     length: int
-    """Tokens, among which queries and keys have their places."""
+    """Tokens; queries and keys are placed among them."""
 
     queries: int
     keys: int
     decay: Any = None
-    """`decay.Decay` of a state that decays."""
+    """`decay.Decay` for decaying states."""
 
 
 class Tiling(NamedTuple):
-    """How sequences are cut, at compile time."""
+    """Compile-time sizes: how kernels tile sequences."""
 
     segment: int
     """Tokens between two states in memory."""
 
     chunk: int
-    """Rows of the tile whose sums a program holds."""
+    """Rows of the tile that a program accumulates."""
 
     block: int
-    """Rows that it goes by."""
+    """Rows per step of its inner loop."""
 
     group: int
-    """Queries of a key."""
+    """Query heads per key head."""
 
     values: int
     padded_values: int
     keys: int
-    """Of a position in a mixture; 0 says that it has one and no prior."""
+    """Mixture keys per position; 0: one key without a prior."""
 
     causal: bool
     block_size: int = 1
-    """b: tokens that landmarks are of."""
+    """b, tokens per block of landmarks."""
 
     rank: int = 0
-    """Landmarks of b tokens; 0: keys are tokens, which see themselves."""
+    """Landmarks per block; 0: keys are tokens, and a token sees itself."""
 
     @property
     def padded_rank(self) -> int:
-        """r as the power of two that a tile has."""
+        """r padded to the power of two of a tile."""
         return padded(self.rank)
 
     @property
     def span(self) -> int:
-        """Keys between two states."""
+        """Keys per segment."""
         return self.segment // self.block_size * self.rank if self.rank else self.segment
 
 
 class Tile(NamedTuple):
-    """Where a program's tile of queries stands."""
+    """A program's tile of queries."""
 
     head: Any
-    """Among the query heads of all sequences."""
+    """Query head, counted over the batch."""
 
     batch: Any
     query_head: Any
-    """Of the sequence."""
+    """Query head within the sequence."""
 
     kv: Any
-    """Its key head."""
+    """Its key head within the sequence."""
 
     key_head: Any
-    """The same among those of all sequences."""
+    """Its key head, counted over the batch."""
 
     entry: Any
-    """Of the state that enters the segment."""
+    """Index of the state that enters the segment."""
 
     begin: Any
-    """Of the segment, and `end`: its last query's place + 1."""
+    """First place of the segment; `end`: its last query's place + 1."""
 
     end: Any
     at: Any
-    """The first query of the tile, and `stop`: its last one's place + 1."""
+    """First place of the tile; `stop`: its last query's place + 1."""
 
     stop: Any
     rows: Any
-    """Places (C,) of the queries, which may reach beyond `end`."""
+    """Places (C,) of the queries; some may be past `end`."""
 
     first: Any
-    """Where the documents of the queries start, (C,)."""
+    """(C,): where each query's document starts."""
 
 
 @triton.jit
 def tiles_of(length, SPAN: tl.constexpr, C: tl.constexpr):
-    """Tiles of C in a sequence that is cut into segments of SPAN."""
+    """Number of tiles of C in a sequence of segments of SPAN."""
     whole = length // SPAN
     return whole * ((SPAN + C - 1) // C) + tl.cdiv(length - whole * SPAN, C)
 
 
 @triton.jit
 def tile_of_program(length, SPAN: tl.constexpr, C: tl.constexpr):
-    """Head, place of the tile of C, begin and end of its segment of SPAN, and the number of the latter.
+    """Head, first place of the program's tile of C, begin and end of its segment of SPAN, and the segment's index.
 
-    Tiles do not reach over the end of a segment: the last one of each may be short.
+    Tiles never cross the end of a segment, so the last tile of a segment may be short.
     """
     EACH: tl.constexpr = (SPAN + C - 1) // C
     tiles = tiles_of(length, SPAN, C)
@@ -220,7 +222,7 @@ def tile_of_program(length, SPAN: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def queries_of_program(seq, TILING: tl.constexpr):
-    """The `Tile` of TILING.chunk queries that this program is for."""
+    """The program's `Tile` of TILING.chunk queries."""
     head, at, begin, end, segment = tile_of_program(seq.queries, TILING.segment, TILING.chunk)
     batch, query_head = head // (seq.heads * TILING.group), head % (seq.heads * TILING.group)
     kv = query_head // TILING.group
@@ -233,7 +235,7 @@ def queries_of_program(seq, TILING: tl.constexpr):
 
 @triton.jit
 def places_of_keys(keys, seq, batch, TILING: tl.constexpr):
-    """The tokens that keys of these numbers (C,) stand at."""
+    """Places (C,) of the keys with these indices."""
     if TILING.rank == 0:
         places = keys
     elif seq.ends is None:
@@ -247,19 +249,19 @@ def places_of_keys(keys, seq, batch, TILING: tl.constexpr):
 
 @triton.jit
 def first_key(token, TILING: tl.constexpr):
-    """The number of the first key that belongs to the token at this place or later, a multiple of b."""
+    """Index of the first key at or after this place, a multiple of b."""
     return token if TILING.rank == 0 else token // TILING.block_size * TILING.rank
 
 
 @triton.jit
 def token_of(key, TILING: tl.constexpr):
-    """The first token that the key of this number may stand at."""
+    """The earliest place that the key with this index can have."""
     return key if TILING.rank == 0 else key // TILING.rank * TILING.block_size
 
 
 @triton.jit
 def keys_before(token, seq, TILING: tl.constexpr):
-    """The number of keys behind which there is none that a token before `token` sees."""
+    """A bound on the keys that tokens before place `token` see: later keys are invisible to them."""
     if TILING.rank == 0:
         keys = token
     elif seq.ends is None:
@@ -271,21 +273,21 @@ def keys_before(token, seq, TILING: tl.constexpr):
 
 @triton.jit
 def head_at(rows, batch, head):
-    """Where the rows of a head begin."""
+    """Pointer to the first row of a head."""
     return rows.pointer + (batch.to(tl.int64) * rows.batch + head.to(tl.int64) * rows.head)
 
 
 @triton.jit
 def matrix_of(matrix, kv, PHI: tl.constexpr):
-    """Where the projection of a key head begins."""
+    """Pointer to the projection of a key head."""
     return None if matrix.terms is None else matrix.terms + kv * PHI.rows * PHI.width
 
 
 @triton.jit
 def features_at(tokens, batch, head, heads, length, end, at, C: tl.constexpr, PHI: tl.constexpr):
-    """Features of C tokens of a head from `at` on: halves (C, MP) in the dtype of tokens, and logs (C,).
+    """Features of C tokens of a head of `length`, starting at `at`: halves (C, MP) in the dtype of tokens, logs (C,).
 
-    Of a head of `length`; those from `end` on are 0, also where nobody has written them.
+    Features from `end` on are 0, even if that memory was never written.
     """
     MP: tl.constexpr = PHI.padded_rows
     count = end - at
@@ -319,20 +321,20 @@ def features_of_queries(tokens, seq, tile, TILING: tl.constexpr, PHI: tl.constex
 
 @triton.jit
 def tile_rows(rows, tile):
-    """Where the rows of a tile of queries begin."""
+    """Pointer to the first row of a tile of queries."""
     return head_at(rows, tile.batch, tile.query_head) + tl.cast(tile.at, tl.int64) * rows.row
 
 
 @triton.jit
 def load_numbers(pointer, at, length, C: tl.constexpr):
-    """C numbers from `at` on, zeros behind the last one."""
+    """C elements starting at `at`, zero from `length` on."""
     rows = at + tl.arange(0, C)
     return tl.load(pointer + rows, mask=rows < length, other=0.0)
 
 
 @triton.jit
 def half_of_state(state, entry, half: tl.constexpr, PHI: tl.constexpr, VP: tl.constexpr):
-    """Half a state: its tile (MP, VP), and its normalizer (MP,)."""
+    """One half of a state: sums (MP, VP) and normalizer (MP,)."""
     m = half * PHI.padded_rows + tl.arange(0, PHI.padded_rows)
     f = entry.to(tl.int64) * PHI.padded_features + m
     return tl.load(state.sums + f[:, None] * VP + tl.arange(0, VP)[None, :]), tl.load(state.norms + f)

@@ -1,4 +1,4 @@
-"""Kernel attention in linear time on any device: chunks inside groups of tokens, states between them."""
+"""Linear-time kernel attention on any device: tokens in groups of chunks, with recurrent states between chunks."""
 
 from collections.abc import Callable
 from functools import partial, reduce
@@ -26,122 +26,111 @@ from megakernel.ops.scan import Links, chunk_links, existing, read_states, scan_
 from megakernel.ops.state import Exchange, KernelState, Once, empty_state, keep, merge
 
 CHUNK = 64
-"""Tokens whose pairs are weighed one by one."""
+"""Tokens per chunk; weights of pairs within a chunk are computed explicitly."""
 
 GROUP = 2048
-"""Tokens whose features and chunk states exist at once, a multiple of CHUNK."""
+"""Tokens whose features and chunk states are in memory at once, a multiple of CHUNK."""
+
+Exchanges = tuple[Exchange, ...]
+"""The exchange with earlier shards, and without `causal` that with later ones; empty without shards."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Tensor, KernelState]:
     """Attention (B, H, N, D) and the state after the last token.
 
-    With an exchange, what enters comes from there, and the state is what these tokens alone add.
+    With an exchange, the entering state comes from it, and the returned state is what these tokens alone add.
     """
     feature_map, projection = options.feature_map, options.projection
-    positions, key_weights, phi = (
-        options.positions,
-        options.key_weights,
-        Phi(feature_map, projection, options.priors),
-    )
+    positions, key_weights = options.positions, options.key_weights
+    phi = Phi(feature_map, projection, options.priors)
     state = options.initial_state
     if state is None:
         state = start_state(feature_map, k[..., : q.shape[-1]], projection, v.shape[-1])
-    exchanges = (options.exchange, options.exchange_after)
-    begins = tuple(Once(begin) for begin in exchanges if begin is not None)
-    path: Callable[..., Found] = _documents
+    exchanges = tuple(Once(x) for x in (options.exchange, options.exchange_after) if x is not None)
+    variant: Callable[..., Found] = _bidirectional_documents
     if options.causal:
-        path = _shards if begins else _in_order
+        variant = _causal_shard if exchanges else _causal
     elif isinstance(positions, int):
-        path = _one_document
+        variant = _bidirectional
 
-    def found(q: Tensor, k: Tensor, v: Tensor) -> Found:
+    def compute(q: Tensor, k: Tensor, v: Tensor) -> Found:
         run = partial(_over_groups, phi=phi, positions=positions)
         finish = finish_of(feature_map, options.normalize)
-        (out, *lost), left = path(run, finish, (q, k, v, key_weights), state, begins, positions)
+        (out, *lost), leaving = variant(run, finish, (q, k, v, key_weights), state, exchanges, positions)
         if key_weights is not None and key_weights.shape[2] == q.shape[2]:
-            # A token that is no key itself is padding, and its output 0.
+            # A token with key weight 0 is padding; if its query is lost, the output stays 0.
             real = (key_weights != 0).repeat_interleave(q.shape[1] // k.shape[1], 1)
-            lost = [some & real for some in lost]
-        return (out, *lost), left
+            lost = [mask & real for mask in lost]
+        return (out, *lost), leaving
 
-    return in_range(found(q, k, v), lambda: found(q.double(), k.double(), v.double()))
+    return in_range(compute(q, k, v), lambda: compute(q.double(), k.double(), v.double()))
 
 
-def _in_order(
-    run,
-    finish: Finish,
-    inputs: Tensors,
-    state: KernelState,
-    begins: tuple[Exchange, ...],
-    positions: Positions,
+def _causal(
+    run, finish: Finish, inputs: Tensors, state: KernelState, exchanges: Exchanges, positions: Positions
 ) -> Found:
-    """Tokens see what lies before them."""
+    """Causal attention without an exchange."""
     return run(partial(_token if inputs[0].shape[2] == 1 else _attend, finish), inputs, state)
 
 
-def _shards(
-    run,
-    finish: Finish,
-    inputs: Tensors,
-    state: KernelState,
-    begins: tuple[Exchange, ...],
-    positions: Positions,
+def _causal_shard(
+    run, finish: Finish, inputs: Tensors, state: KernelState, exchanges: Exchanges, positions: Positions
 ) -> Found:
-    """The same, and what `begins` fetches from before, while the local sums are made."""
+    """Causal attention of one shard; the exchange of states overlaps with the local sums."""
     q, *keys = inputs
-    _, own = run(_write, tuple(keys), state)
-    pending = begins[0](own, carried(positions, q))
+    _, added = run(_write, tuple(keys), state)
+    pending = exchanges[0](added, carried(positions, q))
     local, _ = run(_sums, inputs, state)
     reads = began_before(positions, q.shape[2], q.device)[:, None]
     out, _ = run(partial(_read, finish, keys[1].dtype), (q, reads, *local), pending.wait())
-    return out, own
+    return out, added
 
 
-def _one_document(
-    run, finish: Finish, inputs: Tensors, state: KernelState, begins: tuple[Exchange, ...], positions: int
+def _bidirectional(
+    run, finish: Finish, inputs: Tensors, state: KernelState, exchanges: Exchanges, positions: int
 ) -> Found:
-    """All tokens see all keys, those that `begins` fetches from before and behind too."""
+    """Bidirectional attention of one document per sequence, including keys of the shards before and after."""
     q, *keys = inputs
-    _, own = run(_write, tuple(keys), state)
+    _, added = run(_write, tuple(keys), state)
     carries = carried(positions, q)
-    pendings = [begin(own, carries) for begin in begins]
-    whole = reduce(merge, (pending.wait() for pending in pendings), own)
-    out, _ = run(partial(_read, finish, keys[1].dtype), (q, None), whole)
-    return out, own
+    pendings = [exchange(added, carries) for exchange in exchanges]
+    all_keys = reduce(merge, (pending.wait() for pending in pendings), added)
+    out, _ = run(partial(_read, finish, keys[1].dtype), (q, None), all_keys)
+    return out, added
 
 
-def _documents(
-    run, finish: Finish, inputs: Tensors, state: KernelState, begins: tuple[Exchange, ...], positions: Tensor
+def _bidirectional_documents(
+    run, finish: Finish, inputs: Tensors, state: KernelState, exchanges: Exchanges, positions: Tensor
 ) -> Found:
-    """Tokens see their documents: what lies before a token and itself, and what lies behind it, read backwards."""
-    back = partial(run, positions=reversed_positions(positions, continued=bool(begins)))
-    backwards = tuple(None if x is None else x.flip(2) for x in inputs)
-    before, behind = state, empty_state(state)
-    if begins:
+    """Bidirectional attention within packed documents: a causal scan plus a strictly causal scan in reverse order."""
+    run_reversed = partial(run, positions=reversed_positions(positions, continued=bool(exchanges)))
+    reversed_inputs = tuple(None if x is None else x.flip(2) for x in inputs)
+    before, after = state, empty_state(state)
+    if exchanges:
         _, last = run(_write, inputs[1:], before)
-        _, first = back(_write, backwards[1:], behind)
-        # A document that starts with these tokens owes nothing to those before them.
+        _, first = run_reversed(_write, reversed_inputs[1:], after)
+        # A document that starts at the shard's first token has no part in earlier shards.
         added = last, keep(first, positions[:, 0] > 0)
         carries = open_documents(positions, positions.shape[1], len(positions), positions.device)
-        pendings = [begin(mine, carries) for begin, mine in zip(begins, added)]
-        before, behind = (pending.wait() for pending in pendings)
+        pendings = [exchange(x, carries) for exchange, x in zip(exchanges, added)]
+        before, after = (pending.wait() for pending in pendings)
     earlier, leaving = run(_sums, inputs, before)
-    later, _ = back(partial(_sums, delay=1), backwards, behind)
+    later, _ = run_reversed(partial(_sums, delay=1), reversed_inputs, after)
     out, *lost = finish(add(PartialOutput(*earlier), PartialOutput(*(x.flip(2) for x in later))))
-    return (out.to(inputs[2].dtype), *lost), last if begins else leaving
+    return (out.to(inputs[2].dtype), *lost), last if exchanges else leaving
 
 
 def _over_groups(step, inputs: Tensors, state: KernelState, *, phi: Phi, positions: Positions):
-    """Run `step(inputs, state, positions, phi) -> outputs, state` over groups of tokens."""
+    """Scan `step(inputs, state, positions, phi) -> outputs, state` over groups of tokens."""
     varying = None if isinstance(positions, int) else positions[:, None]
     dtype = torch.promote_types(accum_dtype(inputs[0].dtype), state.sums.dtype)
     state = KernelState(*(x.to(dtype) for x in state))
 
     def on_group(start: int, carry: Tensors, sequences: Tensors, shared: Tensors):
-        *here, at = sequences
+        *group_inputs, group_positions = sequences
         entering = KernelState(carry[0], carry[1].detach())
-        places = positions + start if at is None else at[:, 0]
-        outputs, leaving = step(here, entering, places, Phi(phi.feature_map, *shared))
+        at = positions + start if group_positions is None else group_positions[:, 0]
+        outputs, leaving = step(group_inputs, entering, at, Phi(phi.feature_map, *shared))
         return outputs, tuple(leaving)
 
     outputs, leaving = scan_groups(on_group, tuple(state), (*inputs, varying), phi[1:], group=GROUP)
@@ -155,7 +144,7 @@ def _attend(finish: Finish, inputs: Tensors, state: KernelState, positions: Posi
 
 
 def _token(finish: Finish, inputs: Tensors, state: KernelState, positions: Positions, phi: Phi):
-    """`_attend` for one token: it enters the state, and reads it."""
+    """`_attend` for one token: add it to the state, then read the state."""
     q, k, v, key_weights = inputs
     dtype = state.sums.dtype
     if not isinstance(positions, int):
@@ -192,7 +181,7 @@ def _write(inputs: Tensors, state: KernelState, positions: Positions, phi: Phi):
 def _read(
     finish: Finish, dtype: torch.dtype, inputs: Tensors, state: KernelState, positions: Positions, phi: Phi
 ):
-    """What the state gives to the queries that read it (None: all), added to the sums they have already."""
+    """Outputs from the entering state, for the queries in `reads` (None: all), plus their local sums if given."""
     q, reads, *sums = inputs
     length, kv_heads = q.shape[2], state.sums.shape[1]
     queries = phi.of_queries(chunk_queries(q.to(state.sums.dtype), kv_heads, length))

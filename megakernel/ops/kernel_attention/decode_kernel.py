@@ -1,4 +1,4 @@
-"""Triton kernel of decoding: one token of many sequences enters their states and reads them, in one launch."""
+"""Triton kernel of a decoding step: one token per sequence, for many sequences in one launch."""
 
 import triton
 import triton.language as tl
@@ -15,7 +15,7 @@ def row_of(x, row):
 
 @triton.jit
 def places_of_half(column, C: tl.constexpr, M: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
-    """Where half a state has a block of columns, (C, BV), and which of these hold numbers; its normalizer, likewise."""
+    """Offsets and mask of a block of columns (C, BV) of half a state, and of its normalizer (C,)."""
     m, columns = tl.arange(0, C), column + tl.arange(0, BV)
     inside = (m < M)[:, None] & (columns < V)[None, :]
     return m[:, None] * (V + 1) + columns[None, :], inside, m * (V + 1) + V, m < M
@@ -23,7 +23,7 @@ def places_of_half(column, C: tl.constexpr, M: tl.constexpr, V: tl.constexpr, BV
 
 @triton.jit
 def load_half(sums, alive, column, C: tl.constexpr, M: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
-    """A block of columns (C, BV) of half a state and its normalizer (C,), zeros where it is not `alive`."""
+    """A block of columns (C, BV) of half a state and its normalizer (C,); zeros if not `alive`."""
     places, inside, normalizer, rows = places_of_half(column, C, M, V, BV)
     tile = tl.load(sums + places, mask=inside & alive, other=0.0)
     return tile, tl.load(sums + normalizer, mask=rows & alive, other=0.0)
@@ -31,7 +31,7 @@ def load_half(sums, alive, column, C: tl.constexpr, M: tl.constexpr, V: tl.const
 
 @triton.jit
 def store_half(new_sums, tile, norm, column, M: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
-    """The inverse of `load_half`; the program of the first columns stores the normalizer."""
+    """The inverse of `load_half`; only the program of the first columns stores the normalizer."""
     places, inside, normalizer, rows = places_of_half(column, tile.shape[0], M, V, BV)
     tl.store(new_sums + places, tile, mask=inside)
     if column == 0:
@@ -40,8 +40,8 @@ def store_half(new_sums, tile, norm, column, M: tl.constexpr, V: tl.constexpr, B
 
 @triton.jit
 def read_half(features, tile, norm, G: tl.constexpr):
-    """What the first G of the features (C, MP) read of half a state: columns (C, BV) and the normalizer (C,)."""
-    # Products of few rows: tensor cores would need the tile in shared memory, and a second time in shards for float32.
+    """Products of the first G features (C, MP) with half a state: columns (C, BV) and the normalizer (C,)."""
+    # With so few rows, tensor cores do not pay: they need the tile in shared memory, twice for split float32.
     total = tl.zeros((features.shape[0], tile.shape[1]), tl.float32)
     for g in range(G):
         read = tl.sum(row_of(features, g)[:, None] * tile, 0)
@@ -64,10 +64,10 @@ def step_half(
     V: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """Add the key's features times `addition` (BV,), and times `weight` for the normalizer, to half an `alive` state.
+    """Add the key's features times `addition` (BV,), and times `weight` for the normalizer, to half a state.
 
-    features (C, MP) are those of the G queries, and below them of the key. Returns what queries read from the new
-    state, as `read_half`.
+    features (C, MP) are those of the G queries, then of the key. Returns what the queries read from the new state, see
+    `read_half`.
     """
     key = row_of(features, G)
     tile, norm = load_half(sums, alive, column, features.shape[1], M, V, BV)
@@ -102,11 +102,11 @@ def step(
     NORMALIZE: tl.constexpr,
     PHI: tl.constexpr,
 ):
-    """Outputs (B, H, V) and the states (B, H_kv, F, V + 1) with the token in them.
+    """Outputs (B, H, V) and the states (B, H_kv, F, V + 1) after adding the token.
 
-    tokens (B, H_kv, G + 1, D) are the queries of a key head and, below them, its key. States are as
-    `KernelState` has them: the normalizer is the last column, and a map's second half lies M rows below its first. A
-    token at position 0 begins a state; without positions all go on. Program: (key head of a sequence, block of values).
+    tokens (B, H_kv, G + 1, D) are the queries of a key head, then its key. States have the layout of `KernelState`: the
+    normalizer is the last column, and a map's second half starts M rows after its first. A token at position 0 begins a
+    new state; without positions, all states continue. Program: (key head of a sequence, block of values).
     """
     head = tl.program_id(0)
     row, kv = (head // heads).to(tl.int64), (head % heads).to(tl.int64)

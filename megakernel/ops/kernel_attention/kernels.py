@@ -1,23 +1,23 @@
-"""Triton kernels of kernel attention's forward, and what all its kernels share.
+"""Triton kernels of kernel attention's forward pass, and device functions that all its kernels share.
 
-States are in memory every segment of some hundred tokens, never one per chunk. One launch sums each segment's keys, a
-small one (`states.pass_states`) turns these sums into the states that enter the segments, and the last one reads: a
-program is a tile of queries and holds all of their values. They see the state by one product of tiles, and the keys of
-their own segment by pairs. With u_j = m_j [v_j, 1] and g_i = [do_i, -do_i.o_i] / den_i, the gradient of the sums of
-query i (normalized; otherwise [do_i, 0]):
+Memory holds one state per segment of a few hundred tokens, never one per chunk. One launch sums each segment's keys, a
+small one (`states.pass_states`) scans these sums into the states that enter the segments, and the last one computes
+outputs: a program holds a tile of queries with all of their values. Queries read the state in one matrix product, and
+the keys of their own segment as explicit pairs. With u_j = m_j [v_j, 1] and g_i = [do_i, -do_i.o_i] / den_i, the
+gradient of the sums of query i (normalized; otherwise [do_i, 0]):
 
     dphi(q_i) = sum_j (g_i.u_j) phi(k_j)    dphi(k_j) = sum_i (g_i.u_j) phi(q_i)    du_j = sum_i (phi(q_i).phi(k_j)) g_i
 
-so the gradient of queries (`query_kernels`) needs the state of keys before, and that of keys (`key_kernels`) the same
-sum over queries after: a state of queries, whose values are the g_i. The second part of g_i is delta_i, the gradient of
-the denominator, with which the g_i.u_j of a normalized query add up to 0 under its weights.
+so dQ (`query_kernels`) needs the state of earlier keys, and dK (`key_kernels`) the same sum over later queries: a
+state of queries, whose values are the g_i. The second part of g_i is delta_i, the gradient of the denominator, which
+makes the g_i.u_j of a normalized query add up to 0 under its weights.
 
-Unbounded maps: phi(k_j) = values exp(c_j). Query i divides by exp(r_i), r_i the largest c_j of the keys it sees, so
-that later keys reach it not even by rounding. Its own scale cancels in the quotient. A state of queries has the log
-scales -r_i.
+Unbounded maps: phi(k_j) = values exp(c_j). Query i divides by exp(r_i), with r_i the largest c_j of the keys it sees,
+so later keys do not affect it, not even its rounding. The query's own scale cancels in the quotient. A state of queries
+has the log scales -r_i.
 
-Features of a map with a projection, and of mixtures, are in memory: each is read by several programs. Keys' are written
-by the launch that sums them, queries' by backward's first one.
+Features of maps with a projection, and of mixtures, are stored in memory, because several programs read each of them.
+The launch that sums keys writes theirs; the first launch of backward writes those of queries.
 """
 
 import triton
@@ -43,7 +43,7 @@ from megakernel.ops.kernels.states import add_tokens, first_token, largest_of
 
 @triton.jit
 def weights_of(key_weights, head, at, length, end, C: tl.constexpr):
-    """How often each of C keys of a head of `length` counts, (C,) float32; 0 from key `end` on."""
+    """Key weights (C,) float32 of a head of `length`, starting at key `at`; 0 from key `end` on."""
     if key_weights is None:
         weights = tl.where(at + tl.arange(0, C) < end, 1.0, 0.0)
     else:
@@ -53,7 +53,7 @@ def weights_of(key_weights, head, at, length, end, C: tl.constexpr):
 
 @triton.jit
 def store_features(a, b, logs, tokens, head, length, at, count, PHI: tl.constexpr):
-    """Features of the first `count` of some tokens of a head, where `features_at` finds them."""
+    """Store the features of the first `count` tokens of a tile, for `features_at` to load."""
     place = head.to(tl.int64) * length + at
     rows = tl.arange(0, a.shape[0])
     features = tokens.features + place * PHI.padded_features
@@ -69,7 +69,7 @@ def store_features(a, b, logs, tokens, head, length, at, count, PHI: tl.constexp
 def sums_of_segment(
     keys, seq, batch, kv, begin, end, last, log, half: tl.constexpr, TILING: tl.constexpr, PHI: tl.constexpr
 ):
-    """Half of what the keys of a segment add to a state of log scale `log`: a tile (MP, VP), and a normalizer (MP,)."""
+    """One half of the sum of a segment's keys, for a state of log scale `log`: sums (MP, VP), normalizer (MP,)."""
     MP: tl.constexpr = PHI.padded_rows
     VP: tl.constexpr = TILING.padded_values
     C: tl.constexpr = TILING.chunk
@@ -84,7 +84,7 @@ def sums_of_segment(
         weights = weights_of(keys.key_weights, head, at, seq.keys, end, C)
         weights = tl.where(places_of_keys(at + tl.arange(0, C), seq, batch, TILING) >= last, weights, 0.0)
         if PHI.unbounded:
-            # A key of no weight may be larger than all that are added.
+            # The scale of a key with weight 0 may exceed `log`, which is the largest of the others.
             weights *= exp(tl.minimum(logs - log, 0.0))
         ones = tl.full((C,), 1.0, tl.float32)
         tile, norm = add_tokens(tile, norm, b if half else a, weights, values, ones, v.dtype.element_ty)
@@ -93,15 +93,15 @@ def sums_of_segment(
 
 @triton.jit
 def largest_of_document(one, starts, other, starts_too):
-    """The larger of two tokens' numbers, or the second where its token starts a document, and whether one does."""
+    """Combine function of a running maximum that restarts at document starts."""
     return tl.where(starts_too, other, tl.maximum(one, other)), starts | starts_too
 
 
 @triton.jit
 def write_keys(keys, matrix, state, seq, scale, TILING: tl.constexpr, PHI: tl.constexpr):
-    """What each segment's keys add to the state that leaves it, and features. Program: a segment of a key head.
+    """Sum the keys of each segment, and store their features. Program: one segment of a key head.
 
-    Of unbounded maps, also what queries see of the log scales of their segment: the largest, `scale` (B, H_kv, N).
+    For unbounded maps, also store in `scale` (B, H_kv, N) the largest log scale that each query sees in its segment.
     """
     VP: tl.constexpr = TILING.padded_values
     C: tl.constexpr = TILING.chunk
@@ -114,7 +114,7 @@ def write_keys(keys, matrix, state, seq, scale, TILING: tl.constexpr, PHI: tl.co
     last = first_token(seq.starts, batch, final, seq.length, seq.start)
     log = EMPTY if PHI.unbounded else 0.0
     if keys.tokens.features is not None:
-        # All features before all sums: both at once would not fit into registers.
+        # First all features, then all sums: both at once would not fit into registers.
         k = head_at(keys.tokens.rows, batch, kv)
         dtype: tl.constexpr = keys.v.pointer.dtype.element_ty
         projection = matrix_of(matrix, kv, PHI)
@@ -152,7 +152,7 @@ def write_keys(keys, matrix, state, seq, scale, TILING: tl.constexpr, PHI: tl.co
 
 @triton.jit
 def visible_keys(here, seq, tile, TILING: tl.constexpr):
-    """Which of the keys (BK,) from `here` on each query (C,) sees."""
+    """(C, BK) mask: the query sees this key, of those starting at `here`."""
     places = places_of_keys(here + tl.arange(0, TILING.block), seq, tile.batch, TILING)[None, :]
     visible = places <= tile.rows[:, None] if TILING.rank == 0 else places < tile.rows[:, None]
     if seq.starts is not None:
@@ -162,7 +162,7 @@ def visible_keys(here, seq, tile, TILING: tl.constexpr):
 
 @triton.jit
 def largest_logs(keys, seq, tile, TILING: tl.constexpr):
-    """The largest log scale (C,) of the keys of their segment that queries see."""
+    """(C,): the largest log scale of the keys that each query sees in its segment."""
     BK: tl.constexpr = TILING.block
     r = tl.full((TILING.chunk,), EMPTY, tl.float32)
     for here in range(first_key(tile.begin, TILING), keys_before(tile.stop, seq, TILING), BK):
@@ -175,9 +175,9 @@ def largest_logs(keys, seq, tile, TILING: tl.constexpr):
 
 @triton.jit
 def pairs_of(products, keys, here, scales, r, seq, tile, TILING: tl.constexpr, PHI: tl.constexpr):
-    """Products of queries (C,) and the keys (BK,) from `here` on, with the weights of the latter; 0 where not seen."""
+    """Products (C, BK) of queries and keys times key weights and relative scales; 0 where masked."""
     if PHI.unbounded:
-        # A key of no weight may be larger than all that is seen.
+        # The scale of a key that is masked or has weight 0 may exceed r.
         products *= exp(tl.minimum(scales[None, :] - r[:, None], 0.0))
     if keys.key_weights is not None:
         products *= weights_of(keys.key_weights, tile.key_head, here, seq.keys, seq.keys, TILING.block)[
@@ -188,7 +188,7 @@ def pairs_of(products, keys, here, scales, r, seq, tile, TILING: tl.constexpr, P
 
 @triton.jit
 def state_factors(tile, log, r, TILING: tl.constexpr, PHI: tl.constexpr):
-    """What queries multiply the state by that enters their segment, (C,)."""
+    """(C,): the factors by which queries scale the state that enters their segment; 0 if they do not see it."""
     reads = (tile.first < tile.begin) | (not TILING.causal)
     if PHI.unbounded:
         reads = reads & (r > EMPTY)
@@ -198,12 +198,12 @@ def state_factors(tile, log, r, TILING: tl.constexpr, PHI: tl.constexpr):
 
 @triton.jit
 def sums_of_keys(x, y, keys, state, seq, tile, largest, do, TILING: tl.constexpr, PHI: tl.constexpr):
-    """Sums (C, VP) and normalizers (C,) of queries of features x, y, and r that both are measured from.
+    """Sums (C, VP) and normalizers (C,) of queries with features x, y, and r, the log scale of both.
 
-    Over the keys in the state that enters the segment, and where TILING.causal those that its tokens before tile.stop
-    add. Of unbounded maps, `largest` (C,) are the largest log scales of the keys of the segment that queries see.
-    Given do (C, VP), of a map without a second half, the sums are (C,), of do_i.v_j: no weight is rounded for them, so
-    that backward's terms w_ij (do_i.v_j - mean_i) add up to 0 as they should.
+    They run over the keys in the entering state and, if TILING.causal, the segment's keys before tile.stop. For
+    unbounded maps, `largest` (C,) are the largest log scales that the queries see in the segment. Given do (C, VP), for
+    maps with one half, the sums are (C,), of do_i.v_j, with unrounded weights: backward's terms
+    w_ij (do_i.v_j - mean_i) must add up to 0.
     """
     C: tl.constexpr = TILING.chunk
     BK: tl.constexpr = TILING.block
@@ -227,7 +227,7 @@ def sums_of_keys(x, y, keys, state, seq, tile, largest, do, TILING: tl.constexpr
     total *= factor[:, None] if do is None else factor
     den *= factor
     if TILING.causal:
-        # Added up over threads behind the loop.
+        # Reduced over threads after the loop.
         total_of_pairs = tl.zeros((C, BK), tl.float32)
         den_of_pairs = tl.zeros((C, BK), tl.float32)
         for here in range(first_key(tile.begin, TILING), keys_before(tile.stop, seq, TILING), BK):
@@ -241,7 +241,7 @@ def sums_of_keys(x, y, keys, state, seq, tile, largest, do, TILING: tl.constexpr
                 weighed += dot(y, tl.trans(b), dtype)
             weighed = pairs_of(weighed, keys, here, scales, r, seq, tile, TILING, PHI)
             if do is None:
-                # Rounded before both sums: a mean of one value is that value.
+                # Rounded before both sums, so that the mean of a single value is exactly that value.
                 weighed = rounded(weighed, dtype)
                 total += dot(weighed, values, dtype)
                 den += tl.sum(weighed.to(tl.float32), 1)
@@ -268,11 +268,11 @@ def read(
     NORMALIZE: tl.constexpr,
     PHI: tl.constexpr,
 ):
-    """Outputs (B, H, N, V), and for backward 1 / den of every query and r of unbounded maps, (B, H, N) float32.
+    """Outputs (B, H, N, V), and for backward 1 / den (B, H, N) and, for unbounded maps, r (B, H_kv, N), float32.
 
-    A query whose weights add up to less than PHI.least is 0, and so is 1 / den, with which backward leaves it out.
-    Without NORMALIZE 1 / den is what sums are multiplied by, exp(r_i + log of the query's scale). Program: TILING.chunk
-    queries of a head; TILING.causal says that `state` has an entry for each segment, otherwise it has one of all keys.
+    If a query's weights add up to less than PHI.least, its output and its 1 / den are 0, and backward skips it.
+    Without NORMALIZE, 1 / den is the factor of the sums, exp(r_i + log of the query's scale). If TILING.causal, `state`
+    has one entry per segment, otherwise a single one of all keys. Program: TILING.chunk queries of a head.
     """
     C: tl.constexpr = TILING.chunk
     VP: tl.constexpr = TILING.padded_values
@@ -285,7 +285,7 @@ def read(
     scales_at = tile.key_head.to(tl.int64) * seq.queries
     largest = tl.zeros((C,), tl.float32)
     if PHI.unbounded and TILING.causal:
-        # Another query of the key may have stored r here already, of which this is the maximum once more.
+        # Another query head of this key head may already have stored r here; the maximum below is then still r.
         largest = load_numbers(scale + scales_at, tile.at, tile.end, C)
     total, den, r = sums_of_keys(x, y, keys, state, seq, tile, largest, None, TILING, PHI)
     if NORMALIZE:

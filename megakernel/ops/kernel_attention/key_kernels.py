@@ -1,4 +1,4 @@
-"""Triton kernel of kernel attention's backward over keys: gradients of keys, values, key weights and priors."""
+"""Triton kernel of kernel attention's backward pass over keys: gradients of keys, values, key weights and priors."""
 
 import triton
 import triton.language as tl
@@ -24,10 +24,10 @@ from megakernel.ops.kernels.states import first_token
 def gradient_from_state(
     tile, norm, values, state, entry, half: tl.constexpr, TILING: tl.constexpr, PHI: tl.constexpr
 ):
-    """Columns (C, VP) times half a state, tile (MP, VP), plus norm (MP,): gradients of features (C, MP).
+    """Gradients of features (C, MP): values (C, VP) times one half of a state, tile (MP, VP), plus norm (MP,).
 
-    A state of more digits than the columns takes two products, so that its sums and its normalizer cancel exactly. It
-    is loaded again: kept, it would take the registers, and shared memory for both factors at once.
+    If the state has higher precision than the values, a second product adds its rounding error, so that sums and
+    normalizer cancel exactly. The state is loaded again; keeping it would exceed registers and shared memory.
     """
     dtype: tl.constexpr = values.dtype
     grad = dot(values, tl.trans(tile), dtype) + norm[None, :]
@@ -40,7 +40,7 @@ def gradient_from_state(
 
 @triton.jit
 def behind_factors(places, last, weights, scales, log, TILING: tl.constexpr, PHI: tl.constexpr):
-    """Factors (C,) of the state of queries behind a segment: they see the keys that enter the state that leaves it."""
+    """(C,): each key's factor of the state of later segments' queries; 0 if it does not enter the outgoing state."""
     enters = (places >= last) | (not TILING.causal)
     if PHI.unbounded:
         return tl.where(enters & (weights != 0), tl.exp(scales + log), 0.0)
@@ -51,9 +51,9 @@ def behind_factors(places, last, weights, scales, log, TILING: tl.constexpr, PHI
 def queries_of_keys(
     products, rows, first, places, stop, scales, r, seq, TILING: tl.constexpr, PHI: tl.constexpr
 ):
-    """Products of keys (C,) and queries (BQ,); 0 where a query does not see the key. See `kernels.pairs_of`.
+    """Products (C, BQ) of keys and queries times relative scales; 0 where masked. See `kernels.pairs_of`.
 
-    Queries from `stop` on see it in their state.
+    Queries from `stop` on see the keys through their state, so they are masked.
     """
     if PHI.unbounded:
         products *= tl.exp(tl.minimum(scales[:, None] - r[None, :], 0.0))
@@ -81,11 +81,11 @@ def bwd_dkv(
     TILING: tl.constexpr,
     PHI: tl.constexpr,
 ):
-    """Gradients of keys (B, H_kv, N, D), of projected ones (..., M) if asked for, values, key weights and priors.
+    """Gradients of keys (B, H_kv, N, D), optionally of projected keys (..., M), of values, key weights and priors.
 
-    Of mixtures (B, H_kv, N, KEYS D), (KEYS, B, H_kv, N, M), and parts (B, H_kv, N, KEYS) of the gradient of priors. A
-    launch without dk or without dv leaves the other half of the products out: of wide features, the two do not fit into
-    registers. `state` holds states of queries. Program: TILING.chunk keys of a key head.
+    For mixtures, (B, H_kv, N, KEYS D), (KEYS, B, H_kv, N, M), and parts (B, H_kv, N, KEYS) of the gradient of priors.
+    Without dk or dv, its products are skipped: for wide features, both do not fit into registers. `state` holds states
+    of queries. Program: TILING.chunk keys of a key head.
     """
     C: tl.constexpr = TILING.chunk
     BQ: tl.constexpr = TILING.block

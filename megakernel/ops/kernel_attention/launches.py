@@ -1,4 +1,4 @@
-"""What the launches of kernel attention's kernels have in common: the sizes of a call, and the states between them."""
+"""Shared by all launches of kernel attention: tile sizes, buffers, and the scan over segment states."""
 
 from typing import Any, NamedTuple
 
@@ -11,35 +11,35 @@ from megakernel.ops.kernel_attention import query_kernels
 from megakernel.ops.kernel_attention.arguments import Queries, SequenceInfo, State, Tiling
 from megakernel.ops.kernels import states
 from megakernel.ops.kernels.features import Phi, cdiv, padded, phi_of, power_of_two
-from megakernel.ops.kernels.launch import PROGRAMS, capability_of, launch
+from megakernel.ops.kernels.launch import MIN_PROGRAMS, capability_of, launch
 from megakernel.ops.state import EMPTY, KernelState
 
-LONGEST_CHUNK = 64
-"""Tokens of a chunk of sequences that see both ways, which their segments are multiples of."""
+MIN_SEGMENT = 64
+"""Tokens of the shortest segment of bidirectional sequences; all segments are multiples of it."""
 
 STATE_SHARE = 0.02
-"""Share of the bytes of q, k, v and out that their states may take on long sequences."""
+"""Bytes of states of long bidirectional sequences, at most, as a share of the bytes of q, k, v and out."""
 
 FEATURES_AT_ONCE = 8
-"""Rows of a state that one program passes from segment to segment."""
+"""Feature rows of a state per program of `pass_states`."""
 
 SEGMENT = 128
-"""Tokens between two states that causal sequences have in memory, of up to 64 features; of more, as many more. States
-are then a quarter of q, k, v and out at most, and the pairs of a segment cost about what its state does."""
+"""Tokens per segment of causal sequences with up to 64 features; longer in proportion with more features. States then
+take at most a quarter of the bytes of q, k, v and out, and a segment's pairs cost about as much as its state."""
 
 
 class TileSizes(NamedTuple):
-    """What one program of a kernel holds."""
+    """Tile sizes of one program of a kernel."""
 
     chunk: int
-    """Rows whose sums it holds."""
+    """Rows of the tile that it accumulates."""
 
     block: int
-    """Rows that it goes by."""
+    """Rows per step of its inner loop."""
 
     warps: int
     stages: int = 1
-    """Blocks that are on their way from memory at once."""
+    """Pipeline stages: blocks in flight from memory at once."""
 
 
 TILES: dict[tuple[int, int], TileSizes] = {
@@ -49,7 +49,7 @@ TILES: dict[tuple[int, int], TileSizes] = {
     (4, 64): TileSizes(32, 32, 4),
     (4, 128): TileSizes(16, 16, 4),
 }
-"""(bytes of a number, padded features up to this) -> what programs hold, where four warps multiply tiles of 64 rows."""
+"""(bytes per element, largest padded features) -> tile sizes, for GPUs where four warps multiply tiles of 64 rows."""
 
 EXCEPTIONS: dict[tuple[str, int, int], TileSizes] = {
     ("write_keys", 2, 128): TileSizes(128, 64, 8),
@@ -61,38 +61,38 @@ EXCEPTIONS: dict[tuple[str, int, int], TileSizes] = {
     ("bwd_dq", 4, 64): TileSizes(16, 16, 4),
     ("bwd_dq_one_pass", 4, 64): TileSizes(16, 16, 4),
 }
-"""(kernel, bytes of a number, padded features up to this) -> what programs of kernels with more or less to hold do."""
+"""(kernel, bytes per element, largest padded features) -> tile sizes of kernels that deviate from TILES."""
 
 SMALL_TILES: dict[tuple[int, int], TileSizes] = {
     (2, 64): TileSizes(64, 32, 4),
     (2, 128): TileSizes(64, 32, 8),
     (2, 256): TileSizes(64, 32, 8),
 }
-"""The same for GPUs whose products take their factors from registers, and which have less shared memory."""
+"""TILES for GPUs whose tensor cores read operands from registers, and which have less shared memory."""
 
 SMALL_EXCEPTIONS: dict[tuple[str, int, int], TileSizes] = {
     ("bwd_dq", 2, 128): TileSizes(32, 32, 8),
     ("bwd_dq_one_pass", 2, 128): TileSizes(32, 32, 8),
     ("write_queries", 2, 256): TileSizes(16, 16, 8),
 }
-"""The same of kernels that would spill more than they may with those."""
+"""Tile sizes of kernels that would spill too much with SMALL_TILES."""
 
-WARP_GROUPS = (90,)
-"""Compute capabilities of GPUs with products of four warps. For 100 and 103, whose products are others, Triton 3.7 does
-not compile all of these tiles."""
+WGMMA_CAPABILITIES = (90,)
+"""Compute capabilities of GPUs with warpgroup matrix products (wgmma). 100 and 103 have other instructions, for which
+Triton 3.7 does not compile all of these tiles."""
 
-ROOMY = (80, 90, 100, 103)
-"""Compute capabilities of GPUs whose programs may take 163 KiB of shared memory; those of 86, 89 and 120 have 99."""
+LARGE_SHARED_MEMORY = (80, 90, 100, 103)
+"""Compute capabilities of GPUs with at least 163 KiB of shared memory per program; 86, 89 and 120 have 99 KiB."""
 
 
-def tiles_of(state: KernelState, phi: Phi, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A state as kernels read it: sums (B, H_kv, FP, VP), normalizers (B, H_kv, FP), log scales."""
+def pack_state(state: KernelState, phi: Phi, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A state in the kernels' padded layout: sums (B, H_kv, FP, VP), normalizers (B, H_kv, FP), log scales."""
     halves = phi.features // phi.rows
     lead = state.sums.unflatten(2, (halves, phi.rows)).to(torch.float32)
     whole = torch.nn.functional.pad(lead, (0, 0, 0, phi.padded_rows - phi.rows)).flatten(2, 3)
     sums = torch.nn.functional.pad(whole[..., :-1], (0, padded(value_dim) - value_dim))
     logs = state.log_scale.to(torch.float32)
-    # Of bounded maps only the empty state has a scale, by which window and landmarks would be compared.
+    # For bounded maps only the empty state has a scale (EMPTY); kernels would merge window and landmarks by it.
     return (
         sums.contiguous(),
         whole[..., -1].contiguous(),
@@ -100,20 +100,20 @@ def tiles_of(state: KernelState, phi: Phi, value_dim: int) -> tuple[Tensor, Tens
     )
 
 
-def state_of(sums: Tensor, norms: Tensor, logs: Tensor, phi: Phi, value_dim: int) -> KernelState:
-    """The inverse of `tiles_of`."""
+def unpack_state(sums: Tensor, norms: Tensor, logs: Tensor, phi: Phi, value_dim: int) -> KernelState:
+    """The inverse of `pack_state`."""
     halves = phi.features // phi.rows
     whole = torch.cat([sums[..., :value_dim], norms[..., None]], -1)
     saved = whole.unflatten(2, (halves, phi.padded_rows))[:, :, :, : phi.rows].flatten(2, 3)
     return KernelState(saved, logs.detach())
 
 
-def segment_of(phi: Phi, q: Tensor, v: Tensor, causal: bool) -> int:
-    """Tokens of a segment, a power of two of LONGEST_CHUNK that depends on shapes alone.
+def segment_length(phi: Phi, q: Tensor, v: Tensor, causal: bool) -> int:
+    """Tokens per segment, MIN_SEGMENT times a power of two; depends on shapes alone.
 
-    Without pairs, segments only share the work out. They are as long as leaves states STATE_SHARE of the memory of
-    q, k, v and out; where the batch is so small that this leaves fewer than PROGRAMS, as short as gives that many. Of
-    keys and queries the longer sequences decide: both keep states in backward.
+    Bidirectional attention computes no pairs, so segments only split the work. They are long enough that states take
+    STATE_SHARE of the memory of q, k, v and out, or shorter if a small batch would give too few programs.
+    The longer of keys and queries decides: both have states in backward.
     """
     if causal:
         return SEGMENT * max(1, phi.padded_features // 64)
@@ -121,33 +121,35 @@ def segment_of(phi: Phi, q: Tensor, v: Tensor, causal: bool) -> int:
     key_heads, keys, values = v.shape[1:]
     token = (heads + key_heads) * (width + values) * v.element_size()
     state = key_heads * phi.padded_features * (padded(values) + 1) * 4
-    frugal = power_of_two(cdiv(int(state / STATE_SHARE), token))
-    parallel = power_of_two(max(1, batch * key_heads * max(queries, keys) // PROGRAMS))
-    return max(LONGEST_CHUNK, min(frugal, max(parallel, 4 * LONGEST_CHUNK)))
+    for_memory = power_of_two(cdiv(int(state / STATE_SHARE), token))
+    for_programs = power_of_two(max(1, batch * key_heads * max(queries, keys) // MIN_PROGRAMS))
+    return max(MIN_SEGMENT, min(for_memory, max(for_programs, 4 * MIN_SEGMENT)))
 
 
-class Call(NamedTuple):
-    """What all launches of a call share."""
+class Launcher(NamedTuple):
+    """Sizes and options of one call of an op; allocates its buffers and launches its kernels."""
 
     phi: Phi
     seq: SequenceInfo
-    """Of tokens, without the table of their documents."""
+    """Without the table of document starts."""
 
     segment: int
+    """Tokens per segment."""
+
     group: int
     values: int
     keys: int
-    """Of a position in a mixture, 0 without."""
+    """Mixture keys per position; 0 without mixtures."""
 
     causal: bool
     dtype: torch.dtype
     capability: int
     block_size: int = 1
     rank: int = 0
-    """Of landmarks, see `Tiling`."""
+    """Landmarks per block, see `Tiling`."""
 
     tiles: dict[str, TileSizes] | None = None
-    """Kernel -> what its programs hold, where the tables do not say it."""
+    """Kernel -> tile sizes that override the tables."""
 
     @staticmethod
     def of(
@@ -161,34 +163,34 @@ class Call(NamedTuple):
         causal: bool,
         start: int,
         decays: bool,
-    ) -> "Call":
-        """The call with these arguments."""
+    ) -> "Launcher":
+        """The launcher for these arguments."""
         rows = None if matrix is None else matrix.shape[-2]
         phi = phi_of(FeatureMap(feature_map, components), q.shape[-1], rows, decays)
         seq = SequenceInfo(None, start, None, k.shape[1], k.shape[2], q.shape[2], k.shape[2])
         group, keys = q.shape[1] // k.shape[1], 0 if priors is None else priors.shape[-1]
-        sizes = (segment_of(phi, q, v, causal), group, v.shape[-1], keys)
-        return Call(phi, seq, *sizes, causal, q.dtype, capability_of(q.device))
+        sizes = (segment_length(phi, q, v, causal), group, v.shape[-1], keys)
+        return Launcher(phi, seq, *sizes, causal, q.dtype, capability_of(q.device))
 
     @property
-    def stored(self) -> bool:
-        """Whether features are in memory."""
+    def stores_features(self) -> bool:
+        """Whether features are stored in memory."""
         return self.phi.projected or self.phi.decays or self.keys > 0
 
-    def features(self, tokens: Tensor, stored: bool) -> tuple[Tensor | None, Tensor | None]:
-        """A buffer for the features of tokens (B, H, N, d), and their log scales."""
-        if not stored:
+    def feature_buffers(self, tokens: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Buffers for the features of tokens (B, H, N, d) and for their log scales; None if not stored."""
+        if not self.stores_features:
             return None, None
         lead = tokens.shape[:3]
         logs = tokens.new_empty(lead, dtype=torch.float32) if self.phi.unbounded else None
         return tokens.new_empty(*lead, self.phi.padded_features), logs
 
-    def tile(self, kernel: str) -> TileSizes:
-        """What programs of the kernel of this name hold."""
+    def tile_sizes(self, kernel: str) -> TileSizes:
+        """Tile sizes of the kernel with this name."""
         bound = max(64, self.phi.padded_features)
         size = self.dtype.itemsize
         exceptions, tiles = SMALL_EXCEPTIONS, SMALL_TILES
-        if self.capability in WARP_GROUPS or size == 4:
+        if self.capability in WGMMA_CAPABILITIES or size == 4:
             exceptions, tiles = EXCEPTIONS, TILES
         tile = (self.tiles or {}).get(kernel) or exceptions.get((kernel, size, bound)) or tiles[size, bound]
         most = padded(self.segment)
@@ -196,12 +198,12 @@ class Call(NamedTuple):
 
     @property
     def tiling(self) -> Tiling:
-        """How sequences are cut, but for the tiles of a kernel."""
+        """The compile-time sizes, without `chunk` and `block`, which depend on the kernel."""
         sizes = (self.group, self.values, padded(self.values), self.keys, self.causal)
         return Tiling(self.segment, 0, 0, *sizes, self.block_size, self.rank)
 
-    def programs(self, kernel: str, batch: int) -> int:
-        """Of a kernel: one for each tile of queries or keys, or segment that it sums."""
+    def num_programs(self, kernel: str, batch: int) -> int:
+        """Programs of a kernel: one per tile of queries or keys, or one per segment."""
         of_keys = kernel in OVER_KEYS
         length = self.seq.keys if of_keys else self.seq.queries
         span = self.tiling.span if of_keys else self.segment
@@ -209,29 +211,29 @@ class Call(NamedTuple):
         if kernel in OVER_SEGMENTS:
             return heads * cdiv(length, span)
         whole, rest = divmod(length, span)
-        chunk = self.tile(kernel).chunk
+        chunk = self.tile_sizes(kernel).chunk
         return heads * (whole * cdiv(span, chunk) + cdiv(rest, chunk))
 
-    def start(
+    def launch(
         self, kernel: Any, batch: int, *arguments: Any, programs: int | None = None, **options: Any
     ) -> None:
-        """Start a kernel, with the `programs` that it has if not given."""
-        tile = self.tile(kernel.__name__)
-        programs = self.programs(kernel.__name__, batch) if programs is None else programs
+        """Launch a kernel, by default with as many `programs` as it needs."""
+        tile = self.tile_sizes(kernel.__name__)
+        programs = self.num_programs(kernel.__name__, batch) if programs is None else programs
         options |= {"TILING": self.tiling._replace(chunk=tile.chunk, block=tile.block), "PHI": self.phi}
         if programs:
             launch(kernel, (programs,), *arguments, warps=tile.warps, stages=tile.stages, **options)
 
-    def halves(self, buffers: tuple[Tensor | None, ...]) -> list[tuple[Tensor | None, ...]]:
-        """The buffers of `bwd_dkv` by launch: gradients of keys and of values do not fit into one of wide features."""
-        of_half = 128 if self.capability in ROOMY else 64
-        if self.phi.padded_features <= (of_half if self.dtype.itemsize == 2 else 32):
+    def split_dkv(self, buffers: tuple[Tensor | None, ...]) -> list[tuple[Tensor | None, ...]]:
+        """The buffers of each launch of `bwd_dkv`: one launch cannot hold both dK and dV of wide features."""
+        widest = 128 if self.capability in LARGE_SHARED_MEMORY else 64
+        if self.phi.padded_features <= (widest if self.dtype.itemsize == 2 else 32):
             return [buffers]
         dk, dv, dy, dkey_weights, dpriors = buffers
         return [(dk, None, dy, None, dpriors), (None, dv, None, dkey_weights, None)]
 
-    def states(self, like: Tensor, entries: int, dtype: torch.dtype = torch.float32) -> State:
-        """A buffer for so many states of each key head, or one without a dimension of its own."""
+    def state_buffer(self, like: Tensor, entries: int, dtype: torch.dtype = torch.float32) -> State:
+        """A buffer for `entries` states per key head; -1: a single one, without that dimension."""
         lead = (like.shape[0], self.seq.heads, *[entries] * (entries >= 0))
         size = self.phi.padded_features
         sums = like.new_empty(*lead, size, padded(self.values), dtype=dtype)
@@ -239,28 +241,28 @@ class Call(NamedTuple):
             sums, like.new_empty(*lead, size, dtype=torch.float32), like.new_empty(lead, dtype=torch.float32)
         )
 
-    def sums_of_segments(self, like: Tensor, length: int, of_queries: bool = False) -> State:
-        """A buffer for what segments add, and then for the states that enter them: factors of products.
+    def segment_buffer(self, like: Tensor, length: int, of_queries: bool = False) -> State:
+        """A buffer for the sums of each segment, later overwritten with the states that enter segments.
 
-        Where one key has nearly all of its queries' weights, its gradient is what is left of a state of queries when
-        most of that cancels. Of maps of which this is to be expected, such states keep float32's digits.
+        If one key has nearly all the weight of its queries, its gradient is a small difference of large terms of the
+        state of queries. Unbounded maps make this likely, so their states of queries stay in float32.
         """
         is_exact = self.dtype != torch.bfloat16 or (of_queries and self.phi.unbounded)
         dtype = torch.float32 if is_exact else torch.bfloat16
-        return self.states(like, cdiv(length, self.segment), dtype)
+        return self.state_buffer(like, cdiv(length, self.segment), dtype)
 
-    def sums_of_queries(self, queries: Queries, seq: SequenceInfo, like: Tensor, length: int) -> State:
-        """What the queries of each segment of `length` tokens add to the gradients of states."""
-        buffer = self.sums_of_segments(like, length, of_queries=True)
+    def sum_queries(self, queries: Queries, seq: SequenceInfo, like: Tensor, length: int) -> State:
+        """What each segment's queries add to the gradient of the state that enters it, over `length` tokens."""
+        buffer = self.segment_buffer(like, length, of_queries=True)
         if seq.queries:
-            self.start(query_kernels.write_queries, len(like), queries, buffer, seq)
+            self.launch(query_kernels.write_queries, len(like), queries, buffer, seq)
         else:
-            # A sequence without queries of its own hands the last state's gradient to its keys, segment by segment.
-            for part, nothing in zip(buffer, (0.0, 0.0, EMPTY)):
-                part.fill_(nothing)
+            # Without queries, the gradient of the last state still passes through every segment to its keys.
+            for part, value in zip(buffer, (0.0, 0.0, EMPTY)):
+                part.fill_(value)
         return buffer
 
-    def pass_on(
+    def pass_states(
         self,
         buffer: State,
         first: State | None,
@@ -271,23 +273,23 @@ class Call(NamedTuple):
         keep: bool = True,
         entered: State | None = None,
     ) -> tuple[State, State, Tensor | None]:
-        """The states that enter each segment, from what each segment adds, and the last one.
+        """Scan the sums of segments in `buffer` into the states that enter each segment, and the last state.
 
-        Without `keep` the last one alone: `buffer` still holds what segments add. In reverse, given the states that
-        `entered` segments from the left, also (B, H_kv, segments): what a change of those by a factor changes.
+        Without `keep`, only the last state is computed, and `buffer` is unchanged. In reverse, given the states that
+        `entered` segments from the left, also returns the gradients of their log scales, (B, H_kv, segments).
         """
         entering = State(buffer.sums, torch.empty_like(buffer.norms), torch.empty_like(buffer.logs))
         saved = entering[1:] if keep and self.causal else (None, None)
-        last = self.states(buffer.norms, -1)
+        last = self.state_buffer(buffer.norms, -1)
         batch, heads, segments = buffer.logs.shape
         programs = cdiv(self.phi.padded_features, FEATURES_AT_ONCE)
-        along = None if entered is None else buffer.logs.new_empty(batch, heads, programs, segments)
+        scale_grads = None if entered is None else buffer.logs.new_empty(batch, heads, programs, segments)
         launch(
             states.pass_states,
             (batch * heads, programs),
             *(buffer, *saved, first, last, seq.starts, None if seq.decay is None else seq.decay.of_segments),
-            *(entered, along),
-            # No document begins in a sequence that sees both ways.
+            *(entered, scale_grads),
+            # No document starts inside a bidirectional sequence.
             *(length, seq.start if self.causal else -1, seq.heads, segments),
             warps=4,
             SEGMENT=self.segment,
@@ -297,25 +299,25 @@ class Call(NamedTuple):
             REVERSE=reverse,
             UNBOUNDED=self.phi.unbounded,
         )
-        return entering, last, None if along is None else along.sum(2)
+        return entering, last, None if scale_grads is None else scale_grads.sum(2)
 
 
 OVER_SEGMENTS = ("write_keys", "write_queries")
-"""Kernels whose programs are of a segment of a key head; the others' are of a tile."""
+"""Kernels with one program per segment of a key head; the others have one per tile."""
 
 OVER_QUERIES = ("read", "bwd_dq", "bwd_dq_one_pass", "merge", "merge_backward")
-"""Kernels whose programs are of a query's head."""
+"""Kernels with programs per query head; the others have programs per key head."""
 
 OVER_KEYS = ("write_keys", "bwd_dkv")
-"""Kernels whose programs are of keys; the others' are of queries."""
+"""Kernels with programs over keys; the others run over queries."""
 
 
-def given_or_zeros(
+def materialize_grads(
     of_out: Tensor | None, of_last: Tensors, q: Tensor, v: Tensor, last: Tensors
 ) -> list[Tensor]:
-    """Gradients of the output, and of the `last` sums and normalizers where one of them has any.
+    """Gradients of the output, and of the `last` sums and normalizers if one of them has any; zeros replace None.
 
-    Autograd would fill one for each output of an op, those that nobody differentiates included.
+    Autograd's own materialization would fill zeros for every output of the op, even those without a gradient.
     """
     if of_out is None:
         of_out = v.new_zeros(*q.shape[:3], v.shape[-1])
@@ -325,7 +327,7 @@ def given_or_zeros(
 
 
 def gradient_of_last(grad_sums: Tensor, grad_norms: Tensor, last_logs: Tensor) -> State:
-    """The gradient of a last state as one of queries. Without keys it has one and no scale: that goes to nothing."""
+    """The gradient of the last state as a state of queries; empty if the last state has no keys, and so no scale."""
     empty = last_logs <= EMPTY / 2
     return State(
         grad_sums.masked_fill(empty[..., None, None], 0.0).contiguous(),
@@ -334,10 +336,10 @@ def gradient_of_last(grad_sums: Tensor, grad_norms: Tensor, last_logs: Tensor) -
     )
 
 
-def gradient_of_first(first_logs: Tensor | None, found: State) -> tuple[Tensor, Tensor]:
-    """Gradients of a first state's sums and normalizers, from the state of queries; empty where there was none."""
+def gradient_of_first(first_logs: Tensor | None, of_queries: State) -> tuple[Tensor, Tensor]:
+    """Gradients of the first state's sums and normalizers, from the state of queries; empty without a first state."""
     if first_logs is None:
-        return found.sums.new_empty(0), found.sums.new_empty(0)
-    # Sums are those of the first state times exp(its log scale).
-    factor = torch.exp(first_logs + found.logs)
-    return found.sums * factor[..., None, None], found.norms * factor[..., None]
+        return of_queries.sums.new_empty(0), of_queries.sums.new_empty(0)
+    # The forward pass used the sums times exp(log scale).
+    factor = torch.exp(first_logs + of_queries.logs)
+    return of_queries.sums * factor[..., None, None], of_queries.norms * factor[..., None]

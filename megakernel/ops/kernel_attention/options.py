@@ -1,4 +1,4 @@
-"""What implementations of kernel attention are given beside queries, keys and values."""
+"""Arguments of a kernel attention backend other than queries, keys and values."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from megakernel.ops.state import Exchange, KernelState
 
 
 class KernelOptions(NamedTuple):
-    """Arguments of `kernel_attention` of these names, checked, with `positions` in place of cu_seqlens."""
+    """Validated arguments of `kernel_attention`, with `positions` instead of cu_seqlens."""
 
     feature_map: FeatureMap | str
     projection: Projection | None = None
@@ -25,5 +25,5 @@ class KernelOptions(NamedTuple):
     initial_state: KernelState | None = None
     exchange: Exchange | None = None
     exchange_after: Exchange | None = None
-    wants_state: bool = True
-    """Whether anybody reads what is left behind."""
+    return_state: bool = True
+    """Whether the caller needs the final state."""

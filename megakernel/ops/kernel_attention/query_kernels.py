@@ -1,4 +1,4 @@
-"""Triton kernels of kernel attention's backward over queries: their gradients, and the state of queries."""
+"""Triton kernels of kernel attention's backward pass over queries: their gradients, and states of queries."""
 
 import triton
 import triton.language as tl
@@ -23,10 +23,10 @@ from megakernel.ops.kernels.states import add_tokens, first_token, scales_of_add
 
 @triton.jit
 def do_of_keys(x, y, do, keys, state, seq, tile, r, TILING: tl.constexpr, PHI: tl.constexpr):
-    """Sums (C,) of do_i.v_j over what queries of features x, y see, and of their weights, from r as backward's are.
+    """Weighted sums (C,) of do_i.v_j over what queries with features x, y see, and sums of the weights; log scale r.
 
-    Not from the rounded output, which shows where few keys make up a sum. Of unbounded maps, one key may even have
-    nearly all the weight: what is left of its terms would show the rounding of weights.
+    Recomputed, since the rounded output is too inexact when a sum has few terms. For unbounded maps, one key may have
+    nearly all the weight, and its terms nearly cancel: there the weights are not rounded either.
     """
     if PHI.unbounded and not PHI.two:
         total, den, _r = sums_of_keys(x, y, keys, state, seq, tile, r, do, TILING, PHI)
@@ -40,7 +40,7 @@ def do_of_keys(x, y, do, keys, state, seq, tile, r, TILING: tl.constexpr, PHI: t
 def gradient_of_half(
     half: tl.constexpr, do, delta, r, keys, state, seq, tile, TILING: tl.constexpr, PHI: tl.constexpr
 ):
-    """sum_j m_j (do_i.v_j + delta_i) phi(k_j) for queries (C,), a half (C, MP); arguments as in `sums_of_keys`."""
+    """One half (C, MP) of sum_j m_j (do_i.v_j + delta_i) phi(k_j); arguments as in `sums_of_keys`."""
     C: tl.constexpr = TILING.chunk
     BK: tl.constexpr = TILING.block
     VP: tl.constexpr = TILING.padded_values
@@ -65,10 +65,10 @@ def gradient_of_half(
 
 @triton.jit
 def across_features(slope, along, size, tokens, seq, tile, TILING: tl.constexpr, PHI: tl.constexpr):
-    """`slope` of a gradient that should stand across the features and has `along` in their direction instead of 0.
+    """Correct `slope` so that the gradient is orthogonal to the features, with which its dot product is now `along`.
 
-    Of features in one half, of this squared length `size`. They are loaded again: kept, they would take the registers
-    of the loops.
+    For maps with one half, whose features have the squared length `size`. Features are loaded again, because the loops
+    need the registers.
     """
     tl.debug_barrier()
     a, _b, _own = features_of_queries(tokens, seq, tile, TILING, PHI)
@@ -90,9 +90,9 @@ def bwd_dq(
     NORMALIZE: tl.constexpr,
     PHI: tl.constexpr,
 ):
-    """Gradients of queries (B, H, N, D), of projected ones (..., M) if asked for, delta, and features.
+    """Gradients of queries (B, H, N, D), optionally of projected queries (..., M), delta, and features.
 
-    Program: as `kernels.read`.
+    Programs as in `kernels.read`.
     """
     C: tl.constexpr = TILING.chunk
     MP: tl.constexpr = PHI.padded_rows
@@ -109,7 +109,7 @@ def bwd_dq(
         qa, qb, own = phi(q, tokens.row, left, projection, matrix.low, C, PHI)
         qa, qb = rounded(qa, dtype), rounded(qb, dtype)
         store_features(qa, qb, own, queries.tokens, tile.head, seq.queries, tile.at, left, PHI)
-        # They are read again below: between, the gradients take the registers.
+        # Read back below; until then, the gradients need the registers.
         tl.debug_barrier()
     do = load_rows(tile_rows(queries.grad, tile), queries.grad.row, left, C, TILING.values, VP)
     reciprocal = load_numbers(queries.reciprocal + numbers, tile.at, seq.queries, C)
@@ -127,7 +127,7 @@ def bwd_dq(
     along = tl.zeros((C,), tl.float32)
     size = tl.zeros((C,), tl.float32)
     for half in tl.static_range(2 if PHI.two else 1):
-        # dO is divided by den behind the sums: 1 / den is small, and the quotient would have few digits in float16.
+        # Divide by den after the sums: 1 / den is small, and dO / den would have few digits in float16.
         grad = gradient_of_half(half, do, -mean, r, keys, state, seq, tile, TILING, PHI) * reciprocal[:, None]
         qa, qb, _own = features_of_queries(queries.tokens, seq, tile, TILING, PHI)
         qa, qb = qa.to(tl.float32), qb.to(tl.float32)
@@ -135,7 +135,7 @@ def bwd_dq(
         size += tl.sum(qb * qb if half else qa * qa, 1)
         slope += slope_of_half(half, grad, qb if half else qa, qa if half else qb, PHI)
     if NORMALIZE and not PHI.two:
-        # A quotient does not depend on the length of phi(q); of two halves, what that is off by is lost in rounding.
+        # Quotients do not depend on the length of phi(q). With two halves, the error is below rounding.
         slope = across_features(slope, along, size, queries.tokens, seq, tile, TILING, PHI)
     of_projected = None if dy is None else dy + place * PHI.rows
     LEARNED: tl.constexpr = dy is not None
@@ -155,12 +155,12 @@ def bwd_dq_one_pass(
     NORMALIZE: tl.constexpr,
     PHI: tl.constexpr,
 ):
-    """`bwd_dq` in one pass over the keys, of normalized weights of features that are not stored: elements of tokens.
+    """`bwd_dq` in one pass over the keys, for normalized weights of elementwise maps, whose features are not stored.
 
-    The mean of do_i.v_j under the weights is phi(q_i) times the sum of (do_i.v_j) m_j phi(k_j) over phi(q_i) times that
-    of m_j phi(k_j). Both sums are made at once, the first relative to do_i.v_i (values may share an offset), and what
-    the mean differs by is taken away after the loop: the gradient is then orthogonal to phi(q_i), on whose length a
-    quotient does not depend. Of unbounded maps, whose weights span more than bfloat16's digits, it would lose too many.
+    The mean of do_i.v_j is phi(q_i) times sum_j (do_i.v_j) m_j phi(k_j) over phi(q_i) times sum_j m_j phi(k_j).
+    Both sums are computed in one loop, the first relative to do_i.v_i (values may share an offset); the difference from
+    the mean is subtracted after the loop. The gradient is then orthogonal to phi(q_i), as it must be: a quotient does
+    not depend on the length of phi(q_i). Not for unbounded maps, whose weights span more than bfloat16's digits.
     """
     tl.static_assert(NORMALIZE and queries.tokens.features is None and not PHI.two and not PHI.unbounded)
     C: tl.constexpr = TILING.chunk
@@ -207,7 +207,7 @@ def bwd_dq_one_pass(
 
 @triton.jit
 def write_queries(queries, state, seq, TILING: tl.constexpr, PHI: tl.constexpr):
-    """What each segment's queries add to the gradient of the state that enters it. Program: a segment of a key head."""
+    """Sum the queries of each segment into a state of queries. Program: one segment of a key head."""
     MP: tl.constexpr = PHI.padded_rows
     VP: tl.constexpr = TILING.padded_values
     C: tl.constexpr = TILING.chunk

@@ -1,1 +1,1 @@
-"""Device code that the Triton implementations of the ops share. Nothing here is imported before a kernel runs."""
+"""Device code shared by the ops' Triton implementations, imported only when a kernel first runs."""

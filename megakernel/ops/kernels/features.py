@@ -1,8 +1,8 @@
-"""Feature maps inside a Triton kernel: phi of a tile of tokens in registers, and its gradient.
+"""Feature maps inside Triton kernels: phi of a tile of tokens in registers, and its gradient.
 
 phi(x) = values * exp(logs), as in `megakernel.ops.feature_maps`; logs are the stabilizers of unbounded maps, one per
-token and constant to differentiation, and 0 for the others. Maps with two halves (hedgehog, rks) keep them in two
-tiles, so that no program rearranges registers; where a map has one half, the second tile is the first and unused.
+token and constants to differentiation; for other maps they are 0. Maps with two halves (hedgehog, rks) keep them in two
+tiles, so that no program rearranges registers; for other maps, the second tile is unused and equals the first.
 """
 
 import math
@@ -19,7 +19,7 @@ from megakernel.ops.feature_maps import FeatureMap, named
 EMPTY = tl.constexpr(state.EMPTY)
 
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
-"""Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1), which knows bfloat16 as a storage format only."""
+"""Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1), which has bfloat16 only as a storage format."""
 
 ELEMENTWISE = ("identity", "relu", "elu")
 TWO_HALVES = ("hedgehog", "rks")
@@ -28,7 +28,7 @@ SUPPORTED = (*ELEMENTWISE, *TWO_HALVES, *UNBOUNDED)
 
 
 class Phi(NamedTuple):
-    """A feature map as kernels take it, at compile time."""
+    """A feature map as a compile-time argument of kernels."""
 
     name: str
     width: int
@@ -38,25 +38,25 @@ class Phi(NamedTuple):
     """M, the rows of the projection; d for maps without one."""
 
     scale: float
-    """What tokens are multiplied by first: d^-1/4 for estimates of exp(q.k / sqrt(d)), else 1."""
+    """Factor of tokens before the map: d^-1/4 for estimates of exp(q.k / sqrt(d)), else 1."""
 
     coefficient: float
-    """What features are multiplied by: sqrt(C / M) for C Gaussians of M samples together, else 1."""
+    """Factor of features: sqrt(C / M) for C Gaussians with M samples in total, else 1."""
 
     decays: bool = False
-    """Whether keys have a log scale of their own, for a state that decays."""
+    """Whether keys have log scales for a decaying state."""
 
     at_once: int = 32
-    """Columns of the projection that tokens are multiplied with at a time, at most."""
+    """Upper bound of `columns`."""
 
     @property
     def columns(self) -> int:
-        """The same for a map that may have fewer."""
+        """Columns of tokens and projection per step of their product."""
         return min(self.at_once, self.padded_width)
 
     @property
     def two(self) -> bool:
-        """Whether features are two halves."""
+        """Whether features have two halves."""
         return self.name in TWO_HALVES
 
     @property
@@ -66,17 +66,17 @@ class Phi(NamedTuple):
 
     @property
     def padded_width(self) -> int:
-        """d as the power of two that a tile has."""
+        """d padded to the power of two of a tile."""
         return padded(self.width)
 
     @property
     def padded_rows(self) -> int:
-        """M likewise."""
+        """M padded to the power of two of a tile."""
         return padded(self.rows)
 
     @property
     def padded_features(self) -> int:
-        """F likewise."""
+        """Features in padded halves."""
         return self.padded_rows * (2 if self.two else 1)
 
     @property
@@ -86,38 +86,38 @@ class Phi(NamedTuple):
 
     @property
     def gaussian(self) -> bool:
-        """Whether features are exponentials, of which each token's largest is taken out."""
+        """Whether features are exponentials, divided by each token's largest one."""
         return self.name in UNBOUNDED
 
     @property
     def least(self) -> float:
-        """Weights of a query that add up to less are nothing, see `megakernel.ops.partial_output`."""
+        """A query's sum of weights below this counts as 0, see `megakernel.ops.partial_output`."""
         tiny = torch.finfo(torch.float32).tiny
         return tiny**0.5 if self.unbounded else tiny
 
     @property
     def projected(self) -> bool:
-        """Whether the map takes a matrix."""
+        """Whether the map has a projection."""
         return self.name not in ELEMENTWISE
 
 
 def cdiv(size: int, part: int) -> int:
-    """Parts that `size` takes. Triton's function of this name is one of its compiler's, and takes microseconds."""
+    """Ceiling division. Triton's `cdiv` is a compiler function that takes microseconds on the host."""
     return -(-size // part)
 
 
 def power_of_two(size: int) -> int:
-    """The smallest one that is not below `size` >= 1."""
+    """The smallest power of two that is >= `size`; `size` >= 1."""
     return 1 << (size - 1).bit_length()
 
 
 def padded(size: int) -> int:
-    """The smallest power of two that a matrix product of tiles takes."""
+    """`size` padded to a power of two that matrix products of tiles support, at least 16."""
     return max(16, power_of_two(size))
 
 
 def phi_of(feature_map: FeatureMap | str, width: int, rows: int | None, decays: bool = False) -> Phi:
-    """The map of tokens of `width` d with a projection of `rows` M, None without one."""
+    """The map for tokens of width d and a projection with M `rows`, None without one."""
     form = named(feature_map)
     if form.name in ELEMENTWISE:
         return Phi(form.name, width, width, 1.0, form.components**0.5, decays)
@@ -131,8 +131,8 @@ def phi_of(feature_map: FeatureMap | str, width: int, rows: int | None, decays: 
 def rounded(x, dtype: tl.constexpr):
     """`x` rounded to the nearest number of `dtype`.
 
-    The interpreter would cut digits off and multiply the bits of bfloat16 as integers: there, the numbers are rounded
-    by hand and stay float32, so that products and sums are the device's.
+    The interpreter would truncate, and multiply the bits of bfloat16 as integers. There, x is rounded by hand and stays
+    float32, so that products and sums match the device's.
     """
     if INTERPRETED:
         x = x.to(tl.float32)
@@ -148,7 +148,7 @@ def rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def once(x):
-    """`x`, computed where it stands: the compiler would compute features again for every layout that takes them."""
+    """`x`, computed once at this point: otherwise the compiler recomputes features for every layout that uses them."""
     if INTERPRETED:
         y = x
     elif x.dtype.primitive_bitwidth == 16:
@@ -160,7 +160,7 @@ def once(x):
 
 @triton.jit
 def exp2(x):
-    """2^x of a float32 tile, 0 below the smallest normal number: less costs three instructions more."""
+    """2^x of a float32 tile; subnormal results are 0, since keeping them costs three more instructions."""
     if INTERPRETED:
         y = tl.exp2(x)
     else:
@@ -172,16 +172,16 @@ def exp2(x):
 
 @triton.jit
 def exp(x):
-    """e^x of a float32 tile, likewise."""
+    """e^x of a float32 tile, see `exp2`."""
     return exp2(x * 1.4426950408889634)
 
 
 @triton.jit
 def places_of_rows(start, stride, count, C: tl.constexpr, D, DP: tl.constexpr):
-    """Where the first C rows of a matrix at `start` are, (C, DP), and which of these places hold numbers.
+    """Pointers (C, DP) to the first C rows of a matrix at `start`, and a mask of the elements that exist.
 
-    The places of rows that are not there depend on `count` for a reason: it differs from chunk to chunk, so that the
-    compiler does not work out the offsets of every tile before the loop and keep them in registers.
+    Pointers to missing rows depend on `count` on purpose: `count` changes from chunk to chunk, which keeps the compiler
+    from computing the offsets of every tile before the loop and holding them in registers.
     """
     rows, columns = tl.arange(0, C), tl.arange(0, DP)
     inside = (rows < count)[:, None] & (columns < D)[None, :]
@@ -190,7 +190,7 @@ def places_of_rows(start, stride, count, C: tl.constexpr, D, DP: tl.constexpr):
 
 @triton.jit
 def load_rows(start, stride, count, C: tl.constexpr, D, DP: tl.constexpr):
-    """The first C rows of a matrix at `start`, as a tile (C, DP): zeros from row `count` and column D on."""
+    """The first C rows of a matrix at `start`, as a tile (C, DP); zeros from row `count` and column D on."""
     places, inside = places_of_rows(start, stride, count, C, D, DP)
     return tl.load(places, mask=inside, other=0.0)
 
@@ -204,24 +204,16 @@ def store_rows(start, stride, count, x, D, DP: tl.constexpr):
 
 @triton.jit
 def dot(a, b, dtype: tl.constexpr):
-    """a b summed in float32, the factors rounded to `dtype`; float32 factors keep their precision."""
+    """The matrix product a b accumulated in float32, operands rounded to `dtype`; float32 keeps its precision."""
     return tl.dot(rounded(a, dtype), rounded(b, dtype), input_precision="tf32x3")
 
 
 @triton.jit
-def project(
-    x,
-    stride,
-    count,
-    matrix,
-    low,
-    C: tl.constexpr,
-    PHI: tl.constexpr,
-):
-    """C tokens at `x` times the transposed matrix (M, D), (C, MP) float32, and the squared lengths of the tokens (C,).
+def project(x, stride, count, matrix, low, C: tl.constexpr, PHI: tl.constexpr):
+    """C tokens at `x` times the transposed matrix (M, D), (C, MP) float32, and the squared norms of the tokens (C,).
 
-    `low` is the distance to the second term of a matrix that is not float32. K columns of tokens and matrix at a time:
-    a whole matrix would take every register.
+    `low` is the offset of the second term of a matrix that is not float32. The loop takes PHI.columns columns at once:
+    a whole matrix would fill all registers.
     """
     MP: tl.constexpr = PHI.padded_rows
     dtype: tl.constexpr = matrix.dtype.element_ty
@@ -245,10 +237,10 @@ def project(
 def cos_sin(x):
     """cos x and sin x to 1e-6 for |x| up to 1e4.
 
-    The library's functions keep a table in local memory for huge arguments, which features do not have.
+    CUDA's functions keep a table in local memory for huge arguments, which do not occur here.
     """
     turns = tl.floor(x * 0.6366197723675814 + 0.5)
-    # pi / 2 in three parts of few bits: products with a small integer are exact.
+    # pi / 2 in three parts with few bits each, so that products with a small integer are exact.
     r = x - turns * 1.5703125
     r = r - turns * 4.837512969970703125e-4
     r = r - turns * 7.549789948768648e-8
@@ -269,7 +261,7 @@ def cos_sin(x):
 
 @triton.jit
 def softmax(y, inside):
-    """Rows of exp(y) that add up to 1 over the columns `inside`."""
+    """Softmax of the rows of y over the columns `inside`."""
     LOG2E: tl.constexpr = 1.4426950408889634
     y = tl.where(inside, y, float("-inf"))
     e = exp2(y * LOG2E - (tl.max(y, 1) * LOG2E)[:, None])
@@ -277,16 +269,8 @@ def softmax(y, inside):
 
 
 @triton.jit
-def phi(
-    x,
-    stride,
-    count,
-    matrix,
-    low,
-    C: tl.constexpr,
-    PHI: tl.constexpr,
-):
-    """Features of the C tokens at `x`, of zeros from row `count` on: halves (C, MP) float32, 0 in padding, and logs."""
+def phi(x, stride, count, matrix, low, C: tl.constexpr, PHI: tl.constexpr):
+    """Features of C tokens at `x`, zeros from row `count` on: halves (C, MP) float32, 0 in padding, and logs (C,)."""
     logs = tl.zeros((C,), tl.float32)
     inside = (tl.arange(0, PHI.padded_rows) < PHI.rows)[None, :]
     if PHI.name == "identity" or PHI.name == "relu" or PHI.name == "elu":
@@ -294,7 +278,7 @@ def phi(
         if PHI.name == "relu":
             a = tl.maximum(a, 0.0)
         elif PHI.name == "elu":
-            # exp(x) below zero, not (exp(x) - 1) + 1, which cancels.
+            # Not (exp(x) - 1) + 1 for negative x, which cancels.
             a = exp(tl.minimum(a, 0.0)) + tl.maximum(a, 0.0)
             if PHI.rows != PHI.padded_rows:
                 a = tl.where(inside, a, 0.0)
@@ -321,9 +305,9 @@ def phi(
 
 @triton.jit
 def slope_of_half(half: tl.constexpr, grad, own, other, PHI: tl.constexpr):
-    """What the gradient (C, MP) in a half of the features adds to that in what `store_slope` takes.
+    """What the gradient (C, MP) of one half of the features adds to the `slope` that `store_slope` takes.
 
-    own, other: that half and the second one. One half after the other: of 256 features both would fill the registers.
+    own, other: this half and the other one. Halves come one at a time: both of 256 features would fill the registers.
     """
     if PHI.name == "hedgehog":
         slope = own * (grad - (tl.sum(grad * own, 1) / PHI.coefficient)[:, None])
@@ -353,11 +337,11 @@ def store_slope(
     ROW: tl.constexpr = None,
     MORE: tl.constexpr = False,
 ):
-    """Store the gradient in the C tokens at `x`, rows of ROW (None: D) at `dx`.
+    """Store the gradients of the C tokens at `x`, in rows of ROW elements (None: D) at `dx`.
 
-    Given those in the projected tokens, which the projection's gradient needs beside the tokens: if it is LEARNED, they
-    are stored as rows of M at `dy`. Of maps without a projection, given those in the features. With MORE gradients are
-    added to what stands there, from before a barrier.
+    slope: gradients of the projected tokens; for maps without a projection, of the features. If the projection is
+    LEARNED, `slope` is also stored, in rows of M at `dy`, for its gradient. With MORE, gradients are added to those
+    already at `dx`, which must have been stored before a barrier.
     """
     row: tl.constexpr = PHI.width if ROW is None else ROW
     if not PHI.projected:
@@ -367,7 +351,7 @@ def store_slope(
                 PHI.name == "relu" or PHI.name == "elu", "a map whose gradient kernels do not know"
             )
             exact = load_rows(x, stride, count, C, PHI.width, PHI.padded_width).to(tl.float32)
-            # From the token rather than from its features: those then need no registers.
+            # Computed from the token rather than from its features, which would need registers.
             grad = tl.where(exact > 0, grad, grad * exp(tl.minimum(exact, 0.0)) if PHI.name == "elu" else 0.0)
         if MORE:
             grad += load_rows(dx, row, count, C, PHI.width, PHI.padded_width).to(tl.float32)
@@ -408,7 +392,7 @@ def store_gradient(
     ROW: tl.constexpr = None,
     MORE: tl.constexpr = False,
 ):
-    """`store_slope`, given the gradients in both halves (C, MP) of the features."""
+    """`store_slope`, given the gradients of both halves (C, MP) of the features."""
     slope = slope_of_half(0, grad_a, a, b, PHI)
     if PHI.two:
         slope += slope_of_half(1, grad_b, b, a, PHI)

@@ -1,4 +1,4 @@
-"""How kernels over segments are launched: fixed tables of shapes, nothing that is tried out at run time."""
+"""Launches Triton kernels, or records launches on machines without a GPU. There is no autotuning."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -9,20 +9,20 @@ from torch import Tensor
 
 from megakernel.ops.kernels.features import INTERPRETED
 
-PROGRAMS = 512
-"""Programs that a launch should have at least: four on each processor of the largest chips."""
+MIN_PROGRAMS = 512
+"""Desired minimum of programs per launch: about four per multiprocessor of the largest GPUs."""
 
-FARTHEST = 2**20
-"""Numbers between two rows of a tensor that kernels take as it is: tiles of 1,024 rows or fewer count in 32 bits."""
+MAX_ROW_STRIDE = 2**20
+"""Largest row stride, in elements, that kernels accept without a copy: offsets in tiles of 1,024 rows fit 32 bits."""
 
 
-def rows_together(x: Tensor) -> Tensor:
-    """`x` with unit stride along its last dimension and rows at most FARTHEST apart, copied only where it has not."""
-    return x if x.stride(-1) == 1 and x.stride(-2) <= FARTHEST else x.contiguous()
+def contiguous_rows(x: Tensor) -> Tensor:
+    """`x` with contiguous rows at most MAX_ROW_STRIDE apart; copied only if necessary."""
+    return x if x.stride(-1) == 1 and x.stride(-2) <= MAX_ROW_STRIDE else x.contiguous()
 
 
 class Rows(NamedTuple):
-    """A tensor (B, H, N, width) whose rows are numbers beside each other."""
+    """A tensor (B, H, N, width) with contiguous rows, and its strides."""
 
     pointer: Any
     batch: int
@@ -31,13 +31,13 @@ class Rows(NamedTuple):
 
     @staticmethod
     def of(x: Tensor) -> "Rows":
-        """`x`, copied only where its rows are apart."""
-        x = rows_together(x)
+        """`x`; copied only if `contiguous_rows` copies it."""
+        x = contiguous_rows(x)
         return Rows(x, x.stride(0), x.stride(1), x.stride(2))
 
 
 class Launch(NamedTuple):
-    """A launch that was noted down instead of made."""
+    """A recorded launch that did not run."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -45,40 +45,42 @@ class Launch(NamedTuple):
     """Tensors, numbers, None, and tuples of these, in the order of the kernel's parameters."""
 
     options: dict[str, Any]
-    """Compile-time parameters by name."""
+    """Compile-time arguments by name."""
 
     warps: int
     stages: int
 
 
-LATEST = 90
-"""The compute capability that kernels are sized for where no GPU is."""
+DEFAULT_CAPABILITY = 90
+"""The compute capability that kernels are sized for without a GPU."""
 
-_noted: list[Launch] | None = None
-_noted_for = LATEST
+_recorded: list[Launch] | None = None
+_recorded_for = DEFAULT_CAPABILITY
 
 
 @contextmanager
-def noting(capability: int = LATEST) -> Iterator[list[Launch]]:
-    """Note launches down instead of making them: what would run, on a machine that cannot run it."""
-    global _noted, _noted_for
+def noting(capability: int = DEFAULT_CAPABILITY) -> Iterator[list[Launch]]:
+    """Record launches instead of running them: shows what a GPU would run, on a machine without one."""
+    global _recorded, _recorded_for
     launches: list[Launch] = []
-    _noted, _noted_for = launches, capability
+    _recorded, _recorded_for = launches, capability
     try:
         yield launches
     finally:
-        _noted = None
+        _recorded = None
 
 
 def is_noting() -> bool:
-    """Whether launches are noted down."""
-    return _noted is not None
+    """Whether launches are recorded instead of run."""
+    return _recorded is not None
 
 
 def capability_of(device: torch.device) -> int:
-    """The compute capability of the GPU that launches with tensors of `device` are for: 90 is 9.0."""
-    if _noted is not None or device.type != "cuda":
-        return _noted_for if _noted is not None else LATEST
+    """The compute capability that launches on `device` target, 90 for 9.0."""
+    if _recorded is not None:
+        return _recorded_for
+    if device.type != "cuda":
+        return DEFAULT_CAPABILITY
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
@@ -86,9 +88,9 @@ def capability_of(device: torch.device) -> int:
 def launch(
     kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, stages: int = 1, **options: Any
 ) -> None:
-    """Start `kernel` on the device of its first tensor."""
-    if _noted is not None:
-        _noted.append(Launch(kernel, grid, arguments, options, warps, stages))
+    """Launch `kernel` on the device of its first tensor."""
+    if _recorded is not None:
+        _recorded.append(Launch(kernel, grid, arguments, options, warps, stages))
         return
     device = next(_tensors(arguments)).device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -96,14 +98,14 @@ def launch(
 
 
 def _tensors(arguments: tuple[Any, ...]) -> Iterator[Tensor]:
-    """The tensors among arguments and tuples of them."""
-    for given in arguments:
-        if isinstance(given, Tensor):
-            yield given
-        elif isinstance(given, tuple):
-            yield from _tensors(given)
+    """The tensors among arguments, including those in tuples."""
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            yield argument
+        elif isinstance(argument, tuple):
+            yield from _tensors(argument)
 
 
-def runs_on(device: torch.device) -> bool:
-    """Whether kernels take tensors of `device`."""
-    return device.type == "cuda" or INTERPRETED.value or _noted is not None
+def supports_device(device: torch.device) -> bool:
+    """Whether kernels support tensors on `device`."""
+    return device.type == "cuda" or INTERPRETED.value or is_noting()

@@ -1,7 +1,7 @@
-"""Mixture keys inside a Triton kernel: sum_r pi_r phi(k_r) of a position whose keys lie beside each other.
+"""Mixture keys inside Triton kernels: sum_r pi_r phi(k_r) over the adjacent keys of a position.
 
-See `megakernel.ops.mixture`. KEYS is the number of keys of a position; 0 says that it has one and no prior, and leaves
-of these functions what `features` has.
+See `megakernel.ops.mixture`. KEYS is the number of keys per position; with 0, there is one key without a prior, and
+these functions reduce to those of `features`.
 """
 
 import triton
@@ -12,19 +12,11 @@ from megakernel.ops.kernels.features import EMPTY, phi, store_gradient
 
 @triton.jit
 def phi_of_keys(
-    k,
-    stride,
-    count,
-    matrix,
-    low,
-    priors,
-    KEYS: tl.constexpr,
-    C: tl.constexpr,
-    PHI: tl.constexpr,
+    k, stride, count, matrix, low, priors, KEYS: tl.constexpr, C: tl.constexpr, PHI: tl.constexpr
 ):
-    """`features.phi` of C positions at `k`: of their key, or the mixture of their KEYS with the shares at `priors`.
+    """`features.phi` of the keys of C positions at `k`, or of the mixtures of their KEYS keys with weights `priors`.
 
-    The log scale of a mixture is the largest one of its keys; a key of no share does not set it.
+    The log scale of a mixture is the largest of its keys with a nonzero prior.
     """
     MP: tl.constexpr = PHI.padded_rows
     if KEYS == 0:
@@ -54,7 +46,7 @@ def phi_of_keys(
 
 @triton.jit
 def scales_of_key(share, own, logs):
-    """exp(own - logs), (C,), the scales of a key in mixtures of log scales `logs`; 0 for a key of no share."""
+    """exp(own - logs), (C,): a key's scale relative to mixtures of log scales `logs`; 0 if its prior is 0."""
     return tl.where(share > 0, tl.exp(tl.minimum(own - logs, 0.0)), 0.0)
 
 
@@ -78,10 +70,10 @@ def store_gradients_of_keys(
     LEARNED: tl.constexpr,
     PHI: tl.constexpr,
 ):
-    """`features.store_gradient` of C positions at `k`, given the gradients in what `phi_of_keys` gave, with its logs.
+    """`features.store_gradient` for C positions at `k`, given gradients of the results of `phi_of_keys` and its logs.
 
-    dk holds rows of KEYS D numbers; dy of key r is r * `pack_keys` further on. dpriors gets KEYS numbers of each
-    position, its part of the gradients of the priors.
+    dk has rows of KEYS D elements; `pack_keys` is the stride in dy from one key to the next. dpriors gets KEYS elements
+    per position, its part of the gradients of the priors.
     """
     for r in range(KEYS):
         share = tl.load(priors + r)

@@ -1,14 +1,13 @@
-"""States of kernel attention over segments of a sequence, in Triton.
+"""The scan of kernel attention's states over the segments of a sequence, in Triton.
 
-A sequence is cut into segments of many chunks. One launch sums each segment's features times values, all segments at
-once; a second one turns these sums into the states that enter each segment. Whatever reads a state then runs over all
-segments at once too and carries the state through its own chunks, so that one long sequence fills the device and memory
-holds one state per segment, never one per chunk.
+A sequence is split into segments of many chunks. One launch sums features times values of all segments in parallel; a
+second one scans these sums into the states that enter the segments. Kernels that read states then also run over all
+segments in parallel, so one long sequence fills the GPU, and memory holds one state per segment, never one per chunk.
 
-Backward is the same the other way: what queries add to the gradient of a state travels from the end to the start.
+Backward does the same in reverse: what queries add to the gradient of a state is scanned from the end to the start.
 
-Layout of states: sums (B, H_kv, segments, FP, VP), their normalizers (B, H_kv, segments, FP) and log scales (B, H_kv,
-segments) float32; the one that leaves the sequence has no dimension of segments. FP holds the MP features of each half.
+Layout of states: sums (B, H_kv, segments, FP, VP), normalizers (B, H_kv, segments, FP) and float32 log scales (B, H_kv,
+segments); the final state has no dimension of segments. FP holds the MP features of each half.
 """
 
 import triton
@@ -19,21 +18,21 @@ from megakernel.ops.kernels.features import EMPTY, dot, rounded
 
 @triton.jit
 def first_token(starts, batch, place, length, start):
-    """The place where the document of the token at `place` starts, negative where it began before the sequence.
+    """The place where the document of the token at `place` starts, negative if it began before the sequence.
 
-    starts: (B, N) int32, or None: all tokens are of one document, which began at `start`.
+    starts: (B, N) int32, or None if all tokens belong to one document, which started at `start`.
     """
     if starts is not None:
-        # Behind the last token its document goes on.
+        # Places past the last token belong to its document.
         return tl.load(starts + batch.to(tl.int64) * length + tl.minimum(place, length - 1))
     return tl.zeros_like(place) + start
 
 
 @triton.jit
 def scales_of_addition(log, logs, alive, UNBOUNDED: tl.constexpr):
-    """What a state (log scale `log`, kept where `alive`) and additions (C,) are multiplied by, and the new log scale.
+    """Factors of a state (log scale `log`, dropped unless `alive`) and of additions (C,), and the new log scale.
 
-    An addition that does not exist has log scale EMPTY, and weight 0: where nothing exists its factor is exp(0).
+    Missing additions have log scale EMPTY and weight 0; if nothing exists, their factor is exp(0).
     """
     if UNBOUNDED:
         kept = tl.where(alive, log, EMPTY)
@@ -44,23 +43,23 @@ def scales_of_addition(log, logs, alive, UNBOUNDED: tl.constexpr):
 
 @triton.jit
 def largest_of(logs):
-    """The largest of (C,)."""
-    # As a column: Triton 3.7 compiles no sum or maximum of a vector that a product gave for compute capability 10.0.
+    """The maximum of (C,)."""
+    # As a column: for compute capability 10.0, Triton 3.7 cannot reduce a vector that comes from a matrix product.
     return tl.max(logs[:, None], 0).item()
 
 
 @triton.jit
 def add_tokens(tile, norm, features, weights, columns, numbers, dtype: tl.constexpr):
-    """Half a state plus features (C, MP), `weights` (C,) times, times columns (C, BV), and numbers (C,) for `norm`.
+    """Add features (C, MP) * weights (C,) times columns (C, BV) to half a state, and times numbers (C,) to its `norm`.
 
-    The weights go to the features, rounded once for both: where a token's column and number cancel, they still do.
+    The weighted features are rounded once for both sums, so that a token's column and number still cancel.
     """
     weighed = rounded(features.to(tl.float32) * weights[:, None], dtype)
     tile += dot(tl.trans(weighed), columns, dtype)
     return tile, norm + tl.sum(weighed.to(tl.float32) * numbers[:, None], 0)
 
 
-# Of each number of segments there would be a variant for 1, for multiples of 16 and for the others.
+# Otherwise Triton compiles variants for 1, for multiples of 16, and for other numbers of segments.
 @triton.jit(do_not_specialize=["length", "start", "segments"])
 def pass_states(
     added,
@@ -83,18 +82,18 @@ def pass_states(
     REVERSE: tl.constexpr,
     UNBOUNDED: tl.constexpr,
 ):
-    """Turn what segments add into the states that enter them. Program: (key head, block of features).
+    """Scan the sums of segments into the states that enter them. Program: (key head, block of features).
 
-    Sums are turned in place, a number by the one thread that has it. Normalizers and log scales are loaded by several
-    warps, one of which would store over what another is about to load: they go elsewhere.
+    Sums are overwritten in place, since one thread loads and stores each element. Normalizers and log scales are loaded
+    by several warps, which would race with in-place stores, so they go to separate buffers.
 
-    The states enter from the left, or with REVERSE from the right, the first one empty where `first` is None. What
-    leaves the sequence goes to `last`; without `entering_norms` nothing else is kept, and what segments add stays.
-    added, first, last: sums, normalizers and log scales. decays: (B, H_kv, segments) log of what a segment leaves of
-    the state that enters it, None of states that do not decay. Log scales are relative to where a segment begins.
+    States enter from the left, or with REVERSE from the right; the first one is empty if `first` is None. The final
+    state goes to `last`; without `entering_norms` nothing else is stored, and the sums stay. added, first, last: sums,
+    normalizers and log scales. decays: (B, H_kv, segments) total log decay of each segment, or None. Log scales are
+    relative to the start of a segment.
 
-    Given the states `entered` from the left, what passes from the right is multiplied with them: `along` (B, H_kv,
-    programs, segments) is what a change of all that enters each segment by a factor changes.
+    Given the states that `entered` segments from the left, a REVERSE scan multiplies them with the states from the
+    right: `along` (B, H_kv, programs, segments) are parts of the gradients of the log scales of those states.
     """
     sums, norms, logs = added
     head = tl.program_id(0)

@@ -1,7 +1,7 @@
-"""What a transformer layer has beside attention: norms, the gate of its MLP, and the rotation of queries and keys.
+"""Ops of a transformer layer besides attention: norms, SwiGLU and rotary embedding.
 
-Each is one pass over the tokens, made of several where torch runs it. On a GPU Liger-Kernel's fused kernels take their
-place where the package is installed (extra `gpu`); nothing of it is written again here.
+torch runs each as several passes over the tokens. On a GPU, Liger-Kernel's fused kernels run instead if the package is
+installed (extra `gpu`).
 """
 
 from types import ModuleType
@@ -14,14 +14,14 @@ from megakernel.ops.layers import plain
 
 
 def load_liger() -> ModuleType:
-    """Liger-Kernel's functions as implementations, imported when one is chosen."""
+    """The module of Liger-Kernel implementations, imported when one is chosen."""
     from megakernel.ops.layers import liger
 
     return liger
 
 
 def _implementations(formula: Implementation) -> dict[str, Implementation]:
-    """Backend -> implementation; the formulas of `plain` are short enough to be the reference as well."""
+    """Backend -> implementation; the formulas of `plain` are also the reference."""
     name = formula.__name__
     return {"chunked": formula, "reference": formula, "liger": Kernels(name, load_liger, name)}
 
@@ -41,7 +41,7 @@ def rms_norm(
         x: (..., C).
         weight: (C,).
         eps: added to the mean square.
-        offset: 1 where weights are centred at zero.
+        offset: 1 if weights are centered at zero.
         backend: chunked, reference or liger; None takes the environment's MEGAKERNEL_BACKEND, else liger on a GPU
             where it is installed and chunked elsewhere.
 
@@ -52,27 +52,27 @@ def rms_norm(
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, backend: str | None = None) -> Tensor:
-    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias; arguments and result as of `rms_norm`, bias (C,)."""
+    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias; arguments and result as in `rms_norm`, bias (C,)."""
     return cast(Tensor, choose(LAYER_NORM, backend)(x, weight, bias, eps))
 
 
 def swiglu(x: Tensor, *, backend: str | None = None) -> Tensor:
-    """silu(gate) * up of x (..., 2 F), the gate in its first F columns: (..., F) in the dtype of x."""
+    """silu(gate) * up for x (..., 2 F) = [gate, up]: (..., F) in the dtype of x."""
     return cast(Tensor, choose(SWIGLU, backend)(x))
 
 
 def rotate(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, backend: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys with their pairs (x_j, x_{j + d/2}) turned by angles of cosine `cos` and sine `sin`.
+    """Rotary embedding: queries and keys with pairs (x_j, x_{j + d/2}) rotated by the angles of `cos` and `sin`.
 
     Args:
         q: (B, H, N, d), d even.
-        k: (B, H_kv, N, d), another number of heads at the same positions.
-        cos: (B, N, d / 2), or (1, N, d / 2) where all sequences have the same positions; float32 or better, in which
-            the pairs are turned.
+        k: (B, H_kv, N, d), at the same positions.
+        cos: (B, N, d / 2), or (1, N, d / 2) if all sequences have the same positions; float32 or better, which is also
+            the dtype of the rotation.
         sin: the same.
-        backend: as of `rms_norm`.
+        backend: as in `rms_norm`.
 
     Returns:
         q and k, in their own dtype.

@@ -1,6 +1,6 @@
-"""The same, and the loss behind them, by Liger-Kernel; every sum in float32.
+"""The ops of `megakernel.ops.layers`, and the cross entropy of the head, by Liger-Kernel; all sums are float32.
 
-The package is imported when a kernel first runs: neither a CPU nor a GPU needs it.
+The package is optional, and imported when a kernel first runs.
 """
 
 import importlib.util
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 WIDEST = 65_536
-"""Columns of a row that liger-kernel's programs hold at most."""
+"""The widest rows that Liger-Kernel's programs can hold."""
 
 
 def unsupported(x: Tensor, *others: Any, **options: Any) -> str | None:
-    """Why liger-kernel cannot take a call with x as its first argument."""
+    """Why Liger-Kernel cannot take a call with x as its first argument, or None."""
     if not _is_installed():
         return "liger-kernel is not installed: pip install -e '.[gpu]'"
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -35,8 +35,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     """See `megakernel.ops.layers.rms_norm`."""
     from liger_kernel.ops import LigerRMSNormFunction
 
-    # `gemma` computes all in float32 and rounds once, as torch does; `llama` rounds before the weight as well. Not in
-    # place: the gradient that comes from behind may be another's too.
+    # `gemma` computes in float32 and rounds once, as torch does; `llama` also rounds before the weight. Not in place:
+    # the incoming gradient may be shared.
     return LigerRMSNormFunction.apply(x, weight, eps, offset, "gemma", False)
 
 
@@ -51,7 +51,7 @@ def swiglu(x: Tensor) -> Tensor:
     """See `megakernel.ops.layers.swiglu`."""
     from liger_kernel.ops import LigerFusedGateUpSiLUMulFunction
 
-    # Of 0.8.5 the gradient has two dimensions whatever x has.
+    # In Liger-Kernel 0.8.5 the gradient always has two dimensions.
     return LigerFusedGateUpSiLUMulFunction.apply(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
 
@@ -61,7 +61,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
 
 
 class _Rotation(torch.autograd.Function):
-    """LigerRopeFunction on copies: it writes over what already lies in its layout, gradients included."""
+    """LigerRopeFunction on copies, because it overwrites inputs and gradients that are already in its layout."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,42 +80,42 @@ class _Rotation(torch.autograd.Function):
 
 
 def _tokens_first(x: Tensor) -> Tensor:
-    """A copy of x (B, H, N, d) that lies in memory as (B, N, H, d)."""
+    """A copy of x (B, H, N, d) with the memory layout (B, N, H, d)."""
     return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
 
 def summed_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, vocab_size: int, *, ignored: int = -100
 ) -> Tensor:
-    """The sum of the cross entropies of hidden W^T and the targets in nats, float32 ().
+    """The summed cross entropy in nats of logits hidden W^T, float32 ().
 
-    Gradients are computed with the loss, chunk by chunk, so that logits are computed once and never exist whole.
+    Forward also computes the gradients, chunk by chunk, so logits are computed once and never exist whole.
 
     Args:
         hidden: (T, C).
-        weight: W (R, C), the whole vocabulary and rows that pad it.
+        weight: W (R, C), the whole padded vocabulary.
         targets: (T,) int64.
-        rows: tokens whose logits may exist at once.
-        vocab_size: the first rows of W, which stand for tokens; the others have no part in the sum.
+        rows: tokens whose logits may be in memory at once.
+        vocab_size: the unpadded vocabulary; later rows of W are excluded from the softmax.
         ignored: the target that does not count.
     """
     if not len(hidden):
         return (hidden @ weight.T).float().sum()
-    learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    # Fewer rows would do as well, but a GPU is slow with products of an odd number of columns. The price of a bias are
-    # two more passes over the logits; both are unmeasured.
+    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    # Slicing W would do too, but GPUs are slow with products of odd sizes. The bias costs two more passes over the
+    # logits; neither has been measured.
     padding = None
     if vocab_size < len(weight):
         padding = hidden.new_zeros(len(weight))
         padding[vocab_size:] = -math.inf
-    return _SummedCrossEntropy.apply(hidden, weight, targets, rows, padding, ignored, learns)
+    return _SummedCrossEntropy.apply(hidden, weight, targets, rows, padding, ignored, needs_grad)
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
-    """Liger's fused head on stretches of tokens, each so long that its chunks are as long as they may be.
+    """Liger-Kernel's fused linear cross entropy on slices of tokens, so that its chunks are as large as allowed.
 
-    Its own choice of chunks follows the memory of `hidden` alone: 64 tokens of 768 columns and a vocabulary of
-    50,000, which a GPU cannot be busy with, and of a sequence of a million tokens far more than asked for.
+    Liger derives its chunk size from the memory of `hidden` alone: that is 64 tokens for 768 columns and a vocabulary
+    of 50,000, too few to fill a GPU, and for a million tokens far more than asked for.
     """
 
     @staticmethod
@@ -127,46 +127,46 @@ class _SummedCrossEntropy(torch.autograd.Function):
         rows: int,
         padding: Tensor | None,
         ignored: int,
-        learns: bool,
+        needs_grad: bool,
     ) -> Tensor:
         from liger_kernel.ops import fused_linear_cross_entropy_forward
 
         chunk = 1 << (rows.bit_length() - 1)  # chunks are powers of two
-        shares = -(-len(weight) // hidden.shape[1])
-        losses, slopes, total = [], [], None
-        for part, wanted in zip(hidden.split(chunk * shares), targets.split(chunk * shares)):
-            loss, _, _, _, slope, term, _ = fused_linear_cross_entropy_forward(
+        size = chunk * -(-len(weight) // hidden.shape[1])
+        losses, dhidden_parts, dweight = [], [], None
+        for part, part_targets in zip(hidden.split(size), targets.split(size)):
+            loss, _, _, _, dpart, dweight_part, _ = fused_linear_cross_entropy_forward(
                 part,
                 weight,
-                wanted,
+                part_targets,
                 bias=padding,
                 ignore_index=ignored,
                 reduction="sum",
                 accum_dtype=torch.float32,
-                compute_gradients=learns,
+                compute_gradients=needs_grad,
                 weight_requires_grad=ctx.needs_input_grad[1],
-                chunk_mem_const=_budget(len(part), chunk, *weight.shape),
+                chunk_mem_const=_chunk_mem_const(len(part), chunk, *weight.shape),
             )
             losses.append(loss)
-            slopes.append(slope)
-            if term is not None:
-                total = term.float() if total is None else total.add_(term)
-        if learns:
-            of_hidden = slopes[0] if len(slopes) == 1 else torch.cat(slopes)
-            ctx.save_for_backward(of_hidden, None if total is None else total.to(weight.dtype))
+            dhidden_parts.append(dpart)
+            if dweight_part is not None:
+                dweight = dweight_part.float() if dweight is None else dweight.add_(dweight_part)
+        if needs_grad:
+            dhidden = dhidden_parts[0] if len(dhidden_parts) == 1 else torch.cat(dhidden_parts)
+            ctx.save_for_backward(dhidden, None if dweight is None else dweight.to(weight.dtype))
         return torch.stack(losses).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        of_hidden, of_weight = ctx.saved_tensors
+        dhidden, dweight = ctx.saved_tensors
         scale = grads[0]
-        return of_hidden * scale, None if of_weight is None else of_weight * scale, *[None] * 5
+        return dhidden * scale, None if dweight is None else dweight * scale, *[None] * 5
 
 
-def _budget(tokens: int, chunk: int, rows: int, width: int) -> int:
-    """The largest memory budget of liger's with which chunks of `tokens` tokens have at most `chunk`.
+def _chunk_mem_const(tokens: int, chunk: int, rows: int, width: int) -> int:
+    """The largest `chunk_mem_const` for which Liger-Kernel splits `tokens` tokens into chunks of at most `chunk`.
 
-    Liger cuts T tokens into about ceil(R / (budget * C)) chunks.
+    Liger splits T tokens into about ceil(R / (chunk_mem_const * C)) chunks.
     """
     chunks = -(-tokens // chunk)
     return -(-rows // width) if chunks == 1 else (rows - 1) // (width * (chunks - 1))

@@ -1,4 +1,4 @@
-"""The formulas in torch, on any device and in any dtype."""
+"""The formulas of `megakernel.ops.layers` in torch, on any device and in any dtype."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ROWS = {"cpu": 512, "cuda": 4096}
-"""Vectors whose float32 copies RMSNorm's backward holds at a time: they fit in a CPU's cache, or need few launches."""
+"""Vectors that RMSNorm's backward converts to float32 at once: they fit a CPU's cache, or need few GPU launches."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -21,15 +21,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 def _normed(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     if not offset:
         return F.rms_norm(x, weight.shape, weight, eps)
-    # A half would lose of 1 + w what w has beyond 8 bits of 1.
+    # In half precision 1 + w would lose digits of w.
     precise = _precise(x)
     return F.rms_norm(x.to(precise), weight.shape, weight.to(precise) + offset, eps).to(x.dtype)
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Torch's RMSNorm, keeping x alone for backward.
+    """torch's RMSNorm, saving only x for backward.
 
-    Torch's own graph keeps two float32 copies of a bfloat16 x: at a million tokens, a quarter of what a layer takes.
+    torch saves two float32 copies of a bfloat16 x: at a million tokens, a quarter of a layer's activation memory.
     """
 
     @staticmethod
@@ -47,13 +47,13 @@ class _RmsNorm(torch.autograd.Function):
         dweight = torch.zeros_like(weight, dtype=precise)
         width = weight.numel()
         rows = (t.reshape(-1, width).split(ROWS.get(x.device.type, ROWS["cuda"])) for t in (x, grads[0], dx))
-        for some_x, some_grad, some_dx in zip(*rows, strict=True):
-            some_x, some_grad = some_x.to(precise), some_grad.to(precise)
-            scale = torch.rsqrt(some_x.square().mean(-1, keepdim=True) + ctx.eps)
-            normed = some_x * scale
-            dweight += (some_grad * normed).sum(0)
-            some_grad = some_grad * (weight.to(precise) + ctx.offset)
-            some_dx.copy_(scale * (some_grad - normed * (some_grad * normed).mean(-1, keepdim=True)))
+        for x_rows, grad_rows, dx_rows in zip(*rows, strict=True):
+            x_rows, grad_rows = x_rows.to(precise), grad_rows.to(precise)
+            scale = torch.rsqrt(x_rows.square().mean(-1, keepdim=True) + ctx.eps)
+            normed = x_rows * scale
+            dweight += (grad_rows * normed).sum(0)
+            grad_rows = grad_rows * (weight.to(precise) + ctx.offset)
+            dx_rows.copy_(scale * (grad_rows - normed * (grad_rows * normed).mean(-1, keepdim=True)))
         return dx, dweight.to(weight.dtype), None, None
 
 
@@ -74,11 +74,11 @@ def swiglu(x: Tensor) -> Tensor:
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """See `megakernel.ops.layers.rotate`."""
-    return turned(q, cos, sin), turned(k, cos, sin)
+    return rotate_one(q, cos, sin), rotate_one(k, cos, sin)
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (B, H, N, d) alone, by angles (B or 1, N, d / 2)."""
+def rotate_one(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`rotate` of a single tensor x (B, H, N, d), with cos and sin (B or 1, N, d / 2)."""
     cos, sin = cos[:, None], sin[:, None]
     first, second = x.to(cos.dtype).chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)

@@ -1,4 +1,4 @@
-"""A causal filter of the last few tokens for every channel; see docs/formulas.md, 10."""
+"""Causal depthwise convolution over the last few tokens, followed by silu; see docs/formulas.md, 10."""
 
 from types import ModuleType
 
@@ -17,7 +17,7 @@ def _kernels() -> ModuleType:
 
 
 def by_taps(x: Tensor, weight: Tensor, before: Tensor, positions: Positions) -> Tensor:
-    """The sum over taps of whole tensors, on any device."""
+    """One multiply-add of whole tensors per tap, on any device."""
     dtype, length, width = accum_dtype(x.dtype), x.shape[-2], weight.shape[-1]
     inputs = torch.cat([before, x], -2).to(dtype)
     taps = weight.to(dtype).movedim(-1, 0).unsqueeze(-2)
@@ -32,46 +32,46 @@ def by_taps(x: Tensor, weight: Tensor, before: Tensor, positions: Positions) -> 
     return F.silu(out).to(x.dtype)
 
 
-FAST = (torch.float32, torch.bfloat16)
-"""What torch convolves fast on a CPU, with sums in float32."""
+FAST_DTYPES = (torch.float32, torch.bfloat16)
+"""Dtypes that torch convolves fast on a CPU, with float32 sums."""
 
-FEW = 2**17
-"""Numbers that lie in a core's cache while taps are summed: no order of them is faster."""
+CACHED_ELEMENTS = 2**17
+"""Elements that fit into a core's cache while taps are summed; for fewer, `by_taps` is as fast."""
 
-SHORT = 8
-"""Of so many tokens one may lie less than W - 1 behind its document's first, or all go by taps."""
+TOKENS_PER_START = 8
+"""If more than one in this many tokens is among the first W - 1 of its document, all tokens go through `by_taps`."""
 
 
 def by_rows(x: Tensor, weight: Tensor, before: Tensor, positions: Positions) -> Tensor:
-    """torch's convolution of channels whose tokens lie in a row, and taps where a document begins.
+    """torch's conv1d with channels as rows, corrected by `by_taps` at document starts.
 
-    On a CPU it takes less than half of the time of whole tensors in float32, and keeps a third of the bytes.
+    On a CPU, it takes less than half the time of `by_taps` in float32, and saves a third of the bytes for backward.
     """
     width = weight.shape[-1]
-    if x.numel() < FEW or x.dtype not in FAST:
+    if x.numel() < CACHED_ELEMENTS or x.dtype not in FAST_DTYPES:
         return by_taps(x, weight, before, positions)
     if isinstance(positions, int):
         back = torch.arange(width - 1, 0, -1, device=x.device)[:, None]
         return _convolved(_rows(x, before.masked_fill(back > positions, 0.0)), weight)
-    places = positions.expand(len(x), -1)
-    first = (places < width - 1).nonzero(as_tuple=True)
-    if len(first[0]) * SHORT > places.numel():
+    at = positions.expand(len(x), -1)
+    near_start = (at < width - 1).nonzero(as_tuple=True)
+    if len(near_start[0]) * TOKENS_PER_START > at.numel():
         return by_taps(x, weight, before, positions)
     rows = _rows(x, before)
-    sequence, token = (at[:, None] for at in first)
+    sequence, token = (index[:, None] for index in near_start)
     spans = rows.movedim(-1, 1)[sequence, token + torch.arange(width, device=x.device)].movedim(1, -2)
-    exact = by_taps(spans[..., -1:, :], weight, spans[..., :-1, :], places[first][:, None]).squeeze(-2)
-    return _convolved(rows, weight).movedim(-2, 1).index_put(first, exact).movedim(1, -2)
+    exact = by_taps(spans[..., -1:, :], weight, spans[..., :-1, :], at[near_start][:, None]).squeeze(-2)
+    return _convolved(rows, weight).movedim(-2, 1).index_put(near_start, exact).movedim(1, -2)
 
 
 def _rows(x: Tensor, before: Tensor) -> Tensor:
     """(B, ..., d, W - 1 + N)"""
-    # Tokens in order first: to transpose them while they are strided takes five times as long.
+    # Contiguous first: transposing strided tokens takes five times as long.
     return torch.cat([before.transpose(-1, -2), x.contiguous().transpose(-1, -2)], -1)
 
 
 def _convolved(rows: Tensor, weight: Tensor) -> Tensor:
-    """(B, ..., N, d) of rows whose tokens are of one document."""
+    """silu(conv1d), (B, ..., N, d), of rows, regardless of document boundaries."""
     filters = weight.to(rows.dtype).flatten(0, -2).unsqueeze(1)
     sums = F.conv1d(rows.flatten(1, -2), filters, groups=len(filters))
     return F.silu(sums).view(*rows.shape[:-1], -1).transpose(-1, -2).contiguous()
@@ -87,18 +87,18 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 def short_convolution(
     x: Tensor, weight: Tensor, before: Tensor, positions: Positions, *, backend: str | None = None
 ) -> Tensor:
-    """silu(sum_t w_t x_(i - t)) over the t = 0 .. W - 1 that reach no further back than token i's document.
+    """silu(sum_t w_t x_(i - t)), over those t = 0 .. W - 1 for which token i - t is in token i's document.
 
     Args:
         x: (B, ..., N, d).
-        weight: (..., d, W); the last number of a channel is that of the token itself.
-        before: (B, ..., W - 1, d), the tokens before these; of a document that begins with these any numbers.
-        positions: (B, N) positions within documents, or the position of the first token of sequences that hold one
-            document each.
-        backend: chunked or triton; None takes the environment's MEGAKERNEL_BACKEND, else the kernels on a GPU and
-            chunked elsewhere.
+        weight: (..., d, W); a channel's last weight is that of the token itself.
+        before: (B, ..., W - 1, d), the preceding tokens; ignored for a document that begins at the first token.
+        positions: (B, N) positions within documents, or the position of the first token if each sequence holds one
+            document.
+        backend: chunked or triton; None reads MEGAKERNEL_BACKEND from the environment, and by default takes triton on a
+            GPU and chunked elsewhere.
 
     Returns:
-        The shape and dtype of x; computed in float32 or better.
+        Same shape and dtype as x; computed in float32 or better.
     """
     return choose(IMPLEMENTATIONS, backend)(x, weight, before, positions)

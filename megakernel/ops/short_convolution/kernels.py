@@ -1,10 +1,10 @@
-"""Triton kernels of the short convolution: a tile of tokens and all its channels; nothing but inputs is kept.
+"""Triton kernels of the short convolution, on tiles of tokens with all channels; only inputs are saved for backward.
 
 With s_n = sum_u w_u x_(n - u) over the u <= p_n, the position of token n in its document, and y = silu(s):
 
     dx_m = sum_t w_t ds_(m + t)    dw_u = sum_n x_(n - u) ds_n    ds_n = silu'(s_n) dy_n
 
-Backward makes s again for each shift t: W loads of tokens that the cache has, instead of a tensor in memory.
+Backward recomputes s for each shift t, with W loads of cached tokens, instead of storing a tensor.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from megakernel.ops.kernels.features import store_rows
 
 
 class FilterShape(NamedTuple):
-    """The sizes of a call, at compile time."""
+    """Compile-time sizes of a call."""
 
     width: int
     """W, taps of a filter."""
@@ -26,18 +26,18 @@ class FilterShape(NamedTuple):
     """d"""
 
     padded: int
-    """d as a power of two."""
+    """d padded to a power of two."""
 
     tokens: int
-    """Of a tile."""
+    """Tokens per tile."""
 
     span: int
-    """Of a program."""
+    """Tokens per program."""
 
 
 @triton.jit
 def tap(weight, head, u, META: tl.constexpr):
-    """w_u of the channels of a head, (DP,) float32: the numbers of a channel are in the order of its tokens."""
+    """w_u of the channels of a head, (DP,) float32. Memory orders a channel's weights from the oldest token on."""
     d = tl.arange(0, META.padded)
     numbers = weight + (head * META.channels + d) * META.width + (META.width - 1 - u)
     return tl.load(numbers, mask=d < META.channels, other=0.0).to(tl.float32)
@@ -45,7 +45,7 @@ def tap(weight, head, u, META: tl.constexpr):
 
 @triton.jit
 def positions_of(positions, start, batch, n, length):
-    """Positions in their documents of tokens n (C,), which may lie outside of the sequence."""
+    """Positions in their documents of tokens n (C,), which may be outside of the sequence."""
     if positions is None:
         p = start + n
     else:
@@ -56,9 +56,9 @@ def positions_of(positions, start, batch, n, length):
 
 @triton.jit
 def earlier(inputs, n, p, u: tl.constexpr, length, META: tl.constexpr):
-    """x_(n - u) of tokens n (C,) as a tile (C, DP) float32, 0 where it is of another document or n is no token.
+    """x_(n - u) of tokens n (C,) as a tile (C, DP) float32; 0 if it is in another document or n is not a token.
 
-    inputs: of one head, beginning with the W - 1 tokens before the first.
+    inputs: of one head, starting with the W - 1 tokens before the first.
     """
     d = tl.arange(0, META.padded)
     seen = (p >= u) & (n >= 0) & (n < length)
@@ -68,7 +68,7 @@ def earlier(inputs, n, p, u: tl.constexpr, length, META: tl.constexpr):
 
 @triton.jit
 def sum_of_taps(inputs, weight, head, n, p, length, META: tl.constexpr):
-    """s of tokens n, (C, DP) float32."""
+    """s of tokens n (C,), as a tile (C, DP) float32."""
     C: tl.constexpr = META.tokens
     DP: tl.constexpr = META.padded
     W: tl.constexpr = META.width
@@ -80,7 +80,7 @@ def sum_of_taps(inputs, weight, head, n, p, length, META: tl.constexpr):
 
 @triton.jit(do_not_specialize=["length", "start"])
 def convolve(inputs, weight, positions, out, length, start, heads, META: tl.constexpr):
-    """silu(s), (B, R, N, d), of inputs (B, R, W - 1 + N, d). Program: a span of tokens of a head."""
+    """silu(s) (B, R, N, d) of inputs (B, R, W - 1 + N, d). Program: a span of tokens of a head."""
     entry = tl.program_id(0).to(tl.int64)
     batch, head = entry // heads, entry % heads
     x = inputs + entry * (length + META.width - 1) * META.channels
@@ -95,7 +95,7 @@ def convolve(inputs, weight, positions, out, length, start, heads, META: tl.cons
 
 @triton.jit
 def slope(inputs, weight, positions, grad, start, batch, head, n, length, META: tl.constexpr):
-    """ds of tokens n, (C, DP) float32, 0 where n is no token; and their positions."""
+    """ds of tokens n, (C, DP) float32, 0 if n is not a token; and their positions."""
     p = positions_of(positions, start, batch, n, length)
     s = sum_of_taps(inputs, weight, head, n, p, length, META)
     share = tl.sigmoid(s)
@@ -109,9 +109,9 @@ def slope(inputs, weight, positions, grad, start, batch, head, n, length, META: 
 def convolve_backward(
     inputs, weight, positions, grad, dinputs, shares, length, start, heads, META: tl.constexpr
 ):
-    """Gradients of inputs, and of the filters of each span, shares (B, R, spans, W, d) float32.
+    """Gradients of inputs, and each span's part of the gradients of filters, shares (B, R, spans, W, d) float32.
 
-    grad (B, R, N, d) is contiguous. Program: a span of inputs of a head, and of as many tokens.
+    grad (B, R, N, d) is contiguous. Program: a span of inputs of a head, and as many tokens.
     """
     C: tl.constexpr = META.tokens
     D: tl.constexpr = META.channels

@@ -1,29 +1,29 @@
-"""The short convolution by two kernels, as operators that torch knows; backward keeps the inputs alone."""
+"""The short convolution in Triton, registered as PyTorch operators; only the inputs are saved for backward."""
 
 import torch
 from torch import Tensor
 
 from megakernel.ops.documents import Positions
 from megakernel.ops.kernels.features import cdiv, padded, power_of_two
-from megakernel.ops.kernels.launch import PROGRAMS, launch
+from megakernel.ops.kernels.launch import MIN_PROGRAMS, launch
 from megakernel.ops.short_convolution import kernels
 from megakernel.ops.short_convolution.kernels import FilterShape
 
 WIDEST = 256
-"""d up to which a program has all channels of its tokens."""
+"""Largest d; a program holds all channels of its tokens."""
 
 LONGEST = 8
-"""W up to which the taps of a token are unrolled."""
+"""Largest W; taps are unrolled."""
 
 TILE = 2048
-"""Numbers of a tile of up to four taps: 16 in each of 128 threads. Of more, half of that, which spills less."""
+"""Elements per tile for up to four taps: 16 in each of 128 threads. With more taps, half as many, to spill less."""
 
 SPAN = 512
-"""Tokens of a program at most: many enough that the partial sums of filters' gradients are small beside the tokens."""
+"""Most tokens per program; enough to make the partial gradients of filters small compared to the tokens."""
 
 
 def unsupported(x: Tensor, weight: Tensor, before: Tensor, positions: Positions) -> str | None:
-    """Why the kernels cannot take these arguments."""
+    """Why the kernels do not support these arguments; None if they do."""
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"x is {x.dtype}; expected bfloat16, float16 or float32"
     if x.shape[-1] > WIDEST or weight.shape[-1] > LONGEST:
@@ -32,11 +32,11 @@ def unsupported(x: Tensor, weight: Tensor, before: Tensor, positions: Positions)
 
 
 def attend(x: Tensor, weight: Tensor, before: Tensor, positions: Positions) -> Tensor:
-    """Arguments and results of `by_taps`."""
+    """Same arguments and results as `by_taps`."""
     inputs = torch.cat([before, x], -2).flatten(1, -3)
     filters = weight.flatten(0, -3)
     if isinstance(positions, int):
-        # Whole filters lie in the document from its token W - 1 on.
+        # From position W - 1 on, filters lie within the document, so larger positions make no difference.
         out = _forward(inputs, filters, None, min(positions, weight.shape[-1]))
     else:
         out = _forward(inputs, filters, positions.expand(len(x), -1).contiguous(), 0)
@@ -45,18 +45,18 @@ def attend(x: Tensor, weight: Tensor, before: Tensor, positions: Positions) -> T
 
 @torch.library.custom_op("megakernel::short_convolution", mutates_args=())
 def _forward(inputs: Tensor, weight: Tensor, positions: Tensor | None, start: int) -> Tensor:
-    """(B, R, N, d) of inputs (B, R, W - 1 + N, d) and weight (R, d, W)."""
-    out = _output(inputs, weight, positions, start)
+    """The output (B, R, N, d) for inputs (B, R, W - 1 + N, d) and weight (R, d, W)."""
+    out = _empty_output(inputs, weight, positions, start)
     heads, length = out.shape[1:3]
     if out.numel():
-        grid, meta = _launch_over(out, weight, length)
-        given = (inputs, weight.contiguous(), positions, out, length, start, heads)
-        launch(kernels.convolve, grid, *given, META=meta, warps=4)
+        grid, meta = _grid_and_sizes(out, weight, length)
+        arguments = (inputs, weight.contiguous(), positions, out, length, start, heads)
+        launch(kernels.convolve, grid, *arguments, META=meta, warps=4)
     return out
 
 
 @_forward.register_fake
-def _output(inputs, weight, positions, start):
+def _empty_output(inputs, weight, positions, start):
     batch, heads, count, width = inputs.shape
     return inputs.new_empty(batch, heads, count - weight.shape[-1] + 1, width)
 
@@ -68,31 +68,22 @@ def _backward(
     """Gradients of inputs, and of weight (R, d, W) in float32."""
     heads, length = grad.shape[1:3]
     dinputs = torch.empty_like(inputs)
-    grid, meta = _launch_over(grad, weight, inputs.shape[2])
+    grid, meta = _grid_and_sizes(grad, weight, inputs.shape[2])
     shares = inputs.new_zeros(*inputs.shape[:2], grid[1], meta.width, meta.channels, dtype=torch.float32)
     if grad.numel():
-        given = (grad.contiguous(), dinputs, shares, length, start, heads)
-        launch(
-            kernels.convolve_backward,
-            grid,
-            inputs,
-            weight.contiguous(),
-            positions,
-            *given,
-            META=meta,
-            warps=4,
-        )
+        arguments = (inputs, weight.contiguous(), positions, grad.contiguous(), dinputs, shares)
+        launch(kernels.convolve_backward, grid, *arguments, length, start, heads, META=meta, warps=4)
     else:
         dinputs.zero_()
     return dinputs, shares.sum((0, 2)).transpose(-1, -2).flip(-1)
 
 
 @_backward.register_fake
-def _gradients(grad, inputs, weight, positions, start):
+def _empty_gradients(grad, inputs, weight, positions, start):
     return torch.empty_like(inputs), weight.new_empty(weight.shape, dtype=torch.float32)
 
 
-def _save(ctx, inputs, output):
+def _setup_context(ctx, inputs, output):
     *tensors, ctx.start = inputs
     ctx.save_for_backward(*tensors)
 
@@ -103,14 +94,14 @@ def _differentiate(ctx, grad):
     return dinputs, dweight.to(weight.dtype), None, None
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+_forward.register_autograd(_differentiate, setup_context=_setup_context)
 
 
-def _launch_over(out: Tensor, weight: Tensor, count: int) -> tuple[tuple[int, int], FilterShape]:
-    """The grid over `count` tokens, and the compile-time sizes: so many to a program as leaves PROGRAMS of them."""
+def _grid_and_sizes(out: Tensor, weight: Tensor, count: int) -> tuple[tuple[int, int], FilterShape]:
+    """The grid over `count` tokens and the compile-time sizes; spans are short enough for MIN_PROGRAMS programs."""
     channels, width = out.shape[-1], weight.shape[-1]
     tokens = max(8, (TILE if width <= 4 else TILE // 2) // padded(channels))
-    shared_out = power_of_two(max(1, out.shape[0] * out.shape[1] * count // PROGRAMS))
-    span = max(tokens, min(SPAN, shared_out))
+    for_programs = power_of_two(max(1, out.shape[0] * out.shape[1] * count // MIN_PROGRAMS))
+    span = max(tokens, min(SPAN, for_programs))
     meta = FilterShape(width, power_of_two(width), channels, padded(channels), tokens, span)
     return (out.shape[0] * out.shape[1], cdiv(count, span)), meta

@@ -1,4 +1,4 @@
-"""Softmax attention, the quadratic baseline: softmax(q k^T / sqrt(d)) v."""
+"""Softmax attention, softmax(q k^T / sqrt(d)) v: the quadratic baseline."""
 
 from typing import NamedTuple
 
@@ -14,14 +14,14 @@ from megakernel.ops.softmax_attention import packed
 from megakernel.ops.softmax_attention.spans import Spans, document_spans
 
 BLOCK = 512
-"""Queries whose mask exists at once."""
+"""Queries whose mask is in memory at once."""
 
 
 class SoftmaxState(NamedTuple):
-    """The key-value cache: grows with the sequence."""
+    """The key-value cache, which grows with the sequence."""
 
     keys: Tensor
-    """(B, H_kv, S, d) as they were attended, rotated where keys are."""
+    """(B, H_kv, S, d), rotated if keys are."""
 
     values: Tensor
     """(B, H_kv, S, D)"""
@@ -41,27 +41,27 @@ def softmax_attention(
     initial_state: SoftmaxState | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, SoftmaxState]:
-    """Attention with weights exp(q.k / sqrt(d)), normalized.
+    """Attention with normalized weights exp(q.k / sqrt(d)).
 
     Args:
         q: (B, H, N, d).
         k: (B, H_kv, N, d), H a multiple of H_kv.
-        v: (B, H_kv, N, D). Where nothing is causal or packed, keys and values may be another number of tokens than
-            the queries.
+        v: (B, H_kv, N, D). If attention is neither causal nor packed, keys and values may have another number of
+            tokens than queries.
         causal: token i sees tokens j <= i of its document; otherwise all tokens of its document.
-        window: of causal attention, token i sees tokens j > i - window alone; None: all.
-        softcap: c of weights exp(c tanh(q.k / (c sqrt(d)))); None: exponents are not capped.
+        window: for causal attention, token i sees only tokens j > i - window; None: all.
+        softcap: c in weights exp(c tanh(q.k / (c sqrt(d)))); None: exponents are not capped.
         positions: (B, N) positions within documents, or the position of the first token of sequences that hold one
             document each.
-        key_mask: (B, N) bool, False removes a key; not together with a state.
-        key_weights: (B, N) multiplies the weight of a key, which counts so many times; 0 removes it. For keys of whole
-            sequences only.
+        key_mask: (B, N) bool, False removes a key; not with a state.
+        key_weights: (B, N) multiplies the weight of a key, as if it occurred that often; 0 removes it. Not with packed
+            sequences or a state.
         initial_state: cache of the tokens before these.
         backend: reference or chunked.
 
     Returns:
-        (B, H, N, D), and the cache with these tokens: with a window those that the next token sees. A token that sees
-        nothing gets 0.
+        (B, H, N, D), and the cache including these tokens; with a window, only those that the next token sees. The
+        output of a token that sees nothing is 0.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, naming the argument.
@@ -76,17 +76,18 @@ def softmax_attention(
     if initial_state is not None:
         cached = initial_state.keys.shape[2]
         k, v = torch.cat([initial_state.keys, k], 2), torch.cat([initial_state.values, v], 2)
-    # One token behind its own document, or uncut sequences, need no mask: fused kernels are fastest without one.
-    seen_k, seen_v = k, v
+    # A single token after its document, or unpacked sequences, need no mask, without which fused kernels are fastest.
+    visible_k, visible_v = k, v
     if isinstance(positions, int) and causal and q.shape[2] == 1:
-        seen = min(positions + 1, k.shape[2], window or k.shape[2])
-        seen_k, seen_v = k[:, :, -seen:], v[:, :, -seen:]
+        visible = min(positions + 1, k.shape[2], window or k.shape[2])
+        visible_k, visible_v = k[:, :, -visible:], v[:, :, -visible:]
     else:
         is_cut = window is not None and k.shape[2] > window
         if isinstance(positions, Tensor) or cached or is_cut or softcap is not None:
             spans = document_spans(positions, q, cached, causal, window)
     whole = causal and cached == 0
-    out = choose(IMPLEMENTATIONS, backend)(q, seen_k, seen_v, spans, whole, key_mask, key_weights, softcap)
+    arguments = (q, visible_k, visible_v, spans, whole, key_mask, key_weights, softcap)
+    out = choose(IMPLEMENTATIONS, backend)(*arguments)
     forgotten = 0 if window is None else max(0, k.shape[2] - window + 1)
     return out, SoftmaxState(k[:, :, forgotten:], v[:, :, forgotten:])
 
@@ -101,22 +102,22 @@ def chunked(
     key_weights: Tensor | None,
     softcap: float | None,
 ) -> Tensor:
-    """PyTorch's fused kernels; without one for it, packed and capped sequences by blocks of queries.
+    """PyTorch's fused kernels; packed and soft-capped sequences without such a kernel run by blocks of queries.
 
-    spans: what each query may see; None: all keys, or with `causal` those up to its own.
+    spans: the keys that each query sees; None: all keys, or with `causal` those up to its own.
     """
     grouped = q.shape[1] != k.shape[1]
     if spans is None and softcap is not None:
-        return _weighed(q, k, v, None, softcap)
+        return _attention(q, k, v, None, softcap)
     if spans is None:
         mask = None if key_mask is None else key_mask[:, None, None]
         if key_weights is not None:
-            # A finite logarithm of 0: queries without any key stay finite.
+            # log 0 is made finite, so that queries without any key get no NaN.
             logs = key_weights.to(accum_dtype(q.dtype)).log().clamp(min=torch.finfo(q.dtype).min / 2)
             mask = logs.to(q.dtype)[:, None, None]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
     is_plain = key_mask is None and softcap is None
-    if spans.positions is not None and is_plain and packed.takes(q, k, v):
+    if spans.positions is not None and is_plain and packed.supports(q, k, v):
         return packed.attend(q, k, v, spans.positions, spans.window)
     outputs = []
     starts = range(0, q.shape[2], BLOCK)
@@ -130,10 +131,10 @@ def chunked(
         if softcap is not None:
             arguments = (queries, keys, values, mask[:, None], softcap)
             if torch.is_grad_enabled():
-                # Backward weighs a block again: no kernel of PyTorch caps, and all weights are N x N numbers.
-                outputs.append(checkpoint(_weighed, *arguments, use_reentrant=False))
+                # Recomputed in backward: PyTorch has no soft-capped kernel, and saving all weights takes N x N memory.
+                outputs.append(checkpoint(_attention, *arguments, use_reentrant=False))
             else:
-                outputs.append(_weighed(*arguments))
+                outputs.append(_attention(*arguments))
             continue
         outputs.append(
             F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask[:, None], enable_gqa=grouped)
@@ -141,10 +142,10 @@ def chunked(
     return torch.cat(outputs, 2)
 
 
-def _weighed(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, softcap: float | None) -> Tensor:
-    """Weighted means (B, H, N, D) in the dtype of q, from the formula, in float32 or better.
+def _attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, softcap: float | None) -> Tensor:
+    """Attention outputs (B, H, N, D) in the dtype of q, from the formula, computed in float32 or better.
 
-    visible: (B or 1, 1, N, keys) bool; None: all.
+    visible: (B or 1, 1, N, keys) bool; None: all are.
     """
     group = q.shape[1] // k.shape[1]
     k, v = (x.to(accum_dtype(x.dtype)).repeat_interleave(group, 1) for x in (k, v))
@@ -170,7 +171,7 @@ def reference(
     key_weights: Tensor | None,
     softcap: float | None,
 ) -> Tensor:
-    """From the formula, in one matrix."""
+    """From the formula, with one N x N matrix of weights."""
     group = q.shape[1] // k.shape[1]
     queries, keys = q.shape[2], k.shape[2]
     k, v = (

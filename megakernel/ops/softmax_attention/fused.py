@@ -1,8 +1,8 @@
-"""All keys of a shard at once by PyTorch's fused kernels, which also give each query's log of summed weights.
+"""Attention to one shard's keys by PyTorch's fused kernels, which also return the log-sum-exp of each query.
 
-The functions behind `scaled_dot_product_attention` are called by name, because it keeps that logarithm to itself. They
-share key heads between query heads without repeating them, and read a normalizer that is that of more keys than
-they are given.
+These call the functions behind `scaled_dot_product_attention`, which does not return the log-sum-exp. The functions
+support grouped-query attention without repeating key heads, and their backward accepts a log-sum-exp over more keys
+than they are given.
 """
 
 import torch
@@ -13,8 +13,8 @@ from megakernel.ops.dispatch import accum_dtype
 aten = torch.ops.aten
 
 
-def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether there is a kernel for q (B, H, N, d), k (B, H_kv, M, d) and v (B, H_kv, M, D)."""
+def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a kernel supports q (B, H, N, d), k (B, H_kv, M, d) and v (B, H_kv, M, D)."""
     width = q.shape[-1]
     if v.shape[-1] != width or any(x.stride(-1) != 1 for x in (q, k, v)):
         return False
@@ -25,32 +25,30 @@ def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Weighted means of the values (B, H, N, d), and logs of the sums of weights (B, H, N) in float32 or better.
+    """Attention outputs (B, H, N, d), and their log-sum-exp (B, H, N) in float32 or better.
 
-    causal: a query sees the keys up to its own place.
+    causal: a query sees the keys up to its own index.
     """
     if q.is_cuda:
-        out, log_sums, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
-        return out, log_sums
-    # CPUs have no faster arithmetic for halves, and float32 spares a rounding for each shard.
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+    # Half precision is not faster on CPUs, and float32 saves a rounding per shard.
     q, k, v = (x.to(accum_dtype(x.dtype)) for x in (q, k, v))
     return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
 
 
 def gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, causal: bool
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum_exp: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v that come of these pairs.
+    """Contributions of these queries and keys to the gradients of q, k and v.
 
-    out: (B, H, N, d) and log_sums: (B, H, N), those over all keys that the queries saw, here and elsewhere; grad: that
-    of `out`.
+    out: (B, H, N, d) and log_sum_exp: (B, H, N), over all keys of the queries, also other shards'; grad: of `out`.
     """
     if q.is_cuda:
-        # Nothing is dropped out: the state of a random generator is not read. The logs are read without their strides.
+        # The RNG state is not read, because dropout is 0. The kernel ignores the strides of log_sum_exp.
         state, offset = (torch.empty(n, dtype=torch.uint64, device=q.device) for n in (2, ()))
         return aten._scaled_dot_product_flash_attention_backward(
-            grad.to(q.dtype), q, k, v, out.to(q.dtype), log_sums.contiguous(),
+            grad.to(q.dtype), q, k, v, out.to(q.dtype), log_sum_exp.contiguous(),
             None, None, q.shape[2], k.shape[2], 0.0, causal, state, offset,
         )  # fmt: skip
     tensors = (x.to(accum_dtype(x.dtype)) for x in (grad, q, k, v, out))
-    return aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, log_sums, 0.0, causal)
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, log_sum_exp, 0.0, causal)

@@ -1,6 +1,6 @@
-"""Causal attention within packed documents by the flash kernel for sequences of many lengths: no mask is made or kept.
+"""Causal attention within packed documents by the variable-length flash kernel, without a mask.
 
-A mask of N^2 numbers for every layer is more memory than a layer's activations from a few thousand tokens on.
+From a few thousand tokens on, an N x N mask per layer would take more memory than the layer's activations.
 """
 
 from typing import Any
@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.dispatch import runs_on_gpu
-from megakernel.ops.documents import cu_seqlens_from_positions, made_once
+from megakernel.ops.documents import cached_for_positions, cu_seqlens_from_positions
 
 aten = torch.ops.aten
 
 WIDEST = 256
-"""d of the kernel, at most."""
+"""The largest d of the kernel."""
 
 
-def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether there is a kernel for q (B, H, N, d), k (B, H_kv, N, d) and v (B, H_kv, N, D)."""
+def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the kernel supports q (B, H, N, d), k (B, H_kv, N, d) and v (B, H_kv, N, D)."""
     width = q.shape[-1]
     if v.shape[-1] != width or width % 8 or width > WIDEST:
         return False
@@ -26,18 +26,20 @@ def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | None) -> Tensor:
-    """Weighted means of the values (B, H, N, d) of the tokens up to each one in its document.
+    """Causal attention outputs (B, H, N, d) within documents.
 
-    positions: (B or 1, N) within documents, of sequences that begin with their first token; padding, at -1, gets 0.
-    window: tokens of a document that a token sees, itself among them; None: all.
+    positions: (B or 1, N) within documents, of sequences without a cache; padding, at -1, gets 0.
+    window: tokens that a token sees, including itself; None: all of its document up to itself.
     """
     batch, _, length, _ = q.shape
-    starts = made_once(positions, (attend, batch), lambda at: cu_seqlens_from_positions(at.expand(batch, -1)))
+    starts = cached_for_positions(
+        positions, (attend, batch), lambda at: cu_seqlens_from_positions(at.expand(batch, -1))
+    )
     tokens = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     edges: dict[str, Any] = {}
     if window is not None:
         edges = {"window_size_left": window - 1, "window_size_right": 0}
-    # No document is longer than its sequence: the host need not know by how much.
+    # The sequence length bounds the longest document, whose length would have to be read from the GPU.
     sizes = (starts, starts, length, length)
     out, *_ = aten._flash_attention_forward(*tokens, *sizes, 0.0, window is None, False, **edges)
     out = out.unflatten(0, (batch, length)).transpose(1, 2)

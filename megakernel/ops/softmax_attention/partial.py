@@ -1,8 +1,8 @@
-"""Softmax attention over some of a sequence's keys: sums that add to those over other keys, and their gradients.
+"""Softmax attention over a subset of keys: partial sums that add to those over other keys, and their gradients.
 
-Fused kernels take queries that see the same keys; elsewhere blocks of queries meet blocks of keys, so that few weights
-exist at once. Query heads that share a key head are rows beside each other, (B, H_kv, G, N, d), and keys are
-never repeated.
+Fused kernels process rectangles in which all queries see all keys, or the causal diagonal; the rest runs as tiles of
+queries and keys, so that few weights are in memory at once. Queries are (B, H_kv, G, N, d), grouped by key head, and
+keys are never repeated.
 """
 
 from collections.abc import Iterator
@@ -25,8 +25,8 @@ KEYS = 512
 """Keys of one block."""
 
 
-class Seen(NamedTuple):
-    """Some keys of sequences, and who sees them."""
+class VisibleKeys(NamedTuple):
+    """A subset of keys, and the queries that see them."""
 
     keys: Tensor
     """(B, H_kv, M, d)"""
@@ -35,87 +35,87 @@ class Seen(NamedTuple):
     """(B, H_kv, M, D)"""
 
     spans: Spans
-    """Which of these M keys each query sees."""
+    """The interval of these M keys that each query sees."""
 
     mask: Tensor | None
     """(B, M) bool, False removes a key."""
 
-    own: bool = False
-    """The spans, known without a look: these are the queries' own places, and each sees those up to its own."""
+    causal: bool = False
+    """Whether these are the keys of the queries' own tokens and attention is causal; known without reading spans."""
 
     def visible(self, queries: slice, keys: slice) -> Tensor:
         """(B, 1, 1, n, m) bool."""
-        seen = self.spans.mask(queries, keys.start, keys.stop)
+        visible = self.spans.mask(queries, keys.start, keys.stop)
         if self.mask is not None:
-            seen = seen & self.mask[:, None, keys]
-        return seen[:, None, None]
+            visible = visible & self.mask[:, None, keys]
+        return visible[:, None, None]
 
 
 class OutputGradient(NamedTuple):
-    """The gradient of an output, and what the backward of every pair of a query and a key needs beside it."""
+    """The gradient of the output, and what else the backward of each tile needs."""
 
     grad: Tensor
-    """(B, H_kv, G, N, D), of the normalized output."""
+    """(B, H_kv, G, N, D): dO, of the normalized output."""
 
     out: Tensor
-    """(B, H_kv, G, N, D), that output."""
+    """(B, H_kv, G, N, D): O."""
 
     normalizer: Tensor
-    """(B, H_kv, G, N), `log_normalizer` of the sums over all keys."""
+    """(B, H_kv, G, N): log-sum-exp over all keys."""
 
     mean: Tensor
-    """(B, H_kv, G, N), the inner product of the output and its gradient."""
+    """(B, H_kv, G, N): delta, the inner product of O and dO."""
 
 
-def add_sums(total: PartialOutput, q: Tensor, seen: Seen) -> None:
-    """Add to `total`, in place, what these keys give queries q (B, H_kv, G, N, d)."""
+def add_sums(total: PartialOutput, q: Tensor, subset: VisibleKeys) -> None:
+    """Add the sums of queries q (B, H_kv, G, N, d) over these keys to `total`, in place."""
     assert total.log_scale is not None
-    for queries, keys, how in _blocks(q, seen):
-        rows, k, v = q[_at(queries)], seen.keys[:, :, keys], seen.values[:, :, keys]
-        if how == "some":
-            found = _block_sums(rows, k, v, seen.visible(queries, keys))
+    for queries, keys, pairs in _tiles(q, subset):
+        rows, k, v = q[_at(queries)], subset.keys[:, :, keys], subset.values[:, :, keys]
+        if pairs == "some":
+            sums = _tile_sums(rows, k, v, subset.visible(queries, keys))
         else:
-            means, log_sums = fused.attend(rows.flatten(1, 2), k, v, how == "causal")
-            ones = F.pad(means.to(total.values.dtype), (0, 1), value=1.0)
-            found = PartialOutput(ones.view(*rows.shape[:-1], -1), log_sums.view(rows.shape[:-1]))
+            out, log_sum_exp = fused.attend(rows.flatten(1, 2), k, v, pairs == "causal")
+            out = F.pad(out.to(total.values.dtype), (0, 1), value=1.0)
+            sums = PartialOutput(out.view(*rows.shape[:-1], -1), log_sum_exp.view(rows.shape[:-1]))
         values, log_scale = total.values[_at(queries)], total.log_scale[_at(queries)]
-        both = add(PartialOutput(values, log_scale), found)
-        values.copy_(both.values)
-        log_scale.copy_(both.scale_or_zero)
+        sums = add(PartialOutput(values, log_scale), sums)
+        values.copy_(sums.values)
+        log_scale.copy_(sums.scale_or_zero)
 
 
 def add_gradients(
-    totals: tuple[Tensor, Tensor, Tensor], q: Tensor, seen: Seen, gradient: OutputGradient
+    totals: tuple[Tensor, Tensor, Tensor], q: Tensor, subset: VisibleKeys, gradient: OutputGradient
 ) -> None:
-    """Add to `totals`, the gradients of queries, keys and values in place, what comes of these pairs."""
-    for queries, keys, how in _blocks(q, seen):
-        rows, k, v = q[_at(queries)], seen.keys[:, :, keys], seen.values[:, :, keys]
-        mine = OutputGradient(*(x[_at(queries)] for x in gradient))
-        if how == "some":
-            parts = _block_gradients(rows, k, v, seen.visible(queries, keys), mine)
+    """Add these keys' contributions to the gradients `totals` of queries, keys and values, in place."""
+    for queries, keys, pairs in _tiles(q, subset):
+        rows, k, v = q[_at(queries)], subset.keys[:, :, keys], subset.values[:, :, keys]
+        tile = OutputGradient(*(x[_at(queries)] for x in gradient))
+        if pairs == "some":
+            parts = _tile_gradients(rows, k, v, subset.visible(queries, keys), tile)
         else:
-            heads, grad, out, log_sums = (
-                x.flatten(1, 2) for x in (rows, mine.grad, mine.out, mine.normalizer)
+            heads, grad, out, log_sum_exp = (
+                x.flatten(1, 2) for x in (rows, tile.grad, tile.out, tile.normalizer)
             )
-            parts = fused.gradients(grad, heads, k, v, out, log_sums, how == "causal")
-        places = (totals[0][_at(queries)], totals[1][:, :, keys], totals[2][:, :, keys])
-        for total, part in zip(places, parts, strict=True):
+            parts = fused.gradients(grad, heads, k, v, out, log_sum_exp, pairs == "causal")
+        slices = (totals[0][_at(queries)], totals[1][:, :, keys], totals[2][:, :, keys])
+        for total, part in zip(slices, parts, strict=True):
             total += part.view(total.shape)
 
 
-def _blocks(q: Tensor, seen: Seen) -> Iterator[tuple[slice, slice, Literal["all", "causal", "some"]]]:
-    """Queries, keys, and how they see each other: all, causally, or as the spans and the mask say."""
-    if seen.mask is not None or not fused.takes(q.flatten(1, 2), seen.keys, seen.values):
-        for queries, keys in seen.spans.blocks(QUERIES, KEYS):
+def _tiles(q: Tensor, subset: VisibleKeys) -> Iterator[tuple[slice, slice, Literal["all", "causal", "some"]]]:
+    """Tiles of queries and keys, and whether all pairs are visible, causal ones, or some (by the spans and mask)."""
+    if subset.mask is not None or not fused.supports(q.flatten(1, 2), subset.keys, subset.values):
+        for queries, keys in subset.spans.blocks(QUERIES, KEYS):
             yield queries, keys, "some"
-    elif seen.own:
+    elif subset.causal:
         yield slice(None), slice(None), "causal"
     else:
-        for queries, keys, whole in seen.spans.rectangles(QUERIES, KEYS):
+        for queries, keys, whole in subset.spans.rectangles(QUERIES, KEYS):
             yield queries, keys, "all" if whole else "some"
 
 
-def _block_sums(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> PartialOutput:
+def _tile_sums(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> PartialOutput:
     scores = _scores(q, k).masked_fill_(~visible, -torch.inf)
     largest = scores.amax(-1).clamp(min=EMPTY)
     weights = torch.exp_(scores.sub_(largest[..., None]))
@@ -123,25 +123,25 @@ def _block_sums(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> PartialOutp
     return PartialOutput((weights.flatten(2, 3) @ values).unflatten(2, weights.shape[2:4]), largest)
 
 
-def _block_gradients(
+def _tile_gradients(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, gradient: OutputGradient
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v that come of these pairs.
+    """Contributions of these pairs to the gradients of q, k and v.
 
-    With p = exp(s - normalizer), the weights as they were after the division: dV = p^T grad, and scores have the
-    gradient ds = p (grad V^T - mean). Both are sums over pairs, whoever holds the query's other keys.
+    With normalized weights p = exp(s - lse): dV = p^T dO, and scores s have the gradient ds = p (dO V^T - delta). Both
+    are sums over pairs, wherever the query's other keys are.
     """
     rows, k, v, grad = (x.to(accum_dtype(q.dtype)) for x in (q, k, v, gradient.grad))
     weights = torch.exp_(_scores(rows, k).sub_(gradient.normalizer[..., None]))
     weights = weights.masked_fill_(~visible, 0.0).flatten(2, 3)
     rows, grad = rows.flatten(2, 3), grad.flatten(2, 3)
-    slopes = (grad @ v.transpose(-1, -2)).sub_(gradient.mean.flatten(2, 3)[..., None])
-    slopes.mul_(weights).mul_(q.shape[-1] ** -0.5)
-    return slopes @ k, slopes.transpose(-1, -2) @ rows, weights.transpose(-1, -2) @ grad
+    dscores = (grad @ v.transpose(-1, -2)).sub_(gradient.mean.flatten(2, 3)[..., None])
+    dscores.mul_(weights).mul_(q.shape[-1] ** -0.5)
+    return dscores @ k, dscores.transpose(-1, -2) @ rows, weights.transpose(-1, -2) @ grad
 
 
 def _at(queries: slice) -> tuple[slice, ...]:
-    """These of (B, H_kv, G, N, ...)."""
+    """An index of these queries in (B, H_kv, G, N, ...)."""
     return (slice(None), slice(None), slice(None), queries)
 
 

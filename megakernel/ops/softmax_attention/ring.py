@@ -1,25 +1,25 @@
-"""Softmax attention over a sequence in shards, the keys and values going round (ring attention, Liu et al. 2023).
+"""Ring attention: softmax attention over context-parallel shards that rotate keys and values (Liu et al. 2023).
 
-Each of P processes keeps its queries. The shards of keys and values pass from neighbour to neighbour, P - 1 times, and
-are met where they come by: sums over disjoint keys add, so a query has seen its sequence when the last shard has. The
-next shard is under way while the present one is used.
+Each of P processes keeps its queries, and the shards of keys and values are passed from neighbor to neighbor P - 1
+times. Partial sums over disjoint keys add, so each query's sums are complete after the last hop. Communication of the
+next shard overlaps the computation on the current one.
 
-Backward sends the keys and values round again and weighs again, given each query's normalizer. The gradients of a
-shard's keys and values travel behind it, in float32, growing at every process, and come home after P - 1 hops.
+Backward rotates keys and values again and recomputes weights from each query's log-sum-exp. The gradients of a shard's
+keys and values follow it one hop behind, accumulate in float32 at every process, and return after P - 1 hops.
 
 Bytes that each process sends, for B sequences with shards of N tokens, H_kv key heads of width d and values of width D
-in numbers of s bytes:
+in elements of s bytes:
 
     forward     (P - 1) B N (H_kv (d + D) s + e)
     backward    (P - 1) B N (H_kv (d + D) (s + w) + e)
 
-w = 4 (8 for float64). e = 8 for packed sequences, whose keys say which document they are of, and 1 more with a key
-mask. Query heads that share a key head cost nothing. Unlike a state's, this traffic grows with the tokens; the work
-per shard grows with their square, so that long shards hide it.
+w = 4 (8 for float64). e = 8 for packed sequences, whose keys are sent with their document's start, and 1 more with a
+key mask. The number of query heads does not matter. Unlike the traffic of states, this grows with the tokens; compute
+per shard grows with their square, so it hides the traffic of long shards.
 
-Causal sequences are not balanced: process r weighs r + 1 of the P shards, the first waits for the last, and the layer
-takes about as long as one that is not causal. Shards are contiguous because kernel states and near windows want them
-so; dealing out a sequence's ends and middles together would balance this layer alone.
+Causal attention is not balanced: process r computes r + 1 of the P shards, the first waits for the last, and the layer
+takes about as long as without causality. Shards are contiguous because kernel states and local windows need that; a
+zigzag order would balance this layer only.
 """
 
 from collections.abc import Iterator
@@ -33,29 +33,29 @@ from megakernel.ops.documents import Positions
 from megakernel.ops.partial_output import empty_partial_output, log_normalizer, normalized
 from megakernel.ops.softmax_attention.partial import (
     OutputGradient,
-    Seen,
+    VisibleKeys,
     add_gradients,
     add_sums,
 )
-from megakernel.ops.softmax_attention.spans import spans_among
+from megakernel.ops.softmax_attention.spans import cross_shard_spans
 
 
 class PendingTensors(Protocol):
-    """Tensors under way."""
+    """Tensors in flight."""
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Those of the left neighbour, of the shapes and dtypes of the ones handed in."""
+        """The left neighbor's tensors, with the shapes and dtypes of those sent."""
         ...
 
 
 class Ring(Protocol):
-    """Shard `rank` of `size` equal contiguous shards of every sequence, between two neighbours."""
+    """Shard `rank` of `size` equal contiguous shards of every sequence, between two neighbors."""
 
     rank: int
     size: int
 
     def start_rotation(self, tensors: tuple[Tensor, ...]) -> PendingTensors:
-        """Begin to hand tensors to the next shard, the last to the first; not differentiable."""
+        """Start sending tensors to the next shard, and from the last to the first; not differentiable."""
         ...
 
 
@@ -70,22 +70,22 @@ def ring_attention(
     positions: Positions = 0,
     key_mask: Tensor | None = None,
 ) -> Tensor:
-    """`softmax_attention` of whole sequences for the queries of one shard, by rotation of keys and values.
+    """`softmax_attention` over whole sequences for the queries of one shard.
 
-    Every shard calls this with the same shapes, dtypes and options, and runs the same backward. Differentiable once.
+    All shards must call this with the same shapes, dtypes and options, and run the same backward. Differentiable once.
 
     Args:
         q: (B, H, N, d), this shard's queries.
         k: (B, H_kv, N, d), this shard's keys, H a multiple of H_kv.
         v: (B, H_kv, N, D).
-        ring: which shard this is, and its neighbours.
+        ring: this shard and its neighbors.
         causal: token i sees tokens j <= i of its document; otherwise all tokens of its document.
-        window: of causal attention, token i sees tokens j > i - window alone; None: all. Shards out of sight pass by.
-        positions: (B, N) positions within documents, or any number for sequences that hold one document each.
+        window: for causal attention, token i sees only tokens j > i - window; None: all. All shards still rotate.
+        positions: (B, N) positions within documents, or any int for sequences that hold one document each.
         key_mask: (B, N) bool, False removes a key.
 
     Returns:
-        (B, H, N, D). A token that sees nothing gets 0.
+        (B, H, N, D). The output of a token that sees nothing is 0.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, naming the argument.
@@ -95,63 +95,69 @@ def ring_attention(
     if not isinstance(positions, Tensor):
         return _RingAttention.apply(rows, k, v, None, key_mask, causal, window, ring).flatten(1, 2)
     check_positions(positions, q)
-    # Where a token's document starts in the whole sequence: alike for its tokens in all shards, and increasing.
-    places = torch.arange(q.shape[2], device=q.device) + ring.rank * q.shape[2]
-    return _RingAttention.apply(rows, k, v, places - positions, key_mask, causal, window, ring).flatten(1, 2)
+    # The index of the document's first token in the whole sequence identifies the document on all shards.
+    indices = torch.arange(q.shape[2], device=q.device) + ring.rank * q.shape[2]
+    return _RingAttention.apply(rows, k, v, indices - positions, key_mask, causal, window, ring).flatten(1, 2)
 
 
-class _Keys(NamedTuple):
-    """What goes round."""
+class _RotatingKeys(NamedTuple):
+    """The tensors that rotate."""
 
     keys: Tensor
     values: Tensor
     documents: Tensor | None
-    """(B, N) int64; None: each sequence is one document."""
+    """(B, N) int64: start of each token's document; None: each sequence is one document."""
     mask: Tensor | None
 
     def start(self, ring: Ring) -> PendingTensors:
         return ring.start_rotation(tuple(x for x in self if x is not None))
 
-    def replaced(self, tensors: tuple[Tensor, ...]) -> "_Keys":
-        """These of another shard, which has the same of them."""
+    def replaced(self, tensors: tuple[Tensor, ...]) -> "_RotatingKeys":
+        """The received tensors of another shard, which has the same optional ones."""
         rest = list(tensors[2:])
         documents = None if self.documents is None else rest.pop(0)
-        return _Keys(tensors[0], tensors[1], documents, None if self.mask is None else rest.pop(0))
+        return _RotatingKeys(tensors[0], tensors[1], documents, None if self.mask is None else rest.pop(0))
 
 
-def _arrivals(ring: Ring, mine: _Keys, causal: bool, window: int | None) -> Iterator[tuple[int, Seen | None]]:
-    """Every shard's number, mine first, and what my queries see of its keys; None: nothing.
+def _rotate(
+    ring: Ring, own: _RotatingKeys, causal: bool, window: int | None
+) -> Iterator[tuple[int, VisibleKeys | None]]:
+    """All shards, this one first: the rank, and the keys that this rank's queries see; None: none.
 
-    The next shard is under way while the caller has one.
+    The next shard is in flight while the caller uses one.
     """
-    here = mine
+    current = own
     for hop in range(ring.size):
         source = (ring.rank - hop) % ring.size
-        coming = here.start(ring) if hop < ring.size - 1 else None
-        out_of_sight = causal and source > ring.rank
-        yield source, None if out_of_sight else _seen(ring, source, mine, here, causal, window)
-        if coming is not None:
-            here = here.replaced(coming.wait())
+        pending = current.start(ring) if hop < ring.size - 1 else None
+        invisible = causal and source > ring.rank
+        yield source, None if invisible else _visible_keys(ring, source, own, current, causal, window)
+        if pending is not None:
+            current = current.replaced(pending.wait())
 
 
-def _seen(ring: Ring, source: int, mine: _Keys, theirs: _Keys, causal: bool, window: int | None) -> Seen:
-    length = mine.keys.shape[2]
-    if mine.documents is None or theirs.documents is None:
-        documents = others = torch.zeros(1, length, dtype=torch.int64, device=mine.keys.device)
+def _visible_keys(
+    ring: Ring, source: int, own: _RotatingKeys, other: _RotatingKeys, causal: bool, window: int | None
+) -> VisibleKeys:
+    """The keys `other` of shard `source` for the queries of this shard, whose keys are `own`."""
+    length = own.keys.shape[2]
+    if own.documents is None or other.documents is None:
+        query_documents = key_documents = torch.zeros(1, length, dtype=torch.int64, device=own.keys.device)
     else:
-        documents, others = mine.documents, theirs.documents
-    spans = spans_among(documents, others, (ring.rank - source) * length if causal else None, window)
-    own = causal and window is None and source == ring.rank and mine.documents is None
-    return Seen(theirs.keys, theirs.values, spans, theirs.mask, own)
+        query_documents, key_documents = own.documents, other.documents
+    ahead = (ring.rank - source) * length if causal else None
+    spans = cross_shard_spans(query_documents, key_documents, ahead, window)
+    diagonal = causal and window is None and source == ring.rank and own.documents is None
+    return VisibleKeys(other.keys, other.values, spans, other.mask, diagonal)
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, documents, key_mask, causal, window, ring):
         total = empty_partial_output(q, v.shape[-1])
-        for _, seen in _arrivals(ring, _Keys(k, v, documents, key_mask), causal, window):
-            if seen is not None:
-                add_sums(total, q, seen)
+        for _, subset in _rotate(ring, _RotatingKeys(k, v, documents, key_mask), causal, window):
+            if subset is not None:
+                add_sums(total, q, subset)
         out = normalized(total)
         ctx.causal, ctx.window, ctx.ring = causal, window, ring
         ctx.save_for_backward(q, k, v, documents, key_mask, out, log_normalizer(total))
@@ -163,24 +169,24 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, documents, key_mask, out, normalizer = ctx.saved_tensors
         ring, dtype = ctx.ring, out.dtype
         gradient = OutputGradient(grad, out, normalizer, mean=(grad.to(dtype) * out).sum(-1))
-        of_queries = torch.zeros_like(q, dtype=dtype)
-        travelling = None
-        for source, seen in _arrivals(ring, _Keys(k, v, documents, key_mask), ctx.causal, ctx.window):
-            of_keys, of_values = (torch.zeros_like(x, dtype=dtype) for x in (k, v))
-            if seen is not None:
-                add_gradients((of_queries, of_keys, of_values), q, seen, gradient)
+        dq = torch.zeros_like(q, dtype=dtype)
+        pending = None
+        for source, subset in _rotate(ring, _RotatingKeys(k, v, documents, key_mask), ctx.causal, ctx.window):
+            dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (k, v))
+            if subset is not None:
+                add_gradients((dq, dk, dv), q, subset, gradient)
             if source == ring.rank:
-                mine = of_keys, of_values
+                own = dk, dv
                 continue
-            # What the shards between found for these keys comes one hop behind the keys themselves.
-            travelling = ring.start_rotation(_joined((of_keys, of_values), travelling))
-        of_keys, of_values = _joined(mine, travelling)
-        return of_queries.to(q.dtype), of_keys.to(k.dtype), of_values.to(v.dtype), *[None] * 5
+            # The gradients accumulated by other shards follow their keys one hop behind.
+            pending = ring.start_rotation(_accumulated((dk, dv), pending))
+        dk, dv = _accumulated(own, pending)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *[None] * 5
 
 
-def _joined(found: tuple[Tensor, ...], coming: PendingTensors | None) -> tuple[Tensor, ...]:
-    """`found`, with what arrives added in place."""
-    if coming is not None:
-        for part, others in zip(found, coming.wait(), strict=True):
-            part += others
-    return found
+def _accumulated(gradients: tuple[Tensor, ...], pending: PendingTensors | None) -> tuple[Tensor, ...]:
+    """`gradients`, with those that arrive added in place."""
+    if pending is not None:
+        for gradient, received in zip(gradients, pending.wait(), strict=True):
+            gradient += received
+    return gradients

@@ -1,4 +1,4 @@
-"""Attention that weighs every pair by a softmax or gaussian similarity, with one or several keys at a position."""
+"""Quadratic attention with a softmax or gaussian similarity and one or several keys per position."""
 
 from collections.abc import Sequence
 from types import ModuleType
@@ -33,10 +33,10 @@ RESPONSIBILITIES = {"chunked": streamed.responsibilities, "reference": reference
 
 
 class WeightedState(NamedTuple):
-    """The key-value cache: grows with the sequence."""
+    """The key-value cache, which grows with the sequence."""
 
     keys: Tensor
-    """(B, H_kv, M, S, d) as they were attended."""
+    """(B, H_kv, M, S, d), rotated if keys are."""
 
     values: Tensor
     """(B, H_kv, S, D)"""
@@ -57,19 +57,19 @@ def weighted_attention(
     initial_state: WeightedState | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, WeightedState]:
-    """Attention over positions at each of which M keys stand (Transformer-MGK, eqs. 5 and 7; Skyformer, eq. 3).
+    """Attention over positions with M keys each (Transformer-MGK, eqs. 5 and 7; Skyformer, eq. 3).
 
     A query weighs position j by sum_r m_jr s_r(q, k_jr), where s_r is exp(q.k / sqrt(d)) or
-    exp(-|q - k|^2 / 2 sigma_r^2); memory grows with N, time with its square.
+    exp(-|q - k|^2 / 2 sigma_r^2). Memory is linear in N, time quadratic.
 
     Args:
         q: (B, H, N, d).
-        k: (B, H_kv, N, d), or (B, H_kv, M, N, d) for M keys at a position; H a multiple of H_kv.
-        v: (B, H_kv, N, D). Where nothing is causal or packed, keys and values may be another number of tokens than
-            the queries.
+        k: (B, H_kv, N, d), or (B, H_kv, M, N, d) for M keys per position; H a multiple of H_kv.
+        v: (B, H_kv, N, D). If attention is neither causal nor packed, keys and values may have another number of
+            tokens than queries.
         similarity: softmax (dot product) or gaussian (distance).
-        variances: sigma_r^2 of each of the M keys in units of sqrt(d), for gaussian; None takes 1.
-        join: sum over the keys of a position, or max: the largest alone.
+        variances: sigma_r^2 of each of the M keys in units of sqrt(d), for gaussian; None: 1.
+        join: sum over the keys of a position, or max: the largest one only.
         key_weights: m, broadcastable to (B, H_kv, M, S) with S the cached tokens and these; 0 removes a key.
         normalize: divide by the sum of weights; false is kernelized attention.
         causal: token i sees tokens j <= i of its document; otherwise all tokens of its document.
@@ -79,7 +79,8 @@ def weighted_attention(
         backend: reference, chunked or triton.
 
     Returns:
-        (B, H, N, D) in the dtype of v, and the cache with these tokens. A token that sees nothing gets 0.
+        (B, H, N, D) in the dtype of v, and the cache including these tokens. The output of a token that sees nothing
+        is 0.
 
     Raises:
         ValueError: shapes, dtypes, devices or names that do not fit, naming the argument.
@@ -92,8 +93,8 @@ def weighted_attention(
         cached = initial_state.keys.shape[3]
         k = torch.cat([initial_state.keys, k], 3)
         v = torch.cat([initial_state.values, v], 2)
-    form = _form(similarity, variances, join, normalize, k)
-    spans = _every_key(q, k) if cross else _spans(q, positions, cached, causal)
+    form = _weight_form(similarity, variances, join, normalize, k)
+    spans = _all_keys(q, k) if cross else _spans(q, positions, cached, causal)
     out = choose(IMPLEMENTATIONS, backend)(
         q, k, v, form=form, key_weights=_key_weights(key_weights, k), spans=spans
     )
@@ -113,13 +114,13 @@ def responsibilities(
     positions: Positions = 0,
     backend: str | None = None,
 ) -> Tensor:
-    """What an M-step averages: the share of each key in its position's weight, summed over the queries that see it.
+    """Responsibilities for the M-step: each key's share of its position's weight, summed over queries that see it.
 
-    Arguments as in `weighted_attention`; query_mask (B, N) bool, False where a query does not count. Returns
-    (B, H_kv, M, N), float32 or better: over M they sum to the number of (query head, query) that see the position.
+    Arguments as in `weighted_attention`; query_mask: (B, N) bool, False excludes a query. Returns (B, H_kv, M, N),
+    float32 or better; sums over M are the number of (query head, query) pairs that see the position.
     """
     k = _with_components(q, k, k if k.dim() == 4 else k[:, :, 0])
-    form = _form(similarity, variances, "sum", True, k)
+    form = _weight_form(similarity, variances, "sum", True, k)
     spans = _spans(q, positions, 0, causal)
     if query_mask is not None:
         spans = Spans(spans.first, spans.last.masked_fill(~query_mask, -1))
@@ -140,7 +141,7 @@ def _with_components(q: Tensor, k: Tensor, v: Tensor, cross: bool = False) -> Te
     return k
 
 
-def _form(
+def _weight_form(
     similarity: Similarity, variances: Sequence[float] | None, join: Join, normalize: bool, k: Tensor
 ) -> WeightForm:
     check_choice("similarity", similarity, ("softmax", "gaussian"))
@@ -161,7 +162,7 @@ def _key_weights(key_weights: Tensor | None, k: Tensor) -> Tensor:
     return expand("key_weights", key_weights.to(accum_dtype(k.dtype)), k.shape[:4])
 
 
-def _every_key(q: Tensor, k: Tensor) -> Spans:
+def _all_keys(q: Tensor, k: Tensor) -> Spans:
     first = torch.zeros(1, q.shape[2], dtype=torch.int64, device=q.device)
     return Spans(first, first + k.shape[3] - 1)
 

@@ -1,4 +1,4 @@
-"""How much a query weighs a position where several keys stand (docs/formulas.md, 1, 5 and 6)."""
+"""The weight that a query gives a position with several keys (docs/formulas.md, 1, 5 and 6)."""
 
 from typing import Literal, NamedTuple
 
@@ -12,7 +12,7 @@ Join = Literal["sum", "max"]
 
 
 class WeightForm(NamedTuple):
-    """The fixed answers of a layer."""
+    """The fixed options of a layer's weights."""
 
     similarity: Similarity
     """exp(q.k / sqrt(d)), or exp(-|q - k|^2 / 2 sigma_r^2)."""
@@ -21,22 +21,22 @@ class WeightForm(NamedTuple):
     """sigma_r^2 of each key r in units of sqrt(d); all 1 under softmax."""
 
     join: Join
-    """A position weighs the sum over its keys, or its largest."""
+    """Whether a position's weight is the sum over its keys, or the largest."""
 
     normalize: bool
     """Whether a query's weights are divided by their sum."""
 
 
 def component_logs(form: WeightForm, q: Tensor, k: Tensor, key_weights: Tensor) -> Tensor:
-    """log of weight times similarity for every query and key, (B, H_kv, R, M, L).
+    """log of weight times similarity of every query and key, (B, H_kv, R, M, L).
 
-    q: (B, H_kv, R, d); k: (B, H_kv, M, L, d); key_weights: (B, H_kv, M, L) >= 0. A key of weight 0 gets `EMPTY`.
+    q: (B, H_kv, R, d); k: (B, H_kv, M, L, d); key_weights: (B, H_kv, M, L) >= 0. `EMPTY` for keys of weight 0.
     """
     width = q.shape[-1]
     products = (q @ k.flatten(2, 3).transpose(-1, -2)).unflatten(-1, k.shape[2:4])
     precision = torch.tensor(form.variances, dtype=q.dtype, device=q.device).mul(width**0.5).reciprocal()
     if form.similarity == "gaussian":
-        # |q - k|^2 / 2 by products: differences of all pairs would need d times the memory.
+        # |q - k|^2 / 2 from dot products: differences of all pairs would take d times the memory.
         products = products - k.square().sum(-1)[:, :, None] / 2 - q.square().sum(-1)[..., None, None] / 2
     logs = products * precision[:, None]
     exists = key_weights > 0
@@ -45,11 +45,11 @@ def component_logs(form: WeightForm, q: Tensor, k: Tensor, key_weights: Tensor) 
 
 
 def position_logs(form: WeightForm, q: Tensor, k: Tensor, key_weights: Tensor, visible: Tensor) -> Tensor:
-    """log weight of every position, (B, H_kv, G, n, L), -inf where there is none; tensors as in `component_logs`.
+    """log weight of every position (B, H_kv, G, n, L), -inf if it is 0; tensors as in `component_logs`.
 
-    visible: (B, n, L) bool, which positions each of the n queries sees; the R = G n rows are n queries of G heads.
+    visible: (B, n, L) bool, whether the query sees the position; the R = G n rows are n queries of G heads.
     """
     logs = component_logs(form, q, k, key_weights)
     joined = logs.logsumexp(-2) if form.join == "sum" else logs.amax(-2)
-    seen = visible[:, None, None] & (key_weights > 0).any(2)[:, :, None, None]
-    return joined.unflatten(2, (-1, visible.shape[1])).masked_fill(~seen, -torch.inf)
+    mask = visible[:, None, None] & (key_weights > 0).any(2)[:, :, None, None]
+    return joined.unflatten(2, (-1, visible.shape[1])).masked_fill(~mask, -torch.inf)

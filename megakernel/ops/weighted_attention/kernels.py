@@ -1,21 +1,21 @@
-"""Triton kernels of weighted attention: outputs, and the gradients of queries and of keys, values and key weights.
+"""Triton kernels of weighted attention: outputs, and gradients of queries, keys, values and key weights.
 
-Blocks of queries meet blocks of positions, and only a tile of weights exists at once. Key r of position j weighs
+Only one tile of weights, of a block of queries and a block of positions, exists at a time. Key r of position j weighs
 
     w_ijr = exp2(c_r q_i.k_jr + a_ir + b_jr)
 
-with c_r the precision, b_jr the log of the key's weight, a_ir the negative log of what query i divides by, and for a
-gaussian their shares of -|q - k|^2 / 2: squares are summed in float32 and never rounded. All are in units of log 2,
-because the device has exp2. With the gradient dO_i of an output and delta_i = dO_i.o_i (0 without normalization):
+with c_r the precision, b_jr the log of the key's weight, a_ir the negative log of query i's normalizer. For a gaussian,
+a and b also include the squares of -|q - k|^2 / 2, which are summed in float32 and never rounded. All are in units of
+log 2, because GPUs compute exp2. With the output gradient dO_i and delta_i = dO_i.o_i (0 without normalization):
 
     s_ijr = w_ijr (dO_i.v_j - delta_i)    dv_j = sum_ir w_ijr dO_i    dlog m_jr = sum_i s_ijr
     dq_i = sum_jr p_r s_ijr (k_jr - q_i)    dk_jr = p_r sum_i s_ijr (q_i - k_jr)    (softmax: without the second term)
 
-Both terms of a difference are weighed by the same s, rounded as the tensor cores take it: an offset that queries and
-keys share then cancels, instead of amplifying the rounding.
+Both terms of a difference are multiplied by the same s, rounded for the tensor cores: an offset that queries and keys
+share then cancels instead of amplifying the rounding error.
 
-Rows of a tile have an interval of columns that they see: keys first .. last of a query, and read backwards queries
-first .. last of a key, since documents are contiguous.
+Each row of a tile sees an interval of columns, since documents are contiguous: keys first .. last of a query, or in
+`bwd_dkv` queries first .. last of a key.
 """
 
 import math
@@ -36,27 +36,27 @@ class Visible(NamedTuple):
     first: Any
     last: Any
     batch: int
-    """Stride; 0 where sequences are alike."""
+    """Batch stride; 0 if all sequences have the same intervals."""
 
     @staticmethod
     def of(first: Tensor, last: Tensor) -> "Visible":
-        """Intervals (B, rows), or (1, rows) for sequences that are alike."""
+        """From intervals (B, rows), or (1, rows) if they are the same for all sequences."""
         return Visible(first, last, first.stride(0) if len(first) > 1 else 0)
 
 
 class Pairs(NamedTuple):
-    """All that the weights of queries and positions depend on, and the values."""
+    """Arguments of all kernels: queries, keys, values, and terms and visibility of the weights."""
 
     q: Rows
     k: Rows
-    """(B, H_kv M, S, d): the keys of a position are heads beside each other."""
+    """(B, H_kv M, S, d): the keys of a position are consecutive heads."""
 
     v: Rows
     of_queries: Any
-    """a of the head comment, (B, H, M, N) float32."""
+    """a of the module docstring, (B, H, M, N) float32."""
 
     of_keys: Any
-    """b of the head comment, (B, H_kv, M, S) float32."""
+    """b of the module docstring, (B, H_kv, M, S) float32."""
 
     visible: Visible
     length: int
@@ -69,17 +69,17 @@ class Pairs(NamedTuple):
 
 
 class Weighting(NamedTuple):
-    """What a launch is compiled for."""
+    """Compile-time constants of a launch."""
 
     precisions: tuple[float, ...]
     """c of each key of a position, in units of log 2."""
 
     gaussian: bool
     hard: bool
-    """Whether a position weighs what its largest key does, not their sum."""
+    """Whether a position's weight is that of its largest key, not the sum."""
 
     group: int
-    """Query heads of a key head."""
+    """Query heads per key head."""
 
     width: int
     """d."""
@@ -100,26 +100,26 @@ class Weighting(NamedTuple):
 
     @property
     def factors(self) -> tuple[float, ...]:
-        """p of the head comment."""
+        """p of the module docstring."""
         return tuple(c * math.log(2) for c in self.precisions)
 
     @property
     def padded_width(self) -> int:
-        """d as the power of two that a tile has."""
+        """d padded to the power of two of a tile."""
         return padded(self.width)
 
     @property
     def padded_value_dim(self) -> int:
-        """D likewise."""
+        """D padded to the power of two of a tile."""
         return padded(self.value_dim)
 
 
 class Block(NamedTuple):
-    """The rows of tiles that a program is for."""
+    """The rows of tiles that a program processes."""
 
     batch: Any
     head: Any
-    """Of the sequence, and `entry`: among those of all sequences."""
+    """Head within the sequence; `entry`: among the heads of all sequences."""
 
     entry: Any
     start: Any
@@ -127,14 +127,14 @@ class Block(NamedTuple):
 
     rows: Any
     begin: Any
-    """The first column that each row sees, and `end`: the last one. Rows behind the sequence's last see none."""
+    """The first column that each row sees; `end`: the last one. Rows beyond the sequence see none."""
 
     end: Any
 
 
 @triton.jit
 def block_of_program(visible, heads, count, LAST_FIRST: tl.constexpr, C: tl.constexpr):
-    """The block of C of `count` rows; with LAST_FIRST the programs of the last blocks start first."""
+    """The program's block of C of `count` rows; with LAST_FIRST the programs of the last blocks start first."""
     blocks = tl.cdiv(count, C)
     entry, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     start = (blocks - 1 - block if LAST_FIRST else block) * C
@@ -147,16 +147,16 @@ def block_of_program(visible, heads, count, LAST_FIRST: tl.constexpr, C: tl.cons
 
 @triton.jit
 def load_tokens(tokens, batch, head, at, length, C: tl.constexpr, D, DP: tl.constexpr):
-    """A tile (C, DP) of the tokens of a head from the one at `at` on."""
+    """A tile (C, DP) of the tokens of a head from index `at` on."""
     start = head_at(tokens, batch, head) + tl.cast(at, tl.int64) * tokens.row
     return load_rows(start, tokens.row, length - at, C, D, DP)
 
 
 @triton.jit
 def load_terms(terms, entry, at, length, C: tl.constexpr, META: tl.constexpr):
-    """What a or b of the head comment, (..., M, length), adds to log weights: M times (C,) from `at` on.
+    """a or b of the module docstring, (..., M, length), from index `at` on: M times (C,).
 
-    Anything does outside: nobody sees keys there, and queries there have no gradient.
+    Values beyond the end do not matter: no query sees such keys, and such queries have no gradient.
     """
     M: tl.constexpr = META.components
     terms += entry * M * length
@@ -169,7 +169,7 @@ def load_terms(terms, entry, at, length, C: tl.constexpr, META: tl.constexpr):
 
 @triton.jit
 def load_positions(pairs, batch, kv, at, META: tl.constexpr):
-    """The M keys of the positions from `at` on, tiles (BK, DP), their values (BK, VP), and b of the head comment."""
+    """The M keys of the positions from `at` on, tiles (BK, DP), their values (BK, VP), and b (module docstring)."""
     M: tl.constexpr = META.components
     BK: tl.constexpr = META.block_kv
     length = pairs.kv_length
@@ -183,16 +183,15 @@ def load_positions(pairs, batch, kv, at, META: tl.constexpr):
 
 @triton.jit
 def store_tokens(start, entry, at, length, x, D, DP: tl.constexpr):
-    """Store a tile as rows of a contiguous (..., length, D) from `at` on."""
+    """Store a tile as rows of a contiguous (..., length, D) tensor from index `at` on."""
     store_rows(start + (entry * length + at) * D, D, length - at, x, D, DP)
 
 
 @triton.jit
 def log_weights(queries, keys, of_queries, of_keys, block, at, TRANSPOSED: tl.constexpr, META: tl.constexpr):
-    """log2 of the weights of a tile of queries and positions, one tile for each key.
+    """log2 weights of a tile of queries and positions, one tile per key; -inf where a row does not see a column.
 
-    Rows are those of the block, queries, or TRANSPOSED positions. -inf where a row does not see a column, the first of
-    which is `at`.
+    Rows are those of the block: queries, or positions if TRANSPOSED. Columns start at index `at`.
     """
     dtype: tl.constexpr = queries.dtype
     logs = ()
@@ -203,7 +202,7 @@ def log_weights(queries, keys, of_queries, of_keys, block, at, TRANSPOSED: tl.co
         else:
             products = dot(queries, tl.trans(keys[r]), dtype)
             terms = of_keys[r][None, :] + of_queries[r][:, None]
-        # Intervals move and column numbers stay: they are constants, and the intervals few.
+        # Shift the few intervals rather than the column numbers, which then are constants.
         columns = tl.arange(0, products.shape[1])
         begin, end = block.begin - at, block.end - at
         visible = (columns[None, :] >= begin[:, None]) & (columns[None, :] <= end[:, None])
@@ -222,7 +221,7 @@ def largest_of(logs):
 
 @triton.jit
 def key_weights(logs, HARD: tl.constexpr):
-    """Weights of the keys of a position, whose sum is the position's: if HARD the largest alone, shared by equals."""
+    """Weights of the keys of a position, which sum to its weight; if HARD, the largest keys share that of one."""
     weights = ()
     if HARD:
         top = largest_of(logs)
@@ -240,13 +239,13 @@ def key_weights(logs, HARD: tl.constexpr):
 
 @triton.jit
 def fwd(pairs, out, NORMALIZE: tl.constexpr, META: tl.constexpr):
-    """Outputs (B, H, N, D), and `pairs.of_queries`. Program: a block of queries of a head."""
+    """Write outputs (B, H, N, D) and `pairs.of_queries`. Program: a block of queries of a head."""
     M: tl.constexpr = META.components
     BQ: tl.constexpr = META.block_q
     BK: tl.constexpr = META.block_kv
     VP: tl.constexpr = META.padded_value_dim
     length = pairs.length
-    # The last queries of a causal sequence see most: their programs start first.
+    # The last queries of a causal sequence have the most work, so their programs start first.
     block = block_of_program(pairs.visible, pairs.kv_heads * META.group, length, True, BQ)
     kv = block.head // META.group
 
@@ -289,7 +288,7 @@ def fwd(pairs, out, NORMALIZE: tl.constexpr, META: tl.constexpr):
 
 @triton.jit
 def bwd_dq(pairs, do, out, delta, dq, NORMALIZE: tl.constexpr, META: tl.constexpr):
-    """Gradients of queries (B, H, N, d), and delta (B, H, N) float32 for `bwd_dkv`. Programs as in `fwd`."""
+    """Write dQ (B, H, N, d), and delta (B, H, N) float32 for `bwd_dkv`. Programs as in `fwd`."""
     BQ: tl.constexpr = META.block_q
     BK: tl.constexpr = META.block_kv
     DP: tl.constexpr = META.padded_width
@@ -326,10 +325,10 @@ def bwd_dq(pairs, do, out, delta, dq, NORMALIZE: tl.constexpr, META: tl.constexp
 
 @triton.jit
 def bwd_dkv(pairs, do, delta, dk, dv, dlog, META: tl.constexpr):
-    """Gradients of keys (B, H_kv, M, S, d), values (B, H_kv, S, D) and log key weights (B, H_kv, M, S) float32.
+    """Write dK (B, H_kv, M, S, d), dV (B, H_kv, S, D) and gradients of log key weights (B, H_kv, M, S) float32.
 
-    Program: a block of positions of a key head, which meets the queries of its heads one after the other. Rows of tiles
-    are positions, and `pairs.visible` says which queries see each.
+    Program: a block of positions of a key head, which loops over the queries of all its query heads. Rows of tiles are
+    positions, and `pairs.visible` is the interval of queries that see each.
     """
     M: tl.constexpr = META.components
     BQ: tl.constexpr = META.block_q
@@ -347,7 +346,7 @@ def bwd_dkv(pairs, do, delta, dk, dv, dlog, META: tl.constexpr):
     for _ in tl.static_range(M):
         totals = totals + (tl.zeros((BK, DP), tl.float32),)
         shares = shares + (tl.zeros((BK,), tl.float32),)
-    # One loop over the queries of all heads: two inside each other would hold the addresses of both in registers.
+    # One loop over the queries of all heads: nested loops would hold the addresses of both in registers.
     low = tl.min(block.begin, 0)
     steps = tl.maximum(tl.cdiv(tl.max(block.end, 0) + 1 - low, BQ), 0)
     for step in range(META.group * steps):

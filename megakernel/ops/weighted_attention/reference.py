@@ -1,4 +1,4 @@
-"""Weighted attention from its formula: every pair and every difference of a query and a key at once."""
+"""Weighted attention from its formula, with all differences of queries and keys in memory at once."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from megakernel.ops.weighted_attention.form import WeightForm
 
 
 def component_weights(q: Tensor, k: Tensor, *, form: WeightForm, key_weights: Tensor, spans: Spans) -> Tensor:
-    """log of the weight of every key, (B, H, N, S, M), -inf where a query sees none; arguments of `attend`."""
+    """log weight of every key (B, H, N, S, M), -inf if invisible; arguments as in `attend`."""
     keys = k.to(accum_dtype(k.dtype)).repeat_interleave(q.shape[1] // k.shape[1], 1).movedim(2, 3)[:, :, None]
     queries = q.to(keys.dtype)[:, :, :, None, None]
     root = q.shape[-1] ** 0.5
@@ -19,7 +19,7 @@ def component_weights(q: Tensor, k: Tensor, *, form: WeightForm, key_weights: Te
         logs = -(queries - keys).square().sum(-1) / (2 * root * keys.new_tensor(form.variances))
     key_weights = key_weights.repeat_interleave(q.shape[1] // k.shape[1], 1).movedim(2, 3)[:, :, None]
     visible = spans.mask(slice(None), 0, k.shape[3])[:, None, ..., None]
-    # log 0 would have no gradient: a key of weight 0 is one that nobody sees.
+    # log 0 has no useful gradient, so keys of weight 0 are made invisible instead.
     weighed = logs + torch.where(key_weights > 0, key_weights, 1.0).log()
     return weighed.masked_fill(~(visible & (key_weights > 0)), -torch.inf)
 
@@ -28,7 +28,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, form: WeightForm, key_weights: Te
     """Arguments and result of `streamed.attend`."""
     logs = component_weights(q, k, form=form, key_weights=key_weights, spans=spans)
     values = v.to(logs.dtype).repeat_interleave(q.shape[1] // k.shape[1], 1)
-    # Dividing all weights of a query by one number changes no quotient.
+    # The maximum cancels in the quotient.
     largest = logs.detach().amax((-1, -2), keepdim=True).clamp(min=-1e30) if form.normalize else 0.0
     components = torch.exp(logs - largest)
     weights = components.sum(-1) if form.join == "sum" else components.amax(-1)

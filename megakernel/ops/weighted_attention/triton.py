@@ -1,4 +1,4 @@
-"""Weighted attention on a GPU: shapes, sizes and gradients around the kernels in `kernels`."""
+"""Weighted attention on a GPU: launches of the kernels in `kernels`, and their autograd."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ MOST_KEYS = 4
 """The largest M: a program holds the gradients of all keys of its positions."""
 
 LAUNCH = {"warps": 8, "stages": 2}
-"""Two stages: the next block of keys is on its way while one is weighed."""
+"""Two stages: the next tile of keys is loaded while the current one is processed."""
 
 
 class Tiles(NamedTuple):
@@ -40,7 +40,7 @@ TILES = {
     16: Tiles((32, 32), (16, 32), (32, 16)),
     32: Tiles((16, 16), (16, 16), (16, 16)),
 }
-"""Sizes by what a position weighs in registers (`_tiles`)."""
+"""Tile sizes by the register cost of a position (`_tiles`)."""
 
 
 def unsupported(
@@ -60,7 +60,7 @@ def unsupported(
 def attend(q: Tensor, k: Tensor, v: Tensor, *, form: WeightForm, key_weights: Tensor, spans: Spans) -> Tensor:
     """Arguments and result of `streamed.attend`."""
     exists = key_weights > 0
-    # log 0 would have no gradient: a key of weight 0 is one that nobody sees.
+    # log 0 has no useful gradient, so keys of weight 0 are made invisible instead.
     logs = torch.where(exists, key_weights.clamp(min=torch.finfo(key_weights.dtype).tiny), 1.0).log()
     first, last = (x.to(torch.int32) for x in (spans.first, spans.last))
     return _forward(q, k, v, logs.masked_fill(~exists, -torch.inf), first, last, *form)[0]
@@ -79,7 +79,7 @@ def _forward(
     join: str,
     normalize: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs (B, H, N, D), and what each query adds to the logs of its weights (B, H, M, N) float32."""
+    """Outputs (B, H, N, D), and each query's term a of the log weights (B, H, M, N) float32 (see `kernels`)."""
     meta = _meta(q, k, v, similarity, variances, join, _tiles(k, v).fwd)
     out, of_queries = _outputs(q, k, v)
     pairs = _pairs(meta, q, k, v, log_weights, of_queries, Visible.of(first, last))
@@ -105,7 +105,7 @@ def _backward(
     join: str,
     normalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and log_mass."""
+    """Gradients of q, k, v and log_weights."""
     dq, dk, dv, dlog = _gradients(grad, q, k, v, log_weights)
     delta = q.new_empty(q.shape[:3], dtype=torch.float32)
     do, tiles = Rows.of(grad), _tiles(k, v)
@@ -115,7 +115,7 @@ def _backward(
     launch(kernels.bwd_dq, grid, pairs, do, out, delta, dq, NORMALIZE=normalize, META=meta, **LAUNCH)
     block_q, block_kv = tiles.bwd_dkv
     meta = meta._replace(block_q=block_q, block_kv=block_kv)
-    pairs = pairs._replace(visible=Visible.of(*_seen_by(first, last, v.shape[2])))
+    pairs = pairs._replace(visible=Visible.of(*_transposed_spans(first, last, v.shape[2])))
     grid = (cdiv(v.shape[2], block_kv) * v.shape[0] * v.shape[1],)
     launch(kernels.bwd_dkv, grid, pairs, do, delta, dk, dv, dlog, META=meta, **LAUNCH)
     return dq, dk, dv, dlog
@@ -177,28 +177,28 @@ def _pairs(
 ) -> Pairs:
     of_keys = log_weights / math.log(2)
     if meta.gaussian:
-        # A norm sums in float32 without a copy of the keys.
+        # vector_norm sums in float32 without a float32 copy of the keys.
         squares = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32).square()
         of_keys = of_keys - squares * of_keys.new_tensor(meta.precisions)[:, None] / 2
     sizes = (q.shape[2], v.shape[2], k.shape[1])
     return Pairs(Rows.of(q), Rows.of(k.flatten(1, 2)), Rows.of(v), of_queries, of_keys, visible, *sizes)
 
 
-def _seen_by(first: Tensor, last: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Spans read backwards: the first and the last query that sees each of `count` keys, (B, S) int32.
+def _transposed_spans(first: Tensor, last: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The transposed spans: the first and the last query that sees each of `count` keys, (B, S) int32.
 
-    Documents are contiguous, so both ends of a span grow from query to query.
+    Both ends of the spans increase from query to query, since documents are contiguous.
     """
-    places = torch.arange(count, dtype=torch.int32, device=first.device).repeat(len(first), 1)
-    begin = torch.searchsorted(last.contiguous(), places, out_int32=True)
-    return begin, torch.searchsorted(first.contiguous(), places, right=True, out_int32=True) - 1
+    keys = torch.arange(count, dtype=torch.int32, device=first.device).repeat(len(first), 1)
+    begin = torch.searchsorted(last.contiguous(), keys, out_int32=True)
+    return begin, torch.searchsorted(first.contiguous(), keys, right=True, out_int32=True) - 1
 
 
 def _tiles(k: Tensor, v: Tensor) -> Tiles:
-    """The largest tiles that stay in registers: M rows of 64 numbers of 16 bits weigh M.
+    """The largest tiles that fit in registers. The cost of a position is M for rows of 64 elements of 16 bits.
 
-    Numbers of 32 bits weigh eight times as much: their products are sums of three, of factors split in two.
+    32-bit elements cost eight times as much: their factors are split in two, and each product is a sum of three.
     """
     width = max(padded(k.shape[-1]), padded(v.shape[-1]))
-    weight = k.shape[2] * width // 64 * (8 if k.element_size() == 4 else 1)
-    return next((tiles for most, tiles in TILES.items() if weight <= most), TILES[32])
+    cost = k.shape[2] * width // 64 * (8 if k.element_size() == 4 else 1)
+    return next((tiles for limit, tiles in TILES.items() if cost <= limit), TILES[32])

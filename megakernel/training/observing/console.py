@@ -1,4 +1,4 @@
-"""One line per logged step for whoever watches; coloured on a terminal, plain in a log file."""
+"""One line per logged step on the console; colored on a terminal, plain in a log file."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -13,10 +13,10 @@ _BAR = 30
 
 
 class Console:
-    """Prints the progress of a run. For rank 0 alone."""
+    """Prints the progress of a run, on rank 0 only."""
 
     def __init__(self, total_steps: int, total_tokens: int, file: TextIO | None = None):
-        """total_tokens: of all steps; what is left of them says when the run ends, for steps may grow."""
+        """total_tokens: tokens of the whole run; the ETA is computed from tokens because steps may grow."""
         self._total_steps = total_steps
         self._total_tokens = total_tokens
         self._out = RichConsole(file=file or sys.stdout, highlight=False, soft_wrap=True)
@@ -27,7 +27,7 @@ class Console:
         parts = [
             (f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}", "bold"),
             (f"loss {scalars['train/loss']:.4f}", "bold cyan"),
-            *_beside_the_loss("train", scalars, "cyan"),
+            *_further_metrics("train", scalars, "cyan"),
             (f"lr {scalars['train/lr']:.2e}", ""),
             (f"grad norm {scalars['train/grad_norm']:.3f}", ""),
             (f"{scalars['throughput/tokens_per_sec']:,.0f} tokens/s", "green"),
@@ -46,29 +46,29 @@ class Console:
             [
                 (f"eval at step {step}", "bold"),
                 (f"loss {scalars['eval/loss']:.4f}", "bold magenta"),
-                *_beside_the_loss("eval", scalars, "magenta"),
+                *_further_metrics("eval", scalars, "magenta"),
             ]
         )
 
     def progress(self, step: int) -> None:
-        """On a terminal, how far the run is, on a line that the next one takes the place of."""
+        """On a terminal, show a progress bar that the next line overwrites."""
         if self._is_live:
             done = _BAR * step // self._total_steps
             place = f"step {step}/{self._total_steps}"
             self._print([(place, "bold"), ("━" * done + "╌" * (_BAR - done), "cyan")], end="\r")
 
     def note(self, text: str) -> None:
-        """Print anything else that whoever watches should know."""
+        """Print any other message."""
         self._print([(text, "yellow")])
 
     def _print(self, parts: list[tuple[str, str]], end: str = "\n") -> None:
         if self._is_live:
-            self._out.file.write("\x1b[K")  # what is left of a longer line
+            self._out.file.write("\x1b[K")  # clear the rest of a longer line
         self._out.print(Text("  ").join(Text(text, style) for text, style in parts), end=end)
         self._out.file.flush()
 
 
-def _beside_the_loss(tag: str, scalars: Mapping[str, float], style: str) -> Iterator[tuple[str, str]]:
+def _further_metrics(tag: str, scalars: Mapping[str, float], style: str) -> Iterator[tuple[str, str]]:
     if (bits := scalars.get(f"{tag}/bits_per_byte")) is not None:
         yield f"{bits:.4f} bits/byte", style
     if (accuracy := scalars.get(f"{tag}/accuracy")) is not None:

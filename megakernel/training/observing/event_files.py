@@ -1,4 +1,4 @@
-"""TensorBoard's event files: plots for them, and rewritten without what a run has gone back behind."""
+"""TensorBoard event files: adding images, replacing files, and dropping steps that a restarted run repeats."""
 
 import shutil
 import struct
@@ -18,12 +18,11 @@ _CHECKSUM_BYTES = 4
 
 
 def drop_later_steps(folder: Path, last_kept: int) -> None:
-    """Remove every record of a step behind `last_kept`: scalars, histograms, plots, texts alike.
+    """Remove all records of steps after `last_kept`: scalars, histograms, plots and texts.
 
-    Readers disagree about what a restart hides. TensorBoard's Python reader hides later steps of all kinds when it
-    meets the mark of a restart; its default data server knows no such mark, and shows them until the same tag is
-    written at an earlier step. What is not in the files is hidden from all. Files in which nothing is to be removed
-    stay as they are, and those of which nothing is left go. A record that a kill cut short ends its file.
+    TensorBoard's Python reader hides later steps after a restart marker; its default data server ignores the marker and
+    shows them until the same tag is written at an earlier step. Removed records are hidden from both. Files without
+    later steps are not touched, files with nothing else are deleted. A truncated record ends its file.
     """
     for file in sorted(folder.glob(PATTERN)):
         with file.open("rb") as stream:
@@ -33,7 +32,7 @@ def drop_later_steps(folder: Path, last_kept: int) -> None:
         if all(step is None or step > last_kept for step in steps):
             file.unlink()
             continue
-        # Not beside the file: TensorBoard would take a name with `tfevents` in it for one more file of events.
+        # TensorBoard reads any file with `tfevents` in its name as events.
         kept = folder / ".kept.partial"
         with file.open("rb") as stream, kept.open("wb") as new:
             for step, (frame, _) in zip(steps, _records(stream)):
@@ -44,10 +43,10 @@ def drop_later_steps(folder: Path, last_kept: int) -> None:
 
 @contextmanager
 def replaced_events(folder: Path, ending: str = "") -> Iterator["SummaryWriter"]:
-    """A writer whose file takes the place of those in `folder` of the same ending when the block ends, whole.
+    """A writer whose file atomically replaces those with the same ending in `folder` when the block ends.
 
-    The folder is not that of a training: there TensorBoard without its data server would go over to the newer file and
-    read no more of one that a run still writes to.
+    Not for the folder of a training run: TensorBoard without its data server would switch to the newer file and stop
+    reading the one that the run writes.
     """
     from torch.utils.tensorboard import SummaryWriter
 
@@ -57,7 +56,7 @@ def replaced_events(folder: Path, ending: str = "") -> Iterator["SummaryWriter"]
         with SummaryWriter(staged, filename_suffix=ending) as writer:
             yield writer
         (file,) = Path(staged).iterdir()
-        # Under a name that TensorBoard does not take for events, until it is whole.
+        # Until it is complete, under a name that TensorBoard does not read.
         partial = shutil.copyfile(file, folder / file.name.replace("tfevents", "partial"))
         partial.replace(folder / file.name)
     for path in before:
@@ -65,16 +64,16 @@ def replaced_events(folder: Path, ending: str = "") -> Iterator["SummaryWriter"]
 
 
 def add_png(writer: "SummaryWriter", tag: str, png: bytes, step: int) -> None:
-    """Add a plot that is a PNG file already."""
+    """Add a PNG image."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
-    width, height = struct.unpack(">II", png[16:24])  # of the file's first chunk
+    width, height = struct.unpack(">II", png[16:24])  # in the file's first chunk
     image = Summary.Image(encoded_image_string=png, width=width, height=height, colorspace=4)
     writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
 
 
 def _records(stream: BinaryIO) -> Iterator[tuple[bytes, bytes]]:
-    """Each whole record with its frame (length, checksums), and its body alone."""
+    """(framed record, body) of each complete record; the frame is length and checksums."""
     header_bytes = _LENGTH.size + _CHECKSUM_BYTES
     while len(header := stream.read(header_bytes)) == header_bytes:
         (length,) = _LENGTH.unpack(header[: _LENGTH.size])
@@ -85,7 +84,7 @@ def _records(stream: BinaryIO) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _step(body: bytes) -> int | None:
-    """The step that a record tells of; None for the marks at the beginning of a file."""
+    """Step of a record; None for the header records of a file."""
     from tensorboard.compat.proto.event_pb2 import Event
 
     event = Event.FromString(body)

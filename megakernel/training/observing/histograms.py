@@ -1,4 +1,4 @@
-"""Histograms that add up: over parts of a tensor, and over the processes that share it."""
+"""Histograms that can be added: over parts of a tensor, and over the ranks that share it."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-_AT_ONCE = 1 << 22
-"""Values whose places exist at once, 8 bytes each."""
+_CHUNK = 1 << 22
+"""Values bucketized at a time; each takes an 8-byte bucket index."""
 
 _SMALLEST, _LARGEST, _GROWTH = 1e-12, 1e12, 1.1
 
@@ -19,7 +19,7 @@ def _signed_edges() -> Tensor:
 
 
 SIGNED = _signed_edges()
-"""Edges for numbers of any size and sign: each bucket is 10 % wide, and |x| < 1e-12 is one bucket."""
+"""Edges for numbers of any size and sign: buckets are 10 % wide, with one for |x| < 1e-12."""
 
 SHARES = torch.linspace(0, 1, 51)
 """Edges for numbers from 0 to 1."""
@@ -27,10 +27,10 @@ SHARES = torch.linspace(0, 1, 51)
 
 @dataclass
 class Histogram:
-    """Counts of finite values in buckets whose edges do not depend on the values, so that counts add exactly."""
+    """Counts of finite values in buckets with fixed edges, so that histograms add exactly."""
 
     counts: Counter[tuple[float, float]] = field(default_factory=Counter)
-    """(left, right) edge of a bucket -> values in it; the outer buckets hold what lies beyond them."""
+    """(left, right) edge of a bucket -> values in it; the outer buckets include values beyond them."""
 
     low: float = float("inf")
     high: float = float("-inf")
@@ -38,22 +38,22 @@ class Histogram:
     squares: float = 0.0
 
     def add(self, values: Tensor, edges: Tensor) -> None:
-        """Count the finite ones of `values`, of any shape; edges: SIGNED or SHARES, the same at each call."""
+        """Count the finite `values`, of any shape; edges: SIGNED or SHARES, the same in each call."""
         inner = edges[1:-1].to(values.device)
-        places = torch.zeros(len(edges) - 1, dtype=torch.int64, device=values.device)
-        for part in values.detach().flatten().split(_AT_ONCE):
+        counts = torch.zeros(len(edges) - 1, dtype=torch.int64, device=values.device)
+        for part in values.detach().flatten().split(_CHUNK):
             part = part.float()
             part = part[part.isfinite()]
             if not len(part):
                 continue
-            places += torch.bincount(torch.bucketize(part, inner, right=True), minlength=len(places))
+            counts += torch.bincount(torch.bucketize(part, inner, right=True), minlength=len(counts))
             self.low = min(self.low, part.min().item())
             self.high = max(self.high, part.max().item())
             self.total += part.sum(dtype=torch.float64).item()
             self.squares += part.double().square().sum().item()
-        for place in places.nonzero().flatten().tolist():
-            bucket = (edges[place].item(), edges[place + 1].item())
-            self.counts[bucket] += int(places[place])
+        for index in counts.nonzero().flatten().tolist():
+            bucket = (edges[index].item(), edges[index + 1].item())
+            self.counts[bucket] += int(counts[index])
 
     def __iadd__(self, other: "Histogram") -> "Histogram":
         self.counts += other.counts
@@ -68,7 +68,7 @@ class Histogram:
         return sum(self.counts.values())
 
     def limits_and_counts(self) -> tuple[list[float], list[int]]:
-        """Right edges and counts as TensorBoard takes them: each bucket begins where the one before it ends."""
+        """Right edges and counts for TensorBoard, where each bucket begins at the end of the previous one."""
         limits: list[float] = []
         counts: list[int] = []
         for (left, right), count in sorted(self.counts.items()):

@@ -1,4 +1,4 @@
-"""Which rank holds the others up."""
+"""Finds the rank that slows the others down."""
 
 import socket
 import statistics
@@ -13,16 +13,16 @@ from megakernel.parallel import Mesh
 
 
 class LocalWork:
-    """Measures how long this process works in a step before it can have waited for another replica, and compares.
+    """Measures each rank's work in a step before it can have waited for another replica, and compares ranks.
 
-    Local work is reading data and the forward passes: gradients are exchanged afterwards, and from then on every rank
-    is as slow as the slowest. Ranks of one replica (tensor, context) exchange within the forward pass and go in step,
-    as all ranks do under ZeRO 3, which fetches weights there: a slow rank then slows its whole replica, and the first
-    rank of it is named. Pipeline stages do different work; each is compared with its like in other replicas.
+    Local work is reading data and the forward passes; after the gradient exchange every rank is as slow as the slowest.
+    Ranks of one replica (tensor, context) communicate in the forward pass and slow each other down, as do all ranks
+    under ZeRO 3; then the first rank of the slow group is reported. A pipeline stage is compared with the same stage of
+    other replicas.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh):
-        """model: what DeepSpeed calls forward of. Called on all ranks."""
+        """model: the module that DeepSpeed calls. Called on all ranks."""
         self._mesh = mesh
         self._hosts = mesh.gather_objects(socket.gethostname())
         self._seconds = 0.0
@@ -31,15 +31,14 @@ class LocalWork:
         model.register_forward_pre_hook(self._begin)
         model.register_forward_hook(self._end)
         self.slowest: dict[str, Any] = {}
-        """rank, host and straggle of the last window; for those who look from outside."""
+        """rank, host and straggle of the last window, for heartbeat.json."""
 
     def scalars(self, steps: int, data_seconds: float, step_seconds: float) -> dict[str, float]:
-        """Since the last call, under TensorBoard tags; on all ranks, after the device has been waited for.
+        """Metrics since the last call, by TensorBoard tag; called on all ranks, after synchronizing with the device.
 
-        steps: so many since then. data_seconds, step_seconds: means of one step on this rank.
-        `health/straggle` is the slowest rank's local work over the median of the ranks with the same layers,
-        `health/slowest_rank` that rank; `health/data_share` is the share of a step that the rank spends on data which
-        spends most.
+        steps: steps since then. data_seconds, step_seconds: means per step on this rank. `health/slowest_rank`: the
+        slowest rank; `health/straggle`: its local work over the median of the ranks with the same layers;
+        `health/data_share`: the largest share of a step that any rank spends on data.
         """
         forward = self._seconds + sum(begin.elapsed_time(end) for begin, end in self._spans) / 1e3
         self._seconds = 0.0
@@ -66,7 +65,7 @@ class LocalWork:
             self._seconds += self._now() - self._began
 
     def _now(self) -> Any:
-        """An event on a device whose queue runs on behind the calls, else seconds."""
+        """A CUDA event, because kernels run asynchronously; on CPU, seconds."""
         if self._mesh.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -75,9 +74,9 @@ class LocalWork:
 
 
 def slowest(seconds: Sequence[float], stages: int = 1) -> tuple[int, float]:
-    """The rank whose work is longest beside that of the ranks of its stage, and how many times their median.
+    """The rank with the longest work relative to the median of its stage, and that ratio.
 
-    seconds: of each rank, stage after stage. Of an even number the lower median counts: of two ranks the faster one.
+    seconds: work of each rank, stage after stage. The lower median: of two ranks, the faster one.
     """
     size = len(seconds) // stages
     ratios = []

@@ -1,4 +1,4 @@
-"""The metrics of a run on disk: metrics.jsonl and TensorBoard, one curve over all restarts."""
+"""Writes a run's metrics to metrics.jsonl and TensorBoard, as one curve over all restarts."""
 
 import json
 import math
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary
 
 
-COMPARED = (
+HPARAM_METRICS = (
     "train/loss",
     "eval/loss",
     "eval/bits_per_byte",
@@ -29,7 +29,7 @@ COMPARED = (
     "throughput/mfu",
     "memory/peak_gib",
 )
-"""Columns of the HPARAMS page, each with the last value of the run; a run without one leaves it empty."""
+"""Metrics on TensorBoard's HPARAMS page, each with the last value of the run if it has one."""
 
 LAYOUT = {
     "Learning": {
@@ -54,26 +54,26 @@ LAYOUT = {
         "steps skipped so far": ["Multiline", ["^train/skipped_steps$"]],
     },
 }
-"""Pages of CUSTOM SCALARS: page -> chart -> tags, as regular expressions."""
+"""TensorBoard's CUSTOM SCALARS: page -> chart -> tags, as regular expressions."""
 
 
-def logged(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl: `step` and scalars by tag, None of one that was not finite."""
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl: `step` and scalars by tag; non-finite ones are None."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def _hparams(config: Config) -> "tuple[Summary, Summary, Summary]":
-    """Summaries for TensorBoard: the compared metrics, this run's values, and its success."""
+    """TensorBoard summaries of the experiment's metrics, the run's start with its values, and its success."""
     from torch.utils.tensorboard.summary import hparams
 
-    return hparams(dict(_flat(config.model_dump(mode="json"))), dict.fromkeys(COMPARED))
+    return hparams(dict(_flattened(config.model_dump(mode="json"))), dict.fromkeys(HPARAM_METRICS))
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str | int | float | bool]]:
-    """Dotted key -> leaf; what is no scalar is written as text."""
+def _flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str | int | float | bool]]:
+    """(dotted key, leaf); leaves that are not scalars as JSON text."""
     for key, value in tree.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from _flattened(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value if isinstance(value, (str, int, float)) else json.dumps(value)
 
@@ -90,39 +90,39 @@ class Entry:
 
 
 class MetricsWriter:
-    """Writes what is known of steps, counted from 1, under their TensorBoard tags. For rank 0 alone.
+    """Writes metrics of steps, counted from 1, by TensorBoard tag, on rank 0 only.
 
-    metrics_file: one JSON object per step with scalars; non-finite numbers are null there.
+    metrics_file: one JSON object per step with scalars; non-finite numbers are null.
     tensorboard: folder of event files, or None.
-    done_steps: the step of the checkpoint that the run continues from. What an earlier process wrote about
-    later steps, of any kind, is removed from both; with 0, all it wrote.
+    done_steps: step of the checkpoint that the run resumes from; metrics that an earlier process wrote for later steps
+    are removed from both. 0: all are removed.
     """
 
     def __init__(self, metrics_file: Path, tensorboard: Path | None, done_steps: int):
         self._file, self._tensorboard = metrics_file, tensorboard
         last_kept = done_steps or -1
-        _keep_steps(metrics_file, last_kept)
+        _drop_later_lines(metrics_file, last_kept)
         self._lines = metrics_file.open("a", encoding="utf-8")
         self._events = None
         self._described = False
         if tensorboard is not None:
-            # Imported here because it takes seconds that the other ranks need not wait.
+            # Imported here because it takes seconds, which other ranks need not wait.
             from torch.utils.tensorboard import SummaryWriter
 
             drop_later_steps(tensorboard, last_kept)
             self._described = any(tensorboard.glob(PATTERN))
-            # A TensorBoard that was open all the while has read what is gone now: the mark of a restart tells it.
+            # A TensorBoard that was open has already read the removed steps: purge_step hides them.
             self._events = SummaryWriter(str(tensorboard), purge_step=last_kept + 1)
 
     def __enter__(self) -> "MetricsWriter":
         self._hook = threading.excepthook
-        threading.excepthook = self._thread_ended
+        threading.excepthook = self._on_thread_error
         return self
 
-    def _thread_ended(self, ended: threading.ExceptHookArgs) -> None:
-        """TensorBoard writes in a thread, and raises what that met again where the next entry is written."""
-        if not isinstance(ended.exc_value, OSError):
-            self._hook(ended)
+    def _on_thread_error(self, failure: threading.ExceptHookArgs) -> None:
+        """Ignore OSErrors of TensorBoard's writer thread: the next entry raises them again."""
+        if not isinstance(failure.exc_value, OSError):
+            self._hook(failure)
 
     def __exit__(self, kind: object, *error: object) -> None:
         with suppress(OSError) if kind is not None else nullcontext():
@@ -132,43 +132,37 @@ class MetricsWriter:
         threading.excepthook = self._hook
 
     def describe(self, config: Config, packing: str = "") -> None:
-        """Tell TensorBoard of the configuration and of pages to open with, once in the life of the run.
-
-        packing: what is to be said of it, in Markdown.
-        """
+        """Write configuration and chart layout to TensorBoard, once per run; packing: Markdown about it."""
         if self._events is None or self._described:
             return
         experiment, start, _ = _hparams(config)
-        with _named(self._tensorboard):
-            # SummaryWriter.add_hparams would open a run of its own in a subfolder, and call it finished at once.
+        with _naming_file(self._tensorboard):
+            # SummaryWriter.add_hparams would create another run in a subfolder and mark it finished.
             for summary in (experiment, start):
                 self._events.file_writer.add_summary(summary, 0)
             self._events.add_custom_scalars(LAYOUT)
-            # Markdown shows an indented text as it is.
+            # Indented, Markdown shows it verbatim.
             self._events.add_text("config", textwrap.indent(to_yaml(config), "    "), 0)
             if packing:
                 self._events.add_text("packing", packing, 0)
             self._events.flush()
 
     def finish(self, config: Config) -> None:
-        """Tell TensorBoard that the run has come to its last step."""
+        """Mark the run as finished in TensorBoard."""
         if self._events is not None:
-            with _named(self._tensorboard):
+            with _naming_file(self._tensorboard):
                 self._events.file_writer.add_summary(_hparams(config)[2], config.training.steps)
 
     def write(self, step: int, entry: Entry) -> None:
-        """Write what is known of one step, all in one call; once it returns, a kill loses nothing.
-
-        Raises OSError, which names the file.
-        """
-        with _named(self._file):
+        """Write and flush all metrics of a step; OSError names the file."""
+        with _naming_file(self._file):
             if entry.scalars:
                 finite = {
                     tag: value if math.isfinite(value) else None for tag, value in entry.scalars.items()
                 }
                 self._lines.write(json.dumps({"step": step, **finite}) + "\n")
                 self._lines.flush()
-        with _named(self._tensorboard):
+        with _naming_file(self._tensorboard):
             self._add_events(step, entry)
 
     def _add_events(self, step: int, entry: Entry) -> None:
@@ -188,15 +182,15 @@ class MetricsWriter:
 
 
 @contextmanager
-def _named(place: Path | None) -> Iterator[None]:
+def _naming_file(place: Path | None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(place)) from None
 
 
-def _keep_steps(metrics_file: Path, last_kept: int) -> None:
-    """Drop the lines of later steps, and a last line that a kill cut short."""
+def _drop_later_lines(metrics_file: Path, last_kept: int) -> None:
+    """Drop lines of steps after `last_kept`, and a truncated last line."""
     if not metrics_file.exists():
         return
     kept = metrics_file.with_name(metrics_file.name + ".partial")

@@ -1,4 +1,4 @@
-"""Histograms of weights, gradients and gates, whatever layout shares them."""
+"""Histograms of weights, gradients and gates, on any layout."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -11,25 +11,25 @@ from torch import Tensor, nn
 from megakernel.attention.near_far import NearFarAttention
 from megakernel.parallel import Mesh
 from megakernel.training.engine import Engine
-from megakernel.training.optimizer import counts_here
+from megakernel.training.optimizer import is_counted_here
 
 from .histograms import SHARES, SIGNED, Histogram
 
-Found = dict[str, Histogram]
+Histograms = dict[str, Histogram]
 
 
 class ModelHistograms:
-    """Takes histograms in steps that are multiples of `every`; all ranks call alike.
+    """Computes histograms in steps that are multiples of `every`; called on all ranks.
 
-    weights/NAME: of every trained weight in float32, before the step's update.
-    gradients/NAME: of the whole batch, before clipping. What is not finite is left out.
-    gates/LAYER: the near window's share of each output, of heads (and of the tokens of the step's last micro-batch).
-    NAME is the name in a checkpoint. A tensor that ranks share is counted shard by shard, a copy once.
+    weights/NAME: every trained weight in float32, before the step's update; NAME is the name in a checkpoint.
+    gradients/NAME: its gradient of the whole batch, before clipping. Non-finite values are left out.
+    gates/LAYER: the near window's share of the output, per head (and per token of the step's last micro-batch).
+    Shards of a tensor are counted separately and added, copies once.
 
-    ZeRO has every rank hold a part of each gradient. DeepSpeed's own reader puts one tensor after the other together,
-    on all ranks of a replica group: an all-reduce of as many bytes as the weights take in float32, in these steps only.
+    ZeRO shards gradients; DeepSpeed's reader gathers one tensor after the other on all ranks of a replica group. In
+    these steps that is an all-reduce of as many bytes as the weights have in float32.
 
-    excluded: put around time that is no part of a step.
+    excluded: context manager for time that is not part of a step.
     """
 
     def __init__(
@@ -41,24 +41,24 @@ class ModelHistograms:
         self._excluded = excluded
 
     @contextmanager
-    def step(self, step: int, found: Found) -> Iterator[None]:
-        """Around training step `step`, counted from 1; adds to `found` on rank 0."""
+    def step(self, step: int, found: Histograms) -> Iterator[None]:
+        """Wraps training step `step`, counted from 1; adds to `found` on rank 0."""
         if self._every is None or step % self._every:
             yield
             return
-        own: Found = {}
+        local: Histograms = {}
 
-        def look() -> None:
+        def record() -> None:
             with self._excluded():
-                own.update(self._parameters())
+                local.update(self._parameters())
 
         with ExitStack() as stack:
             gates = stack.enter_context(_gates(self._engine.engine.module, self._mesh))
-            stack.enter_context(self._engine.before_update(look))
+            stack.enter_context(self._engine.before_update(record))
             yield
-        own.update(gates)
+        local.update(gates)
         with self._excluded():
-            parts = self._mesh.gather_objects(own)
+            parts = self._mesh.gather_objects(local)
         if self._mesh.rank == 0:
             for part in parts:
                 for tag, histogram in part.items():
@@ -66,14 +66,14 @@ class ModelHistograms:
                     total += histogram
 
     @torch.no_grad()
-    def _parameters(self) -> Found:
-        found: Found = {}
+    def _parameters(self) -> Histograms:
+        found: Histograms = {}
         for name, parameter in self._engine.engine.module.named_parameters():
             if not parameter.requires_grad:
                 continue
-            # Every rank of the replica group asks, in the same order: these are collectives.
+            # Collectives, which every rank of the replica group calls in the same order.
             weight, gradient = safe_get_full_fp32_param(parameter), safe_get_full_grad(parameter)
-            if self._mesh.gradient.rank > 0 or not counts_here(parameter, self._mesh):
+            if self._mesh.gradient.rank > 0 or not is_counted_here(parameter, self._mesh):
                 continue
             found[f"weights/{name}"] = _histogram(parameter if weight is None else weight)
             if gradient is not None:
@@ -88,24 +88,23 @@ def _histogram(values: Tensor) -> Histogram:
 
 
 @contextmanager
-def _gates(model: nn.Module, mesh: Mesh) -> Iterator[Found]:
-    """The gates of the forward passes within, filled in as they run."""
-    found: Found = {}
+def _gates(model: nn.Module, mesh: Mesh) -> Iterator[Histograms]:
+    """Histograms of the gates, filled by the forward passes within the block."""
+    found: Histograms = {}
 
     def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         @torch.no_grad()
-        def look(core: nn.Module, arguments: tuple[Any, ...]) -> None:
+        def record(core: nn.Module, arguments: tuple[Any, ...]) -> None:
             assert isinstance(core, NearFarAttention)
             gate = core.gate(arguments[0])
-            if gate is None or (
-                gate.dim() == 2 and mesh.gradient.rank > 0
-            ):  # without tokens all replicas agree
+            # A gate per head is equal on all replicas.
+            if gate is None or (gate.dim() == 2 and mesh.gradient.rank > 0):
                 return
-            # The last pass stands for all: backward may run a pass again, and would count its tokens twice.
+            # Only the last forward pass is kept: recomputation in backward would count tokens twice.
             found[f"gates/{name}"] = histogram = Histogram()
             histogram.add(gate.sigmoid(), SHARES)
 
-        return look
+        return record
 
     with ExitStack() as stack:
         for name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""The peak speed of known GPUs; without torch, because plans read it too."""
+"""Peak speed of known GPUs; without torch, for the planner."""
 
 DENSE_BF16_TFLOPS = {
     "B200": 2250.0,
@@ -9,14 +9,11 @@ DENSE_BF16_TFLOPS = {
     "H100": 989.0,
     "A100": 312.0,
 }
-"""Part of a device's name, peak by its maker's data sheet without sparsity; the first that fits counts."""
+"""Part of a device name -> peak from its data sheet, without sparsity; the first match applies."""
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Dense bfloat16 TFLOP/s of one device by its torch.cuda.get_device_name.
-
-    None for a device that is not in the table, and for a slice of one (MIG), which has part of its speed.
-    """
+    """Dense bfloat16 TFLOP/s of a device by its torch.cuda.get_device_name; None if unknown or a MIG slice."""
     if "MIG" in device_name:
         return None
     return next((peak for part, peak in DENSE_BF16_TFLOPS.items() if part in device_name), None)

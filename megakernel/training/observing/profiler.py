@@ -1,4 +1,4 @@
-"""Traces of the steps of a process, and snapshots of its device's memory, as files to look at."""
+"""Profiler traces of steps, and snapshots of CUDA memory."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -12,16 +12,16 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from megakernel.config import Profile
 
 _MOST_ALLOCATIONS = 100_000
-"""Allocations of which a snapshot tells where they were made."""
+"""Allocations in a snapshot with their stack."""
 
 
 class Profiler(AbstractContextManager["Profiler"]):
-    """Records the configured steps; for the length of a `with` block, so that a run that ends early keeps its trace.
+    """Records the configured steps; its `with` block writes the trace even if the run ends early.
 
-    RUN/profile/step_S/rank_R.json.gz: a Chrome trace from step S on, for https://ui.perfetto.dev, with
-    phases of a step, forward passes of layers and their attention by name, operations and kernels.
-    rank_R.memory.pickle beside it: on CUDA, allocations and who made them, for https://pytorch.org/memory_viz.
-    A run that has passed these steps records nothing, nor one that continues in the midst of them.
+    RUN/profile/step_S/rank_R.json.gz: a Chrome trace from step S on, for https://ui.perfetto.dev, with the phases of a
+    step, named forward passes of layers and their attention, operations and kernels.
+    RUN/profile/step_S/rank_R.memory.pickle: on CUDA, allocations with stacks, for https://pytorch.org/memory_viz.
+    A run that resumes after step S records nothing.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Profiler(AbstractContextManager["Profiler"]):
         note: Callable[[str], None],
         excluded: Callable[[], AbstractContextManager[None]],
     ):
-        """excluded: put around time that is no part of a step."""
+        """excluded: context manager for time that is not part of a step."""
         self._wanted = wanted
         self._model = model
         self._layers = ExitStack()
@@ -53,7 +53,7 @@ class Profiler(AbstractContextManager["Profiler"]):
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Around step `step`, counted from 1."""
+        """Wraps step `step`, counted from 1."""
         if self._wanted is None:
             yield
             return
@@ -80,7 +80,7 @@ class Profiler(AbstractContextManager["Profiler"]):
         recorded.stop()
         self._layers.close()
         self._folder.mkdir(parents=True, exist_ok=True)
-        staged = self._trace.with_name(f"partial.{self._trace.name}")  # packed for its ending
+        staged = self._trace.with_name(f"partial.{self._trace.name}")  # .gz: compressed
         recorded.export_chrome_trace(str(staged))
         staged.replace(self._trace)
         if self._device.type == "cuda":
@@ -90,31 +90,31 @@ class Profiler(AbstractContextManager["Profiler"]):
 
 
 def _name_layers(model: nn.Module, until: ExitStack) -> None:
-    """Let the forward passes of our own modules appear in traces by name, until `until` is closed."""
+    """Show forward passes of our modules in traces by name, until `until` is closed."""
 
-    def name_it(name: str, module: nn.Module) -> None:
-        entered: list[record_function] = []
+    def add_hooks(name: str, module: nn.Module) -> None:
+        open_ranges: list[record_function] = []
 
-        def enter(*_: object) -> None:
-            entered.append(record_function(name))
-            entered[-1].__enter__()
+        def start(*_: object) -> None:
+            open_ranges.append(record_function(name))
+            open_ranges[-1].__enter__()
 
-        def leave(*_: object) -> None:
-            entered.pop().__exit__(None, None, None)
+        def stop(*_: object) -> None:
+            open_ranges.pop().__exit__(None, None, None)
 
-        until.callback(module.register_forward_pre_hook(enter).remove)
-        until.callback(module.register_forward_hook(leave).remove)
+        until.callback(module.register_forward_pre_hook(start).remove)
+        until.callback(module.register_forward_hook(stop).remove)
 
     for name, module in model.named_modules():
         if name and type(module).__module__.startswith("megakernel."):
-            name_it(f"{name} ({type(module).__name__})", module)
+            add_hooks(f"{name} ({type(module).__name__})", module)
 
 
 @contextmanager
-def kept_when_memory_runs_out(run: Path, rank: int) -> Iterator[None]:
-    """Within, a CUDA device out of memory leaves RUN/profile/out_of_memory/rank_R.memory.pickle behind.
+def snapshot_on_out_of_memory(run: Path, rank: int) -> Iterator[None]:
+    """Within, write RUN/profile/out_of_memory/rank_R.memory.pickle if CUDA runs out of memory, and re-raise the error.
 
-    The error goes on its way. On CPU there is nothing to write: the system ends a process that asks for too much.
+    On CPU nothing can be written: the system kills the process.
     """
     try:
         yield

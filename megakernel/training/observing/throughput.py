@@ -1,4 +1,4 @@
-"""How fast training goes between two logged steps."""
+"""Training speed between two logged steps."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -8,12 +8,10 @@ import torch
 
 
 class Throughput:
-    """Counts from its making; `scalars` closes a window and opens the next.
+    """Measures windows of steps; `scalars` ends a window and starts the next.
 
-    Times are those of this process, which waits for the others in every step; tokens are those of all.
-    devices: processes that train.
-    peak_tflops: of one device; None leaves out throughput/mfu.
-    steps: those of the window so far.
+    Times are of this rank, which waits for the others in every step; tokens are those of all ranks.
+    devices: number of ranks. peak_tflops: of one device; None: no throughput/mfu. steps: steps in the window so far.
     """
 
     def __init__(
@@ -31,14 +29,14 @@ class Throughput:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Around waiting for data: throughput/data_time, a part of throughput/step_time."""
+        """Wraps waiting for data: throughput/data_time, a part of throughput/step_time."""
         start = self._clock()
         yield
         self._loading += self._clock() - start
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
-        """Around evaluating and saving, which are no part of a step."""
+        """Wraps evaluation, saving and other work that does not count as step time."""
         self._wait_for_device()
         start = self._clock()
         yield
@@ -46,19 +44,16 @@ class Throughput:
         self._excluded += self._clock() - start
 
     def step(self, tokens: int, flops_per_token: float) -> None:
-        """Count a finished step of `tokens` over all processes.
+        """Count a finished step of `tokens` over all ranks.
 
-        flops_per_token: forward and backward, without recomputation; it grows with the sequences' length.
+        flops_per_token: forward and backward, without recomputation; depends on sequence length.
         """
         self.steps += 1
         self._tokens += tokens
         self._flops += tokens * flops_per_token
 
     def scalars(self) -> dict[str, float]:
-        """Means over the steps of the window, at least one, under their TensorBoard tags.
-
-        Times in seconds.
-        """
+        """Means over the steps of the window, at least one, by TensorBoard tag; times in seconds."""
         self._wait_for_device()
         seconds = self._clock() - self._start - self._excluded
         per_device = self._tokens / seconds / self._devices
@@ -81,6 +76,6 @@ class Throughput:
         self._flops = self._loading = self._excluded = 0.0
 
     def _wait_for_device(self) -> None:
-        # Kernels run on after the call that started them: unwaited for, their time lands in the wrong place.
+        # Kernels are asynchronous: without synchronization their time would be counted in the wrong place.
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

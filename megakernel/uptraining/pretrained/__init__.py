@@ -1,4 +1,4 @@
-"""The place that the code of older exported models imports their classes from, and looks for before it does."""
+"""Compatibility module: the code of older exported models checks for it and imports their classes from it."""
 
 from megakernel.checkpoint.pretrained import MegakernelConfig, MegakernelForCausalLM
 

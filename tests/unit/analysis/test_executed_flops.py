@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megakernel.config import Attention, Model
-from megakernel.config.mechanisms import Shape
+from megakernel.config.mechanisms import LayerShape
 from megakernel.model.flops import attention_flops
 from megakernel.ops import flurka_attention, kernel_attention, window_attention
 from megakernel.ops.flurka_attention.chunked import GROUP as FLURKA_GROUP
@@ -128,7 +128,7 @@ LANDMARKS, ROW = 12, 96
 def landmark_parts(name: str, **settings) -> dict[str, float]:
     """Of an encoder's head."""
     form = Attention.model_validate({"mechanism": name, name: settings})
-    return form.spec.flops(Shape(1, 1, HEAD_DIM, HEAD_DIM, causal=False, length=ROW))
+    return form.spec.flops(LayerShape(1, 1, HEAD_DIM, HEAD_DIM, causal=False, seq_len=ROW))
 
 
 @pytest.fixture

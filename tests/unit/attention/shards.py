@@ -69,7 +69,7 @@ class ThreadShard(ContextParallelShard):
             reduce(lambda total, part: merge(keep(total, part[1]), part[0]), parts, empty_state(state))
         )
 
-    def total(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         return torch.stack(self.table.gather(self.rank, x)).sum(0)
 
     def all_tokens(self, x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megakernel.attention import AttentionInputs, build
-from megakernel.model.compressed_input import real_first
+from megakernel.model.compressed_input import padding_last
 from tests.unit.attention.mechanisms import (
     FORMS,
     TREES,
@@ -37,7 +37,7 @@ def test_compressing_before_or_after_bias_free_projections_is_the_same(name, pad
     def heads(y):
         return y.unflatten(-1, (2, WIDTH)).permute(1, 2, 0, 3)
 
-    landmarks = first.compress(x if mask is None else real_first(x, mask), first=0, length=22)
+    landmarks = first.compress(x if mask is None else padding_last(x, mask), first=0, length=22)
     found = first(heads(x @ w_q), heads(landmarks[0] @ w_k), heads(landmarks[-1] @ w_v), inputs)
     assert_close(found, second(heads(x @ w_q), heads(x @ w_k), heads(x @ w_v), inputs))
 

@@ -25,7 +25,7 @@ def tokens():
 
 def shut_heads(core, step):
     redraw(core, step)
-    return core.near_dropout.shut.clone()
+    return core.near_dropout.dropped.clone()
 
 
 @pytest.mark.parametrize("gate", ["token", "head"])

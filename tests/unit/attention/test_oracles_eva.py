@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megakernel.attention import AttentionInputs, build
-from megakernel.attention.eva import Summaries
+from megakernel.attention.eva import ChunkSummarizer
 from tests.oracles import KEPT, arrays, assert_equal, heads, joined
 
 pytestmark = pytest.mark.parametrize("backend", ["chunked", "reference"])
@@ -74,6 +74,6 @@ def test_causal_eva_equals_its_authors():
 def test_training_adds_the_noise_to_omega(name, through, monkeypatch):
     x, noise, out = arrays(name, "x", "train_noise", "train_out")
     # Their noise differs from sequence to sequence; ours is the same for all, so that no layout changes it.
-    monkeypatch.setattr(Summaries, "noise", lambda *_: noise)
+    monkeypatch.setattr(ChunkSummarizer, "noise", lambda *_: noise)
     monkeypatch.setattr(torch.nn.Module, "eval", lambda module: module.train())
     assert_equal(through(x), out)

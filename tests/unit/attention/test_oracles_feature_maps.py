@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from megakernel.attention import AttentionLayer, build
-from megakernel.attention.features import Generator, Projection
+from megakernel.attention.features import FrequencyGenerator, Projection
 from megakernel.ops import kernel_attention
 from megakernel.ops.phi import features
 from megakernel.ops.projections import FastFood, project
@@ -126,7 +126,7 @@ def test_generative_prf_equals_learning_the_kernel(mode):
     of = every_array("kl_generative_prf")
     projection = layer("generative_prf", samples=32).projection
     # Their generator has two hidden layers, of 32 and 64.
-    generator = Generator([8, 32, 64, WIDTH], torch.Generator()).double()
+    generator = FrequencyGenerator([8, 32, 64, WIDTH], torch.Generator()).double()
     theirs = {
         "weight": "linear.weight",
         "bias": "linear.bias",

@@ -121,7 +121,7 @@ def test_keys_turned_back_by_their_distance_meet_a_query_as_rotated_ones_do(rota
     q, k = (torch.randn(2, 3, count, WIDTH, generator=draw, dtype=torch.float64) for count in (1, 70))
     places = torch.arange(last - 69, last + 1)[None]
     both = rotary(q, places[:, -1:]) @ rotary(k, places).transpose(2, 3)
-    torch.testing.assert_close(q @ rotary.behind(k).transpose(2, 3), both, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(q @ rotary.relative_to_last(k).transpose(2, 3), both, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("rotary", TURNING.values(), ids=TURNING)
@@ -129,11 +129,11 @@ def test_one_token_is_rotated_as_it_is_among_others(rotary):
     draw = torch.Generator().manual_seed(0)
     q, k = (torch.randn(2, heads, 3, WIDTH, generator=draw) for heads in (4, 2))
     rows = torch.tensor([[4, 5, 6], [70, 71, 72]])
-    whole = rotary.both(q, k, rows)
+    whole = rotary.rotate_qk(q, k, rows)
     for place in range(3):
-        token = rotary.both(*(x[:, :, place, None] for x in (q, k)), rows[:, place, None])
+        token = rotary.rotate_qk(*(x[:, :, place, None] for x in (q, k)), rows[:, place, None])
         torch.testing.assert_close(token, tuple(x[:, :, place, None] for x in whole))
-    alike = rotary.both(q[:, :, :1], k[:, :, :1], 4)
+    alike = rotary.rotate_qk(q[:, :, :1], k[:, :, :1], 4)
     torch.testing.assert_close(alike[0][0], whole[0][0, :, :1])
 
 
@@ -146,9 +146,9 @@ def test_the_layers_of_a_micro_batch_keep_one_table_of_angles(rotary, positions)
     with torch.autograd.graph.saved_tensors_hooks(
         lambda x: kept.append(x.untyped_storage().data_ptr()), lambda x: x
     ):
-        first = rotary.both(q, k, positions)
+        first = rotary.rotate_qk(q, k, positions)
         tables = set(kept)
-        second = rotary.both(q, k, positions)
+        second = rotary.rotate_qk(q, k, positions)
     assert set(kept) == tables
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     expected = tuple(rotary(x, torch.arange(7, 12)[None]) for x in (q, k))
@@ -161,6 +161,6 @@ def test_other_sequences_have_angles_of_their_own():
         at = (
             positions if isinstance(positions, torch.Tensor) else torch.arange(positions, positions + 3)[None]
         )
-        torch.testing.assert_close(rotary.both(q, q, positions)[0], rotary(q, at), rtol=0, atol=0)
-    assert rotary.both(q.double(), q.double(), 5)[0].dtype == torch.float64
-    assert rotary.both(q[:, :, :2], q[:, :, :2], 5)[0].shape[2] == 2
+        torch.testing.assert_close(rotary.rotate_qk(q, q, positions)[0], rotary(q, at), rtol=0, atol=0)
+    assert rotary.rotate_qk(q.double(), q.double(), 5)[0].dtype == torch.float64
+    assert rotary.rotate_qk(q[:, :, :2], q[:, :, :2], 5)[0].shape[2] == 2

@@ -1,16 +1,27 @@
-"""What the page of decoding costs is made of."""
+"""The models, costs and rows of the decoding benchmark."""
 
 import pytest
 
 from benchmarks import decoding
-from benchmarks.decoding import BASELINE, OURS, Case, Costs, Sizes, baseline, llama, measure, own, own_model
+from benchmarks.decoding import (
+    BASELINE,
+    OURS,
+    Case,
+    Costs,
+    Sizes,
+    baseline_session,
+    llama,
+    measure,
+    our_model,
+    our_session,
+)
 
 TINY = Sizes(layers=1, width=32, heads=2)
 
 
 @pytest.fixture(scope="module")
 def models():
-    return {name: own_model(name, TINY) for name in OURS}
+    return {name: our_model(name, TINY) for name in OURS}
 
 
 def test_the_models_have_the_same_weights_but_for_what_flurka_learns_beside_them(models):
@@ -23,14 +34,17 @@ def test_the_models_have_the_same_weights_but_for_what_flurka_learns_beside_them
 
 def test_a_state_is_as_large_behind_any_prompt_and_a_cache_is_not(models):
     short, long = (Case(TINY, batch=2, length=length) for length in (128, 256))
-    assert own(models["flurka"], short).state_bytes == own(models["flurka"], long).state_bytes
+    assert our_session(models["flurka"], short).state_bytes == our_session(models["flurka"], long).state_bytes
     for case in (short, long):
-        assert own(models["softmax"], case).state_bytes == baseline(llama(TINY), case).state_bytes
+        assert (
+            our_session(models["softmax"], case).state_bytes
+            == baseline_session(llama(TINY), case).state_bytes
+        )
         assert case.cache_bytes == 2 * case.length * 2 * 32 * 4
 
 
 def test_a_case_gives_a_row_of_each_table(models, monkeypatch):
-    monkeypatch.setattr(decoding, "TOKENS", 8)
+    monkeypatch.setattr(decoding, "TURN_TOKENS", 8)
     case = Case(TINY, batch=2, length=128)
     costs = measure(case, models, llama(TINY), turns=1)
     assert all(min(cost.generate, cost.step) > 0 for cost in costs.values())
@@ -50,8 +64,8 @@ def test_a_row_has_tokens_per_second_of_all_texts_and_the_cost_beside_the_baseli
 
 
 def test_what_is_too_large_is_not_made_and_told_by_its_size(models, monkeypatch):
-    monkeypatch.setattr(decoding, "TOKENS", 2)
-    monkeypatch.setattr(decoding, "LARGEST", 2**10)
+    monkeypatch.setattr(decoding, "TURN_TOKENS", 2)
+    monkeypatch.setattr(decoding, "MAX_CACHE_BYTES", 2**10)
     case = Case(TINY, batch=1, length=128)
     costs = measure(case, models, llama(TINY), turns=1)
     assert costs[BASELINE] == costs["softmax"] == Costs(None, None, case.cache_bytes)

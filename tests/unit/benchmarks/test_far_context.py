@@ -1,11 +1,11 @@
-"""The far-context benchmark: how its text is laid out, and that every model of it can be trained."""
+"""The far-context benchmark: the layout of its text, and that each of its models can be trained."""
 
 import io
 import tarfile
 
 import pytest
 
-from benchmarks.far_context import MODELS, Measures, Outcome, Run, page, state_of
+from benchmarks.far_context import MODELS, Measures, Run, RunResult, page, state_size
 from benchmarks.repositories import DOCUMENT, SMALLEST, SOURCES, documents, imported_first
 
 LINE = "x = 1  # what fills a module\n"
@@ -84,19 +84,19 @@ def test_every_model_can_be_trained_at_every_length(model, length):
 def test_a_state_is_a_fraction_of_the_cache_at_the_longest_rows():
     layers, keys, width, blocks = 4, 8192, 4 * 64, 64
     names = ("softmax", "local", "flurka", "flurka_best")
-    cache, local, *ours = (state_of(Run(name, keys, 0, 2**20).config().model, keys) for name in names)
+    cache, local, *ours = (state_size(Run(name, keys, 0, 2**20).config().model, keys) for name in names)
     assert cache == layers * 2 * width * keys
     assert local == layers * 2 * width * blocks
     assert all(cache / state > 60 for state in ours)
 
 
 def test_the_page_names_the_lowest_far_loss_first():
-    outcomes = [
-        Outcome(Run("local", 2048, 0, 8192), Measures(4.0, 4.1, 3.9, 0.0, (4.0, 4.0), (9.0, 9.0)), 2000.0),
-        Outcome(
+    results = [
+        RunResult(Run("local", 2048, 0, 8192), Measures(4.0, 4.1, 3.9, 0.0, (4.0, 4.0), (9.0, 9.0)), 2000.0),
+        RunResult(
             Run("flurka_best", 2048, 0, 8192), Measures(3.9, 4.0, 3.8, 0.1, (4.0, 3.0), (9.0, 8.0)), 2000.0
         ),
     ]
-    text = page(outcomes, 8192, "python -m benchmarks.far_context")
+    text = page(results, 8192, "python -m benchmarks.far_context")
     assert "| `flurka_best` | 2,048 | 0 | 3.9000 | 4.0000 | **3.8000** | +0.1000 | 4.000 → 3.000 |" in text
     assert text.index("| `flurka_best` |") < text.index("| `local` |")

@@ -1,10 +1,10 @@
-"""Every student of the up-training of a dense model that uses its far context can be made of it."""
+"""Every student of the far-context up-training can be made from its dense model."""
 
 import pytest
 
 from benchmarks.far_context import Measures
-from benchmarks.far_uptraining import CONFIG, DENSE_RUN, STUDENTS, Row, config_of, overrides_of, page
-from benchmarks.trained import uptrained
+from benchmarks.far_uptraining import CONFIG, DENSE_RUN, STUDENTS, ModelRow, config_of, overrides_of, page
+from benchmarks.training_runs import uptrain_run
 from megakernel.config import UserError, load, to_yaml
 from megakernel.uptraining.stages import DENSE, stages
 from megakernel.uptraining.transfer import check_parts_around
@@ -29,7 +29,9 @@ def test_the_dense_model_is_trained_on_beside_one_of_them():
 
 def test_the_page_says_what_each_student_is():
     measures = Measures(4.0, 4.1, 3.9, 0.1, (4.0, 3.0), (9.0, 8.0))
-    text = page([Row("dense", measures, 100), Row("flurka", measures, 10, 4.5, 0.9)], "python -m this")
+    text = page(
+        [ModelRow("dense", measures, 100), ModelRow("flurka", measures, 10, 4.5, 0.9)], "python -m this"
+    )
     assert "| dense |  | 4.0000 | 4.1000 | **3.9000** | +0.1000 |" in text
     assert "| flurka | 4.5000 |" in text
     assert "| **90.0%** | 10 |" in text
@@ -42,6 +44,6 @@ def test_an_up_training_that_is_done_is_read_and_that_of_another_configuration_r
     folder.mkdir()
     (folder / "config.yaml").write_text(to_yaml(load(CONFIG, overrides)), encoding="utf-8")
     (folder / "uptrain_report.json").write_text('{"window": 32}', encoding="utf-8")
-    assert uptrained(CONFIG, overrides) == (folder, {"window": 32})
+    assert uptrain_run(CONFIG, overrides) == (folder, {"window": 32})
     with pytest.raises(UserError, match=r"optimizer\.beta2"):
-        uptrained(CONFIG, [*overrides, "optimizer.beta2=0.9"])
+        uptrain_run(CONFIG, [*overrides, "optimizer.beta2=0.9"])

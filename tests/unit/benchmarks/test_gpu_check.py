@@ -1,4 +1,4 @@
-"""What the check on a GPU promises where there is none: its pages, its time, and programs that exist."""
+"""Promises of the GPU check that need no GPU: its pages, its time limit, and that its programs exist."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ def test_the_page_is_written_behind_every_program(tmp_path):
     first, second = run_all("speed", [program("first", "print('one')"), reads], 60, out)
     assert "| first | passed |" in second.output
     assert "1 of 2 programs" in second.output
-    assert (first.result, second.result) == ("passed", "passed")
+    assert (first.status, second.status) == ("passed", "passed")
     assert "    one" in out.read_text()
 
 
@@ -42,7 +42,7 @@ def test_a_program_is_cut_off_in_time_with_what_it_started_and_printed(tmp_path,
     start = time.monotonic()
     cut, late = run_all("speed", [program("long", text), program("late", "")], 5, tmp_path / "page.md")
     assert time.monotonic() - start < 60
-    assert (cut.result, late.result) == ("cut off", "no time left")
+    assert (cut.status, late.status) == ("cut off", "no time left")
     child = int(cut.output)
     for _ in range(100):
         if not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]:
@@ -57,8 +57,8 @@ def test_a_program_is_cut_off_in_time_with_what_it_started_and_printed(tmp_path,
 def test_what_failed_and_what_is_not_installed_are_told_apart():
     failed = run(program("no", "raise SystemExit(3)"), 60)
     missing = run(Check("tool", ("no-such-tool-anywhere",)), 60)
-    assert (failed.result, failed.failed) == ("failed with status 3", True)
-    assert (missing.result, missing.failed) == ("not installed", False)
+    assert (failed.status, failed.failed) == ("failed with status 3", True)
+    assert (missing.status, missing.failed) == ("not installed", False)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_programs_name_files_and_configurations_that_exist(check):
 
 
 def test_the_call_that_tools_watch_ends_in_one_token():
-    assert gpu_check.call("cpu", 70).shape == (2, 4, 1, 64)
+    assert gpu_check.profiled_call("cpu", 70).shape == (2, 4, 1, 64)
 
 
 def test_without_a_gpu_one_line_says_so():

@@ -1,4 +1,4 @@
-"""What a job costs beside its training grows with its processes, not with their square: the library's code, counted."""
+"""The overhead of a job grows linearly with its processes, counted by running the library's code."""
 
 import pytest
 

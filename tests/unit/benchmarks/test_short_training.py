@@ -1,12 +1,12 @@
-"""The table of short trainings trains every preset, and is not written where one did not train."""
+"""The short trainings cover every preset, and no page is written if one did not train."""
 
 import json
 from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import trained
-from benchmarks.short_training import CONFIG, CONTROL, Outcome, Run, main, runs, train
+from benchmarks import training_runs
+from benchmarks.short_training import CONFIG, CONTROL, Run, TrainingResult, main, runs, train
 from megakernel.config import PRESETS, load, to_yaml
 
 STEPS = 200
@@ -42,18 +42,18 @@ def test_a_mechanism_makes_fewer_landmarks_than_a_row_has_tokens():
         if form.mechanism in ("skyformer", "nystromformer"):
             sizes = getattr(form, form.mechanism).model_dump()
             assert sizes.get("features", sizes.get("landmarks")) < config.training.seq_len
-        elif form.counts_positions:
+        elif form.has_position_parameters:
             assert form.compression.rank < config.training.seq_len
 
 
 def measured(losses=FALLING, held_out=(5.5, 3.0), skipped=0):
-    return Outcome(
+    return TrainingResult(
         Run("linear", "causal_lm", []), losses, list(held_out), [1.0] * STEPS, skipped, [0.1] * STEPS
     )
 
 
 def test_losses_that_fall_are_accepted():
-    assert measured().refusal() is None
+    assert measured().failure() is None
 
 
 @pytest.mark.parametrize(
@@ -69,22 +69,22 @@ def test_losses_that_fall_are_accepted():
     ids=["rises", "stays", "held-out rises", "not a number", "held-out not a number", "skipped steps"],
 )
 def test_what_did_not_train_is_refused_by_name(outcome, reason):
-    refusal = outcome.refusal()
-    assert refusal is not None
-    assert refusal.startswith("linear as causal_lm: ")
-    assert reason in refusal
+    failure = outcome.failure()
+    assert failure is not None
+    assert failure.startswith("linear as causal_lm: ")
+    assert reason in failure
 
 
 @pytest.fixture
 def done(tmp_path, monkeypatch):
-    """Writes what `megakernel pretrain` would leave of a run; nothing is trained."""
+    """Writes the files that `megakernel pretrain` would leave, without training."""
     monkeypatch.chdir(tmp_path)
 
     def no_process(*command):
         raise AssertionError("a run that is done is not repeated")
 
-    monkeypatch.setattr(trained, "megakernel", no_process)
-    monkeypatch.setattr(trained, "find_checkpoint", lambda folder: SimpleNamespace(step=STEPS))
+    monkeypatch.setattr(training_runs, "run_megakernel", no_process)
+    monkeypatch.setattr(training_runs, "find_checkpoint", lambda folder: SimpleNamespace(step=STEPS))
 
     def write(run, losses):
         config = load(CONFIG, run.overrides)

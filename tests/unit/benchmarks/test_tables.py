@@ -1,11 +1,11 @@
-"""What the tables of trained mechanisms lay over a configuration, and what they make of its runs."""
+"""The overrides of the tables of trained mechanisms, and the rows made from their runs."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks import lra, sparsity, trained
+from benchmarks import lra, sparsity, training_runs
 from megakernel.config import PRESETS, load
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "lra"
@@ -24,11 +24,11 @@ def run_folder(folder: Path, kept: list[int], **tags: dict[int, float]) -> Path:
 
 def test_the_best_checkpoint_is_one_that_was_kept(tmp_path: Path):
     accuracy = {10: 0.9, 20: 0.5, 30: 0.7, 40: 0.7}
-    assert trained.best_step(run_folder(tmp_path, [20, 30, 40], accuracy=accuracy)) == 40
+    assert training_runs.best_step(run_folder(tmp_path, [20, 30, 40], accuracy=accuracy)) == 40
 
 
 def test_without_accuracy_the_lowest_loss_is_best(tmp_path: Path):
-    assert trained.best_step(run_folder(tmp_path, [10, 20], loss={10: 1.0, 20: 2.0})) == 10
+    assert training_runs.best_step(run_folder(tmp_path, [10, 20], loss={10: 1.0, 20: 2.0})) == 10
 
 
 @pytest.mark.parametrize(
@@ -63,14 +63,14 @@ def test_presets_of_the_tables_exist():
 
 
 def test_spreads_are_means_with_sample_deviations():
-    assert lra.spread([0.5]) == "0.5000"
-    assert lra.spread([0.4, 0.5, 0.6]) == "0.5000 ± 0.1000"
+    assert lra.mean_and_deviation([0.5]) == "0.5000"
+    assert lra.mean_and_deviation([0.4, 0.5, 0.6]) == "0.5000 ± 0.1000"
 
 
 def test_learning_curves_become_a_table_and_a_file(tmp_path: Path):
     found = [
-        sparsity.Learned("gmm_rks", 0.1, {0: 0.1, 100: 0.55, 200: 0.95}),
-        sparsity.Learned("gmm_prf", 0.1, {0: 0.1}),
+        sparsity.LearningCurve("gmm_rks", 0.1, {0: 0.1, 100: 0.55, 200: 0.95}),
+        sparsity.LearningCurve("gmm_prf", 0.1, {0: 0.1}),
     ]
     text = sparsity.page("command", found)
     assert "| 0.1 | `gmm_rks` | 100 | 100 | 200 | 0.9500 at 200 |" in text

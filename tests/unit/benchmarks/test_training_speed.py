@@ -1,8 +1,8 @@
-"""What the page of training speeds is made of, and that the models are the same."""
+"""The rows of the page of training speeds, and that the models are the same."""
 
 import math
 
-from benchmarks.training_speed import BASELINE, Sizes, Turn, baseline, configuration, llama, page, row
+from benchmarks.training_speed import BASELINE, Sizes, Turn, baseline_step, configuration, llama, page, row
 from megakernel.model.parameters import parameter_count
 
 TINY = Sizes(length=16, rows=2, layers=1, width=32, heads=2, inner=64, vocab_size=128)
@@ -23,7 +23,7 @@ def test_both_models_have_the_same_weights():
 
 
 def test_the_baseline_learns():
-    step = baseline(TINY)
+    step = baseline_step(TINY)
     losses = [step() for _ in range(4)]
     assert abs(losses[0] - math.log(TINY.vocab_size)) < 0.2
     assert losses[-1] < losses[0]

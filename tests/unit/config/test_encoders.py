@@ -72,7 +72,7 @@ def test_sequences_of_encoders_are_cut_unless_they_are_padded():
     shards = {"parallel": {"context": 2}}
     assert not problems(model=MASKED, **shards)
     padded = problems(model=CLASSIFIER, **shards)["parallel.context"]
-    assert "padded and pooled as a whole" in padded.reason
+    assert "pads and pools as a whole" in padded.reason
     assert padded.remedy.startswith("set 1")
 
 

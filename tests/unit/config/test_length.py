@@ -49,7 +49,12 @@ def test_steps_belong_to_phases_and_what_they_read_adds_up():
     lengths = [training.phase_of(step).training.seq_len for step in (0, 39, 40, 59, 60, 99, 100)]
     assert lengths == [64, 64, 256, 256, 512, 512, 512]
     # Weights after 40 steps were trained with sequences of 64; before the first step nothing was.
-    assert [training.phase_behind(done).training.seq_len for done in (0, 40, 41, 100)] == [64, 64, 256, 512]
+    assert [training.last_trained_phase(done).training.seq_len for done in (0, 40, 41, 100)] == [
+        64,
+        64,
+        256,
+        512,
+    ]
     assert training.consumed(40) == (1280, 1280 * 64)
     assert training.consumed(70) == (1280 + 240, 1280 * 64 + 160 * 256 + 80 * 512)
 

@@ -2,7 +2,7 @@ import pickle
 
 import pytest
 
-from megakernel.config import PRESETS, Attention, ConfigError, UserError, load
+from megakernel.config import PRESETS, Attention, ConfigError, Data, UserError, load
 from megakernel.config.errors import nearest_first
 
 from . import trees
@@ -71,13 +71,13 @@ def test_an_unknown_key_names_the_nearest_right_one(sections, key, remedy):
         ({"training": {"dtype": "fp32"}}, "training.dtype",
          "training.dtype=fp32 is none of the choices; choose float32, bfloat16"),
         ({"run": {"name": 3}}, "run.name",
-         "run.name=3 should be text; write it in quotes (Folder name under run.root)"),
+         "run.name=3 should be text; write it in quotes (Name of the run and of its folder under run.root)"),
         ({"training": 3}, "training", "training=3 should be a mapping of keys; write its keys below it"),
         ({"model": {"attention": "flurk"}}, "model.attention",
          "model.attention=flurk is no attention preset; "
          f"choose {nearest_first('flurk', PRESETS)}"),
         ({"data": {"train": [{"weight": 2}]}}, "data.train.0.path",
-         "data.train.0.path is missing; add it (Folder with manifest.json)"),
+         "data.train.0.path is missing; add it (Folder that contains manifest.json)"),
     ],
 )  # fmt: skip
 def test_a_line_says_key_value_reason_and_remedy(sections, key, line):
@@ -161,6 +161,14 @@ def test_landmarks_of_whole_rows_are_no_decoders_and_know_no_documents(preset):
 )
 def test_keys_of_one_section_that_contradict_each_other_are_refused(sections, key):
     assert key in problems(**sections)
+
+
+def test_a_help_text_is_one_line_in_an_error():
+    line = str(problems(data={"scored": 3})["data.scored"])
+    assert "\n" not in line
+    assert all(
+        field.description == " ".join(field.description.split()) for field in Data.model_fields.values()
+    )
 
 
 def test_a_folder_is_told_as_it_was_written():

@@ -172,5 +172,5 @@ def test_tokens_of_other_documents_have_no_bos_among_them(corpora, tmp_path):
     corpus = PreparedCorpus(corpora / "with", 1.0, Manifest.read(corpora / "with"))
     samples = BlendedSamples([corpus], "train", 32, 0, tmp_path)
     samples.build(1)
-    others = samples.corpora[0].others(0, 400, np.random.default_rng(0))
+    others = samples.corpora[0].foreign_tokens(0, 400, np.random.default_rng(0))
     assert (others > 1).all()

@@ -99,15 +99,13 @@ def test_an_answer_that_is_rendered_otherwise_where_others_follow_is_refused(tmp
     forgetful = template(FORGETFUL, tmp_path)
     assert forgetful.encode(said("hi", "Hello!")).scored.any(), "of the last message it is known"
     with pytest.raises(
-        UserError, match=r"renders message 2 of the conversation that begins with 'hi' in another"
+        UserError, match=r"renders message 2 of the conversation that begins with 'hi' differently"
     ):
         forgetful.encode(said("hi", "Hello!", "more", "Bye"))
 
 
 def test_what_a_template_refuses_is_said_with_its_reason(tmp_path: Path):
-    with pytest.raises(
-        UserError, match=r"does not take .* 'Be kind.': Only user and assistant roles are supp"
-    ):
+    with pytest.raises(UserError, match=r"rejects .* 'Be kind.': Only user and assistant roles are supp"):
         template(TURNS, tmp_path).encode(TWO_TURNS)
 
 

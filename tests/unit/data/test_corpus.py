@@ -196,13 +196,13 @@ def test_ids_beyond_the_tokenizer(copy: Path):
     tokens = np.fromfile(copy / "train.bin", np.uint16)
     tokens[len(tokens) // 2] = 300
     replace(copy, "bin", tokens)
-    assert "holds the id 300 in train.bin, and its tokenizer has 257 ids" in message(Data(train=copy))
+    assert "holds the id 300 in train.bin, but its tokenizer has 257 ids" in message(Data(train=copy))
 
 
 def test_a_manifest_of_another_vocabulary(copy: Path):
     tokenizer = json.loads((copy / "manifest.json").read_text())["tokenizer"]
     rewrite(copy, tokenizer={**tokenizer, "vocab_size": 301})
-    assert "has a tokenizer of 257 ids, and its manifest tells of 301" in message(Data(train=copy))
+    assert "has a tokenizer of 257 ids, but its manifest says 301" in message(Data(train=copy))
 
 
 def test_a_manifest_of_another_format(copy: Path):

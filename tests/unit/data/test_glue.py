@@ -84,7 +84,7 @@ def test_the_hub_has_its_own_names(task: str, label: float, tmp_path: Path):
     ("spec", "problem"),
     [
         ("glue:stsb:nowhere", r"glue:stsb:nowhere has no train.tsv; give the task's folder of GLUE"),
-        ("glue:sst:x", r"--source glue:sst:x is no task; choose glue:sst2,"),
+        ("glue:sst:x", r"--source glue:sst:x is not a task; choose glue:sst2,"),
         ("glue:rte", r"--source glue:rte needs to know where the data is"),
     ],
 )

@@ -209,5 +209,5 @@ def test_labels_of_what_is_no_table_are_refused(tmp_path: Path):
 
 
 def test_a_second_text_needs_labels(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"--second-text-key other needs labels beside it; add --labels KEY"):
+    with pytest.raises(ValueError, match=r"--second-text-key other needs labels; add --labels KEY"):
         prepared(tmp_path / "out", write(tmp_path / "rows.jsonl", ROWS), second_text_key="other")

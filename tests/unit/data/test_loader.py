@@ -105,9 +105,9 @@ def test_an_epoch_reads_every_token_once_and_the_next_in_another_order(corpus: P
     config = configure(corpus, steps=200)
     corpora = Corpora(config.data)
     samples = BlendedSamples(corpora.train, "train", SEQ_LEN, 7, config.data.index_cache)
-    samples.build(2 * samples.one_pass)
-    first = torch.stack([samples[i] for i in range(samples.one_pass)])
-    second = torch.stack([samples[i] for i in range(samples.one_pass, 2 * samples.one_pass)])
+    samples.build(2 * samples.per_epoch)
+    first = torch.stack([samples[i] for i in range(samples.per_epoch)])
+    second = torch.stack([samples[i] for i in range(samples.per_epoch, 2 * samples.per_epoch)])
     stored = Counter(token for row in IndexedDataset(str(corpus / "train")) for token in row.tolist())
     for epoch in (first, second):
         read = Counter(epoch[:, :-1].flatten().tolist())
@@ -339,7 +339,7 @@ def test_an_index_of_others_is_mapped_and_not_unpickled(
     damage(file, tmp_path / "harm")
     for read in (lambda: opened(config), lambda: next(reader.from_step(0))):
         with pytest.raises(
-            UserError, match=rf"no index of samples \(.*{name}\.npy is no array.*; delete it"
+            UserError, match=rf"not a sample index \(.*{name}\.npy is no array.*; delete it"
         ) as refused:
             read()
         assert "\n" not in str(refused.value)

@@ -138,7 +138,7 @@ def test_a_pickle_that_names_a_function_is_refused(tmp_path: Path):
         ("lra:retrieval:nowhere", r"has no new_aan_pairs.train.tsv; give the folder tsv_data"),
         ("lra:image:nowhere", r"has no data_batch_1; give the folder cifar-10-batches-py"),
         ("lra:text", r"needs to know where the data is; write lra:text:FOLDER"),
-        ("lra:txet", r"--source lra:txet is no task; choose lra:text,"),
+        ("lra:txet", r"--source lra:txet is not a task; choose lra:text,"),
     ],
 )
 def test_what_is_not_there_is_refused(spec: str, problem: str):

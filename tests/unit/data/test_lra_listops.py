@@ -9,7 +9,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from data_pipeline import tokenizers
 from data_pipeline.document import Document
-from data_pipeline.generated import made
+from data_pipeline.generated import generate_examples
 from data_pipeline.labels import read_labels
 from data_pipeline.lra.listops import ListOps
 from data_pipeline.prepare import open_source
@@ -51,7 +51,7 @@ def value_of(text: str) -> int:
 
 
 def examples(task: ListOps, count: int, first: int = 0) -> list[Document]:
-    return made(task, 3, ("train", range(first, first + count)))
+    return generate_examples(task, 3, ("train", range(first, first + count)))
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +108,8 @@ def test_nodes_are_drawn_as_the_rules_say():
 def test_an_example_depends_on_seed_split_and_index_alone():
     task = ListOps(min_length=5, max_length=50)
     assert examples(task, 6)[4:] == examples(task, 2, first=4)
-    assert made(task, 4, ("train", range(6))) != examples(task, 6)
-    other = [document.texts for document in made(task, 3, ("test", range(6)))]
+    assert generate_examples(task, 4, ("train", range(6))) != examples(task, 6)
+    other = [document.texts for document in generate_examples(task, 3, ("test", range(6)))]
     assert other != [document.texts for document in examples(task, 6)]
 
 

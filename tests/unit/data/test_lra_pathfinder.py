@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.document import Document
-from data_pipeline.generated import made
+from data_pipeline.generated import generate_examples
 from data_pipeline.lra.pathfinder import Pathfinder
 
 SIDE = 32
@@ -50,7 +50,7 @@ def connected(gray: np.ndarray) -> bool:
 
 @pytest.fixture(scope="module")
 def pictures() -> list[Document]:
-    return made(Pathfinder(), 0, ("train", range(120)))
+    return generate_examples(Pathfinder(), 0, ("train", range(120)))
 
 
 def test_following_the_dashes_solves_every_picture(pictures: list[Document]):

@@ -9,15 +9,13 @@ from data_pipeline import packing as module
 from data_pipeline.corpus import Corpora
 from data_pipeline.loader import TrainingBatches
 from data_pipeline.order import Share
-from data_pipeline.packing import packing, packing_table
+from data_pipeline.packing import pack, packing_table
 from megakernel.config.tree import Config
 
 
 def test_documents_in_sequences_are_counted():
     # Laid in this order: 0-2 | 3-9 | 10-13 | 14 15, in sequences of 5: 0-4 | 5-9 | 10-14, and token 15 left over.
-    found = packing(
-        "data/x", np.array([7, 3, 2, 4], np.int32), np.array([1, 0, 3, 2], np.int32), 5, sequences=3
-    )
+    found = pack("data/x", np.array([7, 3, 2, 4], np.int32), np.array([1, 0, 3, 2], np.int32), 5, sequences=3)
     assert (found.documents, found.tokens) == (4, 16)
     assert found.whole == 2, "the first and the third"
     assert found.parts == 2 + 1 + 2
@@ -38,7 +36,7 @@ def test_any_corpus_is_counted_as_by_hand(seq_len: int, chunk: int, monkeypatch:
     behind = set(owner[count * seq_len :])
     places = {document: sum(document in row for row in [*rows, behind]) for document in order}
     whole = {document for document in order if places[document] == 1 and document not in behind}
-    found = packing("data/x", np.array(lengths, np.int32), np.array(order, np.int32), seq_len, count)
+    found = pack("data/x", np.array(lengths, np.int32), np.array(order, np.int32), seq_len, count)
     assert found.whole == len(whole)
     assert found.parts == sum(map(len, rows))
     assert found.cut_tokens == sum(lengths[document] for document in order if document not in whole)

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from data_pipeline import tokenizers
 from data_pipeline.manifest import Manifest
-from data_pipeline.prepare import PrepareRequest, appearing_whole, prepare
+from data_pipeline.prepare import PrepareRequest, atomic_folder, prepare
 from launch import prepare as command
 from launch.cli import main
 from tests.disk import files_of_at_most
@@ -158,7 +158,7 @@ def test_a_folder_of_something_else_is_never_replaced(source: Path, tmp_path: Pa
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "final.tex").write_text("years of work")
     with pytest.raises(
-        ValueError, match=r"--out .*thesis exists and is no prepared folder; choose another --out"
+        ValueError, match=r"--out .*thesis exists and is not a prepared folder; choose another --out"
     ):
         run("--source", source, "--tokenizer", "byte", "--out", tmp_path / "thesis", "--overwrite")
     assert (tmp_path / "thesis" / "final.tex").read_text() == "years of work"
@@ -258,7 +258,8 @@ def test_a_killed_prepare_leaves_no_processes_and_the_next_one_names_its_folder(
     options = ["--tokenizer", "byte", "--validation-fraction", 0, "--out", tmp_path / "data" / "out"]
     assert run("--source", source, *options) == 0
     assert (
-        f"{left} is of another `megakernel prepare`; delete it if none is running" in capsys.readouterr().err
+        f"{left} belongs to another `megakernel prepare`; delete it if none is running"
+        in capsys.readouterr().err
     )
 
 
@@ -275,7 +276,7 @@ def test_a_worker_that_is_killed_is_named_with_the_remedy(tmp_path: Path):
     workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(workers[-1]), signal.SIGKILL)
     _, said = process.communicate()
-    remedy = b"most likely for want of memory; set fewer, or give shorter documents"
+    remedy = b"most likely out of memory; set fewer, or give shorter documents"
     assert b"one of --workers 2 was killed, " + remedy in said
     assert list((tmp_path / "data").iterdir()) == []
 
@@ -284,7 +285,7 @@ def test_what_another_process_makes_meanwhile_is_kept(tmp_path: Path):
     out = tmp_path / "out"
 
     def write(text: str, meanwhile: Callable[[], None]) -> None:
-        with appearing_whole(out) as folder:
+        with atomic_folder(out) as folder:
             (folder / "a").write_text(text)
             meanwhile()  # of the same process id, as in another container
 

@@ -32,8 +32,8 @@ def recall(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def answers() -> dict[str, tuple[tuple[int, int], ...]]:
     """Text -> its answers."""
-    source = TaskSource.named(SPEC)
-    source.encoded_by(ByteTokenizer())
+    source = TaskSource.from_spec(SPEC)
+    source.set_tokenizer(ByteTokenizer())
     documents = islice(source, 90)
     return {document.texts[0]: document.answers or () for document in documents}
 
@@ -97,7 +97,7 @@ def test_text_beside_tasks_counts_as_a_whole(recall: Path, corpus: Path, configu
 def test_answers_that_no_corpus_knows_of_are_refused(corpus: Path, configure: Configure):
     config = configure(corpus, **ANSWERS)
     with pytest.raises(
-        ValueError, match=r"data\.scored=answers: data\.train=.* knows of no answers; prepare it"
+        ValueError, match=r"data\.scored=answers: data\.train=.* records no answers; prepare it"
     ):
         TrainingBatches(config, Corpora(config.data), Share())
 
@@ -123,7 +123,7 @@ def test_a_missing_file_of_answers_is_named(recall: Path, configure: Configure, 
     ("request_", "explanation"),
     [
         ({"source": [f"task:{SPEC}"]}, "has no end; say how many with --max-documents N"),
-        ({"source": ["task:recal"], "max_documents": 2}, "--source task: recal is no task; choose "),
+        ({"source": ["task:recal"], "max_documents": 2}, "--source task: recal is not a task; choose "),
         (
             {"source": ["task:passkey:filler=validation"], "max_documents": 2},
             "give filler=sentences or a text",

@@ -70,7 +70,8 @@ def test_any_slice_of_a_row_is_that_slice(samples: CorpusSamples):
             cp_shard = samples.read(row, start, end)
             assert torch.equal(cp_shard.tokens, whole[start:end])
             begun = [max((at + 1 for at in starts if at < place), default=0) for place in range(start, end)]
-            assert cp_shard.places.tolist() == [place - of for place, of in zip(range(start, end), begun)]
+            expected = [place - of for place, of in zip(range(start, end), begun)]
+            assert cp_shard.doc_positions.tolist() == expected
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])

@@ -6,14 +6,14 @@ from itertools import accumulate
 import pytest
 
 from data_pipeline.document import Document
-from data_pipeline.generated import made
+from data_pipeline.generated import generate_examples
 from data_pipeline.prepare import open_source
 from data_pipeline.sparsity import Sparsity
 
 
 @pytest.fixture(scope="module", params=[0.1, 0.5, 0.9])
 def rows(request: pytest.FixtureRequest) -> tuple[float, list[Document]]:
-    return request.param, made(Sparsity(p=request.param), 5, ("train", range(180)))
+    return request.param, generate_examples(Sparsity(p=request.param), 5, ("train", range(180)))
 
 
 def pairs(document: Document) -> list[tuple[int, int]]:

@@ -9,10 +9,10 @@ import pytest
 
 from data_pipeline import tokenizers
 from data_pipeline.encoding import encode_answered
-from data_pipeline.spec import kind_of, make, split
+from data_pipeline.spec import build, find_class, split_spec
 from data_pipeline.synthetic import EVALUATION, TASKS, TRAINING, Example
 from data_pipeline.synthetic.filler import SENTENCES, Passages, sentences
-from data_pipeline.synthetic.source import TaskSource, counter
+from data_pipeline.synthetic.source import TaskSource, token_counter
 
 OPTIONS = {
     "needle": "needle:needles=3",
@@ -25,8 +25,8 @@ OPTIONS = {
 
 
 def task(spec: str):
-    name, texts = split(spec, "--task")
-    return make(kind_of(name, TASKS, "--task"), name, texts, "--task")
+    name, texts = split_spec(spec, "--task")
+    return build(find_class(name, TASKS, "--task"), name, texts, "--task")
 
 
 def example(made, index: int, stream: int = TRAINING, filler=sentences) -> Example:
@@ -156,7 +156,7 @@ def test_a_length_is_counted_in_the_tokens_of_any_tokenizer(spec: str):
     tokenizer = tokenizers.train_bpe(iter(SENTENCES), 300)
     made = task(spec)
     for index in range(5):
-        found = made.example(TRAINING, index, sentences, counter(tokenizer))
+        found = made.example(TRAINING, index, sentences, token_counter(tokenizer))
         encoded = encode_answered(tokenizer, found.text, found.answers)
         assert 0.9 * made.length < len(encoded.tokens) < made.length
         assert [tokenizer.decode(encoded.tokens[a:b]) for a, b in encoded.answers] == answers(found)
@@ -165,11 +165,11 @@ def test_a_length_is_counted_in_the_tokens_of_any_tokenizer(spec: str):
 
 
 def test_fewer_tokens_than_characters_are_enough_for_a_tokenizer_of_words():
-    documents = islice(TaskSource.named("passkey:length=64"), 50)  # no tokenizer is known yet
+    documents = islice(TaskSource.from_spec("passkey:length=64"), 50)  # no tokenizer is known yet
     tokenizer = tokenizers.train_bpe((document.texts[0] for document in documents), 600)
-    found = task("passkey:length=64").example(TRAINING, 0, sentences, counter(tokenizer))
+    found = task("passkey:length=64").example(TRAINING, 0, sentences, token_counter(tokenizer))
     assert len(found.text) > 160  # with some filler
-    assert 55 < counter(tokenizer)(found) < 64
+    assert 55 < token_counter(tokenizer)(found) < 64
 
 
 def test_what_a_tokenizer_takes_for_one_word_does_not_grow_without_end():
@@ -180,7 +180,7 @@ def test_what_a_tokenizer_takes_for_one_word_does_not_grow_without_end():
 
 @pytest.mark.parametrize("spec", ["mqar:pairs=8,length=32", "passkey:length=100"])
 def test_a_length_without_room_is_refused_with_one_that_has_it(spec: str):
-    count = counter(tokenizers.ByteTokenizer())
+    count = token_counter(tokenizers.ByteTokenizer())
     with pytest.raises(ValueError, match="has no room for an example of these options") as raised:
         task(spec).example(TRAINING, 0, sentences, count)
     enough = int(str(raised.value).split("set length=")[1].split()[0])
@@ -191,9 +191,9 @@ def test_a_length_without_room_is_refused_with_one_that_has_it(spec: str):
 @pytest.mark.parametrize(
     ("spec", "explanation"),
     [
-        ("passkeys", "--task passkeys is no task; choose passkey, "),
+        ("passkeys", "--task passkeys is not a task; choose passkey, "),
         ("mqar:pairz=3", "--task mqar:pairz=3: mqar has no option pairz; choose pairs, "),
-        ("mqar:pairs", "'pairs' is no key=value; write mqar:key=value,key=value"),
+        ("mqar:pairs", "'pairs' is not key=value; write mqar:key=value,key=value"),
         ("mqar:pairs=3,pairs=4", "pairs is written twice"),
         ("mqar:pairs=many", "--task mqar.pairs=many "),
         ("mqar:pairs=30", "--task mqar.pairs=30 exceeds the 26 keys of key_length=1; set key_length=2"),

@@ -13,7 +13,7 @@ from data_pipeline.tokenizers import ByteTokenizer
 from megakernel.evaluation.answer_counts import AnswerCounts, Cell, heat_map
 from megakernel.evaluation.perplexity import predict
 from megakernel.evaluation.run import parse
-from megakernel.evaluation.subject import Subject
+from megakernel.evaluation.subject import LoadedRun
 from tests.unit.config import trees
 
 PADDED = 320
@@ -45,7 +45,7 @@ def subject(model, kind="causal_lm"):
     training = {"seq_len": 128, "micro_batch_size": 4}
     config = trees.config(model={"kind": kind, "attention": "softmax"}, training=training)
     run = SimpleNamespace(config=config, checkpoint=SimpleNamespace(step=5))
-    return Subject(Path("runs/x"), run, config, ByteTokenizer(), None, model, torch.device("cpu"))
+    return LoadedRun(Path("runs/x"), run, config, ByteTokenizer(), None, model, torch.device("cpu"))
 
 
 def measured(spec: str, model, samples: int = 8) -> AnswerCounts:
@@ -100,8 +100,8 @@ def test_the_likeliest_id_is_one_of_the_tokenizer():
 
 def test_counts_of_examples_add_up():
     right = torch.tensor([True, True, False, True])
-    cell = Cell(16, None).plus(np.array([0, 2]), torch.tensor([0.0, 1.0, 2.0, 3.0]), right)
-    cell = cell.plus(np.array([0]), torch.tensor([2.0]), torch.tensor([True]))
+    cell = Cell(16, None).with_example(np.array([0, 2]), torch.tensor([0.0, 1.0, 2.0, 3.0]), right)
+    cell = cell.with_example(np.array([0]), torch.tensor([2.0]), torch.tensor([True]))
     assert (cell.examples, cell.answers, cell.right, cell.tokens, cell.right_tokens) == (2, 3, 2, 5, 4)
     assert cell.loss == pytest.approx(8 / 5)
 
@@ -117,12 +117,12 @@ def test_a_heat_map_is_a_plots_of_every_length_and_depth():
 @pytest.mark.parametrize(
     ("specs", "how", "explanation"),
     [
-        (["pass"], {}, "--task pass is no task; choose passkey"),
+        (["pass"], {}, "--task pass is not a task; choose passkey"),
         (["lm:strid=3"], {}, "--task lm:strid=3: lm has no option strid; choose stride"),
         (["lm:far=near"], {}, "--task lm.far=near is none of the choices; choose shuffled"),
         (["mqar:samples=some"], {}, "--task mqar:samples=some is no whole number"),
-        (["mqar"], {"seq_len": 64}, "--seq-len 64 is of lm alone; write --task mqar:length=64"),
-        (["mqar"], {"draws": 2}, "--draws 2 is of lm alone"),
+        (["mqar"], {"seq_len": 64}, "--seq-len 64 applies only to lm; write --task mqar:length=64"),
+        (["mqar"], {"draws": 2}, "--draws 2 applies only to lm"),
     ],
 )
 def test_what_is_no_task_is_refused(specs, how, explanation):
@@ -136,9 +136,9 @@ def test_what_is_no_task_is_refused(specs, how, explanation):
         ("mqar", "--task mqar: model.kind=masked_lm of runs/x continues no text; give a run of a causal_lm"),
         (
             "lm:stride=8",
-            "--task lm:stride=8: stride=8 is of a causal_lm, runs/x is a masked_lm; leave it out",
+            "--task lm:stride=8: stride=8 needs a causal_lm, runs/x is a masked_lm; leave it out",
         ),
-        ("lm:far=shuffled", "far=shuffled is of a causal_lm, runs/x is a masked_lm; leave it out"),
+        ("lm:far=shuffled", "far=shuffled needs a causal_lm, runs/x is a masked_lm; leave it out"),
     ],
 )
 def test_an_encoder_continues_no_text(spec, explanation):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from data_pipeline.batch import Batch
-from megakernel.evaluation.perplexity import measure
+from megakernel.evaluation.perplexity import loss_by_position
 
 
 class LossIsPosition:
@@ -21,7 +21,7 @@ def batch(positions, counted=None):
 
 
 def measured(*batches):
-    return measure(LossIsPosition(), batches, torch.device("cpu"), lambda done, total: None)
+    return loss_by_position(LossIsPosition(), batches, torch.device("cpu"), lambda done, total: None)
 
 
 def test_buckets_double_and_the_last_ends_where_the_samples_do():
@@ -52,5 +52,7 @@ def test_a_bucket_without_predictions_is_left_out():
 
 def test_progress_ends_with_all_passes_done():
     steps = []
-    measure(LossIsPosition(), [batch([[0]])] * 3, torch.device("cpu"), lambda *step: steps.append(step))
+    loss_by_position(
+        LossIsPosition(), [batch([[0]])] * 3, torch.device("cpu"), lambda *step: steps.append(step)
+    )
     assert steps == [(1, 3), (2, 3), (3, 3)]

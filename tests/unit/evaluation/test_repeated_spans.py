@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megakernel.evaluation.repeated_spans import BEGINNING, measure_repeated, random_spans
+from megakernel.evaluation.repeated_spans import UNSCORED, measure_repeated, random_spans
 from tests.unit.evaluation.test_answers import subject
 
 VOCABULARY = 257
@@ -47,7 +47,7 @@ def test_both_readings_score_the_same_tokens():
     seen = []
     model.logits = lambda hidden: seen.append(hidden.shape[0]) or hidden.transpose(0, 1)
     measure_repeated(subject(model), torch.stack([torch.randperm(VOCABULARY)[:SPAN]]), 1, lambda *_: None)
-    assert sum(seen) == 2 * (SPAN - 1 - BEGINNING)
+    assert sum(seen) == 2 * (SPAN - 1 - UNSCORED)
 
 
 def test_random_spans_are_the_same_for_every_run():

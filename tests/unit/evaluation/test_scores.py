@@ -5,18 +5,18 @@ import math
 import pytest
 import torch
 
-from megakernel.evaluation.classification import Predictions
+from megakernel.evaluation.classification import ExamplePredictions
 
 
-def classes(labels: list[int], predicted: list[int], count: int) -> Predictions:
+def classes(labels: list[int], predicted: list[int], count: int) -> ExamplePredictions:
     """Each predicted with probability 0.9."""
     outputs = torch.full((len(labels), count), 0.1 / (count - 1))
     outputs[range(len(labels)), predicted] = 0.9
-    return Predictions(torch.tensor(labels), outputs.log())
+    return ExamplePredictions(torch.tensor(labels), outputs.log())
 
 
-def numbers(labels: list[float], predicted: list[float]) -> Predictions:
-    return Predictions(torch.tensor(labels), torch.tensor(predicted)[:, None])
+def numbers(labels: list[float], predicted: list[float]) -> ExamplePredictions:
+    return ExamplePredictions(torch.tensor(labels), torch.tensor(predicted)[:, None])
 
 
 def test_two_classes_have_accuracy_matthews_and_f1():

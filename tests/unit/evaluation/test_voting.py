@@ -9,7 +9,7 @@ from megakernel.attention import build, redraw
 from megakernel.attention.noise import Noise
 from megakernel.config import PRESETS, Attention, expand_preset
 from megakernel.evaluation.classification import predict_examples
-from megakernel.evaluation.perplexity import measure
+from megakernel.evaluation.perplexity import loss_by_position
 from megakernel.evaluation.voting import mean_over_draws
 
 
@@ -91,7 +91,7 @@ class Batches(list):
 @pytest.mark.parametrize(("draws", "probability"), [(None, 0.9), (1, 0.5), (3, (0.5 + 0.1 + 0.3) / 3)])
 def test_the_vote_of_a_language_model_is_the_mean_probability_of_each_token(draws, probability):
     batches = Batches(torch.zeros(3, 1, dtype=torch.int64))
-    [bucket] = measure(Guess().eval(), batches, torch.device("cpu"), lambda *_: None, draws)
+    [bucket] = loss_by_position(Guess().eval(), batches, torch.device("cpu"), lambda *_: None, draws)
     assert bucket.tokens == 2
     assert bucket.loss == pytest.approx(-math.log(probability))
 

@@ -41,7 +41,7 @@ def decoder(model, lengths):
         if whole.states is None:
             whole = one
         else:
-            whole.join(one)
+            whole.append(one)
     return whole
 
 

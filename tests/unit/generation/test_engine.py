@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from data_pipeline.tokenizers import ByteTokenizer
-from megakernel.generation import Engine, Request, Sampling
+from megakernel.generation import GenerationEngine, Sampling, TextRequest
 from tests.unit.generation.small_models import BLOCKS, FLURKA, MIXED, build
 
 TOKENIZER = ByteTokenizer()
@@ -14,7 +14,7 @@ LENGTHS = (3, 700, 40, 1, 90, 17)
 
 
 def engine(model, **options):
-    return Engine(model, TOKENIZER, isolate_documents=True, **options)
+    return GenerationEngine(model, TOKENIZER, isolate_documents=True, **options)
 
 
 def prompt(length):
@@ -24,7 +24,9 @@ def prompt(length):
 def requests(**options):
     """One for each of LENGTHS, no two alike."""
     return [
-        Request(prompt(length), 5 + 3 * place, Sampling(0.7 + place / 10), seed=place, ends=ENDS, **options)
+        TextRequest(
+            prompt(length), 5 + 3 * place, Sampling(0.7 + place / 10), seed=place, ends=ENDS, **options
+        )
         for place, length in enumerate(LENGTHS)
     ]
 
@@ -59,7 +61,7 @@ def test_texts_do_not_depend_on_those_beside_them(parts):
 
 def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one():
     together = engine(build(vocab_size=257, attention=FLURKA))
-    long, short = (together.add(Request(prompt(length), 3, ends=ENDS)) for length in (3000, 9))
+    long, short = (together.add(TextRequest(prompt(length), 3, ends=ENDS)) for length in (3000, 9))
     while not short.new_tokens:
         together.step()
     assert len(long.unread) > 1000
@@ -83,14 +85,14 @@ def test_a_text_that_is_removed_leaves_nothing_and_disturbs_no_other():
 def test_a_text_goes_on_from_where_another_ended():
     model = build(vocab_size=257, attention_pattern=MIXED, num_layers=4)
     likely = {"sampling": Sampling(temperature=0, repetition_penalty=1.5), "ends": ENDS}
-    whole = continued(engine(model), [Request(prompt(30), 20, **likely)])[0]
+    whole = continued(engine(model), [TextRequest(prompt(30), 20, **likely)])[0]
     assert len(set(whole[12:])) > 4, "the penalty makes tokens differ"
     one = engine(model)
-    first = one.add(Request(prompt(30), 12, **likely, keeps_state=True))
+    first = one.add(TextRequest(prompt(30), 12, **likely, keeps_state=True))
     while first.finish is None:
         one.step()
-    assert first.behind.tokens == 42
-    second = Request([], 8, **likely, behind=first.behind)
+    assert first.final_state.tokens == 42
+    second = TextRequest([], 8, **likely, previous=first.final_state)
     assert continued(one, [second]) == [whole[12:]]
     assert continued(one, [second, second]) == [whole[12:]] * 2, "a state can be gone on from again"
 
@@ -108,7 +110,7 @@ class Counted(list):
 def test_the_repetition_penalty_goes_through_a_prompt_no_more_often_for_more_tokens():
     one = engine(build(vocab_size=257, attention=FLURKA))
     tokens = Counted(prompt(30))
-    text = one.add(Request(tokens, 5, Sampling(repetition_penalty=1.5)))
+    text = one.add(TextRequest(tokens, 5, Sampling(repetition_penalty=1.5)))
     begun = tokens.times
     while text.finish is None:
         one.step()
@@ -122,38 +124,38 @@ def text_of(model, request):
 
 def test_a_stop_string_ends_the_text_before_it():
     model = build(vocab_size=257, attention=FLURKA)
-    request = Request(prompt(20), 40, Sampling(), ends=ENDS)
+    request = TextRequest(prompt(20), 40, Sampling(), ends=ENDS)
     whole = text_of(model, request)
     stop = whole[7:10]
     at = whole.index(stop)
-    stopped = Request(prompt(20), 40, Sampling(), ends=ENDS, stop=("never there", stop))
+    stopped = TextRequest(prompt(20), 40, Sampling(), ends=ENDS, stop=("never there", stop))
     assert text_of(model, stopped) == whole[:at]
-    longer = Request(prompt(20), 40, Sampling(), ends=ENDS, stop=(whole[-4:] + "more",))
+    longer = TextRequest(prompt(20), 40, Sampling(), ends=ENDS, stop=(whole[-4:] + "more",))
     assert text_of(model, longer) == whole, "what only began like a stop string comes in the end"
 
 
 def test_any_of_several_tokens_ends_a_text():
     model = build(vocab_size=257, attention=FLURKA)
-    tokens = continued(engine(model), [Request(prompt(20), 12)])[0]
+    tokens = continued(engine(model), [TextRequest(prompt(20), 12)])[0]
     first, second = tokens[4], tokens[6]
-    early = Request(prompt(20), 12, ends=ENDS | {first, second})
+    early = TextRequest(prompt(20), 12, ends=ENDS | {first, second})
     assert continued(engine(model), [early]) == [tokens[: min(map(tokens.index, (first, second)))]]
 
 
 def test_log_probabilities_are_those_of_the_model():
     model = build(vocab_size=257, attention=FLURKA)
-    request = Request(prompt(9), 3, Sampling(0.5, top_k=4), logprobs=2, ends=ENDS)
+    request = TextRequest(prompt(9), 3, Sampling(0.5, top_k=4), logprobs=2, ends=ENDS)
     steps = [step for _, step in engine(model).run([request])]
     read = engine(model).new_decoder()
     for step, tokens in zip(steps, ([prompt(9)], [[steps[0].chosen.token]], [[steps[1].chosen.token]])):
         logs = read.read(tokens)[0, :257].log_softmax(-1)
         assert step.chosen.logprob == pytest.approx(float(logs[step.chosen.token]), abs=1e-4)
-        assert [token for token, _ in step.chosen.likeliest] == logs.topk(2).indices.tolist()
+        assert [token for token, _ in step.chosen.top_tokens] == logs.topk(2).indices.tolist()
 
 
 def test_samples_of_one_seed_differ_and_are_always_the_same():
     model = build(vocab_size=257, attention=FLURKA)
-    samples = [Request(prompt(9), 8, sample=sample) for sample in range(3)]
+    samples = [TextRequest(prompt(9), 8, sample=sample) for sample in range(3)]
     found = continued(engine(model), samples)
     assert found == continued(engine(model), samples)
     assert len(set(map(tuple, found))) == 3

@@ -29,9 +29,9 @@ from datetime import timedelta
 import torch
 from torch import distributed
 
-from megakernel.parallel.rendezvous import meet
+from megakernel.parallel.rendezvous import connect_store
 
-store = meet(place, timedelta(seconds=60))
+store = connect_store(place, timedelta(seconds=60))
 distributed.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)
 def largest(number):
     numbers = torch.tensor([number])
@@ -93,10 +93,10 @@ sys.exit({0: 0, signal.SIGTERM: 143, signal.SIGHUP: 143}.get(asked, 85))
 BEGIN = """
 import fcntl, os, signal, sys
 
-from launch.environment import joined
+from launch.environment import launched_process
 
 how, folder = sys.argv[1:]
-place = joined()
+place = launched_process()
 """
 
 LAUNCH = """
@@ -106,7 +106,7 @@ from launch.local import run_ranks
 
 folder, how, nproc, leave = sys.argv[1:]
 command = [sys.executable, f"{folder}/rank.py", how, folder]
-sys.exit(run_ranks(command, int(nproc), Path(folder, "logs"), grace_seconds=0.5, leave_seconds=float(leave)))
+sys.exit(run_ranks(command, int(nproc), Path(folder, "logs"), grace_seconds=0.5, straggler_seconds=float(leave)))
 """
 
 
@@ -136,14 +136,14 @@ class Launch:
         folder: Path,
         how: str,
         nproc: int = 2,
-        leave_seconds: float = 60.0,
+        straggler_seconds: float = 60.0,
         agree: str = MEETING,
         **env: str,
     ):
         self.folder = folder
         (folder / "rank.py").write_text(BEGIN + agree + RANK)
         self.meeting = Meeting(nproc)
-        arguments = [folder, how, nproc, leave_seconds]
+        arguments = [folder, how, nproc, straggler_seconds]
         self.process = subprocess.Popen(
             [sys.executable, "-c", LAUNCH, *map(str, arguments)],
             cwd=REPOSITORY,

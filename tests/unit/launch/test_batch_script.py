@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.slurm.refusals import explained
+from launch.slurm.refusals import explain_refusal
 from launch.slurm.script import REPOSITORY, Script
 from launch.slurm.submission import ScriptExecutor
 from launch.slurm_programs import foreign_variables
@@ -193,6 +193,6 @@ def test_a_limit_of_an_account_is_not_taken_for_the_time_limit():
         "sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed: Job violates "
         "accounting/QOS policy (job submit limit, user's size and/or time limits)"
     )
-    line = explained(said, Cluster(time=10, qos="short"), {})
+    line = explain_refusal(said, Cluster(time=10, qos="short"), {})
     assert line.startswith("qos=short: Slurm refuses the job (QOSMaxSubmitJobPerUserLimit; ")
     assert "sacctmgr show qos" in line

@@ -77,7 +77,10 @@ def test_config_prints_a_tree_that_loads_to_the_same(tmp_path, capsys):
 def test_config_explains_keys_by_their_docstrings(tmp_path, capsys):
     path = str(trees.file(tmp_path))
     assert main(["config", path, "--explain", "training.steps"]) == 0
-    assert capsys.readouterr().out == "training.steps: 100\n    Optimizer steps of the whole run.\n"
+    assert (
+        capsys.readouterr().out
+        == "training.steps: 100\n    Optimizer steps of the whole run. Raise it to continue a finished run.\n"
+    )
     assert main(["config", path, "--explain", "training.step"]) == ExitStatus.USAGE
 
 
@@ -103,7 +106,7 @@ def test_problems_of_a_configuration_are_lines_and_no_traceback(tmp_path, capsys
     [
         (["--nproc", "3"], "training.global_batch_size=8 is not a multiple"),
         (["--nproc", "3", "parallel.tensor=2"], "processes=3 is not a multiple"),
-        (["--nproc", "0"], "--nproc 0 cannot be"),
+        (["--nproc", "0"], "--nproc 0 is not possible"),
         (
             ["parallel.pipeline=2", "--nproc", "4", "parallel.zero_stage=3"],
             "parallel.zero_stage=3 with pipeline=2",

@@ -1,6 +1,6 @@
 import pytest
 
-from launch.environment import joined
+from launch.environment import launched_process
 from megakernel.config import UserError
 from megakernel.parallel.processes import ProcessEnvironment
 
@@ -28,25 +28,25 @@ SRUN = {
 
 
 def test_a_process_started_alone_joins_nothing():
-    assert joined({}) is None
+    assert launched_process({}) is None
 
 
 def test_torchrun_says_where_a_process_stands():
-    assert joined(TORCHRUN) == ProcessEnvironment(5, 8, 1, 4, "node7", 1234)
+    assert launched_process(TORCHRUN) == ProcessEnvironment(5, 8, 1, 4, "node7", 1234)
 
 
 def test_what_a_launcher_hands_on_is_what_its_rank_finds():
     process = ProcessEnvironment(2, 3, 2, 3, "here", 99)
-    assert joined(process.variables()) == process
+    assert launched_process(process.variables()) == process
 
 
 def test_half_of_torchruns_variables_is_refused():
     with pytest.raises(UserError, match="MASTER_ADDR is not"):
-        joined({key: value for key, value in TORCHRUN.items() if key != "MASTER_ADDR"})
+        launched_process({key: value for key, value in TORCHRUN.items() if key != "MASTER_ADDR"})
 
 
 def test_srun_says_where_a_process_stands():
-    process = joined({**SRUN, "MASTER_ADDR": "10.0.0.1"})
+    process = launched_process({**SRUN, "MASTER_ADDR": "10.0.0.1"})
     assert process is not None
     assert (process.rank, process.world_size, process.local_rank, process.local_world_size) == (3, 4, 1, 2)
     assert process.master_address == "10.0.0.1"
@@ -57,7 +57,8 @@ def test_all_tasks_of_a_step_meet_at_one_port_and_two_steps_at_two():
     ports = [
         process.master_port
         for changes in ({}, {"SLURM_PROCID": "0"}, {"SLURM_STEP_ID": "1"}, {"SLURM_JOB_ID": "4322"})
-        if (process := joined({**one_node, **changes})) is not None and process.master_address == "127.0.0.1"
+        if (process := launched_process({**one_node, **changes})) is not None
+        and process.master_address == "127.0.0.1"
     ]
     assert len(ports) == 4
     assert ports[0] == ports[1]
@@ -70,7 +71,9 @@ def test_all_tasks_of_a_step_meet_at_one_port_and_two_steps_at_two():
 )
 def test_slurms_task_counts_are_read_per_node(counts, expected):
     environments = [
-        joined({**SRUN, "MASTER_ADDR": "n1", "SLURM_STEP_TASKS_PER_NODE": counts, "SLURM_NODEID": str(node)})
+        launched_process(
+            {**SRUN, "MASTER_ADDR": "n1", "SLURM_STEP_TASKS_PER_NODE": counts, "SLURM_NODEID": str(node)}
+        )
         for node in range(len(expected))
     ]
     assert [process.local_world_size for process in environments if process is not None] == expected
@@ -78,14 +81,14 @@ def test_slurms_task_counts_are_read_per_node(counts, expected):
 
 def test_a_batch_script_starts_its_own_processes():
     batch = {key: value for key, value in SRUN.items() if "STEP" not in key}
-    assert joined({**batch, "SLURM_PROCID": "0"}) is None
+    assert launched_process({**batch, "SLURM_PROCID": "0"}) is None
 
 
 def test_an_interactive_shell_of_one_task_starts_its_own_processes():
-    assert joined({**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) is None
+    assert launched_process({**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) is None
 
 
 def test_a_node_that_slurm_cannot_resolve_is_refused_with_a_way_out(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))  # a machine without scontrol
     with pytest.raises(UserError, match="export MASTER_ADDR"):
-        joined(SRUN)
+        launched_process(SRUN)

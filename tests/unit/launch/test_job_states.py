@@ -7,7 +7,7 @@ import pytest
 
 from launch.arguments import NotFound
 from launch.slurm.job_folder import Job, JobFolder, find_runs
-from launch.slurm.states import states_of
+from launch.slurm.states import job_states
 from megakernel.training import events
 
 
@@ -34,7 +34,7 @@ def run_with(folder, *happened):
     ],
 )
 def test_the_last_event_of_a_job_is_its_state(happened, state, tmp_path):
-    (found,) = states_of(run_with(tmp_path, *happened)).values()
+    (found,) = job_states(run_with(tmp_path, *happened)).values()
     assert found.state == state
     assert not found.is_live
 

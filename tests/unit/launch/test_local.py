@@ -82,9 +82,9 @@ def test_a_rank_that_is_killed_is_named_with_the_signal(tmp_path):
 
 
 def test_ranks_that_do_not_follow_one_that_left_are_ended(tmp_path):
-    status, _, err = Launch(tmp_path, "hang", leave_seconds=0.5).finish()
+    status, _, err = Launch(tmp_path, "hang", straggler_seconds=0.5).finish()
     assert status == 1
-    assert "rank 1 still runs 0.5 s after rank 0 has left" in err
+    assert "rank 1 still runs 0.5 s after rank 0 exited" in err
 
 
 @pytest.mark.parametrize(
@@ -125,12 +125,12 @@ import os, sys
 from pathlib import Path
 from launch import local
 from launch.local import run_ranks
-from launch.messages import make_courtesies
+from launch.messages import ignore_write_errors
 
-local._PATIENCE_SECONDS = 0.2
-make_courtesies("stderr")
+local._OUTPUT_TIMEOUT = 0.2
+ignore_write_errors("stderr")
 if sys.argv[2] == "rank":
-    make_courtesies("stdout")
+    ignore_write_errors("stdout")
     print("x" * 200_000)
     print("the last line", file=sys.stderr)
     Path(sys.argv[1], "rank_0.log").write_text("the last line\\n")

@@ -61,7 +61,7 @@ def test_a_run_says_how_far_it_is(run):
     write(run, **LOGGED)
     beat(run, slowest={"rank": 3, "host": "n2", "straggle": 1.5})
     known = RunProgress.read(run)
-    assert (known.state, known.step, known.of_all, known.loss, known.mfu) == (
+    assert (known.state, known.step, known.step_of_steps, known.loss, known.mfu) == (
         "RUNNING",
         40,
         "40/100",
@@ -170,8 +170,8 @@ def test_of_submitted_runs_slurm_has_the_word_and_without_it_the_folder(run, cap
 @pytest.mark.parametrize(
     ("happened", "why"),
     [
-        (("submitted",), "without a word"),
-        (("started", "ended", "requeued"), "without a word"),
+        (("submitted",), "without recording why"),
+        (("started", "ended", "requeued"), "without recording why"),
         (("started", "ended", "not requeued"), "stopped"),
     ],
 )
@@ -183,7 +183,7 @@ def test_of_a_start_that_says_nothing_the_batch_scripts_log_is_named(run, happen
     (run / "logs/7.log").touch()
     said = status_of(JobFolder(run), {"7": JobState("7", "FAILED")}).why
     assert why in said
-    assert (f"{run}/logs/7.log" in said) == (why == "without a word")
+    assert (f"{run}/logs/7.log" in said) == (why == "without recording why")
 
 
 FROM_OUTSIDE = "[/__w/pair.cc:144] [bold]closed[/bold] by :smile: peer"
@@ -213,8 +213,12 @@ def test_text_from_outside_is_shown_as_it_is(run, capsys, monkeypatch, command):
 @pytest.mark.parametrize(
     ("file", "content", "why"),
     [
-        ("metrics.jsonl", "\xff\x00\n\xff\n", "no line of its end is one of metrics"),
-        ("metrics.jsonl", '3\n[1]\n{"step": "x", "train/loss": {}, "train/tokens": 1e999}\n', "no line"),
+        ("metrics.jsonl", "\xff\x00\n\xff\n", "none of its last lines has metrics"),
+        (
+            "metrics.jsonl",
+            '3\n[1]\n{"step": "x", "train/loss": {}, "train/tokens": 1e999}\n',
+            "none of its last lines",
+        ),
         ("metrics.jsonl", None, "metrics.jsonl cannot be read (Is a directory)"),
         ("config.yaml", "run: [", "config.yaml cannot be read ("),
         ("config.yaml", "training: {steps: 3}", "config.yaml cannot be read ("),
@@ -252,8 +256,8 @@ def test_one_run_that_cannot_be_read_hides_no_other(run, capsys, monkeypatch, co
     ("typed", "status", "said"),
     [
         (["nosuch"], 3, "nosuch is no run; runs: first"),
-        (["--every", "0"], 2, "--every 0.0 is no time"),
-        (["--port", "99999"], 2, "--port 99999 is none"),
+        (["--every", "0"], 2, "--every 0.0 is not positive"),
+        (["--port", "99999"], 2, "--port 99999 is no port"),
         (["--root", "nowhere"], 3, "nowhere does not exist"),
     ],
 )

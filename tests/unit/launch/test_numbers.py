@@ -49,9 +49,9 @@ def test_the_walk_meets_the_numbers_of_every_command():
 @pytest.mark.parametrize(
     ("typed", "line"),
     [
-        (["monitor", "--every", "nan"], "argument --every: nan cannot be; give a finite number of at most 86,400"),
-        (["submit", "x", "--chain", "1000000"], "argument --chain: 1000000 cannot be; give an integer of at least 1"),
-        (["plan", "x", "--network", "nan"], "argument --network: nan cannot be; give a finite number of at most"),
+        (["monitor", "--every", "nan"], "--every: nan is out of range; give a finite number of at most 86,400"),
+        (["submit", "x", "--chain", "1000000"], "--chain: 1000000 is out of range; give an integer of at least 1"),
+        (["plan", "x", "--network", "nan"], "argument --network: nan is out of range; give a finite number of at most"),
         (["generate", "x", "--prompt", "", "--seed", "1e24"], "argument --seed: 1e24 is not an integer; give"),
         (["generate", "x", "--prompt", "", "--seed", "1" + "0" * 24], "is beyond 64 bits; give an integer"),
     ],

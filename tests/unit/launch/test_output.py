@@ -33,7 +33,7 @@ def test_a_reader_who_has_seen_enough_is_no_error(command, monkeypatch, capsys):
     os.close(reader)
     with open(writer, "w") as nobody:
         monkeypatch.setattr(sys, "stdout", nobody)
-        assert main(PRINTING[command]) == ExitStatus.NOBODY_READS
+        assert main(PRINTING[command]) == ExitStatus.BROKEN_PIPE
         monkeypatch.undo()
     assert capsys.readouterr().err == ""
 

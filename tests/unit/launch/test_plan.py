@@ -28,7 +28,7 @@ def test_tables_show_layouts_memory_time_and_traffic(file, capsys):
     for wanted in ("predicted, not measured", "memory per device, GB", "optimizer", "sent per device", "MFU"):
         assert wanted in shown
     assert "1,000 ids by model.vocab_size" in shown
-    assert "2 cuts are none" not in shown
+    assert "2 layouts are invalid" not in shown
     assert "beyond DeepSpeed's pipeline engine" in shown
 
 

@@ -4,7 +4,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from launch.slurm import collectives
-from launch.slurm.preflight import NodeReport, judge, look, read_reports, unfit
+from launch.slurm.preflight import NodeReport, node_report, read_reports, unfit_by_report, unfit_nodes
 from launch.slurm.slow_nodes import Timing
 
 FIT = NodeReport("n1", 1e9, 64 << 30, [0.0, 0.01], None, {"python": "3.11.2", "torch": "2.13.0"})
@@ -17,7 +17,7 @@ def reports(**changes):
 
 
 def test_nodes_that_are_alike_are_fit():
-    assert unfit(reports(), gpus_per_node=2) == {}
+    assert unfit_by_report(reports(), gpus_per_node=2) == {}
 
 
 @pytest.mark.parametrize(
@@ -35,39 +35,39 @@ def test_nodes_that_are_alike_are_fit():
     ],
 )
 def test_a_node_that_is_not_fit_is_named_with_the_reason(changes, why):
-    assert unfit(reports(**changes), gpus_per_node=2) == {"n2": why}
+    assert unfit_by_report(reports(**changes), gpus_per_node=2) == {"n2": why}
 
 
 def test_a_node_without_a_driver_is_not_asked_for_gpus():
-    assert unfit(reports(gpus=None), gpus_per_node=2) == {}
+    assert unfit_by_report(reports(gpus=None), gpus_per_node=2) == {}
 
 
 def test_what_nodes_print_is_read_back_and_a_silent_one_is_named():
     lines = ["Welcome to n1!", json.dumps(asdict(FIT)), json.dumps({"node": "n2"})]
     found = read_reports(lines, ["n1", "n2"])
     assert found == {"n1": FIT, "n2": None}
-    assert unfit(found, gpus_per_node=0) == {"n2": "says nothing"}
-    assert unfit(read_reports([], ["n1", "n2"]), 0) == {}, "no node is to blame alone"
+    assert unfit_by_report(found, gpus_per_node=0) == {"n2": "sent no report"}
+    assert unfit_by_report(read_reports([], ["n1", "n2"]), 0) == {}, "no node is to blame alone"
 
 
 def test_what_is_slow_between_a_node_and_one_that_is_not_fit_is_the_others_fault():
     unwritable = replace(FIT, node="n2", unwritable="Read-only file system")
     slow = [Timing(rank, node, ["n1", "n2"], 9.0) for rank, node in enumerate(["n1", "n2"])]
     lines = [json.dumps(asdict(one)) for one in (FIT, unwritable, *slow)]
-    found = judge(lines, ["n1", "n2"], gpus_per_node=2, seconds=1)
+    found = unfit_nodes(lines, ["n1", "n2"], gpus_per_node=2, seconds=1)
     assert found == {"n2": "the run's folder cannot be written (Read-only file system)"}
     lines = [json.dumps(asdict(one)) for one in (FIT, replace(FIT, node="n2"), *slow)]
-    assert set(judge(lines, ["n1", "n2"], gpus_per_node=2, seconds=1)) == {"n1", "n2"}
-    assert judge(lines, ["n1", "n2"], gpus_per_node=2, seconds=10) == {}
+    assert set(unfit_nodes(lines, ["n1", "n2"], gpus_per_node=2, seconds=1)) == {"n1", "n2"}
+    assert unfit_nodes(lines, ["n1", "n2"], gpus_per_node=2, seconds=10) == {}
 
 
 def test_a_node_looks_at_itself(tmp_path):
-    here = look(tmp_path, "n1")
+    here = node_report(tmp_path, "n1")
     assert here.unwritable is None
     assert here.memory > 0
     assert here.versions["torch"] != "not installed"
     assert list(tmp_path.iterdir()) == []
-    assert "No such file" in (look(tmp_path / "elsewhere", "n1").unwritable or "")
+    assert "No such file" in (node_report(tmp_path / "elsewhere", "n1").unwritable or "")
 
 
 def test_a_failure_is_told_in_a_line_that_srun_keeps_whole():

@@ -93,7 +93,7 @@ def test_exit_statuses_can_be_chosen():
 
 
 def test_a_job_that_may_not_start_again_says_so():
-    assert "not to be requeued" in decide(ends(ExitStatus.STOPPED), 0).why
+    assert "requeuing is off" in decide(ends(ExitStatus.STOPPED), 0).why
 
 
 def test_what_a_process_said_is_told_where_it_failed():
@@ -106,15 +106,15 @@ def test_what_a_process_said_is_told_where_it_failed():
 def test_a_controller_that_is_restarted_ends_no_run(refusals, event, tmp_path, monkeypatch):
     asked = []
 
-    def ask(*command):
+    def check_output(*command):
         asked.append(command)
         if len(asked) <= refusals:
             raise SlurmRefused("Unable to contact slurm controller")
 
-    monkeypatch.setattr(attempt, "ask", ask)
+    monkeypatch.setattr(attempt, "check_output", check_output)
     monkeypatch.setattr(attempt.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    attempt.requeue(tmp_path, "7", without=["n1"])
+    attempt.requeue(tmp_path, "7", excluded=["n1"])
     assert [one["event"] for one in events.read(tmp_path)] == [event]
     if event == "requeued":
         assert asked[refusals:] == [

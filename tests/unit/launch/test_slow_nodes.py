@@ -57,7 +57,7 @@ def test_all_nodes_need_no_names():
 def test_of_two_nodes_that_are_slow_together_neither_can_be_told_unless_another_reason_is_known():
     pair = found({"a": 1, "b": 1, "a-b": 5})
     assert set(slow_nodes(pair, limit=2)) == {"a", "b"}
-    assert slow_nodes(pair, limit=2, known=["a"]) == {}
+    assert slow_nodes(pair, limit=2, already_unfit=["a"]) == {}
 
 
 def test_a_failure_is_told_as_the_node_itself_met_it():

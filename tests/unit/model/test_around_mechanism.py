@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from megakernel.config import Model
-from megakernel.config.mechanisms import Shape
-from megakernel.model.self_attention import SelfAttention, is_new
-from megakernel.model.settings import ModelSettings, drawn_from
+from megakernel.config.mechanisms import LayerShape
+from megakernel.model.self_attention import SelfAttention, absent_in_dense
+from megakernel.model.settings import ModelSettings, seeded_by
 from megakernel.ops.short_convolution import short_convolution
 from megakernel.parallel import OneProcess
 from tests.unit.attention.shards import in_shards
@@ -34,7 +34,7 @@ TREES = {
 
 def layer(tree, **sizes):
     model = Model.model_validate({**SHAPE, "position": "none", "attention": tree, **sizes})
-    with drawn_from(0, "layer"):
+    with seeded_by(0, "layer"):
         module = SelfAttention(ModelSettings(model, vocab_size=8, mesh=OneProcess()), 0).double()
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -167,14 +167,14 @@ def test_state_and_operations_are_counted():
     )
     module, x = layer({"preset": "linear", **PARTS}), hidden()
     _, (core, before) = module.extend(x, POSITIONS, None)
-    shape = Shape(HEADS, KEY_HEADS, SIZE, WIDTH)
+    shape = LayerShape(HEADS, KEY_HEADS, SIZE, WIDTH)
     sizes = around.attention.state_sizes(shape)
     assert sizes == (before[0].numel() + core.sums[0].numel(), 0)
     more = {k: n - plain.attention.flops(shape).get(k, 0) for k, n in around.attention.flops(shape).items()}
     weights = {name: x.numel() for name, x in module.named_parameters()}
     assert more["convolution"] == 2 * weights["short_convolution.weight"]
     assert more["projections"] == 2 * weights["output_gate.weight"]
-    assert around.attention.parameters_around(shape) == (weights["short_convolution.weight"], SIZE)
+    assert around.attention.optional_parameters(shape) == (weights["short_convolution.weight"], SIZE)
 
 
 def test_a_convolution_beside_a_mechanism_that_sees_later_tokens_is_refused():
@@ -186,7 +186,7 @@ def test_a_convolution_beside_a_mechanism_that_sees_later_tokens_is_refused():
 def test_attention_transfer_refuses_a_state_that_reads_more_than_its_teachers_do():
     stages = {"init": {"from": "dense"}, "uptrain": {"transfer": {"steps": 4}}}
     found = problems(model={"attention": {"mechanism": "simple_gla"}}, **stages)["uptrain.transfer"]
-    assert "a layer's state reads more" in found.reason
+    assert "a layer has further inputs" in found.reason
     assert "set null" in found.remedy
     assert "uptrain.transfer" not in problems(model={"attention": "retnet"}, **stages)
 
@@ -206,5 +206,5 @@ def test_what_a_dense_model_lacks_is_new_to_a_model_that_starts_from_it():
         f"decoder.self_attention.{name}" for name, _ in layer(around).named_parameters() if name not in dense
     }
     assert len({name.split(".")[2] for name in new}) == 5, "the core, and what is around it"
-    assert all(is_new(name) for name in new)
-    assert not any(is_new(f"decoder.self_attention.{name}") for name in dense)
+    assert all(absent_in_dense(name) for name in new)
+    assert not any(absent_in_dense(f"decoder.self_attention.{name}") for name in dense)

@@ -4,7 +4,7 @@ import torch
 
 from megakernel.ops.documents import (
     began_before,
-    made_once,
+    cached_for_positions,
     open_documents,
     positions_from_cu_seqlens,
     reversed_positions,
@@ -57,27 +57,27 @@ class Maker:
 
 def test_what_is_made_of_positions_is_shared_until_they_change():
     make, positions = Maker(), torch.tensor([[0, 1, 0]])
-    first = made_once(positions, "name", make)
-    assert made_once(positions, "name", make) is first
-    assert made_once(positions, "other name", make) is not first
+    first = cached_for_positions(positions, "name", make)
+    assert cached_for_positions(positions, "name", make) is first
+    assert cached_for_positions(positions, "other name", make) is not first
     positions += 4
-    assert made_once(positions, "name", make).tolist() == [[5, 6, 5]]
+    assert cached_for_positions(positions, "name", make).tolist() == [[5, 6, 5]]
     assert make.calls == 3
 
 
 def test_equal_positions_of_another_micro_batch_have_their_own():
     make, positions = Maker(), torch.tensor([[0, 1, 0]])
-    first = made_once(positions, "name", make)
-    whole = made_once(positions.clone(), "name", make)
+    first = cached_for_positions(positions, "name", make)
+    whole = cached_for_positions(positions.clone(), "name", make)
     assert whole is not first
     assert (
-        made_once(positions, "name", make) is first
+        cached_for_positions(positions, "name", make) is first
     )  # beside those of the whole sequences, which it becomes
 
 
 def test_what_was_made_goes_with_its_positions():
     positions, large = torch.tensor([[0, 1, 0]]), torch.zeros(1)
-    made_once(positions, "name", lambda _: large)
+    cached_for_positions(positions, "name", lambda _: large)
     referrers = len(gc.get_referrers(large))
     del positions
     assert len(gc.get_referrers(large)) == referrers - 1
@@ -86,9 +86,9 @@ def test_what_was_made_goes_with_its_positions():
 def test_inference_leaves_nothing_that_training_cannot_use():
     make, positions = Maker(), torch.tensor([[0, 1, 0]])
     with torch.inference_mode():
-        made_once(positions, "name", make)
-        made_once(torch.tensor([[0, 1]]), "name", make)
+        cached_for_positions(positions, "name", make)
+        cached_for_positions(torch.tensor([[0, 1]]), "name", make)
     weight = torch.ones(3, requires_grad=True)
-    (weight * made_once(positions, "name", make)).sum().backward()
+    (weight * cached_for_positions(positions, "name", make)).sum().backward()
     assert weight.grad is not None
     assert weight.grad.tolist() == [1, 2, 1]

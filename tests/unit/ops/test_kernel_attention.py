@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megakernel.attention import WHOLE
+from megakernel.attention import WHOLE_SEQUENCE
 from megakernel.ops import KernelState, kernel_attention
 from tests.unit.ops.comparing import assert_same, random
 
@@ -244,8 +244,8 @@ def with_shape(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
             {"initial_state": KernelState(with_shape(2, 2, 4, 3), with_shape(2, 2))},
             r"initial_state has sums \(2, 2, 4, 3\)",
         ),
-        ({"exchange_after": WHOLE.start_suffix}, "expected exchange alone"),
-        ({"exchange": WHOLE.start_prefix, "causal": False}, "expected both or neither"),
+        ({"exchange_after": WHOLE_SEQUENCE.start_suffix}, "expected exchange alone"),
+        ({"exchange": WHOLE_SEQUENCE.start_prefix, "causal": False}, "expected both or neither"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(changes, message):

@@ -11,11 +11,11 @@ from megakernel.ops.partial_output import empty_partial_output, log_normalizer, 
 from megakernel.ops.softmax_attention import fused
 from megakernel.ops.softmax_attention.partial import (
     OutputGradient,
-    Seen,
+    VisibleKeys,
     add_gradients,
     add_sums,
 )
-from megakernel.ops.softmax_attention.spans import spans_among
+from megakernel.ops.softmax_attention.spans import cross_shard_spans
 from tests.unit.ops.comparing import random
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
@@ -36,7 +36,9 @@ def from_parts(tensors, parts):
     """Output and gradients of queries, keys and values from sums over `parts`: (slice of keys, spans, own)."""
     q, k, v, grad = (x.detach() for x in tensors)
     q, grad = q.unflatten(1, (KV, G)), grad.unflatten(1, (KV, G))
-    keys = [(place, Seen(k[:, :, place], v[:, :, place], spans, None, own)) for place, spans, own in parts]
+    keys = [
+        (place, VisibleKeys(k[:, :, place], v[:, :, place], spans, None, own)) for place, spans, own in parts
+    ]
     total = empty_partial_output(q, WIDTH)
     for _, seen in keys:
         add_sums(total, q, seen)
@@ -59,7 +61,11 @@ def reference(tensors, **options):
 def test_uneven_parts_of_packed_rows_add_up_in_any_order(order, causal):
     tensors = inputs()
     parts = [
-        (slice(a, b), spans_among(DOCUMENTS, DOCUMENTS[:, a:b].contiguous(), -a if causal else None), False)
+        (
+            slice(a, b),
+            cross_shard_spans(DOCUMENTS, DOCUMENTS[:, a:b].contiguous(), -a if causal else None),
+            False,
+        )
         for a, b in order
     ]
     expected = reference(tensors, causal=causal, positions=torch.arange(N) - DOCUMENTS)
@@ -69,9 +75,9 @@ def test_uneven_parts_of_packed_rows_add_up_in_any_order(order, causal):
 
 
 def test_spans_among_keys_of_another_shard_are_those_of_the_row():
-    whole = spans_among(DOCUMENTS, DOCUMENTS, 0).mask(slice(None), 0, N)
+    whole = cross_shard_spans(DOCUMENTS, DOCUMENTS, 0).mask(slice(None), 0, N)
     parts = [
-        spans_among(DOCUMENTS, DOCUMENTS[:, a : a + 4].contiguous(), -a).mask(slice(None), 0, 4)
+        cross_shard_spans(DOCUMENTS, DOCUMENTS[:, a : a + 4].contiguous(), -a).mask(slice(None), 0, 4)
         for a in (0, 4, 8)
     ]
     same = DOCUMENTS[:, :, None] == DOCUMENTS[:, None, :]
@@ -83,7 +89,7 @@ def test_spans_among_keys_of_another_shard_are_those_of_the_row():
 @pytest.mark.parametrize("sequences", [[0], [1], [0, 1]], ids=str)
 @pytest.mark.parametrize("block", [1, 3, 12])
 def test_rectangles_hold_every_pair_once_and_say_which_are_whole(ahead, sequences, block):
-    spans = spans_among(DOCUMENTS[sequences], DOCUMENTS[sequences], ahead)
+    spans = cross_shard_spans(DOCUMENTS[sequences], DOCUMENTS[sequences], ahead)
     wanted = spans.mask(slice(None), 0, N)
     found = torch.zeros_like(wanted, dtype=torch.int64)
     for queries, keys, whole in spans.rectangles(block, 2):
@@ -96,7 +102,7 @@ def test_rectangles_hold_every_pair_once_and_say_which_are_whole(ahead, sequence
 
 def test_queries_that_see_the_same_keys_are_one_rectangle():
     one = torch.zeros(1, N, dtype=torch.int64)
-    assert list(spans_among(one, one[:, :5].contiguous(), N).rectangles(4, 2)) == [
+    assert list(cross_shard_spans(one, one[:, :5].contiguous(), N).rectangles(4, 2)) == [
         (slice(0, N), slice(0, 5), True)
     ]
 
@@ -116,11 +122,13 @@ def test_fused_kernels_give_sums_that_add(device, dtype):
     whole = [torch.cat([a.flip(2), b], 2).double() for a, b in zip(first, second)]
     whole[3][:, :, :N] = 0  # nothing depends on the first half's outputs
     q, k, v, grad = (x.to(device, dtype) for x in whole)
-    assert fused.takes(q, k, v)
+    assert fused.supports(q, k, v)
     one = torch.zeros(1, N, dtype=torch.int64, device=device)
     some, others = (slice(5), slice(5, N))  # seen as a whole, and fewer or more than the queries
-    parts = [(place, spans_among(one, one[:, place].contiguous(), None), False) for place in (others, some)]
-    parts.append((slice(N, 2 * N), spans_among(one, one, 0), True))
+    parts = [
+        (place, cross_shard_spans(one, one[:, place].contiguous(), None), False) for place in (others, some)
+    ]
+    parts.append((slice(N, 2 * N), cross_shard_spans(one, one, 0), True))
     found = from_parts((q[:, :, N:], k, v, grad[:, :, N:]), parts)
     out, of_queries, of_keys, of_values = reference([x.requires_grad_() for x in whole])
     # Halves on a GPU are rounded once for each part; elsewhere sums are float32 or better.
@@ -139,7 +147,7 @@ def test_a_gpu_is_asked_for_what_its_kernels_take(dtype, width, taken):
             torch.empty(2, heads, length, width, dtype=getattr(torch, dtype), device="cuda")
             for heads, length in ((6, 128), (6, 64), (2, 128))
         )
-        assert fused.takes(q, k, k) == taken
+        assert fused.supports(q, k, k) == taken
         for queries, causal in ((q, True), (some, False)) if taken else ():
             out, log_sums = fused.attend(queries, k, k, causal)
             assert (out.shape, log_sums.shape) == (queries.shape, queries.shape[:-1])

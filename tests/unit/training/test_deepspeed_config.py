@@ -1,7 +1,7 @@
 import pytest
 
 from megakernel.config import ConfigError
-from megakernel.training.deepspeed_config import check_own_keys
+from megakernel.training.deepspeed_config import check_deepspeed_keys
 from megakernel.training.trainer import Trainer
 
 from ..config import trees
@@ -19,7 +19,7 @@ from ..config import trees
 )
 def test_what_deepspeed_does_not_read_is_refused_by_its_key(key, value):
     with pytest.raises(ConfigError) as caught:
-        check_own_keys(trees.config(deepspeed={key: value}))
+        check_deepspeed_keys(trees.config(deepspeed={key: value}))
     (line,) = str(caught.value).splitlines()
     assert line.startswith(f"deepspeed.{key}={value} is not what DeepSpeed reads (")
     assert line.endswith("or remove it")

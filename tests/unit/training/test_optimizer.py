@@ -5,7 +5,7 @@ import pytest
 from megakernel.config import Model, Optimizer
 from megakernel.model import LanguageModel, ModelSettings
 from megakernel.parallel.axis import OneProcess
-from megakernel.training.optimizer import SHARE, freeze, parameter_groups
+from megakernel.training.optimizer import LR_SCALE, freeze, parameter_groups
 
 MECHANISM = ".core."
 
@@ -20,7 +20,7 @@ def groups(model, **settings):
     """Of each group: weight decay, share of the learning rate, and the names of its weights."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [
-        (group["weight_decay"], group[SHARE], {names[id(parameter)] for parameter in group["params"]})
+        (group["weight_decay"], group[LR_SCALE], {names[id(parameter)] for parameter in group["params"]})
         for group in parameter_groups(model, Optimizer(weight_decay=0.1, **settings))
     ]
 

@@ -32,7 +32,7 @@ def test_what_the_user_can_mend_on_one_rank_is_raised_alike_on_all():
                 raise UserError(f"layer {ranks.rank} has no weights")
             return ranks.rank
 
-        return ranks.alike(act)
+        return ranks.each(act)
 
     refuses = 3
     assert on_ranks(3, work) == [0, 1, 2]

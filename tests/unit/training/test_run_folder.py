@@ -23,7 +23,7 @@ def begun(config: Config) -> RunFolder:
     """The folder of a run whose first step has succeeded."""
     run = RunFolder(config)
     run.open(["cpu"])
-    run.fix()
+    run.fix_configuration()
     return run
 
 

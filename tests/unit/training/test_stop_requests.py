@@ -126,8 +126,8 @@ def test_a_request_to_make_room_waits_until_the_loop_listens():
     # A process of its own: other threads of this one have not inherited the mask, and the signal would end them all.
     script = """
         import os, signal
-        from megakernel.training.stop_requests import StopRequests, hold_requests
-        hold_requests()
+        from megakernel.training.stop_requests import StopRequests, block_stop_signals
+        block_stop_signals()
         os.kill(os.getpid(), signal.SIGUSR2)
         with StopRequests() as requests:
             print(requests.pending().name)
@@ -141,9 +141,9 @@ def test_a_request_to_make_room_that_comes_after_the_last_step_ends_nothing(star
     """Nor where a thread of the loop, such as autograd's, lets it through."""
     script = f"""
         import os, signal, threading, time
-        from megakernel.training.stop_requests import StopRequests, hold_requests
+        from megakernel.training.stop_requests import StopRequests, block_stop_signals
         thread = threading.Thread(target=time.sleep, args=(60,), daemon=True)
-        hold_requests()
+        block_stop_signals()
         if "{started}" == "before":
             thread.start()
         with StopRequests():

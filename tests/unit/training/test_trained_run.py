@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megakernel.checkpoint.manifest import SavedProgress, flushed, write_manifest
-from megakernel.checkpoint.trained_run import finished, recorded_config, student
+from megakernel.checkpoint.trained_run import finished_message, recorded_config, student_run
 from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import UserError, load
 from tests.hostile import flip
@@ -54,23 +54,23 @@ def test_the_student_is_the_last_stage_that_is_finished(steps, chosen, tmp_path)
         checkpoint.mkdir(parents=True)
         trees.file(tmp_path / stage, "config.yaml", training={"steps": 4})
         write_manifest(checkpoint, SavedProgress(step, step, step, {}, {}), {})
-    assert student(tmp_path) == (tmp_path if chosen is None else tmp_path / chosen)
-    assert student(tmp_path / "1-transfer") == tmp_path / "1-transfer"
+    assert student_run(tmp_path) == (tmp_path if chosen is None else tmp_path / chosen)
+    assert student_run(tmp_path / "1-transfer") == tmp_path / "1-transfer"
 
 
 def test_a_run_is_finished_where_its_last_checkpoint_is_whole(tmp_path):
     config = load(trees.file(tmp_path, "config.yaml", run={"root": str(tmp_path), "name": "run"}))
     checkpoint = config.run.folder / "checkpoints" / f"step_{config.training.steps}"
-    assert finished(config) is None
+    assert finished_message(config) is None
     checkpoint.mkdir(parents=True)
     file = checkpoint / "weights.pt"
     file.write_bytes(bytes(range(256)))
     write_manifest(
         checkpoint, SavedProgress(config.training.steps, 1, 1, {}, {}), flushed(checkpoint, [file])
     )
-    assert "is done" in finished(config)
+    assert "is done" in finished_message(config)
     flip(file, 0.5)
-    assert finished(config) is None
+    assert finished_message(config) is None
 
 
 def test_a_run_that_has_not_saved_is_to_train_on(tmp_path):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megakernel.parallel.progress import Progress, laggards
 from megakernel.training import watchdog
-from megakernel.training.watchdog import STALLED, Watchdog, stalled
+from megakernel.training.watchdog import STALLED, Watchdog, stall_message
 
 
 @pytest.mark.parametrize(
@@ -35,20 +35,20 @@ def test_those_are_late_for_whom_the_others_wait(everywhere, late):
 
 def test_one_line_says_who_stands_where():
     waiting = Progress(4, 9, "exchange of state", waits=True)
-    line = stalled({0: waiting, 1: Progress(4, 7, "forward")}, 300.0, {0: "n1", 1: "n2"})
+    line = stall_message({0: waiting, 1: Progress(4, 7, "forward")}, 300.0, {0: "n1", 1: "n2"})
     assert line == (
         "no progress for 300 s: rank 1 on n2 has come to 'forward' of step 5, others wait in 'exchange of state'"
     )
 
 
 def test_where_all_stand_alike_no_rank_is_blamed():
-    line = stalled(dict.fromkeys((0, 1), Progress(4, 9, "optimizer")), 60.0, {0: "n1", 1: "n1"})
+    line = stall_message(dict.fromkeys((0, 1), Progress(4, 9, "optimizer")), 60.0, {0: "n1", 1: "n1"})
     assert line == "no progress for 60 s: all ranks have come to 'optimizer' of step 5"
 
 
 def test_a_rank_that_tells_nothing_any_more_is_the_one():
     everywhere = {rank: Progress(step=4, events=9, place="backward") for rank in range(2)}
-    said = stalled(everywhere, 12.0, {0: "a", 1: "b"}, silent=[1])
+    said = stall_message(everywhere, 12.0, {0: "a", 1: "b"}, silent=[1])
     assert said == "no progress for 12 s: rank 1 on b no longer answers, and was last in 'backward' of step 5"
 
 
@@ -56,7 +56,7 @@ def test_of_thousands_of_ranks_the_first_are_named():
     everywhere = {rank: Progress(4, 9, "forward") for rank in range(4000)} | {
         4000: Progress(4, 10, "backward")
     }
-    said = stalled(everywhere, 12.0, dict.fromkeys(everywhere, "n1"))
+    said = stall_message(everywhere, 12.0, dict.fromkeys(everywhere, "n1"))
     assert "rank 0 on n1, 1 on n1, " in said
     assert ", 15 on n1 and 3984 more has come to 'forward'" in said
 
@@ -106,7 +106,7 @@ def ended(monkeypatch):
 
 def end(dog):
     with pytest.raises(Left):
-        dog._end()
+        dog._exit_stalled()
 
 
 def test_one_rank_reads_why_all_stand_still_and_all_say_it(ended):
@@ -115,7 +115,7 @@ def test_one_rank_reads_why_all_stand_still_and_all_say_it(ended):
     places[1].progress = Progress(4, 7, "loading data")
     dogs = [Watchdog(place, 10, 0.01) for place in places[:3]]  # the last tells nothing, ever
     for dog in dogs:
-        dog._tell()
+        dog._report()
     with ThreadPoolExecutor(2) as pool:  # and the one before it nothing any more
         list(pool.map(end, dogs[:2]))
     statuses, said = ended

@@ -18,4 +18,4 @@ def test_a_run_of_another_vocabulary_is_another_even_if_its_padded_sizes_are_as_
     checkpoint.mkdir(parents=True)
     (tmp_path / "config.yaml").write_text(to_yaml(trees.config(model={"vocab_size": own})))
     write_manifest(checkpoint, SavedProgress(1, 1, 1, {}, {}), {})
-    assert WeightSource.find("objective.teacher", tmp_path).other_vocab_size(310) == misfits
+    assert WeightSource.find("objective.teacher", tmp_path).vocab_size_mismatch(310) == misfits

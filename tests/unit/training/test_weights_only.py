@@ -52,7 +52,7 @@ def test_code_in_a_file_is_named_and_not_run(form, tmp_path):
 def test_a_caller_that_asks_for_everything_gets_tensors_and_what_deepspeed_writes(tmp_path):
     torch.save(OF_DEEPSPEED, tmp_path / "good.pt")
     plant(tmp_path / "bad.pt", tmp_path / "harm")
-    with weights_only.enforced():
+    with weights_only.enforce():
         found = torch.load(tmp_path / "good.pt", weights_only=False)
         assert isinstance(found["loss_scaler"], LossScaler)
         with pytest.raises(Exception, match="mkdir"):

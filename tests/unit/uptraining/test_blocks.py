@@ -3,7 +3,7 @@
 import json
 import math
 
-from megakernel.uptraining.blocks import together
+from megakernel.uptraining.blocks import merge_metrics
 
 
 def runs(tmp_path, *blocks):
@@ -19,7 +19,7 @@ def test_losses_and_times_add_up_and_rates_are_of_the_time_of_all(tmp_path):
     second = {"step": 1, "train/loss": 0.5, "train/grad_norm": 4.0, "train/lr": 0.1, "memory/peak_gib": 1.0}
     first |= {"throughput/step_time": 1.0, "throughput/tflops": 6.0, "throughput/tokens_per_sec": 30.0}
     second |= {"throughput/step_time": 2.0, "throughput/tflops": 3.0, "throughput/tokens_per_sec": 15.0}
-    ((step, scalars),) = together(runs(tmp_path, [first], [second]))
+    ((step, scalars),) = merge_metrics(runs(tmp_path, [first], [second]))
     assert step == 1
     assert scalars == {
         "train/loss": 2.0,
@@ -35,6 +35,6 @@ def test_losses_and_times_add_up_and_rates_are_of_the_time_of_all(tmp_path):
 def test_heads_of_all_blocks_stand_beside_each_other_and_what_is_no_number_stays_none(tmp_path):
     first = [{"step": 1, "transfer/error/layer_0/head_0": 0.5}, {"step": 2, "train/loss": None}]
     second = [{"step": 1, "transfer/error/layer_1/head_0": 0.25}, {"step": 2, "train/loss": 1.0}]
-    (_, heads), (_, losses) = together(runs(tmp_path, first, second))
+    (_, heads), (_, losses) = merge_metrics(runs(tmp_path, first, second))
     assert heads == {"transfer/error/layer_0/head_0": 0.5, "transfer/error/layer_1/head_0": 0.25}
     assert math.isnan(losses["train/loss"])

@@ -5,8 +5,7 @@ import torch
 
 from megakernel import attention
 from megakernel.attention.compression import pooling_logits
-from megakernel.checkpoint.conversion import converted as conversion
-from megakernel.checkpoint.conversion import fewer_landmarks, rank_steps
+from megakernel.checkpoint.conversion import convert_attention, fewer_landmarks, rank_steps
 from megakernel.checkpoint.universal import partitions
 from megakernel.checkpoint.universal_load import compare, load_weights, whole_shapes
 from megakernel.config import Model, UserError
@@ -49,7 +48,7 @@ def build(mesh, form, seed=None, **parts):
 def converted(mesh, model, form, **parts):
     """The model with another attention, and what of it the old one does not tell."""
     new = build(mesh, form, **parts)
-    source = conversion(StateDict(model), model.settings.model, new.settings.model)
+    source = convert_attention(StateDict(model), model.settings.model, new.settings.model)
     found = compare(whole_shapes(new, partitions(new), mesh.tp), source)
     assert not found.misshapen
     assert not found.unexpected
@@ -136,7 +135,7 @@ def test_landmarks_that_cannot_follow_from_the_old_ones_are_refused(mesh, old, n
     base = build(mesh, {"preset": "flurka", **old})
     after = Model(**SIZES, attention={"preset": "flurka", **new})
     with pytest.raises(UserError, match=reason):  # before a tensor is read
-        conversion(StateDict(base), base.settings.model, after)
+        convert_attention(StateDict(base), base.settings.model, after)
 
 
 @pytest.mark.parametrize("size", [8, 12])

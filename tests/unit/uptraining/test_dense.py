@@ -61,7 +61,7 @@ def test_import_writes_what_a_run_is_laid_on(llama, tmp_path, capsys):
     (tmp_path / "run.yaml").write_text(f"extends: [{base.name}, model.yaml]")
     config = load(tmp_path / "run.yaml")
     assert config.init.source == llama
-    assert DenseCheckpoint(llama).unlike(config.model) == []
+    assert DenseCheckpoint(llama).differing_keys(config.model) == []
     assert (config.model.num_layers, config.model.vocab_size) == (2, dense_models.VOCABULARY)
 
 
@@ -88,7 +88,7 @@ def test_import_writes_over_nothing(llama, tmp_path, capsys):
 def test_a_model_that_computes_something_else_is_named_key_by_key(llama):
     checkpoint = DenseCheckpoint(llama)
     other = checkpoint.model.model_copy(update={"norm_eps": 0.5, "activation": "gelu", "rope_base": 7.0})
-    assert checkpoint.unlike(other) == [
+    assert checkpoint.differing_keys(other) == [
         "model.activation='gelu' is 'swiglu' in the checkpoint; set it to that",
         "model.norm_eps=0.5 is 1e-06 in the checkpoint; set it to that",
     ]
@@ -108,8 +108,8 @@ def test_a_vocabulary_is_padded_with_zeros_and_no_other_tensor(llama):
 
 def test_a_model_of_fewer_words_is_another_even_if_its_padded_sizes_are_as_many(llama):
     source = WeightSource.find("init.from", llama)
-    assert source.other_vocab_size(384) == []
-    assert source.other_vocab_size(383) == ["its vocabulary has 384 ids and the model's 383"]
+    assert source.vocab_size_mismatch(384) == []
+    assert source.vocab_size_mismatch(383) == ["its vocabulary has 384 ids and the model's 383"]
 
 
 def edit_config(folder, **changes):
@@ -136,7 +136,7 @@ FAULTS = {
     ),
     "an adapter": (
         lambda f: (f / "adapter_config.json").write_text('{"peft_type": "LORA"}'),
-        "has an adapter beside its weights (adapter_config.json), which transformers adds to them; save the model",
+        "has an adapter besides its weights (adapter_config.json), which transformers adds to them; save the model",
     ),
     "config.json cut off": (lambda f: (f / "config.json").write_text('{"model_type": "ll'), "is no JSON"),
     "unknown family": (

@@ -11,8 +11,8 @@ from transformers import CONFIG_MAPPING
 from launch.cli import main
 from megakernel.checkpoint import parity as comparison
 from megakernel.checkpoint.dense import FAMILIES, DenseCheckpoint
-from megakernel.checkpoint.dense.families import COMMON, ONLY
-from megakernel.checkpoint.parity import of_folder
+from megakernel.checkpoint.dense.families import COMMON_KEYS, SUPPORTED_VALUES
+from megakernel.checkpoint.parity import folder_parity
 from megakernel.config import UserError
 from tests import dense_models
 
@@ -60,7 +60,7 @@ def changed(saved, tmp_path):
 
 
 def difference(folder):
-    return of_folder(DenseCheckpoint(folder), "init.from", torch.device("cpu")).difference
+    return folder_parity(DenseCheckpoint(folder), "init.from", torch.device("cpu")).difference
 
 
 OTHER_VALUES = {
@@ -139,7 +139,7 @@ SIZES = {"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"
 
 @every_family
 def test_every_key_of_a_family_is_read_or_has_no_effect(family):
-    known = [*COMMON, *ONLY, *FAMILIES[family].keys]
+    known = [*COMMON_KEYS, *SUPPORTED_VALUES, *FAMILIES[family].keys]
     assert len(known) == len(set(known))
     declared = {field.name for field in fields(CONFIG_MAPPING[family])}
     assert declared <= {*known, *OTHER_VALUES}, "what has no effect is shown to have none below"
@@ -148,7 +148,14 @@ def test_every_key_of_a_family_is_read_or_has_no_effect(family):
 @every_family
 def test_keys_that_a_family_does_not_read_change_nothing_on_either_side(family, changed):
     """All at once: its own, and those of all other families."""
-    read = {*COMMON, *ONLY, *FAMILIES[family].keys, "hidden_size", "num_attention_heads", "num_hidden_layers"}
+    read = {
+        *COMMON_KEYS,
+        *SUPPORTED_VALUES,
+        *FAMILIES[family].keys,
+        "hidden_size",
+        "num_attention_heads",
+        "num_hidden_layers",
+    }
     # What these ask for, a family's configuration writes into keys that it reads: sliding_window, layer_types.
     completed = {"use_sliding_window", "max_window_layers"} if family.startswith("qwen") else set()
     if family == "mistral":
@@ -300,7 +307,7 @@ def test_check_prints_the_distance_behind_each_layer(family, changed, capsys):
 def test_check_shows_where_a_model_read_wrong_departs(changed, tmp_path, capsys, monkeypatch):
     folder, frequencies = changed("llama"), {"rope_base": 7.0}
     assert main(["import", str(folder), "--check", "--to", str(tmp_path / "model.yaml")]) == 2
-    assert "--check compares alone; leave one of them out" in capsys.readouterr().err
+    assert "--check only compares; leave one of them out" in capsys.readouterr().err
     monkeypatch.setattr("megakernel.checkpoint.dense.families._rope", lambda config: frequencies)
     assert main(["import", str(folder), "--check"]) == 2
     told = capsys.readouterr()
@@ -312,13 +319,13 @@ def test_check_shows_where_a_model_read_wrong_departs(changed, tmp_path, capsys,
 
 def test_of_a_model_that_memory_does_not_hold_the_first_layers_are_compared(changed, monkeypatch):
     checkpoint = DenseCheckpoint(changed("qwen2"))
-    whole = comparison.size(checkpoint)
+    whole = comparison.weight_bytes(checkpoint)
     for free, reason in ((2 * whole, ""), (2 * whole - 1, "1 of 2 layers")):
         monkeypatch.setattr(comparison, "free_memory", lambda device, free=free: free)
-        found = of_folder(checkpoint, "init.from", torch.device("cpu"))
+        found = folder_parity(checkpoint, "init.from", torch.device("cpu"))
         assert found.reason == reason
         assert found.difference < 1e-5
     monkeypatch.setattr(comparison, "free_memory", lambda device: whole)
-    found = of_folder(checkpoint, "init.from", torch.device("cpu"))
+    found = folder_parity(checkpoint, "init.from", torch.device("cpu"))
     assert found.difference is None
     assert "transformers would need" in found.reason

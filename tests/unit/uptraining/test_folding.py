@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megakernel.checkpoint.conversion import Unrounded, folded
+from megakernel.checkpoint.conversion import Unrounded, fold_updates
 from megakernel.config import Lora, Model, UserError
 
 MODEL = Model(num_layers=1, hidden_size=16, num_heads=4, num_kv_heads=2)
@@ -32,7 +32,7 @@ def test_an_update_too_small_for_bfloat16_is_folded_in_float32():
         for name, rows in (("value_update", 8), ("output_update", 16))
         for part, shape in (("up", (rows, 2)), ("down", (2, 16)))
     }
-    remade = folded(Tensors(frozen | updates), MODEL, Lora(rank=2, alpha=4.0))
+    remade = fold_updates(Tensors(frozen | updates), MODEL, Lora(rank=2, alpha=4.0))
     assert remade.names == {QKV, OUTPUT}
     change = {
         name: 2.0 * updates[f"1.self_attention.{name}.up"] @ updates[f"1.self_attention.{name}.down"]
@@ -55,7 +55,7 @@ def test_an_update_of_what_a_gate_is_beside_is_folded_into_its_half(activation):
     rows, inner = (24, 12) if model.is_mlp_gated else (12, 12)
     name = "1.mlp.linear_fc1.weight"
     updates = {"1.mlp.up_update.up": draw(inner, 2), "1.mlp.up_update.down": draw(2, 16)}
-    remade = folded(Tensors({name: torch.zeros(rows, 16)} | updates), model, Lora(rank=2, alpha=2.0))
+    remade = fold_updates(Tensors({name: torch.zeros(rows, 16)} | updates), model, Lora(rank=2, alpha=2.0))
     moved = remade.read(name)["fp32"]
     assert not moved[: rows - inner].any()
     assert torch.equal(moved[rows - inner :], updates["1.mlp.up_update.up"] @ updates["1.mlp.up_update.down"])

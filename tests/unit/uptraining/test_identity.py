@@ -8,7 +8,7 @@ import torch
 from megakernel.config import Model
 from megakernel.model import IGNORED, LanguageModel, ModelSettings
 from megakernel.parallel import OneProcess
-from megakernel.uptraining.identity import IDENTITY_TOKENS, covering, identity_tokens
+from megakernel.uptraining.identity import IDENTITY_TOKENS, covering_model, identity_tokens
 
 SIZES = {"num_layers": 3, "hidden_size": 16, "num_heads": 2, "vocab_multiple": 32}
 FLURKA = {"preset": "flurka", "compression": {"block_size": 4, "rank": 2}}
@@ -56,7 +56,7 @@ def test_covered_it_is_the_dense_model_and_layers_that_stay_softmax_are_themselv
     tokens = torch.randint(32, (1, length), generator=torch.Generator().manual_seed(0))
     dense = logits(model("softmax", "main", WINDOWED, "main"), tokens)
     student = model(FLURKA, "main", "main", "softmax")
-    covered = covering(student, model("softmax", "main", WINDOWED, "main"), length)
+    covered = covering_model(student, model("softmax", "main", WINDOWED, "main"), length)
     assert [covered.layer_attention(layer).block_size for layer in range(3)] == [max(length, 4)] * 2 + [None]
     torch.testing.assert_close(logits(covered, tokens), dense, rtol=1e-10, atol=1e-12)
     if length > 4:
@@ -68,5 +68,5 @@ def test_covered_it_has_what_the_dense_model_has_around_its_attention():
     around = {"short_convolution": 4, "output_norm": True, "output_gate": "silu"}
     dense = model({"preset": "softmax", **around}, "main", "softmax", "main")
     student = model({**FLURKA, **around}, "main", {**FLURKA, "short_convolution": 3}, "main")
-    covered = covering(student, dense, 24)
+    covered = covering_model(student, dense, 24)
     torch.testing.assert_close(logits(covered, tokens), logits(dense, tokens), rtol=1e-10, atol=1e-12)

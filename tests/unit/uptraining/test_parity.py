@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from megakernel.checkpoint.dense import DenseCheckpoint
-from megakernel.checkpoint.parity import Parity, compared, made_tokens, too_large
+from megakernel.checkpoint.parity import Parity, compare_logits, synthetic_tokens, why_too_large
 from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import UserError
 from megakernel.parallel.device import is_out_of_memory
-from megakernel.uptraining.identity import Identity, Preflight, check
+from megakernel.uptraining.identity import Identity, Preflight, check_preflight
 from tests import dense_models
 from tests.unit.config import trees
 
@@ -22,16 +22,16 @@ from tests.unit.config import trees
 def test_a_reference_that_fills_more_than_half_of_the_free_memory_is_not_loaded(tmp_path):
     model = dense_models.save("llama", tmp_path)
     checkpoint, parameters = DenseCheckpoint(tmp_path), model.num_parameters()
-    assert too_large(checkpoint, 8 * parameters) == ""
-    assert "would need 0.0 GiB on one process" in too_large(checkpoint, 8 * parameters - 1)
+    assert why_too_large(checkpoint, 8 * parameters) == ""
+    assert "would need 0.0 GiB on one process" in why_too_large(checkpoint, 8 * parameters - 1)
 
 
 def test_memory_that_runs_out_in_transformers_is_no_fault_of_the_folder(tmp_path):
-    model, tokens = dense_models.save("llama", tmp_path), made_tokens(8, 384, torch.device("cpu"))
+    model, tokens = dense_models.save("llama", tmp_path), synthetic_tokens(8, 384, torch.device("cpu"))
     with torch.no_grad():
-        assert compared(model(tokens).logits, "init.from", tmp_path).difference < 1e-6
+        assert compare_logits(model(tokens).logits, "init.from", tmp_path).difference < 1e-6
     with no_more_memory():
-        found = compared(torch.ones(1, 8, 384), "init.from", tmp_path)
+        found = compare_logits(torch.ones(1, 8, 384), "init.from", tmp_path)
     assert found.difference is None
     assert re.match(r"transformers ran out of memory \(.*[Cc]annot allocate memory", found.reason)
     with pytest.raises(RuntimeError) as told:
@@ -66,12 +66,12 @@ def test_what_ends_a_run_before_its_first_step(wrong, reason, tmp_path):
     good = Preflight(Parity(None, "a run"), None, dense=(2.0, 2.0), swapped=(3.0, 3.0), sliding=None)
     dense_models.save("llama", tmp_path)
     config, source = trees.config(), WeightSource("init.from", tmp_path, None)
-    check(good, config, source)
+    check_preflight(good, config, source)
     with pytest.raises(UserError, match=reason):
-        check(good._replace(**wrong), config, source)
+        check_preflight(good._replace(**wrong), config, source)
 
 
 def test_it_is_read_as_it_was_written():
     found = Preflight(Parity(1e-6), Identity(64, 2.5, 2.4), (2.0, 2.0), (3.0, 3.0), None)
-    read = Preflight.read(json.loads(json.dumps(found._asdict())))
+    read = Preflight.from_json(json.loads(json.dumps(found._asdict())))
     assert (read.parity.difference, read.identity.dense, list(found.swapped)) == (1e-6, 2.4, read.swapped)

@@ -12,7 +12,7 @@ from megakernel.config import Model, Uptrain
 from megakernel.config.uptrain import TransferStage
 from megakernel.model import LanguageModel, ModelSettings
 from megakernel.parallel import OneProcess
-from megakernel.uptraining.costs import Decoding, Spent
+from megakernel.uptraining.costs import DecodingCost, TrainingCost
 from megakernel.uptraining.identity import Identity
 from megakernel.uptraining.report import Measured, Report, recovered, write_events
 from megakernel.uptraining.summary import recipe
@@ -82,7 +82,7 @@ def test_what_a_run_took_is_read_from_its_log(tmp_path):
         {"step": 4, "throughput/step_time": 0.5, "throughput/tflops": 6, "memory/peak_gib": 2} | rates,
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    assert Spent.of(tmp_path) == Spent(4.0, 2 * (3 * 2e12 + 1 * 6e12), 3 * 2**30)
+    assert TrainingCost.of(tmp_path) == TrainingCost(4.0, 2 * (3 * 2e12 + 1 * 6e12), 3 * 2**30)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def decoding():
     for attention in ("softmax", "performer"):
         model = Model(num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, attention=attention)
         built = LanguageModel(ModelSettings(model, 64, OneProcess()))
-        found[attention] = Decoding.of(built, 64, torch.device("cpu"))
+        found[attention] = DecodingCost.of(built, 64, torch.device("cpu"))
     return found
 
 
@@ -105,7 +105,9 @@ def test_a_cache_of_keys_and_values_has_its_size_and_a_state_another(decoding):
 
 
 def test_a_page_says_what_training_and_decoding_take(decoding):
-    stage = Measured("distillation", log(12), log(13), 4096, "runs/x/1-main", Spent(3725.2, 1.5e15, 2**31))
+    stage = Measured(
+        "distillation", log(12), log(13), 4096, "runs/x/1-main", TrainingCost(3725.2, 1.5e15, 2**31)
+    )
     text = replace(made(), stages=[stage], decoding=decoding).markdown()
     assert "| distillation | 1:02:05 | 1.50e+15 | 2.00 GiB |" in text
     dense, student = (line for line in text.splitlines() if line.startswith(("| softmax |", "| performer |")))

@@ -82,7 +82,7 @@ def test_gradients_of_a_cross_entropy_are_those_of_the_whole_matrix(form):
     rows = SampledQueries.of(inputs, QUERIES, causal=True)
     theirs = rows.softmax(rows.scores())
     values, slopes = cross_entropy(theirs, rows.weights(core), rows.real)
-    found = torch.autograd.grad(rows.weighted(core, slopes), parameters, allow_unused=True)
+    found = torch.autograd.grad(rows.weighted_sum(core, slopes), parameters, allow_unused=True)
 
     weights = whole_matrix(core, inputs)[:, :, QUERIES]
     hidden = ~rows.visible[:, None]

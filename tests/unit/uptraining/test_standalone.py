@@ -194,7 +194,7 @@ def f(x, tp):
 def test_local_variables_hide_what_the_module_knows():
     text = "def f(a, b=outer):\n    c = [d for d in a if e]\n    return lambda a: a + c + g\n"
     (function,) = ast.parse(text).body
-    assert [(x.node.id, x.at_once) for x in references(function)] == [
+    assert [(x.node.id, x.at_import) for x in references(function)] == [
         ("outer", True),
         ("e", False),
         ("g", False),

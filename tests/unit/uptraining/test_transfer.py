@@ -11,11 +11,11 @@ from megakernel.config.training import NearDropout
 from megakernel.model import IGNORED, LanguageModel, ModelSettings
 from megakernel.model.layer import attention_cores, converted_cores
 from megakernel.training.optimizer import freeze
-from megakernel.training.schedule import drop_near_windows
-from megakernel.uptraining.distilled import Teacher
+from megakernel.training.schedule import add_near_dropout
+from megakernel.uptraining.distillation import Teacher
+from megakernel.uptraining.layer_transfer import LayerTransfer
 from megakernel.uptraining.sampled_queries import CapturedInputs, SampledQueries, sample_queries
 from megakernel.uptraining.transfer import AttentionTransfer
-from megakernel.uptraining.transferred import LayerTransfer
 from tests.unit.config.trees import config
 
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "num_kv_heads": 2, "vocab_multiple": 32}
@@ -185,7 +185,7 @@ def test_a_teacher_takes_tensors_that_are_equal_and_not_trained(mesh):
     ours[moved].data.add_(1)
     ours[trained].requires_grad_()
     before = {name: x.clone() for name, x in theirs.items()}
-    Teacher(dense).share(student)
+    Teacher(dense).share_weights(student)
     own = {name for name, x in theirs.items() if x.data_ptr() != ours[name].data_ptr()}
     assert own == {moved, trained}
     assert all(x.equal(before[name]) for name, x in theirs.items())
@@ -253,12 +253,12 @@ def test_kept_layers_are_left_alone(mesh):
 
 def test_near_windows_open_by_and_by(mesh):
     student = build(mesh, FLURKA)
-    drop_near_windows(student, NearDropout(start=1.0, steps=4), seed=3)
+    add_near_dropout(student, NearDropout(start=1.0, steps=4), seed=3)
     cores = attention_cores(student)
     shares = []
     for step in range(6):
         attention.redraw(student, step)
-        shares.append([core.near_dropout.shut.double().mean().item() for core in cores.values()])
+        shares.append([core.near_dropout.dropped.double().mean().item() for core in cores.values()])
     assert shares[0] == [1.0, 1.0]
     assert shares[4] == shares[5] == [0.0, 0.0]
     falling = NearDropout(start=0.8, steps=4)
@@ -266,4 +266,4 @@ def test_near_windows_open_by_and_by(mesh):
     # Loading a checkpoint asks for what a checkpoint holds.
     assert whole_shapes(student, partitions(student), mesh.tp).keys() == partitions(student).keys()
     with pytest.raises(UserError, match=r"model.attention has none; take near"):
-        drop_near_windows(build(mesh, "flurka_kernel"), NearDropout(start=1.0, steps=4), seed=3)
+        add_near_dropout(build(mesh, "flurka_kernel"), NearDropout(start=1.0, steps=4), seed=3)

@@ -1,4 +1,4 @@
-"""What the planner promises without running a model."""
+"""Promises of the planner that need no run of a model."""
 
 import time
 from dataclasses import replace
@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from megakernel.analysis.planning import ACCURACY, GPU, GPUS, RATES, Job, Layout, ledger, measured, plan
-from megakernel.analysis.planning.measured import Measure, Shape
+from megakernel.analysis.planning import ACCURACY, GPU, GPUS, RATES, Job, Layout, ledger, part_costs, plan
 from megakernel.analysis.planning.memory import memory
 from megakernel.analysis.planning.page import compare
-from megakernel.analysis.planning.plan import Plan, candidates, efficiency, grow, scaling
+from megakernel.analysis.planning.part_costs import CostMeter, PartShape
+from megakernel.analysis.planning.plan import Plan, candidates, efficiency, scaled_config, scaling
 from megakernel.analysis.planning.step import step
-from megakernel.analysis.planning.traffic import Transfer, of_part, ranks_in_node, seconds
+from megakernel.analysis.planning.traffic import Transfer, part_transfers, ranks_in_node, seconds
 from megakernel.config import Config, ConfigError, Parallel, Problem, load
 from megakernel.model.parameters import parameter_count
-from megakernel.parallel.exchange_way import way
+from megakernel.parallel.exchange_method import choose_method
 
 from ...config import trees
 
@@ -30,20 +30,22 @@ def config(**sections) -> Config:
     return trees.config(model=sizes, training=training, **sections)
 
 
-def shape(rows: int, tokens: int, *, context: int = 1, exchange: str = "auto", on_gpu: bool = True) -> Shape:
-    return Shape(rows, tokens, 1, False, context, "none", exchange, on_gpu)
+def shape(
+    rows: int, tokens: int, *, context: int = 1, exchange: str = "auto", on_gpu: bool = True
+) -> PartShape:
+    return PartShape(rows, tokens, 1, False, context, "none", exchange, on_gpu)
 
 
 SMALL = {"num_layers": 2, "hidden_size": 64, "num_heads": 2}
 
 
-def check_line(attention: str, part: str | int, large: Shape, off: float = 0.01, **training) -> None:
-    """A shape that is found from smaller ones takes what it takes when it is run."""
-    measure = Measure(config(model={**SMALL, "attention": attention}, training=training), 1000)
-    found, run = measure.of(part, large), measure._run(part, large)
+def check_line(attention: str, part: str | int, large: PartShape, off: float = 0.01, **training) -> None:
+    """The costs of a shape extrapolated from smaller ones are those of running it."""
+    meter = CostMeter(config(model={**SMALL, "attention": attention}, training=training), 1000)
+    found, run = meter.costs(part, large), meter._run(part, large)
     assert found is not run, "this shape is run as it is"
-    assert found.kept == pytest.approx(run.kept, rel=1e-3)
-    assert found.states == pytest.approx(run.states, abs=1e-3 * run.kept)
+    assert found.saved == pytest.approx(run.saved, rel=1e-3)
+    assert found.states == pytest.approx(run.states, abs=1e-3 * run.saved)
     assert found.excess == pytest.approx(run.excess, rel=off)
     for message, amount in run.sent.items():
         assert tuple(found.sent[message]) == pytest.approx(tuple(amount), rel=1e-9), message
@@ -57,12 +59,12 @@ def test_bytes_are_on_a_line_over_rows(attention, on_gpu):
 
 @pytest.mark.parametrize("attention", ["flurka", "hedgehog"])
 def test_bytes_are_on_a_line_over_the_tokens_of_a_scan(attention, monkeypatch):
-    monkeypatch.setattr(measured, "MANY_OPERATIONS", 0)
+    monkeypatch.setattr(part_costs, "MANY_OPERATIONS", 0)
     check_line(attention, 0, shape(1, 16_384, on_gpu=False), seq_len=16_384)
 
 
 def test_masks_of_packed_softmax_are_on_a_parabola(monkeypatch):
-    monkeypatch.setattr(measured, "MANY_OPERATIONS", 0)
+    monkeypatch.setattr(part_costs, "MANY_OPERATIONS", 0)
     check_line("softmax", 0, shape(1, 16_384, on_gpu=False), seq_len=16_384)
 
 
@@ -70,9 +72,9 @@ def test_masks_of_packed_softmax_are_on_a_parabola(monkeypatch):
 @pytest.mark.parametrize("tokens", [32_768, 262_144])
 def test_bytes_of_a_chunked_loss_are_on_a_line_to_the_byte(tokens, on_gpu):
     wide = {"hidden_size": 2048, "num_heads": 16, "norm": "layernorm"}
-    measure = Measure(config(model=wide, training={"dtype": "bfloat16"}), 50_257)
+    meter = CostMeter(config(model=wide, training={"dtype": "bfloat16"}), 50_257)
     large = shape(1, tokens, on_gpu=on_gpu)
-    assert measure.of("last", large) == measure._run("last", large)
+    assert meter.costs("last", large) == meter._run("last", large)
 
 
 def test_bytes_are_on_a_line_over_the_ranks_of_a_ring():
@@ -81,30 +83,30 @@ def test_bytes_are_on_a_line_over_the_ranks_of_a_ring():
 
 @pytest.mark.parametrize("attention", ["flurka", "softmax"])
 def test_a_part_takes_the_same_whatever_ran_before_it(attention, monkeypatch):
-    """What operations gave is remembered; what they shared of their arguments' memory is not lost by that."""
-    monkeypatch.setattr(ledger, "_MADE", {})
+    """The cache of operations' shapes does not lose that results share memory with arguments."""
+    monkeypatch.setattr(ledger, "_SHAPES", {})
     run = config(model={**SMALL, "attention": attention})
-    first, again = (Measure(run, 1000).of(0, replace(shape(2, 512), recompute="full")) for _ in range(2))
-    assert ledger._MADE
+    first, again = (CostMeter(run, 1000).costs(0, replace(shape(2, 512), recompute="full")) for _ in range(2))
+    assert ledger._SHAPES
     assert first == again
 
 
 def test_a_layer_of_a_million_tokens_is_measured_in_seconds():
     large = {"num_layers": 32, "hidden_size": 4096, "num_heads": 32, "attention": "flurka"}
-    measure = Measure(config(model=large, training={"seq_len": 2**20, "dtype": "bfloat16"}), 50_257)
+    meter = CostMeter(config(model=large, training={"seq_len": 2**20, "dtype": "bfloat16"}), 50_257)
     start = time.process_time()
-    found = measure.of(0, shape(1, 2**20))
+    found = meter.costs(0, shape(1, 2**20))
     assert time.process_time() - start < 10
-    assert found.kept > 2**20 * 4096 * 2
+    assert found.saved > 2**20 * 4096 * 2
 
 
 def test_masks_of_long_packed_softmax_are_counted_and_not_made():
-    measure = Measure(config(model={"attention": "softmax"}, training={"seq_len": 32_768}), 1000)
+    meter = CostMeter(config(model={"attention": "softmax"}, training={"seq_len": 32_768}), 1000)
     start = time.process_time()
-    found = measure.of(0, shape(4, 32_768, on_gpu=False))
+    found = meter.costs(0, shape(4, 32_768, on_gpu=False))
     # Their 2 GiB of comparisons alone would take longer.
     assert time.process_time() - start < 5
-    assert found.kept > 4 * 32_768**2 / 2
+    assert found.saved > 4 * 32_768**2 / 2
 
 
 @pytest.mark.second
@@ -127,7 +129,7 @@ def test_one_device_holds_the_parameters_of_the_whole_model(attention):
 
 
 def test_layouts_are_those_that_the_configuration_takes():
-    """Each is asked of the loader's own validation, and each refusal is what it says."""
+    """The configuration's own validation accepts each layout and refuses the others for the same reasons."""
     run = config(training={"seq_len": 1024}, model={"num_layers": 3, "attention": "gaussian", "num_heads": 4})
     found = list(candidates(run, 16, 8, 16))
     layouts = [one for one in found if isinstance(one, Layout)]
@@ -198,26 +200,26 @@ def test_state_traffic_does_not_contain_the_length_and_ring_traffic_does():
     def sent(attention: str, seq_len: int, exchange: str) -> float:
         run = config(model={"attention": attention}, training={"seq_len": seq_len})
         job = Job(run, 50_257, Layout(1, False, 8, 1, 1, 1, 1, "none"), GPU, exchange)
-        return sum(one.sent for one in of_part(job, 0) if one.group == "cp")
+        return sum(one.sent for one in part_transfers(job, 0) if one.group == "cp")
 
-    assert sent("flurka", 65_536, "own") == sent("flurka", 1_048_576, "own")
+    assert sent("flurka", 65_536, "configured") == sent("flurka", 1_048_576, "configured")
     assert sent("softmax", 32_768, "ring") == pytest.approx(4 * sent("softmax", 8192, "ring"))
 
 
 def test_states_of_many_sequences_go_the_way_that_their_size_decides():
-    measure = Measure(config(model={"attention": "hedgehog"}), 1000)
+    meter = CostMeter(config(model={"attention": "hedgehog"}), 1000)
     heads, features, columns = 16, 128, 65
     state = heads * (features * columns + 1) * 4
 
     def sent(sequences: int) -> dict[str, float]:
-        amounts = measure.of(0, shape(sequences, 1024, context=8)).sent
+        amounts = meter.costs(0, shape(sequences, 1024, context=8)).sent
         return {
             message.operation: amount.bytes for message, amount in amounts.items() if not message.backward
         }
 
-    assert way(8, 4 * state) == "gather"
+    assert choose_method(8, 4 * state) == "gather"
     assert sent(4) == pytest.approx({"all_gather": 4 * state}, rel=1e-4)
-    assert way(8, 8 * state) == "ring"
+    assert choose_method(8, 8 * state) == "ring"
     assert sent(8) == pytest.approx({"point-to-point": 8 * state}, rel=1e-4)
 
 
@@ -247,10 +249,10 @@ def test_a_pipeline_waits_for_its_first_and_last_micro_batches():
 @pytest.mark.second
 def test_runs_grow_with_their_devices():
     run = config()
-    assert grow(run, "strong", 64, 16).training == run.training
-    assert grow(run, "weak", 64, 16).training.global_batch_size == 64
-    assert grow(run, "longer", 64, 16).training.seq_len == 32_768
-    assert grow(run, "weak", 1, 32) is None
+    assert scaled_config(run, "strong", 64, 16).training == run.training
+    assert scaled_config(run, "weak", 64, 16).training.global_batch_size == 64
+    assert scaled_config(run, "longer", 64, 16).training.seq_len == 32_768
+    assert scaled_config(run, "weak", 1, 32) is None
     points = list(scaling(run, 50_257, [8, 16], "weak", H100))
     shares = efficiency(points)
     assert shares[0] == 1.0

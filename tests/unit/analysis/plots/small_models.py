@@ -1,4 +1,4 @@
-"""Small models in one process, and rows for them to read."""
+"""Small models in one process, and inputs for them."""
 
 import torch
 
@@ -23,7 +23,7 @@ def small_model(attention, mesh=None, **parts):
 
 
 def layer_inputs(rows=1, length=LENGTH):
-    """Rows of tokens, the first of them two documents; no labels."""
+    """Sequences of tokens, the first with two documents; no labels."""
     tokens = torch.randint(32, (rows, length), generator=torch.Generator().manual_seed(2))
     positions = torch.arange(length).expand(rows, -1).clone()
     positions[0] = torch.cat([torch.arange(9), torch.arange(length - 9)])

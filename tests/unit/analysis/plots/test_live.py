@@ -1,4 +1,4 @@
-"""Plots of a model in training, which goes on as if nobody had looked."""
+"""Plots of a model in training, which do not change the training."""
 
 import pytest
 import torch

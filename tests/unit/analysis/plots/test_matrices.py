@@ -1,10 +1,10 @@
-"""Attention matrices are what layers do: times the values, they give the layer's output."""
+"""Attention matrices times the values give the layer's output."""
 
 import pytest
 import torch
 
 from megakernel.analysis.plots.matrices import attention_matrix, exact_matrix
-from megakernel.analysis.plots.subject import captured_attention, first_row
+from megakernel.analysis.plots.subject import captured_attention, first_sequence
 
 from .small_models import LENGTH, layer_inputs, small_model
 
@@ -48,7 +48,7 @@ def values_of_tokens(model, layer, captured, row):
 @pytest.mark.parametrize(("name", "form", "kind"), FORMS, ids=[name for name, _, _ in FORMS])
 def test_a_matrix_times_the_values_is_the_layers_output(name, form, kind):
     model = small_model(form, kind=kind)
-    row = first_row(layer_inputs(), LENGTH)
+    row = first_sequence(layer_inputs(), LENGTH)
     layers = captured_attention(model, row)
     assert list(layers) == [0, 1]
     with torch.no_grad():
@@ -64,7 +64,7 @@ def test_a_matrix_times_the_values_is_the_layers_output(name, form, kind):
 
 
 def test_a_causal_matrix_looks_at_no_later_token_and_at_no_other_document():
-    captured = captured_attention(small_model(DECODERS["flurka"]), first_row(layer_inputs(), LENGTH))[0]
+    captured = captured_attention(small_model(DECODERS["flurka"]), first_sequence(layer_inputs(), LENGTH))[0]
     weights = attention_matrix(captured)
     assert not weights.triu(1).any()
     assert not weights[:, 9:, :9].any()
@@ -74,7 +74,7 @@ def test_a_causal_matrix_looks_at_no_later_token_and_at_no_other_document():
 def test_a_row_is_read_without_its_padding_and_counts_from_its_own_start():
     tokens = torch.arange(8)[None].repeat(2, 1)
     positions = torch.tensor([[-1, 5, 6, -1, 0, 1, 2, 3], [0] * 8])
-    row_tokens, places = first_row((tokens, positions), 5)
+    row_tokens, places = first_sequence((tokens, positions), 5)
     assert row_tokens.tolist() == [[1, 2, 4, 5, 6]]
     assert places.tolist() == [[0, 1, 0, 1, 2]]
 
@@ -83,7 +83,7 @@ def test_listening_leaves_the_model_as_it_was():
     model = small_model("softmax").train()
     model.layers[0].eval()
     shards = [model.layers[1].self_attention.cp_shard, model.layers[2].self_attention.cp_shard]
-    captured_attention(model, first_row(layer_inputs(), LENGTH))
+    captured_attention(model, first_sequence(layer_inputs(), LENGTH))
     assert [part.training for part in model.layers[:3]] == [False, True, True]
     assert [model.layers[1].self_attention.cp_shard, model.layers[2].self_attention.cp_shard] == shards
     assert not any(module._forward_hooks for module in model.modules())

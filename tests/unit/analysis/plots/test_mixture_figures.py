@@ -1,4 +1,4 @@
-"""Mixture keys: coefficients, likelihoods against a density written out, and ratios of costs."""
+"""Mixture keys: coefficients, likelihoods compared with an explicit density, and ratios of costs."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megakernel.analysis.plots import costs, mixtures
-from megakernel.analysis.plots.subject import Subject, captured_attention, first_row
+from megakernel.analysis.plots.subject import Subject, captured_attention, first_sequence
 from tests.unit.config import trees
 
 from .small_models import LENGTH, SIZES, layer_inputs, small_model
@@ -33,7 +33,7 @@ def normal(x, mean, variance):
 )
 def test_the_likelihood_of_queries_is_that_of_the_density_written_out(form):
     model = small_model(form, position="none")
-    captured = captured_attention(model, first_row(layer_inputs(), LENGTH))[0]
+    captured = captured_attention(model, first_sequence(layer_inputs(), LENGTH))[0]
     core, inputs = captured.core, captured.inputs
     found = mixtures.negative_log_likelihood(captured)
     mixture = getattr(core, "mixture", None)
@@ -56,7 +56,7 @@ def test_the_likelihood_of_queries_is_that_of_the_density_written_out(form):
 
 
 def of_model(**model):
-    """What costs are asked of: sizes, and no weights."""
+    """A subject with sizes and no weights, for costs."""
     return Subject(trees.config(model=model), None, [], torch.device("cpu"), LENGTH)
 
 

@@ -1,4 +1,4 @@
-"""What noise does: covariances, kernel estimates, votes and gradients, against numbers that are known."""
+"""Effects of noise: covariances, kernel estimates, votes and gradients, compared with known numbers."""
 
 import math
 from dataclasses import replace
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megakernel.analysis.plots import noise, spectra
-from megakernel.analysis.plots.subject import captured_attention, first_row
+from megakernel.analysis.plots.subject import captured_attention, first_sequence
 from megakernel.model import IGNORED
 from tests.unit.analysis.kernel_error import prf_error, prf_kernel
 
@@ -40,11 +40,11 @@ def test_the_deviation_of_kernel_estimates_is_theorem_3s():
     """Over many draws std / |mean| comes to the closed form of the estimator's error (KL, theorem 3)."""
     form = {"preset": "gmm_prf", "feature_map": {"samples": 64}}
     model = small_model(form, num_heads=2, hidden_size=8, position="none")
-    captured = captured_attention(model, first_row(layer_inputs(), LENGTH))[0]
+    captured = captured_attention(model, first_sequence(layer_inputs(), LENGTH))[0]
     captured = captured._replace(
         inputs=replace(captured.inputs, q=captured.inputs.q / 4, k=captured.inputs.k / 4)
     )
-    found = noise.deviations(captured, 400)
+    found = noise.kernel_deviations(captured, 400)
     mixture = captured.core.projection
     for head in range(2):
         means = mixture.mean[head].detach().double()
@@ -56,12 +56,12 @@ def test_the_deviation_of_kernel_estimates_is_theorem_3s():
 
 
 def test_a_map_whose_noise_stays_deviates_by_nothing_to_ask_of():
-    captured = captured_attention(small_model("performer"), first_row(layer_inputs(), LENGTH))[0]
+    captured = captured_attention(small_model("performer"), first_sequence(layer_inputs(), LENGTH))[0]
     assert not noise.estimates_kernels(captured)
 
 
 def votes(*predicted, label=1, probability=0.6):
-    """Draws of one prediction of two classes each, and what single draws and votes make of them."""
+    """Draws of one prediction each of two classes, and the scores of single draws and of votes."""
     likeliest = torch.tensor(predicted)
     hits = likeliest == label
     logs = torch.where(hits, probability, 1 - probability).double().log()

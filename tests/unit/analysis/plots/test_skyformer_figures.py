@@ -1,4 +1,4 @@
-"""Skyformer's figure 1 and table 3: errors and instability that are known."""
+"""Skyformer's figure 1 and table 3: errors and instability in cases with known values."""
 
 import pytest
 import torch
@@ -79,9 +79,9 @@ def test_the_score_is_the_outputs_shift_over_that_of_the_weights(mesh, monkeypat
     [score] = skyformer.instability(model, [batch], Optimizer(lr=1e-3, weight_decay=0.0))
     moved = {name: x.detach() - before[name] for name, x in model.named_parameters()}
     weights = sum(x.double().square().sum() for x in moved.values())
-    after = skyformer.states(model, batch)
+    after = skyformer.hidden_states(model, batch)
     for name, x in model.named_parameters():
         x.data.copy_(before[name])
-    shift = (after - skyformer.states(model, batch)).square().sum()
+    shift = (after - skyformer.hidden_states(model, batch)).square().sum()
     assert score == pytest.approx((shift / weights).item(), rel=1e-4)
     assert score > 0

@@ -1,4 +1,4 @@
-"""Singular values and ranks of matrices, spans of windows and gates, where they are known."""
+"""Singular values and ranks of matrices, spans of windows and gates, in cases with known values."""
 
 import math
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megakernel.analysis.plots import reach, spectra
-from megakernel.analysis.plots.matrices import CELLS, attention_matrix, exact_matrix, image
-from megakernel.analysis.plots.subject import captured_attention, first_row
+from megakernel.analysis.plots.matrices import CELLS, attention_matrix, exact_matrix, image_rows
+from megakernel.analysis.plots.subject import captured_attention, first_sequence
 from megakernel.uptraining.sampled_queries import CapturedInputs, SampledQueries
 
 from .small_models import LENGTH, layer_inputs, small_model
@@ -37,7 +37,7 @@ def test_singular_values_and_ranks_are_those_the_matrix_was_made_of():
 
 def test_a_kernel_of_few_features_has_a_matrix_of_low_rank_and_softmax_has_not():
     """FLuRKA, figure 1: the rank of a head is that of its features at most. Float32 would not show it."""
-    row = first_row((layer_inputs()[0], torch.arange(LENGTH)[None]), LENGTH)
+    row = first_sequence((layer_inputs()[0], torch.arange(LENGTH)[None]), LENGTH)
     for form, most in (({"preset": "linear"}, 8), ("softmax", LENGTH)):
         model = small_model(form, kind="masked_lm")
         captured = captured_attention(model, row)[0]
@@ -46,15 +46,15 @@ def test_a_kernel_of_few_features_has_a_matrix_of_low_rank_and_softmax_has_not()
 
 
 def spans(weights, window=None, causal=True, positions=None):
-    """What `reach` finds, as means by name: of one head."""
+    """The columns of `span_sums` for one head, as means by name."""
     tokens = weights.shape[-1]
     q = torch.zeros(1, 1, tokens, 2)
     inputs = CapturedInputs(positions, q=q, k=q, v=q)
     rows = SampledQueries.of(inputs, torch.arange(tokens), causal)
-    sums, counts = reach.reach(weights[None], rows, window)
+    sums, counts = reach.span_sums(weights[None], rows, window)
     return {
         name: (value / count).item() if count else None
-        for name, value, count in zip(reach.NAMES, sums[0], counts[0])
+        for name, value, count in zip(reach.COLUMNS, sums[0], counts[0])
     }
 
 
@@ -96,11 +96,11 @@ def gated(bias):
     with torch.no_grad():
         core.gate_weight.zero_()
         core.gate_bias.fill_(bias)
-    return captured_attention(model, first_row(layer_inputs(), LENGTH))[0]
+    return captured_attention(model, first_sequence(layer_inputs(), LENGTH))[0]
 
 
 def test_a_gate_without_weights_gives_what_its_bias_says():
-    """And only queries behind the first block of their document have anything far: of 9 and 15 tokens, 5 and 11."""
+    """Only queries after the first block of their document have a far context: 5 of 9 tokens, and 11 of 15."""
     shares = reach.near_shares(gated(3.0))
     assert shares.shape == (4, 5 + 11)
     expected = 1 / (1 + math.exp(-3))
@@ -114,8 +114,8 @@ def test_far_mass_of_a_gated_layer_is_what_the_gate_leaves():
     """Both parts are shares on their own, so far tokens have 1 - g of the weight."""
     captured = gated(-1.0)
     rows = SampledQueries.of(captured.inputs, torch.arange(LENGTH), causal=True)
-    sums, counts = reach.reach(attention_matrix(captured), rows, captured.core.near_window)
-    far = dict(zip(reach.NAMES, (sums / counts).T))["far_mass"]
+    sums, counts = reach.span_sums(attention_matrix(captured), rows, captured.core.near_window)
+    far = dict(zip(reach.COLUMNS, (sums / counts).T))["far_mass"]
     assert far.tolist() == pytest.approx([1 - 1 / (1 + math.e)] * 4, rel=1e-5)
 
 
@@ -123,7 +123,7 @@ def test_an_image_keeps_the_weight_of_every_query():
     tokens = 2 * CELLS + 5
     weights = torch.rand(2, tokens, tokens, generator=torch.Generator().manual_seed(0)).tril()
     weights = weights / weights.sum(-1, keepdim=True)
-    rows = image(3, weights)
+    rows = image_rows(3, weights)
     for head in range(2):
         of_queries = {}
         for row in (row for row in rows if row["head"] == head):

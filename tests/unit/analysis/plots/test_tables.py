@@ -1,4 +1,4 @@
-"""Tables survive the disk, plots show them, and TensorBoard has each once."""
+"""Tables can be written and read, plots show them, and TensorBoard has each plot once."""
 
 from importlib import import_module
 
@@ -6,8 +6,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megakernel.analysis.plots import drawing
-from megakernel.analysis.plots.catalogue import ANALYSES, chosen
-from megakernel.analysis.plots.run import show
+from megakernel.analysis.plots.catalogue import ANALYSES, select_analyses
+from megakernel.analysis.plots.run import add_to_tensorboard
 from megakernel.analysis.plots.table import Plot, summaries, to_csv
 from megakernel.config import Config, UserError
 from tests.csv_tables import from_csv
@@ -70,13 +70,13 @@ ANYWHERE = {"attention", "singular_values", "ranks", "span", "instability"}
     ],
 )
 def test_all_is_what_says_something_about_the_mechanism(attention, more):
-    names = {analysis.name for analysis in chosen(["all"], config(attention), "runs/x")}
+    names = {analysis.name for analysis in select_analyses(["all"], config(attention), "runs/x")}
     assert names == ANYWHERE | more
 
 
 def test_one_layer_of_a_pattern_is_enough():
     mixed = config("softmax", attention_pattern=["softmax", "gmm_rks"])
-    assert [analysis.name for analysis in chosen(["covariances", "ranks", "ranks"], mixed, "x")] == [
+    assert [analysis.name for analysis in select_analyses(["covariances", "ranks", "ranks"], mixed, "x")] == [
         "ranks",
         "covariances",
     ]
@@ -92,7 +92,7 @@ def test_one_layer_of_a_pattern_is_enough():
 )
 def test_what_does_not_apply_is_one_line_that_says_what_does(name, explanation):
     with pytest.raises(UserError) as error:
-        chosen(["ranks", name], config("softmax"), "runs/x")
+        select_analyses(["ranks", name], config("softmax"), "runs/x")
     assert explanation in str(error.value)
     assert "query_likelihood" in str(error.value)
     assert "\n" not in str(error.value)
@@ -100,7 +100,7 @@ def test_what_does_not_apply_is_one_line_that_says_what_does(name, explanation):
 
 def test_every_analysis_has_its_function():
     for name, analysis in ANALYSES.items():
-        module = import_module(f"megakernel.analysis.plots.{analysis.place.partition('.')[0]}")
+        module = import_module(f"megakernel.analysis.plots.{analysis.function.partition('.')[0]}")
         assert getattr(module, f"measure_{name}").__doc__
 
 
@@ -118,8 +118,8 @@ def test_plots_shown_again_are_there_once(tmp_path):
     drawing.cells(ROWS, "head", "layer", "value").savefig(plot, dpi=50)
     events = tmp_path / "analysis"
     for step in (5, 5, 7):
-        show(events, {"analysis/span/span": plot}, step, "span")
-    show(events, {"analysis/ranks/rank": plot, "analysis/ranks/stable_rank": plot}, 5, "ranks")
+        add_to_tensorboard(events, {"analysis/span/span": plot}, step, "span")
+    add_to_tensorboard(events, {"analysis/ranks/rank": plot, "analysis/ranks/stable_rank": plot}, 5, "ranks")
     reader = EventAccumulator(str(events), size_guidance={"images": 0})
     reader.Reload()
     assert sorted(reader.Tags()["images"]) == [

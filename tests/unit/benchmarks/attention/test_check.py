@@ -1,4 +1,4 @@
-"""A time is believed only where the numbers are right."""
+"""An implementation is timed only if its numbers are correct."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ def suite(monkeypatch):
 
 
 def altered(change):
-    """`kernel elu` with something done to what it gives."""
+    """`kernel elu` with a changed output."""
     right = IMPLEMENTATIONS["eager elu"].build
 
     def build():
@@ -82,14 +82,14 @@ def test_numbers_that_are_not_finite_are_infinitely_wrong():
 def test_nothing_is_measured_where_one_of_ours_is_wrong(suite, monkeypatch):
     monkeypatch.setitem(IMPLEMENTATIONS, "kernel elu", altered(lambda out: out + 1))
     with pytest.raises(RunFailed, match="kernel elu is wrong at B=2 N=200 H=2 d=16, so nothing is written"):
-        measuring.survey(suite, CPU, repeats=1)
+        measuring.run_suite(suite, CPU, repeats=1)
 
 
 @pytest.mark.usefixtures("suite")
 def test_layers_are_timed_without_a_gpu():
     case = Case(batch=1, tokens=96, heads=2, head_dim=8, rank=12)
     layers = replace(SUITES["paper"], cases=(case,), implementations=("flurka_rnn",))
-    [(_, [row])] = measuring.survey(layers, CPU, repeats=1).results
+    [(_, [row])] = measuring.run_suite(layers, CPU, repeats=1).results
     assert min(row.times.forward, row.times.both) > 0
     assert row.times.peak.both >= row.times.peak.forward
 
@@ -97,6 +97,6 @@ def test_layers_are_timed_without_a_gpu():
 def test_times_of_another_that_is_wrong_are_left_out(suite, monkeypatch):
     wrong = replace(altered(lambda out: out + 1), is_ours=False)
     monkeypatch.setitem(IMPLEMENTATIONS, "kernel elu", wrong)
-    [(_, [row])] = measuring.survey(suite, CPU, repeats=1).results
+    [(_, [row])] = measuring.run_suite(suite, CPU, repeats=1).results
     assert row.times is None
     assert row.problem.startswith("wrong: ")

@@ -1,8 +1,8 @@
-"""The least bytes and operations, against arithmetic by hand."""
+"""The lower bounds of bytes and operations, compared with arithmetic by hand."""
 
 import pytest
 
-from benchmarks.attention.cases import Case, Cost, needed
+from benchmarks.attention.cases import Case, Cost, lower_bound
 
 BFLOAT16 = 2
 CASE = Case(batch=2, tokens=1024, heads=4, head_dim=64)
@@ -11,24 +11,24 @@ ROWS = 2 * 1024 * 4
 
 
 def test_the_least_reads_inputs_and_writes_outputs_once():
-    forward, both = (needed("linear", CASE, BFLOAT16, backward) for backward in (False, True))
+    forward, both = (lower_bound("linear", CASE, BFLOAT16, backward) for backward in (False, True))
     assert forward.bytes == 4 * ROWS * 64 * 2  # q, k, v, out
     assert both.bytes == 11 * ROWS * 64 * 2  # and q, k, v, do once more, dq, dk, dv
 
 
 def test_the_least_of_linear_attention_updates_and_reads_a_state_of_every_token():
-    forward, both = (needed("linear", CASE, BFLOAT16, backward).flops for backward in (False, True))
+    forward, both = (lower_bound("linear", CASE, BFLOAT16, backward).flops for backward in (False, True))
     assert forward == ROWS * 2 * (2 * 64 * 65)
     assert both == 3 * forward
 
 
 def test_the_least_of_softmax_is_half_of_all_pairs():
-    assert needed("softmax", CASE, BFLOAT16, False).flops == ROWS * 1025 / 2 * 4 * 64
+    assert lower_bound("softmax", CASE, BFLOAT16, False).flops == ROWS * 1025 / 2 * 4 * 64
 
 
 def test_a_layer_counts_its_weights_and_every_input_once():
     case = Case(1, 1000, 4, 8, rank=16)
-    cost = needed("flurka_rnn", case, BFLOAT16, False)
+    cost = lower_bound("flurka_rnn", case, BFLOAT16, False)
     weights = 4 * 32 * 32 + 2 * 32 * 512 + 2 * 1000 * 16
     assert cost.bytes == 2 * (2 * 1000 * 32 + weights)
     projections = (

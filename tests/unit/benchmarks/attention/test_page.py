@@ -1,4 +1,4 @@
-"""What a page says of numbers that are given."""
+"""The page of given numbers."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from benchmarks.attention.cases import Case
 from benchmarks.attention.check import Comparison
 from benchmarks.attention.clock import Peak, Times
 from benchmarks.attention.machine import Machine
-from benchmarks.attention.measuring import Row, Survey
+from benchmarks.attention.measuring import CaseResult, SuiteResult
 from benchmarks.attention.page import measured_page, number
 from benchmarks.attention.suites import SUITES
 from benchmarks.attention.targets import DEFAULT
@@ -20,13 +20,13 @@ RIGHT = Comparison(3e-7, "output", 1e-5)
 
 def row(name, seconds, mebibytes, share=0.25):
     peak = Peak(mebibytes * 2**19, mebibytes * 2**20)
-    return Row(name, RIGHT, Times(seconds / 2, seconds, peak, forward_share=0.5, both_share=share))
+    return CaseResult(name, RIGHT, Times(seconds / 2, seconds, peak, forward_share=0.5, both_share=share))
 
 
 def page(*results):
     """A page of (tokens, rows)."""
     machine = Machine("a device", bandwidth=2e9, peak=3e12, source="measured here")
-    survey = Survey(SUITES["cpu"], machine, torch.float32, repeats=3)
+    survey = SuiteResult(SUITES["cpu"], machine, torch.float32, repeats=3)
     survey.results = [(Case(1, tokens, 4, 64), list(rows)) for tokens, rows in results]
     return measured_page(survey, CPU, "megakernel dev bench attention")
 

@@ -1,4 +1,4 @@
-"""The loss of a model whose attention learns, layer by layer, to give what a dense teacher's attention gives."""
+"""Attention transfer as the training objective of a model or pipeline stage."""
 
 import math
 
@@ -7,27 +7,27 @@ from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_regi
 from torch import Tensor
 
 from megakernel.config import Config
-from megakernel.model import Parted
+from megakernel.model import LocalModel
 from megakernel.model.layer import converted_cores
-from megakernel.model.layer_inputs import LayerInputs, as_bits, from_bits
+from megakernel.model.layer_inputs import LayerInputs, as_bytes, from_bytes
 from megakernel.model.settings import DTYPES
 from megakernel.parallel import Mesh
 
-from .distilled import Teacher
+from .distillation import Teacher
 from .head_statistics import HeadTag
 from .transfer import AttentionTransfer, check_parts_around
 
 
 class LayerTransfer:
-    """Attention transfer of the layers that this process holds, as one term of the run's loss.
+    """Attention transfer of this process's layers, as one term of the run's loss.
 
-    It is the teacher that is run. Layers learn apart, so each stage's learn while the next ones run it further.
+    Only the teacher is run through the pipeline; each stage trains its layers while later stages run the teacher.
     """
 
-    def __init__(self, student: Parted, teacher: Teacher, config: Config, mesh: Mesh):
-        """config: its objective says what is compared, its training how many sequences a step has.
+    def __init__(self, student: LocalModel, teacher: Teacher, config: Config, mesh: Mesh):
+        """config: its objective section has the options, its training section the number of sequences per step.
 
-        Raises UserError for a layer that cannot be called as the teacher's is, or has something else around it.
+        Raises UserError for a layer that cannot be called like the teacher's, or has other parts around its attention.
         """
         self.student, self.teacher, self.mesh = student, teacher, mesh
         self.training, self.dtype = config.training, DTYPES[config.training.dtype]
@@ -42,34 +42,34 @@ class LayerTransfer:
         )
 
     def __call__(self, inputs: LayerInputs) -> LayerInputs | Tensor:
-        """What a stage hands on: the loss so far, the teacher's states as bits, the rest of the inputs.
+        """Outputs of a stage: the loss so far, the teacher's states as bits, the other inputs; on the last the loss.
 
-        Of the last one the loss. Nothing flows back but its gradient, one number: a stage has its layers' gradients
-        since its forward pass, and what DeepSpeed's schedule calls its backward pass is to scale them.
+        The backward pass only sends the loss's scalar gradient: a stage has computed its layers' gradients in its
+        forward pass, and its backward pass in DeepSpeed's schedule scales them.
         """
         if self.mesh.is_first_stage:
             before = torch.zeros(1, device=self.mesh.device)
         else:
-            # The loss comes first: DeepSpeed receives the n-th gradient where the n-th tensor came in.
+            # The loss comes first, because DeepSpeed assigns the n-th received gradient to the n-th tensor.
             before, bits, *rest = inputs
-            inputs = (from_bits(bits, self.dtype), *rest)
+            inputs = (from_bytes(bits, self.dtype), *rest)
         with self.attention:
             hidden = self.teacher.hidden(inputs)
-        # Each tensor rank has the heads that are its own.
-        own = reduce_from_tensor_model_parallel_region(self.attention.loss(), group=self.mesh.tp.group)
-        loss = before + own
+        # Each tensor rank has only the loss of its own heads.
+        local = reduce_from_tensor_model_parallel_region(self.attention.loss(), group=self.mesh.tp.group)
+        loss = before + local
         if self.mesh.is_last_stage:
             return loss.squeeze()
-        return (loss, as_bits(hidden), *inputs[1:])
+        return (loss, as_bytes(hidden), *inputs[1:])
 
     def begin_step(self, step: int) -> None:
-        """Draw the queries of this step, of as many sequences as its phase has in a batch."""
-        self.teacher.share(self.student)
+        """Begin a step of attention transfer, with the batch size of its phase."""
+        self.teacher.share_weights(self.student)
         batch_rows = self.training.phase_of(step).training.global_batch_size
         self.attention.begin(step, batch_rows)
 
     def scalars(self) -> dict[str, float]:
-        """Under `HeadTag`s, of all processes' layers: normalized errors, and what sampled queries see."""
+        """Normalized errors and statistics of sampled queries by `HeadTag`, of the layers of all processes."""
         means = self.attention.sums.means(self.mesh.gather_objects)
         self.attention.sums.clear()
         return {
@@ -77,5 +77,5 @@ class LayerTransfer:
             for name, layers in means.items()
             for layer, heads in layers.items()
             for head, value in enumerate(heads.tolist())
-            if not math.isnan(value)  # of no query, such as those with nothing beyond their window
+            if not math.isnan(value)  # no query counted, for example none with keys beyond its window
         }

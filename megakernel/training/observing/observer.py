@@ -1,4 +1,4 @@
-"""The output of a run besides numbers, and its steps: histograms, plots, samples, profiles."""
+"""The output of a run besides scalars: histograms, plots, samples, profiles."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -24,26 +24,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Providers:
-    """Functions of the packages above training, which training does not import."""
+    """Functions of higher packages, which training must not import."""
 
     make_model: Callable[[Config, Corpora, Ranks], MakeModel]
-    """Returns the maker of the model for the run's objective. Raises UserError, alike on all ranks."""
+    """Returns the builder of the model for the run's objective. UserError, on all ranks alike."""
 
     figures: "Callable[[LanguageModel, LayerInputs, bool], dict[str, Figure]]"
-    """Plots of what attention layers make of the first sequence; called on all ranks, and drawn where it is told to."""
+    """Plots of the attention layers for the first sequence; called on all ranks, drawn where the last argument is
+    true."""
 
     sampler: Callable[[Config, Tokenizer], Callable[[LanguageModel], str]]
-    """Returns a function that continues logging.sample_prompt with a model, in Markdown.
+    """Returns a function from a model to its continuation of logging.sample_prompt, in Markdown.
 
-    Raises UserError for more tokens than the model has positions.
+    UserError if the sample is longer than the model's positions.
     """
 
 
-class Observed:
-    """Called on all ranks; what there is to write comes into entries, on rank 0.
+class Observer:
+    """Collects histograms, plots, samples and profiles; called on all ranks, fills entries on rank 0.
 
-    excluded: put around time that is no part of a step.
-    Raises UserError for samples that the model has no positions for.
+    excluded: context manager for time that is not part of a step.
+    UserError if samples are longer than the model's positions.
     """
 
     def __init__(
@@ -68,23 +69,23 @@ class Observed:
 
     @contextmanager
     def step(self, step: int, entry: Entry) -> Iterator[None]:
-        """Around training step `step`, counted from 1."""
+        """Wraps training step `step`, counted from 1."""
         with self._histograms.step(step, entry.histograms), self._profiler.step(step):
             yield
 
     def after_step(self, step: int, batches: Sequence[Batch], entry: Entry) -> None:
-        """Draw what attention layers make of the first sequence of `batches`, in the steps that want it."""
+        """Plot the attention layers for the first sequence of `batches`, every logging.analysis_every steps."""
         if self._plots_every is None or step % self._plots_every:
             return
         model = self._engine.engine.module
         assert isinstance(model, LanguageModel)
         with self._excluded():
-            # The layers of all ranks work together; one of them draws.
+            # All ranks run the layers, one of them draws.
             inputs = model_inputs(batches[:1], self._mesh)[0]
             entry.figures |= self._figures(model, inputs, self._mesh.rank == 0)
 
-    def evaluated(self, entry: Entry) -> None:
-        """Let the model write, after an evaluation."""
+    def after_evaluation(self, entry: Entry) -> None:
+        """Write a sample after an evaluation."""
         if self._sample is not None and self._mesh.rank == 0:
             model = self._engine.engine.module
             assert isinstance(model, LanguageModel)

@@ -1,0 +1,419 @@
+"""Memory and traffic of a part of the model on one device, measured by running it on tensors without contents.
+
+The process group is fake as well: it has as many ranks as the layout, and its collectives send nothing. For a GPU,
+kernel launches are recorded instead of made; the kernels' operators define the saved activations.
+"""
+
+import gc
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megakernel.attention.layer import AttentionLayer
+from megakernel.attention.sequence import WHOLE_SEQUENCE, ContextParallelShard
+from megakernel.config import Config
+from megakernel.config.parallel import SoftmaxExchange
+from megakernel.config.training import Recompute
+from megakernel.model import LanguageModel
+from megakernel.model.settings import DTYPES, model_settings
+from megakernel.ops import layers
+from megakernel.ops.dispatch import EVERYWHERE, VARIABLE
+from megakernel.ops.kernels.launch import noting
+from megakernel.parallel.axis import Axis
+from megakernel.parallel.sequence import GroupShard
+
+from .ledger import Ledger, Message, Moment, Region
+
+Part = Literal["first", "last"] | int
+""""first": embedding and positions; "last": final norm, head and loss; otherwise index of a transformer layer."""
+
+DIRECT_TOKENS = 8192
+"""Sequences up to this length are run directly: several groups of every scan."""
+
+MANY_OPERATIONS = 8000
+"""A part that loops over tokens in this many operations or more is extrapolated from smaller sizes."""
+
+DIRECT_RANKS = 8
+"""Rings of up to this many ranks are run directly."""
+
+
+@dataclass(frozen=True)
+class PartShape:
+    """The sizes that determine the cost of a part of a configured model."""
+
+    sequences: int
+    """Sequences of a micro-batch."""
+
+    tokens: int
+    """Tokens of a sequence on one context rank."""
+
+    tensor: int
+    sequence_parallel: bool
+    context: int
+    recompute: Recompute
+    softmax_exchange: SoftmaxExchange
+    on_gpu: bool
+
+
+class Amount(NamedTuple):
+    """Bytes and number of one kind of message."""
+
+    bytes: float
+    calls: float
+
+
+@dataclass(frozen=True)
+class PartCosts:
+    """Costs of one part for one micro-batch."""
+
+    saved: float
+    """Bytes of saved activations, including the output."""
+
+    tables: float
+    """Bytes made once from the positions of a micro-batch and shared by all layers; not part of `saved`."""
+
+    states: float
+    """The bytes of `saved` that were made inside of attention, without its output."""
+
+    peaks: dict[Moment, float]
+    """Peak bytes of each moment in excess of saved activations, without gradients of weights."""
+
+    sent: dict[Message, Amount]
+    """Amount by message; groups are tp and cp."""
+
+    operations: float
+
+    def extrapolated(self, other: "PartCosts", steps: float) -> "PartCosts":
+        """Linear extrapolation: this one plus `steps` times its difference to the other."""
+
+        def along(start: float, end: float) -> float:
+            return start + steps * (end - start)
+
+        nothing = Amount(0.0, 0.0)
+        sent = {
+            x: Amount(*map(along, self.sent.get(x, nothing), other.sent.get(x, nothing)))
+            for x in {**self.sent, **other.sent}
+        }
+        saved, tables = along(self.saved, other.saved), along(self.tables, other.tables)
+        states = along(self.states, other.states)
+        peaks = {moment: along(bytes, other.peaks[moment]) for moment, bytes in self.peaks.items()}
+        return PartCosts(saved, tables, states, peaks, sent, along(self.operations, other.operations))
+
+    @property
+    def excess(self) -> float:
+        """Peak bytes in excess of saved activations."""
+        return max(self.peaks.values())
+
+
+class CostMeter:
+    """Measures parts of a configured model, each shape once."""
+
+    def __init__(self, config: Config, vocab_size: int) -> None:
+        self.config = config
+        self.vocab_size = vocab_size
+        self._known: dict[tuple[Part, PartShape], PartCosts] = {}
+        self._parameters: dict[tuple[Part, int], int] = {}
+
+    def costs(self, part: Part, shape: PartShape) -> PartCosts:
+        """Measure a part.
+
+        Large shapes are extrapolated from small ones where costs are linear: in sequences that are not sharded (states
+        of more sequences may be exchanged in another way); in context ranks, of a ring; in tokens, of a part that loops
+        over them. `tests/unit/analysis/planning` compares the results: kernels choose the number of their states by the
+        size of their inputs, which changes costs by less than a thousandth.
+        """
+        if shape.sequences > 4 and shape.context == 1:
+            two, four = (self.costs(part, replace(shape, sequences=sequences)) for sequences in (2, 4))
+            return two.extrapolated(four, shape.sequences / 2 - 1)
+        if shape.context > DIRECT_RANKS and shape.softmax_exchange == "ring":
+            few, more = (
+                self.costs(part, replace(shape, context=ranks)) for ranks in (DIRECT_RANKS // 2, DIRECT_RANKS)
+            )
+            longer = few.extrapolated(more, shape.context / (DIRECT_RANKS // 2) - 1)
+            return replace(
+                more, sent=longer.sent, operations=longer.operations
+            )  # a ring holds two shards at most
+        if shape.tokens > self._direct_tokens(part) and (degree := self._degree(part, shape)):
+            return self._extrapolate(part, shape, degree)
+        return self._run(part, shape)
+
+    def _direct_tokens(self, part: Part) -> int:
+        """Sequences of up to this many tokens are run directly; it is several chunks of a part with chunks."""
+        training = self.config.training
+        if part == "last":
+            return 4 * training.loss_chunk_size
+        chunk = training.mlp_chunk_size
+        return max(DIRECT_TOKENS, 4 * 2 ** (chunk - 1).bit_length() if chunk else 0)
+
+    def parameters(self, part: Part, tensor: int, sequence_parallel: bool) -> int:
+        """Parameters of the part on one tensor rank."""
+        key = part, tensor
+        if key not in self._parameters:
+            shape = PartShape(1, 1, tensor, sequence_parallel, 1, "none", "auto", False)
+            with _fake_groups(shape) as (tp, cp), Ledger(contents=False) as ledger:
+                model = LanguageModel(self._settings(shape, tp, cp, ledger), self._indices(part))
+            self._parameters[key] = sum(x.numel() for x in model.parameters())
+        return self._parameters[key]
+
+    def _degree(self, part: Part, shape: PartShape) -> int:
+        """Degree of the polynomial in tokens that extrapolates a shape; 0: it is run directly."""
+        if part == "last" and self.config.model.classifier is None:
+            return 1
+        probe = replace(shape, sequences=1, tensor=1, sequence_parallel=False, context=1)
+        direct = self._direct_tokens(part)
+        half, whole = (self.costs(part, replace(probe, tokens=n)) for n in (direct // 2, direct))
+        tokens = shape.tokens * shape.context if isinstance(part, int) else shape.tokens
+        line = half.extrapolated(whole, shape.sequences * tokens / (direct // 2) - 1)
+        if line.operations < MANY_OPERATIONS:
+            return 0
+        quarter = self.costs(part, replace(probe, tokens=direct // 4))
+        return 1 if abs(quarter.extrapolated(half, 3).saved / whole.saved - 1) < 0.01 else 2
+
+    def _extrapolate(self, part: Part, shape: PartShape, degree: int) -> PartCosts:
+        direct = self._direct_tokens(part)
+        sizes = (direct // 4, direct // 2, direct)
+        quarter, half, whole = (self.costs(part, replace(shape, tokens=n)) for n in sizes)
+        line = half.extrapolated(whole, shape.tokens / sizes[1] - 1)
+        if degree == 1:
+            return line
+        # Masks of packed softmax on a CPU have a number per pair of tokens: fit a parabola through all three sizes.
+        bend = (whole.saved - quarter.extrapolated(half, 3).saved) / (
+            (direct - sizes[0]) * (direct - sizes[1])
+        )
+        more = bend * (shape.tokens - sizes[1]) * (shape.tokens - direct)
+        return replace(line, saved=line.saved + more, states=line.states + more)
+
+    def _run(self, part: Part, shape: PartShape) -> PartCosts:
+        key = part, shape
+        if key not in self._known:
+            with _fake_groups(shape) as (tp, cp), _implementations(shape.on_gpu):
+                ledger = Ledger(contents=False)
+                with Ledger(contents=False):
+                    model = LanguageModel(self._settings(shape, tp, cp, ledger), self._indices(part)).train()
+                    for parameter in model.parameters():
+                        narrow = parameter.to(DTYPES[self.config.training.dtype])
+                        parameter.data, parameter.meta = narrow, narrow.meta  # type: ignore[attr-defined]
+                    inputs = self._inputs(part, shape, cp)
+                gc.disable()  # memory that it frees at random moments would be counted for the layer
+                try:
+                    with ledger:
+                        self._known[key] = _measure_model(model, inputs, ledger, {tp: "tp", cp: "cp"})
+                finally:
+                    gc.enable()
+        return self._known[key]
+
+    def _indices(self, part: Part) -> range:
+        """The part's indices in the model's list of layers."""
+        model = self.config.model
+        if part == "first":
+            return range(model.first_layer)
+        start = model.first_layer + (model.num_layers if part == "last" else part)
+        return range(start, start + (2 if part == "last" else 1))
+
+    def _settings(self, shape: PartShape, tp: Axis, cp: Axis, ledger: Ledger) -> Any:
+        changes = {"activation_checkpointing": shape.recompute, "checkpoint_offload": False}
+        training = self.config.training.model_copy(update=changes)
+
+        def new_cp_shard() -> ContextParallelShard:
+            exchange = self.config.parallel.state_exchange
+            return (
+                WHOLE_SEQUENCE if cp.size == 1 else GroupShard(cp, exchange, background=_Synchronous(ledger))
+            )
+
+        # The attributes of a Mesh that a model reads.
+        mesh: Any = SimpleNamespace(
+            tp=tp,
+            sequence_parallel=shape.sequence_parallel,
+            softmax_exchange=shape.softmax_exchange,
+            new_cp_shard=new_cp_shard,
+        )
+        return model_settings(self.config.model_copy(update={"training": training}), mesh, self.vocab_size)
+
+    def _inputs(self, part: Part, shape: PartShape, cp: Axis) -> tuple[Tensor, ...]:
+        """Inputs of one document per sequence, in which all tokens count."""
+        model, tokens = self.config.model, shape.tokens
+        positions = torch.arange(tokens).add(cp.rank * tokens).expand(shape.sequences, -1).contiguous()
+        labels = torch.zeros(shape.sequences, tokens, dtype=torch.int64)
+        if model.classifier is not None:
+            labels = torch.zeros(shape.sequences // model.classifier.documents, dtype=torch.int64)
+        rest = (positions, labels, torch.ones(1, dtype=torch.int64))
+        if part == "first":
+            return (torch.zeros(shape.sequences, tokens, dtype=torch.int64), *rest)
+        local_tokens = tokens // shape.tensor if shape.sequence_parallel else tokens
+        sizes = (local_tokens, shape.sequences, model.hidden_size)
+        hidden = torch.empty(sizes, dtype=DTYPES[self.config.training.dtype], requires_grad=True)
+        return (hidden, *rest)
+
+
+class _Synchronous:
+    """Runs state passing synchronously: the ledger is active only in this thread."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def run(self, pass_states: Callable[[], Any]) -> "Future[Any]":
+        """Run `pass_states`; everything that it sends is one message in parts."""
+        future: Future[Any] = Future()
+        with self._ledger.one_message():
+            future.set_result(pass_states())
+        return future
+
+
+def _measure_model(
+    model: LanguageModel, inputs: tuple[Tensor, ...], ledger: Ledger, groups: dict[Axis, str]
+) -> PartCosts:
+    """Measure one forward and backward."""
+    made: list[set[int]] = []
+    for module in model.modules():
+        if isinstance(module, AttentionLayer):
+            _track_attention(module, ledger, made)
+    for tensor in (*model.parameters(), *model.buffers(), *inputs):
+        ledger.add(tensor)
+    for parameter in model.parameters():
+        # Free gradients of weights: they are counted by ZeRO's stage instead.
+        parameter.register_post_accumulate_grad_hook(lambda x: setattr(x, "grad", None))
+    before, earlier = ledger.live_bytes, set(ledger.live_storages())
+    out = inputs
+    for ledger.region, layer in enumerate(model.layers):
+        out = layer(out)
+    loss = out if isinstance(out, Tensor) else _Loss.apply(out[0])
+    # Megatron-core's buffer that all layers gather into.
+    shared = sum(x.nbytes for x in parallel_state.get_global_memory_buffer().buffer.values())
+    after = ledger.live_bytes
+    live = ledger.live_storages()
+    del out
+    ledger.backward = True
+    loss.backward()
+    del loss
+    remaining = live.keys() & ledger.live_storages().keys() - earlier
+    tables = sum(live[one] for one in remaining) - shared
+    states = sum(live[one] for one in (made[0] if made else ()) if one in live and one not in remaining)
+    names = {str(axis.group.group_name): name for axis, name in groups.items() if axis.size > 1}
+    sent = {
+        message._replace(group=names[message.group]): Amount(amount, ledger.calls[message])
+        for message, amount in ledger.bytes.items()
+        if message.group in names
+    }
+    saved = after - before - shared - tables
+    peaks = {moment: bytes - after + shared for moment, bytes in ledger.peaks.items()}
+    return PartCosts(saved, tables, states, peaks, sent, ledger.operations)
+
+
+def _track_attention(core: AttentionLayer, ledger: Ledger, made: list[set[int]]) -> None:
+    """Set the ledger's region while attention runs, and record the storages that it makes, except its output."""
+    earlier: set[int] = set()
+    outside = ledger.region
+
+    def enter_region(region: Region) -> None:
+        ledger.region = region
+
+    def before_forward(core: AttentionLayer, args: tuple[Any, ...]) -> None:
+        earlier.update(ledger.live_storages())
+        enter_region("attention")
+        if args[0].requires_grad:
+            args[0].register_hook(lambda grad: enter_region(outside))
+
+    def after_forward(core: AttentionLayer, args: tuple[Any, ...], out: Tensor) -> None:
+        made.append(set(ledger.live_storages()) - earlier - {ledger.storage_number(out)})
+        enter_region(outside)
+        if out.requires_grad:
+            out.register_hook(lambda grad: enter_region("attention"))
+
+    core.register_forward_pre_hook(before_forward)
+    core.register_forward_hook(after_forward)
+
+
+class _Loss(torch.autograd.Function):
+    """A scalar to start backward from that keeps no tensor alive."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.like = x.shape, x.dtype
+        return x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return torch.empty(ctx.like[0], dtype=ctx.like[1])
+
+
+@contextmanager
+def _fake_groups(shape: PartShape) -> Iterator[tuple[Axis, Axis]]:
+    """Fake tp and cp groups; with three or more context ranks this one has neighbors on both sides."""
+    rank = shape.tensor if shape.context > 2 else 0
+    world = shape.tensor * shape.context
+    hook = sys.excepthook  # every init_process_group wraps it once more, to print the rank
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    parallel_state._set_global_memory_buffer()
+    try:
+        groups = (range(rank, rank + shape.tensor), range(0, world, shape.tensor))
+        tp, cp = (Axis.of(dist.new_group(list(ranks), backend="fake")) for ranks in groups)
+        yield tp, cp
+    finally:
+        parallel_state.destroy_global_memory_buffer()
+        dist.destroy_process_group()
+        sys.excepthook = hook
+
+
+@contextmanager
+def _implementations(on_gpu: bool) -> Iterator[None]:
+    """Use the implementations of a GPU or of a CPU, whatever the environment variable says."""
+    chosen = os.environ.pop(VARIABLE, None)
+    previous = [(one, one[EVERYWHERE]) for one in (layers.RMS_NORM, layers.SWIGLU)]
+    try:
+        with warnings.catch_warnings(), ExitStack() as stack:
+            warnings.simplefilter("ignore", RuntimeWarning)
+            if on_gpu:
+                stack.enter_context(noting())
+                layers.RMS_NORM[EVERYWHERE], layers.SWIGLU[EVERYWHERE] = _rms_norm, _swiglu
+            yield
+    finally:
+        for implementations, formula in previous:
+            implementations[EVERYWHERE] = formula
+        if chosen is not None:
+            os.environ[VARIABLE] = chosen
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    return _Fused.apply(x, weight, x.shape[-1], x.shape[:-1])
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    return _Fused.apply(x, None, x.shape[-1] // 2, (0,))
+
+
+class _Fused(torch.autograd.Function):
+    """A stand-in for Liger-Kernel's fused functions, which save their input; norms also save a number per token."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, width: int, numbers: tuple[int, ...]) -> Tensor:
+        ctx.save_for_backward(x, weight, torch.empty(numbers))
+        return x.new_empty(*x.shape[:-1], width)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None, None
+
+
+_METERS: dict[tuple[Any, ...], CostMeter] = {}
+
+
+def meter_of(config: Config, vocab_size: int) -> CostMeter:
+    """The measurements of this configuration, shared by configurations whose work on one device is the same."""
+    training = config.training
+    sizes = (training.seq_len, training.dtype, training.mlp_chunk_size, training.loss_chunk_size)
+    sequences = (config.data.isolate_documents, config.parallel.state_exchange, config.optimizer.updates)
+    key = (config.model.model_dump_json(), vocab_size, *sizes, *map(str, sequences))
+    return _METERS.setdefault(key, CostMeter(config, vocab_size))
