@@ -323,7 +323,7 @@ def manifest_counts(nodes: int, tasks: int, folder: Path) -> Counts:
         patch.object(distributed_c10d, "_tensor_to_object", lambda *_: checkpoint),
     ):
         checkpoint = Checkpoint.read(folder)
-        Ranks.of(mesh).first(lambda: checkpoint)
+        Ranks.of(mesh).on_rank_zero(lambda: checkpoint)
     return {"manifest: bytes that a rank receives of it": received}
 
 

@@ -48,7 +48,7 @@ from data_pipeline.sources import (
 )
 from data_pipeline.token_files import TokenWriter, token_dtype
 from data_pipeline.tokenizers import Tokenizer
-from megakernel.config.errors import UserError, first_line, written_to
+from megakernel.config.errors import UserError, first_line, report_write_errors
 
 
 class PrepareRequest(BaseModel):
@@ -164,7 +164,7 @@ def prepare(
     folder with other content, unless `overwrite`.
     """
     request.check()
-    with written_to("--out", out):
+    with report_write_errors("--out", out):
         exists = out.exists()
     if exists and not (out / MANIFEST).is_file():  # never replace what prepare did not make
         raise UserError(
@@ -186,7 +186,7 @@ def prepare(
             f"--source {' '.join(request.source)} has no end; say how many with --max-documents N"
         )
     _report_leftovers(out, console)
-    with written_to("--out", out), atomic_folder(out, overwrite=overwrite) as folder:
+    with report_write_errors("--out", out), atomic_folder(out, overwrite=overwrite) as folder:
         with console.status("tokenizer"):
             texts = (text for document in _documents(source, request) for text in document.texts)
             tokenizer = tokenizers.make(request.tokenizer, texts, add_bos=request.add_bos)

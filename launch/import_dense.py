@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from megakernel.config import UserError
-from megakernel.config.errors import written_to
+from megakernel.config.errors import report_write_errors
 
 HELP = "read a Hugging Face checkpoint and write the configuration of a model that starts from it"
 EXAMPLE = "megakernel import models/Llama-3.2-1B --to configs/model/llama-1b.yaml"
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     from megakernel.checkpoint.dense.checkpoint import config_fragment
     from megakernel.checkpoint.parity import Parity, folder_parity, layer_distances
     from megakernel.model.parameters import parameter_count
-    from megakernel.training.run_folder import write_whole
+    from megakernel.training.run_folder import write_atomically
 
     checkpoint = DenseCheckpoint(args.checkpoint)
     if args.check:
@@ -58,9 +58,9 @@ def run(args: argparse.Namespace) -> int:
         print(text, end="")
         print(f"{args.checkpoint}: {parity}", file=sys.stderr)
         return 0
-    with written_to("--to", args.to):
+    with report_write_errors("--to", args.to):
         args.to.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(args.to, text)
+        write_atomically(args.to, text)
     print(f"{args.checkpoint}: {checkpoint.config['model_type']}, {count:,} parameters, all tensors there")
     print(f"{args.checkpoint}: {parity}")
     print(f"{args.to}: base a run on it with `extends: {args.to.name}`")

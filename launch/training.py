@@ -16,7 +16,7 @@ from launch.environment import launched_process
 from launch.messages import ignore_write_errors
 from megakernel.checkpoint.trained_run import finished_message
 from megakernel.config import Config, UserError, check_recorded_run, data_parallel_size
-from megakernel.config.errors import written_to
+from megakernel.config.errors import report_write_errors
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.training.process import run_in_mesh
 from megakernel.training.run_folder import RunLock
@@ -68,7 +68,7 @@ def _start(config: Config, args: argparse.Namespace, world_size: int) -> int:
             print(done)
             return 0
     logs = config.run.folder / "logs"
-    with written_to("run.root", config.run.root):
+    with report_write_errors("run.root", config.run.root):
         logs.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "launch.cli", args.command, args.config, *args.overrides]
     processes = f"{world_size} process{'es' * (world_size > 1)}"

@@ -18,7 +18,7 @@ from megakernel.config.cluster import Cluster
 from megakernel.config.errors import nearest_first
 from megakernel.training import events
 from megakernel.training.environment import recorded_variables
-from megakernel.training.run_folder import write_whole
+from megakernel.training.run_folder import write_atomically
 
 FILE = "run.json"
 SETTINGS = "settings.json"
@@ -102,7 +102,7 @@ class JobFolder:
     def add(self, jobs: list[Job]) -> None:
         """Record new jobs."""
         record = {"run": self.name, "jobs": [asdict(job) for job in (*self.jobs(), *jobs)]}
-        write_whole(self._file, json.dumps(record, indent=1) + "\n")
+        write_atomically(self._file, json.dumps(record, indent=1) + "\n")
 
     def submission(self, name: str) -> Path:
         """Folder of a submission."""

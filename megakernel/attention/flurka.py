@@ -85,7 +85,7 @@ class FlurkaAttention(NearFarAttention):
             far_rope=self.far_rope,
             positions=inputs.resolved_positions,
             initial_state=state,
-            return_state=inputs.wants_state,
+            return_state=inputs.return_state,
             exchange=inputs.exchange,
         )
 

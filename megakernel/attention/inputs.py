@@ -36,7 +36,7 @@ class AttentionInputs:
     state: Any = None
     """The state before these tokens, of a type that the mechanism defines; None: the sequence starts here."""
 
-    wants_state: bool = True
+    return_state: bool = True
     """Whether the state after the last token is needed; a mechanism may return one anyway."""
 
     @property

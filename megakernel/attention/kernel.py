@@ -43,7 +43,7 @@ class KernelAttention(AttentionLayer):
             key_weights=None if real is None else real[:, None].to(v.dtype),
             positions=inputs.resolved_positions,
             initial_state=inputs.state,
-            return_state=inputs.wants_state,
+            return_state=inputs.return_state,
             exchange=inputs.exchange,
             exchange_after=None if self.causal else inputs.exchange_after,
         )

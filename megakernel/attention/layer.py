@@ -134,7 +134,7 @@ class AttentionLayer(nn.Module, ABC):
         if mask is None:
             if positions is None:
                 positions = inputs.cp_shard.rank * q.shape[2]
-            return self.attend(q, k, v, replace(inputs, positions=positions, wants_state=False))[0]
+            return self.attend(q, k, v, replace(inputs, positions=positions, return_state=False))[0]
         expected = (q.shape[0], q.shape[2])
         if tuple(mask.shape) != expected:
             raise ValueError(f"padding_mask has shape {tuple(mask.shape)}; expected {expected}")
@@ -153,7 +153,7 @@ class AttentionLayer(nn.Module, ABC):
         reordered: Positions = 0
         if isinstance(positions, Tensor):
             reordered = positions.gather(1, order).masked_fill(~front, 0)
-        inputs = replace(inputs, positions=reordered, padding_mask=front, further=further, wants_state=False)
+        inputs = replace(inputs, positions=reordered, padding_mask=front, further=further, return_state=False)
         out, _ = self.attend(q, k, v, inputs)
         return _reorder(out, order.argsort(dim=1)) * mask[:, None, :, None].to(out.dtype)
 

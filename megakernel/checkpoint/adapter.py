@@ -13,7 +13,7 @@ from torch import Tensor
 from data_pipeline import tokenizers
 from data_pipeline.prepare import atomic_folder
 from megakernel.config import Lora, Model, UserError
-from megakernel.config.errors import written_to
+from megakernel.config.errors import report_write_errors
 
 from .conversion import UPDATE_TARGETS, update_name
 from .dense import is_dense_checkpoint
@@ -78,7 +78,7 @@ def export_adapter(
         "fan_in_fan_out": _family(run.config.model, f"--adapter: {run_folder}")[1].transposed,
         "inference_mode": True,
     }
-    with written_to("--to", to), atomic_folder(to) as folder:
+    with report_write_errors("--to", to), atomic_folder(to) as folder:
         save_file(tensors, folder / WEIGHTS, {"format": "pt"})
         (folder / ADAPTER).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         save_tokenizer(tokenizer, folder)

@@ -13,7 +13,7 @@ from data_pipeline import tokenizers
 from data_pipeline.prepare import atomic_folder
 from data_pipeline.tokenizers import Tokenizer
 from megakernel.config import Config, ConfigError, Model, UserError
-from megakernel.config.errors import written_to
+from megakernel.config.errors import report_write_errors
 from megakernel.model import cast
 from megakernel.model.settings import DTYPES
 
@@ -52,7 +52,7 @@ def export(
     check_unused(to)
     tokenizer = tokenizers.load(tokenizer_folder(run_folder), add_bos=run.config.data.add_bos)
     exported = _ExportedModel(run, tokenizer, EXPORTED_DTYPES[dtype or run.config.training.dtype])
-    with written_to("--to", to), atomic_folder(to) as folder:
+    with report_write_errors("--to", to), atomic_folder(to) as folder:
         save_tokenizer(tokenizer, folder)
         config = exported.write_plain(folder) or exported.write_own(folder)
         settings = generation_config(run.config, tokenizer, exported.vocab_size)

@@ -46,7 +46,7 @@ class CheckpointFolder:
 
     def remove_leftovers(self) -> list[Path]:
         """Delete what interrupted saves and prunings left behind; called once, before training."""
-        return self._ranks.first(self._remove_leftovers)
+        return self._ranks.on_rank_zero(self._remove_leftovers)
 
     def newest_good(self) -> CheckpointSearch:
         """Find the newest checkpoint that is complete and undamaged, and the broken ones that are newer.
@@ -55,7 +55,7 @@ class CheckpointFolder:
         Raises UserError if there are checkpoints and none is good: the user must decide to start over.
         """
         broken: dict[Path, str] = {}
-        for _, folder in self._ranks.first(self._steps):
+        for _, folder in self._ranks.on_rank_zero(self._steps):
             try:
                 return CheckpointSearch(Checkpoint.verified(folder, self._ranks), broken)
             except UserError as error:
@@ -88,14 +88,14 @@ class CheckpointFolder:
         final = self.root / f"step_{progress.step}"
         partial = final.with_name(final.name + PARTIAL)
         try:
-            if self._ranks.first(lambda: self._prepare(final, partial)):
+            if self._ranks.on_rank_zero(lambda: self._prepare(final, partial)):
                 shares = self._ranks.all(lambda: (write(partial), flushed(partial, written()))[1])
-                self._ranks.first(lambda: self._publish(partial, final, progress, shares))
+                self._ranks.on_rank_zero(lambda: self._publish(partial, final, progress, shares))
         except OSError as error:
             reason = str(error) if isinstance(error, RankFailed) else f"rank 0: {error}"
-            raise SaveFailed(self._ranks.first(lambda: self._clean_up(final.name, reason))) from None
+            raise SaveFailed(self._ranks.on_rank_zero(lambda: self._clean_up(final.name, reason))) from None
         if prune:
-            self._ranks.first(lambda: self._prune(progress.step))
+            self._ranks.on_rank_zero(lambda: self._prune(progress.step))
         return final
 
     def _remove_leftovers(self) -> list[Path]:

@@ -106,7 +106,7 @@ class Checkpoint:
 
         Raises UserError, alike on all ranks, if a file is damaged, cannot be read, or names code.
         """
-        checkpoint = ranks.first(lambda: cls.read(folder))
+        checkpoint = ranks.on_rank_zero(lambda: cls.read(folder))
         verify(folder, checkpoint.files, ranks)
         return checkpoint
 

@@ -42,9 +42,9 @@ def reshape(checkpoint: Checkpoint, ranks: Ranks) -> Path:
     An earlier conversion is reused if it is undamaged.
     """
     final = checkpoint.folder / UNIVERSAL
-    if ranks.first(final.is_dir):
+    if ranks.on_rank_zero(final.is_dir):
         try:
-            files = ranks.first(lambda: _recorded_files(final))
+            files = ranks.on_rank_zero(lambda: _recorded_files(final))
             verify(final, files, ranks)
             return final
         except UserError as error:
@@ -52,12 +52,12 @@ def reshape(checkpoint: Checkpoint, ranks: Ranks) -> Path:
                 _log.warning("%s cannot be used (%s); converting %s again", final, error, checkpoint.folder)
     partial = final.with_name(final.name + PARTIAL)
     try:
-        ranks.first(lambda: make_empty(partial))
+        ranks.on_rank_zero(lambda: make_empty(partial))
         shares = ranks.all(lambda: _convert(checkpoint, partial, ranks.rank, ranks.size))
-        ranks.first(lambda: _publish(partial, final, shares))
+        ranks.on_rank_zero(lambda: _publish(partial, final, shares))
     except OSError as error:
         reason = str(error) if isinstance(error, RankFailed) else f"rank 0: {error}"
-        ranks.first(lambda: shutil.rmtree(partial, ignore_errors=True))
+        ranks.on_rank_zero(lambda: shutil.rmtree(partial, ignore_errors=True))
         raise SaveFailed(
             f"{checkpoint.folder} could not be converted for another layout: {reason}. The checkpoint is untouched; "
             "free space or make the folder writable, then start the same command again"

@@ -39,9 +39,9 @@ class WeightSource:
         Raises UserError, alike on all of them, if it is none of these.
         """
         ranks = ranks or Ranks()
-        if ranks.first(lambda: is_dense_checkpoint(folder) and bool(DenseCheckpoint(folder))):
+        if ranks.on_rank_zero(lambda: is_dense_checkpoint(folder) and bool(DenseCheckpoint(folder))):
             return cls(key, folder, None)
-        if ranks.first(lambda: (folder / "checkpoints").is_dir() or bool(stage_folders(folder))):
+        if ranks.on_rank_zero(lambda: (folder / "checkpoints").is_dir() or bool(stage_folders(folder))):
             return cls(key, folder, find_checkpoint(folder, ranks=ranks))
         try:
             return cls(key, folder, Checkpoint.verified(folder, ranks))

@@ -85,7 +85,7 @@ REFUSED_BY_DISK = {
 
 
 @contextmanager
-def written_to(key: str, place: object) -> Iterator[None]:
+def report_write_errors(key: str, place: object) -> Iterator[None]:
     """Turn file-system errors while writing to `place` into a UserError that names the key or option."""
     try:
         yield

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megakernel.checkpoint.manifest import step_of
 from megakernel.training.observing.event_files import add_png, replaced_events
-from megakernel.training.run_folder import write_whole
+from megakernel.training.run_folder import write_atomically
 
 from .answer_counts import AnswerCounts, heat_map
 from .subject import TaskResult
@@ -35,7 +35,7 @@ def record(folder: Path, step: int, spec: str, result: TaskResult, tensorboard: 
         file.with_suffix(".png").write_bytes(plot)
     file.with_suffix(".md").write_text(result.table().markdown() + "\n", encoding="utf-8")
     # Last, because readers look for this file.
-    write_whole(
+    write_atomically(
         file, json.dumps({"task": spec, **result.as_dict(), "scalars": result.scalars()}, indent=1) + "\n"
     )
     if tensorboard:

@@ -143,7 +143,7 @@ def open_documents(positions: Positions, length: int, batch: int, device: torch.
     return positions[:, -1] >= length
 
 
-def carried(positions: Positions, tokens: Tensor, log_decay: Tensor | None = None) -> Tensor:
+def carry_factor(positions: Positions, tokens: Tensor, log_decay: Tensor | None = None) -> Tensor:
     """Factor of the incoming state over tokens (B, H, N, ...): (B,) bool, see `open_documents`.
 
     With log_decay (B, H_kv, N), the decay factor (B, H_kv), 0 if a document starts inside.

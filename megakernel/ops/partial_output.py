@@ -85,14 +85,14 @@ def normalized_or_lost(sums: PartialOutput) -> tuple[Tensor, Tensor]:
     return mean, empty if sums.log_scale is None else empty & (sums.log_scale > EMPTY / 2)
 
 
-def may_lose(feature_map: FeatureMap | str, normalize: bool) -> bool:
+def may_underflow(feature_map: FeatureMap | str, normalize: bool) -> bool:
     """Whether queries can underflow: outputs are quotients of exponentials, which may be too small for float32."""
     return normalize and FEATURE_MAPS[named(feature_map).name].exponential
 
 
-def finish_of(feature_map: FeatureMap | str, normalize: bool) -> Finish:
+def finish_for(feature_map: FeatureMap | str, normalize: bool) -> Finish:
     """The function that turns sums under a feature map into outputs."""
-    if may_lose(feature_map, normalize):
+    if may_underflow(feature_map, normalize):
         return normalized_or_lost
     finish = normalized if normalize else unnormalized
     return lambda sums: (finish(sums),)
@@ -138,11 +138,11 @@ class _Mean(torch.autograd.Function):
         return torch.cat([dvalues, -(dvalues * out).sum(-1, keepdim=True)], -1), None
 
 
-Found = tuple[tuple[Tensor, ...], Any]
+FinishedOutput = tuple[tuple[Tensor, ...], Any]
 """The result of a `Finish` for all queries, and the outgoing state."""
 
 
-def in_range(result: Found, recompute: Callable[[], Found]) -> tuple[Tensor, Any]:
+def recompute_lost(result: FinishedOutput, recompute: Callable[[], FinishedOutput]) -> tuple[Tensor, Any]:
     """The output (..., N, D) and state, with underflowed queries taken from `recompute`, the same in float64.
 
     Its smallest number is the eighth power of float32's. Other queries keep their exact bits, so later tokens never

@@ -38,7 +38,7 @@ class Tail(NamedTuple):
         )
 
     def and_token(self, k: Tensor, v: Tensor) -> "Tail":
-        """The tail with one more token appended, for `recent`."""
+        """The tail with one more token appended, for `token_window`."""
         return Tail(torch.cat([self.keys, k], 2), torch.cat([self.values, v], 2))
 
     @property
@@ -136,7 +136,7 @@ def rotate_keys(rotary: Rotary, tail: Tensor, k: Tensor, positions: Tensor) -> t
     return both.narrow(2, 0, count), both.narrow(2, count, k.shape[2])
 
 
-class Recent(NamedTuple):
+class TokenWindow(NamedTuple):
     """The window of a single token, which is the last of its W keys."""
 
     keys: Tensor
@@ -175,7 +175,9 @@ class Recent(NamedTuple):
         return rotary.relative_to_last(keys) if rotary else keys
 
 
-def recent(tail: Tail, positions: Positions, block_size: int, blocks: int, dtype: torch.dtype) -> Recent:
+def token_window(
+    tail: Tail, positions: Positions, block_size: int, blocks: int, dtype: torch.dtype
+) -> TokenWindow:
     """The window, in `dtype`, of the last token of `tail`, which has `positions`; at least b * blocks + 1 tokens."""
     keys, values, visible = *tail, None
     if isinstance(positions, int):
@@ -184,7 +186,7 @@ def recent(tail: Tail, positions: Positions, block_size: int, blocks: int, dtype
     else:
         back = torch.arange(keys.shape[2] - 1, -1, -1, device=keys.device)
         visible = back <= window_reach(positions, block_size, blocks)
-    return Recent(keys.to(dtype), values.to(dtype), visible)
+    return TokenWindow(keys.to(dtype), values.to(dtype), visible)
 
 
 def window_inputs(
@@ -239,7 +241,7 @@ def window_sums(
     """
     heads, length, dtype = q.shape[1], q.shape[2], accum_dtype(q.dtype)
     if length == 1:
-        visible = recent(tail.and_token(k, v), positions, window.block_size, window.blocks, dtype)
+        visible = token_window(tail.and_token(k, v), positions, window.block_size, window.blocks, dtype)
         return unchunk_partial(visible.softmax(q.to(dtype), window.rotary, priors, shift), heads, 1)
     layout = window_layout(positions, length, q.device, block_size=window.block_size, blocks=window.blocks)
     queries, past, keys = window_inputs(q, k, tail, positions, window, shift)

@@ -9,7 +9,15 @@ from megakernel.ops.documents import Positions, token_positions
 from megakernel.ops.groups import Tensors, scan_groups
 from megakernel.ops.mixture import by_component, first_key, pack_keys, packed_rotary
 from megakernel.ops.partial_output import normalized
-from megakernel.ops.window import LocalWindow, Rotary, Tail, empty_tail, recent, window_inputs, window_sums
+from megakernel.ops.window import (
+    LocalWindow,
+    Rotary,
+    Tail,
+    empty_tail,
+    token_window,
+    window_inputs,
+    window_sums,
+)
 
 GROUP = 4096
 """Tokens whose windows are in memory at once; rounded down to a multiple of the block."""
@@ -80,7 +88,7 @@ def chunked(
         if q.shape[2] == 1:
             extended = tail.and_token(k, v)
             dtype = accum_dtype(q.dtype)
-            visible = recent(extended, group_positions, window.block_size, window.blocks, dtype)
+            visible = token_window(extended, group_positions, window.block_size, window.blocks, dtype)
             out = visible.softmax_mean(q.to(dtype), window.rotary, *shared)
             return (out.to(v.dtype),), tuple(extended.without_oldest)
         sums = window_sums(q, k, v, tail, group_positions, window, *shared)

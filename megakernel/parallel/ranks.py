@@ -43,7 +43,7 @@ class Ranks:
         """All processes of a mesh."""
         return cls(mesh.rank, mesh.world_size, mesh.gather_objects, mesh.broadcast_object)
 
-    def first(self, action: Callable[[], T]) -> T:
+    def on_rank_zero(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0 alone, and return its result or raise its ValueError or OSError on every rank."""
         result: Any = None
         if self.rank == 0:

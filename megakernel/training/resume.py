@@ -53,7 +53,7 @@ def start_from_weights(
     prepared with another tokenizer.
     """
     weights = WeightSource.find("init.from", source, ranks)
-    if remark := ranks.first(lambda: weights.check_tokenizer(corpora)):
+    if remark := ranks.on_rank_zero(lambda: weights.check_tokenizer(corpora)):
         note(remark)
     tensors = weights.tensors(model)
     comparison = engine.load_weights(tensors)
@@ -95,7 +95,7 @@ def start_with_adapter(
 
     UserError, on all ranks alike, if the folder has none or its updates are not those of the run.
     """
-    adapter = ranks.first(lambda: read_adapter(folder, model, lora))
+    adapter = ranks.on_rank_zero(lambda: read_adapter(folder, model, lora))
     engine.load_weights(adapter)
     note(f"low-rank updates of {len(adapter.names) // 2} matrices from {folder}")
 

@@ -22,7 +22,7 @@ from megakernel.config import (
     check_same_run,
     to_yaml,
 )
-from megakernel.config.errors import written_to
+from megakernel.config.errors import report_write_errors
 from megakernel.parallel.ranks import Ranks
 
 from .environment import environment_text
@@ -96,7 +96,7 @@ class RunLock:
         return True
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a text file atomically and sync it to disk; OSError names the file."""
     staged = path.with_name(path.name + ".partial")
     try:
@@ -122,7 +122,7 @@ def allow_new_learning_rates(run: Path) -> None:
     with suppress(OSError):
         text = file.read_text(encoding="utf-8")
         if not text.startswith((UNPROVEN, NOT_FINITE)):
-            write_whole(file, NOT_FINITE + text)
+            write_atomically(file, NOT_FINITE + text)
 
 
 class RunFolder:
@@ -150,13 +150,13 @@ class RunFolder:
         UserError, on all ranks alike, for a folder of another configuration, one that another start uses, or one that
         cannot be written.
         """
-        return self._ranks.first(lambda: self._open(devices))
+        return self._ranks.on_rank_zero(lambda: self._open(devices))
 
     def fix_configuration(self) -> None:
         """Fix the configuration in config.yaml, after the first successful step or save. Called on rank 0."""
         if not self._fixed:
             with suppress(OSError):  # retried after the next step
-                write_whole(self.config_file, to_yaml(self._config))
+                write_atomically(self.config_file, to_yaml(self._config))
                 self._fixed = True
 
     def keep_tokenizer(self, source: Path, digest: str) -> None:
@@ -165,13 +165,13 @@ class RunFolder:
         source: the tokenizer's folder. digest: its `Tokenizer.hash`. Called on every rank, after `open`.
         UserError, on all ranks alike, if the run began with another tokenizer.
         """
-        self._ranks.first(lambda: self._keep_tokenizer(source, digest))
+        self._ranks.on_rank_zero(lambda: self._keep_tokenizer(source, digest))
 
     def _keep_tokenizer(self, source: Path, digest: str) -> None:
         if not self.tokenizer.exists():
             staged = self.tokenizer.with_name(self.tokenizer.name + ".partial")
             shutil.rmtree(staged, ignore_errors=True)
-            with written_to("run.root", self._config.run.root):
+            with report_write_errors("run.root", self._config.run.root):
                 shutil.copytree(source, staged)
                 staged.rename(self.tokenizer)
             return
@@ -189,7 +189,7 @@ class RunFolder:
             )
 
     def _open(self, devices: Sequence[str]) -> list[Difference]:
-        with written_to("run.root", self._config.run.root):
+        with report_write_errors("run.root", self._config.run.root):
             self._changes()  # raises before anything is written
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = RunLock(self.path)
@@ -199,7 +199,7 @@ class RunFolder:
             if head == UNPROVEN:
                 for folder in (self.tokenizer, self.tensorboard):
                     shutil.rmtree(folder, ignore_errors=True)
-            write_whole(self.config_file, head + to_yaml(self._config))
+            write_atomically(self.config_file, head + to_yaml(self._config))
             self._fixed = not head
             for folder in (self.tensorboard, self.logs, self.checkpoints):
                 folder.mkdir(exist_ok=True)

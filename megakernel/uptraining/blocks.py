@@ -89,7 +89,7 @@ class BlockTransfer:
         self.blocks = [range(at, min(at + block_layers, count)) for at in range(0, count, block_layers)]
         trained = self.ranks.each(self._trained_layers)
         self.trained_blocks = [layers for layers in self.blocks if trained & set(layers)]
-        self.ranks.first(self._check_disk)
+        self.ranks.on_rank_zero(self._check_disk)
 
     def run(self) -> Stop:
         """Train the remaining blocks and assemble the checkpoint; return early on a stop request."""
@@ -106,7 +106,7 @@ class BlockTransfer:
                 return stop
             if self.mesh.rank == 0:
                 self.folder.fix_configuration()
-        self.ranks.first(lambda: shutil.rmtree(self._states_folder, ignore_errors=True))
+        self.ranks.on_rank_zero(lambda: shutil.rmtree(self._states_folder, ignore_errors=True))
         self._assemble()
         return Stop.NONE
 
@@ -135,7 +135,7 @@ class BlockTransfer:
     def _saved(self, layers: range) -> CheckpointTensors | None:
         """The checkpoint of a block's last step; None if it is not finished."""
         root = self._run_of(layers).run.folder / "checkpoints"
-        if not self.ranks.first(root.is_dir):
+        if not self.ranks.on_rank_zero(root.is_dir):
             return None
         newest = CheckpointFolder(root, keep=1, ranks=self.ranks).newest_good().checkpoint
         if newest is None or newest.step < self.config.training.steps:
@@ -210,7 +210,7 @@ class BlockTransfer:
                 if folder != kept:
                     shutil.rmtree(folder, ignore_errors=True)
 
-        self.ranks.first(remove)
+        self.ranks.on_rank_zero(remove)
 
     def _run_teacher(self, layers: range, input_states: HiddenStates | None, output: HiddenStates) -> Stop:
         """Run a block of the teacher and write its output states; a stop request leaves nothing written."""
@@ -266,7 +266,7 @@ class BlockTransfer:
         saved = [self._saved(layers) for layers in self.trained_blocks]
         trained = [checkpoint for checkpoint in saved if checkpoint is not None]
         assert len(trained) == len(saved)
-        self.ranks.first(self._write_metrics)
+        self.ranks.on_rank_zero(self._write_metrics)
         samples, tokens = self.config.training.consumed(steps)
         layout = {"tensor": self.mesh.tp.size, "context": 1, "data": 1, "pipeline": 1, "zero_stage": 0}
         progress = SavedProgress(steps, samples, tokens, layout, package_versions())

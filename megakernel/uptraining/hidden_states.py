@@ -21,7 +21,7 @@ from megakernel.model.settings import DTYPES
 from megakernel.parallel import Mesh
 from megakernel.parallel.ranks import Ranks
 from megakernel.training.deepspeed_config import micro_batches_per_step
-from megakernel.training.run_folder import write_whole
+from megakernel.training.run_folder import write_atomically
 
 MANIFEST = "states.json"
 
@@ -56,7 +56,7 @@ class HiddenStates:
 
     def are_complete(self) -> bool:
         """Whether they are completely written. Called on all ranks."""
-        return Ranks.of(self.mesh).first(self._is_whole)
+        return Ranks.of(self.mesh).on_rank_zero(self._is_whole)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -66,11 +66,11 @@ class HiddenStates:
         """
         ranks, partial = Ranks.of(self.mesh), self._partial
         try:
-            ranks.first(lambda: make_empty(partial))
+            ranks.on_rank_zero(lambda: make_empty(partial))
             ranks.all(self._open)
             yield
             ranks.all(self._close)
-            ranks.first(self._publish)
+            ranks.on_rank_zero(self._publish)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -146,7 +146,7 @@ class HiddenStates:
             flush(self._partial / self._file_name)
 
     def _publish(self) -> None:
-        write_whole(self._partial / MANIFEST, json.dumps(self._dependencies))
+        write_atomically(self._partial / MANIFEST, json.dumps(self._dependencies))
         shutil.rmtree(self.folder, ignore_errors=True)
         self._partial.rename(self.folder)
         flush(self.folder.parent)

@@ -31,7 +31,7 @@ def model_maker(
     if folder is None:
         return build_model
     source = WeightSource.find("objective.teacher", folder, ranks)
-    ranks.first(lambda: source.check_tokenizer(corpora))
+    ranks.on_rank_zero(lambda: source.check_tokenizer(corpora))
     return partial(_with_teacher, config, source)
 
 

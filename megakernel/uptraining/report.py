@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megakernel.training.observing.event_files import drop_later_steps
-from megakernel.training.run_folder import write_whole
+from megakernel.training.run_folder import write_atomically
 
 from .costs import DecodingCost, TrainingCost, cost_tables
 from .head_statistics import HeadTag
@@ -110,8 +110,8 @@ class Report:
 
     def write(self, folder: Path) -> None:
         """Write the JSON and Markdown files atomically."""
-        write_whole(folder / f"{REPORT}.json", json.dumps(self.as_dict(), indent=1) + "\n")
-        write_whole(folder / f"{REPORT}.md", self.markdown())
+        write_atomically(folder / f"{REPORT}.json", json.dumps(self.as_dict(), indent=1) + "\n")
+        write_atomically(folder / f"{REPORT}.md", self.markdown())
 
     def as_dict(self) -> dict[str, Any]:
         """The measurements and the recovered shares, for JSON."""

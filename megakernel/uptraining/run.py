@@ -11,12 +11,12 @@ from megakernel.checkpoint.folder import CheckpointFolder
 from megakernel.checkpoint.trained_run import student_run
 from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import Config, Uptrain, UserError, check_same_run, to_yaml
-from megakernel.config.errors import written_to
+from megakernel.config.errors import report_write_errors
 from megakernel.parallel import Mesh
 from megakernel.parallel.ranks import Ranks
 from megakernel.training.observing.observer import Providers
 from megakernel.training.resume import find_moments
-from megakernel.training.run_folder import RunFolder, RunLock, write_whole
+from megakernel.training.run_folder import RunFolder, RunLock, write_atomically
 from megakernel.training.stop_requests import Stop
 from megakernel.training.trainer import Trainer
 
@@ -67,16 +67,16 @@ class Uptraining:
         source = WeightSource.find("init.from", folder, self.ranks)
         corpora = Corpora(self.config.data)
         # The first stage reports its warnings.
-        self.ranks.first(lambda: source.check_tokenizer(corpora))
-        self.ranks.first(lambda: self._check_texts(corpora))
+        self.ranks.on_rank_zero(lambda: source.check_tokenizer(corpora))
+        self.ranks.on_rank_zero(lambda: self._check_texts(corpora))
         check_parts_around(self.config.model, source.model(), self.uptrain.transfer is not None)
         if (teacher := self.uptrain.distill.teacher) is not None:
             larger = WeightSource.find("uptrain.distill.teacher", teacher, self.ranks)
-            self.ranks.first(lambda: larger.check_tokenizer(corpora))
+            self.ranks.on_rank_zero(lambda: larger.check_tokenizer(corpora))
         moments = self.config.init.moments
         if moments is not None and self._starts_from(moments, source):
             find_moments(moments, self.ranks)
-        self.ranks.first(self._open_folder)
+        self.ranks.on_rank_zero(self._open_folder)
         validation = Validation(self.config, self.mesh)
         before = self._preflight(validation, source)
         done = 0
@@ -97,9 +97,9 @@ class Uptraining:
                 self._choose_layers(stage)
             done += 1
         report = summarize(self.config, plan, self._kept_layers() or [], validation, before, source)
-        self.ranks.first(lambda: report.write(self.folder))
+        self.ranks.on_rank_zero(lambda: report.write(self.folder))
         if self.config.logging.tensorboard:
-            self.ranks.first(lambda: write_events(report, RunFolder(self.config).tensorboard))
+            self.ranks.on_rank_zero(lambda: write_events(report, RunFolder(self.config).tensorboard))
         self._note(report.markdown())
         evaluate, export = (
             f"evaluate {student_run(self.folder)}",
@@ -132,7 +132,7 @@ class Uptraining:
     def _open_folder(self) -> None:
         """Create or reopen the run folder and lock it."""
         self._check_same_run()  # before anything is written
-        with written_to("run.root", self.config.run.root):
+        with report_write_errors("run.root", self.config.run.root):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = RunLock(self.folder)
         self._check_same_run()  # again, because another process may have written it before the lock
@@ -153,7 +153,7 @@ class Uptraining:
         The configuration is fixed only afterwards, so that one that preflight refuses can be corrected.
         """
         file, samples = self.folder / BEFORE, measured_on(self.config)
-        recorded = self.ranks.first(lambda: _read(file)) or {}
+        recorded = self.ranks.on_rank_zero(lambda: _read(file)) or {}
         is_recorded = recorded.get("measured_on") == samples
         if is_recorded:
             measured = Preflight.from_json(recorded["found"])
@@ -164,16 +164,16 @@ class Uptraining:
             plan = stages(self.config, keep if isinstance(keep, list) else [], source.model())
             measured = preflight(validation, source, wanted_model(self.config, plan))
             self._note(str(measured.parity))
-        self.ranks.first(lambda: write_whole(self.folder / CONFIG, to_yaml(self.config)))
+        self.ranks.on_rank_zero(lambda: write_atomically(self.folder / CONFIG, to_yaml(self.config)))
         if not is_recorded:
             tree = {"measured_on": samples, "found": measured._asdict()}
-            self.ranks.first(lambda: write_whole(file, json.dumps(tree, indent=1) + "\n"))
+            self.ranks.on_rank_zero(lambda: write_atomically(file, json.dumps(tree, indent=1) + "\n"))
         return measured
 
     def _saved_step(self, stage: Stage) -> int:
         """Step of a stage's newest good checkpoint; 0 if it has none."""
         root = stage.config.run.folder / "checkpoints"
-        if not self.ranks.first(root.is_dir):
+        if not self.ranks.on_rank_zero(root.is_dir):
             return 0
         newest = CheckpointFolder(root, keep=1, ranks=self.ranks).newest_good().checkpoint
         return 0 if newest is None else newest.step
@@ -184,7 +184,7 @@ class Uptraining:
             return self.uptrain.layers.keep
         if self.uptrain.layers.keep == 0:
             return []
-        chosen: list[int] | None = self.ranks.first(lambda: _read(self.folder / KEPT))
+        chosen: list[int] | None = self.ranks.on_rank_zero(lambda: _read(self.folder / KEPT))
         return chosen
 
     def _choose_layers(self, transfer: Stage) -> None:
@@ -192,8 +192,8 @@ class Uptraining:
         count = self.uptrain.layers.keep
         if not isinstance(count, int) or count == 0 or self._kept_layers() is not None:
             return
-        kept = self.ranks.first(lambda: worst_layers(head_scalars(transfer.config.run.folder), count))
-        self.ranks.first(lambda: write_whole(self.folder / KEPT, json.dumps(kept) + "\n"))
+        kept = self.ranks.on_rank_zero(lambda: worst_layers(head_scalars(transfer.config.run.folder), count))
+        self.ranks.on_rank_zero(lambda: write_atomically(self.folder / KEPT, json.dumps(kept) + "\n"))
         self._note(f"layers {', '.join(map(str, kept))} stay softmax: largest transfer errors")
 
     def _note(self, text: str) -> None:

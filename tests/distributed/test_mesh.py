@@ -116,9 +116,9 @@ def test_whoever_serves_the_store_may_hold_two_connections_of_each_process():
 def what_rank_0_found():
     with cpu_mesh() as mesh:
         ranks = Ranks.of(mesh)
-        found = ranks.first(lambda: {"rank": mesh.rank, "names": ["a"] * 1000})
+        found = ranks.on_rank_zero(lambda: {"rank": mesh.rank, "names": ["a"] * 1000})
         try:
-            ranks.first(lambda: int("no number"))
+            ranks.on_rank_zero(lambda: int("no number"))
         except ValueError as error:
             return found["rank"], len(found["names"]), str(error)
 

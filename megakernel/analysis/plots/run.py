@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megakernel.config import UserError
-from megakernel.config.errors import written_to
+from megakernel.config.errors import report_write_errors
 from megakernel.evaluation.language_modelling import check_length, evaluated_config
 from megakernel.evaluation.subject import find_run, load_run
 from megakernel.training.observing.event_files import add_png, replaced_events
-from megakernel.training.run_folder import write_whole
+from megakernel.training.run_folder import write_atomically
 
 from .catalogue import ALL, Analysis, select_analyses
 from .table import Row, to_csv
@@ -80,7 +80,7 @@ def analyze_run(
     check_length(data_config, source.text)
     target = folder / "analysis" / f"step_{at}" if out is None else out
     in_tensorboard = out is None and config.logging.tensorboard
-    with written_to("--out", target):
+    with report_write_errors("--out", target):
         target.mkdir(parents=True, exist_ok=True)
     import torch
 
@@ -105,7 +105,7 @@ def analyze_run(
                 f"--what {analysis.name}: sequences of {length} tokens show nothing of it; give a larger --seq-len"
             )
         table = target / f"{analysis.name}.csv"
-        write_whole(table, to_csv(rows))
+        write_atomically(table, to_csv(rows))
         plots = {
             name: _save(figure, target / f"{analysis.name}_{name}.png")
             for name, figure in figures(rows, analysis.plots).items()

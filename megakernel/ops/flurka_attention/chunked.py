@@ -8,19 +8,19 @@ from torch import Tensor
 
 from megakernel.ops.chunks import as_queries, chunk_keys, chunk_queries, query_mask, unchunk_queries
 from megakernel.ops.dispatch import accum_dtype
-from megakernel.ops.documents import Positions, began_before, carried, sees_far, token_positions
+from megakernel.ops.documents import Positions, began_before, carry_factor, sees_far, token_positions
 from megakernel.ops.feature_maps import Features
 from megakernel.ops.flurka_attention import one_token
 from megakernel.ops.flurka_attention.form import FlurkaInputs, Form, Weights, landmarks_of
 from megakernel.ops.groups import Tensors, scan_groups
 from megakernel.ops.mixture import shifted
 from megakernel.ops.partial_output import (
-    Found,
+    FinishedOutput,
     PartialOutput,
     add,
-    finish_of,
-    in_range,
+    finish_for,
     merge_parts,
+    recompute_lost,
     with_ones,
 )
 from megakernel.ops.phi import Phi
@@ -63,13 +63,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tenso
     far = inputs.initial_far(q, k, v)
     exchange_once = None if exchange is None else Once(exchange)
 
-    def compute(q: Tensor, k: Tensor, v: Tensor) -> Found:
+    def compute(q: Tensor, k: Tensor, v: Tensor) -> FinishedOutput:
         run = partial(_over_groups, form=form, weights=weights, positions=positions)
         if exchange_once is None:
             out, leaving, _ = run(_attend, (q, k, v, log_decay, gate), far, tail)
             return out, leaving
         _, added, _ = run(_write, (k, v, log_decay), far, tail)
-        carries = carried(positions, q, log_decay)
+        carries = carry_factor(positions, q, log_decay)
         decay_before = None if log_decay is None else log_decay.cumsum(2) - log_decay
         pending = exchange_once(added, carries)
         sums, _, _ = run(_sums, (q, k, v, log_decay), far, tail)
@@ -77,7 +77,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tenso
         out, _, _ = run(_add_entering, (q, v, gate, decay_before, reads, *sums), pending.wait(), tail)
         return out, added
 
-    out, leaving = in_range(compute(q, k, v), lambda: compute(q.double(), k.double(), v.double()))
+    out, leaving = recompute_lost(compute(q, k, v), lambda: compute(q.double(), k.double(), v.double()))
     return out, leaving, tail.after(k, v)
 
 
@@ -274,7 +274,7 @@ def _merge(
 ) -> tuple[Tensor, ...]:
     """The merged output (B, H_kv, C, G L, D) and, if queries can be lost, which are. places: (B, C, L) positions."""
     form, kv_heads = group.form, near.values.shape[1]
-    finish = finish_of(form.feature_map, True)
+    finish = finish_for(form.feature_map, True)
     query_heads = heads // kv_heads
     if gate is None:
         if group.weights.far_weight is not None:

@@ -11,11 +11,18 @@ from megakernel.ops.documents import Positions, ends_block, sees_far, token_posi
 from megakernel.ops.feature_maps import Features
 from megakernel.ops.flurka_attention.form import FlurkaInputs, Form, Weights, landmarks_of
 from megakernel.ops.mixture import shifted
-from megakernel.ops.partial_output import Found, PartialOutput, add, finish_of, in_range, with_ones
+from megakernel.ops.partial_output import (
+    FinishedOutput,
+    PartialOutput,
+    add,
+    finish_for,
+    recompute_lost,
+    with_ones,
+)
 from megakernel.ops.phi import Phi
 from megakernel.ops.scan import Links, pairs, read_states, write_chunks
 from megakernel.ops.state import KernelState, decayed, empty_state, keep
-from megakernel.ops.window import Recent, Tail, recent
+from megakernel.ops.window import Tail, TokenWindow, token_window
 
 
 class _Branches(NamedTuple):
@@ -55,7 +62,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tenso
     assert tail is not None
     branches, extended = _Branches.of(positions, form), tail.and_token(k, v)
 
-    def compute(q: Tensor) -> Found:
+    def compute(q: Tensor) -> FinishedOutput:
         dtype = torch.promote_types(accum_dtype(q.dtype), far.sums.dtype)
         state = KernelState(*(x.to(dtype) for x in far))
         if branches.begins:
@@ -70,7 +77,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tenso
             state = _with_landmarks(extended, state, positions, phi, form, weights)
         return (out.to(v.dtype), *lost), state
 
-    out, leaving = in_range(compute(q), lambda: compute(q.double()))
+    out, leaving = recompute_lost(compute(q), lambda: compute(q.double()))
     return out, leaving._replace(log_scale=leaving.log_scale.detach()), extended.without_oldest
 
 
@@ -87,8 +94,8 @@ def _output(
 ) -> tuple[Tensor, ...]:
     """(B, H, 1, D) and, if queries can be lost, which are (B, H, 1)."""
     kv_heads, at = far.sums.shape[1], token_positions(positions, 1, q.device)
-    finish = finish_of(form.feature_map, True)
-    window = recent(extended, positions, form.block_size, form.blocks, q.dtype)
+    finish = finish_for(form.feature_map, True)
+    window = token_window(extended, positions, form.block_size, form.blocks, q.dtype)
     landmarks = queries = None
     if branches.sees_far or form.near == "kernel":
         far_q = form.far_rotary(q, at) if form.far_rotary else q
@@ -117,7 +124,7 @@ def _output(
 
 
 def _kernel_window(
-    window: Recent, queries: Features, at: Tensor, phi: Phi, form: Form, weights: Weights
+    window: TokenWindow, queries: Features, at: Tensor, phi: Phi, form: Form, weights: Weights
 ) -> PartialOutput:
     """The sums over the window under phi."""
     keys, count = shifted(window.keys, weights.shift), window.keys.shape[2]

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.dispatch import accum_dtype
-from megakernel.ops.documents import carried, token_positions
+from megakernel.ops.documents import carry_factor, token_positions
 from megakernel.ops.flurka_attention.form import FlurkaInputs, Form, Weights
 from megakernel.ops.kernel_attention.reference import per_query_head, phi
 from megakernel.ops.mixture import by_component
@@ -35,7 +35,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tenso
         for b in range(batch)
     ]
     leaving = torch.stack([sequence.landmark_sums(length) for sequence in sequences])
-    carries = carried(positions, q, log_decay)
+    carries = carry_factor(positions, q, log_decay)
     if exchange is not None:
         far = exchange(KernelState(leaving, leaving.new_zeros(leaving.shape[:2])), carries).wait()
     entering = far.sums * torch.exp(far.log_scale)[..., None, None]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megakernel.ops.documents import carried, sees_far, token_positions
+from megakernel.ops.documents import carry_factor, sees_far, token_positions
 from megakernel.ops.feature_maps import named
 from megakernel.ops.flurka_attention import chunked, decode, operators
 from megakernel.ops.flurka_attention.block_tables import block_tables
@@ -23,7 +23,7 @@ from megakernel.ops.kernel_attention import exchanged
 from megakernel.ops.kernel_attention.launches import pack_state, unpack_state
 from megakernel.ops.kernel_attention.triton import unsupported_features, unsupported_tiles
 from megakernel.ops.kernels.features import phi_of
-from megakernel.ops.partial_output import Found, in_range, may_lose
+from megakernel.ops.partial_output import FinishedOutput, may_underflow, recompute_lost
 from megakernel.ops.projections import dense
 from megakernel.ops.state import KernelState
 from megakernel.ops.window import Tail, empty_tail
@@ -123,22 +123,22 @@ def attend(
         if return_state:
             last = unpack_state(sums, norms, logs, phi, v.shape[-1])
     else:
-        carries = carried(positions, q, log_decay)
+        carries = carry_factor(positions, q, log_decay)
         shard = exchanged.Shard(q, partial(operators.FlurkaLaunches.of, options))
         (out, factor, *_), first, last = exchanged.attend(
             shard, key_tensors, query_tensors, exchange, carries, phi, v.shape[-1]
         )
     # If a softmax window shares its normalizer with the landmarks, the weights add up to at least 1.
-    if not may_lose(feature_map, form.near == "kernel" or gate is not None):
+    if not may_underflow(feature_map, form.near == "kernel" or gate is not None):
         return out, last, next_tail
     lost = factor == 0
     if gate is not None:
         lost &= sees_far(token_positions(positions, q.shape[2], q.device), b, form.blocks)[:, None]
 
-    def recompute() -> Found:
+    def recompute() -> FinishedOutput:
         # With an exchange, `first` is the state that came from the other ranks.
         exact = inputs._replace(far=first or far, exchange=None)
         in_float64, *_ = chunked.attend(q.double(), k.double(), v.double(), exact)
         return (in_float64,), last
 
-    return *in_range(((out, lost), last), recompute), next_tail
+    return *recompute_lost(((out, lost), last), recompute), next_tail

@@ -16,11 +16,19 @@ from megakernel.ops.chunks import (
     unchunk_token,
 )
 from megakernel.ops.dispatch import accum_dtype
-from megakernel.ops.documents import Positions, began_before, carried, open_documents, reversed_positions
+from megakernel.ops.documents import Positions, began_before, carry_factor, open_documents, reversed_positions
 from megakernel.ops.feature_maps import Features
 from megakernel.ops.groups import Tensors, scan_groups
 from megakernel.ops.kernel_attention.options import KernelOptions
-from megakernel.ops.partial_output import Finish, Found, PartialOutput, add, finish_of, in_range, with_ones
+from megakernel.ops.partial_output import (
+    Finish,
+    FinishedOutput,
+    PartialOutput,
+    add,
+    finish_for,
+    recompute_lost,
+    with_ones,
+)
 from megakernel.ops.phi import Phi, start_state
 from megakernel.ops.scan import Links, chunk_links, existing, read_states, scan_chunks, write_chunks
 from megakernel.ops.state import Exchange, KernelState, Once, empty_state, keep, merge
@@ -47,15 +55,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Ten
     if state is None:
         state = start_state(feature_map, k[..., : q.shape[-1]], projection, v.shape[-1])
     exchanges = tuple(Once(x) for x in (options.exchange, options.exchange_after) if x is not None)
-    variant: Callable[..., Found] = _bidirectional_documents
+    variant: Callable[..., FinishedOutput] = _bidirectional_documents
     if options.causal:
         variant = _causal_shard if exchanges else _causal
     elif isinstance(positions, int):
         variant = _bidirectional
 
-    def compute(q: Tensor, k: Tensor, v: Tensor) -> Found:
+    def compute(q: Tensor, k: Tensor, v: Tensor) -> FinishedOutput:
         run = partial(_over_groups, phi=phi, positions=positions)
-        finish = finish_of(feature_map, options.normalize)
+        finish = finish_for(feature_map, options.normalize)
         (out, *lost), leaving = variant(run, finish, (q, k, v, key_weights), state, exchanges, positions)
         if key_weights is not None and key_weights.shape[2] == q.shape[2]:
             # A token with key weight 0 is padding; if its query is lost, the output stays 0.
@@ -63,23 +71,23 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Ten
             lost = [mask & real for mask in lost]
         return (out, *lost), leaving
 
-    return in_range(compute(q, k, v), lambda: compute(q.double(), k.double(), v.double()))
+    return recompute_lost(compute(q, k, v), lambda: compute(q.double(), k.double(), v.double()))
 
 
 def _causal(
     run, finish: Finish, inputs: Tensors, state: KernelState, exchanges: Exchanges, positions: Positions
-) -> Found:
+) -> FinishedOutput:
     """Causal attention without an exchange."""
     return run(partial(_token if inputs[0].shape[2] == 1 else _attend, finish), inputs, state)
 
 
 def _causal_shard(
     run, finish: Finish, inputs: Tensors, state: KernelState, exchanges: Exchanges, positions: Positions
-) -> Found:
+) -> FinishedOutput:
     """Causal attention of one shard; the exchange of states overlaps with the local sums."""
     q, *keys = inputs
     _, added = run(_write, tuple(keys), state)
-    pending = exchanges[0](added, carried(positions, q))
+    pending = exchanges[0](added, carry_factor(positions, q))
     local, _ = run(_sums, inputs, state)
     reads = began_before(positions, q.shape[2], q.device)[:, None]
     out, _ = run(partial(_read, finish, keys[1].dtype), (q, reads, *local), pending.wait())
@@ -88,11 +96,11 @@ def _causal_shard(
 
 def _bidirectional(
     run, finish: Finish, inputs: Tensors, state: KernelState, exchanges: Exchanges, positions: int
-) -> Found:
+) -> FinishedOutput:
     """Bidirectional attention of one document per sequence, including keys of the shards before and after."""
     q, *keys = inputs
     _, added = run(_write, tuple(keys), state)
-    carries = carried(positions, q)
+    carries = carry_factor(positions, q)
     pendings = [exchange(added, carries) for exchange in exchanges]
     all_keys = reduce(merge, (pending.wait() for pending in pendings), added)
     out, _ = run(partial(_read, finish, keys[1].dtype), (q, None), all_keys)
@@ -101,7 +109,7 @@ def _bidirectional(
 
 def _bidirectional_documents(
     run, finish: Finish, inputs: Tensors, state: KernelState, exchanges: Exchanges, positions: Tensor
-) -> Found:
+) -> FinishedOutput:
     """Bidirectional attention within packed documents: a causal scan plus a strictly causal scan in reverse order."""
     run_reversed = partial(run, positions=reversed_positions(positions, continued=bool(exchanges)))
     reversed_inputs = tuple(None if x is None else x.flip(2) for x in inputs)

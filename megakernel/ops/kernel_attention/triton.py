@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.arguments import check_state
-from megakernel.ops.documents import Positions, cached_for_positions, carried
+from megakernel.ops.documents import Positions, cached_for_positions, carry_factor
 from megakernel.ops.feature_maps import FeatureMap, named
 from megakernel.ops.groups import Tensors
 from megakernel.ops.kernel_attention import chunked, decode, exchanged, operators
@@ -20,7 +20,7 @@ from megakernel.ops.kernel_attention.launches import pack_state, unpack_state
 from megakernel.ops.kernel_attention.options import KernelOptions
 from megakernel.ops.kernels.features import SUPPORTED, phi_of
 from megakernel.ops.kernels.launch import capability_of
-from megakernel.ops.partial_output import Found, in_range, may_lose
+from megakernel.ops.partial_output import FinishedOutput, may_underflow, recompute_lost
 from megakernel.ops.projections import Projection, dense, rows_of
 from megakernel.ops.state import KernelState
 
@@ -110,12 +110,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Ten
         out, reciprocal, *_, sums, norms, logs = operators.attend((q, *keys, *packed), *op_options)
         last = unpack_state(sums, norms, logs, phi, value_dim) if options.return_state else None
     else:
-        carries = carried(positions, q)
+        carries = carry_factor(positions, q)
         shard = exchanged.Shard(q, partial(operators.KernelLaunches.of, op_options))
         (out, reciprocal), first, last = exchanged.attend(
             shard, keys, lambda: (q,), exchange, carries, phi, value_dim
         )
-    if not may_lose(feature_map, normalize):
+    if not may_underflow(feature_map, normalize):
         return out, last
     lost = reciprocal == 0
     if key_weights is not None:
@@ -125,13 +125,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Ten
             real = real.any(-1, keepdim=True)
         lost &= real.repeat_interleave(q.shape[1] // k.shape[1], 1)
 
-    def recompute() -> Found:
+    def recompute() -> FinishedOutput:
         # With an exchange, `first` is the state that came from the other ranks.
         exact = options._replace(projection=matrix, initial_state=first, exchange=None)
         in_float64, _ = chunked.attend(q.double(), k.double(), v.double(), exact)
         return (in_float64,), last
 
-    return in_range(((out, lost), last), recompute)
+    return recompute_lost(((out, lost), last), recompute)
 
 
 def document_starts(positions: Positions, length: int) -> tuple[Tensor | None, int]:

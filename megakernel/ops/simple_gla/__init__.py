@@ -12,7 +12,7 @@ from megakernel.ops.arguments import check_heads, expand_tokens
 from megakernel.ops.chunks import token_queries, unchunk_token
 from megakernel.ops.decay import Chunks, scaled, scan_tokens
 from megakernel.ops.dispatch import Implementation, Kernels, accum_dtype, choose
-from megakernel.ops.documents import Positions, began_before, carried, token_positions
+from megakernel.ops.documents import Positions, began_before, carry_factor, token_positions
 from megakernel.ops.scan import alive_chunks
 from megakernel.ops.state import Exchange, KernelState
 
@@ -78,7 +78,7 @@ def _with_exchange(attend: Implementation) -> Implementation:
         out, leaving = attend(q, k, v, log_decay, positions, state)
         if exchange is None:
             return out, leaving
-        entering = exchange(unscaled_state(leaving), carried(positions, q, log_decay)).wait()
+        entering = exchange(unscaled_state(leaving), carry_factor(positions, q, log_decay)).wait()
         entered = entering.sums * entering.log_scale.exp()[..., None, None]
         # A token sees the entering state decayed by all tokens of the shard up to itself.
         reads = began_before(positions, q.shape[2], q.device)[:, None]

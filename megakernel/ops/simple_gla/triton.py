@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megakernel.ops.documents import Positions, carried
+from megakernel.ops.documents import Positions, carry_factor
 from megakernel.ops.groups import Tensors
 from megakernel.ops.kernel_attention import exchanged, operators
 from megakernel.ops.kernel_attention.launches import pack_state, unpack_state
@@ -59,6 +59,6 @@ def attend(
         last = unpack_state(sums, norms, logs, phi, value_dim)
     else:
         shard = exchanged.Shard(q, partial(operators.KernelLaunches.of, options))
-        factor = carried(positions, q, log_decay)
+        factor = carry_factor(positions, q, log_decay)
         (out, *_), _, last = exchanged.attend(shard, keys, lambda: (q,), exchange, factor, phi, value_dim)
     return out, last.sums[..., :-1] * last.log_scale.exp()[..., None, None]

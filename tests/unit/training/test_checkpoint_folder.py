@@ -148,7 +148,7 @@ def test_ranks_read_a_share_each_and_take_the_same_checkpoint(damaged, tmp_path)
         for step in (5, 6):
             own = tmp_path / f"step_{step}.partial" / f"rank_{ranks.rank}"
             folder.save(progress(step), lambda _, own=own: own.write_bytes(os.urandom(1000)), [own].copy)
-        ranks.first(lambda: flip(tmp_path / "step_6" / f"rank_{damaged}", 0.5))
+        ranks.on_rank_zero(lambda: flip(tmp_path / "step_6" / f"rank_{damaged}", 0.5))
         found = folder.newest_good()
         return found.checkpoint.step, found.broken
 

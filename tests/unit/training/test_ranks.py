@@ -10,7 +10,7 @@ def test_only_rank_0_acts_first_and_all_get_its_result():
     acted = []
 
     def work(ranks: Ranks):
-        return ranks.first(lambda: acted.append(ranks.rank) or "found")
+        return ranks.on_rank_zero(lambda: acted.append(ranks.rank) or "found")
 
     assert on_ranks(3, work) == ["found"] * 3
     assert acted == [0]
@@ -21,7 +21,7 @@ def test_an_error_of_rank_0_is_raised_alike_on_all(kind):
     def refuse():
         raise kind("run.root is not writable")
 
-    outcomes = on_ranks(3, lambda ranks: ranks.first(refuse))
+    outcomes = on_ranks(3, lambda ranks: ranks.on_rank_zero(refuse))
     assert {(type(error), str(error)) for error in outcomes} == {(kind, "run.root is not writable")}
 
 
@@ -61,10 +61,10 @@ def test_what_rank_0_found_is_broadcast_where_that_can_be():
     def gather(value):
         raise AssertionError("every rank would hold as much as if each had found it")
 
-    assert Ranks(0, 2, gather, lambda value: value).first(lambda: 7) == 7
-    assert Ranks(1, 2, gather, lambda value: 7).first(lambda: 8) == 7
+    assert Ranks(0, 2, gather, lambda value: value).on_rank_zero(lambda: 7) == 7
+    assert Ranks(1, 2, gather, lambda value: 7).on_rank_zero(lambda: 8) == 7
 
 
 def test_a_single_process_needs_no_collective():
-    assert Ranks().first(lambda: 7) == 7
+    assert Ranks().on_rank_zero(lambda: 7) == 7
     Ranks().all(lambda: None)
