@@ -175,12 +175,11 @@ class Hub(DocumentSource):
 
     def __init__(self, spec: str, split: str, columns: Columns):
         """spec: hf:NAME[:CONFIG]. Opens nothing yet."""
-        self._dataset = _hub_arguments(spec, split)
-        super().__init__({"kind": "hub", **self._dataset})
-        self._columns = columns
+        self._spec, self._split, self._columns = spec, split, columns
+        super().__init__({"kind": "hub", **_hub_arguments(spec, split)})
 
     def _read(self) -> Iterator[Document]:
-        return _hub_documents(self._dataset, self._columns, f"{HUB}:{self._dataset['path']}")
+        return hub_documents(self._spec, self._split, self._columns)
 
 
 class LibraryFunctions(DocumentSource):
@@ -196,8 +195,13 @@ class LibraryFunctions(DocumentSource):
 
 
 def hub_documents(spec: str, split: str, columns: Columns) -> Iterator[Document]:
-    """The rows of a split of hf:NAME[:CONFIG] as documents."""
-    return _hub_documents(_hub_arguments(spec, split), columns, spec)
+    """The rows of a split of hf:NAME[:CONFIG] as documents; UserError if it or its columns cannot be read."""
+    try:
+        for rows in _streamed(_hub_arguments(spec, split)).iter(batch_size=_BATCH):
+            yield from _documents(rows, columns)
+    # datasets, pyarrow, fsspec and the hub client share no exception type for unreadable data.
+    except Exception as error:
+        raise _unreadable(spec, error) from error
 
 
 def hub_rows(spec: str, split: str, keys: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -205,7 +209,7 @@ def hub_rows(spec: str, split: str, keys: Sequence[str]) -> Iterator[dict[str, A
     try:
         for row in _streamed(_hub_arguments(spec, split)):
             yield {key: row[key] for key in keys}
-    except Exception as error:
+    except Exception as error:  # as above
         raise _unreadable(spec, error) from error
 
 
@@ -255,16 +259,6 @@ def _is_unicode(text: str) -> bool:
 
 def _read_part(stream: TextIO) -> str:
     return stream.read(LONGEST_DOCUMENT) + stream.readline(LONGEST_DOCUMENT)
-
-
-def _hub_documents(where: dict[str, Any], columns: Columns, name: str) -> Iterator[Document]:
-    """The rows of a streamed dataset as documents; UserError if it or its columns cannot be read."""
-    try:
-        for rows in _streamed(where).iter(batch_size=_BATCH):
-            yield from _documents(rows, columns)
-    # datasets, pyarrow, fsspec and the hub client share no exception type for unreadable data.
-    except Exception as error:
-        raise _unreadable(name, error) from error
 
 
 def _streamed(where: dict[str, Any]) -> Any:

@@ -74,7 +74,7 @@ def _presets() -> Iterator[str]:
 
 
 def _meaning(field: FieldInfo) -> str:
-    text = " ".join((field.description or "").split())
+    text = " ".join((field.description or "").split()).replace("|", r"\|")
     return re.sub(r"\bNone\b", "`null`", text)
 
 

@@ -12,7 +12,7 @@ EXAMPLE = "megakernel export runs/demo --to models/demo"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add_run_arguments(parser)
-    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="a new folder")
+    parser.add_argument("--to", "--out", type=Path, required=True, metavar="DIR", help="a new folder")
     parser.add_argument(
         "--adapter",
         action="store_true",

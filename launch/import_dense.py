@@ -16,7 +16,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "checkpoint", type=Path, metavar="HF_DIR", help="folder with config.json and safetensors"
     )
-    parser.add_argument("--to", type=Path, metavar="FILE", help="new file for the YAML (default: print it)")
+    parser.add_argument(
+        "--to",
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="new file for the YAML (default: print it)",
+    )
     parser.add_argument(
         "--check",
         action="store_true",

@@ -188,7 +188,7 @@ def free_port(job: int) -> int:
     for port in (FIRST_PORT + (7 * job + offset) % PORTS for offset in range(PORTS)):
         with suppress(OSError), socket.create_server(("", port)):
             return port
-    raise SlurmRefused("every port from 20000 to 31999 is taken on this node")
+    raise SlurmRefused(f"every port from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} is taken on this node")
 
 
 def requeue(run: Path, job: str, excluded: Sequence[str] = ()) -> None:

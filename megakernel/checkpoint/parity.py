@@ -14,18 +14,19 @@ from torch import Tensor
 from megakernel.config import Model, UserError
 from megakernel.model import LanguageModel, ModelSettings, set_rotary
 from megakernel.model.layer import TransformerLayer
-from megakernel.parallel import Mesh, OneProcess
+from megakernel.parallel import OneProcess
 from megakernel.parallel.device import free_memory, is_out_of_memory
 from megakernel.parallel.ranks import Ranks
 
 from .dense import DenseCheckpoint
 from .dense.checkpoint import hf_config
 from .dense.families import OWN
-from .frozen import head_inputs
 from .weight_source import WeightSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+    from megakernel.parallel import Mesh
 
 PARITY_TOKENS = 256
 
@@ -69,7 +70,7 @@ class Parity(NamedTuple):
         )
 
 
-def parity(dense: Callable[[], LanguageModel], source: WeightSource, mesh: Mesh) -> Parity:
+def parity(dense: Callable[[], LanguageModel], source: WeightSource, mesh: "Mesh") -> Parity:
     """Compare the logits of one synthetic sequence; called on all ranks, which get the same result.
 
     dense: builds the model of `source` in float32, with `frozen_model`. One rank of the last stage has all its logits
@@ -233,8 +234,10 @@ def _model(checkpoint: DenseCheckpoint, device: torch.device) -> tuple[LanguageM
 
 
 @torch.no_grad()
-def _logits_of_all_ranks(model: LanguageModel, mesh: Mesh) -> Tensor:
+def _logits_of_all_ranks(model: LanguageModel, mesh: "Mesh") -> Tensor:
     """Logits (1, N, V) of `synthetic_tokens` on the ranks of the last stage, which gather them; empty on all others."""
+    from .frozen import head_inputs  # loads DeepSpeed, which `megakernel import` does without
+
     settings = model.settings
     set_rotary(model, settings.model.for_seq_len(_length(settings.model)))
     tokens = synthetic_tokens(_length(settings.model), settings.vocab_size, mesh.device)

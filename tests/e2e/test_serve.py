@@ -379,6 +379,15 @@ def test_an_answer_of_no_stated_length_fits_the_positions(short):
     assert found.choices[0].finish_reason == "length"
 
 
+def test_a_long_prompt_shortens_no_other_answer_of_its_request(short):
+    def tokens(*prompts):
+        return short.client.completions.create(model=NAME, prompt=list(prompts)).usage.completion_tokens
+
+    long, brief = "x" * 60, "x"
+    assert tokens(long) < tokens(brief)
+    assert tokens(long, brief) == tokens(brief, long) == tokens(long) + tokens(brief)
+
+
 def test_a_model_without_a_template_knows_no_messages(plain):
     with pytest.raises(openai.BadRequestError, match="has no chat_template, so it cannot render messages"):
         plain.client.chat.completions.create(model=NAME, messages=USER)

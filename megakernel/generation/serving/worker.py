@@ -100,7 +100,7 @@ class GenerationJob:
 
 
 class Worker:
-    """Runs the engine. Only its thread uses model, tokenizer and sessions, so that no locks are needed."""
+    """Runs the engine. Only its thread changes model, tokenizer and sessions, so that no locks are needed."""
 
     def __init__(self, opened: OpenedModel, *, batch_size: int, max_sessions: int, max_new_tokens: int):
         """Load the weights and start the thread. max_new_tokens: the most that a text may have."""
@@ -288,10 +288,10 @@ class Worker:
                 param="prompt",
             )
         default = self._max_new_tokens if isinstance(body, ChatBody) else COMPLETION_TOKENS
-        new = body.max_new_tokens or min(default, self._max_new_tokens)
-        if new > self._max_new_tokens:
+        most = body.max_new_tokens or min(default, self._max_new_tokens)
+        if most > self._max_new_tokens:
             raise Refusal(
-                f"max_tokens={new} exceeds this server's limit; give at most {self._max_new_tokens}"
+                f"max_tokens={most} exceeds this server's limit; give at most {self._max_new_tokens}"
             )
         seed = secrets.randbits(63) if body.seed is None else body.seed
         keeps = body.session is not None
@@ -299,8 +299,9 @@ class Worker:
         for prompt in prompts:
             read = len(prompt.tokens) + (prompt.previous.tokens if prompt.previous else 0)
             limit = position_limit(self.opened.config)
+            new = most
             if body.max_new_tokens is None and limit is not None:
-                new = max(1, min(new, limit - read))
+                new = max(1, min(most, limit - read))
             check_positions(self.opened.config, read, new, "max_tokens")
             first = TextRequest(prompt.tokens, new, body.sampling(), seed, stop=body.stops, ends=self._ends)
             first = replace(first, logprobs=body.num_top_tokens, previous=prompt.previous, keeps_state=keeps)

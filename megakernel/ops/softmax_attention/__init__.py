@@ -64,7 +64,8 @@ def softmax_attention(
         output of a token that sees nothing is 0.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, naming the argument.
+        ValueError: shapes, dtypes or devices that do not fit, naming the argument; key_weights where they would be
+            ignored.
     """
     check_heads(q, k, v, cross=not causal and isinstance(positions, int))
     if window is not None and (window < 1 or not causal):
@@ -86,6 +87,10 @@ def softmax_attention(
         if isinstance(positions, Tensor) or cached or is_cut or softcap is not None:
             spans = document_spans(positions, q, cached, causal, window)
     whole = causal and cached == 0
+    if key_weights is not None and (key_mask is not None or spans is not None):
+        raise ValueError(
+            "key_weights with key_mask, packed documents, a window or softcap; a weight of 0 hides a key"
+        )
     arguments = (q, visible_k, visible_v, spans, whole, key_mask, key_weights, softcap)
     out = choose(IMPLEMENTATIONS, backend)(*arguments)
     forgotten = 0 if window is None else max(0, k.shape[2] - window + 1)

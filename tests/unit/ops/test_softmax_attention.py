@@ -113,3 +113,11 @@ def test_packed_rows_need_no_square_mask(monkeypatch):
     q, k, v = inputs(64)
     softmax_attention(q, k, v, positions=torch.arange(64).remainder(16).expand(B, -1))
     assert max(seen) == 16
+
+
+def test_key_weights_are_refused_where_they_would_be_ignored():
+    q, k, v = inputs()
+    weights, mask = torch.ones(B, N), torch.ones(B, N, dtype=torch.bool)
+    for options in ({"key_mask": mask, "causal": False}, {"positions": PACKED}, {"softcap": 0.3}):
+        with pytest.raises(ValueError, match="key_weights with"):
+            softmax_attention(q, k, v, key_weights=weights, **options)
