@@ -74,8 +74,8 @@ def _presets() -> Iterator[str]:
 
 
 def _meaning(field: FieldInfo) -> str:
-    text = " ".join((field.description or "").split()).replace("|", r"\|")
-    return re.sub(r"\bNone\b", "`null`", text)
+    text = (field.description or "").replace("|", r"\|")
+    return re.sub(r"(?<!`)\bnull\b(?!`)", "`null`", text)
 
 
 def _type(field: FieldInfo) -> str:

@@ -1,6 +1,7 @@
 """Base class of configuration sections, and merging of trees of keys."""
 
 import operator
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
@@ -30,8 +31,9 @@ class Section(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
-        for field in cls.model_fields.values():  # help texts are printed on one line
-            field.description = " ".join((field.description or "").split()) or None
+        for field in cls.model_fields.values():  # help texts are printed on one line, in YAML's words
+            text = " ".join((field.description or "").split())
+            field.description = re.sub(r"\bNone\b", "null", text) or None
 
     def problems(self) -> Iterator[Problem]:
         """Problems of this section's keys with each other; keys are relative to the section."""
