@@ -128,7 +128,7 @@ def our_session(model: LanguageModel, case: Case) -> Session:
     def generate(tokens: int) -> float:
         engine = GenerationEngine(model, TOKENIZER, isolate_documents=False, max_batch=case.batch)
         for decoder in decoders:
-            # Requests join one per step: with these, none has ended by the last timed step.
+            # Requests join one per step: with this many tokens, none has ended by the last timed step.
             most = tokens + case.batch + 1
             engine.add(
                 TextRequest(
@@ -267,7 +267,7 @@ def page(lines: Sequence[tuple[str, str]], command: str, cases: int) -> str:
         *page_header("Decoding compared with `transformers`", command),
         "Tokens per CPU second of all texts of a batch, greedy decoding, float32, medians of turns that models take "
         "one after the other in one process. `transformers` is its `LlamaForCausalLM` with SDPA and a `DynamicCache`; "
-        "softmax is the same model here, FLuRKA the preset `flurka`. Sizes: "
+        "softmax is the same model in Megakernel, FLuRKA the preset `flurka`. Sizes: "
         + " and ".join(f"{one.layers} layers × {one.width}, {one.heads} heads" for one in SIZES)
         + f", SwiGLU, byte tokens. Times the cost: CPU time of a token over that of `transformers`; at most "
         f"{TARGET_COST} is the target for FLuRKA after {LENGTHS[0]:,} tokens. No prompt is read: caches hold random "

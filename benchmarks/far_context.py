@@ -39,7 +39,8 @@ MODELS: dict[str, Any] = {
 """Name -> model.attention, or a list for model.attention_pattern.
 
 Controls separate a mechanism from the parts around it: `local_around` is `flurka_best` without its far part,
-`softmax_around` sees every token instead of landmarks; `*_convolution` are the same for `flurka_convolution`.
+`softmax_around` sees every token instead of landmarks; `local_convolution` and `softmax_convolution` are those of
+`flurka_convolution`.
 """
 
 FAR = 1024
@@ -196,7 +197,7 @@ def page(results: Iterable[RunResult], tokens: int, command: str) -> str:
     text = (
         f"{model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads, `{TOKENIZER}`; {tokens:,} "
         f"tokens of `benchmarks.repositories` in steps of {training.global_batch_size * training.seq_len:,}, "
-        f"{training.dtype}, learning rate {config.optimizer.lr:g}, constant behind "
+        f"{training.dtype}, learning rate {config.optimizer.lr:g}, constant after "
         f"{config.schedule.warmup_steps} steps; the same sequences in the same order for all models of a seed. "
         f"{COLUMN_NOTES} Runs shared the machine: *tokens/s*, medians of the training, are only indicative."
     )

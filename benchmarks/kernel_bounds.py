@@ -371,9 +371,9 @@ def cases() -> dict[str, Callable[[], None]]:
 
 def bounds(case: Callable[[], None]) -> list[Bound]:
     """The bounds of a case's launches, in order."""
-    from megakernel.ops.kernels.launch import noting
+    from megakernel.ops.kernels.launch import record_launches
 
-    with noting() as launches:
+    with record_launches() as launches:
         case()
     # The kernel that reads the states is the last one of forward.
     last = next(i for i, launch in enumerate(launches) if launch.kernel.__name__ in ("read", "merge"))

@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.page import add_out_option, docstring_parser, page_header, table, table_row, write_page
 from megakernel.attention import Rotary, build
 from megakernel.attention.inputs import AttentionInputs
-from megakernel.ops.kernels.launch import DEFAULT_CAPABILITY, Launch, noting
+from megakernel.ops.kernels.launch import DEFAULT_CAPABILITY, Launch, record_launches
 
 HEADS, HEAD_DIM = 16, 128
 LAYERS: dict[str, dict[str, Any]] = {
@@ -109,7 +109,7 @@ def build_layer(name: str, tokens: int, heads: int = HEADS) -> Layer:
 def measure_layer(name: str, repeats: int = REPEATS) -> HostCosts:
     """Measure a layer's counts and time."""
     layer = build_layer(name, SHORT_TOKENS, heads=1)
-    with noting() as launches:
+    with record_launches() as launches:
         layer.backward(layer.forward())  # warm-up
         layer.positions.add_(0)  # changes their version, so that the tables are made again
         _, first = _count(layer.forward, launches)
@@ -132,7 +132,7 @@ def variants(name: str) -> Mapping[str, int]:
     compiled: dict[str, set[str]] = defaultdict(set)
     for tokens in LENGTHS:
         layer = build_layer(name, tokens)
-        with noting() as launches:
+        with record_launches() as launches:
             layer.backward(layer.forward())
         for launch in launches:
             compiled[launch.kernel.__name__].add(fingerprint(launch, DEFAULT_CAPABILITY))

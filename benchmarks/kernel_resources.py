@@ -52,9 +52,9 @@ def row_of(task: Task) -> Row:
 @lru_cache(maxsize=1)  # a process compiles the launches of a case one after another
 def launches_of(case: str, capability: int) -> list:
     """The launches of a case on a GPU; none if the op's kernels do not support it."""
-    from megakernel.ops.kernels.launch import noting
+    from megakernel.ops.kernels.launch import record_launches
 
-    with noting(capability) as launches:
+    with record_launches(capability) as launches:
         try:
             cases()[case]()
         except ValueError as error:

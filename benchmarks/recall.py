@@ -102,7 +102,7 @@ class Setup:
 
     @property
     def num_examples(self) -> int:
-        """Number of examples: enough for all steps to read each once, the held-out ones, and a few to spare."""
+        """Number of examples: so many that no step repeats one, the held-out ones, and a few to spare."""
         training, extra_steps = self.training, self.start_steps + TRANSFER if self.start else 0
         samples, tokens = (x * (1 + extra_steps / training.steps) for x in training.consumed(training.steps))
         examples = tokens / self._length if self._length else samples
@@ -160,8 +160,8 @@ class RecallResult:
 
 START_NOTE = (
     " `{setup.start}` has {setup.start_steps} steps from random weights; the others are up-trained from it by "
-    "`megakernel uptrain`, {transfer} steps of attention transfer (the first share of right answers) before those "
-    "of all weights."
+    "`megakernel uptrain`, {transfer} steps of attention transfer, after which the first share of right answers is "
+    "measured, before the steps that train all weights."
 )
 
 
@@ -200,7 +200,7 @@ def train_start(setup: Setup, preset: str) -> Path:
 
 
 def uptrain_from(setup: Setup, preset: str, dense: Path) -> Path:
-    """The folder of the up-training from a run, which is finished if it is not yet."""
+    """Up-train a run to a preset unless that is done; returns the folder with its stages."""
     read = setup.start_steps * setup.training.global_batch_size
     overrides = setup.overrides_of(
         preset,

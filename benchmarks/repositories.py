@@ -161,7 +161,7 @@ def _longest_string(source: str) -> str:
 
 
 def _concatenate(parts: Sequence[str]) -> list[str]:
-    """Concatenate neighbours to documents of at least DOCUMENT characters; none if there are fewer than SMALLEST."""
+    """Concatenate neighbors to documents of at least DOCUMENT characters; none if there are fewer than SMALLEST."""
     groups: list[list[str]] = [[]]
     size = 0
     for part in parts:

@@ -129,13 +129,16 @@ def run_preflight(nodes: int, tasks: int) -> tuple[CountingStore, dict[str, list
         )
         stack.enter_context(patch.object(collectives, "_seconds", lambda *_: 0.0123456789012345))
         stack.enter_context(patch.object(collectives, "connect_store", lambda *_, **__: store))
-        for place, node in processes(nodes, tasks):  # in a job all write this before the first one reads it
-            store.values[f"node/{place.rank}"] = node.encode()
-        for place, node in processes(nodes, tasks):
-            said = printed[node][place.local_rank]
+        # In a job all write this before the first one reads it.
+        for environment, node in processes(nodes, tasks):
+            store.values[f"node/{environment.rank}"] = node.encode()
+        for environment, node in processes(nodes, tasks):
+            lines = printed[node][environment.local_rank]
             with (
-                patch.object(preflight, "launched_process", lambda place=place: place),
-                patch.object(preflight, "print", lambda line, said=said, **_: said.append(line), create=True),
+                patch.object(preflight, "launched_process", lambda environment=environment: environment),
+                patch.object(
+                    preflight, "print", lambda line, lines=lines, **_: lines.append(line), create=True
+                ),
             ):
                 preflight._print_report_and_timings(Path(folder), node, mib=1)
     return store, printed
@@ -188,8 +191,8 @@ def _messages(tasks: Sequence[Sequence[str]]) -> Iterator[str]:
 def preflight_counts(nodes: int, tasks: int) -> Counts:
     """Counts of the preflight, which runs before the training processes start."""
     store, printed = run_preflight(nodes, tasks)
-    lines = [len(line) + 1 for said in printed.values() for task in said for line in task]
-    tasks_bytes = [sum(len(line) + 1 for line in task) for said in printed.values() for task in said]
+    lines = [len(line) + 1 for of_node in printed.values() for task in of_node for line in task]
+    tasks_bytes = [sum(len(line) + 1 for line in task) for of_node in printed.values() for task in of_node]
     result: Counts = {
         "preflight: lines": len(lines),
         "preflight: longest line, bytes": max(lines),
@@ -219,7 +222,7 @@ def stall_counts(nodes: int, tasks: int) -> Counts:
     for dog in watchdogs:
         dog._report()
         dog._report_every = 0.2  # enough for all threads to get their turn
-    sampled, said = watchdogs[:: max(1, size // THREADS)], []
+    sampled, explanations = watchdogs[:: max(1, size // THREADS)], []
 
     def end(dog: watchdog.Watchdog) -> None:
         dog._store = dog._store.clone()
@@ -229,7 +232,7 @@ def stall_counts(nodes: int, tasks: int) -> Counts:
     with (
         patch.object(os, "_exit", side_effect=_Exited),
         patch.object(watchdog.faulthandler, "dump_traceback"),
-        patch.object(watchdog, "print", lambda line, **_: said.append(line), create=True),
+        patch.object(watchdog, "print", lambda line, **_: explanations.append(line), create=True),
     ):
         run_on_threads(sampled, end)
     most, *others = sorted((dog._store.total for dog in sampled), reverse=True)
@@ -238,15 +241,15 @@ def stall_counts(nodes: int, tasks: int) -> Counts:
         "watchdog: keys that one rank asks for in a stall": most,
         "watchdog: keys that each other rank asks for": sum(others) / len(others),
         "watchdog: keys that all ask for": most + (size - 1) * sum(others) / len(others),
-        "watchdog: bytes of an explanation": max(map(len, said)),
-        "watchdog: different explanations": len(set(said)),
+        "watchdog: bytes of an explanation": max(map(len, explanations)),
+        "watchdog: different explanations": len(set(explanations)),
     }
 
 
 def _watchdog(rank: int, size: int, store: CountingStore) -> watchdog.Watchdog:
-    place: Any = SimpleNamespace(rank=rank, world_size=size, store=store)
-    place.progress = progress_of.Progress(4, 9, "forward")
-    return watchdog.Watchdog(place, start_minutes=10, stall_minutes=5)
+    mesh: Any = SimpleNamespace(rank=rank, world_size=size, store=store)
+    mesh.progress = progress_of.Progress(4, 9, "forward")
+    return watchdog.Watchdog(mesh, start_minutes=10, stall_minutes=5)
 
 
 def messages_a_second(size: int) -> float:
@@ -343,8 +346,8 @@ def failure_counts(nodes: int, tasks: int, run: Path) -> Counts:
     """Events recorded when one failure ends every process of a job at once."""
     (run / "logs" / "7" / "0").mkdir(parents=True)
     with patch.dict(os.environ, {events.JOB_VARIABLE: "7", events.RESTART_VARIABLE: "0"}):
-        for place, _ in processes(nodes, tasks):
-            process._record_failure(run, place.rank, "DistBackendError: connection reset by peer")
+        for environment, _ in processes(nodes, tasks):
+            process._record_failure(run, environment.rank, "DistBackendError: connection reset by peer")
     return {"failure: events that one cause leaves": len(events.read(run))}
 
 

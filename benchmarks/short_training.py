@@ -138,7 +138,7 @@ def _mean(values: Iterable[float | None]) -> float:
 
 
 def train(run: Run) -> TrainingResult | str:
-    """Train a run unless that is done; returns its outcome, or why it did not train."""
+    """Train a run unless that is done; returns its result, or why it did not train."""
     try:
         lines = read_metrics(train_run(CONFIG, run.overrides))
     except UserError as error:

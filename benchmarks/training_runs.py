@@ -102,7 +102,7 @@ def run_megakernel(*arguments: str) -> None:
     status = subprocess.run([sys.executable, "-m", "launch.cli", *arguments], stdout=sys.stderr).returncode
     if status:
         command = " ".join(("megakernel", *arguments))
-        raise UserError(f"`{command}` ended with status {status}; start this again to go on")
+        raise UserError(f"`{command}` ended with status {status}; run this again to continue")
 
 
 def evaluate_task(folder: Path, step: int, task: str, *options: str) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def metric_curve(folder: Path, tag: str) -> dict[int, float]:
 
 
 def best_step(folder: Path) -> int:
-    """Step of the kept checkpoint with the best validation accuracy, else loss; the later one of equals."""
+    """Step of the kept checkpoint with the best validation accuracy (without it: loss); the last one of equals."""
     kept = [step for path in (folder / "checkpoints").glob("step_*") if (step := step_of(path)) is not None]
     accuracy = metric_curve(folder, "eval/accuracy")
     scores = accuracy or {step: -loss for step, loss in metric_curve(folder, "eval/loss").items()}

@@ -25,7 +25,7 @@ from megakernel.training.process import run_in_mesh
 DEPTHS = (12, 24)
 BLOCKS = (None, 6, 2)
 HIDDEN = 512
-COLUMNS = ("layers", "weights, MB", "block", "most resident, MB", "hidden states on disk, MB")
+COLUMNS = ("layers", "weights, MB", "block", "peak resident memory, MB", "hidden states on disk, MB")
 TRAINING = {
     "steps": 3,
     "seq_len": 256,

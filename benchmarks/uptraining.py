@@ -26,7 +26,7 @@ DENSE = Path(__file__).with_suffix(".yaml")
 FLURKA = DENSE.with_name("uptraining_flurka.yaml")
 NO_CONTROLS = ["uptrain.from_scratch=false", "uptrain.train_dense=false"]
 LONG_WINDOWS = "{preset: flurka, compression: {block_size: 32, rank: 8}, near: {blocks: 2, join: shared}}"
-"""Blocks of 32 tokens instead of 16, with as many landmarks per token."""
+"""Windows and blocks of 32 tokens instead of 16, with as many landmarks per token."""
 VARIANTS = {
     "without alpha": ["run.name=flurka"],
     "alpha 0.3": ["run.name=flurka-alpha", "uptrain.alpha=0.3", *NO_CONTROLS],

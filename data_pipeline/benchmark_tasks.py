@@ -1,4 +1,4 @@
-"""The labelled tasks of `--source`: Long Range Arena, GLUE, and the sparsity task."""
+"""The labeled tasks of `--source`: Long Range Arena, GLUE, and the sparsity task."""
 
 from collections.abc import Callable
 from functools import partial

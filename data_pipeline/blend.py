@@ -30,7 +30,7 @@ class Blend(Generic[Sample]):
     """The stream that training consumes; as in Megatron, each sample is from the corpus furthest behind its weight."""
 
     def __init__(self, streams: Sequence[CorpusStream[Sample]], weights: Sequence[float]):
-        """weights: the parts' relative shares of the samples."""
+        """weights: the streams' relative shares of the samples."""
         self._streams = streams
         self._corpus_of = np.zeros(BLEND_PERIOD, dtype=np.int16)
         self._sample_of = np.zeros(BLEND_PERIOD, dtype=np.int64)

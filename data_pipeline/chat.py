@@ -53,7 +53,7 @@ def check_messages(messages: Any, name: str) -> list[dict[str, Any]]:
         if role not in ROLES:
             raise UserError(f"{name}[{index}].role={role!r} is unknown; write one of {', '.join(ROLES)}")
         if not isinstance(message.get("content"), str):
-            raise UserError(f"{name}[{index}].content is no text; write a string")
+            raise UserError(f"{name}[{index}].content is not a string; write a string")
     return messages
 
 
@@ -122,7 +122,8 @@ class ChatTemplate:
         scored = np.zeros(len(tokens), dtype=np.uint8)
         for start, end in spans:
             (inside,) = np.nonzero((starts < end) & (ends > start) & (starts < ends))
-            if not self._has_tags and is_end[inside].any():  # separators between messages follow
+            # Without tags, separators that follow the last end-of-document token are not the assistant's.
+            if not self._has_tags and is_end[inside].any():
                 inside = inside[: np.flatnonzero(is_end[inside])[-1] + 1]
             scored[inside] = 1
         if tokens[-1:] == [self._eod]:

@@ -41,7 +41,7 @@ class PreparedCorpus:
         return self.manifest.splits[split]
 
     def scored_file(self, split: str, answers: bool) -> TokenFile | None:
-        """Which tokens of a split belong to answers: if recorded, and `answers` asks for it or it has conversations."""
+        """The file of flags for tokens of answers; None unless it exists, and `answers` or conversations require it."""
         if not (answers or self.is_chat) or self.record(split).scored is None:
             return None
         return TokenFile(scored_prefix(self.prefix(split)))

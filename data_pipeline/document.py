@@ -10,7 +10,7 @@ Label: TypeAlias = int | str
 
 
 class Document(NamedTuple):
-    """One text; or a labelled example of one text, or of two that are compared."""
+    """One text; or a labeled example of one text, or of two that are compared."""
 
     texts: tuple[str, ...]
 
@@ -38,10 +38,10 @@ class Columns:
     label: str | None = None
 
     numbers: bool = False
-    """Labels are numbers to predict, not classes."""
+    """Whether labels are numbers to predict, not classes."""
 
     chat: bool = False
-    """The one text is a conversation, a list of messages."""
+    """Whether the one text is a conversation, a list of messages."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -55,4 +55,4 @@ class Columns:
 
 
 TEXT = Columns()
-"""Column `text` alone."""
+"""Only column `text`."""

@@ -128,13 +128,13 @@ class Encoded:
     """Consecutive documents of one split."""
 
     tokens: list[np.ndarray] = field(default_factory=list)
-    """One array per document: BOS if the tokenizer adds it, then each joined text with end-of-document after it.
+    """One array per token sequence: BOS if the tokenizer adds it, then a text, or joined texts, each with its end.
 
     Of a conversation, the rendered template and end-of-document.
     """
 
     labels: list[Label | float] = field(default_factory=list)
-    """One per example, if labelled."""
+    """One per example, if labeled."""
 
     scored: list[np.ndarray] = field(default_factory=list)
     """One array per text (`AnsweredTokens.scored`, `ChatTokens.scored`), if answers are known."""

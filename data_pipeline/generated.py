@@ -1,4 +1,4 @@
-"""Generated labelled examples, each a function of (seed, split, index)."""
+"""Generated labeled examples, each a function of (seed, split, index)."""
 
 import random
 from abc import abstractmethod

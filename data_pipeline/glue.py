@@ -65,7 +65,7 @@ TASKS = {
 
 
 class Glue(Published):
-    """The labelled sentences of one task."""
+    """The labeled sentences of one task."""
 
     def __init__(self, task: str, where: str):
         """task: of TASKS; where: folder, or hf:NAME[:CONFIG]. Raises UserError if a file is missing."""
@@ -88,7 +88,7 @@ class Glue(Published):
             )
         for row in tsv_rows(file, names, has_header=not task.names):
             if row is None or (label := self._label(row[task.label])) is None:
-                self.skipped["no labelled sentences"] += 1
+                self.skipped["no labeled sentences"] += 1
             else:
                 yield Document(tuple(row[name] for name in task.texts), label, joined=True)
 

@@ -1,4 +1,4 @@
-"""Labelled documents: the objective of a classifier or a regression."""
+"""Labeled documents: the objective of a classifier or a regression."""
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -19,8 +19,8 @@ from megakernel.config.errors import UserError
 from megakernel.config.model import Classifier
 
 
-class LabelledExample(NamedTuple):
-    """One labelled example."""
+class LabeledExample(NamedTuple):
+    """One labeled example."""
 
     documents: list[np.ndarray]
     """Tokens of one or two documents, each with its end-of-document token."""
@@ -44,19 +44,19 @@ class CorpusExamples:
     def build(self, samples: int) -> None:
         """Do nothing: the order is drawn while reading."""
 
-    def __getitem__(self, index: int) -> LabelledExample:
+    def __getitem__(self, index: int) -> LabeledExample:
         """Example `index` of the endless stream."""
         epoch, order_index = divmod(index, self.per_epoch)
         example = int(self._order(epoch)[order_index])
         first = example * self._documents
         documents = [self._tokens[document] for document in range(first, first + self._documents)]
-        return LabelledExample(documents, self._labels[example].item())
+        return LabeledExample(documents, self._labels[example].item())
 
     def _shuffled(self, epoch: int) -> np.ndarray:
         return np.random.default_rng((self._seed, epoch)).permutation(self.per_epoch)
 
 
-class LabelledDocuments:
+class LabeledDocuments:
     """One document per sequence, truncated or padded to seq_len tokens; an example's sequences are adjacent."""
 
     def __init__(
@@ -76,7 +76,7 @@ class LabelledDocuments:
 
     def batch(self, indices: Sequence[int], share: Share) -> Batch:
         """See `SampleObjective`; tokens and positions (examples x documents, seq_len), labels (examples,)."""
-        assert share.cp_size == 1, "config.checks keeps labelled documents whole"
+        assert share.cp_size == 1, "config.checks keeps labeled documents whole"
         examples = [self.samples[index] for index in indices]
         sequences = [self._sequence(document) for example in examples for document in example.documents]
         tokens, positions = map(torch.stack, zip(*sequences))

@@ -78,7 +78,7 @@ class TokenizerRecord(_Record):
 
 
 class LabelsRecord(_Record):
-    """The classes of a labelled corpus."""
+    """The classes of a labeled corpus."""
 
     documents: int
     """Documents per example, consecutive in the token files."""

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from data_pipeline.batch import Batch
 from data_pipeline.blend import Blend
 from data_pipeline.corpus import Corpora, PreparedCorpus
-from data_pipeline.labelled import LabelledDocuments, check_labels
+from data_pipeline.labelled import LabeledDocuments, check_labels
 from data_pipeline.masking import MaskedTokens, Vocabulary
 from data_pipeline.order import Share
 from data_pipeline.packed_text import NextTokens
@@ -47,7 +47,7 @@ def open_objective(
     if model.classifier is not None:
         check_labels(named_corpora, model.classifier)
         prefix = [vocabulary.cls] if model.classifier.pooling == "cls" else []
-        return LabelledDocuments(parts, split, seq_len, seed, model.classifier.documents, prefix)
+        return LabeledDocuments(parts, split, seq_len, seed, model.classifier.documents, prefix)
     answers = data.scored == "answers"
     if answers:
         check_answers(parts, split, key)

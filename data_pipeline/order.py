@@ -50,7 +50,7 @@ class ConsumptionOrder:
         self._skipped = [(first, end) for first, end in ranges if first < end]
 
     def stream_length(self, steps: int) -> int:
-        """Samples of the stream that are read or skipped by the end of the phase, or of step `steps`."""
+        """Samples of the stream that are read or skipped in the first `steps` steps, up to the end of the phase."""
         return self._stream_index(self._phase.samples_before(min(steps, self._phase.end_step)))
 
     @property

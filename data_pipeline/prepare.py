@@ -60,7 +60,7 @@ class PrepareRequest(BaseModel):
     """Directories and files (.jsonl, .ndjson, .parquet and, with --labels, .tsv hold a document per row, any other
     UTF-8 file is one document), hf:NAME[:CONFIG] for a dataset of the hub, stdlib (this Python's library; with --labels
     package, functions of eight of its packages), task:NAME[:key=value,...] for generated examples (docs/evaluation.md),
-    or a labelled task (docs/benchmarks.md): lra:listops, lra:pathfinder and sparsity are generated (options:
+    or a labeled task (docs/benchmarks.md): lra:listops, lra:pathfinder and sparsity are generated (options:
     lra:listops:train=1000,max_length=200); lra:listops, lra:text, lra:retrieval, lra:image and glue:TASK are read from
     their published files (lra:listops:FOLDER) or the hub (glue:cola:hf:NAME:CONFIG)."""
 
@@ -81,7 +81,7 @@ class PrepareRequest(BaseModel):
     """Column with the class of a row, for a classifier."""
 
     second_text_key: str | None = None
-    """Column with a second text, to compare with the first (labelled rows only)."""
+    """Column with a second text, to compare with the first (labeled rows only)."""
 
     split: str = "train"
     """Split of a hub dataset to read."""
@@ -141,7 +141,9 @@ class PrepareRequest(BaseModel):
         if self.chat_template is not None and not self.chat:
             raise UserError(f"--chat-template {self.chat_template} needs conversations; add --chat")
         if self.chat and self.labels is not None:
-            raise UserError(f"--labels {self.labels}: conversations have no classes; leave it or --chat out")
+            raise UserError(
+                f"--labels {self.labels}: conversations have no classes; leave out --labels or --chat"
+            )
         if self.chat and self.add_bos is not None:
             raise UserError("--add-bos: the chat template says how conversations begin; leave it out")
 
@@ -352,7 +354,7 @@ def open_source(
 
     `stdlib`, `hf:NAME[:CONFIG]`, `task:NAME[:key=value,...]`, what `open_benchmark` knows, or files and directories.
 
-    `stdlib` with labels: its functions, labelled by package. include: name patterns for files inside directories; empty
+    `stdlib` with labels: its functions, labeled by package. include: name patterns for files inside directories; empty
     matches all. seed, workers: of generated tasks. Raises UserError for a missing path, a directory without a matching
     file, labels or conversations that are not in tables, and as `open_benchmark` does.
     """
@@ -369,7 +371,7 @@ def open_source(
     if len(spec) == 1 and (is_task or spec[0].partition(":")[0] in BENCHMARKS):
         if columns.label is not None:
             raise UserError(
-                f"--labels {columns.label} is a column of tables, and {spec[0]} is none; leave it out"
+                f"--labels {columns.label} is a column of tables, and {spec[0]} is not a table; leave it out"
             )
         # Many imports that few commands need.
         from data_pipeline.benchmark_tasks import open_benchmark
@@ -391,13 +393,13 @@ def _check_tables(spec: list[str], include: Sequence[str]) -> None:
     )
     if other is not None:
         raise UserError(
-            f"--chat reads tables of conversations, and {other} is none; give hf:NAME, or files that end in "
+            f"--chat reads tables of conversations, and {other} is not a table; give hf:NAME, or files that end in "
             f"{', '.join(TABLES)}"
         )
 
 
 def _file_source(files: list[Path], columns: Columns, description: dict[str, Any]) -> Files:
-    # Beside .arrow files lie only their metadata, which would be read as text.
+    # Besides .arrow files, such a folder holds only metadata, which would be read as text.
     if arrow := next((file for file in files if file.suffix == ".arrow"), None):
         raise UserError(
             f"--source {arrow} is what `save_to_disk` of `datasets` writes, and is not read; write the dataset with "
@@ -406,7 +408,7 @@ def _file_source(files: list[Path], columns: Columns, description: dict[str, Any
     plain = [file for file in files if table_kind(file) is None and not file.name.endswith(TSV)]
     if columns.label is not None and plain:
         raise UserError(
-            f"--labels {columns.label} is a column of tables and {plain[0]} is none; "
+            f"--labels {columns.label} is a column of tables and {plain[0]} is not a table; "
             f"give files that end in {', '.join((*TABLES, TSV))}, or choose them with --include"
         )
     return Files(files, columns, description)

@@ -1,4 +1,4 @@
-"""Published labelled tasks, read from their files or from the hub."""
+"""Published labeled tasks, read from their files or from the hub."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from megatron.core.datasets.gpt_dataset import GPTDataset
 
 MAX_EPOCHS = 10_000
-"""Maximal epochs of a corpus; each has its own index, and more would fill the disk with small files for no benefit."""
+"""Maximum epochs of a corpus; each has its own index, and more would fill the disk with small files for no benefit."""
 
 _UNUSED_DAYS = 30
 """An index that no run has started with for this long is deleted; a run that needs it again rebuilds it."""
@@ -77,7 +77,7 @@ class _EpochIndex(NamedTuple):
             try:
                 arrays.append(np.load(file, mmap_mode="r", allow_pickle=False))
             except (OSError, ValueError, EOFError) as error:
-                reason = f"{file.name} is no array of numbers: {error}"
+                reason = f"{file.name} is not an array of numbers: {error}"
                 raise UserError(
                     f"{folder} is not a sample index ({reason}); delete it to rebuild it"
                 ) from None
@@ -209,7 +209,7 @@ class CorpusSamples:
         # A document may have no tokens besides BOS and end-of-document.
         if not (np.delete(self._tokens.sequence_lengths, list(own_documents)) > first_token + 1).any():
             raise UserError(
-                f"{self._corpus.folder} has no document in its {self._split} split beside those of a sequence of "
+                f"{self._corpus.folder} has no document in its {self._split} split other than those of a sequence of "
                 f"{self._seq_len} tokens; prepare more documents, or give shorter sequences"
             )
         parts: list[np.ndarray] = []

@@ -156,7 +156,7 @@ class Files(DocumentSource):
         _check_columns(names, columns)
         for row in tsv_rows(file, names):
             if row is None or not row[label]:
-                self.skipped["no labelled row"] += 1
+                self.skipped["no labeled row"] += 1
             else:
                 yield Document(tuple(row[name] for name in columns.texts), parse_class(row[label]))
 
@@ -183,7 +183,7 @@ class Hub(DocumentSource):
 
 
 class LibraryFunctions(DocumentSource):
-    """Functions of the standard library, labelled with their package."""
+    """Functions of the standard library, labeled with their package."""
 
     def __init__(self, columns: Columns, description: dict[str, Any]):
         """Read nothing yet."""

@@ -76,7 +76,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def for_transformers(self) -> Any:
-        """It as a `PreTrainedTokenizerBase`, with the chat template. UserError if `transformers` has no equivalent."""
+        """A `PreTrainedTokenizerBase` with the chat template. UserError if `transformers` has no equivalent."""
 
     @property
     def eod_text(self) -> str:
@@ -108,9 +108,9 @@ class Tokenizer(ABC):
 
     @property
     def hash(self) -> str:
-        """SHA-256 of the tokenizer's behaviour (vocabulary, eod, ids of a probe text), not of its files."""
-        behaviour = [self.eod, self.encode(self.probe), self._vocabulary()]
-        return hashlib.sha256(json.dumps(behaviour).encode()).hexdigest()
+        """SHA-256 of the tokenizer's behavior (vocabulary, eod, ids of a probe text), not of its files."""
+        behavior = [self.eod, self.encode(self.probe), self._vocabulary()]
+        return hashlib.sha256(json.dumps(behavior).encode()).hexdigest()
 
 
 class _BytesTokenizer(Tokenizer):
@@ -259,7 +259,7 @@ def load(folder: Path | str, *, add_bos: bool | None = None, own_rule: bool = Fa
     tokenizer = _load(folder, own_rule)
     if add_bos and tokenizer.bos in (None, tokenizer.eod):
         raise UserError(
-            f"add_bos: tokenizer {str(folder)!r} has no beginning-of-sequence token beside the one that ends "
+            f"add_bos: tokenizer {str(folder)!r} has no beginning-of-sequence token other than the one that ends "
             "documents; leave it out, or set bos_token in its tokenizer_config.json"
         )
     if add_bos is not None:

@@ -87,7 +87,7 @@ def _verify(
 ) -> None:
     size = sum(record.size for record in records.values())
     if size > _SLOW_BYTES:
-        _log.warning("reading %s once, to hold it against its manifest (%.1f GB)", folder, size / 1e9)
+        _log.warning("reading %s once, to check it against its manifest (%.1f GB)", folder, size / 1e9)
     for name, expected in records.items():
         largest = _LargestId(TOKEN_TYPES[token_type]) if name == tokens else None
         if FileRecord.of(folder / name, largest) != expected:

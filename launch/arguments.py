@@ -59,7 +59,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, help_suffix: str = "") ->
         help=f"a run: its folder, or its name in {RUNS}{help_suffix}",
     )
     parser.add_argument(
-        "--step", type=int, metavar="S", help="checkpoint to use (default: the newest intact one)"
+        "--step", type=int, metavar="S", help="step of the checkpoint to use (default: the newest intact one)"
     )
 
 

@@ -64,9 +64,9 @@ def run(args: argparse.Namespace) -> int:
     stderr = console(stderr=True)
     with stderr.status("measuring") as status:
         report_progress = status.update if stderr.is_terminal else stderr.print
-        survey = attention.run_suite(suite, device, args.repeats, report_progress)
+        result = attention.run_suite(suite, device, args.repeats, report_progress)
     command = shlex.join(["megakernel", "dev", "bench", "attention", *_result_options(args, name)])
-    page = attention.measured_page(survey, device, command)
+    page = attention.measured_page(result, device, command)
     out = args.out or RESULTS / f"attention_{name}.md"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page, encoding="utf-8")

@@ -31,7 +31,7 @@ GROUPS = {
     "cluster": ("submit", "sweep", "status", "logs", "cancel", "resume"),
     "information": ("config", "plan", "doctor"),
 }
-"""Groups of `megakernel --help` -> names of commands, which are also the names of their files."""
+"""Groups of `megakernel --help` -> names of commands, and of their files (`import` is in import_dense.py)."""
 
 DEV = ("reshape", "mechanisms", "bench")
 """Commands for scripts and developers: `megakernel dev NAME`, or NAME alone as in earlier versions."""
@@ -133,7 +133,7 @@ _MAX_ERROR_LENGTH = 300
 
 
 def _open_missing_streams() -> None:
-    """Open the standard streams that a shell closed (`>&-`): the next file opened would get their numbers."""
+    """Open the standard streams that a shell closed (`>&-`): else the next files opened would get their numbers."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             null = os.open(os.devnull, os.O_RDWR)

@@ -59,7 +59,7 @@ def _from_torchrun(env: Mapping[str, str]) -> ProcessEnvironment:
 def _number(env: Mapping[str, str], name: str, minimum: int, maximum: int | None = None) -> int:
     text = env[name]
     if not text.isdecimal() or int(text) < minimum or (maximum is not None and int(text) > maximum):
-        valid = f"{minimum} or more" if maximum is None else f"{minimum} to {maximum}"
+        valid = f"{minimum} up" if maximum is None else f"{minimum} to {maximum}"
         raise UserError(f"{name}={text} is no number from {valid}; unset it, or start with torchrun or srun")
     return int(text)
 

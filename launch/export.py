@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--adapter",
         action="store_true",
-        help="of a run with optimizer.trained: lora, write only the updates, as a PEFT adapter for the model that it "
+        help="write only the updates of a run with `optimizer.trained: lora`, as a PEFT adapter for the model that it "
         "began with (default: merge them into the model)",
     )
     parser.add_argument(

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     with report_write_errors("--to", args.to):
         args.to.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(args.to, text)
-    print(f"{args.checkpoint}: {checkpoint.config['model_type']}, {count:,} parameters, all tensors there")
+    print(f"{args.checkpoint}: {checkpoint.config['model_type']}, {count:,} parameters, all tensors present")
     print(f"{args.checkpoint}: {parity}")
     print(f"{args.to}: base a run on it with `extends: {args.to.name}`")
     return 0

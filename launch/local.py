@@ -166,7 +166,7 @@ def _outcome(ranks: "Sequence[RankProcess]", failure: _Failure | None) -> int:
         return statuses[0] or ExitStatus.DONE
     if failure is None:
         ends = ", ".join(f"rank {rank}: {status}" for rank, status in enumerate(statuses))
-        print_error(f"the ranks ended with different exit status ({ends})")
+        print_error(f"the ranks ended with different exit statuses ({ends})")
         return ExitStatus.FAILED
     if failure.status in _PRINTED_BY_RANK_0 and statuses[0] == failure.status:
         return failure.status  # rank 0 already printed the error on this console

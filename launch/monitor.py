@@ -129,7 +129,7 @@ def _stages(folder: Path) -> Iterator[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether a run was trained in or submitted from the folder. In an up-training only the stages have checkpoints."""
+    """Whether the folder is that of a run, submitted or trained; of a local up-training only the stages are runs."""
     return JobFolder(folder).exists or (
         (folder / "config.yaml").exists() and (folder / "checkpoints").is_dir()
     )

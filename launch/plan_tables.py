@@ -11,7 +11,7 @@ from megakernel.analysis.planning.page import NONE, SIZES, figures, scaled
 from megakernel.config import Config
 
 MAX_LISTED = 8
-"""Most invalid or too large layouts that are listed; JSON has all."""
+"""Most too large layouts, and most reasons against invalid ones, that are listed; JSON has all."""
 
 
 def show_plan(plan: Plan, gpu: Gpu, vocabulary: str, top: int) -> None:

@@ -21,7 +21,7 @@ HELP = "continue submitted runs from their newest checkpoints"
 EXAMPLE = "megakernel resume demo training.steps=800 --nodes 4"
 
 SET_ASIDE = ".set_aside"
-"""Suffix of the checkpoints after --from-step."""
+"""Suffix that --from-step appends to the names of later checkpoints."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

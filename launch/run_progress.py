@@ -27,7 +27,8 @@ _SILENT_SECONDS = 6 * BEAT_SECONDS
 _MAX_REASON_LENGTH = 200
 
 _SLOW_RATIO = 1.1
-"""The slowest rank is reported from this multiple of the median on; waiting for data from this excess over 1."""
+"""Report the slowest rank if it takes at least this multiple of the median step, and waiting for data if it takes at
+least a tenth of a step (this minus 1)."""
 
 _LASTING_TAGS = ("step", "train/loss", "train/tokens", "train/skipped_steps")
 """Tags that remain valid after a run has stopped."""

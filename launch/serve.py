@@ -111,4 +111,4 @@ def _listening(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, UnicodeError) as error:
-        raise UserError(f"--host {host} --port {port} cannot be listened at ({error}); give others") from None
+        raise UserError(f"--host {host} --port {port} cannot be listened on ({error}); give others") from None

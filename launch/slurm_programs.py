@@ -30,7 +30,7 @@ def require(program: str) -> None:
     configuration = os.environ.get("SLURM_CONF")
     if configuration is not None and not os.path.exists(configuration):
         # The program itself would retry for a minute.
-        raise SlurmRefused(f"SLURM_CONF={configuration} is not there; unset it, or start that cluster")
+        raise SlurmRefused(f"SLURM_CONF={configuration} does not exist; unset it, or start that cluster")
     if shutil.which(program) is None:
         raise SlurmRefused(
             f"{program} is not on this machine; submit from a login node, or give --cluster local"

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace, config: Config) -> int:
     data_parallel_size(config, world_size)
     if process is None:
         return _start(config, args, world_size)
-    args.run_folder = config.run.folder  # where `main` writes the traceback of an unexpected error
+    args.run_folder = config.run.folder  # `main` writes the traceback of an unexpected error to its logs
     block_stop_signals()
     ignore_write_errors("stdout")  # training continues without a console
     os.environ.update(process.variables())  # DeepSpeed and torch.distributed read them

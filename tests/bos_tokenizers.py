@@ -1,4 +1,4 @@
-"""Small tokenizers of `transformers`, one for each place in which a rule for BOS may stand."""
+"""Small tokenizers of `transformers`, one for each way in which a tokenizer may add BOS."""
 
 from pathlib import Path
 
@@ -15,10 +15,10 @@ def _fast(template: bool, bos: str = BOS) -> PreTrainedTokenizerFast:
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
     if template:
-        begun = processors.TemplateProcessing(
+        add_bos = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, vocabulary[bos])]
         )
-        model.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), begun])
+        model.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), add_bos])
     return PreTrainedTokenizerFast(tokenizer_object=model, bos_token=bos, eos_token=EOS)
 
 
@@ -38,7 +38,7 @@ WITH_BOS = ("template", "add_bos_token")
 
 
 def save(name: str, folder: Path) -> PreTrainedTokenizerBase:
-    """Write the tokenizer; it."""
+    """Write the tokenizer and return it."""
     tokenizer: PreTrainedTokenizerBase = MADE[name]()
     tokenizer.save_pretrained(folder)
     return tokenizer

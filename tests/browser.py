@@ -1,4 +1,4 @@
-"""A real browser, driven through the pipe of Chromium's DevTools protocol."""
+"""A real browser, controlled through a pipe with Chromium's DevTools protocol."""
 
 import json
 import os
@@ -13,7 +13,7 @@ CHROMIUM = shutil.which("chromium")
 
 
 class Page:
-    """What a person sees and does there, as JavaScript."""
+    """A page of the browser; scripts do what a person would do."""
 
     def __init__(self, commands: int, answers: int):
         self._commands, self._answers = os.fdopen(commands, "wb"), os.fdopen(answers, "rb")
@@ -23,18 +23,18 @@ class Page:
         self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
 
     def open(self, url: str) -> None:
-        """Go there, and wait until it is loaded."""
+        """Open a URL, and wait until it is loaded."""
         self._call("Page.navigate", url=url)
         self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
 
     def run(self, script: str) -> Any:
-        """The value of an expression; a promise's once it is kept."""
-        told = self._call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in told, told
-        return told["result"].get("value")
+        """The value of a JavaScript expression; awaits promises."""
+        answer = self._call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
 
     def until(self, condition: str) -> None:
-        """Wait until it holds: the browser looks with every frame, and the test's time limit ends it."""
+        """Wait until a JavaScript condition holds, polling every 20 ms; only the test's time limit ends the wait."""
         self.run(
             f"new Promise((done) => {{ const look = () => ({condition}) ? done() : setTimeout(look, 20); look(); }})"
         )
@@ -62,19 +62,19 @@ class Page:
 
 @contextmanager
 def browser(profile: Path) -> Iterator[Page]:
-    """Within, an empty page of a browser that keeps its files in `profile`."""
+    """An empty page of a browser that keeps its files in `profile`."""
     assert CHROMIUM is not None
-    theirs_in, commands = os.pipe()
-    answers, theirs_out = os.pipe()
+    browser_in, commands = os.pipe()
+    answers, browser_out = os.pipe()
     options = f"--headless --no-sandbox --disable-gpu --no-first-run --remote-debugging-pipe --user-data-dir={profile}"
     process = subprocess.Popen(
-        ["bash", "-c", f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}', CHROMIUM, *options.split()],
-        pass_fds=(theirs_in, theirs_out),
+        ["bash", "-c", f'exec "$0" "$@" 3<&{browser_in} 4>&{browser_out}', CHROMIUM, *options.split()],
+        pass_fds=(browser_in, browser_out),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    os.close(theirs_in)
-    os.close(theirs_out)
+    os.close(browser_in)
+    os.close(browser_out)
     try:
         yield Page(commands, answers)
     finally:

@@ -5,7 +5,7 @@ import torch
 
 from tests.tiers import mark_tiers
 
-# What its assertions compare is shown like that of tests.
+# pytest then explains failed assertions of this helper as it does those of tests.
 pytest.register_assert_rewrite("tests.distributed.training_run")
 
 if not torch.cuda.is_available():
@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--seed", default="0", help="of what tests draw: a number, or `random` to explore (default: 0)"
+        "--seed", default="0", help="seed of the tests' random numbers, or `random` to explore (default: 0)"
     )
 
 
@@ -31,25 +31,25 @@ def pytest_report_header(config):
 
 @pytest.fixture
 def seed(request) -> int:
-    """What --seed says."""
+    """The value of --seed."""
     return int(request.config.option.seed)
 
 
 @pytest.fixture(autouse=True)
 def same_numbers(seed):
-    """What a test draws without a generator of its own does not depend on the tests before it."""
+    """Seed torch, so that a test's random numbers do not depend on the tests before it."""
     torch.manual_seed(seed)
 
 
 @pytest.fixture
 def draw(seed) -> torch.Generator:
-    """Random numbers of the test."""
+    """The test's own generator of random numbers, seeded with --seed."""
     return torch.Generator().manual_seed(seed)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """The tier of every case; and tests of a GPU need one: without it they say so."""
+    """Mark every case with its tier, and skip the tests that need a GPU on a machine without one."""
     mark_tiers(items)
     if torch.cuda.is_available():
         return
@@ -61,10 +61,10 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def refused(capsys):
-    """Types a command that is to be refused, before it does anything: the one line that it says."""
+    """Run a command that must be refused with status 2; returns the one line of its error."""
     from launch.cli import main
 
-    def said(*words: object) -> str:
+    def run(*words: object) -> str:
         try:
             status = main([str(word) for word in words])
         except SystemExit as ended:
@@ -74,12 +74,12 @@ def refused(capsys):
         assert line.startswith("megakernel: error: ")
         return line
 
-    return said
+    return run
 
 
 @pytest.fixture(scope="module")
 def mesh():
-    """Of this process alone, on its CPU."""
+    """The mesh of this one process, on the CPU."""
     from megakernel.config import Parallel
     from megakernel.parallel import Mesh, prepare_device
     from megakernel.parallel.processes import ProcessEnvironment

@@ -1,11 +1,11 @@
-"""What an analysis has written as CSV, read again."""
+"""Reads the CSV tables that an analysis writes."""
 
 import csv
 import io
 
 
 def from_csv(text):
-    """The rows of `megakernel.analysis.plots.table.to_csv`: what reads as a number is one."""
+    """The rows of `megakernel.analysis.plots.table.to_csv`: numbers are parsed."""
     return [{key: _value(x) for key, x in row.items()} for row in csv.DictReader(io.StringIO(text))]
 
 

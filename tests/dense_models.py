@@ -1,4 +1,4 @@
-"""Tiny models of `transformers` with random weights, one for each thing in which families differ."""
+"""Tiny models of `transformers` with random weights, one for each feature in which families differ."""
 
 import copy
 from pathlib import Path
@@ -130,7 +130,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
             "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0},
         },
     ),
-    # An odd number of words, as GPT-2's own.
+    # An odd vocabulary size, as that of GPT-2.
     "gpt2": GPT2Config(
         vocab_size=VOCABULARY + 3, n_embd=32, n_layer=2, n_head=4, n_positions=LENGTH, initializer_range=0.2
     ),
@@ -144,21 +144,21 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 
 
 def dense_model(name: str) -> Any:
-    """The model with weights that a seed draws; norms and biases differ from what they begin with."""
+    """The model with seeded random weights; norms and biases differ from their initial values."""
     torch.manual_seed(0)
-    # Of a copy: a model notes its dtype on its configuration.
+    # A copy, because a model writes its dtype into its configuration.
     model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name])).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter += 0.3 * torch.randn_like(parameter)
-            # The vector of a padding token is 0, which a step of any size would change.
+            # The embedding of the padding token is 0, which an update of any size would change.
             parameter.masked_fill_(parameter == 0, 0.1)
     return model
 
 
 def save(name: str, folder: Path, **options: Any) -> Any:
-    """Write the checkpoint; the model."""
+    """Write the checkpoint, and return the model."""
     model = dense_model(name)
     model.save_pretrained(folder, **options)
     return model

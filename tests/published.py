@@ -1,4 +1,4 @@
-"""A few examples of each task in the form in which it is published, made up."""
+"""Made-up examples of each task in the format in which it is published."""
 
 import pickle
 import random
@@ -63,7 +63,7 @@ def cifar(folder: Path, of_each: int = 10) -> Path:
 
 
 def listops(folder: Path, of_each: int = 6) -> tuple[Path, dict[str, list[Document]]]:
-    """basic_{train,val,test}.tsv, and what stands in them; each step of an expression is in parentheses."""
+    """basic_{train,val,test}.tsv and their documents; each step of an expression is in parentheses."""
     task = ListOps(train=1, validation=0, test=0, min_length=5, max_length=60)
     folder.mkdir(parents=True)
     written: dict[str, list[Document]] = {}
@@ -116,7 +116,7 @@ def glue_columns(task: str) -> list[str]:
 
 
 def glue(folder: Path, task: str, of_each: int = 6) -> Path:
-    """train.tsv and dev.tsv of a task, MNLI's two."""
+    """train.tsv and dev.tsv of a task; MNLI has two dev files."""
     draw = random.Random(task)
     form, columns = TASKS[task], glue_columns(task)
     labels = _LABELS.get(task, ["0", "1"])

@@ -1,4 +1,4 @@
-"""Servers of small models in this process, and OpenAI's client to ask them."""
+"""Servers of small models in this process, and OpenAI clients for them."""
 
 import socket
 import threading
@@ -18,26 +18,27 @@ from megakernel.config import Config, Corpus, Data, Training
 from megakernel.generation.serving.server import create_app
 from megakernel.generation.serving.worker import Worker
 from megakernel.model import LanguageModel
-from tests.unit.generation.small_models import build
+from tests.chats import PLAIN
+from tests.unit.generation.small_models import FLURKA, build
 
 NAME = "small"
 
 
 class Ascii(ByteTokenizer):
-    """No other bytes are drawn: each token is a character, and nothing ends a text."""
+    """A tokenizer of ASCII bytes: each token is a character, and no token that ends a text can be sampled."""
 
     vocab_size = 128
 
 
 @dataclass(frozen=True)
 class RandomModel(OpenedModel):
-    """One of random weights, in no folder."""
+    """A model with random weights that is not in a folder."""
 
     model: LanguageModel
 
     @property
     def ends(self) -> frozenset[int]:
-        """The tokenizer's."""
+        """The end token of the tokenizer."""
         return frozenset({self.tokenizer.eod})
 
     def load(self) -> tuple[LanguageModel, torch.device]:
@@ -46,7 +47,7 @@ class RandomModel(OpenedModel):
 
 
 def random_model(tokenizer: Tokenizer | None = None, **parts: Any) -> RandomModel:
-    """With these keys of the model section."""
+    """A random model with these keys of the model section."""
     tokenizer = tokenizer or Ascii()
     model = build(vocab_size=tokenizer.eod + 1, **parts)
     config = Config.model_construct(
@@ -57,9 +58,16 @@ def random_model(tokenizer: Tokenizer | None = None, **parts: Any) -> RandomMode
     return RandomModel(Path("none"), None, config, tokenizer, model)
 
 
+def chat_model(template: str = PLAIN, **parts: Any) -> RandomModel:
+    """A random model with a chat template; FLuRKA without other keys of the model section."""
+    tokenizer = Ascii()
+    tokenizer.chat_template = template
+    return random_model(tokenizer, **parts or {"attention": FLURKA})
+
+
 @dataclass(frozen=True)
 class Served:
-    """A server that listens."""
+    """A running server."""
 
     url: str
     worker: Worker
@@ -67,22 +75,23 @@ class Served:
 
     @property
     def client(self) -> openai.OpenAI:
-        """A new one: its connections are its own."""
+        """A new client with its own connections."""
         return openai.OpenAI(
-            base_url=f"{self.url}/v1", api_key=self.api_key, max_retries=0, http_client=direct()
+            base_url=f"{self.url}/v1", api_key=self.api_key, max_retries=0, http_client=http_client()
         )
 
     def get(self, path: str) -> Any:
         """The JSON at a path."""
-        with direct() as http:
+        with http_client() as http:
             return http.get(f"{self.url}{path}").json()
 
 
-def direct() -> openai.DefaultHttpx2Client:
-    """Past any proxy that the environment names."""
+def http_client() -> openai.DefaultHttpx2Client:
+    """An HTTP client that ignores the proxies of the environment."""
     return openai.DefaultHttpx2Client(
-        trust_env=False, verify=False
-    )  # to make a context for TLS takes longest
+        trust_env=False,
+        verify=False,  # creating a TLS context is slow
+    )
 
 
 @contextmanager
@@ -94,7 +103,7 @@ def served(
     max_sessions: int = 200,
     max_new_tokens: int = 100_000,
 ) -> Iterator[Served]:
-    """Within, the model is served."""
+    """Serve a model while in the context."""
     worker = Worker(opened, batch_size=batch_size, max_sessions=max_sessions, max_new_tokens=max_new_tokens)
     server = uvicorn.Server(
         uvicorn.Config(create_app(worker, NAME, api_key), log_level="warning", access_log=False)

@@ -1,8 +1,8 @@
-"""Two tiers of tests: the first for every change, the second for what lands.
+"""Two tiers of tests: the first runs for every change, both before a change lands.
 
-A test is of the first tier unless it, its module or its case is marked `second`. `pytest -m "not second"` runs the
-first tier, plain `pytest` both. Of a test marked `covering(n)`, the first tier holds as few cases as show every
-choice of values for every `n` of its parameters; the others are of the second.
+A test is in the first tier unless it, its module or its case is marked `second`. `pytest -m "not second"` runs the
+first tier, plain `pytest` both. Of a test marked `covering(n)`, the first tier has few cases that together cover all
+combinations of values of every `n` parameters; its other cases are in the second tier.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ import pytest
 
 
 def tiered(cases: Iterable[Any], first: Iterable[Any]) -> list[Any]:
-    """`cases` for `pytest.mark.parametrize`, of which those that are not in `first` are of the second tier."""
+    """`cases` for `pytest.mark.parametrize`; those that are not in `first` are in the second tier."""
     cases, first = list(cases), list(first)
     unknown = [case for case in first if case not in cases]
     assert not unknown, f"no such cases: {unknown}"
@@ -26,14 +26,14 @@ def _second(case: Any) -> Any:
 
 
 def mark_tiers(items: Sequence[pytest.Item]) -> None:
-    """Mark as `second` what `covering` leaves out."""
+    """Mark as `second` the cases that `covering` does not choose."""
     matrices: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("covering") and not item.get_closest_marker("second"):
             matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in matrices.values():
         (strength,) = cases[0].get_closest_marker("covering").args
-        # Their text: not every value has a hash.
+        # By their repr, as not every value is hashable.
         values = [{name: repr(value) for name, value in case.callspec.params.items()} for case in cases]
         chosen = covering(values, strength)
         for number, case in enumerate(cases):
@@ -42,21 +42,21 @@ def mark_tiers(items: Sequence[pytest.Item]) -> None:
 
 
 def covering(cases: Sequence[Mapping[str, Hashable]], strength: int) -> set[int]:
-    """The places of cases that hold, for every `strength` of the parameters, all values that the cases give them.
+    """Indices of few cases that cover, for every `strength` parameters, all combinations of values in `cases`.
 
-    Each case is parameter -> value. Taken greedily, first the case that shows most; of those that show the same, the
-    one whose values were taken least.
+    Each case is parameter -> value. Greedy: takes the case that covers most new combinations, and among equals the one
+    whose values were taken least often.
     """
-    shows = [set(combinations(sorted(case.items()), min(strength, len(case)))) for case in cases]
-    missing = set().union(*shows)
+    combos = [set(combinations(sorted(case.items()), min(strength, len(case)))) for case in cases]
+    missing = set().union(*combos)
     taken: Counter[tuple[str, Hashable]] = Counter()
     chosen: set[int] = set()
     while missing:
         best = max(
             range(len(cases)),
-            key=lambda place: (len(shows[place] & missing), -sum(taken[x] for x in cases[place].items())),
+            key=lambda index: (len(combos[index] & missing), -sum(taken[x] for x in cases[index].items())),
         )
         chosen.add(best)
-        missing -= shows[best]
+        missing -= combos[best]
         taken.update(cases[best].items())
     return chosen

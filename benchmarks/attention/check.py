@@ -43,7 +43,7 @@ class Comparison:
 
 
 def tolerance(implementation: Implementation, case: Case, dtype: torch.dtype) -> float:
-    """The largest allowed error: the project's bounds for its ops; in bfloat16 twice that for layers and other ops."""
+    """The largest allowed error: the project's bounds for its ops; in bfloat16 twice that for layers and for others."""
     if dtype == torch.float32:
         return 1e-5
     return 1e-2 if implementation.is_ours and not case.is_layer else 2e-2

@@ -71,7 +71,7 @@ def keep_freed_memory(device: torch.device) -> Iterator[None]:
 
 
 def median(run: Run, device: torch.device, repeats: int, patience: float) -> float:
-    """Median seconds of up to `repeats` runs; none starts after `patience` seconds in total."""
+    """Median seconds of up to `repeats` runs; no further one starts after `patience` seconds in total."""
     return statistics.median(_times(run, device, repeats, patience))
 
 

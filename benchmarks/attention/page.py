@@ -32,8 +32,8 @@ def measured_page(result: SuiteResult, device: torch.device, command: str) -> st
         f"Times are medians of up to {result.repeats} runs after a warm-up. {_TIMED[device.type]} Every "
         "implementation was checked first, output and gradients against float64; *error* is the largest RMS "
         "ratio. The floor is the "
-        f"longer of the least bytes over {machine.bandwidth / 1e9:,.0f} GB/s and of the least FLOPs over "
-        f"{machine.peak / 1e12:,.3g} TFLOP/s, {machine.source}. "
+        f"larger of two times: the least bytes over {machine.bandwidth / 1e9:,.0f} GB/s and the least FLOPs over "
+        f"{machine.peak / 1e12:,.3g} TFLOP/s ({machine.source}). "
         f"The column *times {suite.baseline}* is this implementation's time over that of {suite.baseline}, forward and "
         "backward.",
         "",
@@ -61,11 +61,11 @@ def measured_page(result: SuiteResult, device: torch.device, command: str) -> st
 
 
 _TIMED = {
-    "cuda": "The GPU's caches are flushed before each. Peak memory is what torch had given out at most, with inputs, "
+    "cuda": "The GPU's L2 cache is flushed before each. Peak memory is the most that torch had allocated, with inputs, "
     "weights, output and gradients.",
-    "cpu": "With one thread they are processor time, without other processes' turns; freed memory stays with the "
-    "process, so that large tensors do not cost new pages of the system. Peak memory is by how much the resident "
-    "memory of a fresh process grew at most (VmHWM), with inputs, weights, output and gradients.",
+    "cpu": "With one thread they are CPU time, which excludes other processes; freed memory stays with the process, so "
+    "that large tensors do not cost new pages of the system. Peak memory is the largest growth of the resident memory "
+    "of a fresh process (VmHWM), with inputs, weights, output and gradients.",
 }
 """Type of device -> how times and memory were measured."""
 
@@ -135,6 +135,6 @@ def _targets(suite: Suite, figures: Figures) -> list[str]:
     """The table of targets, each with its worst case."""
     if not suite.targets:
         return []
-    columns = ["target, forward + backward", "set", "worst case", "kept"]
+    columns = ["target, forward + backward", "set", "worst case", "met"]
     body = [table_row(target.cells(figures, suite.cases)) for target in suite.targets]
     return ["## Targets", "", *table(columns, body, numbers=True)]

@@ -25,7 +25,7 @@ class Suite:
     """Names in `implementations.IMPLEMENTATIONS`; of layers, these are presets."""
 
     baseline: str
-    """The baseline, whose time the others are divided by."""
+    """Name of the implementation whose time the others are divided by."""
 
     device: str
     """Type of device that the suite is meant for."""
@@ -52,16 +52,16 @@ class Suite:
         return replace(self, cases=cases, implementations=implementations)
 
 
-CHUNK_ROW = 4096
+SHORT_SEQUENCE = 4096
 """Tokens of a sequence in cases of many sequences."""
 
 
 def _default_cases() -> tuple[Case, ...]:
     sizes = [(dim, tokens) for dim in (128, 64) for tokens in (2**14, 2**16, 2**18, 2**20)]
     return tuple(
-        Case(tokens // row, row, heads=16, head_dim=dim)
+        Case(tokens // length, length, heads=16, head_dim=dim)
         for dim, tokens in sizes
-        for row in (tokens, CHUNK_ROW)
+        for length in (tokens, SHORT_SEQUENCE)
     )
 
 
@@ -87,8 +87,8 @@ SUITES = {
     ),
     "paper": Suite(
         "FLuRKA at its paper's settings",
-        "One transformer layer that sees both ways (three projections, the mechanism, the output projection, and the "
-        "MLP of 512 of the paper's models; no norms and no biases), one sequence, bfloat16. Figure 3: d_m = 2600, "
+        "One bidirectional transformer layer (three projections, the mechanism, the output projection, and the MLP of "
+        "512 of the paper's models; no norms and no biases), one sequence, bfloat16. Figure 3: d_m = 2600, "
         "d_k = 1500, H = 8, N from 7,050 to 55,500. Figure 4, top: N = 20,000, d_h = 128, d_k from 8,000 to 20,000; "
         "bottom: N = 20,000, d_k = 1,000, d_m from 800 to 20,000. Appendix C: N from 7,500 to 52,500. Where the paper "
         "gives no H it is 4, as in its section 4; where it gives neither d_m nor d_k (appendix C) they are 512 and "

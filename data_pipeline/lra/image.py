@@ -65,8 +65,8 @@ def _read_batch(file: Path) -> tuple[np.ndarray, list[int]]:
             return pixels, labels
     # A damaged pickle can raise almost any exception.
     except Exception as error:
-        raise UserError(f"{file} is no batch of CIFAR-10 ({error}); download it again") from error
-    raise UserError(f"{file} is no batch of CIFAR-10 (it has {pixels.shape} numbers); download it again")
+        raise UserError(f"{file} is not a batch of CIFAR-10 ({error}); download it again") from error
+    raise UserError(f"{file} is not a batch of CIFAR-10 (it has {pixels.shape} numbers); download it again")
 
 
 class _ArrayUnpickler(pickle.Unpickler):

@@ -1,7 +1,7 @@
 """ListOps: nested list operations; the class is the value of the expression, a digit.
 
 The rules are those of the published generator (google-research/long-range-arena, `lra_benchmarks/data/listops.py`): a
-node is an operator with probability 0.25, otherwise a digit; at maximal depth it is a digit. Operator, number of
+node is an operator with probability 0.25, otherwise a digit; at the maximum depth it is a digit. Operator, number of
 arguments and digits are uniform. Expressions are redrawn until the length lies strictly between the bounds. The length
 counts each operator twice, for its closing bracket. The published files put parentheses around every argument, which
 the arena strips when it reads them; so does this reader, and the generator writes none.
@@ -31,7 +31,7 @@ _DIGITS = [str(digit) for digit in range(10)]
 
 
 class _TooLongError(Exception):
-    """The expression has reached the maximal length."""
+    """The expression has reached the maximum length."""
 
 
 class ListOps(GeneratedTask):
@@ -54,7 +54,7 @@ class ListOps(GeneratedTask):
     """Depth (1 at the root) at which all nodes are digits."""
 
     max_args: int = Field(default=10, ge=2, le=1_000)
-    """Maximal number of arguments of an operator; the minimum is 2."""
+    """Maximum number of arguments of an operator; the minimum is 2."""
 
     def example(self, rng: random.Random, index: int) -> Document:
         """An expression as symbols separated by spaces, and its value."""

@@ -61,7 +61,7 @@ class Pathfinder(GeneratedTask):
     """Dashes of each of the two contours."""
 
     distractors: int = Field(default=5, ge=0, le=1_000)
-    """Maximal number of short contours."""
+    """Maximum number of short contours."""
 
     distractor: int = Field(default=4, ge=1, le=1_000)
     """Dashes of each short contour."""

@@ -20,7 +20,7 @@ from .task import TRAINING, Example, SyntheticTask
 class TaskSource(DocumentSource):
     """The endless examples of a task.
 
-    Those read before `set_tokenizer`, whose tokenizer counts their length, are for training a tokenizer.
+    The tokenizer of `set_tokenizer` counts their length; those read before it is set are for training a tokenizer.
     """
 
     endless = True

@@ -55,7 +55,7 @@ class Attempt:
         self.logs = self.run.logs(self.job, self.restart)
 
     def record_start(self, nodes: str) -> None:
-        """Record that this start has begun and on which nodes; print the NCCL and Gloo variables to the log."""
+        """Record that this start has begun and on which nodes; print the NCCL_, GLOO_ and MASTER_ variables."""
         step = self.run.saved_steps()
         events.record(self.run.path, "started", nodes=nodes, submission=self.submission.name, step=step)
         print(f"== job {self.job}, restart {self.restart}, on {nodes}", flush=True)
@@ -296,7 +296,7 @@ def run_here(submission: Path) -> int:
 
 
 def main() -> int:
-    """Of `end`, the exit status of the script; of `begin`, 0 if the processes can start, else --status for `end`."""
+    """`end` returns the script's exit status; `begin` returns 0 if processes can start, else the --status for `end`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("action", choices=("begin", "end", "port"))
     parser.add_argument("submission", type=Path, nargs="?")

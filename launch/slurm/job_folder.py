@@ -119,7 +119,7 @@ class JobFolder:
     def stages(self) -> list[Path]:
         """The folders of an up-training's stages that have begun, in order; empty for other runs.
 
-        A stage that trains in blocks of layers follows its blocks once it is saved, and precedes them before.
+        A stage that trains in blocks of layers comes after its blocks once it has a checkpoint, otherwise before them.
         """
         stages: list[Path] = []
         for stage in stage_folders(self.path, "config.yaml"):

@@ -66,7 +66,7 @@ class LogReader:
         self._offsets: dict[Path, int] = {}
 
     def show_last(self, lines: int) -> bool:
-        """Print the last lines of each file; return whether there is any file."""
+        """Print the last lines of each file, from which `show_new` continues; return whether there is any file."""
         files = log_files(self.run, self._selection)
         for file in files:
             for line in deque(self._new_lines(file), maxlen=lines):

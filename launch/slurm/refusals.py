@@ -14,7 +14,7 @@ def _list_values(what: str, *command: str) -> Callable[[], str]:
         done = call(command)
         names = dict.fromkeys(word for line in done.stdout.split() for word in line.split(",") if word)
         known = ", ".join(name for name in names if name != "(null)")
-        return f"choose {what}: {known}" if known and not done.returncode else "`sinfo` shows what there is"
+        return f"choose {what}: {known}" if known and not done.returncode else "`sinfo` shows valid values"
 
     return remedy
 
@@ -70,4 +70,4 @@ def explain_refusal(stderr: str, cluster: Cluster, more: dict[str, str | None]) 
             return (
                 f"{prefix}Slurm refuses the job ({reason}); {remedy if isinstance(remedy, str) else remedy()}"
             )
-    return f"Slurm refuses the job ({text}); --dry-run shows what it was given"
+    return f"Slurm refuses the job ({text}); --dry-run shows the batch script"

@@ -51,7 +51,7 @@ class TaskEnds:
     """The largest exit status, 128 + N for signal N; that of srun if it ended no process itself."""
 
     death: str | None
-    """Rank and node of the first process ended by a signal, or the node that ran out of memory; None without one."""
+    """First process ended by a signal (rank, node), node that ran out of memory, or Slurm's own failure; else None."""
 
 
 def task_ends(srun_stderr: str, status: int, step_stderr: str = "") -> TaskEnds:

@@ -95,7 +95,7 @@ def query_slurm(runs: Iterable[JobFolder]) -> dict[str, JobState]:
 
 
 def _owners(submissions: Iterable[Path]) -> set[int]:
-    """Ids of the users who submitted: runs of several users may be in one folder, or one resumed by another."""
+    """Ids of the users who submitted: a folder may have runs of several users, and a run may be resumed by another."""
     owners = {os.getuid()}
     for folder in submissions:
         with suppress(OSError):  # the submission was removed

@@ -245,7 +245,7 @@ def _refuse_trained(member: Member) -> None:
     """Refuse a command in the folder of a training run: as the run's last job it would break `resume`."""
     trained = (member.run / CONFIG).exists() or any(member.run.glob(f"submissions/*/{CONFIG}"))
     if member.config is None and trained:
-        raise UserError(f"{member.run} is a run that trains; choose another --name for the command")
+        raise UserError(f"{member.run} is a training run; choose another --name for the command")
 
 
 def _refusal(stderr: str, request: Request) -> SlurmRefused:

@@ -46,7 +46,7 @@ class CompressedKV(NamedTuple):
     """(B, H_kv, L, D)"""
 
     token_counts: Tensor | None
-    """(B, L) or (1, L): the landmark token counts; None if all are equal."""
+    """(B, L) or (1, L): the number of tokens that each landmark stands for; None if all are equal."""
 
 
 class Compressor(FullPrecision):

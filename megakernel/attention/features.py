@@ -56,7 +56,7 @@ class Hedgehog(Projection):
 
 
 class RandomMatrix(Projection):
-    """A fixed Gaussian omega: orthogonal rows for favor, independent rows for rff."""
+    """A Gaussian omega that is not learned: orthogonal rows for favor, independent rows for rff."""
 
     def __init__(self, form: FeatureMap, settings: LayerSettings):
         super().__init__(form, settings)

@@ -10,7 +10,7 @@ from torch import Tensor
 from megakernel.config.parallel import SoftmaxExchange
 
 Seed = int | tuple[int, ...]
-"""The seed of random numbers besides the head: the run's seed and the layer, never a rank."""
+"""What random numbers depend on, besides the head: the run's seed and the layer, never a rank."""
 
 
 def _identity(tensor: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class LayerSettings:
     """Tokens of the longest sequence: the number of columns of Linformer's matrices."""
 
     seed: Seed = 0
-    """Seed of random matrices besides the head, usually (run seed, layer)."""
+    """What random matrices depend on, besides the head: usually (run seed, layer)."""
 
     heads: HeadShard = ALL_HEADS
     """The shard of the layer's heads that the module holds; its parameters are slices of the whole layer's."""

@@ -57,7 +57,7 @@ class AttentionInputs:
 
     @property
     def exchange_after(self) -> Exchange | None:
-        """The exchange of states with later shards."""
+        """The exchange of states with later shards; None without context parallelism."""
         return self.cp_shard.start_suffix if self.cp_shard.size > 1 else None
 
     def rotated(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

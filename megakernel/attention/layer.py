@@ -140,7 +140,7 @@ class AttentionLayer(nn.Module, ABC):
             raise ValueError(f"padding_mask has shape {tuple(mask.shape)}; expected {expected}")
         if inputs.cp_shard.size > 1:
             raise ValueError(
-                "padding_mask with a sequence in shards: pad nothing, or keep the sequence whole"
+                "padding_mask is not supported with context parallelism: pad nothing, or keep the sequence whole"
             )
         # Move real tokens to the front of their sequence, in order, so that blocks and windows can ignore padding.
         mask = mask.bool()

@@ -147,7 +147,7 @@ class PairwiseAttention(AttentionLayer):
         positions: Positions,
         ulysses: Ulysses,
     ) -> None:
-        """Add these tokens' responsibilities; recomputation in backward doubles all of them, which leaves the mean."""
+        """Add these tokens' responsibilities; recomputation in backward doubles them all, so their mean is the same."""
         shares = responsibilities(
             q,
             k,

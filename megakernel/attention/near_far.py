@@ -105,13 +105,13 @@ class NearFarAttention(AttentionLayer):
         return gate if self.near_dropout is None else self.near_dropout(gate)
 
     def drop_near(self, probability: Callable[[int], float], seed: Seed) -> None:
-        """Drop the local windows of heads from now on: see `NearDropout`.
+        """Drop the local windows of heads from now on, with `probability` of a training step: see `NearDropout`.
 
         Raises ValueError if no gate merges the near and the far part.
         """
         if not self.is_gated:
             raise ValueError(
-                f"near.join={self.near.join} of near.kind={self.near.kind} has no gate to shut; use gated"
+                f"near.join={self.near.join} of near.kind={self.near.kind} has no gate to close; use gated"
             )
         self.near_dropout = NearDropout(
             probability, self.query_heads, self.heads, seed, self.gate_bias.device

@@ -49,8 +49,8 @@ def export_adapter(
 ) -> dict[str, Any]:
     """Write adapter_config.json, adapter_model.safetensors and the tokenizer; returns adapter_config.json.
 
-    step, dtype, to: as in `export`. Raises UserError if there is no run, if the run has no low-rank updates, and if no
-    architecture of `transformers` has the model's parts or if it fuses an updated matrix with others.
+    step, dtype, to: as in `export`. Raises UserError if there is no run, if the run has no low-rank updates, if no
+    architecture of `transformers` has the model's parts, or if that architecture fuses an updated matrix with others.
     """
     run = TrainedRun.find(run_folder, step)
     lora, source = run.config.optimizer.updates, run.config.init.source

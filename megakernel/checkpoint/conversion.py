@@ -26,7 +26,7 @@ def fewer_landmarks(logits: Tensor, rank: int) -> Tensor:
     """Merge the r landmarks of `logits` (..., r, b), softmaxed over b, into r' of equal groups: logits (..., r', b).
 
     A merged landmark's weights are the mean of its group's. Its token count is b / r', the sum of its group's, so
-    nothing changes if the keys of a block are equal. If a group's weights lie within its own stretch of the block, as
+    nothing changes if the keys of a block are equal. If a group's weights lie within its own segment of the block, as
     those of single tokens do, a tenth of the weight moves to the rest of the block, which else would get no gradient.
 
     Raises UserError if r' does not divide r.
@@ -43,7 +43,7 @@ def fewer_landmarks(logits: Tensor, rank: int) -> Tensor:
     spread = weights.masked_fill(~own_mask, 0.0) * (SEGMENT_WEIGHT / (1 - share)) + outside * (
         min_share / share
     )
-    # The stretch of a single landmark is the whole block.
+    # The segment of a single landmark is the whole block.
     return torch.where((share < min_share) & (rank > 1), spread, weights).log().to(logits.dtype)
 
 
@@ -52,8 +52,8 @@ def check_merge(landmarks: int, rank: int) -> None:
     if landmarks % rank:
         divisors = ", ".join(str(n) for n in range(1, landmarks + 1) if landmarks % n == 0)
         raise UserError(
-            f"compression.rank={rank} does not divide {landmarks}, the landmarks or tokens of a block that are merged "
-            f"into so many; take one of {divisors}"
+            f"compression.rank={rank} does not divide {landmarks}, the number of landmarks or tokens "
+            f"of a block from which it is merged; take one of {divisors}"
         )
 
 

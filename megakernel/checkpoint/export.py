@@ -206,7 +206,7 @@ def generation_config(config: Config, tokenizer: Tokenizer, vocab_size: int) -> 
 
 
 def _inherited_settings(source: Path | None) -> dict[str, Any]:
-    """generation_config.json of the dense model at the start of a chain of `init.from`; empty if nobody chose it."""
+    """generation_config.json of the dense model at the start of a chain of `init.from`; empty if nobody wrote one."""
     visited: set[Path] = set()
     while source is not None and not is_dense_checkpoint(source):
         run = run_of(source.resolve())

@@ -42,7 +42,7 @@ def _record_entry(partitions: Mapping[str, Partition], trained: Sequence[str]) -
 def write_layer(folder: Path, number: int, tensor: int, state: Mapping[str, Tensor]) -> Path:
     """Write a tensor rank's shard of a layer as a pipeline stage does; return the file. state: by name in the layer."""
     file = folder / f"layer_{number:02d}-model_{tensor:02d}-model_states.pt"
-    with file.open("wb") as stream:  # raises OSError, torch.save with a path would raise RuntimeError
+    with file.open("wb") as stream:  # raises OSError; torch.save with a path would raise RuntimeError
         torch.save(dict(state), stream)
     return file
 
@@ -188,6 +188,6 @@ class _ModelRank:
             layer = int(file.name.split("-")[0].removeprefix("layer_"))
             for key, tensor in load(file).items():
                 tensors[f"{layer}.{key}"] = tensor
-        # The embedding's file goes by its layer number, also when the module's name is that of the tied one.
+        # The embedding's file is named after its layer number, 0, even if its parameters are named `tied_modules.*`.
         tied = {name: name.split(".", 2)[2] for name in self.partitions if name.startswith("tied_modules.")}
         return tensors | {name: tensors[f"0.{key}"] for name, key in tied.items()}

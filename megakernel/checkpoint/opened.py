@@ -44,7 +44,8 @@ class OpenedModel:
         """Raise UserError for an encoder."""
         if not self.config.model.is_causal:
             raise UserError(
-                f"model.kind={self.config.model.kind} of {self.folder} continues no text; give a run of a causal_lm"
+                f"model.kind={self.config.model.kind} of {self.folder} does not continue text; give a run of a "
+                "causal_lm"
             )
 
     def load(self) -> tuple["LanguageModel", "torch.device"]:

@@ -193,8 +193,8 @@ def why_too_large(checkpoint: DenseCheckpoint, free: int) -> str:
     if (needed := weight_bytes(checkpoint)) <= MEMORY_SHARE * free:
         return ""
     return (
-        f"transformers would need {needed / 2**30:.1f} GiB on one process, and no more than {MEMORY_SHARE:.0%} of its "
-        f"{free / 2**30:.1f} GiB of free memory are taken for that"
+        f"transformers would need {needed / 2**30:.1f} GiB on one process, which may use {MEMORY_SHARE:.0%} of its "
+        f"{free / 2**30:.1f} GiB of free memory"
     )
 
 

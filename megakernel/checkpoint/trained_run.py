@@ -43,8 +43,8 @@ class TrainedRun:
 def recorded_config(folder: Path) -> Config:
     """The configuration of a run, with relative paths resolved against the folder in which the run was started.
 
-    That is the folder in which run.root/run.name is the run's folder, also if it has been moved since. If run.root is
-    absolute, or the run was moved out of it, they stay relative to the working directory.
+    That is the folder in which run.root/run.name is the run's folder; the two may have been moved together since. If
+    run.root is absolute, or the run was moved out of it, paths stay relative to the working directory.
     """
     file = folder / "config.yaml"
     config = from_yaml(file.read_text(encoding="utf-8"), str(file))
@@ -111,7 +111,7 @@ def done_message(folder: Path, done: int, steps: int) -> str:
 def stage_folders(folder: Path, containing: str = "checkpoints/step_*") -> list[Path]:
     """The stages' runs in the folder of an up-training, in order; empty for any other folder.
 
-    holding: glob pattern of what a run must contain, by default a checkpoint.
+    containing: glob pattern of what a run must contain, by default a checkpoint.
     """
     numbers = {path: path.name.partition("-")[0] for path in folder.glob("*-*")}
     stages = [path for path, number in numbers.items() if number.isdigit() and any(path.glob(containing))]

@@ -100,7 +100,7 @@ class WeightSource:
         )
 
     def vocab_size_mismatch(self, vocab_size: int) -> list[str]:
-        """A message, in a list, if its vocabulary size without padding is another one."""
+        """A message, in a list, if its vocabulary size without padding differs; else an empty list."""
         known_size = self.model().vocab_size
         if known_size in (None, vocab_size):  # None: that of its tokenizer, which `check_tokenizer` compares
             return []

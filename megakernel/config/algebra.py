@@ -1,6 +1,6 @@
-"""Settings of attention mechanisms: similarity, compression and near window, or one outside this algebra.
+"""Sections of an attention mechanism: similarity, compression, near window, and mechanisms outside this algebra.
 
-docs/formulas.md, 1.
+The algebra is that of docs/formulas.md, 1.
 """
 
 from collections.abc import Iterator
@@ -84,7 +84,7 @@ class LinformerCompression(_Compression):
 
 def _stage_problems(compress: Stage | None, per_head: bool) -> Iterator[Problem]:
     if compress == "input" and per_head:
-        reason = "is what the heads of a layer share, and per_head gives each its own E"
+        reason = "has one E for all heads of a layer, and per_head gives each its own"
         yield Problem("compress", compress, reason, "set compress: projected or remove per_head")
 
 
@@ -190,7 +190,7 @@ class SimpleGla(Section):
     """S_i = a_i S_(i-1) + k_i v_i^T and o_i = q_i^T S_i / sqrt(d), with one decay a_i in (0, 1] per key head."""
 
     update: Literal["sum", "delta"] = "sum"
-    """`sum`: each token adds k_i v_i^T. `delta`: each token moves the value stored under k_i towards v_i, by a share
+    """`sum`: each token adds k_i v_i^T. `delta`: each token moves the value stored under k_i toward v_i, by a share
     projected from the layer's input; q_i and k_i are normalized to length 1 (gated DeltaNet)."""
 
     decay: Literal["gate", "step", "fixed", "none"] = "gate"

@@ -121,9 +121,9 @@ class Attention(Algebra):
         if not (self.is_full_softmax and self.mixture is None):
             if self.window is not None:
                 remedy = "remove it; near and compression have windows of blocks"
-                yield self.problem("window", "is for plain softmax alone", remedy)
+                yield self.problem("window", "is only for plain softmax", remedy)
             if self.softcap is not None:
-                reason = "is for plain softmax alone: other mechanisms have no exponents q.k to cap"
+                reason = "is only for plain softmax: other mechanisms have no exponents q.k to cap"
                 yield self.problem("softcap", reason, "remove it")
         if self.short_convolution is not None and self.mixes_future_tokens:
             reason = f"looks back only, and {self.mixes_future_tokens}"
@@ -144,7 +144,7 @@ class Attention(Algebra):
 
     def _compression_problems(self, compression: Compression) -> Iterator[Problem]:
         if self.far_rope == "centroid" and compression.kind == "linformer":
-            reason = "rotates a landmark at the centre of its block, and linformer has no blocks"
+            reason = "rotates a landmark at the center of its block, and linformer has no blocks"
             yield self.problem("far_rope", reason, "set far_rope: none or take kind: block")
         if self.mechanism == "eva" and compression.kind != "linformer":
             reason = "leaves no equal share of keys for every window of eva"
@@ -198,13 +198,13 @@ class Attention(Algebra):
                 )
 
 
-def _under_kernel(feature_map: str, **more: Any) -> dict[str, Any]:
+def _kernel_preset(feature_map: str, **more: Any) -> dict[str, Any]:
     return {"similarity": "kernel", "feature_map": {"name": feature_map}, **more}
 
 
 _BLOCKS = {"kind": "block", "block_size": 64, "rank": 8}
 _LINFORMER = {"kind": "linformer", "rank": 256}
-_FLURKA = _under_kernel(
+_FLURKA = _kernel_preset(
     "hedgehog", compression=_BLOCKS, near={"kind": "softmax", "join": "gated", "gate": "token"}
 )
 
@@ -213,9 +213,9 @@ _CONVOLUTION = {"short_convolution": 4, **_NORM_AND_GATE}
 
 PRESETS: dict[str, dict[str, Any]] = {
     "softmax": {"similarity": "softmax"},
-    "linear": _under_kernel("elu"),
-    "performer": _under_kernel("favor"),
-    **{name: _under_kernel(name) for name in ("hedgehog", "rff", *LEARNED)},
+    "linear": _kernel_preset("elu"),
+    "performer": _kernel_preset("favor"),
+    **{name: _kernel_preset(name) for name in ("hedgehog", "rff", *LEARNED)},
     "flurka": _FLURKA,
     "flurka_decay": {**_FLURKA, "far_decay": "gate"},
     "flurka_kernel": {**_FLURKA, "near": {"kind": "kernel"}},
@@ -224,16 +224,16 @@ PRESETS: dict[str, dict[str, Any]] = {
     "kernelized": {"similarity": "gaussian", "normalize": False},
     "mgk": {"similarity": "gaussian", "mixture": {"keys": 2, "kind": "projected"}},
     "smgk": {"similarity": "gaussian", "mixture": {"keys": 2, "kind": "shifted"}},
-    "mlk": _under_kernel("elu", mixture={"kind": "projected"}),
-    "smlk": _under_kernel("elu", mixture={"kind": "shifted"}),
+    "mlk": _kernel_preset("elu", mixture={"kind": "projected"}),
+    "smlk": _kernel_preset("elu", mixture={"kind": "shifted"}),
     "linformer": {"similarity": "softmax", "compression": _LINFORMER},
     "linformer_causal": {
         "similarity": "softmax",
         "compression": _BLOCKS,
         "near": {"kind": "softmax", "join": "shared"},
     },
-    "flurka_performer": _under_kernel("favor", compression=_LINFORMER),
-    "flurka_rnn": _under_kernel("elu", compression=_LINFORMER),
+    "flurka_performer": _kernel_preset("favor", compression=_LINFORMER),
+    "flurka_rnn": _kernel_preset("elu", compression=_LINFORMER),
     "flurka_eva": {"mechanism": "eva", "compression": _LINFORMER},
     "eva": {"mechanism": "eva"},
     "skyformer": {"mechanism": "skyformer"},
@@ -263,7 +263,7 @@ def expand_preset(value: Any) -> Any:
         return value
     if value not in PRESETS:
         raise ConfigError(
-            [Problem("", value, "is no attention preset", f"choose {nearest_first(value, PRESETS)}")]
+            [Problem("", value, "is not an attention preset", f"choose {nearest_first(value, PRESETS)}")]
         )
     return merged(PRESETS[value], changes)
 

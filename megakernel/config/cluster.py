@@ -130,7 +130,7 @@ class Cluster(Section):
         """Values that Slurm or the executor would reject or ignore."""
         if self.time is not None and not self.minutes:
             remedy = "write minutes, hours:minutes:seconds or days-hours:minutes:seconds"
-            yield self.problem("time", "is no time limit", remedy)
+            yield self.problem("time", "is not a time limit", remedy)
         elif self.minutes is not None and self.requeue and 60 * self.minutes <= self.signal_delay:
             reason = (
                 f"is not longer than signal_delay={self.signal_delay} s, so the job would only start and save"
@@ -138,23 +138,21 @@ class Cluster(Section):
             yield self.problem("time", reason, "raise it or lower signal_delay")
         tasks = self.sbatch.get("ntasks-per-node")
         if tasks is not None and not re.fullmatch("[1-9][0-9]{0,3}", str(tasks)):
-            reason, remedy = "is no number of processes", "write one of 1 to 9999"
+            reason, remedy = "is not a number of processes", "write one of 1 to 9999"
             yield Problem("sbatch.ntasks-per-node", tasks, reason, remedy)
         for name, value in self.sbatch.items():
             has_option = name.replace("-", "_") in type(self).model_fields or name in _OTHER_OPTIONS
             if has_option and value is not None:
                 yield Problem(f"sbatch.{name}", value, "has an option of its own", f"give --{name}")
             if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name):
-                yield Problem(
-                    "sbatch", repr(name), "is no name of an option", "write its long name without --"
-                )
+                yield Problem("sbatch", repr(name), "is not an option name", "write its long name without --")
         for key, text in all_texts(self.model_dump(exclude={"setup"})):
             if not text.isprintable():
                 reason = "has an unprintable character, which would break the job script"
                 yield Problem(key, repr(text), reason, "write it on one plain line")
         for name in self.environment:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-                yield Problem("environment", name, "is no name of a variable", "write NAME=VALUE")
+                yield Problem("environment", name, "is not a variable name", "write NAME=VALUE")
         if self.executor != "slurm" and self.nodes > 1:
             reason = f"exceeds the one machine of executor={self.executor}"
             yield self.problem("nodes", reason, "set nodes to 1 or executor to slurm")

@@ -60,7 +60,7 @@ def _at(tree: Mapping[str, Any], section: str, key: str) -> Any:
     return keys.get(key) if isinstance(keys, dict) else None
 
 
-_MOST_KEY_PARTS = 20
+_MAX_KEY_PARTS = 20
 """More parts than any key has."""
 
 
@@ -73,8 +73,8 @@ def override(tree: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, A
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         parts = key.split(".")
-        if not equals or not all(parts) or len(parts) > _MOST_KEY_PARTS:
-            problems.append(Problem("", assignment, "is no override", "write section.key=value"))
+        if not equals or not all(parts) or len(parts) > _MAX_KEY_PARTS:
+            problems.append(Problem("", assignment, "is not an override", "write section.key=value"))
             continue
         try:
             value = yaml_text.parse(text, key)

@@ -161,7 +161,7 @@ def _eva(form: Algebra) -> Mechanism:
             2 * shape.heads * shape.head_dim // chunk,
         ),
         block_size=math.lcm(window, chunk),
-        mixes_documents="eva that sees both ways cuts a sequence, not its documents, into windows and chunks",
+        mixes_documents="bidirectional eva divides a sequence, not its documents, into windows and chunks",
     )
 
 

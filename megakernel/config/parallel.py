@@ -65,7 +65,7 @@ class Parallel(Section):
         for key in ("state_exchange", "softmax_exchange"):
             if self.context == 1 and self.is_set(key):
                 remedy = "remove it or set context above 1"
-                yield self.problem(key, "has nothing to send and context=1", remedy)
+                yield self.problem(key, "has no effect with context=1", remedy)
         if self.sequence_parallel and self.tensor == 1:
             remedy = "set tensor above 1 or remove sequence_parallel"
-            yield self.problem("sequence_parallel", "shards over tensor ranks and tensor=1", remedy)
+            yield self.problem("sequence_parallel", "has no effect with tensor=1", remedy)

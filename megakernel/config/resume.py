@@ -97,7 +97,7 @@ def differences(recorded: Config, wanted: Config) -> list[Difference]:
 def _step_settings(config: Config, steps: int) -> list[tuple[Any, ...]]:
     """Sequence shapes and rotary settings of the first `steps` steps, a tuple per range of equal ones."""
     model = config.model
-    # Without max_positions, learned positions and linformer have as many columns as the longest sequence has tokens.
+    # Without max_positions, position tables and linformer's matrices have a column per token of the longest sequence.
     columns = (model.max_positions or config.training.seq_len) if model.has_position_parameters else None
     ranges: list[tuple[Any, ...]] = []
     # The phase in which the run ended may become longer.

@@ -94,7 +94,7 @@ class RopeScaling(Section):
         for key in ("short_factor", "long_factor"):
             factors = getattr(self, key)
             if factors is not None and len(factors) != pairs:
-                reason = f"are {len(factors)} factors, and {pairs} pairs of a head are rotated"
+                reason = f"has {len(factors)} factors, and a head has {pairs} rotated pairs"
                 return Problem(key, MISSING, reason, f"give {pairs}")
         return None
 

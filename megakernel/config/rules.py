@@ -132,9 +132,9 @@ def _ulysses_divides_the_heads(model: Model, parallel: Parallel) -> Iterator[Pro
     if heads % parallel.context == 0:
         return
     forced = parallel.softmax_exchange == "heads"
-    trading = [entry for entry in _named_attentions(model) if entry[1].uses_ulysses(model.is_causal)]
-    keys = [key for key, attention in trading if not attention.supports_ring_attention]
-    softmax = [key for key, attention in trading if attention.supports_ring_attention]
+    ulysses = [entry for entry in _named_attentions(model) if entry[1].uses_ulysses(model.is_causal)]
+    keys = [key for key, attention in ulysses if not attention.supports_ring_attention]
+    softmax = [key for key, attention in ulysses if attention.supports_ring_attention]
     if keys:
         reason = (
             f"does not divide the {heads} heads of a tensor rank, which the all-to-all (Ulysses) of "
@@ -155,7 +155,7 @@ def _softcap_excludes_ring_attention(model: Model, parallel: Parallel) -> Iterat
         return
     capped = [key for key, attention in _named_attentions(model) if attention.softcap is not None]
     if capped:
-        reason = f"has no softcap, which {' and '.join(capped)} sets"
+        reason = f"does not support softcap, which {' and '.join(capped)} sets"
         yield Problem("parallel.softmax_exchange", "ring", reason, "set auto or heads")
 
 
@@ -214,7 +214,7 @@ def _teachers_predict_next_tokens(objective: Objective, model: Model) -> Iterato
         yield Problem("objective.kind", objective.kind, reason, "set kind: labels")
 
 
-def _transfer_meets_whole_layers(
+def _transfer_excludes_further_inputs(
     objective: Objective, uptrain: Uptrain | None, model: Model
 ) -> Iterator[Problem]:
     """Attention transfer gives a student layer only its teacher's inputs."""
@@ -257,7 +257,7 @@ def _frozen_weights_are_supported(
         reason = f"names a matrix that an MLP with activation: {model.activation} does not have"
         yield Problem("optimizer.lora.targets", optimizer.updates.targets, reason, "leave gate out")
     if optimizer.trained == "mechanism" and all(a.is_full_softmax for a in model.attentions):
-        reason = "leaves nothing to train: softmax attention owns no weights"
+        reason = "leaves nothing to train: softmax attention has no weights of its own"
         yield Problem("optimizer.trained", optimizer.trained, reason, "set all or another model.attention")
 
 
@@ -304,7 +304,7 @@ def _deepspeed_has_buckets(deepspeed: dict[str, Any]) -> Iterator[Problem]:
         yield Problem("deepspeed.zero_optimization", zero, reason, "write its keys below it")
     elif not isinstance(size := zero.get("reduce_bucket_size", 1), (int, float)) or not 0 < size < math.inf:
         key = "deepspeed.zero_optimization.reduce_bucket_size"
-        yield Problem(key, size, "is no number of elements", "write one, such as 5e8")
+        yield Problem(key, size, "is not a number of elements", "write one, such as 5e8")
 
 
 def _named_attentions(model: Model) -> Iterator[tuple[str, Attention]]:
@@ -343,18 +343,18 @@ def stages_fit_the_model(
         remedy = "give the folder of a dense model or of a run"
         yield Problem("init.from", None, "is missing beside uptrain", remedy)
     if objective != Objective():
-        remedy = "remove it; uptrain.distill says what the main stage lowers"
+        remedy = "remove it; uptrain.distill sets the loss of the main stage"
         yield Problem("objective.kind", objective.kind, "is set by the stages of uptrain", remedy)
     if model.has_position_parameters and model.max_positions is None:
         reason = (
             "is missing beside uptrain, whose stages share one table of positions, whatever their lengths"
         )
-        remedy = "set the number of rows that the dense model has: its training.seq_len where it is a run without one"
+        remedy = "set that of the dense model, or its training.seq_len if it is a run without that key"
         yield Problem("model.max_positions", None, reason, remedy)
     kept = uptrain.layers.keep
     if kept and model.attention_pattern is not None:
         remedy = "remove one of them"
-        yield Problem("uptrain.layers.keep", kept, "and model.attention_pattern both place layers", remedy)
+        yield Problem("uptrain.layers.keep", kept, "and model.attention_pattern both choose layers", remedy)
     largest = kept if isinstance(kept, int) else max(kept, default=-1) + 1
     if largest > model.num_layers:
         reason = f"names more layers than model.num_layers={model.num_layers}"
@@ -396,5 +396,5 @@ def near_windows_have_gates(uptrain: Uptrain | None, model: Model) -> Iterator[P
     if uptrain is not None and uptrain.near_dropout and not model.is_gated:
         remedy = "set 0, or near: {kind: softmax, join: gated} of model.attention"
         yield Problem(
-            "uptrain.near_dropout", uptrain.near_dropout, "shuts gates, and the model has none", remedy
+            "uptrain.near_dropout", uptrain.near_dropout, "needs gates, and the model has none", remedy
         )

@@ -17,7 +17,7 @@ _FLOAT32_MAX, _FLOAT32_TINY = 3.4028234e38, 1.1754944e-38
 class Section(BaseModel):
     """A frozen group of keys; unknown keys are errors, and a field's docstring is its help text.
 
-    Integers fit int64, other numbers float32; infinity needs allow_inf_nan, and booleans are no numbers.
+    Integers fit int64, other numbers float32; infinity needs allow_inf_nan, and booleans are not accepted as numbers.
     """
 
     model_config = ConfigDict(
@@ -88,9 +88,9 @@ def check_magnitude(number: Any) -> None:
     if isinstance(number, int) and abs(number) > _INT64_MAX:
         raise ValueError("is beyond 64 bits")
     if isinstance(number, float) and _FLOAT32_MAX < abs(number) < float("inf"):
-        raise ValueError("is beyond the float32 that it becomes")
+        raise ValueError("is out of range for float32")
     if isinstance(number, float) and 0 < abs(number) < _FLOAT32_TINY:
-        raise ValueError("is 0 as the float32 that it becomes")
+        raise ValueError("is 0 in float32")
 
 
 def _items(value: Any) -> Iterator[Any]:

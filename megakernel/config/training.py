@@ -310,14 +310,14 @@ class Training(Section):
         """Batches that do not divide, lengths that shrink, and invalid ranges."""
         yield from _phase_problems(self)
         if self.checkpoint_offload and self.activation_checkpointing != "full":
-            reason = f"has nothing to move with activation_checkpointing={self.activation_checkpointing}"
+            reason = f"has no effect with activation_checkpointing={self.activation_checkpointing}"
             yield self.problem(
                 "checkpoint_offload", reason, "set activation_checkpointing to full or remove it"
             )
         for first, end in self.skip_samples:
             if not 0 <= first < end:
                 yield Problem(
-                    "skip_samples", [first, end], "is no range", "write [first, end] with 0 <= first < end"
+                    "skip_samples", [first, end], "is not a range", "write [first, end] with 0 <= first < end"
                 )
 
 
@@ -391,5 +391,5 @@ class Logging(Section):
             return
         for key in ("histograms_every", "analysis_every", "sample_prompt"):
             if (value := getattr(self, key)) is not None:
-                reason = "goes to TensorBoard alone, and logging.tensorboard is false"
+                reason = "is written only to TensorBoard, and logging.tensorboard is false"
                 yield Problem(key, value, reason, "remove it or set tensorboard: true")

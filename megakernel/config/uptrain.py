@@ -60,7 +60,7 @@ class DistillStage(Section):
         if self.kl == 0 and self.teacher is not None:
             yield self.problem("teacher", "has no effect beside kl=0", "remove it, or set kl above 0")
         if self.kl == 0 and self.cross_entropy != 1:
-            reason = "weighs the labels, and beside kl=0 there is nothing to weigh them against"
+            reason = "weighs the only term of the loss if kl=0"
             yield self.problem("cross_entropy", reason, "set 1, or kl above 0")
 
 
@@ -102,8 +102,8 @@ class Uptrain(Section):
     """Base stage: FLuRKA's `kernel` without compression, or its compression (`low_rank`) with softmax."""
 
     anneal: float = Field(default=0.3, ge=0, lt=1)
-    """Share of training.steps after a kernel base over which the rank is halved from block_size to the configured
-    one."""
+    """Share of training.steps after a kernel base over which the rank is halved step by step, from
+    block_size to the configured one."""
 
     near_dropout: float = Field(default=0.0, ge=0, le=1)
     """Initial probability of training.near_dropout in the first stage with gates that trains all weights."""

@@ -67,7 +67,7 @@ def _raise_problems(known: Sequence[Problem], found: Sequence[Problem], name: st
         raise ConfigError([problem.under(name) for problem in problems])
 
 
-_LONGEST_NAME = 255
+_MAX_NAME_BYTES = 255
 """Bytes of a file name on Linux file systems."""
 
 
@@ -85,8 +85,8 @@ def _path_problems(tree: Mapping[str, Any]) -> Iterator[Problem]:
     for key, text in all_texts(tree):
         if "\0" in text:
             yield Problem(key, text.replace("\0", "\\0"), "holds a NUL character", "remove it")
-        elif any(len(part.encode(errors="replace")) > _LONGEST_NAME for part in text.split("/")):
-            yield Problem(key, text, f"has a name of more than {_LONGEST_NAME} bytes", "shorten it")
+        elif any(len(part.encode(errors="replace")) > _MAX_NAME_BYTES for part in text.split("/")):
+            yield Problem(key, text, f"has a name of more than {_MAX_NAME_BYTES} bytes", "shorten it")
 
 
 def _problems_of_error(detail: ErrorDetails, annotation: Any, value: Any) -> Iterator[Problem]:

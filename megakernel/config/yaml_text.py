@@ -42,13 +42,13 @@ class _Loader(yaml.SafeLoader):
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         if any("\ud800" <= character <= "\udfff" for character in str(node.value)):
-            reason = "half a surrogate pair is no character"
+            reason = "half a surrogate pair is not a character"
             raise yaml.constructor.ConstructorError(problem=reason, problem_mark=node.start_mark)
         return super().construct_scalar(node)
 
 
-_MOST_VALUES = 100_000
-_DEEPEST = 100
+_MAX_VALUES = 100_000
+_MAX_LEVELS = 100
 """Most values (aliases expanded) and levels of a document, against input that would take forever."""
 
 
@@ -105,27 +105,27 @@ def _extent(node: yaml.Node, known: dict[yaml.Node, tuple[int, int] | None]) -> 
         extents = [_extent(part, known) for part in nodes]
         values = 1 + sum(values for values, _ in extents)
         levels = 1 + max((levels for _, levels in extents), default=0)
-        if values > _MOST_VALUES or levels > _DEEPEST:
-            what = f"{values:,} values" if values > _MOST_VALUES else f"{levels} levels"
+        if values > _MAX_VALUES or levels > _MAX_LEVELS:
+            what = f"{values:,} values" if values > _MAX_VALUES else f"{levels} levels"
             raise yaml.MarkedYAMLError(problem=f"{what}, aliases written out", problem_mark=node.start_mark)
         known[node] = values, levels
     extent = known[node]
     if extent is None:
-        raise yaml.MarkedYAMLError(problem="an anchor that holds itself", problem_mark=node.start_mark)
+        raise yaml.MarkedYAMLError(problem="an anchor that contains itself", problem_mark=node.start_mark)
     return extent
 
 
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 """Largest configuration file in bytes."""
 
 
 def read_text(path: Path) -> str:
-    """The text of one file; ConfigError unless it is a regular file of at most MOST_BYTES of UTF-8."""
+    """The text of one file; ConfigError unless it is a regular file of at most MAX_BYTES of UTF-8."""
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):
-            reason = "is no regular file"
-        elif path.stat().st_size > MOST_BYTES:
-            reason = f"has more than {MOST_BYTES:,} bytes"
+            reason = "is not a regular file"
+        elif path.stat().st_size > MAX_BYTES:
+            reason = f"has more than {MAX_BYTES:,} bytes"
         else:
             return path.read_text(encoding="utf-8")
     except OSError as error:

@@ -16,7 +16,7 @@ class Cell:
     """Counts over the examples of one length and one depth."""
 
     length: int
-    """Maximal tokens of an example."""
+    """Maximum number of tokens of an example."""
 
     depth: float | None
     """Where the asked statement is hidden, from 0 (start of the text) to 1 (end); None: not in one place."""
@@ -28,7 +28,7 @@ class Cell:
     """Answers whose tokens are all the argmax of the logits, given the true tokens before them."""
 
     tokens: int = 0
-    """Tokens of answers."""
+    """Number of tokens of answers."""
 
     right_tokens: int = 0
 
@@ -142,7 +142,7 @@ class AnswerCounts:
             )
         title = f"{self.task}: answers of {self.run} at step {self.step}"
         if self.depths:
-            title += ", right by length and by depth of what is asked for"
+            title += ", accuracy by length and by depth of the statement"
         columns = ("length", *(f"{depth:.0%}" for depth in self.depths), "answers", "right", "loss")
         return Table(title, columns, rows, below=(f"{self.total.accuracy:.1%} of the answers are right",))
 

@@ -49,7 +49,7 @@ class AnswersTask:
         kind = source.config.model.kind
         if not source.config.model.is_causal:
             raise UserError(
-                f"--task {self.spec}: model.kind={kind} of {source.folder} continues no text; "
+                f"--task {self.spec}: model.kind={kind} of {source.folder} does not continue text; "
                 "give a run of a causal_lm, or --task lm"
             )
         if self.samples < 1:

@@ -32,7 +32,7 @@ def check_baseline(name: str, config: Config) -> None:
         raise UserError(f"baseline={name} is an encoder; give a run of a masked_lm or a classifier")
     if config.model.sequences_per_sample > 1:
         raise UserError(
-            f"baseline={name} compares no two documents; give a run with model.classifier.documents=1"
+            f"baseline={name} cannot compare two documents; give a run with model.classifier.documents=1"
         )
     if config.model.kind == "masked_lm" and config.data.isolate_documents:
         raise UserError(

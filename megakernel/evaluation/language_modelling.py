@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from data_pipeline.samples import BlendedSamples
 
 LEAST_REPEATED = 64
-"""Minimal tokens of a sequence whose halves are repeated."""
+"""Minimum sequence length for `repeated`, whose spans are half a sequence."""
 
 
 class Options(Section):
@@ -78,7 +78,7 @@ class LanguageModelling:
         set_options = {key: value for key in keys if (value := getattr(options, key)) is not None}
         for key in [key for key in set_options if key != "draws"]:
             if options.split != "validation":
-                yield f"{key}={set_options[key]} reads the validation split; leave it or split= out"
+                yield f"{key}={set_options[key]} reads the validation split; leave out this option or split="
             if not config.model.is_causal:
                 kind = config.model.kind
                 yield f"{key}={set_options[key]} needs a causal_lm, {source.folder} is a {kind}; leave it out"

@@ -124,7 +124,7 @@ class Evaluation:
         if self.split != "validation":
             title += f" of {self.split}"
         if self.stride is not None:
-            title += f", each {self.stride} tokens behind the one before"
+            title += f", each {self.stride} tokens after the one before"
         if self.draws is not None:
             title += f"\nprobabilities are means over {self.draws} draws of the layers' noise"
         rows = [

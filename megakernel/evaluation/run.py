@@ -65,7 +65,7 @@ def _parse(spec: str, samples: int | None, seq_len: int | None, draws: int | Non
 
 def _parse_int(name: str, key: str, text: str) -> int:
     if not text.isdecimal():
-        raise UserError(f"{OPTION} {name}:{key}={text} is no whole number; write {key}=64")
+        raise UserError(f"{OPTION} {name}:{key}={text} is not a whole number; write {key}=64")
     return int(text)
 
 

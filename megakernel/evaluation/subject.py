@@ -85,7 +85,7 @@ def find_run(folder: Path, step: int | None, reads_text: bool, data: Path | None
     """
     source = models.find_model(folder, step, data=data)
     if reads_text and source.run is None and data is None:
-        raise UserError(f"{folder} is no run and has no data; give --data DIR of `megakernel prepare`")
+        raise UserError(f"{folder} is not a run and has no data; give --data DIR of `megakernel prepare`")
     corpora = Corpora(source.config.data) if reads_text else None
     if corpora is not None and source.tokenizer.hash != corpora.tokenizer_hash:
         trained_tokenizer = folder if source.run is None else tokenizer_folder(folder)

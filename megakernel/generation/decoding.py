@@ -23,7 +23,7 @@ class Decoder:
     def __init__(self, model: "LanguageModel", eod: int, isolate_documents: bool, chunk_size: int = 512):
         """eod: the end-of-document token, after which positions restart if documents are isolated.
 
-        chunk_size: maximal tokens per text and forward pass, which bounds the memory of a prompt.
+        chunk_size: maximum tokens per text and forward pass, which bounds the memory of a prompt.
         """
         self._model = model
         self._device = model.output_matrix.device

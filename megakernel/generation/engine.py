@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from megakernel.model import LanguageModel
 
 Finish = Literal["stop", "length"]
-"""Why a text ended: by an end token or stop string, or by its maximal number of tokens."""
+"""Why a text ended: by an end token or stop string, or by its maximum number of tokens."""
 
 PROMPT_CHUNK = 512
-"""Maximal tokens of a prompt that are read between two steps of the running texts."""
+"""Maximum tokens of a prompt that are read between two steps of the running texts."""
 
 
 class TextState(NamedTuple):

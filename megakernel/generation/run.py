@@ -58,7 +58,7 @@ def generate_texts(
         folder: a run folder, or one in Hugging Face format.
         prompts: texts to continue. An empty one starts a document: the model continues BOS, or end-of-document if
             documents do not begin with BOS.
-        max_new_tokens: maximal number of new tokens per text.
+        max_new_tokens: maximum number of new tokens per text.
         sampling: how tokens are drawn.
         seed: seed of each text's draws; the same arguments give the same text, whatever the other prompts.
         samples: continuations per prompt.

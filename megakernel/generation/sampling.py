@@ -32,7 +32,9 @@ class Sampling:
 
     def __post_init__(self):
         if self.temperature != 0 and not 1e-37 <= self.temperature < float("inf"):
-            raise UserError(f"temperature={self.temperature} cannot be; give 0 (the likeliest token) or more")
+            raise UserError(
+                f"temperature={self.temperature} is out of range; give 0 (the most likely token) or more"
+            )
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"top_k={self.top_k} leaves no token; give 1 or more")
         if not 0 < self.top_p <= 1:
@@ -41,7 +43,7 @@ class Sampling:
             raise UserError(f"min_p={self.min_p} is out of range; give 0 to 1")
         if not 1e-3 <= self.repetition_penalty <= 1e3:
             raise UserError(
-                f"repetition_penalty={self.repetition_penalty} cannot be; give 0.001 to 1000 (1 changes nothing)"
+                f"repetition_penalty={self.repetition_penalty} is out of range; give 0.001 to 1000 (1 changes nothing)"
             )
 
 

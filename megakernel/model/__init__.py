@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .self_attention import set_rotary
     from .settings import ModelSettings
 
-_HOMES = {
+_MODULES = {
     "IGNORED": "layer_inputs",
     "LanguageModel": "language_model",
     "ModelSettings": "settings",
@@ -26,6 +26,6 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     # Imported on first use: DeepSpeed takes seconds and only training needs it; counting FLOPs needs no torch.
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -31,7 +31,7 @@ class TokenEmbedding(nn.Module):
         if not self.scattered:  # else the scatter has already moved the sequence first
             hidden = hidden.transpose(0, 1).contiguous()
         if self.multiplier != 1:
-            # The multiplier is rounded first, as in the training of the models that have one (Gemma).
+            # The multiplier is first rounded to the dtype, as in Gemma's training.
             hidden = hidden * torch.tensor(self.multiplier, dtype=hidden.dtype).item()
         return (hidden, *rest)
 

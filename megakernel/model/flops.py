@@ -21,8 +21,8 @@ BACKWARD = 2
 def flops_per_token(model: Model, seq_len: int, vocab_size: int, predicted: float = 1.0) -> float:
     """Forward FLOPs per token.
 
-    vocab_size: without padding. predicted: share of the tokens that a language model's head predicts, of a masked_lm
-    data.masking.rate.
+    vocab_size: without padding. predicted: share of the tokens that a language model's head predicts; for a masked_lm
+    it is data.masking.rate.
     """
     parts = forward_flops(model, seq_len, vocab_size)
     return sum(parts.values()) - (1 - predicted) * parts["head"]

@@ -1,6 +1,6 @@
 """Linear layers: Megatron-core's tensor-parallel ones, or whole matrices in a single process.
 
-Megatron-core takes seconds to import, so a single process, such as for generation, does without it.
+Megatron-core takes seconds to import, so a single process, for example in generation, does without it.
 """
 
 import math
@@ -88,7 +88,7 @@ def apply_linear(linear: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def embedding(settings: ModelSettings) -> Any:
-    """An embedding of token ids (B, N) in (B, N, C), or (N / tp, B, C) under sequence parallelism."""
+    """An embedding layer: token ids (B, N) -> (B, N, C), or (N / tp, B, C) under sequence parallelism."""
     sizes = (settings.padded_vocab_size, settings.model.hidden_size)
     if isinstance(settings.mesh, OneProcess):
         weight = torch.empty(sizes, device=settings.device)

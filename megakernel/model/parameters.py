@@ -1,4 +1,4 @@
-"""The number of parameters of a model that is not built."""
+"""The number of parameters of a model, without building it in memory."""
 
 from torch import device
 

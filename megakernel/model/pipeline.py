@@ -45,7 +45,7 @@ class Pipeline(Layers, PipelineModule):
             topology=settings.mesh.topology,
             loss_fn=lambda loss, _: loss * loss_scale(),
             partition_method="type:TransformerLayer",
-            # `seeded_by` makes weights functions of (seed, layer); nothing else is random.
+            # `seeded_by` makes weights functions of (seed, layer); building the model draws nothing else.
             seed_layers=False,
         )
         self.settings = settings

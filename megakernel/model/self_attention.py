@@ -200,5 +200,5 @@ def _qk_norm(settings: ModelSettings, heads: int) -> nn.Module | None:
 
 
 def absent_in_dense(name: str) -> bool:
-    """Whether dense models lack this weight: it is of a mechanism, a part around it, or a low-rank update."""
+    """Whether dense models lack this weight: it belongs to a mechanism, a part around it, or a low-rank update."""
     return any(of.search(name) for of in (_OPTIONAL_PARTS, UPDATES)) or MECHANISM in name

@@ -34,16 +34,16 @@ class ModelSettings:
     """Vocabulary size without padding."""
 
     mesh: "Mesh | OneProcess"
-    """This process's place among the ranks."""
+    """Process groups and this process's ranks in them; `OneProcess` has no other ranks."""
 
     seed: int = 0
     """Run seed: weights are functions of (seed, layer), drawn whole and then partitioned."""
 
     isolate_documents: bool = True
-    """Whether documents of a sequence do not attend to each other."""
+    """Whether tokens attend only within their document; otherwise a sequence counts as one document."""
 
     recompute: Recompute = "none"
-    """Activation checkpointing."""
+    """Activation checkpointing: what backward recomputes."""
 
     offload: bool = False
     """Whether the inputs of recomputed layers are kept in host memory."""
@@ -58,7 +58,7 @@ class ModelSettings:
     """Low-rank updates of attention and MLP matrices; None: none."""
 
     shapes_only: bool = False
-    """Whether matrices are on the meta device, for a model that is only asked for names, shapes and dtypes."""
+    """Whether matrices are on the meta device, for names, shapes and dtypes only; in a single process."""
 
     @property
     def padded_vocab_size(self) -> int:

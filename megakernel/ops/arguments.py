@@ -127,8 +127,8 @@ def check_priors(priors: Tensor, k: Tensor) -> None:
     """Check priors pi (H_kv, M) of keys (B, H_kv, M, N, d)."""
     if k.dim() != 5 or tuple(priors.shape) != tuple(k.shape[1:3]):
         raise ValueError(
-            f"priors has shape {tuple(priors.shape)} beside k {tuple(k.shape)}; "
-            "expected (heads, keys) beside (batch, heads, keys, tokens, width)"
+            f"priors has shape {tuple(priors.shape)} and k {tuple(k.shape)}; "
+            "expected (heads, keys) and (batch, heads, keys, tokens, width)"
         )
 
 
@@ -138,8 +138,8 @@ def check_shift(shift: Tensor, priors: Tensor | None, k: Tensor) -> None:
     if not fits or priors is None or priors.shape != shift.shape[:2]:
         priors_text = "no priors" if priors is None else f"priors {tuple(priors.shape)}"
         raise ValueError(
-            f"shift has shape {tuple(shift.shape)} beside k {tuple(k.shape)} and {priors_text}; "
-            "expected (heads, keys, width) beside (batch, heads, tokens, width) and (heads, keys)"
+            f"shift has shape {tuple(shift.shape)}, k {tuple(k.shape)}, and {priors_text}; "
+            "expected (heads, keys, width), (batch, heads, tokens, width) and (heads, keys)"
         )
 
 

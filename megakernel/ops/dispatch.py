@@ -74,13 +74,13 @@ def _fastest(implementations: Mapping[str, Implementation], *args: Any, **kwargs
 
 def runs_on_gpu(x: torch.Tensor) -> bool:
     """Whether `x` is on a GPU, or kernel launches are recorded instead of made, as if there were a GPU."""
-    return x.is_cuda or is_noting()
+    return x.is_cuda or is_recording()
 
 
-def is_noting() -> bool:
+def is_recording() -> bool:
     """Whether kernel launches are recorded instead of made, so that their outputs are uninitialized."""
     launch = sys.modules.get("megakernel.ops.kernels.launch")
-    return launch is not None and launch.is_noting()
+    return launch is not None and launch.is_recording()
 
 
 @cache

@@ -15,7 +15,7 @@ Tensors = tuple[Any, ...]
 """Tensors, or None for an absent optional one."""
 
 SHORT = 512
-"""Sequences of at most this many tokens run without recomputation.
+"""Sequences of one group and at most this many tokens run without recomputation.
 
 Their autograd graph takes 4 to 6 times the memory of q, k and v in every layer (float32, d = 64).
 """

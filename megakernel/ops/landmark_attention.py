@@ -149,15 +149,15 @@ def landmark_attention(
         far_weight: gamma (H,), multiplies landmarks by exp(gamma) under the shared normalizer; None: 0.
         gate: logits of the window's share, broadcastable to (B, H, N); window and landmarks then have separate
             normalizers. None: one normalizer for both.
-        positions: (B, N) positions within documents, or the position of the first token of sequences that hold one
-            document each.
+        positions: (B, N) positions within documents, or the position of the first token if each sequence holds one
+            document.
         backend: reference or chunked.
 
     Returns:
         (B, H, N, D) in the dtype of v. Queries that see no landmark attend to the window alone.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, naming the argument.
+        ValueError: invalid shapes, dtypes or devices; the message names the argument.
     """
     check_heads(q, first_key(k, priors, shift), v)
     check_per_head("far_weight", far_weight, q.shape[1])

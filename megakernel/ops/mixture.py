@@ -46,7 +46,7 @@ def first_key(k: Tensor, priors: Tensor | None, shift: Tensor | None = None) -> 
     """(B, H_kv, N, d) for checks of shapes: k itself, or the first of mixture keys k (B, H_kv, M, N, d).
 
     Raises:
-        ValueError: priors, shifts and keys that do not fit.
+        ValueError: priors, shifts and keys do not match.
     """
     if shift is not None:
         check_shift(shift, priors, k)

@@ -39,7 +39,7 @@ def nystrom_attention(
         (B, H, N, D) in the dtype of v; 0 in sequences without real tokens.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, naming the argument.
+        ValueError: invalid shapes or dtypes; the message names the argument.
     """
     check_heads(q, k, v)
     real = torch.ones_like(segments, dtype=torch.bool) if key_mask is None else key_mask

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megakernel.ops.dispatch import accum_dtype, is_noting
+from megakernel.ops.dispatch import accum_dtype, is_recording
 from megakernel.ops.documents import is_graph
 from megakernel.ops.feature_maps import FEATURE_MAPS, FeatureMap, named
 from megakernel.ops.state import EMPTY
@@ -153,7 +153,7 @@ def recompute_lost(result: FinishedOutput, recompute: Callable[[], FinishedOutpu
     if not lost or out.dtype == torch.float64 or out.is_meta or is_graph(out):
         return out, state
     any_lost = lost[0].any()
-    if is_noting() or not any_lost:
+    if is_recording() or not any_lost:
         return out, state
     (exact_out, *_), state = recompute()
     return torch.where(lost[0][..., None], exact_out.to(out.dtype), out), state

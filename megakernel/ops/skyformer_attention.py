@@ -36,7 +36,7 @@ def skyformer_attention(
         (B, H, N, D) in the dtype of v.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, naming the argument.
+        ValueError: invalid shapes or dtypes; the message names the argument.
     """
     check_heads(q, k, v)
     rows = expand("landmarks", landmarks, (*q.shape[:2], landmarks.shape[-1]))

@@ -61,7 +61,7 @@ class LocalWindow(NamedTuple):
     """Rotates queries and keys, which may be packed mixture keys."""
 
     far_rotary: Rotary | None = None
-    """Rotates the queries of landmarks, which are already rotated; None: landmarks are not rotated."""
+    """Rotates queries for their products with landmarks, which are already rotated; None if landmarks are not."""
 
 
 class WindowLayout(NamedTuple):
@@ -118,7 +118,7 @@ class WindowLayout(NamedTuple):
 def window_layout(
     positions: Positions, length: int, device: torch.device, *, block_size: int, blocks: int, runs: int = 1
 ) -> WindowLayout:
-    """The layout of `length` tokens in a multiple of `runs` chunks (of fewer, if there are not so many)."""
+    """The layout of `length` tokens, padded to a multiple of `runs` chunks, or to whole chunks if these are fewer."""
     aligned = isinstance(positions, int) and positions % block_size == 0 and length >= block_size
     size = min(block_size, length)
     runs = min(runs, -(-length // size))
@@ -241,8 +241,8 @@ def window_sums(
     """
     heads, length, dtype = q.shape[1], q.shape[2], accum_dtype(q.dtype)
     if length == 1:
-        visible = token_window(tail.and_token(k, v), positions, window.block_size, window.blocks, dtype)
-        return unchunk_partial(visible.softmax(q.to(dtype), window.rotary, priors, shift), heads, 1)
+        last = token_window(tail.and_token(k, v), positions, window.block_size, window.blocks, dtype)
+        return unchunk_partial(last.softmax(q.to(dtype), window.rotary, priors, shift), heads, 1)
     layout = window_layout(positions, length, q.device, block_size=window.block_size, blocks=window.blocks)
     queries, past, keys = window_inputs(q, k, tail, positions, window, shift)
     chunks, size = layout.positions.shape[1:]

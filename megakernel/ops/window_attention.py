@@ -48,8 +48,8 @@ def window_attention(
         priors: pi (H_kv, M) >= 0 of mixture keys: a token weighs sum_r pi_r exp(q.k_r / sqrt(d)).
         shift: b (H_kv, M, d), only with priors: the keys of a token are k + b_r.
         rotary: rotates q and k, which are passed unrotated, by their positions.
-        positions: (B, N) positions within documents, or the position of the first token of sequences that hold one
-            document each. They determine which tokens of `initial_state` belong to the current document.
+        positions: (B, N) positions within documents, or the position of the first token if each sequence holds one
+            document. They determine which tokens of `initial_state` belong to the current document.
         initial_state: the last block_size * blocks tokens before these.
         backend: reference or chunked.
 
@@ -57,7 +57,7 @@ def window_attention(
         (B, H, N, D) in the dtype of v, and the tail after the last token.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, naming the argument.
+        ValueError: invalid shapes, dtypes or devices; the message names the argument.
     """
     check_heads(q, first_key(k, priors, shift), v)
     check_choice("blocks", blocks, (1, 2))
@@ -88,8 +88,8 @@ def chunked(
         if q.shape[2] == 1:
             extended = tail.and_token(k, v)
             dtype = accum_dtype(q.dtype)
-            visible = token_window(extended, group_positions, window.block_size, window.blocks, dtype)
-            out = visible.softmax_mean(q.to(dtype), window.rotary, *shared)
+            last = token_window(extended, group_positions, window.block_size, window.blocks, dtype)
+            out = last.softmax_mean(q.to(dtype), window.rotary, *shared)
             return (out.to(v.dtype),), tuple(extended.without_oldest)
         sums = window_sums(q, k, v, tail, group_positions, window, *shared)
         return (normalized(sums).to(v.dtype),), tuple(tail.after(k, v))

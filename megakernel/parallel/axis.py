@@ -17,7 +17,7 @@ class Axis:
     """Their process group."""
 
     rank: int
-    """This process's place in the group."""
+    """Rank of this process in the group."""
 
     ranks: tuple[int, ...]
     """World ranks of the group."""

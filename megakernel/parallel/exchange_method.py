@@ -6,15 +6,15 @@ from typing import Literal
 ExchangeMethod = Literal["gather", "ring"]
 
 HOP_SECONDS = 30e-6
-"""Assumed latency of passing a few bytes to the next device, with the kernels that add to them."""
+"""Assumed latency of passing a few bytes to the next device, including the kernels that process them."""
 
 BYTES_PER_SECOND = 50e9
 """Assumed bandwidth between devices of two machines: a 400 Gb/s adapter per device."""
 
-MOST_GATHERED = 2**28
+MAX_GATHERED_BYTES = 2**28
 """Bytes of gathered states that a process may hold."""
 
-MOST_PARTS = 16
+MAX_PARTS = 16
 """Parts of a message; more gain little."""
 
 
@@ -23,10 +23,10 @@ def choose_method(size: int, message_bytes: int) -> ExchangeMethod:
 
     An all-gather takes one hop and (P - 1) S / w seconds for messages of S bytes. A ring that passes a message on in K
     parts takes P + K - 2 hops of S / K bytes. Both grow with P; the ring wins if S bytes take longer than a hop, from
-    about 3 MB on (16 key heads with F = D = 128 have 1 MB). An all-gather holds P states: beyond MOST_GATHERED bytes,
+    about 3 MB on (16 key heads with F = D = 128 have 1 MB). An all-gather holds P states: beyond MAX_GATHERED_BYTES,
     the ring is used.
     """
-    if size * message_bytes > MOST_GATHERED:
+    if size * message_bytes > MAX_GATHERED_BYTES:
         return "ring"
     gather = HOP_SECONDS + (size - 1) * message_bytes / BYTES_PER_SECOND
     count = ring_parts(size, message_bytes)
@@ -37,4 +37,4 @@ def choose_method(size: int, message_bytes: int) -> ExchangeMethod:
 def ring_parts(size: int, message_bytes: int) -> int:
     """The K that minimizes (P + K - 2) (hop + S / (K w))."""
     best = math.sqrt(max(0, size - 2) * message_bytes / (BYTES_PER_SECOND * HOP_SECONDS))
-    return min(MOST_PARTS, max(1, round(best)))
+    return min(MAX_PARTS, max(1, round(best)))

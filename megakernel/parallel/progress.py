@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class Progress:
-    """Written by the training thread, read by others at any time."""
+    """How far a process is; written by the training thread, read by others at any time."""
 
     step: int = 0
     """Completed optimizer steps."""

@@ -23,7 +23,7 @@ from megakernel.parallel.axis import Axis
 from megakernel.parallel.exchange_method import ring_parts
 from megakernel.parallel.traffic import Traffic
 
-LARGEST_LOG = 80.0
+MAX_LOG = 80.0
 """Exponents up to this do not overflow float32."""
 
 
@@ -319,7 +319,7 @@ class _Start(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             sums, log_scale = ctx.exchange.incoming
             # Clamped: where this would overflow, the shard adds next to nothing and the gradient is 0 anyway.
-            scale = torch.exp((log_scale - ctx.log_scale).clamp(max=LARGEST_LOG))
+            scale = torch.exp((log_scale - ctx.log_scale).clamp(max=MAX_LOG))
             dcarries = (dsums * sums).sum((-1, -2)) * scale
         return dsums, None, dcarries, None
 

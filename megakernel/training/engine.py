@@ -120,7 +120,7 @@ class StepResult:
     """Measurements of one optimizer step, the same on every rank."""
 
     loss: float
-    """Mean cross entropy in nats of the global batch, before the update."""
+    """Loss of the global batch before the update: mean cross entropy in nats, or that of another objective."""
 
     grad_norm: float
     """Global gradient norm before clipping; may be inf or nan."""
@@ -130,11 +130,11 @@ class StepResult:
 
 
 class Engine:
-    """The DeepSpeed engine of one rank, with a whole model or a pipeline stage.
+    """The DeepSpeed engine of one rank, for its shard of a model or of a pipeline stage.
 
     make_model: builds other model classes for losses besides the labels' cross entropy.
 
-    UserError, on all ranks alike, if optimizer.trained does not fit the layers of every stage.
+    Raises UserError, alike on all ranks, if optimizer.trained does not fit the layers of every stage.
     """
 
     def __init__(self, config: Config, settings: ModelSettings, make_model: MakeModel = build_model):

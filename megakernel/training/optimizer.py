@@ -54,9 +54,9 @@ def is_trained(config: configuration.Config, name: str) -> bool:
 
 
 def freeze(model: nn.Module, trained: str, select: Callable[[str], bool] = absent_in_dense) -> None:
-    """Freeze all weights but those whose names `select` accepts; UserError if none is left.
+    """Freeze all weights but those whose names `select` accepts.
 
-    trained: value of optimizer.trained, for the error.
+    trained: value of optimizer.trained, for the error. Raises UserError if no weight is left to train.
     """
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(select(name))
@@ -119,9 +119,9 @@ def build_optimizer(
 ) -> torch.optim.AdamW:
     """The optimizer that DeepSpeed wraps; its learning rate is set before every step. Called on all ranks.
 
-    on_cpu: whether the weights it updates are in host memory, by DeepSpeed's offload too.
+    on_cpu: whether the weights that it updates are in host memory, as on a CPU or with DeepSpeed's offload.
 
-    UserError, on all ranks alike, if pipeline stages have different numbers of parameter groups.
+    Raises UserError, alike on all ranks, if pipeline stages have different numbers of parameter groups.
     """
     groups = parameter_groups(model, settings)
     # DeepSpeed sums norms over the stages group by group.

@@ -49,8 +49,8 @@ def start_from_weights(
 
     Prints which weights are newly initialized and which are left out. A dense model must have all weights but those of
     attention mechanisms, and no others. Mechanisms' weights are converted if possible, such as E and F to fewer
-    landmarks. UserError, on all ranks alike, if there is no checkpoint, the model does not match, or the data was
-    prepared with another tokenizer.
+    landmarks. Raises UserError, alike on all ranks, if there is no checkpoint, the model does not match, or the data
+    was prepared with another tokenizer.
     """
     weights = WeightSource.find("init.from", source, ranks)
     if remark := ranks.on_rank_zero(lambda: weights.check_tokenizer(corpora)):
@@ -93,7 +93,7 @@ def start_with_adapter(
 ) -> None:
     """Load low-rank updates from a PEFT adapter, after their weights.
 
-    UserError, on all ranks alike, if the folder has none or its updates are not those of the run.
+    Raises UserError, alike on all ranks, if the folder has none or its updates are not those of the run.
     """
     adapter = ranks.on_rank_zero(lambda: read_adapter(folder, model, lora))
     engine.load_weights(adapter)
@@ -113,7 +113,7 @@ def in_layers(names: Sequence[str]) -> str:
 
 
 def find_moments(source: Path, ranks: Ranks) -> WeightSource:
-    """The run or checkpoint of init.moments; UserError, on all ranks alike, if it is neither."""
+    """The run or checkpoint of init.moments. Raises UserError, alike on all ranks, if it is neither."""
     weights = WeightSource.find("init.moments", source, ranks)
     if weights.checkpoint is None:
         raise UserError(
@@ -125,7 +125,7 @@ def find_moments(source: Path, ranks: Ranks) -> WeightSource:
 def start_with_moments(source: Path, model: Model, engine: Engine, ranks: Ranks, note: Note) -> None:
     """Load AdamW's moments, for weights that fit, from a run's newest good checkpoint or a checkpoint folder.
 
-    UserError, on all ranks alike, if there is no checkpoint or none of its moments fits the model.
+    Raises UserError, alike on all ranks, if there is no checkpoint or none of its moments fits the model.
     """
     weights = find_moments(source, ranks)
     count = engine.load_moments(weights.tensors(model))

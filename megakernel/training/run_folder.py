@@ -41,7 +41,7 @@ class RunLock:
     """A lock on a folder, held while this object exists; the end of the process, however it ends, releases it too.
 
     It is a POSIX lock: forked processes do not inherit it, network file systems support it, and a process should have
-    one object per folder, because closing any releases it. File systems without locks get none.
+    one object per folder, because closing any of them releases it. File systems without locks have none.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class RunLock:
     ):
         """folder: run folder, whose file `name` names the holder. activity: what the holder does, for the error.
 
-        InUse if another process holds it for `wait_seconds`, or `lease_seconds` if that is on another host.
+        Raises InUse if another process holds it for longer than `wait_seconds`, or `lease_seconds` on another host.
         """
         self._path = folder / name
         self._file = self._path.open("a+", encoding="utf-8")
@@ -97,7 +97,7 @@ class RunLock:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a text file atomically and sync it to disk; OSError names the file."""
+    """Write a text file atomically and sync it to disk. Raises OSError, which names the file."""
     staged = path.with_name(path.name + ".partial")
     try:
         with staged.open("w", encoding="utf-8") as file:
@@ -147,13 +147,13 @@ class RunFolder:
 
         devices: names of this host's devices, for environment.txt.
         Returns the permitted changes since the last start, with which config.yaml is updated.
-        UserError, on all ranks alike, for a folder of another configuration, one that another start uses, or one that
-        cannot be written.
+        Raises UserError, alike on all ranks, for a folder of another configuration, one that another start uses, or
+        one that cannot be written.
         """
         return self._ranks.on_rank_zero(lambda: self._open(devices))
 
     def fix_configuration(self) -> None:
-        """Fix the configuration in config.yaml, after the first successful step or save. Called on rank 0."""
+        """Make config.yaml final after the first successful step or save, so that restarts are checked. On rank 0."""
         if not self._fixed:
             with suppress(OSError):  # retried after the next step
                 write_atomically(self.config_file, to_yaml(self._config))
@@ -163,7 +163,7 @@ class RunFolder:
         """Copy the corpus's tokenizer into the run folder, so that the run can be used without the corpus.
 
         source: the tokenizer's folder. digest: its `Tokenizer.hash`. Called on every rank, after `open`.
-        UserError, on all ranks alike, if the run began with another tokenizer.
+        Raises UserError, alike on all ranks, if the run began with another tokenizer.
         """
         self._ranks.on_rank_zero(lambda: self._keep_tokenizer(source, digest))
 

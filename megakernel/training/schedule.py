@@ -48,7 +48,7 @@ def learning_rate(step: int, schedule: Schedule, peak: float, total_steps: int) 
 def add_near_dropout(model: nn.Module, dropout: NearDropout, seed: int) -> None:
     """Give the gated FLuRKA layers of a model near dropout; `Engine.redraw(step)` chooses the heads of a step.
 
-    UserError if this rank holds FLuRKA layers and none has a gate.
+    Raises UserError if this rank holds FLuRKA layers and none has a gate.
     """
     cores = {
         index: core for index, core in attention_cores(model).items() if isinstance(core, FlurkaAttention)

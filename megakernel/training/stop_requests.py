@@ -88,8 +88,8 @@ class StopRequests:
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._previous.items():
-            # A request after the work is done must not kill the process: blocked again if it was, but threads that were
-            # started meanwhile do not block it, so it gets a handler, too.
+            # A request after the work is done must not kill the process. A signal that was blocked is blocked again
+            # below; it also gets a handler, because threads that were started meanwhile do not block it.
             blocked = number in _BLOCKED & self._mask
             signal.signal(number, _defer if blocked else handler)  # type: ignore[arg-type]
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)

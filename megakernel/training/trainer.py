@@ -41,7 +41,7 @@ from .watchdog import Watchdog
 class Trainer:
     """One rank's part of a run: reads its share of the data, runs its engine, and on rank 0 reports.
 
-    UserError, on all ranks alike, for data and run folders that do not fit the configuration, and for keys that
+    Raises UserError, alike on all ranks, for data and run folders that do not fit the configuration, and for keys that
     DeepSpeed rejects.
     """
 
@@ -111,7 +111,7 @@ class Trainer:
                     watchdog.expect_slow_step()
                 with watchdog.step(step):
                     self._step(step, batches)
-                    with self.mesh.progress.waiting("agreement to go on"):
+                    with self.mesh.progress.waiting("agreement to continue"):
                         stop = Stop(self.mesh.all_reduce_max(requests.pending()))
                 if stop:
                     requests.accept(stop)
@@ -204,8 +204,8 @@ class Trainer:
                     allow_new_learning_rates(run)
             raise NotFinite(
                 f"training.max_skipped_steps={self.skipped_in_a_row}: that many steps in a row had a loss or gradient "
-                f"that is not finite, up to step {step}; no checkpoint holds them. Lower optimizer.lr, or pass over "
-                "the data with training.skip_samples, and start the same command again"
+                f"that is not finite, up to step {step}; no checkpoint holds them. Lower optimizer.lr, or skip the "
+                "data with training.skip_samples, and start the same command again"
             )
 
     def _log(self, step: int, result: StepResult, rate: float) -> None:
@@ -252,7 +252,7 @@ class Trainer:
             self.console.evaluation(step, scalars)
 
     def _bits_per_byte(self, tag: str, loss: float, split: str) -> dict[str, float]:
-        """Bits per byte, if the loss is a causal model's cross entropy of all tokens of texts: only that codes them."""
+        """Bits per byte, if the loss is a code length: a causal model's cross entropy of all tokens of texts."""
         is_cross_entropy = tag == "eval" or self.config.objective.kind == "labels"
         if not is_cross_entropy or not self.config.model.is_causal or not self.corpora.is_text(split):
             return {}

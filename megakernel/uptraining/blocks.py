@@ -55,8 +55,8 @@ class BlockTransfer:
     """One process's part of a transfer stage that trains `block_layers` layers at a time.
 
     Its folder has a run for each block, layers_FIRST-LAST, and during training the teacher's states before the next
-    block. At the end it has the same checkpoint and metrics as a stage that trains all layers at once. Finished parts
-    are reused, so the same command continues an interrupted stage.
+    block. At the end it has a checkpoint and metrics like those of a stage that trains all layers at once. Finished
+    parts are reused, so the same command continues an interrupted stage.
     """
 
     def __init__(
@@ -65,10 +65,11 @@ class BlockTransfer:
         block_layers: int,
         mesh: Mesh,
         providers: Providers,
-        inside: Sequence[Path],
+        parent_folders: Sequence[Path],
         note: Callable[[str], None],
     ):
-        """config: the stage's configuration. inside: folders whose stop files also end this run. note: logs on rank 0.
+        """config: the stage's configuration. parent_folders: folders whose stop files also end this run. note: prints a
+        message on rank 0.
 
         Raises UserError, alike on all ranks, if the source's weights do not fit the model, if no mechanism has weights
         of its own, or if there is too little free disk space.
@@ -76,7 +77,7 @@ class BlockTransfer:
         self.config, self.mesh, self.providers, self.note = config, mesh, providers, note
         self.ranks = Ranks.of(mesh)
         self.folder = RunFolder(config, self.ranks)
-        self.inside = [*inside, self.folder.path]
+        self.parent_folders = [*parent_folders, self.folder.path]
         source = config.init.source
         assert source is not None
         self.source = WeightSource.find("init.from", source, self.ranks)
@@ -218,7 +219,7 @@ class BlockTransfer:
         self.note(f"hidden states before layer {layers.stop}: writing {_megabytes(output.bytes)}")
         teacher = self._teacher(layers, input_states)
         batches = TrainingBatches(self.config, self.corpora, **loader_arguments(mesh)).from_step(0)
-        stop_files = map(stop_file, self.inside) if mesh.rank == 0 else ()
+        stop_files = map(stop_file, self.parent_folders) if mesh.rank == 0 else ()
         limits = self.config.parallel.timeout_minutes, self.config.parallel.stall_minutes
         try:
             with (
@@ -257,7 +258,7 @@ class BlockTransfer:
 
         providers = replace(self.providers, make_model=lambda *_: model)
         start = self.source.tensors(self.config.model)
-        return BlockTrainer(start, self._run_of(layers), self.mesh, providers, self.inside).run()
+        return BlockTrainer(start, self._run_of(layers), self.mesh, providers, self.parent_folders).run()
 
     def _assemble(self) -> None:
         """Save the stage's checkpoint, layer by layer, and its metrics."""
@@ -358,7 +359,7 @@ class BlockStudent(TaughtModel):
     def _build(self, index: int, spec: Any) -> Callable[..., Any]:
         layer = super()._build(index, spec)
         assert isinstance(layer, TransformerLayer)
-        # The whole layer is initialized, so that its mechanism's weights are drawn as always; only that is kept.
+        # The whole layer is initialized, so that the mechanism gets its usual weights; only the mechanism is kept.
         for part, kept in ((layer, "self_attention"), (layer.self_attention, "core")):
             for name, _ in list(part.named_children()):
                 if name != kept:

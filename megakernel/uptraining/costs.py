@@ -20,7 +20,7 @@ MAX_CONTEXT = 4096
 
 CHUNK = 512
 TIMED_TOKENS = 16
-"""Decoded tokens, whose median time counts."""
+"""Number of tokens that are decoded; the median of their times counts."""
 
 
 @dataclass(frozen=True)

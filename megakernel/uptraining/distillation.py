@@ -64,12 +64,12 @@ class Distillation:
         self._parts: Tensor | None = None
 
     def __call__(self, inputs: LayerInputs) -> LayerInputs | Tensor:
-        """The outputs of a stage: the student's, then the teacher's states as bits; of the last stage the loss."""
+        """The outputs of a stage: the student's, then the teacher's states as bytes; of the last stage the loss."""
         entering, teacher_hidden = inputs, None
         if self.objective.kl:
             if not self.mesh.is_first_stage:
-                inputs, bits = inputs[:-1], inputs[-1]
-                entering = (from_bytes(bits, self.dtype), *inputs[1:])
+                inputs, data = inputs[:-1], inputs[-1]
+                entering = (from_bytes(data, self.dtype), *inputs[1:])
             teacher_hidden = self.teacher.hidden(entering)
         leaving = self.student.body(inputs)
         if self.mesh.is_last_stage:

@@ -135,11 +135,11 @@ def _rank_correlation(a: Tensor, b: Tensor, seen: Tensor) -> Tensor:
     Equal values have the mean of their ranks.
     """
     count = seen.sum(-1, keepdim=True).clamp(min=1)
-    centred = []
+    centered = []
     for x in (a, b):
         ranks = _ranks(x.masked_fill(~seen, torch.inf)).masked_fill(~seen, 0.0)
-        centred.append((ranks - ranks.sum(-1, keepdim=True) / count).masked_fill(~seen, 0.0))
-    x, y = centred
+        centered.append((ranks - ranks.sum(-1, keepdim=True) / count).masked_fill(~seen, 0.0))
+    x, y = centered
     return (x * y).sum(-1) / (x.square().sum(-1) * y.square().sum(-1)).sqrt()
 
 

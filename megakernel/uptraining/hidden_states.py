@@ -50,7 +50,7 @@ class HiddenStates:
 
     @property
     def bytes(self) -> int:
-        """Total size of all files."""
+        """Total size of all files, in bytes."""
         files = self.mesh.gradient.size * (self.mesh.tp.size if self.mesh.sequence_parallel else 1)
         return self.config.training.steps * self.per_step * self._micro_batch_bytes * files
 
@@ -83,8 +83,8 @@ class HiddenStates:
         """The states (N, B, C) of a micro-batch, counted from the run's first, on the mesh's device."""
         # Each micro-batch is mapped anew, because pages read through a mapping count as this process's memory.
         size = self._micro_batch_bytes
-        bits = np.memmap(self.folder / self._file_name, np.uint8, "c", index * size, (size,))
-        return from_bytes(torch.from_numpy(bits), self._dtype).view(self._shape).to(self.mesh.device)
+        data = np.memmap(self.folder / self._file_name, np.uint8, "c", index * size, (size,))
+        return from_bytes(torch.from_numpy(data), self._dtype).view(self._shape).to(self.mesh.device)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -98,7 +98,7 @@ class HiddenStates:
 
     @property
     def _micro_batch_bytes(self) -> int:
-        """Size of a micro-batch of this process."""
+        """Size of a micro-batch of this process, in bytes."""
         return math.prod(self._shape) * self._dtype.itemsize
 
     @property

@@ -42,7 +42,7 @@ class LayerTransfer:
         )
 
     def __call__(self, inputs: LayerInputs) -> LayerInputs | Tensor:
-        """Outputs of a stage: the loss so far, the teacher's states as bits, the other inputs; on the last the loss.
+        """Outputs of a stage: the loss so far, the teacher's states as bytes, the other inputs; on the last the loss.
 
         The backward pass only sends the loss's scalar gradient: a stage has computed its layers' gradients in its
         forward pass, and its backward pass in DeepSpeed's schedule scales them.
@@ -51,8 +51,8 @@ class LayerTransfer:
             before = torch.zeros(1, device=self.mesh.device)
         else:
             # The loss comes first, because DeepSpeed assigns the n-th received gradient to the n-th tensor.
-            before, bits, *rest = inputs
-            inputs = (from_bytes(bits, self.dtype), *rest)
+            before, data, *rest = inputs
+            inputs = (from_bytes(data, self.dtype), *rest)
         with self.attention:
             hidden = self.teacher.hidden(inputs)
         # Each tensor rank has only the loss of its own heads.

@@ -71,7 +71,7 @@ class TaughtModel(_WithObjective, LanguageModel):
     """A model whose training loss is that of its objective; in evaluation it is a plain `LanguageModel`."""
 
     def forward(self, *inputs: Tensor) -> Any:
-        """Run a `LanguageModel`, but for the loss in training."""
+        """Return the objective's loss in training, and what `LanguageModel.forward` does in evaluation."""
         return self.objective(inputs) if self.training else super().forward(*inputs)
 
 

@@ -119,7 +119,7 @@ def check_stages(config: Config, world_size: int) -> None:
     if (dropout := config.training.near_dropout) is not None:
         # Not a rule of the configuration, because older runs have recorded both.
         remedy = f"set null, and uptrain.near_dropout: {dropout.start:g}"
-        reason = "is what stages of uptrain choose, by which of them have gates"
+        reason = "is set by uptrain, for the stages that have gates"
         raise ConfigError([Problem("training.near_dropout", "{...}", reason, remedy)])
     keep = (config.uptrain or Uptrain()).layers.keep
     dense = config.model.model_copy(update={"attention": Attention(), "attention_pattern": None})
@@ -129,7 +129,7 @@ def check_stages(config: Config, world_size: int) -> None:
 
 
 def _moments(kind: str, before: Sequence[Stage], config: Config) -> str | None:
-    """Where a stage's optimizer state comes from: the stage before, if that trained the same parameters.
+    """Where a stage's AdamW moments come from: the stage before, if that trained the same weights, or init.moments.
 
     Low-rank updates are folded between stages, and start anew.
     """
@@ -217,7 +217,7 @@ def _stage_changes(
             mechanism_lr = config.optimizer.mechanism_lr
             scaled = None if mechanism_lr is None else mechanism_lr * rate / config.optimizer.lr
             changes["optimizer"] = {"lr": rate, "mechanism_lr": scaled}
-        yield "longer rows", "length", changes
+        yield "longer sequences", "length", changes
     # The transfer uses the final sequence length.
     total = config.training.steps + (uptrain.transfer.steps if uptrain.transfer is not None else 0)
     budget = {"steps": total, "seq_len_schedule": _phases(config.training, 0, config.training.steps)}

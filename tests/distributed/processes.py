@@ -1,4 +1,4 @@
-"""Real processes for tests: fresh ones for every call, forked from a server that imported everything once."""
+"""Real ranks for tests: new processes for every call, forked from a server that has imported everything once."""
 
 import faulthandler
 import multiprocessing
@@ -20,7 +20,7 @@ from megakernel.parallel.mesh import Mesh
 from megakernel.parallel.processes import ProcessEnvironment
 
 PRELOAD = ["pytest", "megakernel.training.trainer", "megakernel.uptraining.run"]
-"""Imported before the first fork; seconds once instead of in every process."""
+"""Modules that the server imports once, which would take seconds in every process."""
 
 _SERVER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -29,7 +29,7 @@ _SERVER_ENVIRONMENT = {
     "PYTHONWARNINGS": "ignore::UserWarning,ignore::FutureWarning",
 }
 _GRACE = 5.0
-"""Seconds for ranks that hang to print where."""
+"""Seconds that hanging ranks have to print their stacks."""
 
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(PRELOAD)
@@ -44,11 +44,11 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
 
     The processes see torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) with a
     port of their own. `function`, `args` and the results are pickled, tensors by value. The first failure
-    kills the other ranks; after `timeout` seconds each prints where it stands.
+    kills the other ranks; after `timeout` seconds each prints its stack.
     """
     with _environment(_SERVER_ENVIRONMENT):
         forkserver.ensure_running()
-    # The store listens before any rank starts, on a port the system chose: runs side by side cannot collide.
+    # The store listens before any rank starts, on a port that the system chose: parallel tests cannot collide.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     call = pickle.dumps((function, args))
     workers = [_start(rank, world_size, store.port, call, timeout) for rank in range(world_size)]
@@ -62,7 +62,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
 
 
 def this_process() -> ProcessEnvironment:
-    """This rank's place in the world, inside `run_ranks`."""
+    """This rank's environment, inside `run_ranks`."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     return ProcessEnvironment(rank, world_size, rank, world_size, master_port=int(os.environ["MASTER_PORT"]))
 
@@ -82,7 +82,7 @@ Worker = tuple[Any, connection.Connection]
 def _start(rank: int, world_size: int, port: int, call: bytes, timeout: float) -> Worker:
     receive, send = _processes.Pipe(duplex=False)
     environment = ProcessEnvironment(rank, world_size, rank, world_size, master_port=port).variables()
-    # torchrun's own way to say that the store is already being served.
+    # With these variables of torchrun, torch uses the store that is already served.
     environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     process = _processes.Process(
         target=_work, args=(send, environment, call, timeout), name=f"rank {rank}", daemon=True

@@ -1,4 +1,4 @@
-"""Attention over shards of the sequence and shards of the heads gives the numbers of one process."""
+"""Attention over context-parallel and tensor-parallel ranks equals attention in one process."""
 
 import pytest
 import torch
@@ -13,19 +13,19 @@ from tests.distributed.processes import cpu_mesh, run_ranks
 BATCH, HEADS, KEY_HEADS, TOKENS, DIM, BLOCK = 2, 8, 4, 64, 8, 8
 
 ONE_BLOCK = TOKENS // BLOCK
-"""Shards of one block each."""
+"""The context-parallel size at which each shard is one block."""
 
 BLOCKS = {"compression": {"block_size": BLOCK, "rank": 2}}
 
 
-def is_cut_by_time_and_heads(preset):
-    """A causal mechanism whose keys are those it is handed; the others have tests of their own."""
+def is_sharded_by_tokens_and_heads(preset):
+    """Whether a preset is causal and has one key per head; the others have tests of their own."""
     form = Attention.model_validate(expand_preset(preset))
     return form.mixes_future_tokens is None and form.keys_per_head == 1
 
 
 TWO_BLOCKS = "flurka, two blocks, shared join, rotated landmarks"
-FORMS = {name: name for name in PRESETS if is_cut_by_time_and_heads(name)} | {
+MECHANISMS = {name: name for name in PRESETS if is_sharded_by_tokens_and_heads(name)} | {
     "flurka": {"preset": "flurka", "compression": {"block_size": BLOCK, "rank": 2}},
     "flurka_decay": {"preset": "flurka_decay", "compression": {"block_size": BLOCK, "rank": 2}},
     "flurka_kernel": {"preset": "flurka_kernel", "compression": {"block_size": BLOCK, "rank": 2}},
@@ -42,16 +42,16 @@ FORMS = {name: name for name in PRESETS if is_cut_by_time_and_heads(name)} | {
 }
 
 
-WIDE = (TWO_BLOCKS, "eva")
-"""Their windows reach back by two blocks, and a shard asks its left neighbour alone."""
+TWO_BLOCK_WINDOWS = (TWO_BLOCKS, "eva")
+"""Mechanisms whose windows reach back by two blocks; a shard receives tokens from its left neighbor only."""
 
 
 def inputs():
-    """q, k, v, a weight for each output, and the positions of a whole document and of packed ones."""
+    """q, k, v, a weight for each output, and positions: a sequence of one document, and one of several."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(BATCH, heads, TOKENS, DIM) for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)]
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    # Documents end inside shards, at their edges, and beyond several of them.
+    # Documents end inside shards, at their edges, and after several of them.
     packed = torch.cat([torch.arange(length) for length in (3, 13, 29, 3, 16)])
     return tensors, torch.stack([torch.arange(TOKENS), packed])
 
@@ -60,7 +60,7 @@ def layer(form, heads):
     module = attention.build(
         form, num_heads=HEADS, num_kv_heads=KEY_HEADS, head_dim=DIM, seed=(1, 2), heads=heads
     ).double()
-    # Initial values are too plain to tell heads apart.
+    # Noise, because initial values do not differ between heads.
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             whole = (HEADS if len(parameter) == len(module.query_heads) else KEY_HEADS, *parameter.shape[1:])
@@ -72,11 +72,11 @@ def layer(form, heads):
 
 
 def outputs_and_gradients(form, heads=attention.ALL_HEADS, cp_shard=attention.WHOLE_SEQUENCE):
-    def mine(x):
+    def local_shard(x):
         return x.chunk(heads.size, 1)[heads.rank].chunk(cp_shard.size, 2)[cp_shard.rank]
 
     tensors, positions = inputs()
-    q, k, v, weight = (mine(x).clone().requires_grad_() for x in tensors)
+    q, k, v, weight = (local_shard(x).clone().requires_grad_() for x in tensors)
     module = layer(form, heads)
     out = module(
         q,
@@ -93,19 +93,21 @@ def outputs_and_gradients(form, heads=attention.ALL_HEADS, cp_shard=attention.WH
     return (out.detach(), q.grad, k.grad, v.grad), parameters, module.sharded_parameters()
 
 
-def all_forms_on_ranks(sizes):
+def all_mechanisms_on_ranks(sizes):
     with cpu_mesh(**sizes) as mesh:
-        found = {}
-        for name, form in FORMS.items():
-            if name in WIDE and mesh.cp.size == ONE_BLOCK:
+        results = {}
+        for name, form in MECHANISMS.items():
+            if name in TWO_BLOCK_WINDOWS and mesh.cp.size == ONE_BLOCK:
                 continue
-            tensors, parameters, cut = outputs_and_gradients(form, head_shard(mesh.tp), mesh.new_cp_shard())
-            found[name] = (
+            tensors, parameters, sharded = outputs_and_gradients(
+                form, head_shard(mesh.tp), mesh.new_cp_shard()
+            )
+            results[name] = (
                 tensors,
                 {key: mesh.sum(grad, mesh.gradient) for key, grad in parameters.items()},
-                cut,
+                sharded,
             )
-        return found
+        return results
 
 
 LAYOUTS = [{"context": 2}, {"context": 4}, {"context": ONE_BLOCK}, {"tensor": 2, "context": 2}]
@@ -115,35 +117,35 @@ LAYOUTS = [{"context": 2}, {"context": 4}, {"context": ONE_BLOCK}, {"tensor": 2,
 def layout(request):
     sizes = request.param
     heads, shards = sizes.get("tensor", 1), sizes["context"]
-    return heads, shards, run_ranks(all_forms_on_ranks, heads * shards, sizes)
+    return heads, shards, run_ranks(all_mechanisms_on_ranks, heads * shards, sizes)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_attention_over_ranks_is_attention_of_one_process(form, layout):
-    expected, gradients, cut = outputs_and_gradients(FORMS[form])
+@pytest.mark.parametrize("form", MECHANISMS)
+def test_attention_over_ranks_equals_attention_in_one_process(form, layout):
+    expected, gradients, sharded = outputs_and_gradients(MECHANISMS[form])
     heads, shards, results = layout
     if form not in results[0]:
         pytest.skip("a window of two blocks does not fit into a shard of one")
     for rank, (actual, parameters, _) in enumerate(result[form] for result in results):
         head_shard, cp_shard = rank % heads, rank // heads
         for part, whole in zip(actual, expected):
-            mine = whole.chunk(heads, 1)[head_shard].chunk(shards, 2)[cp_shard]
+            expected_part = whole.chunk(heads, 1)[head_shard].chunk(shards, 2)[cp_shard]
             # float64 sums in another order.
-            torch.testing.assert_close(part, mine, rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(part, expected_part, rtol=1e-10, atol=1e-10)
         for name, gradient in parameters.items():
             whole = gradients[name]
-            mine = whole.chunk(heads, cut[name])[head_shard] if name in cut else whole
-            torch.testing.assert_close(gradient, mine, rtol=1e-10, atol=1e-10)
+            expected_part = whole.chunk(heads, sharded[name])[head_shard] if name in sharded else whole
+            torch.testing.assert_close(gradient, expected_part, rtol=1e-10, atol=1e-10)
 
 
-def marks(form):
+def tensor_parallel_flags(form):
     with cpu_mesh(tensor=2) as mesh:
         module = layer(form, head_shard(mesh.tp))
         mark_head_parameters(module)
         return {name: getattr(p, "tensor_model_parallel", False) for name, p in module.named_parameters()}
 
 
-def test_head_parameters_are_marked_as_cut_and_shared_ones_are_not():
-    marked = run_ranks(marks, 2, FORMS["flurka"])[0]
-    assert {name for name, cut in marked.items() if not cut} == {"pool_keys", "pool_values"}
-    assert {"gate_weight", "gate_bias"} <= {name for name, cut in marked.items() if cut}
+def test_head_parameters_are_marked_tensor_parallel_and_shared_ones_are_not():
+    flags = run_ranks(tensor_parallel_flags, 2, MECHANISMS["flurka"])[0]
+    assert {name for name, sharded in flags.items() if not sharded} == {"pool_keys", "pool_values"}
+    assert {"gate_weight", "gate_bias"} <= {name for name, sharded in flags.items() if sharded}

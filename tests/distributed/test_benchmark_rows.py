@@ -1,4 +1,4 @@
-"""Every row of the Long Range Arena's and GLUE's tables starts, and does 20 steps, on data in the published form."""
+"""Every configuration of the Long Range Arena and GLUE tables trains 20 steps on data in the published format."""
 
 import math
 from pathlib import Path
@@ -22,9 +22,9 @@ ROWS = sorted(
     path for family in ("lra", "glue") for path in (CONFIGS / family).glob("*/*.yaml") if path.stem != "base"
 )
 NAMES = [f"{path.parents[1].name}-{path.parent.name}-{path.stem}" for path in ROWS]
-TUNED = "glue-kl-rte-tuned"
+FINE_TUNED = "glue-kl-rte-tuned"
 STEPS = 20
-MADE = {
+GENERATED_SOURCES = {
     "listops": "lra:listops:train=12,validation=6,test=6,min_length=5,max_length=60",
     "pathfinder": "lra:pathfinder:train=12,validation=6,test=6,contour=4",
 }
@@ -33,15 +33,15 @@ TOKENIZERS = {"listops": "words", "pathfinder": "pixels", "image": "pixels"}
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dict[str, Path]:
-    """Prepared folders by the name of the file that reads them."""
+    """Name of a configuration file -> the prepared folder that it reads."""
     folder = tmp_path_factory.mktemp("published")
     out: dict[str, Path] = {"pretrain": corpus}
     for path in ROWS:
         name, family = path.stem, path.parents[1].name
         if name in out:
             continue
-        if name in MADE:
-            source = MADE[name]
+        if name in GENERATED_SOURCES:
+            source = GENERATED_SOURCES[name]
         elif family == "lra":
             source = f"lra:{name}:{published.WRITERS[f'lra:{name}'](folder / name)}"
         else:
@@ -52,7 +52,7 @@ def corpora(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dict[str,
 
 
 def overrides(path: Path, root: Path, corpora: dict[str, Path]) -> list[str]:
-    """What makes a row small: widths, layers and lengths, not its mechanism, head, optimizer or schedule."""
+    """Overrides that shrink widths, layers and lengths, but keep the mechanism, head, optimizer and schedule."""
     keys: dict[str, Any] = {
         "run.root": root,
         "data.train": corpora[path.stem],
@@ -79,13 +79,13 @@ def overrides(path: Path, root: Path, corpora: dict[str, Path]) -> list[str]:
 
 
 def train_rows(rows: list[tuple[str, Path, list[str]]]) -> dict[str, list[str]]:
-    """Inside one rank: the runs one after the other; the notes of each, or its error."""
+    """Train the runs one after the other in this rank; name -> the trainer's notes, or its error."""
     from launch.training import providers
     from megakernel.training.trainer import Trainer
 
     notes: dict[str, list[str]] = {}
 
-    class Noted(Trainer):
+    class NoteRecorder(Trainer):
         def _note(self, text: str) -> None:
             notes[self.config.run.name].append(text)
 
@@ -93,8 +93,8 @@ def train_rows(rows: list[tuple[str, Path, list[str]]]) -> dict[str, list[str]]:
         for name, path, keys in rows:
             notes[name] = []
             try:
-                Noted(load(path, [*keys, f"run.name={name}"]), mesh, providers()).run()
-            except Exception as error:  # the other rows are to be seen all the same
+                NoteRecorder(load(path, [*keys, f"run.name={name}"]), mesh, providers()).run()
+            except Exception as error:  # so that the other rows still run
                 notes[name] = [f"error: {type(error).__name__}: {error}"]
     return notes
 
@@ -106,17 +106,17 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def notes(root: Path, corpora: dict[str, Path]) -> dict[str, list[str]]:
-    """All rows trained, and one task tuned from the weights of the masked language model."""
+    """Notes of all rows, and of a task that is fine-tuned from the weights of the masked language model."""
     rows = [(name, path, overrides(path, root, corpora)) for name, path in zip(NAMES, ROWS)]
     rows.sort(key=lambda row: "pretrain" not in row[0])
     tuned = CONFIGS / "glue" / "kl" / "rte.yaml"
     source = f"init.from={root / 'glue-kl-pretrain'}"
-    rows.append((TUNED, tuned, [*overrides(tuned, root, corpora), source]))
+    rows.append((FINE_TUNED, tuned, [*overrides(tuned, root, corpora), source]))
     return run_ranks(train_rows, 1, rows, timeout=280.0)[0]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_row_does_its_steps(name: str, notes: dict[str, list[str]], root: Path):
+def test_every_row_trains_all_its_steps(name: str, notes: dict[str, list[str]], root: Path):
     assert not [note for note in notes[name] if note.startswith("error")]
     lines = metrics(root / name)
     losses = scalars(lines, "train/loss")
@@ -137,8 +137,8 @@ def test_every_task_has_a_row():
     assert issubclass(GENERATED["lra:listops"], GeneratedTask)
 
 
-def test_tuning_takes_the_encoder_and_draws_the_head(notes: dict[str, list[str]]):
-    [new] = [note for note in notes[TUNED] if "new here" in note]
+def test_fine_tuning_loads_the_encoder_and_initializes_a_new_head(notes: dict[str, list[str]]):
+    [new] = [note for note in notes[FINE_TUNED] if "new here" in note]
     names = new.partition(": ")[2].split(", ")
     assert [name.partition(".")[2] for name in names] == [
         "inner.bias",
@@ -146,29 +146,33 @@ def test_tuning_takes_the_encoder_and_draws_the_head(notes: dict[str, list[str]]
         "output.bias",
         "output.weight",
     ]
-    assert not [note for note in notes[TUNED] if "left out" in note]
+    assert not [note for note in notes[FINE_TUNED] if "left out" in note]
 
 
-def test_a_regression_is_scored_by_correlations(notes: dict[str, list[str]], root: Path):
-    found = evaluate_run(root / "glue-kl-stsb")
-    assert found.accuracy is None
-    assert found.scores is not None
-    assert set(found.scores) == {"pearson", "spearman"}
-    assert found.loss == pytest.approx(scalars(metrics(root / "glue-kl-stsb"), "eval/loss")[-1], rel=1e-5)
-
-
-def test_a_table_reads_runs_that_are_done(notes: dict[str, list[str]], root: Path, corpora: dict[str, Path]):
-    path = CONFIGS / "lra" / "skyformer" / "listops.yaml"
-    keys = [*overrides(path, root, corpora), "run.name=lra-skyformer-listops"]
-    found = lra.measure(path, keys)
-    assert (found.split, found.samples, found.step) == ("test", 6, STEPS)
-    assert found.accuracy is not None
-    assert lra.row("skyformer", [found, found]).startswith(
-        f"| `skyformer` | 2 | {found.accuracy:.4f} ± 0.0000 |"
+def test_a_regression_task_is_scored_by_correlations(notes: dict[str, list[str]], root: Path):
+    evaluation = evaluate_run(root / "glue-kl-stsb")
+    assert evaluation.accuracy is None
+    assert evaluation.scores is not None
+    assert set(evaluation.scores) == {"pearson", "spearman"}
+    assert evaluation.loss == pytest.approx(
+        scalars(metrics(root / "glue-kl-stsb"), "eval/loss")[-1], rel=1e-5
     )
 
 
-def test_a_split_that_is_not_there_is_refused(notes: dict[str, list[str]], root: Path):
+def test_the_table_evaluates_finished_runs_on_the_test_split(
+    notes: dict[str, list[str]], root: Path, corpora: dict[str, Path]
+):
+    path = CONFIGS / "lra" / "skyformer" / "listops.yaml"
+    keys = [*overrides(path, root, corpora), "run.name=lra-skyformer-listops"]
+    result = lra.measure(path, keys)
+    assert (result.split, result.samples, result.step) == ("test", 6, STEPS)
+    assert result.accuracy is not None
+    assert lra.row("skyformer", [result, result]).startswith(
+        f"| `skyformer` | 2 | {result.accuracy:.4f} ± 0.0000 |"
+    )
+
+
+def test_evaluating_a_missing_split_is_refused(notes: dict[str, list[str]], root: Path):
     with pytest.raises(
         ValueError, match=r"data\.train=.*text-prepared has no test split; prepare it with one"
     ):

@@ -1,4 +1,4 @@
-"""All-reduces before training: real processes that stand for nodes, one of which cannot reach the others."""
+"""Preflight all-reduces over real processes that stand for nodes, one of which cannot reach the others."""
 
 import os
 from datetime import timedelta
@@ -15,7 +15,7 @@ NODES = ["n1", "n1", "n2", "n3"]
 
 
 def measure(lost: str | None) -> list[Timing]:
-    """What this process finds; `lost`: a node whose network interface is not there."""
+    """The timings of this process; `lost`: a node whose network interface does not exist."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     node = NODES[rank]
     if node == lost:
@@ -32,15 +32,15 @@ def timings():
     return {lost: [one for rank in run_ranks(measure, 4, lost) for one in rank] for lost in (None, "n2")}
 
 
-def test_each_process_is_timed_within_its_node_with_two_neighbours_and_with_all(timings):
+def test_each_rank_is_timed_within_its_node_with_two_neighbors_and_with_all(timings):
     groups = [one.nodes for one in timings[None] if one.rank == 0]
-    assert groups == [["n1"], ["n1", "n2"], ["n3", "n1"], []], "the last is one of all"
+    assert groups == [["n1"], ["n1", "n2"], ["n3", "n1"], []], "the last group has all nodes"
     assert all(one.seconds > 0 and one.error is None for one in timings[None])
-    assert len(timings[None]) == 2 + 3 + 2 + 3 + 4, "nodes of one process have no round alone"
+    assert len(timings[None]) == 2 + 3 + 2 + 3 + 4, "a node with one process has no round within itself"
 
 
-def test_a_node_that_cannot_be_reached_is_named_alone(timings):
-    found = slow_nodes(timings["n2"], limit=60)
-    assert list(found) == ["n2"]
-    assert found["n2"].startswith("an all-reduce with n")
+def test_only_the_unreachable_node_is_reported_as_slow(timings):
+    slow = slow_nodes(timings["n2"], limit=60)
+    assert list(slow) == ["n2"]
+    assert slow["n2"].startswith("an all-reduce with n")
     assert next(one for one in timings["n2"] if one.nodes == ["n3", "n1"]).seconds is not None

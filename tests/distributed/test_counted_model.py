@@ -1,4 +1,4 @@
-"""The formulas of analysis against the model as it is built and run."""
+"""The parameter and FLOP formulas agree with the model that is built and run."""
 
 from typing import Any
 
@@ -87,13 +87,13 @@ def counted() -> list[tuple[Model, int, int]]:
     return [(model, *result) for model, result in zip(models, results)]
 
 
-def test_the_parameter_formula_counts_the_parameters_of_every_architecture(counted):
+def test_the_parameter_formula_is_exact_for_every_architecture(counted):
     for model, parameters, _ in counted:
         assert parameter_count(model, VOCAB, SEQ_LEN) == parameters, model
 
 
-def test_a_softmax_model_executes_the_projections_mlps_and_head_of_the_formula(counted):
-    """torch's counter does not know the fused softmax kernel of CPUs: what it counts is all the rest."""
+def test_a_softmax_model_executes_the_formulas_projections_mlps_and_head(counted):
+    """torch's counter does not know the fused softmax kernel of CPUs, so it counts everything else."""
     softmax = [entry for entry in counted if entry[0].attention.is_full_softmax]
     assert softmax
     for model, _, executed in softmax:
@@ -101,7 +101,7 @@ def test_a_softmax_model_executes_the_projections_mlps_and_head_of_the_formula(c
         assert executed == SEQ_LEN * (parts["projections"] + parts["mlp"] + parts["head"]), model
 
 
-def test_every_architecture_executes_at_least_the_formula(counted):
+def test_every_architecture_executes_at_least_the_flops_of_the_formula(counted):
     for model, _, executed in counted:
         layers = [model.layer_attention(layer) for layer in range(model.num_layers)]
         if not any(layer.is_full_softmax for layer in layers):

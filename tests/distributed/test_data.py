@@ -25,7 +25,7 @@ def configuration(folder: Path, index: str) -> Config:
 
 
 def read(config: Config, share: Share, **options: object) -> dict[str, list[list[list[int]]]]:
-    """Tokens of the share's micro-batches, by step, and of its validation passes."""
+    """Tokens of the share's training micro-batches, by step, and of its validation batches."""
     corpora = Corpora(config.data)
     training = TrainingBatches(config, corpora, share, **options)
     validation = ValidationBatches(config, corpora, share, **options)
@@ -46,7 +46,7 @@ def read_in_a_group(folder: Path, shards: int) -> dict[str, list[list[list[int]]
         )
 
 
-def test_ranks_share_what_one_process_reads(tmp_path: Path):
+def test_ranks_together_read_the_same_samples_as_one_process(tmp_path: Path):
     source = write_jsonl(tmp_path / "source.jsonl", documents(60, seed=1))
     prepared(tmp_path / "prepared", [str(source)])
     alone = read(configuration(tmp_path, "index"), Share())

@@ -1,4 +1,4 @@
-"""A run that starts from a dense checkpoint computes what `transformers` computes, on any layout."""
+"""A run that starts from a dense checkpoint has the loss that `transformers` computes, on any layout."""
 
 import json
 from pathlib import Path
@@ -24,55 +24,58 @@ from tests.tiers import tiered
 
 LAYOUTS = ["one process", "tp2", "pp2", "tp2 sequence parallel zero 3", "one process bfloat16"]
 
-STARTED = (
+START_MODELS = (
     *("llama", "gpt2", "llama, biases, tied, scaled", "qwen3, tied", "gpt_neox"),
     *("smollm3", "granite", "olmo2", "phi3, sliding", "gemma2", "gemma3"),
 )
-"""Models that runs start from; logits are compared of all."""
+"""Models that runs start from; logits are compared for all models."""
 
 
 def logits(names, folder, dtype):
-    """Ours of each model, after the same tokens."""
+    """Logits of each model in Megakernel, for the same tokens."""
     from megakernel.checkpoint.dense import DenseCheckpoint
     from megakernel.model import LanguageModel, ModelSettings
 
-    found = {}
+    results = {}
     with cpu_mesh() as mesh, torch.no_grad():
         for name in names:
             checkpoint = DenseCheckpoint(Path(folder, name), vocab_multiple=128)
             assert checkpoint.model.vocab_size is not None
-            wanted = checkpoint.model.for_seq_len(dense_models.LENGTH)
-            model = LanguageModel(ModelSettings(wanted, checkpoint.model.vocab_size, mesh)).eval()
+            model_config = checkpoint.model.for_seq_len(dense_models.LENGTH)
+            model = LanguageModel(ModelSettings(model_config, checkpoint.model.vocab_size, mesh)).eval()
             for key, target in model.state_dict().items():
                 if isinstance(target, torch.Tensor):
                     target.copy_(checkpoint.read(key)["fp32"])
             hidden = model.to(dtype).hidden(tokens(), torch.arange(dense_models.LENGTH)[None])
-            found[name] = model.logits(hidden)
-    return found
+            results[name] = model.logits(hidden)
+    return results
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)], ids=str)
-def test_logits_are_those_of_transformers(dtype, bound, tmp_path):
+def test_logits_match_transformers(dtype, bound, tmp_path):
     models = {name: dense_models.save(name, tmp_path / name) for name in dense_models.CONFIGS}
-    for name, ours in run_ranks(logits, 1, list(models), str(tmp_path), dtype)[0].items():
+    for name, actual in run_ranks(logits, 1, list(models), str(tmp_path), dtype)[0].items():
         with torch.no_grad():
-            theirs = models[name].float()(tokens()).logits
-        error = (ours.float() - theirs).square().mean().sqrt() / theirs.square().mean().sqrt()
+            reference = models[name].float()(tokens()).logits
+        error = (actual.float() - reference).square().mean().sqrt() / reference.square().mean().sqrt()
         assert error < bound, name
 
 
 @pytest.fixture(scope="module")
 def starts(tmp_path_factory, corpus):
     """Name -> a configuration that starts from the checkpoint, and the loss of `transformers` on its validation set."""
-    found = {}
-    for number, name in enumerate(STARTED):
+    configs = {}
+    for number, name in enumerate(START_MODELS):
         folder = tmp_path_factory.mktemp(f"dense-{number}")
         model = dense_models.save(name, folder / "hf")
-        found[name] = (config := write(folder, corpus, folder / "hf")), theirs(model, config)
-    return found
+        configs[name] = (
+            (config := write_config_for(folder, corpus, folder / "hf")),
+            transformers_loss(model, config),
+        )
+    return configs
 
 
-def write(folder, corpus, source):
+def write_config_for(folder, corpus, source):
     from megakernel.checkpoint.dense import DenseCheckpoint
     from megakernel.config import yaml_text
 
@@ -80,7 +83,7 @@ def write(folder, corpus, source):
         "run": {"name": "run", "root": str(folder)},
         "model": DenseCheckpoint(source).section,
         "init": {"from": str(source)},
-        # `transformers` sees a sequence as one text.
+        # `transformers` takes a sequence as one document.
         "data": {"train": str(corpus), "isolate_documents": False, "num_workers": 0},
         "training": {
             "steps": 1,
@@ -97,7 +100,7 @@ def write(folder, corpus, source):
 
 
 @torch.no_grad()
-def theirs(model, config, overrides=()):
+def transformers_loss(model, config, overrides=()):
     loaded = load(config, overrides)
     corpora = Corpora(loaded.data, validation=True)
     total = count = 0.0
@@ -116,7 +119,7 @@ CASES = [
     # The logits of all families over such ranks: tests/distributed/test_dense_layouts.py.
     for name in ("llama", "gpt2", *(["llama, biases, tied, scaled"] if ranks in ("tp2", "pp2") else []))
 ]
-FIRST = [
+FIRST_TIER = [
     ("one process", "gpt2"),
     ("pp2", "llama, biases, tied, scaled"),
     ("tp2 sequence parallel zero 3", "llama"),
@@ -124,23 +127,23 @@ FIRST = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "name"), tiered(CASES, FIRST))
-def test_the_first_evaluation_has_the_loss_of_transformers(ranks, name, starts, tmp_path):
+@pytest.mark.parametrize(("ranks", "name"), tiered(CASES, FIRST_TIER))
+def test_the_first_evaluation_has_the_loss_that_transformers_computes(ranks, name, starts, tmp_path):
     config, expected = starts[name]
     lines = train(config, *layout(ranks), f"run.root={tmp_path}")
     bound = 2e-2 if "bfloat16" in ranks else 1e-5
     assert lines[0]["eval/loss"] == pytest.approx(expected, rel=bound)
 
 
-def test_a_student_whose_window_holds_the_row_is_the_dense_model(starts, tmp_path):
+def test_a_student_whose_window_holds_the_whole_sequence_equals_the_dense_model(starts, tmp_path):
     config, expected = starts["llama"]
     tree = {"preset": "flurka", "compression": {"block_size": dense_models.LENGTH, "rank": 4}}
     lines = train(config, 1, f"model.attention={json.dumps(tree)}", f"run.root={tmp_path}")
     assert lines[0]["eval/loss"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_preflight_takes_a_healthy_model_in_bfloat16(corpus, tmp_path):
-    """In which `transformers` is up to a tenth of the largest logit from itself."""
+def test_preflight_accepts_a_correct_model_in_bfloat16(corpus, tmp_path):
+    """In bfloat16 `transformers` differs from itself by up to a tenth of the largest logit."""
     configs = {}
     names = (
         "llama",
@@ -155,31 +158,31 @@ def test_preflight_takes_a_healthy_model_in_bfloat16(corpus, tmp_path):
     )
     for number, name in enumerate(names):
         dense_models.save(name, tmp_path / str(number) / "hf")
-        configs[name] = write(tmp_path / str(number), corpus, tmp_path / str(number) / "hf")
-    for name, found in run_ranks(preflights, 1, configs)[0].items():
-        assert found.parity.difference < 1e-5, name
-        if name == "gemma2":  # whose exponents a window does not cap
-            assert found.identity is None
+        configs[name] = write_config_for(tmp_path / str(number), corpus, tmp_path / str(number) / "hf")
+    for name, result in run_ranks(run_preflights, 1, configs)[0].items():
+        assert result.parity.difference < 1e-5, name
+        if name == "gemma2":  # a window does not cap attention logits
+            assert result.identity is None
         else:
-            assert abs(found.identity.student - found.identity.dense) < 1e-2, name
+            assert abs(result.identity.student - result.identity.dense) < 1e-2, name
 
 
-def preflights(configs):
+def run_preflights(configs):
     from megakernel.uptraining.identity import preflight
     from megakernel.uptraining.validation import Validation
 
-    found = {}
+    results = {}
     with cpu_mesh() as mesh:
         for name, file in configs.items():
             window = json.dumps({"preset": "flurka", "compression": {"block_size": 16, "rank": 4}})
             run = load(file, ["training.dtype=bfloat16", f"model.attention={window}"])
             source = WeightSource.find("init.from", run.init.source)
-            found[name] = preflight(Validation(run, mesh), source, run.model)
-            print(name, found[name].parity, found[name].identity, flush=True)
-    return found
+            results[name] = preflight(Validation(run, mesh), source, run.model)
+            print(name, results[name].parity, results[name].identity, flush=True)
+    return results
 
 
-def test_a_model_of_other_sizes_is_refused_with_every_difference(starts, tmp_path):
+def test_a_model_of_other_sizes_is_refused_with_a_list_of_all_differences(starts, tmp_path):
     config, _ = starts["llama"]
     overrides = [
         "model.ffn_hidden_size=64",
@@ -189,17 +192,17 @@ def test_a_model_of_other_sizes_is_refused_with_every_difference(starts, tmp_pat
     ]
     with pytest.raises(RankFailedError) as caught:
         train(config, 2, *overrides)
-    said = str(caught.value)
+    message = str(caught.value)
     assert (
         f"init.from={config.parent / 'hf'}: model.norm_eps=0.1 is 1e-06 in the checkpoint; set it to that"
-        in said
+        in message
     )
-    assert "its vocabulary has 384 ids and the model's 383; give the model the checkpoint's sizes" in said
-    assert "1.mlp.linear_fc1.weight is (96, 32) in the checkpoint and (128, 32) in the model" in said
-    assert "2.mlp.linear_fc2.weight is (32, 48) in the checkpoint and (32, 64) in the model" in said
+    assert "its vocabulary has 384 ids and the model's 383; give the model the checkpoint's sizes" in message
+    assert "1.mlp.linear_fc1.weight is (96, 32) in the checkpoint and (128, 32) in the model" in message
+    assert "2.mlp.linear_fc2.weight is (32, 48) in the checkpoint and (32, 64) in the model" in message
 
 
-def test_what_a_half_precision_run_froze_goes_on_as_it_came_in(starts, tmp_path):
+def test_frozen_weights_of_a_half_precision_run_are_carried_on_unchanged(starts, tmp_path):
     config, _ = starts["llama"]
     kernel = '{"similarity": "kernel", "feature_map": {"name": "hedgehog"}}'
     frozen = ("training.dtype=bfloat16", "optimizer.trained=mechanism", "training.eval_samples=0")
@@ -216,13 +219,13 @@ def test_what_a_half_precision_run_froze_goes_on_as_it_came_in(starts, tmp_path)
 @pytest.mark.parametrize(
     "name",
     tiered(
-        [name for name in STARTED if name != "llama, biases, tied, scaled"],
+        [name for name in START_MODELS if name != "llama, biases, tied, scaled"],
         ["qwen3, tied", "gpt2", "gemma2"],
     ),
 )
-def test_what_came_in_goes_out_bit_for_bit(name, starts, tmp_path, capsys):
+def test_an_imported_checkpoint_is_exported_bit_for_bit(name, starts, tmp_path, capsys):
     config, _ = starts[name]
-    # A step of which nothing is left: too small for any weight to change.
+    # An update too small to change any weight.
     still = ("optimizer.lr=1e-30", "optimizer.weight_decay=0", "training.eval_samples=0")
     train(config, 2, *still, "parallel.tensor=2", f"run.root={tmp_path}")
     assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 0
@@ -236,13 +239,13 @@ def test_what_came_in_goes_out_bit_for_bit(name, starts, tmp_path, capsys):
     assert f"--to {tmp_path / 'out'} is in use; name a new folder" in capsys.readouterr().err
 
 
-def test_a_model_trained_here_speaks_in_transformers(corpus, tmp_path):
+def test_an_exported_model_has_the_same_loss_in_transformers(corpus, tmp_path):
     config = write_config(tmp_path, corpus)
     softmax = ("model.attention=softmax", "model.attention_pattern=null", "data.isolate_documents=false")
     lines = train(config, 2, *softmax, "training.steps=2")
     assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     loaded = load(config, softmax)
-    assert theirs(model, config, softmax) == pytest.approx(lines[-1]["eval/loss"], rel=1e-5)
+    assert transformers_loss(model, config, softmax) == pytest.approx(lines[-1]["eval/loss"], rel=1e-5)
     assert model.config.vocab_size == 257
     assert loaded.training.seq_len == model.config.max_position_embeddings

@@ -1,4 +1,4 @@
-"""A process settles on one device for all libraries, and needs nothing but Python on a machine without CUDA."""
+"""All libraries in a process use one device; a machine without CUDA needs no compiler."""
 
 import os
 
@@ -14,7 +14,7 @@ from megakernel.parallel.processes import ProcessEnvironment
 from tests.distributed.processes import cpu_mesh, run_ranks
 
 
-def alone():
+def run_without_launcher():
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         del os.environ[name]
     mesh = Mesh.create(Parallel(), ProcessEnvironment(), prepare_device("auto", 0))
@@ -29,8 +29,8 @@ def alone():
     return mesh.world_size, mesh.device.type, torch.distributed.is_initialized()
 
 
-def test_a_process_that_nobody_launched_is_a_world_of_one():
-    assert run_ranks(alone, 1) == [(1, "cpu", False)]
+def test_a_process_without_a_launcher_has_world_size_one():
+    assert run_ranks(run_without_launcher, 1) == [(1, "cpu", False)]
 
 
 def without_compiler(extensions):
@@ -41,7 +41,7 @@ def without_compiler(extensions):
         return get_accelerator().device_name(), gathered.tolist()
 
 
-def test_collectives_of_both_libraries_need_no_compiler(tmp_path):
+def test_collectives_of_megatron_and_deepspeed_need_no_compiler(tmp_path):
     assert run_ranks(without_compiler, 2, tmp_path) == [("cpu", [[0, 0], [1, 1]])] * 2
     assert not list(tmp_path.iterdir())
 

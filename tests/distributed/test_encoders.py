@@ -1,4 +1,4 @@
-"""Encoders on any layout give the losses of one process, and go on where they were stopped."""
+"""Encoders have the losses of one process on any layout, and continue where they were stopped."""
 
 import json
 import random
@@ -13,7 +13,13 @@ from megakernel.checkpoint.trained_run import find_checkpoint
 from megakernel.checkpoint.universal import WEIGHT
 from megakernel.evaluation import evaluate_run
 from tests.distributed.processes import run_ranks
-from tests.distributed.training_run import assert_alike, assert_continued, layout, scalars, train
+from tests.distributed.training_run import (
+    assert_losses_close,
+    assert_resumed_bit_identically,
+    layout,
+    scalars,
+    train,
+)
 from tests.tiers import tiered
 
 CONFIG = """
@@ -43,23 +49,23 @@ MODELS = {
         "kind: classifier, classifier: {num_classes: 3, documents: 2}, attention_pattern: [linear, softmax]"
     ),
 }
-"""Every head and pooling, every kind of position, and mechanisms of both costs."""
+"""Every head and pooling, every kind of position, and mechanisms of linear and quadratic cost."""
 
 LAYOUTS = [
     *("dp2", "dp2 zero 1", "dp2 zero 2", "dp2 zero 3"),
     *("tp2", "tp2 sequence parallel", "cp2", "cp2 ring", "pp2"),
 ]
 
-PADDED = [name for name in LAYOUTS if not name.startswith("cp2")]
+PADDED_LAYOUTS = [name for name in LAYOUTS if not name.startswith("cp2")]
 CASES = [
     *(("masked_lm", name) for name in LAYOUTS),
     ("masked_lm on landmarks", "cp2"),
-    *(("classifier", name) for name in PADDED),
+    *(("classifier", name) for name in PADDED_LAYOUTS),
     ("classifier of pairs", "dp2"),
     ("classifier of pairs", "tp2 sequence parallel"),
     ("classifier of pairs", "pp2"),
 ]
-FIRST = [
+FIRST_TIER = [
     ("masked_lm", "tp2 sequence parallel"),
     ("masked_lm", "cp2 ring"),
     ("masked_lm", "dp2 zero 2"),
@@ -68,12 +74,12 @@ FIRST = [
     ("classifier", "dp2 zero 3"),
     ("classifier of pairs", "pp2"),
 ]
-"""Of the first tier: every way to share out a model, every model."""
+"""The first tier: every parallelism and every model."""
 
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory, corpus):
-    """Prepared folders by kind of model: text, and labelled sequences of one and of two texts."""
+    """Prepared folders by kind of model: text, and labeled sequences of one and of two texts."""
     folder = tmp_path_factory.mktemp("labelled")
     draw = random.Random(0)
     with (folder / "rows.jsonl").open("w") as rows:
@@ -90,7 +96,7 @@ def corpora(tmp_path_factory, corpus):
 def write_config(folder, corpora, name):
     path = folder / "config.yaml"
     corpus = corpora["masked_lm" if name.startswith("masked_lm") else name]
-    # Landmarks of whole sequences mix what lies in a sequence.
+    # Landmarks of a whole sequence mix its documents.
     documents = str("landmarks" not in name).lower()
     path.write_text(CONFIG.format(root=folder, model=MODELS[name], corpus=corpus, documents=documents))
     return path
@@ -98,7 +104,7 @@ def write_config(folder, corpora, name):
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory, corpora):
-    """What one process measures of a model, trained when first asked for."""
+    """Model -> its configuration and metrics in one process, trained when first asked for."""
 
     @cache
     def measured(name):
@@ -108,23 +114,23 @@ def one_process(tmp_path_factory, corpora):
     return measured
 
 
-@pytest.mark.parametrize(("model", "ranks"), tiered(CASES, FIRST))
-def test_layout_gives_the_losses_of_one_process(model, ranks, one_process, tmp_path):
+@pytest.mark.parametrize(("model", "ranks"), tiered(CASES, FIRST_TIER))
+def test_every_layout_has_the_losses_of_one_process(model, ranks, one_process, tmp_path):
     config, expected = one_process(model)
-    found = train(config, *layout(ranks), f"run.root={tmp_path}")
-    assert_alike(found, expected)
-    assert scalars(found, "eval/accuracy") == pytest.approx(scalars(expected, "eval/accuracy"))
-    assert bool(scalars(found, "eval/accuracy")) == model.startswith("classifier")
+    lines = train(config, *layout(ranks), f"run.root={tmp_path}")
+    assert_losses_close(lines, expected)
+    assert scalars(lines, "eval/accuracy") == pytest.approx(scalars(expected, "eval/accuracy"))
+    assert bool(scalars(lines, "eval/accuracy")) == model.startswith("classifier")
 
 
 @pytest.mark.parametrize("model", tiered(["masked_lm", "classifier"], ["classifier"]))
-def test_stopped_and_continued_the_numbers_are_the_same_bit_for_bit(model, one_process, tmp_path):
+def test_a_resumed_run_is_bit_identical_to_an_uninterrupted_one(model, one_process, tmp_path):
     config, whole = one_process(model)
     options = (f"run.root={tmp_path}", "checkpoint.every=2")
-    # A schedule that does not move with the number of steps, as in the whole run.
+    # The decay of the whole run: it must not depend on training.steps.
     steps = ("schedule.decay_steps=2",)
     train(config, 1, *options, *steps, "training.steps=2")
-    assert_continued(train(config, 1, *options, *steps), whole)
+    assert_resumed_bit_identically(train(config, 1, *options, *steps), whole)
 
 
 def test_a_classifier_starts_from_the_weights_of_a_masked_language_model(one_process, corpora, tmp_path):
@@ -132,7 +138,7 @@ def test_a_classifier_starts_from_the_weights_of_a_masked_language_model(one_pro
     path = tmp_path / "config.yaml"
     model = MODELS["masked_lm"].replace("masked_lm", "classifier, classifier: {num_classes: 2}")
     path.write_text(CONFIG.format(root=tmp_path, model=model, corpus=corpora["classifier"], documents="true"))
-    # Steps too small to be seen in float32 leave the weights as they came.
+    # Updates below the precision of float32 leave the weights unchanged.
     still = ("optimizer.lr=1e-30", f"init.from={config.parent / 'run'}")
     train(path, 1, *still)
     before, after = (
@@ -147,33 +153,33 @@ def test_a_classifier_starts_from_the_weights_of_a_masked_language_model(one_pro
 @pytest.mark.parametrize(
     "model", tiered(["masked_lm", "classifier", "classifier of pairs"], ["masked_lm", "classifier of pairs"])
 )
-def test_evaluating_a_run_finds_what_training_measured(model, one_process):
+def test_evaluating_a_run_gives_the_metrics_of_training(model, one_process):
     config, lines = one_process(model)
-    [(loss, accuracy)] = run_ranks(_evaluated, 1, config.parent / "run")
-    # The sums are over other numbers of terms at once.
+    [(loss, accuracy)] = run_ranks(_evaluate, 1, config.parent / "run")
+    # The sums are grouped differently.
     assert loss == pytest.approx(scalars(lines, "eval/loss")[-1], rel=1e-5)
     assert [accuracy] == pytest.approx(scalars(lines, "eval/accuracy")[-1:] or [None])
 
 
-def _evaluated(folder, draws=None):
-    found = evaluate_run(folder, draws=draws)
-    return found.loss, found.accuracy
+def _evaluate(folder, draws=None):
+    result = evaluate_run(folder, draws=draws)
+    return result.loss, result.accuracy
 
 
 @pytest.mark.second
-def test_a_classifier_with_learned_kernels_votes_over_their_noise(one_process, tmp_path):
+def test_a_classifier_with_learned_kernels_votes_over_draws_of_their_noise(one_process, tmp_path):
     config, _ = one_process("classifier")
     kernels = "model.attention_pattern=[gmm_prf, skyformer]"
     lines = train(config, 1, kernels, "training.steps=1", f"run.root={tmp_path}")
     run = tmp_path / "run"
-    held, *votes = (run_ranks(_evaluated, 1, run, draws)[0] for draws in (None, 4, 4))
-    assert held[0] == pytest.approx(scalars(lines, "eval/loss")[-1], rel=1e-5)
-    assert votes[0] == votes[1] != held
+    fixed_noise, *votes = (run_ranks(_evaluate, 1, run, draws)[0] for draws in (None, 4, 4))
+    assert fixed_noise[0] == pytest.approx(scalars(lines, "eval/loss")[-1], rel=1e-5)
+    assert votes[0] == votes[1] != fixed_noise
 
 
 @pytest.mark.second
-def test_a_classifier_learns_a_rule_from_examples_it_then_knows_in_new_ones(tmp_path):
-    """Which of two letters a word holds more often: to be counted, not remembered."""
+def test_a_classifier_generalizes_a_rule_to_new_examples(tmp_path):
+    """The rule: which of two letters is more frequent. It has to be counted and cannot be memorized."""
     draw = random.Random(1)
     with (tmp_path / "rows.jsonl").open("w") as rows:
         for _ in range(300):
@@ -184,17 +190,17 @@ def test_a_classifier_learns_a_rule_from_examples_it_then_knows_in_new_ones(tmp_
     config = write_config(tmp_path, {"classifier": tmp_path / "one"}, "classifier")
     batches = ("training.steps=100", "training.global_batch_size=32", "training.micro_batch_size=32")
     model = ("model.num_layers=2", "model.classifier.pooling=mean", "optimizer.lr=3e-3")
-    found = train(config, 1, *batches, *model, "training.eval_samples=50")
-    assert scalars(found, "train/loss")[0] > 0.6, "ln 2 is knowing nothing"
-    assert scalars(found, "eval/accuracy")[-1] >= 0.9
+    lines = train(config, 1, *batches, *model, "training.eval_samples=50")
+    assert scalars(lines, "train/loss")[0] > 0.6, "ln 2 is chance"
+    assert scalars(lines, "eval/accuracy")[-1] >= 0.9
 
 
 def test_a_masked_language_model_learns_from_text(corpora, tmp_path):
     config = write_config(tmp_path, corpora, "masked_lm")
     longer = ("training.steps=60", "training.micro_batch_size=8", "training.eval_samples=50")
-    found = train(config, 1, *longer, "optimizer.lr=3e-3")
-    first, last = scalars(found, "eval/loss")
-    # ln 257 = 5.55 is knowing nothing, 3.4 how often each byte of source text comes.
+    lines = train(config, 1, *longer, "optimizer.lr=3e-3")
+    first, last = scalars(lines, "eval/loss")
+    # ln 257 = 5.55 is chance; 3.4 is the entropy of single bytes of source text.
     assert first > 5.4
     assert last < 3.6
-    assert not scalars(found, "eval/bits_per_byte"), "not a code length of the text"
+    assert not scalars(lines, "eval/bits_per_byte"), "a masked loss is not a code length of the text"

@@ -1,4 +1,4 @@
-"""Shards of a sequence over processes give the numbers of the whole sequence, forward and backward."""
+"""Exchanges between context-parallel ranks give the results of the whole sequence, forward and backward."""
 
 import pytest
 import torch
@@ -10,20 +10,20 @@ from megakernel.parallel import exchange_method, state_exchange
 from tests.distributed.processes import cpu_mesh, run_ranks
 
 SIZES = [2, 4]
-WAYS = {"gather": ("gather", 1), "ring": ("ring", 1), "ring in parts": ("ring", 2)}
-"""parallel.state_exchange and how many parts a passed state has."""
+METHODS = {"gather": ("gather", 1), "ring": ("ring", 1), "ring in parts": ("ring", 2)}
+"""parallel.state_exchange, and the number of parts in which a state is passed."""
 
 BATCH, HEADS, FEATURES, WIDTH, TOKENS = 16, 2, 3, 4, 6
 
 
-def close(actual, expected, dtype):
-    # The order of the sums differs; nothing else does.
+def assert_close(actual, expected, dtype):
+    # Only the order of the sums differs.
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 0.0}[dtype]
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def states(shards, dtype):
-    """What each shard adds, whether it carries, and a weight for what enters it."""
+    """The state of each shard, whether it carries the entering state over, and a weight for the entering state."""
     generator = torch.Generator().manual_seed(0)
     sums = torch.randn(shards, BATCH, HEADS, FEATURES, WIDTH, generator=generator, dtype=dtype)
     log_scales = 20 * torch.randn(shards, BATCH, HEADS, generator=generator, dtype=dtype)
@@ -39,26 +39,26 @@ def states(shards, dtype):
     )
 
 
-def entering_states(shards, dtype, direction, way):
-    chosen, parts = WAYS[way]
+def entering_states(shards, dtype, direction, method):
+    chosen, parts = METHODS[method]
     state_exchange.ring_parts = lambda size, message_bytes: parts
     with cpu_mesh(context=shards, state_exchange=chosen) as mesh:
         sums, log_scales, carries, weights = states(shards, dtype)
         cp_shard, rank = mesh.new_cp_shard(), mesh.cp.rank
-        mine = sums[rank].detach().requires_grad_()
+        own = sums[rank].detach().requires_grad_()
         begin = {"before": cp_shard.start_prefix, "behind": cp_shard.start_suffix}[direction]
-        pending = begin(KernelState(mine, log_scales[rank]), carries[rank])
+        pending = begin(KernelState(own, log_scales[rank]), carries[rank])
         entering = pending.wait()
         (entering.sums * weights[rank]).sum().backward()
         assert not entering.log_scale.requires_grad
-        return entering.sums.detach(), entering.log_scale, mine.grad
+        return entering.sums.detach(), entering.log_scale, own.grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("shards", SIZES)
 @pytest.mark.parametrize("direction", ["before", "behind"])
-@pytest.mark.parametrize("way", WAYS)
-def test_the_state_that_enters_is_the_state_of_all_keys_on_its_side(way, direction, shards, dtype):
+@pytest.mark.parametrize("method", METHODS)
+def test_the_entering_state_is_the_state_of_all_earlier_or_later_keys(method, direction, shards, dtype):
     sums, log_scales, carries, weights = states(shards, dtype)
     entering = empty_state(KernelState(sums[0], log_scales[0]))
     expected, loss = {}, 0.0
@@ -67,38 +67,38 @@ def test_the_state_that_enters_is_the_state_of_all_keys_on_its_side(way, directi
         loss = loss + (entering.sums * weights[cp_shard]).sum()
         entering = merge(keep(entering, carries[cp_shard]), KernelState(sums[cp_shard], log_scales[cp_shard]))
     loss.backward()
-    results = run_ranks(entering_states, shards, shards, dtype, direction, way)
+    results = run_ranks(entering_states, shards, shards, dtype, direction, method)
     for cp_shard, (actual, log_scale, grad) in enumerate(results):
         assert torch.equal(log_scale, expected[cp_shard].log_scale)
-        close(actual, expected[cp_shard].sums.detach(), dtype)
-        close(grad, sums.grad[cp_shard], dtype)
+        assert_close(actual, expected[cp_shard].sums.detach(), dtype)
+        assert_close(grad, sums.grad[cp_shard], dtype)
 
 
 def decays(shards):
-    """What a state is multiplied by over each shard, 0 where a document starts; of very different sizes."""
+    """Decay of a state over each shard, 0 where a document starts; of very different sizes."""
     generator = torch.Generator().manual_seed(1)
     factors = torch.exp(-6 * torch.rand(shards, BATCH, HEADS, generator=generator, dtype=torch.float64))
     factors[torch.rand(factors.shape, generator=generator) < 0.2] = 0.0
     return factors.requires_grad_()
 
 
-def decayed_states(shards, direction, way):
-    chosen, parts = WAYS[way]
+def decayed_states(shards, direction, method):
+    chosen, parts = METHODS[method]
     state_exchange.ring_parts = lambda size, message_bytes: parts
     with cpu_mesh(context=shards, state_exchange=chosen) as mesh:
         sums, _, _, weights = states(shards, torch.float64)
         cp_shard, rank = mesh.new_cp_shard(), mesh.cp.rank
-        mine, factor = (x[rank].detach().requires_grad_() for x in (sums, decays(shards)))
+        own, factor = (x[rank].detach().requires_grad_() for x in (sums, decays(shards)))
         begin = {"before": cp_shard.start_prefix, "behind": cp_shard.start_suffix}[direction]
-        entering = begin(KernelState(mine, torch.zeros(BATCH, HEADS, dtype=torch.float64)), factor).wait()
-        found = entering.sums * entering.log_scale.exp()[..., None, None]
-        (found * weights[rank]).sum().backward()
-        return found.detach(), mine.grad, factor.grad
+        entering = begin(KernelState(own, torch.zeros(BATCH, HEADS, dtype=torch.float64)), factor).wait()
+        decayed = entering.sums * entering.log_scale.exp()[..., None, None]
+        (decayed * weights[rank]).sum().backward()
+        return decayed.detach(), own.grad, factor.grad
 
 
 @pytest.mark.parametrize("direction", ["before", "behind"])
-@pytest.mark.parametrize("way", WAYS)
-def test_states_that_decay_and_gradients_of_their_factors_are_those_of_the_whole_sequence(way, direction):
+@pytest.mark.parametrize("method", METHODS)
+def test_decaying_states_and_their_gradients_match_the_whole_sequence(method, direction):
     shards = 4
     sums, _, _, weights = states(shards, torch.float64)
     factors = decays(shards)
@@ -108,13 +108,13 @@ def test_states_that_decay_and_gradients_of_their_factors_are_those_of_the_whole
         loss = loss + (entering * weights[shard]).sum()
         entering = entering * factors[shard][..., None, None] + sums[shard]
     loss.backward()
-    for shard, found in enumerate(run_ranks(decayed_states, shards, shards, direction, way)):
-        for actual, right in zip(found, (expected[shard], sums.grad[shard], factors.grad[shard])):
-            close(actual, right.detach(), torch.float64)
+    for shard, results in enumerate(run_ranks(decayed_states, shards, shards, direction, method)):
+        for actual, wanted in zip(results, (expected[shard], sums.grad[shard], factors.grad[shard])):
+            assert_close(actual, wanted.detach(), torch.float64)
 
 
-def stacked(x, cp_shard, recompute):
-    """Two exchanges under way at once, their results used in the other order, twice over."""
+def overlapping_layers(x, cp_shard, recompute):
+    """Two layers, each with two exchanges in flight, which are awaited in reverse order."""
 
     def layer(x):
         carries = torch.ones(len(x), dtype=torch.bool)
@@ -127,58 +127,58 @@ def stacked(x, cp_shard, recompute):
     return x
 
 
-def stacked_gradients(shards, recompute, way):
-    with cpu_mesh(context=shards, state_exchange=way) as mesh:
+def overlapping_gradients(shards, recompute, method):
+    with cpu_mesh(context=shards, state_exchange=method) as mesh:
         x = torch.linspace(-1, 1, shards * 24, dtype=torch.float64).view(shards, 1, 2, 3, 4)[mesh.cp.rank]
         x.requires_grad_()
-        out = stacked(x, mesh.new_cp_shard(), recompute)
+        out = overlapping_layers(x, mesh.new_cp_shard(), recompute)
         (out * out).sum().backward()
         return out.detach(), x.grad
 
 
-@pytest.mark.parametrize("way", ["gather", "ring"])
+@pytest.mark.parametrize("method", ["gather", "ring"])
 @pytest.mark.parametrize("recompute", [None, "reentrant", "saved"])
-def test_exchanges_overlap_and_are_recomputed_without_changing_gradients(recompute, way):
+def test_overlapping_and_recomputed_exchanges_keep_the_gradients(recompute, method):
     x = torch.linspace(-1, 1, 48, dtype=torch.float64).view(2, 1, 2, 3, 4).requires_grad_()
     y = x
     for _ in range(2):
         y = torch.stack([y[0], y[1] + y[0].sin() * y[0].tanh()])
     (y * y).sum().backward()
-    for rank, (out, grad) in enumerate(run_ranks(stacked_gradients, 2, 2, recompute, way)):
-        close(out, y[rank].detach(), torch.float64)
-        close(grad, x.grad[rank], torch.float64)
+    for rank, (out, grad) in enumerate(run_ranks(overlapping_gradients, 2, 2, recompute, method)):
+        assert_close(out, y[rank].detach(), torch.float64)
+        assert_close(grad, x.grad[rank], torch.float64)
 
 
-def attended(x, projection, positions, backend, exchange=None):
-    """Kernel attention of q, k and v, which x (3, B, H, N, d) is."""
+def attend(x, projection, positions, backend, exchange=None):
+    """Kernel attention of q, k and v, stacked in x (3, B, H, N, d)."""
     options = {"positions": positions, "exchange": exchange, "backend": backend}
     return kernel_attention(*x, feature_map="hedgehog", projection=projection, **options)
 
 
-def attended_shard(way, x, projection):
-    with cpu_mesh(context=2, state_exchange=way) as mesh:
-        here = x.chunk(2, 3)[mesh.cp.rank].clone().requires_grad_()
+def attend_shard(method, x, projection):
+    with cpu_mesh(context=2, state_exchange=method) as mesh:
+        own = x.chunk(2, 3)[mesh.cp.rank].clone().requires_grad_()
         projection.requires_grad_()
-        at = mesh.cp.rank * here.shape[3]
-        out = attended(here, projection, at, "triton", mesh.new_cp_shard().start_prefix)
+        position = mesh.cp.rank * own.shape[3]
+        out = attend(own, projection, position, "triton", mesh.new_cp_shard().start_prefix)
         out.square().sum().backward()
-        return out.detach(), here.grad, projection.grad
+        return out.detach(), own.grad, projection.grad
 
 
-@pytest.mark.parametrize("way", ["gather", "ring"])
-def test_kernels_over_processes_give_the_whole_sequence(way, monkeypatch):
+@pytest.mark.parametrize("method", ["gather", "ring"])
+def test_kernels_over_ranks_give_the_outputs_and_gradients_of_the_whole_sequence(method, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     draw = torch.Generator().manual_seed(2)
     x, projection = torch.randn(3, 1, 2, 48, 8, generator=draw), torch.randn(2, 8, 8, generator=draw)
-    shards = run_ranks(attended_shard, 2, way, x, projection)
+    shards = run_ranks(attend_shard, 2, method, x, projection)
     x, projection = (leaf.double().requires_grad_() for leaf in (x, projection))
-    out = attended(x, projection, 0, "chunked")
+    out = attend(x, projection, 0, "chunked")
     out.square().sum().backward()
-    found, slopes, parts = zip(*shards)
+    outputs, input_gradients, projection_gradients = zip(*shards)
     for actual, expected in (
-        (torch.cat(found, 2), out.detach()),
-        (torch.cat(slopes, 3), x.grad),
-        (sum(parts), projection.grad),
+        (torch.cat(outputs, 2), out.detach()),
+        (torch.cat(input_gradients, 3), x.grad),
+        (sum(projection_gradients), projection.grad),
     ):
         torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5 * expected.abs().max())
 
@@ -190,7 +190,7 @@ def tokens(shards, dtype):
     return x.requires_grad_(), torch.randn(shape, generator=generator).to(dtype)
 
 
-def previous(shards, dtype, count):
+def previous_tokens_and_gradients(shards, dtype, count):
     with cpu_mesh(context=shards) as mesh:
         x, weights = (part.chunk(shards, 2)[mesh.cp.rank].detach() for part in tokens(shards, dtype))
         x.requires_grad_()
@@ -202,50 +202,52 @@ def previous(shards, dtype, count):
 @pytest.mark.parametrize("count", [1, TOKENS])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shards", SIZES)
-def test_previous_tokens_are_the_left_neighbours_last(shards, dtype, count):
+def test_previous_tokens_are_the_last_tokens_of_the_left_neighbor(shards, dtype, count):
     x, weights = tokens(shards, dtype)
     padded = torch.cat([x.new_zeros(2, 4, count, 3), x], 2)
     expected = [padded[:, :, cp_shard * TOKENS :][:, :, :count] for cp_shard in range(shards)]
     loss = sum((e * w[:, :, :count]).sum() for e, w in zip(expected, weights.chunk(shards, 2)))
     loss.backward()
-    for cp_shard, (before, grad) in enumerate(run_ranks(previous, shards, shards, dtype, count)):
-        close(before, expected[cp_shard].detach(), dtype)
-        close(grad, x.grad.chunk(shards, 2)[cp_shard], dtype)
+    for cp_shard, (before, grad) in enumerate(
+        run_ranks(previous_tokens_and_gradients, shards, shards, dtype, count)
+    ):
+        assert_close(before, expected[cp_shard].detach(), dtype)
+        assert_close(grad, x.grad.chunk(shards, 2)[cp_shard], dtype)
 
 
-def swapped(shards, dtype):
+def swap_and_return(shards, dtype):
     with cpu_mesh(context=shards) as mesh:
         cp_shard, rank = mesh.new_cp_shard(), mesh.cp.rank
         x, weights = tokens(shards, dtype)
-        mine = x.chunk(shards, 2)[rank].detach().requires_grad_()
-        heads = cp_shard.tokens_to_heads(mine)
+        own = x.chunk(shards, 2)[rank].detach().requires_grad_()
+        heads = cp_shard.tokens_to_heads(own)
         back = cp_shard.heads_to_tokens(heads * weights.chunk(shards, 1)[rank])
         (back * back).sum().backward()
-        return heads.detach(), back.detach(), mine.grad
+        return heads.detach(), back.detach(), own.grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shards", SIZES)
-def test_heads_and_tokens_change_places_and_return(shards, dtype):
+def test_tokens_to_heads_and_back_gives_the_same_numbers_and_gradients(shards, dtype):
     x, weights = tokens(shards, dtype)
     y = x * weights
     (y * y).sum().backward()
-    for rank, (heads, back, grad) in enumerate(run_ranks(swapped, shards, shards, dtype)):
-        close(heads, x.chunk(shards, 1)[rank].detach(), dtype)
-        close(back, y.chunk(shards, 2)[rank].detach(), dtype)
-        close(grad, x.grad.chunk(shards, 2)[rank], dtype)
+    for rank, (heads, back, grad) in enumerate(run_ranks(swap_and_return, shards, shards, dtype)):
+        assert_close(heads, x.chunk(shards, 1)[rank].detach(), dtype)
+        assert_close(back, y.chunk(shards, 2)[rank].detach(), dtype)
+        assert_close(grad, x.grad.chunk(shards, 2)[rank], dtype)
 
 
-def whole():
+def shard_count():
     with cpu_mesh() as mesh:
         return mesh.new_cp_shard().size
 
 
-def test_a_sequence_that_nobody_shares_is_whole():
-    assert run_ranks(whole, 1) == [1]
+def test_without_context_parallelism_a_sequence_has_one_shard():
+    assert run_ranks(shard_count, 1) == [1]
 
 
-def test_large_states_and_those_of_many_shards_are_passed_on():
+def test_large_states_and_many_shards_use_the_ring():
     state = 16 * 128 * 129 * 4  # one sequence, 16 key heads, F = D = 128
     assert [exchange_method.choose_method(8, size) for size in (100, state, 8 * state)] == [
         "gather",

@@ -1,4 +1,4 @@
-"""Steps whose gradients are not finite leave no trace, on any layout."""
+"""Steps with non-finite gradients change nothing, on any layout."""
 
 import math
 from collections.abc import Iterator
@@ -30,21 +30,21 @@ def trainer(config: Path, overrides: tuple[str, ...]) -> Iterator[Any]:
         yield Trainer(loaded, mesh, providers())
 
 
-def spoil(trainer: Any, value: float) -> Any:
-    """Make one parameter's gradient not finite on rank 1 alone; returns what takes that back."""
+def multiply_gradient(trainer: Any, value: float) -> Any:
+    """Multiply one parameter's gradient on rank 1 alone; returns the hook, whose `remove` undoes it."""
     parameter = next(iter(trainer.engine.engine.module.parameters()))
     factor = value if trainer.mesh.rank == 1 else 1.0
     return parameter.register_hook(lambda gradient: gradient * factor)
 
 
-FIRST = ("dp2 zero 3", "tp2 zero 1", "pp2", "bfloat16 dp2 zero 2")
+FIRST_TIER = ("dp2 zero 3", "tp2 zero 1", "pp2", "bfloat16 dp2 zero 2")
 
 
-@pytest.mark.parametrize("ranks", tiered(LAYOUTS, FIRST))
-def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(ranks, corpus, tmp_path):
+@pytest.mark.parametrize("ranks", tiered(LAYOUTS, FIRST_TIER))
+def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(ranks, corpus, tmp_path):
     config = write_config(tmp_path, corpus)
     world_size, *overrides = layout(ranks)
-    for steps, losses, skipped in run_ranks(around_bad_gradients, world_size, config, tuple(overrides)):
+    for steps, losses, skipped in run_ranks(train_with_bad_gradients, world_size, config, tuple(overrides)):
         assert [step.skipped for step in steps] == [False, True, True, False]
         assert [math.isfinite(step.grad_norm) for step in steps] == [True, False, False, True]
         assert skipped == 2
@@ -52,20 +52,20 @@ def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(ranks, corpus, tmp_pat
         assert losses[3] < losses[0]
 
 
-def around_bad_gradients(config: Path, overrides: tuple[str, ...]) -> tuple[Any, ...]:
+def train_with_bad_gradients(config: Path, overrides: tuple[str, ...]) -> tuple[Any, ...]:
     """A healthy step, two with bad gradients, a healthy one; the validation loss after each."""
-    with trainer(config, overrides) as here:
-        batches = here.batches.from_step(0)
+    with trainer(config, overrides) as local_trainer:
+        batches = local_trainer.batches.from_step(0)
         steps, losses = [], []
         for value in (1.0, math.inf, math.nan, 1.0):
-            hook = spoil(here, value)
-            steps.append(here.engine.train_step(next(batches), 1e-3))
+            hook = multiply_gradient(local_trainer, value)
+            steps.append(local_trainer.engine.train_step(next(batches), 1e-3))
             hook.remove()
-            losses.append(here.engine.evaluate(list(here.validation))["loss"])
-        return steps, losses, here.engine.skipped_steps
+            losses.append(local_trainer.engine.evaluate(list(local_trainer.validation))["loss"])
+        return steps, losses, local_trainer.engine.skipped_steps
 
 
-def test_too_many_bad_steps_end_the_run_and_the_newest_checkpoint_is_from_before(corpus, tmp_path):
+def test_too_many_skipped_steps_end_the_run_and_keep_the_checkpoint_before_them(corpus, tmp_path):
     config = write_config(tmp_path, corpus)
     overrides = ("training.max_skipped_steps=3", "checkpoint.every=2", "checkpoint.keep=1")
     assert len(train(config, 2, *overrides, "training.steps=2")) == 3
@@ -74,18 +74,18 @@ def test_too_many_bad_steps_end_the_run_and_the_newest_checkpoint_is_from_before
         assert "training.skip_samples" in message
     checkpoints = tmp_path / "run/checkpoints"
     assert (checkpoints / "latest").read_text() == "step_4", "it holds the weights and moments of step 2"
-    assert (checkpoints / "step_2").is_dir(), "the one from before the bad steps"
-    as_advised = ("training.skip_samples=[[16, 48]]", "optimizer.lr=5e-4")
-    healthy = train(config, 2, *overrides, "training.steps=6", *as_advised)
+    assert (checkpoints / "step_2").is_dir(), "the one before the bad steps is kept"
+    as_the_message_advises = ("training.skip_samples=[[16, 48]]", "optimizer.lr=5e-4")
+    healthy = train(config, 2, *overrides, "training.steps=6", *as_the_message_advises)
     assert [line["step"] for line in healthy] == [0, 1, 2, 3, 4, 5, 6]
     assert [line["train/skipped_steps"] for line in healthy[1:]] == [0, 0, 1, 2, 2, 2]
 
 
 def run_with_bad_gradients(config: Path, overrides: tuple[str, ...]) -> str:
-    with trainer(config, overrides) as here:
-        spoil(here, math.nan)
+    with trainer(config, overrides) as local_trainer:
+        multiply_gradient(local_trainer, math.nan)
         with pytest.raises(RunFailed) as failure:
-            here.run()
+            local_trainer.run()
         return str(failure.value)
 
 
@@ -93,11 +93,11 @@ BFLOAT16 = [name for name in LAYOUTS if "bfloat16" in name]
 
 
 @pytest.mark.parametrize("ranks", tiered(BFLOAT16, ["bfloat16 dp2 zero 2"]))
-def test_bfloat16_learns_as_float32_does(ranks, corpus, tmp_path):
+def test_bfloat16_trains_like_float32(ranks, corpus, tmp_path):
     config = write_config(tmp_path, corpus)
     options = ("training.steps=8", "schedule.name=constant", "optimizer.lr=3e-3", "training.eval_samples=0")
     expected = train(config, 1, *options, "run.name=float32")[-1]["train/loss"]
-    found = train(config, *layout(ranks), *options)
-    # Three significant digits of bfloat16; the loss itself falls by a third.
-    assert found[-1]["train/loss"] == pytest.approx(expected, rel=1e-2)
-    assert found[-1]["train/loss"] < 0.9 * found[0]["train/loss"]
+    actual = train(config, *layout(ranks), *options)
+    # bfloat16 has three significant digits; the loss itself falls by a third.
+    assert actual[-1]["train/loss"] == pytest.approx(expected, rel=1e-2)
+    assert actual[-1]["train/loss"] < 0.9 * actual[0]["train/loss"]

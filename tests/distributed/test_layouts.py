@@ -1,12 +1,12 @@
-"""Any layout of the same global batch gives the losses of one process."""
+"""Any layout has the losses of one process for the same global batch."""
 
 from functools import cache
 
 import pytest
 
 from tests.distributed.training_run import (
-    assert_alike,
-    assert_continued,
+    assert_losses_close,
+    assert_resumed_bit_identically,
     layout,
     scalars,
     train,
@@ -20,7 +20,7 @@ LAYOUTS = [
     "tp2 sequence parallel",
     "cp2",
     "cp4",
-    "cp8",  # a block and half a head each
+    "cp8",  # a block and half a head per rank
     "cp4 states passed on",
     "cp2 ring selective recompute",
     "cp4 full recompute",
@@ -57,10 +57,10 @@ OTHER_PARTS = (
     ),
     *("model.bias=true", "model.qkv_bias=true", "model.num_kv_heads=2"),
 )
-"""The parts that the default model has not, where they meet tensor ranks and stages."""
+"""Parts that the default model lacks, over tensor ranks and pipeline stages."""
 
 SIX_HEADS = ("model.hidden_size=96", "model.num_heads=6", "model.num_kv_heads=2")
-"""Heads that divide over neither four context ranks nor, on each of two tensor ranks, over two."""
+"""Heads that do not divide over four context ranks, nor over two with two tensor ranks."""
 
 MIXTURES = (
     *("model.attention=mgk", "model.num_layers=6", "model.num_kv_heads=2"),
@@ -78,7 +78,7 @@ LEARNED_KERNELS = (
     "{preset: flurka, compression: {block_size: 16, rank: 4}, feature_map: {name: gmm_prf, resample_every: 2}}]",
     *("schedule.name=constant", "training.micro_batch_size=4"),
 )
-"""Every learned kernel in a layer, with three draws of noise in five steps, whatever their number."""
+"""Every learned kernel in a layer; the noise is drawn three times in five steps, on any layout."""
 
 DENSE_PARTS = (
     *("model.qk_norm=true", "model.qk_norm_width=all", "model.norm_placement=both", "model.mlp_bias=true"),
@@ -87,14 +87,14 @@ DENSE_PARTS = (
     *("model.logits_scaling=0.5", "model.final_logit_softcapping=4", "model.rope_pattern=[main, none]"),
     *("model.attention={preset: softmax, softcap: 1.0}", "model.attention_pattern=[main, flurka]"),
 )
-"""What families of dense checkpoints have beyond a Llama."""
+"""Parts that families of dense checkpoints have and Llama lacks."""
 
 RECURRENT = (
     *("model.attention=mamba2", "model.num_layers=3", "model.num_kv_heads=2", "model.position=none"),
     "model.attention_pattern=[main, gated_deltanet, {preset: flurka, compression: {block_size: 16, rank: 4},"
     "short_convolution: 3, output_norm: true, output_gate: sigmoid, far_decay: gate}]",
 )
-"""States that decay or correct themselves, and what layers have around a mechanism."""
+"""Decaying states and the delta rule, with the convolutions, norms and gates of a layer around its mechanism."""
 
 VARIANTS = {
     "tied rope swiglu rmsnorm": ((), LAYOUTS),
@@ -135,7 +135,7 @@ VARIANTS = {
     ),
 }
 LONG = [(variant, name, 5) for variant, (_, names) in VARIANTS.items() for name in names]
-FIRST = {
+FIRST_TIER = {
     "tied rope swiglu rmsnorm": (
         "cp2 ring selective recompute",
         "cp2 pp2",
@@ -151,9 +151,9 @@ FIRST = {
     "six heads": ("cp4 states passed on", "tp2 cp2"),
     "parts of dense families": ("tp2 sequence parallel",),
 }
-"""Of the first tier: every way to share out a model with every other, and each option once, for two steps."""
-SHORT = [(variant, name, 2) for variant, names in FIRST.items() for name in names]
-# Steps in which an M-step counts, and noise is drawn again.
+"""The first tier: every pair of parallelisms and each option once, for two steps."""
+SHORT = [(variant, name, 2) for variant, names in FIRST_TIER.items() for name in names]
+# Enough steps for an M-step to matter, and for noise to be drawn again.
 SHORT += [
     ("mixtures", "tp2 cp2", 5),
     *(("learned kernels", name, 5) for name in ("tp2", "cp2", "dp2 zero 3")),
@@ -162,7 +162,7 @@ SHORT += [
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory, corpus):
-    """A variant's configuration and what one process measures in so many steps."""
+    """(variant, steps) -> the configuration and the metrics of one process."""
 
     @cache
     def measured(variant, steps):
@@ -173,21 +173,21 @@ def one_process(tmp_path_factory, corpus):
 
 
 @pytest.mark.parametrize(("variant", "ranks", "steps"), tiered(dict.fromkeys([*SHORT, *LONG]), SHORT))
-def test_layout_gives_the_losses_of_one_process(variant, ranks, steps, one_process, tmp_path):
+def test_every_layout_has_the_losses_of_one_process(variant, ranks, steps, one_process, tmp_path):
     config, expected = one_process(variant, steps)
     changes = (*VARIANTS[variant][0], f"training.steps={steps}", f"run.root={tmp_path}")
-    found = train(config, *layout(ranks), *changes)
-    assert_alike(found, expected)
+    actual = train(config, *layout(ranks), *changes)
+    assert_losses_close(actual, expected)
 
 
-def test_mixtures_learn(one_process):
+def test_mixture_keys_lower_the_loss(one_process):
     losses = scalars(one_process("mixtures", 3)[1], "train/loss")
     assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("steps", tiered([3, 4], [4]))
-def test_a_restart_between_and_at_a_redraw_changes_no_bit(steps, one_process, tmp_path):
+def test_a_resume_at_or_between_redraws_of_the_noise_is_bit_identical(steps, one_process, tmp_path):
     config, expected = one_process("learned kernels", 5)
-    here = (*LEARNED_KERNELS, f"run.root={tmp_path}")
-    train(config, 1, *here, f"training.steps={steps}")
-    assert_continued(train(config, 1, *here), expected)
+    options = (*LEARNED_KERNELS, f"run.root={tmp_path}")
+    train(config, 1, *options, f"training.steps={steps}")
+    assert_resumed_bit_identically(train(config, 1, *options), expected)

@@ -1,4 +1,4 @@
-"""A run whose sequences grow is one run: on any layout, and after a kill in any phase."""
+"""A run with a sequence-length schedule gives the same results on any layout, and after a kill in any phase."""
 
 from pathlib import Path
 
@@ -9,10 +9,10 @@ from megakernel.config import load
 from megakernel.evaluation.run import evaluate_run
 from tests.distributed.processes import RankFailedError, run_ranks
 from tests.distributed.training_run import (
-    assert_alike,
     assert_identical,
-    killed_at,
+    assert_losses_close,
     layout,
+    pretrain_killed_at_line,
     scalars,
     train,
     write_config,
@@ -29,18 +29,18 @@ OPTIONS = (
     "training.seq_len=256",
     "training.global_batch_size=8",
     "training.micro_batch_size=1",
-    # Attention that is sharp from the start, so that frequencies show in the loss.
+    # Sharp attention from the start, so that the loss depends on the rotary frequencies.
     "model.init_std=0.1",
-    # Neither phase's length: stages of a pipeline have to change what they send for it, and back.
+    # The length of neither phase: pipeline stages have to change the shapes that they send, and change back.
     "training.eval_seq_len=128",
     "training.eval_every=2",
     "model.rope_scaling={kind: yarn, factor: 4, original_seq_len: 64}",
-    # A decay over the rest of training would know how long the run is to be.
+    # A decay would depend on the length of the run.
     "schedule.name=constant",
     "checkpoint.every=1",
     "logging.tensorboard=false",
 )
-"""The number of micro-batches per step changes too, from 4 to 8, and 3 * 4 is no multiple of 8."""
+"""The number of micro-batches per step changes too, from 4 to 8; 3 * 4 is not a multiple of 8."""
 
 LAYOUTS = [
     *("cp2", "pp2", "tp2 sequence parallel", "dp2 zero 1", "dp2 zero 2"),
@@ -50,12 +50,12 @@ LAYOUTS = [
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory, corpus):
-    """The configuration, and what one process measures."""
+    """The configuration, and the metrics of one process."""
     config = write_config(tmp_path_factory.mktemp("one"), corpus)
     return config, train(config, 1, *OPTIONS)
 
 
-def test_what_was_read_is_counted_in_every_phase(one_process):
+def test_samples_and_tokens_are_counted_in_every_phase(one_process):
     config, lines = one_process
     assert scalars(lines, "train/seq_len") == [64] * 3 + [256] * 2
     first, second = 16 * 64, 8 * 256
@@ -66,37 +66,35 @@ def test_what_was_read_is_counted_in_every_phase(one_process):
     assert (progress.consumed_samples, progress.consumed_tokens) == (3 * 16 + 2 * 8, tokens[-1])
 
 
-def test_every_step_is_one_update_however_its_batch_is_cut(one_process, tmp_path):
-    """Where steps lost their place among micro-batches, all layouts would lose it alike."""
+def test_a_step_gives_the_same_update_with_any_micro_batch_size(one_process, tmp_path):
+    """Needed because a step that took the wrong micro-batches would take the same ones on all layouts."""
     config, expected = one_process
     whole = SCHEDULE.replace("micro_batch_size: 4", "micro_batch_size: 16")
-    found = train(config, 1, *OPTIONS, whole, "training.micro_batch_size=8", f"run.root={tmp_path}")
-    assert scalars(found, "train/loss") == pytest.approx(scalars(expected, "train/loss"), rel=1e-5)
+    actual = train(config, 1, *OPTIONS, whole, "training.micro_batch_size=8", f"run.root={tmp_path}")
+    assert scalars(actual, "train/loss") == pytest.approx(scalars(expected, "train/loss"), rel=1e-5)
 
 
 @pytest.mark.parametrize("ranks", tiered(LAYOUTS, ["cp2", "pp2", "dp2 zero 2"]))
-def test_rows_may_grow_on_any_layout(ranks, one_process, tmp_path):
+def test_growing_sequences_have_the_losses_of_one_process_on_any_layout(ranks, one_process, tmp_path):
     config, expected = one_process
-    found = train(config, *layout(ranks), *OPTIONS, f"run.root={tmp_path}")
-    assert_alike(found, expected)
+    actual = train(config, *layout(ranks), *OPTIONS, f"run.root={tmp_path}")
+    assert_losses_close(actual, expected)
 
 
 @pytest.mark.parametrize("ranks", tiered(["dp2 zero 1", "pp2"], ["dp2 zero 1"]))
 @pytest.mark.parametrize("step", tiered([2, 4], [4]))
-def test_killed_in_any_phase_and_continued_the_numbers_are_the_same_bit_for_bit(
-    ranks, step, corpus, tmp_path
-):
+def test_a_run_killed_in_any_phase_resumes_bit_identically(ranks, step, corpus, tmp_path):
     config = write_config(tmp_path, corpus)
     world_size, *overrides = (*layout(ranks), *OPTIONS)
     whole = train(config, world_size, *overrides, "run.name=whole")
     killed = (*overrides, "run.name=killed")
     with pytest.raises(RankFailedError, match="exit status -9"):
-        run_ranks(killed_at, world_size, f"step {step}/", config, killed)
+        run_ranks(pretrain_killed_at_line, world_size, f"step {step}/", config, killed)
     continued = train(config, world_size, *overrides, "run.name=killed")
     assert_identical(continued, whole)
 
 
-def test_a_finished_run_goes_on_with_longer_rows(one_process, corpus, tmp_path):
+def test_a_finished_run_can_continue_with_longer_sequences(one_process, corpus, tmp_path):
     config, expected = one_process
     short = (
         "training.steps=3",
@@ -115,13 +113,13 @@ def test_a_finished_run_goes_on_with_longer_rows(one_process, corpus, tmp_path):
 
 
 @pytest.mark.parametrize("steps", tiered([3, 4], [3]))
-def test_a_checkpoint_is_evaluated_with_the_frequencies_it_was_trained_with(steps, one_process, tmp_path):
+def test_a_checkpoint_is_evaluated_with_the_rotary_frequencies_of_its_phase(steps, one_process, tmp_path):
     config, _ = one_process
     lines = train(config, 1, *OPTIONS, f"training.steps={steps}", f"run.root={tmp_path}")
-    (loss,) = run_ranks(evaluated, 1, tmp_path / "run")
-    # Sums in another order: of positions' buckets.
+    (loss,) = run_ranks(evaluation_loss, 1, tmp_path / "run")
+    # Sums in another order: over buckets of positions.
     assert loss == pytest.approx(scalars(lines, "eval/loss")[-1], rel=1e-5)
 
 
-def evaluated(run: Path) -> float:
+def evaluation_loss(run: Path) -> float:
     return evaluate_run(run).loss

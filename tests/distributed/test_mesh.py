@@ -1,4 +1,4 @@
-"""One mesh on which Megatron-core and DeepSpeed agree."""
+"""The mesh: Megatron-core and DeepSpeed agree on its ranks and groups."""
 
 import itertools
 import os
@@ -30,7 +30,7 @@ LAYOUTS = [
 ]
 
 
-def test_both_libraries_order_ranks_alike():
+def test_megatron_and_deepspeed_order_ranks_alike():
     for tp, cp, dp, pp in itertools.product((1, 2, 3), repeat=4):
         megatron = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order="tp-cp-ep-dp-pp")
         deepspeed = PipeModelDataParallelTopology(num_pp=pp, num_mp=tp, num_dp=dp * cp)
@@ -52,7 +52,7 @@ def groups(sizes):
 
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
-def test_groups_are_lines_of_the_grid(sizes):
+def test_process_groups_are_the_lines_of_the_grid_of_ranks(sizes):
     grid = torch.arange(8).view(sizes.get("pipeline", 1), -1, sizes.get("context", 1), sizes.get("tensor", 1))
     for rank, (ranks, first, last) in enumerate(run_ranks(groups, 8, sizes)):
         p, d, c, t = (grid == rank).nonzero()[0].tolist()
@@ -65,22 +65,22 @@ def test_groups_are_lines_of_the_grid(sizes):
         assert (first, last) == (p == 0, p == len(grid) - 1)
 
 
-def sums_and_agreement():
+def sums_and_maximum():
     with cpu_mesh(tensor=2) as mesh:
-        mine = torch.tensor(float(mesh.rank))
+        own = torch.tensor(float(mesh.rank))
         return (
-            mesh.sum(mine, mesh.tp).item(),
-            mesh.sum(mine, mesh.gradient).item(),
+            mesh.sum(own, mesh.tp).item(),
+            mesh.sum(own, mesh.gradient).item(),
             mesh.all_reduce_max(mesh.rank == 3),
-            mine.item(),
+            own.item(),
         )
 
 
-def test_sums_run_over_one_axis_and_agreement_over_the_world():
-    assert run_ranks(sums_and_agreement, 4) == [(1, 2, 1, 0), (1, 4, 1, 1), (5, 2, 1, 2), (5, 4, 1, 3)]
+def test_a_sum_runs_over_one_axis_and_the_maximum_over_the_world():
+    assert run_ranks(sums_and_maximum, 4) == [(1, 2, 1, 0), (1, 4, 1, 1), (5, 2, 1, 2), (5, 4, 1, 3)]
 
 
-def shared_by_heads():
+def replicated_gradients():
     with cpu_mesh(tensor=2) as mesh:
         shared = torch.ones(3, requires_grad=True)
         own = torch.ones(3, requires_grad=True)
@@ -89,46 +89,46 @@ def shared_by_heads():
         return shared.grad.tolist(), own.grad.tolist()
 
 
-def test_what_heads_share_gets_the_gradients_of_all_heads():
-    assert run_ranks(shared_by_heads, 2) == [([1, 3, 5], [0, 1, 2]), ([1, 3, 5], [1, 2, 3])]
+def test_replicated_parameters_get_the_summed_gradient_of_all_tensor_ranks():
+    assert run_ranks(replicated_gradients, 2) == [([1, 3, 5], [0, 1, 2]), ([1, 3, 5], [1, 2, 3])]
 
 
-def serve(world_size: int):
-    """As rank 0 of so many processes, 1,000 files below the system's limit: how many more it may open than before."""
+def added_open_files(world_size: int):
+    """By how much serving the store of so many ranks raises the limit of open files, 1,000 below the hard limit."""
     for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
         os.environ.pop(name, None)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most - 1000, most))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit - 1000, hard_limit))
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     store = connect_store(
         ProcessEnvironment(world_size=world_size, master_port=port), timedelta(seconds=10), wait=False
     )
     store.set("here", "rank 0")
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - (most - 1000)
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - (hard_limit - 1000)
 
 
-def test_whoever_serves_the_store_may_hold_two_connections_of_each_process():
-    assert run_ranks(serve, 1, 300) == [600]
-    assert run_ranks(serve, 1, 8192) == [1000], "no more than the system allows"
+def test_serving_the_store_raises_the_file_limit_by_two_per_rank():
+    assert run_ranks(added_open_files, 1, 300) == [600]
+    assert run_ranks(added_open_files, 1, 8192) == [1000], "not above the hard limit"
 
 
-def what_rank_0_found():
+def results_of_rank_zero():
     with cpu_mesh() as mesh:
         ranks = Ranks.of(mesh)
-        found = ranks.on_rank_zero(lambda: {"rank": mesh.rank, "names": ["a"] * 1000})
+        result = ranks.on_rank_zero(lambda: {"rank": mesh.rank, "names": ["a"] * 1000})
         try:
             ranks.on_rank_zero(lambda: int("no number"))
         except ValueError as error:
-            return found["rank"], len(found["names"]), str(error)
+            return result["rank"], len(result["names"]), str(error)
 
 
-def test_what_rank_0_found_or_refused_reaches_all():
-    outcomes = run_ranks(what_rank_0_found, 3)
+def test_the_result_or_error_of_rank_zero_reaches_all_ranks():
+    outcomes = run_ranks(results_of_rank_zero, 3)
     assert outcomes == [(0, 1000, "invalid literal for int() with base 10: 'no number'")] * 3
 
 
-def test_a_world_that_does_not_divide_is_refused_before_it_starts():
+def test_a_world_size_that_does_not_divide_is_refused_before_it_starts():
     with pytest.raises(UserError, match=r"parallel\.tensor=2 .* does not divide 6 .* a multiple of 4"):
         Mesh.create(Parallel(tensor=2, pipeline=2), ProcessEnvironment(world_size=6), torch.device("cpu"))
 
@@ -140,6 +140,6 @@ def fail_on_one_rank():
         dist.barrier()
 
 
-def test_the_harness_shows_the_first_failure_and_ends_the_other_ranks():
+def test_run_ranks_raises_the_first_failure_and_ends_the_other_ranks():
     with pytest.raises(RankFailedError, match=r"rank 1 raised(.|\n)*the reason"):
         run_ranks(fail_on_one_rank, 2)

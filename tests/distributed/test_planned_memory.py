@@ -1,4 +1,4 @@
-"""The planner's memory agrees with that of real processes."""
+"""The planner's memory agrees with that of real ranks."""
 
 from typing import Any
 
@@ -37,63 +37,75 @@ def case(attention: Any, parallel: dict[str, Any] | None = None, **training: Any
     return {"model": model, "training": sizes, "parallel": parallel or {}}
 
 
-def kept(cases: list[dict[str, Any]]) -> list[list[int]]:
+def saved_activation_bytes(cases: list[dict[str, Any]]) -> list[list[int]]:
     from benchmarks.real_runs import saved_activations
 
     with cpu_mesh(**cases[0]["parallel"]) as mesh:
         return [saved_activations(trees.config(**changes), VOCAB, mesh) for changes in cases]
 
 
-COUNTED = ["softmax", "linear", "hedgehog", "performer", "gmm_rks", "mlk", "local", "flurka", "flurka_kernel"]
-COUNTED += [{"preset": "flurka", "short_convolution": 4}]
+COUNTED_EXACTLY = [
+    "softmax",
+    "linear",
+    "hedgehog",
+    "performer",
+    "gmm_rks",
+    "mlk",
+    "local",
+    "flurka",
+    "flurka_kernel",
+]
+COUNTED_EXACTLY += [{"preset": "flurka", "short_convolution": 4}]
 """Mechanisms whose saved activations the planner counts exactly."""
 
 ESTIMATED = ["mgk", "gaussian", "eva", "linformer_causal"]
 """Mechanisms whose saved activations the planner approximates."""
 
 
-def check_kept(cases: list[dict[str, Any]], world: int, tolerance: float) -> None:
-    results = run_ranks(kept, world, cases)[-1]
+def check_saved_activations(cases: list[dict[str, Any]], world: int, tolerance: float) -> None:
+    results = run_ranks(saved_activation_bytes, world, cases)[-1]
     for changes, layers in zip(cases, results):
-        one = job(changes, world)
-        planned = one.costs(1).saved
-        # The embedding comes first; then the second transformer layer, whose input the first has made.
+        planned_job = job(changes, world)
+        planned = planned_job.costs(1).saved
+        # Entry 0 is the embedding. Layer 2 is compared, whose input is the output of layer 1.
         assert planned == pytest.approx(layers[2], rel=tolerance), changes
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_a_layer_keeps(dtype):
-    """Within 1 %: left out are copies of small weights, which a short sequence makes visible."""
-    check_kept([case(name, dtype=dtype, micro_batch_size=2) for name in COUNTED], 1, 0.01)
+def test_saved_activations_of_a_layer_are_planned_within_a_percent(dtype):
+    """1 %, because copies of small weights are left out, which matter for short sequences."""
+    check_saved_activations(
+        [case(name, dtype=dtype, micro_batch_size=2) for name in COUNTED_EXACTLY], 1, 0.01
+    )
 
 
-def test_a_scan_keeps_one_state_for_each_of_its_groups():
-    check_kept([case(name, seq_len=8192) for name in ("hedgehog", "flurka")], 1, 0.01)
+def test_a_scan_saves_one_state_per_group():
+    check_saved_activations([case(name, seq_len=8192) for name in ("hedgehog", "flurka")], 1, 0.01)
 
 
-def test_what_a_layer_keeps_of_a_shard_of_the_row():
+def test_saved_activations_of_a_context_parallel_shard_are_planned():
     shards = {"context": 2}
-    check_kept(
+    check_saved_activations(
         [case(name, shards, seq_len=4096) for name in ("softmax", "linear", "flurka", "local")], 2, 0.01
     )
 
 
-def test_what_a_layer_keeps_of_its_heads():
+def test_saved_activations_of_a_tensor_parallel_rank_are_planned():
     sharded = {"tensor": 2, "sequence_parallel": True}
-    check_kept([case(name, sharded) for name in ("softmax", "linear", "flurka")], 2, 0.01)
+    check_saved_activations([case(name, sharded) for name in ("softmax", "linear", "flurka")], 2, 0.01)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_what_a_layer_keeps_that_runs_again(recompute):
+def test_saved_activations_of_a_recomputed_layer_are_planned(recompute):
     names = ("softmax", "linear", "flurka")
-    check_kept([case(name, activation_checkpointing=recompute) for name in names], 1, 0.02)
+    check_saved_activations([case(name, activation_checkpointing=recompute) for name in names], 1, 0.02)
 
 
-def test_what_other_mechanisms_keep_is_estimated_within_a_quarter():
-    check_kept([case(name) for name in ESTIMATED], 1, 0.25)
+def test_saved_activations_of_other_mechanisms_are_planned_within_a_quarter():
+    check_saved_activations([case(name) for name in ESTIMATED], 1, 0.25)
 
 
-def held(changes: dict[str, Any]) -> int:
+def peak_bytes(changes: dict[str, Any]) -> int:
     from benchmarks.real_runs import held_bytes
 
     with cpu_mesh(**changes["parallel"]) as mesh:
@@ -111,9 +123,9 @@ def held(changes: dict[str, Any]) -> int:
         (case("flurka", {"zero_stage": 3}, global_batch_size=4), 2),
     ],
 )
-def test_what_a_process_holds_at_most(changes, world):
-    """Within 10 %, mostly from temporary tensors in a layer's backward; `docs/planning.md` has the errors."""
-    real = run_ranks(held, world, changes)[0]
+def test_the_peak_memory_of_a_rank_is_planned_within_a_tenth(changes, world):
+    """10 %, mostly because of temporary tensors in a layer's backward; `docs/planning.md` lists the errors."""
+    real = run_ranks(peak_bytes, world, changes)[0]
     assert memory(job(changes, world)).total == pytest.approx(real, rel=0.10)
 
 
@@ -128,7 +140,7 @@ def parameters(changes: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2}])
 @pytest.mark.parametrize("attention", ["flurka", "generative_prf"])
-def test_every_rank_holds_the_parameters_that_are_counted(attention, parallel):
+def test_every_rank_holds_the_planned_number_of_parameters(attention, parallel):
     world = parallel.get("tensor", 1) * parallel.get("pipeline", 1)
     changes = case(attention, parallel)
     real = run_ranks(parameters, world, changes)

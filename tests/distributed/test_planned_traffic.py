@@ -1,4 +1,4 @@
-"""The planner's traffic is exactly what real processes pass to collectives."""
+"""The planner's traffic is exactly what real ranks pass to collectives."""
 
 from collections import Counter
 from typing import Any
@@ -14,10 +14,10 @@ from ..unit.config import trees
 pytestmark = pytest.mark.second
 
 BOOKKEEPING = 64
-"""Bytes of norms, flags and counts that DeepSpeed and the loss exchange once per step, besides tensors."""
+"""Bytes of norms, flags and counts that DeepSpeed and the loss exchange once per step."""
 
 
-def measured(changes: dict[str, Any]) -> dict[tuple[str, str], int]:
+def sent_by_first_ranks(changes: dict[str, Any]) -> dict[tuple[str, str], int]:
     from benchmarks.real_runs import sent_bytes
 
     with cpu_mesh(**changes.get("parallel", {})) as mesh:
@@ -31,16 +31,16 @@ def planned(changes: dict[str, Any], world: int, stage: int = 0) -> Counter[tupl
     return sums
 
 
-def compare(changes: dict[str, Any], world: int = 2) -> None:
-    """Every group and operation, on the first process."""
-    [first, *_] = run_ranks(measured, world, changes)
-    known = {"tp", "cp", "gradient"}
+def check_traffic(changes: dict[str, Any], world: int = 2) -> None:
+    """Compare the bytes of every group and operation on the first rank."""
+    [first, *_] = run_ranks(sent_by_first_ranks, world, changes)
+    groups = {"tp", "cp", "gradient"}
     real = {
         (group, operation): count
         for (group, operation), count in first.items()
-        if group in known and count > BOOKKEEPING
+        if group in groups and count > BOOKKEEPING
     }
-    counted = {key: count for key, count in planned(changes, world).items() if key[0] in known}
+    counted = {key: count for key, count in planned(changes, world).items() if key[0] in groups}
     assert real.keys() == counted.keys()
     for key, count in real.items():
         assert 0 <= count - counted[key] <= BOOKKEEPING, (key, count, counted[key])
@@ -53,31 +53,31 @@ def case(attention: Any, seq_len: int = 512, batch: int = 2, **changes: Any) -> 
 
 
 @pytest.mark.parametrize("seq_len", [512, 2048])
-def test_the_state_exchange_sends_f_times_d_plus_1_numbers_whatever_the_length(seq_len):
-    """F = d = 32 for elu: 4 heads x 32 x 33 float32 forward and backward, with scales and carries forward."""
+def test_state_exchange_traffic_does_not_depend_on_the_sequence_length(seq_len):
+    """F = d = 32 for elu: 4 heads x F x (d + 1) float32 forward and backward, with scales and carries forward."""
     changes = case("linear", seq_len, parallel={"context": 2, "zero_stage": 1})
     layers, micro_batches = 2, 2
     numbers = 2 * 4 * 32 * 33 + 4 + 1
     expected = layers * micro_batches * numbers * 4
     assert planned(changes, 2)["cp", "all_gather"] == expected
-    [first, _] = run_ranks(measured, 2, changes)
+    [first, _] = run_ranks(sent_by_first_ranks, 2, changes)
     assert first["cp", "all_gather"] == expected
 
 
-def test_a_state_that_is_passed_on_travels_once_in_each_direction():
-    """What `test_traffic.py` counts on a rank in the middle, whatever the number of ranks."""
+def test_the_ring_passes_a_state_once_in_each_direction():
+    """The bytes that `test_traffic.py` counts on a middle rank, for any number of ranks."""
     changes = case("linear", parallel={"context": 4, "state_exchange": "ring", "zero_stage": 1})
     layers, micro_batches = 2, 2
     numbers = 2 * 4 * 32 * 33 + 4
-    found = planned(changes, 4)
-    assert found["cp", "point-to-point"] == layers * micro_batches * numbers * 4
-    assert found["cp", "all_gather"] == 0
+    bytes_by_operation = planned(changes, 4)
+    assert bytes_by_operation["cp", "point-to-point"] == layers * micro_batches * numbers * 4
+    assert bytes_by_operation["cp", "all_gather"] == 0
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("attention", ["flurka", "hedgehog", "softmax", "local"])
-def test_context_parallel_traffic(attention, recompute):
-    compare(
+def test_context_parallel_traffic_is_planned(attention, recompute):
+    check_traffic(
         case(
             attention,
             1024,
@@ -87,15 +87,15 @@ def test_context_parallel_traffic(attention, recompute):
     )
 
 
-def test_shared_key_heads_travel_once_and_ulysses_repeats_them_where_they_do_not_divide():
-    compare(case("flurka", 512, parallel={"context": 2}, model={"num_kv_heads": 2}))
-    compare(case("softmax", 512, parallel={"context": 2}, model={"num_kv_heads": 1}))
+def test_shared_key_heads_are_sent_once_unless_ulysses_has_to_repeat_them():
+    check_traffic(case("flurka", 512, parallel={"context": 2}, model={"num_kv_heads": 2}))
+    check_traffic(case("softmax", 512, parallel={"context": 2}, model={"num_kv_heads": 1}))
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_tensor_parallel_traffic(recompute, sequence_parallel):
-    compare(
+def test_tensor_parallel_traffic_is_planned(recompute, sequence_parallel):
+    check_traffic(
         case(
             "flurka",
             512,
@@ -105,22 +105,22 @@ def test_tensor_parallel_traffic(recompute, sequence_parallel):
     )
 
 
-def test_tensor_parallel_traffic_of_a_chunked_loss():
-    compare(case("softmax", 512, parallel={"tensor": 2}, training={"loss_chunk_size": 128}))
+def test_tensor_parallel_traffic_of_a_chunked_loss_is_planned():
+    check_traffic(case("softmax", 512, parallel={"tensor": 2}, training={"loss_chunk_size": 128}))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_gradients_and_weights_of_every_zero_stage(stage, dtype):
+def test_traffic_of_every_zero_stage_is_planned(stage, dtype):
     if (stage, dtype) == (0, "bfloat16"):
         pytest.skip("refused: bfloat16 needs master weights")
-    compare(case("flurka", 256, 4, parallel={"zero_stage": stage}, training={"dtype": dtype}))
+    check_traffic(case("flurka", 256, 4, parallel={"zero_stage": stage}, training={"dtype": dtype}))
 
 
-def test_a_pipeline_sends_hidden_states_forward_and_their_gradients_back():
+def test_pipeline_traffic_is_planned():
     changes = case("flurka", 512, 4, parallel={"pipeline": 2})
-    results = run_ranks(measured, 2, changes)
+    results = run_ranks(sent_by_first_ranks, 2, changes)
     for stage, real in enumerate(results):
         sent = sum(count for (_, operation), count in real.items() if operation == "send")
-        # DeepSpeed opens with the shapes of what it will send.
+        # DeepSpeed first sends the shapes of its tensors.
         assert 0 <= sent - planned(changes, 2, stage)["pp", "send"] <= BOOKKEEPING

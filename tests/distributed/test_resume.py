@@ -1,4 +1,4 @@
-"""A run that was killed goes on as if nothing had happened."""
+"""A run that was killed continues as if nothing had happened."""
 
 import random
 
@@ -7,8 +7,8 @@ import pytest
 from tests.distributed.processes import RankFailedError, run_ranks
 from tests.distributed.training_run import (
     assert_identical,
-    killed_at,
     layout,
+    pretrain_killed_at_line,
     train,
     write_config,
 )
@@ -20,14 +20,14 @@ OPTIONS = (f"training.steps={STEPS}", "checkpoint.every=2", "logging.tensorboard
 
 
 @pytest.mark.parametrize("ranks", tiered(LAYOUTS, ["dp2 zero 2", "pp2"]))
-def test_killed_at_any_step_and_continued_the_numbers_are_the_same_bit_for_bit(ranks, corpus, tmp_path):
+def test_a_run_killed_at_any_step_resumes_bit_identically(ranks, corpus, tmp_path):
     world_size, *overrides = (*layout(ranks), *OPTIONS)
     config = write_config(tmp_path, corpus)
     whole = train(config, world_size, *overrides, "run.name=whole")
     step = random.Random(ranks).randrange(3, STEPS)
     killed = (*overrides, "run.name=killed")
     with pytest.raises(RankFailedError, match="exit status -9"):
-        run_ranks(killed_at, world_size, f"step {step}/", config, killed)
+        run_ranks(pretrain_killed_at_line, world_size, f"step {step}/", config, killed)
     assert list((tmp_path / "killed/checkpoints").glob("step_*"))
     continued = train(config, world_size, *overrides, "run.name=killed")
     assert_identical(continued, whole)

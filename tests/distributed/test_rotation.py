@@ -1,4 +1,4 @@
-"""Softmax layers whose heads do not divide over context ranks: keys and values go round real processes."""
+"""Ring attention: softmax layers whose heads do not divide over context ranks rotate keys and values."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ HEADS = {
 }
 PACKED = torch.stack(
     [
-        # Documents that end inside shards, at their edges, and beyond several of them.
+        # Documents end inside shards, at their edges, and after several of them.
         torch.cat([torch.arange(length) for length in (3, 13, 9, 3, 4)]),
         torch.cat([torch.arange(7, 11), torch.arange(28)]),
     ]
@@ -61,7 +61,7 @@ def outputs_and_gradients(case, heads=attention.ALL_HEADS, cp_shard=attention.WH
     return out.detach(), q.grad, k.grad, v.grad
 
 
-def suits(case, sizes):
+def heads_divide(case, sizes):
     """Whether the heads divide over the layout's tensor ranks."""
     return all(heads % sizes.get("tensor", 1) == 0 for heads in HEADS[case[0]][:2])
 
@@ -71,7 +71,7 @@ def all_cases_on_ranks(sizes):
         return {
             case: outputs_and_gradients(case, head_shard(mesh.tp), mesh.new_cp_shard())
             for case in CASES
-            if suits(case, sizes)
+            if heads_divide(case, sizes)
         }
 
 
@@ -82,22 +82,26 @@ def layout(request):
     return heads, shards, run_ranks(all_cases_on_ranks, heads * shards, sizes)
 
 
-def test_attention_by_keys_that_go_round_is_attention_of_one_process(layout):
+def test_ring_attention_equals_attention_in_one_process(layout):
     heads, shards, results = layout
     for case in results[0]:
-        wanted = outputs_and_gradients(case)
+        expected = outputs_and_gradients(case)
         # Sums in another order.
         tolerance = {torch.float64: 1e-10, torch.float32: 1e-5}[case[-1]]
-        for rank, found in enumerate(result[case] for result in results):
-            for part, whole in zip(found, wanted, strict=True):
-                mine = whole.chunk(heads, 1)[rank % heads].chunk(shards, 2)[rank // heads]
+        for rank, actual in enumerate(result[case] for result in results):
+            for part, whole in zip(actual, expected, strict=True):
+                expected_part = whole.chunk(heads, 1)[rank % heads].chunk(shards, 2)[rank // heads]
                 torch.testing.assert_close(
-                    part, mine, rtol=tolerance, atol=tolerance, msg=lambda text, case=case: f"{case}: {text}"
+                    part,
+                    expected_part,
+                    rtol=tolerance,
+                    atol=tolerance,
+                    msg=lambda text, case=case: f"{case}: {text}",
                 )
 
 
-def pipeline_forward(shards):
-    """Two rotations under way at once, and the second waited for first."""
+def two_rotations(shards):
+    """Two rotations in flight at once; the second is awaited first."""
     with cpu_mesh(context=shards) as mesh:
         rank, cp_shard = mesh.cp.rank, mesh.new_cp_shard()
         grid = torch.arange(12.0).view(3, 4) + 100 * rank
@@ -109,12 +113,12 @@ def pipeline_forward(shards):
 
 
 @pytest.mark.parametrize("shards", [2, 3])
-def test_every_shard_receives_what_the_one_before_holds(shards):
-    for rank, (second, first) in enumerate(run_ranks(pipeline_forward, shards, shards)):
+def test_every_shard_receives_the_tensors_of_the_previous_shard(shards):
+    for rank, (second, first) in enumerate(run_ranks(two_rotations, shards, shards)):
         before = (rank - 1) % shards
         grid = torch.arange(12.0).view(3, 4) + 100 * before
         expected = (grid.to(torch.bfloat16), grid.T.double(), torch.tensor([before, 2**40 + before]))
-        for found, wanted in zip(first, expected, strict=True):
-            assert torch.equal(found, wanted)
+        for actual, wanted in zip(first, expected, strict=True):
+            assert torch.equal(actual, wanted)
         assert second[0].tolist() == [before % 2 == 0, True]
         assert second[1].shape == (0,)

@@ -1,4 +1,4 @@
-"""A disk that fills up under one rank of a real DeepSpeed engine."""
+"""A disk that is full on one rank of a real DeepSpeed engine."""
 
 import resource
 from pathlib import Path
@@ -17,7 +17,7 @@ from megakernel.training.engine import DeferredErrors
 from .processes import cpu_mesh, run_ranks
 
 
-def gathered(value: Any) -> list[Any]:
+def gather_objects(value: Any) -> list[Any]:
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -45,7 +45,7 @@ def save_twice(root: Path, failing_rank: int) -> tuple[str, int]:
         rank = dist.get_rank()
         engine = engine_with_zero()
         writes = DeferredErrors.install(engine)
-        folder = CheckpointFolder(root, keep=2, ranks=Ranks(rank, dist.get_world_size(), gathered))
+        folder = CheckpointFolder(root, keep=2, ranks=Ranks(rank, dist.get_world_size(), gather_objects))
 
         def write(path: Path) -> None:
             engine.save_checkpoint(str(path.parent), tag=path.name, save_latest=False)
@@ -67,7 +67,7 @@ def save_twice(root: Path, failing_rank: int) -> tuple[str, int]:
         return message, good.step
 
 
-def test_a_full_disk_under_any_rank_fails_the_save_on_all_and_the_previous_one_loads(tmp_path):
+def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_keeps_the_previous_one(tmp_path):
     for failing_rank in (0, 1):
         root = tmp_path / str(failing_rank)
         outcomes = run_ranks(save_twice, 2, root, failing_rank)

@@ -1,6 +1,6 @@
-"""A layer and its projections over tensor ranks, sequence shards and shards of the sequence.
+"""A self-attention layer with its projections over tensor-, sequence- and context-parallel ranks.
 
-FLuRKA eq. 2 forms E X where its tokens are; short convolutions look back into the shard before.
+FLuRKA eq. 2 computes E X on the rank that has the tokens; short convolutions need tokens of the previous shard.
 """
 
 import pytest
@@ -31,7 +31,7 @@ LAYERS = {
         "compression": {"block_size": 4, "rank": 2},
     },
 }
-CUT_BY_ROWS = ("qkv.weight", "further.weight", "short_convolution.weight", "output_gate.weight")
+SHARDED_BY_ROWS = ("qkv.weight", "further.weight", "short_convolution.weight", "output_gate.weight")
 LAYOUTS = {
     "tp2": {"tensor": 2},
     "tp2 sequence parallel": {"tensor": 2, "sequence_parallel": True},
@@ -55,7 +55,7 @@ def layer(form, mesh):
 
 
 def shard_of(tensor, sizes, rank):
-    """The rank's shard of (N, B, C): shards of the sequence over cp, then shards over tp."""
+    """The rank's shard of (N, B, C): split over cp, then over tp."""
     cp_shard = tensor.chunk(sizes.get("context", 1), 0)[rank // sizes.get("tensor", 1)]
     return (
         cp_shard.chunk(sizes["tensor"], 0)[rank % sizes["tensor"]]
@@ -71,43 +71,47 @@ def outputs_and_gradients(form, mesh, sizes):
     positions = torch.arange(tokens) + mesh.cp.rank * tokens
     out, _ = module(hidden, positions.expand(BATCH, -1))
     (out * shard_of(draw(TOKENS, BATCH, WIDTH, seed=2), sizes, mesh.rank)).sum().backward()
-    # What a training step sees: the sum over shards of the sequence.
+    # As in a training step: the sum over context-parallel ranks.
     gradients = {name: mesh.sum(x.grad, mesh.cp) for name, x in module.named_parameters()}
     return out.detach(), hidden.grad, gradients, module.core.sharded_parameters()
 
 
-def of_all_layers(sizes):
+def run_all_layers(sizes):
     with cpu_mesh(**sizes) as mesh:
         return {name: outputs_and_gradients(form, mesh, sizes) for name, form in LAYERS.items()}
 
 
 @pytest.fixture(scope="module")
 def one_process():
-    return run_ranks(of_all_layers, 1, {})[0]
+    return run_ranks(run_all_layers, 1, {})[0]
 
 
 @pytest.fixture(scope="module", params=list(LAYOUTS))
 def many_processes(request):
     sizes = LAYOUTS[request.param]
     world_size = sizes.get("tensor", 1) * sizes.get("context", 1)
-    return sizes, run_ranks(of_all_layers, world_size, sizes)
+    return sizes, run_ranks(run_all_layers, world_size, sizes)
 
 
 @pytest.mark.parametrize("name", list(LAYERS))
-def test_layouts_give_the_numbers_and_gradients_of_one_process(name, many_processes, one_process):
-    out, slope, gradients, _ = one_process[name]
+def test_every_layout_has_the_outputs_and_gradients_of_one_process(name, many_processes, one_process):
+    out, input_gradient, gradients, _ = one_process[name]
     sizes, results = many_processes
     shards = sizes.get("tensor", 1)
-    for rank, (actual, actual_slope, found, cut) in enumerate(result[name] for result in results):
+    for rank, (actual, actual_input_gradient, actual_gradients, sharded) in enumerate(
+        result[name] for result in results
+    ):
         # float64 sums in another order.
         torch.testing.assert_close(actual, shard_of(out, sizes, rank), rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(actual_slope, shard_of(slope, sizes, rank), rtol=1e-10, atol=1e-10)
-        dimensions = (
-            dict.fromkeys(CUT_BY_ROWS, 0)
-            | {"output.weight": 1}
-            | {f"core.{key}": at for key, at in cut.items()}
+        torch.testing.assert_close(
+            actual_input_gradient, shard_of(input_gradient, sizes, rank), rtol=1e-10, atol=1e-10
         )
-        for key, gradient in found.items():
+        dimensions = (
+            dict.fromkeys(SHARDED_BY_ROWS, 0)
+            | {"output.weight": 1}
+            | {f"core.{key}": dimension for key, dimension in sharded.items()}
+        )
+        for key, gradient in actual_gradients.items():
             expected = gradients[key]
             if key in dimensions:
                 expected = expected.chunk(shards, dimensions[key])[rank % shards]

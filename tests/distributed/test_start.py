@@ -1,4 +1,4 @@
-"""What a run starts from: its newest good checkpoint, or the weights of another run."""
+"""A run starts from its newest valid checkpoint, or from the weights of another run."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from megakernel.checkpoint.reshape import reshape_run
 from megakernel.config import load
 from tests.distributed.processes import RankFailedError, run_ranks
-from tests.distributed.training_run import metrics, pretrain_here, scalars, train, write_config
+from tests.distributed.training_run import metrics, pretrain_in_this_rank, scalars, train, write_config
 from tests.tiers import tiered
 
 SHORT = (
@@ -18,21 +18,21 @@ SHORT = (
 
 
 def start(config: Path, world_size: int, *overrides: str) -> str:
-    """Train; what rank 0 says."""
-    said = config.with_name("console.txt")
-    assert set(run_ranks(_pretrain_into, world_size, config, overrides, said)) == {0}
-    return said.read_text()
+    """Train; returns the console output of rank 0."""
+    console = config.with_name("console.txt")
+    assert set(run_ranks(_pretrain_into, world_size, config, overrides, console)) == {0}
+    return console.read_text()
 
 
-def _pretrain_into(config: Path, overrides: tuple[str, ...], said: Path) -> int:
+def _pretrain_into(config: Path, overrides: tuple[str, ...], console: Path) -> int:
     if os.environ["RANK"] == "0":
-        os.dup2(os.open(said, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), 1)
-    return pretrain_here(config, overrides)
+        os.dup2(os.open(console, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), 1)
+    return pretrain_in_this_rank(config, overrides)
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory, corpus):
-    """A configuration, and the run that two tensor ranks made with it."""
+    """A configuration, and the run that two tensor ranks trained with it."""
     config = write_config(tmp_path_factory.mktemp("source"), corpus)
     train(config, 2, *SHORT, "parallel.tensor=2", "run.name=source")
     return config, config.with_name("source")
@@ -47,14 +47,14 @@ def source(tmp_path_factory, corpus):
         pytest.param(2, "parallel.context=2 parallel.zero_stage=2", marks=pytest.mark.second),
     ],
 )
-def test_weights_come_from_a_run_of_any_layout(world_size, layout, source, tmp_path):
+def test_init_from_loads_the_weights_of_a_run_of_any_layout(world_size, layout, source, tmp_path):
     config, run = source
     own = f"run.root={tmp_path} init.from={run} {layout}"
-    found = train(config, world_size, *SHORT, *own.split())
+    lines = train(config, world_size, *SHORT, *own.split())
     # The same weights in float32, summed in another order.
-    assert found[0]["eval/loss"] == pytest.approx(metrics(run)[-1]["eval/loss"], rel=1e-6)
-    assert scalars(found, "step") == [0, 1, 2]
-    assert scalars(found, "train/lr") == scalars(metrics(run), "train/lr"), "it is a run of its own"
+    assert lines[0]["eval/loss"] == pytest.approx(metrics(run)[-1]["eval/loss"], rel=1e-6)
+    assert scalars(lines, "step") == [0, 1, 2]
+    assert scalars(lines, "train/lr") == scalars(metrics(run), "train/lr"), "the new run has its own schedule"
     assert not [path for path in run.rglob("*") if "universal" in path.name]
 
 
@@ -74,13 +74,13 @@ def halves(source):
         [(2, "parallel.zero_stage=3")],
     ),
 )
-def test_with_moments_and_its_schedule_a_run_in_two_is_one_run(world_size, layout, source, halves, tmp_path):
+def test_two_runs_joined_by_moments_and_schedule_equal_one_run(world_size, layout, source, halves, tmp_path):
     config, (whole, first) = source[0], halves
     read = 2 * load(config).training.global_batch_size
     own = f"run.root={tmp_path} init.from={first} init.moments={first} {layout} schedule.steps_before=2"
     second = train(config, world_size, *SHORT, *own.split(), f"training.skip_samples=[[0,{read}]]")
     for tag in ("train/loss", "train/grad_norm", "train/lr"):
-        # Sums in another order, and Adam divides by roots of squares of them.
+        # Sums in another order, of which Adam divides by the roots of the squares.
         assert scalars(second, tag) == pytest.approx(scalars(whole, tag)[2:], rel=1e-5), tag
     unlike = train(
         config, 1, *SHORT, *own.split(), "init.moments=null", "run.name=unlike", "parallel.pipeline=1"
@@ -89,7 +89,7 @@ def test_with_moments_and_its_schedule_a_run_in_two_is_one_run(world_size, layou
 
 
 @pytest.mark.second
-def test_moments_of_bfloat16_runs_are_those_of_their_float32_masters(source, tmp_path):
+def test_moments_of_bfloat16_runs_belong_to_their_float32_master_weights(source, tmp_path):
     config = source[0]
     read = 2 * load(config).training.global_batch_size
     own = (*SHORT, f"run.root={tmp_path}", "training.dtype=bfloat16", "parallel.zero_stage=2")
@@ -101,7 +101,7 @@ def test_moments_of_bfloat16_runs_are_those_of_their_float32_masters(source, tmp
         assert scalars(second, tag) == pytest.approx(scalars(whole, tag)[2:], rel=1e-5), tag
 
 
-def test_moments_of_other_weights_alone_are_refused(source, tmp_path):
+def test_a_run_without_moments_for_this_models_weights_is_refused(source, tmp_path):
     config, _ = source
     place = f"run.root={tmp_path}"
     train(config, 1, *SHORT, place, "run.name=mechanism", "optimizer.trained=mechanism")
@@ -121,26 +121,26 @@ def test_moments_of_other_weights_alone_are_refused(source, tmp_path):
         )
 
 
-def test_weights_in_bfloat16_come_from_float32_masters(source, tmp_path):
+def test_bfloat16_weights_are_initialized_from_float32_master_weights(source, tmp_path):
     config, run = source
     own = f"run.root={tmp_path} init.from={run}/checkpoints/step_2 training.dtype=bfloat16"
-    found = train(config, 2, *SHORT, *own.split(), "parallel.zero_stage=1")
-    # Three significant digits of bfloat16 in every weight and activation.
-    assert found[0]["eval/loss"] == pytest.approx(metrics(run)[-1]["eval/loss"], rel=3e-3)
+    lines = train(config, 2, *SHORT, *own.split(), "parallel.zero_stage=1")
+    # Every weight and activation has the three significant digits of bfloat16.
+    assert lines[0]["eval/loss"] == pytest.approx(metrics(run)[-1]["eval/loss"], rel=3e-3)
 
 
-def test_weights_that_only_one_side_has_are_named(source, tmp_path):
+def test_weights_that_only_the_model_or_the_checkpoint_has_are_listed(source, tmp_path):
     config, run = source
     own = f"run.root={tmp_path} init.from={run} model.qkv_bias=true model.num_layers=3"
-    said = start(config, 1, *SHORT, *own.split())
+    output = start(config, 1, *SHORT, *own.split())
     new, left = (
-        next(line for line in said.splitlines() if what in line) for what in ("new here", "left out")
+        next(line for line in output.splitlines() if what in line) for what in ("new here", "left out")
     )
     assert "{1,2,3}.self_attention.qkv.bias" in new
     assert "4.self_attention.qkv.weight" in left
 
 
-def test_weights_of_another_shape_are_refused_one_line_each(source, tmp_path):
+def test_weights_of_another_shape_are_refused_with_one_line_each(source, tmp_path):
     config, run = source
     own = f"run.root={tmp_path} init.from={run} model.ffn_hidden_size=96"
     with pytest.raises(RankFailedError) as failure:
@@ -151,13 +151,13 @@ def test_weights_of_another_shape_are_refused_one_line_each(source, tmp_path):
     assert "(192, 64) in the model; give the model the checkpoint's sizes" in lines[0]
 
 
-def test_init_from_no_run_are_refused(source, tmp_path):
+def test_init_from_a_folder_without_a_run_is_refused(source, tmp_path):
     config, _ = source
     with pytest.raises(RankFailedError, match=f"init.from={tmp_path} is no run, no good"):
         start(config, 1, *SHORT, f"run.root={tmp_path}", f"init.from={tmp_path}")
 
 
-def test_a_start_that_is_refused_before_its_first_step_leaves_the_name_free(corpus, tmp_path):
+def test_a_start_refused_before_its_first_step_leaves_the_run_name_free(corpus, tmp_path):
     config = write_config(tmp_path, corpus)
     with pytest.raises(RankFailedError, match=r"model\.vocab_size=10 .* remove the key"):
         start(config, 1, *SHORT, "model.vocab_size=10")
@@ -170,35 +170,37 @@ def truncate(checkpoint: Path) -> str:
     return f"{file.name} has 1000 bytes instead of"
 
 
-def lose_the_manifest(checkpoint: Path) -> str:
+def remove_manifest(checkpoint: Path) -> str:
     (checkpoint / "complete.json").unlink()
     return "complete.json is missing"
 
 
-@pytest.mark.parametrize("damage", tiered([truncate, lose_the_manifest], [truncate]))
-def test_a_broken_newest_checkpoint_is_named_and_the_one_before_is_taken(damage, source, corpus, tmp_path):
+@pytest.mark.parametrize("damage", tiered([truncate, remove_manifest], [truncate]))
+def test_a_broken_newest_checkpoint_is_reported_and_the_previous_one_is_used(
+    damage, source, corpus, tmp_path
+):
     config = write_config(tmp_path, corpus)
     whole = train(config, 2, *SHORT)
     checkpoints = tmp_path / "run/checkpoints"
     reason = damage(checkpoints / "step_2")
     (checkpoints / "step_3.partial").mkdir()
-    said = start(config, 2, *SHORT)
-    assert f"{checkpoints / 'step_2'} cannot be used ({reason}" in said
-    assert f"continuing from {checkpoints / 'step_1'}" in said
-    assert f"removed {checkpoints / 'step_3.partial'}" in said
+    output = start(config, 2, *SHORT)
+    assert f"{checkpoints / 'step_2'} cannot be used ({reason}" in output
+    assert f"continuing from {checkpoints / 'step_1'}" in output
+    assert f"removed {checkpoints / 'step_3.partial'}" in output
     assert scalars(metrics(tmp_path / "run"), "train/loss") == scalars(whole, "train/loss")
 
 
-def test_a_reshaped_checkpoint_is_taken_and_leaves_with_its_step(corpus, tmp_path):
+def test_a_reshaped_checkpoint_is_reused_and_removed_with_its_step(corpus, tmp_path):
     config = write_config(tmp_path, corpus)
     train(config, 2, *SHORT, "parallel.tensor=2", "schedule.name=constant")
     run = tmp_path / "run"
     folder = reshape_run(run)
     assert folder == run / "checkpoints/step_2/universal"
-    made = folder.stat().st_mtime_ns
+    converted_at = folder.stat().st_mtime_ns
     longer = ("training.steps=3", "schedule.name=constant")
-    said = start(config, 1, *SHORT, *longer)
-    assert f"reshaping {folder.parent}: tensor 2 -> 1" in said
-    assert folder.stat().st_mtime_ns == made, "it was converted before"
+    output = start(config, 1, *SHORT, *longer)
+    assert f"reshaping {folder.parent}: tensor 2 -> 1" in output
+    assert folder.stat().st_mtime_ns == converted_at, "it was not converted again"
     train(config, 1, *SHORT, *longer, "training.steps=4", "checkpoint.keep=1")
     assert not folder.exists()

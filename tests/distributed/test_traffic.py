@@ -1,4 +1,4 @@
-"""What shards of a sequence send, and whether local work hides it."""
+"""Bytes that context-parallel ranks send, and whether local work hides the exchange."""
 
 from contextlib import contextmanager
 
@@ -20,7 +20,7 @@ LENGTHS = tiered([2**16, 2**20], [2**16])
 
 
 def attend(mesh, tokens, preset):
-    """What a layer sends, forward and backward, of this rank's shard of one sequence of `tokens`; late exchanges."""
+    """Run a layer forward and backward on this rank's shard of `tokens`; (bytes sent by purpose, late exchanges)."""
     torch.manual_seed(0)
     layer = attention.build(preset, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=WIDTH)
     own = tokens // mesh.cp.size
@@ -37,15 +37,17 @@ def sent_by_layer(tokens, preset, size, **parallel):
 
 
 @pytest.mark.parametrize("tokens", LENGTHS)
-def test_a_kernel_layer_sends_its_state_whatever_the_length(tokens):
+def test_a_kernel_layers_traffic_does_not_depend_on_the_sequence_length(tokens):
     for sent in run_ranks(sent_by_layer, 2, tokens, "linear", 2):
         state = KV_HEADS * WIDTH * (WIDTH + 1)
-        pack_keys = KV_HEADS + 1  # a log scale per head, and whether the shard carries what enters it
-        assert sent == {"state": FLOAT32 * ((state + pack_keys) + state)}
+        scales_and_carry = (
+            KV_HEADS + 1
+        )  # a log scale per head, and whether the shard carries the entering state over
+        assert sent == {"state": FLOAT32 * ((state + scales_and_carry) + state)}
 
 
 @pytest.mark.parametrize("tokens", LENGTHS)
-def test_a_flurka_layer_sends_its_state_and_a_window_whatever_the_length(tokens):
+def test_a_flurka_layer_sends_its_state_and_one_window_for_any_sequence_length(tokens):
     tree = {"preset": "flurka", "compression": {"block_size": 64, "rank": 2}}
     results = run_ranks(sent_by_layer, 2, tokens, tree, 2)
     features = 2 * WIDTH  # hedgehog's two halves
@@ -58,34 +60,34 @@ def test_a_flurka_layer_sends_its_state_and_a_window_whatever_the_length(tokens)
 
 
 @pytest.mark.parametrize("tokens", [512, 1024])
-def test_a_softmax_layer_whose_heads_do_not_divide_sends_keys_and_their_gradients(tokens):
+def test_ring_attention_sends_keys_values_and_their_gradients(tokens):
     size, own = 3, tokens // 4
-    keys = own * KV_HEADS * 2 * WIDTH  # with values; two query heads that share a key head send it once
+    keys = own * KV_HEADS * 2 * WIDTH  # keys and values; two query heads that share a key head send it once
     for sent in run_ranks(sent_by_layer, size, own * size, "softmax", size):
-        # Keys go round forward and backward, and in backward their gradients with them.
+        # Keys and values rotate in forward and backward, and in backward their gradients too.
         assert sent == {"keys": FLOAT32 * (size - 1) * 3 * keys}
 
 
-def sent_by_way(size, way):
-    return sent_by_layer(512 * size, "linear", size, state_exchange=way).get("state", 0)
+def bytes_of_state(size, method):
+    return sent_by_layer(512 * size, "linear", size, state_exchange=method).get("state", 0)
 
 
-def test_a_rank_sends_its_state_to_each_of_the_others():
-    two, four = (set(run_ranks(sent_by_way, size, size, "gather")) for size in (2, 4))
+def test_gather_sends_the_state_to_every_other_rank():
+    two, four = (set(run_ranks(bytes_of_state, size, size, "gather")) for size in (2, 4))
     assert len(two) == len(four) == 1
     assert four.pop() == 3 * two.pop()
 
 
-def test_a_rank_passes_one_state_on():
+def test_the_ring_sends_one_state_per_direction():
     state = FLOAT32 * KV_HEADS * WIDTH * (WIDTH + 1)
     scales = FLOAT32 * KV_HEADS
-    # Forward all but the last send, backward all but the first.
+    # In forward all ranks but the last send, in backward all but the first.
     middle = 2 * state + scales
-    assert run_ranks(sent_by_way, 4, 4, "ring") == [state + scales, middle, middle, state]
+    assert run_ranks(bytes_of_state, 4, 4, "ring") == [state + scales, middle, middle, state]
 
 
 class Clock:
-    """Units of local work."""
+    """Counts calls, each of which is a unit of local work."""
 
     def __init__(self):
         self.now = 0
@@ -113,7 +115,7 @@ class Delayed:
 
 @contextmanager
 def delayed(units):
-    """Exchanges take as long as the sums of `units` groups of tokens; the clock goes by those."""
+    """An exchange takes as long as the sums of `units` groups of tokens, which the clock counts."""
     clock, real = Clock(), dist.all_gather_into_tensor
     modules = (kernel_chunked, flurka_chunked)
     originals = [(module, module._sums, module.GROUP) for module in modules]
@@ -134,8 +136,8 @@ def late_exchanges(preset, units):
 
 
 @pytest.mark.parametrize("preset", ["linear", "flurka"])
-def test_local_work_hides_an_exchange_that_takes_less_long(preset):
+def test_local_work_hides_an_exchange_that_takes_no_longer(preset):
     groups = 2048 // 256
     assert run_ranks(late_exchanges, 2, preset, groups) == [0, 0]
-    # Forward and backward each wait once for one that takes longer.
+    # Forward and backward each wait once for a longer exchange.
     assert run_ranks(late_exchanges, 2, preset, groups + 1) == [2, 2]

@@ -1,4 +1,4 @@
-"""Attention transfer over tensor, context and pipeline ranks is that of one process."""
+"""Attention transfer over tensor, context and pipeline ranks equals that of one process."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def model(mesh, attention):
 
 
 def batch(mesh):
-    """This rank's tokens of two sequences; documents end inside shards and between them."""
+    """This rank's tokens of two sequences, whose documents end inside shards and between them."""
     tokens = torch.randint(32, (ROWS, TOKENS), generator=torch.Generator().manual_seed(2))
     packed = torch.cat([torch.arange(length) for length in (3, 7, 6)])
     positions = torch.stack([torch.arange(TOKENS), packed])
@@ -31,8 +31,8 @@ def batch(mesh):
     return tokens, positions, torch.full_like(tokens, IGNORED), torch.ones(1)
 
 
-def transferred(mesh):
-    """Loss of all processes, this one's gradients and how its heads are cut, and the means of all heads."""
+def run_transfer(mesh):
+    """The total loss, this rank's gradients with the dimension that is sharded by heads, and the means of all heads."""
     teacher, student = model(mesh, "softmax"), model(mesh, FLURKA)
     freeze(student, "mechanism")
     trained = {name: x for name, x in student.named_parameters() if x.requires_grad}
@@ -44,24 +44,24 @@ def transferred(mesh):
         head_inputs(teacher, batch(mesh), mesh)
     loss = transfer.loss()
     loss.backward()
-    cut = {
+    sharded = {
         id(dict(core.named_parameters())[name]): dimension
         for core in attention_cores(student).values()
         for name, dimension in core.sharded_parameters().items()
         if name in dict(core.named_parameters())
     }
-    gradients = {name: (mesh.sum(x.grad, mesh.gradient), cut.get(id(x))) for name, x in trained.items()}
+    gradients = {name: (mesh.sum(x.grad, mesh.gradient), sharded.get(id(x))) for name, x in trained.items()}
     return sum(mesh.gather_objects(loss.item())), gradients, transfer.sums.means(mesh.gather_objects)
 
 
 def on_ranks(sizes):
     with cpu_mesh(**sizes) as mesh:
-        return transferred(mesh)
+        return run_transfer(mesh)
 
 
 @pytest.fixture(scope="module")
 def one_process(mesh):
-    return transferred(mesh)
+    return run_transfer(mesh)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def ranks():
     return run_ranks(on_ranks, 8, {"tensor": 2, "context": 2, "pipeline": 2})
 
 
-def test_gradients_are_those_of_one_process(ranks, one_process):
+def test_the_loss_and_gradients_match_one_process(ranks, one_process):
     loss, gradients, _ = one_process
     assert all(gradient.abs().max() > 0 for gradient, _ in gradients.values())
     named = set()
@@ -78,18 +78,18 @@ def test_gradients_are_those_of_one_process(ranks, one_process):
         named |= parts.keys()
         for name, (part, dimension) in parts.items():
             whole = gradients[name][0]
-            mine = whole if dimension is None else whole.chunk(2, dimension)[rank % 2]
+            expected_part = whole if dimension is None else whole.chunk(2, dimension)[rank % 2]
             # float64 sums in another order.
-            torch.testing.assert_close(part, mine, rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(part, expected_part, rtol=1e-9, atol=1e-12)
     assert named == gradients.keys()
 
 
-def test_every_process_knows_the_means_of_all_heads_and_layers(ranks, one_process):
+def test_every_rank_has_the_means_of_all_heads_and_layers(ranks, one_process):
     means = one_process[2]
     assert all(len(means[name]) == LAYERS for name in means)
     assert means.keys() > {"error", "cross_entropy", "far_mass", "rank_correlation"}
-    for _, _, found in ranks:
+    for _, _, rank_means in ranks:
         for name, layers in means.items():
             for layer, expected in layers.items():
                 assert expected.shape == (HEADS,)
-                torch.testing.assert_close(found[name][layer], expected, rtol=1e-9, atol=1e-12)
+                torch.testing.assert_close(rank_means[name][layer], expected, rtol=1e-9, atol=1e-12)

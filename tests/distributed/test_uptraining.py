@@ -1,4 +1,4 @@
-"""A dense run becomes a FLuRKA model: every stage, every interruption, on layouts that share the model."""
+"""Up-training of a dense run to a FLuRKA model: every stage, interruptions, and layouts."""
 
 import json
 import shutil
@@ -14,7 +14,14 @@ from megakernel.uptraining.identity import preflight
 from megakernel.uptraining.report import recovered
 from megakernel.uptraining.validation import Validation
 from tests.distributed.processes import RankFailedError, cpu_mesh, run_ranks
-from tests.distributed.training_run import killed_at, layout, metrics, pretrain_here, scalars, train
+from tests.distributed.training_run import (
+    layout,
+    metrics,
+    pretrain_in_this_rank,
+    pretrain_killed_at_line,
+    scalars,
+    train,
+)
 from tests.tiers import tiered
 
 DENSE = """
@@ -69,7 +76,7 @@ NAMES = ["1-transfer", "2-base", "3-rank8", "4-main", "5-length", "6-scratch", "
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, corpus):
+def root(tmp_path_factory, corpus):
     """A folder with a dense run, and configurations that start from it."""
     folder = tmp_path_factory.mktemp("uptraining")
     (folder / "dense.yaml").write_text(DENSE.format(folder=folder, corpus=corpus))
@@ -81,32 +88,32 @@ def place(tmp_path_factory, corpus):
 
 
 @pytest.fixture(scope="module")
-def finished(place):
-    """An up-training that nothing disturbed."""
-    uptrain(place / "stages.yaml", 1)
-    return place / "up"
+def finished(root):
+    """The folder of an up-training that was not interrupted."""
+    uptrain(root / "stages.yaml", 1)
+    return root / "up"
 
 
 def uptrain(config, world_size, *overrides):
-    statuses = run_ranks(pretrain_here, world_size, config, overrides, timeout=280.0)
+    statuses = run_ranks(pretrain_in_this_rank, world_size, config, overrides, timeout=280.0)
     assert set(statuses) == {0}, statuses
 
 
-def test_every_stage_is_a_run_of_its_own(finished):
+def test_every_stage_has_a_run_folder(finished):
     assert sorted(path.parent.name for path in finished.glob("*/config.yaml")) == NAMES
     steps = [metrics(finished / name)[-1]["step"] for name in NAMES]
     assert steps == [6, 6, 4, 10, 4, 26, 26]
 
 
-def test_the_transfer_brings_each_layer_nearer_to_the_dense_one(finished):
+def test_attention_transfer_lowers_the_error_of_every_head(finished):
     lines = metrics(finished / "1-transfer")
     tags = [tag for tag in lines[-1] if tag.startswith("transfer/error/")]
-    assert len(tags) == 2 * 4  # of every head
+    assert len(tags) == 2 * 4  # layers x heads
     assert all(lines[-1][tag] < lines[1][tag] for tag in tags)
     assert scalars(lines, "train/loss")[-1] < scalars(lines, "train/loss")[0]
 
 
-def test_the_layer_of_the_largest_error_stays_softmax(finished):
+def test_the_layer_with_the_largest_transfer_error_stays_softmax(finished):
     last = metrics(finished / "1-transfer")[-1]
     errors = [sum(last[f"transfer/error/layer_{layer}/head_{head}"] for head in range(4)) for layer in (0, 1)]
     worst = errors.index(max(errors))
@@ -115,16 +122,16 @@ def test_the_layer_of_the_largest_error_stays_softmax(finished):
     assert [model.layer_attention(layer).is_full_softmax for layer in (0, 1)] == [worst == 0, worst == 1]
 
 
-def test_a_stage_goes_on_where_the_one_before_ended(finished):
-    """What a stage measures before its first step is what the one before measured after its last."""
+def test_a_stage_starts_from_the_result_of_the_previous_one(finished):
+    """The loss before a stage's first step is close to the loss after the last step of the previous stage."""
     base, rank, main = (metrics(finished / name) for name in NAMES[1:4])
-    # Landmarks merge between them: the loss may move, and not far.
+    # Landmarks merge between the stages, which changes the loss a little.
     for before, after in ((base, rank), (rank, main)):
         ended, began = scalars(before, "eval/loss")[-1], scalars(after, "eval/loss")[0]
         assert abs(began - ended) < 0.1
 
 
-def test_the_report_adds_up(finished):
+def test_the_report_agrees_with_the_metrics_of_the_stages(finished):
     report = json.loads((finished / "uptrain_report.json").read_text())
     dense, swapped = report["dense"]["loss"], report["swapped"]["loss"]
     assert dense == pytest.approx(scalars(metrics(finished.parent / "dense"), "eval/loss")[-1], abs=1e-5)
@@ -139,25 +146,25 @@ def test_the_report_adds_up(finished):
     assert rows["from scratch on as many tokens"]["loss"] > main["loss"]
     assert rows[TRAINED_ON]["tokens"] == main["tokens"]
     trained_on = scalars(metrics(finished / "7-dense"), "eval/loss")
-    assert trained_on[0] == pytest.approx(dense, abs=1e-5)  # before its first step it is the dense model
+    assert trained_on[0] == pytest.approx(dense, abs=1e-5)  # before its first step it equals the dense model
     assert rows[TRAINED_ON]["loss"] == pytest.approx(trained_on[-1], abs=1e-5)
-    # Which is better is chance in so short a training.
+    # Which of them is better is chance in such a short training.
     assert abs(rows[TRAINED_ON]["loss"] - rows[f"{TRAINED_ON}, sliding window"]["loss"]) > 1e-5
     text = (finished / "uptrain_report.md").read_text()
     for name in (*rows, "swapped, untrained", "rank correlation", "far mass"):
         assert name in text
 
 
-def test_the_swapped_model_of_a_hybrid_keeps_its_layers(finished):
-    told = json.loads((finished / "uptrain_report.json").read_text())["swapped"]["loss"]
-    found = run_ranks(loss_of, 1, finished / "4-main/config.yaml", finished.parent / "dense")[0]
-    assert told == pytest.approx(found, abs=1e-6)
+def test_the_swapped_baseline_of_a_hybrid_keeps_its_softmax_layers(finished):
+    reported = json.loads((finished / "uptrain_report.json").read_text())["swapped"]["loss"]
+    expected = run_ranks(validation_loss, 1, finished / "4-main/config.yaml", finished.parent / "dense")[0]
+    assert reported == pytest.approx(expected, abs=1e-6)
     before = json.loads((finished / "before.json").read_text())["found"]
-    assert told != pytest.approx(before["swapped"][0], abs=1e-4)
+    assert reported != pytest.approx(before["swapped"][0], abs=1e-4)
 
 
-def loss_of(config, source, *overrides):
-    """A configuration's model with the weights of another run, on its validation samples."""
+def validation_loss(config, source, *overrides):
+    """The validation loss of a configuration's model with the weights of another run."""
     run = load(config, overrides)
     with cpu_mesh() as mesh:
         validation = Validation(run, mesh)
@@ -165,10 +172,10 @@ def loss_of(config, source, *overrides):
         return validation.losses(model, 0)[0]
 
 
-def test_a_student_without_a_near_window_has_no_sliding_window_beside_it(place):
-    found = run_ranks(preflight_of, 1, place / "student.yaml", "model.attention=hedgehog")[0]
-    assert found.sliding is None
-    assert found.dense[1] == found.dense[0] == pytest.approx(found.identity.student, abs=1e-5)
+def test_a_student_without_a_near_window_has_no_sliding_window_baseline(root):
+    result = run_ranks(preflight_of, 1, root / "student.yaml", "model.attention=hedgehog")[0]
+    assert result.sliding is None
+    assert result.dense[1] == result.dense[0] == pytest.approx(result.identity.student, abs=1e-5)
 
 
 def preflight_of(config, *overrides):
@@ -178,7 +185,7 @@ def preflight_of(config, *overrides):
         return preflight(Validation(run, mesh), source, run.model)
 
 
-KILLED = [
+KILL_LINES = [
     "preflight of",
     "stage 1-transfer",
     "step 4/6",
@@ -187,20 +194,20 @@ KILLED = [
     "stage 3-rank8",
     "stage 4-main",
 ]
-KILLED += ["step  8/10", "stage 5-length", "step 2/4", "stage 6-scratch", "stage 7-dense"]
-"""Lines of the console after which one start after another is killed: between all stages and inside most."""
+KILL_LINES += ["step  8/10", "stage 5-length", "step 2/4", "stage 6-scratch", "stage 7-dense"]
+"""Console lines at which one start after another is killed: between all stages and inside most."""
 
 
 @pytest.mark.second
-def test_killed_between_and_inside_stages_it_ends_the_same(place, finished):
-    for line in KILLED:
-        # A start that never prints the line comes to its end, and that fails here.
+def test_an_uptraining_killed_between_and_inside_stages_ends_bit_identically(root, finished):
+    for line in KILL_LINES:
+        # A start that never prints the line finishes, which fails the test here.
         with pytest.raises(RankFailedError, match="exit status -9"):
-            run_ranks(killed_at, 1, line, place / "stages.yaml", ("run.name=killed",))
-    uptrain(place / "stages.yaml", 1, "run.name=killed")
+            run_ranks(pretrain_killed_at_line, 1, line, root / "stages.yaml", ("run.name=killed",))
+    uptrain(root / "stages.yaml", 1, "run.name=killed")
     for name in NAMES:
         for tag in ("train/loss", "train/grad_norm", "eval/loss"):
-            left, right = (scalars(metrics(place / run / name), tag) for run in ("killed", "up"))
+            left, right = (scalars(metrics(root / run / name), tag) for run in ("killed", "up"))
             assert left == right, (name, tag)
 
 
@@ -213,59 +220,59 @@ OBJECTIVES = {
 
 
 @pytest.fixture(scope="module")
-def one_process(place):
-    return {kind: losses(place, kind, "one process") for kind in OBJECTIVES}
+def one_process(root):
+    return {kind: losses(root, kind, "one process") for kind in OBJECTIVES}
 
 
-def losses(place, kind, ranks, *drawn):
-    name = "-".join([kind, *ranks.split(), *drawn]).replace("=", "-")
+def losses(root, kind, ranks, *extra):
+    name = "-".join([kind, *ranks.split(), *extra]).replace("=", "-")
     overrides = [f"run.name={name}", "training.steps=3", f"objective.kind={kind}"]
-    overrides += [f"objective.teacher={place}/dense"] if kind != "labels" else []
-    overrides += [*OBJECTIVES[kind].split(), *drawn]
-    lines = train(place / "student.yaml", *layout(ranks), *overrides)
+    overrides += [f"objective.teacher={root}/dense"] if kind != "labels" else []
+    overrides += [*OBJECTIVES[kind].split(), *extra]
+    lines = train(root / "student.yaml", *layout(ranks), *overrides)
     return [scalars(lines, tag) for tag in ("train/loss", "train/grad_norm", "eval/loss")]
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("ranks", LAYOUTS)
 @pytest.mark.parametrize("kind", list(OBJECTIVES))
-def test_layouts_learn_alike(kind, ranks, place, one_process):
-    found = losses(place, kind, ranks)
-    for ours, expected in zip(found, one_process[kind], strict=True):
-        assert ours == pytest.approx(expected, rel=1e-4, abs=1e-5)
+def test_every_layout_learns_the_same_with_every_objective(kind, ranks, root, one_process):
+    curves = losses(root, kind, ranks)
+    for actual, expected in zip(curves, one_process[kind], strict=True):
+        assert actual == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("tied", tiered(["true", "false"], ["true"]))
-def test_a_teacher_stands_beside_weights_that_zero_3_cuts(tied, place):
-    drawn = (f"model.tie_embeddings={tied}", "init.from=null")
-    expected = losses(place, "distill", "one process", *drawn)
-    found = losses(place, "distill", "dp2 zero 3 loss chunks", *drawn)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+def test_a_teacher_works_with_a_student_sharded_by_zero_3(tied, root):
+    extra = (f"model.tie_embeddings={tied}", "init.from=null")
+    expected = losses(root, "distill", "one process", *extra)
+    curves = losses(root, "distill", "dp2 zero 3 loss chunks", *extra)
+    for actual, wanted in zip(curves, expected, strict=True):
+        assert actual == pytest.approx(wanted, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("ranks", tiered(["tp2", "pp2 zero 1", "dp2 zero 2 loss chunks"], ["pp2 zero 1"]))
-def test_a_distillation_shows_what_its_loss_is_made_of(ranks, place):
-    overrides = ["objective.kind=distill", f"objective.teacher={place}/dense", "training.steps=2"]
+def test_distillation_logs_the_parts_of_its_loss(ranks, root):
+    overrides = ["objective.kind=distill", f"objective.teacher={root}/dense", "training.steps=2"]
     overrides += ["objective.kl=0.5", "objective.temperature=2.0", f"run.name=parts-{ranks[:3]}"]
-    lines = train(place / "student.yaml", *layout(ranks), *overrides)
+    lines = train(root / "student.yaml", *layout(ranks), *overrides)
     tags = "train/loss", "train/cross_entropy", "train/divergence"
     loss, cross_entropy, divergence = (scalars(lines, tag) for tag in tags)
     assert len(divergence) == 2
     assert min(divergence) > 0
-    summed = [ours + 0.5 * 4 * theirs for ours, theirs in zip(cross_entropy, divergence, strict=True)]
+    summed = [ce + 0.5 * 4 * kl for ce, kl in zip(cross_entropy, divergence, strict=True)]
     assert loss == pytest.approx(summed, rel=1e-5)
 
 
 @pytest.fixture(scope="module")
-def larger(place):
-    """A dense run of more layers, heads and numbers than the student's source."""
+def larger_teacher(root):
+    """A dense run with more layers, heads and hidden units than the student's source."""
     sizes = ("model.num_layers=3", "model.hidden_size=96", "model.num_heads=6", "training.steps=20")
-    train(place / "dense.yaml", 1, "run.name=larger", *sizes)
-    return place / "larger"
+    train(root / "dense.yaml", 1, "run.name=larger", *sizes)
+    return root / "larger"
 
 
-def learned_from(teacher, place, ranks):
+def distill_from(teacher, root, ranks):
     options = [
         "objective.kind=distill",
         f"objective.teacher={teacher}",
@@ -273,37 +280,37 @@ def learned_from(teacher, place, ranks):
         "optimizer.lr=0.003",
     ]
     name = f"run.name=larger-{ranks.replace(' ', '-')}"
-    return train(place / "student.yaml", *layout(ranks), *options, name)
+    return train(root / "student.yaml", *layout(ranks), *options, name)
 
 
 @pytest.mark.second
 @pytest.mark.parametrize("ranks", ["tp2 sequence parallel", "cp2 dp2 zero 2", "pp2"])
-def test_a_teacher_may_be_larger_than_the_students_source(ranks, larger, place):
-    alone = learned_from(larger, place, "one process")
+def test_a_teacher_may_be_larger_than_the_student(ranks, larger_teacher, root):
+    alone = distill_from(larger_teacher, root, "one process")
     assert scalars(alone, "train/divergence")[-1] < scalars(alone, "train/divergence")[0]
     for tag in ("train/loss", "train/divergence", "eval/loss"):
-        assert scalars(learned_from(larger, place, ranks), tag) == pytest.approx(
+        assert scalars(distill_from(larger_teacher, root, ranks), tag) == pytest.approx(
             scalars(alone, tag), rel=1e-4
         ), tag
 
 
 @pytest.mark.second
-def test_the_stages_learn_from_a_larger_teacher_and_refuse_one_that_is_not_there(larger, place):
-    wanted = ("run.name=from_larger", "training.steps=4")
-    uptrain(place / "student.yaml", 1, *wanted, f"uptrain={{distill: {{teacher: {larger}}}}}")
-    (main,) = (place / "from_larger").glob("*-main/config.yaml")
-    assert load(main).objective.teacher == larger
+def test_the_stages_learn_from_a_larger_teacher_and_refuse_a_missing_one(larger_teacher, root):
+    options = ("run.name=from_larger", "training.steps=4")
+    uptrain(root / "student.yaml", 1, *options, f"uptrain={{distill: {{teacher: {larger_teacher}}}}}")
+    (main,) = (root / "from_larger").glob("*-main/config.yaml")
+    assert load(main).objective.teacher == larger_teacher
     assert scalars(metrics(main.parent), "train/divergence")
     with pytest.raises(RankFailedError, match=r"uptrain\.distill\.teacher=.*nowhere is no run"):
         uptrain(
-            place / "student.yaml", 1, "run.name=none", f"uptrain={{distill: {{teacher: {place}/nowhere}}}}"
+            root / "student.yaml", 1, "run.name=none", f"uptrain={{distill: {{teacher: {root}/nowhere}}}}"
         )
 
 
 @pytest.mark.second
-def test_a_teacher_whose_heads_tensor_ranks_cannot_share_is_refused(place):
+def test_a_teacher_whose_heads_do_not_divide_over_tensor_ranks_is_refused(root):
     train(
-        place / "dense.yaml",
+        root / "dense.yaml",
         1,
         "run.name=odd",
         "model.num_heads=1",
@@ -311,71 +318,72 @@ def test_a_teacher_whose_heads_tensor_ranks_cannot_share_is_refused(place):
         "training.steps=1",
     )
     with pytest.raises(RankFailedError, match=r"has 2 layers of 1 key heads, which parallel\.pipeline=1 and"):
-        learned_from(place / "odd", place, "tp2")
+        distill_from(root / "odd", root, "tp2")
 
 
-def test_low_rank_updates_are_all_that_moves_and_fold_into_what_they_update(place):
+def test_lora_changes_only_its_target_weights_and_merges_into_them(root):
     overrides = ["run.name=lora", "optimizer.trained=lora", "training.steps=12", "optimizer.lr=0.003"]
-    train(place / "student.yaml", 1, *overrides)
-    loss, moved = run_ranks(folded, 1, place / "student.yaml", overrides)[0]
-    ended = scalars(metrics(place / "lora"), "eval/loss")
-    assert loss == pytest.approx(ended[-1], abs=1e-5)
-    assert ended[-1] != ended[0]
-    assert moved == {"qkv.weight", "output.weight"}
+    train(root / "student.yaml", 1, *overrides)
+    loss, changed = run_ranks(merged_loss_and_changed_weights, 1, root / "student.yaml", overrides)[0]
+    losses_of_run = scalars(metrics(root / "lora"), "eval/loss")
+    assert loss == pytest.approx(losses_of_run[-1], abs=1e-5)
+    assert losses_of_run[-1] != losses_of_run[0]
+    assert changed == {"qkv.weight", "output.weight"}
 
 
-def folded(config, overrides):
-    """The loss of the run's weights without updates beside them, and which weights they do not share with the start."""
+def merged_loss_and_changed_weights(config, overrides):
+    """The loss of the run with its LoRA updates merged, and the names of weights that differ from the start."""
     with cpu_mesh() as mesh:
         validation = Validation(load(config, overrides), mesh)
         run, dense = (WeightSource.find("init.from", config.parent / name) for name in ("lora", "dense"))
         model = validation.model(run.model(), run)
         before = dense.tensors(run.model())
-        moved = {
+        changed = {
             name.split(".self_attention.")[-1]
             for name, weight in model.named_parameters()
             if name in before.names and not weight.equal(before.read(name, ["fp32"])["fp32"])
         }
-        return validation.losses(model, 0)[0], moved
+        return validation.losses(model, 0)[0], changed
 
 
-PARTS = {"short_convolution": 4, "output_norm": True, "output_gate": "silu"}
+ATTENTION_PARTS = {"short_convolution": 4, "output_norm": True, "output_gate": "silu"}
 
 
-def with_parts(place, *overrides, preset="flurka", parts=PARTS):
-    """Overrides of a student with these parts around its attention, which starts from the run `around`."""
+def with_parts(root, *overrides, preset="flurka", parts=ATTENTION_PARTS):
+    """Overrides of a student with convolution, norm and gate around its attention, started from the run `around`."""
     blocks = {} if preset == "softmax" else {"compression": {"block_size": 16, "rank": 4}}
     attention = json.dumps({"preset": preset, **blocks, **parts})
-    return [f"init.from={place}/around", f"model.attention={attention}", "training.steps=2", *overrides]
+    return [f"init.from={root}/around", f"model.attention={attention}", "training.steps=2", *overrides]
 
 
 @pytest.fixture(scope="module")
-def around(place):
-    """A dense run with parts around its attention."""
-    _, *overrides = with_parts(place, "run.name=around", "optimizer.lr=0.02", preset="softmax")
-    train(place / "dense.yaml", 1, *overrides, "schedule.warmup_steps=0")
-    return place / "around"
+def run_with_parts(root):
+    """A dense run with convolution, norm and gate around its attention."""
+    _, *overrides = with_parts(root, "run.name=around", "optimizer.lr=0.02", preset="softmax")
+    train(root / "dense.yaml", 1, *overrides, "schedule.warmup_steps=0")
+    return root / "around"
 
 
-def test_a_student_takes_over_what_its_dense_model_has_around_attention(place, around):
+def test_a_student_takes_over_convolution_norm_and_gate_of_its_dense_model(root, run_with_parts):
     uptrain(
-        place / "student.yaml",
+        root / "student.yaml",
         1,
-        *with_parts(place, "run.name=taken"),
+        *with_parts(root, "run.name=taken"),
         "uptrain={transfer: {steps: 3, lr: 0.02}}",
     )
-    moved = run_ranks(moved_between, 1, around, place / "taken/1-transfer")[0]
-    assert moved
-    assert all(".core." in name for name in moved), "an attention transfer leaves the parts as they are"
+    changed = run_ranks(changed_weights, 1, run_with_parts, root / "taken/1-transfer")[0]
+    assert changed
+    assert all(".core." in name for name in changed), "an attention transfer leaves the parts as they are"
     assert any(
-        "output_gate" in name for name in run_ranks(moved_between, 1, around, place / "taken/2-main")[0]
+        "output_gate" in name
+        for name in run_ranks(changed_weights, 1, run_with_parts, root / "taken/2-main")[0]
     )
-    report = json.loads((place / "taken/uptrain_report.json").read_text())
+    report = json.loads((root / "taken/uptrain_report.json").read_text())
     assert report["identity"]["student"] == pytest.approx(report["identity"]["dense"], abs=1e-5)
 
 
-def moved_between(before, after):
-    """Weights that are new in a run, or have another value than in an earlier one."""
+def changed_weights(before, after):
+    """Names of weights that are new in a run, or have another value than in an earlier run."""
     sources = (WeightSource.find("init.from", folder) for folder in (before, after))
     old, new = (source.tensors(source.model()) for source in sources)
     names = (name for name in new.names if name.startswith(("1.", "2.")))
@@ -387,112 +395,114 @@ def moved_between(before, after):
     }
 
 
-def test_a_student_may_have_more_around_attention_where_all_of_the_layer_is_trained(place):
-    overrides = with_parts(place, f"init.from={place}/dense", "run.name=more")
-    uptrain(place / "student.yaml", 1, *overrides, "uptrain={}")
+def test_new_parts_around_attention_are_allowed_if_the_whole_layer_is_trained(root):
+    overrides = with_parts(root, f"init.from={root}/dense", "run.name=more")
+    uptrain(root / "student.yaml", 1, *overrides, "uptrain={}")
     with pytest.raises(RankFailedError, match=r"layer 0 has output_gate, which the dense model lacks"):
-        uptrain(place / "student.yaml", 1, *overrides, "run.name=refused", "uptrain={transfer: {steps: 3}}")
-    alone = ["objective.kind=transfer", f"objective.teacher={place}/dense", "optimizer.trained=mechanism"]
+        uptrain(root / "student.yaml", 1, *overrides, "run.name=refused", "uptrain={transfer: {steps: 3}}")
+    alone = ["objective.kind=transfer", f"objective.teacher={root}/dense", "optimizer.trained=mechanism"]
     with pytest.raises(RankFailedError, match=r"layer 0 has output_gate, which the dense model lacks"):
-        train(place / "student.yaml", 1, *overrides, *alone, "run.name=refused-alone")
-    assert not (place / "refused").exists()
+        train(root / "student.yaml", 1, *overrides, *alone, "run.name=refused-alone")
+    assert not (root / "refused").exists()
 
 
-def test_a_student_without_what_its_dense_model_has_around_attention_is_refused(place, around):
-    fewer = with_parts(place, "run.name=refused", parts={"short_convolution": 3, "output_norm": True})
+def test_a_student_that_lacks_parts_of_its_dense_model_is_refused(root, run_with_parts):
+    fewer = with_parts(root, "run.name=refused", parts={"short_convolution": 3, "output_norm": True})
     with pytest.raises(
         RankFailedError, match=r"layer 0 has short_convolution=3 and the dense model 4; set what"
     ):
-        uptrain(place / "student.yaml", 1, *fewer, "uptrain={}")
-    assert not (place / "refused").exists()
+        uptrain(root / "student.yaml", 1, *fewer, "uptrain={}")
+    assert not (root / "refused").exists()
 
 
-def test_a_teacher_has_the_tensors_of_what_is_not_trained_also_on_going_on(place):
-    overrides = ["optimizer.trained=lora", "objective.kind=distill", f"objective.teacher={place}/dense"]
-    for model in run_ranks(shared, 1, place / "student.yaml", [*overrides, "run.name=shares"])[0]:
+def test_a_teacher_shares_the_tensors_that_are_not_trained_also_after_a_resume(root):
+    overrides = ["optimizer.trained=lora", "objective.kind=distill", f"objective.teacher={root}/dense"]
+    for model in run_ranks(shared_and_trained, 1, root / "student.yaml", [*overrides, "run.name=shares"])[0]:
         trained = {name for name, (_, trains) in model.items() if trains}
         assert {name.split(".")[-2] for name in trained} >= {"core", "value_update", "output_update"}
-        assert {name for name, (shares, _) in model.items() if shares} == model.keys() - trained
+        assert {name for name, (is_shared, _) in model.items() if is_shared} == model.keys() - trained
 
 
-def shared(config, overrides):
-    """Of a start and of one that goes on: name -> whether the teacher has its tensor, and whether it is trained."""
-    found = []
+def shared_and_trained(config, overrides):
+    """For a start and a resume: name -> whether the teacher has the same tensor, and whether it is trained."""
+    results = []
     with cpu_mesh() as mesh:
         for steps in (1, 2):
             trainer = Trainer(load(config, [*overrides, f"training.steps={steps}"]), mesh, providers())
             trainer.run()
             student = trainer.engine.engine.module
-            places = {name: x.data_ptr() for name, x in student.objective.teacher.model.named_parameters()}
-            found.append(
+            addresses = {name: x.data_ptr() for name, x in student.objective.teacher.model.named_parameters()}
+            results.append(
                 {
-                    name: (places.get(name) == x.data_ptr(), x.requires_grad)
+                    name: (addresses.get(name) == x.data_ptr(), x.requires_grad)
                     for name, x in student.named_parameters()
                 }
             )
-    return found
+    return results
 
 
 @pytest.mark.parametrize("key", ["init.from", "init.moments"])
-def test_what_is_not_there_is_refused_before_a_folder_is_made(key, place):
+def test_a_missing_source_or_moments_run_is_refused_before_a_folder_is_made(key, root):
     with pytest.raises(RankFailedError, match=f"{key}=nowhere is no run"):
-        uptrain(place / "stages.yaml", 1, "run.name=refused", f"{key}=nowhere")
-    assert not (place / "refused").exists()
+        uptrain(root / "stages.yaml", 1, "run.name=refused", f"{key}=nowhere")
+    assert not (root / "refused").exists()
 
 
-def test_texts_shorter_than_the_longest_sequences_are_refused_before_a_folder_is_made(place):
+def test_a_corpus_shorter_than_the_longest_sequences_is_refused_at_once(root):
     length = "uptrain.length={steps: 1, seq_len: 1000000}"
     with pytest.raises(
         RankFailedError, match=r"in its validation split, one sample takes uptrain.length.seq_len"
     ):
-        uptrain(place / "stages.yaml", 1, "run.name=refused", length)
-    assert not (place / "refused").exists()
+        uptrain(root / "stages.yaml", 1, "run.name=refused", length)
+    assert not (root / "refused").exists()
 
 
-def test_a_finished_one_measures_other_samples_and_needs_no_moments(place, finished):
+def test_a_finished_uptraining_can_be_evaluated_again_without_its_moments(root, finished):
     folder = shutil.copytree(finished, finished.with_name("again"))
-    moments = (place / "moments").rename(place / "gone")
+    moments = (root / "moments").rename(root / "gone")
     try:
         changes = ("training.eval_samples=3", "logging.tensorboard=false")
-        uptrain(place / "stages.yaml", 1, "run.name=again", *changes)
+        uptrain(root / "stages.yaml", 1, "run.name=again", *changes)
     finally:
-        moments.rename(place / "moments")
+        moments.rename(root / "moments")
     events = [[file.name for file in (run / "tensorboard").iterdir()] for run in (finished, folder)]
     assert len(events[0]) == 1  # the report's
     assert events[0] == events[1]
     report = json.loads((folder / "uptrain_report.json").read_text())
-    found = run_ranks(loss_of, 1, place / "dense.yaml", place / "dense", "training.eval_samples=3")[0]
-    assert found != json.loads((finished / "uptrain_report.json").read_text())["dense"]["loss"]
-    assert report["dense"]["loss"] == pytest.approx(found, abs=1e-6)
-    assert report["identity"]["dense"] == pytest.approx(found, abs=1e-6)
+    expected = run_ranks(validation_loss, 1, root / "dense.yaml", root / "dense", "training.eval_samples=3")[
+        0
+    ]
+    assert expected != json.loads((finished / "uptrain_report.json").read_text())["dense"]["loss"]
+    assert report["dense"]["loss"] == pytest.approx(expected, abs=1e-6)
+    assert report["identity"]["dense"] == pytest.approx(expected, abs=1e-6)
 
 
-def test_another_tokenizer_is_refused(place):
-    other = shutil.copytree(place / "dense", place / "other")
+def test_another_tokenizer_is_refused(root):
+    other = shutil.copytree(root / "dense", root / "other")
     shutil.rmtree(other / "tokenizer")
     tokenizers.train_bpe(["some words, some more words"] * 9, 270).save(other / "tokenizer")
     with pytest.raises(RankFailedError, match=r"init.from=\S+/other has another tokenizer than data.train="):
-        uptrain(place / "stages.yaml", 1, "run.name=refused", f"init.from={other}")
-    assert not (place / "refused").exists()
+        uptrain(root / "stages.yaml", 1, "run.name=refused", f"init.from={other}")
+    assert not (root / "refused").exists()
     teacher = ["objective.kind=distill", f"objective.teacher={other}"]
     with pytest.raises(RankFailedError, match=r"objective.teacher=\S+/other has another tokenizer than"):
-        train(place / "student.yaml", 1, "run.name=another-teacher", *teacher)
+        train(root / "student.yaml", 1, "run.name=another-teacher", *teacher)
 
 
-def test_what_preflight_refuses_can_be_mended_in_the_same_folder(place):
+def test_after_a_preflight_refusal_the_same_folder_can_be_used_again(root):
     with pytest.raises(
         RankFailedError, match=r"give it the dense model's section \(model.rope_base=10000.0\)"
     ):
-        uptrain(place / "student.yaml", 1, "run.name=mended", "uptrain={}", "model.rope_base=500")
-    assert {path.name for path in (place / "mended").iterdir()} == {"lock"}
-    uptrain(place / "student.yaml", 1, "run.name=mended", "uptrain={}", "training.steps=2")
+        uptrain(root / "student.yaml", 1, "run.name=mended", "uptrain={}", "model.rope_base=500")
+    assert {path.name for path in (root / "mended").iterdir()} == {"lock"}
+    uptrain(root / "student.yaml", 1, "run.name=mended", "uptrain={}", "training.steps=2")
 
 
-def test_a_stop_file_in_its_folder_ends_the_stage_that_it_is_in(place):
-    stopped = place / "stopped"
+def test_a_stop_file_in_the_uptraining_folder_ends_the_current_stage(root):
+    stopped = root / "stopped"
     stopped.mkdir()
     (stopped / "STOP").touch()
-    assert run_ranks(pretrain_here, 1, place / "stages.yaml", ("run.name=stopped",)) == [143]
+    assert run_ranks(pretrain_in_this_rank, 1, root / "stages.yaml", ("run.name=stopped",)) == [143]
     assert not (stopped / "STOP").exists()
     assert [path.name for path in stopped.glob("*/checkpoints/step_*")] == ["step_1"]
 
@@ -504,6 +514,6 @@ def test_a_stop_file_in_its_folder_ends_the_stage_that_it_is_in(place):
         ("init.moments=null", r"init\.moments=None was '\S+/moments' when the run began"),
     ],
 )
-def test_another_configuration_does_not_go_on_in_its_folder(change, reason, place, finished):
+def test_continuing_with_another_configuration_is_refused(change, reason, root, finished):
     with pytest.raises(RankFailedError, match=reason):
-        run_ranks(pretrain_here, 1, place / "stages.yaml", (change,))
+        run_ranks(pretrain_in_this_rank, 1, root / "stages.yaml", (change,))

@@ -1,4 +1,4 @@
-"""Attention transfer in blocks of layers is that of all layers at once, wherever it is killed, in a block's memory."""
+"""Attention transfer in blocks of layers equals that of all layers at once, but needs the memory of one block."""
 
 import copy
 import gc
@@ -28,12 +28,12 @@ from megakernel.uptraining.stages import stages
 from tests import dense_models
 from tests.disk import files_of_at_most
 from tests.distributed.processes import RankFailedError, run_ranks, this_process
-from tests.distributed.training_run import layout, metrics, pretrain_here, scalars
+from tests.distributed.training_run import layout, metrics, pretrain_in_this_rank, scalars
 from tests.tiers import tiered
 
 LAYERS = 4
 TRANSFER = {"steps": 4, "lr": 0.02, "rows": 4, "cross_entropy": 0.1}
-STATES = 4 * 4 * dense_models.LENGTH * 32 * 4
+STATES_BYTES = 4 * 4 * dense_models.LENGTH * 32 * 4
 """Bytes of hidden states between two blocks: steps x sequences x tokens x hidden size, in float32."""
 
 UPTRAINING = {
@@ -47,15 +47,15 @@ UPTRAINING = {
         "log_every": 1,
         "eval_samples": 2,
     },
-    # What a step clips by is the norm of all its gradients: that alone would tie layers to each other.
+    # No clipping: the norm over all gradients would make layers depend on each other.
     "optimizer": {"lr": 1e-3, "mechanism_lr": 1e-2, "clip_grad_norm": 1e6},
     "checkpoint": {"every": 1},
     "uptrain": {"transfer": TRANSFER, "layers": {"keep": 1}},
 }
 
 
-def written(folder, corpus, family="llama", num_layers=LAYERS):
-    """An up-training of a dense model with random weights, as a file."""
+def write_config(folder, corpus, family="llama", num_layers=LAYERS):
+    """Write the configuration of an up-training of a dense model with random weights."""
     dense = copy.deepcopy(dense_models.CONFIGS[family])
     dense.num_hidden_layers, dense.tie_word_embeddings = num_layers, True
     torch.manual_seed(0)
@@ -73,29 +73,29 @@ def written(folder, corpus, family="llama", num_layers=LAYERS):
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory, corpus):
-    return written(tmp_path_factory.mktemp("blocks"), corpus)
+    return write_config(tmp_path_factory.mktemp("blocks"), corpus)
 
 
-def in_blocks(name, layers):
+def block_overrides(name, layers):
     return f"run.name={name}", f"uptrain.transfer.block_layers={layers}"
 
 
 @pytest.fixture(scope="module")
 def whole(config):
-    """An up-training whose transfer took all layers at once."""
-    assert run_ranks(pretrain_here, 1, config, ()) == [0]
+    """The folder of an up-training whose transfer trained all layers at once."""
+    assert run_ranks(pretrain_in_this_rank, 1, config, ()) == [0]
     return config.parent / "whole"
 
 
 @pytest.fixture(scope="module")
 def by_threes(config):
-    """One that took three layers, then the last."""
-    assert run_ranks(pretrain_here, 1, config, in_blocks("threes", 3)) == [0]
+    """The folder of one that trained three layers, then the last one."""
+    assert run_ranks(pretrain_in_this_rank, 1, config, block_overrides("threes", 3)) == [0]
     return config.parent / "threes"
 
 
-def transferred(config, overrides, layers=None, note=lambda text: None):
-    """The transfer stage alone, in this rank: all at once, or so many layers at a time; why it stopped."""
+def run_transfer(config, overrides, layers=None, note=lambda text: None):
+    """Run the transfer stage in this rank, all layers at once or `layers` at a time; why it stopped."""
     run = load(config, overrides)
     (stage,) = (one for one in stages(run) if one.kind == "transfer")
 
@@ -108,51 +108,51 @@ def transferred(config, overrides, layers=None, note=lambda text: None):
 
 
 def weights(run):
-    found = CheckpointTensors(find_checkpoint(run))
-    return {name: found.read(name, [WEIGHT])[WEIGHT] for name in found.names}
+    tensors = CheckpointTensors(find_checkpoint(run))
+    return {name: tensors.read(name, [WEIGHT])[WEIGHT] for name in tensors.names}
 
 
-def assert_same(run, expected):
-    """Bit for bit: each layer does the same arithmetic on the same numbers, whatever other layers are there."""
-    ours, theirs = weights(run), weights(expected)
-    assert ours.keys() == theirs.keys()
-    unequal = [name for name in ours if not torch.equal(ours[name], theirs[name])]
+def assert_same_weights(run, expected):
+    """Bit for bit: each layer does the same arithmetic on the same numbers, whichever other layers are trained."""
+    actual, wanted = weights(run), weights(expected)
+    assert actual.keys() == wanted.keys()
+    unequal = [name for name in actual if not torch.equal(actual[name], wanted[name])]
     assert unequal == []
-    assert {name: x.dtype for name, x in ours.items()} == {name: x.dtype for name, x in theirs.items()}
+    assert {name: x.dtype for name, x in actual.items()} == {name: x.dtype for name, x in wanted.items()}
 
 
-def test_blocks_give_the_weights_of_all_layers_at_once(whole, by_threes):
-    assert_same(by_threes / "1-transfer", whole / "1-transfer")
+def test_transfer_in_blocks_gives_bit_identical_weights(whole, by_threes):
+    assert_same_weights(by_threes / "1-transfer", whole / "1-transfer")
     source = DenseCheckpoint(whole.parent / "dense")
-    moved = {name for name, x in weights(by_threes / "1-transfer").items() if name not in source.names}
-    assert {int(name.partition(".")[0]) for name in moved} == set(range(1, LAYERS + 1))
+    new_weights = {name for name, x in weights(by_threes / "1-transfer").items() if name not in source.names}
+    assert {int(name.partition(".")[0]) for name in new_weights} == set(range(1, LAYERS + 1))
 
 
-def test_the_curves_of_blocks_are_those_of_a_run(whole, by_threes):
-    ours, theirs = (metrics(run / "1-transfer") for run in (by_threes, whole))
-    assert scalars(ours, "step") == [1, 2, 3, 4]
-    # The loss adds layers up in another order.
+def test_metrics_of_the_blocks_are_combined_into_those_of_one_run(whole, by_threes):
+    actual, expected = (metrics(run / "1-transfer") for run in (by_threes, whole))
+    assert scalars(actual, "step") == [1, 2, 3, 4]
+    # The loss sums the layers in another order.
     for tag in ("train/loss", "train/grad_norm"):
-        assert scalars(ours, tag) == pytest.approx(scalars(theirs, tag), rel=1e-5)
-    heads = {tag: value for tag, value in theirs[-1].items() if tag.startswith("transfer/")}
-    assert heads == {tag: value for tag, value in ours[-1].items() if tag.startswith("transfer/")}
-    assert scalars(ours, "train/tokens") == scalars(theirs, "train/tokens")
+        assert scalars(actual, tag) == pytest.approx(scalars(expected, tag), rel=1e-5)
+    heads = {tag: value for tag, value in expected[-1].items() if tag.startswith("transfer/")}
+    assert heads == {tag: value for tag, value in actual[-1].items() if tag.startswith("transfer/")}
+    assert scalars(actual, "train/tokens") == scalars(expected, "train/tokens")
 
 
-def test_later_stages_and_export_go_on_behind_blocks(whole, by_threes, tmp_path):
-    kept = [json.loads((run / "kept_layers.json").read_text()) for run in (by_threes, whole)]
-    assert kept[0] == kept[1]
-    assert_same(by_threes / "2-main", whole / "2-main")
+def test_later_stages_and_export_work_after_a_transfer_in_blocks(whole, by_threes, tmp_path):
+    softmax_layers = [json.loads((run / "kept_layers.json").read_text()) for run in (by_threes, whole)]
+    assert softmax_layers[0] == softmax_layers[1]
+    assert_same_weights(by_threes / "2-main", whole / "2-main")
     for tag in ("train/loss", "eval/loss"):
-        ours, theirs = (scalars(metrics(run / "2-main"), tag) for run in (by_threes, whole))
-        assert ours == theirs
+        actual, expected = (scalars(metrics(run / "2-main"), tag) for run in (by_threes, whole))
+        assert actual == expected
     assert main(["export", str(by_threes / "1-transfer"), "--to", str(tmp_path / "model")]) == 0
     exported = DenseCheckpoint(tmp_path / "model")
     for name, tensor in weights(by_threes / "1-transfer").items():
         assert torch.equal(exported.read(name)[WEIGHT], tensor)
 
 
-def test_hidden_states_go_when_the_blocks_are_together(by_threes):
+def test_hidden_states_are_removed_once_the_blocks_are_merged(by_threes):
     assert sorted(path.name for path in (by_threes / "1-transfer").iterdir() if path.is_dir()) == [
         "checkpoints",
         "layers_0-2",
@@ -165,47 +165,47 @@ def test_hidden_states_go_when_the_blocks_are_together(by_threes):
     assert all(name.startswith("4.self_attention.core.") for name in block.names)
 
 
-ROOM = "megakernel.uptraining"
+PACKAGE = "megakernel.uptraining"
 TRAIN_STEP, WRITE = (
     "megakernel.training.engine:Engine.train_step",
-    f"{ROOM}.hidden_states:HiddenStates._write",
+    f"{PACKAGE}.hidden_states:HiddenStates._write",
 )
-WRITE_LAYER = f"{ROOM}.blocks:write_layer"
+WRITE_LAYER = f"{PACKAGE}.blocks:write_layer"
 
-KILLS = {
+KILL_POINTS = {
     "training of a block": (TRAIN_STEP, 7),
     "saving a block": ("megakernel.training.trainer:Trainer._save", 6),
     "writing hidden states": (WRITE, 13),
-    "their last file": (f"{ROOM}.hidden_states:HiddenStates._publish", 2),
-    "removing those before": (f"{ROOM}.blocks:BlockTransfer._remove_states", 3),
+    "their last file": (f"{PACKAGE}.hidden_states:HiddenStates._publish", 2),
+    "removing those before": (f"{PACKAGE}.blocks:BlockTransfer._remove_states", 3),
     "putting blocks together": (WRITE_LAYER, 3),
-    "the last file of all": (f"{ROOM}.blocks:write_model_states", 1),
+    "the last file of all": (f"{PACKAGE}.blocks:write_model_states", 1),
 }
-"""Where a start is killed -> a function, and in which of its calls; with blocks of one layer."""
+"""Where a start with blocks of one layer is killed -> a function, and the number of the call."""
 
 
-@pytest.mark.parametrize("place", tiered(KILLS, ["writing hidden states"]))
-def test_killed_anywhere_it_ends_the_same(place, config, whole):
+@pytest.mark.parametrize("place", tiered(KILL_POINTS, ["writing hidden states"]))
+def test_a_transfer_killed_anywhere_ends_with_the_same_weights(place, config, whole):
     name = place.replace(" ", "-")
     with pytest.raises(RankFailedError, match="exit status -9"):
-        run_ranks(killed_in, 1, *KILLS[place], config, [f"run.name={name}"])
-    left = {path.name for path in (config.parent / name / "1-transfer/hidden_states").glob("*")}
-    assert left or place in ("putting blocks together", "the last file of all")
-    assert run_ranks(transferred, 1, config, [f"run.name={name}"], 1) == [Stop.NONE]
-    assert_same(config.parent / name / "1-transfer", whole / "1-transfer")
-    ours, theirs = (metrics(run / "1-transfer") for run in (config.parent / name, whole))
-    assert ours[-1].keys() >= {tag for tag in theirs[-1] if tag.startswith("transfer/")}
+        run_ranks(transfer_killed_in, 1, *KILL_POINTS[place], config, [f"run.name={name}"])
+    leftover_states = {path.name for path in (config.parent / name / "1-transfer/hidden_states").glob("*")}
+    assert leftover_states or place in ("putting blocks together", "the last file of all")
+    assert run_ranks(run_transfer, 1, config, [f"run.name={name}"], 1) == [Stop.NONE]
+    assert_same_weights(config.parent / name / "1-transfer", whole / "1-transfer")
+    actual, expected = (metrics(run / "1-transfer") for run in (config.parent / name, whole))
+    assert actual[-1].keys() >= {tag for tag in expected[-1] if tag.startswith("transfer/")}
     assert not (config.parent / name / "1-transfer/hidden_states").exists()
 
 
-def killed_in(place, call, config, overrides):
+def transfer_killed_in(place, call, config, overrides):
     calls = count(1)
-    before_each(place, lambda: next(calls) < call or os.kill(os.getpid(), signal.SIGKILL))
-    return transferred(config, overrides, 1)
+    call_before(place, lambda: next(calls) < call or os.kill(os.getpid(), signal.SIGKILL))
+    return run_transfer(config, overrides, 1)
 
 
-def before_each(place, act):
-    """Do something before each call of a function of this process."""
+def call_before(place, act):
+    """Patch a function of this process so that each of its calls first calls `act`."""
     home, _, name = place.replace(":", ".").rpartition(".")
     owner, function = pkgutil.resolve_name(home), pkgutil.resolve_name(place)
 
@@ -216,90 +216,92 @@ def before_each(place, act):
     setattr(owner, name, acting)
 
 
-def test_the_teacher_takes_the_memory_of_a_block_however_deep_it_is(tmp_path, corpus):
+def test_parameters_in_memory_do_not_depend_on_the_depth_of_the_teacher(tmp_path, corpus):
     paths = []
     for layers in (4, 8):
         (folder := tmp_path / f"{layers}").mkdir()
-        paths.append(written(folder, corpus, num_layers=layers))
-    block, block_of_deeper, at_once = run_ranks(most_alive, 1, *paths)[0]
+        paths.append(write_config(folder, corpus, num_layers=layers))
+    block, block_of_deeper, at_once = run_ranks(peak_parameters, 1, *paths)[0]
     assert block_of_deeper == block < at_once
 
 
-def most_alive(config, deeper):
-    """The most numbers in parameters at any time: by blocks of two layers of both models, and all layers at once."""
+def peak_parameters(config, deeper):
+    """The peak number of parameter elements: in blocks of two layers for both models, and with all layers at once."""
     counts = []
     for place in (TRAIN_STEP, WRITE, WRITE_LAYER):
-        before_each(place, lambda: counts.append(numbers_alive()))
-    found = []
+        call_before(place, lambda: counts.append(parameter_elements()))
+    peaks = []
     for path, layers in ((config, 2), (deeper, 2), (config, None)):
         counts.clear()
         gc.collect()
-        transferred(path, [f"run.name=of-{layers}", "uptrain.transfer.steps=1"], layers)
-        found.append(max(counts))
-    return found
+        run_transfer(path, [f"run.name=of-{layers}", "uptrain.transfer.steps=1"], layers)
+        peaks.append(max(counts))
+    return peaks
 
 
-def numbers_alive():
+def parameter_elements():
     weights = (x for x in gc.get_objects() if type(x) is torch.nn.Parameter and not x.is_meta)
     return sum({x.data_ptr(): x.numel() for x in weights}.values())
 
 
-def test_a_full_disk_is_one_line_and_the_next_start_goes_on(config, whole):
+def test_a_full_disk_is_a_one_line_error_and_the_next_start_continues(config, whole):
     folder = config.parent / "full/1-transfer"
-    told, left, stop = run_ranks(met_a_full_disk, 1, config, ["run.name=full"], folder)[0]
-    assert "hidden_states/before_1 could not be written (" in told
-    assert "File too large" in told
-    assert told.endswith("untouched; free space, then start the same command again to continue")
+    message, left, stop = run_ranks(run_into_a_full_disk, 1, config, ["run.name=full"], folder)[0]
+    assert "hidden_states/before_1 could not be written (" in message
+    assert "File too large" in message
+    assert message.endswith("untouched; free space, then start the same command again to continue")
     assert (left, stop) == ([], Stop.NONE)
-    assert_same(folder, whole / "1-transfer")
+    assert_same_weights(folder, whole / "1-transfer")
 
 
-def met_a_full_disk(config, overrides, folder):
-    """What was told, what was left of hidden states, and how the next start ended."""
+def run_into_a_full_disk(config, overrides, folder):
+    """The error message, the hidden states that were left, and how the next start ended."""
 
-    def fills_up(text):
+    def limit_file_size(text):
         if text.startswith("hidden states before"):
-            limit.enter_context(files_of_at_most(STATES // 2))
+            limit.enter_context(files_of_at_most(STATES_BYTES // 2))
 
-    with ExitStack() as limit, pytest.raises(RunFailed) as told:
-        transferred(config, overrides, 1, fills_up)
-    return str(told.value), list((folder / "hidden_states").iterdir()), transferred(config, overrides, 1)
+    with ExitStack() as limit, pytest.raises(RunFailed) as error:
+        run_transfer(config, overrides, 1, limit_file_size)
+    return str(error.value), list((folder / "hidden_states").iterdir()), run_transfer(config, overrides, 1)
 
 
-def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(config):
-    steps = 10**13  # whose states no disk holds
+def test_a_disk_too_small_for_the_hidden_states_is_refused_at_the_start(config):
+    steps = 10**13  # their hidden states fit on no disk
     overrides = ["run.name=small", f"uptrain.transfer.steps={steps}"]
-    told = run_ranks(refused, 1, config, overrides, 2)[0]
-    size = STATES * steps / TRANSFER["steps"] / 1e6
-    assert told.startswith(
+    message = run_ranks(refusal, 1, config, overrides, 2)[0]
+    size = STATES_BYTES * steps / TRANSFER["steps"] / 1e6
+    assert message.startswith(
         f"uptrain.transfer.block_layers=2: hidden states between blocks take {size:,.1f} MB, and run.root="
     )
-    assert told.endswith("; free space, choose another run.root, or lower uptrain.transfer.steps")
+    assert message.endswith("; free space, choose another run.root, or lower uptrain.transfer.steps")
     assert not (config.parent / "small").exists()
 
 
-def refused(config, overrides, layers):
-    with pytest.raises(UserError) as told:
-        transferred(config, overrides, layers)
-    return str(told.value)
+def refusal(config, overrides, layers):
+    with pytest.raises(UserError) as error:
+        run_transfer(config, overrides, layers)
+    return str(error.value)
 
 
 @pytest.mark.second
-def test_a_request_to_stop_is_heeded_between_blocks(config, whole):
-    assert run_ranks(stopped_between, 1, config, ["run.name=stopped"]) == [(Stop.STOP_FILE, [], False)]
-    assert run_ranks(transferred, 1, config, ["run.name=stopped"], 2) == [Stop.NONE]
-    assert_same(config.parent / "stopped/1-transfer", whole / "1-transfer")
+def test_a_stop_request_is_honored_between_blocks(config, whole):
+    assert run_ranks(transfer_with_stop_file, 1, config, ["run.name=stopped"]) == [
+        (Stop.STOP_FILE, [], False)
+    ]
+    assert run_ranks(run_transfer, 1, config, ["run.name=stopped"], 2) == [Stop.NONE]
+    assert_same_weights(config.parent / "stopped/1-transfer", whole / "1-transfer")
 
 
-def stopped_between(config, overrides):
-    """Why it stopped, what is left of the states that it was writing, and whether the stop file is still there."""
+def transfer_with_stop_file(config, overrides):
+    """Why it stopped, the hidden states that are left, and whether the stop file is still there."""
     folder = load(config, overrides).run.folder
 
-    def ask(text):
+    def touch_stop_file(text):
         if text.startswith("hidden states before"):
             (folder / "STOP").touch()
 
-    stop = transferred(config, overrides, 2, ask)
+    stop = run_transfer(config, overrides, 2, touch_stop_file)
     return stop, list((folder / "1-transfer/hidden_states").iterdir()), (folder / "STOP").exists()
 
 
@@ -307,54 +309,54 @@ LAYOUTS = ["dp2 zero 2", "tp2", "tp2 sequence parallel", "cp2"]
 
 
 @pytest.mark.parametrize("ranks", tiered(LAYOUTS, ["dp2 zero 2"]))
-def test_layouts_learn_alike(ranks, config, whole):
+def test_every_layout_learns_the_same_weights(ranks, config, whole):
     processes, *overrides = layout(ranks)
     overrides += [f"run.name={ranks.replace(' ', '-')}"]
-    assert run_ranks(transferred, processes, config, overrides, 3) == [Stop.NONE] * processes
-    assert_near(load(config, overrides).run.folder / "1-transfer", whole / "1-transfer")
+    assert run_ranks(run_transfer, processes, config, overrides, 3) == [Stop.NONE] * processes
+    assert_weights_close(load(config, overrides).run.folder / "1-transfer", whole / "1-transfer")
 
 
-def assert_near(run, expected):
-    """Sums in another order: 1e-4 of losses as elsewhere, and a fiftieth of a learning rate of 0.02 of weights, which
-    AdamW's first updates make of gradients near 0: one weight of 64 is 2.3e-4 off on an AMD EPYC, none on an Intel
+def assert_weights_close(run, expected):
+    """Sums in another order: 1e-4 for losses as elsewhere, and for weights a fiftieth of the learning rate of 0.02,
+    as AdamW's first updates amplify gradients near 0: one weight of 64 is 2.3e-4 off on an AMD EPYC, none on an Intel
     Xeon."""
     for tag in ("train/loss", "train/grad_norm"):
-        ours, theirs = (scalars(metrics(one), tag) for one in (run, expected))
-        assert ours == pytest.approx(theirs, rel=1e-4)
-    ours, theirs = weights(run), weights(expected)
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=4e-4)
+        actual, wanted = (scalars(metrics(one), tag) for one in (run, expected))
+        assert actual == pytest.approx(wanted, rel=1e-4)
+    actual, wanted = weights(run), weights(expected)
+    assert actual.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(actual[name], tensor, rtol=1e-4, atol=4e-4)
 
 
 @pytest.mark.second
-def test_states_of_another_layout_are_made_again(config, whole):
+def test_hidden_states_of_another_layout_are_computed_again(config, whole):
     with pytest.raises(RankFailedError, match="exit status -9"):
-        run_ranks(killed_in, 1, TRAIN_STEP, 14, config, ["run.name=moved"])
+        run_ranks(transfer_killed_in, 1, TRAIN_STEP, 14, config, ["run.name=moved"])
     folder = config.parent / "moved/1-transfer"
     assert [path.name for path in (folder / "hidden_states").iterdir()] == ["before_3"]
     processes, *overrides = layout("dp2 zero 1")
-    assert run_ranks(transferred, processes, config, ["run.name=moved", *overrides], 1) == [Stop.NONE] * 2
-    assert_near(folder, whole / "1-transfer")
+    assert run_ranks(run_transfer, processes, config, ["run.name=moved", *overrides], 1) == [Stop.NONE] * 2
+    assert_weights_close(folder, whole / "1-transfer")
 
 
 @pytest.mark.second
-def test_half_precision_and_learned_positions_are_those_of_all_layers_at_once(tmp_path, corpus):
-    path = written(tmp_path, corpus, "gpt2")
+def test_blocks_equal_all_layers_at_once_in_bfloat16_with_learned_positions(tmp_path, corpus):
+    path = write_config(tmp_path, corpus, "gpt2")
     half = ["training.dtype=bfloat16", "parallel.zero_stage=1"]
     for name, layers in (("whole", None), ("blocks", 3)):
-        run_ranks(transferred, 1, path, [f"run.name={name}", *half], layers)
-    assert_same(tmp_path / "blocks/1-transfer", tmp_path / "whole/1-transfer")
+        run_ranks(run_transfer, 1, path, [f"run.name={name}", *half], layers)
+    assert_same_weights(tmp_path / "blocks/1-transfer", tmp_path / "whole/1-transfer")
     dtypes = {tensor.dtype for tensor in weights(tmp_path / "blocks/1-transfer").values()}
     assert dtypes == {torch.float32, torch.bfloat16}
 
 
 @pytest.mark.second
-def test_blocks_without_anything_to_learn_are_left_out(config):
+def test_blocks_without_trained_layers_are_skipped(config):
     pattern = 'model.attention_pattern=["softmax","softmax","main","main"]'
     overrides = [pattern, "uptrain.layers.keep=0"]
     for name, layers in (("some-whole", None), ("some", 2)):
-        run_ranks(transferred, 1, config, [*overrides, f"run.name={name}"], layers)
+        run_ranks(run_transfer, 1, config, [*overrides, f"run.name={name}"], layers)
     folder = config.parent / "some/1-transfer"
-    assert_same(folder, config.parent / "some-whole/1-transfer")
+    assert_same_weights(folder, config.parent / "some-whole/1-transfer")
     assert [path.name for path in folder.glob("layers_*")] == ["layers_2-3"]

@@ -1,4 +1,4 @@
-"""Up-training over pipeline stages is that of one process, to the last number of its report."""
+"""Up-training over pipeline stages equals that of one process, including all numbers of its report."""
 
 import copy
 import json
@@ -25,7 +25,7 @@ from tests.distributed.processes import run_ranks, this_process
 from tests.distributed.training_run import metrics, scalars
 
 LAYERS, HEADS = 3, 4
-"""A stage between the first and the last: of DeepSpeed's it alone both receives and hands on."""
+"""Three pipeline stages, as only a middle stage both receives and sends."""
 
 UPTRAINING = {
     "run": {"name": "up", "seed": 7},
@@ -65,14 +65,14 @@ REFUSED = {
         "optimizer.trained=mechanism",
     ): "a stage of parallel.pipeline has model.attention with no weights of its own",
 }
-"""Overrides -> why they are refused where each layer is a stage."""
+"""Overrides -> why they are refused if each layer is a pipeline stage."""
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory, corpus):
     """An up-training of a dense model of `transformers` with random weights."""
     folder = tmp_path_factory.mktemp("stages")
-    # Tied: the first and the last stage have a copy each, which the transfer does not train.
+    # Tied embeddings: the first and the last stage have a copy each, which the transfer does not train.
     changes = {"num_hidden_layers": LAYERS, "tie_word_embeddings": True}
     sizes = copy.deepcopy(dense_models.CONFIGS["llama"]).to_dict() | changes
     torch.manual_seed(0)
@@ -84,7 +84,7 @@ def config(tmp_path_factory, corpus):
         "model": section | {"attention": {"preset": "flurka", "compression": {"block_size": 16, "rank": 4}}},
         "data": {"train": str(corpus), "num_workers": 0},
     }
-    # Its weights are read like any other's; transformers alone asks for a sequence of padding.
+    # Megakernel can read this checkpoint, but transformers fails on its pad_token_id.
     broken = shutil.copytree(folder / "dense", folder / "broken") / "config.json"
     broken.write_text(json.dumps(json.loads(broken.read_text()) | {"pad_token_id": 10**6}))
     path = folder / "up.yaml"
@@ -95,31 +95,31 @@ def config(tmp_path_factory, corpus):
 @pytest.fixture(scope="module")
 def whole(config):
     """The folder of an up-training by one process."""
-    run_ranks(up_trained, 1, config, ("run.name=whole",), (), timeout=280.0)
+    run_ranks(run_uptraining, 1, config, ("run.name=whole",), (), timeout=280.0)
     return config.parent / "whole"
 
 
 @pytest.fixture(scope="module")
 def staged(config):
-    """The folder of one by a stage for each layer, and what each rank was told of REFUSED."""
+    """The folder of an up-training with one layer per pipeline stage, and what each rank returned."""
     overrides = ("run.name=staged", f"parallel.pipeline={LAYERS}")
-    told = run_ranks(up_trained, LAYERS, config, overrides, tuple(REFUSED), timeout=280.0)
-    return config.parent / "staged", told
+    results = run_ranks(run_uptraining, LAYERS, config, overrides, tuple(REFUSED), timeout=280.0)
+    return config.parent / "staged", results
 
 
-def up_trained(config, overrides, refused):
+def run_uptraining(config, overrides, refused):
     run = load(config, overrides)
 
     def work(mesh):
         assert Uptraining(run, mesh, providers()).run() == 0
-        told = [refusal(load(config, (*overrides, *more)), mesh) for more in refused]
-        return told, parities(run, mesh)
+        messages = [refusal(load(config, (*overrides, *more)), mesh) for more in refused]
+        return messages, parities(run, mesh)
 
     return run_in_mesh(run, this_process(), work)
 
 
 def parities(run, mesh):
-    """Of a model that predicts no number, and what is said where transformers cannot load the folder."""
+    """The parity of a model whose logits are NaN, and the error if transformers cannot load the folder."""
     source = WeightSource.find("init.from", run.init.source)
     model = Validation(run, mesh).model(source.model(), source)
     if mesh.is_last_stage:
@@ -137,68 +137,68 @@ def refusal(config, mesh):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_stages_learn_what_one_process_learns(stage, whole, staged):
-    expected, found = metrics(whole / stage), metrics(staged[0] / stage)
-    wanted = ("train/loss", "train/grad_norm", "eval/loss", "transfer/")
-    for ours, line in zip(found, expected, strict=True):
-        tags = [tag for tag in line if tag.startswith(wanted)]
-        assert [tag for tag in ours if tag.startswith(wanted)] == tags
+def test_pipeline_stages_have_the_metrics_of_one_process(stage, whole, staged):
+    expected, lines = metrics(whole / stage), metrics(staged[0] / stage)
+    prefixes = ("train/loss", "train/grad_norm", "eval/loss", "transfer/")
+    for actual, line in zip(lines, expected, strict=True):
+        tags = [tag for tag in line if tag.startswith(prefixes)]
+        assert [tag for tag in actual if tag.startswith(prefixes)] == tags
         for tag in tags:
-            assert ours[tag] == pytest.approx(line[tag], rel=1e-4, abs=1e-5), tag
-    heads = [tag for tag in found[-1] if tag.startswith("transfer/error/")]
+            assert actual[tag] == pytest.approx(line[tag], rel=1e-4, abs=1e-5), tag
+    heads = [tag for tag in lines[-1] if tag.startswith("transfer/error/")]
     assert len(heads) == (LAYERS * HEADS if stage == "1-transfer" else 0)
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_their_checkpoints_hold_the_weights_of_one_process(stage, whole, staged):
-    expected, found = (CheckpointTensors(find_checkpoint(run / stage)) for run in (whole, staged[0]))
-    assert found.names == expected.names
+def test_checkpoints_of_pipeline_stages_hold_the_weights_of_one_process(stage, whole, staged):
+    expected, stored = (CheckpointTensors(find_checkpoint(run / stage)) for run in (whole, staged[0]))
+    assert stored.names == expected.names
     for name in expected.names:
-        ours, theirs = (tensors.read(name, ["fp32"])["fp32"].float() for tensors in (found, expected))
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5, msg=name)
+        actual, wanted = (tensors.read(name, ["fp32"])["fp32"].float() for tensors in (stored, expected))
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-5, msg=name)
 
 
-def test_stages_that_were_stopped_go_on_in_another_layout(config, whole, staged):
-    """The first of their steps was done by a stage for each layer, the second is by two processes that cut weights."""
+def test_a_stopped_uptraining_continues_on_another_layout(config, whole, staged):
+    """The first step ran on three pipeline stages, the second runs on two ranks with ZeRO stage 3."""
     moved = config.parent / "moved"
     shutil.copytree(staged[0], moved)
     for lost in ("1-transfer/checkpoints/step_2", "2-base", "4-main/checkpoints/step_2"):
         shutil.rmtree(moved / lost)
-    run_ranks(up_trained, 2, config, ("run.name=moved", "parallel.zero_stage=3"), (), timeout=280.0)
+    run_ranks(run_uptraining, 2, config, ("run.name=moved", "parallel.zero_stage=3"), (), timeout=280.0)
     for stage in ("1-transfer", "2-base", "4-main"):
-        expected, found = metrics(whole / stage), metrics(moved / stage)
+        expected, lines = metrics(whole / stage), metrics(moved / stage)
         for tag in ("train/loss", "train/grad_norm", "eval/loss"):
-            assert scalars(found, tag) == pytest.approx(scalars(expected, tag), rel=1e-4, abs=1e-5), (
+            assert scalars(lines, tag) == pytest.approx(scalars(expected, tag), rel=1e-4, abs=1e-5), (
                 stage,
                 tag,
             )
 
 
-def test_their_report_is_that_of_one_process(whole, staged):
-    expected, found = (json.loads((run / "uptrain_report.json").read_text()) for run in (whole, staged[0]))
-    assert expected["parity"] < 1e-4  # of logits that the last stage alone has
-    assert found["parity"] < 1e-4
-    rows, ours = (
+def test_the_report_of_pipeline_stages_is_that_of_one_process(whole, staged):
+    expected, actual = (json.loads((run / "uptrain_report.json").read_text()) for run in (whole, staged[0]))
+    assert expected["parity"] < 1e-4  # of logits, which only the last stage has
+    assert actual["parity"] < 1e-4
+    rows, actual_rows = (
         [report["dense"], report["swapped"], *report["stages"], *report["ablations"]]
-        for report in (expected, found)
+        for report in (expected, actual)
     )
-    assert [row["name"] for row in ours] == [row["name"] for row in rows]
-    # dense, swapped, four stages; dense trained on and its window, far part off, near window off, sliding window
+    assert [row["name"] for row in actual_rows] == [row["name"] for row in rows]
+    # dense, swapped, four stages; ablations: dense trained on, its window, no far part, no near window, sliding window
     assert len(rows) == 6 + 5
-    for left, right in zip(ours, rows, strict=True):
+    for left, right in zip(actual_rows, rows, strict=True):
         assert (left["loss"], left["beyond"]) == pytest.approx((right["loss"], right["beyond"]), abs=1e-5)
-    assert found["heads"] == pytest.approx(expected["heads"], rel=1e-4, abs=1e-5)
-    assert found["identity"] == pytest.approx(expected["identity"], abs=1e-5)
+    assert actual["heads"] == pytest.approx(expected["heads"], rel=1e-4, abs=1e-5)
+    assert actual["identity"] == pytest.approx(expected["identity"], abs=1e-5)
 
 
-def test_what_one_rank_finds_of_the_logits_is_told_to_all(staged):
+def test_the_parity_result_of_the_last_stage_reaches_all_ranks(staged):
     for _, (difference, text) in staged[1]:
         assert math.isnan(difference)
         assert text == staged[1][0][1][1]
         assert "broken: transformers cannot compute its logits" in text
 
 
-def test_stages_without_weights_of_their_own_are_refused_alike_on_all_ranks(staged):
+def test_pipeline_stages_without_own_weights_are_refused_on_all_ranks(staged):
     for texts, _ in staged[1]:
         assert texts == staged[1][0][0]
         for text, reason in zip(texts, REFUSED.values(), strict=True):

@@ -1,4 +1,4 @@
-"""Ranks that share a padded vocabulary have the loss and the gradients of its words, also a rank that has none."""
+"""Loss and gradients of a padded vocabulary over tensor ranks, one of which has only padding."""
 
 import pytest
 import torch
@@ -6,39 +6,45 @@ import torch
 from megakernel.model.head import _losses
 from megakernel.model.vocabulary_loss import DistillationTarget
 from tests.distributed.processes import cpu_mesh, run_ranks
-from tests.unit.model.test_vocabulary_loss import LESSONS, drawn, expected, found
+from tests.unit.model.test_vocabulary_loss import OBJECTIVES, compute_loss, expected, random_inputs
 
-HERE = [16, 16, 8, 0]
-"""Words of each rank, of 16 rows."""
+LOCAL_VOCAB_SIZES = [16, 16, 8, 0]
+"""Vocabulary entries of each rank, whose shard of the embedding has 16 rows."""
 
 
 def losses_over_ranks():
-    """Each rank's loss, with the gradients of the states and of its rows; and what evaluation measures."""
+    """Each rank's loss with the gradients of the hidden states and of its rows, and the loss of an evaluation."""
     results = []
-    with cpu_mesh(tensor=len(HERE)) as mesh:
-        for weights in LESSONS.values():
-            (hidden, head, theirs, their_head), targets = drawn(torch.float64)
-            head, their_head = (x.chunk(len(HERE))[mesh.tp.rank].clone() for x in (head, their_head))
-            distillation = None if weights is None else DistillationTarget(theirs, their_head, **weights)
+    with cpu_mesh(tensor=len(LOCAL_VOCAB_SIZES)) as mesh:
+        for weights in OBJECTIVES.values():
+            (hidden, head, teacher_hidden, teacher_head), targets = random_inputs(torch.float64)
+            head, teacher_head = (
+                x.chunk(len(LOCAL_VOCAB_SIZES))[mesh.tp.rank].clone() for x in (head, teacher_head)
+            )
+            distillation = (
+                None if weights is None else DistillationTarget(teacher_hidden, teacher_head, **weights)
+            )
             learned = hidden.requires_grad_(), head.requires_grad_()
-            loss, _ = found(*learned, targets, 8, distillation, HERE[mesh.tp.rank], mesh.tp.group)
+            loss, _ = compute_loss(
+                *learned, targets, 8, distillation, LOCAL_VOCAB_SIZES[mesh.tp.rank], mesh.tp.group
+            )
             results.append((loss.item(), *torch.autograd.grad(loss, learned)))
-        (hidden, head, *_), targets = drawn(torch.float32)
-        own = head.chunk(len(HERE))[mesh.tp.rank]
-        measured = _losses(own, hidden, targets, 8, HERE[mesh.tp.rank], True).sum()
+        (hidden, head, *_), targets = random_inputs(torch.float32)
+        own = head.chunk(len(LOCAL_VOCAB_SIZES))[mesh.tp.rank]
+        measured = _losses(own, hidden, targets, 8, LOCAL_VOCAB_SIZES[mesh.tp.rank], True).sum()
     return results, measured.item()
 
 
-def test_padding_counts_on_no_rank():
-    trained, measured = zip(*run_ranks(losses_over_ranks, len(HERE)), strict=True)
-    right, _ = expected(*drawn(torch.float32), None)
-    assert measured == pytest.approx([right.item()] * len(HERE), rel=1e-6)
-    for *ranks, weights in zip(*trained, LESSONS.values(), strict=True):
-        tensors, targets = drawn(torch.float64)
+def test_padding_rows_affect_loss_and_gradients_on_no_rank():
+    trained, measured = zip(*run_ranks(losses_over_ranks, len(LOCAL_VOCAB_SIZES)), strict=True)
+    right, _ = expected(*random_inputs(torch.float32), None)
+    assert measured == pytest.approx([right.item()] * len(LOCAL_VOCAB_SIZES), rel=1e-6)
+    for *ranks, weights in zip(*trained, OBJECTIVES.values(), strict=True):
+        tensors, targets = random_inputs(torch.float64)
         learned = [x.requires_grad_() for x in tensors[:2]]
         loss, _ = expected(tensors, targets, weights)
         of_hidden, of_head = torch.autograd.grad(loss, learned)
-        assert [rank[0] for rank in ranks] == pytest.approx([loss.item()] * len(HERE), rel=1e-12)
-        # Each rank has the part of the states' gradient that its rows give.
+        assert [rank[0] for rank in ranks] == pytest.approx([loss.item()] * len(LOCAL_VOCAB_SIZES), rel=1e-12)
+        # The gradients of the hidden states sum over ranks, as each rank has the part from its rows.
         torch.testing.assert_close(sum(rank[1] for rank in ranks), of_hidden)
         torch.testing.assert_close(torch.cat([rank[2] for rank in ranks]), of_head)

@@ -1,4 +1,4 @@
-"""What is shown of a run beside numbers is the same on every layout: histograms, traces, the slowest rank."""
+"""Histograms, traces and the slowest rank are the same on every layout."""
 
 import gzip
 import json
@@ -45,7 +45,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def trained(config):
-    """name of a layout -> folder of a run of one step, trained when it is first asked for."""
+    """Name of a layout -> the folder of a run of one step, trained when first asked for."""
 
     @cache
     def folder(name):
@@ -56,36 +56,39 @@ def trained(config):
 
 
 @pytest.fixture(scope="module")
-def one(trained):
+def one_process(trained):
     return histograms(trained("one"))
 
 
-def test_weights_gradients_and_gates_have_histograms(one):
-    kinds = {kind: [tag for tag in one if tag.startswith(kind)] for kind in ("weights", "gradients", "gates")}
+def test_weights_gradients_and_gates_have_histograms(one_process):
+    kinds = {
+        kind: [tag for tag in one_process if tag.startswith(kind)]
+        for kind in ("weights", "gradients", "gates")
+    }
     assert len(kinds["gates"]) == 2
     assert len(kinds["weights"]) == len(kinds["gradients"]) > 10
-    gate = one[kinds["gates"][0]]
-    # 4 heads, 128 tokens, 2 sequences of the last micro-batch; weights of zero leave every gate at its bias.
+    gate = one_process[kinds["gates"][0]]
+    # 4 heads, 128 tokens, 2 sequences of the last micro-batch; with weights of zero every gate is its bias.
     assert (gate.num, gate.min, gate.max) == (4 * 128 * 2, gate.max, gate.min)
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
-def test_two_processes_count_what_one_counts(trained, one, layout):
-    found = histograms(trained(layout))
-    assert found.keys() == one.keys()
-    for tag, mine in one.items():
-        his = found[tag]
+def test_histograms_over_two_ranks_equal_those_of_one(trained, one_process, layout):
+    by_tag = histograms(trained(layout))
+    assert by_tag.keys() == one_process.keys()
+    for tag, expected in one_process.items():
+        actual = by_tag[tag]
         if tag.startswith("gradients/"):
-            # Sums in another order move some gradients over an edge, and change the number of none.
-            assert his.num == mine.num
-            assert his.sum_squares == pytest.approx(mine.sum_squares, rel=1e-4)
-            assert his.max == pytest.approx(mine.max, rel=1e-3, abs=1e-7)
+            # Sums in another order move some gradients into the next bucket, but do not change their number.
+            assert actual.num == expected.num
+            assert actual.sum_squares == pytest.approx(expected.sum_squares, rel=1e-4)
+            assert actual.max == pytest.approx(expected.max, rel=1e-3, abs=1e-7)
         elif tag.startswith("weights/"):
-            assert list(his.bucket) == list(mine.bucket), tag
-            assert (his.num, his.min, his.max) == (mine.num, mine.min, mine.max)
+            assert list(actual.bucket) == list(expected.bucket), tag
+            assert (actual.num, actual.min, actual.max) == (expected.num, expected.min, expected.max)
 
 
-def test_every_process_leaves_a_trace_that_names_what_it_did(trained):
+def test_every_rank_writes_a_trace_with_named_modules_and_phases(trained):
     folder = trained("dp2_zero2") / "profile" / "step_1"
     assert sorted(path.name for path in folder.iterdir()) == ["rank_0.json.gz", "rank_1.json.gz"]
     for trace in folder.iterdir():
@@ -107,7 +110,7 @@ class Slow(nn.Module):
         return x
 
 
-def _measured():
+def _measure_local_work():
     with cpu_mesh() as mesh:
         model = Slow(0.02 if mesh.rank == 1 else 0.001)
         work = LocalWork(model, mesh)
@@ -118,23 +121,23 @@ def _measured():
         return work.scalars(3, data_seconds=0.001, step_seconds=0.01 / (mesh.rank + 1)), work.slowest
 
 
-def test_the_rank_that_works_longest_is_named_on_all():
-    (first, named), (second, _) = run_ranks(_measured, 2)
+def test_all_ranks_name_the_rank_that_works_longest():
+    (first, named), (second, _) = run_ranks(_measure_local_work, 2)
     assert first == second
     assert first["health/slowest_rank"] == named["rank"] == 1
-    # 21 ms over 2 ms; a busy machine lengthens both sleeps, and the shorter one more.
+    # 21 ms over 2 ms; a busy machine lengthens both sleeps, the shorter one by a larger factor.
     assert first["health/straggle"] > 1.5
     assert first["health/data_share"] == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize(
-    ("seconds", "stages", "found"),
+    ("seconds", "stages", "expected"),
     [
         ([1.0, 1.1, 3.3, 1.0, 1.1], 1, (2, 3.0)),
-        ([1.5, 1.0], 1, (0, 1.5)),  # of two the faster one is the measure
+        ([1.5, 1.0], 1, (0, 1.5)),  # of two ranks the faster one is the reference
         ([1.0, 1.4, 2.0, 2.1], 2, (1, 1.4)),  # the second stage has twice the work
-        ([1.0, 5.0], 2, (0, 1.0)),  # a rank without its like is as fast as itself
+        ([1.0, 5.0], 2, (0, 1.0)),  # the only rank of a stage is compared with itself
     ],
 )
-def test_the_slowest_rank_is_compared_with_the_median_of_its_like(seconds, stages, found):
-    assert slowest(seconds, stages) == pytest.approx(found)
+def test_the_slowest_rank_is_compared_with_the_median_of_its_pipeline_stage(seconds, stages, expected):
+    assert slowest(seconds, stages) == pytest.approx(expected)

@@ -1,4 +1,4 @@
-"""Whole training runs inside real ranks, for tests that compare their losses."""
+"""Training runs in real ranks, for tests that compare their losses."""
 
 import json
 import math
@@ -58,18 +58,18 @@ LAYOUT_WORDS = {
 
 
 def layout(name: str) -> tuple[Any, ...]:
-    """The processes and the overrides that a name such as `tp2 sequence parallel dp2 zero 1` stands for."""
+    """The world size and the overrides that a name such as `tp2 sequence parallel dp2 zero 1` stands for."""
     overrides, rest = [], name
     for words, override in LAYOUT_WORDS.items():
-        if found := re.search(rf"\b{words}\b", rest):
-            rest = rest.replace(found[0], "", 1)
-            overrides += [override.format(*found.groups())] * bool(override)
-    assert not rest.strip(), f"{name}: {rest.strip()} is no word of layouts"
+        if match := re.search(rf"\b{words}\b", rest):
+            rest = rest.replace(match[0], "", 1)
+            overrides += [override.format(*match.groups())] * bool(override)
+    assert not rest.strip(), f"{name}: {rest.strip()} is not the name of a layout"
     return math.prod(int(size) for size in re.findall(r"\b[dtcp]p(\d)", name)), *overrides
 
 
 def write_config(folder: Path, corpus: Path) -> Path:
-    """CONFIG as a file, on a corpus and with its runs in `folder`."""
+    """Write CONFIG to a file, for runs in `folder` on a corpus."""
     path = folder / "config.yaml"
     text = CONFIG.replace("data: {", f"data: {{train: {corpus}, ").replace(
         "run: {", f"run: {{root: {folder}, "
@@ -79,8 +79,8 @@ def write_config(folder: Path, corpus: Path) -> Path:
 
 
 def train(config: Path, world_size: int, *overrides: str, timeout: float = 240.0) -> list[dict[str, Any]]:
-    """Train in `world_size` processes; the lines of metrics.jsonl."""
-    statuses = run_ranks(pretrain_here, world_size, config, overrides, timeout=timeout)
+    """Train in `world_size` ranks; returns the lines of metrics.jsonl."""
+    statuses = run_ranks(pretrain_in_this_rank, world_size, config, overrides, timeout=timeout)
     assert set(statuses) == {0}, statuses
     return metrics(load(config, overrides).run.folder)
 
@@ -95,34 +95,34 @@ def scalars(lines: list[dict[str, Any]], tag: str) -> list[float]:
     return [line[tag] for line in lines if tag in line]
 
 
-def assert_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    """Two runs of the same batches learned the same, on whatever layouts."""
+def assert_losses_close(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Two runs on the same batches have the same losses, on any layouts."""
     # float32 sums in another order: 1e-5 for losses, 1e-4 for norms, which sum squares of all gradients.
     for tag, tolerance in {"train/loss": 1e-5, "train/grad_norm": 1e-4, "eval/loss": 1e-5}.items():
-        assert scalars(found, tag) == pytest.approx(scalars(expected, tag), rel=tolerance), tag
+        assert scalars(actual, tag) == pytest.approx(scalars(expected, tag), rel=tolerance), tag
 
 
-def assert_identical(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    """Two runs on one layout learned the same in the same steps, bit for bit."""
+def assert_identical(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Two runs on one layout have the same losses in the same steps, bit for bit."""
     for tag in ("step", "train/loss", "train/grad_norm", "eval/loss"):
-        assert scalars(found, tag) == scalars(expected, tag), tag
+        assert scalars(actual, tag) == scalars(expected, tag), tag
 
 
-def assert_continued(found: list[dict[str, Any]], whole: list[dict[str, Any]]) -> None:
-    """A run that was stopped and went on learned what one did that was not, bit for bit, to its last evaluation."""
+def assert_resumed_bit_identically(resumed: list[dict[str, Any]], whole: list[dict[str, Any]]) -> None:
+    """A resumed run has the losses and the last evaluation of an uninterrupted one, bit for bit."""
     for tag in ("train/loss", "train/grad_norm"):
-        assert scalars(found, tag) == scalars(whole, tag), tag
-    assert scalars(found, "eval/loss")[-1] == scalars(whole, "eval/loss")[-1]
+        assert scalars(resumed, tag) == scalars(whole, tag), tag
+    assert scalars(resumed, "eval/loss")[-1] == scalars(whole, "eval/loss")[-1]
 
 
-def pretrain_here(config: Path, overrides: tuple[str, ...]) -> int:
+def pretrain_in_this_rank(config: Path, overrides: tuple[str, ...]) -> int:
     from launch.training import train
 
     return train(load(config, overrides), this_process())
 
 
-def killed_at(line_start: str, config: Path, overrides: tuple[str, ...]) -> int:
-    """Train, and die by SIGKILL wherever this process is when it has told a line that begins so."""
+def pretrain_killed_at_line(line_start: str, config: Path, overrides: tuple[str, ...]) -> int:
+    """Train, and kill this process by SIGKILL once it has printed a line that begins with `line_start`."""
     read, write = os.pipe()
     os.dup2(write, 1)
 
@@ -132,4 +132,4 @@ def killed_at(line_start: str, config: Path, overrides: tuple[str, ...]) -> int:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
-    return pretrain_here(config, overrides)
+    return pretrain_in_this_rank(config, overrides)

@@ -14,7 +14,7 @@ from tests.csv_tables import from_csv
 from tests.distributed.training_run import train, write_config
 
 LENGTH = 64
-APPLYING = {
+APPLICABLE = {
     "attention",
     "claims",
     "covariances",
@@ -56,9 +56,9 @@ def analyzed(run):
     return run / "analysis" / "step_2"
 
 
-def test_everything_that_applies_has_a_table_and_plots(analyzed):
-    assert {path.stem for path in analyzed.glob("*.csv")} == APPLYING
-    for name in APPLYING:
+def test_every_applicable_analysis_writes_a_table_and_plots(analyzed):
+    assert {path.stem for path in analyzed.glob("*.csv")} == APPLICABLE
+    for name in APPLICABLE:
         assert rows(analyzed, name)
         plots = list(analyzed.glob(f"{name}_*.png"))
         assert plots
@@ -66,44 +66,44 @@ def test_everything_that_applies_has_a_table_and_plots(analyzed):
     assert not list(analyzed.glob("*partial*"))
 
 
-def test_tables_are_of_the_checkpoint(run, analyzed):
-    """Eigenvalues are the variances in its files; rows of causal attention add up to 1 and never look ahead."""
+def test_tables_describe_the_checkpoint(run, analyzed):
+    """Eigenvalues are the variances in its files; rows of causal attention sum to 1 and see no later keys."""
     tensors = CheckpointTensors(TrainedRun.find(run).checkpoint)
     name = next(name for name in tensors.names if name.endswith("core.projection.log_variance"))
     variances = tensors.read(name, [WEIGHT])[WEIGHT].double().exp()
-    found = [row["eigenvalue"] for row in rows(analyzed, "covariances")]
+    eigenvalues = [row["eigenvalue"] for row in rows(analyzed, "covariances")]
     torch.testing.assert_close(
-        torch.tensor(found, dtype=torch.float64),
+        torch.tensor(eigenvalues, dtype=torch.float64),
         variances.sort(-1, descending=True).values.flatten(),
         rtol=1e-5,
         atol=0,
     )
-    queries = {}
+    weight_sums = {}
     for row in rows(analyzed, "attention"):
         assert row["key"] <= row["query"] < LENGTH
-        place = (row["layer"], row["head"], row["query"])
-        queries[place] = queries.get(place, 0.0) + row["weight"]
-    assert len(queries) == 3 * 4 * LENGTH
-    assert list(queries.values()) == pytest.approx([1.0] * len(queries), rel=1e-3)
+        query = (row["layer"], row["head"], row["query"])
+        weight_sums[query] = weight_sums.get(query, 0.0) + row["weight"]
+    assert len(weight_sums) == 3 * 4 * LENGTH
+    assert list(weight_sums.values()) == pytest.approx([1.0] * len(weight_sums), rel=1e-3)
     assert [row["draws"] for row in rows(analyzed, "voting")] == [1, 2, 4]
-    # Gates start at 0.95; two steps move them little.
+    # Gates start at 0.95; two steps change them little.
     assert all(0.9 < row["gate"] < 0.99 for row in rows(analyzed, "gates"))
     assert {row["layer"] for row in rows(analyzed, "query_likelihood")} == {2}
 
 
-def test_tensorboard_has_each_plots_once_at_its_step(run, analyzed):
+def test_tensorboard_has_each_plot_once_at_its_step(run, analyzed):
     assert analyze(run, "span", "ranks") == 0
     assert analyze(run, "span", "--step", "1") == 0
     reader = EventAccumulator(str(run / "tensorboard" / "analysis"), size_guidance={"images": 0})
     reader.Reload()
     tags = reader.Tags()["images"]
-    assert {tag.split("/")[1] for tag in tags} == APPLYING
+    assert {tag.split("/")[1] for tag in tags} == APPLICABLE
     assert all(tag.startswith("analysis/") for tag in tags)
     assert sorted(image.step for image in reader.Images("analysis/span/span")) == [1, 2]
     assert [image.step for image in reader.Images("analysis/ranks/rank")] == [2]
 
 
-def test_results_may_lie_elsewhere_and_leave_the_run_alone(run, tmp_path, capsys):
+def test_with_out_the_results_go_elsewhere_and_the_run_is_unchanged(run, tmp_path, capsys):
     copy = shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("analysis"))
     before = sorted(path for path in copy.rglob("*"))
     assert analyze(copy, "span", "--out", str(tmp_path / "out"), "--seq-len", "32") == 0
@@ -127,5 +127,7 @@ def test_results_may_lie_elsewhere_and_leave_the_run_alone(run, tmp_path, capsys
         ),
     ],
 )
-def test_what_cannot_be_is_one_line_with_the_remedy(run, options, explanation, tmp_path, refused):
+def test_invalid_options_are_refused_in_one_line_with_the_remedy(
+    run, options, explanation, tmp_path, refused
+):
     assert explanation in refused("analyze", run, "--what", *options, "--out", tmp_path)

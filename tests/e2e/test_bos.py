@@ -1,4 +1,4 @@
-"""A run whose documents begin with BOS continues prompts behind it, and so does what it is exported as."""
+"""A run whose documents begin with BOS, and its export, prepend BOS to prompts."""
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -25,22 +25,22 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.parametrize("prompt", ["", "the alpha"])
-def test_a_prompt_is_read_behind_bos_here_and_in_transformers(prompt, run):
+def test_bos_is_prepended_to_prompts_in_megakernel_and_in_transformers(prompt, run):
     folder = run.parent / "exported"
     model, tokenizer = (kind.from_pretrained(folder) for kind in (AutoModelForCausalLM, AutoTokenizer))
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     assert ids[0].tolist().count(tokenizer.bos_token_id) == 1
-    found = model.eval().generate(ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :]
+    generated = model.eval().generate(ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :]
     expected = "".join(
         piece.text
         for piece in generate_texts(run, [prompt], max_new_tokens=20, sampling=Sampling(temperature=0))
     )
-    assert tokenizer.decode(found, skip_special_tokens=True) == expected != ""
-    # Behind no BOS it would be another.
+    assert tokenizer.decode(generated, skip_special_tokens=True) == expected != ""
+    # Without BOS the logits differ.
     assert not model(ids).logits[0, -1].equal(model(ids.where(ids > 0, 1)).logits[0, -1])
 
 
-def test_a_made_task_is_evaluated_behind_bos(run, capsys):
+def test_a_synthetic_task_is_evaluated_with_bos(run, capsys):
     task = "passkey:digits=2,length=200"
     assert main(["evaluate", str(run), "--task", task, "--samples", "2"]) == 0
     assert "passkey" in capsys.readouterr().out

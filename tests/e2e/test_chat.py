@@ -1,4 +1,4 @@
-"""Training on conversations: the loss of the assistant's tokens on any layout, and answers in the template."""
+"""Training on conversations: the loss on the assistant's tokens on any layout, and answers in the template."""
 
 import json
 
@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from launch.cli import main
 from megakernel.checkpoint.opened import find_model
 from megakernel.evaluation import evaluate_run
-from tests.chats import CHATML, PLAIN, said, saved, write_chats
-from tests.distributed.training_run import assert_alike, layout, metrics, scalars, train, write_config
+from tests.chats import CHATML, PLAIN, conversation, save_tokenizer, write_chats
+from tests.distributed.training_run import assert_losses_close, layout, metrics, scalars, train, write_config
 from tests.serving import served
 from tests.tiers import tiered
 
@@ -30,11 +30,19 @@ def prepare(folder, chats, *options):
 
 @pytest.fixture(scope="module")
 def several_turns(tmp_path_factory):
-    """A configuration of a run on conversations of two turns, each ended by the token that ends documents."""
+    """A configuration for conversations of two turns, each ended by the end-of-document token."""
     folder = tmp_path_factory.mktemp("chats")
-    chats = [said(f"{at} + 1?", f"{at + 1}.", "Sure?", "Yes.", system="Add.") for at in range(100)]
+    chats = [
+        conversation(f"{number} + 1?", f"{number + 1}.", "Sure?", "Yes.", system="Add.")
+        for number in range(100)
+    ]
     corpus = prepare(
-        folder, chats, "--tokenizer", saved(CHATML, folder / "tokenizer"), "--validation-fraction", 0.2
+        folder,
+        chats,
+        "--tokenizer",
+        save_tokenizer(CHATML, folder / "tokenizer"),
+        "--validation-fraction",
+        0.2,
     )
     return write_config(folder, corpus)
 
@@ -45,30 +53,30 @@ def one_process(several_turns):
 
 
 @pytest.mark.parametrize("ranks", tiered(["cp2", "tp2 cp2 dp2", "pp2 dp2 zero 1", "dp2 zero 3"], ["cp2"]))
-def test_any_layout_gives_the_losses_of_one_process(ranks, several_turns, one_process):
-    found = train(several_turns, *layout(ranks), "training.steps=2", f"run.name={ranks.replace(' ', '_')}")
-    assert_alike(found, one_process)
+def test_every_layout_has_the_losses_of_one_process(ranks, several_turns, one_process):
+    lines = train(several_turns, *layout(ranks), "training.steps=2", f"run.name={ranks.replace(' ', '_')}")
+    assert_losses_close(lines, one_process)
 
 
 @pytest.mark.parametrize("task", ["lm", "lm:stride=64"])
-def test_an_evaluation_counts_what_the_assistant_said(task, several_turns, one_process, capsys):
+def test_an_evaluation_counts_only_the_assistants_tokens(task, several_turns, one_process, capsys):
     run = several_turns.parent / "one"
     assert main(["evaluate", str(run), "--task", task, "--json"]) == 0
-    (whole,) = json.loads(capsys.readouterr().out)
-    assert whole["tokens"] < 0.4 * 6 * 128
-    assert whole["bits_per_byte"] is None
+    (result,) = json.loads(capsys.readouterr().out)
+    assert result["tokens"] < 0.4 * 6 * 128
+    assert result["bits_per_byte"] is None
     if task == "lm":
-        # The same samples; float32 losses are added up in another order.
-        assert whole["loss"] == pytest.approx(scalars(metrics(run), "eval/loss")[-1], rel=1e-6)
-        assert evaluate_run(run).tokens == whole["tokens"]
+        # The same samples; float32 losses are summed in another order.
+        assert result["loss"] == pytest.approx(scalars(metrics(run), "eval/loss")[-1], rel=1e-6)
+        assert evaluate_run(run).tokens == result["tokens"]
 
 
 @pytest.fixture(scope="module")
-def tuned(tmp_path_factory):
-    """A run that knows ANSWERS, as bytes in a template of text alone."""
+def tuned_run(tmp_path_factory):
+    """A run that was trained on ANSWERS, with a byte tokenizer and a plain-text template."""
     folder = tmp_path_factory.mktemp("tuned")
     (folder / "plain.jinja").write_text(PLAIN)
-    chats = [said(*pair) for pair in ANSWERS.items()] * 8
+    chats = [conversation(*pair) for pair in ANSWERS.items()] * 8
     options = ["--tokenizer", "byte", "--chat-template", folder / "plain.jinja", "--validation-fraction", 0]
     config = write_config(folder, prepare(folder, chats, *options))
     train(
@@ -82,42 +90,42 @@ def tuned(tmp_path_factory):
 
 @pytest.mark.second
 @pytest.mark.parametrize("question", list(ANSWERS))
-def test_a_tuned_model_answers_in_its_template(question, tuned, capsys):
+def test_a_tuned_model_answers_in_its_chat_template(question, tuned_run, capsys):
     prompt = f"user: {question}\nassistant: "
     assert (
-        main(["generate", str(tuned), "--prompt", prompt, "--temperature", "0", "--max-new-tokens", "60"])
+        main(["generate", str(tuned_run), "--prompt", prompt, "--temperature", "0", "--max-new-tokens", "60"])
         == 0
     )
-    # The end of the document ends the answer.
+    # The end-of-document token ends the answer.
     assert capsys.readouterr().out == f"{prompt}{ANSWERS[question]}\n\n"
 
 
 @pytest.mark.second
-def test_a_server_answers_in_the_template_too(tuned):
-    with served(find_model(tuned)) as server:
+def test_a_server_answers_in_the_chat_template(tuned_run):
+    with served(find_model(tuned_run)) as server:
         for question, answer in ANSWERS.items():
-            asked = {
+            request = {
                 "model": "small",
-                "messages": said(question),
+                "messages": conversation(question),
                 "temperature": 0,
                 "extra_body": {"session": "s"},
             }
-            found = server.client.chat.completions.create(**asked)
-            assert found.choices[0].message.content == f"{answer}\n"
-            assert found.choices[0].finish_reason == "stop"
+            response = server.client.chat.completions.create(**request)
+            assert response.choices[0].message.content == f"{answer}\n"
+            assert response.choices[0].finish_reason == "stop"
             server.client.delete("/sessions/s", cast_to=object)
 
 
 @pytest.mark.second
-def test_the_template_leaves_with_the_export_and_makes_its_prompts(tuned, tmp_path):
-    assert main(["export", str(tuned), "--to", str(tmp_path / "exported")]) == 0
+def test_an_export_includes_the_chat_template_and_answers_in_it(tuned_run, tmp_path):
+    assert main(["export", str(tuned_run), "--to", str(tmp_path / "exported")]) == 0
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
     assert tokenizer.chat_template == PLAIN
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", trust_remote_code=True)
     for question, answer in ANSWERS.items():
         prompt = tokenizer.apply_chat_template(
-            said(question), add_generation_prompt=True, return_tensors="pt", return_dict=True
+            conversation(question), add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-        found = model.generate(**prompt, max_new_tokens=60, do_sample=False)
-        text = tokenizer.decode(found[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+        generated = model.generate(**prompt, max_new_tokens=60, do_sample=False)
+        text = tokenizer.decode(generated[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
         assert text == f"{answer}\n"

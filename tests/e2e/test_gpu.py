@@ -25,10 +25,10 @@ def test_attention_on_cuda_equals_float64_on_cpu(preset, packed):
     positions = torch.cat([torch.arange(130), torch.arange(170)]).expand(2, -1) if packed else None
     module = attention.build(preset, num_heads=4, num_kv_heads=2, head_dim=32)
     expected, expected_grad = _run(module.double(), q, k, v, positions)
-    found, found_grad = _run(module.float().cuda(), *(x.float().cuda() for x in (q, k, v)), positions)
+    actual, actual_grad = _run(module.float().cuda(), *(x.float().cuda() for x in (q, k, v)), positions)
     # float32 sums of 300 terms, and TF32 off.
-    assert _error(found, expected) < 1e-5
-    assert _error(found_grad, expected_grad) < 1e-4
+    assert _error(actual, expected) < 1e-5
+    assert _error(actual_grad, expected_grad) < 1e-4
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -37,8 +37,8 @@ def test_attention_in_bfloat16_is_near_float64(preset):
     q, k, v = (torch.randn(1, 4, 2000, 64, dtype=torch.bfloat16) for _ in range(3))
     module = attention.build(preset, num_heads=4, head_dim=64)
     expected, _ = _run(module.double(), q.double(), k.double(), v.double(), None)
-    found, _ = _run(module.float().cuda(), q.cuda(), k.cuda(), v.cuda(), None)
-    assert _error(found, expected) < 2e-2  # docs/formulas.md, 8: property 8
+    actual, _ = _run(module.float().cuda(), q.cuda(), k.cuda(), v.cuda(), None)
+    assert _error(actual, expected) < 2e-2  # docs/formulas.md, 8: property 8
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
@@ -47,53 +47,55 @@ def test_training_on_cuda_lowers_the_loss_in_bfloat16(zero_stage, tmp_path):
     assert losses[-1] < losses[0] - 1.0
 
 
-def test_training_on_cuda_gives_the_losses_of_the_cpu(tmp_path):
+def test_training_on_cuda_has_the_losses_of_the_cpu(tmp_path):
     cuda = _train(tmp_path / "cuda", "training.dtype=float32", "training.steps=5")
     cpu = _train(tmp_path / "cpu", "training.dtype=float32", "training.steps=5", "training.device=cpu")
-    assert cuda == pytest.approx(cpu, rel=1e-4)  # another order of float32 sums in every matrix product
+    assert cuda == pytest.approx(cpu, rel=1e-4)  # float32 sums of every matrix product in another order
 
 
 def test_offloaded_layer_inputs_leave_the_device_until_backward():
     weight = torch.randn(1024, 1024, device="cuda", requires_grad=True)
     hidden = torch.randn(8192, 1, 1024, device="cuda", requires_grad=True)
-    kept, gradients = {}, {}
+    allocated, gradients = {}, {}
     for offload in (False, True):
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         out = hidden
         for _ in range(4):
             out = recomputed(lambda x, _: torch.tanh(x @ weight), out, None, offload=offload)
-        kept[offload] = torch.cuda.memory_allocated() - before
+        allocated[offload] = torch.cuda.memory_allocated() - before
         hidden.grad = weight.grad = None
         out.sum().backward()
         gradients[offload] = hidden.grad, weight.grad
     size = hidden.numel() * hidden.element_size()
-    # Of four layers the inputs of three are neither the first nor the output.
-    assert kept[False] - kept[True] == 3 * size
+    # Of four layers, the inputs of three are offloaded; the first one is `hidden`, which the test holds.
+    assert allocated[False] - allocated[True] == 3 * size
     assert all(torch.equal(a, b) for a, b in zip(*gradients.values()))
 
 
-def test_running_out_of_memory_leaves_a_plots_of_it(tmp_path, capsys):
-    held = torch.empty(1 << 20, device="cuda")
+def test_running_out_of_memory_writes_a_memory_snapshot(tmp_path, capsys):
+    tensor = torch.empty(1 << 20, device="cuda")
     with pytest.raises(torch.OutOfMemoryError), snapshot_on_out_of_memory(tmp_path, rank=3):
         torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
     file = tmp_path / "profile/out_of_memory/rank_3.memory.pickle"
     segments = pickle.loads(file.read_bytes())["segments"]
-    assert sum(segment["allocated_size"] for segment in segments) >= held.nbytes
+    assert sum(segment["allocated_size"] for segment in segments) >= tensor.nbytes
     assert str(file) in capsys.readouterr().err
 
 
 def _run(module, q, k, v, positions):
     q = q.requires_grad_()
-    at = None if positions is None else positions.to(q.device)
-    out = module(q, k, v, AttentionInputs(positions=at, rotary=attention.Rotary(q.shape[-1])))
+    positions_on_device = None if positions is None else positions.to(q.device)
+    out = module(
+        q, k, v, AttentionInputs(positions=positions_on_device, rotary=attention.Rotary(q.shape[-1]))
+    )
     out.double().square().sum().backward()
     return out.detach(), q.grad
 
 
-def _error(found, expected):
-    found, expected = found.double().cpu(), expected.double()
-    return ((found - expected).norm() / expected.norm()).item()
+def _error(actual, expected):
+    actual, expected = actual.double().cpu(), expected.double()
+    return ((actual - expected).norm() / expected.norm()).item()
 
 
 def _train(folder, *overrides):

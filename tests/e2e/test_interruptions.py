@@ -1,4 +1,4 @@
-"""The command `megakernel pretrain` under everything that ends a run before its time."""
+"""`megakernel pretrain` when it is killed, asked to stop, or out of disk space."""
 
 import json
 import os
@@ -43,21 +43,21 @@ class Launched:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            # One thread, as in the runs to compare with: the order of sums depends on it.
+            # One thread, as in the reference runs, because the order of sums depends on it.
             env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             preexec_fn=before,
         )
 
-    def reaches(self, step: int) -> "Launched":
-        """Wait until it has told of a step."""
+    def wait_for_step(self, step: int) -> "Launched":
+        """Wait until it has printed a step."""
         assert self.process.stdout is not None
         next(line for line in self.process.stdout if line.split("/")[0].split() == ["step", str(step)])
         return self
 
-    def ends(self) -> tuple[int, str]:
-        """Wait for the end: exit status, and what it has said since the step that it reached."""
-        said, _ = self.process.communicate(timeout=120)
-        return self.process.returncode, said
+    def wait(self) -> tuple[int, str]:
+        """Wait for the end; returns the exit status and the output since the last step waited for."""
+        output, _ = self.process.communicate(timeout=120)
+        return self.process.returncode, output
 
     @property
     def ranks(self) -> dict[int, int]:
@@ -74,29 +74,27 @@ class Launched:
 
 
 @pytest.mark.second
-def test_killed_three_times_and_continued_the_numbers_are_the_same_bit_for_bit(
-    uninterrupted, corpus, tmp_path
-):
+def test_a_run_killed_three_times_resumes_bit_identically(uninterrupted, corpus, tmp_path):
     config = write_config(tmp_path, corpus)
     steps = sorted(random.Random(3).sample(range(4, STEPS - 3), 3))
 
-    first = Launched(config, *OPTIONS).reaches(steps[0])
+    first = Launched(config, *OPTIONS).wait_for_step(steps[0])
     first.process.kill()
-    assert first.ends()[0] == -signal.SIGKILL
+    assert first.wait()[0] == -signal.SIGKILL
 
     for rank, step in ((0, steps[1]), (1, steps[2])):
-        run = Launched(config, *OPTIONS).reaches(step)
+        run = Launched(config, *OPTIONS).wait_for_step(step)
         os.kill(run.ranks[rank], signal.SIGKILL)
-        status, said = run.ends()
+        status, output = run.wait()
         assert status == ExitStatus.FAILED
-        assert f"megakernel: error: rank {rank} was ended by SIGKILL" in said
+        assert f"megakernel: error: rank {rank} was ended by SIGKILL" in output
 
-    status, said = Launched(config, *OPTIONS).ends()
+    status, output = Launched(config, *OPTIONS).wait()
     assert status == ExitStatus.DONE
-    begin, *told, end = said.splitlines()
+    begin, *lines, end = output.splitlines()
     assert begin == f"pretrain: starting 2 processes, logs in {tmp_path}/run/logs"
     left = STEPS - (steps[2] - 1) // 3 * 3
-    [line] = [line for line in told if line.startswith(f"{tmp_path}/run: ")]
+    [line] = [line for line in lines if line.startswith(f"{tmp_path}/run: ")]
     assert re.search(
         rf" [\d,]+ parameters in float32 on 2 x cpu, data 2; {left} steps, [\d,]+ tokens to go$", line
     )
@@ -105,7 +103,7 @@ def test_killed_three_times_and_continued_the_numbers_are_the_same_bit_for_bit(
 
 
 @pytest.mark.second
-def test_every_request_to_stop_saves_and_the_same_command_continues(uninterrupted, corpus, tmp_path):
+def test_every_stop_request_saves_and_the_same_command_resumes(uninterrupted, corpus, tmp_path):
     config = write_config(tmp_path, corpus)
     checkpoints, stop_file = tmp_path / "run/checkpoints", tmp_path / "run/STOP"
     requests = [
@@ -116,59 +114,59 @@ def test_every_request_to_stop_saves_and_the_same_command_continues(uninterrupte
     ]
     done = 0
     for ask, expected in requests:
-        run = Launched(config, *OPTIONS, f"checkpoint.every={10 * STEPS}").reaches(done + 2)
+        run = Launched(config, *OPTIONS, f"checkpoint.every={10 * STEPS}").wait_for_step(done + 2)
         ask(run)
-        assert run.ends()[0] == expected
+        assert run.wait()[0] == expected
         done = int((checkpoints / "latest").read_text().removeprefix("step_"))
         assert metrics(tmp_path / "run")[-1]["step"] == done < STEPS
     assert not stop_file.exists()
 
-    assert Launched(config, *OPTIONS).ends()[0] == ExitStatus.DONE
+    assert Launched(config, *OPTIONS).wait()[0] == ExitStatus.DONE
     assert_identical(metrics(tmp_path / "run"), uninterrupted)
 
 
 def descendants(pid: int) -> list[int]:
-    """Process ids of all that `pid` started, and of what those started."""
+    """Process ids of all children of `pid` and their descendants."""
     children = Path(f"/proc/{pid}/task").glob("*/children")
-    found = [int(child) for file in children for child in file.read_text().split()]
-    return [*found, *(below for child in found for below in descendants(child))]
+    child_pids = [int(child) for file in children for child in file.read_text().split()]
+    return [*child_pids, *(below for child in child_pids for below in descendants(child))]
 
 
 @pytest.mark.parametrize("number", tiered([signal.SIGTERM, signal.SIGHUP], [signal.SIGTERM]))
-def test_a_request_that_reaches_every_process_saves_and_leaves_none_behind(corpus, tmp_path, number):
-    # So Slurm sends it: to all processes of a step, the readers of data among them, of which there is one by default.
+def test_a_signal_to_all_processes_saves_and_leaves_no_process_behind(corpus, tmp_path, number):
+    # As Slurm sends it: to all processes of a step, including the data workers, of which there is one by default.
     config = write_config(tmp_path, corpus)
     options = (*OPTIONS, "training.steps=100000", "checkpoint.every=100000", "data.num_workers=1")
-    run = Launched(config, *options).reaches(2)
+    run = Launched(config, *options).wait_for_step(2)
     processes = descendants(run.process.pid)
-    assert len(processes) >= 4, "two ranks and their readers"
+    assert len(processes) >= 4, "two ranks and their data workers"
     for pid in processes:
         os.kill(pid, number)
-    status, said = run.ends()
-    assert status == ExitStatus.TERMINATED, said
+    status, output = run.wait()
+    assert status == ExitStatus.TERMINATED, output
     done = int((tmp_path / "run/checkpoints/latest").read_text().removeprefix("step_"))
     assert metrics(tmp_path / "run")[-1]["step"] == done
     assert not [pid for pid in processes if Path(f"/proc/{pid}").exists()]
 
 
 @pytest.mark.second
-def test_readers_of_data_end_with_a_rank_that_is_killed(corpus, tmp_path):
+def test_data_workers_end_when_their_rank_is_killed(corpus, tmp_path):
     config = write_config(tmp_path, corpus)
-    run = Launched(config, *OPTIONS, "training.steps=100000", "data.num_workers=1").reaches(2)
+    run = Launched(config, *OPTIONS, "training.steps=100000", "data.num_workers=1").wait_for_step(2)
     processes = descendants(run.process.pid)
     for pid in run.ranks.values():
         os.kill(pid, signal.SIGKILL)
-    assert run.ends()[0] == ExitStatus.FAILED
+    assert run.wait()[0] == ExitStatus.FAILED
     until(lambda: not [pid for pid in processes if Path(f"/proc/{pid}").exists()], seconds=10)
 
 
 def forbid_large_files() -> None:
-    """What a quota does to a save, without needing one."""
+    """Limit the size of files, as a disk quota would."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
 
 
 @pytest.mark.second
-def test_a_failed_save_ends_in_one_line_and_the_run_continues_once_there_is_space(
+def test_a_failed_save_is_a_one_line_error_and_the_run_resumes_once_there_is_space(
     uninterrupted, corpus, tmp_path
 ):
     config = write_config(tmp_path, corpus)
@@ -176,18 +174,18 @@ def test_a_failed_save_ends_in_one_line_and_the_run_continues_once_there_is_spac
     checkpoints = tmp_path / "run/checkpoints"
     before = sorted(path.name for path in checkpoints.iterdir())
 
-    status, said = Launched(config, *OPTIONS, before=forbid_large_files).ends()
+    status, output = Launched(config, *OPTIONS, before=forbid_large_files).wait()
     assert status == ExitStatus.FAILED
-    assert "Traceback" not in said
-    assert f"megakernel: error: checkpoint step_6 could not be saved in {checkpoints} (" in said
-    assert "Earlier checkpoints are untouched; free space or make the folder writable" in said
+    assert "Traceback" not in output
+    assert f"megakernel: error: checkpoint step_6 could not be saved in {checkpoints} (" in output
+    assert "Earlier checkpoints are untouched; free space or make the folder writable" in output
     assert sorted(path.name for path in checkpoints.iterdir()) == before
 
     train(config, 2, *OPTIONS)
     assert scalars(metrics(tmp_path / "run"), "train/loss") == scalars(uninterrupted, "train/loss")
 
 
-def test_a_job_in_the_foreground_ends_with_the_status_of_what_it_ran(corpus, tmp_path, capsys, monkeypatch):
+def test_a_foreground_job_ends_with_the_status_of_its_command(corpus, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = write_config(tmp_path, corpus)
     options = ["--cluster", "debug", "--json"]
@@ -206,7 +204,7 @@ def test_a_job_in_the_foreground_ends_with_the_status_of_what_it_ran(corpus, tmp
 
 
 @pytest.mark.second
-def test_a_job_of_this_machine_restarts_what_was_interrupted(uninterrupted, corpus, tmp_path, capsys):
+def test_a_local_job_restarts_an_interrupted_run(uninterrupted, corpus, tmp_path, capsys):
     config = write_config(tmp_path, corpus)
     run = tmp_path / "run"
     options = [*OPTIONS, f"checkpoint.every={10 * STEPS}", "--cluster", "local", "-G", "2", "--json"]
@@ -215,11 +213,11 @@ def test_a_job_of_this_machine_restarts_what_was_interrupted(uninterrupted, corp
     assert main(["submit", str(config), *options]) == ExitStatus.USAGE
     assert f"has a live job ({job} RUNNING)" in capsys.readouterr().err
 
-    # At once: all steps take less than a second.
+    # Poll quickly, as all steps take less than a second.
     until(lambda: (run / "metrics.jsonl").exists() and any(line["step"] >= 1 for line in metrics(run)))
     task = Path(f"/proc/{job}/task/{job}/children").read_text().split()[0]
     os.kill(int(task), signal.SIGUSR2)  # what submitit sends before the time limit
-    assert main(["logs", str(run), "--follow"]) == 0  # until it has ended
+    assert main(["logs", str(run), "--follow"]) == 0  # returns when the job has ended
     assert "stopped by SIGUSR2 after step" in capsys.readouterr().out
     assert main(["status", str(run), "--json"]) == 0
     status = json.loads(capsys.readouterr().out)

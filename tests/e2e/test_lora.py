@@ -1,4 +1,4 @@
-"""Low-rank updates of any matrix of a layer: trained on any layout, to PEFT and from it."""
+"""LoRA on any matrix of a layer: training on any layout, export to PEFT and import from it."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ from megakernel.checkpoint.dense.tokenizer import save_tokenizer
 from megakernel.checkpoint.files import CheckpointTensors
 from megakernel.checkpoint.trained_run import TrainedRun
 from megakernel.config import Lora, Model, UserError, yaml_text
-from tests.distributed.training_run import assert_alike, assert_identical, layout, scalars, train
+from tests.distributed.training_run import assert_identical, assert_losses_close, layout, scalars, train
 from tests.tiers import tiered
 
 TARGETS = ["query", "key", "value", "output", "gate", "up", "down"]
@@ -26,7 +26,7 @@ MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A Llama of random weights with grouped queries, and bytes."""
+    """A Llama with random weights, grouped-query attention and a byte tokenizer."""
     folder = tmp_path_factory.mktemp("base") / "llama"
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
@@ -38,7 +38,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def config(base, corpus):
-    """A run that trains updates of every matrix beside it."""
+    """The configuration of a run that trains LoRA updates of every matrix of the base model."""
     tree = {
         "run": {"name": "run", "root": str(base.parent), "seed": 7},
         "model": DenseCheckpoint(base).section,
@@ -63,7 +63,7 @@ def one_process(config):
 
 @pytest.fixture(scope="module")
 def adapter(config, one_process):
-    """The updates of that run, as PEFT has them."""
+    """The updates of that run, exported as a PEFT adapter."""
     folder = config.parent / "adapter"
     assert main(["export", str(config.parent / "one"), "--to", str(folder), "--adapter"]) == 0
     return folder
@@ -89,21 +89,19 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("ranks", tiered(LAYOUTS, ["tp2 sequence parallel dp2 zero 1"]))
-def test_any_layout_trains_the_updates_of_one_process(ranks, config, one_process):
+def test_every_layout_trains_lora_with_the_losses_of_one_process(ranks, config, one_process):
     assert scalars(one_process, "train/loss")[-1] < scalars(one_process, "train/loss")[0]
-    assert_alike(train(config, *layout(ranks), f"run.name={ranks.replace(' ', '_')}"), one_process)
+    assert_losses_close(train(config, *layout(ranks), f"run.name={ranks.replace(' ', '_')}"), one_process)
 
 
-def test_nothing_but_the_updates_has_moments(config, one_process):
+def test_only_lora_weights_have_optimizer_moments(config, one_process):
     stored = CheckpointTensors(TrainedRun.find(config.parent / "one").checkpoint)
     trained = {name for name in stored.names if stored.read(name, ["exp_avg"])}
     assert trained == {name for name in stored.names if "_update." in name}
     assert len(trained) == 2 * 2 * len(TARGETS)
 
 
-def test_peft_adds_the_adapter_to_the_base_as_the_merged_export_has_it(
-    config, base, adapter, tokens, tmp_path
-):
+def test_the_adapter_in_peft_has_the_logits_of_the_merged_export(config, base, adapter, tokens, tmp_path):
     settings = json.loads((adapter / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == str(base)
     assert settings["target_modules"] == sorted(MODULES)
@@ -111,23 +109,23 @@ def test_peft_adds_the_adapter_to_the_base_as_the_merged_export_has_it(
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     dense = AutoModelForCausalLM.from_pretrained(base)
     before = logits(dense, tokens)
-    found = PeftModel.from_pretrained(dense, adapter)
-    # Logits of size 10 in float32, their sums in another order.
-    torch.testing.assert_close(logits(found, tokens), logits(merged, tokens), atol=2e-5, rtol=1e-5)
-    assert (logits(found, tokens) - before).abs().max() > 0.1
+    peft_model = PeftModel.from_pretrained(dense, adapter)
+    # Logits of magnitude 10 in float32, summed in another order.
+    torch.testing.assert_close(logits(peft_model, tokens), logits(merged, tokens), atol=2e-5, rtol=1e-5)
+    assert (logits(peft_model, tokens) - before).abs().max() > 0.1
     torch.testing.assert_close(
-        logits(found.merge_and_unload(), tokens), logits(merged, tokens), atol=2e-5, rtol=1e-5
+        logits(peft_model.merge_and_unload(), tokens), logits(merged, tokens), atol=2e-5, rtol=1e-5
     )
 
 
 @pytest.mark.second
-def test_a_run_goes_on_with_an_adapter(config, adapter, one_process):
+def test_a_run_starts_from_an_adapter(config, adapter, one_process):
     lines = train(config, 1, f"init.adapter={adapter}", "run.name=on", "training.steps=1")
     assert scalars(lines, "eval/loss")[0] == pytest.approx(scalars(one_process, "eval/loss")[-1], rel=1e-6)
 
 
 @pytest.mark.second
-def test_an_adapter_that_peft_trained_is_read_as_peft_reads_it(config, base, tokens, tmp_path):
+def test_an_adapter_trained_by_peft_has_the_same_logits_when_imported(config, base, tokens, tmp_path):
     model = get_peft_model(
         AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, lora_alpha=6, target_modules=MODULES)
     )
@@ -135,16 +133,16 @@ def test_an_adapter_that_peft_trained_is_read_as_peft_reads_it(config, base, tok
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)
-    model.save_pretrained(tmp_path / "theirs")
-    overrides = ["run.name=theirs", "training.steps=1", "optimizer.lr=1e-30", "optimizer.weight_decay=0"]
-    train(config, 1, f"init.adapter={tmp_path / 'theirs'}", *overrides)
-    assert main(["export", str(config.parent / "theirs"), "--to", str(tmp_path / "merged")]) == 0
+    model.save_pretrained(tmp_path / "peft")
+    overrides = ["run.name=peft", "training.steps=1", "optimizer.lr=1e-30", "optimizer.weight_decay=0"]
+    train(config, 1, f"init.adapter={tmp_path / 'peft'}", *overrides)
+    assert main(["export", str(config.parent / "peft"), "--to", str(tmp_path / "merged")]) == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(logits(merged, tokens), logits(model, tokens), atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.second
-def test_dropout_is_the_same_after_a_restart(config):
+def test_lora_dropout_is_the_same_after_a_resume(config):
     dropout, constant = "optimizer.lora.dropout=0.5", "schedule.name=constant"
     whole = train(config, 1, dropout, constant, "run.name=dropped")
     train(config, 1, dropout, constant, "run.name=restarted", "training.steps=2")
@@ -155,13 +153,13 @@ def test_dropout_is_the_same_after_a_restart(config):
         assert_identical(whole, train(config, 1, constant, "run.name=undropped"))
 
 
-def _resized(folder):
+def _resize_one_matrix(folder):
     weights = load_file(folder / "adapter_model.safetensors")
     name = next(name for name in weights if name.endswith("k_proj.lora_B.weight"))
     save_file(weights | {name: weights[name][:-1].contiguous()}, folder / "adapter_model.safetensors")
 
 
-def _edited(**keys):
+def _edit_settings(**keys):
     def edit(folder):
         file = folder / "adapter_config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | keys))
@@ -173,15 +171,17 @@ def _edited(**keys):
     ("damage", "explanation"),
     [
         (
-            _resized,
+            _resize_one_matrix,
             r"k_proj\.lora_B\.weight is \(15, 4\) and the model's \(16, 4\); give an adapter of a model of",
         ),
-        (_edited(r=8), r"has r=8 and optimizer\.lora\.rank is 4; set them alike"),
-        (_edited(use_dora=True), r"use_dora=True has no counterpart here; only False is read"),
+        (_edit_settings(r=8), r"has r=8 and optimizer\.lora\.rank is 4; set them alike"),
+        (_edit_settings(use_dora=True), r"use_dora=True has no counterpart here; only False is read"),
         (lambda folder: (folder / "adapter_model.safetensors").unlink(), r"is not a PEFT adapter"),
     ],
 )
-def test_an_adapter_that_does_not_fit_is_refused_in_one_line(damage, explanation, base, adapter, tmp_path):
+def test_an_adapter_that_does_not_fit_the_model_is_refused_in_one_line(
+    damage, explanation, base, adapter, tmp_path
+):
     folder = shutil.copytree(adapter, tmp_path / "adapter")
     damage(folder)
     with pytest.raises(UserError, match=explanation) as error:
@@ -189,7 +189,7 @@ def test_an_adapter_that_does_not_fit_is_refused_in_one_line(damage, explanation
     assert "\n" not in str(error.value)
 
 
-def test_an_adapter_of_other_matrices_is_refused(base, adapter):
+def test_an_adapter_of_other_target_modules_is_refused(base, adapter):
     with pytest.raises(
         UserError, match=r"only the adapter has .*; set optimizer\.lora\.targets to what its target_mod"
     ):
@@ -212,14 +212,14 @@ def test_an_adapter_of_other_matrices_is_refused(base, adapter):
         ),
     ],
 )
-def test_a_model_whose_matrices_peft_does_not_name_is_refused(parts, explanation, adapter):
+def test_an_adapter_for_a_model_that_peft_cannot_describe_is_refused(parts, explanation, adapter):
     model = Model(**{"num_layers": 2, "hidden_size": 32, "num_heads": 4, "attention": "softmax"} | parts)
     with pytest.raises(UserError, match=explanation):
         read_adapter(adapter, model, Lora(rank=4, alpha=6))
 
 
 @pytest.mark.second
-def test_a_run_without_updates_has_no_adapter(config, tmp_path):
+def test_exporting_an_adapter_of_a_run_without_lora_is_refused(config, tmp_path):
     train(config, 1, "optimizer.trained=all", "optimizer.lora=null", "run.name=all", "training.steps=1")
     with pytest.raises(UserError, match=r"has no low-rank updates; leave out --adapter, or give a run of"):
         export_adapter(config.parent / "all", tmp_path / "adapter")

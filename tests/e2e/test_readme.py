@@ -1,4 +1,4 @@
-"""The README, the quickstart and the guides to long context, tuning and serving, typed in as they stand."""
+"""Runs the commands of the README, the quickstart and the guides to long context, tuning and serving as printed."""
 
 import json
 import os
@@ -16,27 +16,27 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/quickstart.md", "docs/long_context.md", "docs/tuning.md", "docs/serving.md")
 PROGRAMS = {"megakernel": "launch.cli", "tensorboard": "tensorboard.main"}
-"""Program -> its module, so that this checkout and this Python run, installed or not."""
+"""Program -> its module, so that this checkout runs in this Python, whether it is installed or not."""
 
 
 def commands(page):
-    """The lines of a page's `console` blocks that are commands. Where a block shows output, commands follow a `$`."""
+    """The commands in a page's `console` blocks; in blocks that also show output, those after a `$`."""
     for block in re.findall(r"```console\n(.*?)```", (REPOSITORY / page).read_text(), re.DOTALL):
         lines = block.splitlines()
         prompted = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
         yield from prompted or lines
 
 
-def typed(page):
-    """The page's commands but for `make`: `make test-all` runs this test, and CI runs both from a clean clone."""
+def commands_without_make(page):
+    """The page's commands without `make`: `make test-all` runs this test, and CI runs both in a new clone."""
     return [command for command in commands(page) if not command.startswith("make ")]
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """What a reader's clone holds for these commands."""
+    """A folder with the files of a reader's clone that these commands need."""
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
-    for page in PAGES:  # blocks that name a file are its text
+    for page in PAGES:  # a block that names a file is its content
         for name, text in re.findall(r"```\w+ (\S+)\n(.*?)```", (REPOSITORY / page).read_text(), re.DOTALL):
             (tmp_path / name).write_text(text)
     return tmp_path
@@ -56,7 +56,7 @@ def start(command, folder, *more, **options):
 
 
 def run(command, folder, *more):
-    """What a command that succeeds says."""
+    """Run a command that must succeed, and return its stdout and stderr."""
     process = start(command, folder, *more, stdout=subprocess.PIPE)
     out, err = process.communicate()
     assert process.returncode == 0, f"{command}\n{out}\n{err}"
@@ -64,14 +64,14 @@ def run(command, folder, *more):
 
 
 def metric(run, tag):
-    """step -> value of a tag in a run's metrics.jsonl."""
+    """Step -> value of a tag in a run's metrics.jsonl."""
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return {line["step"]: line[tag] for line in lines if tag in line}
 
 
 def scalars_in_tensorboard(command, folder, run, tag):
-    """step -> value of a tag, as the TensorBoard server that `command` starts gives it to a browser."""
-    # Port 0 takes a free one; the server names it on stderr once it listens.
+    """Step -> value of a tag, from the TensorBoard server that `command` starts."""
+    # Port 0 means any free port; the server prints it on stderr once it listens.
     server = start(command, folder, "--port", "0", "--load_fast", "false", stdout=subprocess.DEVNULL)
     opener = build_opener(ProxyHandler({}))
     try:
@@ -91,7 +91,7 @@ def scalars_in_tensorboard(command, folder, run, tag):
 
 
 def answers_of_a_server(command, folder):
-    """What the page's script says that asks the server that `command` starts; of a model without chats its name."""
+    """Start a server, and return the output of the page's client script; without a chat template, the model's name."""
     server = start(command, folder, "--port", "0", stdout=subprocess.PIPE)
     try:
         address = re.search(r"http://\S+", "".join(iter_until(server.stdout, "http://")))
@@ -107,7 +107,7 @@ def answers_of_a_server(command, folder):
 
 
 def iter_until(lines, text):
-    """The lines up to the first that holds a text."""
+    """The lines up to the first one that contains `text`."""
     for line in lines:
         yield line
         if text in line:
@@ -119,21 +119,23 @@ SHORT = {
     "pretrain": ["training.steps=2", "training.eval_samples=2"],
     "generate": [],
 }
-"""The first command of each kind, and what makes it short."""
+"""Kind of command -> options that shorten the first command of this kind."""
 
 
-def test_text_becomes_a_model_that_writes_by_the_commands_of_the_readme(folder):
+def test_the_first_commands_of_the_readme_train_a_model_and_generate_text(folder):
     for kind, more in SHORT.items():
-        command = next(line for line in typed("README.md") if line.startswith(f"megakernel {kind}"))
-        said = run(command, folder, *more)
-    assert said[0].startswith("import os")
+        command = next(
+            line for line in commands_without_make("README.md") if line.startswith(f"megakernel {kind}")
+        )
+        output = run(command, folder, *more)
+    assert output[0].startswith("import os")
     assert list(metric(folder / "runs/first", "train/loss")) == [2]
 
 
 @pytest.mark.second
 @pytest.mark.timeout(1200)
-def test_every_command_does_what_the_pages_say(folder):
-    for command in dict.fromkeys(command for page in PAGES for command in typed(page)):
+def test_every_command_on_the_pages_works(folder):
+    for command in dict.fromkeys(command for page in PAGES for command in commands_without_make(page)):
         if command.startswith("tensorboard"):
             shown = scalars_in_tensorboard(command, folder, "first/tensorboard", "train/loss")
             assert shown == pytest.approx(metric(folder / "runs/first", "train/loss"), rel=1e-6)  # float32
@@ -141,10 +143,10 @@ def test_every_command_does_what_the_pages_say(folder):
         if command.startswith("megakernel serve"):
             assert answers_of_a_server(command, folder)
             continue
-        assert any(run(command, folder)), f"{command} says nothing"
+        assert any(run(command, folder)), f"{command} prints nothing"
     losses, sharded = (metric(folder / "runs" / run, "train/loss") for run in ("first", "sharded"))
     assert sharded == pytest.approx(losses, rel=1e-5)  # "any other layout gives the same losses"
 
 
 def test_the_quickstart_shows_every_command_of_the_readme():
-    assert set(typed("README.md")) <= set(typed("docs/quickstart.md"))
+    assert set(commands_without_make("README.md")) <= set(commands_without_make("docs/quickstart.md"))

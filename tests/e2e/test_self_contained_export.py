@@ -1,4 +1,4 @@
-"""An exported folder is all that a user of `transformers` needs: nothing of this repository or what it is built on."""
+"""An exported folder needs only `transformers`: neither this repository nor the libraries that it builds on."""
 
 import json
 import site
@@ -27,8 +27,8 @@ IDS = torch.randint(256, (100,), generator=torch.Generator().manual_seed(0)).tol
 def run(tmp_path_factory, corpus):
     """FLuRKA with both kinds of near windows, softmax and Performer."""
     config = write_config(tmp_path_factory.mktemp("runs"), corpus)
-    still = ("training.eval_samples=0", "logging.tensorboard=false", "optimizer.lr=1e-2")
-    train(config, 1, "training.steps=1", *still)
+    options = ("training.eval_samples=0", "logging.tensorboard=false", "optimizer.lr=1e-2")
+    train(config, 1, "training.steps=1", *options)
     return config.parent / "run"
 
 
@@ -38,8 +38,8 @@ def exported(run):
     return run.parent / "exported"
 
 
-def elsewhere(folder):
-    """A folder of installed packages without this one and without what it is built on: links to all others."""
+def link_other_packages(folder):
+    """Link all installed packages but this one and those that it builds on into a folder."""
     folder.mkdir()
     hidden = tuple(name.replace("_", "-") for name in ABSENT) + ABSENT + ("__editable__",)
     places = [
@@ -55,22 +55,22 @@ def elsewhere(folder):
 
 
 @pytest.fixture(scope="module")
-def told(exported, tmp_path_factory):
-    place = tmp_path_factory.mktemp("elsewhere")
-    packages, out = elsewhere(place / "packages"), place / "out"
+def results(exported, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("elsewhere")
+    packages, out = link_other_packages(folder / "packages"), folder / "out"
     out.mkdir()
     code = "import runpy, sys; _, place, *sys.argv = sys.argv; sys.path.append(place); "
     code += "runpy.run_path(sys.argv[0], run_name='__main__')"
     environment = {
         "PATH": "/usr/bin:/bin",
-        "HOME": str(place),
-        "HF_HOME": str(place / "home"),
+        "HOME": str(folder),
+        "HF_HOME": str(folder / "home"),
         "HF_HUB_OFFLINE": "1",
     }
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", code, packages, SCRIPT, exported, out, json.dumps(IDS)],
-        cwd=place,
-        env=environment | {"HF_HOME": str(place / "home"), "HF_HUB_OFFLINE": "1"},
+        cwd=folder,
+        env=environment | {"HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
     )
@@ -79,46 +79,46 @@ def told(exported, tmp_path_factory):
 
 
 @torch.no_grad()
-def test_logits_are_those_of_the_run_bit_for_bit(run, told):
-    ours = one_process_model(TrainedRun.find(run), 257, torch.device("cpu"))
+def test_logits_equal_those_of_the_run_bit_for_bit(run, results):
+    model = one_process_model(TrainedRun.find(run), 257, torch.device("cpu"))
     tokens = torch.tensor([IDS])
-    hidden, _ = ours.extend(tokens, torch.arange(len(IDS))[None], None)
+    hidden, _ = model.extend(tokens, torch.arange(len(IDS))[None], None)
     assert torch.equal(
-        torch.load(told["out"] / "logits.pt", weights_only=True)["logits"], ours.logits(hidden)
+        torch.load(results["out"] / "logits.pt", weights_only=True)["logits"], model.logits(hidden)
     )
 
 
-def test_texts_are_those_of_megakernel_generate(run, told):
-    found = [""] * len(PROMPTS)
+def test_generated_texts_equal_those_of_megakernel_generate(run, results):
+    expected = [""] * len(PROMPTS)
     for piece in generate_texts(run, PROMPTS, max_new_tokens=24, sampling=Sampling(temperature=0)):
-        found[piece.prompt] += piece.text
-    assert told["texts"] == found
+        expected[piece.prompt] += piece.text
+    assert results["texts"] == expected
 
 
-def test_batches_beams_and_stop_strings(told):
-    assert told["padded"] == told["texts"]
-    assert told["beams"][0] == told["beams"][1]
-    text = told["texts"][1]
-    assert told["stopped"] == text[: text.index(told["stop"]) + len(told["stop"])]
+def test_padded_batches_beam_search_and_stop_strings_work(results):
+    assert results["padded"] == results["texts"]
+    assert results["beams"][0] == results["beams"][1]
+    text = results["texts"][1]
+    assert results["stopped"] == text[: text.index(results["stop"]) + len(results["stop"])]
 
 
-def test_trainer_peft_and_new_words(told):
-    assert told["losses"][-1] < told["losses"][0]
-    assert told["words"] == 257 + 7
-    # Logits of size 1 in float32: the same weights elsewhere in memory are summed in another order now and then.
-    assert told["merged_apart"] < 1e-3
+def test_trainer_peft_and_a_resized_vocabulary_work(results):
+    assert results["losses"][-1] < results["losses"][0]
+    assert results["words"] == 257 + 7
+    # Logits of magnitude 1 in float32: sums sometimes have another order if the weights lie elsewhere in memory.
+    assert results["merged_apart"] < 1e-3
     for name in ("trained", "adapted", "merged", "grown"):
-        alike, apart = told[name]
-        assert alike, name
-        assert apart < 1e-4, name
+        identical, difference = results[name]
+        assert identical, name
+        assert difference < 1e-4, name
 
 
-def test_what_is_saved_stays_self_contained_and_loads_nothing_of_here(told):
-    assert told["code_is_kept"] == [True] * 3
-    assert told["loaded"] == []
+def test_saved_folders_stay_self_contained_and_import_nothing_of_this_repository(results):
+    assert results["code_is_kept"] == [True] * 3
+    assert results["loaded"] == []
 
 
-def test_a_missing_weight_file_is_one_line(exported, tmp_path):
+def test_a_missing_weight_file_is_a_one_line_error(exported, tmp_path):
     from transformers import AutoModelForCausalLM
 
     for file in exported.iterdir():

@@ -1,4 +1,4 @@
-"""OpenAI's client and a server of a model, over HTTP."""
+"""The server, used over HTTP by OpenAI's client."""
 
 import asyncio
 import hashlib
@@ -21,9 +21,9 @@ from launch.cli import main
 from launch.exit_status import ExitStatus
 from megakernel.checkpoint.opened import find_model
 from megakernel.generation import GenerationEngine, Sampling, TextRequest, states
-from tests.chats import PLAIN, said
+from tests.chats import PLAIN, conversation
 from tests.e2e.test_use_a_folder import save_llama
-from tests.serving import NAME, Ascii, direct, random_model, served
+from tests.serving import NAME, Ascii, chat_model, http_client, random_model, served
 from tests.tiers import tiered
 from tests.unit.generation.small_models import FLURKA, MIXED
 
@@ -31,34 +31,28 @@ REPOSITORY = Path(__file__).parents[2]
 MIXED_MODEL = {"attention_pattern": MIXED, "num_layers": 4}
 
 
-def chatting(template=PLAIN, **parts):
-    tokenizer = Ascii()
-    tokenizer.chat_template = template
-    return random_model(tokenizer, **parts or {"attention": FLURKA})
-
-
 @pytest.fixture(scope="module")
 def plain():
-    """A server of kernel attention, softmax and windows."""
+    """A server of a model with kernel attention, softmax and windows, without a chat template."""
     with served(random_model(**MIXED_MODEL)) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def chat():
-    """One of a model with a chat template."""
-    with served(chatting()) as server:
+    """A server of a model with a chat template."""
+    with served(chat_model()) as server:
         yield server
 
 
-def written(opened, tokens, count, seed=0, temperature=0.8, **options):
-    """What the engine writes behind tokens, alone."""
+def engine_text(opened, tokens, count, seed=0, temperature=0.8, **options):
+    """The text that the engine generates after `tokens`, in a batch of its own."""
     engine = GenerationEngine(opened.model, opened.tokenizer, isolate_documents=True)
     request = TextRequest(tokens, count, Sampling(temperature), seed, ends=opened.ends, **options)
     return "".join(step.piece for _, step in engine.run([request]))
 
 
-def test_a_completion_is_the_text_of_generate(tmp_path, capsys):
+def test_completions_equal_the_texts_of_megakernel_generate(tmp_path, capsys):
     folder = save_llama(tmp_path / "llama", 257, byte_level(256, BPE_EOD), 256)
     capsys.readouterr()
     prompts = ["def f(", "import numpy as np\n" * 40]
@@ -70,7 +64,7 @@ def test_a_completion_is_the_text_of_generate(tmp_path, capsys):
         text for line in capsys.readouterr().out.splitlines() for text in json.loads(line)["continuations"]
     ]
     with served(find_model(folder)) as server:
-        found = server.client.completions.create(
+        response = server.client.completions.create(
             model=NAME,
             prompt=prompts,
             n=2,
@@ -81,14 +75,14 @@ def test_a_completion_is_the_text_of_generate(tmp_path, capsys):
             stop="ab",
             extra_body={"min_p": 0.01, "repetition_penalty": 1.2},
         )
-    assert [choice.text for choice in found.choices] == expected
-    assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
-    assert found.usage.prompt_tokens == sum(map(len, prompts))
+    assert [choice.text for choice in response.choices] == expected
+    assert [choice.index for choice in response.choices] == [0, 1, 2, 3]
+    assert response.usage.prompt_tokens == sum(map(len, prompts))
     assert len(set(expected)) == 4
 
 
-def test_a_stream_carries_the_text_of_the_whole_answer(plain):
-    asked = {
+def test_a_stream_adds_up_to_the_answer_without_streaming(plain):
+    request = {
         "model": NAME,
         "prompt": ["one", "two"],
         "n": 2,
@@ -97,9 +91,9 @@ def test_a_stream_carries_the_text_of_the_whole_answer(plain):
         "stop": ["\x07"],
         "logprobs": 2,
     }
-    whole = plain.client.completions.create(**asked)
+    whole = plain.client.completions.create(**request)
     texts, tokens, finish = [""] * 4, [[] for _ in range(4)], [None] * 4
-    stream = plain.client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    stream = plain.client.completions.create(**request, stream=True, stream_options={"include_usage": True})
     *parts, last = stream
     for part in parts:
         (choice,) = part.choices
@@ -115,39 +109,39 @@ def test_a_stream_carries_the_text_of_the_whole_answer(plain):
     assert whole.usage.completion_tokens == sum(map(len, tokens))
 
 
-def test_a_chat_is_answered_through_the_template_and_streamed(chat):
-    asked = {"model": NAME, "messages": said("hello"), "seed": 1, "max_completion_tokens": 12}
+def test_a_chat_is_answered_in_the_template_and_can_be_streamed(chat):
+    request = {"model": NAME, "messages": conversation("hello"), "seed": 1, "max_completion_tokens": 12}
     options = {"logprobs": True, "top_logprobs": 3, "temperature": 0.8}
-    whole = chat.client.chat.completions.create(**asked, **options)
+    whole = chat.client.chat.completions.create(**request, **options)
     prompt = "user: hello\nassistant: "
-    expected = written(chat.worker.opened, list(prompt.encode()), 12, seed=1)
+    expected = engine_text(chat.worker.opened, list(prompt.encode()), 12, seed=1)
     assert whole.choices[0].message.content == expected
     assert whole.usage.prompt_tokens == len(prompt)
     assert [len(token.top_logprobs) for token in whole.choices[0].logprobs.content] == [3] * 12
-    first, *parts = chat.client.chat.completions.create(**asked, **options, stream=True)
+    first, *parts = chat.client.chat.completions.create(**request, **options, stream=True)
     assert first.choices[0].delta.role == "assistant"
     assert "".join(part.choices[0].delta.content or "" for part in parts) == expected
     assert parts[-1].choices[0].finish_reason == "length"
     blocks = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
-    again = chat.client.chat.completions.create(**{**asked, "messages": blocks}, temperature=0.8)
+    again = chat.client.chat.completions.create(**{**request, "messages": blocks}, temperature=0.8)
     assert again.choices[0].message.content == expected
 
 
-def test_the_model_is_listed(plain):
+def test_the_server_lists_its_model(plain):
     assert [model.id for model in plain.client.models.list()] == [NAME]
     assert plain.client.models.retrieve(NAME).id == NAME
-    assert "<title>Megakernel</title>" in direct().get(plain.url).text
+    assert "<title>Megakernel</title>" in http_client().get(plain.url).text
 
 
 @pytest.mark.parametrize("count", tiered([10, 100], [10]))
-def test_sessions_at_once_are_answered_as_each_alone(count, plain):
+def test_concurrent_sessions_get_the_same_answers_as_one_alone(count, plain):
     opened = plain.worker.opened
     prompts = [f"{number} " + "x" * (number % 37) for number in range(count)]
 
     async def two_turns(client, number):
         texts = []
         for prompt in (prompts[number], " and "):
-            found = await client.completions.create(
+            answers = await client.completions.create(
                 model=NAME,
                 prompt=prompt,
                 max_tokens=5,
@@ -155,33 +149,33 @@ def test_sessions_at_once_are_answered_as_each_alone(count, plain):
                 temperature=0.8,
                 extra_body={"session": f"many-{count}-{number}"},
             )
-            texts.append(found.choices[0].text)
+            texts.append(answers.choices[0].text)
         return texts
 
-    async def everybody():
+    async def all_sessions():
         http = openai.DefaultAsyncHttpx2Client(trust_env=False)
         async with openai.AsyncOpenAI(base_url=f"{plain.url}/v1", api_key="x", http_client=http) as client:
             return await asyncio.gather(*(two_turns(client, number) for number in range(count)))
 
-    found = asyncio.run(everybody())
-    for number, texts in enumerate(found):
-        first = written(opened, Ascii().encode(prompts[number]), 5, seed=number)
+    answers = asyncio.run(all_sessions())
+    for number, texts in enumerate(answers):
+        first = engine_text(opened, Ascii().encode(prompts[number]), 5, seed=number)
         whole = Ascii().encode(prompts[number] + first + " and ")
-        assert texts == [first, written(opened, whole, 5, seed=number)]
-    kept = plain.get("/v1/sessions")["data"]
-    assert {session["id"] for session in kept} >= {f"many-{count}-{number}" for number in range(count)}
+        assert texts == [first, engine_text(opened, whole, 5, seed=number)]
+    sessions = plain.get("/v1/sessions")["data"]
+    assert {session["id"] for session in sessions} >= {f"many-{count}-{number}" for number in range(count)}
 
 
-def test_clients_that_go_away_free_their_states():
+def test_clients_that_disconnect_free_their_states():
     with served(random_model(attention=FLURKA), batch_size=2) as server:
-        asked = {"model": NAME, "prompt": "x", "max_tokens": 100_000}
-        going = [server.client.completions.create(**asked, stream=True) for _ in range(3)]
+        request = {"model": NAME, "prompt": "x", "max_tokens": 100_000}
+        streams = [server.client.completions.create(**request, stream=True) for _ in range(3)]
         while [server.get("/health")[key] for key in ("running", "waiting")] != [2, 1]:
             pass
-        for stream in going:  # under way, and waiting for its turn
+        for stream in streams:  # two are running, one is waiting
             stream.close()
         with pytest.raises(openai.APITimeoutError):  # not streamed
-            server.client.completions.create(**asked, timeout=0.5, extra_body={"session": "gone"})
+            server.client.completions.create(**request, timeout=0.5, extra_body={"session": "gone"})
         while any(server.get("/health")[key] for key in ("running", "waiting")):
             pass
         assert server.get("/v1/sessions")["data"] == []
@@ -192,67 +186,67 @@ def test_clients_that_go_away_free_their_states():
 
 
 @pytest.mark.parametrize("parts", [{"attention": FLURKA}, MIXED_MODEL], ids=["flurka", "mixed"])
-def test_a_session_stands_where_its_whole_text_does(parts):
+def test_a_sessions_state_equals_that_of_its_whole_text(parts):
     opened = random_model(**parts)
     with served(opened) as server:
         text = ""
         for prompt in ("Once upon a time ", "then ", "x" * 600):
-            found = server.client.completions.create(
+            response = server.client.completions.create(
                 model=NAME, prompt=prompt, max_tokens=20, temperature=0, extra_body={"session": "tale"}
             )
-            new = found.usage.prompt_tokens - found.usage.prompt_tokens_details.cached_tokens
+            new = response.usage.prompt_tokens - response.usage.prompt_tokens_details.cached_tokens
             assert new == len(prompt)
-            text += prompt + found.choices[0].text
+            text += prompt + response.choices[0].text
         ((_, session),) = server.worker.sessions.items()
     assert session.state.tokens == len(text)
     whole = GenerationEngine(opened.model, Ascii(), isolate_documents=True).new_decoder()
     whole.read([Ascii().encode(text)[:-1]])
     assert whole.positions == session.state.decoder.positions
     trees = (session.state.decoder.states, whole.states)
-    found, expected = (dict(states.named_tensors(tree)) for tree in trees)
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
-        # float32 sums over chunks that are cut elsewhere
+    actual, expected = (dict(states.named_tensors(tree)) for tree in trees)
+    assert actual.keys() == expected.keys()
+    for name, tensor in actual.items():
+        # float32 sums over other chunks
         torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("sends", ["new", "everything"])
-def test_a_conversation_goes_on_by_its_new_messages_alone(chat, sends):
+def test_a_session_reads_only_the_new_messages_of_a_conversation(chat, sends):
     opened = chat.worker.opened
     messages, text, read = [], "", 0
     for turn, question in enumerate(("hello", "and then?", "well")):
         messages.append({"role": "user", "content": question})
         text += f"user: {question}\nassistant: "
-        given = messages if sends == "everything" else messages[-1:]
-        found = chat.client.chat.completions.create(
+        sent = messages if sends == "everything" else messages[-1:]
+        response = chat.client.chat.completions.create(
             model=NAME,
-            messages=given,
+            messages=sent,
             max_tokens=9,
             seed=turn,
             temperature=0.8,
             extra_body={"session": sends},
         )
-        answer = found.choices[0].message.content
-        assert found.usage.prompt_tokens_details.cached_tokens == read
-        assert answer == written(opened, list(text.encode()), 9, seed=turn)
-        read = found.usage.prompt_tokens + found.usage.completion_tokens
-        messages.append(found.choices[0].message)  # as people do
+        answer = response.choices[0].message.content
+        assert response.usage.prompt_tokens_details.cached_tokens == read
+        assert answer == engine_text(opened, list(text.encode()), 9, seed=turn)
+        read = response.usage.prompt_tokens + response.usage.completion_tokens
+        messages.append(response.choices[0].message)  # the client's own object, as users pass it
         text += f"{answer}\n"
 
 
-def test_a_template_that_writes_earlier_answers_otherwise_is_read_anew():
-    shortens = PLAIN.replace("message.content", "message.content if loop.last else message.content[:2]")
-    with served(chatting(shortens)) as server:
-        asked = {"model": NAME, "max_tokens": 4, "extra_body": {"session": "s"}}
-        server.client.chat.completions.create(**asked, messages=said("hi"))
-        found = server.client.chat.completions.create(**asked, messages=said("more"))
-    assert found.usage.prompt_tokens_details.cached_tokens == 0
-    assert found.usage.prompt_tokens == len("user: hi\nassistant: ab\nuser: more\nassistant: ")
+def test_a_template_that_rewrites_earlier_answers_is_read_from_the_start():
+    shortening = PLAIN.replace("message.content", "message.content if loop.last else message.content[:2]")
+    with served(chat_model(shortening)) as server:
+        request = {"model": NAME, "max_tokens": 4, "extra_body": {"session": "s"}}
+        server.client.chat.completions.create(**request, messages=conversation("hi"))
+        response = server.client.chat.completions.create(**request, messages=conversation("more"))
+    assert response.usage.prompt_tokens_details.cached_tokens == 0
+    assert response.usage.prompt_tokens == len("user: hi\nassistant: ab\nuser: more\nassistant: ")
 
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "x"}]
-WRONG = [
+INVALID_REQUESTS = [
     (
         COMPLETION,
         {"prompt": "x", "model": "gpt-9"},
@@ -273,7 +267,7 @@ WRONG = [
         {"prompt": "x", "temperature": -1},
         400,
         "temperature",
-        "temperature=-1.0 cannot be; give 0",
+        "temperature=-1.0 is out of range; give 0",
     ),
     (
         COMPLETION,
@@ -338,7 +332,7 @@ WRONG = [
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         400,
         "messages",
-        "content is no text",
+        "content is not a string",
     ),
     (
         CHAT,
@@ -354,32 +348,32 @@ WRONG = [
 
 @pytest.fixture(scope="module")
 def short():
-    """A server of a model with 64 learned positions, whose template knows no tools."""
+    """A server of a model with 64 learned positions, whose template rejects tool messages."""
     refuses = "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + PLAIN
-    with served(chatting(refuses, attention=FLURKA, position="learned", max_positions=64)) as server:
+    with served(chat_model(refuses, attention=FLURKA, position="learned", max_positions=64)) as server:
         yield server
 
 
-@pytest.mark.parametrize(("path", "body", "status", "param", "said"), WRONG)
-def test_what_cannot_be_is_an_error_of_openais_shape(short, path, body, status, param, said):
-    with direct() as http:
+@pytest.mark.parametrize(("path", "body", "status", "param", "explanation"), INVALID_REQUESTS)
+def test_invalid_requests_get_an_openai_error(short, path, body, status, param, explanation):
+    with http_client() as http:
         answer = http.post(
             f"{short.url}{path}", content=json.dumps(body), headers={"Content-Type": "application/json"}
         )
         error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["type"]) == (status, param, "invalid_request_error")
-    assert said in error["message"]
+    assert explanation in error["message"]
     assert "\n" not in error["message"]
     assert [short.get("/health")[key] for key in ("status", "running", "waiting")] == ["ok", 0, 0]
 
 
-def test_an_answer_of_no_stated_length_fits_the_positions(short):
-    found = short.client.chat.completions.create(model=NAME, messages=USER)
-    assert found.usage.total_tokens == 65
-    assert found.choices[0].finish_reason == "length"
+def test_without_max_tokens_an_answer_ends_at_the_last_learned_position(short):
+    response = short.client.chat.completions.create(model=NAME, messages=USER)
+    assert response.usage.total_tokens == 65
+    assert response.choices[0].finish_reason == "length"
 
 
-def test_a_long_prompt_shortens_no_other_answer_of_its_request(short):
+def test_a_long_prompt_does_not_shorten_the_other_answers_of_its_request(short):
     def tokens(*prompts):
         return short.client.completions.create(model=NAME, prompt=list(prompts)).usage.completion_tokens
 
@@ -388,54 +382,54 @@ def test_a_long_prompt_shortens_no_other_answer_of_its_request(short):
     assert tokens(long, brief) == tokens(brief, long) == tokens(long) + tokens(brief)
 
 
-def test_a_model_without_a_template_knows_no_messages(plain):
+def test_a_model_without_a_chat_template_refuses_messages(plain):
     with pytest.raises(openai.BadRequestError, match="has no chat_template, so it cannot render messages"):
         plain.client.chat.completions.create(model=NAME, messages=USER)
 
 
-def test_whoever_has_no_key_is_turned_away():
+def test_requests_without_the_api_key_are_refused():
     with served(random_model(attention=FLURKA), api_key="right") as server:
         assert server.client.completions.create(model=NAME, prompt="x").usage.completion_tokens == 16
         for wrong in ("wrong", "ключ"):
-            with direct() as http:
+            with http_client() as http:
                 headers = {"Authorization": f"Bearer {wrong}".encode()}
                 answer = http.get(f"{server.url}/v1/sessions", headers=headers)
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
         assert server.get("/health")["status"] == "ok"
 
 
-def test_a_step_that_fails_ends_the_texts_in_it_and_not_the_server(plain, monkeypatch):
-    def fails(self):
+def test_a_failing_step_ends_its_requests_but_not_the_server(plain, monkeypatch):
+    def fail(self):
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(GenerationEngine, "step", fails)
+        patched.setattr(GenerationEngine, "step", fail)
         with pytest.raises(openai.InternalServerError, match="out of memory"):
             plain.client.completions.create(model=NAME, prompt="x", extra_body={"session": "failed"})
         with pytest.raises(openai.APIError, match="out of memory"):
             list(plain.client.completions.create(model=NAME, prompt="x", stream=True))
-    found = plain.client.completions.create(model=NAME, prompt="x", extra_body={"session": "failed"})
-    assert found.usage.completion_tokens == 16
+    response = plain.client.completions.create(model=NAME, prompt="x", extra_body={"session": "failed"})
+    assert response.usage.completion_tokens == 16
 
 
-def test_sessions_that_were_not_used_for_longest_are_forgotten_and_said_to_be():
+def test_least_recently_used_sessions_are_evicted_with_a_clear_error():
     with served(random_model(attention=FLURKA), max_sessions=2) as server:
         client = server.client
 
-        def go_on(name):
+        def continue_session(name):
             return client.completions.create(
                 model=NAME, prompt="x", max_tokens=1, extra_body={"session": name}
             )
 
         for name in ("a", "b", "a", "c"):
-            go_on(name)
+            continue_session(name)
         assert [session["id"] for session in server.get("/v1/sessions")["data"]] == ["a", "c"]
         with pytest.raises(
             openai.NotFoundError, match="session b was forgotten, as 2 others were used since"
         ):
-            go_on("b")
+            continue_session("b")
         client.delete("/sessions/b", cast_to=object)
-        assert go_on("b").usage.prompt_tokens == 1
+        assert continue_session("b").usage.prompt_tokens == 1
         for name in ("never", "a"):
             with pytest.raises(openai.NotFoundError, match=f"there is no session {name}|session {name} was"):
                 client.get(f"/sessions/{name}/state", cast_to=object)
@@ -444,15 +438,15 @@ def test_sessions_that_were_not_used_for_longest_are_forgotten_and_said_to_be():
 
 
 def test_a_session_answers_one_request_at_a_time(plain):
-    asked = {"model": NAME, "prompt": "x", "extra_body": {"session": "busy"}}
+    request = {"model": NAME, "prompt": "x", "extra_body": {"session": "busy"}}
     with (
-        plain.client.completions.create(**asked, max_tokens=100_000, stream=True),
+        plain.client.completions.create(**request, max_tokens=100_000, stream=True),
         pytest.raises(openai.ConflictError, match="session busy is answering another request"),
     ):
-        plain.client.completions.create(**asked)
+        plain.client.completions.create(**request)
 
 
-def test_a_text_and_a_conversation_are_not_gone_on_with_as_each_other(chat):
+def test_a_text_session_refuses_messages_and_a_chat_session_refuses_prompts(chat):
     chat.client.completions.create(model=NAME, prompt="x", extra_body={"session": "text"})
     with pytest.raises(openai.BadRequestError, match="is not a conversation; use /v1/completions"):
         chat.client.chat.completions.create(model=NAME, messages=USER, extra_body={"session": "text"})
@@ -463,61 +457,63 @@ def test_a_text_and_a_conversation_are_not_gone_on_with_as_each_other(chat):
         chat.client.completions.create(model=NAME, prompt="x", extra_body={"session": "talk"})
 
 
-def state(server, name):
-    with direct() as http:
+def session_state(server, name):
+    with http_client() as http:
         return http.get(f"{server.url}/v1/sessions/{name}/state").content
 
 
 def restore(server, name, data):
-    with direct() as http:
+    with http_client() as http:
         return http.put(f"{server.url}/v1/sessions/{name}/state", content=data)
 
 
 @pytest.fixture(scope="module")
-def saved(chat):
-    """The state of a conversation that has begun."""
-    asked = {"model": NAME, "messages": said("hello"), "seed": 0, "max_tokens": 40}
-    chat.client.chat.completions.create(**asked, extra_body={"session": "saved"})
-    return state(chat, "saved")
+def saved_state(chat):
+    """The state of a session after one turn of a conversation."""
+    request = {"model": NAME, "messages": conversation("hello"), "seed": 0, "max_tokens": 40}
+    chat.client.chat.completions.create(**request, extra_body={"session": "saved"})
+    return session_state(chat, "saved")
 
 
-def test_a_state_goes_on_in_another_server_as_in_its_own(chat, saved):
-    asked = {"model": NAME, "messages": said("and"), "seed": 1, "max_tokens": 20}
-    expected = chat.client.chat.completions.create(**asked, extra_body={"session": "saved"})
+def test_a_session_continues_on_another_server_with_the_same_answers(chat, saved_state):
+    request = {"model": NAME, "messages": conversation("and"), "seed": 1, "max_tokens": 20}
+    expected = chat.client.chat.completions.create(**request, extra_body={"session": "saved"})
     assert expected.usage.prompt_tokens_details.cached_tokens > 40
-    with served(chatting()) as other:
-        told = restore(other, "moved", saved).json()
-        found = other.client.chat.completions.create(**asked, extra_body={"session": "moved"})
-        assert told["tokens"] == expected.usage.prompt_tokens_details.cached_tokens
-        assert state(other, "moved") == state(chat, "saved"), "bit for bit"
-    assert found.choices[0].message.content == expected.choices[0].message.content
-    assert found.usage == expected.usage
-    assert len(saved) < 20_000
+    with served(chat_model()) as other:
+        restored = restore(other, "moved", saved_state).json()
+        response = other.client.chat.completions.create(**request, extra_body={"session": "moved"})
+        assert restored["tokens"] == expected.usage.prompt_tokens_details.cached_tokens
+        assert session_state(other, "moved") == session_state(chat, "saved"), "bit for bit"
+    assert response.choices[0].message.content == expected.choices[0].message.content
+    assert response.usage == expected.usage
+    assert len(saved_state) < 20_000
 
 
-def rewritten(data, change):
-    """A session's file with other tensors and text, whose checksum is right."""
+def rewrite(data, change):
+    """A session file with changed tensors or metadata and a correct checksum."""
     tensors = load(data)
-    told = json.loads(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]["session"])
-    del told["sha256"]
-    change(tensors, told)
-    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode() + save(tensors)).hexdigest()
-    return save(tensors, {"session": json.dumps({**told, "sha256": digest})})
+    metadata = json.loads(
+        json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]["session"]
+    )
+    del metadata["sha256"]
+    change(tensors, metadata)
+    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode() + save(tensors)).hexdigest()
+    return save(tensors, {"session": json.dumps({**metadata, "sha256": digest})})
 
 
-def changed(**values):
-    return lambda data: rewritten(data, lambda tensors, told: told.update(values))
+def with_metadata(**values):
+    return lambda data: rewrite(data, lambda tensors, metadata: metadata.update(values))
 
 
 def with_tensor(name, make):
-    return lambda data: rewritten(data, lambda tensors, told: tensors.update({name: make(tensors[name])}))
+    return lambda data: rewrite(data, lambda tensors, metadata: tensors.update({name: make(tensors[name])}))
 
 
 SUMS = "0.far.sums"
 
 
 @pytest.mark.parametrize(
-    ("damaged", "said"),
+    ("damage", "explanation"),
     [
         (lambda data: b"", "it is damaged, or not a safetensors file"),
         (lambda data: b"\x80\x04\x95" + b"pickle" * 9, "it is damaged, or not a safetensors file"),
@@ -532,35 +528,35 @@ SUMS = "0.far.sums"
         (with_tensor(SUMS, lambda x: x.double()), "does not fit the model (ValueError)"),
         (with_tensor(SUMS, lambda x: x / 0), "does not fit the model (ValueError)"),
         (with_tensor("seen", lambda x: x + 1000), "does not fit the model (ValueError)"),
-        (changed(position=-1), "does not fit the model (ValueError)"),
-        (changed(position=2**50, tokens=2**50), "does not fit the model (ValueError)"),
-        (changed(tokens=1e400), "does not fit the model (OverflowError)"),
-        (changed(unread=["x"]), "does not fit the model (ValueError)"),
-        (changed(messages=[{"role": "robot"}]), "does not fit the model (UserError)"),
-        (changed(context=None), "does not fit the model (TypeError)"),
+        (with_metadata(position=-1), "does not fit the model (ValueError)"),
+        (with_metadata(position=2**50, tokens=2**50), "does not fit the model (ValueError)"),
+        (with_metadata(tokens=1e400), "does not fit the model (OverflowError)"),
+        (with_metadata(unread=["x"]), "does not fit the model (ValueError)"),
+        (with_metadata(messages=[{"role": "robot"}]), "does not fit the model (UserError)"),
+        (with_metadata(context=None), "does not fit the model (TypeError)"),
     ],
 )
-def test_a_state_that_is_none_is_refused_and_changes_nothing(chat, saved, damaged, said):
-    before = state(chat, "saved")
-    answer = restore(chat, "saved", damaged(saved))
+def test_an_invalid_session_file_is_refused_and_changes_nothing(chat, saved_state, damage, explanation):
+    before = session_state(chat, "saved")
+    answer = restore(chat, "saved", damage(saved_state))
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_state")
-    assert said in answer.json()["error"]["message"]
-    assert state(chat, "saved") == before
+    assert explanation in answer.json()["error"]["message"]
+    assert session_state(chat, "saved") == before
 
 
-def test_a_state_behind_the_learned_positions_is_refused(short):
+def test_a_session_file_beyond_the_learned_positions_is_refused(short):
     short.client.completions.create(model=NAME, prompt="x", extra_body={"session": "s"})
-    answer = restore(short, "s", changed(position=64, tokens=64)(state(short, "s")))
+    answer = restore(short, "s", with_metadata(position=64, tokens=64)(session_state(short, "s")))
     assert "does not fit the model (UserError)" in answer.json()["error"]["message"]
 
 
-def test_a_state_of_another_model_is_refused(saved):
-    with served(chatting(attention=FLURKA, num_layers=1)) as other:
-        assert "it is of another model than the one served here" in restore(other, "s", saved).text
+def test_a_session_file_of_another_model_is_refused(saved_state):
+    with served(chat_model(attention=FLURKA, num_layers=1)) as other:
+        assert "it is of another model than the one served here" in restore(other, "s", saved_state).text
 
 
 @contextmanager
-def command(*options):
+def serve_process(*options):
     """A process of `megakernel serve`, and the address that it prints."""
     process = subprocess.Popen(
         [sys.executable, "-m", "launch.cli", "serve", *map(str, options), "--port", "0"],
@@ -578,30 +574,30 @@ def command(*options):
 
 
 @pytest.mark.second
-def test_the_command_serves_a_folder_and_a_session_moves_to_another_process(tmp_path):
+def test_a_session_of_megakernel_serve_can_be_moved_to_another_process(tmp_path):
     folder = save_llama(tmp_path / "llama", 257, byte_level(256, BPE_EOD), 256)
     (tmp_path / "key").write_text("secret\n")
     options = (folder, "--api-key-file", tmp_path / "key", "--name", "given")
     answers, states = [], []
     for round_ in range(2):
-        with command(*options) as (process, url):
+        with serve_process(*options) as (process, url):
             client = openai.OpenAI(
-                base_url=f"{url}/v1", api_key="secret", max_retries=0, http_client=direct()
+                base_url=f"{url}/v1", api_key="secret", max_retries=0, http_client=http_client()
             )
-            asked = {"model": "given", "max_tokens": 8, "temperature": 0, "extra_body": {"session": "s"}}
+            request = {"model": "given", "max_tokens": 8, "temperature": 0, "extra_body": {"session": "s"}}
             if round_ == 0:
-                client.completions.create(**asked, prompt="def f(")
+                client.completions.create(**request, prompt="def f(")
                 states.append(
                     client.get("/sessions/s/state", cast_to=openai.HttpxBinaryResponseContent).content
                 )
             else:
-                with direct() as http:
+                with http_client() as http:
                     headers = {"Authorization": "Bearer secret"}
                     http.put(
                         f"{url}/v1/sessions/s/state", content=states[0], headers=headers
                     ).raise_for_status()
-            answers.append(client.completions.create(**asked, prompt=" and "))
-            # Ctrl-C amid a text.
+            answers.append(client.completions.create(**request, prompt=" and "))
+            # Ctrl-C while a text is streamed.
             stream = client.completions.create(model="given", prompt="x", max_tokens=200, stream=True)
             next(iter(stream))
             process.send_signal(signal.SIGINT)
@@ -615,10 +611,10 @@ def test_the_command_serves_a_folder_and_a_session_moves_to_another_process(tmp_
 
 
 @pytest.mark.second
-def test_a_port_in_use_is_one_line(tmp_path, capsys):
+def test_a_port_in_use_is_a_one_line_error(tmp_path, capsys):
     folder = save_llama(tmp_path / "llama", 257, byte_level(256, BPE_EOD), 256)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["serve", str(folder), "--port", str(port)]) == ExitStatus.USAGE
     (line,) = capsys.readouterr().err.splitlines()[-1:]
-    assert f"--host 127.0.0.1 --port {port} cannot be listened at" in line
+    assert f"--host 127.0.0.1 --port {port} cannot be listened on" in line

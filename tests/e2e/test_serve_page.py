@@ -1,10 +1,9 @@
-"""The server's page in a real browser."""
+"""The server's chat page in a real browser."""
 
 import pytest
 
 from tests.browser import CHROMIUM, browser
-from tests.chats import PLAIN
-from tests.serving import Ascii, random_model, served
+from tests.serving import chat_model, random_model, served
 from tests.unit.generation.small_models import FLURKA
 
 pytestmark = [
@@ -13,12 +12,6 @@ pytestmark = [
 ]
 
 READY = "!document.getElementById('send').disabled && document.getElementById('facts').textContent"
-
-
-def chatting():
-    tokenizer = Ascii()
-    tokenizer.chat_template = PLAIN
-    return random_model(tokenizer, attention=FLURKA)
 
 
 def fill(page, **values):
@@ -34,8 +27,8 @@ def shown(page, kind):
     return page.run(f"[...document.querySelectorAll('.message.{kind}')].map((box) => box.textContent)")
 
 
-def test_a_person_chats_stops_and_goes_on_in_a_session(tmp_path):
-    with served(chatting(), max_new_tokens=1_000_000) as server, browser(tmp_path) as page:
+def test_a_chat_can_be_stopped_and_continued_after_a_reload(tmp_path):
+    with served(chat_model(), max_new_tokens=1_000_000) as server, browser(tmp_path) as page:
         page.open(server.url)
         page.until(READY)
         assert page.run("document.getElementById('model').textContent") == "small"
@@ -64,7 +57,7 @@ def test_a_person_chats_stops_and_goes_on_in_a_session(tmp_path):
 
         page.open(f"{server.url}/?again")
         page.until(READY)
-        assert shown(page, "assistant")[0] == first, "a reload shows what was said"
+        assert shown(page, "assistant")[0] == first, "a reload shows the conversation"
         fill(page, prompt="and now?", tokens="5")
         click(page, "send")
         page.until(f"{READY}.includes('5 written')")
@@ -75,7 +68,7 @@ def test_a_person_chats_stops_and_goes_on_in_a_session(tmp_path):
         assert server.get("/v1/sessions")["data"] == []
 
 
-def test_a_model_without_a_template_continues_texts_and_a_key_is_asked_for(tmp_path):
+def test_the_page_completes_texts_without_a_template_and_asks_for_the_key(tmp_path):
     opened = random_model(attention=FLURKA)
     with served(opened, api_key="right") as server, browser(tmp_path) as page:
         page.open(server.url)
@@ -88,7 +81,7 @@ def test_a_model_without_a_template_continues_texts_and_a_key_is_asked_for(tmp_p
         fill(page, prompt="Once <b>upon</b>", key="right")
         click(page, "send")
         page.until(f"{READY}.includes('7 written')")
-        found = server.client.completions.create(
+        response = server.client.completions.create(
             model="small", prompt="Once <b>upon</b>", seed=3, max_tokens=7, temperature=0.8
         )
-        assert shown(page, "text")[-1] == "Once <b>upon</b>" + found.choices[0].text
+        assert shown(page, "text")[-1] == "Once <b>upon</b>" + response.choices[0].text

@@ -1,4 +1,4 @@
-"""Everything docs/monitoring.md names, asked of a real TensorBoard over HTTP, as a browser would."""
+"""A real TensorBoard, queried over HTTP like a browser, shows everything that docs/monitoring.md documents."""
 
 import json
 import os
@@ -26,7 +26,7 @@ OPTIONS = (
     f"model.attention_pattern=[{ATTENTION}]",
     "logging.peak_tflops=1",
 )
-WATCHED = (
+LOGGING = (
     "logging.histograms_every=1",
     "logging.analysis_every=2",
     "logging.sample_prompt='def '",
@@ -35,8 +35,8 @@ WATCHED = (
 PLUGINS = {"SCALARS": "scalars", "HISTOGRAMS": "histograms", "IMAGES": "images", "TEXT": "text"}
 
 
-def documented():
-    """(tag as a regular expression, page of TensorBoard) of each row of the page's table of tags."""
+def documented_tags():
+    """(tag as a regular expression, page of TensorBoard) for each row of the table of tags."""
     rows = re.findall(r"^\| `([^`]+)` \| (SCALARS|HISTOGRAMS|IMAGES|TEXT) \|", PAGE.read_text(), re.MULTILINE)
     return [(re.sub(r"[A-Z]+", r"[\\w.]+", re.escape(tag)), page) for tag, page in rows]
 
@@ -59,34 +59,34 @@ class TensorBoard:
         return json.load(self._opener.open(request))
 
     def tags(self, run, page):
-        found = self.json(f"{PLUGINS[page]}/tags").get(run, {})
-        return set(found)
+        tags = self.json(f"{PLUGINS[page]}/tags").get(run, {})
+        return set(tags)
 
     def points(self, run, page, tag):
-        """The steps of a tag, each with what there is of it."""
+        """(step, value) pairs of a tag."""
         plugin = PLUGINS[page]
-        found = self.json(f"{plugin}/{plugin}", run=run, tag=tag)
+        points = self.json(f"{plugin}/{plugin}", run=run, tag=tag)
         if page == "IMAGES":
             return [
                 (one["step"], self._opener.open(f"{self._data}/images/individualImage?{one['query']}").read())
-                for one in found
+                for one in points
             ]
         if page == "TEXT":
-            return [(one["step"], one["text"]) for one in found]
-        return [(step, value) for _, step, value in found]
+            return [(one["step"], one["text"]) for one in points]
+        return [(step, value) for _, step, value in points]
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory, corpus):
     config = write_config(tmp_path_factory.mktemp("runs"), corpus)
-    train(config, 1, *OPTIONS, *WATCHED, "run.name=first")
+    train(config, 1, *OPTIONS, *LOGGING, "run.name=first")
     train(config, 2, *OPTIONS, "run.name=pieces", "parallel.context=2")
     return config.parent
 
 
 @pytest.fixture(scope="module")
 def tensorboard(root):
-    """What `megakernel monitor` starts."""
+    """A client of the server that `megakernel monitor` starts."""
     command = [sys.executable, "-m", "launch.cli", "monitor", "--root", str(root), "--port", "0"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
@@ -107,9 +107,9 @@ def tensorboard(root):
         server.communicate()
 
 
-def test_every_documented_tag_is_there_and_no_other(tensorboard):
+def test_tensorboard_shows_exactly_the_documented_tags(tensorboard):
     runs = ("first/tensorboard", "pieces/tensorboard")
-    rows = documented()
+    rows = documented_tags()
     assert {page for _, page in rows} == set(PLUGINS)
     for page in PLUGINS:
         patterns = [tag for tag, its in rows if its == page]
@@ -123,11 +123,11 @@ def test_every_documented_tag_is_there_and_no_other(tensorboard):
                 ((run, tag) for run in runs for tag in sorted(tags[run]) if re.fullmatch(pattern, tag)),
                 (None, None),
             )
-            assert run is not None, f"{pattern} is documented and nowhere"
+            assert run is not None, f"{pattern} is documented but not written"
             assert tensorboard.points(run, page, tag), tag
 
 
-def test_curves_are_those_of_metrics_jsonl(tensorboard, root):
+def test_scalars_equal_those_of_metrics_jsonl(tensorboard, root):
     shown = tensorboard.points("first/tensorboard", "SCALARS", "train/loss")
     logged = [(line["step"], line["train/loss"]) for line in metrics(root / "first") if "train/loss" in line]
     assert dict(shown) == pytest.approx(dict(logged), rel=1e-6)  # float32
@@ -140,7 +140,7 @@ def test_histograms_count_every_value_of_every_step(tensorboard):
     assert all(sum(count for _, _, count in buckets) == 384 * 64 for _, buckets in points)
 
 
-def test_samples_are_what_the_checkpoint_generates(tensorboard, root):
+def test_text_samples_are_what_the_checkpoint_generates(tensorboard, root):
     shown = dict(tensorboard.points("first/tensorboard", "TEXT", "samples/text_summary"))
     assert set(shown) == {0, 1, 2}
     assert "<code>def " in shown[2]
@@ -150,35 +150,35 @@ def test_samples_are_what_the_checkpoint_generates(tensorboard, root):
             root / "first", ["def "], max_new_tokens=20, sampling=Sampling(0.8), seed=7
         )
     )
-    # From the file: on its way to a page TensorBoard drops what HTML does not allow, such as control characters.
+    # Read from the event file: TensorBoard's pages drop what HTML does not allow, such as control characters.
     sample = EventAccumulator(str(root / "first/tensorboard")).Reload().Tensors("samples/text_summary")[-1]
     [text] = sample.tensor_proto.string_val
     assert text.decode().splitlines() == [f"    {line}" for line in f"def {written}".splitlines()]
 
 
-def test_runs_compare_by_their_last_values(tensorboard, root):
+def test_the_hparams_page_has_the_last_values_of_every_run(tensorboard, root):
     experiment = tensorboard.post("hparams/experiment", {"experimentName": ""})
     assert {info["name"]["tag"] for info in experiment["metricInfos"]} == set(HPARAM_METRICS)
-    wanted = {
+    query = {
         "experimentName": "",
         "allowedStatuses": ["STATUS_UNKNOWN", "STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_RUNNING"],
         "colParams": [{"metric": {"group": "", "tag": tag}} for tag in HPARAM_METRICS],
         "startIndex": 0,
         "sliceSize": 10,
     }
-    groups = tensorboard.post("hparams/session_groups", wanted)["sessionGroups"]
-    found = {group["sessions"][0]["name"]: group for group in groups}
-    assert set(found) == {"first/tensorboard", "pieces/tensorboard"}
-    for name, group in found.items():
+    groups = tensorboard.post("hparams/session_groups", query)["sessionGroups"]
+    by_run = {group["sessions"][0]["name"]: group for group in groups}
+    assert set(by_run) == {"first/tensorboard", "pieces/tensorboard"}
+    for name, group in by_run.items():
         assert group["sessions"][0]["status"] == "STATUS_SUCCESS"
         values = {value["name"]["tag"]: value["value"] for value in group["metricValues"]}
         last = {tag: value for line in metrics(root / name.split("/")[0]) for tag, value in line.items()}
         assert values["eval/loss"] == pytest.approx(last["eval/loss"], rel=1e-6)
         assert values["throughput/mfu"] == pytest.approx(last["throughput/mfu"], rel=1e-6)
-    assert found["pieces/tensorboard"]["hparams"]["parallel.context"] == 2
+    assert by_run["pieces/tensorboard"]["hparams"]["parallel.context"] == 2
 
 
-def test_a_new_run_opens_with_pages_of_charts_that_show_something(tensorboard):
+def test_every_chart_of_the_custom_scalars_page_shows_data(tensorboard):
     layout = tensorboard.json("custom_scalars/layout")
     assert [page["title"] for page in layout["category"]] == list(LAYOUT)
     for page in layout["category"]:
@@ -188,7 +188,7 @@ def test_a_new_run_opens_with_pages_of_charts_that_show_something(tensorboard):
                 assert any(shown["tag_to_events"].values()), f"{chart['title']}: {tag}"
 
 
-def test_the_table_tells_both_runs(root):
+def test_megakernel_monitor_lists_both_runs(root):
     command = [sys.executable, "-m", "launch.cli", "monitor", "--root", str(root), "--once"]
     done = subprocess.run(
         command, capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "120"}

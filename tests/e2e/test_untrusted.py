@@ -1,4 +1,4 @@
-"""Runs, corpora and models of others: what they hold is read, none of it is run, and damage is found."""
+"""Runs and models from untrusted sources: no command executes code from their files, and damage is detected."""
 
 import json
 import re
@@ -33,8 +33,8 @@ def run(config):
     return config.parent / "run"
 
 
-def planted(run: Path, to: Path, pattern: str) -> Path:
-    """A copy of a run whose author has put code into one file of each checkpoint, and has written checksums for it."""
+def copy_with_code(run: Path, to: Path, pattern: str) -> Path:
+    """A copy of a run in which one file of each checkpoint contains code, with matching checksums."""
     copy = Path(shutil.copytree(run, to))
     for folder in copy.glob("checkpoints/step_*"):
         (file,) = folder.glob(pattern)
@@ -57,41 +57,41 @@ def commands(run: Path, out: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("pattern", [MODEL, OPTIMIZER])
-def test_no_command_runs_the_code_of_a_run(pattern, run, tmp_path, refused):
-    foreign = planted(run, tmp_path / "foreign", pattern)
+def test_no_command_executes_code_in_a_runs_files(pattern, run, tmp_path, refused):
+    foreign = copy_with_code(run, tmp_path / "foreign", pattern)
     for command in commands(foreign, tmp_path):
         assert "posix.mkdir, which is code" in refused(*command), command
         assert not (tmp_path / "harm").exists(), command
 
 
 OTHER_LAYOUT = "parallel.zero_stage=0"
-RESUMED = ("parallel.zero_stage=1",)
+RESUME = ("parallel.zero_stage=1",)
 
 
-def begun(config: Path, cases: dict[str, tuple[Path, tuple[str, ...]]]) -> dict[str, int | str]:
-    """The steps that a start in each case's run would go on from, or why it was refused."""
+def starting_steps(config: Path, cases: dict[str, tuple[Path, tuple[str, ...]]]) -> dict[str, int | str]:
+    """Case -> the step from which training would continue, or why it is refused."""
     from launch.training import providers
     from megakernel.training.trainer import Trainer
 
-    found: dict[str, int | str] = {}
+    results: dict[str, int | str] = {}
     with cpu_mesh() as mesh:
         for name, (run, overrides) in cases.items():
-            place = (f"run.root={run.parent}", f"run.name={run.name}")
+            location = (f"run.root={run.parent}", f"run.name={run.name}")
             try:
-                settings = load(config, [*OPTIONS, *SMALL, *place, *overrides])
-                found[name] = Trainer(settings, mesh, providers())._load()
+                settings = load(config, [*OPTIONS, *SMALL, *location, *overrides])
+                results[name] = Trainer(settings, mesh, providers())._load()
             except UserError as error:
-                found[name] = str(error)
-    return found
+                results[name] = str(error)
+    return results
 
 
-def test_no_start_runs_the_code_of_a_run(run, config, tmp_path):
+def test_no_start_of_training_executes_code_in_a_runs_files(run, config, tmp_path):
     cases = {}
     for pattern in (MODEL, OPTIMIZER):
         (tmp_path / pattern).mkdir()
-        foreign = planted(run, tmp_path / pattern / "foreign", pattern)
+        foreign = copy_with_code(run, tmp_path / pattern / "foreign", pattern)
         for name, place, overrides in (
-            ("resume", foreign, RESUMED),
+            ("resume", foreign, RESUME),
             ("resume on another layout", foreign, (OTHER_LAYOUT,)),
             ("init.from", tmp_path / "new", (f"init.from={foreign}",)),
             ("init.moments", tmp_path / "new", (f"init.from={run}", f"init.moments={foreign}")),
@@ -102,9 +102,9 @@ def test_no_start_runs_the_code_of_a_run(run, config, tmp_path):
             ),
         ):
             cases[f"{name} {pattern}"] = (place, overrides)
-    said, other = run_ranks(begun, 2, config, cases)
-    assert said == other
-    for name, text in said.items():
+    messages, other = run_ranks(starting_steps, 2, config, cases)
+    assert messages == other
+    for name, text in messages.items():
         assert "posix.mkdir, which is code" in text, name
         assert len(text.splitlines()) == 1, name
     assert not list(tmp_path.rglob("harm"))
@@ -133,12 +133,12 @@ DAMAGES = {
 }
 
 
-def test_a_start_goes_on_from_the_checkpoint_before_a_damaged_one(run, config, tmp_path):
+def test_training_continues_from_the_checkpoint_before_a_damaged_one(run, config, tmp_path):
     cases, expected = {}, {}
     for name, damage in DAMAGES.items():
         copy = Path(shutil.copytree(run, tmp_path / name.replace(", ", "_").replace(" ", "_")))
         damage(copy / "checkpoints/step_4")
-        cases[name], expected[name] = (copy, RESUMED), 2
+        cases[name], expected[name] = (copy, RESUME), 2
         cases[f"{name}, reshaped"], expected[f"{name}, reshaped"] = (copy, (OTHER_LAYOUT,)), 2
     whole = Path(shutil.copytree(run, tmp_path / "whole"))
     universal = reshape_run(whole)
@@ -146,11 +146,11 @@ def test_a_start_goes_on_from_the_checkpoint_before_a_damaged_one(run, config, t
     saved = file.read_bytes()
     flip(file, 0.5)
     cases["universal"], expected["universal"] = (whole, (OTHER_LAYOUT,)), 4
-    assert run_ranks(begun, 2, config, cases) == [expected] * 2
-    assert file.read_bytes() == saved, "converted again"
+    assert run_ranks(starting_steps, 2, config, cases) == [expected] * 2
+    assert file.read_bytes() == saved, "the universal checkpoint is converted again"
 
 
-def test_commands_take_the_checkpoint_before_a_damaged_one(run, tmp_path, capsys, caplog, refused):
+def test_commands_use_the_checkpoint_before_a_damaged_one(run, tmp_path, capsys, caplog, refused):
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
     flip(next((copy / "checkpoints/step_4").glob(OPTIMIZER)), 0.5)
     assert main(["reshape", str(copy)]) == 0
@@ -159,7 +159,7 @@ def test_commands_take_the_checkpoint_before_a_damaged_one(run, tmp_path, capsys
     assert re.search("step 4 .*damaged", refused("reshape", copy, "--step", 4))
 
 
-def test_a_configuration_is_data(run, tmp_path, refused):
+def test_python_tags_in_a_configuration_are_refused(run, tmp_path, refused):
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
     text = (copy / "config.yaml").read_text()
     call = f"!!python/object/apply:os.mkdir ['{tmp_path / 'harm'}']"
@@ -170,8 +170,8 @@ def test_a_configuration_is_data(run, tmp_path, refused):
     assert not (tmp_path / "harm").exists()
 
 
-def test_the_code_beside_a_dense_model_is_not_run(tmp_path, monkeypatch, capsys, refused):
-    """Nor are its pickled weights read, nor is anybody asked whether they should be."""
+def test_remote_code_of_a_dense_model_is_not_executed(tmp_path, monkeypatch, capsys, refused):
+    """Its pickled weights are not read either, and no prompt asks whether to trust them."""
     monkeypatch.setattr("builtins.input", lambda question: "y")
     folder = tmp_path / "llama"
     dense_models.save("llama", folder)

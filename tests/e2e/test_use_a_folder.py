@@ -1,4 +1,4 @@
-"""What one does with a folder in the Hugging Face form, which needs no run: generate, chat, evaluate."""
+"""What one does with a folder in the Hugging Face format, which needs no run: generate, chat, evaluate."""
 
 import json
 
@@ -16,7 +16,7 @@ TEMPLATE = (
 
 
 def save_llama(folder, words, tokenizer, end):
-    """A Llama of random weights in the Hugging Face form."""
+    """A Llama of random weights in the Hugging Face format."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=words, **sizes, max_position_embeddings=256, initializer_range=0.2)
@@ -28,13 +28,13 @@ def save_llama(folder, words, tokenizer, end):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model of bytes, whose tokenizer has no chat template."""
+    """A model with a byte tokenizer without a chat template."""
     return save_llama(tmp_path_factory.mktemp("models") / "bytes", 257, byte_level(256, BPE_EOD), 256)
 
 
 @pytest.fixture(scope="module")
-def chatting(tmp_path_factory):
-    """One whose tokenizer has merges and a template."""
+def chat_folder(tmp_path_factory):
+    """A model with a BPE tokenizer with a chat template."""
     folder = tmp_path_factory.mktemp("models")
     train_bpe(["hello there, short and hello again"] * 3, 270).save(folder / "tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
@@ -43,28 +43,28 @@ def chatting(tmp_path_factory):
 
 
 def greedy(folder, prompt, count=20):
-    """The text that `transformers` makes."""
+    """The greedy continuation that `transformers` generates."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
-    found = model.generate(ids, max_new_tokens=count, do_sample=False)[0, ids.shape[1] :]
-    return tokenizer.decode(found, skip_special_tokens=True)
+    generated = model.generate(ids, max_new_tokens=count, do_sample=False)[0, ids.shape[1] :]
+    return tokenizer.decode(generated, skip_special_tokens=True)
 
 
 GREEDY = ("--temperature", "0", "--max-new-tokens", "20")
 
 
-def test_a_folder_generates_the_text_that_transformers_does(folder, capsys):
+def test_generate_gives_the_text_that_transformers_gives(folder, capsys):
     assert main(["generate", str(folder), "--prompt", "def f(", *GREEDY]) == 0
     assert capsys.readouterr().out == f"def f({greedy(folder, 'def f(')}\n"
 
 
-def test_many_prompts_and_samples_come_in_order(folder, tmp_path, capsys):
+def test_prompts_and_samples_are_printed_in_order_for_any_batch_size(folder, tmp_path, capsys):
     prompts = ["def f(", "x", "import numpy as np\n" * 40]
     (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
     command = ["generate", str(folder), "--prompts", str(tmp_path / "prompts.jsonl")]
     assert main([*command, *GREEDY]) == 0
-    found = [json.loads(line)["continuation"] for line in capsys.readouterr().out.splitlines()]
-    assert found == [greedy(folder, prompt) for prompt in prompts]
+    continuations = [json.loads(line)["continuation"] for line in capsys.readouterr().out.splitlines()]
+    assert continuations == [greedy(folder, prompt) for prompt in prompts]
     sampled = []
     for size in ("1", "5"):
         assert main([*command, "--samples", "3", "--batch-size", size, "--max-new-tokens", "9"]) == 0
@@ -80,32 +80,33 @@ def test_many_prompts_and_samples_come_in_order(folder, tmp_path, capsys):
     assert capsys.readouterr().out == "".join(expected)
 
 
-def test_messages_are_written_out_by_the_chat_template(chatting, tmp_path, capsys):
-    written = "<system>short\n<user>hello\n<assistant>"
+def test_messages_are_rendered_by_the_chat_template(chat_folder, tmp_path, capsys):
+    rendered = "<system>short\n<user>hello\n<assistant>"
     options = ["--chat", "--system", "short", *GREEDY]
-    assert main(["generate", str(chatting), "--prompt", "hello", *options]) == 0
-    assert capsys.readouterr().out == f"{greedy(chatting, written)}\n"
+    assert main(["generate", str(chat_folder), "--prompt", "hello", *options]) == 0
+    assert capsys.readouterr().out == f"{greedy(chat_folder, rendered)}\n"
     line = {"messages": [{"role": "system", "content": "short"}, {"role": "user", "content": "hello"}]}
     (tmp_path / "chats.jsonl").write_text(json.dumps(line))
     assert (
-        main(["generate", str(chatting), "--prompts", str(tmp_path / "chats.jsonl"), "--chat", *GREEDY]) == 0
+        main(["generate", str(chat_folder), "--prompts", str(tmp_path / "chats.jsonl"), "--chat", *GREEDY])
+        == 0
     )
-    assert json.loads(capsys.readouterr().out) == {**line, "continuation": greedy(chatting, written)}
+    assert json.loads(capsys.readouterr().out) == {**line, "continuation": greedy(chat_folder, rendered)}
 
 
-def test_a_stop_string_and_an_end_token_end_the_text(folder, capsys):
+def test_a_stop_string_ends_the_text(folder, capsys):
     whole = greedy(folder, "x")
     stop = whole[5:8]
     assert main(["generate", str(folder), "--prompt", "x", "--stop", stop, *GREEDY]) == 0
     assert capsys.readouterr().out == f"x{whole[: whole.index(stop)]}\n"
 
 
-def test_tasks_measure_a_folder_and_its_text_is_that_of_data(folder, corpus, capsys):
+def test_tasks_evaluate_a_folder_on_the_given_data(folder, corpus, capsys):
     tasks = ["--task", "lm", "--task", "mqar:length=64", "--samples", "2"]
     assert main(["evaluate", str(folder), "--data", str(corpus), "--json", *tasks]) == 0
     lm, mqar = json.loads(capsys.readouterr().out)
     assert (lm["seq_len"], lm["samples"], mqar["examples"]) == (256, 2, 2)
-    assert not (folder / "evaluation").exists(), "a model's folder is left as it is"
+    assert not (folder / "evaluation").exists(), "a model's folder is not changed"
 
 
 @pytest.mark.parametrize(
@@ -123,6 +124,6 @@ def test_tasks_measure_a_folder_and_its_text_is_that_of_data(folder, corpus, cap
         ("evaluate {}", "has no data; give --data DIR"),
     ],
 )
-def test_what_cannot_be_is_one_line_with_the_remedy(command, explanation, folder, refused):
+def test_invalid_options_are_refused_in_one_line_with_the_remedy(command, explanation, folder, refused):
     (folder / "roles.jsonl").write_text('{"messages": [{"role": "robot", "content": "x"}]}')
     assert explanation in refused(*command.replace("{}", str(folder)).split())

@@ -1,4 +1,4 @@
-"""What one does with a trained run: evaluate it and generate with it, whatever layout trained it."""
+"""Evaluation and generation with a trained run, whatever layout trained it."""
 
 import io
 import json
@@ -40,9 +40,9 @@ def eval_loss(run, step):
 
 
 @pytest.mark.parametrize("step", [2, 4])
-def test_an_evaluation_is_the_one_that_training_wrote(run, step):
+def test_an_evaluation_equals_the_one_that_training_logged(run, step):
     result = evaluate_run(run, step=step)
-    # The same samples and weights; float32 losses are added up in another order.
+    # The same samples and weights; float32 losses are summed in another order.
     assert result.loss == pytest.approx(eval_loss(run, step), rel=1e-6)
     assert (result.step, result.samples, result.seq_len) == (step, 6, SEQ_LEN)
     assert result.tokens == sum(bucket.tokens for bucket in result.by_position) <= 6 * SEQ_LEN
@@ -51,26 +51,26 @@ def test_an_evaluation_is_the_one_that_training_wrote(run, step):
 @pytest.mark.parametrize(
     "ranks", tiered(["tp2 pp2 zero 1", "cp2 zero 3", "one process zero 1 bfloat16"], ["tp2 pp2 zero 1"])
 )
-def test_one_process_evaluates_what_any_layout_trained(config, ranks):
+def test_one_process_evaluates_runs_of_any_layout(config, ranks):
     run = config.parent / ranks.replace(" ", "_")
     train(config, *layout(ranks), *OPTIONS, f"run.name={run.name}")
-    # Sharded layers add float32 numbers in another order; bfloat16 is evaluated in bfloat16, as it was trained.
+    # Sharded layers sum float32 numbers in another order; a bfloat16 run is evaluated in bfloat16.
     assert evaluate_run(run).loss == pytest.approx(eval_loss(run, 4), rel=1e-6)
 
 
-def test_samples_may_be_longer_and_more_than_in_training(run):
+def test_evaluation_samples_may_be_longer_and_more_than_in_training(run):
     result = evaluate_run(run, samples=8, seq_len=4 * SEQ_LEN)
     assert (result.samples, result.seq_len) == (8, 4 * SEQ_LEN)
     assert result.by_position[-1].last == 4 * SEQ_LEN - 1
 
 
-def test_json_is_all_that_stands_on_stdout(run):
+def test_with_json_only_json_is_on_stdout(run):
     command = [sys.executable, "-m", "launch.cli", "evaluate", str(run), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == evaluate_run(run).as_dict()
 
 
-def test_a_broken_newest_checkpoint_is_passed_over_and_named(run, tmp_path, caplog):
+def test_a_broken_newest_checkpoint_is_skipped_with_a_warning(run, tmp_path, caplog):
     damaged = shutil.copytree(run, tmp_path / "damaged")
     weights = damaged / "checkpoints/step_4/mp_rank_00_model_states.pt"
     weights.write_bytes(weights.read_bytes()[:-1])
@@ -78,7 +78,7 @@ def test_a_broken_newest_checkpoint_is_passed_over_and_named(run, tmp_path, capl
     assert "step_4 cannot be used" in caplog.text
 
 
-def test_tasks_are_measured_together_and_kept_in_the_run(run, tmp_path, capsys):
+def test_several_tasks_are_evaluated_at_once_and_saved_in_the_run(run, tmp_path, capsys):
     folder = shutil.copytree(run, tmp_path / "run")
     specs = {
         "lm:far=shuffled,near=16": "lm-far-shuffled-near-16",
@@ -90,28 +90,28 @@ def test_tasks_are_measured_together_and_kept_in_the_run(run, tmp_path, capsys):
     }
     options = [item for spec in specs for item in ("--task", spec)]
     assert main(["evaluate", str(folder), "--step", "2", "--samples", "4", "--json", *options]) == 0
-    far, sliding, text, random, passkey, mqar = printed = json.loads(capsys.readouterr().out)
+    far, sliding, repeated, random, passkey, mqar = printed = json.loads(capsys.readouterr().out)
     assert [bucket["first"] for bucket in far["buckets"]] == [32, 64]
     assert far["samples"] == sliding["samples"] == 4
     assert sliding["tokens"] == SEQ_LEN + 3 * 32
-    assert text["span"] == random["span"] == SEQ_LEN // 2
-    # Held-out text is likelier than ids drawn from the whole vocabulary.
-    assert text["first_loss"] < random["first_loss"]
+    assert repeated["span"] == random["span"] == SEQ_LEN // 2
+    # Held-out text is more likely than random ids.
+    assert repeated["first_loss"] < random["first_loss"]
     assert [(cell["length"], cell["depth"], cell["answers"]) for cell in passkey["cells"]] == [
         (length, depth, 2) for length in (192, 256) for depth in (0.0, 1.0)
     ]
     assert (mqar["examples"], mqar["answers"]) == (4, 32)
     assert all(result["step"] == 2 for result in printed)
-    kept = folder / "evaluation" / "step_2"
-    assert {file.stem for file in kept.glob("*.json")} == set(specs.values())
-    assert json.loads((kept / "mqar-length-64.json").read_text())["accuracy"] == mqar["accuracy"]
+    saved = folder / "evaluation" / "step_2"
+    assert {file.stem for file in saved.glob("*.json")} == set(specs.values())
+    assert json.loads((saved / "mqar-length-64.json").read_text())["accuracy"] == mqar["accuracy"]
     assert main(["evaluate", str(folder), "--task", "mqar:length=64,samples=4"]) == 0
     assert "of the answers are right" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
 def recall(config, tmp_path_factory):
-    """A run trained on answers alone, by two processes that hold half of each sequence."""
+    """A run trained on the answers only, by two context-parallel ranks."""
     data = tmp_path_factory.mktemp("recall") / "mqar"
     command = f"prepare --source task:mqar:length={SEQ_LEN} --max-documents 300 --tokenizer byte --out {data}"
     assert main([*command.split(), "--validation-fraction", "0.2", "--workers", "1"]) == 0
@@ -120,7 +120,7 @@ def recall(config, tmp_path_factory):
     return config.parent / "recall"
 
 
-def test_answers_alone_count_in_training_and_in_evaluation_on_any_layout(recall):
+def test_only_answers_count_in_training_and_evaluation_on_any_layout(recall):
     result = evaluate_run(recall)
     assert result.tokens == 6 * 8, "a sequence is an example of eight answers"
     assert result.loss == pytest.approx(eval_loss(recall, 4), rel=1e-6)
@@ -128,33 +128,33 @@ def test_answers_alone_count_in_training_and_in_evaluation_on_any_layout(recall)
     assert not any("bits_per_byte" in tag for line in metrics(recall) for tag in line)
 
 
-def text(run, prompt="import", seed=0, temperature=1.0, count=30):
+def generated_text(run, prompt="import", seed=0, temperature=1.0, count=30):
     sampling = Sampling(temperature)
     pieces = generate_texts(run, [prompt], max_new_tokens=count, sampling=sampling, seed=seed)
     return "".join(piece.text for piece in pieces)
 
 
 def test_a_seed_determines_the_text(run):
-    assert text(run, seed=1) == text(run, seed=1) != text(run, seed=2)
+    assert generated_text(run, seed=1) == generated_text(run, seed=1) != generated_text(run, seed=2)
 
 
-def test_the_likeliest_text_depends_on_no_seed(run):
-    assert text(run, temperature=0, seed=1) == text(run, temperature=0, seed=2)
+def test_greedy_text_does_not_depend_on_the_seed(run):
+    assert generated_text(run, temperature=0, seed=1) == generated_text(run, temperature=0, seed=2)
 
 
-def test_an_empty_prompt_begins_a_document(run):
-    assert text(run, prompt="") != ""
+def test_an_empty_prompt_starts_a_document(run):
+    assert generated_text(run, prompt="") != ""
 
 
-def test_generate_prints_the_prompt_and_what_follows(run, capsys):
+def test_generate_prints_the_prompt_and_its_continuation(run, capsys):
     command = ["generate", str(run), "--prompt", "import é", "--max-new-tokens", "30", "--temperature", "1"]
     assert main(command) == 0
-    assert capsys.readouterr().out == f"import é{text(run, 'import é')}\n"
+    assert capsys.readouterr().out == f"import é{generated_text(run, 'import é')}\n"
 
 
-def test_a_prompt_comes_from_a_file_and_many_from_lines(run, tmp_path, capsys, monkeypatch):
+def test_prompts_come_from_a_file_stdin_or_json_lines(run, tmp_path, capsys, monkeypatch):
     options = ["--max-new-tokens", "12", "--temperature", "1"]
-    expected = text(run, long := "import é\r\n" * 100, count=12)
+    expected = generated_text(run, long := "import é\r\n" * 100, count=12)
     (tmp_path / "prompt.txt").write_bytes(long.encode())
     for name in (str(tmp_path / "prompt.txt"), "-"):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(long.encode())))
@@ -163,8 +163,8 @@ def test_a_prompt_comes_from_a_file_and_many_from_lines(run, tmp_path, capsys, m
     rows = [{"prompt": "import é", "id": 7}, {"prompt": ""}, {"prompt": long}]
     (tmp_path / "prompts.jsonl").write_text("\n\n".join(map(json.dumps, rows)) + "\n")
     assert main(["generate", str(run), "--prompts", str(tmp_path / "prompts.jsonl"), *options]) == 0
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert found == [{**row, "continuation": text(run, row["prompt"], count=12)} for row in rows]
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [{**row, "continuation": generated_text(run, row["prompt"], count=12)} for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -176,11 +176,11 @@ def noisy(config):
     return config.parent / "noisy"
 
 
-def test_a_vote_over_draws_of_the_noise_is_another_evaluation_and_always_the_same(noisy, capsys):
-    held, one, many = (evaluate_run(noisy, draws=draws) for draws in (None, 1, 8))
-    assert held.loss == pytest.approx(eval_loss(noisy, 4), rel=1e-6)
-    assert len({held.loss, one.loss, many.loss}) == 3
-    assert (held.draws, many.draws) == (None, 8)
+def test_an_evaluation_averages_over_draws_of_the_noise_deterministically(noisy, capsys):
+    fixed, one, many = (evaluate_run(noisy, draws=draws) for draws in (None, 1, 8))
+    assert fixed.loss == pytest.approx(eval_loss(noisy, 4), rel=1e-6)
+    assert len({fixed.loss, one.loss, many.loss}) == 3
+    assert (fixed.draws, many.draws) == (None, 8)
     assert evaluate_run(noisy, draws=8) == many
     assert main(["evaluate", str(noisy), "--draws", "8"]) == 0
     printed = capsys.readouterr().out
@@ -190,15 +190,15 @@ def test_a_vote_over_draws_of_the_noise_is_another_evaluation_and_always_the_sam
 
 @pytest.fixture
 def orphan(run, corpus, tmp_path):
-    """A run whose corpus is gone."""
+    """A run whose corpus no longer exists."""
     folder = shutil.copytree(run, tmp_path / "orphan")
     recorded = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(recorded.replace(str(corpus), str(tmp_path / "gone")))
     return folder
 
 
-def test_a_run_whose_corpus_is_gone_still_generates(run, orphan):
-    assert text(orphan) == text(run)
+def test_a_run_without_its_corpus_still_generates(run, orphan):
+    assert generated_text(orphan) == generated_text(run)
 
 
 @pytest.fixture(scope="module")
@@ -207,9 +207,9 @@ def learned(config):
     return config.parent / "learned"
 
 
-def test_learned_positions_are_used_to_the_last(learned):
-    whole = text(learned, prompt="x", temperature=0, count=SEQ_LEN)
-    assert whole.startswith(text(learned, prompt="x", temperature=0, count=SEQ_LEN - 1))
+def test_all_learned_positions_can_be_used(learned):
+    whole = generated_text(learned, prompt="x", temperature=0, count=SEQ_LEN)
+    assert whole.startswith(generated_text(learned, prompt="x", temperature=0, count=SEQ_LEN - 1))
 
 
 @pytest.fixture
@@ -277,13 +277,15 @@ EVALUATE = ("evaluate",)
         ("learned", (*GENERATE, "--max-new-tokens", str(SEQ_LEN + 1)), f"give at most {SEQ_LEN}"),
     ],
 )
-def test_what_cannot_be_is_one_line_with_the_remedy(folder, command, explanation, request, tmp_path, refused):
+def test_invalid_options_are_refused_in_one_line_with_the_remedy(
+    folder, command, explanation, request, tmp_path, refused
+):
     path = tmp_path / folder if folder == "nowhere" else request.getfixturevalue(folder)
     name, *options = command
     assert explanation in refused(name, path, *options)
 
 
-def test_an_export_to_a_full_disk_is_one_line_and_leaves_nothing(run, tmp_path, capsys):
+def test_an_export_to_a_full_disk_is_a_one_line_error_and_leaves_no_files(run, tmp_path, capsys):
     with files_of_at_most(20_000):
         assert main(["export", str(run), "--to", str(tmp_path / "model")]) == ExitStatus.USAGE
     [line] = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
@@ -291,7 +293,7 @@ def test_an_export_to_a_full_disk_is_one_line_and_leaves_nothing(run, tmp_path, 
     assert list(tmp_path.iterdir()) == []
 
 
-NOT_TRAINING = """
+RUN_COMMANDS = """
 import sys
 from launch.cli import main
 for command in sys.argv[1:]:
@@ -301,7 +303,7 @@ for command in sys.argv[1:]:
 """
 
 
-def test_what_does_not_train_waits_for_no_library_of_training(run, config, tmp_path):
+def test_commands_that_do_not_train_import_no_training_library(run, config, tmp_path):
     commands = {
         "generate": f"generate {run} --prompt x --max-new-tokens 1",
         "evaluate": f"evaluate {run}",
@@ -311,8 +313,11 @@ def test_what_does_not_train_waits_for_no_library_of_training(run, config, tmp_p
         "analyze": f"analyze {run} --what attention",
     }
     done = subprocess.run(
-        [sys.executable, "-c", NOT_TRAINING, *commands.values()], capture_output=True, text=True, check=True
+        [sys.executable, "-c", RUN_COMMANDS, *commands.values()],
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    told = [line for line in done.stdout.splitlines() if line.startswith("* ")]
-    assert told == [f"* {name} 0" for name in commands]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("* ")]
+    assert lines == [f"* {name} 0" for name in commands]
     assert "is done: 4 of 4 steps" in done.stdout

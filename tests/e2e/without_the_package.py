@@ -1,4 +1,4 @@
-"""What a user does with an exported folder where nothing of this repository is installed; told as JSON.
+"""Uses an exported folder without this repository, and prints the results as JSON.
 
 Arguments: the folder, a new folder to write to, and tokens as JSON.
 """
@@ -14,26 +14,26 @@ ABSENT = ("megakernel", "launch", "data_pipeline", "megatron", "deepspeed", "pyd
 if __name__ == "__main__":
     assert [name for name in ABSENT if importlib.util.find_spec(name) is not None] == []
     folder, out, ids = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
-    told = {}
+    results = {}
     start = time.process_time()
     import transformers  # noqa: F401
 
-    told["transformers_seconds"], start = time.process_time() - start, time.process_time()
-    # The models of `transformers` that every AutoModelForCausalLM loads, whatever the folder says.
+    results["transformers_seconds"], start = time.process_time() - start, time.process_time()
+    # The modules of `transformers` that AutoModelForCausalLM imports for every folder.
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin, PreTrainedModel  # noqa: F401
 
-    told["their_models_seconds"], start = time.process_time() - start, time.process_time()
+    results["their_models_seconds"], start = time.process_time() - start, time.process_time()
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     get_class_from_dynamic_module("modeling_megakernel.MegakernelForCausalLM", str(folder))
-    told["class_seconds"] = time.process_time() - start
+    results["class_seconds"] = time.process_time() - start
 
     import torch
     from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
-    def load(place):
-        return AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True).eval()
+    def load(folder):
+        return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
 
     model, tokens = load(folder), torch.tensor([ids])
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -41,29 +41,29 @@ if __name__ == "__main__":
         torch.save({"logits": model(tokens).logits}, out / "logits.pt")
 
     def same(one, other):
-        """Whether all tensors are alike, bit for bit, and how far apart the logits of two models are."""
+        """Whether all tensors are bit-identical, and the largest difference of the two models' logits."""
         before, after = one.eval().state_dict(), other.eval().state_dict()
-        alike = before.keys() == after.keys() and all(
+        identical = before.keys() == after.keys() and all(
             torch.equal(before[name], after[name]) for name in before
         )
         with torch.no_grad():
-            return [alike, (one(tokens).logits - other(tokens).logits).abs().max().item()]
+            return [identical, (one(tokens).logits - other(tokens).logits).abs().max().item()]
 
     greedy = {"max_new_tokens": 24, "do_sample": False}
 
-    def generated(rows, of=model, **how):
+    def generated(rows, of=model, **options):
         given = tokenizer(rows, return_tensors="pt", padding=True, padding_side="left")
-        found = of.generate(**given, **greedy | how)[:, given["input_ids"].shape[1] :]
-        return [tokenizer.decode(row, skip_special_tokens=True) for row in found]
+        outputs = of.generate(**given, **greedy | options)[:, given["input_ids"].shape[1] :]
+        return [tokenizer.decode(row, skip_special_tokens=True) for row in outputs]
 
     prompts = ["import ", "def f(x):\n    return é"]
-    told["texts"] = [generated([prompt])[0] for prompt in prompts]
-    told["padded"] = generated(prompts)
-    told["beams"] = [generated(prompts, num_beams=3, use_cache=used) for used in (True, False)]
-    told["stop"] = stop = told["texts"][1][5:7]
-    told["stopped"] = generated(prompts[1:], stop_strings=[stop], tokenizer=tokenizer)[0]
+    results["texts"] = [generated([prompt])[0] for prompt in prompts]
+    results["padded"] = generated(prompts)
+    results["beams"] = [generated(prompts, num_beams=3, use_cache=used) for used in (True, False)]
+    results["stop"] = stop = results["texts"][1][5:7]
+    results["stopped"] = generated(prompts[1:], stop_strings=[stop], tokenizer=tokenizer)[0]
 
-    # One short fine-tune with what there is to save memory.
+    # A short fine-tuning with gradient checkpointing.
     rows = [{"input_ids": ids[place : place + 32]} for place in range(0, 64, 8)]
     arguments = TrainingArguments(
         output_dir=str(out / "trainer"),
@@ -80,9 +80,9 @@ if __name__ == "__main__":
     collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
     trainer = Trainer(load(folder), arguments, train_dataset=rows, data_collator=collator)
     trainer.train()
-    told["losses"] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    tuned = load(out / "trainer" / "checkpoint-6")  # self-contained as what it was tuned from
-    told["trained"] = same(trainer.model, tuned)
+    results["losses"] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    tuned = load(out / "trainer" / "checkpoint-6")  # as self-contained as the folder that it was tuned from
+    results["trained"] = same(trainer.model, tuned)
 
     # PEFT.
     adapted = get_peft_model(
@@ -96,22 +96,22 @@ if __name__ == "__main__":
         optimizer.step()
     adapted.save_pretrained(out / "adapter")
     again = PeftModel.from_pretrained(load(folder), out / "adapter")
-    told["adapted"] = same(adapted, again)
+    results["adapted"] = same(adapted, again)
     merged = again.merge_and_unload()
-    told["merged_apart"] = (merged(tokens).logits - adapted(tokens).logits).abs().max().item()
+    results["merged_apart"] = (merged(tokens).logits - adapted(tokens).logits).abs().max().item()
     merged.save_pretrained(out / "merged")
-    told["merged"] = same(merged, load(out / "merged"))
+    results["merged"] = same(merged, load(out / "merged"))
 
-    # More words, saved and loaded again.
+    # A larger vocabulary, saved and loaded again.
     grown = load(folder)
     grown.resize_token_embeddings(grown.config.vocab_size + 7)
     grown.save_pretrained(out / "grown")
-    told["words"] = grown(tokens).logits.shape[-1]
-    told["grown"] = same(grown, load(out / "grown"))
+    results["words"] = grown(tokens).logits.shape[-1]
+    results["grown"] = same(grown, load(out / "grown"))
 
-    told["loaded"] = [name for name in ABSENT if name in sys.modules]
-    told["code_is_kept"] = [
+    results["loaded"] = [name for name in ABSENT if name in sys.modules]
+    results["code_is_kept"] = [
         (place / "modeling_megakernel.py").read_bytes() == (folder / "modeling_megakernel.py").read_bytes()
         for place in (out / "trainer" / "checkpoint-6", out / "merged", out / "grown")
     ]
-    print(json.dumps(told))
+    print(json.dumps(results))

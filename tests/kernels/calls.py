@@ -1,4 +1,4 @@
-"""Calls that start every kernel, of two sequences and two key heads with two queries each."""
+"""Calls that launch every kernel, with two sequences, and two key heads with two query heads each."""
 
 from collections.abc import Callable
 from functools import partial
@@ -39,7 +39,7 @@ def kernel(feature_map: str, keys: int = 0, **options) -> Tensor:
 
 @torch.no_grad()
 def one_token(feature_map: str) -> None:
-    """Of kernel attention, and of FLuRKA."""
+    """A decoding step of kernel attention, and one of FLuRKA."""
     q, k = (tokens(heads, length=1) for heads in (QUERY_HEADS, HEADS))
     projection = parameter(HEADS, WIDTH, WIDTH)
     state = start_state(feature_map, k, projection, WIDTH)
@@ -88,7 +88,7 @@ def documents() -> Tensor:
 
 
 class Handed:
-    """An exchange of which a shard gets back what it adds."""
+    """An exchange that returns to a shard the state that it adds."""
 
     def __init__(self, own: KernelState, carries: Tensor):
         self.own = own
@@ -100,7 +100,7 @@ class Handed:
 FORWARD: dict[str, Callable[[], Tensor]] = {
     "kernel_attention elu": partial(kernel, "elu"),
     "kernel_attention favor, documents": lambda: kernel("favor", positions=documents()),
-    "kernel_attention favor, both ways": partial(kernel, "favor", causal=False),
+    "kernel_attention favor, bidirectional": partial(kernel, "favor", causal=False),
     "kernel_attention hedgehog, 2 keys": partial(kernel, "hedgehog", 2),
     "short convolution, documents": convolution,
     "FLuRKA elu": partial(flurka, "elu", "softmax"),
@@ -116,4 +116,4 @@ EXCHANGED: dict[str, Callable[[], Tensor]] = {
     "kernel_attention favor": partial(kernel, "favor", positions=LENGTH, exchange=Handed),
     "FLuRKA hedgehog": partial(flurka, "hedgehog", "softmax", positions=LENGTH, exchange=Handed),
 }
-"""The same of shards: states that are cut to size have gradients that are filled up."""
+"""The same for shards: states are sliced out of padded buffers, so their gradients are padded."""

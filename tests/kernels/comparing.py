@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-"""Where kernels run: the GPU, or the interpreter of a machine without one."""
+"""Where kernels run: the GPU, or Triton's interpreter on a machine without one."""
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-"""Largest RMS ratio: factors of products keep 24, 8 or 11 bits, sums are float32."""
+"""Largest RMS ratio: operands of matrix products keep 24, 8 or 11 bits, sums are float32."""
 
 
 def rms_ratio(actual: Tensor, expected: Tensor, least: float = 1e-30) -> float:
-    """|actual - expected| / |expected|, or / `least` where that is more; NaN counts as infinite."""
+    """|actual - expected| / max(|expected|, least); NaN counts as infinite."""
     actual, expected = actual.detach().double(), expected.detach().double()
     ratio = ((actual - expected).norm() / expected.norm().clamp(min=least)).item()
     return float("inf") if ratio != ratio else ratio
@@ -33,15 +33,15 @@ def assert_agrees(
 ) -> None:
     """`run("triton", leaves)` gives the outputs and the gradients of `run("reference", leaves in float64)`.
 
-    The gradients are those of a random sum of all outputs, whose terms are of one size. A gradient that is one number
-    (a key weight, a mixture) is a sum over all tokens of terms of both signs, of which some draws leave next to
-    nothing, so errors are held against the size that gradients have over several such sums, not in the one that is
-    compared.
+    The gradients are those of a random weighted sum of all outputs, with terms of equal size. The gradient of a single
+    number (a key weight, a mixture's prior) is a sum over all tokens of terms of both signs, which nearly cancels in
+    some draws. Errors are therefore relative to the root mean square of gradients over several such sums, not to the
+    gradient that is compared.
     """
     exact, sizes, pull = _reference(run, leaves, draw)
     kept = {name: x.detach().requires_grad_() for name, x in leaves.items()}
     found = _with_gradients(run("triton", kept), pull, kept)
-    # One key has no gradient in a quotient: what is left of it is held to the size of the others.
+    # The gradient through a quotient is 0 for a single key: its rounding errors are compared to the largest gradient.
     largest = max(size for name, size in sizes.items() if "gradient" in name)
     ratios = {
         name: rms_ratio(x, exact[name], largest if sizes[name] < 1e-9 * largest else sizes[name])
@@ -52,7 +52,7 @@ def assert_agrees(
 
 
 PULLS = 4
-"""Random sums of the outputs that say how large gradients are."""
+"""Random weighted sums of the outputs that determine the size of gradients."""
 
 
 def _reference(
@@ -60,12 +60,11 @@ def _reference(
     leaves: Mapping[str, Tensor],
     draw: torch.Generator,
 ) -> tuple[dict[str, Tensor], dict[str, float], dict[str, Tensor]]:
-    """Outputs and gradients of one pull, the size of each over all pulls, and that pull."""
+    """Outputs and gradients for one pull (weights of the outputs), the size of each over all pulls, and that pull."""
     kept = {name: x.double().detach().requires_grad_() for name, x in leaves.items()}
     outputs = run("reference", kept)
-    dtype = leaves[
-        "q"
-    ].dtype  # Of most outputs, whose pulls are rounded to it; the reference gets the same numbers.
+    # The dtype of most outputs. Pulls are rounded to it, for the reference too.
+    dtype = leaves["q"].dtype
     pulls = [
         {
             name: (torch.randn(x.shape, generator=draw, dtype=torch.float64).to(x.device) / x.detach().norm())
@@ -89,7 +88,7 @@ def _reference(
             x.detach().norm().item() / sizes[name] for name, x in named if sizes[name] > 1e-9 * largest
         )
 
-    # The pull that leaves most of every gradient tells most of a kernel.
+    # Take the pull whose smallest gradient is largest: there, cancellation hides the least.
     best = max(range(PULLS), key=least)
     return exact[best], sizes, pulls[best]
 
@@ -97,7 +96,7 @@ def _reference(
 def _with_gradients(
     outputs: Mapping[str, Tensor], pull: Mapping[str, Tensor], leaves: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The outputs and the gradients of their sum, weighed by the pull."""
+    """The outputs, and the gradients of their sum weighted by the pull."""
     total = sum((x.double() * pull[name]).sum() for name, x in outputs.items())
     slopes = torch.autograd.grad(
         total, list(leaves.values()), retain_graph=True, allow_unused=True, materialize_grads=True

@@ -1,10 +1,10 @@
-"""What the kernels' TTIR says of their offsets and of the memory that they share: `python -m tests.kernels.compiled`.
+"""Checks offsets and memory hazards in the kernels' TTIR: `python -m tests.kernels.compiled`.
 
-A stride may be near 2^31, so that what it is multiplied by has to be 64 bits wide. Rows of a tile are the exception:
-they are few, and their strides bounded (`launch.contiguous_rows`).
+A stride may be near 2^31, so products of strides must be 64 bits wide. Rows of a tile are the exception: they are few,
+and their strides bounded (`launch.contiguous_rows`).
 
-Threads that hold the same number load it each for itself, at times of their own. What a program stores over it, without
-a barrier between, some of them may load instead.
+Threads that hold copies of the same element load it separately, at different times. If the program then overwrites the
+element without a barrier in between, some threads may load the new value.
 """
 
 import json
@@ -29,7 +29,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def without_interpreter(*words: str) -> subprocess.CompletedProcess[str]:
-    """`python -m` with these words, in a process whose kernels are compiled: the interpreter's cannot be."""
+    """`python -m` with these words in a new process without TRITON_INTERPRET, so that kernels can be compiled."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", *words]
     return subprocess.run(
@@ -38,7 +38,7 @@ def without_interpreter(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def parts(value: object, name: str) -> Iterator[str]:
-    """Names of what a kernel's argument becomes: its parts one by one, without None and 1, which it is compiled for."""
+    """Names of a kernel argument's parts at run time; None and 1 are compile-time constants and have none."""
     if isinstance(value, tuple):
         for part, field in zip(value, getattr(value, "_fields", map(str, range(len(value))))):
             yield from parts(part, f"{name}_{field}")
@@ -47,22 +47,22 @@ def parts(value: object, name: str) -> Iterator[str]:
 
 
 def with_names(text: str, arguments: Iterable[object], names: Iterable[str]) -> str:
-    """A kernel's TTIR, in which the parts of tuples are numbered, with their names: %keys_3 as %keys_columns_row."""
-    told = [x for value, name in zip(arguments, names) for x in parts(value, name)]
+    """A kernel's TTIR with names for the numbered parts of tuples: %keys_3 becomes %keys_columns_row."""
+    expected = [x for value, name in zip(arguments, names) for x in parts(value, name)]
     found = PARAMETER.findall(text.split("tt.func")[1].split("{\n")[0])
-    assert len(found) == len(told), (found, told)
-    named = dict(zip(found, told))
+    assert len(found) == len(expected), (found, expected)
+    named = dict(zip(found, expected))
     return VALUE.sub(lambda match: f"%{named[match[0]]}" if match[0] in named else match[0], text)
 
 
 def products(text: str) -> list[str]:
-    """The lines of a kernel's TTIR that multiply what comes from a stride in 32 bits, by more than rows of a tile."""
+    """The lines of a kernel's TTIR that multiply a stride in 32 bits by anything but the rows of a tile."""
     strides = {name for name in VALUE.findall(text.split("tt.func")[1].split("{\n")[0]) if STRIDE.match(name)}
     rows: set[str] = set()
     found = []
     for line in text.splitlines():
-        # Regions beside each other use names again.
-        for inner, outer in re.findall(r"(%\w+) = (%\w+)", line):  # what a loop carries
+        # Sibling regions reuse names.
+        for inner, outer in re.findall(r"(%\w+) = (%\w+)", line):  # loop-carried values
             (strides.add if outer in strides else strides.discard)(inner)
         match = RESULT.match(line)
         if match is None:
@@ -96,7 +96,7 @@ def reused(text: str) -> set[str]:
                 roots[inner] = roots[outer]
         match = RESULT.match(line)
         operands = VALUE.findall(line.split("=", 1)[1] if match else line)
-        # A selection is of either.
+        # A select may return either operand.
         of = set().union(*(roots.get(x, ()) for x in operands))
         if match and match[2] in (*SAME, "tt.addptr", "arith.select") and of:
             roots[match[1]] = of
@@ -109,10 +109,10 @@ def reused(text: str) -> set[str]:
 
 def main() -> int:
     from benchmarks.kernel_compiling import ttir
-    from megakernel.ops.kernels.launch import noting
+    from megakernel.ops.kernels.launch import record_launches
     from tests.kernels.calls import EXCHANGED, FORWARD, one_token
 
-    with noting() as launches:
+    with record_launches() as launches:
         one_token("favor")
         for call in (*FORWARD.values(), *EXCHANGED.values()):
             out = call()

@@ -1,4 +1,4 @@
-"""What Triton's interpreter lacks of its compiler and liger-kernel's norms use."""
+"""Adds to Triton's interpreter what it lacks and Liger-Kernel's norms need."""
 
 import numpy as np
 import triton.language as tl
@@ -6,7 +6,7 @@ from triton.runtime import interpreter
 
 
 def complete(monkeypatch) -> None:
-    """Numbers given to a kernel become float32 scalars with methods, and libdevice gets a reciprocal root."""
+    """Float arguments of kernels become float32 scalars with methods, and libdevice gets `rsqrt`."""
     from liger_kernel.ops import layer_norm, rms_norm
 
     converted = interpreter._implicit_cvt
@@ -19,5 +19,5 @@ def complete(monkeypatch) -> None:
 
     monkeypatch.setattr(interpreter, "_implicit_cvt", convert)
     for module in (rms_norm, layer_norm):
-        # Looked up when a kernel runs, which is when the interpreter has put its own in place.
+        # `tl.rsqrt` is looked up when a kernel runs, after the interpreter has replaced it.
         monkeypatch.setattr(module, "rsqrt", lambda x: tl.rsqrt(x))

@@ -16,10 +16,10 @@ def device() -> torch.device:
 
 @pytest.fixture(scope="package", autouse=True)
 def interpreted_language():
-    """`triton.language` is the interpreter's for all tests together.
+    """Patches `triton.language` for the interpreter once for all tests.
 
-    Left to itself the interpreter goes through the language at every call of a device function, of which a kernel makes
-    thousands, and finds nothing left to replace: that took most of the time of these tests.
+    By default the interpreter walks through the language at every call of a device function, thousands of times per
+    kernel, although everything is already patched; that took most of the time of these tests.
     """
     if DEVICE == "cuda":
         yield
@@ -34,7 +34,7 @@ def interpreted_language():
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """Memory that nobody wrote holds NaN."""
+    """Uninitialized memory holds NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.utils.deterministic.fill_uninitialized_memory
     assert torch.ones(3).new_empty(3).isnan().all()

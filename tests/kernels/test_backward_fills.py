@@ -1,18 +1,18 @@
-"""Backward fills no memory that grows with the tokens: gradients that nobody gave are not made up."""
+"""Backward fills no memory that grows with the tokens: missing gradients are not materialized as zeros."""
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megakernel.ops import kernel_attention
-from megakernel.ops.kernels.launch import noting
+from megakernel.ops.kernels.launch import record_launches
 from tests.kernels.calls import FORWARD, LENGTH
 
 FILLS = ("zeros", "zeros_like", "new_zeros", "zero_", "fill_", "full", "full_like", "new_full", "ones")
 
 
 class Fills(TorchDispatchMode):
-    """Numbers of elements of what is filled."""
+    """Records the number of elements of every tensor that is filled."""
 
     def __init__(self):
         super().__init__()
@@ -26,9 +26,9 @@ class Fills(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("call", FORWARD.values(), ids=FORWARD)
-def test_backward_of_kernels_fills_nothing_that_grows_with_the_tokens(call):
-    # Noted down, a launch takes no time, and everything around it happens.
-    with noting():
+def test_kernel_backward_fills_no_tensor_that_grows_with_the_sequence(call):
+    # Recording launches instead of running them saves time, and everything around them still runs.
+    with record_launches():
         out = call()
         pull = torch.empty_like(out)
         with Fills() as fills:
@@ -37,7 +37,7 @@ def test_backward_of_kernels_fills_nothing_that_grows_with_the_tokens(call):
 
 
 @pytest.mark.parametrize("backend", ["triton", "chunked"])
-def test_a_state_alone_has_the_gradients_that_it_has_beside_an_output(backend):
+def test_a_state_has_the_same_gradients_with_and_without_an_output(backend):
     x = torch.randn(3, 1, 2, 70, 8, requires_grad=True)
 
     def slopes(share: float | None):

@@ -30,16 +30,16 @@ LISTING = """
 """
 
 
-def test_loops_are_found_with_what_is_in_them():
+def test_loops_are_found_with_their_instructions():
     code = Code(LISTING)
     assert [sorted(body) for body in code.loops] == [[0, 1, 2, 3, 4, 5], [1, 2, 3]]
 
 
-def test_instructions_run_as_often_as_the_for_statements_around_them_say(tmp_path):
+def test_instructions_run_as_often_as_their_enclosing_loops(tmp_path):
     (tmp_path / "kernel.py").write_text(SOURCE)
     code = Code(LISTING.replace("PLACE", str(tmp_path / "kernel.py")))
     counts = code.execution_counts({"range(5)": 5.0, "range(outer)": 2.0}.__getitem__)
-    # What nothing leads to is not counted.
+    # Unreachable instructions are not counted.
     assert counts == {0: 5, 1: 10, 2: 10, 3: 10, 4: 5, 5: 5, 6: 1, 7: 1}
     with pytest.raises(ValueError, match="no for statement for the loop at instruction 1"):
         Code(
@@ -47,7 +47,7 @@ def test_instructions_run_as_often_as_the_for_statements_around_them_say(tmp_pat
         ).execution_counts(lambda _: 1.0)
 
 
-def test_of_an_unrolled_loop_and_one_for_the_rest_passes_are_counted_once(tmp_path):
+def test_passes_of_an_unrolled_loop_and_its_remainder_are_counted_once(tmp_path):
     (tmp_path / "kernel.py").write_text("for step in range(5):\n    work(step)\n")
     load, branch = "/*0010*/ LDG.E R2, [R4.64] ;", "/*0020*/ @!P0 BRA `(.L_x_{}) ;"
     lines = ['\t//## File "PLACE", line 2'.replace("PLACE", str(tmp_path / "kernel.py"))]
@@ -62,12 +62,12 @@ def test_of_an_unrolled_loop_and_one_for_the_rest_passes_are_counted_once(tmp_pa
     assert [counts[i] for i in range(12)] == [*[2.0] * 7, *[0.0] * 4, 1.0]
 
 
-def test_loops_that_wait_for_a_barrier_are_none():
+def test_loops_that_wait_for_a_barrier_do_not_count():
     asks = LISTING.replace("LDS.128 R4, [R2]", "SYNCS.PHASECHK.TRANS64 P0, [R2], R4")
     assert [sorted(body) for body in Code(asks).loops] == []
 
 
-def test_instructions_take_their_share_of_a_processor():
+def test_instructions_have_their_flops_bytes_and_clocks():
     wide = Instruction("@!UPT HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24")
     assert wide.flops == ("HGMMA", 2 * 64 * 128 * 16 / 4)
     assert wide.shared == (128 + 64) * 32 / 4

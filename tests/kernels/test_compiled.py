@@ -1,4 +1,4 @@
-"""What the compiled kernels promise: offsets do not overflow, and no thread loads what another stores over."""
+"""Properties of the compiled kernels: offsets do not overflow, and no thread loads overwritten elements."""
 
 import json
 
@@ -11,20 +11,23 @@ from megakernel.ops.kernels.launch import MAX_ROW_STRIDE, Rows, contiguous_rows
 from tests.kernels.compiled import products, with_names, without_interpreter
 
 KERNELS = 21
-"""All that there are."""
+"""All kernels."""
 
 REUSED = {
-    ("flurka_attention.decode_kernel.step", "landmarks"): "a barrier stands between",
-    ("flurka_attention.merge_kernels.merge_backward", "dq"): "a barrier stands between",
-    ("flurka_attention.merge_kernels.merge_backward", "queries_tokens_features"): "a barrier stands between",
-    ("flurka_attention.window_kernels.window_backward", "dk"): "a barrier stands between",
-    ("kernel_attention.kernels.write_keys", "keys_tokens_features"): "a barrier stands between",
-    ("kernel_attention.kernels.read", "scale"): "the old and the new number give the same maximum",
-    ("kernel_attention.kernels.write_keys", "keys_tokens_logs"): "a barrier stands between",
-    ("kernel_attention.query_kernels.bwd_dq", "queries_tokens_features"): "a barrier stands between",
-    ("kernels.states.pass_states", "added_sums"): "a thread turns its own numbers",
+    ("flurka_attention.decode_kernel.step", "landmarks"): "a barrier is in between",
+    ("flurka_attention.merge_kernels.merge_backward", "dq"): "a barrier is in between",
+    ("flurka_attention.merge_kernels.merge_backward", "queries_tokens_features"): "a barrier is in between",
+    ("flurka_attention.window_kernels.window_backward", "dk"): "a barrier is in between",
+    ("kernel_attention.kernels.write_keys", "keys_tokens_features"): "a barrier is in between",
+    ("kernel_attention.kernels.read", "scale"): "the old and the new value give the same maximum",
+    ("kernel_attention.kernels.write_keys", "keys_tokens_logs"): "a barrier is in between",
+    ("kernel_attention.query_kernels.bwd_dq", "queries_tokens_features"): "a barrier is in between",
+    (
+        "kernels.states.pass_states",
+        "added_sums",
+    ): "a thread overwrites only elements that it has loaded itself",
 }
-"""(kernel, argument) that is loaded and stored -> why no thread loads what another has stored over."""
+"""(kernel, argument) that is both loaded and stored -> why no thread loads what another has overwritten."""
 
 OVERFLOWS = """
   tt.func public @read(%q: !tt.ptr<bf16>, %q_head: i32, %q_row: i32) {
@@ -51,7 +54,7 @@ def test_strides_in_tuples_have_their_names():
 
 @pytest.fixture(scope="module")
 def compiled() -> list[tuple[str, list[str], list[str]]]:
-    """Name, 32-bit products, and what is both loaded and stored, of every launch."""
+    """Of every launch: name, 32-bit products, and arguments that are both loaded and stored."""
     done = without_interpreter("tests.kernels.compiled")
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
@@ -65,11 +68,11 @@ def test_no_kernel_multiplies_a_stride_in_32_bits(compiled):
 
 
 @pytest.mark.second
-def test_no_thread_loads_what_another_stores_over(compiled):
+def test_no_thread_loads_what_another_overwrites(compiled):
     assert {(name, x) for name, _, reused in compiled for x in reused} == set(REUSED)
 
 
-def test_tiles_of_states_have_a_number_for_every_thread():
+def test_tiles_of_states_have_an_element_for_every_thread():
     assert padded(1) * FEATURES_AT_ONCE >= 4 * 32  # warps of pass_states
 
 

@@ -1,4 +1,4 @@
-"""One token at a time through the kernel is the whole sequence at once."""
+"""Decoding token by token with the kernel gives the results of the whole sequence at once."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def step(q: Tensor, k: Tensor, v: Tensor, *, state: KernelState, **options):
 
 
 def exactly(x):
-    """In float64, whatever it is made of."""
+    """All floating tensors of a nested tuple in float64."""
     if isinstance(x, tuple):
         return type(x)(*map(exactly, x))
     return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
@@ -69,7 +69,7 @@ def assert_same(got: tuple[Tensor, KernelState], expected: tuple[Tensor, KernelS
 
 
 def state_behind(k: Tensor, v: Tensor, feature_map: str, projection) -> KernelState:
-    """The state of keys and values that came before."""
+    """The state after keys k and values v."""
     return kernel_attention(
         k, k, v, feature_map=feature_map, projection=projection, return_state=True, backend="chunked"
     )[1]
@@ -79,8 +79,8 @@ def state_behind(k: Tensor, v: Tensor, feature_map: str, projection) -> KernelSt
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("feature_map", MAPS)
-def test_a_step_is_the_references(feature_map, normalize, dtype):
-    """With grouped queries, key weights, and widths that are no powers of two."""
+def test_a_step_equals_the_reference(feature_map, normalize, dtype):
+    """With grouped queries, key weights, and widths that are not powers of two."""
     q, k, v = tokens(3, 2, 3, 6, 12, 20, dtype)
     projection = projection_of(feature_map, 2, 12)
     options = {"feature_map": feature_map, "projection": projection}
@@ -91,7 +91,7 @@ def test_a_step_is_the_references(feature_map, normalize, dtype):
 
 
 @pytest.mark.parametrize("feature_map", ["elu", "hedgehog", "prf", "rks"])
-def test_token_by_token_is_the_whole_sequence(feature_map):
+def test_decoding_token_by_token_equals_the_whole_sequence(feature_map):
     q, k, v = tokens(2, 1, 2, 20, 8, 8)
     projection = projection_of(feature_map, 1, 8, 16)
     empty = start_state(feature_map, k, projection, 8)
@@ -105,7 +105,7 @@ def test_token_by_token_is_the_whole_sequence(feature_map):
 
 
 @pytest.mark.parametrize("feature_map", ["elu", "prf"])
-def test_many_sequences_at_once(feature_map):
+def test_many_sequences_can_be_decoded_at_once(feature_map):
     q, k, v = tokens(64, 1, 2, 3, 16, 16)
     projection = projection_of(feature_map, 1, 16)
     options = {"feature_map": feature_map, "projection": projection}
@@ -114,7 +114,7 @@ def test_many_sequences_at_once(feature_map):
     assert_same(step(*last, state=state, **options), reference(*last, state=state, **options))
 
 
-def test_wide_values_are_cut_into_blocks(monkeypatch):
+def test_wide_values_are_split_into_blocks(monkeypatch):
     from megakernel.ops.kernel_attention import decode
 
     monkeypatch.setattr(decode, "TILE", 16 * 16)
@@ -124,7 +124,7 @@ def test_wide_values_are_cut_into_blocks(monkeypatch):
     assert_same(step(*last, state=state, feature_map="elu"), reference(*last, state=state, feature_map="elu"))
 
 
-def test_a_product_of_fast_transforms_is_taken_as_its_matrix():
+def test_a_fastfood_projection_is_supported():
     q, k, v = tokens(2, 2, 2, 3, 8, 8)
     scales, gaussians, signs, order = random(4, 2, 2, 8, seed=4)
     projection = FastFood(scales, gaussians, signs.sign(), order.argsort(-1))
@@ -134,7 +134,7 @@ def test_a_product_of_fast_transforms_is_taken_as_its_matrix():
     assert_same(step(*last, state=state, **options), reference(*last, state=state, **options))
 
 
-def test_components_add():
+def test_components_are_summed():
     q, k, v = tokens(1, 1, 1, 1, 8, 8)
     options = {"feature_map": FeatureMap("favor", components=2), "projection": projection_of("favor", 1, 8)}
     state = start_state(options["feature_map"], k, options["projection"], 8)
@@ -143,7 +143,7 @@ def test_components_add():
 
 
 def test_large_exponents_stay_in_range():
-    """Keys of scale 10: their features alone would overflow float32, or vanish."""
+    """Keys of scale 10: their features without log scales would overflow or underflow float32."""
     q, k, v = tokens(2, 1, 1, 4, 16, 16)
     k = 10 * k
     options = {"feature_map": "favor", "projection": projection_of("favor", 1, 16)}
@@ -153,8 +153,8 @@ def test_large_exponents_stay_in_range():
 
 
 @pytest.mark.parametrize("feature_map", ["elu", "prf"])
-def test_a_key_without_mass_changes_nothing(feature_map):
-    """Also as the first: the output is 0 and the state stays empty."""
+def test_a_key_of_weight_0_changes_nothing(feature_map):
+    """Even if it is the first: the output is 0 and the state stays empty."""
     q, k, v = tokens(2, 1, 1, 1, 8, 8)
     projection = projection_of(feature_map, 1, 8)
     state = start_state(feature_map, k, projection, 8)
@@ -166,8 +166,8 @@ def test_a_key_without_mass_changes_nothing(feature_map):
 
 
 @pytest.mark.parametrize("feature_map", ["hedgehog", "favor"])
-def test_a_token_at_position_0_begins_a_document(feature_map, monkeypatch):
-    """Next to sequences that go on, and through the op, which takes the step for one token."""
+def test_a_token_at_position_0_starts_a_document(feature_map, monkeypatch):
+    """Next to a sequence that continues, and through the op, which takes the decoding step for single tokens."""
     from megakernel.ops.kernel_attention import operators
 
     q, k, v = tokens(2, 1, 2, 4, 8, 8)
@@ -186,7 +186,7 @@ def test_a_token_at_position_0_begins_a_document(feature_map, monkeypatch):
     assert_same(got, expected)
 
 
-def test_the_state_handed_in_is_left_as_it_was():
+def test_the_initial_state_is_not_modified():
     q, k, v = tokens(2, 1, 1, 3, 8, 8)
     state = state_behind(k, v, "elu", None)
     before = state.sums.clone()
@@ -205,7 +205,7 @@ def test_tokens_and_states_may_lie_anywhere_in_memory():
     assert_same(step(*last, state=state, **options), reference(*last, state=state, **options))
 
 
-def test_what_the_kernel_cannot_take_is_refused_with_a_reason():
+def test_unsupported_inputs_are_refused_with_a_reason():
     from megakernel.ops.kernel_attention import decode
 
     q, k, v = tokens(1, 1, 1, 2, 8, 8)
@@ -224,7 +224,7 @@ def test_what_the_kernel_cannot_take_is_refused_with_a_reason():
     assert "requires a gradient" in decode.unsupported(one[0].requires_grad_(), *one[1:], options)
 
 
-def test_torch_knows_the_operator():
+def test_the_operator_passes_opcheck():
     from megakernel.ops.kernel_attention import decode
 
     q, k, v = tokens(1, 2, 2, 1, 8, 8)

@@ -1,4 +1,4 @@
-"""Shards of a sequence that exchange their states: the numbers of the whole, by launches that are made once."""
+"""Shards of a sequence that exchange states give the results of the whole sequence, and run every kernel once."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +17,7 @@ from megakernel.ops.flurka_attention import operators
 from megakernel.ops.flurka_attention import triton as flurka_triton
 from megakernel.ops.kernel_attention import launches
 from megakernel.ops.kernel_attention import triton as kernel_triton
-from megakernel.ops.kernels.launch import Launch, noting
+from megakernel.ops.kernels.launch import Launch, record_launches
 from megakernel.ops.phi import start_state
 from megakernel.ops.state import Exchange, empty_state, keep, merge
 from tests.kernels.comparing import TOLERANCE, assert_agrees
@@ -29,23 +29,23 @@ from tests.tiers import tiered
 Leaves = dict[str, Tensor]
 
 LENGTH, END = 90, 48
-"""Tokens of a sequence, and of its first shard: whole blocks."""
+"""Tokens of a sequence, and of its first shard, which ends at the end of a block."""
 
 REACH = 32
-"""Tokens that a shard has of its left neighbour: two blocks."""
+"""Tokens that a shard has of its left neighbor: two blocks."""
 
 PER_TOKEN = ("q", "k", "v", "gate", "key_weights", "log_decay")
 
 
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch):
-    """So short that shards have several."""
+    """Segments so short that shards have several."""
     monkeypatch.setattr(launches, "segment_length", lambda phi, q, v, causal: 16)
     monkeypatch.setattr(operators, "segment_blocks", lambda *_: 1)
 
 
 class Handed:
-    """A state that has been handed over."""
+    """A received state."""
 
     def __init__(self, state: KernelState):
         self.state = state
@@ -55,7 +55,7 @@ class Handed:
 
 
 class Chain:
-    """The exchange of shards of which each one begins behind the one before."""
+    """The exchange of consecutive shards that run one after the other."""
 
     def __init__(self) -> None:
         self.leaving: KernelState | None = None
@@ -67,7 +67,7 @@ class Chain:
 
 
 Attend = Callable[[Leaves, Positions, Tail | None, Exchange | None], tuple[Tensor, KernelState]]
-"""Of some tokens: the output, and the state that they leave, or with an exchange add."""
+"""(tensors, positions, tail, exchange) -> output, and the outgoing state, or with an exchange the added one."""
 
 
 def kernel(backend: str, feature_map: str) -> Attend:
@@ -93,7 +93,7 @@ def flurka(backend: str, feature_map: str, near: str, blocks: int) -> Attend:
 
 
 def in_shards(attend: Attend, leaves: Leaves, positions: Positions) -> Leaves:
-    """Outputs of both shards, the second one beside its left neighbour's last tokens, and the state that leaves."""
+    """Outputs of both shards, the second with its left neighbor's last tokens, and the outgoing state."""
     chain, outputs = Chain(), []
     k, v = leaves["k"], leaves["v"]
     for begin, end in ((0, END), (END, LENGTH)):
@@ -108,12 +108,12 @@ def in_shards(attend: Attend, leaves: Leaves, positions: Positions) -> Leaves:
 
 def found(out: Tensor, state: KernelState) -> Leaves:
     sums = state.sums * state.log_scale.exp()[..., None, None]
-    # Without a complete block there is nothing to compare.
+    # Without a complete block, the state is 0.
     return {"out": out, "state": sums} if sums.any() else {"out": out}
 
 
 def halves(make: Callable[[str], Attend], positions: Positions, backend: str, leaves: Leaves) -> Leaves:
-    """The sequence whole by the reference, in two shards by kernels."""
+    """The whole sequence with the reference, or two shards with the kernels."""
     if backend == "triton":
         return in_shards(make(backend), leaves, positions)
     return found(*make(backend)(leaves, positions, None, None))
@@ -134,7 +134,7 @@ def places(name: str, device: torch.device) -> Positions:
 
 @every_position
 @pytest.mark.parametrize("feature_map", ["elu", "hedgehog", "favor"])
-def test_shards_of_kernel_attention_give_the_row(feature_map, positions, draw, device):
+def test_shards_of_kernel_attention_give_the_whole_sequence(feature_map, positions, draw, device):
     leaves = tokens(draw, device, torch.float32, feature_map=feature_map, length=LENGTH, heads=4, kv_heads=2)
     leaves["key_weights"] = torch.rand(1, 2, LENGTH, generator=draw).to(device) + 0.1
     run = partial(halves, partial(kernel, feature_map=feature_map), places(positions, device))
@@ -144,11 +144,11 @@ def test_shards_of_kernel_attention_give_the_row(feature_map, positions, draw, d
 @every_position
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("feature_map", ["hedgehog", "favor"])
-def test_shards_of_flurka_give_the_row(feature_map, form, positions, draw, device):
+def test_shards_of_flurka_give_the_whole_sequence(feature_map, form, positions, draw, device):
     leaves = flurka_tokens(
         draw, device, form=form, feature_map=feature_map, length=LENGTH, heads=4, kv_heads=2, per_head=True
     )
-    # Heads that learn how much a landmark counts, beside a gate too.
+    # Learned landmark token counts per head, also with a gate.
     leaves.setdefault("far_mass", 0.3 * torch.randn(2, generator=draw).to(device))
     blocks = 2 if feature_map == "hedgehog" else 1
     make = partial(flurka, feature_map=feature_map, near=FORMS[form][0], blocks=blocks)
@@ -157,15 +157,15 @@ def test_shards_of_flurka_give_the_row(feature_map, form, positions, draw, devic
 
 @every_position
 @pytest.mark.parametrize(("form", "feature_map"), [("gated", "hedgehog"), ("shared", "favor")])
-def test_shards_of_flurka_that_decays_give_the_row(feature_map, form, positions, draw, device):
+def test_shards_of_flurka_that_decays_give_the_whole_sequence(feature_map, form, positions, draw, device):
     sizes = {"length": LENGTH, "heads": 4, "kv_heads": 2}
     leaves = flurka_tokens(draw, device, form=form, feature_map=feature_map, decays=True, **sizes)
     make = partial(flurka, feature_map=feature_map, near="softmax", blocks=1)
     assert_agrees(partial(halves, make, places(positions, device)), leaves, draw, TOLERANCE[torch.float32])
 
 
-class Noted(torch.autograd.Function):
-    """Notes how many launches there have been, forward and backward."""
+class CountLaunches(torch.autograd.Function):
+    """Records how many launches there have been so far, in forward and in backward."""
 
     @staticmethod
     def forward(ctx, sums: Tensor, counts: list[int], launches: list[Launch]) -> Tensor:
@@ -209,21 +209,23 @@ FLURKA_LEAVES = partial(flurka_tokens, heads=4, kv_heads=2)
     ],
     ids=["kernel_attention", "flurka"],
 )
-def test_launches_are_made_once_before_the_exchange_starts_or_after_it_ends(
+def test_kernels_launch_once_before_the_exchange_starts_or_after_it_ends(
     make, draw_leaves, parts, draw, device
 ):
     leaves = {name: x.requires_grad_() for name, x in draw_leaves(draw, device, length=LENGTH).items()}
     counts: list[int] = []
-    with noting() as made:
+    with record_launches() as made:
 
-        class Noting:
+        class CountingExchange:
             def __init__(self, own: KernelState, carries: Tensor):
-                self.own = own._replace(sums=Noted.apply(own.sums, counts, made))
+                self.own = own._replace(sums=CountLaunches.apply(own.sums, counts, made))
 
             def wait(self) -> KernelState:
-                return self.own._replace(sums=Noted.apply(self.own.sums, counts, made))
+                return self.own._replace(sums=CountLaunches.apply(self.own.sums, counts, made))
 
-        out, _ = make("triton")(leaves, REACH, Tail(*(leaves[name][:, :, :REACH] for name in "kv")), Noting)
+        out, _ = make("triton")(
+            leaves, REACH, Tail(*(leaves[name][:, :, :REACH] for name in "kv")), CountingExchange
+        )
         counts.append(len(made))
         out.backward(torch.empty_like(out))
     names = [launch.kernel.__name__ for launch in made]
@@ -233,7 +235,7 @@ def test_launches_are_made_once_before_the_exchange_starts_or_after_it_ends(
     assert found == parts
 
 
-def test_the_products_of_queries_for_the_projection_are_made_while_gradients_are_exchanged(draw, device):
+def test_projection_gradients_of_queries_are_computed_during_the_exchange(draw, device):
     leaves = {name: x.requires_grad_() for name, x in KERNEL_LEAVES(draw, device, length=40).items()}
     events: list[str] = []
 
@@ -253,7 +255,7 @@ def test_the_products_of_queries_for_the_projection_are_made_while_gradients_are
             sums.register_hook(lambda grad: events.append("start"))
             return KernelState(sums, self.log_scale)
 
-    with noting():
+    with record_launches():
         out, _ = kernel("triton", "hedgehog")(leaves, 7, None, Waiting)
         with Products():
             out.backward(torch.empty_like(out))
@@ -261,14 +263,14 @@ def test_the_products_of_queries_for_the_projection_are_made_while_gradients_are
 
 
 @pytest.mark.parametrize("op", ["kernel_attention", "flurka"])
-def test_rows_that_get_lost_behind_an_exchange_are_made_again(op, draw, device, monkeypatch):
+def test_queries_that_underflow_after_an_exchange_are_recomputed(op, draw, device, monkeypatch):
     if op == "flurka":
         leaves, module = FLURKA_LEAVES(draw, device, feature_map="favor", length=LENGTH), flurka_triton
         make = partial(flurka, feature_map="favor", near="softmax", blocks=1)
     else:
         leaves, module = KERNEL_LEAVES(draw, device, length=LENGTH), kernel_triton
         make = partial(kernel, feature_map="favor")
-    # Queries and keys agree in no feature that is large for either: their weights are exp(-64) of the largest features.
+    # No feature is large in both queries and keys: weights are exp(-64) times the largest features.
     leaves["projection"] = (6 * torch.eye(12)).expand(2, -1, -1).to(device)
     for name, axis in (("q", 0), ("k", 1)):
         leaves[name] = 0.1 * leaves[name]
@@ -287,7 +289,7 @@ def test_rows_that_get_lost_behind_an_exchange_are_made_again(op, draw, device, 
 
 
 @pytest.mark.parametrize("op", ["kernel_attention", "flurka"])
-def test_a_state_that_leaves_has_gradients_without_an_output(op, draw, device):
+def test_an_outgoing_state_has_gradients_without_an_output(op, draw, device):
     if op == "flurka":
         leaves = FLURKA_LEAVES(draw, device, length=40)
         make = partial(flurka, feature_map="hedgehog", near="softmax", blocks=1)

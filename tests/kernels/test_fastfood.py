@@ -1,4 +1,4 @@
-"""FastFood features by kernels are those of the dense matrix."""
+"""FastFood features of the kernels are those of the dense matrix."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def fast_food(heads: int, blocks: int, width: int, seed: int = 1) -> FastFood:
 
 
 def leaves(x: torch.Tensor, projection: FastFood, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    """The tokens and the diagonals, in their dtypes or another."""
+    """The tokens and the diagonals, in their own dtypes or in `dtype`."""
     return [part.detach().clone().to(dtype or part.dtype).requires_grad_() for part in (x, *projection[:3])]
 
 
@@ -41,45 +41,45 @@ def assert_same_as_reference(feature_map: str, x: torch.Tensor, projection: Fast
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("feature_map", ["rks", "prf", "favor"])
 @pytest.mark.parametrize(("width", "blocks"), [(16, 1), (12, 3), (64, 2), (128, 1)])
-def test_features_and_gradients_are_those_of_the_dense_matrix(feature_map, width, blocks):
-    """Also where tokens or blocks are padded to a power of two."""
+def test_features_and_gradients_equal_those_of_the_dense_matrix(feature_map, width, blocks):
+    """Also if tokens or blocks are padded to a power of two."""
     assert_same_as_reference(feature_map, random(2, 2, 17, width, seed=0), fast_food(2, blocks, width))
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("length", tiered([1, 17, 64, 1000, 4096], [1, 17, 64, 1000]))
-def test_rows_of_any_length(length, dtype):
+def test_sequences_of_any_length_equal_the_reference(length, dtype):
     x = random(1, 1, length, 16, seed=0, dtype=dtype)
     for feature_map in ("rks", "prf"):
         assert_same_as_reference(feature_map, x, fast_food(1, 1, 16))
 
 
 @pytest.mark.parametrize("width", [1, 2])
-def test_the_narrowest_tokens(width):
+def test_narrow_heads_equal_the_reference(width):
     assert_same_as_reference("rks", random(1, 2, 5, width, seed=0), fast_food(2, 2, width))
 
 
 def test_large_exponents_stay_in_range():
-    """Inputs of scale 10: log scales reach hundreds, values lie between 0 and 1."""
+    """Inputs of scale 10: log scales reach hundreds, values are between 0 and 1."""
     assert_same_as_reference("prf", 10 * random(1, 2, 17, 16, seed=0), fast_food(2, 2, 16))
 
 
 def test_tokens_may_lie_anywhere_in_memory():
-    """As queries cut out of one product for all heads do."""
+    """Like queries that are views of one projection for all heads."""
     x = random(2, 9, 3, 16, seed=0).transpose(1, 2)[:, :2]
     assert not x.is_contiguous()
     assert_same_as_reference("rks", x, fast_food(2, 1, 16))
 
 
-def test_two_runs_give_the_same_bits():
+def test_two_runs_are_bit_identical():
     x, projection = random(2, 2, 100, 16, seed=0), fast_food(2, 2, 16)
     runs = [run("prf", "triton", *leaves(x, projection), order=projection.permutation) for _ in range(2)]
     assert all(torch.equal(first, second) for first, second in zip(*runs))
 
 
-def test_torch_knows_the_operators():
-    """Fake versions, gradients and aliasing are as torch.compile and checkpointing expect them."""
+def test_the_operators_pass_opcheck():
+    """Fake implementations, gradients and aliasing are what torch.compile and checkpointing expect."""
     from megakernel.ops.fastfood_features import triton
 
     projection = fast_food(2, 2, 12)
@@ -88,7 +88,7 @@ def test_torch_knows_the_operators():
         torch.library.opcheck(triton._forward, (x, *diagonals, projection.permutation, feature_map))
 
 
-def test_attention_in_chunks_takes_its_features_from_the_kernels(monkeypatch):
+def test_chunked_attention_computes_features_with_the_kernels(monkeypatch):
     """With gradients down to the diagonals, through the recomputation of groups."""
     from megakernel.ops.fastfood_features import triton
 
@@ -124,7 +124,7 @@ def test_attention_in_chunks_takes_its_features_from_the_kernels(monkeypatch):
     ("dtype", "blocks", "reason"),
     [(torch.float64, 1, "x is torch.float64"), (torch.float32, 65, "blocks of")],
 )
-def test_what_the_kernels_cannot_take_is_refused_with_a_reason(dtype, blocks, reason):
+def test_unsupported_inputs_are_refused_with_a_reason(dtype, blocks, reason):
     x = random(1, 1, 3, 16, seed=0).to(dtype)
     with pytest.raises(ValueError, match=reason):
         fastfood_features(x, fast_food(1, blocks, 16), feature_map="rks", backend="triton")

@@ -1,4 +1,4 @@
-"""What `megakernel dev bench attention` compares with computes the same: flash-linear-attention, as called there."""
+"""flash-linear-attention, as called by `megakernel dev bench attention`, computes the same as our ops."""
 
 import builtins
 
@@ -16,7 +16,7 @@ NAMES = [name for name, implementation in IMPLEMENTATIONS.items() if implementat
 
 
 class Counter(int):
-    """A loop's counter, which compiled code can convert."""
+    """A loop counter with the method `to`, as in compiled code."""
 
     def to(self, dtype):
         return self
@@ -24,7 +24,7 @@ class Counter(int):
 
 @pytest.fixture
 def interpreter(monkeypatch):
-    """Triton's interpreter, able to run fla: there is nothing to tune, and counters of loops have methods."""
+    """Makes Triton's interpreter able to run fla: no autotuning, and loop counters have methods."""
     if DEVICE == "cuda":
         return
     run = autotuner.Autotuner.run
@@ -44,11 +44,11 @@ def interpreter(monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 def test_flash_linear_attention_agrees_with_float64(name, case, interpreter):
     """Output and gradients, normalized and not."""
-    # On a GPU fla's products of float32 are TF32's, of 11 bits.
+    # On a GPU, fla's float32 matrix products use TF32, which has 11 bits.
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
     comparison = check(IMPLEMENTATIONS[name], case, torch.device(DEVICE), dtype)
     assert comparison.is_right, str(comparison)
 
 
-def test_all_of_its_implementations_are_here():
+def test_all_of_its_implementations_are_available():
     assert len(NAMES) == 5

@@ -31,7 +31,7 @@ BLOCK, RANK = 16, 4
 
 @pytest.fixture
 def short_segments(monkeypatch):
-    """Two chunks between states, so that short sequences have several."""
+    """Segments of two blocks, so that short sequences have several."""
     monkeypatch.setattr(operators, "segment_blocks", lambda *_: 2)
 
 
@@ -54,9 +54,9 @@ def tokens(
     scale: float = 1.0,
     decays: bool = False,
 ) -> dict[str, Tensor]:
-    """Everything that a layer of this form hands to the op and that has a gradient.
+    """All differentiable arguments of the op for a layer of this form.
 
-    decays: whether the far state loses a part where a block ends, in the first head little, in the last nearly all.
+    decays: whether the far state decays at block ends, little in the first head, nearly completely in the last.
     """
 
     def normal(*shape: int) -> Tensor:
@@ -88,7 +88,7 @@ def tokens(
 def with_state(
     leaves: dict[str, Tensor], draw: torch.Generator, feature_map: str, blocks: int
 ) -> dict[str, Tensor]:
-    """`leaves` and a state of positive weights, and a tail."""
+    """`leaves`, a state with positive sums, and a tail."""
     k, v = leaves["k"], leaves["v"]
     start = start_state(feature_map, k, leaves.get("projection"), v.shape[-1]).sums
     count = blocks * leaves["pool_keys"].shape[-1]
@@ -104,7 +104,7 @@ def with_state(
 def run(
     backend: str, leaves: dict[str, Tensor], *, form: str, feature_map: str, **options
 ) -> dict[str, Tensor]:
-    """Output and far state as one tensor."""
+    """The output, and the far state as one tensor."""
     leaves = dict(leaves)
     q, k, v = (leaves.pop(name) for name in "qkv")
     sums = leaves.pop("sums", None)
@@ -116,12 +116,12 @@ def run(
     options = {"near": near, "rotary": Rotary(q.shape[-1]), **options}
     out, state = flurka_attention(q, k, v, feature_map=feature_map, backend=backend, **leaves, **options)
     far = state.far.sums * state.far.log_scale.exp()[..., None, None]
-    # Without a complete block there is nothing to compare.
+    # Without a complete block, the state is 0.
     return {"out": out, "state": far} if far.any() else {"out": out}
 
 
 def documents(device: torch.device, *starts: int, first: int = 0) -> Tensor:
-    """Positions of a sequence whose documents begin at the starts; the first one, at position `first`."""
+    """Positions of a sequence with documents between `starts`; the first document begins at position `first`."""
     parts = [torch.arange(b - a) + (first if a == 0 else 0) for a, b in pairwise(starts)]
     return torch.cat(parts)[None].to(device)
 
@@ -135,7 +135,7 @@ def test_documents_states_and_shared_keys_agree(form, feature_map, dtype, draw, 
     leaves = tokens(draw, device, dtype, form=form, feature_map=feature_map, length=100, heads=4, kv_heads=2)
     blocks = 2 if feature_map == "favor" else 1
     leaves = with_state(leaves, draw, feature_map, blocks)
-    # The first document continues the state; others begin inside chunks, at their edges and at those of segments.
+    # The first document continues the state; others begin inside chunks, at chunk edges and at segment edges.
     positions = documents(device, 0, 20, 23, 64, 100, first=37)
     options = {"form": form, "feature_map": feature_map, "blocks": blocks, "positions": positions}
     assert_agrees(partial(run, **options), leaves, draw, TOLERANCE[dtype])
@@ -144,7 +144,7 @@ def test_documents_states_and_shared_keys_agree(form, feature_map, dtype, draw, 
 @pytest.mark.parametrize("form", tiered(["shared", "kernel"], ["shared"]))
 @pytest.mark.parametrize("length", tiered([17, 64], [17]))
 @pytest.mark.usefixtures("short_segments")
-def test_sums_over_all_tokens_keep_the_digits_of_bfloat16(form, length, draw, device):
+def test_gradients_summed_over_all_tokens_are_as_exact_as_bfloat16(form, length, draw, device):
     leaves = tokens(
         draw, device, torch.bfloat16, form=form, feature_map="favor", length=length, heads=8, kv_heads=8
     )
@@ -154,9 +154,9 @@ def test_sums_over_all_tokens_keep_the_digits_of_bfloat16(form, length, draw, de
 
 @pytest.mark.parametrize("feature_map", SUPPORTED)
 @pytest.mark.usefixtures("short_segments")
-def test_every_map_agrees_on_rows_cut_into_blocks(feature_map, draw, device):
+def test_every_map_agrees_on_sequences_of_several_tiles(feature_map, draw, device):
     leaves = tokens(draw, device, feature_map=feature_map, per_head=True)
-    # Weights of one sign: near a denominator of 0 all digits are lost. Cosines of small angles are positive.
+    # Keep weights positive, because denominators near 0 lose all digits. Cosines of small angles are positive.
     if feature_map == "identity":
         leaves |= {name: leaves[name].abs() for name in ("q", "k")}
     elif feature_map == "rks":
@@ -169,7 +169,7 @@ def test_every_map_agrees_on_rows_cut_into_blocks(feature_map, draw, device):
 @pytest.mark.parametrize("form", ["shared", "kernel"])
 @pytest.mark.parametrize("feature_map", ["hedgehog", "prf"])
 @pytest.mark.usefixtures("short_segments")
-def test_one_normalizer_agrees_on_rows_cut_into_blocks(form, feature_map, draw, device):
+def test_one_normalizer_agrees_on_sequences_of_several_tiles(form, feature_map, draw, device):
     leaves = tokens(draw, device, form=form, feature_map=feature_map)
     assert_agrees(partial(run, form=form, feature_map=feature_map), leaves, draw, TOLERANCE[torch.float32])
 
@@ -185,15 +185,15 @@ def test_any_length_agrees(length, dtype, draw, device):
 
 
 def run_wide(backend: str, leaves: dict[str, Tensor], **options) -> dict[str, Tensor]:
-    """`run` with the chunked op in place of the token-by-token reference, which would take minutes for long sequences.
+    """`run` with the chunked op instead of the token-by-token reference, which would take minutes for long sequences.
 
-    In float64 the two are one: tests/unit/ops/test_flurka_attention.py holds them together.
+    In float64 the two agree: tests/unit/ops/test_flurka_attention.py compares them.
     """
     return run("chunked" if backend == "reference" else backend, leaves, **options)
 
 
 @pytest.mark.parametrize("feature_map", tiered(["elu", "hedgehog"], ["elu"]))
-def test_the_widths_of_real_heads_agree(feature_map, draw, device):
+def test_common_head_widths_agree(feature_map, draw, device):
     leaves = tokens(
         draw,
         device,
@@ -224,7 +224,7 @@ def test_any_block_agrees(block, rank, draw, device):
 @every_form
 @pytest.mark.parametrize("positions", [32, 37])
 @pytest.mark.usefixtures("short_segments")
-def test_rows_that_continue_a_document_agree(form, positions, draw, device):
+def test_sequences_that_continue_a_document_agree(form, positions, draw, device):
     leaves = with_state(tokens(draw, device, form=form, length=40), draw, "hedgehog", 2)
     options = {"form": form, "feature_map": "hedgehog", "blocks": 2, "positions": positions}
     assert_agrees(partial(run, **options), leaves, draw, TOLERANCE[torch.float32])
@@ -237,9 +237,9 @@ def test_rows_that_continue_a_document_agree(form, positions, draw, device):
 @every_dtype
 @pytest.mark.usefixtures("short_segments")
 def test_landmarks_that_decay_agree(form, feature_map, packed, dtype, draw, device):
-    """Over several segments, in documents and in one that goes on, to a state that is read, with gradients.
+    """Over several segments, packed or one continued document, with gradients of the returned state.
 
-    Documents have several blocks: of few decays that anything is left of, the gradient shows how its terms are rounded.
+    Documents have several blocks: with few decays that leave anything, rounding errors would dominate their gradient.
     """
     sizes = {"length": 160, "heads": 4, "kv_heads": 2}
     leaves = tokens(draw, device, dtype, form=form, feature_map=feature_map, decays=True, **sizes)
@@ -268,7 +268,7 @@ def test_later_tokens_leave_earlier_outputs_bit_identical(form, feature_map, dra
 
 @pytest.mark.parametrize("form", ["gated", "kernel"])
 @pytest.mark.usefixtures("short_segments")
-def test_shards_of_a_row_give_the_whole(form, draw, device):
+def test_shards_of_a_sequence_give_the_whole(form, draw, device):
     leaves = tokens(draw, device, form=form)
     whole = run("triton", leaves, form=form, feature_map="hedgehog")["out"]
     per_token = ("q", "k", "v", "gate")
@@ -295,7 +295,7 @@ def test_the_empty_state_that_enters_the_first_shard_changes_nothing(form, draw,
 
 
 @pytest.mark.usefixtures("short_segments")
-def test_a_state_that_other_processes_hand_over_enters(draw, device):
+def test_a_state_from_another_rank_enters(draw, device):
     leaves = with_state(tokens(draw, device, length=40), draw, "hedgehog", 1)
 
     def exchanged(backend: str, kept: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -313,7 +313,7 @@ def test_a_state_that_other_processes_hand_over_enters(draw, device):
 
 
 @pytest.mark.usefixtures("short_segments")
-def test_an_output_is_the_same_where_nobody_wants_the_state(draw, device):
+def test_outputs_are_the_same_without_return_state(draw, device):
     leaves = tokens(draw, device, length=40)
     options = {"feature_map": "hedgehog", "rotary": Rotary(12), "backend": "triton"}
     out, _ = flurka_attention(**leaves, **options)
@@ -335,7 +335,7 @@ def test_two_runs_are_bit_identical(draw, device):
     assert all(torch.equal(a, b) for a, b in zip(once(), once()))
 
 
-def test_ops_know_their_shapes_and_gradients_under_compilation(draw, device):
+def test_the_operators_pass_opcheck(draw, device):
     leaves = {name: x.requires_grad_() for name, x in tokens(draw, device, length=20).items()}
     far_mass = torch.zeros(1, device=device, requires_grad=True)
     given = (
@@ -360,10 +360,10 @@ def test_ops_know_their_shapes_and_gradients_under_compilation(draw, device):
         ),
         ({"block": 160}, {}, "blocks have 160 tokens; expected at most 128"),
         ({}, {"far_rope": "centroid"}, "far_rope='centroid' rotates landmarks; expected far_rope='none'"),
-        ({}, {"rotary": lambda x, at: x}, "rotary is no"),
+        ({}, {"rotary": lambda x, at: x}, "rotary is not an `attention.Rotary`"),
     ],
 )
-def test_what_kernels_cannot_take_is_named(changes, options, message, draw, device):
+def test_unsupported_inputs_are_refused_with_a_reason(changes, options, message, draw, device):
     leaves = tokens(draw, device, feature_map="elu", length=8, **changes)
     with pytest.raises(ValueError, match=message):
         run("triton", leaves, form="gated", feature_map="elu", **options)

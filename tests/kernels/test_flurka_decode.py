@@ -1,4 +1,4 @@
-"""FLuRKA one token at a time, in one launch each, is the whole sequence at once."""
+"""Decoding FLuRKA token by token, in one launch each, gives the results of the whole sequence at once."""
 
 import re
 from collections import Counter
@@ -17,7 +17,7 @@ from megakernel.ops.flurka_attention import chunked
 from megakernel.ops.flurka_attention.form import FlurkaInputs, Form, Weights
 from megakernel.ops.flurka_attention.triton import SIGNED
 from megakernel.ops.kernels.features import SUPPORTED
-from megakernel.ops.kernels.launch import Launch, noting
+from megakernel.ops.kernels.launch import Launch, record_launches
 from megakernel.ops.phi import start_state
 from megakernel.ops.window import empty_tail
 from tests.kernels.comparing import TOLERANCE, rms_ratio
@@ -29,24 +29,24 @@ PER_TOKEN = ("q", "k", "v", "gate", "log_decay")
 
 
 def forbid_all_but_steps(patch: pytest.MonkeyPatch) -> None:
-    """Let neither the other kernels nor the chunked op run."""
+    """Fail if other kernels or the chunked op run."""
     from megakernel.ops.flurka_attention import operators
 
     def refused(*_, **__):
-        raise AssertionError("this is no step")
+        raise AssertionError("not the decoding step")
 
     patch.setattr(operators, "forward", refused)
     patch.setattr(chunked, "_over_groups", refused)
 
 
 def options_of(leaves: dict[str, Tensor], form: str, feature_map: str, blocks: int) -> dict:
-    """The arguments of the op beside tensors."""
+    """The arguments of the op that are not tensors."""
     rotary = Rotary(leaves["q"].shape[-1])
     return {"near": FORMS[form][0], "feature_map": feature_map, "blocks": blocks, "rotary": rotary}
 
 
 def call(leaves: dict[str, Tensor], first: int, stop: int, positions, state, backend: str, **options):
-    """Output and state of the tokens from `first` on."""
+    """Output and state of the tokens `first` .. `stop` - 1."""
     here = {name: x[:, :, first:stop] if name in PER_TOKEN else x for name, x in leaves.items()}
     if isinstance(positions, Tensor):
         positions = positions[:, first:stop]
@@ -59,7 +59,7 @@ def total(state: FlurkaState) -> Tensor:
 
 @torch.no_grad()
 def assert_steps_agree(leaves: dict[str, Tensor], positions: Tensor, prompt: int, **options) -> None:
-    """A prompt at once, then token by token: the reference's outputs in float64 and its last state."""
+    """A prompt at once, then steps, give the float64 reference's outputs and last state."""
     length = positions.shape[1]
     whole = {name: exactly(x) for name, x in leaves.items()}
     expected, last = call(whole, 0, length, positions, None, "reference", **options)
@@ -77,7 +77,7 @@ def assert_steps_agree(leaves: dict[str, Tensor], positions: Tensor, prompt: int
 
 
 def two_rows(length: int, restart: int, device: torch.device) -> Tensor:
-    """Positions (2, length): of one document, and of two, of which the second begins at `restart`."""
+    """Positions (2, length): one document; and two, the second of which begins at `restart`."""
     places = torch.arange(length, device=device)
     return torch.stack([places, torch.where(places < restart, places, places - restart)])
 
@@ -87,10 +87,10 @@ def two_rows(length: int, restart: int, device: torch.device) -> Tensor:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("feature_map", SUPPORTED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_token_by_token_is_the_whole_sequence(feature_map, form, blocks, dtype, draw, device):
-    """Over several blocks, of grouped queries, odd sizes, and sequences at different positions."""
+def test_decoding_token_by_token_equals_the_whole_sequence(feature_map, form, blocks, dtype, draw, device):
+    """Over several blocks, with grouped queries, odd sizes, and sequences at different positions."""
     if feature_map in SIGNED and form == "shared":
-        form = "gated"  # no sum of both signs shares a softmax's normalizer
+        form = "gated"  # negative weights cannot share a softmax's normalizer
     leaves = tokens(
         draw,
         device,
@@ -105,7 +105,7 @@ def test_token_by_token_is_the_whole_sequence(feature_map, form, blocks, dtype, 
         rank=2,
         per_head=blocks == 2,
     )
-    # Weights of one sign: near a denominator of 0 all digits are lost. Cosines of small angles are positive.
+    # Keep weights positive, because denominators near 0 lose all digits. Cosines of small angles are positive.
     if feature_map == "identity":
         leaves |= {name: leaves[name].abs() for name in ("q", "k")}
     elif feature_map == "rks":
@@ -127,7 +127,7 @@ def test_a_far_state_that_decays_agrees(form, feature_map, dtype, draw, device):
     ("block", "rank", "blocks"), tiered([(1, 1, 1), (1, 1, 2), (8, 8, 1), (40, 5, 2)], [(1, 1, 1)])
 )
 def test_any_block_agrees(block, rank, blocks, draw, device):
-    """Windows of one token, and of several tiles of keys; all of a document but its first token one by one."""
+    """Windows of one token, and of several tiles of keys; with small blocks, all tokens but the first are steps."""
     length = block * blocks + block + 3
     leaves = tokens(
         draw, device, form="kernel", feature_map="elu", length=length, batch=2, block=block, rank=rank
@@ -137,7 +137,7 @@ def test_any_block_agrees(block, rank, blocks, draw, device):
     assert_steps_agree(leaves, two_rows(length, 2, device), prompt, **options)
 
 
-def test_wide_values_are_cut_into_blocks(draw, device, monkeypatch):
+def test_wide_values_are_split_into_blocks(draw, device, monkeypatch):
     from megakernel.ops.flurka_attention import decode
 
     monkeypatch.setattr(decode, "TILE", 16 * 16)
@@ -154,7 +154,7 @@ def test_a_rotation_that_scales_vectors_agrees(draw, device):
 
 
 @torch.no_grad()
-def test_far_along_a_document_positions_are_as_exact_as_at_its_start(draw, device):
+def test_positions_far_into_a_document_are_as_exact_as_at_its_start(draw, device):
     """Positions beyond float32's integers, given as one number for all sequences."""
     leaves = tokens(draw, device, feature_map="elu", length=7, block=3, rank=2)
     options = options_of(leaves, "gated", "elu", 1)
@@ -169,7 +169,7 @@ def test_far_along_a_document_positions_are_as_exact_as_at_its_start(draw, devic
 
 
 @torch.no_grad()
-def test_the_state_handed_in_is_left_as_it_was(draw, device):
+def test_the_initial_state_is_not_modified(draw, device):
     leaves = tokens(draw, device, feature_map="favor", length=6, block=3, rank=2)
     options = options_of(leaves, "gated", "favor", 1)
     _, state = call(leaves, 0, 5, 0, None, "chunked", **options)
@@ -181,7 +181,7 @@ def test_the_state_handed_in_is_left_as_it_was(draw, device):
 
 
 @torch.no_grad()
-def test_nothing_of_another_document_reaches_a_new_one(draw, device):
+def test_a_new_document_sees_nothing_of_the_previous_one(draw, device):
     """Neither its state nor its tail, whatever they hold."""
     leaves = tokens(draw, device, length=6, batch=1, block=3, rank=2)
     options = options_of(leaves, "gated", "hedgehog", 1)
@@ -199,8 +199,8 @@ def test_nothing_of_another_document_reaches_a_new_one(draw, device):
 
 
 @torch.no_grad()
-def test_a_layer_decodes_by_the_step(draw, device, monkeypatch):
-    """Behind a prompt, with positions as generation gives them."""
+def test_a_layer_decodes_with_the_step_kernel(draw, device, monkeypatch):
+    """After a prompt, with positions as in generation."""
     tree = {"preset": "flurka", "compression": {"block_size": 4, "rank": 2}}
     layer = attention.build(tree, num_heads=4, num_kv_heads=2, head_dim=8).to(device)
     q, k, v = (torch.randn(2, heads, 11, 8, generator=draw).to(device) for heads in (4, 2, 2))
@@ -220,7 +220,7 @@ def test_a_layer_decodes_by_the_step(draw, device, monkeypatch):
 
 
 class Prepared:
-    """A layer in bfloat16 and a token, of which only the position changes."""
+    """A bfloat16 layer and a token; only the position changes."""
 
     def __init__(self):
         self.q, self.k = (torch.zeros(2, heads, 1, 16, dtype=torch.bfloat16) for heads in (4, 2))
@@ -241,37 +241,39 @@ class Prepared:
 
     @torch.no_grad()
     def launches(self, place: int) -> list[Launch]:
-        """What a token at this position starts."""
+        """The launches of a token at this position."""
         self.positions.fill_(place)
         return self.started()
 
     @torch.no_grad()
     def started(self) -> list[Launch]:
-        with noting() as launches:
+        with record_launches() as launches:
             flurka_attention(self.q, self.k, self.k, positions=self.positions, **self.options)
         return launches
 
 
 def test_the_host_starts_the_same_launch_for_every_token():
-    """Wherever it stands in its block: a captured CUDA graph can be replayed."""
+    """For any position in its block, so that a captured CUDA graph can be replayed."""
     prepared = Prepared()
-    first, *others = ([told(launch) for launch in prepared.launches(place)] for place in (0, 3, 7, 8, 1000))
+    first, *others = (
+        [host_view(launch) for launch in prepared.launches(place)] for place in (0, 3, 7, 8, 1000)
+    )
     assert len(first) == 1
     assert all(other == first for other in others)
 
 
-def told(x: Any) -> Any:
-    """What the host says of a launch: of tensors their shapes and strides."""
+def host_view(x: Any) -> Any:
+    """What the host passes to a launch; shape, stride and dtype for tensors."""
     if isinstance(x, Tensor):
         return x.shape, x.stride(), x.dtype
-    return tuple(map(told, x)) if isinstance(x, tuple) else x
+    return tuple(map(host_view, x)) if isinstance(x, tuple) else x
 
 
-def test_a_token_is_one_launch_and_nothing_of_torch():
-    """No copy, no sum, no number that the host asks for: tensors are made, and looked at in other shapes, alone."""
+def test_a_step_is_one_launch_and_no_computation_by_torch():
+    """No copy, no sum, no value that the host reads: torch only allocates tensors and takes views."""
     prepared = Prepared()
     assert len(prepared.launches(9)) == 1  # makes the table of angles
-    torch.use_deterministic_algorithms(False)  # which fills tensors that are made
+    torch.use_deterministic_algorithms(False)  # which would fill new tensors
     with torch.profiler.profile() as profile:
         prepared.started()
     without_numbers = ("as_strided", "empty", "expand", "new_empty", "reshape", "to", "view")
@@ -280,7 +282,7 @@ def test_a_token_is_one_launch_and_nothing_of_torch():
 
 
 class Computed(TorchDispatchMode):
-    """Counts operations of torch that compute numbers."""
+    """Counts torch operations that compute, that is, are not views."""
 
     def __init__(self):
         super().__init__()
@@ -297,7 +299,7 @@ class Computed(TorchDispatchMode):
 
 
 @torch.no_grad()
-def test_around_the_launch_of_a_layer_little_is_computed():
+def test_few_operations_surround_the_launch_of_a_layer():
     layer = attention.build("flurka", num_heads=4, num_kv_heads=2, head_dim=16).bfloat16()
     rotary, positions = Rotary(16), torch.arange(70).expand(2, -1)
     q, k = (torch.zeros(2, heads, 71, 16, dtype=torch.bfloat16) for heads in (4, 2))
@@ -308,11 +310,11 @@ def test_around_the_launch_of_a_layer_little_is_computed():
     q, k, positions = q[:, :, token], k[:, :, token], positions[:, -1:] + 1
 
     for _ in range(2):  # the first one makes the table of angles
-        with noting() as launches, Computed() as operations:
+        with record_launches() as launches, Computed() as operations:
             layer.extend(q, k, k, state, positions=positions, rotary=rotary)
     assert len(launches) == 1
     assert operations.counted.pop("megakernel::flurka_attention_step") == 1
-    # The pools from logits in bfloat16, the gate's logit, and the next position.
+    # Pools from bfloat16 logits, the gate's logit, and the next position.
     expected = {"_to_copy": 2, "_softmax": 2, "clone": 2, "bmm": 1, "add": 2}
     assert operations.counted == {f"aten::{name}": count for name, count in expected.items()}
 
@@ -332,7 +334,7 @@ def test_around_the_launch_of_a_layer_little_is_computed():
         ({"learns": True}, "an input requires a gradient"),
     ],
 )
-def test_what_the_step_cannot_take_is_refused_with_a_reason(changes, message, draw):
+def test_unsupported_inputs_are_refused_with_a_reason(changes, message, draw):
     from megakernel.ops.flurka_attention import decode
 
     given = {
@@ -364,7 +366,7 @@ def test_what_the_step_cannot_take_is_refused_with_a_reason(changes, message, dr
     assert reason is None if message is None else re.search(message, reason)
 
 
-def test_torch_knows_the_operator(draw, device):
+def test_the_operator_passes_opcheck(draw, device):
     from megakernel.ops.flurka_attention import decode
 
     leaves = tokens(draw, device, length=1, batch=2, heads=4, kv_heads=2, width=8, values=8, block=4, rank=2)

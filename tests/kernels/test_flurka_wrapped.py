@@ -1,4 +1,4 @@
-"""FLuRKA's kernels under torch.compile and activation checkpointing give what they give without."""
+"""FLuRKA's kernels give the same results under torch.compile and activation checkpointing."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +17,7 @@ Attend = Callable[..., Tensor]
 
 
 def compiled(attend: Attend) -> Attend:
-    # Everything that torch.compile traces, without the C++ compiler that its last step would need.
+    # All of torch.compile but its last step, which would need a C++ compiler.
     return torch.compile(attend, backend="aot_eager", fullgraph=True)
 
 
@@ -29,7 +29,7 @@ def recomputed_by_megatron(attend: Attend) -> Attend:
 
 @pytest.fixture
 def no_random_state_of_a_gpu(monkeypatch):
-    """What Megatron puts back before it computes again, on a machine that has none."""
+    """Replaces the GPU RNG state that Megatron restores before recomputation, on machines without a GPU."""
     from megatron.core.tensor_parallel import random
 
     if DEVICE == "cpu":
@@ -43,15 +43,15 @@ WRAPPED: dict[str, Callable[[Attend], Attend]] = {
     "recomputed, inputs kept by autograd": lambda attend: partial(checkpoint, attend, use_reentrant=True),
     "recomputed by Megatron": recomputed_by_megatron,
 }
-"""Name -> what is done to a layer's attention."""
+"""Name -> a wrapper of a layer's attention."""
 
 FORMS = {"gated": "softmax", "kernel": "kernel"}
-"""Name, as in `tokens` -> the near part."""
+"""Form of `tokens` -> `near`."""
 
 
 @pytest.fixture(scope="module", params=FORMS)
 def plain(request) -> tuple[Attend, list[Tensor], Tensor]:
-    """A layer of each form, its inputs with their gradients, and its output."""
+    """Attention of each form, its inputs with gradients, and its output."""
     leaves = tokens(torch.Generator().manual_seed(0), torch.device(DEVICE), form=request.param, length=20)
     names, inputs = list(leaves), [x.requires_grad_() for x in leaves.values()]
     options = {"near": FORMS[request.param], "rotary": Rotary(12), "backend": "triton"}

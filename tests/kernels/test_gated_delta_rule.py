@@ -1,4 +1,4 @@
-"""The gated delta rule by kernels against its reference in float64."""
+"""The kernels of the gated delta rule against its float64 reference."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ from torch.nn.functional import normalize
 
 from megakernel.ops.documents import Positions
 from megakernel.ops.gated_delta_rule import gated_delta_rule
-from megakernel.ops.kernels.launch import noting
+from megakernel.ops.kernels.launch import record_launches
 from tests.kernels import test_simple_gla
 from tests.kernels.comparing import TOLERANCE, assert_agrees
 from tests.kernels.test_flurka_attention import documents
@@ -23,7 +23,7 @@ LENGTH, END = 150, 70
 
 POSITIONS = {
     "one document": 0,
-    "goes on": 37,
+    "continued": 37,
     "packed": torch.cat(
         [
             documents(torch.device("cpu"), 0, 20, 23, 110, LENGTH, first=37),
@@ -36,7 +36,7 @@ POSITIONS = {
 def tokens(
     draw: torch.Generator, device: torch.device, dtype: torch.dtype, width: int, values: int
 ) -> dict[str, Tensor]:
-    """The first key head keeps nearly all of its state, the last next to nothing; some tokens write nothing."""
+    """The state decays little in the first key head, and nearly completely in the last; some tokens write nothing."""
     shapes = {"q": (4, width), "k": (2, width), "v": (2, values)}
     drawn = {
         name: torch.randn(BATCH, heads, LENGTH, size, generator=draw)
@@ -51,7 +51,7 @@ def tokens(
 
 
 def halves(backend: str, leaves: dict[str, Tensor], *, positions: Positions) -> dict[str, Tensor]:
-    """The sequence whole by the reference, in two shards by kernels."""
+    """The whole sequence with the reference, or two shards with the kernels."""
     if backend != "triton":
         return whole(backend, leaves, positions=positions)
     entered: list[Tensor] = []
@@ -70,7 +70,7 @@ def halves(backend: str, leaves: dict[str, Tensor], *, positions: Positions) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("positions", POSITIONS)
-def test_outputs_states_and_gradients_are_the_reference(positions, dtype, draw, device):
+def test_outputs_states_and_gradients_equal_the_reference(positions, dtype, draw, device):
     leaves = tokens(draw, device, dtype, width=24, values=40)
     if positions != "one document":
         leaves["state"] = torch.randn(BATCH, 2, 24, 40, generator=draw).to(device)
@@ -78,15 +78,15 @@ def test_outputs_states_and_gradients_are_the_reference(positions, dtype, draw, 
 
 
 @pytest.mark.parametrize("positions", ["one document", "packed"])
-def test_shards_give_the_sequence(positions, draw, device):
+def test_shards_give_the_whole_sequence(positions, draw, device):
     leaves = tokens(draw, device, torch.float32, width=24, values=24)
-    # No shard before the first: a document that goes on there has no state to see.
+    # No document continues at the start, because the first shard has no entering state.
     where = documents(device, 0, 20, 23, 110, LENGTH) if positions == "packed" else 0
     assert_agrees(partial(halves, positions=where), leaves, draw, TOLERANCE[torch.float32])
 
 
-def test_the_same_key_again_and_again(draw, device):
-    """Systems whose inverse has no small numbers: every token corrects what the one before it wrote."""
+def test_the_same_key_in_all_tokens(draw, device):
+    """A triangular system whose inverse has no small entries: every token corrects what the previous one wrote."""
     leaves = tokens(draw, device, torch.float32, width=16, values=16)
     leaves["k"] = leaves["k"][:, :, :1].expand(-1, -1, LENGTH, -1)
     leaves["strength"] = torch.ones_like(leaves["strength"])
@@ -95,15 +95,15 @@ def test_the_same_key_again_and_again(draw, device):
 
 
 def test_decays_of_all_sizes_in_a_chunk(draw, device):
-    """A token that leaves nothing, between tokens that leave nearly all, takes no digits from the others."""
+    """A complete decay between small ones does not cost the others digits."""
     leaves = tokens(draw, device, torch.float32, width=16, values=80)
     rare = torch.rand(leaves["log_decay"].shape, generator=draw).to(device) < 0.05
     leaves["log_decay"] = torch.where(rare, -1e4, 0.1 * leaves["log_decay"])
     assert_agrees(partial(whole, positions=0), leaves, draw, TOLERANCE[torch.float32])
 
 
-def test_views_and_numbers_of_a_head(draw, device):
-    """Tokens before heads in memory, and one decay and strength for all tokens of a head."""
+def test_views_and_broadcast_decays(draw, device):
+    """Tokens before heads in memory, and one decay and strength for all tokens of a head (broadcast)."""
     leaves = tokens(draw, device, torch.float32, width=16, values=16)
     for name in ("q", "k", "v"):
         leaves[name] = leaves[name].transpose(1, 2).contiguous().transpose(1, 2)
@@ -121,7 +121,7 @@ def test_a_state_of_other_sizes_is_refused(draw, device):
         whole("chunked", leaves, positions=0)
 
 
-def test_one_token_goes_on_from_what_kernels_leave(draw, device):
+def test_one_token_continues_from_the_state_of_the_kernels(draw, device):
     leaves = tokens(draw, device, torch.float32, width=24, values=24)
     expected = whole("chunked", leaves, positions=0)
     before, last = (
@@ -134,36 +134,36 @@ def test_one_token_goes_on_from_what_kernels_leave(draw, device):
 
 
 @pytest.mark.parametrize("length", [1, 2, 64, 65])
-def test_sequences_of_any_length(length, draw, device):
+def test_sequences_of_any_length_equal_the_reference(length, draw, device):
     leaves = tokens(draw, device, torch.float32, width=16, values=48)
     leaves = {name: x[:, :, :length].contiguous() for name, x in leaves.items()}
     leaves["state"] = torch.randn(BATCH, 2, 16, 48, generator=draw).to(device)
     assert_agrees(partial(whole, positions=3), leaves, draw, TOLERANCE[torch.float32])
 
 
-def test_torch_knows_the_operator(draw, device):
+def test_the_operator_passes_opcheck(draw, device):
     leaves = tokens(draw, device, torch.float32, width=16, values=16)
     state = torch.zeros(BATCH, 2, 16, 16, device=device, requires_grad=True)
     given = [x[:, :, :70].contiguous().requires_grad_() for x in leaves.values()]
     torch.library.opcheck(
         torch.ops.megakernel.gated_delta_rule.default,
         (*given, None, state, -1),
-        # Backward has no gradient of its own, and X none that anybody asks for.
+        # Without test_aot_dispatch_dynamic: the backward operator is not differentiable, and X has no gradient.
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
 
 
-def test_what_the_kernels_cannot_take_is_refused_with_a_reason(draw, device):
+def test_unsupported_inputs_are_refused_with_a_reason(draw, device):
     wide = tokens(draw, device, torch.float32, width=40, values=16)
     with pytest.raises(ValueError, match=r"q has width 40 in torch\.float32; expected at most 32"):
         whole("triton", wide, positions=0)
     with (
-        noting(80),
+        record_launches(80),
         pytest.raises(ValueError, match=r"q is torch\.float32 on a GPU of compute capability 8\.0"),
     ):
         whole("triton", tokens(draw, device, torch.float32, width=16, values=16), positions=0)
     with (
-        noting(80),
+        record_launches(80),
         pytest.raises(ValueError, match=r"q has width 80 in torch\.bfloat16; expected at most 64"),
     ):
         whole("triton", tokens(draw, device, torch.bfloat16, width=80, values=16), positions=0)

@@ -1,4 +1,4 @@
-"""What Python and torch do around the kernels does not grow: counts of benchmarks/results/kernel_host.md."""
+"""Python and torch do no more work around the kernels than benchmarks/results/kernel_host.md says."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.second
 SAID = REPOSITORY / "benchmarks" / "results" / "kernel_host.md"
 
 Cells = dict[str, list[list[str]]]
-"""Layer -> the cells behind its name, in each table."""
+"""Layer -> the cells after its name, in each table."""
 
 
 def cells_of(page: Path) -> Cells:
@@ -34,19 +34,19 @@ def found(tmp_path_factory) -> Cells:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_the_page_says_how_much_torch_runs_and_what_is_compiled(found, name):
+def test_counts_of_torch_operations_and_compiled_kernels_match_the_page(found, name):
     (counts, compiled), (counts_said, compiled_said) = found[name], cells_of(SAID)[name]
     assert counts[:5] == counts_said[:5]
     assert compiled == compiled_said
 
 
-def test_rows_of_all_lengths_share_what_is_compiled(found):
+def test_sequences_of_all_lengths_share_compiled_kernels(found):
     counts = [int(count) for _, (kernels,) in found.values() for count in re.findall(r" (\d+)", kernels)]
     assert max(counts) <= 4
 
 
-def test_torch_runs_little_around_the_kernels(found):
-    # A launch costs the host microseconds, on sequences of every length.
+def test_few_torch_operations_surround_the_kernels(found):
+    # Each operation costs the host microseconds, on sequences of every length.
     for forward, backward, *_ in (counts for counts, _ in found.values()):
         assert int(forward) <= 20
         assert int(backward) <= 25

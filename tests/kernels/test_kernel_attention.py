@@ -12,7 +12,7 @@ from megakernel.ops import KernelState, kernel_attention
 from megakernel.ops.kernel_attention import launches, operators  # noqa: F401 - the operators are registered
 from megakernel.ops.kernel_attention.differentiable import pack_tensors
 from megakernel.ops.kernels.features import SUPPORTED, TWO_HALVES, UNBOUNDED
-from megakernel.ops.kernels.launch import noting
+from megakernel.ops.kernels.launch import record_launches
 from tests.kernels.comparing import TOLERANCE, assert_agrees, rms_ratio
 from tests.tiers import tiered
 
@@ -21,12 +21,12 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], 
 
 PROJECTED = ("hedgehog", "favor", "prf", "rks")
 SIGNED = ("identity", "rks")
-"""Maps whose weights have both signs: denominators near 0, in which all digits are lost."""
+"""Maps whose weights have both signs: denominators near 0 lose all digits."""
 
 
 @pytest.fixture
 def short_segments(monkeypatch):
-    """Two chunks between states, so that short sequences have several."""
+    """Segments of 128 tokens with every map, so that short sequences have several."""
     monkeypatch.setattr(launches, "segment_length", lambda phi, q, v, causal: 2 * launches.MIN_SEGMENT)
 
 
@@ -45,7 +45,7 @@ def tokens(
     values: int = 10,
     scale: float = 1.0,
 ) -> dict[str, Tensor]:
-    """q, k, v and, where the map takes one, its projection; `keys` of a position in a mixture."""
+    """q, k, v and the map's projection, if any. keys: keys per position of a mixture, 0 for no mixture."""
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=draw)
@@ -76,7 +76,7 @@ def some_state(feature_map: str, leaves: dict[str, Tensor], draw: torch.Generato
 
 
 def run(backend: str, leaves: dict[str, Tensor], *, feature_map: str, **options) -> dict[str, Tensor]:
-    """Output and, if asked for, the state as one tensor."""
+    """The output and, with return_state, the state as one tensor."""
     leaves = dict(leaves)
     q, k, v = (leaves.pop(name) for name in "qkv")
     sums, log_scale = leaves.pop("sums", None), options.pop("log_scale", None)
@@ -93,11 +93,11 @@ def run(backend: str, leaves: dict[str, Tensor], *, feature_map: str, **options)
 @every_map
 @every_dtype
 @pytest.mark.usefixtures("short_segments")
-def test_documents_masses_states_and_shared_keys_agree(feature_map, dtype, draw, device):
+def test_documents_key_weights_states_and_shared_keys_agree(feature_map, dtype, draw, device):
     leaves = tokens(draw, device, dtype, feature_map=feature_map, heads=4, kv_heads=2)
     leaves["key_weights"] = torch.rand(1, 2, 200, generator=draw).to(device) + 0.1
     leaves["sums"], log_scale = some_state(feature_map, leaves, draw)
-    # The first document continues the state; others start inside chunks, at their edges and at those of segments.
+    # The first document continues the state; others start inside chunks, at chunk edges and at segment edges.
     starts = [0, 64, 67, 127, 128, 200]
     places = [torch.arange(b - a) + (5 if a == 0 else 0) for a, b in pairwise(starts)]
     options = {
@@ -114,12 +114,12 @@ def test_documents_masses_states_and_shared_keys_agree(feature_map, dtype, draw,
 @every_map
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.usefixtures("short_segments")
-def test_attention_both_ways_agrees(feature_map, normalize, draw, device):
+def test_bidirectional_attention_agrees(feature_map, normalize, draw, device):
     if normalize and feature_map in SIGNED:
         normalize = False
     leaves = tokens(draw, device, torch.float32, feature_map=feature_map, length=130)
     leaves["sums"], log_scale = some_state(feature_map, leaves, draw)
-    leaves["q"] = leaves["q"][:, :, :70]  # keys may be another number of tokens than queries
+    leaves["q"] = leaves["q"][:, :, :70]  # fewer queries than keys
     options = {"feature_map": feature_map, "causal": False, "normalize": normalize, "log_scale": log_scale}
     assert_agrees(partial(run, **options, return_state=True), leaves, draw, TOLERANCE[torch.float32])
 
@@ -150,7 +150,7 @@ def test_a_mixture_may_have_many_keys(draw, device):
 
 
 @pytest.mark.parametrize("feature_map", ["elu", "favor"])
-def test_a_key_of_no_share_is_not_there(feature_map, draw, device):
+def test_a_key_of_prior_0_does_not_count(feature_map, draw, device):
     leaves = tokens(draw, device, torch.float32, feature_map=feature_map, length=40)
     alone = run("triton", leaves, feature_map=feature_map)["out"]
     # Features of the second key would be the largest by far.
@@ -173,7 +173,7 @@ def test_any_length_agrees(feature_map, length, dtype, draw, device):
     "feature_map", ["hedgehog", "elu"]
 )  # the first tier has hedgehog at 64 and elu at 128
 @pytest.mark.parametrize(("width", "dtype"), [(64, torch.float32), (128, torch.bfloat16)])
-def test_the_widths_of_real_heads_agree(feature_map, width, dtype, draw, device):
+def test_common_head_widths_agree(feature_map, width, dtype, draw, device):
     sizes = {"length": 130, "heads": 1, "width": width, "values": 128}
     leaves = tokens(draw, device, dtype, feature_map=feature_map, scale=0.3, **sizes)
     assert_agrees(partial(run, feature_map=feature_map), leaves, draw, TOLERANCE[dtype])
@@ -217,7 +217,7 @@ def test_two_runs_are_bit_identical(feature_map, draw, device):
 
 @pytest.mark.parametrize("feature_map", ["elu", "favor"])
 @pytest.mark.usefixtures("short_segments")
-def test_shards_of_a_row_give_the_whole(feature_map, draw, device):
+def test_shards_of_a_sequence_give_the_whole(feature_map, draw, device):
     leaves = tokens(draw, device, torch.float32, feature_map=feature_map, length=150)
     options = {"feature_map": feature_map, "backend": "triton"}
     shared = {name: leaves[name] for name in leaves if name not in "qkv"}
@@ -238,7 +238,7 @@ def test_shards_of_a_row_give_the_whole(feature_map, draw, device):
 
 
 @pytest.mark.usefixtures("short_segments")
-def test_a_state_that_other_processes_hand_over_enters(draw, device):
+def test_a_state_from_another_rank_enters(draw, device):
     leaves = tokens(draw, device, torch.float32, length=100)
     leaves["sums"], log_scale = some_state("elu", leaves, draw)
 
@@ -258,7 +258,7 @@ def test_a_state_that_other_processes_hand_over_enters(draw, device):
     assert_agrees(exchanged, leaves, draw, TOLERANCE[torch.float32])
 
 
-def test_rows_of_masked_keys_are_zero_with_finite_gradients(draw, device):
+def test_outputs_of_masked_keys_are_zero_with_finite_gradients(draw, device):
     for feature_map in ("elu", "favor"):
         leaves = tokens(draw, device, torch.float32, feature_map=feature_map, length=40)
         leaves = {name: x.requires_grad_() for name, x in leaves.items()}
@@ -276,7 +276,7 @@ def test_transposed_inputs_need_no_copy(draw, device):
     assert torch.equal(run("triton", moved, feature_map="elu")["out"], expected)
 
 
-def test_ops_know_their_shapes_and_gradients_under_compilation(draw, device):
+def test_the_operators_pass_opcheck(draw, device):
     leaves = tokens(draw, device, torch.float32, feature_map="hedgehog", length=40)
     leaves = {name: x.requires_grad_() for name, x in leaves.items()}
     arguments = (*pack_tensors((*leaves.values(), *(None,) * 7)), "hedgehog", 1, True, True, 0)
@@ -293,7 +293,7 @@ def test_compilation_and_checkpointing_change_nothing(wrap, draw, device):
         return kernel_attention(2 * q, k, v, feature_map="elu", backend="triton")
 
     plain = attend(*leaves.values())
-    # Everything that torch.compile traces, without the C++ compiler that its last step would need.
+    # All of torch.compile but its last step, which would need a C++ compiler.
     wrapped = (
         torch.compile(attend, backend="aot_eager", fullgraph=True)
         if wrap == "compile"
@@ -318,20 +318,23 @@ def test_compilation_and_checkpointing_change_nothing(wrap, draw, device):
         ({"values": 160}, "v has width 160 in torch.float32; expected at most 128"),
     ],
 )
-def test_what_kernels_cannot_take_is_named(changes, message, draw, device):
+def test_unsupported_inputs_are_refused_with_a_reason(changes, message, draw, device):
     leaves = tokens(draw, device, length=8, **{"dtype": torch.float32, **changes})
     with pytest.raises(ValueError, match=message):
         run("triton", leaves, feature_map="elu")
 
 
-def test_gpus_that_are_too_old_are_named(draw, device):
+def test_gpus_that_are_too_old_are_refused(draw, device):
     leaves = tokens(draw, device, torch.bfloat16, length=8)
-    with noting(75), pytest.raises(ValueError, match=r"compute capability 7\.5; expected at least 8\.0"):
+    with (
+        record_launches(75),
+        pytest.raises(ValueError, match=r"compute capability 7\.5; expected at least 8\.0"),
+    ):
         run("triton", leaves, feature_map="elu")
 
 
-def test_few_keys_leave_as_few_states_as_many():
-    """Both ways, queries keep states for backward: 256 landmarks must not make them as many as 256 tokens had."""
+def test_few_landmarks_do_not_shorten_the_segments():
+    """Bidirectional attention has states of queries in backward: few landmarks must not shorten the segments."""
     from megakernel.ops.kernels.features import phi_of
 
     phi = phi_of("elu", 128, None)
@@ -342,7 +345,7 @@ def test_few_keys_leave_as_few_states_as_many():
 
 
 @pytest.mark.parametrize(("feature_map", "rows"), [("elu", None), ("favor", 128), ("hedgehog", 128)])
-def test_states_take_less_than_a_quarter_of_the_tokens(feature_map, rows):
+def test_states_take_less_than_a_quarter_of_the_memory_of_tokens(feature_map, rows):
     for heads, kv_heads in ((16, 16), (16, 4)):
         q, k = (
             torch.empty(1, n, 131072, 128, dtype=torch.bfloat16, device="meta") for n in (heads, kv_heads)

@@ -1,4 +1,4 @@
-"""Liger-Kernel in place of torch: norms, SwiGLU, rotation and loss, against the same formulas in float64."""
+"""Liger-Kernel's norms, SwiGLU, rotation and loss against the formulas in float64."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch):
-    """Triton's interpreter, able to run liger-kernel's norms."""
+    """Makes Triton's interpreter able to run Liger-Kernel's norms."""
     if DEVICE == "cpu":
         complete(monkeypatch)
 
@@ -41,7 +41,7 @@ def assert_agrees(run, tensors, dtype, draw):
         assert actual.shape == right.shape
         assert rms_ratio(actual, right) <= TOLERANCE[dtype]
     for before, after in zip((*tensors, *kept), (*found, *pulls), strict=True):
-        assert torch.equal(before, after)  # nothing is written over what others may read
+        assert torch.equal(before, after)  # inputs are not overwritten
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -66,7 +66,7 @@ def test_layer_norm(shape, dtype, draw):
     [
         torch.float32,
         torch.float16,
-        # Two bfloat16 numbers are multiplied, which the interpreter holds as integers.
+        # The kernel multiplies bfloat16 numbers, which the interpreter stores as integers.
         pytest.param(torch.bfloat16, marks=pytest.mark.gpu),
     ],
 )
@@ -81,7 +81,7 @@ def test_swiglu(shape, dtype, draw):
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("heads", [(3, 1), (4, 4)])
 def test_rotation(heads, rows, dtype, draw):
-    """Of shared keys, of sequences with positions of their own, in both layouts that queries come in."""
+    """With grouped queries, with positions per sequence, and in both memory layouts of queries."""
     places = torch.randint(0, 1_000_000, (rows, 17), generator=draw).to(DEVICE)
     rotary = Rotary(12)
 
@@ -100,10 +100,10 @@ def test_rotation(heads, rows, dtype, draw):
     [(37, 16, 50, 14, 4096), (37, 16, 50, 0, 8), (300, 8, 70, 3, 10), (1, 16, 50, 0, 1)],
 )
 def test_loss(tokens, width, vocab_size, padding, rows, dtype, draw):
-    """In one chunk, in some, and in stretches of chunks; a few targets, and rows that pad the vocabulary, do not count.
+    """In one chunk, in several, and in several slices of chunks; with ignored targets and padding of the vocabulary.
 
-    Logits are as wide as those of a new model: one token whose word is nearly certain has hardly a loss or a gradient,
-    and what is left of them has lost the digits that its logits were rounded to.
+    Logits have the size of a new model's: the loss and the gradient of a nearly certain token are so small that the
+    rounding of its logits would dominate them.
     """
     targets = torch.randint(0, vocab_size, (tokens,), generator=draw)
     targets[1::5] = -100
@@ -128,7 +128,7 @@ def test_loss_of_nothing_is_zero_and_has_gradients(targets):
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_loss_learns_what_is_not_frozen(frozen, draw):
+def test_the_loss_has_gradients_for_what_is_not_frozen(frozen, draw):
     hidden, weight = normal(draw, 9, 4).to(DEVICE), normal(draw, 6, 4).to(DEVICE)
     targets = torch.randint(0, 6, (9,), generator=draw).to(DEVICE)
     learned = (weight if frozen == "hidden" else hidden).requires_grad_()
@@ -146,7 +146,7 @@ def test_loss_learns_what_is_not_frozen(frozen, draw):
     ("tokens", "width", "vocab_size", "rows"),
     [(100, 4, 30, 8), (100, 4, 30, 9), (700, 8, 64, 16), (64, 8, 9, 64), (50, 9, 8, 7)],
 )
-def test_no_more_logits_exist_than_asked_for(tokens, width, vocab_size, rows):
+def test_at_most_the_given_number_of_logit_rows_exists_at_once(tokens, width, vocab_size, rows):
     heights = []
 
     class Products(TorchDispatchMode):
@@ -163,13 +163,13 @@ def test_no_more_logits_exist_than_asked_for(tokens, width, vocab_size, rows):
         )
     assert sum(heights) == tokens
     assert max(heights) <= rows
-    # Chunks are the powers of two that fit: all but the last of a stretch, none of them shorter than half of it.
+    # Except for the last of a slice, a chunk has at least half as many tokens as the largest power of two that fits.
     assert max(heights) > rows / 4
 
 
 @pytest.mark.parametrize("name", [None, "triton", "chunked", "reference"])
-def test_a_cpu_takes_torch(name, monkeypatch):
-    """With kernels of ours asked for or not, and with liger-kernel installed."""
+def test_a_cpu_uses_torch(name, monkeypatch):
+    """Whether or not our own kernels are requested, and with Liger-Kernel installed."""
     monkeypatch.setattr(liger, "rms_norm", lambda *args: pytest.fail("liger-kernel ran"))
     monkeypatch.setenv(dispatch.VARIABLE, name) if name else monkeypatch.delenv(dispatch.VARIABLE, False)
     x, weight = torch.randn(3, 8), torch.ones(8)
@@ -191,7 +191,7 @@ def test_calls_that_do_not_fit_are_refused_with_the_reason(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [None, "triton", "chunked"])
-def test_a_gpu_takes_liger_unless_it_is_turned_off(name, monkeypatch):
+def test_a_gpu_uses_liger_unless_it_is_turned_off(name, monkeypatch):
     monkeypatch.setenv(dispatch.VARIABLE, name) if name else monkeypatch.delenv(dispatch.VARIABLE, False)
     x, weight = torch.randn(3, 8, device="cuda"), torch.ones(8, device="cuda", requires_grad=True)
     taken = "LigerRMSNorm" in type(layers.rms_norm(x, weight, 1e-5).grad_fn).__name__

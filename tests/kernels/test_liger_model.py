@@ -1,4 +1,4 @@
-"""A whole language model with Liger-Kernel's parts gives the loss and the gradients it has without them."""
+"""A whole language model has the same loss and gradients with and without Liger-Kernel."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def test_model_is_the_same_with_liger(form, mesh, monkeypatch):
     taken = set()
 
     def fastest(implementations, *args, **options):
-        """As on a GPU with liger-kernel, where kernels of ours take nothing."""
+        """Dispatch as on a GPU with Liger-Kernel, but without our own kernels."""
         if dispatch.LIBRARY not in implementations:
             return implementations[dispatch.EVERYWHERE](*args, **options)
         taken.add(implementations[dispatch.LIBRARY].function)
@@ -73,7 +73,7 @@ def test_model_is_the_same_with_liger(form, mesh, monkeypatch):
     monkeypatch.setattr(dispatch, "_fastest", fastest)
     loss, found = train()
     assert taken == expected
-    # float32 sums in another order: what layouts are held to.
+    # float32 sums in another order; the same tolerance as for layouts.
     assert loss.item() == pytest.approx(right.item(), rel=1e-5)
     for actual, exact in zip(found, slopes, strict=True):
         assert rms_ratio(actual, exact) <= 1e-4

@@ -1,4 +1,4 @@
-"""Kernels on a GPU: sequences of up to a million tokens, large inputs, equal bits twice, memory that comes back."""
+"""Kernels on a GPU: sequences of up to a million tokens, large inputs, deterministic results, no memory leaks."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def leaves(length: int, scale: float = 1.0) -> list[Tensor]:
 
 
 def attention(inputs: list[Tensor], feature_map: str, backend: str | None = None) -> list[Tensor]:
-    """The output, and the gradients of a sum of it."""
+    """The output, and the gradients of a random weighted sum of it."""
     projection = None if feature_map == "elu" else 0.5 * random(WIDTH, WIDTH, seed=3)
     q, k, v = inputs
     out = kernel_attention(q, k, v, feature_map=feature_map, projection=projection, backend=backend)

@@ -1,4 +1,4 @@
-"""FLuRKA eq. 2 where tokens see both ways: E and F on the input, and kernels over all queries and few landmarks."""
+"""FLuRKA eq. 2, bidirectional: E and F applied to the input, and kernels over all queries and few landmarks."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def normal(draw, *shape, dtype=torch.float32):
 
 
 def layer(form, dtype):
-    """The mechanism, its weights away from where they start and the same numbers in every dtype."""
+    """The mechanism, with perturbed weights that are the same in every dtype."""
     module = build(form, num_heads=HEADS, head_dim=WIDTH, causal=False, max_positions=TOKENS, seed=1)
     draw = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -56,7 +56,7 @@ def eq_2(form, x, weights, pull):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FORMS)
 def test_eq_2_agrees_with_float64(name, dtype, draw, monkeypatch):
-    """150 queries and 30 or 40 landmarks through the kernels, with gradients to E, F and both uses of the input."""
+    """150 queries and 30 or 40 landmarks, with gradients of E, F and the input, which is used twice."""
     x = normal(draw, TOKENS, BATCH, COLUMNS, dtype=dtype)
     weights = [normal(draw, COLUMNS, COLUMNS, dtype=dtype) * COLUMNS**-0.5 for _ in range(3)]
     pull = normal(draw, BATCH, HEADS, TOKENS, WIDTH, dtype=dtype)
@@ -66,12 +66,11 @@ def test_eq_2_agrees_with_float64(name, dtype, draw, monkeypatch):
         return eq_2(FORMS[name], x.to(dtype), [w.to(dtype) for w in weights], pull.to(dtype))
 
     exact = by("reference", torch.float64)
-    # Asked for, kernels refuse what they cannot take: it is they who run.
+    # With an explicit backend, unsupported arguments are an error, so the kernels do run.
     lost = {backend: map(rms_ratio, by(backend, dtype), exact) for backend in ("triton", "chunked")}
     parts = ("output", "dx", "dW_Q", "dW_K", "dW_V", "d[E; F]")
-    # In bfloat16 landmarks and their keys are rounded on the way, too: what a layer of several products may lose. Some
-    # draws lose more of them whoever computes the rest, by exponential features above all: those of torch's
-    # operations are the measure then.
+    # In bfloat16, landmarks and their keys are rounded too, so a layer of several products may lose more. Some draws
+    # lose still more with any backend, above all with exponential features; then the chunked backend sets the bound.
     allowed = TOLERANCE[dtype] * (2 if dtype == torch.bfloat16 else 1)
     ratios = dict(zip(parts, zip(*lost.values(), strict=True), strict=True))
     assert all(kernels <= max(allowed, 2 * torchs) for kernels, torchs in ratios.values()), ratios
@@ -82,7 +81,7 @@ def test_eq_2_agrees_with_float64(name, dtype, draw, monkeypatch):
 @pytest.mark.parametrize("first", [0, 5])
 @pytest.mark.parametrize("of_pool", [torch.float32, torch.bfloat16])
 def test_half_precision_products_have_float32_sums(of_pool, size, first, draw):
-    """Of tokens that begin and end inside blocks, whose landmarks and gradients lose what their factors lost alone."""
+    """For tokens that begin and end inside blocks; the only errors are those of rounded factors."""
     x = normal(draw, 170, 6, dtype=torch.bfloat16).requires_grad_()
     pool = normal(draw, 4, size, dtype=torch.bfloat16).to(of_pool).requires_grad_()
     out = compress(x, pool, first=first, length=200)
@@ -94,15 +93,14 @@ def test_half_precision_products_have_float32_sums(of_pool, size, first, draw):
     wide = [y.detach().double().requires_grad_() for y in (x, pool)]
     expected = compress(*wide, first=first, length=200, backend="reference")
     exact = (expected, *torch.autograd.grad(expected, wide, pull.double()))
-    # A gradient of E in bfloat16 is rounded twice: where blocks are summed, and with what stands at the sequence's
-    # ends.
+    # A bfloat16 gradient of E is rounded twice: as the sum over blocks, and with the partial blocks at the ends added.
     for actual, right in zip(found, exact, strict=True):
         assert rms_ratio(actual, right) <= (1e-6 if actual.dtype == torch.float32 else 2**-8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_copy_of_the_input_is_made(dtype, draw):
-    """[E; F] X, dX and d[E; F] of a long sequence: of all that is allocated on the way only dX is as large as X."""
+def test_the_input_is_not_copied(dtype, draw):
+    """[E; F] X, dX and d[E; F] of a long sequence: dX is the only allocation as large as X."""
     tokens, columns = 3 * SLICE, 32
     x = normal(draw, tokens, 1, columns, dtype=dtype).requires_grad_()
     form = {"preset": "flurka_rnn", "compression": {"rank": 4}}

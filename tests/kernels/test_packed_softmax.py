@@ -1,6 +1,6 @@
-"""Softmax attention within packed documents, by the kernel of flash attention: what it is given, and what that gives.
+"""Softmax attention within packed documents by the flash attention kernel: its arguments and its results.
 
-Where no GPU is, the formula stands in for the kernel: a CPU has none of this name.
+Without a GPU, the formula replaces the kernel, which does not exist for CPUs.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megakernel.ops import softmax_attention
 from megakernel.ops.documents import cu_seqlens_from_positions, positions_from_cu_seqlens
-from megakernel.ops.kernels.launch import noting
+from megakernel.ops.kernels.launch import record_launches
 from megakernel.ops.softmax_attention.spans import Spans
 from tests.kernels.comparing import DEVICE, TOLERANCE, random, rms_ratio
 
@@ -22,7 +22,7 @@ LENGTH = 96
 def by_document(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, left: int | None
 ) -> Iterator[tuple[slice, Tensor, list[Tensor]]]:
-    """Where each document lies, its weights (H, n, n), and its queries, keys and values (H, n, d) in float32."""
+    """Of each document: its slice, its weights (H, n, n), and its queries, keys and values (H, n, d) in float32."""
     group = q.shape[1] // k.shape[1]
     for begin, end in zip(starts[:-1].tolist(), starts[1:].tolist()):
         here = slice(begin, end)
@@ -77,12 +77,12 @@ def kernel() -> Iterator[None]:
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_flash_attention_forward", forward, "CPU")
         library.impl("_flash_attention_backward", backward, "CPU")
-        with noting():
+        with record_launches():
             yield
 
 
 def positions(*documents: list[int], padding: int = 0) -> Tensor:
-    """Of sequences of such documents, and padding behind each."""
+    """Positions of sequences with documents of these lengths, each sequence followed by padding."""
     rows = [[place for size in sizes for place in range(size)] + [-1] * padding for sizes in documents]
     return torch.tensor(rows, device=DEVICE)
 
@@ -118,7 +118,7 @@ def test_documents_are_attended_without_masks(case, kv_heads, window, monkeypatc
         assert rms_ratio(one, other) < TOLERANCE[torch.bfloat16]
 
 
-def test_what_the_kernel_does_not_take_has_masks():
+def test_inputs_that_the_kernel_does_not_support_use_masks():
     q, k, v = (random(1, 2, LENGTH, 32, seed=seed, dtype=torch.bfloat16) for seed in range(3))
     at = positions([40, 56])
     plain, _ = softmax_attention(q, k, v, positions=at)
@@ -134,7 +134,7 @@ def test_what_the_kernel_does_not_take_has_masks():
 
 
 @pytest.mark.parametrize("case", SEQUENCES)
-def test_starts_of_documents_are_those_of_their_positions(case):
+def test_document_starts_follow_from_positions(case):
     at = SEQUENCES[case]
     starts = cu_seqlens_from_positions(at)
     again = positions_from_cu_seqlens(starts, *at.shape)

@@ -1,6 +1,6 @@
-"""Kernels against float64 for queries and keys of every scale, within every backend's bounds.
+"""Kernels against float64 for queries and keys of every scale, within the bounds that hold for every backend.
 
-MEGAKERNEL_TEST_GRID=full runs the whole grid that other backends have, where kernels take it.
+MEGAKERNEL_TEST_GRID=full runs the whole grid of the other backends, as far as kernels support it.
 """
 
 import copy
@@ -39,7 +39,7 @@ if IS_FULL:
 
 
 def is_taken(name: str, point: Point) -> bool:
-    """Whether kernels take such numbers, and as wide ones."""
+    """Whether kernels support this dtype and width."""
     is_narrow = point.width == 64 and name in PRESETS
     return point.dtype == torch.bfloat16 or (point.dtype == torch.float32 and is_narrow)
 
@@ -56,9 +56,9 @@ FIRST = [Point(64, 10.0, 16, torch.bfloat16), Point(64, 30.0, 16, torch.float32)
 )
 def test_kernels_are_finite_and_near_float64(name, width, scale, length, dtype, monkeypatch):
     point = Point(width, scale, length, dtype)
-    # As many features as kernels take, where the preset has more.
+    # Presets with more features than kernels support get the largest supported number.
     most = 64 if dtype == torch.float32 else 128
-    draws = {"performer": most, "fastfood_prf": most, "gmm_prf": most // 2}  # of each of two Gaussians
+    draws = {"performer": most, "fastfood_prf": most, "gmm_prf": most // 2}  # for each of two Gaussians
     features = {"samples": draws[name]} if name in draws else {}
     name, *other = name.split()
     if other:

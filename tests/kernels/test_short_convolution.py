@@ -1,4 +1,4 @@
-"""The short convolution by kernels is that of whole tensors in float64, with the gradients of all that it takes."""
+"""The kernels of the short convolution agree with `by_taps` in float64, with gradients of all inputs."""
 
 from functools import partial
 
@@ -33,20 +33,20 @@ def run(backend, leaves, positions):
 @pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS)
 @pytest.mark.parametrize(("width", "channels"), [(4, 16), (2, 12), (5, 64), (1, 3), (8, 130)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_outputs_and_gradients(positions, width, channels, dtype, draw):
+def test_outputs_and_gradients_equal_the_reference(positions, width, channels, dtype, draw):
     assert_agrees(
         partial(run, positions=positions), leaves(width, channels, 17, dtype), draw, TOLERANCE[dtype]
     )
 
 
 LONG = torch.cat([torch.arange(9, 60), *map(torch.arange, (1, 2, 130, 3, 113))])[None].expand(2, -1)
-"""Positions of so few documents that only where one begins a token goes by taps."""
+"""Positions with so few documents that `by_taps` computes only the tokens at document starts."""
 
 
 @pytest.mark.parametrize("positions", (POSITIONS | {"packed": LONG}).values(), ids=POSITIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_of_tokens_are_taps(positions, dtype, draw, monkeypatch):
-    """What a CPU computes; the reference in float64 goes by taps."""
+def test_the_convolution_by_rows_equals_that_by_taps(positions, dtype, draw, monkeypatch):
+    """`by_rows`, which CPUs run; the float64 reference is `by_taps`."""
 
     def chunked(_, leaves):
         return run("chunked", leaves, positions)
@@ -55,9 +55,9 @@ def test_rows_of_tokens_are_taps(positions, dtype, draw, monkeypatch):
     assert_agrees(chunked, leaves(4, 16, 300, dtype), draw, TOLERANCE[dtype])
 
 
-def test_rows_of_tokens_know_nothing_of_another_document(monkeypatch):
+def test_the_convolution_by_rows_sees_no_other_document(monkeypatch):
     monkeypatch.setattr("megakernel.ops.short_convolution.CACHED_ELEMENTS", 0)
-    positions = LONG[:, 51:]  # of documents of one token, of two, and of many
+    positions = LONG[:, 51:]  # documents of one token, of two, and of many
     given = leaves(4, 16, positions.shape[1], torch.float32)
     expected = run("chunked", given, positions)["out"]
     given["before"].fill_(float("nan"))
@@ -66,12 +66,12 @@ def test_rows_of_tokens_know_nothing_of_another_document(monkeypatch):
 
 
 @pytest.mark.parametrize("length", [1, 3, 300])
-def test_sequences_of_any_length(length, draw):
+def test_sequences_of_any_length_equal_the_reference(length, draw):
     """Shorter than a filter, and over several spans of a program."""
     assert_agrees(partial(run, positions=0), leaves(4, 16, length, torch.float32), draw, 1e-5)
 
 
-def test_what_the_kernels_cannot_take_is_refused_with_a_reason():
+def test_unsupported_inputs_are_refused_with_a_reason():
     given = [leaves(9, 4, 3, torch.float32)[name] for name in ("q", "weight", "before")]
     with pytest.raises(ValueError, match="9 taps of 4 channels; expected at most 8 of at most 256"):
         short_convolution(*given, 0, backend="triton")

@@ -1,4 +1,4 @@
-"""Simple gated linear attention by kernels against its reference in float64."""
+"""The kernels of simple gated linear attention against its float64 reference."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,19 +19,19 @@ LENGTH, END = 150, 70
 
 POSITIONS = {
     "one document": 0,
-    "goes on": 37,
+    "continued": 37,
     "packed": documents(torch.device("cpu"), 0, 20, 23, 110, LENGTH, first=37),
 }
 
 
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch):
-    """So short that sequences and shards have several, whose edges are no shard's."""
+    """Segments so short that sequences and shards have several; their edges differ from those of shards."""
     monkeypatch.setattr(launches, "segment_length", lambda phi, q, v, causal: 32)
 
 
 def tokens(draw: torch.Generator, device: torch.device, dtype: torch.dtype, width: int) -> dict[str, Tensor]:
-    """The first key head keeps nearly all of its state, the last next to nothing."""
+    """The state decays little in the first key head, and nearly completely in the last."""
     q, k, v = (torch.randn(1, heads, LENGTH, width, generator=draw).to(dtype) for heads in (4, 2, 2))
     strengths = torch.tensor([0.05, 3.0])[None, :, None]
     log_decay = -strengths * torch.rand(1, 2, LENGTH, generator=draw)
@@ -52,7 +52,7 @@ def whole(
 
 
 def halves(backend: str, leaves: dict[str, Tensor], *, positions: Positions) -> dict[str, Tensor]:
-    """The sequence whole by the reference, in two shards by kernels."""
+    """The whole sequence with the reference, or two shards with the kernels."""
     if backend != "triton":
         return whole(backend, leaves, positions=positions)
     chain, outputs = Chain(), []
@@ -70,7 +70,7 @@ def on(device: torch.device, positions: Positions) -> Positions:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("positions", POSITIONS)
-def test_outputs_states_and_gradients_are_the_reference(positions, dtype, draw, device):
+def test_outputs_states_and_gradients_equal_the_reference(positions, dtype, draw, device):
     leaves = tokens(draw, device, dtype, width=24)
     if positions != "one document":
         leaves["state"] = torch.randn(1, 2, 24, 24, generator=draw).to(device)
@@ -78,14 +78,14 @@ def test_outputs_states_and_gradients_are_the_reference(positions, dtype, draw, 
 
 
 @pytest.mark.parametrize("positions", ["one document", "packed"])
-def test_shards_give_the_sequence(positions, draw, device):
+def test_shards_give_the_whole_sequence(positions, draw, device):
     leaves = tokens(draw, device, torch.float32, width=24)
-    # No shard before the first: a document that goes on there has no state to see.
+    # No document continues at the start, because the first shard has no entering state.
     where = documents(device, 0, 20, 23, 110, LENGTH) if positions == "packed" else 0
     assert_agrees(partial(halves, positions=where), leaves, draw, TOLERANCE[torch.float32])
 
 
-def test_one_token_goes_on_from_what_kernels_leave(draw, device):
+def test_one_token_continues_from_the_state_of_the_kernels(draw, device):
     leaves = tokens(draw, device, torch.float32, width=24)
     expected = whole("chunked", leaves, positions=0)
     before, last = (

@@ -51,9 +51,9 @@ def tokens(
 
 
 def tokens_apart(draw: torch.Generator, *sizes, similarity: str, **more) -> dict[str, Tensor]:
-    """`tokens` for join="max" with two keys: neither weighs so nearly what the other does that float32 may swap them.
+    """`tokens` for join="max" with two keys whose weights differ enough that float32 rounding cannot swap them.
 
-    The gradient of a pair goes to the larger one alone: one draw in some hundreds had a pair that is closer.
+    The gradient goes to the larger of the two only; one draw in several hundred had a pair that was too close.
     """
     while True:
         leaves = tokens(draw, *sizes, **more)
@@ -85,7 +85,7 @@ def packed(lengths: list[int], device: torch.device) -> Tensor:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both_ways"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 @every_dtype
 def test_every_form_agrees(kind, causal, dtype, draw, device):
     make = tokens
@@ -96,11 +96,11 @@ def test_every_form_agrees(kind, causal, dtype, draw, device):
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both_ways"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 @every_dtype
 def test_documents_and_shared_keys_agree(causal, dtype, draw, device):
     leaves = tokens(draw, device, dtype, batch=2, heads=4, kv_heads=2, keys=1)
-    # Documents end inside blocks and at their edges; the first of the second sequence began before it.
+    # Documents end inside tiles and at tile edges; the first document of the second sequence began before it.
     rows = [packed([3, 61, 64, 1, 21], device), packed([128, 22], device)]
     rows[1][:, :128] += 9
     assert_agrees(partial(run, causal=causal, positions=torch.cat(rows)), leaves, draw, TOLERANCE[dtype])
@@ -111,14 +111,14 @@ def test_documents_and_shared_keys_agree(causal, dtype, draw, device):
 @every_dtype
 def test_any_length_agrees(length, dtype, draw, device):
     leaves = tokens(draw, device, dtype, length=length, heads=1, keys=1, width=8, values=8)
-    options = {"normalize": length > 1}  # the weight of a single key is 1, and its gradients nothing
+    options = {"normalize": length > 1}  # a single key has weight 1 and no gradient
     if length > 1000:
-        # Documents of all sizes: the reference would hold every difference of a query and a key.
+        # Packed, with documents of many sizes.
         sizes = [1, 700, 5, 1000, 90, 200, 300, 800, 600, 400]
         options["positions"] = packed(sizes, device)
 
     def attend(backend: str, kept: dict[str, Tensor]) -> dict[str, Tensor]:
-        # Streamed float64 equals the reference to its last digits, in blocks: see the tests of the op.
+        # The chunked op in float64 agrees with the reference, which would need too much memory: see the op's tests.
         return run("chunked" if backend == "reference" and length > 100 else backend, kept, **options)
 
     assert_agrees(attend, leaves, draw, TOLERANCE[dtype])
@@ -134,7 +134,7 @@ def test_any_number_of_keys_agrees(keys, draw, device):
 @pytest.mark.parametrize("keys", [1, 2])
 @pytest.mark.parametrize("width", [64, 128])
 @every_dtype
-def test_the_widths_of_real_heads_agree(keys, width, dtype, draw, device):
+def test_common_head_widths_agree(keys, width, dtype, draw, device):
     leaves = tokens(draw, device, dtype, keys=keys, length=130, heads=1, width=width, values=width, scale=0.5)
     assert_agrees(partial(run, similarity="gaussian"), leaves, draw, TOLERANCE[dtype])
 
@@ -142,11 +142,11 @@ def test_the_widths_of_real_heads_agree(keys, width, dtype, draw, device):
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("join", ["sum", "max"])
 @pytest.mark.parametrize("normalize", [True, False])
-def test_keys_without_mass_are_not_there(join, normalize, draw, device):
+def test_keys_of_weight_0_do_not_count(join, normalize, draw, device):
     make = partial(tokens_apart, similarity="gaussian") if join == "max" else tokens
     leaves = make(draw, device, torch.float32, length=90)
     exists = torch.rand(leaves["key_weights"].shape, generator=draw) > 0.4
-    exists[..., :9] = False  # the first queries see nothing at all
+    exists[..., :9] = False  # the first queries see nothing
     exists = exists.to(device)
 
     def attend(backend: str, kept: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -165,7 +165,7 @@ def test_equal_keys_share_the_gradient_of_the_largest(draw, device):
     assert_agrees(partial(run, join="max"), leaves, draw, TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both_ways"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 def test_a_cache_enters_and_gets_gradients(causal, draw, device):
     leaves = tokens(draw, device, torch.float32, length=90)
     cached = 70
@@ -174,7 +174,7 @@ def test_a_cache_enters_and_gets_gradients(causal, draw, device):
         k, v = kept["k"], kept["v"]
         state = WeightedState(k[..., :cached, :], v[:, :, :cached])
         new = {**kept, "q": kept["q"][:, :, cached:], "k": k[..., cached:, :], "v": v[:, :, cached:]}
-        # The document began inside the cache: its first 30 keys are another's, which nobody sees.
+        # The document began inside the cache: the first 30 cached keys belong to another one and are invisible.
         return run(backend, new, causal=causal, positions=40, initial_state=state)
 
     assert_agrees(attend, leaves, draw, TOLERANCE[torch.float32])
@@ -189,7 +189,7 @@ def test_inputs_of_scale_10_in_half_precision_stay_close(similarity, draw, devic
     assert rms_ratio(fast, exact) < 2e-2
 
 
-def test_an_offset_of_queries_and_keys_costs_no_digits(draw, device):
+def test_an_offset_of_queries_and_keys_costs_no_precision(draw, device):
     leaves = tokens(draw, device, torch.bfloat16, length=70)
     for name in "qk":
         leaves[name] = (leaves[name] / 2 + 16).bfloat16()
@@ -234,7 +234,7 @@ def test_transposed_inputs_change_nothing(draw, device):
     assert torch.equal(run("triton", moved)["out"], run("triton", leaves)["out"])
 
 
-def test_ops_know_their_shapes_and_gradients_under_compilation(draw, device):
+def test_the_operators_pass_opcheck(draw, device):
     leaves = tokens(draw, device, torch.float32, length=20)
     leaves = {name: x.requires_grad_() for name, x in leaves.items()}
     places = torch.arange(20, dtype=torch.int32, device=device)[None]
@@ -270,7 +270,7 @@ def test_compilation_and_checkpointing_change_nothing(wrap, draw, device):
         return weighted_attention(2 * q, k, v, key_weights=key_weights, backend="triton")[0]
 
     plain = attend(*leaves.values())
-    # Everything that torch.compile traces, without the C++ compiler that its last step would need.
+    # All of torch.compile but its last step, which would need a C++ compiler.
     wrapped = (
         torch.compile(attend, backend="aot_eager", fullgraph=True)
         if wrap == "compile"
@@ -291,7 +291,7 @@ def test_compilation_and_checkpointing_change_nothing(wrap, draw, device):
         ({"keys": 5}, "k has 5 keys at a position; expected at most 4"),
     ],
 )
-def test_what_kernels_cannot_take_is_named(changes, message, draw, device):
+def test_unsupported_inputs_are_refused_with_a_reason(changes, message, draw, device):
     leaves = tokens(draw, device, length=8, **{"dtype": torch.float32, **changes})
     with pytest.raises(ValueError, match=message):
         run("triton", leaves)

@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module")
 def cluster(request, tmp_path_factory):
-    """Started for a module, with a database where the module says ACCOUNTING."""
+    """The local cluster, started for a module, with an accounting database if the module sets ACCOUNTING."""
     accounting = getattr(request.module, "ACCOUNTING", False)
     search = os.environ["PATH"] + ":/usr/sbin:/sbin"
     programs = ["slurmctld", "slurmd", "munged", *(["slurmdbd", "mariadbd"] if accounting else [])]
@@ -60,14 +60,14 @@ def cluster(request, tmp_path_factory):
     started = subprocess.run(start, capture_output=True, text=True)
     assert started.returncode == 0, started.stderr
     if accounting and "already" in started.stdout:
-        pytest.skip("a local cluster runs already, which may have no accounting: make slurm-down")
+        pytest.skip("a local cluster without accounting may be running already: make slurm-down")
     shown = subprocess.run([LOCAL_CLUSTER, "env"], capture_output=True, text=True, check=True).stdout
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLURM_CONF", shown.strip().partition("=")[2])
-        # One thread, as in the runs to compare with: the order of sums depends on it. Jobs inherit this environment.
+        # One thread, as in the reference runs, because the order of sums depends on it. Jobs inherit this environment.
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("PYTHONPATH", str(REPOSITORY))
-        # Each start would load torch once more; test_nodes.py has the all-reduces.
+        # Timing all-reduces would import torch once more per start; test_nodes.py tests it.
         quick = tmp_path_factory.mktemp("cluster") / "quick.yaml"
         quick.write_text(f"extends: {REPOSITORY}/configs/cluster/slurm.yaml\npreflight_mib: 0\n")
         patch.setenv("MEGAKERNEL_CLUSTER", str(quick))
@@ -91,7 +91,7 @@ def place(cluster, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def nodes_that_take_jobs(cluster):
-    """One test's lost node is not the next one's: what is found unfit is told, and mended."""
+    """A node that a test lost must not affect the next test: warn about nodes that take no jobs, and restart them."""
     for node, state in node_states().items():
         if not takes_jobs(state):
             warnings.warn(f"{node} was {state} before this test; its slurmd was started again", stacklevel=1)

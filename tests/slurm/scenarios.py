@@ -1,6 +1,7 @@
-"""What becomes of a run, event by event, as a page: `python -m tests.slurm.scenarios [--only WORD] [--out PAGE]`.
+"""Writes a page about what each event does to a run: `python -m tests.slurm.scenarios [--only WORD] [--out PAGE]`.
 
-Each event happens to a job of two nodes on the local cluster, with the shipped settings. Needs what tests/slurm needs.
+Each event happens to a job of two nodes on the local cluster, with the shipped settings. It needs the programs that
+tests/slurm needs.
 """
 
 import argparse
@@ -37,29 +38,29 @@ from tests.slurm.submitting import (
 
 STEPS = 900
 HAPPENS_AT = 15
-"""Step from which on the event happens; every tenth is saved. Slurm looks at time limits twice a minute."""
+"""Step after which the event happens; every tenth step is saved. Slurm checks time limits twice a minute."""
 
 ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 LOGGED: dict[str, int] = {}
-"""Run -> the last step that it had logged when its event had been dealt with."""
+"""Run -> its last logged step when its event was over."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """One event, and what is done about it."""
+    """One event, and what repairs it."""
 
     event: str
     happen: Callable[[str, str], None]
-    """By run and job."""
+    """Causes the event; called with the names of run and job."""
 
     repair: Callable[[], None] = field(default=lambda: None)
-    """What an administrator would do, once the job has noticed."""
+    """What an administrator does after the job has reacted."""
 
     notices: bool = True
-    """Whether the job ends by it."""
+    """Whether the event ends this start of the job."""
 
     resume: bool = False
-    """Whether its user has to go on with it."""
+    """Whether the user has to resume the run."""
 
 
 def take_both_nodes(run: str, job: str) -> None:
@@ -115,20 +116,20 @@ def cancel(run: str, *options: str) -> None:
 
 
 def shown(run: str) -> str:
-    """State and reason, as `megakernel status` says them."""
+    """State and reason as `megakernel status` shows them."""
     now = status(run)
     return f"{now['state']}: {now['why']}" if now["why"] else now["state"]
 
 
 def row(scenario: Scenario, run: str, expected: dict[int, float]) -> str:
-    """The event's line of the table."""
+    """Run one scenario; return its row of the table."""
     (job,) = submit(f"run.yaml --name {run} -N 2")
     until_step(run, HAPPENS_AT)
     scenario.happen(run, job)
     if scenario.notices:
         ends = ("requeued", "ended", "waits")
         until(lambda: story(run, job)[-1] in ends or status(run)["state"] in ENDS, seconds=500)
-        # Slurm waits five minutes for a node that says nothing, from when it has noticed.
+        # Slurm waits five minutes for a node that does not answer, from when it has noticed.
         until(lambda: status(run)["state"] not in ("RUNNING", "COMPLETING"), seconds=700)
     says, before = shown(run), max(losses(run), default=0)
     saved = last(run, "ended")["step"] if "ended" in story(run, job) else status(run)["saved"]
@@ -153,7 +154,7 @@ def row(scenario: Scenario, run: str, expected: dict[int, float]) -> str:
 
 
 def at_submission(expected: dict[int, float]) -> Iterator[str]:
-    """What happens while a run is submitted, or before it starts."""
+    """Rows of events that happen while a run is submitted, or before it starts."""
     launcher = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     os.environ.update(launcher)
     (job,) = submit("run.yaml --name started -N 2 --sbatch hold")
@@ -179,7 +180,7 @@ def at_submission(expected: dict[int, float]) -> Iterator[str]:
 
 
 def table(only: list[str]) -> Iterator[str]:
-    """The page's lines, as they come."""
+    """Yield the lines of the table, each as soon as its event is over."""
     submit("run.yaml --name whole -N 2")
     assert until_state("whole", *ENDS)["state"] == "COMPLETED"
     expected = losses("whole")
@@ -192,14 +193,14 @@ def table(only: list[str]) -> Iterator[str]:
 
 
 def main() -> int:
-    """Write the page anew with each line."""
+    """Run the scenarios, and rewrite the page after each of them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--only",
         action="append",
         default=[],
         metavar="WORD",
-        help="events of a running job whose name has it",
+        help="only events of a running job whose name contains WORD; may be given several times",
     )
     add_out_option(parser)
     args = parser.parse_args()
@@ -225,13 +226,13 @@ def main() -> int:
         assert megakernel(words, "--validation-fraction 0.1 --workers 1").status == 0
         Path("run.yaml").write_text(CONFIG.replace("steps: 100", f"steps: {STEPS}"))
         Path("runs").mkdir()
-        # A disk of its own, which one of the events fills.
+        # A separate disk, which one of the events fills.
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256M", "none", "runs"], check=True)
         lines = []
         try:
             for line in table(args.only):
                 lines.append(line)
-                write_page(head + "\n".join(lines) + "\n", out)  # an event takes minutes; what is there stays
+                write_page(head + "\n".join(lines) + "\n", out)  # events take minutes: keep the rows so far
         finally:
             subprocess.run(["scancel", "--user=root", "--quiet"], check=False)
             until(lambda: not subprocess.run(["squeue", "-h"], capture_output=True, text=True).stdout)

@@ -1,4 +1,4 @@
-"""Commands typed into the cluster, and waiting for what they do."""
+"""Helpers that run commands on the cluster and wait for their effects."""
 
 import contextlib
 import io
@@ -15,16 +15,16 @@ from launch.slurm.job_folder import JobFolder
 
 
 @dataclass(frozen=True)
-class Said:
-    """How a command ended, and what it said."""
+class CommandResult:
+    """Exit status and output of a command."""
 
     status: int
     out: str
     err: str
 
 
-def megakernel(*words: str) -> Said:
-    """Type a command; its words may hold several, apart by spaces."""
+def megakernel(*words: str) -> CommandResult:
+    """Run a command in this process; each of `words` is split at spaces."""
     out, err = io.StringIO(), io.StringIO()
     typed = [part for word in words for part in word.split()]
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -32,25 +32,25 @@ def megakernel(*words: str) -> Said:
             status = main(typed)
         except SystemExit as left:
             status = int(left.code or 0)
-    return Said(status, out.getvalue(), err.getvalue())
+    return CommandResult(status, out.getvalue(), err.getvalue())
 
 
 def submit(*words: str) -> list[str]:
-    """Submit; the ids of the jobs."""
+    """Submit, and return the ids of the jobs."""
     said = megakernel("submit --json", *words)
     assert said.status == 0, said.err
     return json.loads(said.out)["jobs"]
 
 
 def status(run: str) -> dict:
-    """What `megakernel status` says of a run."""
+    """The output of `megakernel status RUN --json`."""
     said = megakernel("status", run, "--json")
     assert said.status == 0, said.err
     return json.loads(said.out)
 
 
 def until(what, seconds: float = 240.0):
-    """Ask until the answer is true, and give it."""
+    """Call `what` until its result is true, and return that."""
     deadline = time.monotonic() + seconds
     while not (answer := what()):
         assert time.monotonic() < deadline, f"not within {seconds:g} s"
@@ -59,7 +59,7 @@ def until(what, seconds: float = 240.0):
 
 
 def until_state(run: str, *states: str, seconds: float = 240.0) -> dict:
-    """Wait until the run's job is in one of these states; its status then."""
+    """Wait until the run's job is in one of these states; return the status."""
     seen = []
 
     def there():
@@ -77,11 +77,11 @@ def until_step(run: str, step: int) -> None:
     try:
         until(lambda: any(line["step"] >= step for line in metrics(run)))
     except AssertionError:
-        raise AssertionError(f"{run} never came to step {step}\n{_whole_story(run)}") from None
+        raise AssertionError(f"{run} never reached step {step}\n{_whole_story(run)}") from None
 
 
 def _whole_story(run: str) -> str:
-    """What its status, its logs and the cluster say."""
+    """The run's status and logs, and the state of the cluster."""
     nodes = subprocess.run(["sinfo", "--Node", "--long"], capture_output=True, text=True).stdout
     queue = subprocess.run(["squeue"], capture_output=True, text=True).stdout
     cluster = Path(os.environ["SLURM_CONF"]).parent / "log"
@@ -91,7 +91,7 @@ def _whole_story(run: str) -> str:
 
 
 def metrics(run: str) -> list[dict]:
-    """The whole lines of a run's metrics.jsonl."""
+    """The complete lines of a run's metrics.jsonl."""
     file = Path("runs", run, "metrics.jsonl")
     text = file.read_text() if file.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
@@ -103,12 +103,12 @@ def losses(run: str) -> dict[int, float]:
 
 
 def story(run: str, job: str | None = None) -> list[str]:
-    """The names of a run's events, saves left out."""
+    """The names of a run's events, without `saved`."""
     return [name for event in JobFolder(Path("runs", run)).events(job) if (name := event["event"]) != "saved"]
 
 
 def last(run: str, event: str) -> dict:
-    """The newest event of a name."""
+    """The newest event of this name."""
     return [one for one in JobFolder(Path("runs", run)).events() if one["event"] == event][-1]
 
 
@@ -139,14 +139,14 @@ def start_slurmd(node: str) -> None:
 
 
 def node_states() -> dict[str, str]:
-    """Node -> its state and, where an administrator or Slurm gave one, the reason."""
+    """Node -> its state, and the reason that an administrator or Slurm gave for it."""
     words = ["sinfo", "--noheader", "--Node", "--format=%N %T (%E)"]
     shown = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     return dict(line.split(maxsplit=1) for line in shown.splitlines())
 
 
 def take_jobs_again(node: str) -> None:
-    """Start the node's slurmd anew, whatever is left of it, and have Slurm use the node."""
+    """Kill all that is left of the node, start its slurmd again, and return the node to service."""
     crash(node)
     start_slurmd(node)
     until(lambda: "*" not in node_states()[node], seconds=60)
@@ -156,12 +156,12 @@ def take_jobs_again(node: str) -> None:
 
 
 def takes_jobs(state: str) -> bool:
-    """Whether a node of this state answers and takes jobs; `planned` and a trailing - say that a job waits for it."""
+    """Whether a node in this state answers and takes jobs; `planned` and a trailing - mean that a job waits for it."""
     return state.partition(" ")[0].rstrip("-") in ("idle", "mixed", "allocated", "completing", "planned")
 
 
 def crash(node: str) -> None:
-    """What a power cut does to a node: its slurmd, its slurmstepds and all that runs there are gone at once."""
+    """Simulate a power cut of a node: end its slurmd, its slurmstepds and all their processes at once."""
     here = f"SLURMD_NODENAME={node}".encode()
     gone = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -174,7 +174,7 @@ def crash(node: str) -> None:
             continue
         if is_there or is_daemon or any(log.endswith(f"/slurmd.{node}.log") for log in logs):
             gone.append(int(folder.name))
-    # Halted first: one that sees another killed may tell of it before its own turn comes.
+    # Stop all first: a process that sees another one killed could otherwise report it before it is killed itself.
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in gone:
             with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""A cluster with a database, which refuses whom it does not know; the other modules' clusters have none."""
+"""A cluster with an accounting database, which refuses unknown accounts; other modules use clusters without one."""
 
 import pytest
 
@@ -17,7 +17,7 @@ ACCOUNTING = True
         ("-q nosuch", "qos=nosuch: Slurm refuses the job (Invalid qos", "sacctmgr show qos"),
     ],
 )
-def test_an_account_that_is_none_is_refused(words, reason, remedy, place):
+def test_an_unknown_account_is_refused(words, reason, remedy, place):
     said = megakernel("submit run.yaml", words)
     assert said.status == 4
     (line,) = said.err.splitlines()

@@ -1,4 +1,4 @@
-"""Nodes that are not fit, or are lost; time that runs out; and jobs that Slurm has forgotten."""
+"""Unfit and lost nodes, time and memory limits, and jobs that have left Slurm's queue."""
 
 import contextlib
 import json
@@ -35,12 +35,12 @@ ONE_GPU_ON_N1 = """#!/bin/bash
 echo "0, 81559"
 [ "$SLURMD_NODENAME" = n1 ] || echo "12, 81559"
 """
-"""An nvidia-smi of a node that has lost one of two GPUs."""
+"""An nvidia-smi that shows two GPUs, but only one on node n1."""
 
 
 @pytest.fixture(scope="module")
 def one_gpu_on_n1(place):
-    """The settings of a cluster whose first node has lost one of two GPUs."""
+    """Settings of a cluster whose first node has lost one of two GPUs."""
     driver = place / "driver" / "nvidia-smi"
     driver.parent.mkdir()
     driver.write_text(ONE_GPU_ON_N1)
@@ -50,7 +50,7 @@ def one_gpu_on_n1(place):
 
 
 @pytest.mark.timeout(600)
-def test_a_node_that_lost_a_gpu_is_named_and_kept_off(one_gpu_on_n1):
+def test_a_node_that_lost_a_gpu_is_named_and_excluded(one_gpu_on_n1):
     submit("run.yaml --name unfit training.steps=2 --cluster cluster.yaml")
     assert until_state("unfit", "COMPLETED", "FAILED")["nodes"] == "n2"
     assert story("unfit") == ["submitted", "started", "unfit", "ended", "requeued", "started", "ended"]
@@ -63,7 +63,7 @@ def test_a_node_that_lost_a_gpu_is_named_and_kept_off(one_gpu_on_n1):
 
 @pytest.mark.second
 @pytest.mark.timeout(600)
-def test_a_node_whose_processes_cannot_sum_up_is_named_and_kept_off(place):
+def test_a_node_whose_all_reduces_fail_is_named_and_excluded(place):
     Path("python").write_text(
         f"""#!/bin/bash
 [ "$SLURMD_NODENAME" = n1 ] && export GLOO_SOCKET_IFNAME=nosuch0
@@ -86,7 +86,7 @@ exec {sys.executable} "$@"
 
 @pytest.mark.second
 @pytest.mark.timeout(600)
-def test_a_request_to_end_while_nodes_look_at_themselves_is_kept(place):
+def test_a_stop_request_during_the_preflight_ends_the_job(place):
     Path("slow-python").write_text(
         f"""#!/bin/bash
 case "$*" in *slurm.preflight*) touch looking; sleep 60 ;; esac
@@ -105,7 +105,7 @@ exec {sys.executable} "$@"
 
 @pytest.mark.second
 @pytest.mark.timeout(600)
-def test_ports_that_others_listen_on_hold_no_job_up(place):
+def test_a_job_skips_ports_that_are_in_use(place):
     (job,) = submit("run.yaml --name crowded -N 2 --sbatch hold training.steps=2")
     ports = [20000 + (7 * int(job) + offset) % 12000 for offset in range(3)]
     with contextlib.ExitStack() as listening:
@@ -117,7 +117,7 @@ def test_ports_that_others_listen_on_hold_no_job_up(place):
 
 
 @pytest.mark.timeout(600)
-def test_where_all_are_slower_than_the_limit_no_node_is_to_blame(place):
+def test_if_all_nodes_are_slower_than_the_limit_the_job_fails(place):
     Path("slow.yaml").write_text("preflight_mib: 1\npreflight_seconds: 0.000001\n")
     submit("run.yaml --name slow -N 2 --cluster slow.yaml")
     slow = until_state("slow", "FAILED", "COMPLETED")
@@ -134,7 +134,7 @@ def test_where_all_are_slower_than_the_limit_no_node_is_to_blame(place):
 
 
 @pytest.mark.timeout(600)
-def test_a_spare_node_takes_the_place_of_one_that_is_not_fit(one_gpu_on_n1):
+def test_a_spare_node_replaces_an_unfit_one(one_gpu_on_n1):
     submit("run.yaml --name spared training.steps=2 --cluster cluster.yaml --spares 1")
     assert until_state("spared", "COMPLETED", "FAILED")["nodes"] == "n[1-2]"
     assert story("spared") == ["submitted", "started", "unfit", "ended"]
@@ -146,12 +146,12 @@ def test_a_spare_node_takes_the_place_of_one_that_is_not_fit(one_gpu_on_n1):
 
 @pytest.mark.second
 @pytest.mark.timeout(600)
-def test_a_run_whose_node_is_lost_goes_on(place):
+def test_a_run_whose_node_is_lost_continues(place):
     submit("run.yaml --name lost")
     until_step("lost", 12)
     assert status("lost")["nodes"] == "n1"
     scontrol("update", "NodeName=n1", "State=DOWN", "Reason=test")
-    # Its slurmd lives and reports back: the cluster has ReturnToService=2.
+    # Its slurmd still runs and registers again: the cluster has ReturnToService=2.
     assert until_state("lost", "COMPLETED", "FAILED")["state"] == "COMPLETED"
     assert "DUE TO NODE FAILURE" in megakernel("logs lost --rank batch").out
     assert story("lost").count("started") == 2
@@ -172,7 +172,7 @@ def test_a_run_whose_node_is_lost_goes_on(place):
 
 @pytest.fixture
 def impatient_slurm(place):
-    """It gives up a node that does not answer after 60 s, not after 300."""
+    """A cluster that gives up a node that does not answer after 60 s instead of 300."""
     usual = Path(os.environ["SLURM_CONF"]).read_text()
     configure_slurm(f"{usual}SlurmdTimeout=60\n")
     yield
@@ -180,7 +180,7 @@ def impatient_slurm(place):
 
 
 def configure_slurm(text: str) -> None:
-    # Replaced, never rewritten: slurmd reads it a while after scontrol has ended, and ends itself at half a file.
+    # Replaced atomically: slurmd reads the file some time after scontrol has ended, and exits if it is incomplete.
     new = Path(os.environ["SLURM_CONF"] + ".new")
     new.write_text(text)
     new.replace(os.environ["SLURM_CONF"])
@@ -190,10 +190,10 @@ def configure_slurm(text: str) -> None:
 @pytest.mark.second
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("comes_back", [True, False], ids=["comes back", "given up"])
-def test_a_node_that_crashes_under_a_job_of_two_nodes_costs_the_steps_since_the_last_save(
+def test_a_crashed_node_costs_a_job_only_the_steps_since_its_last_checkpoint(
     place, impatient_slurm, comes_back, monkeypatch
 ):
-    # torchrun's variables, where somebody submits from within it, are not the job's.
+    # The job must ignore torchrun's variables, which it inherits if it is submitted under torchrun.
     for name, value in {
         "RANK": "0",
         "WORLD_SIZE": "1",
@@ -202,7 +202,7 @@ def test_a_node_that_crashes_under_a_job_of_two_nodes_costs_the_steps_since_the_
     }.items():
         monkeypatch.setenv(name, value)
     run = f"crashed-{comes_back}"
-    # srun gives up processes after 22 s, not 72: before Slurm gives up the node, as with what ships.
+    # srun gives up processes after 22 s instead of 72, so before Slurm gives up the node, as with the shipped settings.
     (job,) = submit(f"run.yaml --name {run} -N 2 --env SLURM_WAIT=10")
     until_step(run, 15)
     crash("n2")
@@ -216,7 +216,7 @@ def test_a_node_that_crashes_under_a_job_of_two_nodes_costs_the_steps_since_the_
     start_slurmd("n2")
     done = until_state(run, "COMPLETED", "FAILED")
     assert (done["state"], done["nodes"]) == ("COMPLETED", "n[1-2]")
-    # Slurm itself starts a job again whose node it has given up. What it meant for the first start may end the second.
+    # Slurm itself restarts a job whose node it has given up. A signal meant for the first start may end the second.
     again = ["requeued", "started"] if comes_back else ["started"]
     seen = ["submitted", "started", "failed", "ended", "waits", *again]
     assert story(run, job)[: len(seen)] == seen
@@ -226,7 +226,7 @@ def test_a_node_that_crashes_under_a_job_of_two_nodes_costs_the_steps_since_the_
 
 @pytest.mark.second
 @pytest.mark.timeout(900)
-def test_a_job_with_a_spare_node_starts_again_inside_itself(place, impatient_slurm):
+def test_a_job_with_a_spare_node_restarts_within_the_job(place, impatient_slurm):
     (job,) = submit("run.yaml --name inside --spares 1")
     until_step("inside", 15)
     crash("n2")
@@ -240,7 +240,7 @@ def test_a_job_with_a_spare_node_starts_again_inside_itself(place, impatient_slu
 
 
 @pytest.mark.timeout(600)
-def test_a_job_saves_before_its_time_limit_and_stays_ended_where_it_may_not_be_requeued(place):
+def test_a_job_saves_before_its_time_limit_and_stays_ended_with_no_requeue(place):
     (job,) = submit("run.yaml --name limit training.steps=100000 -t 2 --signal-delay 60 --no-requeue")
     ended = until_state("limit", "FAILED", "TIMEOUT")
     assert ended["why"] == "saved and stopped to make room; requeuing is off"
@@ -250,7 +250,7 @@ def test_a_job_saves_before_its_time_limit_and_stays_ended_where_it_may_not_be_r
 
 @pytest.mark.second
 @pytest.mark.timeout(600)
-def test_memory_that_runs_out_and_a_loss_that_is_no_number_are_told_apart(place):
+def test_out_of_memory_and_a_non_finite_loss_are_distinguished(place):
     submit("run.yaml --name large -p high --mem 300 --no-requeue")
     submit("run.yaml --name wild -p high optimizer.lr=1e30 training.max_skipped_steps=2")
     large = until_state("large", "FAILED", "COMPLETED", "OUT_OF_MEMORY")
@@ -260,10 +260,10 @@ def test_memory_that_runs_out_and_a_loss_that_is_no_number_are_told_apart(place)
     assert (wild["state"], last("wild", "ended")["status"]) == ("FAILED", ExitStatus.NOT_FINITE)
     assert wild["why"].startswith("the loss or its gradients stayed non-finite (rank 0 on ")
     assert "training.max_skipped_steps=2" in last("wild", "failed")["why"]
-    assert story("wild") == ["submitted", "started", "failed", "ended"], "it does not start again"
+    assert story("wild") == ["submitted", "started", "failed", "ended"], "it must not restart"
 
 
-def test_a_job_runs_the_code_of_its_submission_in_any_folder_and_with_its_part_of_the_cores(place, tmp_path):
+def test_a_job_runs_the_code_of_its_submission_in_any_folder_and_with_its_share_of_the_cores(place, tmp_path):
     checkout = tmp_path / "checkout"
     write_snapshot(checkout)
     for words in ("init --quiet", "add --all", "-c user.name=t -c user.email=t@t commit --quiet -m first"):
@@ -295,7 +295,7 @@ def test_a_job_runs_the_code_of_its_submission_in_any_folder_and_with_its_part_o
     run = JobFolder(odd / "runs/kept")
     job = run.jobs()[0].id
     shown = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True, check=True)
-    assert "CPUs/Task=2" in shown.stdout, "of four cores beside two GPUs"
+    assert "CPUs/Task=2" in shown.stdout, "one of two GPUs has two of four cores"
     scontrol("release", job)
     until(lambda: any(event["event"] == "ended" for event in run.events()))
     assert run.events()[-1]["why"] == "done", (run.path / f"logs/{job}.log").read_text()
@@ -303,7 +303,7 @@ def test_a_job_runs_the_code_of_its_submission_in_any_folder_and_with_its_part_o
     assert "on n" in (run.path / f"logs/{job}.log").read_text()
 
 
-def test_a_job_that_the_queue_has_forgotten_is_still_known(place, monkeypatch, tmp_path):
+def test_a_job_that_has_left_the_queue_still_has_a_state(place, monkeypatch, tmp_path):
     said = megakernel("submit --wait --json --name forgotten -- evaluate runs/nosuch")
     assert said.status == 1
     (job,) = json.loads(said.out)["jobs"]
@@ -312,13 +312,13 @@ def test_a_job_that_the_queue_has_forgotten_is_still_known(place, monkeypatch, t
     assert status("forgotten")["state"] == "FAILED"  # by the list of completed jobs
     (tmp_path / "squeue").symlink_to(str(shutil.which("squeue")))
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert status("forgotten")["state"] == "FAILED"  # by what the run wrote down
+    assert status("forgotten")["state"] == "FAILED"  # by the run's own events
     assert "refused its command line or configuration (runs/nosuch" in status("forgotten")["why"]
 
 
-def test_a_cluster_that_is_not_there_is_told_at_once(place, monkeypatch):
+def test_a_missing_cluster_is_reported_at_once(place, monkeypatch):
     monkeypatch.setenv("SLURM_CONF", str(place / "nosuch.conf"))
     said = megakernel("submit run.yaml --test-only")
     assert said.status == 4
-    assert "nosuch.conf is not there; unset it, or start that cluster" in said.err
+    assert "nosuch.conf does not exist; unset it, or start that cluster" in said.err
     assert os.environ["SLURM_CONF"] in said.err

@@ -1,4 +1,4 @@
-"""What cannot be submitted is refused in one line, and leaves nothing behind."""
+"""An invalid submission is refused in one line, and leaves no files behind."""
 
 import os
 import shutil
@@ -67,7 +67,7 @@ def files(folder):
 
 
 @pytest.mark.parametrize("words", REFUSALS)
-def test_a_bad_command_is_one_line_that_names_the_remedy(words, place):
+def test_an_invalid_command_is_refused_in_one_line_with_the_remedy(words, place):
     before = files(place)
     expected, reason, remedy = REFUSALS[words]
     said = megakernel(words)
@@ -80,7 +80,7 @@ def test_a_bad_command_is_one_line_that_names_the_remedy(words, place):
     assert files(place) == before
 
 
-def test_slurm_that_does_not_answer_is_one_line(place, tmp_path, monkeypatch):
+def test_an_unreachable_slurm_is_a_one_line_error(place, tmp_path, monkeypatch):
     text = Path(os.environ["SLURM_CONF"]).read_text()
     (tmp_path / "slurm.conf").write_text(
         text.replace("SlurmctldPort=16817", "SlurmctldPort=9\nMessageTimeout=2")
@@ -95,7 +95,7 @@ def test_slurm_that_does_not_answer_is_one_line(place, tmp_path, monkeypatch):
     assert files(place) == before
 
 
-def test_a_machine_without_slurm_is_one_line(place, tmp_path, monkeypatch):
+def test_a_machine_without_slurm_is_a_one_line_error(place, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     before = files(place)
     said = megakernel("submit run.yaml")
@@ -104,7 +104,7 @@ def test_a_machine_without_slurm_is_one_line(place, tmp_path, monkeypatch):
     assert files(place) == before
 
 
-def test_dry_run_prints_what_slurm_takes_and_leaves_nothing(place):
+def test_dry_run_prints_a_script_that_slurm_accepts_and_leaves_no_files(place):
     before = files(place)
     said = megakernel("submit run.yaml -N 2 -G 2 -t 30 --env NCCL_DEBUG=INFO --sbatch comment=mine --dry-run")
     assert said.status == 0
@@ -133,7 +133,7 @@ def test_dry_run_shows_how_a_container_is_entered(container, started, place, tmp
     assert started in said.out
 
 
-def test_a_run_has_one_live_job_and_ends_before_it_started(place):
+def test_a_run_has_one_live_job_which_can_be_cancelled_before_it_starts(place):
     (job,) = submit("run.yaml --name held --sbatch hold")
     assert status("held")["why"] == "JobHeldUser"
     before = files(place)
@@ -146,14 +146,14 @@ def test_a_run_has_one_live_job_and_ends_before_it_started(place):
     until_state("held", "CANCELLED")
     assert story("held") == ["submitted", "cancelled"]
     assert megakernel("cancel held").status == NOT_FOUND
-    # A command would be the run's last job, with which nothing can go on.
+    # A command would become the run's last job, which cannot be resumed.
     before = files(place)
     said = megakernel("submit --name held -- evaluate runs/held")
-    assert (said.status, "runs/held is a run that trains; choose another --name" in said.err) == (USAGE, True)
+    assert (said.status, "runs/held is a training run; choose another --name" in said.err) == (USAGE, True)
     assert files(place) == before
 
 
-def test_a_live_job_of_another_user_is_seen(place):
+def test_a_live_job_of_another_user_is_detected(place):
     submit("run.yaml --name theirs --sbatch hold --sbatch uid=nobody")
     (submission,) = Path("runs/theirs/submissions").iterdir()
     shutil.chown(submission, "nobody")
@@ -162,7 +162,7 @@ def test_a_live_job_of_another_user_is_seen(place):
     assert megakernel("cancel theirs").status == 0
 
 
-def test_of_an_array_with_a_live_member_none_is_resumed(place):
+def test_no_member_of_an_array_is_resumed_if_one_is_live(place):
     submit("run.yaml --name pair --array 0-1 --sbatch hold")
     assert megakernel("cancel pair-0").status == 0
     until_state("pair-0", "CANCELLED")
@@ -172,7 +172,7 @@ def test_of_an_array_with_a_live_member_none_is_resumed(place):
     assert megakernel("cancel pair").status == 0
 
 
-def test_a_job_whose_parent_fails_is_cancelled_and_does_not_wait_for_ever(place):
+def test_a_job_whose_parent_fails_is_cancelled_and_does_not_wait_forever(place):
     (parent,) = submit("--name parent -- evaluate runs/nosuch")
     submit(f"run.yaml --name child --dependency afterok:{parent}")
     why = until_state("parent", "FAILED")["why"]
@@ -184,7 +184,7 @@ def test_a_job_whose_parent_fails_is_cancelled_and_does_not_wait_for_ever(place)
 
 
 def typed(place, words, path):
-    """The command as a process of its own, with its own `sbatch`."""
+    """Start the command in a process of its own, with `sbatch` from `path`."""
     return subprocess.Popen(
         [sys.executable, "-m", "launch.cli", *words.split()],
         cwd=place,
@@ -196,7 +196,7 @@ def typed(place, words, path):
 
 
 def test_of_two_submits_of_one_run_at_once_the_second_is_refused(place, tmp_path):
-    # Long enough for the other to look for a live job before there is one.
+    # Long enough for the second submission to check for a live job before the first has one.
     slow = tmp_path / "sbatch"
     slow.write_text(f'#!/bin/bash\ntouch first\nsleep 12\nexec {shutil.which("sbatch")} "$@"\n')
     slow.chmod(0o755)
@@ -211,7 +211,7 @@ def test_of_two_submits_of_one_run_at_once_the_second_is_refused(place, tmp_path
     assert "submitting" not in {path.name for path in Path("runs/twice").iterdir()}
 
 
-def test_a_submitter_that_was_killed_does_not_lock_the_run(place, tmp_path):
+def test_a_killed_submission_does_not_lock_the_run(place, tmp_path):
     stuck = tmp_path / "sbatch"
     stuck.write_text("#!/bin/bash\ntouch stuck\nsleep 600\n")
     stuck.chmod(0o755)
@@ -223,7 +223,7 @@ def test_a_submitter_that_was_killed_does_not_lock_the_run(place, tmp_path):
     assert megakernel("cancel killed").status == 0
 
 
-def test_without_slurmctld_the_run_says_what_it_knows(place):
+def test_without_slurmctld_status_shows_the_run_folder(place):
     (job,) = submit("run.yaml --name alone --sbatch hold")
     folder = Path(os.environ["SLURM_CONF"]).parent
     pid = int((folder / "run/slurmctld.pid").read_text())

@@ -1,4 +1,4 @@
-"""Training on two nodes: the same numbers as on this machine, whatever happens to the job."""
+"""Training on two nodes gives the same losses as on this machine, whatever interrupts the job."""
 
 import json
 import os
@@ -33,8 +33,8 @@ STEPS = 100
 
 
 def here(place, processes):
-    """Losses of so many processes of this machine, without Slurm and without interruption."""
-    # The ranks that tests start are daemons of multiprocessing, which may have no children.
+    """Losses of a run with this many processes on this machine, without Slurm and interruptions."""
+    # Ranks are daemonic multiprocessing processes here, which may have no children.
     options = (f"run.name=here-{processes}", "data.num_workers=0")
     return scalars(train(place / "run.yaml", processes, *options), "train/loss")
 
@@ -51,20 +51,20 @@ def same(run, uninterrupted):
 
 @pytest.mark.second
 @pytest.mark.timeout(600)
-def test_two_nodes_train_as_one_machine_does_and_a_preempted_run_loses_no_step(place):
+def test_a_preempted_run_on_two_nodes_loses_no_step(place):
     (job,) = submit("run.yaml --name preempted -N 2 -G 2")
     until_step("preempted", 23)
     now = status("preempted")
     assert (now["state"], now["nodes"], now["steps"]) == ("RUNNING", "n[1-2]", STEPS)
     assert now["heartbeat"] < 30
 
-    # Another job of a partition that goes first takes both nodes.
+    # A job of a partition with higher priority takes both nodes.
     baseline = ["sbatch", "--parsable", "-p", "high", "-N", "2", "--exclusive", "-o", "/dev/null", "--wrap"]
     other = subprocess.run(
         [*baseline, "sleep 600"], capture_output=True, text=True, check=True
     ).stdout.strip()
     until_state("preempted", "PENDING")
-    # Slurm says why it waits when it has next looked at its jobs.
+    # Slurm sets the reason for waiting when its scheduler next runs.
     waiting = until(lambda: (now := status("preempted"))["why"].count("; ") and now)
     assert waiting["why"].startswith("saved and stopped to make room; ")
     step = last("preempted", "signalled")["step"]
@@ -84,13 +84,13 @@ def test_two_nodes_train_as_one_machine_does_and_a_preempted_run_loses_no_step(p
         "ended",
     ]
     same("preempted", here(place, 4))
-    # Nothing was computed twice: what was saved when the signal came was the last step.
+    # No step was computed twice: the signal made the run save its last step.
     shown = megakernel(f"logs {job} --restart 1 --grep continuing").out
     assert shown.strip().endswith(f"step_{step}")
 
 
 @pytest.mark.timeout(600)
-def test_a_killed_rank_is_told_restarted_and_then_saved_on_request_and_resumed_elsewhere(place, of_two):
+def test_a_run_with_a_killed_rank_restarts_saves_on_request_and_resumes_on_another_layout(place, of_two):
     (job,) = submit("run.yaml --name killed -N 2 --env SLURM_WAIT=5 --env HF_TOKEN=hunter2")
     until_step("killed", 15)
     kill(job, 1, signal.SIGKILL)
@@ -104,33 +104,33 @@ def test_a_killed_rank_is_told_restarted_and_then_saved_on_request_and_resumed_e
     assert "saves and ends" in megakernel("cancel killed --save").out
     ended = until_state("killed", "FAILED", "CANCELLED", "COMPLETED")
     assert (ended["state"], ended["why"]) == ("CANCELLED", "ended on request")
-    assert queue_states([os.getuid()])[job].state == "COMPLETED", "what waits for it with afterok begins"
+    assert queue_states([os.getuid()])[job].state == "COMPLETED", "jobs that wait for it with afterok start"
     assert ended["saved"] == last("killed", "signalled")["step"]
     assert story("killed", job)[-3:] == ["cancelled", "signalled", "ended"]
     assert megakernel("resume killed -N 1 -G 1 --json").status == 0
     assert until_state("killed", "COMPLETED", "FAILED")["state"] == "COMPLETED"
     found, step = list(losses("killed").values()), ended["saved"]
     assert found[:step] == of_two[:step]
-    # Another layout sums in another order: float32 roundings, which grow later on.
+    # Another layout sums in another order: float32 rounding differences, which grow over the steps.
     assert found[step : step + 5] == pytest.approx(of_two[step : step + 5], rel=1e-5)
     assert len(found) == STEPS
 
 
 @pytest.mark.second
 @pytest.mark.timeout(600)
-def test_a_rank_that_hangs_ends_the_job_and_the_next_of_the_chain_goes_on(place, of_two):
-    # Between saves: a rank that hangs in one is noticed by the collectives' timeout alone.
+def test_a_rank_that_hangs_ends_the_job_and_the_next_of_the_chain_continues(place, of_two):
+    # The rank hangs between saves: in a save only the collectives' timeout would detect it.
     saves, limit = "checkpoint.every=30", "parallel.stall_minutes=0.2"
     jobs = submit("run.yaml --name chain -N 2 --chain 4 --env SLURM_WAIT=5", saves, limit)
     assert len(jobs) == 4
     until_step("chain", 32)
     kill(jobs[0], 1, signal.SIGSTOP)
     until(lambda: "ended" in story("chain", jobs[0]))
-    # The ranks that wait have ended the job; the one they waited for had to be killed.
+    # The waiting ranks end the job; the one that they wait for has to be killed.
     assert "rank 1 on " in megakernel(f"logs {jobs[0]} --rank all --stderr --grep progress").out
     until(lambda: "started" in story("chain", jobs[1]))
     until_step("chain", 50)
-    assert megakernel("cancel chain").status == 0  # this link alone
+    assert megakernel("cancel chain").status == 0  # only this job of the chain
     until(lambda: status("chain")["jobs"][jobs[1]] == "CANCELLED")
     until(lambda: "started" in story("chain", jobs[2]))
     until_step("chain", last("chain", "started")["step"] + 3)
@@ -143,7 +143,7 @@ def test_a_rank_that_hangs_ends_the_job_and_the_next_of_the_chain_goes_on(place,
 
 @pytest.mark.second
 @pytest.mark.timeout(600)
-def test_an_array_tells_its_members_apart_and_starts_one_of_them_again(place):
+def test_array_members_have_own_folders_and_restart_separately(place):
     Path("sweep.yaml").write_text(
         "config: run.yaml\nname: grid\ngrid:\n  optimizer.lr: [1e-3, 2e-3]\n  training.steps: [60]\n"
     )
@@ -151,7 +151,7 @@ def test_an_array_tells_its_members_apart_and_starts_one_of_them_again(place):
     assert said.status == 0, said.err
     answer = json.loads(said.out)
     assert answer["runs"] == ["runs/grid-0", "runs/grid-1"]
-    # The second waits for the first, and finds its folder taken by a run of another configuration.
+    # The second member waits for the first, and then finds another configuration in its folder.
     config = Path("runs/grid-1/submissions", answer["submission"], "config.yaml")
     Path("runs/grid-1/config.yaml").write_text(config.read_text().replace("seed: 7", "seed: 8"))
 
@@ -183,7 +183,7 @@ def test_an_array_tells_its_members_apart_and_starts_one_of_them_again(place):
 
 @pytest.mark.second
 @pytest.mark.timeout(600)
-def test_an_up_training_goes_on_in_the_stage_that_was_interrupted(place):
+def test_an_up_training_continues_in_the_interrupted_stage(place):
     train(
         place / "run.yaml",
         1,
@@ -207,7 +207,7 @@ def test_an_up_training_goes_on_in_the_stage_that_was_interrupted(place):
     done = until_state("up", "COMPLETED", "FAILED")
     assert (done["state"], done["stage"], done["step"]) == ("COMPLETED", "2-main", 60)
     assert story("up", job) == ["submitted", "started", "signalled", "ended", "requeued", "started", "ended"]
-    assert list(losses("up/2-main")) == list(range(1, 61)), "no step was lost, none was made twice"
+    assert list(losses("up/2-main")) == list(range(1, 61)), "no step was lost or repeated"
     assert Path("runs/up/uptrain_report.md").exists()
     said = megakernel("resume up --from-step 4")
     assert (said.status, len(said.err.splitlines())) == (2, 1)
@@ -216,7 +216,7 @@ def test_an_up_training_goes_on_in_the_stage_that_was_interrupted(place):
 
 @pytest.mark.second
 @pytest.mark.timeout(600)
-def test_a_pipeline_is_submitted_at_once_by_the_names_of_its_runs(place):
+def test_a_pipeline_of_jobs_can_be_submitted_at_once_by_run_names(place):
     Path("piped.yaml").write_text(
         "extends: run.yaml\ndata: {train: piped}\nmodel: {attention: softmax}\ntraining: {steps: 4}\n"
     )
@@ -238,7 +238,7 @@ def test_a_pipeline_is_submitted_at_once_by_the_names_of_its_runs(place):
         done = until_state(run, "COMPLETED", "FAILED", "CANCELLED")
         assert done["state"] == "COMPLETED", done
     assert Path("hf/config.json").exists()
-    # What has come true needs no job that Slurm still knows; what cannot is refused.
+    # A fulfilled dependency is dropped, as Slurm may have forgotten the job; an impossible one is refused.
     assert "--dependency" not in megakernel("submit run.yaml --dependency afterok:p-dense --dry-run").out
     said = megakernel("submit run.yaml --dependency afternotok:p-dense")
     assert (said.status, "has ended" in said.err) == (2, True)
@@ -259,7 +259,7 @@ def test_an_array_prepares_a_corpus_for_each_part_of_the_text(place):
 
 
 @pytest.mark.parametrize(("host", "way"), [("", "127.0.0.1:{0} -J"), ("0.0.0.0", "127.0.0.1:{0} LOGIN")])
-def test_tensorboard_listens_to_its_node_alone_unless_told(host, way, place):
+def test_tensorboard_listens_only_on_its_node_without_a_host(host, way, place):
     script = Path(__file__).parents[2] / "slurm" / "tensorboard.sbatch"
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     typed = ["env", f"PATH={path}", "sbatch", "--parsable", script, ".", *host.split()]
@@ -273,10 +273,10 @@ def test_tensorboard_listens_to_its_node_alone_unless_told(host, way, place):
     assert f"ssh -N -L 6006:{way.format(port)}" in log.read_text()
 
 
-def test_nodes_are_looked_at_without_training(place):
+def test_nodes_are_checked_without_training(place):
     script = Path(__file__).parents[2] / "slurm" / "preflight.sbatch"
     options = ["-N", "2", "--gpus-per-node", "2", "--ntasks-per-node", "2", "-o", "preflight.log"]
-    # The script takes the `python` of who submits it, which sees this environment.
+    # The script uses the submitter's `python`, which must have this environment.
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     subprocess.run(["sbatch", "--wait", *options, str(script)], check=True, env=os.environ | {"PATH": path})
     within, between, *nodes = Path("preflight.log").read_text().splitlines()

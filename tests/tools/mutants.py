@@ -1,10 +1,10 @@
-"""Whether the tests notice faults: each of a list of mutants is put into a copy of the sources, and tests run on it.
+"""Mutation tests: puts each fault of a list into a copy of the sources, and runs tests on the copy.
 
     python -m tests.tools.mutants mutants.toml [--only WORD ...] [--all-tiers]
 
 The list is a TOML file of `[[mutant]]` tables: `name`, `file`, `old` (a text that the file holds once), `new`, and
-`tests`, the files or folders that should notice. The copy is a git worktree of the last commit. Without --all-tiers
-only the first tier runs. Ends with status 1 where a mutant survived.
+`tests`, the files or folders that should detect it. The copy is a git worktree of the last commit. Without --all-tiers
+only the first tier runs. Exits with status 1 if a mutant survived.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import tomllib
 
 REPOSITORY = Path(__file__).parents[2]
 LIMIT = 900
-"""Seconds after which a mutant counts as noticed: it hangs."""
+"""Seconds after which a mutant counts as detected, because it hangs."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Mutant:
         return text.replace(self.old, self.new)
 
 
-def noticed(mutant: Mutant, copy: Path, options: list[str]) -> str:
-    """The first test that fails on a mutant, or nothing."""
+def detecting_test(mutant: Mutant, copy: Path, options: list[str]) -> str:
+    """The first test that fails on a mutant, or an empty string."""
     path = copy / mutant.file
-    sound = path.read_text()
+    original = path.read_text()
     path.write_text(mutant.text(copy))
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *options, *mutant.tests]
     environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
@@ -56,7 +56,7 @@ def noticed(mutant: Mutant, copy: Path, options: list[str]) -> str:
     except subprocess.TimeoutExpired:
         return f"not done in {LIMIT} s"
     finally:
-        path.write_text(sound)
+        path.write_text(original)
     if done.returncode == 0:
         return ""
     failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - |$)", done.stdout, re.MULTILINE)
@@ -70,8 +70,10 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("mutants", type=Path, help="the list, a TOML file")
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="those whose names hold it")
-    parser.add_argument("--all-tiers", action="store_true", help="the second tier of the tests too")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="WORD", help="only mutants whose names contain it"
+    )
+    parser.add_argument("--all-tiers", action="store_true", help="run the second tier of the tests too")
     given = parser.parse_args()
     mutants = [Mutant(**each) for each in tomllib.loads(given.mutants.read_text())["mutant"]]
     mutants = [one for one in mutants if not given.only or any(word in one.name for word in given.only)]
@@ -85,11 +87,11 @@ def main() -> int:
         subprocess.run([*git, "add", "--quiet", "--detach", str(copy)], check=True)
         try:
             for mutant in mutants:
-                mutant.text(copy)  # A list that does not fit is refused before anything runs.
+                mutant.text(copy)  # refuses a list that does not match the sources before anything runs
             print("| mutant | file | verdict | by | seconds |\n|---|---|---|---|---:|")
             for mutant in mutants:
                 begun = time.monotonic()
-                by = noticed(mutant, copy, options)
+                by = detecting_test(mutant, copy, options)
                 survivors += not by
                 verdict = "killed" if by else "SURVIVED"
                 seconds = round(time.monotonic() - begun)

@@ -1,4 +1,4 @@
-"""The rules of living in this house that a machine can hold."""
+"""Rules of CONTRIBUTING that can be checked automatically."""
 
 import ast
 import configparser
@@ -13,9 +13,11 @@ import megakernel
 from megakernel.config import yaml_text
 
 REPOSITORY = Path(__file__).parents[2]
-ROOMS = ("megakernel", "launch", "data_pipeline")
-SOURCES = sorted(path.relative_to(REPOSITORY) for room in ROOMS for path in (REPOSITORY / room).rglob("*.py"))
-LONGEST = 700
+PACKAGES = ("megakernel", "launch", "data_pipeline")
+SOURCES = sorted(
+    path.relative_to(REPOSITORY) for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py")
+)
+MAX_LINES = 700
 
 
 def test_imports_go_one_way():
@@ -26,20 +28,20 @@ def test_imports_go_one_way():
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_every_module_is_named_after_what_it_does():
+def test_no_module_has_a_vague_name():
     vague = {"utils", "util", "helpers", "helper", "common", "misc"}
     assert [path for path in SOURCES if vague & {path.stem, *path.parent.parts}] == []
 
 
-def test_every_file_can_be_read_in_one_sitting():
+def test_no_source_file_exceeds_the_line_limit():
     lengths = {path: len((REPOSITORY / path).read_text().splitlines()) for path in SOURCES}
-    assert {path: length for path, length in lengths.items() if length > LONGEST} == {}
+    assert {path: length for path, length in lengths.items() if length > MAX_LINES} == {}
 
 
-def test_the_map_names_files_that_exist():
+def test_the_architecture_page_names_existing_files():
     text = (REPOSITORY / "ARCHITECTURE.md").read_text()
-    tops = "megakernel|launch|data_pipeline|configs|tests|slurm|benchmarks|docs"
-    named = set(re.findall(rf"`((?:{tops})/[\w./]*)`", text))
+    top_folders = "megakernel|launch|data_pipeline|configs|tests|slurm|benchmarks|docs"
+    named = set(re.findall(rf"`((?:{top_folders})/[\w./]*)`", text))
     assert len(named) > 40
     assert sorted(path for path in named if not (REPOSITORY / path).exists()) == []
 
@@ -59,7 +61,7 @@ def test_cited_sections_of_the_formulas_exist():
     assert [citation for citation in cited if citation[1] not in sections] == []
 
 
-def test_no_page_outside_of_the_repository_is_cited():
+def test_no_document_outside_of_the_repository_is_cited():
     files = subprocess.run(
         ["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=True
     ).stdout.split()
@@ -71,16 +73,16 @@ def test_no_page_outside_of_the_repository_is_cited():
     assert [path for path in found if path != "tests/unit/test_house.py"] == []
 
 
-def test_one_file_alone_patches_another_library():
-    ours = {*ROOMS, *sys.stdlib_module_names}
+def test_only_one_file_patches_another_library():
+    own_modules = {*PACKAGES, *sys.stdlib_module_names}
     patching = set()
     for path in SOURCES:
         nodes = list(ast.walk(ast.parse((REPOSITORY / path).read_text())))
         names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-        theirs = {name.split(".")[0] for name in names} - ours
+        libraries = {name.split(".")[0] for name in names} - own_modules
         for node in nodes:
             for target in node.targets if isinstance(node, ast.Assign) else ():
-                if isinstance(target, ast.Attribute) and ast.unparse(target).split(".")[0] in theirs:
+                if isinstance(target, ast.Attribute) and ast.unparse(target).split(".")[0] in libraries:
                     patching.add(str(path))
     assert patching == {"megakernel/parallel/device.py"}
 
@@ -89,25 +91,25 @@ PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md")])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_of_a_page_leads_somewhere(page):
+def test_every_relative_link_of_a_page_exists(page):
     links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
     missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
     assert missing == []
 
 
-def test_the_readme_can_be_read_at_one_go():
+def test_the_readme_has_at_most_140_lines():
     assert len((REPOSITORY / "README.md").read_text().splitlines()) <= 140
 
 
-def test_every_message_of_the_troubleshooting_page_is_one_that_the_code_says():
+def test_every_message_of_the_troubleshooting_page_is_in_the_code():
     table = (REPOSITORY / "docs/troubleshooting.md").read_text()
-    shown = re.findall(r"^\| `([^`]+)`(?: from `doctor`[^|]*)? \|", table, re.MULTILINE)
+    messages = re.findall(r"^\| `([^`]+)`(?: from `doctor`[^|]*)? \|", table, re.MULTILINE)
     sources = "".join((REPOSITORY / path).read_text() for path in (*SOURCES, "Makefile"))
-    assert len(shown) > 20
-    assert [message for message in shown if message not in sources] == []
+    assert len(messages) > 20
+    assert [message for message in messages if message not in sources] == []
 
 
-def test_every_configuration_key_of_a_page_is_one():
+def test_every_configuration_key_named_in_a_page_exists():
     parts = re.split(r"^## (.+)$", (REPOSITORY / "docs/configuration.md").read_text(), flags=re.MULTILINE)
     keys = {
         f"{section}.{key}"
@@ -123,21 +125,23 @@ def test_every_configuration_key_of_a_page_is_one():
     assert found - keys == set()
 
 
-def test_licence_and_version_are_told_alike_everywhere():
-    told = configparser.ConfigParser()
-    told.read(REPOSITORY / "setup.cfg")
+def test_license_and_version_agree_in_all_files():
+    setup = configparser.ConfigParser()
+    setup.read(REPOSITORY / "setup.cfg")
     citation = yaml_text.read(REPOSITORY / "CITATION.cff")
-    assert {told["metadata"]["license"], citation["license"]} == {"Apache-2.0"}
-    assert {told["metadata"]["version"], citation["version"]} == {megakernel.__version__}
-    text = (REPOSITORY / told["metadata"]["license_files"]).read_text()
+    assert {setup["metadata"]["license"], citation["license"]} == {"Apache-2.0"}
+    assert {setup["metadata"]["version"], citation["version"]} == {megakernel.__version__}
+    text = (REPOSITORY / setup["metadata"]["license_files"]).read_text()
     assert "Apache License" in text
     assert "END OF TERMS AND CONDITIONS" in text
 
 
-def test_what_the_pages_commands_make_is_no_part_of_the_repository():
-    made = ["data/stdlib", "runs/first", "models/dense", ".venv/installed"]
-    ignored = subprocess.run(["git", "check-ignore", *made], cwd=REPOSITORY, capture_output=True, text=True)
-    assert ignored.stdout.split() == made
+def test_outputs_of_documented_commands_are_ignored_by_git():
+    outputs = ["data/stdlib", "runs/first", "models/dense", ".venv/installed"]
+    ignored = subprocess.run(
+        ["git", "check-ignore", *outputs], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert ignored.stdout.split() == outputs
 
 
 def test_every_folder_of_sources_is_a_package():
@@ -145,14 +149,16 @@ def test_every_folder_of_sources_is_a_package():
     assert [folder for folder in folders if not (REPOSITORY / folder / "__init__.py").exists()] == []
 
 
-def test_nobody_is_sent_to_the_public_index_for_this_package():
+def test_no_page_installs_this_package_from_the_public_index():
     pages = [*SOURCES, "README.md", *(REPOSITORY / "docs").glob("*.md")]
-    sends = re.compile(r"pip install '?megakernel\[")  # pages do say that the name alone is another project's
-    assert [path for path in pages if sends.search((REPOSITORY / path).read_text())] == []
+    installs = re.compile(
+        r"pip install '?megakernel\["
+    )  # on the public index the name belongs to another project
+    assert [path for path in pages if installs.search((REPOSITORY / path).read_text())] == []
 
 
 @pytest.mark.parametrize("module", ["megakernel.config", "launch.cli"])
-def test_what_answers_at_once_imports_no_heavy_library(module):
+def test_configuration_and_command_line_import_no_heavy_library(module):
     heavy = [
         "torch",
         "megatron",
@@ -174,13 +180,13 @@ def test_what_answers_at_once_imports_no_heavy_library(module):
 
 def test_no_test_needs_a_file_outside_of_the_repository():
     tests = [*(REPOSITORY / "tests").rglob("*.py")]
-    # Folders above a file up to and with the repository's own.
-    above = {path: len(path.relative_to(REPOSITORY).parts) for path in tests}
-    asked = {
+    # Number of folders from a file up to and including the repository.
+    depth = {path: len(path.relative_to(REPOSITORY).parts) for path in tests}
+    parents_used = {
         path: re.findall(r"__file__\)(?:\.resolve\(\))?\.parents\[(\d+)\]", path.read_text())
         for path in tests
     }
-    assert [path for path in tests if any(int(n) >= above[path] for n in asked[path])] == []
+    assert [path for path in tests if any(int(n) >= depth[path] for n in parents_used[path])] == []
 
 
 SAFE = {
@@ -193,10 +199,10 @@ SAFE = {
     "eval": "never",
     "exec": "never",
 }
-"""Calls that can run what a file holds -> the argument that keeps them from it."""
+"""Calls that can execute code from a file -> the argument that prevents it."""
 
 
-def test_nothing_that_is_read_is_run():
+def test_no_call_can_execute_code_from_a_file():
     unsafe = []
     for path in SOURCES:
         for node in ast.walk(ast.parse((REPOSITORY / path).read_text())):

@@ -1,6 +1,7 @@
 """Limits of GPUs and their nodes from datasheets, and the assumed shares of these limits that work reaches.
 
-Bandwidths count one direction, as a ring uses each. Gigabytes are 10^9 bytes, as in datasheets.
+Bandwidths are those of one direction: a device of a ring sends and receives at the same time. Gigabytes are 10^9
+bytes, as in datasheets.
 """
 
 from dataclasses import dataclass, replace
@@ -106,7 +107,7 @@ _H100 = Gpu(
     source="NVIDIA H100 and DGX H100 datasheets",
 )
 _H200 = replace(
-    _H100,  # NVIDIA H200 SXM and DGX H200 datasheets: more and faster memory, all else alike
+    _H100,  # NVIDIA H200 SXM and DGX H200 datasheets: more and faster memory, otherwise an H100
     name="NVIDIA H200 SXM",
     memory=141e9,
     bandwidth=4.8e12,

@@ -138,7 +138,7 @@ class Job:
         return stage_layers(self.model.first_layer, self.model.num_layers, self.layout.pipeline)
 
     def layers(self, stage: int) -> list[tuple[int, int]]:
-        """The first layer of each kind in a stage, and the number of layers of that kind."""
+        """(first layer, number of layers) of each kind of layers in a stage."""
         return list(Counter(self._first_alike[index] for index in self.stages[stage]).items())
 
     @cached_property

@@ -25,7 +25,7 @@ FACTORIES = frozenset((aten.empty.memory_format, aten.zeros.default, aten.ones.d
 RANGES = frozenset((aten.arange.default, aten.arange.start, aten.arange.start_step))
 
 MANY_PAIRS = 2**22
-"""A comparison of integers with more elements is a mask of pairs and stays fake."""
+"""A comparison of integers with more elements is a mask of pairs and has no contents."""
 
 Region = int | Literal["attention"]
 """Index of the running layer, or "attention" inside of one."""
@@ -240,7 +240,7 @@ def _makes_mask(tensors: list[Tensor]) -> bool:
     if len(tensors) < 2 or len({x.shape for x in tensors}) < 2:
         return False
     sizes = itertools.zip_longest(*(reversed(x.shape) for x in tensors), fillvalue=1)
-    # Positions of very many tokens are not pairs.
+    # Many elements alone are not pairs: an operation on very many tokens has them too.
     return math.prod(map(max, sizes)) > max(MANY_PAIRS, 100 * max(x.numel() for x in tensors))
 
 

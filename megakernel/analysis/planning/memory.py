@@ -34,7 +34,7 @@ class Memory:
     """Memory of the fullest device of a layout."""
 
     parts: dict[str, float]
-    """Bytes by part at the moment of the peak, in backward or at the update."""
+    """Bytes by part at the moment of the peak, which is in backward, in the loss or at the update."""
 
     stage: int
     """The pipeline stage of that device."""

@@ -37,8 +37,8 @@ def _opening(config: Config, note: str, at: int, gpu: Gpu, command: str) -> list
     return [
         f"# {config.run.name}, {training.seq_len:,} tokens a sequence, on {at:,} GPUs: *predicted*",
         "",
-        f"`{command}`, {date.today().isoformat()}. **Nothing on this page was measured**; what each number is made of, "
-        "and how far the same model was off on a CPU, stands in [docs/planning.md](../../docs/planning.md).",
+        f"`{command}`, {date.today().isoformat()}. **Nothing on this page was measured**; "
+        "[docs/planning.md](../../docs/planning.md) explains the numbers and how far the same model was off on a CPU.",
         "",
         f"* {gpu.name}: {gpu.memory / 1e9:g} GB, {gpu.bandwidth / 1e12:g} TB/s, {gpu.peak / 1e12:g} TFLOP/s in "
         f"bfloat16, {gpu.link / 1e9:g} GB/s to the {gpu.per_node - 1} others of its node and "
@@ -65,7 +65,7 @@ def _best(plan: Plan, gpu: Gpu) -> list[str]:
         for name, amounts, unit in parts:
             cells = ", ".join(f"{part} {value / unit:.3g}" for part, value in amounts.items() if value)
             lines.append(f"* {name}: {cells}.")
-        lines.append(f"* {step.hidden:.3g} s of traffic are hidden behind attention.")
+        lines.append(f"* {step.hidden:.3g} s of traffic overlap with attention.")
         lines.append("")
     return lines
 
@@ -114,10 +114,10 @@ def _baselines(config: Config, vocabulary: int, counts: list[int], at: int, gpu:
     yield ""
     yield (
         "The same Transformer on the same devices, each with its best layout. Ring: keys and values pass every device "
-        "behind the work on those before, balanced over the devices. Ulysses: tokens are traded for heads, whose "
-        "number the shards divide. Heads over tensor ranks: also across nodes, up to the number of heads, without "
-        "context ranks. Sequences are one document each: no masks are kept. A step in seconds; *times* is over the "
-        "first."
+        "while it works on the previous ones; work is balanced over the devices. Ulysses: all-to-alls exchange tokens "
+        "for heads, which requires that context ranks divide the heads. Heads over tensor ranks: also across nodes, up "
+        "to the number of heads, without context ranks. Sequences are one document each: no masks are kept. Cells are "
+        "seconds of a step; *times* is relative to the first column."
     )
     yield ""
     ways: list[Way] = ["strong", "longer"]

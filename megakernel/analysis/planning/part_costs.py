@@ -30,7 +30,7 @@ from megakernel.model import LanguageModel
 from megakernel.model.settings import DTYPES, model_settings
 from megakernel.ops import layers
 from megakernel.ops.dispatch import EVERYWHERE, VARIABLE
-from megakernel.ops.kernels.launch import noting
+from megakernel.ops.kernels.launch import record_launches
 from megakernel.parallel.axis import Axis
 from megakernel.parallel.sequence import GroupShard
 
@@ -375,7 +375,7 @@ def _implementations(on_gpu: bool) -> Iterator[None]:
         with warnings.catch_warnings(), ExitStack() as stack:
             warnings.simplefilter("ignore", RuntimeWarning)
             if on_gpu:
-                stack.enter_context(noting())
+                stack.enter_context(record_launches())
                 layers.RMS_NORM[EVERYWHERE], layers.SWIGLU[EVERYWHERE] = _rms_norm, _swiglu
             yield
     finally:

@@ -20,7 +20,7 @@ from .step import Step, necessary_flops, step
 Way = Literal["strong", "weak", "longer"]
 WAYS: dict[Way, str] = {
     "strong": "strong scaling: the same step on more devices",
-    "weak": "weak scaling: as many sequences more as devices",
+    "weak": "weak scaling: a number of sequences that grows with the devices",
     "longer": "longer sequences: a context that grows with the devices",
 }
 """Ways to scale a run with its devices."""
@@ -118,8 +118,8 @@ def plan(
         planned = Planned(candidate, held, step(job, gpu, necessary))
         if sizes not in fitting or planned.step.seconds < fitting[sizes].step.seconds:
             fitting[sizes] = planned
-    left = [planned for sizes, planned in too_large.items() if sizes not in fitting]
-    left.sort(key=lambda planned: planned.memory.total)
+    left = [sized for sizes, sized in too_large.items() if sizes not in fitting]
+    left.sort(key=lambda sized: sized.memory.total)
     fastest_first = sorted(fitting.values(), key=lambda planned: planned.step.seconds)
     return Plan(config, devices, fastest_first, left, refused)
 
@@ -152,16 +152,16 @@ def _layouts_of(config: Config, devices: int, sizes: dict[str, Any]) -> Iterator
     if problem is not None:
         yield problem
         return
-    for rows in powers(config.training.global_batch_size):
-        training = config.training.model_copy(update={"micro_batch_size": rows})
+    for size in powers(config.training.global_batch_size):
+        training = config.training.model_copy(update={"micro_batch_size": size})
         try:
             data = data_parallel_size(changed.model_copy(update={"training": training}), devices)
         except ConfigError as error:
-            if rows == 1:  # a larger micro-batch that does not divide is no problem of the partition
+            if size == 1:  # if a micro-batch of 1 does not divide, none does
                 yield error.problems[0]
             return
         for recompute in RECOMPUTE:
-            yield Layout(**sizes, data=data, micro_batch_size=rows, recompute=recompute)
+            yield Layout(**sizes, data=data, micro_batch_size=size, recompute=recompute)
 
 
 def powers(most: int) -> list[int]:

@@ -45,7 +45,7 @@ class Step:
     """Seconds of traffic that overlaps with other work."""
 
     mfu: float
-    """The model's FLOPs over those that the devices could have done in that time."""
+    """The model's FLOPs without recomputation over those that the devices could have done in that time."""
 
     tokens: int
     """Tokens of a step."""

@@ -47,7 +47,7 @@ class Transfer:
     """Whether it happens in backward."""
 
     parts: int = 1
-    """Parts into which a point-to-point message is split, so that ranks pass it on in a pipeline."""
+    """Parts of a point-to-point message: a rank passes on one part while it receives the next."""
 
     @property
     def sent(self) -> float:
@@ -111,7 +111,7 @@ def step_transfers(job: Job, stage: int) -> Iterator[Transfer]:
         operation = "reduce_scatter" if layout.zero_stage == 3 else "all_reduce"
         yield Transfer("gradient", operation, count * FLOAT32, 1, ranks, backward=True).times(passes)
         if layout.zero_stage:
-            # Weights beyond LIVE are gathered for each forward and each backward.
+            # More weights than ZERO3_LIVE are gathered for each forward and each backward.
             gathers_again = layout.zero_stage == 3 and count > ZERO3_LIVE
             gathers = 2 * job.micro_batches if gathers_again else 1
             yield Transfer("gradient", "all_gather", count * job.element / ranks, 1, ranks).times(gathers)

@@ -177,12 +177,12 @@ _ALL = (
         ],
         "error",
         ("weights", "mechanism", "features"),
-        "key of its own for every token",
+        "separate key for every token",
         lambda form: not form.compresses_input and form.keys_per_head == 1,
     ),
     Analysis(
         "skyformer.instability",
-        "instability over 20 steps from initial weights, over that of softmax",
+        "instability over 20 steps from initial weights, relative to that of softmax",
         "Skyformer, table 3",
         [Plot("lines", "ratio", "step", "ratio", "mechanism", log_y=True, means=True)],
         "ratio",
@@ -210,7 +210,7 @@ _ALL = (
     ),
     Analysis(
         "costs.mixture_costs",
-        "operations and parameters of mixture keys over softmax's",
+        "operations and parameters of mixture keys, relative to softmax",
         "Transformer-MGK, figure 3",
         [
             Plot("lines", "operations", "width", "operations", "tokens", log_x=True),

@@ -90,7 +90,7 @@ def cells(
 ) -> Figure:
     """A heat map of `value` over x and y, each in ascending order; a cell without a row is empty.
 
-    downwards: y increases downwards, like the rows of a matrix. decades: colors are logarithmic, over this many powers
+    downwards: y increases downward, like the rows of a matrix. decades: colors are logarithmic, over this many powers
     of ten below the largest value; cells of 0 or less are empty.
     """
     across, up = _values(rows, x), _values(rows, y)

@@ -26,8 +26,8 @@ def attention_figures(
 
     Args:
         model: all ranks that share its layers' weights must call this; each plots its own heads.
-        inputs: inputs of the first layer; the first `length` real tokens of the first sequence are used, on each
-            context rank those of its shard.
+        inputs: inputs of the first layer; only the first `length` real tokens of the first sequence are used. A
+            context rank treats its shard as a whole sequence.
         heads: maximum number per layer.
         draw: False: do the same computation without plotting, on ranks whose plots are not written.
     """

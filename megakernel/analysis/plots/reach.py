@@ -100,9 +100,9 @@ def histogram(layer: int, gates: Tensor) -> list[Row]:
     for head, of_head in enumerate(gates):
         if not len(of_head):
             continue
-        densities, mean = torch.histc(of_head, BINS, 0.0, 1.0) / len(of_head), of_head.mean().item()
+        shares, mean = torch.histc(of_head, BINS, 0.0, 1.0) / len(of_head), of_head.mean().item()
         rows += [
             {"layer": layer, "head": head, "near": index / BINS, "share": share, "gate": mean}
-            for index, share in enumerate(densities.tolist())
+            for index, share in enumerate(shares.tolist())
         ]
     return rows

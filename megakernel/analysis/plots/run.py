@@ -52,7 +52,7 @@ def analyze_run(
 
     Args:
         folder: folder of the run, an up-training's stage included.
-        names: of `catalogue.ANALYSES`, or `all`, which skips analyses without rows.
+        names: of `catalogue.ANALYSES`, or `all`, which skips analyses that do not apply or have no rows.
         step: of the checkpoint; None takes the newest good one.
         samples: number of validation samples.
         seq_len: tokens of each; None takes those of training, at most DEFAULT_LENGTH.
@@ -64,7 +64,7 @@ def analyze_run(
     Yields each result after its files are written; they replace those of an earlier analysis of the checkpoint.
 
     Raises:
-        UserError: no run, no such checkpoint, no corpus, or invalid values and names.
+        UserError: no run, no such checkpoint, no corpus, or invalid names or values.
     """
     source = find_run(folder, step, reads_text=True)
     config, at = source.config, source.step

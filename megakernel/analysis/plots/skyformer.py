@@ -49,10 +49,10 @@ def model_errors(weights: str, model: LanguageModel, subject: Subject) -> list[R
         q, k, v = rotated(captured)
         for length in lengths(q.shape[2]):
             for (mechanism, features), error in errors(*(x[:, :, :length] for x in (q, k, v))).items():
-                place = (length, features, mechanism, layer)
-                sums[place] = sums.get(place, 0.0) + error / len(subject.batches)
+                key = (length, features, mechanism, layer)
+                sums[key] = sums.get(key, 0.0) + error / len(subject.batches)
     names = ("length", "features", "mechanism", "layer")
-    return [{"weights": weights, **dict(zip(names, place)), "error": error} for place, error in sums.items()]
+    return [{"weights": weights, **dict(zip(names, key)), "error": error} for key, error in sums.items()]
 
 
 def lengths(tokens: int) -> list[int]:

@@ -106,7 +106,7 @@ class Subject:
                 yield sample, layer, captured
 
     def model_inputs(self) -> list[LayerInputs]:
-        """The samples as inputs of the model's first layer; the loss is a mean over the labels of all samples."""
+        """The samples as inputs of the model's first layer; their losses add up to the mean over all labels."""
         total = sum(int(batch.loss_mask.sum()) for batch in self.batches)
         targets = torch.tensor([max(total, 1)], device=self.device)
         return [to_layer_inputs(batch, targets) for batch in self.batches]

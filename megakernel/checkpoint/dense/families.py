@@ -1,7 +1,7 @@
 """The supported families of dense checkpoints: their config.json as our model section, their tensors as ours.
 
 The `model_type` of config.json names the family. A feature that our model lacks is an error that names its key; nothing
-is ignored silently. Keys mean what the modelling code of `transformers` makes of them: each family lists the keys that
+is ignored silently. Keys mean what the modeling code of `transformers` makes of them: each family lists the keys that
 this code reads, and `section` sees only those, so a stray key of another family has no effect here, as it has none
 there.
 """
@@ -96,7 +96,7 @@ def model_section(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         raise UserError(f"{source}: model_type={kind!r} is not read: {REFUSED[kind]}")
     if kind not in FAMILIES:
         known = ", ".join([*FAMILIES, OWN])
-        raise UserError(f"{source}: model_type={kind!r} is not known; this reads {known}")
+        raise UserError(f"{source}: model_type={kind!r} is not supported; give one of {known}")
     family = FAMILIES[kind]
     try:
         for key, value in SUPPORTED_VALUES.items():
@@ -143,7 +143,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 def _frequencies(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
     parameters = {key: value for key, value in parameters.items() if value is not None}
     if "rope_theta" not in parameters:
-        raise _Unsupported(f"rope_parameters={parameters} has no rope_theta; one for all layers is read")
+        raise _Unsupported(f"rope_parameters={parameters} has no rope_theta; only one for all layers is read")
     kind = parameters.get("rope_type", "default")
     section: dict[str, Any] = {"rope_base": parameters["rope_theta"]}
     share = parameters.get("partial_rotary_factor", 1.0)
@@ -499,7 +499,7 @@ FAMILIES = {
 """model_type -> family, in the order in which `plain_config` tries them."""
 
 _EXPERTS = (
-    "its MLPs are experts that a router chooses, of which the model here has one; take a dense model, "
+    "its MLPs are mixtures of experts, which the model here does not have; take a dense model, "
     "see docs/dense_models.md"
 )
 

@@ -85,8 +85,8 @@ def _check_positions(position_ids: Tensor, tokens: Tensor, real: Tensor, before:
     if bool(wrong.any()):
         row, place = wrong.nonzero()[0].tolist()
         raise ValueError(
-            f"position_ids[{row}, {place}] is {int(positions[row, place])}; give {int(expected[row, place])}, where "
-            "the text goes on, or 0, where one begins (or leave position_ids out)"
+            f"position_ids[{row}, {place}] is {int(positions[row, place])}; give {int(expected[row, place])} to "
+            "continue the text, or 0 to begin one (or leave position_ids out)"
         )
     return positions
 

@@ -96,7 +96,7 @@ class Flattening:
                 return Definition(inner, "")
 
     def _collect(self, definition: Definition) -> list[Definition]:
-        assert definition.name, f"{definition.module} is used as a whole; name what is needed of it"
+        assert definition.name, f"{definition.module} is used as a whole; import what is needed from it"
         source = self._source(definition.module)
         statement = source.statements[definition.name]
         names = [name for name, made_by in source.statements.items() if made_by is statement]
@@ -310,7 +310,7 @@ class Flattening:
     def _check_library(self, module: str, by: str) -> None:
         library = module.partition(".")[0]
         known = library in sys.stdlib_module_names or library in self._libraries
-        assert known, f"{by} would be exported and needs {module}; say in code.py what leaves it out"
+        assert known, f"{by} would be exported and needs {module}; exclude it in code.py"
 
     def _users(self, definition: Definition) -> list[str]:
         return [

@@ -12,9 +12,11 @@ from megakernel.config.errors import nearest_first
 from ..sampling import Sampling
 
 MAX_CHOICES = 128
-"""Maximal `n` of a request."""
+"""Maximum of `n`, the texts of one request."""
 
 MAX_STOPS = 16
+"""Maximum number of stop strings of a request."""
+
 SESSION_NAME = r"^[A-Za-z0-9_.-]{1,64}$"
 
 _IGNORED = {
@@ -107,7 +109,7 @@ class Body(BaseModel):
 
     @property
     def max_new_tokens(self) -> int | None:
-        """Maximal number of new tokens, if the request sets it."""
+        """Maximum number of new tokens, if the request sets it."""
         return self.max_tokens
 
     @property
@@ -149,7 +151,7 @@ class ChatBody(Body):
 
     @property
     def max_new_tokens(self) -> int | None:
-        """Maximal number of new tokens, under its new name or the old one."""
+        """Maximum number of new tokens, under its new name or the old one."""
         return self.max_completion_tokens or self.max_tokens
 
     @property

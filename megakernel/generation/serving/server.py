@@ -25,7 +25,7 @@ from .sessions import Session, to_file
 from .worker import GenerationJob, Piece, Worker
 
 MAX_BYTES = 2**30
-"""Maximal bytes of a request: uploaded states of softmax layers are large."""
+"""Maximum bytes of a request: uploaded states of softmax layers are large."""
 
 _INVALID = "invalid_request_error"
 _SESSION = "/v1/sessions/{session}"

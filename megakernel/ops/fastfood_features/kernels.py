@@ -63,7 +63,7 @@ class FeatureShape(NamedTuple):
 
     @property
     def square_share(self) -> float:
-        """Factor of |x|^2 in exponents, over sqrt(d): 0.5 estimates exp(q.k / sqrt(d)), 1 a Gaussian kernel."""
+        """Factor of |x|^2 in exponents: 0.5 / sqrt(d) to estimate exp(q.k / sqrt(d)), 1 / sqrt(d) a Gaussian kernel."""
         return (0.5 if self.name == "favor" else 1.0) * self.width**-0.5
 
 

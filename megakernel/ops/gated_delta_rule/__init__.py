@@ -37,7 +37,7 @@ def gated_delta_rule(
     exchange: AffineExchange | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gated delta rule: a token moves the value stored under its key towards its own value, by the share b.
+    """The gated delta rule: a token moves the value stored under its key toward its own value, by the share b.
 
     Args:
         q: (B, H, N, d).
@@ -111,7 +111,7 @@ def _group(
         states.append(state)
         written.append(from_values[:, :, chunk] - from_keys[:, :, chunk] @ state)
         state = decay[:, :, chunk, None, None] * state + decayed_keys[:, :, chunk] @ written[-1]
-    return chunks.weighed(torch.stack(written, 2), torch.stack(states, 2), *q.shape[1:3]), state
+    return chunks.outputs(torch.stack(written, 2), torch.stack(states, 2), *q.shape[1:3]), state
 
 
 def reference(

@@ -249,7 +249,7 @@ def places_of_keys(keys, seq, batch, TILING: tl.constexpr):
 
 @triton.jit
 def first_key(token, TILING: tl.constexpr):
-    """Index of the first key at or after this place, a multiple of b."""
+    """Index of the first key at or after place `token`, which is a multiple of b for landmarks."""
     return token if TILING.rank == 0 else token // TILING.block_size * TILING.rank
 
 

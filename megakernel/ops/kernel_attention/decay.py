@@ -64,9 +64,9 @@ def gradient_of_decay(
 ) -> Tensor:
     """(B, H_kv, N): gradients of each token's log decay, from gradients of the cumulative log decays.
 
-    The decay of token s affects pairs of a key that entered before s and a query after s, in its document. Its gradient
-    is therefore the sum over such keys, minus the share of queries up to s. Sums restart in each segment; over all
-    tokens, rounding errors would accumulate.
+    The decay of token s scales the weights of keys that entered before s for queries that read after it, within the
+    document. Its gradient is therefore the sum of `of_keys` over those keys minus the sum of `of_queries` over earlier
+    queries. Sums restart in each segment, because over all tokens rounding errors would accumulate.
 
     Args:
         of_keys: (B, H_kv, N), gradient of each key's log scale.

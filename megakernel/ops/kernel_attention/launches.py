@@ -15,7 +15,7 @@ from megakernel.ops.kernels.launch import MIN_PROGRAMS, capability_of, launch
 from megakernel.ops.state import EMPTY, KernelState
 
 MIN_SEGMENT = 64
-"""Tokens of the shortest segment of bidirectional sequences; all segments are multiples of it."""
+"""Tokens of the shortest segment of bidirectional sequences, of which every segment is a multiple."""
 
 STATE_SHARE = 0.02
 """Bytes of states of long bidirectional sequences, at most, as a share of the bytes of q, k, v and out."""
@@ -111,9 +111,9 @@ def unpack_state(sums: Tensor, norms: Tensor, logs: Tensor, phi: Phi, value_dim:
 def segment_length(phi: Phi, q: Tensor, v: Tensor, causal: bool) -> int:
     """Tokens per segment, MIN_SEGMENT times a power of two; depends on shapes alone.
 
-    Bidirectional attention computes no pairs, so segments only split the work. They are long enough that states take
-    STATE_SHARE of the memory of q, k, v and out, or shorter if a small batch would give too few programs.
-    The longer of keys and queries decides: both have states in backward.
+    Bidirectional attention computes no pairs, so segments only split the work. They are long enough that states take at
+    most STATE_SHARE of the memory of q, k, v and out, or shorter if a small batch would give fewer than MIN_PROGRAMS
+    programs. The longer of keys and queries decides: both have states in backward.
     """
     if causal:
         return SEGMENT * max(1, phi.padded_features // 64)

@@ -1,4 +1,4 @@
-"""Launches Triton kernels, or records launches on machines without a GPU. There is no autotuning."""
+"""Launches Triton kernels, or records their launches, which needs no GPU. There is no autotuning."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -59,7 +59,7 @@ _recorded_for = DEFAULT_CAPABILITY
 
 
 @contextmanager
-def noting(capability: int = DEFAULT_CAPABILITY) -> Iterator[list[Launch]]:
+def record_launches(capability: int = DEFAULT_CAPABILITY) -> Iterator[list[Launch]]:
     """Record launches instead of running them: shows what a GPU would run, on a machine without one."""
     global _recorded, _recorded_for
     launches: list[Launch] = []
@@ -70,7 +70,7 @@ def noting(capability: int = DEFAULT_CAPABILITY) -> Iterator[list[Launch]]:
         _recorded = None
 
 
-def is_noting() -> bool:
+def is_recording() -> bool:
     """Whether launches are recorded instead of run."""
     return _recorded is not None
 
@@ -108,4 +108,4 @@ def _tensors(arguments: tuple[Any, ...]) -> Iterator[Tensor]:
 
 def supports_device(device: torch.device) -> bool:
     """Whether kernels support tensors on `device`."""
-    return device.type == "cuda" or INTERPRETED.value or is_noting()
+    return device.type == "cuda" or INTERPRETED.value or is_recording()

@@ -42,8 +42,8 @@ def rms_norm(
         weight: (C,).
         eps: added to the mean square.
         offset: 1 if weights are centered at zero.
-        backend: chunked, reference or liger; None takes the environment's MEGAKERNEL_BACKEND, else liger on a GPU
-            where it is installed and chunked elsewhere.
+        backend: chunked, reference or liger; None reads MEGAKERNEL_BACKEND from the environment, and by default takes
+            liger on a GPU if it is installed and chunked elsewhere.
 
     Returns:
         (..., C) in the dtype of x.

@@ -45,7 +45,7 @@ TOKENS_PER_START = 8
 def by_rows(x: Tensor, weight: Tensor, before: Tensor, positions: Positions) -> Tensor:
     """torch's conv1d with channels as rows, corrected by `by_taps` at document starts.
 
-    On a CPU, it takes less than half the time of `by_taps` in float32, and saves a third of the bytes for backward.
+    On a CPU, it takes less than half the time of `by_taps` in float32, and stores a third of the bytes for backward.
     """
     width = weight.shape[-1]
     if x.numel() < CACHED_ELEMENTS or x.dtype not in FAST_DTYPES:

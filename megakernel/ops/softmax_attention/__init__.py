@@ -51,11 +51,11 @@ def softmax_attention(
         causal: token i sees tokens j <= i of its document; otherwise all tokens of its document.
         window: for causal attention, token i sees only tokens j > i - window; None: all.
         softcap: c in weights exp(c tanh(q.k / (c sqrt(d)))); None: exponents are not capped.
-        positions: (B, N) positions within documents, or the position of the first token of sequences that hold one
-            document each.
+        positions: (B, N) positions within documents, or the position of the first token if each sequence holds one
+            document.
         key_mask: (B, N) bool, False removes a key; not with a state.
-        key_weights: (B, N) multiplies the weight of a key, as if it occurred that often; 0 removes it. Not with packed
-            sequences or a state.
+        key_weights: (B, N) multiplies the weight of a key, as if it occurred that often; 0 removes it. Only
+            with causal=False, and not with key_mask, packed sequences, softcap or a state.
         initial_state: cache of the tokens before these.
         backend: reference or chunked.
 
@@ -64,8 +64,8 @@ def softmax_attention(
         output of a token that sees nothing is 0.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, naming the argument; key_weights where they would be
-            ignored.
+        ValueError: invalid shapes, dtypes or devices, and key_weights that would be ignored; the message names the
+            argument.
     """
     check_heads(q, k, v, cross=not causal and isinstance(positions, int))
     if window is not None and (window < 1 or not causal):
@@ -87,9 +87,9 @@ def softmax_attention(
         if isinstance(positions, Tensor) or cached or is_cut or softcap is not None:
             spans = document_spans(positions, q, cached, causal, window)
     whole = causal and cached == 0
-    if key_weights is not None and (key_mask is not None or spans is not None):
+    if key_weights is not None and (causal or key_mask is not None or spans is not None):
         raise ValueError(
-            "key_weights with key_mask, packed documents, a window or softcap; a weight of 0 hides a key"
+            "key_weights with causal=True, key_mask, packed documents, softcap or a state; a weight of 0 hides a key"
         )
     arguments = (q, visible_k, visible_v, spans, whole, key_mask, key_weights, softcap)
     out = choose(IMPLEMENTATIONS, backend)(*arguments)

@@ -28,7 +28,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | None) -> Tensor:
     """Causal attention outputs (B, H, N, d) within documents.
 
-    positions: (B or 1, N) within documents, of sequences without a cache; padding, at -1, gets 0.
+    positions: (B or 1, N) within documents, of sequences without a cache; the output of padding, at -1, is 0.
     window: tokens that a token sees, including itself; None: all of its document up to itself.
     """
     batch, _, length, _ = q.shape

@@ -81,14 +81,14 @@ def ring_attention(
         ring: this shard and its neighbors.
         causal: token i sees tokens j <= i of its document; otherwise all tokens of its document.
         window: for causal attention, token i sees only tokens j > i - window; None: all. All shards still rotate.
-        positions: (B, N) positions within documents, or any int for sequences that hold one document each.
+        positions: (B, N) positions within documents, or any int if each sequence holds one document.
         key_mask: (B, N) bool, False removes a key.
 
     Returns:
         (B, H, N, D). The output of a token that sees nothing is 0.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, naming the argument.
+        ValueError: invalid shapes, dtypes or devices; the message names the argument.
     """
     check_heads(q, k, v)
     rows = q.unflatten(1, (k.shape[1], -1))

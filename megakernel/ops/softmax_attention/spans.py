@@ -111,7 +111,7 @@ def cross_shard_spans(documents: Tensor, keys: Tensor, ahead: int | None, window
 
     documents: (B, N) of queries and keys: (B, M) of keys identify documents by numbers that increase along the whole
     sequence. ahead: tokens from the first key to the first query, for causal queries, which see at most the last
-    `window` tokens, including their own; None: not causal.
+    `window` tokens, including themselves; None: not causal.
     """
     first = torch.searchsorted(keys, documents)
     last = torch.searchsorted(keys, documents, right=True) - 1

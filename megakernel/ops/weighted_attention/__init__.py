@@ -73,8 +73,8 @@ def weighted_attention(
         key_weights: m, broadcastable to (B, H_kv, M, S) with S the cached tokens and these; 0 removes a key.
         normalize: divide by the sum of weights; false is kernelized attention.
         causal: token i sees tokens j <= i of its document; otherwise all tokens of its document.
-        positions: (B, N) positions within documents, or the position of the first token of sequences that hold one
-            document each.
+        positions: (B, N) positions within documents, or the position of the first token if each sequence holds one
+            document.
         initial_state: cache of the tokens before these.
         backend: reference, chunked or triton.
 
@@ -83,7 +83,7 @@ def weighted_attention(
         is 0.
 
     Raises:
-        ValueError: shapes, dtypes, devices or names that do not fit, naming the argument.
+        ValueError: invalid shapes, dtypes, devices or names; the message names the argument.
     """
     check_choice("join", join, ("sum", "max"))
     cross = not causal and isinstance(positions, int)

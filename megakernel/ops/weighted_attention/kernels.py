@@ -156,7 +156,7 @@ def load_tokens(tokens, batch, head, at, length, C: tl.constexpr, D, DP: tl.cons
 def load_terms(terms, entry, at, length, C: tl.constexpr, META: tl.constexpr):
     """a or b of the module docstring, (..., M, length), from index `at` on: M times (C,).
 
-    Values beyond the end do not matter: no query sees such keys, and such queries have no gradient.
+    Values from `length` on are arbitrary: no query sees keys there, and queries there have no gradient.
     """
     M: tl.constexpr = META.components
     terms += entry * M * length
@@ -221,7 +221,7 @@ def largest_of(logs):
 
 @triton.jit
 def key_weights(logs, HARD: tl.constexpr):
-    """Weights of the keys of a position, which sum to its weight; if HARD, the largest keys share that of one."""
+    """Weights of the keys of a position, which sum to its weight; if HARD, the largest ones share that of one."""
     weights = ()
     if HARD:
         top = largest_of(logs)

@@ -141,7 +141,7 @@ class MetricsWriter:
             for summary in (experiment, start):
                 self._events.file_writer.add_summary(summary, 0)
             self._events.add_custom_scalars(LAYOUT)
-            # Indented, Markdown shows it verbatim.
+            # Markdown shows indented text verbatim.
             self._events.add_text("config", textwrap.indent(to_yaml(config), "    "), 0)
             if packing:
                 self._events.add_text("packing", packing, 0)
@@ -154,7 +154,7 @@ class MetricsWriter:
                 self._events.file_writer.add_summary(_hparams(config)[2], config.training.steps)
 
     def write(self, step: int, entry: Entry) -> None:
-        """Write and flush all metrics of a step; OSError names the file."""
+        """Write and flush all metrics of a step. Raises OSError, which names the file."""
         with _naming_file(self._file):
             if entry.scalars:
                 finite = {

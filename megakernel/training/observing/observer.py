@@ -27,16 +27,15 @@ class Providers:
     """Functions of higher packages, which training must not import."""
 
     make_model: Callable[[Config, Corpora, Ranks], MakeModel]
-    """Returns the builder of the model for the run's objective. UserError, on all ranks alike."""
+    """Returns the builder of the model for the run's objective. Raises UserError, alike on all ranks."""
 
     figures: "Callable[[LanguageModel, LayerInputs, bool], dict[str, Figure]]"
-    """Plots of the attention layers for the first sequence; called on all ranks, drawn where the last argument is
-    true."""
+    """Plots of the attention layers for the first sequence; called on all ranks, drawn if the flag is set."""
 
     sampler: Callable[[Config, Tokenizer], Callable[[LanguageModel], str]]
     """Returns a function from a model to its continuation of logging.sample_prompt, in Markdown.
 
-    UserError if the sample is longer than the model's positions.
+    Raises UserError if the sample is longer than the model's positions.
     """
 
 
@@ -44,7 +43,7 @@ class Observer:
     """Collects histograms, plots, samples and profiles; called on all ranks, fills entries on rank 0.
 
     excluded: context manager for time that is not part of a step.
-    UserError if samples are longer than the model's positions.
+    Raises UserError if samples are longer than the model's positions.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""How far random features are from the kernel they estimate: *Learning the Transformer Kernel*, theorem 3.
+"""Mean squared error of kernel estimates by random features: *Learning the Transformer Kernel*, theorem 3.
 
 Frequencies omega_c = mu_c + S_c^T n of C Gaussians share one noise n ~ N(0, I) (eqs. 5 and 10), covariance
 S_c^T S_c. The estimators are means over M draws of n of
@@ -10,7 +10,7 @@ it needs two corrections, which the tests show against measured errors:
 
 * both formulas take |S^T p|; covariance S^T S, as the theorem states it, makes it |S p|, p = k - q;
 * eq. 14 has exp(2 |S^T o|) - exp(|S^T o|), o = k + q, where the norms must be squared (so do eqs. 45 and 46; the
-  last line of eq. 44 squares the exponential in place of the bracket).
+  last line of eq. 44 squares the exponential instead of the bracket).
 
 With |S p|^2, eq. 13 is right: 2/m cos^2(mu.p) (1 - exp(-|S p|^2))^2, at most 2/m.
 

@@ -1,4 +1,4 @@
-"""FLuRKA's claims about operations, against the equations and against what torch counts in our modules."""
+"""FLuRKA's claims about operations, against the equations and against the FLOPs that torch counts in the modules."""
 
 import itertools
 
@@ -36,7 +36,7 @@ def in_region_of_claim_3(sizes: Sizes) -> bool:
     return sizes.tokens > sizes.rank * (sizes.heads + 2) and sizes.width > sizes.rank
 
 
-def holds_but_for_the_slip_in_equation_10(in_region, advantage) -> bool:
+def holds_except_for_the_error_in_equation_10(in_region, advantage) -> bool:
     region = [sizes for sizes in GRID if in_region(sizes)]
     assert len(region) > 100
     exceptions = [sizes for sizes in region if advantage(sizes) <= 1]
@@ -44,7 +44,7 @@ def holds_but_for_the_slip_in_equation_10(in_region, advantage) -> bool:
 
 
 def test_claim_1_flurka_needs_fewer_operations_than_both_parents():
-    assert holds_but_for_the_slip_in_equation_10(in_region_of_claim_1, lambda sizes: min(speedups(sizes)))
+    assert holds_except_for_the_error_in_equation_10(in_region_of_claim_1, lambda sizes: min(speedups(sizes)))
 
 
 def test_claim_2_flurka_needs_fewer_operations_than_low_rank():
@@ -54,10 +54,10 @@ def test_claim_2_flurka_needs_fewer_operations_than_low_rank():
 
 
 def test_claim_3_flurka_needs_fewer_operations_than_its_kernel():
-    assert holds_but_for_the_slip_in_equation_10(in_region_of_claim_3, lambda sizes: speedups(sizes)[1])
+    assert holds_except_for_the_error_in_equation_10(in_region_of_claim_3, lambda sizes: speedups(sizes)[1])
 
 
-def test_the_printed_bound_of_claims_1_and_3_is_too_low_where_width_hardly_exceeds_rank():
+def test_the_printed_bound_of_claims_1_and_3_is_too_low_if_width_barely_exceeds_rank():
     sizes = Sizes(tokens=3000, rank=250, width=256, heads=8)
     assert in_region_of_claim_1(sizes)
     assert in_region_of_claim_3(sizes)
@@ -72,7 +72,7 @@ def test_claim_1_is_inside_claims_2_and_3():
     )
 
 
-def test_outside_the_regions_a_parent_can_need_fewer():
+def test_outside_the_regions_a_parent_can_need_fewer_operations():
     few_keys = Sizes(tokens=20_000, rank=16, width=512, heads=4)
     assert not in_region_of_claim_2(few_keys)
     assert speedups(few_keys)[0] < 1
@@ -89,7 +89,7 @@ def test_speedups_grow_along_the_papers_sweeps():
 
 
 SIZES = Sizes(tokens=1024, rank=48, width=64, heads=4)
-"""In the region of claim 1, and small."""
+"""Small sizes in the region of claim 1."""
 
 
 def counted(preset: str, changes: dict) -> float:
@@ -116,7 +116,7 @@ def counted(preset: str, changes: dict) -> float:
 
 
 def matrix_flops(operations: dict[str, float]) -> float:
-    """What torch counts of an equation: a multiplication and an addition for each term of its matrix products."""
+    """FLOPs that torch counts for an equation: a multiplication and an addition per term of its matrix products."""
     return 2 * sum(count for part, count in operations.items() if part not in ("softmax", "feature_map"))
 
 
@@ -124,14 +124,14 @@ LOW_RANK = {"compression": {"rank": SIZES.rank}}
 
 
 def test_linformer_executes_equation_6(monkeypatch):
-    # Torch counts nothing inside the fused softmax of a CPU.
+    # Torch counts no FLOPs inside the fused softmax on a CPU.
     monkeypatch.setenv("MEGAKERNEL_BACKEND", "reference")
     assert in_region_of_claim_1(SIZES)
     assert counted("linformer", LOW_RANK) == matrix_flops(low_rank_operations(SIZES))
 
 
 def with_normalizer(operations: dict[str, float], keys: int) -> float:
-    """The equations leave out the normalizer, a column of the state, and the sum of the states of chunks."""
+    """Adds what the equations omit: the normalizer, a column of the state, and the sum of the chunks' states."""
     state = SIZES.head_dim * (SIZES.head_dim + 1) * SIZES.heads
     chunks = -(-keys // min(CHUNK, keys))
     column = (SIZES.head_dim + 1) / SIZES.head_dim
@@ -148,14 +148,14 @@ def test_flurka_executes_equation_8():
     assert counted("flurka_rnn", LOW_RANK) == with_normalizer(flurka_operations(SIZES), SIZES.rank)
 
 
-def test_compressing_after_the_projections_costs_the_projections_of_all_tokens():
+def test_compressing_after_the_projections_costs_projections_of_all_tokens():
     naive = {"compression": {"rank": SIZES.rank, "compress": "projected"}}
     saved = counted("flurka_rnn", naive) - counted("flurka_rnn", LOW_RANK)
     assert saved == 2 * 2 * (SIZES.tokens - SIZES.rank) * SIZES.width**2
 
 
 @pytest.mark.parametrize("tokens", [20_000])
-def test_the_papers_speed_settings_are_where_it_says(tokens):
+def test_the_speed_settings_of_the_paper_are_in_the_stated_regions(tokens):
     assert in_region_of_claim_1(Sizes(tokens, 1500, 2600, 8))
     assert all(in_region_of_claim_2(Sizes(tokens, rank, 512, 4)) for rank in (8000, 11_200, 14_400))
     assert all(in_region_of_claim_3(Sizes(tokens, 1000, width, 4)) for width in (4000, 10_400, 20_000))

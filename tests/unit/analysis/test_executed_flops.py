@@ -1,7 +1,7 @@
-"""The formulas against what torch executes and counts.
+"""The FLOP formulas against the FLOPs that torch counts.
 
-The chunked ops execute what the formulas need and three known extras, no more and no less: whole blocks
-where the mechanism looks at half of them, pairs inside a chunk of the scan, and the product that adds states.
+The chunked ops execute exactly the formulas and three known extras: whole blocks where the mechanism uses half of them,
+pairs inside a chunk of the scan, and the product that adds states.
 """
 
 from collections.abc import Callable
@@ -85,7 +85,7 @@ def test_flurka_executes_the_formula_whole_blocks_and_the_scan(keys, near, seq_l
     mixture = {"mixture": {"keys": keys}} if keys > 1 else {}
     settings = model({"preset": {"softmax": "flurka", "kernel": "flurka_kernel"}[near], **mixture}, kv_heads)
     parts = needed(settings, seq_len)
-    parts.pop("gate", None)  # a projection of the layer, not of the op
+    parts.pop("gate", None)  # the layer computes it, not the op
     block, rank, features = 64, 8, 2 * HEAD_DIM
     pool = torch.zeros(rank, block)
     q, k, v = tensors(seq_len, kv_heads)
@@ -110,7 +110,7 @@ def test_flurka_executes_the_formula_whole_blocks_and_the_scan(keys, near, seq_l
     assert executed == sum(parts.values()) + whole_blocks + extras
 
 
-def test_a_window_executes_whole_blocks_and_a_column_for_the_normalizer():
+def test_window_attention_executes_whole_blocks_and_a_column_for_the_normalizer():
     executed = executed_per_token(1024, lambda: window_attention(*tensors(1024), block_size=64))
     pair = 2 * HEAD_DIM + 2 * HEAD_DIM
     assert executed == sum(needed(model("local"), 1024).values()) * 64 / 32.5 * (pair + 2) / pair
@@ -126,7 +126,7 @@ LANDMARKS, ROW = 12, 96
 
 
 def landmark_parts(name: str, **settings) -> dict[str, float]:
-    """Of an encoder's head."""
+    """FLOPs per token of one head of an encoder."""
     form = Attention.model_validate({"mechanism": name, name: settings})
     return form.spec.flops(LayerShape(1, 1, HEAD_DIM, HEAD_DIM, causal=False, seq_len=ROW))
 
@@ -142,7 +142,7 @@ def test_skyformer_executes_the_formula(head):
     assert executed_per_token(ROW, lambda: skyformer_attention(*head, landmarks=rows)) == sum(parts.values())
 
 
-def test_nystromformer_executes_the_formula_and_means_as_products(head):
+def test_nystromformer_executes_the_formula_and_products_for_the_means(head):
     parts = landmark_parts("nystromformer", landmarks=LANDMARKS)
     segments = torch.arange(ROW)[None] * LANDMARKS // ROW
     means = 2 * 2 * LANDMARKS * HEAD_DIM

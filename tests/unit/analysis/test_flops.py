@@ -27,7 +27,7 @@ def core(attention, seq_len=256, **changes) -> dict[str, float]:
     ("seq_len", "block", "blocks"),
     itertools.product([1, 7, 8, 9, 16, 37], [1, 8, 64], [1, 2]),
 )
-def test_mean_local_keys_is_the_mean_over_a_count_of_allowed_pairs(seq_len, block, blocks):
+def test_mean_local_keys_equals_a_count_of_allowed_pairs(seq_len, block, blocks):
     pairs = sum(
         key <= query and query // block - key // block < blocks
         for query in range(seq_len)
@@ -36,7 +36,7 @@ def test_mean_local_keys_is_the_mean_over_a_count_of_allowed_pairs(seq_len, bloc
     assert mean_local_keys(seq_len, block, blocks) == pairs / seq_len
 
 
-def test_a_small_softmax_model_by_hand():
+def test_flops_of_a_small_softmax_model():
     assert forward_flops(model(), seq_len=9, vocab_size=50) == {
         "projections": 2 * (2 * 64 * 64 * 4),
         "near": 2 * 4 * 5 * (2 * 16 + 2 * 16),  # 5 = (9 + 1) / 2 keys, scores and weighted values
@@ -45,7 +45,7 @@ def test_a_small_softmax_model_by_hand():
     }
 
 
-def test_grouped_queries_save_projections_and_state_but_no_readout():
+def test_grouped_queries_reduce_projections_and_state_but_not_the_readout():
     all_heads, grouped = core("linear"), core("linear", num_kv_heads=2)
     assert grouped["state"] == all_heads["state"] / 2
     assert grouped["readout"] == all_heads["readout"]
@@ -53,7 +53,7 @@ def test_grouped_queries_save_projections_and_state_but_no_readout():
     assert projections == 2 * 2 * 64 * 16 * (4 + 2 + 2 + 4)
 
 
-def test_feature_maps_by_hand():
+def test_flops_of_feature_maps():
     # 4 heads of 16; hedgehog has a matrix of 16 x 16; linear attention has none.
     assert core("hedgehog")["feature_map"] == 8 * 2 * 16 * 16
     assert core("linear")["feature_map"] == 0
@@ -81,24 +81,26 @@ def test_feature_widths(feature_map, width):
 
 
 QUADRATIC = [name for name in PRESETS if Attention(**expand_preset(name)).weighs_every_pair]
-MEETS_EVERY_BLOCK = ["eva", "flurka_eva", "linformer_causal"]
-"""Quadratic too, divided by the size of a chunk or block."""
+ATTENDS_EVERY_BLOCK = ["eva", "flurka_eva", "linformer_causal"]
+"""Mechanisms of quadratic cost divided by the size of a chunk or block."""
 
 
-@pytest.mark.parametrize("preset", [name for name in PRESETS if name not in (*QUADRATIC, *MEETS_EVERY_BLOCK)])
-def test_a_token_of_kernelized_attention_costs_no_more_at_1_million_than_at_8_thousand(preset):
+@pytest.mark.parametrize(
+    "preset", [name for name in PRESETS if name not in (*QUADRATIC, *ATTENDS_EVERY_BLOCK)]
+)
+def test_flops_per_token_of_linear_mechanisms_do_not_grow_with_length(preset):
     short, long = (flops_per_token(model(attention=preset), n, 256) for n in (8192, 2**20))
-    # What a sequence costs once, such as an inverse, is shared by its tokens.
+    # Costs per sequence, such as an inverse, are divided by its tokens.
     assert long == short or (long < short and Attention(**expand_preset(preset)).mixes_future_tokens)
 
 
 @pytest.mark.parametrize("preset", QUADRATIC)
-def test_a_token_that_weighs_every_pair_costs_in_proportion_to_the_length(preset):
-    # Of a causal model: half of the pairs, and a token itself.
+def test_flops_per_token_of_quadratic_mechanisms_grow_in_proportion_to_length(preset):
+    # A causal model has half of the pairs, and the pairs of a token with itself.
     assert core(preset, 4095)["near"] == 2 * core(preset, 2047)["near"]
 
 
-def test_a_mixture_of_keys_adds_products_and_a_projection_for_each():
+def test_each_key_of_a_mixture_adds_products_and_a_projection():
     one, two = core("gaussian"), core("mgk")
     assert two["near"] == 1.5 * one["near"]
     mgk, smgk = (forward_flops(model(attention=name), 256, 8)["projections"] for name in ("mgk", "smgk"))
@@ -107,26 +109,26 @@ def test_a_mixture_of_keys_adds_products_and_a_projection_for_each():
     assert (mlk["state"], mlk["readout"]) == (linear["state"], linear["readout"])
 
 
-def test_shifted_keys_of_flurka_are_pooled_as_one():
+def test_shifted_keys_of_flurka_are_pooled_once():
     one, two = core("flurka"), core({"preset": "flurka", "mixture": {}})
     shifted = core({"preset": "flurka", "mixture": {"kind": "shifted"}})
     assert shifted == two | {"landmarks": one["landmarks"]}
 
 
-def test_layers_of_a_pattern_count_by_their_own_attention():
+def test_layers_of_a_pattern_count_with_their_own_attention():
     mixed = model(num_layers=4, attention="flurka", attention_pattern=["main", "main", "main", "softmax"])
     parts, flurka, softmax = forward_flops(mixed, 256, 8), core("flurka"), core("softmax")
     assert parts["near"] == 3 * flurka["near"] + softmax["near"]
     assert parts["readout"] == 3 * flurka["readout"]
 
 
-def test_training_is_three_forwards():
+def test_training_costs_three_forwards():
     small = model(attention="flurka")
     assert training_flops_per_token(small, 256, 50) == 3 * flops_per_token(small, 256, 50)
 
 
-def test_linformer_and_flurka_by_hand():
-    # 24 landmarks for 256 tokens of width 64: E and F on the input, then keys and values of landmarks alone.
+def test_flops_of_linformer_and_flurka():
+    # 24 landmarks for 256 tokens of width 64: E and F on the input, then keys and values of only the landmarks.
     encoder = {"kind": "masked_lm", "max_positions": 256}
     compression = {"rank": 24}
     linformer = core({"preset": "linformer", "compression": compression}, **encoder)
@@ -145,12 +147,12 @@ def test_linformer_and_flurka_by_hand():
 @pytest.mark.parametrize(
     ("seq_len", "size", "skipped"), itertools.product([1, 7, 8, 9, 37], [1, 8, 64], [1, 2])
 )
-def test_mean_complete_blocks_is_a_count_of_blocks_before_the_window(seq_len, size, skipped):
+def test_mean_complete_blocks_equals_a_count_of_blocks_before_the_window(seq_len, size, skipped):
     blocks = sum(max(0, query // size - skipped + 1) for query in range(seq_len))
     assert mean_complete_blocks(seq_len, size, skipped) == blocks / seq_len
 
 
-def test_eva_by_hand():
+def test_flops_of_eva():
     # Windows of 64 tokens and chunks of 16: causal queries see the chunks before their own, 7.5 of 16 on average.
     assert core("eva") == {
         "summaries": 4 * (2 * 2 * 16 * 16 / 16 + 4 * 16),
@@ -159,12 +161,12 @@ def test_eva_by_hand():
     }
 
 
-def test_a_token_of_an_encoder_attends_every_other():
+def test_a_token_of_an_encoder_attends_to_all_tokens():
     assert forward_flops(model(), 9, 50)["near"] == 2 * 4 * 5 * 4 * 16
     assert forward_flops(model(kind="masked_lm"), 9, 50)["near"] == 2 * 4 * 9 * 4 * 16
 
 
-def test_only_hidden_tokens_need_logits_and_a_classifier_none():
+def test_masked_models_need_logits_of_hidden_tokens_and_classifiers_none():
     masked, head = model(kind="masked_lm"), 2 * 64 * 50
     saved = flops_per_token(masked, 9, 50) - flops_per_token(masked, 9, 50, predicted=0.15)
     assert saved == pytest.approx(0.85 * head)

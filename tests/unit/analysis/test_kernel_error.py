@@ -1,4 +1,4 @@
-"""KL theorem 3 against errors measured with the feature maps that attention uses."""
+"""Theorem 3 of Learning the Transformer Kernel against errors measured with the feature maps of attention."""
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ from tests.unit.analysis.kernel_error import prf_error, prf_kernel, rks_error, r
 
 WIDTH, SAMPLES, DRAWS = 4, 16, 50_000
 
-WITHIN = 0.05
-"""The issue's tolerance; an error measured on 5e4 draws is itself off by sqrt(kurtosis / 5e4), 2 % at most here."""
+TOLERANCE = 0.05
+"""An error measured on 5e4 draws is itself off by sqrt(kurtosis / 5e4), here at most 2 %."""
 
 
 def mixture(components: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -33,7 +33,7 @@ def tied(seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def estimates(name: str, means: Tensor, factors: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """phi(q).phi(k) of many draws, each in the place of a head."""
+    """phi(q).phi(k) of many draws, with one draw per head."""
     draw = torch.Generator().manual_seed(2)
     noise = torch.randn(DRAWS, 1, SAMPLES, WIDTH, generator=draw, dtype=torch.float64)
     omega = (noise @ factors + means[:, None]).flatten(1, 2)
@@ -46,17 +46,17 @@ def estimates(name: str, means: Tensor, factors: Tensor, q: Tensor, k: Tensor) -
 MIXTURES = {"theorem 3": tied(), "one": mixture(1), "three untied": mixture(3)}
 
 
-@pytest.mark.parametrize("which", MIXTURES)
+@pytest.mark.parametrize("mixture_name", MIXTURES)
 @pytest.mark.parametrize(
     ("name", "kernel", "error"), [("rks", rks_kernel, rks_error), ("prf", prf_kernel, prf_error)]
 )
-def test_measured_errors_are_the_closed_forms(name, kernel, error, which):
-    measured = estimates(name, *MIXTURES[which], *pair())
-    exact = kernel(*MIXTURES[which], *pair())
-    # Unbiased: the mean of the draws is within 5 of its standard deviations.
+def test_measured_errors_equal_the_closed_forms(name, kernel, error, mixture_name):
+    measured = estimates(name, *MIXTURES[mixture_name], *pair())
+    exact = kernel(*MIXTURES[mixture_name], *pair())
+    # Unbiased: the mean of the draws is within 5 standard deviations.
     assert abs(measured.mean() - exact) < 5 * measured.std() / DRAWS**0.5
-    expected = error(*MIXTURES[which], *pair(), SAMPLES)
-    assert (measured - exact).square().mean().item() == pytest.approx(expected.item(), rel=WITHIN)
+    expected = error(*MIXTURES[mixture_name], *pair(), SAMPLES)
+    assert (measured - exact).square().mean().item() == pytest.approx(expected.item(), rel=TOLERANCE)
 
 
 def test_equation_13_holds_with_s_p_and_not_with_s_transposed_p():
@@ -69,7 +69,7 @@ def test_equation_13_holds_with_s_p_and_not_with_s_transposed_p():
 
     assert rks_error(means, factors, q, k, SAMPLES).item() == pytest.approx(printed((factor @ p).norm()))
     measured = (estimates("rks", means, factors, q, k) - rks_kernel(means, factors, q, k)).square().mean()
-    assert measured.item() != pytest.approx(printed((factor.T @ p).norm()), rel=WITHIN)
+    assert measured.item() != pytest.approx(printed((factor.T @ p).norm()), rel=TOLERANCE)
 
 
 def test_equation_14_holds_with_squared_norms_and_not_as_printed():
@@ -84,11 +84,11 @@ def test_equation_14_holds_with_squared_norms_and_not_as_printed():
     expected = prf_error(means, factors, q, k, SAMPLES).item()
     assert expected == pytest.approx(printed((factor @ o).norm() ** 2))
     measured = (estimates("prf", means, factors, q, k) - prf_kernel(means, factors, q, k)).square().mean()
-    assert measured.item() != pytest.approx(printed((factor.T @ o).norm()), rel=WITHIN)
+    assert measured.item() != pytest.approx(printed((factor.T @ o).norm()), rel=TOLERANCE)
 
 
 def test_smaller_covariance_means_smaller_error():
-    """What the theorem is for: a learned kernel can lower its own variance."""
+    """The consequence of the theorem: a learned kernel can lower its own variance."""
     q, k = pair()
     for means, factors in MIXTURES.values():
         for error in (rks_error, prf_error):

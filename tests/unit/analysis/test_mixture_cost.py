@@ -1,4 +1,4 @@
-"""Transformer-MGK's appendix B against layers that are built and operations that are executed."""
+"""Transformer-MGK's appendix B against parameters of layers and executed operations."""
 
 import math
 
@@ -32,7 +32,7 @@ class Operations(TorchDispatchMode):
 
 
 def executed(heads: int, keys: int, similarity: str) -> int:
-    """Of projections, attention and the output projection of one layer."""
+    """Operations of the projections, attention and output projection of one layer."""
     x = torch.randn(LENGTH, INPUT)
     to_q, to_k, to_v = (torch.randn(INPUT, parts * heads * WIDTH) for parts in (1, keys, 1))
     with Operations() as counted:
@@ -41,7 +41,7 @@ def executed(heads: int, keys: int, similarity: str) -> int:
         k = k.view(1, LENGTH, heads, keys, WIDTH).permute(0, 2, 3, 1, 4)
         out, _ = weighted_attention(q, k, v, similarity=similarity, causal=False)
         out.transpose(1, 2).reshape(LENGTH, heads * WIDTH) @ torch.randn(heads * WIDTH, INPUT)
-    # Our op sums the normalizer as one more column of the values.
+    # The op computes the normalizer as one more column of the values.
     return counted.count - heads * LENGTH * (2 * LENGTH - 1)
 
 
@@ -57,13 +57,13 @@ def test_half_the_heads_with_mixture_keys_execute_the_operations_of_the_paper(ke
 
 def test_the_printed_sum_is_off_by_half_an_operation_per_number():
     n, h, d, x = 1024, 8, 64, 512
-    # Adding up the line before, (3 M + 2) / M should read (2 M + 3) / M: 3.5 and not 4 for two keys.
+    # By the sum of the line before, (3 M + 2) / M should be (2 M + 3) / M: 3.5 instead of 4 for two keys.
     printed = n**2 * h * (3 * d - 0.5) + n * h * d * (4 * x + h * d - 4)
     assert costs.mixture_operations(n, h, d, x) == printed + n * h * d / 2
 
 
 def attention_parameters(heads: int, attention: str) -> int:
-    """Of a model's one layer, beside a layer whose heads are half as many and half as wide."""
+    """Parameters of the attention of a model with one layer."""
     sizes = {"num_layers": 1, "hidden_size": INPUT, "ffn_hidden_size": 8, "position": "none"}
     model = Model.model_validate({**sizes, "num_heads": heads, "head_dim": WIDTH, "attention": attention})
     rest = 2 * INPUT + 3 * INPUT * 8 + INPUT + 128 * INPUT  # norms, MLP, last norm, embedding
@@ -84,11 +84,11 @@ def test_two_keys_save_the_papers_number_of_parameters():
     assert saved == h * d * x + 0.5 * (h * d) ** 2 - h
 
 
-def test_the_saving_grows_with_length_and_width():
+def test_mixtures_need_fewer_operations_and_three_quarters_in_the_limit():
     def ratio(length: int, width: int) -> float:
         sizes = (length, 8, width, 8 * width)
         return costs.mixture_operations(*sizes) / costs.softmax_operations(*sizes)
 
-    # Towards 3/4 of the pairs' work and 2/3 of the projections'; the paper's figure 3 shows it below 1 everywhere.
+    # The limits are 3/4 for pairs and 2/3 for projections; the paper's figure 3 shows ratios below 1 everywhere.
     assert all(ratio(n, d) < 1 for n in (128, 1024, 8192) for d in (32, 128, 512))
     assert math.isclose(ratio(2**24, 64), 0.75, abs_tol=2e-3)

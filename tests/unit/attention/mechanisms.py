@@ -1,7 +1,7 @@
-"""The points of the algebra that every property is tested on, and inputs for them.
+"""The attention configurations on which every property is tested, and inputs for them.
 
-They are all presets, and variants of them beside. What a point promises, and in which directions, it declares itself
-(`megakernel.config.attention`): nothing here or in a test goes by its name.
+These are all presets, and variants of them. Each configuration itself declares its properties and directions
+(`megakernel.config.attention`): neither this file nor a test decides by name.
 """
 
 from itertools import pairwise
@@ -31,7 +31,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "eva_overlap": {"preset": "eva", "eva": {"overlap": True, "exclude_window": True}},
     "eva_uneven_chunks": {"preset": "eva", "eva": {"chunk_size": 3}},
-    # So many samples that the cosines of these inputs do not cancel without smoothing, either.
+    # Enough samples that the cosines of these inputs do not cancel even without smoothing.
     "rff_unsmoothed": {"preset": "rff", "feature_map": {"smoothing": 0.0, "samples": 96}},
     "gmm_rks_unsmoothed": {"preset": "gmm_rks", "feature_map": {"smoothing": 0.0}},
     "gmm_rks_untied": {"preset": "gmm_rks", "feature_map": {"components": 3, "tied": False}},
@@ -130,10 +130,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "nystromformer_conv": {"preset": "nystromformer", "nystromformer": {"conv_kernel": 3}},
 }
-"""Name -> tree of a point that no preset names. Sizes are left out unless they are what varies."""
+"""Name -> tree of a configuration without a preset. Sizes are omitted unless the variant is about them."""
 
 Sizes = dict[str, dict[str, int]]
-"""Section or kind -> its sizes."""
+"""Section or kind of compression -> its sizes."""
 
 SMALL: Sizes = {
     "block": {"block_size": 4, "rank": 2},
@@ -144,24 +144,24 @@ SMALL: Sizes = {
     "skyformer": {"features": 12},
     "nystromformer": {"landmarks": 5},
 }
-"""Blocks, windows and landmarks of which a short sequence has many."""
+"""Sizes at which a short sequence has many blocks, windows and landmarks."""
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 6
-LONGEST = 64
-"""Columns of Linformer's matrices."""
+MAX_POSITIONS = 64
+"""Number of columns of Linformer's matrices."""
 
 
 def small(tree: dict[str, Any]) -> dict[str, Any]:
     """`tree` with SMALL sizes, for keys and values of every token."""
-    whole = sized(tree, SMALL)
-    if not Attention.model_validate(whole).compresses_input:
-        return whole
-    # Keys and values of landmarks have no places; that eq. 1 gives the same is a test of its own.
-    return merged(whole, {"compression": {"compress": "projected"}})
+    small_tree = sized(tree, SMALL)
+    if not Attention.model_validate(small_tree).compresses_input:
+        return small_tree
+    # Keys and values of compressed inputs have no positions; another test shows that eq. 1 gives the same.
+    return merged(small_tree, {"compression": {"compress": "projected"}})
 
 
 def may_divide_by_zero(form: Attention) -> bool:
-    """Whether a query's weights, products of tokens or cosines without smoothing, have either sign and may cancel."""
+    """Whether weights (products of tokens, or cosines without smoothing) have either sign, so that they may cancel."""
     phi = form.feature_map
     return phi is not None and (phi.name == "identity" or (phi.is_trigonometric and phi.smoothing == 0))
 
@@ -169,49 +169,49 @@ def may_divide_by_zero(form: Attention) -> bool:
 def sized(tree: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
     """`tree` expanded, with `sizes` and a smoothing over its preset and under its own changes."""
     form = Attention.model_validate(expand_preset(tree))
-    between: dict[str, Any] = {}
+    sizes_of_form: dict[str, Any] = {}
     if form.compression is not None:
-        between["compression"] = sizes[form.compression.kind]
+        sizes_of_form["compression"] = sizes[form.compression.kind]
     elif form.near is not None:
-        between["near"] = sizes["near"]
+        sizes_of_form["near"] = sizes["near"]
     if form.mechanism != "algebra":
-        between[form.mechanism] = sizes.get(form.mechanism, {})
+        sizes_of_form[form.mechanism] = sizes.get(form.mechanism, {})
     if may_divide_by_zero(form):
-        # No rounding is small beside a denominator near 0.
-        between["feature_map"] = {"smoothing": 1.0}
+        # Near a zero denominator every rounding error is large.
+        sizes_of_form["feature_map"] = {"smoothing": 1.0}
     changes = {key: part for key, part in tree.items() if key != "preset"}
-    return merged(merged(PRESETS.get(tree.get("preset", ""), {}), between), changes)
+    return merged(merged(PRESETS.get(tree.get("preset", ""), {}), sizes_of_form), changes)
 
 
 POINTS: dict[str, dict[str, Any]] = {name: {"preset": name} for name in PRESETS} | VARIANTS
-"""Name -> tree of every mechanism that is tested."""
+"""Name -> tree of every tested mechanism."""
 
 TREES = {name: small(tree) for name, tree in POINTS.items()}
-"""The same with small sizes."""
+"""The same trees with small sizes."""
 
 FORMS = {name: Attention.model_validate(tree) for name, tree in TREES.items()}
 
 CAUSAL = [name for name, form in FORMS.items() if not form.mixes_future_tokens]
-"""Mechanisms whose tokens can see earlier ones alone."""
+"""Mechanisms that can be causal."""
 
 BIDIRECTIONAL = [name for name, form in FORMS.items() if not form.looks_back_only]
-"""Mechanisms whose tokens can see later ones, too."""
+"""Mechanisms that can be bidirectional."""
 
 DIRECTIONS = [*((name, True) for name in CAUSAL), *((name, False) for name in BIDIRECTIONAL)]
-"""Every mechanism with every direction in which it can look: name, and whether it is causal."""
+"""Name and causality: every mechanism in every direction that it supports."""
 
 
 def layer(
     name: str, *, dtype: torch.dtype = torch.float64, kv_heads: int = KV_HEADS, **options: Any
 ) -> AttentionLayer:
-    """A layer whose parameters have moved away from their initial values, where gates and token counts would cancel."""
+    """A layer with parameters away from their initial values, at which gates and token counts would have no effect."""
     module = with_projections(
         build(
             TREES[name],
             num_heads=HEADS,
             num_kv_heads=kv_heads,
             head_dim=WIDTH,
-            max_positions=LONGEST,
+            max_positions=MAX_POSITIONS,
             seed=(7, 0),
             **options,
         )
@@ -224,7 +224,7 @@ def layer(
 
 
 def with_projections(module: AttentionLayer) -> AttentionLayer:
-    """A layer that wants several projected keys at a position makes them of the one it is handed."""
+    """Make a layer with several projected keys per position derive them from the one key that tests pass."""
     if module.keys_per_head > 1:
         attend = module.attend
 
@@ -243,12 +243,12 @@ def shard_of(
     kv_heads: int = KV_HEADS,
     causal: bool = True,
 ) -> AttentionLayer:
-    """The layer that holds some heads of `whole`, with its weights cut as the layer says."""
-    sizes = {"num_heads": HEADS, "num_kv_heads": kv_heads, "head_dim": WIDTH, "max_positions": LONGEST}
+    """The tensor-parallel shard of `whole` for `heads`, with its weights partitioned as the layer declares."""
+    sizes = {"num_heads": HEADS, "num_kv_heads": kv_heads, "head_dim": WIDTH, "max_positions": MAX_POSITIONS}
     part = with_projections(build(TREES[name], **sizes, causal=causal, seed=(7, 0), heads=heads))
-    cut = part.sharded_parameters()
+    sharded = part.sharded_parameters()
     weights = {
-        key: value.chunk(heads.size, cut[key])[heads.rank] if key in cut else value
+        key: value.chunk(heads.size, sharded[key])[heads.rank] if key in sharded else value
         for key, value in whole.state_dict().items()
     }
     part.double().load_state_dict(weights)
@@ -272,7 +272,7 @@ def tokens(
 
 
 def packed(length: int, *starts: tuple[int, ...]) -> Tensor:
-    """Positions (B, N) of sequences whose documents start at the given places, and at 0."""
+    """Positions (B, N) of sequences whose documents start at 0 and at the given indices."""
     rows = []
     for row in starts:
         edges = [0, *row, length]
@@ -281,13 +281,13 @@ def packed(length: int, *starts: tuple[int, ...]) -> Tensor:
 
 
 def gradients(module: AttentionLayer, out: Tensor, *inputs: Tensor, seed: int = 3) -> list[Tensor]:
-    """Gradients of a fixed random sum of the output in the inputs and all parameters."""
+    """Gradients of a fixed random weighted sum of the output, with respect to the inputs and all parameters."""
     draw = torch.Generator().manual_seed(seed)
     weights = torch.randn(out.shape, generator=draw, dtype=torch.float64)
-    wanted = [*inputs, *module.parameters()]
-    return list(torch.autograd.grad((out * weights).sum(), wanted, allow_unused=True, materialize_grads=True))
+    leaves = [*inputs, *module.parameters()]
+    return list(torch.autograd.grad((out * weights).sum(), leaves, allow_unused=True, materialize_grads=True))
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
-    """Equal up to the rounding of float64 sums in another order."""
+    """Equal up to rounding of float64 sums in another order."""
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)

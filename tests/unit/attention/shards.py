@@ -1,6 +1,6 @@
-"""A sequence in shards inside one process: a thread per shard, tensors handed over as they are.
+"""Context parallelism inside one process: one thread per shard, which pass tensors to each other directly.
 
-The graph of autograd is shared, so a backward through all outputs also tests the gradients of the exchanges.
+The shards share one autograd graph, so a backward through all outputs also tests the gradients of the exchanges.
 """
 
 import threading
@@ -22,7 +22,7 @@ Item = TypeVar("Item")
 
 
 class Table:
-    """Where shards lay down what others pick up."""
+    """Exchanges items between the threads."""
 
     def __init__(self, size: int):
         self.size = size
@@ -37,8 +37,8 @@ class Table:
         return items
 
 
-class Arrived(NamedTuple, Generic[Item]):
-    """The result of an exchange that is over."""
+class FinishedExchange(NamedTuple, Generic[Item]):
+    """A finished exchange."""
 
     result: Item
 
@@ -47,7 +47,7 @@ class Arrived(NamedTuple, Generic[Item]):
 
 
 class ThreadShard(ContextParallelShard):
-    """Over threads."""
+    """A context-parallel shard whose ranks are threads."""
 
     def __init__(self, table: Table, rank: int):
         self.table, self.rank, self.size = table, rank, table.size
@@ -58,14 +58,16 @@ class ThreadShard(ContextParallelShard):
             return x.new_zeros(*x.shape[:-2], count, x.shape[-1])
         return shards[self.rank - 1][..., -count:, :]
 
-    def start_prefix(self, state: KernelState, carries: Tensor) -> Arrived[KernelState]:
+    def start_prefix(self, state: KernelState, carries: Tensor) -> FinishedExchange[KernelState]:
         return self._merged(self.table.gather(self.rank, (state, carries))[: self.rank], state)
 
-    def start_suffix(self, state: KernelState, carries: Tensor) -> Arrived[KernelState]:
+    def start_suffix(self, state: KernelState, carries: Tensor) -> FinishedExchange[KernelState]:
         return self._merged(self.table.gather(self.rank, (state, carries))[: self.rank : -1], state)
 
-    def _merged(self, parts: list[tuple[KernelState, Tensor]], state: KernelState) -> Arrived[KernelState]:
-        return Arrived(
+    def _merged(
+        self, parts: list[tuple[KernelState, Tensor]], state: KernelState
+    ) -> FinishedExchange[KernelState]:
+        return FinishedExchange(
             reduce(lambda total, part: merge(keep(total, part[1]), part[0]), parts, empty_state(state))
         )
 
@@ -81,8 +83,8 @@ class ThreadShard(ContextParallelShard):
     def heads_to_tokens(self, x: Tensor) -> Tensor:
         return torch.cat(self.table.gather(self.rank, x), 1).chunk(self.size, 2)[self.rank]
 
-    def start_rotation(self, tensors: tuple[Tensor, ...]) -> Arrived[tuple[Tensor, ...]]:
-        return Arrived(self.table.gather(self.rank, tensors)[self.rank - 1])
+    def start_rotation(self, tensors: tuple[Tensor, ...]) -> FinishedExchange[tuple[Tensor, ...]]:
+        return FinishedExchange(self.table.gather(self.rank, tensors)[self.rank - 1])
 
 
 def in_shards(size: int, work: Callable[[ThreadShard], Tensor]) -> list[Tensor]:
@@ -107,13 +109,15 @@ def check_shards(
     positions: Tensor | None,
     rotary: Rotary,
 ) -> None:
-    """A layer over `size` shards of q, k, v gives the outputs and gradients of the whole."""
+    """Check that a layer over `size` shards of q, k, v has the outputs and gradients of the unsharded layer."""
     expected = module(*inputs, AttentionInputs(positions=positions, rotary=rotary))
 
     def work(cp_shard: ThreadShard) -> Tensor:
-        here = [x.chunk(size, 2)[cp_shard.rank] for x in inputs]
-        at = None if positions is None else positions.chunk(size, 1)[cp_shard.rank]
-        return module(*here, AttentionInputs(positions=at, rotary=rotary, cp_shard=cp_shard))
+        local_inputs = [x.chunk(size, 2)[cp_shard.rank] for x in inputs]
+        local_positions = None if positions is None else positions.chunk(size, 1)[cp_shard.rank]
+        return module(
+            *local_inputs, AttentionInputs(positions=local_positions, rotary=rotary, cp_shard=cp_shard)
+        )
 
     out = torch.cat(in_shards(size, work), 2)
     assert_close(out, expected)
@@ -130,30 +134,34 @@ def check_shards_and_decoding(
     size: int,
     prompt: Sequence[int],
 ) -> None:
-    """A float64 layer gives the `whole` output over `size` shards, and in parts of a prompt, then token by token.
+    """Check that a float64 layer gives the output `whole` over `size` shards, and when decoding.
 
-    tensors: q, k, v and the further projection; of those that require gradients shards give the whole's. prompt: where
-    its parts end.
+    tensors: q, k, v and the further projection; gradients of those that require them are compared too. prompt: ends of
+    the parts in which a prompt is read before decoding token by token.
     """
 
     def work(cp_shard: ThreadShard) -> Tensor:
-        *mine, further = (x.chunk(size, 2)[cp_shard.rank] for x in tensors)
-        at = None if positions is None else positions.chunk(size, 1)[cp_shard.rank]
-        return module(*mine, AttentionInputs(at, rotary=rotary, cp_shard=cp_shard, further=further))
+        *qkv, further = (x.chunk(size, 2)[cp_shard.rank] for x in tensors)
+        local_positions = None if positions is None else positions.chunk(size, 1)[cp_shard.rank]
+        return module(
+            *qkv, AttentionInputs(local_positions, rotary=rotary, cp_shard=cp_shard, further=further)
+        )
 
     shards = torch.cat(in_shards(size, work), 2)
     torch.testing.assert_close(shards, whole, rtol=1e-10, atol=1e-10)
     learned = [x for x in tensors if x.requires_grad]
     if learned:
-        slopes = (torch.autograd.grad(out.sin().sum(), learned, retain_graph=True) for out in (shards, whole))
-        for mine, expected in zip(*slopes):
-            torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-10)
+        shard_and_whole_gradients = (
+            torch.autograd.grad(out.sin().sum(), learned, retain_graph=True) for out in (shards, whole)
+        )
+        for actual, expected in zip(*shard_and_whole_gradients):
+            torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
     state, outputs, start = None, [], 0
     for end in (*prompt, *range(prompt[-1] + 1, whole.shape[2] + 1)):
-        at = None if positions is None else positions[:, start:end]
+        part_positions = None if positions is None else positions[:, start:end]
         *tokens, further = (x[:, :, start:end] for x in tensors)
-        out, state = module.extend(*tokens, state, positions=at, rotary=rotary, further=further)
+        out, state = module.extend(*tokens, state, positions=part_positions, rotary=rotary, further=further)
         outputs.append(out)
         start = end
     torch.testing.assert_close(torch.cat(outputs, 2), whole, rtol=1e-10, atol=1e-10)

@@ -12,7 +12,7 @@ QKV = [torch.randn(1, 4, 150, 8, generator=torch.Generator().manual_seed(i)) for
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_name_a_tree_and_a_validated_tree_build_the_same(preset):
+def test_a_preset_name_a_tree_and_a_validated_tree_build_the_same_layer(preset):
     validated = Attention.model_validate(expand_preset(preset))
     causal = validated.mixes_future_tokens is None
     layers = [
@@ -38,7 +38,7 @@ def test_a_name_a_tree_and_a_validated_tree_build_the_same(preset):
         ("linear", {"num_kv_heads": 2, "heads": HeadShard(0, 4)}, "num_kv_heads=2 does not divide over 4"),
     ],
 )
-def test_what_cannot_be_built_is_said(form, options, message):
+def test_invalid_attention_is_refused_with_the_reason(form, options, message):
     with pytest.raises(ValueError, match=message):
         build(form, num_heads=4, head_dim=8, **options)
 
@@ -48,7 +48,7 @@ def test_extending_needs_a_causal_layer():
         build("linear", num_heads=4, head_dim=8, causal=False).extend(*QKV)
 
 
-def test_padding_must_fit_and_needs_the_whole_sequence():
+def test_a_padding_mask_must_fit_and_excludes_context_parallelism():
     module = build("linear", num_heads=4, head_dim=8)
     with pytest.raises(ValueError, match=r"padding_mask has shape \(1, 149\); expected \(1, 150\)"):
         module(*QKV, AttentionInputs(padding_mask=torch.ones(1, 149, dtype=torch.bool)))
@@ -68,12 +68,12 @@ def test_a_halo_longer_than_the_shard_is_refused():
         )
 
 
-def test_what_heads_share_passes_through_the_shard():
-    passed = []
-    heads = HeadShard(0, 2, shared=lambda x: passed.append(x) or x)
+def test_parameters_shared_by_heads_pass_through_the_head_shard():
+    shared_parameters = []
+    heads = HeadShard(0, 2, shared=lambda x: shared_parameters.append(x) or x)
     module = build("flurka", num_heads=4, head_dim=8, heads=heads)
     module(*(x[:, :2] for x in QKV))
-    assert [x is y for x, y in zip(passed, (module.pool_keys, module.pool_values))] == [True, True]
+    assert [x is y for x, y in zip(shared_parameters, (module.pool_keys, module.pool_values))] == [True, True]
     assert ALL_HEADS.shared(module.pool_keys) is module.pool_keys
 
 
@@ -82,11 +82,11 @@ def test_random_matrices_have_orthogonal_rows_of_gaussian_length():
     gram = omega @ omega.transpose(-1, -2)
     off_diagonal = gram - torch.diag_embed(gram.diagonal(dim1=-2, dim2=-1))
     assert off_diagonal.abs().max() < 1e-12
-    # E |omega|^2 = d; the mean of 4,000 chi-square numbers with 8 degrees of freedom is within 0.25 (4 sigma).
+    # E |omega|^2 = d; the mean of 4,000 chi-square numbers with 8 degrees of freedom is off by at most 0.25 (4 sigma).
     assert abs(gram.diagonal(dim1=-2, dim2=-1).mean().item() - 1.0 * 8) < 0.26
 
 
-def test_landmarks_start_as_means_over_their_own_stretch():
+def test_landmarks_start_as_means_over_their_own_tokens():
     weights = pooling_logits(3, 8).double().softmax(-1)
     own = torch.tensor([[1, 1, 1, 0, 0, 0, 0, 0], [0, 0, 0, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0, 1, 1]])
     torch.testing.assert_close(
@@ -95,7 +95,7 @@ def test_landmarks_start_as_means_over_their_own_stretch():
     torch.testing.assert_close(pooling_logits(1, 8).softmax(-1), torch.full((1, 8), 1 / 8))
 
 
-def test_as_many_landmarks_as_tokens_start_as_exact_attention():
+def test_with_one_landmark_per_token_attention_starts_exact():
     torch.testing.assert_close(
         pooling_logits(16, 16).double().softmax(-1), torch.eye(16).double(), rtol=0, atol=1e-15
     )
@@ -111,7 +111,7 @@ def test_as_many_landmarks_as_tokens_start_as_exact_attention():
 def test_the_gate_starts_at_its_bias(gate_bias, expected):
     q, k, _ = QKV
     module = build({"preset": "flurka", "near": {"gate_bias": gate_bias}}, num_heads=4, head_dim=8)
-    # The far part of the second block sees the first block alone: values 0 near and 1 far show the share of the near.
+    # In the second block the far context is the first block: values 0 near and 1 far show the weight of the window.
     v = torch.zeros(1, 4, 150, 8)
     v[:, :, :64] = 1
     torch.testing.assert_close(1 - module(q, k, v)[:, :, 64:128], torch.full((1, 4, 64, 8), expected))
@@ -128,26 +128,26 @@ def test_the_gate_starts_at_its_bias(gate_bias, expected):
     ],
     ids=lambda feature_map: feature_map["name"],
 )
-def test_under_one_normalizer_far_and_near_start_in_one_unit(feature_map):
+def test_with_a_shared_normalizer_far_and_near_start_on_the_same_scale(feature_map):
     tree = {
         "preset": "flurka",
         "near": {"join": "shared"},
         "compression": {"block_size": 16},
         "feature_map": feature_map,
     }
-    nothing, v = torch.zeros(1, 4, 150, 8).double(), QKV[2].double()
-    # All tokens are alike to all, so each sees the mean of what came before.
+    zeros, v = torch.zeros(1, 4, 150, 8).double(), QKV[2].double()
+    # All weights are equal, so each token sees the mean of the values so far.
     mean = v.cumsum(2) / torch.arange(1, 151)[:, None]
-    torch.testing.assert_close(build(tree, num_heads=4, head_dim=8).double()(nothing, nothing, v), mean)
+    torch.testing.assert_close(build(tree, num_heads=4, head_dim=8).double()(zeros, zeros, v), mean)
 
 
-def test_rotary_depends_on_distance_alone():
+def test_rotary_depends_only_on_distance():
     rotary = Rotary(8)
     q, k = (torch.randn(1, 1, 1, 8, dtype=torch.float64) for _ in range(2))
 
     def dot(i, j):
-        at = torch.tensor([[i]]), torch.tensor([[j]])
-        return (rotary(q, at[0]) * rotary(k, at[1])).sum()
+        positions = torch.tensor([[i]]), torch.tensor([[j]])
+        return (rotary(q, positions[0]) * rotary(k, positions[1])).sum()
 
     torch.testing.assert_close(dot(7, 4), dot(1_000_007, 1_000_004))
     torch.testing.assert_close(dot(0, 0), (q * k).sum())
@@ -159,6 +159,6 @@ def test_rotary_is_exact_in_float32_at_a_million_tokens():
     torch.testing.assert_close(Rotary(8)(x, far).double(), Rotary(8)(x.double(), far), rtol=0, atol=1e-6)
 
 
-def test_rotary_needs_an_even_width():
+def test_rotary_needs_an_even_head_dimension():
     with pytest.raises(ValueError, match="head_dim=7"):
         Rotary(7)

@@ -1,4 +1,4 @@
-"""FLuRKA's landmarks that fade at the ends of blocks, against the formula, one token after the other."""
+"""FLuRKA's landmarks that decay at the ends of blocks, against the formula, token by token."""
 
 import pytest
 import torch
@@ -28,17 +28,17 @@ def layer(name, decay="gate"):
 
 
 def inputs():
-    """q, k, v and logits of gates, large enough that landmarks fade within the sequence."""
+    """q, k, v and gate logits, large enough that landmarks decay within the sequence."""
     draw = torch.Generator().manual_seed(0)
     shapes = ((HEADS, WIDTH), (KEY_HEADS, WIDTH), (KEY_HEADS, WIDTH), (KEY_HEADS, 1))
     drawn = [torch.randn(BATCH, h, TOKENS, d, generator=draw, dtype=torch.float64) for h, d in shapes]
     return [*drawn[:3], 6 * drawn[3] - 6]
 
 
-def by_hand(module, decay, q, k, v, further, positions):
-    """Equations 4.1, 4.4 and the two joins, one sequence, head and token at a time; phi = elu + 1."""
+def reference(module, decay, q, k, v, further, positions):
+    """Equations 4.1, 4.4 and the two merges, one sequence, head and token at a time; phi = elu + 1."""
     pool_keys, pool_values = module.pool_keys.softmax(-1), module.pool_values.softmax(-1)
-    blocks, by_phi = module.near.blocks, module.near.kind == "kernel"
+    blocks, kernel_window = module.near.blocks, module.near.kind == "kernel"
 
     def phi(x):
         return torch.nn.functional.elu(x) + 1
@@ -48,19 +48,19 @@ def by_hand(module, decay, q, k, v, further, positions):
         for head in range(HEADS):
             key_head = head // (HEADS // KEY_HEADS)
             keys, values = k[row, key_head], v[row, key_head]
-            token_count = BLOCK / RANK * (module.far_mass[key_head].exp() if by_phi else 1)
+            token_count = BLOCK / RANK * (module.far_mass[key_head].exp() if kernel_window else 1)
             for i in range(TOKENS):
-                at = int(positions[row, i])
-                first, block = i - at, at // BLOCK
+                position = int(positions[row, i])
+                first, block = i - position, position // BLOCK
                 num, den = torch.zeros(WIDTH, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
                 for ended in range(block):
                     last = first + ended * BLOCK + BLOCK - 1
                     if decay == "fixed":
-                        kept = 1 - 2.0 ** (-5 - key_head)
+                        decay_factor = 1 - 2.0 ** (-5 - key_head)
                     else:
                         logit = further[row, key_head, last, 0] + module.decay_bias[key_head]
-                        kept = torch.sigmoid(logit) ** (1 / 16)
-                    num, den = kept * num, kept * den
+                        decay_factor = torch.sigmoid(logit) ** (1 / 16)
+                    num, den = decay_factor * num, decay_factor * den
                     start = last + 1 - BLOCK * blocks
                     if start < first:
                         continue
@@ -70,7 +70,7 @@ def by_hand(module, decay, q, k, v, further, positions):
                         num = num + weight * (pool_values[s] @ values[start : start + BLOCK])
                         den = den + weight
                 near = range(first + max(0, block - blocks + 1) * BLOCK, i + 1)
-                if by_phi:
+                if kernel_window:
                     weights = torch.stack([phi(q[row, head, i]) @ phi(keys[t]) for t in near])
                 else:
                     weights = torch.stack([q[row, head, i] @ keys[t] / WIDTH**0.5 for t in near]).exp()
@@ -78,35 +78,35 @@ def by_hand(module, decay, q, k, v, further, positions):
                 if den == 0:
                     out = near_num / near_den
                 elif module.is_gated:
-                    share = torch.sigmoid(module.gate_bias[head])
-                    out = share * near_num / near_den + (1 - share) * num / den
+                    gate = torch.sigmoid(module.gate_bias[head])
+                    out = gate * near_num / near_den + (1 - gate) * num / den
                 else:
                     # exp(gamma) / phi(0).phi(0), and phi(0).phi(0) = d of elu.
-                    scale = 1 if by_phi else module.far_weight[head].exp() / WIDTH
+                    scale = 1 if kernel_window else module.far_weight[head].exp() / WIDTH
                     out = (near_num + scale * num) / (near_den + scale * den)
                 rows.append(out)
     return torch.stack(rows).view(q.shape)
 
 
 @pytest.mark.parametrize(("name", "decay"), [*((name, "gate") for name in FORMS), ("gated", "fixed")])
-def test_a_layer_is_the_formula_in_values_and_gradients(name, decay):
+def test_layer_values_and_gradients_equal_the_formula(name, decay):
     tensors, module = [x.requires_grad_() for x in inputs()], layer(name, decay)
     q, k, v, further = tensors
-    told = AttentionInputs(POSITIONS, further=further if decay == "gate" else None)
-    outputs = module(q, k, v, told), by_hand(module, decay, *tensors, POSITIONS)
+    layer_inputs = AttentionInputs(POSITIONS, further=further if decay == "gate" else None)
+    outputs = module(q, k, v, layer_inputs), reference(module, decay, *tensors, POSITIONS)
     torch.testing.assert_close(*outputs, rtol=1e-9, atol=1e-9)
-    learned = [*tensors[: 4 if decay == "gate" else 3], *module.parameters()]
-    found, expected = (torch.autograd.grad(out.sin().sum(), learned) for out in outputs)
-    for mine, naive in zip(found, expected, strict=True):
-        assert naive.any()
-        torch.testing.assert_close(mine, naive, rtol=1e-9, atol=1e-9)
+    leaves = [*tensors[: 4 if decay == "gate" else 3], *module.parameters()]
+    found, expected = (torch.autograd.grad(out.sin().sum(), leaves) for out in outputs)
+    for actual, wanted in zip(found, expected, strict=True):
+        assert wanted.any()
+        torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("positions", [None, POSITIONS], ids=["row", "packed"])
 @pytest.mark.parametrize("backend", ["chunked", "reference"])
 @pytest.mark.usefixtures("small_chunks")
-def test_shards_and_decoding_are_the_whole_sequence(name, positions, backend, monkeypatch):
+def test_shards_and_decoding_equal_the_whole_sequence(name, positions, backend, monkeypatch):
     tensors, module, rotary = [x.requires_grad_() for x in inputs()], layer(name), Rotary(WIDTH)
     q, k, v, further = tensors
     whole = module(q, k, v, AttentionInputs(positions, rotary=rotary, further=further))
@@ -115,6 +115,6 @@ def test_shards_and_decoding_are_the_whole_sequence(name, positions, backend, mo
 
 
 @pytest.mark.parametrize("preset", ["linear", "linformer_causal", "local", "mamba2"])
-def test_a_decay_without_landmarks_under_a_kernel_is_refused(preset):
-    with pytest.raises(ValueError, match=r"far_decay=gate is of landmarks.*preset: flurka"):
+def test_far_decay_needs_landmarks_with_a_kernel(preset):
+    with pytest.raises(ValueError, match=r"far_decay=gate decays landmarks.*preset: flurka"):
         Attention.model_validate(expand_preset({"preset": preset, "far_decay": "gate"}))

@@ -1,4 +1,4 @@
-"""The gated delta rule: op, layer and model against its formula, one token after the other."""
+"""The gated delta rule: op and layer against its formula, token by token."""
 
 import pytest
 import torch
@@ -12,14 +12,14 @@ LENGTH, WIDTH, VALUES = 150, 6, 5
 POSITIONS = torch.cat([torch.arange(70), torch.arange(LENGTH - 70)]).expand(2, -1)
 
 
-def drawn(*shapes):
+def random_tensors(*shapes):
     draw = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
 
 
 @pytest.mark.parametrize("positions", [0, 7, POSITIONS], ids=["row", "continued", "packed"])
-def test_chunks_are_the_recurrence_in_values_and_gradients(positions):
-    q, k, v, gate, logits, state = tensors = drawn(
+def test_chunked_values_and_gradients_equal_the_recurrence(positions):
+    q, k, v, gate, logits, state = tensors = random_tensors(
         (2, 4, LENGTH, WIDTH), (2, 2, LENGTH, WIDTH), (2, 2, LENGTH, VALUES),
         (2, 2, LENGTH), (2, 2, LENGTH), (2, 2, WIDTH, VALUES),
     )  # fmt: skip
@@ -29,10 +29,10 @@ def test_chunks_are_the_recurrence_in_values_and_gradients(positions):
     def run(backend):
         unit = k / k.norm(dim=-1, keepdim=True)
         numbers = logsigmoid(gate), logits.sigmoid()
-        out, left = gated_delta_rule(
+        out, final_state = gated_delta_rule(
             q, unit, v, *numbers, positions=positions, initial_state=state, backend=backend
         )
-        return out, left, *torch.autograd.grad(out.sin().sum() + left.cos().sum(), tensors)
+        return out, final_state, *torch.autograd.grad(out.sin().sum() + final_state.cos().sum(), tensors)
 
     for found, expected in zip(run("chunked"), run("reference")):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
@@ -44,7 +44,9 @@ def layer(decay="step"):
 
 
 def inputs(length=LENGTH):
-    return drawn((2, 4, length, WIDTH), (2, 2, length, WIDTH), (2, 2, length, WIDTH), (2, 2, length, 2))
+    return random_tensors(
+        (2, 4, length, WIDTH), (2, 2, length, WIDTH), (2, 2, length, WIDTH), (2, 2, length, 2)
+    )
 
 
 def token_by_token(module, q, k, v, further, positions):
@@ -56,18 +58,18 @@ def token_by_token(module, q, k, v, further, positions):
             for i in range(q.shape[2]):
                 logit, strength = further[row, key_head, i]
                 rate = module.log_decay_rate[key_head].exp()
-                kept = torch.exp(-rate * softplus(logit + module.decay_bias[key_head]))
+                decay_factor = torch.exp(-rate * softplus(logit + module.decay_bias[key_head]))
                 if positions[row, i] == 0:
-                    kept = 0.0
+                    decay_factor = 0.0
                 b = torch.sigmoid(strength)
                 query, key = (x / (x @ x + 1e-6).sqrt() for x in (q[row, head, i], k[row, key_head, i]))
-                forgets = torch.eye(WIDTH, dtype=torch.float64) - b * torch.outer(key, key)
-                state = kept * state @ forgets + b * torch.outer(v[row, key_head, i], key)
+                projection = torch.eye(WIDTH, dtype=torch.float64) - b * torch.outer(key, key)
+                state = decay_factor * state @ projection + b * torch.outer(v[row, key_head, i], key)
                 rows.append(state @ query / WIDTH**0.5)
     return torch.stack(rows).view(q.shape)
 
 
-def test_a_layer_is_the_recurrence_in_values_and_gradients():
+def test_layer_values_and_gradients_equal_the_recurrence():
     length = 77
     positions = torch.stack([torch.arange(length), torch.cat([torch.arange(66), torch.arange(11)])])
     tensors = [x.requires_grad_() for x in inputs(length)]
@@ -78,24 +80,24 @@ def test_a_layer_is_the_recurrence_in_values_and_gradients():
         token_by_token(module, *tensors, positions),
     ]
     torch.testing.assert_close(*outputs, rtol=1e-9, atol=1e-9)
-    learned = [*tensors, *module.parameters()]
-    found, expected = (torch.autograd.grad(out.sin().sum(), learned) for out in outputs)
-    for mine, naive in zip(found, expected):
-        torch.testing.assert_close(mine, naive, rtol=1e-9, atol=1e-9)
+    leaves = [*tensors, *module.parameters()]
+    found, expected = (torch.autograd.grad(out.sin().sum(), leaves) for out in outputs)
+    for actual, wanted in zip(found, expected):
+        torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("decay", ["step", "gate", "fixed"])
 @pytest.mark.parametrize("positions", [None, POSITIONS], ids=["row", "packed"])
-def test_shards_and_decoding_are_the_whole_sequence(positions, decay):
+def test_shards_and_decoding_equal_the_whole_sequence(positions, decay):
     tensors, rotary, module = [x.requires_grad_() for x in inputs()], Rotary(WIDTH), layer(decay)
     q, k, v, further = tensors
     whole = module(q, k, v, AttentionInputs(positions, rotary=rotary, further=further))
     check_shards_and_decoding(module, whole, tensors, positions, rotary, size=5, prompt=(100,))
 
 
-def test_a_value_written_again_takes_the_place_of_the_one_before():
-    (values,) = drawn((1, 1, 3, VALUES))
+def test_a_second_value_for_a_key_replaces_the_first():
+    (values,) = random_tensors((1, 1, 3, VALUES))
     keys = torch.eye(WIDTH, dtype=torch.float64)[[0, 1, 0]].view(1, 1, 3, WIDTH)
     out, _ = gated_delta_rule(keys, keys, values, torch.zeros(()).double(), torch.ones(()).double())
-    # q and k are the same unit vector: what is read is what was written last, over sqrt(d).
+    # q and k are the same unit vector: the output is the last value written for it, divided by sqrt(d).
     torch.testing.assert_close(out, values / WIDTH**0.5)

@@ -1,4 +1,4 @@
-"""Property 8 of docs/formulas.md, 8: bf16 inputs of scale 10 on sequences of 16 to 65,536 tokens."""
+"""Property 8 of docs/formulas.md, section 8: bf16 inputs of scale 10, sequences of 16 to 65,536 tokens."""
 
 import pytest
 import torch
@@ -12,21 +12,21 @@ from tests.unit.attention.mechanisms import DIRECTIONS, POINTS, SMALL, Sizes, ma
 
 TOKENS, WIDTH = 65_536, 16
 every_length = pytest.mark.parametrize("length", tiered([8192, TOKENS], [8192]))
-LAST = 64
-"""Queries that look back over the whole sequence where each query weighs every key."""
+LAST_QUERIES = 64
+"""Number of queries that see the whole sequence in mechanisms of quadratic cost."""
 
 LONG: Sizes = {key: {} for key in SMALL} | {
     "block": {"rank": 2},
     "linformer": {"rank": 64},
     "eva": {"chunk_size": 64},
 }
-"""Sizes as they come, but a quarter of the landmarks, of which every query may meet every one."""
+"""Default sizes, but a quarter of the landmarks, since every query may see every landmark."""
 
 FORMS = {name: Attention.model_validate(sized(tree, LONG)) for name, tree in POINTS.items()}
 
 
 def is_tested(name: str) -> bool:
-    """Presets, and of their variants those of linear cost; none whose denominators are rounding errors."""
+    """Presets, and variants of linear cost; none whose denominators may be rounding errors."""
     form = FORMS[name]
     if may_divide_by_zero(form):
         return False
@@ -38,8 +38,8 @@ every_direction = pytest.mark.parametrize(
 )
 
 
-def moved(form: Attention, causal: bool, length: int) -> AttentionLayer:
-    """A layer of one head with bf16 parameters, moved away from where gates and token counts have no effect."""
+def random_layer(form: Attention, causal: bool, length: int) -> AttentionLayer:
+    """A layer of one head with bf16 parameters, away from values at which gates and token counts have no effect."""
     module = build(form, num_heads=1, head_dim=WIDTH, causal=causal, max_positions=max(length, 1024))
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -49,7 +49,7 @@ def moved(form: Attention, causal: bool, length: int) -> AttentionLayer:
 
 
 def inputs(form: Attention, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v of scale 10, k and v as the mechanism wants them from the projections."""
+    """q, k, v of scale 10; k and v have the shapes that the mechanism expects from the projections."""
     draw = torch.Generator().manual_seed(0)
     count = length
     if form.compresses_input:
@@ -61,20 +61,20 @@ def inputs(form: Attention, length: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def only_the_last_look_back(length: int) -> Tensor:
-    """Positions (1, N) that make a document of every token but the last ones, which begin where the sequence does.
+def positions_of_last_queries(length: int) -> Tensor:
+    """Positions (1, N) by which only the last queries see the sequence; every other token is its own document.
 
-    Every key is there, and of N^2 pairs N * LAST are weighed.
+    So N * LAST_QUERIES of the N^2 pairs are computed, with every key among them.
     """
     positions = torch.zeros(1, length, dtype=torch.int64)
-    positions[:, -LAST:] = torch.arange(length - LAST, length)
+    positions[:, -LAST_QUERIES:] = torch.arange(length - LAST_QUERIES, length)
     return positions
 
 
 def assert_near(out: Tensor, expected: Tensor) -> None:
-    """Within 2e-2 of each number, or of what numbers are like where terms cancel: bf16 keeps 8 bits of an output.
+    """Within 2e-2 of each number, or of the standard deviation where terms cancel: bf16 keeps 8 bits of an output.
 
-    It has none of what is less than its smallest normal number.
+    Below its smallest normal number it keeps none.
     """
     assert out.isfinite().all()
     least = torch.finfo(out.dtype).tiny
@@ -84,23 +84,23 @@ def assert_near(out: Tensor, expected: Tensor) -> None:
 @every_direction
 @every_length
 @torch.no_grad()
-def test_large_inputs_on_long_sequences_stay_near_float64(name, causal, length):
+def test_large_inputs_on_long_sequences_are_close_to_float64(name, causal, length):
     form = FORMS[name]
-    module, qkv = moved(form, causal, length), inputs(form, length)
-    positions = only_the_last_look_back(length) if form.weighs_every_pair else None
-    told = AttentionInputs(positions)
-    out = module(*qkv, told)
-    expected = module.double()(*(x.double() for x in qkv), told)
-    seen = slice(None if positions is None else -LAST, None)
-    assert_near(out[:, :, seen], expected[:, :, seen])
+    module, qkv = random_layer(form, causal, length), inputs(form, length)
+    positions = positions_of_last_queries(length) if form.weighs_every_pair else None
+    layer_inputs = AttentionInputs(positions)
+    out = module(*qkv, layer_inputs)
+    expected = module.double()(*(x.double() for x in qkv), layer_inputs)
+    compared = slice(None if positions is None else -LAST_QUERIES, None)
+    assert_near(out[:, :, compared], expected[:, :, compared])
 
 
 @every_direction
 @torch.no_grad()
-def test_large_inputs_on_short_rows_stay_near_float64(name, causal):
+def test_large_inputs_on_short_sequences_are_close_to_float64(name, causal):
     form = FORMS[name]
     for length in (16, 64, 256, 1024):
-        module, qkv = moved(form, causal, length), inputs(form, length)
+        module, qkv = random_layer(form, causal, length), inputs(form, length)
         out = module(*qkv)
         assert_near(out, module.double()(*(x.double() for x in qkv)))
 
@@ -108,8 +108,8 @@ def test_large_inputs_on_short_rows_stay_near_float64(name, causal):
 @pytest.mark.parametrize("name", [name for name in PRESETS if FORMS[name].compresses_input])
 @every_length
 @torch.no_grad()
-def test_landmarks_of_large_inputs_stay_near_float64(name, length):
-    module = moved(FORMS[name], causal=False, length=length)
+def test_landmarks_of_large_inputs_are_close_to_float64(name, length):
+    module = random_layer(FORMS[name], causal=False, length=length)
     assert isinstance(module, LowRankAttention)
     x = 10 * torch.randn(length, 1, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
     out = module.compress(x, first=0, length=length)
@@ -117,8 +117,8 @@ def test_landmarks_of_large_inputs_stay_near_float64(name, length):
 
 
 @pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.feature_map is not None])
-def test_what_a_feature_map_learns_stays_in_full_precision(name):
-    """8 bits of a frequency would leave an exponent of 300 off by 0.6."""
+def test_parameters_of_feature_maps_stay_in_full_precision(name):
+    """With 8 bits per frequency, an exponent of 300 would be off by 0.6."""
     module = build(
         FORMS[name], num_heads=1, head_dim=WIDTH, causal=not FORMS[name].mixes_future_tokens, max_positions=8
     )

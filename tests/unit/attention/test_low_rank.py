@@ -1,4 +1,4 @@
-"""What low rank and EVA promise where tokens see both ways."""
+"""Properties of bidirectional low-rank attention and EVA."""
 
 import pytest
 import torch
@@ -14,16 +14,16 @@ from tests.unit.attention.mechanisms import (
     tokens,
 )
 
-# Small trees say `projected` where the mechanism itself would compress its input.
-OF_INPUT = [
+# The small trees use `projected` for mechanisms that compress their input by default.
+COMPRESSING_INPUT = [
     name for name, form in FORMS.items() if getattr(form.compression, "compress", None) == "projected"
 ]
 
 
-@pytest.mark.parametrize("name", OF_INPUT)
+@pytest.mark.parametrize("name", COMPRESSING_INPUT)
 @pytest.mark.parametrize("padded", [False, True])
-def test_compressing_before_or_after_bias_free_projections_is_the_same(name, padded):
-    """FLuRKA's eqs. 1 and 2: W (E X) = E (X W); which comes first is a matter of speed."""
+def test_compressing_before_or_after_projections_without_bias_is_the_same(name, padded):
+    """FLuRKA's eqs. 1 and 2: (E X) W = E (X W); the order only affects speed."""
     tree = TREES[name]
     before = dict(tree, compression=dict(tree["compression"], compress="input"))
     sizes = {"num_heads": 2, "head_dim": WIDTH, "causal": False, "max_positions": 64, "seed": 3}
@@ -42,13 +42,13 @@ def test_compressing_before_or_after_bias_free_projections_is_the_same(name, pad
     assert_close(found, second(heads(x @ w_q), heads(x @ w_k), heads(x @ w_v), inputs))
 
 
-def test_rows_longer_than_the_matrices_are_refused():
+def test_sequences_longer_than_the_matrices_are_refused():
     module = layer("linformer", causal=False)
     with pytest.raises(ValueError, match=r"sequences of 65 tokens exceed max_positions=64"):
         module(*tokens(1, 65))
 
 
-def test_landmarks_of_whole_rows_are_refused_where_tokens_see_the_past_only():
+def test_landmarks_of_the_whole_sequence_are_refused_in_causal_attention():
     with pytest.raises(ValueError, match="linformer without a near window mixes future tokens"):
         build("linformer", num_heads=2, head_dim=4, max_positions=8)
 
@@ -62,7 +62,7 @@ def test_entries_of_linformers_matrices_have_variance_one_over_rank():
         assert matrix.var().item() == pytest.approx(1 / 256, rel=0.02)
 
 
-def test_training_noise_follows_the_step_alone_and_evaluation_has_none():
+def test_training_noise_depends_only_on_the_step_and_evaluation_has_none():
     module = layer("eva", causal=False)
     q, k, v = tokens(1, 12)
     module.summaries.redraw(5)
@@ -71,13 +71,13 @@ def test_training_noise_follows_the_step_alone_and_evaluation_has_none():
     assert not torch.equal(module(q, k, v), first)
     module.summaries.redraw(5)
     assert torch.equal(module(q, k, v), first)
-    calm = module.eval()(q, k, v)
+    evaluated = module.eval()(q, k, v)
     module.summaries.redraw(7)
-    assert torch.equal(module(q, k, v), calm)
+    assert torch.equal(module(q, k, v), evaluated)
 
 
-def test_one_window_that_is_the_whole_row_beside_its_chunks():
-    """Excluding the exact window leaves plain softmax attention."""
+def test_eva_with_one_window_over_the_sequence_is_softmax():
+    """With the chunks of the exact window excluded, only softmax attention remains."""
     form = {"preset": "eva", "eva": {"window_size": 16, "chunk_size": 4, "exclude_window": True}}
     q, k, v = (x[:, :2] for x in tokens(2, 11))
     sizes = {"num_heads": 2, "head_dim": WIDTH, "causal": False}

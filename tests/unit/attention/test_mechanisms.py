@@ -1,4 +1,4 @@
-"""What mechanisms promise (docs/formulas.md, 8), on every point of the algebra, in every direction it can look."""
+"""Properties of mechanisms (docs/formulas.md, section 8), for every configuration and direction."""
 
 from itertools import pairwise
 
@@ -27,7 +27,7 @@ from tests.unit.attention.shards import check_shards
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_a_mechanism_is_tested_in_every_direction_that_it_can_be_built_in(name):
+def test_every_direction_that_can_be_built_is_tested(name):
     for causal, tested in ((True, CAUSAL), (False, BIDIRECTIONAL)):
         try:
             built = layer(name, causal=causal).causal
@@ -39,21 +39,21 @@ def test_a_mechanism_is_tested_in_every_direction_that_it_can_be_built_in(name):
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_a_mechanism_has_a_reference_to_equal(name, monkeypatch):
+def test_every_mechanism_has_selectable_backends(name, monkeypatch):
     monkeypatch.setenv("MEGAKERNEL_BACKEND", "none of them")
     with pytest.raises(ValueError, match="MEGAKERNEL_BACKEND"):
         layer(name, causal=name in CAUSAL)(*tokens(1, 4))
 
 
 every_mechanism = pytest.mark.parametrize("name", CAUSAL)
-both_ways = pytest.mark.parametrize("name", BIDIRECTIONAL)
+every_bidirectional = pytest.mark.parametrize("name", BIDIRECTIONAL)
 every_direction = pytest.mark.parametrize(("name", "causal"), DIRECTIONS)
 
 ROTARY = Rotary(WIDTH)
 
 DOCUMENTS = packed(24, (3, 4, 13), (8, 17))
-DOCUMENTS_OF_SHARDS = packed(32, (3, 4, 13, 16), (17,), (8, 16, 24), (7, 15, 25))
-"""Documents that begin inside shards, at their edges, beside these, and before several of them."""
+DOCUMENTS_ACROSS_SHARDS = packed(32, (3, 4, 13, 16), (17,), (8, 16, 24), (7, 15, 25))
+"""Documents that begin inside shards, at and next to their edges, and that span several shards."""
 
 
 def assert_equals_the_reference(module, length, inputs, monkeypatch):
@@ -76,19 +76,19 @@ def test_equals_the_quadratic_reference(name, positions, rotary, monkeypatch):
 
 
 @pytest.mark.covering(2)
-@both_ways
+@every_bidirectional
 @pytest.mark.parametrize("rotary", [None, ROTARY], ids=["plain", "rotary"])
 @pytest.mark.parametrize(
     ("length", "padded"), [(1, False), (3, False), (24, False), (24, True)], ids=["1", "3", "24", "padded"]
 )
-def test_both_ways_it_equals_the_quadratic_reference(name, rotary, length, padded, monkeypatch):
+def test_bidirectional_attention_equals_the_quadratic_reference(name, rotary, length, padded, monkeypatch):
     mask = torch.rand(2, length, generator=torch.Generator().manual_seed(0)) > 0.4 if padded else None
     inputs = AttentionInputs(rotary=rotary, padding_mask=mask)
     assert_equals_the_reference(layer(name, causal=False), length, inputs, monkeypatch)
 
 
 @pytest.mark.parametrize("name", [name for name in BIDIRECTIONAL if not FORMS[name].mixes_documents])
-def test_documents_in_a_row_do_not_see_each_other(name):
+def test_packed_documents_do_not_attend_to_each_other(name):
     module = layer(name, causal=False)
     q, k, v = (x.detach() for x in tokens(2, 24))
     out = module(q, k, v, AttentionInputs(positions=DOCUMENTS))
@@ -96,7 +96,7 @@ def test_documents_in_a_row_do_not_see_each_other(name):
 
 
 @every_direction
-def test_gradients_are_the_slopes(name, causal):
+def test_gradients_pass_gradcheck(name, causal):
     module = layer(name, causal=causal)
     q, k, v = tokens(1, 9)
     positions = None if FORMS[name].mixes_documents else packed(9, (2,))
@@ -114,7 +114,7 @@ def test_later_tokens_leave_earlier_outputs_bit_identical(name, positions):
     module = layer(name, dtype=torch.float32)
     q, k, v = (x.detach() for x in tokens(1, 272, dtype=torch.float32))
     out = module(q, k, v, AttentionInputs(positions=positions, rotary=ROTARY))
-    # Edges of documents, of blocks of 4 and 5, of chunks of 128 and of the far scan's 256 tokens.
+    # Edges of documents, of blocks of 4 and 5, of chunks of 128 and of the 256 tokens of the far context's scan.
     edges = {4, 5, 8, 61, 64, 128, 200, 204, 256}
     for t in sorted({edge + step for edge in edges for step in (-1, 0, 1)}):
         changed = [x.clone() for x in (q, k, v)]
@@ -140,11 +140,11 @@ def extend_by(
     module: AttentionLayer, parts: list[int], q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None
 ):
     outputs, state = [], None
-    places = torch.tensor([0, *parts]).cumsum(0).tolist()
-    for start, end in pairwise(places):
-        here = None if positions is None else positions[:, start:end]
+    edges = torch.tensor([0, *parts]).cumsum(0).tolist()
+    for start, end in pairwise(edges):
+        part_positions = None if positions is None else positions[:, start:end]
         parts_of = (x[:, :, start:end] for x in (q, k, v))
-        out, state = module.extend(*parts_of, state, positions=here, rotary=ROTARY)
+        out, state = module.extend(*parts_of, state, positions=part_positions, rotary=ROTARY)
         outputs.append(out)
     return torch.cat(outputs, 2)
 
@@ -157,7 +157,7 @@ def extend_by(
     tiered([[1] * 24, [11, 1, 1, 11], [4, 8, 5, 7], [23, 1]], [[1] * 24, [11, 1, 1, 11], [4, 8, 5, 7]]),
     ids=str,
 )
-def test_parts_of_a_sequence_give_the_whole(name, positions, parts):
+def test_extending_in_parts_equals_the_whole_sequence(name, positions, parts):
     module = layer(name)
     q, k, v = tokens(2, 24)
     whole = module(q, k, v, AttentionInputs(positions=positions, rotary=ROTARY))
@@ -168,12 +168,12 @@ def test_parts_of_a_sequence_give_the_whole(name, positions, parts):
 
 
 @every_mechanism
-def test_documents_of_one_row_begin_at_position_0_token_by_token(name):
+def test_decoding_token_by_token_isolates_packed_documents(name):
     module, positions = layer(name), packed(24, (3, 12))
     q, k, v = (x.detach() for x in tokens(1, 24))
     outputs, state = [], None
-    for place, position in enumerate(positions[0].tolist()):
-        token = (x[:, :, place, None] for x in (q, k, v))
+    for index, position in enumerate(positions[0].tolist()):
+        token = (x[:, :, index, None] for x in (q, k, v))
         out, state = module.extend(*token, state, positions=position, rotary=ROTARY)
         outputs.append(out)
     whole = module(q, k, v, AttentionInputs(positions=positions, rotary=ROTARY))
@@ -181,7 +181,7 @@ def test_documents_of_one_row_begin_at_position_0_token_by_token(name):
 
 
 @every_mechanism
-def test_a_prompt_of_default_chunks_continues_token_by_token(name):
+def test_a_long_prompt_continues_token_by_token(name):
     module = layer(name)
     q, k, v = (x.detach() for x in tokens(1, 300))
     assert_close(
@@ -190,7 +190,7 @@ def test_a_prompt_of_default_chunks_continues_token_by_token(name):
 
 
 @every_direction
-def test_padding_anywhere_changes_nothing(name, causal):
+def test_padding_anywhere_does_not_change_the_output(name, causal):
     module = layer(name, causal=causal)
     q, k, v = (x.detach() for x in tokens(2, 24))
     mask = torch.rand(2, 24, generator=torch.Generator().manual_seed(0)) > 0.4
@@ -202,7 +202,7 @@ def test_padding_anywhere_changes_nothing(name, causal):
 
 
 @every_mechanism
-def test_padding_between_packed_documents_changes_nothing(name):
+def test_padding_between_packed_documents_does_not_change_the_output(name):
     module = layer(name)
     q, k, v = (x.detach() for x in tokens(1, 24))
     real = torch.ones(24, dtype=torch.bool)
@@ -217,7 +217,7 @@ def test_padding_between_packed_documents_changes_nothing(name):
 
 @every_direction
 @pytest.mark.parametrize("length", [1, 3, 21])
-def test_any_length_and_rows_of_padding_alone(name, causal, length):
+def test_any_length_and_sequences_of_only_padding(name, causal, length):
     module = layer(name, causal=causal)
     q, k, v = tokens(2, length)
     mask = torch.tensor([True, False])[:, None].expand(2, length)
@@ -242,7 +242,7 @@ def test_constant_values_give_constant_output(name, causal, length, positions):
 
 
 @pytest.mark.parametrize("name", [name for name in BIDIRECTIONAL if FORMS[name].spec.changes_constants])
-def test_constant_values_change_where_a_mechanism_says_so(name):
+def test_constant_values_change_in_mechanisms_that_declare_it(name):
     module = layer(name, causal=False)
     q, k, v = tokens(2, 24)
     assert not torch.allclose(module(q, k, torch.full_like(v, 1.5)), torch.full_like(q, 1.5))
@@ -250,7 +250,7 @@ def test_constant_values_change_where_a_mechanism_says_so(name):
 
 @every_direction
 @pytest.mark.parametrize("size", [2, 4])
-def test_shards_of_heads_give_the_unsharded_numbers(name, causal, size):
+def test_tensor_parallel_shards_equal_the_unsharded_layer(name, causal, size):
     kv_heads = max(2, size)
     whole = layer(name, kv_heads=kv_heads, causal=causal)
     q, k, v = tokens(2, 24, kv_heads=kv_heads)
@@ -261,8 +261,8 @@ def test_shards_of_heads_give_the_unsharded_numbers(name, causal, size):
             for module in (whole, *parts):
                 redraw(module, step)
         expected = whole(q, k, v, inputs)
-        shares = ((x.chunk(size, 1)[rank] for x in (q, k, v)) for rank in range(size))
-        out = torch.cat([part(*share, inputs) for part, share in zip(parts, shares, strict=True)], 1)
+        inputs_of_shards = ((x.chunk(size, 1)[rank] for x in (q, k, v)) for rank in range(size))
+        out = torch.cat([part(*qkv, inputs) for part, qkv in zip(parts, inputs_of_shards, strict=True)], 1)
         assert_close(out, expected)
 
     wanted = dict(zip(dict(whole.named_parameters()), gradients(whole, expected, q)[1:]))
@@ -277,45 +277,45 @@ def test_shards_of_heads_give_the_unsharded_numbers(name, causal, size):
 @pytest.mark.covering(2)
 @every_mechanism
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("positions", [None, DOCUMENTS_OF_SHARDS], ids=["one_document", "packed"])
+@pytest.mark.parametrize("positions", [None, DOCUMENTS_ACROSS_SHARDS], ids=["one_document", "packed"])
 @pytest.mark.usefixtures("small_chunks")
-def test_shards_of_a_sequence_give_the_whole(name, size, positions):
+def test_context_parallel_shards_equal_the_whole_sequence(name, size, positions):
     check_shards(layer(name, kv_heads=4), tokens(4, 32, kv_heads=4), size, positions, ROTARY)
 
 
 @pytest.mark.covering(2)
-@both_ways
+@every_bidirectional
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("positions", [None, DOCUMENTS_OF_SHARDS], ids=["one_document", "packed"])
-def test_shards_of_a_sequence_that_looks_both_ways_give_the_whole(name, size, positions):
-    # Two key heads do not divide over four shards: they are repeated for their queries.
+@pytest.mark.parametrize("positions", [None, DOCUMENTS_ACROSS_SHARDS], ids=["one_document", "packed"])
+def test_bidirectional_context_parallel_shards_equal_the_whole_sequence(name, size, positions):
+    # Two key heads do not divide over four shards: they are repeated for their query heads.
     check_shards(layer(name, causal=False), tokens(4, 32), size, positions, ROTARY)
 
 
 @pytest.mark.parametrize("name", ["performer", "mlk"])
-@pytest.mark.parametrize("positions", [None, DOCUMENTS_OF_SHARDS], ids=["one_document", "packed"])
-def test_the_reference_exchanges_what_the_kernels_do(name, positions, monkeypatch):
+@pytest.mark.parametrize("positions", [None, DOCUMENTS_ACROSS_SHARDS], ids=["one_document", "packed"])
+def test_the_reference_backend_supports_context_parallelism(name, positions, monkeypatch):
     monkeypatch.setenv("MEGAKERNEL_BACKEND", "reference")
     check_shards(layer(name, causal=False), tokens(4, 32), 4, positions, ROTARY)
 
 
 @every_mechanism
-def test_declared_state_size_is_what_a_sequence_carries(name):
+def test_the_declared_state_size_is_that_of_the_decoding_state(name):
     module = layer(name)
-    # Whole blocks, since a block's landmarks come at its end.
+    # Whole blocks, since landmarks are added at the end of a block.
     lengths = [count * (FORMS[name].block_size or 10) for count in (4, 5)]
     sizes = []
     for length in lengths:
         q, k, v = (x.detach() for x in tokens(1, length))
         _, state = module.extend(q, k, v)
-        sizes.append(_numbers(state))
-    constant, grown = module.state_sizes
-    # The log scale of each key head is bookkeeping, and not counted.
-    assert sizes == [constant + length * grown for length in lengths]
-    assert module.is_recurrent == (grown == 0)
+        sizes.append(_state_numel(state))
+    constant, per_token = module.state_sizes
+    # The log scale of each key head is not counted.
+    assert sizes == [constant + length * per_token for length in lengths]
+    assert module.is_recurrent == (per_token == 0)
 
 
-def _numbers(state: SequenceState) -> int:
+def _state_numel(state: SequenceState) -> int:
     flat, stack = [], [state.inner]
     while stack:
         item = stack.pop()

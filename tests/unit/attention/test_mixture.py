@@ -21,27 +21,27 @@ def inputs(keys: int = 2, batch: int = 2):
     return [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
 
 
-def alone(tensor):
+def no_reduction(tensor):
     return tensor
 
 
-def test_an_m_step_sets_priors_to_the_mean_responsibility_of_all_micro_batches():
+def test_an_m_step_sets_priors_to_the_mean_responsibility_of_the_batch():
     module = layer(m_step=True)
     q, k, v = inputs()
     before = module.mixture.priors().clone()
     outputs = [module(q[b : b + 1], k[b : b + 1], v[b : b + 1]) for b in range(2)]
-    # Every output of the step saw the old priors.
+    # All outputs of the step used the old priors.
     torch.testing.assert_close(torch.cat(outputs), layer(m_step=True)(q, k, v))
-    finish_step(module, alone)
-    shares = responsibilities(q, k, key_weights=before[..., None])
+    finish_step(module, no_reduction)
+    weights = responsibilities(q, k, key_weights=before[..., None])
     # Each query of each of the two heads of a key head sees the pairs up to itself.
     pairs = 2 * 2 * N * (N + 1) / 2
-    expected = (shares.sum((0, 3)) / pairs).to(before.dtype)
+    expected = (weights.sum((0, 3)) / pairs).to(before.dtype)
     torch.testing.assert_close(module.mixture.priors(), expected)
     assert not torch.equal(module.mixture.priors(), before)
 
 
-def test_an_m_step_does_not_count_padding():
+def test_an_m_step_ignores_padding():
     q, k, v = inputs()
     mask = torch.rand(2, N, generator=torch.Generator().manual_seed(1)) > 0.4
     for causal in (True, False):
@@ -52,20 +52,20 @@ def test_an_m_step_does_not_count_padding():
         torch.testing.assert_close(padded.mixture.counted, compact.mixture.counted)
 
 
-def test_evaluation_counts_nothing():
+def test_evaluation_does_not_count_for_the_m_step():
     module = layer(m_step=True).eval()
     module(*inputs())
     assert not module.mixture.counted.any()
 
 
-def test_what_is_computed_again_in_backward_changes_no_m_step():
+def test_recomputation_does_not_change_the_m_step():
     once, twice = layer(m_step=True), layer(m_step=True)
     q, k, v = inputs()
     once(q, k, v)
     twice(q, k, v)
     twice(q, k, v)
     for module in (once, twice):
-        finish_step(module, alone)
+        finish_step(module, no_reduction)
     torch.testing.assert_close(once.mixture.priors(), twice.mixture.priors())
 
 
@@ -75,7 +75,7 @@ def test_priors_stay_in_full_precision_and_in_the_state_dict():
     assert "mixture.counted" not in module.state_dict()
 
 
-def test_shifts_depend_on_the_seed_and_the_head_alone():
+def test_shifts_depend_only_on_the_seed_and_the_head():
     first, again, other = (
         build("smgk", num_heads=HEADS, head_dim=WIDTH, seed=(3, seed)).mixture.shift for seed in (1, 1, 2)
     )
@@ -85,13 +85,13 @@ def test_shifts_depend_on_the_seed_and_the_head_alone():
     assert abs(first.std() - 1) < 0.3, "48 standard normal numbers"
 
 
-def test_keys_of_a_position_are_projected_or_shifted_as_the_preset_says():
+def test_presets_have_their_number_of_projected_keys():
     for preset, keys in (("mgk", 2), ("smgk", 1), ("mlk", 2), ("smlk", 1), ("gaussian", 1)):
         assert build(preset, num_heads=HEADS, head_dim=WIDTH).keys_per_head == keys
 
 
 @pytest.mark.parametrize("preset", ["mgk", "mlk"])
-def test_padding_reorders_all_keys_of_a_position(preset):
+def test_padding_does_not_change_mixtures_of_keys(preset):
     q, k, v = inputs()
     mask = torch.rand(2, N, generator=torch.Generator().manual_seed(1)) > 0.4
     module = build(preset, num_heads=HEADS, num_kv_heads=KV, head_dim=WIDTH)

@@ -1,4 +1,4 @@
-"""Random numbers of learned kernels: when they change, and that nothing but the step changes them."""
+"""Random numbers of feature maps depend on the seed and the step, and on nothing else."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def frequencies(module: AttentionLayer) -> Tensor:
 
 
 @pytest.mark.parametrize("name", LEARNED)
-def test_noise_changes_every_100_steps_and_is_a_function_of_the_step(name):
+def test_noise_changes_every_100_steps_and_depends_only_on_the_step(name):
     module, other = layer(name), layer(name)
     first = frequencies(module)
     redraw(module, 99)
@@ -37,7 +37,7 @@ def test_noise_changes_every_100_steps_and_is_a_function_of_the_step(name):
 
 
 @pytest.mark.parametrize("name", LEARNED)
-def test_a_loaded_layer_goes_on_like_the_one_that_was_saved(name):
+def test_a_loaded_layer_continues_like_the_saved_one(name):
     saved, loaded = layer(name), layer(name)
     for step in range(150, 155):
         redraw(saved, step)
@@ -52,7 +52,7 @@ def test_a_loaded_layer_goes_on_like_the_one_that_was_saved(name):
 
 
 @pytest.mark.parametrize("name", ["favor", "rff"])
-def test_maps_that_learn_nothing_are_redrawn_on_demand_alone(name):
+def test_fixed_feature_maps_are_redrawn_only_if_configured(name):
     fixed, redrawn = layer(name), layer(name, resample_every=10)
     before = frequencies(fixed)
     for module in (fixed, redrawn):
@@ -62,8 +62,8 @@ def test_maps_that_learn_nothing_are_redrawn_on_demand_alone(name):
 
 
 @pytest.mark.parametrize("name", ["favor", *LEARNED, "fastfood_rks"])
-def test_shards_of_heads_hold_the_numbers_of_the_whole_layer(name):
-    """Also after a redraw: a head's stream knows no rank."""
+def test_tensor_parallel_shards_have_the_numbers_of_the_unsharded_layer(name):
+    """Also after a redraw: the random stream of a head does not depend on the rank."""
     parts = [layer(name, HeadShard(rank, 2)) for rank in range(2)]
     whole = layer(name)
     for module in (whole, *parts):
@@ -74,8 +74,8 @@ def test_shards_of_heads_hold_the_numbers_of_the_whole_layer(name):
         assert torch.equal(shards[0] if shared else torch.cat(shards), value), key
 
 
-def test_running_statistics_move_once_per_step_however_often_the_layer_runs():
-    """Micro-batches and recomputation run a layer several times."""
+def test_running_statistics_are_updated_once_per_step():
+    """However often micro-batches and recomputation run the layer."""
     once, often = layer("generative_rks"), layer("generative_rks")
     for step in range(3):
         for module, runs in ((once, 1), (often, 4)):
@@ -88,35 +88,35 @@ def test_running_statistics_move_once_per_step_however_often_the_layer_runs():
         assert torch.equal(value, state[key]), key
 
 
-def test_running_statistics_are_those_of_torchs_batch_norm():
+def test_running_statistics_equal_those_of_batch_norm_in_torch():
     module = layer("generative_prf")
     hidden = module.projection.generator.hidden[0]
-    theirs = torch.nn.BatchNorm1d(6)
+    batch_norm = torch.nn.BatchNorm1d(6)
     linear = torch.nn.functional.linear
     for step in range(0, 300, 100):
         redraw(module, step)
         output(module)
-        theirs(linear(module.projection.noise(), hidden.weight, hidden.bias))
-    torch.testing.assert_close(hidden.mean, theirs.running_mean)
-    torch.testing.assert_close(hidden.variance, theirs.running_var)
+        batch_norm(linear(module.projection.noise(), hidden.weight, hidden.bias))
+    torch.testing.assert_close(hidden.mean, batch_norm.running_mean)
+    torch.testing.assert_close(hidden.variance, batch_norm.running_var)
 
 
 @pytest.mark.parametrize("name", ["favor", *LEARNED])
-def test_random_numbers_are_of_the_seed_alone(name):
-    first, again, other = (frequencies(layer(name, seed=(5, place))) for place in (1, 1, 2))
+def test_random_numbers_depend_only_on_the_seed(name):
+    first, again, other = (frequencies(layer(name, seed=(5, layer_seed))) for layer_seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
 
 @pytest.mark.parametrize("name", ["favor", *LEARNED, "fastfood_prf"])
-def test_half_precision_leaves_random_numbers_and_statistics_whole(name):
+def test_half_precision_keeps_random_numbers_and_statistics_in_float32(name):
     module = layer(name).bfloat16()
     buffers = dict(module.named_buffers())
     assert buffers
     assert all(buffer.dtype in (torch.float32, torch.int64) for buffer in buffers.values())
 
 
-def test_initial_values_are_those_of_learning_the_kernel():
+def test_initial_values_are_those_of_the_paper_learning_the_kernel():
     tree = {"similarity": "kernel", "feature_map": {"name": "gmm_rks"}}
     module = build(tree, num_heads=8, head_dim=16).projection
     for values, bound in ((module.factor, (6 / (16 * 16 + 8 * 16)) ** 0.5), (module.mean, 1 / 16)):
@@ -127,7 +127,7 @@ def test_initial_values_are_those_of_learning_the_kernel():
         assert 0.9 * bound < values.abs().max() <= bound
 
 
-def test_rows_of_a_new_fastfood_are_as_long_as_gaussian_vectors():
+def test_initial_fastfood_rows_have_the_lengths_of_gaussian_vectors():
     tree = {"similarity": "kernel", "feature_map": {"name": "fastfood_rks", "samples": 64 * 16}}
     parts = build(tree, num_heads=1, head_dim=64).projection()
     assert set(parts.signs.unique().tolist()) == {-1.0, 1.0}
@@ -137,6 +137,6 @@ def test_rows_of_a_new_fastfood_are_as_long_as_gaussian_vectors():
     assert lengths.std().item() == pytest.approx(0.705, rel=0.15)
 
 
-def test_samples_of_fastfood_fill_whole_blocks():
+def test_fastfood_samples_must_be_a_multiple_of_the_head_dimension():
     with pytest.raises(ValueError, match="samples=10 is not a multiple of head_dim=6; set 6 or 12"):
         layer("fastfood_rks", samples=10)

@@ -1,4 +1,4 @@
-"""EVA against its authors' arrays, in float64."""
+"""EVA against outputs of its authors' code, in float64."""
 
 import pytest
 import torch
@@ -20,14 +20,14 @@ def layer(name: str, *, causal: bool, **settings):
         {"preset": "eva", "eva": {"window_size": 16, **settings}}, num_heads=2, head_dim=16, causal=causal
     )
     nets = {"q": module.summaries.queries, "k": module.summaries.keys}
-    theirs = {"weight": "0.weight", "bias": "0.bias", "norm_weight": "1.weight", "norm_bias": "1.bias"}
+    names = {"weight": "0.weight", "bias": "0.bias", "norm_weight": "1.weight", "norm_bias": "1.bias"}
     for which, net in nets.items():
-        for own, their in theirs.items():
-            getattr(net, own).data = arrays(name, f"w.adaptive_mu_{which}.{their}")[0]
+        for name_here, published_name in names.items():
+            getattr(net, name_here).data = arrays(name, f"w.adaptive_mu_{which}.{published_name}")[0]
     return module.double().eval()
 
 
-def both_ways(x, mask=None, **settings):
+def bidirectional(x, mask=None, **settings):
     module = layer("eva_1d", causal=False, chunk_size=16, **settings)
     return _through(module, x, mask, *arrays("eva_1d", "w.qkv.weight", "w.qkv.bias"), "proj", "eva_1d")
 
@@ -46,21 +46,21 @@ def _through(module, x, mask, weight, bias, output, name):
 
 
 def assert_real(actual, masked, real):
-    """Padded queries have no output of ours."""
+    """Compare real queries only: at padded ones megakernel gives 0."""
     real = real[:, KEPT]
     assert_equal(actual[:, KEPT][real], masked[real])
 
 
 def test_eva_equals_its_authors():
     x, out = arrays("eva_1d", "x", "out")
-    assert_equal(both_ways(x), out)
+    assert_equal(bidirectional(x), out)
 
 
-def test_padding_as_published():
+def test_published_padding_equals_its_authors():
     x, mask, masked, short = arrays("eva_1d", "x", "mask", "out_masked", "out_x90")
     real = mask.bool()
-    assert_real(both_ways(x, real, published_padding=True), masked, real)
-    assert_equal(both_ways(x[:, :90], published_padding=True), short)
+    assert_real(bidirectional(x, real, published_padding=True), masked, real)
+    assert_equal(bidirectional(x[:, :90], published_padding=True), short)
 
 
 def test_causal_eva_equals_its_authors():
@@ -70,10 +70,10 @@ def test_causal_eva_equals_its_authors():
     assert_real(causal(x, real), masked, real)
 
 
-@pytest.mark.parametrize(("name", "through"), [("eva_1d", both_ways), ("eva_causal", causal)])
+@pytest.mark.parametrize(("name", "through"), [("eva_1d", bidirectional), ("eva_causal", causal)])
 def test_training_adds_the_noise_to_omega(name, through, monkeypatch):
     x, noise, out = arrays(name, "x", "train_noise", "train_out")
-    # Their noise differs from sequence to sequence; ours is the same for all, so that no layout changes it.
+    # The published noise differs between sequences; here it is the same for all, so that no layout changes it.
     monkeypatch.setattr(ChunkSummarizer, "noise", lambda *_: noise)
     monkeypatch.setattr(torch.nn.Module, "eval", lambda module: module.train())
     assert_equal(through(x), out)

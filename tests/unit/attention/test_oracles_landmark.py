@@ -1,4 +1,4 @@
-"""Skyformer and Nyströmformer against the arrays of their own code."""
+"""Skyformer and Nyströmformer against outputs of the published code."""
 
 import pytest
 import torch
@@ -22,14 +22,14 @@ def sky(*keys: str) -> list[Tensor]:
 
 
 def coupled_inverse(gram: Tensor) -> Tensor:
-    """Theirs starts the iteration from the largest column sum of all matrices of the batch, ours from each one's."""
+    """Starts the iteration from the largest column sum of the batch, as published, not from that of each matrix."""
     matrix, root = normalized_gram(gram, 0.1)
     inverse = iterative_inverse(matrix, largest_column_sum(matrix).amax())
     return inverse * root[..., None] * root[..., None, :]
 
 
 @pytest.mark.parametrize("masked", ["", "_masked"])
-def test_skyformer_equals_the_papers_code(masked):
+def test_skyformer_equals_the_published_code(masked):
     q, k, v, mask = sky("q", "k", "v", "mask")
     rows, out, exact, pinv = sky(
         *(f"{x}{masked}" for x in ("S", "out", "out_exact_gamma0.1", "out_exact_pinv"))
@@ -37,7 +37,7 @@ def test_skyformer_equals_the_papers_code(masked):
     real = mask.bool() if masked else torch.ones_like(mask).bool()
 
     def attend(invert):
-        # Theirs zeroes padded queries, which then attend; sequences without a real token are no landmarks.
+        # The published code zeroes padded queries, which then attend; padding is never a landmark.
         zeroed = q * real[:, None, :, None]
         return skyformer_attention(
             zeroed, k, v, landmarks=rows, invert=invert, key_mask=real if masked else None
@@ -52,7 +52,7 @@ def test_skyformer_equals_the_papers_code(masked):
 
 
 @pytest.mark.parametrize("masked", ["", "_masked"])
-def test_the_iteration_equals_the_papers_code(masked):
+def test_the_iterative_inverse_equals_the_code_of_skyformer(masked):
     matrix, inverse = sky(f"inv_in{masked}", f"inv_out{masked}")
     assert_equal(iterative_inverse(matrix, largest_column_sum(matrix).amax()), inverse)
 
@@ -62,7 +62,7 @@ def nystrom(*keys: str) -> list[Tensor]:
 
 
 def coupled_softmax_inverse(matrix: Tensor) -> Tensor:
-    """Theirs starts from the largest sums of all matrices of the batch."""
+    """Starts from the largest sums of the batch, as published."""
     return iterative_inverse(matrix, largest_column_sum(matrix).amax() * matrix.sum(-1).amax())
 
 
@@ -75,7 +75,7 @@ def output(attended: Tensor, v: Tensor) -> Tensor:
     return F.linear(joined(attended + depthwise_convolution(v, kernel[:, 0, :, 0])), weight, bias)
 
 
-def test_the_iteration_equals_lucidrains():
+def test_the_iterative_inverse_equals_lucidrains():
     matrix, inverse = nystrom("pinv_in", "pinv_out")
     assert_equal(coupled_softmax_inverse(matrix), inverse)
 
@@ -83,7 +83,7 @@ def test_the_iteration_equals_lucidrains():
 @pytest.mark.parametrize(("length", "key"), [(96, "out"), (90, "out_x90")])
 def test_nystromformer_equals_lucidrains(length, key):
     x, expected = nystrom("x", key)
-    # Theirs fills the last segment with zeros on the left, which count as tokens.
+    # The published code fills the first segment with zeros, which count as tokens.
     q, k, v = projected(F.pad(x[:, :length], (0, 0, 96 - length, 0)))
     segments = torch.arange(96)[None] // 6
     attended = nystrom_attention(q, k, v, segments=segments, count=16, invert=coupled_softmax_inverse)
@@ -91,7 +91,7 @@ def test_nystromformer_equals_lucidrains(length, key):
 
 
 def test_nystromformer_with_padding_equals_lucidrains():
-    # Theirs keeps segments of padding alone as landmarks that attend everything alike; ours has no landmark there.
+    # In the published code, segments of only padding are landmarks with uniform attention; here they are no landmarks.
     x, mask, expected = nystrom("x", "mask", "out_masked")
     real = mask.bool()
     q, k, v = (part * mask[:, None, :, None] for part in projected(x))
@@ -101,16 +101,16 @@ def test_nystromformer_with_padding_equals_lucidrains():
     exists = sizes > 0
 
     def softmax(a: Tensor, b: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        seen = rows[:, None, :, None] & columns[:, None, None]
-        return (a @ b.transpose(-1, -2)).masked_fill(~seen, torch.finfo(a.dtype).min).softmax(-1)
+        visible = rows[:, None, :, None] & columns[:, None, None]
+        return (a @ b.transpose(-1, -2)).masked_fill(~visible, torch.finfo(a.dtype).min).softmax(-1)
 
-    between = softmax(mean_q, mean_k, exists, exists)
-    attended = softmax(q, mean_k, real, exists) @ coupled_softmax_inverse(between)
+    landmark_weights = softmax(mean_q, mean_k, exists, exists)
+    attended = softmax(q, mean_k, real, exists) @ coupled_softmax_inverse(landmark_weights)
     attended = attended @ (softmax(mean_q, k, exists, real) @ v)
     assert_equal(output(attended, v), expected)
 
 
-def test_a_nystromformer_layer_is_the_op_over_even_segments():
+def test_a_nystromformer_layer_is_the_op_over_equal_segments():
     (x,) = nystrom("x")
     q, k, v = projected(x)
     module = build(

@@ -1,4 +1,4 @@
-"""Mixture keys against the arrays of Transformer-MGK's own code."""
+"""Mixtures of keys against outputs of the published code of Transformer-MGK."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from megakernel.ops.weighted_attention.form import WeightForm, component_logs
 from tests.oracles import KEPT, arrays, assert_equal, heads, joined
 
 LM_EPS = 1e-6
-"""What the language model's code adds to a row sum; ours adds nothing."""
+"""Added to a row sum by the published language model; megakernel adds nothing."""
 
 
 def lra_layer(mixture: dict | None = None, priors: Tensor | None = None):
@@ -28,12 +28,12 @@ def lra(*keys: str):
 
 
 def assert_equal_where_real(actual: Tensor, expected: Tensor, real: Tensor) -> None:
-    """Ours gives 0 at padded queries, theirs what the queries would have seen."""
+    """Compare real queries only: at padded ones megakernel gives 0, the published code does not."""
     actual, real = actual[:, :, KEPT], real[:, KEPT]
     assert_equal(*(x.transpose(1, 2)[real] for x in (actual, expected)))
 
 
-def test_mgk_equals_the_papers_code():
+def test_mgk_equals_the_published_code():
     tensors, mask, (pi, out, masked) = lra("pi", "out", "out_masked")
     module = lra_layer(priors=pi)
     assert_equal(module(*tensors), out)
@@ -45,36 +45,36 @@ def test_priors_outside_their_range_are_clamped():
     assert_equal(lra_layer(priors=pi)(*tensors), out)
 
 
-def test_hard_mgk_equals_the_papers_code():
+def test_hard_mgk_equals_the_published_code():
     tensors, mask, (out, masked) = lra("hard_out", "hard_out_masked")
     module = lra_layer({"estep": "hard"})
     assert_equal(module(*tensors), out)
     assert_equal_where_real(module(*tensors, AttentionInputs(padding_mask=mask)), masked, mask)
 
 
-def test_priors_of_every_position_equal_the_papers_code():
-    # Theirs has a prior per head and position; a layer of ours has one per head, its op takes either.
+def test_priors_per_position_equal_the_published_code():
+    # The published code has a prior per head and position; a layer here has one per head, and its op takes either.
     (q, k, v), mask, (pi, out, masked, trained) = lra(
         "pi_HL", "soft_out", "soft_out_masked", "soft_train_out"
     )
     priors = torch.stack([pi, 1 - pi], 1)
     assert_equal(weighted_attention(q, k, v, key_weights=priors, causal=False)[0], out)
-    assert_equal(out, trained)  # their update comes after the output
+    assert_equal(out, trained)  # the published update comes after the output
     real = priors * mask[:, None, None]
     assert_equal(weighted_attention(q, k, v, key_weights=real, causal=False)[0], masked)
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_m_step_equals_the_papers_code(masked):
+def test_the_m_step_equals_the_published_code(masked):
     (q, k, _), mask, (pi, new, new_masked) = lra("pi_HL", "soft_train_pi_new", "soft_train_pi_new_masked")
     mask = mask if masked else torch.ones_like(mask)
     priors = torch.stack([pi, 1 - pi], 1)
     form = WeightForm("gaussian", (1.0, 1.0), "sum", True)
     weights = component_logs(form, q, k, priors.expand(2, -1, -1, -1)).exp()
-    # Theirs adds 1e-6 to a mixture's weight and to a position's count of pairs.
+    # The published code adds 1e-6 to the weight of a mixture and to the number of pairs of a position.
     pairs = (mask[:, :, None] & mask[:, None]).double()
-    shares = weights[..., 0, :] / (weights.sum(-2) + 1e-6) * pairs[:, None]
-    assert_equal(shares.sum((0, 2)) / (pairs.sum((0, 1)) + 1e-6), new_masked if masked else new)
+    responsibilities = weights[..., 0, :] / (weights.sum(-2) + 1e-6) * pairs[:, None]
+    assert_equal(responsibilities.sum((0, 2)) / (pairs.sum((0, 1)) + 1e-6), new_masked if masked else new)
 
 
 def lm(case: str, *keys: str) -> list[Tensor]:
@@ -89,7 +89,7 @@ def lm_tensors(case: str):
         keys = torch.stack(parts[:2], 2)
     else:
         (shift,) = lm(case, "w.mu")
-        # (2, H, d): their shifts are subtracted.
+        # (2, H, d): the published code subtracts its shifts.
         keys = parts[0][:, :, None] - shift.transpose(0, 1)[:, :, None]
     return heads(x @ q_net.T), keys, parts[-1], x
 
@@ -107,9 +107,9 @@ def with_eps(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
 
 @pytest.mark.parametrize("case", ["rbf2keys", "rbf", "soft2keys", "soft", "hard2keys", "hard"])
 @pytest.mark.parametrize("causal", [True, False])
-def test_language_model_mgk_equals_the_papers_code(case, causal):
+def test_language_model_mgk_equals_the_published_code(case, causal):
     q, k, v, x = lm_tensors(case)
-    # Their second component weighs exp(-1.5 |q - k|^2 / sqrt(d)).
+    # The published second component weighs exp(-1.5 |q - k|^2 / sqrt(d)).
     options: dict = {"causal": causal, "variances": (1.0, 1 / 3)}
     (expected,) = lm(case, "out" if causal else "out_nomask")
     if case.startswith("hard"):
@@ -126,7 +126,7 @@ def test_language_model_mgk_equals_the_papers_code(case, causal):
 
 
 @pytest.mark.parametrize("case", ["rbf2keys", "rbf"])
-def test_mlk_equals_the_papers_code(case):
+def test_mlk_equals_the_published_code(case):
     x, qkv_net, out = *arrays("mlk_lm", "x"), *arrays("mlk_lm", f"{case}.w.qkv_net.weight", f"{case}.out")
     pi = torch.stack(arrays("mlk_lm", f"{case}.w.pi0", f"{case}.w.pi1"), 1)[:, :, :96].clamp(0, 1)
     q, *keys, v = heads(x @ qkv_net.T).split(16, -1)
@@ -136,10 +136,10 @@ def test_mlk_equals_the_papers_code(case):
         k = k - shift.transpose(0, 1)[:, :, None]
 
     def phi(y: Tensor) -> Tensor:
-        raised = F.elu(y) + 1
-        return raised / raised.sum(-1, keepdim=True)
+        features = F.elu(y) + 1
+        return features / features.sum(-1, keepdim=True)
 
-    # Their priors are per position, and features sum to 1: both are given to the op with the features themselves.
+    # The published priors are per position and its features sum to 1: both are multiplied into the features here.
     sums = kernel_attention(
         phi(q),
         phi(k) * pi[..., None],
@@ -155,11 +155,11 @@ def test_mlk_equals_the_papers_code(case):
     assert_equal(F.layer_norm(x + joined(attended) @ o_net.T, (32,), weight, bias), out)
 
 
-def test_kernelized_attention_equals_skyformers_code():
+def test_kernelized_attention_equals_the_code_of_skyformer():
     q, k, v, mask, out, masked = arrays("kernelized_gaussian", "q", "k", "v", "mask", "out", "out_masked")
     module = build("kernelized", num_heads=2, head_dim=16, causal=False)
     assert_equal(module(q, k, v), out)
-    # Theirs zeroes padded queries and lets them attend; ours gives 0 there.
+    # The published code zeroes padded queries and lets them attend; megakernel gives 0 there.
     real = mask.bool()
     assert_equal_where_real(module(q, k, v, AttentionInputs(padding_mask=real)), masked, real)
     zeroed = q * mask[:, None, :, None]
@@ -169,7 +169,7 @@ def test_kernelized_attention_equals_skyformers_code():
     )
 
 
-def test_softmax_equals_skyformers_code():
+def test_softmax_equals_the_code_of_skyformer():
     q, k, v, mask = arrays("kernelized_gaussian", "q", "k", "v", "mask")
     out, masked = arrays("kernelized_gaussian", "softmax_out", "softmax_out_masked")
     assert_equal(softmax_attention(q, k, v, causal=False)[0], out)

@@ -1,4 +1,4 @@
-"""Rotary frequencies, beside those of `transformers`."""
+"""Rotary frequencies against those of `transformers`, and rotation."""
 
 import math
 
@@ -35,7 +35,7 @@ SCALINGS = {
 }
 
 
-def theirs(kind: str, keys: dict, width: int, base: float, seq_len: int | None = None):
+def frequencies_in_transformers(kind: str, keys: dict, width: int, base: float, seq_len: int | None = None):
     """Frequencies and attention factor of `transformers`."""
     named = {"original_seq_len": "original_max_position_embeddings"}
     config = PreTrainedConfig(
@@ -52,11 +52,11 @@ def theirs(kind: str, keys: dict, width: int, base: float, seq_len: int | None =
     return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=seq_len)
 
 
-def ours(name: str) -> tuple[RopeScaling, dict]:
+def scaling_and_keys(name: str) -> tuple[RopeScaling, dict]:
     keys = {"kind": name} | SCALINGS[name]
     scaling = RopeScaling(**keys)
     keys.pop("kind")
-    if scaling.kind == "llama3":  # they name its defaults, we have them
+    if scaling.kind == "llama3":  # its defaults, which `transformers` requires
         keys = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | keys
     return scaling, keys
 
@@ -64,37 +64,39 @@ def ours(name: str) -> tuple[RopeScaling, dict]:
 @pytest.mark.parametrize("base", [10_000.0, BASE])
 @pytest.mark.parametrize("width", [16, WIDTH, 128])
 @pytest.mark.parametrize("name", SCALINGS)
-def test_frequencies_are_those_of_transformers(name, width, base):
-    scaling, keys = ours(name)
+def test_frequencies_equal_those_of_transformers(name, width, base):
+    scaling, keys = scaling_and_keys(name)
     found, length = frequencies(width, base, scaling)
-    expected, attention_factor = theirs(scaling.kind, keys, width, base)
-    # Theirs are float32: powers of the base are off by a few units of its last place.
+    expected, attention_factor = frequencies_in_transformers(scaling.kind, keys, width, base)
+    # `transformers` uses float32: powers of the base are off by a few units in the last place.
     torch.testing.assert_close(found, expected.double(), rtol=2e-6, atol=0)
     assert length == pytest.approx(attention_factor, rel=1e-12)
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.0, 16.0])
-def test_ntk_is_their_dynamic_scaling_held_at_one_length(factor):
+def test_ntk_equals_dynamic_scaling_at_a_fixed_length(factor):
     found, length = frequencies(WIDTH, BASE, RopeScaling(kind="ntk", factor=factor))
-    expected, _ = theirs("dynamic", {"factor": 1.0}, WIDTH, BASE, seq_len=int(factor * ORIGINAL))
+    expected, _ = frequencies_in_transformers(
+        "dynamic", {"factor": 1.0}, WIDTH, BASE, seq_len=int(factor * ORIGINAL)
+    )
     torch.testing.assert_close(found, expected.double(), rtol=2e-6, atol=0)
     assert length == 1.0
 
 
-def test_ntk_keeps_the_fastest_pair_and_slows_the_slowest_by_the_factor():
+def test_ntk_keeps_the_fastest_frequency_and_divides_the_slowest_by_the_factor():
     plain, _ = frequencies(WIDTH, BASE, RopeScaling())
     found, _ = frequencies(WIDTH, BASE, RopeScaling(kind="ntk", factor=8.0))
     assert found[0] == plain[0] == 1.0
     assert plain[-1] / found[-1] == pytest.approx(8.0, rel=1e-12)
 
 
-def test_linear_scaling_is_the_same_rotation_at_positions_between():
+def test_linear_scaling_is_rotation_at_fractional_positions():
     x, positions = torch.randn(1, 1, 12, WIDTH, dtype=torch.float64), torch.arange(12)[None]
     scaled = Rotary(WIDTH, BASE, RopeScaling(kind="linear", factor=4.0))
     torch.testing.assert_close(scaled(x, positions), Rotary(WIDTH, BASE)(x, positions / 4))
 
 
-def test_yarn_makes_logits_larger_by_the_square_of_its_length():
+def test_yarn_scales_logits_by_the_square_of_its_attention_factor():
     factor = 4.0
     rotary = Rotary(WIDTH, BASE, RopeScaling(kind="yarn", factor=factor, original_seq_len=ORIGINAL))
     x, start = torch.randn(1, 1, 1, WIDTH, dtype=torch.float64), torch.zeros(1, 1)
@@ -102,65 +104,67 @@ def test_yarn_makes_logits_larger_by_the_square_of_its_length():
     torch.testing.assert_close(logit, (x * x).sum() * (0.1 * math.log(factor) + 1) ** 2)
 
 
-def test_one_pair_is_too_few_for_ntk():
+def test_ntk_needs_more_than_one_frequency():
     with pytest.raises(ValueError, match=r"head_dim=2: .*take kind linear"):
         Rotary(2, BASE, RopeScaling(kind="ntk", factor=2.0))
 
 
-TURNING = {
+ROTARIES = {
     "plain": Rotary(WIDTH),
     "longer vectors": Rotary(WIDTH, scaling=RopeScaling(kind="yarn", factor=4.0, original_seq_len=64)),
     "half of a head": Rotary(WIDTH // 2),
 }
 
 
-@pytest.mark.parametrize("rotary", TURNING.values(), ids=TURNING)
+@pytest.mark.parametrize("rotary", ROTARIES.values(), ids=ROTARIES)
 @pytest.mark.parametrize("last", [0, 70, 10**6])
-def test_keys_turned_back_by_their_distance_meet_a_query_as_rotated_ones_do(rotary, last):
+def test_keys_rotated_relative_to_the_last_position_give_the_same_logits(rotary, last):
     draw = torch.Generator().manual_seed(0)
     q, k = (torch.randn(2, 3, count, WIDTH, generator=draw, dtype=torch.float64) for count in (1, 70))
-    places = torch.arange(last - 69, last + 1)[None]
-    both = rotary(q, places[:, -1:]) @ rotary(k, places).transpose(2, 3)
-    torch.testing.assert_close(q @ rotary.relative_to_last(k).transpose(2, 3), both, rtol=1e-8, atol=1e-8)
+    positions = torch.arange(last - 69, last + 1)[None]
+    expected = rotary(q, positions[:, -1:]) @ rotary(k, positions).transpose(2, 3)
+    torch.testing.assert_close(q @ rotary.relative_to_last(k).transpose(2, 3), expected, rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("rotary", TURNING.values(), ids=TURNING)
-def test_one_token_is_rotated_as_it_is_among_others(rotary):
+@pytest.mark.parametrize("rotary", ROTARIES.values(), ids=ROTARIES)
+def test_a_single_token_is_rotated_as_within_a_sequence(rotary):
     draw = torch.Generator().manual_seed(0)
     q, k = (torch.randn(2, heads, 3, WIDTH, generator=draw) for heads in (4, 2))
     rows = torch.tensor([[4, 5, 6], [70, 71, 72]])
     whole = rotary.rotate_qk(q, k, rows)
-    for place in range(3):
-        token = rotary.rotate_qk(*(x[:, :, place, None] for x in (q, k)), rows[:, place, None])
-        torch.testing.assert_close(token, tuple(x[:, :, place, None] for x in whole))
-    alike = rotary.rotate_qk(q[:, :, :1], k[:, :, :1], 4)
-    torch.testing.assert_close(alike[0][0], whole[0][0, :, :1])
+    for index in range(3):
+        token = rotary.rotate_qk(*(x[:, :, index, None] for x in (q, k)), rows[:, index, None])
+        torch.testing.assert_close(token, tuple(x[:, :, index, None] for x in whole))
+    same_position = rotary.rotate_qk(q[:, :, :1], k[:, :, :1], 4)
+    torch.testing.assert_close(same_position[0][0], whole[0][0, :, :1])
 
 
-@pytest.mark.parametrize("rotary", TURNING.values(), ids=TURNING)
+@pytest.mark.parametrize("rotary", ROTARIES.values(), ids=ROTARIES)
 @pytest.mark.parametrize("positions", [7, torch.arange(7, 12)[None]], ids=["number", "tensor"])
-def test_the_layers_of_a_micro_batch_keep_one_table_of_angles(rotary, positions):
+def test_all_layers_of_a_micro_batch_save_one_table_of_angles(rotary, positions):
     draw = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, heads, 5, WIDTH, generator=draw, requires_grad=True) for heads in (4, 2))
-    kept = []
+    saved = []
     with torch.autograd.graph.saved_tensors_hooks(
-        lambda x: kept.append(x.untyped_storage().data_ptr()), lambda x: x
+        lambda x: saved.append(x.untyped_storage().data_ptr()), lambda x: x
     ):
         first = rotary.rotate_qk(q, k, positions)
-        tables = set(kept)
+        tables = set(saved)
         second = rotary.rotate_qk(q, k, positions)
-    assert set(kept) == tables
+    assert set(saved) == tables
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     expected = tuple(rotary(x, torch.arange(7, 12)[None]) for x in (q, k))
     torch.testing.assert_close(first, expected, rtol=0, atol=0)
 
 
-def test_other_sequences_have_angles_of_their_own():
+def test_the_table_of_angles_is_replaced_for_other_positions():
     rotary, q = Rotary(WIDTH), torch.ones(1, 1, 3, WIDTH)
     for positions in (0, 5, torch.tensor([[5, 6, 0]]), torch.tensor([[5, 6, 7]])):
-        at = (
+        expected_positions = (
             positions if isinstance(positions, torch.Tensor) else torch.arange(positions, positions + 3)[None]
         )
-        torch.testing.assert_close(rotary.rotate_qk(q, q, positions)[0], rotary(q, at), rtol=0, atol=0)
+        torch.testing.assert_close(
+            rotary.rotate_qk(q, q, positions)[0], rotary(q, expected_positions), rtol=0, atol=0
+        )
     assert rotary.rotate_qk(q.double(), q.double(), 5)[0].dtype == torch.float64
     assert rotary.rotate_qk(q[:, :, :2], q[:, :, :2], 5)[0].shape[2] == 2

@@ -1,6 +1,6 @@
-"""Outputs and gradients of every preset against float64, for queries and keys of every scale.
+"""Outputs and gradients of every preset against float64, for queries and keys of several scales.
 
-MEGAKERNEL_TEST_GRID=full runs the whole grid (eight minutes), and not the part of it that tells most.
+MEGAKERNEL_TEST_GRID=full runs the whole grid (eight minutes) instead of its bound sensitive points.
 """
 
 import copy
@@ -21,7 +21,7 @@ HEADS = 2
 
 
 class Point(NamedTuple):
-    """What a layer is given."""
+    """Sizes, scale and dtype of a layer's inputs."""
 
     width: int
     scale: float
@@ -29,7 +29,7 @@ class Point(NamedTuple):
     dtype: torch.dtype
 
 
-TELLING = [
+SENSITIVE = [
     Point(128, 5.0, 16, torch.float32),
     Point(64, 5.0, 256, torch.float32),
     Point(64, 50.0, 64, torch.float32),
@@ -40,7 +40,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SCALES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 WHOLE = list(itertools.starmap(Point, itertools.product((64, 128), _SCALES, (16, 64, 256, 1024), _DTYPES)))
 IS_FULL = os.environ.get("MEGAKERNEL_TEST_GRID") == "full"
-GRID = WHOLE if IS_FULL else TELLING
+GRID = WHOLE if IS_FULL else SENSITIVE
 
 FORMS = {name: Attention.model_validate(expand_preset(name)) for name in PRESETS}
 CASES = [
@@ -52,7 +52,7 @@ CASES = [
 
 
 def layer(name: str, causal: bool, point: Point, /, **feature_map: object) -> AttentionLayer:
-    """A layer of `name`; cosines, whose sums cancel, with the smoothing that keeps them away from 0."""
+    """A layer of preset `name`; sums of cosines, which may cancel, get a smoothing that keeps them away from 0."""
     if may_divide_by_zero(FORMS[name]):
         feature_map["smoothing"] = 1.0
     tree = {"preset": name, **({"feature_map": feature_map} if feature_map else {})}
@@ -69,7 +69,7 @@ def layer(name: str, causal: bool, point: Point, /, **feature_map: object) -> At
 
 
 def inputs(name: str, point: Point) -> tuple[list[Tensor], Tensor]:
-    """q, k, v and the gradient of the output, numbers that `dtype` holds."""
+    """q, k, v and the gradient of the output, rounded to the dtype of the point."""
     form, draw = FORMS[name], torch.Generator().manual_seed(0)
     count = getattr(form.compression, "rank", 1) if form.compresses_input else point.length
     keys = (form.keys_per_head,) if form.keys_per_head > 1 else ()
@@ -94,14 +94,14 @@ def run(module: AttentionLayer, qkv: list[Tensor], grad: Tensor, dtype: torch.dt
 
 
 def conditioning(module: AttentionLayer, qkv: list[Tensor], grad: Tensor) -> tuple[float, dict[str, float]]:
-    """By what share of itself a weight is off because its exponent is rounded, and what outputs and gradients sum up.
+    """Relative error of a weight from rounding its exponent, and the size of the terms that outputs and gradients sum.
 
     A weight is exp(e), and e a sum of products, |q - k|^2 / 2 sqrt(d), q.k / sqrt(d), omega.q / d^1/4 or W q, of which
     none exceeds E = (|q| + |k|)^2 / sqrt(d) + Omega (|q| + |k|), Omega the longest frequency. Each is off by float32's
     unit roundoff u times its size, so e is by a few u E, and a weight by delta = 4 u E of itself. An output is off by
     delta of the largest value. A gradient is a sum of p (do.(v - o)) de/dx, of terms up to |do| 2 max|v| L, L the
     steepest slope of an exponent. The terms may cancel to nothing, as where one key has all the weight; their
-    roundings, delta of each, do not. By the first word of a name the second result says how large terms are.
+    roundings, delta of each, do not. The second result maps the first word of a name to the size of its terms.
     """
     q, k, v = (x.double() for x in qkv)
     width = q.shape[-1]
@@ -110,43 +110,43 @@ def conditioning(module: AttentionLayer, qkv: list[Tensor], grad: Tensor) -> tup
     if (projection := getattr(module, "projection", None)) is not None and projection() is not None:
         omega = dense(projection(), width).norm(dim=-1).max().item()
     delta = 2 * torch.finfo(torch.float32).eps * (longest**2 / width**0.5 + omega * longest)
-    values, pull = v.norm(dim=-1).max().item(), grad.double().norm().item()
-    terms = 2 * pull * values * (longest / width**0.5 + omega)
+    values, grad_norm = v.norm(dim=-1).max().item(), grad.double().norm().item()
+    terms = 2 * grad_norm * values * (longest / width**0.5 + omega)
     of_rows = values * grad.shape[2] ** 0.5
-    return delta, {"out": of_rows, "dq": terms, "dk": terms, "dv": pull, "d": terms * width**0.5}
+    return delta, {"out": of_rows, "dq": terms, "dk": terms, "dv": grad_norm, "d": terms * width**0.5}
 
 
 def limit(point: Point, delta: float, terms: float, size: float, form: Attention) -> float:
-    """How far a gradient of this size may be from float64: up to scale 5 by 1e-3, beyond by its conditioning.
+    """Allowed error of a gradient of this size: 1e-3 of it up to scale 5, above that by its conditioning.
 
-    Where more than 999 of 1000 parts cancel, 1e-3 is of a thousandth. A half has only its own digits; and torch's fused
-    softmax hands backward its output in a half, so that all terms have.
+    If more than 999 of 1000 parts cancel, 1e-3 is relative to one thousandth of the terms. Half precision adds its own
+    rounding; the backward of torch's fused softmax reads its output in half precision, which rounds every term.
     """
     rounding = 1e-3 * max(size, 1e-3 * terms) if point.scale <= 5 else delta * terms
     halves = point.dtype != torch.float32 and form.is_full_softmax
-    # What is less than the smallest normal number has no digits.
+    # Below the smallest normal number there is no precision.
     return rounding + torch.finfo(point.dtype).eps * (max(size, terms) if halves else size) + 1e-30
 
 
 @pytest.mark.parametrize("point", GRID, ids=lambda p: f"{p.width}-{p.scale:g}-{p.length}-{str(p.dtype)[6:]}")
 @pytest.mark.parametrize(("name", "causal"), CASES)
-def test_gradients_are_finite_and_near_float64(name, causal, point):
+def test_outputs_and_gradients_are_finite_and_close_to_float64(name, causal, point):
     module = layer(name, causal, point)
     qkv, grad = inputs(name, point)
     exact = run(copy.deepcopy(module).double(), qkv, grad, torch.float64)
     found = run(module, qkv, grad, point.dtype)
     delta, terms = conditioning(module, qkv, grad)
-    wrong = {}
+    errors = {}
     for key, wanted in exact.items():
         error, size = (found[key].double() - wanted).norm().item(), wanted.norm().item()
-        most = limit(point, delta, terms[key.split()[0]], size, FORMS[name])
-        if not error <= most:
-            wrong[key] = f"{error:.1e} of {size:.1e}; expected at most {most:.1e}"
-    assert not wrong
+        bound = limit(point, delta, terms[key.split()[0]], size, FORMS[name])
+        if not error <= bound:
+            errors[key] = f"{error:.1e} of {size:.1e}; expected at most {bound:.1e}"
+    assert not errors
 
 
 @pytest.mark.parametrize(("name", "causal"), CASES)
-def test_the_quadratic_reference_is_finite_and_right_at_large_scales(name, causal, monkeypatch):
+def test_the_quadratic_reference_is_finite_and_exact_at_large_scales(name, causal, monkeypatch):
     point = Point(16, 50.0, 40, torch.float64)
     module = layer(name, causal, point)
     qkv, grad = inputs(name, point)

@@ -1,4 +1,4 @@
-"""Simple gated linear attention, whose decay the hidden state names: op, layer and model."""
+"""Simple gated linear attention, with a decay computed from the hidden state: op, layer and model."""
 
 import pytest
 import torch
@@ -25,16 +25,18 @@ def inputs(length=LENGTH):
 
 
 @pytest.mark.parametrize("positions", [0, 7, POSITIONS], ids=["row", "continued", "packed"])
-def test_chunks_are_the_quadratic_formula_in_values_and_gradients(positions):
+def test_chunked_values_and_gradients_equal_the_quadratic_formula(positions):
     q, k, v, gate = inputs()
     state = torch.randn(2, 2, WIDTH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     tensors = [x.requires_grad_() for x in (q, k, v, gate, state)]
 
     def run(backend):
         log_decay = torch.nn.functional.logsigmoid(gate[..., 0])
-        out, left = simple_gla(q, k, v, log_decay, positions=positions, initial_state=state, backend=backend)
-        loss = out.sin().sum() + left.cos().sum()
-        return out, left, *torch.autograd.grad(loss, tensors)
+        out, final_state = simple_gla(
+            q, k, v, log_decay, positions=positions, initial_state=state, backend=backend
+        )
+        loss = out.sin().sum() + final_state.cos().sum()
+        return out, final_state, *torch.autograd.grad(loss, tensors)
 
     for found, expected in zip(run("chunked"), run("reference")):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
@@ -55,24 +57,24 @@ def token_by_token(module, decay, tensors, positions):
             for i in range(q.shape[2]):
                 scale = 1.0
                 if decay == "none":
-                    kept = 1.0
+                    decay_factor = 1.0
                 elif decay == "fixed":
-                    kept = 1 - 2.0 ** (-5 - key_head)
+                    decay_factor = 1 - 2.0 ** (-5 - key_head)
                 else:
                     logit = gate[row, key_head, i, 0] + module.decay_bias[key_head]
-                    kept = torch.sigmoid(logit) ** (1 / 16)
+                    decay_factor = torch.sigmoid(logit) ** (1 / 16)
                 if decay == "step":
                     scale = torch.log1p(torch.exp(logit))
-                    kept = torch.exp(-torch.exp(module.log_decay_rate[key_head]) * scale)
+                    decay_factor = torch.exp(-torch.exp(module.log_decay_rate[key_head]) * scale)
                 if positions[row, i] == 0:
-                    kept = 0.0
-                state = kept * state + scale * torch.outer(k[row, key_head, i], v[row, key_head, i])
+                    decay_factor = 0.0
+                state = decay_factor * state + scale * torch.outer(k[row, key_head, i], v[row, key_head, i])
                 rows.append(q[row, head, i] @ state / WIDTH**0.5)
     return torch.stack(rows).view(q.shape)
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-def test_a_layer_is_the_recurrence_in_values_and_gradients(decay):
+def test_layer_values_and_gradients_equal_the_recurrence(decay):
     length = 77
     positions = torch.stack([torch.arange(length), torch.cat([torch.arange(66), torch.arange(11)])])
     tensors = [x.requires_grad_() for x in inputs(length)]
@@ -84,13 +86,13 @@ def test_a_layer_is_the_recurrence_in_values_and_gradients(decay):
         token_by_token(module, decay, tensors, positions),
     ]
     torch.testing.assert_close(*outputs, rtol=1e-9, atol=1e-9)
-    learned = [*(tensors if module.spec.further else tensors[:3]), *module.parameters()]
-    found, expected = (torch.autograd.grad(out.sin().sum(), learned) for out in outputs)
-    for mine, naive in zip(found, expected):
-        torch.testing.assert_close(mine, naive, rtol=1e-9, atol=1e-9)
+    leaves = [*(tensors if module.spec.further else tensors[:3]), *module.parameters()]
+    found, expected = (torch.autograd.grad(out.sin().sum(), leaves) for out in outputs)
+    for actual, wanted in zip(found, expected):
+        torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-9)
 
 
-def test_a_head_begins_with_the_rate_and_step_of_mamba_2_that_its_seed_draws():
+def test_initial_decay_rates_and_steps_are_those_of_mamba_2_and_seeded():
     whole = layer("step", seed=4)
     half = build(
         {"preset": "mamba2"}, num_heads=4, num_kv_heads=2, head_dim=WIDTH, seed=4, heads=HeadShard(1, 2)
@@ -106,7 +108,7 @@ def test_a_head_begins_with_the_rate_and_step_of_mamba_2_that_its_seed_draws():
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("positions", [None, POSITIONS], ids=["row", "packed"])
 @pytest.mark.parametrize("size", [2, 5])
-def test_shards_and_decoding_are_the_whole_sequence(size, positions, decay):
+def test_shards_and_decoding_equal_the_whole_sequence(size, positions, decay):
     q, k, v, gate = inputs()
     module = layer(decay)
     rotary = Rotary(WIDTH)
@@ -116,7 +118,7 @@ def test_shards_and_decoding_are_the_whole_sequence(size, positions, decay):
 
 @pytest.mark.parametrize("update", ["sum", "delta"])
 @pytest.mark.parametrize("decay", DECAYS)
-def test_a_model_of_it_trains_and_its_decay_depends_on_the_token(decay, update):
+def test_a_model_trains_with_gradients_for_its_decay(decay, update):
     sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2}
     attention = {"mechanism": "simple_gla", "simple_gla": {"decay": decay, "update": update}}
     form = Model.model_validate({**sizes, "attention": attention})
@@ -130,7 +132,7 @@ def test_a_model_of_it_trains_and_its_decay_depends_on_the_token(decay, update):
         optimizer.zero_grad()
         loss.backward()
         gates = [p.grad for name, p in model.named_parameters() if "further" in name or "decay" in name]
-        # The projection and what each mechanism learns, in two layers.
+        # The further projection and the mechanism's own parameters, in two layers.
         further = 2 if update == "delta" and decay in ("fixed", "none") else 0
         assert len(gates) == {"gate": 4, "step": 6, "fixed": 0, "none": 0}[decay] + further
         assert all(grad.abs().sum() > 0 for grad in gates)
@@ -144,7 +146,7 @@ def test_a_model_of_it_trains_and_its_decay_depends_on_the_token(decay, update):
     torch.testing.assert_close(torch.cat([first, rest]), whole, rtol=1e-4, atol=1e-5)
 
 
-def test_a_normalizer_beside_a_decay_that_has_no_gate_is_refused():
+def test_a_gate_normalizer_without_a_gate_is_refused():
     form = {"preset": "retnet", "simple_gla": {"gate_logit_normalizer": 8.0}}
     with pytest.raises(ValueError, match=r"gate_logit_normalizer=8\.0 has no effect on decay: fixed"):
         Model.model_validate({"num_layers": 1, "hidden_size": 8, "num_heads": 2, "attention": form})

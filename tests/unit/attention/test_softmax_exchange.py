@@ -1,4 +1,4 @@
-"""How softmax over shards of a sequence reaches all keys: trading heads where they divide, else ring attention."""
+"""Context-parallel softmax: exchange of heads if they divide (Ulysses), otherwise ring attention."""
 
 import pytest
 import torch
@@ -10,29 +10,29 @@ from tests.unit.attention.shards import ThreadShard, in_shards
 SIZE, TOKENS, WIDTH = 2, 4, 4
 
 
-class Noting(ThreadShard):
-    """A shard that remembers which questions it was asked."""
+class RecordingShard(ThreadShard):
+    """A shard that records which exchanges were used."""
 
     def __init__(self, cp_shard: ThreadShard):
         super().__init__(cp_shard.table, cp_shard.rank)
-        self.asked: set[str] = set()
+        self.exchanges: set[str] = set()
 
     def tokens_to_heads(self, x):
-        self.asked.add("heads")
+        self.exchanges.add("heads")
         return super().tokens_to_heads(x)
 
     def start_rotation(self, tensors):
-        self.asked.add("ring")
+        self.exchanges.add("ring")
         return super().start_rotation(tensors)
 
 
-def asked(heads, exchange, preset="softmax"):
+def exchanges_used(heads, exchange, preset="softmax"):
     layer = attention.build(preset, num_heads=heads, head_dim=WIDTH, softmax_exchange=exchange)
 
     def work(cp_shard):
-        noting = Noting(cp_shard)
-        layer(*(torch.ones(1, heads, TOKENS, WIDTH) for _ in range(3)), AttentionInputs(cp_shard=noting))
-        return noting.asked
+        shard = RecordingShard(cp_shard)
+        layer(*(torch.ones(1, heads, TOKENS, WIDTH) for _ in range(3)), AttentionInputs(cp_shard=shard))
+        return shard.exchanges
 
     found = in_shards(SIZE, work)
     assert found == [found[0]] * SIZE
@@ -40,7 +40,7 @@ def asked(heads, exchange, preset="softmax"):
 
 
 @pytest.mark.parametrize(
-    ("heads", "exchange", "way"),
+    ("heads", "exchange", "expected"),
     [
         (4, "auto", "heads"),
         (3, "auto", "ring"),
@@ -49,22 +49,22 @@ def asked(heads, exchange, preset="softmax"):
         (4, "ring", "ring"),
     ],
 )
-def test_softmax_trades_heads_where_they_divide_unless_it_is_told(heads, exchange, way):
-    assert asked(heads, exchange) == {way}
+def test_softmax_exchanges_heads_if_they_divide_unless_configured(heads, exchange, expected):
+    assert exchanges_used(heads, exchange) == {expected}
 
 
 @pytest.mark.parametrize(("exchange", "preset"), [("heads", "softmax"), ("auto", "gaussian")])
-def test_heads_that_do_not_divide_cannot_be_traded(exchange, preset):
+def test_heads_that_do_not_divide_cannot_be_exchanged(exchange, preset):
     with pytest.raises(ValueError, match="3 heads do not divide over 2 shards of the sequence"):
-        asked(3, exchange, preset)
+        exchanges_used(3, exchange, preset)
 
 
-def test_other_mechanisms_trade_heads_whatever_softmax_does():
-    assert asked(4, "ring", "gaussian") == {"heads"}
+def test_other_mechanisms_always_exchange_heads():
+    assert exchanges_used(4, "ring", "gaussian") == {"heads"}
 
 
 @pytest.mark.parametrize("exchange", ["auto", "heads", "ring"])
-def test_a_whole_row_needs_no_exchange_and_goes_on_from_its_cache(exchange):
+def test_without_context_parallelism_softmax_decodes_from_its_cache(exchange):
     layer = attention.build("softmax", num_heads=3, head_dim=WIDTH, softmax_exchange=exchange)
     q, k, v = torch.randn(3, 1, 3, TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))
     first, state = layer.extend(*(x[:, :, :1] for x in (q, k, v)))

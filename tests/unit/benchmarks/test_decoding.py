@@ -24,15 +24,15 @@ def models():
     return {name: our_model(name, TINY) for name in OURS}
 
 
-def test_the_models_have_the_same_weights_but_for_what_flurka_learns_beside_them(models):
+def test_the_models_have_equally_many_weights_apart_from_those_of_flurka(models):
     counts = {name: sum(weight.numel() for weight in model.parameters()) for name, model in models.items()}
-    theirs = sum(weight.numel() for weight in llama(TINY).parameters())
+    llama_count = sum(weight.numel() for weight in llama(TINY).parameters())
     padded = models["softmax"].settings.padded_vocab_size - decoding.TOKENIZER.vocab_size
-    assert counts["softmax"] == theirs + padded * TINY.width
+    assert counts["softmax"] == llama_count + padded * TINY.width
     assert counts["softmax"] < counts["flurka"] < 1.2 * counts["softmax"]
 
 
-def test_a_state_is_as_large_behind_any_prompt_and_a_cache_is_not(models):
+def test_a_recurrent_state_does_not_grow_with_the_prompt_and_a_cache_does(models):
     short, long = (Case(TINY, batch=2, length=length) for length in (128, 256))
     assert our_session(models["flurka"], short).state_bytes == our_session(models["flurka"], long).state_bytes
     for case in (short, long):
@@ -43,7 +43,7 @@ def test_a_state_is_as_large_behind_any_prompt_and_a_cache_is_not(models):
         assert case.cache_bytes == 2 * case.length * 2 * 32 * 4
 
 
-def test_a_case_gives_a_row_of_each_table(models, monkeypatch):
+def test_a_case_gives_one_row_per_table(models, monkeypatch):
     monkeypatch.setattr(decoding, "TURN_TOKENS", 8)
     case = Case(TINY, batch=2, length=128)
     costs = measure(case, models, llama(TINY), turns=1)
@@ -55,7 +55,7 @@ def test_a_case_gives_a_row_of_each_table(models, monkeypatch):
     assert all(line in text and line.count("|") == columns.count("|") for line in lines)
 
 
-def test_a_row_has_tokens_per_second_of_all_texts_and_the_cost_beside_the_baseline():
+def test_a_row_has_throughput_and_the_speed_relative_to_the_baseline():
     times = {BASELINE: (0.02, 0.01), "flurka": (0.02, 0.02), "softmax": (0.04, 0.005)}
     costs = {name: Costs(*both, 2**20) for name, both in times.items()}
     generate, step = decoding.rows(Case(TINY, 8, 1024), 900_000, costs)
@@ -63,7 +63,7 @@ def test_a_row_has_tokens_per_second_of_all_texts_and_the_cost_beside_the_baseli
     assert step == "| 0.9M | 8 | 1,024 | 800 | 400 | 1,600 | 2.00 | 0.50 | 1,024 | 1,024 |"
 
 
-def test_what_is_too_large_is_not_made_and_told_by_its_size(models, monkeypatch):
+def test_caches_that_are_too_large_are_reported_but_not_measured(models, monkeypatch):
     monkeypatch.setattr(decoding, "TURN_TOKENS", 2)
     monkeypatch.setattr(decoding, "MAX_CACHE_BYTES", 2**10)
     case = Case(TINY, batch=1, length=128)

@@ -1,4 +1,4 @@
-"""Each row of the table of families is within the page's promises."""
+"""Every family meets the bounds that the page of dense families states."""
 
 import pytest
 
@@ -10,9 +10,9 @@ from tests.tiers import tiered
 @pytest.mark.parametrize(
     "name", tiered(dense_models.CONFIGS, ["granite", "gemma2", "olmo3, some layers slide"])
 )
-def test_a_family_is_read_and_written_as_transformers_has_it(name, tmp_path):
+def test_a_family_is_imported_and_exported_as_in_transformers(name, tmp_path):
     found = measure(name, tmp_path)
     assert found.float32 < 2e-5
-    # Of two ways to round the same sums neither is the better: ours is as close to float32 as theirs, give or take.
+    # Both implementations round the same sums in different ways: their distances to float32 are about equal.
     assert found.rounding < 1.2 * found.transformers_rounding
     assert found.export_is_equal

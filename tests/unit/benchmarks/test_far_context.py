@@ -1,4 +1,4 @@
-"""The far-context benchmark: the layout of its text, and that each of its models can be trained."""
+"""The far-context benchmark: the layout of its text, and its models."""
 
 import io
 import tarfile
@@ -23,7 +23,7 @@ def archive(files: dict[str, str]) -> bytes:
     return stream.getvalue()
 
 
-def test_what_is_imported_stands_before_what_imports_it():
+def test_imported_modules_come_before_those_that_import_them():
     modules = {
         "src/app/__init__.py": "from .views import page",
         "src/app/models.py": "import os",
@@ -42,15 +42,15 @@ def test_what_is_imported_stands_before_what_imports_it():
     ]
 
 
-def test_a_project_is_code_in_documents_of_neighbours_and_then_prose():
-    files = {f"app/part_{place}.py": MODULE for place in range(6)} | {
+def test_a_project_becomes_documents_of_neighboring_code_and_then_prose():
+    files = {f"app/part_{index}.py": MODULE for index in range(6)} | {
         "docs/index.rst": MODULE,
         "docs/data.txt": "1" * SMALLEST,
         "docs/image.png": MODULE,
     }
     code, prose = documents("project==1.0", archive(files))
     assert (code.kind, prose.kind) == ("code", "prose")
-    assert [f"# app/part_{place}.py" in code.text for place in range(6)] == [True] * 6
+    assert [f"# app/part_{index}.py" in code.text for index in range(6)] == [True] * 6
     assert len(code.text) >= DOCUMENT
     assert prose.text.startswith("# docs/index.rst\n")
     assert "data.txt" not in prose.text
@@ -63,11 +63,11 @@ def test_a_book_is_the_longest_string_of_its_module():
     assert len(texts) == 2
 
 
-def test_too_little_text_is_no_document():
+def test_projects_with_too_little_text_are_left_out():
     assert list(documents("project==1.0", archive({"a.py": LINE}))) == []
 
 
-def test_sources_are_fixed():
+def test_sources_are_unique_and_pinned():
     assert len(set(SOURCES)) == len(SOURCES)
     assert all(name and version for name, _, version in (source.partition("==") for source in SOURCES))
 
@@ -81,16 +81,16 @@ def test_every_model_can_be_trained_at_every_length(model, length):
     assert config.model.is_causal
 
 
-def test_a_state_is_a_fraction_of_the_cache_at_the_longest_rows():
+def test_a_state_is_a_fraction_of_the_cache_at_the_longest_sequences():
     layers, keys, width, blocks = 4, 8192, 4 * 64, 64
     names = ("softmax", "local", "flurka", "flurka_best")
-    cache, local, *ours = (state_size(Run(name, keys, 0, 2**20).config().model, keys) for name in names)
+    cache, local, *states = (state_size(Run(name, keys, 0, 2**20).config().model, keys) for name in names)
     assert cache == layers * 2 * width * keys
     assert local == layers * 2 * width * blocks
-    assert all(cache / state > 60 for state in ours)
+    assert all(cache / state > 60 for state in states)
 
 
-def test_the_page_names_the_lowest_far_loss_first():
+def test_the_page_lists_the_lowest_far_loss_first():
     results = [
         RunResult(Run("local", 2048, 0, 8192), Measures(4.0, 4.1, 3.9, 0.0, (4.0, 4.0), (9.0, 9.0)), 2000.0),
         RunResult(

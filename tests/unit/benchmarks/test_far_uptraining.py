@@ -1,4 +1,4 @@
-"""Every student of the far-context up-training can be made from its dense model."""
+"""The students of the far-context up-training are valid for their dense model."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from megakernel.uptraining.transfer import check_parts_around
 
 
 @pytest.mark.parametrize("student", STUDENTS)
-def test_students_read_the_same_tokens_behind_those_of_the_dense_model(student):
+def test_students_read_the_same_tokens_after_those_of_the_dense_model(student):
     config, dense = config_of(student), DENSE_RUN.config()
     plan = stages(config, [0, 1], dense.model)
     trained = [stage.config.training.steps for stage in plan if not stage.is_control]
@@ -22,12 +22,12 @@ def test_students_read_the_same_tokens_behind_those_of_the_dense_model(student):
     check_parts_around(config.model, dense.model, transfers=len(trained) > 1)
 
 
-def test_the_dense_model_is_trained_on_beside_one_of_them():
+def test_the_dense_model_is_trained_further_with_one_student():
     plans = (stages(config_of(student), [0, 1], DENSE_RUN.config().model) for student in STUDENTS)
     assert [plan[-1].kind == DENSE for plan in plans] == [student == "flurka" for student in STUDENTS]
 
 
-def test_the_page_says_what_each_student_is():
+def test_the_page_has_results_and_overrides_of_each_student():
     measures = Measures(4.0, 4.1, 3.9, 0.1, (4.0, 3.0), (9.0, 8.0))
     text = page(
         [ModelRow("dense", measures, 100), ModelRow("flurka", measures, 10, 4.5, 0.9)], "python -m this"
@@ -38,7 +38,7 @@ def test_the_page_says_what_each_student_is():
     assert "* `flurka`: `uptrain.train_dense=true`" in text
 
 
-def test_an_up_training_that_is_done_is_read_and_that_of_another_configuration_refused(tmp_path):
+def test_a_finished_up_training_is_reused_only_with_its_configuration(tmp_path):
     overrides = [*overrides_of("window"), f"run.root={tmp_path}"]
     folder = load(CONFIG, overrides).run.folder
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""Promises of the GPU check that need no GPU: its pages, its time limit, and that its programs exist."""
+"""The parts of the GPU check that need no GPU: pages, time limits, and valid commands."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ def program(title: str, text: str) -> Check:
     return Check(title, (sys.executable, "-c", text))
 
 
-def test_the_page_is_written_behind_every_program(tmp_path):
+def test_the_page_is_written_after_every_program(tmp_path):
     out = tmp_path / "page.md"
     reads = program("second", f"print(open({str(out)!r}).read())")
     first, second = run_all("speed", [program("first", "print('one')"), reads], 60, out)
@@ -31,7 +31,7 @@ def test_the_page_is_written_behind_every_program(tmp_path):
     assert "    one" in out.read_text()
 
 
-def test_a_program_is_cut_off_in_time_with_what_it_started_and_printed(tmp_path, monkeypatch):
+def test_a_program_is_killed_with_its_children_at_the_time_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_check, "GRACE", 0.5)
     text = (
         "import subprocess, sys, time\n"
@@ -50,11 +50,11 @@ def test_a_program_is_cut_off_in_time_with_what_it_started_and_printed(tmp_path,
         time.sleep(0.05)
     else:
         os.kill(child, 9)
-        pytest.fail("the child lives on")
+        pytest.fail("the child process is still running")
     assert "| long | cut off |" in (tmp_path / "page.md").read_text()
 
 
-def test_what_failed_and_what_is_not_installed_are_told_apart():
+def test_failed_and_missing_programs_are_distinguished():
     failed = run(program("no", "raise SystemExit(3)"), 60)
     missing = run(Check("tool", ("no-such-tool-anywhere",)), 60)
     assert (failed.status, failed.failed) == ("failed with status 3", True)
@@ -64,23 +64,23 @@ def test_what_failed_and_what_is_not_installed_are_told_apart():
 @pytest.mark.parametrize(
     "check", [check for checks in PARTS.values() for check in checks], ids=lambda x: x.title
 )
-def test_programs_name_files_and_configurations_that_exist(check):
+def test_commands_name_existing_files_and_configurations(check):
     arguments = check.command[1:]
     for path in (x for x in arguments if x.startswith(("tests/", "configs/"))):
         assert (REPOSITORY / path).exists()
     if "pretrain" in arguments:
         load(REPOSITORY / arguments[arguments.index("pretrain") + 1], [x for x in arguments if "=" in x])
     if "--suite" in arguments:
-        given = dict(pairwise(arguments))
+        options = dict(pairwise(arguments))
         only = [name for option, name in pairwise(arguments) if option == "--only"]
-        SUITES[given["--suite"]].narrowed(int(given["--max-tokens"]), only)
+        SUITES[options["--suite"]].narrowed(int(options["--max-tokens"]), only)
 
 
-def test_the_call_that_tools_watch_ends_in_one_token():
+def test_the_profiled_call_runs_on_a_cpu():
     assert gpu_check.profiled_call("cpu", 70).shape == (2, 4, 1, 64)
 
 
-def test_without_a_gpu_one_line_says_so():
+def test_without_a_gpu_the_check_ends_with_one_line():
     command = [sys.executable, "-m", "benchmarks.gpu_check", "speed"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Numbers that pages of results are made into, and made from."""
+"""Tables of result pages, written and read."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from benchmarks.page import table, table_row
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 
 
-def test_a_table_has_a_rule_below_its_head_and_numbers_to_the_right():
+def test_tables_have_a_separator_and_right_aligned_numbers():
     assert table(["a", "b"], [table_row(["x", 1])]) == ["| a | b |", "|---|---|", "| x | 1 |", ""]
     assert table(["a", "b"], [], numbers=True) == ["| a | b |", "| --- | ---: |", ""]
 

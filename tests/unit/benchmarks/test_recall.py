@@ -1,4 +1,4 @@
-"""The recall benchmark trains what its page says."""
+"""The configurations and the page of the recall benchmark."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ def test_every_mechanism_can_be_trained_on_answers(preset):
     assert config.training.seq_len // (config.model.attention.block_size or 1) in (128, 8)
 
 
-def test_the_page_says_what_was_trained_and_names_the_best_first():
+def test_the_page_names_the_training_and_lists_the_best_first():
     results = [
         RecallResult("linear", {0: 3.3, 3: 3.0}, 0.1, 3.0, {256: 0.0}),
         RecallResult("softmax", {0: 3.3, 3: 0.1}, 1.0, 0.1, {256: 0.5}),
@@ -31,7 +31,7 @@ def test_the_page_says_what_was_trained_and_names_the_best_first():
     )
 
 
-def test_rows_hold_several_examples_of_a_given_length():
+def test_sequences_hold_several_examples_of_a_given_length():
     setup = Setup("passkey:digits=2,length=64", "bpe:1024", 8, 4, ["training.steps=3"])
     assert setup.task == "passkey:digits=2,length=64"
     assert setup.task_at(1024) == "passkey:digits=2,length=1024"
@@ -39,7 +39,7 @@ def test_rows_hold_several_examples_of_a_given_length():
     assert 2 * 3 * 32 < setup.num_examples < 3 * 3 * 32 + 100
 
 
-def test_what_others_are_up_trained_from_reads_its_own_examples():
+def test_the_common_start_of_up_trainings_reads_its_own_examples():
     with_start = replace(SETUP, start="softmax+convolution", start_steps=7)
     assert with_start.num_examples == replace(SETUP, overrides=["training.steps=60"]).num_examples
     assert with_start.name != SETUP.name

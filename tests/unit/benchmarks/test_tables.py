@@ -1,4 +1,4 @@
-"""The overrides of the tables of trained mechanisms, and the rows made from their runs."""
+"""Overrides for the tables of trained mechanisms, and rows from the runs."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ CONFIGS = Path(__file__).parents[3] / "configs" / "lra"
 
 
 def run_folder(folder: Path, kept: list[int], **tags: dict[int, float]) -> Path:
-    """metrics.jsonl, and folders of checkpoints."""
+    """Write metrics.jsonl and empty checkpoint folders."""
     lines = [
         {"step": step, f"eval/{tag}": value} for tag, values in tags.items() for step, value in values.items()
     ]
@@ -22,12 +22,12 @@ def run_folder(folder: Path, kept: list[int], **tags: dict[int, float]) -> Path:
     return folder
 
 
-def test_the_best_checkpoint_is_one_that_was_kept(tmp_path: Path):
+def test_the_best_step_has_a_kept_checkpoint(tmp_path: Path):
     accuracy = {10: 0.9, 20: 0.5, 30: 0.7, 40: 0.7}
     assert training_runs.best_step(run_folder(tmp_path, [20, 30, 40], accuracy=accuracy)) == 40
 
 
-def test_without_accuracy_the_lowest_loss_is_best(tmp_path: Path):
+def test_without_accuracy_the_best_step_has_the_lowest_loss(tmp_path: Path):
     assert training_runs.best_step(run_folder(tmp_path, [10, 20], loss={10: 1.0, 20: 2.0})) == 10
 
 
@@ -48,26 +48,26 @@ def test_a_paper_has_its_numbers_of_samples(setting: str, task: str, preset: str
     assert loaded.model.attention.feature_map.samples == 128
 
 
-def test_the_configurations_have_the_samples_of_the_table():
+def test_configurations_have_the_numbers_of_samples_in_the_table():
     for task in lra.SAMPLES:
         path = CONFIGS / "kl" / f"{task}.yaml"
         own = load(path).model.attention
-        laid = load(path, lra.overrides_of(path, "fastfood_prf", 0, [])).model.attention
-        assert own == laid
+        overridden = load(path, lra.overrides_of(path, "fastfood_prf", 0, [])).model.attention
+        assert own == overridden
 
 
-def test_presets_of_the_tables_exist():
+def test_presets_in_the_tables_exist():
     assert {preset for samples in lra.SAMPLES.values() for preset in samples} | set(lra.FEATURES) <= set(
         PRESETS
     )
 
 
-def test_spreads_are_means_with_sample_deviations():
+def test_results_are_means_with_sample_deviations():
     assert lra.mean_and_deviation([0.5]) == "0.5000"
     assert lra.mean_and_deviation([0.4, 0.5, 0.6]) == "0.5000 ± 0.1000"
 
 
-def test_learning_curves_become_a_table_and_a_file(tmp_path: Path):
+def test_learning_curves_are_written_as_a_table_and_a_csv_file(tmp_path: Path):
     found = [
         sparsity.LearningCurve("gmm_rks", 0.1, {0: 0.1, 100: 0.55, 200: 0.95}),
         sparsity.LearningCurve("gmm_prf", 0.1, {0: 0.1}),

@@ -1,4 +1,4 @@
-"""The rows of the page of training speeds, and that the models are the same."""
+"""Rows of the page of training speeds, and that both models have the same size."""
 
 import math
 
@@ -8,16 +8,18 @@ from megakernel.model.parameters import parameter_count
 TINY = Sizes(length=16, rows=2, layers=1, width=32, heads=2, inner=64, vocab_size=128)
 
 
-def test_a_row_of_the_page_has_speeds_and_what_is_asked_for():
+def test_a_row_has_speeds_and_ratios_to_the_baseline():
     sizes = Sizes(length=4096, rows=1)
     seconds = {BASELINE: 2.0, "softmax": 2.0, "flurka": 0.5}
-    found = {model: [Turn(one * times, 1.0) for times in (9, 1, 1)] for model, one in seconds.items()}
+    found = {
+        model: [Turn(duration * factor, 1.0) for factor in (9, 1, 1)] for model, duration in seconds.items()
+    }
     line = row(sizes, found)
     assert line == "| 4,096 | 2,048 | 2,048 | 8,192 | 1.00 (1) | 4.00 (2) |"
     assert line in page([line], sizes, "command").splitlines()
 
 
-def test_both_models_have_the_same_weights():
+def test_both_models_have_equally_many_weights():
     own = parameter_count(configuration("softmax", TINY).model, TINY.vocab_size, TINY.length)
     assert own == sum(weight.numel() for weight in llama(TINY).parameters())
 

@@ -1,4 +1,4 @@
-"""The table of memory of attention transfer in blocks, on a model of two small layers."""
+"""The memory of attention transfer in blocks, measured on two small layers."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from benchmarks import transfer_blocks
 
 
 @pytest.mark.second
-def test_a_row_is_measured_in_a_process_of_its_own(tmp_path, corpus, monkeypatch):
+def test_a_row_is_measured_in_a_separate_process(tmp_path, corpus, monkeypatch):
     monkeypatch.setattr(transfer_blocks, "HIDDEN", 64)
     transfer_blocks.save_dense(tmp_path / "dense", 2)
     file = transfer_blocks.write_config(tmp_path, corpus)

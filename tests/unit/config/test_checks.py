@@ -29,7 +29,7 @@ from .trees import config, problems
          "remove it or set tensorboard: true"),
     ],
 )  # fmt: skip
-def test_sections_that_contradict_each_other_are_refused_with_the_nearest_right_value(sections, key, remedy):
+def test_contradicting_sections_are_refused_with_the_nearest_valid_value(sections, key, remedy):
     assert problems(**sections)[key].remedy == remedy
 
 
@@ -44,7 +44,7 @@ def test_sections_that_contradict_each_other_are_refused_with_the_nearest_right_
         (500, {"context": 2}, "local", "set 384 or 512"),
     ],
 )
-def test_a_sequence_that_is_not_cut_into_whole_blocks_names_the_nearest_that_is(
+def test_a_sequence_length_that_splits_blocks_is_refused_with_the_nearest_valid_ones(
     seq_len, parallel, attention, remedy
 ):
     found = problems(parallel=parallel, training={"seq_len": seq_len}, model={"attention": attention})
@@ -55,29 +55,29 @@ def test_a_sequence_that_is_not_cut_into_whole_blocks_names_the_nearest_that_is(
         )
 
 
-def test_without_sequence_shards_any_length_goes():
+def test_without_context_parallelism_any_length_is_valid():
     assert not problems(training={"seq_len": 511})
 
 
 @pytest.mark.parametrize(
-    "where", [{"attention": "softmax"}, {"attention_pattern": ["main", "softmax"]}], ids=str
+    "attention", [{"attention": "softmax"}, {"attention_pattern": ["main", "softmax"]}], ids=str
 )
-def test_full_softmax_needs_heads_for_every_context_rank_only_where_it_trades_them(where):
-    model = {"attention": "flurka", **where}
-    cut = {"tensor": 2, "context": 4}
-    assert not problems(model=model, parallel=cut)
-    assert not problems(model=model, parallel={**cut, "softmax_exchange": "ring"})
-    refused = problems(model=model, parallel={**cut, "softmax_exchange": "heads"})[
+def test_softmax_needs_heads_that_divide_over_context_ranks_only_to_exchange_heads(attention):
+    model = {"attention": "flurka", **attention}
+    layout = {"tensor": 2, "context": 4}
+    assert not problems(model=model, parallel=layout)
+    assert not problems(model=model, parallel={**layout, "softmax_exchange": "ring"})
+    refused = problems(model=model, parallel={**layout, "softmax_exchange": "heads"})[
         "parallel.softmax_exchange"
     ]
-    key = "model.attention_pattern.1" if "attention_pattern" in where else "model.attention"
+    key = "model.attention_pattern.1" if "attention_pattern" in attention else "model.attention"
     reason = f"needs heads that divide over parallel.context=4, and a tensor rank has 2 in {key}"
     assert (refused.reason, refused.remedy) == (reason, "set ring or auto")
-    assert not problems(model=model, parallel={**cut, "context": 2, "softmax_exchange": "heads"})
-    assert not problems(model={"attention": "flurka"}, parallel={**cut, "softmax_exchange": "heads"})
+    assert not problems(model=model, parallel={**layout, "context": 2, "softmax_exchange": "heads"})
+    assert not problems(model={"attention": "flurka"}, parallel={**layout, "softmax_exchange": "heads"})
 
 
-def test_other_ways_to_weigh_every_pair_trade_heads_whatever_softmax_does():
+def test_other_quadratic_mechanisms_need_heads_that_divide_over_context_ranks():
     parallel = {"tensor": 2, "context": 4, "softmax_exchange": "ring"}
     for attention in ("gaussian", "mgk"):
         refused = problems(model={"attention": attention}, parallel=parallel)["parallel.context"]
@@ -97,13 +97,13 @@ def test_other_ways_to_weigh_every_pair_trade_heads_whatever_softmax_does():
         {"steps_per_print": 10},
     ],
 )
-def test_what_megakernel_decides_is_refused_in_the_deepspeed_section(deepspeed):
+def test_deepspeed_keys_that_megakernel_sets_are_refused(deepspeed):
     (problem,) = problems(deepspeed=deepspeed).values()
     assert problem.key == f"deepspeed.{next(iter(deepspeed))}"
     assert problem.remedy.startswith("remove it and set ")
 
 
-def test_only_the_stage_of_zero_is_decided_here():
+def test_only_the_stage_is_refused_in_zero_optimization():
     assert list(problems(deepspeed={"zero_optimization": "hello"})) == ["deepspeed.zero_optimization"]
     (key,) = problems(deepspeed={"zero_optimization": {"reduce_bucket_size": "hello"}})
     assert key == "deepspeed.zero_optimization.reduce_bucket_size"
@@ -114,23 +114,23 @@ def test_only_the_stage_of_zero_is_decided_here():
     )
 
 
-def test_data_parallel_is_what_is_left_of_the_world():
+def test_data_parallel_size_is_the_world_size_over_the_other_sizes():
     parallel = {"tensor": 2, "context": 2, "pipeline": 2}
     assert data_parallel_size(config(parallel=parallel), 32) == 4
 
 
-def test_a_world_that_does_not_divide_names_the_nearest_that_do():
+def test_an_indivisible_world_size_is_refused_with_the_nearest_valid_ones():
     with pytest.raises(ConfigError, match=r"processes=7 .* = 2 x 2 x 1 = 4; start 4 or 8 or change parallel"):
         data_parallel_size(config(parallel={"tensor": 2, "context": 2}), 7)
 
 
-def test_a_batch_that_does_not_divide_names_the_nearest_that_do():
+def test_an_indivisible_batch_size_is_refused_with_the_nearest_valid_ones():
     with pytest.raises(ConfigError, match=r"training.global_batch_size=8 .* = 2 x 3 = 6; set 6 or 12"):
         data_parallel_size(config(training={"micro_batch_size": 2}), 3)
 
 
 @pytest.mark.parametrize(("activation", "gated"), [("swiglu", True), ("geglu_tanh", True), ("gelu", False)])
-def test_only_a_gated_mlp_has_a_gate_to_update(activation, gated):
+def test_lora_targets_a_gate_only_in_gated_mlps(activation, gated):
     optimizer = {"trained": "lora", "lora": {"targets": ["gate", "up"]}}
     found = problems(model={"activation": activation}, init={"from": "dense"}, optimizer=optimizer)
     assert ("optimizer.lora.targets" in found) is not gated

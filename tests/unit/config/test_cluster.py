@@ -9,7 +9,7 @@ SHIPPED = sorted((Path(__file__).parents[3] / "configs" / "cluster").glob("*.yam
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_every_shipped_cluster_can_be_read(path):
+def test_every_shipped_cluster_file_loads(path):
     assert load_cluster(path, {}).world_size >= 1
 
 
@@ -27,11 +27,11 @@ def test_every_shipped_cluster_can_be_read(path):
         ("-5", None),
     ],
 )
-def test_time_limits_are_read_as_slurm_does(text, minutes):
+def test_time_limits_are_parsed_as_by_slurm(text, minutes):
     assert slurm_minutes(text) == minutes
 
 
-def test_options_lie_over_the_file_and_variables_are_filled_in(tmp_path):
+def test_options_override_the_file_and_variables_are_substituted(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text(
         "nodes: 4\naccount: ${PROJECT}\nenvironment: {NCCL_DEBUG: INFO, NCCL_IB_HCA: mlx5}\n"
@@ -40,10 +40,10 @@ def test_options_lie_over_the_file_and_variables_are_filled_in(tmp_path):
     cluster = load_cluster(file, {"nodes": "2", "environment": {"NCCL_DEBUG": "WARN"}}, {"PROJECT": "p1"})
     assert (cluster.nodes, cluster.account) == (2, "p1")
     assert cluster.environment == {"NCCL_DEBUG": "WARN", "NCCL_IB_HCA": "mlx5"}
-    assert cluster.setup == ["source ${HOME}/setup"], "the job's shell knows its own variables"
+    assert cluster.setup == ["source ${HOME}/setup"], "setup commands are left to the shell of the job"
 
 
-def test_every_problem_is_told_at_once(tmp_path):
+def test_all_problems_are_reported_at_once(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("gpu_per_node: 8\nnodes: 0\n")
     with pytest.raises(ConfigError) as caught:
@@ -53,7 +53,7 @@ def test_every_problem_is_told_at_once(tmp_path):
     assert "nodes=0 should be greater than or equal to 1" in text
 
 
-def test_what_has_an_option_of_its_own_is_no_other_option_of_sbatch(tmp_path):
+def test_sbatch_options_that_have_their_own_key_are_refused(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("sbatch: {gpus-per-node: 4, signal: null, exclusive: true, ntasks-per-node: 2}\n")
     with pytest.raises(ConfigError) as caught:
@@ -61,7 +61,7 @@ def test_what_has_an_option_of_its_own_is_no_other_option_of_sbatch(tmp_path):
     assert str(caught.value) == "sbatch.gpus-per-node=4 has an option of its own; give --gpus-per-node"
 
 
-def test_tasks_are_one_for_each_gpu_unless_told():
+def test_there_is_one_task_per_gpu_by_default():
     assert Cluster(nodes=2, gpus_per_node=8).world_size == 16
     assert Cluster(nodes=2, gpus_per_node=0).world_size == 2
     assert Cluster(nodes=2, sbatch={"ntasks-per-node": 3}).world_size == 6

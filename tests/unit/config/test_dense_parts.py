@@ -1,4 +1,4 @@
-"""Parts that families of dense checkpoints have, and what they need of each other."""
+"""Model keys for families of dense checkpoints, and their constraints."""
 
 import pytest
 
@@ -37,24 +37,24 @@ DYNAMIC = {"kind": "dynamic", "factor": 2, "original_seq_len": 64}
         ({"residual_multiplier": 0}, "model.residual_multiplier", None),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused(model, key, remedy):
+def test_invalid_combinations_of_model_keys_are_refused(model, key, remedy):
     found = problems(model=model)
     assert key in found, found
     assert remedy in (None, found[key].remedy)
 
 
-def test_ring_attention_caps_nothing():
+def test_ring_attention_with_softcap_is_refused():
     sections = {"attention": {"preset": "softmax", "softcap": 50.0}}
     found = problems(model=sections, parallel={"context": 2, "softmax_exchange": "ring"})
     assert found["parallel.softmax_exchange"].remedy == "set auto or heads"
     assert "parallel.softmax_exchange" not in problems(model=sections, parallel={"context": 2})
 
 
-def test_layers_rotate_as_the_pattern_says():
+def test_layers_rotate_according_to_the_pattern():
     sections = {"rope_pattern": ["local", "main", "none"], "local_rope": {"base": 100.0}, "num_layers": 4}
     model = config(model=sections).model
     assert [rope and rope[0] for rope in map(model.layer_rope, range(4))] == [100.0, 10_000.0, None, 100.0]
 
 
-def test_frequencies_by_length_are_for_the_sequences_of_training():
+def test_longrope_targets_the_training_sequence_length():
     assert config(model={"rope_scaling": LONGROPE}).model.rope_scaling.target_seq_len == 512

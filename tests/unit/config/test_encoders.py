@@ -1,4 +1,4 @@
-"""What encoders are told about their configuration."""
+"""Constraints on the configuration of encoders."""
 
 import pytest
 
@@ -10,26 +10,26 @@ MASKED = {"kind": "masked_lm", "attention": "softmax"}
 
 @pytest.mark.parametrize("attention", ["softmax", "linear", "performer", "hedgehog"])
 @pytest.mark.parametrize("model", [MASKED, CLASSIFIER], ids=lambda model: model["kind"])
-def test_mechanisms_that_see_both_ways_are_fine(model, attention):
+def test_bidirectional_mechanisms_are_valid(model, attention):
     assert not problems(model={**model, "attention": attention})
 
 
 @pytest.mark.parametrize("attention", ["flurka", "flurka_kernel", "local"])
 @pytest.mark.parametrize("model", [MASKED, CLASSIFIER], ids=lambda model: model["kind"])
-def test_mechanisms_that_look_back_only_are_refused_with_others_to_take(model, attention):
+def test_causal_mechanisms_are_refused_with_alternatives(model, attention):
     found = problems(model={**model, "attention": attention})
     assert list(found) == ["model.attention"]
     assert "looks back only" in found["model.attention"].reason
     assert found["model.attention"].remedy.startswith("take softmax, linear, performer or hedgehog")
 
 
-def test_the_layer_that_looks_back_is_named():
+def test_the_error_names_the_causal_layer():
     found = problems(model={**MASKED, "attention_pattern": ["main", "linear", "local"]})
     assert list(found) == ["model.attention_pattern.2"]
     assert not problems(model={**MASKED, "attention": "flurka", "attention_pattern": ["linear", "softmax"]})
 
 
-def test_a_classifier_needs_its_head_and_others_have_none():
+def test_only_classifiers_have_a_classifier_section():
     assert problems(model={"kind": "classifier"})["model.classifier"].remedy.startswith(
         "add classifier: {num_cl"
     )
@@ -39,7 +39,7 @@ def test_a_classifier_needs_its_head_and_others_have_none():
     assert "model.classifier.num_classes" in problems(model={**CLASSIFIER, "classifier": {"num_classes": 0}})
 
 
-def test_a_regression_has_no_stages():
+def test_regression_with_pipeline_parallelism_is_refused():
     number = {**CLASSIFIER, "classifier": {"num_classes": 1}}
     assert not problems(model=number)
     found = problems(model=number, parallel={"pipeline": 2})
@@ -47,7 +47,7 @@ def test_a_regression_has_no_stages():
     assert not problems(model=CLASSIFIER, parallel={"pipeline": 2})
 
 
-def test_masking_belongs_to_masked_models():
+def test_only_masked_language_models_have_a_masking_section():
     assert problems(data={"masking": {"rate": 0.2}})["data.masking"].remedy.startswith(
         "remove it or take model.kind"
     )
@@ -63,12 +63,12 @@ def test_masking_belongs_to_masked_models():
         ({"ratio": 0.2}, "ratio", "did you mean rate?"),
     ],
 )
-def test_shares_that_make_no_sense_are_refused(masking, key, remedy):
+def test_invalid_masking_rates_are_refused(masking, key, remedy):
     found = problems(model=MASKED, data={"masking": masking})
     assert found[f"data.masking.{key}"].remedy.startswith(remedy)
 
 
-def test_sequences_of_encoders_are_cut_unless_they_are_padded():
+def test_only_unpadded_encoders_support_context_parallelism():
     shards = {"parallel": {"context": 2}}
     assert not problems(model=MASKED, **shards)
     padded = problems(model=CLASSIFIER, **shards)["parallel.context"]
@@ -79,7 +79,7 @@ def test_sequences_of_encoders_are_cut_unless_they_are_padded():
 @pytest.mark.parametrize(
     "attention", ["linear", "performer", "eva", "flurka_eva", "skyformer", "nystromformer"]
 )
-def test_encoders_of_every_kind_are_cut_over_processes(attention):
+def test_masked_language_models_of_every_mechanism_support_context_parallelism(attention):
     model, data = (
         {**MASKED, "attention": attention},
         {"isolate_documents": attention in ("linear", "performer")},
@@ -88,7 +88,7 @@ def test_encoders_of_every_kind_are_cut_over_processes(attention):
 
 
 @pytest.mark.parametrize("attention", ["gaussian", "mgk", "eva", "flurka_eva", "skyformer", "nystromformer"])
-def test_shards_that_trade_tokens_for_heads_need_heads_that_divide(attention):
+def test_exchanging_heads_needs_heads_that_divide_over_context_ranks(attention):
     model = {**MASKED, "attention": "linear", "attention_pattern": ["main", attention]}
     model |= {"num_heads": 8, "hidden_size": 64}
     data, training = {"isolate_documents": False}, {"seq_len": 960}
@@ -99,20 +99,21 @@ def test_shards_that_trade_tokens_for_heads_need_heads_that_divide(attention):
     assert not problems(model=model, data=data, training=training, parallel={"context": 4})
 
 
-def test_only_layers_that_keep_their_tokens_need_whole_blocks_of_them():
-    cut = {"parallel": {"context": 2}, "training": {"seq_len": 96}, "data": {"isolate_documents": False}}
-    assert not problems(model={**MASKED, "attention": "eva"}, **cut)
+def test_only_causal_layers_need_whole_blocks_per_context_rank():
+    layout = {"parallel": {"context": 2}, "training": {"seq_len": 96}, "data": {"isolate_documents": False}}
+    assert not problems(model={**MASKED, "attention": "eva"}, **layout)
     assert (
-        "whole blocks of 64 tokens" in problems(model={"attention": "eva"}, **cut)["training.seq_len"].reason
+        "whole blocks of 64 tokens"
+        in problems(model={"attention": "eva"}, **layout)["training.seq_len"].reason
     )
 
 
-def test_only_a_learned_table_has_a_number_of_positions():
+def test_only_learned_positions_have_max_positions():
     assert not problems(model={**MASKED, "position": "sinusoidal"})
     assert "model.max_positions" in problems(model={**MASKED, "position": "sinusoidal", "max_positions": 512})
 
 
-def test_an_encoder_with_eva_takes_rows_for_whole_documents():
+def test_an_encoder_with_eva_cannot_isolate_documents():
     found = problems(model={"attention": "eva", "kind": "masked_lm"})
     assert "cuts a sequence, not its documents" in str(found["data.isolate_documents"])
     assert not problems(model={"attention": "eva", "kind": "masked_lm"}, data={"isolate_documents": False})

@@ -18,22 +18,22 @@ SIZES = {"num_layers": 2, "hidden_size": 96, "num_heads": 4}
         ({"name": "gmm_rks", "components": 3}, "components"),
     ],
 )
-def test_options_that_a_map_does_not_know_are_refused(options, key):
+def test_options_that_a_feature_map_does_not_have_are_refused(options, key):
     with pytest.raises(ValidationError, match=f"{key}={options[key]}"):
         FeatureMap.model_validate(options)
 
 
-def test_a_mixture_of_three_is_possible_untied():
+def test_an_untied_mixture_can_have_three_components():
     assert FeatureMap(name="gmm_rks", components=3, tied=False).frequencies(16) == 48
 
 
-def test_a_map_survives_being_written_out_whole():
+def test_a_feature_map_with_all_keys_written_out_is_valid():
     for name in FeatureMapName.__args__:
         written = FeatureMap(name=name).model_dump()
         assert FeatureMap.model_validate(written) == FeatureMap(name=name)
 
 
-def test_samples_of_fastfood_fit_the_heads_of_any_layer():
+def test_fastfood_samples_must_be_a_multiple_of_the_head_dimension_in_all_layers():
     attention = {"preset": "fastfood_prf", "feature_map": {"samples": 32}}
     for tree in (
         {"attention": attention},
@@ -45,7 +45,7 @@ def test_samples_of_fastfood_fit_the_heads_of_any_layer():
             Model.model_validate({**SIZES, **tree})
 
 
-def test_learned_maps_are_redrawn_every_100_steps_and_others_never():
+def test_only_learned_feature_maps_are_redrawn_every_100_steps_by_default():
     intervals = {name: FeatureMap(name=name).redraw_interval for name in FeatureMapName.__args__}
     learned = {"gmm_rks", "gmm_prf", "generative_rks", "generative_prf"}
     assert {name for name, interval in intervals.items() if interval} == learned

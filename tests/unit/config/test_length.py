@@ -1,4 +1,4 @@
-"""Sequences that grow: what a schedule means, and what is refused."""
+"""The schedule of sequence lengths: its phases, and its constraints."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def growing(**sections):
     return config(training=training, model={"rope_scaling": YARN, **sections.pop("model", {})}, **sections)
 
 
-def test_a_phase_is_the_last_one_but_for_what_it_says():
+def test_a_phase_overrides_keys_of_the_last_phase():
     run = growing()
     first, second, last = run.training.phases
     assert [phase.first_step for phase in run.training.phases] == [0, 40, 60]
@@ -44,11 +44,11 @@ def test_a_phase_is_the_last_one_but_for_what_it_says():
     assert [phase.first_sample for phase in run.training.phases] == [0, 40 * 32, 40 * 32 + 20 * 8]
 
 
-def test_steps_belong_to_phases_and_what_they_read_adds_up():
+def test_consumed_samples_and_tokens_add_up_over_phases():
     training = growing().training
     lengths = [training.phase_of(step).training.seq_len for step in (0, 39, 40, 59, 60, 99, 100)]
     assert lengths == [64, 64, 256, 256, 512, 512, 512]
-    # Weights after 40 steps were trained with sequences of 64; before the first step nothing was.
+    # After 40 steps the weights were trained only on sequences of 64 tokens; so they count before the first step.
     assert [training.last_trained_phase(done).training.seq_len for done in (0, 40, 41, 100)] == [
         64,
         64,
@@ -66,13 +66,13 @@ def test_without_a_schedule_there_is_one_phase():
     assert config().training.consumed(100) == (800, 800 * 512)
 
 
-def test_a_run_that_is_shorter_than_its_schedule_is_its_beginning():
+def test_a_run_shorter_than_its_schedule_uses_its_first_phases():
     training = growing(training={"steps": 30}).training
     assert training.phase_of(29).training.seq_len == 64
     assert training.consumed(30) == (960, 960 * 64)
 
 
-def test_a_schedule_survives_being_written():
+def test_a_schedule_round_trips_through_yaml():
     assert from_yaml(to_yaml(growing())) == growing()
 
 
@@ -110,11 +110,11 @@ def test_a_schedule_survives_being_written():
          "set less than 32"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_under_the_key_of_the_phase(sections, key, remedy):
+def test_errors_of_a_phase_name_its_key(sections, key, remedy):
     assert problems(**sections)[key].remedy == remedy
 
 
-def test_a_world_has_to_share_the_batch_of_every_phase():
+def test_the_batch_of_every_phase_must_divide_over_the_ranks():
     run = config(
         training={
             "global_batch_size": 6,
@@ -133,16 +133,16 @@ def test_a_world_has_to_share_the_batch_of_every_phase():
         {"steps": 500},
         {"seq_len_schedule": [{**SCHEDULE[0], "micro_batch_size": 1}, SCHEDULE[1]]},
         {"eval_seq_len": 64},
-        # A phase behind the steps that the run was to have.
+        # A new phase after the original steps.
         {"steps": 200, "seq_len": 1024, "seq_len_schedule": [*SCHEDULE, {"until_step": 100, "seq_len": 512}]},
         {"steps": 200, "seq_len": 1024, "seq_len_schedule": [*SCHEDULE, {"until_step": 150, "seq_len": 512}]},
     ],
 )  # fmt: skip
-def test_a_run_may_grow_behind_its_steps(training):
+def test_a_run_can_be_extended_with_longer_sequences(training):
     assert check_same_run(to_yaml(growing()), growing(training=training), FOLDER)
 
 
-def test_a_run_of_one_length_may_grow_with_other_frequencies():
+def test_a_run_of_one_length_can_be_extended_with_other_rotary_frequencies():
     wanted = config(
         model={"rope_base": 5e5, "rope_scaling": YARN},
         training={
@@ -175,24 +175,26 @@ def test_a_run_of_one_length_may_grow_with_other_frequencies():
          "training.seq_len"),
     ],
 )  # fmt: skip
-def test_the_steps_that_a_run_was_to_have_stay(training, key):
+def test_the_schedule_of_the_original_steps_cannot_change(training, key):
     with pytest.raises(ConfigError, match="when the run began") as caught:
         check_same_run(to_yaml(growing()), growing(training=training), FOLDER)
     assert key in {problem.key for problem in caught.value.problems}
 
 
-def test_a_table_of_positions_does_not_grow():
-    grown = {
+def test_learned_positions_limit_the_extension_of_a_run():
+    extended = {
         "steps": 120,
         "seq_len": 1024,
         "seq_len_schedule": [{"until_step": 100, "seq_len": 512}],
     }
     learned = {"position": "learned"}
     with pytest.raises(ConfigError, match=r"training\.seq_len=1024 was 512"):
-        check_same_run(to_yaml(config(model=learned)), config(model=learned, training=grown), FOLDER)
-    roomy = {"position": "learned", "max_positions": 2048}
-    assert check_same_run(to_yaml(config(model=roomy)), config(model=roomy, training=grown), FOLDER)
+        check_same_run(to_yaml(config(model=learned)), config(model=learned, training=extended), FOLDER)
+    large_table = {"position": "learned", "max_positions": 2048}
+    assert check_same_run(
+        to_yaml(config(model=large_table)), config(model=large_table, training=extended), FOLDER
+    )
 
 
-def test_no_scaling_is_what_a_run_has_that_says_nothing():
+def test_the_default_is_no_rope_scaling():
     assert config().model.rope_scaling == RopeScaling()

@@ -18,7 +18,7 @@ def test_the_resolved_text_loads_to_an_equal_configuration(tmp_path):
     assert from_yaml(to_yaml(config)) == config
 
 
-def test_a_file_is_laid_over_those_it_extends_in_order(tmp_path):
+def test_a_file_overrides_those_it_extends_in_order(tmp_path):
     trees.file(tmp_path, "base.yaml", training={"steps": 1}, optimizer={"lr": 1.0, "beta1": 0.5})
     (tmp_path / "more").mkdir()
     (tmp_path / "more/lr.yaml").write_text("extends: wd.yaml\noptimizer: {lr: 2.0}")
@@ -29,14 +29,14 @@ def test_a_file_is_laid_over_those_it_extends_in_order(tmp_path):
     assert (config.optimizer.lr, config.optimizer.beta1, config.optimizer.weight_decay) == (2.0, 0.5, 0.5)
 
 
-def test_two_ways_to_one_base_are_no_circle(tmp_path):
+def test_one_base_may_be_extended_through_several_files(tmp_path):
     trees.file(tmp_path, "base.yaml")
     (tmp_path / "a.yaml").write_text("extends: base.yaml")
     (tmp_path / "run.yaml").write_text("extends: [base.yaml, a.yaml]")
     assert load(tmp_path / "run.yaml") == trees.config()
 
 
-def test_a_circle_is_refused_with_its_way(tmp_path):
+def test_circular_extends_are_refused_with_their_path(tmp_path):
     (tmp_path / "a.yaml").write_text("extends: b.yaml")
     (tmp_path / "b.yaml").write_text("extends: a.yaml")
     with pytest.raises(ConfigError, match=r"goes in a circle \(a\.yaml -> b\.yaml -> a\.yaml\)"):
@@ -44,19 +44,19 @@ def test_a_circle_is_refused_with_its_way(tmp_path):
 
 
 @pytest.mark.parametrize("extends", ["3", "[1]", "{a: b}"])
-def test_extends_takes_names_of_files_only(tmp_path, extends):
+def test_extends_takes_only_file_names(tmp_path, extends):
     (tmp_path / "run.yaml").write_text(f"extends: {extends}")
     with pytest.raises(ConfigError, match=r"extends=.* names no files"):
         load(tmp_path / "run.yaml")
 
 
-def test_an_extended_file_that_is_missing_is_named(tmp_path):
+def test_a_missing_extended_file_is_named(tmp_path):
     (tmp_path / "run.yaml").write_text("extends: gone.yaml")
     with pytest.raises(ConfigError, match=r"gone\.yaml cannot be read \(No such file or directory\)"):
         load(tmp_path / "run.yaml")
 
 
-def test_overrides_are_laid_over_the_file_in_order(tmp_path):
+def test_overrides_apply_to_the_file_in_order(tmp_path):
     config = load(trees.file(tmp_path), ["training.steps=5", "optimizer.lr=1e-4", "training.steps=6"])
     assert (config.training.steps, config.optimizer.lr) == (6, 1e-4)
 
@@ -70,19 +70,19 @@ def test_one_key_of_a_preset_can_be_changed(tmp_path, attention):
 
 
 @pytest.mark.parametrize("override", ["softmax", "{preset: softmax}", "{similarity: softmax}"])
-def test_another_mechanism_keeps_nothing_of_the_one_it_replaces(tmp_path, override):
+def test_overriding_the_mechanism_drops_the_keys_of_the_old_one(tmp_path, override):
     attention = load(
         trees.file(tmp_path, model={"attention": "flurka"}), [f"model.attention={override}"]
     ).model.attention
     assert attention.is_full_softmax
 
 
-def test_corpora_replace_those_below(tmp_path):
+def test_overriding_corpora_replaces_them_all(tmp_path):
     path = trees.file(tmp_path, data={"train": {"data/a": 1.0, "data/b": 2.0}})
     assert [str(corpus.path) for corpus in load(path, ["data.train={data/c: 1}"]).data.train] == ["data/c"]
 
 
-def test_all_bad_overrides_are_named(tmp_path):
+def test_all_invalid_overrides_are_named(tmp_path):
     with pytest.raises(ConfigError) as caught:
         load(
             trees.file(tmp_path), ["steps", "training..steps=3", "training.steps=[", "model.attention=flurk"]
@@ -92,7 +92,7 @@ def test_all_bad_overrides_are_named(tmp_path):
     assert keys_and_values[2][0].startswith("training.steps")
 
 
-def test_environment_variables_are_put_in_and_keep_their_types(tmp_path):
+def test_environment_variables_are_substituted_and_typed(tmp_path):
     path = trees.file(
         tmp_path,
         run={"root": "${SCRATCH}/runs"},
@@ -108,7 +108,7 @@ def test_environment_variables_are_put_in_and_keep_their_types(tmp_path):
     )
 
 
-def test_an_unset_variable_is_one_problem_beside_the_others(tmp_path):
+def test_an_unset_variable_is_reported_with_the_other_problems(tmp_path):
     path = trees.file(tmp_path, training={"steps": "${STEPS}", "seq_len": 0})
     with pytest.raises(ConfigError) as caught:
         load(path, env={})
@@ -116,6 +116,6 @@ def test_an_unset_variable_is_one_problem_beside_the_others(tmp_path):
     assert "export STEPS" in str(caught.value)
 
 
-def test_a_variable_in_a_value_that_is_overridden_is_not_asked_for(tmp_path):
+def test_a_variable_in_an_overridden_value_may_be_unset(tmp_path):
     path = trees.file(tmp_path, training={"steps": "${STEPS}"})
     assert load(path, ["training.steps=3"], env={}).training.steps == 3

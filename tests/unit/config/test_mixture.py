@@ -41,33 +41,33 @@ def attention(tree) -> dict:
          "set 3 or 5"),
     ],
 )  # fmt: skip
-def test_parts_that_contradict_each_other_are_refused_with_a_remedy(tree, key, remedy):
+def test_contradicting_parts_are_refused_with_a_remedy(tree, key, remedy):
     assert attention(tree)[f"model.attention.{key}"].remedy == remedy
 
 
 @pytest.mark.parametrize("preset", ["skyformer", "nystromformer"])
-def test_landmarks_of_whole_rows_are_for_encoders_on_whole_rows(preset):
+def test_landmarks_of_the_whole_sequence_need_an_encoder_without_isolation(preset):
     assert "draws landmarks from the whole sequence" in str(attention(preset)["model.attention"])
     encoder = {"kind": "masked_lm", "attention": preset, "position": "learned"}
-    whole = {"isolate_documents": False}
-    assert not problems(model=encoder, data=whole)
-    assert not problems(model=encoder, data=whole, parallel={"context": 2})
+    not_isolated = {"isolate_documents": False}
+    assert not problems(model=encoder, data=not_isolated)
+    assert not problems(model=encoder, data=not_isolated, parallel={"context": 2})
 
 
 @pytest.mark.parametrize("preset", ["gaussian", "kernelized", "mgk", "smgk", "mlk", "smlk"])
-def test_mixtures_suit_decoders_and_encoders(preset):
+def test_mixtures_are_valid_in_decoders_and_encoders(preset):
     assert not attention(preset)
     assert not problems(model={"kind": "masked_lm", "attention": preset})
 
 
 @pytest.mark.parametrize("preset", ["flurka", "flurka_kernel", "linformer_causal", "local"])
 @pytest.mark.parametrize("kind", ["projected", "shifted"])
-def test_mixtures_stand_in_windows_and_at_landmarks(preset, kind):
+def test_mixtures_are_valid_in_windows_and_for_landmarks(preset, kind):
     assert not attention({"preset": preset, "mixture": {"kind": kind, "keys": 3}})
 
 
 @pytest.mark.parametrize("preset", ["linformer", "flurka_rnn", "flurka_performer"])
-def test_mixtures_stand_at_landmarks_of_whole_rows(preset):
+def test_mixtures_are_valid_for_landmarks_of_the_whole_sequence(preset):
     form = {"preset": preset, "mixture": {}}
     assert not problems(
         model={"kind": "masked_lm", "attention": form, "position": "learned"},
@@ -75,6 +75,6 @@ def test_mixtures_stand_at_landmarks_of_whole_rows(preset):
     )
 
 
-def test_projected_mixtures_ask_for_a_projection_per_key():
+def test_projected_mixtures_need_one_projection_per_key():
     for preset, keys in (("mgk", 2), ("smgk", 1), ("softmax", 1)):
         assert Model.model_validate({**SIZES, "attention": preset}).attention.keys_per_head == keys

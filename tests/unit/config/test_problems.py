@@ -9,7 +9,7 @@ from . import trees
 from .trees import problems
 
 
-def test_all_problems_of_a_file_come_at_once_one_line_each(tmp_path):
+def test_all_problems_of_a_file_are_reported_at_once_one_line_each(tmp_path):
     path = trees.file(
         tmp_path,
         run={"name": "../x", "sed": 3},
@@ -38,12 +38,12 @@ def test_all_problems_of_a_file_come_at_once_one_line_each(tmp_path):
     assert all(problem.reason and problem.remedy for problem in caught.value.problems)
 
 
-def test_its_text_goes_to_other_processes():
+def test_a_configuration_error_can_be_pickled():
     with pytest.raises(ConfigError) as caught:
         trees.config(modle={"x": 1}, training={"steps": 0})
-    there = pickle.loads(pickle.dumps(caught.value))
-    assert isinstance(there, UserError)
-    assert str(there) == str(caught.value)
+    unpickled = pickle.loads(pickle.dumps(caught.value))
+    assert isinstance(unpickled, UserError)
+    assert str(unpickled) == str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_its_text_goes_to_other_processes():
         ({"checkpoint": {"zzz": 1}}, "checkpoint.zzz", "known here: every, keep, keep_every"),
     ],
 )  # fmt: skip
-def test_an_unknown_key_names_the_nearest_right_one(sections, key, remedy):
+def test_an_unknown_key_is_refused_with_the_nearest_known_one(sections, key, remedy):
     assert problems(**sections)[key].remedy == remedy
 
 
@@ -74,17 +74,17 @@ def test_an_unknown_key_names_the_nearest_right_one(sections, key, remedy):
          "run.name=3 should be text; write it in quotes (Name of the run and of its folder under run.root)"),
         ({"training": 3}, "training", "training=3 should be a mapping of keys; write its keys below it"),
         ({"model": {"attention": "flurk"}}, "model.attention",
-         "model.attention=flurk is no attention preset; "
+         "model.attention=flurk is not an attention preset; "
          f"choose {nearest_first('flurk', PRESETS)}"),
         ({"data": {"train": [{"weight": 2}]}}, "data.train.0.path",
          "data.train.0.path is missing; add it (Folder that contains manifest.json)"),
     ],
 )  # fmt: skip
-def test_a_line_says_key_value_reason_and_remedy(sections, key, line):
+def test_an_error_line_has_key_value_reason_and_remedy(sections, key, line):
     assert str(problems(**sections)[key]) == line
 
 
-def test_a_missing_section_names_its_keys():
+def test_a_missing_section_is_reported_by_its_keys():
     with pytest.raises(ConfigError) as caught:
         trees.validate({})
     assert {"run.name", "model.num_layers", "data.train", "training.steps"} <= {
@@ -118,17 +118,17 @@ def test_a_missing_section_names_its_keys():
         ),
     ],
 )
-def test_answers_of_the_attention_algebra_that_do_not_go_together_are_refused(tree, key):
+def test_invalid_combinations_of_attention_keys_are_refused(tree, key):
     assert f"model.attention.{key}" in problems(model={"attention": tree})
 
 
-def test_a_section_built_by_hand_is_held_to_the_same_rules():
+def test_a_section_built_in_python_is_validated_too():
     with pytest.raises(ValueError, match="feature_map=None is missing beside similarity: kernel"):
         Attention(similarity="kernel")
 
 
 @pytest.mark.parametrize("preset", ["linformer", "flurka_rnn", "flurka_eva"])
-def test_landmarks_of_whole_rows_are_no_decoders_and_know_no_documents(preset):
+def test_landmarks_of_the_whole_sequence_need_an_encoder_without_isolation(preset):
     found = problems(model={"attention": preset})["model.attention"]
     assert "linformer without a near window mixes future tokens" in str(found)
     found = problems(model={"attention": preset, "kind": "masked_lm"})
@@ -159,11 +159,11 @@ def test_landmarks_of_whole_rows_are_no_decoders_and_know_no_documents(preset):
         ({"checkpoint": {"every": 10, "keep_every": 25}}, "checkpoint.keep_every"),
     ],
 )
-def test_keys_of_one_section_that_contradict_each_other_are_refused(sections, key):
+def test_contradicting_keys_of_one_section_are_refused(sections, key):
     assert key in problems(**sections)
 
 
-def test_a_help_text_is_one_line_in_an_error():
+def test_help_texts_in_errors_are_one_line():
     line = str(problems(data={"scored": 3})["data.scored"])
     assert "\n" not in line
     assert all(
@@ -171,6 +171,6 @@ def test_a_help_text_is_one_line_in_an_error():
     )
 
 
-def test_a_folder_is_told_as_it_was_written():
+def test_an_error_shows_a_path_as_it_was_written():
     found = problems(objective={"teacher": "runs/dense"})
     assert str(found["objective.teacher"]).startswith("objective.teacher=runs/dense has no effect")

@@ -22,7 +22,7 @@ FOLDER = Path("runs/small")
         {"deepspeed": {"zero_optimization": {"overlap_comm": False}}},
     ],
 )
-def test_where_how_and_how_long_a_run_goes_may_change(changes):
+def test_layout_logging_paths_and_steps_may_change(changes):
     accepted = check_same_run(to_yaml(config()), config(**changes), FOLDER)
     assert len(accepted) >= 1
     assert all(difference.may_change for difference in accepted)
@@ -43,13 +43,13 @@ def test_where_how_and_how_long_a_run_goes_may_change(changes):
         ({"schedule": {"warmup_steps": 1}}, "schedule.warmup_steps"),
     ],
 )
-def test_what_determines_the_numbers_may_not(changes, key):
+def test_keys_that_determine_the_numbers_may_not_change(changes, key):
     with pytest.raises(ConfigError, match="when the run began") as caught:
         check_same_run(to_yaml(config()), config(**changes), FOLDER)
     assert key in {problem.key for problem in caught.value.problems}
 
 
-def test_before_the_first_step_everything_may_change_and_behind_steps_that_were_not_finite_learning_rates():
+def test_before_a_finite_step_learning_rates_or_everything_may_change():
     recorded, other = to_yaml(config()), {"model": {"num_layers": 5}}
     slower = {"optimizer": {"lr": 1e-5, "mechanism_lr": 1e-4}}
     assert check_same_run(UNPROVEN + recorded, config(**other, **slower), FOLDER)
@@ -67,13 +67,13 @@ def test_before_the_first_step_everything_may_change_and_behind_steps_that_were_
         ({"init": {"moments": "runs/dense"}}, "init.moments"),
     ],
 )
-def test_what_stages_have_begun_with_is_fixed(changes, key):
+def test_the_inputs_of_up_training_stages_may_not_change(changes, key):
     staged = {"init": {"from": "models/dense"}, "uptrain": {}}
     with pytest.raises(ConfigError, match=f"^{key}=.* when the run began"):
         check_same_run(to_yaml(config(**staged)), config(**merged(staged, changes)), FOLDER)
 
 
-def test_the_same_configuration_written_in_another_way_is_the_same_run():
+def test_equivalent_configurations_have_no_differences():
     presets = (
         config(model={"attention": "flurka"}),
         config(model={"attention": {"preset": "flurka", "near": {}}}),
@@ -81,7 +81,7 @@ def test_the_same_configuration_written_in_another_way_is_the_same_run():
     assert differences(*presets) == []
 
 
-def test_a_refusal_names_both_values_and_the_way_out():
+def test_an_error_names_both_values_and_the_remedy():
     with pytest.raises(ConfigError) as caught:
         check_same_run(to_yaml(config()), config(model={"num_layers": 5}), FOLDER)
     assert str(caught.value) == (
@@ -90,6 +90,6 @@ def test_a_refusal_names_both_values_and_the_way_out():
     )
 
 
-def test_a_damaged_record_is_named():
+def test_a_damaged_recorded_configuration_is_named():
     with pytest.raises(ConfigError, match=r"runs/small/config\.yaml:1 is not YAML"):
         check_same_run("run: [", config(), FOLDER)

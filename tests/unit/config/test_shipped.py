@@ -29,32 +29,32 @@ def test_every_run_file_is_listed_here():
 
 
 @pytest.mark.parametrize("name", PROCESSES)
-def test_a_run_file_works_on_the_machines_it_is_written_for(name):
+def test_a_run_file_is_valid_for_its_number_of_processes(name):
     config = load(CONFIGS / f"{name}.yaml")
     assert config.run.name == name
     assert data_parallel_size(config, PROCESSES[name]) >= 1
 
 
-def test_the_rows_of_the_long_run_grow_to_a_million_tokens():
+def test_the_long_context_run_grows_to_a_million_tokens():
     training = load(CONFIGS / "long-context-350m.yaml").training
     assert [phase.training.seq_len for phase in training.phases] == [8192, 65_536, 2**20]
     assert training.consumed(training.steps)[1] == pytest.approx(12e9, rel=0.05)
 
 
-def test_the_encoders_have_the_shape_of_the_demo():
+def test_the_demo_encoders_have_the_sizes_of_the_demo():
     demo, masked, classifier = (load(CONFIGS / f"{name}.yaml").model for name in PROCESSES if "demo" in name)
     assert (demo.kind, masked.kind, classifier.kind) == ("causal_lm", "masked_lm", "classifier")
     other = {"kind": demo.kind, "attention": demo.attention, "classifier": None}
     assert demo == masked.model_copy(update=other) == classifier.model_copy(update=other)
 
 
-def test_the_classifier_knows_as_many_packages_as_are_prepared():
+def test_the_demo_classifier_has_one_class_per_package():
     classifier = load(CONFIGS / "demo-classifier.yaml").model.classifier
     assert classifier is not None
     assert classifier.num_classes == len(set(library_functions()["package"]))
 
 
-# What lies in cluster/ is no part of a run: tests/unit/config/test_cluster.py.
+# Files in cluster/ are no part of a run; tests/unit/config/test_cluster.py tests them.
 FRAGMENTS = [path for path in sorted(CONFIGS.glob("*/*.yaml")) if path.parent.name != "cluster"]
 
 
@@ -67,24 +67,24 @@ def test_a_fragment_completes_a_run_file(path, tmp_path):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_size_has_the_parameters_of_its_name_and_a_softmax_twin(size, tmp_path):
+def test_a_model_has_the_size_of_its_name_and_a_softmax_twin(size, tmp_path):
     models = []
     for name in (size, f"{size}-softmax"):
         run = tmp_path / f"{name}.yaml"
         run.write_text(f"extends: [{trees.file(tmp_path, 'base.yaml')}, {CONFIGS / 'model' / name}.yaml]")
         models.append(load(run).model)
     flurka, softmax = models
-    # A name is a round number: GPT-3 Medium's 350m has 361 million with SwiGLU's wider MLP.
+    # Names are rounded: 350m (GPT-3 Medium) has 361 million parameters with SwiGLU's wider MLP.
     assert parameter_count(flurka, GPT2_TOKENS, seq_len=8192) == pytest.approx(SIZES[size], rel=0.05)
     assert softmax.attention.is_full_softmax
     assert flurka.model_copy(update={"attention": softmax.attention}) == softmax
 
 
-# (steps, batch, rate, warmup, layers, width, heads, width of a head, of the MLP), as papers have them; None: not said.
+# (steps, batch size, learning rate, warmup, layers, hidden size, heads, head size, FFN size); None: not in the paper.
 PUBLISHED = {
     # FLuRKA, section 4.2 and table 6.
     "glue/flurka/pretrain": (120_000, 1024, 1.2e-4, None, 12, 768, 12, 64, 3072),
-    # Learning the Transformer Kernel, tables 6 and 8; a rate of the arena's formula is its peak, rate / sqrt(warmup).
+    # Learning the Transformer Kernel, tables 6 and 8; LRA's learning rate is rate / sqrt(warmup) at its peak.
     "lra/kl/listops": (10_000, 32, 5e-3 / 1000**0.5, 1000, 6, 512, 8, 64, 2048),
     "lra/kl/text": (20_000, 32, 5e-2 / 8000**0.5, 8000, 4, 256, 4, 64, 1024),
     "lra/kl/retrieval": (5000, 32, 5e-2 / 8000**0.5, 8000, 4, 128, 4, 32, 512),
@@ -101,12 +101,12 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_papers_file_has_the_papers_numbers(name):
+def test_a_configuration_of_a_paper_has_the_papers_numbers(name):
     config = load(CONFIGS / f"{name}.yaml")
     training, model = config.training, config.model
-    ours = (training.steps, training.global_batch_size, config.optimizer.lr, config.schedule.warmup_steps)
-    ours += (model.num_layers, model.hidden_size, model.num_heads, model.head_size, model.ffn_size)
+    actual = (training.steps, training.global_batch_size, config.optimizer.lr, config.schedule.warmup_steps)
+    actual += (model.num_layers, model.hidden_size, model.num_heads, model.head_size, model.ffn_size)
     published = [
-        theirs if theirs is not None else own for theirs, own in zip(PUBLISHED[name], ours, strict=True)
+        value if value is not None else own for value, own in zip(PUBLISHED[name], actual, strict=True)
     ]
-    assert list(ours) == pytest.approx(published, rel=1e-3)
+    assert list(actual) == pytest.approx(published, rel=1e-3)

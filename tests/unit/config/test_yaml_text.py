@@ -21,14 +21,14 @@ from megakernel.config.yaml_text import parse, read, write
         ("~", None),
     ],
 )
-def test_numbers_are_numbers(text, value):
+def test_numbers_are_parsed_to_their_type(text, value):
     parsed = parse(text, "test")
     assert parsed == value
     assert type(parsed) is type(value)
 
 
 @pytest.mark.parametrize("text", ["no", "on", "12:30", "2024-01-01", "010", "1e", "e3"])
-def test_words_that_older_yaml_takes_for_something_else_stay_words(text):
+def test_words_with_another_meaning_in_yaml_1_1_stay_text(text):
     assert parse(text, "test") == text
 
 
@@ -53,12 +53,12 @@ def test_words_that_older_yaml_takes_for_something_else_stay_words(text):
         [],
     ],
 )
-def test_what_is_written_reads_back_equal(value):
+def test_written_values_read_back_equal(value):
     tree = {"key": value, "list": [value, {"inner": value}]}
     assert parse(write(tree), "test") == tree
 
 
-def test_every_repeated_key_is_named_with_both_lines():
+def test_every_repeated_key_is_refused_with_both_lines():
     with pytest.raises(ConfigError) as caught:
         parse("a: 1\nb:\n  c: 1\n  c: 2\na: 3\n", "run.yaml")
     assert [str(problem) for problem in caught.value.problems] == [
@@ -81,7 +81,7 @@ def test_every_repeated_key_is_named_with_both_lines():
         "9" * 5000,
     ],
 )
-def test_what_is_not_yaml_is_one_line_with_its_place(text):
+def test_invalid_yaml_is_refused_in_one_line_with_its_location(text):
     with pytest.raises(ConfigError, match=r"^run\.yaml.* is not YAML .*") as caught:
         parse(text, "run.yaml")
     assert "\n" not in str(caught.value)
@@ -90,7 +90,7 @@ def test_what_is_not_yaml_is_one_line_with_its_place(text):
 @pytest.mark.parametrize(
     ("content", "reason"), [(b"- a\n", "holds no sections"), (b"\xff\xfe", "is not UTF-8 text")]
 )
-def test_a_file_that_is_no_configuration_is_named(tmp_path, content, reason):
+def test_an_unreadable_configuration_file_is_named(tmp_path, content, reason):
     path = tmp_path / "run.yaml"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=f"run.yaml {reason}"):

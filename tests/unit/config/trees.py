@@ -1,4 +1,4 @@
-"""The smallest complete configuration, to change one thing of."""
+"""The smallest complete configuration, for tests to change single keys."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ def config(**sections: Any) -> Config:
 
 
 def problems(**sections: Any) -> dict[str, Problem]:
-    """What is wrong with the smallest configuration after these changes, by key."""
+    """Problems of the smallest configuration with some keys changed, by key."""
     try:
         config(**sections)
     except ConfigError as error:

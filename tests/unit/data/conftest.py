@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from data_pipeline.batch import Batch
+from data_pipeline.corpus import Corpora
+from data_pipeline.loader import TrainingBatches
 from data_pipeline.manifest import Manifest
+from data_pipeline.order import Share
 from data_pipeline.prepare import PrepareRequest, prepare
 from megakernel.config.tree import Config
 
@@ -29,28 +33,33 @@ def write_jsonl(path: Path, texts: list[str], key: str = "text") -> Path:
 
 
 def prepared(out: Path, source: list[str], **request: Any) -> Manifest:
-    """`prepare` with one worker; `request` overrides: bytes as tokens, a fifth of the documents held out."""
-    chosen = {"tokenizer": "byte", "validation_fraction": 0.2, **request}
+    """Run `prepare` with one worker; `request` overrides its defaults, byte tokens and 20% for validation."""
+    options = {"tokenizer": "byte", "validation_fraction": 0.2, **request}
     manifest = prepare(
-        PrepareRequest(source=source, **chosen), out, workers=1, overwrite=False, console=Console(quiet=True)
+        PrepareRequest(source=source, **options), out, workers=1, overwrite=False, console=Console(quiet=True)
     )
     assert manifest is not None
     return manifest
 
 
+def step_batches(config: Config, step: int, **share: int) -> list[Batch]:
+    """The micro-batches of a training step that one rank reads; `share` names the rank."""
+    return next(TrainingBatches(config, Corpora(config.data), Share(**share)).from_step(step))
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """120 documents as bytes."""
-    return _as_bytes(tmp_path_factory.mktemp("corpus"), documents(120, seed=1))
+    return _prepare_bytes(tmp_path_factory.mktemp("corpus"), documents(120, seed=1))
 
 
 @pytest.fixture(scope="session")
 def other_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """40 other documents as bytes."""
-    return _as_bytes(tmp_path_factory.mktemp("other"), documents(40, seed=2))
+    return _prepare_bytes(tmp_path_factory.mktemp("other"), documents(40, seed=2))
 
 
-def _as_bytes(folder: Path, texts: list[str]) -> Path:
+def _prepare_bytes(folder: Path, texts: list[str]) -> Path:
     prepared(folder / "prepared", [str(write_jsonl(folder / "source.jsonl", texts))])
     return folder / "prepared"
 

@@ -1,4 +1,4 @@
-"""Documents begin with BOS where their tokenizer begins texts with it: once, and as the manifest says."""
+"""Documents begin with exactly one BOS if their tokenizer adds it, as the manifest records."""
 
 import json
 import shutil
@@ -29,15 +29,15 @@ TEXTS = [f"{number}: " + "some words " * (number % 7) for number in range(60)]
 
 
 @pytest.fixture(params=bos_tokenizers.MADE)
-def theirs(request, tmp_path):
-    """Name, folder and `transformers`' own of each tokenizer."""
-    folder = tmp_path / "theirs"
+def hf_tokenizer(request, tmp_path):
+    """Name, folder and `transformers` object of each tokenizer."""
+    folder = tmp_path / "hf"
     return request.param, folder, bos_tokenizers.save(request.param, folder)
 
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory):
-    """Corpora of one tokenizer that begins texts with BOS: with it, without it, and one of an earlier version."""
+    """Corpora of one tokenizer that adds BOS: with it, without it, and as an earlier version wrote them."""
     folder = tmp_path_factory.mktemp("corpora")
     source = [str(write_jsonl(folder / "texts.jsonl", TEXTS))]
     bos_tokenizers.save("template", folder / "tokenizer")
@@ -56,30 +56,30 @@ def rows(folder: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("add_bos", [None, True, False])
-def test_documents_begin_as_the_tokenizer_begins_texts_or_as_is_asked_for(add_bos, theirs, tmp_path):
-    name, folder, own = theirs
+def test_documents_begin_with_bos_as_the_tokenizer_or_add_bos_says(add_bos, hf_tokenizer, tmp_path):
+    name, folder, hf = hf_tokenizer
     if add_bos and name == "bos is eos":
         with pytest.raises(
-            UserError, match="no beginning-of-sequence token beside the one that ends documents"
+            UserError, match="no beginning-of-sequence token other than the one that ends documents"
         ):
             tokenizers.make(str(folder), iter([]), add_bos=add_bos)
         return
     begins = name in bos_tokenizers.WITH_BOS if add_bos is None else add_bos
-    prefix = [own.bos_token_id] if begins else []
-    tokenizers.make(str(folder), iter([]), add_bos=add_bos).save(tmp_path / "kept")
-    kept = tokenizers.load(tmp_path / "kept")
-    found = Encoder(kept, "uint16", 0, 0.0).encode([Document((text,)) for text in TEXTS])["train"].tokens
-    plain = [own(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
-    assert [row.tolist() for row in found] == [[*prefix, *ids, own.eos_token_id] for ids in plain]
-    assert kept.prompt("a b") == [*prefix, *own("a b", add_special_tokens=False)["input_ids"]]
-    assert kept.prompt("") == (prefix or [own.eos_token_id])
-    assert kept.decode(found[8]) == TEXTS[8]
-    # What `transformers` makes of the folder begins texts alike, whoever asks it.
-    assert AutoTokenizer.from_pretrained(tmp_path / "kept")("a b")["input_ids"] == kept.prompt("a b")
-    assert tokenizers.load(folder, own_rule=True).hash == kept.hash
+    prefix = [hf.bos_token_id] if begins else []
+    tokenizers.make(str(folder), iter([]), add_bos=add_bos).save(tmp_path / "saved")
+    saved = tokenizers.load(tmp_path / "saved")
+    encoded = Encoder(saved, "uint16", 0, 0.0).encode([Document((text,)) for text in TEXTS])["train"].tokens
+    ids_of_texts = [hf(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
+    assert [row.tolist() for row in encoded] == [[*prefix, *ids, hf.eos_token_id] for ids in ids_of_texts]
+    assert saved.prompt("a b") == [*prefix, *hf("a b", add_special_tokens=False)["input_ids"]]
+    assert saved.prompt("") == (prefix or [hf.eos_token_id])
+    assert saved.decode(encoded[8]) == TEXTS[8]
+    # `transformers` loads the same rule from the folder.
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved")("a b")["input_ids"] == saved.prompt("a b")
+    assert tokenizers.load(folder, own_rule=True).hash == saved.hash
 
 
-def test_a_folder_of_an_earlier_version_stays_without_bos(corpora):
+def test_a_corpus_of_an_earlier_version_stays_without_bos(corpora):
     assert rows(corpora / "old") == rows(corpora / "without")
     assert [row[1:] for row in rows(corpora / "with")] == rows(corpora / "old")
     old = tokenizers.load(corpora / "old" / "tokenizer")
@@ -87,16 +87,16 @@ def test_a_folder_of_an_earlier_version_stays_without_bos(corpora):
     assert old.hash == tokenizers.load(corpora / "with" / "tokenizer").hash
     assert Manifest.read(corpora / "old").tokenizer.bos is None
     request = {"tokenizer": str(corpora / "tokenizer")}
-    for asked in ({}, {"add_bos": False}):  # nothing to do
+    for options in ({}, {"add_bos": False}):  # already prepared: nothing to do
         with pytest.raises(AssertionError, match=r"^assert None is not None"):
-            prepared(corpora / "old", [str(corpora / "texts.jsonl")], **request, **asked)
+            prepared(corpora / "old", [str(corpora / "texts.jsonl")], **request, **options)
     with pytest.raises(
         UserError, match="was prepared with add_bos=None, not True; choose another --out, or add"
     ):
         prepared(corpora / "old", [str(corpora / "texts.jsonl")], **request, add_bos=True)
 
 
-def test_training_reads_bos_at_position_0_and_predicts_behind_it(corpora, configure):
+def test_bos_is_at_position_0_and_is_never_a_label(corpora, configure):
     config = configure(corpora / "with")
     bos, eod = 0, 1
     batches = TrainingBatches(config, Corpora(config.data), Share())
@@ -106,7 +106,7 @@ def test_training_reads_bos_at_position_0_and_predicts_behind_it(corpora, config
             batch.tokens, batch.labels, batch.positions, batch.loss_mask
         ):
             ends = (tokens == eod).nonzero().flatten()
-            assert (labels[ends] == bos).all()  # never two, and never none
+            assert (labels[ends] == bos).all()  # exactly one after every end
             assert not counts[ends].any()
             begins = (tokens == bos).nonzero().flatten()
             assert (positions[begins] == 0).all()
@@ -115,14 +115,14 @@ def test_training_reads_bos_at_position_0_and_predicts_behind_it(corpora, config
     assert seen > 20
 
 
-def test_corpora_that_begin_documents_otherwise_are_no_one_corpus(corpora, configure):
+def test_corpora_with_and_without_bos_cannot_be_mixed(corpora, configure):
     refused = "begins documents with token None, .* with 0 .*; prepare it with --add-bos"
     with pytest.raises(UserError, match=refused):
         Corpora(configure([str(corpora / "with"), str(corpora / "old")]).data)
     Corpora(configure([str(corpora / "without"), str(corpora / "old")]).data)
 
 
-def test_a_run_goes_on_with_documents_as_it_began_with(corpora, configure, tmp_path, monkeypatch):
+def test_a_run_cannot_change_its_bos_rule(corpora, configure, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = RunFolder(configure(corpora / "old"))
     run.path.mkdir(parents=True)
@@ -133,7 +133,7 @@ def test_a_run_goes_on_with_documents_as_it_began_with(corpora, configure, tmp_p
         run.keep_tokenizer(corpora / "with" / "tokenizer", digest)
 
 
-def test_prompts_follow_the_key(corpora, configure):
+def test_prompts_follow_the_add_bos_key(corpora, configure):
     for name, add_bos, prompt in (
         ("with", None, [0]),
         ("with", False, [1]),
@@ -144,31 +144,31 @@ def test_prompts_follow_the_key(corpora, configure):
         assert Corpora(config.data).tokenizer.prompt("") == prompt
 
 
-def test_answers_stand_behind_bos(corpora):
+def test_answer_spans_account_for_bos(corpora):
     tokenizer = tokenizers.load(corpora / "with" / "tokenizer")
-    found = encode_answered(tokenizer, "key: value.", [(5, 10)])
-    (start, end), tokens = found.answers[0], found.tokens
+    encoded = encode_answered(tokenizer, "key: value.", [(5, 10)])
+    (start, end), tokens = encoded.answers[0], encoded.tokens
     assert tokens[0] == tokenizer.bos
     assert tokenizer.decode(tokens[start:end]) == "value"
-    assert found.scored().nonzero()[0].tolist() == list(range(start, end))
+    assert encoded.scored().nonzero()[0].tolist() == list(range(start, end))
 
 
 @pytest.mark.parametrize("joined", [True, False])
-def test_two_texts_of_an_example_have_one_bos_for_each_row(joined, corpora):
+def test_each_sequence_of_a_two_text_example_has_one_bos(joined, corpora):
     tokenizer = tokenizers.load(corpora / "with" / "tokenizer")
     encoder = Encoder(tokenizer, "uint16", seed=0, validation_fraction=0.0)
-    found = encoder.encode([Document(("a", "b"), label=1, joined=joined)])["train"].tokens
-    assert [row.tolist().count(tokenizer.bos) for row in found] == ([1] if joined else [1, 1])
-    assert all(row[0] == tokenizer.bos for row in found)
+    encoded = encoder.encode([Document(("a", "b"), label=1, joined=joined)])["train"].tokens
+    assert [row.tolist().count(tokenizer.bos) for row in encoded] == ([1] if joined else [1, 1])
+    assert all(row[0] == tokenizer.bos for row in encoded)
 
 
-def test_masked_language_models_predict_no_bos():
+def test_masked_language_models_never_hide_bos():
     tokens = torch.tensor([0, 5, 6, 7, 1] * 20)
     hidden = hide(tokens, Masking(rate=1.0), Vocabulary(size=10, eod=1, bos=0), (0,))[1]
     assert torch.equal(hidden, tokens > 1)
 
 
-def test_tokens_of_other_documents_have_no_bos_among_them(corpora, tmp_path):
+def test_tokens_of_other_documents_contain_no_bos(corpora, tmp_path):
     corpus = PreparedCorpus(corpora / "with", 1.0, Manifest.read(corpora / "with"))
     samples = BlendedSamples([corpus], "train", 32, 0, tmp_path)
     samples.build(1)

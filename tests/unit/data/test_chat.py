@@ -1,4 +1,4 @@
-"""Conversations through a tokenizer's own chat template, and what of them counts."""
+"""Conversations rendered by a tokenizer's chat template, and which of their tokens count in the loss."""
 
 import re
 import shutil
@@ -24,19 +24,30 @@ from data_pipeline.tokenizers import ByteTokenizer
 from launch.cli import main
 from megakernel.config.errors import UserError
 from megakernel.config.tree import Config
-from tests.chats import CHATML, FORGETFUL, MARKED, PLAIN, TURNS, said, saved, tokenizer, write_chats
+from tests.chats import (
+    CHATML,
+    FORGETFUL,
+    MARKED,
+    PLAIN,
+    TURNS,
+    conversation,
+    save_tokenizer,
+    tokenizer,
+    write_chats,
+)
 from tests.unit.data.conftest import prepared
 
 Configure = Callable[..., Config]
 
 CHATS = [
-    said(f"What is {at} plus 1?", f"It is {at + 1}.", "And é?", "漢字", system="Add.") for at in range(60)
+    conversation(f"What is {number} plus 1?", f"It is {number + 1}.", "And é?", "漢字", system="Add.")
+    for number in range(60)
 ]
-TWO_TURNS = said("hi", "Hello é!", "more", "Bye", system="Be kind.")
+TWO_TURNS = conversation("hi", "Hello é!", "more", "Bye", system="Be kind.")
 
 
 def template(text: str, tmp_path: Path) -> ChatTemplate:
-    return ChatTemplate(tokenizers.load(saved(text, tmp_path / "tokenizer")))
+    return ChatTemplate(tokenizers.load(save_tokenizer(text, tmp_path / "tokenizer")))
 
 
 @pytest.fixture(scope="module")
@@ -44,26 +55,26 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Conversations of two turns, rendered by CHATML."""
     folder = tmp_path_factory.mktemp("chats")
     source = write_chats(folder / "chats.jsonl", CHATS)
-    given = str(saved(CHATML, folder / "tokenizer"))
-    prepared(folder / "prepared", [str(source)], tokenizer=given, chat=True, text_key="messages")
+    tokenizer_folder = str(save_tokenizer(CHATML, folder / "tokenizer"))
+    prepared(folder / "prepared", [str(source)], tokenizer=tokenizer_folder, chat=True, text_key="messages")
     return folder / "prepared"
 
 
 @pytest.mark.parametrize("text", [CHATML, MARKED])
-def test_tokens_are_those_of_apply_chat_template_and_the_documents_end(text: str, tmp_path: Path):
+def test_tokens_are_those_of_apply_chat_template_and_an_end_of_document(text: str, tmp_path: Path):
     found = template(text, tmp_path).encode(TWO_TURNS)
-    theirs = tokenizer(text).apply_chat_template(TWO_TURNS, return_dict=False)
-    assert found.tokens == [*theirs, 256]
-    assert found.scored[-1] == 0, "the answer has an end of its own"
+    expected = tokenizer(text).apply_chat_template(TWO_TURNS, return_dict=False)
+    assert found.tokens == [*expected, 256]
+    assert found.scored[-1] == 0, "the answer ends with its own token"
 
 
-def test_a_marked_template_counts_what_transformers_says_the_assistant_wrote(tmp_path: Path):
-    ascii_only = said("hi", "Hello!", "more", "Bye")
+def test_a_template_with_generation_marks_counts_the_assistant_mask(tmp_path: Path):
+    ascii_only = conversation("hi", "Hello!", "more", "Bye")
     found = template(MARKED, tmp_path).encode(ascii_only)
-    theirs = tokenizer(MARKED).apply_chat_template(
+    expected = tokenizer(MARKED).apply_chat_template(
         ascii_only, return_dict=True, return_assistant_tokens_mask=True
     )
-    assert found.scored.tolist() == [*theirs["assistant_masks"], 0]
+    assert found.scored.tolist() == [*expected["assistant_masks"], 0]
 
 
 @pytest.mark.parametrize(
@@ -74,37 +85,39 @@ def test_a_marked_template_counts_what_transformers_says_the_assistant_wrote(tmp
         (PLAIN, "Hello é!\nBye\n<|im_end|>"),
     ],
 )
-def test_answers_and_their_ends_count_and_nothing_else(text: str, answers: str, tmp_path: Path):
+def test_only_answers_and_their_end_tokens_count(text: str, answers: str, tmp_path: Path):
     found = template(text, tmp_path).encode(TWO_TURNS)
     counted = np.array(found.tokens)[found.scored != 0].tolist()
     assert tokenizer(text).decode(counted) == answers
 
 
-def test_a_template_that_ends_with_the_documents_end_gets_no_second_one(tmp_path: Path):
-    found = template(TURNS, tmp_path).encode(said("hi", "Hello!"))
+def test_no_second_end_of_document_follows_a_template_that_ends_with_it(tmp_path: Path):
+    found = template(TURNS, tmp_path).encode(conversation("hi", "Hello!"))
     assert found.tokens[-2:] == [ord("!"), 256]
     assert found.scored[-1] == 1
     assert tokenizer(TURNS).decode(np.array(found.tokens)[found.scored != 0].tolist()) == " Hello!<|im_end|>"
 
 
-def test_a_prompt_asks_for_an_answer(tmp_path: Path):
+def test_a_prompt_ends_with_the_generation_prompt(tmp_path: Path):
     found = template(CHATML, tmp_path).prompt(TWO_TURNS[:2])
-    theirs = tokenizer(CHATML).apply_chat_template(
+    expected = tokenizer(CHATML).apply_chat_template(
         TWO_TURNS[:2], add_generation_prompt=True, return_dict=False
     )
-    assert found == theirs
+    assert found == expected
 
 
-def test_an_answer_that_is_rendered_otherwise_where_others_follow_is_refused(tmp_path: Path):
+def test_a_template_that_renders_earlier_answers_differently_is_refused(tmp_path: Path):
     forgetful = template(FORGETFUL, tmp_path)
-    assert forgetful.encode(said("hi", "Hello!")).scored.any(), "of the last message it is known"
+    assert forgetful.encode(conversation("hi", "Hello!")).scored.any(), (
+        "the last message is rendered only once"
+    )
     with pytest.raises(
         UserError, match=r"renders message 2 of the conversation that begins with 'hi' differently"
     ):
-        forgetful.encode(said("hi", "Hello!", "more", "Bye"))
+        forgetful.encode(conversation("hi", "Hello!", "more", "Bye"))
 
 
-def test_what_a_template_refuses_is_said_with_its_reason(tmp_path: Path):
+def test_an_error_of_the_template_is_reported_with_its_reason(tmp_path: Path):
     with pytest.raises(UserError, match=r"rejects .* 'Be kind.': Only user and assistant roles are supp"):
         template(TURNS, tmp_path).encode(TWO_TURNS)
 
@@ -135,7 +148,7 @@ def test_a_damaged_mask_is_refused(chats: Path, configure: Configure, tmp_path: 
 
 
 @pytest.mark.parametrize("size", [1, 4])
-def test_labels_count_where_the_assistant_speaks_in_every_layout(
+def test_assistant_labels_count_in_every_context_parallel_layout(
     size: int, chats: Path, configure: Configure
 ):
     config = configure(chats, seq_len=128)
@@ -149,30 +162,30 @@ def test_labels_count_where_the_assistant_speaks_in_every_layout(
         ]
 
     shards = [batches(Share(cp_rank=rank, cp_size=size)) for rank in range(size)]
-    said_by_assistant = 0
-    for at, whole in enumerate(batches(Share())):
+    assistant_tokens = 0
+    for index, whole in enumerate(batches(Share())):
         for name in ("tokens", "loss_mask", "positions"):
-            parts = torch.cat([getattr(cp_shard[at], name) for cp_shard in shards], 1)
+            parts = torch.cat([getattr(cp_shard[index], name) for cp_shard in shards], 1)
             assert torch.equal(parts, getattr(whole, name))
         counted = whole.labels[whole.loss_mask]
-        said_by_assistant += len(counted)
-        assert not (counted == 257).any(), "an answer holds no beginning of a message"
+        assistant_tokens += len(counted)
+        assert not (counted == 257).any(), "an answer contains no start of a message"
         assert 0.02 < float(whole.loss_mask.float().mean()) < 0.4
-    assert said_by_assistant
+    assert assistant_tokens
 
 
-def test_a_conversation_is_one_document_whatever_ends_its_messages(chats: Path, configure: Configure):
+def test_a_conversation_is_one_document_even_if_eod_ends_each_message(chats: Path, configure: Configure):
     config = configure(chats, seq_len=128)
     (batch, *_) = next(TrainingBatches(config, Corpora(config.data), Share()).from_step(0))
     starts = (batch.positions == 0) & (torch.arange(128) > 0)
-    # A conversation begins with its system's message; five messages end in one.
+    # A conversation begins with its system message; each of its five messages ends with the same token.
     assert starts.any()
     for row, place in starts.nonzero().tolist():
         assert bytes(batch.tokens[row, place + 1 : place + 7].tolist()) == b"system"[: 128 - place - 1]
     assert (batch.tokens == 256).sum() > 3 * starts.sum()
 
 
-def test_bytes_take_a_template_from_a_file_and_keep_it(tmp_path: Path):
+def test_the_byte_tokenizer_takes_a_template_from_a_file_and_saves_it(tmp_path: Path):
     source = write_chats(tmp_path / "chats.jsonl", CHATS, key="talk")
     (tmp_path / "plain.jinja").write_text(PLAIN)
     options = ["--source", source, "--text-key", "talk", "--tokenizer", "byte", "--out", tmp_path / "out"]
@@ -191,10 +204,10 @@ def test_bytes_take_a_template_from_a_file_and_keep_it(tmp_path: Path):
     assert kept.chat_template == PLAIN
     assert not kept.ends_messages
     (tmp_path / "plain.jinja").write_text(PLAIN + " ")
-    assert main([str(part) for part in command]) == 2, "another template makes another folder"
+    assert main([str(part) for part in command]) == 2, "another template needs another folder"
 
 
-def test_a_dataset_of_the_hubs_form_gives_the_same_conversations(tmp_path: Path):
+def test_a_hub_dataset_gives_the_same_conversations(tmp_path: Path):
     (tmp_path / "dataset").mkdir()
     table = write_chats(tmp_path / "dataset" / "train.jsonl", CHATS[:5])
     columns = Columns(("messages",), chat=True)
@@ -204,7 +217,7 @@ def test_a_dataset_of_the_hubs_form_gives_the_same_conversations(tmp_path: Path)
 
 
 def test_conversations_without_an_answer_are_counted_as_skipped(tmp_path: Path):
-    table = write_chats(tmp_path / "chats.jsonl", [*CHATS[:3], said("Anybody?"), []])
+    table = write_chats(tmp_path / "chats.jsonl", [*CHATS[:3], conversation("Anybody?"), []])
     source = Files([table], Columns(("messages",), chat=True), {})
     assert [document.messages for document in source] == [tuple(chat) for chat in CHATS[:3]]
     assert source.skipped == {"no message of the assistant": 1, "empty": 1}
@@ -220,31 +233,56 @@ def test_conversations_without_an_answer_are_counted_as_skipped(tmp_path: Path):
         ),
         ([{"from": "human", "value": "hi"}], [], r"a message has the keys from, value and no role"),
         ([{"role": "user"}], [], r"a message of role user has no content"),
-        (said("hi", "Hello!"), ["--text-key", "talk"], r"no column 'talk' among messages; set --text-key"),
-        (said("hi", "Hello!"), ["--tokenizer", "byte"], r"the tokenizer has no chat template; give one with"),
-        (said("hi", "Hello!"), ["--add-bos"], r"--add-bos: the chat template says how conversations begin"),
-        (said("hi", "Hello!"), ["--chat-template", "nowhere"], r"--chat-template nowhere cannot be read"),
         (
-            said("hi", "Hello!"),
+            conversation("hi", "Hello!"),
+            ["--text-key", "talk"],
+            r"no column 'talk' among messages; set --text-key",
+        ),
+        (
+            conversation("hi", "Hello!"),
+            ["--tokenizer", "byte"],
+            r"the tokenizer has no chat template; give one with",
+        ),
+        (
+            conversation("hi", "Hello!"),
+            ["--add-bos"],
+            r"--add-bos: the chat template says how conversations begin",
+        ),
+        (
+            conversation("hi", "Hello!"),
+            ["--chat-template", "nowhere"],
+            r"--chat-template nowhere cannot be read",
+        ),
+        (
+            conversation("hi", "Hello!"),
             ["--source", "stdlib"],
-            r"--chat reads tables of conversations, and stdlib is none",
+            r"--chat reads tables of conversations, and stdlib is not a table",
         ),
     ],
 )
-def test_what_is_no_conversation_is_refused_in_one_line(
+def test_invalid_conversations_are_refused_in_one_line(
     chat, options: list[str], explanation: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     source = write_chats(tmp_path / "chats.jsonl", [chat])
-    given = saved(CHATML, tmp_path / "tokenizer")
-    command = ["prepare", "--chat", "--source", source, "--tokenizer", given, "--out", tmp_path / "out"]
+    tokenizer_folder = save_tokenizer(CHATML, tmp_path / "tokenizer")
+    command = [
+        "prepare",
+        "--chat",
+        "--source",
+        source,
+        "--tokenizer",
+        tokenizer_folder,
+        "--out",
+        tmp_path / "out",
+    ]
     assert main([*map(str, command), *options]) == 2
-    said_to_user = capsys.readouterr().err.strip()
-    assert re.search(explanation, said_to_user), said_to_user
-    assert "Traceback" not in said_to_user
+    error = capsys.readouterr().err.strip()
+    assert re.search(explanation, error), error
+    assert "Traceback" not in error
     assert not (tmp_path / "out").exists()
 
 
-def test_a_chat_template_without_conversations_is_refused(tmp_path: Path):
+def test_chat_template_without_chat_is_refused(tmp_path: Path):
     with pytest.raises(UserError, match="needs conversations; add --chat"):
         prepared(tmp_path / "out", ["stdlib"], chat_template=tmp_path / "plain.jinja")
 
@@ -258,7 +296,7 @@ def test_corpora_of_two_templates_are_refused(chats: Path, configure: Configure,
         Corpora(configure([chats, other]).data)
 
 
-def test_a_masked_language_model_learns_no_conversations(chats: Path, configure: Configure):
+def test_a_masked_language_model_on_conversations_is_refused(chats: Path, configure: Configure):
     config = configure(chats)
     masked = config.model_copy(update={"model": config.model.model_copy(update={"kind": "masked_lm"})})
     with pytest.raises(UserError, match=r"holds conversations, whose answers a causal_lm learns"):

@@ -20,15 +20,15 @@ def copy(corpus: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(corpus, tmp_path / "copy"))
 
 
-def message(data: Data, **options: bool) -> str:
-    """What opening says; always one line."""
+def open_error(data: Data, **options: bool) -> str:
+    """The error of opening the corpora, which is always one line."""
     with pytest.raises(ValueError, match=r"^data\.") as error:
         Corpora(data, **options)
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
-def test_an_open_corpus_knows_its_tokenizer_and_sizes(corpus: Path):
+def test_an_opened_corpus_has_its_tokenizer_and_sizes(corpus: Path):
     corpora = Corpora(Data(train=corpus))
     assert (corpora.vocab_size, corpora.eod) == (257, 256)
     assert corpora.tokenizer.hash == corpora.tokenizer_hash
@@ -37,65 +37,65 @@ def test_an_open_corpus_knows_its_tokenizer_and_sizes(corpus: Path):
     assert corpora.bytes_per_token("train") == record.bytes / record.tokens
 
 
-def test_bytes_per_token_of_a_blend_go_by_its_weights(corpus: Path, other_corpus: Path):
+def test_bytes_per_token_of_a_blend_are_weighted(corpus: Path, other_corpus: Path):
     one, other = (Corpora(Data(train=path)).bytes_per_token("validation") for path in (corpus, other_corpus))
     blend = Corpora(Data(train={str(corpus): 3, str(other_corpus): 1}))
     assert blend.bytes_per_token("validation") == pytest.approx(0.75 * one + 0.25 * other, rel=1e-12)
 
 
-def test_a_missing_folder(tmp_path: Path):
+def test_a_missing_folder_is_refused(tmp_path: Path):
     folder = tmp_path / "nothing"
-    assert message(Data(train=folder)) == (
+    assert open_error(Data(train=folder)) == (
         f"data.train={folder} does not exist; make it with `megakernel prepare --out {folder}`"
     )
 
 
-def test_a_folder_that_was_not_prepared(tmp_path: Path):
-    assert message(Data(train=tmp_path)) == (
+def test_a_folder_that_was_not_prepared_is_refused(tmp_path: Path):
+    assert open_error(Data(train=tmp_path)) == (
         f"data.train={tmp_path} has no manifest.json, so `megakernel prepare` did not make it; "
         "give a prepared folder, or prepare its text"
     )
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"format": 1}'])
-def test_a_damaged_manifest(copy: Path, text: str):
+def test_a_damaged_manifest_is_refused(copy: Path, text: str):
     (copy / "manifest.json").write_text(text)
-    said = message(Data(train=copy))
-    assert said.startswith(f"data.train={copy / 'manifest.json'} is damaged (")
-    assert said.endswith("; prepare the folder again")
+    error = open_error(Data(train=copy))
+    assert error.startswith(f"data.train={copy / 'manifest.json'} is damaged (")
+    assert error.endswith("; prepare the folder again")
 
 
 @pytest.mark.parametrize("name", ["train.bin", "train.idx"])
-def test_missing_token_files(copy: Path, name: str):
+def test_missing_token_files_are_refused(copy: Path, name: str):
     (copy / name).unlink()
-    assert message(Data(train=copy)) == (
+    assert open_error(Data(train=copy)) == (
         f"data.train={copy} lacks {name}; copy the folder from where it was prepared, or prepare it again"
     )
 
 
 @pytest.mark.parametrize("name", ["train.bin", "train.idx"])
 @pytest.mark.parametrize("kept", [0, 0.5])
-def test_empty_and_truncated_token_files(copy: Path, name: str, kept: float):
+def test_empty_and_truncated_token_files_are_refused(copy: Path, name: str, kept: float):
     content = (copy / name).read_bytes()
     size = int(kept * len(content))
     (copy / name).write_bytes(content[:size])
-    assert message(Data(train=copy)) == (
+    assert open_error(Data(train=copy)) == (
         f"data.train={copy} holds a truncated or foreign {name} ({size} bytes, not {len(content)}); "
         "copy the folder from where it was prepared, or prepare it again"
     )
 
 
-def test_an_index_that_is_not_megatrons(copy: Path):
+def test_an_index_that_is_not_megatrons_is_refused(copy: Path):
     (copy / "train.idx").write_bytes(b"\x00" * (copy / "train.idx").stat().st_size)
-    assert message(Data(train=copy)).startswith(
+    assert open_error(Data(train=copy)).startswith(
         f"data.train={copy} holds a foreign train.idx; copy the folder"
     )
 
 
-def test_damage_to_validation_names_the_key_it_came_from(corpus: Path, copy: Path):
+def test_an_error_names_the_key_of_the_damaged_corpus(corpus: Path, copy: Path):
     (copy / "validation.bin").unlink()
-    assert message(Data(train=copy)).startswith(f"data.train={copy} lacks validation.bin")
-    assert message(Data(train=corpus, validation=copy)).startswith(
+    assert open_error(Data(train=copy)).startswith(f"data.train={copy} lacks validation.bin")
+    assert open_error(Data(train=corpus, validation=copy)).startswith(
         f"data.validation={copy} lacks validation.bin"
     )
 
@@ -103,14 +103,14 @@ def test_damage_to_validation_names_the_key_it_came_from(corpus: Path, copy: Pat
 def test_a_missing_validation_split_matters_only_to_evaluation(tmp_path: Path):
     source = write_jsonl(tmp_path / "source.jsonl", documents(5, seed=8))
     prepared(tmp_path / "out", [str(source)], validation_fraction=0.0)
-    assert message(Data(train=tmp_path / "out")) == (
+    assert open_error(Data(train=tmp_path / "out")) == (
         f"data.train={tmp_path / 'out'} has no validation split; prepare it with one; "
         "or set training.eval_samples=0"
     )
     assert Corpora(Data(train=tmp_path / "out"), validation=False).validation == []
 
 
-def test_corpora_of_two_tokenizers(corpus: Path, tmp_path: Path):
+def test_corpora_of_two_tokenizers_are_refused(corpus: Path, tmp_path: Path):
     source = write_jsonl(tmp_path / "source.jsonl", documents(30, seed=9))
     size = prepared(tmp_path / "bpe", [str(source)], tokenizer="bpe:300").tokenizer.vocab_size
     data = {
@@ -118,30 +118,32 @@ def test_corpora_of_two_tokenizers(corpus: Path, tmp_path: Path):
         "data.validation": Data(train=corpus, validation=tmp_path / "bpe"),
     }
     for key in data:
-        assert message(data[key]) == (
+        assert open_error(data[key]) == (
             f"{key}={tmp_path / 'bpe'} was prepared with another tokenizer (huggingface, {size} ids) than "
             f"{corpus} (byte, 257 ids); prepare it with --tokenizer {corpus / 'tokenizer'}"
         )
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of what this machine has read; nothing yet."""
+def check_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of the files that this machine has verified."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 @pytest.mark.parametrize("name", ["train.bin", "train.idx", "validation.bin"])
 @pytest.mark.parametrize("place", [0.4, 1.0])
-def test_damage_that_leaves_the_size(copy: Path, name: str, place: float):
+def test_damage_that_keeps_the_file_size_is_detected(copy: Path, name: str, place: float):
     flip(copy / name, place)
-    assert message(Data(train=copy)) == (
+    assert open_error(Data(train=copy)) == (
         f"data.train={copy} holds a damaged {name} (its SHA-256 is not that of the manifest); "
         "copy the folder from where it was prepared, or prepare it again"
     )
 
 
-def test_a_corpus_is_read_once_on_a_machine(copy: Path, machine: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_corpus_is_verified_once_per_machine(
+    copy: Path, check_cache: Path, monkeypatch: pytest.MonkeyPatch
+):
     Corpora(Data(train=copy))
     read: list[Path] = []
     of = FileRecord.of
@@ -154,17 +156,17 @@ def test_a_corpus_is_read_once_on_a_machine(copy: Path, machine: Path, monkeypat
     Corpora(Data(train=copy))
     assert copy / "train.bin" in read, "a file that was touched is read again"
     read.clear()
-    shutil.rmtree(machine)
-    machine.write_text("no folder")
+    shutil.rmtree(check_cache)
+    check_cache.write_text("no folder")
     Corpora(Data(train=copy))
     Corpora(Data(train=copy))
-    assert len(read) == 8, "where nothing can be noted, both splits are read at every start"
+    assert len(read) == 8, "without a cache, both splits are read at every start"
 
 
-def test_a_failed_check_is_no_passed_one(copy: Path, machine: Path):
+def test_a_failed_verification_is_not_cached(copy: Path, check_cache: Path):
     flip(copy / "train.bin", 0.5)
     for _ in range(2):
-        assert "holds a damaged train.bin" in message(Data(train=copy))
+        assert "holds a damaged train.bin" in open_error(Data(train=copy))
 
 
 def rewrite(folder: Path, **changes: Any) -> None:
@@ -173,7 +175,7 @@ def rewrite(folder: Path, **changes: Any) -> None:
 
 
 def replace(folder: Path, kind: str, content: np.ndarray) -> None:
-    """A file of the training split, by somebody who writes the manifest for it, too."""
+    """Replace a file of the training split, and update the manifest to match."""
     content.tofile(folder / f"train.{kind}")
     splits = json.loads((folder / "manifest.json").read_text())["splits"]
     splits["train"][kind] = FileRecord.of(folder / f"train.{kind}").model_dump()
@@ -181,37 +183,37 @@ def replace(folder: Path, kind: str, content: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("of", ["lengths", "starts"])
-def test_an_index_that_leads_elsewhere(copy: Path, of: str):
-    """Lengths and starts of documents that the token file has not."""
+def test_an_index_that_does_not_fit_the_token_file_is_refused(copy: Path, of: str):
+    """Document lengths or starts that lie beyond the token file."""
     index = np.fromfile(copy / "train.idx", np.uint8)
     documents = Corpora(Data(train=copy)).train[0].record("train").documents
     place = {"lengths": 34, "starts": 34 + 4 * documents}[of]
     index[place : place + 4] = 0x7F
     replace(copy, "idx", index)
-    said = message(Data(train=copy))
-    assert "holds a train.idx whose documents are not those of train.bin; copy the folder" in said
+    error = open_error(Data(train=copy))
+    assert "holds a train.idx whose documents are not those of train.bin; copy the folder" in error
 
 
-def test_ids_beyond_the_tokenizer(copy: Path):
+def test_ids_beyond_the_tokenizer_are_refused(copy: Path):
     tokens = np.fromfile(copy / "train.bin", np.uint16)
     tokens[len(tokens) // 2] = 300
     replace(copy, "bin", tokens)
-    assert "holds the id 300 in train.bin, but its tokenizer has 257 ids" in message(Data(train=copy))
+    assert "holds the id 300 in train.bin, but its tokenizer has 257 ids" in open_error(Data(train=copy))
 
 
-def test_a_manifest_of_another_vocabulary(copy: Path):
+def test_a_manifest_of_another_vocabulary_is_refused(copy: Path):
     tokenizer = json.loads((copy / "manifest.json").read_text())["tokenizer"]
     rewrite(copy, tokenizer={**tokenizer, "vocab_size": 301})
-    assert "has a tokenizer of 257 ids, but its manifest says 301" in message(Data(train=copy))
+    assert "has a tokenizer of 257 ids, but its manifest says 301" in open_error(Data(train=copy))
 
 
-def test_a_manifest_of_another_format(copy: Path):
+def test_a_manifest_of_another_format_is_refused(copy: Path):
     rewrite(copy, format=7, novelty={})
-    assert "manifest.json is of format 7, which this version cannot read (1); prepare" in message(
+    assert "manifest.json is of format 7, which this version cannot read (1); prepare" in open_error(
         Data(train=copy)
     )
 
 
-def test_a_corpus_without_its_tokenizer(copy: Path):
+def test_a_corpus_without_its_tokenizer_is_refused(copy: Path):
     shutil.rmtree(copy / "tokenizer")
-    assert message(Data(train=copy)).startswith(f"data.train={copy} lacks tokenizer/; copy the folder")
+    assert open_error(Data(train=copy)).startswith(f"data.train={copy} lacks tokenizer/; copy the folder")

@@ -1,4 +1,4 @@
-"""GLUE from files in their published form, and from the hub's."""
+"""GLUE from the published files and from the hub."""
 
 import json
 from collections import Counter
@@ -29,10 +29,10 @@ def test_sentences_and_labels_of_every_task_are_found(task: str, tmp_path: Path)
     for document in documents:
         assert len(document.texts) == len(TASKS[task].texts)
         file = next(name for name, split in splits.items() if split == document.split)
-        assert all(text.startswith(f'{file} "') for text in document.texts), "quotes are text"
+        assert all(text.startswith(f'{file} "') for text in document.texts), "quotes are part of the text"
 
 
-def test_two_sentences_are_one_row_with_an_end_behind_each(tmp_path: Path):
+def test_two_sentences_are_one_sequence_with_an_end_after_each(tmp_path: Path):
     folder = published.glue(tmp_path / "RTE", "rte")
     manifest = prepared(tmp_path / "out", [f"glue:rte:{folder}"])
     assert manifest.labels is not None
@@ -51,7 +51,7 @@ def test_labels_of_a_regression_stay_numbers(tmp_path: Path):
     assert labels.tolist() == [0.0, 2.5, 5.0] * 2
 
 
-def test_lines_that_annotators_did_not_agree_on_are_left_out(tmp_path: Path):
+def test_lines_without_an_agreed_label_are_skipped(tmp_path: Path):
     folder = published.glue(tmp_path / "MNLI", "mnli")
     lines = (folder / "train.tsv").read_text().splitlines()
     (folder / "train.tsv").write_text(
@@ -59,11 +59,11 @@ def test_lines_that_annotators_did_not_agree_on_are_left_out(tmp_path: Path):
     )
     source = open_source([f"glue:mnli:{folder}"])
     assert Counter(document.split for document in source)["train"] == 6
-    assert source.skipped == {"no labelled sentences": 2}
+    assert source.skipped == {"no labeled sentences": 2}
 
 
 @pytest.mark.parametrize(("task", "label"), [("mnli", 2), ("stsb", 3.5)])
-def test_the_hub_has_its_own_names(task: str, label: float, tmp_path: Path):
+def test_the_hubs_names_of_columns_and_splits_are_read(task: str, label: float, tmp_path: Path):
     form = TASKS[task]
     card = ["---", "configs:", "- config_name: default", "  data_files:"]
     for split in form.splits.values():
@@ -71,7 +71,7 @@ def test_the_hub_has_its_own_names(task: str, label: float, tmp_path: Path):
         name = form.hub_splits.get(split, split)
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
         card += [f"  - split: {name}", f"    path: {name}.jsonl"]
-    # By files' names alone, `datasets` would take both validation splits of MNLI for one.
+    # From the file names alone, `datasets` would merge the two validation splits of MNLI.
     (tmp_path / "README.md").write_text("\n".join([*card, "---", ""]))
     documents = list(open_source([f"glue:{task}:hf:{tmp_path}"]))
     assert documents == [
@@ -88,7 +88,7 @@ def test_the_hub_has_its_own_names(task: str, label: float, tmp_path: Path):
         ("glue:rte", r"--source glue:rte needs to know where the data is"),
     ],
 )
-def test_what_is_not_there_is_refused(spec: str, problem: str):
+def test_missing_data_and_unknown_tasks_are_refused(spec: str, problem: str):
     with pytest.raises(ValueError, match=problem):
         open_source([spec])
 

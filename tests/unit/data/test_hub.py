@@ -1,4 +1,4 @@
-"""A hub that does not answer."""
+"""Requests to a hub that does not answer."""
 
 import socketserver
 from collections.abc import Iterator
@@ -12,8 +12,8 @@ from data_pipeline.document import Columns
 from megakernel.config.errors import UserError
 
 
-class _HangsUp(socketserver.TCPServer):
-    """Closes every connection unanswered, and counts them."""
+class _SilentServer(socketserver.TCPServer):
+    """Closes every connection without an answer, and counts the connections."""
 
     calls = 0
 
@@ -23,21 +23,21 @@ class _HangsUp(socketserver.TCPServer):
 
 
 @pytest.fixture
-def hub(monkeypatch) -> Iterator[_HangsUp]:
-    with _HangsUp(("127.0.0.1", 0), socketserver.BaseRequestHandler) as server:
+def hub(monkeypatch) -> Iterator[_SilentServer]:
+    with _SilentServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as server:
         Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_address[1]}")
         yield server
         server.shutdown()
 
 
-def test_a_tokenizer_that_is_none_is_not_looked_for_again_and_again(hub):
+def test_an_unknown_tokenizer_is_requested_only_once(hub):
     with pytest.raises(UserError, match=r"tokenizer 'bite' cannot be loaded .*; give byte, bpe:SIZE"):
         tokenizers.load("bite")
-    assert 1 <= hub.calls <= 2, "by us, and without another try by `transformers`"
+    assert 1 <= hub.calls <= 2, "once by us, and at most once by `transformers`"
 
 
-def test_a_dataset_that_is_none_is_looked_for_once(hub):
+def test_an_unknown_dataset_is_requested_only_once(hub):
     with pytest.raises(UserError, match=r"--source hf:nothing cannot be read: .*; give files, or try again"):
         list(sources.hub_documents("hf:nothing", "train", Columns()))
     assert hub.calls == 1

@@ -9,22 +9,22 @@ import torch
 
 from data_pipeline.batch import PADDING, Batch
 from data_pipeline.corpus import Corpora
-from data_pipeline.loader import TrainingBatches, ValidationBatches
+from data_pipeline.loader import ValidationBatches
 from data_pipeline.manifest import FileRecord
 from data_pipeline.order import Share
 from megakernel.config import Config, UserError
 from tests.hostile import plant_pickle
-from tests.unit.data.conftest import SEQ_LEN, prepared
+from tests.unit.data.conftest import SEQ_LEN, prepared, step_batches
 
 Configure = Callable[..., Config]
 EOD = 256
 ROWS = [
     {
-        "text": f"{place} " + "x" * (7 * place % 50),
-        "other": f"and {place}",
-        "kind": ("cat", "dog", "ant")[place % 3],
+        "text": f"{number} " + "x" * (7 * number % 50),
+        "other": f"and {number}",
+        "kind": ("cat", "dog", "ant")[number % 3],
     }
-    for place in range(40)
+    for number in range(40)
 ]
 
 
@@ -64,13 +64,9 @@ def classify(configure: Configure) -> Configure:
 
 
 def texts(batch: Batch) -> list[str]:
-    """What the sequences say, padding apart."""
-    rows = [row[at != PADDING] for row, at in zip(batch.tokens, batch.positions)]
+    """The text of each sequence, without padding."""
+    rows = [row[positions != PADDING] for row, positions in zip(batch.tokens, batch.positions)]
     return [bytes(token for token in row.tolist() if token < EOD).decode() for row in rows]
-
-
-def step(config: Config, at: int, **share: int) -> list[Batch]:
-    return next(TrainingBatches(config, Corpora(config.data), Share(**share)).from_step(at))
 
 
 def test_classes_are_numbered_in_order(labelled: Path):
@@ -80,56 +76,59 @@ def test_classes_are_numbered_in_order(labelled: Path):
 
 
 def test_an_epoch_reads_every_example_once_with_its_label(labelled: Path, classify: Configure):
-    one = {"seq_len": 64, "global_batch_size": 1, "micro_batch_size": 1}
-    config = classify(labelled, {**one, "steps": 2 * len(ROWS)})
+    single = {"seq_len": 64, "global_batch_size": 1, "micro_batch_size": 1}
+    config = classify(labelled, {**single, "steps": 2 * len(ROWS)})
     count = Corpora(config.data).train[0].record("train").documents
     kinds = {row["text"]: sorted(("cat", "dog", "ant")).index(row["kind"]) for row in ROWS}
     seen = []
-    for at in range(2 * count):
-        [batch] = step(config, at)
+    for number in range(2 * count):
+        [batch] = step_batches(config, number)
         [text] = texts(batch)
         assert batch.labels.tolist() == [kinds[text]]
         seen.append(text)
     assert len(set(seen[:count])) == count
     assert set(seen[:count]) == set(seen[count:])
-    assert seen[:count] != seen[count:], "the second epoch has an order of its own"
+    assert seen[:count] != seen[count:], "the second epoch has another order"
 
 
-def test_documents_are_padded_or_cut_to_the_length_of_a_row(labelled: Path, classify: Configure):
-    for batch in step(classify(labelled), 0):
+def test_documents_are_padded_or_truncated_to_the_sequence_length(labelled: Path, classify: Configure):
+    for batch in step_batches(classify(labelled), 0):
         assert batch.tokens.shape == batch.positions.shape == (2, SEQ_LEN)
-        for row, at, text in zip(batch.tokens, batch.positions, texts(batch)):
-            length = int((at != PADDING).sum())
-            assert at.tolist() == list(range(length)) + [PADDING] * (SEQ_LEN - length)
+        for row, positions, text in zip(batch.tokens, batch.positions, texts(batch)):
+            length = int((positions != PADDING).sum())
+            assert positions.tolist() == list(range(length)) + [PADDING] * (SEQ_LEN - length)
             whole = next(r["text"] for r in ROWS if r["text"].startswith(text.split(" ")[0] + " "))
             assert text == whole[:SEQ_LEN]
             assert (row[length - 1] == EOD) == (len(whole) < SEQ_LEN)
 
 
-def test_the_token_of_the_document_comes_first_where_it_is_asked_for(labelled: Path, classify: Configure):
-    [plain, *_], [marked, *_] = step(classify(labelled), 0), step(classify(labelled, pooling="cls"), 0)
-    assert (marked.tokens[:, 0] == 258).all(), "behind the tokenizer's 257 ids and the mask"
-    assert torch.equal(marked.tokens[:, 1:], plain.tokens[:, :-1])
+def test_pooling_cls_puts_a_classification_token_first(labelled: Path, classify: Configure):
+    [plain, *_], [with_cls, *_] = (
+        step_batches(classify(labelled), 0),
+        step_batches(classify(labelled, pooling="cls"), 0),
+    )
+    assert (with_cls.tokens[:, 0] == 258).all(), "the id after the tokenizer's 257 ids and the mask"
+    assert torch.equal(with_cls.tokens[:, 1:], plain.tokens[:, :-1])
 
 
-def test_the_documents_of_a_pair_lie_side_by_side(pairs: Path, classify: Configure):
-    for batch in step(classify(pairs, documents=2), 0):
+def test_the_documents_of_a_pair_are_adjacent_sequences(pairs: Path, classify: Configure):
+    for batch in step_batches(classify(pairs, documents=2), 0):
         assert batch.tokens.shape == (4, SEQ_LEN)
         assert batch.labels.shape == batch.loss_mask.shape == (2,)
         first, second = texts(batch)[0::2], texts(batch)[1::2]
         assert second == [f"and {text.split(' ')[0]}" for text in first]
 
 
-def test_replicas_read_what_one_process_reads(pairs: Path, classify: Configure):
+def test_data_parallel_replicas_read_the_batch_of_one_process(pairs: Path, classify: Configure):
     config = classify(pairs, documents=2)
-    replicas = [step(config, 2, data_rank=rank, data_size=2) for rank in range(2)]
+    replicas = [step_batches(config, 2, data_rank=rank, data_size=2) for rank in range(2)]
     together = [batch for passes in zip(*replicas) for batch in passes]
     for name in ("tokens", "positions", "labels"):
-        expected = torch.cat([getattr(batch, name) for batch in step(config, 2)])
+        expected = torch.cat([getattr(batch, name) for batch in step_batches(config, 2)])
         assert torch.equal(torch.cat([getattr(batch, name) for batch in together]), expected)
 
 
-def test_rows_beyond_the_last_example_do_not_count(labelled: Path, classify: Configure):
+def test_sequences_after_the_last_example_do_not_count(labelled: Path, classify: Configure):
     config = classify(labelled, {"eval_samples": 5})
     batches = list(ValidationBatches(config, Corpora(config.data), Share()))
     assert [batch.loss_mask.tolist() for batch in batches] == [[True, True], [True, True], [True, False]]
@@ -146,38 +145,38 @@ def test_a_head_that_does_not_fit_the_data_is_refused(
     labelled: Path, classify: Configure, classifier: dict[str, Any], problem: str
 ):
     with pytest.raises(ValueError, match=problem):
-        step(classify(labelled, **classifier), 0)
+        step_batches(classify(labelled, **classifier), 0)
 
 
 def test_text_without_labels_is_refused(corpus: Path, classify: Configure):
     with pytest.raises(
         ValueError, match=r"data\.train=.* has no labels to classify by; prepare it with --labels KEY"
     ):
-        step(classify(corpus), 0)
+        step_batches(classify(corpus), 0)
 
 
 def test_corpora_of_other_classes_are_refused(labelled: Path, classify: Configure, tmp_path: Path):
-    rows = [{**row, "kind": place % 3} for place, row in enumerate(ROWS)]
+    rows = [{**row, "kind": number % 3} for number, row in enumerate(ROWS)]
     prepared(tmp_path / "numbers", write(tmp_path / "rows.jsonl", rows), labels="kind")
     with pytest.raises(ValueError, match=r"numbers has the classes \[0, 1, 2\], corpora before it \['ant'"):
-        step(classify([str(labelled), str(tmp_path / "numbers")]), 0)
+        step_batches(classify([str(labelled), str(tmp_path / "numbers")]), 0)
 
 
-def test_lost_labels_are_noticed(classify: Configure, tmp_path: Path):
+def test_missing_labels_are_refused(classify: Configure, tmp_path: Path):
     prepared(tmp_path / "out", write(tmp_path / "rows.jsonl", ROWS), labels="kind")
     (tmp_path / "out" / "train.labels.npy").unlink()
     with pytest.raises(ValueError, match=r"lacks train\.labels\.npy; copy the folder"):
-        step(classify(tmp_path / "out"), 0)
+        step_batches(classify(tmp_path / "out"), 0)
 
 
-def test_labels_of_others_are_not_unpickled(labelled: Path, classify: Configure, tmp_path: Path):
+def test_label_files_are_not_unpickled(labelled: Path, classify: Configure, tmp_path: Path):
     copy = Path(shutil.copytree(labelled, tmp_path / "copy"))
     plant_pickle(copy / "train.labels.npy", tmp_path / "harm")
     manifest = json.loads((copy / "manifest.json").read_text())
     manifest["labels"]["files"]["train"] = FileRecord.of(copy / "train.labels.npy").model_dump()
     (copy / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match=r"train\.labels\.npy holds no labels .*; prepare the folder again"):
-        step(classify(copy), 0)
+        step_batches(classify(copy), 0)
     assert not (tmp_path / "harm").exists()
 
 
@@ -200,10 +199,10 @@ def test_rows_without_classes_are_refused(rows: list[dict[str, Any]], problem: s
         )
 
 
-def test_labels_of_what_is_no_table_are_refused(tmp_path: Path):
+def test_labels_for_plain_text_are_refused(tmp_path: Path):
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(
-        ValueError, match=r"--labels kind is a column of tables and .*a\.txt is none; give files"
+        ValueError, match=r"--labels kind is a column of tables and .*a\.txt is not a table; give files"
     ):
         prepared(tmp_path / "out", [str(tmp_path)], labels="kind")
 

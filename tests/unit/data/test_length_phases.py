@@ -1,4 +1,4 @@
-"""What a run reads whose sequences grow."""
+"""Batches of a run whose sequence length grows."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +10,7 @@ from data_pipeline.loader import TrainingBatches
 from data_pipeline.order import ConsumptionOrder, Share
 from megakernel.config.errors import UserError
 from megakernel.config.tree import Config
-from tests.unit.data.test_loader import global_batch, opened, rows
+from tests.unit.data.test_loader import global_batch, open_batches, rows
 
 Configure = Callable[..., Config]
 SCHEDULE = [
@@ -30,12 +30,12 @@ def indices(config: Config, step: int) -> list[int]:
     return [index for micro_batch in order.indices(step) for index in micro_batch]
 
 
-def test_every_length_has_a_stream_of_its_own_and_phases_of_one_length_share_it(growing: Config):
+def test_each_length_has_its_own_stream_shared_by_its_phases(growing: Config):
     assert [index for step in range(5) for index in indices(growing, step)] == list(range(3 * 16 + 2 * 4))
     assert [index for step in range(5, 10) for index in indices(growing, step)] == list(range(5 * 8))
 
 
-def test_a_phase_reads_what_a_run_of_its_length_alone_reads(
+def test_a_phase_reads_the_same_as_a_run_of_only_its_length(
     growing: Config, corpus: Path, configure: Configure
 ):
     short = configure(corpus, seq_len=16, global_batch_size=16, micro_batch_size=4)
@@ -48,9 +48,9 @@ def test_a_phase_reads_what_a_run_of_its_length_alone_reads(
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("start", [0, 2, 3, 4, 5, 7, 9])
-def test_a_restart_in_any_phase_reads_on_where_the_run_was(growing: Config, start: int, workers: int):
+def test_a_restart_in_any_phase_continues_the_stream(growing: Config, start: int, workers: int):
     data = growing.data.model_copy(update={"num_workers": workers})
-    batches = opened(growing.model_copy(update={"data": data}))
+    batches = open_batches(growing.model_copy(update={"data": data}))
     read = [rows(of_step) for of_step in batches.from_step(start)]
     assert read == [rows(next(batches.from_step(step))) for step in range(start, 10)]
 
@@ -65,14 +65,14 @@ def test_global_batches_are_the_same_for_every_layout(
         assert global_batch(other, step, data_size) == global_batch(growing, step)
 
 
-def test_raising_the_steps_of_a_run_reorders_nothing(growing: Config, corpus: Path, configure: Configure):
+def test_raising_the_steps_of_a_run_keeps_the_order(growing: Config, corpus: Path, configure: Configure):
     longer = configure(corpus, seq_len_schedule=SCHEDULE, steps=40)
     for step in range(10):
         assert global_batch(longer, step) == global_batch(growing, step)
 
 
-def test_skipped_samples_are_passed_over_within_their_length(corpus: Path, configure: Configure):
-    # Samples 56 and on are those of the longer sequences: the third range is theirs alone, the second of both.
+def test_skip_samples_applies_within_each_length(corpus: Path, configure: Configure):
+    # Samples from 56 on are the longer sequences: the third range covers only these, the second both lengths.
     skipped = [(10, 12), (54, 58), (59, 61)]
     config = configure(corpus, seq_len_schedule=SCHEDULE, skip_samples=skipped)
     first = [index for step in range(5) for index in indices(config, step)]
@@ -80,7 +80,9 @@ def test_skipped_samples_are_passed_over_within_their_length(corpus: Path, confi
     assert indices(config, 5) == [2, 5, 6, 7, 8, 9, 10, 11]
 
 
-def test_text_for_the_last_length_is_missed_before_the_first_step(corpus: Path, configure: Configure):
+def test_too_little_text_for_the_last_length_is_refused_before_the_first_step(
+    corpus: Path, configure: Configure
+):
     config = configure(corpus, seq_len=10**6, seq_len_schedule=SCHEDULE, eval_seq_len=16)
     with pytest.raises(
         UserError, match=r"one sample takes training\.seq_len \+ 1 = 1000001; prepare more text"

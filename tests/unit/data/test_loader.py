@@ -24,7 +24,7 @@ from tests.unit.data.conftest import SEQ_LEN
 Configure = Callable[..., Config]
 
 
-def opened(config: Config, **share: int) -> TrainingBatches:
+def open_batches(config: Config, **share: int) -> TrainingBatches:
     return TrainingBatches(config, Corpora(config.data), Share(**share))
 
 
@@ -40,7 +40,8 @@ def rows(batches: list[Batch]) -> list[tuple[int, ...]]:
 def global_batch(config: Config, step: int, data_size: int = 1) -> list[tuple[int, ...]]:
     """The sequences of a step in consumption order, from all replicas."""
     replicas = [
-        next(opened(config, data_rank=rank, data_size=data_size).from_step(step)) for rank in range(data_size)
+        next(open_batches(config, data_rank=rank, data_size=data_size).from_step(step))
+        for rank in range(data_size)
     ]
     return [row for passes in zip(*replicas) for row in rows(list(passes))]
 
@@ -59,34 +60,32 @@ def test_a_global_batch_is_the_same_for_every_layout(
         assert global_batch(configure(corpus, micro_batch_size=micro), step, data_size) == expected
 
 
-def test_raising_the_steps_of_a_run_reorders_nothing(corpus: Path, configure: Configure):
+def test_raising_the_steps_of_a_run_keeps_the_order(corpus: Path, configure: Configure):
     few, many = configure(corpus, steps=3), configure(corpus, steps=200)
-    assert steps_per_epoch(many) * 5 < 200, (
-        "the longer run must repeat the corpus, which is where orders differ"
-    )
+    assert steps_per_epoch(many) * 5 < 200, "the longer run must repeat the corpus, where orders could differ"
     for step in range(3):
         assert global_batch(few, step) == global_batch(many, step)
 
 
-def test_steps_beyond_the_first_epoch_stay_when_steps_are_raised(corpus: Path, configure: Configure):
+def test_later_epochs_keep_their_order_if_steps_are_raised(corpus: Path, configure: Configure):
     epoch = steps_per_epoch(configure(corpus))
     for step in (epoch - 1, epoch, epoch + 1, 2 * epoch):
         last = configure(corpus, steps=step + 1)
         assert global_batch(last, step) == global_batch(configure(corpus, steps=10 * epoch), step)
 
 
-def test_a_restart_reads_on_where_the_run_was(corpus: Path, configure: Configure):
+def test_a_restart_continues_the_stream(corpus: Path, configure: Configure):
     config = configure(corpus, steps=40)
-    run = [rows(batches) for batches in opened(config).from_step(0)]
+    run = [rows(batches) for batches in open_batches(config).from_step(0)]
     assert len(run) == 40
     for step in (1, 17, 39):
-        assert [rows(batches) for batches in opened(config).from_step(step)] == run[step:]
+        assert [rows(batches) for batches in open_batches(config).from_step(step)] == run[step:]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_workers_read_ahead_what_would_be_read_now(corpus: Path, configure: Configure, workers: int):
+def test_workers_prefetch_the_same_batches(corpus: Path, configure: Configure, workers: int):
     config = configure(corpus, data={"num_workers": workers})
-    batches = opened(config)
+    batches = open_batches(config)
     read_ahead = list(batches.from_step(2))
     assert [len(of_step) for of_step in read_ahead] == [4] * 8
     assert [rows(of_step) for of_step in read_ahead] == [
@@ -94,14 +93,14 @@ def test_workers_read_ahead_what_would_be_read_now(corpus: Path, configure: Conf
     ]
 
 
-def test_reading_leaves_the_random_state_of_the_model_alone(corpus: Path, configure: Configure):
+def test_reading_does_not_change_the_global_random_state(corpus: Path, configure: Configure):
     state = torch.get_rng_state()
     for workers in (0, 1):
-        next(opened(configure(corpus, data={"num_workers": workers})).from_step(0))
+        next(open_batches(configure(corpus, data={"num_workers": workers})).from_step(0))
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_an_epoch_reads_every_token_once_and_the_next_in_another_order(corpus: Path, configure: Configure):
+def test_each_epoch_reads_every_token_once_in_a_new_order(corpus: Path, configure: Configure):
     config = configure(corpus, steps=200)
     corpora = Corpora(config.data)
     samples = BlendedSamples(corpora.train, "train", SEQ_LEN, 7, config.data.index_cache)
@@ -112,19 +111,19 @@ def test_an_epoch_reads_every_token_once_and_the_next_in_another_order(corpus: P
     for epoch in (first, second):
         read = Counter(epoch[:, :-1].flatten().tolist())
         assert read <= stored
-        assert stored.total() - read.total() <= SEQ_LEN, "only the end that fills no sample is left out"
+        assert stored.total() - read.total() <= SEQ_LEN, "only the end, which fills no sample, is left out"
     assert not torch.equal(first, second)
     assert sorted(first.tolist()) != sorted(second.tolist()), (
-        "documents are packed anew, not only samples shuffled"
+        "documents are repacked, not only samples reshuffled"
     )
 
 
-def test_the_seed_decides_the_order(corpus: Path, configure: Configure):
+def test_the_seed_determines_the_order(corpus: Path, configure: Configure):
     assert global_batch(configure(corpus, seed=1), 0) == global_batch(configure(corpus, seed=1), 0)
     assert global_batch(configure(corpus, seed=1), 0) != global_batch(configure(corpus, seed=2), 0)
 
 
-def test_skipped_samples_are_passed_over(corpus: Path, configure: Configure):
+def test_skip_samples_are_not_read(corpus: Path, configure: Configure):
     stream = [row for step in range(10) for row in global_batch(configure(corpus), step)]
     skipping = configure(corpus, skip_samples=[(3, 5), (20, 24)])
     kept = [row for i, row in enumerate(stream) if not (3 <= i < 5 or 20 <= i < 24)]
@@ -132,33 +131,35 @@ def test_skipped_samples_are_passed_over(corpus: Path, configure: Configure):
     assert read == kept[:72]
 
 
-def test_documents_can_be_read_without_isolation(corpus: Path, configure: Configure):
-    batch = next(opened(configure(corpus, data={"isolate_documents": False})).from_step(0))[0]
+def test_without_isolation_all_labels_count_and_positions_do_not_restart(corpus: Path, configure: Configure):
+    batch = next(open_batches(configure(corpus, data={"isolate_documents": False})).from_step(0))[0]
     assert batch.loss_mask.all()
     assert batch.positions.tolist() == [list(range(SEQ_LEN))] * 2
 
 
 def test_corpora_are_blended_by_their_weights(corpus: Path, other_corpus: Path, configure: Configure):
     blend = configure({str(corpus): 3.0, str(other_corpus): 1.0}, steps=50)
-    alone = {row for step in range(50) for row in global_batch(configure(other_corpus, steps=50), step)}
+    of_other_corpus = {
+        row for step in range(50) for row in global_batch(configure(other_corpus, steps=50), step)
+    }
     rows_read = [row for step in range(50) for row in global_batch(blend, step)]
-    # Megatron keeps every corpus within one sample of its share of what has been read.
+    # Megatron keeps the samples read from every corpus within one of its share.
     for read in range(1, 401):
-        assert abs(sum(row in alone for row in rows_read[:read]) - read / 4) <= 1
+        assert abs(sum(row in of_other_corpus for row in rows_read[:read]) - read / 4) <= 1
 
 
-def test_a_blend_reads_on_where_its_pattern_repeats(
+def test_a_blend_repeats_no_samples_if_its_pattern_repeats(
     corpus: Path, other_corpus: Path, configure: Configure, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("data_pipeline.blend.BLEND_PERIOD", 16)
     config = configure({str(corpus): 3.0, str(other_corpus): 1.0}, steps=10)
     rows_read = [row for step in range(10) for row in global_batch(config, step)]
     assert len(set(rows_read)) == 80, "no sample is read twice before a corpus has been read once"
-    alone = {row for step in range(10) for row in global_batch(configure(other_corpus), step)}
-    assert sum(row in alone for row in rows_read) == 20
+    of_other_corpus = {row for step in range(10) for row in global_batch(configure(other_corpus), step)}
+    assert sum(row in of_other_corpus for row in rows_read) == 20
 
 
-def test_the_index_is_built_once_and_then_read(corpus: Path, configure: Configure):
+def test_the_index_is_built_once_and_then_reused(corpus: Path, configure: Configure):
     config = configure(corpus, steps=60)
     corpora = Corpora(config.data)
     order: list[str] = []
@@ -170,27 +171,27 @@ def test_the_index_is_built_once_and_then_read(corpus: Path, configure: Configur
     )
     for step in (0, 59):
         assert not set(rows(next(builder.from_step(step)))) & set(rows(next(reader.from_step(step))))
-    opened(config)
+    open_batches(config)
     assert _files(config.data.index_cache) == built, "neither reading nor opening again writes anything"
     assert order == ["barrier", "barrier"]
 
 
-def test_two_jobs_that_build_one_index_do_not_write_the_same_files(
+def test_concurrent_builds_of_one_index_write_separate_files(
     corpus: Path, configure: Configure, monkeypatch: pytest.MonkeyPatch
 ):
-    build, places = CorpusSamples._dataset, []
+    build, folders = CorpusSamples._dataset, []
 
-    def with_another(samples: CorpusSamples, epoch: int, place: Path) -> None:
-        places.append(place)
-        if len(places) == 1:
-            samples._build(epoch)  # of the same process id, as in another container
-        build(samples, epoch, place)
+    def with_concurrent_build(samples: CorpusSamples, epoch: int, folder: Path) -> None:
+        folders.append(folder)
+        if len(folders) == 1:
+            samples._build(epoch)  # the same process id, as in another container
+        build(samples, epoch, folder)
 
-    monkeypatch.setattr(CorpusSamples, "_dataset", with_another)
-    opened(configure(corpus, steps=2))
-    assert len(places) == len(set(places)) == 2
-    assert places[0].parent == configure(corpus).data.index_cache
-    assert not list(places[0].parent.glob("*.partial-*"))
+    monkeypatch.setattr(CorpusSamples, "_dataset", with_concurrent_build)
+    open_batches(configure(corpus, steps=2))
+    assert len(folders) == len(set(folders)) == 2
+    assert folders[0].parent == configure(corpus).data.index_cache
+    assert not list(folders[0].parent.glob("*.partial-*"))
 
 
 def _files(folder: Path | None) -> dict[str, int]:
@@ -198,15 +199,17 @@ def _files(folder: Path | None) -> dict[str, int]:
     return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*.npy")}
 
 
-def test_the_index_lies_in_the_first_corpus_unless_told(corpus: Path, tmp_path: Path, configure: Configure):
+def test_the_index_is_stored_in_the_first_corpus_by_default(
+    corpus: Path, tmp_path: Path, configure: Configure
+):
     copy = Path(shutil.copytree(corpus, tmp_path / "copy"))
-    opened(configure(copy, data={"index_cache": None}))
+    open_batches(configure(copy, data={"index_cache": None}))
     assert list((copy / ".index_cache").iterdir())
-    assert Corpora(configure(copy).data), "a corpus with an index in it is still the corpus"
+    assert Corpora(configure(copy).data), "an index in the folder of a corpus does not invalidate it"
 
 
-def test_an_index_follows_the_content_not_the_place(corpus: Path, tmp_path: Path, configure: Configure):
-    opened(configure(corpus))
+def test_an_index_is_keyed_by_content_not_by_path(corpus: Path, tmp_path: Path, configure: Configure):
+    open_batches(configure(corpus))
     built = _files(tmp_path / "index")
     copy = Path(shutil.copytree(corpus, tmp_path / "copy"))
     assert global_batch(configure(copy), 4) == global_batch(configure(corpus), 4)
@@ -221,19 +224,19 @@ def test_an_index_folder_that_cannot_be_written_is_refused(
     with pytest.raises(
         ValueError, match=r"data\.index_cache=.*file cannot be written .*; set it to a writable folder"
     ):
-        opened(config)
+        open_batches(config)
 
 
-def test_too_little_text_for_one_sample_is_refused_with_numbers(corpus: Path, configure: Configure):
+def test_too_little_text_for_one_sample_is_refused_with_the_numbers(corpus: Path, configure: Configure):
     tokens = Corpora(configure(corpus).data).train[0].record("train").tokens
     config = configure(corpus, seq_len=tokens)
     with pytest.raises(ValueError, match="one sample takes") as error:
-        opened(config)
+        open_batches(config)
     assert str(error.value) == (
         f"data.train={corpus} has {tokens} tokens in its train split, one sample takes "
         f"training.seq_len + 1 = {tokens + 1}; prepare more text, or set training.seq_len={tokens - 1}"
     )
-    assert len(next(opened(configure(corpus, seq_len=tokens - 1, steps=2)).from_step(1))) == 4
+    assert len(next(open_batches(configure(corpus, seq_len=tokens - 1, steps=2)).from_step(1))) == 4
 
 
 def validation_rows(config: Config, data_size: int = 1) -> list[tuple[Any, ...]]:
@@ -242,7 +245,7 @@ def validation_rows(config: Config, data_size: int = 1) -> list[tuple[Any, ...]]
         list(ValidationBatches(config, Corpora(config.data), Share(rank, data_size)))
         for rank in range(data_size)
     ]
-    assert len({len(passes) for passes in replicas}) == 1, "every replica makes as many passes"
+    assert len({len(passes) for passes in replicas}) == 1, "all replicas make equally many passes"
     return [
         row
         for passes in zip(*replicas)
@@ -260,16 +263,16 @@ def test_validation_is_the_same_set_for_every_layout_and_seed(corpus: Path, conf
 
 
 def test_validation_reads_only_held_out_documents(corpus: Path, configure: Configure):
-    def spelled(ids: list[int]) -> str:
+    def as_text(ids: list[int]) -> str:
         return "".join(map(chr, ids))
 
-    held_out = [spelled(row.tolist()) for row in IndexedDataset(str(corpus / "validation"))]
+    held_out = [as_text(row.tolist()) for row in IndexedDataset(str(corpus / "validation"))]
     for row in validation_rows(configure(corpus)):
-        for part in re.findall(f"[^{chr(256)}]+{chr(256)}?|{chr(256)}", spelled(list(row))):
+        for part in re.findall(f"[^{chr(256)}]+{chr(256)}?|{chr(256)}", as_text(list(row))):
             assert any(part in document for document in held_out)
 
 
-def test_validation_is_repeated_alike(corpus: Path, configure: Configure):
+def test_validation_reads_the_same_batches_every_time(corpus: Path, configure: Configure):
     batches = ValidationBatches(configure(corpus), Corpora(configure(corpus).data), Share())
     assert [rows([batch]) for batch in batches] == [rows([batch]) for batch in batches]
     assert len(batches) == len(list(batches)) == 3
@@ -283,40 +286,40 @@ def test_validation_reads_no_sample_twice(corpus: Path, configure: Configure):
     assert len(set(validation_rows(config))) == batches.samples
 
 
-def test_an_index_is_sized_before_it_is_built(corpus: Path, configure: Configure, monkeypatch):
+def test_the_size_of_an_index_is_checked_before_it_is_built(corpus: Path, configure: Configure, monkeypatch):
     config = configure(corpus, steps=1000, global_batch_size=10**7)
     with pytest.raises(
         UserError, match=r"global_batch_size .* passes over it, more than the 10,000 .*; lower one"
     ):
-        opened(config)
+        open_batches(config)
     usage = shutil.disk_usage("/")
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=30_000))
     with pytest.raises(UserError, match=r"take 0.4 MB of data.index_cache=.*, where 0.0 are free; lower one"):
-        opened(configure(corpus, steps=500))
+        open_batches(configure(corpus, steps=500))
     assert not config.data.index_cache.exists()
     monkeypatch.undo()
-    (samples,) = opened(configure(corpus, steps=1))._phases[0].objective.samples.corpora
+    (samples,) = open_batches(configure(corpus, steps=1))._phases[0].objective.samples.corpora
     files = [file for file in config.data.index_cache.rglob("*") if file.is_file()]
     assert 0.5 < sum(-(-file.stat().st_size // 4096) * 4096 for file in files) / samples.index_bytes < 1.5
 
 
-def test_indices_that_no_run_uses_are_deleted(corpus: Path, configure: Configure):
+def test_unused_indices_are_deleted(corpus: Path, configure: Configure):
     cache = configure(corpus).data.index_cache
     unused = cache / "train-0123456789abcdef-length32-seed1-epoch0"
-    partial, foreign, lately = f"{unused}.partial-7", cache / "my-epoch1", unused.with_name(f"{unused.name}1")
-    for folder in (unused, partial, foreign, lately):
+    partial, foreign, recent = f"{unused}.partial-7", cache / "my-epoch1", unused.with_name(f"{unused.name}1")
+    for folder in (unused, partial, foreign, recent):
         Path(folder).mkdir(parents=True)
-        os.utime(folder, (0, 0) if folder != lately else None)
-    reader = opened(configure(corpus))
-    own = {path.name for path in cache.iterdir()} - {lately.name, foreign.name}
+        os.utime(folder, (0, 0) if folder != recent else None)
+    reader = open_batches(configure(corpus))
+    own = {path.name for path in cache.iterdir()} - {recent.name, foreign.name}
     assert own
     assert all(name.endswith(f"-seed7-epoch{epoch}") for epoch, name in enumerate(sorted(own)))
     assert foreign.is_dir()
-    assert lately.is_dir()
+    assert recent.is_dir()
     rows_read = rows(next(reader.from_step(0)))
     shutil.rmtree(cache)
     again = TrainingBatches(configure(corpus), Corpora(configure(corpus).data), Share(), builds_index=False)
-    assert rows(next(again.from_step(0))) == rows_read, "one that was deleted meanwhile is made again"
+    assert rows(next(again.from_step(0))) == rows_read, "an index that was deleted meanwhile is rebuilt"
 
 
 def _empty(file: Path, marker: Path) -> None:
@@ -329,17 +332,17 @@ def _objects(file: Path, marker: Path) -> None:
 
 @pytest.mark.parametrize("damage", [plant_pickle, _objects, _empty])
 @pytest.mark.parametrize("name", ["document_index", "sample_index", "shuffle_index"])
-def test_an_index_of_others_is_mapped_and_not_unpickled(
+def test_a_foreign_index_file_is_not_unpickled(
     name: str, damage: Callable[[Path, Path], None], corpus: Path, tmp_path: Path, configure: Configure
 ):
     copy = Path(shutil.copytree(corpus, tmp_path / "copy"))
     config = configure(copy, data={"index_cache": None})
-    reader = opened(config)
+    reader = open_batches(config)
     (file,) = (copy / ".index_cache").glob(f"train-*-epoch0/*-{name}.npy")
     damage(file, tmp_path / "harm")
-    for read in (lambda: opened(config), lambda: next(reader.from_step(0))):
+    for read in (lambda: open_batches(config), lambda: next(reader.from_step(0))):
         with pytest.raises(
-            UserError, match=rf"not a sample index \(.*{name}\.npy is no array.*; delete it"
+            UserError, match=rf"not a sample index \(.*{name}\.npy is not an array.*; delete it"
         ) as refused:
             read()
         assert "\n" not in str(refused.value)

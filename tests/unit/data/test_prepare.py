@@ -45,9 +45,9 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of source.jsonl, and what is prepared of it by the names of tokenizers."""
-    folder = tmp_path_factory.mktemp("made")
+def prepared_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with source.jsonl and a corpus prepared from it per tokenizer."""
+    folder = tmp_path_factory.mktemp("prepared")
     source = write_jsonl(folder / "source.jsonl", TEXTS)
     for tokenizer in ("byte", "bpe:300"):
         prepared(folder / tokenizer, [str(source)], tokenizer=tokenizer)
@@ -55,15 +55,18 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
-def test_every_document_is_in_exactly_one_split(made: Path, tokenizer: str):
-    train, validation = texts_of(made / tokenizer, "train"), texts_of(made / tokenizer, "validation")
+def test_every_document_is_in_exactly_one_split(prepared_folders: Path, tokenizer: str):
+    train, validation = (
+        texts_of(prepared_folders / tokenizer, "train"),
+        texts_of(prepared_folders / tokenizer, "validation"),
+    )
     assert train
     assert validation
     assert sorted(train + validation) == sorted(TEXTS)
-    assert train == [text for text in TEXTS if text in train], "the source's order is kept"
+    assert train == [text for text in TEXTS if text in train], "documents keep the order of the source"
 
 
-def test_the_split_is_of_the_size_asked_for_and_drawn_by_the_seed(tmp_path: Path):
+def test_the_split_has_the_requested_size_and_is_drawn_by_the_seed(tmp_path: Path):
     source = write_jsonl(tmp_path / "many.jsonl", documents(2000, seed=7))
     prepared(tmp_path / "a", [str(source)], seed=1)
     prepared(tmp_path / "b", [str(source)], seed=2)
@@ -73,21 +76,23 @@ def test_the_split_is_of_the_size_asked_for_and_drawn_by_the_seed(tmp_path: Path
     assert len(set(a) & set(b)) < 150
 
 
-def test_copies_of_a_document_never_straddle_the_splits(tmp_path: Path):
+def test_copies_of_a_document_are_in_the_same_split(tmp_path: Path):
     source = write_jsonl(tmp_path / "twice.jsonl", [*TEXTS, *reversed(TEXTS)])
     prepared(tmp_path / "out", [str(source)])
     assert not set(texts_of(tmp_path / "out", "train")) & set(texts_of(tmp_path / "out", "validation"))
 
 
-def test_the_number_of_workers_changes_nothing(made: Path, tmp_path: Path):
-    request = PrepareRequest(source=[str(made / "source.jsonl")], tokenizer="byte", validation_fraction=0.2)
+def test_the_number_of_workers_changes_nothing(prepared_folders: Path, tmp_path: Path):
+    request = PrepareRequest(
+        source=[str(prepared_folders / "source.jsonl")], tokenizer="byte", validation_fraction=0.2
+    )
     three = prepare(request, tmp_path / "three", workers=3, overwrite=False, console=Console(quiet=True))
     assert three is not None
-    assert three.splits == Manifest.read(made / "byte").splits
+    assert three.splits == Manifest.read(prepared_folders / "byte").splits
 
 
-def test_the_manifest_tells_what_is_in_the_folder(made: Path):
-    out, source = made / "bpe:300", made / "source.jsonl"
+def test_the_manifest_describes_the_folder(prepared_folders: Path):
+    out, source = prepared_folders / "bpe:300", prepared_folders / "source.jsonl"
     manifest = Manifest.read(out)
     tokenizer = tokenizers.load(out / "tokenizer")
     assert manifest.tokenizer.hash == tokenizer.hash
@@ -101,37 +106,39 @@ def test_the_manifest_tells_what_is_in_the_folder(made: Path):
         assert record.bin.size == (out / f"{split}.bin").stat().st_size
         assert record.bin.sha256 == hashlib.sha256((out / f"{split}.bin").read_bytes()).hexdigest()
         assert record.idx.sha256 == hashlib.sha256((out / f"{split}.idx").read_bytes()).hexdigest()
-        assert rows.index.dtype is np.uint16, "a vocabulary below 65,500 takes two bytes a token"
+        assert rows.index.dtype is np.uint16, "a vocabulary below 65,500 needs two bytes per token"
 
 
-def test_the_standard_library_prepares(tmp_path: Path):
+def test_the_standard_library_can_be_prepared(tmp_path: Path):
     manifest = prepared(tmp_path / "out", ["stdlib"], max_documents=20)
     assert manifest.source["kind"] == "stdlib"
     assert sum(record.documents for record in manifest.splits.values()) == 20
     assert any("import" in text for text in texts_of(tmp_path / "out", "train"))
 
 
-def test_a_prepared_corpus_tokenizer_prepares_the_next_corpus(made: Path, tmp_path: Path):
-    first, source = Manifest.read(made / "bpe:300"), made / "source.jsonl"
-    second = prepared(tmp_path / "out", [str(source)], tokenizer=str(made / "bpe:300" / "tokenizer"))
+def test_a_prepared_corpus_tokenizer_prepares_the_next_corpus(prepared_folders: Path, tmp_path: Path):
+    first, source = Manifest.read(prepared_folders / "bpe:300"), prepared_folders / "source.jsonl"
+    second = prepared(
+        tmp_path / "out", [str(source)], tokenizer=str(prepared_folders / "bpe:300" / "tokenizer")
+    )
     assert second.tokenizer == first.tokenizer
     assert second.splits["train"].bin == first.splits["train"].bin
 
 
-def test_preparing_again_does_nothing_and_says_so(
+def test_preparing_again_does_nothing_and_reports_it(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     out = tmp_path / "out"
     arguments = f"--source {source} --tokenizer byte --out {out} --validation-fraction 0.2".split()
     assert run(*arguments, "--workers", 1) == 0
     assert "tokenizer byte, vocabulary 257" in " ".join(capsys.readouterr().err.split())
-    made = (out / "manifest.json").stat().st_mtime_ns
+    written_at = (out / "manifest.json").stat().st_mtime_ns
     assert run(*arguments, "--workers", 2) == 0
     assert "nothing to do" in " ".join(capsys.readouterr().err.split())
-    assert (out / "manifest.json").stat().st_mtime_ns == made
+    assert (out / "manifest.json").stat().st_mtime_ns == written_at
 
 
-def test_other_arguments_are_refused_unless_told_to_overwrite(source: Path, tmp_path: Path):
+def test_other_arguments_are_refused_without_overwrite(source: Path, tmp_path: Path):
     out = tmp_path / "out"
     prepared(out, [str(source)])
     with pytest.raises(
@@ -154,7 +161,7 @@ def test_damage_is_found_when_preparing_again(source: Path, tmp_path: Path):
         prepared(tmp_path / "out", [str(source)])
 
 
-def test_a_folder_of_something_else_is_never_replaced(source: Path, tmp_path: Path):
+def test_a_folder_that_is_not_a_corpus_is_never_replaced(source: Path, tmp_path: Path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "final.tex").write_text("years of work")
     with pytest.raises(
@@ -176,7 +183,7 @@ def test_text_that_cannot_be_split_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.0])
-def test_a_fraction_that_is_none_is_refused(source: Path, tmp_path: Path, fraction: float):
+def test_an_invalid_validation_fraction_is_refused(source: Path, tmp_path: Path, fraction: float):
     with pytest.raises(ValueError, match=rf"--validation-fraction {fraction} must lie in \[0, 1\)"):
         prepared(tmp_path / "out", [str(source)], validation_fraction=fraction)
 
@@ -188,7 +195,7 @@ def test_counts_below_one_are_usage_errors(source: Path, tmp_path: Path, option:
     assert exit_.value.code == 2
 
 
-def test_a_prepare_that_fails_leaves_nothing_behind(tmp_path: Path):
+def test_a_failed_prepare_leaves_no_files(tmp_path: Path):
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n' * 5000 + '{"text": ')
     with pytest.raises(ValueError, match=r"broken\.jsonl cannot be read"):
         prepared(tmp_path / "data" / "out", [str(tmp_path / "broken.jsonl")])
@@ -211,14 +218,14 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
         [sys.executable, str(folder / "main.py"), *options],
         stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.getcwd()},
-        # A shell starts what it puts in the background, such as this test's run, with SIGINT ignored; nohup, SIGHUP.
+        # A shell starts background processes, which may include these tests, with SIGINT ignored; nohup, with SIGHUP.
         preexec_fn=lambda: [signal.signal(sent, signal.SIG_DFL) for sent in (signal.SIGINT, signal.SIGHUP)],
     )
 
 
 def wait_for(process: subprocess.Popen[bytes], folder: Path, pattern: str) -> None:
     while not list(folder.glob(pattern)):
-        with pytest.raises(subprocess.TimeoutExpired):  # it goes on
+        with pytest.raises(subprocess.TimeoutExpired):  # it is still running
             process.wait(timeout=0.02)
 
 
@@ -233,7 +240,7 @@ def wait_for(process: subprocess.Popen[bytes], folder: Path, pattern: str) -> No
         [(signal.SIGTERM, ".out.partial-*/train.bin"), (signal.SIGINT, ".out.partial-*")],
     ),
 )
-def test_a_prepare_that_is_interrupted_leaves_nothing_behind(tmp_path: Path, sent: signal.Signals, when: str):
+def test_an_interrupted_prepare_leaves_no_files(tmp_path: Path, sent: signal.Signals, when: str):
     process = start(tmp_path)
     wait_for(process, tmp_path / "data", when)
     process.send_signal(sent)
@@ -241,7 +248,7 @@ def test_a_prepare_that_is_interrupted_leaves_nothing_behind(tmp_path: Path, sen
     assert list((tmp_path / "data").iterdir()) == []
 
 
-def test_a_killed_prepare_leaves_no_processes_and_the_next_one_names_its_folder(
+def test_a_killed_prepare_leaves_no_processes_and_its_folder_is_named_later(
     source: Path, tmp_path: Path, capsys
 ):
     process = start(tmp_path, "--workers", "2")
@@ -270,32 +277,34 @@ def _runs(pid: str) -> bool:
         return False
 
 
-def test_a_worker_that_is_killed_is_named_with_the_remedy(tmp_path: Path):
+def test_a_killed_worker_is_reported_with_the_remedy(tmp_path: Path):
     process = start(tmp_path, "--workers", "2")
     wait_for(process, tmp_path / "data", ".out.partial-*/train.bin")
     workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(workers[-1]), signal.SIGKILL)
-    _, said = process.communicate()
+    _, stderr = process.communicate()
     remedy = b"most likely out of memory; set fewer, or give shorter documents"
-    assert b"one of --workers 2 was killed, " + remedy in said
+    assert b"one of --workers 2 was killed, " + remedy in stderr
     assert list((tmp_path / "data").iterdir()) == []
 
 
-def test_what_another_process_makes_meanwhile_is_kept(tmp_path: Path):
+def test_a_folder_that_another_process_made_meanwhile_is_kept(tmp_path: Path):
     out = tmp_path / "out"
 
     def write(text: str, meanwhile: Callable[[], None]) -> None:
         with atomic_folder(out) as folder:
             (folder / "a").write_text(text)
-            meanwhile()  # of the same process id, as in another container
+            meanwhile()  # with the same process id, as in another container
 
-    with pytest.raises(ValueError, match=r"out was made by another process meanwhile; name another folder"):
+    with pytest.raises(
+        ValueError, match=r"out was written_at by another process meanwhile; name another folder"
+    ):
         write("first", lambda: write("second", lambda: None))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (out / "a").read_text() == "second"
 
 
-def test_a_folder_behind_a_link_is_replaced_where_it_lies(source: Path, tmp_path: Path):
+def test_a_symbolic_link_is_kept_and_its_target_replaced(source: Path, tmp_path: Path):
     (tmp_path / "disk").mkdir()
     link = tmp_path / "out"
     prepared(tmp_path / "disk" / "real", [str(source)])
@@ -310,7 +319,7 @@ def test_a_folder_behind_a_link_is_replaced_where_it_lies(source: Path, tmp_path
 
 
 @pytest.mark.parametrize(("tokenizer", "space"), [("byte", 4000), ("byte", 10), ("bpe:300", 1000)])
-def test_a_disk_that_is_full_is_one_line_with_the_remedy_and_nothing_half_made(
+def test_a_full_disk_is_reported_in_one_line_and_leaves_no_files(
     source: Path, tmp_path: Path, capsys, tokenizer: str, space: int
 ):
     out = tmp_path / "data/out"

@@ -1,4 +1,4 @@
-"""Corpora that know which tokens are answers, and training that counts no others."""
+"""Corpora that mark the answer tokens, and training whose loss counts only those."""
 
 from collections.abc import Callable
 from itertools import islice
@@ -31,25 +31,25 @@ def recall(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, tuple[tuple[int, int], ...]]:
-    """Text -> its answers."""
+    """Text of an example -> spans of its answers."""
     source = TaskSource.from_spec(SPEC)
     source.set_tokenizer(ByteTokenizer())
     documents = islice(source, 90)
     return {document.texts[0]: document.answers or () for document in documents}
 
 
-def counted(batch) -> torch.Tensor:
-    """The same as loss_mask, one place later: which tokens are labels that count (B, N + 1)."""
+def counted_tokens(batch) -> torch.Tensor:
+    """loss_mask shifted by one: which tokens are labels that count (B, N + 1)."""
     return torch.nn.functional.pad(batch.loss_mask, (1, 0))
 
 
-def test_the_labels_that_count_are_the_answers(recall: Path, configure: Configure, answers):
+def test_only_answers_count_as_labels(recall: Path, configure: Configure, answers):
     config = configure(recall, seq_len=LENGTH, **ANSWERS)
     batches = TrainingBatches(config, Corpora(config.data), Share())
     rows = 0
     for batch in [*next(batches.from_step(0)), *next(batches.from_step(3))]:
-        for tokens, counts in zip(batch.tokens, counted(batch)[:, :-1]):
-            assert tokens[-1] == 256, "a sequence is a document"
+        for tokens, counts in zip(batch.tokens, counted_tokens(batch)[:, :-1]):
+            assert tokens[-1] == 256, "each sequence is one document"
             wanted = torch.zeros(LENGTH, dtype=torch.bool)
             for start, end in answers[bytes(tokens[:-1].tolist()).decode()]:
                 wanted[start:end] = True
@@ -60,8 +60,8 @@ def test_the_labels_that_count_are_the_answers(recall: Path, configure: Configur
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_shards_of_rows_count_the_same_labels(recall: Path, configure: Configure, size: int):
-    # Sequences of another length than the documents, so that these are cut, by sequences and by shards.
+def test_context_parallel_shards_count_the_same_labels(recall: Path, configure: Configure, size: int):
+    # Sequences and shards that are not as long as the documents, so that both cut them.
     config = configure(recall, seq_len=64, **ANSWERS)
     corpora = Corpora(config.data)
 
@@ -72,29 +72,29 @@ def test_shards_of_rows_count_the_same_labels(recall: Path, configure: Configure
 
     whole = masks(Share())
     shards = [masks(Share(cp_rank=rank, cp_size=size)) for rank in range(size)]
-    for at, mask in enumerate(whole):
-        assert torch.equal(torch.cat([cp_shard[at] for cp_shard in shards], 1), mask)
-    shares = torch.cat([mask.flatten() for mask in whole]).float().mean()
-    assert shares == pytest.approx(5 / LENGTH, rel=0.2)
+    for index, mask in enumerate(whole):
+        assert torch.equal(torch.cat([cp_shard[index] for cp_shard in shards], 1), mask)
+    fraction = torch.cat([mask.flatten() for mask in whole]).float().mean()
+    assert fraction == pytest.approx(5 / LENGTH, rel=0.2)
 
 
-def test_a_corpus_of_tasks_is_text_like_any_other_unless_answers_are_asked_for(
-    recall: Path, configure: Configure
-):
+def test_without_scored_answers_all_labels_of_a_task_corpus_count(recall: Path, configure: Configure):
     config = configure(recall, seq_len=LENGTH)
     (batch, *_) = next(TrainingBatches(config, Corpora(config.data), Share()).from_step(0))
     assert torch.equal(batch.loss_mask, batch.tokens != 256)
 
 
-def test_text_beside_tasks_counts_as_a_whole(recall: Path, corpus: Path, configure: Configure):
+def test_all_labels_of_plain_text_count_in_a_mixture_with_tasks(
+    recall: Path, corpus: Path, configure: Configure
+):
     config = configure([recall, corpus], seq_len=LENGTH, **ANSWERS)
     batches = next(TrainingBatches(config, Corpora(config.data), Share()).from_step(0))
-    shares = {round(float(mask.float().mean()), 1) for batch in batches for mask in batch.loss_mask}
-    assert min(shares) == 0.1
-    assert max(shares) > 0.9
+    fractions = {round(float(mask.float().mean()), 1) for batch in batches for mask in batch.loss_mask}
+    assert min(fractions) == 0.1
+    assert max(fractions) > 0.9
 
 
-def test_answers_that_no_corpus_knows_of_are_refused(corpus: Path, configure: Configure):
+def test_scored_answers_need_a_corpus_that_records_answers(corpus: Path, configure: Configure):
     config = configure(corpus, **ANSWERS)
     with pytest.raises(
         ValueError, match=r"data\.scored=answers: data\.train=.* records no answers; prepare it"
@@ -102,7 +102,7 @@ def test_answers_that_no_corpus_knows_of_are_refused(corpus: Path, configure: Co
         TrainingBatches(config, Corpora(config.data), Share())
 
 
-def test_an_encoder_has_no_answers_to_count(corpus: Path, configure: Configure):
+def test_scored_answers_are_refused_for_an_encoder(corpus: Path, configure: Configure):
     config = configure(corpus, **ANSWERS)
     tree = config.model_dump()
     tree["model"]["kind"] = "masked_lm"
@@ -110,7 +110,7 @@ def test_an_encoder_has_no_answers_to_count(corpus: Path, configure: Configure):
         Config(**tree)
 
 
-def test_a_missing_file_of_answers_is_named(recall: Path, configure: Configure, tmp_path: Path):
+def test_a_missing_answer_file_is_named(recall: Path, configure: Configure, tmp_path: Path):
     for file in recall.iterdir():
         if file.is_file() and not file.name.startswith("train.scored"):
             (tmp_path / file.name).symlink_to(file)
@@ -131,7 +131,7 @@ def test_a_missing_file_of_answers_is_named(recall: Path, configure: Configure, 
         ({"source": [f"task:{SPEC}"], "labels": "x", "max_documents": 2}, "--labels x is a column of tables"),
     ],
 )
-def test_what_cannot_be_prepared_is_refused(request_, explanation: str, tmp_path: Path):
+def test_invalid_task_requests_are_refused(request_, explanation: str, tmp_path: Path):
     with pytest.raises(ValueError, match=explanation):
         prepared(tmp_path / "out", **request_)
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""A shard of a sequence is read without the rest of the sequence."""
+"""Reading a context-parallel shard of a sequence without the rest of it."""
 
 import itertools
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from megakernel.config.tree import Config
 
 Configure = Callable[..., Config]
 SEQ_LEN = 512
-"""Several documents of the corpus, which have 10 to 200 bytes."""
+"""Long enough for several documents of the corpus, which have 10 to 200 bytes."""
 
 FIELDS = ("tokens", "labels", "loss_mask", "positions")
 
@@ -25,15 +25,15 @@ FIELDS = ("tokens", "labels", "loss_mask", "positions")
 @pytest.fixture
 def samples(corpus: Path, configure: Configure, tmp_path: Path) -> CorpusSamples:
     """The corpus in sequences of SEQ_LEN tokens."""
-    of = CorpusSamples(Corpora(configure(corpus).data).train[0], "train", SEQ_LEN, 7, tmp_path)
-    of.build(1)
-    assert of.per_epoch > 5
-    return of
+    samples = CorpusSamples(Corpora(configure(corpus).data).train[0], "train", SEQ_LEN, 7, tmp_path)
+    samples.build(1)
+    assert samples.per_epoch > 5
+    return samples
 
 
 @pytest.fixture
 def tokens_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tokens each call took from a token file, since the last `clear`."""
+    """Number of tokens that each call read from a token file, since the last `clear`."""
     counts: list[int] = []
     get = TokenFile.get
 
@@ -46,41 +46,41 @@ def tokens_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def kinds(configure: Configure, corpus: Path, kind: str, **data: object) -> Config:
+def config_of_kind(configure: Configure, corpus: Path, kind: str, **data: object) -> Config:
     config = configure(corpus, seq_len=SEQ_LEN, data=data)
     return config.model_copy(update={"model": config.model.model_copy(update={"kind": kind})})
 
 
-def test_a_row_is_that_of_megatron(samples: CorpusSamples):
+def test_a_sample_is_that_of_megatron(samples: CorpusSamples):
     plan = samples._dataset(0, samples._index_folder(0))
     for row in range(samples.per_epoch):
-        theirs = plan[row]
-        assert torch.equal(samples[row], torch.cat([theirs["tokens"], theirs["labels"][-1:]]))
+        sample = plan[row]
+        assert torch.equal(samples[row], torch.cat([sample["tokens"], sample["labels"][-1:]]))
 
 
-def test_any_slice_of_a_row_is_that_slice(samples: CorpusSamples):
+def test_any_slice_of_a_sample_equals_that_slice_of_the_whole(samples: CorpusSamples):
     for row in range(samples.per_epoch):
         whole = samples[row]
-        starts = (whole == 256).nonzero().flatten().tolist()
-        # At, before and behind ends of documents, and the label behind the sequence.
+        ends = (whole == 256).nonzero().flatten().tolist()
+        # At, before and after ends of documents, and the label after the sequence.
         edges = sorted(
-            {0, 1, SEQ_LEN, SEQ_LEN + 1, *(at + d for at in starts for d in (0, 1, 2) if at + d <= SEQ_LEN)}
+            {0, 1, SEQ_LEN, SEQ_LEN + 1, *(end + d for end in ends for d in (0, 1, 2) if end + d <= SEQ_LEN)}
         )
         for start, end in itertools.pairwise(edges):
             cp_shard = samples.read(row, start, end)
             assert torch.equal(cp_shard.tokens, whole[start:end])
-            begun = [max((at + 1 for at in starts if at < place), default=0) for place in range(start, end)]
-            expected = [place - of for place, of in zip(range(start, end), begun)]
+            starts = [max((eod + 1 for eod in ends if eod < index), default=0) for index in range(start, end)]
+            expected = [index - first for index, first in zip(range(start, end), starts)]
             assert cp_shard.doc_positions.tolist() == expected
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize("isolate", [True, False])
 @pytest.mark.parametrize("kind", ["causal_lm", "masked_lm"])
-def test_shards_of_packed_rows_put_together_are_the_rows(
+def test_context_parallel_shards_concatenate_to_the_packed_sequences(
     kind: str, isolate: bool, size: int, corpus: Path, configure: Configure
 ):
-    config = kinds(configure, corpus, kind, isolate_documents=isolate)
+    config = config_of_kind(configure, corpus, kind, isolate_documents=isolate)
     corpora = Corpora(config.data)
 
     def read(share: Share) -> list[Batch]:
@@ -89,19 +89,19 @@ def test_shards_of_packed_rows_put_together_are_the_rows(
 
     shards = [read(Share(cp_rank=rank, cp_size=size)) for rank in range(size)]
     continued = 0
-    for at, whole in enumerate(read(Share())):
+    for number, whole in enumerate(read(Share())):
         for name in FIELDS:
-            parts = [getattr(cp_shard[at], name) for cp_shard in shards]
+            parts = [getattr(cp_shard[number], name) for cp_shard in shards]
             assert torch.equal(torch.cat(parts, 1), getattr(whole, name)), name
-        continued += sum(int((cp_shard[at].positions[:, 0] > 0).sum()) for cp_shard in shards)
-    assert continued or size == 1, "documents have to cross the cuts, or there was nothing to get wrong"
+        continued += sum(int((cp_shard[number].positions[:, 0] > 0).sum()) for cp_shard in shards)
+    assert continued or size == 1, "the test needs documents that cross shard boundaries"
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_a_shard_reads_its_tokens_and_one_label(
+def test_a_shard_reads_only_its_tokens_and_one_more_label(
     size: int, corpus: Path, configure: Configure, tokens_read: list[int]
 ):
-    config = kinds(configure, corpus, "causal_lm")
+    config = config_of_kind(configure, corpus, "causal_lm")
     corpora = Corpora(config.data)
     for rank in range(size):
         batches = TrainingBatches(config, corpora, Share(cp_rank=rank, cp_size=size))

@@ -27,7 +27,7 @@ def read(
     return [text for document in source for text in document.texts]
 
 
-def test_jsonl_gives_a_document_a_row(tmp_path: Path):
+def test_each_line_of_jsonl_is_a_document(tmp_path: Path):
     assert read(str(write_jsonl(tmp_path / "a.jsonl", TEXTS))) == TEXTS
 
 
@@ -37,19 +37,19 @@ def test_compressed_jsonl_is_read(tmp_path: Path):
     assert read(str(tmp_path / "a.jsonl.gz")) == TEXTS
 
 
-def test_parquet_gives_a_document_a_row_of_the_chosen_column(tmp_path: Path):
+def test_each_parquet_row_is_a_document_from_the_chosen_column(tmp_path: Path):
     table = pyarrow.table({"body": TEXTS, "text": ["no"] * len(TEXTS)})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     assert read(str(tmp_path / "a.parquet"), text_key="body") == TEXTS
 
 
-def test_files_come_in_the_order_given(tmp_path: Path):
+def test_files_are_read_in_the_given_order(tmp_path: Path):
     (tmp_path / "b.txt").write_text("b")
     (tmp_path / "a.txt").write_text("a")
     assert read(str(tmp_path / "b.txt"), str(tmp_path / "a.txt")) == ["b", "a"]
 
 
-def test_a_directory_gives_its_files_sorted_with_tables_row_by_row(tmp_path: Path):
+def test_files_of_a_directory_are_read_in_sorted_order(tmp_path: Path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "z.py").write_text("z = 1\r\n", newline="")
     (tmp_path / "b.txt").write_text("b")
@@ -59,7 +59,7 @@ def test_a_directory_gives_its_files_sorted_with_tables_row_by_row(tmp_path: Pat
     assert read(str(tmp_path), include=("*.py", "*.md")) == ["z = 1\r\n"]
 
 
-def test_documents_without_text_are_counted(tmp_path: Path):
+def test_documents_without_text_are_skipped_and_counted(tmp_path: Path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "fine.txt").write_text("fine")
@@ -71,7 +71,7 @@ def test_documents_without_text_are_counted(tmp_path: Path):
     assert source.skipped.total() == 4
 
 
-def test_a_file_too_long_for_memory_is_cut_at_line_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_very_long_file_is_split_at_line_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     text = "".join(f"line {i}\n" for i in range(100))
     (tmp_path / "long.txt").write_text(text)
     monkeypatch.setattr(sources, "LONGEST_DOCUMENT", 200)
@@ -81,7 +81,7 @@ def test_a_file_too_long_for_memory_is_cut_at_line_ends(tmp_path: Path, monkeypa
     assert all(part.endswith("\n") and len(part) < 220 for part in parts)
 
 
-def test_the_standard_library_is_its_sources_without_tests():
+def test_stdlib_gives_the_library_sources_without_tests():
     source = open_source(["stdlib"])
     description = source.description
     assert description["kind"] == "stdlib"
@@ -92,32 +92,32 @@ def test_the_standard_library_is_its_sources_without_tests():
     assert not any("class TestThread" in text for text in texts)
 
 
-def test_the_standard_library_with_labels_is_its_functions_by_package():
+def test_stdlib_with_labels_gives_functions_labelled_by_package():
     columns = Columns(label="package")
     source = open_source(["stdlib"], columns=columns)
     functions = list(source)
     packages = {function.texts[0]: function.label for function in functions}
-    assert len(packages) == len(functions) > 2000, "no text comes twice"
+    assert len(packages) == len(functions) > 2000, "no text occurs twice"
     assert set(packages.values()) == set(sources.LIBRARY_PACKAGES) == set(source.description["functions of"])
-    assert all(ast.parse(text).body[0].name for text in packages), "each is a function by itself"
+    assert all(ast.parse(text).body[0].name for text in packages), "each text is a single function"
     method = textwrap.dedent(inspect.getsource(asyncio.Lock.release)).rstrip("\n")
     assert packages[method] == "asyncio"
 
 
-def test_the_standard_library_has_no_other_columns():
+def test_stdlib_refuses_other_label_columns():
     columns = Columns(label="module")
     with pytest.raises(ValueError, match=r"no column 'module' among text, package; set --labels"):
         list(open_source(["stdlib"], columns=columns))
 
 
 def test_a_dataset_is_streamed_by_name_and_split(tmp_path: Path):
-    # A local folder is the one name of `load_dataset` that needs no network.
+    # With a local folder as its name, `load_dataset` needs no network.
     write_jsonl(tmp_path / "train.jsonl", TEXTS[:3])
     write_jsonl(tmp_path / "test.jsonl", TEXTS[3:])
     assert read(f"hf:{tmp_path}", split="test") == TEXTS[3:]
 
 
-def test_what_is_not_there_is_refused(tmp_path: Path):
+def test_missing_sources_are_refused(tmp_path: Path):
     with pytest.raises(ValueError, match=r"--source .*nothing does not exist; give files"):
         read(str(tmp_path / "nothing"))
     with pytest.raises(ValueError, match=r"holds no file; give another"):
@@ -127,7 +127,7 @@ def test_what_is_not_there_is_refused(tmp_path: Path):
         read(str(tmp_path), include=("*.py",))
 
 
-def test_a_table_without_the_column_names_those_it_has(tmp_path: Path):
+def test_a_missing_text_column_is_refused_with_the_existing_columns(tmp_path: Path):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS, key="content")
     with pytest.raises(
         ValueError, match=r"a\.jsonl cannot be read: no column 'text' among content, id; set --text-key"
@@ -145,7 +145,7 @@ def test_a_damaged_table_is_refused_in_one_line(tmp_path: Path, name: str):
     assert "\n" not in str(error.value)
 
 
-def test_one_damaged_row_or_empty_file_of_many_stops_nothing(tmp_path: Path):
+def test_damaged_rows_and_empty_files_are_skipped(tmp_path: Path):
     (tmp_path / "0.jsonl").write_text("")
     (tmp_path / "1.jsonl.gz").write_bytes(gzip.compress(b""))
     (tmp_path / "2.jsonl").write_bytes(
@@ -157,7 +157,7 @@ def test_one_damaged_row_or_empty_file_of_many_stops_nothing(tmp_path: Path):
     assert source.skipped == {"not UTF-8": 2, "empty": 1}
 
 
-def test_a_text_is_not_changed_by_what_it_looks_like(tmp_path: Path):
+def test_texts_that_look_like_other_types_stay_text(tmp_path: Path):
     texts = ["2020-01-02", "2020-01-02 00:00:00", "12", "null", "[1]", "{}"]
     assert read(str(write_jsonl(tmp_path / "a.jsonl", texts))) == texts
 
@@ -175,13 +175,13 @@ def test_an_error_names_the_line(tmp_path: Path):
         read(str(tmp_path))
 
 
-def test_zstandard_needs_no_further_package(tmp_path: Path):
+def test_zstandard_is_read_without_another_package(tmp_path: Path):
     with pyarrow.output_stream(tmp_path / "a.jsonl.zst") as stream:
         stream.write(b'{"text": "a"}\n')
     assert read(str(tmp_path)) == ["a"]
 
 
-def test_a_dataset_saved_to_disk_is_not_taken_for_its_descriptions(tmp_path: Path):
+def test_a_dataset_saved_to_disk_is_refused_with_the_remedy(tmp_path: Path):
     datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
     with pytest.raises(
         ValueError, match=r"\.arrow is what `save_to_disk` of `datasets` writes.*`to_parquet`"

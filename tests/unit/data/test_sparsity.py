@@ -1,4 +1,4 @@
-"""The sequences of the sparsity task, added up."""
+"""The sequences of the sparsity task, checked by adding them up."""
 
 from collections import Counter
 from itertools import accumulate
@@ -17,28 +17,28 @@ def rows(request: pytest.FixtureRequest) -> tuple[float, list[Document]]:
 
 
 def pairs(document: Document) -> list[tuple[int, int]]:
-    """v and a of each."""
+    """Value v and flag a of each symbol."""
     return [({"+": 1, "-": -1}[symbol[0]], int(symbol[1:])) for symbol in document.texts[0].split(" ")]
 
 
-def test_the_label_is_the_sum_and_no_prefix_leaves_the_bounds(rows: tuple[float, list[Document]]):
+def test_the_label_is_the_sum_and_every_prefix_stays_within_bounds(rows: tuple[float, list[Document]]):
     for document in rows[1]:
-        sums = list(accumulate(value * counts for value, counts in pairs(document)))
+        sums = list(accumulate(value * flag for value, flag in pairs(document)))
         assert len(sums) == 200
         assert sums[-1] == document.label
         assert max(map(abs, sums)) <= 4
 
 
-def test_classes_are_of_one_size(rows: tuple[float, list[Document]]):
+def test_classes_are_balanced(rows: tuple[float, list[Document]]):
     assert Counter(document.label for document in rows[1]) == dict.fromkeys(range(-4, 5), 20)
 
 
-def test_the_share_of_pairs_that_count_is_the_one_asked_for(rows: tuple[float, list[Document]]):
+def test_the_fraction_of_counted_pairs_is_p(rows: tuple[float, list[Document]]):
     p, documents = rows
-    flags = [counts for document in documents for _, counts in pairs(document)]
-    # 36,000 flags: a deviation of at most 0.0026. Choosing sequences by their sum moves it far less.
+    flags = [flag for document in documents for _, flag in pairs(document)]
+    # 36,000 flags: a standard deviation of at most 0.0026. Selecting sequences by their sum shifts the mean far less.
     assert sum(flags) / len(flags) == pytest.approx(p, abs=0.01)
-    ignored = [value for document in documents for value, counts in pairs(document) if not counts]
+    ignored = [value for document in documents for value, flag in pairs(document) if not flag]
     assert sum(ignored) / len(ignored) == pytest.approx(0.0, abs=0.08)
 
 
@@ -49,6 +49,6 @@ def test_the_share_of_pairs_that_count_is_the_one_asked_for(rows: tuple[float, l
         ("length=12", r"length=12 has too few pairs that count; set 19 or more"),
     ],
 )
-def test_options_that_make_nothing_are_refused(options: str, problem: str):
+def test_invalid_options_are_refused(options: str, problem: str):
     with pytest.raises(ValueError, match=problem):
         open_source([f"sparsity:{options}"])

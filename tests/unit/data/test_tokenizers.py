@@ -40,19 +40,19 @@ def test_no_text_encodes_to_the_end_of_a_document(tokenizer: Tokenizer, text: st
     assert tokenizer.eod not in tokenizer.encode(text)
 
 
-def test_ids_lie_in_the_vocabulary(tokenizer: Tokenizer):
+def test_ids_are_in_the_vocabulary(tokenizer: Tokenizer):
     ids = [i for text in TEXTS for i in tokenizer.encode(text)]
     assert min(ids) >= 0
     assert max(ids) < tokenizer.vocab_size
     assert 0 <= tokenizer.eod < tokenizer.vocab_size
 
 
-def test_a_batch_encodes_as_its_texts(tokenizer: Tokenizer):
+def test_a_batch_is_encoded_like_its_texts(tokenizer: Tokenizer):
     assert tokenizer.encode_batch(TEXTS) == [tokenizer.encode(text) for text in TEXTS]
     assert tokenizer.encode_batch([]) == []
 
 
-def test_saving_and_loading_changes_nothing(tokenizer: Tokenizer, tmp_path: Path):
+def test_a_saved_tokenizer_loads_unchanged(tokenizer: Tokenizer, tmp_path: Path):
     tokenizer.save(tmp_path)
     loaded = tokenizers.load(tmp_path)
     assert loaded.encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
@@ -63,16 +63,16 @@ def test_saving_and_loading_changes_nothing(tokenizer: Tokenizer, tmp_path: Path
     )
 
 
-def test_decoding_leaves_out_the_end_of_documents(tokenizer: Tokenizer):
+def test_decoding_leaves_out_end_of_document_tokens(tokenizer: Tokenizer):
     assert tokenizer.decode([*tokenizer.encode("ab"), tokenizer.eod, *tokenizer.encode("cd")]) == "abcd"
 
 
-def test_bytes_cut_inside_a_character_still_decode():
+def test_bytes_that_end_inside_a_character_can_be_decoded():
     tokenizer = ByteTokenizer()
     assert tokenizer.decode(tokenizer.encode("a漢")[:-1]) == "a\ufffd"
 
 
-def test_bpe_has_at_most_the_size_asked_for_and_merges():
+def test_bpe_has_at_most_the_requested_size_and_merges():
     bpe = _bpe()
     assert 257 < bpe.vocab_size <= 400
     assert len(bpe.encode("alpha beta")) < len("alpha beta")
@@ -85,7 +85,7 @@ def test_tokenizers_that_encode_differently_have_different_hashes():
 
 
 @pytest.mark.parametrize("spec", ["bpe:12", "bpe:", "bpe:many", "bpe:1000000000000", "bpe:nan", "bpe:-300"])
-def test_a_bpe_without_a_usable_size_is_refused(spec: str):
+def test_an_invalid_bpe_size_is_refused(spec: str):
     with pytest.raises(ValueError, match=f"--tokenizer {spec}: .* at least 257 and .*; write bpe:8192"):
         tokenizers.make(spec, iter([]))
 
@@ -107,8 +107,10 @@ def test_a_tokenizer_without_an_end_of_sequence_token_is_refused(tmp_path: Path)
 
 
 @pytest.mark.parametrize("named_in", ["config.json", "tokenizer_config.json"])
-def test_the_code_of_a_tokenizer_is_not_run(named_in: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Nor is anybody asked whether it should be."""
+def test_custom_code_of_a_tokenizer_is_not_executed(
+    named_in: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Not even after a confirmation at the prompt of `transformers`."""
     monkeypatch.setattr("builtins.input", lambda question: "y")
     _bpe().save(tmp_path)
     classes = {"AutoTokenizer": ["custom.Tokenizer", None], "AutoConfig": "custom.Config"}
@@ -116,6 +118,6 @@ def test_the_code_of_a_tokenizer_is_not_run(named_in: str, tmp_path: Path, monke
     custom = {"tokenizer_class": "Tokenizer", "auto_map": classes, "model_type": "custom"}
     (tmp_path / named_in).write_text(json.dumps({**content, **custom}))
     (tmp_path / "custom.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'harm')!r})\n")
-    with suppress(UserError):  # or what stands beside the code is enough
+    with suppress(UserError):  # unless the folder loads without its code
         tokenizers.load(tmp_path)
     assert not (tmp_path / "harm").exists()

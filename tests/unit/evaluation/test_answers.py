@@ -1,4 +1,4 @@
-"""Answers are scored where they stand, by models whose predictions are known."""
+"""Scoring of answers at their positions, for models with known predictions."""
 
 import math
 from pathlib import Path
@@ -16,12 +16,12 @@ from megakernel.evaluation.run import parse
 from megakernel.evaluation.subject import LoadedRun
 from tests.unit.config import trees
 
-PADDED = 320
-"""Rows of the embedding, more than the 257 ids."""
+PADDED_VOCAB_SIZE = 320
+"""Padded vocabulary size, above the 257 ids."""
 
 
-class Knowing:
-    """A model that gives the next token of each row all probability."""
+class NextTokenOracle:
+    """A model that predicts every next token with probability 1."""
 
     settings = SimpleNamespace(loss_chunk_size=7)
 
@@ -31,7 +31,7 @@ class Knowing:
 
     def hidden(self, tokens, positions):
         following = tokens.roll(-1, dims=1)
-        logits = 100.0 * F.one_hot(following, PADDED).float()
+        logits = 100.0 * F.one_hot(following, PADDED_VOCAB_SIZE).float()
         if self.forgets is not None:
             logits[following == self.forgets] = 0.0
         return logits.transpose(0, 1)
@@ -41,14 +41,14 @@ class Knowing:
 
 
 def subject(model, kind="causal_lm"):
-    """A checkpoint of `model`, and what belongs to it."""
+    """A loaded run whose checkpoint holds `model`."""
     training = {"seq_len": 128, "micro_batch_size": 4}
     config = trees.config(model={"kind": kind, "attention": "softmax"}, training=training)
     run = SimpleNamespace(config=config, checkpoint=SimpleNamespace(step=5))
     return LoadedRun(Path("runs/x"), run, config, ByteTokenizer(), None, model, torch.device("cpu"))
 
 
-def measured(spec: str, model, samples: int = 8) -> AnswerCounts:
+def measure(spec: str, model, samples: int = 8) -> AnswerCounts:
     (task,) = parse([spec], samples)
     passes = []
     found = task.measure(subject(model), lambda *step: passes.append(step))
@@ -56,8 +56,8 @@ def measured(spec: str, model, samples: int = 8) -> AnswerCounts:
     return found
 
 
-def test_a_model_that_knows_what_follows_is_always_right():
-    found = measured("mqar:pairs=4,length=32+64", Knowing())
+def test_a_perfect_model_has_accuracy_1_and_loss_0():
+    found = measure("mqar:pairs=4,length=32+64", NextTokenOracle())
     assert [(cell.length, cell.examples, cell.answers, cell.right) for cell in found.cells] == [
         (32, 8, 32, 32),
         (64, 8, 32, 32),
@@ -67,17 +67,17 @@ def test_a_model_that_knows_what_follows_is_always_right():
     )
 
 
-def test_an_answer_is_right_when_all_of_its_tokens_are():
-    # Of every answer, " " and five digits, the space alone is not known.
-    found = measured("passkey:length=256,depths=1", Knowing(forgets=ord(" ")))
+def test_an_answer_is_right_only_if_all_of_its_tokens_are():
+    # An answer is a space and five digits, of which only the space is not predicted.
+    found = measure("passkey:length=256,depths=1", NextTokenOracle(forgets=ord(" ")))
     total = found.total
     assert (total.answers, total.right, total.tokens, total.right_tokens) == (8, 0, 48, 40)
-    # Nothing is likelier than anything else there, over all rows of the embedding.
-    assert total.loss == pytest.approx(math.log(PADDED) / 6)
+    # There the prediction is uniform over the padded vocabulary.
+    assert total.loss == pytest.approx(math.log(PADDED_VOCAB_SIZE) / 6)
 
 
-def test_each_depth_has_as_many_examples():
-    found = measured("passkey:length=256+512,depths=3", Knowing(), samples=7)
+def test_every_depth_has_equally_many_examples():
+    found = measure("passkey:length=256+512,depths=3", NextTokenOracle(), samples=7)
     assert [(cell.length, cell.depth, cell.examples) for cell in found.cells] == [
         (length, depth, 3) for length in (256, 512) for depth in (0.0, 0.5, 1.0)
     ]
@@ -86,11 +86,11 @@ def test_each_depth_has_as_many_examples():
     assert [row[0] for row in table.rows] == ["256", "512"]
 
 
-def test_the_likeliest_id_is_one_of_the_tokenizer():
-    hidden = torch.zeros(1, 1, PADDED)
+def test_predictions_exclude_ids_of_the_padding():
+    hidden = torch.zeros(1, 1, PADDED_VOCAB_SIZE)
     hidden[..., 300], hidden[..., 65] = 9.0, 5.0
     model = SimpleNamespace(
-        hidden=lambda *_: hidden, logits=lambda h: h.transpose(0, 1), settings=Knowing.settings
+        hidden=lambda *_: hidden, logits=lambda h: h.transpose(0, 1), settings=NextTokenOracle.settings
     )
     one = torch.ones(1, 1, dtype=torch.int64)
     found = predict(model, 257, one, one, 65 * one, one.bool())
@@ -98,7 +98,7 @@ def test_the_likeliest_id_is_one_of_the_tokenizer():
     assert found.losses.item() > 4
 
 
-def test_counts_of_examples_add_up():
+def test_counts_are_summed_over_examples():
     right = torch.tensor([True, True, False, True])
     cell = Cell(16, None).with_example(np.array([0, 2]), torch.tensor([0.0, 1.0, 2.0, 3.0]), right)
     cell = cell.with_example(np.array([0]), torch.tensor([2.0]), torch.tensor([True]))
@@ -106,7 +106,7 @@ def test_counts_of_examples_add_up():
     assert cell.loss == pytest.approx(8 / 5)
 
 
-def test_a_heat_map_is_a_plots_of_every_length_and_depth():
+def test_the_heat_map_plots_every_length_and_depth():
     cells = [Cell(length, depth, 1, 1, 1, 1, 1) for length in (64, 128) for depth in (0.0, 1.0)]
     plot = heat_map(AnswerCounts("passkey", "runs/x", 3, cells))
     assert plot is not None
@@ -115,25 +115,28 @@ def test_a_heat_map_is_a_plots_of_every_length_and_depth():
 
 
 @pytest.mark.parametrize(
-    ("specs", "how", "explanation"),
+    ("specs", "options", "explanation"),
     [
         (["pass"], {}, "--task pass is not a task; choose passkey"),
         (["lm:strid=3"], {}, "--task lm:strid=3: lm has no option strid; choose stride"),
         (["lm:far=near"], {}, "--task lm.far=near is none of the choices; choose shuffled"),
-        (["mqar:samples=some"], {}, "--task mqar:samples=some is no whole number"),
+        (["mqar:samples=some"], {}, "--task mqar:samples=some is not a whole number"),
         (["mqar"], {"seq_len": 64}, "--seq-len 64 applies only to lm; write --task mqar:length=64"),
         (["mqar"], {"draws": 2}, "--draws 2 applies only to lm"),
     ],
 )
-def test_what_is_no_task_is_refused(specs, how, explanation):
+def test_invalid_tasks_are_refused(specs, options, explanation):
     with pytest.raises(ValueError, match=explanation):
-        parse(specs, **how)
+        parse(specs, **options)
 
 
 @pytest.mark.parametrize(
     ("spec", "explanation"),
     [
-        ("mqar", "--task mqar: model.kind=masked_lm of runs/x continues no text; give a run of a causal_lm"),
+        (
+            "mqar",
+            "--task mqar: model.kind=masked_lm of runs/x does not continue text; give a run of a causal_lm",
+        ),
         (
             "lm:stride=8",
             "--task lm:stride=8: stride=8 needs a causal_lm, runs/x is a masked_lm; leave it out",
@@ -141,13 +144,13 @@ def test_what_is_no_task_is_refused(specs, how, explanation):
         ("lm:far=shuffled", "far=shuffled needs a causal_lm, runs/x is a masked_lm; leave it out"),
     ],
 )
-def test_an_encoder_continues_no_text(spec, explanation):
+def test_tasks_that_need_a_causal_lm_refuse_an_encoder(spec, explanation):
     (task,) = parse([spec])
     with pytest.raises(ValueError, match=explanation):
         task.check(subject(None, kind="masked_lm"))
 
 
-def test_a_filler_that_cannot_be_read_is_found_out_before_the_model_is():
+def test_an_unreadable_filler_is_refused_before_the_model_is_loaded():
     (task,) = parse(["passkey:filler=nowhere.txt"])
     with pytest.raises(
         ValueError, match=r"filler=nowhere\.txt cannot be read .* give a UTF-8 file, or sentences"
@@ -155,7 +158,7 @@ def test_a_filler_that_cannot_be_read_is_found_out_before_the_model_is():
         task.check(subject(None))
 
 
-def test_a_length_without_room_is_found_out_before_the_model_is():
+def test_a_length_that_is_too_short_is_refused_before_the_model_is_loaded():
     (task,) = parse(["passkey:length=512+100"])
     with pytest.raises(ValueError, match=r"passkey:length=100 has no room .* set length=1.. or more"):
         task.check(subject(None))

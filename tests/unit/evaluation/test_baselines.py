@@ -1,4 +1,4 @@
-"""Other libraries' models on our batches."""
+"""Evaluating models of `transformers` as baselines."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +44,7 @@ def configure(corpus: Path, tmp_path: Path) -> Callable[..., Config]:
     return build
 
 
-def measured(name: str, config: Config, weights: Path | None = None) -> tuple[int, float, float]:
+def measure(name: str, config: Config, weights: Path | None = None) -> tuple[int, float, float]:
     corpora = Corpora(config.data)
     model = build_baseline(name, config, corpora.vocab_size, weights)
     batches = ValidationBatches(config, corpora, Share())
@@ -52,26 +52,26 @@ def measured(name: str, config: Config, weights: Path | None = None) -> tuple[in
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_untrained_baseline_knows_nothing(name, configure):
-    predictions, loss, _ = measured(name, configure())
+def test_an_untrained_baseline_has_the_loss_of_a_uniform_prediction(name, configure):
+    predictions, loss, _ = measure(name, configure())
     assert predictions > 20
-    # ln 260 = 5.56; initial weights are small, so that all tokens are about as likely.
+    # ln 260 = 5.56; initial weights are small, so predictions are almost uniform.
     assert loss == pytest.approx(5.56, abs=0.2)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_given_weights_are_measured(name, configure, tmp_path):
+def test_given_weights_are_loaded(name, configure, tmp_path):
     config = configure()
     model = build_baseline(name, config, 257)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter *= 1.5
     model.save_pretrained(tmp_path / "weights")
-    assert measured(name, config, tmp_path / "weights")[1] != measured(name, config)[1]
-    assert measured(name, config, tmp_path / "weights") == measured(name, config, tmp_path / "weights")
+    assert measure(name, config, tmp_path / "weights")[1] != measure(name, config)[1]
+    assert measure(name, config, tmp_path / "weights") == measure(name, config, tmp_path / "weights")
 
 
-def test_what_does_not_compare_is_refused(configure):
+def test_baselines_that_do_not_fit_the_run_are_refused(configure):
     with pytest.raises(ValueError, match="baseline=xformer is unknown; choose nystromformer, "):
         check_baseline("xformer", configure())
     with pytest.raises(ValueError, match="is an encoder; give a run of a masked_lm or a classifier"):

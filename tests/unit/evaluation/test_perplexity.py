@@ -20,33 +20,33 @@ def batch(positions, counted=None):
     return Batch(tokens=positions, labels=positions, loss_mask=counted, positions=positions)
 
 
-def measured(*batches):
+def measure(*batches):
     return loss_by_position(LossIsPosition(), batches, torch.device("cpu"), lambda done, total: None)
 
 
-def test_buckets_double_and_the_last_ends_where_the_samples_do():
-    buckets = measured(batch([list(range(100))]))
+def test_bucket_sizes_double_and_the_last_ends_with_the_samples():
+    buckets = measure(batch([list(range(100))]))
     assert [(bucket.first, bucket.last) for bucket in buckets] == [(0, 15), (16, 31), (32, 63), (64, 99)]
     assert [bucket.tokens for bucket in buckets] == [16, 16, 32, 36]
     assert [bucket.loss for bucket in buckets] == [7.5, 23.5, 47.5, 81.5]
     assert buckets[0].perplexity == math.exp(7.5)
 
 
-def test_buckets_take_what_every_batch_and_every_document_has():
+def test_buckets_sum_over_batches_and_documents():
     packed = [*range(20), *range(12)]
-    buckets = measured(batch([packed, packed]), batch([packed]))
+    buckets = measure(batch([packed, packed]), batch([packed]))
     assert [bucket.tokens for bucket in buckets] == [3 * 28, 3 * 4]
 
 
-def test_labels_that_do_not_count_are_in_no_bucket():
-    counted = [[place not in (3, 20) for place in range(24)]]
-    buckets = measured(batch([list(range(24))], counted))
+def test_labels_that_do_not_count_are_not_measured():
+    counted = [[position not in (3, 20) for position in range(24)]]
+    buckets = measure(batch([list(range(24))], counted))
     assert [bucket.tokens for bucket in buckets] == [15, 7]
     assert buckets[0].loss == pytest.approx((sum(range(16)) - 3) / 15)
 
 
-def test_a_bucket_without_predictions_is_left_out():
-    buckets = measured(batch([[0, 1, 40]]))
+def test_a_bucket_without_predictions_is_omitted():
+    buckets = measure(batch([[0, 1, 40]]))
     assert [(bucket.first, bucket.last) for bucket in buckets] == [(0, 15), (32, 40)]
 
 

@@ -1,4 +1,4 @@
-"""What is kept of an evaluation, and what TensorBoard reads of it."""
+"""Recorded results of an evaluation, as files and in TensorBoard."""
 
 import json
 from pathlib import Path
@@ -13,36 +13,41 @@ SPEC = "passkey:length=64+128,depths=2"
 NAME = "passkey-length-64-128-depths-2"
 
 
-def found(step: int, right: int) -> AnswerCounts:
+def counts(step: int, right: int) -> AnswerCounts:
     cells = [Cell(length, depth, 4, 4, right, 24, 12, 6.0) for length in (64, 128) for depth in (0.0, 1.0)]
     return AnswerCounts(SPEC, "runs/x", step, cells)
 
 
 def read(run: Path) -> EventAccumulator:
-    """What TensorBoard shows of the folder that evaluations are written to."""
+    """The TensorBoard events of the evaluation folder."""
     events = EventAccumulator(str(run / "tensorboard" / "evaluation"))
     events.Reload()
     return events
 
 
-def test_a_result_is_kept_as_json_table_and_plots(tmp_path):
-    file = record(tmp_path, 20, SPEC, found(20, 3))
+def test_a_result_is_written_as_json_table_and_plot(tmp_path):
+    file = record(tmp_path, 20, SPEC, counts(20, 3))
     assert file == tmp_path / "evaluation" / "step_20" / f"{NAME}.json"
-    kept = json.loads(file.read_text())
-    assert (kept["task"], kept["step"], kept["accuracy"], len(kept["cells"])) == (SPEC, 20, 0.75, 4)
-    assert kept["scalars"] == found(20, 3).scalars()
+    recorded = json.loads(file.read_text())
+    assert (recorded["task"], recorded["step"], recorded["accuracy"], len(recorded["cells"])) == (
+        SPEC,
+        20,
+        0.75,
+        4,
+    )
+    assert recorded["scalars"] == counts(20, 3).scalars()
     assert "| 64 | 75% | 75% | 8 | 75.0% | 0.2500 |" in file.with_suffix(".md").read_text()
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_tensorboard_has_every_step_once_whatever_is_measured_again(tmp_path):
-    record(tmp_path, 20, SPEC, found(20, 3))
-    record(tmp_path, 10, SPEC, found(10, 1))  # an older checkpoint, measured later
-    record(tmp_path, 20, SPEC, found(20, 2))  # another result at the same step
+def test_tensorboard_has_only_the_last_result_of_every_step(tmp_path):
+    record(tmp_path, 20, SPEC, counts(20, 3))
+    record(tmp_path, 10, SPEC, counts(10, 1))  # an older checkpoint, measured later
+    record(tmp_path, 20, SPEC, counts(20, 2))  # another result at the same step
     events = read(tmp_path)
     accuracy = events.Scalars(f"evaluation/{NAME}/accuracy")
     assert [(event.step, event.value) for event in accuracy] == [(10, 0.25), (20, 0.5)]
-    assert set(events.Tags()["scalars"]) == {f"evaluation/{NAME}/{name}" for name in found(1, 1).scalars()}
+    assert set(events.Tags()["scalars"]) == {f"evaluation/{NAME}/{name}" for name in counts(1, 1).scalars()}
     tables = events.Tensors(f"evaluation/{NAME}/text_summary")
     assert [event.step for event in tables] == [10, 20]
     plots = events.Images(f"evaluation/{NAME}")
@@ -51,8 +56,8 @@ def test_tensorboard_has_every_step_once_whatever_is_measured_again(tmp_path):
     assert len(list((tmp_path / "tensorboard" / "evaluation").iterdir())) == 1
 
 
-def test_no_events_where_the_run_writes_none(tmp_path):
-    record(tmp_path, 20, SPEC, found(20, 3), tensorboard=False)
+def test_no_events_are_written_without_tensorboard(tmp_path):
+    record(tmp_path, 20, SPEC, counts(20, 3), tensorboard=False)
     assert not (tmp_path / "tensorboard").exists()
 
 
@@ -63,5 +68,5 @@ def test_no_events_where_the_run_writes_none(tmp_path):
         ("needle:filler=books/one.txt,length=4096", "needle-filler-books-one.txt-length-4096"),
     ],
 )
-def test_a_spec_is_a_file_name(spec, name):
+def test_a_spec_becomes_a_file_name(spec, name):
     assert file_name(spec) == name

@@ -1,4 +1,4 @@
-"""Scores of predictions, against numbers worked out by hand."""
+"""Scores of predictions against hand-computed values."""
 
 import math
 
@@ -9,7 +9,7 @@ from megakernel.evaluation.classification import ExamplePredictions
 
 
 def classes(labels: list[int], predicted: list[int], count: int) -> ExamplePredictions:
-    """Each predicted with probability 0.9."""
+    """Predictions of these classes, each with probability 0.9."""
     outputs = torch.full((len(labels), count), 0.1 / (count - 1))
     outputs[range(len(labels)), predicted] = 0.9
     return ExamplePredictions(torch.tensor(labels), outputs.log())
@@ -34,7 +34,7 @@ def test_three_classes_have_no_f1():
     assert set(found.scores) == {"matthews"}
 
 
-def test_numbers_have_correlations_and_no_accuracy():
+def test_regression_has_correlations_and_no_accuracy():
     found = numbers([0.0, 1.0, 2.0, 4.0], [0.0, 1.0, 8.0, 3.0])
     assert found.accuracy is None
     assert found.loss == pytest.approx((36 + 1) / 4)
@@ -43,6 +43,6 @@ def test_numbers_have_correlations_and_no_accuracy():
     assert found.scores["pearson"] == pytest.approx(8 / math.sqrt(8.75 * 38))
 
 
-def test_predictions_that_do_not_vary_score_0():
+def test_constant_predictions_score_0():
     assert numbers([0.0, 1.0], [2.0, 2.0]).scores == {"pearson": 0.0, "spearman": 0.0}
     assert classes([0, 1], [0, 0], 2).scores == {"matthews": 0.0, "f1": 0.0}

@@ -20,26 +20,26 @@ def outputs(name: str, draws: int):
     return module, lambda: module(q, k, v), draws
 
 
-def test_the_vote_is_the_mean_over_draws_and_the_model_ends_as_it_began():
+def test_the_vote_is_the_mean_over_draws_and_restores_the_model():
     module, predict, draws = outputs("gmm_prf", 4)
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    seen = []
+    predictions = []
 
-    def listening():
-        seen.append(predict())
-        return seen[-1]
+    def recorded_prediction():
+        predictions.append(predict())
+        return predictions[-1]
 
-    vote = mean_over_draws(module, listening, draws)
-    torch.testing.assert_close(vote, torch.stack(seen).mean(0))
-    assert len(seen) == draws
-    assert all(not torch.equal(a, b) for i, a in enumerate(seen) for b in seen[:i])
+    vote = mean_over_draws(module, recorded_prediction, draws)
+    torch.testing.assert_close(vote, torch.stack(predictions).mean(0))
+    assert len(predictions) == draws
+    assert all(not torch.equal(a, b) for i, a in enumerate(predictions) for b in predictions[:i])
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
-    held = predict()
+    before_redraw = predict()
     redraw(module, 299)
-    assert torch.equal(predict(), held)
+    assert torch.equal(predict(), before_redraw)
 
 
-def test_more_draws_bring_the_vote_closer_to_the_kernel_itself():
+def test_more_draws_bring_the_vote_closer_to_the_exact_kernel():
     module, predict, _ = outputs("gmm_rks", 0)
     exact = mean_over_draws(module, predict, 500)
 
@@ -49,22 +49,22 @@ def test_more_draws_bring_the_vote_closer_to_the_kernel_itself():
     assert error(64) < error(1) / 2
 
 
-def test_numbers_that_a_model_was_trained_with_are_kept():
+def test_fixed_random_numbers_are_not_redrawn():
     module, predict, _ = outputs("favor", 0)
     assert torch.equal(mean_over_draws(module, predict, 3), predict())
 
 
-def test_no_draws_are_refused():
+def test_zero_draws_are_refused():
     with pytest.raises(ValueError, match="draws=0"):
         mean_over_draws(torch.nn.Identity(), lambda: torch.zeros(1), 0)
 
 
 PROBABILITIES = {0: 0.9, -1: 0.5, -2: 0.1, -3: 0.3}
-"""Number of a draw -> what it guesses."""
+"""Number of a draw -> its predicted probability."""
 
 
 class Guess(nn.Module):
-    """A model of two tokens or classes, of which the first has the probability that the noise says."""
+    """A model of two tokens or classes that takes the probability of the first from the noise."""
 
     def __init__(self):
         super().__init__()
@@ -106,7 +106,7 @@ def test_the_vote_of_a_classifier_is_the_mean_probability_of_each_class(draws, p
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_configuration_knows_whether_there_is_anything_to_vote_over(preset):
+def test_redraws_says_whether_a_mechanism_has_draws_to_average(preset):
     form = Attention.model_validate(expand_preset(preset))
     module = build(preset, num_heads=2, head_dim=8, causal=form.mixes_future_tokens is None, max_positions=64)
     redrawn = any(isinstance(noise, Noise) and noise.interval for noise in module.modules())

@@ -1,4 +1,4 @@
-"""Small models of random weights, for tests of what continues text."""
+"""Small models with random weights, for tests of generation."""
 
 import torch
 
@@ -17,12 +17,12 @@ def build(mesh=None, vocab_size=64, **parts):
     """A model in evaluation mode."""
     sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "vocab_multiple": 64}
     settings = ModelSettings(Model(**sizes | parts), vocab_size=vocab_size, mesh=mesh or OneProcess(), seed=3)
-    return shaken(LanguageModel(settings).eval())
+    return with_random_weights(LanguageModel(settings).eval())
 
 
 @torch.no_grad()
-def shaken(model):
-    """Gates, masses and maps begin at points where parts of a mechanism do not show."""
+def with_random_weights(model):
+    """The model with weights away from initial values at which parts of a mechanism have no effect."""
     generator = torch.Generator().manual_seed(5)
     for parameter in model.parameters():
         parameter += 0.1 * torch.randn(parameter.shape, generator=generator)

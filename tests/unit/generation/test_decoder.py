@@ -1,4 +1,4 @@
-"""Token by token from the state equals the parallel forward over the whole text."""
+"""Decoding token by token from the state equals the parallel forward over the whole text."""
 
 import pytest
 import torch
@@ -81,15 +81,15 @@ PARTS = {
         },
     },
 }
-"""Sections of models that continue text."""
+"""Model sections of causal language models."""
 
 
 def parallel_logits(model, tokens, positions):
-    stream = (torch.tensor([tokens]), torch.tensor([positions]))
+    layer_inputs = (torch.tensor([tokens]), torch.tensor([positions]))
     with torch.no_grad():
         for layer in model.layers[:-1]:
-            stream = layer(stream)
-        return model.logits(stream[0])[0]
+            layer_inputs = layer(layer_inputs)
+        return model.logits(layer_inputs[0])[0]
 
 
 def text(count):
@@ -97,7 +97,7 @@ def text(count):
 
 
 def greedy(model, prompt, count):
-    """Tokens chosen greedily behind the prompt, and the logits they were chosen from."""
+    """The prompt with greedily chosen tokens, and the logits from which they were chosen."""
     decoder = Decoder(model, EOD, isolate_documents=True, chunk_size=16)
     tokens, logits = list(prompt), []
     logits.append(decoder.read([prompt])[0])
@@ -108,22 +108,22 @@ def greedy(model, prompt, count):
 
 
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
-def test_greedy_text_and_its_logits_are_those_of_the_parallel_forward(mesh, parts):
+def test_greedy_decoding_equals_the_parallel_forward(mesh, parts):
     model = build(mesh, **parts)
-    prompt = text(37)  # read in chunks of 16, 16 and 5, which are not whole blocks of it all
+    prompt = text(37)  # read in chunks of 16, 16 and 5, so not in whole blocks
     tokens, logits = greedy(model, prompt, 20)
     expected = parallel_logits(model, tokens, list(range(len(tokens))))[len(prompt) - 1 :]
-    # Logits of size 1 in float32, summed in another order.
+    # Logits of order 1 in float32, summed in another order.
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     assert expected[:-1, :EOD].argmax(1).tolist() == tokens[len(prompt) :]
 
 
-def numbers(decoder):
+def state_numel(decoder):
     leaves = pytree.tree_leaves(decoder.states)
     return sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
-def after(model, count):
+def decoder_after(model, count):
     decoder = Decoder(model, EOD, isolate_documents=True)
     for token in text(count):
         decoder.read([[token]])
@@ -131,19 +131,19 @@ def after(model, count):
 
 
 @pytest.mark.parametrize("name", [name for name in ATTENTION if is_recurrent(name)])
-def test_state_is_as_large_after_500_tokens_as_after_10(mesh, name):
+def test_a_recurrent_state_does_not_grow(mesh, name):
     model = build(mesh, attention=ATTENTION[name], num_layers=1)
-    assert numbers(after(model, 10)) == numbers(after(model, 500))
+    assert state_numel(decoder_after(model, 10)) == state_numel(decoder_after(model, 500))
 
 
-def test_a_softmax_layer_keeps_its_keys_and_values(mesh):
+def test_a_softmax_layer_caches_its_keys_and_values(mesh):
     model = build(mesh, attention="softmax", num_layers=1)
     key_and_value = 2 * 2 * 8
-    assert numbers(after(model, 50)) - numbers(after(model, 10)) == 40 * key_and_value
+    assert state_numel(decoder_after(model, 50)) - state_numel(decoder_after(model, 10)) == 40 * key_and_value
 
 
 @pytest.mark.parametrize("isolate", [True, False])
-def test_positions_restart_behind_a_document_only_where_training_isolates_documents(mesh, isolate):
+def test_positions_restart_after_a_document_only_with_isolated_documents(mesh, isolate):
     model = build(mesh, attention_pattern=MIXED, num_layers=4)
     tokens = [*text(10), EOD, *text(9)]
     positions = [*range(11), *range(9)] if isolate else list(range(20))

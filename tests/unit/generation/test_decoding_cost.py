@@ -1,4 +1,4 @@
-"""What a token costs beside its arithmetic: operations of torch and calls of Python, which no load changes."""
+"""Overhead of decoding a token: numbers of torch operations and Python calls, which do not depend on machine load."""
 
 import sys
 from functools import partial
@@ -17,13 +17,13 @@ MODELS = {
     "linear": ("linear", 103, 218),
     "retnet": ("retnet", 79, 192),
 }
-"""Attention, and the operations and calls of a layer at most: a tenth above those of texts of other lengths."""
+"""Attention, and limits on operations and calls per layer: a tenth above those for texts of unequal lengths."""
 
-ROWS = {"one text": [66], "texts that stand alike": [66, 66], "texts of other lengths": [66, 41]}
+TEXT_LENGTHS = {"one text": [66], "texts that stand alike": [66, 66], "texts of other lengths": [66, 41]}
 
 
 class Operations(TorchDispatchMode):
-    """Counts what torch runs."""
+    """Counts the operations of torch."""
 
     count = 0
 
@@ -33,32 +33,32 @@ class Operations(TorchDispatchMode):
 
 
 def decoder(model, lengths):
-    """Of texts that have begun."""
-    whole = Decoder(model, EOD, isolate_documents=True)
+    """A decoder that has read texts of these lengths."""
+    combined = Decoder(model, EOD, isolate_documents=True)
     for length in lengths:
-        one = Decoder(model, EOD, isolate_documents=True)
-        one.read([[place % EOD for place in range(length)]])
-        if whole.states is None:
-            whole = one
+        single = Decoder(model, EOD, isolate_documents=True)
+        single.read([[index % EOD for index in range(length)]])
+        if combined.states is None:
+            combined = single
         else:
-            whole.append(one)
-    return whole
+            combined.append(single)
+    return combined
 
 
 def operations(step):
-    with Operations() as seen:
+    with Operations() as operations_run:
         step()
-    return seen.count
+    return operations_run.count
 
 
 def calls(step):
     count = 0
 
-    def seen(frame, event, argument):
+    def profile(frame, event, argument):
         nonlocal count
         count += event == "call"
 
-    sys.setprofile(seen)
+    sys.setprofile(profile)
     try:
         step()
     finally:
@@ -66,19 +66,21 @@ def calls(step):
     return count
 
 
-def of_a_layer(count, attention, lengths):
-    """What a layer adds to a token."""
+def cost_per_layer(count, attention, lengths):
+    """The cost that one layer adds to a token."""
     found = []
     for layers in (2, 4):
         started = decoder(build(attention=attention, num_layers=layers), lengths)
         step = partial(started.read, [[1]] * len(lengths))
-        step()  # tables are made
+        step()  # builds tables that later steps reuse
         found.append(count(step))
     return (found[1] - found[0]) / 2
 
 
-@pytest.mark.parametrize("lengths", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("lengths", TEXT_LENGTHS.values(), ids=TEXT_LENGTHS)
 @pytest.mark.parametrize(("attention", "most_operations", "most_calls"), MODELS.values(), ids=MODELS)
-def test_a_token_costs_a_layer_few_operations_and_calls(attention, most_operations, most_calls, lengths):
-    assert of_a_layer(operations, attention, lengths) <= most_operations
-    assert of_a_layer(calls, attention, lengths) <= most_calls
+def test_decoding_a_token_needs_few_operations_and_calls_per_layer(
+    attention, most_operations, most_calls, lengths
+):
+    assert cost_per_layer(operations, attention, lengths) <= most_operations
+    assert cost_per_layer(calls, attention, lengths) <= most_calls

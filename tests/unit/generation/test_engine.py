@@ -1,4 +1,4 @@
-"""Texts that are continued together are those that are continued alone."""
+"""Texts generated in a batch equal those generated alone."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.unit.generation.small_models import BLOCKS, FLURKA, MIXED, build
 TOKENIZER = ByteTokenizer()
 ENDS = frozenset({TOKENIZER.eod})
 LENGTHS = (3, 700, 40, 1, 90, 17)
-"""Of prompts; one of them is read in more than one chunk."""
+"""Lengths of prompts; the longest is read in several chunks."""
 
 
 def engine(model, **options):
@@ -22,21 +22,21 @@ def prompt(length):
 
 
 def requests(**options):
-    """One for each of LENGTHS, no two alike."""
+    """One request per length, each with other settings."""
     return [
         TextRequest(
-            prompt(length), 5 + 3 * place, Sampling(0.7 + place / 10), seed=place, ends=ENDS, **options
+            prompt(length), 5 + 3 * index, Sampling(0.7 + index / 10), seed=index, ends=ENDS, **options
         )
-        for place, length in enumerate(LENGTHS)
+        for index, length in enumerate(LENGTHS)
     ]
 
 
-def continued(engine, wanted):
+def generate(engine, text_requests):
     """The new tokens of each request."""
     found = {}
-    for place, step in engine.run(wanted):
-        found[place] = step.text.new_tokens
-    return [found[place] for place in range(len(wanted))]
+    for index, step in engine.run(text_requests):
+        found[index] = step.text.new_tokens
+    return [found[index] for index in range(len(text_requests))]
 
 
 MODELS = {
@@ -49,17 +49,17 @@ MODELS = {
 
 
 @pytest.mark.parametrize("parts", MODELS.values(), ids=MODELS)
-def test_texts_do_not_depend_on_those_beside_them(parts):
+def test_texts_do_not_depend_on_the_others_in_the_batch(parts):
     model = build(vocab_size=257, **parts)
-    alone = [continued(engine(model), [request])[0] for request in requests()]
-    assert [len(tokens) for tokens in alone] == [5 + 3 * place for place in range(len(LENGTHS))]
-    assert continued(engine(model), requests()) == alone
-    few = engine(model, max_batch=2)  # texts wait, join behind others and leave before them
-    assert continued(few, requests()) == alone
+    alone = [generate(engine(model), [request])[0] for request in requests()]
+    assert [len(tokens) for tokens in alone] == [5 + 3 * index for index in range(len(LENGTHS))]
+    assert generate(engine(model), requests()) == alone
+    few = engine(model, max_batch=2)  # texts wait, join later than others and finish before them
+    assert generate(few, requests()) == alone
     assert (few.waiting, few.running) == (0, 0)
 
 
-def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one():
+def test_a_short_prompt_does_not_wait_for_a_long_one():
     together = engine(build(vocab_size=257, attention=FLURKA))
     long, short = (together.add(TextRequest(prompt(length), 3, ends=ENDS)) for length in (3000, 9))
     while not short.new_tokens:
@@ -67,54 +67,54 @@ def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one():
     assert len(long.unread) > 1000
 
 
-def test_a_text_that_is_removed_leaves_nothing_and_disturbs_no_other():
+def test_removing_a_text_does_not_change_the_others():
     model = build(vocab_size=257, attention_pattern=MIXED, num_layers=4)
-    alone = [continued(engine(model), [request])[0] for request in requests()]
+    alone = [generate(engine(model), [request])[0] for request in requests()]
     together = engine(model, max_batch=4)
     texts = [together.add(request) for request in requests()]
     for _ in range(4):
         together.step()
-    for gone in (texts[0], texts[1], texts[-1]):  # under way, in its prompt, waiting
-        together.remove(gone)
+    for removed in (texts[0], texts[1], texts[-1]):  # generating, reading its prompt, waiting
+        together.remove(removed)
     while together.running or together.waiting:
         together.step()
     assert [text.new_tokens for text in texts[2:-1]] == alone[2:-1]
     assert [text.finish for text in texts] == [None, None, "length", "length", "length", None]
 
 
-def test_a_text_goes_on_from_where_another_ended():
+def test_a_text_continues_from_the_state_of_another():
     model = build(vocab_size=257, attention_pattern=MIXED, num_layers=4)
-    likely = {"sampling": Sampling(temperature=0, repetition_penalty=1.5), "ends": ENDS}
-    whole = continued(engine(model), [TextRequest(prompt(30), 20, **likely)])[0]
-    assert len(set(whole[12:])) > 4, "the penalty makes tokens differ"
-    one = engine(model)
-    first = one.add(TextRequest(prompt(30), 12, **likely, keeps_state=True))
+    options = {"sampling": Sampling(temperature=0, repetition_penalty=1.5), "ends": ENDS}
+    whole = generate(engine(model), [TextRequest(prompt(30), 20, **options)])[0]
+    assert len(set(whole[12:])) > 4, "the repetition penalty makes tokens differ"
+    single = engine(model)
+    first = single.add(TextRequest(prompt(30), 12, **options, keeps_state=True))
     while first.finish is None:
-        one.step()
+        single.step()
     assert first.final_state.tokens == 42
-    second = TextRequest([], 8, **likely, previous=first.final_state)
-    assert continued(one, [second]) == [whole[12:]]
-    assert continued(one, [second, second]) == [whole[12:]] * 2, "a state can be gone on from again"
+    second = TextRequest([], 8, **options, previous=first.final_state)
+    assert generate(single, [second]) == [whole[12:]]
+    assert generate(single, [second, second]) == [whole[12:]] * 2, "a state can be continued several times"
 
 
-class Counted(list):
-    """A prompt that counts how often it is gone through."""
+class CountingPrompt(list):
+    """A prompt that counts how often it is iterated over."""
 
-    times = 0
+    iterations = 0
 
     def __iter__(self):
-        self.times += 1
+        self.iterations += 1
         return super().__iter__()
 
 
-def test_the_repetition_penalty_goes_through_a_prompt_no_more_often_for_more_tokens():
-    one = engine(build(vocab_size=257, attention=FLURKA))
-    tokens = Counted(prompt(30))
-    text = one.add(TextRequest(tokens, 5, Sampling(repetition_penalty=1.5)))
-    begun = tokens.times
+def test_the_repetition_penalty_does_not_reread_the_prompt_for_every_token():
+    single = engine(build(vocab_size=257, attention=FLURKA))
+    tokens = CountingPrompt(prompt(30))
+    text = single.add(TextRequest(tokens, 5, Sampling(repetition_penalty=1.5)))
+    initial_iterations = tokens.iterations
     while text.finish is None:
-        one.step()
-    assert tokens.times == begun
+        single.step()
+    assert tokens.iterations == initial_iterations
     assert text.seen == {*tokens, *text.new_tokens}
 
 
@@ -122,24 +122,24 @@ def text_of(model, request):
     return "".join(step.piece for _, step in engine(model).run([request]))
 
 
-def test_a_stop_string_ends_the_text_before_it():
+def test_generation_ends_before_a_stop_string():
     model = build(vocab_size=257, attention=FLURKA)
     request = TextRequest(prompt(20), 40, Sampling(), ends=ENDS)
     whole = text_of(model, request)
     stop = whole[7:10]
-    at = whole.index(stop)
+    stop_start = whole.index(stop)
     stopped = TextRequest(prompt(20), 40, Sampling(), ends=ENDS, stop=("never there", stop))
-    assert text_of(model, stopped) == whole[:at]
+    assert text_of(model, stopped) == whole[:stop_start]
     longer = TextRequest(prompt(20), 40, Sampling(), ends=ENDS, stop=(whole[-4:] + "more",))
-    assert text_of(model, longer) == whole, "what only began like a stop string comes in the end"
+    assert text_of(model, longer) == whole, "an incomplete stop string is output at the end"
 
 
-def test_any_of_several_tokens_ends_a_text():
+def test_any_of_several_end_tokens_ends_a_text():
     model = build(vocab_size=257, attention=FLURKA)
-    tokens = continued(engine(model), [TextRequest(prompt(20), 12)])[0]
+    tokens = generate(engine(model), [TextRequest(prompt(20), 12)])[0]
     first, second = tokens[4], tokens[6]
     early = TextRequest(prompt(20), 12, ends=ENDS | {first, second})
-    assert continued(engine(model), [early]) == [tokens[: min(map(tokens.index, (first, second)))]]
+    assert generate(engine(model), [early]) == [tokens[: min(map(tokens.index, (first, second)))]]
 
 
 def test_log_probabilities_are_those_of_the_model():
@@ -153,9 +153,9 @@ def test_log_probabilities_are_those_of_the_model():
         assert [token for token, _ in step.chosen.top_tokens] == logs.topk(2).indices.tolist()
 
 
-def test_samples_of_one_seed_differ_and_are_always_the_same():
+def test_samples_of_one_seed_differ_and_are_reproducible():
     model = build(vocab_size=257, attention=FLURKA)
     samples = [TextRequest(prompt(9), 8, sample=sample) for sample in range(3)]
-    found = continued(engine(model), samples)
-    assert found == continued(engine(model), samples)
+    found = generate(engine(model), samples)
+    assert found == generate(engine(model), samples)
     assert len(set(map(tuple, found))) == 3

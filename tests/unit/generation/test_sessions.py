@@ -1,4 +1,4 @@
-"""What a session's file keeps of a text, whatever its layers keep."""
+"""Saving and loading sessions, for all kinds of decoding states."""
 
 import pytest
 
@@ -16,16 +16,18 @@ CASES = {
 
 
 @pytest.mark.parametrize("parts", CASES.values(), ids=CASES)
-def test_a_text_goes_on_from_a_file_as_from_memory(parts):
-    opened = random_model(**parts)
-    engine = GenerationEngine(opened.model, opened.tokenizer, isolate_documents=True)
+def test_a_text_continues_from_a_saved_session_as_from_memory(parts):
+    loaded_model = random_model(**parts)
+    engine = GenerationEngine(loaded_model.model, loaded_model.tokenizer, isolate_documents=True)
     first = engine.add(TextRequest([token % 128 for token in prompt(90)], 4, keeps_state=True))
     while first.finish is None:
         engine.step()
-    model = fingerprint(opened, opened.model)
-    read = from_file(to_file(Session(first.final_state, None), model), engine, opened, model).state
-    likely = Sampling(temperature=0.7, repetition_penalty=1.3)
-    texts = [engine.add(TextRequest([65], 9, likely, previous=state)) for state in (first.final_state, read)]
+    model = fingerprint(loaded_model, loaded_model.model)
+    read = from_file(to_file(Session(first.final_state, None), model), engine, loaded_model, model).state
+    sampling = Sampling(temperature=0.7, repetition_penalty=1.3)
+    texts = [
+        engine.add(TextRequest([65], 9, sampling, previous=state)) for state in (first.final_state, read)
+    ]
     while any(text.finish is None for text in texts):
         engine.step()
     assert texts[0].new_tokens == texts[1].new_tokens

@@ -1,4 +1,4 @@
-"""Ranks to launch: a script of real processes that agree on numbers, and a process that launches it."""
+"""A launcher in a process of its own, and the script that its ranks run."""
 
 import contextlib
 import fcntl
@@ -11,19 +11,19 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[3]
 
-MEETING = """
+SOCKET_MAXIMUM = """
 import socket
 
-line = socket.create_connection(("127.0.0.1", int(os.environ["MEETING_PORT"])))
+line = socket.create_connection(("127.0.0.1", int(os.environ["MAXIMUM_PORT"])))
 def largest(number):
     line.sendall(bytes([number]))
     return line.recv(1)[0]
 def leave():
     line.close()
 """
-"""How ranks agree at a `Meeting`: without torch, whose import takes seconds."""
+"""All-reduce (maximum) through a `MaximumServer`: no torch, whose import takes seconds."""
 
-GLOO = """
+GLOO_MAXIMUM = """
 from datetime import timedelta
 
 import torch
@@ -39,9 +39,9 @@ def largest(number):
     return int(numbers)
 leave = distributed.destroy_process_group
 """
-"""How they agree in training."""
+"""All-reduce (maximum) as in training: with Gloo."""
 
-RANK = """
+RANK_SCRIPT = """
 received = []
 ends = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 for number in ends:
@@ -79,7 +79,7 @@ if how == "hang" and place.rank == 1:
         signal.pause()
 asked = 0
 while how == "step":
-    # Alike on all ranks: the signal may not have reached this one yet.
+    # The same on all ranks: the signal may not have reached this one yet.
     asked = largest(max(received, default=0))
     if asked:
         break
@@ -90,7 +90,7 @@ signal.pthread_sigmask(signal.SIG_BLOCK, ends)
 sys.exit({0: 0, signal.SIGTERM: 143, signal.SIGHUP: 143}.get(asked, 85))
 """
 
-BEGIN = """
+RANK_HEADER = """
 import fcntl, os, signal, sys
 
 from launch.environment import launched_process
@@ -99,7 +99,7 @@ how, folder = sys.argv[1:]
 place = launched_process()
 """
 
-LAUNCH = """
+LAUNCHER_SCRIPT = """
 import sys
 from pathlib import Path
 from launch.local import run_ranks
@@ -110,8 +110,8 @@ sys.exit(run_ranks(command, int(nproc), Path(folder, "logs"), grace_seconds=0.5,
 """
 
 
-class Meeting:
-    """Where so many ranks agree on the largest of their numbers, over and over; once one of them left, no more."""
+class MaximumServer:
+    """Answers `size` ranks with the largest of their numbers, again and again until one of them leaves."""
 
     def __init__(self, size: int):
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -120,7 +120,7 @@ class Meeting:
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
-        # Kept: the others wait for one that left, as they would in training.
+        # Connections stay open: the others wait for a rank that left, as they would in training.
         self.lines = [self.listener.accept()[0] for _ in range(self.size)]
         with contextlib.suppress(ConnectionError):
             while all(numbers := [line.recv(1) for line in self.lines]):
@@ -129,7 +129,7 @@ class Meeting:
 
 
 class Launch:
-    """A launcher under way; `folder` holds its logs."""
+    """A running launcher; `folder` holds its logs."""
 
     def __init__(
         self,
@@ -137,29 +137,29 @@ class Launch:
         how: str,
         nproc: int = 2,
         straggler_seconds: float = 60.0,
-        agree: str = MEETING,
+        maximum: str = SOCKET_MAXIMUM,
         **env: str,
     ):
         self.folder = folder
-        (folder / "rank.py").write_text(BEGIN + agree + RANK)
-        self.meeting = Meeting(nproc)
+        (folder / "rank.py").write_text(RANK_HEADER + maximum + RANK_SCRIPT)
+        self.maximum_server = MaximumServer(nproc)
         arguments = [folder, how, nproc, straggler_seconds]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCH, *map(str, arguments)],
+            [sys.executable, "-c", LAUNCHER_SCRIPT, *map(str, arguments)],
             cwd=REPOSITORY,
-            env={**os.environ, "MEETING_PORT": str(self.meeting.port), **env},
+            env={**os.environ, "MAXIMUM_PORT": str(self.maximum_server.port), **env},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
 
     def wait_for_a_step(self) -> None:
-        """Until every rank has handlers and is in its loop."""
+        """Wait until every rank has signal handlers and is in its loop."""
         assert self.process.stdout is not None
         assert any(line == "a step\n" for line in self.process.stdout)
 
     def wait_for_death(self, rank: int) -> None:
-        """Until a rank is gone: it holds this lock while it lives."""
+        """Wait until a rank has exited: it holds this lock while it lives."""
         with (self.folder / f"rank_{rank}.lock").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
 
@@ -169,5 +169,5 @@ class Launch:
         return self.process.returncode, out, err
 
     def log(self, rank: int) -> str:
-        """What a rank wrote over all launches into this folder."""
+        """The log of a rank over all launches into this folder."""
         return (self.folder / f"logs/rank_{rank}.log").read_text()

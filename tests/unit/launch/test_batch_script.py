@@ -1,4 +1,4 @@
-"""The batch script as text; tests/slurm has Slurm run it."""
+"""The text of the batch script; tests/slurm runs it under Slurm."""
 
 import os
 import shutil
@@ -37,15 +37,15 @@ def script(template="pretrain", array=None, **settings):
     ],
     ids=["plain", "setup", "pyxis", "apptainer", "array"],
 )
-def test_every_script_is_shell(template, settings):
+def test_every_script_is_valid_bash(template, settings):
     text = script(template, **settings)
     assert "{{" not in text
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
 def test_shellcheck_finds_nothing_in_any_script(tmp_path):
-    place = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    shellcheck = shutil.which("shellcheck", path=place)
+    search_path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    shellcheck = shutil.which("shellcheck", path=search_path)
     if shellcheck is None:
         pytest.skip("shellcheck is not installed: pip install -e '.[dev]'")
     settings = {"setup": ["module load cuda"], "environment": {"GREETING": "it's"}}
@@ -62,18 +62,18 @@ def test_shellcheck_finds_nothing_in_any_script(tmp_path):
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_the_type_of_gpus_is_asked_for():
+def test_the_gpu_type_is_requested():
     assert "#SBATCH --gpus-per-node=h100:8\n" in script(gpu_type="h100", gpus_per_node=8)
 
 
-def test_spare_nodes_are_asked_for_and_left_out_of_the_first_start():
+def test_spare_nodes_are_requested_and_left_out_of_the_first_start():
     text = script(nodes=2, spares=1)
     assert "#SBATCH --nodes=3\n#SBATCH --no-kill\n" in text
     assert 'step "$(cut -d , -f "-2" "$logs/nodes")"' in text
     assert "--no-kill" not in script(nodes=2)
 
 
-def test_a_folder_may_hold_what_slurm_would_replace_but_no_backslash():
+def test_percent_signs_in_a_folder_are_escaped_and_backslashes_refused():
     parts = {"cluster": Cluster(), "submission": "now", "command": ["prepare"]}
     text = Script("command", run=Path("/data/%j/x"), **parts).text()
     assert "#SBATCH --output=/data/%%j/x/logs/%j.log\n" in text
@@ -81,7 +81,7 @@ def test_a_folder_may_hold_what_slurm_would_replace_but_no_backslash():
         Script("command", run=Path("/data/a\\b"), **parts).text()
 
 
-def test_settings_become_directives():
+def test_settings_become_sbatch_directives():
     text = script(
         time="1-0", nodes=2, gpus_per_node=8, requeue=False, sbatch={"exclusive": True, "signal": None}
     )
@@ -108,7 +108,7 @@ NEWLINE = "x\ntouch /tmp/owned"
         ({"container": {"image": "x", "mounts": ["/a", NEWLINE]}}, "container.mounts.1"),
     ],
 )
-def test_no_setting_becomes_a_line_of_shell(settings, key):
+def test_no_setting_can_inject_shell_code(settings, key):
     with pytest.raises(ConfigError) as caught:
         validate_section(Cluster, settings)
     assert str(caught.value).startswith(f"{key}=")
@@ -118,13 +118,13 @@ def test_no_setting_becomes_a_line_of_shell(settings, key):
 @pytest.mark.parametrize(
     "more", [{"options": {"dependency": NEWLINE}}, {"array": f"0-1%{NEWLINE}"}, {"run": Path("/r", NEWLINE)}]
 )
-def test_no_other_option_does_either(more):
+def test_no_other_option_can_inject_shell_code(more):
     parts = {"run": Path("/r"), "submission": "now", "command": ["prepare"]} | more
     with pytest.raises(UserError, match="on one plain line"):
         Script("command", Cluster(), **parts).text()
 
 
-def test_an_argument_of_many_lines_stays_one_argument():
+def test_a_multi_line_argument_stays_one_argument():
     typed = ["generate", "runs/x", "--prompt", "a\n#SBATCH --comment=b\n$(id) '\""]
     text = Script("command", Cluster(), Path("/r"), "now", typed).text()
     line = text.partition("-m launch.cli ")[2].partition("\nstatus=")[0]
@@ -132,24 +132,24 @@ def test_an_argument_of_many_lines_stays_one_argument():
     assert shown.stdout.split("|")[:-1] == typed
 
 
-def test_an_arrays_members_have_a_folder_each():
+def test_each_member_of_a_job_array_has_its_own_folder():
     text = script(array="0-3%2")
     assert "#SBATCH --array=0-3%2\n" in text
     assert "s'-$SLURM_ARRAY_TASK_ID\n" in text
     assert "s-%a/logs/%A_%a.log'\n" in text
 
 
-def test_containers_are_entered_by_their_runtime():
+def test_commands_run_in_containers_by_pyxis_and_apptainer():
     assert "--container-image=/shared/mk.sqsh --container-mounts=/shared:/shared" in script(container=PYXIS)
     apptainer = script(container=Container(runtime="apptainer", image="mk.sif", mounts=["/a:/b"]))
     assert "apptainer exec --nv --bind=/a:/b mk.sif python -m launch.cli pretrain" in apptainer
 
 
-def test_a_job_inherits_nothing_of_the_job_it_was_submitted_from(monkeypatch, tmp_path):
+def test_a_job_inherits_no_slurm_variables_of_the_job_that_submits_it(monkeypatch, tmp_path):
     for name in ("SLURM_NTASKS", "SBATCH_PARTITION", "SLURM_CONF"):
         monkeypatch.setenv(name, "x")
     assert sorted(foreign_variables()) == ["SBATCH_PARTITION", "SLURM_NTASKS"]
-    # The one line of submitit's that is replaced without Slurm being there.
+    # submitit's method that is overridden; called directly, it needs no Slurm.
     command = ScriptExecutor._make_submission_command(object.__new__(ScriptExecutor), tmp_path / "s")
     assert command[:1] == ["env"]
     assert command[-2:] == ["sbatch", str(tmp_path / "s")]
@@ -159,7 +159,7 @@ def test_a_job_inherits_nothing_of_the_job_it_was_submitted_from(monkeypatch, tm
 @pytest.mark.parametrize(
     ("text", "expected"), [("0-3", [0, 1, 2, 3]), ("1,5%2", [1, 5]), ("0-10:5,7%2", [0, 5, 10, 7])]
 )
-def test_indices_are_counted_as_slurm_does(text, expected):
+def test_array_indices_are_parsed_as_by_slurm(text, expected):
     assert indices(text) == expected
 
 
@@ -170,29 +170,29 @@ TOO_MANY = ["0-99999999", "0-1000"]
     "text",
     ["", "3-1", "a", "0-3:0", "-1", "0-1%0", "0-1%", "0-1%x", "0-" + "9" * 40, "1,nan", "0-1%nan", *TOO_MANY],
 )
-def test_what_is_no_list_of_indices_that_slurm_could_hold_is_refused(text):
+def test_invalid_or_too_many_array_indices_are_refused(text):
     with pytest.raises(UserError, match="at most 1000 at once" if text in TOO_MANY else "no list of indices"):
         indices(text)
 
 
 @pytest.mark.parametrize("words", [["--all", "x"], ["--watch", "--json"]])
-def test_questions_that_exclude_each_other_are_refused(words, refused):
+def test_options_that_exclude_each_other_are_refused(words, refused):
     assert "leave one out" in refused("status", *words)
 
 
-def test_an_uptraining_that_cannot_be_is_refused_before_it_is_submitted(tmp_path, refused):
+def test_an_invalid_up_training_is_refused_before_submission(tmp_path, refused):
     flurka = {"preset": "flurka", "compression": {"block_size": 128, "rank": 1}}
     sections = {"init": {"from": "models/dense"}, "uptrain": {"alpha": 0.3}, "training": {"steps": 5}}
     config = trees.file(tmp_path, model={"attention": flurka}, **sections)
-    said = refused("submit", config, "--dry-run")
-    assert "error: training.steps=5 leaves a stage without a step: " in said
+    message = refused("submit", config, "--dry-run")
+    assert "error: training.steps=5 leaves a stage without a step: " in message
 
 
-def test_a_limit_of_an_account_is_not_taken_for_the_time_limit():
-    said = (
+def test_an_account_limit_is_not_mistaken_for_the_time_limit():
+    message = (
         "sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed: Job violates "
         "accounting/QOS policy (job submit limit, user's size and/or time limits)"
     )
-    line = explain_refusal(said, Cluster(time=10, qos="short"), {})
+    line = explain_refusal(message, Cluster(time=10, qos="short"), {})
     assert line.startswith("qos=short: Slurm refuses the job (QOSMaxSubmitJobPerUserLimit; ")
     assert "sacctmgr show qos" in line

@@ -17,11 +17,11 @@ from megakernel.config import Config, from_yaml, load
 from ..config import trees
 
 
-def test_the_exit_statuses_are_those_other_tools_rely_on():
+def test_exit_statuses_keep_the_numbers_that_other_tools_rely_on():
     assert [int(status) for status in ExitStatus] == [0, 1, 2, 3, 4, 85, 86, 87, 88, 89, 90, 141, 143]
 
 
-def test_the_version_is_the_packages(capsys):
+def test_version_prints_the_version_of_the_package(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
     assert caught.value.code == 0
@@ -29,13 +29,13 @@ def test_the_version_is_the_packages(capsys):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_explains_itself_with_an_example_that_parses(name, capsys, monkeypatch):
+def test_the_help_of_every_command_has_an_example_that_parses(name, capsys, monkeypatch):
     with pytest.raises(SystemExit) as caught:
         main([name, "--help"])
     assert caught.value.code == 0
-    shown = capsys.readouterr().out
-    assert "%%" not in shown
-    example = shown.partition("example:\n  ")[2].splitlines()[0]
+    output = capsys.readouterr().out
+    assert "%%" not in output
+    example = output.partition("example:\n  ")[2].splitlines()[0]
     program, *arguments = shlex.split(example)
     assert program == "megakernel"
     assert arguments[: 1 + (name in DEV)] == ["dev"] * (name in DEV) + [name]
@@ -43,17 +43,17 @@ def test_every_command_explains_itself_with_an_example_that_parses(name, capsys,
     assert main(arguments) == 0
 
 
-def test_help_shows_the_commands_that_people_type_group_by_group(capsys):
+def test_help_lists_the_user_commands_by_group(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
-    shown = capsys.readouterr().out.splitlines()
-    names = [line.split()[0] for line in shown if line.startswith("  ") and line[2].isalpha()]
+    output = capsys.readouterr().out.splitlines()
+    names = [line.split()[0] for line in output if line.startswith("  ") and line[2].isalpha()]
     assert names == ["COMMAND", *(name for group in GROUPS.values() for name in group), "dev"]
-    assert [line[:-1] for line in shown if line[:-1] in GROUPS] == list(GROUPS)
+    assert [line[:-1] for line in output if line[:-1] in GROUPS] == list(GROUPS)
 
 
 @pytest.mark.parametrize("name", DEV)
-def test_commands_of_whoever_works_on_the_code_have_their_old_names_too(name, monkeypatch):
+def test_developer_commands_also_work_without_the_prefix_dev(name, monkeypatch):
     seen = []
     monkeypatch.setattr(COMMANDS[name], "run", lambda args: seen.append(vars(args)) or 0)
     _, *arguments = shlex.split(COMMANDS[name].EXAMPLE)
@@ -64,11 +64,11 @@ def test_commands_of_whoever_works_on_the_code_have_their_old_names_too(name, mo
 @pytest.mark.parametrize(
     "arguments", [[], ["dev"], ["train"], ["config"], ["config", "x.yaml", "--frobnicate"], ["doctor", "x"]]
 )
-def test_a_command_line_that_makes_no_sense_is_a_usage_error(arguments, refused):
+def test_an_invalid_command_line_is_a_usage_error(arguments, refused):
     assert refused(*arguments).endswith(" --help")
 
 
-def test_config_prints_a_tree_that_loads_to_the_same(tmp_path, capsys):
+def test_config_prints_a_file_that_loads_to_the_same_configuration(tmp_path, capsys):
     path = trees.file(tmp_path)
     assert main(["config", str(path), "training.steps=7", "model.attention=softmax"]) == 0
     assert from_yaml(capsys.readouterr().out) == load(path, ["training.steps=7", "model.attention=softmax"])
@@ -84,7 +84,7 @@ def test_config_explains_keys_by_their_docstrings(tmp_path, capsys):
     assert main(["config", path, "--explain", "training.step"]) == ExitStatus.USAGE
 
 
-def test_every_key_is_explained(tmp_path, capsys):
+def test_every_key_has_an_explanation(tmp_path, capsys):
     for section in Config.model_fields:
         main(["config", str(trees.file(tmp_path)), "--explain", section])
         lines = capsys.readouterr().out.splitlines()
@@ -92,7 +92,7 @@ def test_every_key_is_explained(tmp_path, capsys):
         assert all(len(line) > len("    ") for line in lines[1::2])
 
 
-def test_problems_of_a_configuration_are_lines_and_no_traceback(tmp_path, capsys):
+def test_each_configuration_error_is_one_line_without_traceback(tmp_path, capsys):
     assert (
         main(["config", str(trees.file(tmp_path)), "training.steps=0", "model.layers=2"]) == ExitStatus.USAGE
     )
@@ -102,7 +102,7 @@ def test_problems_of_a_configuration_are_lines_and_no_traceback(tmp_path, capsys
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("arguments", "error"),
     [
         (["--nproc", "3"], "training.global_batch_size=8 is not a multiple"),
         (["--nproc", "3", "parallel.tensor=2"], "processes=3 is not a multiple"),
@@ -114,10 +114,10 @@ def test_problems_of_a_configuration_are_lines_and_no_traceback(tmp_path, capsys
     ],
 )
 def test_pretrain_checks_everything_before_it_starts_a_process(
-    tmp_path, monkeypatch, refused, arguments, complaint
+    tmp_path, monkeypatch, refused, arguments, error
 ):
     monkeypatch.chdir(tmp_path)
-    assert complaint in refused("pretrain", trees.file(tmp_path), *arguments)
+    assert error in refused("pretrain", trees.file(tmp_path), *arguments)
     assert not (tmp_path / "runs").exists()
 
 
@@ -127,19 +127,19 @@ def test_pretrain_refuses_the_folder_of_another_configuration(tmp_path, monkeypa
     folder.mkdir(parents=True)
     main(["config", str(trees.file(tmp_path))])
     (folder / "config.yaml").write_text(capsys.readouterr().out)
-    said = refused("pretrain", tmp_path / "run.yaml", "optimizer.lr=1.0")
-    assert "optimizer.lr=1.0 was 0.0003 when the run began" in said
+    message = refused("pretrain", tmp_path / "run.yaml", "optimizer.lr=1.0")
+    assert "optimizer.lr=1.0 was 0.0003 when the run began" in message
     assert [path.name for path in folder.iterdir()] == ["config.yaml"]
 
 
-def test_under_torchrun_nproc_is_the_launchers_business(tmp_path, monkeypatch, refused):
+def test_nproc_is_refused_under_torchrun(tmp_path, monkeypatch, refused):
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "x", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
-    said = refused("pretrain", trees.file(tmp_path), "--nproc", 4)
-    assert "leave it out under torchrun and srun" in said
+    message = refused("pretrain", trees.file(tmp_path), "--nproc", 4)
+    assert "leave it out under torchrun and srun" in message
 
 
-def test_what_the_file_system_refuses_is_one_line(tmp_path, refused):
+def test_a_file_system_error_is_reported_in_one_line(tmp_path, refused):
     path = trees.file(tmp_path)
     assert refused("pretrain", path, f"run.root={path}") == (
         f"megakernel: error: run.root={path} cannot be written ([Errno 20] Not a directory: '{path}/small/logs'); make "
@@ -148,21 +148,19 @@ def test_what_the_file_system_refuses_is_one_line(tmp_path, refused):
 
 
 @pytest.mark.parametrize("run", ["there", "gone"])
-def test_what_nobody_has_foreseen_is_one_line_and_its_traceback_is_in_the_logs(
-    tmp_path, monkeypatch, capsys, run
-):
+def test_an_unexpected_error_is_one_line_with_its_traceback_in_the_logs(tmp_path, monkeypatch, capsys, run):
     (tmp_path / "there/logs").mkdir(parents=True)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(COMMANDS["generate"], "run", lambda args: {}["bug"])
     assert main(["generate", str(tmp_path / run), "--prompt", ""]) == ExitStatus.FAILED
     [line] = capsys.readouterr().err.splitlines()
-    said, _, file = line.partition("; the traceback is in ")
-    assert said == "megakernel: error: KeyError: 'bug'"
+    message, _, file = line.partition("; the traceback is in ")
+    assert message == "megakernel: error: KeyError: 'bug'"
     assert Path(file).parent == (tmp_path / "there/logs" if run == "there" else tmp_path)
     assert "Traceback (most recent call last)" in Path(file).read_text()
 
 
-def test_in_a_job_the_traceback_is_in_the_processs_own_log(tmp_path, monkeypatch, capsys):
+def test_in_a_job_the_traceback_is_in_the_log_of_the_process(tmp_path, monkeypatch, capsys):
     (tmp_path / "run/logs").mkdir(parents=True)
     monkeypatch.setenv("MEGAKERNEL_JOB", "7")
     monkeypatch.setattr(COMMANDS["generate"], "run", lambda args: {}["bug"])
@@ -173,7 +171,7 @@ def test_in_a_job_the_traceback_is_in_the_processs_own_log(tmp_path, monkeypatch
     assert not any((tmp_path / "run/logs").iterdir())
 
 
-def test_the_doctor_tells_what_sbatch_complains_of(monkeypatch, tmp_path, capsys):
+def test_the_doctor_shows_the_error_of_sbatch(monkeypatch, tmp_path, capsys):
     sbatch = tmp_path / "sbatch"
     sbatch.write_text(
         "#!/bin/sh\necho 'sbatch: fatal: Could not establish a configuration source' >&2\nexit 1\n"
@@ -187,7 +185,7 @@ def test_the_doctor_tells_what_sbatch_complains_of(monkeypatch, tmp_path, capsys
     assert "sbatch cannot reach Slurm" in line
 
 
-def test_the_doctor_finds_this_machine_fit():
+def test_the_doctor_passes_on_this_machine():
     result = subprocess.run(
         [sys.executable, "-m", "launch.cli", "doctor"], capture_output=True, text=True, check=False
     )
@@ -196,8 +194,8 @@ def test_the_doctor_finds_this_machine_fit():
         assert f"ok  {name} " in result.stdout
 
 
-def test_the_doctor_asks_for_what_the_distribution_needs(tmp_path):
-    """A package that is too old for what setup.cfg says, found before the real one."""
+def test_the_doctor_checks_the_requirements_of_the_package(tmp_path):
+    """The import path has a package that is older than setup.cfg requires before the installed one."""
     old = tmp_path / "rich-1.0.dist-info"
     old.mkdir()
     (old / "METADATA").write_text("Metadata-Version: 2.1\nName: rich\nVersion: 1.0\n")

@@ -5,7 +5,7 @@ from megakernel.config import Config
 from megakernel.config.validation import all_keys
 
 
-def test_the_page_is_what_the_code_says():
+def test_the_page_is_up_to_date():
     remedy = "run `python -m launch.configuration_page`"
     assert PAGE.read_text(encoding="utf-8") == page(), remedy
 

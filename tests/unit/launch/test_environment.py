@@ -12,7 +12,7 @@ TORCHRUN = {
     "MASTER_ADDR": "node7",
     "MASTER_PORT": "1234",
 }
-# As a task of `srun --nodes 2 --ntasks-per-node 2` sees it.
+# The environment of one task of `srun --nodes 2 --ntasks-per-node 2`.
 SRUN = {
     "SLURM_JOB_ID": "4321",
     "SLURM_STEP_ID": "0",
@@ -27,32 +27,32 @@ SRUN = {
 }
 
 
-def test_a_process_started_alone_joins_nothing():
+def test_a_process_started_without_a_launcher_joins_no_group():
     assert launched_process({}) is None
 
 
-def test_torchrun_says_where_a_process_stands():
+def test_ranks_are_read_from_the_variables_of_torchrun():
     assert launched_process(TORCHRUN) == ProcessEnvironment(5, 8, 1, 4, "node7", 1234)
 
 
-def test_what_a_launcher_hands_on_is_what_its_rank_finds():
+def test_a_rank_reads_the_variables_that_its_launcher_set():
     process = ProcessEnvironment(2, 3, 2, 3, "here", 99)
     assert launched_process(process.variables()) == process
 
 
-def test_half_of_torchruns_variables_is_refused():
+def test_an_incomplete_set_of_torchrun_variables_is_refused():
     with pytest.raises(UserError, match="MASTER_ADDR is not"):
         launched_process({key: value for key, value in TORCHRUN.items() if key != "MASTER_ADDR"})
 
 
-def test_srun_says_where_a_process_stands():
+def test_ranks_are_read_from_the_variables_of_srun():
     process = launched_process({**SRUN, "MASTER_ADDR": "10.0.0.1"})
     assert process is not None
     assert (process.rank, process.world_size, process.local_rank, process.local_world_size) == (3, 4, 1, 2)
     assert process.master_address == "10.0.0.1"
 
 
-def test_all_tasks_of_a_step_meet_at_one_port_and_two_steps_at_two():
+def test_tasks_of_one_step_share_a_port_and_other_steps_use_another():
     one_node = {**SRUN, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_NODEID": "0"}
     ports = [
         process.master_port
@@ -88,7 +88,7 @@ def test_an_interactive_shell_of_one_task_starts_its_own_processes():
     assert launched_process({**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) is None
 
 
-def test_a_node_that_slurm_cannot_resolve_is_refused_with_a_way_out(monkeypatch, tmp_path):
+def test_a_node_that_slurm_cannot_resolve_is_refused_with_a_remedy(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))  # a machine without scontrol
     with pytest.raises(UserError, match="export MASTER_ADDR"):
         launched_process(SRUN)

@@ -1,10 +1,10 @@
-"""Prompts, before a model is looked for."""
+"""Checks of the prompts, before a model is loaded."""
 
 import pytest
 
 
 @pytest.mark.parametrize(
-    ("option", "content", "said"),
+    ("option", "content", "error"),
     [
         ("--prompt-file", None, "cannot be read ("),
         ("--prompt-file", b"caf\xe9", "is not UTF-8 ('utf-8' codec can't decode byte 0xe9 in position 3"),
@@ -16,17 +16,17 @@ import pytest
         ("--prompts", b"[" * 100_000, "line 1 has no prompt; write"),
     ],
 )
-def test_what_is_no_prompt_is_one_line(tmp_path, option, content, said, refused):
+def test_an_invalid_prompt_file_is_refused_in_one_line(tmp_path, option, content, error, refused):
     file = tmp_path / "prompts"
     if content is not None:
         file.write_bytes(content)
     line = refused("generate", "runs/x", option, file)
     assert f"{option} {file}" in line
-    assert said in line
+    assert error in line
 
 
 @pytest.mark.parametrize(
-    "typed", [[], ["--prompt", "x", "--prompt-file", "y"], ["--prompts", "x", "--prompt", ""]]
+    "options", [[], ["--prompt", "x", "--prompt-file", "y"], ["--prompts", "x", "--prompt", ""]]
 )
-def test_prompts_are_given_in_one_way(typed, refused):
-    assert "--prompt" in refused("generate", "runs/x", *typed)
+def test_exactly_one_prompt_option_is_required(options, refused):
+    assert "--prompt" in refused("generate", "runs/x", *options)

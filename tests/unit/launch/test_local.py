@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from .launching import GLOO, LAUNCH, REPOSITORY, Launch
+from .launching import GLOO_MAXIMUM, LAUNCHER_SCRIPT, REPOSITORY, Launch
 
 
-def test_ranks_that_nobody_outside_this_machine_reaches_end_with_rank_0_on_the_console_and_each_in_its_log(
+def test_ranks_listen_on_localhost_only_and_log_each_to_its_own_file(
     tmp_path,
 ):
-    launch = Launch(tmp_path, "listen", agree=GLOO, OMP_NUM_THREADS="3")
+    launch = Launch(tmp_path, "listen", maximum=GLOO_MAXIMUM, OMP_NUM_THREADS="3")
     status, out, err = launch.finish()
     assert (status, err) == (0, "")
     assert out == "rank 0 of 2 with 3 threads\n['127.0.0.1']\n"
@@ -22,7 +22,7 @@ def test_ranks_that_nobody_outside_this_machine_reaches_end_with_rank_0_on_the_c
     assert launch.log(1).endswith("rank 1 of 2 with 3 threads\n['127.0.0.1']\n")
 
 
-WATCHED = """
+CONSOLE_SCRIPT = """
 from megakernel.training.observing.console import Console
 console = Console(4, total_tokens=4)
 console.note("begin")
@@ -32,28 +32,28 @@ console.note("end")
 """
 
 
-def test_a_terminal_has_colours_and_a_line_that_moves_and_the_log_has_lines(tmp_path):
-    (tmp_path / "rank.py").write_text(WATCHED)
-    ours, theirs = pty.openpty()
-    typed = [sys.executable, "-c", LAUNCH, str(tmp_path), "", "1", "60"]
+def test_a_terminal_shows_colors_and_a_progress_line_that_the_log_leaves_out(tmp_path):
+    (tmp_path / "rank.py").write_text(CONSOLE_SCRIPT)
+    terminal, child_terminal = pty.openpty()
+    typed = [sys.executable, "-c", LAUNCHER_SCRIPT, str(tmp_path), "", "1", "60"]
     env = {**os.environ, "TERM": "xterm"}
-    subprocess.run(typed, cwd=REPOSITORY, env=env, stdout=theirs, check=True, timeout=60)
-    shown = os.read(ours, 1 << 16).decode()
-    os.close(ours)
-    os.close(theirs)
+    subprocess.run(typed, cwd=REPOSITORY, env=env, stdout=child_terminal, check=True, timeout=60)
+    shown = os.read(terminal, 1 << 16).decode()
+    os.close(terminal)
+    os.close(child_terminal)
     assert shown.count("\n") == 2
     assert "\x1b[33mbegin\x1b[0m" in shown
     assert re.search(r"\x1b\[K\S*step 2/4\S*  \S*━{15}╌{15}\S*\r\x1b\[K", shown)
     assert (tmp_path / "logs/rank_0.log").read_text().splitlines()[1:] == ["begin", "end"]
 
 
-def test_ranks_share_the_cores_unless_told_otherwise(tmp_path, monkeypatch):
+def test_ranks_share_the_cores_by_default(tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     _, out, _ = Launch(tmp_path, "finish").finish()
     assert f"with {max(1, len(os.sched_getaffinity(0)) // 2)} threads" in out
 
 
-def test_a_second_launch_goes_on_in_the_logs(tmp_path):
+def test_a_second_launch_appends_to_the_logs(tmp_path):
     for _ in range(2):
         launch = Launch(tmp_path, "finish", nproc=1)
         assert launch.finish()[0] == 0
@@ -69,7 +69,7 @@ def test_a_rank_that_fails_ends_the_others_and_is_named_with_its_last_lines(tmp_
     assert any(line.endswith("RuntimeError: boom in rank 1") for line in rest)
 
 
-def test_ranks_that_find_their_folder_in_use_say_so_once(tmp_path):
+def test_a_folder_in_use_is_reported_once_for_all_ranks(tmp_path):
     status, out, err = Launch(tmp_path, "in use").finish()
     assert (status, err) == (90, "megakernel: error: process 7 writes there\n")
     assert out == "rank 0 of 2 with 1 threads\n"
@@ -81,7 +81,7 @@ def test_a_rank_that_is_killed_is_named_with_the_signal(tmp_path):
     assert "rank 1 was ended by SIGKILL, which is also what the kernel sends when memory runs out" in err
 
 
-def test_ranks_that_do_not_follow_one_that_left_are_ended(tmp_path):
+def test_ranks_that_outlive_one_that_exited_are_killed(tmp_path):
     status, _, err = Launch(tmp_path, "hang", straggler_seconds=0.5).finish()
     assert status == 1
     assert "rank 1 still runs 0.5 s after rank 0 exited" in err
@@ -97,14 +97,14 @@ def test_ranks_that_do_not_follow_one_that_left_are_ended(tmp_path):
         (signal.SIGUSR2, 85),
     ],
 )
-def test_a_signal_reaches_the_ranks_and_their_common_status_is_the_launchers(tmp_path, number, status):
+def test_signals_are_forwarded_and_the_launcher_exits_with_the_status_of_the_ranks(tmp_path, number, status):
     launch = Launch(tmp_path, "step")
     launch.wait_for_a_step()
     launch.process.send_signal(number)
     assert launch.finish()[::2] == (status, "")
 
 
-def test_an_interruption_with_nothing_to_save_is_one_line(tmp_path):
+def test_an_interruption_with_nothing_to_save_prints_one_line(tmp_path):
     launch = Launch(tmp_path, "start")
     launch.wait_for_a_step()
     launch.process.send_signal(signal.SIGINT)
@@ -120,7 +120,7 @@ def test_a_killed_launcher_takes_its_ranks_with_it(tmp_path):
     launch.process.communicate()
 
 
-TALKS = """
+VERBOSE_SCRIPT = """
 import os, sys
 from pathlib import Path
 from launch import local
@@ -141,7 +141,7 @@ else:
 
 
 @pytest.mark.parametrize(
-    ("who", "console"),
+    ("process", "console"),
     [
         ("launcher", "full"),
         ("launcher", "closed"),
@@ -150,14 +150,14 @@ else:
         ("rank", "closed"),
     ],
 )
-def test_a_console_that_cannot_be_written_holds_nobody_up_and_the_log_has_it_all(tmp_path, who, console):
-    command = [sys.executable, "-c", TALKS, str(tmp_path), who]
+def test_an_unwritable_console_blocks_no_process_and_the_log_is_complete(tmp_path, process, console):
+    command = [sys.executable, "-c", VERBOSE_SCRIPT, str(tmp_path), process]
     if console == "full":
-        there = os.open("/dev/full", os.O_WRONLY)
+        stdout = os.open("/dev/full", os.O_WRONLY)
     else:
-        reader, there = os.pipe()
+        reader, stdout = os.pipe()
     if console == "closed":
         os.close(reader)
     repository = Path(__file__).parents[3]
-    assert subprocess.run(command, stdout=there, stderr=there, cwd=repository, timeout=60).returncode == 0
+    assert subprocess.run(command, stdout=stdout, stderr=stdout, cwd=repository, timeout=60).returncode == 0
     assert (tmp_path / "rank_0.log").read_text().endswith("the last line\n")

@@ -7,7 +7,7 @@ from megakernel.analysis.catalogue import PAPERS, SOURCES, catalogue, entry
 from megakernel.config import PRESETS, Attention, expand_preset, yaml_text
 
 
-def test_the_page_of_mechanisms_is_what_the_code_says():
+def test_the_mechanism_page_is_up_to_date():
     assert mechanisms.PAGE.read_text() == mechanisms.page(catalogue()), (
         "megakernel dev mechanisms --markdown > docs/mechanisms.md"
     )
@@ -18,7 +18,7 @@ def test_every_preset_has_a_source():
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_equations_are_given_of_the_four_papers(preset):
+def test_mechanisms_of_the_four_papers_name_their_equation(preset):
     source = SOURCES[preset]
     assert (source.equation is not None) == (source.paper in PAPERS)
 
@@ -33,7 +33,7 @@ def test_every_preset_has_a_snippet():
 
 
 @pytest.mark.parametrize(("preset", "snippet"), SNIPPETS, ids=[name for name, _ in SNIPPETS])
-def test_a_snippet_is_its_preset_written_out(preset, snippet):
+def test_a_snippet_loads_to_its_preset(preset, snippet):
     tree = expand_preset(preset)
     settings = {tree["mechanism"]: tree.get(tree["mechanism"], {})} if "mechanism" in tree else {}
     written = yaml_text.parse(snippet, "mechanisms.md")["model"]["attention"]
@@ -41,12 +41,12 @@ def test_a_snippet_is_its_preset_written_out(preset, snippet):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_rows_are_cut_over_context_ranks_in_every_kind_of_model_that_a_mechanism_is_for(preset):
+def test_every_mechanism_supports_context_parallelism_in_its_models(preset):
     assert all(layer.spec.exchanged(layer.causal) for layer in entry(preset).layers.values())
 
 
-def test_costs_grow_as_the_formulas_say():
+def test_costs_grow_with_length_as_in_the_formulas():
     assert 3.9 < entry("softmax").growth < 4.1
-    # Exactly 2, but for the first block of a sequence, which has nothing before it.
+    # Exactly 2 except for the first block of a sequence, which has no earlier tokens.
     assert 1.99 < entry("flurka").growth < 2.01
     assert 1.99 < entry("performer").growth < 2.01

@@ -48,33 +48,33 @@ def write(run, steps=100, saved=0, **logged):
         (run / "checkpoints/latest").write_text(f"step_{saved}")
 
 
-def beat(run, seconds_ago=0.0, process=None, **more):
-    here = {
+def write_heartbeat(run, seconds_ago=0.0, process=None, **more):
+    heartbeat = {
         "time": time.time() - seconds_ago,
         "host": socket.gethostname(),
         "process": process or os.getpid(),
     }
-    (run / "heartbeat.json").write_text(json.dumps(here | {"place": "forward", "step": 40} | more))
+    (run / "heartbeat.json").write_text(json.dumps(heartbeat | {"place": "forward", "step": 40} | more))
 
 
-def test_a_run_says_how_far_it_is(run):
+def test_progress_of_a_run_is_read_from_its_files(run):
     write(run, **LOGGED)
-    beat(run, slowest={"rank": 3, "host": "n2", "straggle": 1.5})
-    known = RunProgress.read(run)
-    assert (known.state, known.step, known.step_of_steps, known.loss, known.mfu) == (
+    write_heartbeat(run, slowest={"rank": 3, "host": "n2", "straggle": 1.5})
+    progress = RunProgress.read(run)
+    assert (progress.state, progress.step, progress.step_of_steps, progress.loss, progress.mfu) == (
         "RUNNING",
         40,
         "40/100",
         2.5,
         0.31,
     )
-    assert known.seconds_left == pytest.approx(60)
-    assert known.health == (
+    assert progress.seconds_left == pytest.approx(60)
+    assert progress.health == (
         "rank 3 on n2 takes 1.50 x the median, 25% of a step waits for data, 2 steps skipped"
     )
 
 
-def test_a_second_look_reads_only_a_configuration_that_has_changed(run, monkeypatch):
+def test_an_unchanged_configuration_is_read_only_once(run, monkeypatch):
     read = []
     monkeypatch.setattr(
         run_progress, "recorded_config", lambda folder: read.append(folder) or recorded_config(folder)
@@ -87,12 +87,12 @@ def test_a_second_look_reads_only_a_configuration_that_has_changed(run, monkeypa
     assert (RunProgress.read(run).steps, len(read)) == (200, 2)
 
 
-def test_of_a_run_that_has_ended_nobody_is_slow(run):
+def test_an_ended_run_reports_no_slow_ranks(run):
     write(run, saved=100, **LOGGED)
     assert RunProgress.read(run).health == "2 steps skipped"
 
 
-def test_nothing_is_said_of_ranks_that_keep_step(run):
+def test_ranks_of_equal_speed_are_not_reported(run):
     even = {"health/straggle": 1.02, "health/data_share": 0.01, "train/skipped_steps": 0.0}
     write(run, **LOGGED | even)
     assert RunProgress.read(run).health == ""
@@ -103,9 +103,9 @@ def test_states_without_a_scheduler(run):
     assert RunProgress.read(run).state == "EMPTY"
     write(run, **LOGGED)
     assert RunProgress.read(run).state == "STOPPED"
-    beat(run, seconds_ago=120)
+    write_heartbeat(run, seconds_ago=120)
     assert RunProgress.read(run).state == "STOPPED"
-    beat(run, process=2**22 + 1)  # beyond what Linux gives: killed a moment ago
+    write_heartbeat(run, process=2**22 + 1)  # beyond Linux's process ids: killed a moment ago
     assert RunProgress.read(run).state == "STOPPED"
     events.record(run, "failed", why="no space left")
     assert RunProgress.read(run).state == "FAILED"
@@ -131,7 +131,7 @@ def test_one_table_shows_all_runs_and_the_stages_of_an_up_training(run, capsys):
     assert "first" not in capsys.readouterr().out
 
 
-def test_the_block_that_a_transfer_is_at_is_what_trains_until_they_are_put_together(run, capsys):
+def test_a_transfer_shows_its_current_block_until_the_blocks_are_merged(run, capsys):
     up = JobFolder(run.parent / "up")
     stage = up.path / "1-transfer"
     blocks = [stage / "layers_0-7", stage / "layers_8-15", stage / "layers_16-23"]
@@ -147,7 +147,7 @@ def test_the_block_that_a_transfer_is_at_is_what_trains_until_they_are_put_toget
     assert up.saved_steps() == 330
 
 
-def test_of_submitted_runs_slurm_has_the_word_and_without_it_the_folder(run, capsys, monkeypatch):
+def test_the_state_of_a_submitted_run_is_slurms_or_else_that_of_its_folder(run, capsys, monkeypatch):
     write(run, **LOGGED)
     job = Job(id="7", executor="slurm", submission="s", submitted="")
     JobFolder(run).add([job])
@@ -157,7 +157,7 @@ def test_of_submitted_runs_slurm_has_the_word_and_without_it_the_folder(run, cap
     assert main(command) == 0
     _, line = capsys.readouterr().out.splitlines()
     assert "STOPPED" in line
-    assert "SLURM_CONF=/nosuch is not there" in line
+    assert "SLURM_CONF=/nosuch does not exist" in line
     (run / "run.json").unlink()
     JobFolder(run).add([replace(job, id="1", executor="local")])
     events.record(run, "ended", {"MEGAKERNEL_JOB": "1"}, status=143, why="ended by TERM")
@@ -168,22 +168,22 @@ def test_of_submitted_runs_slurm_has_the_word_and_without_it_the_folder(run, cap
 
 
 @pytest.mark.parametrize(
-    ("happened", "why"),
+    ("event_names", "why"),
     [
         (("submitted",), "without recording why"),
         (("started", "ended", "requeued"), "without recording why"),
         (("started", "ended", "not requeued"), "stopped"),
     ],
 )
-def test_of_a_start_that_says_nothing_the_batch_scripts_log_is_named(run, happened, why):
+def test_a_start_that_recorded_no_reason_points_to_the_batch_log(run, event_names, why):
     JobFolder(run).add([Job(id="7", executor="slurm", submission="s", submitted="")])
-    for name in happened:
+    for name in event_names:
         events.record(run, name, {"MEGAKERNEL_JOB": "7"}, status=85, why="stopped")
     (run / "logs").mkdir()
     (run / "logs/7.log").touch()
-    said = status_of(JobFolder(run), {"7": JobState("7", "FAILED")}).why
-    assert why in said
-    assert (f"{run}/logs/7.log" in said) == (why == "without recording why")
+    reason = status_of(JobFolder(run), {"7": JobState("7", "FAILED")}).why
+    assert why in reason
+    assert (f"{run}/logs/7.log" in reason) == (why == "without recording why")
 
 
 FROM_OUTSIDE = "[/__w/pair.cc:144] [bold]closed[/bold] by :smile: peer"
@@ -194,7 +194,7 @@ def submitted(run, name="1"):
 
 
 @pytest.mark.parametrize("command", [["monitor", "--once"], ["status"]])
-def test_text_from_outside_is_shown_as_it_is(run, capsys, monkeypatch, command):
+def test_text_from_outside_is_shown_without_markup(run, capsys, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "250")
     write(run, **LOGGED)
     submitted(run)
@@ -233,7 +233,7 @@ def test_text_from_outside_is_shown_as_it_is(run, capsys, monkeypatch, command):
         ("run.json", '{"jobs": [{"id": 3}]}', "run.json cannot be read ("),
     ],
 )
-def test_one_run_that_cannot_be_read_hides_no_other(run, capsys, monkeypatch, command, file, content, why):
+def test_an_unreadable_run_does_not_hide_the_others(run, capsys, monkeypatch, command, file, content, why):
     monkeypatch.setenv("COLUMNS", "500")
     broken = run.with_name("broken")
     (broken / "checkpoints").mkdir(parents=True)
@@ -253,7 +253,7 @@ def test_one_run_that_cannot_be_read_hides_no_other(run, capsys, monkeypatch, co
 
 
 @pytest.mark.parametrize(
-    ("typed", "status", "said"),
+    ("options", "status", "error"),
     [
         (["nosuch"], 3, "nosuch is no run; runs: first"),
         (["--every", "0"], 2, "--every 0.0 is not positive"),
@@ -261,27 +261,27 @@ def test_one_run_that_cannot_be_read_hides_no_other(run, capsys, monkeypatch, co
         (["--root", "nowhere"], 3, "nowhere does not exist"),
     ],
 )
-def test_what_cannot_be_is_one_line(run, capsys, typed, status, said):
+def test_invalid_options_are_refused_in_one_line(run, capsys, options, status, error):
     write(run)
-    assert main(["monitor", "--root", str(run.parent), *typed]) == status
+    assert main(["monitor", "--root", str(run.parent), *options]) == status
     [line] = capsys.readouterr().err.splitlines()
-    assert said in line
+    assert error in line
 
 
-def table_of(run, capsys):
+def status_table(run, capsys):
     assert main(["status", "--root", str(run.parent)]) == 0
     return capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize("name", ["350m", "pretrain-350m-flurka-lr-3e-3-12"])
-def test_a_line_of_80_characters_shows_which_run_where_and_why(run, capsys, monkeypatch, name):
+def test_status_fits_80_columns_with_name_job_step_and_reason(run, capsys, monkeypatch, name):
     run = run.rename(run.with_name(name))
     write(run, steps=100_000, **LOGGED | {"step": 90_000})
     submitted(run, "12345678_12")
     why = "failed (rank 12 on node-0123: RuntimeError: Connection reset by peer); 10 restarts in a row saved no step"
     events.record(run, "ended", {"MEGAKERNEL_JOB": "12345678_12"}, status=1, why=why)
     monkeypatch.setenv("COLUMNS", "80")
-    lines = table_of(run, capsys)
+    lines = status_table(run, capsys)
     assert max(map(len, lines)) <= 80
     for word in (name, "12345678_12", "FAILED", "90000/100000", *why.split()):
         assert word in " ".join(lines).split()
@@ -289,19 +289,19 @@ def test_a_line_of_80_characters_shows_which_run_where_and_why(run, capsys, monk
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
-def test_a_pipe_takes_one_whole_line_for_each_run(run, capsys, monkeypatch):
+def test_piped_status_prints_one_full_line_per_run(run, capsys, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     write(run, **LOGGED)
     submitted(run)
     why = "a long story " * 30
     events.record(run, "ended", {"MEGAKERNEL_JOB": "1"}, status=1, why=why)
-    _, line = table_of(run, capsys)
+    _, line = status_table(run, capsys)
     assert line.endswith(why.strip())
     assert "512" in line.split(), "tokens/s"
 
 
-def slurm_says(run, state, started=0.0, step=0):
-    """The status of a run whose job 7 has this state, and was started again so many seconds ago behind a step."""
+def status_in_slurm(run, state, started=0.0, step=0):
+    """The status of a run whose job 7 has this state and restarted `started` seconds ago after `step`."""
     JobFolder(run).add([Job(id="7", executor="slurm", submission="s", submitted="")])
     begun = datetime.fromtimestamp(time.time() - started, timezone.utc).isoformat()
     line = {"time": begun, "event": "started", "job": "7", "restart": 1, "nodes": "n[1-2]", "step": step}
@@ -312,20 +312,20 @@ def slurm_says(run, state, started=0.0, step=0):
 @pytest.mark.parametrize(
     ("state", "started", "step"),
     [("PENDING", 10, 0), ("RUNNING", -10, 30), ("RUNNING", 10, 40)],
-    ids=["waits again", "has not looked at the run's files yet", "has cut them to the saved step"],
+    ids=["waits again", "has not read the run's files yet", "has cut them to the saved step"],
 )
-def test_nothing_of_the_start_before_is_shown_as_now(run, state, started, step):
+def test_measurements_of_the_previous_start_are_not_shown_as_current(run, state, started, step):
     write(run, saved=step, **LOGGED)
-    beat(run, seconds_ago=20)
-    shown = dict(slurm_says(run, state, started, step).rows())
+    write_heartbeat(run, seconds_ago=20)
+    shown = dict(status_in_slurm(run, state, started, step).rows())
     assert (shown["step"], shown["loss"], shown["health"]) == ("40/100", "2.5000", "2 steps skipped")
     assert not {"tokens/s", "ETA", "heartbeat"} & shown.keys()
     assert ("nodes" in shown) is (state == "RUNNING")
 
 
-def test_what_a_start_has_measured_is_shown(run):
+def test_measurements_of_the_current_start_are_shown(run):
     write(run, saved=30, **LOGGED)
-    beat(run)
-    shown = dict(slurm_says(run, "RUNNING", 10, 30).rows())
+    write_heartbeat(run)
+    shown = dict(status_in_slurm(run, "RUNNING", 10, 30).rows())
     assert (shown["tokens/s"], shown["ETA"], shown["nodes"]) == ("512", "0:01:00", "n[1-2]")
     assert "heartbeat" in shown

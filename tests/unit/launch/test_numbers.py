@@ -1,4 +1,4 @@
-"""What every number on every command line is held to, whoever adds the next one."""
+"""Every numeric option of every command refuses absurd values, options added later included."""
 
 import argparse
 
@@ -12,7 +12,7 @@ from ..config import trees
 ABSURD = ("nan", "inf", "-inf", "true", "1e300", "-1e300", "1e-300", "1" + "0" * 300, "9" * 5000, "", "1,5")
 
 
-def _numbers():
+def _numeric_options():
     for command, module in COMMANDS.items():
         parser = NumberParser(prog=command)
         module.add_arguments(parser)
@@ -23,8 +23,8 @@ def _numbers():
                 )
 
 
-@pytest.mark.parametrize(("parser", "option"), _numbers())
-def test_no_number_is_absurd(parser, option, capsys):
+@pytest.mark.parametrize(("parser", "option"), _numeric_options())
+def test_no_option_takes_an_absurd_number(parser, option, capsys):
     for text in ABSURD:
         with pytest.raises(SystemExit):
             parser.parse_args([f"{option}={text}"])
@@ -34,10 +34,10 @@ def test_no_number_is_absurd(parser, option, capsys):
         assert len(line) < 250
 
 
-def test_the_walk_meets_the_numbers_of_every_command():
-    met = {parameter.id for parameter in _numbers()}
-    assert len(met) >= 25
-    assert met >= {
+def test_the_numeric_options_of_all_commands_are_found():
+    found = {parameter.id for parameter in _numeric_options()}
+    assert len(found) >= 25
+    assert found >= {
         "monitor --every",
         "plan --network",
         "generate --seed",
@@ -56,20 +56,20 @@ def test_the_walk_meets_the_numbers_of_every_command():
         (["generate", "x", "--prompt", "", "--seed", "1" + "0" * 24], "is beyond 64 bits; give an integer"),
     ],
 )  # fmt: skip
-def test_a_number_that_cannot_be_is_one_line(typed, line, refused):
+def test_an_invalid_number_is_refused_in_one_line(typed, line, refused):
     assert line in refused(*typed)
 
 
-def test_a_grid_is_counted_before_it_is_laid_out(tmp_path, refused):
+def test_a_sweep_counts_its_grid_before_expanding_it(tmp_path, refused):
     values = list(range(1, 1001))
     (tmp_path / "sweep.yaml").write_text(
         f"config: {trees.file(tmp_path)}\nname: x\ngrid: {{training.steps: {values}, run.seed: {values}, a: {values}}}"
     )
-    said = refused("sweep", tmp_path / "sweep.yaml")
-    assert "grid has 1,000,000,000 points; leave at most 100,000" in said
+    error = refused("sweep", tmp_path / "sweep.yaml")
+    assert "grid has 1,000,000,000 points; leave at most 100,000" in error
 
 
-def test_plain_types_are_read_in_the_same_way(capsys):
+def test_plain_int_and_float_options_are_parsed_as_usual(capsys):
     parser = NumberParser()
     assert isinstance(parser, argparse.ArgumentParser)
     parser.add_argument("--share", type=float)

@@ -1,4 +1,4 @@
-"""What becomes of a command whose output, or whose reader, is gone."""
+"""Commands whose output cannot be written or is no longer read."""
 
 import os
 import signal
@@ -28,18 +28,18 @@ PRINTING = {
 
 
 @pytest.mark.parametrize("command", PRINTING)
-def test_a_reader_who_has_seen_enough_is_no_error(command, monkeypatch, capsys):
+def test_a_closed_pipe_prints_no_error(command, monkeypatch, capsys):
     reader, writer = os.pipe()
     os.close(reader)
-    with open(writer, "w") as nobody:
-        monkeypatch.setattr(sys, "stdout", nobody)
+    with open(writer, "w") as closed_pipe:
+        monkeypatch.setattr(sys, "stdout", closed_pipe)
         assert main(PRINTING[command]) == ExitStatus.BROKEN_PIPE
         monkeypatch.undo()
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
-    ("redirected", "status", "said"),
+    ("redirected", "status", "error"),
     [
         ("{command} 2>&1 | head -n 0", 141, ""),
         ("{command} nosuch=1 2>&1 | head -n 0", 2, ""),
@@ -53,16 +53,16 @@ def test_a_reader_who_has_seen_enough_is_no_error(command, monkeypatch, capsys):
         ("{command} nosuch=1 2>/dev/full ; exit $?", 2, ""),
     ],
 )
-def test_the_shells_redirections_leave_no_traceback(tmp_path, redirected, status, said):
+def test_shell_redirections_cause_no_traceback(tmp_path, redirected, status, error):
     command = f"{sys.executable} -m launch.cli config {trees.file(tmp_path)}"
     script = redirected.format(command=command) + '; exit "${PIPESTATUS[0]}"'
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
     assert done.returncode == status
-    assert said in done.stderr
-    assert len(done.stderr.splitlines()) == bool(said)
+    assert error in done.stderr
+    assert len(done.stderr.splitlines()) == bool(error)
 
 
-def test_ctrl_c_while_a_command_is_imported_is_one_line():
+def test_ctrl_c_while_a_command_is_imported_prints_one_line():
     script = """
 import runpy, signal, sys
 

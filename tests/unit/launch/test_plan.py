@@ -16,7 +16,7 @@ def file(tmp_path):
     return str(trees.file(tmp_path, training={"seq_len": 2048, "global_batch_size": 64}))
 
 
-def test_a_range_is_the_powers_of_two_in_it():
+def test_a_range_of_gpus_holds_its_powers_of_two():
     assert device_counts("64") == [64]
     assert device_counts("12") == [12]
     assert device_counts("8..4096") == [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
@@ -25,36 +25,36 @@ def test_a_range_is_the_powers_of_two_in_it():
 
 def test_tables_show_layouts_memory_time_and_traffic(file, capsys):
     assert main(["plan", file, "model.vocab_size=1000", "--gpus", "8", "--gpu", "h100", "--top", "2"]) == 0
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     for wanted in ("predicted, not measured", "memory per device, GB", "optimizer", "sent per device", "MFU"):
-        assert wanted in shown
-    assert "1,000 ids by model.vocab_size" in shown
-    (invalid,) = re.findall(r"^(\d+) layouts are invalid:", shown, re.MULTILINE)
-    listed = [int(count) for count in re.findall(r"^ +(\d+) x ", shown, re.MULTILINE)]
-    # The most frequent reasons first; each of those left out has at least one layout.
+        assert wanted in output
+    assert "1,000 ids by model.vocab_size" in output
+    (invalid,) = re.findall(r"^(\d+) layouts are invalid:", output, re.MULTILINE)
+    listed = [int(count) for count in re.findall(r"^ +(\d+) x ", output, re.MULTILINE)]
+    # Most frequent reasons first; each of those that are not listed has at least one layout.
     assert listed == sorted(listed, reverse=True)
-    assert sum(listed) + int(re.findall(r"and (\d+) more reasons", shown)[0]) <= int(invalid)
-    assert "beyond DeepSpeed's pipeline engine" in shown
+    assert sum(listed) + int(re.findall(r"and (\d+) more reasons", output)[0]) <= int(invalid)
+    assert "beyond DeepSpeed's pipeline engine" in output
 
 
-def test_json_holds_what_the_tables_show_and_every_reason(file, capsys):
+def test_json_holds_the_tables_and_every_reason_for_refusal(file, capsys):
     assert main(["plan", file, "--gpus", "8..16", "--gpu", "a100", "--json", "--top", "3"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["predicted"] is True
-    assert found["gpu"]["memory"] == 80e9
-    assert [one["gpus"] for one in found["plans"]] == [8, 16]
-    for one in found["plans"]:
-        assert len(one["layouts"]) == 3
-        assert one["refused"]
-        best = one["layouts"][0]
+    report = json.loads(capsys.readouterr().out)
+    assert report["predicted"] is True
+    assert report["gpu"]["memory"] == 80e9
+    assert [plan["gpus"] for plan in report["plans"]] == [8, 16]
+    for plan in report["plans"]:
+        assert len(plan["layouts"]) == 3
+        assert plan["refused"]
+        best = plan["layouts"][0]
         assert best["memory_bytes_total"] == pytest.approx(sum(best["memory_bytes"].values()))
         assert best["step_seconds"] == pytest.approx(sum(best["seconds"].values()))
         sizes = best["layout"]
         product = sizes["tensor"] * sizes["context"] * sizes["data"] * sizes["pipeline"]
-        assert product == one["gpus"]
+        assert product == plan["gpus"]
 
 
-def test_the_keys_of_a_layout_are_overrides_that_a_run_takes(file, capsys):
+def test_the_keys_of_a_layout_are_valid_overrides(file, capsys):
     assert main(["plan", file, "--gpus", "8", "--gpu", "h200", "--json"]) == 0
     keys = json.loads(capsys.readouterr().out)["plans"][0]["layouts"][0]["keys"]
     overrides = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
@@ -62,16 +62,16 @@ def test_the_keys_of_a_layout_are_overrides_that_a_run_takes(file, capsys):
 
 
 @pytest.mark.second
-def test_a_range_shows_how_the_run_scales(file, capsys):
+def test_a_range_of_gpus_shows_scaling_tables(file, capsys):
     assert main(["plan", file, "--gpus", "8..16", "--gpu", "b200"]) == 0
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     for wanted in ("strong scaling", "weak scaling", "longer sequences"):
-        assert wanted in shown
-    assert "50,257 ids assumed" in shown
+        assert wanted in output
+    assert "50,257 ids assumed" in output
 
 
 @pytest.mark.second
-def test_a_page_has_its_command_and_the_baselines(file, capsys, tmp_path):
+def test_a_page_names_its_command_and_the_baselines(file, capsys, tmp_path):
     out = tmp_path / "pages" / "plan.md"
     assert main(["plan", file, "--gpus", "8", "--gpu", "h100", "--page", str(out)]) == 0
     page = out.read_text()
@@ -82,7 +82,7 @@ def test_a_page_has_its_command_and_the_baselines(file, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "complaint"),
+    ("options", "error"),
     [
         (["--gpus", "8", "--gpu", "h900"], "--gpu h900 is not known; choose a100, h100, h200, b200"),
         (["--gpus", "many", "--gpu", "h100"], "--gpus many is neither a number nor a range"),
@@ -104,5 +104,5 @@ def test_a_page_has_its_command_and_the_baselines(file, capsys, tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_planned_is_one_line(file, options, complaint, refused):
-    assert complaint in refused("plan", file, *options)
+def test_invalid_options_of_plan_are_refused_in_one_line(file, options, error, refused):
+    assert error in refused("plan", file, *options)

@@ -16,7 +16,7 @@ def reports(**changes):
     return {**found, "n2": replace(found["n2"], **changes)}
 
 
-def test_nodes_that_are_alike_are_fit():
+def test_nodes_with_equal_reports_are_fit():
     assert unfit_by_report(reports(), gpus_per_node=2) == {}
 
 
@@ -34,23 +34,23 @@ def test_nodes_that_are_alike_are_fit():
         ({"versions": {**FIT.versions, "torch": "2.12.0"}}, "torch is 2.12.0 and 2.13.0 elsewhere"),
     ],
 )
-def test_a_node_that_is_not_fit_is_named_with_the_reason(changes, why):
+def test_an_unfit_node_is_named_with_the_reason(changes, why):
     assert unfit_by_report(reports(**changes), gpus_per_node=2) == {"n2": why}
 
 
-def test_a_node_without_a_driver_is_not_asked_for_gpus():
+def test_a_node_without_a_gpu_driver_needs_no_gpus():
     assert unfit_by_report(reports(gpus=None), gpus_per_node=2) == {}
 
 
-def test_what_nodes_print_is_read_back_and_a_silent_one_is_named():
+def test_reports_are_read_from_the_output_and_missing_ones_are_named():
     lines = ["Welcome to n1!", json.dumps(asdict(FIT)), json.dumps({"node": "n2"})]
     found = read_reports(lines, ["n1", "n2"])
     assert found == {"n1": FIT, "n2": None}
     assert unfit_by_report(found, gpus_per_node=0) == {"n2": "sent no report"}
-    assert unfit_by_report(read_reports([], ["n1", "n2"]), 0) == {}, "no node is to blame alone"
+    assert unfit_by_report(read_reports([], ["n1", "n2"]), 0) == {}, "no single node is to blame"
 
 
-def test_what_is_slow_between_a_node_and_one_that_is_not_fit_is_the_others_fault():
+def test_a_slow_pair_with_an_unfit_node_is_blamed_on_the_unfit_node():
     unwritable = replace(FIT, node="n2", unwritable="Read-only file system")
     slow = [Timing(rank, node, ["n1", "n2"], 9.0) for rank, node in enumerate(["n1", "n2"])]
     lines = [json.dumps(asdict(one)) for one in (FIT, unwritable, *slow)]
@@ -61,18 +61,16 @@ def test_what_is_slow_between_a_node_and_one_that_is_not_fit_is_the_others_fault
     assert unfit_nodes(lines, ["n1", "n2"], gpus_per_node=2, seconds=10) == {}
 
 
-def test_a_node_looks_at_itself(tmp_path):
-    here = node_report(tmp_path, "n1")
-    assert here.unwritable is None
-    assert here.memory > 0
-    assert here.versions["torch"] != "not installed"
+def test_a_node_reports_its_own_state(tmp_path):
+    report = node_report(tmp_path, "n1")
+    assert report.unwritable is None
+    assert report.memory > 0
+    assert report.versions["torch"] != "not installed"
     assert list(tmp_path.iterdir()) == []
     assert "No such file" in (node_report(tmp_path / "elsewhere", "n1").unwritable or "")
 
 
-def test_a_failure_is_told_in_a_line_that_srun_keeps_whole():
+def test_a_failure_fits_one_line_of_srun():
     reason = collectives._one_line(RuntimeError("日" * 4000))
-    failed = Timing(
-        8191, "h" * 64, ["h" * 64, "i" * 64], None, reason
-    )  # the longest names that hosts may have
+    failed = Timing(8191, "h" * 64, ["h" * 64, "i" * 64], None, reason)  # the longest possible host names
     assert len(json.dumps(asdict(failed))) < 1024

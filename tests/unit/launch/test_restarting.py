@@ -16,7 +16,7 @@ def ends(*statuses, progressed=False):
 
 
 @pytest.mark.parametrize(
-    ("status", "again"),
+    ("status", "restarts"),
     [
         (ExitStatus.DONE, False),
         (ExitStatus.FAILED, False),
@@ -29,15 +29,15 @@ def ends(*statuses, progressed=False):
         (ExitStatus.IN_USE, True),
         (ExitStatus.NOT_FINITE, False),
         (137, True),  # KILL
-        (140, True),  # USR2, before the process could listen to it
+        (140, True),  # USR2, before the process had its signal handlers
     ],
 )
-def test_what_happens_to_a_sound_run_starts_again_and_nothing_else(status, again):
-    assert decide(ends(status), max_restarts=3).restart is again
+def test_only_causes_outside_the_run_restart_it(status, restarts):
+    assert decide(ends(status), max_restarts=3).restart is restarts
 
 
 @pytest.mark.parametrize(
-    "said",
+    "error",
     [
         RESET,
         "Node failure on n2",
@@ -47,30 +47,30 @@ def test_what_happens_to_a_sound_run_starts_again_and_nothing_else(status, again
         "rank 0 on n1: RuntimeError: Watchdog caught collective operation timeout: NCCL ran for 600000 ms, timeout",
     ],
 )
-def test_an_error_of_the_cluster_starts_again_before_a_step_was_saved(said):
-    assert decide(ends(ExitStatus.FAILED), 3, said).restart
+def test_cluster_errors_restart_a_run_that_has_not_saved_a_step(error):
+    assert decide(ends(ExitStatus.FAILED), 3, error).restart
     assert not decide(ends(ExitStatus.FAILED), 3, "rank 0 on n1: KeyError: 'x'").restart
 
 
-def test_an_error_starts_again_where_it_follows_progress_and_not_at_the_same_step():
-    said = "rank 0 on n1: KeyError: 'x'"
-    assert decide([Start(ExitStatus.FAILED, True)], 3, said).restart
-    assert not decide([Start(ExitStatus.FAILED, True), Start(ExitStatus.FAILED, False)], 3, said).restart
+def test_an_error_restarts_a_run_only_after_progress():
+    error = "rank 0 on n1: KeyError: 'x'"
+    assert decide([Start(ExitStatus.FAILED, True)], 3, error).restart
+    assert not decide([Start(ExitStatus.FAILED, True), Start(ExitStatus.FAILED, False)], 3, error).restart
 
 
-def test_the_cause_of_a_user_stays_ended_however_far_the_run_had_come():
+def test_user_errors_and_cancellation_never_restart_a_run():
     for status in (ExitStatus.USAGE, ExitStatus.NOT_FINITE, ExitStatus.TERMINATED):
         assert not decide([Start(status, True)], 3, RESET).restart
 
 
-def test_requests_to_make_room_cost_nothing():
+def test_preemptions_do_not_count_as_restarts():
     assert decide(ends(*[ExitStatus.STOPPED] * 100), max_restarts=1).restart
     between = ends(*[ExitStatus.STALLED, ExitStatus.STOPPED] * 2)
     assert decide(between, 2).restart
     assert not decide([*between, Start(ExitStatus.STALLED, False)], 2).restart
 
 
-def test_progress_gives_the_failures_back():
+def test_progress_resets_the_count_of_restarts():
     lost = ends(*[ExitStatus.FAILED] * 3)
     assert decide(lost, 3, RESET).restart
     assert not decide([*lost, *ends(ExitStatus.FAILED)], 3, RESET).restart
@@ -80,35 +80,35 @@ def test_progress_gives_the_failures_back():
 
 
 @pytest.mark.parametrize("status", [ExitStatus.OUT_OF_MEMORY, 137])
-def test_memory_that_two_restarts_did_not_give_a_third_will_not(status):
+def test_out_of_memory_restarts_at_most_twice(status):
     assert decide(ends(*[status] * 2), 9).restart
     decision = decide(ends(*[status] * 3), 9)
     assert not decision.restart
     assert "2 restarts in a row saved no step" in decision.why
 
 
-def test_exit_statuses_can_be_chosen():
+def test_further_exit_statuses_can_be_configured_to_restart():
     assert not decide(ends(42), 3).restart
     assert decide(ends(42), 3, restart_on=[42]).restart
 
 
-def test_a_job_that_may_not_start_again_says_so():
+def test_the_reason_says_that_requeuing_is_off():
     assert "requeuing is off" in decide(ends(ExitStatus.STOPPED), 0).why
 
 
-def test_what_a_process_said_is_told_where_it_failed():
-    said = "rank 3 on n2: ValueError: no"
-    assert decide(ends(ExitStatus.FAILED), 9, said).why == f"failed ({said})"
-    assert decide(ends(ExitStatus.STOPPED), 9, said).why == "saved and stopped to make room"
+def test_the_reason_includes_the_error_of_a_failed_process():
+    error = "rank 3 on n2: ValueError: no"
+    assert decide(ends(ExitStatus.FAILED), 9, error).why == f"failed ({error})"
+    assert decide(ends(ExitStatus.STOPPED), 9, error).why == "saved and stopped to make room"
 
 
 @pytest.mark.parametrize(("refusals", "event"), [(3, "requeued"), (1000, "not requeued")])
-def test_a_controller_that_is_restarted_ends_no_run(refusals, event, tmp_path, monkeypatch):
-    asked = []
+def test_requeuing_retries_while_the_controller_restarts(refusals, event, tmp_path, monkeypatch):
+    commands = []
 
     def check_output(*command):
-        asked.append(command)
-        if len(asked) <= refusals:
+        commands.append(command)
+        if len(commands) <= refusals:
             raise SlurmRefused("Unable to contact slurm controller")
 
     monkeypatch.setattr(attempt, "check_output", check_output)
@@ -117,7 +117,7 @@ def test_a_controller_that_is_restarted_ends_no_run(refusals, event, tmp_path, m
     attempt.requeue(tmp_path, "7", excluded=["n1"])
     assert [one["event"] for one in events.read(tmp_path)] == [event]
     if event == "requeued":
-        assert asked[refusals:] == [
+        assert commands[refusals:] == [
             ("scontrol", "requeuehold", "7"),
             ("scontrol", "update", "JobId=7", "ExcNodeList=n1"),
             ("scontrol", "release", "7"),

@@ -1,4 +1,4 @@
-"""What a submission keeps to itself, and what it does not take along at all."""
+"""Secrets of a submission, and the files that its code snapshot leaves out."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from megakernel.training.environment import revision
 TOKEN = "it's hunter2"
 
 
-def test_the_value_of_a_secret_lies_in_one_file_that_its_owner_alone_reads(tmp_path):
+def test_secrets_are_stored_in_one_file_that_only_the_owner_can_read(tmp_path):
     typed = "submit --cluster debug --name one --env HF_TOKEN --env MY_KEY=a=1 --env NCCL_DEBUG=WARN -- "
     subprocess.run(
         [sys.executable, "-m", "launch.cli", *typed.split(), "reshape", "runs/nosuch"],
@@ -29,12 +29,12 @@ def test_the_value_of_a_secret_lies_in_one_file_that_its_owner_alone_reads(tmp_p
     assert [path for path in files if b"hunter2" in path.read_bytes()] == [folder / SECRETS]
     assert folder.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o077 for path in (folder / SECRETS, folder / "settings.json")} == {0}
-    # Whoever resumes it has all of them again.
+    # Resuming the job restores all of them.
     wanted = {"HF_TOKEN": TOKEN, "MY_KEY": "a=1", "NCCL_DEBUG": "WARN"}
     assert run.settings(job).resources.environment == wanted
 
 
-def test_a_script_names_secrets_and_has_them_when_it_runs(tmp_path):
+def test_a_script_holds_no_secret_values_and_loads_them_when_it_runs(tmp_path):
     cluster = Cluster(environment={"HF_TOKEN": TOKEN, "NCCL_DEBUG": "WARN"})
     text = Script("command", cluster, tmp_path, "now", ["prepare"]).text()
     assert "hunter2" not in text
@@ -44,13 +44,13 @@ def test_a_script_names_secrets_and_has_them_when_it_runs(tmp_path):
     def run():
         return subprocess.run(["bash"], input=lines + show, capture_output=True, text=True, check=False)
 
-    assert run().returncode == 1, "a job without its secrets ends before it does anything"
+    assert run().returncode == 1, "a job without its secrets ends at once"
     (tmp_path / "submissions/now").mkdir(parents=True)
     (tmp_path / "submissions/now" / SECRETS).write_text("""HF_TOKEN='it'"'"'s hunter2'\n""")
     assert run().stdout == f"{TOKEN}, WARN\n1\n"
 
 
-def test_only_code_is_taken_along(tmp_path):
+def test_a_snapshot_holds_only_code(tmp_path):
     checkout = tmp_path / "checkout"
     tracked = ("launch/cli.py", "configs/cluster/slurm.yaml", "launch/old.py")
     untracked = (".env", "notes.txt", "configs/cluster/mine.yaml", "megakernel/new.py", "launch/key.pem")
@@ -68,8 +68,8 @@ def test_only_code_is_taken_along(tmp_path):
     (checkout / "launch/old.py").write_text("new\n")
     (checkout / "configs/cluster/slurm.yaml").write_text(TOKEN)
     code = write_snapshot(tmp_path / "code", checkout)
-    taken = {str(path.relative_to(code)): path for path in code.rglob("*") if path.is_file()}
-    assert taken.keys() == {"revision.txt", "launch/cli.py", "launch/old.py", "megakernel/new.py"}
-    assert taken["launch/old.py"].read_text() == "new\n"
+    snapshot = {str(path.relative_to(code)): path for path in code.rglob("*") if path.is_file()}
+    assert snapshot.keys() == {"revision.txt", "launch/cli.py", "launch/old.py", "megakernel/new.py"}
+    assert snapshot["launch/old.py"].read_text() == "new\n"
     assert revision(code / "launch/cli.py") == revision(checkout / "launch/cli.py")
     assert "(dirty)" in revision(code / "launch/cli.py")

@@ -1,4 +1,4 @@
-"""What `megakernel serve` says before it loads a model."""
+"""Errors of `megakernel serve` before it loads a model."""
 
 import pytest
 
@@ -8,20 +8,20 @@ from launch.exit_status import ExitStatus
 
 
 def refused(capsys, *options):
-    """The line that it says."""
+    """The error line of the command."""
     assert main(["serve", "runs/none", *options]) == ExitStatus.USAGE
     (line,) = capsys.readouterr().err.splitlines()
     return line
 
 
-def test_without_its_libraries_it_says_how_to_install_them(capsys, monkeypatch):
+def test_missing_libraries_are_named_with_the_install_command(capsys, monkeypatch):
     monkeypatch.setattr(launch.serve, "find_spec", lambda name: None)
     line = refused(capsys)
     assert line.endswith("serve needs fastapi and uvicorn; pip install -e '.[serve]' -c constraints.txt")
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "error"),
     [
         (None, "cannot be read"),
         (b"\xff", "cannot be read"),
@@ -30,14 +30,14 @@ def test_without_its_libraries_it_says_how_to_install_them(capsys, monkeypatch):
         ("\u00e9".encode(), "no key"),
     ],
 )
-def test_a_file_without_a_key_is_refused(content, said, tmp_path, capsys):
+def test_a_key_file_without_a_key_is_refused(content, error, tmp_path, capsys):
     file = tmp_path / "key"
     if content is not None:
         file.write_bytes(content)
     line = refused(capsys, "--api-key-file", str(file))
     assert f"--api-key-file {file}" in line
-    assert said in line
+    assert error in line
 
 
-def test_no_run_is_one_line(capsys):
+def test_a_missing_run_is_refused_in_one_line(capsys):
     assert "is not the folder of a run" in refused(capsys)

@@ -5,8 +5,8 @@ import pytest
 from launch.slurm.slow_nodes import Timing, rounds, slow_nodes, summary
 
 
-def found(seconds, broken=None):
-    """A process on each node; seconds: by the names of the nodes of a group; broken: of whom all fail."""
+def timings(seconds, broken=None):
+    """Timings of one process per node. seconds: group of nodes -> duration. broken: node whose groups all fail."""
     return [
         Timing(0, node, nodes, *((None, f"{node} waited") if broken in nodes else (slow, None)))
         for nodes, slow in ((group.split("-"), slow) for group, slow in seconds.items())
@@ -18,7 +18,7 @@ FOUR = {"a": 1, "b": 1, "c": 1, "d": 1, "a-b": 1, "c-d": 1, "b-c": 1, "d-a": 1, 
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
-def test_each_node_is_once_in_a_round_and_meets_two_others(count):
+def test_each_node_is_in_a_round_once_and_paired_with_two_others(count):
     nodes = [f"n{number}" for number in range(count)]
     planned = rounds(nodes)
     for groups in planned:
@@ -35,46 +35,46 @@ def test_each_node_is_once_in_a_round_and_meets_two_others(count):
     ("slow", "why"),
     [
         ([], {}),
-        (["a-b-c-d"], {}),  # nobody in particular
+        (["a-b-c-d"], {}),  # no particular node
         (["a-b"], {}),  # each is fast with its other neighbour
         (["b", "a-b", "b-c"], {"b": "an all-reduce of its own processes takes 5 s"}),
         (["a-b", "b-c", "a-b-c-d"], {"b": "an all-reduce with a takes 5 s"}),
     ],
     ids=["none", "all together", "one pair", "alone", "with both neighbours"],
 )
-def test_who_is_slow_with_everybody_is_to_blame(slow, why):
-    assert slow_nodes(found(FOUR | dict.fromkeys(slow, 5)), limit=2) == why
+def test_a_node_that_is_slow_in_all_its_groups_is_to_blame(slow, why):
+    assert slow_nodes(timings(FOUR | dict.fromkeys(slow, 5)), limit=2) == why
 
 
-def test_all_nodes_need_no_names():
-    named = found(FOUR | {"c": 5}) + found({"a-b-c-d": 9})
+def test_the_group_of_all_nodes_needs_no_names():
+    named = timings(FOUR | {"c": 5}) + timings({"a-b-c-d": 9})
     unnamed = [replace(one, nodes=[]) if len(one.nodes) == 4 else one for one in named]
     assert list(summary(unnamed)) == list(summary(named))
     left = [one for one in unnamed if one.nodes or one.node != "b"]
     assert slow_nodes(left, limit=6) == {"b": "its processes ended in an all-reduce with other nodes"}
 
 
-def test_of_two_nodes_that_are_slow_together_neither_can_be_told_unless_another_reason_is_known():
-    pair = found({"a": 1, "b": 1, "a-b": 5})
+def test_a_slow_pair_blames_both_nodes_unless_one_is_already_unfit():
+    pair = timings({"a": 1, "b": 1, "a-b": 5})
     assert set(slow_nodes(pair, limit=2)) == {"a", "b"}
     assert slow_nodes(pair, limit=2, already_unfit=["a"]) == {}
 
 
-def test_a_failure_is_told_as_the_node_itself_met_it():
-    assert slow_nodes(found(FOUR, broken="c"), limit=2) == {
+def test_a_failure_is_reported_with_the_failing_nodes_own_error():
+    assert slow_nodes(timings(FOUR, broken="c"), limit=2) == {
         "c": "an all-reduce of its own processes fails (c waited)"
     }
 
 
-def test_a_node_that_ends_on_the_way_is_told_from_those_that_waited_for_it():
+def test_a_node_that_exited_is_distinguished_from_those_waiting_for_it():
     alone = dict.fromkeys("abcd", 1)
-    first = found(alone | {"a-b": 1, "c-d": 1}, broken="b")
+    first = timings(alone | {"a-b": 1, "c-d": 1}, broken="b")
     left = [one for one in first if one.node != "b"]
     assert slow_nodes(left, limit=2) == {"b": "its processes ended in an all-reduce with other nodes"}
 
 
-def test_the_slowest_of_each_kind_is_summed_up():
-    assert list(summary(found(FOUR | {"c": 2, "a-b": 5}))) == [
+def test_the_summary_names_the_slowest_all_reduce_of_each_kind():
+    assert list(summary(timings(FOUR | {"c": 2, "a-b": 5}))) == [
         "the slowest all-reduce within a node takes 2 s (c)",
         "the slowest all-reduce between two nodes takes 5 s (a, b)",
         "the slowest all-reduce over all nodes takes 1 s",

@@ -1,4 +1,4 @@
-"""What srun of Slurm 22.05.8 wrote about steps of four processes on two nodes."""
+"""Messages of srun (Slurm 22.05.8) about steps of four processes on two nodes."""
 
 import pytest
 
@@ -25,7 +25,7 @@ USR2 = (
 )
 REFUSED = "srun: error: Unable to create step for job 2: Invalid generic resource (gres) specification\n"
 CRASHED = "srun: error: n1: task 0: Segmentation fault (core dumped)\nsrun: First task exited 60s ago\n"
-# Of a cluster that confines jobs to control groups, and of one with JobAcctGatherParams=OverMemoryKill.
+# From a cluster that confines jobs to control groups, and from one with JobAcctGatherParams=OverMemoryKill.
 OUT_OF_MEMORY = "srun: error: n2: task 1: Out Of Memory\n"
 OVER_LIMIT = """\
 srun: Job step aborted: Waiting up to 12 seconds for job step to finish.
@@ -54,11 +54,13 @@ srun: error: n2: task 1: Killed
         (CRASHED, 139, TaskEnds(139, "rank 0 on n1: Segmentation fault (core dumped)")),
     ],
 )
-def test_whom_srun_ended_is_not_the_cause(stderr, status, expected):
+def test_a_process_that_srun_ended_is_not_the_cause(stderr, status, expected):
     assert task_ends(stderr, status) == expected
 
 
-def test_a_step_that_slurm_measured_to_be_too_large_is_told_by_the_processes_logs():
+def test_exceeded_memory_is_read_from_the_logs_of_the_processes():
     killed = "slurmstepd-n2: error: StepId=1.0 exceeded memory limit (328478720 > 209715200), being killed\n"
     assert task_ends(OVER_LIMIT, 137, killed) == TaskEnds(88, "n2: 313 MiB of 200 MiB")
-    assert task_ends(OVER_LIMIT, 137) == TaskEnds(137, "rank 0 on n1: Killed"), "as by anybody else"
+    assert task_ends(OVER_LIMIT, 137) == TaskEnds(137, "rank 0 on n1: Killed"), (
+        "as if killed by anything else"
+    )

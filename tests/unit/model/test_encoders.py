@@ -1,4 +1,4 @@
-"""Encoders in one process: who sees whom, what padding does, and what the head reads."""
+"""Encoders in one process: attention, padding, losses and heads."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def build(mesh, **parts):
     model = LanguageModel(settings)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        # Initial weights are too small for one token to show in another.
+        # With the small initial weights, tokens would hardly affect each other.
         for parameter in model.parameters():
             parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
     return model.double().eval()
@@ -43,7 +43,7 @@ def classifier(mesh, pooling="mean", head="linear", documents=1, **parts):
 
 
 def logits(model, tokens, positions):
-    """Of the classes."""
+    """Logits of the classes."""
     layer_inputs = (tokens, positions)
     with torch.no_grad():
         for layer in model.layers[:-1]:
@@ -55,15 +55,15 @@ def draw(*shape, seed=0):
     return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def padded(document, places, length):
-    """A sequence with the document's tokens at these places, and anything elsewhere."""
-    tokens, positions = draw(1, length, seed=len(places)), torch.full((1, length), PADDING)
-    tokens[0, places], positions[0, places] = document[0], torch.arange(document.shape[1])
+def padded(document, indices, length):
+    """A sequence with the document's tokens at these indices and random padding elsewhere."""
+    tokens, positions = draw(1, length, seed=len(indices)), torch.full((1, length), PADDING)
+    tokens[0, indices], positions[0, indices] = document[0], torch.arange(document.shape[1])
     return tokens, positions
 
 
-def seeing_both_ways():
-    """Every preset an encoder may have; landmarks fewer than the tokens of a short document."""
+def bidirectional_presets():
+    """Every preset for encoders, with fewer landmarks than a short document has tokens."""
     for name in PRESETS:
         form = Attention.model_validate(expand_preset(name))
         if form.looks_back_only is None:
@@ -72,37 +72,38 @@ def seeing_both_ways():
 
 @pytest.mark.parametrize(
     ("attention", "position"),
-    [("softmax", position) for position in POSITIONS] + [(form, "learned") for form in seeing_both_ways()],
+    [("softmax", position) for position in POSITIONS]
+    + [(form, "learned") for form in bidirectional_presets()],
     ids=str,
 )
-def test_padding_anywhere_changes_nothing(attention, position, mesh):
+def test_padding_anywhere_does_not_change_the_logits(attention, position, mesh):
     for pooling in ("mean", "cls"):
         model = classifier(mesh, pooling, attention=attention, position=position)
         document = draw(1, LENGTH, seed=3)
         alone = logits(model, document, torch.arange(LENGTH)[None])
-        behind = padded(document, torch.arange(LENGTH), LENGTH + 5)
-        before = padded(document, torch.arange(LENGTH) + 5, LENGTH + 5)
-        between = padded(document, torch.arange(LENGTH) * 2 + 1, 2 * LENGTH + 3)
-        for tokens, positions in (behind, before, between):
+        padding_after = padded(document, torch.arange(LENGTH), LENGTH + 5)
+        padding_before = padded(document, torch.arange(LENGTH) + 5, LENGTH + 5)
+        padding_between = padded(document, torch.arange(LENGTH) * 2 + 1, 2 * LENGTH + 3)
+        for tokens, positions in (padding_after, padding_before, padding_between):
             # float64 sums in another order; the pooled document and its logits are float32.
             torch.testing.assert_close(logits(model, tokens, positions), alone, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("attention", MECHANISMS)
 @pytest.mark.parametrize("kind", ["causal_lm", "masked_lm"])
-def test_a_masked_models_token_sees_both_sides_and_a_causal_ones_the_past(kind, attention, mesh):
+def test_masked_models_are_bidirectional_and_causal_models_causal(kind, attention, mesh):
     model = build(mesh, kind=kind, attention=attention)
     tokens, positions, ones = draw(1, LENGTH), torch.arange(LENGTH)[None], torch.ones(1)
     other = tokens.clone()
     other[0, 6] += 1
     with torch.no_grad():
         before, after = (model.losses(row, positions, tokens, ones) for row in (tokens, other))
-    moved = (before != after)[0]
-    assert moved[6:].all()
-    assert moved[:6].any() == (kind == "masked_lm")
+    changed = (before != after)[0]
+    assert changed[6:].all()
+    assert changed[:6].any() == (kind == "masked_lm")
 
 
-def test_a_masked_models_loss_is_that_of_its_hidden_tokens(mesh):
+def test_the_loss_of_a_masked_model_counts_only_hidden_tokens(mesh):
     model = build(mesh, kind="masked_lm", attention="softmax")
     tokens, positions = draw(2, LENGTH), torch.arange(LENGTH).expand(2, -1)
     labels = torch.full_like(tokens, IGNORED)
@@ -118,7 +119,7 @@ def test_a_masked_models_loss_is_that_of_its_hidden_tokens(mesh):
 
 @pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize("kind", ["causal_lm", "masked_lm"])
-def test_a_layer_adds_attention_to_its_input_or_to_that_behind_the_norm(normalized, kind, mesh):
+def test_normalized_residual_adds_attention_to_the_normed_input(normalized, kind, mesh):
     model = build(mesh, kind=kind, attention="softmax", norm="layernorm", normalized_residual=normalized)
     layer = next(part for part in model.layers if isinstance(part, TransformerLayer))
     positions, hidden = torch.arange(LENGTH)[None], torch.randn(LENGTH, 1, 32, dtype=torch.float64)
@@ -131,14 +132,14 @@ def test_a_layer_adds_attention_to_its_input_or_to_that_behind_the_norm(normaliz
             torch.testing.assert_close(layer.extend(hidden, positions, None)[0], expected)
 
 
-def test_a_parallel_mlp_has_no_normalized_residual():
+def test_normalized_residual_with_a_parallel_mlp_is_refused():
     parts = {"parallel_residual": True, "normalized_residual": True}
     with pytest.raises(ValueError, match="normalized_residual=True leaves no unnormalized input"):
         Model(**SIZES | parts)
 
 
 @pytest.mark.parametrize("head", ["linear", "mlp"])
-def test_a_classifier_measures_its_loss_and_accuracy_over_the_examples_that_count(head, mesh):
+def test_a_classifier_returns_loss_and_accuracy_of_the_counted_examples(head, mesh):
     model = classifier(mesh, head=head)
     tokens, positions = draw(5, LENGTH), torch.arange(LENGTH).expand(5, -1)
     found = logits(model, tokens, positions)
@@ -151,7 +152,7 @@ def test_a_classifier_measures_its_loss_and_accuracy_over_the_examples_that_coun
     torch.testing.assert_close(measured, torch.stack([loss, torch.tensor(3 / 4)]))
 
 
-def test_two_documents_are_read_on_their_own_and_compared(mesh):
+def test_two_documents_are_encoded_separately_and_compared(mesh):
     model = classifier(mesh, documents=2, position="sinusoidal")
     head = model.layers[-1]
     assert head.output.in_features == 4 * SIZES["hidden_size"]
@@ -169,7 +170,7 @@ def test_two_documents_are_read_on_their_own_and_compared(mesh):
 
 @pytest.mark.parametrize("position", POSITIONS)
 @pytest.mark.parametrize("tied", [True, False])
-def test_layers_and_vocabulary_have_the_numbers_that_checkpoints_go_by(mesh, position, tied):
+def test_layer_numbers_are_those_that_checkpoints_use(mesh, position, tied):
     model = build(mesh, kind="masked_lm", attention="softmax", position=position, tie_embeddings=tied)
     form = model.settings.model
     assert isinstance(model.layers[form.first_layer], TransformerLayer)
@@ -177,7 +178,7 @@ def test_layers_and_vocabulary_have_the_numbers_that_checkpoints_go_by(mesh, pos
     assert set(vocabulary_names(form)) <= model.state_dict().keys()
 
 
-def test_sinusoidal_positions_are_waves_as_large_as_the_embeddings(mesh):
+def test_sinusoidal_positions_have_the_scale_of_the_embeddings(mesh):
     model = build(mesh, kind="masked_lm", attention="softmax", position="sinusoidal", init_std=0.3)
     hidden, positions = torch.zeros(5, 1, 32, dtype=torch.float64), torch.tensor([[0, 1, 7, 300, 10**6]])
     waves = model.layers[1]((hidden, positions))[0][:, 0]

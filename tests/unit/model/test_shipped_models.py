@@ -1,4 +1,4 @@
-"""Every shipped model builds, without memory for its weights, and has the parameters that its formula counts."""
+"""Every shipped model builds without memory for its weights and has the counted number of parameters."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ RUN = [
 
 @pytest.fixture(scope="module")
 def counts():
-    """Model -> the parameters of all its layers, which take no memory, and what is counted."""
+    """Model -> its number of parameters when built on the meta device, and by the formula."""
     found = {}
     for path in (ROOT / "configs" / "model").glob("*.yaml"):
         model = load(path, RUN).model
@@ -49,7 +49,7 @@ def test_shipped_models_have_the_size_of_their_name(counts):
         assert built == pytest.approx(stated, rel=0.05), name
 
 
-def test_flurka_and_softmax_twins_are_equally_large(counts):
+def test_flurka_and_softmax_twins_have_almost_equal_sizes(counts):
     for name in ("125m", "350m", "1b", "7b"):
-        # gates, landmarks and feature maps
+        # they differ by gates, landmarks and feature maps
         assert counts[name][0] == pytest.approx(counts[f"{name}-softmax"][0], rel=0.01)

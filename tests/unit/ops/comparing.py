@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
-    """A leaf of standard normal numbers in float64."""
+    """A leaf tensor of standard normal float64 numbers."""
     draw = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=draw, dtype=torch.float64).requires_grad_()
 
@@ -15,7 +15,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 def assert_same(
     run: Callable[[str], Sequence[Tensor]], leaves: Sequence[Tensor], tolerance: float = 1e-9
 ) -> None:
-    """`run("chunked")` and `run("reference")` give the same tensors and the same gradients in `leaves`."""
+    """`run("chunked")` and `run("reference")` give the same tensors and the same gradients of `leaves`."""
     results, slopes = [], []
     for backend in ("chunked", "reference"):
         outputs = run(backend)

@@ -11,7 +11,7 @@ from megakernel.ops.softmax_attention import partial
 from megakernel.ops.weighted_attention import streamed as weighted
 
 softmax, window = (import_module(f"megakernel.ops.{name}_attention") for name in ("softmax", "window"))
-"""The modules; in `megakernel.ops` their functions have the names."""
+"""The modules, because the attributes of `megakernel.ops` with these names are functions."""
 
 
 @pytest.fixture
@@ -30,6 +30,6 @@ def small_chunks(monkeypatch):
 
 @pytest.fixture
 def short_groups(monkeypatch):
-    """Groups of 256 tokens in place of 1,024 and 4,096, and chunks as they are: 600 tokens end in the third group."""
+    """Groups of 256 tokens instead of 1,024 to 4,096, with the usual chunks: 600 tokens end in the third group."""
     for module in (decay, eva, flurka, kernel, landmark, window):
         monkeypatch.setattr(module, "GROUP", 256)

@@ -23,12 +23,12 @@ OPS = [
 
 @pytest.mark.parametrize(("module", "name"), OPS, ids=[name for _, name in OPS])
 def test_an_op_names_its_backends(module, name):
-    (told,) = re.findall(r"backend: ([a-z, ]+?)[.;]", getattr(module, name).__doc__)
-    assert set(re.split(", | or ", told)) == set(module.IMPLEMENTATIONS)
+    (listed,) = re.findall(r"backend: ([a-z, ]+?)[.;]", getattr(module, name).__doc__)
+    assert set(re.split(", | or ", listed)) == set(module.IMPLEMENTATIONS)
 
 
 class OnGpu(Tensor):
-    """Says that it is on a GPU, which is what the dispatcher asks for, and computes where it is."""
+    """A CPU tensor that claims to be on a GPU, which is what the dispatcher checks."""
 
     is_cuda = True
 

@@ -16,10 +16,10 @@ def test_positions_count_from_the_listed_starts():
     assert positions.tolist() == [[0, 1, 0, 1, 2], [0, 1, 2, 3, 0]]
 
 
-def test_a_row_without_its_own_start_continues():
+def test_a_sequence_without_a_start_continues_a_document():
     positions = positions_from_cu_seqlens(torch.tensor([2, 6]), 2, 3)
     places = torch.arange(3)
-    # A position beyond the place in the sequence lies in a document that began before it.
+    # A token whose position exceeds its index is in a document that began before the sequence.
     assert (positions > places).tolist() == [[True, True, False], [True, True, True]]
 
 
@@ -30,12 +30,12 @@ def test_documents_stay_open_where_nothing_starts_inside():
     assert open_documents(0, 3, 2, positions.device).tolist() == [False, False]
 
 
-def test_reversed_positions_are_those_of_the_row_read_backwards():
+def test_reversed_positions_are_those_of_the_reversed_sequence():
     positions = torch.tensor([[0, 1, 2, 0, 1], [5, 0, 0, 1, 2]])
     assert reversed_positions(positions).tolist() == [[0, 1, 0, 1, 2], [0, 1, 2, 0, 0]]
 
 
-def test_read_backwards_the_last_document_may_have_begun_before_the_row():
+def test_a_continued_last_document_begins_before_the_reversed_sequence():
     positions = torch.tensor([[0, 1, 2, 0, 1], [5, 6, 7, 8, 9]])
     backwards = reversed_positions(positions, continued=True)
     assert began_before(backwards, 5, positions.device).tolist() == [
@@ -46,7 +46,7 @@ def test_read_backwards_the_last_document_may_have_begun_before_the_row():
 
 
 class Maker:
-    """Makes a tensor of positions, and counts how often."""
+    """Computes a tensor from positions, and counts the calls."""
 
     calls = 0
 
@@ -55,7 +55,7 @@ class Maker:
         return positions + 1
 
 
-def test_what_is_made_of_positions_is_shared_until_they_change():
+def test_values_are_cached_until_positions_change():
     make, positions = Maker(), torch.tensor([[0, 1, 0]])
     first = cached_for_positions(positions, "name", make)
     assert cached_for_positions(positions, "name", make) is first
@@ -70,12 +70,11 @@ def test_equal_positions_of_another_micro_batch_have_their_own():
     first = cached_for_positions(positions, "name", make)
     whole = cached_for_positions(positions.clone(), "name", make)
     assert whole is not first
-    assert (
-        cached_for_positions(positions, "name", make) is first
-    )  # beside those of the whole sequences, which it becomes
+    # The cache holds two tensors of positions: a shard's, and those of the whole sequences gathered from it.
+    assert cached_for_positions(positions, "name", make) is first
 
 
-def test_what_was_made_goes_with_its_positions():
+def test_cached_values_are_freed_with_their_positions():
     positions, large = torch.tensor([[0, 1, 0]]), torch.zeros(1)
     cached_for_positions(positions, "name", lambda _: large)
     referrers = len(gc.get_referrers(large))

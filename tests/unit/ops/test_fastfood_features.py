@@ -8,8 +8,8 @@ from .comparing import assert_same, random
 
 
 @pytest.mark.parametrize("feature_map", SAMPLED)
-def test_fast_features_are_those_of_the_dense_matrix(feature_map):
-    """With two blocks, tokens padded from 6 to 8, and gradients in the tokens and all diagonals."""
+def test_fast_features_equal_those_of_the_dense_matrix(feature_map):
+    """With two blocks, tokens padded from 6 to 8, and gradients of the tokens and all diagonals."""
     x = random(2, 3, 5, 6)
     diagonals = [random(3, 2, 8, seed=seed) for seed in (1, 2, 3)]
     order = random(3, 2, 8, seed=4).detach().argsort(-1)
@@ -22,7 +22,7 @@ def test_fast_features_are_those_of_the_dense_matrix(feature_map):
     assert_same(run, [x, *diagonals])
 
 
-def test_attention_takes_the_same_features():
+def test_attention_uses_the_same_features():
     x = random(1, 1, 4, 8).detach()
     scales, gaussians, signs, order = random(4, 1, 1, 8, seed=1).detach()
     projection = FastFood(scales, gaussians, signs, order.argsort(-1))

@@ -25,7 +25,7 @@ def test_elu_has_slope_one_at_zero():
     assert torch.autograd.grad(phi("elu", x).sum(), x)[0].item() == 1.0
 
 
-def test_favor_is_positive_and_never_overflows():
+def test_favor_is_positive_and_does_not_overflow():
     values, log_scale = features("favor", 100 * torch.ones(1, 1, 1, 1, 4), torch.eye(4))
     assert log_scale is not None
     assert values.isfinite().all()
@@ -53,7 +53,7 @@ def test_each_key_head_has_its_own_projection(name):
         torch.testing.assert_close(together.values[:, head : head + 1], alone.values)
 
 
-def test_prf_has_the_whole_square_and_favor_half_of_it():
+def test_prf_subtracts_the_squared_norm_and_favor_half_of_it():
     x, omega = torch.randn(3, 4), torch.randn(5, 4)
     scaled = x / 4**0.25
     square = scaled.square().sum(-1, keepdim=True)
@@ -61,7 +61,7 @@ def test_prf_has_the_whole_square_and_favor_half_of_it():
     torch.testing.assert_close(phi("prf", x, omega), torch.exp(scaled @ omega.T - square) / 5**0.5)
 
 
-def test_rks_estimates_a_function_of_the_difference_alone():
+def test_rks_estimates_a_shift_invariant_kernel():
     q, k, shift, omega = (torch.randn(n, 4, dtype=torch.float64) for n in (3, 3, 1, 50))
     here = (phi("rks", q, omega) * phi("rks", k, omega)).sum(-1)
     there = (phi("rks", q + shift, omega) * phi("rks", k + shift, omega)).sum(-1)
@@ -107,7 +107,7 @@ def test_a_denominator_of_true_zero_gives_zero_and_a_negative_one_divides(backen
     assert kernel_attention(q, k, v, key_weights=key_weights, **options).flatten().tolist() == [0.0, 5.0]
 
 
-def test_a_fastfood_that_does_not_fit_is_named():
+def test_a_fastfood_that_does_not_fit_is_refused():
     x = torch.zeros(1, 2, 3, 6)
     parts = FastFood(*torch.zeros(4, 2, 1, 8))
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""States that decay agree with the reference functions of flash-linear-attention, which compute in float32."""
+"""Ops with decaying states agree with the reference functions of flash-linear-attention, which compute in float32."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ BATCH, HEADS, LENGTH, WIDTH, VALUES = 2, 3, 140, 8, 6
 
 @pytest.fixture
 def tensors():
-    """q, k of length 1, v, log-decays, strengths and a state, float64; heads before tokens, as ours take them."""
+    """q, k of norm 1, v, log decays, strengths and a state, float64; heads before tokens, as in our ops."""
     draw = torch.Generator().manual_seed(0)
     shapes = ((LENGTH, WIDTH), (LENGTH, WIDTH), (LENGTH, VALUES), (LENGTH,), (LENGTH,), (WIDTH, VALUES))
     drawn = (torch.randn(BATCH, HEADS, *shape, generator=draw, dtype=torch.float64) for shape in shapes)
@@ -24,7 +24,7 @@ def tensors():
 
 
 def theirs(*tensors):
-    """Tokens before heads."""
+    """Tensors with tokens before heads, as in flash-linear-attention."""
     return [x.transpose(1, 2) for x in tensors]
 
 
@@ -34,7 +34,7 @@ def check(ours, expected):
 
 
 @pytest.mark.parametrize("backend", ["chunked", "reference"])
-def test_a_state_with_a_decay_for_each_token(tensors, backend):
+def test_simple_gla_equals_flash_linear_attention(tensors, backend):
     from fla.ops.simple_gla.naive import naive_recurrent_simple_gla
 
     q, k, v, decay, _, state = tensors
@@ -46,7 +46,7 @@ def test_a_state_with_a_decay_for_each_token(tensors, backend):
 
 
 @pytest.mark.parametrize("backend", ["chunked", "reference"])
-def test_a_state_that_corrects_itself(tensors, backend):
+def test_the_gated_delta_rule_equals_flash_linear_attention(tensors, backend):
     from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
 
     q, k, v, decay, strength, state = tensors
@@ -57,7 +57,7 @@ def test_a_state_that_corrects_itself(tensors, backend):
     check(ours, (out.transpose(1, 2), left))
 
 
-def test_a_decay_fixed_for_each_head_is_retention(tensors):
+def test_a_fixed_decay_per_head_equals_retention(tensors):
     from fla.ops.retention.naive import naive_retention
 
     q, k, *_ = tensors

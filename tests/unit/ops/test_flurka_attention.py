@@ -44,14 +44,14 @@ SETTINGS = list(itertools.product(FORMS, ["elu", "favor"], [1, 2], ["none", "cen
 
 
 def packed(*documents: list[int]) -> Tensor:
-    """Positions of sequences of documents with these first positions and lengths: [first, length, 0, length, ...]."""
+    """Positions of packed sequences, each listed as [first position, length, 0, length, ...] of its documents."""
     return torch.stack(
         [torch.cat([f + torch.arange(n) for f, n in zip(one[::2], one[1::2])]) for one in documents]
     )
 
 
 POSITIONS = {
-    "whole_rows": 0,
+    "whole_sequences": 0,
     "packed": packed([0, 3, 0, 12, 0, 8], [0, 9, 0, 1, 0, 13]),
     "continued": packed([13, 5, 0, 18], [13, 23]),
 }
@@ -91,7 +91,7 @@ def test_equals_the_reference(kind, form, feature_map, blocks, far_rope):
     assert_same(run, leaves)
 
 
-@pytest.mark.parametrize("positions", ["whole_rows", "packed"])
+@pytest.mark.parametrize("positions", ["whole_sequences", "packed"])
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("size", [1, 4])
 def test_as_many_landmarks_as_tokens_is_exact_kernel_attention(positions, blocks, size):
@@ -115,7 +115,7 @@ def test_as_many_landmarks_as_tokens_is_exact_kernel_attention(positions, blocks
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("blocks", [1, 2])
-def test_the_first_block_of_a_document_is_the_near_part_alone_exactly(form, blocks):
+def test_the_first_block_of_a_document_equals_the_near_part_exactly(form, blocks):
     q, k, v = (x.detach() for x in inputs(BLOCK * blocks))
     tensors = learned(*form, length=BLOCK * blocks)
     out, _ = flurka_attention(q, k, v, feature_map="elu", near=form[0], blocks=blocks, **tensors)
@@ -128,12 +128,10 @@ def test_the_first_block_of_a_document_is_the_near_part_alone_exactly(form, bloc
 
 @pytest.mark.parametrize("backend", ["reference", "chunked"])
 @pytest.mark.parametrize("form", FORMS, ids=["gated", "shared", "kernel"])
-def test_a_query_that_weighs_nothing_reads_nothing(form, backend):
+def test_a_query_without_weights_gives_zero_and_finite_gradients(form, backend):
     near, join = form
     q, k, v = inputs()
-    q = q.detach().index_copy(
-        2, torch.tensor([13]), -q[:, :, 13:14].abs() - 0.1
-    )  # relu's features of it are 0
+    q = q.detach().index_copy(2, torch.tensor([13]), -q[:, :, 13:14].abs() - 0.1)  # its relu features are 0
     options = learned(near, join, feature_map="relu")
     out, _ = flurka_attention(q, k, v, feature_map="relu", near=near, backend=backend, **options)
     if near == "kernel":
@@ -144,7 +142,7 @@ def test_a_query_that_weighs_nothing_reads_nothing(form, backend):
 
 
 def test_landmarks_stand_for_the_tokens_of_their_block():
-    # All keys alike: every token of the past weighs the same, whether it is seen itself or through a landmark.
+    # With equal keys, all earlier tokens have the same weight, whether in the window or through a landmark.
     q, _, v = inputs()
     k = random(1, 1, 1, WIDTH).expand(B, KV, N, WIDTH)
     uniform = torch.full((RANK, BLOCK), 1 / BLOCK, dtype=torch.float64)
@@ -155,7 +153,7 @@ def test_landmarks_stand_for_the_tokens_of_their_block():
     torch.testing.assert_close(out, mean.repeat_interleave(H // KV, 1))
 
 
-def test_gradients_are_the_slopes_across_groups():
+def test_gradients_across_groups_equal_finite_differences():
     q, k, v = (x.detach()[:1, :, :11].requires_grad_() for x in inputs())
     tensors = {name: x.detach() for name, x in learned("softmax", "shared").items()}
     positions = packed([2, 2, 0, 9])
@@ -191,8 +189,8 @@ def test_arguments_that_do_not_fit_are_named(changes, message):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_token_that_weighs_itself_next_to_nothing_still_gives_its_value(dtype):
-    # exp(-2000 / sqrt(4)), beside no landmark: of one token the mean is its value.
+def test_a_single_token_with_a_tiny_weight_still_returns_its_value(dtype):
+    # Its weight is exp(-2000 / sqrt(4)), and it sees no landmark: the mean over a single token is its value.
     q = torch.full((1, 1, 4, 4), 10.0, dtype=dtype)
     v = torch.randn(1, 1, 4, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
     pool = torch.full((1, 4), 0.25, dtype=dtype)

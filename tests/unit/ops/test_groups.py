@@ -25,7 +25,7 @@ def test_groups_give_the_values_and_gradients_of_one_pass():
             torch.testing.assert_close(many, one)
 
 
-def test_gradients_stop_where_none_are_wanted():
+def test_gradients_are_computed_only_for_inputs_that_require_them():
     x, weight, carry = random(1, 1, 6, 2).detach(), random(2, seed=1), random(1, 1, 2, seed=2).detach()
     (out,), _ = scan_groups(_moving_sum, (carry,), (x, None), (weight,), group=2)
     (slope,) = torch.autograd.grad(out.sum(), weight)
@@ -48,7 +48,7 @@ def _window(q, k, v):
 
 @pytest.mark.parametrize("length", [2 * SHORT, 16384])
 @pytest.mark.parametrize("op", [_kernel, _flurka, _window])
-def test_a_long_sequence_keeps_its_inputs_and_little_more_for_backward(op, length):
+def test_a_long_sequence_saves_little_besides_its_inputs_for_backward(op, length):
     width = 8
     q, k, v = (torch.randn(1, 1, length, width, requires_grad=True) for _ in range(3))
     kept = []

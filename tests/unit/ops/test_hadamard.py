@@ -15,7 +15,7 @@ def fast_food(heads: int, blocks: int, size: int) -> FastFood:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 64, 256])
-def test_the_fast_transform_is_the_product_with_sylvesters_matrix(size):
+def test_the_fast_transform_equals_the_product_with_sylvesters_matrix(size):
     x = random(3, 2, size)
     matrix = hadamard_matrix(size, x)
     assert torch.equal(matrix @ matrix, size * torch.eye(size, dtype=x.dtype))
@@ -24,11 +24,11 @@ def test_the_fast_transform_is_the_product_with_sylvesters_matrix(size):
     torch.testing.assert_close(hadamard(x), x @ matrix, rtol=1e-12, atol=1e-12)
 
 
-def test_gradients_of_the_transform_are_its_slopes():
+def test_gradients_of_the_transform_equal_finite_differences():
     assert torch.autograd.gradcheck(hadamard, random(2, 8).requires_grad_())
 
 
-def test_the_transform_leaves_its_input_alone():
+def test_the_transform_does_not_change_its_input():
     x = random(2, 8)
     before = x.clone()
     hadamard(x)
@@ -36,8 +36,8 @@ def test_the_transform_leaves_its_input_alone():
 
 
 @pytest.mark.parametrize(("width", "blocks"), [(8, 1), (8, 3), (6, 2), (1, 2)])
-def test_fastfood_is_its_dense_matrix(width, blocks):
-    """Also where tokens are padded to a power of two."""
+def test_fastfood_equals_its_dense_matrix(width, blocks):
+    """Also if tokens are padded to a power of two."""
     projection = fast_food(2, blocks, padded_width(width))
     x = random(3, 2, 4, 5, width, seed=1)
     matrix = dense(projection, width)

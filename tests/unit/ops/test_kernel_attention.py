@@ -30,7 +30,7 @@ def whole_state(state: KernelState) -> Tensor:
 @every_map
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("cu_seqlens", [None, [0, 9, 23, 30, 31, 46]], ids=["whole_rows", "packed"])
+@pytest.mark.parametrize("cu_seqlens", [None, [0, 9, 23, 30, 31, 46]], ids=["whole_sequences", "packed"])
 def test_equals_the_quadratic_reference(feature_map, causal, kv_heads, cu_seqlens):
     q, k, v = inputs(kv_heads=kv_heads)
     projection = projection_of(feature_map, kv_heads)
@@ -44,7 +44,7 @@ def test_equals_the_quadratic_reference(feature_map, causal, kv_heads, cu_seqlen
             feature_map=feature_map,
             projection=projection,
             causal=causal,
-            # Weights of both signs have denominators near 0, in which all digits are lost.
+            # With weights of both signs, denominators near 0 lose all digits.
             normalize=feature_map != "identity",
             key_weights=key_weights.square(),
             cu_seqlens=None if cu_seqlens is None else torch.tensor(cu_seqlens),
@@ -59,7 +59,7 @@ def test_equals_the_quadratic_reference(feature_map, causal, kv_heads, cu_seqlen
 @pytest.mark.parametrize("feature_map", ["elu", "favor"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("cu_seqlens", [None, [9, 30, 46]], ids=["whole_rows", "packed"])
+@pytest.mark.parametrize("cu_seqlens", [None, [9, 30, 46]], ids=["whole_sequences", "packed"])
 def test_continues_a_state_as_the_reference_does(feature_map, causal, normalize, cu_seqlens):
     q, k, v = inputs()
     projection = projection_of(feature_map)
@@ -88,7 +88,7 @@ def test_continues_a_state_as_the_reference_does(feature_map, causal, normalize,
 
 @pytest.mark.parametrize("backend", ["chunked", "reference"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_documents_of_a_packed_row_are_strangers(backend, dtype):
+def test_packed_documents_do_not_affect_each_other(backend, dtype):
     q, k, v = inputs()
     packed = kernel_attention(
         q, k, v, feature_map="elu", cu_seqlens=torch.tensor([0, 9, 23, 46], dtype=dtype), backend=backend
@@ -99,7 +99,7 @@ def test_documents_of_a_packed_row_are_strangers(backend, dtype):
 
 @pytest.mark.parametrize("feature_map", ["elu", "favor"])
 @pytest.mark.parametrize("cut", [1, 8, 9, 10, 22])
-def test_a_packed_row_may_be_cut_anywhere(feature_map, cut):
+def test_a_packed_sequence_may_be_split_anywhere(feature_map, cut):
     q, k, v = (x.detach()[:1] for x in inputs())
     options = {"feature_map": feature_map, "projection": projection_of(feature_map), "return_state": True}
     starts = [0, 9, 17]
@@ -114,7 +114,7 @@ def test_a_packed_row_may_be_cut_anywhere(feature_map, cut):
     torch.testing.assert_close(whole_state(end), whole_state(state))
 
 
-def test_positions_say_what_cu_seqlens_say():
+def test_positions_and_cu_seqlens_are_equivalent():
     q, k, v = inputs()
     positions = torch.cat([torch.arange(9), torch.arange(14), torch.arange(23)]).view(B, N)
     listed = kernel_attention(q, k, v, feature_map="elu", cu_seqlens=torch.tensor([0, 9, 23, 46]))
@@ -124,7 +124,7 @@ def test_positions_say_what_cu_seqlens_say():
 @every_map
 @pytest.mark.parametrize("backend", ["chunked", "reference"])
 @pytest.mark.parametrize("causal", [True, False])
-def test_masked_keys_do_not_exist(feature_map, backend, causal):
+def test_masked_keys_do_not_count(feature_map, backend, causal):
     q, k, v = inputs()
     key_weights = torch.ones(B, 1, N, dtype=torch.float64)
     key_weights[:, :, 5:9] = 0
@@ -139,7 +139,7 @@ def test_masked_keys_do_not_exist(feature_map, backend, causal):
 
 @every_map
 @pytest.mark.parametrize("backend", ["chunked", "reference"])
-def test_rows_without_keys_are_zero_and_have_finite_gradients(feature_map, backend):
+def test_outputs_without_keys_are_zero_and_have_finite_gradients(feature_map, backend):
     q, k, v = inputs()
     out = kernel_attention(
         q,
@@ -155,7 +155,7 @@ def test_rows_without_keys_are_zero_and_have_finite_gradients(feature_map, backe
 
 
 @pytest.mark.parametrize("feature_map", ["elu", "favor", "hedgehog"])
-def test_gradients_are_the_slopes(feature_map):
+def test_gradients_equal_finite_differences(feature_map):
     q, k, v = (x[:1, :, :10] for x in inputs(10))
     projection = projection_of(feature_map)
     key_weights = random(1, KV, 10, seed=5)
@@ -181,7 +181,7 @@ def test_favor_estimates_softmax():
     omega = torch.randn(100_000, 8, generator=draw, dtype=torch.float64)
     out = kernel_attention(q, k, v, feature_map="favor", projection=omega)
     exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    # The estimate's error falls like M^-1/2, here 0.3%.
+    # The error of the estimate falls as M^-1/2, here 0.3 %.
     torch.testing.assert_close(out, exact, atol=1e-2, rtol=0)
 
 
@@ -200,7 +200,7 @@ def test_environment_names_the_backend(monkeypatch):
     monkeypatch.setenv("MEGAKERNEL_BACKEND", "fast")
     with pytest.raises(ValueError, match="MEGAKERNEL_BACKEND='fast': expected one of chunked, reference"):
         kernel_attention(q, k, v, feature_map="elu")
-    # What the call says comes first.
+    # The argument takes precedence.
     kernel_attention(q, k, v, feature_map="elu", backend="chunked")
     with pytest.raises(ValueError, match="backend='slow'"):
         kernel_attention(q, k, v, feature_map="elu", backend="slow")

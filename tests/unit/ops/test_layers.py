@@ -1,4 +1,4 @@
-"""The formulas of a layer in torch."""
+"""The ops of a transformer layer in torch."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_rms_norm_of_strided_rows(small_chunks):
     assert torch.autograd.gradcheck(lambda *t: plain.rms_norm(*t, 1e-5), (x, weight))
 
 
-def test_a_weight_around_zero_loses_no_bits_beside_1():
+def test_a_weight_centered_at_zero_loses_no_bits():
     x, weight = torch.randn(4, 8).bfloat16(), (torch.randn(8) / 300).bfloat16()
     exact = F.rms_norm(x.float(), (8,), 1 + weight.float(), 1e-5).bfloat16()
     assert torch.equal(plain.rms_norm(x, weight, 1e-5, 1.0), exact)

@@ -40,7 +40,7 @@ def test_mixtures_of_features_equal_the_reference(feature_map, causal):
     assert_same(run, [x for x in (q, k, v, priors, projection) if x is not None])
 
 
-def test_a_component_without_weight_sets_no_scale():
+def test_a_component_of_prior_0_does_not_set_the_scale():
     near, far = torch.zeros(1, 1, 1, 5, WIDTH), torch.full((1, 1, 1, 5, WIDTH), 60.0)
     omega = torch.eye(WIDTH)
 
@@ -56,7 +56,7 @@ NEAR = ["softmax", "gated", "kernel"]
 
 
 def flurka(q, k, v, near: str, feature_map: str = "elu", **options):
-    """Causal FLuRKA with random pools, near part and join as `near` says, landmarks rotated."""
+    """Causal FLuRKA with random pools and rotated landmarks; `near` selects the near part and the normalizer."""
     return flurka_attention(
         q,
         k,
@@ -138,9 +138,9 @@ def test_softmax_mixtures_of_another_number_of_keys_than_queries_equal_the_refer
     assert_same(run, [q, k, v, root])
 
 
-def test_a_key_without_weight_underflows_no_window():
+def test_a_key_of_prior_0_makes_no_window_underflow():
     q, k, v = (x.detach().float() for x in inputs())
-    # Its product with a query would be thousands, and every other weight beside it 0 in float32.
+    # Its product with a query is in the thousands, so relative to it every other weight underflows in float32.
     shouting = torch.cat([k, 1000 * q[:, ::2, None]], 2)
     priors = random(KV, M, seed=3).detach().float().square()
     silent = torch.cat([priors, torch.zeros(KV, 1)], 1)
@@ -163,7 +163,7 @@ def test_priors_that_do_not_fit_are_named():
 
 
 @pytest.mark.parametrize(
-    ("shift", "priors", "beside"),
+    ("shift", "priors", "message"),
     [
         ((KV, M, WIDTH), None, "no priors"),
         ((KV, M, WIDTH), (KV, 2), r"priors \(2, 2\)"),
@@ -171,10 +171,10 @@ def test_priors_that_do_not_fit_are_named():
         ((KV, M, 3), (KV, M), r"priors \(2, 3\)"),
     ],
 )
-def test_shifts_that_do_not_fit_are_named(shift, priors, beside):
+def test_shifts_that_do_not_fit_are_named(shift, priors, message):
     q, k, v = inputs()
     options = {"shift": torch.ones(shift), "priors": None if priors is None else torch.ones(priors)}
     with pytest.raises(
-        ValueError, match=rf"shift has shape .* and {beside}; expected \(heads, keys, width\)"
+        ValueError, match=rf"shift has shape .* and {message}; expected \(heads, keys, width\)"
     ):
         window_attention(q, k[:, :, 0], v, block_size=4, **options)

@@ -25,19 +25,19 @@ def test_equals_the_quadratic_reference(masked, invert):
         out = nystrom_attention(
             q, k, v, segments=segments, count=COUNT, invert=invert, key_mask=real, backend=backend
         )
-        # What stands at padding is nobody's.
+        # Outputs at padding do not matter.
         return [out * real[:, None, :, None]]
 
     assert_same(run, [q, k, v])
 
 
-def test_as_many_segments_as_tokens_are_softmax_attention():
+def test_as_many_segments_as_tokens_equal_softmax_attention():
     q, k, v = (random(1, 1, 6, WIDTH, seed=i) for i in range(3))
     out = nystrom_attention(q, k, v, segments=torch.arange(6)[None], count=6, invert=torch.linalg.inv)
     torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, k, v))
 
 
-def test_a_convolution_stays_in_its_head_and_looks_both_ways():
+def test_a_convolution_stays_in_its_head_and_is_bidirectional():
     v = torch.zeros(1, 2, 5, 3, dtype=torch.float64)
     v[0, 0, 2] = 1.0
     kernel = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Arrays made by other people's implementations, in float64."""
+"""Ops agree with arrays computed by other implementations, in float64."""
 
 import pytest
 import torch
@@ -9,11 +9,11 @@ from megakernel.ops.phi import features
 from tests.oracles import FOLDER, arrays, assert_equal
 
 EPS = 1e-6
-"""What the idiap and Google implementations add to a denominator or to a feature."""
+"""The number that the idiap and Google implementations add to a denominator or to a feature."""
 
 
 def with_eps(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-    """Kernel attention with EPS in the denominator, as idiap has it; ours has none."""
+    """Kernel attention with EPS added to the denominator, as in idiap's; ours adds none."""
     values = torch.cat([v, torch.ones_like(v[..., :1])], -1)
     sums = kernel_attention(q, k, values, normalize=False, **options)
     return sums[..., :-1] / (sums[..., -1:] + EPS)
@@ -29,7 +29,7 @@ def test_linear_attention_equals_idiap(backend):
     options = {"feature_map": "elu", "causal": False, "backend": backend}
     assert_equal(with_eps(q, k, v, **options), out)
     assert_equal(with_eps(q, k, v, key_weights=key_mass(lengths, 96), **options), masked)
-    # Without eps the denominators, which are above 1, change by a millionth.
+    # Denominators are above 1, so eps changes them by a millionth at most.
     assert_equal(kernel_attention(q, k, v, **options), out, relative=EPS)
 
 
@@ -47,7 +47,7 @@ def test_favor_features_equal_google():
     q, k, omega, phi_q, phi_k = arrays("performer_google", "q", "k", "projection", "phi_q", "phi_k")
     for x, expected, over_tokens in ((q, phi_q, False), (k, phi_k, True)):
         ours = features("favor", x[:, :, None], omega)
-        # Their stabilizer is the maximum of omega.x, for keys over the whole sequence; and they add eps to a feature.
+        # Google's stabilizer is the maximum of omega.x, for keys over the whole sequence; it also adds eps to features.
         largest = ours.log_scale[:, :, 0] + x.square().sum(-1) * x.shape[-1] ** -0.5 / 2
         stabilizer = largest.amax(-1, keepdim=True) if over_tokens else largest
         scale = torch.exp(ours.log_scale[:, :, 0] - stabilizer)
@@ -63,7 +63,7 @@ def test_attention_over_googles_features_equals_google(backend):
     for expected, causal in ((out, False), (causal_out, True)):
         sums = kernel_attention(phi_q, phi_k, values, causal=causal, **options)
         denominator = sums[..., -1:]
-        # Theirs adds twice eps to a denominator that is not above eps.
+        # Google's adds twice eps to denominators that are not above eps.
         assert_equal(sums[..., :-1] / (denominator + 2 * EPS * (denominator <= EPS)), expected)
 
 

@@ -1,4 +1,4 @@
-"""Sums over parts of a sequence's keys add up to softmax attention, in any order, and so do their gradients."""
+"""Partial sums over subsets of keys add up to softmax attention in any order, and so do their gradients."""
 
 from itertools import permutations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("small_chunks")
 B, G, KV, N, WIDTH = 2, 2, 2, 12, 8
 
 DOCUMENTS = torch.tensor([[0] * 3 + [3] * 6 + [9] * 3, [-4] * 7 + [7] * 5])
-"""Where each token's document starts; one began before its sequence."""
+"""Start of each token's document; one began before its sequence."""
 
 
 def inputs():
@@ -33,20 +33,21 @@ def inputs():
 
 
 def from_parts(tensors, parts):
-    """Output and gradients of queries, keys and values from sums over `parts`: (slice of keys, spans, own)."""
+    """Output and gradients of queries, keys and values from sums over `parts`: (slice of keys, spans, causal)."""
     q, k, v, grad = (x.detach() for x in tensors)
     q, grad = q.unflatten(1, (KV, G)), grad.unflatten(1, (KV, G))
     keys = [
-        (place, VisibleKeys(k[:, :, place], v[:, :, place], spans, None, own)) for place, spans, own in parts
+        (place, VisibleKeys(k[:, :, place], v[:, :, place], spans, None, causal))
+        for place, spans, causal in parts
     ]
     total = empty_partial_output(q, WIDTH)
-    for _, seen in keys:
-        add_sums(total, q, seen)
+    for _, subset in keys:
+        add_sums(total, q, subset)
     out = normalized(total)
     gradient = OutputGradient(grad, out, log_normalizer(total), mean=(grad * out).sum(-1))
     of_queries, of_keys, of_values = (torch.zeros_like(x, dtype=out.dtype) for x in (q, k, v))
-    for place, seen in keys:
-        add_gradients((of_queries, of_keys[:, :, place], of_values[:, :, place]), q, seen, gradient)
+    for place, subset in keys:
+        add_gradients((of_queries, of_keys[:, :, place], of_values[:, :, place]), q, subset, gradient)
     return out.flatten(1, 2), of_queries.flatten(1, 2), of_keys, of_values
 
 
@@ -58,7 +59,7 @@ def reference(tensors, **options):
 
 @pytest.mark.parametrize("order", permutations([(0, 5), (5, 6), (6, 12)]), ids=str)
 @pytest.mark.parametrize("causal", [True, False])
-def test_uneven_parts_of_packed_rows_add_up_in_any_order(order, causal):
+def test_uneven_parts_of_packed_sequences_add_up_in_any_order(order, causal):
     tensors = inputs()
     parts = [
         (
@@ -74,7 +75,7 @@ def test_uneven_parts_of_packed_rows_add_up_in_any_order(order, causal):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_spans_among_keys_of_another_shard_are_those_of_the_row():
+def test_cross_shard_spans_are_those_of_the_whole_sequence():
     whole = cross_shard_spans(DOCUMENTS, DOCUMENTS, 0).mask(slice(None), 0, N)
     parts = [
         cross_shard_spans(DOCUMENTS, DOCUMENTS[:, a : a + 4].contiguous(), -a).mask(slice(None), 0, 4)
@@ -117,21 +118,21 @@ def test_queries_that_see_the_same_keys_are_one_rectangle():
     ids=str,
 )
 def test_fused_kernels_give_sums_that_add(device, dtype):
-    """The second half of a sequence's queries: all keys of the first half, and those of their own up to themselves."""
+    """The second half of the queries: all keys of the first half in two parts, and causally the keys of the second."""
     first, second = ([x.detach().to(dtype) for x in inputs()] for _ in range(2))
     whole = [torch.cat([a.flip(2), b], 2).double() for a, b in zip(first, second)]
     whole[3][:, :, :N] = 0  # nothing depends on the first half's outputs
     q, k, v, grad = (x.to(device, dtype) for x in whole)
     assert fused.supports(q, k, v)
     one = torch.zeros(1, N, dtype=torch.int64, device=device)
-    some, others = (slice(5), slice(5, N))  # seen as a whole, and fewer or more than the queries
+    some, others = (slice(5), slice(5, N))  # visible as a whole; fewer or more than the queries
     parts = [
         (place, cross_shard_spans(one, one[:, place].contiguous(), None), False) for place in (others, some)
     ]
     parts.append((slice(N, 2 * N), cross_shard_spans(one, one, 0), True))
     found = from_parts((q[:, :, N:], k, v, grad[:, :, N:]), parts)
     out, of_queries, of_keys, of_values = reference([x.requires_grad_() for x in whole])
-    # Halves on a GPU are rounded once for each part; elsewhere sums are float32 or better.
+    # On a GPU, half precision is rounded once per part; elsewhere sums are float32 or better.
     tolerance = 1e-12 if dtype == torch.float64 else 2**-6 if device == "cuda" else 1e-5
     for part, whole in zip(found, (out[:, :, N:], of_queries[:, :, N:], of_keys, of_values), strict=True):
         torch.testing.assert_close(part.cpu().double(), whole, rtol=tolerance, atol=tolerance)
@@ -140,8 +141,8 @@ def test_fused_kernels_give_sums_that_add(device, dtype):
 @pytest.mark.parametrize(
     ("dtype", "width", "taken"), [("bfloat16", 64, True), ("float32", 64, False), ("bfloat16", 60, False)]
 )
-def test_a_gpu_is_asked_for_what_its_kernels_take(dtype, width, taken):
-    """By torch's own account of shapes and arguments, which needs no GPU."""
+def test_supports_agrees_with_the_gpu_kernels(dtype, width, taken):
+    """Checked with fake tensors, which need no GPU."""
     with FakeTensorMode():
         q, some, k = (
             torch.empty(2, heads, length, width, dtype=getattr(torch, dtype), device="cuda")

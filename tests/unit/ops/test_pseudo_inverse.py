@@ -25,16 +25,16 @@ def gaussian_gram(count: int, width: int, scale: float, seed: int) -> Tensor:
 @pytest.mark.parametrize("scale", [0.01, 1.0, 10.0])
 @pytest.mark.parametrize("repeated", [False, True])
 def test_singular_values_of_the_normalized_matrix_lie_between_0_and_1(scale, repeated):
-    """Skyformer, lemma 3. The largest is 1 itself: D^1/2 1 is its vector, so the interval is open at 0 only."""
+    """Skyformer, lemma 3. The largest is exactly 1, with the vector D^1/2 1, so the interval is open only at 0."""
     gram = gaussian_gram(64, 8, scale, seed=0)
-    if repeated:  # as landmarks drawn with replacement are
+    if repeated:  # like landmarks sampled with replacement
         rows = torch.arange(64) // 2
         gram = gram[rows][:, rows]
     matrix, _ = normalized_gram(gram, 0.1)
     values = torch.linalg.svdvals(matrix)
     assert values.min() > 0
     torch.testing.assert_close(values.max(), torch.ones((), dtype=torch.float64))
-    # What the iteration needs (Razavi, theorem 2), up to the eigenvalue 1.
+    # The condition of convergence (Razavi, theorem 2), except for the eigenvalue 1.
     identity = torch.eye(64, dtype=torch.float64)
     assert torch.linalg.matrix_norm(identity - matrix, 2) < 1
 
@@ -45,7 +45,7 @@ def test_enough_steps_reach_the_inverse():
     torch.testing.assert_close(found, torch.linalg.inv(matrix), rtol=1e-9, atol=1e-9)
 
 
-def test_every_step_comes_nearer():
+def test_every_step_reduces_the_error():
     matrix, _ = normalized_gram(gaussian_gram(32, 8, 1.0, seed=0), 0.1)
     expected = torch.linalg.inv(matrix)
     errors = [
@@ -55,7 +55,7 @@ def test_every_step_comes_nearer():
     assert all(later < earlier for earlier, later in pairwise(errors)), errors
 
 
-def test_each_matrix_is_inverted_from_a_start_of_its_own():
+def test_each_matrix_is_inverted_with_its_own_scale():
     one, two = (gaussian_gram(16, 8, scale, seed=1) for scale in (0.5, 3.0))
     for invert in (regularized_inverse, softmax_inverse):
         together = invert(
@@ -66,7 +66,7 @@ def test_each_matrix_is_inverted_from_a_start_of_its_own():
 
 
 def spectral_errors(length: int, counts: tuple[int, ...], invert, trials: int = 4) -> list[float]:
-    """||C V - C~ V|| / ||C V|| of landmarks drawn uniformly, mean over draws, one number for each count."""
+    """||C V - C~ V|| / ||C V|| with uniformly sampled landmarks, averaged over trials, for each count of landmarks."""
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, length, 8, generator=draw, dtype=torch.float64) for _ in range(3))
     exact = weighted_attention(q, k, v, normalize=False, causal=False)[0][0, 0]
@@ -83,10 +83,10 @@ def spectral_errors(length: int, counts: tuple[int, ...], invert, trials: int = 
 
 @pytest.mark.parametrize("length", [256, 512])
 def test_the_spectral_error_falls_with_the_number_of_features(length):
-    """Skyformer, figure 1: 2^4 to 2^8 features, the approximation of eq. 5 itself."""
+    """Skyformer, figure 1: 2^4 to 2^8 features, with the exact inverse of eq. 5."""
     errors = spectral_errors(length, (16, 32, 64, 128, 256), exact_inverse)
     assert all(later < earlier for earlier, later in pairwise(errors)), errors
-    # Averages over 16 times as many random samples would be 4 times as near.
+    # Averages over 16 times as many random samples would have a quarter of the error.
     assert errors[-1] < errors[0] / 4, errors
 
 

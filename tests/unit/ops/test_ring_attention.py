@@ -1,4 +1,4 @@
-"""Keys that go round give the attention of whole sequences; shards are threads, each with a backward of its own."""
+"""Ring attention equals attention over whole sequences; shards are threads, each with its own backward."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def expected(tensors, **options):
 
 
 def rotated(size, tensors, *, shard_of=lambda cp_shard: cp_shard, **options):
-    """The same from `size` shards, put together again."""
+    """The same from `size` shards of ring attention, concatenated."""
 
     def work(cp_shard: ThreadShard):
         def mine(x, dim):
@@ -61,9 +61,11 @@ def assert_equal(actual, wanted):
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
-    ("positions", "values"), [(0, WIDTH), (0, VALUES), (PACKED, WIDTH)], ids=["fused", "whole_rows", "packed"]
+    ("positions", "values"),
+    [(0, WIDTH), (0, VALUES), (PACKED, WIDTH)],
+    ids=["fused", "whole_sequences", "packed"],
 )
-def test_keys_that_go_round_give_the_numbers_of_whole_rows(size, heads, causal, positions, values):
+def test_rotating_keys_give_attention_over_whole_sequences(size, heads, causal, positions, values):
     tensors = inputs(*heads, values)
     options = {"causal": causal, "positions": positions}
     assert_equal(rotated(size, tensors, **options), expected(tensors, **options))
@@ -71,20 +73,22 @@ def test_keys_that_go_round_give_the_numbers_of_whole_rows(size, heads, causal, 
 
 @pytest.mark.parametrize("window", [1, 5, 12, 13])
 @pytest.mark.parametrize(
-    ("positions", "values"), [(0, WIDTH), (0, VALUES), (PACKED, WIDTH)], ids=["fused", "whole_rows", "packed"]
+    ("positions", "values"),
+    [(0, WIDTH), (0, VALUES), (PACKED, WIDTH)],
+    ids=["fused", "whole_sequences", "packed"],
 )
-def test_a_window_reaches_over_the_edges_of_shards(window, positions, values):
+def test_a_window_reaches_across_shards(window, positions, values):
     tensors = inputs(values=values)
     options = {"window": window, "positions": positions}
     assert_equal(rotated(4, tensors, **options), expected(tensors, **options))
 
 
-@pytest.mark.parametrize("positions", [0, PACKED], ids=["whole_rows", "packed"])
-def test_keys_that_are_masked_are_not_there_on_any_shard(positions):
+@pytest.mark.parametrize("positions", [0, PACKED], ids=["whole_sequences", "packed"])
+def test_masked_keys_do_not_count_on_any_shard(positions):
     tensors = inputs()
     mask = torch.rand(B, N, generator=torch.Generator().manual_seed(0)) > 0.4
     mask[0, :12] = False
-    mask[1] = False  # sees nothing at all
+    mask[1] = False  # this sequence's queries see nothing
     options = {"causal": False, "positions": positions, "key_mask": mask}
     found = rotated(3, tensors, **options)
     assert_equal(found, expected(tensors, **options))
@@ -106,12 +110,12 @@ def test_half_precision_is_summed_in_float32(values):
     found = rotated(4, halves, causal=True)
     assert {x.dtype for x in found} == {torch.bfloat16}
     for part, whole in zip(found, wanted, strict=True):
-        # Half a unit in the last of 8 digits, the one rounding of the result, and float32 where terms cancel.
+        # The result is rounded once to 8 bits; where terms cancel, float32 errors remain.
         torch.testing.assert_close(part.double(), whole, rtol=2**-8, atol=1e-5)
 
 
 class Counting:
-    """A shard that counts the bytes it hands on."""
+    """A shard that counts the bytes it sends."""
 
     def __init__(self, cp_shard: ThreadShard, sent: list[int]):
         self.cp_shard, self.rank, self.size, self.sent = cp_shard, cp_shard.rank, cp_shard.size, sent
@@ -127,14 +131,14 @@ def test_every_shard_sends_the_bytes_of_the_formula(dtype, options, each):
     size, sent = 4, [0] * 4
     tensors = [x.detach().to(dtype) for x in inputs(3, 1)]
     rotated(size, tensors, shard_of=lambda cp_shard: Counting(cp_shard, sent), **options)
-    keys = 1 * (WIDTH + VALUES)  # of one key head, whatever the number of queries that share it
+    keys = 1 * (WIDTH + VALUES)  # of one key head, whatever the number of query heads
     forward = (size - 1) * B * (N // size) * (keys * dtype.itemsize + each)
     backward = (size - 1) * B * (N // size) * (keys * (dtype.itemsize + 4) + each)
     assert sent == [forward + backward] * size
 
 
 class Alone:
-    """The first of three shards, whose neighbour happens to hold the same; writes down what happens when."""
+    """The first of three shards, whose neighbor happens to hold the same keys; records the order of events."""
 
     rank, size = 0, 3
 
@@ -155,7 +159,7 @@ class Arriving:
         return self.tensors
 
 
-def test_the_next_keys_are_under_way_while_the_present_ones_are_weighed(monkeypatch):
+def test_communication_of_the_next_keys_overlaps_computation(monkeypatch):
     alone = Alone()
     for name in ("add_sums", "add_gradients"):
         work = getattr(ring, name)
@@ -166,13 +170,13 @@ def test_the_next_keys_are_under_way_while_the_present_ones_are_weighed(monkeypa
     assert alone.events == [keys, "weigh", "wait", keys, "weigh", "wait", "weigh"]
     alone.events.clear()
     out.sum().backward()
-    # Gradients follow their keys one hop behind, and are under way while the next keys are weighed.
+    # Gradients follow their keys one hop behind, and are in flight while the next keys are processed.
     first = [keys, "weigh", "wait", keys, "weigh", gradients, "wait"]
     assert alone.events == [*first, "weigh", "wait", gradients, "wait"]
 
 
-def weighed(monkeypatch, size, **options):
-    """Pairs whose weights forward and backward formed, by shard, and the most that existed at once."""
+def computed_pairs(monkeypatch, size, **options):
+    """Pairs of queries and keys whose scores forward and backward computed on all shards, and the most in one tile."""
     blocks = []
     scores = partial._scores
     monkeypatch.setattr(partial, "_scores", lambda q, k: blocks.append(scores(q, k)) or blocks[-1])
@@ -181,16 +185,17 @@ def weighed(monkeypatch, size, **options):
     return sum(sizes), max(sizes)
 
 
-def test_few_weights_exist_at_once_and_none_of_the_future(monkeypatch):
-    pairs, most = weighed(monkeypatch, 3, causal=True)
+def test_one_block_of_weights_exists_at_once_and_none_of_the_future(monkeypatch):
+    pairs, most = computed_pairs(monkeypatch, 3, causal=True)
     assert most <= partial.QUERIES * partial.KEYS
-    # Shards of 8: three of nine pairs of shards lie ahead, and in three blocks of 4 queries see 4 or 8 keys.
+    # Shards of 8 tokens: of nine pairs of shards, three are in the future, three are whole, and in the three on the
+    # diagonal, blocks of 4 queries see 4 or 8 keys.
     assert pairs == 2 * (3 * 8 * 8 + 3 * (4 * 4 + 4 * 8))
 
 
-def test_documents_behind_a_query_are_not_weighed(monkeypatch):
+def test_pairs_of_different_documents_are_not_computed(monkeypatch):
     short = torch.arange(N).remainder(4).expand(B, -1)
-    pairs, _ = weighed(monkeypatch, 3, causal=True, positions=short)
+    pairs, _ = computed_pairs(monkeypatch, 3, causal=True, positions=short)
     assert pairs == 2 * N * 4
 
 

@@ -22,7 +22,7 @@ def inputs(length: int = N):
 
 
 @pytest.mark.parametrize(("causal", "masked"), [(True, False), (False, False), (False, True)])
-@pytest.mark.parametrize("positions", [0, PACKED], ids=["whole_rows", "packed"])
+@pytest.mark.parametrize("positions", [0, PACKED], ids=["whole_sequences", "packed"])
 def test_softmax_equals_the_reference(causal, masked, positions):
     q, k, v = inputs()
     key_mask = torch.rand(B, N, generator=torch.Generator().manual_seed(0)) > 0.3 if masked else None
@@ -35,8 +35,8 @@ def test_softmax_equals_the_reference(causal, masked, positions):
 
 
 @pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("positions", [0, PACKED], ids=["whole_rows", "packed"])
-def test_exponents_are_capped(window, positions):
+@pytest.mark.parametrize("positions", [0, PACKED], ids=["whole_sequences", "packed"])
+def test_softcap_equals_the_reference(window, positions):
     q, k, v = inputs()
 
     def run(backend):
@@ -44,15 +44,15 @@ def test_exponents_are_capped(window, positions):
         return softmax_attention(q, k, v, **options)[:1]
 
     assert_same(run, [q, k, v])
-    # By itself: the last query of a document that begins 8 tokens before it, or with the sequence.
+    # Independently: the last query, whose document is the whole sequence, or its last 13 tokens.
     reach = min(window or N, N if isinstance(positions, int) else 13)
     exponents = 0.3 * torch.tanh(q[1, 3, -1] @ k[1, 1, -reach:].T / WIDTH**0.5 / 0.3)
     torch.testing.assert_close(run("chunked")[0][1, 3, -1], exponents.softmax(0) @ v[1, 1, -reach:])
 
 
 @pytest.mark.parametrize("window", [1, 5, N])
-@pytest.mark.parametrize("positions", [0, PACKED], ids=["whole_rows", "packed"])
-def test_last_tokens_alone_are_seen(window, positions):
+@pytest.mark.parametrize("positions", [0, PACKED], ids=["whole_sequences", "packed"])
+def test_a_window_shows_only_the_last_tokens(window, positions):
     q, k, v = inputs()
 
     def run(backend):
@@ -60,7 +60,7 @@ def test_last_tokens_alone_are_seen(window, positions):
         return softmax_attention(q, k, v, **options)[:1]
 
     assert_same(run, [q, k, v])
-    # By itself: the softmax of each query over its last tokens.
+    # Independently: the softmax of each query over its last tokens.
     out = run("reference")[0]
     documents = torch.arange(N) if isinstance(positions, int) else positions[1]
     for i in range(N):
@@ -70,7 +70,7 @@ def test_last_tokens_alone_are_seen(window, positions):
 
 
 @pytest.mark.parametrize("steps", [[N], [1] * N, [4, 1, 9, 9]], ids=str)
-def test_a_cache_keeps_what_a_window_sees(steps):
+def test_a_cache_keeps_only_the_keys_that_a_window_sees(steps):
     q, k, v = inputs()
     outs, state, done = [], None, 0
     for parts in zip(*(x.split(steps, 2) for x in (q, k, v))):
@@ -82,7 +82,7 @@ def test_a_cache_keeps_what_a_window_sees(steps):
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
-@pytest.mark.parametrize("positions", [0, 3, PACKED], ids=["whole_rows", "inside_a_block", "packed"])
+@pytest.mark.parametrize("positions", [0, 3, PACKED], ids=["whole_sequences", "inside_a_block", "packed"])
 def test_window_equals_the_reference(blocks, positions):
     q, k, v = inputs()
 
@@ -94,13 +94,13 @@ def test_window_equals_the_reference(blocks, positions):
     assert_same(run, [q, k, v])
 
 
-def test_a_window_as_long_as_the_sequence_is_softmax():
+def test_a_window_as_long_as_the_sequence_equals_softmax():
     q, k, v = inputs()
     torch.testing.assert_close(window_attention(q, k, v, block_size=N)[0], softmax_attention(q, k, v)[0])
 
 
-def test_packed_rows_need_no_square_mask(monkeypatch):
-    # A mask of a block of 8 queries reaches back to the start of their documents and no further.
+def test_packed_sequences_need_no_square_mask(monkeypatch):
+    # The mask of a block of 8 queries begins at the start of their documents.
     seen = []
     attend = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(
@@ -118,6 +118,6 @@ def test_packed_rows_need_no_square_mask(monkeypatch):
 def test_key_weights_are_refused_where_they_would_be_ignored():
     q, k, v = inputs()
     weights, mask = torch.ones(B, N), torch.ones(B, N, dtype=torch.bool)
-    for options in ({"key_mask": mask, "causal": False}, {"positions": PACKED}, {"softcap": 0.3}):
+    for options in ({"key_mask": mask}, {"positions": PACKED}, {"softcap": 0.3}, {"causal": True}):
         with pytest.raises(ValueError, match="key_weights with"):
-            softmax_attention(q, k, v, key_weights=weights, **options)
+            softmax_attention(q, k, v, key_weights=weights, **{"causal": False, **options})

@@ -16,15 +16,15 @@ def assert_same_state(actual: KernelState, expected: KernelState) -> None:
     torch.testing.assert_close(actual.sums * shift, expected.sums)
 
 
-def test_merge_is_the_state_of_all_keys():
+def test_merging_states_gives_the_state_of_all_keys():
     k, v = random(2, 3, 20, 4), random(2, 3, 20, 5, seed=1)
     parts = [state_of(k[:, :, part], v[:, :, part]) for part in (slice(0, 7), slice(7, 20))]
     assert_same_state(merge(*parts), state_of(k, v))
     assert_same_state(merge(*reversed(parts)), state_of(k, v))
 
 
-def test_merge_holds_scales_that_are_far_apart():
-    # The sum of exp(-2000) and exp(2000) parts, of which float64 holds neither.
+def test_merge_supports_very_different_scales():
+    # A sum of parts with scales exp(-2000) and exp(2000), both outside of float64's range.
     sums = torch.ones(1, 1, 2, 3)
     low, high = KernelState(sums, torch.tensor([[-2000.0]])), KernelState(2 * sums, torch.tensor([[2000.0]]))
     merged = merge(low, high)
@@ -41,7 +41,7 @@ def test_the_empty_state_changes_nothing():
     assert not nothing.sums.any()
 
 
-def test_keep_empties_the_other_rows():
+def test_keep_empties_the_other_sequences():
     state = state_of(random(2, 3, 20, 4), random(2, 3, 20, 5, seed=1))
     kept = keep(state, torch.tensor([True, False]))
     assert torch.equal(kept.sums[0], state.sums[0])

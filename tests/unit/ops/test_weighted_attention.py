@@ -33,7 +33,7 @@ def inputs(keys: int = M, length: int = N):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("positions", [0, PACKED], ids=["whole_rows", "packed"])
+@pytest.mark.parametrize("positions", [0, PACKED], ids=["whole_sequences", "packed"])
 def test_equals_the_reference(kind, causal, positions):
     q, k, v = inputs()
     key_weights = random(KV, M, 1, seed=3)
@@ -52,10 +52,10 @@ def test_equals_the_reference(kind, causal, positions):
 
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
-def test_keys_without_mass_are_not_there(normalize, causal):
+def test_keys_of_weight_0_do_not_count(normalize, causal):
     q, k, v = inputs()
     key_weights = (torch.rand(B, KV, M, N, generator=torch.Generator().manual_seed(0)) > 0.4).double()
-    key_weights[0, :, :, :9] = 0  # the first queries see nothing at all
+    key_weights[0, :, :, :9] = 0  # the first queries see nothing
 
     def run(backend):
         return weighted_attention(
@@ -68,7 +68,7 @@ def test_keys_without_mass_are_not_there(normalize, causal):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_gradient_is_the_slope(kind):
+def test_gradients_equal_finite_differences(kind):
     q, k, v = (x.detach()[:1, :2, ..., :9, :].requires_grad_() for x in inputs())
     key_weights = random(1, 1, M, 9, seed=3)
     assert torch.autograd.gradcheck(
@@ -80,7 +80,7 @@ def test_the_gradient_is_the_slope(kind):
     )
 
 
-def test_one_key_under_softmax_is_softmax_attention():
+def test_one_mixture_key_equals_softmax_attention():
     q, k, v = inputs(keys=1)
     expected, _ = softmax_attention(q, k[:, :, 0], v, positions=PACKED)
     torch.testing.assert_close(
@@ -88,7 +88,7 @@ def test_one_key_under_softmax_is_softmax_attention():
     )
 
 
-def test_equal_keys_are_one_key():
+def test_equal_mixture_keys_count_as_one():
     q, k, v = inputs(keys=1)
     twice = k.expand(-1, -1, 2, -1, -1)
     priors = torch.tensor([0.3, 0.7])[:, None].double()
@@ -110,7 +110,7 @@ def test_a_cache_continues_the_sequence(kind):
 
 
 def test_distant_keys_do_not_underflow():
-    # exp(-|q - k|^2 / 2) is 0 even in float64 here, and its quotients are not.
+    # exp(-|q - k|^2 / 2) underflows even in float64 here; quotients of weights do not.
     q, k, v = (x.detach() for x in inputs())
     far = weighted_attention(q + 100, k, v, causal=False)[0]
     assert far.isfinite().all()
@@ -153,7 +153,7 @@ def test_no_more_pairs_than_one_block_exist_at_once(monkeypatch):
     assert set(sizes) == {(4, 8)}
 
 
-def test_blocks_that_nobody_sees_are_not_computed(monkeypatch):
+def test_tiles_without_visible_pairs_are_not_computed(monkeypatch):
     seen = []
     weigh = streamed.position_logs
     monkeypatch.setattr(streamed, "position_logs", lambda *args: seen.append(args[4].any()) or weigh(*args))
@@ -164,7 +164,7 @@ def test_blocks_that_nobody_sees_are_not_computed(monkeypatch):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("positions", [0, PACKED], ids=["whole_rows", "packed"])
+@pytest.mark.parametrize("positions", [0, PACKED], ids=["whole_sequences", "packed"])
 def test_responsibilities_equal_the_reference_and_add_up_to_the_queries(causal, positions):
     q, k, _ = inputs()
     key_weights = torch.tensor([0.7, 0.4])[:, None]
@@ -194,6 +194,6 @@ def test_responsibilities_equal_the_reference_and_add_up_to_the_queries(causal, 
         ({"key_weights": torch.ones(3)}, "key_weights has shape"),
     ],
 )
-def test_what_does_not_fit_is_named(changes, message):
+def test_arguments_that_do_not_fit_are_named(changes, message):
     with pytest.raises(ValueError, match=message):
         weighted_attention(*inputs(), **changes)

@@ -64,12 +64,12 @@ def test_newest_is_by_step_not_by_name(folder):
     assert folder.newest_good().checkpoint.step == 10
 
 
-def test_only_the_newest_are_kept(folder):
+def test_only_the_newest_checkpoints_are_kept(folder):
     save(folder, 1, 2, 3, 4)
     assert names(folder.root) == {"step_3", "step_4", "latest"}
 
 
-def test_multiples_of_keep_every_are_kept_for_good(tmp_path):
+def test_multiples_of_keep_every_are_kept_forever(tmp_path):
     folder = CheckpointFolder(tmp_path, keep=1, keep_every=3)
     save(folder, *range(1, 9))
     assert names(tmp_path) == {"step_3", "step_6", "step_8", "latest"}
@@ -85,7 +85,7 @@ def change_progress(step: Path) -> None:
 
 
 def plant_code(step: Path) -> None:
-    """By somebody who writes the manifest for it, too."""
+    """Replace the weights by a pickle with code, and write a manifest that matches it."""
     plant(weights(step), step / "harm")
     write_manifest(step, progress(20), flushed(step, [weights(step)]))
 
@@ -111,7 +111,7 @@ def plant_code(step: Path) -> None:
         (plant_code, "weights.pt names posix.mkdir, which is code"),
     ],
 )
-def test_a_broken_newest_checkpoint_is_reported_and_the_one_before_used(folder, damage, reason):
+def test_a_broken_newest_checkpoint_is_reported_and_the_previous_one_used(folder, damage, reason):
     save(folder, 10, 20)
     damage(folder.root / "step_20")
     found = folder.newest_good()
@@ -121,7 +121,7 @@ def test_a_broken_newest_checkpoint_is_reported_and_the_one_before_used(folder, 
     assert not (folder.root / "step_20" / "harm").exists()
 
 
-def test_what_stands_behind_a_damaged_checkpoint_is_read_as_well(folder):
+def test_every_checkpoint_before_a_damaged_one_is_verified_too(folder):
     save(folder, 10, 20)
     for step in (20, 10):
         flip(weights(folder.root / f"step_{step}"), 0.5)
@@ -129,7 +129,7 @@ def test_what_stands_behind_a_damaged_checkpoint_is_read_as_well(folder):
         folder.newest_good()
 
 
-def test_a_checkpoint_found_damaged_is_replaced_and_does_not_count_as_kept(folder):
+def test_a_damaged_checkpoint_is_replaced_and_does_not_count_as_kept(folder):
     save(folder, 10, 20)
     flip(weights(folder.root / "step_20"), 0.5)
     assert folder.newest_good().checkpoint.step == 10
@@ -142,7 +142,7 @@ def test_a_checkpoint_found_damaged_is_replaced_and_does_not_count_as_kept(folde
 
 
 @pytest.mark.parametrize("damaged", range(4))
-def test_ranks_read_a_share_each_and_take_the_same_checkpoint(damaged, tmp_path):
+def test_ranks_verify_a_share_each_and_choose_the_same_checkpoint(damaged, tmp_path):
     def work(ranks: Ranks):
         folder = CheckpointFolder(tmp_path, keep=2, ranks=ranks)
         for step in (5, 6):
@@ -157,7 +157,7 @@ def test_ranks_read_a_share_each_and_take_the_same_checkpoint(damaged, tmp_path)
     assert outcomes == [(5, {tmp_path / "step_6": reason})] * 4
 
 
-def test_a_checkpoint_of_before_checksums_is_good(folder):
+def test_a_checkpoint_without_checksums_is_good(folder):
     save(folder, 10)
     file = folder.root / "step_10" / MANIFEST
     manifest = json.loads(file.read_text())
@@ -165,7 +165,7 @@ def test_a_checkpoint_of_before_checksums_is_good(folder):
     assert folder.newest_good().checkpoint == Checkpoint(folder.root / "step_10", progress(10))
 
 
-def test_without_any_good_checkpoint_the_run_does_not_silently_start_over(folder):
+def test_a_run_without_a_good_checkpoint_does_not_silently_start_over(folder):
     save(folder, 10)
     os.truncate(weights(folder.root / "step_10"), 10)
     with pytest.raises(ValueError, match=r"step_10: zero/weights.pt has 10 bytes.*delete"):
@@ -180,7 +180,7 @@ def test_a_broken_checkpoint_is_replaced_when_its_step_is_saved_again(folder):
     assert names(folder.root) == {"step_10", "step_20", "latest"}
 
 
-def test_a_broken_newer_checkpoint_costs_no_good_one(folder):
+def test_saving_deletes_no_good_checkpoint_in_place_of_a_broken_newer_one(folder):
     save(folder, 10, 20, 30)
     os.truncate(weights(folder.root / "step_30"), 10)
     save(folder, 25)
@@ -188,7 +188,7 @@ def test_a_broken_newer_checkpoint_costs_no_good_one(folder):
     assert folder.newest_good().checkpoint.step == 25
 
 
-def test_saving_a_good_step_again_writes_nothing_and_mends_latest(folder):
+def test_saving_a_good_step_again_writes_nothing_and_repairs_latest(folder):
     save(folder, 10, 20)
     (folder.root / "latest").write_text("step_10")  # a kill between the two renames leaves this
 
@@ -199,7 +199,7 @@ def test_saving_a_good_step_again_writes_nothing_and_mends_latest(folder):
     assert (folder.root / "latest").read_text() == "step_20"
 
 
-def test_what_a_killed_save_left_is_removed_at_the_next_start(folder):
+def test_the_partial_checkpoint_of_a_killed_save_is_removed_at_the_next_start(folder):
     save(folder, 10)
     script = f"""
         import os, signal
@@ -217,7 +217,7 @@ def test_what_a_killed_save_left_is_removed_at_the_next_start(folder):
     assert names(folder.root) == {"step_10", "latest"}
 
 
-def test_one_rank_that_cannot_write_fails_the_save_on_all_with_the_same_error(tmp_path):
+def test_a_save_that_fails_on_one_rank_raises_the_same_error_on_all(tmp_path):
     save(CheckpointFolder(tmp_path, keep=2), 10)
 
     def work(ranks: Ranks):
@@ -265,17 +265,17 @@ def test_a_full_disk_leaves_the_previous_checkpoint_good(small_disk):
     folder.save(progress(10), lambda path: write_tensor(path, 40_000))  # 320 kB
     used = shutil.disk_usage(small_disk).used
     with pytest.raises(SaveFailed, match=r"step_20 .* MiB free\).*free space"):
-        folder.save(progress(20), lambda path: write_tensor(path, 120_000))  # 960 kB beside it
+        folder.save(progress(20), lambda path: write_tensor(path, 120_000))  # 960 kB more
     assert folder.newest_good().checkpoint.step == 10
     assert (folder.root / "latest").read_text() == "step_10"
     assert names(folder.root) == {"step_10", "latest"}
-    assert shutil.disk_usage(small_disk).used == used, "the failed save gives its space back"
+    assert shutil.disk_usage(small_disk).used == used, "a failed save frees its space"
     folder.save(progress(30), lambda path: write_tensor(path, 40_000))
     assert folder.newest_good().checkpoint.step == 30
 
 
 def test_a_file_size_limit_leaves_the_previous_checkpoint_good(folder):
-    """The full disk for those who cannot mount one: the kernel refuses to let a file grow."""
+    """Stands for a full disk where mounting one is not allowed: the kernel refuses to let a file grow."""
     save(folder, 10)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))

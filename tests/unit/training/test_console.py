@@ -37,7 +37,7 @@ def test_a_step_is_one_plain_line_in_a_log_file():
         assert part in line
 
 
-def test_mfu_and_skipped_steps_appear_only_where_there_are_any():
+def test_mfu_and_skipped_steps_appear_only_if_there_are_any():
     assert "MFU" not in printed(1)
     assert "skipped" not in printed(1)
     line = printed(1, **{"throughput/mfu": 0.412, "train/skipped_steps": 3.0})
@@ -45,11 +45,11 @@ def test_mfu_and_skipped_steps_appear_only_where_there_are_any():
     assert "3 skipped" in line
 
 
-def test_a_non_finite_loss_is_printed_not_hidden():
+def test_a_non_finite_loss_is_printed():
     assert "loss nan" in printed(1, **{"train/loss": float("nan")})
 
 
-def test_a_line_that_moves_is_for_terminals_alone():
+def test_the_progress_line_is_only_for_terminals():
     out = io.StringIO()
     Console(10, 10, file=out).progress(5)
     assert out.getvalue() == ""
@@ -61,7 +61,7 @@ def test_an_evaluation_has_its_own_line():
     assert out.getvalue() == "eval at step 5  loss 1.5000  2.1640 bits/byte\n"
 
 
-def test_a_note_is_printed_as_it_is():
+def test_a_note_is_printed_unchanged():
     out = io.StringIO()
     Console(10, 10, file=out).note("checkpoint step_20 is broken: [complete.json] is missing " + "x" * 200)
     assert out.getvalue() == "checkpoint step_20 is broken: [complete.json] is missing " + "x" * 200 + "\n"

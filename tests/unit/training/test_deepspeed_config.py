@@ -17,7 +17,7 @@ from ..config import trees
         ("zero_optimization", {"overlap_com": True}),
     ],
 )
-def test_what_deepspeed_does_not_read_is_refused_by_its_key(key, value):
+def test_invalid_deepspeed_settings_are_refused_by_key(key, value):
     with pytest.raises(ConfigError) as caught:
         check_deepspeed_keys(trees.config(deepspeed={key: value}))
     (line,) = str(caught.value).splitlines()
@@ -25,8 +25,8 @@ def test_what_deepspeed_does_not_read_is_refused_by_its_key(key, value):
     assert line.endswith("or remove it")
 
 
-def test_a_run_that_deepspeed_would_refuse_leaves_its_folder_alone(tmp_path):
-    wrong = trees.config(deepspeed={"comms_logger": "hello"}, run={"root": str(tmp_path)})
+def test_a_run_with_invalid_deepspeed_settings_writes_no_folder(tmp_path):
+    config = trees.config(deepspeed={"comms_logger": "hello"}, run={"root": str(tmp_path)})
     with pytest.raises(ConfigError, match="not what DeepSpeed reads"):
-        Trainer(wrong, mesh=None, providers=None)
+        Trainer(config, mesh=None, providers=None)
     assert not list(tmp_path.iterdir())

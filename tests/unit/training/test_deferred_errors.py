@@ -4,7 +4,7 @@ from megakernel.training.engine import DeferredErrors
 
 
 class FullDisk:
-    """A checkpoint engine whose disk takes one file."""
+    """A checkpoint engine whose disk has room for one file."""
 
     name = "full"
 
@@ -17,7 +17,7 @@ class FullDisk:
             raise OSError(28, "No space left on device")
 
 
-def test_a_failed_write_is_raised_only_when_asked_for():
+def test_a_failed_write_is_raised_by_raise_first():
     engine = DeferredErrors(FullDisk())
     for path in "abc":
         engine.save({}, path)
@@ -26,7 +26,7 @@ def test_a_failed_write_is_raised_only_when_asked_for():
         engine.raise_first()
 
 
-def test_the_next_save_starts_clean():
+def test_raising_the_error_clears_it():
     engine = DeferredErrors(FullDisk())
     engine.save({}, "a")
     engine.raise_first()
@@ -36,5 +36,5 @@ def test_the_next_save_starts_clean():
     engine.raise_first()
 
 
-def test_everything_else_is_the_engine_it_stands_for():
+def test_other_attributes_are_those_of_the_wrapped_engine():
     assert DeferredErrors(FullDisk()).name == "full"

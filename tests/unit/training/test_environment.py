@@ -7,14 +7,14 @@ import torch
 from megakernel.training.environment import environment_text, package_versions, revision
 
 
-def entry() -> dict[str, str]:
+def recorded_environment() -> dict[str, str]:
     lines = environment_text(["cpu"], world_size=2).splitlines()
     return dict(line.split(": ", 1) for line in lines[1:])
 
 
-def test_an_entry_says_what_is_needed_to_repeat_the_start(monkeypatch):
+def test_an_entry_records_what_is_needed_to_repeat_the_start(monkeypatch):
     monkeypatch.setattr("sys.argv", ["megakernel", "pretrain", "a file.yaml"])
-    found = entry()
+    found = recorded_environment()
     assert found["command"].endswith("megakernel pretrain 'a file.yaml'")
     assert found["folder"] == str(Path.cwd())
     assert found["processes"] == "2"
@@ -32,10 +32,10 @@ def test_only_variables_that_steer_the_run_are_recorded(monkeypatch):
     assert "NCCL_DEBUG: INFO\n" in text
     assert "MEGAKERNEL_BACKEND: chunked\n" in text
     assert "hunter2" not in text
-    assert "also set: MEGAKERNEL_TOKEN, NCCL_PASSWORD" in text, "names explain a difference, too"
+    assert "also set: MEGAKERNEL_TOKEN, NCCL_PASSWORD" in text, "names alone already explain a difference"
 
 
-def test_a_package_that_is_missing_is_said_to_be(monkeypatch):
+def test_a_missing_package_is_recorded_as_not_installed(monkeypatch):
     monkeypatch.setattr("megakernel.training.environment.PACKAGES", ("no-such-package-anywhere",))
     assert package_versions() == {"no-such-package-anywhere": "not installed"}
 
@@ -48,7 +48,7 @@ def git(folder: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def test_the_code_is_named_by_its_gitrevision_and_marked_when_changed(tmp_path):
+def test_the_code_is_recorded_as_git_revision_and_dirty_if_changed(tmp_path):
     source = tmp_path / "module.py"
     source.write_text("x = 1\n")
     git(tmp_path, "init", "-q")

@@ -18,7 +18,7 @@ def values():
     return torch.cat([sizes * torch.randn(5000, generator=draw).sign(), torch.zeros(7)])
 
 
-def test_counts_are_those_of_numpy(values):
+def test_counts_equal_those_of_numpy(values):
     found = histogram(values)
     inner = values[(values > SIGNED[0]) & (values < SIGNED[-1])]
     counts, _ = np.histogram(inner.numpy(), SIGNED.numpy())
@@ -33,7 +33,7 @@ def test_counts_are_those_of_numpy(values):
     assert found.squares == pytest.approx(values.double().square().sum().item())
 
 
-def test_parts_add_up_to_the_whole(values):
+def test_histograms_of_parts_add_up_to_that_of_the_whole(values):
     whole = histogram(values)
     parts = histogram(values[:1234])
     parts += histogram(values[1234:].view(-1, 1))
@@ -42,20 +42,20 @@ def test_parts_add_up_to_the_whole(values):
     assert parts.total == pytest.approx(whole.total)
 
 
-def test_what_is_not_finite_is_left_out():
+def test_non_finite_values_are_left_out():
     assert histogram(torch.tensor([1.0, float("nan"), float("inf"), -float("inf")])).count == 1
     assert histogram(torch.full((3,), float("nan"))) == Histogram()
 
 
-def test_half_precision_is_counted_as_it_is():
+def test_half_precision_values_are_counted_without_rounding():
     assert (
         histogram(torch.tensor([0.5, -2.0], dtype=torch.bfloat16)).counts
         == histogram(torch.tensor([0.5, -2.0])).counts
     )
 
 
-def test_empty_stretches_are_buckets_of_their_own():
-    """TensorBoard takes a bucket to begin where the one before it ends."""
+def test_gaps_between_buckets_become_empty_buckets():
+    """TensorBoard assumes that each bucket begins where the previous one ends."""
     limits, counts = histogram(torch.tensor([0.01, 0.01, 0.97, 1.0]), SHARES).limits_and_counts()
     assert limits == pytest.approx([0.02, 0.96, 0.98, 1.0])
     assert counts == [2, 0, 1, 1]

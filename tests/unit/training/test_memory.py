@@ -14,7 +14,7 @@ def peaks() -> MemoryPeaks:
     return MemoryPeaks(torch.device("cpu"))
 
 
-def test_a_phase_has_the_peak_of_its_own_time(peaks):
+def test_each_phase_reports_its_own_peak(peaks):
     with peaks.phase("forward"):
         torch.ones(200 * MIB, dtype=torch.uint8)
     with peaks.phase("backward"):
@@ -26,7 +26,7 @@ def test_a_phase_has_the_peak_of_its_own_time(peaks):
     assert scalars["memory/peak_gib"] == scalars["memory/forward_peak_gib"]
 
 
-def test_the_highest_peak_outlives_its_window(peaks):
+def test_the_highest_peak_is_kept_over_windows(peaks):
     with peaks.phase("forward"):
         torch.ones(200 * MIB, dtype=torch.uint8)
     first = peaks.scalars()["memory/peak_gib"]
@@ -37,7 +37,7 @@ def test_the_highest_peak_outlives_its_window(peaks):
     assert later["memory/forward_peak_gib"] < first - 0.1
 
 
-def test_a_phase_keeps_the_most_of_its_window(peaks):
+def test_a_phase_reports_the_highest_peak_of_its_window(peaks):
     for size in (200 * MIB, 1):
         with peaks.phase("forward"):
             torch.ones(size, dtype=torch.uint8)
@@ -45,11 +45,11 @@ def test_a_phase_keeps_the_most_of_its_window(peaks):
     assert scalars["memory/forward_peak_gib"] == scalars["memory/peak_gib"]
 
 
-def test_without_a_peak_to_reset_the_whole_life_counts(monkeypatch):
+def test_without_resettable_peaks_only_the_peak_of_the_process_is_reported(monkeypatch):
     monkeypatch.setattr(step_costs, "_can_reset", lambda: False)
     peaks = MemoryPeaks(torch.device("cpu"))
     with peaks.phase("forward"):
         pass
     scalars = peaks.scalars()
     assert list(scalars) == ["memory/peak_gib"]
-    assert scalars["memory/peak_gib"] > 0.01, "a process with torch loaded takes more than 10 MiB"
+    assert scalars["memory/peak_gib"] > 0.01, "a process that has imported torch needs more than 10 MiB"

@@ -25,10 +25,10 @@ class Folder:
     def continued_from(self, done_steps: int) -> MetricsWriter:
         return MetricsWriter(self.metrics, self.tensorboard, done_steps)
 
-    def train(self, done_steps: int, until: int, mark: float = 0.0) -> None:
+    def train(self, done_steps: int, until: int, offset: float = 0.0) -> None:
         with self.continued_from(done_steps) as writer:
             for step in range(done_steps + 1, until + 1):
-                writer.write(step, Entry({"train/loss": step + mark, "train/lr": 0.5}))
+                writer.write(step, Entry({"train/loss": step + offset, "train/lr": 0.5}))
 
     def lines(self) -> list[dict]:
         return [json.loads(line) for line in self.metrics.read_text().splitlines()]
@@ -38,7 +38,7 @@ class Folder:
         return reader.Reload()
 
     def on_disk(self) -> list[tuple[int, str]]:
-        """Step and tag of all that is in the files, whatever a reader would hide."""
+        """Step and tag of every event in the files, those that a reader hides included."""
         files = sorted(self.tensorboard.iterdir())
         events = [event for file in files for event in EventFileLoader(str(file)).Load()]
         return [(event.step, value.tag) for event in events for value in event.summary.value]
@@ -49,29 +49,29 @@ class Folder:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch) -> Folder:
-    # Readers take files by name: time in seconds, process, and how many the process opened before. A run opens one a
-    # process, which takes seconds to start. Here many are opened within a second, and the tenth would stand first.
+    # Readers sort the files by name: time in seconds, process id, and how many files the process opened before. A run
+    # opens one file per process. Here many are opened within a second, and the tenth would come first.
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     return Folder(tmp_path)
 
 
-def test_the_same_numbers_are_in_both_places(folder):
-    folder.train(0, 3, mark=0.25)
+def test_json_lines_and_tensorboard_hold_the_same_numbers(folder):
+    folder.train(0, 3, offset=0.25)
     assert folder.lines() == [{"step": i, "train/loss": i + 0.25, "train/lr": 0.5} for i in (1, 2, 3)]
     assert folder.curve() == [(i, i + 0.25) for i in (1, 2, 3)]
     assert folder.curve("train/lr") == [(i, 0.5) for i in (1, 2, 3)]
 
 
-def test_after_a_restart_the_curves_go_on_without_doubled_steps(folder):
-    folder.train(0, 7, mark=0.0)
-    folder.train(4, 9, mark=0.25)  # continued from the checkpoint of step 4
-    folder.train(8, 10, mark=0.5)
+def test_curves_continue_after_a_restart_without_repeated_steps(folder):
+    folder.train(0, 7, offset=0.0)
+    folder.train(4, 9, offset=0.25)  # continued from the checkpoint of step 4
+    folder.train(8, 10, offset=0.5)
     expected = [*((i, i) for i in (1, 2, 3, 4)), *((i, i + 0.25) for i in (5, 6, 7, 8)), (9, 9.5), (10, 10.5)]
     assert [(line["step"], line["train/loss"]) for line in folder.lines()] == expected
     assert folder.curve() == expected
 
 
-def test_a_run_that_starts_over_has_its_evaluation_before_the_first_step_once(folder):
+def test_a_run_that_starts_over_keeps_one_initial_evaluation(folder):
     for _ in range(2):
         with folder.continued_from(0) as writer:
             writer.write(0, Entry({"eval/loss": 5.5}))
@@ -81,22 +81,22 @@ def test_a_run_that_starts_over_has_its_evaluation_before_the_first_step_once(fo
     assert folder.curve() == [(1, 5.0)]
 
 
-def test_steps_that_are_not_reached_again_yet_are_gone_too(folder):
+def test_abandoned_steps_are_removed_before_they_are_reached_again(folder):
     folder.train(0, 7)
     folder.train(4, 5)
     assert [step for step, _ in folder.curve()] == [1, 2, 3, 4, 5]
     assert [line["step"] for line in folder.lines()] == [1, 2, 3, 4, 5]
 
 
-def test_a_tensorboard_that_was_open_all_the_while_shows_no_doubled_steps(folder):
+def test_an_open_tensorboard_shows_no_repeated_steps(folder):
     folder.train(0, 7)
     reader = folder.events()
-    folder.train(4, 6, mark=0.25)
+    folder.train(4, 6, offset=0.25)
     reader.Reload()
     assert [event.step for event in reader.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_kill_loses_nothing_that_was_written(folder):
+def test_a_killed_process_loses_no_written_step(folder):
     script = f"""
         import os, signal
         from pathlib import Path
@@ -111,7 +111,7 @@ def test_a_kill_loses_nothing_that_was_written(folder):
     assert [step for step, _ in folder.curve()] == [1, 2, 3]
 
 
-def test_half_written_ends_of_a_crash_are_passed_over(folder):
+def test_records_truncated_by_a_crash_are_skipped(folder):
     folder.train(0, 3)
     with folder.metrics.open("a") as file:
         file.write('{"step": 4, "train/lo')
@@ -132,7 +132,7 @@ def entry(step: int) -> Entry:
 TAGS = ("train/loss", "weights/w", "samples/text_summary")
 
 
-def test_a_restart_takes_what_is_abandoned_out_of_the_files_whatever_its_kind(folder):
+def test_a_restart_removes_abandoned_entries_of_every_kind(folder):
     for done_steps, until in ((0, 5), (2, 4), (3, 4)):
         with folder.continued_from(done_steps) as writer:
             for step in range(done_steps + 1, until + 1):
@@ -141,7 +141,7 @@ def test_a_restart_takes_what_is_abandoned_out_of_the_files_whatever_its_kind(fo
     assert len(list(folder.tensorboard.iterdir())) == 3
 
 
-def test_files_of_which_nothing_is_left_go_and_others_stay_untouched(folder):
+def test_event_files_that_become_empty_are_deleted_and_others_stay_unchanged(folder):
     folder.train(0, 2)
     [kept] = folder.tensorboard.iterdir()
     before = kept.read_bytes(), kept.stat().st_ino
@@ -153,7 +153,7 @@ def test_files_of_which_nothing_is_left_go_and_others_stay_untouched(folder):
     assert len(list(folder.tensorboard.iterdir())) == 1
 
 
-def test_a_histogram_is_read_as_it_was_counted(folder):
+def test_a_histogram_is_read_back_unchanged(folder):
     with folder.continued_from(0) as writer:
         writer.write(7, entry(7))
     [event] = folder.events().Histograms("weights/w")
@@ -174,7 +174,7 @@ def test_tensorboard_can_be_left_out(folder):
     assert not folder.tensorboard.exists()
 
 
-def test_the_configuration_is_described_once_in_the_folder_of_the_curves(folder):
+def test_the_configuration_is_written_once_beside_the_curves(folder):
     config = Config.model_validate(
         {
             "run": {"name": "r"},
@@ -196,11 +196,13 @@ def test_the_configuration_is_described_once_in_the_folder_of_the_curves(folder)
     assert tags.count("custom_scalars__config__") == tags.count("_hparams_/experiment") == 1
     assert "hparams" in events.summary_metadata["_hparams_/experiment"].plugin_data.plugin_name
     assert b"optimizer.lr" in events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
-    assert not [path for path in folder.tensorboard.iterdir() if path.is_dir()], "no run of its own beside it"
+    assert not [path for path in folder.tensorboard.iterdir() if path.is_dir()], (
+        "no second run appears in TensorBoard"
+    )
 
 
 @pytest.mark.parametrize("full", ["metrics.jsonl", "tensorboard"])
-def test_a_full_disk_is_one_error_that_names_the_file_and_no_traceback_of_a_thread(folder, capsys, full):
+def test_a_full_disk_raises_one_error_that_names_the_file(folder, capsys, full):
     writes_events = full == "tensorboard"
     entry = Entry(texts={"text": "x" * 2000}) if writes_events else Entry(scalars={"train/loss": 1 / 3})
 

@@ -1,4 +1,4 @@
-"""Which weights decay, and how fast each learns."""
+"""Weight decay and learning rate of each parameter group."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def model():
 
 
 def groups(model, **settings):
-    """Of each group: weight decay, share of the learning rate, and the names of its weights."""
+    """For each group: weight decay, learning-rate scale and parameter names."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [
         (group["weight_decay"], group[LR_SCALE], {names[id(parameter)] for parameter in group["params"]})
@@ -26,8 +26,8 @@ def groups(model, **settings):
 
 
 def test_matrices_decay_but_norms_biases_and_mechanisms_do_not(model):
-    (decay, share, decayed), (none, other_share, free) = groups(model)
-    assert (decay, share, none, other_share) == (0.1, 1.0, 0.0, 1.0)
+    (decay, scale, decayed), (none, other_scale, free) = groups(model)
+    assert (decay, scale, none, other_scale) == (0.1, 1.0, 0.0, 1.0)
     assert decayed >= {"1.self_attention.qkv.weight", "1.mlp.linear_fc1.weight", "1.mlp.linear_fc2.weight"}
     assert free >= {"1.self_attention.qkv.bias", "1.mlp.linear_fc1.bias"}
     assert any("norm" in name for name in free)
@@ -35,13 +35,13 @@ def test_matrices_decay_but_norms_biases_and_mechanisms_do_not(model):
     assert decayed | free == {name for name, _ in model.named_parameters()}
 
 
-def test_mechanisms_learn_at_a_rate_of_their_own(model):
-    _, _, (decay, share, owned) = groups(model, lr=1e-3, mechanism_lr=1e-2)
-    assert (decay, share) == (0.0, pytest.approx(10.0))
+def test_mechanisms_have_their_own_learning_rate(model):
+    _, _, (decay, scale, owned) = groups(model, lr=1e-3, mechanism_lr=1e-2)
+    assert (decay, scale) == (0.0, pytest.approx(10.0))
     assert owned == {name for name, _ in model.named_parameters() if MECHANISM in name} != set()
 
 
-def test_what_is_frozen_is_in_no_group(model):
+def test_frozen_weights_are_in_no_group(model):
     freeze(model, "mechanism")
     [(_, _, trained)] = groups(model)
     assert trained == {name for name, _ in model.named_parameters() if MECHANISM in name}

@@ -6,7 +6,7 @@ from megakernel.parallel.ranks import RankFailed, Ranks
 from .threads import on_ranks
 
 
-def test_only_rank_0_acts_first_and_all_get_its_result():
+def test_only_rank_0_acts_and_all_ranks_get_its_result():
     acted = []
 
     def work(ranks: Ranks):
@@ -17,7 +17,7 @@ def test_only_rank_0_acts_first_and_all_get_its_result():
 
 
 @pytest.mark.parametrize("kind", [ValueError, PermissionError, InUse])
-def test_an_error_of_rank_0_is_raised_alike_on_all(kind):
+def test_an_error_of_rank_0_is_raised_on_all_ranks(kind):
     def refuse():
         raise kind("run.root is not writable")
 
@@ -25,7 +25,7 @@ def test_an_error_of_rank_0_is_raised_alike_on_all(kind):
     assert {(type(error), str(error)) for error in outcomes} == {(kind, "run.root is not writable")}
 
 
-def test_what_the_user_can_mend_on_one_rank_is_raised_alike_on_all():
+def test_a_user_error_of_one_rank_is_raised_on_all_ranks():
     def work(ranks: Ranks):
         def act():
             if ranks.rank >= refuses:
@@ -42,7 +42,7 @@ def test_what_the_user_can_mend_on_one_rank_is_raised_alike_on_all():
     ] * 3
 
 
-def test_a_failure_of_one_rank_is_raised_on_all_and_names_the_rank():
+def test_a_failure_of_one_rank_is_raised_on_all_ranks_and_names_the_rank():
     def work(ranks: Ranks):
         def act():
             if ranks.rank == 2:
@@ -57,9 +57,9 @@ def test_a_failure_of_one_rank_is_raised_on_all_and_names_the_rank():
     assert "the disk fell over" in str(outcomes[0])
 
 
-def test_what_rank_0_found_is_broadcast_where_that_can_be():
+def test_the_result_of_rank_0_is_broadcast_if_possible():
     def gather(value):
-        raise AssertionError("every rank would hold as much as if each had found it")
+        raise AssertionError("gathered instead of broadcast")
 
     assert Ranks(0, 2, gather, lambda value: value).on_rank_zero(lambda: 7) == 7
     assert Ranks(1, 2, gather, lambda value: 7).on_rank_zero(lambda: 8) == 7

@@ -19,7 +19,7 @@ def configuration(root: Path, **training: object) -> Config:
     return from_yaml(to_yaml(Config.model_validate(tree)))
 
 
-def begun(config: Config) -> RunFolder:
+def begin_run(config: Config) -> RunFolder:
     """The folder of a run whose first step has succeeded."""
     run = RunFolder(config)
     run.open(["cpu"])
@@ -54,8 +54,8 @@ def test_the_same_configuration_continues_and_each_start_is_recorded(tmp_path):
     assert history.count("== started ") == 3
 
 
-def test_what_does_not_change_the_numbers_may_change_and_is_recorded(tmp_path):
-    begun(configuration(tmp_path))
+def test_settings_that_do_not_change_the_numbers_may_change_and_are_recorded(tmp_path):
+    begin_run(configuration(tmp_path))
     longer = configuration(tmp_path, steps=10)
     run = RunFolder(longer)
     [change] = run.open(["cpu"])
@@ -64,8 +64,8 @@ def test_what_does_not_change_the_numbers_may_change_and_is_recorded(tmp_path):
     assert from_yaml(run.config_file.read_text()) == longer
 
 
-def test_another_configuration_is_refused_and_the_folder_stays_as_it_is(tmp_path):
-    begun(configuration(tmp_path))
+def test_another_configuration_is_refused_and_the_folder_unchanged(tmp_path):
+    begin_run(configuration(tmp_path))
     before = contents(tmp_path)
     with pytest.raises(
         UserError, match=r"(?s)training\.seq_len=64 was 128.*training\.global_batch_size=4 was 2"
@@ -74,33 +74,33 @@ def test_another_configuration_is_refused_and_the_folder_stays_as_it_is(tmp_path
     assert contents(tmp_path) == before
 
 
-def test_output_without_a_configuration_is_not_written_into(tmp_path):
+def test_a_folder_with_output_but_no_configuration_is_refused(tmp_path):
     (tmp_path / "r" / "checkpoints").mkdir(parents=True)
     with pytest.raises(UserError, match=r"no config\.yaml; restore it"):
         RunFolder(configuration(tmp_path)).open(["cpu"])
 
 
-def test_a_start_that_came_to_no_step_binds_the_next_one_to_nothing(tmp_path):
+def test_a_start_without_a_finished_step_fixes_no_configuration(tmp_path):
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()
     tokenizers.ByteTokenizer().save(tokenizer)
-    refused = RunFolder(configuration(tmp_path))
-    refused.open(["cpu"])
-    refused.keep_tokenizer(tokenizer, tokenizers.ByteTokenizer().hash)
-    run = begun(configuration(tmp_path, seq_len=64))
+    unfinished = RunFolder(configuration(tmp_path))
+    unfinished.open(["cpu"])
+    unfinished.keep_tokenizer(tokenizer, tokenizers.ByteTokenizer().hash)
+    run = begin_run(configuration(tmp_path, seq_len=64))
     assert not run.tokenizer.exists()
     with pytest.raises(UserError, match=r"training\.seq_len=128 was 64"):
         RunFolder(configuration(tmp_path)).open(["cpu"])
 
 
-def test_logs_of_the_launcher_may_be_there_before(tmp_path):
+def test_logs_of_the_launcher_may_exist_before_the_run(tmp_path):
     (tmp_path / "r" / "logs").mkdir(parents=True)
     (tmp_path / "r" / "logs" / "rank_0.log").write_text("starting\n")
     RunFolder(configuration(tmp_path)).open(["cpu"])
     assert (tmp_path / "r" / "logs" / "rank_0.log").read_text() == "starting\n"
 
 
-def test_a_root_that_cannot_be_written_is_one_line_with_key_and_remedy(tmp_path):
+def test_an_unwritable_root_is_refused_in_one_line_with_key_and_remedy(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
         UserError, match=r"^run\.root=.*cannot be written.*choose another run\.root$"
@@ -115,7 +115,7 @@ def test_rank_0_writes_and_its_refusal_reaches_all(tmp_path):
 
     assert work(configuration(tmp_path)) == [[], [], []]
     assert (tmp_path / "r" / "environment.txt").read_text().count("== started ") == 1
-    begun(configuration(tmp_path))
+    begin_run(configuration(tmp_path))
     refused = work(configuration(tmp_path, seq_len=64))
     assert all(isinstance(error, UserError) for error in refused)
     assert len({str(error) for error in refused}) == 1

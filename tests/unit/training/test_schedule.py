@@ -15,14 +15,14 @@ def curve(schedule: Schedule, total: int = TOTAL) -> list[float]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_warmup_starts_above_zero_and_meets_the_peak_on_its_last_step(name):
+def test_warmup_starts_above_zero_and_reaches_the_peak_on_its_last_step(name):
     rates = curve(Schedule(name=name, warmup_steps=10))
     assert rates[:10] == [PEAK * (i + 1) / 10 for i in range(10)]
     assert max(rates) == PEAK
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_without_warmup_the_first_step_has_the_peak(name):
+def test_without_warmup_the_first_step_has_the_peak_rate(name):
     assert curve(Schedule(name=name))[0] == PEAK
 
 
@@ -43,7 +43,7 @@ def test_decay_ends_at_the_floor_on_the_last_step_and_stays(name, floor):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("total", [1, 2, 5])
-def test_a_run_shorter_than_its_warmup_is_still_a_ramp(name, total):
+def test_a_run_shorter_than_its_warmup_rises_to_the_peak(name, total):
     rates = curve(Schedule(name=name, warmup_steps=10), total)
     assert rates == [PEAK * (i + 1) / 10 for i in range(total)]
 
@@ -61,7 +61,7 @@ def test_cosine_is_halfway_between_peak_and_floor_in_the_middle():
     assert quarter == pytest.approx(PEAK * (0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2), rel=1e-12)
 
 
-def test_linear_falls_by_equal_amounts():
+def test_linear_decays_by_equal_steps():
     rates = curve(Schedule(name="linear", warmup_steps=5, min_lr_ratio=0.0))
     drops = [a - b for a, b in itertools.pairwise(rates[4:])]
     assert drops == pytest.approx([PEAK / 95] * 95, rel=1e-9)  # cancellation of doubles near the peak
@@ -97,7 +97,7 @@ def test_inverse_sqrt_stops_at_the_floor():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_runs_after_each_other_share_a_schedule(name):
+def test_consecutive_runs_share_one_schedule(name):
     whole = curve(Schedule(name=name, warmup_steps=10))
     parts = [(0, 25), (25, 5), (30, 70)]
     found = []

@@ -24,7 +24,7 @@ def send(number: int) -> None:
         (signal.SIGTERM, 143),
     ],
 )
-def test_a_signal_is_remembered_with_the_status_the_launcher_expects(number, status):
+def test_a_pending_signal_has_the_exit_status_that_the_launcher_expects(number, status):
     with StopRequests() as requests:
         assert requests.pending() is Stop.NONE
         send(number)
@@ -40,11 +40,11 @@ def test_a_run_under_nohup_outlives_its_terminal():
     signal.signal(signal.SIGHUP, before)
 
 
-def test_nothing_pending_exits_with_zero():
+def test_the_exit_status_without_a_request_is_zero():
     assert Stop.NONE.exit_status == 0
 
 
-def test_term_wins_over_preemption_in_either_order():
+def test_sigterm_has_priority_over_preemption_in_either_order():
     for order in [(signal.SIGUSR2, signal.SIGTERM), (signal.SIGTERM, signal.SIGUSR2)]:
         with StopRequests() as requests:
             for number in order:
@@ -52,7 +52,7 @@ def test_term_wins_over_preemption_in_either_order():
             assert requests.pending() is Stop.SIGTERM
 
 
-def test_after_the_ranks_agreed_further_signals_do_not_change_the_status():
+def test_signals_after_the_ranks_agreed_do_not_change_the_status():
     with StopRequests() as requests:
         send(signal.SIGUSR2)
         requests.accept(Stop.SIGUSR2)
@@ -60,20 +60,20 @@ def test_after_the_ranks_agreed_further_signals_do_not_change_the_status():
         assert requests.pending() is Stop.SIGUSR2
 
 
-def test_a_rank_that_saw_nothing_takes_the_agreed_reason():
+def test_a_rank_without_a_signal_takes_the_agreed_reason():
     with StopRequests() as requests:
         requests.accept(Stop.SIGTERM)
         assert requests.pending().exit_status == 143
 
 
-def test_earlier_handlers_come_back():
+def test_earlier_signal_handlers_are_restored():
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     with StopRequests():
         assert all(signal.getsignal(number) != handler for number, handler in before.items())
     assert all(signal.getsignal(number) == handler for number, handler in before.items())
 
 
-def test_one_keypress_that_arrives_twice_is_one_request():
+def test_one_ctrl_c_that_arrives_twice_is_one_request():
     now = [100.0]
     with StopRequests(clock=lambda: now[0]) as requests:
         send(signal.SIGINT)
@@ -100,7 +100,7 @@ def test_a_second_ctrl_c_ends_the_process_at_once_even_while_saving():
     assert done.stdout == ""
 
 
-def test_a_stop_file_ends_the_run_for_good_and_is_removed_after_saving(tmp_path):
+def test_a_stop_file_ends_the_run_and_is_removed_after_saving(tmp_path):
     stop_file = tmp_path / "STOP"
     with StopRequests(stop_file) as requests:
         assert requests.pending() is Stop.NONE
@@ -122,8 +122,8 @@ def test_a_stop_file_written_during_a_preemption_save_waits_for_the_requeued_job
         assert stop_file.exists()
 
 
-def test_a_request_to_make_room_waits_until_the_loop_listens():
-    # A process of its own: other threads of this one have not inherited the mask, and the signal would end them all.
+def test_a_preemption_signal_stays_pending_until_the_loop_handles_it():
+    # In a process of its own: other threads of this one do not have the signal mask, and the signal would end them all.
     script = """
         import os, signal
         from megakernel.training.stop_requests import StopRequests, block_stop_signals
@@ -137,8 +137,8 @@ def test_a_request_to_make_room_waits_until_the_loop_listens():
 
 
 @pytest.mark.parametrize("started", ["before", "inside"])
-def test_a_request_to_make_room_that_comes_after_the_last_step_ends_nothing(started):
-    """Nor where a thread of the loop, such as autograd's, lets it through."""
+def test_a_preemption_signal_after_the_last_step_does_not_end_the_process(started):
+    """Not even if a thread of the loop, such as autograd's, does not block it."""
     script = f"""
         import os, signal, threading, time
         from megakernel.training.stop_requests import StopRequests, block_stop_signals
@@ -151,7 +151,7 @@ def test_a_request_to_make_room_that_comes_after_the_last_step_ends_nothing(star
                 thread.start()
         os.kill(os.getpid(), signal.SIGUSR1)
         with StopRequests() as requests:
-            while not requests.pending():  # the other thread tells this one when it comes to it
+            while not requests.pending():  # the other thread forwards the signal when it runs
                 time.sleep(0.01)
             print(requests.pending().name)
         os.kill(os.getpid(), signal.SIGUSR2)

@@ -41,7 +41,7 @@ def test_times_and_rates_are_means_over_the_window(clock):
     assert scalars["throughput/tflops"] == 2.5
 
 
-def test_a_window_over_two_lengths_counts_the_work_of_each(clock):
+def test_a_window_with_two_sequence_lengths_counts_the_flops_of_each(clock):
     throughput = meter(clock)
     clock.now += 1.0
     throughput.step(tokens=1000, flops_per_token=1e10)
@@ -53,7 +53,7 @@ def test_a_window_over_two_lengths_counts_the_work_of_each(clock):
     assert scalars["throughput/tflops"] == 20.0
 
 
-def test_evaluating_and_saving_do_not_slow_the_steps(clock):
+def test_evaluation_and_saving_are_excluded_from_step_times(clock):
     throughput = meter(clock)
     train(throughput, clock, 2)
     with throughput.excluded():
@@ -62,7 +62,7 @@ def test_evaluating_and_saving_do_not_slow_the_steps(clock):
     assert throughput.scalars()["throughput/step_time"] == 2.0
 
 
-def test_each_window_starts_anew(clock):
+def test_each_window_is_measured_on_its_own(clock):
     throughput = meter(clock)
     clock.now += 50.0  # compiling, in the first window
     train(throughput, clock, 1)
@@ -71,7 +71,7 @@ def test_each_window_starts_anew(clock):
     assert throughput.scalars()["throughput/step_time"] == 2.0
 
 
-def test_mfu_is_the_share_of_the_peak_and_left_out_where_that_is_unknown(clock):
+def test_mfu_is_the_fraction_of_the_peak_and_omitted_if_that_is_unknown(clock):
     throughput = meter(clock, peak=5.0)
     train(throughput, clock, 1)
     assert throughput.scalars()["throughput/mfu"] == 0.5

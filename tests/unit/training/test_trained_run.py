@@ -1,4 +1,4 @@
-"""What is said where a folder holds no checkpoint of its own."""
+"""Finding a run and its checkpoint, and the errors for folders without one."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ STAGES = ("1-transfer", "2-base", "9-main", "10-length", "11-scratch")
 
 @pytest.fixture
 def uptraining(tmp_path):
-    """The folder of one whose fourth stage has not saved yet."""
+    """The folder of an up-training whose fourth stage has not saved yet."""
     folder = tmp_path / "up"
     for stage in STAGES:
         (folder / stage / "checkpoints").mkdir(parents=True)
@@ -34,8 +34,8 @@ def uptraining(tmp_path):
 def test_an_uptraining_names_its_stages_in_order(command, uptraining, tmp_path, refused):
     words = command.replace("RUN", str(uptraining)).replace("OUT", str(tmp_path / "out")).split()
     stages = ", ".join(str(uptraining / name) for name in ("1-transfer", "2-base", "9-main", "11-scratch"))
-    said = refused(*words)
-    assert f"has no checkpoint; it is an up-training: give the run of a stage, {stages}" in said
+    error = refused(*words)
+    assert f"has no checkpoint; it is an up-training: give the run of a stage, {stages}" in error
     with pytest.raises(UserError, match="it is an up-training: give the run of a stage, "):
         WeightSource.find("init.from", uptraining)
 
@@ -58,7 +58,7 @@ def test_the_student_is_the_last_stage_that_is_finished(steps, chosen, tmp_path)
     assert student_run(tmp_path / "1-transfer") == tmp_path / "1-transfer"
 
 
-def test_a_run_is_finished_where_its_last_checkpoint_is_whole(tmp_path):
+def test_a_run_is_finished_if_its_last_checkpoint_is_intact(tmp_path):
     config = load(trees.file(tmp_path, "config.yaml", run={"root": str(tmp_path), "name": "run"}))
     checkpoint = config.run.folder / "checkpoints" / f"step_{config.training.steps}"
     assert finished_message(config) is None
@@ -73,7 +73,7 @@ def test_a_run_is_finished_where_its_last_checkpoint_is_whole(tmp_path):
     assert finished_message(config) is None
 
 
-def test_a_run_that_has_not_saved_is_to_train_on(tmp_path):
+def test_a_run_without_a_checkpoint_is_refused_with_a_remedy(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(UserError, match="let its run train on until it saves one"):
         WeightSource.find("init.from", Path(tmp_path))
@@ -88,19 +88,19 @@ def test_every_command_takes_the_name_of_a_run(command, typed, uptraining, tmp_p
     assert "error: runs/up has no checkpoint" in refused(*command.split(), typed)
 
 
-def test_a_run_that_is_none_names_a_few_like_it(tmp_path, refused, monkeypatch):
+def test_an_unknown_run_is_refused_with_similar_names(tmp_path, refused, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for number in range(12):
         Path(f"runs/run-{number}").mkdir(parents=True)
         trees.file(Path(f"runs/run-{number}"), "config.yaml")
     for typed in ("run-", "runs/run-"):
-        said = refused("generate", typed, "--prompt", "x")
-        assert "runs/run- is not the folder of a run" in said
-        assert "choose one of runs/run-0, runs/run-1, " in said
-        assert "... (7 more)" in said
+        error = refused("generate", typed, "--prompt", "x")
+        assert "runs/run- is not the folder of a run" in error
+        assert "choose one of runs/run-0, runs/run-1, " in error
+        assert "... (7 more)" in error
 
 
-def test_a_runs_relative_paths_count_from_where_it_was_started(tmp_path, monkeypatch):
+def test_relative_paths_of_a_run_are_resolved_from_where_it_was_started(tmp_path, monkeypatch):
     start = tmp_path / "start"
     run = start / "runs" / "small"
     run.mkdir(parents=True)

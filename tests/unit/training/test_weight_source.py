@@ -1,4 +1,4 @@
-"""What a run's configuration tells of its weights."""
+"""The vocabulary of a run as a source of weights."""
 
 import pytest
 
@@ -10,12 +10,12 @@ from ..config import trees
 
 
 @pytest.mark.parametrize(
-    ("own", "misfits"),
+    ("vocab_size", "mismatches"),
     [(300, ["its vocabulary has 300 ids and the model's 310"]), (310, []), (None, [])],
 )
-def test_a_run_of_another_vocabulary_is_another_even_if_its_padded_sizes_are_as_many(own, misfits, tmp_path):
+def test_a_run_of_another_vocabulary_mismatches_even_at_equal_padded_size(vocab_size, mismatches, tmp_path):
     checkpoint = tmp_path / "checkpoints" / "step_1"
     checkpoint.mkdir(parents=True)
-    (tmp_path / "config.yaml").write_text(to_yaml(trees.config(model={"vocab_size": own})))
+    (tmp_path / "config.yaml").write_text(to_yaml(trees.config(model={"vocab_size": vocab_size})))
     write_manifest(checkpoint, SavedProgress(1, 1, 1, {}, {}), {})
-    assert WeightSource.find("objective.teacher", tmp_path).vocab_size_mismatch(310) == misfits
+    assert WeightSource.find("objective.teacher", tmp_path).vocab_size_mismatch(310) == mismatches

@@ -1,4 +1,4 @@
-"""Files of tensors that somebody else may have written."""
+"""Tensor files from an untrusted source."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ from megakernel.checkpoint import weights_only
 from megakernel.config import UserError
 from tests.hostile import Harm, flip, plant, plant_pickle
 
-OF_DEEPSPEED = {
+DEEPSPEED_STATE = {
     "loss_scaler": LossScaler(2.0),
     "zero_stage": ZeroStageEnum.gradients,
     "param_slice_mappings": [{"weight": fragment_address(numel=3, start=4)}],
@@ -22,8 +22,8 @@ OF_DEEPSPEED = {
 }
 
 
-def test_what_deepspeed_writes_is_read_without_deepspeed(tmp_path):
-    torch.save(OF_DEEPSPEED, tmp_path / "file.pt")
+def test_deepspeed_checkpoints_load_without_importing_deepspeed(tmp_path):
+    torch.save(DEEPSPEED_STATE, tmp_path / "file.pt")
     script = f"""
 import sys
 from pathlib import Path
@@ -40,7 +40,7 @@ assert "deepspeed" not in sys.modules
 
 
 @pytest.mark.parametrize("form", [plant, plant_pickle, lambda file, marker: torch.save(Harm(marker), file)])
-def test_code_in_a_file_is_named_and_not_run(form, tmp_path):
+def test_code_in_a_file_is_named_and_not_executed(form, tmp_path):
     form(tmp_path / "file.pt", tmp_path / "harm")
     for read in (weights_only.load, weights_only.check):
         with pytest.raises(UserError, match=r"mkdir|damaged") as refused:
@@ -49,8 +49,8 @@ def test_code_in_a_file_is_named_and_not_run(form, tmp_path):
     assert not (tmp_path / "harm").exists()
 
 
-def test_a_caller_that_asks_for_everything_gets_tensors_and_what_deepspeed_writes(tmp_path):
-    torch.save(OF_DEEPSPEED, tmp_path / "good.pt")
+def test_enforce_blocks_code_even_if_weights_only_is_off(tmp_path):
+    torch.save(DEEPSPEED_STATE, tmp_path / "good.pt")
     plant(tmp_path / "bad.pt", tmp_path / "harm")
     with weights_only.enforce():
         found = torch.load(tmp_path / "good.pt", weights_only=False)
@@ -62,9 +62,9 @@ def test_a_caller_that_asks_for_everything_gets_tensors_and_what_deepspeed_write
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 5000, None])
-def test_what_is_no_file_of_tensors_is_refused_in_one_line(content, tmp_path):
+def test_a_damaged_tensor_file_is_refused_in_one_line(content, tmp_path):
     file = tmp_path / "file.pt"
-    torch.save(OF_DEEPSPEED, file)
+    torch.save(DEEPSPEED_STATE, file)
     flip(file, 0.0) if content is None else file.write_bytes(content)
     for read in (weights_only.load, weights_only.check):
         with pytest.raises(UserError, match="damaged") as refused:

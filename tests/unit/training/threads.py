@@ -1,4 +1,4 @@
-"""Several ranks as threads of one process, for the file logic that needs no real collectives."""
+"""Several ranks as threads of one process, for tests that need no real collectives."""
 
 import threading
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What is left of a layer without its near or its far part."""
+"""Layers without their local window or without their far context."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from megakernel.uptraining.ablations import SINKS, SlidingWindow, without_far, w
 
 BLOCK, TOKENS = 4, 14
 BLOCKS = {"compression": {"block_size": BLOCK, "rank": 2}}
-FORMS = {
+LAYERS = {
     "gated": {"preset": "flurka", **BLOCKS},
     "gated per head": {"preset": "flurka", **BLOCKS, "near": {"gate": "head"}},
     "shared": {"preset": "flurka", **BLOCKS, "near": {"join": "shared"}},
@@ -23,9 +23,9 @@ def tokens():
     return torch.randn(3, 1, 2, TOKENS, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def layer(form):
-    """Of random values."""
-    core = attention.build(FORMS[form], num_heads=2, head_dim=4).double()
+def layer(name):
+    """A layer with random parameters."""
+    core = attention.build(LAYERS[name], num_heads=2, head_dim=4).double()
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in core.parameters():
@@ -33,15 +33,15 @@ def layer(form):
     return core
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form != "kernel"])
-def test_without_far_a_layer_is_its_window(form, tokens):
-    core = layer(form)
+@pytest.mark.parametrize("name", [name for name in LAYERS if name != "kernel"])
+def test_without_far_context_a_layer_is_its_local_window(name, tokens):
+    core = layer(name)
     window = attention.build({"preset": "local", "near": {"block_size": BLOCK}}, num_heads=2, head_dim=4)
     assert without_far(core)
     torch.testing.assert_close(core(*tokens), window(*tokens), rtol=1e-13, atol=1e-14)
 
 
-def test_without_far_pure_flurka_is_kernel_attention_of_its_block(tokens):
+def test_without_far_context_pure_flurka_is_kernel_attention_within_blocks(tokens):
     core = layer("kernel")
     kernel = attention.build("hedgehog", num_heads=2, head_dim=4).double()
     kernel.projection.load_state_dict(core.projection.state_dict())
@@ -52,9 +52,9 @@ def test_without_far_pure_flurka_is_kernel_attention_of_its_block(tokens):
     )
 
 
-@pytest.mark.parametrize("form", ["gated", "gated per head"])
-def test_without_near_only_tokens_of_earlier_blocks_count(form, tokens):
-    core = layer(form)
+@pytest.mark.parametrize("name", ["gated", "gated per head"])
+def test_without_the_window_only_tokens_of_earlier_blocks_count(name, tokens):
+    core = layer(name)
     q, k, v = tokens
     other = v.clone()
     other[:, :, 12:] += 1
@@ -62,17 +62,17 @@ def test_without_near_only_tokens_of_earlier_blocks_count(form, tokens):
     assert not torch.equal(core(q, k, other)[:, :, 12:], before[:, :, 12:])
     assert without_near(core)
     assert torch.equal(core(q, k, other)[:, :, 12:], core(q, k, v)[:, :, 12:])
-    # The first block sees nothing else.
+    # The first block has no earlier blocks and stays unchanged.
     torch.testing.assert_close(core(q, k, v)[:, :, :BLOCK], before[:, :, :BLOCK])
 
 
-@pytest.mark.parametrize("form", ["shared", "kernel"])
-def test_only_a_gate_leaves_near_out(form):
-    assert not without_near(layer(form))
+@pytest.mark.parametrize("name", ["shared", "kernel"])
+def test_only_gated_layers_can_drop_their_window(name):
+    assert not without_near(layer(name))
 
 
 @pytest.mark.parametrize("window", [3, TOKENS])
-def test_a_sliding_window_sees_the_last_tokens_and_the_first(window, tokens):
+def test_a_sliding_window_sees_the_last_tokens_and_the_attention_sinks(window, tokens):
     q, k, v = tokens
     rotary = attention.Rotary(4)
     out = SlidingWindow(window)(q, k[:, :1], v[:, :1], AttentionInputs(positions=PACKED, rotary=rotary))
@@ -80,8 +80,8 @@ def test_a_sliding_window_sees_the_last_tokens_and_the_first(window, tokens):
     weights = SlidingWindow(window)(q, k[:, :1], one_hot, AttentionInputs(positions=PACKED, rotary=rotary))
     for i in range(TOKENS):
         start = 0 if i < 9 else 9
-        seen = [j for j in range(start, i + 1) if i - j < window or j - start < SINKS]
-        assert weights[0, 0, i].nonzero().flatten().tolist() == seen
+        visible = [j for j in range(start, i + 1) if i - j < window or j - start < SINKS]
+        assert weights[0, 0, i].nonzero().flatten().tolist() == visible
     if window == TOKENS:
         softmax = attention.build("softmax", num_heads=2, num_kv_heads=1, head_dim=4)
         expected = softmax(q, k[:, :1], v[:, :1], AttentionInputs(positions=PACKED, rotary=rotary))

@@ -1,4 +1,4 @@
-"""Blocks of layers as one run: what adds up, and what does not."""
+"""Metrics of blocks of layers, merged into those of one run."""
 
 import json
 import math
@@ -14,7 +14,7 @@ def runs(tmp_path, *blocks):
         yield run
 
 
-def test_losses_and_times_add_up_and_rates_are_of_the_time_of_all(tmp_path):
+def test_losses_and_times_are_summed_and_rates_averaged_over_time(tmp_path):
     first = {"step": 1, "train/loss": 1.5, "train/grad_norm": 3.0, "train/lr": 0.1, "memory/peak_gib": 2.0}
     second = {"step": 1, "train/loss": 0.5, "train/grad_norm": 4.0, "train/lr": 0.1, "memory/peak_gib": 1.0}
     first |= {"throughput/step_time": 1.0, "throughput/tflops": 6.0, "throughput/tokens_per_sec": 30.0}
@@ -32,7 +32,7 @@ def test_losses_and_times_add_up_and_rates_are_of_the_time_of_all(tmp_path):
     }
 
 
-def test_heads_of_all_blocks_stand_beside_each_other_and_what_is_no_number_stays_none(tmp_path):
+def test_metrics_of_all_heads_are_merged_and_missing_numbers_stay_nan(tmp_path):
     first = [{"step": 1, "transfer/error/layer_0/head_0": 0.5}, {"step": 2, "train/loss": None}]
     second = [{"step": 1, "transfer/error/layer_1/head_0": 0.25}, {"step": 2, "train/loss": 1.0}]
     (_, heads), (_, losses) = merge_metrics(runs(tmp_path, first, second))

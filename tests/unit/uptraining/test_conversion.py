@@ -1,4 +1,4 @@
-"""FLuRKA starts from what it is a variant of, and goes on with fewer landmarks."""
+"""FLuRKA from the weights of related mechanisms, and with fewer landmarks."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def block(rank, **more):
 
 
 class StateDict:
-    """The weights of a model as a checkpoint."""
+    """The weights of a model behind the interface of a checkpoint."""
 
     def __init__(self, model):
         self.tensors = {name: x for name, x in model.state_dict().items() if isinstance(x, torch.Tensor)}
@@ -34,7 +34,7 @@ class StateDict:
 
 
 def build(mesh, form, seed=None, **parts):
-    """A model with initial values, or with a seed with random ones."""
+    """A model with its initial values or, given a seed, random ones."""
     section = Model(**{"position": "none", **SIZES, "attention": form} | parts)
     model = LanguageModel(ModelSettings(section, vocab_size=32, mesh=mesh)).double().eval()
     if seed is not None:
@@ -46,7 +46,7 @@ def build(mesh, form, seed=None, **parts):
 
 
 def converted(mesh, model, form, **parts):
-    """The model with another attention, and what of it the old one does not tell."""
+    """The model converted to another attention, and the parameters that the old one lacks."""
     new = build(mesh, form, **parts)
     source = convert_attention(StateDict(model), model.settings.model, new.settings.model)
     found = compare(whole_shapes(new, partitions(new), mesh.tp), source)
@@ -57,7 +57,7 @@ def converted(mesh, model, form, **parts):
 
 
 def losses(model):
-    """Of packed documents."""
+    """Losses on packed documents."""
     tokens = torch.randint(32, (2, TOKENS), generator=torch.Generator().manual_seed(2))
     positions = torch.stack([torch.arange(TOKENS), torch.cat([torch.arange(5), torch.arange(9)])])
     with torch.no_grad():
@@ -66,48 +66,46 @@ def losses(model):
 
 @pytest.mark.parametrize("feature_map", ["hedgehog", "favor", "elu"])
 @pytest.mark.parametrize("near_blocks", [1, 2])
-def test_flurka_with_a_landmark_for_each_token_is_the_kernel_model_that_it_starts_from(
-    mesh, feature_map, near_blocks
-):
+def test_flurka_with_one_landmark_per_token_equals_its_kernel_model(mesh, feature_map, near_blocks):
     kernel = {"similarity": "kernel", "feature_map": {"name": feature_map}}
     flurka = {**kernel, **block(BLOCK), "near": {"kind": "kernel", "blocks": near_blocks}}
     base = build(mesh, kernel, seed=1)
     new, missing = converted(mesh, base, flurka)
     assert missing == {"far_mass"}
-    # e^-40 of a landmark lies on tokens that are not its own.
+    # A landmark has weight e^-40 on tokens that are not its own.
     torch.testing.assert_close(losses(new), losses(base), rtol=1e-12, atol=1e-12)
     fewer, _ = converted(mesh, new, flurka | block(2))
     assert not torch.allclose(losses(fewer), losses(base), rtol=1e-6)
 
 
-def test_learned_values_go_on_where_landmarks_become_fewer(mesh):
-    """Gates and feature maps stay as they are, and so does all around the mechanisms."""
+def test_fewer_landmarks_keep_all_other_learned_values(mesh):
+    """Gates, feature maps and everything outside of the mechanisms stay unchanged."""
     old = build(mesh, {"preset": "flurka", **block(4)}, seed=1)
     new, missing = converted(mesh, old, {"preset": "flurka", **block(2)})
     assert missing == set()
     states = [StateDict(model).tensors for model in (old, new)]
-    remade = {name for name, x in states[0].items() if x.shape != states[1][name].shape}
-    assert {name.split(".core.")[1] for name in remade} == {"pool_keys", "pool_values"}
-    assert all(torch.equal(x, states[1][name]) for name, x in states[0].items() if name not in remade)
+    resized = {name for name, x in states[0].items() if x.shape != states[1][name].shape}
+    assert {name.split(".core.")[1] for name in resized} == {"pool_keys", "pool_values"}
+    assert all(torch.equal(x, states[1][name]) for name, x in states[0].items() if name not in resized)
 
 
-@pytest.mark.parametrize("shared", [{}, {"per_head": True}, {"share_kv": True}], ids=str)
-def test_flurka_keeps_what_low_rank_attention_has_learned(mesh, shared):
-    """A model of softmax over landmarks becomes one under a kernel, whose feature map alone is new."""
-    base = build(mesh, {"preset": "linformer_causal", **block(2, **shared)}, seed=1)
-    flurka = {"preset": "flurka", **block(2, **shared), "near": {"join": "shared"}}
+@pytest.mark.parametrize("sharing", [{}, {"per_head": True}, {"share_kv": True}], ids=str)
+def test_flurka_keeps_the_weights_of_low_rank_attention(mesh, sharing):
+    """Softmax over landmarks becomes kernel attention over them; only its feature map is new."""
+    base = build(mesh, {"preset": "linformer_causal", **block(2, **sharing)}, seed=1)
+    flurka = {"preset": "flurka", **block(2, **sharing), "near": {"join": "shared"}}
     new, missing = converted(mesh, base, flurka)
     assert missing == {"projection.matrix"}
     for layer in (1, 2):
         core, old = (model.get_submodule(f"{layer}.self_attention.core") for model in (new, base))
         pools = old.compressor.matrices
         assert torch.equal(core.pool_keys, pools.select(-3, 0))
-        if "share_kv" not in shared:
+        if "share_kv" not in sharing:
             assert torch.equal(core.pool_values, pools.select(-3, 1))
         assert torch.equal(core.far_weight, old.far_weight)
 
 
-def test_heads_may_begin_to_have_their_own_landmarks(mesh):
+def test_shared_landmarks_can_be_split_per_head(mesh):
     base = build(mesh, {"preset": "flurka", **block(4, share_kv=True)}, seed=1)
     new, missing = converted(mesh, base, {"preset": "flurka", **block(4, per_head=True)})
     assert missing == set()
@@ -131,7 +129,7 @@ def test_heads_may_begin_to_have_their_own_landmarks(mesh):
         (block(4), block(4, share_kv=True), "compression.share_kv=True was False"),
     ],
 )
-def test_landmarks_that_cannot_follow_from_the_old_ones_are_refused(mesh, old, new, reason):
+def test_landmarks_that_cannot_be_derived_from_the_old_ones_are_refused(mesh, old, new, reason):
     base = build(mesh, {"preset": "flurka", **old})
     after = Model(**SIZES, attention={"preset": "flurka", **new})
     with pytest.raises(UserError, match=reason):  # before a tensor is read
@@ -139,8 +137,8 @@ def test_landmarks_that_cannot_follow_from_the_old_ones_are_refused(mesh, old, n
 
 
 @pytest.mark.parametrize("size", [8, 12])
-def test_landmarks_merged_from_tokens_are_the_initial_ones(size):
-    """Whatever the way there."""
+def test_landmarks_merged_from_tokens_equal_the_initial_ones(size):
+    """For every sequence of ranks."""
     for rank in (n for n in range(1, size + 1) if size % n == 0):
         logits = pooling_logits(size, size)
         for step in rank_steps(size, rank):
@@ -148,8 +146,8 @@ def test_landmarks_merged_from_tokens_are_the_initial_ones(size):
         torch.testing.assert_close(logits.softmax(-1), pooling_logits(rank, size).softmax(-1))
 
 
-def test_merged_landmarks_weigh_alike_keys_as_before():
-    """E of landmarks that look beyond their own stretch changes by nothing but the mean."""
+def test_merging_landmarks_does_not_change_the_weights_of_equal_keys():
+    """Even for pooling weights outside of a landmark's own tokens, merging only averages E."""
     draw = torch.Generator().manual_seed(0)
     k = torch.randn(1, 2, 1, 4, generator=draw, dtype=torch.float64).expand(-1, -1, TOKENS, -1)
     q, v = torch.randn(2, 1, 2, TOKENS, 4, generator=draw, dtype=torch.float64)
@@ -165,7 +163,7 @@ def test_merged_landmarks_weigh_alike_keys_as_before():
     torch.testing.assert_close(outputs[2], outputs[0], rtol=1e-13, atol=1e-13)
 
 
-def test_ranks_fall_by_the_smallest_steps_that_divide():
+def test_the_rank_is_reduced_by_the_smallest_possible_factors():
     assert rank_steps(64, 8) == [64, 32, 16, 8]
     assert rank_steps(60, 4) == [60, 20, 4]
     assert rank_steps(12, 12) == [12]

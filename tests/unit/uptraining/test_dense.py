@@ -1,4 +1,4 @@
-"""Dense checkpoints under our names, and what is refused."""
+"""Dense checkpoints under megakernel's parameter names, and refused ones."""
 
 import json
 
@@ -26,17 +26,17 @@ def llama(tmp_path):
 
 @every_model
 @pytest.mark.parametrize("shard", ["5GB", "20KB"])
-def test_every_tensor_goes_in_and_out_bit_for_bit(name, shard, tmp_path):
+def test_every_tensor_round_trips_bit_for_bit(name, shard, tmp_path):
     model = dense_models.save(name, tmp_path, max_shard_size=shard)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard == "20KB")
     checkpoint = DenseCheckpoint(tmp_path)
     found = {}
-    for ours in checkpoint.names:
-        tensor = checkpoint.read(ours)["fp32"]
-        assert checkpoint.shape(ours) == tensor.shape
-        part = checkpoint.parts[ours]
+    for parameter_name in checkpoint.names:
+        tensor = checkpoint.read(parameter_name)["fp32"]
+        assert checkpoint.shape(parameter_name) == tensor.shape
+        part = checkpoint.parts[parameter_name]
         found |= dict(zip(part.hf_names, part.split(tensor)))
-    # The names in memory, of which a tied head is one that is in no file.
+    # The names in memory; a tied head is among them but in no file.
     head = "embed_out.weight" if "neox" in name else "lm_head.weight"
     expected = {head if key == "lm_head.weight" else key: x for key, x in model.state_dict().items()}
     if checkpoint.model.tie_embeddings:
@@ -46,18 +46,18 @@ def test_every_tensor_goes_in_and_out_bit_for_bit(name, shard, tmp_path):
 
 
 @every_model
-def test_a_dtype_stays_as_it_is(name, tmp_path):
+def test_dtypes_are_kept(name, tmp_path):
     dense_models.dense_model(name).bfloat16().save_pretrained(tmp_path)
     checkpoint = DenseCheckpoint(tmp_path)
-    assert {checkpoint.read(ours)["fp32"].dtype for ours in checkpoint.names} == {torch.bfloat16}
+    assert {checkpoint.read(key)["fp32"].dtype for key in checkpoint.names} == {torch.bfloat16}
 
 
-def test_import_writes_what_a_run_is_laid_on(llama, tmp_path, capsys):
+def test_import_writes_a_configuration_that_a_run_extends(llama, tmp_path, capsys):
     base = trees.file(tmp_path, "base.yaml")
     assert main(["import", str(llama), "--to", str(tmp_path / "model.yaml")]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     count = sum(x.numel() for x in dense_models.dense_model("llama").parameters())
-    assert f"llama, {count:,} parameters, all tensors there" in said
+    assert f"llama, {count:,} parameters, all tensors present" in output
     (tmp_path / "run.yaml").write_text(f"extends: [{base.name}, model.yaml]")
     config = load(tmp_path / "run.yaml")
     assert config.init.source == llama
@@ -65,16 +65,16 @@ def test_import_writes_what_a_run_is_laid_on(llama, tmp_path, capsys):
     assert (config.model.num_layers, config.model.vocab_size) == (2, dense_models.VOCABULARY)
 
 
-def test_import_writes_over_nothing(llama, tmp_path, capsys):
+def test_import_overwrites_nothing(llama, tmp_path, capsys):
     mine, folder, plain = tmp_path / "mine.yaml", tmp_path / "folder", tmp_path / "plain"
     for path in (mine, plain):
         path.write_text("mine: 1\n")
     folder.mkdir()
-    for taken in (mine, folder):
-        assert main(["import", str(llama), "--to", str(taken)]) == 2
-        said = f"megakernel: error: --to {taken} exists already; name a new file, or remove it\n"
-        assert capsys.readouterr().err.endswith(said)
-    # A file where a folder has to be, and a disk that is full.
+    for existing in (mine, folder):
+        assert main(["import", str(llama), "--to", str(existing)]) == 2
+        error = f"megakernel: error: --to {existing} exists already; name a new file, or remove it\n"
+        assert capsys.readouterr().err.endswith(error)
+    # A file where a folder is needed, and a full disk.
     for to, space in ((plain / "model.yaml", 10_000), (tmp_path / "new.yaml", 100)):
         with files_of_at_most(space):
             assert main(["import", str(llama), "--to", str(to)]) == 2
@@ -85,7 +85,7 @@ def test_import_writes_over_nothing(llama, tmp_path, capsys):
     assert sorted(tmp_path.iterdir()) == [folder, llama, mine, plain]
 
 
-def test_a_model_that_computes_something_else_is_named_key_by_key(llama):
+def test_every_differing_model_key_is_named(llama):
     checkpoint = DenseCheckpoint(llama)
     other = checkpoint.model.model_copy(update={"norm_eps": 0.5, "activation": "gelu", "rope_base": 7.0})
     assert checkpoint.differing_keys(other) == [
@@ -94,7 +94,7 @@ def test_a_model_that_computes_something_else_is_named_key_by_key(llama):
     ]
 
 
-def test_a_vocabulary_is_padded_with_zeros_and_no_other_tensor(llama):
+def test_only_the_vocabulary_is_padded_with_zeros(llama):
     plain, padded = DenseCheckpoint(llama), DenseCheckpoint(llama, vocab_multiple=100)
     for name in plain.names:
         before, after = (checkpoint.read(name)["fp32"] for checkpoint in (plain, padded))
@@ -106,7 +106,7 @@ def test_a_vocabulary_is_padded_with_zeros_and_no_other_tensor(llama):
         assert torch.equal(before, after)
 
 
-def test_a_model_of_fewer_words_is_another_even_if_its_padded_sizes_are_as_many(llama):
+def test_a_smaller_vocabulary_mismatches_even_at_equal_padded_size(llama):
     source = WeightSource.find("init.from", llama)
     assert source.vocab_size_mismatch(384) == []
     assert source.vocab_size_mismatch(383) == ["its vocabulary has 384 ids and the model's 383"]
@@ -141,11 +141,11 @@ FAULTS = {
     "config.json cut off": (lambda f: (f / "config.json").write_text('{"model_type": "ll'), "is no JSON"),
     "unknown family": (
         lambda f: edit_config(f, model_type="mamba"),
-        f"model_type='mamba' is not known; this reads {', '.join(FAMILIES)}, megakernel",
+        f"model_type='mamba' is not supported; give one of {', '.join(FAMILIES)}, megakernel",
     ),
     "experts": (
         lambda f: edit_config(f, model_type="gpt_oss"),
-        "model_type='gpt_oss' is not read: its MLPs are experts that a router chooses, of which the model here has one",
+        "model_type='gpt_oss' is not read: its MLPs are mixtures of experts, which the model here does not have",
     ),
     "a vision tower": (
         lambda f: edit_config(f, model_type="gemma3"),
@@ -221,9 +221,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_no_whole_checkpoint_is_refused_in_one_line(fault, llama, refused):
-    spoil, text = FAULTS[fault]
-    spoil(llama)
+def test_an_invalid_checkpoint_is_refused_in_one_line(fault, llama, refused):
+    damage, text = FAULTS[fault]
+    damage(llama)
     with pytest.raises(UserError) as caught:
         DenseCheckpoint(llama)
     message = str(caught.value)
@@ -232,7 +232,7 @@ def test_what_is_no_whole_checkpoint_is_refused_in_one_line(fault, llama, refuse
     assert message in refused("import", llama)
 
 
-def test_a_window_that_no_layer_has_is_no_window(tmp_path):
+def test_a_window_that_no_layer_uses_is_ignored(tmp_path):
     dense_models.save("qwen2, yarn", tmp_path)
     window = {"use_sliding_window": True, "sliding_window": 8}
     edit_config(tmp_path, **window, layer_types=["full_attention", "full_attention"])
@@ -242,8 +242,8 @@ def test_a_window_that_no_layer_has_is_no_window(tmp_path):
     assert [model.layer_attention(layer).window for layer in range(2)] == [None, 8]
 
 
-def test_a_window_as_long_as_the_rows_stays_one(tmp_path):
-    """Else it would be lost where sequences grow later, and not come out again."""
+def test_a_window_as_long_as_the_sequences_is_kept(tmp_path):
+    """Otherwise it would be missing if sequences grow later, and in the export."""
     dense_models.save("mistral, sliding", tmp_path)
     edit_config(tmp_path, sliding_window=dense_models.LENGTH)
     model = DenseCheckpoint(tmp_path).model
@@ -266,7 +266,7 @@ SCALINGS = {
 
 
 @pytest.mark.parametrize("kind", SCALINGS)
-def test_older_names_of_rotary_scaling_mean_the_same(kind, tmp_path):
+def test_the_old_key_of_rotary_scaling_is_read(kind, tmp_path):
     dense_models.save("qwen2, yarn", tmp_path)
     path = tmp_path / "config.json"
     tree = {key: x for key, x in json.loads(path.read_text()).items() if key != "rope_parameters"}

@@ -1,4 +1,4 @@
-"""A config.json means what `transformers` makes of it: key by key, and in logits."""
+"""Every key of a config.json means the same as in `transformers`, compared by logits."""
 
 import json
 from dataclasses import fields
@@ -36,7 +36,7 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Family -> its example's folder."""
+    """Family -> folder of its example model."""
     folders = {family: tmp_path_factory.mktemp(family) for family in EXAMPLES}
     for family, name in EXAMPLES.items():
         dense_models.save(name, folders[family])
@@ -45,7 +45,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def changed(saved, tmp_path):
-    """Makes a folder of a family's example with other keys in its config.json."""
+    """Returns a function that copies a family's example and changes keys of its config.json."""
 
     def make(family, **keys):
         for file in saved[family].iterdir():
@@ -64,14 +64,14 @@ def difference(folder):
 
 
 OTHER_VALUES = {
-    # of names and classes
+    # names and classes
     "architectures": ["OtherForCausalLM"],
     "id2label": {"0": "a"},
     "label2id": {"a": 0},
     "problem_type": "regression",
     "transformers_version": "4.0.0",
     "dtype": "bfloat16",
-    # of training and generation
+    # training and generation
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 7),
     **dict.fromkeys(("attention_dropout", "hidden_dropout", "classifier_dropout"), 0.5),
     **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop", "summary_first_dropout"), 0.5),
@@ -87,10 +87,10 @@ OTHER_VALUES = {
     "summary_use_proj": False,
     "summary_activation": "tanh",
     "summary_proj_to_labels": False,
-    # of what a family completes
+    # keys that a family's configuration completes
     "use_sliding_window": True,
     "max_window_layers": 1,
-    # of sizes, in a family that does not know them
+    # sizes, in families that do not use them
     "head_dim": 4,
     "num_key_value_heads": 1,
     "n_inner": 7,
@@ -104,7 +104,7 @@ OTHER_VALUES = {
     "rms_norm_eps": 0.1,
     "hidden_act": "relu",
     "activation_function": "relu",
-    # of functions
+    # keys that change the function
     "attention_bias": True,
     "mlp_bias": True,
     "sliding_window": 3,
@@ -142,12 +142,12 @@ def test_every_key_of_a_family_is_read_or_has_no_effect(family):
     known = [*COMMON_KEYS, *SUPPORTED_VALUES, *FAMILIES[family].keys]
     assert len(known) == len(set(known))
     declared = {field.name for field in fields(CONFIG_MAPPING[family])}
-    assert declared <= {*known, *OTHER_VALUES}, "what has no effect is shown to have none below"
+    assert declared <= {*known, *OTHER_VALUES}, "the next test shows that keys without effect have none"
 
 
 @every_family
-def test_keys_that_a_family_does_not_read_change_nothing_on_either_side(family, changed):
-    """All at once: its own, and those of all other families."""
+def test_keys_that_a_family_does_not_read_have_no_effect_in_either_implementation(family, changed):
+    """All such keys at once: the family's own, and those of all other families."""
     read = {
         *COMMON_KEYS,
         *SUPPORTED_VALUES,
@@ -156,15 +156,15 @@ def test_keys_that_a_family_does_not_read_change_nothing_on_either_side(family, 
         "num_attention_heads",
         "num_hidden_layers",
     }
-    # What these ask for, a family's configuration writes into keys that it reads: sliding_window, layer_types.
+    # From these, a family's configuration derives keys that it reads: sliding_window, layer_types.
     completed = {"use_sliding_window", "max_window_layers"} if family.startswith("qwen") else set()
     if family == "mistral":
-        completed.add("layer_types")  # with which it is another family
+        completed.add("layer_types")  # which would make it another family
     if family in ("olmo3", "gemma3_text"):
-        completed.add("partial_rotary_factor")  # which scaled frequencies do not ignore: it is refused
+        completed.add("partial_rotary_factor")  # refused with scaled frequencies, which do not ignore it
     completed |= {"rotary_pct", "rotary_emb_base", "rope_theta", "rope_scaling"}
     stray = {key: value for key, value in OTHER_VALUES.items() if key not in read | completed}
-    everything = {key for one in FAMILIES.values() for key in one.keys}
+    everything = {key for each in FAMILIES.values() for key in each.keys}
     assert everything <= {*OTHER_VALUES, *SIZES, "rope_parameters"}
     plain, folder = DenseCheckpoint(changed(family)).model, changed(family, **stray)
     assert DenseCheckpoint(folder).model == plain
@@ -172,9 +172,9 @@ def test_keys_that_a_family_does_not_read_change_nothing_on_either_side(family, 
 
 
 @every_family
-def test_a_key_that_a_family_reads_means_the_same_on_both_sides_or_is_refused(family, changed):
+def test_keys_that_a_family_reads_mean_the_same_or_are_refused(family, changed):
     given = json.loads((changed(family) / "config.json").read_text())
-    unread = []
+    compared = []
     for key in {
         *FAMILIES[family].keys,
         "tie_word_embeddings",
@@ -190,8 +190,8 @@ def test_a_key_that_a_family_reads_means_the_same_on_both_sides_or_is_refused(fa
         except UserError:
             continue
         assert found < 1e-5, key
-        unread.append(key)
-    assert len(unread) >= 4
+        compared.append(key)
+    assert len(compared) >= 4
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
@@ -216,7 +216,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_p
         ("llama", {"return_dict": False}),
     ],
 )
-def test_such_keys_are_read_as_transformers_reads_them(family, keys, changed):
+def test_special_keys_are_read_as_by_transformers(family, keys, changed):
     assert difference(changed(family, **keys)) < 1e-5
 
 
@@ -254,14 +254,14 @@ def test_such_keys_are_read_as_transformers_reads_them(family, keys, changed):
         ),
     ],
 )
-def test_what_transformers_reads_and_ours_cannot_is_refused(family, keys, text, changed):
+def test_keys_that_only_transformers_supports_are_refused(family, keys, text, changed):
     with pytest.raises(UserError) as refused:
         DenseCheckpoint(changed(family, **keys))
     assert text in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
-def head_in_files(folder, head):
+def write_head(folder, head):
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     save_file(weights | {"lm_head.weight": head(weights)}, folder / "model.safetensors", {"format": "pt"})
@@ -272,31 +272,31 @@ def head_in_files(folder, head):
 )
 def test_a_head_that_differs_from_the_embedding_is_not_tied_to_it(family, embedding, changed):
     folder = changed(family)
-    head_in_files(folder, lambda weights: weights[f"{embedding}.weight"].clone())
+    write_head(folder, lambda weights: weights[f"{embedding}.weight"].clone())
     assert DenseCheckpoint(folder).model.tie_embeddings
-    head_in_files(folder, lambda weights: weights["lm_head.weight"].flip(0).contiguous())
+    write_head(folder, lambda weights: weights["lm_head.weight"].flip(0).contiguous())
     assert not DenseCheckpoint(folder).model.tie_embeddings
     assert difference(folder) < 1e-5
 
 
-def test_import_says_how_far_logits_are_and_writes_nothing_where_they_differ(
+def test_import_reports_the_logit_difference_and_writes_nothing_if_large(
     changed, tmp_path, capsys, monkeypatch
 ):
     folder, to = changed("llama"), tmp_path / "model.yaml"
     assert main(["import", str(folder)]) == 0
-    told = capsys.readouterr()
-    assert f"{folder}: logits are those of transformers, at most" in told.err
-    assert told.out.startswith("# llama from ")
-    # Frequencies that this package reads wrong.
+    captured = capsys.readouterr()
+    assert f"{folder}: logits are those of transformers, at most" in captured.err
+    assert captured.out.startswith("# llama from ")
+    # Simulates that this package reads the frequencies wrongly.
     monkeypatch.setattr("megakernel.checkpoint.dense.families._rope", lambda config: {"rope_base": 7.0})
     assert main(["import", str(folder), "--to", str(to)]) == 2
-    told = capsys.readouterr()
-    assert f"{folder}: logits differ from those of transformers by" in told.err
+    captured = capsys.readouterr()
+    assert f"{folder}: logits differ from those of transformers by" in captured.err
     assert not to.exists()
 
 
 @every_family
-def test_check_prints_the_distance_behind_each_layer(family, changed, capsys):
+def test_check_prints_the_difference_after_each_layer(family, changed, capsys):
     assert main(["import", str(changed(family)), "--check"]) == 0
     _, *lines = capsys.readouterr().out.splitlines()
     found = {place: float(distance) for place, distance in (line.rsplit(maxsplit=1) for line in lines)}
@@ -304,20 +304,20 @@ def test_check_prints_the_distance_behind_each_layer(family, changed, capsys):
     assert max(found.values()) < 2e-5
 
 
-def test_check_shows_where_a_model_read_wrong_departs(changed, tmp_path, capsys, monkeypatch):
+def test_check_shows_the_layer_at_which_a_wrongly_read_model_differs(changed, tmp_path, capsys, monkeypatch):
     folder, frequencies = changed("llama"), {"rope_base": 7.0}
     assert main(["import", str(folder), "--check", "--to", str(tmp_path / "model.yaml")]) == 2
     assert "--check only compares; leave one of them out" in capsys.readouterr().err
     monkeypatch.setattr("megakernel.checkpoint.dense.families._rope", lambda config: frequencies)
     assert main(["import", str(folder), "--check"]) == 2
-    told = capsys.readouterr()
-    found = [float(line.rsplit(maxsplit=1)[1]) for line in told.out.splitlines()[1:]]
+    captured = capsys.readouterr()
+    found = [float(line.rsplit(maxsplit=1)[1]) for line in captured.out.splitlines()[1:]]
     assert found[0] < 1e-6
     assert min(found[1:]) > 1e-3
-    assert "logits differ from those of transformers by" in told.err
+    assert "logits differ from those of transformers by" in captured.err
 
 
-def test_of_a_model_that_memory_does_not_hold_the_first_layers_are_compared(changed, monkeypatch):
+def test_only_the_first_layers_of_a_too_large_model_are_compared(changed, monkeypatch):
     checkpoint = DenseCheckpoint(changed("qwen2"))
     whole = comparison.weight_bytes(checkpoint)
     for free, reason in ((2 * whole, ""), (2 * whole - 1, "1 of 2 layers")):

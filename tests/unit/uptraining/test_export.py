@@ -1,4 +1,4 @@
-"""A run's model comes out as a checkpoint that `transformers` loads, and goes in again."""
+"""Exporting the model of a run as a checkpoint that `transformers` loads."""
 
 import json
 
@@ -21,17 +21,17 @@ from tests.unit.config import trees
 
 
 @pytest.mark.parametrize("name", dense_models.CONFIGS)
-def test_a_plain_configuration_is_what_it_was_read_from(name, tmp_path):
+def test_a_plain_configuration_equals_the_one_it_was_read_from(name, tmp_path):
     dense_models.save(name, tmp_path / "in")
     checkpoint = DenseCheckpoint(tmp_path / "in")
-    # A run on shorter sequences, no longer than the windows, unlearns nothing of longer ones.
+    # Training on sequences no longer than the windows does not shorten the exported maximum length.
     written = plain_config(checkpoint.model, checkpoint.model.vocab_size, 8)
     known = type(dense_models.CONFIGS[name]).from_dict(written).to_dict()
     ignored = {"dtype", "architectures", "transformers_version", "use_cache", "model_type"}
     expected = dense_models.CONFIGS[name].to_dict()
     assert written["model_type"] == expected["model_type"]
     different = {key for key in expected if key not in ignored and known.get(key) != expected[key]}
-    # What their code does not read of these models.
+    # Keys that the code of `transformers` does not read for these models.
     unread = {
         "n_inner",
         "pretraining_tp",
@@ -46,7 +46,7 @@ def test_a_plain_configuration_is_what_it_was_read_from(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "olmo3, some layers slide"])
-def test_a_plain_configuration_runs_where_no_layer_slides(name, tmp_path):
+def test_a_plain_configuration_works_without_sliding_layers(name, tmp_path):
     dense_models.save(name, tmp_path)
     config = DenseCheckpoint(tmp_path).config | {"layer_types": ["full_attention"] * 2}
     checkpoint = DenseCheckpoint(tmp_path, config=config)
@@ -57,18 +57,18 @@ def test_a_plain_configuration_runs_where_no_layer_slides(name, tmp_path):
 
 
 def test_the_byte_tokenizer_gives_the_same_ids_in_transformers(tmp_path):
-    ours = ByteTokenizer()
-    save_tokenizer(ours, tmp_path)
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
-    # And is known again, so that data prepared with either is the same.
-    assert tokenizers.load(tmp_path).hash == ours.hash
+    tokenizer = ByteTokenizer()
+    save_tokenizer(tokenizer, tmp_path)
+    hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    # It is recognized when loaded, so that data prepared with either is the same.
+    assert tokenizers.load(tmp_path).hash == tokenizer.hash
     text = "def f(x):\n\treturn x+1 # 3.14\r\nÀ é ß Ω 漢字 👍🏽   \u00a0 " + "".join(map(chr, range(256)))
-    assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text)
-    assert theirs.decode(ours.encode(text)) == text
-    assert theirs.eos_token_id == ours.eod
+    assert hf_tokenizer(text, add_special_tokens=False)["input_ids"] == tokenizer.encode(text)
+    assert hf_tokenizer.decode(tokenizer.encode(text)) == text
+    assert hf_tokenizer.eos_token_id == tokenizer.eod
 
 
-def test_parts_that_no_architecture_has_together_have_no_plain_configuration():
+def test_combinations_that_no_architecture_has_have_no_plain_configuration():
     plain = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "attention": "softmax"}
     assert plain_config(Model(**plain), 384, 64) is not None
     others = (
@@ -80,7 +80,7 @@ def test_parts_that_no_architecture_has_together_have_no_plain_configuration():
         assert plain_config(Model(**plain | other), 384, 64) is None
 
 
-def test_only_a_model_that_continues_text_is_exported(tmp_path, refused):
+def test_only_causal_language_models_are_exported(tmp_path, refused):
     run = tmp_path / "run"
     config = trees.file(tmp_path, "base.yaml")
     (run / "checkpoints" / "step_1").mkdir(parents=True)
@@ -88,13 +88,13 @@ def test_only_a_model_that_continues_text_is_exported(tmp_path, refused):
     (run / "config.yaml").write_text(to_yaml(masked))
     progress = SavedProgress(1, 1, 1, {}, {})
     write_manifest(run / "checkpoints" / "step_1", progress, {})
-    assert "model.kind=masked_lm" in (said := refused("export", run, "--to", tmp_path / "out"))
-    assert "is not exported; give a run of a causal_lm" in said
+    assert "model.kind=masked_lm" in (error := refused("export", run, "--to", tmp_path / "out"))
+    assert "is not exported; give a run of a causal_lm" in error
     assert not (tmp_path / "out").exists()
 
 
-def chosen(folder, *runs, **settings):
-    """generation_config.json of the last of `runs`, the first of which began with a dense model of these settings."""
+def generation_settings(folder, *runs, **settings):
+    """generation_config.json of the last of `runs`, a chain that starts from a dense model with these settings."""
     (folder / "dense").mkdir()
     (folder / "dense/config.json").write_text('{"model_type": "llama"}')
     (folder / "dense/generation_config.json").write_text(json.dumps(settings))
@@ -110,18 +110,18 @@ def chosen(folder, *runs, **settings):
 OWN_IDS = {"eos_token_id": 256, "pad_token_id": 256, "suppress_tokens": [257, 258, 259]}
 
 
-def test_decoding_is_greedy_where_nobody_chose(tmp_path):
+def test_decoding_is_greedy_by_default(tmp_path):
     assert generation_config(trees.config(), ByteTokenizer(), 260) == OWN_IDS
-    made = {
+    model_defaults = {
         "_from_model_config": True,
         "bos_token_id": 1,
         "eos_token_id": 2,
         "transformers_version": "5.23.0",
     }
-    assert chosen(tmp_path, "up", **made) == OWN_IDS
+    assert generation_settings(tmp_path, "up", **model_defaults) == OWN_IDS
 
 
-def test_what_was_chosen_for_the_dense_model_goes_through_all_stages(tmp_path):
+def test_generation_settings_of_the_dense_model_are_kept_through_all_stages(tmp_path):
     given = {
         "do_sample": True,
         "temperature": 0.6,
@@ -129,15 +129,17 @@ def test_what_was_chosen_for_the_dense_model_goes_through_all_stages(tmp_path):
         "eos_token_id": [2, 3],
         "pad_token_id": 0,
     }
-    found = chosen(tmp_path, "1-transfer", "2-main", **given, suppress_tokens=[7], transformers_version="5")
+    found = generation_settings(
+        tmp_path, "1-transfer", "2-main", **given, suppress_tokens=[7], transformers_version="5"
+    )
     assert found == given | {"eos_token_id": [2, 3, 256], "suppress_tokens": [7, 257, 258, 259]}
-    (tmp_path / "dense/config.json").unlink()  # the dense model has gone since
+    (tmp_path / "dense/config.json").unlink()  # the dense model was deleted
     last = load(tmp_path / "2-main/config.yaml")
     assert generation_config(last, ByteTokenizer(), 260) == OWN_IDS
 
 
-def test_a_run_of_a_version_with_other_keys_tells_nothing_of_its_dense_model(tmp_path):
-    chosen(tmp_path, "first", "second", bos_token_id=1)
+def test_an_unreadable_earlier_run_gives_no_generation_settings(tmp_path):
+    generation_settings(tmp_path, "first", "second", bos_token_id=1)
     last = load(tmp_path / "second/config.yaml")
     assert generation_config(last, ByteTokenizer(), 260) == OWN_IDS | {"bos_token_id": 1}
     (tmp_path / "first/config.yaml").write_text("of: another version\n")
@@ -145,14 +147,14 @@ def test_a_run_of_a_version_with_other_keys_tells_nothing_of_its_dense_model(tmp
 
 
 @pytest.mark.parametrize("text", ["[]", '{"bos_token_id": 1', "\x00"])
-def test_a_broken_file_of_the_dense_model_is_told(text, tmp_path):
-    chosen(tmp_path, "run", bos_token_id=1)
+def test_a_damaged_generation_config_is_refused(text, tmp_path):
+    generation_settings(tmp_path, "run", bos_token_id=1)
     (tmp_path / "dense/generation_config.json").write_text(text)
     with pytest.raises(UserError, match=r"generation_config.json is no JSON object .*; download it again"):
         generation_config(load(tmp_path / "run/config.yaml"), ByteTokenizer(), 260)
 
 
-def test_a_text_begins_with_the_token_that_the_tokenizer_has_for_it():
+def test_the_bos_token_of_the_tokenizer_is_exported():
     trained = tokenizers.train_bpe(["some words, some more words"] * 9, 270)
     trained._tokenizer.add_special_tokens({"bos_token": "<s>"})
     tokenizer = tokenizers.HuggingFaceTokenizer(trained._tokenizer)

@@ -1,4 +1,4 @@
-"""What a half-precision run has frozen or hardly changed goes on as precise as it is known."""
+"""Frozen weights and small updates of a half-precision run are exported in full precision."""
 
 import pytest
 import torch
@@ -32,40 +32,42 @@ def test_an_update_too_small_for_bfloat16_is_folded_in_float32():
         for name, rows in (("value_update", 8), ("output_update", 16))
         for part, shape in (("up", (rows, 2)), ("down", (2, 16)))
     }
-    remade = fold_updates(Tensors(frozen | updates), MODEL, Lora(rank=2, alpha=4.0))
-    assert remade.names == {QKV, OUTPUT}
-    change = {
+    folded = fold_updates(Tensors(frozen | updates), MODEL, Lora(rank=2, alpha=4.0))
+    assert folded.names == {QKV, OUTPUT}
+    updates_of = {
         name: 2.0 * updates[f"1.self_attention.{name}.up"] @ updates[f"1.self_attention.{name}.down"]
         for name in ("value_update", "output_update")
     }
-    whole = remade.read(OUTPUT)["fp32"]
+    whole = folded.read(OUTPUT)["fp32"]
     assert whole.dtype == torch.float32
-    assert torch.equal(whole, frozen[OUTPUT].float() + change["output_update"])
-    # Most of it would be lost in the frozen weights' dtype.
+    assert torch.equal(whole, frozen[OUTPUT].float() + updates_of["output_update"])
+    # Most of the update would be lost in the frozen weights' dtype.
     assert (whole.bfloat16() == frozen[OUTPUT]).float().mean() > 0.5
-    # A key head's rows: 2 x 4 of queries, 4 of keys, 4 of values.
-    moved = (remade.read(QKV)["fp32"] - frozen[QKV].float()).view(2, 16, 16)
-    assert not moved[:, :12].any()
-    torch.testing.assert_close(moved[:, 12:].reshape(8, 16), change["value_update"], rtol=0, atol=1e-6)
+    # Rows per key head: 2 x 4 of queries, 4 of keys, 4 of values.
+    change = (folded.read(QKV)["fp32"] - frozen[QKV].float()).view(2, 16, 16)
+    assert not change[:, :12].any()
+    torch.testing.assert_close(change[:, 12:].reshape(8, 16), updates_of["value_update"], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "geglu_tanh", "gelu"])
-def test_an_update_of_what_a_gate_is_beside_is_folded_into_its_half(activation):
+def test_an_update_of_the_up_projection_is_folded_into_its_half_of_fc1(activation):
     model = MODEL.model_copy(update={"activation": activation})
     rows, inner = (24, 12) if model.is_mlp_gated else (12, 12)
     name = "1.mlp.linear_fc1.weight"
     updates = {"1.mlp.up_update.up": draw(inner, 2), "1.mlp.up_update.down": draw(2, 16)}
-    remade = fold_updates(Tensors({name: torch.zeros(rows, 16)} | updates), model, Lora(rank=2, alpha=2.0))
-    moved = remade.read(name)["fp32"]
-    assert not moved[: rows - inner].any()
-    assert torch.equal(moved[rows - inner :], updates["1.mlp.up_update.up"] @ updates["1.mlp.up_update.down"])
+    folded = fold_updates(Tensors({name: torch.zeros(rows, 16)} | updates), model, Lora(rank=2, alpha=2.0))
+    change = folded.read(name)["fp32"]
+    assert not change[: rows - inner].any()
+    assert torch.equal(
+        change[rows - inner :], updates["1.mlp.up_update.up"] @ updates["1.mlp.up_update.down"]
+    )
 
 
-def test_a_frozen_weight_is_read_where_the_run_had_it_from():
+def test_a_frozen_weight_is_read_from_the_source_of_the_run():
     exact = {"a": draw(8, 8), "b": draw(8, 4), "c": draw(4)}
     saved = Tensors(
         a=exact["a"].bfloat16(),
-        b=exact["b"].bfloat16() + 1,  # its source was trained on since
+        b=exact["b"].bfloat16() + 1,  # its source has been trained further
         c=exact["c"] + 1e-3,  # trained: float32
         new=draw(2).bfloat16(),
     )
@@ -74,9 +76,9 @@ def test_a_frozen_weight_is_read_where_the_run_had_it_from():
     assert all(found[name] is saved[name] for name in ("b", "c", "new"))
 
 
-def test_a_source_that_is_gone_leaves_the_rounded_weight():
-    def gone():
+def test_the_rounded_weight_is_used_if_the_source_is_missing():
+    def missing_source():
         raise UserError("nowhere is no run")
 
     saved = Tensors(a=draw(4).bfloat16())
-    assert Unrounded(saved, gone).read("a")["fp32"] is saved["a"]
+    assert Unrounded(saved, missing_source).read("a")["fp32"] is saved["a"]

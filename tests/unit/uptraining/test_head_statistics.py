@@ -1,4 +1,4 @@
-"""What heads look at, against loops over pairs."""
+"""Statistics of attention heads, against loops over pairs of tokens."""
 
 import math
 
@@ -15,7 +15,7 @@ POSITIONS = torch.stack([torch.arange(TOKENS), torch.cat([torch.arange(4), torch
 
 @pytest.fixture(scope="module")
 def example():
-    """Queries of rows in which documents are packed, weights with equal ones among them, and scores."""
+    """Sampled queries of packed sequences, weights that contain ties, and scores."""
     draw = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 2, HEADS, TOKENS, 4, generator=draw, dtype=torch.float64)
     rows = SampledQueries.of(CapturedInputs(POSITIONS, q=q, k=k, v=v), QUERIES, causal=True)
@@ -25,8 +25,8 @@ def example():
     return rows, weights / weights.sum(-1, keepdim=True), rows.softmax(scores), scores
 
 
-def seen_by(row, query):
-    """Places of the keys that a query sees, one by one."""
+def visible_keys(row, query):
+    """Indices of the keys that a query sees."""
     return [j for j in range(query + 1) if POSITIONS[row, query] - POSITIONS[row, j] == query - j]
 
 
@@ -39,29 +39,29 @@ def spearman(a, b):
     return torch.corrcoef(ranks)[0, 1].item()
 
 
-def by_hand(weights, scores, blocks):
-    """Of one head: lists of what each query gives."""
+def reference(weights, scores, blocks):
+    """Reference for one head: entropies, rank correlations and far weights of its queries."""
     entropies, correlations, far = [], [], []
     for row in range(2):
         for r, query in enumerate(QUERIES.tolist()):
-            keys = seen_by(row, query)
+            keys = visible_keys(row, query)
             of_keys = [weights[row, r, j].item() for j in keys]
             entropies.append(-sum(w * math.log(w) for w in of_keys))
             correlation = spearman(of_keys, [scores[row, r, j].item() for j in keys])
             correlations += [] if math.isnan(correlation) else [correlation]
             first = POSITIONS[row, query].item() // BLOCK - blocks + 1
-            beyond = [w for w, j in zip(of_keys, keys) if POSITIONS[row, j] // BLOCK < first]
-            far += [sum(beyond)] if beyond else []
+            weights_beyond = [w for w, j in zip(of_keys, keys) if POSITIONS[row, j] // BLOCK < first]
+            far += [sum(weights_beyond)] if weights_beyond else []
     return entropies, correlations, far
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
-def test_statistics_are_what_loops_over_pairs_give(example, blocks):
+def test_statistics_equal_loops_over_pairs(example, blocks):
     rows, student, teacher, scores = example
     found = head_statistics(rows, student, teacher, scores, (BLOCK, blocks))
     for head in range(HEADS):
-        entropies, correlations, far = by_hand(student[:, head], scores[:, head], blocks)
-        of_teacher, _, far_of_teacher = by_hand(teacher[:, head], scores[:, head], blocks)
+        entropies, correlations, far = reference(student[:, head], scores[:, head], blocks)
+        of_teacher, _, far_of_teacher = reference(teacher[:, head], scores[:, head], blocks)
         expected = {
             "entropy": entropies,
             "teacher_entropy": of_teacher,
@@ -76,24 +76,24 @@ def test_statistics_are_what_loops_over_pairs_give(example, blocks):
             assert sums[head].item() == pytest.approx(sum(values), rel=1e-12), name
 
 
-def test_a_layer_without_a_window_has_no_far_mass(example):
+def test_a_layer_without_a_window_has_no_far_weight(example):
     found = head_statistics(*example, None)
     assert found.keys() == {"entropy", "teacher_entropy", "rank_correlation"}
 
 
-def test_sums_of_processes_make_the_means_of_all_heads():
-    """Two tensor ranks of two data ranks each, and a layer on another stage."""
+def test_sums_of_all_ranks_give_the_means_of_all_heads():
+    """Two tensor-parallel ranks of two data-parallel ranks each, and a layer on another pipeline stage."""
     parts = []
     for first_head, layer, scale in ((2, 0, 1.0), (0, 0, 2.0), (0, 0, 4.0), (2, 0, 3.0), (0, 1, 5.0)):
         sums = HeadSums()
         for _ in range(2):
-            place = HeadTag("error", layer, first_head)
-            sums.add(place, scale * torch.tensor([1.0, 2.0]), torch.tensor(4))
+            tag = HeadTag("error", layer, first_head)
+            sums.add(tag, scale * torch.tensor([1.0, 2.0]), torch.tensor(4))
         parts.append(sums)
 
     gathered = []
     for part in parts:
-        part.means(lambda mine: gathered.append(mine) or [mine])
-    means = parts[0].means(lambda mine: gathered)
+        part.means(lambda own: gathered.append(own) or [own])
+    means = parts[0].means(lambda own: gathered)
     assert means["error"][0].tolist() == [0.75, 1.5, 0.5, 1.0]
     assert means["error"][1].tolist() == [1.25, 2.5]

@@ -1,4 +1,4 @@
-"""What the identity check compares: a student that covers what it sees is the dense model."""
+"""The identity check: a student whose window covers the sequence equals the dense model."""
 
 from types import SimpleNamespace
 
@@ -19,26 +19,26 @@ def model(attention, *pattern):
     return Model.model_validate(SIZES | {"attention": attention, "attention_pattern": list(pattern) or None})
 
 
-def mesh(tp=1, sharded=False):
-    return SimpleNamespace(tp=SimpleNamespace(size=tp), sequence_parallel=sharded)
+def mesh(tp=1, sequence_parallel=False):
+    return SimpleNamespace(tp=SimpleNamespace(size=tp), sequence_parallel=sequence_parallel)
 
 
-def test_tokens_are_few_whatever_the_rows_and_lie_in_every_window_of_both_models():
+def test_identity_tokens_are_limited_and_fit_every_window_of_both_models():
     dense, windowed, student = model("softmax"), model("softmax", "main", WINDOWED, "main"), model(FLURKA)
     assert identity_tokens(dense, student, 1_000_000, mesh()) == IDENTITY_TOKENS
     assert identity_tokens(dense, student, 100, mesh()) == 100
     assert identity_tokens(windowed, student, 1_000_000, mesh()) == 24
     assert identity_tokens(dense, windowed, 1_000_000, mesh()) == 24
     assert identity_tokens(dense, student, 100, mesh(3)) == 100
-    assert identity_tokens(dense, student, 100, mesh(3, sharded=True)) == 99
+    assert identity_tokens(dense, student, 100, mesh(3, sequence_parallel=True)) == 99
     assert identity_tokens(model(FLURKA, "softmax", "main", "softmax"), student, 100, mesh()) == 0
 
 
 @torch.no_grad()
 def logits(section, tokens):
-    """Of weights that are equal where they are shared; scores of a size at which far tokens matter."""
-    built = LanguageModel(ModelSettings(section, vocab_size=32, mesh=OneProcess())).double().eval()
-    for name, parameter in sorted(built.named_parameters()):
+    """Logits with equal weights for equal names, scaled so that far tokens matter."""
+    language_model = LanguageModel(ModelSettings(section, vocab_size=32, mesh=OneProcess())).double().eval()
+    for name, parameter in sorted(language_model.named_parameters()):
         if ".core." not in name:
             draw = torch.Generator().manual_seed(parameter.numel() + len(name))
             parameter += 0.5 * torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype)
@@ -48,11 +48,11 @@ def logits(section, tokens):
         torch.full_like(tokens, IGNORED),
         torch.ones(1),
     )
-    return built.logits(built.body(layer_inputs)[0])
+    return language_model.logits(language_model.body(layer_inputs)[0])
 
 
 @pytest.mark.parametrize("length", [24, 3])  # blocks of 4 are longer than 3
-def test_covered_it_is_the_dense_model_and_layers_that_stay_softmax_are_themselves(length):
+def test_the_covering_model_equals_the_dense_model(length):
     tokens = torch.randint(32, (1, length), generator=torch.Generator().manual_seed(0))
     dense = logits(model("softmax", "main", WINDOWED, "main"), tokens)
     student = model(FLURKA, "main", "main", "softmax")
@@ -63,10 +63,10 @@ def test_covered_it_is_the_dense_model_and_layers_that_stay_softmax_are_themselv
         assert not torch.allclose(logits(student, tokens), dense, atol=1e-3)
 
 
-def test_covered_it_has_what_the_dense_model_has_around_its_attention():
+def test_the_covering_model_keeps_convolutions_norms_and_gates():
     tokens = torch.randint(32, (1, 24), generator=torch.Generator().manual_seed(0))
-    around = {"short_convolution": 4, "output_norm": True, "output_gate": "silu"}
-    dense = model({"preset": "softmax", **around}, "main", "softmax", "main")
-    student = model({**FLURKA, **around}, "main", {**FLURKA, "short_convolution": 3}, "main")
+    extras = {"short_convolution": 4, "output_norm": True, "output_gate": "silu"}
+    dense = model({"preset": "softmax", **extras}, "main", "softmax", "main")
+    student = model({**FLURKA, **extras}, "main", {**FLURKA, "short_convolution": 3}, "main")
     covered = covering_model(student, dense, 24)
     torch.testing.assert_close(logits(covered, tokens), logits(dense, tokens), rtol=1e-10, atol=1e-12)

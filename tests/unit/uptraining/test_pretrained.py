@@ -1,4 +1,4 @@
-"""Our models behind the interface of `transformers`: cache, padding, documents, loss, files."""
+"""Models behind the interface of `transformers`: cache, padding, documents, loss, files."""
 
 import copy
 
@@ -17,8 +17,8 @@ from megakernel.checkpoint.dense.tokenizer import save_tokenizer
 from megakernel.checkpoint.pretrained import MegakernelConfig, MegakernelForCausalLM
 from megakernel.checkpoint.standalone.code import code_of
 from megakernel.config import Model, UserError
-from tests.unit.generation.small_models import MIXED, shaken
-from tests.unit.generation.test_decoder import ATTENTION, EOD, PARTS, is_recurrent, numbers
+from tests.unit.generation.small_models import MIXED, with_random_weights
+from tests.unit.generation.test_decoder import ATTENTION, EOD, PARTS, is_recurrent, state_numel
 
 VOCABULARY = 64
 
@@ -31,7 +31,7 @@ def build(**parts):
         max_position_embeddings=64,
         eos_token_id=EOD,
     )
-    return shaken(MegakernelForCausalLM(config).eval())
+    return with_random_weights(MegakernelForCausalLM(config).eval())
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +52,13 @@ def padded(*rows):
 
 
 def assert_same(actual, expected):
-    # Logits of size 1 in float32, summed in another order.
+    # Logits of order 1 in float32, summed in another order.
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
-def test_a_cache_and_padding_change_no_logits(parts):
+def test_cache_and_padding_do_not_change_logits(parts):
     model = build(**parts)
     ids = texts(2, 33)
     whole = model(ids, use_cache=False).logits
@@ -77,7 +77,7 @@ def test_a_cache_and_padding_change_no_logits(parts):
 
 
 @torch.no_grad()
-def test_a_long_prompt_is_read_by_chunks(mixed, monkeypatch):
+def test_a_long_prompt_is_read_in_chunks(mixed, monkeypatch):
     ids = texts(1, 50)
     whole = mixed(ids).logits
     monkeypatch.setattr("megakernel.checkpoint.pretrained.model.CHUNK", 16)
@@ -90,7 +90,7 @@ def test_a_long_prompt_is_read_by_chunks(mixed, monkeypatch):
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": EOD}
 
 
-def test_a_padded_batch_generates_what_its_rows_generate_alone(mixed):
+def test_a_padded_batch_generates_the_same_as_its_sequences_alone(mixed):
     rows = [texts(1, 21)[0], texts(1, 9, seed=2)[0], texts(1, 16, seed=3)[0]]
     ids, mask = padded(*rows)
     together = mixed.generate(ids, attention_mask=mask, **GREEDY)[:, ids.shape[1] :]
@@ -100,37 +100,42 @@ def test_a_padded_batch_generates_what_its_rows_generate_alone(mixed):
 
 
 @pytest.mark.parametrize(
-    "how", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3, "top_k": 8}]
+    "options", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3, "top_k": 8}]
 )
-def test_beams_and_draws_need_no_cache(how, mixed):
+def test_beam_search_and_sampling_give_the_same_without_a_cache(options, mixed):
     found = []
     for use_cache in (True, False):
         torch.manual_seed(0)
-        found.append(mixed.generate(texts(2, 14), use_cache=use_cache, **GREEDY | how).tolist())
+        found.append(mixed.generate(texts(2, 14), use_cache=use_cache, **GREEDY | options).tolist())
     assert found[0] == found[1]
 
 
 @torch.no_grad()
-def test_a_conversation_goes_on_from_its_cache(mixed):
+def test_generation_continues_from_a_cache(mixed):
     ids = texts(1, 30)
     first = mixed.generate(ids[:, :18], return_dict_in_generate=True, **GREEDY)
-    said = torch.cat([first.sequences, ids[:, 18:]], 1)
-    expected = mixed.generate(said, **GREEDY)
-    # The last token that was drawn has not been read yet.
+    conversation = torch.cat([first.sequences, ids[:, 18:]], 1)
+    expected = mixed.generate(conversation, **GREEDY)
+    # The last generated token has not been read yet.
     assert first.past_key_values.get_seq_length() == first.sequences.shape[1] - 1
-    assert mixed.generate(said, past_key_values=first.past_key_values, **GREEDY).tolist() == expected.tolist()
+    assert (
+        mixed.generate(conversation, past_key_values=first.past_key_values, **GREEDY).tolist()
+        == expected.tolist()
+    )
 
 
 @pytest.mark.parametrize("name", ["flurka", "performer", "local", "softmax"])
 def test_the_cache_of_a_recurrent_model_does_not_grow(name):
     model = build(attention=ATTENTION[name], num_layers=1)
-    how = {"do_sample": False, "return_dict_in_generate": True, "suppress_tokens": [EOD]}
-    sizes = {numbers(model.generate(texts(1, 5), max_new_tokens=n, **how).past_key_values) for n in (5, 90)}
+    options = {"do_sample": False, "return_dict_in_generate": True, "suppress_tokens": [EOD]}
+    sizes = {
+        state_numel(model.generate(texts(1, 5), max_new_tokens=n, **options).past_key_values) for n in (5, 90)
+    }
     assert (len(sizes) == 1) == is_recurrent(name)
 
 
 @torch.no_grad()
-def test_a_document_is_read_alone_where_training_kept_documents_apart(mixed):
+def test_documents_are_isolated_as_in_training(mixed):
     first, second = texts(1, 11), texts(1, 14, seed=2)
     ids = torch.cat([first, torch.tensor([[EOD]]), second], 1)
     for chunk in (1, 5, 26):
@@ -157,12 +162,12 @@ def test_labels_give_the_mean_loss_and_its_gradients(mixed):
     output.loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert all(x is not None and x.isfinite().all() and x.any() for x in gradients.values())
-    # The count of a whole accumulated batch, as a Trainer hands it over.
+    # The token count of a whole accumulated batch, as the Trainer of `transformers` passes it.
     summed = model(ids, attention_mask=mask, labels=labels, num_items_in_batch=torch.tensor(1)).loss
     torch.testing.assert_close(summed, expected * (targets != -100).sum())
 
 
-def test_a_text_ends_behind_a_stop_string(mixed, tmp_path):
+def test_generation_stops_after_a_stop_string(mixed, tmp_path):
     save_tokenizer(ByteTokenizer(), tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     prompt = "12 + 3"
@@ -173,16 +178,16 @@ def test_a_text_ends_behind_a_stop_string(mixed, tmp_path):
     found = mixed.generate(**ids, stop_strings=[stop], tokenizer=tokenizer, **GREEDY)
     assert found[0].tolist() == whole[:end]
     write = pipeline("text-generation", model=mixed, tokenizer=tokenizer)
-    [said] = write(prompt, stop_sequence=stop, return_tensors=True, **GREEDY)
-    assert said["generated_token_ids"] == whole[:end]
+    [result] = write(prompt, stop_sequence=stop, return_tensors=True, **GREEDY)
+    assert result["generated_token_ids"] == whole[:end]
 
 
 @torch.no_grad()
-def test_positions_are_those_of_texts(mixed):
+def test_position_ids_delimit_packed_texts(mixed):
     one, two = texts(1, 12), texts(1, 9, seed=2)
     alone = [mixed(text).logits for text in (one, two)]
     assert_same(mixed(one, position_ids=torch.arange(12)[None]).logits, alone[0])
-    # Texts that are packed without a token between them.
+    # Texts packed without a token between them.
     packed, places = torch.cat([one, two], 1), torch.cat([torch.arange(12), torch.arange(9)])[None]
     for cached in (True, False):
         found = mixed(packed, position_ids=places, use_cache=cached).logits.split([12, 9], 1)
@@ -192,19 +197,19 @@ def test_positions_are_those_of_texts(mixed):
     rest = mixed(packed[:, 7:], position_ids=places[:, 7:], past_key_values=first.past_key_values)
     assert_same(rest.logits[:, 5:], alone[1])
     ids, mask = padded(one[0], two[0])
-    # As `transformers` counts: padding has any number.
+    # As `transformers` counts; the positions of padding are arbitrary.
     counted = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
     expected = mixed(ids, attention_mask=mask).logits[mask == 1]
     assert_same(mixed(ids, attention_mask=mask, position_ids=counted).logits[mask == 1], expected)
-    # A text may go on behind the token that ends documents.
+    # By its position ids, a text may continue after the end-of-document token.
     ids = torch.cat([one, torch.tensor([[EOD]]), two], 1)
-    going_on = copy.copy(mixed)
-    going_on.config = copy.deepcopy(mixed.config)
-    going_on.config.isolate_documents = False
-    assert_same(mixed(ids, position_ids=torch.arange(22)[None]).logits, going_on(ids).logits)
+    not_isolating = copy.copy(mixed)
+    not_isolating.config = copy.deepcopy(mixed.config)
+    not_isolating.config.isolate_documents = False
+    assert_same(mixed(ids, position_ids=torch.arange(22)[None]).logits, not_isolating(ids).logits)
 
 
-def test_generation_takes_what_a_tokenizer_adds(mixed):
+def test_generation_accepts_the_extra_inputs_of_a_tokenizer(mixed):
     ids = texts(1, 9)
     expected = mixed.generate(ids, **GREEDY).tolist()
     added = {"position_ids": torch.arange(9)[None], "token_type_ids": torch.zeros_like(ids)}
@@ -212,22 +217,22 @@ def test_generation_takes_what_a_tokenizer_adds(mixed):
 
 
 def saved_bytes(model, ids):
-    """Bytes that backward finds saved, and the gradients."""
+    """Bytes of the tensors saved for backward, and the gradients."""
     model.zero_grad()
-    kept = {}
+    saved = {}
 
     def pack(x):
-        kept[x.data_ptr()] = x.nbytes
+        saved[x.data_ptr()] = x.nbytes
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         loss = model(ids, labels=ids).loss
-    total = sum(kept.values())
+    total = sum(saved.values())
     loss.backward()
     return total, {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-def test_gradient_checkpointing_keeps_less_and_gives_the_same_gradients(mixed):
+def test_gradient_checkpointing_saves_less_and_gives_the_same_gradients(mixed):
     model, ids = copy.deepcopy(mixed).train(), texts(2, 40)
     whole, expected = saved_bytes(model, ids)
     model.gradient_checkpointing_enable()
@@ -242,26 +247,26 @@ def test_gradient_checkpointing_keeps_less_and_gives_the_same_gradients(mixed):
 
 @torch.no_grad()
 @pytest.mark.parametrize("parts", [PARTS["mixed"], PARTS["untied"]], ids=["tied", "untied"])
-@pytest.mark.parametrize("words", [80, 50])
-def test_a_vocabulary_is_resized_saved_and_loaded(words, parts, tmp_path):
+@pytest.mark.parametrize("vocab_size", [80, 50])
+def test_a_vocabulary_is_resized_saved_and_loaded(vocab_size, parts, tmp_path):
     model, ids = build(**parts), torch.randint(50, (2, 20))
     before = model(ids).logits
-    model.resize_token_embeddings(words, mean_resizing=False)
+    model.resize_token_embeddings(vocab_size, mean_resizing=False)
     after = model(ids).logits
-    assert after.shape[-1] == words
-    common = min(words, VOCABULARY)
+    assert after.shape[-1] == vocab_size
+    common = min(vocab_size, VOCABULARY)
     assert torch.equal(after[..., :common], before[..., :common])
-    assert words < VOCABULARY or after[..., common:].std() < 2 * before.std()
+    assert vocab_size < VOCABULARY or after[..., common:].std() < 2 * before.std()
     model.save_pretrained(tmp_path)
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, after)
-    assert DenseCheckpoint(tmp_path).model.vocab_size == words
+    assert DenseCheckpoint(tmp_path).model.vocab_size == vocab_size
     model.train()
     with torch.enable_grad():
         assert model(ids, labels=ids).loss.requires_grad
 
 
 @pytest.mark.parametrize("name", ["mixed", "untied", "learned positions, tied"])
-def test_peft_finds_all_linear_layers_and_merges_them(name, tmp_path):
+def test_peft_adapts_and_merges_all_linear_layers(name, tmp_path):
     model, ids = build(**PARTS[name]), texts(2, 24)
     bare = copy.deepcopy(model)
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
@@ -294,7 +299,7 @@ FILES = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("pattern", FILES.values(), ids=FILES)
-def test_files_hold_every_bit_and_every_dtype(pattern, dtype, tmp_path):
+def test_saved_files_preserve_every_bit_and_dtype(pattern, dtype, tmp_path):
     model = build(attention_pattern=pattern, num_layers=len(pattern))
     model.save_pretrained(tmp_path / "float32", max_shard_size="20KB")
     assert len(list((tmp_path / "float32").glob("*.safetensors"))) > 1
@@ -317,7 +322,7 @@ def test_files_hold_every_bit_and_every_dtype(pattern, dtype, tmp_path):
         assert torch.equal(again(ids).logits, loaded(ids).logits)
 
 
-def test_a_folder_names_its_code(mixed, tmp_path):
+def test_a_saved_folder_contains_its_model_code(mixed, tmp_path):
     mixed.save_pretrained(tmp_path)
     config = MegakernelConfig.from_pretrained(tmp_path)
     assert config.auto_map["AutoModelForCausalLM"] == "modeling_megakernel.MegakernelForCausalLM"
@@ -326,17 +331,19 @@ def test_a_folder_names_its_code(mixed, tmp_path):
     assert (config.hidden_size, config.num_hidden_layers) == (32, 4)
 
 
-PLACES = {
+MODULES = {
     "checkpoint": "megakernel.checkpoint.pretrained",
     "uptraining": "megakernel.uptraining.pretrained",
 }
 
 
-@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-def test_a_folder_of_before_whose_code_asks_for_the_package_loads(place, mixed, tmp_path):
+@pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
+def test_a_folder_of_an_earlier_version_that_imports_the_package_loads(module, mixed, tmp_path):
     mixed.save_pretrained(tmp_path)
-    asks = f"from {place} import MegakernelConfig, MegakernelForCausalLM\n"
-    (tmp_path / "modeling_megakernel.py").write_text(f"try:\n    {asks}except ImportError:\n    raise\n")
+    import_line = f"from {module} import MegakernelConfig, MegakernelForCausalLM\n"
+    (tmp_path / "modeling_megakernel.py").write_text(
+        f"try:\n    {import_line}except ImportError:\n    raise\n"
+    )
     named = get_class_from_dynamic_module("modeling_megakernel.MegakernelForCausalLM", str(tmp_path))
     assert named is MegakernelForCausalLM
     model = named.from_pretrained(tmp_path)
@@ -344,7 +351,7 @@ def test_a_folder_of_before_whose_code_asks_for_the_package_loads(place, mixed, 
         assert model.state_dict()[name].equal(weight), name
     model.save_pretrained(tmp_path)
     code = (tmp_path / "modeling_megakernel.py").read_text()
-    assert code == code_of(mixed.config.section)  # and needs the package no more
+    assert code == code_of(mixed.config.section)  # no longer needs the package
 
 
 MASK = torch.tensor([[1, 1, 0, 1]])
@@ -357,7 +364,7 @@ FAULTS = {
     "another cache": ({"past_key_values": DynamicCache()}, "past_key_values is a DynamicCache; leave it out"),
     "positions that jump": (
         {"position_ids": torch.tensor([[0, 1, 5, 6]])},
-        r"position_ids\[0, 2\] is 5; give 2, where the text goes on, or 0",
+        r"position_ids\[0, 2\] is 5; give 2 to continue the text, or 0 to begin one",
     ),
     "positions of other sequences": (
         {"position_ids": torch.arange(3)[None]},
@@ -372,28 +379,28 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_cannot_be_is_said_in_one_line(fault, mixed):
+def test_invalid_inputs_are_refused_in_one_line(fault, mixed):
     arguments, text = FAULTS[fault]
     with pytest.raises(ValueError, match=text) as caught:
         mixed(texts(1, 4), **arguments)
     assert "\n" not in str(caught.value)
 
 
-def test_a_text_does_not_go_on_behind_padding(mixed):
+def test_a_text_cannot_continue_after_padding(mixed):
     ids = texts(1, 4)
     cache = mixed(ids, attention_mask=torch.tensor([[1, 1, 1, 0]])).past_key_values
     with pytest.raises(ValueError, match="padding inside a text"):
         mixed(ids[:, :1], past_key_values=cache, attention_mask=torch.tensor([[1, 1, 1, 0, 1]]))
 
 
-def test_a_learned_table_has_an_end():
+def test_texts_longer_than_the_learned_positions_are_refused():
     model = build(**PARTS["learned positions, tied"])
     assert model(texts(1, 64)).logits.shape == (1, 64, VOCABULARY)
     with pytest.raises(ValueError, match="a text of 65 tokens exceeds the model's 64 learned positions"):
         model(texts(1, 65))
 
 
-def test_a_state_forgets_nothing(mixed):
+def test_a_recurrent_state_cannot_be_cropped(mixed):
     cache = mixed(texts(1, 4)).past_key_values
     with pytest.raises(ValueError, match="cannot forget tokens; decode without an assistant"):
         cache.crop(1)
@@ -401,6 +408,6 @@ def test_a_state_forgets_nothing(mixed):
         mixed.generate(texts(1, 4), cache_implementation="static", **GREEDY)
 
 
-def test_a_configuration_without_a_model_says_what_to_do():
+def test_a_configuration_without_a_model_is_refused_with_a_remedy():
     with pytest.raises(UserError, match="export the run again with `megakernel export`"):
         MegakernelForCausalLM(MegakernelConfig())

@@ -1,4 +1,4 @@
-"""What an up-training's report says."""
+"""The report of an up-training."""
 
 import json
 from dataclasses import replace
@@ -18,14 +18,14 @@ from megakernel.uptraining.report import Measured, Report, recovered, write_even
 from megakernel.uptraining.summary import recipe
 
 
-def test_recovered_is_the_share_of_the_perplexity_gap():
+def test_recovered_is_the_fraction_of_the_perplexity_gap():
     assert recovered(log(20), log(12), log(10)) == pytest.approx(0.8)
     assert recovered(log(20), log(9), log(10)) == pytest.approx(1.1)
-    assert recovered(log(10.05), log(9), log(10)) is None  # a swap that cost half a percent
+    assert recovered(log(10.05), log(9), log(10)) is None  # the swap cost only half a percent
 
 
 @pytest.mark.parametrize(
-    ("swapped", "now", "said"),
+    ("swapped", "now", "text"),
     [
         (20, 12, "80.0%"),
         (20, 9, "all, and more"),
@@ -33,18 +33,18 @@ def test_recovered_is_the_share_of_the_perplexity_gap():
         (10.05, 9, "the swap lost nothing"),
     ],
 )
-def test_a_share_that_is_none_is_said_in_words(swapped, now, said):
+def test_a_recovered_fraction_outside_0_to_1_is_described_in_words(swapped, now, text):
     stage = Measured("distillation", log(now), log(now), tokens=4096)
-    report = replace(made(), swapped=Measured("swapped", log(swapped), log(21)), stages=[stage])
+    report = replace(report_of(), swapped=Measured("swapped", log(swapped), log(21)), stages=[stage])
     (line,) = (line for line in report.markdown().splitlines() if line.startswith("| distillation |"))
-    assert line.endswith(f" {said} |")
+    assert line.endswith(f" {text} |")
 
 
 NAMES = ("dense", "swapped_untrained", "distillation")
-"""Of its rows, as TensorBoard has them."""
+"""Names of the report's rows in TensorBoard."""
 
 
-def made(**more):
+def report_of(**more):
     return Report(
         config="runs/x",
         window=64,
@@ -60,8 +60,8 @@ def made(**more):
     )
 
 
-def test_files_have_what_was_measured(tmp_path):
-    report = made()
+def test_report_files_hold_the_measurements(tmp_path):
+    report = report_of()
     report.write(tmp_path)
     lines = (tmp_path / "uptrain_report.md").read_text().splitlines()
     assert "| distillation | 4,096 | 2.4849 | 12.000 | 2.5649 | 80.0% |" in lines
@@ -74,7 +74,7 @@ def test_files_have_what_was_measured(tmp_path):
     assert "recovered_of_trained_on" not in found
 
 
-def test_what_a_run_took_is_read_from_its_log(tmp_path):
+def test_training_cost_is_read_from_the_metrics_of_the_run(tmp_path):
     rates = {"throughput/tokens_per_sec": 200, "throughput/tokens_per_sec_per_device": 100}
     entries = [
         {"step": 0, "eval/loss": 3.0},
@@ -87,7 +87,7 @@ def test_what_a_run_took_is_read_from_its_log(tmp_path):
 
 @pytest.fixture(scope="module")
 def decoding():
-    """Of a dense model and of one of kernels, each behind 64 tokens."""
+    """Decoding cost of a dense and of a kernel model after 64 tokens."""
     found = {}
     for attention in ("softmax", "performer"):
         model = Model(num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, attention=attention)
@@ -96,7 +96,7 @@ def decoding():
     return found
 
 
-def test_a_cache_of_keys_and_values_has_its_size_and_a_state_another(decoding):
+def test_state_bytes_are_those_of_keys_and_values(decoding):
     keys_and_values = 2 * 2 * (2 * 8) * 64 * 4  # layers, both, heads x width, tokens, bytes
     positions = decoding["softmax"].state_bytes - keys_and_values
     assert 0 <= positions <= 2 * 64 * 8
@@ -104,46 +104,48 @@ def test_a_cache_of_keys_and_values_has_its_size_and_a_state_another(decoding):
     assert all(found.seconds > 0 and found.flops > 0 for found in decoding.values())
 
 
-def test_a_page_says_what_training_and_decoding_take(decoding):
+def test_the_page_has_training_and_decoding_costs(decoding):
     stage = Measured(
         "distillation", log(12), log(13), 4096, "runs/x/1-main", TrainingCost(3725.2, 1.5e15, 2**31)
     )
-    text = replace(made(), stages=[stage], decoding=decoding).markdown()
+    text = replace(report_of(), stages=[stage], decoding=decoding).markdown()
     assert "| distillation | 1:02:05 | 1.50e+15 | 2.00 GiB |" in text
     dense, student = (line for line in text.splitlines() if line.startswith(("| softmax |", "| performer |")))
     assert "| 100.0% |" in dense
     share = decoding["performer"].state_bytes / decoding["softmax"].state_bytes
     assert f"| {share:.1%} | {1e3 * decoding['performer'].seconds:.2f} |" in student
-    assert "Not measured: no process has the whole model." in made().markdown()
+    assert "Not measured: no process has the whole model." in report_of().markdown()
 
 
-def test_a_report_says_how_its_model_was_made():
-    said = recipe(Uptrain(alpha=0.3, transfer=TransferStage(steps=6)))
-    text = made(recipe=said, kept=[0, 3]).markdown()
+def test_the_report_names_the_recipe_and_the_softmax_layers():
+    recipe_text = recipe(Uptrain(alpha=0.3, transfer=TransferStage(steps=6)))
+    text = report_of(recipe=recipe_text, kept=[0, 3]).markdown()
     assert '* Up-trained with transfer={"steps": 6}, alpha=0.3.' in text
     assert "* Layers that stay softmax: 0, 3." in text
-    assert "Up-trained with" not in made(recipe=recipe(Uptrain())).markdown()
+    assert "Up-trained with" not in report_of(recipe=recipe(Uptrain())).markdown()
 
 
-def test_tensorboard_shows_the_last_report_alone(tmp_path):
-    write_events(replace(made(), swapped=Measured("first", log(30), log(30))), tmp_path)
-    write_events(made(), tmp_path)
+def test_tensorboard_shows_only_the_last_report(tmp_path):
+    write_events(replace(report_of(), swapped=Measured("first", log(30), log(30))), tmp_path)
+    write_events(report_of(), tmp_path)
     events = EventAccumulator(str(tmp_path)).Reload()
     tags = {f"report/{kind}/{name}" for kind in ("loss", "perplexity", "beyond") for name in NAMES}
     assert set(events.Tags()["scalars"]) == tags | {"report/recovered/distillation"}
     (share,) = events.Scalars("report/recovered/distillation")
     assert (share.step, share.value) == (4096, pytest.approx(0.8))
     (page,) = events.Tensors("report/text_summary")
-    assert page.tensor_proto.string_val == [made().markdown().encode()]
+    assert page.tensor_proto.string_val == [report_of().markdown().encode()]
 
 
-def test_without_a_near_window_nothing_lies_beyond_it():
-    assert "*beyond* counts the tokens with at least 64 tokens of their document" in made().markdown()
-    assert "*beyond* counts all tokens, as there is no near window" in replace(made(), window=0).markdown()
+def test_without_a_window_beyond_counts_all_tokens():
+    assert "*beyond* counts the tokens with at least 64 tokens of their document" in report_of().markdown()
+    assert (
+        "*beyond* counts all tokens, as there is no near window" in replace(report_of(), window=0).markdown()
+    )
 
 
-def test_beside_a_dense_model_that_was_trained_on_both_shares_are_told(tmp_path):
-    report = made(trained_on=Measured("dense, trained on", log(8), log(8), tokens=4096))
+def test_with_a_further_trained_dense_model_both_fractions_are_reported(tmp_path):
+    report = report_of(trained_on=Measured("dense, trained on", log(8), log(8), tokens=4096))
     report.write(tmp_path)
     lines = (tmp_path / "uptrain_report.md").read_text().splitlines()
     assert "| distillation | 4,096 | 2.4849 | 12.000 | 2.5649 | 80.0% | 66.7% |" in lines

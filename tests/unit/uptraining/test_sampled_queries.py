@@ -1,4 +1,4 @@
-"""The weights of sampled queries are those of the layer, whatever it is, and so are their derivatives."""
+"""Attention weights of sampled queries equal those of the layer, and so do their gradients."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ PACKED = torch.stack([torch.arange(TOKENS), torch.cat([torch.arange(6), torch.ar
 PADDED = torch.arange(TOKENS) < torch.tensor([[TOKENS], [9]])
 
 BLOCKS = {"compression": {"block_size": BLOCK, "rank": 2}}
-FORMS = {
+LAYERS = {
     "flurka": {"preset": "flurka", **BLOCKS},
     "shared": {"preset": "flurka", **BLOCKS, "near": {"blocks": 2, "join": "shared"}, "far_rope": "centroid"},
     "flurka_kernel": {"preset": "flurka_kernel", **BLOCKS},
@@ -23,14 +23,14 @@ FORMS = {
     "sliding": {"preset": "softmax", "window": 5},
 }
 SOFTMAX = {"softmax": None, "sliding": 5}
-"""The form of a dense layer -> its window."""
+"""Dense layers -> their window."""
 
 
-def example(form, heads=4, kv_heads=2, causal=True, positions=PACKED, padding=None):
-    """A layer of no plain values, and a call of it."""
+def example(name, heads=4, kv_heads=2, causal=True, positions=PACKED, padding=None):
+    """A layer with random parameters, and inputs for it."""
     draw = torch.Generator().manual_seed(1)
     core = attention.build(
-        form, num_heads=heads, num_kv_heads=kv_heads, head_dim=DIM, causal=causal, seed=1
+        name, num_heads=heads, num_kv_heads=kv_heads, head_dim=DIM, causal=causal, seed=1
     ).double()
     with torch.no_grad():
         for parameter in core.parameters():
@@ -43,68 +43,68 @@ def example(form, heads=4, kv_heads=2, causal=True, positions=PACKED, padding=No
 
 
 def whole_matrix(core, inputs):
-    """(B, H, N, N): outputs where the values are the rows of the identity."""
+    """Attention matrix (B, H, N, N): the outputs for values that are the rows of the identity."""
     one_hot = torch.eye(TOKENS, dtype=torch.float64).expand(*inputs.k.shape[:2], -1, -1)
     return inputs.run(core, one_hot)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize(
     "heads", [(4, 2), (6, 1)], ids=["shared keys", "more queries to a key than numbers in it"]
 )
-def test_weights_are_the_rows_of_the_layers_matrix(form, heads):
-    core, inputs = example(FORMS[form], *heads)
+def test_weights_are_rows_of_the_attention_matrix(name, heads):
+    core, inputs = example(LAYERS[name], *heads)
     rows = SampledQueries.of(inputs, QUERIES, causal=True)
     weights = rows.weights(core)
     torch.testing.assert_close(weights, whole_matrix(core, inputs)[:, :, QUERIES], rtol=1e-12, atol=1e-14)
     assert not weights.masked_fill(rows.visible[:, None], 0.0).any()
-    if form in SOFTMAX:
-        softmax = rows.softmax(rows.scores(), SOFTMAX[form])
+    if name in SOFTMAX:
+        softmax = rows.softmax(rows.scores(), SOFTMAX[name])
         torch.testing.assert_close(softmax, weights, rtol=1e-12, atol=1e-14)
 
 
-def test_padding_sees_nothing_and_is_not_seen():
-    for form in ("softmax", "hedgehog"):
-        core, inputs = example(form, causal=False, positions=None, padding=PADDED)
+def test_padding_neither_attends_nor_is_attended():
+    for name in ("softmax", "hedgehog"):
+        core, inputs = example(name, causal=False, positions=None, padding=PADDED)
         rows = SampledQueries.of(inputs, QUERIES, causal=False)
         weights = rows.weights(core)
         torch.testing.assert_close(weights, whole_matrix(core, inputs)[:, :, QUERIES], rtol=1e-12, atol=1e-14)
         assert not weights[1, :, :, 9:].any()
         assert rows.real.sum(1).tolist() == [6, 4]
-        if form == "softmax":
+        if name == "softmax":
             torch.testing.assert_close(rows.softmax(rows.scores()), weights, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form not in SOFTMAX])
-def test_gradients_of_a_cross_entropy_are_those_of_the_whole_matrix(form):
-    core, inputs = example(FORMS[form])
+@pytest.mark.parametrize("name", [name for name in LAYERS if name not in SOFTMAX])
+def test_gradients_of_the_cross_entropy_equal_those_of_the_full_matrix(name):
+    core, inputs = example(LAYERS[name])
     parameters = list(core.parameters())
     rows = SampledQueries.of(inputs, QUERIES, causal=True)
-    theirs = rows.softmax(rows.scores())
-    values, slopes = cross_entropy(theirs, rows.weights(core), rows.real)
-    found = torch.autograd.grad(rows.weighted_sum(core, slopes), parameters, allow_unused=True)
+    teacher_weights = rows.softmax(rows.scores())
+    values, gradients = cross_entropy(teacher_weights, rows.weights(core), rows.real)
+    found = torch.autograd.grad(rows.weighted_sum(core, gradients), parameters, allow_unused=True)
 
     weights = whole_matrix(core, inputs)[:, :, QUERIES]
     hidden = ~rows.visible[:, None]
-    expected = -(theirs * weights.masked_fill(hidden, 1.0).clamp(min=FLOOR).log()).sum(-1).mean(-1)
+    expected = -(teacher_weights * weights.masked_fill(hidden, 1.0).clamp(min=FLOOR).log()).sum(-1).mean(-1)
     torch.testing.assert_close(values, expected)
     for actual, wanted in zip(found, torch.autograd.grad(expected.sum(), parameters, allow_unused=True)):
         torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-12)
 
 
-def test_a_vanishing_weight_has_a_finite_pull():
-    """Below FLOOR the slopes are those of the line that the values follow."""
+def test_a_vanishing_weight_has_a_finite_gradient():
+    """Below FLOOR the loss is linear, with the gradient at FLOOR."""
     teacher = torch.ones(1, 1, 1, 4, dtype=torch.float64) / 4
     student = (
         torch.tensor([-FLOOR, 0.0, FLOOR / 2, 0.5], dtype=torch.float64).view(1, 1, 1, 4).requires_grad_()
     )
-    value, slopes = cross_entropy(teacher, student, torch.ones(1, 1, dtype=torch.bool))
-    torch.testing.assert_close(slopes, torch.autograd.grad(value.sum(), student)[0])
-    assert slopes.max() < 0
-    assert slopes.isfinite().all()
+    value, gradients = cross_entropy(teacher, student, torch.ones(1, 1, dtype=torch.bool))
+    torch.testing.assert_close(gradients, torch.autograd.grad(value.sum(), student)[0])
+    assert gradients.max() < 0
+    assert gradients.isfinite().all()
 
 
-def test_the_sample_of_queries_is_a_function_of_seed_and_step():
+def test_sampled_queries_depend_only_on_seed_and_step():
     sample = sample_queries(1000, 16, 3, 5)
     assert torch.equal(sample, sample_queries(1000, 16, 3, 5))
     assert len(sample.unique()) == 16

@@ -1,4 +1,4 @@
-"""The code of an exported model: the package's own, in one file that needs torch and `transformers` alone."""
+"""The code of an exported model: one file from the package's sources that needs only torch and `transformers`."""
 
 import ast
 import configparser
@@ -28,7 +28,7 @@ def loaded(folder):
     kind = get_class_from_dynamic_module("modeling_megakernel.MegakernelForCausalLM", str(folder))
     assert kind.__module__.startswith("transformers_modules.")
     model = kind.from_pretrained(folder).eval()
-    # Numbers lie where the file has them. On some processors the last bit of a product depends on that.
+    # Copied, because tensors are aligned as in the file, and on some processors alignment changes the last bit.
     for x in (*model.parameters(), *model.buffers()):
         x.data = x.data.clone()
     return model
@@ -36,22 +36,22 @@ def loaded(folder):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", tiered(PARTS, FIRST))
-def test_logits_are_those_of_the_package_bit_for_bit(name, tmp_path):
+def test_logits_equal_those_of_the_package_bit_for_bit(name, tmp_path):
     model = build(**PARTS[name])
     model.save_pretrained(tmp_path)
-    alone, ids = loaded(tmp_path), texts(2, 33)
+    exported, ids = loaded(tmp_path), texts(2, 33)
     for cached in (True, False):
-        assert torch.equal(alone(ids, use_cache=cached).logits, model(ids, use_cache=cached).logits)
-    found, expected = (x(ids[:, :20]).past_key_values for x in (alone, model))
+        assert torch.equal(exported(ids, use_cache=cached).logits, model(ids, use_cache=cached).logits)
+    found, expected = (x(ids[:, :20]).past_key_values for x in (exported, model))
     for token in ids[:, 20:].split(1, 1):
         logits = model(token, past_key_values=expected).logits
-        assert torch.equal(alone(token, past_key_values=found).logits, logits)
+        assert torch.equal(exported(token, past_key_values=found).logits, logits)
 
 
 @pytest.mark.parametrize(
     "attention", tiered(["flurka", "linear", "softmax", "gmm_rks", "eva", "mgk"], ["linear"])
 )
-def test_the_text_names_nothing_that_it_lacks(attention, tmp_path):
+def test_the_code_has_no_undefined_names_or_other_imports(attention, tmp_path):
     text = code_of(Model(attention=attention, **SIZES))
     (tmp_path / "modeling.py").write_text(text)
     ruff = [str(Path(sys.executable).with_name("ruff")), "check", "--isolated", "--select", "E9,F401,F8"]
@@ -66,7 +66,7 @@ def test_the_text_names_nothing_that_it_lacks(attention, tmp_path):
     assert imported - sys.stdlib_module_names == {"torch", "transformers", "packaging"}
 
 
-def test_the_text_holds_the_mechanisms_of_the_model_and_its_origin():
+def test_the_code_holds_only_the_models_mechanisms_and_names_its_sources():
     text = code_of(Model(attention="linear", **SIZES))
     assert text.splitlines()[0] == "# SPDX-License-Identifier: Apache-2.0"
     assert "# megakernel/attention/kernel.py" in text
@@ -83,16 +83,16 @@ def test_the_same_sources_give_the_same_bytes():
     assert code_of(model) == text
 
 
-def test_the_oldest_versions_are_those_of_the_package():
-    told = configparser.ConfigParser()
-    told.read(Path(__file__).parents[3] / "setup.cfg")
-    needed = [Requirement(line) for line in told["options"]["install_requires"].split("\n") if line]
+def test_the_oldest_supported_versions_are_those_of_the_package():
+    setup = configparser.ConfigParser()
+    setup.read(Path(__file__).parents[3] / "setup.cfg")
+    needed = [Requirement(line) for line in setup["options"]["install_requires"].split("\n") if line]
     oldest = {item.name: str(item.specifier).removeprefix(">=") for item in needed}
     assert {name: oldest[name] for name in code.NEEDED} == code.NEEDED
 
 
 @pytest.mark.parametrize("name", code.NEEDED)
-def test_an_older_library_is_one_line(name, tmp_path, monkeypatch):
+def test_an_older_library_is_refused_in_one_line(name, tmp_path, monkeypatch):
     build(attention="linear").save_pretrained(tmp_path)
     monkeypatch.setattr(sys.modules[name], "__version__", "2.3.0")
     oldest = code.NEEDED[name]
@@ -113,7 +113,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_configuration_that_the_text_does_not_know_is_one_line(fault, tmp_path):
+def test_a_configuration_that_the_code_does_not_support_is_refused(fault, tmp_path):
     build(attention="linear").save_pretrained(tmp_path)
     changes, text = FAULTS[fault]
     kind = get_class_from_dynamic_module("modeling_megakernel.MegakernelForCausalLM", str(tmp_path))
@@ -124,7 +124,7 @@ def test_a_configuration_that_the_text_does_not_know_is_one_line(fault, tmp_path
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_file_of_several_is_one_line(tmp_path):
+def test_a_missing_weight_file_is_named_in_one_line(tmp_path):
     build(attention="linear").save_pretrained(tmp_path, max_shard_size="20KB")
     lost = sorted(tmp_path.glob("*.safetensors"))[1]
     lost.unlink()
@@ -133,7 +133,7 @@ def test_a_missing_file_of_several_is_one_line(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_positions_beyond_learned_ones_are_one_line(tmp_path):
+def test_a_text_longer_than_the_learned_positions_is_refused(tmp_path):
     build(**PARTS["learned positions, tied"]).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="a text of 65 tokens exceeds the model's 64 learned positions"):
         loaded(tmp_path)(texts(1, 65))
@@ -148,7 +148,7 @@ def folded(text):
     return source.text(0, len(source.content))
 
 
-def test_branches_that_are_never_taken_leave_and_the_rest_stays_as_it_is():
+def test_dead_branches_are_removed_and_the_rest_is_unchanged():
     before = '''
 def f(x, tp):
     # Of ranks, or none.
@@ -191,7 +191,7 @@ def f(x, tp):
     assert folded(before) == after
 
 
-def test_local_variables_hide_what_the_module_knows():
+def test_local_variables_shadow_module_names():
     text = "def f(a, b=outer):\n    c = [d for d in a if e]\n    return lambda a: a + c + g\n"
     (function,) = ast.parse(text).body
     assert [(x.node.id, x.at_import) for x in references(function)] == [

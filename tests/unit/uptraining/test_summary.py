@@ -1,4 +1,4 @@
-"""What is measured around the stages."""
+"""The model that is measured before the stages."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.unit.config import trees
 
 
 @pytest.mark.parametrize(("keep", "kept", "softmax"), [([1], None, [1]), (1, None, []), (1, [2], [2])])
-def test_the_swapped_model_has_the_layers_that_stay_softmax_once_they_are_known(keep, kept, softmax):
+def test_the_swapped_model_keeps_the_softmax_layers_that_are_known(keep, kept, softmax):
     config = trees.config(
         model={"attention": "hedgehog", "num_layers": 3},
         init={"from": "models/dense"},

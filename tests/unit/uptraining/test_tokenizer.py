@@ -1,4 +1,4 @@
-"""Whether data was prepared with the tokenizer of the weights that a run starts from."""
+"""The check that data was prepared with the tokenizer of the initial weights."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ DATA = Path("data/x")
 
 
 def check(source, digest, add_bos=False):
-    """Hold weights against a corpus of a tokenizer."""
+    """Check the weights of `source` against a corpus with this tokenizer hash."""
     corpus = SimpleNamespace(folder=DATA)
     corpora = SimpleNamespace(train=[corpus], tokenizer_hash=digest, bos=1 if add_bos else None)
     return WeightSource("init.from", source, None).check_tokenizer(corpora)
@@ -32,7 +32,7 @@ def bpe():
 
 @pytest.fixture
 def sources(bpe, tmp_path):
-    """A run, one of its checkpoints and a folder of transformers, all of a BPE."""
+    """A run, one of its checkpoints and a folder of transformers, all with one BPE tokenizer."""
     bpe.save(tmp_path / "run" / "tokenizer")
     checkpoint = tmp_path / "run" / "checkpoints" / "step_2"
     checkpoint.mkdir(parents=True)
@@ -44,11 +44,11 @@ def sources(bpe, tmp_path):
     }
 
 
-def test_the_same_tokenizer_is_taken_without_a_word(sources, bpe):
+def test_the_same_tokenizer_is_accepted_without_a_warning(sources, bpe):
     assert [check(source, bpe.hash) for source in sources] == [None] * 3
 
 
-def test_another_is_refused_in_one_line_with_the_command_that_helps(sources):
+def test_another_tokenizer_is_refused_in_one_line_with_the_remedy(sources):
     for source, folder in sources.items():
         with pytest.raises(UserError) as caught:
             check(source, ByteTokenizer().hash)
@@ -61,25 +61,25 @@ def test_another_is_refused_in_one_line_with_the_command_that_helps(sources):
 @pytest.mark.parametrize(
     ("rule", "add_bos", "flag"), [("template", False, "--add-bos"), ("no rule", True, "--no-add-bos")]
 )
-def test_data_that_begins_documents_otherwise_is_taken_with_a_remark(rule, add_bos, flag, tmp_path):
-    """A dense model's own rule, and the one that a run was trained with, which earlier versions had none of."""
+def test_data_with_another_bos_rule_is_accepted_with_a_warning(rule, add_bos, flag, tmp_path):
+    """For the rule of a dense model and that of a run; runs of earlier versions had none."""
     bos_tokenizers.save(rule, tmp_path)
     digest = tokenizers.load(tmp_path).hash
-    remark = check(tmp_path, digest, add_bos=add_bos)
-    assert f"; prepare the data with `megakernel prepare {flag}` to keep" in remark
+    warning = check(tmp_path, digest, add_bos=add_bos)
+    assert f"; prepare the data with `megakernel prepare {flag}` to keep" in warning
     assert check(tmp_path, digest, add_bos=not add_bos) is None
     bos_tokenizers.save(rule, tmp_path / "run" / "tokenizer")
     assert check(tmp_path / "run", digest) is None
 
 
-def test_weights_without_a_tokenizer_are_taken_with_a_remark(tmp_path):
-    remark = check(tmp_path, ByteTokenizer().hash)
+def test_weights_without_a_tokenizer_are_accepted_with_a_warning(tmp_path):
+    warning = check(tmp_path, ByteTokenizer().hash)
     assert (
-        remark == f"{tmp_path} has no tokenizer: whether {DATA} was prepared with the same one is not known"
+        warning == f"{tmp_path} has no tokenizer: whether {DATA} was prepared with the same one is not known"
     )
 
 
-def test_bytes_are_bytes_in_either_form(tmp_path):
+def test_the_byte_tokenizer_is_recognized_in_the_form_of_transformers(tmp_path):
     save_tokenizer(ByteTokenizer(), tmp_path)
     assert check(tmp_path, ByteTokenizer().hash) is None
 

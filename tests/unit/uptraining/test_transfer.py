@@ -1,4 +1,4 @@
-"""Attention transfer: each layer's mechanism is taught by the dense layer, on the dense layer's inputs."""
+"""Attention transfer: each mechanism learns from the dense layer, on that layer's inputs."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ LAMBDA = 0.3
 
 
 def build(mesh, attention, **parts):
-    """A model that is not plain: equal weights where parts are equal."""
+    """A model with random weights, equal for equal names outside of the mechanisms."""
     settings = ModelSettings(Model(**SIZES | parts, attention=attention), vocab_size=32, mesh=mesh)
     model = LanguageModel(settings)
     with torch.no_grad():
@@ -36,7 +36,7 @@ def build(mesh, attention, **parts):
 
 
 def mechanisms(student):
-    """Name -> what is left to train of a student."""
+    """Freeze all but the mechanisms; name -> parameter that is still trained."""
     freeze(student, "mechanism")
     return {name: x for name, x in student.named_parameters() if x.requires_grad}
 
@@ -46,7 +46,7 @@ def hash_of(name):
 
 
 def layer_inputs(rows=ROWS):
-    """Packed documents, whose borders are no block's."""
+    """Packed documents whose boundaries are not at block boundaries."""
     tokens = torch.randint(32, (rows, LENGTH), generator=torch.Generator().manual_seed(2))
     positions = torch.stack([torch.arange(LENGTH), torch.cat([torch.arange(6), torch.arange(7)])])[:rows]
     return tokens, positions, torch.full_like(tokens, IGNORED), torch.ones(1)
@@ -58,17 +58,17 @@ def run(teacher, layer_inputs):
             layer_inputs = layer(layer_inputs)
 
 
-def transferred(teacher, students, step=0, **how):
+def transferred(teacher, students, step=0, **options):
     """Attention transfer that has captured one pass of the teacher."""
-    transfer = AttentionTransfer(teacher, students, **how)
+    transfer = AttentionTransfer(teacher, students, **options)
     transfer.begin(step, batch_rows=ROWS)
     with transfer:
         run(teacher, layer_inputs())
     return transfer
 
 
-def calls_of(teacher, layer_inputs):
-    """What each attention layer of the teacher was called with, and what it gave."""
+def capture_calls(teacher, layer_inputs):
+    """Inputs and output of each attention layer of the teacher."""
     captured = {}
     hooks = [
         core.register_forward_hook(
@@ -82,30 +82,30 @@ def calls_of(teacher, layer_inputs):
     return captured
 
 
-def loss_of_the_whole(student, captured, step):
-    """The same loss as one graph, from its formula."""
+def reference_loss(student, captured, step):
+    """The same loss from its formula, in one autograd graph."""
     total = 0.0
     for index, (inputs, target) in captured.items():
         core = attention_cores(student)[index]
         error = (inputs.run(core) - target).square().sum((2, 3)) / target.square().sum((2, 3))
         rows = SampledQueries.of(inputs, sample_queries(LENGTH, QUERIES, 7, step), causal=True)
-        theirs = rows.softmax(rows.scores())
+        teacher_weights = rows.softmax(rows.scores())
         one_hot = torch.eye(LENGTH, dtype=torch.float64).expand(*inputs.k.shape[:2], -1, -1)
         weights = inputs.run(core, one_hot)[:, :, rows.queries]
         logs = weights.masked_fill(~rows.visible[:, None], 1.0).log()
-        total = total + (error - LAMBDA * (theirs * logs).sum(-1).mean(-1)).mean()
+        total = total + (error - LAMBDA * (teacher_weights * logs).sum(-1).mean(-1)).mean()
     return total
 
 
-def test_gradients_are_those_of_the_whole_in_one_graph(mesh):
+def test_loss_and_gradients_equal_those_of_one_autograd_graph(mesh):
     teacher, student = build(mesh, "softmax"), build(mesh, FLURKA)
     trained = mechanisms(student)
-    how = {"sampled_queries": QUERIES, "cross_entropy": LAMBDA, "seed": 7}
-    loss = transferred(teacher, converted_cores(student), step=3, **how).loss()
+    options = {"sampled_queries": QUERIES, "cross_entropy": LAMBDA, "seed": 7}
+    loss = transferred(teacher, converted_cores(student), step=3, **options).loss()
     loss.backward()
-    whole = loss_of_the_whole(student, calls_of(teacher, layer_inputs()), step=3)
-    torch.testing.assert_close(loss, whole)
-    expected = torch.autograd.grad(whole, list(trained.values()))
+    expected_loss = reference_loss(student, capture_calls(teacher, layer_inputs()), step=3)
+    torch.testing.assert_close(loss, expected_loss)
+    expected = torch.autograd.grad(expected_loss, list(trained.values()))
     assert len(expected) == 2 * 5
     for (name, parameter), gradient in zip(trained.items(), expected):
         assert gradient.abs().max() > 0, name
@@ -114,7 +114,7 @@ def test_gradients_are_those_of_the_whole_in_one_graph(mesh):
     assert all(x.grad is None for x in others + list(teacher.parameters()))
 
 
-def test_micro_batches_add_up(mesh):
+def test_micro_batches_add_up_to_the_batch(mesh):
     teacher, student = build(mesh, "softmax"), build(mesh, FLURKA)
     transfer = AttentionTransfer(teacher, converted_cores(student), sampled_queries=QUERIES)
     transfer.begin(step=0, batch_rows=ROWS)
@@ -129,18 +129,18 @@ def test_micro_batches_add_up(mesh):
             losses.append(transfer.loss())
             losses[-1].backward()
         gradients = [x.grad for x in mechanisms(student).values()]
-        found.append((sum(losses), gradients, transfer.sums.means(lambda mine: [mine])))
+        found.append((sum(losses), gradients, transfer.sums.means(lambda own: [own])))
     for one, other in zip(*found):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-14)
 
 
-def test_a_window_as_long_as_the_row_leaves_no_error(mesh):
-    """What preflight checks: such a student is the dense model."""
+def test_a_window_as_long_as_the_sequence_has_no_error(mesh):
+    """As in the preflight: such a student equals the dense model."""
     wide = {"preset": "flurka", "compression": {"block_size": 16, "rank": 2}}
     teacher, student = build(mesh, "softmax"), build(mesh, wide).eval()
     transfer = transferred(teacher, converted_cores(student), sampled_queries=QUERIES)
     assert transfer.loss() < 1e-28
-    means = transfer.sums.means(lambda mine: [mine])
+    means = transfer.sums.means(lambda own: [own])
     for layer in range(2):
         assert means["error"][layer].shape == (4,)
         assert means["error"][layer].max() < 1e-28
@@ -153,16 +153,16 @@ def test_a_window_as_long_as_the_row_leaves_no_error(mesh):
 @pytest.mark.parametrize(
     "form", [{"preset": "softmax", "window": 4}, {"preset": "local", "near": {"block_size": 4}}]
 )
-def test_a_teacher_that_sees_a_window_alone_is_compared_with_as_it_is(mesh, form):
+def test_a_windowed_teacher_is_compared_within_its_window(mesh, form):
     teacher, student = build(mesh, form), build(mesh, form).eval()
     cores = attention_cores(student)
-    means = transferred(teacher, cores, sampled_queries=LENGTH).sums.means(lambda mine: [mine])
+    means = transferred(teacher, cores, sampled_queries=LENGTH).sums.means(lambda own: [own])
     for layer in cores:
         for pair in (("entropy", "teacher_entropy"), ("cross_entropy", "teacher_entropy")):
             torch.testing.assert_close(*(means[name][layer] for name in pair))
 
 
-def test_the_loss_is_a_mean_over_the_rows_of_the_steps_phase(mesh):
+def test_the_loss_is_the_mean_over_the_batch_of_the_steps_phase(mesh):
     teacher, student = build(mesh, "softmax"), build(mesh, FLURKA)
     given = config(
         training={"seq_len_schedule": [{"until_step": 5, "seq_len": 64, "global_batch_size": 2}]},
@@ -176,22 +176,22 @@ def test_the_loss_is_a_mean_over_the_rows_of_the_steps_phase(mesh):
     torch.testing.assert_close(losses[0], losses[1] * (given.training.global_batch_size / 2))
 
 
-def test_a_teacher_takes_tensors_that_are_equal_and_not_trained(mesh):
-    """Half-trained students, too: what has moved is the teacher's own."""
+def test_a_teacher_shares_frozen_weights_that_are_equal(mesh):
+    """Also with partly trained students: the teacher keeps weights that differ as its own."""
     dense, student = build(mesh, "softmax"), build(mesh, FLURKA)
     mechanisms(student)
-    theirs, ours = dict(dense.named_parameters()), dict(student.named_parameters())
-    moved, trained = [name for name in theirs if ".mlp." in name][:2]
-    ours[moved].data.add_(1)
-    ours[trained].requires_grad_()
-    before = {name: x.clone() for name, x in theirs.items()}
+    teacher_weights, student_weights = dict(dense.named_parameters()), dict(student.named_parameters())
+    moved, trained = [name for name in teacher_weights if ".mlp." in name][:2]
+    student_weights[moved].data.add_(1)
+    student_weights[trained].requires_grad_()
+    before = {name: x.clone() for name, x in teacher_weights.items()}
     Teacher(dense).share_weights(student)
-    own = {name for name, x in theirs.items() if x.data_ptr() != ours[name].data_ptr()}
+    own = {name for name, x in teacher_weights.items() if x.data_ptr() != student_weights[name].data_ptr()}
     assert own == {moved, trained}
-    assert all(x.equal(before[name]) for name, x in theirs.items())
+    assert all(x.equal(before[name]) for name, x in teacher_weights.items())
 
 
-def test_a_step_lowers_the_error_and_nothing_hears_afterwards(mesh):
+def test_steps_lower_the_error_and_hooks_are_removed_afterwards(mesh):
     teacher, student = build(mesh, "softmax"), build(mesh, FLURKA)
     optimizer = torch.optim.SGD(mechanisms(student).values(), lr=1e-2)
     transfer = AttentionTransfer(teacher, converted_cores(student))
@@ -232,26 +232,26 @@ def test_only_the_mechanisms_are_trained(mesh):
         ({"attention": "mlk"}, r"layer 0 wants 2 keys at a position, .* take mixture.kind: shifted"),
     ],
 )
-def test_a_student_that_cannot_take_the_teachers_tokens_is_refused(mesh, student, reason):
+def test_a_student_that_does_not_fit_the_teacher_is_refused(mesh, student, reason):
     student = build(mesh, **{"attention": FLURKA} | student)
     with pytest.raises(UserError, match=reason):
         AttentionTransfer(build(mesh, "softmax"), converted_cores(student))
 
 
-def test_a_teacher_that_keeps_a_graph_is_refused(mesh):
+def test_a_teacher_with_gradients_is_refused(mesh):
     teacher = build(mesh, "softmax")
     transfer = AttentionTransfer(teacher, converted_cores(build(mesh, FLURKA)))
     with transfer, pytest.raises(RuntimeError, match="no_grad"):
         teacher(*layer_inputs())
 
 
-def test_kept_layers_are_left_alone(mesh):
+def test_kept_softmax_layers_are_not_converted(mesh):
     hybrid = build(mesh, FLURKA, attention_pattern=["softmax", "main"])
     assert list(converted_cores(hybrid)) == [1]
     assert isinstance(attention_cores(hybrid)[0], attention.softmax.SoftmaxAttention)
 
 
-def test_near_windows_open_by_and_by(mesh):
+def test_near_dropout_decays_to_zero(mesh):
     student = build(mesh, FLURKA)
     add_near_dropout(student, NearDropout(start=1.0, steps=4), seed=3)
     cores = attention_cores(student)
@@ -263,7 +263,7 @@ def test_near_windows_open_by_and_by(mesh):
     assert shares[4] == shares[5] == [0.0, 0.0]
     falling = NearDropout(start=0.8, steps=4)
     assert [falling.probability(step) for step in (0, 1, 4, 9)] == pytest.approx([0.8, 0.6, 0, 0])
-    # Loading a checkpoint asks for what a checkpoint holds.
+    # The dropout adds no tensors that a checkpoint would lack.
     assert whole_shapes(student, partitions(student), mesh.tp).keys() == partitions(student).keys()
     with pytest.raises(UserError, match=r"model.attention has none; take near"):
         add_near_dropout(build(mesh, "flurka_kernel"), NearDropout(start=1.0, steps=4), seed=3)

@@ -1,4 +1,4 @@
-"""Promises of the planner that need no run of a model."""
+"""The planner: memory, traffic, time and the choice of layouts, without running a model."""
 
 import time
 from dataclasses import replace
@@ -21,7 +21,7 @@ from ...config import trees
 
 CONFIGS = Path(__file__).parents[4] / "configs"
 H100 = GPUS["h100"]
-ALONE = Layout(1, False, 1, 1, 1, 1, 1, "none")
+ONE_DEVICE = Layout(1, False, 1, 1, 1, 1, 1, "none")
 
 
 def config(**sections) -> Config:
@@ -39,51 +39,55 @@ def shape(
 SMALL = {"num_layers": 2, "hidden_size": 64, "num_heads": 2}
 
 
-def check_line(attention: str, part: str | int, large: PartShape, off: float = 0.01, **training) -> None:
-    """The costs of a shape extrapolated from smaller ones are those of running it."""
+def check_extrapolation(
+    attention: str, part: str | int, large: PartShape, tolerance: float = 0.01, **training
+) -> None:
+    """Check that costs extrapolated from smaller shapes equal those of running the shape."""
     meter = CostMeter(config(model={**SMALL, "attention": attention}, training=training), 1000)
     found, run = meter.costs(part, large), meter._run(part, large)
-    assert found is not run, "this shape is run as it is"
+    assert found is not run, "this shape is run, not extrapolated"
     assert found.saved == pytest.approx(run.saved, rel=1e-3)
     assert found.states == pytest.approx(run.states, abs=1e-3 * run.saved)
-    assert found.excess == pytest.approx(run.excess, rel=off)
+    assert found.excess == pytest.approx(run.excess, rel=tolerance)
     for message, amount in run.sent.items():
         assert tuple(found.sent[message]) == pytest.approx(tuple(amount), rel=1e-9), message
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])
 @pytest.mark.parametrize("attention", ["flurka", "hedgehog", "softmax"])
-def test_bytes_are_on_a_line_over_rows(attention, on_gpu):
-    check_line(attention, 0, shape(32, 2048, on_gpu=on_gpu), seq_len=2048)
+def test_memory_is_linear_in_the_batch(attention, on_gpu):
+    check_extrapolation(attention, 0, shape(32, 2048, on_gpu=on_gpu), seq_len=2048)
 
 
 @pytest.mark.parametrize("attention", ["flurka", "hedgehog"])
-def test_bytes_are_on_a_line_over_the_tokens_of_a_scan(attention, monkeypatch):
+def test_memory_of_a_scan_is_linear_in_tokens(attention, monkeypatch):
     monkeypatch.setattr(part_costs, "MANY_OPERATIONS", 0)
-    check_line(attention, 0, shape(1, 16_384, on_gpu=False), seq_len=16_384)
+    check_extrapolation(attention, 0, shape(1, 16_384, on_gpu=False), seq_len=16_384)
 
 
-def test_masks_of_packed_softmax_are_on_a_parabola(monkeypatch):
+def test_memory_of_packed_softmax_masks_is_quadratic_in_tokens(monkeypatch):
     monkeypatch.setattr(part_costs, "MANY_OPERATIONS", 0)
-    check_line("softmax", 0, shape(1, 16_384, on_gpu=False), seq_len=16_384)
+    check_extrapolation("softmax", 0, shape(1, 16_384, on_gpu=False), seq_len=16_384)
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])
 @pytest.mark.parametrize("tokens", [32_768, 262_144])
-def test_bytes_of_a_chunked_loss_are_on_a_line_to_the_byte(tokens, on_gpu):
+def test_memory_of_a_chunked_loss_is_exactly_linear(tokens, on_gpu):
     wide = {"hidden_size": 2048, "num_heads": 16, "norm": "layernorm"}
     meter = CostMeter(config(model=wide, training={"dtype": "bfloat16"}), 50_257)
     large = shape(1, tokens, on_gpu=on_gpu)
     assert meter.costs("last", large) == meter._run("last", large)
 
 
-def test_bytes_are_on_a_line_over_the_ranks_of_a_ring():
-    check_line("softmax", 0, shape(1, 1024, context=16, exchange="ring"), off=0.5, seq_len=16_384)
+def test_memory_is_linear_in_the_ranks_of_a_ring():
+    check_extrapolation(
+        "softmax", 0, shape(1, 1024, context=16, exchange="ring"), tolerance=0.5, seq_len=16_384
+    )
 
 
 @pytest.mark.parametrize("attention", ["flurka", "softmax"])
-def test_a_part_takes_the_same_whatever_ran_before_it(attention, monkeypatch):
-    """The cache of operations' shapes does not lose that results share memory with arguments."""
+def test_costs_of_a_part_do_not_depend_on_earlier_runs(attention, monkeypatch):
+    """The cache of operation shapes remembers which results share memory with arguments."""
     monkeypatch.setattr(ledger, "_SHAPES", {})
     run = config(model={**SMALL, "attention": attention})
     first, again = (CostMeter(run, 1000).costs(0, replace(shape(2, 512), recompute="full")) for _ in range(2))
@@ -100,11 +104,11 @@ def test_a_layer_of_a_million_tokens_is_measured_in_seconds():
     assert found.saved > 2**20 * 4096 * 2
 
 
-def test_masks_of_long_packed_softmax_are_counted_and_not_made():
+def test_masks_of_long_packed_softmax_are_counted_without_computing_them():
     meter = CostMeter(config(model={"attention": "softmax"}, training={"seq_len": 32_768}), 1000)
     start = time.process_time()
     found = meter.costs(0, shape(4, 32_768, on_gpu=False))
-    # Their 2 GiB of comparisons alone would take longer.
+    # Computing their 2 GiB would take longer.
     assert time.process_time() - start < 5
     assert found.saved > 4 * 32_768**2 / 2
 
@@ -118,31 +122,31 @@ def test_every_shipped_configuration_is_planned(name):
 
 
 @pytest.fixture(scope="module")
-def of_sixteen() -> Plan:
+def plan_for_16_devices() -> Plan:
     return plan(config(), 50_257, 16, H100)
 
 
 @pytest.mark.parametrize("attention", ["flurka", "softmax", "hedgehog"])
 def test_one_device_holds_the_parameters_of_the_whole_model(attention):
     run = config(model={"attention": attention})
-    assert Job(run, 50_257, ALONE).parameters == [parameter_count(run.model, 50_257, 8192)]
+    assert Job(run, 50_257, ONE_DEVICE).parameters == [parameter_count(run.model, 50_257, 8192)]
 
 
-def test_layouts_are_those_that_the_configuration_takes():
+def test_layouts_are_exactly_those_that_the_configuration_accepts():
     """The configuration's own validation accepts each layout and refuses the others for the same reasons."""
     run = config(training={"seq_len": 1024}, model={"num_layers": 3, "attention": "gaussian", "num_heads": 4})
     found = list(candidates(run, 16, 8, 16))
-    layouts = [one for one in found if isinstance(one, Layout)]
-    refusals = [one for one in found if isinstance(one, Problem)]
+    layouts = [item for item in found if isinstance(item, Layout)]
+    refusals = [item for item in found if isinstance(item, Problem)]
     assert layouts
     assert refusals
     for layout in layouts:
         assert layout.devices == 16
-        taken = run.model_dump(mode="json")
+        tree = run.model_dump(mode="json")
         for key, value in layout.keys().items():
             section, name = key.split(".")
-            taken[section][name] = value
-        assert Config.model_validate(taken).parallel.tensor == layout.tensor
+            tree[section][name] = value
+        assert Config.model_validate(tree).parallel.tensor == layout.tensor
     assert any("does not divide the 4 heads" in str(one) for one in refusals)
     assert any("exceeds model.num_layers=3" in str(one) for one in refusals)
     assert any("beyond DeepSpeed's pipeline engine" in str(one) for one in refusals)
@@ -151,14 +155,14 @@ def test_layouts_are_those_that_the_configuration_takes():
     assert Parallel(pipeline=2, zero_stage=1).model_size == 2
 
 
-def test_the_best_layout_is_the_fastest_that_fits(of_sixteen):
-    times = [one.step.seconds for one in of_sixteen.fitting]
+def test_the_best_layout_is_the_fastest_that_fits(plan_for_16_devices):
+    times = [one.step.seconds for one in plan_for_16_devices.fitting]
     assert times == sorted(times)
-    assert all(one.memory.beyond(H100) <= 0 for one in of_sixteen.fitting)
-    assert all(0 < one.step.mfu < RATES["matrix"] for one in of_sixteen.fitting)
+    assert all(one.memory.beyond(H100) <= 0 for one in plan_for_16_devices.fitting)
+    assert all(0 < one.step.mfu < RATES["matrix"] for one in plan_for_16_devices.fitting)
 
 
-def test_what_does_not_fit_says_by_how_much():
+def test_a_plan_that_does_not_fit_reports_the_missing_memory():
     run = config(model={"hidden_size": 8192, "num_heads": 64, "num_layers": 64})
     found = plan(run, 50_257, 8, H100)
     assert found.best is None
@@ -167,36 +171,36 @@ def test_what_does_not_fit_says_by_how_much():
     assert found.why_none.startswith("needs ")
 
 
-def test_zero_stages_shard_more_and_more():
+def test_higher_zero_stages_shard_more():
     run = config()
     layouts = [Layout(1, False, 1, 8, 1, zero, 1, "none") for zero in (1, 2, 3)]
-    held = [memory(Job(run, 50_257, layout)).parts for layout in layouts]
-    assert held[0]["optimizer"] == held[1]["optimizer"] == held[2]["optimizer"]
-    assert held[0]["gradients"] > held[1]["gradients"]
-    count = Job(run, 50_257, ALONE).parameters[0]
-    assert held[0]["optimizer"] == 12 * count / 8
+    memory_parts = [memory(Job(run, 50_257, layout)).parts for layout in layouts]
+    assert memory_parts[0]["optimizer"] == memory_parts[1]["optimizer"] == memory_parts[2]["optimizer"]
+    assert memory_parts[0]["gradients"] > memory_parts[1]["gradients"]
+    count = Job(run, 50_257, ONE_DEVICE).parameters[0]
+    assert memory_parts[0]["optimizer"] == 12 * count / 8
 
 
 @pytest.mark.parametrize(("less", "more"), [("full", "selective"), ("selective", "none")])
-def test_recomputation_keeps_less_and_takes_longer(less, more):
+def test_recomputation_needs_less_memory_and_more_time(less, more):
     run = config(model={"attention": "linear"})
-    jobs = [Job(run, 50_257, Layout(1, False, 1, 1, 1, 1, 1, way)) for way in (less, more)]
-    kept = [memory(job).parts["activations"] + memory(job).parts["attention states"] for job in jobs]
-    assert kept[0] < kept[1]
+    jobs = [Job(run, 50_257, Layout(1, False, 1, 1, 1, 1, 1, recompute)) for recompute in (less, more)]
+    saved = [memory(job).parts["activations"] + memory(job).parts["attention states"] for job in jobs]
+    assert saved[0] < saved[1]
     assert step(jobs[0], H100).seconds > step(jobs[1], H100).seconds
 
 
 @pytest.mark.parametrize(
     ("attention", "is_softmax"), [("retnet", False), ("hedgehog", False), ("local", True)]
 )
-def test_a_mechanism_is_timed_at_the_rate_of_its_kind(attention, is_softmax, monkeypatch):
-    job = Job(config(model={"attention": attention}), 50_257, ALONE)
+def test_the_softmax_rate_applies_only_to_softmax_mechanisms(attention, is_softmax, monkeypatch):
+    job = Job(config(model={"attention": attention}), 50_257, ONE_DEVICE)
     usual = step(job, H100).seconds
     monkeypatch.setitem(RATES, "softmax", RATES["softmax"] / 2)
     assert (step(job, H100).seconds > usual) == is_softmax
 
 
-def test_state_traffic_does_not_contain_the_length_and_ring_traffic_does():
+def test_only_ring_traffic_grows_with_length():
     def sent(attention: str, seq_len: int, exchange: str) -> float:
         run = config(model={"attention": attention}, training={"seq_len": seq_len})
         job = Job(run, 50_257, Layout(1, False, 8, 1, 1, 1, 1, "none"), GPU, exchange)
@@ -206,7 +210,7 @@ def test_state_traffic_does_not_contain_the_length_and_ring_traffic_does():
     assert sent("softmax", 32_768, "ring") == pytest.approx(4 * sent("softmax", 8192, "ring"))
 
 
-def test_states_of_many_sequences_go_the_way_that_their_size_decides():
+def test_the_exchange_method_depends_on_the_size_of_the_states():
     meter = CostMeter(config(model={"attention": "hedgehog"}), 1000)
     heads, features, columns = 16, 128, 65
     state = heads * (features * columns + 1) * 4
@@ -223,7 +227,7 @@ def test_states_of_many_sequences_go_the_way_that_their_size_decides():
     assert sent(8) == pytest.approx({"point-to-point": 8 * state}, rel=1e-4)
 
 
-def test_a_group_that_leaves_its_node_is_as_fast_as_its_adapters():
+def test_traffic_between_nodes_has_the_speed_of_the_network_adapters():
     layout = Layout(4, True, 4, 2, 1, 1, 1, "none")
     inside = Transfer("tp", "all_gather", 1e9, 1, 4)
     across = Transfer("cp", "all_gather", 1e9, 1, 4)
@@ -238,29 +242,29 @@ def test_a_group_that_leaves_its_node_is_as_fast_as_its_adapters():
     assert slower - latency[1] == pytest.approx(4 * (slow - latency[1]))
 
 
-def test_a_pipeline_waits_for_its_first_and_last_micro_batches():
+def test_the_pipeline_bubble_is_that_of_its_stages():
     run = config()
     piped = step(Job(run, 50_257, Layout(1, False, 1, 1, 4, 1, 1, "none")), H100)
     busy = sum(seconds for part, seconds in piped.parts.items() if part not in ("bubble", "optimizer"))
-    # 16 micro-batches over 4 stages: 3 of 19 slots are empty, but for the sum of the tied embedding's gradients.
+    # 16 micro-batches over 4 stages: 3 of 19 slots are empty; reducing the tied embedding's gradient adds little.
     assert piped.parts["bubble"] == pytest.approx(busy * 3 / 16, rel=0.02)
 
 
 @pytest.mark.second
-def test_runs_grow_with_their_devices():
+def test_scaled_runs_grow_with_the_number_of_devices():
     run = config()
     assert scaled_config(run, "strong", 64, 16).training == run.training
     assert scaled_config(run, "weak", 64, 16).training.global_batch_size == 64
     assert scaled_config(run, "longer", 64, 16).training.seq_len == 32_768
     assert scaled_config(run, "weak", 1, 32) is None
     points = list(scaling(run, 50_257, [8, 16], "weak", H100))
-    shares = efficiency(points)
-    assert shares[0] == 1.0
-    assert 0.5 < shares[1] <= 1.01
+    efficiencies = efficiency(points)
+    assert efficiencies[0] == 1.0
+    assert 0.5 < efficiencies[1] <= 1.01
 
 
 @pytest.mark.second
-def test_baselines_pay_for_every_pair_of_tokens():
+def test_softmax_baselines_are_slower_on_long_sequences():
     run = config(training={"seq_len": 524_288, "global_batch_size": 1})
     own, ring, ulysses, heads = compare(run, 50_257, 4, H100).values()
     assert own.best.step.seconds * 4 < ring.best.step.seconds
@@ -268,7 +272,7 @@ def test_baselines_pay_for_every_pair_of_tokens():
     assert {one.layout.context for one in (*heads.fitting, *heads.too_large)} == {1}
 
 
-def test_the_stated_accuracy_is_what_was_measured():
+def test_the_stated_accuracy_is_the_measured_one():
     page = Path(__file__).parents[4] / "benchmarks/results/plan_calibration_cpu.md"
     lines = page.read_text().splitlines()
     for line in ACCURACY.values():

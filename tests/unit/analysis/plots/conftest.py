@@ -12,7 +12,7 @@ def cpu():
 
 @pytest.fixture(scope="package")
 def mesh(cpu):
-    """With process groups, which the head's cross entropy asks for."""
+    """A mesh with process groups, which the cross entropy of the head needs."""
     mesh = Mesh.create(Parallel(), ProcessEnvironment(), cpu)
     yield mesh
     mesh.destroy()

@@ -11,7 +11,7 @@ LENGTH = 24
 
 
 def small_model(attention, mesh=None, **parts):
-    """Weights large enough for every part to show."""
+    """A model with weights large enough that every part has an effect."""
     form = Model(**{**SIZES, **parts}, attention=attention).model_copy(update={"max_positions": LENGTH})
     settings = ModelSettings(form, vocab_size=32, mesh=mesh or OneProcess(), isolate_documents=form.is_causal)
     model = LanguageModel(settings).eval()
@@ -31,7 +31,7 @@ def layer_inputs(rows=1, length=LENGTH):
 
 
 def labelled(rows):
-    """`inputs` where every other token has a label."""
+    """`layer_inputs` where every other token has a label."""
     tokens, positions, _, _ = layer_inputs(rows)
     labels = tokens.roll(-1, 1)
     labels[:, ::2] = IGNORED

@@ -1,4 +1,4 @@
-"""Plots of a model in training, which do not change the training."""
+"""Plots during training do not change the training."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ BLOCKS = {"compression": {"block_size": 4, "rank": 2}}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_in_training_is_pictured_and_left_alone(dtype):
+def test_plotting_during_training_does_not_change_the_model(dtype):
     pattern = [{"preset": "flurka", **BLOCKS, "feature_map": {"name": "gmm_prf"}}, "softmax"]
     model = cast(small_model("softmax", attention_pattern=pattern), dtype).train()
     before = {name: value.clone() for name, value in model.state_dict().items() if torch.is_tensor(value)}
@@ -37,11 +37,11 @@ def test_a_model_in_training_is_pictured_and_left_alone(dtype):
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
-def test_ranks_that_draw_nothing_do_the_same_work():
+def test_ranks_that_draw_no_plots_run_the_same_forwards():
     model = small_model("softmax")
     runs = []
     model.layers[1].self_attention.core.register_forward_hook(lambda *_: runs.append(1))
     assert attention_figures(model, labelled(1), length=16, draw=False) == {}
-    undrawn, runs[:] = len(runs), []
+    runs_without_drawing, runs[:] = len(runs), []
     attention_figures(model, labelled(1), length=16)
-    assert len(runs) == undrawn == 1 + 16 // 8
+    assert len(runs) == runs_without_drawing == 1 + 16 // 8

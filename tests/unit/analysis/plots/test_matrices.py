@@ -27,12 +27,12 @@ ENCODERS = {
     "skyformer": {"preset": "skyformer", "skyformer": {"features": 8}},
     "nystromformer": {"preset": "nystromformer", "nystromformer": {"landmarks": 4}},
 }
-FORMS = [(name, form, "causal_lm") for name, form in DECODERS.items()]
-FORMS += [(name, form, "masked_lm") for name, form in ENCODERS.items()]
+MODELS = [(name, form, "causal_lm") for name, form in DECODERS.items()]
+MODELS += [(name, form, "masked_lm") for name, form in ENCODERS.items()]
 
 
 def values_of_tokens(model, layer, captured, row):
-    """(H, N, D): the values of whole tokens, also where the layer makes those of landmarks alone."""
+    """Values (H, N, D) of all tokens, even if the layer itself computes only those of landmarks."""
     if not captured.core.compresses_input:
         return captured.inputs.v[0].repeat_interleave(captured.inputs.group, 0)
     attention = model.layers[1 + layer].self_attention
@@ -45,8 +45,8 @@ def values_of_tokens(model, layer, captured, row):
     return values.repeat_interleave(attention.queries_per_key, 0)
 
 
-@pytest.mark.parametrize(("name", "form", "kind"), FORMS, ids=[name for name, _, _ in FORMS])
-def test_a_matrix_times_the_values_is_the_layers_output(name, form, kind):
+@pytest.mark.parametrize(("name", "form", "kind"), MODELS, ids=[name for name, _, _ in MODELS])
+def test_the_attention_matrix_times_the_values_is_the_output(name, form, kind):
     model = small_model(form, kind=kind)
     row = first_sequence(layer_inputs(), LENGTH)
     layers = captured_attention(model, row)
@@ -63,7 +63,7 @@ def test_a_matrix_times_the_values_is_the_layers_output(name, form, kind):
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
-def test_a_causal_matrix_looks_at_no_later_token_and_at_no_other_document():
+def test_a_causal_matrix_has_no_weight_on_later_tokens_or_other_documents():
     captured = captured_attention(small_model(DECODERS["flurka"]), first_sequence(layer_inputs(), LENGTH))[0]
     weights = attention_matrix(captured)
     assert not weights.triu(1).any()
@@ -71,15 +71,15 @@ def test_a_causal_matrix_looks_at_no_later_token_and_at_no_other_document():
     torch.testing.assert_close(weights.sum(-1), torch.ones(4, LENGTH))
 
 
-def test_a_row_is_read_without_its_padding_and_counts_from_its_own_start():
+def test_first_sequence_removes_padding_and_restarts_positions():
     tokens = torch.arange(8)[None].repeat(2, 1)
     positions = torch.tensor([[-1, 5, 6, -1, 0, 1, 2, 3], [0] * 8])
-    row_tokens, places = first_sequence((tokens, positions), 5)
+    row_tokens, row_positions = first_sequence((tokens, positions), 5)
     assert row_tokens.tolist() == [[1, 2, 4, 5, 6]]
-    assert places.tolist() == [[0, 1, 0, 1, 2]]
+    assert row_positions.tolist() == [[0, 1, 0, 1, 2]]
 
 
-def test_listening_leaves_the_model_as_it_was():
+def test_capturing_attention_restores_the_model():
     model = small_model("softmax").train()
     model.layers[0].eval()
     shards = [model.layers[1].self_attention.cp_shard, model.layers[2].self_attention.cp_shard]

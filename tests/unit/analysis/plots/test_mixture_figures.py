@@ -1,4 +1,4 @@
-"""Mixture keys: coefficients, likelihoods compared with an explicit density, and ratios of costs."""
+"""Mixtures of keys: coefficients, likelihoods compared with an explicit density, and ratios of costs."""
 
 import math
 
@@ -12,7 +12,7 @@ from tests.unit.config import trees
 from .small_models import LENGTH, SIZES, layer_inputs, small_model
 
 
-def test_mixing_coefficients_are_the_layers_priors():
+def test_mixing_coefficients_are_the_priors_of_the_layer():
     model = small_model("mgk")
     with torch.no_grad():
         model.layers[2].self_attention.core.mixture.weights.copy_(torch.tensor([[0.25, 0.75], [0.5, 0.125]]))
@@ -31,7 +31,7 @@ def normal(x, mean, variance):
 @pytest.mark.parametrize(
     "form", ["mgk", "smgk", {"preset": "mgk", "mixture": {"sigma2": [1.0, 3.0]}}, "softmax"]
 )
-def test_the_likelihood_of_queries_is_that_of_the_density_written_out(form):
+def test_the_likelihood_of_queries_equals_the_explicit_density(form):
     model = small_model(form, position="none")
     captured = captured_attention(model, first_sequence(layer_inputs(), LENGTH))[0]
     core, inputs = captured.core, captured.inputs
@@ -55,14 +55,14 @@ def test_the_likelihood_of_queries_is_that_of_the_density_written_out(form):
         assert found[head].item() == pytest.approx(-sum(logs) / LENGTH, rel=1e-5)
 
 
-def of_model(**model):
-    """A subject with sizes and no weights, for costs."""
+def subject_without_weights(**model):
+    """A subject without weights, to compute costs."""
     return Subject(trees.config(model=model), None, [], torch.device("cpu"), LENGTH)
 
 
-def test_half_the_heads_with_two_keys_cost_less_the_wider_and_longer():
-    """Transformer-MGK, figure 3; the limit of long rows is (6 D - 1) / (2 (4 D - 1)), 3/4."""
-    rows = costs.measure_mixture_costs(of_model(**SIZES, attention="mgk"))
+def test_half_the_heads_with_two_keys_cost_less():
+    """Transformer-MGK, figure 3; the limit for long sequences is (6 D - 1) / (2 (4 D - 1)), about 3/4."""
+    rows = costs.measure_mixture_costs(subject_without_weights(**SIZES, attention="mgk"))
     found = {(row["tokens"], row["width"]): row for row in rows}
     assert len(found) == len(rows) == len(costs.MIXTURE_TOKENS) * len(costs.WIDTHS)
     assert all(row["operations"] < 1 and row["parameters"] < 1 for row in rows)
@@ -71,8 +71,8 @@ def test_half_the_heads_with_two_keys_cost_less_the_wider_and_longer():
     assert found[256, 512]["parameters"] == pytest.approx(2.5 / 4, rel=1e-3)
 
 
-def test_the_claims_map_says_where_flurka_is_faster():
-    rows = costs.measure_claims(of_model(num_layers=1, hidden_size=512, num_heads=8))
+def test_the_map_of_claims_shows_where_flurka_needs_fewer_operations():
+    rows = costs.measure_claims(subject_without_weights(num_layers=1, hidden_size=512, num_heads=8))
     for row in rows:
         if row["claim_1"] and row["long_enough"]:
             assert min(row["over_low_rank"], row["over_kernel"]) > 1

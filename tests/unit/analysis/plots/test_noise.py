@@ -15,17 +15,17 @@ from .small_models import LENGTH, labelled, layer_inputs, small_model
 
 
 @pytest.mark.parametrize("name", ["gmm_rks", "gmm_prf"])
-def test_eigenvalues_are_those_the_covariance_was_made_of(name):
+def test_eigenvalues_are_those_of_the_constructed_covariance(name):
     model = small_model(name)
     mixture = model.layers[1].self_attention.core.projection
-    wanted = torch.tensor([0.01, 4.0, 0.5, 0.25, 1e-4, 2.0, 1.0, 0.125], dtype=torch.float64)
+    eigenvalues = torch.tensor([0.01, 4.0, 0.5, 0.25, 1e-4, 2.0, 1.0, 0.125], dtype=torch.float64)
     with torch.no_grad():
         if name == "gmm_rks":
             draw = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
             left, right = torch.linalg.qr(draw)[0]
-            mixture.factor[1, 0] = left @ wanted.sqrt().diag() @ right
+            mixture.factor[1, 0] = left @ eigenvalues.sqrt().diag() @ right
         else:
-            mixture.log_variance[1, 0] = wanted.log()
+            mixture.log_variance[1, 0] = eigenvalues.log()
     rows = [
         row
         for row in spectra.eigenvalue_rows(model)
@@ -33,11 +33,11 @@ def test_eigenvalues_are_those_the_covariance_was_made_of(name):
     ]
     assert [row["index"] for row in rows] == list(range(8))
     found = torch.tensor([row["eigenvalue"] for row in rows], dtype=torch.float64)
-    torch.testing.assert_close(found, wanted.sort(descending=True).values, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(found, eigenvalues.sort(descending=True).values, rtol=1e-4, atol=1e-7)
 
 
-def test_the_deviation_of_kernel_estimates_is_theorem_3s():
-    """Over many draws std / |mean| comes to the closed form of the estimator's error (KL, theorem 3)."""
+def test_the_deviation_of_kernel_estimates_is_that_of_theorem_3():
+    """Over many draws std / |mean| approaches the closed form of the estimator's error (KL, theorem 3)."""
     form = {"preset": "gmm_prf", "feature_map": {"samples": 64}}
     model = small_model(form, num_heads=2, hidden_size=8, position="none")
     captured = captured_attention(model, first_sequence(layer_inputs(), LENGTH))[0]
@@ -55,20 +55,20 @@ def test_the_deviation_of_kernel_estimates_is_theorem_3s():
         torch.testing.assert_close(found[head].median(), expected.median(), rtol=0.15, atol=0)
 
 
-def test_a_map_whose_noise_stays_deviates_by_nothing_to_ask_of():
+def test_a_feature_map_with_fixed_noise_has_no_deviation_to_measure():
     captured = captured_attention(small_model("performer"), first_sequence(layer_inputs(), LENGTH))[0]
     assert not noise.estimates_kernels(captured)
 
 
 def votes(*predicted, label=1, probability=0.6):
-    """Draws of one prediction each of two classes, and the scores of single draws and of votes."""
-    likeliest = torch.tensor(predicted)
-    hits = likeliest == label
+    """Scores of single draws and of votes, from the classes that each draw predicts."""
+    most_likely = torch.tensor(predicted)
+    hits = most_likely == label
     logs = torch.where(hits, probability, 1 - probability).double().log()
-    return noise.vote_rows(hits, likeliest, logs)
+    return noise.vote_rows(hits, most_likely, logs)
 
 
-def test_a_vote_of_right_majorities_gains_over_single_draws():
+def test_a_vote_with_correct_majorities_beats_single_draws():
     rows = votes([1, 1, 0], [1, 0, 1], [0, 1, 1], [1, 1, 1])  # four draws, three predictions
     assert [row["draws"] for row in rows] == [1, 2, 4]
     last = rows[-1]
@@ -81,24 +81,24 @@ def test_a_vote_of_right_majorities_gains_over_single_draws():
     assert last["deviation"] == pytest.approx(math.sqrt(1 - 0.25) / 0.5)
 
 
-def test_a_prediction_that_no_draw_finds_is_voted_wrong():
+def test_a_prediction_that_every_draw_misses_is_wrong_in_the_vote():
     rows = votes([0, 1], [0, 1])
     assert rows[-1]["voting_accuracy"] == rows[-1]["accuracy"] == 0.5
     assert rows[-1]["inconsistency"] == 0
 
 
-def test_predictions_are_those_of_the_labels_that_count(mesh):
+def test_predictions_cover_only_labels_that_count(mesh):
     model, batch = small_model("gmm_prf", mesh), labelled(2)
     with torch.no_grad():
-        hits, likeliest, logs = noise.predictions(model, batch)
+        hits, most_likely, logs = noise.predictions(model, batch)
         losses = model.losses(*batch)[batch[2] != IGNORED]
         best = model.logits(model.hidden(*batch[:2])).argmax(-1)[batch[2] != IGNORED]
     torch.testing.assert_close(-logs, losses.double())
-    assert likeliest.tolist() == best.tolist()
+    assert most_likely.tolist() == best.tolist()
     assert hits.tolist() == (best == batch[2][batch[2] != IGNORED]).double().tolist()
 
 
-def test_the_heads_gradient_is_that_of_a_bias_added_to_what_it_reads(mesh):
+def test_the_head_gradient_is_that_of_a_bias_on_its_input(mesh):
     model, batch = small_model("gmm_prf", mesh), labelled(2)
     found = noise.head_gradient(model, batch)
     with torch.no_grad():

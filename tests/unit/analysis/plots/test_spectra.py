@@ -24,7 +24,7 @@ def with_singular_values(values):
     )
 
 
-def test_singular_values_and_ranks_are_those_the_matrix_was_made_of():
+def test_singular_values_and_ranks_are_those_of_the_constructed_matrix():
     matrices = torch.stack(
         [with_singular_values([8.0, 4.0, 2.0, 5e-7]), with_singular_values([1.0, 1.0, 1.0, 1.0])]
     )
@@ -35,14 +35,14 @@ def test_singular_values_and_ranks_are_those_the_matrix_was_made_of():
     assert stable.tolist() == pytest.approx([(64 + 16 + 4) / 64, 4.0])
 
 
-def test_a_kernel_of_few_features_has_a_matrix_of_low_rank_and_softmax_has_not():
-    """FLuRKA, figure 1: the rank of a head is that of its features at most. Float32 would not show it."""
+def test_kernel_attention_has_a_low_rank_matrix_and_softmax_a_full_rank_one():
+    """FLuRKA, figure 1: the rank of a head is at most its number of features. Float32 is too imprecise to show it."""
     row = first_sequence((layer_inputs()[0], torch.arange(LENGTH)[None]), LENGTH)
-    for form, most in (({"preset": "linear"}, 8), ("softmax", LENGTH)):
+    for form, expected_rank in (({"preset": "linear"}, 8), ("softmax", LENGTH)):
         model = small_model(form, kind="masked_lm")
         captured = captured_attention(model, row)[0]
         rank, _ = spectra.ranks(exact_matrix(captured))
-        assert rank.tolist() == [most] * 4
+        assert rank.tolist() == [expected_rank] * 4
 
 
 def spans(weights, window=None, causal=True, positions=None):
@@ -59,7 +59,7 @@ def spans(weights, window=None, causal=True, positions=None):
 
 
 def test_the_span_of_a_window_is_half_its_length():
-    """Token i looks at its current block of 4 alike, so 0, 1/2, 1, 3/2 back on average; nothing beyond."""
+    """Each token attends uniformly to its block of 4, so 0, 1/2, 1, 3/2 tokens back on average."""
     weights = torch.block_diag(*[torch.ones(4, 4)] * 3).tril()
     found = spans(weights / weights.sum(-1, keepdim=True), window=(4, 1))
     assert found["span"] == pytest.approx(0.75)
@@ -67,7 +67,7 @@ def test_the_span_of_a_window_is_half_its_length():
     assert found["beyond_16"] is None
 
 
-def test_uniform_attention_lays_the_share_of_the_far_tokens_far():
+def test_far_weight_of_uniform_attention_is_the_fraction_of_far_tokens():
     tokens = 40
     weights = torch.ones(tokens, tokens).tril()
     found = spans(weights / weights.sum(-1, keepdim=True), window=(8, 2))
@@ -78,9 +78,9 @@ def test_uniform_attention_lays_the_share_of_the_far_tokens_far():
     assert found["beyond_16"] == pytest.approx(sum(beyond) / len(beyond))
 
 
-def test_documents_are_not_looked_across():
+def test_the_span_ignores_other_documents():
     weights = torch.eye(8)
-    weights[4:, 0] = 100.0  # of another document: no weight of this one
+    weights[4:, 0] = 100.0  # on another document: does not count
     found = spans(weights, positions=torch.arange(4).repeat(2)[None])
     assert found["span"] == 0
 
@@ -99,19 +99,19 @@ def gated(bias):
     return captured_attention(model, first_sequence(layer_inputs(), LENGTH))[0]
 
 
-def test_a_gate_without_weights_gives_what_its_bias_says():
+def test_a_gate_without_weights_has_the_value_of_its_bias():
     """Only queries after the first block of their document have a far context: 5 of 9 tokens, and 11 of 15."""
-    shares = reach.near_shares(gated(3.0))
-    assert shares.shape == (4, 5 + 11)
+    gates = reach.near_shares(gated(3.0))
+    assert gates.shape == (4, 5 + 11)
     expected = 1 / (1 + math.exp(-3))
-    assert shares.flatten().tolist() == pytest.approx([expected] * shares.numel())
-    rows = reach.histogram(0, shares)
+    assert gates.flatten().tolist() == pytest.approx([expected] * gates.numel())
+    rows = reach.histogram(0, gates)
     assert [row["near"] for row in rows if row["head"] == 2 and row["share"]] == [0.95]
     assert all(row["gate"] == pytest.approx(expected) for row in rows)
 
 
-def test_far_mass_of_a_gated_layer_is_what_the_gate_leaves():
-    """Both parts are shares on their own, so far tokens have 1 - g of the weight."""
+def test_far_weight_of_a_gated_layer_is_one_minus_its_gate():
+    """Both parts are normalized on their own, so far tokens have 1 - g of the weight."""
     captured = gated(-1.0)
     rows = SampledQueries.of(captured.inputs, torch.arange(LENGTH), causal=True)
     sums, counts = reach.span_sums(attention_matrix(captured), rows, captured.core.near_window)
@@ -119,7 +119,7 @@ def test_far_mass_of_a_gated_layer_is_what_the_gate_leaves():
     assert far.tolist() == pytest.approx([1 - 1 / (1 + math.e)] * 4, rel=1e-5)
 
 
-def test_an_image_keeps_the_weight_of_every_query():
+def test_an_image_preserves_the_weight_of_every_query():
     tokens = 2 * CELLS + 5
     weights = torch.rand(2, tokens, tokens, generator=torch.Generator().manual_seed(0)).tril()
     weights = weights / weights.sum(-1, keepdim=True)

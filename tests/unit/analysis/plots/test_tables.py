@@ -1,4 +1,4 @@
-"""Tables can be written and read, plots show them, and TensorBoard has each plot once."""
+"""Writing and reading tables, plotting them, and adding plots to TensorBoard once."""
 
 from importlib import import_module
 
@@ -19,16 +19,16 @@ ROWS = [
 ]
 
 
-def test_rows_come_back_from_csv_as_they_went():
+def test_rows_round_trip_through_csv():
     assert from_csv(to_csv(ROWS)) == ROWS
 
 
-def test_summaries_are_of_rows_that_belong_together():
+def test_summaries_group_rows():
     assert summaries(ROWS, "value", ["layer"]) == [((0,), 0.0, 0.5, 1.0), ((1,), 0.5, 1.0, 1.5)]
     assert summaries(ROWS, "gap", []) == [((), 1e-9, pytest.approx(1e-9), 1e-9)]
 
 
-def test_lines_average_what_shares_a_place():
+def test_lines_average_rows_with_the_same_x():
     figure = drawing.lines(ROWS, "head", "value", panel="name")
     [axes] = figure.axes
     [line] = axes.get_lines()
@@ -36,7 +36,7 @@ def test_lines_average_what_shares_a_place():
     assert axes.get_title() == "a,b"
 
 
-def test_cells_stand_where_their_row_says():
+def test_cells_are_placed_by_their_row():
     figure = drawing.cells(ROWS[:3], "head", "layer", "value")
     grid = figure.axes[0].get_images()[0].get_array()
     assert grid.filled(-1.0).tolist() == [[0.0, 1.0], [0.5, -1.0]]
@@ -54,7 +54,7 @@ def config(attention, **model):
     return Config.model_validate(tree)
 
 
-ANYWHERE = {"attention", "singular_values", "ranks", "span", "instability"}
+FOR_EVERY_MODEL = {"attention", "singular_values", "ranks", "span", "instability"}
 
 
 @pytest.mark.parametrize(
@@ -69,12 +69,12 @@ ANYWHERE = {"attention", "singular_values", "ranks", "span", "instability"}
         ("smlk", {"mixing", "mixture_costs", "spectral_error"}),
     ],
 )
-def test_all_is_what_says_something_about_the_mechanism(attention, more):
+def test_all_selects_the_analyses_that_apply_to_the_mechanism(attention, more):
     names = {analysis.name for analysis in select_analyses(["all"], config(attention), "runs/x")}
-    assert names == ANYWHERE | more
+    assert names == FOR_EVERY_MODEL | more
 
 
-def test_one_layer_of_a_pattern_is_enough():
+def test_an_analysis_applies_if_one_layer_of_a_pattern_has_the_mechanism():
     mixed = config("softmax", attention_pattern=["softmax", "gmm_rks"])
     assert [analysis.name for analysis in select_analyses(["covariances", "ranks", "ranks"], mixed, "x")] == [
         "ranks",
@@ -90,7 +90,7 @@ def test_one_layer_of_a_pattern_is_enough():
         ("spectra", "--what spectra is no analysis; choose all, attention, singular_values, ranks"),
     ],
 )
-def test_what_does_not_apply_is_one_line_that_says_what_does(name, explanation):
+def test_an_analysis_that_does_not_apply_is_refused_with_those_that_do(name, explanation):
     with pytest.raises(UserError) as error:
         select_analyses(["ranks", name], config("softmax"), "runs/x")
     assert explanation in str(error.value)
@@ -104,7 +104,7 @@ def test_every_analysis_has_its_function():
         assert getattr(module, f"measure_{name}").__doc__
 
 
-def test_a_plot_may_be_one_for_each_value_of_the_first_rows_and_shows_no_empty_column():
+def test_a_plot_can_be_split_by_value_and_omits_empty_columns():
     plots = [
         Plot("cells", "", "head", "name", "value", each="layer"),
         Plot("lines", "gap", "head", "gap", first="head"),
@@ -113,7 +113,7 @@ def test_a_plot_may_be_one_for_each_value_of_the_first_rows_and_shows_no_empty_c
     assert list(drawing.figures([ROWS[1], ROWS[3]], plots)) == ["layer_0", "layer_1"]
 
 
-def test_plots_shown_again_are_there_once(tmp_path):
+def test_tensorboard_has_a_plot_once_per_step(tmp_path):
     plot = tmp_path / "span.png"
     drawing.cells(ROWS, "head", "layer", "value").savefig(plot, dpi=50)
     events = tmp_path / "analysis"
@@ -134,7 +134,7 @@ def test_plots_shown_again_are_there_once(tmp_path):
     assert len(list(events.iterdir())) == 3
 
 
-def test_colours_may_follow_the_logarithm():
+def test_colors_can_be_logarithmic():
     rows = [{"x": x, "y": 0, "value": value} for x, value in enumerate((1.0, 1e-9, -1.0))]
     image = drawing.cells(rows, "x", "y", "value", decades=2).axes[0].get_images()[0]
     assert (image.norm.vmin, image.norm.vmax) == (0.01, 1.0)

@@ -23,64 +23,69 @@ def suite(monkeypatch):
     return replace(SUITES["cpu"], cases=(SMALL,), implementations=("kernel elu",))
 
 
-def altered(change):
+def with_changed_output(change):
     """`kernel elu` with a changed output."""
-    right = IMPLEMENTATIONS["eager elu"].build
+    reference = IMPLEMENTATIONS["eager elu"].build
 
     def build():
-        run = right()
+        run = reference()
         return lambda q, k, v: change(run(q, k, v))
 
     return replace(IMPLEMENTATIONS["kernel elu"], build=build)
 
 
 @pytest.mark.parametrize("name", SUITES["cpu"].implementations)
-def test_every_implementation_of_the_cpu_suite_is_right(name):
+def test_every_implementation_of_the_cpu_suite_is_correct(name):
     assert check(IMPLEMENTATIONS[name], SMALL, CPU, torch.float32).is_right
 
 
 @pytest.mark.parametrize("name", ["eager elu", "kernel elu, not normalized"])
-def test_implementations_beside_our_modules_are_right(name):
+def test_other_implementations_are_correct(name):
     assert check(IMPLEMENTATIONS[name], SMALL, CPU, torch.float32).is_right
 
 
 @pytest.mark.parametrize("name", SUITES["paper"].implementations)
-def test_whole_layers_are_right(name):
+def test_whole_layers_are_correct(name):
     case = Case(batch=1, tokens=96, heads=2, head_dim=8, rank=12)
     assert check(IMPLEMENTATIONS[name], case, CPU, torch.float32).is_right
 
 
-def test_wrong_outputs_are_found():
-    comparison = check(altered(lambda out: 1.01 * out), SMALL, CPU, torch.float32)
+def test_wrong_outputs_are_detected():
+    comparison = check(with_changed_output(lambda out: 1.01 * out), SMALL, CPU, torch.float32)
     assert not comparison.is_right
     assert comparison.error == pytest.approx(0.01, rel=1e-3)
 
 
-def test_wrong_gradients_behind_right_outputs_are_found():
+def test_wrong_gradients_of_correct_outputs_are_detected():
     comparison = check(
-        altered(lambda out: out.detach() + 2 * (out - out.detach())), SMALL, CPU, torch.float32
+        with_changed_output(lambda out: out.detach() + 2 * (out - out.detach())), SMALL, CPU, torch.float32
     )
     assert not comparison.is_right
     assert comparison.what.startswith("d")
 
 
-def test_an_error_in_the_last_row_alone_is_found():
-    def spoilt(out):
+def test_an_error_in_only_the_last_sequence_is_detected():
+    def change_last(out):
         return torch.cat([out[:-1], 1.01 * out[-1:]])
 
-    # Whole comparison sees one sequence; the spot looks at the last.
+    # The full comparison uses one sequence; the spot check looks at the last.
     assert (
-        check(altered(lambda out: spoilt(out) if len(out) > 1 else out), SMALL, CPU, torch.float32).error
+        check(
+            with_changed_output(lambda out: change_last(out) if len(out) > 1 else out),
+            SMALL,
+            CPU,
+            torch.float32,
+        ).error
         > 1e-3
     )
 
 
-def test_numbers_that_are_not_finite_are_infinitely_wrong():
+def test_non_finite_numbers_have_infinite_error():
     assert rms_ratio(torch.tensor([1.0, torch.nan]), torch.ones(2)) == float("inf")
 
 
-def test_nothing_is_measured_where_one_of_ours_is_wrong(suite, monkeypatch):
-    monkeypatch.setitem(IMPLEMENTATIONS, "kernel elu", altered(lambda out: out + 1))
+def test_nothing_is_measured_if_a_megakernel_implementation_is_wrong(suite, monkeypatch):
+    monkeypatch.setitem(IMPLEMENTATIONS, "kernel elu", with_changed_output(lambda out: out + 1))
     with pytest.raises(RunFailed, match="kernel elu is wrong at B=2 N=200 H=2 d=16, so nothing is written"):
         measuring.run_suite(suite, CPU, repeats=1)
 
@@ -94,9 +99,9 @@ def test_layers_are_timed_without_a_gpu():
     assert row.times.peak.both >= row.times.peak.forward
 
 
-def test_times_of_another_that_is_wrong_are_left_out(suite, monkeypatch):
-    wrong = replace(altered(lambda out: out + 1), is_ours=False)
-    monkeypatch.setitem(IMPLEMENTATIONS, "kernel elu", wrong)
+def test_times_of_a_wrong_baseline_are_left_out(suite, monkeypatch):
+    baseline = replace(with_changed_output(lambda out: out + 1), is_ours=False)
+    monkeypatch.setitem(IMPLEMENTATIONS, "kernel elu", baseline)
     [(_, [row])] = measuring.run_suite(suite, CPU, repeats=1).results
     assert row.times is None
     assert row.problem.startswith("wrong: ")

@@ -10,14 +10,14 @@ from megakernel.config import RunFailed
 
 
 @pytest.fixture(autouse=True)
-def small_measures_of_the_device(monkeypatch):
-    """The device's limits are not tested here, so measure them on small inputs."""
+def small_device_measurements(monkeypatch):
+    """Measure the limits of the device on small inputs, since these tests do not need them."""
     monkeypatch.setitem(machine.MULTIPLIED, "cpu", 64)
     monkeypatch.setitem(machine.COPIED, "cpu", 2**16)
 
 
 def tables(page):
-    """The cells of every table row that is no rule, table by table."""
+    """The cells of all tables, row by row, without separator rows."""
     found, inside = [], False
     for line in page.splitlines():
         if line.startswith("| ---"):
@@ -30,7 +30,7 @@ def tables(page):
     return found
 
 
-def test_the_cpu_suite_writes_a_table_of_what_it_measured(tmp_path, capsys):
+def test_the_cpu_suite_writes_a_table_of_its_measurements(tmp_path, capsys):
     out = tmp_path / "results" / "page.md"
     command = [
         "bench",
@@ -62,7 +62,7 @@ def test_the_cpu_suite_writes_a_table_of_what_it_measured(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("options", "complaint"),
+    ("options", "error"),
     [
         (["--repeats", "0"], "--repeats 0 measures nothing; set at least 1"),
         (["--suite", "cpu", "--max-tokens", "1000"], "--max-tokens 1000 leaves no case"),
@@ -72,23 +72,23 @@ def test_the_cpu_suite_writes_a_table_of_what_it_measured(tmp_path, capsys):
         ),
     ],
 )
-def test_what_cannot_be_measured_is_one_line(options, complaint, capsys):
+def test_invalid_options_of_bench_are_refused_in_one_line(options, error, capsys):
     assert main(["bench", "attention", *options]) == ExitStatus.USAGE
-    assert complaint in capsys.readouterr().err
+    assert error in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_a_suite_for_a_gpu_says_that_there_is_none(capsys):
+def test_a_gpu_suite_without_a_gpu_is_refused(capsys):
     assert main(["bench", "attention", "--suite", "default"]) == ExitStatus.USAGE
     assert "needs a GPU and torch sees none; take --suite cpu" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
-def test_the_default_suite_measures_ours_and_others_on_a_gpu(tmp_path):
+def test_the_default_suite_measures_all_implementations_on_a_gpu(tmp_path):
     out = tmp_path / "page.md"
     command = ["bench", "attention", "--suite", "default", "--max-tokens", "16384", "--repeats", "2"]
-    chosen = [part for name in ("kernel elu", "FLuRKA", "SDPA") for part in ("--only", name)]
-    assert main([*command, *chosen, "--out", str(out)]) == 0
+    selection = [part for name in ("kernel elu", "FLuRKA", "SDPA") for part in ("--only", name)]
+    assert main([*command, *selection, "--out", str(out)]) == 0
     page = out.read_text()
     assert f"{torch.cuda.get_device_name()}, bfloat16; driver " in page
     for table in tables(page):
@@ -100,14 +100,14 @@ def test_whole_layers_at_the_papers_smallest_size_are_measured_on_a_gpu(tmp_path
     out = tmp_path / "page.md"
     command = ["bench", "attention", "--suite", "paper", "--max-tokens", "7500", "--repeats", "2"]
     assert main([*command, "--out", str(out)]) == 0
-    assert len(tables(out.read_text())) == 2  # the first of figure 3 and of appendix C
+    assert len(tables(out.read_text())) == 2  # the first cases of figure 3 and of appendix C
 
 
-def test_a_failed_check_leaves_no_page(tmp_path, monkeypatch, capsys):
-    def wrong(*args):
+def test_no_page_is_written_after_a_failed_check(tmp_path, monkeypatch, capsys):
+    def fail(*args):
         raise RunFailed("kernel elu is wrong")
 
-    monkeypatch.setattr(measuring, "_row", wrong)
+    monkeypatch.setattr(measuring, "_row", fail)
     out = tmp_path / "page.md"
     command = ["bench", "attention", "--suite", "cpu", "--out", str(out)]
     assert main(command) == ExitStatus.FAILED
@@ -117,7 +117,7 @@ def test_a_failed_check_leaves_no_page(tmp_path, monkeypatch, capsys):
     assert not out.exists()
 
 
-def test_every_case_of_the_suites_is_one_that_its_implementations_take():
+def test_every_case_of_a_suite_is_valid_for_its_implementations():
     """Checks only shapes, so that a suite's cases are known to be valid before a GPU is available."""
     from benchmarks.attention.cases import lower_bound
     from benchmarks.attention.implementations import IMPLEMENTATIONS
