@@ -89,7 +89,7 @@ class Chunks(NamedTuple):
             links=links,
         )
 
-    def outputs(self, written: Tensor, states: Tensor, heads: int, length: int) -> Tensor:
+    def token_outputs(self, written: Tensor, states: Tensor, heads: int, length: int) -> Tensor:
         """Outputs (B, H, T, D) from what tokens write, (B, H_kv, C, L, D), and the incoming states of the chunks."""
         size = self.keys.shape[3]
         scores = (self.queries @ self.keys.transpose(-1, -2)).unflatten(3, (-1, size))

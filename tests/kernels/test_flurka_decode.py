@@ -149,7 +149,7 @@ def test_a_rotation_that_scales_vectors_agrees(draw, device):
     leaves = tokens(draw, device, form="shared", feature_map="elu", length=9, batch=2, block=3, rank=2)
     scaling = RopeScaling(kind="yarn", factor=4.0, original_seq_len=64)
     options = options_of(leaves, "shared", "elu", 2) | {"rotary": Rotary(12, scaling=scaling)}
-    assert options["rotary"].length != 1
+    assert options["rotary"].scale != 1
     assert_steps_agree(leaves, two_rows(9, 9, device), 5, **options)
 
 

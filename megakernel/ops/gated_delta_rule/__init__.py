@@ -111,7 +111,7 @@ def _group(
         states.append(state)
         written.append(from_values[:, :, chunk] - from_keys[:, :, chunk] @ state)
         state = decay[:, :, chunk, None, None] * state + decayed_keys[:, :, chunk] @ written[-1]
-    return chunks.outputs(torch.stack(written, 2), torch.stack(states, 2), *q.shape[1:3]), state
+    return chunks.token_outputs(torch.stack(written, 2), torch.stack(states, 2), *q.shape[1:3]), state
 
 
 def reference(

@@ -113,7 +113,7 @@ def _group(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, positions: Positi
     decays = decays.masked_fill(~alive_chunks(chunks.links), -torch.inf).exp()
     stack = torch.cat([state[:, :, None], added], 2).flatten(-2)
     states = (decays @ stack).unflatten(-1, added.shape[-2:])
-    out = chunks.outputs(chunks.values, states[:, :, :-1], *q.shape[1:3])
+    out = chunks.token_outputs(chunks.values, states[:, :, :-1], *q.shape[1:3])
     # A copy: the final state is saved for backward, and a view would keep the states of all chunks alive.
     return out, states[:, :, -1].clone()
 

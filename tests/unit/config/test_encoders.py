@@ -115,5 +115,5 @@ def test_only_learned_positions_have_max_positions():
 
 def test_an_encoder_with_eva_cannot_isolate_documents():
     found = problems(model={"attention": "eva", "kind": "masked_lm"})
-    assert "cuts a sequence, not its documents" in str(found["data.isolate_documents"])
+    assert "divides a sequence, not its documents" in str(found["data.isolate_documents"])
     assert not problems(model={"attention": "eva", "kind": "masked_lm"}, data={"isolate_documents": False})

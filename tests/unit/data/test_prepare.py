@@ -296,9 +296,7 @@ def test_a_folder_that_another_process_made_meanwhile_is_kept(tmp_path: Path):
             (folder / "a").write_text(text)
             meanwhile()  # with the same process id, as in another container
 
-    with pytest.raises(
-        ValueError, match=r"out was written_at by another process meanwhile; name another folder"
-    ):
+    with pytest.raises(ValueError, match=r"out was made by another process meanwhile; name another folder"):
         write("first", lambda: write("second", lambda: None))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (out / "a").read_text() == "second"

@@ -230,7 +230,7 @@ def test_special_keys_are_read_as_by_transformers(family, keys, changed):
         (
             "mistral",
             {"layer_types": ["full_attention", "sliding_attention"]},
-            "model_type='ministral' is not known",
+            "model_type='ministral' is not supported",
         ),
         ("gpt_neox", {"head_dim": 32}, "head_dim=32 has no counterpart here; only 8 is read"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True has no counterpart"),
