@@ -12,6 +12,7 @@ import sysconfig
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TextIO
@@ -96,11 +97,8 @@ class Files(DocumentSource):
 
     def _read(self) -> Iterator[Document]:
         for file in self._files:
-            try:
+            with _unreadable_as_user_error(str(file)):
                 yield from self._read_file(file)
-            # The file system, pyarrow and JSON share no exception type for unreadable data.
-            except Exception as error:
-                raise _unreadable(str(file), error) from error
 
     def _read_file(self, file: Path) -> Iterator[Document]:
         if kind := table_kind(file):
@@ -196,21 +194,16 @@ class LibraryFunctions(DocumentSource):
 
 def hub_documents(spec: str, split: str, columns: Columns) -> Iterator[Document]:
     """The rows of a split of hf:NAME[:CONFIG] as documents; UserError if it or its columns cannot be read."""
-    try:
+    with _unreadable_as_user_error(spec):
         for rows in _streamed(_hub_arguments(spec, split)).iter(batch_size=_BATCH):
             yield from _documents(rows, columns)
-    # datasets, pyarrow, fsspec and the hub client share no exception type for unreadable data.
-    except Exception as error:
-        raise _unreadable(spec, error) from error
 
 
 def hub_rows(spec: str, split: str, keys: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The rows of a split of hf:NAME[:CONFIG]: these columns, as `datasets` decodes them."""
-    try:
+    with _unreadable_as_user_error(spec):
         for row in _streamed(_hub_arguments(spec, split)):
             yield {key: row[key] for key in keys}
-    except Exception as error:  # as above
-        raise _unreadable(spec, error) from error
 
 
 def _hub_arguments(spec: str, split: str) -> dict[str, Any]:
@@ -269,8 +262,13 @@ def _streamed(where: dict[str, Any]) -> Any:
     return load_dataset(**where, streaming=True)
 
 
-def _unreadable(name: str, error: Exception) -> UserError:
-    return UserError(f"--source {name} cannot be read: {first_line(error)}")
+@contextmanager
+def _unreadable_as_user_error(name: str) -> Iterator[None]:
+    try:
+        yield
+    # The file system, JSON, pyarrow, datasets and the hub client share no exception type for unreadable data.
+    except Exception as error:
+        raise UserError(f"--source {name} cannot be read: {first_line(error)}") from error
 
 
 def _documents(rows: Mapping[str, Sequence[Any]], columns: Columns) -> Iterator[Document]:

@@ -41,8 +41,6 @@ HAPPENS_AT = 15
 """Step after which the event happens; every tenth step is saved. Slurm checks time limits twice a minute."""
 
 ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-LOGGED: dict[str, int] = {}
-"""Run -> its last logged step when its event was over."""
 
 
 @dataclass(frozen=True)

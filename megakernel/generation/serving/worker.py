@@ -295,10 +295,10 @@ class Worker:
             )
         seed = secrets.randbits(63) if body.seed is None else body.seed
         keeps = body.session is not None
+        limit = position_limit(self.opened.config)
         requests = []
         for prompt in prompts:
             read = len(prompt.tokens) + (prompt.previous.tokens if prompt.previous else 0)
-            limit = position_limit(self.opened.config)
             new = most
             if body.max_new_tokens is None and limit is not None:
                 new = max(1, min(most, limit - read))
