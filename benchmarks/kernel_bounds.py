@@ -355,13 +355,13 @@ def cases() -> dict[str, Callable[[], None]]:
     flurka = partial(partial, flurka_case, "hedgehog", blocks=2, length=LENGTH, heads=HEADS)
     decaying = partial(partial, decaying_case, length=LENGTH, heads=HEADS)
     maps = ("elu", "hedgehog", "favor")
-    forms: dict[str, dict[str, bool]] = {"": {}, ", packed": {"packed": True}, ", decay": {"decays": True}}
+    variants: dict[str, dict[str, bool]] = {"": {}, ", packed": {"packed": True}, ", decay": {"decays": True}}
     return {
         **{f"kernel_attention {name} d={width}": case(name, width) for name in maps for width in (64, 128)},
         **{f"kernel_attention elu, packed d={width}": case("elu", width, packed=True) for width in (64, 128)},
         **{
-            f"flurka hedgehog gated, 2 blocks{form}, d={width}": flurka(width, **options)
-            for form, options in forms.items()
+            f"flurka hedgehog gated, 2 blocks{variant}, d={width}": flurka(width, **options)
+            for variant, options in variants.items()
             for width in (64, 128)
         },
         **{f"simple_gla d={width}": decaying(simple_gla, width) for width in (64, 128)},

@@ -65,12 +65,12 @@ def runs(presets: Iterable[str]) -> Iterator[Run]:
         yield _run(CONTROL, kind, {"model.attention": "softmax", **keys})
     for preset in presets:
         tree = scaled_preset(preset)
-        form = Attention.model_validate(expand_preset(tree))
-        if form.mixes_future_tokens is None:
+        attention = Attention.model_validate(expand_preset(tree))
+        if attention.mixes_future_tokens is None:
             yield _run(preset, "causal_lm", {"model.attention": tree})
-        if form.mixes_future_tokens or preset == "softmax":
+        if attention.mixes_future_tokens or preset == "softmax":
             # A mechanism that mixes documents sees a sequence as one text.
-            isolated = form.mixes_documents is None
+            isolated = attention.mixes_documents is None
             yield _run(preset, "masked_lm", {"model.attention": tree, "data.isolate_documents": isolated})
 
 

@@ -49,9 +49,9 @@ def prepare_data(p: float, folder: Path, options: str) -> Path:
 
 def train(preset: str, p: float, corpus: Path, more: Sequence[str]) -> LearningCurve:
     """Train one mechanism on one sparsity unless that is done, and read its curve."""
-    form = Attention.model_validate(expand_preset(preset))
+    attention = Attention.model_validate(expand_preset(preset))
     tree: dict[str, object] = {"preset": preset}
-    if form.feature_map is not None and form.feature_map.sample_count(head_dim=16):
+    if attention.feature_map is not None and attention.feature_map.sample_count(head_dim=16):
         tree["feature_map"] = {"samples": SAMPLES}
     keys = [f"run.name={preset}-p{p}", f"data.train={corpus}", f"model.attention={json.dumps(tree)}"]
     return LearningCurve(preset, p, metric_curve(train_run(CONFIG, [*more, *keys]), "eval/accuracy"))

@@ -60,11 +60,14 @@ def benchmark_config(model: dict[str, Any], training: dict[str, Any], **sections
 def with_small_blocks(name: str, block_size: int, rank: int, sequence_rank: int) -> dict[str, Any]:
     """`preset_tree` with blocks for short sequences. sequence_rank: landmarks if there are no blocks."""
     tree = preset_tree(name)
-    form = Attention.model_validate(expand_preset(tree))
-    if form.compression is not None:
+    attention = Attention.model_validate(expand_preset(tree))
+    if attention.compression is not None:
         blocks = {"block_size": block_size, "rank": rank}
-        return {**tree, "compression": {"rank": sequence_rank} if form.has_position_parameters else blocks}
-    return {**tree, **({"near": {"block_size": block_size}} if form.near is not None else {})}
+        return {
+            **tree,
+            "compression": {"rank": sequence_rank} if attention.has_position_parameters else blocks,
+        }
+    return {**tree, **({"near": {"block_size": block_size}} if attention.near is not None else {})}
 
 
 def train_run(config: Path, overrides: Sequence[str]) -> Path:

@@ -107,7 +107,7 @@ def _layouts(entries: "list[Entry]") -> list[list[str]]:
         shared = entry.parameters(shared=True)
         exchanged = {kind: layer.spec.exchanged(layer.causal) for kind, layer in entry.layers.items()}
         cells = [entry.name, f"heads, {shared:,} shared" if shared else "heads"]
-        cells += ["tokens + landmarks" if entry.form.compresses_input else "tokens", "yes"]
+        cells += ["tokens + landmarks" if entry.attention.compresses_input else "tokens", "yes"]
         rows.append(cells + [" + ".join(exchanged.get(kind, ())) or "—" for kind in ("decoder", "encoder")])
     return rows
 

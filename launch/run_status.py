@@ -100,8 +100,8 @@ _JSON_KEYS = (
 )
 
 
-def _formatted(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+def _formatted(value: float | None, format_spec: str) -> str:
+    return "" if value is None else format(value, format_spec)
 
 
 _CELLS: dict[str, Callable[[RunStatus], str]] = {

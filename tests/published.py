@@ -118,15 +118,15 @@ def glue_columns(task: str) -> list[str]:
 def glue(folder: Path, task: str, of_each: int = 6) -> Path:
     """train.tsv and dev.tsv of a task; MNLI has two dev files."""
     draw = random.Random(task)
-    form, columns = TASKS[task], glue_columns(task)
+    layout, columns = TASKS[task], glue_columns(task)
     labels = _LABELS.get(task, ["0", "1"])
     folder.mkdir(parents=True)
-    for name in form.splits:
-        lines = ["\t".join(columns)] if not form.names else []
+    for name in layout.splits:
+        lines = ["\t".join(columns)] if not layout.names else []
         for number in range(of_each):
             fields = {column: f"{column}-{number}" for column in columns}
-            fields |= {text: f'{name} "{sentence(draw)}' for text in form.texts}
-            lines.append("\t".join((fields | {form.label: labels[number % len(labels)]}).values()))
+            fields |= {text: f'{name} "{sentence(draw)}' for text in layout.texts}
+            lines.append("\t".join((fields | {layout.label: labels[number % len(labels)]}).values()))
         (folder / f"{name}.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return folder
 

@@ -84,7 +84,7 @@ def lower_bound(preset: str, case: Case, element: int, backward: bool) -> Cost:
 
     Weights count only in a layer: those inside attention are small compared with its tokens.
     """
-    form = attention_of(preset, case)
+    attention = attention_of(preset, case)
     model = Model(
         kind="masked_lm" if case.is_layer else "causal_lm",
         num_layers=1,
@@ -94,17 +94,17 @@ def lower_bound(preset: str, case: Case, element: int, backward: bool) -> Cost:
         ffn_hidden_size=FFN_WIDTH,
         activation="gelu",
         position="none",
-        attention=form,
+        attention=attention,
     )
     row = case.heads * case.head_dim * element
     if case.is_layer:
         parts = forward_flops(model, case.tokens, vocab_size=0)
         weights = 4 * case.width**2 + 2 * case.width * FFN_WIDTH
-        if form.compression is not None:
+        if attention.compression is not None:
             weights += 2 * case.tokens * (case.rank or 0)
         inputs, outputs, constants = 1, 1, weights * element
     else:
-        parts = attention_flops(model, form, case.tokens)
+        parts = attention_flops(model, attention, case.tokens)
         inputs, outputs, constants = 3, 1, 0
     flops = case.all_tokens * sum(parts.values())
     moved = case.all_tokens * row * (inputs + outputs) + constants

@@ -107,9 +107,9 @@ def _layer(implementation: Implementation, case: Case, tensors: Sequence[Tensor]
 
 def layer_core(preset: str, case: Case) -> AttentionLayer:
     """The attention of a bidirectional layer, with random weights."""
-    form = attention_of(preset, case)
+    attention = attention_of(preset, case)
     return build(
-        form, num_heads=case.heads, head_dim=case.head_dim, causal=False, max_positions=case.tokens
+        attention, num_heads=case.heads, head_dim=case.head_dim, causal=False, max_positions=case.tokens
     ).eval()
 
 

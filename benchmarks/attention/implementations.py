@@ -82,10 +82,10 @@ def core_of(
     """
     if implementation.build is not None and reference is None:
         return implementation.build(), []
-    form = attention_of(implementation.preset, case)
+    attention = attention_of(implementation.preset, case)
     if not implementation.normalize:
-        return partial(kernel_attention, feature_map=form.feature_map.name, normalize=False), []
-    module = build(form, num_heads=case.heads, head_dim=case.head_dim, heads=shard)
+        return partial(kernel_attention, feature_map=attention.feature_map.name, normalize=False), []
+    module = build(attention, num_heads=case.heads, head_dim=case.head_dim, heads=shard)
     module = module.to(device, reference or torch.float32).eval()
     return module, list(module.parameters())
 

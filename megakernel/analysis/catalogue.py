@@ -83,7 +83,7 @@ class Entry:
     """One mechanism, with layers of HEADS heads of width HEAD_DIM for sequences of SEQ_LEN tokens."""
 
     name: str
-    form: Attention
+    attention: Attention
 
     layers: dict[str, AttentionLayer]
     """Kind of model that can use it, "decoder" or "encoder" -> its layer there."""
@@ -96,32 +96,32 @@ class Entry:
     @property
     def tree(self) -> dict[str, Any]:
         """The preset's settings, including those of the mechanism's section if it is outside the algebra."""
-        if self.form.mechanism == "algebra":
+        if self.attention.mechanism == "algebra":
             return PRESETS[self.name]
         kinds = {"eva": Eva, "skyformer": Skyformer, "nystromformer": Nystromformer, "simple_gla": SimpleGla}
-        settings = getattr(self.form, self.form.mechanism) or kinds[self.form.mechanism]()
-        return {**PRESETS[self.name], self.form.mechanism: settings.model_dump()}
+        settings = getattr(self.attention, self.attention.mechanism) or kinds[self.attention.mechanism]()
+        return {**PRESETS[self.name], self.attention.mechanism: settings.model_dump()}
 
     @property
     def growth(self) -> float:
         """Factor by which FLOPs grow when a long sequence doubles: 2 is linear, 4 quadratic."""
         sizes = {"num_layers": 1, "hidden_size": HEADS * HEAD_DIM, "num_heads": HEADS, "position": "none"}
         kind = "causal_lm" if self.layer.causal else "masked_lm"
-        model = Model.model_validate({**sizes, "kind": kind, "attention": self.form})
-        short, long = (n * sum(attention_flops(model, self.form, n).values()) for n in (2**19, 2**20))
+        model = Model.model_validate({**sizes, "kind": kind, "attention": self.attention})
+        short, long = (n * sum(attention_flops(model, self.attention, n).values()) for n in (2**19, 2**20))
         return long / short
 
     def parameters(self, shared: bool = False) -> int:
         """Learned numbers besides the layer's projections; shared: only those that every tensor rank has a copy of."""
         sharded = self.layer.sharded_parameters() if shared else ()
-        of_heads, of_all = self.form.optional_parameters(SHAPE)
+        of_heads, of_all = self.attention.optional_parameters(SHAPE)
         around = of_all if shared else of_heads + of_all
         return around + sum(x.numel() for key, x in self.layer.named_parameters() if key not in sharded)
 
     @property
     def state_size(self) -> int | None:
         """Size of the decoding state in numbers; None if there is none or it grows with the tokens."""
-        return self.form.state_sizes(SHAPE)[0] if self.layer.is_recurrent else None
+        return self.attention.state_sizes(SHAPE)[0] if self.layer.is_recurrent else None
 
 
 def catalogue() -> list[Entry]:
@@ -131,8 +131,10 @@ def catalogue() -> list[Entry]:
 
 def entry(name: str) -> Entry:
     """The entry of one preset."""
-    form = Attention.model_validate(expand_preset(name))
-    usable = {"decoder": form.mixes_future_tokens is None, "encoder": form.looks_back_only is None}
+    attention = Attention.model_validate(expand_preset(name))
+    usable = {"decoder": attention.mixes_future_tokens is None, "encoder": attention.looks_back_only is None}
     make = partial(build, name, num_heads=HEADS, head_dim=HEAD_DIM, max_positions=SEQ_LEN)
     with torch.device("cpu"):
-        return Entry(name, form, {kind: make(causal=kind == "decoder") for kind in usable if usable[kind]})
+        return Entry(
+            name, attention, {kind: make(causal=kind == "decoder") for kind in usable if usable[kind]}
+        )

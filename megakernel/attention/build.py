@@ -33,20 +33,20 @@ def build(
     Raises:
         ValueError: an unknown preset or key, heads that do not divide, a mechanism that cannot be (or must be) causal.
     """
-    form = (
+    config = (
         attention if isinstance(attention, Attention) else Attention.model_validate(expand_preset(attention))
     )
-    if causal and form.mixes_future_tokens:
+    if causal and config.mixes_future_tokens:
         raise ValueError(
-            f"{form.mixes_future_tokens}; build with causal=False or take compression: block with near"
+            f"{config.mixes_future_tokens}; build with causal=False or take compression: block with near"
         )
-    if form.looks_back_only and not causal:
-        raise ValueError(f"{form.looks_back_only}; remove it or build with causal=True")
+    if config.looks_back_only and not causal:
+        raise ValueError(f"{config.looks_back_only}; remove it or build with causal=True")
     settings = LayerSettings(
         num_heads, num_kv_heads or num_heads, head_dim, causal, max_positions, seed, heads, softmax_exchange
     )
-    spec = form.spec
-    return layer_class((causal and spec.causal_layer) or spec.layer)(form, settings)
+    spec = config.spec
+    return layer_class((causal and spec.causal_layer) or spec.layer)(config, settings)
 
 
 def layer_class(path: str) -> type[AttentionLayer]:

@@ -142,9 +142,9 @@ def _real_mask(length: int, size: int, counts: Tensor | None, device: torch.devi
 class EvaAttention(AttentionLayer):
     """Bidirectional EVA. A sequence is one document; context-parallel shards use the Ulysses all-to-all."""
 
-    def __init__(self, form: Attention, settings: LayerSettings):
-        super().__init__(form, settings)
-        self.eva = form.eva or Eva()
+    def __init__(self, config: Attention, settings: LayerSettings):
+        super().__init__(config, settings)
+        self.eva = config.eva or Eva()
         self.summaries = ChunkSummarizer(settings, 0.5, count_padding=self.eva.published_padding)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Any]:
@@ -194,9 +194,9 @@ def _extend_windows(x: Tensor, reach: int) -> Tensor:
 class CausalEvaAttention(AttentionLayer):
     """Causal EVA: a token sees its window up to itself, and the chunks that end before its own chunk begins."""
 
-    def __init__(self, form: Attention, settings: LayerSettings):
-        super().__init__(form, settings)
-        self.eva = eva = form.eva or Eva()
+    def __init__(self, config: Attention, settings: LayerSettings):
+        super().__init__(config, settings)
+        self.eva = eva = config.eva or Eva()
         self.blocks = 2 if eva.overlap else 1
         self.near_window = (eva.window_size, self.blocks)
         self.halo = max(eva.window_size * self.blocks, eva.chunk_size)
@@ -250,9 +250,9 @@ class FlurkaEvaAttention(LowRankAttention):
     A window attends the keys of its own chunk exactly, and the summaries of all chunks.
     """
 
-    def __init__(self, form: Attention, settings: LayerSettings):
-        super().__init__(form, settings)
-        self.eva = form.eva or Eva()
+    def __init__(self, config: Attention, settings: LayerSettings):
+        super().__init__(config, settings)
+        self.eva = config.eva or Eva()
         self.summaries = ChunkSummarizer(settings, 0.5)
 
     def _attend(

@@ -28,9 +28,9 @@ Draw = Callable[[torch.Generator], Tensor]
 class Projection(FullPrecision):
     """Returns the projection of the op's feature map when called; this base class is for maps without one."""
 
-    def __init__(self, form: FeatureMap, settings: LayerSettings):
+    def __init__(self, config: FeatureMap, settings: LayerSettings):
         super().__init__()
-        self.feature_map = op_map(form)
+        self.feature_map = op_map(config)
         """The map's name and options for the op."""
 
     def sharded_parameters(self) -> dict[str, int]:
@@ -45,8 +45,8 @@ class Projection(FullPrecision):
 class Hedgehog(Projection):
     """A learned W per key head, initialized as the identity."""
 
-    def __init__(self, form: FeatureMap, settings: LayerSettings):
-        super().__init__(form, settings)
+    def __init__(self, config: FeatureMap, settings: LayerSettings):
+        super().__init__(config, settings)
         self.matrix = nn.Parameter(torch.eye(settings.head_dim).repeat(len(settings.kv_heads), 1, 1))
 
     def forward(self) -> Tensor:
@@ -58,24 +58,24 @@ class Hedgehog(Projection):
 class RandomMatrix(Projection):
     """A Gaussian omega that is not learned: orthogonal rows for favor, independent rows for rff."""
 
-    def __init__(self, form: FeatureMap, settings: LayerSettings):
-        super().__init__(form, settings)
-        rows = orthogonal_gaussian if form.name == "favor" else gaussian
-        samples = form.sample_count(settings.head_dim)
+    def __init__(self, config: FeatureMap, settings: LayerSettings):
+        super().__init__(config, settings)
+        rows = orthogonal_gaussian if config.name == "favor" else gaussian
+        samples = config.sample_count(settings.head_dim)
         draw = draw_per_head(settings, lambda stream: rows(samples, settings.head_dim, stream))
-        self.matrix = Noise(draw, form.redraw_interval)
+        self.matrix = Noise(draw, config.redraw_interval)
 
     def forward(self) -> Tensor:
         """omega, (H_kv, M, d)."""
         return self.matrix()
 
 
-def op_map(form: FeatureMap) -> ops.FeatureMap:
+def op_map(config: FeatureMap) -> ops.FeatureMap:
     """The op's feature map; the op does not depend on where omega comes from."""
-    name: str = "rks" if form.name == "rff" else form.name
+    name: str = "rks" if config.name == "rff" else config.name
     if name.endswith(("_rks", "_prf")):
         name = name[-3:]
-    return ops.FeatureMap(name, form.components if form.kind == "gmm" else 1, form.smoothing)
+    return ops.FeatureMap(name, config.components if config.kind == "gmm" else 1, config.smoothing)
 
 
 def draw_per_head(settings: LayerSettings, draw: Draw) -> Callable[[int], Tensor]:
@@ -201,14 +201,14 @@ class GaussianMixture(Projection):
     standard deviations sigma_c in place of S_c. Initial values are KL's, whose bounds depend on the layer's key heads.
     """
 
-    def __init__(self, form: FeatureMap, settings: LayerSettings):
-        super().__init__(form, settings)
+    def __init__(self, config: FeatureMap, settings: LayerSettings):
+        super().__init__(config, settings)
         head_dim, total_heads = settings.head_dim, settings.num_kv_heads
-        self.full = form.name == "gmm_rks"
-        self.tied = form.is_tied
-        samples, components = form.sample_count(head_dim), 1 if self.tied else form.components
+        self.full = config.name == "gmm_rks"
+        self.tied = config.is_tied
+        samples, components = config.sample_count(head_dim), 1 if self.tied else config.components
         draw = draw_per_head(settings, lambda stream: gaussian(samples, head_dim, stream))
-        self.noise = Noise(draw, form.redraw_interval)
+        self.noise = Noise(draw, config.redraw_interval)
 
         shape: tuple[int, ...] = (components, head_dim)
         self.mean = _uniform(head_dim ** (-1 if self.full else -0.5), shape, settings, "mean")
@@ -234,11 +234,11 @@ class GaussianMixture(Projection):
 class FastFoodProjection(Projection):
     """Blocks S H G Pi H B / sqrt(n) per key head (KL eq. 6); the diagonals named in `learn` are parameters."""
 
-    def __init__(self, form: FeatureMap, settings: LayerSettings):
-        super().__init__(form, settings)
+    def __init__(self, config: FeatureMap, settings: LayerSettings):
+        super().__init__(config, settings)
         head_dim = settings.head_dim
-        blocks, size = form.sample_count(head_dim) // head_dim, padded_width(head_dim)
-        learned = {"SGB": ("scales", "gaussians", "signs"), "S": ("scales",), "fixed": ()}[form.learn]
+        blocks, size = config.sample_count(head_dim) // head_dim, padded_width(head_dim)
+        learned = {"SGB": ("scales", "gaussians", "signs"), "S": ("scales",), "fixed": ()}[config.learn]
         for index, name in enumerate(FastFood._fields):
             fixed = Noise(draw_per_head(settings, partial(draw_fastfood_field, index, blocks, size)))
             setattr(self, name, nn.Parameter(fixed.values) if name in learned else fixed)
@@ -252,12 +252,13 @@ class FastFoodProjection(Projection):
 class GenerativeProjection(Projection):
     """omega = g(n); the heads of a layer share g and the noise n (KL eq. 7)."""
 
-    def __init__(self, form: FeatureMap, settings: LayerSettings):
-        super().__init__(form, settings)
+    def __init__(self, config: FeatureMap, settings: LayerSettings):
+        super().__init__(config, settings)
         self.heads, seed, head_dim = settings.heads, settings.seed, settings.head_dim
-        samples = form.sample_count(head_dim)
+        samples = config.sample_count(head_dim)
         self.noise = Noise(
-            lambda number: gaussian(samples, head_dim, generator(seed, SHARED, number)), form.redraw_interval
+            lambda number: gaussian(samples, head_dim, generator(seed, SHARED, number)),
+            config.redraw_interval,
         )
         self.generator = FrequencyGenerator([head_dim] * 6, generator(seed, SHARED, "generator"))
 
@@ -302,11 +303,11 @@ _KINDS: dict[str, type[Projection]] = {
 """Prefix of a map's name -> projection; other maps have none."""
 
 
-def build_projection(form: FeatureMap, settings: LayerSettings) -> Projection:
+def build_projection(config: FeatureMap, settings: LayerSettings) -> Projection:
     """The projection of one layer for the key heads of one shard.
 
     Random numbers are a function of (seed, head, draw). Raises ValueError for options that do not fit head_dim.
     """
-    if problems := list(form.problems_at(settings.head_dim)):
+    if problems := list(config.problems_at(settings.head_dim)):
         raise ConfigError(problems)
-    return _KINDS.get(form.name.partition("_")[0], Projection)(form, settings)
+    return _KINDS.get(config.name.partition("_")[0], Projection)(config, settings)

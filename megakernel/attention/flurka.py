@@ -37,25 +37,25 @@ class FlurkaAttention(NearFarAttention):
     r = b is MLK, and m remains the landmark token count, because near and far weigh a token by sum_r pi_r.
     """
 
-    def __init__(self, form: Attention, settings: LayerSettings):
-        super().__init__(form, settings)
-        assert isinstance(form.compression, BlockCompression)
-        assert form.feature_map is not None
-        self.projection = build_projection(form.feature_map, settings)
-        self.mixture = build_mixture(form.mixture, settings)
+    def __init__(self, config: Attention, settings: LayerSettings):
+        super().__init__(config, settings)
+        assert isinstance(config.compression, BlockCompression)
+        assert config.feature_map is not None
+        self.projection = build_projection(config.feature_map, settings)
+        self.mixture = build_mixture(config.mixture, settings)
         logits = pooling_logits(self.rank, self.block_size)
-        self.per_head = form.compression.per_head
+        self.per_head = config.compression.per_head
         if self.per_head:
             logits = logits.repeat(len(self.kv_heads), 1, 1)
         else:
             self.shared = ("pool_keys", "pool_values")
         self.pool_keys = nn.Parameter(logits.clone())
-        self.pool_values = None if form.compression.share_kv else nn.Parameter(logits.clone())
+        self.pool_values = None if config.compression.share_kv else nn.Parameter(logits.clone())
         self.create_merge_parameters()
-        self.far_decay = form.far_decay
+        self.far_decay = config.far_decay
         if self.far_decay == "gate":
             self.decay_bias = nn.Parameter(torch.zeros(len(self.kv_heads)))
-        at_zero = form.feature_map.similarity_at_zero(self.head_dim)
+        at_zero = config.feature_map.similarity_at_zero(self.head_dim)
         self.matched_scale = -math.log(at_zero) if at_zero else 0.0
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Any]:

@@ -19,11 +19,11 @@ class KernelAttention(AttentionLayer):
     Context-parallel shards exchange prefix states, and suffix states too if the layer is bidirectional.
     """
 
-    def __init__(self, form: Attention, settings: LayerSettings):
-        super().__init__(form, settings)
-        assert form.feature_map is not None
-        self.projection = build_projection(form.feature_map, settings)
-        self.mixture = build_mixture(form.mixture, settings)
+    def __init__(self, config: Attention, settings: LayerSettings):
+        super().__init__(config, settings)
+        assert config.feature_map is not None
+        self.projection = build_projection(config.feature_map, settings)
+        self.mixture = build_mixture(config.mixture, settings)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Any]:
         """See AttentionLayer."""

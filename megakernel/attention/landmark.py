@@ -36,11 +36,11 @@ class LandmarkState(NamedTuple):
 class LandmarkAttention(NearFarAttention):
     """Weights exp(q.k / sqrt(d)) on tokens of the window, and m exp(q.k~ / sqrt(d)) on landmarks k~ = E k_block."""
 
-    def __init__(self, form: Attention, settings: LayerSettings):
-        super().__init__(form, settings)
-        assert form.compression is not None
-        self.compressor = Compressor(form.compression, settings)
-        self.mixture = build_mixture(form.mixture, settings)
+    def __init__(self, config: Attention, settings: LayerSettings):
+        super().__init__(config, settings)
+        assert config.compression is not None
+        self.compressor = Compressor(config.compression, settings)
+        self.mixture = build_mixture(config.mixture, settings)
         self.create_merge_parameters()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Any]:

@@ -74,16 +74,16 @@ class AttentionLayer(nn.Module, ABC):
     near_window: tuple[int, int] | None = None
     """(b, blocks): the layer attends exactly to a token's current block of b tokens and the blocks - 1 before it."""
 
-    def __init__(self, form: Attention, settings: LayerSettings):
-        """form: the mechanism. ValueError: heads that do not divide."""
+    def __init__(self, config: Attention, settings: LayerSettings):
+        """config: the mechanism. ValueError: heads that do not divide."""
         super().__init__()
-        self.spec = form.spec
+        self.spec = config.spec
         heads, kv_heads = settings.num_heads, settings.num_kv_heads
         if heads % kv_heads:
             raise ValueError(f"num_heads={heads} is not a multiple of num_kv_heads={kv_heads}")
         self.heads, self.head_dim, self.causal = settings.heads, settings.head_dim, settings.causal
         self.query_heads, self.kv_heads = settings.query_heads, settings.kv_heads
-        self.keys_per_head, self.keys_at_position = form.keys_per_head, form.keys_at_position
+        self.keys_per_head, self.keys_at_position = config.keys_per_head, config.keys_at_position
 
     @property
     def state_sizes(self) -> tuple[int, int]:

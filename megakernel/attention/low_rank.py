@@ -27,16 +27,16 @@ class LowRankAttention(AttentionLayer):
     k~ + b_r, so that both equations agree whatever the rows of E sum to.
     """
 
-    def __init__(self, form: Attention, settings: LayerSettings):
-        super().__init__(form, settings)
-        assert form.compression is not None
-        self.compresses_input = form.compresses_input
-        self.far_rope = form.far_rope
-        self.compressor = Compressor(form.compression, settings)
-        self.mixture = build_mixture(form.mixture, settings)
+    def __init__(self, config: Attention, settings: LayerSettings):
+        super().__init__(config, settings)
+        assert config.compression is not None
+        self.compresses_input = config.compresses_input
+        self.far_rope = config.far_rope
+        self.compressor = Compressor(config.compression, settings)
+        self.mixture = build_mixture(config.mixture, settings)
         self.projection = None
-        if form.feature_map is not None:
-            self.projection = build_projection(form.feature_map, settings)
+        if config.feature_map is not None:
+            self.projection = build_projection(config.feature_map, settings)
 
     def compress(self, x: Tensor, *, first: int, length: int) -> Tensor:
         """Contribution of n tokens of the layer's input to its landmarks.

@@ -71,9 +71,9 @@ class KeyMixture(FullPrecision):
         self.counted.zero_()
 
 
-def build_mixture(form: Mixture | None, settings: LayerSettings) -> KeyMixture | None:
+def build_mixture(config: Mixture | None, settings: LayerSettings) -> KeyMixture | None:
     """The mixture of one layer for the key heads of one shard; None with one key per position."""
-    return None if form is None else KeyMixture(form, settings)
+    return None if config is None else KeyMixture(config, settings)
 
 
 def priors_and_shift(mixture: KeyMixture | None) -> tuple[Tensor | None, Tensor | None]:
@@ -96,12 +96,12 @@ class PairwiseAttention(AttentionLayer):
     Context-parallel shards use the Ulysses all-to-all, so each sees whole sequences.
     """
 
-    def __init__(self, form: Attention, settings: LayerSettings):
-        super().__init__(form, settings)
-        assert form.similarity != "kernel"
-        self.similarity, self.normalize = form.similarity, form.normalize
-        self.variances = None if form.mixture is None else form.mixture.sigma2
-        self.mixture = build_mixture(form.mixture, settings)
+    def __init__(self, config: Attention, settings: LayerSettings):
+        super().__init__(config, settings)
+        assert config.similarity != "kernel"
+        self.similarity, self.normalize = config.similarity, config.normalize
+        self.variances = None if config.mixture is None else config.mixture.sigma2
+        self.mixture = build_mixture(config.mixture, settings)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Any]:
         """See AttentionLayer."""

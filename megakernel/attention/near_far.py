@@ -64,12 +64,12 @@ class NearFarAttention(AttentionLayer):
     landmarks if the window is softmax.
     """
 
-    def __init__(self, form: Attention, settings: LayerSettings):
-        super().__init__(form, settings)
-        assert isinstance(form.compression, BlockCompression)
-        assert form.near is not None
-        self.near, self.far_rope = form.near, form.far_rope
-        self.rank, self.block_size = form.compression.rank, form.compression.block_size
+    def __init__(self, config: Attention, settings: LayerSettings):
+        super().__init__(config, settings)
+        assert isinstance(config.compression, BlockCompression)
+        assert config.near is not None
+        self.near, self.far_rope = config.near, config.far_rope
+        self.rank, self.block_size = config.compression.rank, config.compression.block_size
         self.near_window = (self.block_size, self.near.blocks)
         self.near_dropout: NearDropout | None = None
 

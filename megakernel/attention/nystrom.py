@@ -29,9 +29,9 @@ class SkyformerAttention(AttentionLayer):
     Ulysses all-to-all.
     """
 
-    def __init__(self, form: Attention, settings: LayerSettings):
-        super().__init__(form, settings)
-        skyformer = form.skyformer or Skyformer()
+    def __init__(self, config: Attention, settings: LayerSettings):
+        super().__init__(config, settings)
+        skyformer = config.skyformer or Skyformer()
         self.per_head, self.stratified = skyformer.per_head, skyformer.draw == "stratified"
         self.invert: Callable[[Tensor], Tensor] = exact_inverse
         if skyformer.inverse == "iterative":
@@ -85,9 +85,9 @@ class NystromformerAttention(AttentionLayer):
     all-to-all.
     """
 
-    def __init__(self, form: Attention, settings: LayerSettings):
-        super().__init__(form, settings)
-        nystrom = form.nystromformer or Nystromformer()
+    def __init__(self, config: Attention, settings: LayerSettings):
+        super().__init__(config, settings)
+        nystrom = config.nystromformer or Nystromformer()
         self.landmarks = nystrom.landmarks
         self.convolution: nn.Parameter | None = None
         if nystrom.conv_kernel is not None:

@@ -23,9 +23,9 @@ class SimpleGlaAttention(AttentionLayer):
     Context-parallel shards exchange states and their decay factors.
     """
 
-    def __init__(self, form: Attention, settings: LayerSettings):
-        super().__init__(form, settings)
-        options = form.simple_gla or SimpleGla()
+    def __init__(self, config: Attention, settings: LayerSettings):
+        super().__init__(config, settings)
+        options = config.simple_gla or SimpleGla()
         self.decay, self.normalizer = options.decay, options.gate_logit_normalizer
         if self.decay == "gate":
             self.decay_bias = nn.Parameter(torch.zeros(len(self.kv_heads)))

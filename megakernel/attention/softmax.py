@@ -24,9 +24,9 @@ class SoftmaxAttention(AttentionLayer):
     `exchange` is ring, they use `ring_attention`.
     """
 
-    def __init__(self, form: Attention, settings: LayerSettings):
-        super().__init__(form, settings)
-        self.window, self.softcap = form.window, form.softcap
+    def __init__(self, config: Attention, settings: LayerSettings):
+        super().__init__(config, settings)
+        self.window, self.softcap = config.window, config.softcap
         self.exchange = settings.softmax_exchange
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Any]:
@@ -58,14 +58,14 @@ class SoftmaxAttention(AttentionLayer):
 class LocalAttention(AttentionLayer):
     """Causal softmax over a token's current block and optionally the previous one."""
 
-    def __init__(self, form: Attention, settings: LayerSettings):
-        super().__init__(form, settings)
-        assert form.near is not None
-        assert form.near.block_size is not None
-        self.block_size = form.near.block_size
-        self.blocks = form.near.blocks
+    def __init__(self, config: Attention, settings: LayerSettings):
+        super().__init__(config, settings)
+        assert config.near is not None
+        assert config.near.block_size is not None
+        self.block_size = config.near.block_size
+        self.blocks = config.near.blocks
         self.near_window = (self.block_size, self.blocks)
-        self.mixture = build_mixture(form.mixture, settings)
+        self.mixture = build_mixture(config.mixture, settings)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Any]:
         """See AttentionLayer."""

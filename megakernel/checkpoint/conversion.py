@@ -164,11 +164,11 @@ def _core_recipes(old_names: set[str], before: Model, after: Model, index: int) 
     return recipes | {name: recipe for name, recipe in pools.items() if name in wanted}
 
 
-def _tensor_names(form: Attention, model: Model) -> set[str]:
+def _tensor_names(config: Attention, model: Model) -> set[str]:
     """Names of a mechanism's parameters and buffers, which do not depend on the number of heads."""
     with torch.device("meta"):
         core = attention.build(
-            form,
+            config,
             num_heads=1,
             head_dim=model.head_size,
             causal=model.is_causal,

@@ -67,7 +67,7 @@ def model_card(name: str, step: int, model: Model, seq_len: int, model_type: str
     return text + "".join(f"\n{part}\n" for part in (["## Evaluation", *tables] if tables else []))
 
 
-def _mechanism_name(form: Attention) -> str:
+def _mechanism_name(attention: Attention) -> str:
     """Name of the mechanism, with its feature map."""
-    kind = form.spec.layer.partition(".")[0].replace("_", " ")
-    return kind if form.feature_map is None else f"{kind} ({form.feature_map.name})"
+    kind = attention.spec.layer.partition(".")[0].replace("_", " ")
+    return kind if attention.feature_map is None else f"{kind} ({attention.feature_map.name})"

@@ -98,7 +98,9 @@ class Mechanism:
         return self.causal_exchanges if causal and self.causal_exchanges is not None else self.exchanges
 
 
-def _nystrom(form: Algebra, layer: str, count: int, iterative: bool = True, filtered: int = 0) -> Mechanism:
+def _nystrom(
+    attention: Algebra, layer: str, count: int, iterative: bool = True, filtered: int = 0
+) -> Mechanism:
     """Nyström approximation of the attention matrix by `count` landmarks of the sequence.
 
     FLOPs count matrix products (of distances too), not means. iterative: count the inverse; the exact one is for
@@ -122,25 +124,25 @@ def _nystrom(form: Algebra, layer: str, count: int, iterative: bool = True, filt
         layer=layer,
         exchanges=("heads",),
         flops=flops,
-        mixes_future_tokens=f"{form.mechanism} draws landmarks from the whole sequence",
-        changes_constants=f"{form.mechanism} approximates the sum of its weights, too",
+        mixes_future_tokens=f"{attention.mechanism} draws landmarks from the whole sequence",
+        changes_constants=f"{attention.mechanism} approximates the sum of its weights, too",
     )
 
 
-def _skyformer(form: Algebra) -> Mechanism:
-    sky = form.skyformer or Skyformer()
+def _skyformer(attention: Algebra) -> Mechanism:
+    sky = attention.skyformer or Skyformer()
     iterative = sky.inverse == "iterative"
-    return _nystrom(form, "nystrom.SkyformerAttention", sky.features, iterative)
+    return _nystrom(attention, "nystrom.SkyformerAttention", sky.features, iterative)
 
 
-def _nystromformer(form: Algebra) -> Mechanism:
-    nystrom = form.nystromformer or Nystromformer()
+def _nystromformer(attention: Algebra) -> Mechanism:
+    nystrom = attention.nystromformer or Nystromformer()
     layer, filtered = "nystrom.NystromformerAttention", nystrom.conv_kernel or 0
-    return _nystrom(form, layer, nystrom.landmarks, filtered=filtered)
+    return _nystrom(attention, layer, nystrom.landmarks, filtered=filtered)
 
 
-def _eva(form: Algebra) -> Mechanism:
-    eva = form.eva or Eva()
+def _eva(attention: Algebra) -> Mechanism:
+    eva = attention.eva or Eva()
     window, chunk = eva.window_size, eva.chunk_size
 
     def flops(shape: LayerShape) -> Parts:
@@ -176,9 +178,9 @@ def _eva_parts(shape: LayerShape, chunk: int, chunks: float, near: float, share:
     }
 
 
-def _simple_gla(form: Algebra) -> Mechanism:
+def _simple_gla(attention: Algebra) -> Mechanism:
     """Recurrent state with decay; FLOPs are those of the recurrence, not of its form in chunks of 64 tokens."""
-    settings = form.simple_gla or SimpleGla()
+    settings = attention.simple_gla or SimpleGla()
     corrects = settings.update == "delta"
     return Mechanism(
         layer="gated_delta.GatedDeltaAttention" if corrects else "simple_gla.SimpleGlaAttention",
@@ -195,22 +197,22 @@ def _simple_gla(form: Algebra) -> Mechanism:
     )
 
 
-def _low_rank(form: Algebra) -> Mechanism:
+def _low_rank(attention: Algebra) -> Mechanism:
     """Every query sees all landmarks of its sequence, under softmax or a kernel, or as EVA's chunks."""
-    compression = form.compression
+    compression = attention.compression
     assert compression is not None
-    window = (form.eva or Eva()).window_size if form.mechanism == "eva" else None
+    window = (attention.eva or Eva()).window_size if attention.mechanism == "eva" else None
 
     def flops(shape: LayerShape) -> Parts:
         share = landmarks_per_token(compression, shape.seq_len)
-        parts = {"landmarks": _compression_flops(form, shape)}
+        parts = {"landmarks": _compression_flops(attention, shape)}
         if window is not None:
             chunks = -(-shape.seq_len // window)
             return parts | _eva_parts(shape, window, chunks, share * shape.seq_len / chunks, share)
-        if form.feature_map is None:
-            pair = 2 * (form.keys_at_position + 1) * shape.head_dim
+        if attention.feature_map is None:
+            pair = 2 * (attention.keys_at_position + 1) * shape.head_dim
             return parts | {"far": shape.heads * share * shape.seq_len * pair}
-        return parts | _state_flops(form.feature_map, shape, form.keys_at_position * share, share)
+        return parts | _state_flops(attention.feature_map, shape, attention.keys_at_position * share, share)
 
     linformer = compression.kind == "linformer"
     return Mechanism(
@@ -223,18 +225,18 @@ def _low_rank(form: Algebra) -> Mechanism:
     )
 
 
-def _near_far(form: Algebra) -> Mechanism:
+def _near_far(attention: Algebra) -> Mechanism:
     """Exact window and landmarks of the blocks before it, weighed by phi (FLuRKA) or softmax (causal Linformer)."""
-    near, phi, keys = form.near, form.feature_map, form.keys_at_position
+    near, phi, keys = attention.near, attention.feature_map, attention.keys_at_position
     assert near is not None
-    assert form.compression is not None
-    rank = getattr(form.compression, "rank", 1)
-    block = getattr(form.compression, "block_size", 1)
+    assert attention.compression is not None
+    rank = getattr(attention.compression, "rank", 1)
+    block = getattr(attention.compression, "block_size", 1)
     gated = (near.kind, near.join) == ("softmax", "gated")
 
     def flops(shape: LayerShape) -> Parts:
         pair = 2 * (keys + 1) * shape.head_dim
-        parts = {"landmarks": _compression_flops(form, shape)}
+        parts = {"landmarks": _compression_flops(attention, shape)}
         if phi is None:
             far = rank * mean_complete_blocks(shape.seq_len, block, near.blocks)
             parts["far"] = far * (shape.heads * pair)
@@ -250,7 +252,7 @@ def _near_far(form: Algebra) -> Mechanism:
 
     def state_sizes(shape: LayerShape) -> tuple[int, int]:
         width = shape.kv_heads * shape.head_dim
-        tail = (form.keys_per_head + 1) * width * block * near.blocks
+        tail = (attention.keys_per_head + 1) * width * block * near.blocks
         if phi is None:
             return tail, (keys + 1) * width * rank // block
         return tail + shape.kv_heads * phi.width(shape.head_dim) * (shape.head_dim + 1), 0
@@ -260,29 +262,29 @@ def _near_far(form: Algebra) -> Mechanism:
         exchanges=("halo", "landmarks" if phi is None else "state"),
         flops=flops,
         state_sizes=state_sizes,
-        block_size=getattr(form.compression, "block_size", None),
+        block_size=getattr(attention.compression, "block_size", None),
         looks_back_only=_looks_back(near),
         is_gated=gated and phi is not None,
-        further=1 if form.far_decay == "gate" else 0,
+        further=1 if attention.far_decay == "gate" else 0,
     )
 
 
-def _local(form: Algebra) -> Mechanism:
+def _local(attention: Algebra) -> Mechanism:
     """Softmax over a window of blocks alone."""
-    near = form.near
+    near = attention.near
     assert near is not None
     block = near.block_size or 1
 
     def flops(shape: LayerShape) -> Parts:
         keys = mean_local_keys(shape.seq_len, block, near.blocks)
-        return {"near": shape.heads * keys * 2 * (form.keys_at_position + 1) * shape.head_dim}
+        return {"near": shape.heads * keys * 2 * (attention.keys_at_position + 1) * shape.head_dim}
 
     return Mechanism(
         layer="softmax.LocalAttention",
         exchanges=("halo",),
         flops=flops,
         state_sizes=lambda shape: (
-            shape.kv_heads * (form.keys_per_head + 1) * shape.head_dim * block * near.blocks,
+            shape.kv_heads * (attention.keys_per_head + 1) * shape.head_dim * block * near.blocks,
             0,
         ),
         block_size=near.block_size,
@@ -294,21 +296,21 @@ def _looks_back(near: Near) -> str:
     return f"a near window of kind: {near.kind} looks back only"
 
 
-def _kernel(form: Algebra) -> Mechanism:
+def _kernel(attention: Algebra) -> Mechanism:
     """phi(q).phi(k) with a running sum as state."""
-    phi = form.feature_map or FeatureMap(name="elu")
+    phi = attention.feature_map or FeatureMap(name="elu")
     return Mechanism(
         layer="kernel.KernelAttention",
         exchanges=("state",),
-        flops=lambda shape: _state_flops(phi, shape, form.keys_at_position, 1),
+        flops=lambda shape: _state_flops(phi, shape, attention.keys_at_position, 1),
         state_sizes=lambda shape: (shape.kv_heads * phi.width(shape.head_dim) * (shape.head_dim + 1), 0),
     )
 
 
-def _every_pair(form: Algebra) -> Mechanism:
+def _every_pair(attention: Algebra) -> Mechanism:
     """Quadratic attention: softmax, optionally in a sliding window, a Gaussian kernel, or M keys per position."""
-    window, keys = form.window, form.keys_at_position
-    plain = form.similarity == "softmax" and form.mixture is None
+    window, keys = attention.window, attention.keys_at_position
+    plain = attention.similarity == "softmax" and attention.mixture is None
 
     def flops(shape: LayerShape) -> Parts:
         seen = mean_local_keys(shape.seq_len, shape.seq_len, 1) if shape.causal else shape.seq_len
@@ -324,32 +326,32 @@ def _every_pair(form: Algebra) -> Mechanism:
     return Mechanism(
         layer="softmax.SoftmaxAttention" if plain else "mixture.PairwiseAttention",
         # Ring attention does not support softcap.
-        exchanges=("heads or ring",) if plain and form.softcap is None else ("heads",),
+        exchanges=("heads or ring",) if plain and attention.softcap is None else ("heads",),
         flops=flops,
         state_sizes=state_sizes,
         weighs_every_pair=True,
         looks_back_only=None if window is None else "a window of the last tokens looks back only",
-        changes_constants=None if form.normalize else "normalize: false divides by nothing",
+        changes_constants=None if attention.normalize else "normalize: false divides by nothing",
     )
 
 
 MECHANISMS: tuple[tuple[Callable[[Algebra], bool], Callable[[Algebra], Mechanism]], ...] = (
-    (lambda form: form.mechanism == "skyformer", _skyformer),
-    (lambda form: form.mechanism == "nystromformer", _nystromformer),
-    (lambda form: form.mechanism == "simple_gla", _simple_gla),
-    (lambda form: form.mechanism == "eva" and form.compression is None, _eva),
-    (lambda form: form.compression is not None and form.near is None, _low_rank),
-    (lambda form: form.compression is not None, _near_far),
-    (lambda form: form.near is not None, _local),
-    (lambda form: form.similarity == "kernel", _kernel),
-    (lambda form: True, _every_pair),
+    (lambda attention: attention.mechanism == "skyformer", _skyformer),
+    (lambda attention: attention.mechanism == "nystromformer", _nystromformer),
+    (lambda attention: attention.mechanism == "simple_gla", _simple_gla),
+    (lambda attention: attention.mechanism == "eva" and attention.compression is None, _eva),
+    (lambda attention: attention.compression is not None and attention.near is None, _low_rank),
+    (lambda attention: attention.compression is not None, _near_far),
+    (lambda attention: attention.near is not None, _local),
+    (lambda attention: attention.similarity == "kernel", _kernel),
+    (lambda attention: True, _every_pair),
 )
 """(condition on a layer's settings, builder); the first whose condition holds applies."""
 
 
-def mechanism_of(form: Algebra) -> Mechanism:
+def mechanism_of(attention: Algebra) -> Mechanism:
     """The mechanism that a layer's settings describe."""
-    return next(build for matches, build in MECHANISMS if matches(form))(form)
+    return next(build for matches, build in MECHANISMS if matches(attention))(attention)
 
 
 def mean_local_keys(seq_len: int, block_size: int, blocks: int) -> float:
@@ -384,13 +386,13 @@ def landmarks_per_token(compression: Compression, seq_len: int) -> float:
     return rank * -(-seq_len // compression.block_size) / seq_len
 
 
-def _compression_flops(form: Algebra, shape: LayerShape) -> float:
+def _compression_flops(attention: Algebra, shape: LayerShape) -> float:
     """Forward FLOPs per token of E x and F x: every token contributes to all landmarks of its block or sequence."""
-    compression = form.compression
+    compression = attention.compression
     assert compression is not None
     rank = 1 if isinstance(compression, PoolCompression) else compression.rank
-    if not form.compresses_input:
-        return shape.kv_heads * rank * 2 * (form.keys_per_head + 1) * shape.head_dim
+    if not attention.compresses_input:
+        return shape.kv_heads * rank * 2 * (attention.keys_per_head + 1) * shape.head_dim
     matrices = 1 if getattr(compression, "share_kv", True) else 2
     return matrices * rank * 2 * shape.hidden_size
 

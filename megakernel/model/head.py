@@ -154,16 +154,16 @@ class ClassifierHead(nn.Module):
         super().__init__()
         model = settings.model
         assert model.classifier is not None
-        self.form = model.classifier
+        self.config = model.classifier
         self.tp = settings.mesh.tp
         self.sharded = settings.mesh.sequence_parallel
-        width = model.hidden_size * (4 if self.form.documents == 2 else 1)
+        width = model.hidden_size * (4 if self.config.documents == 2 else 1)
         with seeded_by(settings.seed, "head"):
             self.inner = (
-                _linear(width, model.hidden_size, model.init_std) if self.form.head == "mlp" else None
+                _linear(width, model.hidden_size, model.init_std) if self.config.head == "mlp" else None
             )
             width = width if self.inner is None else model.hidden_size
-            self.output = _linear(width, self.form.num_classes, model.init_std)
+            self.output = _linear(width, self.config.num_classes, model.init_std)
 
     def forward(self, layer_inputs: LayerInputs) -> Tensor:
         """This rank's share of the mean cross entropy in nats over the examples of the global batch.
@@ -172,7 +172,7 @@ class ClassifierHead(nn.Module):
         """
         hidden, positions, labels, num_targets = layer_inputs
         logits = self.logits(hidden, positions)
-        if self.form.num_classes == 1:
+        if self.config.num_classes == 1:
             errors = (logits.squeeze(-1) - labels).masked_fill(labels == IGNORED, 0.0)
             return errors.square().sum() / num_targets.squeeze()
         loss = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
@@ -185,7 +185,7 @@ class ClassifierHead(nn.Module):
     def logits(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """Hidden states (N, B, C) at positions (B, N) -> float32 logits (examples, classes)."""
         documents = self._pooled(hidden, positions).to(self.output.weight.dtype)
-        if self.form.documents == 2:
+        if self.config.documents == 2:
             a, b = documents[0::2], documents[1::2]
             documents = torch.cat([a, b, a * b, a - b], dim=-1)
         if self.inner is not None:
@@ -194,7 +194,7 @@ class ClassifierHead(nn.Module):
 
     def _pooled(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """(B, C) float32: the mean over a sequence's tokens, or the state of its first token."""
-        takes = (positions >= 0) if self.form.pooling == "mean" else (positions == 0)
+        takes = (positions >= 0) if self.config.pooling == "mean" else (positions == 0)
         weights = takes / takes.sum(1, keepdim=True)
         if self.sharded:
             weights = weights.chunk(self.tp.size, dim=1)[self.tp.rank]

@@ -62,8 +62,8 @@ class SelfAttention(nn.Module):
         self.head_dim = model.head_size
         self.kv_heads = model.kv_heads // mesh.tp.size
         self.queries_per_key = model.num_heads // model.kv_heads
-        form = model.layer_attention(index)
-        self.keys_per_head = form.keys_per_head
+        config = model.layer_attention(index)
+        self.keys_per_head = config.keys_per_head
         self.cp_shard = mesh.new_cp_shard()
         self.isolate_documents = settings.isolate_documents
         self.pads = model.classifier is not None
@@ -73,22 +73,22 @@ class SelfAttention(nn.Module):
         heads = model.num_heads + (self.keys_per_head + 1) * model.kv_heads
         self.qkv = column_linear(settings, model.hidden_size, heads * model.head_size, bias=model.qkv_bias)
         self.further = None
-        further = form.spec.further * model.kv_heads
+        further = config.spec.further * model.kv_heads
         if further:
             self.further = column_linear(settings, model.hidden_size, further, bias=False)
         self.query_norm = _qk_norm(settings, model.num_heads)
         self.key_norm = _qk_norm(settings, model.kv_heads * self.keys_per_head)
         self.short_convolution = None
-        if form.short_convolution is not None:
-            self.short_convolution = ShortConvolution(settings, index, form.short_convolution)
-        self.output_norm = HeadNorm(settings) if form.output_norm else None
+        if config.short_convolution is not None:
+            self.short_convolution = ShortConvolution(settings, index, config.short_convolution)
+        self.output_norm = HeadNorm(settings) if config.output_norm else None
         self.output_gate = None
-        if form.output_gate is not None:
-            self.gate_activation = F.silu if form.output_gate == "silu" else torch.sigmoid
+        if config.output_gate is not None:
+            self.gate_activation = F.silu if config.output_gate == "silu" else torch.sigmoid
             gates = model.num_heads * model.head_size
             self.output_gate = column_linear(settings, model.hidden_size, gates, bias=False)
         self.core = attention.build(
-            form,
+            config,
             num_heads=model.num_heads,
             num_kv_heads=model.kv_heads,
             head_dim=model.head_size,

@@ -1,7 +1,7 @@
 """Attention as tensor functions, each with a readable reference and a fast implementation."""
 
 from megakernel.ops.flurka_attention import flurka_attention
-from megakernel.ops.flurka_attention.form import FlurkaState
+from megakernel.ops.flurka_attention.options import FlurkaState
 from megakernel.ops.kernel_attention import kernel_attention
 from megakernel.ops.softmax_attention import SoftmaxState, softmax_attention
 from megakernel.ops.state import KernelState, merge

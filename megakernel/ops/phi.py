@@ -33,16 +33,16 @@ class Phi(NamedTuple):
 
 def features(feature_map: FeatureMap | str, x: Tensor, projection: Projection | None) -> Features:
     """phi(x) for x (B, H_kv, C, L, d) in float32 or better."""
-    form = named(feature_map)
+    feature_map = named(feature_map)
     if isinstance(projection, FastFood):
         # A separate op, which has GPU kernels.
-        values, log_scale = choose(IMPLEMENTATIONS, None)(x, projection, feature_map=form.name)
+        values, log_scale = choose(IMPLEMENTATIONS, None)(x, projection, feature_map=feature_map.name)
     else:
-        values, log_scale = FEATURE_MAPS[form.name].phi(x, projection)
-    if form.components > 1:
-        values = values * form.components**0.5
+        values, log_scale = FEATURE_MAPS[feature_map.name].phi(x, projection)
+    if feature_map.components > 1:
+        values = values * feature_map.components**0.5
     phi = Features(values, log_scale)
-    return _smoothed(phi, form.smoothing) if form.smoothing else phi
+    return _smoothed(phi, feature_map.smoothing) if feature_map.smoothing else phi
 
 
 def _smoothed(phi: Features, constant: float) -> Features:

@@ -20,8 +20,8 @@ BLOCKS = {"compression": {"block_size": BLOCK, "rank": 2}}
 
 def is_sharded_by_tokens_and_heads(preset):
     """Whether a preset is causal and has one key per head; the others have tests of their own."""
-    form = Attention.model_validate(expand_preset(preset))
-    return form.mixes_future_tokens is None and form.keys_per_head == 1
+    config = Attention.model_validate(expand_preset(preset))
+    return config.mixes_future_tokens is None and config.keys_per_head == 1
 
 
 TWO_BLOCKS = "flurka, two blocks, shared join, rotated landmarks"
@@ -56,9 +56,9 @@ def inputs():
     return tensors, torch.stack([torch.arange(TOKENS), packed])
 
 
-def layer(form, heads):
+def layer(config, heads):
     module = attention.build(
-        form, num_heads=HEADS, num_kv_heads=KEY_HEADS, head_dim=DIM, seed=(1, 2), heads=heads
+        config, num_heads=HEADS, num_kv_heads=KEY_HEADS, head_dim=DIM, seed=(1, 2), heads=heads
     ).double()
     # Noise, because initial values do not differ between heads.
     with torch.no_grad():
@@ -71,13 +71,13 @@ def layer(form, heads):
     return module
 
 
-def outputs_and_gradients(form, heads=attention.ALL_HEADS, cp_shard=attention.WHOLE_SEQUENCE):
+def outputs_and_gradients(config, heads=attention.ALL_HEADS, cp_shard=attention.WHOLE_SEQUENCE):
     def local_shard(x):
         return x.chunk(heads.size, 1)[heads.rank].chunk(cp_shard.size, 2)[cp_shard.rank]
 
     tensors, positions = inputs()
     q, k, v, weight = (local_shard(x).clone().requires_grad_() for x in tensors)
-    module = layer(form, heads)
+    module = layer(config, heads)
     out = module(
         q,
         k,
@@ -96,11 +96,11 @@ def outputs_and_gradients(form, heads=attention.ALL_HEADS, cp_shard=attention.WH
 def all_mechanisms_on_ranks(sizes):
     with cpu_mesh(**sizes) as mesh:
         results = {}
-        for name, form in MECHANISMS.items():
+        for name, config in MECHANISMS.items():
             if name in TWO_BLOCK_WINDOWS and mesh.cp.size == ONE_BLOCK:
                 continue
             tensors, parameters, sharded = outputs_and_gradients(
-                form, head_shard(mesh.tp), mesh.new_cp_shard()
+                config, head_shard(mesh.tp), mesh.new_cp_shard()
             )
             results[name] = (
                 tensors,
@@ -120,13 +120,13 @@ def layout(request):
     return heads, shards, run_ranks(all_mechanisms_on_ranks, heads * shards, sizes)
 
 
-@pytest.mark.parametrize("form", MECHANISMS)
-def test_attention_over_ranks_equals_attention_in_one_process(form, layout):
-    expected, gradients, sharded = outputs_and_gradients(MECHANISMS[form])
+@pytest.mark.parametrize("preset", MECHANISMS)
+def test_attention_over_ranks_equals_attention_in_one_process(preset, layout):
+    expected, gradients, sharded = outputs_and_gradients(MECHANISMS[preset])
     heads, shards, results = layout
-    if form not in results[0]:
+    if preset not in results[0]:
         pytest.skip("a window of two blocks does not fit into a shard of one")
-    for rank, (actual, parameters, _) in enumerate(result[form] for result in results):
+    for rank, (actual, parameters, _) in enumerate(result[preset] for result in results):
         head_shard, cp_shard = rank % heads, rank // heads
         for part, whole in zip(actual, expected):
             expected_part = whole.chunk(heads, 1)[head_shard].chunk(shards, 2)[cp_shard]
@@ -138,9 +138,9 @@ def test_attention_over_ranks_equals_attention_in_one_process(form, layout):
             torch.testing.assert_close(gradient, expected_part, rtol=1e-10, atol=1e-10)
 
 
-def tensor_parallel_flags(form):
+def tensor_parallel_flags(config):
     with cpu_mesh(tensor=2) as mesh:
-        module = layer(form, head_shard(mesh.tp))
+        module = layer(config, head_shard(mesh.tp))
         mark_head_parameters(module)
         return {name: getattr(p, "tensor_model_parallel", False) for name, p in module.named_parameters()}
 

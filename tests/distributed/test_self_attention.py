@@ -45,10 +45,10 @@ def draw(*shape, seed):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def layer(form, mesh):
-    causal = Attention.model_validate(expand_preset(form)).looks_back_only
+def layer(config, mesh):
+    causal = Attention.model_validate(expand_preset(config)).looks_back_only
     kind = "causal_lm" if causal else "masked_lm"
-    model = Model.model_validate({**SHAPE, "kind": kind, "position": "none", "attention": form})
+    model = Model.model_validate({**SHAPE, "kind": kind, "position": "none", "attention": config})
     settings = ModelSettings(model.model_copy(update={"max_positions": TOKENS}), vocab_size=8, mesh=mesh)
     with seeded_by(0, "layer"):
         return SelfAttention(settings, 0).double()
@@ -64,8 +64,8 @@ def shard_of(tensor, sizes, rank):
     )
 
 
-def outputs_and_gradients(form, mesh, sizes):
-    module = layer(form, mesh)
+def outputs_and_gradients(config, mesh, sizes):
+    module = layer(config, mesh)
     hidden = shard_of(draw(TOKENS, BATCH, WIDTH, seed=1), sizes, mesh.rank).clone().requires_grad_()
     tokens = TOKENS // mesh.cp.size
     positions = torch.arange(tokens) + mesh.cp.rank * tokens
@@ -78,7 +78,7 @@ def outputs_and_gradients(form, mesh, sizes):
 
 def run_all_layers(sizes):
     with cpu_mesh(**sizes) as mesh:
-        return {name: outputs_and_gradients(form, mesh, sizes) for name, form in LAYERS.items()}
+        return {name: outputs_and_gradients(config, mesh, sizes) for name, config in LAYERS.items()}
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from megakernel.ops.kernels.launch import Launch, record_launches
 from megakernel.ops.phi import start_state
 from megakernel.ops.state import Exchange, empty_state, keep, merge
 from tests.kernels.comparing import TOLERANCE, assert_agrees
-from tests.kernels.test_flurka_attention import BLOCK, FORMS, documents
+from tests.kernels.test_flurka_attention import BLOCK, VARIANTS, documents
 from tests.kernels.test_flurka_attention import tokens as flurka_tokens
 from tests.kernels.test_kernel_attention import tokens
 from tests.tiers import tiered
@@ -142,24 +142,31 @@ def test_shards_of_kernel_attention_give_the_whole_sequence(feature_map, positio
 
 
 @every_position
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("feature_map", ["hedgehog", "favor"])
-def test_shards_of_flurka_give_the_whole_sequence(feature_map, form, positions, draw, device):
+def test_shards_of_flurka_give_the_whole_sequence(feature_map, variant, positions, draw, device):
     leaves = flurka_tokens(
-        draw, device, form=form, feature_map=feature_map, length=LENGTH, heads=4, kv_heads=2, per_head=True
+        draw,
+        device,
+        variant=variant,
+        feature_map=feature_map,
+        length=LENGTH,
+        heads=4,
+        kv_heads=2,
+        per_head=True,
     )
     # Learned landmark token counts per head, also with a gate.
     leaves.setdefault("far_mass", 0.3 * torch.randn(2, generator=draw).to(device))
     blocks = 2 if feature_map == "hedgehog" else 1
-    make = partial(flurka, feature_map=feature_map, near=FORMS[form][0], blocks=blocks)
+    make = partial(flurka, feature_map=feature_map, near=VARIANTS[variant][0], blocks=blocks)
     assert_agrees(partial(halves, make, places(positions, device)), leaves, draw, TOLERANCE[torch.float32])
 
 
 @every_position
-@pytest.mark.parametrize(("form", "feature_map"), [("gated", "hedgehog"), ("shared", "favor")])
-def test_shards_of_flurka_that_decays_give_the_whole_sequence(feature_map, form, positions, draw, device):
+@pytest.mark.parametrize(("variant", "feature_map"), [("gated", "hedgehog"), ("shared", "favor")])
+def test_shards_of_flurka_that_decays_give_the_whole_sequence(feature_map, variant, positions, draw, device):
     sizes = {"length": LENGTH, "heads": 4, "kv_heads": 2}
-    leaves = flurka_tokens(draw, device, form=form, feature_map=feature_map, decays=True, **sizes)
+    leaves = flurka_tokens(draw, device, variant=variant, feature_map=feature_map, decays=True, **sizes)
     make = partial(flurka, feature_map=feature_map, near="softmax", blocks=1)
     assert_agrees(partial(halves, make, places(positions, device)), leaves, draw, TOLERANCE[torch.float32])
 

@@ -21,10 +21,10 @@ from tests.tiers import tiered
 
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
-FORMS = {"gated": ("softmax", True), "shared": ("softmax", False), "kernel": ("kernel", False)}
+VARIANTS = {"gated": ("softmax", True), "shared": ("softmax", False), "kernel": ("kernel", False)}
 """Name -> the near part, and whether it has a gate."""
 
-every_form = pytest.mark.parametrize("form", FORMS)
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 BLOCK, RANK = 16, 4
 
@@ -40,7 +40,7 @@ def tokens(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     *,
-    form: str = "gated",
+    variant: str = "gated",
     feature_map: str = "hedgehog",
     length: int = 70,
     batch: int = 1,
@@ -54,7 +54,7 @@ def tokens(
     scale: float = 1.0,
     decays: bool = False,
 ) -> dict[str, Tensor]:
-    """All differentiable arguments of the op for a layer of this form.
+    """All differentiable arguments of the op for a layer of this variant.
 
     decays: whether the far state decays at block ends, little in the first head, nearly completely in the last.
     """
@@ -62,7 +62,7 @@ def tokens(
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=draw)
 
-    gated = FORMS[form][1]
+    gated = VARIANTS[variant][1]
     leaves = {
         "q": scale * normal(batch, heads, length, width),
         "k": scale * normal(batch, kv_heads, length, width),
@@ -77,7 +77,7 @@ def tokens(
         leaves["gate"] = normal(batch, heads, length)
     else:
         leaves["far_mass"] = 0.3 * normal(kv_heads)
-    if form == "shared":
+    if variant == "shared":
         leaves["far_weight"] = 0.3 * normal(heads)
     if decays:
         strengths = torch.linspace(0.5, 30.0, kv_heads)[None, :, None]
@@ -102,7 +102,7 @@ def with_state(
 
 
 def run(
-    backend: str, leaves: dict[str, Tensor], *, form: str, feature_map: str, **options
+    backend: str, leaves: dict[str, Tensor], *, variant: str, feature_map: str, **options
 ) -> dict[str, Tensor]:
     """The output, and the far state as one tensor."""
     leaves = dict(leaves)
@@ -112,7 +112,7 @@ def run(
         logs = sums.new_full(sums.shape[:2], 0.3 if feature_map in UNBOUNDED else 0.0)
         tail = Tail(leaves.pop("tail_keys"), leaves.pop("tail_values"))
         options["initial_state"] = FlurkaState(KernelState(sums, logs), tail)
-    near = FORMS[form][0]
+    near = VARIANTS[variant][0]
     options = {"near": near, "rotary": Rotary(q.shape[-1]), **options}
     out, state = flurka_attention(q, k, v, feature_map=feature_map, backend=backend, **leaves, **options)
     far = state.far.sums * state.far.log_scale.exp()[..., None, None]
@@ -127,28 +127,30 @@ def documents(device: torch.device, *starts: int, first: int = 0) -> Tensor:
 
 
 @pytest.mark.covering(1)
-@every_form
+@every_variant
 @every_dtype
 @pytest.mark.parametrize("feature_map", ["hedgehog", "favor"])
 @pytest.mark.usefixtures("short_segments")
-def test_documents_states_and_shared_keys_agree(form, feature_map, dtype, draw, device):
-    leaves = tokens(draw, device, dtype, form=form, feature_map=feature_map, length=100, heads=4, kv_heads=2)
+def test_documents_states_and_shared_keys_agree(variant, feature_map, dtype, draw, device):
+    leaves = tokens(
+        draw, device, dtype, variant=variant, feature_map=feature_map, length=100, heads=4, kv_heads=2
+    )
     blocks = 2 if feature_map == "favor" else 1
     leaves = with_state(leaves, draw, feature_map, blocks)
     # The first document continues the state; others begin inside chunks, at chunk edges and at segment edges.
     positions = documents(device, 0, 20, 23, 64, 100, first=37)
-    options = {"form": form, "feature_map": feature_map, "blocks": blocks, "positions": positions}
+    options = {"variant": variant, "feature_map": feature_map, "blocks": blocks, "positions": positions}
     assert_agrees(partial(run, **options), leaves, draw, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("form", tiered(["shared", "kernel"], ["shared"]))
+@pytest.mark.parametrize("variant", tiered(["shared", "kernel"], ["shared"]))
 @pytest.mark.parametrize("length", tiered([17, 64], [17]))
 @pytest.mark.usefixtures("short_segments")
-def test_gradients_summed_over_all_tokens_are_as_exact_as_bfloat16(form, length, draw, device):
+def test_gradients_summed_over_all_tokens_are_as_exact_as_bfloat16(variant, length, draw, device):
     leaves = tokens(
-        draw, device, torch.bfloat16, form=form, feature_map="favor", length=length, heads=8, kv_heads=8
+        draw, device, torch.bfloat16, variant=variant, feature_map="favor", length=length, heads=8, kv_heads=8
     )
-    run_it = partial(run_wide, form=form, feature_map="favor")
+    run_it = partial(run_wide, variant=variant, feature_map="favor")
     assert_agrees(run_it, leaves, draw, TOLERANCE[torch.bfloat16])
 
 
@@ -161,17 +163,23 @@ def test_every_map_agrees_on_sequences_of_several_tiles(feature_map, draw, devic
         leaves |= {name: leaves[name].abs() for name in ("q", "k")}
     elif feature_map == "rks":
         leaves["projection"] /= 4
-    options = {"form": "gated", "feature_map": feature_map, "blocks": 2 if feature_map in TWO_HALVES else 1}
+    options = {
+        "variant": "gated",
+        "feature_map": feature_map,
+        "blocks": 2 if feature_map in TWO_HALVES else 1,
+    }
     assert_agrees(partial(run, **options), leaves, draw, TOLERANCE[torch.float32])
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("form", ["shared", "kernel"])
+@pytest.mark.parametrize("variant", ["shared", "kernel"])
 @pytest.mark.parametrize("feature_map", ["hedgehog", "prf"])
 @pytest.mark.usefixtures("short_segments")
-def test_one_normalizer_agrees_on_sequences_of_several_tiles(form, feature_map, draw, device):
-    leaves = tokens(draw, device, form=form, feature_map=feature_map)
-    assert_agrees(partial(run, form=form, feature_map=feature_map), leaves, draw, TOLERANCE[torch.float32])
+def test_one_normalizer_agrees_on_sequences_of_several_tiles(variant, feature_map, draw, device):
+    leaves = tokens(draw, device, variant=variant, feature_map=feature_map)
+    assert_agrees(
+        partial(run, variant=variant, feature_map=feature_map), leaves, draw, TOLERANCE[torch.float32]
+    )
 
 
 @pytest.mark.covering(1)
@@ -181,7 +189,7 @@ def test_any_length_agrees(length, dtype, draw, device):
     leaves = tokens(
         draw, device, dtype, feature_map="elu", length=length, heads=1, width=16, values=16, block=64, rank=8
     )
-    assert_agrees(partial(run_wide, form="gated", feature_map="elu"), leaves, draw, TOLERANCE[dtype])
+    assert_agrees(partial(run_wide, variant="gated", feature_map="elu"), leaves, draw, TOLERANCE[dtype])
 
 
 def run_wide(backend: str, leaves: dict[str, Tensor], **options) -> dict[str, Tensor]:
@@ -207,7 +215,7 @@ def test_common_head_widths_agree(feature_map, draw, device):
         rank=8,
         scale=0.3,
     )
-    options = {"form": "gated", "feature_map": feature_map}
+    options = {"variant": "gated", "feature_map": feature_map}
     assert_agrees(partial(run_wide, **options), leaves, draw, TOLERANCE[torch.bfloat16])
 
 
@@ -215,48 +223,48 @@ def test_common_head_widths_agree(feature_map, draw, device):
 @pytest.mark.usefixtures("short_segments")
 def test_any_block_agrees(block, rank, draw, device):
     leaves = tokens(
-        draw, device, form="kernel", feature_map="elu", block=block, rank=rank, length=2 * block + 7
+        draw, device, variant="kernel", feature_map="elu", block=block, rank=rank, length=2 * block + 7
     )
-    assert_agrees(partial(run, form="kernel", feature_map="elu"), leaves, draw, TOLERANCE[torch.float32])
+    assert_agrees(partial(run, variant="kernel", feature_map="elu"), leaves, draw, TOLERANCE[torch.float32])
 
 
 @pytest.mark.covering(1)
-@every_form
+@every_variant
 @pytest.mark.parametrize("positions", [32, 37])
 @pytest.mark.usefixtures("short_segments")
-def test_sequences_that_continue_a_document_agree(form, positions, draw, device):
-    leaves = with_state(tokens(draw, device, form=form, length=40), draw, "hedgehog", 2)
-    options = {"form": form, "feature_map": "hedgehog", "blocks": 2, "positions": positions}
+def test_sequences_that_continue_a_document_agree(variant, positions, draw, device):
+    leaves = with_state(tokens(draw, device, variant=variant, length=40), draw, "hedgehog", 2)
+    options = {"variant": variant, "feature_map": "hedgehog", "blocks": 2, "positions": positions}
     assert_agrees(partial(run, **options), leaves, draw, TOLERANCE[torch.float32])
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("form", ["gated", "shared"])
+@pytest.mark.parametrize("variant", ["gated", "shared"])
 @pytest.mark.parametrize("feature_map", ["elu", "hedgehog", "favor"])
 @pytest.mark.parametrize("packed", [False, True])
 @every_dtype
 @pytest.mark.usefixtures("short_segments")
-def test_landmarks_that_decay_agree(form, feature_map, packed, dtype, draw, device):
+def test_landmarks_that_decay_agree(variant, feature_map, packed, dtype, draw, device):
     """Over several segments, packed or one continued document, with gradients of the returned state.
 
     Documents have several blocks: with few decays that leave anything, rounding errors would dominate their gradient.
     """
     sizes = {"length": 160, "heads": 4, "kv_heads": 2}
-    leaves = tokens(draw, device, dtype, form=form, feature_map=feature_map, decays=True, **sizes)
-    options = {"form": form, "feature_map": feature_map, "blocks": 2 if feature_map == "favor" else 1}
+    leaves = tokens(draw, device, dtype, variant=variant, feature_map=feature_map, decays=True, **sizes)
+    options = {"variant": variant, "feature_map": feature_map, "blocks": 2 if feature_map == "favor" else 1}
     leaves = with_state(leaves, draw, feature_map, options["blocks"])
     positions = documents(device, 0, 52, 58, 160, first=37) if packed else 37
     assert_agrees(partial(run, **options, positions=positions), leaves, draw, TOLERANCE[dtype])
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("form", ["gated", "kernel"])
+@pytest.mark.parametrize("variant", ["gated", "kernel"])
 @pytest.mark.parametrize("feature_map", ["hedgehog", "favor"])
 @pytest.mark.usefixtures("short_segments")
-def test_later_tokens_leave_earlier_outputs_bit_identical(form, feature_map, draw, device):
-    leaves = tokens(draw, device, form=form, feature_map=feature_map)
+def test_later_tokens_leave_earlier_outputs_bit_identical(variant, feature_map, draw, device):
+    leaves = tokens(draw, device, variant=variant, feature_map=feature_map)
     for positions in (0, documents(device, 0, 11, 70)):
-        options = {"form": form, "feature_map": feature_map, "positions": positions}
+        options = {"variant": variant, "feature_map": feature_map, "positions": positions}
         before = run("triton", leaves, **options)["out"]
         for t in (15, 16, 17, 32, 43):
             changed = {name: x.clone() for name, x in leaves.items()}
@@ -266,14 +274,19 @@ def test_later_tokens_leave_earlier_outputs_bit_identical(form, feature_map, dra
             assert torch.equal(after[:, :, :t], before[:, :, :t])
 
 
-@pytest.mark.parametrize("form", ["gated", "kernel"])
+@pytest.mark.parametrize("variant", ["gated", "kernel"])
 @pytest.mark.usefixtures("short_segments")
-def test_shards_of_a_sequence_give_the_whole(form, draw, device):
-    leaves = tokens(draw, device, form=form)
-    whole = run("triton", leaves, form=form, feature_map="hedgehog")["out"]
+def test_shards_of_a_sequence_give_the_whole(variant, draw, device):
+    leaves = tokens(draw, device, variant=variant)
+    whole = run("triton", leaves, variant=variant, feature_map="hedgehog")["out"]
     per_token = ("q", "k", "v", "gate")
     shared = {name: x for name, x in leaves.items() if name not in per_token}
-    options = {"feature_map": "hedgehog", "near": FORMS[form][0], "rotary": Rotary(12), "backend": "triton"}
+    options = {
+        "feature_map": "hedgehog",
+        "near": VARIANTS[variant][0],
+        "rotary": Rotary(12),
+        "backend": "triton",
+    }
     parts, state = [], None
     for start, end in pairwise((0, 1, 33, 48, 70)):
         here = {name: leaves[name][:, :, start:end] for name in per_token if name in leaves}
@@ -282,11 +295,11 @@ def test_shards_of_a_sequence_give_the_whole(form, draw, device):
     assert rms_ratio(torch.cat(parts, 2), whole) < 1e-6
 
 
-@pytest.mark.parametrize("form", ["shared", "kernel"])
+@pytest.mark.parametrize("variant", ["shared", "kernel"])
 @pytest.mark.usefixtures("short_segments")
-def test_the_empty_state_that_enters_the_first_shard_changes_nothing(form, draw, device):
-    leaves = tokens(draw, device, form=form)
-    options = {"form": form, "feature_map": "hedgehog"}
+def test_the_empty_state_that_enters_the_first_shard_changes_nothing(variant, draw, device):
+    leaves = tokens(draw, device, variant=variant)
+    options = {"variant": variant, "feature_map": "hedgehog"}
     alone = run("triton", leaves, **options)["out"]
     k, v = leaves["k"], leaves["v"]
     far = empty_state(start_state("hedgehog", k, leaves["projection"], v.shape[-1]))
@@ -305,7 +318,7 @@ def test_a_state_from_another_rank_enters(draw, device):
             def wait(self) -> KernelState:
                 return KernelState(sums, sums.new_zeros(sums.shape[:2]))
 
-        options = {"form": "gated", "feature_map": "hedgehog", "positions": 23}
+        options = {"variant": "gated", "feature_map": "hedgehog", "positions": 23}
         kept = {**kept, "sums": torch.zeros_like(sums)}
         return run(backend, kept, **options, exchange=lambda own, carries: Pending())
 
@@ -329,7 +342,7 @@ def test_two_runs_are_bit_identical(draw, device):
     leaves = {name: x.requires_grad_() for name, x in leaves.items()}
 
     def once() -> list[Tensor]:
-        out = run("triton", leaves, form="gated", feature_map="hedgehog")["out"]
+        out = run("triton", leaves, variant="gated", feature_map="hedgehog")["out"]
         return [out, *torch.autograd.grad(out.float().square().sum(), list(leaves.values()))]
 
     assert all(torch.equal(a, b) for a, b in zip(once(), once()))
@@ -366,4 +379,4 @@ def test_the_operators_pass_opcheck(draw, device):
 def test_unsupported_inputs_are_refused_with_a_reason(changes, options, message, draw, device):
     leaves = tokens(draw, device, feature_map="elu", length=8, **changes)
     with pytest.raises(ValueError, match=message):
-        run("triton", leaves, form="gated", feature_map="elu", **options)
+        run("triton", leaves, variant="gated", feature_map="elu", **options)

@@ -14,7 +14,7 @@ from megakernel.attention import Rotary
 from megakernel.config.rope import RopeScaling
 from megakernel.ops import FlurkaState, KernelState, Tail, flurka_attention
 from megakernel.ops.flurka_attention import chunked
-from megakernel.ops.flurka_attention.form import FlurkaInputs, Form, Weights
+from megakernel.ops.flurka_attention.options import FlurkaInputs, FlurkaOptions, Weights
 from megakernel.ops.flurka_attention.triton import SIGNED
 from megakernel.ops.kernels.features import SUPPORTED
 from megakernel.ops.kernels.launch import Launch, record_launches
@@ -22,7 +22,7 @@ from megakernel.ops.phi import start_state
 from megakernel.ops.window import empty_tail
 from tests.kernels.comparing import TOLERANCE, rms_ratio
 from tests.kernels.test_decode import exactly
-from tests.kernels.test_flurka_attention import FORMS, tokens
+from tests.kernels.test_flurka_attention import VARIANTS, tokens
 from tests.tiers import tiered
 
 PER_TOKEN = ("q", "k", "v", "gate", "log_decay")
@@ -39,10 +39,10 @@ def forbid_all_but_steps(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(chunked, "_over_groups", refused)
 
 
-def options_of(leaves: dict[str, Tensor], form: str, feature_map: str, blocks: int) -> dict:
+def options_of(leaves: dict[str, Tensor], variant: str, feature_map: str, blocks: int) -> dict:
     """The arguments of the op that are not tensors."""
     rotary = Rotary(leaves["q"].shape[-1])
-    return {"near": FORMS[form][0], "feature_map": feature_map, "blocks": blocks, "rotary": rotary}
+    return {"near": VARIANTS[variant][0], "feature_map": feature_map, "blocks": blocks, "rotary": rotary}
 
 
 def call(leaves: dict[str, Tensor], first: int, stop: int, positions, state, backend: str, **options):
@@ -84,18 +84,18 @@ def two_rows(length: int, restart: int, device: torch.device) -> Tensor:
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("blocks", [1, 2])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("feature_map", SUPPORTED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_decoding_token_by_token_equals_the_whole_sequence(feature_map, form, blocks, dtype, draw, device):
+def test_decoding_token_by_token_equals_the_whole_sequence(feature_map, variant, blocks, dtype, draw, device):
     """Over several blocks, with grouped queries, odd sizes, and sequences at different positions."""
-    if feature_map in SIGNED and form == "shared":
-        form = "gated"  # negative weights cannot share a softmax's normalizer
+    if feature_map in SIGNED and variant == "shared":
+        variant = "gated"  # negative weights cannot share a softmax's normalizer
     leaves = tokens(
         draw,
         device,
         dtype,
-        form=form,
+        variant=variant,
         feature_map=feature_map,
         length=14,
         batch=2,
@@ -110,16 +110,16 @@ def test_decoding_token_by_token_equals_the_whole_sequence(feature_map, form, bl
         leaves |= {name: leaves[name].abs() for name in ("q", "k")}
     elif feature_map == "rks":
         leaves["projection"] /= 4
-    options = options_of(leaves, form, feature_map, blocks)
+    options = options_of(leaves, variant, feature_map, blocks)
     assert_steps_agree(leaves, two_rows(14, 6, device), 4, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(("form", "feature_map"), [("gated", "hedgehog"), ("shared", "favor")])
-def test_a_far_state_that_decays_agrees(form, feature_map, dtype, draw, device):
+@pytest.mark.parametrize(("variant", "feature_map"), [("gated", "hedgehog"), ("shared", "favor")])
+def test_a_far_state_that_decays_agrees(variant, feature_map, dtype, draw, device):
     sizes = {"length": 14, "batch": 2, "heads": 6, "kv_heads": 2, "block": 3, "rank": 2}
-    leaves = tokens(draw, device, dtype, form=form, feature_map=feature_map, decays=True, **sizes)
-    options = options_of(leaves, form, feature_map, 2)
+    leaves = tokens(draw, device, dtype, variant=variant, feature_map=feature_map, decays=True, **sizes)
+    options = options_of(leaves, variant, feature_map, 2)
     assert_steps_agree(leaves, two_rows(14, 6, device), 4, **options)
 
 
@@ -130,7 +130,7 @@ def test_any_block_agrees(block, rank, blocks, draw, device):
     """Windows of one token, and of several tiles of keys; with small blocks, all tokens but the first are steps."""
     length = block * blocks + block + 3
     leaves = tokens(
-        draw, device, form="kernel", feature_map="elu", length=length, batch=2, block=block, rank=rank
+        draw, device, variant="kernel", feature_map="elu", length=length, batch=2, block=block, rank=rank
     )
     options = options_of(leaves, "kernel", "elu", blocks)
     prompt = max(1, length - 6) if block > 8 else 1
@@ -146,7 +146,7 @@ def test_wide_values_are_split_into_blocks(draw, device, monkeypatch):
 
 
 def test_a_rotation_that_scales_vectors_agrees(draw, device):
-    leaves = tokens(draw, device, form="shared", feature_map="elu", length=9, batch=2, block=3, rank=2)
+    leaves = tokens(draw, device, variant="shared", feature_map="elu", length=9, batch=2, block=3, rank=2)
     scaling = RopeScaling(kind="yarn", factor=4.0, original_seq_len=64)
     options = options_of(leaves, "shared", "elu", 2) | {"rotary": Rotary(12, scaling=scaling)}
     assert options["rotary"].scale != 1
@@ -354,7 +354,7 @@ def test_unsupported_inputs_are_refused_with_a_reason(changes, message, draw):
     )
     far = start_state("hedgehog", k, projection.requires_grad_(given["learns"]), 16)
     inputs = FlurkaInputs(
-        Form("hedgehog", given["block"], 1, "softmax", None, "none"),
+        FlurkaOptions("hedgehog", given["block"], 1, "softmax", None, "none"),
         Weights(projection, *pools, None, None, None, None),
         gate=leaves["gate"],
         positions=3,

@@ -45,16 +45,16 @@ WRAPPED: dict[str, Callable[[Attend], Attend]] = {
 }
 """Name -> a wrapper of a layer's attention."""
 
-FORMS = {"gated": "softmax", "kernel": "kernel"}
-"""Form of `tokens` -> `near`."""
+VARIANTS = {"gated": "softmax", "kernel": "kernel"}
+"""Variant of `tokens` -> `near`."""
 
 
-@pytest.fixture(scope="module", params=FORMS)
+@pytest.fixture(scope="module", params=VARIANTS)
 def plain(request) -> tuple[Attend, list[Tensor], Tensor]:
-    """Attention of each form, its inputs with gradients, and its output."""
-    leaves = tokens(torch.Generator().manual_seed(0), torch.device(DEVICE), form=request.param, length=20)
+    """Attention of each variant, its inputs with gradients, and its output."""
+    leaves = tokens(torch.Generator().manual_seed(0), torch.device(DEVICE), variant=request.param, length=20)
     names, inputs = list(leaves), [x.requires_grad_() for x in leaves.values()]
-    options = {"near": FORMS[request.param], "rotary": Rotary(12), "backend": "triton"}
+    options = {"near": VARIANTS[request.param], "rotary": Rotary(12), "backend": "triton"}
 
     def attend(*given: Tensor) -> Tensor:
         named = dict(zip(names, given))

@@ -13,7 +13,7 @@ from .comparing import DEVICE, rms_ratio
 from .completed_interpreter import complete
 
 PARTS = {"rms_norm", "layer_norm", "swiglu", "rotate", "summed_cross_entropy"}
-FORMS = {
+CONFIGS = {
     "Llama's": ({"norm": "rmsnorm", "activation": "swiglu"}, PARTS - {"layer_norm"}),
     "with biases": ({"norm": "layernorm", "activation": "swiglu", "bias": True}, PARTS - {"rms_norm"}),
     "GPT's": (
@@ -31,11 +31,11 @@ def mesh():
     mesh.destroy()
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_model_is_the_same_with_liger(form, mesh, monkeypatch):
+@pytest.mark.parametrize("config", CONFIGS)
+def test_model_is_the_same_with_liger(config, mesh, monkeypatch):
     if DEVICE == "cpu":
         complete(monkeypatch)
-    sizes, expected = FORMS[form]
+    sizes, expected = CONFIGS[config]
     model = Model(
         num_layers=2,
         hidden_size=16,

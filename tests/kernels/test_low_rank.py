@@ -13,7 +13,7 @@ from .comparing import DEVICE, TOLERANCE, rms_ratio
 TOKENS, BATCH, HEADS, WIDTH = 150, 2, 3, 8
 COLUMNS = HEADS * WIDTH
 SHORT = {"kind": "block", "block_size": 16, "rank": 3}
-FORMS = {
+CONFIGS = {
     "flurka_rnn": {"preset": "flurka_rnn", "compression": {"rank": 40}},
     "flurka_performer": {"preset": "flurka_performer", "compression": {"rank": 40, "share_kv": True}},
     "blocks, the last one short": {
@@ -28,9 +28,9 @@ def normal(draw, *shape, dtype=torch.float32):
     return torch.randn(shape, generator=draw).to(DEVICE, dtype)
 
 
-def layer(form, dtype):
+def layer(config, dtype):
     """The mechanism, with perturbed weights that are the same in every dtype."""
-    module = build(form, num_heads=HEADS, head_dim=WIDTH, causal=False, max_positions=TOKENS, seed=1)
+    module = build(config, num_heads=HEADS, head_dim=WIDTH, causal=False, max_positions=TOKENS, seed=1)
     draw = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -38,10 +38,10 @@ def layer(form, dtype):
     return (module.double() if dtype == torch.float64 else module).to(DEVICE).eval()
 
 
-def eq_2(form, x, weights, pull):
+def eq_2(config, x, weights, pull):
     """The output (B, H, N, d), and the gradients of the input, the projections, and E and F."""
     x, *weights = (y.detach().requires_grad_() for y in (x, *weights))
-    module = layer(form, x.dtype)
+    module = layer(config, x.dtype)
     landmarks = module.compress(x, first=0, length=TOKENS).to(x.dtype)
 
     def heads(tokens, weight):
@@ -54,7 +54,7 @@ def eq_2(form, x, weights, pull):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_eq_2_agrees_with_float64(name, dtype, draw, monkeypatch):
     """150 queries and 30 or 40 landmarks, with gradients of E, F and the input, which is used twice."""
     x = normal(draw, TOKENS, BATCH, COLUMNS, dtype=dtype)
@@ -63,7 +63,7 @@ def test_eq_2_agrees_with_float64(name, dtype, draw, monkeypatch):
 
     def by(backend, dtype):
         monkeypatch.setenv(dispatch.VARIABLE, backend)
-        return eq_2(FORMS[name], x.to(dtype), [w.to(dtype) for w in weights], pull.to(dtype))
+        return eq_2(CONFIGS[name], x.to(dtype), [w.to(dtype) for w in weights], pull.to(dtype))
 
     exact = by("reference", torch.float64)
     # With an explicit backend, unsupported arguments are an error, so the kernels do run.
@@ -103,8 +103,8 @@ def test_the_input_is_not_copied(dtype, draw):
     """[E; F] X, dX and d[E; F] of a long sequence: dX is the only allocation as large as X."""
     tokens, columns = 3 * SLICE, 32
     x = normal(draw, tokens, 1, columns, dtype=dtype).requires_grad_()
-    form = {"preset": "flurka_rnn", "compression": {"rank": 4}}
-    module = build(form, num_heads=4, head_dim=8, causal=False, max_positions=tokens).to(DEVICE)
+    config = {"preset": "flurka_rnn", "compression": {"rank": 4}}
+    module = build(config, num_heads=4, head_dim=8, causal=False, max_positions=tokens).to(DEVICE)
     made = []
 
     class Allocations(TorchDispatchMode):
@@ -131,7 +131,7 @@ def test_the_input_is_not_copied(dtype, draw):
 def test_keys_and_values_share_one_product(draw):
     """Both landmarks come from one product with the tokens, and so do both gradients."""
     x = normal(draw, 64, 2, 8)
-    module = build(FORMS["flurka_rnn"], num_heads=2, head_dim=4, causal=False, max_positions=64).to(DEVICE)
+    module = build(CONFIGS["flurka_rnn"], num_heads=2, head_dim=4, causal=False, max_positions=64).to(DEVICE)
     products = []
 
     class Products(TorchDispatchMode):

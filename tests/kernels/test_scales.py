@@ -10,7 +10,7 @@ import torch
 
 from tests.tiers import tiered
 from tests.unit.attention.test_scales import (
-    FORMS,
+    CONFIGS,
     IS_FULL,
     WHOLE,
     Point,
@@ -73,7 +73,7 @@ def test_kernels_are_finite_and_near_float64(name, width, scale, length, dtype, 
     wrong = {}
     for key, wanted in exact.items():
         error, size = (found[key].double() - wanted).norm().item(), wanted.norm().item()
-        bound = limit(point, delta, terms[key.split()[0]], size, FORMS[name])
+        bound = limit(point, delta, terms[key.split()[0]], size, CONFIGS[name])
         if not error <= bound:
             wrong[key] = f"{error:.1e} of {size:.1e}; expected at most {bound:.1e}"
     assert not wrong

@@ -238,10 +238,10 @@ def test_the_operators_pass_opcheck(draw, device):
     leaves = tokens(draw, device, torch.float32, length=20)
     leaves = {name: x.requires_grad_() for name, x in leaves.items()}
     places = torch.arange(20, dtype=torch.int32, device=device)[None]
-    form = ("gaussian", [1.0, 0.5], "sum", True)
+    options = ("gaussian", [1.0, 0.5], "sum", True)
     torch.library.opcheck(
         torch.ops.megakernel.weighted_attention.default,
-        (*leaves.values(), torch.zeros_like(places), places, *form),
+        (*leaves.values(), torch.zeros_like(places), places, *options),
         test_utils=(
             "test_schema",
             "test_autograd_registration",
@@ -250,13 +250,13 @@ def test_the_operators_pass_opcheck(draw, device):
         ),
     )
     out, of_queries = torch.ops.megakernel.weighted_attention(
-        *leaves.values(), torch.zeros_like(places), places, *form
+        *leaves.values(), torch.zeros_like(places), places, *options
     )
     torch.library.opcheck(
         torch.ops.megakernel.weighted_attention_backward.default,
         (
             *(x.detach() for x in (out, *leaves.values())),
-            *(torch.zeros_like(places), places, out.detach(), of_queries, *form),
+            *(torch.zeros_like(places), places, out.detach(), of_queries, *options),
         ),
         test_utils=("test_schema", "test_faketensor"),
     )

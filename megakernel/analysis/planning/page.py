@@ -83,8 +83,8 @@ def scaled(plans: list[Plan]) -> Iterator[list[str]]:
 
 def with_attention(config: Config, preset: str) -> Config:
     """The same run with another attention in all layers, and one document per sequence."""
-    form = Attention.model_validate(expand_preset(preset))
-    model = config.model.model_copy(update={"attention": form, "attention_pattern": None})
+    attention = Attention.model_validate(expand_preset(preset))
+    model = config.model.model_copy(update={"attention": attention, "attention_pattern": None})
     data = config.data.model_copy(update={"isolate_documents": False})
     return config.model_copy(update={"model": model, "data": data})
 

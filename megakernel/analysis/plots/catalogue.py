@@ -37,7 +37,7 @@ class Analysis:
     needs: str = ""
     """What a layer must have, to continue the sentence `no layer has a`; empty if every layer has it."""
 
-    fits: Callable[[Attention], bool] = lambda form: True
+    fits: Callable[[Attention], bool] = lambda attention: True
     """Whether a layer with this attention has it."""
 
     @property
@@ -56,16 +56,16 @@ class Analysis:
         return any(map(self.fits, config.model.attentions))
 
 
-def _has_noisy_kernel(form: Attention) -> bool:
-    phi = form.feature_map
-    of_tokens = form.compression is None or form.near is not None
-    return phi is not None and phi.redraw_interval > 0 and of_tokens and form.keys_per_head == 1
+def _has_noisy_kernel(attention: Attention) -> bool:
+    phi = attention.feature_map
+    of_tokens = attention.compression is None or attention.near is not None
+    return phi is not None and phi.redraw_interval > 0 and of_tokens and attention.keys_per_head == 1
 
 
-def _has_gate(form: Attention) -> bool:
-    near = form.near
+def _has_gate(attention: Attention) -> bool:
+    near = attention.near
     joins = near is not None and near.kind == "softmax" and near.join == "gated"
-    return joins and form.compression is not None
+    return joins and attention.compression is not None
 
 
 _KL = "Learning the Transformer Kernel"
@@ -123,7 +123,7 @@ _ALL = (
         "eigenvalue",
         _HEADS,
         "learned Gaussian mixture (gmm_rks, gmm_prf)",
-        lambda form: form.feature_map is not None and form.feature_map.kind == "gmm",
+        lambda attention: attention.feature_map is not None and attention.feature_map.kind == "gmm",
     ),
     Analysis(
         "noise.kernel_deviation",
@@ -146,7 +146,7 @@ _ALL = (
         "voting_accuracy",
         ("draws",),
         _NOISE,
-        lambda form: form.redraws,
+        lambda attention: attention.redraws,
     ),
     Analysis(
         "noise.gradients",
@@ -156,7 +156,7 @@ _ALL = (
         "deviation",
         (),
         _NOISE,
-        lambda form: form.redraws,
+        lambda attention: attention.redraws,
     ),
     Analysis(
         "skyformer.spectral_error",
@@ -178,7 +178,7 @@ _ALL = (
         "error",
         ("weights", "mechanism", "features"),
         "separate key for every token",
-        lambda form: not form.compresses_input and form.keys_per_head == 1,
+        lambda attention: not attention.compresses_input and attention.keys_per_head == 1,
     ),
     Analysis(
         "skyformer.instability",
@@ -196,7 +196,7 @@ _ALL = (
         "pi",
         ("layer", "key"),
         "mixture of keys with priors (estep: soft)",
-        lambda form: form.mixture is not None and form.mixture.estep == "soft",
+        lambda attention: attention.mixture is not None and attention.mixture.estep == "soft",
     ),
     Analysis(
         "mixtures.query_likelihood",
@@ -206,7 +206,7 @@ _ALL = (
         "nll",
         ("layer",),
         "weight for every pair under softmax or gaussian similarity",
-        lambda form: form.weighs_every_pair,
+        lambda attention: attention.weighs_every_pair,
     ),
     Analysis(
         "costs.mixture_costs",
@@ -219,7 +219,7 @@ _ALL = (
         "operations",
         ("width",),
         "mixture of keys",
-        lambda form: form.mixture is not None,
+        lambda attention: attention.mixture is not None,
     ),
     Analysis(
         "costs.claims",
@@ -229,7 +229,7 @@ _ALL = (
         "over_kernel",
         ("tokens",),
         "kernel over compressed keys (FLuRKA)",
-        lambda form: form.similarity == "kernel" and form.compression is not None,
+        lambda attention: attention.similarity == "kernel" and attention.compression is not None,
     ),
 )
 

@@ -133,9 +133,9 @@ def softmax_nystrom(
     return sums[..., :-1] / sums[..., -1:]
 
 
-def _build(form: str | dict[str, Any], q: Tensor) -> AttentionLayer:
+def _build(attention: str | dict[str, Any], q: Tensor) -> AttentionLayer:
     heads, length, width = q.shape[1:]
-    core = build(form, num_heads=heads, head_dim=width, causal=False, max_positions=length)
+    core = build(attention, num_heads=heads, head_dim=width, causal=False, max_positions=length)
     return core.double().to(q.device).eval()
 
 
@@ -164,9 +164,9 @@ def compared_models(model: Model) -> dict[str, Model]:
     small = model.model_copy(update={"num_layers": min(LAYERS, model.num_layers)})
     models = {} if all(layer.is_full_softmax for layer in small.attentions) else {RUN: small}
     for preset in (REFERENCE, *OTHERS):
-        form = Attention.model_validate(expand_preset(preset))
-        if not (model.is_causal and form.mixes_future_tokens):
-            models[preset] = small.model_copy(update={"attention": form, "attention_pattern": None})
+        attention = Attention.model_validate(expand_preset(preset))
+        if not (model.is_causal and attention.mixes_future_tokens):
+            models[preset] = small.model_copy(update={"attention": attention, "attention_pattern": None})
     return models
 
 

@@ -79,9 +79,9 @@ _VALUES: dict[str, Any] = {
     "model.is_causal": True,
     "model.classifier": None,
     "isinstance(attention, Attention)": True,
-    "form.mixes_future_tokens": None,
-    "form.looks_back_only": None,
-    "list(form.problems_at(settings.head_dim))": [],
+    "config.mixes_future_tokens": None,
+    "config.looks_back_only": None,
+    "list(config.problems_at(settings.head_dim))": [],
     "self.core.compresses_input": False,
     # PEFT provides LoRA, and up-training is over.
     "settings.lora": None,
@@ -92,17 +92,21 @@ _VALUES: dict[str, Any] = {
 
 def code_of(model: Model) -> str:
     """Text of CODE_FILE for a causal model, with only the mechanisms of its layers."""
-    forms = model.attentions
-    makers = frozenset(next(make.__name__ for fits, make in MECHANISMS if fits(form)) for form in forms)
-    layers = frozenset(form.spec.causal_layer or form.spec.layer for form in forms)
+    attentions = model.attentions
+    makers = frozenset(
+        next(make.__name__ for fits, make in MECHANISMS if fits(attention)) for attention in attentions
+    )
+    layers = frozenset(attention.spec.causal_layer or attention.spec.layer for attention in attentions)
     maps = frozenset(
-        form.feature_map.name.partition("_")[0] for form in forms if form.feature_map is not None
+        attention.feature_map.name.partition("_")[0]
+        for attention in attentions
+        if attention.feature_map is not None
     )
     absent = dict.fromkeys(OPTIONAL_PARTS) | {"far_decay": "none"}
     unused = frozenset(
         (key, none)
         for key, none in absent.items()
-        if all(getattr(form, key) in (none, False) for form in forms)
+        if all(getattr(attention, key) in (none, False) for attention in attentions)
     )
     return _code(makers, layers, maps, unused)
 
@@ -113,7 +117,8 @@ def _code(
 ) -> str:
     """unused: keys of a mechanism that no layer sets, with their values."""
     known = Known(
-        values=_VALUES | {f"{owner}.{key}": none for owner in ("form", "self") for key, none in unused},
+        values=_VALUES
+        | {f"{owner}.{key}": none for owner in ("config", "attention", "self") for key, none in unused},
         entries=("reference", "triton", "liger"),
         tables={"MECHANISMS": makers, "_KINDS": maps},
         absent=Definition(f"{_HERE}.stand_ins", "absent"),

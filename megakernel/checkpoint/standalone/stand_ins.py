@@ -84,7 +84,7 @@ def choose(implementations: Mapping[str, Callable[..., Any]], backend: str | Non
     return implementations["chunked"]
 
 
-def absent(form: Any) -> Any:
+def absent(attention: Any) -> Any:
     """Stand in for a mechanism that the exported model does not have: raise UserError."""
     raise UserError(
         "config.json has attention that no layer had when this was exported; export the run again"

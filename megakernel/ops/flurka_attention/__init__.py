@@ -17,7 +17,14 @@ from megakernel.ops.dispatch import Implementation, Kernels, accum_dtype, choose
 from megakernel.ops.documents import Positions, token_positions
 from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.flurka_attention import chunked, reference
-from megakernel.ops.flurka_attention.form import FarRope, FlurkaInputs, FlurkaState, Form, NearKind, Weights
+from megakernel.ops.flurka_attention.options import (
+    FarRope,
+    FlurkaInputs,
+    FlurkaOptions,
+    FlurkaState,
+    NearKind,
+    Weights,
+)
 from megakernel.ops.mixture import first_key, pack_keys, packed_rotary
 from megakernel.ops.projections import Projection
 from megakernel.ops.state import Exchange
@@ -130,8 +137,8 @@ def flurka_attention(
         log_decay = log_decay.to(accum_dtype(log_decay.dtype)).masked_fill(~ends[:, None], 0.0)
     k = pack_keys(k)
     far, tail = initial_state or (None, None)
-    form = Form(feature_map, size, blocks, near, packed_rotary(rotary, q.shape[-1]), far_rope)
+    options = FlurkaOptions(feature_map, size, blocks, near, packed_rotary(rotary, q.shape[-1]), far_rope)
     weights = Weights(projection, pool_keys, pool_values, far_mass, far_weight, priors, shift)
-    inputs = FlurkaInputs(form, weights, gate, positions, far, tail, exchange, log_decay, return_state)
+    inputs = FlurkaInputs(options, weights, gate, positions, far, tail, exchange, log_decay, return_state)
     out, far, tail = choose(IMPLEMENTATIONS, backend)(q, k, v, inputs)
     return out, FlurkaState(far, tail) if return_state else None

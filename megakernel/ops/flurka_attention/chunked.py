@@ -11,7 +11,7 @@ from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions, began_before, carry_factor, sees_far, token_positions
 from megakernel.ops.feature_maps import Features
 from megakernel.ops.flurka_attention import one_token
-from megakernel.ops.flurka_attention.form import FlurkaInputs, Form, Weights, landmarks_of
+from megakernel.ops.flurka_attention.options import FlurkaInputs, FlurkaOptions, Weights, landmarks_of
 from megakernel.ops.groups import Tensors, scan_groups
 from megakernel.ops.mixture import shifted
 from megakernel.ops.partial_output import (
@@ -38,7 +38,7 @@ GROUP = 2048
 class _Group(NamedTuple):
     """A group of tokens, as passed to a step of the scan."""
 
-    form: Form
+    options: FlurkaOptions
     weights: Weights
     positions: Tensor
     """(B, T) positions; B is 1 if all sequences have the same ones."""
@@ -47,7 +47,7 @@ class _Group(NamedTuple):
 
     @property
     def phi(self) -> Phi:
-        return Phi(self.form.feature_map, self.weights.projection, self.weights.priors)
+        return Phi(self.options.feature_map, self.weights.projection, self.weights.priors)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tensor, KernelState, Tail]:
@@ -55,16 +55,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tenso
 
     With `exchange`, the entering far state comes from it, and the returned one is what these tokens alone add.
     """
-    form, weights, gate, positions, _, tail, exchange, log_decay, _ = inputs
+    options, weights, gate, positions, _, tail, exchange, log_decay, _ = inputs
     if tail is None:
-        tail = empty_tail(k, v, form.block_size * form.blocks)
+        tail = empty_tail(k, v, options.block_size * options.blocks)
     if q.shape[2] == 1 and exchange is None:
         return one_token.attend(q, k, v, inputs._replace(tail=tail))
     far = inputs.initial_far(q, k, v)
     exchange_once = None if exchange is None else Once(exchange)
 
     def compute(q: Tensor, k: Tensor, v: Tensor) -> FinishedOutput:
-        run = partial(_over_groups, form=form, weights=weights, positions=positions)
+        run = partial(_over_groups, options=options, weights=weights, positions=positions)
         if exchange_once is None:
             out, leaving, _ = run(_attend, (q, k, v, log_decay, gate), far, tail)
             return out, leaving
@@ -82,11 +82,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tenso
 
 
 def _over_groups(
-    step, inputs: Tensors, far: KernelState, tail: Tail, *, form: Form, weights: Weights, positions: Positions
+    step,
+    inputs: Tensors,
+    far: KernelState,
+    tail: Tail,
+    *,
+    options: FlurkaOptions,
+    weights: Weights,
+    positions: Positions,
 ):
     """Scan `step(inputs, far, tail, group) -> outputs, far, tail` over groups of tokens."""
-    runs = max(1, RUN // form.block_size)
-    span = runs * form.block_size
+    runs = max(1, RUN // options.block_size)
+    span = runs * options.block_size
     varying = None if isinstance(positions, int) else positions[:, None]
     dtype = torch.promote_types(accum_dtype(inputs[0].dtype), far.sums.dtype)
     far = KernelState(*(x.to(dtype) for x in far))
@@ -95,9 +102,11 @@ def _over_groups(
         *group_inputs, group_positions = sequences
         length, device = group_inputs[0].shape[2], far.sums.device
         at = positions + start if group_positions is None else group_positions[:, 0]
-        layout = window_layout(at, length, device, block_size=form.block_size, blocks=form.blocks, runs=runs)
+        layout = window_layout(
+            at, length, device, block_size=options.block_size, blocks=options.blocks, runs=runs
+        )
         entering = KernelState(carry[0], carry[1].detach())
-        group = _Group(form, Weights(*shared), token_positions(at, length, device), layout)
+        group = _Group(options, Weights(*shared), token_positions(at, length, device), layout)
         outputs, leaving, next_tail = step(group_inputs, entering, Tail(*carry[2:]), group)
         return outputs, (*leaving, *next_tail)
 
@@ -135,8 +144,8 @@ def _add_entering(inputs: Tensors, far: KernelState, tail: Tail, group: _Group):
     q, v, gate, decay_before, reads, *sums = inputs
     heads, length, kv_heads = q.shape[1], q.shape[2], far.sums.shape[1]
     far_q = q.to(far.sums.dtype)
-    if group.form.far_rotary:
-        far_q = group.form.far_rotary(far_q, group.positions)
+    if group.options.far_rotary:
+        far_q = group.options.far_rotary(far_q, group.positions)
     phi_q = group.phi.of_queries(chunk_queries(far_q, kv_heads, length))
     phi_q = _scaled(phi_q, None if decay_before is None else decay_before[:, :, None])
     near, near_log, local, local_log = (
@@ -153,7 +162,7 @@ def _near_and_far(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, far: KernelState, tail: Tail, group: _Group
 ) -> tuple[PartialOutput, PartialOutput, KernelState]:
     """Sums over the window, sums over landmarks, and the far state after the group."""
-    form, layout = group.form, group.layout
+    options, layout = group.options, group.layout
     kv_heads, dtype = k.shape[1], far.sums.dtype
     chunks, size = layout.positions.shape[1:]
     q, k = q.to(dtype), k.to(dtype)
@@ -161,16 +170,16 @@ def _near_and_far(
     values = with_ones(layout.windows(tail.values.to(dtype), v.to(dtype)))
     windows = layout.windows(past, k)
     near_past, near_keys = (shifted(x, group.weights.shift) for x in (past, k))
-    if form.near_rotary:
-        near_past, near_keys = rotate_keys(form.near_rotary, near_past, near_keys, group.positions)
+    if options.near_rotary:
+        near_past, near_keys = rotate_keys(options.near_rotary, near_past, near_keys, group.positions)
     near_keys = layout.windows(near_past, near_keys)
 
-    far_q = form.far_rotary(q, group.positions) if form.far_rotary else q
+    far_q = options.far_rotary(q, group.positions) if options.far_rotary else q
     phi_q = group.phi.of_queries(chunk_queries(far_q, kv_heads, size, chunks))
-    if form.near == "kernel":
+    if options.near == "kernel":
         near = pairs(phi_q, group.phi.of_keys(near_keys), values, layout.visible()[:, :, None])
     else:
-        near_q = form.near_rotary(q, group.positions) if form.near_rotary else q
+        near_q = options.near_rotary(q, group.positions) if options.near_rotary else q
         queries = chunk_queries(near_q, kv_heads, size, chunks)
         near = softmax_pairs(queries, near_keys, values, layout.visible(), group.weights.priors)
 
@@ -227,15 +236,15 @@ def _landmarks(
     keys, values: windows (B, H_kv, C, W, .). Where a block ends, the block `blocks` - 1 before it leaves the
     window of all later tokens, and its landmarks enter the far part. A chunk has at most one such end.
     """
-    form, layout = group.form, group.layout
+    options, layout = group.options, group.layout
     places = layout.positions
     ends = layout.block_ends()
     at = ends.int().argmax(-1)
     pools = _pools(at, group, keys.dtype)
-    window = form.block_size if layout.aligned else keys.shape[3]
+    window = options.block_size if layout.aligned else keys.shape[3]
     keys, values = keys[..., :window, :], values[..., :window, :]
     end = places.gather(-1, at[..., None])[..., 0]
-    landmarks, pooled = landmarks_of(keys, values, pools, end, ends.any(-1), form, group.weights)
+    landmarks, pooled = landmarks_of(keys, values, pools, end, ends.any(-1), options, group.weights)
 
     logs = None
     if log_decay is not None:
@@ -255,15 +264,15 @@ def _landmarks(
 
 def _pools(at: Tensor, group: _Group, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """E and F shifted to their blocks in the windows, (B, H_kv, C, r, W); blocks become visible at place `at`."""
-    form, layout = group.form, group.layout
+    options, layout = group.options, group.layout
     keys, values = (
         (x if x.dim() == 3 else x[None])[:, None].to(dtype)
         for x in (group.weights.pool_keys, group.weights.pool_values)
     )
     if layout.aligned:
         return keys, values
-    start = layout.halo + at - form.block_size * form.blocks + 1
-    block = start[..., None] + torch.arange(form.block_size, device=at.device)
+    start = layout.halo + at - options.block_size * options.blocks + 1
+    block = start[..., None] + torch.arange(options.block_size, device=at.device)
     window = torch.arange(layout.halo + layout.size, device=at.device)
     shift = (block[..., None] == window).to(dtype)[:, None]
     return keys @ shift, values @ shift
@@ -273,8 +282,8 @@ def _merge(
     near: PartialOutput, far: PartialOutput, gate: Tensor | None, places: Tensor, heads: int, group: _Group
 ) -> tuple[Tensor, ...]:
     """The merged output (B, H_kv, C, G L, D) and, if queries can be lost, which are. places: (B, C, L) positions."""
-    form, kv_heads = group.form, near.values.shape[1]
-    finish = finish_for(form.feature_map, True)
+    options, kv_heads = group.options, near.values.shape[1]
+    finish = finish_for(options.feature_map, True)
     query_heads = heads // kv_heads
     if gate is None:
         if group.weights.far_weight is not None:
@@ -285,6 +294,6 @@ def _merge(
     chunks, size = places.shape[1:]
     share = torch.sigmoid(chunk_queries(gate[..., None].to(near.values.dtype), kv_heads, size, chunks))
     # Without a far block, the output is exactly the near part: far is 0 there, and must not get a share.
-    far_queries = query_mask(sees_far(places, form.block_size, form.blocks), query_heads)
+    far_queries = query_mask(sees_far(places, options.block_size, options.blocks), query_heads)
     out, *lost = merge_parts(near, far, torch.where(far_queries, share, 1.0)[..., 0], finish)
     return out, *(mask & far_queries[..., 0] for mask in lost)

@@ -15,7 +15,7 @@ from megakernel.ops.documents import token_positions
 from megakernel.ops.feature_maps import FeatureMap, named
 from megakernel.ops.flurka_attention import decode_kernel
 from megakernel.ops.flurka_attention.arguments import Near, Pools, Shares, Window
-from megakernel.ops.flurka_attention.form import FlurkaInputs
+from megakernel.ops.flurka_attention.options import FlurkaInputs
 from megakernel.ops.kernel_attention.arguments import Rows
 from megakernel.ops.kernel_attention.decode import TILE, unsupported_gradient
 from megakernel.ops.kernel_attention.triton import unsupported_tiles
@@ -60,12 +60,12 @@ def step(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tensor,
     rejected draft). If the weights of landmarks add up to less than float32's smallest normal number, the far part is
     0; this is not checked, because checking would synchronize with the GPU.
     """
-    form, weights, gate, positions, far, tail, _, log_decay, _ = inputs
+    options, weights, gate, positions, far, tail, _, log_decay, _ = inputs
     assert far is not None
     assert tail is not None
-    feature_map = named(form.feature_map)
-    rotary: Any = form.near_rotary
-    reach = form.block_size * form.blocks
+    feature_map = named(options.feature_map)
+    rotary: Any = options.near_rotary
+    reach = options.block_size * options.blocks
     table = None if rotary is None else rotary.rotary.table(-reach, reach + KEYS, q.device)
     out, *state = _step(
         *(q, k, v, gate),
@@ -74,7 +74,7 @@ def step(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tensor,
         dense(weights.projection, q.shape[-1]),
         *(weights.pool_keys, weights.pool_values, weights.far_mass, weights.far_weight),
         *(table, log_decay),
-        *(feature_map.name, feature_map.components, form.near, form.blocks),
+        *(feature_map.name, feature_map.components, options.near, options.blocks),
     )
     return out, KernelState(*state[:2]), Tail(*state[2:])
 

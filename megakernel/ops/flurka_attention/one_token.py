@@ -9,7 +9,7 @@ from megakernel.ops.chunks import token_queries, unchunk_token
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions, ends_block, sees_far, token_positions
 from megakernel.ops.feature_maps import Features
-from megakernel.ops.flurka_attention.form import FlurkaInputs, Form, Weights, landmarks_of
+from megakernel.ops.flurka_attention.options import FlurkaInputs, FlurkaOptions, Weights, landmarks_of
 from megakernel.ops.mixture import shifted
 from megakernel.ops.partial_output import (
     FinishedOutput,
@@ -39,9 +39,9 @@ class _Branches(NamedTuple):
     """In some sequence, the token makes landmarks visible to later tokens."""
 
     @classmethod
-    def of(cls, positions: Positions, form: Form) -> "_Branches":
+    def of(cls, positions: Positions, options: FlurkaOptions) -> "_Branches":
         on_host = [positions] if isinstance(positions, int) else positions[:, 0].tolist()
-        size, reach = form.block_size, form.block_size * form.blocks
+        size, reach = options.block_size, options.block_size * options.blocks
         ends = any(position % size == size - 1 and position >= reach - 1 for position in on_host)
         return cls(min(on_host) == 0, max(on_host) >= reach, min(on_host) >= reach, ends)
 
@@ -57,24 +57,24 @@ class _ScaledPhi(Phi):
 
 def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tensor, KernelState, Tail]:
     """Same arguments and results as `chunked.attend`, for one token and without an exchange."""
-    form, weights, gate, positions, _, tail, _, log_decay, _ = inputs
+    options, weights, gate, positions, _, tail, _, log_decay, _ = inputs
     far = inputs.initial_far(q, k, v)
     assert tail is not None
-    branches, extended = _Branches.of(positions, form), tail.and_token(k, v)
+    branches, extended = _Branches.of(positions, options), tail.and_token(k, v)
 
     def compute(q: Tensor) -> FinishedOutput:
         dtype = torch.promote_types(accum_dtype(q.dtype), far.sums.dtype)
         state = KernelState(*(x.to(dtype) for x in far))
         if branches.begins:
             state = empty_state(state) if isinstance(positions, int) else keep(state, positions[:, 0] > 0)
-        phi = Phi(form.feature_map, weights.projection, weights.priors)
+        phi = Phi(options.feature_map, weights.projection, weights.priors)
         if log_decay is not None:
             phi = _ScaledPhi(*phi)
-        out, *lost = _output(q.to(dtype), extended, state, positions, branches, phi, form, weights, gate)
+        out, *lost = _output(q.to(dtype), extended, state, positions, branches, phi, options, weights, gate)
         if branches.ends_block:
             if log_decay is not None:
                 state = decayed(state, log_decay[:, :, 0])
-            state = _with_landmarks(extended, state, positions, phi, form, weights)
+            state = _with_landmarks(extended, state, positions, phi, options, weights)
         return (out.to(v.dtype), *lost), state
 
     out, leaving = recompute_lost(compute(q), lambda: compute(q.double()))
@@ -88,48 +88,48 @@ def _output(
     positions: Positions,
     branches: _Branches,
     phi: Phi,
-    form: Form,
+    options: FlurkaOptions,
     weights: Weights,
     gate: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """(B, H, 1, D) and, if queries can be lost, which are (B, H, 1)."""
     kv_heads, at = far.sums.shape[1], token_positions(positions, 1, q.device)
-    finish = finish_for(form.feature_map, True)
-    window = token_window(extended, positions, form.block_size, form.blocks, q.dtype)
+    finish = finish_for(options.feature_map, True)
+    window = token_window(extended, positions, options.block_size, options.blocks, q.dtype)
     landmarks = queries = None
-    if branches.sees_far or form.near == "kernel":
-        far_q = form.far_rotary(q, at) if form.far_rotary else q
+    if branches.sees_far or options.near == "kernel":
+        far_q = options.far_rotary(q, at) if options.far_rotary else q
         queries = phi.of_queries(token_queries(far_q, kv_heads))
         landmarks = read_states(queries, KernelState(*(x[:, :, None] for x in far)), None)
     if gate is None:
         near = (
-            window.softmax(q, form.near_rotary, weights.priors, weights.shift)
-            if form.near == "softmax" or queries is None
-            else _kernel_window(window, queries, at, phi, form, weights)
+            window.softmax(q, options.near_rotary, weights.priors, weights.shift)
+            if options.near == "softmax" or queries is None
+            else _kernel_window(window, queries, at, phi, options, weights)
         )
         if landmarks is not None and weights.far_weight is not None:
             weight = torch.exp(weights.far_weight.to(q.dtype)).view(kv_heads, 1, -1, 1)
             landmarks = landmarks._replace(values=landmarks.values * weight)
         return tuple(map(unchunk_token, finish(near if landmarks is None else add(near, landmarks))))
-    near_mean = window.softmax_mean(q, form.near_rotary, weights.priors, weights.shift)
+    near_mean = window.softmax_mean(q, options.near_rotary, weights.priors, weights.shift)
     if landmarks is None:
         return (near_mean,)
     far_mean, *lost = map(unchunk_token, finish(landmarks))
     share = torch.sigmoid(gate.to(q.dtype))
     if not branches.all_see_far:
         # Without a far block, the output is exactly the near part: far is 0 there, and must not get a share.
-        has_far = sees_far(at, form.block_size, form.blocks)[:, None]
+        has_far = sees_far(at, options.block_size, options.blocks)[:, None]
         share, lost = torch.where(has_far, share, 1.0), [mask & has_far for mask in lost]
     return (torch.lerp(far_mean, near_mean, share[..., None]), *lost)
 
 
 def _kernel_window(
-    window: TokenWindow, queries: Features, at: Tensor, phi: Phi, form: Form, weights: Weights
+    window: TokenWindow, queries: Features, at: Tensor, phi: Phi, options: FlurkaOptions, weights: Weights
 ) -> PartialOutput:
     """The sums over the window under phi."""
     keys, count = shifted(window.keys, weights.shift), window.keys.shape[2]
-    if form.near_rotary:
-        keys = form.near_rotary(keys, at - torch.arange(count - 1, -1, -1, device=at.device))
+    if options.near_rotary:
+        keys = options.near_rotary(keys, at - torch.arange(count - 1, -1, -1, device=at.device))
     visible = window.visible
     if visible is None:
         visible = torch.ones(1, count, dtype=torch.bool, device=at.device)
@@ -138,14 +138,14 @@ def _kernel_window(
 
 
 def _with_landmarks(
-    extended: Tail, far: KernelState, positions: Positions, phi: Phi, form: Form, weights: Weights
+    extended: Tail, far: KernelState, positions: Positions, phi: Phi, options: FlurkaOptions, weights: Weights
 ) -> KernelState:
     """Add the landmarks of the first block of the window, for tokens that end their block."""
     at = token_positions(positions, 1, far.sums.device)
-    keys, values = (x[:, :, None, 1 : form.block_size + 1].to(far.sums.dtype) for x in extended)
+    keys, values = (x[:, :, None, 1 : options.block_size + 1].to(far.sums.dtype) for x in extended)
     pools = tuple((x if x.dim() == 3 else x[None])[:, None] for x in (weights.pool_keys, weights.pool_values))
-    ends = ends_block(at, form.block_size, form.blocks)
-    landmarks, pooled = landmarks_of(keys, values, pools, at, ends, form, weights)
+    ends = ends_block(at, options.block_size, options.blocks)
+    landmarks, pooled = landmarks_of(keys, values, pools, at, ends, options, weights)
     writes = ends[..., None].expand(-1, -1, landmarks.shape[3])
     # The state is not read here, and every open document continues.
     links = Links(visible=ends, reads=ends, writes=writes, carries=torch.ones_like(ends))

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import carry_factor, token_positions
-from megakernel.ops.flurka_attention.form import FlurkaInputs, Form, Weights
+from megakernel.ops.flurka_attention.options import FlurkaInputs, FlurkaOptions, Weights
 from megakernel.ops.kernel_attention.reference import per_query_head, phi
 from megakernel.ops.mixture import by_component
 from megakernel.ops.partial_output import PartialOutput, normalized
@@ -15,10 +15,10 @@ from megakernel.ops.window import Tail, empty_tail
 
 def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tensor, KernelState, Tail]:
     """Same arguments and results as `chunked.attend`."""
-    form, weights, gate, positions, _, tail, exchange, log_decay, _ = inputs
+    options, weights, gate, positions, _, tail, exchange, log_decay, _ = inputs
     far = inputs.initial_far(q, k, v)
     if tail is None:
-        tail = empty_tail(k, v, form.block_size * form.blocks)
+        tail = empty_tail(k, v, options.block_size * options.blocks)
     batch, heads, length, _ = q.shape
     dtype, device = accum_dtype(q.dtype), q.device
     at = token_positions(positions, length, device).expand(batch, -1)
@@ -28,7 +28,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tenso
             torch.cat([tail.keys[b], k[b]], 1).to(dtype),
             torch.cat([tail.values[b], v[b]], 1).to(dtype),
             at[b],
-            form,
+            options,
             weights,
             torch.zeros(k.shape[1], length) if log_decay is None else log_decay[b],
         )
@@ -81,12 +81,12 @@ class _Sequence:
         keys: Tensor,
         values: Tensor,
         positions: Tensor,
-        form: Form,
+        options: FlurkaOptions,
         weights: Weights,
         log_decay: Tensor,
     ):
         self.log_decay = log_decay
-        self.form, self.weights, self.group = form, weights, q.shape[0] // keys.shape[0]
+        self.options, self.weights, self.group = options, weights, q.shape[0] // keys.shape[0]
         self.q, self.values, self.at = q, values, positions.tolist()
         # The M keys of each position, their shifts (H_kv, 1, d) and their priors (H_kv, 1, 1).
         components, self.shares = by_component(keys[None], weights.priors, q.shape[-1])
@@ -98,15 +98,15 @@ class _Sequence:
         self.positions = positions[None]
 
     def sees_far(self, i: int) -> bool:
-        return self.at[i] >= self.form.block_size * self.form.blocks
+        return self.at[i] >= self.options.block_size * self.options.blocks
 
     def near(self, i: int) -> tuple[Tensor, Tensor]:
         """Sums (H, D + 1) over the window of token i, and their log scale (H, 1).
 
         The log scale is the largest score under softmax, whose exp could overflow, and 0 under phi.
         """
-        block = self.at[i] // self.form.block_size
-        oldest = max(0, block - self.form.blocks + 1) * self.form.block_size
+        block = self.at[i] // self.options.block_size
+        oldest = max(0, block - self.options.blocks + 1) * self.options.block_size
         last = self.before + i
         window = slice(last - (self.at[i] - oldest), last + 1)
         positions = torch.arange(oldest, self.at[i] + 1)[None]
@@ -114,12 +114,12 @@ class _Sequence:
         similarities = []
         for shift, component in zip(self.shifts, self.keys):
             q, keys = self.q[None, :, i : i + 1], component[None, :, window] + shift
-            if rotary := self.form.near_rotary:
+            if rotary := self.options.near_rotary:
                 q, keys = rotary(q, positions[:, -1:]), rotary(keys, positions)
             similarities.append(self._near_similarity(q, keys)[0, :, 0])
         # (M, H, W), by the M keys of each position.
         weights, log_scale = torch.stack(similarities), values.new_zeros(len(self.q), 1)
-        if self.form.near != "kernel":
+        if self.options.near != "kernel":
             log_scale = weights.detach().amax((0, 2))[:, None]
             weights = torch.exp(weights - log_scale)
         weights = (weights * self.shares.repeat_interleave(self.group, 1)[..., 0]).sum(0)
@@ -127,7 +127,7 @@ class _Sequence:
 
     def _near_similarity(self, q: Tensor, keys: Tensor) -> Tensor:
         """Weights (1, H, 1, W) of one query and the keys of its window; under softmax, their logarithms."""
-        if self.form.near == "kernel":
+        if self.options.near == "kernel":
             return self._phi_q(q) @ self._phi_k(keys).repeat_interleave(self.group, 1).transpose(-1, -2)
         return q @ keys.repeat_interleave(self.group, 1).transpose(-1, -2) * q.shape[-1] ** -0.5
 
@@ -137,7 +137,7 @@ class _Sequence:
         if self.at[i] > i:
             state = state + entering * self._decay(0, i)
         q = self.q[None, :, i : i + 1]
-        if rotary := self.form.far_rotary:
+        if rotary := self.options.far_rotary:
             q = rotary(q, self.positions[:, i : i + 1])
         return (self._phi_q(q) @ state.repeat_interleave(self.group, 0))[0, :, 0]
 
@@ -147,7 +147,7 @@ class _Sequence:
         Block J of a document becomes visible at the end of block J + blocks - 1. Place `length` is the token
         after the shard, if it continues the last document.
         """
-        b, blocks = self.form.block_size, self.form.blocks
+        b, blocks = self.options.block_size, self.options.blocks
         position = self.at[i] if i < len(self.at) else self.at[-1] + 1
         document = self.before + i - position
         phi_k = self._phi_k(self.keys[0][None, :, :1])
@@ -164,7 +164,7 @@ class _Sequence:
 
     def _landmarks(self, start: int, block: int) -> Tensor:
         """sum_s m_s sum_r pi_r phi(k_sr) [v_s, 1] of one block, whose first token is at `start`."""
-        b = self.form.block_size
+        b = self.options.block_size
         values = self.weights.pool_values @ self.values[:, start : start + b]
         rank = values.shape[1]
         token_count = torch.tensor(b / rank, dtype=values.dtype)
@@ -174,16 +174,16 @@ class _Sequence:
         phi_k = []
         for share, shift, component in zip(self.shares, self.shifts, self.keys):
             keys = (self.weights.pool_keys @ component[:, start : start + b] + shift)[None]
-            if rotary := self.form.far_rotary:
+            if rotary := self.options.far_rotary:
                 keys = rotary(keys, center)
             phi_k.append(share * self._phi_k(keys)[0])
         return (token_count * sum(phi_k)).transpose(-1, -2) @ self._with_ones(values)
 
     def _phi_q(self, x: Tensor) -> Tensor:
-        return phi(self.form.feature_map, x, per_query_head(self.weights.projection, self.group))
+        return phi(self.options.feature_map, x, per_query_head(self.weights.projection, self.group))
 
     def _phi_k(self, x: Tensor) -> Tensor:
-        return phi(self.form.feature_map, x, self.weights.projection)
+        return phi(self.options.feature_map, x, self.weights.projection)
 
     @staticmethod
     def _with_ones(values: Tensor) -> Tensor:

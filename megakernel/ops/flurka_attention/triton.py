@@ -17,7 +17,7 @@ from megakernel.ops.documents import carry_factor, sees_far, token_positions
 from megakernel.ops.feature_maps import named
 from megakernel.ops.flurka_attention import chunked, decode, operators
 from megakernel.ops.flurka_attention.block_tables import block_tables
-from megakernel.ops.flurka_attention.form import FlurkaInputs, Form
+from megakernel.ops.flurka_attention.options import FlurkaInputs, FlurkaOptions
 from megakernel.ops.groups import Tensors
 from megakernel.ops.kernel_attention import exchanged
 from megakernel.ops.kernel_attention.launches import pack_state, unpack_state
@@ -47,35 +47,35 @@ SIGNED = ("identity", "rks")
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> str | None:
     """Why the kernels do not support these arguments of `attend`; None if they do."""
-    form, weights = inputs.form, inputs.weights
-    if (reason := unsupported_features(q, form.feature_map)) is not None:
+    options, weights = inputs.options, inputs.weights
+    if (reason := unsupported_features(q, options.feature_map)) is not None:
         return reason
-    if inputs.log_decay is not None and form.near == "kernel":
+    if inputs.log_decay is not None and options.near == "kernel":
         return "log_decay is given, and near is kernel; expected near='softmax'"
     if weights.priors is not None:
         return "priors are given; expected one key per position"
-    if form.far_rotary is not None:
+    if options.far_rotary is not None:
         return "far_rope='centroid' rotates landmarks; expected far_rope='none'"
-    if form.near_rotary is not None and angle_table(form, q.shape[-1]) is None:
+    if options.near_rotary is not None and angle_table(options, q.shape[-1]) is None:
         return "rotary is not an `attention.Rotary` of whole heads; expected one"
-    name = named(form.feature_map).name
-    if name in SIGNED and form.near == "softmax" and inputs.gate is None:
+    name = named(options.feature_map).name
+    if name in SIGNED and options.near == "softmax" and inputs.gate is None:
         return f"feature_map {name} gives negative weights, which cannot share a softmax's normalizer; expected a gate"
     if decode.unsupported(q, k, v, inputs) is None:
         return None
     most = WIDEST_FLOAT32 if q.dtype == torch.float32 else WIDEST
     if (reason := unsupported_tiles(q, v, weights.projection, most, most)) is not None:
         return reason
-    if form.block_size > WIDEST:
-        return f"blocks have {form.block_size} tokens; expected at most {WIDEST}"
+    if options.block_size > WIDEST:
+        return f"blocks have {options.block_size} tokens; expected at most {WIDEST}"
     if weights.pool_keys.shape[-2] > HIGHEST_RANK:
         return f"blocks have {weights.pool_keys.shape[-2]} landmarks; expected at most {HIGHEST_RANK}"
     return None
 
 
-def angle_table(form: Form, width: int) -> Any:
+def angle_table(options: FlurkaOptions, width: int) -> Any:
     """The `table` method of the layer's rotation; None if it has none or does not rotate whole heads of `width`."""
-    rotary = getattr(form.rotary, "rotary", None)
+    rotary = getattr(options.rotary, "rotary", None)
     return getattr(rotary, "table", None) if getattr(rotary, "head_dim", None) == width else None
 
 
@@ -88,19 +88,19 @@ def attend(
     """
     if decode.unsupported(q, k, v, inputs) is None:
         return decode.step(q, k, v, inputs)
-    form, weights, gate, positions, far, tail, exchange, log_decay, return_state = inputs
-    b, reach = form.block_size, form.block_size * form.blocks
+    options, weights, gate, positions, far, tail, exchange, log_decay, return_state = inputs
+    b, reach = options.block_size, options.block_size * options.blocks
     next_tail = (empty_tail(k, v, reach) if tail is None else tail).after(k, v) if return_state else None
-    tables = block_tables(positions, q, block_size=b, blocks=form.blocks, tail=tail is not None)
+    tables = block_tables(positions, q, block_size=b, blocks=options.blocks, tail=tail is not None)
     keys, values = k, v
     if tail is not None and tables.before:
         keys, values = torch.cat([tail.keys, k], 2), torch.cat([tail.values, v], 2)
     matrix = dense(weights.projection, q.shape[-1])
     rows = None if matrix is None else matrix.shape[-2]
-    phi = phi_of(form.feature_map, q.shape[-1], rows, log_decay is not None)
-    feature_map = named(form.feature_map)
-    options = (
-        *(feature_map.name, feature_map.components, form.near, form.blocks),
+    phi = phi_of(options.feature_map, q.shape[-1], rows, log_decay is not None)
+    feature_map = named(options.feature_map)
+    static = (
+        *(feature_map.name, feature_map.components, options.near, options.blocks),
         *(tables.start, tables.before, tables.oldest),
     )
     pools = (weights.pool_keys.to(torch.float32), weights.pool_values.to(torch.float32))
@@ -108,7 +108,7 @@ def attend(
     def query_tensors() -> Tensors:
         """q, gate logits, gamma, and the table of angles."""
         far_weight = weights.far_weight if gate is None else None
-        make_table = None if form.near_rotary is None else angle_table(form, q.shape[-1])
+        make_table = None if options.near_rotary is None else angle_table(options, q.shape[-1])
         return q, gate, far_weight, None if make_table is None else make_table(0, reach + ANGLES, q.device)
 
     key_tensors: Tensors = (keys, values, matrix, *pools, weights.far_mass, log_decay)
@@ -118,22 +118,22 @@ def attend(
     if exchange is None:
         packed = (None, None, None) if first is None else pack_state(first, phi, v.shape[-1])
         out, factor, *_, sums, norms, logs = operators.forward(
-            (*query_tensors(), *key_tensors, *packed), *options
+            (*query_tensors(), *key_tensors, *packed), *static
         )
         if return_state:
             last = unpack_state(sums, norms, logs, phi, v.shape[-1])
     else:
         carries = carry_factor(positions, q, log_decay)
-        shard = exchanged.Shard(q, partial(operators.FlurkaLaunches.of, options))
+        shard = exchanged.Shard(q, partial(operators.FlurkaLaunches.of, static))
         (out, factor, *_), first, last = exchanged.attend(
             shard, key_tensors, query_tensors, exchange, carries, phi, v.shape[-1]
         )
     # If a softmax window shares its normalizer with the landmarks, the weights add up to at least 1.
-    if not may_underflow(feature_map, form.near == "kernel" or gate is not None):
+    if not may_underflow(feature_map, options.near == "kernel" or gate is not None):
         return out, last, next_tail
     lost = factor == 0
     if gate is not None:
-        lost &= sees_far(token_positions(positions, q.shape[2], q.device), b, form.blocks)[:, None]
+        lost &= sees_far(token_positions(positions, q.shape[2], q.device), b, options.blocks)[:, None]
 
     def recompute() -> FinishedOutput:
         # With an exchange, `first` is the state that came from the other ranks.

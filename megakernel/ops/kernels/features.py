@@ -118,13 +118,13 @@ def padded(size: int) -> int:
 
 def phi_of(feature_map: FeatureMap | str, width: int, rows: int | None, decays: bool = False) -> Phi:
     """The map for tokens of width d and a projection with M `rows`, None without one."""
-    form = named(feature_map)
-    if form.name in ELEMENTWISE:
-        return Phi(form.name, width, width, 1.0, form.components**0.5, decays)
+    feature_map = named(feature_map)
+    if feature_map.name in ELEMENTWISE:
+        return Phi(feature_map.name, width, width, 1.0, feature_map.components**0.5, decays)
     assert rows is not None
-    sampled = form.name != "hedgehog"
-    coefficient = math.sqrt(form.components / rows) if sampled else form.components**0.5
-    return Phi(form.name, width, rows, width**-0.25 if sampled else 1.0, coefficient, decays)
+    sampled = feature_map.name != "hedgehog"
+    coefficient = math.sqrt(feature_map.components / rows) if sampled else feature_map.components**0.5
+    return Phi(feature_map.name, width, rows, width**-0.25 if sampled else 1.0, coefficient, decays)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from megakernel.ops.dispatch import Implementation, Kernels, accum_dtype, choose
 from megakernel.ops.documents import Positions
 from megakernel.ops.softmax_attention.spans import Spans, document_spans
 from megakernel.ops.weighted_attention import reference, streamed
-from megakernel.ops.weighted_attention.form import Join, Similarity, WeightForm
+from megakernel.ops.weighted_attention.weights import Join, Similarity, WeightOptions
 
 
 def _kernels() -> ModuleType:
@@ -93,10 +93,10 @@ def weighted_attention(
         cached = initial_state.keys.shape[3]
         k = torch.cat([initial_state.keys, k], 3)
         v = torch.cat([initial_state.values, v], 2)
-    form = _weight_form(similarity, variances, join, normalize, k)
+    options = _weight_options(similarity, variances, join, normalize, k)
     spans = _all_keys(q, k) if cross else _spans(q, positions, cached, causal)
     out = choose(IMPLEMENTATIONS, backend)(
-        q, k, v, form=form, key_weights=_key_weights(key_weights, k), spans=spans
+        q, k, v, options=options, key_weights=_key_weights(key_weights, k), spans=spans
     )
     return out, WeightedState(k, v)
 
@@ -120,12 +120,12 @@ def responsibilities(
     float32 or better; sums over M are the number of (query head, query) pairs that see the position.
     """
     k = _with_components(q, k, k if k.dim() == 4 else k[:, :, 0])
-    form = _weight_form(similarity, variances, "sum", True, k)
+    options = _weight_options(similarity, variances, "sum", True, k)
     spans = _spans(q, positions, 0, causal)
     if query_mask is not None:
         spans = Spans(spans.first, spans.last.masked_fill(~query_mask, -1))
     return choose(RESPONSIBILITIES, backend)(
-        q, k, form=form, key_weights=_key_weights(key_weights, k), spans=spans
+        q, k, options=options, key_weights=_key_weights(key_weights, k), spans=spans
     )
 
 
@@ -141,19 +141,19 @@ def _with_components(q: Tensor, k: Tensor, v: Tensor, cross: bool = False) -> Te
     return k
 
 
-def _weight_form(
+def _weight_options(
     similarity: Similarity, variances: Sequence[float] | None, join: Join, normalize: bool, k: Tensor
-) -> WeightForm:
+) -> WeightOptions:
     check_choice("similarity", similarity, ("softmax", "gaussian"))
     keys = k.shape[2]
     if variances is None:
-        return WeightForm(similarity, (1.0,) * keys, join, normalize)
+        return WeightOptions(similarity, (1.0,) * keys, join, normalize)
     if similarity != "gaussian" or len(variances) != keys or min(variances) <= 0:
         raise ValueError(
             f"variances={list(variances)} with {similarity} and {keys} keys at a position; "
             "expected one positive number per key, for gaussian only"
         )
-    return WeightForm(similarity, tuple(variances), join, normalize)
+    return WeightOptions(similarity, tuple(variances), join, normalize)
 
 
 def _key_weights(key_weights: Tensor | None, k: Tensor) -> Tensor:

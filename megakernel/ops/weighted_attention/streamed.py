@@ -20,7 +20,7 @@ from megakernel.ops.partial_output import (
 )
 from megakernel.ops.softmax_attention.spans import Spans
 from megakernel.ops.state import EMPTY
-from megakernel.ops.weighted_attention.form import WeightForm, component_logs, position_logs
+from megakernel.ops.weighted_attention.weights import WeightOptions, component_logs, position_logs
 
 QUERIES = 256
 """Queries of one tile."""
@@ -29,15 +29,19 @@ KEYS = 512
 """Positions of one tile."""
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, form: WeightForm, key_weights: Tensor, spans: Spans) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, options: WeightOptions, key_weights: Tensor, spans: Spans
+) -> Tensor:
     """(B, H, N, D). k (B, H_kv, M, S, d), key_weights (B, H_kv, M, S); spans: the positions that each query sees."""
     group = q.shape[1] // k.shape[1]
     # Query heads are grouped by key head: (B, H_kv, G, N, d).
-    out = _TiledAttention.apply(q.unflatten(1, (-1, group)), k, v, key_weights, form, spans)
+    out = _TiledAttention.apply(q.unflatten(1, (-1, group)), k, v, key_weights, options, spans)
     return out.flatten(1, 2)
 
 
-def responsibilities(q: Tensor, k: Tensor, *, form: WeightForm, key_weights: Tensor, spans: Spans) -> Tensor:
+def responsibilities(
+    q: Tensor, k: Tensor, *, options: WeightOptions, key_weights: Tensor, spans: Spans
+) -> Tensor:
     """Each key's share of its position's weight, summed over the queries that see it: (B, H_kv, M, S).
 
     Arguments as in `attend`. Excluded queries have empty spans.
@@ -47,7 +51,7 @@ def responsibilities(q: Tensor, k: Tensor, *, form: WeightForm, key_weights: Ten
     for queries, keys in spans.blocks(QUERIES, KEYS):
         weights = key_weights[..., keys]
         tile_q = rows[:, :, :, queries].to(dtype).flatten(2, 3)
-        logs = component_logs(form, tile_q, k[..., keys, :].to(dtype), weights)
+        logs = component_logs(options, tile_q, k[..., keys, :].to(dtype), weights)
         shares = logs.softmax(-2).unflatten(2, (rows.shape[2], -1))
         visible = spans.mask(queries, keys.start, keys.stop)[:, None, None, :, None]
         tile_sums = shares.masked_fill(~visible, 0.0).sum((2, 3))
@@ -64,15 +68,15 @@ def _tile(
 
 class _TiledAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, key_weights, form, spans):
-        finish = normalized if form.normalize else unnormalized
+    def forward(ctx, q, k, v, key_weights, options, spans):
+        finish = normalized if options.normalize else unnormalized
         total, scale = empty_partial_output(q, v.shape[-1])
         assert scale is not None
         for queries, keys in spans.blocks(QUERIES, KEYS):
             tile = _tile(q, k, v, key_weights, queries, keys)
             tile_q, tile_k, values, weights = (x.to(total.dtype) for x in tile)
             visible = spans.mask(queries, keys.start, keys.stop)
-            logs = position_logs(form, tile_q.flatten(2, 3), tile_k, weights, visible)
+            logs = position_logs(options, tile_q.flatten(2, 3), tile_k, weights, visible)
             largest = logs.amax(-1).clamp(min=EMPTY)
             sums = torch.exp(logs - largest[..., None]) @ with_ones(values)[:, :, None]
             before = PartialOutput(total[:, :, :, queries], scale[:, :, :, queries])
@@ -80,8 +84,10 @@ class _TiledAttention(torch.autograd.Function):
             total[:, :, :, queries], scale[:, :, :, queries] = after.values, after.scale_or_zero
         out = finish(PartialOutput(total, scale))
         # Log of the divisor of each query's weights: their sum, or 1 without normalization.
-        divisor = log_normalizer(PartialOutput(total, scale)) if form.normalize else torch.zeros_like(scale)
-        ctx.form, ctx.spans = form, spans
+        divisor = (
+            log_normalizer(PartialOutput(total, scale)) if options.normalize else torch.zeros_like(scale)
+        )
+        ctx.options, ctx.spans = options, spans
         ctx.save_for_backward(q, k, v, key_weights, out, divisor)
         return out.to(v.dtype)
 
@@ -91,7 +97,9 @@ class _TiledAttention(torch.autograd.Function):
         q, k, v, key_weights, out, divisor = ctx.saved_tensors
         grad = grad.to(out.dtype)
         # The gradient of the normalizer, which is the column of ones in the sums.
-        dones = -(grad * out).sum(-1, keepdim=True) if ctx.form.normalize else torch.zeros_like(out[..., :1])
+        dones = (
+            -(grad * out).sum(-1, keepdim=True) if ctx.options.normalize else torch.zeros_like(out[..., :1])
+        )
         dsums = torch.cat([grad, dones], -1)
         dq, dk, dv, dkey_weights = (torch.zeros_like(x, dtype=out.dtype) for x in (q, k, v, key_weights))
         for queries, keys in ctx.spans.blocks(QUERIES, KEYS):
@@ -100,7 +108,7 @@ class _TiledAttention(torch.autograd.Function):
             tile_q, tile_k, values, weights = leaves
             visible = ctx.spans.mask(queries, keys.start, keys.stop)
             with torch.enable_grad():
-                logs = position_logs(ctx.form, tile_q.flatten(2, 3), tile_k, weights, visible)
+                logs = position_logs(ctx.options, tile_q.flatten(2, 3), tile_k, weights, visible)
                 shares = torch.exp(logs - divisor[:, :, :, queries, None])
                 product = (shares @ with_ones(values)[:, :, None] * dsums[:, :, :, queries]).sum()
             totals = _tile(dq, dk, dv, dkey_weights, queries, keys)

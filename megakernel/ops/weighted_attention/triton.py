@@ -11,8 +11,8 @@ from megakernel.ops.kernels.features import cdiv, padded
 from megakernel.ops.kernels.launch import Rows, launch
 from megakernel.ops.softmax_attention.spans import Spans
 from megakernel.ops.weighted_attention import kernels
-from megakernel.ops.weighted_attention.form import WeightForm
 from megakernel.ops.weighted_attention.kernels import Pairs, Visible, Weighting
+from megakernel.ops.weighted_attention.weights import WeightOptions
 
 WIDEST = 256
 """The largest d and D: a program holds whole rows."""
@@ -44,7 +44,7 @@ TILES = {
 
 
 def unsupported(
-    q: Tensor, k: Tensor, v: Tensor, *, form: WeightForm, key_weights: Tensor, spans: Spans
+    q: Tensor, k: Tensor, v: Tensor, *, options: WeightOptions, key_weights: Tensor, spans: Spans
 ) -> str | None:
     """Why the kernels do not take these arguments, or None."""
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -57,13 +57,15 @@ def unsupported(
     return None
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, form: WeightForm, key_weights: Tensor, spans: Spans) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, options: WeightOptions, key_weights: Tensor, spans: Spans
+) -> Tensor:
     """Arguments and result of `streamed.attend`."""
     exists = key_weights > 0
     # log 0 has no useful gradient, so keys of weight 0 are made invisible instead.
     logs = torch.where(exists, key_weights.clamp(min=torch.finfo(key_weights.dtype).tiny), 1.0).log()
     first, last = (x.to(torch.int32) for x in (spans.first, spans.last))
-    return _forward(q, k, v, logs.masked_fill(~exists, -torch.inf), first, last, *form)[0]
+    return _forward(q, k, v, logs.masked_fill(~exists, -torch.inf), first, last, *options)[0]
 
 
 @torch.library.custom_op("megakernel::weighted_attention", mutates_args=())
@@ -135,7 +137,7 @@ def _gradients(grad, q, k, v, log_weights, *_: Any) -> tuple[Tensor, ...]:
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     *tensors, similarity, variances, join, normalize = inputs
-    ctx.form = (similarity, variances, join, normalize)
+    ctx.options = (similarity, variances, join, normalize)
     ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
@@ -144,7 +146,7 @@ def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
 def _differentiate(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 10
-    return (*_backward(grad, *ctx.saved_tensors, *ctx.form), *[None] * 6)
+    return (*_backward(grad, *ctx.saved_tensors, *ctx.options), *[None] * 6)
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

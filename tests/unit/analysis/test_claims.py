@@ -94,9 +94,9 @@ SIZES = Sizes(tokens=1024, rank=48, width=64, heads=4)
 
 def counted(preset: str, changes: dict) -> float:
     """FLOPs that torch counts in the projections and the mechanism of one layer."""
-    form = {"preset": preset, **changes}
+    config = {"preset": preset, **changes}
     core = build(
-        form,
+        config,
         num_heads=SIZES.heads,
         head_dim=int(SIZES.head_dim),
         causal=False,

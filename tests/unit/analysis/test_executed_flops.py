@@ -127,8 +127,8 @@ LANDMARKS, ROW = 12, 96
 
 def landmark_parts(name: str, **settings) -> dict[str, float]:
     """FLOPs per token of one head of an encoder."""
-    form = Attention.model_validate({"mechanism": name, name: settings})
-    return form.spec.flops(LayerShape(1, 1, HEAD_DIM, HEAD_DIM, causal=False, seq_len=ROW))
+    config = Attention.model_validate({"mechanism": name, name: settings})
+    return config.spec.flops(LayerShape(1, 1, HEAD_DIM, HEAD_DIM, causal=False, seq_len=ROW))
 
 
 @pytest.fixture

@@ -139,8 +139,8 @@ def test_flops_of_linformer_and_flurka():
         "state": 4 * 24 / 256 * 2 * 16 * 17,
         "readout": 4 * 2 * 16 * 17,
     }
-    form = {"preset": "flurka_rnn", "compression": compression}
-    built = forward_flops(model(attention=form, **encoder), 256, 8)["projections"]
+    config = {"preset": "flurka_rnn", "compression": compression}
+    built = forward_flops(model(attention=config, **encoder), 256, 8)["projections"]
     assert built == 2 * 2 * 64 * 16 * (8 + 8 * 24 / 256)
 
 

@@ -160,27 +160,27 @@ def small(tree: dict[str, Any]) -> dict[str, Any]:
     return merged(small_tree, {"compression": {"compress": "projected"}})
 
 
-def may_divide_by_zero(form: Attention) -> bool:
+def may_divide_by_zero(config: Attention) -> bool:
     """Whether weights (products of tokens, or cosines without smoothing) have either sign, so that they may cancel."""
-    phi = form.feature_map
+    phi = config.feature_map
     return phi is not None and (phi.name == "identity" or (phi.is_trigonometric and phi.smoothing == 0))
 
 
 def sized(tree: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
     """`tree` expanded, with `sizes` and a smoothing over its preset and under its own changes."""
-    form = Attention.model_validate(expand_preset(tree))
-    sizes_of_form: dict[str, Any] = {}
-    if form.compression is not None:
-        sizes_of_form["compression"] = sizes[form.compression.kind]
-    elif form.near is not None:
-        sizes_of_form["near"] = sizes["near"]
-    if form.mechanism != "algebra":
-        sizes_of_form[form.mechanism] = sizes.get(form.mechanism, {})
-    if may_divide_by_zero(form):
+    config = Attention.model_validate(expand_preset(tree))
+    sizes_of_config: dict[str, Any] = {}
+    if config.compression is not None:
+        sizes_of_config["compression"] = sizes[config.compression.kind]
+    elif config.near is not None:
+        sizes_of_config["near"] = sizes["near"]
+    if config.mechanism != "algebra":
+        sizes_of_config[config.mechanism] = sizes.get(config.mechanism, {})
+    if may_divide_by_zero(config):
         # Near a zero denominator every rounding error is large.
-        sizes_of_form["feature_map"] = {"smoothing": 1.0}
+        sizes_of_config["feature_map"] = {"smoothing": 1.0}
     changes = {key: part for key, part in tree.items() if key != "preset"}
-    return merged(merged(PRESETS.get(tree.get("preset", ""), {}), sizes_of_form), changes)
+    return merged(merged(PRESETS.get(tree.get("preset", ""), {}), sizes_of_config), changes)
 
 
 POINTS: dict[str, dict[str, Any]] = {name: {"preset": name} for name in PRESETS} | VARIANTS
@@ -189,12 +189,12 @@ POINTS: dict[str, dict[str, Any]] = {name: {"preset": name} for name in PRESETS}
 TREES = {name: small(tree) for name, tree in POINTS.items()}
 """The same trees with small sizes."""
 
-FORMS = {name: Attention.model_validate(tree) for name, tree in TREES.items()}
+CONFIGS = {name: Attention.model_validate(tree) for name, tree in TREES.items()}
 
-CAUSAL = [name for name, form in FORMS.items() if not form.mixes_future_tokens]
+CAUSAL = [name for name, config in CONFIGS.items() if not config.mixes_future_tokens]
 """Mechanisms that can be causal."""
 
-BIDIRECTIONAL = [name for name, form in FORMS.items() if not form.looks_back_only]
+BIDIRECTIONAL = [name for name, config in CONFIGS.items() if not config.looks_back_only]
 """Mechanisms that can be bidirectional."""
 
 DIRECTIONS = [*((name, True) for name in CAUSAL), *((name, False) for name in BIDIRECTIONAL)]

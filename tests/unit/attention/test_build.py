@@ -16,8 +16,8 @@ def test_a_preset_name_a_tree_and_a_validated_tree_build_the_same_layer(preset):
     validated = Attention.model_validate(expand_preset(preset))
     causal = validated.mixes_future_tokens is None
     layers = [
-        build(form, num_heads=4, head_dim=8, causal=causal, max_positions=64)
-        for form in (preset, {"preset": preset}, validated)
+        build(config, num_heads=4, head_dim=8, causal=causal, max_positions=64)
+        for config in (preset, {"preset": preset}, validated)
     ]
     states = [layer.state_dict() for layer in layers]
     for layer, state in zip(layers, states):
@@ -27,7 +27,7 @@ def test_a_preset_name_a_tree_and_a_validated_tree_build_the_same_layer(preset):
 
 
 @pytest.mark.parametrize(
-    ("form", "options", "message"),
+    ("config", "options", "message"),
     [
         ("flurcka", {}, "flurcka"),
         ({"preset": "flurka", "rank": 8}, {}, "rank"),
@@ -38,9 +38,9 @@ def test_a_preset_name_a_tree_and_a_validated_tree_build_the_same_layer(preset):
         ("linear", {"num_kv_heads": 2, "heads": HeadShard(0, 4)}, "num_kv_heads=2 does not divide over 4"),
     ],
 )
-def test_invalid_attention_is_refused_with_the_reason(form, options, message):
+def test_invalid_attention_is_refused_with_the_reason(config, options, message):
     with pytest.raises(ValueError, match=message):
-        build(form, num_heads=4, head_dim=8, **options)
+        build(config, num_heads=4, head_dim=8, **options)
 
 
 def test_extending_needs_a_causal_layer():

@@ -9,7 +9,7 @@ from tests.unit.attention.shards import check_shards_and_decoding
 
 BATCH, HEADS, KEY_HEADS, WIDTH, TOKENS, BLOCK, RANK = 2, 4, 2, 4, 32, 4, 2
 POSITIONS = torch.stack([torch.arange(TOKENS), torch.cat([torch.arange(n) for n in (3, 15, 1, 13)])])
-FORMS = {
+CONFIGS = {
     "gated": {"near": {"join": "gated", "gate": "head"}},
     "shared, two blocks": {"near": {"join": "shared", "blocks": 2}},
     "kernel": {"near": {"kind": "kernel"}},
@@ -18,8 +18,8 @@ FORMS = {
 
 def layer(name, decay="gate"):
     sizes = {"compression": {"block_size": BLOCK, "rank": RANK}, "feature_map": {"name": "elu"}}
-    form = {"preset": "flurka_decay", **sizes, **FORMS[name], "far_decay": decay}
-    module = build(form, num_heads=HEADS, num_kv_heads=KEY_HEADS, head_dim=WIDTH).double()
+    config = {"preset": "flurka_decay", **sizes, **CONFIGS[name], "far_decay": decay}
+    module = build(config, num_heads=HEADS, num_kv_heads=KEY_HEADS, head_dim=WIDTH).double()
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -88,7 +88,7 @@ def reference(module, decay, q, k, v, further, positions):
     return torch.stack(rows).view(q.shape)
 
 
-@pytest.mark.parametrize(("name", "decay"), [*((name, "gate") for name in FORMS), ("gated", "fixed")])
+@pytest.mark.parametrize(("name", "decay"), [*((name, "gate") for name in CONFIGS), ("gated", "fixed")])
 def test_layer_values_and_gradients_equal_the_formula(name, decay):
     tensors, module = [x.requires_grad_() for x in inputs()], layer(name, decay)
     q, k, v, further = tensors
@@ -102,7 +102,7 @@ def test_layer_values_and_gradients_equal_the_formula(name, decay):
         torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("positions", [None, POSITIONS], ids=["row", "packed"])
 @pytest.mark.parametrize("backend", ["chunked", "reference"])
 @pytest.mark.usefixtures("small_chunks")

@@ -39,8 +39,8 @@ def test_chunked_values_and_gradients_equal_the_recurrence(positions):
 
 
 def layer(decay="step"):
-    form = {"mechanism": "simple_gla", "simple_gla": {"update": "delta", "decay": decay}}
-    return build(form, num_heads=4, num_kv_heads=2, head_dim=WIDTH).double()
+    config = {"mechanism": "simple_gla", "simple_gla": {"update": "delta", "decay": decay}}
+    return build(config, num_heads=4, num_kv_heads=2, head_dim=WIDTH).double()
 
 
 def inputs(length=LENGTH):

@@ -22,15 +22,15 @@ LONG: Sizes = {key: {} for key in SMALL} | {
 }
 """Default sizes, but a quarter of the landmarks, since every query may see every landmark."""
 
-FORMS = {name: Attention.model_validate(sized(tree, LONG)) for name, tree in POINTS.items()}
+CONFIGS = {name: Attention.model_validate(sized(tree, LONG)) for name, tree in POINTS.items()}
 
 
 def is_tested(name: str) -> bool:
     """Presets, and variants of linear cost; none whose denominators may be rounding errors."""
-    form = FORMS[name]
-    if may_divide_by_zero(form):
+    config = CONFIGS[name]
+    if may_divide_by_zero(config):
         return False
-    return name in PRESETS or form.similarity == "kernel"
+    return name in PRESETS or config.similarity == "kernel"
 
 
 every_direction = pytest.mark.parametrize(
@@ -38,9 +38,9 @@ every_direction = pytest.mark.parametrize(
 )
 
 
-def random_layer(form: Attention, causal: bool, length: int) -> AttentionLayer:
+def random_layer(config: Attention, causal: bool, length: int) -> AttentionLayer:
     """A layer of one head with bf16 parameters, away from values at which gates and token counts have no effect."""
-    module = build(form, num_heads=1, head_dim=WIDTH, causal=causal, max_positions=max(length, 1024))
+    module = build(config, num_heads=1, head_dim=WIDTH, causal=causal, max_positions=max(length, 1024))
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -48,14 +48,14 @@ def random_layer(form: Attention, causal: bool, length: int) -> AttentionLayer:
     return module.bfloat16().eval()
 
 
-def inputs(form: Attention, length: int) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(config: Attention, length: int) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v of scale 10; k and v have the shapes that the mechanism expects from the projections."""
     draw = torch.Generator().manual_seed(0)
     count = length
-    if form.compresses_input:
-        assert form.compression is not None
-        count = getattr(form.compression, "rank", 1)
-    keys = (form.keys_per_head,) if form.keys_per_head > 1 else ()
+    if config.compresses_input:
+        assert config.compression is not None
+        count = getattr(config.compression, "rank", 1)
+    keys = (config.keys_per_head,) if config.keys_per_head > 1 else ()
     shapes = ((length,), (*keys, count), (count,))
     q, k, v = (10 * torch.randn(1, 1, *shape, WIDTH, generator=draw).bfloat16() for shape in shapes)
     return q, k, v
@@ -85,9 +85,9 @@ def assert_near(out: Tensor, expected: Tensor) -> None:
 @every_length
 @torch.no_grad()
 def test_large_inputs_on_long_sequences_are_close_to_float64(name, causal, length):
-    form = FORMS[name]
-    module, qkv = random_layer(form, causal, length), inputs(form, length)
-    positions = positions_of_last_queries(length) if form.weighs_every_pair else None
+    config = CONFIGS[name]
+    module, qkv = random_layer(config, causal, length), inputs(config, length)
+    positions = positions_of_last_queries(length) if config.weighs_every_pair else None
     layer_inputs = AttentionInputs(positions)
     out = module(*qkv, layer_inputs)
     expected = module.double()(*(x.double() for x in qkv), layer_inputs)
@@ -98,29 +98,33 @@ def test_large_inputs_on_long_sequences_are_close_to_float64(name, causal, lengt
 @every_direction
 @torch.no_grad()
 def test_large_inputs_on_short_sequences_are_close_to_float64(name, causal):
-    form = FORMS[name]
+    config = CONFIGS[name]
     for length in (16, 64, 256, 1024):
-        module, qkv = random_layer(form, causal, length), inputs(form, length)
+        module, qkv = random_layer(config, causal, length), inputs(config, length)
         out = module(*qkv)
         assert_near(out, module.double()(*(x.double() for x in qkv)))
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if FORMS[name].compresses_input])
+@pytest.mark.parametrize("name", [name for name in PRESETS if CONFIGS[name].compresses_input])
 @every_length
 @torch.no_grad()
 def test_landmarks_of_large_inputs_are_close_to_float64(name, length):
-    module = random_layer(FORMS[name], causal=False, length=length)
+    module = random_layer(CONFIGS[name], causal=False, length=length)
     assert isinstance(module, LowRankAttention)
     x = 10 * torch.randn(length, 1, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
     out = module.compress(x, first=0, length=length)
     assert_near(out, module.double().compress(x.double(), first=0, length=length))
 
 
-@pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.feature_map is not None])
+@pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if config.feature_map is not None])
 def test_parameters_of_feature_maps_stay_in_full_precision(name):
     """With 8 bits per frequency, an exponent of 300 would be off by 0.6."""
     module = build(
-        FORMS[name], num_heads=1, head_dim=WIDTH, causal=not FORMS[name].mixes_future_tokens, max_positions=8
+        CONFIGS[name],
+        num_heads=1,
+        head_dim=WIDTH,
+        causal=not CONFIGS[name].mixes_future_tokens,
+        max_positions=8,
     )
     before = {key: value.clone() for key, value in module.projection.state_dict().items()}
     after = module.bfloat16().projection.state_dict()

@@ -6,7 +6,7 @@ import torch
 from megakernel.attention import AttentionInputs, build
 from megakernel.model.compressed_input import padding_last
 from tests.unit.attention.mechanisms import (
-    FORMS,
+    CONFIGS,
     TREES,
     WIDTH,
     assert_close,
@@ -16,7 +16,7 @@ from tests.unit.attention.mechanisms import (
 
 # The small trees use `projected` for mechanisms that compress their input by default.
 COMPRESSING_INPUT = [
-    name for name, form in FORMS.items() if getattr(form.compression, "compress", None) == "projected"
+    name for name, config in CONFIGS.items() if getattr(config.compression, "compress", None) == "projected"
 ]
 
 
@@ -27,7 +27,7 @@ def test_compressing_before_or_after_projections_without_bias_is_the_same(name, 
     tree = TREES[name]
     before = dict(tree, compression=dict(tree["compression"], compress="input"))
     sizes = {"num_heads": 2, "head_dim": WIDTH, "causal": False, "max_positions": 64, "seed": 3}
-    first, second = (build(form, **sizes).double().eval() for form in (before, tree))
+    first, second = (build(config, **sizes).double().eval() for config in (before, tree))
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(22, 2, 12, generator=draw, dtype=torch.float64)
     w_q, w_k, w_v = (torch.randn(12, 2 * WIDTH, generator=draw, dtype=torch.float64) for _ in range(3))
@@ -78,8 +78,8 @@ def test_training_noise_depends_only_on_the_step_and_evaluation_has_none():
 
 def test_eva_with_one_window_over_the_sequence_is_softmax():
     """With the chunks of the exact window excluded, only softmax attention remains."""
-    form = {"preset": "eva", "eva": {"window_size": 16, "chunk_size": 4, "exclude_window": True}}
+    config = {"preset": "eva", "eva": {"window_size": 16, "chunk_size": 4, "exclude_window": True}}
     q, k, v = (x[:, :2] for x in tokens(2, 11))
     sizes = {"num_heads": 2, "head_dim": WIDTH, "causal": False}
-    eva, softmax = (build(tree, **sizes).double() for tree in (form, "softmax"))
+    eva, softmax = (build(tree, **sizes).double() for tree in (config, "softmax"))
     assert_close(eva(q, k, v), softmax(q, k, v))

@@ -12,8 +12,8 @@ from tests.tiers import tiered
 from tests.unit.attention.mechanisms import (
     BIDIRECTIONAL,
     CAUSAL,
+    CONFIGS,
     DIRECTIONS,
-    FORMS,
     TREES,
     WIDTH,
     assert_close,
@@ -87,7 +87,7 @@ def test_bidirectional_attention_equals_the_quadratic_reference(name, rotary, le
     assert_equals_the_reference(layer(name, causal=False), length, inputs, monkeypatch)
 
 
-@pytest.mark.parametrize("name", [name for name in BIDIRECTIONAL if not FORMS[name].mixes_documents])
+@pytest.mark.parametrize("name", [name for name in BIDIRECTIONAL if not CONFIGS[name].mixes_documents])
 def test_packed_documents_do_not_attend_to_each_other(name):
     module = layer(name, causal=False)
     q, k, v = (x.detach() for x in tokens(2, 24))
@@ -99,7 +99,7 @@ def test_packed_documents_do_not_attend_to_each_other(name):
 def test_gradients_pass_gradcheck(name, causal):
     module = layer(name, causal=causal)
     q, k, v = tokens(1, 9)
-    positions = None if FORMS[name].mixes_documents else packed(9, (2,))
+    positions = None if CONFIGS[name].mixes_documents else packed(9, (2,))
     assert torch.autograd.gradcheck(
         lambda q, k, v, *_: module(q, k, v, AttentionInputs(positions=positions, rotary=ROTARY)),
         (q, k, v, *module.parameters()),
@@ -125,7 +125,7 @@ def test_later_tokens_leave_earlier_outputs_bit_identical(name, positions):
         )
 
 
-@pytest.mark.parametrize("name", [name for name in CAUSAL if not FORMS[name].weighs_every_pair])
+@pytest.mark.parametrize("name", [name for name in CAUSAL if not CONFIGS[name].weighs_every_pair])
 @pytest.mark.usefixtures("short_groups")
 def test_later_groups_leave_earlier_outputs_bit_identical(name):
     module = layer(name, dtype=torch.float32)
@@ -229,7 +229,7 @@ def test_any_length_and_sequences_of_only_padding(name, causal, length):
 
 @pytest.mark.parametrize(
     ("name", "causal"),
-    [(name, causal) for name, causal in DIRECTIONS if not FORMS[name].spec.changes_constants],
+    [(name, causal) for name, causal in DIRECTIONS if not CONFIGS[name].spec.changes_constants],
 )
 @pytest.mark.parametrize(
     ("length", "positions"), [(3, None), (24, None), (24, DOCUMENTS)], ids=["3", "24", "packed"]
@@ -241,7 +241,7 @@ def test_constant_values_give_constant_output(name, causal, length, positions):
     assert_close(out, torch.full_like(q, 1.5))
 
 
-@pytest.mark.parametrize("name", [name for name in BIDIRECTIONAL if FORMS[name].spec.changes_constants])
+@pytest.mark.parametrize("name", [name for name in BIDIRECTIONAL if CONFIGS[name].spec.changes_constants])
 def test_constant_values_change_in_mechanisms_that_declare_it(name):
     module = layer(name, causal=False)
     q, k, v = tokens(2, 24)
@@ -303,7 +303,7 @@ def test_the_reference_backend_supports_context_parallelism(name, positions, mon
 def test_the_declared_state_size_is_that_of_the_decoding_state(name):
     module = layer(name)
     # Whole blocks, since landmarks are added at the end of a block.
-    lengths = [count * (FORMS[name].block_size or 10) for count in (4, 5)]
+    lengths = [count * (CONFIGS[name].block_size or 10) for count in (4, 5)]
     sizes = []
     for length in lengths:
         q, k, v = (x.detach() for x in tokens(1, length))

@@ -13,9 +13,9 @@ RNN_EPS, PERFORMER_EPS = 1e-6, 1e-4
 
 
 def layer(preset: str, *, kv_heads: int = 2, **compression):
-    form = {"preset": preset, "compression": {"rank": 24, **compression}}
+    config = {"preset": preset, "compression": {"rank": 24, **compression}}
     return build(
-        form, num_heads=2, num_kv_heads=kv_heads, head_dim=16, causal=False, max_positions=96
+        config, num_heads=2, num_kv_heads=kv_heads, head_dim=16, causal=False, max_positions=96
     ).double()
 
 

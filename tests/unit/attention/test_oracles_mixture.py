@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megakernel.attention import AttentionInputs, build
 from megakernel.ops import kernel_attention, softmax_attention, weighted_attention
-from megakernel.ops.weighted_attention.form import WeightForm, component_logs
+from megakernel.ops.weighted_attention.weights import WeightOptions, component_logs
 from tests.oracles import KEPT, arrays, assert_equal, heads, joined
 
 LM_EPS = 1e-6
@@ -15,8 +15,8 @@ LM_EPS = 1e-6
 
 
 def lra_layer(mixture: dict | None = None, priors: Tensor | None = None):
-    form = {"preset": "mgk", "mixture": mixture or {}}
-    module = build(form, num_heads=2, head_dim=16, causal=False).double()
+    options = {"preset": "mgk", "mixture": mixture or {}}
+    module = build(options, num_heads=2, head_dim=16, causal=False).double()
     if priors is not None:
         module.mixture.weights.data = priors.expand(2, 2).clone()
     return module
@@ -69,8 +69,8 @@ def test_the_m_step_equals_the_published_code(masked):
     (q, k, _), mask, (pi, new, new_masked) = lra("pi_HL", "soft_train_pi_new", "soft_train_pi_new_masked")
     mask = mask if masked else torch.ones_like(mask)
     priors = torch.stack([pi, 1 - pi], 1)
-    form = WeightForm("gaussian", (1.0, 1.0), "sum", True)
-    weights = component_logs(form, q, k, priors.expand(2, -1, -1, -1)).exp()
+    options = WeightOptions("gaussian", (1.0, 1.0), "sum", True)
+    weights = component_logs(options, q, k, priors.expand(2, -1, -1, -1)).exp()
     # The published code adds 1e-6 to the weight of a mixture and to the number of pairs of a position.
     pairs = (mask[:, :, None] & mask[:, None]).double()
     responsibilities = weights[..., 0, :] / (weights.sum(-2) + 1e-6) * pairs[:, None]

@@ -42,18 +42,18 @@ WHOLE = list(itertools.starmap(Point, itertools.product((64, 128), _SCALES, (16,
 IS_FULL = os.environ.get("MEGAKERNEL_TEST_GRID") == "full"
 GRID = WHOLE if IS_FULL else SENSITIVE
 
-FORMS = {name: Attention.model_validate(expand_preset(name)) for name in PRESETS}
+CONFIGS = {name: Attention.model_validate(expand_preset(name)) for name in PRESETS}
 CASES = [
     pytest.param(name, causal, id=f"{name}-{'causal' if causal else 'bidirectional'}")
-    for name, form in FORMS.items()
-    for causal, impossible in ((True, form.mixes_future_tokens), (False, form.looks_back_only))
+    for name, config in CONFIGS.items()
+    for causal, impossible in ((True, config.mixes_future_tokens), (False, config.looks_back_only))
     if not impossible
 ]
 
 
 def layer(name: str, causal: bool, point: Point, /, **feature_map: object) -> AttentionLayer:
     """A layer of preset `name`; sums of cosines, which may cancel, get a smoothing that keeps them away from 0."""
-    if may_divide_by_zero(FORMS[name]):
+    if may_divide_by_zero(CONFIGS[name]):
         feature_map["smoothing"] = 1.0
     tree = {"preset": name, **({"feature_map": feature_map} if feature_map else {})}
     module = build(
@@ -70,9 +70,9 @@ def layer(name: str, causal: bool, point: Point, /, **feature_map: object) -> At
 
 def inputs(name: str, point: Point) -> tuple[list[Tensor], Tensor]:
     """q, k, v and the gradient of the output, rounded to the dtype of the point."""
-    form, draw = FORMS[name], torch.Generator().manual_seed(0)
-    count = getattr(form.compression, "rank", 1) if form.compresses_input else point.length
-    keys = (form.keys_per_head,) if form.keys_per_head > 1 else ()
+    config, draw = CONFIGS[name], torch.Generator().manual_seed(0)
+    count = getattr(config.compression, "rank", 1) if config.compresses_input else point.length
+    keys = (config.keys_per_head,) if config.keys_per_head > 1 else ()
     shapes = ((HEADS, point.length), (1, *keys, count), (1, count), (HEADS, point.length))
     scales = (point.scale, point.scale, 1.0, 1.0)
     q, k, v, grad = (
@@ -116,14 +116,14 @@ def conditioning(module: AttentionLayer, qkv: list[Tensor], grad: Tensor) -> tup
     return delta, {"out": of_rows, "dq": terms, "dk": terms, "dv": grad_norm, "d": terms * width**0.5}
 
 
-def limit(point: Point, delta: float, terms: float, size: float, form: Attention) -> float:
+def limit(point: Point, delta: float, terms: float, size: float, config: Attention) -> float:
     """Allowed error of a gradient of this size: 1e-3 of it up to scale 5, above that by its conditioning.
 
     If more than 999 of 1000 parts cancel, 1e-3 is relative to one thousandth of the terms. Half precision adds its own
     rounding; the backward of torch's fused softmax reads its output in half precision, which rounds every term.
     """
     rounding = 1e-3 * max(size, 1e-3 * terms) if point.scale <= 5 else delta * terms
-    halves = point.dtype != torch.float32 and form.is_full_softmax
+    halves = point.dtype != torch.float32 and config.is_full_softmax
     # Below the smallest normal number there is no precision.
     return rounding + torch.finfo(point.dtype).eps * (max(size, terms) if halves else size) + 1e-30
 
@@ -139,7 +139,7 @@ def test_outputs_and_gradients_are_finite_and_close_to_float64(name, causal, poi
     errors = {}
     for key, wanted in exact.items():
         error, size = (found[key].double() - wanted).norm().item(), wanted.norm().item()
-        bound = limit(point, delta, terms[key.split()[0]], size, FORMS[name])
+        bound = limit(point, delta, terms[key.split()[0]], size, CONFIGS[name])
         if not error <= bound:
             errors[key] = f"{error:.1e} of {size:.1e}; expected at most {bound:.1e}"
     assert not errors

@@ -43,8 +43,8 @@ def test_chunked_values_and_gradients_equal_the_quadratic_formula(positions):
 
 
 def layer(decay, seed=0):
-    form = {"mechanism": "simple_gla", "simple_gla": {"decay": decay}}
-    return build(form, num_heads=4, num_kv_heads=2, head_dim=WIDTH, seed=seed).double()
+    config = {"mechanism": "simple_gla", "simple_gla": {"decay": decay}}
+    return build(config, num_heads=4, num_kv_heads=2, head_dim=WIDTH, seed=seed).double()
 
 
 def token_by_token(module, decay, tensors, positions):
@@ -121,8 +121,8 @@ def test_shards_and_decoding_equal_the_whole_sequence(size, positions, decay):
 def test_a_model_trains_with_gradients_for_its_decay(decay, update):
     sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2}
     attention = {"mechanism": "simple_gla", "simple_gla": {"decay": decay, "update": update}}
-    form = Model.model_validate({**sizes, "attention": attention})
-    model = LanguageModel(ModelSettings(form, vocab_size=32, mesh=OneProcess(), seed=3))
+    config = Model.model_validate({**sizes, "attention": attention})
+    model = LanguageModel(ModelSettings(config, vocab_size=32, mesh=OneProcess(), seed=3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     tokens = torch.randint(0, 32, (2, 100), generator=torch.Generator().manual_seed(0))
     positions = torch.arange(100).expand(2, -1)
@@ -147,6 +147,6 @@ def test_a_model_trains_with_gradients_for_its_decay(decay, update):
 
 
 def test_a_gate_normalizer_without_a_gate_is_refused():
-    form = {"preset": "retnet", "simple_gla": {"gate_logit_normalizer": 8.0}}
+    config = {"preset": "retnet", "simple_gla": {"gate_logit_normalizer": 8.0}}
     with pytest.raises(ValueError, match=r"gate_logit_normalizer=8\.0 has no effect on decay: fixed"):
-        Model.model_validate({"num_layers": 1, "hidden_size": 8, "num_heads": 2, "attention": form})
+        Model.model_validate({"num_layers": 1, "hidden_size": 8, "num_heads": 2, "attention": config})

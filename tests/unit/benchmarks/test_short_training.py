@@ -38,12 +38,12 @@ def test_every_preset_is_trained_as_a_decoder_if_possible():
 def test_mechanisms_have_fewer_landmarks_than_tokens():
     for run in runs(PRESETS):
         config = load(CONFIG, run.overrides)
-        form = config.model.attention
-        if form.mechanism in ("skyformer", "nystromformer"):
-            sizes = getattr(form, form.mechanism).model_dump()
+        attention = config.model.attention
+        if attention.mechanism in ("skyformer", "nystromformer"):
+            sizes = getattr(attention, attention.mechanism).model_dump()
             assert sizes.get("features", sizes.get("landmarks")) < config.training.seq_len
-        elif form.has_position_parameters:
-            assert form.compression.rank < config.training.seq_len
+        elif attention.has_position_parameters:
+            assert attention.compression.rank < config.training.seq_len
 
 
 def training_result(losses=FALLING, held_out=(5.5, 3.0), skipped=0):

@@ -68,9 +68,9 @@ def test_mixtures_are_valid_in_windows_and_for_landmarks(preset, kind):
 
 @pytest.mark.parametrize("preset", ["linformer", "flurka_rnn", "flurka_performer"])
 def test_mixtures_are_valid_for_landmarks_of_the_whole_sequence(preset):
-    form = {"preset": preset, "mixture": {}}
+    config = {"preset": preset, "mixture": {}}
     assert not problems(
-        model={"kind": "masked_lm", "attention": form, "position": "learned"},
+        model={"kind": "masked_lm", "attention": config, "position": "learned"},
         data={"isolate_documents": False},
     )
 

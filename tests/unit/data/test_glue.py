@@ -64,19 +64,19 @@ def test_lines_without_an_agreed_label_are_skipped(tmp_path: Path):
 
 @pytest.mark.parametrize(("task", "label"), [("mnli", 2), ("stsb", 3.5)])
 def test_the_hubs_names_of_columns_and_splits_are_read(task: str, label: float, tmp_path: Path):
-    form = TASKS[task]
+    layout = TASKS[task]
     card = ["---", "configs:", "- config_name: default", "  data_files:"]
-    for split in form.splits.values():
-        row = {text: f"{split} {text}" for text in form.hub_texts} | {"label": label}
-        name = form.hub_splits.get(split, split)
+    for split in layout.splits.values():
+        row = {text: f"{split} {text}" for text in layout.hub_texts} | {"label": label}
+        name = layout.hub_splits.get(split, split)
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
         card += [f"  - split: {name}", f"    path: {name}.jsonl"]
     # From the file names alone, `datasets` would merge the two validation splits of MNLI.
     (tmp_path / "README.md").write_text("\n".join([*card, "---", ""]))
     documents = list(open_source([f"glue:{task}:hf:{tmp_path}"]))
     assert documents == [
-        Document(tuple(f"{split} {text}" for text in form.hub_texts), label, split, True)
-        for split in form.splits.values()
+        Document(tuple(f"{split} {text}" for text in layout.hub_texts), label, split, True)
+        for split in layout.splits.values()
     ]
 
 

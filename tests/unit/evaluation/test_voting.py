@@ -107,7 +107,9 @@ def test_the_vote_of_a_classifier_is_the_mean_probability_of_each_class(draws, p
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_redraws_says_whether_a_mechanism_has_draws_to_average(preset):
-    form = Attention.model_validate(expand_preset(preset))
-    module = build(preset, num_heads=2, head_dim=8, causal=form.mixes_future_tokens is None, max_positions=64)
+    config = Attention.model_validate(expand_preset(preset))
+    module = build(
+        preset, num_heads=2, head_dim=8, causal=config.mixes_future_tokens is None, max_positions=64
+    )
     redrawn = any(isinstance(noise, Noise) and noise.interval for noise in module.modules())
-    assert form.redraws == redrawn
+    assert config.redraws == redrawn

@@ -38,8 +38,8 @@ def build(mesh, **parts):
 
 
 def classifier(mesh, pooling="mean", head="linear", documents=1, **parts):
-    form = {"num_classes": CLASSES, "pooling": pooling, "head": head, "documents": documents}
-    return build(mesh, kind="classifier", classifier=form, **{"attention": "softmax", **parts})
+    config = {"num_classes": CLASSES, "pooling": pooling, "head": head, "documents": documents}
+    return build(mesh, kind="classifier", classifier=config, **{"attention": "softmax", **parts})
 
 
 def logits(model, tokens, positions):
@@ -65,15 +65,15 @@ def padded(document, indices, length):
 def bidirectional_presets():
     """Every preset for encoders, with fewer landmarks than a short document has tokens."""
     for name in PRESETS:
-        form = Attention.model_validate(expand_preset(name))
-        if form.looks_back_only is None:
-            yield name if form.compression is None else {"preset": name, "compression": {"rank": 4}}
+        config = Attention.model_validate(expand_preset(name))
+        if config.looks_back_only is None:
+            yield name if config.compression is None else {"preset": name, "compression": {"rank": 4}}
 
 
 @pytest.mark.parametrize(
     ("attention", "position"),
     [("softmax", position) for position in POSITIONS]
-    + [(form, "learned") for form in bidirectional_presets()],
+    + [(config, "learned") for config in bidirectional_presets()],
     ids=str,
 )
 def test_padding_anywhere_does_not_change_the_logits(attention, position, mesh):
@@ -172,10 +172,10 @@ def test_two_documents_are_encoded_separately_and_compared(mesh):
 @pytest.mark.parametrize("tied", [True, False])
 def test_layer_numbers_are_those_that_checkpoints_use(mesh, position, tied):
     model = build(mesh, kind="masked_lm", attention="softmax", position=position, tie_embeddings=tied)
-    form = model.settings.model
-    assert isinstance(model.layers[form.first_layer], TransformerLayer)
-    assert not isinstance(model.layers[form.first_layer - 1], TransformerLayer)
-    assert set(vocabulary_names(form)) <= model.state_dict().keys()
+    config = model.settings.model
+    assert isinstance(model.layers[config.first_layer], TransformerLayer)
+    assert not isinstance(model.layers[config.first_layer - 1], TransformerLayer)
+    assert set(vocabulary_names(config)) <= model.state_dict().keys()
 
 
 def test_sinusoidal_positions_have_the_scale_of_the_embeddings(mesh):

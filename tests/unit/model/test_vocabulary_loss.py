@@ -152,7 +152,7 @@ def test_padding_the_vocabulary_does_not_change_a_new_model(tied):
     layer_inputs = tokens, torch.arange(9).expand(2, -1), tokens.roll(-1, 1), torch.tensor([18])
     losses, logits, expected_gradients = [], [], []
     for multiple in (1, 64):
-        form = Model(
+        config = Model(
             num_layers=1,
             hidden_size=16,
             num_heads=2,
@@ -160,7 +160,7 @@ def test_padding_the_vocabulary_does_not_change_a_new_model(tied):
             tie_embeddings=tied,
             init_std=0.5,
         )
-        model = LanguageModel(ModelSettings(form, VOCAB_SIZE, OneProcess()))
+        model = LanguageModel(ModelSettings(config, VOCAB_SIZE, OneProcess()))
         losses.append(loss := model(*layer_inputs))
         logits.append(model.logits(model.hidden(*layer_inputs[:2])))
         expected_gradients.append(

@@ -61,7 +61,7 @@ def test_a_fixed_decay_per_head_equals_retention(tensors):
     from fla.ops.retention.naive import naive_retention
 
     q, k, *_ = tensors
-    form = {"mechanism": "simple_gla", "simple_gla": {"decay": "fixed"}}
-    layer = build(form, num_heads=HEADS, num_kv_heads=HEADS, head_dim=WIDTH).double()
+    config = {"mechanism": "simple_gla", "simple_gla": {"decay": "fixed"}}
+    layer = build(config, num_heads=HEADS, num_kv_heads=HEADS, head_dim=WIDTH).double()
     out = layer(q, k, k, AttentionInputs(torch.arange(LENGTH).expand(BATCH, -1)))
     check([out], [naive_retention(q, k, k)])

@@ -39,8 +39,8 @@ def learned(near: str, join: str, length: int = N, per_head: bool = False, featu
     return tensors
 
 
-FORMS = [("softmax", "gated"), ("softmax", "shared"), ("kernel", "shared")]
-SETTINGS = list(itertools.product(FORMS, ["elu", "favor"], [1, 2], ["none", "centroid"]))
+VARIANTS = [("softmax", "gated"), ("softmax", "shared"), ("kernel", "shared")]
+SETTINGS = list(itertools.product(VARIANTS, ["elu", "favor"], [1, 2], ["none", "centroid"]))
 
 
 def packed(*documents: list[int]) -> Tensor:
@@ -58,9 +58,9 @@ POSITIONS = {
 
 
 @pytest.mark.parametrize("kind", POSITIONS)
-@pytest.mark.parametrize(("form", "feature_map", "blocks", "far_rope"), SETTINGS)
-def test_equals_the_reference(kind, form, feature_map, blocks, far_rope):
-    near, join = form
+@pytest.mark.parametrize(("variant", "feature_map", "blocks", "far_rope"), SETTINGS)
+def test_equals_the_reference(kind, variant, feature_map, blocks, far_rope):
+    near, join = variant
     per_head = (feature_map == "favor") == (blocks == 1)
     q, k, v = inputs()
     tensors = learned(near, join, per_head=per_head, feature_map=feature_map)
@@ -113,23 +113,23 @@ def test_as_many_landmarks_as_tokens_is_exact_kernel_attention(positions, blocks
     torch.testing.assert_close(out, exact)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("blocks", [1, 2])
-def test_the_first_block_of_a_document_equals_the_near_part_exactly(form, blocks):
+def test_the_first_block_of_a_document_equals_the_near_part_exactly(variant, blocks):
     q, k, v = (x.detach() for x in inputs(BLOCK * blocks))
-    tensors = learned(*form, length=BLOCK * blocks)
-    out, _ = flurka_attention(q, k, v, feature_map="elu", near=form[0], blocks=blocks, **tensors)
-    if form[0] == "softmax":
+    tensors = learned(*variant, length=BLOCK * blocks)
+    out, _ = flurka_attention(q, k, v, feature_map="elu", near=variant[0], blocks=blocks, **tensors)
+    if variant[0] == "softmax":
         near, _ = window_attention(q, k, v, block_size=BLOCK, blocks=blocks)
-        assert torch.equal(out, near) if form[1] == "gated" else torch.allclose(out, near)
+        assert torch.equal(out, near) if variant[1] == "gated" else torch.allclose(out, near)
     else:
         torch.testing.assert_close(out, kernel_attention(q, k, v, feature_map="elu"))
 
 
 @pytest.mark.parametrize("backend", ["reference", "chunked"])
-@pytest.mark.parametrize("form", FORMS, ids=["gated", "shared", "kernel"])
-def test_a_query_without_weights_gives_zero_and_finite_gradients(form, backend):
-    near, join = form
+@pytest.mark.parametrize("variant", VARIANTS, ids=["gated", "shared", "kernel"])
+def test_a_query_without_weights_gives_zero_and_finite_gradients(variant, backend):
+    near, join = variant
     q, k, v = inputs()
     q = q.detach().index_copy(2, torch.tensor([13]), -q[:, :, 13:14].abs() - 0.1)  # its relu features are 0
     options = learned(near, join, feature_map="relu")

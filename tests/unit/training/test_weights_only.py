@@ -39,9 +39,11 @@ assert "deepspeed" not in sys.modules
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-@pytest.mark.parametrize("form", [plant, plant_pickle, lambda file, marker: torch.save(Harm(marker), file)])
-def test_code_in_a_file_is_named_and_not_executed(form, tmp_path):
-    form(tmp_path / "file.pt", tmp_path / "harm")
+@pytest.mark.parametrize(
+    "plant_code", [plant, plant_pickle, lambda file, marker: torch.save(Harm(marker), file)]
+)
+def test_code_in_a_file_is_named_and_not_executed(plant_code, tmp_path):
+    plant_code(tmp_path / "file.pt", tmp_path / "harm")
     for read in (weights_only.load, weights_only.check):
         with pytest.raises(UserError, match=r"mkdir|damaged") as refused:
             read(tmp_path / "file.pt")

@@ -33,9 +33,9 @@ class StateDict:
         return {"fp32": self.tensors[name].clone()}
 
 
-def build(mesh, form, seed=None, **parts):
+def build(mesh, config, seed=None, **parts):
     """A model with its initial values or, given a seed, random ones."""
-    section = Model(**{"position": "none", **SIZES, "attention": form} | parts)
+    section = Model(**{"position": "none", **SIZES, "attention": config} | parts)
     model = LanguageModel(ModelSettings(section, vocab_size=32, mesh=mesh)).double().eval()
     if seed is not None:
         draw = torch.Generator().manual_seed(seed)
@@ -45,9 +45,9 @@ def build(mesh, form, seed=None, **parts):
     return model
 
 
-def converted(mesh, model, form, **parts):
+def converted(mesh, model, config, **parts):
     """The model converted to another attention, and the parameters that the old one lacks."""
-    new = build(mesh, form, **parts)
+    new = build(mesh, config, **parts)
     source = convert_attention(StateDict(model), model.settings.model, new.settings.model)
     found = compare(whole_shapes(new, partitions(new), mesh.tp), source)
     assert not found.misshapen

@@ -151,10 +151,10 @@ def test_a_window_as_long_as_the_sequence_has_no_error(mesh):
 
 
 @pytest.mark.parametrize(
-    "form", [{"preset": "softmax", "window": 4}, {"preset": "local", "near": {"block_size": 4}}]
+    "config", [{"preset": "softmax", "window": 4}, {"preset": "local", "near": {"block_size": 4}}]
 )
-def test_a_windowed_teacher_is_compared_within_its_window(mesh, form):
-    teacher, student = build(mesh, form), build(mesh, form).eval()
+def test_a_windowed_teacher_is_compared_within_its_window(mesh, config):
+    teacher, student = build(mesh, config), build(mesh, config).eval()
     cores = attention_cores(student)
     means = transferred(teacher, cores, sampled_queries=LENGTH).sums.means(lambda own: [own])
     for layer in cores:

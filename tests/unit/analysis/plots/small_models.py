@@ -12,8 +12,10 @@ LENGTH = 24
 
 def small_model(attention, mesh=None, **parts):
     """A model with weights large enough that every part has an effect."""
-    form = Model(**{**SIZES, **parts}, attention=attention).model_copy(update={"max_positions": LENGTH})
-    settings = ModelSettings(form, vocab_size=32, mesh=mesh or OneProcess(), isolate_documents=form.is_causal)
+    config = Model(**{**SIZES, **parts}, attention=attention).model_copy(update={"max_positions": LENGTH})
+    settings = ModelSettings(
+        config, vocab_size=32, mesh=mesh or OneProcess(), isolate_documents=config.is_causal
+    )
     model = LanguageModel(settings).eval()
     draw = torch.Generator().manual_seed(3)
     with torch.no_grad():

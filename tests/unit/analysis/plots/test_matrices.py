@@ -27,8 +27,8 @@ ENCODERS = {
     "skyformer": {"preset": "skyformer", "skyformer": {"features": 8}},
     "nystromformer": {"preset": "nystromformer", "nystromformer": {"landmarks": 4}},
 }
-MODELS = [(name, form, "causal_lm") for name, form in DECODERS.items()]
-MODELS += [(name, form, "masked_lm") for name, form in ENCODERS.items()]
+MODELS = [(name, config, "causal_lm") for name, config in DECODERS.items()]
+MODELS += [(name, config, "masked_lm") for name, config in ENCODERS.items()]
 
 
 def values_of_tokens(model, layer, captured, row):
@@ -45,9 +45,9 @@ def values_of_tokens(model, layer, captured, row):
     return values.repeat_interleave(attention.queries_per_key, 0)
 
 
-@pytest.mark.parametrize(("name", "form", "kind"), MODELS, ids=[name for name, _, _ in MODELS])
-def test_the_attention_matrix_times_the_values_is_the_output(name, form, kind):
-    model = small_model(form, kind=kind)
+@pytest.mark.parametrize(("name", "config", "kind"), MODELS, ids=[name for name, _, _ in MODELS])
+def test_the_attention_matrix_times_the_values_is_the_output(name, config, kind):
+    model = small_model(config, kind=kind)
     row = first_sequence(layer_inputs(), LENGTH)
     layers = captured_attention(model, row)
     assert list(layers) == [0, 1]

@@ -29,10 +29,10 @@ def normal(x, mean, variance):
 
 
 @pytest.mark.parametrize(
-    "form", ["mgk", "smgk", {"preset": "mgk", "mixture": {"sigma2": [1.0, 3.0]}}, "softmax"]
+    "config", ["mgk", "smgk", {"preset": "mgk", "mixture": {"sigma2": [1.0, 3.0]}}, "softmax"]
 )
-def test_the_likelihood_of_queries_equals_the_explicit_density(form):
-    model = small_model(form, position="none")
+def test_the_likelihood_of_queries_equals_the_explicit_density(config):
+    model = small_model(config, position="none")
     captured = captured_attention(model, first_sequence(layer_inputs(), LENGTH))[0]
     core, inputs = captured.core, captured.inputs
     found = mixtures.negative_log_likelihood(captured)

@@ -38,8 +38,8 @@ def test_eigenvalues_are_those_of_the_constructed_covariance(name):
 
 def test_the_deviation_of_kernel_estimates_is_that_of_theorem_3():
     """Over many draws std / |mean| approaches the closed form of the estimator's error (KL, theorem 3)."""
-    form = {"preset": "gmm_prf", "feature_map": {"samples": 64}}
-    model = small_model(form, num_heads=2, hidden_size=8, position="none")
+    config = {"preset": "gmm_prf", "feature_map": {"samples": 64}}
+    model = small_model(config, num_heads=2, hidden_size=8, position="none")
     captured = captured_attention(model, first_sequence(layer_inputs(), LENGTH))[0]
     captured = captured._replace(
         inputs=replace(captured.inputs, q=captured.inputs.q / 4, k=captured.inputs.k / 4)

@@ -38,8 +38,8 @@ def test_singular_values_and_ranks_are_those_of_the_constructed_matrix():
 def test_kernel_attention_has_a_low_rank_matrix_and_softmax_a_full_rank_one():
     """FLuRKA, figure 1: the rank of a head is at most its number of features. Float32 is too imprecise to show it."""
     row = first_sequence((layer_inputs()[0], torch.arange(LENGTH)[None]), LENGTH)
-    for form, expected_rank in (({"preset": "linear"}, 8), ("softmax", LENGTH)):
-        model = small_model(form, kind="masked_lm")
+    for config, expected_rank in (({"preset": "linear"}, 8), ("softmax", LENGTH)):
+        model = small_model(config, kind="masked_lm")
         captured = captured_attention(model, row)[0]
         rank, _ = spectra.ranks(exact_matrix(captured))
         assert rank.tolist() == [expected_rank] * 4
@@ -86,12 +86,12 @@ def test_the_span_ignores_other_documents():
 
 
 def gated(bias):
-    form = {
+    config = {
         "preset": "flurka",
         "compression": {"block_size": 4, "rank": 2},
         "near": {"gate_bias": bias},
     }
-    model = small_model(form)
+    model = small_model(config)
     core = model.layers[1].self_attention.core
     with torch.no_grad():
         core.gate_weight.zero_()

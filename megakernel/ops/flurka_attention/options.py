@@ -18,7 +18,7 @@ NearKind = Literal["softmax", "kernel"]
 FarRope = Literal["none", "centroid"]
 
 
-class Form(NamedTuple):
+class FlurkaOptions(NamedTuple):
     """The fixed options of a layer (docs/formulas.md, 4)."""
 
     feature_map: FeatureMap | str
@@ -72,7 +72,7 @@ class Weights(NamedTuple):
 class FlurkaInputs(NamedTuple):
     """Validated arguments of a backend other than queries, keys and values."""
 
-    form: Form
+    options: FlurkaOptions
     weights: Weights
     gate: Tensor | None
     """(B, H, N) logits."""
@@ -96,7 +96,7 @@ class FlurkaInputs(NamedTuple):
         if self.far is not None:
             return self.far
         keys, projection = k[..., : q.shape[-1]], self.weights.projection
-        return start_state(self.form.feature_map, keys, projection, v.shape[-1])
+        return start_state(self.options.feature_map, keys, projection, v.shape[-1])
 
 
 class FlurkaState(NamedTuple):
@@ -115,7 +115,7 @@ def landmarks_of(
     pools: tuple[Tensor, ...],
     at: Tensor,
     ends: Tensor,
-    form: Form,
+    options: FlurkaOptions,
     weights: Weights,
 ) -> tuple[Tensor, Tensor]:
     """Landmarks (B, H_kv, C, r, d) of C runs of tokens, and their token counts times [v, 1].
@@ -125,10 +125,10 @@ def landmarks_of(
     """
     of_keys, of_values = (pool.to(keys.dtype) for pool in pools)
     landmarks = shifted(of_keys @ keys, weights.shift)
-    size, rank = form.block_size, landmarks.shape[3]
-    if form.far_rotary:
-        center = at - (form.blocks - 1) * size - (size - 1) / 2
-        flat = form.far_rotary(landmarks.flatten(2, 3), center.repeat_interleave(rank, 1))
+    size, rank = options.block_size, landmarks.shape[3]
+    if options.far_rotary:
+        center = at - (options.blocks - 1) * size - (size - 1) / 2
+        flat = options.far_rotary(landmarks.flatten(2, 3), center.repeat_interleave(rank, 1))
         landmarks = flat.unflatten(2, (-1, rank))
     token_count = ends[:, None, :, None, None].to(keys.dtype) * (size / rank)
     if weights.far_mass is not None:
