@@ -39,6 +39,8 @@ def conversation(messages: Sequence[Any]) -> Document:
             raise UserError(
                 f"a message of role {message['role']} has no content; give it, or remove the message"
             )
+        if not isinstance(content := message.get("content", ""), str | list):
+            raise UserError(f"a message's content is {type(content).__name__}, not text; write a string")
         checked.append(message)
     contents = (_text(message.get("content", "")) for message in checked)
     return Document(("\n".join(filter(None, contents)),), messages=tuple(checked))

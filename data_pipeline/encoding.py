@@ -143,21 +143,28 @@ class Encoded:
     """UTF-8 bytes of their texts."""
 
 
-def split_of(text: bytes, seed: int, validation_fraction: float) -> str:
-    """The split of a document: a function of its content, so that copies are in the same split."""
-    digest = blake2b(text, digest_size=8, salt=seed.to_bytes(16, "little")).digest()
-    return "validation" if int.from_bytes(digest, "little") < validation_fraction * 2**64 else "train"
+HASHES = 2**64
+"""Number of values of `content_hash`."""
+
+
+def content_hash(document: Document, seed: int) -> int:
+    """A uniform number in [0, HASHES), the same for copies of a document, so that they are in the same split."""
+    text = "".join(document.texts).encode()
+    return int.from_bytes(blake2b(text, digest_size=8, salt=seed.to_bytes(16, "little")).digest(), "little")
 
 
 class Encoder:
     """Encodes batches of documents; one lives in each worker."""
 
-    def __init__(self, tokenizer: Tokenizer, dtype: str, seed: int, validation_fraction: float):
-        """dtype: numpy name of the integer type of the token files."""
+    def __init__(self, tokenizer: Tokenizer, dtype: str, seed: int, validation_bound: float):
+        """dtype: numpy name of the integer type of the token files.
+
+        validation_bound: documents whose `content_hash` with `seed` is smaller are for validation.
+        """
         self._tokenizer = tokenizer
         self._dtype = np.dtype(dtype)
         self._seed = seed
-        self._validation_fraction = validation_fraction
+        self._validation_bound = validation_bound
 
     def encode(self, documents: list[Document]) -> dict[str, Encoded]:
         """The documents' tokens by split, in order."""
@@ -165,9 +172,7 @@ class Encoder:
         plain = [document for document in documents if document.answers is None and document.messages is None]
         ids = iter(self._tokenizer.encode_batch([text for document in plain for text in document.texts]))
         for document in documents:
-            content = "".join(document.texts).encode()
-            name = document.split or split_of(content, self._seed, self._validation_fraction)
-            split = splits.setdefault(name, Encoded())
+            split = splits.setdefault(document.split or self._drawn_split(document), Encoded())
             sequences: list[np.ndarray] = []
             for text in document.texts:
                 if document.messages is not None:
@@ -184,8 +189,11 @@ class Encoder:
             split.tokens += [np.concatenate(sequences)] if document.joined else sequences
             if document.label is not None:
                 split.labels.append(document.label)
-            split.bytes += len(content)
+            split.bytes += sum(len(text.encode()) for text in document.texts)
         return splits
+
+    def _drawn_split(self, document: Document) -> str:
+        return "validation" if content_hash(document, self._seed) < self._validation_bound else "train"
 
     @cached_property
     def _template(self) -> ChatTemplate:

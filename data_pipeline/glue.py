@@ -7,6 +7,7 @@ split, MNLI's second one `validation_mismatched`. The published test sets have n
 Two sentences become one token sequence with end-of-document after each, as BERT reads them with its separator.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,7 +97,8 @@ class Glue(Published):
         """A class, a number, or None for neither. MNLI writes - if its annotators did not agree."""
         if self._task.numbers:
             try:
-                return float(text)
+                number = float(text)
             except ValueError:
                 return None
+            return number if math.isfinite(number) else None
         return None if text in ("", "-") else parse_class(text)

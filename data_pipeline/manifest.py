@@ -128,7 +128,7 @@ class Manifest(_Record):
 
     def write(self, folder: Path) -> None:
         """Write `folder`/manifest.json."""
-        (folder / FILE).write_text(self.model_dump_json(indent=2) + "\n")
+        (folder / FILE).write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
     @staticmethod
     def read(folder: Path) -> "Manifest":

@@ -30,7 +30,7 @@ from rich.progress import (
 from data_pipeline import tokenizers
 from data_pipeline.chat import ChatTemplate
 from data_pipeline.document import TEXT, Columns, Document
-from data_pipeline.encoding import batched, encode, parallel_map
+from data_pipeline.encoding import HASHES, batched, content_hash, encode, parallel_map
 from data_pipeline.labels import write_labels
 from data_pipeline.manifest import FILE as MANIFEST
 from data_pipeline.manifest import FileRecord, LabelsRecord, Manifest, SplitRecord, TokenizerRecord
@@ -43,11 +43,13 @@ from data_pipeline.sources import (
     Files,
     Hub,
     LibraryFunctions,
+    is_unicode,
     library_files,
     table_kind,
 )
 from data_pipeline.token_files import TokenWriter, token_dtype
 from data_pipeline.tokenizers import Tokenizer
+from data_pipeline.verification import verify_tokenizer
 from megakernel.config.errors import UserError, first_line, report_write_errors
 
 
@@ -69,7 +71,7 @@ class PrepareRequest(BaseModel):
     Hugging Face directory or hub name."""
 
     validation_fraction: float = 0.02
-    """Share of the documents held out for validation."""
+    """Share of the documents held out for validation, by a hash of their text; at least one document, unless 0."""
 
     seed: int = 0
     """Seed of the validation split, and of generated examples."""
@@ -146,6 +148,20 @@ class PrepareRequest(BaseModel):
             )
         if self.chat and self.add_bos is not None:
             raise UserError("--add-bos: the chat template says how conversations begin; leave it out")
+        source = " ".join(self.source)
+        if self.split != "train" and not is_hub(self.source):
+            raise UserError(
+                f"--split {self.split} is of a hub dataset, and --source {source} is not hf:NAME; leave it out"
+            )
+        if self.include and not any(Path(path).is_dir() for path in self.source):
+            raise UserError(
+                f"--include {' '.join(self.include)} chooses files of directories, and --source {source} names none; "
+                "leave it out"
+            )
+        for key, value in self.arguments().items():
+            for text in value if isinstance(value, list) else [value]:
+                if isinstance(text, str) and not is_unicode(text):
+                    raise UserError(f"--{key.replace('_', '-')} {text!a} is not UTF-8; rename it")
 
 
 _DEFAULTS = {name: field.default for name, field in PrepareRequest.model_fields.items()}
@@ -240,7 +256,8 @@ def _write_splits(
         limits = [limit for limit in (source.total, request.max_documents) if limit is not None]
         task = progress.add_task("documents", total=min(limits, default=None), tokens=0)
         batches = batched(_documents(source, request))
-        encoder_arguments = folder / "tokenizer", dtype.__name__, request.seed, request.validation_fraction
+        bound = _validation_bound(source, request)
+        encoder_arguments = folder / "tokenizer", dtype.__name__, request.seed, bound
         for splits in parallel_map(partial(encode, encoder_arguments), batches, workers):
             for split, encoded in splits.items():
                 writer = writers.setdefault(split, TokenWriter(folder / split, dtype))
@@ -248,7 +265,12 @@ def _write_splits(
             read = sum(writer.documents for writer in writers.values()) + source.skipped.total()
             progress.update(task, completed=read, tokens=sum(writer.tokens for writer in writers.values()))
     records = {split: writer.finish() for split, writer in writers.items() if writer.documents}
-    _check_splits(records, request, source)
+    if not records:
+        raise UserError(f"--source {' '.join(request.source)} holds no text; give files with text in them")
+    if "train" not in records:
+        raise UserError(
+            f"--source {' '.join(request.source)} has no example to train on; give all of its files"
+        )
     labels = {split: writers[split].labels for split in records}
     if not any(labels.values()):
         return records, None
@@ -257,19 +279,27 @@ def _write_splits(
     return records, LabelsRecord(documents=rows, classes=classes, files=files)
 
 
-def _check_splits(records: dict[str, SplitRecord], request: PrepareRequest, source: DocumentSource) -> None:
-    documents = sum(record.documents for record in records.values())
-    if not documents:
-        raise UserError(f"--source {' '.join(request.source)} holds no text; give files with text in them")
-    drawn = request.validation_fraction and not source.has_splits
-    wanted = ["train", "validation"] if drawn else ["train"]
-    for split in wanted:
-        if split not in records:
-            raise UserError(
-                f"--validation-fraction {request.validation_fraction} puts none of the {documents} documents "
-                f"into the {split} split (documents stay whole); change the fraction or --seed, "
-                "or set the fraction to 0 for no validation split"
-            )
+def _validation_bound(source: DocumentSource, request: PrepareRequest) -> float:
+    """The `content_hash` below which documents are for validation: that fraction of all hashes.
+
+    If few documents leave a split empty, the bound moves just far enough to give it one. Reads documents only until
+    both splits have one. Raises UserError if there are no two different documents.
+    """
+    bound = request.validation_fraction * HASHES
+    if not bound or source.has_splits:
+        return bound
+    smallest, largest = HASHES, -1
+    for document in _documents(source, request):
+        hashed = content_hash(document, request.seed)
+        smallest, largest = min(smallest, hashed), max(largest, hashed)
+        if smallest < bound <= largest:
+            return bound
+    if smallest == largest:
+        raise UserError(
+            f"--validation-fraction {request.validation_fraction} cannot split one document (documents stay whole); "
+            "give more documents, or set the fraction to 0 for no validation split"
+        )
+    return largest if largest < bound else smallest + 1
 
 
 def _progress(console: Console) -> Progress:
@@ -305,6 +335,10 @@ def _check_same_request(request: PrepareRequest, out: Path) -> None:
                 raise UserError(
                     f"{file} is missing or changed since it was prepared; add --overwrite to make it again"
                 )
+    try:
+        verify_tokenizer(out, manifest)
+    except UserError as error:
+        raise UserError(f"--out {out} {error}; add --overwrite to make it again") from None
 
 
 @contextmanager
@@ -328,8 +362,10 @@ def atomic_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             raise UserError(f"{out} was made by another process meanwhile; name another folder") from None
-        shutil.rmtree(replaced, ignore_errors=True)
     finally:
+        if replaced.exists() and not out.exists():  # it ends between the two renames
+            replaced.rename(out)
+        shutil.rmtree(replaced, ignore_errors=True)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -339,6 +375,11 @@ def _report_leftovers(out: Path, console: Console) -> None:
         console.print(
             f"{folder} belongs to another `megakernel prepare`; delete it if none is running", soft_wrap=True
         )
+
+
+def is_hub(spec: Sequence[str]) -> bool:
+    """Whether `--source SPEC...` names a dataset of the hub."""
+    return len(spec) == 1 and spec[0].startswith(f"{HUB}:")
 
 
 def open_source(
@@ -358,14 +399,14 @@ def open_source(
     matches all. seed, workers: of generated tasks. Raises UserError for a missing path, a directory without a matching
     file, labels or conversations that are not in tables, and as `open_benchmark` does.
     """
-    if columns.chat and not (len(spec) == 1 and spec[0].startswith(f"{HUB}:")):
+    if columns.chat and not is_hub(spec):
         _check_tables(spec, include)
     if spec == ["stdlib"]:
         description = {"kind": "stdlib", "python": ".".join(map(str, sys.version_info[:3]))}
         if columns.label is not None:
             return LibraryFunctions(columns, description)
         return _file_source(library_files(), columns, description)
-    if len(spec) == 1 and spec[0].startswith(f"{HUB}:"):
+    if is_hub(spec):
         return Hub(spec[0], split, columns)
     is_task = spec[0].startswith("task:")
     if len(spec) == 1 and (is_task or spec[0].partition(":")[0] in BENCHMARKS):

@@ -8,6 +8,7 @@ texts that look like a date or a list are not converted.
 import ast
 import io
 import json
+import re
 import sysconfig
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -115,7 +116,7 @@ class Files(DocumentSource):
             _check_columns(dict.fromkeys(chain(*first)), self._columns)
         for row in chain(first, rows):
             document = _document(tuple(map(row.get, self._columns.names)), self._columns)
-            if all(map(_is_unicode, document.texts)):
+            if all(map(is_unicode, (*document.texts, str(document.label)))):
                 yield document
             else:
                 self.skipped["not UTF-8"] += 1
@@ -213,7 +214,7 @@ def _hub_arguments(spec: str, split: str) -> dict[str, Any]:
 
 def tsv_names(file: Path) -> tuple[str, ...]:
     """The column names in a file's header line."""
-    with file.open(encoding="utf-8", errors="replace") as lines:
+    with file.open(encoding="utf-8-sig", errors="replace") as lines:
         return tuple(next(lines, "").rstrip("\r\n").split("\t"))
 
 
@@ -232,8 +233,8 @@ def tsv_rows(file: Path, names: Sequence[str], has_header: bool = True) -> Itera
 
 
 def parse_class(text: str) -> Label:
-    """The class that a text names: an int if it is all digits."""
-    return int(text) if text.isdecimal() else text
+    """The class that a text names: an int if it is one."""
+    return int(text) if re.fullmatch(r"[+-]?\d+", text) else text
 
 
 def table_kind(file: Path) -> str | None:
@@ -241,8 +242,8 @@ def table_kind(file: Path) -> str | None:
     return next((kind for ending, kind in TABLES.items() if file.name.endswith(ending)), None)
 
 
-def _is_unicode(text: str) -> bool:
-    """Whether a text can be encoded as UTF-8; JSON can hold a lone surrogate."""
+def is_unicode(text: str) -> bool:
+    """Whether a text can be encoded as UTF-8; JSON and names of files can hold a lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError:

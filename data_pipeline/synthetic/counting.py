@@ -1,11 +1,14 @@
 """Word counting, after RULER's aggregation tasks."""
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from typing import ClassVar
 
 import numpy as np
 from numpy.random import Generator
 from pydantic import Field
+
+from megakernel.config.errors import Problem
 
 from . import symbols
 from .filler import Filler
@@ -26,6 +29,13 @@ class _Words(SyntheticTask):
 
     _INTRO: ClassVar[str] = "Some words of this list stand in it more often than others.\n"
     _QUESTION: ClassVar[str]
+
+    def problems(self) -> Iterator[Problem]:
+        """A length below the number of words in the shortest list."""
+        yield from super().problems()
+        if self.length < self._min_words:
+            reason = f"is less than the {self._min_words:,} words of the shortest list"
+            yield Problem("length", self.length, reason, "set a larger length, or ask for fewer words")
 
     @property
     @abstractmethod

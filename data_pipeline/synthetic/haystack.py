@@ -1,11 +1,13 @@
 """Haystack tasks, with statements hidden in a long text: pass keys, needles, and chains of variables."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import numpy as np
 from numpy.random import Generator
 from pydantic import Field
+
+from megakernel.config.errors import Problem
 
 from . import symbols
 from .filler import Filler
@@ -89,6 +91,14 @@ class Variables(Haystack):
     _LETTERS: ClassVar[int] = 5
     _STATEMENT: ClassVar[str] = " VAR {} = {}."
     _QUESTION: ClassVar[str] = "\nWhich variables hold {}? In their order they are"
+
+    def problems(self) -> Iterator[Problem]:
+        """More variables than names."""
+        yield from super().problems()
+        variables, names = self.chains * (self.hops + 1), len(symbols.UPPER) ** self._LETTERS
+        if variables > names:
+            reason = f"and chains={self.chains} make {variables:,} variables, of {names:,} possible names"
+            yield Problem("hops", self.hops, reason, "set fewer")
 
     def _write(self, builder: ExampleBuilder, rng: Generator, index: int, spare: int, filler: Filler) -> None:
         names = symbols.distinct(rng, symbols.UPPER, self._LETTERS, self.chains * (self.hops + 1))

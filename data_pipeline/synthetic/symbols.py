@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from megakernel.config.errors import UserError
+
 LOWER = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz", dtype="S1")
 UPPER = np.char.upper(LOWER)
 DIGITS = np.frombuffer(b"0123456789", dtype="S1")
@@ -31,7 +33,12 @@ def number(rng: np.random.Generator, digits: int) -> str:
 
 
 def words(rng: np.random.Generator, count: int) -> list[str]:
-    """`count` distinct pronounceable words of WORD letters, of 343,000."""
+    """`count` distinct pronounceable words of WORD letters, of 343,000; UserError for more."""
+    if count > _WORDS:
+        raise UserError(
+            f"an example of these options needs {count:,} different words, and {_WORDS:,} exist; "
+            "set a smaller length, or fewer needles"
+        )
     base = len(_SYLLABLES)
     numbers = rng.choice(_WORDS, count, replace=False).tolist()
     return [_SYLLABLES[n % base] + _SYLLABLES[n // base % base] + _SYLLABLES[n // base**2] for n in numbers]

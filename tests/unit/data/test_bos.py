@@ -156,7 +156,7 @@ def test_answer_spans_account_for_bos(corpora):
 @pytest.mark.parametrize("joined", [True, False])
 def test_each_sequence_of_a_two_text_example_has_one_bos(joined, corpora):
     tokenizer = tokenizers.load(corpora / "with" / "tokenizer")
-    encoder = Encoder(tokenizer, "uint16", seed=0, validation_fraction=0.0)
+    encoder = Encoder(tokenizer, "uint16", seed=0, validation_bound=0)
     encoded = encoder.encode([Document(("a", "b"), label=1, joined=joined)])["train"].tokens
     assert [row.tolist().count(tokenizer.bos) for row in encoded] == ([1] if joined else [1, 1])
     assert all(row[0] == tokenizer.bos for row in encoded)

@@ -233,6 +233,7 @@ def test_conversations_without_an_answer_are_counted_as_skipped(tmp_path: Path):
         ),
         ([{"from": "human", "value": "hi"}], [], r"a message has the keys from, value and no role"),
         ([{"role": "user"}], [], r"a message of role user has no content"),
+        ([{"role": "user", "content": 5}], [], r"a message's content is int, not text; write a string"),
         (
             conversation("hi", "Hello!"),
             ["--text-key", "talk"],

@@ -51,6 +51,24 @@ def test_labels_of_a_regression_stay_numbers(tmp_path: Path):
     assert labels.tolist() == [0.0, 2.5, 5.0] * 2
 
 
+def test_labels_that_are_not_finite_are_skipped(tmp_path: Path):
+    folder = published.glue(tmp_path / "STS-B", "stsb")
+    lines = (folder / "train.tsv").read_text().splitlines()
+    added = [lines[1].rpartition("\t")[0] + f"\t{label}" for label in ("nan", "inf", "1e999")]
+    (folder / "train.tsv").write_text("\n".join([*lines, *added]) + "\n")
+    source = open_source([f"glue:stsb:{folder}"])
+    assert Counter(document.split for document in source)["train"] == 6
+    assert source.skipped == {"no labeled sentences": 3}
+
+
+def test_a_task_without_training_examples_is_refused(tmp_path: Path):
+    folder = published.glue(tmp_path / "RTE", "rte")
+    header = (folder / "train.tsv").read_text().splitlines()[0]
+    (folder / "train.tsv").write_text(header + "\n")
+    with pytest.raises(ValueError, match=r"--source glue:rte:.* has no example to train on; give all of its"):
+        prepared(tmp_path / "out", [f"glue:rte:{folder}"])
+
+
 def test_lines_without_an_agreed_label_are_skipped(tmp_path: Path):
     folder = published.glue(tmp_path / "MNLI", "mnli")
     lines = (folder / "train.tsv").read_text().splitlines()

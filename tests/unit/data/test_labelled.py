@@ -199,6 +199,24 @@ def test_rows_without_classes_are_refused(rows: list[dict[str, Any]], problem: s
         )
 
 
+@pytest.mark.parametrize("signs", ["-1 0 1", "-1 +0 +1"])
+def test_classes_of_a_tab_separated_table_may_be_negative_numbers(signs: str, tmp_path: Path):
+    rows = [f"{sign}\ttext {row} of {sign}" for row in range(3) for sign in signs.split()]
+    # Spreadsheets write a byte order mark.
+    (tmp_path / "rows.tsv").write_text("\ufefflabel\ttext\n" + "\n".join(rows), encoding="utf-8")
+    manifest = prepared(tmp_path / "out", [str(tmp_path / "rows.tsv")], labels="label")
+    assert manifest.labels is not None
+    assert manifest.labels.classes == [-1, 0, 1]
+
+
+def test_a_class_that_is_not_unicode_is_skipped(tmp_path: Path):
+    source = write(tmp_path / "rows.jsonl", [*ROWS, {"text": "half an emoji", "kind": "\ud83d"}])
+    manifest = prepared(tmp_path / "out", source, labels="kind")
+    assert manifest.skipped == {"not UTF-8": 1}
+    assert manifest.labels is not None
+    assert manifest.labels.classes == ["ant", "cat", "dog"]
+
+
 def test_labels_for_plain_text_are_refused(tmp_path: Path):
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(

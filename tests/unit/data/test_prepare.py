@@ -1,6 +1,8 @@
 import argparse
+import errno
 import hashlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +16,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from rich.console import Console
 
 from data_pipeline import tokenizers
+from data_pipeline.document import Document
+from data_pipeline.encoding import content_hash
 from data_pipeline.manifest import Manifest
 from data_pipeline.prepare import PrepareRequest, atomic_folder, prepare
 from launch import prepare as command
@@ -161,6 +165,13 @@ def test_damage_is_found_when_preparing_again(source: Path, tmp_path: Path):
         prepared(tmp_path / "out", [str(source)])
 
 
+def test_a_missing_tokenizer_is_found_when_preparing_again(source: Path, tmp_path: Path):
+    prepared(tmp_path / "out", [str(source)])
+    shutil.rmtree(tmp_path / "out" / "tokenizer")
+    with pytest.raises(ValueError, match=r"--out .*out lacks tokenizer/; add --overwrite to make it again"):
+        prepared(tmp_path / "out", [str(source)])
+
+
 def test_a_folder_that_is_not_a_corpus_is_never_replaced(source: Path, tmp_path: Path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "final.tex").write_text("years of work")
@@ -171,15 +182,67 @@ def test_a_folder_that_is_not_a_corpus_is_never_replaced(source: Path, tmp_path:
     assert (tmp_path / "thesis" / "final.tex").read_text() == "years of work"
 
 
-def test_text_that_cannot_be_split_is_refused(tmp_path: Path):
+@pytest.mark.parametrize("fraction", [1e-6, 1 - 1e-6])
+def test_each_split_has_a_document_if_there_are_two(tmp_path: Path, fraction: float):
+    texts = documents(5, seed=1)
+    source = write_jsonl(tmp_path / "few.jsonl", [*texts, *reversed(texts)])
+    small, large = sorted(
+        ("train", "validation"), key={"train": 1 - fraction, "validation": fraction}.__getitem__
+    )
+    prepared(tmp_path / "out", [str(source)], validation_fraction=fraction)
+    assert len(texts_of(tmp_path / "out", small)) == 2, "a document and its copy"
+    assert len(texts_of(tmp_path / "out", large)) == 8
+    # The least hash is the first below a growing bound, so a larger fraction keeps this document.
+    reordered = write_jsonl(tmp_path / "reordered.jsonl", texts[::-1])
+    prepared(tmp_path / "again", [str(reordered)], validation_fraction=fraction)
+    assert set(texts_of(tmp_path / "again", small)) == set(texts_of(tmp_path / "out", small))
+
+
+def test_a_split_with_documents_is_the_share_of_all_hashes(tmp_path: Path):
+    """Corpora of earlier versions, which only had this rule, are prepared the same again."""
+    manifest = prepared(tmp_path / "out", [str(write_jsonl(tmp_path / "source.jsonl", TEXTS))])
+    held_out = [text for text in TEXTS if content_hash(Document((text,)), 0) < 0.2 * 2**64]
+    assert texts_of(tmp_path / "out", "validation") == held_out
+    # Of the version before this test.
+    assert manifest.splits["validation"].bin.sha256.startswith("e32eba4161dbc8e8")
+
+
+def test_text_that_cannot_be_split_is_refused_before_it_is_tokenized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "one.txt").write_text("one document")
-    with pytest.raises(
-        ValueError, match=r"--validation-fraction 0\.2 puts none of the 1 documents into the validation"
-    ):
-        prepared(tmp_path / "out", [str(tmp_path / "one.txt")])
+    (tmp_path / "copy.txt").write_text("one document")
+    with monkeypatch.context() as patch:
+        patch.setattr("data_pipeline.prepare.parallel_map", None)
+        with pytest.raises(ValueError, match=r"--validation-fraction 0\.2 cannot split one document"):
+            prepared(tmp_path / "out", [str(tmp_path / "one.txt"), str(tmp_path / "copy.txt")])
     manifest = prepared(tmp_path / "out", [str(tmp_path / "one.txt")], validation_fraction=0.0)
     assert list(manifest.splits) == ["train"]
     assert not (tmp_path / "out" / "validation.bin").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "explanation"),
+    [
+        (
+            ["--split", "test"],
+            r"--split test is of a hub dataset, and --source .* is not hf:NAME; leave it out",
+        ),
+        (["--include", "*.py"], r"--include \*\.py chooses files of directories, and --source .* names none"),
+    ],
+)
+def test_options_without_effect_are_refused(
+    source: Path, tmp_path: Path, options: list[str], explanation: str
+):
+    with pytest.raises(ValueError, match=explanation):
+        run("--source", source, "--tokenizer", "byte", "--out", tmp_path / "out", *options)
+
+
+def test_a_name_that_is_not_utf8_is_refused_before_anything_is_read(tmp_path: Path):
+    source = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.txt"))
+    source.write_text("text")
+    with pytest.raises(ValueError, match=r"--source '.*\\udcff\.txt' is not UTF-8; rename it"):
+        prepared(tmp_path / "out", [str(source)])
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.0])
@@ -300,6 +363,29 @@ def test_a_folder_that_another_process_made_meanwhile_is_kept(tmp_path: Path):
         write("first", lambda: write("second", lambda: None))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (out / "a").read_text() == "second"
+
+
+@pytest.mark.parametrize("meanwhile", ["another process", "an error"])
+def test_a_failed_replacement_loses_nothing_and_leaves_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+):
+    out, rename = tmp_path / "out", Path.rename
+    out.mkdir()
+    (out / "a").write_text("old")
+
+    def fail(path: Path, target: Path) -> Path:
+        if target == out and path.name.startswith(".out.partial-"):
+            if meanwhile == "an error":
+                raise OSError(errno.EIO, "broken disk")
+            out.mkdir()
+            (out / "a").write_text("new")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises((OSError, ValueError)), atomic_folder(out, overwrite=True):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (out / "a").read_text() == ("old" if meanwhile == "an error" else "new")
 
 
 def test_a_symbolic_link_is_kept_and_its_target_replaced(source: Path, tmp_path: Path):

@@ -188,6 +188,14 @@ def test_a_length_that_is_too_short_is_refused_with_a_sufficient_one(spec: str):
     assert count(found) == enough - 1
 
 
+@pytest.mark.parametrize("spec", ["needle:needles=400000,length=9000000", "common_words:length=8000000"])
+def test_more_words_than_exist_are_refused(spec: str):
+    with pytest.raises(
+        ValueError, match=r"needs .* different words, and 343,000 exist; set a smaller length"
+    ):
+        next(iter(TaskSource.from_spec(spec)))
+
+
 @pytest.mark.parametrize(
     ("spec", "explanation"),
     [
@@ -198,6 +206,13 @@ def test_a_length_that_is_too_short_is_refused_with_a_sufficient_one(spec: str):
         ("mqar:pairs=many", "--task mqar.pairs=many "),
         ("mqar:pairs=30", "--task mqar.pairs=30 exceeds the 26 keys of key_length=1; set key_length=2"),
         ("mqar:pairs=4,queries=5", "queries=5 exceeds pairs=4; set at most 4"),
+        ("variables:hops=20000000", "hops=20000000 and chains=2 make 40,000,002 variables, of 11,881,376"),
+        # Their lists would not fit in memory.
+        (
+            "frequent_words:asked=100,alpha=4",
+            "length=4096 is less than the 4,294,967,296 words of the shortest",
+        ),
+        ("common_words:common_times=1000000000", "length=4096 is less than the 3,000,000,003 words of the"),
     ],
 )
 def test_invalid_task_options_are_refused_in_one_line_with_the_remedy(spec: str, explanation: str):
