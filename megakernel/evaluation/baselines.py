@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from data_pipeline.loader import ValidationBatches
 from megakernel.config import Config, UserError
+from megakernel.config.errors import first_line
 
 NAMES = {
     "nystromformer": "Nystromformer",
@@ -60,9 +61,8 @@ def build_baseline(
         return family.from_pretrained(weights, config=settings).eval()
     # transformers raises several types for a missing folder, foreign files or other shapes.
     except (OSError, ValueError, RuntimeError) as error:
-        reason = (str(error).splitlines() or [""])[0]
         raise UserError(
-            f"weights={weights} are not those of a {name} in the run's sizes ({reason})"
+            f"weights={weights} are not those of a {name} in the run's sizes ({first_line(error)})"
         ) from None
 
 
@@ -112,7 +112,7 @@ def measure_baseline(
 ) -> tuple[int, float, float]:
     """The number of predictions, their mean cross entropy in nats, and the share of right ones.
 
-    progress: called after each forward pass with the passes done and all passes.
+    progress: called after each forward pass with the passes done and all passes. Raises UserError if nothing is masked.
     """
     predictions, loss, right = 0, 0.0, 0
     for done, batch in enumerate(batches, start=1):
@@ -124,4 +124,6 @@ def measure_baseline(
         loss += F.cross_entropy(logits, labels, reduction="sum").item()
         right += int((logits.argmax(-1) == labels).sum())
         progress(done, len(batches))
+    if not predictions:
+        raise UserError(f"no token of the {batches.samples} samples is masked; give more --samples")
     return predictions, loss / predictions, right / predictions

@@ -141,6 +141,11 @@ class LanguageModelling:
         else:
             by_position = loss_by_position(model, batches, device, progress, draws)
             tokens = sum(bucket.tokens for bucket in by_position)
+            if not tokens:
+                raise UserError(
+                    f"--task {self.spec}: no token of the {batches.samples} samples counts in the loss; "
+                    "give more samples"
+                )
             loss = sum(bucket.loss * bucket.tokens for bucket in by_position) / tokens
         # If only answers count, the loss is not a code length of text.
         is_text = config.model.is_causal and corpora.is_text(split)

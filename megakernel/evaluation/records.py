@@ -7,6 +7,9 @@ file that is rewritten from all results, in order of steps, at each evaluation.
 
 import json
 import re
+from contextlib import suppress
+from fcntl import LOCK_EX, flock
+from hashlib import sha256
 from pathlib import Path
 
 from megakernel.checkpoint.manifest import step_of
@@ -16,10 +19,16 @@ from megakernel.training.run_folder import write_atomically
 from .answer_counts import AnswerCounts, heat_map
 from .subject import TaskResult
 
+_LONGEST_NAME = 200
+"""Bytes; file systems allow 255, and extensions follow."""
+
 
 def file_name(spec: str) -> str:
-    """A spec as a file name and part of a tag."""
-    return re.sub(r"[^\w.]+", "-", spec).strip("-")
+    """A spec as a file name and part of a tag; what is too long for a file name ends with a hash instead."""
+    name = re.sub(r"[^\w.]+", "-", spec).strip("-")
+    if len(name.encode()) <= _LONGEST_NAME:
+        return name
+    return f"{name.encode()[: _LONGEST_NAME - 17].decode(errors='ignore')}-{sha256(spec.encode()).hexdigest()[:16]}"
 
 
 def record(folder: Path, step: int, spec: str, result: TaskResult, tensorboard: bool = True) -> Path:
@@ -39,7 +48,11 @@ def record(folder: Path, step: int, spec: str, result: TaskResult, tensorboard: 
         file, json.dumps({"task": spec, **result.as_dict(), "scalars": result.scalars()}, indent=1) + "\n"
     )
     if tensorboard:
-        _write_events(folder)
+        with (folder / "evaluation" / ".lock").open("a") as lock:
+            # Of two evaluations that end together, the second must see the results and the events of the first.
+            with suppress(OSError):  # a file system without locks
+                flock(lock, LOCK_EX)
+            _write_events(folder)
     return file
 
 

@@ -1,6 +1,7 @@
 """The result of `--task lm`, and the tables that the terminal and TensorBoard show."""
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -31,6 +32,11 @@ def number(value: float | None, digits: int = 4) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
+def _perplexity(loss: float) -> float:
+    """exp(loss); infinity above the largest float, as of a model that has diverged."""
+    return math.exp(loss) if loss < math.log(sys.float_info.max) else math.inf
+
+
 @dataclass(frozen=True)
 class PositionBucket:
     """Predictions from tokens at similar positions in their documents."""
@@ -50,7 +56,7 @@ class PositionBucket:
     @property
     def perplexity(self) -> float:
         """exp(loss)."""
-        return math.exp(self.loss)
+        return _perplexity(self.loss)
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,7 @@ class Evaluation:
     @property
     def perplexity(self) -> float:
         """exp(loss)."""
-        return math.exp(self.loss)
+        return _perplexity(self.loss)
 
     def scalars(self) -> dict[str, float]:
         """Means over all predictions."""

@@ -121,6 +121,7 @@ def test_the_heat_map_plots_every_length_and_depth():
         (["lm:strid=3"], {}, "--task lm:strid=3: lm has no option strid; choose stride"),
         (["lm:far=near"], {}, "--task lm.far=near is none of the choices; choose shuffled"),
         (["mqar:samples=some"], {}, "--task mqar:samples=some is not a whole number"),
+        (["mqar:length=64+"], {}, r"--task mqar.length=.* should be a valid integer"),
         (["mqar"], {"seq_len": 64}, "--seq-len 64 applies only to lm; write --task mqar:length=64"),
         (["mqar"], {"draws": 2}, "--draws 2 applies only to lm"),
     ],

@@ -10,6 +10,7 @@ from data_pipeline.corpus import Corpora
 from data_pipeline.loader import ValidationBatches
 from data_pipeline.order import Share
 from megakernel.config import Config
+from megakernel.config.data import Masking
 from megakernel.evaluation.baselines import NAMES, build_baseline, check_baseline, measure_baseline
 from tests.unit.config import trees
 from tests.unit.data.conftest import documents, prepared, write_jsonl
@@ -57,6 +58,13 @@ def test_an_untrained_baseline_has_the_loss_of_a_uniform_prediction(name, config
     assert predictions > 20
     # ln 260 = 5.56; initial weights are small, so predictions are almost uniform.
     assert loss == pytest.approx(5.56, abs=0.2)
+
+
+def test_samples_without_a_masked_token_are_refused(configure):
+    config = configure()
+    masking = config.data.model_copy(update={"masking": Masking(rate=1e-9)})
+    with pytest.raises(ValueError, match="no token of the 6 samples is masked; give more --samples"):
+        measure("nystromformer", config.model_copy(update={"data": masking}))
 
 
 @pytest.mark.parametrize("name", NAMES)

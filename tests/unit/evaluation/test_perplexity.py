@@ -1,10 +1,18 @@
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from data_pipeline.batch import Batch
+from data_pipeline.corpus import Corpora
+from megakernel.evaluation import Evaluation, PositionBucket
 from megakernel.evaluation.perplexity import loss_by_position
+from megakernel.evaluation.run import parse
+from megakernel.evaluation.subject import LoadedRun
+from tests.unit.config import trees
+from tests.unit.data.conftest import documents, prepared, write_jsonl
 
 
 class LossIsPosition:
@@ -48,6 +56,36 @@ def test_labels_that_do_not_count_are_not_measured():
 def test_a_bucket_without_predictions_is_omitted():
     buckets = measure(batch([[0, 1, 40]]))
     assert [(bucket.first, bucket.last) for bucket in buckets] == [(0, 15), (32, 40)]
+
+
+@pytest.mark.parametrize("loss", [2500.0, math.inf])
+def test_a_loss_above_the_largest_float_has_infinite_perplexity(loss: float):
+    result = Evaluation("runs/x", 1, 1, 32, 32, loss, None, None, [PositionBucket(0, 31, 32, loss)])
+    assert result.scalars()["perplexity"] == result.as_dict()["by_position"][0]["perplexity"] == math.inf
+    assert result.table().total[-1] == "inf"
+    # The mean squared error of a regression is not a cross entropy, and is often as large.
+    scored = replace(result, by_position=[], scores={"pearson": 0.5})
+    assert scored.table().total == ("all", "32", f"{loss:.4f}")
+
+
+def test_samples_without_a_token_that_counts_are_refused(tmp_path):
+    source = write_jsonl(tmp_path / "rows.jsonl", documents(30, seed=1))
+    prepared(tmp_path / "corpus", [str(source)])
+    config = trees.config(
+        model={"kind": "masked_lm", "attention": "softmax"},
+        data={"train": tmp_path / "corpus", "masking": {"rate": 1e-9}},
+        training={"seq_len": 32, "micro_batch_size": 1, "eval_samples": 3},
+    )
+    corpora = Corpora(config.data)
+    run = SimpleNamespace(config=config, checkpoint=SimpleNamespace(step=5))
+    device = torch.device("cpu")
+    subject = LoadedRun(tmp_path, run, config, corpora.tokenizer, corpora, LossIsPosition(), device)
+    (task,) = parse(["lm"])
+    task.check(subject)
+    with pytest.raises(
+        ValueError, match=r"--task lm: no token of the 3 samples counts in the loss; give more"
+    ):
+        task.measure(subject, lambda done, total: None)
 
 
 def test_progress_ends_with_all_passes_done():

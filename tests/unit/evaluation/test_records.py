@@ -1,11 +1,13 @@
 """Recorded results of an evaluation, as files and in TensorBoard."""
 
+import fcntl
 import json
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megakernel.evaluation import records
 from megakernel.evaluation.answer_counts import AnswerCounts, Cell
 from megakernel.evaluation.records import file_name, record
 
@@ -54,6 +56,26 @@ def test_tensorboard_has_only_the_last_result_of_every_step(tmp_path):
     assert [event.step for event in plots] == [10, 20]
     assert plots[0].width > 100
     assert len(list((tmp_path / "tensorboard" / "evaluation").iterdir())) == 1
+
+
+def test_evaluations_that_end_together_write_events_one_after_the_other(tmp_path, monkeypatch):
+    write_events = records._write_events
+
+    def write_locked(run: Path) -> None:
+        with (run / "evaluation" / ".lock").open("a") as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        write_events(run)
+
+    monkeypatch.setattr(records, "_write_events", write_locked)
+    record(tmp_path, 10, SPEC, counts(10, 1))
+    assert read(tmp_path).Scalars(f"evaluation/{NAME}/accuracy")
+
+
+def test_specs_too_long_for_a_file_name_are_recorded_under_different_names(tmp_path):
+    specs = [f"passkey:filler=/{'ä' * 150}/{number}.txt" for number in range(2)]
+    files = {record(tmp_path, 10, spec, counts(10, 1)) for spec in specs}
+    assert len(files) == 2
+    assert len(read(tmp_path).Tags()["scalars"]) == 2 * len(counts(10, 1).scalars())
 
 
 def test_no_events_are_written_without_tensorboard(tmp_path):
