@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import UnionType
 from typing import Any, NamedTuple, TypeAlias
 
 Label: TypeAlias = int | str
@@ -47,11 +46,6 @@ class Columns:
     def names(self) -> tuple[str, ...]:
         """All columns, the label last."""
         return (*self.texts, self.label) if self.label is not None else self.texts
-
-    @property
-    def label_form(self) -> tuple[UnionType | type, str]:
-        """The types that a label may have, and what errors call them."""
-        return (float, "a number") if self.numbers else (int | str, "a class")
 
 
 TEXT = Columns()

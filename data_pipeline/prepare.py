@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -41,11 +42,10 @@ from data_pipeline.sources import (
     TSV,
     DocumentSource,
     Files,
-    Hub,
-    LibraryFunctions,
+    hub_source,
     is_unicode,
     library_files,
-    table_kind,
+    library_source,
 )
 from data_pipeline.token_files import TokenWriter, token_dtype
 from data_pipeline.tokenizers import Tokenizer
@@ -113,8 +113,8 @@ class PrepareRequest(BaseModel):
 
     def arguments(self) -> dict[str, Any]:
         """The options as JSON values; paths are absolute, so that the current folder does not matter."""
-        named = self.source == ["stdlib"] or self.source[0].partition(":")[0] in (HUB, "task", *BENCHMARKS)
-        source = self.source if named else [str(Path(path).resolve()) for path in self.source]
+        is_named = source_kind(self.source) is not None
+        source = self.source if is_named else [str(Path(path).resolve()) for path in self.source]
         template = None if self.chat_template is None else digest(self.read_template() or "")
         return {
             **self.model_dump(),
@@ -149,7 +149,7 @@ class PrepareRequest(BaseModel):
         if self.chat and self.add_bos is not None:
             raise UserError("--add-bos: the chat template says how conversations begin; leave it out")
         source = " ".join(self.source)
-        if self.split != "train" and not is_hub(self.source):
+        if self.split != "train" and source_kind(self.source) != HUB:
             raise UserError(
                 f"--split {self.split} is of a hub dataset, and --source {source} is not hf:NAME; leave it out"
             )
@@ -184,7 +184,7 @@ def prepare(
     request.check()
     with report_write_errors("--out", out):
         exists = out.exists()
-    if exists and not (out / MANIFEST).is_file():  # never replace what prepare did not make
+    if exists and not _is_prepared(out):  # never replace what prepare did not make
         raise UserError(
             f"--out {out} exists and is not a prepared folder; choose another --out, or remove it"
         )
@@ -235,6 +235,12 @@ def prepare(
         )
         manifest.write(folder)
     return manifest
+
+
+def _is_prepared(folder: Path) -> bool:
+    """Whether `prepare` made a folder, which may be damaged; other programs also write files named manifest.json."""
+    parts = (folder / "tokenizer", folder / "train.idx")
+    return (folder / MANIFEST).is_file() and any(part.exists() for part in parts)
 
 
 def _documents(source: DocumentSource, request: PrepareRequest) -> Iterator[Document]:
@@ -377,9 +383,11 @@ def _report_leftovers(out: Path, console: Console) -> None:
         )
 
 
-def is_hub(spec: Sequence[str]) -> bool:
-    """Whether `--source SPEC...` names a dataset of the hub."""
-    return len(spec) == 1 and spec[0].startswith(f"{HUB}:")
+def source_kind(spec: Sequence[str]) -> str | None:
+    """`stdlib`, `hf`, `task` or one of BENCHMARKS, as `--source SPEC...` says; None for files and directories."""
+    name, colon, _ = spec[0].partition(":")
+    is_named = list(spec) == ["stdlib"] or name in BENCHMARKS or (colon and name in (HUB, "task"))
+    return name if is_named and len(spec) == 1 else None
 
 
 def open_source(
@@ -399,17 +407,17 @@ def open_source(
     matches all. seed, workers: of generated tasks. Raises UserError for a missing path, a directory without a matching
     file, labels or conversations that are not in tables, and as `open_benchmark` does.
     """
-    if columns.chat and not is_hub(spec):
-        _check_tables(spec, include)
-    if spec == ["stdlib"]:
+    kind = source_kind(spec)
+    if columns.chat and kind not in (None, HUB):
+        raise _no_conversations(spec[0])
+    if kind == "stdlib":
         description = {"kind": "stdlib", "python": ".".join(map(str, sys.version_info[:3]))}
         if columns.label is not None:
-            return LibraryFunctions(columns, description)
+            return library_source(columns, description)
         return _file_source(library_files(), columns, description)
-    if is_hub(spec):
-        return Hub(spec[0], split, columns)
-    is_task = spec[0].startswith("task:")
-    if len(spec) == 1 and (is_task or spec[0].partition(":")[0] in BENCHMARKS):
+    if kind == HUB:
+        return hub_source(spec[0], split, columns)
+    if kind is not None:
         if columns.label is not None:
             raise UserError(
                 f"--labels {columns.label} is a column of tables, and {spec[0]} is not a table; leave it out"
@@ -418,7 +426,7 @@ def open_source(
         from data_pipeline.benchmark_tasks import open_benchmark
         from data_pipeline.synthetic.source import TaskSource
 
-        if is_task:
+        if kind == "task":
             return TaskSource.from_spec(spec[0].removeprefix("task:"))
         return open_benchmark(spec[0], seed, workers)
     paths = [Path(path) for path in spec]
@@ -426,17 +434,11 @@ def open_source(
     return _file_source(files, columns, {"kind": "files", "paths": [str(path.resolve()) for path in paths]})
 
 
-def _check_tables(spec: list[str], include: Sequence[str]) -> None:
-    """UserError unless a source names only tables."""
-    is_made = spec[0] == "stdlib" or spec[0].partition(":")[0] in ("task", *BENCHMARKS)
-    other = next((Path(name) for name in spec if is_made), None) or next(
-        (file for name in spec for file in _find_files(Path(name), include) if table_kind(file) is None), None
+def _no_conversations(source: object) -> UserError:
+    return UserError(
+        f"--chat reads tables of conversations, and {source} is not a table; give hf:NAME, or files that end in "
+        f"{', '.join(TABLES)}"
     )
-    if other is not None:
-        raise UserError(
-            f"--chat reads tables of conversations, and {other} is not a table; give hf:NAME, or files that end in "
-            f"{', '.join(TABLES)}"
-        )
 
 
 def _file_source(files: list[Path], columns: Columns, description: dict[str, Any]) -> Files:
@@ -446,11 +448,14 @@ def _file_source(files: list[Path], columns: Columns, description: dict[str, Any
             f"--source {arrow} is what `save_to_disk` of `datasets` writes, and is not read; write the dataset with "
             "its `to_parquet`"
         )
-    plain = [file for file in files if table_kind(file) is None and not file.name.endswith(TSV)]
-    if columns.label is not None and plain:
+    endings = tuple(TABLES) if columns.chat else (*TABLES, TSV)
+    plain = next((file for file in files if not file.name.lower().endswith(endings)), None)
+    if plain is not None and columns.chat:
+        raise _no_conversations(plain)
+    if plain is not None and columns.label is not None:
         raise UserError(
-            f"--labels {columns.label} is a column of tables and {plain[0]} is not a table; "
-            f"give files that end in {', '.join((*TABLES, TSV))}, or choose them with --include"
+            f"--labels {columns.label} is a column of tables and {plain} is not a table; "
+            f"give files that end in {', '.join(endings)}, or choose them with --include"
         )
     return Files(files, columns, description)
 
@@ -462,12 +467,37 @@ def _find_files(path: Path, include: Sequence[str]) -> list[Path]:
         raise UserError(f"--source {path} does not exist; give files, a directory, hf:NAME or stdlib alone")
     files = [
         file
-        for file in sorted(path.rglob("*"))
-        if file.is_file()
-        and not any(part.startswith(".") for part in file.relative_to(path).parts)
-        and (not include or any(fnmatch(file.name, pattern) for pattern in include))
+        for file in sorted(_visible_files(path))
+        if file.is_file() and (not include or any(fnmatch(file.name, pattern) for pattern in include))
     ]
     if not files:
         wanted = f" that matches --include {' '.join(include)}" if include else ""
         raise UserError(f"--source {path} holds no file{wanted}; give another directory or pattern")
     return files
+
+
+def _visible_files(directory: Path) -> Iterator[Path]:
+    """What a directory holds at any depth besides directories, without hidden ones.
+
+    A link to a directory elsewhere is followed, once; one to a part of `directory` leads to nothing new, and one to
+    what contains it would lead in a circle. Raises UserError for what cannot be listed.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise UserError(f"--source {error.filename} cannot be read: {error.strerror}") from None
+
+    root, followed = directory.resolve(), set[Path]()
+
+    def leads_on(folder: Path) -> bool:
+        if not folder.is_symlink():
+            return True
+        target = folder.resolve()
+        if target in followed or target.is_relative_to(root) or root.is_relative_to(target):
+            return False
+        followed.add(target)
+        return True
+
+    for parent, folders, names in os.walk(directory, onerror=refuse, followlinks=True):
+        visible = (name for name in sorted(folders) if not name.startswith("."))
+        folders[:] = [name for name in visible if leads_on(Path(parent, name))]
+        yield from (Path(parent, name) for name in names if not name.startswith("."))

@@ -12,8 +12,9 @@ import re
 import sysconfig
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TextIO
@@ -169,28 +170,28 @@ class Files(DocumentSource):
                 self.skipped["not UTF-8"] += 1
 
 
-class Hub(DocumentSource):
-    """A streamed dataset of the Hugging Face hub."""
+class Rows(DocumentSource):
+    """The rows of a table, which a function reads."""
 
-    def __init__(self, spec: str, split: str, columns: Columns):
-        """spec: hf:NAME[:CONFIG]. Opens nothing yet."""
-        self._spec, self._split, self._columns = spec, split, columns
-        super().__init__({"kind": "hub", **_hub_arguments(spec, split)})
-
-    def _read(self) -> Iterator[Document]:
-        return hub_documents(self._spec, self._split, self._columns)
-
-
-class LibraryFunctions(DocumentSource):
-    """Functions of the standard library, labeled with their package."""
-
-    def __init__(self, columns: Columns, description: dict[str, Any]):
-        """Read nothing yet."""
-        super().__init__({**description, "functions of": list(LIBRARY_PACKAGES)})
-        self._columns = columns
+    def __init__(self, read: Callable[[], Iterator[Document]], description: dict[str, Any]):
+        """read: reads all documents, anew at each call."""
+        super().__init__(description)
+        self._read_all = read
 
     def _read(self) -> Iterator[Document]:
-        return _documents(library_functions(), self._columns)
+        return self._read_all()
+
+
+def hub_source(spec: str, split: str, columns: Columns) -> DocumentSource:
+    """A split of hf:NAME[:CONFIG]. Opens nothing yet."""
+    description = {"kind": "hub", **_hub_arguments(spec, split)}
+    return Rows(partial(hub_documents, spec, split, columns), description)
+
+
+def library_source(columns: Columns, description: dict[str, Any]) -> DocumentSource:
+    """Functions of the standard library, labeled with their package. Reads nothing yet."""
+    description = {**description, "functions of": list(LIBRARY_PACKAGES)}
+    return Rows(lambda: _documents(library_functions(), columns), description)
 
 
 def hub_documents(spec: str, split: str, columns: Columns) -> Iterator[Document]:
@@ -239,7 +240,7 @@ def parse_class(text: str) -> Label:
 
 def table_kind(file: Path) -> str | None:
     """The format of a table; None for a plain text file."""
-    return next((kind for ending, kind in TABLES.items() if file.name.endswith(ending)), None)
+    return next((kind for ending, kind in TABLES.items() if file.name.lower().endswith(ending)), None)
 
 
 def is_unicode(text: str) -> bool:
@@ -291,8 +292,9 @@ def _document(values: tuple[Any, ...], columns: Columns) -> Document:
             type_name = type(values[0]).__name__
             raise UserError(f"column {columns.texts[0]!r} holds {type_name}, not messages; set --text-key")
         return conversation(values[0])
+    label_form = (float, "a number") if columns.numbers else (int | str, "a class")
     for key, value in zip(columns.names, values):
-        allowed, expected = columns.label_form if key == columns.label else (str | None, "text")
+        allowed, expected = label_form if key == columns.label else (str | None, "text")
         if not isinstance(value, allowed):
             type_name = type(value).__name__
             raise UserError(

@@ -194,8 +194,8 @@ def _samples(subject: LoadedRun, config: Config, length: int) -> tuple["BlendedS
     from data_pipeline.samples import BlendedSamples, index_cache
 
     keys = ("data.validation" if config.data.validation else "data.train", "seq_len")
-    cache = index_cache(config.data)
-    samples = BlendedSamples(subject.text.validation, "validation", length, 0, cache, keys)
+    cache, answers = index_cache(config.data), config.data.scored == "answers"
+    samples = BlendedSamples(subject.text.validation, "validation", length, 0, cache, keys, answers)
     count = min(config.training.eval_samples, samples.per_epoch)
     samples.build(count)
     return samples, count

@@ -59,7 +59,9 @@ def _parse(spec: str, samples: int | None, seq_len: int | None, draws: int | Non
         samples = _parse_int(name, "samples", option_texts.pop("samples"))
     texts = [option_texts]
     if "length" in option_texts:
-        texts = [{**option_texts, "length": length} for length in option_texts["length"].split("+")]
+        texts = [
+            {**option_texts, "length": length} for length in dict.fromkeys(option_texts["length"].split("+"))
+        ]
     at_lengths = [build(task, name, of_length, OPTION) for of_length in texts]
     return AnswersTask(spec, tuple(at_lengths), SAMPLES if samples is None else samples)
 

@@ -172,8 +172,10 @@ def test_a_missing_tokenizer_is_found_when_preparing_again(source: Path, tmp_pat
         prepared(tmp_path / "out", [str(source)])
 
 
-def test_a_folder_that_is_not_a_corpus_is_never_replaced(source: Path, tmp_path: Path):
+@pytest.mark.parametrize("other_file", ["notes.txt", "manifest.json"])
+def test_a_folder_that_is_not_a_corpus_is_never_replaced(source: Path, tmp_path: Path, other_file: str):
     (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / other_file).write_text('{"name": "of a browser extension, say"}')
     (tmp_path / "thesis" / "final.tex").write_text("years of work")
     with pytest.raises(
         ValueError, match=r"--out .*thesis exists and is not a prepared folder; choose another --out"

@@ -1,8 +1,10 @@
 import ast
 import asyncio
+import errno
 import gzip
 import inspect
 import json
+import os
 import sys
 import textwrap
 from pathlib import Path
@@ -57,6 +59,37 @@ def test_files_of_a_directory_are_read_in_sorted_order(tmp_path: Path):
     write_jsonl(tmp_path / "a.jsonl", TEXTS)
     assert read(str(tmp_path)) == [*TEXTS, "b", "z = 1\r\n"]
     assert read(str(tmp_path), include=("*.py", "*.md")) == ["z = 1\r\n"]
+
+
+def test_linked_directories_are_read_once(tmp_path: Path):
+    for name in ("source/sub", "elsewhere/.hidden"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "own.txt").write_text(name)
+    (tmp_path / "elsewhere" / "a.txt").write_text("linked")
+    links = {"a": "elsewhere", "b": "elsewhere", "again": "source/sub", "circle": "source", "all": "."}
+    for name, target in links.items():
+        (tmp_path / "source" / name).symlink_to(tmp_path / target)
+    (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "elsewhere")
+    assert read(str(tmp_path / "source")) == ["linked", "source/sub"]
+
+
+def test_a_directory_that_cannot_be_listed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "private").mkdir()
+    (tmp_path / "a.txt").write_text("a")
+    scandir = os.scandir
+
+    def list_unless_private(path: str):  # permissions do not hold root back
+        if str(path).endswith("private"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", list_unless_private)
+    with pytest.raises(ValueError, match=r"--source .*private cannot be read: Permission denied"):
+        read(str(tmp_path))
+
+
+def test_a_table_may_have_an_ending_in_capitals(tmp_path: Path):
+    assert read(str(write_jsonl(tmp_path / "A.JSONL", TEXTS))) == TEXTS
 
 
 def test_documents_without_text_are_skipped_and_counted(tmp_path: Path):

@@ -1,6 +1,7 @@
 """The measured gain from far context, for a model that counts letters."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from data_pipeline.corpus import PreparedCorpus
+from data_pipeline.corpus import Corpora, PreparedCorpus
 from data_pipeline.samples import BlendedSamples
 from megakernel.evaluation.far_context import bucket_starts, measure_far
+from megakernel.evaluation.run import parse
+from tests.unit.config import trees
 from tests.unit.data.conftest import prepared, write_jsonl
 from tests.unit.evaluation.test_answers import subject
 
@@ -61,6 +64,23 @@ def test_only_tokens_before_the_nearest_ones_are_replaced_by_other_documents(tmp
         assert bucket.gain == pytest.approx(
             -sum(map(math.log, frequencies)) / NEAR, rel=2e-3
         )  # tolerance for the clamp
+
+
+@pytest.mark.parametrize("scored", ["all", "answers"])
+def test_only_tokens_that_count_in_training_are_measured(tmp_path, scored: str):
+    prepared(tmp_path / "recall", ["task:mqar:length=64"], max_documents=40)
+    config = trees.config(
+        model={"attention": "softmax"},
+        data={"train": tmp_path / "recall", "scored": scored},
+        training={"seq_len": 64, "micro_batch_size": 1, "eval_samples": 4},
+    )
+    corpora = Corpora(config.data)
+    source = replace(subject(LetterFrequencies()), config=config, corpora=corpora)
+    (task,) = parse([f"lm:far=shuffled,near={NEAR}"])
+    task.check(source)
+    # One bucket of 16 positions per sample; an example has eight answers of one token each.
+    tokens = sum(bucket.tokens for bucket in task.measure(source, lambda done, total: None).buckets)
+    assert tokens == 4 * 16 if scored == "all" else 0 < tokens < 4 * 8
 
 
 def test_buckets_start_beyond_the_near_tokens():
