@@ -321,7 +321,10 @@ class BlendedSamples(Blend[Tensor]):
 def _check_holds_a_sample(corpus: PreparedCorpus, split: str, seq_len: int, keys: tuple[str, str]) -> None:
     tokens = corpus.record(split).tokens
     if tokens < seq_len + 1:
+        instead = (
+            " or training.eval_samples=0" if split == "validation" and keys[1].startswith("training.") else ""
+        )
         raise UserError(
             f"{keys[0]}={corpus.folder} has {tokens} tokens in its {split} split, one sample takes "
-            f"{keys[1]} + 1 = {seq_len + 1}; prepare more text, or set {keys[1]}={tokens - 1}"
+            f"{keys[1]} + 1 = {seq_len + 1}; prepare more text, or set {keys[1]}={tokens - 1}{instead}"
         )

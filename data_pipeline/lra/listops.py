@@ -18,13 +18,15 @@ from data_pipeline.document import Document
 from data_pipeline.generated import Count, GeneratedTask, PositiveCount
 from data_pipeline.published import Published
 from data_pipeline.sources import tsv_rows
-from megakernel.config.errors import Problem
+from megakernel.config.errors import Problem, UserError
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 """Minimum, maximum, median (of an even number, the mean of the middle two rounded down), and sum modulo 10."""
 
 END = "]"
 OPERATOR_PROBABILITY = 0.25
+DRAWS = 1_000_000
+"""Attempts at an expression within the bounds; the arena's take 15 on average."""
 
 _FILES = {"basic_train.tsv": "train", "basic_val.tsv": "validation", "basic_test.tsv": "test"}
 _DIGITS = [str(digit) for digit in range(10)]
@@ -57,8 +59,8 @@ class ListOps(GeneratedTask):
     """Maximum number of arguments of an operator; the minimum is 2."""
 
     def example(self, rng: random.Random, index: int) -> Document:
-        """An expression as symbols separated by spaces, and its value."""
-        while True:
+        """An expression as symbols separated by spaces, and its value. UserError if the bounds fit hardly any."""
+        for _ in range(DRAWS):
             tokens: list[str] = []
             try:
                 value = self._grow(rng, tokens, 1)
@@ -66,9 +68,13 @@ class ListOps(GeneratedTask):
                 continue
             if len(tokens) > self.min_length:
                 return Document((" ".join(tokens),), value)
+        raise UserError(
+            f"--source {self.NAME}: of {DRAWS:,} random expressions none has more than {self.min_length} and less than "
+            f"{self.max_length} tokens; set a smaller min_length, or a larger max_depth or max_length"
+        )
 
     def problems(self) -> Iterator[Problem]:
-        """Bounds that no expression, or hardly any, can satisfy."""
+        """Bounds that no expression can satisfy, or too narrow ones."""
         longest = 1
         for _ in range(1, self.max_depth):
             longest = 2 + self.max_args * longest

@@ -236,6 +236,9 @@ def test_too_little_text_for_one_sample_is_refused_with_the_numbers(corpus: Path
         f"data.train={corpus} has {tokens} tokens in its train split, one sample takes "
         f"training.seq_len + 1 = {tokens + 1}; prepare more text, or set training.seq_len={tokens - 1}"
     )
+    # A small corpus has at least one document for validation, but perhaps not enough of them.
+    with pytest.raises(ValueError, match=r"or set training\.seq_len=\d+ or training\.eval_samples=0$"):
+        ValidationBatches(configure(corpus, seq_len=tokens), Corpora(config.data), Share())
     assert len(next(open_batches(configure(corpus, seq_len=tokens - 1, steps=2)).from_step(1))) == 4
 
 

@@ -11,6 +11,7 @@ from data_pipeline import tokenizers
 from data_pipeline.document import Document
 from data_pipeline.generated import generate_examples
 from data_pipeline.labels import read_labels
+from data_pipeline.lra import listops
 from data_pipeline.lra.listops import ListOps
 from data_pipeline.prepare import open_source
 from tests.unit.data.conftest import prepared
@@ -118,6 +119,13 @@ def test_the_number_of_processes_changes_no_example():
     one, two = (list(open_source(spec, seed=1, workers=workers)) for workers in (1, 2))
     assert one == two
     assert Counter(document.split for document in one) == {"train": 230, "validation": 3, "test": 2}
+
+
+def test_bounds_that_hardly_any_expression_meets_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(listops, "DRAWS", 1000)
+    # The longest expression of depth 3 has 122 tokens.
+    with pytest.raises(ValueError, match=r"of 1,000 random expressions none has more than 115 and less than"):
+        examples(ListOps(max_depth=3, min_length=115), 1)
 
 
 def test_each_symbol_is_one_token(tmp_path: Path):
