@@ -58,6 +58,8 @@ def build_baseline(
     if weights is None:
         return family(settings).eval()
     try:
+        if not weights.is_dir():  # transformers would look for it on the hub
+            raise FileNotFoundError("there is no such folder")
         return family.from_pretrained(weights, config=settings).eval()
     # transformers raises several types for a missing folder, foreign files or other shapes.
     except (OSError, ValueError, RuntimeError) as error:

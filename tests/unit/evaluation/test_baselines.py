@@ -1,5 +1,6 @@
 """Evaluating models of `transformers` as baselines."""
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -77,6 +78,19 @@ def test_given_weights_are_loaded(name, configure, tmp_path):
     model.save_pretrained(tmp_path / "weights")
     assert measure(name, config, tmp_path / "weights")[1] != measure(name, config)[1]
     assert measure(name, config, tmp_path / "weights") == measure(name, config, tmp_path / "weights")
+
+
+def test_missing_weights_are_not_looked_for_on_the_hub(configure, monkeypatch: pytest.MonkeyPatch):
+    requests = []
+
+    def refuse(*address, **options):
+        requests.append(address)
+        raise OSError("no network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    with pytest.raises(ValueError, match="weights=nowhere are not those of a bigbird in the run's sizes"):
+        build_baseline("bigbird", configure(), 257, Path("nowhere"))
+    assert not requests
 
 
 def test_baselines_that_do_not_fit_the_run_are_refused(configure):
