@@ -61,12 +61,12 @@ def _read_batch(file: Path) -> tuple[np.ndarray, list[int]]:
         with file.open("rb") as stream:
             batch = _ArrayUnpickler(stream, encoding="bytes").load()
         pixels, labels = batch[b"data"], batch[b"labels"]
-        if pixels.shape == (len(labels), 3072) and pixels.dtype == np.uint8:
-            return pixels, labels
+        if pixels.shape != (len(labels), 3072) or pixels.dtype != np.uint8:
+            raise ValueError(f"it has {pixels.shape} numbers")
     # A damaged pickle can raise almost any exception.
     except Exception as error:
         raise UserError(f"{file} is not a batch of CIFAR-10 ({error}); download it again") from error
-    raise UserError(f"{file} is not a batch of CIFAR-10 (it has {pixels.shape} numbers); download it again")
+    return pixels, labels
 
 
 class _ArrayUnpickler(pickle.Unpickler):

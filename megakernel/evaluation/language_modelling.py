@@ -55,11 +55,7 @@ class LanguageModelling:
 
     spec: str
     options: Options
-
-    @property
-    def reads_text(self) -> bool:
-        """Always true."""
-        return True
+    reads_text = True
 
     def check(self, source: OpenedRun) -> None:
         """UserError for options that contradict the run or each other."""
