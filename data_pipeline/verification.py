@@ -52,6 +52,11 @@ def verify_tokenizer(folder: Path, manifest: Manifest) -> None:
     check_once(sorted(path for path in own_folder.rglob("*") if path.is_file()), str(recorded), check)
 
 
+def user_cache() -> Path:
+    """The folder of the user's own caches. Raises RuntimeError for a user without a home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megakernel"
+
+
 def check_once(files: Iterable[Path], expectation: str, check: Callable[[], None]) -> None:
     """Run a check, unless it has passed on this machine for the same `expectation` and these files as they are now.
 
@@ -64,8 +69,7 @@ def check_once(files: Iterable[Path], expectation: str, check: Callable[[], None
     ]
     name = hashlib.sha256(f"{stats} {expectation}".encode()).hexdigest()
     try:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        marker = cache / "megakernel" / "verified" / name
+        marker = user_cache() / "verified" / name
         marker.parent.mkdir(parents=True, exist_ok=True)
         stream = marker.open("a+")
     except (OSError, RuntimeError):  # no home, or it is not writable

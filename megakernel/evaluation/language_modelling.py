@@ -1,5 +1,6 @@
 """`--task lm`: the loss by position, in sliding windows, with a shuffled far context, or on repeated spans."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -8,7 +9,8 @@ import torch
 from pydantic import Field
 
 from data_pipeline.corpus import Corpora
-from megakernel.config import Config, UserError
+from data_pipeline.verification import user_cache
+from megakernel.config import Config, Data, UserError
 from megakernel.config.section import Section
 
 from .result import Evaluation, PositionBucket
@@ -217,7 +219,19 @@ def evaluated_config(config: Config, samples: int | None, seq_len: int | None) -
         "seq_len_schedule": [],
         "micro_batch_size": sequences_per_pass(config, seq_len),
     }
-    return config.model_copy(update={"training": training.model_copy(update=changes)})
+    data = _with_writable_index(config.data)
+    return config.model_copy(update={"training": training.model_copy(update=changes), "data": data})
+
+
+def _with_writable_index(data: Data) -> Data:
+    """The section with its sample indices in the user's cache if their folder is read-only, as in others' corpora."""
+    from data_pipeline.samples import index_cache
+
+    cache = index_cache(data).absolute()
+    existing = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
+    if os.access(existing, os.W_OK):
+        return data
+    return data.model_copy(update={"index_cache": user_cache() / "indices"})
 
 
 def check_length(config: Config, corpora: Corpora, split: str = "validation") -> None:

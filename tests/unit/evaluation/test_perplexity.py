@@ -1,6 +1,8 @@
 import math
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -68,24 +70,46 @@ def test_a_loss_above_the_largest_float_has_infinite_perplexity(loss: float):
     assert scored.table().total == ("all", "32", f"{loss:.4f}")
 
 
-def test_samples_without_a_token_that_counts_are_refused(tmp_path):
-    source = write_jsonl(tmp_path / "rows.jsonl", documents(30, seed=1))
-    prepared(tmp_path / "corpus", [str(source)])
+def evaluate(folder: Path, model: dict[str, Any], **data: Any) -> Evaluation:
+    """The result of `--task lm` on 3 samples of `folder`/corpus."""
     config = trees.config(
-        model={"kind": "masked_lm", "attention": "softmax"},
-        data={"train": tmp_path / "corpus", "masking": {"rate": 1e-9}},
+        model={"attention": "softmax", **model},
+        data={"train": folder / "corpus", **data},
         training={"seq_len": 32, "micro_batch_size": 1, "eval_samples": 3},
     )
     corpora = Corpora(config.data)
     run = SimpleNamespace(config=config, checkpoint=SimpleNamespace(step=5))
     device = torch.device("cpu")
-    subject = LoadedRun(tmp_path, run, config, corpora.tokenizer, corpora, LossIsPosition(), device)
+    subject = LoadedRun(folder, run, config, corpora.tokenizer, corpora, LossIsPosition(), device)
     (task,) = parse(["lm"])
     task.check(subject)
+    return task.measure(subject, lambda done, total: None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that holds a corpus."""
+    folder = tmp_path_factory.mktemp("prepared")
+    source = write_jsonl(folder / "rows.jsonl", documents(30, seed=1))
+    prepared(folder / "corpus", [str(source)])
+    return folder
+
+
+def test_the_index_of_a_read_only_corpus_is_in_the_users_cache(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    # Permissions do not hold root back.
+    monkeypatch.setattr("os.access", lambda path, mode: folder not in (path, *Path(path).parents))
+    before = sorted((folder / "corpus").iterdir())
+    assert evaluate(folder, {}).samples == 3
+    assert sorted((folder / "corpus").iterdir()) == before
+    assert list((tmp_path / "megakernel" / "indices").iterdir())
+
+
+def test_samples_without_a_token_that_counts_are_refused(folder):
     with pytest.raises(
         ValueError, match=r"--task lm: no token of the 3 samples counts in the loss; give more"
     ):
-        task.measure(subject, lambda done, total: None)
+        evaluate(folder, {"kind": "masked_lm"}, masking={"rate": 1e-9})
 
 
 def test_progress_ends_with_all_passes_done():
