@@ -4,6 +4,7 @@ import argparse
 import os
 import signal
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import zip_longest
 
 from launch.arguments import NotFound, add_job_run_arguments
@@ -52,7 +53,8 @@ def _cancel(jobs: Sequence[tuple[JobFolder, JobState]], save: bool) -> None:
         if executors[state.job] == "slurm":
             (saving if saves else ending).append(state.job)
         else:
-            os.kill(int(state.job), signal.SIGTERM)
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(int(state.job), signal.SIGTERM)
         print(f"{state.job} {'saves and ends' if saves else 'ends'}: {run.path}")
     for command, options in ((saving, 2), (ending, 1)):
         if len(command) > options:

@@ -9,6 +9,7 @@ import argparse
 import atexit
 import errno
 import gc
+import io
 import os
 import shutil
 import signal
@@ -63,6 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Otherwise Python's last garbage collection goes through all objects of the libraries, which takes seconds.
     atexit.register(gc.freeze)
     _open_missing_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(
+            errors="backslashreplace"
+        )  # a name or text may not fit the terminal's encoding
     ignore_write_errors("stderr")
     args = argparse.Namespace()
     try:

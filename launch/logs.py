@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--grep {args.grep} is no regular expression ({error}); see Python's re") from None
     selection = LogSelection(args.rank, args.restart, args.stderr, pattern, shows_run_name=len(runs) > 1)
     readers = [LogReader(run, selection) for run in runs]
-    has_logs = [reader.show_last(args.n) for reader in readers]
+    has_logs = [reader.show_last(args.n, to_end=not args.follow) for reader in readers]
     if args.follow:
         follow(readers, {run: run.jobs() for run in runs})
     elif not any(has_logs):

@@ -1,6 +1,7 @@
 """`megakernel monitor`: TensorBoard, and a table of all runs."""
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -91,7 +92,8 @@ def start_tensorboard(root: Path, runs: Sequence[Path], host: str, port: int | N
     if len(runs) == 1:
         logdir = ["--logdir", str(runs[0])]
     elif runs:
-        logdir = ["--logdir_spec", ",".join(f"{run.name}:{run}" for run in runs)]
+        # Named as in the table: TensorBoard shows only one of several runs with the same name.
+        logdir = ["--logdir_spec", ",".join(f"{os.path.relpath(run, root)}:{run}" for run in runs)]
     address = ["--host", host, "--port", "default" if port is None else str(port)]
     server = TensorBoard()
     server.configure(argv=["", *logdir, *address])

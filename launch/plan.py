@@ -57,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--top {args.top} shows nothing; set at least 1")
     if args.at is not None and args.at not in counts:
         raise UserError(f"--at {args.at} is none of --gpus {args.gpus}; choose {', '.join(map(str, counts))}")
+    if args.page is not None and args.json:
+        raise UserError(f"--page {args.page} is Markdown, and --json prints JSON; leave one out")
     vocabulary, note = vocabulary_of(config)
     from launch import plan_tables
 

@@ -42,7 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Submit each run's last submission again, with the changes."""
     overrides = [word for word in args.runs if "=" in word]
-    runs = find_runs([word for word in args.runs if word not in overrides], args.root)
+    names = [word for word in args.runs if word not in overrides]
+    if not names:
+        raise UserError(f"{' '.join(overrides)} changes no run; name the runs to continue before it")
+    runs = find_runs(names, args.root)
     if len(runs) > 1 and (args.wait or args.follow):
         raise UserError(f"--wait and --follow are for one run, not for {len(runs)}; leave them out")
     # Check all before submitting the first.
@@ -70,7 +73,11 @@ def _request(folder: JobFolder, overrides: list[str], args: argparse.Namespace) 
             f"{folder.path.absolute()}; resume from the folder that it was submitted from"
         )
     return training_request(
-        {None: config}, cluster_of(args, settings.cluster), dependency=args.dependency, chain=args.chain
+        {None: config},
+        cluster_of(args, settings.cluster),
+        dependency=args.dependency,
+        root=args.root,
+        chain=args.chain,
     )
 
 

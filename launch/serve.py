@@ -94,15 +94,17 @@ def run(args: argparse.Namespace) -> int:
 
 def _key(file: Path | None) -> str | None:
     if file is None:
-        return os.environ.get(KEY) or None
-    try:
-        key = file.read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"--api-key-file {file} cannot be read ({error}); give a file with one line"
-        ) from None
+        source, key = f"${KEY}", os.environ.get(KEY, "")
+        if not key:
+            return None
+    else:
+        source = f"--api-key-file {file}"
+        try:
+            key = file.read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:
+            raise UserError(f"{source} cannot be read ({error}); give a file with one line") from None
     if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise UserError(f"--api-key-file {file} holds no key; write one line of ASCII without spaces")
+        raise UserError(f"{source} holds no key; write one line of ASCII without spaces")
     return key
 
 

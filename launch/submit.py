@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.arguments import Number, add_config_arguments
+from launch.arguments import RUNS, Number, add_config_arguments
 from launch.slurm.options import add_cluster_options, cluster_of, cores_per_task
 from launch.slurm.script import INDEX
 from launch.slurm_programs import require
@@ -152,10 +152,12 @@ def training_request(
     array: str | None = None,
     *,
     dependency: str | None = None,
+    root: Path = RUNS,
     chain: int = 1,
 ) -> "Request":
     """A request for one run, or for an array of runs by index, named NAME-INDEX after the first run's name.
 
+    root: folder of the runs that `dependency` names.
     Raises UserError for a configuration that does not fit the number of processes, its data, or an existing run.
     """
     from launch.slurm.submission import Member, Request, new_submission_name
@@ -176,17 +178,17 @@ def training_request(
         new_submission_name(),
         [command, "$submission/config.yaml"],
         array,
-        _dependency_option(dependency) | cores_per_task(cluster),
+        _dependency_option(dependency, root) | cores_per_task(cluster),
         members,
         chain,
     )
 
 
-def _dependency_option(dependency: str | None) -> dict[str, str]:
+def _dependency_option(dependency: str | None, root: Path = RUNS) -> dict[str, str]:
     """sbatch's dependency option; empty if all dependencies are already fulfilled."""
     from launch.slurm.states import resolve_dependency
 
-    jobs = resolve_dependency(dependency) if dependency else ""
+    jobs = resolve_dependency(dependency, root) if dependency else ""
     return {"dependency": jobs} if jobs else {}
 
 
@@ -209,7 +211,7 @@ def _check(config: Config, world_size: int, has_data: bool) -> None:
 
 
 def indices(array: str) -> list[int]:
-    """The indices of an array in Slurm's syntax: `0-7`, `1,3,5` or `0-10:2`, optionally followed by `%K`."""
+    """The indices of an array in Slurm's syntax, each once: `0-7`, `1,3,5` or `0-10:2`, optionally followed by `%K`."""
     numbers: list[int] = []
     parts, percent, limit = array.partition("%")
     for part in parts.split(","):
@@ -226,7 +228,7 @@ def indices(array: str) -> list[int]:
         if (count := len(numbers) + len(members)) > MAX_ARRAY_SIZE:
             raise UserError(f"--array {array} asks for {count} jobs; give at most {MAX_ARRAY_SIZE} at once")
         numbers += members
-    return numbers
+    return list(dict.fromkeys(numbers))
 
 
 def _request_command(args: argparse.Namespace) -> "Request":
@@ -246,7 +248,7 @@ def _request_command(args: argparse.Namespace) -> "Request":
         raise UserError(
             f"--array {args.array}: `{shlex.join(command)}` is the same for each index; write {INDEX} where they differ"
         )
-    base = Path("runs") / name
+    base = RUNS / name
     single = cluster.model_copy(
         update={"nodes": 1, "spares": 0, "sbatch": {**cluster.sbatch, "ntasks-per-node": 1}}
     )

@@ -68,6 +68,9 @@ def _read(path: Path) -> dict[str, Any]:
     grid = tree.get("grid")
     if set(tree) != {"config", "name", "grid"} or not isinstance(grid, dict) or not grid:
         raise UserError(f"{path} is no sweep; give it config, name and grid, as in megakernel sweep --help")
+    for key in ("config", "name"):
+        if not isinstance(tree[key], str):
+            raise UserError(f"{path}: {key}={tree[key]!r} is no text; write it in quotes")
     for key, values in grid.items():
         if not isinstance(values, list) or not values:
             raise UserError(f"{path}: grid.{key}={values!r} is no list of values; write [A, B]")

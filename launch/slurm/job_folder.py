@@ -3,8 +3,8 @@
 import json
 import re
 import shlex
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -88,10 +88,11 @@ class JobFolder:
         """Every job, oldest first. Raises UserError if run.json cannot be read."""
         if not self.exists:
             return []
-        try:
-            return [Job(**job) for job in json.loads(self._file.read_text())["jobs"]]
-        except UNREADABLE as error:
-            raise UserError(f"{why_unreadable(str(self._file), error)}; restore or remove it") from None
+        with _unreadable_is_an_error(self._file):
+            jobs = [Job(**job) for job in json.loads(self._file.read_text())["jobs"]]
+            if not jobs:
+                raise ValueError("it lists no job")
+            return jobs
 
     def jobs_if_readable(self) -> list[Job]:
         """Every job, or none if run.json cannot be read: one damaged run should not hide the others."""
@@ -155,12 +156,22 @@ def write_settings(folder: Path, settings: Settings) -> None:
 
 
 def read_settings(folder: Path) -> Settings:
-    """The settings of the submission in `folder`."""
-    settings = Settings(**json.loads((folder / SETTINGS).read_text()))
-    if (folder / SECRETS).exists():  # submissions of earlier versions have none
-        pairs = (word.partition("=") for word in shlex.split((folder / SECRETS).read_text()))
-        settings.cluster["environment"] |= {name: value for name, _, value in pairs}
+    """The settings of the submission in `folder`. Raises UserError if they cannot be read."""
+    with _unreadable_is_an_error(folder / SETTINGS):
+        settings = Settings(**json.loads((folder / SETTINGS).read_text()))
+        if (folder / SECRETS).exists():  # submissions of earlier versions have none
+            pairs = (word.partition("=") for word in shlex.split((folder / SECRETS).read_text()))
+            settings.cluster["environment"] |= {name: value for name, _, value in pairs}
     return settings
+
+
+@contextmanager
+def _unreadable_is_an_error(file: Path) -> Iterator[None]:
+    """Turn any failure to read a file into a UserError."""
+    try:
+        yield
+    except UNREADABLE as error:
+        raise UserError(f"{why_unreadable(str(file), error)}; restore or remove it") from None
 
 
 def all_runs(root: Path) -> list[JobFolder]:

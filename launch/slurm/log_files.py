@@ -50,11 +50,7 @@ def log_files(run: JobFolder, selection: LogSelection) -> list[Path]:
         folder = selected[-1]
     suffix = "err" if selection.stderr else "log"
     name = "rank_*" if selection.rank == "all" else f"rank_{selection.rank}"
-    return sorted(folder.glob(f"{name}.{suffix}"), key=_rank)
-
-
-def _rank(file: Path) -> int:
-    return int(file.stem.removeprefix("rank_"))
+    return sorted(folder.glob(f"{name}.{suffix}"), key=lambda file: (len(file.name), file.name))
 
 
 class LogReader:
@@ -65,33 +61,36 @@ class LogReader:
         self._selection = selection
         self._offsets: dict[Path, int] = {}
 
-    def show_last(self, lines: int) -> bool:
-        """Print the last lines of each file, from which `show_new` continues; return whether there is any file."""
+    def show_last(self, lines: int, to_end: bool) -> bool:
+        """Print the last lines of each file, from which `show_new` continues; return whether there is any file.
+
+        to_end: also a last line that has no newline yet.
+        """
         files = log_files(self.run, self._selection)
         for file in files:
-            for line in deque(self._new_lines(file), maxlen=lines):
+            for line in deque(self._new_lines(file, to_end), maxlen=lines):
                 self._print(file, line)
         return bool(files)
 
-    def show_new(self) -> None:
+    def show_new(self, to_end: bool = False) -> None:
         """Print the lines written since, including those of a start that has ended meanwhile."""
         for file in dict.fromkeys([*self._offsets, *log_files(self.run, self._selection)]):
-            for line in self._new_lines(file):
+            for line in self._new_lines(file, to_end):
                 self._print(file, line)
         sys.stdout.flush()
 
-    def _new_lines(self, file: Path) -> Iterator[str]:
+    def _new_lines(self, file: Path, to_end: bool) -> Iterator[str]:
         with file.open("rb") as log:
             log.seek(self._offsets.get(file, 0))
             new = log.read()
-        whole = new[: new.rfind(b"\n") + 1]
+        whole = new if to_end else new[: new.rfind(b"\n") + 1]
         self._offsets[file] = self._offsets.get(file, 0) + len(whole)
         for line in whole.decode(errors="replace").splitlines():
             if self._selection.pattern is None or self._selection.pattern.search(line):
                 yield line
 
     def _print(self, file: Path, line: str) -> None:
-        rank = f"[{_rank(file)}] " if self._selection.rank == "all" else ""
+        rank = f"[{file.stem.removeprefix('rank_')}] " if self._selection.rank == "all" else ""
         name = f"{self.run.name}: " if self._selection.shows_run_name else ""
         print(f"{name}{rank}{line}")
 
@@ -99,8 +98,10 @@ class LogReader:
 def follow(readers: Sequence[LogReader], jobs: Mapping[JobFolder, Sequence[Job]]) -> list[JobState]:
     """Print new lines until none of the jobs is live; return their final states."""
 
-    def show() -> None:
+    def show(to_end: bool = False) -> None:
         for reader in readers:
-            reader.show_new()
+            reader.show_new(to_end)
 
-    return wait_until_ended(jobs, show)
+    states = wait_until_ended(jobs, show)
+    show(to_end=True)
+    return states

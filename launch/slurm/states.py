@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launch.arguments import RUNS
 from launch.exit_status import ExitStatus
 from launch.slurm_programs import SlurmRefused, call, check_output
 from megakernel.config import UserError
@@ -211,20 +210,34 @@ def _or_empty(text: str) -> str:
     return "" if text in ("None", "N/A", "(null)") else text
 
 
-def resolve_dependency(dependency: str, root: Path = RUNS) -> str:
+def resolve_dependency(dependency: str, root: Path) -> str:
     """A dependency with run names replaced by the ids of their last jobs: `afterok:pretrain` becomes `afterok:17`.
 
-    Fulfilled conditions are dropped, as Slurm soon forgets ended jobs. Raises NotFound for a name that is no run,
-    UserError if a condition can no longer be fulfilled.
+    Fulfilled conditions are dropped, as Slurm soon forgets ended jobs; of conditions separated by `?` one suffices, so
+    it is empty if one is fulfilled. Raises NotFound for a name that is no run, UserError if the dependency can no
+    longer be fulfilled.
     """
-    parts = re.split("([,?])", dependency)
-    kept: list[str] = []
-    for separator, part in zip(["", *parts[1::2]], parts[::2]):
-        kind, *jobs = part.split(":")
-        job_ids = [id for job in jobs for id in _unfinished_jobs(kind, job, root)]
+    separator = "?" if "?" in dependency else ","
+    pending: list[str] = []
+    failed: list[UserError] = []
+    for condition in dependency.split(separator):
+        kind, *jobs = condition.split(":")
+        try:
+            job_ids = [id for job in jobs for id in _unfinished_jobs(kind, job, root)]
+        except _Unfulfillable as error:
+            failed.append(error)
+            continue
         if job_ids or not jobs:
-            kept += [separator, ":".join([kind, *job_ids])]
-    return "".join(kept[1:])
+            pending.append(":".join([kind, *job_ids]))
+        elif separator == "?":
+            return ""
+    if failed and (separator == "," or not pending):
+        raise failed[0]
+    return separator.join(pending)
+
+
+class _Unfulfillable(UserError):
+    """A condition of a dependency that can no longer be fulfilled."""
 
 
 _FULFILLED_BY = {
@@ -246,7 +259,7 @@ def _unfinished_jobs(kind: str, job: str, root: Path) -> list[str]:
         if last.is_live:
             job_ids.append(last.job)
         elif last.state not in _FULFILLED_BY.get(kind, (last.state,)):
-            raise UserError(
+            raise _Unfulfillable(
                 f"--dependency {kind}:{job}: {run.path} has ended ({last.job} {last.state}); leave it out, or "
                 f"megakernel resume {run.path}"
             )

@@ -3,6 +3,7 @@
 import io
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -234,7 +235,29 @@ def _start_locally(request: Request) -> submitit.Job[int]:
         signal_delay_s=request.cluster.signal_delay,
         timeout_min=request.cluster.minutes or _NO_LIMIT,
     )
-    return executor.submit(run_here, folder)
+    with _in_background(folder / "controller.log"):
+        return executor.submit(run_here, folder)
+
+
+@contextmanager
+def _in_background(log: Path) -> Iterator[None]:
+    """Start processes that outlive this command: Ctrl-C and a closed terminal do not end them, and no pipe of its
+    reader stays open. log: file for their output.
+    """
+    ignored = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)}
+    streams = {number: os.dup(number) for number in (1, 2)}
+    file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        for number in streams:
+            os.dup2(file, number)
+        yield
+    finally:
+        for number, saved in streams.items():
+            os.dup2(saved, number)
+            os.close(saved)
+        os.close(file)
+        for number, handler in ignored.items():
+            signal.signal(number, handler)
 
 
 _NO_LIMIT = 60.0 * 24 * 365

@@ -6,8 +6,10 @@ import os
 import pytest
 
 from launch.arguments import NotFound
+from launch.slurm import states
 from launch.slurm.job_folder import Job, JobFolder, find_runs
-from launch.slurm.states import job_states
+from launch.slurm.states import JobState, job_states, resolve_dependency
+from megakernel.config import UserError
 from megakernel.training import events
 
 
@@ -68,6 +70,29 @@ def test_a_run_is_found_by_its_folder_name_or_job_id(tmp_path):
     with pytest.raises(NotFound, match="submitted runs: run"):
         find_runs(["other"], tmp_path)
     assert os.listdir(run.path) == ["run.json"]
+
+
+def test_names_in_a_dependency_become_the_jobs_that_are_still_awaited(tmp_path, monkeypatch):
+    for name, job, status in (("done", "1", 0), ("failed", "2", 1), ("live", "3", None)):
+        (tmp_path / name).mkdir()
+        JobFolder(tmp_path / name).add([Job(job, "slurm", "now", "")])
+        if status is not None:
+            events.record(tmp_path / name, "ended", env={events.JOB_VARIABLE: job}, status=status)
+    monkeypatch.setattr(states, "query_slurm", lambda runs: {"3": JobState("3", "RUNNING")})
+
+    def resolved(dependency):
+        return resolve_dependency(dependency, tmp_path)
+
+    assert resolved("afterok:done,afterok:live:17,singleton") == "afterok:3:17,singleton"
+    assert resolved("afterok:done") == ""
+    # One of the conditions separated by `?` suffices.
+    assert resolved("afterok:live?afterok:done") == ""
+    assert resolved("afterok:failed?afterok:live?afterany:17") == "afterok:3?afterany:17"
+    for dependency in ("afterok:live,afterok:failed", "afterok:failed?afternotok:done"):
+        with pytest.raises(UserError, match="failed has ended"):
+            resolved(dependency)
+    with pytest.raises(NotFound, match="nosuch is no submitted run"):
+        resolved("afterok:nosuch?afterok:done")
 
 
 def test_a_pattern_or_array_id_finds_several_runs(tmp_path):

@@ -1,3 +1,4 @@
+import itertools
 import json
 import os
 import socket
@@ -7,9 +8,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
+from tensorboard.program import TensorBoard
 
 from launch import run_progress
 from launch.cli import main
+from launch.monitor import start_tensorboard
 from launch.run_progress import RunProgress
 from launch.run_status import status_of
 from launch.slurm.job_folder import Job, JobFolder
@@ -231,6 +234,7 @@ def test_text_from_outside_is_shown_without_markup(run, capsys, monkeypatch, com
         ("checkpoints/latest", None, ""),
         ("run.json", "{}", "run.json cannot be read ("),
         ("run.json", '{"jobs": [{"id": 3}]}', "run.json cannot be read ("),
+        ("run.json", '{"jobs": []}', "run.json cannot be read (it lists no job)"),
     ],
 )
 def test_an_unreadable_run_does_not_hide_the_others(run, capsys, monkeypatch, command, file, content, why):
@@ -250,6 +254,20 @@ def test_an_unreadable_run_does_not_hide_the_others(run, capsys, monkeypatch, co
     assert len(lines) == 2
     assert why in lines[0]
     assert "40" in lines[1]
+
+
+def test_tensorboard_gets_a_different_name_for_each_run(run, monkeypatch):
+    passed = []
+    monkeypatch.setattr(TensorBoard, "configure", lambda self, argv: passed.extend(argv))
+    monkeypatch.setattr(TensorBoard, "launch", lambda self: "")
+    stages = [run.parent / name / "1-transfer" for name in ("a", "b")]
+    start_tensorboard(run.parent, stages, "localhost", 0)
+    start_tensorboard(run.parent / "a", stages, "localhost", 0)
+    specs = [value for option, value in itertools.pairwise(passed) if option == "--logdir_spec"]
+    assert specs == [
+        f"a/1-transfer:{stages[0]},b/1-transfer:{stages[1]}",
+        f"1-transfer:{stages[0]},../b/1-transfer:{stages[1]}",
+    ]
 
 
 @pytest.mark.parametrize(

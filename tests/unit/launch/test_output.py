@@ -1,5 +1,6 @@
 """Commands whose output cannot be written or is no longer read."""
 
+import io
 import os
 import signal
 import subprocess
@@ -60,6 +61,13 @@ def test_shell_redirections_cause_no_traceback(tmp_path, redirected, status, err
     assert done.returncode == status
     assert error in done.stderr
     assert len(done.stderr.splitlines()) == bool(error)
+
+
+def test_characters_that_the_terminal_lacks_are_escaped(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
+    assert main(["mechanisms"]) == 0
+    assert b"\\u2014" in written.getvalue()
 
 
 def test_ctrl_c_while_a_command_is_imported_prints_one_line():

@@ -96,6 +96,7 @@ def test_a_page_names_its_command_and_the_baselines(file, capsys, tmp_path):
         (["--gpus", "9" * 30, "--gpu", "h100"], "is neither a number nor a range"),
         (["--gpus", "8.." + "9" * 5000, "--gpu", "h100"], "is neither a number nor a range"),
         (["--gpus", "8", "--gpu", "h100", "--top", "0"], "--top 0 shows nothing"),
+        (["--gpus", "8", "--gpu", "h100", "--page", "a.md", "--json"], "--page a.md is Markdown, and --json"),
         (["--gpus", "8", "--gpu", "h100", "--at", "16"], "--at 16 is none of --gpus 8"),
         (["--gpus", "8", "--gpu", "h100", "--network", "0"], "--network 0 moves nothing"),
         (

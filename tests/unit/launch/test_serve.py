@@ -39,5 +39,10 @@ def test_a_key_file_without_a_key_is_refused(content, error, tmp_path, capsys):
     assert error in line
 
 
+def test_an_unusable_key_in_the_environment_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv(launch.serve.KEY, "a b")
+    assert f"${launch.serve.KEY} holds no key; write one line of ASCII without spaces" in refused(capsys)
+
+
 def test_a_missing_run_is_refused_in_one_line(capsys):
     assert "is not the folder of a run" in refused(capsys)

@@ -1,0 +1,100 @@
+"""Submissions that need no cluster: what they ask for, and jobs in the background of this machine."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from launch.cli import main
+from launch.slurm.job_folder import SETTINGS, Job, JobFolder
+from launch.slurm.script import REPOSITORY
+from launch.slurm.states import JobState
+from launch.submit import indices
+from megakernel.training import events
+
+
+def test_a_background_job_outlives_the_reader_of_submit_and_ctrl_c(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)  # the job waits until somebody opens it
+    submit = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "launch.cli", "submit", "--cluster", "local", "--name", "one", "--json"),
+            *("--", "generate", "nosuch", "--prompt-file", str(pipe)),
+        ],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    run = JobFolder(tmp_path / "runs/one")
+    try:
+        out, _ = submit.communicate(timeout=120)  # returns when the job holds none of its pipes
+        (job,) = json.loads(out)["jobs"]
+        os.killpg(submit.pid, signal.SIGINT)
+        os.killpg(submit.pid, signal.SIGHUP)
+    finally:
+        pipe.write_text("a prompt")  # waits until the job opens it
+    assert main(["logs", str(run.path), "-f", "--stderr"]) == 0  # returns when the job has ended
+    assert [event["status"] for event in run.events(job) if event["event"] == "ended"] == [2]
+
+
+def test_repeated_indices_of_an_array_count_once():
+    assert indices("1,1,0-2%2") == [1, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("sweep", "error"),
+    [
+        ("{config: 5, name: lr, grid: {training.steps: [1]}}", "config=5 is no text; write it in quotes"),
+        ("{config: run.yaml, name: null, grid: {training.steps: [1]}}", "name=None is no text"),
+        ("{config: run.yaml, grid: {training.steps: [1]}}", "is no sweep; give it config, name and grid"),
+        ("{config: run.yaml, name: lr, grid: {training.steps: 1}}", "grid.training.steps=1 is no list"),
+    ],
+)
+def test_an_invalid_sweep_is_refused(sweep, error, tmp_path, refused):
+    (tmp_path / "sweep.yaml").write_text(sweep)
+    assert error in refused("sweep", tmp_path / "sweep.yaml")
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = JobFolder(tmp_path / "run")
+    run.submission("s").mkdir(parents=True)
+    run.add([Job("999999999", "local", "s", "")])
+    return run
+
+
+def test_resume_without_a_run_is_refused(refused):
+    assert "training.steps=8 changes no run; name the runs" in refused("resume", "training.steps=8")
+
+
+@pytest.mark.parametrize("content", ["{", "{}", None])
+def test_a_run_with_unreadable_settings_cannot_be_resumed(content, run, refused):
+    file = run.submission("s") / SETTINGS
+    if content is not None:
+        file.write_text(content)
+    assert f"{file} cannot be read (" in refused("resume", run.path)
+
+
+def test_resume_finds_the_runs_of_a_dependency_under_its_root(run, tmp_path, refused):
+    settings = {"command": ["pretrain", "x"], "cluster": {}, "name": "run"}
+    (run.submission("s") / SETTINGS).write_text(json.dumps(settings))
+    (run.submission("s") / "config.yaml").write_text(
+        f"{{run: {{name: run, root: {tmp_path}}}, model: {{num_layers: 1, hidden_size: 32, num_heads: 1}}, "
+        "data: {train: nosuch}, training: {steps: 1, seq_len: 512, global_batch_size: 1}}"
+    )
+    events.record(run.path, "ended", env={events.JOB_VARIABLE: "999999999"}, status=1)
+    said = refused("resume", "run", "--root", tmp_path, "--dependency", "afterok:run", "--dry-run")
+    assert f"{run.path} has ended (999999999 FAILED)" in said
+
+
+def test_cancel_ignores_a_job_that_has_just_ended(run, monkeypatch, capsys):
+    live = JobState("999999999", "RUNNING")
+    monkeypatch.setattr("launch.cancel.job_states", lambda run, by_slurm: {live.job: live})
+    assert main(["cancel", str(run.path)]) == 0
+    assert capsys.readouterr().out == f"999999999 ends: {run.path}\n"
