@@ -10,6 +10,7 @@ from types import ModuleType
 from launch.arguments import Number
 from launch.messages import console
 from megakernel.config import UserError
+from megakernel.config.errors import report_write_errors
 
 HELP = "benchmark attention against other implementations: time, peak memory, share of the device's limits"
 EXAMPLE = "megakernel dev bench attention --suite cpu --max-tokens 4096"
@@ -58,6 +59,9 @@ def run(args: argparse.Namespace) -> int:
     if suite.device == "cuda" and not torch.cuda.is_available():
         raise UserError(f"--suite {name} needs a GPU and torch sees none; take --suite cpu")
     suite = suite.narrowed(args.max_tokens, args.only)
+    out = args.out or RESULTS / f"attention_{name}.md"
+    with report_write_errors("--out", out):  # before the measurements, which take long
+        out.parent.mkdir(parents=True, exist_ok=True)
     device = torch.device("cpu")
     if suite.device == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
@@ -67,10 +71,9 @@ def run(args: argparse.Namespace) -> int:
         result = attention.run_suite(suite, device, args.repeats, report_progress)
     command = shlex.join(["megakernel", "dev", "bench", "attention", *_result_options(args, name)])
     page = attention.measured_page(result, device, command)
-    out = args.out or RESULTS / f"attention_{name}.md"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page, encoding="utf-8")
     print(page, end="")
+    with report_write_errors("--out", out):
+        out.write_text(page, encoding="utf-8")
     return 0
 
 

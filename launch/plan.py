@@ -12,6 +12,7 @@ from launch.messages import console
 from megakernel.analysis import planning
 from megakernel.analysis.planning import Gpu
 from megakernel.config import Config, UserError, load
+from megakernel.config.errors import report_write_errors
 
 HELP = "predict memory, traffic and step time on GPUs, and rank the layouts"
 EXAMPLE = "megakernel plan configs/pretrain-7b.yaml --gpus 64 --gpu h100"
@@ -88,9 +89,10 @@ def _write_page(
     command = shlex.join(["megakernel", "plan", *words])
     with console(stderr=True).status("planning"):
         text = page(config, vocabulary, note, counts, at, gpu, command)
-    args.page.parent.mkdir(parents=True, exist_ok=True)
-    args.page.write_text(text, encoding="utf-8")
     print(text, end="")
+    with report_write_errors("--page", args.page):
+        args.page.parent.mkdir(parents=True, exist_ok=True)
+        args.page.write_text(text, encoding="utf-8")
 
 
 def device_counts(text: str) -> list[int]:

@@ -1,6 +1,7 @@
 """`megakernel resume`: continue runs whose jobs have ended."""
 
 import argparse
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -123,5 +124,5 @@ def _steps(root: Path) -> dict[int, Path]:
 
 def _free_name(path: Path) -> Path:
     """The first name with the suffix that no earlier `resume --from-step` took."""
-    number = sum(1 for _ in path.parent.glob(f"{path.name}{SET_ASIDE}*"))
-    return path.with_name(f"{path.name}{SET_ASIDE}{number or ''}")
+    names = (path.with_name(f"{path.name}{SET_ASIDE}{number or ''}") for number in itertools.count())
+    return next(name for name in names if not name.exists())

@@ -153,8 +153,15 @@ def _gpus() -> list[float] | None:
         done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    pairs = [line.split(",") for line in done.stdout.splitlines() if line.strip()]
-    return [round(float(used) / float(total), 3) for used, total in pairs]
+    return [_used_share(line) for line in done.stdout.splitlines() if line.strip()]
+
+
+def _used_share(line: str) -> float:
+    try:
+        used, total = map(float, line.split(","))
+        return round(used / total, 3)
+    except (ValueError, ZeroDivisionError):
+        return 0.0  # `[N/A]`, as of GPUs that are partitioned or share the host's memory
 
 
 def _unwritable(submission: Path, node: str) -> str | None:

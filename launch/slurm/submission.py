@@ -328,7 +328,8 @@ def _first_missing(folder: Path) -> Path | None:
 def wait(request: Request, jobs: Sequence[Job], follow: bool) -> int:
     """Wait until all jobs have ended, printing their logs with `follow`; 0 if all were COMPLETED, else 1."""
     runs = [JobFolder(member.run) for member in request.members]
-    readers = [log_files.LogReader(run, log_files.LogSelection()) for run in runs] if follow else []
+    selection = log_files.LogSelection(shows_run_name=len(runs) > 1)
+    readers = [log_files.LogReader(run, selection) for run in runs] if follow else []
     ids = {job.id for job in jobs}
     ends = log_files.follow(readers, {run: [job for job in run.jobs() if job.id in ids] for run in runs})
     # Only the last job of a chain counts.

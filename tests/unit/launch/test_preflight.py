@@ -1,4 +1,5 @@
 import json
+import os
 from dataclasses import asdict, replace
 
 import pytest
@@ -68,6 +69,14 @@ def test_a_node_reports_its_own_state(tmp_path):
     assert report.versions["torch"] != "not installed"
     assert list(tmp_path.iterdir()) == []
     assert "No such file" in (node_report(tmp_path / "elsewhere", "n1").unwritable or "")
+
+
+def test_memory_that_a_gpu_does_not_report_counts_as_free(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho '1024, 81559'\necho '[N/A], [N/A]'\necho '0, 0'\n")
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert node_report(tmp_path, "n1").gpus == [0.013, 0.0, 0.0]
 
 
 def test_a_failure_fits_one_line_of_srun():

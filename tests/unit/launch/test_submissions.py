@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from launch.cli import main
+from launch.resume import _free_name
 from launch.slurm.job_folder import SETTINGS, Job, JobFolder
 from launch.slurm.script import REPOSITORY
 from launch.slurm.states import JobState
@@ -91,6 +92,15 @@ def test_resume_finds_the_runs_of_a_dependency_under_its_root(run, tmp_path, ref
     events.record(run.path, "ended", env={events.JOB_VARIABLE: "999999999"}, status=1)
     said = refused("resume", "run", "--root", tmp_path, "--dependency", "afterok:run", "--dry-run")
     assert f"{run.path} has ended (999999999 FAILED)" in said
+
+
+def test_checkpoints_set_aside_never_take_a_name_in_use(tmp_path):
+    path = tmp_path / "step_20"
+    for name in ("step_20.set_aside1", "step_200.set_aside"):
+        (tmp_path / name).mkdir()
+    assert _free_name(path).name == "step_20.set_aside"
+    _free_name(path).mkdir()
+    assert _free_name(path).name == "step_20.set_aside2"
 
 
 def test_cancel_ignores_a_job_that_has_just_ended(run, monkeypatch, capsys):

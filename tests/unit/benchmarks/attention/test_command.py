@@ -117,6 +117,19 @@ def test_no_page_is_written_after_a_failed_check(tmp_path, monkeypatch, capsys):
     assert not out.exists()
 
 
+def test_results_are_printed_if_the_page_cannot_be_written(tmp_path, capsys):
+    command = ["bench", "attention", "--suite", "cpu", "--max-tokens", "1024", "--repeats", "1", "--out"]
+    assert main([*command, str(tmp_path), "--only", "kernel elu"]) == ExitStatus.USAGE
+    captured = capsys.readouterr()
+    assert "kernel elu" in captured.out
+    assert f"--out {tmp_path} cannot be written" in captured.err
+    (tmp_path / "file").touch()
+    assert main([*command, str(tmp_path / "file" / "page.md")]) == ExitStatus.USAGE
+    captured = capsys.readouterr()
+    assert captured.out == "", "it is refused before the measurements"
+    assert "page.md cannot be written" in captured.err
+
+
 def test_every_case_of_a_suite_is_valid_for_its_implementations():
     """Checks only shapes, so that a suite's cases are known to be valid before a GPU is available."""
     from benchmarks.attention.cases import lower_bound
