@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from launch.arguments import NotFound, Number, add_root_argument, candidate_folders
@@ -116,10 +117,11 @@ def _resolve(text: str, root: Path) -> list[Path]:
 
 def _runs_in(root: Path) -> Iterator[Path]:
     for folder in root.glob("*"):
-        if _is_run(folder):
-            yield folder
-        else:
-            yield from _stages(folder)
+        with suppress(PermissionError):  # a private run of another user
+            if _is_run(folder):
+                yield folder
+            else:
+                yield from _stages(folder)
 
 
 def _stages(folder: Path) -> Iterator[Path]:

@@ -52,6 +52,9 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             f"--array {args.array} asks for point {missing[0]}; the grid has 0 to {len(points) - 1}"
         )
+    for override in args.overrides:
+        if override.partition("=")[0] in ("run.name", *tree["grid"]):
+            raise UserError(f"{override} is set by {args.sweep}; change it there")
     common = [*args.overrides, f"run.name={tree['name']}"]
     runs: dict[int | None, Config] = {
         index: load(tree["config"], [*common, *points[index]]) for index in selected

@@ -18,6 +18,9 @@ from .job_folder import Job, JobFolder, find_runs
 _POLL_SECONDS = 1.0
 _QUERY_SECONDS = 5.0
 
+_MOST_QUERIED = 5_000
+"""Most jobs of one query to accounting: Linux limits the length of an argument to 128 KiB."""
+
 _QUEUE = "%i|%T|%r|%N|%S"
 """squeue's format: job, state, reason, nodes, start."""
 
@@ -70,7 +73,7 @@ class JobState:
 
 
 def query_slurm(runs: Iterable[JobFolder]) -> dict[str, JobState]:
-    """Job id -> state of the jobs of these runs that Slurm knows, with one query per source for all of them.
+    """Job id -> state of the jobs of these runs that Slurm knows, with few queries for all of them.
 
     The queue comes first: it has live jobs, and ended ones for MinJobAge (300 s by default). Accounting and the list
     of completed jobs are queried for the rest. Raises SlurmRefused if Slurm cannot be reached.
@@ -86,9 +89,9 @@ def query_slurm(runs: Iterable[JobFolder]) -> dict[str, JobState]:
     queue = queue_states(_owners(submissions.values()))
     states = {job: state for job, state in queue.items() if job in submissions}
     for source in (["sacct", "-X"], ["sacct", "-c"]):
-        missing = [job for job in submissions if job not in states]
-        if missing and shutil.which("sacct"):
-            more = accounting_states(source, missing)
+        missing = [job for job in submissions if job not in states] if shutil.which("sacct") else []
+        for start in range(0, len(missing), _MOST_QUERIED):
+            more = accounting_states(source, missing[start : start + _MOST_QUERIED])
             states |= {job: state for job, state in more.items() if job in submissions}
     return states
 

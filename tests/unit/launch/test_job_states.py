@@ -72,6 +72,22 @@ def test_a_run_is_found_by_its_folder_name_or_job_id(tmp_path):
     assert os.listdir(run.path) == ["run.json"]
 
 
+def test_accounting_is_asked_for_any_number_of_jobs(tmp_path, monkeypatch):
+    for name, output in (("squeue", ""), ("sacct", "10000000_0|COMPLETED\n10012999_0|FAILED\n")):
+        (tmp_path / name).write_text(f"#!/bin/sh\nprintf '{output}'\n")
+        (tmp_path / name).chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    run = JobFolder(tmp_path / "run")
+    run.path.mkdir()
+    run.add([Job(f"{10_000_000 + number}_0", "slurm", "now", "") for number in range(13_000)])
+    found = states.query_slurm([run])
+    assert {job: state.state for job, state in found.items()} == {
+        "10000000_0": "COMPLETED",
+        "10012999_0": "FAILED",
+    }
+
+
 def test_names_in_a_dependency_become_the_jobs_that_are_still_awaited(tmp_path, monkeypatch):
     for name, job, status in (("done", "1", 0), ("failed", "2", 1), ("live", "3", None)):
         (tmp_path / name).mkdir()

@@ -1,3 +1,4 @@
+import errno
 import itertools
 import json
 import os
@@ -254,6 +255,21 @@ def test_an_unreadable_run_does_not_hide_the_others(run, capsys, monkeypatch, co
     assert len(lines) == 2
     assert why in lines[0]
     assert "40" in lines[1]
+
+
+def test_a_private_run_of_another_user_is_not_listed(run, capsys, monkeypatch):
+    write(run, **LOGGED)
+    (run.parent / "private").mkdir()
+
+    def exists(folder):
+        if folder.name == "private":
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder.path))
+        return False
+
+    monkeypatch.setattr(JobFolder, "exists", property(exists))
+    assert main(["monitor", "--root", str(run.parent), "--once"]) == 0
+    _, line = capsys.readouterr().out.splitlines()
+    assert line.startswith("first ")
 
 
 def test_tensorboard_gets_a_different_name_for_each_run(run, monkeypatch):

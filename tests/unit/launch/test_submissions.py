@@ -62,6 +62,14 @@ def test_an_invalid_sweep_is_refused(sweep, error, tmp_path, refused):
     assert error in refused("sweep", tmp_path / "sweep.yaml")
 
 
+@pytest.mark.parametrize("override", ["training.steps=5", "run.name=mine"])
+def test_an_override_of_what_a_sweep_sets_is_refused(override, tmp_path, refused):
+    (tmp_path / "sweep.yaml").write_text("{config: run.yaml, name: lr, grid: {training.steps: [1, 2]}}")
+    assert f"{override} is set by {tmp_path}/sweep.yaml" in refused(
+        "sweep", tmp_path / "sweep.yaml", override
+    )
+
+
 @pytest.fixture
 def run(tmp_path):
     run = JobFolder(tmp_path / "run")
