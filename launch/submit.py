@@ -136,8 +136,6 @@ def _print_jobs(jobs: "list[Job]", runs: list[str]) -> None:
 def _request_training(args: argparse.Namespace) -> "Request":
     if args.chain > 1 and args.array:
         raise UserError(f"--chain {args.chain} and --array {args.array} exclude each other; leave one out")
-    if args.chain > 1 and args.requeue is None:
-        args.requeue = False  # the next job of the chain continues instead
     overrides = [*args.overrides, *([f"run.name={args.name}"] if args.name else [])]
     runs: dict[int | None, Config] = {}
     for index in [None] if args.array is None else indices(args.array):

@@ -90,16 +90,35 @@ def test_a_run_with_unreadable_settings_cannot_be_resumed(content, run, refused)
     assert f"{file} cannot be read (" in refused("resume", run.path)
 
 
-def test_resume_finds_the_runs_of_a_dependency_under_its_root(run, tmp_path, refused):
+CONFIG = """
+run: {name: run, root: ROOT}
+model: {num_layers: 1, hidden_size: 32, num_heads: 1}
+data: {train: nosuch}
+training: {steps: 1, seq_len: 512, global_batch_size: 1}
+"""
+
+
+@pytest.fixture
+def training(run):
+    """A run that was trained as a job without a chain, and has failed."""
     settings = {"command": ["pretrain", "x"], "cluster": {}, "name": "run"}
     (run.submission("s") / SETTINGS).write_text(json.dumps(settings))
-    (run.submission("s") / "config.yaml").write_text(
-        f"{{run: {{name: run, root: {tmp_path}}}, model: {{num_layers: 1, hidden_size: 32, num_heads: 1}}, "
-        "data: {train: nosuch}, training: {steps: 1, seq_len: 512, global_batch_size: 1}}"
-    )
+    (run.submission("s") / "config.yaml").write_text(CONFIG.replace("ROOT", str(run.path.parent)))
     events.record(run.path, "ended", env={events.JOB_VARIABLE: "999999999"}, status=1)
-    said = refused("resume", "run", "--root", tmp_path, "--dependency", "afterok:run", "--dry-run")
-    assert f"{run.path} has ended (999999999 FAILED)" in said
+    return run
+
+
+@pytest.mark.parametrize("chain", [1, 2])
+def test_jobs_of_a_resumed_chain_are_not_requeued(chain, training, capsys):
+    resume = ["resume", str(training.path), "--dependency", "after:17", "--dry-run", "--chain", str(chain)]
+    assert main(resume) == 0
+    assert ("#SBATCH --no-requeue\n" in capsys.readouterr().out) == (chain > 1)
+
+
+def test_resume_finds_the_runs_of_a_dependency_under_its_root(training, refused):
+    root = training.path.parent
+    said = refused("resume", "run", "--root", root, "--dependency", "afterok:run", "--dry-run")
+    assert f"{training.path} has ended (999999999 FAILED)" in said
 
 
 def test_checkpoints_set_aside_never_take_a_name_in_use(tmp_path):
