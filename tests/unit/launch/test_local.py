@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ..config import trees
 from .launching import GLOO_MAXIMUM, LAUNCHER_SCRIPT, REPOSITORY, Launch
 
 
@@ -161,3 +162,22 @@ def test_an_unwritable_console_blocks_no_process_and_the_log_is_complete(tmp_pat
     repository = Path(__file__).parents[3]
     assert subprocess.run(command, stdout=stdout, stderr=stdout, cwd=repository, timeout=60).returncode == 0
     assert (tmp_path / "rank_0.log").read_text().endswith("the last line\n")
+
+
+INSTALLED_SCRIPT = """
+import sys
+sys.path.remove("")  # which the installed command does not have
+from launch.cli import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no PYTHONSAFEPATH")
+def test_ranks_import_no_modules_of_the_working_folder(tmp_path):
+    (tmp_path / "queue.py").write_text("raise SystemExit('not the standard library')")
+    typed = [sys.executable, "-c", INSTALLED_SCRIPT, "pretrain", trees.file(tmp_path)]
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(typed, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "data.train=data/x " in line
