@@ -87,6 +87,11 @@ def _environments(nproc: int, env: Mapping[str, str]) -> Iterator[dict[str, str]
         yield {**defaults, **env, **process.variables()}
 
 
+def import_variables() -> dict[str, str]:
+    """Variables for `python -m`, which else imports a datasets.py in the working folder in place of the library."""
+    return {} if {"", os.getcwd()} & {*sys.path} else {"PYTHONSAFEPATH": "1"}
+
+
 @contextmanager
 def handle_signals(signals: Iterable[int], act: Callable[[int], object]) -> Iterator[None]:
     """Within the context, call `act` with each of these signals that arrives, except for ignored ones."""

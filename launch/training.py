@@ -74,10 +74,7 @@ def _start(config: Config, args: argparse.Namespace, world_size: int) -> int:
     processes = f"{world_size} process{'es' * (world_size > 1)}"
     with suppress(OSError):  # printed at once, as importing the libraries takes seconds
         os.write(1, f"{args.command}: starting {processes}, logs in {logs}\n".encode())
-    env = dict(os.environ)
-    if not {"", os.getcwd()} & {*sys.path}:
-        env["PYTHONSAFEPATH"] = "1"  # a datasets.py in the working folder, which `-m` puts first, is not ours
-    return local.run_ranks(command, world_size, logs, env=env)
+    return local.run_ranks(command, world_size, logs, env={**os.environ, **local.import_variables()})
 
 
 def train(config: Config, process: ProcessEnvironment) -> int:

@@ -17,6 +17,7 @@ from submitit import SlurmExecutor, SlurmJob
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from launch.exit_status import ExitStatus
+from launch.local import import_variables
 from launch.slurm_programs import SlurmRefused, call, foreign_variables, require
 from megakernel.config import UserError
 from megakernel.training import events
@@ -235,8 +236,12 @@ def _start_locally(request: Request) -> submitit.Job[int]:
         signal_delay_s=request.cluster.signal_delay,
         timeout_min=request.cluster.minutes or _NO_LIMIT,
     )
-    with _in_background(folder / "controller.log"):
-        return executor.submit(run_here, folder)
+    os.environ.update(import_variables())
+    log = folder / "log"
+    with _in_background(log):
+        job = executor.submit(run_here, folder)
+    log.rename(request.run / "logs" / f"{job.job_id}.log")  # as of a batch script
+    return job
 
 
 @contextmanager

@@ -109,6 +109,14 @@ command = [sys.executable, f"{folder}/rank.py", how, folder]
 sys.exit(run_ranks(command, int(nproc), Path(folder, "logs"), grace_seconds=0.5, straggler_seconds=float(leave)))
 """
 
+INSTALLED_SCRIPT = """
+import sys
+sys.path.remove("")  # which the installed command does not have
+from launch.cli import main
+sys.exit(main())
+"""
+"""The command as it is installed: without the working folder on Python's path."""
+
 
 class MaximumServer:
     """Answers `size` ranks with the largest of their numbers, again and again until one of them leaves."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ..config import trees
-from .launching import GLOO_MAXIMUM, LAUNCHER_SCRIPT, REPOSITORY, Launch
+from .launching import GLOO_MAXIMUM, INSTALLED_SCRIPT, LAUNCHER_SCRIPT, REPOSITORY, Launch
 
 
 def test_ranks_listen_on_localhost_only_and_log_each_to_its_own_file(
@@ -162,14 +162,6 @@ def test_an_unwritable_console_blocks_no_process_and_the_log_is_complete(tmp_pat
     repository = Path(__file__).parents[3]
     assert subprocess.run(command, stdout=stdout, stderr=stdout, cwd=repository, timeout=60).returncode == 0
     assert (tmp_path / "rank_0.log").read_text().endswith("the last line\n")
-
-
-INSTALLED_SCRIPT = """
-import sys
-sys.path.remove("")  # which the installed command does not have
-from launch.cli import main
-sys.exit(main())
-"""
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no PYTHONSAFEPATH")

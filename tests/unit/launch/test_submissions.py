@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -16,13 +17,18 @@ from launch.slurm.states import JobState
 from launch.submit import indices
 from megakernel.training import events
 
+from .launching import INSTALLED_SCRIPT
+
 
 def test_a_background_job_outlives_the_reader_of_submit_and_ctrl_c(tmp_path):
+    if sys.version_info >= (3, 11):
+        (tmp_path / "queue.py").write_text("raise SystemExit('not the standard library')")
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)  # the job waits until somebody opens it
     submit = subprocess.Popen(
         [
-            *(sys.executable, "-m", "launch.cli", "submit", "--cluster", "local", "--name", "one", "--json"),
+            *(sys.executable, "-c", INSTALLED_SCRIPT),
+            *("submit", "--cluster", "local", "--name", "one", "--json"),
             *("--", "generate", "nosuch", "--prompt-file", str(pipe)),
         ],
         cwd=tmp_path,
@@ -39,7 +45,9 @@ def test_a_background_job_outlives_the_reader_of_submit_and_ctrl_c(tmp_path):
         os.killpg(submit.pid, signal.SIGINT)
         os.killpg(submit.pid, signal.SIGHUP)
     finally:
-        pipe.write_text("a prompt")  # waits until the job opens it
+        # In a thread, as it waits until the job opens the pipe.
+        threading.Thread(target=pipe.write_text, args=("a prompt",), daemon=True).start()
+    assert (run.path / "logs" / f"{job}.log").read_text() == ""
     assert main(["logs", str(run.path), "-f", "--stderr"]) == 0  # returns when the job has ended
     assert [event["status"] for event in run.events(job) if event["event"] == "ended"] == [2]
 
