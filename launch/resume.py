@@ -12,8 +12,10 @@ from launch.slurm.job_folder import JobFolder, find_runs
 from launch.slurm.options import add_cluster_options, cluster_of
 from launch.slurm.states import refuse_live
 from launch.submit import add_chain_option, add_job_options, carry_out, training_request
+from megakernel.checkpoint.folder import LATEST
 from megakernel.checkpoint.manifest import step_of
 from megakernel.config import UserError, load
+from megakernel.training.run_folder import write_atomically
 
 if TYPE_CHECKING:
     from launch.slurm.submission import Request
@@ -104,17 +106,22 @@ def _check_step(run: JobFolder, step: int) -> None:
 
 @contextmanager
 def _later_checkpoints_renamed(run: JobFolder, step: int) -> Iterator[None]:
-    """Rename the checkpoints after a step; undo it if the block fails."""
+    """Rename the checkpoints after a step, and let `latest` name that step; undo it if the block fails."""
     root = run.path / "checkpoints"
     later = [path for number, path in _steps(root).items() if number > step]
     moved: list[tuple[Path, Path]] = []
+    latest = root / LATEST
+    newest = latest.read_text(encoding="utf-8") if latest.is_file() else None
     try:
         for path in later:
             moved.append((path, path.rename(_free_name(path))))
+        write_atomically(latest, f"step_{step}")  # which steps are saved, for status and restarts
         yield
     except BaseException:
         for path, renamed in moved:
             renamed.rename(path)
+        if newest is not None:
+            write_atomically(latest, newest)
         raise
 
 

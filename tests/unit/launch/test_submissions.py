@@ -6,15 +6,17 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 
 import pytest
 
 from launch.cli import main
-from launch.resume import _free_name
+from launch.resume import _free_name, _later_checkpoints_renamed
 from launch.slurm.job_folder import SETTINGS, Job, JobFolder
 from launch.slurm.script import REPOSITORY
 from launch.slurm.states import JobState
 from launch.submit import indices
+from megakernel.config import UserError
 from megakernel.training import events
 
 from .launching import INSTALLED_SCRIPT
@@ -127,6 +129,22 @@ def test_resume_finds_the_runs_of_a_dependency_under_its_root(training, refused)
     root = training.path.parent
     said = refused("resume", "run", "--root", root, "--dependency", "afterok:run", "--dry-run")
     assert f"{training.path} has ended (999999999 FAILED)" in said
+
+
+def test_the_step_to_continue_from_is_the_saved_one_unless_the_submission_fails(run):
+    checkpoints = run.path / "checkpoints"
+    for step in (10, 20, 30):
+        (checkpoints / f"step_{step}").mkdir(parents=True)
+    (checkpoints / "latest").write_text("step_30")
+    with suppress(UserError), _later_checkpoints_renamed(run, 10):
+        raise UserError("refused")
+    assert run.saved_steps() == 30
+    assert {path.name for path in checkpoints.iterdir()} == {"step_10", "step_20", "step_30", "latest"}
+    with _later_checkpoints_renamed(run, 10):
+        pass
+    assert run.saved_steps() == 10
+    kept = {"step_10", "step_20.set_aside", "step_30.set_aside", "latest"}
+    assert {path.name for path in checkpoints.iterdir()} == kept
 
 
 def test_checkpoints_set_aside_never_take_a_name_in_use(tmp_path):
