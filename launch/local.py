@@ -241,7 +241,7 @@ class RankProcess:
             stderr=subprocess.PIPE if on_console else subprocess.STDOUT,
             # Otherwise a terminal's Ctrl-C would reach the ranks twice: directly and through the launcher.
             start_new_session=True,
-            preexec_fn=_die_with_the_launcher if sys.platform == "linux" else None,
+            preexec_fn=_die_with_the_launcher,
         )
         self._console_chunks: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []

@@ -246,8 +246,9 @@ def _start_locally(request: Request) -> submitit.Job[int]:
 
 @contextmanager
 def _in_background(log: Path) -> Iterator[None]:
-    """Start processes that outlive this command: Ctrl-C and a closed terminal do not end them, and no pipe of its
-    reader stays open. log: file for their output.
+    """Start processes that outlive this command, with `log` as their output.
+
+    Ctrl-C and a closed terminal do not end them, and a reader of this command does not wait for them.
     """
     ignored = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)}
     streams = {number: os.dup(number) for number in (1, 2)}
