@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,15 @@ def load(path: str | Path, overrides: Iterable[str] = (), env: Mapping[str, str]
 
 def from_yaml(text: str, source: str = "configuration") -> Config:
     """The configuration in a text written by `to_yaml`; `source` names it in errors."""
-    return validate(yaml_text.parse(text, source) or {})
+    tree = yaml_text.parse(text, source)
+    if not isinstance(tree, dict):
+        raise ConfigError([Problem(source, MISSING, "holds no sections", "restore it")])
+    try:
+        return validate(tree)
+    except ConfigError as error:
+        raise ConfigError(
+            [replace(problem, key=f"{source}: {problem.key}") for problem in error.problems]
+        ) from None
 
 
 def to_yaml(config: Config) -> str:

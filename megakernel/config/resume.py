@@ -75,8 +75,10 @@ class Difference:
 
     @property
     def is_learning_rate(self) -> bool:
-        """Whether the key is a learning rate."""
-        return self.key.endswith((".lr", "_lr"))
+        """Whether another learning rate is wanted for the same weights."""
+        # With optimizer.mechanism_lr the mechanisms' weights are a parameter group of their own, without it not.
+        regroups = self.key == "optimizer.mechanism_lr" and None in (self.recorded, self.wanted)
+        return self.key.endswith((".lr", "_lr")) and not regroups
 
 
 def differences(recorded: Config, wanted: Config) -> list[Difference]:

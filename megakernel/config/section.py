@@ -1,8 +1,10 @@
 """Base class of configuration sections, and merging of trees of keys."""
 
 import operator
+import os
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
@@ -18,6 +20,7 @@ class Section(BaseModel):
     """A frozen group of keys; unknown keys are errors, and a field's docstring is its help text.
 
     Integers fit int64, other numbers float32; infinity needs allow_inf_nan, and booleans are not accepted as numbers.
+    Paths may begin with `~`, the home folder.
     """
 
     model_config = ConfigDict(
@@ -67,6 +70,12 @@ class Section(BaseModel):
             if types & {int, float} and bool not in types:
                 raise ValueError("should be a number")
         return value
+
+    @field_validator("*")
+    @classmethod
+    def _expand_home(cls, value: Any) -> Any:
+        # A shell does not expand `~` behind `run.root=`, nor in a file; a folder of that name would be made.
+        return Path(os.path.expanduser(value)) if isinstance(value, Path) else value
 
     @field_validator("*")
     @classmethod

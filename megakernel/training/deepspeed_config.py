@@ -53,7 +53,7 @@ def deepspeed_config(config: Config, mesh: Mesh, model: nn.Module) -> dict[str, 
 
 def updates_on_cpu(config: Config, mesh: Mesh) -> bool:
     """Whether AdamW updates weights in host memory."""
-    offload = config.deepspeed.get("zero_optimization", {}).get("offload_optimizer", {})
+    offload = config.deepspeed.get("zero_optimization", {}).get("offload_optimizer") or {}
     return mesh.device.type == "cpu" or offload.get("device") == "cpu"
 
 

@@ -203,7 +203,8 @@ class RunFolder:
             self._fixed = not head
             for folder in (self.tensorboard, self.logs, self.checkpoints):
                 folder.mkdir(exist_ok=True)
-            with self.environment_file.open("a", encoding="utf-8") as history:
+            # A command line or a working directory need not be UTF-8.
+            with self.environment_file.open("a", encoding="utf-8", errors="backslashreplace") as history:
                 history.write(environment_text(devices, self._ranks.size))
                 for change in changes:
                     history.write(f"changed: {change.key} from {change.recorded!r} to {change.wanted!r}\n")

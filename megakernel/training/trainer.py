@@ -66,6 +66,8 @@ class Trainer:
         self.batches = TrainingBatches(config, self.corpora, **loader)
         self.validation = ValidationBatches(config, self.corpora, **loader) if evaluates else None
         settings = model_settings(config, mesh, self.corpora.vocab_size)
+        # model.vocab_size may be larger than the tokenizer's.
+        self.vocab_size = settings.vocab_size - config.model.special_ids
         self.engine = Engine(config, settings, providers.make_model(config, self.corpora, self.ranks))
         self.work = LocalWork(self.engine.engine.module, mesh)
         self.checkpoints = CheckpointFolder(
@@ -132,7 +134,7 @@ class Trainer:
     def _print_summary(self, done: int) -> None:
         """Print model size, devices, layout and remaining steps."""
         config, mesh = self.config, self.mesh
-        count = parameter_count(config.model, self.corpora.vocab_size, config.training.seq_len)
+        count = parameter_count(config.model, self.vocab_size, config.training.seq_len)
         layout = "".join(f", {axis} {size}" for axis, size in self.layout.items() if size > 1)
         steps = config.training.steps
         tokens = self._consumed(steps)[1] - self._consumed(done)[1]
@@ -170,7 +172,7 @@ class Trainer:
         self.engine.set_phase(self.phase)
         now = self.phase.training
         self.tokens_per_step = now.global_batch_size * now.seq_len * self.config.model.sequences_per_sample
-        sizes = (now.seq_len, self.corpora.vocab_size, self.config.predicted_share)
+        sizes = (now.seq_len, self.vocab_size, self.config.predicted_share)
         self.flops_per_token = training_flops_per_token(self.config.model, *sizes)
         if training.seq_len_schedule:
             self._note(

@@ -7,6 +7,8 @@ import pytest
 
 from megakernel.checkpoint.reshape import reshape_run
 from megakernel.config import load
+from megakernel.model.flops import training_flops_per_token
+from megakernel.model.parameters import parameter_count
 from tests.distributed.processes import RankFailedError, run_ranks
 from tests.distributed.training_run import metrics, pretrain_in_this_rank, scalars, train, write_config
 from tests.tiers import tiered
@@ -56,6 +58,26 @@ def test_init_from_loads_the_weights_of_a_run_of_any_layout(world_size, layout, 
     assert scalars(lines, "step") == [0, 1, 2]
     assert scalars(lines, "train/lr") == scalars(metrics(run), "train/lr"), "the new run has its own schedule"
     assert not [path for path in run.rglob("*") if "universal" in path.name]
+
+
+@pytest.mark.parametrize("kind", ["causal_lm", "masked_lm"])
+def test_parameters_and_flops_are_those_of_a_vocabulary_that_is_larger_than_the_tokenizers(
+    kind, corpus, tmp_path
+):
+    config = write_config(tmp_path, corpus)
+    keys = (
+        "model.vocab_size=5000",
+        f"model.kind={kind}",
+        "model.attention=softmax",
+        "model.attention_pattern=null",
+    )
+    console = start(config, 1, *SHORT, *keys)
+    loaded = load(config, keys)
+    ids = 5000 - loaded.model.special_ids
+    assert f": {parameter_count(loaded.model, ids, 128):,} parameters in" in console
+    last = metrics(tmp_path / "run")[-1]
+    flops = training_flops_per_token(loaded.model, 128, ids, loaded.predicted_share)
+    assert last["throughput/tflops"] / last["throughput/tokens_per_sec"] == pytest.approx(flops / 1e12)
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,11 @@ if TYPE_CHECKING:
 
 PATTERN = "events.out.tfevents.*"
 
-_LENGTH = struct.Struct("<Q")
+_HEADER = struct.Struct("<QI")
+"""Length of a record's body, and the checksum of these eight bytes."""
+
 _CHECKSUM_BYTES = 4
+"""The body's own checksum follows it."""
 
 
 def drop_later_steps(folder: Path, last_kept: int) -> None:
@@ -22,11 +25,12 @@ def drop_later_steps(folder: Path, last_kept: int) -> None:
 
     TensorBoard's Python reader hides later steps after a restart marker; its default data server ignores the marker and
     shows them until the same tag is written at an earlier step. Removed records are hidden from both. Files without
-    later steps are not touched, files with nothing else are deleted. A truncated record ends its file.
+    later steps are not touched, files with nothing else are deleted. A truncated or damaged record ends its file, as it
+    does for TensorBoard.
     """
     for file in sorted(folder.glob(PATTERN)):
         with file.open("rb") as stream:
-            steps = [_step(body) for _, body in _records(stream)]
+            steps = [step for _, step in _records(stream)]
         if all(step is None or step <= last_kept for step in steps):
             continue
         if all(step is None or step > last_kept for step in steps):
@@ -35,9 +39,9 @@ def drop_later_steps(folder: Path, last_kept: int) -> None:
         # TensorBoard reads any file with `tfevents` in its name as events.
         kept = folder / ".kept.partial"
         with file.open("rb") as stream, kept.open("wb") as new:
-            for step, (frame, _) in zip(steps, _records(stream)):
+            for record, step in _records(stream):
                 if step is None or step <= last_kept:
-                    new.write(frame)
+                    new.write(record)
         kept.replace(file)
 
 
@@ -72,20 +76,21 @@ def add_png(writer: "SummaryWriter", tag: str, png: bytes, step: int) -> None:
     writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
 
 
-def _records(stream: BinaryIO) -> Iterator[tuple[bytes, bytes]]:
-    """(framed record, body) of each complete record; the frame is length and checksums."""
-    header_bytes = _LENGTH.size + _CHECKSUM_BYTES
-    while len(header := stream.read(header_bytes)) == header_bytes:
-        (length,) = _LENGTH.unpack(header[: _LENGTH.size])
+def _records(stream: BinaryIO) -> Iterator[tuple[bytes, int | None]]:
+    """(record, step) up to the first damaged record; step is None for the header records of a file."""
+    from google.protobuf.message import DecodeError
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.summary.writer.record_writer import masked_crc32c
+
+    while len(header := stream.read(_HEADER.size)) == _HEADER.size:
+        length, checksum = _HEADER.unpack(header)
+        if checksum != masked_crc32c(header[:8]):
+            return
         rest = stream.read(length + _CHECKSUM_BYTES)
         if len(rest) < length + _CHECKSUM_BYTES:
             return
-        yield header + rest, rest[:length]
-
-
-def _step(body: bytes) -> int | None:
-    """Step of a record; None for the header records of a file."""
-    from tensorboard.compat.proto.event_pb2 import Event
-
-    event = Event.FromString(body)
-    return event.step if event.HasField("summary") else None
+        try:
+            event = Event.FromString(rest[:length])
+        except DecodeError:
+            return
+        yield header + rest, event.step if event.HasField("summary") else None

@@ -190,11 +190,14 @@ def _naming_file(place: Path | None) -> Iterator[None]:
 
 
 def _drop_later_lines(metrics_file: Path, last_kept: int) -> None:
-    """Drop lines of steps after `last_kept`, and a truncated last line."""
+    """Drop lines of steps after `last_kept`, and those that a crash has damaged."""
     if not metrics_file.exists():
         return
     kept = metrics_file.with_name(metrics_file.name + ".partial")
-    with metrics_file.open(encoding="utf-8") as old, kept.open("w", encoding="utf-8") as new:
+    with (
+        metrics_file.open(encoding="utf-8", errors="replace") as old,
+        kept.open("w", encoding="utf-8") as new,
+    ):
         new.writelines(line for line in old if _step(line) <= last_kept)
     kept.replace(metrics_file)
 
@@ -202,4 +205,7 @@ def _drop_later_lines(metrics_file: Path, last_kept: int) -> None:
 def _step(line: str) -> float:
     if not line.endswith("\n"):
         return math.inf
-    return json.loads(line)["step"]
+    try:
+        return json.loads(line)["step"]
+    except ValueError:
+        return math.inf

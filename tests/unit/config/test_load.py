@@ -119,3 +119,20 @@ def test_an_unset_variable_is_reported_with_the_other_problems(tmp_path):
 def test_a_variable_in_an_overridden_value_may_be_unset(tmp_path):
     path = trees.file(tmp_path, training={"steps": "${STEPS}"})
     assert load(path, ["training.steps=3"], env={}).training.steps == 3
+
+
+def test_a_tilde_is_the_home_folder_in_every_path_and_only_there(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    loaded = trees.config(
+        run={"root": "~/runs"},
+        data={"train": ["~/a", "b/~c"], "index_cache": "~"},
+        init={"from": "~/dense"},
+        uptrain={"distill": {"teacher": "~nobody-of-this-name/x"}},
+        logging={"sample_prompt": "~/runs"},
+    )
+    assert str(loaded.run.folder) == "/home/me/runs/small"
+    assert [str(corpus.path) for corpus in loaded.data.train] == ["/home/me/a", "b/~c"]
+    assert str(loaded.data.index_cache) == "/home/me"
+    assert str(loaded.init.source) == "/home/me/dense"
+    assert str(loaded.uptrain.distill.teacher) == "~nobody-of-this-name/x"
+    assert loaded.logging.sample_prompt == "~/runs"

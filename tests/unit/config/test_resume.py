@@ -50,13 +50,21 @@ def test_keys_that_determine_the_numbers_may_not_change(changes, key):
 
 
 def test_before_a_finite_step_learning_rates_or_everything_may_change():
-    recorded, other = to_yaml(config()), {"model": {"num_layers": 5}}
+    recorded = to_yaml(config(optimizer={"mechanism_lr": 1e-2}))
+    other = {"model": {"num_layers": 5}}
     slower = {"optimizer": {"lr": 1e-5, "mechanism_lr": 1e-4}}
     assert check_same_run(UNPROVEN + recorded, config(**other, **slower), FOLDER)
     assert check_same_run(NOT_FINITE + recorded, config(**slower), FOLDER)
     with pytest.raises(ConfigError, match=r"model\.num_layers=5 was 4 when the run began") as caught:
         check_same_run(NOT_FINITE + recorded, config(**other, **slower), FOLDER)
     assert len(caught.value.problems) == 1
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, 1e-4), (1e-4, None)])
+def test_after_non_finite_steps_mechanisms_get_no_learning_rate_of_their_own(before, after):
+    recorded = NOT_FINITE + to_yaml(config(optimizer={"mechanism_lr": before}))
+    with pytest.raises(ConfigError, match=f"^optimizer.mechanism_lr={after} was {before} when the run began"):
+        check_same_run(recorded, config(optimizer={"lr": 1e-5, "mechanism_lr": after}), FOLDER)
 
 
 @pytest.mark.parametrize(
@@ -93,3 +101,12 @@ def test_an_error_names_both_values_and_the_remedy():
 def test_a_damaged_recorded_configuration_is_named():
     with pytest.raises(ConfigError, match=r"runs/small/config\.yaml:1 is not YAML"):
         check_same_run("run: [", config(), FOLDER)
+    for text in ("", "- run", "run"):
+        with pytest.raises(ConfigError, match=r"^runs/small/config\.yaml holds no sections; restore it"):
+            check_same_run(text, config(), FOLDER)
+
+
+def test_a_key_that_this_version_does_not_know_is_reported_with_the_recorded_file():
+    recorded = to_yaml(config()) + "\nlater: {key: 1}\n"
+    with pytest.raises(ConfigError, match=r"^runs/small/config\.yaml: later=\{'key': 1\} is an unknown key"):
+        check_same_run(recorded, config(), FOLDER)

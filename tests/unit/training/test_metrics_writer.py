@@ -123,6 +123,30 @@ def test_records_truncated_by_a_crash_are_skipped(folder):
     assert [step for step, _ in folder.curve("train/lr")] == [1, 2, 4, 5]
 
 
+@pytest.mark.parametrize(
+    "garbage", [b"\0" * 64, bytes(range(255, 190, -1)), b"\xfe"], ids=["zeros", "other bytes", "one byte"]
+)
+def test_what_a_crash_of_the_machine_left_in_the_files_does_not_stop_the_next_start(folder, garbage):
+    folder.train(0, 3)
+    [events] = folder.tensorboard.iterdir()
+    events.write_bytes(events.read_bytes() + garbage)
+    lines = folder.metrics.read_bytes().splitlines(keepends=True)
+    folder.metrics.write_bytes(lines[0] + garbage + lines[1][-5:] + lines[2])
+    folder.train(2, 4)
+    assert [line["step"] for line in folder.lines()] == [1, 3, 4]
+    assert [step for step, _ in folder.curve()] == [1, 2, 3, 4]
+
+
+def test_a_damaged_event_ends_its_file(folder):
+    folder.train(0, 3)
+    [events] = folder.tensorboard.iterdir()
+    data = bytearray(events.read_bytes())
+    data[-20:-4] = b"\xff" * 16  # in the body of the last event, train/lr of step 3
+    events.write_bytes(data)
+    folder.train(2, 3)
+    assert [step for step, _ in folder.curve()] == [1, 2, 3]
+
+
 def entry(step: int) -> Entry:
     histogram = Histogram()
     histogram.add(torch.full((3,), float(step)), SIGNED)

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,12 @@ def test_the_same_configuration_continues_and_each_start_is_recorded(tmp_path):
         RunFolder(configuration(tmp_path)).open(["cpu"])
     history = (tmp_path / "r" / "environment.txt").read_text()
     assert history.count("== started ") == 3
+
+
+def test_a_command_that_is_not_utf8_is_recorded(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["megakernel", "pretrain", os.fsdecode(b"f\xff.yaml")])
+    RunFolder(configuration(tmp_path)).open(["cpu"])
+    assert r"f\udcff.yaml" in (tmp_path / "r" / "environment.txt").read_text(encoding="utf-8")
 
 
 def test_settings_that_do_not_change_the_numbers_may_change_and_are_recorded(tmp_path):
