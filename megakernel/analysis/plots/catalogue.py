@@ -40,6 +40,9 @@ class Analysis:
     fits: Callable[[Attention], bool] = lambda attention: True
     """Whether a layer with this attention has it."""
 
+    needs_classes: bool = False
+    """Whether the model must predict classes (of tokens or documents), and not numbers."""
+
     @property
     def name(self) -> str:
         """Name for `--what`."""
@@ -51,9 +54,14 @@ class Analysis:
         rows: Sequence[Row] = getattr(import_module(f"{__package__}.{module}"), f"measure_{name}")(subject)
         return rows
 
-    def applies(self, config: Config) -> bool:
-        """Whether any layer of the run has what the analysis needs."""
-        return any(map(self.fits, config.model.attentions))
+    def missing(self, config: Config, run: str) -> str | None:
+        """Why the analysis does not apply to `run`; None if it does."""
+        classifier = config.model.classifier
+        if not any(map(self.fits, config.model.attentions)):
+            return f"no layer of {run} has a {self.needs}"
+        if self.needs_classes and classifier is not None and classifier.num_classes == 1:
+            return f"{run} predicts numbers, not classes"
+        return None
 
 
 def _has_noisy_kernel(attention: Attention) -> bool:
@@ -147,6 +155,7 @@ _ALL = (
         ("draws",),
         _NOISE,
         lambda attention: attention.redraws,
+        needs_classes=True,
     ),
     Analysis(
         "noise.gradients",
@@ -244,14 +253,14 @@ def select_analyses(names: Sequence[str], config: Config, run: str) -> list[Anal
 
     Raises UserError for an unknown name, or for an analysis that does not apply to the run.
     """
-    applying = [analysis for analysis in _ALL if analysis.applies(config)]
+    missing = {name: analysis.missing(config, run) for name, analysis in ANALYSES.items()}
+    applying = [analysis for name, analysis in ANALYSES.items() if missing[name] is None]
     choice = ", ".join(analysis.name for analysis in applying)
     for name in names:
         if name == ALL:
             continue
         if name not in ANALYSES:
             raise UserError(f"--what {name} is no analysis; choose {ALL}, {choice}")
-        analysis = ANALYSES[name]
-        if analysis not in applying:
-            raise UserError(f"--what {name}: no layer of {run} has a {analysis.needs}; choose {choice}")
+        if reason := missing[name]:
+            raise UserError(f"--what {name}: {reason}; choose {choice}")
     return applying if ALL in names else [analysis for analysis in applying if analysis.name in names]

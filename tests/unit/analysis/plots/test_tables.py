@@ -98,6 +98,20 @@ def test_an_analysis_that_does_not_apply_is_refused_with_those_that_do(name, exp
     assert "\n" not in str(error.value)
 
 
+def test_the_vote_over_classes_is_left_out_for_a_regression_and_refused_by_name():
+    def of_classes(number: int) -> Config:
+        return config("gmm_rks", kind="classifier", classifier={"num_classes": number})
+
+    two, one = (
+        {analysis.name for analysis in select_analyses(["all"], of_classes(number), "x")} for number in (2, 1)
+    )
+    assert two - one == {"voting"}
+    with pytest.raises(
+        UserError, match="^--what voting: runs/x predicts numbers, not classes; choose attention"
+    ):
+        select_analyses(["voting"], of_classes(1), "runs/x")
+
+
 def test_every_analysis_has_its_function():
     for name, analysis in ANALYSES.items():
         module = import_module(f"megakernel.analysis.plots.{analysis.function.partition('.')[0]}")
