@@ -107,7 +107,7 @@ def test_the_vote_over_classes_is_left_out_for_a_regression_and_refused_by_name(
     )
     assert two - one == {"voting"}
     with pytest.raises(
-        UserError, match="^--what voting: runs/x predicts numbers, not classes; choose attention"
+        UserError, match=r"^--what voting: runs/x predicts numbers, not classes; choose attention"
     ):
         select_analyses(["voting"], of_classes(1), "runs/x")
 
