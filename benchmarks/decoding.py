@@ -9,7 +9,6 @@ thread, and take turns, so that other load on the machine affects all of them; t
 No prompt is read: states and caches have the size that a prompt leaves, and random contents.
 """
 
-import argparse
 import copy
 import statistics
 import sys
@@ -22,7 +21,7 @@ import torch
 from torch.utils import _pytree as pytree
 from transformers import DynamicCache, LlamaForCausalLM
 
-from benchmarks.page import add_out_option, command_line, page_header, table, table_row, write_page
+from benchmarks.page import command_line, page_header, page_parser, table, table_row, write_page
 from benchmarks.training_runs import benchmark_config
 from benchmarks.training_speed import BASELINE, llama_like
 from data_pipeline.tokenizers import ByteTokenizer
@@ -288,8 +287,7 @@ def page(lines: Sequence[tuple[str, str]], command: str, cases: int) -> str:
 
 def main() -> None:
     """Measure and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_out_option(parser)
+    parser = page_parser(__doc__)
     parser.add_argument(
         "--lengths", type=int, nargs="+", default=LENGTHS, help="tokens before the decoded ones"
     )
@@ -298,7 +296,7 @@ def main() -> None:
     )
     parser.add_argument("--turns", type=int, default=5, help="turns of each model in each case")
     options = parser.parse_args()
-    command = command_line("decoding", sys.argv[1:])
+    command = command_line("decoding")
     models = {sizes: ({name: our_model(name, sizes) for name in OURS}, llama(sizes)) for sizes in SIZES}
     cases = [
         Case(sizes, batch, length)

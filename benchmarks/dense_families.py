@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from benchmarks.page import add_out_option, docstring_parser, table_page, table_row, write_page
+from benchmarks.page import command_line, page_parser, table_page, table_row, write_page
 from megakernel.checkpoint.dense import FAMILIES, DenseCheckpoint
 from megakernel.checkpoint.dense.checkpoint import model_parts
 from megakernel.checkpoint.dense.configs import plain_config
@@ -138,8 +138,7 @@ def _hf_tensors(checkpoint: DenseCheckpoint, kind: str) -> Iterator[tuple[str, T
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure all models and write the page."""
-    parser = docstring_parser(__doc__)
-    add_out_option(parser)
+    parser = page_parser(__doc__)
     args = parser.parse_args(arguments)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -147,8 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in dense_models.CONFIGS:
         with tempfile.TemporaryDirectory() as folder:
             rows.append(measure(name, Path(folder)).row(name))
-    out = f" --out {args.out}" if args.out else ""
-    command = f"OMP_NUM_THREADS={torch.get_num_threads()} python -m benchmarks.dense_families{out}"
+    command = command_line("dense_families", arguments)
     note = (
         f"Small models with random weights, {dense_models.LENGTH} tokens. float32: the largest difference between a "
         "logit and that of transformers, as a share of the largest logit. bfloat16: RMS of the difference from "

@@ -7,7 +7,6 @@ are longer than any sequence, and measured by `megakernel evaluate`. The learnin
 when `--tokens` is raised. Runs are in runs/far_context; finished ones are read, not repeated.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import repositories
-from benchmarks.page import add_out_option, command_line, run_main, table_page, table_row, write_page
+from benchmarks.page import command_line, page_parser, run_main, table_page, table_row, write_page
 from benchmarks.training_runs import evaluate_task, metric_curve, preset_tree, run_megakernel, train_run
 from megakernel.config import Config, Model, load
 from megakernel.config.mechanisms import LayerShape
@@ -209,7 +208,7 @@ def page(results: Iterable[RunResult], tokens: int, command: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure every model and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = page_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
     parser.add_argument(
         "--lengths", nargs="+", type=int, choices=(2048, 4096, 8192), default=[2048], metavar="N"
@@ -218,8 +217,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--tokens", type=int, default=4_915_200, metavar="N", help="training tokens of each model"
     )
-    add_out_option(parser)
-    argv = sys.argv[1:] if argv is None else argv
     arguments = parser.parse_args(argv)
     prepare(load(CONFIG).data.train[0].path)
     results = []

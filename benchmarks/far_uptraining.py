@@ -7,7 +7,6 @@ benchmarks/far_uptraining.yaml` makes each student from it; they are measured li
 runs/far_uptraining; finished ones are read, not repeated.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
@@ -15,9 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.far_context import COLUMN_NOTES, COLUMNS, Measures, Run, measure, prepare, state_size
-from benchmarks.page import add_out_option, command_line, run_main, table_page, table_row, write_page
+from benchmarks.page import command_line, page_parser, run_main, table_page, table_row, write_page
 from benchmarks.training_runs import preset_tree, uptrain_run
-from megakernel.config import Config, load
+from megakernel.config import load
 from megakernel.uptraining.report import recovered
 from megakernel.uptraining.stages import DENSE, MAIN
 
@@ -85,11 +84,6 @@ def overrides_of(student: str) -> list[str]:
     return [f"run.name={name}", *STUDENTS[student]]
 
 
-def config_of(student: str) -> Config:
-    """A student's configuration."""
-    return load(CONFIG, overrides_of(student))
-
-
 def measure_stage(folder: Path, kind: str) -> tuple[Measures, int]:
     """The measurements of an up-training stage's model, and the size of its decoding state."""
     [folder] = folder.glob(f"*-{kind}")
@@ -136,10 +130,8 @@ def page(rows: Sequence[ModelRow], command: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure every student and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = page_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=STUDENTS, default=list(STUDENTS), metavar="STUDENT")
-    add_out_option(parser)
-    argv = sys.argv[1:] if argv is None else argv
     arguments = parser.parse_args(argv)
     prepare(load(CONFIG).data.train[0].path)
     rows = measure_all(arguments.only)

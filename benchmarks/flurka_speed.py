@@ -9,7 +9,6 @@ of its d_m sweep, both with N = 20k. Here N is the same and widths are scaled do
 and its mechanism; biases, norms and the output projection are the same for all and left out.
 """
 
-import argparse
 import os
 import re
 import time
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.attention.cases import Case
 from benchmarks.attention.computation import layer_core, projected_attention
-from benchmarks.page import page_header, table, table_row, write_page
+from benchmarks.page import docstring_parser, page_header, table, table_row, write_page
 from megakernel.analysis.plots.drawing import lines
 from megakernel.analysis.plots.table import Row
 
@@ -139,7 +138,7 @@ def draw(page: Path, out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = docstring_parser(__doc__)
     parser.add_argument("--out", type=Path, help="file for the page or the plot (default: print the page)")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument(

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import networkx
 import torch
 
-from benchmarks.page import add_out_option, docstring_parser, table, table_row, write_page
+from benchmarks.page import page_parser, table, table_row, write_page
 
 PROCESSORS = 132
 CLOCK = 1.83e9
@@ -414,10 +414,9 @@ def page(results: dict[str, list[Bound]]) -> str:
 
 
 def main() -> int:
-    parser = docstring_parser(__doc__)
+    parser = page_parser(__doc__)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each case")
-    add_out_option(parser)
     arguments = parser.parse_args()
     os.environ.pop("TRITON_INTERPRET", None)
     # Machine code in Triton's cache names the source files of whichever checkout compiled it.

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.page import add_out_option, docstring_parser, page_header, table, table_row, write_page
+from benchmarks.page import page_header, page_parser, table, table_row, write_page
 from megakernel.attention import Rotary, build
 from megakernel.attention.inputs import AttentionInputs
 from megakernel.ops.kernels.launch import DEFAULT_CAPABILITY, Launch, record_launches
@@ -174,8 +174,7 @@ def page() -> str:
 
 
 def main() -> None:
-    parser = docstring_parser(__doc__)
-    add_out_option(parser)
+    parser = page_parser(__doc__)
     arguments = parser.parse_args()
     os.environ.pop("TRITON_INTERPRET", None)
     write_page(page(), arguments.out)

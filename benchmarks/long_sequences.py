@@ -8,14 +8,13 @@ numbers come from its metrics.jsonl. Memory per token is what a run takes beyond
 which stands for libraries and weights. No page is written unless the loss of the longest sequences fell.
 """
 
-import argparse
 import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.page import page_header, table, write_page
+from benchmarks.page import command_line, docstring_parser, page_header, table, write_page
 from benchmarks.training_runs import RETURN_FREED_MEMORY, metric_curve, run_megakernel
 from megakernel.config import load
 
@@ -100,7 +99,7 @@ def page(rows: Sequence[LengthResult], base: LengthResult, processes: int, comma
 
 def main() -> None:
     """Measure and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = docstring_parser(__doc__)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/long_sequences_cpu.md"))
     parser.add_argument("overrides", nargs="*", help="section.key=value, as data.train=DIR")
     options = parser.parse_args()
@@ -112,8 +111,7 @@ def main() -> None:
     losses = rows[-1].losses
     if not losses[-1] < losses[0]:
         raise SystemExit(f"the loss did not fall: {losses}; no page is written")
-    command = "OMP_NUM_THREADS=1 python -m benchmarks.long_sequences"
-    write_page(page(rows, base, processes, command), options.out)
+    write_page(page(rows, base, processes, command_line("long_sequences")), options.out)
     print(options.out)
 
 

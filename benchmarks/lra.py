@@ -7,7 +7,6 @@ command again resumes stopped runs and reads finished ones. Of a run's kept chec
 accuracy is measured, on the test split if the data has one, otherwise on the validation split.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -15,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.page import add_out_option, run_main, table_page, table_row, write_page
+from benchmarks.page import command_line, page_parser, run_main, table_page, table_row, write_page
 from benchmarks.training_runs import add_preset_options, best_step, train_run
 from data_pipeline.manifest import Manifest
 from megakernel.config import load
@@ -104,11 +103,10 @@ def page(command: str, config: Path, rows: Iterable[str], first: Evaluation) -> 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train and measure every run and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = page_parser(__doc__)
     parser.add_argument("config", type=Path)
     add_preset_options(parser, None, "presets (default: the configuration's own)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each (default %(default)s)")
-    add_out_option(parser)
     arguments = parser.parse_intermixed_args(argv)
     if arguments.seeds < 1:
         parser.error(f"--seeds {arguments.seeds} trains nothing; give 1 or more")
@@ -122,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         all_evaluations += evaluations
         rows.append(row(preset or "as configured", evaluations))
         print(rows[-1], file=sys.stderr, flush=True)
-    command = f"python -m benchmarks.lra {' '.join(sys.argv[1:] if argv is None else argv)}"
+    command = command_line("lra", argv)
     write_page(page(command, arguments.config, rows, all_evaluations[0]), arguments.out)
     return 0
 

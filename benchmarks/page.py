@@ -40,9 +40,11 @@ def page_header(title: str, command: str, details: str = "") -> list[str]:
     ]
 
 
-def command_line(module: str, arguments: Sequence[str]) -> str:
-    """The shell command that runs a benchmark in one thread."""
-    return f"OMP_NUM_THREADS=1 {shlex.join(['python', '-m', f'benchmarks.{module}', *arguments])}"
+def command_line(module: str, arguments: Sequence[str] | None = None) -> str:
+    """The shell command that runs a benchmark with these arguments; None: those of this process."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    command = shlex.join(["python", "-m", f"benchmarks.{module}", *arguments])
+    return f"OMP_NUM_THREADS={torch.get_num_threads()} {command}"
 
 
 def table_row(cells: Iterable[object]) -> str:
@@ -77,9 +79,11 @@ def docstring_parser(text: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-def add_out_option(parser: argparse.ArgumentParser) -> None:
-    """Declare --out."""
+def page_parser(text: str) -> argparse.ArgumentParser:
+    """`docstring_parser` with --out."""
+    parser = docstring_parser(text)
     parser.add_argument("--out", type=Path, help="file for the page (default: print it)")
+    return parser
 
 
 def write_page(text: str, out: Path | None) -> None:

@@ -3,13 +3,12 @@
 OMP_NUM_THREADS=1 python -m benchmarks.plan_calibration --out benchmarks/results/plan_calibration_cpu.md
 """
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from benchmarks.page import add_out_option, page_header, table, table_row, write_page
+from benchmarks.page import command_line, page_header, page_parser, table, table_row, write_page
 from benchmarks.real_runs import held_bytes, saved_activations
 from benchmarks.training_runs import benchmark_config
 from megakernel.analysis.planning import CPU, Job, Layout
@@ -63,14 +62,13 @@ def compare(config: Config) -> list[tuple[float, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_out_option(parser)
+    parser = page_parser(__doc__)
     out = parser.parse_args().out
     torch.set_num_threads(1)
     results = [(run, compare(configuration(*run))) for run in RUNS]
     lines = page_header(
         "What `megakernel plan` says and what a CPU holds",
-        f"OMP_NUM_THREADS=1 python -m benchmarks.plan_calibration --out {out}",
+        command_line("plan_calibration"),
         f"; float32, one process, one thread, one sequence per step, {VOCAB:,} ids",
     )
     for what, place, end in (("kept by a layer", 0, ";"), ("held at most", 1, ".")):

@@ -11,7 +11,6 @@ weights, for `--start-steps`, and the others are up-trained from it. Runs are in
 finished ones are read, not repeated.
 """
 
-import argparse
 import json
 import re
 import sys
@@ -20,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.page import add_out_option, command_line, run_main, table_page, table_row, write_page
+from benchmarks.page import command_line, page_parser, run_main, table_page, table_row, write_page
 from benchmarks.training_runs import (
     evaluate_task,
     metric_curve,
@@ -242,7 +241,7 @@ def page(setup: Setup, results: Iterable[RecallResult], command: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure every mechanism and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = page_parser(__doc__)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of mqar.yaml")
     parser.add_argument("--only", nargs="+", default=MECHANISMS, metavar="PRESET[+PART]")
     parser.add_argument("--task", default="mqar:pairs=8", metavar="NAME[:key=value,...]")
@@ -254,8 +253,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--start-steps", type=int, default=500, metavar="N", help="steps of --start")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--rank", type=int, default=4)
-    add_out_option(parser)
-    argv = sys.argv[1:] if argv is None else argv
     arguments = parser.parse_intermixed_args(argv)
     for name in arguments.only:
         try:

@@ -8,7 +8,6 @@ modules that it imports and under a heading with its path; then the project's do
 `megakernel prepare`; `sources.md` lists the size of each project. An existing folder is not made again.
 """
 
-import argparse
 import ast
 import hashlib
 import io
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple, TextIO
 
 import networkx
 
-from benchmarks.page import run_main, table, table_row
+from benchmarks.page import docstring_parser, run_main, table, table_row
 from data_pipeline.prepare import atomic_folder
 from megakernel.config import UserError
 
@@ -209,7 +208,7 @@ def _write(stream: TextIO) -> list[tuple[Any, ...]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Make the folder unless it exists."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = docstring_parser(__doc__)
     parser.add_argument("--out", type=Path, default=Path("data/repositories"), help="folder to make")
     out = parser.parse_args(argv).out
     if not out.exists():

@@ -8,7 +8,6 @@ Slurm's source (`srun_output`). Where processes must run concurrently (a stalled
 their counts stand for the others.
 """
 
-import argparse
 import os
 import random
 import tempfile
@@ -27,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from benchmarks.page import page_header, table, table_row
+from benchmarks.page import docstring_parser, page_header, table, table_row
 from launch.slurm import collectives, preflight
 from megakernel.checkpoint.folder import CheckpointFolder
 from megakernel.checkpoint.manifest import Checkpoint, FileRecord, SavedProgress, write_manifest
@@ -365,7 +364,7 @@ def counts(nodes: int, tasks: int) -> Counts:
 
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = docstring_parser(__doc__)
     parser.add_argument("--nodes", type=int, default=1024)
     parser.add_argument("--tasks", type=int, default=8, help="processes of each node")
     args = parser.parse_args()

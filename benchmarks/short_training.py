@@ -9,7 +9,6 @@ shows what the rest of the model learns alone. Runs are in runs/short_training; 
 No page is written unless every loss fell, on the training and the held-out text, and every number was finite.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.page import add_out_option, table_page, table_row, write_page
+from benchmarks.page import page_parser, table_page, table_row, write_page
 from benchmarks.training_runs import train_run, with_small_blocks
 from megakernel.config import PRESETS, Attention, UserError, expand_preset, load
 from megakernel.training.observing.metrics_writer import read_metrics
@@ -184,9 +183,8 @@ def page(results: list[TrainingResult]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train every run and write the page; if a run did not train, print why and return 1."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = page_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=PRESETS, default=list(PRESETS), metavar="PRESET")
-    add_out_option(parser)
     arguments = parser.parse_args(argv)
     results: list[TrainingResult | str] = []
     for run in runs(arguments.only):

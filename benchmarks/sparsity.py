@@ -7,14 +7,13 @@ Makes the data of each sparsity with `megakernel prepare --source sparsity:p=P`,
 stopped runs and reads finished ones. The curves are written next to the page as CSV and PNG.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.page import run_main, table_page, table_row, write_page
+from benchmarks.page import command_line, docstring_parser, run_main, table_page, table_row, write_page
 from benchmarks.training_runs import add_preset_options, metric_curve, run_megakernel, train_run
 from megakernel.analysis.plots.table import Row, to_csv
 from megakernel.config import Attention, expand_preset
@@ -103,7 +102,7 @@ def page(command: str, curves: Sequence[LearningCurve]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train every run and write the page and the curves."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = docstring_parser(__doc__)
     add_preset_options(parser, "softmax,gmm_rks,gmm_prf")
     parser.add_argument("--p", nargs="+", type=float, default=SPARSITIES, help="shares of pairs that count")
     parser.add_argument(
@@ -120,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for p in arguments.p:
         corpus = prepare_data(p, arguments.data, arguments.options)
         curves += [train(preset, p, corpus, arguments.overrides) for preset in arguments.attention]
-    command = f"python -m benchmarks.sparsity {' '.join(sys.argv[1:] if argv is None else argv)}"
+    command = command_line("sparsity", argv)
     write_page(page(command, curves), arguments.out)
     write_curves(curves, arguments.out.with_suffix(".csv"))
     draw_curves(curves, arguments.out.with_suffix(".png"))

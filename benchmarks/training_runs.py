@@ -85,7 +85,7 @@ def train_run(config: Path, overrides: Sequence[str]) -> Path:
     return folder
 
 
-def uptrain_run(config: Path, overrides: Sequence[str]) -> tuple[Path, dict[str, Any]]:
+def uptrain_run(config: Path, overrides: Sequence[str], *options: str) -> tuple[Path, dict[str, Any]]:
     """Finish an up-training if it is unfinished; return its folder and report. Raises UserError like `train_run`."""
     from megakernel.uptraining.report import REPORT  # takes seconds, and few benchmarks need it
 
@@ -95,7 +95,7 @@ def uptrain_run(config: Path, overrides: Sequence[str]) -> tuple[Path, dict[str,
     if file.is_file():
         check_same_run((folder / "config.yaml").read_text(encoding="utf-8"), run_config, folder)
     else:
-        run_megakernel("uptrain", str(config), *overrides)
+        run_megakernel("uptrain", str(config), *overrides, *options)
     report: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return folder, report
 

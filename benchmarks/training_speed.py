@@ -8,10 +8,8 @@ other load on the machine affects all of them. On a CPU the times are CPU time o
 clock time, and models are in bfloat16.
 """
 
-import argparse
 import multiprocessing
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -20,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.page import add_out_option, command_line, table_page, table_row, write_page
+from benchmarks.page import command_line, page_parser, table_page, table_row, write_page
 from benchmarks.training_runs import benchmark_config
 from megakernel.config import Config, Parallel
 
@@ -194,15 +192,14 @@ def page(rows: Sequence[str], sizes: Sizes, command: str) -> str:
 
 def main() -> None:
     """Measure and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_out_option(parser)
+    parser = page_parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of a sequence")
     parser.add_argument("--rows", type=int, default=1, help="sequences of a step")
     parser.add_argument("--turns", type=int, default=5, help="turns of each model at each length")
     options = parser.parse_args()
     sizes = [Sizes(length, options.rows) for length in options.lengths]
     rows = [row(one, measure(one, options.turns)) for one in sizes]
-    write_page(page(rows, sizes[0], command_line("training_speed", sys.argv[1:])), options.out)
+    write_page(page(rows, sizes[0], command_line("training_speed")), options.out)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 OMP_NUM_THREADS=1 python -m benchmarks.transfer_blocks
 """
 
-import argparse
 import io
 import os
 import tempfile
@@ -15,7 +14,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.page import add_out_option, page_header, table, table_row, write_page
+from benchmarks.page import command_line, page_header, page_parser, table, table_row, write_page
 from benchmarks.training_runs import RETURN_FREED_MEMORY, run_megakernel
 from megakernel.config import Config, load, yaml_text
 from megakernel.parallel import Mesh
@@ -101,8 +100,7 @@ def run_in_process(file: Path, block_layers: int | None) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_out_option(parser)
+    parser = page_parser(__doc__)
     args = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
@@ -118,7 +116,7 @@ def main() -> None:
                 peaks = run_in_process(file, block)
                 sizes = (f"{peaks['resident'] / 1e6:,.0f}", f"{peaks['states'] / 1e6:,.1f}")
                 rows.append(table_row([layers, f"{weights:,.0f}", block or "all at once", *sizes]))
-    command = "OMP_NUM_THREADS=1 python -m benchmarks.transfer_blocks"
+    command = command_line("transfer_blocks")
     lines = page_header("Attention transfer in blocks of layers", command, f", hidden size {HIDDEN}, float32")
     write_page("\n".join([*lines, *table(COLUMNS, rows)]), args.out)
 

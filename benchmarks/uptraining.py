@@ -8,16 +8,14 @@ dense model (benchmarks/uptraining.yaml), exports it and measures its perplexity
 runs/uptraining; finished ones are read, not repeated. No page is written if `transformers` finds another loss.
 """
 
-import argparse
-import json
 import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.page import add_out_option, page_header, table, table_row, write_page
-from benchmarks.training_runs import run_megakernel
+from benchmarks.page import page_header, page_parser, table, table_row, write_page
+from benchmarks.training_runs import run_megakernel, uptrain_run
 from megakernel.config import Config, load
 from megakernel.uptraining.costs import TrainingCost
 from megakernel.uptraining.report import recovered
@@ -115,9 +113,8 @@ def minutes_of_steps(folders: Sequence[Path]) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, compare with `transformers`, and write the page; return 1 if the losses differ."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = page_parser(__doc__)
     parser.add_argument("--nproc", type=int, default=2)
-    add_out_option(parser)
     options = parser.parse_args(argv)
     if not CORPUS.exists():
         held_out = ("--validation-fraction", "0.1")
@@ -126,14 +123,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     dense = load(DENSE)
     run_megakernel("pretrain", str(DENSE), "--nproc", str(options.nproc))
-    folder = export_dense(dense)
+    exported = export_dense(dense)
     reports, runs = {}, [dense.run.folder]
     for name, overrides in VARIANTS.items():
-        run_megakernel("uptrain", str(FLURKA), *overrides, "--nproc", str(options.nproc))
-        run = load(FLURKA, overrides).run.folder
-        reports[name] = json.loads((run / "uptrain_report.json").read_text(encoding="utf-8"))
-        runs.append(run)
-    their_loss = transformers_loss(folder, dense)
+        folder, reports[name] = uptrain_run(FLURKA, overrides, "--nproc", str(options.nproc))
+        runs.append(folder)
+    their_loss = transformers_loss(exported, dense)
     if abs(their_loss - reports["without alpha"]["dense"]["loss"]) > TOLERANCE:
         print(
             f"no page is written: transformers gives {their_loss:.4f}, Megakernel "

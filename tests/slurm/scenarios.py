@@ -4,7 +4,6 @@ Each event happens to a job of two nodes on the local cluster, with the shipped 
 tests/slurm needs.
 """
 
-import argparse
 import contextlib
 import os
 import shlex
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.page import add_out_option, machine_description, write_page
+from benchmarks.page import machine_description, page_parser, write_page
 from tests.slurm.conftest import CONFIG, LOCAL_CLUSTER, REPOSITORY
 from tests.slurm.submitting import (
     crash,
@@ -192,7 +191,7 @@ def table(only: list[str]) -> Iterator[str]:
 
 def main() -> int:
     """Run the scenarios, and rewrite the page after each of them."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = page_parser(__doc__)
     parser.add_argument(
         "--only",
         action="append",
@@ -200,7 +199,6 @@ def main() -> int:
         metavar="WORD",
         help="only events of a running job whose name contains WORD; may be given several times",
     )
-    add_out_option(parser)
     args = parser.parse_args()
     out = args.out.absolute() if args.out else None
     subprocess.run([LOCAL_CLUSTER, "start"], check=True)

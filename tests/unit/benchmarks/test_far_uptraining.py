@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.far_context import Measures
-from benchmarks.far_uptraining import CONFIG, DENSE_RUN, STUDENTS, ModelRow, config_of, overrides_of, page
+from benchmarks.far_uptraining import CONFIG, DENSE_RUN, STUDENTS, ModelRow, overrides_of, page
 from benchmarks.training_runs import uptrain_run
 from megakernel.config import UserError, load, to_yaml
 from megakernel.uptraining.stages import DENSE, stages
@@ -12,10 +12,10 @@ from megakernel.uptraining.transfer import check_parts_around
 
 @pytest.mark.parametrize("student", STUDENTS)
 def test_students_read_the_same_tokens_after_those_of_the_dense_model(student):
-    config, dense = config_of(student), DENSE_RUN.config()
+    config, dense = load(CONFIG, overrides_of(student)), DENSE_RUN.config()
     plan = stages(config, [0, 1], dense.model)
     trained = [stage.config.training.steps for stage in plan if not stage.is_control]
-    assert sum(trained) == config_of("flurka").training.steps
+    assert sum(trained) == load(CONFIG, overrides_of("flurka")).training.steps
     read = dense.training.steps * dense.training.global_batch_size
     assert plan[0].config.training.skip_samples[0] == (0, read)
     assert config.init.source == dense.run.folder
@@ -23,7 +23,9 @@ def test_students_read_the_same_tokens_after_those_of_the_dense_model(student):
 
 
 def test_the_dense_model_is_trained_further_with_one_student():
-    plans = (stages(config_of(student), [0, 1], DENSE_RUN.config().model) for student in STUDENTS)
+    plans = (
+        stages(load(CONFIG, overrides_of(student)), [0, 1], DENSE_RUN.config().model) for student in STUDENTS
+    )
     assert [plan[-1].kind == DENSE for plan in plans] == [student == "flurka" for student in STUDENTS]
 
 
