@@ -78,7 +78,7 @@ def add_png(writer: "SummaryWriter", tag: str, png: bytes, step: int) -> None:
 
 def _records(stream: BinaryIO) -> Iterator[tuple[bytes, int | None]]:
     """(record, step) up to the first damaged record; step is None for the header records of a file."""
-    from google.protobuf.message import DecodeError
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.record_writer import masked_crc32c
 
