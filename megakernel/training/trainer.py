@@ -1,5 +1,6 @@
 """The training loop."""
 
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -144,11 +145,12 @@ class Trainer:
         )
 
     def _next_commands(self) -> Iterator[str]:
-        run = self.folder.path
+        path = self.folder.path
+        run, root = shlex.quote(str(path)), shlex.quote(str(path.parent))
         yield f"megakernel evaluate {run}"
         if self.config.model.is_causal:
             yield f"megakernel generate {run} --prompt TEXT"
-        yield "megakernel monitor" + (f" --root {run.parent}" if run.parent != Path("runs") else "")
+        yield "megakernel monitor" + (f" --root {root}" if path.parent != Path("runs") else "")
 
     def _load(self) -> int:
         """Load the checkpoint or the initial weights; returns the completed steps."""
