@@ -131,3 +131,16 @@ def test_invalid_options_are_refused_in_one_line_with_the_remedy(
     run, options, explanation, tmp_path, refused
 ):
     assert explanation in refused("analyze", run, "--what", *options, "--out", tmp_path)
+
+
+def test_a_model_that_has_diverged_is_refused_in_one_line(corpus, tmp_path, refused):
+    config = write_config(tmp_path, corpus)
+    wild = (
+        "training.steps=2",
+        "optimizer.lr=1e18",
+        "model.attention=softmax",
+        "model.attention_pattern=null",
+    )
+    train(config, 1, *wild)
+    error = refused("analyze", tmp_path / "run", "--what", "ranks", "--out", tmp_path / "out")
+    assert "in the checkpoint of step 2 the numbers of layer 0's attention are not finite" in error

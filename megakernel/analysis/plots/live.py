@@ -22,7 +22,8 @@ def attention_figures(
 
     Tags: `analysis/attention/layer_L`, `analysis/singular_values/...` and, of learned covariances,
     `analysis/covariances/eigenvalues`. Costs one forward pass of `length` tokens and length / head_dim runs of each
-    layer's attention. Mode, noise and random state are restored. Pipeline stages are not supported.
+    layer's attention. Mode, noise and random state are restored. Layers whose numbers are not finite are left out.
+    Pipeline stages are not supported.
 
     Args:
         model: all ranks that share its layers' weights must call this; each plots its own heads.
@@ -35,7 +36,7 @@ def attention_figures(
     values: list[Row] = []
     for layer, captured in captured_attention(model, first_sequence(inputs, length)).items():
         weights = attention_matrix(captured)[:heads]
-        if not draw:
+        if not draw or not captured.is_finite:
             continue
         images += image_rows(layer, weights)
         for name, matrix in (("weights", weights), ("output", captured.output[0, :heads])):

@@ -64,7 +64,7 @@ def analyze_run(
     Yields each result after its files are written; they replace those of an earlier analysis of the checkpoint.
 
     Raises:
-        UserError: no run, no such checkpoint, no corpus, or invalid names or values.
+        UserError: no run, no such checkpoint, no corpus, invalid names or values, or a model that has diverged.
     """
     source = find_run(folder, step, reads_text=True)
     config, at = source.config, source.step
@@ -95,6 +95,12 @@ def analyze_run(
     batches = list(ValidationBatches(data_config, source.text, Share()))
     model = cast(model_source.model, torch.float32)
     subject = Subject(config, model, batches, model_source.device, length, draws)
+    for _, layer, captured in subject.captured():
+        if not captured.is_finite:
+            raise UserError(
+                f"{folder}: in the checkpoint of step {at} the numbers of layer {layer}'s attention are not finite; "
+                "give an earlier one with --step"
+            )
     for analysis in analyses:
         begin(analysis)
         rows = analysis.measure(subject)

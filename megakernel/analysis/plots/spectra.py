@@ -6,6 +6,8 @@ gives a matrix of rank at most F, and values of width D an output of rank at mos
 eigenvalues below 1 reduce variance.
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -71,7 +73,7 @@ def measure_covariances(subject: Subject) -> list[Row]:
 
 
 def eigenvalue_rows(model: nn.Module) -> list[Row]:
-    """layer, head (of the keys), component, index and eigenvalue (descending) of this rank's layers."""
+    """layer, head (of the keys), component, index and finite eigenvalue (descending) of this rank's layers."""
     return [
         {"layer": layer, "head": head, "component": component, "index": index, "eigenvalue": value}
         for layer, core in attention_cores(model).items()
@@ -80,6 +82,7 @@ def eigenvalue_rows(model: nn.Module) -> list[Row]:
         for head, components in enumerate(eigenvalues(mixture).tolist())
         for component, of_component in enumerate(components)
         for index, value in enumerate(of_component)
+        if math.isfinite(value)
     ]
 
 
@@ -87,5 +90,8 @@ def eigenvalue_rows(model: nn.Module) -> list[Row]:
 def eigenvalues(mixture: GaussianMixture) -> Tensor:
     """Eigenvalues of the covariances S^T S, or the variances of diagonal ones: (H_kv, C, d) float64, descending."""
     if mixture.full:
-        return torch.linalg.svdvals(mixture.factor.double()).square()
+        factor = mixture.factor.double()
+        is_finite = factor.isfinite().flatten(-2).all(-1, keepdim=True)
+        # The decomposition raises an error for numbers that are not finite.
+        return torch.linalg.svdvals(factor.nan_to_num()).square().where(is_finite, torch.nan)
     return mixture.log_variance.double().exp().sort(-1, descending=True).values

@@ -27,6 +27,12 @@ class CapturedAttention(NamedTuple):
     output: Tensor
     """(1, H, N, D)"""
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether inputs and output are finite; after a divergence they may not be."""
+        inputs = self.inputs
+        return all(bool(x.isfinite().all()) for x in (inputs.q, inputs.k, inputs.v, self.output))
+
 
 def first_sequence(layer_inputs: LayerInputs, length: int) -> LayerInputs:
     """Tokens and positions (1, n) of the first sequence of inputs: at most `length` tokens, without padding.

@@ -45,3 +45,20 @@ def test_ranks_that_draw_no_plots_run_the_same_forwards():
     runs_without_drawing, runs[:] = len(runs), []
     attention_figures(model, labelled(1), length=16)
     assert len(runs) == runs_without_drawing == 1 + 16 // 8
+
+
+@torch.no_grad()
+def test_layers_whose_numbers_are_not_finite_have_no_plots():
+    learned = {"preset": "gmm_rks"}
+    model = small_model("softmax", num_layers=3, attention_pattern=["softmax", learned, learned])
+    model.layers[3].self_attention.qkv.weight[0] = torch.inf
+    factors = [parameter for name, parameter in model.named_parameters() if name.endswith("factor")]
+    factors[1][0] = torch.nan
+    figures = attention_figures(model, labelled(1), length=16)
+    assert list(figures) == [
+        "analysis/attention/layer_0",
+        "analysis/attention/layer_1",
+        "analysis/singular_values/weights",
+        "analysis/singular_values/output",
+        "analysis/covariances/eigenvalues",
+    ]
