@@ -273,7 +273,7 @@ class Trainer:
             versions=package_versions(),
         )
         with self.throughput.excluded():
-            # Consecutive skipped steps may end the run, which then resumes from a checkpoint before them.
+            # Consecutive skipped steps may end the run: the checkpoint before them is kept until a step succeeds.
             written = self.engine.write_errors.take_written
             self.checkpoints.save(progress, self.engine.save, written, prune=not self.skipped_in_a_row)
         if self.mesh.rank == 0:
