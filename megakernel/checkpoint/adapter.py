@@ -30,6 +30,9 @@ WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 """PEFT's prefix to the base model's parameter names."""
 
+_FACTORS = (".lora_A.weight", ".lora_B.weight")
+"""PEFT's suffixes to a module's name: of A and of B."""
+
 _SUPPORTED_SETTINGS = {
     "peft_type": "LORA",
     "bias": "none",
@@ -42,6 +45,17 @@ _SUPPORTED_SETTINGS = {
     "layers_to_transform": None,
 }
 """Keys of adapter_config.json -> their only supported value besides null: the update is B A times alpha / rank."""
+
+_READ_SETTINGS = {
+    "alora_invocation_tokens": None,
+    "arrow_config": None,
+    "kasa_config": None,
+    "use_bdlora": None,
+}
+"""The same for keys that are not exported, because older versions of PEFT do not know them."""
+
+_PLAIN_INITIALIZATIONS = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
+"""Values of `init_lora_weights` with which PEFT leaves the base model's weights as they are."""
 
 
 def export_adapter(
@@ -109,16 +123,23 @@ def read_adapter(folder: Path, model: Model, lora: Lora) -> Adapter:
     key = f"init.adapter={folder}"
     try:
         settings = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
+        if not isinstance(settings, dict):
+            raise ValueError(f"{ADAPTER} holds no keys")
         tensors = load_file(folder / WEIGHTS)
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise UserError(
             f"{key} is not a PEFT adapter ({error}); give a folder with {ADAPTER} and {WEIGHTS}"
         ) from None
-    for name, value in _SUPPORTED_SETTINGS.items():
+    for name, value in (_SUPPORTED_SETTINGS | _READ_SETTINGS).items():
         if settings.get(name) not in (None, value):
             raise UserError(
                 f"{key}: {name}={settings[name]!r} has no counterpart here; only {value!r} is read"
             )
+    if (start := settings.get("init_lora_weights")) not in _PLAIN_INITIALIZATIONS:
+        raise UserError(
+            f"{key}: init_lora_weights={start!r} also changed the base model's weights; save it as plain LoRA, with "
+            "path_initial_model_for_weight_conversion of PEFT's save_pretrained"
+        )
     for name, our_key, scale in (("r", "rank", lora.rank), ("lora_alpha", "alpha", lora.alpha)):
         if settings.get(name) != scale:
             raise UserError(
@@ -127,9 +148,10 @@ def read_adapter(folder: Path, model: Model, lora: Lora) -> Adapter:
     names = _peft_names(model, lora, key)
     if mismatched := sorted(tensors.keys() ^ set(names.values())):
         side = "adapter" if mismatched[0] in tensors else "run"
+        modules = sorted({name.split(".")[-3] for name in tensors if name.endswith(_FACTORS)})
         raise UserError(
             f"{key}: only the {side} has {mismatched[0].removeprefix(_PREFIX)} ({len(mismatched)} tensors differ); set "
-            f"optimizer.lora.targets to what its target_modules are: {', '.join(settings.get('target_modules') or ())}"
+            f"optimizer.lora.targets to what its target_modules are: {', '.join(modules)}"
         )
     # Embedding tables have no updates, so the number of their rows is arbitrary.
     shapes = tensor_shapes(model.model_copy(update={"vocab_size": 1, "max_positions": 1}), lora)
@@ -173,6 +195,5 @@ def _peft_names(model: Model, lora: Lora, key: str) -> dict[str, str]:
             for layer in range(model.num_layers):
                 update = update_name(str(model.first_layer + layer), module, target)
                 base = f"{_PREFIX}{family.layers}.{layer}.{hf_modules[index]}"
-                names[f"{update}.down"] = f"{base}.lora_A.weight"
-                names[f"{update}.up"] = f"{base}.lora_B.weight"
+                names |= {f"{update}.{ours}": base + theirs for ours, theirs in zip(("down", "up"), _FACTORS)}
     return names

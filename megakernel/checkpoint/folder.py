@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from megakernel.config import RunFailed, UserError
@@ -184,7 +185,8 @@ def make_empty(folder: Path) -> None:
 def _remove(path: Path) -> None:
     """Delete a file or folder if it exists. A checkpoint is renamed first, so an interruption leaves no partial one."""
     if path.is_dir() and not path.name.endswith(PARTIAL):
-        path = path.rename(path.with_name(path.name + ".removed" + PARTIAL))
+        names = (path.with_name(f"{path.name}.removed{number or ''}{PARTIAL}") for number in count())
+        path = path.rename(next(name for name in names if not name.exists()))
     if path.is_dir():
         # Network file systems keep a file while somebody reads it; the next start removes it.
         shutil.rmtree(path, ignore_errors=True)

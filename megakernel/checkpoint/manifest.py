@@ -112,7 +112,10 @@ class Checkpoint:
 
 
 def read_manifest(folder: Path) -> tuple[dict[str, Any], dict[str, FileRecord]]:
-    """A folder's manifest, and the records of its files by name. Raises Damaged if it is damaged or a size is wrong."""
+    """A folder's manifest, and the records of its files by name.
+
+    Raises Damaged if it is damaged or cannot be read, or if a file's size is wrong.
+    """
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         checksum = manifest.pop(_CHECKSUM_KEY, None)
@@ -120,7 +123,9 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], dict[str, FileRecord]]:
         files = {name: FileRecord(int(size), checksums.get(name)) for name, size in manifest["files"].items()}
     except FileNotFoundError:
         raise Damaged(f"{MANIFEST} is missing, so it was not written to its end") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except OSError as error:
+        raise Damaged(f"{MANIFEST} cannot be read ({error.strerror})") from None
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise Damaged(f"{MANIFEST} is damaged") from None
     if checksum is not None and checksum != _checksum_of(manifest):
         raise Damaged(f"{MANIFEST} is damaged: its checksum is not that of saving")

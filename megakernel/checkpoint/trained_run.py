@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megakernel.config import Config, UserError, from_yaml
+from megakernel.config import Config, UserError, from_yaml, yaml_text
 from megakernel.config.errors import nearest_first
 from megakernel.config.section import Section
 from megakernel.parallel.ranks import Ranks
@@ -47,7 +47,7 @@ def recorded_config(folder: Path) -> Config:
     run.root is absolute, or the run was moved out of it, paths stay relative to the working directory.
     """
     file = folder / "config.yaml"
-    config = from_yaml(file.read_text(encoding="utf-8"), str(file))
+    config = from_yaml(yaml_text.read_text(file), str(file))
     location, recorded = folder.resolve(), config.run.folder
     if recorded.is_absolute() or location.parts[-len(recorded.parts) :] != recorded.parts:
         return config

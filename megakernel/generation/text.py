@@ -35,7 +35,10 @@ class TextStream:
 
     def _text(self) -> str:
         before = self._tokenizer.decode(self._context)
-        return self._tokenizer.decode(self._context + self._pending)[len(before) :]
+        whole = self._tokenizer.decode(self._context + self._pending)
+        if not whole.startswith(before):  # the pending tokens complete a character that began in the prompt
+            before = before.removesuffix(_REPLACEMENT)
+        return whole[len(before) :]
 
 
 class StopStrings:

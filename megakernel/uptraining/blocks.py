@@ -136,8 +136,6 @@ class BlockTransfer:
     def _saved(self, layers: range) -> CheckpointTensors | None:
         """The checkpoint of a block's last step; None if it is not finished."""
         root = self._run_of(layers).run.folder / "checkpoints"
-        if not self.ranks.on_rank_zero(root.is_dir):
-            return None
         newest = CheckpointFolder(root, keep=1, ranks=self.ranks).newest_good().checkpoint
         if newest is None or newest.step < self.config.training.steps:
             return None

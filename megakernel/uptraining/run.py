@@ -10,7 +10,7 @@ from data_pipeline.objective import open_objective
 from megakernel.checkpoint.folder import CheckpointFolder
 from megakernel.checkpoint.trained_run import student_run
 from megakernel.checkpoint.weight_source import WeightSource
-from megakernel.config import Config, Uptrain, UserError, check_same_run, to_yaml
+from megakernel.config import Config, Uptrain, UserError, check_recorded_run, to_yaml
 from megakernel.config.errors import report_write_errors
 from megakernel.parallel import Mesh
 from megakernel.parallel.ranks import Ranks
@@ -138,10 +138,8 @@ class Uptraining:
         self._check_same_run()  # again, because another process may have written it before the lock
 
     def _check_same_run(self) -> None:
-        file = self.folder / CONFIG
-        if file.exists():
-            check_same_run(file.read_text(encoding="utf-8"), self.config, self.folder)
-        elif any(list(self.folder.glob(pattern)) for pattern in _TRAINING_OUTPUT):
+        has_output = any(any(self.folder.glob(pattern)) for pattern in _TRAINING_OUTPUT)
+        if not check_recorded_run(self.config) and has_output:
             raise UserError(
                 f"run.name={self.config.run.name}: {self.folder} holds the output of a run but no config.yaml; "
                 "restore it, or choose another run.name"
@@ -173,8 +171,6 @@ class Uptraining:
     def _saved_step(self, stage: Stage) -> int:
         """Step of a stage's newest good checkpoint; 0 if it has none."""
         root = stage.config.run.folder / "checkpoints"
-        if not self.ranks.on_rank_zero(root.is_dir):
-            return 0
         newest = CheckpointFolder(root, keep=1, ranks=self.ranks).newest_good().checkpoint
         return 0 if newest is None else newest.step
 

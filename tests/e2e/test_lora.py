@@ -176,7 +176,19 @@ def _edit_settings(**keys):
         ),
         (_edit_settings(r=8), r"has r=8 and optimizer\.lora\.rank is 4; set them alike"),
         (_edit_settings(use_dora=True), r"use_dora=True has no counterpart here; only False is read"),
+        (
+            _edit_settings(init_lora_weights="pissa"),
+            r"init_lora_weights='pissa' also changed the base model's w",
+        ),
+        (
+            _edit_settings(alora_invocation_tokens=[1]),
+            r"alora_invocation_tokens=\[1\] has no counterpart here",
+        ),
         (lambda folder: (folder / "adapter_model.safetensors").unlink(), r"is not a PEFT adapter"),
+        (
+            lambda folder: (folder / "adapter_config.json").write_text("[]"),
+            r"is not a PEFT adapter \(adapter_config\.json holds no keys\)",
+        ),
     ],
 )
 def test_an_adapter_that_does_not_fit_the_model_is_refused_in_one_line(

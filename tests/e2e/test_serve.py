@@ -261,7 +261,13 @@ INVALID_REQUESTS = [
     (COMPLETION, {"prompt": [[]]}, 400, "prompt", "prompt is empty, and there is nothing to continue"),
     (COMPLETION, {"prompt": [1, 128]}, 400, "prompt", "prompt: tokens are from 0 to 127"),
     (COMPLETION, {"prompt": "\ud800"}, 400, None, "prompt is not valid UTF-8 at character 1"),
-    (COMPLETION, {"prompt": ["x"] * 513}, 400, "prompt", "are too many for one request; send 512 at most"),
+    (
+        COMPLETION,
+        {"prompt": ["x"] * 513},
+        400,
+        "prompt",
+        "are too many for one request; send 512 texts at most",
+    ),
     (
         COMPLETION,
         {"prompt": "x", "temperature": -1},
@@ -410,6 +416,23 @@ def test_a_failing_step_ends_its_requests_but_not_the_server(plain, monkeypatch)
             list(plain.client.completions.create(model=NAME, prompt="x", stream=True))
     response = plain.client.completions.create(model=NAME, prompt="x", extra_body={"session": "failed"})
     assert response.usage.completion_tokens == 16
+
+
+def test_a_failing_removal_of_a_text_ends_the_others_but_not_the_server(monkeypatch):
+    def fail(self, text):
+        raise RuntimeError("out of memory")
+
+    request = {"model": NAME, "prompt": "x", "max_tokens": 100_000, "stream": True, "timeout": 20}
+    with served(random_model(attention=FLURKA)) as server:
+        gone, other = (server.client.completions.create(**request) for _ in range(2))
+        next(iter(gone))
+        with monkeypatch.context() as patched:
+            patched.setattr(GenerationEngine, "remove", fail)
+            gone.close()
+            with pytest.raises(openai.APIError, match="out of memory"):
+                list(other)
+        response = server.client.completions.create(model=NAME, prompt="x")
+        assert response.usage.completion_tokens == 16
 
 
 def test_least_recently_used_sessions_are_evicted_with_a_clear_error():

@@ -312,10 +312,14 @@ def _files(folder: Path) -> dict[str, Path]:
     """Name of each tensor in the files -> its file."""
     index = folder / INDEX
     if index.is_file():
-        weights: dict[str, str] = _read_json(index).get("weight_map", {})
-        paths = sorted({folder / file for file in weights.values()})
-        if not paths:
+        weights = _read_json(index).get("weight_map")
+        if (
+            not isinstance(weights, dict)
+            or not weights
+            or not all(isinstance(x, str) for x in weights.values())
+        ):
             raise UserError(f"{index} names no files; download it again")
+        paths = sorted({folder / file for file in weights.values()})
     else:
         paths = [folder / ONE_FILE]
     missing = [path.name for path in paths if not path.is_file()]

@@ -89,8 +89,9 @@ def model_section(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     """
     kind = config.get("model_type")
     if kind == OWN:
-        if not isinstance(config.get("model"), dict):
-            raise UserError(f"{source} has no `model`; export the run again with `megakernel export`")
+        for key, type_ in (("model", dict), ("vocab_size", int)):
+            if not isinstance(config.get(key), type_):
+                raise UserError(f"{source} has no `{key}`; export the run again with `megakernel export`")
         return config["model"] | {"vocab_size": config["vocab_size"]}
     if kind in REFUSED:
         raise UserError(f"{source}: model_type={kind!r} is not read: {REFUSED[kind]}")

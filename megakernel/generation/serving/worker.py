@@ -168,17 +168,15 @@ class Worker:
     def _work(self) -> None:
         while True:
             busy = bool(self._jobs)
-            with suppress(queue.Empty):
-                while True:
-                    task = self._inbox.get(block=not busy)
-                    if task is None:
-                        self._fail(_stopped_error())
-                        return
-                    task()
-                    busy = True
-            if not self._jobs:
-                continue
             try:
+                with suppress(queue.Empty):
+                    while True:
+                        task = self._inbox.get(block=not busy)
+                        if task is None:
+                            self._fail(_stopped_error())
+                            return
+                        task()
+                        busy = True
                 for step in self._engine.step():
                     self._handle_step(step)
             except Exception as error:
@@ -284,7 +282,7 @@ class Worker:
         if samples * len(prompts) > 16 * self._batch_size:
             raise Refusal(
                 f"prompt: {len(prompts)} prompts of n={samples} are too many for one request; send "
-                f"{16 * self._batch_size // samples} at most",
+                f"{16 * self._batch_size} texts at most",
                 param="prompt",
             )
         default = self._max_new_tokens if isinstance(body, ChatBody) else COMPLETION_TOKENS

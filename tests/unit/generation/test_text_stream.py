@@ -34,3 +34,11 @@ def test_an_incomplete_character_is_output_at_the_end():
 def test_invalid_utf8_does_not_delay_the_following_text():
     stream = TextStream(ByteTokenizer(), [])
     assert [stream.add(token) for token in (0xFF, ord("a"), ord("b"))] == ["", "\ufffda", "b"]
+
+
+def test_a_character_that_begins_in_the_prompt_is_output_when_it_is_complete(tokenizer):
+    *first, last = tokenizer.encode("é")
+    stream = TextStream(tokenizer, [*tokenizer.encode("caf"), *first])
+    assert [stream.add(token) for token in (last, *tokenizer.encode("s"))] == ["é", "s"]
+    stream = TextStream(tokenizer, first)
+    assert [stream.add(token) for token in tokenizer.encode("ab")] == ["a", "b"]

@@ -84,6 +84,11 @@ def change_progress(step: Path) -> None:
     (step / MANIFEST).write_text(text.replace('"consumed_samples": 160', '"consumed_samples": 961'))
 
 
+def unreadable_manifest(step: Path) -> None:
+    (step / MANIFEST).unlink()
+    (step / MANIFEST).mkdir()
+
+
 def plant_code(step: Path) -> None:
     """Replace the weights by a pickle with code, and write a manifest that matches it."""
     plant(weights(step), step / "harm")
@@ -96,6 +101,12 @@ def plant_code(step: Path) -> None:
         (lambda step: (step / MANIFEST).unlink(), "complete.json is missing"),
         (lambda step: (step / MANIFEST).write_text('{"files": {"zero/we'), "complete.json is damaged"),
         (lambda step: (step / MANIFEST).write_text("{}"), "complete.json is damaged"),
+        (
+            lambda step: (step / MANIFEST).write_text('{"files": {"a": Infinity}}'),
+            "complete.json is damaged",
+        ),
+        (lambda step: (step / MANIFEST).write_text("[" * 100_000), "complete.json is damaged"),
+        (unreadable_manifest, "complete.json cannot be read (Is a directory)"),
         (change_progress, "complete.json is damaged"),
         (lambda step: os.truncate(weights(step), 10), "weights.pt has 10 bytes instead of"),
         (lambda step: weights(step).unlink(), "weights.pt is missing"),
@@ -178,6 +189,20 @@ def test_a_broken_checkpoint_is_replaced_when_its_step_is_saved_again(folder):
     save(folder, 20)
     assert folder.newest_good().checkpoint.step == 20
     assert names(folder.root) == {"step_10", "step_20", "latest"}
+
+
+def test_a_step_is_replaced_and_pruned_where_files_in_use_cannot_be_deleted(folder, monkeypatch):
+    save(folder, 10)
+    monkeypatch.setattr(
+        shutil, "rmtree", lambda path, ignore_errors: None
+    )  # as on NFS while somebody reads them
+    os.truncate(weights(folder.root / "step_10"), 10)
+    save(folder, 10, 20, 30)
+    assert {name for name in names(folder.root) if not name.endswith(".partial")} == {
+        *("step_20", "step_30", "latest")
+    }
+    monkeypatch.undo()
+    assert len(folder.remove_leftovers()) == 2
 
 
 def test_saving_deletes_no_good_checkpoint_in_place_of_a_broken_newer_one(folder):

@@ -73,6 +73,12 @@ def test_a_run_is_finished_if_its_last_checkpoint_is_intact(tmp_path):
     assert finished_message(config) is None
 
 
+def test_a_recorded_configuration_that_is_no_text_is_refused_in_one_line(tmp_path):
+    (tmp_path / "config.yaml").write_bytes(b"run: {name: \xff}")
+    with pytest.raises(UserError, match=r"config\.yaml is not UTF-8 text"):
+        recorded_config(tmp_path)
+
+
 def test_a_run_without_a_checkpoint_is_refused_with_a_remedy(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(UserError, match="let its run train on until it saves one"):

@@ -4,7 +4,7 @@ import pytest
 
 from megakernel.checkpoint.manifest import SavedProgress, write_manifest
 from megakernel.checkpoint.weight_source import WeightSource
-from megakernel.config import to_yaml
+from megakernel.config import UserError, to_yaml
 
 from ..config import trees
 
@@ -19,3 +19,9 @@ def test_a_run_of_another_vocabulary_mismatches_even_at_equal_padded_size(vocab_
     (tmp_path / "config.yaml").write_text(to_yaml(trees.config(model={"vocab_size": vocab_size})))
     write_manifest(checkpoint, SavedProgress(1, 1, 1, {}, {}), {})
     assert WeightSource.find("objective.teacher", tmp_path).vocab_size_mismatch(310) == mismatches
+
+
+def test_a_file_in_place_of_a_folder_is_refused_with_a_remedy(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    with pytest.raises(UserError, match=r"is no run, no good checkpoint .*; give a folder such as runs/NAME"):
+        WeightSource.find("init.from", tmp_path / "model.safetensors")

@@ -173,6 +173,11 @@ FAULTS = {
         "model.safetensors.index.json is no JSON",
     ),
     "an index of nothing": (lambda f: write_index(f, []), "index.json names no files; download it again"),
+    "an index without names": (
+        lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": null}'),
+        "index.json names no files; download it again",
+    ),
+    "an index of numbers": (lambda f: write_index(f, [3]), "index.json names no files; download it again"),
     "a configuration of nothing": (lambda f: (f / "config.json").write_text("[]"), "holds no keys"),
     "a size that is none": (
         lambda f: edit_config(f, hidden_size="wide"),
@@ -181,6 +186,10 @@ FAULTS = {
     "a run's model without its section": (
         lambda f: edit_config(f, model_type="megakernel"),
         "has no `model`; export the run again with `megakernel export`",
+    ),
+    "a run's model without the size of its vocabulary": (
+        lambda f: edit_config(f, model_type="megakernel", model=SECTION, vocab_size=None),
+        "has no `vocab_size`; export the run again with `megakernel export`",
     ),
     "a run's model with a key too many": (
         lambda f: edit_config(f, model_type="megakernel", model={**SECTION, "num_head": 4}),
