@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from megakernel.attention import AttentionInputs
 from megakernel.attention.flurka import FlurkaAttention
 from megakernel.attention.near_far import CLOSED_LOGIT
+from megakernel.attention.softmax import SoftmaxAttention
 from megakernel.model import LanguageModel
 from megakernel.model.layer import TransformerLayer
+from megakernel.ops.dispatch import accum_dtype
 
 SINKS = 4
 """First tokens of a document, to which every token of the sliding-window baseline attends."""
@@ -43,7 +45,9 @@ def as_sliding_window(dense: LanguageModel, window: int) -> None:
     """Restrict every layer of a dense model to the last `window` tokens and a document's first SINKS, in place."""
     for layer in dense.modules():
         if isinstance(layer, TransformerLayer):
-            layer.self_attention.core = SlidingWindow(window)  # type: ignore[assignment]
+            core = layer.self_attention.core
+            of_layer = (core.window, core.softcap) if isinstance(core, SoftmaxAttention) else ()
+            layer.self_attention.core = SlidingWindow(window, *of_layer)  # type: ignore[assignment]
 
 
 class SlidingWindow(nn.Module):
@@ -52,9 +56,10 @@ class SlidingWindow(nn.Module):
     For evaluation only: it computes all pairs of tokens and masks most. Sequences are whole and without padding.
     """
 
-    def __init__(self, window: int):
+    def __init__(self, window: int, own_window: int | None = None, softcap: float | None = None):
+        """own_window, softcap: those of the layer that it replaces, which sees no further and caps its scores."""
         super().__init__()
-        self.window = window
+        self.window, self.own_window, self.softcap = window, own_window, softcap
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> Tensor:
         """q (B, H, N, d), k and v (B, H_kv, N, d) -> (B, H, N, d)."""
@@ -66,7 +71,17 @@ class SlidingWindow(nn.Module):
         distance = places[:, None] - places[None, :]
         seen = (distance >= 0) & (document[:, :, None] == document[:, None, :])
         seen &= (distance < self.window) | (positions[:, None, :] < SINKS)
-        return F.scaled_dot_product_attention(q, k, v, seen[:, None], enable_gqa=True)
+        if self.own_window is not None:
+            seen &= distance < self.own_window
+        if self.softcap is None:
+            return F.scaled_dot_product_attention(q, k, v, seen[:, None], enable_gqa=True)
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        heads = []
+        for head in range(q.shape[1]):  # one at a time, because all scores of all heads may not fit into memory
+            scores = q[:, head] @ k[:, head].transpose(-1, -2) * q.shape[-1] ** -0.5
+            scores = self.softcap * (scores.to(accum_dtype(q.dtype)) / self.softcap).tanh()
+            heads.append(scores.masked_fill(~seen, -torch.inf).softmax(-1).to(v.dtype) @ v[:, head])
+        return torch.stack(heads, 1)
 
 
 def _flurka(model: LanguageModel) -> list[FlurkaAttention]:

@@ -5,7 +5,8 @@ import torch
 
 from megakernel import attention
 from megakernel.attention import AttentionInputs
-from megakernel.uptraining.ablations import SINKS, SlidingWindow, without_far, without_near
+from megakernel.uptraining.ablations import SINKS, SlidingWindow, as_sliding_window, without_far, without_near
+from tests.unit.generation.small_models import build
 
 BLOCK, TOKENS = 4, 14
 BLOCKS = {"compression": {"block_size": BLOCK, "rank": 2}}
@@ -86,3 +87,14 @@ def test_a_sliding_window_sees_the_last_tokens_and_the_attention_sinks(window, t
         softmax = attention.build("softmax", num_heads=2, num_kv_heads=1, head_dim=4)
         expected = softmax(q, k[:, :1], v[:, :1], AttentionInputs(positions=PACKED, rotary=rotary))
         torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-14)
+
+
+@torch.no_grad()
+def test_a_sliding_window_as_long_as_the_text_changes_no_layer():
+    windowed, capped = {"preset": "softmax", "window": 3}, {"preset": "softmax", "softcap": 0.2}
+    model = build(attention_pattern=["softmax", windowed, capped], num_layers=3)
+    inputs = torch.arange(2 * TOKENS).view(2, -1), PACKED.expand(2, -1)
+    before = model.logits(model.hidden(*inputs))
+    as_sliding_window(model, TOKENS)
+    # Other orders of summation in float32, for logits of magnitude 10.
+    torch.testing.assert_close(model.logits(model.hidden(*inputs)), before, rtol=1e-5, atol=1e-5)
