@@ -56,12 +56,17 @@ class CheckpointFolder:
         Raises UserError if there are checkpoints and none is good: the user must decide to start over.
         """
         broken: dict[Path, str] = {}
-        for _, folder in self._ranks.on_rank_zero(self._steps):
+        # Listed anew each time, because a run that is training may replace a checkpoint while it is verified.
+        while untried := [pair for pair in self._ranks.on_rank_zero(self._steps) if pair[1] not in broken]:
+            step, folder = untried[0]
             try:
-                return CheckpointSearch(Checkpoint.verified(folder, self._ranks), broken)
+                found = Checkpoint.verified(folder, self._ranks)
             except UserError as error:
                 broken[folder] = str(error)
                 self._broken.add(folder)
+                continue
+            newer = {path: reason for path, reason in broken.items() if (step_of(path) or 0) > step}
+            return CheckpointSearch(found, newer)
         if broken:
             reasons = "; ".join(f"{folder.name}: {reason}" for folder, reason in broken.items())
             raise UserError(

@@ -132,6 +132,22 @@ def test_a_broken_newest_checkpoint_is_reported_and_the_previous_one_used(folder
     assert not (folder.root / "step_20" / "harm").exists()
 
 
+def test_a_checkpoint_that_training_replaces_while_it_is_verified_is_not_a_broken_one(tmp_path, monkeypatch):
+    training = CheckpointFolder(tmp_path, keep=1)
+    save(training, 10)
+    verified = Checkpoint.verified
+
+    def while_training(folder: Path, ranks: Ranks) -> Checkpoint:
+        if folder.name == "step_10":
+            save(training, 20)
+        return verified(folder, ranks)
+
+    monkeypatch.setattr(Checkpoint, "verified", while_training)
+    found = CheckpointFolder(tmp_path, keep=1).newest_good()
+    assert found.checkpoint.step == 20
+    assert found.broken == {}
+
+
 def test_every_checkpoint_before_a_damaged_one_is_verified_too(folder):
     save(folder, 10, 20)
     for step in (20, 10):
