@@ -194,12 +194,11 @@ class GenerationEngine:
             decoder = self.new_decoder() if previous is None else previous.decoder.extract(0)
             self._reading.append((text, decoder))
         steps: list[TextStep] = []
-        batches = list(self._batches)  # without a text whose prompt ends now: `_read_prompt` draws its token
-        if self._reading:
-            steps += self._read_prompt()
-        for batch in batches:
+        for batch in list(self._batches):
             logits = batch.decoder.read([text.unread for text in batch.texts])
             steps += self._advance(batch, logits)
+        if self._reading:  # last, because a text whose prompt ends now joins a batch and has a token already
+            steps += self._read_prompt()
         return steps
 
     def run(self, requests: Iterable[TextRequest]) -> Iterator[tuple[int, TextStep]]:

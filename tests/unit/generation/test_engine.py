@@ -59,6 +59,21 @@ def test_texts_do_not_depend_on_the_others_in_the_batch(parts):
     assert (few.waiting, few.running) == (0, 0)
 
 
+@pytest.mark.parametrize("name", ["flurka", "landmarks under a softmax"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_text_may_end_in_the_steps_after_it_joins_a_batch(count, name):
+    model = build(vocab_size=257, **MODELS[name])
+    long, short = (TextRequest(prompt(9), new, seed=new, ends=ENDS) for new in (6, count))
+    together = engine(model)
+    texts = [together.add(request) for request in (long, short)]
+    while together.running or together.waiting:
+        stepped = [step.text for step in together.step()]
+        assert len(set(stepped)) == len(stepped)  # a token each
+    alone = [generate(engine(model), [request])[0] for request in (long, short)]
+    assert [text.new_tokens for text in texts] == alone
+    assert generate(engine(model), [long, short]) == alone
+
+
 def test_a_short_prompt_does_not_wait_for_a_long_one():
     together = engine(build(vocab_size=257, attention=FLURKA))
     long, short = (together.add(TextRequest(prompt(length), 3, ends=ENDS)) for length in (3000, 9))
