@@ -76,7 +76,8 @@ def _covering(attention: Attention, tokens: int) -> Attention:
     tree = attention.model_dump(mode="json")
     # A longer block stays as it is, because its landmarks might not fit into a shorter one.
     block_size = max(tokens, attention.block_size or 0)
-    return Attention.model_validate(tree | {"compression": tree["compression"] | {"block_size": block_size}})
+    compression = tree["compression"] | {"block_size": block_size}
+    return Attention.model_validate(tree | {"compression": compression, "mixture": None})
 
 
 IDENTITY_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
