@@ -180,7 +180,7 @@ def _peft_names(model: Model, lora: Lora, key: str) -> dict[str, str]:
     Raises UserError if the model's family fuses several of our targets into one matrix.
     """
     model_type, family = _family(model, key)
-    names = {}
+    names: dict[str, str] = {}
     for module, targets in UPDATE_TARGETS.items():
         hf_modules = family.modules[module]
         parts = targets if module != "mlp.linear_fc1" or model.is_mlp_gated else targets[-1:]

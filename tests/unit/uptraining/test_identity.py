@@ -68,7 +68,9 @@ def test_the_covering_model_has_one_key_per_token(joined):
     tokens = torch.randint(32, (1, 24), generator=torch.Generator().manual_seed(0))
     student = model({**FLURKA, "near": {"join": joined}, "mixture": {"kind": "shifted"}})
     covered = covering_model(student, model("softmax"), 24)
-    torch.testing.assert_close(logits(covered, tokens), logits(model("softmax"), tokens), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        logits(covered, tokens), logits(model("softmax"), tokens), rtol=1e-10, atol=1e-12
+    )
 
 
 def test_the_covering_model_keeps_convolutions_norms_and_gates():
