@@ -21,6 +21,7 @@ from megakernel.parallel.ranks import Ranks
 from .dense import DenseCheckpoint
 from .dense.checkpoint import hf_config
 from .dense.families import OWN
+from .universal import WEIGHT
 from .weight_source import WeightSource
 
 if TYPE_CHECKING:
@@ -226,7 +227,7 @@ def _model(checkpoint: DenseCheckpoint, device: torch.device) -> tuple[LanguageM
     plain = plain.for_seq_len(_length(plain))
     with torch.device("meta"):
         model = LanguageModel(ModelSettings(plain, checkpoint.model.vocab_size, OneProcess())).eval()
-    weights = {name: checkpoint.read(name)["fp32"].float() for name in checkpoint.names}
+    weights = {name: checkpoint.read(name)[WEIGHT].float() for name in checkpoint.names}
     # Not strict, because Megatron-core's layers have extra state without weights.
     model.load_state_dict(weights, assign=True, strict=False)
     model.to(device)

@@ -15,6 +15,7 @@ from torch import Tensor
 from megakernel.config import Lora, Model, UserError, validate_section, yaml_text
 from megakernel.parallel import OneProcess
 
+from ..universal import WEIGHT
 from .families import FAMILIES, OWN, OWN_PREFIX, Family, layer_parts, model_section
 from .parts import Part
 
@@ -126,12 +127,12 @@ class DenseCheckpoint:
         joined = part.join([torch.empty(self._shape(x), device="meta") for x in part.hf_names])
         return tuple(self._padded(name, joined).shape)
 
-    def read(self, name: str, keys: Iterable[str] = ("fp32",)) -> dict[str, Tensor]:
+    def read(self, name: str, keys: Iterable[str] = (WEIGHT,)) -> dict[str, Tensor]:
         """Return one of our tensors, in the checkpoint's dtype, under a universal checkpoint's key for weights."""
-        if "fp32" not in keys:
+        if WEIGHT not in keys:
             return {}
         part = self.parts[name]
-        return {"fp32": self._padded(name, part.join([self._tensor(hf_name) for hf_name in part.hf_names]))}
+        return {WEIGHT: self._padded(name, part.join([self._tensor(hf_name) for hf_name in part.hf_names]))}
 
     def differing_keys(self, model: Model) -> list[str]:
         """One line for each key with which a model section computes another function of the same weights.
