@@ -77,12 +77,11 @@ class SlidingWindow(nn.Module):
             return F.scaled_dot_product_attention(q, k, v, seen[:, None], enable_gqa=True)
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         heads = []
-        for head in range(
-            q.shape[1]
-        ):  # one at a time, because all scores of all heads may not fit into memory
-            scores = q[:, head] @ k[:, head].transpose(-1, -2) * q.shape[-1] ** -0.5
-            scores = self.softcap * (scores.to(accum_dtype(q.dtype)) / self.softcap).tanh()
-            heads.append(scores.masked_fill(~seen, -torch.inf).softmax(-1).to(v.dtype) @ v[:, head])
+        # One head at a time, because the scores of all may not fit into memory.
+        for queries, keys, values in zip(q.unbind(1), k.unbind(1), v.unbind(1)):
+            scores = (queries @ keys.transpose(-1, -2) * q.shape[-1] ** -0.5).to(accum_dtype(q.dtype))
+            capped = self.softcap * (scores / self.softcap).tanh()
+            heads.append(capped.masked_fill(~seen, -torch.inf).softmax(-1).to(v.dtype) @ values)
         return torch.stack(heads, 1)
 
 

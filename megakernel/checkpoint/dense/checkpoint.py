@@ -314,13 +314,10 @@ def _files(folder: Path) -> dict[str, Path]:
     index = folder / INDEX
     if index.is_file():
         weights = _read_json(index).get("weight_map")
-        if (
-            not isinstance(weights, dict)
-            or not weights
-            or not all(isinstance(x, str) for x in weights.values())
-        ):
+        names = list(weights.values()) if isinstance(weights, dict) else []
+        if not names or not all(isinstance(name, str) for name in names):
             raise UserError(f"{index} names no files; download it again")
-        paths = sorted({folder / file for file in weights.values()})
+        paths = sorted({folder / name for name in names})
     else:
         paths = [folder / ONE_FILE]
     missing = [path.name for path in paths if not path.is_file()]
