@@ -20,7 +20,7 @@ MAX_CONTEXT = 4096
 
 CHUNK = 512
 TIMED_TOKENS = 16
-"""Number of tokens that are decoded; the median of their times counts."""
+"""Maximum number of tokens that are decoded; the median of their times counts."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,12 @@ class DecodingCost:
     def of(cls, model: LanguageModel, seq_len: int, device: torch.device) -> "DecodingCost":
         """Measure a model that this process has as a whole, after seq_len tokens or MAX_CONTEXT if that is less."""
         settings = model.settings
-        context = min(seq_len, MAX_CONTEXT)
+        context, timed = min(seq_len, MAX_CONTEXT), TIMED_TOKENS
         if settings.model.position == "learned" and settings.model.max_positions is not None:
-            context = min(context, settings.model.max_positions - TIMED_TOKENS)
+            timed = min(timed, settings.model.max_positions // 2)
+            context = min(context, settings.model.max_positions - timed)
         training = model.training
-        state, seconds = _time_decoding(model.eval(), context, device)
+        state, seconds = _time_decoding(model.eval(), context, timed, device)
         model.train(training)
         leaves: Iterable[object] = pytree.tree_leaves(state)
         kept = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
@@ -90,16 +91,18 @@ class DecodingCost:
 
 
 @torch.no_grad()
-def _time_decoding(model: LanguageModel, context: int, device: torch.device) -> tuple[object, float]:
-    """The layers' states after `context` tokens, and the seconds per token decoded after them."""
-    tokens = torch.zeros(1, context + TIMED_TOKENS, dtype=torch.long, device=device)
-    positions = torch.arange(context + TIMED_TOKENS, device=device)[None]
+def _time_decoding(
+    model: LanguageModel, context: int, timed: int, device: torch.device
+) -> tuple[object, float]:
+    """The layers' states after `context` tokens, and the seconds for each of `timed` tokens decoded after them."""
+    tokens = torch.zeros(1, context + timed, dtype=torch.long, device=device)
+    positions = torch.arange(context + timed, device=device)[None]
     state = None
     for start in range(0, context, CHUNK):
         part = slice(start, min(start + CHUNK, context))
         _, state = model.extend(tokens[:, part], positions[:, part], state)
     kept, times = state, []
-    for place in range(context, context + TIMED_TOKENS):
+    for place in range(context, context + timed):
         start_time = time.perf_counter()
         hidden, state = model.extend(tokens[:, place, None], positions[:, place, None], state)
         model.logits(hidden).argmax().item()  # synchronizes with the GPU

@@ -16,6 +16,7 @@ from megakernel.uptraining.costs import DecodingCost, TrainingCost
 from megakernel.uptraining.identity import Identity
 from megakernel.uptraining.report import Measured, Report, recovered, write_events
 from megakernel.uptraining.summary import recipe
+from tests.unit.generation.small_models import build
 
 
 def test_recovered_is_the_fraction_of_the_perplexity_gap():
@@ -102,6 +103,12 @@ def test_state_bytes_are_those_of_keys_and_values(decoding):
     assert 0 <= positions <= 2 * 64 * 8
     assert decoding["softmax"].context == decoding["performer"].context == 64
     assert all(found.seconds > 0 and found.flops > 0 for found in decoding.values())
+
+
+@pytest.mark.parametrize(("max_positions", "context"), [(8, 4), (16, 8), (64, 48)])
+def test_decoding_is_timed_within_the_learned_positions(max_positions, context):
+    model = build(position="learned", max_positions=max_positions, attention="softmax")
+    assert DecodingCost.of(model, max_positions, torch.device("cpu")).context == context
 
 
 def test_the_page_has_training_and_decoding_costs(decoding):
