@@ -145,6 +145,8 @@ def _frequencies(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> di
     parameters = {key: value for key, value in parameters.items() if value is not None}
     if "rope_theta" not in parameters:
         raise _Unsupported(f"rope_parameters={parameters} has no rope_theta; only one for all layers is read")
+    if config["model_type"] == "phi3":  # its class in `transformers` refuses all others
+        _expect(parameters, "rope_type", "default", "longrope")
     kind = parameters.get("rope_type", "default")
     section: dict[str, Any] = {"rope_base": parameters["rope_theta"]}
     share = parameters.get("partial_rotary_factor", 1.0)

@@ -75,6 +75,8 @@ def test_combinations_that_no_architecture_has_have_no_plain_configuration():
         {"norm": "layernorm"},
         {"attention_pattern": ["main", "performer"]},
         {"normalized_residual": True},
+        # Of Phi-3 alone, which takes no other scaling than longrope.
+        {"rotary_share": 0.5, "rope_scaling": {"kind": "linear", "factor": 2.0}},
     )
     for other in others:
         assert plain_config(Model(**plain | other), 384, 64) is None
