@@ -65,9 +65,13 @@ class KeyMixture(FullPrecision):
         return dict.fromkeys(self.state_dict(), 0)
 
     def finish_step(self, all_reduce: Callable[[Tensor], Tensor]) -> None:
-        """The M-step: set priors to the mean responsibilities of all pairs since the last M-step."""
+        """The M-step: set priors to the mean responsibilities of all pairs since the last M-step.
+
+        A head keeps its priors if there were none, or if queries or keys were not finite.
+        """
         counted = all_reduce(self.counted)
-        self.weights.copy_(counted / counted.sum(-1, keepdim=True))
+        total = counted.sum(-1, keepdim=True)
+        self.weights.copy_(torch.where((total > 0) & total.isfinite(), counted / total, self.weights))
         self.counted.zero_()
 
 

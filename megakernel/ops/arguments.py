@@ -1,11 +1,14 @@
 """Argument checks of ops. Errors name the argument, its value and what is expected."""
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from megakernel.ops.dispatch import accum_dtype
+from megakernel.ops.documents import Positions
 from megakernel.ops.feature_maps import FEATURE_MAPS, FeatureMap, named
 from megakernel.ops.projections import FastFood, Projection, padded_width
 from megakernel.ops.state import KernelState
@@ -97,8 +100,10 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:
         raise ValueError(f"cu_seqlens={listed}; expected strictly increasing offsets")
 
 
-def check_positions(positions: Tensor, q: Tensor) -> None:
-    """Check that positions are integers (B, N)."""
+def check_positions(positions: Positions, q: Tensor) -> None:
+    """Check that positions are integers (B, N), or one integer."""
+    if isinstance(positions, int):
+        return
     expected = (q.shape[0], q.shape[2])
     if tuple(positions.shape) != expected or positions.is_floating_point():
         raise ValueError(
@@ -110,6 +115,16 @@ def check_positions(positions: Tensor, q: Tensor) -> None:
 def expand_tokens(name: str, value: Tensor, like: Tensor) -> Tensor:
     """`value` expanded to the first three dimensions (B, H, N) of `like`."""
     return expand(name, value, like.shape[:3])
+
+
+def expand_log_decay(log_decay: Tensor, k: Tensor) -> Tensor:
+    """Log decays (B, H_kv, N) of the tokens k (B, H_kv, N, d), in float32 or better.
+
+    A decay to less than the square of the dtype's precision leaves nothing of a state. Lower log decays are clamped to
+    that one: in cumulative sums they would swamp the others.
+    """
+    log_decay = expand_tokens("log_decay", log_decay, k).to(accum_dtype(k.dtype))
+    return log_decay.clamp(min=2 * math.log(torch.finfo(log_decay.dtype).eps))
 
 
 def expand(name: str, value: Tensor, shape: Sequence[int]) -> Tensor:
@@ -152,6 +167,16 @@ def check_state(state: KernelState, k: Tensor, v: Tensor) -> None:
             f"initial_state has sums {shape} and log_scale {tuple(state.log_scale.shape)}; "
             f"expected {(*heads, 'features', width)} and {heads}"
         )
+
+
+def matrix_state(initial_state: Tensor | None, k: Tensor, v: Tensor) -> Tensor:
+    """The state (B, H_kv, d, D) of a decaying sum of k v^T, in float32 or better; zeros for None."""
+    shape, dtype = (*k.shape[:2], k.shape[3], v.shape[3]), accum_dtype(k.dtype)
+    if initial_state is None:
+        return k.new_zeros(shape, dtype=dtype)
+    if initial_state.shape != shape:
+        raise ValueError(f"initial_state has shape {tuple(initial_state.shape)}; expected {shape}")
+    return initial_state.to(dtype)
 
 
 def check_choice(name: str, value: object, known: tuple) -> None:

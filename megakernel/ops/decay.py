@@ -28,15 +28,12 @@ def scan_tokens(
     step: GroupStep, tokens: Tensors, positions: Positions, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Run `step` over groups of tokens (dimension 2), passing the state from each group to the next."""
-    varying = None if isinstance(positions, int) else positions[:, None]
 
-    def on_group(start: int, carry: Tensors, sequences: Tensors, shared: Tensors):
-        *group_tokens, at = sequences
-        group_positions = positions + start if at is None else at[:, 0]
-        out, outgoing = step(*group_tokens, group_positions, carry[0])
+    def on_group(positions: Positions, carry: Tensors, tokens: Tensors, shared: Tensors):
+        out, outgoing = step(*tokens, positions, carry[0])
         return (out,), (outgoing,)
 
-    (out,), (outgoing,) = scan_groups(on_group, (state,), (*tokens, varying), (), group=GROUP)
+    (out,), (outgoing,) = scan_groups(on_group, (state,), tokens, (), group=GROUP, positions=positions)
     return out, outgoing
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megakernel.ops.chunks import chunk_queries, unchunk_queries
 from megakernel.ops.dispatch import accum_dtype, choose
+from megakernel.ops.documents import Positions
 from megakernel.ops.groups import Tensors, scan_groups
 from megakernel.ops.partial_output import PartialOutput, add, normalized, with_ones
 from megakernel.ops.window import softmax_pairs
@@ -91,7 +92,7 @@ def chunked(q: Tensor, windows: Windows, chunks: ChunkSummaries) -> Tensor:
     logs = unchunk_queries(near.scale_or_zero[..., None], heads, length)
     visible = _by_query(chunks.visible, windows.queries, length)[:, None]
 
-    def on_group(start: int, carry: Tensors, sequences: Tensors, shared: Tensors):
+    def on_group(positions: Positions, carry: Tensors, sequences: Tensors, shared: Tensors):
         q, values, logs, visible = sequences
         chunk_keys, chunk_values = (x[:, :, None] for x in shared)
         far = softmax_pairs(q[:, :, None], chunk_keys, chunk_values, visible)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from megakernel.ops.documents import Positions
+
 Tensors = tuple[Any, ...]
 """Tensors, or None for an absent optional one."""
 
@@ -20,26 +22,36 @@ SHORT = 512
 Their autograd graph takes 4 to 6 times the memory of q, k and v in every layer (float32, d = 64).
 """
 
-Step = Callable[[int, Tensors, Tensors, Tensors], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
-"""(first token, carry, sequences of this group, shared) -> (outputs of this group, next carry)."""
+Step = Callable[[Positions, Tensors, Tensors, Tensors], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
+"""(positions of this group, carry, sequences of this group, shared) -> (outputs of this group, next carry)."""
 
 
 def scan_groups(
-    step: Step, carry: Tensors, sequences: Tensors, shared: Tensors, *, group: int
+    step: Step,
+    carry: Tensors,
+    sequences: Tensors,
+    shared: Tensors,
+    *,
+    group: int,
+    positions: Positions = 0,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Run `step` over consecutive groups of `group` tokens.
 
     Dimension 2 of `sequences` and outputs is tokens. The carry is passed from group to group; `shared` is passed to
     all and may hold named tuples of tensors. A single group of at most SHORT tokens runs as plain autograd, without
-    recomputation. Differentiable once.
+    recomputation. Differentiable once. positions: (B, N), or the position of the first token.
     """
     length = next(x for x in sequences if x is not None).shape[2]
     if length <= min(group, SHORT):
-        return step(0, carry, sequences, shared)
+        return step(positions, carry, sequences, shared)
     flat, tree = tree_flatten(shared)
+    first = positions if isinstance(positions, int) else 0
+    sequences = (*sequences, None if isinstance(positions, int) else positions[:, None])
 
     def flat_step(start: int, carry: Tensors, sequences: Tensors, leaves: Tensors):
-        return step(start, carry, sequences, tree_unflatten(leaves, tree))
+        *others, at = sequences
+        group_positions = first + start if at is None else at[:, 0]
+        return step(group_positions, carry, tuple(others), tree_unflatten(leaves, tree))
 
     sizes = (len(carry), len(sequences), len(flat))
     results = _GroupScan.apply(flat_step, group, length, sizes, *carry, *sequences, *flat)

@@ -116,6 +116,21 @@ def landmark_visibility(
     return LandmarkVisibility(in_shard - in_document, in_shard - window_reach(in_document, size, skipped))
 
 
+class LandmarkInputs(NamedTuple):
+    """Validated arguments of a backend other than queries, keys and values; see `landmark_attention`."""
+
+    landmarks: Landmarks
+    visibility: LandmarkVisibility
+    token_count: float
+    far_weight: Tensor | None
+    window: LocalWindow
+    tail: Tail
+    priors: Tensor | None
+    shift: Tensor | None
+    gate: Tensor | None
+    positions: Positions
+
+
 def landmark_attention(
     q: Tensor,
     k: Tensor,
@@ -164,39 +179,23 @@ def landmark_attention(
     if gate is not None:
         gate = expand_tokens("gate", gate, q)
     far = (landmarks, visibility, token_count, far_weight)
-    return choose(IMPLEMENTATIONS, backend)(
-        q, pack_keys(k), v, *far, window, tail, priors, shift, gate, positions
-    )
+    inputs = LandmarkInputs(*far, window, tail, priors, shift, gate, positions)
+    return choose(IMPLEMENTATIONS, backend)(q, pack_keys(k), v, inputs)
 
 
-def chunked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    landmarks: Landmarks,
-    visibility: LandmarkVisibility,
-    token_count: float,
-    far_weight: Tensor | None,
-    window: LocalWindow,
-    tail: Tail,
-    priors: Tensor | None,
-    shift: Tensor | None,
-    gate: Tensor | None,
-    positions: Positions,
-) -> Tensor:
+def chunked(q: Tensor, k: Tensor, v: Tensor, inputs: LandmarkInputs) -> Tensor:
     """Windows in linear time; landmarks for GROUP queries at a time to bound memory."""
-    varying = None if isinstance(positions, int) else positions[:, None]
+    landmarks, visibility, token_count, far_weight, window, tail, priors, shift, gate, positions = inputs
     rank, ends = landmarks.keys.shape[3], landmarks.ends
 
-    def on_group(start: int, carry: Tensors, sequences: Tensors, shared: Tensors):
-        q, k, v, gate, first, limit, at = sequences
+    def on_group(positions: Positions, carry: Tensors, sequences: Tensors, shared: Tensors):
+        q, k, v, gate, first, limit = sequences
         keys, values, far_weight, priors, shift = shared
         tail, heads, length, kv_heads = Tail(*carry), q.shape[1], q.shape[2], k.shape[1]
-        group_positions = positions + start if at is None else at[:, 0]
-        near = window_sums(q, k, v, tail, group_positions, window, priors, shift)
+        near = window_sums(q, k, v, tail, positions, window, priors, shift)
         far_q = q.to(accum_dtype(q.dtype))
         if window.far_rotary:
-            far_q = window.far_rotary(far_q, token_positions(group_positions, length, q.device))
+            far_q = window.far_rotary(far_q, token_positions(positions, length, q.device))
         queries = chunk_queries(far_q, kv_heads, length)
         visible = LandmarkVisibility(first[:, 0], limit[:, 0]).visible(ends, rank)[:, None]
         far = unchunk_partial(softmax_pairs(queries, keys, values, visible, priors), heads, length)
@@ -213,29 +212,16 @@ def chunked(
     keys = landmarks.keys.to(dtype).flatten(2, 3)[:, :, None]
     values = with_ones(landmarks.values.to(dtype).flatten(2, 3), token_count)[:, :, None]
     far_weight = None if far_weight is None else far_weight.to(dtype)
-    sequences = (q, k, v, gate, visibility.first[:, None], visibility.limit[:, None], varying)
+    sequences = (q, k, v, gate, visibility.first[:, None], visibility.limit[:, None])
     group = window.block_size * max(1, GROUP // window.block_size)
     shared = (keys, values, far_weight, priors, shift)
-    (out,), _ = scan_groups(on_group, tuple(tail), sequences, shared, group=group)
+    (out,), _ = scan_groups(on_group, tuple(tail), sequences, shared, group=group, positions=positions)
     return out
 
 
-def reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    landmarks: Landmarks,
-    visibility: LandmarkVisibility,
-    token_count: float,
-    far_weight: Tensor | None,
-    window: LocalWindow,
-    tail: Tail,
-    priors: Tensor | None,
-    shift: Tensor | None,
-    gate: Tensor | None,
-    positions: Positions,
-) -> Tensor:
+def reference(q: Tensor, k: Tensor, v: Tensor, inputs: LandmarkInputs) -> Tensor:
     """From the formula, query by query."""
+    landmarks, visibility, token_count, far_weight, window, tail, priors, shift, gate, positions = inputs
     batch, heads, length, width = q.shape
     group, dtype, rank = heads // k.shape[1], accum_dtype(q.dtype), landmarks.keys.shape[3]
     positions_in_document = token_positions(positions, length, q.device)

@@ -1,5 +1,7 @@
 """Windowed softmax attention: the local window of FLuRKA alone."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,16 @@ from megakernel.ops.window import (
 
 GROUP = 4096
 """Tokens whose windows are in memory at once; rounded down to a multiple of the block."""
+
+
+class WindowInputs(NamedTuple):
+    """Validated arguments of a backend other than queries, keys and values; see `window_attention`."""
+
+    tail: Tail
+    positions: Positions
+    window: LocalWindow
+    priors: Tensor | None
+    shift: Tensor | None
 
 
 def window_attention(
@@ -61,55 +73,38 @@ def window_attention(
     """
     check_heads(q, first_key(k, priors, shift), v)
     check_choice("blocks", blocks, (1, 2))
-    if isinstance(positions, Tensor):
-        check_positions(positions, q)
+    check_positions(positions, q)
     k = pack_keys(k)
     tail = initial_state or empty_tail(k, v, block_size * blocks)
     window = LocalWindow(block_size, blocks, packed_rotary(rotary, q.shape[-1]))
-    return choose(IMPLEMENTATIONS, backend)(q, k, v, tail, positions, window, priors, shift)
+    return choose(IMPLEMENTATIONS, backend)(q, k, v, WindowInputs(tail, positions, window, priors, shift))
 
 
-def chunked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tail: Tail,
-    positions: Positions,
-    window: LocalWindow,
-    priors: Tensor | None,
-    shift: Tensor | None,
-) -> tuple[Tensor, Tail]:
+def chunked(q: Tensor, k: Tensor, v: Tensor, inputs: WindowInputs) -> tuple[Tensor, Tail]:
     """In linear time, on any device."""
-    varying = None if isinstance(positions, int) else positions[:, None]
+    tail, positions, window, priors, shift = inputs
 
-    def on_group(start: int, carry: Tensors, sequences: Tensors, shared: Tensors):
-        q, k, v, at = sequences
-        tail, group_positions = Tail(*carry), positions + start if at is None else at[:, 0]
+    def on_group(positions: Positions, carry: Tensors, sequences: Tensors, shared: Tensors):
+        tail, (q, k, v) = Tail(*carry), sequences
         if q.shape[2] == 1:
             extended = tail.and_token(k, v)
             dtype = accum_dtype(q.dtype)
-            last = token_window(extended, group_positions, window.block_size, window.blocks, dtype)
+            last = token_window(extended, positions, window.block_size, window.blocks, dtype)
             out = last.softmax_mean(q.to(dtype), window.rotary, *shared)
             return (out.to(v.dtype),), tuple(extended.without_oldest)
-        sums = window_sums(q, k, v, tail, group_positions, window, *shared)
+        sums = window_sums(q, k, v, tail, positions, window, *shared)
         return (normalized(sums).to(v.dtype),), tuple(tail.after(k, v))
 
     group = window.block_size * max(1, GROUP // window.block_size)
-    (out,), carry = scan_groups(on_group, tuple(tail), (q, k, v, varying), (priors, shift), group=group)
+    (out,), carry = scan_groups(
+        on_group, tuple(tail), (q, k, v), (priors, shift), group=group, positions=positions
+    )
     return out, Tail(*carry)
 
 
-def reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tail: Tail,
-    positions: Positions,
-    window: LocalWindow,
-    priors: Tensor | None,
-    shift: Tensor | None,
-) -> tuple[Tensor, Tail]:
+def reference(q: Tensor, k: Tensor, v: Tensor, inputs: WindowInputs) -> tuple[Tensor, Tail]:
     """From the formula, query by query."""
+    tail, positions, window, priors, shift = inputs
     group, dtype = q.shape[1] // k.shape[1], accum_dtype(q.dtype)
     at = token_positions(positions, q.shape[2], q.device)
     queries, past, keys = window_inputs(q, k, tail, positions, window, shift)

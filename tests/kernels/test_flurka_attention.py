@@ -353,8 +353,8 @@ def test_the_operators_pass_opcheck(draw, device):
     far_mass = torch.zeros(1, device=device, requires_grad=True)
     given = (
         *(leaves["q"], leaves["gate"], None, None),
-        *(leaves[name] for name in ("k", "v", "projection", "pool_keys", "pool_values")),
-        *(far_mass, *(None,) * 7),
+        *(leaves[name] for name in ("k", "v", "projection")),
+        *(None, leaves["pool_keys"], leaves["pool_values"], far_mass, *(None,) * 6),
     )
     arguments = (*pack_tensors(given), *("hedgehog", 1, "softmax", 1, 0, 0, 0))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")

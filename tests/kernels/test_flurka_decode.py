@@ -35,7 +35,7 @@ def forbid_all_but_steps(patch: pytest.MonkeyPatch) -> None:
     def refused(*_, **__):
         raise AssertionError("not the decoding step")
 
-    patch.setattr(operators, "forward", refused)
+    patch.setattr(operators, "attend", refused)
     patch.setattr(chunked, "_over_groups", refused)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megakernel.ops.short_convolution import short_convolution
+from megakernel.ops.short_convolution.triton import unsupported
 from tests.kernels.comparing import DEVICE, TOLERANCE, assert_agrees, random
 
 PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 0, *range(14)]])
@@ -77,3 +78,12 @@ def test_unsupported_inputs_are_refused_with_a_reason():
         short_convolution(*given, 0, backend="triton")
     with pytest.raises(ValueError, match=r"x is torch\.float64"):
         short_convolution(*(part.double() for part in given), 0, backend="triton")
+
+
+def test_heads_whose_offsets_exceed_32_bits_are_refused():
+    def reason(length):
+        x, weight, before = (torch.empty(1).expand(1, 1, n, 256) for n in (length, 4, 3))
+        return unsupported(x, weight.transpose(2, 3), before, 0)
+
+    assert reason(2**22) is None
+    assert "tokens of 256 channels; expected fewer than 2^31 elements" in reason(2**23)

@@ -77,6 +77,12 @@ def test_outputs_states_and_gradients_equal_the_reference(positions, dtype, draw
     assert_agrees(partial(whole, positions=on(device, POSITIONS[positions])), leaves, draw, TOLERANCE[dtype])
 
 
+def test_a_decay_that_leaves_nothing_does_not_disturb_later_tokens(draw, device):
+    leaves = tokens(draw, device, torch.float32, width=24)
+    leaves["log_decay"][:, :, ::7] = -1e6
+    assert_agrees(partial(whole, positions=0), leaves, draw, TOLERANCE[torch.float32])
+
+
 @pytest.mark.parametrize("positions", ["one document", "packed"])
 def test_shards_give_the_whole_sequence(positions, draw, device):
     leaves = tokens(draw, device, torch.float32, width=24)

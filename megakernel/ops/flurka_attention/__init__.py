@@ -11,9 +11,10 @@ from megakernel.ops.arguments import (
     check_per_head,
     check_pools,
     check_positions,
+    expand_log_decay,
     expand_tokens,
 )
-from megakernel.ops.dispatch import Implementation, Kernels, accum_dtype, choose
+from megakernel.ops.dispatch import Implementation, Kernels, choose
 from megakernel.ops.documents import Positions, token_positions
 from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.flurka_attention import chunked, reference
@@ -128,13 +129,11 @@ def flurka_attention(
                 "gate with near='kernel': phi(q) is shared and so is the normalizer; remove gate"
             )
         gate = expand_tokens("gate", gate, q)
-    if isinstance(positions, Tensor):
-        check_positions(positions, q)
+    check_positions(positions, q)
     size = pool_keys.shape[-1]
     if log_decay is not None:
         ends = token_positions(positions, q.shape[2], q.device) % size == size - 1
-        log_decay = expand_tokens("log_decay", log_decay, key)
-        log_decay = log_decay.to(accum_dtype(log_decay.dtype)).masked_fill(~ends[:, None], 0.0)
+        log_decay = expand_log_decay(log_decay, key).masked_fill(~ends[:, None], 0.0)
     k = pack_keys(k)
     far, tail = initial_state or (None, None)
     options = FlurkaOptions(feature_map, size, blocks, near, packed_rotary(rotary, q.shape[-1]), far_rope)

@@ -94,24 +94,22 @@ def _over_groups(
     """Scan `step(inputs, far, tail, group) -> outputs, far, tail` over groups of tokens."""
     runs = max(1, RUN // options.block_size)
     span = runs * options.block_size
-    varying = None if isinstance(positions, int) else positions[:, None]
     dtype = torch.promote_types(accum_dtype(inputs[0].dtype), far.sums.dtype)
     far = KernelState(*(x.to(dtype) for x in far))
 
-    def on_group(start: int, carry: Tensors, sequences: Tensors, shared: Tensors):
-        *group_inputs, group_positions = sequences
-        length, device = group_inputs[0].shape[2], far.sums.device
-        at = positions + start if group_positions is None else group_positions[:, 0]
+    def on_group(positions: Positions, carry: Tensors, sequences: Tensors, shared: Tensors):
+        length, device = sequences[0].shape[2], far.sums.device
         layout = window_layout(
-            at, length, device, block_size=options.block_size, blocks=options.blocks, runs=runs
+            positions, length, device, block_size=options.block_size, blocks=options.blocks, runs=runs
         )
         entering = KernelState(carry[0], carry[1].detach())
-        group = _Group(options, Weights(*shared), token_positions(at, length, device), layout)
-        outputs, leaving, next_tail = step(group_inputs, entering, Tail(*carry[2:]), group)
+        group = _Group(options, Weights(*shared), token_positions(positions, length, device), layout)
+        outputs, leaving, next_tail = step(sequences, entering, Tail(*carry[2:]), group)
         return outputs, (*leaving, *next_tail)
 
+    group = span * max(1, GROUP // span)
     outputs, final = scan_groups(
-        on_group, (*far, *tail), (*inputs, varying), tuple(weights), group=span * max(1, GROUP // span)
+        on_group, (*far, *tail), inputs, tuple(weights), group=group, positions=positions
     )
     return outputs, KernelState(final[0], final[1].detach()), Tail(*final[2:])
 

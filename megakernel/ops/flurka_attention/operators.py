@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.flurka_attention import merge_kernels, pool_kernels, window_kernels
 from megakernel.ops.flurka_attention.arguments import Merged, Near, Pools, Shares, Window
 from megakernel.ops.flurka_attention.block_tables import ends_of_blocks
@@ -20,9 +19,15 @@ from megakernel.ops.kernel_attention.arguments import Keys, Matrix, Queries, Row
 from megakernel.ops.kernel_attention.decay import Decay, gradient_of_decay
 from megakernel.ops.kernel_attention.differentiable import Operator
 from megakernel.ops.kernel_attention.exchanged import QueryBackward, StateGradients
-from megakernel.ops.kernel_attention.launches import SEGMENT, WGMMA_CAPABILITIES, Launcher, TileSizes
+from megakernel.ops.kernel_attention.launches import (
+    SEGMENT,
+    WGMMA_CAPABILITIES,
+    Launcher,
+    TileSizes,
+    map_of_call,
+)
 from megakernel.ops.kernel_attention.operators import gradient_of_matrix, products_of_queries
-from megakernel.ops.kernels.features import Phi, cdiv, padded, phi_of
+from megakernel.ops.kernels.features import Phi, cdiv, padded
 from megakernel.ops.kernels.launch import capability_of
 
 MIN_LANDMARKS = 64
@@ -69,7 +74,7 @@ def tile_sizes(phi: Phi, near: Near, size: int, values: int, capability: int) ->
 class FlurkaLaunches(NamedTuple):
     """Implements `kernel_attention.exchanged.Launches`.
 
-    Tensors of keys are k, v, matrix, pool_keys, pool_values, far_mass, log_decay, starts, windows and ends; those of
+    Tensors of keys are k, v, matrix, log_decay, pool_keys, pool_values, far_mass, starts, windows and ends; those of
     queries are q, gate, far_weight and table.
     """
 
@@ -90,12 +95,11 @@ class FlurkaLaunches(NamedTuple):
     @staticmethod
     def of(options: Sequence[Any], q: Tensor, tensors: Tensors) -> "FlurkaLaunches":
         """Launches without what `with_merge` adds. options: the values of OPTIONS."""
-        feature_map, components, near_kind, blocks, start, before, oldest = options
-        k, v, matrix, pool_keys, pool_values, far_mass, log_decay, starts, windows, ends = tensors
+        _, _, near_kind, blocks, start, before, oldest = options
+        k, v, matrix, log_decay, pool_keys, pool_values, far_mass, starts, windows, ends = tensors
         rank, block_size = pool_keys.shape[-2:]
         heads, length = k.shape[1], k.shape[2] - before
-        rows = None if matrix is None else matrix.shape[-2]
-        phi = phi_of(FeatureMap(feature_map, components), q.shape[-1], rows, log_decay is not None)
+        phi = map_of_call(options, q, tensors)
         near = Near(near_kind == "softmax", False, False, blocks, block_size, q.shape[-1])
         landmarks = cdiv(length, block_size) * rank
         capability = capability_of(q.device)
@@ -244,7 +248,7 @@ class FlurkaLaunches(NamedTuple):
         last: StateGradients | None,
         first: StateGradients | None,
     ) -> Tensors:
-        """Gradients of keys, values, projection, E, F, beta and the decay."""
+        """Gradients of keys, values, projection, decays, E, F and beta."""
         queries, (launches, merged, means, dmerge, dfar_weight) = query_backward.queries, query_backward.rest
         saved_landmarks, needs_matrix_grad = _SavedLandmarks(*saved), query_backward.matrix_grad is not None
         landmarks, matrix = saved_landmarks.landmarks, self.matrix.split(saved_landmarks.terms)
@@ -308,7 +312,7 @@ class FlurkaLaunches(NamedTuple):
             dlog_decay = gradient_of_decay(
                 of_ends, of_queries, scale_grads, of_first, seq, launcher.segment, decay_after_read=True
             )
-        return dk, dv, dmatrix, dpool_keys, dpool_values, dfar_mass, dlog_decay, None, None, None
+        return dk, dv, dmatrix, dlog_decay, dpool_keys, dpool_values, dfar_mass, None, None, None
 
     def _projected(self, tokens: Tensor) -> Tensor:
         """A buffer for the gradients of projected tokens."""
@@ -337,7 +341,7 @@ class _SavedLandmarks(NamedTuple):
 OPTIONS = {"feature_map": str, "components": int, "near": str}
 OPTIONS |= dict.fromkeys(("blocks", "start", "before", "oldest"), int)
 
-forward = Operator(
+attend = Operator(
     "flurka_attention", OPTIONS, FlurkaLaunches.of, queries=4, keys=10, saved=len(_SavedLandmarks._fields)
 )
 """Takes the tensors of `FlurkaLaunches`, queries first, and an initial state."""

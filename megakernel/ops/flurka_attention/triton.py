@@ -7,22 +7,17 @@ values, E and F. An exchange adds a small launch to each pass, for the state tha
 inputs, the output, two or three numbers per token, the landmarks, and one state per segment.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megakernel.ops.documents import carry_factor, sees_far, token_positions
+from megakernel.ops.documents import sees_far, token_positions
 from megakernel.ops.feature_maps import named
 from megakernel.ops.flurka_attention import chunked, decode, operators
 from megakernel.ops.flurka_attention.block_tables import block_tables
 from megakernel.ops.flurka_attention.options import FlurkaInputs, FlurkaOptions
-from megakernel.ops.groups import Tensors
-from megakernel.ops.kernel_attention import exchanged
-from megakernel.ops.kernel_attention.launches import pack_state, unpack_state
 from megakernel.ops.kernel_attention.triton import unsupported_features, unsupported_tiles
-from megakernel.ops.kernels.features import phi_of
 from megakernel.ops.partial_output import FinishedOutput, may_underflow, recompute_lost
 from megakernel.ops.projections import dense
 from megakernel.ops.state import KernelState
@@ -96,38 +91,33 @@ def attend(
     if tail is not None and tables.before:
         keys, values = torch.cat([tail.keys, k], 2), torch.cat([tail.values, v], 2)
     matrix = dense(weights.projection, q.shape[-1])
-    rows = None if matrix is None else matrix.shape[-2]
-    phi = phi_of(options.feature_map, q.shape[-1], rows, log_decay is not None)
     feature_map = named(options.feature_map)
     static = (
         *(feature_map.name, feature_map.components, options.near, options.blocks),
         *(tables.start, tables.before, tables.oldest),
     )
+    make_table = None if options.near_rotary is None else angle_table(options, q.shape[-1])
+    table = None if make_table is None else make_table(0, reach + ANGLES, q.device)
     pools = (weights.pool_keys.to(torch.float32), weights.pool_values.to(torch.float32))
-
-    def query_tensors() -> Tensors:
-        """q, gate logits, gamma, and the table of angles."""
-        far_weight = weights.far_weight if gate is None else None
-        make_table = None if options.near_rotary is None else angle_table(options, q.shape[-1])
-        return q, gate, far_weight, None if make_table is None else make_table(0, reach + ANGLES, q.device)
-
-    key_tensors: Tensors = (keys, values, matrix, *pools, weights.far_mass, log_decay)
-    key_tensors += (tables.starts, tables.windows, tables.ends)
-    first = None if tail is None else far
-    last = None
-    if exchange is None:
-        packed = (None, None, None) if first is None else pack_state(first, phi, v.shape[-1])
-        out, factor, *_, sums, norms, logs = operators.forward(
-            (*query_tensors(), *key_tensors, *packed), *static
-        )
-        if return_state:
-            last = unpack_state(sums, norms, logs, phi, v.shape[-1])
-    else:
-        carries = carry_factor(positions, q, log_decay)
-        shard = exchanged.Shard(q, partial(operators.FlurkaLaunches.of, static))
-        (out, factor, *_), first, last = exchanged.attend(
-            shard, key_tensors, query_tensors, exchange, carries, phi, v.shape[-1]
-        )
+    (out, factor, *_), first, last = operators.attend(
+        static,
+        (q, gate, weights.far_weight if gate is None else None, table),
+        (
+            keys,
+            values,
+            matrix,
+            log_decay,
+            *pools,
+            weights.far_mass,
+            tables.starts,
+            tables.windows,
+            tables.ends,
+        ),
+        positions,
+        None if tail is None else far,
+        exchange,
+        return_state,
+    )
     # If a softmax window shares its normalizer with the landmarks, the weights add up to at least 1.
     if not may_underflow(feature_map, options.near == "kernel" or gate is not None):
         return out, last, next_tail

@@ -9,7 +9,13 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from megakernel.ops.arguments import check_heads, expand_tokens
+from megakernel.ops.arguments import (
+    check_heads,
+    check_positions,
+    expand_log_decay,
+    expand_tokens,
+    matrix_state,
+)
 from megakernel.ops.chunks import chunk_keys
 from megakernel.ops.decay import Chunks, scaled, scan_tokens
 from megakernel.ops.dispatch import Implementation, Kernels, accum_dtype, choose
@@ -43,7 +49,7 @@ def gated_delta_rule(
         q: (B, H, N, d).
         k: (B, H_kv, N, d), H a multiple of H_kv; with a norm above 1, states may grow.
         v: (B, H_kv, N, D).
-        log_decay: log a <= 0, finite, broadcastable to (B, H_kv, N): log factor of the state before the token is added.
+        log_decay: log a <= 0, broadcastable to (B, H_kv, N): log factor of the state before the token is added.
         strength: b in [0, 1], broadcastable to (B, H_kv, N).
         positions: (B, N) positions within documents, or the position of the first token if each sequence holds one
             document. A document begins with an empty state.
@@ -60,17 +66,12 @@ def gated_delta_rule(
         ValueError: invalid shapes, dtypes or devices; the message names the argument.
     """
     check_heads(q, k, v)
+    check_positions(positions, q)
     dtype, width = accum_dtype(k.dtype), v.shape[3]
-    log_decay = expand_tokens("log_decay", log_decay, k).to(dtype)
+    log_decay = expand_log_decay(log_decay, k)
     strength = expand_tokens("strength", strength, k).to(dtype)
     attend = choose(IMPLEMENTATIONS, backend)
-    sizes, values = (*k.shape[:2], k.shape[3], width), v
-    if initial_state is None:
-        state = k.new_zeros(sizes, dtype=dtype)
-    elif initial_state.shape != sizes:
-        raise ValueError(f"initial_state has shape {tuple(initial_state.shape)}; expected {sizes}")
-    else:
-        state = initial_state.to(dtype)
+    state, values = matrix_state(initial_state, k, v), v
     if exchange is not None:
         # Extra value columns, zeros on an initial state I, turn into A in the state and into q_i^T A_i in the outputs.
         unit = torch.eye(k.shape[3], dtype=dtype, device=k.device).expand(*k.shape[:2], -1, -1)

@@ -30,9 +30,6 @@ WIDEST_IN_REGISTERS = 64
 WIDEST_VALUES = 1024
 """Largest D, which keeps offsets inside a tile of tokens small; programs split the columns."""
 
-MIN_LOG_DECAY = -30.0
-"""Lower log decays are clamped to this, which leaves nothing anyway; in cumulative sums they would swamp the others."""
-
 MIN_STRENGTH = 1e-30
 """Smaller strengths are clamped to this, because gradients divide by them; such tokens write nothing anyway."""
 
@@ -103,9 +100,9 @@ class DeltaLauncher(NamedTuple):
         start: int,
     ) -> "DeltaLauncher":
         """The launcher for arguments of the operators."""
-        log_decay = log_decay.clamp(min=MIN_LOG_DECAY).contiguous()
         strength = strength.clamp(min=MIN_STRENGTH).contiguous()
-        return DeltaLauncher(Tokens(Rows.of(q), Rows.of(k), Rows.of(v), log_decay, strength, starts), start)
+        tokens = Tokens(Rows.of(q), Rows.of(k), Rows.of(v), log_decay.contiguous(), strength, starts)
+        return DeltaLauncher(tokens, start)
 
     def launch(self, kernel: Any, *arguments: Any) -> None:
         """Launch a kernel."""

@@ -130,18 +130,15 @@ def _bidirectional_documents(
 
 def _over_groups(step, inputs: Tensors, state: KernelState, *, phi: Phi, positions: Positions):
     """Scan `step(inputs, state, positions, phi) -> outputs, state` over groups of tokens."""
-    varying = None if isinstance(positions, int) else positions[:, None]
     dtype = torch.promote_types(accum_dtype(inputs[0].dtype), state.sums.dtype)
     state = KernelState(*(x.to(dtype) for x in state))
 
-    def on_group(start: int, carry: Tensors, sequences: Tensors, shared: Tensors):
-        *group_inputs, group_positions = sequences
+    def on_group(positions: Positions, carry: Tensors, sequences: Tensors, shared: Tensors):
         entering = KernelState(carry[0], carry[1].detach())
-        at = positions + start if group_positions is None else group_positions[:, 0]
-        outputs, leaving = step(group_inputs, entering, at, Phi(phi.feature_map, *shared))
+        outputs, leaving = step(sequences, entering, positions, Phi(phi.feature_map, *shared))
         return outputs, tuple(leaving)
 
-    outputs, leaving = scan_groups(on_group, tuple(state), (*inputs, varying), phi[1:], group=GROUP)
+    outputs, leaving = scan_groups(on_group, tuple(state), inputs, phi[1:], group=GROUP, positions=positions)
     return outputs, KernelState(leaving[0], leaving[1].detach())
 
 

@@ -1,16 +1,29 @@
 """Registers an op's launches on whole sequences as PyTorch operators, for autograd and torch.compile."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megakernel.ops.documents import Positions, carry_factor
 from megakernel.ops.groups import Tensors
+from megakernel.ops.kernel_attention import exchanged
 from megakernel.ops.kernel_attention.arguments import State
-from megakernel.ops.kernel_attention.exchanged import MATRIX, Launches, StateGradients, split
-from megakernel.ops.kernel_attention.launches import gradient_of_first, gradient_of_last, materialize_grads
+from megakernel.ops.kernel_attention.exchanged import Launches, StateGradients, split
+from megakernel.ops.kernel_attention.launches import (
+    DECAY,
+    MATRIX,
+    gradient_of_first,
+    gradient_of_last,
+    map_of_call,
+    materialize_grads,
+    pack_state,
+    unpack_state,
+)
+from megakernel.ops.state import Exchange, KernelState
 
 MakeLaunches = Callable[[Sequence[Any], Tensor, Tensors], Launches]
 """(option values, queries, tensors of keys) -> launches."""
@@ -45,8 +58,29 @@ class Operator:
         self.backward.register_fake(self._fake_backward)
         self.forward.register_autograd(self._differentiate, setup_context=self._setup_context)
 
-    def __call__(self, optional_tensors: Tensors, *options: Any) -> Sequence[Tensor]:
-        """Run the operator."""
+    def __call__(
+        self,
+        options: Sequence[Any],
+        queries: Tensors,
+        keys: Tensors,
+        positions: Positions,
+        first: KernelState | None,
+        exchange: Exchange | None,
+        return_state: bool = True,
+    ) -> tuple[Sequence[Tensor], KernelState | None, KernelState | None]:
+        """What `Launches.read` returns and further tensors, the entering state, and the last one.
+
+        With an `exchange`, the entering state comes from it, and the last one is what the keys alone add.
+        """
+        phi, value_dim = map_of_call(options, queries[0], keys), keys[1].shape[-1]
+        if exchange is not None:
+            carries = carry_factor(positions, queries[0], keys[DECAY])
+            return exchanged.attend(partial(self.make, options), queries, keys, exchange, carries, phi)
+        packed: Tensors = (None, None, None) if first is None else pack_state(first, phi, value_dim)
+        *outputs, sums, norms, logs = self._run((*queries, *keys, *packed), *options)
+        return outputs, first, unpack_state(sums, norms, logs, phi, value_dim) if return_state else None
+
+    def _run(self, optional_tensors: Tensors, *options: Any) -> Sequence[Tensor]:
         tensors, places = pack_tensors(optional_tensors)
         if _needs_dispatcher(tensors):
             return self.forward(tensors, places, *options)

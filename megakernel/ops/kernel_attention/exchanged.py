@@ -1,10 +1,9 @@
 """An op on one shard of a sequence: sum its keys, exchange states with other ranks, and read the entering state.
 
-Every kernel over tokens runs once. `_Write` computes what the keys add to the outgoing state and the exchange starts;
-while it is in flight, the caller computes the other inputs of queries; then `_Read` computes outputs. Backward runs
-`_Read` first, for the gradients of queries and of the entering state, which starts the exchange of gradients. While
-that is in flight, it runs `_Overlap` and the caller's part. `_Write` comes last: the gradient of the outgoing state
-enters the states of queries from the right, and the gradients of keys are computed.
+Every kernel over tokens runs once. `_Write` computes what the keys add to the outgoing state, which is exchanged; then
+`_Read` computes outputs. Backward runs `_Read` first, for the gradients of queries and of the entering state, which
+starts the exchange of gradients. While that is in flight, it runs `_Overlap`. `_Write` comes last: the gradient of the
+outgoing state enters the states of queries from the right, and the gradients of keys are computed.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from megakernel.ops.groups import Tensors
 from megakernel.ops.kernel_attention.arguments import Queries, SequenceInfo, State
 from megakernel.ops.kernel_attention.launches import (
+    MATRIX,
     Launcher,
     gradient_of_first,
     gradient_of_last,
@@ -26,9 +26,6 @@ from megakernel.ops.kernel_attention.launches import (
 )
 from megakernel.ops.kernels.features import Phi
 from megakernel.ops.state import Exchange, KernelState
-
-MATRIX = 2
-"""Index of the projection among the tensors of keys, after keys and values."""
 
 
 def split(tensors: Sequence[Any], *sizes: int) -> list[Tensors]:
@@ -195,26 +192,25 @@ class Shard:
 # torch.compile must not trace launches: like exchanges, they break the graph.
 @torch.compiler.disable
 def attend(
-    shard: Shard,
+    make_launches: Callable[[Tensor, Tensors], Launches],
+    queries: Tensors,
     keys: Tensors,
-    queries: Callable[[], Tensors],
     exchange: Exchange,
     carries: Tensor,
     phi: Phi,
-    value_dim: int,
 ) -> tuple[Tensors, KernelState, KernelState]:
     """What `Launches.read` returns, the entering state, and what the keys add to the outgoing one.
 
-    queries: computes the tensors of queries for `read` while the exchange is in flight. carries: see `state.Exchange`.
+    carries: see `state.Exchange`.
     """
+    shard, value_dim = Shard(queries[0], make_launches), keys[1].shape[-1]
     sums, norms, logs, ticket = _Write.apply(shard, *keys)
     added = unpack_state(sums, norms, logs, phi, value_dim)
     pending = exchange(added, carries)
-    ticket, of_queries = _Overlap.apply(shard, ticket), queries()
+    ticket = _Overlap.apply(shard, ticket)
     first = pending.wait()
     packed = pack_state(first, phi, value_dim)
-    outputs = _Read.apply(shard, len(of_queries), ticket, *packed, *of_queries, *keys)
-    return outputs, first, added
+    return _Read.apply(shard, len(queries), ticket, *packed, *queries, *keys), first, added
 
 
 class _Write(torch.autograd.Function):

@@ -1,5 +1,6 @@
 """Shared by all launches of kernel attention: tile sizes, buffers, and the scan over segment states."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -85,6 +86,20 @@ LARGE_SHARED_MEMORY = (80, 90, 100, 103)
 """Compute capabilities of GPUs with at least 163 KiB of shared memory per program; 86, 89 and 120 have 99 KiB."""
 
 
+MATRIX = 2
+"""Index of the projection among an op's tensors of keys, after keys and values."""
+
+DECAY = 3
+"""Index of the log decays (B, H_kv, N) among the tensors of keys."""
+
+
+def map_of_call(options: Sequence[Any], q: Tensor, keys: Tensors) -> Phi:
+    """The feature map of a call. options: the name of the map, its components, and others."""
+    matrix = keys[MATRIX]
+    rows = None if matrix is None else matrix.shape[-2]
+    return phi_of(FeatureMap(*options[:2]), q.shape[-1], rows, keys[DECAY] is not None)
+
+
 def pack_state(state: KernelState, phi: Phi, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """A state in the kernels' padded layout: sums (B, H_kv, FP, VP), normalizers (B, H_kv, FP), log scales."""
     halves = phi.features // phi.rows
@@ -156,17 +171,12 @@ class Launcher(NamedTuple):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        matrix: Tensor | None,
         priors: Tensor | None,
-        feature_map: str,
-        components: int,
+        phi: Phi,
         causal: bool,
         start: int,
-        decays: bool,
     ) -> "Launcher":
         """The launcher for these arguments."""
-        rows = None if matrix is None else matrix.shape[-2]
-        phi = phi_of(FeatureMap(feature_map, components), q.shape[-1], rows, decays)
         seq = SequenceInfo(None, start, None, k.shape[1], k.shape[2], q.shape[2], k.shape[2])
         group, keys = q.shape[1] // k.shape[1], 0 if priors is None else priors.shape[-1]
         sizes = (segment_length(phi, q, v, causal), group, v.shape[-1], keys)

@@ -16,7 +16,7 @@ from megakernel.ops.kernel_attention.arguments import Keys, Matrix, Queries, Row
 from megakernel.ops.kernel_attention.decay import Decay, gradient_of_decay
 from megakernel.ops.kernel_attention.differentiable import Operator
 from megakernel.ops.kernel_attention.exchanged import QueryBackward, StateGradients
-from megakernel.ops.kernel_attention.launches import Launcher
+from megakernel.ops.kernel_attention.launches import Launcher, map_of_call
 
 
 class KernelLaunches(NamedTuple):
@@ -34,10 +34,9 @@ class KernelLaunches(NamedTuple):
     @staticmethod
     def of(options: Sequence[Any], q: Tensor, tensors: Tensors) -> "KernelLaunches":
         """options: the values of OPTIONS."""
-        k, v, matrix, key_weights, priors, log_decay, starts = tensors
-        feature_map, components, causal, normalize, start = options
-        decays = log_decay is not None
-        launcher = Launcher.of(q, k, v, matrix, priors, feature_map, components, causal, start, decays)
+        k, v, matrix, log_decay, key_weights, priors, starts = tensors
+        *_, causal, normalize, start = options
+        launcher = Launcher.of(q, k, v, priors, map_of_call(options, q, tensors), causal, start)
         key_weights, priors = (
             None if x is None else x.to(torch.float32).contiguous() for x in (key_weights, priors)
         )
@@ -139,7 +138,7 @@ class KernelLaunches(NamedTuple):
         last: StateGradients | None,
         first: StateGradients | None,
     ) -> Tensors:
-        """Gradients of keys, values, projection, key weights, priors and decays."""
+        """Gradients of keys, values, projection, decays, key weights and priors."""
         launcher, k = self.launcher, self.k
         dk, dv = k.new_empty(k.shape), self.v.new_empty(self.v.shape)
         dy = self._projected(k, max(launcher.keys, 1)) if query_backward.matrix_grad is not None else None
@@ -160,7 +159,7 @@ class KernelLaunches(NamedTuple):
             of_keys = products_of_tokens(dy.movedim(0, 2), keys)
             dmatrix = gradient_of_matrix(self.matrix_parameter, of_keys, query_backward.matrix_grad())
         if decay is None or dkey_weights is None:
-            return dk, dv, dmatrix, dkey_weights, dpriors, None, None
+            return dk, dv, dmatrix, None, dkey_weights, dpriors, None
         # Weights are linear in q, so q.dq is the gradient of the log scale of a query's weights.
         q, (dq, *_) = query_backward.queries.tokens.rows.pointer, query_backward.grads
         of_queries = (q.float() * dq).sum(-1).unflatten(1, (self.seq.heads, -1)).sum(2)
@@ -174,7 +173,7 @@ class KernelLaunches(NamedTuple):
             launcher.segment,
             decay_after_read=False,
         )
-        return dk, dv, dmatrix, None, dpriors, dlog_decay, None
+        return dk, dv, dmatrix, dlog_decay, None, dpriors, None
 
     def _projected(self, tokens: Tensor, *lead: int) -> Tensor:
         """A buffer for the gradients of projected tokens."""
@@ -200,6 +199,6 @@ def gradient_of_matrix(matrix: Tensor, *parts: Tensor) -> Tensor:
 OPTIONS = {"feature_map": str, "components": int, "causal": bool, "normalize": bool, "start": int}
 
 attend = Operator("kernel_attention", OPTIONS, KernelLaunches.of, queries=1, keys=7, saved=4)
-"""Takes q; k, v, matrix, key_weights, priors, log_decay and starts; and an initial state.
+"""Takes q; k, v, matrix, log_decay, key_weights, priors and starts; and an initial state.
 
 log_decay requires the map `identity` without normalizer, key weights or priors; weights are then divided by sqrt(d)."""

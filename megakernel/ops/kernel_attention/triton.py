@@ -6,19 +6,14 @@ and dV. An exchange adds a small launch to each pass, for the state that is sent
 output, two numbers per token, one state per segment, and the features of keys if the map has a projection.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from megakernel.ops.arguments import check_state
-from megakernel.ops.documents import Positions, cached_for_positions, carry_factor
+from megakernel.ops.documents import Positions, cached_for_positions
 from megakernel.ops.feature_maps import FeatureMap, named
-from megakernel.ops.groups import Tensors
-from megakernel.ops.kernel_attention import chunked, decode, exchanged, operators
-from megakernel.ops.kernel_attention.launches import pack_state, unpack_state
+from megakernel.ops.kernel_attention import chunked, decode, operators
 from megakernel.ops.kernel_attention.options import KernelOptions
-from megakernel.ops.kernels.features import SUPPORTED, phi_of
+from megakernel.ops.kernels.features import SUPPORTED
 from megakernel.ops.kernels.launch import capability_of
 from megakernel.ops.partial_output import FinishedOutput, may_underflow, recompute_lost
 from megakernel.ops.projections import Projection, dense, rows_of
@@ -95,26 +90,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Ten
     if decode.unsupported(q, k, v, options) is None:
         return decode.step(q, k, v, options)
     feature_map, projection, causal, normalize, key_weights, priors, positions, first, exchange, *_ = options
-    width, value_dim = q.shape[-1], v.shape[-1]
-    matrix = dense(projection, width)
-    phi = phi_of(feature_map, width, None if matrix is None else matrix.shape[-2])
+    matrix = dense(projection, q.shape[-1])
     starts, start = document_starts(positions, k.shape[2])
     feature_map = named(feature_map)
     op_options = (feature_map.name, feature_map.components, causal, normalize, start)
-    keys = (k, v, matrix, key_weights, priors, None, starts)
-    if exchange is None:
-        packed: Tensors = (None, None, None)
-        if first is not None:
-            check_state(first, k, v)
-            packed = pack_state(first, phi, value_dim)
-        out, reciprocal, *_, sums, norms, logs = operators.attend((q, *keys, *packed), *op_options)
-        last = unpack_state(sums, norms, logs, phi, value_dim) if options.return_state else None
-    else:
-        carries = carry_factor(positions, q)
-        shard = exchanged.Shard(q, partial(operators.KernelLaunches.of, op_options))
-        (out, reciprocal), first, last = exchanged.attend(
-            shard, keys, lambda: (q,), exchange, carries, phi, value_dim
-        )
+    keys = (k, v, matrix, None, key_weights, priors, starts)
+    (out, reciprocal, *_), first, last = operators.attend(
+        op_options, (q,), keys, positions, first, exchange, options.return_state
+    )
     if not may_underflow(feature_map, normalize):
         return out, last
     lost = reciprocal == 0

@@ -28,6 +28,9 @@ def unsupported(x: Tensor, weight: Tensor, before: Tensor, positions: Positions)
         return f"x is {x.dtype}; expected bfloat16, float16 or float32"
     if x.shape[-1] > WIDEST or weight.shape[-1] > LONGEST:
         return f"{weight.shape[-1]} taps of {x.shape[-1]} channels; expected at most {LONGEST} of at most {WIDEST}"
+    if (x.shape[-2] + LONGEST) * x.shape[-1] >= 2**31:
+        # Offsets within a head have 32 bits; with 64, backward would spill.
+        return f"x has {x.shape[-2]} tokens of {x.shape[-1]} channels; expected fewer than 2^31 elements per head"
     return None
 
 

@@ -8,10 +8,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from megakernel.ops.arguments import check_heads, expand_tokens
+from megakernel.ops.arguments import check_heads, check_positions, expand_log_decay, matrix_state
 from megakernel.ops.chunks import token_queries, unchunk_token
 from megakernel.ops.decay import Chunks, scaled, scan_tokens
-from megakernel.ops.dispatch import Implementation, Kernels, accum_dtype, choose
+from megakernel.ops.dispatch import Implementation, Kernels, choose
 from megakernel.ops.documents import Positions, began_before, carry_factor, token_positions
 from megakernel.ops.scan import alive_chunks
 from megakernel.ops.state import Exchange, KernelState
@@ -56,8 +56,10 @@ def simple_gla(
         ValueError: invalid shapes, dtypes or devices; the message names the argument.
     """
     check_heads(q, k, v)
-    log_decay = expand_tokens("log_decay", log_decay, k).to(accum_dtype(k.dtype))
-    out, leaving = choose(IMPLEMENTATIONS, backend)(q, k, v, log_decay, positions, initial_state, exchange)
+    check_positions(positions, q)
+    log_decay = expand_log_decay(log_decay, k)
+    state = None if initial_state is None else matrix_state(initial_state, k, v)
+    out, leaving = choose(IMPLEMENTATIONS, backend)(q, k, v, log_decay, positions, state, exchange)
     return out.to(v.dtype), leaving
 
 
@@ -73,9 +75,7 @@ def _with_exchange(attend: Implementation) -> Implementation:
         state: Tensor | None,
         exchange: Exchange | None,
     ) -> tuple[Tensor, Tensor]:
-        if state is None:
-            state = k.new_zeros(*k.shape[:2], k.shape[3], v.shape[3], dtype=log_decay.dtype)
-        out, leaving = attend(q, k, v, log_decay, positions, state)
+        out, leaving = attend(q, k, v, log_decay, positions, matrix_state(state, k, v))
         if exchange is None:
             return out, leaving
         entering = exchange(unscaled_state(leaving), carry_factor(positions, q, log_decay)).wait()

@@ -1,15 +1,11 @@
 """Simple gated linear attention on kernel attention's Triton kernels, with a decaying state."""
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megakernel.ops.documents import Positions, carry_factor
-from megakernel.ops.groups import Tensors
-from megakernel.ops.kernel_attention import exchanged, operators
-from megakernel.ops.kernel_attention.launches import pack_state, unpack_state
+from megakernel.ops.documents import Positions
+from megakernel.ops.kernel_attention import operators
 from megakernel.ops.kernel_attention.triton import (
     WIDEST,
     WIDEST_FLOAT32,
@@ -17,7 +13,6 @@ from megakernel.ops.kernel_attention.triton import (
     unsupported_features,
     unsupported_tiles,
 )
-from megakernel.ops.kernels.features import phi_of
 from megakernel.ops.simple_gla import chunked, unscaled_state
 from megakernel.ops.state import Exchange
 
@@ -45,20 +40,12 @@ def attend(
     """
     if q.shape[2] == 1 and exchange is None and state is not None:
         return chunked(q, k, v, log_decay, positions, state)
-    width, value_dim = q.shape[-1], v.shape[-1]
-    phi = phi_of(MAP, width, None, decays=True)
     starts, start = document_starts(positions, k.shape[2])
-    options = (MAP, 1, True, False, start)
-    keys = (k, v, None, None, None, log_decay, starts)
-    if exchange is None:
-        packed: Tensors = (None, None, None)
-        if state is not None:
-            # The kernels expect a column of normalizers after the values; it is unused here.
-            packed = pack_state(unscaled_state(F.pad(state, (0, 1))), phi, value_dim)
-        out, _, *_, sums, norms, logs = operators.attend((q, *keys, *packed), *options)
-        last = unpack_state(sums, norms, logs, phi, value_dim)
-    else:
-        shard = exchanged.Shard(q, partial(operators.KernelLaunches.of, options))
-        factor = carry_factor(positions, q, log_decay)
-        (out, *_), _, last = exchanged.attend(shard, keys, lambda: (q,), exchange, factor, phi, value_dim)
+    # The kernels expect a column of normalizers after the values; it is unused here.
+    first = None if state is None else unscaled_state(F.pad(state, (0, 1)))
+    keys = (k, v, None, log_decay, None, None, starts)
+    (out, *_), _, last = operators.attend(
+        (MAP, 1, True, False, start), (q,), keys, positions, first, exchange
+    )
+    assert last is not None
     return out, last.sums[..., :-1] * last.log_scale.exp()[..., None, None]

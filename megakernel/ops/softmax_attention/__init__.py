@@ -27,6 +27,18 @@ class SoftmaxState(NamedTuple):
     """(B, H_kv, S, D)"""
 
 
+class SoftmaxInputs(NamedTuple):
+    """Validated arguments of a backend other than queries, keys and values."""
+
+    spans: Spans | None
+    """The keys that each query sees; None: all keys, or with `causal` those up to its own."""
+
+    causal: bool
+    key_mask: Tensor | None
+    key_weights: Tensor | None
+    softcap: float | None
+
+
 def softmax_attention(
     q: Tensor,
     k: Tensor,
@@ -72,45 +84,34 @@ def softmax_attention(
         raise ValueError(f"window={window} with causal={causal}; expected at least 1, and causal=True")
     cached = 0
     spans = None
-    if isinstance(positions, Tensor):
-        check_positions(positions, q)
+    check_positions(positions, q)
     if initial_state is not None:
         cached = initial_state.keys.shape[2]
         k, v = torch.cat([initial_state.keys, k], 2), torch.cat([initial_state.values, v], 2)
     # A single token after its document, or unpacked sequences, need no mask, without which fused kernels are fastest.
     visible_k, visible_v = k, v
-    if isinstance(positions, int) and causal and q.shape[2] == 1:
+    if isinstance(positions, int) and causal and q.shape[2] == 1 and key_mask is None:
         visible = min(positions + 1, k.shape[2], window or k.shape[2])
         visible_k, visible_v = k[:, :, -visible:], v[:, :, -visible:]
     else:
         is_cut = window is not None and k.shape[2] > window
-        if isinstance(positions, Tensor) or cached or is_cut or softcap is not None:
+        # Only some of PyTorch's kernels are causal and take a mask.
+        is_masked = causal and key_mask is not None
+        if isinstance(positions, Tensor) or cached or is_cut or is_masked or softcap is not None:
             spans = document_spans(positions, q, cached, causal, window)
-    whole = causal and cached == 0
     if key_weights is not None and (causal or key_mask is not None or spans is not None):
         raise ValueError(
             "key_weights with causal=True, key_mask, packed documents, softcap or a state; a weight of 0 hides a key"
         )
-    arguments = (q, visible_k, visible_v, spans, whole, key_mask, key_weights, softcap)
-    out = choose(IMPLEMENTATIONS, backend)(*arguments)
+    inputs = SoftmaxInputs(spans, causal and cached == 0, key_mask, key_weights, softcap)
+    out = choose(IMPLEMENTATIONS, backend)(q, visible_k, visible_v, inputs)
     forgotten = 0 if window is None else max(0, k.shape[2] - window + 1)
     return out, SoftmaxState(k[:, :, forgotten:], v[:, :, forgotten:])
 
 
-def chunked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spans: Spans | None,
-    causal: bool,
-    key_mask: Tensor | None,
-    key_weights: Tensor | None,
-    softcap: float | None,
-) -> Tensor:
-    """PyTorch's fused kernels; packed and soft-capped sequences without such a kernel run by blocks of queries.
-
-    spans: the keys that each query sees; None: all keys, or with `causal` those up to its own.
-    """
+def chunked(q: Tensor, k: Tensor, v: Tensor, inputs: SoftmaxInputs) -> Tensor:
+    """PyTorch's fused kernels; packed and soft-capped sequences without such a kernel run by blocks of queries."""
+    spans, causal, key_mask, key_weights, softcap = inputs
     grouped = q.shape[1] != k.shape[1]
     if spans is None and softcap is not None:
         return _attention(q, k, v, None, softcap)
@@ -120,6 +121,8 @@ def chunked(
             # log 0 is made finite, so that queries without any key get no NaN.
             logs = key_weights.to(accum_dtype(q.dtype)).log().clamp(min=torch.finfo(q.dtype).min / 2)
             mask = logs.to(q.dtype)[:, None, None]
+            # If no key has weight, all have the same.
+            v = v.masked_fill((key_weights == 0)[:, None, :, None], 0.0)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
     is_plain = key_mask is None and softcap is None
     if spans.positions is not None and is_plain and packed.supports(q, k, v):
@@ -166,23 +169,12 @@ def _capped(scores: Tensor, softcap: float | None) -> Tensor:
     return scores if softcap is None else softcap * (scores / softcap).tanh()
 
 
-def reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spans: Spans | None,
-    causal: bool,
-    key_mask: Tensor | None,
-    key_weights: Tensor | None,
-    softcap: float | None,
-) -> Tensor:
+def reference(q: Tensor, k: Tensor, v: Tensor, inputs: SoftmaxInputs) -> Tensor:
     """From the formula, with one N x N matrix of weights."""
+    spans, causal, key_mask, key_weights, softcap = inputs
     group = q.shape[1] // k.shape[1]
     queries, keys = q.shape[2], k.shape[2]
-    k, v = (
-        k.to(accum_dtype(k.dtype)).repeat_interleave(group, 1),
-        v.to(accum_dtype(v.dtype)).repeat_interleave(group, 1),
-    )
+    k, v = (x.to(accum_dtype(x.dtype)).repeat_interleave(group, 1) for x in (k, v))
     visible = torch.ones(1, queries, keys, dtype=torch.bool, device=q.device)
     if spans is not None:
         visible = spans.mask(slice(None), 0, keys)

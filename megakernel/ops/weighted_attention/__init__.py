@@ -168,6 +168,5 @@ def _all_keys(q: Tensor, k: Tensor) -> Spans:
 
 
 def _spans(q: Tensor, positions: Positions, cached: int, causal: bool) -> Spans:
-    if isinstance(positions, Tensor):
-        check_positions(positions, q)
+    check_positions(positions, q)
     return document_spans(positions, q, cached, causal)

@@ -102,6 +102,19 @@ def test_layer_values_and_gradients_equal_the_formula(name, decay):
         torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-9)
 
 
+def test_a_decay_that_leaves_nothing_does_not_disturb_later_landmarks(monkeypatch):
+    *tensors, further = inputs()
+    further[:, :, : TOKENS // 2] = -1e8
+    outputs = {}
+    for backend in ("chunked", "reference"):
+        monkeypatch.setenv("MEGAKERNEL_BACKEND", backend)
+        module = layer("gated").to(torch.float32 if backend == "chunked" else torch.float64)
+        q, k, v, logits = (x.to(next(module.parameters()).dtype) for x in (*tensors, further))
+        outputs[backend] = module(q, k, v, AttentionInputs(further=logits))
+    # float32 sums of few landmarks
+    torch.testing.assert_close(outputs["chunked"].double(), outputs["reference"], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("positions", [None, POSITIONS], ids=["row", "packed"])
 @pytest.mark.parametrize("backend", ["chunked", "reference"])

@@ -38,6 +38,20 @@ def test_chunked_values_and_gradients_equal_the_recurrence(positions):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
+def test_a_decay_that_leaves_nothing_is_a_document_start():
+    q, k, v, logits = random_tensors(
+        (2, 4, LENGTH, WIDTH), (2, 2, LENGTH, WIDTH), (2, 2, LENGTH, VALUES), (2, 2, LENGTH)
+    )
+    tensors = (q, k / k.norm(dim=-1, keepdim=True), v)
+    mild = torch.full((2, 2, LENGTH), -0.05)
+    expected = gated_delta_rule(*tensors, mild, logits.sigmoid(), positions=POSITIONS)
+    strong = mild.masked_fill(POSITIONS[:, None] == 0, -1e6)
+    found = gated_delta_rule(*(x.float() for x in tensors), strong, logits.sigmoid())
+    for one, other in zip(found, expected):
+        # float32 sums of up to 64 tokens
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+
+
 def layer(decay="step"):
     config = {"mechanism": "simple_gla", "simple_gla": {"update": "delta", "decay": decay}}
     return build(config, num_heads=4, num_kv_heads=2, head_dim=WIDTH).double()

@@ -58,6 +58,19 @@ def test_evaluation_does_not_count_for_the_m_step():
     assert not module.mixture.counted.any()
 
 
+@pytest.mark.parametrize("factor", [None, torch.nan], ids=["no step", "not finite"])
+def test_an_m_step_without_finite_responsibilities_keeps_the_priors(factor):
+    module = layer(m_step=True)
+    q, k, v = inputs()
+    module(q, k, v)
+    finish_step(module, no_reduction)
+    before = module.mixture.priors().clone()
+    if factor is not None:
+        module(q, k * factor, v)
+    finish_step(module, no_reduction)
+    assert torch.equal(module.mixture.priors(), before)
+
+
 def test_recomputation_does_not_change_the_m_step():
     once, twice = layer(m_step=True), layer(m_step=True)
     q, k, v = inputs()

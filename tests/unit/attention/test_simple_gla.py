@@ -42,6 +42,39 @@ def test_chunked_values_and_gradients_equal_the_quadratic_formula(positions):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("log_decay", [-1e3, -1e6, -torch.inf])
+def test_a_decay_that_leaves_nothing_is_a_document_start(log_decay):
+    q, k, v, _ = inputs()
+    mild = torch.full((2, 2, LENGTH), -0.05)
+    expected, expected_state = simple_gla(q, k, v, mild, positions=POSITIONS)
+    strong = mild.masked_fill(POSITIONS[:, None] == 0, log_decay)
+    out, state = simple_gla(*(x.float() for x in (q, k, v)), strong)
+    # float32 sums of up to 64 tokens
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(state.double(), expected_state, rtol=1e-4, atol=1e-4)
+
+
+def test_a_state_in_half_precision_is_summed_in_float32():
+    q, k, v, _ = (x.float() for x in inputs())
+    state = torch.randn(2, 2, WIDTH, WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16()
+    found, expected = (
+        simple_gla(q, k, v, torch.tensor(-0.05), positions=7, initial_state=x) for x in (state, state.float())
+    )
+    assert all(torch.equal(one, other) for one, other in zip(found, expected))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"initial_state": torch.zeros(2, 2, WIDTH, 1)}, r"initial_state has shape \(2, 2, 6, 1\); expected"),
+        ({"positions": POSITIONS[:, 1:]}, r"positions is torch.int64 of shape \(2, 149\); expected"),
+    ],
+)
+def test_invalid_arguments_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        simple_gla(*inputs()[:3], torch.tensor(-0.05), **options)
+
+
 def layer(decay, seed=0):
     config = {"mechanism": "simple_gla", "simple_gla": {"decay": decay}}
     return build(config, num_heads=4, num_kv_heads=2, head_dim=WIDTH, seed=seed).double()

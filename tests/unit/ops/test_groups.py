@@ -6,7 +6,7 @@ from megakernel.ops.groups import SHORT, scan_groups
 from tests.unit.ops.comparing import random
 
 
-def _moving_sum(start, carry, sequences, shared):
+def _moving_sum(positions, carry, sequences, shared):
     x, missing = sequences
     assert missing is None
     running = carry[0][:, :, None] + (x * shared[0]).cumsum(2)

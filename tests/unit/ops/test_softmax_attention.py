@@ -34,6 +34,34 @@ def test_softmax_equals_the_reference(causal, masked, positions):
     assert_same(run, [q, k, v])
 
 
+@pytest.mark.parametrize("softcap", [None, 0.3])
+@pytest.mark.parametrize("length", [1, N])
+def test_a_causal_key_mask_equals_the_reference(length, softcap):
+    q, k, v = inputs(length)
+    # Wider values than keys: not all of PyTorch's kernels take them.
+    v = torch.cat([v, v], -1)
+    key_mask = torch.rand(B, length, generator=torch.Generator().manual_seed(0)) > 0.5
+    key_mask[0] = False
+
+    def run(backend):
+        return softmax_attention(q, k, v, key_mask=key_mask, softcap=softcap, backend=backend)[:1]
+
+    assert_same(run, [q, k, v])
+    assert not run("chunked")[0][0].any()
+
+
+def test_keys_without_weight_give_zero():
+    q, k, v = inputs()
+    key_weights = torch.rand(B, N, generator=torch.Generator().manual_seed(0))
+    key_weights[0] = key_weights[1, :5] = 0
+
+    def run(backend):
+        return softmax_attention(q, k, v, causal=False, key_weights=key_weights, backend=backend)[:1]
+
+    assert_same(run, [q, k, v])
+    assert not run("chunked")[0][0].any()
+
+
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("positions", [0, PACKED], ids=["whole_sequences", "packed"])
 def test_softcap_equals_the_reference(window, positions):
