@@ -12,7 +12,7 @@ from data_pipeline.corpus import PreparedCorpus
 from data_pipeline.token_files import TokenFile
 
 
-class SlidingWindow(NamedTuple):
+class ScoredWindow(NamedTuple):
     """Tokens [start, end) of a document; what those from `scored` on predict is scored, the rest only read."""
 
     start: int
@@ -20,11 +20,11 @@ class SlidingWindow(NamedTuple):
     end: int
 
 
-_Located = tuple[int, int, SlidingWindow]
+_Located = tuple[int, int, ScoredWindow]
 """Index of the corpus, index of the document in it, and window."""
 
 
-def windows(tokens: int, seq_len: int, stride: int) -> Iterator[SlidingWindow]:
+def windows(tokens: int, seq_len: int, stride: int) -> Iterator[ScoredWindow]:
     """The windows of a document of `tokens` tokens, including end-of-document.
 
     The first has up to seq_len tokens, all scored; each further one ends `stride` tokens later, or where the document
@@ -32,10 +32,10 @@ def windows(tokens: int, seq_len: int, stride: int) -> Iterator[SlidingWindow]:
     """
     end = min(seq_len, tokens - 1)
     if end > 0:
-        yield SlidingWindow(0, 0, end)
+        yield ScoredWindow(0, 0, end)
     while end < tokens - 1:
         scored, end = end, min(end + stride, tokens - 1)
-        yield SlidingWindow(end - seq_len, scored, end)
+        yield ScoredWindow(end - seq_len, scored, end)
 
 
 class SlidingBatches:

@@ -27,7 +27,7 @@ from .engine import Engine, StepResult, loader_arguments
 from .environment import package_versions
 from .observing.console import Console
 from .observing.local_work import LocalWork
-from .observing.metrics_writer import Entry, MetricsWriter
+from .observing.metrics_writer import MetricsWriter, StepMetrics
 from .observing.observer import Observer, Providers
 from .observing.peak_speed import peak_tflops
 from .observing.profiler import Profiler, snapshot_on_out_of_memory
@@ -82,7 +82,7 @@ class Trainer:
             "zero_stage": config.parallel.zero_stage,
         }
         self.skipped_in_a_row = 0
-        self.entry = Entry()
+        self.entry = StepMetrics()
 
     def run(self) -> Stop:
         """Train until the last step or a stop request, and save; returns the request."""
@@ -315,7 +315,7 @@ class Trainer:
         """Write a step's metrics as one entry, and begin the next."""
         if self.writer is not None:
             self.writer.write(step, self.entry)
-        self.entry = Entry()
+        self.entry = StepMetrics()
 
     def _record(self, event: str, **facts: Any) -> None:
         if self.mesh.rank == 0:

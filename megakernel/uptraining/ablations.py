@@ -47,10 +47,10 @@ def as_sliding_window(dense: LanguageModel, window: int) -> None:
         if isinstance(layer, TransformerLayer):
             core = layer.self_attention.core
             of_layer = (core.window, core.softcap) if isinstance(core, SoftmaxAttention) else ()
-            layer.self_attention.core = SlidingWindow(window, *of_layer)  # type: ignore[assignment]
+            layer.self_attention.core = SinkWindow(window, *of_layer)  # type: ignore[assignment]
 
 
-class SlidingWindow(nn.Module):
+class SinkWindow(nn.Module):
     """Softmax over the last `window` tokens of a document and its first SINKS, a baseline that needs no training.
 
     For evaluation only: it computes all pairs of tokens and masks most. Sequences are whole and without padding.

@@ -36,7 +36,7 @@ from megakernel.parallel import Mesh, OneProcess
 from megakernel.parallel.ranks import Ranks
 from megakernel.training.engine import loader_arguments, model_inputs
 from megakernel.training.environment import package_versions
-from megakernel.training.observing.metrics_writer import Entry, MetricsWriter, read_metrics
+from megakernel.training.observing.metrics_writer import MetricsWriter, StepMetrics, read_metrics
 from megakernel.training.observing.observer import Providers
 from megakernel.training.optimizer import freeze, is_trained
 from megakernel.training.resume import check_weights
@@ -317,7 +317,7 @@ class BlockTransfer:
         with MetricsWriter(self.folder.metrics_file, tensorboard, 0) as writer:
             writer.describe(self.config)
             for step, scalars in merge_metrics(runs):
-                writer.write(step, Entry(scalars))
+                writer.write(step, StepMetrics(scalars))
             writer.finish(self.config)
 
 

@@ -81,7 +81,8 @@ def test_outputs_states_and_gradients_equal_the_reference(positions, dtype, draw
 def test_shards_give_the_whole_sequence(positions, draw, device):
     leaves = tokens(draw, device, torch.float32, width=24, values=24)
     # No document continues at the start, because the first shard has no entering state.
-    where = documents(device, 0, 20, 23, 110, LENGTH) if positions == "packed" else 0
+    packed = documents(device, 0, 20, 23, 110, LENGTH).expand(BATCH, -1)
+    where = packed if positions == "packed" else 0
     assert_agrees(partial(halves, positions=where), leaves, draw, TOLERANCE[torch.float32])
 
 

@@ -79,7 +79,7 @@ def _flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 @dataclass
-class Entry:
+class StepMetrics:
     """The metrics of one step, by TensorBoard tag."""
 
     scalars: dict[str, float] = field(default_factory=dict)
@@ -153,7 +153,7 @@ class MetricsWriter:
             with _naming_file(self._tensorboard):
                 self._events.file_writer.add_summary(_hparams(config)[2], config.training.steps)
 
-    def write(self, step: int, entry: Entry) -> None:
+    def write(self, step: int, entry: StepMetrics) -> None:
         """Write and flush all metrics of a step. Raises OSError, which names the file."""
         with _naming_file(self._file):
             if entry.scalars:
@@ -165,7 +165,7 @@ class MetricsWriter:
         with _naming_file(self._tensorboard):
             self._add_events(step, entry)
 
-    def _add_events(self, step: int, entry: Entry) -> None:
+    def _add_events(self, step: int, entry: StepMetrics) -> None:
         if self._events is None:
             return
         for tag, value in entry.scalars.items():

@@ -14,7 +14,7 @@ from megakernel.model.layer_inputs import LayerInputs
 from megakernel.parallel.ranks import Ranks
 from megakernel.training.engine import Engine, MakeModel, model_inputs
 
-from .metrics_writer import Entry
+from .metrics_writer import StepMetrics
 from .model_histograms import ModelHistograms
 from .profiler import Profiler
 
@@ -67,12 +67,12 @@ class Observer:
         self._sample = providers.sampler(config, corpora.tokenizer) if wants_samples else None
 
     @contextmanager
-    def step(self, step: int, entry: Entry) -> Iterator[None]:
+    def step(self, step: int, entry: StepMetrics) -> Iterator[None]:
         """Wraps training step `step`, counted from 1."""
         with self._histograms.step(step, entry.histograms), self._profiler.step(step):
             yield
 
-    def after_step(self, step: int, batches: Sequence[Batch], entry: Entry) -> None:
+    def after_step(self, step: int, batches: Sequence[Batch], entry: StepMetrics) -> None:
         """Plot the attention layers for the first sequence of `batches`, every logging.analysis_every steps."""
         if self._plots_every is None or step % self._plots_every:
             return
@@ -83,7 +83,7 @@ class Observer:
             inputs = model_inputs(batches[:1], self._mesh)[0]
             entry.figures |= self._figures(model, inputs, self._mesh.rank == 0)
 
-    def after_evaluation(self, entry: Entry) -> None:
+    def after_evaluation(self, entry: StepMetrics) -> None:
         """Write a sample after an evaluation."""
         if self._sample is not None and self._mesh.rank == 0:
             model = self._engine.engine.module

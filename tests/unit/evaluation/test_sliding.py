@@ -8,7 +8,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from data_pipeline.corpus import PreparedCorpus
-from megakernel.evaluation.sliding import SlidingBatches, SlidingWindow, windows
+from megakernel.evaluation.sliding import ScoredWindow, SlidingBatches, windows
 from tests.chats import CHATML, conversation, save_tokenizer, write_chats
 from tests.unit.data.conftest import documents, prepared, write_jsonl
 
@@ -26,14 +26,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> PreparedCorpus:
 
 def test_the_last_window_ends_with_the_document():
     assert list(windows(70, 32, 12)) == [
-        SlidingWindow(0, 0, 32),
-        SlidingWindow(12, 32, 44),
-        SlidingWindow(24, 44, 56),
-        SlidingWindow(36, 56, 68),
-        SlidingWindow(37, 68, 69),
+        ScoredWindow(0, 0, 32),
+        ScoredWindow(12, 32, 44),
+        ScoredWindow(24, 44, 56),
+        ScoredWindow(36, 56, 68),
+        ScoredWindow(37, 68, 69),
     ]
-    assert list(windows(33, 32, 12)) == [SlidingWindow(0, 0, 32)]
-    assert list(windows(10, 32, 12)) == [SlidingWindow(0, 0, 9)]
+    assert list(windows(33, 32, 12)) == [ScoredWindow(0, 0, 32)]
+    assert list(windows(10, 32, 12)) == [ScoredWindow(0, 0, 9)]
     assert list(windows(1, 32, 12)) == []
 
 

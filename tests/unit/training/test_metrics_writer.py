@@ -13,7 +13,7 @@ from tensorboard.summary.writer import event_file_writer
 
 from megakernel.config import Config
 from megakernel.training.observing.histograms import SIGNED, Histogram
-from megakernel.training.observing.metrics_writer import Entry, MetricsWriter
+from megakernel.training.observing.metrics_writer import MetricsWriter, StepMetrics
 from tests.disk import files_of_at_most
 
 
@@ -28,7 +28,7 @@ class Folder:
     def train(self, done_steps: int, until: int, offset: float = 0.0) -> None:
         with self.continued_from(done_steps) as writer:
             for step in range(done_steps + 1, until + 1):
-                writer.write(step, Entry({"train/loss": step + offset, "train/lr": 0.5}))
+                writer.write(step, StepMetrics({"train/loss": step + offset, "train/lr": 0.5}))
 
     def lines(self) -> list[dict]:
         return [json.loads(line) for line in self.metrics.read_text().splitlines()]
@@ -74,8 +74,8 @@ def test_curves_continue_after_a_restart_without_repeated_steps(folder):
 def test_a_run_that_starts_over_keeps_one_initial_evaluation(folder):
     for _ in range(2):
         with folder.continued_from(0) as writer:
-            writer.write(0, Entry({"eval/loss": 5.5}))
-            writer.write(1, Entry({"train/loss": 5.0}))
+            writer.write(0, StepMetrics({"eval/loss": 5.5}))
+            writer.write(1, StepMetrics({"train/loss": 5.0}))
     assert [line["step"] for line in folder.lines()] == [0, 1]
     assert folder.curve("eval/loss") == [(0, 5.5)]
     assert folder.curve() == [(1, 5.0)]
@@ -100,10 +100,10 @@ def test_a_killed_process_loses_no_written_step(folder):
     script = f"""
         import os, signal
         from pathlib import Path
-        from megakernel.training.observing.metrics_writer import Entry, MetricsWriter
+        from megakernel.training.observing.metrics_writer import MetricsWriter, StepMetrics
         writer = MetricsWriter(Path({str(folder.metrics)!r}), Path({str(folder.tensorboard)!r}), 0)
         for step in (1, 2, 3):
-            writer.write(step, Entry({{"train/loss": float(step)}}))
+            writer.write(step, StepMetrics({{"train/loss": float(step)}}))
         os.kill(os.getpid(), signal.SIGKILL)
     """
     assert subprocess.run([sys.executable, "-c", textwrap.dedent(script)]).returncode == -9
@@ -147,10 +147,12 @@ def test_a_damaged_event_ends_its_file(folder):
     assert [step for step, _ in folder.curve()] == [1, 2, 3]
 
 
-def entry(step: int) -> Entry:
+def entry(step: int) -> StepMetrics:
     histogram = Histogram()
     histogram.add(torch.full((3,), float(step)), SIGNED)
-    return Entry({"train/loss": float(step)}, {"weights/w": histogram}, {}, {"samples": f"sample {step}"})
+    return StepMetrics(
+        {"train/loss": float(step)}, {"weights/w": histogram}, {}, {"samples": f"sample {step}"}
+    )
 
 
 TAGS = ("train/loss", "weights/w", "samples/text_summary")
@@ -188,13 +190,13 @@ def test_a_histogram_is_read_back_unchanged(folder):
 
 def test_non_finite_numbers_leave_valid_json(folder):
     with folder.continued_from(0) as writer:
-        writer.write(1, Entry({"train/loss": float("nan"), "train/grad_norm": float("inf")}))
+        writer.write(1, StepMetrics({"train/loss": float("nan"), "train/grad_norm": float("inf")}))
     assert folder.lines() == [{"step": 1, "train/loss": None, "train/grad_norm": None}]
 
 
 def test_tensorboard_can_be_left_out(folder):
     with MetricsWriter(folder.metrics, None, 0) as writer:
-        writer.write(1, Entry({"train/loss": 1.0}))
+        writer.write(1, StepMetrics({"train/loss": 1.0}))
     assert not folder.tensorboard.exists()
 
 
@@ -210,7 +212,7 @@ def test_the_configuration_is_written_once_beside_the_curves(folder):
     for done_steps in (0, 0, 1):  # killed before the first checkpoint, then once after it
         with folder.continued_from(done_steps) as writer:
             writer.describe(config, packing="| corpus |")
-            writer.write(done_steps + 1, Entry({"train/loss": 1.0}))
+            writer.write(done_steps + 1, StepMetrics({"train/loss": 1.0}))
     events = folder.events()
     [text] = events.Tensors("config/text_summary")
     assert b"    run:\n      name: r\n" in text.tensor_proto.string_val[0]
@@ -228,7 +230,11 @@ def test_the_configuration_is_written_once_beside_the_curves(folder):
 @pytest.mark.parametrize("full", ["metrics.jsonl", "tensorboard"])
 def test_a_full_disk_raises_one_error_that_names_the_file(folder, capsys, full):
     writes_events = full == "tensorboard"
-    entry = Entry(texts={"text": "x" * 2000}) if writes_events else Entry(scalars={"train/loss": 1 / 3})
+    entry = (
+        StepMetrics(texts={"text": "x" * 2000})
+        if writes_events
+        else StepMetrics(scalars={"train/loss": 1 / 3})
+    )
 
     def train() -> None:
         tensorboard = folder.tensorboard if writes_events else None

@@ -5,7 +5,7 @@ import torch
 
 from megakernel import attention
 from megakernel.attention import AttentionInputs
-from megakernel.uptraining.ablations import SINKS, SlidingWindow, as_sliding_window, without_far, without_near
+from megakernel.uptraining.ablations import SINKS, SinkWindow, as_sliding_window, without_far, without_near
 from tests.unit.generation.small_models import build
 
 BLOCK, TOKENS = 4, 14
@@ -76,9 +76,9 @@ def test_only_gated_layers_can_drop_their_window(name):
 def test_a_sliding_window_sees_the_last_tokens_and_the_attention_sinks(window, tokens):
     q, k, v = tokens
     rotary = attention.Rotary(4)
-    out = SlidingWindow(window)(q, k[:, :1], v[:, :1], AttentionInputs(positions=PACKED, rotary=rotary))
+    out = SinkWindow(window)(q, k[:, :1], v[:, :1], AttentionInputs(positions=PACKED, rotary=rotary))
     one_hot = torch.eye(TOKENS, dtype=torch.float64).expand(1, 1, -1, -1)
-    weights = SlidingWindow(window)(q, k[:, :1], one_hot, AttentionInputs(positions=PACKED, rotary=rotary))
+    weights = SinkWindow(window)(q, k[:, :1], one_hot, AttentionInputs(positions=PACKED, rotary=rotary))
     for i in range(TOKENS):
         start = 0 if i < 9 else 9
         visible = [j for j in range(start, i + 1) if i - j < window or j - start < SINKS]
