@@ -65,9 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     atexit.register(gc.freeze)
     _open_missing_streams()
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(
-            errors="backslashreplace"
-        )  # a name or text may not fit the terminal's encoding
+        # A name or text may not fit the terminal's encoding.
+        sys.stdout.reconfigure(errors="backslashreplace")
     ignore_write_errors("stderr")
     args = argparse.Namespace()
     try:

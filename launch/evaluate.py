@@ -65,13 +65,15 @@ def run(args: argparse.Namespace) -> int:
         if args.baseline is not None and value is not None:
             raise UserError(f"{option} {value} is for a run's own model; leave out {option} or --baseline")
     records = []
-    for result in _results(args):
-        if args.json:
-            records.append(result.as_dict())
-        else:
-            _print(result)
-    if args.json:
-        print(json.dumps(records if args.task else records[0], indent=1))
+    try:
+        for result in _results(args):
+            if args.json:
+                records.append(result.as_dict())
+            else:
+                _print(result)
+    finally:
+        if records:  # also if the last one cannot be recorded in the run's folder
+            print(json.dumps(records if args.task else records[0], indent=1))
     return 0
 
 

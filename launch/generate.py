@@ -201,7 +201,7 @@ def _read_text(option: str, name: str) -> str:
 def _read_jsonl(name: str, chat: bool) -> list[dict[str, Any]]:
     """The JSON objects in the lines of a file; empty lines are skipped."""
     records = []
-    for number, line in enumerate(_read_text("--prompts", name).split("\n"), 1):
+    for number, line in enumerate(_read_text("--prompts", name).removeprefix("\ufeff").split("\n"), 1):
         try:
             record = json.loads(line) if line.strip() else None
         except (ValueError, RecursionError):

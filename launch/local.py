@@ -231,7 +231,8 @@ class RankProcess:
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         file = _PlainLog(log, "ab")
-        file.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(command)}\n".encode())
+        started = f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(command)}\n"
+        file.write(started.encode(errors="backslashreplace"))  # a command line need not be UTF-8
         self._log_start = file.tell()
         self._process = subprocess.Popen(
             command,

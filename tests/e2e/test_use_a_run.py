@@ -70,6 +70,15 @@ def test_with_json_only_json_is_on_stdout(run):
     assert json.loads(done.stdout) == evaluate_run(run).as_dict()
 
 
+def test_a_result_that_cannot_be_recorded_is_printed(run, tmp_path, capsys):
+    folder = shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("evaluation"))
+    (folder / "evaluation").write_text("no folder")
+    assert main(["evaluate", str(folder), "--json"]) != 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == evaluate_run(run).as_dict() | {"run": str(folder)}
+    assert err.splitlines()[-1].startswith("megakernel: error: ")
+
+
 def test_a_broken_newest_checkpoint_is_skipped_with_a_warning(run, tmp_path, caplog):
     damaged = shutil.copytree(run, tmp_path / "damaged")
     weights = damaged / "checkpoints/step_4/mp_rank_00_model_states.pt"
@@ -161,10 +170,12 @@ def test_prompts_come_from_a_file_stdin_or_json_lines(run, tmp_path, capsys, mon
         assert main(["generate", str(run), "--prompt-file", name, *options]) == 0
         assert capsys.readouterr().out == f"{expected}\n"
     rows = [{"prompt": "import é", "id": 7}, {"prompt": ""}, {"prompt": long}]
-    (tmp_path / "prompts.jsonl").write_text("\n\n".join(map(json.dumps, rows)) + "\n")
-    assert main(["generate", str(run), "--prompts", str(tmp_path / "prompts.jsonl"), *options]) == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert lines == [{**row, "continuation": generated_text(run, row["prompt"], count=12)} for row in rows]
+    continued = [{**row, "continuation": generated_text(run, row["prompt"], count=12)} for row in rows]
+    for encoding in ("utf-8", "utf-8-sig"):
+        text = "\n\n".join(map(json.dumps, rows)) + "\n"
+        (tmp_path / "prompts.jsonl").write_text(text, encoding=encoding)
+        assert main(["generate", str(run), "--prompts", str(tmp_path / "prompts.jsonl"), *options]) == 0
+        assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == continued
 
 
 @pytest.fixture(scope="module")

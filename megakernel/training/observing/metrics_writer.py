@@ -207,5 +207,5 @@ def _step(line: str) -> float:
         return math.inf
     try:
         return json.loads(line)["step"]
-    except ValueError:
+    except (ValueError, TypeError, KeyError):
         return math.inf

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from launch.local import run_ranks
+
 from ..config import trees
 from .launching import GLOO_MAXIMUM, INSTALLED_SCRIPT, LAUNCHER_SCRIPT, REPOSITORY, Launch
 
@@ -59,6 +61,11 @@ def test_a_second_launch_appends_to_the_logs(tmp_path):
         launch = Launch(tmp_path, "finish", nproc=1)
         assert launch.finish()[0] == 0
     assert launch.log(0).count("rank 0 of 1") == 2
+
+
+def test_a_command_line_need_not_be_utf8(tmp_path):
+    assert run_ranks([sys.executable, "-c", "", "\udcff"], 1, tmp_path) == 0
+    assert (tmp_path / "rank_0.log").read_text().endswith(" \\udcff\n")
 
 
 def test_a_rank_that_fails_ends_the_others_and_is_named_with_its_last_lines(tmp_path):

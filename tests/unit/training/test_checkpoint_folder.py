@@ -209,9 +209,8 @@ def test_a_broken_checkpoint_is_replaced_when_its_step_is_saved_again(folder):
 
 def test_a_step_is_replaced_and_pruned_where_files_in_use_cannot_be_deleted(folder, monkeypatch):
     save(folder, 10)
-    monkeypatch.setattr(
-        shutil, "rmtree", lambda path, ignore_errors: None
-    )  # as on NFS while somebody reads them
+    # As on NFS while somebody reads them.
+    monkeypatch.setattr(shutil, "rmtree", lambda path, ignore_errors: None)
     os.truncate(weights(folder.root / "step_10"), 10)
     save(folder, 10, 20, 30)
     assert {name for name in names(folder.root) if not name.endswith(".partial")} == {
