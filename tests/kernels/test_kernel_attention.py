@@ -351,6 +351,7 @@ def test_states_take_less_than_a_quarter_of_the_memory_of_tokens(feature_map, ro
             torch.empty(1, n, 131072, 128, dtype=torch.bfloat16, device="meta") for n in (heads, kv_heads)
         )
         matrix = None if rows is None else torch.empty(rows, 128, device="meta")
-        launcher = launches.Launcher.of(q, k, k, matrix, None, feature_map, 1, True, 0, False)
+        phi = launches.map_of_call((feature_map, 1), q, (k, k, matrix, None))
+        launcher = launches.Launcher.of(q, k, k, None, phi, True, 0)
         states = sum(x.numel() * x.element_size() for x in launcher.segment_buffer(k, k.shape[2]))
         assert states <= (q.numel() + k.numel()) * 2 * 2 / 4

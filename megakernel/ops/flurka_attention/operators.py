@@ -27,7 +27,7 @@ from megakernel.ops.kernel_attention.launches import (
     map_of_call,
 )
 from megakernel.ops.kernel_attention.operators import gradient_of_matrix, products_of_queries
-from megakernel.ops.kernels.features import PhiSpec, cdiv, padded
+from megakernel.ops.kernels.features import Phi, cdiv, padded
 from megakernel.ops.kernels.launch import capability_of
 
 MIN_LANDMARKS = 64
@@ -37,13 +37,13 @@ BLOCKS_AT_ONCE = 16
 """Blocks per program that sums gradients of E and F."""
 
 
-def segment_blocks(phi: PhiSpec, block_size: int, rank: int) -> int:
+def segment_blocks(phi: Phi, block_size: int, rank: int) -> int:
     """Blocks per segment: at least as many tokens as in kernel attention, and at least MIN_LANDMARKS landmarks."""
     tokens = SEGMENT * max(1, phi.padded_features // 64)
     return max(cdiv(tokens, block_size), cdiv(MIN_LANDMARKS, rank))
 
 
-def tile_sizes(phi: PhiSpec, near: Near, size: int, values: int, capability: int) -> dict[str, TileSizes]:
+def tile_sizes(phi: Phi, near: Near, size: int, values: int, capability: int) -> dict[str, TileSizes]:
     """Tile sizes of FLuRKA's kernels, for elements of `size` bytes."""
     tiles = dict.fromkeys(("pool", "pool_backward"), TileSizes(16, 16, 4))
     if size == 4:

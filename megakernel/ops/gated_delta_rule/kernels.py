@@ -55,7 +55,7 @@ class DeltaShape(NamedTuple):
     """1 / sqrt(d)."""
 
 
-class DeltaInputs(NamedTuple):
+class Tokens(NamedTuple):
     """The inputs of the op."""
 
     q: Rows

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megakernel.ops.documents import Positions
 from megakernel.ops.gated_delta_rule import chunked, kernels
-from megakernel.ops.gated_delta_rule.kernels import CHUNK, DeltaInputs, DeltaShape
+from megakernel.ops.gated_delta_rule.kernels import CHUNK, DeltaShape, Tokens
 from megakernel.ops.kernel_attention.triton import (
     WIDEST,
     document_starts,
@@ -86,7 +86,7 @@ def attend(
 class DeltaLauncher(NamedTuple):
     """Arguments shared by all launches of a call."""
 
-    tokens: DeltaInputs
+    tokens: Tokens
     start: int
 
     @staticmethod
@@ -101,7 +101,7 @@ class DeltaLauncher(NamedTuple):
     ) -> "DeltaLauncher":
         """The launcher for arguments of the operators."""
         strength = strength.clamp(min=MIN_STRENGTH).contiguous()
-        tokens = DeltaInputs(Rows.of(q), Rows.of(k), Rows.of(v), log_decay.contiguous(), strength, starts)
+        tokens = Tokens(Rows.of(q), Rows.of(k), Rows.of(v), log_decay.contiguous(), strength, starts)
         return DeltaLauncher(tokens, start)
 
     def launch(self, kernel: Any, *arguments: Any) -> None:

@@ -24,7 +24,7 @@ from megakernel.ops.kernel_attention.launches import (
     pack_state,
     unpack_state,
 )
-from megakernel.ops.kernels.features import PhiSpec
+from megakernel.ops.kernels.features import Phi
 from megakernel.ops.state import Exchange, KernelState
 
 
@@ -197,7 +197,7 @@ def attend(
     keys: Tensors,
     exchange: Exchange,
     carries: Tensor,
-    phi: PhiSpec,
+    phi: Phi,
 ) -> tuple[Tensors, KernelState, KernelState]:
     """What `Launches.read` returns, the entering state, and what the keys add to the outgoing one.
 

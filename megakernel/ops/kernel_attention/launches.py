@@ -11,7 +11,7 @@ from megakernel.ops.groups import Tensors
 from megakernel.ops.kernel_attention import query_kernels
 from megakernel.ops.kernel_attention.arguments import Queries, SequenceInfo, State, Tiling
 from megakernel.ops.kernels import states
-from megakernel.ops.kernels.features import PhiSpec, cdiv, padded, phi_of, power_of_two
+from megakernel.ops.kernels.features import Phi, cdiv, padded, phi_of, power_of_two
 from megakernel.ops.kernels.launch import MIN_PROGRAMS, capability_of, launch
 from megakernel.ops.state import EMPTY, KernelState
 
@@ -93,14 +93,14 @@ DECAY = 3
 """Index of the log decays (B, H_kv, N) among the tensors of keys."""
 
 
-def map_of_call(options: Sequence[Any], q: Tensor, keys: Tensors) -> PhiSpec:
+def map_of_call(options: Sequence[Any], q: Tensor, keys: Tensors) -> Phi:
     """The feature map of a call. options: the name of the map, its components, and others."""
     matrix = keys[MATRIX]
     rows = None if matrix is None else matrix.shape[-2]
     return phi_of(FeatureMap(*options[:2]), q.shape[-1], rows, keys[DECAY] is not None)
 
 
-def pack_state(state: KernelState, phi: PhiSpec, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+def pack_state(state: KernelState, phi: Phi, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """A state in the kernels' padded layout: sums (B, H_kv, FP, VP), normalizers (B, H_kv, FP), log scales."""
     halves = phi.features // phi.rows
     lead = state.sums.unflatten(2, (halves, phi.rows)).to(torch.float32)
@@ -115,7 +115,7 @@ def pack_state(state: KernelState, phi: PhiSpec, value_dim: int) -> tuple[Tensor
     )
 
 
-def unpack_state(sums: Tensor, norms: Tensor, logs: Tensor, phi: PhiSpec, value_dim: int) -> KernelState:
+def unpack_state(sums: Tensor, norms: Tensor, logs: Tensor, phi: Phi, value_dim: int) -> KernelState:
     """The inverse of `pack_state`."""
     halves = phi.features // phi.rows
     whole = torch.cat([sums[..., :value_dim], norms[..., None]], -1)
@@ -123,7 +123,7 @@ def unpack_state(sums: Tensor, norms: Tensor, logs: Tensor, phi: PhiSpec, value_
     return KernelState(saved, logs.detach())
 
 
-def segment_length(phi: PhiSpec, q: Tensor, v: Tensor, causal: bool) -> int:
+def segment_length(phi: Phi, q: Tensor, v: Tensor, causal: bool) -> int:
     """Tokens per segment, MIN_SEGMENT times a power of two; depends on shapes alone.
 
     Bidirectional attention computes no pairs, so segments only split the work. They are long enough that states take at
@@ -144,7 +144,7 @@ def segment_length(phi: PhiSpec, q: Tensor, v: Tensor, causal: bool) -> int:
 class Launcher(NamedTuple):
     """Sizes and options of one call of an op; allocates its buffers and launches its kernels."""
 
-    phi: PhiSpec
+    phi: Phi
     seq: SequenceInfo
     """Without the table of document starts."""
 
@@ -172,7 +172,7 @@ class Launcher(NamedTuple):
         k: Tensor,
         v: Tensor,
         priors: Tensor | None,
-        phi: PhiSpec,
+        phi: Phi,
         causal: bool,
         start: int,
     ) -> "Launcher":

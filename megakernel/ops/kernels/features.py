@@ -27,7 +27,7 @@ UNBOUNDED = ("favor", "prf")
 SUPPORTED = (*ELEMENTWISE, *TWO_HALVES, *UNBOUNDED)
 
 
-class PhiSpec(NamedTuple):
+class Phi(NamedTuple):
     """A feature map as a compile-time argument of kernels."""
 
     name: str
@@ -116,15 +116,15 @@ def padded(size: int) -> int:
     return max(16, power_of_two(size))
 
 
-def phi_of(feature_map: FeatureMap | str, width: int, rows: int | None, decays: bool = False) -> PhiSpec:
+def phi_of(feature_map: FeatureMap | str, width: int, rows: int | None, decays: bool = False) -> Phi:
     """The map for tokens of width d and a projection with M `rows`, None without one."""
     feature_map = named(feature_map)
     if feature_map.name in ELEMENTWISE:
-        return PhiSpec(feature_map.name, width, width, 1.0, feature_map.components**0.5, decays)
+        return Phi(feature_map.name, width, width, 1.0, feature_map.components**0.5, decays)
     assert rows is not None
     sampled = feature_map.name != "hedgehog"
     coefficient = math.sqrt(feature_map.components / rows) if sampled else feature_map.components**0.5
-    return PhiSpec(feature_map.name, width, rows, width**-0.25 if sampled else 1.0, coefficient, decays)
+    return Phi(feature_map.name, width, rows, width**-0.25 if sampled else 1.0, coefficient, decays)
 
 
 @triton.jit
