@@ -45,7 +45,7 @@ class Sizes(NamedTuple):
     """Sizes that all models share."""
 
     length: int
-    rows: int
+    batch_size: int
     layers: int = 4
     width: int = 256
     heads: int = 4
@@ -66,10 +66,10 @@ class Turn(NamedTuple):
 def configuration(attention: str, sizes: Sizes) -> Config:
     """A configuration of our model, with one document per sequence."""
     model = {"num_layers": sizes.layers, "hidden_size": sizes.width, "num_heads": sizes.heads}
-    rows = {"global_batch_size": sizes.rows, "micro_batch_size": sizes.rows}
+    batch = {"global_batch_size": sizes.batch_size, "micro_batch_size": sizes.batch_size}
     return benchmark_config(
         {**model, "ffn_hidden_size": sizes.inner, "attention": attention},
-        {"seq_len": sizes.length, **rows, "dtype": DTYPE},
+        {"seq_len": sizes.length, **batch, "dtype": DTYPE},
         data={"isolate_documents": False},
     )
 
@@ -114,7 +114,9 @@ def baseline_step(sizes: Sizes) -> Callable[[], float]:
     weights = list(model.parameters())
     optimizer = torch.optim.AdamW(weights, LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     draw = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, sizes.vocab_size, (sizes.rows, sizes.length), generator=draw).to(model.device)
+    tokens = torch.randint(0, sizes.vocab_size, (sizes.batch_size, sizes.length), generator=draw).to(
+        model.device
+    )
 
     def step() -> float:
         # The weights stay float32, as ours have float32 master weights.
@@ -157,7 +159,7 @@ def measure(sizes: Sizes, turns: int) -> dict[str, list[Turn]]:
     results: dict[str, list[Turn]] = {model: [] for model in MODELS}
     for _ in range(turns):
         for model, pipe in pipes.items():
-            pipe.send(max(1, TOKENS // (sizes.rows * sizes.length)))
+            pipe.send(max(1, TOKENS // (sizes.batch_size * sizes.length)))
             results[model].append(pipe.recv())
     for pipe in pipes.values():
         pipe.send(0)
@@ -169,7 +171,10 @@ def measure(sizes: Sizes, turns: int) -> dict[str, list[Turn]]:
 def row(sizes: Sizes, results: dict[str, list[Turn]]) -> str:
     """The table row of one length."""
     times = {model: statistics.median(turn.seconds for turn in turns) for model, turns in results.items()}
-    cells = [f"{sizes.length:,}", *(f"{sizes.rows * sizes.length / one:,.0f}" for one in times.values())]
+    cells = [
+        f"{sizes.length:,}",
+        *(f"{sizes.batch_size * sizes.length / one:,.0f}" for one in times.values()),
+    ]
     for model, targets in TARGETS.items():
         target = f" ({targets[LENGTHS.index(sizes.length)]})" if sizes.length in LENGTHS else ""
         cells.append(f"{times[BASELINE] / times[model]:.2f}{target}")
@@ -181,7 +186,7 @@ def page(rows: Sequence[str], sizes: Sizes, command: str) -> str:
     columns = ["tokens of a sequence", *MODELS.values(), *(f"{MODELS[model]} (target)" for model in TARGETS)]
     text = (
         f"{sizes.layers} layers × {sizes.width}, {sizes.heads} heads, SwiGLU of {sizes.inner}, "
-        f"{sizes.vocab_size:,} ids, tied embeddings, {DTYPE}, {sizes.rows} sequence(s) of one document in a step. "
+        f"{sizes.vocab_size:,} ids, tied embeddings, {DTYPE}, {sizes.batch_size} sequence(s) of one document a step. "
         f"The first columns are tokens per {'second' if ON_GPU else 'CPU second'} of whole steps (forward, backward, "
         "clipping, AdamW), medians of turns that the models take one after the other; the last are times the speed of "
         "`transformers`, whose `LlamaForCausalLM` has SDPA and torch's fused AdamW, as its Trainer has by default. "
@@ -194,10 +199,10 @@ def main() -> None:
     """Measure and write the page."""
     parser = page_parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of a sequence")
-    parser.add_argument("--rows", type=int, default=1, help="sequences of a step")
+    parser.add_argument("--batch-size", "--rows", type=int, default=1, help="sequences of a step")
     parser.add_argument("--turns", type=int, default=5, help="turns of each model at each length")
     options = parser.parse_args()
-    sizes = [Sizes(length, options.rows) for length in options.lengths]
+    sizes = [Sizes(length, options.batch_size) for length in options.lengths]
     rows = [row(one, measure(one, options.turns)) for one in sizes]
     write_page(page(rows, sizes[0], command_line("training_speed")), options.out)
 
