@@ -33,8 +33,8 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def _perplexity(loss: float) -> float:
-    """exp(loss); infinity above the largest float, as of a model that has diverged."""
-    return math.exp(loss) if loss < math.log(sys.float_info.max) else math.inf
+    """exp(loss), also of NaN; infinity above the largest float, as of a model that has diverged."""
+    return math.inf if loss > math.log(sys.float_info.max) else math.exp(loss)
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,12 @@ def test_a_loss_above_the_largest_float_has_infinite_perplexity(loss: float):
     assert scored.table().total == ("all", "32", f"{loss:.4f}")
 
 
+def test_the_perplexity_of_a_loss_that_is_not_a_number_is_none():
+    result = Evaluation("runs/x", 1, 1, 32, 32, math.nan, None, None, [PositionBucket(0, 31, 32, math.nan)])
+    assert math.isnan(result.perplexity)
+    assert math.isnan(result.by_position[0].perplexity)
+
+
 def evaluate(folder: Path, model: dict[str, Any], **data: Any) -> Evaluation:
     """The result of `--task lm` on 3 samples of `folder`/corpus."""
     config = trees.config(
