@@ -149,11 +149,13 @@ class PrepareRequest(BaseModel):
         if self.chat and self.add_bos is not None:
             raise UserError("--add-bos: the chat template says how conversations begin; leave it out")
         source = " ".join(self.source)
-        if self.split != "train" and source_kind(self.source) != HUB:
+        kind = source_kind(self.source)
+        if self.split != "train" and kind != HUB:
             raise UserError(
                 f"--split {self.split} is of a hub dataset, and --source {source} is not hf:NAME; leave it out"
             )
-        if self.include and not any(Path(path).is_dir() for path in self.source):
+        # A missing directory is no reason: `open_source` says that it is missing, and a finished `out` needs none.
+        if self.include and (kind is not None or all(Path(path).is_file() for path in self.source)):
             raise UserError(
                 f"--include {' '.join(self.include)} chooses files of directories, and --source {source} names none; "
                 "leave it out"

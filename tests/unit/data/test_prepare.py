@@ -240,6 +240,29 @@ def test_options_without_effect_are_refused(
         run("--source", source, "--tokenizer", "byte", "--out", tmp_path / "out", *options)
 
 
+def test_a_missing_directory_is_named_although_include_is_given(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"--source .*nosuch does not exist; give files, a directory"):
+        run(
+            "--source",
+            tmp_path / "nosuch",
+            "--include",
+            "*.py",
+            "--tokenizer",
+            "byte",
+            "--out",
+            tmp_path / "o",
+        )
+
+
+def test_a_prepared_folder_needs_its_source_no_more(tmp_path: Path):
+    (tmp_path / "source").mkdir()
+    write_jsonl(tmp_path / "source" / "a.jsonl", TEXTS)
+    command = "--source", tmp_path / "source", "--include", "*.jsonl", "--tokenizer", "byte"
+    run(*command, "--out", tmp_path / "out")
+    shutil.rmtree(tmp_path / "source")
+    run(*command, "--out", tmp_path / "out")
+
+
 def test_a_name_that_is_not_utf8_is_refused_before_anything_is_read(tmp_path: Path):
     source = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.txt"))
     source.write_text("text")
