@@ -33,6 +33,8 @@ TABLES = {
 }
 """File extension -> format of files with a document per row; any other file is one document."""
 
+_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+
 TSV = ".tsv"
 """Extension of tab-separated tables; without --labels such a file is a text."""
 
@@ -125,8 +127,11 @@ class Files(DocumentSource):
     def _json_rows(self, file: Path) -> Iterator[dict[str, Any]]:
         import pyarrow
 
-        # Decompressed according to the file extension.
-        with pyarrow.input_stream(str(file)) as stream, io.BufferedReader(stream, 2**20) as lines:
+        compression = _COMPRESSIONS.get(file.suffix.lower())  # pyarrow detects no extension in capitals
+        with (
+            pyarrow.input_stream(str(file), compression) as stream,
+            io.BufferedReader(stream, 2**20) as lines,
+        ):
             for number, line in enumerate(lines, 1):
                 if line.isspace():
                     continue

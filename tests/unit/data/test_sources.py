@@ -89,7 +89,9 @@ def test_a_directory_that_cannot_be_listed_is_refused(tmp_path: Path, monkeypatc
 
 
 def test_a_table_may_have_an_ending_in_capitals(tmp_path: Path):
-    assert read(str(write_jsonl(tmp_path / "A.JSONL", TEXTS))) == TEXTS
+    rows = write_jsonl(tmp_path / "A.JSONL", TEXTS)
+    (tmp_path / "B.JSONL.GZ").write_bytes(gzip.compress(rows.read_bytes()))
+    assert read(str(rows)) == read(str(tmp_path / "B.JSONL.GZ")) == TEXTS
 
 
 def test_documents_without_text_are_skipped_and_counted(tmp_path: Path):
