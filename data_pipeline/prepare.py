@@ -486,7 +486,9 @@ def _visible_files(directory: Path) -> Iterator[Path]:
     """
 
     def refuse(error: OSError) -> None:
-        raise UserError(f"--source {error.filename} cannot be read: {error.strerror}") from None
+        raise UserError(
+            f"--source {error.filename} cannot be read: {error.strerror}; make it readable, or name only what is"
+        ) from None
 
     root, followed = directory.resolve(), set[Path]()
 

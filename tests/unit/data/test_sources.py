@@ -84,7 +84,7 @@ def test_a_directory_that_cannot_be_listed_is_refused(tmp_path: Path, monkeypatc
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", list_unless_private)
-    with pytest.raises(ValueError, match=r"--source .*private cannot be read: Permission denied"):
+    with pytest.raises(ValueError, match=r"--source .*private cannot be read: Permission denied; make it"):
         read(str(tmp_path))
 
 
