@@ -231,7 +231,10 @@ def _with_writable_index(data: Data) -> Data:
     existing = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
     if os.access(existing, os.W_OK):
         return data
-    return data.model_copy(update={"index_cache": user_cache() / "indices"})
+    try:
+        return data.model_copy(update={"index_cache": user_cache() / "indices"})
+    except RuntimeError:  # a user without a home; perhaps the folder holds the indices
+        return data
 
 
 def check_length(config: Config, corpora: Corpora, split: str = "validation") -> None:

@@ -111,6 +111,18 @@ def test_the_index_of_a_read_only_corpus_is_in_the_users_cache(folder, tmp_path,
     assert list((tmp_path / "megakernel" / "indices").iterdir())
 
 
+def test_a_user_without_a_home_reads_the_index_of_a_read_only_corpus(folder, monkeypatch):
+    assert evaluate(folder, {}).samples == 3
+
+    def fail(cls):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", classmethod(fail))
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert evaluate(folder, {}).samples == 3
+
+
 def test_samples_without_a_token_that_counts_are_refused(folder):
     with pytest.raises(
         ValueError, match=r"--task lm: no token of the 3 samples counts in the loss; give more"
