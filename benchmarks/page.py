@@ -44,7 +44,9 @@ def command_line(module: str, arguments: Sequence[str] | None = None) -> str:
     """The shell command that runs a benchmark with these arguments; None: those of this process."""
     arguments = sys.argv[1:] if arguments is None else arguments
     command = shlex.join(["python", "-m", f"benchmarks.{module}", *arguments])
-    return f"OMP_NUM_THREADS={torch.get_num_threads()} {command}"
+    # Without the variable, the runs that a benchmark starts share the cores; with it, each would take as many.
+    threads = os.environ.get("OMP_NUM_THREADS")
+    return f"OMP_NUM_THREADS={threads} {command}" if threads else command
 
 
 def table_row(cells: Iterable[object]) -> str:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from benchmarks import flurka_speed
-from benchmarks.page import table, table_row
+from benchmarks.page import command_line, table, table_row
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 
@@ -11,6 +11,14 @@ RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 def test_tables_have_a_separator_and_right_aligned_numbers():
     assert table(["a", "b"], [table_row(["x", 1])]) == ["| a | b |", "|---|---|", "| x | 1 |", ""]
     assert table(["a", "b"], [], numbers=True) == ["| a | b |", "| --- | ---: |", ""]
+
+
+def test_a_command_sets_the_threads_only_if_the_user_did(monkeypatch):
+    command = "python -m benchmarks.lra lra.yaml --out 'my page.md'"
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert command_line("lra", ["lra.yaml", "--out", "my page.md"]) == f"OMP_NUM_THREADS=3 {command}"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert command_line("lra", ["lra.yaml", "--out", "my page.md"]) == command
 
 
 def test_speed_curves_show_every_measurement_of_the_page():
