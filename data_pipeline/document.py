@@ -28,6 +28,11 @@ class Document(NamedTuple):
     messages: tuple[Mapping[str, Any], ...] | None = None
     """Of a conversation: the messages for the template. Its one text is their contents without roles."""
 
+    @property
+    def content(self) -> bytes:
+        """The UTF-8 bytes of its texts."""
+        return "".join(self.texts).encode()
+
 
 @dataclass(frozen=True)
 class Columns:

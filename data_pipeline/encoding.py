@@ -147,10 +147,11 @@ HASHES = 2**64
 """Number of values of `content_hash`."""
 
 
-def content_hash(document: Document, seed: int) -> int:
+def content_hash(content: bytes, seed: int) -> int:
     """A uniform number in [0, HASHES), the same for copies of a document, so that they are in the same split."""
-    text = "".join(document.texts).encode()
-    return int.from_bytes(blake2b(text, digest_size=8, salt=seed.to_bytes(16, "little")).digest(), "little")
+    return int.from_bytes(
+        blake2b(content, digest_size=8, salt=seed.to_bytes(16, "little")).digest(), "little"
+    )
 
 
 class Encoder:
@@ -172,7 +173,8 @@ class Encoder:
         plain = [document for document in documents if document.answers is None and document.messages is None]
         ids = iter(self._tokenizer.encode_batch([text for document in plain for text in document.texts]))
         for document in documents:
-            split = splits.setdefault(document.split or self._drawn_split(document), Encoded())
+            content = document.content
+            split = splits.setdefault(document.split or self._drawn_split(content), Encoded())
             sequences: list[np.ndarray] = []
             for text in document.texts:
                 if document.messages is not None:
@@ -189,11 +191,11 @@ class Encoder:
             split.tokens += [np.concatenate(sequences)] if document.joined else sequences
             if document.label is not None:
                 split.labels.append(document.label)
-            split.bytes += sum(len(text.encode()) for text in document.texts)
+            split.bytes += len(content)
         return splits
 
-    def _drawn_split(self, document: Document) -> str:
-        return "validation" if content_hash(document, self._seed) < self._validation_bound else "train"
+    def _drawn_split(self, content: bytes) -> str:
+        return "validation" if content_hash(content, self._seed) < self._validation_bound else "train"
 
     @cached_property
     def _template(self) -> ChatTemplate:

@@ -298,7 +298,7 @@ def _validation_bound(source: DocumentSource, request: PrepareRequest) -> float:
         return bound
     smallest, largest = HASHES, -1
     for document in _documents(source, request):
-        hashed = content_hash(document, request.seed)
+        hashed = content_hash(document.content, request.seed)
         smallest, largest = min(smallest, hashed), max(largest, hashed)
         if smallest < bound <= largest:
             return bound

@@ -29,7 +29,7 @@ from data_pipeline.corpus import PreparedCorpus
 from data_pipeline.packing import Packing, pack
 from data_pipeline.token_files import TokenFile
 from megakernel.config.data import Data
-from megakernel.config.errors import UserError
+from megakernel.config.errors import UserError, existing_parent
 
 if TYPE_CHECKING:
     from megatron.core.datasets.gpt_dataset import GPTDataset
@@ -125,8 +125,7 @@ class CorpusSamples:
     def _check_room(self, samples: int, passes: int) -> None:
         missing = sum(not self._index_folder(epoch).is_dir() for epoch in range(min(passes, MAX_EPOCHS)))
         needed = missing * self.index_bytes
-        cache = self._cache.absolute()
-        free = shutil.disk_usage(next(folder for folder in (cache, *cache.parents) if folder.is_dir())).free
+        free = shutil.disk_usage(existing_parent(self._cache.absolute())).free
         if passes > MAX_EPOCHS:
             reason = f"more than the {MAX_EPOCHS:,} that are indexed"
         elif needed > free:

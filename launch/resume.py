@@ -1,7 +1,6 @@
 """`megakernel resume`: continue runs whose jobs have ended."""
 
 import argparse
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ from launch.slurm.job_folder import JobFolder, find_runs
 from launch.slurm.options import add_cluster_options, cluster_of
 from launch.slurm.states import refuse_live
 from launch.submit import add_chain_option, add_job_options, carry_out, training_request
-from megakernel.checkpoint.folder import LATEST
+from megakernel.checkpoint.folder import LATEST, free_name
 from megakernel.checkpoint.manifest import step_of
 from megakernel.config import UserError, load
 from megakernel.training.run_folder import write_atomically
@@ -114,7 +113,7 @@ def _later_checkpoints_renamed(run: JobFolder, step: int) -> Iterator[None]:
     newest = latest.read_text(encoding="utf-8") if latest.is_file() else None
     try:
         for path in later:
-            moved.append((path, path.rename(_free_name(path))))
+            moved.append((path, path.rename(free_name(path, SET_ASIDE))))
         write_atomically(latest, f"step_{step}")  # which steps are saved, for status and restarts
         yield
     except BaseException:
@@ -127,9 +126,3 @@ def _later_checkpoints_renamed(run: JobFolder, step: int) -> Iterator[None]:
 
 def _steps(root: Path) -> dict[int, Path]:
     return {step: path for path in root.glob("step_*") if (step := step_of(path)) is not None}
-
-
-def _free_name(path: Path) -> Path:
-    """The first name with the suffix that no earlier `resume --from-step` took."""
-    names = (path.with_name(f"{path.name}{SET_ASIDE}{number or ''}") for number in itertools.count())
-    return next(name for name in names if not name.exists())

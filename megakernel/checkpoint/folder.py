@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 
 from megakernel.config import RunFailed, UserError
+from megakernel.config.errors import existing_parent
 from megakernel.parallel.ranks import RankFailed, Ranks
 
 from .manifest import Checkpoint, Damaged, FileRecord, SavedProgress, flush, flushed, step_of, write_manifest
@@ -143,7 +144,7 @@ class CheckpointFolder:
 
     def _clean_up(self, name: str, reason: str) -> str:
         """Remove what was written and return the error message."""
-        free = shutil.disk_usage(next(path for path in (self.root, *self.root.parents) if path.exists())).free
+        free = shutil.disk_usage(existing_parent(self.root)).free
         self._remove_leftovers()
         return (
             f"checkpoint {name} could not be saved in {self.root} ({free / 2**20:,.0f} MiB free): {reason}. "
@@ -187,11 +188,16 @@ def make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
+def free_name(path: Path, suffix: str, ending: str = "") -> Path:
+    """The first free name of `path` with the suffix, a number from the second on, and the ending."""
+    names = (path.with_name(f"{path.name}{suffix}{number or ''}{ending}") for number in count())
+    return next(name for name in names if not name.exists())
+
+
 def _remove(path: Path) -> None:
     """Delete a file or folder if it exists. A checkpoint is renamed first, so an interruption leaves no partial one."""
     if path.is_dir() and not path.name.endswith(PARTIAL):
-        names = (path.with_name(f"{path.name}.removed{number or ''}{PARTIAL}") for number in count())
-        path = path.rename(next(name for name in names if not name.exists()))
+        path = path.rename(free_name(path, ".removed", PARTIAL))
     if path.is_dir():
         # Network file systems keep a file while somebody reads it; the next start removes it.
         shutil.rmtree(path, ignore_errors=True)

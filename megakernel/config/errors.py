@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 MISSING = object()
@@ -99,6 +99,11 @@ def report_write_errors(key: str, place: object) -> Iterator[None]:
         raise UserError(
             f"{named} cannot be written ({error}); make it writable, free space or choose another {key}"
         ) from None
+
+
+def existing_parent(path: Path) -> Path:
+    """`path`, or the nearest folder above it that exists: where it can be written, and how much space there is."""
+    return next(place for place in (path, *path.parents) if place.exists())
 
 
 def first_line(error: Exception) -> str:

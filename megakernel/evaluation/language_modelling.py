@@ -11,6 +11,7 @@ from pydantic import Field
 from data_pipeline.corpus import Corpora
 from data_pipeline.verification import user_cache
 from megakernel.config import Config, Data, UserError
+from megakernel.config.errors import existing_parent
 from megakernel.config.section import Section
 
 from .result import Evaluation, PositionBucket
@@ -227,9 +228,7 @@ def _with_writable_index(data: Data) -> Data:
     """The section with its sample indices in the user's cache if their folder is read-only, as in others' corpora."""
     from data_pipeline.samples import index_cache
 
-    cache = index_cache(data).absolute()
-    existing = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
-    if os.access(existing, os.W_OK):
+    if os.access(existing_parent(index_cache(data).absolute()), os.W_OK):
         return data
     try:
         return data.model_copy(update={"index_cache": user_cache() / "indices"})

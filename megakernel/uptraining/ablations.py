@@ -12,7 +12,7 @@ from megakernel.attention.near_far import CLOSED_LOGIT
 from megakernel.attention.softmax import SoftmaxAttention
 from megakernel.model import LanguageModel
 from megakernel.model.layer import TransformerLayer
-from megakernel.ops.dispatch import accum_dtype
+from megakernel.ops.softmax_attention import masked_attention
 
 SINKS = 4
 """First tokens of a document, to which every token of the sliding-window baseline attends."""
@@ -75,14 +75,13 @@ class SinkWindow(nn.Module):
             seen &= distance < self.own_window
         if self.softcap is None:
             return F.scaled_dot_product_attention(q, k, v, seen[:, None], enable_gqa=True)
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        heads = []
         # One head at a time, because the scores of all may not fit into memory.
-        for queries, keys, values in zip(q.unbind(1), k.unbind(1), v.unbind(1)):
-            scores = (queries @ keys.transpose(-1, -2) * q.shape[-1] ** -0.5).to(accum_dtype(q.dtype))
-            capped = self.softcap * (scores / self.softcap).tanh()
-            heads.append(capped.masked_fill(~seen, -torch.inf).softmax(-1).to(v.dtype) @ values)
-        return torch.stack(heads, 1)
+        group = q.shape[1] // k.shape[1]
+        heads = [
+            masked_attention(queries, k[:, [at // group]], v[:, [at // group]], seen[:, None], self.softcap)
+            for at, queries in enumerate(q.split(1, 1))
+        ]
+        return torch.cat(heads, 1)
 
 
 def _flurka(model: LanguageModel) -> list[FlurkaAttention]:

@@ -26,6 +26,7 @@ from megakernel.checkpoint.universal import WEIGHT, Partition, WholeTensors, par
 from megakernel.checkpoint.universal_load import compare, load_weights
 from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import Config, RunFailed, UserError
+from megakernel.config.errors import existing_parent
 from megakernel.config.section import merged
 from megakernel.config.validation import validate
 from megakernel.model import LanguageModel, ModelSettings, layer_list
@@ -165,8 +166,8 @@ class BlockTransfer:
             return
         passes = len(self.blocks) - 1
         stored = sum(file.stat().st_size for file in self._states_folder.rglob("*.bin"))
-        place = next(path for path in (self.folder.path, *self.folder.path.parents) if path.exists())
-        needed, free = min(passes, 2) * size, shutil.disk_usage(place).free + stored
+        free = shutil.disk_usage(existing_parent(self.folder.path)).free + stored
+        needed = min(passes, 2) * size
         text = f"hidden states between blocks take {_megabytes(size)}"
         text += f", {_megabytes(2 * size)} while the next are written" * (passes > 1)
         if needed > free:

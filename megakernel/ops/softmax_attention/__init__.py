@@ -114,7 +114,7 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, inputs: SoftmaxInputs) -> Tensor:
     spans, causal, key_mask, key_weights, softcap = inputs
     grouped = q.shape[1] != k.shape[1]
     if spans is None and softcap is not None:
-        return _attention(q, k, v, None, softcap)
+        return masked_attention(q, k, v, None, softcap)
     if spans is None:
         mask = None if key_mask is None else key_mask[:, None, None]
         if key_weights is not None:
@@ -140,9 +140,9 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, inputs: SoftmaxInputs) -> Tensor:
             arguments = (queries, keys, values, mask[:, None], softcap)
             if torch.is_grad_enabled():
                 # Recomputed in backward: PyTorch has no soft-capped kernel, and saving all weights takes N x N memory.
-                outputs.append(checkpoint(_attention, *arguments, use_reentrant=False))
+                outputs.append(checkpoint(masked_attention, *arguments, use_reentrant=False))
             else:
-                outputs.append(_attention(*arguments))
+                outputs.append(masked_attention(*arguments))
             continue
         outputs.append(
             F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask[:, None], enable_gqa=grouped)
@@ -150,7 +150,9 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, inputs: SoftmaxInputs) -> Tensor:
     return torch.cat(outputs, 2)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, softcap: float | None) -> Tensor:
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, softcap: float | None
+) -> Tensor:
     """Attention outputs (B, H, N, D) in the dtype of q, from the formula, computed in float32 or better.
 
     visible: (B or 1, 1, N, keys) bool; None: all are.

@@ -11,11 +11,12 @@ from contextlib import suppress
 import pytest
 
 from launch.cli import main
-from launch.resume import _free_name, _later_checkpoints_renamed
+from launch.resume import SET_ASIDE, _later_checkpoints_renamed
 from launch.slurm.job_folder import SETTINGS, Job, JobFolder
 from launch.slurm.script import REPOSITORY
 from launch.slurm.states import JobState
 from launch.submit import indices
+from megakernel.checkpoint.folder import free_name
 from megakernel.config import UserError
 from megakernel.training import events
 
@@ -151,9 +152,9 @@ def test_checkpoints_set_aside_never_take_a_name_in_use(tmp_path):
     path = tmp_path / "step_20"
     for name in ("step_20.set_aside1", "step_200.set_aside"):
         (tmp_path / name).mkdir()
-    assert _free_name(path).name == "step_20.set_aside"
-    _free_name(path).mkdir()
-    assert _free_name(path).name == "step_20.set_aside2"
+    assert free_name(path, SET_ASIDE).name == "step_20.set_aside"
+    free_name(path, SET_ASIDE).mkdir()
+    assert free_name(path, SET_ASIDE).name == "step_20.set_aside2"
 
 
 def test_cancel_ignores_a_job_that_has_just_ended(run, monkeypatch, capsys):

@@ -9,6 +9,13 @@ from megakernel.model import cast
 from .small_models import labelled, small_model
 
 BLOCKS = {"compression": {"block_size": 4, "rank": 2}}
+TAGS_OF_TWO_LAYERS = [
+    "analysis/attention/layer_0",
+    "analysis/attention/layer_1",
+    "analysis/singular_values/weights",
+    "analysis/singular_values/output",
+    "analysis/covariances/eigenvalues",
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -21,13 +28,7 @@ def test_plotting_during_training_does_not_change_the_model(dtype):
     torch.manual_seed(0)
     figures = attention_figures(model, labelled(3), length=16, heads=2)
     assert torch.rand(1) == expected
-    assert list(figures) == [
-        "analysis/attention/layer_0",
-        "analysis/attention/layer_1",
-        "analysis/singular_values/weights",
-        "analysis/singular_values/output",
-        "analysis/covariances/eigenvalues",
-    ]
+    assert list(figures) == TAGS_OF_TWO_LAYERS
     panels = [axes for axes in figures["analysis/attention/layer_1"].axes if axes.get_images()]
     assert [axes.get_title() for axes in panels] == ["head 0", "head 1"]
     assert panels[0].get_images()[0].get_array().shape == (16, 16)
@@ -55,10 +56,4 @@ def test_layers_whose_numbers_are_not_finite_have_no_plots():
     factors = [parameter for name, parameter in model.named_parameters() if name.endswith("factor")]
     factors[1][0] = torch.nan
     figures = attention_figures(model, labelled(1), length=16)
-    assert list(figures) == [
-        "analysis/attention/layer_0",
-        "analysis/attention/layer_1",
-        "analysis/singular_values/weights",
-        "analysis/singular_values/output",
-        "analysis/covariances/eigenvalues",
-    ]
+    assert list(figures) == TAGS_OF_TWO_LAYERS
