@@ -180,7 +180,7 @@ def merge(
     total, factor, lse, share = merged_parts(
         near, den, top, far, far_den, far_log, logit, extra, PHI.least, NEAR
     )
-    store_rows(out + (numbers + tile.at) * TILING.values, TILING.values, left, total, TILING.values, VP)
+    store_rows(tile_rows(out, tile), out.row, left, total, TILING.values, VP)
     tl.store(merged.factor + seats, factor, mask=inside)
     if NEAR.softmax:
         tl.store(merged.lse + seats, lse, mask=inside)

@@ -25,6 +25,7 @@ from megakernel.ops.kernel_attention.launches import (
     Launcher,
     TileSizes,
     map_of_call,
+    output_buffer,
 )
 from megakernel.ops.kernel_attention.operators import gradient_of_matrix, products_of_queries
 from megakernel.ops.kernels.features import Phi, cdiv, padded
@@ -55,7 +56,7 @@ def tile_sizes(phi: Phi, near: Near, size: int, values: int, capability: int) ->
             **dict.fromkeys(("window_backward", "bwd_dkv"), TileSizes(64, 32, 4)),
         }
     has_wgmma = capability in WGMMA_CAPABILITIES
-    tiles |= {"write_keys": TileSizes(64, 64, 8), "bwd_dkv": TileSizes(64, 64 if has_wgmma else 32, 8)}
+    tiles |= {"write_keys": TileSizes(64, 64, 4), "bwd_dkv": TileSizes(64, 64 if has_wgmma else 32, 8)}
     if phi.unbounded and not has_wgmma:
         tiles["bwd_dkv"] = TileSizes(32, 32, 8)
     if not near.softmax:
@@ -66,7 +67,7 @@ def tile_sizes(phi: Phi, near: Near, size: int, values: int, capability: int) ->
             "window_backward": TileSizes(64, 32, 8),
         }
     return tiles | {
-        **dict.fromkeys(("merge", "merge_backward"), TileSizes(128, 32, 8)),
+        **dict.fromkeys(("merge", "merge_backward"), TileSizes(128, 32 if phi.decays else 64, 8)),
         "window_backward": TileSizes(64, 32, 4),
     }
 
@@ -166,7 +167,7 @@ class FlurkaLaunches(NamedTuple):
         q, gate, *_ = queries
         factor = q.new_empty(q.shape[:3], dtype=torch.float32)
         return (
-            self.window.v.pointer.new_empty(*q.shape[:3], self.launcher.values),
+            output_buffer(q, self.window.v.pointer),
             factor,
             factor.new_empty(q.shape[:3] if self.near.softmax else 0),
             factor.new_empty(len(q), self.seq.heads, q.shape[2] if self.launcher.phi.unbounded else 0),
@@ -208,7 +209,7 @@ class FlurkaLaunches(NamedTuple):
         launches = self.with_merge(*queries[1:])
         out, *merged = self.output_buffers(queries)
         inputs = launches.merge_inputs(self.queries, saved, state)
-        launches.launch(merge_kernels.merge, len(out), *inputs, out, launches.merged(*merged))
+        launches.launch(merge_kernels.merge, len(out), *inputs, Rows.of(out), launches.merged(*merged))
         return out, *merged
 
     def bwd_read(
@@ -223,7 +224,7 @@ class FlurkaLaunches(NamedTuple):
         """See `kernel_attention.exchanged.Launches`."""
         (q, gate, far_weight, table), launcher = queries, self.launcher
         launches = self.with_merge(gate, far_weight, table)
-        merged = launches.merged(*saved_queries)
+        merged = launches.merged(*saved_queries[1:])
         means, delta = torch.empty_like(merged.factor), torch.empty_like(merged.factor)
         dmerge = torch.empty_like(merged.factor if gate is None else gate)
         tokens = Tokens(self.queries, *launcher.feature_buffers(q))

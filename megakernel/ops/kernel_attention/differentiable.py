@@ -164,7 +164,7 @@ class Operator:
         ctx.count = len(tensors)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[1:-3], output[-1])
-        ctx.save_for_backward(*tensors, *output[1:])
+        ctx.save_for_backward(*tensors, *output)
 
     def _differentiate(self, ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
         input_grads = self.input_gradients(self.backward, ctx, ctx.needs_input_grad[0], grads)

@@ -86,7 +86,7 @@ class Launches(Protocol):
         state: State,
         needs_matrix_grad: bool,
     ) -> QueryBackward:
-        """Gradients of queries. saved_queries: what `read` returned after the output; saved: from `write`."""
+        """Gradients of queries. saved_queries: what `read` returned; saved: from `write`."""
 
     def bwd_write(
         self,
@@ -176,8 +176,8 @@ class Shard:
         if self.query_backward is None:
             launches = self.make_launches(self.q, keys)
             queries = launches.empty_queries(self.q)
-            out, *saved_queries = launches.output_buffers(queries)
-            self.bwd_read(out, added, queries, keys, tuple(saved_queries), saved, added)
+            outputs = launches.output_buffers(queries)
+            self.bwd_read(outputs[0], added, queries, keys, outputs, saved, added)
         assert self.query_backward is not None
         launches, query_backward, buffer, entered, first = self.query_backward
         self.query_backward = None
@@ -255,8 +255,8 @@ class _Read(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         first, queries, keys = split(tensors, 3, num_queries)
         outputs, saved = shard.read(State(*first), queries)
-        ctx.shard, ctx.sizes = shard, (3, len(queries), len(keys), len(outputs) - 1, len(saved) - 3)
-        ctx.save_for_backward(*tensors, *outputs[1:], *saved)
+        ctx.shard, ctx.sizes = shard, (3, len(queries), len(keys), len(outputs), len(saved) - 3)
+        ctx.save_for_backward(*tensors, *outputs, *saved)
         ctx.mark_non_differentiable(*outputs[1:])
         return outputs
 

@@ -296,8 +296,7 @@ def read(
             own += load_numbers(seq.decay.of_queries + scales_at, tile.at, tile.end, C)
         factor = tl.exp(own + r) if PHI.unbounded else tl.full((C,), 1.0, tl.float32)
     numbers = tile.head.to(tl.int64) * seq.queries
-    place = out + (numbers + tile.at) * TILING.values
-    store_rows(place, TILING.values, left, total * factor[:, None], TILING.values, VP)
+    store_rows(tile_rows(out, tile), out.row, left, total * factor[:, None], TILING.values, VP)
     tl.store(reciprocal + numbers + tile.rows, factor, mask=tile.rows < tile.end)
     if PHI.unbounded and tile.query_head % TILING.group == 0:
         tl.store(scale + scales_at + tile.rows, r, mask=tile.rows < tile.end)

@@ -53,14 +53,13 @@ TILES: dict[tuple[int, int], TileSizes] = {
 """(bytes per element, largest padded features) -> tile sizes, for GPUs where four warps multiply tiles of 64 rows."""
 
 EXCEPTIONS: dict[tuple[str, int, int], TileSizes] = {
-    ("write_keys", 2, 128): TileSizes(128, 64, 8),
+    ("write_keys", 2, 128): TileSizes(64, 64, 4),
+    ("write_keys", 2, 256): TileSizes(64, 64, 4),
     ("bwd_dq", 2, 128): TileSizes(128, 32, 8),
-    ("bwd_dq_one_pass", 2, 128): TileSizes(128, 32, 8),
     ("bwd_dkv", 2, 128): TileSizes(128, 32, 8),
     ("write_queries", 2, 256): TileSizes(64, 64, 8),
     ("bwd_dkv", 2, 256): TileSizes(128, 32, 8),
     ("bwd_dq", 4, 64): TileSizes(16, 16, 4),
-    ("bwd_dq_one_pass", 4, 64): TileSizes(16, 16, 4),
 }
 """(kernel, bytes per element, largest padded features) -> tile sizes of kernels that deviate from TILES."""
 
@@ -73,7 +72,6 @@ SMALL_TILES: dict[tuple[int, int], TileSizes] = {
 
 SMALL_EXCEPTIONS: dict[tuple[str, int, int], TileSizes] = {
     ("bwd_dq", 2, 128): TileSizes(32, 32, 8),
-    ("bwd_dq_one_pass", 2, 128): TileSizes(32, 32, 8),
     ("write_queries", 2, 256): TileSizes(16, 16, 8),
 }
 """Tile sizes of kernels that would spill too much with SMALL_TILES."""
@@ -121,6 +119,15 @@ def unpack_state(sums: Tensor, norms: Tensor, logs: Tensor, phi: Phi, value_dim:
     whole = torch.cat([sums[..., :value_dim], norms[..., None]], -1)
     saved = whole.unflatten(2, (halves, phi.padded_rows))[:, :, :, : phi.rows].flatten(2, 3)
     return KernelState(saved, logs.detach())
+
+
+def output_buffer(q: Tensor, v: Tensor) -> Tensor:
+    """A buffer (B, H, N, D_v) for outputs, with the order of q in memory.
+
+    A layer's q is a part of its projected tokens, so its output projection reads outputs where they lie.
+    """
+    order = sorted(range(3), key=lambda axis: q.stride(axis), reverse=True)
+    return torch.empty_permuted((*q.shape[:3], v.shape[-1]), (*order, 3), dtype=v.dtype, device=v.device)
 
 
 def segment_length(phi: Phi, q: Tensor, v: Tensor, causal: bool) -> int:
@@ -315,7 +322,7 @@ class Launcher(NamedTuple):
 OVER_SEGMENTS = ("write_keys", "write_queries")
 """Kernels with one program per segment of a key head; the others have one per tile."""
 
-OVER_QUERIES = ("read", "bwd_dq", "bwd_dq_one_pass", "merge", "merge_backward")
+OVER_QUERIES = ("read", "bwd_dq", "merge", "merge_backward")
 """Kernels with programs per query head; the others have programs per key head."""
 
 OVER_KEYS = ("write_keys", "bwd_dkv")

@@ -16,7 +16,7 @@ from megakernel.ops.kernel_attention.arguments import Keys, Matrix, Queries, Row
 from megakernel.ops.kernel_attention.decay import Decay, gradient_of_decay
 from megakernel.ops.kernel_attention.differentiable import Operator
 from megakernel.ops.kernel_attention.exchanged import QueryBackward, StateGradients
-from megakernel.ops.kernel_attention.launches import Launcher, map_of_call
+from megakernel.ops.kernel_attention.launches import Launcher, map_of_call, output_buffer
 
 
 class KernelLaunches(NamedTuple):
@@ -72,7 +72,7 @@ class KernelLaunches(NamedTuple):
     def output_buffers(self, queries: Tensors) -> Tensors:
         """Buffers for outputs and 1 / den."""
         lead = queries[0].shape[:3]
-        return self.v.new_empty(*lead, self.launcher.values), self.v.new_empty(lead, dtype=torch.float32)
+        return output_buffer(queries[0], self.v), self.v.new_empty(lead, dtype=torch.float32)
 
     def empty_queries(self, q: Tensor) -> Tensors:
         """See `exchanged.Launches`."""
@@ -100,7 +100,8 @@ class KernelLaunches(NamedTuple):
         (q,), (out, reciprocal) = queries, self.output_buffers(queries)
         scale = saved[0] if self.launcher.phi.unbounded else None
         inputs = (Rows.of(q), *self.keys_and_matrix(saved), state, self.seq)
-        self.launcher.launch(kernels.read, len(q), *inputs, out, reciprocal, scale, NORMALIZE=self.normalize)
+        outputs = (Rows.of(out), reciprocal, scale)
+        self.launcher.launch(kernels.read, len(q), *inputs, *outputs, NORMALIZE=self.normalize)
         return out, reciprocal
 
     def bwd_read(
@@ -113,7 +114,7 @@ class KernelLaunches(NamedTuple):
         needs_matrix_grad: bool,
     ) -> QueryBackward:
         """See `exchanged.Launches`."""
-        launcher, (q,), (reciprocal,) = self.launcher, queries, saved_queries
+        launcher, (q,), (out, reciprocal) = self.launcher, queries, saved_queries
         dq, dy = q.new_empty(q.shape), self._projected(q) if needs_matrix_grad else None
         bwd_queries = Queries(
             Tokens(Rows.of(q), *launcher.feature_buffers(q)),
@@ -123,9 +124,8 @@ class KernelLaunches(NamedTuple):
             saved[0] if launcher.phi.unbounded else None,
         )
         inputs = (bwd_queries, *self.keys_and_matrix(saved), state, self.seq)
-        one_pass = self.normalize and not launcher.stores_features
-        kernel = query_kernels.bwd_dq_one_pass if one_pass else query_kernels.bwd_dq
-        launcher.launch(kernel, len(q), *inputs, dq, dy, NORMALIZE=self.normalize)
+        outputs = (None if launcher.phi.unbounded else Rows.of(out), dq, dy)
+        launcher.launch(query_kernels.bwd_dq, len(q), *inputs, *outputs, NORMALIZE=self.normalize)
         matrix_grad = None if dy is None else cache(partial(products_of_queries, dy, q, self.seq.heads))
         return QueryBackward(bwd_queries, (dq,), matrix_grad)
 

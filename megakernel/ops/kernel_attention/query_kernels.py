@@ -25,8 +25,8 @@ from megakernel.ops.kernels.states import add_tokens, first_token, scales_of_add
 def do_of_keys(x, y, do, keys, state, seq, tile, r, TILING: tl.constexpr, PHI: tl.constexpr):
     """Weighted sums (C,) of do_i.v_j over what queries with features x, y see, and sums of the weights; log scale r.
 
-    Recomputed, since the rounded output is too inexact when a sum has few terms. For unbounded maps, one key may have
-    nearly all the weight, and its terms nearly cancel: there the weights are not rounded either.
+    Recomputed where the rounded output is too inexact: one key may have nearly all the weight, and its terms nearly
+    cancel. For unbounded maps the weights are not rounded either.
     """
     if PHI.unbounded and not PHI.two:
         total, den, _r = sums_of_keys(x, y, keys, state, seq, tile, r, do, TILING, PHI)
@@ -84,6 +84,7 @@ def bwd_dq(
     matrix,
     state,
     seq,
+    out,
     dq,
     dy,
     TILING: tl.constexpr,
@@ -92,7 +93,8 @@ def bwd_dq(
 ):
     """Gradients of queries (B, H, N, D), optionally of projected queries (..., M), delta, and features.
 
-    Programs as in `kernels.read`.
+    Each term has the factor do_i.v_j - mean_i, where mean_i is do_i.o_i, with the output as it was rounded: unless the
+    map is unbounded, that changes gradients no more than states in bfloat16 do. Programs as in `kernels.read`.
     """
     C: tl.constexpr = TILING.chunk
     MP: tl.constexpr = PHI.padded_rows
@@ -119,90 +121,42 @@ def bwd_dq(
         r = load_numbers(scales, tile.at, seq.queries, C)
     mean = tl.zeros((C,), tl.float32)
     if NORMALIZE:
-        qa, qb, _own = features_of_queries(queries.tokens, seq, tile, TILING, PHI)
-        total, den = do_of_keys(qa, qb, do, keys, state, seq, tile, r, TILING, PHI)
-        mean = tl.where(reciprocal == 0, 0.0, total / tl.where(reciprocal == 0, 1.0, den))
+        if PHI.unbounded:
+            qa, qb, _own = features_of_queries(queries.tokens, seq, tile, TILING, PHI)
+            total, den = do_of_keys(qa, qb, do, keys, state, seq, tile, r, TILING, PHI)
+            mean = tl.where(reciprocal == 0, 0.0, total / tl.where(reciprocal == 0, 1.0, den))
+        else:
+            o = load_rows(tile_rows(out, tile), out.row, left, C, TILING.values, VP)
+            mean = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
         tl.store(queries.delta + numbers + tile.rows, -mean * reciprocal, mask=tile.rows < tile.end)
     slope = tl.zeros((C, MP), tl.float32)
     along = tl.zeros((C,), tl.float32)
     size = tl.zeros((C,), tl.float32)
     for half in tl.static_range(2 if PHI.two else 1):
         # Divide by den after the sums: 1 / den is small, and dO / den would have few digits in float16.
-        grad = gradient_of_half(half, do, -mean, r, keys, state, seq, tile, TILING, PHI) * reciprocal[:, None]
+        grad = gradient_of_half(half, do, -mean, r, keys, state, seq, tile, TILING, PHI)
+        # Loaded again: through the loops of a half, the registers are needed.
+        reciprocal = load_numbers(queries.reciprocal + numbers, tile.at, seq.queries, C)
+        grad *= reciprocal[:, None]
         qa, qb, _own = features_of_queries(queries.tokens, seq, tile, TILING, PHI)
         qa, qb = qa.to(tl.float32), qb.to(tl.float32)
         along += tl.sum(grad * (qb if half else qa), 1)
         size += tl.sum(qb * qb if half else qa * qa, 1)
         slope += slope_of_half(half, grad, qb if half else qa, qa if half else qb, PHI)
-    if NORMALIZE and not PHI.two:
-        # Quotients do not depend on the length of phi(q). With two halves, the error is below rounding.
-        slope = across_features(slope, along, size, queries.tokens, seq, tile, TILING, PHI)
+    if NORMALIZE:
+        if not PHI.unbounded:
+            # Exact terms would add up to a gradient orthogonal to phi(q): `along` is what the output's rounding adds.
+            tl.debug_barrier()
+            delta = load_numbers(queries.delta + numbers, tile.at, seq.queries, C)
+            reciprocal = load_numbers(queries.reciprocal + numbers, tile.at, seq.queries, C)
+            tl.debug_barrier()
+            tl.store(queries.delta + numbers + tile.rows, delta - along * reciprocal, mask=tile.rows < tile.end)
+        if not PHI.two:
+            # Quotients do not depend on the length of phi(q). With two halves, the error is below rounding.
+            slope = across_features(slope, along, size, queries.tokens, seq, tile, TILING, PHI)
     of_projected = None if dy is None else dy + place * PHI.rows
     LEARNED: tl.constexpr = dy is not None
     store_slope(q, tokens.row, left, projection, slope, dq + place * PHI.width, of_projected, C, LEARNED, PHI)
-
-
-@triton.jit
-def bwd_dq_one_pass(
-    queries,
-    keys,
-    matrix,
-    state,
-    seq,
-    dq,
-    dy,
-    TILING: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    PHI: tl.constexpr,
-):
-    """`bwd_dq` in one pass over the keys, for normalized weights of elementwise maps, whose features are not stored.
-
-    The mean of do_i.v_j is phi(q_i) times sum_j (do_i.v_j) m_j phi(k_j) over phi(q_i) times sum_j m_j phi(k_j).
-    Both sums are computed in one loop, the first relative to do_i.v_i (values may share an offset); the difference from
-    the mean is subtracted after the loop. The gradient is then orthogonal to phi(q_i), as it must be: a quotient does
-    not depend on the length of phi(q_i). Not for unbounded maps, whose weights span more than bfloat16's digits.
-    """
-    tl.static_assert(NORMALIZE and queries.tokens.features is None and not PHI.two and not PHI.unbounded)
-    C: tl.constexpr = TILING.chunk
-    BK: tl.constexpr = TILING.block
-    VP: tl.constexpr = TILING.padded_values
-    tile = queries_of_program(seq, TILING)
-    tokens = queries.tokens.rows
-    q, left = tile_rows(tokens, tile), tile.end - tile.at
-    numbers = tile.head.to(tl.int64) * seq.queries
-    do = load_rows(tile_rows(queries.grad, tile), queries.grad.row, left, C, TILING.values, VP)
-    v = head_at(keys.v, tile.batch, tile.kv)
-    dtype: tl.constexpr = v.dtype.element_ty
-    mean = tl.zeros((C,), tl.float32)
-    if TILING.causal:
-        own = v + tl.cast(tile.at, tl.int64) * keys.v.row
-        own_values = load_rows(own, keys.v.row, left, C, TILING.values, VP)
-        mean = tl.sum(own_values.to(tl.float32) * do.to(tl.float32), 1)
-    of_state = state_factors(tile, 0.0, mean, TILING, PHI)
-    sums, norm = half_of_state(state, tile.entry, 0, PHI, VP)
-    features = of_state[:, None] * norm[None, :]
-    grad = dot(do, tl.trans(sums), dtype) * of_state[:, None] - mean[:, None] * features
-    if TILING.causal:
-        for here in range(first_key(tile.begin, TILING), keys_before(tile.stop, seq, TILING), BK):
-            a, _b, scales = features_at(
-                keys.tokens, tile.batch, tile.kv, seq.heads, seq.keys, seq.keys, here, BK, PHI
-            )
-            at = tl.cast(here, tl.int64) * keys.v.row
-            values = load_rows(v + at, keys.v.row, seq.keys - here, BK, TILING.values, VP)
-            weights = tl.full((C, BK), 1.0, tl.float32)
-            weights = pairs_of(weights, keys, here, scales, mean, seq, tile, TILING, PHI)
-            grad += dot(weights * (dot(do, tl.trans(values), dtype) - mean[:, None]), a, dtype)
-            features += dot(weights, a, dtype)
-    x, _b, _own = features_of_queries(queries.tokens, seq, tile, TILING, PHI)
-    x = x.to(tl.float32)
-    reciprocal = load_numbers(queries.reciprocal + numbers, tile.at, seq.queries, C)
-    lost = reciprocal == 0
-    off = tl.where(lost, 0.0, tl.sum(grad * x, 1) / tl.where(lost, 1.0, tl.sum(features * x, 1)))
-    tl.store(queries.delta + numbers + tile.rows, -(mean + off) * reciprocal, mask=tile.rows < tile.end)
-    slope = slope_of_half(0, (grad - off[:, None] * features) * reciprocal[:, None], x, x, PHI)
-    place = numbers + tile.at
-    projection = matrix_of(matrix, tile.kv, PHI)
-    store_slope(q, tokens.row, left, projection, slope, dq + place * PHI.width, None, C, False, PHI)
 
 
 @triton.jit
