@@ -56,9 +56,9 @@ def recovered(swapped: float, now: float, dense: float) -> float | None:
 
     None if the gap is less than LEAST_GAP of PPL_dense.
     """
-    if swapped - dense < math.log1p(LEAST_GAP):
+    if not swapped - dense >= math.log1p(LEAST_GAP):  # also of losses that are not numbers
         return None
-    # Divided by PPL_swapped, which may exceed the largest float. A loss that is far larger still counts as this one.
+    # Both differences divided by PPL_swapped: the perplexity of a model that has diverged is no float.
     return math.expm1(min(now - swapped, 700.0)) / math.expm1(dense - swapped)
 
 
