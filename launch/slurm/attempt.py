@@ -48,7 +48,9 @@ class Attempt:
         """submission: folder of the submission, inside the run's folder."""
         self.submission = submission
         self.run = JobFolder(submission.parents[1])
-        self.cluster = read_settings(submission).resources
+        settings = read_settings(submission)
+        self.cluster = settings.resources
+        self.max_restarts = self.cluster.max_restarts if self.cluster.requeues(settings.chain) else 0
         self.job = os.environ[events.JOB_VARIABLE]
         self.restart = int(os.environ.get(events.RESTART_VARIABLE, "0"))
         """How many starts of the job came before this one."""
@@ -66,12 +68,13 @@ class Attempt:
     def record_end(self, status: int) -> tuple[int, bool]:
         """Record how the processes ended; their exit status, and whether the job restarts. status: that of srun."""
         step = self.run.saved_steps()
-        max_restarts = self.cluster.max_restarts if self.cluster.requeue else 0
         # Slurm writes that a job exceeded its memory into the logs of the processes that it kills.
         step_stderr = "".join(self._stderr_tails()) if status == 128 + signal.SIGKILL else ""
         ends = task_ends(self._srun_errors(), status, step_stderr)
         error_text = ends.death or self._first_error()
-        decision = decide(self._starts(ends.status, step), max_restarts, error_text, self.cluster.restart_on)
+        decision = decide(
+            self._starts(ends.status, step), self.max_restarts, error_text, self.cluster.restart_on
+        )
         events.record(self.run.path, "ended", status=ends.status, why=decision.why, step=step)
         print(f"== {decision.why}; saved up to step {step}", flush=True)
         return ends.status, decision.restart

@@ -53,9 +53,6 @@ class Request(Script):
 
     members: Sequence[Member] = ()
 
-    chain: int = 1
-    """Number of jobs, one after another, that continue the run."""
-
     def folder(self, member: Member) -> Path:
         """The submission's folder in a member's run."""
         return JobFolder(member.run).submission(self.submission)
@@ -99,7 +96,8 @@ def submit(request: Request) -> list[Job]:
 
 
 def _write(request: Request) -> None:
-    settings = Settings(list(request.command), request.cluster.model_dump(mode="json"), request.run.name)
+    cluster = request.cluster.model_dump(mode="json")
+    settings = Settings(list(request.command), cluster, request.run.name, request.chain)
     code: Path | None = None
     for member in request.members:
         folder = request.folder(member)
