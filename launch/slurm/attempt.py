@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from launch import local
@@ -291,11 +291,41 @@ def run_here(submission: Path) -> int:
         attempt = Attempt(submission)
         attempt.record_start("this machine")
         nproc = attempt.cluster.tasks_per_node if settings.trains else 1
-        status = local.run_ranks([sys.executable, "-m", "launch.cli", *command], nproc, attempt.logs)
+        try:
+            with _time_limit(attempt.cluster.minutes, attempt.cluster.signal_delay):
+                status = local.run_ranks([sys.executable, "-m", "launch.cli", *command], nproc, attempt.logs)
+        except TimeoutError as error:
+            step, failed = attempt.run.saved_steps(), ExitStatus.FAILED
+            events.record(attempt.run.path, "ended", status=failed, why=str(error), step=step)
+            return failed
         if not attempt.record_end(status)[1]:
             return status
         events.record(attempt.run.path, "requeued")
         number += 1
+
+
+@contextmanager
+def _time_limit(minutes: float | None, delay: float) -> Iterator[None]:
+    """Act as Slurm at the time limit of a start: `delay` seconds before, USR2; at the limit, raise TimeoutError."""
+    if minutes is None:
+        yield
+        return
+    alarms: list[int] = []
+
+    def on_alarm(number: int, _: object) -> None:
+        alarms.append(number)
+        if len(alarms) > 1:
+            raise TimeoutError("did not end before its time limit")
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+    previous = signal.signal(signal.SIGALRM, on_alarm)
+    # An alarm after zero seconds would be none.
+    signal.setitimer(signal.ITIMER_REAL, max(60 * minutes - delay, 1e-3), min(60 * minutes, delay))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
 
 
 def main() -> int:

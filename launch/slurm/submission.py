@@ -229,11 +229,8 @@ def _start_locally(request: Request) -> submitit.Job[int]:
     if request.cluster.executor == "debug":
         return submitit.DebugExecutor(folder).submit(run_here, folder)
     executor = submitit.LocalExecutor(folder)
-    executor.update_parameters(
-        gpus_per_node=request.cluster.gpus_per_node,
-        signal_delay_s=request.cluster.signal_delay,
-        timeout_min=request.cluster.minutes or _NO_LIMIT,
-    )
+    # Its time limit would be one of all starts together.
+    executor.update_parameters(gpus_per_node=request.cluster.gpus_per_node, timeout_min=_NO_LIMIT)
     os.environ.update(import_variables())
     log = folder / "log"
     with _in_background(log):
