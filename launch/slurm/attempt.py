@@ -271,16 +271,18 @@ def _slurmd_timeout() -> int:
     return int(match[1]) if match is not None else 0
 
 
-def run_here(submission: Path) -> int:
+def run_here(submission: Path, gpus: str | None = None) -> int:
     """Run a job without Slurm under the same rules; submitit's local and debug executors call it.
 
     Starts the processes, again if they should restart, and returns the exit status of the last start.
-    submission: folder of the submission, absolute.
+    submission: folder of the submission, absolute. gpus: CUDA_VISIBLE_DEVICES for the job; None: as it is.
     """
     from submitit import JobEnvironment  # slow to import
 
     settings = read_settings(submission)
     command = [word.replace("$submission", str(submission)) for word in settings.command]
+    if gpus is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
     os.environ.update(settings.resources.environment)
     path = [str(submission / "code"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     os.environ.update(PYTHONPATH=os.pathsep.join(filter(None, path)), PYTHONSAFEPATH="1")

@@ -231,10 +231,12 @@ def _start_locally(request: Request) -> submitit.Job[int]:
     executor = submitit.LocalExecutor(folder)
     # Its time limit would be one of all starts together.
     executor.update_parameters(gpus_per_node=request.cluster.gpus_per_node, timeout_min=_NO_LIMIT)
+    # submitit would make it the machine's first GPUs.
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES") if request.cluster.gpus_per_node else None
     os.environ.update(import_variables())
     log = folder / "log"
     with _in_background(log):
-        job = executor.submit(run_here, folder)
+        job = executor.submit(run_here, folder, gpus)
     log.rename(request.run / "logs" / f"{job.job_id}.log")  # as of a batch script
     return job
 
