@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import logging
 import os
 import shutil
 import sys
@@ -51,6 +52,8 @@ from data_pipeline.token_files import TokenWriter, token_dtype
 from data_pipeline.tokenizers import Tokenizer
 from data_pipeline.verification import verify_tokenizer
 from megakernel.config.errors import UserError, first_line, report_write_errors
+
+_log = logging.getLogger(__name__)
 
 
 class PrepareRequest(BaseModel):
@@ -467,6 +470,10 @@ def _find_files(path: Path, include: Sequence[str]) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise UserError(f"--source {path} does not exist; give files, a directory, hf:NAME or stdlib alone")
+    if _is_prepared(path):
+        raise UserError(
+            f"--source {path} is a prepared folder and no text; list it in data.train, or give its sources"
+        )
     files = [
         file
         for file in sorted(_visible_files(path))
@@ -479,7 +486,7 @@ def _find_files(path: Path, include: Sequence[str]) -> list[Path]:
 
 
 def _visible_files(directory: Path) -> Iterator[Path]:
-    """What a directory holds at any depth besides directories, without hidden ones.
+    """What a directory holds at any depth besides directories, without hidden ones, prepared ones and `lost+found`.
 
     A link to a directory elsewhere is followed, once; one to a part of `directory` leads to nothing new, and one to
     what contains it would lead in a circle. Raises UserError for what cannot be listed.
@@ -493,6 +500,11 @@ def _visible_files(directory: Path) -> Iterator[Path]:
     root, followed = directory.resolve(), set[Path]()
 
     def leads_on(folder: Path) -> bool:
+        if folder.name.startswith(".") or folder.name == "lost+found":  # the file system's own
+            return False
+        if _is_prepared(folder):
+            _log.warning("%s is a prepared folder and is not read", folder)
+            return False
         if not folder.is_symlink():
             return True
         target = folder.resolve()
@@ -502,6 +514,5 @@ def _visible_files(directory: Path) -> Iterator[Path]:
         return True
 
     for parent, folders, names in os.walk(directory, onerror=refuse, followlinks=True):
-        visible = (name for name in sorted(folders) if not name.startswith("."))
-        folders[:] = [name for name in visible if leads_on(Path(parent, name))]
+        folders[:] = [name for name in sorted(folders) if leads_on(Path(parent, name))]
         yield from (Path(parent, name) for name in names if not name.startswith("."))

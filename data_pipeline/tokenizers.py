@@ -336,10 +336,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
 def train_words(texts: Iterable[str]) -> HuggingFaceTokenizer:
     """A tokenizer of words split at spaces, most frequent first; unknown words share one id, and spaces are lost."""
     from tokenizers import Tokenizer as Model
-    from tokenizers import models, pre_tokenizers, trainers
+    from tokenizers import models, normalizers, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     model = Model(models.WordLevel(unk_token=UNKNOWN_WORD))
+    model.normalizer = normalizers.Replace(BPE_EOD, UNKNOWN_WORD)  # as a word of a text it ends no document
     model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     trainer = trainers.WordLevelTrainer(special_tokens=[BPE_EOD, UNKNOWN_WORD], show_progress=False)
     model.train_from_iterator(texts, trainer)

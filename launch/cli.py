@@ -164,6 +164,14 @@ class _Parser(NumberParser):
         print_error(f"{message}; see {self.prog} --help")
         sys.exit(ExitStatus.USAGE)
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """Also an option's value `--`, as in `--prompt=--`, of which Python before 3.13 makes an empty list."""
+        if action.option_strings and action.nargs is None and arg_strings == ["--"]:
+            value = self._get_value(action, "--")
+            self._check_value(action, value)
+            return value
+        return super()._get_values(action, arg_strings)
+
 
 def parse(argv: Sequence[str], namespace: argparse.Namespace | None = None) -> argparse.Namespace:
     """Parse the arguments of one command. Raises SystemExit, after a message, if they are invalid."""

@@ -102,8 +102,12 @@ def _devices() -> Iterator[Finding]:
             yield Finding("triton on Hopper", metadata.version("triton"), "optional", remedy)
     if not torch.cuda.is_available():
         built = f"torch built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch built for CPU"
-        has_gpu = shutil.which("nvidia-smi") is not None
-        remedy = "reinstall torch with CUDA to use the GPU" if has_gpu else "training runs on the CPU"
+        remedy = "training runs on the CPU"
+        if shutil.which("nvidia-smi") is not None:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            remedy = "reinstall torch with CUDA to use the GPU"
+            if torch.version.cuda and visible is not None:
+                remedy = f"CUDA_VISIBLE_DEVICES={visible} hides the GPUs; unset it to use them"
         yield Finding("cuda", f"no device ({built})", "optional", remedy)
     yield Finding("cpu", f"{len(os.sched_getaffinity(0))} cores")
     has_distributed = distributed.is_available()

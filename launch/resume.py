@@ -52,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--wait and --follow are for one run, not for {len(runs)}; leave them out")
     # Check all before submitting the first.
     requests = [_request(folder, overrides, args) for folder in runs]
-    if not (args.dry_run or args.test_only):
+    # Submitting a run asks the same about it, but after the renaming of checkpoints, or the submission of others.
+    if (len(runs) > 1 or args.from_step is not None) and not (args.dry_run or args.test_only):
         refuse_live(runs)
     return max(_submit(folder, request, args) for folder, request in zip(runs, requests))
 
@@ -119,7 +120,9 @@ def _later_checkpoints_renamed(run: JobFolder, step: int) -> Iterator[None]:
     except BaseException:
         for path, renamed in moved:
             renamed.rename(path)
-        if newest is not None:
+        if newest is None:
+            latest.unlink(missing_ok=True)
+        else:
             write_atomically(latest, newest)
         raise
 

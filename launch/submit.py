@@ -177,8 +177,8 @@ def training_request(
         [command, "$submission/config.yaml"],
         array,
         _dependency_option(dependency, root) | cores_per_task(cluster),
-        members,
         chain,
+        members,
     )
 
 
@@ -256,5 +256,12 @@ def _request_command(args: argparse.Namespace) -> "Request":
     options = _dependency_option(args.dependency) | cores_per_task(single)
     template = args.config if args.config in _OWN_TEMPLATE else "command"
     return Request(
-        template, single, base.absolute(), new_submission_name(), command, args.array, options, members
+        template,
+        single,
+        base.absolute(),
+        new_submission_name(),
+        command,
+        args.array,
+        options,
+        members=members,
     )

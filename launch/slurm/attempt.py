@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from launch import local
@@ -48,7 +48,9 @@ class Attempt:
         """submission: folder of the submission, inside the run's folder."""
         self.submission = submission
         self.run = JobFolder(submission.parents[1])
-        self.cluster = read_settings(submission).resources
+        settings = read_settings(submission)
+        self.cluster = settings.resources
+        self.max_restarts = self.cluster.max_restarts if self.cluster.requeues(settings.chain) else 0
         self.job = os.environ[events.JOB_VARIABLE]
         self.restart = int(os.environ.get(events.RESTART_VARIABLE, "0"))
         """How many starts of the job came before this one."""
@@ -66,12 +68,13 @@ class Attempt:
     def record_end(self, status: int) -> tuple[int, bool]:
         """Record how the processes ended; their exit status, and whether the job restarts. status: that of srun."""
         step = self.run.saved_steps()
-        max_restarts = self.cluster.max_restarts if self.cluster.requeue else 0
         # Slurm writes that a job exceeded its memory into the logs of the processes that it kills.
         step_stderr = "".join(self._stderr_tails()) if status == 128 + signal.SIGKILL else ""
         ends = task_ends(self._srun_errors(), status, step_stderr)
         error_text = ends.death or self._first_error()
-        decision = decide(self._starts(ends.status, step), max_restarts, error_text, self.cluster.restart_on)
+        decision = decide(
+            self._starts(ends.status, step), self.max_restarts, error_text, self.cluster.restart_on
+        )
         events.record(self.run.path, "ended", status=ends.status, why=decision.why, step=step)
         print(f"== {decision.why}; saved up to step {step}", flush=True)
         return ends.status, decision.restart
@@ -268,16 +271,18 @@ def _slurmd_timeout() -> int:
     return int(match[1]) if match is not None else 0
 
 
-def run_here(submission: Path) -> int:
+def run_here(submission: Path, gpus: str | None = None) -> int:
     """Run a job without Slurm under the same rules; submitit's local and debug executors call it.
 
     Starts the processes, again if they should restart, and returns the exit status of the last start.
-    submission: folder of the submission, absolute.
+    submission: folder of the submission, absolute. gpus: CUDA_VISIBLE_DEVICES for the job; None: as it is.
     """
     from submitit import JobEnvironment  # slow to import
 
     settings = read_settings(submission)
     command = [word.replace("$submission", str(submission)) for word in settings.command]
+    if gpus is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
     os.environ.update(settings.resources.environment)
     path = [str(submission / "code"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     os.environ.update(PYTHONPATH=os.pathsep.join(filter(None, path)), PYTHONSAFEPATH="1")
@@ -288,11 +293,41 @@ def run_here(submission: Path) -> int:
         attempt = Attempt(submission)
         attempt.record_start("this machine")
         nproc = attempt.cluster.tasks_per_node if settings.trains else 1
-        status = local.run_ranks([sys.executable, "-m", "launch.cli", *command], nproc, attempt.logs)
+        try:
+            with _time_limit(attempt.cluster.minutes, attempt.cluster.signal_delay):
+                status = local.run_ranks([sys.executable, "-m", "launch.cli", *command], nproc, attempt.logs)
+        except TimeoutError as error:
+            step, failed = attempt.run.saved_steps(), ExitStatus.FAILED
+            events.record(attempt.run.path, "ended", status=failed, why=str(error), step=step)
+            return failed
         if not attempt.record_end(status)[1]:
             return status
         events.record(attempt.run.path, "requeued")
         number += 1
+
+
+@contextmanager
+def _time_limit(minutes: float | None, delay: float) -> Iterator[None]:
+    """Act as Slurm at the time limit of a start: `delay` seconds before, USR2; at the limit, raise TimeoutError."""
+    if minutes is None:
+        yield
+        return
+    alarms: list[int] = []
+
+    def on_alarm(number: int, _: object) -> None:
+        alarms.append(number)
+        if len(alarms) > 1:
+            raise TimeoutError("did not end before its time limit")
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+    previous = signal.signal(signal.SIGALRM, on_alarm)
+    # An alarm after zero seconds would be none.
+    signal.setitimer(signal.ITIMER_REAL, max(60 * minutes - delay, 1e-3), min(60 * minutes, delay))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
 
 
 def main() -> int:

@@ -56,6 +56,9 @@ class Settings:
     name: str
     """Name of the job."""
 
+    chain: int = 1
+    """Number of jobs of the submission that continue the run one after another."""
+
     @property
     def resources(self) -> Cluster:
         """`cluster` as a validated object."""

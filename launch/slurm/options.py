@@ -97,8 +97,6 @@ def _changes(args: argparse.Namespace) -> dict[str, Any]:
     changes: dict[str, Any] = {
         key: value for key in (*_OPTIONS, "requeue") if (value := getattr(args, key)) is not None
     }
-    if getattr(args, "chain", 1) > 1:
-        changes.setdefault("requeue", False)  # the next job of the chain continues instead
     kind, colon, count = changes.get("gpus_per_node", "").rpartition(":")
     if colon:
         changes |= {"gpu_type": kind, "gpus_per_node": count}

@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -51,7 +52,7 @@ class NodeReport:
     """Bytes of host memory that are free."""
 
     gpus: list[float] | None
-    """Share of memory in use of each GPU; None without nvidia-smi."""
+    """Share of memory in use of each GPU that the job may use; None without nvidia-smi."""
 
     unwritable: str | None
     """Why the run's folder cannot be written from here; None if it can."""
@@ -149,6 +150,10 @@ def _gpus() -> list[float] | None:
     if shutil.which("nvidia-smi") is None:
         return None
     query = ["nvidia-smi", "--query-gpu=memory.used,memory.total", "--format=csv,noheader,nounits"]
+    # Where Slurm does not constrain devices, nvidia-smi also shows those of other jobs. It cannot select MIG devices.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if re.fullmatch(r"(\d+|GPU-[\w-]+)(,(\d+|GPU-[\w-]+))*", visible):
+        query.append(f"--id={visible}")
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):

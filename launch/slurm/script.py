@@ -46,6 +46,9 @@ class Script:
     options: Mapping[str, str] = field(default_factory=dict)
     """More options of sbatch, such as dependency."""
 
+    chain: int = 1
+    """Number of jobs, one after another, that continue the run."""
+
     def text(self) -> str:
         """The whole script. Raises UserError if the template is missing."""
         cluster = self.cluster
@@ -85,7 +88,7 @@ class Script:
             "ntasks-per-node": cluster.tasks_per_node,
             "gpus-per-node": cluster.gpus or None,
             **{key: getattr(cluster, key) for key in _SAME_NAME},
-            "requeue" if cluster.requeue else "no-requeue": True,
+            "requeue" if cluster.requeues(self.chain) else "no-requeue": True,
             "signal": f"USR2@{cluster.signal_delay}",
             "array": self.array,
             **self.options,

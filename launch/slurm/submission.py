@@ -53,9 +53,6 @@ class Request(Script):
 
     members: Sequence[Member] = ()
 
-    chain: int = 1
-    """Number of jobs, one after another, that continue the run."""
-
     def folder(self, member: Member) -> Path:
         """The submission's folder in a member's run."""
         return JobFolder(member.run).submission(self.submission)
@@ -99,7 +96,8 @@ def submit(request: Request) -> list[Job]:
 
 
 def _write(request: Request) -> None:
-    settings = Settings(list(request.command), request.cluster.model_dump(mode="json"), request.run.name)
+    cluster = request.cluster.model_dump(mode="json")
+    settings = Settings(list(request.command), cluster, request.run.name, request.chain)
     code: Path | None = None
     for member in request.members:
         folder = request.folder(member)
@@ -231,15 +229,14 @@ def _start_locally(request: Request) -> submitit.Job[int]:
     if request.cluster.executor == "debug":
         return submitit.DebugExecutor(folder).submit(run_here, folder)
     executor = submitit.LocalExecutor(folder)
-    executor.update_parameters(
-        gpus_per_node=request.cluster.gpus_per_node,
-        signal_delay_s=request.cluster.signal_delay,
-        timeout_min=request.cluster.minutes or _NO_LIMIT,
-    )
+    # Its time limit would be one of all starts together.
+    executor.update_parameters(gpus_per_node=request.cluster.gpus_per_node, timeout_min=_NO_LIMIT)
+    # submitit would make it the machine's first GPUs.
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES") if request.cluster.gpus_per_node else None
     os.environ.update(import_variables())
     log = folder / "log"
     with _in_background(log):
-        job = executor.submit(run_here, folder)
+        job = executor.submit(run_here, folder, gpus)
     log.rename(request.run / "logs" / f"{job.job_id}.log")  # as of a batch script
     return job
 

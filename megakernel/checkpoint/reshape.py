@@ -7,6 +7,8 @@ same format; a test compares the files in cases that both support.
 
 import logging
 import shutil
+from contextlib import ExitStack, suppress
+from fcntl import LOCK_EX, flock
 from pathlib import Path
 
 from megakernel.config import UserError
@@ -39,8 +41,21 @@ def reshape_run(run: Path, step: int | None = None) -> Path:
 def reshape(checkpoint: Checkpoint, ranks: Ranks) -> Path:
     """Convert a checkpoint, a share of its tensors on each rank; return the folder of its universal form.
 
-    An earlier conversion is reused if it is undamaged.
+    An earlier conversion is reused if it is undamaged; one that another process is making is waited for.
     """
+    with ExitStack() as stack:
+        ranks.on_rank_zero(lambda: _lock(checkpoint, stack))
+        return _reshape(checkpoint, ranks)
+
+
+def _lock(checkpoint: Checkpoint, stack: ExitStack) -> None:
+    """Lock a checkpoint's manifest until the stack is closed, so that one process at a time converts it."""
+    with suppress(OSError):  # a read-only folder, or a file system without locks
+        manifest = stack.enter_context((checkpoint.folder / MANIFEST).open("r+"))
+        flock(manifest, LOCK_EX)
+
+
+def _reshape(checkpoint: Checkpoint, ranks: Ranks) -> Path:
     final = checkpoint.folder / UNIVERSAL
     if ranks.on_rank_zero(final.is_dir):
         try:

@@ -76,8 +76,8 @@ class Cluster(Section):
     mem: str | None = Field(default=None, pattern=r"^[0-9]+([KMGTkmgt][Bb]?)?$")
     """Memory per node, such as 200G; 0: all of it."""
 
-    requeue: bool = True
-    """Restart an interrupted job automatically."""
+    requeue: bool | None = None
+    """Restart an interrupted job automatically; null: unless the next job of a chain continues the run."""
 
     max_restarts: int = Field(default=10, ge=0, le=1_000_000)
     """Most consecutive restarts after failures, without a new checkpoint; time limits and preemptions do not count."""
@@ -121,6 +121,10 @@ class Cluster(Section):
         """Processes of the job."""
         return self.nodes * self.tasks_per_node
 
+    def requeues(self, chain: int) -> bool:
+        """Whether an interrupted job restarts, as one of `chain` jobs that continue a run one after another."""
+        return chain == 1 if self.requeue is None else self.requeue
+
     @property
     def minutes(self) -> float | None:
         """The time limit in minutes; None if there is none."""
@@ -131,7 +135,9 @@ class Cluster(Section):
         if self.time is not None and not self.minutes:
             remedy = "write minutes, hours:minutes:seconds or days-hours:minutes:seconds"
             yield self.problem("time", "is not a time limit", remedy)
-        elif self.minutes is not None and self.requeue and 60 * self.minutes <= self.signal_delay:
+        elif (
+            self.minutes is not None and self.requeue is not False and 60 * self.minutes <= self.signal_delay
+        ):
             reason = (
                 f"is not longer than signal_delay={self.signal_delay} s, so the job would only start and save"
             )

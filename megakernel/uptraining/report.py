@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -42,8 +43,8 @@ class Measured:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss)."""
-        return math.exp(self.loss)
+        """exp(loss); infinity above the largest float, as of a model that has diverged."""
+        return math.inf if self.loss > math.log(sys.float_info.max) else math.exp(self.loss)
 
 
 LEAST_GAP = 0.01
@@ -55,8 +56,10 @@ def recovered(swapped: float, now: float, dense: float) -> float | None:
 
     None if the gap is less than LEAST_GAP of PPL_dense.
     """
-    gap = math.exp(swapped) - math.exp(dense)
-    return (math.exp(swapped) - math.exp(now)) / gap if gap >= LEAST_GAP * math.exp(dense) else None
+    if not swapped - dense >= math.log1p(LEAST_GAP):  # also of losses that are not numbers
+        return None
+    # Both differences divided by PPL_swapped: the perplexity of a model that has diverged is no float.
+    return math.expm1(min(now - swapped, 700.0)) / math.expm1(dense - swapped)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """A run continues on another layout through DeepSpeed's universal checkpoint format."""
 
 from argparse import Namespace
+from threading import Thread
 
 import pytest
 import torch
 from deepspeed.checkpoint import ds_to_universal
 
-from megakernel.checkpoint.reshape import reshape_run
+from megakernel.checkpoint import reshape
 from tests.distributed.training_run import layout, scalars, train, write_config
 from tests.tiers import tiered
 
@@ -49,10 +50,30 @@ def test_continuing_on_other_layouts_gives_the_losses_of_an_uninterrupted_run(
         )
 
 
+def test_two_conversions_at_once_make_one(corpus, tmp_path, monkeypatch):
+    config = write_config(tmp_path, corpus)
+    train(config, 1, *OPTIONS, "training.steps=1")
+    conversions, folders = [], []
+    convert = reshape._convert
+
+    def interrupted(*args):
+        conversions.append(args)
+        if len(conversions) == 1:
+            other.start()
+        return convert(*args)
+
+    other = Thread(target=lambda: folders.append(reshape.reshape_run(tmp_path / "run")))
+    monkeypatch.setattr(reshape, "_convert", interrupted)
+    folder = reshape.reshape_run(tmp_path / "run")
+    other.join()
+    assert len(conversions) == 1
+    assert folders == [folder]
+
+
 def test_the_universal_checkpoint_equals_the_one_of_deepspeeds_converter(corpus, tmp_path):
     config = write_config(tmp_path, corpus)
     train(config, *layout("tp2 dp2 zero 1"), *OPTIONS, "training.steps=2")
-    converted = reshape_run(tmp_path / "run")
+    converted = reshape.reshape_run(tmp_path / "run")
     reference = tmp_path / "reference"
     for file in converted.parent.glob("mp_rank_*_model_states.pt"):
         state = torch.load(file, weights_only=False)

@@ -7,6 +7,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from launch.cli import main
+from megakernel.analysis.plots import subject
+from megakernel.analysis.plots.subject import captured_attention
 from megakernel.checkpoint.files import CheckpointTensors
 from megakernel.checkpoint.trained_run import TrainedRun
 from megakernel.checkpoint.universal import WEIGHT
@@ -133,6 +135,36 @@ def test_invalid_options_are_refused_in_one_line_with_the_remedy(
     assert explanation in refused("analyze", run, "--what", *options, "--out", tmp_path)
 
 
+def test_an_analysis_takes_one_pass_per_sample_after_a_first_one(run, tmp_path, monkeypatch):
+    passes = []
+
+    def counted(*args):
+        passes.append(args)
+        return captured_attention(*args)
+
+    monkeypatch.setattr(subject, "captured_attention", counted)
+    assert main(["analyze", str(run), "--samples", "4", "--what", "span", "--out", str(tmp_path)]) == 0
+    assert len(passes) == 1 + 4
+
+
+def test_no_table_is_written_of_numbers_that_are_not_finite_in_a_later_sample(
+    run, tmp_path, monkeypatch, refused
+):
+    passes = []
+
+    def diverging(*args):
+        passes.append(args)
+        captured = captured_attention(*args)
+        if len(passes) == 3:
+            captured[1].output.fill_(torch.inf)
+        return captured
+
+    monkeypatch.setattr(subject, "captured_attention", diverging)
+    error = refused("analyze", run, "--samples", "4", "--what", "span", "--out", tmp_path)
+    assert "the numbers of layer 1's attention are not finite; give an earlier one with --step" in error
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_model_that_has_diverged_is_refused_in_one_line(corpus, tmp_path, refused):
     config = write_config(tmp_path, corpus)
     wild = (
@@ -143,4 +175,5 @@ def test_a_model_that_has_diverged_is_refused_in_one_line(corpus, tmp_path, refu
     )
     train(config, 1, *wild)
     error = refused("analyze", tmp_path / "run", "--what", "ranks", "--out", tmp_path / "out")
-    assert "in the checkpoint of step 2 the numbers of layer 0's attention are not finite" in error
+    run = tmp_path / "run"
+    assert f"in the checkpoint of step 2 of {run} the numbers of layer 0's attention are not finite" in error

@@ -204,7 +204,8 @@ def test_a_foreground_job_ends_with_the_status_of_its_command(corpus, tmp_path, 
 
 
 @pytest.mark.second
-def test_a_local_job_restarts_an_interrupted_run(uninterrupted, corpus, tmp_path, capsys):
+def test_a_local_job_restarts_an_interrupted_run(uninterrupted, corpus, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     config = write_config(tmp_path, corpus)
     run = tmp_path / "run"
     options = [*OPTIONS, f"checkpoint.every={10 * STEPS}", "--cluster", "local", "-G", "2", "--json"]
@@ -222,4 +223,5 @@ def test_a_local_job_restarts_an_interrupted_run(uninterrupted, corpus, tmp_path
     assert main(["status", str(run), "--json"]) == 0
     status = json.loads(capsys.readouterr().out)
     assert (status["state"], status["why"], status["restarts"]) == ("COMPLETED", "done", 1)
+    assert "CUDA_VISIBLE_DEVICES: 4,5\n" in (run / "environment.txt").read_text()
     assert scalars(metrics(run), "train/loss") == scalars(uninterrupted, "train/loss")

@@ -9,6 +9,7 @@ from torch.nn.functional import normalize
 
 from megakernel.ops.documents import Positions
 from megakernel.ops.gated_delta_rule import gated_delta_rule
+from megakernel.ops.gated_delta_rule.triton import GRIDS
 from megakernel.ops.kernels.launch import record_launches
 from tests.kernels import test_simple_gla
 from tests.kernels.comparing import TOLERANCE, assert_agrees
@@ -140,6 +141,17 @@ def test_sequences_of_any_length_equal_the_reference(length, draw, device):
     leaves = {name: x[:, :, :length].contiguous() for name, x in leaves.items()}
     leaves["state"] = torch.randn(BATCH, 2, 16, 48, generator=draw).to(device)
     assert_agrees(partial(whole, positions=3), leaves, draw, TOLERANCE[torch.float32])
+
+
+def test_any_number_of_sequences_fits_the_grids():
+    """CUDA's axes after the first have at most 65,535 programs."""
+    shapes = {"q": (2**15, 4, 2, 16), "k": (2**15, 2, 2, 16), "v": (2**15, 2, 2, 16)}
+    leaves = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    leaves |= {name: torch.zeros(2**15, 2, 2, requires_grad=True) for name in ("log_decay", "strength")}
+    with record_launches() as launches:
+        gated_delta_rule(**leaves, backend="triton")[0].sum().backward()
+    assert {launch.kernel.__name__ for launch in launches} == set(GRIDS)
+    assert max(programs for launch in launches for programs in launch.grid[1:]) < 2**16
 
 
 def test_the_operator_passes_opcheck(draw, device):

@@ -8,7 +8,6 @@ landmarks and mixtures, and without another formula of the mechanism. `uptrainin
 """
 
 from dataclasses import replace
-from itertools import takewhile
 
 import torch
 import torch.nn.functional as F
@@ -73,7 +72,7 @@ CELLS = 64
 
 def measure_attention(subject: Subject) -> list[Row]:
     """The rows of `image_rows` for the first sample."""
-    first = takewhile(lambda item: item[0] == 0, subject.captured())
+    first = subject.captured(samples=1)
     return [row for _, layer, captured in first for row in image_rows(layer, attention_matrix(captured))]
 
 

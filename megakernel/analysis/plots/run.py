@@ -94,13 +94,10 @@ def analyze_run(
     model_source = load_run(source)
     batches = list(ValidationBatches(data_config, source.text, Share()))
     model = cast(model_source.model, torch.float32)
-    subject = Subject(config, model, batches, model_source.device, length, draws)
-    for _, layer, captured in subject.captured():
-        if not captured.is_finite:
-            raise UserError(
-                f"{folder}: in the checkpoint of step {at} the numbers of layer {layer}'s attention are not finite; "
-                "give an earlier one with --step"
-            )
+    name = f"the checkpoint of step {at} of {folder}"
+    subject = Subject(config, model, batches, model_source.device, length, draws, name)
+    for _ in subject.captured(samples=1):
+        pass  # refuses a model that has diverged also for analyses of something else
     for analysis in analyses:
         begin(analysis)
         rows = analysis.measure(subject)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from data_pipeline.batch import Batch
 from megakernel.attention import WHOLE_SEQUENCE, AttentionLayer
-from megakernel.config import Config, Model
+from megakernel.config import Config, Model, UserError
 from megakernel.model import LanguageModel
 from megakernel.model.layer import attention_cores
 from megakernel.model.layer_inputs import LayerInputs, to_layer_inputs
@@ -100,15 +100,26 @@ class Subject:
     draws: int = 100
     """Draws of noise, for analyses of its effects."""
 
-    def captured(self, model: LanguageModel | None = None) -> Iterator[tuple[int, int, CapturedAttention]]:
+    name: str = "the model"
+    """The checkpoint, in messages."""
+
+    def captured(
+        self, model: LanguageModel | None = None, samples: int | None = None
+    ) -> Iterator[tuple[int, int, CapturedAttention]]:
         """(sample, layer, captured attention) for each sample's sequence; of two documents in a sample, the first.
 
-        model: used instead of the run's.
+        model: used instead of the run's. samples: of the first ones only.
+        Raises UserError if the numbers are not finite, as those of a model that has diverged.
         """
-        for sample, batch in enumerate(self.batches):
+        for sample, batch in enumerate(self.batches[:samples]):
             row = first_sequence((batch.tokens, batch.positions), self.seq_len)
             layers = captured_attention(model or self.model, tuple(part.to(self.device) for part in row))
             for layer, captured in layers.items():
+                if not captured.is_finite:
+                    raise UserError(
+                        f"in {self.name} the numbers of layer {layer}'s attention are not finite; give an earlier one "
+                        "with --step"
+                    )
                 yield sample, layer, captured
 
     def model_inputs(self) -> list[LayerInputs]:

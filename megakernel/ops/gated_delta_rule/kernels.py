@@ -72,6 +72,16 @@ class Tokens(NamedTuple):
 
 
 @triton.jit
+def chunk_of(length):
+    """The program's head, and the first token of its chunk: all chunks of a head, then those of the next.
+
+    Both are in axis 0, because the others have at most 65,535 programs.
+    """
+    chunks = tl.cdiv(length, SIZE)
+    return tl.program_id(0) // chunks, tl.program_id(0) % chunks * SIZE
+
+
+@triton.jit
 def rows_at(rows, batch, head, at):
     """Pointer to the row of token `at` of a head."""
     return head_at(rows, batch, head) + tl.cast(at, tl.int64) * rows.row
@@ -167,12 +177,11 @@ def inverse_of(coupling, EXACT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["length", "start"])
 def solve(tokens, solved, length, start, heads, SHAPE: tl.constexpr):
-    """X of every chunk, (B, H_kv, N, C) in the dtype of keys. Program: (chunk, key head)."""
+    """X of every chunk, (B, H_kv, N, C) in the dtype of keys. Program: one chunk of a key head."""
     D: tl.constexpr = SHAPE.width
     DP: tl.constexpr = SHAPE.padded_width
-    entry = tl.program_id(1)
+    entry, at = chunk_of(length)
     batch, head = entry // heads, entry % heads
-    at = tl.program_id(0) * SIZE
     dtype: tl.constexpr = tokens.k.pointer.dtype.element_ty
     EXACT: tl.constexpr = dtype == tl.float32
     m = at + tl.arange(0, HALF)
@@ -242,17 +251,16 @@ def pass_on(tokens, solved, first, states, written, last, length, start, heads, 
 
 @triton.jit(do_not_specialize=["length", "start"])
 def read(tokens, states, written, out, length, start, heads, SHAPE: tl.constexpr):
-    """O, (B, H, N, D). Program: (chunk, query head, block of columns)."""
-    reader, column = tl.program_id(1), tl.program_id(2) * SHAPE.columns
-    entry = reader // SHAPE.group
+    """O, (B, H, N, D). Program: (chunk of a query head, block of columns)."""
+    reader, at = chunk_of(length)
+    entry, column = reader // SHAPE.group, tl.program_id(1) * SHAPE.columns
     batch, head = entry // heads, entry % heads
-    at = tl.program_id(0) * SIZE
     dtype: tl.constexpr = tokens.k.pointer.dtype.element_ty
     n, logs, first, kept, _left, _whole = decays_of(tokens, entry, batch, at, length, start)
     count = length - at
     queries = tokens_at(tokens.q, batch, reader % (heads * SHAPE.group), at, length, SHAPE)
     keys = tokens_at(tokens.k, batch, head, at, length, SHAPE)
-    chunk = entry * tl.cdiv(length, SIZE) + tl.program_id(0)
+    chunk = entry * tl.cdiv(length, SIZE) + at // SIZE
     seen = dot(queries, state_columns(states, chunk, column, SHAPE), dtype) * kept[:, None]
     scores = dot(queries, tl.trans(keys), dtype) * pairs_of(logs, first, n, logs, n)
     place = entry.to(tl.int64) * length + at
@@ -263,11 +271,14 @@ def read(tokens, states, written, out, length, start, heads, SHAPE: tl.constexpr
 
 @triton.jit(do_not_specialize=["length", "start"])
 def bwd_read(tokens, grad, dwritten, length, start, heads, SHAPE: tl.constexpr):
-    """The part of dU from the chunk's own queries, (B, H_kv, N, D). Program: (chunk, key head, block of columns)."""
+    """The part of dU from the chunk's own queries, (B, H_kv, N, D).
+
+    Program: (chunk of a key head, block of columns).
+    """
     V: tl.constexpr = SHAPE.columns
-    entry, column = tl.program_id(1), tl.program_id(2) * V
+    entry, at = chunk_of(length)
+    column = tl.program_id(1) * V
     batch, head = entry // heads, entry % heads
-    at = tl.program_id(0) * SIZE
     dtype: tl.constexpr = tokens.k.pointer.dtype.element_ty
     n, logs, first, _kept, _left, _whole = decays_of(tokens, entry, batch, at, length, start)
     count = length - at
@@ -342,18 +353,20 @@ def gradient_of_scores(grad, written, batch, reader, place, at, length, SHAPE: t
 
 @triton.jit(do_not_specialize=["length", "start"])
 def bwd_queries(tokens, grad, states, written, dq, passing, length, start, heads, SHAPE: tl.constexpr):
-    """Gradients of queries, and of log A through what they read of states, (B, H, N). Program: (chunk, query head)."""
+    """Gradients of queries, and of log A through what they read of states, (B, H, N).
+
+    Program: one chunk of a query head.
+    """
     D: tl.constexpr = SHAPE.width
     DP: tl.constexpr = SHAPE.padded_width
     V: tl.constexpr = SHAPE.columns
-    reader = tl.program_id(1)
+    reader, at = chunk_of(length)
     entry = reader // SHAPE.group
     batch, head = entry // heads, entry % heads
-    at = tl.program_id(0) * SIZE
     dtype: tl.constexpr = tokens.k.pointer.dtype.element_ty
     n, logs, first, kept, _left, _whole = decays_of(tokens, entry, batch, at, length, start)
     count, place = length - at, entry.to(tl.int64) * length + at
-    chunk = entry * tl.cdiv(length, SIZE) + tl.program_id(0)
+    chunk = entry * tl.cdiv(length, SIZE) + at // SIZE
     reader_of_batch = reader % (heads * SHAPE.group)
     of_state = tl.zeros((SIZE, DP), tl.float32)
     for column in range(0, SHAPE.values, V):
@@ -387,7 +400,7 @@ def bwd_keys(
     heads,
     SHAPE: tl.constexpr,
 ):
-    """Gradients of keys, values, decays and strengths. Program: (chunk, key head).
+    """Gradients of keys, values, decays and strengths. Program: one chunk of a key head.
 
     The gradient of a decay is a sum over all that passes its token, from earlier columns to later rows. A product adds
     the same number to its row and subtracts it from its column, so these cancel exactly.
@@ -395,13 +408,12 @@ def bwd_keys(
     D: tl.constexpr = SHAPE.width
     DP: tl.constexpr = SHAPE.padded_width
     V: tl.constexpr = SHAPE.columns
-    entry = tl.program_id(1)
+    entry, at = chunk_of(length)
     batch, head = entry // heads, entry % heads
-    at = tl.program_id(0) * SIZE
     dtype: tl.constexpr = tokens.k.pointer.dtype.element_ty
     n, logs, first, kept, left, whole = decays_of(tokens, entry, batch, at, length, start)
     count, place = length - at, entry.to(tl.int64) * length + at
-    chunk = entry * tl.cdiv(length, SIZE) + tl.program_id(0)
+    chunk = entry * tl.cdiv(length, SIZE) + at // SIZE
     strength = numbers_at(tokens.strength, entry, at, length, SIZE)
     # One product of the keys' width per loop: two at once would not fit into registers.
     of_leaving = tl.zeros((SIZE, DP), tl.float32)

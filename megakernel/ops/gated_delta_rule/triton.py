@@ -112,8 +112,9 @@ class DeltaLauncher(NamedTuple):
         sizes = (values, options.columns, q.shape[1] // heads)
         shape = DeltaShape(width, padded(width), *sizes, width**-0.5)
         grid = (
-            *[cdiv(length, CHUNK)] * options.by_chunk,
-            batch * (q.shape[1] if options.by_query else heads),
+            batch
+            * (q.shape[1] if options.by_query else heads)
+            * (cdiv(length, CHUNK) if options.by_chunk else 1),
             *[cdiv(values, options.columns)] * options.by_column,
         )
         arguments = (self.tokens, *arguments, length, self.start, heads)

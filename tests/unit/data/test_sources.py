@@ -17,7 +17,7 @@ import pytest
 from data_pipeline import sources
 from data_pipeline.document import Columns
 from data_pipeline.prepare import open_source
-from tests.unit.data.conftest import documents, write_jsonl
+from tests.unit.data.conftest import documents, prepared, write_jsonl
 
 TEXTS = documents(7, seed=5)
 
@@ -71,6 +71,19 @@ def test_linked_directories_are_read_once(tmp_path: Path):
         (tmp_path / "source" / name).symlink_to(tmp_path / target)
     (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "elsewhere")
     assert read(str(tmp_path / "source")) == ["linked", "source/sub"]
+
+
+def test_what_prepare_and_the_file_system_made_is_no_text(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "lost+found").mkdir()
+    for name in ("a.txt", "lost+found/#17"):
+        (tmp_path / name).write_text("a text")
+    prepared(tmp_path / "sub" / "prepared", [str(tmp_path)], validation_fraction=0.0)
+    assert read(str(tmp_path)) == ["a text"]
+    assert f"{tmp_path / 'sub' / 'prepared'} is a prepared folder and is not read" in caplog.text
+    with pytest.raises(
+        ValueError, match=r"--source .*/prepared is a prepared folder and no text; list it in data"
+    ):
+        read(str(tmp_path / "sub" / "prepared"))
 
 
 def test_a_directory_that_cannot_be_listed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -40,6 +40,16 @@ def test_no_text_encodes_to_the_end_of_a_document(tokenizer: Tokenizer, text: st
     assert tokenizer.eod not in tokenizer.encode(text)
 
 
+def test_no_word_encodes_to_the_end_of_a_document(tmp_path: Path):
+    tokenizer = tokenizers.train_words(["one <|endoftext|> two x<|endoftext|> one"])
+    tokenizer.save(tmp_path)
+    for words in (tokenizer, tokenizers.load(tmp_path)):
+        ids = words.encode("one <|endoftext|> x<|endoftext|> three two")
+        assert words.eod not in ids
+        assert ids[1] == ids[3], "an unknown word"
+        assert len(set(ids)) == 4
+
+
 def test_ids_are_in_the_vocabulary(tokenizer: Tokenizer):
     ids = [i for text in TEXTS for i in tokenizer.encode(text)]
     assert min(ids) >= 0

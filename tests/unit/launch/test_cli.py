@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import megakernel
-from launch.cli import COMMANDS, DEV, GROUPS, main
+from launch.cli import COMMANDS, DEV, GROUPS, main, parse
 from launch.exit_status import ExitStatus
 from megakernel.config import Config, from_yaml, load
 
@@ -66,6 +66,11 @@ def test_developer_commands_also_work_without_the_prefix_dev(name, monkeypatch):
 )
 def test_an_invalid_command_line_is_a_usage_error(arguments, refused):
     assert refused(*arguments).endswith(" --help")
+
+
+def test_two_dashes_are_a_value_of_an_option_as_any_other_text(refused):
+    assert parse(["generate", "runs/x", "--prompt=--"]).prompt == "--"
+    assert "--nproc: -- is not an integer" in refused("pretrain", "x.yaml", "--nproc=--")
 
 
 def test_config_prints_a_file_that_loads_to_the_same_configuration(tmp_path, capsys):
@@ -183,6 +188,20 @@ def test_the_doctor_shows_the_error_of_sbatch(monkeypatch, tmp_path, capsys):
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "Slurm" in line]
     assert line.startswith("-  ")
     assert "sbatch cannot reach Slurm" in line
+
+
+def test_the_doctor_names_the_variable_that_hides_gpus(monkeypatch, tmp_path, capsys):
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\n")
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("COLUMNS", "200")
+    main(["doctor"])
+    assert "CUDA_VISIBLE_DEVICES= hides the GPUs; unset it to use them" in capsys.readouterr().out
 
 
 def test_the_doctor_passes_on_this_machine():

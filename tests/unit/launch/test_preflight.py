@@ -79,6 +79,22 @@ def test_memory_that_a_gpu_does_not_report_counts_as_free(tmp_path, monkeypatch)
     assert node_report(tmp_path, "n1").gpus == [0.013, 0.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    ("visible", "arguments"),
+    [("4,5", "--id=4,5"), ("GPU-1a,GPU-2b", "--id=GPU-1a,GPU-2b"), ("MIG-1a", ""), ("", ""), (None, "")],
+)
+def test_gpus_of_other_jobs_are_not_counted(visible, arguments, tmp_path, monkeypatch):
+    """On a node whose devices are not constrained, nvidia-smi shows all of them."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f'#!/bin/sh\nshift 2\n[ "$*" = "{arguments}" ] && echo "0, 81559"\n')
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert node_report(tmp_path, "n1").gpus == [0.0]
+
+
 def test_a_failure_fits_one_line_of_srun():
     reason = collectives._one_line(RuntimeError("日" * 4000))
     failed = Timing(8191, "h" * 64, ["h" * 64, "i" * 64], None, reason)  # the longest possible host names

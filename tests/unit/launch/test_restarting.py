@@ -2,6 +2,7 @@ import signal
 
 import pytest
 
+from launch import local
 from launch.exit_status import ExitStatus
 from launch.slurm import attempt
 from launch.slurm.restarting import Start, decide
@@ -100,6 +101,22 @@ def test_the_reason_includes_the_error_of_a_failed_process():
     error = "rank 3 on n2: ValueError: no"
     assert decide(ends(ExitStatus.FAILED), 9, error).why == f"failed ({error})"
     assert decide(ends(ExitStatus.STOPPED), 9, error).why == "saved and stopped to make room"
+
+
+def test_each_start_of_a_local_job_has_its_time_limit_to_save_and_end():
+    received = []
+
+    def never_end():
+        while True:
+            signal.pause()
+
+    with local.handle_signals([signal.SIGUSR2], received.append):
+        with attempt._time_limit(60.0, 0.1):
+            pass
+        for _ in range(2):
+            with pytest.raises(TimeoutError, match="time limit"), attempt._time_limit(0.02 / 60, 0.01):
+                never_end()
+    assert received == [signal.SIGUSR2] * 2
 
 
 @pytest.mark.parametrize(("refusals", "event"), [(3, "requeued"), (1000, "not requeued")])

@@ -10,12 +10,13 @@ from contextlib import suppress
 
 import pytest
 
-from launch.cli import main
+from launch.cli import main, parse
 from launch.resume import SET_ASIDE, _later_checkpoints_renamed
-from launch.slurm.job_folder import SETTINGS, Job, JobFolder
+from launch.slurm.attempt import Attempt
+from launch.slurm.job_folder import SETTINGS, Job, JobFolder, Settings, write_settings
 from launch.slurm.script import REPOSITORY
 from launch.slurm.states import JobState
-from launch.submit import indices
+from launch.submit import _request_training, indices
 from megakernel.checkpoint.folder import free_name
 from megakernel.config import UserError
 from megakernel.training import events
@@ -126,6 +127,31 @@ def test_jobs_of_a_resumed_chain_are_not_requeued(chain, training, capsys):
     assert ("#SBATCH --no-requeue\n" in capsys.readouterr().out) == (chain > 1)
 
 
+def test_a_chain_does_not_turn_requeuing_off_for_the_rest_of_the_run(training, monkeypatch, capsys):
+    submission = training.submission("s")
+    submit = ["submit", str(submission / "config.yaml"), "--dependency", "after:17", "--chain", "2"]
+    request = _request_training(parse(submit))
+    assert "#SBATCH --no-requeue\n" in request.text()
+    recorded = Settings(list(request.command), request.cluster.model_dump(mode="json"), "run", request.chain)
+    write_settings(submission, recorded)
+    monkeypatch.setenv(events.JOB_VARIABLE, "999999999")
+    assert Attempt(submission).max_restarts == 0
+    assert main(["resume", str(training.path), "--dependency", "after:17", "--dry-run"]) == 0
+    assert "#SBATCH --requeue\n" in capsys.readouterr().out
+
+
+def test_slurm_is_asked_once_unless_something_is_changed_before_the_submission(training, monkeypatch):
+    asked = []
+    monkeypatch.setattr("launch.resume.refuse_live", asked.append)
+    monkeypatch.setattr("launch.resume.carry_out", lambda request, args: 0)
+    (training.path / "checkpoints" / "step_10").mkdir(parents=True)
+    resume = ["resume", str(training.path), "--dependency", "after:17"]
+    assert main(resume) == 0
+    assert len(asked) == 0
+    assert main([*resume, "--from-step", "10"]) == 0
+    assert len(asked) == 1
+
+
 def test_resume_finds_the_runs_of_a_dependency_under_its_root(training, refused):
     root = training.path.parent
     said = refused("resume", "run", "--root", root, "--dependency", "afterok:run", "--dry-run")
@@ -146,6 +172,13 @@ def test_the_step_to_continue_from_is_the_saved_one_unless_the_submission_fails(
     assert run.saved_steps() == 10
     kept = {"step_10", "step_20.set_aside", "step_30.set_aside", "latest"}
     assert {path.name for path in checkpoints.iterdir()} == kept
+
+
+def test_a_refused_submission_leaves_no_latest_where_there_was_none(run):
+    (run.path / "checkpoints" / "step_10").mkdir(parents=True)
+    with suppress(UserError), _later_checkpoints_renamed(run, 10):
+        raise UserError("refused")
+    assert [path.name for path in (run.path / "checkpoints").iterdir()] == ["step_10"]
 
 
 def test_checkpoints_set_aside_never_take_a_name_in_use(tmp_path):

@@ -25,6 +25,17 @@ def test_recovered_is_the_fraction_of_the_perplexity_gap():
     assert recovered(log(10.05), log(9), log(10)) is None  # the swap cost only half a percent
 
 
+def test_a_model_that_has_diverged_is_reported_too(tmp_path):
+    stage = Measured("distillation", 5000.0, 5000.0, tokens=4096)
+    diverged = replace(report_of(), swapped=Measured("swapped", 800.0, 800.0), stages=[stage])
+    diverged.write(tmp_path)
+    page = (tmp_path / "uptrain_report.md").read_text()
+    assert "| swapped | 0 | 800.0000 | inf | 800.0000 |  |" in page
+    assert "| distillation | 4,096 | 5000.0000 | inf | 5000.0000 | none: worse than the swap |" in page
+    assert "Infinity" not in (tmp_path / "uptrain_report.json").read_text()
+    assert recovered(800.0, 2.5, 2.5) == 1.0
+
+
 @pytest.mark.parametrize(
     ("swapped", "now", "text"),
     [
