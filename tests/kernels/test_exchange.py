@@ -141,7 +141,8 @@ def test_shards_of_kernel_attention_give_the_whole_sequence(feature_map, positio
     assert_agrees(run, leaves, draw, TOLERANCE[torch.float32])
 
 
-@every_position
+@pytest.mark.covering(1, 2)
+@pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("feature_map", ["hedgehog", "favor"])
 def test_shards_of_flurka_give_the_whole_sequence(feature_map, variant, positions, draw, device):

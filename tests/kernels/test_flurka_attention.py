@@ -126,7 +126,7 @@ def documents(device: torch.device, *starts: int, first: int = 0) -> Tensor:
     return torch.cat(parts)[None].to(device)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, 2)
 @every_variant
 @every_dtype
 @pytest.mark.parametrize("feature_map", ["hedgehog", "favor"])
@@ -238,7 +238,7 @@ def test_sequences_that_continue_a_document_agree(variant, positions, draw, devi
     assert_agrees(partial(run, **options), leaves, draw, TOLERANCE[torch.float32])
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, 3)
 @pytest.mark.parametrize("variant", ["gated", "shared"])
 @pytest.mark.parametrize("feature_map", ["elu", "hedgehog", "favor"])
 @pytest.mark.parametrize("packed", [False, True])

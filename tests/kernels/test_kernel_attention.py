@@ -159,7 +159,7 @@ def test_a_key_of_prior_0_does_not_count(feature_map, draw, device):
     assert rms_ratio(mixed["out"], alone) < 1e-6
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, 2)
 @pytest.mark.parametrize("feature_map", ["elu", "favor"])
 @pytest.mark.parametrize("length", tiered([1, 17, 64, 1000, 4096], [1, 17, 64]))
 @every_dtype
