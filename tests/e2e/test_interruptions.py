@@ -18,7 +18,6 @@ from launch.cli import main
 from launch.exit_status import ExitStatus
 from tests.distributed.training_run import assert_identical, metrics, scalars, train, write_config
 from tests.slurm.submitting import until
-from tests.tiers import tiered
 
 STEPS = 24
 OPTIONS = (
@@ -143,16 +142,16 @@ def test_every_stop_request_saves_and_the_same_command_resumes(uninterrupted, co
     assert_identical(metrics(tmp_path / "run"), uninterrupted)
 
 
-@pytest.mark.parametrize("number", tiered([signal.SIGTERM, signal.SIGHUP], [signal.SIGTERM]))
-def test_a_signal_to_all_processes_saves_and_leaves_no_process_behind(corpus, tmp_path, number):
-    # As Slurm sends it: to all processes of a step, including the data workers, of which there is one by default.
+def test_signals_to_all_processes_save_and_leave_no_process_behind(corpus, tmp_path):
+    # As Slurm and a closed terminal send them: also to the data workers, of which there is one per rank by default.
     config = write_config(tmp_path, corpus)
     options = (*OPTIONS, "training.steps=100000", "checkpoint.every=100000", "data.num_workers=1")
     run = Launched(config, *options).wait_for_step(2)
     processes = descendants(run.process.pid)
     assert len(processes) >= 4, "two ranks and their data workers"
-    for pid in processes:
-        os.kill(pid, number)
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        for pid in processes:
+            os.kill(pid, number)
     status, output = run.wait()
     assert status == ExitStatus.TERMINATED, output
     done = int((tmp_path / "run/checkpoints/latest").read_text().removeprefix("step_"))
