@@ -94,7 +94,7 @@ def run(backend: str, leaves: dict[str, Tensor], *, feature_map: str, **options)
     return {"out": out, "state": state.sums * torch.exp(state.log_scale)[..., None, None]}
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, 1)  # the mixtures below pair every map with every dtype
 @every_map
 @every_dtype
 @pytest.mark.usefixtures("short_segments")
