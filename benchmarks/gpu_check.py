@@ -170,7 +170,7 @@ NCU = (
 PARTS = {
     "correctness": (
         _tests("decoding", "decode", "flurka_decode"),
-        _tests("FLuRKA", "flurka_attention", "flurka_wrapped"),
+        _tests("FLuRKA", "flurka_attention", "wrapped"),
         _tests("kernel attention", "kernel_attention", "scales"),
         _tests("states that decay, short convolution", "simple_gla", "gated_delta_rule", "short_convolution"),
         _tests("the other ops", "packed_softmax", "weighted_attention", "fastfood", "low_rank"),

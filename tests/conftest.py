@@ -48,9 +48,11 @@ def draw(seed) -> torch.Generator:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Mark every case with its tier, and skip the tests that need a GPU on a machine without one."""
-    mark_tiers(items)
+    if left_out := mark_tiers(items):
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, and this machine has none")

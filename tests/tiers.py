@@ -2,7 +2,8 @@
 
 A test is in the first tier unless it, its module or its case is marked `second`. `pytest -m "not second"` runs the
 first tier, plain `pytest` both. Of a test marked `covering(n)`, the first tier has few cases that together cover all
-combinations of values of every `n` parameters; its other cases are in the second tier.
+combinations of values of every `n` parameters; its other cases are in the second tier. Marked `covering(n, m)`, both
+tiers together have no more than the cases that cover every `m` parameters.
 """
 
 from collections import Counter
@@ -25,20 +26,30 @@ def _second(case: Any) -> Any:
     return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.second)
 
 
-def mark_tiers(items: Sequence[pytest.Item]) -> None:
-    """Mark as `second` the cases that `covering` does not choose."""
+def mark_tiers(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Mark as `second` the cases that `covering` does not choose; returns those that are in neither tier."""
     matrices: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("covering") and not item.get_closest_marker("second"):
+        if item.get_closest_marker("covering"):
             matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out: list[pytest.Item] = []
     for cases in matrices.values():
-        (strength,) = cases[0].get_closest_marker("covering").args
-        # By their repr, as not every value is hashable.
-        values = [{name: repr(value) for name, value in case.callspec.params.items()} for case in cases]
-        chosen = covering(values, strength)
+        strength, *of_both = cases[0].get_closest_marker("covering").args
+        if of_both:
+            kept = covering(list(map(_values, cases)), *of_both)
+            left_out += [case for number, case in enumerate(cases) if number not in kept]
+            cases = [cases[number] for number in sorted(kept)]
+        cases = [case for case in cases if not case.get_closest_marker("second")]
+        chosen = covering(list(map(_values, cases)), strength)
         for number, case in enumerate(cases):
             if number not in chosen:
                 case.add_marker("second")
+    return left_out
+
+
+def _values(case: pytest.Item) -> dict[str, str]:
+    # By their repr, as not every value is hashable.
+    return {name: repr(value) for name, value in case.callspec.params.items()}
 
 
 def covering(cases: Sequence[Mapping[str, Hashable]], strength: int) -> set[int]:

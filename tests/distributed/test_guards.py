@@ -92,12 +92,20 @@ def run_with_bad_gradients(config: Path, overrides: tuple[str, ...]) -> str:
 BFLOAT16 = [name for name in LAYOUTS if "bfloat16" in name]
 
 
+EIGHT_STEPS = ("training.steps=8", "schedule.name=constant", "optimizer.lr=3e-3", "training.eval_samples=0")
+
+
+@pytest.fixture(scope="module")
+def float32(tmp_path_factory, corpus):
+    """A configuration, and the last loss of one process in float32."""
+    config = write_config(tmp_path_factory.mktemp("float32"), corpus)
+    return config, train(config, 1, *EIGHT_STEPS)[-1]["train/loss"]
+
+
 @pytest.mark.parametrize("ranks", tiered(BFLOAT16, ["bfloat16 dp2 zero 2"]))
-def test_bfloat16_trains_like_float32(ranks, corpus, tmp_path):
-    config = write_config(tmp_path, corpus)
-    options = ("training.steps=8", "schedule.name=constant", "optimizer.lr=3e-3", "training.eval_samples=0")
-    expected = train(config, 1, *options, "run.name=float32")[-1]["train/loss"]
-    actual = train(config, *layout(ranks), *options)
+def test_bfloat16_trains_like_float32(ranks, float32, tmp_path):
+    config, expected = float32
+    actual = train(config, *layout(ranks), *EIGHT_STEPS, f"run.root={tmp_path}")
     # bfloat16 has three significant digits; the loss itself falls by a third.
     assert actual[-1]["train/loss"] == pytest.approx(expected, rel=1e-2)
     assert actual[-1]["train/loss"] < 0.9 * actual[0]["train/loss"]

@@ -1,5 +1,6 @@
 """A run with a sequence-length schedule gives the same results on any layout, and after a kill in any phase."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -74,23 +75,32 @@ def test_a_step_gives_the_same_update_with_any_micro_batch_size(one_process, tmp
     assert scalars(actual, "train/loss") == pytest.approx(scalars(expected, "train/loss"), rel=1e-5)
 
 
+@pytest.fixture(scope="module")
+def on_layout(tmp_path_factory, corpus):
+    """Name of a layout -> the configuration, world size, overrides and metrics of a run on it."""
+
+    @cache
+    def trained(ranks):
+        config = write_config(tmp_path_factory.mktemp("whole"), corpus)
+        world_size, *overrides = (*layout(ranks), *OPTIONS)
+        return config, world_size, overrides, train(config, world_size, *overrides)
+
+    return trained
+
+
 @pytest.mark.parametrize("ranks", tiered(LAYOUTS, ["cp2", "pp2", "dp2 zero 2"]))
-def test_growing_sequences_have_the_losses_of_one_process_on_any_layout(ranks, one_process, tmp_path):
-    config, expected = one_process
-    actual = train(config, *layout(ranks), *OPTIONS, f"run.root={tmp_path}")
-    assert_losses_close(actual, expected)
+def test_growing_sequences_have_the_losses_of_one_process_on_any_layout(ranks, one_process, on_layout):
+    assert_losses_close(on_layout(ranks)[-1], one_process[-1])
 
 
 @pytest.mark.parametrize("ranks", tiered(["dp2 zero 1", "pp2"], ["dp2 zero 1"]))
 @pytest.mark.parametrize("step", tiered([2, 4], [4]))
-def test_a_run_killed_in_any_phase_resumes_bit_identically(ranks, step, corpus, tmp_path):
-    config = write_config(tmp_path, corpus)
-    world_size, *overrides = (*layout(ranks), *OPTIONS)
-    whole = train(config, world_size, *overrides, "run.name=whole")
-    killed = (*overrides, "run.name=killed")
+def test_a_run_killed_in_any_phase_resumes_bit_identically(ranks, step, on_layout, tmp_path):
+    config, world_size, overrides, whole = on_layout(ranks)
+    overrides = (*overrides, f"run.root={tmp_path}")
     with pytest.raises(RankFailedError, match="exit status -9"):
-        run_ranks(pretrain_killed_at_line, world_size, f"step {step}/", config, killed)
-    continued = train(config, world_size, *overrides, "run.name=killed")
+        run_ranks(pretrain_killed_at_line, world_size, f"step {step}/", config, overrides)
+    continued = train(config, world_size, *overrides)
     assert_identical(continued, whole)
 
 

@@ -29,12 +29,22 @@ def config(tmp_path_factory, corpus):
     return write_config(tmp_path_factory.mktemp("offload"), corpus)
 
 
+SHORT = ("training.steps=2", "schedule.name=constant")
+
+
+@pytest.fixture(scope="module")
+def one_process(config):
+    """The losses without offload, on any layout in float32."""
+    return train(config, 1, *SHORT)
+
+
 @pytest.mark.parametrize(("ranks", "keys"), tiered(CASES, [("dp2 zero 2", OFFLOAD_OPTIMIZER)]))
-def test_offloading_does_not_change_the_losses(ranks, keys, config):
-    short = ("training.steps=2", "schedule.name=constant")
+def test_offloading_does_not_change_the_losses(ranks, keys, config, one_process):
     name = ranks.replace(" ", "_")
-    expected = train(config, *layout(ranks), *short, f"run.name=device_{name}")
-    assert_losses_close(train(config, *layout(ranks), *short, keys, f"run.name=host_{name}"), expected)
+    expected = one_process
+    if "bfloat16" in ranks:
+        expected = train(config, *layout(ranks), *SHORT, f"run.name=device_{name}")
+    assert_losses_close(train(config, *layout(ranks), *SHORT, keys, f"run.name=host_{name}"), expected)
 
 
 @pytest.mark.second

@@ -84,6 +84,7 @@ def tuned_run(tmp_path_factory):
         1,
         *("training.steps=150", "training.eval_samples=0", "optimizer.lr=3e-3", "run.name=tuned"),
         *("model.attention=flurka", "model.attention_pattern=null", "model.num_layers=2"),
+        "training.micro_batch_size=8",
     )
     return folder / "tuned"
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,6 @@ from launch.cli import main
 from launch.exit_status import ExitStatus
 from tests.distributed.training_run import assert_identical, metrics, scalars, train, write_config
 from tests.slurm.submitting import until
-from tests.tiers import tiered
 
 STEPS = 24
 OPTIONS = (
@@ -73,8 +73,21 @@ class Launched:
         }
 
 
+def descendants(pid: int) -> list[int]:
+    """Process ids of all children of `pid` and their descendants."""
+    children = Path(f"/proc/{pid}/task").glob("*/children")
+    child_pids = [int(child) for file in children for child in file.read_text().split()]
+    return [*child_pids, *(below for child in child_pids for below in descendants(child))]
+
+
+def none_runs(processes: list[int]) -> bool:
+    return not any(Path(f"/proc/{pid}").exists() for pid in processes)
+
+
 @pytest.mark.second
-def test_a_run_killed_three_times_resumes_bit_identically(uninterrupted, corpus, tmp_path):
+def test_a_run_killed_three_times_resumes_bit_identically_and_leaves_no_process_behind(
+    uninterrupted, corpus, tmp_path
+):
     config = write_config(tmp_path, corpus)
     steps = sorted(random.Random(3).sample(range(4, STEPS - 3), 3))
 
@@ -83,11 +96,15 @@ def test_a_run_killed_three_times_resumes_bit_identically(uninterrupted, corpus,
     assert first.wait()[0] == -signal.SIGKILL
 
     for rank, step in ((0, steps[1]), (1, steps[2])):
-        run = Launched(config, *OPTIONS).wait_for_step(step)
+        run = Launched(config, *OPTIONS, "data.num_workers=1").wait_for_step(step)
+        processes = descendants(run.process.pid)
+        assert len(processes) >= 4, "two ranks and their data workers"
         os.kill(run.ranks[rank], signal.SIGKILL)
         status, output = run.wait()
         assert status == ExitStatus.FAILED
         assert f"megakernel: error: rank {rank} was ended by SIGKILL" in output
+        # Data workers too: those of the killed rank notice that it is gone.
+        until(partial(none_runs, processes), seconds=10)
 
     status, output = Launched(config, *OPTIONS).wait()
     assert status == ExitStatus.DONE
@@ -125,39 +142,21 @@ def test_every_stop_request_saves_and_the_same_command_resumes(uninterrupted, co
     assert_identical(metrics(tmp_path / "run"), uninterrupted)
 
 
-def descendants(pid: int) -> list[int]:
-    """Process ids of all children of `pid` and their descendants."""
-    children = Path(f"/proc/{pid}/task").glob("*/children")
-    child_pids = [int(child) for file in children for child in file.read_text().split()]
-    return [*child_pids, *(below for child in child_pids for below in descendants(child))]
-
-
-@pytest.mark.parametrize("number", tiered([signal.SIGTERM, signal.SIGHUP], [signal.SIGTERM]))
-def test_a_signal_to_all_processes_saves_and_leaves_no_process_behind(corpus, tmp_path, number):
-    # As Slurm sends it: to all processes of a step, including the data workers, of which there is one by default.
+def test_signals_to_all_processes_save_and_leave_no_process_behind(corpus, tmp_path):
+    # As Slurm and a closed terminal send them: also to the data workers, of which there is one per rank by default.
     config = write_config(tmp_path, corpus)
     options = (*OPTIONS, "training.steps=100000", "checkpoint.every=100000", "data.num_workers=1")
     run = Launched(config, *options).wait_for_step(2)
     processes = descendants(run.process.pid)
     assert len(processes) >= 4, "two ranks and their data workers"
-    for pid in processes:
-        os.kill(pid, number)
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        for pid in processes:
+            os.kill(pid, number)
     status, output = run.wait()
     assert status == ExitStatus.TERMINATED, output
     done = int((tmp_path / "run/checkpoints/latest").read_text().removeprefix("step_"))
     assert metrics(tmp_path / "run")[-1]["step"] == done
-    assert not [pid for pid in processes if Path(f"/proc/{pid}").exists()]
-
-
-@pytest.mark.second
-def test_data_workers_end_when_their_rank_is_killed(corpus, tmp_path):
-    config = write_config(tmp_path, corpus)
-    run = Launched(config, *OPTIONS, "training.steps=100000", "data.num_workers=1").wait_for_step(2)
-    processes = descendants(run.process.pid)
-    for pid in run.ranks.values():
-        os.kill(pid, signal.SIGKILL)
-    assert run.wait()[0] == ExitStatus.FAILED
-    until(lambda: not [pid for pid in processes if Path(f"/proc/{pid}").exists()], seconds=10)
+    assert none_runs(processes)
 
 
 def forbid_large_files() -> None:

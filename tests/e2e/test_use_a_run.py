@@ -233,6 +233,7 @@ def untrained(run, tmp_path):
 
 GENERATE = ("generate", "--prompt", "x")
 EVALUATE = ("evaluate",)
+TASK = ("evaluate", "--task")
 
 
 @pytest.mark.parametrize(
@@ -243,37 +244,25 @@ EVALUATE = ("evaluate",)
         ("untrained", EVALUATE, "has no checkpoint"),
         ("run", (*EVALUATE, "--step", "3"), "choose one of 2, 4"),
         ("run", (*GENERATE, "--step", "3"), "choose one of 2, 4"),
-        (
-            "run",
-            ("generate", "--prompt", "a\udcff"),
-            "prompt is not valid UTF-8 at character 2; write",
-        ),
+        ("run", ("generate", "--prompt", "a\udcff"), "prompt is not valid UTF-8 at character 2; write"),
         ("run", (*EVALUATE, "--samples", "0"), "give --samples 1 or more"),
         ("run", (*EVALUATE, "--seq-len", "0"), "give --seq-len 1 or more"),
         ("run", (*EVALUATE, "--seq-len", "100000000"), "validation tokens; give at most"),
+        ("run", (*TASK, "lm:stride=200"), "stride=200 would leave tokens out between windows of 128"),
+        ("run", (*TASK, "lm:far=shuffled,near=64"), "near=64 leaves no far context in sequences of 128"),
+        ("run", (*TASK, "lm:near=64"), "near=64 has no effect alone; add far=shuffled"),
         (
             "run",
-            (*EVALUATE, "--task", "lm:stride=200"),
-            "stride=200 would leave tokens out between windows of 128",
-        ),
-        (
-            "run",
-            (*EVALUATE, "--task", "lm:far=shuffled,near=64"),
-            "near=64 leaves no far context in sequences of 128",
-        ),
-        ("run", (*EVALUATE, "--task", "lm:near=64"), "near=64 has no effect alone; add far=shuffled"),
-        (
-            "run",
-            (*EVALUATE, "--task", "lm:repeated=text,far=shuffled"),
+            (*TASK, "lm:repeated=text,far=shuffled"),
             "far=shuffled cannot be combined with repeated=text; leave out one of them",
         ),
         (
             "run",
-            (*EVALUATE, "--task", "lm:repeated=random,seq_len=32"),
+            (*TASK, "lm:repeated=random,seq_len=32"),
             "half of 32 tokens is too short to be repeated; give a seq_len of at least 64",
         ),
-        ("run", (*EVALUATE, "--task", "mqar", "--baseline", "bigbird"), "leave out --task or --baseline"),
-        ("learned", (*EVALUATE, "--task", "mqar:length=256"), f"model's {SEQ_LEN} learned positions"),
+        ("run", (*TASK, "mqar", "--baseline", "bigbird"), "leave out --task or --baseline"),
+        ("learned", (*TASK, "mqar:length=256"), f"model's {SEQ_LEN} learned positions"),
         ("run", (*GENERATE, "--max-new-tokens", "0"), "give 1 or more"),
         ("run", (*GENERATE, "--top-p", "2"), "top_p=2.0 is out of range"),
         (
@@ -288,6 +277,7 @@ EVALUATE = ("evaluate",)
         ("learned", (*GENERATE, "--max-new-tokens", str(SEQ_LEN + 1)), f"give at most {SEQ_LEN}"),
     ],
 )
+@pytest.mark.usefixtures("run")  # what training prints is no output of the command
 def test_invalid_options_are_refused_in_one_line_with_the_remedy(
     folder, command, explanation, request, tmp_path, refused
 ):

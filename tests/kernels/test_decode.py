@@ -75,6 +75,14 @@ def state_behind(k: Tensor, v: Tensor, feature_map: str, projection) -> KernelSt
     )[1]
 
 
+def assert_last_step_agrees(q: Tensor, k: Tensor, v: Tensor, feature_map: str, projection=None) -> None:
+    """A step of the last token, from the state after the tokens before it."""
+    options = {"feature_map": feature_map, "projection": projection}
+    state = state_behind(k[:, :, :-1], v[:, :, :-1], **options)
+    last = [x[:, :, -1:] for x in (q, k, v)]
+    assert_same(step(*last, state=state, **options), reference(*last, state=state, **options))
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("normalize", [True, False])
@@ -106,32 +114,20 @@ def test_decoding_token_by_token_equals_the_whole_sequence(feature_map):
 
 @pytest.mark.parametrize("feature_map", ["elu", "prf"])
 def test_many_sequences_can_be_decoded_at_once(feature_map):
-    q, k, v = tokens(64, 1, 2, 3, 16, 16)
-    projection = projection_of(feature_map, 1, 16)
-    options = {"feature_map": feature_map, "projection": projection}
-    state = state_behind(k[:, :, :2], v[:, :, :2], **options)
-    last = [x[:, :, 2:] for x in (q, k, v)]
-    assert_same(step(*last, state=state, **options), reference(*last, state=state, **options))
+    assert_last_step_agrees(*tokens(64, 1, 2, 3, 16, 16), feature_map, projection_of(feature_map, 1, 16))
 
 
 def test_wide_values_are_split_into_blocks(monkeypatch):
     from megakernel.ops.kernel_attention import decode
 
     monkeypatch.setattr(decode, "TILE", 16 * 16)
-    q, k, v = tokens(2, 2, 1, 3, 16, 40)
-    state = state_behind(k[:, :, :2], v[:, :, :2], "elu", None)
-    last = [x[:, :, 2:] for x in (q, k, v)]
-    assert_same(step(*last, state=state, feature_map="elu"), reference(*last, state=state, feature_map="elu"))
+    assert_last_step_agrees(*tokens(2, 2, 1, 3, 16, 40), "elu")
 
 
 def test_a_fastfood_projection_is_supported():
-    q, k, v = tokens(2, 2, 2, 3, 8, 8)
     scales, gaussians, signs, order = random(4, 2, 2, 8, seed=4)
     projection = FastFood(scales, gaussians, signs.sign(), order.argsort(-1))
-    options = {"feature_map": "prf", "projection": projection}
-    state = state_behind(k[:, :, :2], v[:, :, :2], **options)
-    last = [x[:, :, 2:] for x in (q, k, v)]
-    assert_same(step(*last, state=state, **options), reference(*last, state=state, **options))
+    assert_last_step_agrees(*tokens(2, 2, 2, 3, 8, 8), "prf", projection)
 
 
 def test_components_are_summed():
@@ -145,11 +141,7 @@ def test_components_are_summed():
 def test_large_exponents_stay_in_range():
     """Keys of scale 10: their features without log scales would overflow or underflow float32."""
     q, k, v = tokens(2, 1, 1, 4, 16, 16)
-    k = 10 * k
-    options = {"feature_map": "favor", "projection": projection_of("favor", 1, 16)}
-    state = state_behind(k[:, :, :3], v[:, :, :3], **options)
-    last = [x[:, :, 3:] for x in (q, k, v)]
-    assert_same(step(*last, state=state, **options), reference(*last, state=state, **options))
+    assert_last_step_agrees(q, 10 * k, v, "favor", projection_of("favor", 1, 16))
 
 
 @pytest.mark.parametrize("feature_map", ["elu", "prf"])

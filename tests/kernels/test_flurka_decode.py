@@ -82,7 +82,7 @@ def two_rows(length: int, restart: int, device: torch.device) -> Tensor:
     return torch.stack([places, torch.where(places < restart, places, places - restart)])
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(2, 3)
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("feature_map", SUPPORTED)

@@ -14,7 +14,7 @@ from megakernel.ops.kernels.launch import record_launches
 from tests.kernels import test_simple_gla
 from tests.kernels.comparing import TOLERANCE, assert_agrees
 from tests.kernels.test_flurka_attention import documents
-from tests.kernels.test_simple_gla import on
+from tests.kernels.test_simple_gla import assert_one_token_continues, on
 
 whole = partial(test_simple_gla.whole, op=gated_delta_rule)
 
@@ -124,15 +124,7 @@ def test_a_state_of_other_sizes_is_refused(draw, device):
 
 
 def test_one_token_continues_from_the_state_of_the_kernels(draw, device):
-    leaves = tokens(draw, device, torch.float32, width=24, values=24)
-    expected = whole("chunked", leaves, positions=0)
-    before, last = (
-        {name: x[:, :, part] for name, x in leaves.items()} for part in (slice(-1), slice(-1, None))
-    )
-    state = whole("triton", before, positions=0)["left"]
-    found = whole("triton", last | {"state": state}, positions=LENGTH - 1)
-    torch.testing.assert_close(found["out"], expected["out"][:, :, -1:], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found["left"], expected["left"], rtol=1e-4, atol=1e-5)
+    assert_one_token_continues(whole, tokens(draw, device, torch.float32, width=24, values=24))
 
 
 @pytest.mark.parametrize("length", [1, 2, 64, 65])

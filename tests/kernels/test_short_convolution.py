@@ -30,7 +30,7 @@ def run(backend, leaves, positions):
     }
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, 2)
 @pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS)
 @pytest.mark.parametrize(("width", "channels"), [(4, 16), (2, 12), (5, 64), (1, 3), (8, 130)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

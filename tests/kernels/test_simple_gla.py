@@ -92,12 +92,15 @@ def test_shards_give_the_whole_sequence(positions, draw, device):
 
 
 def test_one_token_continues_from_the_state_of_the_kernels(draw, device):
-    leaves = tokens(draw, device, torch.float32, width=24)
-    expected = whole("chunked", leaves, positions=0)
+    assert_one_token_continues(whole, tokens(draw, device, torch.float32, width=24))
+
+
+def assert_one_token_continues(run: Callable[..., dict[str, Tensor]], leaves: dict[str, Tensor]) -> None:
+    expected = run("chunked", leaves, positions=0)
     before, last = (
         {name: x[:, :, part] for name, x in leaves.items()} for part in (slice(-1), slice(-1, None))
     )
-    state = whole("triton", before, positions=0)["left"]
-    found = whole("triton", last | {"state": state}, positions=LENGTH - 1)
+    state = run("triton", before, positions=0)["left"]
+    found = run("triton", last | {"state": state}, positions=LENGTH - 1)
     torch.testing.assert_close(found["out"], expected["out"][:, :, -1:], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found["left"], expected["left"], rtol=1e-4, atol=1e-5)

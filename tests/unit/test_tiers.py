@@ -1,8 +1,9 @@
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 
-from tests.tiers import covering, tiered
+from tests.tiers import covering, mark_tiers, tiered
 
 CASES = [dict(zip("abc", values)) for values in product(range(3), range(2), range(4))]
 
@@ -28,6 +29,31 @@ def test_covering_2_ignores_pairs_that_no_case_has():
     assert covered(
         (cases_without_equal_values[number] for number in covering(cases_without_equal_values, 2)), "a", "b"
     ) == covered(cases_without_equal_values, "a", "b")
+
+
+class Item:
+    """A case of a test marked `covering(1, 2)`, as pytest collects it."""
+
+    def __init__(self, **params):
+        self.nodeid, self.callspec = f"test[{params}]", SimpleNamespace(params=params)
+        self.marks = {"covering": pytest.mark.covering(1, 2).mark}
+
+    def get_closest_marker(self, name):
+        return self.marks.get(name)
+
+    def add_marker(self, name):
+        self.marks[name] = name
+
+
+def test_covering_1_and_2_leaves_out_cases_that_show_no_new_pair():
+    items = [Item(**case) for case in CASES]
+    left_out = mark_tiers(items)
+    both = [item for item in items if item not in left_out]
+    first = [item.callspec.params for item in both if "second" not in item.marks]
+    assert len(first) == 4 < len(both) < len(items)
+    assert all(covered(first, name) == covered(CASES, name) for name in "abc")
+    kept = [item.callspec.params for item in both]
+    assert all(covered(kept, *pair) == covered(CASES, *pair) for pair in ("ab", "ac", "bc"))
 
 
 def test_cases_that_are_not_named_belong_to_the_second_tier():

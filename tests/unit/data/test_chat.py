@@ -223,6 +223,9 @@ def test_conversations_without_an_answer_are_counted_as_skipped(tmp_path: Path):
     assert source.skipped == {"no message of the assistant": 1, "empty": 1}
 
 
+FINE = conversation("hi", "Hello!")
+
+
 @pytest.mark.parametrize(
     ("chat", "options", "explanation"),
     [
@@ -234,31 +237,11 @@ def test_conversations_without_an_answer_are_counted_as_skipped(tmp_path: Path):
         ([{"from": "human", "value": "hi"}], [], r"a message has the keys from, value and no role"),
         ([{"role": "user"}], [], r"a message of role user has no content"),
         ([{"role": "user", "content": 5}], [], r"a message's content is int, not text; write a string"),
-        (
-            conversation("hi", "Hello!"),
-            ["--text-key", "talk"],
-            r"no column 'talk' among messages; set --text-key",
-        ),
-        (
-            conversation("hi", "Hello!"),
-            ["--tokenizer", "byte"],
-            r"the tokenizer has no chat template; give one with",
-        ),
-        (
-            conversation("hi", "Hello!"),
-            ["--add-bos"],
-            r"--add-bos: the chat template says how conversations begin",
-        ),
-        (
-            conversation("hi", "Hello!"),
-            ["--chat-template", "nowhere"],
-            r"--chat-template nowhere cannot be read",
-        ),
-        (
-            conversation("hi", "Hello!"),
-            ["--source", "stdlib"],
-            r"--chat reads tables of conversations, and stdlib is not a table",
-        ),
+        (FINE, ["--text-key", "talk"], r"no column 'talk' among messages; set --text-key"),
+        (FINE, ["--tokenizer", "byte"], r"the tokenizer has no chat template; give one with"),
+        (FINE, ["--add-bos"], r"--add-bos: the chat template says how conversations begin"),
+        (FINE, ["--chat-template", "nowhere"], r"--chat-template nowhere cannot be read"),
+        (FINE, ["--source", "stdlib"], r"--chat reads tables of conversations, and stdlib is not a table"),
     ],
 )
 def test_invalid_conversations_are_refused_in_one_line(

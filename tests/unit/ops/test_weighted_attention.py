@@ -67,19 +67,6 @@ def test_keys_of_weight_0_do_not_count(normalize, causal):
         assert not run("chunked")[0][0, :, :9].any()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_equal_finite_differences(kind):
-    q, k, v = (x.detach()[:1, :2, ..., :9, :].requires_grad_() for x in inputs())
-    key_weights = random(1, 1, M, 9, seed=3)
-    assert torch.autograd.gradcheck(
-        lambda q, k, v, key_weights: weighted_attention(
-            q, k[:, :1], v[:, :1], key_weights=key_weights.square(), positions=PACKED[:1, :9], **KINDS[kind]
-        )[0],
-        (q, k, v, key_weights),
-        fast_mode=True,
-    )
-
-
 def test_one_mixture_key_equals_softmax_attention():
     q, k, v = inputs(keys=1)
     expected, _ = softmax_attention(q, k[:, :, 0], v, positions=PACKED)
