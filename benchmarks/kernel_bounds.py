@@ -390,11 +390,10 @@ def page(results: dict[str, list[Bound]]) -> str:
     import triton
 
     lines = [
-        "# Lower bounds of the compiled kernels' time",
+        "# What the compiled kernels would take at best",
         "",
         f"`python -m benchmarks.kernel_bounds`, triton {triton.__version__}, compiled for sm_90: lower bounds for an "
-        f"H200, not measured. One sequence of {LENGTH:,} tokens, {HEADS} heads, bfloat16. The module's docstring "
-        "explains them.",
+        f"H200, no times. One sequence of {LENGTH:,} tokens, {HEADS} heads, bfloat16. The module says what is counted.",
         "",
     ]
     rows = (

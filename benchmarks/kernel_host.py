@@ -42,7 +42,7 @@ VIEWS = (
     "view _unsafe_view _reshape_alias reshape alias as_strided expand expand_as view_as unsqueeze squeeze slice select "
     "narrow transpose permute movedim t numpy_T chunk split split_with_sizes unbind flatten unflatten detach lift_fresh"
 )
-WITHOUT_CONTENTS = "empty empty_like empty_strided new_empty new_empty_strided set_ resize_"
+WITHOUT_CONTENTS = "empty empty_like empty_permuted empty_strided new_empty new_empty_strided set_ resize_"
 CHECKS = "to contiguous resolve_conj resolve_neg promote_types result_type"
 WITHOUT_WORK = {*VIEWS.split(), *WITHOUT_CONTENTS.split(), *CHECKS.split()}
 """Operations that start nothing on a GPU: views, tensors without contents, casts and copies that may be no-ops."""
@@ -145,8 +145,8 @@ def page() -> str:
     compiled = {name: variants(name) for name in LAYERS}
     return "\n".join(
         [
-            *page_header("Host overhead of the kernels", "python -m benchmarks.kernel_host"),
-            "The module's docstring explains the columns. Time is the median of "
+            *page_header("What the host does around the kernels", "python -m benchmarks.kernel_host"),
+            "The module says what is counted. Time is the median of "
             f"{REPEATS} passes over {SHORT_TOKENS} tokens, forward and backward.",
             "",
             *table(

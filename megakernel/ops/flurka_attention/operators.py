@@ -53,7 +53,8 @@ def tile_sizes(phi: Phi, near: Near, size: int, values: int, capability: int) ->
     if max(phi.padded_width, padded(values), phi.padded_features // 2) <= 64:
         return tiles | {
             **dict.fromkeys(("merge", "merge_backward", "write_keys"), TileSizes(64, 64, 4)),
-            **dict.fromkeys(("window_backward", "bwd_dkv"), TileSizes(64, 32, 4)),
+            "window_backward": TileSizes(64, 64 if near.softmax else 32, 4),
+            "bwd_dkv": TileSizes(64, 32, 4),
         }
     has_wgmma = capability in WGMMA_CAPABILITIES
     tiles |= {"write_keys": TileSizes(64, 64, 4), "bwd_dkv": TileSizes(64, 64 if has_wgmma else 32, 8)}

@@ -124,7 +124,8 @@ class KernelLaunches(NamedTuple):
             saved[0] if launcher.phi.unbounded else None,
         )
         inputs = (bwd_queries, *self.keys_and_matrix(saved), state, self.seq)
-        outputs = (None if launcher.phi.unbounded else Rows.of(out), dq, dy)
+        reads_output = self.normalize and not launcher.phi.unbounded
+        outputs = (Rows.of(out) if reads_output else None, dq, dy)
         launcher.launch(query_kernels.bwd_dq, len(q), *inputs, *outputs, NORMALIZE=self.normalize)
         matrix_grad = None if dy is None else cache(partial(products_of_queries, dy, q, self.seq.heads))
         return QueryBackward(bwd_queries, (dq,), matrix_grad)

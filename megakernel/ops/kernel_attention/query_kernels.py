@@ -93,8 +93,8 @@ def bwd_dq(
 ):
     """Gradients of queries (B, H, N, D), optionally of projected queries (..., M), delta, and features.
 
-    Each term has the factor do_i.v_j - mean_i, where mean_i is do_i.o_i, with the output as it was rounded: unless the
-    map is unbounded, that changes gradients no more than states in bfloat16 do. Programs as in `kernels.read`.
+    Terms have the factor do_i.v_j - mean_i. Unless the map is unbounded, mean_i is do_i.o_i, of the rounded output, as
+    in kernels of softmax: states in bfloat16 round no less. Programs as in `kernels.read`.
     """
     C: tl.constexpr = TILING.chunk
     MP: tl.constexpr = PHI.padded_rows
@@ -134,26 +134,15 @@ def bwd_dq(
     size = tl.zeros((C,), tl.float32)
     for half in tl.static_range(2 if PHI.two else 1):
         # Divide by den after the sums: 1 / den is small, and dO / den would have few digits in float16.
-        grad = gradient_of_half(half, do, -mean, r, keys, state, seq, tile, TILING, PHI)
-        # Loaded again: through the loops of a half, the registers are needed.
-        reciprocal = load_numbers(queries.reciprocal + numbers, tile.at, seq.queries, C)
-        grad *= reciprocal[:, None]
+        grad = gradient_of_half(half, do, -mean, r, keys, state, seq, tile, TILING, PHI) * reciprocal[:, None]
         qa, qb, _own = features_of_queries(queries.tokens, seq, tile, TILING, PHI)
         qa, qb = qa.to(tl.float32), qb.to(tl.float32)
         along += tl.sum(grad * (qb if half else qa), 1)
         size += tl.sum(qb * qb if half else qa * qa, 1)
         slope += slope_of_half(half, grad, qb if half else qa, qa if half else qb, PHI)
-    if NORMALIZE:
-        if not PHI.unbounded:
-            # Exact terms would add up to a gradient orthogonal to phi(q): `along` is what the output's rounding adds.
-            tl.debug_barrier()
-            delta = load_numbers(queries.delta + numbers, tile.at, seq.queries, C)
-            reciprocal = load_numbers(queries.reciprocal + numbers, tile.at, seq.queries, C)
-            tl.debug_barrier()
-            tl.store(queries.delta + numbers + tile.rows, delta - along * reciprocal, mask=tile.rows < tile.end)
-        if not PHI.two:
-            # Quotients do not depend on the length of phi(q). With two halves, the error is below rounding.
-            slope = across_features(slope, along, size, queries.tokens, seq, tile, TILING, PHI)
+    if NORMALIZE and not PHI.two:
+        # Quotients do not depend on the length of phi(q). With two halves, the error is below rounding.
+        slope = across_features(slope, along, size, queries.tokens, seq, tile, TILING, PHI)
     of_projected = None if dy is None else dy + place * PHI.rows
     LEARNED: tl.constexpr = dy is not None
     store_slope(q, tokens.row, left, projection, slope, dq + place * PHI.width, of_projected, C, LEARNED, PHI)
