@@ -3,9 +3,10 @@
 A test is in the first tier unless it, its module or its case is marked `second`. `pytest -m "not second"` runs the
 first tier, plain `pytest` both. Of a test marked `covering(n)`, the first tier has few cases that together cover all
 combinations of values of every `n` parameters; its other cases are in the second tier. Marked `covering(n, m)`, both
-tiers together have no more than the cases that cover every `m` parameters.
+tiers together have no more than the cases that cover every `m` parameters; MEGAKERNEL_TEST_GRID=full keeps them all.
 """
 
+import os
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import combinations
@@ -35,7 +36,7 @@ def mark_tiers(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     left_out: list[pytest.Item] = []
     for cases in matrices.values():
         strength, *of_both = cases[0].get_closest_marker("covering").args
-        if of_both:
+        if of_both and os.environ.get("MEGAKERNEL_TEST_GRID") != "full":
             kept = covering(list(map(_values, cases)), *of_both)
             left_out += [case for number, case in enumerate(cases) if number not in kept]
             cases = [cases[number] for number in sorted(kept)]

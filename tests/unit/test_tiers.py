@@ -45,7 +45,8 @@ class Item:
         self.marks[name] = name
 
 
-def test_covering_1_and_2_leaves_out_cases_that_show_no_new_pair():
+def test_covering_1_and_2_leaves_out_cases_that_show_no_new_pair(monkeypatch):
+    monkeypatch.delenv("MEGAKERNEL_TEST_GRID", raising=False)
     items = [Item(**case) for case in CASES]
     left_out = mark_tiers(items)
     both = [item for item in items if item not in left_out]
@@ -54,6 +55,8 @@ def test_covering_1_and_2_leaves_out_cases_that_show_no_new_pair():
     assert all(covered(first, name) == covered(CASES, name) for name in "abc")
     kept = [item.callspec.params for item in both]
     assert all(covered(kept, *pair) == covered(CASES, *pair) for pair in ("ab", "ac", "bc"))
+    monkeypatch.setenv("MEGAKERNEL_TEST_GRID", "full")
+    assert mark_tiers([Item(**case) for case in CASES]) == []
 
 
 def test_cases_that_are_not_named_belong_to_the_second_tier():
