@@ -245,7 +245,8 @@ def prepare(
 def _is_prepared(folder: Path) -> bool:
     """Whether `prepare` made a folder, which may be damaged; other programs also write files named manifest.json."""
     parts = (folder / "tokenizer", folder / "train.idx")
-    return (folder / MANIFEST).is_file() and any(part.exists() for part in parts)
+    # Unlike methods of Path these raise nothing for a folder that cannot be read.
+    return os.path.isfile(folder / MANIFEST) and any(map(os.path.exists, parts))
 
 
 def _documents(source: DocumentSource, request: PrepareRequest) -> Iterator[Document]:

@@ -308,21 +308,25 @@ def run_here(submission: Path, gpus: str | None = None) -> int:
 
 @contextmanager
 def _time_limit(minutes: float | None, delay: float) -> Iterator[None]:
-    """Act as Slurm at the time limit of a start: `delay` seconds before, USR2; at the limit, raise TimeoutError."""
+    """Act as Slurm at the time limit of a start: `delay` seconds before, USR2; at the limit, raise TimeoutError.
+
+    A limit that is not longer than the delay sends no USR2: at the start it would end processes that cannot save yet.
+    """
     if minutes is None:
         yield
         return
-    alarms: list[int] = []
+    limit = 60 * minutes
+    is_signaled = limit <= delay
 
-    def on_alarm(number: int, _: object) -> None:
-        alarms.append(number)
-        if len(alarms) > 1:
+    def on_alarm(_number: int, _frame: object) -> None:
+        nonlocal is_signaled
+        if is_signaled:
             raise TimeoutError("did not end before its time limit")
+        is_signaled = True
         os.kill(os.getpid(), signal.SIGUSR2)
 
     previous = signal.signal(signal.SIGALRM, on_alarm)
-    # An alarm after zero seconds would be none.
-    signal.setitimer(signal.ITIMER_REAL, max(60 * minutes - delay, 1e-3), min(60 * minutes, delay))
+    signal.setitimer(signal.ITIMER_REAL, limit if is_signaled else limit - delay, delay)
     try:
         yield
     finally:

@@ -161,7 +161,10 @@ def write_settings(folder: Path, settings: Settings) -> None:
 def read_settings(folder: Path) -> Settings:
     """The settings of the submission in `folder`. Raises UserError if they cannot be read."""
     with _unreadable_is_an_error(folder / SETTINGS):
-        settings = Settings(**json.loads((folder / SETTINGS).read_text()))
+        record = json.loads((folder / SETTINGS).read_text())
+        settings = Settings(**record)
+        if "chain" not in record and settings.cluster.get("requeue"):
+            settings.cluster["requeue"] = None  # what the default of earlier versions, true, meant
         if (folder / SECRETS).exists():  # submissions of earlier versions have none
             pairs = (word.partition("=") for word in shlex.split((folder / SECRETS).read_text()))
             settings.cluster["environment"] |= {name: value for name, _, value in pairs}

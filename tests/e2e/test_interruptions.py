@@ -216,7 +216,7 @@ def test_a_local_job_restarts_an_interrupted_run(uninterrupted, corpus, tmp_path
     # Poll quickly, as all steps take less than a second.
     until(lambda: (run / "metrics.jsonl").exists() and any(line["step"] >= 1 for line in metrics(run)))
     task = Path(f"/proc/{job}/task/{job}/children").read_text().split()[0]
-    os.kill(int(task), signal.SIGUSR2)  # what submitit sends before the time limit
+    os.kill(int(task), signal.SIGUSR2)  # what the job sends itself before the time limit
     assert main(["logs", str(run), "--follow"]) == 0  # returns when the job has ended
     assert "stopped by SIGUSR2 after step" in capsys.readouterr().out
     assert main(["status", str(run), "--json"]) == 0

@@ -89,14 +89,20 @@ def test_what_prepare_and_the_file_system_made_is_no_text(tmp_path: Path, caplog
 def test_a_directory_that_cannot_be_listed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "private").mkdir()
     (tmp_path / "a.txt").write_text("a")
-    scandir = os.scandir
+    scandir, stat = os.scandir, os.stat
 
     def list_unless_private(path: str):  # permissions do not hold root back
         if str(path).endswith("private"):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return scandir(path)
 
+    def stat_unless_in_private(path: str, **options: object):
+        if "private/" in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
+
     monkeypatch.setattr(os, "scandir", list_unless_private)
+    monkeypatch.setattr(os, "stat", stat_unless_in_private)
     with pytest.raises(ValueError, match=r"--source .*private cannot be read: Permission denied; make it"):
         read(str(tmp_path))
 

@@ -116,7 +116,13 @@ def test_each_start_of_a_local_job_has_its_time_limit_to_save_and_end():
         for _ in range(2):
             with pytest.raises(TimeoutError, match="time limit"), attempt._time_limit(0.02 / 60, 0.01):
                 never_end()
-    assert received == [signal.SIGUSR2] * 2
+        assert received == [signal.SIGUSR2] * 2
+        with (
+            pytest.raises(TimeoutError),
+            attempt._time_limit(0.02 / 60, 0.05),
+        ):  # shorter than the time to save
+            never_end()
+    assert len(received) == 2
 
 
 @pytest.mark.parametrize(("refusals", "event"), [(3, "requeued"), (1000, "not requeued")])

@@ -121,7 +121,12 @@ def training(run):
 
 
 @pytest.mark.parametrize("chain", [1, 2])
-def test_jobs_of_a_resumed_chain_are_not_requeued(chain, training, capsys):
+@pytest.mark.parametrize(
+    "cluster", [{}, {"requeue": True}], ids=["default", "as earlier versions recorded it"]
+)
+def test_jobs_of_a_resumed_chain_are_not_requeued(chain, cluster, training, capsys):
+    settings = {"command": ["pretrain", "x"], "cluster": cluster | {"environment": {}}, "name": "run"}
+    (training.submission("s") / SETTINGS).write_text(json.dumps(settings))
     resume = ["resume", str(training.path), "--dependency", "after:17", "--dry-run", "--chain", str(chain)]
     assert main(resume) == 0
     assert ("#SBATCH --no-requeue\n" in capsys.readouterr().out) == (chain > 1)
