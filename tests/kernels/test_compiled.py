@@ -10,7 +10,7 @@ from megakernel.ops.kernels.features import padded
 from megakernel.ops.kernels.launch import MAX_ROW_STRIDE, Rows, contiguous_rows
 from tests.kernels.compiled import products, with_names, without_interpreter
 
-KERNELS = 21
+KERNELS = 20
 """All kernels."""
 
 REUSED = {
