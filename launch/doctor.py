@@ -106,8 +106,10 @@ def _devices() -> Iterator[Finding]:
         if shutil.which("nvidia-smi") is not None:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             remedy = "reinstall torch with CUDA to use the GPU"
-            if torch.version.cuda and visible is not None:
-                remedy = f"CUDA_VISIBLE_DEVICES={visible} hides the GPUs; unset it to use them"
+            if torch.version.cuda:
+                remedy = "look at nvidia-smi: the driver does not work, or is too old for this torch"
+                if visible is not None:
+                    remedy = f"unset CUDA_VISIBLE_DEVICES={visible}, or {remedy}"
         yield Finding("cuda", f"no device ({built})", "optional", remedy)
     yield Finding("cpu", f"{len(os.sched_getaffinity(0))} cores")
     has_distributed = distributed.is_available()

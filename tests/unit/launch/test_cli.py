@@ -198,10 +198,14 @@ def test_the_doctor_names_the_variable_that_hides_gpus(monkeypatch, tmp_path, ca
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     monkeypatch.setenv("COLUMNS", "200")
     main(["doctor"])
-    assert "CUDA_VISIBLE_DEVICES= hides the GPUs; unset it to use them" in capsys.readouterr().out
+    assert "unset CUDA_VISIBLE_DEVICES=-1, or look at nvidia-smi" in capsys.readouterr().out
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    main(["doctor"])
+    assert "(torch built for CUDA 13.0)" in (out := capsys.readouterr().out)
+    assert "reinstall torch" not in out
 
 
 def test_the_doctor_passes_on_this_machine():
