@@ -8,7 +8,7 @@ same format; a test compares the files in cases that both support.
 import logging
 import shutil
 from contextlib import ExitStack, suppress
-from fcntl import LOCK_EX, flock
+from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 
 from megakernel.config import UserError
@@ -52,7 +52,11 @@ def _lock(checkpoint: Checkpoint, stack: ExitStack) -> None:
     """Lock a checkpoint's manifest until the stack is closed, so that one process at a time converts it."""
     with suppress(OSError):  # a read-only folder, or a file system without locks
         manifest = stack.enter_context((checkpoint.folder / MANIFEST).open("r+"))
-        flock(manifest, LOCK_EX)
+        try:
+            flock(manifest, LOCK_EX | LOCK_NB)
+        except BlockingIOError:
+            _log.warning("another process converts %s; waiting for it", checkpoint.folder)
+            flock(manifest, LOCK_EX)
 
 
 def _reshape(checkpoint: Checkpoint, ranks: Ranks) -> Path:

@@ -50,7 +50,7 @@ def test_continuing_on_other_layouts_gives_the_losses_of_an_uninterrupted_run(
         )
 
 
-def test_two_conversions_at_once_make_one(corpus, tmp_path, monkeypatch):
+def test_two_conversions_at_once_make_one(corpus, tmp_path, monkeypatch, caplog):
     config = write_config(tmp_path, corpus)
     train(config, 1, *OPTIONS, "training.steps=1")
     conversions, folders = [], []
@@ -68,6 +68,7 @@ def test_two_conversions_at_once_make_one(corpus, tmp_path, monkeypatch):
     other.join()
     assert len(conversions) == 1
     assert folders == [folder]
+    assert "waiting for it" in caplog.text
 
 
 def test_the_universal_checkpoint_equals_the_one_of_deepspeeds_converter(corpus, tmp_path):
