@@ -133,12 +133,9 @@ def documents(device: torch.device, *starts: int, first: int = 0) -> Tensor:
 
 
 @every_variant
-def test_outputs_lie_in_memory_as_queries_do(variant, draw, device):
-    leaves = tokens(draw, device, torch.bfloat16, variant=variant, batch=2, heads=4)
-    expected = run("triton", leaves, variant=variant, feature_map="hedgehog")["out"]
-    leaves["q"] = leaves["q"].permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+def test_outputs_lie_in_memory_as_the_output_projection_reads_them(variant, draw, device):
+    leaves = tokens(draw, device, variant=variant, batch=2, heads=4)
     out = run("triton", leaves, variant=variant, feature_map="hedgehog")["out"]
-    assert torch.equal(out, expected)
     assert out.permute(2, 0, 1, 3).is_contiguous()
 
 

@@ -174,15 +174,9 @@ def test_any_length_agrees(feature_map, length, dtype, draw, device):
 
 
 @pytest.mark.parametrize("feature_map", ["elu", "favor", "hedgehog"])
-def test_outputs_lie_in_memory_as_queries_do(feature_map, draw, device):
-    # The queries of a layer are a part of its projected tokens, and its output projection reads (N, B, heads x d).
+def test_outputs_lie_in_memory_as_the_output_projection_reads_them(feature_map, draw, device):
     leaves = tokens(draw, device, torch.bfloat16, feature_map=feature_map, length=300, batch=2, heads=4)
-    expected = run("triton", leaves, feature_map=feature_map)["out"]
-    leaves["q"] = torch.cat([leaves["q"], leaves["q"]], -1).permute(2, 0, 1, 3).contiguous()
-    leaves["q"] = leaves["q"].permute(1, 2, 0, 3)[..., :12]
-    out = run("triton", leaves, feature_map=feature_map)["out"]
-    assert torch.equal(out, expected)
-    assert out.permute(2, 0, 1, 3).is_contiguous()
+    assert run("triton", leaves, feature_map=feature_map)["out"].permute(2, 0, 1, 3).is_contiguous()
     assert_agrees(partial(run, feature_map=feature_map), leaves, draw, TOLERANCE[torch.bfloat16])
 
 

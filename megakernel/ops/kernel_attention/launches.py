@@ -122,12 +122,9 @@ def unpack_state(sums: Tensor, norms: Tensor, logs: Tensor, phi: Phi, value_dim:
 
 
 def output_buffer(q: Tensor, v: Tensor) -> Tensor:
-    """A buffer (B, H, N, D_v) for outputs, with the order of q in memory.
-
-    A layer's q is a part of its projected tokens, so its output projection reads outputs where they lie.
-    """
-    order = sorted(range(3), key=lambda axis: q.stride(axis), reverse=True)
-    return torch.empty_permuted((*q.shape[:3], v.shape[-1]), (*order, 3), dtype=v.dtype, device=v.device)
+    """A buffer (B, H, N, D) for outputs, in memory (N, B, H, D): a layer's output projection reads it without a copy."""
+    size, order = (*q.shape[:3], v.shape[-1]), (2, 0, 1, 3)
+    return torch.empty_permuted(size, order, dtype=v.dtype, device=v.device)
 
 
 def segment_length(phi: Phi, q: Tensor, v: Tensor, causal: bool) -> int:
