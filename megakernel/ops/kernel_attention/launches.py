@@ -122,7 +122,7 @@ def unpack_state(sums: Tensor, norms: Tensor, logs: Tensor, phi: Phi, value_dim:
 
 
 def output_buffer(q: Tensor, v: Tensor) -> Tensor:
-    """A buffer (B, H, N, D) for outputs, in memory (N, B, H, D): a layer's output projection reads it without a copy."""
+    """A buffer (B, H, N, D) for outputs, in memory (N, B, H, D): output projections read it without a copy."""
     size, order = (*q.shape[:3], v.shape[-1]), (2, 0, 1, 3)
     return torch.empty_permuted(size, order, dtype=v.dtype, device=v.device)
 
