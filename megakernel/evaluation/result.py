@@ -1,10 +1,10 @@
 """The result of `--task lm`, and the tables that the terminal and TensorBoard show."""
 
-import math
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
+
+from megakernel.model.vocabulary_loss import perplexity
 
 
 class Table(NamedTuple):
@@ -32,11 +32,6 @@ def number(value: float | None, digits: int = 4) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
-def _perplexity(loss: float) -> float:
-    """exp(loss), also of NaN; infinity above the largest float, as of a model that has diverged."""
-    return math.inf if loss > math.log(sys.float_info.max) else math.exp(loss)
-
-
 @dataclass(frozen=True)
 class PositionBucket:
     """Predictions from tokens at similar positions in their documents."""
@@ -56,7 +51,7 @@ class PositionBucket:
     @property
     def perplexity(self) -> float:
         """exp(loss)."""
-        return _perplexity(self.loss)
+        return perplexity(self.loss)
 
 
 @dataclass(frozen=True)
@@ -114,7 +109,7 @@ class Evaluation:
     @property
     def perplexity(self) -> float:
         """exp(loss)."""
-        return _perplexity(self.loss)
+        return perplexity(self.loss)
 
     def scalars(self) -> dict[str, float]:
         """Means over all predictions."""

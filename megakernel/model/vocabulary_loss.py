@@ -8,6 +8,7 @@ no probability, no gradient. A rank may have only padding rows.
 """
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,11 @@ from megakernel.config import Model
 from megakernel.ops.dispatch import accum_dtype
 
 from .layer_inputs import IGNORED
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), also of NaN; infinity above the largest float, as of a model that has diverged."""
+    return math.inf if loss > math.log(sys.float_info.max) else math.exp(loss)
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,12 @@
 import json
 import math
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megakernel.model.vocabulary_loss import perplexity
 from megakernel.training.observing.event_files import drop_later_steps
 from megakernel.training.run_folder import write_atomically
 
@@ -43,8 +43,8 @@ class Measured:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss); infinity above the largest float, as of a model that has diverged."""
-        return math.inf if self.loss > math.log(sys.float_info.max) else math.exp(self.loss)
+        """exp(loss)."""
+        return perplexity(self.loss)
 
 
 LEAST_GAP = 0.01
