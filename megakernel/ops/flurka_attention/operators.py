@@ -57,7 +57,7 @@ def tile_sizes(phi: Phi, near: Near, size: int, values: int, capability: int) ->
             "bwd_dkv": TileSizes(64, 32, 4),
         }
     has_wgmma = capability in WGMMA_CAPABILITIES
-    tiles |= {"write_keys": TileSizes(64, 64, 4), "bwd_dkv": TileSizes(64, 64 if has_wgmma else 32, 8)}
+    tiles |= {"write_keys": TileSizes(64, 64, 4), "bwd_dkv": TileSizes(64, 32, 4 if has_wgmma else 8)}
     if phi.unbounded and not has_wgmma:
         tiles["bwd_dkv"] = TileSizes(32, 32, 8)
     if not near.softmax:
@@ -68,7 +68,7 @@ def tile_sizes(phi: Phi, near: Near, size: int, values: int, capability: int) ->
             "window_backward": TileSizes(64, 32, 8),
         }
     return tiles | {
-        **dict.fromkeys(("merge", "merge_backward"), TileSizes(128, 32 if phi.decays else 64, 8)),
+        **dict.fromkeys(("merge", "merge_backward"), TileSizes(64, 64, 4)),
         "window_backward": TileSizes(64, 32, 4),
     }
 
@@ -262,8 +262,7 @@ class FlurkaLaunches(NamedTuple):
         dcounts = None if seq.decay is None else torch.empty_like(saved_landmarks.token_count)
         inputs = (queries, saved_landmarks.keys, self.matrix, state, seq)
         outputs = (dlandmarks, dpooled, dy_landmarks, dcounts, None)
-        # States of queries of unbounded maps are float32 and take twice the shared memory.
-        for buffers in launcher.split_dkv(outputs) if launcher.phi.unbounded else [outputs]:
+        for buffers in launcher.split_dkv(outputs):
             launcher.launch(key_kernels.bwd_dkv, batch, *inputs, *buffers)
         dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
         dy_k = self._projected(k) if needs_matrix_grad and not self.near.softmax else None

@@ -280,7 +280,7 @@ def head_at(rows, batch, head):
 @triton.jit
 def matrix_of(matrix, kv, PHI: tl.constexpr):
     """Pointer to the projection of a key head."""
-    return None if matrix.terms is None else matrix.terms + kv * PHI.rows * PHI.width
+    return 0 if matrix.terms is None else matrix.terms + kv * PHI.rows * PHI.width
 
 
 @triton.jit

@@ -24,6 +24,9 @@ STATE_SHARE = 0.02
 FEATURES_AT_ONCE = 8
 """Feature rows of a state per program of `pass_states`."""
 
+STATES_IN_FLIGHT = 6
+"""Segments whose states `pass_states` reads from memory at once."""
+
 SEGMENT = 128
 """Tokens per segment of causal sequences with up to 64 features; longer in proportion with more features. States then
 take at most a quarter of the bytes of q, k, v and out, and a segment's pairs cost about as much as its state."""
@@ -44,9 +47,9 @@ class TileSizes(NamedTuple):
 
 
 TILES: dict[tuple[int, int], TileSizes] = {
-    (2, 64): TileSizes(128, 32, 8),
-    (2, 128): TileSizes(128, 64, 8, 2),
-    (2, 256): TileSizes(128, 64, 8),
+    (2, 64): TileSizes(64, 64, 4),
+    (2, 128): TileSizes(64, 64, 4, 2),
+    (2, 256): TileSizes(64, 32, 4, 2),
     (4, 64): TileSizes(32, 32, 4),
     (4, 128): TileSizes(16, 16, 4),
 }
@@ -55,10 +58,12 @@ TILES: dict[tuple[int, int], TileSizes] = {
 EXCEPTIONS: dict[tuple[str, int, int], TileSizes] = {
     ("write_keys", 2, 128): TileSizes(64, 64, 4),
     ("write_keys", 2, 256): TileSizes(64, 64, 4),
-    ("bwd_dq", 2, 128): TileSizes(128, 32, 8),
-    ("bwd_dkv", 2, 128): TileSizes(128, 32, 8),
-    ("write_queries", 2, 256): TileSizes(64, 64, 8),
-    ("bwd_dkv", 2, 256): TileSizes(128, 32, 8),
+    ("bwd_dq", 2, 128): TileSizes(64, 32, 4),
+    ("bwd_dkv", 2, 128): TileSizes(64, 32, 4, 2),
+    ("write_queries", 2, 128): TileSizes(64, 64, 4),
+    ("write_queries", 2, 256): TileSizes(64, 64, 4),
+    ("bwd_dq", 2, 256): TileSizes(64, 64, 4, 2),
+    ("bwd_dkv", 2, 256): TileSizes(64, 32, 4),
     ("bwd_dq", 4, 64): TileSizes(16, 16, 4),
 }
 """(kernel, bytes per element, largest padded features) -> tile sizes of kernels that deviate from TILES."""
@@ -310,6 +315,7 @@ class Launcher(NamedTuple):
             FP=self.phi.padded_features,
             VP=padded(self.values),
             BF=FEATURES_AT_ONCE,
+            STAGES=STATES_IN_FLIGHT,
             REVERSE=reverse,
             UNBOUNDED=self.phi.unbounded,
         )

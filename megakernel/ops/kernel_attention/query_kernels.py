@@ -149,23 +149,18 @@ def bwd_dq(
 
 
 @triton.jit
-def write_queries(queries, state, seq, TILING: tl.constexpr, PHI: tl.constexpr):
-    """Sum the queries of each segment into a state of queries. Program: one segment of a key head."""
+def sums_of_queries(
+    queries, seq, batch, kv, begin, stop, half: tl.constexpr, TILING: tl.constexpr, PHI: tl.constexpr
+):
+    """One half of the sum of a segment's queries: sums (MP, VP), normalizer (MP,), log scale of both."""
     MP: tl.constexpr = PHI.padded_rows
     VP: tl.constexpr = TILING.padded_values
     C: tl.constexpr = TILING.chunk
     G: tl.constexpr = TILING.group
-    segments = tl.cdiv(seq.queries, TILING.segment)
-    head, segment = tl.program_id(0) // segments, tl.program_id(0) % segments
-    batch, kv = head // seq.heads, head % seq.heads
+    head = batch * seq.heads + kv
     dtype: tl.constexpr = queries.grad.pointer.dtype.element_ty
-    begin = segment * TILING.segment
-    stop = tl.minimum(begin + TILING.segment, seq.queries)
-
     tile = tl.zeros((MP, VP), tl.float32)
-    tile2 = tile
     norm = tl.zeros((MP,), tl.float32)
-    norm2 = norm
     log = EMPTY if PHI.unbounded else 0.0
     for at in range(begin, stop, C):
         rows, left = at + tl.arange(0, C), stop - at
@@ -179,9 +174,6 @@ def write_queries(queries, state, seq, TILING: tl.constexpr, PHI: tl.constexpr):
         shrink, factors, log = scales_of_addition(log, scales, True, PHI.unbounded)
         tile *= shrink
         norm *= shrink
-        if PHI.two:
-            tile2 *= shrink
-            norm2 *= shrink
         factors = tl.where(reads, factors, 0.0)
         for g in range(G):
             query_head = kv * G + g
@@ -196,11 +188,23 @@ def write_queries(queries, state, seq, TILING: tl.constexpr, PHI: tl.constexpr):
             a, b, _own = features_at(
                 queries.tokens, batch, query_head, seq.heads * G, seq.queries, stop, at, C, PHI
             )
-            tile, norm = add_tokens(tile, norm, a, reciprocal * factors, do, minus_mean, dtype)
-            if PHI.two:
-                tile2, norm2 = add_tokens(tile2, norm2, b, reciprocal * factors, do, minus_mean, dtype)
+            weights = reciprocal * factors
+            tile, norm = add_tokens(tile, norm, b if half else a, weights, do, minus_mean, dtype)
+    return tile, norm, log
+
+
+@triton.jit
+def write_queries(queries, state, seq, TILING: tl.constexpr, PHI: tl.constexpr):
+    """Sum the queries of each segment into a state of queries. Program: one segment of a key head."""
+    VP: tl.constexpr = TILING.padded_values
+    segments = tl.cdiv(seq.queries, TILING.segment)
+    head, segment = tl.program_id(0) // segments, tl.program_id(0) % segments
+    batch, kv = head // seq.heads, head % seq.heads
+    begin = segment * TILING.segment
+    stop = tl.minimum(begin + TILING.segment, seq.queries)
     entry = tl.program_id(0)
-    store_half_of_state(tile, norm, state, entry, 0, PHI, VP)
-    if PHI.two:
-        store_half_of_state(tile2, norm2, state, entry, 1, PHI, VP)
+    # One half after the other: both would not fit into the registers of four warps.
+    for half in tl.static_range(2 if PHI.two else 1):
+        tile, norm, log = sums_of_queries(queries, seq, batch, kv, begin, stop, half, TILING, PHI)
+        store_half_of_state(tile, norm, state, entry, half, PHI, VP)
     tl.store(state.logs + entry, log)

@@ -54,6 +54,9 @@ class Launch(NamedTuple):
 DEFAULT_CAPABILITY = 90
 """The compute capability that kernels are sized for without a GPU."""
 
+WARPS_OF_WARPGROUP = 4
+"""Warps that share one wgmma, the asynchronous matrix product of compute capability 9.0."""
+
 _recorded: list[Launch] | None = None
 _recorded_for = DEFAULT_CAPABILITY
 
@@ -88,11 +91,18 @@ def capability_of(device: torch.device) -> int:
 def launch(
     kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, stages: int = 1, **options: Any
 ) -> None:
-    """Launch `kernel` on the device of its first tensor."""
+    """Launch `kernel` on the device of its first tensor.
+
+    Programs have at most one warpgroup where there is wgmma: Triton up to 3.7 does not let one warpgroup wait for the
+    product of another before it writes to the memory that this product reads (triton-lang/triton, issue 11047). Larger
+    programs gave other numbers from run to run on an H200, or illegal addresses.
+    """
+    device = next(_tensors(arguments)).device
+    if capability_of(device) == 90:
+        warps = min(warps, WARPS_OF_WARPGROUP)
     if _recorded is not None:
         _recorded.append(Launch(kernel, grid, arguments, options, warps, stages))
         return
-    device = next(_tensors(arguments)).device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         kernel[grid](*arguments, **options, num_warps=warps, num_stages=stages)
 

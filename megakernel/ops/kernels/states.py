@@ -79,6 +79,7 @@ def pass_states(
     FP: tl.constexpr,
     VP: tl.constexpr,
     BF: tl.constexpr,
+    STAGES: tl.constexpr,
     REVERSE: tl.constexpr,
     UNBOUNDED: tl.constexpr,
 ):
@@ -109,7 +110,8 @@ def pass_states(
         tile = tl.zeros((BF, VP), tl.float32)
         norm = tl.zeros((BF,), tl.float32)
         log = EMPTY if UNBOUNDED else 0.0
-    for step in range(segments):
+    # Pipelined: one state at a time would wait for memory at every step.
+    for step in tl.range(segments, num_stages=STAGES):
         segment = segments - 1 - step if REVERSE else step
         begin = segment * SEGMENT
         end = tl.minimum(begin + SEGMENT, length)
