@@ -132,8 +132,9 @@ def _tests(title: str, *files: str) -> Check:
 
 
 def _attention_benchmark(tokens: int, *more: str) -> Check:
-    """Attention benchmarks of at most this many tokens."""
-    command = (*CLI, "dev", "bench", "attention", "--suite", "default", "--max-tokens", str(tokens), *more)
+    """Attention benchmarks of this many tokens."""
+    limits = ("--min-tokens", str(tokens), "--max-tokens", str(tokens))
+    command = (*CLI, "dev", "bench", "attention", "--suite", "default", *limits, *more)
     return Check(
         f"attention, {tokens:,} tokens", (*command, "--out", str(RESULTS / f"gpu_attention_{tokens}.md"))
     )

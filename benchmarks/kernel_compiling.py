@@ -75,7 +75,7 @@ def _source(launch: Launch) -> ASTSource:
 
 
 def _compile_arguments(launch: Launch, capability: int) -> dict[str, Any]:
-    options = {"num_warps": launch.warps, "num_stages": launch.stages}
+    options = {"num_warps": launch.warps, "num_stages": launch.stages, "maxnreg": launch.registers}
     return {"target": GPUTarget("cuda", capability, 32), "options": options}
 
 
@@ -83,7 +83,8 @@ def fingerprint(launch: Launch, capability: int) -> str:
     """A hash (ten digits) of all inputs of `compile_launch`: launches with equal hashes compile to the same code."""
     sources: dict[str, str] = {}
     _collect_sources(launch.kernel, sources)
-    inputs = (triton.__version__, capability, launch.warps, launch.stages, *_specialized(launch))
+    limits = (launch.warps, launch.stages, launch.registers)
+    inputs = (triton.__version__, capability, *limits, *_specialized(launch))
     return hashlib.sha256(repr((sorted(sources.items()), inputs)).encode()).hexdigest()[:10]
 
 

@@ -36,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         help="runs of each (default: 30)",
     )
-    add("--max-tokens", type=Number(int), metavar="T", help="skip cases with more tokens, B times N")
+    add("--min-tokens", type=Number(int), metavar="T", help="skip cases with fewer tokens, B times N")
+    add("--max-tokens", type=Number(int), metavar="T", help="skip cases with more tokens")
     add(
         "--only",
         action="append",
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--repeats {args.repeats} measures nothing; set at least 1")
     if suite.device == "cuda" and not torch.cuda.is_available():
         raise UserError(f"--suite {name} needs a GPU and torch sees none; take --suite cpu")
-    suite = suite.narrowed(args.max_tokens, args.only)
+    suite = suite.narrowed(args.min_tokens, args.max_tokens, args.only)
     out = args.out or RESULTS / f"attention_{name}.md"
     with report_write_errors("--out", out):  # before the measurements, which take long
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -89,5 +90,6 @@ def _import_benchmarks() -> ModuleType:
 def _result_options(args: argparse.Namespace, suite: str) -> list[str]:
     """The options that affect the results, as command-line words."""
     options = ["--suite", suite, "--repeats", str(args.repeats)]
-    options += [] if args.max_tokens is None else ["--max-tokens", str(args.max_tokens)]
+    for option, tokens in (("--min-tokens", args.min_tokens), ("--max-tokens", args.max_tokens)):
+        options += [] if tokens is None else [option, str(tokens)]
     return options + [part for name in args.only for part in ("--only", name)]

@@ -35,15 +35,18 @@ class Suite:
     doubles_tokens: bool = False
     """Cases differ only in N, which doubles from one to the next: the page shows the cost of a doubling."""
 
-    def narrowed(self, max_tokens: int | None, only: Sequence[str]) -> "Suite":
-        """The suite with cases of B N <= `max_tokens` (None: all) and the implementations in `only` (empty: all).
+    def narrowed(self, min_tokens: int | None, max_tokens: int | None, only: Sequence[str]) -> "Suite":
+        """The suite with cases of `min_tokens` <= B N <= `max_tokens` and the implementations in `only`, or all.
 
-        Raises UserError if no case is left or a name is unknown.
+        None and an empty `only` exclude nothing. Raises UserError if no case is left or a name is unknown.
         """
-        cases = tuple(case for case in self.cases if max_tokens is None or case.all_tokens <= max_tokens)
+        least, most = min_tokens or 0, float("inf") if max_tokens is None else max_tokens
+        cases = tuple(case for case in self.cases if least <= case.all_tokens <= most)
         if not cases:
-            fewest = min(case.all_tokens for case in self.cases)
-            raise UserError(f"--max-tokens {max_tokens} leaves no case; set at least {fewest}")
+            sizes = [case.all_tokens for case in self.cases]
+            if most < min(sizes):
+                raise UserError(f"--max-tokens {max_tokens} leaves no case; set at least {min(sizes)}")
+            raise UserError(f"--min-tokens {min_tokens} leaves no case; set at most {min(most, max(sizes))}")
         for name in only:
             if name not in self.implementations:
                 known = ", ".join(self.implementations)

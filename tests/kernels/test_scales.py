@@ -54,7 +54,7 @@ FIRST = [Point(64, 10.0, 16, torch.bfloat16), Point(64, 30.0, 16, torch.float32)
     tiered(CASES, [case for case in CASES if case[1:] in FIRST]),
     ids=lambda x: str(x).removeprefix("torch."),
 )
-def test_kernels_are_finite_and_near_float64(name, width, scale, length, dtype, monkeypatch):
+def test_kernels_are_finite_and_near_float64(name, width, scale, length, dtype, monkeypatch, device):
     point = Point(width, scale, length, dtype)
     # Presets with more features than kernels support get the largest supported number.
     most = 64 if dtype == torch.float32 else 128
@@ -63,8 +63,9 @@ def test_kernels_are_finite_and_near_float64(name, width, scale, length, dtype, 
     name, *other = name.split()
     if other:
         features = {"name": other[0], "samples": most}
-    module = layer(name, True, point, **features)
+    module = layer(name, True, point, **features).to(device)
     qkv, grad = inputs(name, point)
+    qkv, grad = [x.to(device) for x in qkv], grad.to(device)
     monkeypatch.setenv("MEGAKERNEL_BACKEND", "chunked")
     exact = run(copy.deepcopy(module).double(), qkv, grad, torch.float64)
     monkeypatch.setenv("MEGAKERNEL_BACKEND", "triton")

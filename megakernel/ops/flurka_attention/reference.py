@@ -30,7 +30,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tenso
             at[b],
             options,
             weights,
-            torch.zeros(k.shape[1], length) if log_decay is None else log_decay[b],
+            q.new_zeros(k.shape[1], length, dtype=dtype) if log_decay is None else log_decay[b],
         )
         for b in range(batch)
     ]
@@ -109,7 +109,7 @@ class _Sequence:
         oldest = max(0, block - self.options.blocks + 1) * self.options.block_size
         last = self.before + i
         window = slice(last - (self.at[i] - oldest), last + 1)
-        positions = torch.arange(oldest, self.at[i] + 1)[None]
+        positions = torch.arange(oldest, self.at[i] + 1, device=self.q.device)[None]
         values = self._with_ones(self.values[:, window])
         similarities = []
         for shift, component in zip(self.shifts, self.keys):
@@ -167,10 +167,10 @@ class _Sequence:
         b = self.options.block_size
         values = self.weights.pool_values @ self.values[:, start : start + b]
         rank = values.shape[1]
-        token_count = torch.tensor(b / rank, dtype=values.dtype)
+        token_count = values.new_tensor(b / rank)
         if self.weights.far_mass is not None:
             token_count = token_count * torch.exp(self.weights.far_mass)[:, None, None]
-        center = torch.full((1, rank), block * b + (b - 1) / 2, dtype=torch.float64)
+        center = values.new_full((1, rank), block * b + (b - 1) / 2, dtype=torch.float64)
         phi_k = []
         for share, shift, component in zip(self.shares, self.shifts, self.keys):
             keys = (self.weights.pool_keys @ component[:, start : start + b] + shift)[None]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +50,8 @@ class Launch(NamedTuple):
 
     warps: int
     stages: int
+    registers: int | None = None
+    """Most registers per thread; None: as many as the compiler wants."""
 
 
 DEFAULT_CAPABILITY = 90
@@ -82,16 +85,25 @@ def capability_of(device: torch.device) -> int:
     """The compute capability that launches on `device` target, 90 for 9.0."""
     if _recorded is not None:
         return _recorded_for
-    if device.type != "cuda":
-        return DEFAULT_CAPABILITY
+    return _capability(device) if device.type == "cuda" else DEFAULT_CAPABILITY
+
+
+@cache
+def _capability(device: torch.device) -> int:
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, stages: int = 1, **options: Any
+    kernel: Any,
+    grid: tuple[int, ...],
+    *arguments: Any,
+    warps: int,
+    stages: int = 1,
+    registers: int | None = None,
+    **options: Any,
 ) -> None:
-    """Launch `kernel` on the device of its first tensor.
+    """Launch `kernel` on the device of its first tensor; with fewer registers, more programs share a multiprocessor.
 
     Programs have at most one warpgroup where there is wgmma: Triton up to 3.7 does not let one warpgroup wait for the
     product of another before it writes to the memory that this product reads (triton-lang/triton, issue 11047). Larger
@@ -101,10 +113,10 @@ def launch(
     if capability_of(device) == 90:
         warps = min(warps, WARPS_OF_WARPGROUP)
     if _recorded is not None:
-        _recorded.append(Launch(kernel, grid, arguments, options, warps, stages))
+        _recorded.append(Launch(kernel, grid, arguments, options, warps, stages, registers))
         return
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        kernel[grid](*arguments, **options, num_warps=warps, num_stages=stages)
+        kernel[grid](*arguments, **options, num_warps=warps, num_stages=stages, maxnreg=registers)
 
 
 def _tensors(arguments: tuple[Any, ...]) -> Iterator[Tensor]:

@@ -73,7 +73,8 @@ def test_commands_name_existing_files_and_configurations(check):
     if "--suite" in arguments:
         options = dict(pairwise(arguments))
         only = [name for option, name in pairwise(arguments) if option == "--only"]
-        SUITES[options["--suite"]].narrowed(int(options["--max-tokens"]), only)
+        limits = (int(options[f"--{name}-tokens"]) for name in ("min", "max"))
+        SUITES[options["--suite"]].narrowed(*limits, only)
 
 
 def test_the_profiled_call_runs_on_a_cpu():

@@ -65,7 +65,12 @@ def test_the_cpu_suite_writes_a_table_of_its_measurements(tmp_path, capsys):
     ("options", "error"),
     [
         (["--repeats", "0"], "--repeats 0 measures nothing; set at least 1"),
-        (["--suite", "cpu", "--max-tokens", "1000"], "--max-tokens 1000 leaves no case"),
+        (["--suite", "cpu", "--max-tokens", "1000"], "--max-tokens 1000 leaves no case; set at least 1024"),
+        (["--suite", "cpu", "--min-tokens", "50000"], "--min-tokens 50000 leaves no case; set at most 32768"),
+        (
+            ["--suite", "cpu", "--min-tokens", "3000", "--max-tokens", "2000"],
+            "--min-tokens 3000 leaves no case; set at most 2000",
+        ),
         (
             ["--suite", "cpu", "--only", "flash"],
             "--only 'flash' is no implementation of the suite; choose among kernel elu",
