@@ -185,6 +185,10 @@ PARTS = {
     ),
     "speed": (
         _attention_benchmark(2**14, "--repeats", "10"),
+        Check(
+            "kernels by launch",
+            (PYTHON, "-m", "benchmarks.kernel_times", "--out", str(RESULTS / "kernel_times.md")),
+        ),
         Check("ncu", ("ncu", *NCU, *CALL)),
         _attention_benchmark(2**16, "--repeats", "10"),
     ),

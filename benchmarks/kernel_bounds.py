@@ -273,7 +273,7 @@ TRIPS: dict[str, Callable[[Sizes], float | None]] = {
     ),
     "range(part * EACH, tl.minimum(part * EACH + EACH, blocks))": lambda x: x.EACH,
     "range(G)": lambda x: x.TILING.group if x.TILING.group > 1 else None,
-    "range(segments)": lambda x: LENGTH / x.SEGMENT,
+    "tl.range(segments, num_stages=STAGES)": lambda x: LENGTH / x.SEGMENT,
     "range(chunks)": _chunks,
     "range(0, SHAPE.values, V)": lambda x: x.SHAPE.values / x.SHAPE.columns,
     "range(SHAPE.group)": lambda x: x.SHAPE.group if x.SHAPE.group > 1 else None,
@@ -389,11 +389,14 @@ def page(results: dict[str, list[Bound]]) -> str:
     """The text of the page."""
     import triton
 
+    from benchmarks.kernel_compiling import assembler_release
+
     lines = [
         "# What the compiled kernels would take at best",
         "",
-        f"`python -m benchmarks.kernel_bounds`, triton {triton.__version__}, compiled for sm_90: lower bounds for an "
-        f"H200, no times. One sequence of {LENGTH:,} tokens, {HEADS} heads, bfloat16. The module says what is counted.",
+        f"`python -m benchmarks.kernel_bounds`, triton {triton.__version__}, ptxas {assembler_release()}, compiled for "
+        f"sm_90: lower bounds for an H200, no times. One sequence of {LENGTH:,} tokens, {HEADS} heads, bfloat16. The "
+        "module says what is counted.",
         "",
     ]
     rows = (

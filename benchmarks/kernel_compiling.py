@@ -14,21 +14,32 @@ from torch import Tensor
 from triton import knobs
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas_version
 from triton.compiler import ASTSource, CompiledKernel
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, mangle_type
 
+from megakernel.ops.kernels import assembler
 from megakernel.ops.kernels.launch import Launch
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """Bytes of shared memory that one program may take, by compute capability."""
 
-SPILL_LIMIT = 320
-"""Bytes per thread that may spill to local memory: smaller tiles, which spill nothing, take at least twice as long."""
+SPILL_LIMIT = {80: 320, 90: 800, 100: 320, 120: 320}
+"""Bytes per thread that may spill to local memory, by compute capability.
+
+Smaller tiles, which spill nothing, take at least twice as long. Where there is wgmma, its tiles have at least 64 rows
+and programs one warpgroup (`launch`): FLuRKA's gradient of queries at d = 128 then spills most.
+"""
 
 
 ArgPath = tuple[int, ...]
 """Index of an argument among the parameters, followed by its indices inside of tuples."""
+
+
+def assembler_release() -> str:
+    """The release of the ptxas that compiles for compute capabilities below 10."""
+    return ".".join(map(str, assembler.RELEASE))
 
 
 class Resources(NamedTuple):
@@ -84,7 +95,8 @@ def fingerprint(launch: Launch, capability: int) -> str:
     sources: dict[str, str] = {}
     _collect_sources(launch.kernel, sources)
     limits = (launch.warps, launch.stages, launch.registers)
-    inputs = (triton.__version__, capability, *limits, *_specialized(launch))
+    compiler = (triton.__version__, get_ptxas_version(capability))
+    inputs = (*compiler, capability, *limits, *_specialized(launch))
     return hashlib.sha256(repr((sorted(sources.items()), inputs)).encode()).hexdigest()[:10]
 
 

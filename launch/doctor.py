@@ -10,7 +10,6 @@ from importlib import metadata
 from typing import Literal
 
 from packaging.requirements import Requirement
-from packaging.version import Version
 from rich.table import Table
 from rich.text import Text
 
@@ -97,9 +96,8 @@ def _devices() -> Iterator[Finding]:
         yield Finding(
             f"cuda:{index}", f"{properties.name}, {memory}, sm_{properties.major}{properties.minor}"
         )
-        if properties.major == 9 and Version(metadata.version("triton")) < Version("3.7.1"):
-            remedy = "pip install 'triton>=3.7.1': older ones are reported to give wrong gradients"
-            yield Finding("triton on Hopper", metadata.version("triton"), "optional", remedy)
+        if properties.major == 9:
+            yield _assembler()
     if not torch.cuda.is_available():
         built = f"torch built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch built for CPU"
         remedy = "training runs on the CPU"
@@ -117,6 +115,13 @@ def _devices() -> Iterator[Finding]:
     yield Finding("gloo", "yes") if has_gloo else Finding("gloo", "no", "missing", "reinstall torch")
     has_nccl = has_distributed and distributed.is_nccl_available()
     yield Finding("nccl", "yes") if has_nccl else Finding("nccl", "no", "optional", "GPUs only")
+
+
+def _assembler() -> Finding:
+    from megakernel.ops.kernels import assembler
+
+    release, problem = ".".join(map(str, assembler.RELEASE)), assembler.problem(90)
+    return Finding("ptxas", release, "missing" if problem else "good", problem or "")
 
 
 def _system() -> Iterator[Finding]:

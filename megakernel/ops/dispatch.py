@@ -31,11 +31,18 @@ class Kernels:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the kernels; ValueError with the reason if they cannot take the arguments."""
-        reason = _no_device(args[0]) or self.load().unsupported(*args, **kwargs)
+        reason = _no_device(args[0]) or self.reason_against(*args, **kwargs)
         if reason is not None:
             backend = KERNELS if self.function == "attend" else LIBRARY
             raise ValueError(f"backend='{backend}': {reason}; take backend='{EVERYWHERE}'")
         return self.run(*args, **kwargs)
+
+    def reason_against(self, *args: Any, **kwargs: Any) -> str | None:
+        """Why the kernels cannot take the arguments; None if they can."""
+        module = self.load()
+        return (_miscompiled(args[0]) if self.function == "attend" else None) or module.unsupported(
+            *args, **kwargs
+        )
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the kernels on supported arguments."""
@@ -65,7 +72,7 @@ def _fastest(implementations: Mapping[str, Implementation], *args: Any, **kwargs
     if kernels is None and args[0].is_cuda:
         kernels = implementations.get(LIBRARY)
     if isinstance(kernels, Kernels) and runs_on_gpu(args[0]):
-        reason = kernels.load().unsupported(*args, **kwargs)
+        reason = kernels.reason_against(*args, **kwargs)
         if reason is None:
             return kernels.run(*args, **kwargs)
         _warn_once(kernels.op, reason)
@@ -96,6 +103,13 @@ def _no_device(x: torch.Tensor) -> str | None:
         if supports_device(x.device)
         else f"tensors are on {x.device}; expected cuda, or TRITON_INTERPRET=1"
     )
+
+
+def _miscompiled(x: torch.Tensor) -> str | None:
+    from megakernel.ops.kernels import assembler
+    from megakernel.ops.kernels.launch import capability_of
+
+    return assembler.problem(capability_of(x.device)) if x.is_cuda else None
 
 
 def accum_dtype(dtype: torch.dtype) -> torch.dtype:

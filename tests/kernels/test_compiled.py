@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 
+from benchmarks.kernel_cases import CASES
 from megakernel.ops.kernel_attention.launches import FEATURES_AT_ONCE
 from megakernel.ops.kernels.features import padded
-from megakernel.ops.kernels.launch import MAX_ROW_STRIDE, Rows, contiguous_rows
+from megakernel.ops.kernels.launch import MAX_ROW_STRIDE, Rows, contiguous_rows, record_launches
 from tests.kernels.compiled import products, with_names, without_interpreter
 
 KERNELS = 20
@@ -25,7 +26,7 @@ REUSED = {
     (
         "kernels.states.pass_states",
         "added_sums",
-    ): "a thread overwrites only elements that it has loaded itself",
+    ): "the program has loaded a segment's before it overwrites them",
 }
 """(kernel, argument) that is both loaded and stored -> why no thread loads what another has overwritten."""
 
@@ -70,6 +71,13 @@ def test_no_kernel_multiplies_a_stride_in_32_bits(compiled):
 @pytest.mark.second
 def test_no_thread_loads_what_another_overwrites(compiled):
     assert {(name, x) for name, _, reused in compiled for x in reused} == set(REUSED)
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if "d=128" in name])
+def test_programs_have_one_warpgroup_where_matrix_products_are_asynchronous(case):
+    with record_launches(90) as launches:
+        CASES[case]()
+    assert {launch.warps for launch in launches} <= {1, 2, 4}
 
 
 def test_tiles_of_states_have_an_element_for_every_thread():

@@ -68,7 +68,7 @@ def tile_sizes(phi: Phi, near: Near, size: int, values: int, capability: int) ->
             "window_backward": TileSizes(64, 32, 8),
         }
     return tiles | {
-        **dict.fromkeys(("merge", "merge_backward"), TileSizes(64, 64, 4)),
+        **dict.fromkeys(("merge", "merge_backward"), TileSizes(64, 32, 4)),
         "window_backward": TileSizes(64, 32, 4),
     }
 

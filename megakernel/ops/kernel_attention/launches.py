@@ -52,7 +52,7 @@ class TileSizes(NamedTuple):
 TILES: dict[tuple[int, int], TileSizes] = {
     (2, 64): TileSizes(64, 64, 4),
     (2, 128): TileSizes(64, 64, 4, 2),
-    (2, 256): TileSizes(64, 32, 4, 2),
+    (2, 256): TileSizes(64, 32, 4),
     (4, 64): TileSizes(32, 32, 4),
     (4, 128): TileSizes(16, 16, 4),
 }
@@ -65,8 +65,6 @@ EXCEPTIONS: dict[tuple[str, int, int], TileSizes] = {
     ("bwd_dkv", 2, 128): TileSizes(64, 32, 4, 2),
     ("write_queries", 2, 128): TileSizes(64, 64, 4),
     ("write_queries", 2, 256): TileSizes(64, 64, 4),
-    ("bwd_dq", 2, 256): TileSizes(64, 64, 4, 2),
-    ("bwd_dkv", 2, 256): TileSizes(64, 32, 4),
     ("bwd_dq", 4, 64): TileSizes(16, 16, 4),
 }
 """(kernel, bytes per element, largest padded features) -> tile sizes of kernels that deviate from TILES."""
@@ -103,7 +101,11 @@ def map_of_call(options: Sequence[Any], q: Tensor, keys: Tensors) -> Phi:
     """The feature map of a call. options: the name of the map, its components, and others."""
     matrix = keys[MATRIX]
     rows = None if matrix is None else matrix.shape[-2]
-    return phi_of(FeatureMap(*options[:2]), q.shape[-1], rows, keys[DECAY] is not None)
+    phi = phi_of(FeatureMap(*options[:2]), q.shape[-1], rows, keys[DECAY] is not None)
+    if capability_of(q.device) in WGMMA_CAPABILITIES and q.element_size() == 2:
+        # Rows of 128 bytes, the layout of operands that wgmma reads fastest.
+        phi = phi._replace(at_once=64)
+    return phi
 
 
 def pack_state(state: KernelState, phi: Phi, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -244,8 +246,15 @@ class Launcher(NamedTuple):
         programs = self.num_programs(kernel.__name__, batch) if programs is None else programs
         options |= {"TILING": self.tiling._replace(chunk=tile.chunk, block=tile.block), "PHI": self.phi}
         if programs:
-            limits = {"warps": tile.warps, "stages": tile.stages, "registers": tile.registers}
-            launch(kernel, (programs,), *arguments, **limits, **options)
+            launch(
+                kernel,
+                (programs,),
+                *arguments,
+                warps=tile.warps,
+                stages=tile.stages,
+                registers=tile.registers,
+                **options,
+            )
 
     def split_dkv(self, buffers: tuple[Tensor | None, ...]) -> list[tuple[Tensor | None, ...]]:
         """The buffers of each launch of `bwd_dkv`: one launch cannot hold both dK and dV of wide features."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -85,11 +84,8 @@ def capability_of(device: torch.device) -> int:
     """The compute capability that launches on `device` target, 90 for 9.0."""
     if _recorded is not None:
         return _recorded_for
-    return _capability(device) if device.type == "cuda" else DEFAULT_CAPABILITY
-
-
-@cache
-def _capability(device: torch.device) -> int:
+    if device.type != "cuda":
+        return DEFAULT_CAPABILITY
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 

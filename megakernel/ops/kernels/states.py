@@ -85,8 +85,9 @@ def pass_states(
 ):
     """Scan the sums of segments into the states that enter them. Program: (key head, block of features).
 
-    Sums are overwritten in place, since one thread loads and stores each element. Normalizers and log scales are loaded
-    by several warps, which would race with in-place stores, so they go to separate buffers.
+    Sums are overwritten in place: the program has loaded all of a segment's before it overwrites them. Normalizers and
+    log scales are loaded by several warps or programs, which would race with in-place stores, so they go to separate
+    buffers.
 
     States enter from the left, or with REVERSE from the right; the first one is empty if `first` is None. The final
     state goes to `last`; without `entering_norms` nothing else is stored, and the sums stay. added, first, last: sums,

@@ -1,5 +1,6 @@
 """Which implementation of an op runs."""
 
+import os
 import re
 import warnings
 from importlib import import_module
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from megakernel import ops
 from megakernel.ops import dispatch, flurka_attention, kernel_attention
+from megakernel.ops.kernels import assembler
 
 OPS = [
     (module, name)
@@ -36,6 +38,46 @@ class OnGpu(Tensor):
 def attend(width: int, dtype: torch.dtype, backend: str | None) -> Tensor:
     q = torch.linspace(-1, 1, 8 * width).view(1, 1, 8, width).to(dtype).as_subclass(OnGpu)
     return kernel_attention(q, q, q, feature_map="elu", backend=backend)
+
+
+def test_kernels_that_an_old_ptxas_miscompiles_do_not_run(monkeypatch):
+    monkeypatch.setattr(assembler, "RELEASE", (12, 8))
+    dispatch._warn_once.cache_clear()
+    reason = (
+        "ptxas 12.8 miscompiles matrix products of compute capability 9.0; expected at least 13.1: "
+        "pip install 'nvidia-cuda-nvcc>=13.3', or set TRITON_PTXAS_PATH"
+    )
+    with pytest.warns(
+        RuntimeWarning, match=re.escape(f"kernel_attention runs without its kernels: {reason}")
+    ):
+        out = attend(16, torch.bfloat16, None)
+    assert torch.equal(out, attend(16, torch.bfloat16, "chunked"))
+    with pytest.raises(ValueError, match=re.escape(f"backend='triton': {reason}; take backend='chunked'")):
+        attend(16, torch.bfloat16, "triton")
+    assert [assembler.problem(capability) for capability in (80, 100, 120)] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("cuda", "chosen", "expected"),
+    [
+        ("13.0", None, "the package's"),
+        (None, None, "the package's"),
+        ("12.8", None, None),
+        ("13.0", "/opt/ptxas", "/opt/ptxas"),
+    ],
+)
+def test_the_packages_ptxas_is_used_where_drivers_load_its_code(cuda, chosen, expected, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.delenv(assembler.VARIABLE, raising=False)
+    if chosen:
+        monkeypatch.setenv(assembler.VARIABLE, chosen)
+    assembler.use_newer()
+    found = os.environ.get(assembler.VARIABLE)
+    assert found == (str(assembler._of_package()) if expected == "the package's" else expected)
+
+
+def test_the_required_ptxas_is_right_for_hopper():
+    assert assembler.release_in_use() >= assembler.FIRST_RIGHT
 
 
 def attend_landmarks(width: int, dtype: torch.dtype, backend: str | None) -> Tensor:

@@ -1,0 +1,60 @@
+"""The assembler of kernels: ptxas, which turns the PTX that Triton writes into machine code.
+
+Triton 3.6 and 3.7 come with ptxas 12.8, which miscompiles kernels with several wgmma products, the matrix products of
+compute capability 9.0: on an H200 ours then stopped with illegal addresses, or gave other numbers from run to run.
+flash-linear-attention met the same (its pull request 1262): 12.8 and 13.0 are wrong for its kernels, 13.1 is right. The
+package nvidia-cuda-nvcc, which Megakernel requires, has a newer one.
+"""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import torch
+from triton import knobs
+
+VARIABLE = "TRITON_PTXAS_PATH"
+"""Environment variable with the path of another ptxas than Triton's."""
+
+FIRST_RIGHT = (13, 1)
+"""The first release whose code for compute capability 9.0 is right."""
+
+
+def _of_package() -> Path | None:
+    """The ptxas of the installed package nvidia-cuda-nvcc."""
+    spec = importlib.util.find_spec("nvidia")
+    places = [] if spec is None else spec.submodule_search_locations or []
+    found = (path for place in places for path in sorted(Path(place).glob("cu*/bin/ptxas")))
+    return next((path for path in found if os.access(path, os.X_OK)), None)
+
+
+def use_newer() -> None:
+    """Let Triton use the ptxas of nvidia-cuda-nvcc, in this process and its children, unless VARIABLE names another.
+
+    Drivers for CUDA 12, with which a torch for CUDA 12 runs, do not load its code: then Triton's stays.
+    """
+    is_for_older = torch.version.cuda is not None and int(torch.version.cuda.split(".")[0]) < FIRST_RIGHT[0]
+    path = None if os.environ.get(VARIABLE) or is_for_older else _of_package()
+    if path is not None:
+        os.environ[VARIABLE] = str(path)
+
+
+def release_in_use() -> tuple[int, ...]:
+    """The release of the ptxas that Triton uses for compute capability 9.0: (13, 5)."""
+    return tuple(int(part) for part in knobs.nvidia.ptxas.version.split("."))
+
+
+use_newer()
+RELEASE = release_in_use()
+"""Found once, because `problem` is asked at every call of an op, and torch.compile traces it."""
+
+
+def problem(capability: int) -> str | None:
+    """Why kernels with matrix products would be wrong on GPUs of this compute capability; None if they are right."""
+    if capability != 90 or RELEASE >= FIRST_RIGHT:
+        return None
+    found, least = (".".join(map(str, x)) for x in (RELEASE, FIRST_RIGHT))
+    return (
+        f"ptxas {found} miscompiles matrix products of compute capability 9.0; expected at least {least}: "
+        f"pip install 'nvidia-cuda-nvcc>=13.3', or set {VARIABLE}"
+    )
