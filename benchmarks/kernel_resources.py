@@ -109,8 +109,8 @@ def page(rows: list[Row]) -> str:
     lines = [
         "# Resources of the kernels",
         "",
-        f"`python -m benchmarks.kernel_resources`, triton {triton.__version__}, ptxas {assembler_release()} (Triton's "
-        "own for sm_100 and sm_120); no GPU is needed.",
+        f"`python -m benchmarks.kernel_resources`, triton {triton.__version__}, for sm_90 ptxas {assembler_release()}, "
+        "for the others Triton's own; no GPU is needed.",
         "",
     ]
     return "\n".join(lines + table(HEADER, map(table_row, rows)))

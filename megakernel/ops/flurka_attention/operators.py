@@ -60,17 +60,11 @@ def tile_sizes(phi: Phi, near: Near, size: int, values: int, capability: int) ->
     tiles |= {"write_keys": TileSizes(64, 64, 4), "bwd_dkv": TileSizes(64, 32, 4 if has_wgmma else 8)}
     if phi.unbounded and not has_wgmma:
         tiles["bwd_dkv"] = TileSizes(32, 32, 8)
-    if not near.softmax:
-        return tiles | dict.fromkeys(("merge", "merge_backward", "window_backward"), TileSizes(32, 32, 8))
-    if not has_wgmma:
-        return tiles | {
-            **dict.fromkeys(("merge", "merge_backward"), TileSizes(32, 32, 8)),
-            "window_backward": TileSizes(64, 32, 8),
-        }
-    return tiles | {
-        **dict.fromkeys(("merge", "merge_backward"), TileSizes(64, 32, 4)),
-        "window_backward": TileSizes(64, 32, 4),
-    }
+    of_queries = ("merge", "merge_backward", "window_backward")
+    if has_wgmma and near.softmax:
+        return tiles | dict.fromkeys(of_queries, TileSizes(64, 32, 4))
+    tiles |= dict.fromkeys(of_queries, TileSizes(32, 32, 8))
+    return tiles | {"window_backward": TileSizes(64, 32, 8)} if near.softmax else tiles
 
 
 class FlurkaLaunches(NamedTuple):

@@ -31,11 +31,12 @@ def _of_package() -> Path | None:
 def use_newer() -> None:
     """Let Triton use the ptxas of nvidia-cuda-nvcc, in this process and its children, unless VARIABLE names another.
 
-    Drivers for CUDA 12, with which a torch for CUDA 12 runs, do not load its code: then Triton's stays.
+    Triton's stays for other GPUs, for which a newer one spills more, and for a torch for CUDA 12, whose drivers do not
+    load the newer one's code.
     """
     is_for_older = torch.version.cuda is not None and int(torch.version.cuda.split(".")[0]) < FIRST_RIGHT[0]
-    path = None if os.environ.get(VARIABLE) or is_for_older else _of_package()
-    if path is not None:
+    is_other_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9
+    if not (os.environ.get(VARIABLE) or is_for_older or is_other_gpu) and (path := _of_package()):
         os.environ[VARIABLE] = str(path)
 
 

@@ -58,16 +58,21 @@ def test_kernels_that_an_old_ptxas_miscompiles_do_not_run(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("cuda", "chosen", "expected"),
+    ("cuda", "gpu", "chosen", "expected"),
     [
-        ("13.0", None, "the package's"),
-        (None, None, "the package's"),
-        ("12.8", None, None),
-        ("13.0", "/opt/ptxas", "/opt/ptxas"),
+        ("13.0", (9, 0), None, "the package's"),
+        (None, None, None, "the package's"),
+        ("13.0", (8, 0), None, None),
+        ("12.8", (9, 0), None, None),
+        ("13.0", (9, 0), "/opt/ptxas", "/opt/ptxas"),
     ],
 )
-def test_the_packages_ptxas_is_used_where_drivers_load_its_code(cuda, chosen, expected, monkeypatch):
+def test_the_packages_ptxas_is_used_on_hopper_where_drivers_load_its_code(
+    cuda, gpu, chosen, expected, monkeypatch
+):
     monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: gpu)
     monkeypatch.delenv(assembler.VARIABLE, raising=False)
     if chosen:
         monkeypatch.setenv(assembler.VARIABLE, chosen)
