@@ -1,9 +1,10 @@
 """The assembler of kernels: ptxas, which turns the PTX that Triton writes into machine code.
 
-Triton 3.6 and 3.7 come with ptxas 12.8, which miscompiles kernels with several wgmma products, the matrix products of
-compute capability 9.0: on an H200 ours then stopped with illegal addresses, or gave other numbers from run to run.
-flash-linear-attention met the same (its pull request 1262): 12.8 and 13.0 are wrong for its kernels, 13.1 is right. The
-package nvidia-cuda-nvcc, which Megakernel requires, has a newer one.
+Triton 3.6 and 3.7 come with ptxas 12.8. With it our kernels with several wgmma products, the matrix products of compute
+capability 9.0, stopped with illegal addresses on an H200, or gave other numbers from run to run, depending on their
+tiles. flash-linear-attention found ptxas to be the cause for its own kernels (its pull request 1262): 12.8 and 13.0
+miscompile them, 13.1 does not. So it most likely is for ours, which no GPU has run with a newer one yet. The package
+nvidia-cuda-nvcc, which Megakernel requires, has one.
 """
 
 import importlib.util
