@@ -389,12 +389,12 @@ def page(results: dict[str, list[Bound]]) -> str:
     """The text of the page."""
     import triton
 
-    from benchmarks.kernel_compiling import assembler_release
+    from megakernel.ops.kernels.assembler import RELEASE, dotted
 
     lines = [
         "# What the compiled kernels would take at best",
         "",
-        f"`python -m benchmarks.kernel_bounds`, triton {triton.__version__}, ptxas {assembler_release()}, compiled for "
+        f"`python -m benchmarks.kernel_bounds`, triton {triton.__version__}, ptxas {dotted(RELEASE)}, compiled for "
         f"sm_90: lower bounds for an H200, no times. One sequence of {LENGTH:,} tokens, {HEADS} heads, bfloat16. The "
         "module says what is counted.",
         "",

@@ -41,11 +41,6 @@ ArgPath = tuple[int, ...]
 """Index of an argument among the parameters, followed by its indices inside of tuples."""
 
 
-def assembler_release() -> str:
-    """The release of the ptxas that compiles for compute capability 9.0; for others it is Triton's own."""
-    return ".".join(map(str, assembler.RELEASE))
-
-
 class Resources(NamedTuple):
     """Resources of one program of a compiled kernel."""
 
@@ -63,7 +58,7 @@ class Resources(NamedTuple):
 def assembler_for(capability: int) -> Iterator[None]:
     """Compile with the ptxas that is used on GPUs of this compute capability: see `kernels.assembler`."""
     with patch.dict(os.environ):
-        if capability != 90:
+        if capability not in assembler.WGMMA_CAPABILITIES:
             os.environ.pop(assembler.VARIABLE, None)
         yield
 

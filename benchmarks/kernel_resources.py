@@ -104,12 +104,12 @@ def page(rows: list[Row]) -> str:
     """The text of the table's file."""
     import triton
 
-    from benchmarks.kernel_compiling import assembler_release
+    from megakernel.ops.kernels.assembler import RELEASE, dotted
 
     lines = [
         "# Resources of the kernels",
         "",
-        f"`python -m benchmarks.kernel_resources`, triton {triton.__version__}, for sm_90 ptxas {assembler_release()}, "
+        f"`python -m benchmarks.kernel_resources`, triton {triton.__version__}, for sm_90 ptxas {dotted(RELEASE)}, "
         "for the others Triton's own; no GPU is needed.",
         "",
     ]

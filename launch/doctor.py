@@ -120,7 +120,8 @@ def _devices() -> Iterator[Finding]:
 def _assembler() -> Finding:
     from megakernel.ops.kernels import assembler
 
-    release, problem = ".".join(map(str, assembler.RELEASE)), assembler.problem(90)
+    problem = assembler.problem(90)
+    release = assembler.dotted(assembler.RELEASE)
     return Finding("ptxas", release, "missing" if problem else "good", problem or "")
 
 

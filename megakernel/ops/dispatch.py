@@ -39,10 +39,9 @@ class Kernels:
 
     def reason_against(self, *args: Any, **kwargs: Any) -> str | None:
         """Why the kernels cannot take the arguments; None if they can."""
-        module = self.load()
-        return (_miscompiled(args[0]) if self.function == "attend" else None) or module.unsupported(
-            *args, **kwargs
-        )
+        if self.function == "attend" and (reason := _miscompiled(args[0])) is not None:
+            return reason
+        return self.load().unsupported(*args, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the kernels on supported arguments."""

@@ -21,13 +21,13 @@ from megakernel.ops.kernel_attention.differentiable import Operator
 from megakernel.ops.kernel_attention.exchanged import QueryBackward, StateGradients
 from megakernel.ops.kernel_attention.launches import (
     SEGMENT,
-    WGMMA_CAPABILITIES,
     Launcher,
     TileSizes,
     map_of_call,
     output_buffer,
 )
 from megakernel.ops.kernel_attention.operators import gradient_of_matrix, products_of_queries
+from megakernel.ops.kernels.assembler import WGMMA_CAPABILITIES
 from megakernel.ops.kernels.features import Phi, cdiv, padded
 from megakernel.ops.kernels.launch import capability_of
 

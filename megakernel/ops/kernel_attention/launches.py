@@ -11,6 +11,7 @@ from megakernel.ops.groups import Tensors
 from megakernel.ops.kernel_attention import query_kernels
 from megakernel.ops.kernel_attention.arguments import Queries, SequenceInfo, State, Tiling
 from megakernel.ops.kernels import states
+from megakernel.ops.kernels.assembler import WGMMA_CAPABILITIES
 from megakernel.ops.kernels.features import Phi, cdiv, padded, phi_of, power_of_two
 from megakernel.ops.kernels.launch import MIN_PROGRAMS, capability_of, launch
 from megakernel.ops.state import EMPTY, KernelState
@@ -51,7 +52,7 @@ class TileSizes(NamedTuple):
 
 TILES: dict[tuple[int, int], TileSizes] = {
     (2, 64): TileSizes(64, 64, 4),
-    (2, 128): TileSizes(64, 64, 4, 2),
+    (2, 128): TileSizes(64, 32, 4),
     (2, 256): TileSizes(64, 32, 4),
     (4, 64): TileSizes(32, 32, 4),
     (4, 128): TileSizes(16, 16, 4),
@@ -59,12 +60,8 @@ TILES: dict[tuple[int, int], TileSizes] = {
 """(bytes per element, largest padded features) -> tile sizes, for GPUs where four warps multiply tiles of 64 rows."""
 
 EXCEPTIONS: dict[tuple[str, int, int], TileSizes] = {
-    ("write_keys", 2, 128): TileSizes(64, 64, 4),
-    ("write_keys", 2, 256): TileSizes(64, 64, 4),
-    ("bwd_dq", 2, 128): TileSizes(64, 32, 4),
+    ("read", 2, 128): TileSizes(64, 64, 4, 2),
     ("bwd_dkv", 2, 128): TileSizes(64, 32, 4, 2),
-    ("write_queries", 2, 128): TileSizes(64, 64, 4),
-    ("write_queries", 2, 256): TileSizes(64, 64, 4),
     ("bwd_dq", 4, 64): TileSizes(16, 16, 4),
 }
 """(kernel, bytes per element, largest padded features) -> tile sizes of kernels that deviate from TILES."""
@@ -81,10 +78,6 @@ SMALL_EXCEPTIONS: dict[tuple[str, int, int], TileSizes] = {
     ("write_queries", 2, 256): TileSizes(16, 16, 8),
 }
 """Tile sizes of kernels that would spill too much with SMALL_TILES."""
-
-WGMMA_CAPABILITIES = (90,)
-"""Compute capabilities of GPUs with warpgroup matrix products (wgmma). 100 and 103 have other instructions, for which
-Triton 3.7 does not compile all of these tiles."""
 
 LARGE_SHARED_MEMORY = (80, 90, 100, 103)
 """Compute capabilities of GPUs with at least 163 KiB of shared memory per program; 86, 89 and 120 have 99 KiB."""

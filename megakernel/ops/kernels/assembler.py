@@ -18,7 +18,11 @@ VARIABLE = "TRITON_PTXAS_PATH"
 """Environment variable with the path of another ptxas than Triton's."""
 
 FIRST_RIGHT = (13, 1)
-"""The first release whose code for compute capability 9.0 is right."""
+"""The first release whose code for WGMMA_CAPABILITIES is right."""
+
+WGMMA_CAPABILITIES = (90,)
+"""Compute capabilities of GPUs with warpgroup matrix products (wgmma). 100 and 103 have other instructions, for which
+Triton 3.7 does not compile all of the tiles of 90."""
 
 
 def _of_package() -> Path | None:
@@ -29,6 +33,12 @@ def _of_package() -> Path | None:
     return next((path for path in found if os.access(path, os.X_OK)), None)
 
 
+def capability_of_gpu(device: torch.device | None = None) -> int:
+    """The compute capability of a GPU, 90 for 9.0; None: the current one."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 def use_newer() -> None:
     """Let Triton use the ptxas of nvidia-cuda-nvcc, in this process and its children, unless VARIABLE names another.
 
@@ -36,9 +46,14 @@ def use_newer() -> None:
     load the newer one's code.
     """
     is_for_older = torch.version.cuda is not None and int(torch.version.cuda.split(".")[0]) < FIRST_RIGHT[0]
-    is_other_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9
+    is_other_gpu = torch.cuda.is_available() and capability_of_gpu() not in WGMMA_CAPABILITIES
     if not (os.environ.get(VARIABLE) or is_for_older or is_other_gpu) and (path := _of_package()):
         os.environ[VARIABLE] = str(path)
+
+
+def dotted(release: tuple[int, ...]) -> str:
+    """A release as people write it: 13.5."""
+    return ".".join(map(str, release))
 
 
 def release_in_use() -> tuple[int, ...]:
@@ -53,10 +68,9 @@ RELEASE = release_in_use()
 
 def problem(capability: int) -> str | None:
     """Why kernels with matrix products would be wrong on GPUs of this compute capability; None if they are right."""
-    if capability != 90 or RELEASE >= FIRST_RIGHT:
+    if capability not in WGMMA_CAPABILITIES or RELEASE >= FIRST_RIGHT:
         return None
-    found, least = (".".join(map(str, x)) for x in (RELEASE, FIRST_RIGHT))
     return (
-        f"ptxas {found} miscompiles matrix products of compute capability 9.0; expected at least {least}: "
-        f"pip install 'nvidia-cuda-nvcc>=13.3', or set {VARIABLE}"
+        f"ptxas {dotted(RELEASE)} miscompiles matrix products of compute capability {capability / 10}; expected at "
+        f"least {dotted(FIRST_RIGHT)}: pip install 'nvidia-cuda-nvcc>=13.3', or set {VARIABLE}"
     )

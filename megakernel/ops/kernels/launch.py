@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megakernel.ops.kernels.assembler import WGMMA_CAPABILITIES, capability_of_gpu
 from megakernel.ops.kernels.features import INTERPRETED
 
 MIN_PROGRAMS = 512
@@ -86,8 +87,7 @@ def capability_of(device: torch.device) -> int:
         return _recorded_for
     if device.type != "cuda":
         return DEFAULT_CAPABILITY
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+    return capability_of_gpu(device)
 
 
 def launch(
@@ -106,7 +106,7 @@ def launch(
     programs gave other numbers from run to run on an H200, or illegal addresses.
     """
     device = next(_tensors(arguments)).device
-    if capability_of(device) == 90:
+    if capability_of(device) in WGMMA_CAPABILITIES:
         warps = min(warps, WARPS_OF_WARPGROUP)
     if _recorded is not None:
         _recorded.append(Launch(kernel, grid, arguments, options, warps, stages, registers))

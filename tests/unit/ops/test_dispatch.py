@@ -72,7 +72,7 @@ def test_the_packages_ptxas_is_used_on_hopper_where_drivers_load_its_code(
 ):
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: gpu)
     monkeypatch.delenv(assembler.VARIABLE, raising=False)
     if chosen:
         monkeypatch.setenv(assembler.VARIABLE, chosen)
