@@ -100,7 +100,7 @@ class TrainingBatches:
             worker_init_fn=_ignore_stop_signals,
             # Forked workers share imported libraries and mapped files; they do not use a device.
             multiprocessing_context="fork" if self._num_workers else None,
-            pin_memory=torch.cuda.is_available(),
+            pin_memory=torch.cuda.is_initialized(),
             # The loader draws a base seed at each start; its own generator leaves the global random state alone.
             generator=torch.Generator(),
         )

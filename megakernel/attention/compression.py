@@ -120,7 +120,7 @@ class Compressor(FullPrecision):
         if not self.normalized or (counts is None and length % self.block_size == 0):
             return CompressedKV(keys, values, None)
         if counts is None:
-            counts = torch.tensor([length], device=keys.device)
+            counts = torch.full((1,), length, device=keys.device)
         blocks = torch.arange(keys.shape[2] // self.rank, device=keys.device)
         real = (counts[:, None] - blocks * self.block_size).clamp(0, self.block_size)
         pools = self.pools(keys)

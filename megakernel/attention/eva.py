@@ -134,7 +134,7 @@ def _chunk_indices(real: Tensor) -> Tensor:
 
 def _real_mask(length: int, size: int, counts: Tensor | None, device: torch.device) -> Tensor:
     """(B or 1, ceil(length / size), size) bool: whether the token index is below `counts`, or `length` if None."""
-    ends = torch.tensor([length], device=device) if counts is None else counts
+    ends = torch.full((1,), length, device=device) if counts is None else counts
     indices = torch.arange(-(-length // size) * size, device=device)
     return (indices < ends[:, None]).unflatten(1, (-1, size))
 

@@ -109,6 +109,6 @@ class LowRankAttention(AttentionLayer):
         """(B, L) or (1, L): mean position of the real tokens of each landmark's block."""
         size, rank = self.compressor.block_size, self.compressor.rank
         starts = torch.arange(0, length, size, device=like.device)
-        ends = torch.tensor([length], device=like.device) if counts is None else counts
+        ends = torch.full((1,), length, device=like.device) if counts is None else counts
         last = torch.minimum(starts + size, ends[:, None]).clamp(min=1) - 1
         return ((starts + last) / 2).repeat_interleave(rank, 1)

@@ -76,7 +76,7 @@ def _create_optimizer_state(engine: Any, step: int) -> None:
     # ZeRO 3 keeps its flat tensors outside of the parameter groups.
     for tensor in getattr(wrapper, "fp32_partitioned_groups_flat", stepped):
         moments = {key: torch.zeros_like(tensor) for key in MOMENTS}
-        optimizer.state[tensor] = {STEP: torch.tensor(float(step)), **moments}
+        optimizer.state[tensor] = {STEP: torch.tensor(float(step), device=tensor.device), **moments}
     if hasattr(wrapper, "_lazy_init_hp_params_optimizer_state"):  # ZeRO 1 and 2, bfloat16
         wrapper._lazy_init_hp_params_optimizer_state()
 

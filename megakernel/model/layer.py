@@ -125,11 +125,12 @@ class TransformerLayer(nn.Module):
     def _add_mlp(self, residual: Tensor, layer_input: Tensor) -> Tensor:
         source = layer_input if self.parallel else residual
         size = self.mlp_chunk_size
-        if size is None or size >= len(source) or not (self.training and torch.is_grad_enabled()):
+        if size is None or size >= len(source):
             return self._mlp_of(residual, source)
+        # Without gradients, a checkpoint only runs its function.
+        run = partial(checkpoint, self._mlp_of, use_reentrant=False)
         # Each token's MLP is independent, so chunks of tensor ranks need not hold the same tokens.
-        chunks = zip(residual.split(size), source.split(size))
-        return torch.cat([checkpoint(self._mlp_of, *chunk, use_reentrant=False) for chunk in chunks])
+        return torch.cat([run(*chunk) for chunk in zip(residual.split(size), source.split(size))])
 
     def _mlp_of(self, residual: Tensor, source: Tensor) -> Tensor:
         return self._add(residual, self.mlp(self.mlp_norm(source)), self.mlp_post_norm)
@@ -165,11 +166,14 @@ def recomputed(
 ) -> Tensor:
     """`function(hidden, positions)` with activation checkpointing: backward recomputes it from the arguments.
 
-    offload: keep the arguments in pinned host memory. DeepSpeed 0.19.8's own offload empties tensors that its pipeline
-    engine still holds.
+    offload: keep `hidden` in pinned host memory. DeepSpeed 0.19.8's own offload empties tensors that its pipeline
+    engine still holds. Positions stay where they are: tables are cached for the tensor itself, not for a copy.
     """
     if not offload:
         return checkpoint(function, hidden, positions, use_reentrant=False)
+    if torch.is_grad_enabled() and not hidden.requires_grad:
+        # The reentrant form has gradients only if an argument has them; behind a frozen embedding, none has.
+        hidden = hidden.detach().requires_grad_()
     with save_on_cpu(pin_memory=hidden.is_cuda):
         # Only the reentrant form saves its arguments through autograd, whose hooks save_on_cpu uses.
-        return checkpoint(function, hidden, positions, use_reentrant=True)
+        return checkpoint(lambda states: function(states, positions), hidden, use_reentrant=True)

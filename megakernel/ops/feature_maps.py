@@ -117,3 +117,6 @@ FEATURE_MAPS = {
 
 SAMPLED = ("favor", "rks", "prf")
 """Maps whose projections are random frequencies."""
+
+UNBOUNDED = ("favor", "prf")
+"""Maps whose features have a log scale per token: exponentials, divided by the token's largest one."""

@@ -246,14 +246,18 @@ class Background:
         assert self._stream is not None
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            return _StreamResult(exchange(), self._stream)
+            return _StreamResult(exchange, exchange(), self._stream)
 
 
 class _StreamResult:
-    """The result of work queued on a CUDA stream."""
+    """The result of work queued on a CUDA stream.
 
-    def __init__(self, value: Any, stream: torch.cuda.Stream):
-        self._value, self._stream = value, stream
+    It holds the exchange and with it the tensors that the exchange reads. Freed while the stream waits for a neighbor,
+    their memory would go to the next work of the current stream.
+    """
+
+    def __init__(self, exchange: Callable[[], Any], value: Any, stream: torch.cuda.Stream):
+        self._exchange, self._value, self._stream = exchange, value, stream
 
     def done(self) -> bool:
         """Always True: the host runs ahead of the device and does not know."""

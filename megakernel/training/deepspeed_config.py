@@ -51,12 +51,6 @@ def deepspeed_config(config: Config, mesh: Mesh, model: nn.Module) -> dict[str, 
     return merged(settings, config.deepspeed)
 
 
-def updates_on_cpu(config: Config, mesh: Mesh) -> bool:
-    """Whether AdamW updates weights in host memory."""
-    offload = config.deepspeed.get("zero_optimization", {}).get("offload_optimizer") or {}
-    return mesh.device.type == "cpu" or offload.get("device") == "cpu"
-
-
 def check_deepspeed_keys(config: Config) -> None:
     """Raise ConfigError for keys of config.deepspeed that DeepSpeed rejects: its errors come late and name no key."""
     problems = []

@@ -34,7 +34,7 @@ from megakernel.model.layer_inputs import LayerInputs, to_layer_inputs
 from megakernel.parallel import Mesh
 from megakernel.parallel.ranks import Ranks
 
-from .deepspeed_config import deepspeed_clips, deepspeed_config, micro_batches_per_step, updates_on_cpu
+from .deepspeed_config import deepspeed_clips, deepspeed_config, micro_batches_per_step
 from .optimizer import LR_SCALE, build_optimizer, freeze, is_trained
 from .schedule import add_near_dropout
 from .step_costs import ContextTraffic, MemoryPeaks
@@ -146,8 +146,7 @@ class Engine:
         self.pipelined = mesh.pp.size > 1
         self._stage_inputs: tuple[torch.Size, bool] | None = None
         model = Ranks.of(mesh).each(lambda: self._build_model(settings, make_model))
-        on_cpu = updates_on_cpu(config, mesh)
-        optimizer = build_optimizer(model, config.optimizer, mesh, deepspeed_clips(config), on_cpu)
+        optimizer = build_optimizer(model, config.optimizer, mesh, deepspeed_clips(config))
         self.partitions = partitions(model)
         self.record = client_state(model, self.partitions, optimizer)
         self.engine, self.optimizer, *_ = deepspeed.initialize(

@@ -115,11 +115,9 @@ def is_counted_here(parameter: nn.Parameter, mesh: Mesh) -> bool:
 
 
 def build_optimizer(
-    model: nn.Module, settings: configuration.Optimizer, mesh: Mesh, deepspeed_clips: bool, on_cpu: bool
+    model: nn.Module, settings: configuration.Optimizer, mesh: Mesh, deepspeed_clips: bool
 ) -> torch.optim.AdamW:
     """The optimizer that DeepSpeed wraps; its learning rate is set before every step. Called on all ranks.
-
-    on_cpu: whether the weights that it updates are in host memory, as on a CPU or with DeepSpeed's offload.
 
     Raises UserError, alike on all ranks, if pipeline stages have different numbers of parameter groups.
     """
@@ -135,8 +133,8 @@ def build_optimizer(
         "lr": settings.lr,
         "betas": (settings.beta1, settings.beta2),
         "eps": settings.eps,
-        # On a CPU, the fused update makes one memory-bound pass over the weights instead of ten.
-        "fused": on_cpu,
+        # The fused update makes one memory-bound pass over the weights instead of ten.
+        "fused": True,
     }
     if deepspeed_clips:
         return torch.optim.AdamW(groups, **options)

@@ -1,5 +1,7 @@
 """Exchanges between context-parallel ranks give the results of the whole sequence, forward and backward."""
 
+import weakref
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -14,6 +16,17 @@ METHODS = {"gather": ("gather", 1), "ring": ("ring", 1), "ring in parts": ("ring
 """parallel.state_exchange, and the number of parts in which a state is passed."""
 
 BATCH, HEADS, FEATURES, WIDTH, TOKENS = 16, 2, 3, 4, 6
+
+
+def test_a_stream_holds_what_it_reads_until_its_result_is_taken():
+    """A GPU frees memory for the current stream at once, whatever another stream still reads."""
+    read = torch.ones(3)
+    alive = weakref.ref(read)
+    pending = state_exchange._StreamResult(lambda read=read: read, None, None)
+    del read
+    assert alive() is not None
+    del pending
+    assert alive() is None
 
 
 def assert_close(actual, expected, dtype):

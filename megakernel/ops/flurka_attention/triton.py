@@ -18,7 +18,7 @@ from megakernel.ops.flurka_attention import chunked, decode, operators
 from megakernel.ops.flurka_attention.block_tables import block_tables
 from megakernel.ops.flurka_attention.options import FlurkaInputs, FlurkaOptions
 from megakernel.ops.kernel_attention.triton import unsupported_features, unsupported_tiles
-from megakernel.ops.partial_output import FinishedOutput, may_underflow, recompute_lost
+from megakernel.ops.partial_output import FinishedOutput, kernels_check, recompute_lost
 from megakernel.ops.projections import dense
 from megakernel.ops.state import KernelState
 from megakernel.ops.window import Tail, empty_tail
@@ -79,7 +79,7 @@ def attend(
 ) -> tuple[Tensor, KernelState | None, Tail | None]:
     """Same arguments and results as `chunked.attend`, in bfloat16 or float32; no state if `inputs` ask for none.
 
-    With exponential maps, queries can be lost and are then recomputed: see `kernel_attention.triton.attend`.
+    With exponential maps, queries can be lost: see `kernel_attention.triton.attend`.
     """
     if decode.unsupported(q, k, v, inputs) is None:
         return decode.step(q, k, v, inputs)
@@ -119,7 +119,8 @@ def attend(
         return_state,
     )
     # If a softmax window shares its normalizer with the landmarks, the weights add up to at least 1.
-    if not may_underflow(feature_map, options.near == "kernel" or gate is not None):
+    may_lose = options.near == "kernel" or gate is not None
+    if not kernels_check(feature_map, may_lose, q, log_decay is not None):
         return out, last, next_tail
     lost = factor == 0
     if gate is not None:

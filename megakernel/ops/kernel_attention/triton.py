@@ -15,7 +15,7 @@ from megakernel.ops.kernel_attention import chunked, decode, operators
 from megakernel.ops.kernel_attention.options import KernelOptions
 from megakernel.ops.kernels.features import SUPPORTED
 from megakernel.ops.kernels.launch import capability_of
-from megakernel.ops.partial_output import FinishedOutput, may_underflow, recompute_lost
+from megakernel.ops.partial_output import FinishedOutput, kernels_check, recompute_lost
 from megakernel.ops.projections import Projection, dense, rows_of
 from megakernel.ops.state import KernelState
 
@@ -84,8 +84,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Ten
 
     The state is None if `options` do not ask for it.
 
-    Quotients of exponential maps can get lost to underflow; such queries are recomputed by the chunked op in float64.
-    Checking synchronizes with the GPU once per call. Compiled or captured graphs cannot check: lost queries are 0.
+    Quotients of exponential maps can get lost to underflow; such queries are recomputed by the chunked op in float64,
+    or are 0: see `kernels_check`. Compiled or captured graphs cannot check, and there they are 0.
     """
     if decode.unsupported(q, k, v, options) is None:
         return decode.step(q, k, v, options)
@@ -98,7 +98,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Ten
     (out, reciprocal, *_), first, last = operators.attend(
         op_options, (q,), keys, positions, first, exchange, options.return_state
     )
-    if not may_underflow(feature_map, normalize):
+    if not kernels_check(feature_map, normalize, q):
         return out, last
     lost = reciprocal == 0
     if key_weights is not None:

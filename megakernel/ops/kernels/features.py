@@ -14,7 +14,7 @@ import triton.language as tl
 from triton import knobs
 
 from megakernel.ops import state
-from megakernel.ops.feature_maps import FeatureMap, named
+from megakernel.ops.feature_maps import UNBOUNDED, FeatureMap, named
 
 EMPTY = tl.constexpr(state.EMPTY)
 
@@ -23,7 +23,6 @@ INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
 ELEMENTWISE = ("identity", "relu", "elu")
 TWO_HALVES = ("hedgehog", "rks")
-UNBOUNDED = ("favor", "prf")
 SUPPORTED = (*ELEMENTWISE, *TWO_HALVES, *UNBOUNDED)
 
 

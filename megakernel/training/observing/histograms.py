@@ -51,6 +51,7 @@ class Histogram:
             self.high = max(self.high, part.max().item())
             self.total += part.sum(dtype=torch.float64).item()
             self.squares += part.double().square().sum().item()
+        counts = counts.cpu()
         for index in counts.nonzero().flatten().tolist():
             bucket = (edges[index].item(), edges[index + 1].item())
             self.counts[bucket] += int(counts[index])

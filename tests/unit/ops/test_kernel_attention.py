@@ -1,9 +1,12 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
 
 from megakernel.attention import WHOLE_SEQUENCE
 from megakernel.ops import KernelState, kernel_attention
+from megakernel.ops.partial_output import kernels_check
 from tests.unit.ops.comparing import assert_same, random
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
@@ -207,3 +210,14 @@ def test_arguments_that_do_not_fit_are_named(changes, message):
     arguments = {"q": q, "k": k, "v": v, "feature_map": "elu", **changes}
     with pytest.raises(ValueError, match=message):
         kernel_attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
+
+
+def test_on_a_gpu_only_relative_sums_are_checked_for_underflow():
+    """The host waits for the GPU to check, so layers of bounded maps, as the default's, do not."""
+    gpu, cpu = SimpleNamespace(is_cuda=True), SimpleNamespace(is_cuda=False)
+    assert [kernels_check(name, True, gpu) for name in ("elu", "hedgehog", "favor", "prf", "relu")] == [
+        *(False, False, True, True, False)
+    ]
+    assert all(kernels_check(name, True, cpu) for name in ("elu", "hedgehog", "favor", "prf"))
+    assert kernels_check("hedgehog", True, gpu, decays=True)
+    assert not kernels_check("favor", False, cpu)

@@ -1,10 +1,7 @@
-from types import SimpleNamespace
-
 import pytest
-import torch
 
 from megakernel.config import ConfigError
-from megakernel.training.deepspeed_config import check_deepspeed_keys, updates_on_cpu
+from megakernel.training.deepspeed_config import check_deepspeed_keys
 from megakernel.training.trainer import Trainer
 
 from ..config import trees
@@ -33,12 +30,3 @@ def test_a_run_with_invalid_deepspeed_settings_writes_no_folder(tmp_path):
     with pytest.raises(ConfigError, match="not what DeepSpeed reads"):
         Trainer(config, mesh=None, providers=None)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("offload", "on_cpu"),
-    [(None, False), ({}, False), ({"device": "none"}, False), ({"device": "cpu"}, True)],
-)
-def test_a_gpu_updates_weights_in_host_memory_only_if_the_optimizer_is_offloaded(offload, on_cpu):
-    config = trees.config(deepspeed={"zero_optimization": {"offload_optimizer": offload}})
-    assert updates_on_cpu(config, SimpleNamespace(device=torch.device("cuda"))) is on_cpu
