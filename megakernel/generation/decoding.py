@@ -42,8 +42,8 @@ class Decoder:
         for start in range(0, length, self._chunk_size):
             chunks = [row[start : start + self._chunk_size] for row in tokens]
             places = [self._next_positions(row, chunk) for row, chunk in enumerate(chunks)]
-            ids, positions = (torch.tensor(rows, device=self._device) for rows in (chunks, places))
-            hidden, self.states = self._model.extend(ids, positions, self.states)
+            ids = torch.tensor(chunks, device=self._device)
+            hidden, self.states = self._model.extend(ids, torch.tensor(places), self.states)
         return self._model.logits(hidden[-1:])[:, 0]
 
     def _next_positions(self, row: int, tokens: Sequence[int]) -> list[int]:

@@ -155,12 +155,15 @@ class LanguageModel(Layers, nn.Module):
     def extend(self, tokens: Tensor, positions: Tensor, states: list[Any] | None) -> tuple[Tensor, list[Any]]:
         """`hidden` of tokens (B, N) that continue those in `states` (None: start a sequence), and the new states.
 
-        The states of kernelized layers have a constant size; those of softmax layers grow with the tokens.
+        The states of kernelized layers have a constant size; those of softmax layers grow with the tokens. Positions
+        may be on the CPU while the tokens are on a GPU: then texts of one length need no masks there.
         """
         old_states: list[Any] = states or [None] * self.settings.model.num_layers
+        collapsed = collapse_positions(positions)
+        positions = positions.to(tokens.device)
+        places = collapsed if isinstance(collapsed, int) else positions
         inputs: LayerInputs = (tokens, positions)
         new_states: list[Any] = []
-        places = collapse_positions(positions)
         for layer in self.layers[:-1]:
             if isinstance(layer, TransformerLayer):
                 hidden, state = layer.extend(inputs[0], places, old_states[len(new_states)])
