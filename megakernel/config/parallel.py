@@ -48,7 +48,8 @@ class Parallel(Section):
     """Minutes after which a hanging collective ends the job, or a first step (which compiles) without progress."""
 
     stall_minutes: float = Field(default=5.0, gt=0, le=1_000_000)
-    """Minutes after which a later step without progress ends the job; the log names the rank that others wait for."""
+    """Minutes after which a later step without progress ends the job, on GPUs at least twice the last step's time; the
+    log names the rank that others wait for."""
 
     @property
     def model_size(self) -> int:

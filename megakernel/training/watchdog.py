@@ -44,7 +44,9 @@ class Watchdog:
     """Reports and watches within a `with` block.
 
     start_minutes: limit without progress in the first step, which compiles kernels and connects ranks.
-    stall_minutes: limit in later steps. run: folder of heartbeat.json, which rank 0 writes; None: no file.
+    stall_minutes: limit in later steps; on GPUs at least twice the time of the last step, because the host runs ahead
+    and may show no progress while its GPU works through most of a step.
+    run: folder of heartbeat.json, which rank 0 writes; None: no file.
     slowest: returns `LocalWork.slowest` for heartbeat.json.
     """
 
@@ -88,10 +90,13 @@ class Watchdog:
         progress = self._mesh.progress
         progress.step = step
         progress.begin("loading data")
+        began = time.monotonic()
         self._watching.set()
         yield
         self._watching.clear()
         self._limit = self._stall
+        if self._mesh.device.type == "cuda":
+            self._limit = max(self._stall, 2 * (time.monotonic() - began))
 
     def expect_slow_step(self) -> None:
         """Apply the first step's limit to the next step, which has another sequence length."""

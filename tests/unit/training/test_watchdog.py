@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megakernel.parallel.progress import Progress, laggards
@@ -71,6 +72,20 @@ class FakeMesh:
     world_size: int = 1
     progress: Progress = field(default_factory=lambda: Progress(4, 9, "forward"))
     store: Any = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("device", "limit"), [("cpu", 60.0), ("cuda", 240.0)])
+def test_on_a_gpu_a_step_may_show_no_progress_for_as_long_as_the_last_one_took(device, limit, monkeypatch):
+    dog = Watchdog(FakeMesh(device=torch.device(device)), start_minutes=10, stall_minutes=1)
+    now = 0.0
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now)
+    with dog.step(0):
+        now = 120.0
+    assert dog._limit == limit
+    with dog.step(1):
+        now += 3.0
+    assert dog._limit == 60.0
 
 
 def test_rank_0_writes_its_progress_to_the_heartbeat_file(tmp_path):
