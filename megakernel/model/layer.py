@@ -100,11 +100,15 @@ class TransformerLayer(nn.Module):
     def forward(self, inputs: LayerInputs) -> LayerInputs:
         """Hidden states (N, B, C) to hidden states; the other inputs pass through."""
         hidden, positions, *rest = inputs
-        if self.recompute and self.training:
+        if self.recompute and self.training and self._has_gradients(hidden):
             hidden = recomputed(self._compute, hidden, positions, offload=self.offload)
         else:
             hidden = self._compute(hidden, positions)
         return (hidden, positions, *rest)
+
+    def _has_gradients(self, hidden: Tensor) -> bool:
+        """Whether backward passes through this layer, unlike through frozen layers before the first trained one."""
+        return hidden.requires_grad or any(parameter.requires_grad for parameter in self.parameters())
 
     def extend(self, hidden: Tensor, positions: Positions, state: Any) -> tuple[Tensor, Any]:
         """`forward` for tokens that continue those in `state` (None: start a sequence); also the new state."""

@@ -19,7 +19,7 @@ from data_pipeline.order import Share
 from megakernel import attention
 from megakernel.checkpoint import weights_only
 from megakernel.checkpoint.files import client_state
-from megakernel.checkpoint.universal import UniversalFolder, WholeTensors, partitions
+from megakernel.checkpoint.universal import STEP, UniversalFolder, WholeTensors, partitions
 from megakernel.checkpoint.universal_load import (
     Comparison,
     compare,
@@ -304,6 +304,11 @@ class Engine:
         with weights_only.enforce():
             path, _ = self.engine.load_checkpoint(str(folder.parent), tag=folder.name)
         assert path is not None, folder
+        optimizer = self.engine.basic_optimizer
+        for group in optimizer.param_groups:  # runs on GPUs began without it
+            group["fused"] = True
+        for tensor, state in optimizer.state.items():
+            state[STEP] = state[STEP].to(tensor.device, torch.float32)
 
     def load_universal(self, folder: Path) -> None:
         """Load a state that `save` wrote on any layout, from its universal form."""

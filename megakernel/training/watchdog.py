@@ -100,7 +100,7 @@ class Watchdog:
 
     def expect_slow_step(self) -> None:
         """Apply the first step's limit to the next step, which has another sequence length."""
-        self._limit = self._start
+        self._limit = max(self._start, self._limit)
 
     def _watch(self) -> None:
         seen, since = self._report(), time.monotonic()

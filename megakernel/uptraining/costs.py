@@ -96,7 +96,7 @@ def _time_decoding(
 ) -> tuple[object, float]:
     """The layers' states after `context` tokens, and the seconds for each of `timed` tokens decoded after them."""
     tokens = torch.zeros(1, context + timed, dtype=torch.long, device=device)
-    positions = torch.arange(context + timed, device=device)[None]
+    positions = torch.arange(context + timed)[None]
     state = None
     for start in range(0, context, CHUNK):
         part = slice(start, min(start + CHUNK, context))

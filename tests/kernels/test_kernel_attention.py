@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megakernel.ops import KernelState, kernel_attention
+from megakernel.ops import KernelState, flurka_attention, kernel_attention
 from megakernel.ops.kernel_attention import launches, operators  # noqa: F401 - the operators are registered
 from megakernel.ops.kernel_attention.differentiable import pack_tensors
+from megakernel.ops.kernels import launch
 from megakernel.ops.kernels.features import SUPPORTED, TWO_HALVES, UNBOUNDED
 from megakernel.ops.kernels.launch import record_launches
+from megakernel.ops.simple_gla import simple_gla
 from tests.kernels.comparing import (
     TOLERANCE,
     assert_agrees,
@@ -334,3 +336,27 @@ def test_states_take_less_than_a_quarter_of_the_memory_of_tokens(feature_map, ro
         launcher = launches.Launcher.of(q, k, k, None, phi, True, 0)
         states = sum(x.numel() * x.element_size() for x in launcher.segment_buffer(k, k.shape[2]))
         assert states <= (q.numel() + k.numel()) * 2 * 2 / 4
+
+
+@pytest.mark.parametrize("op", ["kernel_attention", "flurka_attention", "simple_gla"])
+def test_outputs_whose_rows_would_be_too_far_apart_are_written(op, draw, device, monkeypatch):
+    """In memory (N, B, H, D), rows of the outputs of many sequences are B H D elements apart."""
+    batch, heads, length, width = 3, 2, 40, 16
+    q, k, v = (torch.randn(batch, heads, length, width, generator=draw).to(device) for _ in range(3))
+    pools = torch.randn(4, 16, generator=draw).softmax(-1).to(device)
+
+    def run() -> Tensor:
+        if op == "kernel_attention":
+            return kernel_attention(q, k, v, feature_map="elu", backend="triton")
+        if op == "simple_gla":
+            decay = torch.full((batch, heads, length), -0.1, device=device)
+            return simple_gla(q, k, v, decay, backend="triton")[0]
+        pooled = {"pool_keys": pools, "pool_values": pools}
+        return flurka_attention(q, k, v, feature_map="elu", **pooled, backend="triton")[0]
+
+    expected = run()
+    assert expected.stride(2) == batch * heads * width
+    monkeypatch.setattr(launch, "MAX_ROW_STRIDE", batch * heads * width - 1)
+    found = run()
+    assert found.is_contiguous()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)

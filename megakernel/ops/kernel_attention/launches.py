@@ -13,7 +13,7 @@ from megakernel.ops.kernel_attention.arguments import Queries, SequenceInfo, Sta
 from megakernel.ops.kernels import states
 from megakernel.ops.kernels.assembler import WGMMA_CAPABILITIES
 from megakernel.ops.kernels.features import Phi, cdiv, padded, phi_of, power_of_two
-from megakernel.ops.kernels.launch import MIN_PROGRAMS, capability_of, launch
+from megakernel.ops.kernels.launch import MIN_PROGRAMS, capability_of, fits_rows, launch
 from megakernel.ops.state import EMPTY, KernelState
 
 MIN_SEGMENT = 64
@@ -125,8 +125,14 @@ def unpack_state(sums: Tensor, norms: Tensor, logs: Tensor, phi: Phi, value_dim:
 
 
 def output_buffer(q: Tensor, v: Tensor) -> Tensor:
-    """A buffer (B, H, N, D) for outputs, in memory (N, B, H, D): output projections read it without a copy."""
-    size, order = (*q.shape[:3], v.shape[-1]), (2, 0, 1, 3)
+    """A buffer (B, H, N, D) for outputs, in memory (N, B, H, D): output projections read it without a copy.
+
+    If the rows of so many sequences would be too far apart, it is in memory as in shape: `Rows` of a copy would not
+    reach the buffer.
+    """
+    batch, heads, length, _ = q.shape
+    size = (batch, heads, length, v.shape[-1])
+    order = (2, 0, 1, 3) if fits_rows(batch * heads * v.shape[-1]) else (0, 1, 2, 3)
     return torch.empty_permuted(size, order, dtype=v.dtype, device=v.device)
 
 

@@ -17,9 +17,14 @@ MAX_ROW_STRIDE = 2**20
 """Largest row stride, in elements, that kernels accept without a copy: offsets in tiles of 1,024 rows fit 32 bits."""
 
 
+def fits_rows(stride: int) -> bool:
+    """Whether kernels accept rows that are this many elements apart."""
+    return stride <= MAX_ROW_STRIDE
+
+
 def contiguous_rows(x: Tensor) -> Tensor:
     """`x` with contiguous rows at most MAX_ROW_STRIDE apart; copied only if necessary."""
-    return x if x.stride(-1) == 1 and x.stride(-2) <= MAX_ROW_STRIDE else x.contiguous()
+    return x if x.stride(-1) == 1 and fits_rows(x.stride(-2)) else x.contiguous()
 
 
 class Rows(NamedTuple):

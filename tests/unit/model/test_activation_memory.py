@@ -40,6 +40,16 @@ def test_layers_behind_a_frozen_embedding_have_gradients_with_offload():
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def test_frozen_layers_before_the_first_trained_one_are_not_recomputed():
+    model, runs = network(recompute="full", offload=True), []
+    for layer in model.layers[1:3]:
+        layer.mlp.register_forward_pre_hook(lambda _, inputs: runs.append(inputs))
+    for layer in model.layers[:2]:
+        layer.requires_grad_(False)
+    model(*batch()).backward()
+    assert len(runs) == 1 + 2
+
+
 @pytest.mark.parametrize("mode", ["evaluation", "without gradients", "forward of offloaded layers"])
 def test_the_mlp_runs_in_chunks_without_gradients_too(mode):
     size, seen = 5, []

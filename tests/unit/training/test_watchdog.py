@@ -86,6 +86,10 @@ def test_on_a_gpu_a_step_may_show_no_progress_for_as_long_as_the_last_one_took(d
     with dog.step(1):
         now += 3.0
     assert dog._limit == 60.0
+    with dog.step(2):
+        now += 3600.0
+    dog.expect_slow_step()
+    assert dog._limit == (7200.0 if device == "cuda" else 600.0)
 
 
 def test_rank_0_writes_its_progress_to_the_heartbeat_file(tmp_path):
