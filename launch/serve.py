@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_COUNT,
         default=1000,
         metavar="N",
-        help="most session states kept in memory; the least recently used are dropped (default %(default)s)",
+        help="most session states kept in host memory; the least recently used are dropped (default %(default)s)",
     )
 
 

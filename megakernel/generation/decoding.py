@@ -70,8 +70,9 @@ class Decoder:
         self.positions = [self.positions[text] for text in texts]
         self.states = states.select_rows(self.states, texts, max(self.positions, default=1) or 1)
 
-    def extract(self, text: int) -> "Decoder":
-        """A copy of the decoder with one of its texts."""
+    def extract(self, text: int, device: torch.device | str | None = None) -> "Decoder":
+        """A copy of the decoder with one of its texts, and with its states on `device`; None: on that of the model."""
         one = copy(self)
         one.keep([text])
+        one.states = states.on_device(one.states, self._device if device is None else device)
         return one

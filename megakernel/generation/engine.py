@@ -247,7 +247,8 @@ class GenerationEngine:
         ]
         for row, text in enumerate(batch.texts):
             if text.finish is not None and text.request.keeps_state:
-                text.final_state = self._text_state(text, batch.decoder.extract(row))
+                # In host memory: a GPU has little room for states of texts that do not run.
+                text.final_state = self._text_state(text, batch.decoder.extract(row, "cpu"))
         unfinished = [text for text in batch.texts if text.finish is None]
         if len(unfinished) < len(batch.texts):
             self._keep_texts(batch, unfinished)

@@ -50,6 +50,11 @@ def select_rows(tree: Any, chosen: Sequence[int], longest: int) -> Any:
     return pytree.tree_map(of, tree, is_leaf=_is_growing)
 
 
+def on_device(tree: Any, device: torch.device | str) -> Any:
+    """The tree with its tensors on a device."""
+    return pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, tree)
+
+
 def named_tensors(tree: Any) -> Iterator[tuple[str, Tensor]]:
     """All tensors with their paths: `3.inner.sums` of the fourth layer."""
     for path, x in pytree.tree_leaves_with_path(tree):

@@ -136,6 +136,17 @@ def test_a_recurrent_state_does_not_grow(mesh, name):
     assert state_numel(decoder_after(model, 10)) == state_numel(decoder_after(model, 500))
 
 
+def test_a_state_leaves_the_device_and_comes_back(mesh):
+    decoder = decoder_after(build(mesh, attention_pattern=MIXED, num_layers=4), 20)
+    away = decoder.extract(0, "meta")
+    of_text, moved = (pytree.tree_leaves(x.states) for x in (decoder, away))
+    assert [getattr(x, "shape", x) for x in moved] == [getattr(x, "shape", x) for x in of_text]
+    assert {x.device.type for x in moved if isinstance(x, torch.Tensor)} == {"meta"}
+    assert {x.device for x in pytree.tree_leaves(decoder.extract(0, "cpu").extract(0).states)} == {
+        torch.device("cpu")
+    }
+
+
 def test_a_softmax_layer_caches_its_keys_and_values(mesh):
     model = build(mesh, attention="softmax", num_layers=1)
     key_and_value = 2 * 2 * 8
