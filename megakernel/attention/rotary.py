@@ -66,9 +66,10 @@ class Rotary:
     def _tables_of_token(self, positions: Positions, dtype: torch.dtype) -> Tables:
         """Tables (B or 1, 1, 1, head_dim) of one token, cached because all layers of a model need the same."""
         key = (positions if isinstance(positions, int) else positions.flatten().tolist(), dtype)
-        if self._token_tables is None or self._token_tables[0] != key:
-            self._token_tables = key, self._tables(torch.tensor(key[0]).view(-1, 1, 1), dtype)
-        return self._token_tables[1]
+        cached = self._token_tables
+        if cached is None or cached[0] != key:
+            cached = self._token_tables = key, self._tables(torch.tensor(key[0]).view(-1, 1, 1), dtype)
+        return cached[1]
 
     def _tables(self, positions: Tensor, dtype: torch.dtype, factor: float = 1.0) -> Tables:
         """Cosines for both components of each pair, and sines with the sign of the swapped component."""
@@ -94,11 +95,11 @@ class Rotary:
         tokens = (positions, like.shape[2], like.device)
         if torch.compiler.is_compiling():
             return self._angles(token_positions(*tokens), dtype)
-        key = (tokens, dtype)
-        if self._sequence_angles is None or self._sequence_angles[0] != key:
+        key, cached = (tokens, dtype), self._sequence_angles
+        if cached is None or cached[0] != key:
             with torch.inference_mode(False):
-                self._sequence_angles = key, self._angles(token_positions(*tokens), dtype)
-        return self._sequence_angles[1]
+                cached = self._sequence_angles = key, self._angles(token_positions(*tokens), dtype)
+        return cached[1]  # not the attribute, which another thread may have replaced
 
     def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         cos, sin = self.cos_sin(positions)
