@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -27,29 +27,28 @@ DEVICE = "invented"
 
 LAYERS = 2
 
-READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+READ = torch.ops.aten._local_scalar_dense.default
+"""Reads a number; `item`, `tolist` and `bool` of a tensor call it."""
 
 
 class HostWaits(TorchDispatchMode):
-    """Records where the host reads a number of the device, or copies a tensor from it; numbers that it reads are 0."""
+    """Records where the host reads a number of the device, or copies a tensor from it; it reads 1 or True."""
 
     def __init__(self) -> None:
         super().__init__()
         self.places: list[str] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tensor = args[0] if args and isinstance(args[0], Tensor) else None
-        leaves = function is torch.ops.aten._to_copy.default and torch.device(
-            (kwargs or {}).get("device") or DEVICE
-        ) == torch.device("cpu")
-        if tensor is not None and tensor.device.type == DEVICE and (leaves or function in READS):
+        kwargs = kwargs or {}
+        is_copy = function is torch.ops.aten._to_copy.default and kwargs.get("device") == torch.device("cpu")
+        if (function is READ or is_copy) and args[0].device.type == DEVICE:
             frames = traceback.extract_stack()
             self.places.append(
                 next(f"{x.filename}:{x.name}" for x in reversed(frames) if "/megakernel/" in x.filename)
             )
-            if function in READS:
-                return tensor.dtype == torch.bool or 1
-        return function(*args, **(kwargs or {}))
+            if function is READ:
+                return args[0].dtype == torch.bool or 1
+        return function(*args, **kwargs)
 
 
 def move(model: LanguageModel) -> None:

@@ -8,19 +8,16 @@ import torch
 from megakernel.config import Model
 from megakernel.model import LanguageModel, ModelSettings
 from megakernel.parallel import OneProcess
+from tests.unit.generation.small_models import with_random_weights
 
 TOKENS = 24
 MODEL = Model(num_layers=2, hidden_size=16, num_heads=2, vocab_multiple=8, attention="linear")
 
 
 def network(**options):
-    network = LanguageModel(ModelSettings(MODEL, vocab_size=40, mesh=OneProcess(), **options))
-    with torch.no_grad():
-        for name, parameter in network.named_parameters():
-            parameter.copy_(
-                torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) * 0.2
-            )
-    return network
+    return with_random_weights(
+        LanguageModel(ModelSettings(MODEL, vocab_size=40, mesh=OneProcess(), **options))
+    )
 
 
 def batch():
