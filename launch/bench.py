@@ -67,9 +67,8 @@ def run(args: argparse.Namespace) -> int:
     if suite.device == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     stderr = console(stderr=True)
-    with stderr.status("measuring") as status:
-        report_progress = status.update if stderr.is_terminal else stderr.print
-        result = attention.run_suite(suite, device, args.repeats, report_progress)
+    with stderr.status("measuring"):
+        result = attention.run_suite(suite, device, args.repeats, stderr.print)
     command = shlex.join(["megakernel", "dev", "bench", "attention", *_result_options(args, name)])
     page = attention.measured_page(result, device, command)
     print(page, end="")

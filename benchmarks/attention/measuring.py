@@ -33,6 +33,13 @@ class CaseResult:
     times: Times | None = None
     problem: str = ""
 
+    def __str__(self) -> str:
+        """Its times in one line, or why there are none."""
+        if self.times is None:
+            return f"{self.implementation}: {self.problem}"
+        forward, both = (1e3 * seconds for seconds in self.times[:2])
+        return f"{self.implementation}: {forward:.3f} ms forward, {both:.3f} ms with backward"
+
 
 @dataclass
 class SuiteResult:
@@ -50,7 +57,7 @@ class SuiteResult:
 def run_suite(
     suite: Suite, device: torch.device, repeats: int, progress: Callable[[str], object] = lambda text: None
 ) -> SuiteResult:
-    """Check and measure every implementation in every case; progress: called with the next one's name.
+    """Check and measure every implementation in every case; progress: called with each one's times, and the case.
 
     Raises RunFailed if one of ours is wrong.
     """
@@ -61,12 +68,12 @@ def run_suite(
         for case in suite.cases:
             rows = []
             for name in suite.implementations:
-                progress(f"{case}: {name}")
                 with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always", RuntimeWarning)
                     rows.append(_row(IMPLEMENTATIONS[name], case, device, result))
                 remarks = [*result.remarks, *(str(warning.message) for warning in caught)]
                 result.remarks = list(dict.fromkeys(remarks))
+                progress(f"{case}: {rows[-1]}")
             result.results.append((case, rows))
     return result
 

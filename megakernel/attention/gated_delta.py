@@ -11,6 +11,7 @@ from megakernel.attention.sequence import ContextParallelShard
 from megakernel.attention.simple_gla import SimpleGlaAttention
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.gated_delta_rule import gated_delta_rule
+from megakernel.ops.layers import rms_norm
 
 
 class GatedDeltaAttention(SimpleGlaAttention):
@@ -41,8 +42,8 @@ class GatedDeltaAttention(SimpleGlaAttention):
 
 def _l2_normalized(x: Tensor) -> Tensor:
     """x / |x| in the dtype of x; with eps, zero vectors stay zero and have a finite gradient."""
-    exact = x.to(accum_dtype(x.dtype))
-    return (exact * (exact.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
+    width = x.shape[-1]
+    return rms_norm(x, x.new_zeros(width), 1e-6 / width, offset=width**-0.5)
 
 
 def _incoming_state(shard: ContextParallelShard, a: Tensor, s: Tensor) -> Tensor:

@@ -358,7 +358,7 @@ def test_the_operators_pass_opcheck(draw, device):
         *(leaves[name] for name in ("k", "v", "projection")),
         *(None, leaves["pool_keys"], leaves["pool_values"], far_mass, *(None,) * 6),
     )
-    arguments = (*pack_tensors(given), *("hedgehog", 1, "softmax", 1, 0, 0, 0))
+    arguments = (*pack_tensors(given), *("hedgehog", 1, "softmax", 1, 0, 0, 0, True))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(torch.ops.megakernel.flurka_attention.default, arguments, test_utils=tests)
 

@@ -10,7 +10,6 @@ import torch
 
 from tests.tiers import tiered
 from tests.unit.attention.test_scales import (
-    CONFIGS,
     IS_FULL,
     WHOLE,
     Point,
@@ -71,10 +70,12 @@ def test_kernels_are_finite_and_near_float64(name, width, scale, length, dtype, 
     monkeypatch.setenv("MEGAKERNEL_BACKEND", "triton")
     found = run(module, qkv, grad, dtype)
     delta, terms = conditioning(module, qkv, grad)
+    # The kernels compute a window's means from rounded outputs, as other fused softmaxes do.
+    reads_output = name == "flurka" and not other
     wrong = {}
     for key, wanted in exact.items():
         error, size = (found[key].double() - wanted).norm().item(), wanted.norm().item()
-        bound = limit(point, delta, terms[key.split()[0]], size, CONFIGS[name])
+        bound = limit(point, delta, terms[key.split()[0]], size, reads_output)
         if not error <= bound:
             wrong[key] = f"{error:.1e} of {size:.1e}; expected at most {bound:.1e}"
     assert not wrong

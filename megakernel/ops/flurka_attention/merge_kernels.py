@@ -72,7 +72,7 @@ def weigh_window(logs, pairs, top, visible, NEAR: tl.constexpr, PHI: tl.constexp
 def merged_parts(
     near, den, top, far, far_den, far_log, gate, far_weight, LEAST: tl.constexpr, NEAR: tl.constexpr
 ):
-    """Outputs, and `factor`, `lse` and `share` of each query; for a window under phi, lse is r, a natural logarithm.
+    """Outputs, `spread`, and `factor`, `lse` and `share` of each query; for a window under phi, lse is r, a natural log.
 
     The sums over landmarks have the scale exp(far_log), without the far weight. If weights add up to less than LEAST,
     they count as 0; their factor is 0, and backward skips them.
@@ -81,23 +81,30 @@ def merged_parts(
     if NEAR.gated:
         share = tl.sigmoid(-gate)
         empty = tl.abs(far_den) < LEAST
-        factor = tl.where(empty, 0.0, share / tl.where(empty, 1.0, far_den))
-        out = near * ((1 - share) / den)[:, None] + far * factor[:, None]
-        return out, factor, top + tl.log2(den), share
+        reciprocal = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, far_den))
+        near *= (1.0 / den)[:, None]
+        spread = near - far * reciprocal[:, None]
+        return near - spread * share[:, None], spread, share * reciprocal, top + tl.log2(den), share
     if NEAR.softmax:
         far_log = tl.where(far_den < LEAST, EMPTY, (far_log + far_weight) * LOG2E)
         larger = tl.maximum(top, far_log)
         of_near, of_far = tl.exp2(top - larger), tl.exp2(far_log - larger)
         lse = larger + tl.log2(den * of_near + far_den * of_far)
         of_near, of_far = tl.exp2(top - lse), tl.exp2(far_log - lse)
-        return near * of_near[:, None] + far * of_far[:, None], of_far, lse, far_den * of_far
+        share = far_den * of_far
+        far *= of_far[:, None]
+        out = near * of_near[:, None] + far
+        return out, far - out * share[:, None], of_far, lse, share
     larger = tl.maximum(top, far_log)
     of_near, of_far = tl.exp(top - larger), tl.exp(far_log + far_weight - larger)
     total = den * of_near + far_den * of_far
     empty = tl.abs(total) < LEAST
     reciprocal = tl.where(empty, 0.0, 1 / tl.where(empty, 1.0, total))
-    out = (near * of_near[:, None] + far * of_far[:, None]) * reciprocal[:, None]
-    return out, reciprocal * tl.exp(far_weight), larger, far_den * of_far * reciprocal
+    of_far *= reciprocal
+    share = far_den * of_far
+    far *= of_far[:, None]
+    out = near * (of_near * reciprocal)[:, None] + far
+    return out, far - out * share[:, None], reciprocal * tl.exp(far_weight), larger, share
 
 
 @triton.jit
@@ -110,12 +117,13 @@ def merge(
     seq,
     shares,
     out,
+    spread,
     merged,
     TILING: tl.constexpr,
     NEAR: tl.constexpr,
     PHI: tl.constexpr,
 ):
-    """Outputs (B, H, N, V), and `merged` for backward. Program: TILING.chunk queries of a head."""
+    """Outputs (B, H, N, V), and for backward `merged` and, unless it is None, `spread` (B, H, N, V). Program: TILING.chunk queries of a head."""
     C: tl.constexpr = TILING.chunk
     BK: tl.constexpr = TILING.block
     VP: tl.constexpr = TILING.padded_values
@@ -177,10 +185,12 @@ def merge(
     if PHI.decays and not NEAR.gated:
         of_queries = seq.decay.of_queries + tile.key_head.to(tl.int64) * seq.queries
         far_log += load_numbers(of_queries, tile.at, tile.end, C)
-    total, factor, lse, share = merged_parts(
+    total, difference, factor, lse, share = merged_parts(
         near, den, top, far, far_den, far_log, logit, extra, PHI.least, NEAR
     )
     store_rows(tile_rows(out, tile), out.row, left, total, TILING.values, VP)
+    if spread is not None:
+        store_rows(tile_rows(spread, tile), spread.row, left, difference, TILING.values, VP)
     tl.store(merged.factor + seats, factor, mask=inside)
     if NEAR.softmax:
         tl.store(merged.lse + seats, lse, mask=inside)
@@ -238,6 +248,8 @@ def merge_backward(
     seq,
     shares,
     merged,
+    out,
+    spread,
     dq,
     dy,
     means,
@@ -285,28 +297,42 @@ def merge_backward(
     r = tl.zeros((C,), tl.float32)
     if PHI.unbounded:
         r = load_numbers(queries.scale + tile.key_head.to(tl.int64) * seq.queries, tile.at, tile.end, C)
-    of_near = tl.zeros((C,), tl.float32)
-
-    # The window's and the landmarks' parts of do_i.o_i.
-    fa, fb, _own = features_of_queries(queries.tokens, seq, tile, TILING, PHI)
-    of_far, den = do_of_keys(fa, fb, do, keys, state, seq, tile, r, TILING, PHI)
-    qa, qb, _logs = window_tile(q, tokens.row, left, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI)
-    for here in range(oldest, tile.stop, BK):
-        parts, _slopes, _ka, _kb = window_slopes(
-            (qa, qb), do, n, level, of_near, window, matrix, seq, tile, starts, here, TILING, NEAR, PHI
-        )
-        of_near += tl.sum(parts, 1)
     if NEAR.gated:
-        share = tl.sigmoid(-gate_of(shares, tile.head, tile.at, tile.first, seq.queries, C, NEAR))
-        excess = tl.where(factor == 0, 0.0, of_far / tl.where(factor == 0, 1.0, den))
-        of_far = share * excess
-        mean = of_near
-        moved = share * of_near - (1 - share) * of_far
+        share_of_far = tl.sigmoid(-gate_of(shares, tile.head, tile.at, tile.first, seq.queries, C, NEAR))
+    if spread is None:
+        # One key may have nearly all the weight, and terms then nearly cancel: the rounded output is too inexact.
+        fa, fb, _own = features_of_queries(queries.tokens, seq, tile, TILING, PHI)
+        of_far, den = do_of_keys(fa, fb, do, keys, state, seq, tile, r, TILING, PHI)
+        qa, qb, _logs = window_tile(
+            q, tokens.row, left, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI
+        )
+        of_near = tl.zeros((C,), tl.float32)
+        for here in range(oldest, tile.stop, BK):
+            parts, _slopes, _ka, _kb = window_slopes(
+                (qa, qb), do, n, level, of_near, window, matrix, seq, tile, starts, here, TILING, NEAR, PHI
+            )
+            of_near += tl.sum(parts, 1)
+        if NEAR.gated:
+            excess = tl.where(factor == 0, 0.0, of_far / tl.where(factor == 0, 1.0, den))
+            mean = of_near
+            moved = share_of_far * (of_near - n * excess)
+        else:
+            excess = of_near + of_far * factor
+            mean = excess if NEAR.softmax else excess * n
+            share = load_numbers(merged.share + numbers, tile.at, tile.end, C)
+            moved = of_far * factor - share * excess
     else:
-        of_far *= factor
-        excess = of_near + of_far
-        mean = excess if NEAR.softmax else excess * n
-        moved = of_far - load_numbers(merged.share + numbers, tile.at, tile.end, C) * excess
+        o = load_rows(tile_rows(out, tile), out.row, left, C, TILING.values, VP)
+        along_out = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+        difference = load_rows(tile_rows(spread, tile), spread.row, left, C, TILING.values, VP)
+        moved = tl.sum(difference.to(tl.float32) * do.to(tl.float32), 1)
+        if NEAR.gated:
+            excess = along_out - n * moved
+            mean = along_out - share_of_far * excess
+            moved *= share_of_far * n
+        else:
+            excess = along_out
+            mean = excess if NEAR.softmax else excess * n
     tl.store(means + seats, mean, mask=inside)
     tl.store(queries.delta + seats, -factor * excess, mask=inside)
     tl.store(change + seats, rounded(moved, change.dtype.element_ty), mask=inside)

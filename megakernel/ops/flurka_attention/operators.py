@@ -87,11 +87,13 @@ class FlurkaLaunches(NamedTuple):
     """The projection in the dtype of landmarks, float32."""
 
     matrix_parameter: Tensor | None
+    stores_spread: bool
+    """Whether outputs have a spread: for backward, unless the map is unbounded, which needs more digits."""
 
     @staticmethod
     def of(options: Sequence[Any], q: Tensor, tensors: Tensors) -> "FlurkaLaunches":
         """Launches without what `with_merge` adds. options: the values of OPTIONS."""
-        _, _, near_kind, blocks, start, before, oldest = options
+        _, _, near_kind, blocks, start, before, oldest, trains = options
         k, v, matrix, log_decay, pool_keys, pool_values, far_mass, starts, windows, ends = tensors
         rank, block_size = pool_keys.shape[-2:]
         heads, length = k.shape[1], k.shape[2] - before
@@ -126,6 +128,7 @@ class FlurkaLaunches(NamedTuple):
             Shares(None, None),
             Matrix.of(matrix, heads),
             matrix,
+            trains and not phi.unbounded,
         )
 
     def with_merge(
@@ -158,11 +161,12 @@ class FlurkaLaunches(NamedTuple):
         return buffer, saved
 
     def output_buffers(self, queries: Tensors) -> Tensors:
-        """Buffers for outputs and the fields of `Merged`; empty for fields that are None."""
-        q, gate, *_ = queries
+        """Buffers for outputs, their spread and the fields of `Merged`; empty for what is None."""
+        (q, gate, *_), v = queries, self.window.v.pointer
         factor = q.new_empty(q.shape[:3], dtype=torch.float32)
         return (
-            output_buffer(q, self.window.v.pointer),
+            output_buffer(q, v),
+            v.new_empty(*q.shape[:3], v.shape[-1]) if self.stores_spread else v.new_empty(0),
             factor,
             factor.new_empty(q.shape[:3] if self.near.softmax else 0),
             factor.new_empty(len(q), self.seq.heads, q.shape[2] if self.launcher.phi.unbounded else 0),
@@ -193,6 +197,10 @@ class FlurkaLaunches(NamedTuple):
         rest = (lse if near.softmax else None, scale if unbounded else None, None if near.gated else share)
         return Merged(factor, *rest)
 
+    def rows_of_spread(self, spread: Tensor) -> Rows | None:
+        """The spread as an argument of kernels."""
+        return Rows.of(spread) if self.stores_spread else None
+
     def merge_inputs(self, queries: Rows | Queries, saved: Tensors, state: State) -> tuple[Any, ...]:
         """The first arguments of both kernels over queries."""
         landmarks = _SavedLandmarks(*saved)
@@ -200,12 +208,13 @@ class FlurkaLaunches(NamedTuple):
         return queries, self.window, landmarks.keys, matrix, state, self.seq, self.shares
 
     def read(self, queries: Tensors, saved: Tensors, state: State) -> Tensors:
-        """Outputs and the fields of `Merged`."""
+        """Outputs, their spread and the fields of `Merged`."""
         launches = self.with_merge(*queries[1:])
-        out, *merged = self.output_buffers(queries)
+        out, spread, *merged = self.output_buffers(queries)
         inputs = launches.merge_inputs(self.queries, saved, state)
-        launches.launch(merge_kernels.merge, len(out), *inputs, Rows.of(out), launches.merged(*merged))
-        return out, *merged
+        outputs = (Rows.of(out), self.rows_of_spread(spread), launches.merged(*merged))
+        launches.launch(merge_kernels.merge, len(out), *inputs, *outputs)
+        return out, spread, *merged
 
     def bwd_read(
         self,
@@ -219,13 +228,15 @@ class FlurkaLaunches(NamedTuple):
         """See `kernel_attention.exchanged.Launches`."""
         (q, gate, far_weight, table), launcher = queries, self.launcher
         launches = self.with_merge(gate, far_weight, table)
-        merged = launches.merged(*saved_queries[1:])
+        out, spread, *numbers = saved_queries
+        merged = launches.merged(*numbers)
         means, delta = torch.empty_like(merged.factor), torch.empty_like(merged.factor)
         dmerge = torch.empty_like(merged.factor if gate is None else gate)
         tokens = Tokens(self.queries, *launcher.feature_buffers(q))
         bwd_queries = Queries(tokens, Rows.of(grad), merged.factor, delta, merged.scale)
         dq, dy = q.new_empty(q.shape), self._projected(q) if needs_matrix_grad else None
         inputs = (*launches.merge_inputs(bwd_queries, saved, state), merged)
+        inputs = (*inputs, Rows.of(out), self.rows_of_spread(spread))
         launches.launch(merge_kernels.merge_backward, len(grad), *inputs, dq, dy, means, dmerge)
         if launcher.stores_features:
             # From here on, only their features are read.
@@ -252,7 +263,7 @@ class FlurkaLaunches(NamedTuple):
         batch = len(k)
         dlandmarks = torch.empty_like(landmarks)
         dpooled = landmarks.new_empty(*landmarks.shape[:3], launcher.values)
-        dy_landmarks = self._projected(landmarks) if needs_matrix_grad else None
+        dy_landmarks = v.new_empty(*landmarks.shape[:3], launcher.phi.rows) if needs_matrix_grad else None
         dcounts = None if seq.decay is None else torch.empty_like(saved_landmarks.token_count)
         inputs = (queries, saved_landmarks.keys, self.matrix, state, seq)
         outputs = (dlandmarks, dpooled, dy_landmarks, dcounts, None)
@@ -275,9 +286,10 @@ class FlurkaLaunches(NamedTuple):
         without_tokens = launches._replace(window=launches.window._replace(keys=None, v=None))
         without_tokens.launch_pool(pool_kernels.pool_backward, *pool_inputs, EACH=BLOCKS_AT_ONCE)
         dpool_keys, dpool_values = (part.sum((0, 2) if pools.dim() == 3 else (0, 1, 2)) for part in dpools)
-        pairs = ((dy_k, k), (dy_landmarks, landmarks))
         dmatrix = None
         if query_backward.matrix_grad is not None and self.matrix_parameter is not None:
+            # In the dtype of k, whose matrix products are fast.
+            pairs = ((dy_k, k), (dy_landmarks, landmarks.to(k.dtype)))
             products = [products_of_queries(dy, x, seq.heads) for dy, x in pairs if dy is not None]
             dmatrix = gradient_of_matrix(self.matrix_parameter, query_backward.matrix_grad(), *products)
         dfar_mass = None
@@ -334,7 +346,7 @@ class _SavedLandmarks(NamedTuple):
 
 
 OPTIONS = {"feature_map": str, "components": int, "near": str}
-OPTIONS |= dict.fromkeys(("blocks", "start", "before", "oldest"), int)
+OPTIONS |= dict.fromkeys(("blocks", "start", "before", "oldest"), int) | {"trains": bool}
 
 attend = Operator(
     "flurka_attention", OPTIONS, FlurkaLaunches.of, queries=4, keys=10, saved=len(_SavedLandmarks._fields)

@@ -95,11 +95,12 @@ def attend(
     static = (
         *(feature_map.name, feature_map.components, options.near, options.blocks),
         *(tables.start, tables.before, tables.oldest),
+        torch.is_grad_enabled(),
     )
     make_table = None if options.near_rotary is None else angle_table(options, q.shape[-1])
     table = None if make_table is None else make_table(0, reach + ANGLES, q.device)
     pools = (weights.pool_keys.to(torch.float32), weights.pool_values.to(torch.float32))
-    (out, factor, *_), first, last = operators.attend(
+    (out, _spread, factor, *_), first, last = operators.attend(
         static,
         (q, gate, weights.far_weight if gate is None else None, table),
         (
