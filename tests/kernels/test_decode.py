@@ -166,9 +166,7 @@ def test_a_token_at_position_0_starts_a_document(feature_map, monkeypatch):
     projection = projection_of(feature_map, 1, 8, 16)
     options = {"feature_map": feature_map, "projection": projection}
     state = state_behind(k[:, :, :3], v[:, :, :3], **options)
-    lost = KernelState(
-        *(torch.where(torch.tensor([True, False]).view(2, *[1] * (x.dim() - 1)), x, torch.nan) for x in state)
-    )
+    lost = KernelState(*(torch.stack([x[0], torch.full_like(x[0], torch.nan)]) for x in state))
     options |= {"positions": torch.tensor([[3], [0]], device=DEVICE)}
     last = [x[:, :, 3:] for x in (q, k, v)]
     expected = reference(*last, state=state, **options)

@@ -114,8 +114,10 @@ def test_documents_are_attended_without_masks(case, kv_heads, window, monkeypatc
     found, wanted = (
         torch.autograd.grad((y * weights).sum(), x) for y, x in ((out, leaves), (expected, exact))
     )
+    # In a window of one token, gradients of queries and keys are 0.
+    largest = max(x.norm().item() for x in wanted)
     for one, other in zip(found, wanted):
-        assert rms_ratio(one, other) < TOLERANCE[torch.bfloat16]
+        assert rms_ratio(one, other, 1e-3 * largest) < TOLERANCE[torch.bfloat16]
 
 
 def test_inputs_that_the_kernel_does_not_support_use_masks():
