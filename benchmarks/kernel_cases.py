@@ -148,6 +148,7 @@ def flurka_case(
     q = torch.empty(1, heads * group, length, width, dtype=dtype, requires_grad=True)
     k, v = (torch.empty(1, heads, length, width, dtype=dtype, requires_grad=True) for _ in range(2))
     projected = FEATURE_MAPS[feature_map].projected
+    has_gate = gated and near == "softmax"
     out, _ = flurka_attention(
         q,
         k,
@@ -158,9 +159,8 @@ def flurka_case(
         projection=torch.empty(heads, width, width, requires_grad=True) if projected else None,
         near=near,
         blocks=blocks,
-        gate=torch.empty(1, heads * group, length, requires_grad=True)
-        if gated and near == "softmax"
-        else None,
+        gate=torch.empty(heads * group, 1, requires_grad=True) if has_gate else None,
+        gate_weight=torch.empty(heads * group, width, requires_grad=True) if has_gate else None,
         log_decay=torch.empty(1, heads, length, requires_grad=True) if decays else None,
         rotary=Rotary(width),
         positions=torch.zeros(1, length, dtype=torch.int64) if packed else 0,

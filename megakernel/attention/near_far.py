@@ -95,14 +95,19 @@ class NearFarAttention(AttentionLayer):
         """Whether a gate merges the near and the far part."""
         return self.near.kind == "softmax" and self.near.join == "gated"
 
-    def gate(self, q: Tensor) -> Tensor | None:
-        """Logits (B, H, N) or (H, 1) of the window's share for queries (B, H, N, d); None without a gate."""
+    def gate_bias_logits(self) -> Tensor | None:
+        """Logits (H, 1) of the window's share, without the queries' part; None without a gate."""
         if not self.is_gated:
             return None
-        gate = self.gate_bias[:, None]
-        if self.near.gate == "token":
-            gate = (q @ self.gate_weight[..., None].to(q.dtype))[..., 0] + gate
-        return gate if self.near_dropout is None else self.near_dropout(gate)
+        bias = self.gate_bias[:, None]
+        return bias if self.near_dropout is None else self.near_dropout(bias)
+
+    def gate(self, q: Tensor) -> Tensor | None:
+        """Logits (B, H, N) or (H, 1) of the window's share for queries (B, H, N, d); None without a gate."""
+        bias = self.gate_bias_logits()
+        if bias is None or self.near.gate != "token":
+            return bias
+        return (q @ self.gate_weight[..., None].to(q.dtype))[..., 0] + bias
 
     def drop_near(self, probability: Callable[[int], float], seed: Seed) -> None:
         """Drop the local windows of heads from now on, with `probability` of a training step: see `NearDropout`.

@@ -199,6 +199,16 @@ def check_pools(pool_keys: Tensor, pool_values: Tensor, k: Tensor) -> None:
             )
 
 
+def check_gate_weight(weight: Tensor | None, gate: Tensor | None, q: Tensor) -> None:
+    """Check w (H, d) of a gate's logits q.w: None, or next to a gate."""
+    if weight is None:
+        return
+    if gate is None:
+        raise ValueError("gate_weight is given without gate; expected both")
+    if tuple(weight.shape) != (q.shape[1], q.shape[3]):
+        raise ValueError(f"gate_weight has shape {tuple(weight.shape)}; expected {(q.shape[1], q.shape[3])}")
+
+
 def check_per_head(name: str, value: Tensor | None, heads: int) -> None:
     """Check that `value` is None or (heads,)."""
     if value is not None and tuple(value.shape) != (heads,):

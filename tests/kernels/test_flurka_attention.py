@@ -81,6 +81,7 @@ def tokens(
         leaves["projection"] = 0.5 * normal(kv_heads, width if feature_map == "hedgehog" else 9, width)
     if gated:
         leaves["gate"] = normal(batch, heads, length)
+        leaves["gate_weight"] = 0.3 * normal(heads, width)
     else:
         leaves["far_mass"] = 0.3 * normal(kv_heads)
     if variant == "shared":
@@ -165,6 +166,17 @@ def test_gradients_summed_over_all_tokens_are_as_exact_as_bfloat16(variant, leng
     )
     run_it = partial(run_wide, variant=variant, feature_map="favor")
     assert_agrees(run_it, leaves, draw, TOLERANCE[torch.bfloat16])
+
+
+@every_dtype
+@pytest.mark.usefixtures("short_segments")
+def test_a_gate_of_heads_or_given_logits_agrees(dtype, draw, device):
+    for shape in ((4, 1), (1, 4, 70)):
+        leaves = tokens(draw, device, dtype, heads=4, kv_heads=2)
+        del leaves["gate_weight"]
+        leaves["gate"] = torch.randn(shape, generator=draw).to(device)
+        run_it = partial(run, variant="gated", feature_map="hedgehog")
+        assert_agrees(run_it, leaves, draw, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("feature_map", SUPPORTED)
@@ -354,7 +366,7 @@ def test_the_operators_pass_opcheck(draw, device):
     leaves = {name: x.requires_grad_() for name, x in tokens(draw, device, length=20).items()}
     far_mass = torch.zeros(1, device=device, requires_grad=True)
     given = (
-        *(leaves["q"], leaves["gate"], None, None),
+        *(leaves["q"], leaves["gate"], leaves["gate_weight"], None, None),
         *(leaves[name] for name in ("k", "v", "projection")),
         *(None, leaves["pool_keys"], leaves["pool_values"], far_mass, *(None,) * 6),
     )

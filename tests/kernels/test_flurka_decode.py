@@ -315,8 +315,8 @@ def test_few_operations_surround_the_launch_of_a_layer():
             layer.extend(q, k, k, state, positions=positions, rotary=rotary)
     assert len(launches) == 1
     assert operations.counted.pop("megakernel::flurka_attention_step") == 1
-    # Pools from bfloat16 logits, the gate's logit, and the next position.
-    expected = {"_to_copy": 2, "_softmax": 2, "clone": 2, "bmm": 1, "add": 2}
+    # Pools from bfloat16 logits, the heads' gates, and the next position.
+    expected = {"_to_copy": 2, "_softmax": 2, "clone": 1, "add": 1}
     assert operations.counted == {f"aten::{name}": count for name, count in expected.items()}
 
 
@@ -356,7 +356,7 @@ def test_unsupported_inputs_are_refused_with_a_reason(changes, message, draw):
     far = start_state("hedgehog", k, projection.requires_grad_(given["learns"]), 16)
     inputs = FlurkaInputs(
         FlurkaOptions("hedgehog", given["block"], 1, "softmax", None, "none"),
-        Weights(projection, *pools, None, None, None, None),
+        Weights(projection, *pools, None, None, None, None, None),
         gate=leaves["gate"],
         positions=3,
         far=KernelState(far.sums.to(given["sums"]), far.log_scale),
@@ -376,7 +376,7 @@ def test_the_operator_passes_opcheck(draw, device):
     arguments = (
         *(leaves[name] for name in ("q", "k", "v", "gate")),
         *(torch.full((2, 1), 3, device=device), *far, tail, tail.clone(), leaves["projection"]),
-        *(leaves["pool_keys"], leaves["pool_values"], None, None, None, None),
+        *(leaves["pool_keys"], leaves["pool_values"], None, None, leaves["gate_weight"], None, None),
         *("hedgehog", 1, "softmax", 1),
     )
     torch.library.opcheck(decode._step, arguments)

@@ -7,6 +7,7 @@ from torch import Tensor
 from megakernel.ops.arguments import (
     check_choice,
     check_feature_map,
+    check_gate_weight,
     check_heads,
     check_per_head,
     check_pools,
@@ -60,6 +61,7 @@ def flurka_attention(
     priors: Tensor | None = None,
     shift: Tensor | None = None,
     gate: Tensor | None = None,
+    gate_weight: Tensor | None = None,
     far_mass: Tensor | None = None,
     far_weight: Tensor | None = None,
     log_decay: Tensor | None = None,
@@ -92,6 +94,7 @@ def flurka_attention(
         shift: b (H_kv, M, d), requires priors: tokens have the keys k_r = k + b_r, landmarks E K + b_r.
         gate: logits of the near part's share, broadcastable to (B, H, N); each part has its own normalizer. None: one
             normalizer for both, as near="kernel" requires.
+        gate_weight: w (H, d), requires gate: adds q.w to the logits, with q unrotated. None is 0.
         far_mass: beta (H_kv,); None is 0.
         far_weight: gamma (H,), multiplies the far part by exp(gamma) under one normalizer; None is 0.
         log_decay: log a <= 0, broadcastable to (B, H_kv, N): the last token of a block multiplies the landmarks of
@@ -129,6 +132,7 @@ def flurka_attention(
                 "gate with near='kernel': phi(q) is shared and so is the normalizer; remove gate"
             )
         gate = expand_tokens("gate", gate, q)
+    check_gate_weight(gate_weight, gate, q)
     check_positions(positions, q)
     size = pool_keys.shape[-1]
     if log_decay is not None:
@@ -137,7 +141,9 @@ def flurka_attention(
     k = pack_keys(k)
     far, tail = initial_state or (None, None)
     options = FlurkaOptions(feature_map, size, blocks, near, packed_rotary(rotary, q.shape[-1]), far_rope)
-    weights = Weights(projection, pool_keys, pool_values, far_mass, far_weight, priors, shift)
+    weights = Weights(
+        projection, pool_keys, pool_values, far_mass, far_weight, priors, shift, gate_weight
+    )
     inputs = FlurkaInputs(options, weights, gate, positions, far, tail, exchange, log_decay, return_state)
     out, far, tail = choose(IMPLEMENTATIONS, backend)(q, k, v, inputs)
     return out, FlurkaState(far, tail) if return_state else None

@@ -88,7 +88,10 @@ class Shares(NamedTuple):
     """How the two parts of an output are merged."""
 
     gate: Any
-    """(B, H, N) logits of the window's share; None for one shared normalizer."""
+    """(B, H, N) logits of the window's share, in backward with the queries' part; None for one shared normalizer."""
+
+    gate_weight: Any
+    """w (H, D) of the queries' part of the logits; None is 0."""
 
     far_weight: Any
     """gamma (H,), for a shared normalizer; None is 0."""
@@ -109,6 +112,9 @@ class Merged(NamedTuple):
     share: Any
     """The landmarks' share of the normalizer, (B, H, N) float32; None with a gate, from which it follows."""
 
+    logit: Any
+    """The gate's logits with the queries' part, (B, H, N) float32; None without that part."""
+
 
 @triton.jit
 def window_start(window, seq, batch, places, NEAR: tl.constexpr):
@@ -127,6 +133,14 @@ def gate_of(shares, head, at, first, length, C: tl.constexpr, NEAR: tl.constexpr
     """Gate logits (C,) of the tokens from `at` on, whose documents start at `first`; inf if they see no landmark."""
     logits = load_numbers(shares.gate + head.to(tl.int64) * length, at, length, C).to(tl.float32)
     return tl.where(at + tl.arange(0, C) - first >= NEAR.reach, logits, float("inf"))
+
+
+@triton.jit
+def gate_weight_of(shares, query_head, first, W: tl.constexpr, P: tl.constexpr, NEAR: tl.constexpr):
+    """W elements of a query head's gate weight from the element `first` on, as (P,) float32."""
+    column = tl.arange(0, P)
+    row = shares.gate_weight + query_head * NEAR.width + first
+    return tl.load(row + column, mask=column < W, other=0.0).to(tl.float32)
 
 
 @triton.jit

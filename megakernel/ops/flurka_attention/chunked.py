@@ -55,11 +55,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tenso
 
     With `exchange`, the entering far state comes from it, and the returned one is what these tokens alone add.
     """
-    options, weights, gate, positions, _, tail, exchange, log_decay, _ = inputs
+    options, weights, _, positions, _, tail, exchange, log_decay, _ = inputs
     if tail is None:
         tail = empty_tail(k, v, options.block_size * options.blocks)
     if q.shape[2] == 1 and exchange is None:
         return one_token.attend(q, k, v, inputs._replace(tail=tail))
+    gate, weights = inputs.gate_logits(q), weights._replace(gate_weight=None)
     far = inputs.initial_far(q, k, v)
     exchange_once = None if exchange is None else Once(exchange)
 

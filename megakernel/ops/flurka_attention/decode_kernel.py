@@ -202,11 +202,17 @@ def step(
     logit, extra = far_den, tl.zeros((C,), tl.float32)
     if NEAR.gated:
         gates = head_at(shares.gate, batch, kv) + rows * shares.gate.row
+        logit = tl.load(gates, mask=rows < G, other=0.0).to(tl.float32)
+        if shares.gate_weight is not None:
+            weights = shares.gate_weight + kv * (G * PHI.width)
+            weight = load_rows(weights, PHI.width, G, C, PHI.width, PHI.padded_width).to(tl.float32)
+            tokens = load_rows(q, queries.row, G, C, PHI.width, PHI.padded_width).to(tl.float32)
+            logit += tl.sum(tokens * weight, 1)
         # Without a far block, the output is exactly the near part.
-        logit = tl.where(sees_far, tl.load(gates, mask=rows < G, other=0.0).to(tl.float32), float("inf"))
+        logit = tl.where(sees_far, logit, float("inf"))
     elif shares.far_weight is not None:
         extra = tl.load(shares.far_weight + kv * G + rows, mask=rows < G, other=0.0).to(tl.float32)
-    total, _factor, _peak, _share = merged_parts(
+    total, _spread, _factor, _peak, _share = merged_parts(
         near, den, top, far, far_den, far_log, logit, extra, TINY, NEAR
     )
     store_rows(out + head.to(tl.int64) * (G * V) + column, V, G, total, V - column, BV)

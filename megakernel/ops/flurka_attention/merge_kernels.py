@@ -17,12 +17,19 @@ Shared normalizer: z_i = -c_i do_i.o_i. Gated: the same with the landmarks' own 
 import triton
 import triton.language as tl
 
-from megakernel.ops.flurka_attention.arguments import gamma_of, gate_of, window_start
+from megakernel.ops.flurka_attention.arguments import (
+    angles,
+    gamma_of,
+    gate_of,
+    gate_weight_of,
+    window_start,
+)
 from megakernel.ops.flurka_attention.window_kernels import (
     level_of,
     near_factor,
     products,
     store_halves,
+    turned,
     window_tile,
     window_weights,
 )
@@ -179,6 +186,11 @@ def merge(
     logit = den
     if NEAR.gated:
         logit = gate_of(shares, tile.head, tile.at, tile.first, seq.queries, C, NEAR)
+        if shares.gate_weight is not None:
+            weight = gate_weight_of(shares, tile.query_head, 0, PHI.width, PHI.padded_width, NEAR)
+            token = load_rows(q, queries.row, left, C, PHI.width, PHI.padded_width)
+            logit += tl.sum(token.to(tl.float32) * weight[None, :], 1)
+            tl.store(merged.logit + seats, logit, mask=inside)
     extra = gamma_of(shares, tile.query_head)
     # The scale of phi(q) cancels, except against a softmax window.
     far_log = r + own if (NEAR.softmax and PHI.unbounded) else r
@@ -362,7 +374,7 @@ def merge_backward(
     store_slope(q, tokens.row, left, projection, slope, of_token, of_projected, C, LEARNED, PHI)
 
     if NEAR.softmax:
-        # Add the window's part to the gradient stored above.
+        # Add the parts of window and gate to the gradient stored above.
         tl.debug_barrier()
         qa, qb, _logs = window_tile(
             q, tokens.row, left, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI
@@ -375,4 +387,13 @@ def merge_backward(
             )
             grad_a += dot(slopes, ka, dtype)
             grad_b += dot(slopes, kb, dtype)
-        store_halves(of_token, grad_a, grad_b, window, NEAR.reach, left, NEAR.rotary, True, NEAR)
+        if NEAR.rotary:
+            grad_a, grad_b = turned(grad_a, grad_b, angles(window, NEAR.reach, NEAR), NEAR, True)
+        if shares.gate_weight is not None:
+            weight_a = gate_weight_of(shares, tile.query_head, 0, NEAR.half, HP, NEAR)
+            weight_b = gate_weight_of(
+                shares, tile.query_head, NEAR.half, NEAR.width - NEAR.half, HP, NEAR
+            )
+            grad_a += moved[:, None] * weight_a[None, :]
+            grad_b += moved[:, None] * weight_b[None, :]
+        store_halves(of_token, grad_a, grad_b, left, True, NEAR)

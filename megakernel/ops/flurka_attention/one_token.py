@@ -57,7 +57,8 @@ class _ScaledPhi(Phi):
 
 def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tensor, KernelState, Tail]:
     """Same arguments and results as `chunked.attend`, for one token and without an exchange."""
-    options, weights, gate, positions, _, tail, _, log_decay, _ = inputs
+    options, weights, _, positions, _, tail, _, log_decay, _ = inputs
+    gate = inputs.gate_logits(q)
     far = inputs.initial_far(q, k, v)
     assert tail is not None
     branches, extended = _Branches.of(positions, options), tail.and_token(k, v)

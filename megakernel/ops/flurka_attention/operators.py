@@ -71,7 +71,7 @@ class FlurkaLaunches(NamedTuple):
     """Implements `kernel_attention.exchanged.Launches`.
 
     Tensors of keys are k, v, matrix, log_decay, pool_keys, pool_values, far_mass, starts, windows and ends; those of
-    queries are q, gate, far_weight and table.
+    queries are q, gate, gate_weight, far_weight and table.
     """
 
     launcher: Launcher
@@ -125,20 +125,24 @@ class FlurkaLaunches(NamedTuple):
                 pool_stride,
                 None if far_mass is None else far_mass.contiguous(),
             ),
-            Shares(None, None),
+            Shares(None, None, None),
             Matrix.of(matrix, heads),
             matrix,
             trains and not phi.unbounded,
         )
 
     def with_merge(
-        self, gate: Tensor | None, far_weight: Tensor | None, table: Tensor | None
+        self,
+        gate: Tensor | None,
+        gate_weight: Tensor | None,
+        far_weight: Tensor | None,
+        table: Tensor | None,
     ) -> "FlurkaLaunches":
         """These launches with the gate or far weight of the merge, and the angles of the window."""
         return self._replace(
             near=self.near._replace(gated=gate is not None, rotary=table is not None),
             window=self.window._replace(table=table),
-            shares=Shares(*(None if x is None else x.contiguous() for x in (gate, far_weight))),
+            shares=Shares(*(None if x is None else x.contiguous() for x in (gate, gate_weight, far_weight))),
         )
 
     def launch(self, kernel: Any, batch: int, *arguments: Any, **options: Any) -> None:
@@ -162,7 +166,7 @@ class FlurkaLaunches(NamedTuple):
 
     def output_buffers(self, queries: Tensors) -> Tensors:
         """Buffers for outputs, their spread and the fields of `Merged`; empty for what is None."""
-        (q, gate, *_), v = queries, self.window.v.pointer
+        (q, gate, gate_weight, *_), v = queries, self.window.v.pointer
         factor = q.new_empty(q.shape[:3], dtype=torch.float32)
         return (
             output_buffer(q, v),
@@ -171,6 +175,7 @@ class FlurkaLaunches(NamedTuple):
             factor.new_empty(q.shape[:3] if self.near.softmax else 0),
             factor.new_empty(len(q), self.seq.heads, q.shape[2] if self.launcher.phi.unbounded else 0),
             factor.new_empty(0 if gate is not None else q.shape[:3]),
+            factor.new_empty(0 if gate_weight is None else q.shape[:3]),
         )
 
     def key_buffers(self) -> "_SavedLandmarks":
@@ -189,13 +194,17 @@ class FlurkaLaunches(NamedTuple):
 
     def empty_queries(self, q: Tensor) -> Tensors:
         """See `kernel_attention.exchanged.Launches`."""
-        return q, None, None, None
+        return q, None, None, None, None
 
-    def merged(self, factor: Tensor, lse: Tensor, scale: Tensor, share: Tensor) -> Merged:
+    def merged(self, factor: Tensor, lse: Tensor, scale: Tensor, share: Tensor, logit: Tensor) -> Merged:
         """These tensors as an argument of kernels."""
-        near, unbounded = self.near, self.launcher.phi.unbounded
-        rest = (lse if near.softmax else None, scale if unbounded else None, None if near.gated else share)
-        return Merged(factor, *rest)
+        return Merged(
+            factor,
+            lse if self.near.softmax else None,
+            scale if self.launcher.phi.unbounded else None,
+            None if self.near.gated else share,
+            None if self.shares.gate_weight is None else logit,
+        )
 
     def rows_of_spread(self, spread: Tensor) -> Rows | None:
         """The spread as an argument of kernels."""
@@ -226,10 +235,12 @@ class FlurkaLaunches(NamedTuple):
         needs_matrix_grad: bool,
     ) -> QueryBackward:
         """See `kernel_attention.exchanged.Launches`."""
-        (q, gate, far_weight, table), launcher = queries, self.launcher
-        launches = self.with_merge(gate, far_weight, table)
+        (q, gate, gate_weight, far_weight, table), launcher = queries, self.launcher
+        launches = self.with_merge(gate, gate_weight, far_weight, table)
         out, spread, *numbers = saved_queries
         merged = launches.merged(*numbers)
+        if merged.logit is not None:
+            launches = launches._replace(shares=launches.shares._replace(gate=merged.logit))
         means, delta = torch.empty_like(merged.factor), torch.empty_like(merged.factor)
         dmerge = torch.empty_like(merged.factor if gate is None else gate)
         tokens = Tokens(self.queries, *launcher.feature_buffers(q))
@@ -242,7 +253,11 @@ class FlurkaLaunches(NamedTuple):
             # From here on, only their features are read.
             bwd_queries = bwd_queries._replace(tokens=tokens._replace(rows=None))
         dfar_weight = dmerge.sum((0, 2)) if gate is None else None
-        grads = (dq, None if gate is None else dmerge, None if far_weight is None else dfar_weight, None)
+        dgate_weight = None
+        if gate_weight is not None:
+            dgate_weight = torch.einsum("bhn,bhnd->hd", dmerge.to(q.dtype), q).to(gate_weight.dtype)
+        dgate, dfar = None if gate is None else dmerge, None if far_weight is None else dfar_weight
+        grads = (dq, dgate, dgate_weight, dfar, None)
         matrix_grad = None if dy is None else cache(partial(products_of_queries, dy, q, self.seq.heads))
         return QueryBackward(bwd_queries, grads, matrix_grad, (launches, merged, means, dmerge, dfar_weight))
 
@@ -349,6 +364,6 @@ OPTIONS = {"feature_map": str, "components": int, "near": str}
 OPTIONS |= dict.fromkeys(("blocks", "start", "before", "oldest"), int) | {"trains": bool}
 
 attend = Operator(
-    "flurka_attention", OPTIONS, FlurkaLaunches.of, queries=4, keys=10, saved=len(_SavedLandmarks._fields)
+    "flurka_attention", OPTIONS, FlurkaLaunches.of, queries=5, keys=10, saved=len(_SavedLandmarks._fields)
 )
 """Takes the tensors of `FlurkaLaunches`, queries first, and an initial state."""

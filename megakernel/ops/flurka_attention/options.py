@@ -68,6 +68,9 @@ class Weights(NamedTuple):
     shift: Tensor | None
     """b, (H_kv, M, d): the M keys are k + b_r; None if k already holds M keys."""
 
+    gate_weight: Tensor | None
+    """w, (H, d): the gate's logits are those of `FlurkaInputs.gate` plus q.w; None is 0."""
+
 
 class FlurkaInputs(NamedTuple):
     """Validated arguments of a backend other than queries, keys and values."""
@@ -75,7 +78,7 @@ class FlurkaInputs(NamedTuple):
     options: FlurkaOptions
     weights: Weights
     gate: Tensor | None
-    """(B, H, N) logits."""
+    """(B, H, N) logits, without q.w."""
 
     positions: Positions
     far: KernelState | None
@@ -90,6 +93,13 @@ class FlurkaInputs(NamedTuple):
 
     return_state: bool = True
     """Whether the caller needs the final state."""
+
+    def gate_logits(self, q: Tensor) -> Tensor | None:
+        """(B, H, N) logits of the gate for queries (B, H, N, d); None without a gate."""
+        weight = self.weights.gate_weight
+        if self.gate is None or weight is None:
+            return self.gate
+        return (q @ weight[..., None].to(q.dtype))[..., 0] + self.gate
 
     def initial_far(self, q: Tensor, k: Tensor, v: Tensor) -> KernelState:
         """The far state before these tokens, empty by default; k as packed by `pack_keys`."""

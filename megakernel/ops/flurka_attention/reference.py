@@ -15,7 +15,8 @@ from megakernel.ops.window import Tail, empty_tail
 
 def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tensor, KernelState, Tail]:
     """Same arguments and results as `chunked.attend`."""
-    options, weights, gate, positions, _, tail, exchange, log_decay, _ = inputs
+    options, weights, _, positions, _, tail, exchange, log_decay, _ = inputs
+    gate = inputs.gate_logits(q)
     far = inputs.initial_far(q, k, v)
     if tail is None:
         tail = empty_tail(k, v, options.block_size * options.blocks)

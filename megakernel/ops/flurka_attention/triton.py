@@ -102,7 +102,7 @@ def attend(
     pools = (weights.pool_keys.to(torch.float32), weights.pool_values.to(torch.float32))
     (out, _spread, factor, *_), first, last = operators.attend(
         static,
-        (q, gate, weights.far_weight if gate is None else None, table),
+        (q, gate, weights.gate_weight, weights.far_weight if gate is None else None, table),
         (
             keys,
             values,

@@ -117,12 +117,8 @@ def level_of(merged, head, key_head, at, length, C: tl.constexpr, NEAR: tl.const
 
 
 @triton.jit
-def store_halves(
-    dx, first, second, window, place, count, BACK: tl.constexpr, MORE: tl.constexpr, NEAR: tl.constexpr
-):
-    """Store the gradients of halves as rows of tokens. BACK rotates them back first; MORE adds to what is stored."""
-    if BACK:
-        first, second = turned(first, second, angles(window, place, NEAR), NEAR, True)
+def store_halves(dx, first, second, count, MORE: tl.constexpr, NEAR: tl.constexpr):
+    """Store the gradients of halves as rows of tokens; MORE adds to what is stored."""
     C: tl.constexpr = first.shape[0]
     rest: tl.constexpr = NEAR.width - NEAR.half
     if MORE:
@@ -255,7 +251,7 @@ def window_backward(
     store_rows(numbers[1] + entry * R, R, left, of_columns, R, RP)
     store_rows(dv + entry * TILING.values, TILING.values, left, of_values, TILING.values, VP)
     of_tokens = dk + entry * NEAR.width
-    store_halves(of_tokens, pooled_a, pooled_b, window, 0, left, False, False, NEAR)
+    store_halves(of_tokens, pooled_a, pooled_b, left, False, NEAR)
     if not NEAR.softmax:
         tl.debug_barrier()
         LEARNED: tl.constexpr = dy is not None

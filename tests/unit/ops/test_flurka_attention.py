@@ -34,6 +34,7 @@ def learned(near: str, join: str, length: int = N, per_head: bool = False, featu
         tensors["far_mass"] = random(KV, seed=13)
     elif join == "gated":
         tensors["gate"] = random(B, H, length, seed=14)
+        tensors["gate_weight"] = random(H, WIDTH, seed=16)
     else:
         tensors["far_weight"] = random(H, seed=15)
     return tensors
@@ -166,6 +167,11 @@ def test_landmarks_stand_for_the_tokens_of_their_block():
             r"gate has shape \(2, 4, 3\); expected to broadcast to \(2, 4, 23\)",
         ),
         ({"near": "kernel", "gate": torch.zeros(H, 1)}, "remove gate"),
+        ({"gate_weight": torch.zeros(H, WIDTH)}, "gate_weight is given without gate"),
+        (
+            {"gate": torch.zeros(H, 1), "gate_weight": torch.zeros(H, 3)},
+            r"gate_weight has shape \(4, 3\); expected \(4, 4\)",
+        ),
         ({"far_mass": torch.zeros(H)}, r"far_mass has shape \(4,\); expected \(2,\)"),
         ({"far_weight": torch.zeros(KV)}, r"far_weight has shape \(2,\); expected \(4,\)"),
     ],
