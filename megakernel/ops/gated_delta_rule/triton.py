@@ -44,14 +44,16 @@ class Grid(NamedTuple):
     by_chunk: bool = True
     by_column: bool = True
     warps: int = 4
+    stages: int = 1
+    """Chunks in flight from memory at once."""
 
 
 GRIDS = {
     "solve": Grid(64, by_column=False),
-    "pass_on": Grid(32, by_chunk=False),
+    "pass_on": Grid(32, by_chunk=False, stages=2),
     "read": Grid(64, by_query=True),
     "bwd_read": Grid(64),
-    "bwd_pass_on": Grid(32, by_chunk=False),
+    "bwd_pass_on": Grid(32, by_chunk=False, stages=2),
     "bwd_queries": Grid(32, by_query=True, by_column=False),
     "bwd_keys": Grid(32, by_column=False, warps=8),
 }
@@ -118,7 +120,7 @@ class DeltaLauncher(NamedTuple):
             *[cdiv(values, options.columns)] * options.by_column,
         )
         arguments = (self.tokens, *arguments, length, self.start, heads)
-        launch(kernel, grid, *arguments, SHAPE=shape, warps=options.warps)
+        launch(kernel, grid, *arguments, SHAPE=shape, warps=options.warps, stages=options.stages)
 
     def pass_on(self, solved: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The states that enter chunks, U, and the last state."""
