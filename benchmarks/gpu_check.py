@@ -31,7 +31,7 @@ PART_SECONDS = 530.0
 """Time limit of a part: 9 minutes, less the time to start and to write."""
 
 GRACE = 10.0
-"""Seconds between SIGTERM and SIGKILL."""
+"""Seconds between the signals that end a program: SIGINT, after which pytest lists failures, SIGTERM and SIGKILL."""
 
 OUTPUT_LINES = 200
 """Last lines of a program's output that the page shows."""
@@ -92,7 +92,7 @@ def run(check: Check, seconds: float) -> CheckResult:
 
 def _end(process: subprocess.Popen) -> None:
     """End all processes of a program's session."""
-    for signal_number in (signal.SIGTERM, signal.SIGKILL):
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, signal_number)
             process.wait(GRACE)
@@ -163,10 +163,11 @@ def _pretrain(size: str, mechanism: str, seq_len: int) -> Check:
 CALL = (PYTHON, "-m", "benchmarks.gpu_check", "call")
 
 NCU = (
-    *("--section", "SpeedOfLight", "--section", "WarpStateStats"),
-    *("--kernel-name", "regex:pool|write|join|window|bwd|step"),
+    *("ncu", "--clock-control", "none", "--kernel-name", "regex:pool|write|pass|merge|window|bwd"),
+    *(x for section in ("SpeedOfLight", "WarpStateStats", "Occupancy") for x in ("--section", section)),
+    *(PYTHON, "-m", "benchmarks.kernel_times", "--once", "--only", "FLuRKA d=128"),
 )
-"""Sections and kernels (FLuRKA's) that ncu measures."""
+"""What limits FLuRKA's kernels, at the size of `kernel_times`."""
 
 PARTS = {
     "correctness": (
@@ -174,7 +175,8 @@ PARTS = {
         _tests("FLuRKA", "flurka_attention", "wrapped"),
         _tests("kernel attention", "kernel_attention", "scales"),
         _tests("states that decay, short convolution", "simple_gla", "gated_delta_rule", "short_convolution"),
-        _tests("the other ops", "packed_softmax", "weighted_attention", "fastfood", "low_rank"),
+        _tests("the other ops", "packed_softmax", "weighted_attention", "fastfood", "low_rank", "liger"),
+        _tests("long sequences", "long_sequences"),
         *(
             Check(
                 f"compute-sanitizer {tool}",
@@ -189,7 +191,7 @@ PARTS = {
             "kernels by launch",
             (PYTHON, "-m", "benchmarks.kernel_times", "--out", str(RESULTS / "kernel_times.md")),
         ),
-        Check("ncu", ("ncu", *NCU, *CALL)),
+        Check("ncu", NCU),
         _attention_benchmark(2**16, "--repeats", "10"),
     ),
     "training": (

@@ -202,6 +202,7 @@ def launches_page(results: dict[str, list[tuple[str, float]]]) -> list[str]:
 def main() -> int:
     parser = page_parser(__doc__)
     parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--once", action="store_true", help="run each case once without a page, for a profiler")
     parser.add_argument("--tiles", action="store_true", help="other tile sizes instead of the shipped ones")
     parser.add_argument("--child", nargs=2, metavar=("CASE", "TILES"), help="used by --tiles")
     arguments = parser.parse_args()
@@ -213,6 +214,11 @@ def main() -> int:
             print(json.dumps(result), flush=True)
         return 0
     names = [name for name in CASES if arguments.only in name]
+    if arguments.once:
+        for name in names:
+            case_of(name).train()
+        torch.cuda.synchronize()
+        return 0
     command = "python -m benchmarks.kernel_times" + " --tiles" * arguments.tiles
     lines = page_header("Times of the kernels", command, f", {torch.cuda.get_device_name()}")
     if arguments.tiles:

@@ -12,6 +12,10 @@ the query's segment. With the factor c_i of their sums (`Merged.factor`) and z_i
     dphi(q_i) = sum_s m_s (c_i do_i.v_s + z_i) phi(k_s)
 
 Shared normalizer: z_i = -c_i do_i.o_i. Gated: the same with the landmarks' own mean f_i / den(f_i) for o_i.
+
+Forward stores the spread of the two parts for backward: gated, the difference of their means n_i / den(n_i) and
+f_i / den(f_i); shared, the landmarks' part of o_i less their share of the normalizer times o_i. Its product with do_i
+and do_i.o_i give all means and the gradient of the gate or of gamma, which is exact also where the two parts are alike.
 """
 
 import triton

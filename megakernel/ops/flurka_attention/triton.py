@@ -4,7 +4,8 @@ Forward pools blocks into landmarks, sums those of each segment, scans the sums 
 (a small launch), and merges window and landmarks. Backward computes the gradients of queries through both, scans states
 of queries from right to left, and computes the gradients of landmarks, and through them and the windows those of keys,
 values, E and F. An exchange adds a small launch to each pass, for the state that is sent. Saved for backward are the
-inputs, the output, two or three numbers per token, the landmarks, and one state per segment.
+inputs, the output, its spread (see `merge_kernels`), two or three numbers per token, the landmarks, and one state per
+segment.
 """
 
 from typing import Any

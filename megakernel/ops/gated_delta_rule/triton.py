@@ -45,7 +45,7 @@ class Grid(NamedTuple):
     by_column: bool = True
     warps: int = 4
     stages: int = 1
-    """Chunks in flight from memory at once."""
+    """Chunks in flight from memory at once; one in float32, whose products need the registers."""
 
 
 GRIDS = {
@@ -120,7 +120,8 @@ class DeltaLauncher(NamedTuple):
             *[cdiv(values, options.columns)] * options.by_column,
         )
         arguments = (self.tokens, *arguments, length, self.start, heads)
-        launch(kernel, grid, *arguments, SHAPE=shape, warps=options.warps, stages=options.stages)
+        stages = options.stages if k.element_size() == 2 else 1
+        launch(kernel, grid, *arguments, SHAPE=shape, warps=options.warps, stages=stages)
 
     def pass_on(self, solved: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The states that enter chunks, U, and the last state."""

@@ -3,8 +3,8 @@
 Triton 3.6 and 3.7 come with ptxas 12.8. With it our kernels with several wgmma products, the matrix products of compute
 capability 9.0, stopped with illegal addresses on an H200, or gave other numbers from run to run, depending on their
 tiles. flash-linear-attention found ptxas to be the cause for its own kernels (its pull request 1262): 12.8 and 13.0
-miscompile them, 13.1 does not. So it most likely is for ours, which no GPU has run with a newer one yet. The package
-nvidia-cuda-nvcc, which Megakernel requires, has one.
+miscompile them, 13.1 does not. With 13.5, ours agreed with float64 on an H200. The package nvidia-cuda-nvcc, which
+Megakernel requires, has it.
 """
 
 import importlib.util
