@@ -202,7 +202,9 @@ def launches_page(results: dict[str, list[tuple[str, float]]]) -> list[str]:
 def main() -> int:
     parser = page_parser(__doc__)
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--once", action="store_true", help="run each case once without a page, for a profiler")
+    parser.add_argument(
+        "--once", action="store_true", help="run each case once without a page, for a profiler"
+    )
     parser.add_argument("--tiles", action="store_true", help="other tile sizes instead of the shipped ones")
     parser.add_argument("--child", nargs=2, metavar=("CASE", "TILES"), help="used by --tiles")
     arguments = parser.parse_args()

@@ -141,9 +141,7 @@ def flurka_attention(
     k = pack_keys(k)
     far, tail = initial_state or (None, None)
     options = FlurkaOptions(feature_map, size, blocks, near, packed_rotary(rotary, q.shape[-1]), far_rope)
-    weights = Weights(
-        projection, pool_keys, pool_values, far_mass, far_weight, priors, shift, gate_weight
-    )
+    weights = Weights(projection, pool_keys, pool_values, far_mass, far_weight, priors, shift, gate_weight)
     inputs = FlurkaInputs(options, weights, gate, positions, far, tail, exchange, log_decay, return_state)
     out, far, tail = choose(IMPLEMENTATIONS, backend)(q, k, v, inputs)
     return out, FlurkaState(far, tail) if return_state else None

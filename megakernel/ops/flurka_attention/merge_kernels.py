@@ -83,7 +83,7 @@ def weigh_window(logs, pairs, top, visible, NEAR: tl.constexpr, PHI: tl.constexp
 def merged_parts(
     near, den, top, far, far_den, far_log, gate, far_weight, LEAST: tl.constexpr, NEAR: tl.constexpr
 ):
-    """Outputs, `spread`, and `factor`, `lse` and `share` of each query; for a window under phi, lse is r, a natural log.
+    """Outputs, their spread, and `factor`, `lse` and `share` of each query; for a window under phi, lse is r.
 
     The sums over landmarks have the scale exp(far_log), without the far weight. If weights add up to less than LEAST,
     they count as 0; their factor is 0, and backward skips them.
@@ -134,7 +134,10 @@ def merge(
     NEAR: tl.constexpr,
     PHI: tl.constexpr,
 ):
-    """Outputs (B, H, N, V), and for backward `merged` and, unless it is None, `spread` (B, H, N, V). Program: TILING.chunk queries of a head."""
+    """Outputs (B, H, N, V), and for backward `merged` and, unless it is None, `spread` (B, H, N, V).
+
+    Program: TILING.chunk queries of a head.
+    """
     C: tl.constexpr = TILING.chunk
     BK: tl.constexpr = TILING.block
     VP: tl.constexpr = TILING.padded_values
@@ -395,9 +398,7 @@ def merge_backward(
             grad_a, grad_b = turned(grad_a, grad_b, angles(window, NEAR.reach, NEAR), NEAR, True)
         if shares.gate_weight is not None:
             weight_a = gate_weight_of(shares, tile.query_head, 0, NEAR.half, HP, NEAR)
-            weight_b = gate_weight_of(
-                shares, tile.query_head, NEAR.half, NEAR.width - NEAR.half, HP, NEAR
-            )
+            weight_b = gate_weight_of(shares, tile.query_head, NEAR.half, NEAR.width - NEAR.half, HP, NEAR)
             grad_a += moved[:, None] * weight_a[None, :]
             grad_b += moved[:, None] * weight_b[None, :]
         store_halves(of_token, grad_a, grad_b, left, True, NEAR)
