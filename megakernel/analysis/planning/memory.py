@@ -14,7 +14,7 @@ PARTS = (
     *("weights", "gradients", "optimizer", "activations"),
     *("attention states", "loss", "exchange", "workspace"),
 )
-"""The parts of a device's memory; on a GPU there is also a `reserve`."""
+"""The parts of a device's memory; on a GPU there is also a `reserve`, and beside a teacher its weights."""
 
 MASTER_AND_MOMENTS = 12
 """Bytes per parameter of AdamW with float32 master weights."""
@@ -55,7 +55,7 @@ def memory(job: Job) -> Memory:
 
 
 def persistent_bytes(job: Job, stage: int) -> dict[str, float]:
-    """Bytes that are allocated during the whole step: weights, persistent gradient buffers, optimizer."""
+    """Bytes that are allocated during the whole step: weights, persistent gradient buffers, optimizer, a teacher."""
     zero, shards = job.layout.zero_stage, job.layout.gradient
     count = job.parameters[stage]
     weights: float = count * job.element
@@ -63,7 +63,11 @@ def persistent_bytes(job: Job, stage: int) -> dict[str, float]:
         weights = weights / shards + min(count, ZERO3_LIVE) * job.element
     held = {0: 0.0, 1: count * FLOAT32 if job.element == 2 else 0.0, 2: 0.0, 3: count * FLOAT32 / shards}
     moments = MASTER_AND_MOMENTS * count / shards if zero else (MASTER_AND_MOMENTS - FLOAT32) * count
-    return {"weights": weights, "gradients": held[zero], "optimizer": moments}
+    parts = {"weights": weights, "gradients": held[zero], "optimizer": moments}
+    if job.config.objective.kind != "labels":
+        # At most: it is as large as the model, and shares the weights that are frozen there.
+        parts["teacher"] = count * job.element
+    return parts
 
 
 def gradient_bytes(job: Job, stage: int) -> float:

@@ -181,6 +181,16 @@ def test_higher_zero_stages_shard_more():
     assert memory_parts[0]["optimizer"] == 12 * count / 8
 
 
+@pytest.mark.parametrize("kind", ["distill", "transfer"])
+def test_a_teacher_holds_weights_that_zero_does_not_shard(kind):
+    layout = Layout(1, False, 1, 8, 1, 3, 1, "none")
+    alone = memory(Job(config(), 50_257, layout)).parts
+    job = Job(config(objective={"kind": kind, "teacher": "runs/dense"}), 50_257, layout)
+    beside = memory(job).parts
+    assert "teacher" not in alone
+    assert beside["teacher"] == 2 * job.parameters[0]
+
+
 @pytest.mark.parametrize(("less", "more"), [("full", "selective"), ("selective", "none")])
 def test_recomputation_needs_less_memory_and_more_time(less, more):
     run = config(model={"attention": "linear"})
