@@ -90,6 +90,19 @@ def head_statistics(
         scores: q.k / sqrt(d), (B, H, R, N).
         window: the student's local window; None if it has none.
     """
+    # Head by head, because ranks are several numbers in float64 per weight.
+    heads = zip(student.split(1, 1), teacher.split(1, 1), scores.split(1, 1))
+    each = [_statistics_of_heads(queries, *of_head, window=window) for of_head in heads]
+    return {
+        name: (torch.cat([x[name][0] for x in each]), torch.cat([x[name][1] for x in each]))
+        for name in each[0]
+    }
+
+
+def _statistics_of_heads(
+    queries: SampledQueries, student: Tensor, teacher: Tensor, scores: Tensor, *, window: Window | None
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """`head_statistics`, of all heads at once."""
     seen = queries.visible[:, None].expand_as(student)
     real = queries.real[:, None].expand(student.shape[:3])
     student_shares, teacher_shares = normalized_weights(student), normalized_weights(teacher)

@@ -19,6 +19,9 @@ from megakernel.attention.heads import generator
 from megakernel.attention.inputs import DEFAULT_INPUTS
 from megakernel.ops.dispatch import accum_dtype
 
+KEYS_AT_ONCE = 65536
+"""Keys of a shard that are converted to float32 and rotated at once."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedInputs(attention.AttentionInputs):
@@ -124,15 +127,21 @@ class SampledQueries:
 
     def scores(self) -> Tensor:
         """q.k / sqrt(d) of rotated queries and keys (B, H, R, N), float32 or better; arbitrary for invisible keys."""
-        inputs = self.inputs
-        dtype = accum_dtype(inputs.q.dtype)
-        q, k = inputs.rotated_by_place(inputs.q.to(dtype), inputs.k.to(dtype))
+        inputs, places = self.inputs, self.inputs.places()
+        dtype, width = accum_dtype(inputs.q.dtype), inputs.q.shape[-1]
+
+        def rotated(x: Tensor, at: Tensor) -> Tensor:
+            return x.to(dtype) if inputs.rotary is None else inputs.rotary(x.to(dtype), at)
+
         local, index = self._local_queries()
-        sampled = q.new_zeros(*q.shape[:2], len(self.queries), q.shape[-1])
-        sampled[:, :, index] = q[:, :, local]
-        sampled = inputs.cp_shard.all_reduce(sampled) * q.shape[-1] ** -0.5
-        scores = sampled @ k.repeat_interleave(inputs.group, 1).transpose(-1, -2)
-        return self._gather_keys(scores)
+        sampled = inputs.q.new_zeros(*inputs.q.shape[:2], len(self.queries), width, dtype=dtype)
+        sampled[:, :, index] = rotated(inputs.q[:, :, local], places[:, local])
+        sampled = inputs.cp_shard.all_reduce(sampled) * width**-0.5
+        by_key_head = sampled.unflatten(1, (-1, inputs.group)).flatten(2, 3)
+        # In parts, because all keys in float32 may take more memory than the layer.
+        parts = zip(inputs.k.split(KEYS_AT_ONCE, 2), places.split(KEYS_AT_ONCE, 1))
+        scores = torch.cat([by_key_head @ rotated(k, at).mT for k, at in parts], -1)
+        return self._gather_keys(scores.unflatten(2, (inputs.group, -1)).flatten(1, 2))
 
     def softmax(self, scores: Tensor, window: int | None = None) -> Tensor:
         """Softmax attention weights (B, H, R, N) of `scores`; window: only over the last `window` tokens.

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megakernel import attention
+from megakernel.uptraining import sampled_queries
 from megakernel.uptraining.sampled_queries import CapturedInputs, SampledQueries, sample_queries
 from megakernel.uptraining.transfer import FLOOR, cross_entropy
 
@@ -46,6 +47,16 @@ def whole_matrix(core, inputs):
     """Attention matrix (B, H, N, N): the outputs for values that are the rows of the identity."""
     one_hot = torch.eye(TOKENS, dtype=torch.float64).expand(*inputs.k.shape[:2], -1, -1)
     return inputs.run(core, one_hot)
+
+
+def test_scores_are_the_same_from_keys_in_parts(monkeypatch):
+    _, inputs = example("softmax", heads=6, kv_heads=2)
+    q, k = inputs.rotated_by_place(inputs.q, inputs.k)
+    expected = q[:, :, QUERIES] @ k.repeat_interleave(3, 1).mT / DIM**0.5
+    for count in (5, TOKENS):
+        monkeypatch.setattr(sampled_queries, "KEYS_AT_ONCE", count)
+        rows = SampledQueries.of(inputs, QUERIES, causal=True)
+        torch.testing.assert_close(rows.scores(), expected, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("name", LAYERS)
