@@ -52,7 +52,7 @@ class NearDropout(nn.Module):
         self.dropped.copy_(draws[self.query_heads.start : self.query_heads.stop] < probability)
 
     def forward(self, gate: Tensor) -> Tensor:
-        """Gate logits (B, H, N) or (H, 1) of the window's share, with dropped heads masked in training."""
+        """Gate logits (H, 1) of the window's share, with dropped heads masked in training."""
         return gate.masked_fill(self.dropped[:, None], CLOSED_LOGIT) if self.training else gate
 
 

@@ -15,7 +15,7 @@ Shared normalizer: z_i = -c_i do_i.o_i. Gated: the same with the landmarks' own 
 
 Forward stores the spread of the two parts for backward: gated, the difference of their means n_i / den(n_i) and
 f_i / den(f_i); shared, the landmarks' part of o_i less their share of the normalizer times o_i. Its product with do_i
-and do_i.o_i give all means and the gradient of the gate or of gamma, which is exact also where the two parts are alike.
+and do_i.o_i give all means and the gradient of the gate or of gamma, with the rounding of a half precision output.
 """
 
 import triton

@@ -192,7 +192,7 @@ def products_of_queries(dy: Tensor, x: Tensor, heads: int) -> Tensor:
 
 
 def gradient_of_matrix(matrix: Tensor, *parts: Tensor) -> Tensor:
-    """The gradient of matrix (M, d) or (H_kv, M, d), from float32 parts (H_kv, M, d) that are summed."""
+    """The gradient of matrix (M, d) or (H_kv, M, d), from parts (H_kv, M, d) that are summed in float32."""
     per_head = reduce(torch.add, parts[1:], parts[0].float()).to(matrix.dtype)
     return per_head.sum(0) if matrix.dim() == 2 else per_head
 
