@@ -9,6 +9,7 @@ from megakernel.attention.heads import HeadShard, LayerSettings, Seed, generator
 from megakernel.attention.layer import AttentionLayer
 from megakernel.config.algebra import BlockCompression
 from megakernel.config.attention import Attention
+from megakernel.ops.projections import logits_per_head
 
 CLOSED_LOGIT = -1e4
 """Logit of a share that is exactly 0, as is its gradient (e^-10000 underflows). Its negative gives exactly 1."""
@@ -107,7 +108,7 @@ class NearFarAttention(AttentionLayer):
         bias = self.gate_bias_logits()
         if bias is None or self.near.gate != "token":
             return bias
-        return (q @ self.gate_weight[..., None].to(q.dtype))[..., 0] + bias
+        return logits_per_head(q, self.gate_weight) + bias
 
     def drop_near(self, probability: Callable[[int], float], seed: Seed) -> None:
         """Drop the local windows of heads from now on, with `probability` of a training step: see `NearDropout`.

@@ -1,4 +1,4 @@
-"""Linear projections of tokens in feature maps: a matrix per key head, or Fastfood's structured product."""
+"""Linear projections of tokens: in feature maps a matrix per key head or Fastfood's structured product, and logits."""
 
 from typing import NamedTuple
 
@@ -71,3 +71,8 @@ def dense(projection: Projection | None, width: int) -> Tensor | None:
     pi = F.one_hot(permutation, size).to(scales.dtype)
     matrix = scales[..., None] * (h @ (gaussians[..., None] * (pi @ (h * signs[..., None, :])))) * size**-0.5
     return matrix[..., :width, :width].flatten(1, 2)
+
+
+def logits_per_head(x: Tensor, weight: Tensor) -> Tensor:
+    """x.w of each head: (B, H, N) in the dtype of x, for x (B, H, N, d) and weight (H, d)."""
+    return (x @ weight[..., None].to(x.dtype))[..., 0]

@@ -102,7 +102,7 @@ def head_statistics(
 def _statistics_of_heads(
     queries: SampledQueries, student: Tensor, teacher: Tensor, scores: Tensor, *, window: Window | None
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """`head_statistics`, of all heads at once."""
+    """`head_statistics` of the given heads."""
     seen = queries.visible[:, None].expand_as(student)
     real = queries.real[:, None].expand(student.shape[:3])
     student_shares, teacher_shares = normalized_weights(student), normalized_weights(teacher)

@@ -246,9 +246,9 @@ class FlurkaLaunches(NamedTuple):
         tokens = Tokens(self.queries, *launcher.feature_buffers(q))
         bwd_queries = Queries(tokens, Rows.of(grad), merged.factor, delta, merged.scale)
         dq, dy = q.new_empty(q.shape), self._projected(q) if needs_matrix_grad else None
-        inputs = (*launches.merge_inputs(bwd_queries, saved, state), merged)
-        inputs = (*inputs, Rows.of(out), self.rows_of_spread(spread))
-        launches.launch(merge_kernels.merge_backward, len(grad), *inputs, dq, dy, means, dmerge)
+        inputs = launches.merge_inputs(bwd_queries, saved, state)
+        of_forward = (merged, Rows.of(out), self.rows_of_spread(spread))
+        launches.launch(merge_kernels.merge_backward, len(grad), *inputs, *of_forward, dq, dy, means, dmerge)
         if launcher.stores_features:
             # From here on, only their features are read.
             bwd_queries = bwd_queries._replace(tokens=tokens._replace(rows=None))
@@ -278,7 +278,8 @@ class FlurkaLaunches(NamedTuple):
         batch = len(k)
         dlandmarks = torch.empty_like(landmarks)
         dpooled = landmarks.new_empty(*landmarks.shape[:3], launcher.values)
-        dy_landmarks = v.new_empty(*landmarks.shape[:3], launcher.phi.rows) if needs_matrix_grad else None
+        # In the dtype of values and keys, whose matrix products are faster than those of float32 landmarks.
+        dy_landmarks = self._projected(saved_landmarks.values) if needs_matrix_grad else None
         dcounts = None if seq.decay is None else torch.empty_like(saved_landmarks.token_count)
         inputs = (queries, saved_landmarks.keys, self.matrix, state, seq)
         outputs = (dlandmarks, dpooled, dy_landmarks, dcounts, None)
@@ -303,7 +304,6 @@ class FlurkaLaunches(NamedTuple):
         dpool_keys, dpool_values = (part.sum((0, 2) if pools.dim() == 3 else (0, 1, 2)) for part in dpools)
         dmatrix = None
         if query_backward.matrix_grad is not None and self.matrix_parameter is not None:
-            # In the dtype of k, whose matrix products are fast.
             pairs = ((dy_k, k), (dy_landmarks, landmarks.to(k.dtype)))
             products = [products_of_queries(dy, x, seq.heads) for dy, x in pairs if dy is not None]
             dmatrix = gradient_of_matrix(self.matrix_parameter, query_backward.matrix_grad(), *products)

@@ -10,7 +10,7 @@ from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.mixture import shifted
 from megakernel.ops.partial_output import with_ones
 from megakernel.ops.phi import start_state
-from megakernel.ops.projections import Projection
+from megakernel.ops.projections import Projection, logits_per_head
 from megakernel.ops.state import Exchange, KernelState
 from megakernel.ops.window import Rotary, Tail
 
@@ -99,7 +99,7 @@ class FlurkaInputs(NamedTuple):
         weight = self.weights.gate_weight
         if self.gate is None or weight is None:
             return self.gate
-        return (q @ weight[..., None].to(q.dtype))[..., 0] + self.gate
+        return logits_per_head(q, weight) + self.gate
 
     def initial_far(self, q: Tensor, k: Tensor, v: Tensor) -> KernelState:
         """The far state before these tokens, empty by default; k as packed by `pack_keys`."""
