@@ -253,6 +253,16 @@ def _window_blocks(x: Sizes) -> float:
     return reach / x.TILING.block
 
 
+def _parts_of_tokens(x: Sizes) -> float:
+    """Parts of a token that a projection multiplies one after another."""
+    return x.PHI.padded_width / x.PHI.columns
+
+
+def _query_heads(x: Sizes) -> float | None:
+    """Query heads per key head of the gated delta rule; None: the compiler has removed the loop."""
+    return x.SHAPE.group if x.SHAPE.group > 1 else None
+
+
 def _chunks(_: Sizes) -> float:
     """Chunks of the gated delta rule; imported late, see `cases`."""
     from megakernel.ops.gated_delta_rule.kernels import CHUNK
@@ -261,7 +271,8 @@ def _chunks(_: Sizes) -> float:
 
 
 TRIPS: dict[str, Callable[[Sizes], float | None]] = {
-    "range(0, PHI.padded_width, PHI.columns)": lambda x: x.PHI.padded_width / x.PHI.columns,
+    "tl.range(0, PHI.padded_width, PHI.columns, num_stages=1 if PHI.gaussian else None)": _parts_of_tokens,
+    "range(0, PHI.padded_width, PHI.columns)": _parts_of_tokens,
     "range(begin, end, C)": lambda x: max(1.0, x.TILING.span / x.TILING.chunk),
     "range(begin, stop, C)": lambda x: x.TILING.segment / x.TILING.chunk,
     "range(first_key(tile.begin, TILING), keys_before(tile.stop, seq, TILING), BK)": _key_blocks_per_query_tile,
@@ -276,7 +287,8 @@ TRIPS: dict[str, Callable[[Sizes], float | None]] = {
     "tl.range(segments, num_stages=STAGES)": lambda x: LENGTH / x.SEGMENT,
     "range(chunks)": _chunks,
     "range(0, SHAPE.values, V)": lambda x: x.SHAPE.values / x.SHAPE.columns,
-    "range(SHAPE.group)": lambda x: x.SHAPE.group if x.SHAPE.group > 1 else None,
+    "range(SHAPE.group)": _query_heads,
+    "tl.range(SHAPE.group, num_stages=1)": _query_heads,
 }
 """Iterable of a kernel's `for` statement -> its trip count for a sequence of LENGTH tokens."""
 

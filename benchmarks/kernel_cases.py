@@ -88,6 +88,7 @@ def flurka_step_case(
     q = torch.empty(64, 8 * group, 1, width, dtype=dtype)
     k = torch.empty(64, 8, 1, width, dtype=dtype)
     projection = torch.empty(8, width, width) if FEATURE_MAPS[feature_map].projected else None
+    has_gate = gated and near == "softmax"
     flurka_attention(
         q,
         k,
@@ -98,7 +99,8 @@ def flurka_step_case(
         projection=projection,
         near=near,
         blocks=blocks,
-        gate=torch.empty(64, 8 * group, 1) if gated and near == "softmax" else None,
+        gate=torch.empty(64, 8 * group, 1) if has_gate else None,
+        gate_weight=torch.empty(8 * group, width) if has_gate else None,
         log_decay=torch.empty(64, 8, 1) if decays else None,
         rotary=Rotary(width),
         positions=torch.zeros(64, 1, dtype=torch.int64),

@@ -1,4 +1,4 @@
-"""Registers, spills and shared memory of every kernel, compiled for GPUs that need not be present.
+"""Registers, spills, shared memory and races of every kernel, compiled for GPUs that need not be present.
 
     python -m benchmarks.kernel_resources             writes benchmarks/results/kernel_resources.md
     python -m benchmarks.kernel_resources --check     fails if that table differs or a kernel exceeds a limit
@@ -22,7 +22,17 @@ from benchmarks.page import docstring_parser, table, table_row
 
 TABLE = Path(__file__).parent / "results" / "kernel_resources.md"
 CAPABILITIES = (80, 90, 100, 120)
-HEADER = ("case", "kernel", "GPU", "warps", "registers", "spilled bytes", "shared bytes", "source")
+HEADER = (
+    "case",
+    "kernel",
+    "GPU",
+    "warps",
+    "registers",
+    "spilled bytes",
+    "shared bytes",
+    "overwritten",
+    "source",
+)
 
 Row = tuple[str, ...]
 """The cells of HEADER."""
@@ -45,8 +55,8 @@ def row_of(task: Task) -> Row:
 
     launch = launches_of(case, capability)[index]
     used = compile_launch(launch, capability)
-    numbers = (launch.warps, used.registers, used.spilled, used.shared)
-    return (case, launch.kernel.__name__, f"sm_{capability}", *map(str, numbers), source)
+    numbers = map(str, (launch.warps, *used))
+    return (case, launch.kernel.__name__, f"sm_{capability}", *numbers, source)
 
 
 @lru_cache(maxsize=1)  # a process compiles the launches of a case one after another
@@ -84,11 +94,11 @@ def committed_rows() -> list[Row]:
 
 
 def problems(rows: list[Row]) -> list[str]:
-    """Kernels that exceed SPILL_LIMIT or SHARED_LIMIT, one line each."""
+    """Kernels that exceed SPILL_LIMIT or SHARED_LIMIT or have a race, one line each."""
     from benchmarks.kernel_compiling import SHARED_LIMIT, SPILL_LIMIT
 
     errors = []
-    for case, kernel, gpu, _, _, spilled, shared, _ in rows:
+    for case, kernel, gpu, _, _, spilled, shared, overwritten, _ in rows:
         capability = int(gpu.removeprefix("sm_"))
         limit, most = SHARED_LIMIT[capability], SPILL_LIMIT[capability]
         if int(spilled) > most:
@@ -96,6 +106,10 @@ def problems(rows: list[Row]) -> list[str]:
         if int(shared) > limit:
             errors.append(
                 f"{case}: {kernel} takes {shared} bytes of shared memory on {gpu}, which has {limit}"
+            )
+        if int(overwritten):
+            errors.append(
+                f"{case}: {kernel} overwrites operands of products that still run on {gpu}, see kernel_races"
             )
     return errors
 

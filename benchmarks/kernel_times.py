@@ -6,7 +6,7 @@
 One sequence of 16,384 tokens, 16 heads, bfloat16, random inputs; a layer forward and backward, as a model calls it.
 The profiler measures each launch; the inputs are not in the GPU's L2. `--tiles` runs every kernel with other tile
 sizes: each must give the outputs and gradients of the shipped one within 1 %, the same ones three times. Processes that
-tiles crash or hang are started again with the next one.
+tiles crash or hang are started again with the next one. Most of a choice's time is the compilation of its kernel.
 """
 
 import json
@@ -58,10 +58,10 @@ class TileTime(NamedTuple):
     problem: str = ""
 
 
-def case_of(name: str, length: int = LENGTH) -> Computation:
+def case_of(name: str) -> Computation:
     """The computation of a case, on the GPU."""
     implementation, width = CASES[name]
-    case, device = Case(1, length, 16, width), torch.device("cuda")
+    case, device = Case(1, LENGTH, 16, width), torch.device("cuda")
     return computation(ATTENTIONS[implementation], case, random_tensors(case, device, torch.bfloat16))
 
 
@@ -97,15 +97,13 @@ def medians(events: list[tuple[str, float]], repeats: int) -> list[tuple[str, fl
 
 
 def candidates(kernel: str) -> list[list[int | None]]:
-    """Tile sizes to try: one warpgroup, with which registers let one to four programs share a multiprocessor."""
-    blocks = (64,) if kernel.startswith("write") else (32, 64)
-    return [
-        [chunk, block, 4, stages, registers]
-        for chunk in (64, 128)
-        for block in blocks
-        for stages in (1, 2)
-        for registers in (None, 168, 128)
-    ]
+    """Tile sizes to try: one warpgroup and at most 64 rows.
+
+    On an H200, 128 rows, two warpgroups, and registers for more programs per multiprocessor spilled and took 1.3 to 2.6
+    times as long (docs/results.md).
+    """
+    sizes = ((32, 32), (64, 64)) if kernel.startswith("write") else ((64, 32), (64, 64))
+    return [[chunk, block, 4, stages, None] for chunk, block in sizes for stages in (1, 2, 3)]
 
 
 def tiled_kernels(name: str) -> list[str]:
@@ -124,8 +122,8 @@ def try_tiles(name: str, todo: list[tuple[str, list[int | None]]]) -> Iterator[T
 
     from megakernel.ops.kernel_attention.launches import Launcher, TileSizes
 
-    short, long = case_of(name, 4096), case_of(name)
-    expected = _numbers(short)
+    computed = case_of(name)
+    expected = _numbers(computed)
     shipped = Launcher.tile_sizes
     for kernel, tile in todo:
         signal.alarm(PATIENCE)  # a kernel that hangs ends the process
@@ -135,7 +133,7 @@ def try_tiles(name: str, todo: list[tuple[str, list[int | None]]]) -> Iterator[T
 
         with patch.object(Launcher, "tile_sizes", tile_sizes):
             try:
-                runs = [_numbers(short) for _ in range(3)]
+                runs = [_numbers(computed) for _ in range(3)]
             except OutOfResources as error:
                 yield TileTime(kernel, tile, None, f"too large: {error}".splitlines()[0])
                 continue
@@ -144,7 +142,7 @@ def try_tiles(name: str, todo: list[tuple[str, list[int | None]]]) -> Iterator[T
             if far > TOLERANCE or not same:
                 yield TileTime(kernel, tile, None, f"error {far:.1e}" if same else "runs differ")
                 continue
-            spent = sum(spent for launched, spent in launch_times(long.train) if launched == kernel)
+            spent = sum(spent for launched, spent in launch_times(computed.train) if launched == kernel)
             yield TileTime(kernel, tile, spent)
 
 

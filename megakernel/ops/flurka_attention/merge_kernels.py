@@ -159,6 +159,7 @@ def merge(
     for place in range(oldest, tile.stop, BK):
         places, far = place + tl.arange(0, BK), tl.cast(place + window.before, tl.int64)
         seat, count = place - tile.at + NEAR.reach, seq.length - place
+        values = load_rows(v + far * window.v.row, window.v.row, count, BK, TILING.values, VP)
         ka, kb, key_logs = window_tile(
             k + far * window.keys.row,
             window.keys.row,
@@ -171,7 +172,6 @@ def merge(
             NEAR,
             PHI,
         )
-        values = load_rows(v + far * window.v.row, window.v.row, count, BK, TILING.values, VP)
         similar = products(qa, qb, ka, kb, dtype, NEAR, PHI)
         logs = similar * NEAR.sharp if NEAR.softmax else key_logs[None, :]
         seen = (places[None, :] >= starts[:, None]) & (places[None, :] <= tile.rows[:, None])
@@ -247,8 +247,8 @@ def window_slopes(
     v = head_at(window.v, tile.batch, tile.kv) + far * window.v.row
     seat, count = here - tile.at + NEAR.reach, seq.length - here
     projection = matrix_of(matrix, tile.kv, PHI)
-    ka, kb, logs = window_tile(k, window.keys.row, count, window, seat, projection, matrix.low, BK, NEAR, PHI)
     values = load_rows(v, window.v.row, count, BK, TILING.values, VP)
+    ka, kb, logs = window_tile(k, window.keys.row, count, window, seat, projection, matrix.low, BK, NEAR, PHI)
     seen = (places[None, :] >= starts[:, None]) & (places[None, :] <= tile.rows[:, None])
     seen &= (tile.rows < tile.end)[:, None]
     similar = products(halves[0], halves[1], ka, kb, dtype, NEAR, PHI)
@@ -347,7 +347,7 @@ def merge_backward(
         moved = tl.sum(difference.to(tl.float32) * do.to(tl.float32), 1)
         if NEAR.gated:
             excess = along_out - n * moved
-            mean = along_out - share_of_far * excess
+            mean = n * (along_out + share_of_far * moved)
             moved *= share_of_far * n
         else:
             excess = along_out

@@ -47,16 +47,17 @@ def segment_blocks(phi: Phi, block_size: int, rank: int) -> int:
 def tile_sizes(phi: Phi, near: Near, size: int, values: int, capability: int) -> dict[str, TileSizes]:
     """Tile sizes of FLuRKA's kernels, for elements of `size` bytes."""
     tiles = dict.fromkeys(("pool", "pool_backward"), TileSizes(16, 16, 4))
+    has_wgmma = capability in WGMMA_CAPABILITIES
     if size == 4:
         names = ("merge", "merge_backward", "window_backward", "write_keys", "bwd_dkv")
         return tiles | dict.fromkeys(names, TileSizes(32, 32, 4))
     if max(phi.padded_width, padded(values), phi.padded_features // 2) <= 64:
+        window = TileSizes(64, 64, 4, 2 if has_wgmma else 1) if near.softmax else TileSizes(64, 32, 4)
         return tiles | {
             **dict.fromkeys(("merge", "merge_backward", "write_keys"), TileSizes(64, 64, 4)),
-            "window_backward": TileSizes(64, 64 if near.softmax else 32, 4),
-            "bwd_dkv": TileSizes(64, 32, 4),
+            "window_backward": window,
+            "bwd_dkv": TileSizes(64, 32, 4, 3 if has_wgmma else 1),
         }
-    has_wgmma = capability in WGMMA_CAPABILITIES
     tiles |= {"write_keys": TileSizes(64, 64, 4), "bwd_dkv": TileSizes(64, 32, 4 if has_wgmma else 8)}
     if phi.unbounded and not has_wgmma:
         tiles["bwd_dkv"] = TileSizes(32, 32, 8)

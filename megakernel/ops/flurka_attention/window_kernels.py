@@ -173,8 +173,8 @@ def window_backward(
     dtype: tl.constexpr = k.dtype.element_ty
     projection = matrix_of(matrix, kv, PHI)
 
-    ka, kb, logs = window_tile(k, window.keys.row, left, window, 0, projection, matrix.low, C, NEAR, PHI)
     values = load_rows(v, window.v.row, left, C, TILING.values, VP)
+    ka, kb, logs = window_tile(k, window.keys.row, left, window, 0, projection, matrix.low, C, NEAR, PHI)
     of_a = tl.zeros((C, WIDTH), tl.float32)
     of_b = tl.zeros((C, WIDTH), tl.float32)
     of_values = tl.zeros((C, VP), tl.float32)
@@ -193,15 +193,15 @@ def window_backward(
         seats = place + tl.arange(0, BQ)
         starts = window_start(window, seq, batch, seats, NEAR)
         q = head_at(queries, batch, query_head) + far * queries.row
-        qa, qb, _own = window_tile(
-            q, queries.row, seq.length - place, window, place - at, projection, matrix.low, BQ, NEAR, PHI
-        )
         begins = first_token(seq.starts, batch, seats, seq.length, seq.start)
         n = near_factor(shares, merged.factor, own, query_head, place, begins, seq.length, BQ, NEAR)
         level = level_of(merged, own, head, place, seq.length, BQ, NEAR, PHI)
         shift = load_numbers(means + own.to(tl.int64) * seq.length, place, seq.length, BQ)
         given = head_at(grad, batch, query_head) + far * grad.row
         do = load_rows(given, grad.row, seq.length - place, BQ, TILING.values, VP)
+        qa, qb, _own = window_tile(
+            q, queries.row, seq.length - place, window, place - at, projection, matrix.low, BQ, NEAR, PHI
+        )
         seen = (rows[:, None] >= starts[None, :]) & (rows[:, None] <= seats[None, :])
         seen &= (seats < seq.length)[None, :]
         similar = products(ka, kb, qa, qb, dtype, NEAR, PHI)

@@ -323,7 +323,9 @@ def bwd_pass_on(
         store_columns(r, place, count, column, asked, SHAPE)
         held = numbers_at(tokens.strength, entry, at, length, SIZE) * kept
         state = whole * state - dot(tl.trans(keys.to(tl.float32) * held[:, None]), asked, dtype)
-        for one in range(SHAPE.group):
+        # If it pipelined this loop, Triton 3.7 would compute an operand again while a product still reads it
+        # (triton-lang/triton, issue 9433).
+        for one in tl.range(SHAPE.group, num_stages=1):
             reader = head * SHAPE.group + one
             queries = tokens_at(tokens.q, batch, reader, at, length, SHAPE)
             do = values_at(grad, batch, reader, at, length, column, SHAPE)

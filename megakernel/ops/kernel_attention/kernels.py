@@ -38,7 +38,7 @@ from megakernel.ops.kernel_attention.arguments import (
 )
 from megakernel.ops.kernels.features import EMPTY, dot, exp, load_rows, once, phi, rounded, store_rows
 from megakernel.ops.kernels.mixtures import phi_of_keys
-from megakernel.ops.kernels.states import add_tokens, first_token, largest_of
+from megakernel.ops.kernels.states import add_tokens, empty_norm, first_token, largest_of, sum_of_norm
 
 
 @triton.jit
@@ -76,7 +76,8 @@ def sums_of_segment(
     head = batch * seq.heads + kv
     v = head_at(keys.v, batch, kv)
     tile = tl.zeros((MP, VP), tl.float32)
-    norm = tl.zeros((MP,), tl.float32)
+    dtype: tl.constexpr = v.dtype.element_ty
+    norm = empty_norm(MP, dtype)
     for at in range(begin, end, C):
         far = tl.cast(at, tl.int64) * keys.v.row
         values = load_rows(v + far, keys.v.row, end - at, C, TILING.values, VP)
@@ -87,8 +88,8 @@ def sums_of_segment(
             # The scale of a key with weight 0 may exceed `log`, which is the largest of the others.
             weights *= exp(tl.minimum(logs - log, 0.0))
         ones = tl.full((C,), 1.0, tl.float32)
-        tile, norm = add_tokens(tile, norm, b if half else a, weights, values, ones, v.dtype.element_ty)
-    return tile, norm
+        tile, norm = add_tokens(tile, norm, b if half else a, weights, values, ones, dtype)
+    return tile, sum_of_norm(norm, dtype)
 
 
 @triton.jit
@@ -231,11 +232,11 @@ def sums_of_keys(x, y, keys, state, seq, tile, largest, do, TILING: tl.constexpr
         total_of_pairs = tl.zeros((C, BK), tl.float32)
         den_of_pairs = tl.zeros((C, BK), tl.float32)
         for here in range(first_key(tile.begin, TILING), keys_before(tile.stop, seq, TILING), BK):
+            at = tl.cast(here, tl.int64) * keys.v.row
+            values = load_rows(v + at, keys.v.row, seq.keys - here, BK, TILING.values, VP)
             a, b, scales = features_at(
                 keys.tokens, tile.batch, tile.kv, seq.heads, seq.keys, seq.keys, here, BK, PHI
             )
-            at = tl.cast(here, tl.int64) * keys.v.row
-            values = load_rows(v + at, keys.v.row, seq.keys - here, BK, TILING.values, VP)
             weighed = dot(x, tl.trans(a), dtype)
             if PHI.two:
                 weighed += dot(y, tl.trans(b), dtype)

@@ -134,15 +134,15 @@ def bwd_dkv(
                 r = tl.zeros((BQ,), tl.float32)
                 if PHI.unbounded:
                     r = load_numbers(queries.scale + head.to(tl.int64) * seq.queries, here, seq.queries, BQ)
-                qa, qb, _own = features_at(
-                    queries.tokens, batch, query_head, seq.heads * G, seq.queries, seq.queries, here, BQ, PHI
-                )
                 given = head_at(queries.grad, batch, query_head) + tl.cast(here, tl.int64) * queries.grad.row
                 do = load_rows(given, queries.grad.row, seq.queries - here, BQ, TILING.values, VP)
                 reciprocal = load_numbers(queries.reciprocal + numbers, here, seq.queries, BQ)
                 delta = tl.zeros((BQ,), tl.float32)
                 if queries.delta is not None:
                     delta = load_numbers(queries.delta + numbers, here, seq.queries, BQ)
+                qa, qb, _own = features_at(
+                    queries.tokens, batch, query_head, seq.heads * G, seq.queries, seq.queries, here, BQ, PHI
+                )
                 if dv is not None:
                     similar = dot(a, tl.trans(qa), dtype)
                     if PHI.two:

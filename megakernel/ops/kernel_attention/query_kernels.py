@@ -18,7 +18,7 @@ from megakernel.ops.kernel_attention.arguments import (
 )
 from megakernel.ops.kernel_attention.kernels import pairs_of, state_factors, store_features, sums_of_keys
 from megakernel.ops.kernels.features import EMPTY, dot, load_rows, phi, rounded, slope_of_half, store_slope
-from megakernel.ops.kernels.states import add_tokens, first_token, scales_of_addition
+from megakernel.ops.kernels.states import add_tokens, empty_norm, first_token, scales_of_addition, sum_of_norm
 
 
 @triton.jit
@@ -52,11 +52,11 @@ def gradient_of_half(
     grad += dot(do, tl.trans(sums), dtype) * of_state[:, None]
     if TILING.causal:
         for here in range(first_key(tile.begin, TILING), keys_before(tile.stop, seq, TILING), BK):
+            at = tl.cast(here, tl.int64) * keys.v.row
+            values = load_rows(v + at, keys.v.row, seq.keys - here, BK, TILING.values, VP)
             a, b, scales = features_at(
                 keys.tokens, tile.batch, tile.kv, seq.heads, seq.keys, seq.keys, here, BK, PHI
             )
-            at = tl.cast(here, tl.int64) * keys.v.row
-            values = load_rows(v + at, keys.v.row, seq.keys - here, BK, TILING.values, VP)
             along = tl.zeros((C, BK), tl.float32) + delta[:, None] + dot(do, tl.trans(values), dtype)
             along = pairs_of(along, keys, here, scales, r, seq, tile, TILING, PHI)
             grad += dot(along, b if half else a, dtype)
@@ -160,7 +160,7 @@ def sums_of_queries(
     head = batch * seq.heads + kv
     dtype: tl.constexpr = queries.grad.pointer.dtype.element_ty
     tile = tl.zeros((MP, VP), tl.float32)
-    norm = tl.zeros((MP,), tl.float32)
+    norm = empty_norm(MP, dtype)
     log = EMPTY if PHI.unbounded else 0.0
     for at in range(begin, stop, C):
         rows, left = at + tl.arange(0, C), stop - at
@@ -190,7 +190,7 @@ def sums_of_queries(
             )
             weights = reciprocal * factors
             tile, norm = add_tokens(tile, norm, b if half else a, weights, do, minus_mean, dtype)
-    return tile, norm, log
+    return tile, sum_of_norm(norm, dtype), log
 
 
 @triton.jit

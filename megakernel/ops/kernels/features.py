@@ -219,14 +219,21 @@ def project(x, stride, count, matrix, low, C: tl.constexpr, PHI: tl.constexpr):
     m = tl.arange(0, PHI.padded_rows)
     y = tl.zeros((C, MP), tl.float32)
     square = tl.zeros((C,), tl.float32)
-    for first in range(0, PHI.padded_width, PHI.columns):
+    # If squares need `part`, Triton 3.6 and 3.7 would pipeline it into too few buffers and overwrite it while a product
+    # still reads it (triton-lang/triton, issue 6691).
+    for first in tl.range(0, PHI.padded_width, PHI.columns, num_stages=1 if PHI.gaussian else None):
         part = load_rows(x + first, stride, count, C, PHI.width - first, PHI.columns)
         d = first + tl.arange(0, PHI.columns)
         inside = (m < PHI.rows)[:, None] & (d < PHI.width)[None, :]
         places = matrix + (m[:, None] * PHI.width + d[None, :])
-        y += dot(part, tl.trans(tl.load(places, mask=inside, other=0.0)), dtype)
+        term = tl.load(places, mask=inside, other=0.0)
         if dtype != tl.float32:
-            y += dot(part, tl.trans(tl.load(places + low, mask=inside, other=0.0)), dtype)
+            # Loaded before the first product: the compiler moves no load across one.
+            rest = tl.load(places + low, mask=inside, other=0.0)
+            y += dot(part, tl.trans(term), dtype)
+            y += dot(part, tl.trans(rest), dtype)
+        else:
+            y += dot(part, tl.trans(term), dtype)
         exact = part.to(tl.float32)
         square += tl.sum(exact * exact, 1)
     return y, square

@@ -48,15 +48,48 @@ def largest_of(logs):
     return tl.max(logs[:, None], 0).item()
 
 
+TERMS = tl.constexpr(16)
+"""Columns of the narrowest matrix product."""
+
+
+@triton.jit
+def empty_norm(MP: tl.constexpr, dtype: tl.constexpr):
+    """What `add_tokens` adds numbers to: (MP,), or in bfloat16 (MP, TERMS)."""
+    return tl.zeros((MP, TERMS), tl.float32) if dtype == tl.bfloat16 else tl.zeros((MP,), tl.float32)
+
+
+@triton.jit
+def sum_of_norm(norm, dtype: tl.constexpr):
+    """The normalizer (MP,)."""
+    return tl.sum(norm, 1) if dtype == tl.bfloat16 else norm
+
+
+@triton.jit
+def in_terms(numbers, dtype: tl.constexpr):
+    """(C, TERMS): numbers (C,) float32 as sums of three columns that bfloat16 represents exactly, the others 0."""
+    column = tl.arange(0, TERMS)[None, :]
+    first = rounded(numbers, dtype).to(tl.float32)
+    second = rounded(numbers - first, dtype).to(tl.float32)
+    third = numbers - first - second
+    terms = tl.where(column == 1, second[:, None], tl.where(column == 2, third[:, None], 0.0))
+    return tl.where(column == 0, first[:, None], terms)
+
+
 @triton.jit
 def add_tokens(tile, norm, features, weights, columns, numbers, dtype: tl.constexpr):
     """Add features (C, MP) * weights (C,) times columns (C, BV) to half a state, and times numbers (C,) to its `norm`.
 
-    The weighted features are rounded once for both sums, so that a token's column and number still cancel.
+    The weighted features are rounded once for both sums, so that a token's column and number still cancel. In bfloat16
+    the second sum is also a matrix product: otherwise warps would exchange partial sums in every step. (float16 cannot
+    hold all numbers.)
     """
     weighed = rounded(features.to(tl.float32) * weights[:, None], dtype)
     tile += dot(tl.trans(weighed), columns, dtype)
-    return tile, norm + tl.sum(weighed.to(tl.float32) * numbers[:, None], 0)
+    if dtype == tl.bfloat16:
+        norm += dot(tl.trans(weighed), in_terms(numbers, dtype), dtype)
+    else:
+        norm += tl.sum(weighed.to(tl.float32) * numbers[:, None], 0)
+    return tile, norm
 
 
 # Otherwise Triton compiles variants for 1, for multiples of 16, and for other numbers of segments.

@@ -26,9 +26,9 @@ def test_candidates_are_tile_sizes_of_one_warpgroup():
     from megakernel.ops.kernel_attention.launches import TileSizes
 
     tiles = [TileSizes(*tile) for tile in candidates("read")]
-    assert len(set(tiles)) == len(tiles) == 24
+    assert len(set(tiles)) == len(tiles) == 6
     assert {tile.warps for tile in tiles} == {4}
-    assert {block for _, block, *_ in candidates("write_keys")} == {64}
+    assert {chunk for chunk, *_ in candidates("write_keys")} == {32, 64}
 
 
 CHILD = """
