@@ -4,12 +4,14 @@ import argparse
 import importlib
 import shlex
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from launch.arguments import Number
 from launch.messages import console
-from megakernel.config import UserError
+from megakernel.config import RunFailed, UserError
 from megakernel.config.errors import report_write_errors
 
 HELP = "benchmark attention against other implementations: time, peak memory, share of the device's limits"
@@ -45,7 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="measure only this implementation; may be given several times",
     )
-    add("--out", type=Path, metavar="FILE", help=f"output page (default: {RESULTS}/attention_SUITE.md)")
+    add(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help=f"output page (default: {RESULTS}/attention_SUITE.md); FILE.partial has the results so far",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,13 +74,24 @@ def run(args: argparse.Namespace) -> int:
     if suite.device == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     stderr = console(stderr=True)
-    with stderr.status("measuring"):
-        result = attention.run_suite(suite, device, args.repeats, stderr.print)
     command = shlex.join(["megakernel", "dev", "bench", "attention", *_result_options(args, name)])
-    page = attention.measured_page(result, device, command)
-    print(page, end="")
-    with report_write_errors("--out", out):
-        out.write_text(page, encoding="utf-8")
+    partial = out.with_name(f"{out.name}.partial")
+
+    def save(result: Any) -> None:
+        with suppress(OSError):  # reported at the end, when the results have been printed
+            partial.write_text(attention.measured_page(result, device, command), encoding="utf-8")
+
+    try:
+        with stderr.status("measuring"):
+            result = attention.run_suite(suite, device, args.repeats, stderr.print, save)
+        page = attention.measured_page(result, device, command)
+        print(page, end="")
+        with report_write_errors("--out", out):
+            out.write_text(page, encoding="utf-8")
+    except RunFailed:
+        partial.unlink(missing_ok=True)
+        raise
+    partial.unlink(missing_ok=True)
     return 0
 
 

@@ -55,9 +55,15 @@ class SuiteResult:
 
 
 def run_suite(
-    suite: Suite, device: torch.device, repeats: int, progress: Callable[[str], object] = lambda text: None
+    suite: Suite,
+    device: torch.device,
+    repeats: int,
+    progress: Callable[[str], object] = lambda text: None,
+    save: Callable[["SuiteResult"], object] = lambda result: None,
 ) -> SuiteResult:
-    """Check and measure every implementation in every case; progress: called with each one's times, and the case.
+    """Check and measure every implementation in every case.
+
+    progress: called with each one's times, and the case. save: called with all results so far, after each one.
 
     Raises RunFailed if one of ours is wrong.
     """
@@ -66,7 +72,8 @@ def run_suite(
         progress("the device's limits")
         result = SuiteResult(suite, measure_limits(device, dtype), dtype, repeats)
         for case in suite.cases:
-            rows = []
+            rows: list[CaseResult] = []
+            result.results.append((case, rows))
             for name in suite.implementations:
                 with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always", RuntimeWarning)
@@ -74,7 +81,7 @@ def run_suite(
                 remarks = [*result.remarks, *(str(warning.message) for warning in caught)]
                 result.remarks = list(dict.fromkeys(remarks))
                 progress(f"{case}: {rows[-1]}")
-            result.results.append((case, rows))
+                save(result)
     return result
 
 

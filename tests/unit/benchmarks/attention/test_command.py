@@ -122,6 +122,38 @@ def test_no_page_is_written_after_a_failed_check(tmp_path, monkeypatch, capsys):
     assert not out.exists()
 
 
+def test_results_so_far_are_kept_if_the_measurement_ends_early(tmp_path, monkeypatch):
+    measure, measured = measuring._row, []
+
+    def interrupted(*args):
+        if measured:
+            raise KeyboardInterrupt
+        measured.append(measure(*args))
+        return measured[0]
+
+    monkeypatch.setattr(measuring, "_row", interrupted)
+    out = tmp_path / "page.md"
+    command = [
+        "bench",
+        "attention",
+        "--suite",
+        "cpu",
+        "--max-tokens",
+        "1024",
+        "--repeats",
+        "1",
+        "--out",
+        str(out),
+    ]
+    assert main(command) == ExitStatus.FAILED
+    assert not out.exists()
+    [[_, row]] = tables((tmp_path / "page.md.partial").read_text())
+    assert row[0] == measured[0].implementation
+    monkeypatch.undo()
+    assert main([*command, "--only", "kernel elu"]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.md"]
+
+
 def test_results_are_printed_if_the_page_cannot_be_written(tmp_path, capsys):
     command = ["bench", "attention", "--suite", "cpu", "--max-tokens", "1024", "--repeats", "1", "--out"]
     assert main([*command, str(tmp_path), "--only", "kernel elu"]) == ExitStatus.USAGE
