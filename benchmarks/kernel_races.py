@@ -9,13 +9,15 @@ enough to pass for rounding.
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
-LOOP = re.compile(r"\bscf\.(for|while)\b")
+LOOP = re.compile(r"\bscf\.for\b")
 NAME = r"%[\w$]+(?:#\d+)?"
 VALUE = re.compile(rf"^\s*({NAME})(?::\d+)? = ")
+ALLOCATION = re.compile(rf"({NAME}) = ttg\.local_alloc ")
 VIEW = re.compile(rf"({NAME})(?::\d+)? = ttg\.memdesc_\w+ ({NAME})")
+INDEX = re.compile(r"memdesc_index .*?memdesc<(\d+)x")
 PRODUCT = re.compile(rf"ttng\.warp_group_dot ({NAME}), ({NAME}),.*isAsync = true")
 WAIT = re.compile(r"ttng\.warp_group_dot_wait .*pendings = (\d+)")
 COPY = re.compile(rf"ttg\.async_copy_global_to_local {NAME}, ({NAME})")
@@ -24,74 +26,74 @@ COPY = re.compile(rf"ttg\.async_copy_global_to_local {NAME}, ({NAME})")
 class Body(NamedTuple):
     """What one iteration of a loop does, without loops inside of it; numbers are lines."""
 
-    products: list[tuple[int, tuple[str, str]]]
+    depth: int
+    """Indentation of the loop."""
+
+    ahead: Counter[str]
+    """Buffer -> copies before the loop, which are how many iterations the copies run ahead of their use."""
+
+    products: list[tuple[int, tuple[str, ...]]]
     """Asynchronous products and their operands: buffers, or values in registers."""
 
     waits: list[tuple[int, int]]
     """Waits for products, and how many of the last ones they leave running."""
 
-    copies: list[tuple[int, str]]
-    """Copies and their buffers."""
+    copies: list[tuple[int, str, int]]
+    """Copies, their buffers, and the buffers' slots."""
 
     values: dict[str, int]
-    """Values and where they are computed."""
-
-    ahead: Counter[str]
-    """Buffer -> copies before the loop, which are how many iterations the copies run ahead of their use."""
+    """Values, and buffers of one iteration, and where they are computed."""
 
 
 def overwritten_operands(ttgir: str) -> list[str]:
     """A line for each operand that may be overwritten before its product has ended."""
-    lines = ttgir.splitlines()
+    found: list[str] = []
+    # Loops side by side use the same names again, so that names have their meaning from above.
     roots: dict[str, str] = {}
     slots: dict[str, int] = {}
-    for line in lines:
+    copied: Counter[str] = Counter()
+    open_loops: list[Body] = []
+    for at, line in enumerate(ttgir.splitlines()):
+        depth = len(line) - len(line.lstrip())
+        while open_loops and line.strip() and depth <= open_loops[-1].depth:
+            found += _overwritten(open_loops.pop())
+        if LOOP.search(line):
+            open_loops.append(Body(depth, copied.copy(), [], [], [], {}))
+            continue
         if view := VIEW.search(line):
             roots[view[1]] = roots.get(view[2], view[2])
-            if shape := re.search(r"memdesc_index .*?memdesc<(\d+)x", line):
-                slots.setdefault(roots[view[1]], int(shape[1]))
-    found = []
-    for body in _loops(lines, roots):
-        for product, operands in body.products:
-            overwrites = [
-                (at, buffer, body.ahead[buffer] % slots.get(buffer, 1) == 0)
-                for at, buffer in body.copies
-                if buffer in operands
-            ]
-            # A value belongs to the product of the same iteration, so only the one before may still read it.
-            overwrites += [(body.values[x], x, False) for x in operands[:1] if x in body.values]
-            found += [
-                f"line {at + 1}: {operand} is overwritten while the product of line {product + 1} may read it"
-                for at, operand, same in overwrites
-                if not _has_ended(body, product, at, same)
-            ]
+            if index := INDEX.search(line):
+                slots.setdefault(roots[view[1]], int(index[1]))
+        elif value := VALUE.match(line):
+            for table in (roots, slots, copied) if ALLOCATION.search(line) else (roots,):
+                table.pop(value[1], None)
+            if open_loops:
+                open_loops[-1].values[value[1]] = at
+        body = open_loops[-1] if open_loops else None
+        if copy := COPY.search(line):
+            buffer = roots.get(copy[1], copy[1])
+            copied[buffer] += 1
+            if body is not None:
+                body.copies.append((at, buffer, slots.get(buffer, 1)))
+        elif body is not None and (product := PRODUCT.search(line)):
+            body.products.append((at, tuple(roots.get(name, name) for name in product.groups())))
+        elif body is not None and (wait := WAIT.search(line)):
+            body.waits.append((at, int(wait[1])))
     return found
 
 
-def _loops(lines: Sequence[str], roots: dict[str, str]) -> list[Body]:
-    """The bodies of the loops; indentation tells where they end."""
-    bodies = []
-    open_loops: list[tuple[int, Body]] = []
-    copied: Counter[str] = Counter()
-    for at, line in enumerate(lines):
-        depth = len(line) - len(line.lstrip())
-        while open_loops and line.strip() and depth <= open_loops[-1][0]:
-            bodies.append(open_loops.pop()[1])
-        body = open_loops[-1][1] if open_loops else Body([], [], [], {}, Counter())
-        if LOOP.search(line):
-            open_loops.append((depth, Body([], [], [], {}, copied.copy())))
-            continue
-        if value := VALUE.match(line):
-            body.values[value[1]] = at
-        if found := PRODUCT.search(line):
-            body.products.append((at, (roots.get(found[1], found[1]), roots.get(found[2], found[2]))))
-        elif found := WAIT.search(line):
-            body.waits.append((at, int(found[1])))
-        elif found := COPY.search(line):
-            buffer = roots.get(found[1], found[1])
-            body.copies.append((at, buffer))
-            copied[buffer] += 1
-    return bodies
+def _overwritten(body: Body) -> Iterator[str]:
+    for product, operands in body.products:
+        overwrites = [
+            (at, buffer, body.ahead[buffer] % slots == 0)
+            for at, buffer, slots in body.copies
+            if buffer in operands
+        ]
+        # These belong to the product of the same iteration, so only the one before may still read them.
+        overwrites += [(body.values[x], x, False) for x in operands if x in body.values]
+        for at, operand, same in overwrites:
+            if not _has_ended(body, product, at, same):
+                yield f"line {at + 1}: {operand} is overwritten while the product of line {product + 1} may read it"
 
 
 def _has_ended(body: Body, product: int, overwrite: int, same: bool) -> bool:

@@ -99,8 +99,8 @@ def medians(events: list[tuple[str, float]], repeats: int) -> list[tuple[str, fl
 def candidates(kernel: str) -> list[list[int | None]]:
     """Tile sizes to try: one warpgroup and at most 64 rows.
 
-    On an H200, 128 rows, two warpgroups, and registers for more programs per multiprocessor spilled and took 1.3 to 2.6
-    times as long (docs/results.md).
+    On an H200, 128 rows, two warpgroups, and registers for more programs per multiprocessor spilled and took longer
+    (docs/results.md).
     """
     sizes = ((32, 32), (64, 64)) if kernel.startswith("write") else ((64, 32), (64, 64))
     return [[chunk, block, 4, stages, None] for chunk, block in sizes for stages in (1, 2, 3)]

@@ -20,8 +20,8 @@ RATES = {
 }
 """The assumptions of all predictions. The shares are round numbers in the range that similar trainers report.
 
-That of kernels was measured: the times of benchmarks/results/kernel_times.md, forward and backward, are 0.04 to 0.1 of
-an H200's peak.
+That of kernels was measured: the times of benchmarks/results/kernel_times.md, forward and backward, are 0.03 to 0.15 of
+an H200's peak, those of FLuRKA 0.03 (heads of 64) and 0.06 (of 128).
 """
 
 RATES_SOURCE = "kernel as measured on an H200, the others assumed"

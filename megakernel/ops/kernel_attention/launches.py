@@ -70,11 +70,14 @@ EXCEPTIONS: dict[tuple[str, int, int], TileSizes] = {
     ("bwd_dkv", 2, 128): TileSizes(64, 32, 4, 2),
     ("bwd_dkv", 2, 256): TileSizes(64, 64, 4),
 }
-"""(kernel, bytes per element, largest padded features) -> tile sizes of kernels that deviate from TILES. Those of two
-bytes were the fastest on an H200 (benchmarks/results/kernel_tiles.md)."""
+"""(kernel, bytes per element, largest padded features) -> tile sizes of kernels that deviate from TILES.
+
+Those of two bytes were chosen by time on an H200, for all maps that were measured together: another one is up to 10 %
+faster for some map (benchmarks/results/kernel_tiles.md).
+"""
 
 UNBOUNDED_EXCEPTIONS = EXCEPTIONS | {("bwd_dkv", 2, 128): TileSizes(64, 32, 4)}
-"""The same for unbounded maps, with whose log scales a second stage spills: 0.62 ms instead of 0.38."""
+"""The same for unbounded maps: there, a second stage of `bwd_dkv` spills (0.62 ms instead of 0.38)."""
 
 SMALL_TILES: dict[tuple[int, int], TileSizes] = {
     (2, 64): TileSizes(64, 32, 4),

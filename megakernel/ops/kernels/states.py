@@ -49,7 +49,7 @@ def largest_of(logs):
 
 
 TERMS = tl.constexpr(16)
-"""Columns of the narrowest matrix product."""
+"""Columns of the narrowest matrix product that `tl.dot` takes."""
 
 
 @triton.jit
@@ -66,7 +66,10 @@ def sum_of_norm(norm, dtype: tl.constexpr):
 
 @triton.jit
 def in_terms(numbers, dtype: tl.constexpr):
-    """(C, TERMS): numbers (C,) float32 as sums of three columns that bfloat16 represents exactly, the others 0."""
+    """(C, TERMS): numbers (C,) float32 as sums of three columns that bfloat16 represents exactly, the others 0.
+
+    Bits below 2^-133 are lost.
+    """
     column = tl.arange(0, TERMS)[None, :]
     first = rounded(numbers, dtype).to(tl.float32)
     second = rounded(numbers - first, dtype).to(tl.float32)
