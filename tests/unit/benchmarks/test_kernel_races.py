@@ -6,14 +6,20 @@ from benchmarks.kernel_races import overwritten_operands
 def loop(buffer: str, slots: int = 1, copies_before: int = 1, wait: str = "", register: str = "") -> str:
     """A loop whose product reads a slot of a buffer, into which each iteration then copies a later operand."""
     slot = f"ttg.memdesc_index %{buffer}[%c0] : !ttg.memdesc<{slots}x64x64xbf16, #s> -> !ttg.memdesc<64x64xbf16, #s>"
-    copy = "ttg.async_copy_global_to_local %p, %view mask %m : tensor<64x64x!tt.ptr<bf16>> -> <64x64xbf16, #s>"
+    copy = (
+        "ttg.async_copy_global_to_local %p, %view mask %m : tensor<64x64x!tt.ptr<bf16>> -> <64x64xbf16, #s>"
+    )
     before = f"    %view = {slot}\n    %token = {copy}\n" * copies_before
-    left = f"      %x = arith.truncf %y : tensor<64x64xf32> to tensor<64x64xbf16>\n{register}" if register else ""
+    left = (
+        f"      %x = arith.truncf %y : tensor<64x64xf32> to tensor<64x64xbf16>\n{register}"
+        if register
+        else ""
+    )
     return f"""
     %{buffer} = ttg.local_alloc : () -> !ttg.memdesc<{slots}x64x64xbf16, #s>
 {before}    %out = scf.for %i = %a to %b step %c iter_args(%sum = %zero) -> (tensor<64x64xf32>)  : i32 {{
       %own = {slot}
-{left}      %product = ttng.warp_group_dot {"%x" if register else "%k"}, %own, %sum {{isAsync = true}} : tensor<64x64xf32>
+{left}      %product = ttng.warp_group_dot {"%x" if register else "%k"}, %own, %sum {{isAsync = true}}
 {wait}      %view = {slot}
       %token = {copy}
       scf.yield %product : tensor<64x64xf32>
