@@ -177,6 +177,10 @@ PARTS = {
         _tests("states that decay, short convolution", "simple_gla", "gated_delta_rule", "short_convolution"),
         _tests("the other ops", "packed_softmax", "weighted_attention", "fastfood", "low_rank", "liger"),
         _tests("long sequences", "long_sequences"),
+        Check(
+            "layers, equal runs, training",
+            (PYTHON, "-m", "pytest", "-q", "-m", "gpu", "tests/e2e/test_gpu.py"),
+        ),
         *(
             Check(
                 f"compute-sanitizer {tool}",

@@ -3,18 +3,14 @@
 from benchmarks.kernel_races import overwritten_operands
 
 
-def loop(buffer: str, slots: int = 1, copies_before: int = 1, wait: str = "", register: str = "") -> str:
+def loop(buffer: str, slots: int = 1, copies_before: int = 1, wait: str = "", register: bool = False) -> str:
     """A loop whose product reads a slot of a buffer, into which each iteration then copies a later operand."""
     slot = f"ttg.memdesc_index %{buffer}[%c0] : !ttg.memdesc<{slots}x64x64xbf16, #s> -> !ttg.memdesc<64x64xbf16, #s>"
     copy = (
         "ttg.async_copy_global_to_local %p, %view mask %m : tensor<64x64x!tt.ptr<bf16>> -> <64x64xbf16, #s>"
     )
     before = f"    %view = {slot}\n    %token = {copy}\n" * copies_before
-    left = (
-        f"      %x = arith.truncf %y : tensor<64x64xf32> to tensor<64x64xbf16>\n{register}"
-        if register
-        else ""
-    )
+    left = "      %x = arith.truncf %y : tensor<64x64xf32> to tensor<64x64xbf16>\n" * register
     return f"""
     %{buffer} = ttg.local_alloc : () -> !ttg.memdesc<{slots}x64x64xbf16, #s>
 {before}    %out = scf.for %i = %a to %b step %c iter_args(%sum = %zero) -> (tensor<64x64xf32>)  : i32 {{
@@ -57,6 +53,6 @@ def test_loops_side_by_side_may_use_the_same_names():
 
 
 def test_an_operand_in_registers_is_not_computed_before_the_product_of_the_iteration_before_has_ended():
-    (found,) = overwritten_operands(loop("k", slots=2, wait=WAIT_FOR_EARLIER, register=" "))
+    (found,) = overwritten_operands(loop("k", slots=2, wait=WAIT_FOR_EARLIER, register=True))
     assert "%x is overwritten" in found
-    assert overwritten_operands(loop("k", slots=2, wait=WAIT, register=" ")) == []
+    assert overwritten_operands(loop("k", slots=2, wait=WAIT, register=True)) == []
