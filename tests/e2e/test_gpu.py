@@ -41,11 +41,14 @@ def test_attention_in_bfloat16_is_near_float64(preset):
     assert _error(actual, expected) < 2e-2  # docs/formulas.md, 8: property 8
 
 
-@pytest.mark.parametrize("preset", [*PRESETS, "gated_deltanet", "mamba2"])
+@pytest.mark.parametrize(
+    "preset", ["linear", "performer", "hedgehog", "flurka", "flurka_kernel", "gated_deltanet", "mamba2"]
+)
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("key_heads", [4, 16])
 def test_two_runs_give_the_same_bits(preset, width, key_heads):
-    # So many programs that they overlap as in training: what the compiler lets race differs only then.
+    # So many programs that they overlap as in training: what the compiler lets race differs only then. (Backward of
+    # torch's softmax adds in any order.)
     torch.manual_seed(0)
     tree = {"preset": preset} | ({"feature_map": {"samples": width}} if preset == "performer" else {})
     module = attention.build(tree, num_heads=16, num_kv_heads=key_heads, head_dim=width).cuda()
