@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.page import docstring_parser, page_header, table, table_row, write_page
+from benchmarks.step_kernels import summary
 from benchmarks.training_runs import preset_tree
 from megakernel.evaluation.records import file_name
 
@@ -73,20 +74,24 @@ def run(check: Check, seconds: float) -> CheckResult:
         return CheckResult(check, "no time left", 0.0, "")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     start = time.monotonic()
-    with tempfile.TemporaryFile("w+", errors="replace") as log:
-        process = subprocess.Popen(
-            check.command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
-        try:
-            exit_status = process.wait(seconds)
-            status = "passed" if exit_status == 0 else f"failed with status {exit_status}"
-        except subprocess.TimeoutExpired:
-            status = "cut off"
-        finally:
-            _end(process)
-            shutil.rmtree(RUNS, ignore_errors=True)
-        log.seek(0)
-        last = log.read().splitlines()[-OUTPUT_LINES:]
+    try:
+        with tempfile.TemporaryFile("w+", errors="replace") as log:
+            process = subprocess.Popen(
+                check.command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            )
+            try:
+                exit_status = process.wait(seconds)
+                status = "passed" if exit_status == 0 else f"failed with status {exit_status}"
+            except subprocess.TimeoutExpired:
+                status = "cut off"
+            finally:
+                _end(process)
+            log.seek(0)
+            last = log.read().splitlines()[-OUTPUT_LINES:]
+        for trace in RUNS.glob("*/profile/*/rank_0.json.gz"):
+            last += summary(trace)
+    finally:
+        shutil.rmtree(RUNS, ignore_errors=True)
     return CheckResult(check, status, time.monotonic() - start, "\n".join(last))
 
 
@@ -141,7 +146,7 @@ def _attention_benchmark(tokens: int, *more: str) -> Check:
 
 
 def _pretrain(size: str, mechanism: str, seq_len: int) -> Check:
-    """A few steps of a shipped configuration on one GPU, on the standard library's source."""
+    """A few steps of a shipped configuration on one GPU, on the standard library's source, two of them profiled."""
     keys = {
         "run.root": RUNS,
         "run.name": f"{size}-{file_name(mechanism)}-{seq_len}",
@@ -150,9 +155,11 @@ def _pretrain(size: str, mechanism: str, seq_len: int) -> Check:
         "parallel.context": 1,
         "training.seq_len": seq_len,
         "training.steps": 12,
+        "training.eval_samples": 4,
         "training.micro_batch_size": 1,
         "training.global_batch_size": 4,
         "training.log_every": 1,
+        "training.profile": "{start: 10, steps: 2}",
         "schedule.warmup_steps": 2,
     }
     overrides = (f"{key}={value}" for key, value in keys.items())
