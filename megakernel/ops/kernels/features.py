@@ -189,7 +189,11 @@ def places_of_rows(start, stride, count, C: tl.constexpr, D, DP: tl.constexpr):
 
 @triton.jit
 def load_rows(start, stride, count, C: tl.constexpr, D, DP: tl.constexpr):
-    """The first C rows of a matrix at `start`, as a tile (C, DP); zeros from row `count` and column D on."""
+    """The first C rows of a matrix at `start`, as a tile (C, DP); zeros from row `count` and column D on.
+
+    Kernels load all that a step needs before its first product or `once`: the compiler moves no load across these, and
+    each would wait for memory on its own.
+    """
     places, inside = places_of_rows(start, stride, count, C, D, DP)
     return tl.load(places, mask=inside, other=0.0)
 
