@@ -217,9 +217,15 @@ class Code:
 
 @cache
 def _for_loops(file: str) -> tuple[tuple[int, int, str], ...]:
-    """First line, last line and iterable of each `for` statement of a file."""
+    """First line, last line and iterable of each `for` statement of a file.
+
+    `tl.range` reads as `range` without options: how the compiler pipelines a loop does not change its trips.
+    """
     tree = ast.parse(Path(file).read_text()) if file.endswith(".py") else ast.Module([], [])
-    loops = (node for node in ast.walk(tree) if isinstance(node, ast.For))
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For)]
+    for node in loops:
+        if isinstance(node.iter, ast.Call) and ast.unparse(node.iter.func) == "tl.range":
+            node.iter = ast.Call(ast.Name("range"), node.iter.args, [])
     return tuple((node.lineno, node.end_lineno or node.lineno, ast.unparse(node.iter)) for node in loops)
 
 
@@ -253,16 +259,6 @@ def _window_blocks(x: Sizes) -> float:
     return reach / x.TILING.block
 
 
-def _parts_of_tokens(x: Sizes) -> float:
-    """Parts of a token that a projection multiplies one after another."""
-    return x.PHI.padded_width / x.PHI.columns
-
-
-def _query_heads(x: Sizes) -> float | None:
-    """Query heads per key head of the gated delta rule; None: the compiler has removed the loop."""
-    return x.SHAPE.group if x.SHAPE.group > 1 else None
-
-
 def _chunks(_: Sizes) -> float:
     """Chunks of the gated delta rule; imported late, see `cases`."""
     from megakernel.ops.gated_delta_rule.kernels import CHUNK
@@ -271,8 +267,7 @@ def _chunks(_: Sizes) -> float:
 
 
 TRIPS: dict[str, Callable[[Sizes], float | None]] = {
-    "tl.range(0, PHI.padded_width, PHI.columns, num_stages=1 if PHI.gaussian else None)": _parts_of_tokens,
-    "range(0, PHI.padded_width, PHI.columns)": _parts_of_tokens,
+    "range(0, PHI.padded_width, PHI.columns)": lambda x: x.PHI.padded_width / x.PHI.columns,
     "range(begin, end, C)": lambda x: max(1.0, x.TILING.span / x.TILING.chunk),
     "range(begin, stop, C)": lambda x: x.TILING.segment / x.TILING.chunk,
     "range(first_key(tile.begin, TILING), keys_before(tile.stop, seq, TILING), BK)": _key_blocks_per_query_tile,
@@ -284,11 +279,10 @@ TRIPS: dict[str, Callable[[Sizes], float | None]] = {
     ),
     "range(part * EACH, tl.minimum(part * EACH + EACH, blocks))": lambda x: x.EACH,
     "range(G)": lambda x: x.TILING.group if x.TILING.group > 1 else None,
-    "tl.range(segments, num_stages=STAGES)": lambda x: LENGTH / x.SEGMENT,
+    "range(segments)": lambda x: LENGTH / x.SEGMENT,
     "range(chunks)": _chunks,
     "range(0, SHAPE.values, V)": lambda x: x.SHAPE.values / x.SHAPE.columns,
-    "range(SHAPE.group)": _query_heads,
-    "tl.range(SHAPE.group, num_stages=1)": _query_heads,
+    "range(SHAPE.group)": lambda x: x.SHAPE.group if x.SHAPE.group > 1 else None,
 }
 """Iterable of a kernel's `for` statement -> its trip count for a sequence of LENGTH tokens."""
 
