@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,24 +75,23 @@ def run(check: Check, seconds: float) -> CheckResult:
         return CheckResult(check, "no time left", 0.0, "")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     start = time.monotonic()
-    try:
-        with tempfile.TemporaryFile("w+", errors="replace") as log:
-            process = subprocess.Popen(
-                check.command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-            )
-            try:
-                exit_status = process.wait(seconds)
-                status = "passed" if exit_status == 0 else f"failed with status {exit_status}"
-            except subprocess.TimeoutExpired:
-                status = "cut off"
-            finally:
-                _end(process)
-            log.seek(0)
-            last = log.read().splitlines()[-OUTPUT_LINES:]
+    with ExitStack() as until_end:
+        until_end.callback(shutil.rmtree, RUNS, ignore_errors=True)
+        log = until_end.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
+        process = subprocess.Popen(
+            check.command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        try:
+            exit_status = process.wait(seconds)
+            status = "passed" if exit_status == 0 else f"failed with status {exit_status}"
+        except subprocess.TimeoutExpired:
+            status = "cut off"
+        finally:
+            _end(process)
+        log.seek(0)
+        last = log.read().splitlines()[-OUTPUT_LINES:]
         for trace in RUNS.glob("*/profile/*/rank_0.json.gz"):
             last += summary(trace)
-    finally:
-        shutil.rmtree(RUNS, ignore_errors=True)
     return CheckResult(check, status, time.monotonic() - start, "\n".join(last))
 
 
