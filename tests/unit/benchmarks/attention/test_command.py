@@ -16,6 +16,10 @@ def small_device_measurements(monkeypatch):
     monkeypatch.setitem(machine.COPIED, "cpu", 2**16)
 
 
+CPU_SUITE = ["bench", "attention", "--suite", "cpu"]
+ONE_RUN = [*CPU_SUITE, "--repeats", "1", "--max-tokens"]
+
+
 def tables(page):
     """The cells of all tables, row by row, without separator rows."""
     found, inside = [], False
@@ -32,19 +36,7 @@ def tables(page):
 
 def test_the_cpu_suite_writes_a_table_of_its_measurements(tmp_path, capsys):
     out = tmp_path / "results" / "page.md"
-    command = [
-        "bench",
-        "attention",
-        "--suite",
-        "cpu",
-        "--max-tokens",
-        "2048",
-        "--repeats",
-        "1",
-        "--only",
-        "FLuRKA",
-    ]
-    assert main([*command, "--out", str(out)]) == 0
+    assert main([*ONE_RUN, "2048", "--only", "FLuRKA", "--out", str(out)]) == 0
     page = out.read_text()
     assert capsys.readouterr().out == page
     assert "`megakernel dev bench attention --suite cpu --repeats 1 --max-tokens 2048 --only FLuRKA`" in page
@@ -114,8 +106,7 @@ def test_no_page_is_written_after_a_failed_check(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(measuring, "_row", fail)
     out = tmp_path / "page.md"
-    command = ["bench", "attention", "--suite", "cpu", "--out", str(out)]
-    assert main(command) == ExitStatus.FAILED
+    assert main([*CPU_SUITE, "--out", str(out)]) == ExitStatus.FAILED
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "kernel elu is wrong" in captured.err
@@ -133,18 +124,7 @@ def test_results_so_far_are_kept_if_the_measurement_ends_early(tmp_path, monkeyp
 
     monkeypatch.setattr(measuring, "_row", interrupted)
     out = tmp_path / "page.md"
-    command = [
-        "bench",
-        "attention",
-        "--suite",
-        "cpu",
-        "--max-tokens",
-        "1024",
-        "--repeats",
-        "1",
-        "--out",
-        str(out),
-    ]
+    command = [*ONE_RUN, "1024", "--out", str(out)]
     assert main(command) == ExitStatus.FAILED
     assert not out.exists()
     [[_, row]] = tables((tmp_path / "page.md.partial").read_text())
@@ -155,7 +135,7 @@ def test_results_so_far_are_kept_if_the_measurement_ends_early(tmp_path, monkeyp
 
 
 def test_results_are_printed_if_the_page_cannot_be_written(tmp_path, capsys):
-    command = ["bench", "attention", "--suite", "cpu", "--max-tokens", "1024", "--repeats", "1", "--out"]
+    command = [*ONE_RUN, "1024", "--out"]
     assert main([*command, str(tmp_path), "--only", "kernel elu"]) == ExitStatus.USAGE
     captured = capsys.readouterr()
     assert "kernel elu" in captured.out
