@@ -30,6 +30,8 @@ _SERVER_ENVIRONMENT = {
 }
 _GRACE = 5.0
 """Seconds that hanging ranks have to print their stacks."""
+_CAUSE = 2.0
+"""Seconds after a rank's error in which the death of another rank is still reported in its place."""
 
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(PRELOAD)
@@ -44,7 +46,8 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
 
     The processes see torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) with a
     port of their own. `function`, `args` and the results are pickled, tensors by value. The first failure
-    kills the other ranks; after `timeout` seconds each prints its stack.
+    kills the other ranks and is raised, but a rank that died goes before the lost connections of its peers;
+    after `timeout` seconds each prints its stack.
     """
     with _environment(_SERVER_ENVIRONMENT):
         forkserver.ensure_running()
@@ -107,26 +110,31 @@ def _work(send: connection.Connection, environment: dict[str, str], call: bytes,
 def _collect(workers: list[Worker], deadline: float) -> list[Any]:
     results: dict[int, Any] = {}
     waiting = {pipe: rank for rank, (_, pipe) in enumerate(workers)}
+    error: RankFailedError | None = None
     while waiting:
         ready = connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise RankFailedError(f"ranks {sorted(waiting.values())} did not finish in time")
+            raise error or RankFailedError(f"ranks {sorted(waiting.values())} did not finish in time")
         for pipe in ready:
             assert isinstance(pipe, connection.Connection)
             rank = waiting.pop(pipe)
-            results[rank] = _result(rank, pipe, workers[rank][0])
+            fine, value = _answer(rank, pipe, workers[rank][0])
+            if fine:
+                results[rank] = value
+            elif error is None:
+                error = RankFailedError(f"rank {rank} raised\n{value}")
+                deadline = min(deadline, time.monotonic() + _CAUSE)
+    if error is not None:
+        raise error
     return [results[rank] for rank in range(len(workers))]
 
 
-def _result(rank: int, pipe: connection.Connection, process: Any) -> Any:
+def _answer(rank: int, pipe: connection.Connection, process: Any) -> tuple[bool, Any]:
     try:
-        fine, value = pickle.loads(pipe.recv_bytes())
+        return pickle.loads(pipe.recv_bytes())
     except EOFError:
         process.join()
         raise RankFailedError(f"rank {rank} died with exit status {process.exitcode}") from None
-    if not fine:
-        raise RankFailedError(f"rank {rank} raised\n{value}")
-    return value
 
 
 @contextmanager

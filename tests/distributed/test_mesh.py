@@ -3,7 +3,9 @@
 import itertools
 import os
 import resource
+import signal
 import socket
+import time
 from datetime import timedelta
 
 import pytest
@@ -18,7 +20,7 @@ from megakernel.parallel.mesh import Mesh
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.parallel.ranks import Ranks
 from megakernel.parallel.rendezvous import connect_store
-from tests.distributed.processes import RankFailedError, cpu_mesh, run_ranks
+from tests.distributed.processes import RankFailedError, cpu_mesh, run_ranks, this_process
 
 LAYOUTS = [
     {},
@@ -143,3 +145,15 @@ def fail_on_one_rank():
 def test_run_ranks_raises_the_first_failure_and_ends_the_other_ranks():
     with pytest.raises(RankFailedError, match=r"rank 1 raised(.|\n)*the reason"):
         run_ranks(fail_on_one_rank, 2)
+
+
+def die_after_the_error_of_a_peer():
+    if this_process().rank == 1:
+        raise ConnectionError("connection closed by peer")
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_run_ranks_raises_the_death_of_a_rank_rather_than_the_error_of_its_peer():
+    with pytest.raises(RankFailedError, match="rank 0 died with exit status -9"):
+        run_ranks(die_after_the_error_of_a_peer, 2)
