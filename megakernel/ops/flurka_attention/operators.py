@@ -26,7 +26,7 @@ from megakernel.ops.kernel_attention.launches import (
     map_of_call,
     output_buffer,
 )
-from megakernel.ops.kernel_attention.operators import gradient_of_matrix, products_of_queries
+from megakernel.ops.kernel_attention.operators import gradient_of_matrix, products_of_tokens
 from megakernel.ops.kernels.assembler import WGMMA_CAPABILITIES
 from megakernel.ops.kernels.features import Phi, cdiv, padded
 from megakernel.ops.kernels.launch import capability_of
@@ -256,10 +256,11 @@ class FlurkaLaunches(NamedTuple):
         dfar_weight = dmerge.sum((0, 2)) if gate is None else None
         dgate_weight = None
         if gate_weight is not None:
-            dgate_weight = torch.einsum("bhn,bhnd->hd", dmerge.to(q.dtype), q).to(gate_weight.dtype)
+            products = products_of_tokens(dmerge.to(q.dtype)[..., None], q, q.shape[1])
+            dgate_weight = products[:, 0].to(gate_weight.dtype)
         dgate, dfar = None if gate is None else dmerge, None if far_weight is None else dfar_weight
         grads = (dq, dgate, dgate_weight, dfar, None)
-        matrix_grad = None if dy is None else cache(partial(products_of_queries, dy, q, self.seq.heads))
+        matrix_grad = None if dy is None else cache(partial(products_of_tokens, dy, q, self.seq.heads))
         return QueryBackward(bwd_queries, grads, matrix_grad, (launches, merged, means, dmerge, dfar_weight))
 
     def bwd_write(
@@ -306,7 +307,7 @@ class FlurkaLaunches(NamedTuple):
         dmatrix = None
         if query_backward.matrix_grad is not None and self.matrix_parameter is not None:
             pairs = ((dy_k, k), (dy_landmarks, landmarks.to(k.dtype)))
-            products = [products_of_queries(dy, x, seq.heads) for dy, x in pairs if dy is not None]
+            products = [products_of_tokens(dy, x, seq.heads) for dy, x in pairs if dy is not None]
             dmatrix = gradient_of_matrix(self.matrix_parameter, query_backward.matrix_grad(), *products)
         dfar_mass = None
         if self.pools.far_mass is not None:

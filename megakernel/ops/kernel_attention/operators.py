@@ -127,7 +127,7 @@ class KernelLaunches(NamedTuple):
         reads_output = self.normalize and not launcher.phi.unbounded
         outputs = (Rows.of(out) if reads_output else None, dq, dy)
         launcher.launch(query_kernels.bwd_dq, len(q), *inputs, *outputs, NORMALIZE=self.normalize)
-        matrix_grad = None if dy is None else cache(partial(products_of_queries, dy, q, self.seq.heads))
+        matrix_grad = None if dy is None else cache(partial(products_of_tokens, dy, q, self.seq.heads))
         return QueryBackward(bwd_queries, (dq,), matrix_grad)
 
     def bwd_write(
@@ -156,8 +156,8 @@ class KernelLaunches(NamedTuple):
         dpriors = None if dprior_parts is None else dprior_parts.sum((0, 2))
         dmatrix = None
         if dy is not None and query_backward.matrix_grad is not None and self.matrix_parameter is not None:
-            keys = k.unflatten(-1, (max(launcher.keys, 1), -1)).movedim(3, 2)
-            of_keys = products_of_tokens(dy.movedim(0, 2), keys)
+            keys = k.unflatten(-1, (max(launcher.keys, 1), -1)).movedim(3, 2).flatten(1, 2)
+            of_keys = products_of_tokens(dy.movedim(0, 2).flatten(1, 2), keys, self.seq.heads)
             dmatrix = gradient_of_matrix(self.matrix_parameter, of_keys, query_backward.matrix_grad())
         if decay is None or dkey_weights is None:
             return dk, dv, dmatrix, None, dkey_weights, dpriors, None
@@ -181,14 +181,16 @@ class KernelLaunches(NamedTuple):
         return tokens.new_empty(*lead, *tokens.shape[:3], self.launcher.phi.rows)
 
 
-def products_of_tokens(dy: Tensor, x: Tensor) -> Tensor:
-    """The sum over tokens of dy x^T, (H_kv, M, d), for dy (B, H_kv, G, N, M) and x (B, H_kv, G, N, d)."""
-    return torch.einsum("bhgnm,bhgnd->hmd", dy, x)
+def products_of_tokens(dy: Tensor, x: Tensor, heads: int) -> Tensor:
+    """The sum over tokens of dy x^T, (heads, M, d), for dy (B, H, N, M) and x (B, H, N, d).
 
-
-def products_of_queries(dy: Tensor, x: Tensor, heads: int) -> Tensor:
-    """The same for dy (B, H, N, M) and x (B, H, N, d) of queries; `heads` is H_kv."""
-    return products_of_tokens(dy.unflatten(1, (heads, -1)), x.unflatten(1, (heads, -1)))
+    H is a multiple of `heads`, whose members are adjacent. The sum over more than one product is float32.
+    """
+    # A product per sequence reads views of it. One product over the batch would copy both operands.
+    products = [torch.bmm(dy_part.transpose(1, 2), x_part) for dy_part, x_part in zip(dy, x)]
+    if len(products) == 1 and heads == dy.shape[1]:
+        return products[0]
+    return torch.stack(products).unflatten(1, (heads, -1)).sum((0, 2), dtype=torch.float32)
 
 
 def gradient_of_matrix(matrix: Tensor, *parts: Tensor) -> Tensor:
