@@ -54,7 +54,7 @@ def project(
     mesh: "Mesh | OneProcess",
     inputs: AttentionInputs,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries of all tokens, keys and values of landmarks.
+    """Queries of tokens, keys and values of landmarks, each (tokens or landmarks, B, H_kv, vectors per key head, d).
 
     Args:
         hidden: (N, B, C), or this rank's (N / tp, B, C) under sequence parallelism.
@@ -63,9 +63,6 @@ def project(
         core: the mechanism, whose `compress` applies E and F.
         mesh: ranks to sum over.
         inputs: this rank's shard of the sequence and its padding; padding is moved behind the real tokens.
-
-    Returns:
-        q (B, H, N, d), k and v (B, H_kv, L, d), or k (B, H_kv, M, L, d) of M keys per key head.
 
     Raises:
         ValueError: padding combined with sequence or context parallelism.
@@ -87,15 +84,12 @@ def project(
     landmarks = cp_shard.all_reduce(all_reduce(landmarks, mesh.tp.group)).to(local.dtype)
 
     queries, keys, values = weight.unflatten(0, (-1, sum(parts), core.head_dim)).split(parts, 1)
-    q = _heads(tokens.all, queries)
-    k = _heads(landmarks[0], keys)
-    return q, k if parts[1] == 1 else k.unflatten(1, (-1, parts[1])), _heads(landmarks[-1], values)
+    return _vectors(tokens.all, queries), _vectors(landmarks[0], keys), _vectors(landmarks[-1], values)
 
 
-def _heads(x: Tensor, weight: Tensor) -> Tensor:
-    """(N, B, C) through (H_kv, heads, d, C) -> (B, H_kv heads, N, d)."""
-    out = F.linear(x, weight.flatten(0, 2).to(x.dtype))
-    return out.unflatten(-1, (-1, weight.shape[2])).permute(1, 2, 0, 3)
+def _vectors(x: Tensor, weight: Tensor) -> Tensor:
+    """(N, B, C) through (H_kv, vectors, d, C) -> (N, B, H_kv, vectors, d)."""
+    return F.linear(x, weight.flatten(0, 2).to(x.dtype)).unflatten(-1, weight.shape[:3])
 
 
 def padding_last(x: Tensor, mask: Tensor) -> Tensor:

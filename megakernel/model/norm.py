@@ -44,12 +44,12 @@ class AllHeadsNorm(nn.Module):
         mark_partitioned(self.weight, 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, H_kv, heads of each, N, head_dim) -> the same shape and dtype; computed in float32 or better."""
+        """x (N, B, H_kv, heads of each, head_dim) -> the same shape and dtype; computed in float32 or better."""
         exact = x.to(torch.promote_types(x.dtype, torch.float32))
-        squares = exact.square().sum((1, 2, 4), keepdim=True)
+        squares = exact.square().sum((2, 3, 4), keepdim=True)
         if self.group is not None:
             squares = all_reduce(squares, self.group)
-        weight = self.weight.to(exact.dtype).view(*x.shape[1:3], 1, x.shape[4]) + self.offset
+        weight = self.weight.to(exact.dtype).view(x.shape[2:]) + self.offset
         return (exact * torch.rsqrt(squares / self.width + self.eps) * weight).to(x.dtype)
 
 

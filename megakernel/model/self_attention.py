@@ -1,6 +1,7 @@
 """Self-attention: projections from Megatron's (N, B, C) to an attention mechanism's (B, H, N, d), and back."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -61,9 +62,10 @@ class SelfAttention(nn.Module):
         self.mesh, self.index = mesh, index
         self.head_dim = model.head_size
         self.kv_heads = model.kv_heads // mesh.tp.size
-        self.queries_per_key = model.num_heads // model.kv_heads
         config = model.layer_attention(index)
         self.keys_per_head = config.keys_per_head
+        self.vectors = (model.num_heads // model.kv_heads, self.keys_per_head, 1)
+        """Queries, keys and values per key head."""
         self.cp_shard = mesh.new_cp_shard()
         self.isolate_documents = settings.isolate_documents
         self.pads = model.classifier is not None
@@ -119,17 +121,17 @@ class SelfAttention(nn.Module):
             cp_shard=self.cp_shard,
             further=self._further(hidden),
         )
-        q, k, v = self._project(hidden, inputs)
+        vectors = self._project(hidden, inputs)
         if self.recompute and self.training:
-            heads = checkpoint(self._attend, q, k, v, inputs, use_reentrant=False)
+            heads = checkpoint(self._attend, vectors, inputs, use_reentrant=False)
         else:
-            heads = self._attend(q, k, v, inputs)
+            heads = self._attend(vectors, inputs)
         return self._merge(heads, hidden)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> Tensor:
+    def _attend(self, vectors: Sequence[Tensor], inputs: AttentionInputs) -> Tensor:
         if self.short_convolution is not None:
-            q, k, v, _ = self.short_convolution(q, k, v, inputs)
-        return self.core(self._scaled(q), k, v, inputs)
+            vectors = [self.short_convolution(_together(vectors), inputs)]
+        return self.core(*self._by_heads(vectors), inputs)
 
     def extend(
         self, hidden: Tensor, positions: Positions, state: Any
@@ -142,15 +144,14 @@ class SelfAttention(nn.Module):
         inputs = AttentionInputs(
             positions, rotary=self.rotary, further=self._further(hidden), state=core_state
         )
-        q, k, v = self._project(hidden, inputs)
+        vectors = self._project(hidden, inputs)
         if self.short_convolution is None:
-            heads, state = self.core.attend(self._scaled(q), k, v, inputs)
+            heads, state = self.core.attend(*self._by_heads(vectors), inputs)
         else:
-            q, k, v, conv_state = self.short_convolution(
-                q, k, v, AttentionInputs(positions, state=conv_state)
-            )
-            heads, core_state = self.core.attend(self._scaled(q), k, v, inputs)
-            state = core_state, conv_state
+            channels = _together(vectors)
+            convolved = self.short_convolution(channels, AttentionInputs(positions, state=conv_state))
+            heads, core_state = self.core.attend(*self._by_heads([convolved]), inputs)
+            state = core_state, self.short_convolution.next_state(channels, conv_state)
         return self._merge(heads, hidden), state
 
     def _further(self, hidden: Tensor) -> Tensor | None:
@@ -160,27 +161,37 @@ class SelfAttention(nn.Module):
         fused, _ = apply_linear(self.further, hidden)
         return fused.unflatten(-1, (self.kv_heads, -1)).permute(1, 2, 0, 3)
 
-    def _project(self, hidden: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
-        parts = (self.queries_per_key, self.keys_per_head, 1)
+    def _project(self, hidden: Tensor, inputs: AttentionInputs) -> Sequence[Tensor]:
+        """Queries, keys and values (N, B, H_kv, vectors per key head, d), or one tensor of all: what needs no copy."""
         if isinstance(self.core, LowRankAttention) and self.core.compresses_input:
-            return compressed_input.project(hidden, self.qkv.weight, parts, self.core, self.mesh, inputs)
+            return compressed_input.project(
+                hidden, self.qkv.weight, self.vectors, self.core, self.mesh, inputs
+            )
         fused, _ = apply_linear(self.qkv, hidden)
-        tokens, batch, _ = fused.shape
-        groups = fused.view(tokens, batch, self.kv_heads, sum(parts), self.head_dim)
+        vectors = fused.view(*fused.shape[:2], self.kv_heads, sum(self.vectors), self.head_dim)
         updates = (self.query_update, self.key_update, self.value_update)
+        if self.query_norm is None and all(update is None for update in updates):
+            return [vectors]
         q, k, v = add_updates(
-            groups.permute(1, 2, 3, 0, 4).split(parts, dim=2), updates, hidden, self._by_heads
+            vectors.split(self.vectors, dim=3),
+            updates,
+            hidden,
+            lambda update: update.unflatten(-1, (self.kv_heads, -1, self.head_dim)),
         )
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
-        return q.flatten(1, 2), k.squeeze(2) if self.keys_per_head == 1 else k, v.squeeze(2)
+        return [q, k, v]
 
-    def _scaled(self, q: Tensor) -> Tensor:
-        return q if self.query_scale == 1 else q * self.query_scale
-
-    def _by_heads(self, x: Tensor) -> Tensor:
-        """(N, B, heads x d) -> (B, H_kv, heads of each key head, N, d)."""
-        return x.unflatten(-1, (self.kv_heads, -1, self.head_dim)).permute(1, 2, 3, 0, 4)
+    def _by_heads(self, vectors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """What `_project` returns as q (B, H, N, d) and k and v (B, H_kv, N, d), or k (B, H_kv, M, N, d); q scaled."""
+        if len(vectors) == 1:
+            # Split before the dimensions move, so that backward joins the gradients in the projection's layout.
+            vectors = vectors[0].split(self.vectors, dim=3)
+        q, k, v = [part.permute(1, 2, 3, 0, 4) for part in vectors]
+        q = q.flatten(1, 2)
+        if self.query_scale != 1:
+            q = q * self.query_scale
+        return q, k.squeeze(2) if self.keys_per_head == 1 else k, v.squeeze(2)
 
     def _merge(self, heads: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.output_norm is not None:
@@ -191,6 +202,10 @@ class SelfAttention(nn.Module):
             merged = merged * self.gate_activation(gates)
         output, bias = apply_linear(self.output, merged)
         return output if self.output_update is None else output + self.output_update(merged), bias
+
+
+def _together(vectors: Sequence[Tensor]) -> Tensor:
+    return vectors[0] if len(vectors) == 1 else torch.cat(list(vectors), 3)
 
 
 def _qk_norm(settings: ModelSettings, heads: int) -> nn.Module | None:

@@ -33,35 +33,28 @@ class ShortConvolution(nn.Module):
         """(H_kv, heads of each key head, d, W)"""
         mark_partitioned(self.weight, 0)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k and v after the convolution, and their last W - 1 tokens before it: the next call's inputs.state.
+    def forward(self, channels: Tensor, inputs: AttentionInputs) -> Tensor:
+        """Queries, keys and values (N, B, H_kv, heads of each key head, d) -> the same after the convolution.
 
-        Shapes are those of an `AttentionLayer`. ValueError: a shard shorter than W - 1 tokens.
+        inputs: of the layer; its state is that of `next_state`. ValueError: a shard shorter than W - 1 tokens.
         """
-        channels = torch.cat([x.unflatten(1, (len(self.weight), -1)).flatten(2, -3) for x in (q, k, v)], 2)
-        positions = inputs.positions
-        count, length = self.width - 1, q.shape[2]
-        if positions is None:
-            positions = inputs.cp_shard.rank * length
-        if inputs.cp_shard.size > 1:
+        x, positions, shard = channels.permute(1, 2, 3, 0, 4), inputs.positions, inputs.cp_shard
+        count, length, before = self.width - 1, len(channels), inputs.state
+        if shard.size > 1:
             if length < count:
                 raise ValueError(
                     f"a shard of {length} tokens is shorter than the {count} that short_convolution={self.width} looks "
                     "back at; use fewer shards or longer sequences"
                 )
-            previous = inputs.cp_shard.previous_tokens(channels, count)
-        elif inputs.state is not None:
-            previous = inputs.state
-        else:
-            previous = channels.new_zeros(*channels.shape[:-2], count, channels.shape[-1])
-        tail = torch.cat([previous, channels], -2)[..., length:, :]
-        channels = short_convolution(channels, self.weight, previous, positions)
-        q, k, v = (
-            part.reshape(x.shape)
-            for part, x in zip(
-                channels.split([x.shape[1:-2].numel() // len(self.weight) for x in (q, k, v)], 2), (q, k, v)
-            )
-        )
-        return q, k, v, tail
+            before = shard.previous_tokens(x, count)
+        if positions is None:
+            positions = shard.rank * length
+        return short_convolution(x, self.weight, before, positions).permute(3, 0, 1, 2, 4)
+
+    def next_state(self, channels: Tensor, state: Tensor | None) -> Tensor:
+        """The last W - 1 tokens (B, H_kv, heads of each key head, W - 1, d) of those in `state` and `channels`."""
+        last = channels if len(channels) < self.width else channels[1 - self.width :]
+        last = last.permute(1, 2, 3, 0, 4)
+        if state is None:
+            state = last.new_zeros(*last.shape[:3], self.width - 1, last.shape[4])
+        return torch.cat([state, last], -2)[..., last.shape[3] :, :]

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from megakernel.ops.short_convolution import short_convolution
-from megakernel.ops.short_convolution.triton import unsupported
 from tests.kernels.comparing import DEVICE, TOLERANCE, assert_agrees, random
 
 PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 0, *range(14)]])
@@ -80,10 +79,28 @@ def test_unsupported_inputs_are_refused_with_a_reason():
         short_convolution(*(part.double() for part in given), 0, backend="triton")
 
 
-def test_heads_whose_offsets_exceed_32_bits_are_refused():
-    def reason(length):
-        x, weight, before = (torch.empty(1).expand(1, 1, n, 256) for n in (length, 4, 3))
-        return unsupported(x, weight.transpose(2, 3), before, 0)
+@pytest.mark.parametrize("positions", [0, PACKED], ids=["whole", "packed"])
+@pytest.mark.parametrize("order", [(3, 0, 1, 2, 4), (0, 1, 2, 4, 3)], ids=["projection", "channels first"])
+def test_any_memory_layout_gives_the_same(order, positions, draw):
+    """Queries, keys and values as the fused projection has them, (N, B, H_kv, vectors, d), and transposed ones."""
+    back = [order.index(dimension) for dimension in range(5)]
 
-    assert reason(2**22) is None
-    assert "tokens of 256 channels; expected fewer than 2^31 elements" in reason(2**23)
+    def run_in_order(backend, leaves):
+        inputs = {**leaves, "q": leaves["q"].permute(order).contiguous().permute(back)}
+        out = run(backend, inputs, positions)
+        if backend == "triton" and order[-1] == 4:
+            assert out["out"].stride() == inputs["q"].stride()
+        return out
+
+    assert_agrees(run_in_order, leaves(4, 16, 17, torch.float32), draw, TOLERANCE[torch.float32])
+
+
+def test_without_earlier_tokens_they_are_zeros(draw):
+    def run_without(backend, leaves):
+        given = {**leaves, "before": None} if backend == "triton" else leaves
+        return run(backend, given, 5)
+
+    given = leaves(4, 16, 17, torch.float32)
+    given["before"].zero_()
+    out, expected = (run_without(backend, given)["out"] for backend in ("triton", "reference"))
+    torch.testing.assert_close(out, expected)

@@ -16,10 +16,10 @@ def _kernels() -> ModuleType:
     return triton
 
 
-def by_taps(x: Tensor, weight: Tensor, before: Tensor, positions: Positions) -> Tensor:
+def by_taps(x: Tensor, weight: Tensor, before: Tensor | None, positions: Positions) -> Tensor:
     """One multiply-add of whole tensors per tap, on any device."""
     dtype, length, width = accum_dtype(x.dtype), x.shape[-2], weight.shape[-1]
-    inputs = torch.cat([before, x], -2).to(dtype)
+    inputs = torch.cat([_or_zeros(before, x, width), x], -2).to(dtype)
     taps = weight.to(dtype).movedim(-1, 0).unsqueeze(-2)
     at = token_positions(positions, length, x.device)
     at = at.view(len(at), *[1] * (x.dim() - 3), length, 1)
@@ -42,7 +42,11 @@ TOKENS_PER_START = 8
 """If more than one in this many tokens is among the first W - 1 of its document, all tokens go through `by_taps`."""
 
 
-def by_rows(x: Tensor, weight: Tensor, before: Tensor, positions: Positions) -> Tensor:
+def _or_zeros(before: Tensor | None, x: Tensor, width: int) -> Tensor:
+    return x.new_zeros(*x.shape[:-2], width - 1, x.shape[-1]) if before is None else before
+
+
+def by_rows(x: Tensor, weight: Tensor, before: Tensor | None, positions: Positions) -> Tensor:
     """torch's conv1d with channels as rows, corrected by `by_taps` at document starts.
 
     On a CPU, it takes less than half the time of `by_taps` in float32, and stores a third of the bytes for backward.
@@ -50,6 +54,7 @@ def by_rows(x: Tensor, weight: Tensor, before: Tensor, positions: Positions) -> 
     width = weight.shape[-1]
     if x.numel() < CACHED_ELEMENTS or x.dtype not in FAST_DTYPES:
         return by_taps(x, weight, before, positions)
+    before = _or_zeros(before, x, width)
     if isinstance(positions, int):
         back = torch.arange(width - 1, 0, -1, device=x.device)[:, None]
         return _convolved(_rows(x, before.masked_fill(back > positions, 0.0)), weight)
@@ -85,14 +90,15 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 
 
 def short_convolution(
-    x: Tensor, weight: Tensor, before: Tensor, positions: Positions, *, backend: str | None = None
+    x: Tensor, weight: Tensor, before: Tensor | None, positions: Positions, *, backend: str | None = None
 ) -> Tensor:
     """silu(sum_t w_t x_(i - t)), over those t = 0 .. W - 1 for which token i - t is in token i's document.
 
     Args:
         x: (B, ..., N, d).
         weight: (..., d, W); a channel's last weight is that of the token itself.
-        before: (B, ..., W - 1, d), the preceding tokens; ignored for a document that begins at the first token.
+        before: (B, ..., W - 1, d), the preceding tokens, None: zeros; ignored for a document that begins at the first
+            token.
         positions: (B, N) positions within documents, or the position of the first token if each sequence holds one
             document.
         backend: chunked or triton; None reads MEGAKERNEL_BACKEND from the environment, and by default takes triton on a

@@ -1,10 +1,11 @@
-"""Triton kernels of the short convolution, on tiles of tokens with all channels; only inputs are saved for backward.
+"""Triton kernels of the short convolution. A program walks along a span of tokens and keeps the last ones in registers.
 
 With s_n = sum_u w_u x_(n - u) over the u <= p_n, the position of token n in its document, and y = silu(s):
 
     dx_m = sum_t w_t ds_(m + t)    dw_u = sum_n x_(n - u) ds_n    ds_n = silu'(s_n) dy_n
 
-Backward recomputes s for each shift t, with W loads of cached tokens, instead of storing a tensor.
+Every token is read once. Backward computes s again, and adds ds_n to the gradients of tokens n - W + 1 .. n, of which
+the first is then complete. Tiles are (heads, channels); those of several tokens are in tuples, the earliest first.
 """
 
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from megakernel.ops.kernels.features import store_rows
+from megakernel.ops.kernels.features import INTERPRETED, exp, rounded
 
 
 class FilterShape(NamedTuple):
@@ -21,123 +22,220 @@ class FilterShape(NamedTuple):
     width: int
     """W, taps of a filter."""
 
-    padded_taps: int
+    heads: int
+    """R"""
+
     channels: int
     """d"""
 
     padded: int
     """d padded to a power of two."""
 
-    tokens: int
-    """Tokens per tile."""
+    heads_at_once: int
+    """Heads of a program."""
+
+    tokens_at_once: int
+    """Tokens that are loaded before the first of them is used."""
 
     span: int
-    """Tokens per program."""
+    """Tokens of a program, a multiple of `tokens_at_once`."""
 
 
 @triton.jit
-def tap(weight, head, u, META: tl.constexpr):
-    """w_u of the channels of a head, (DP,) float32. Memory orders a channel's weights from the oldest token on."""
-    d = tl.arange(0, META.padded)
-    numbers = weight + (head * META.channels + d) * META.width + (META.width - 1 - u)
-    return tl.load(numbers, mask=d < META.channels, other=0.0).to(tl.float32)
+def added(tiles, tile):
+    """A tuple with one more tile."""
+    return tiles + (tile,)  # noqa: RUF005 (Triton has no starred expressions)
 
 
 @triton.jit
-def positions_of(positions, start, batch, n, length):
-    """Positions in their documents of tokens n (C,), which may be outside of the sequence."""
-    if positions is None:
-        p = start + n
-    else:
-        inside = (n >= 0) & (n < length)
-        p = tl.load(positions + batch * length + n, mask=inside, other=0).to(tl.int32)
-    return p
+def channels_of_program(META: tl.constexpr):
+    """Heads (HB, 1) and channels (1, DP) of a program, and a mask of those that exist."""
+    head = tl.program_id(1) * META.heads_at_once + tl.arange(0, META.heads_at_once)[:, None]
+    d = tl.arange(0, META.padded)[None, :]
+    return head, d, (head < META.heads) & (d < META.channels)
 
 
 @triton.jit
-def earlier(inputs, n, p, u: tl.constexpr, length, META: tl.constexpr):
-    """x_(n - u) of tokens n (C,) as a tile (C, DP) float32; 0 if it is in another document or n is not a token.
-
-    inputs: of one head, starting with the W - 1 tokens before the first.
-    """
-    d = tl.arange(0, META.padded)
-    seen = (p >= u) & (n >= 0) & (n < length)
-    places = inputs + ((n + (META.width - 1 - u))[:, None] * META.channels + d[None, :])
-    return tl.load(places, mask=seen[:, None] & (d < META.channels)[None, :], other=0.0).to(tl.float32)
+def places_of(rows, head, d):
+    """Pointers to the channels of the program's sequence at its first token."""
+    return rows.pointer + (tl.program_id(2).to(tl.int64) * rows.batch + head.to(tl.int64) * rows.head + d)
 
 
 @triton.jit
-def sum_of_taps(inputs, weight, head, n, p, length, META: tl.constexpr):
-    """s of tokens n (C,), as a tile (C, DP) float32."""
-    C: tl.constexpr = META.tokens
-    DP: tl.constexpr = META.padded
+def load_taps(weight, head, d, inside, META: tl.constexpr):
+    """w_(W-1) .. w_0 as float32 tiles, in the order in which memory has a channel's weights."""
     W: tl.constexpr = META.width
-    total = tl.zeros((C, DP), tl.float32)
-    for u in tl.static_range(W):
-        total += earlier(inputs, n, p, u, length, META) * tap(weight, head, u, META)[None, :]
+    places = weight + (head * META.channels + d) * W
+    taps = ()
+    for i in tl.static_range(W):
+        taps = added(taps, tl.load(places + i, mask=inside, other=0.0).to(tl.float32))
+    return taps
+
+
+@triton.jit
+def load_before(x, before, n, head, d, inside, META: tl.constexpr):
+    """x_(n-W+1) .. x_(n-1) as float32 tiles; `before` has those before the first token, None: zeros."""
+    W: tl.constexpr = META.width
+    tokens = ()
+    for i in tl.static_range(W - 1):
+        at = n - (W - 1 - i)
+        place = places_of(x, head, d) + at * x.row
+        token = tl.load(place, mask=inside & (at >= 0), other=0.0).to(tl.float32)
+        if before is not None:
+            place = places_of(before, head, d) + (n + i) * before.row
+            token += tl.load(place, mask=inside & (at < 0), other=0.0).to(tl.float32)
+        tokens = added(tokens, token)
+    return tokens
+
+
+@triton.jit
+def load_tokens(rows, n, length, head, d, inside, COUNT: tl.constexpr):
+    """COUNT tokens from token n on, as tiles; 0 from `length` on."""
+    place = places_of(rows, head, d) + n * rows.row
+    tokens = ()
+    for i in tl.static_range(COUNT):
+        tokens = added(tokens, tl.load(place, mask=inside & (n + i < length), other=0.0))
+        place += rows.row
+    return tokens
+
+
+@triton.jit
+def load_positions(positions, start, n, length, COUNT: tl.constexpr):
+    """Positions in their documents of COUNT tokens from token n on."""
+    numbers = ()
+    for i in tl.static_range(COUNT):
+        if positions is None:
+            p = start + n + i
+        else:
+            place = positions + (tl.program_id(2).to(tl.int64) * length + n + i)
+            p = tl.load(place, mask=n + i < length, other=0).to(tl.int32)
+        numbers = added(numbers, p)
+    return numbers
+
+
+@triton.jit
+def seen_by(p, tokens, META: tl.constexpr):
+    """The W tiles `tokens`, of which the last is that of a token at position p: 0 for those of other documents."""
+    W: tl.constexpr = META.width
+    seen = ()
+    for i in tl.static_range(W - 1):
+        seen = added(seen, tl.where(p >= W - 1 - i, tokens[i], 0.0))
+    return added(seen, tokens[W - 1])
+
+
+@triton.jit
+def sum_of_products(tokens, taps, META: tl.constexpr):
+    """s of the last of W tokens."""
+    W: tl.constexpr = META.width
+    total = tokens[0] * taps[0]
+    for i in tl.static_range(1, W):
+        total += tokens[i] * taps[i]
     return total
 
 
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + e^-x), with an approximate reciprocal (to 1 in 2^23): an exact one takes five more instructions."""
+    if INTERPRETED:
+        y = tl.sigmoid(x)
+    else:
+        y = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1 + exp(-x)], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return y
+
+
 @triton.jit(do_not_specialize=["length", "start"])
-def convolve(inputs, weight, positions, out, length, start, heads, META: tl.constexpr):
-    """silu(s) (B, R, N, d) of inputs (B, R, W - 1 + N, d). Program: a span of tokens of a head."""
-    entry = tl.program_id(0).to(tl.int64)
-    batch, head = entry // heads, entry % heads
-    x = inputs + entry * (length + META.width - 1) * META.channels
-    begin = tl.program_id(1) * META.span
-    for at in range(begin, tl.minimum(begin + META.span, length), META.tokens):
-        n = at + tl.arange(0, META.tokens)
-        p = positions_of(positions, start, batch, n, length)
-        s = sum_of_taps(x, weight, head, n, p, length, META)
-        place = out + (entry * length + at) * META.channels
-        store_rows(place, META.channels, length - at, s * tl.sigmoid(s), META.channels, META.padded)
+def convolve(x, before, weight, positions, out, length, start, META: tl.constexpr):
+    """silu(s) of x, both `Rows` (B, R, N, d). Grid: spans of tokens, blocks of heads, sequences."""
+    head, d, inside = channels_of_program(META)
+    STEP: tl.constexpr = META.tokens_at_once
+    taps = load_taps(weight, head, d, inside, META)
+    begin = tl.program_id(0).to(tl.int64) * META.span
+    stop = tl.minimum(begin + META.span, length)
+    earlier = load_before(x, before, begin, head, d, inside, META)
+    for at in range(begin, stop, STEP):
+        tokens = load_tokens(x, at, length, head, d, inside, STEP)
+        p = load_positions(positions, start, at, length, STEP)
+        for i in tl.static_range(STEP):
+            tile = added(earlier, tokens[i].to(tl.float32))
+            earlier = tile[1:]
+            s = sum_of_products(seen_by(p[i], tile, META), taps, META)
+            y = rounded(s * sigmoid(s), out.pointer.dtype.element_ty)
+            tl.store(places_of(out, head, d) + (at + i) * out.row, y, mask=inside & (at + i < length))
 
 
 @triton.jit
-def slope(inputs, weight, positions, grad, start, batch, head, n, length, META: tl.constexpr):
-    """ds of tokens n, (C, DP) float32, 0 if n is not a token; and their positions."""
-    p = positions_of(positions, start, batch, n, length)
-    s = sum_of_taps(inputs, weight, head, n, p, length, META)
-    share = tl.sigmoid(s)
-    d = tl.arange(0, META.padded)
-    inside = ((n >= 0) & (n < length))[:, None] & (d < META.channels)[None, :]
-    dy = tl.load(grad + (n[:, None] * META.channels + d[None, :]), mask=inside, other=0.0).to(tl.float32)
-    return dy * share * (1 + s * (1 - share)), p
+def add_token(token, grad, p, earlier, taps, dtokens, META: tl.constexpr):
+    """ds of a token x_n, the W tokens that it sees, x_(n-W+2) .. x_n, and dx of the W tokens x_(n-W+1) .. x_n so far.
+
+    earlier, dtokens: x_(n-W+1) .. x_(n-1), and their dx so far.
+    """
+    tile = added(earlier, token.to(tl.float32))
+    seen = seen_by(p, tile, META)
+    s = sum_of_products(seen, taps, META)
+    share = sigmoid(s)
+    ds = grad.to(tl.float32) * (share * (1 + s * (1 - share)))
+    W: tl.constexpr = META.width
+    sums = ()
+    for i in tl.static_range(W - 1):
+        sums = added(sums, dtokens[i] + tl.where(p >= W - 1 - i, ds, 0.0) * taps[i])
+    return ds, seen, tile[1:], added(sums, ds * taps[W - 1])
+
+
+@triton.jit
+def store_gradient(dx, dbefore, m, begin, length, tile, head, d, inside, META: tl.constexpr):
+    """Store dx of token m if it is in the program's span or, in the first program, before the first token."""
+    place = places_of(dx, head, d) + m * dx.row
+    tl.store(place, rounded(tile, dx.pointer.dtype.element_ty), mask=inside & (m >= begin) & (m < length))
+    if dbefore is not None:
+        place = places_of(dbefore, head, d) + (m + META.width - 1) * dbefore.row
+        is_before = (m < 0) & (begin == 0)
+        tl.store(place, rounded(tile, dbefore.pointer.dtype.element_ty), mask=inside & is_before)
 
 
 @triton.jit(do_not_specialize=["length", "start"])
 def convolve_backward(
-    inputs, weight, positions, grad, dinputs, shares, length, start, heads, META: tl.constexpr
+    x, before, weight, positions, grad, dx, dbefore, shares, length, start, META: tl.constexpr
 ):
-    """Gradients of inputs, and each span's part of the gradients of filters, shares (B, R, spans, W, d) float32.
+    """Gradients of x and `before`, and each span's part of the filters', shares (B, spans, R, d, W) float32.
 
-    grad (B, R, N, d) is contiguous. Program: a span of inputs of a head, and as many tokens.
+    x, grad, dx: `Rows` (B, R, N, d). Grid: see `convolve`.
     """
-    C: tl.constexpr = META.tokens
-    D: tl.constexpr = META.channels
-    DP: tl.constexpr = META.padded
     W: tl.constexpr = META.width
-    entry = tl.program_id(0).to(tl.int64)
-    batch, head = entry // heads, entry % heads
-    x = inputs + entry * (length + W - 1) * D
-    dy = grad + entry * length * D
-    begin = tl.program_id(1) * META.span
-    TP: tl.constexpr = META.padded_taps
-    taps = tl.arange(0, TP)
-    of_filter = tl.zeros((TP, DP), tl.float32)
-    for at in range(begin, tl.minimum(begin + META.span, length + W - 1), C):
-        m = at + tl.arange(0, C)
-        of_inputs = tl.zeros((C, DP), tl.float32)
-        for t in tl.static_range(W):
-            n = m - (W - 1) + t
-            ds, p = slope(x, weight, positions, dy, start, batch, head, n, length, META)
-            of_inputs += tl.where((p >= t)[:, None], ds, 0.0) * tap(weight, head, t, META)[None, :]
-        place = dinputs + (entry * (length + W - 1) + at) * D
-        store_rows(place, D, length + W - 1 - at, of_inputs, D, DP)
-        ds, p = slope(x, weight, positions, dy, start, batch, head, m, length, META)
-        for u in tl.static_range(W):
-            product = tl.sum(ds * earlier(x, m, p, u, length, META), 0)
-            of_filter += tl.where((taps == u)[:, None], product[None, :], 0.0)
-    spans = tl.num_programs(1)
-    place = shares + (entry * spans + tl.program_id(1)) * (W * D)
-    store_rows(place, D, W, of_filter, D, DP)
+    STEP: tl.constexpr = META.tokens_at_once
+    head, d, inside = channels_of_program(META)
+    taps = load_taps(weight, head, d, inside, META)
+    begin = tl.program_id(0).to(tl.int64) * META.span
+    stop = tl.minimum(begin + META.span, length)
+    earlier = load_before(x, before, begin, head, d, inside, META)
+    zeros = tl.zeros_like(taps[0])
+    dtokens = ()
+    for _ in tl.static_range(W - 1):
+        dtokens = added(dtokens, zeros)
+    dtaps = added(dtokens, zeros)
+    for at in range(begin, stop, STEP):
+        tokens = load_tokens(x, at, length, head, d, inside, STEP)
+        grads = load_tokens(grad, at, length, head, d, inside, STEP)
+        p = load_positions(positions, start, at, length, STEP)
+        for i in tl.static_range(STEP):
+            ds, seen, earlier, dtile = add_token(tokens[i], grads[i], p[i], earlier, taps, dtokens, META)
+            store_gradient(dx, dbefore, at + i - (W - 1), begin, length, dtile[0], head, d, inside, META)
+            dtokens = dtile[1:]
+            sums = ()
+            for tap in tl.static_range(W):
+                sums = added(sums, dtaps[tap] + seen[tap] * ds)
+            dtaps = sums
+    # The span's last tokens also get gradients from the first ones of the next span.
+    at = begin + tl.cdiv(stop - begin, STEP) * STEP
+    tokens = load_tokens(x, at, length, head, d, inside, W - 1)
+    grads = load_tokens(grad, at, length, head, d, inside, W - 1)
+    p = load_positions(positions, start, at, length, W - 1)
+    for i in tl.static_range(W - 1):
+        _, _, earlier, dtile = add_token(tokens[i], grads[i], p[i], earlier, taps, dtokens, META)
+        store_gradient(dx, dbefore, at + i - (W - 1), begin, length, dtile[0], head, d, inside, META)
+        dtokens = dtile[1:]
+    entry = tl.program_id(2).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    places = shares + ((entry * META.heads + head) * META.channels + d) * W
+    for tap in tl.static_range(W):
+        tl.store(places + tap, dtaps[tap], mask=inside)

@@ -4,86 +4,91 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.documents import Positions
-from megakernel.ops.kernels.features import cdiv, padded, power_of_two
-from megakernel.ops.kernels.launch import MIN_PROGRAMS, launch
+from megakernel.ops.kernels.features import cdiv, power_of_two
+from megakernel.ops.kernels.launch import MIN_PROGRAMS, Rows, contiguous_rows, launch
 from megakernel.ops.short_convolution import kernels
 from megakernel.ops.short_convolution.kernels import FilterShape
 
 WIDEST = 256
-"""Largest d; a program holds all channels of its tokens."""
+"""Largest d; a program holds all channels of its heads."""
 
 LONGEST = 8
-"""Largest W; taps are unrolled."""
+"""Largest W; a program holds W tokens, their gradients, and as many tiles of filters."""
 
-TILE = 2048
-"""Elements per tile for up to four taps: 16 in each of 128 threads. With more taps, half as many, to spill less."""
+TILE = 512
+"""Channels of a program for up to four taps, four of each thread; half as many for more taps, which would spill."""
 
-SPAN = 512
+TOKENS_AT_ONCE = 4
+"""Tokens that each thread loads before it uses the first: more would leave registers for fewer programs."""
+
+SPAN = 128
 """Most tokens per program; enough to make the partial gradients of filters small compared to the tokens."""
 
 
-def unsupported(x: Tensor, weight: Tensor, before: Tensor, positions: Positions) -> str | None:
+def unsupported(x: Tensor, weight: Tensor, before: Tensor | None, positions: Positions) -> str | None:
     """Why the kernels do not support these arguments; None if they do."""
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"x is {x.dtype}; expected bfloat16, float16 or float32"
     if x.shape[-1] > WIDEST or weight.shape[-1] > LONGEST:
         return f"{weight.shape[-1]} taps of {x.shape[-1]} channels; expected at most {LONGEST} of at most {WIDEST}"
-    if (x.shape[-2] + LONGEST) * x.shape[-1] >= 2**31:
-        # Offsets within a head have 32 bits; with 64, backward would spill.
-        return f"x has {x.shape[-2]} tokens of {x.shape[-1]} channels; expected fewer than 2^31 elements per head"
     return None
 
 
-def attend(x: Tensor, weight: Tensor, before: Tensor, positions: Positions) -> Tensor:
-    """Same arguments and results as `by_taps`."""
-    inputs = torch.cat([before, x], -2).flatten(1, -3)
-    filters = weight.flatten(0, -3)
+def attend(x: Tensor, weight: Tensor, before: Tensor | None, positions: Positions) -> Tensor:
+    """Same arguments and results as `by_taps`; the output has the memory layout of x if its rows are contiguous."""
+    rows, filters = contiguous_rows(x.flatten(1, -3)), weight.flatten(0, -3)
+    rows_before = None if before is None else before.flatten(1, -3)
     if isinstance(positions, int):
         # From position W - 1 on, filters lie within the document, so larger positions make no difference.
-        out = _forward(inputs, filters, None, min(positions, weight.shape[-1]))
+        out = _forward(rows, rows_before, filters, None, min(positions, weight.shape[-1]))
     else:
-        out = _forward(inputs, filters, positions.expand(len(x), -1).contiguous(), 0)
-    return out.view(x.shape)
+        out = _forward(rows, rows_before, filters, positions.expand(len(x), -1).contiguous(), 0)
+    return out.unflatten(1, x.shape[1:-2])
 
 
 @torch.library.custom_op("megakernel::short_convolution", mutates_args=())
-def _forward(inputs: Tensor, weight: Tensor, positions: Tensor | None, start: int) -> Tensor:
-    """The output (B, R, N, d) for inputs (B, R, W - 1 + N, d) and weight (R, d, W)."""
-    out = _empty_output(inputs, weight, positions, start)
-    heads, length = out.shape[1:3]
+def _forward(
+    x: Tensor, before: Tensor | None, weight: Tensor, positions: Tensor | None, start: int
+) -> Tensor:
+    """The output (B, R, N, d) for x of the same shape, `before` (B, R, W - 1, d) and weight (R, d, W)."""
+    out = torch.empty_like(x)
     if out.numel():
-        grid, meta = _grid_and_sizes(out, weight, length)
-        arguments = (inputs, weight.contiguous(), positions, out, length, start, heads)
-        launch(kernels.convolve, grid, *arguments, META=meta, warps=4)
+        grid, meta = _grid_and_sizes(x, weight)
+        inputs = (Rows.of(x), None if before is None else Rows.of(before), weight.contiguous(), positions)
+        launch(kernels.convolve, grid, *inputs, Rows.of(out), x.shape[2], start, META=meta, warps=4)
     return out
 
 
 @_forward.register_fake
-def _empty_output(inputs, weight, positions, start):
-    batch, heads, count, width = inputs.shape
-    return inputs.new_empty(batch, heads, count - weight.shape[-1] + 1, width)
+def _empty_output(x, before, weight, positions, start):
+    return torch.empty_like(x)
 
 
 @torch.library.custom_op("megakernel::short_convolution_backward", mutates_args=())
 def _backward(
-    grad: Tensor, inputs: Tensor, weight: Tensor, positions: Tensor | None, start: int
-) -> tuple[Tensor, Tensor]:
-    """Gradients of inputs, and of weight (R, d, W) in float32."""
-    heads, length = grad.shape[1:3]
-    dinputs = torch.empty_like(inputs)
-    grid, meta = _grid_and_sizes(grad, weight, inputs.shape[2])
-    shares = inputs.new_zeros(*inputs.shape[:2], grid[1], meta.width, meta.channels, dtype=torch.float32)
-    if grad.numel():
-        arguments = (inputs, weight.contiguous(), positions, grad.contiguous(), dinputs, shares)
-        launch(kernels.convolve_backward, grid, *arguments, length, start, heads, META=meta, warps=4)
-    else:
-        dinputs.zero_()
-    return dinputs, shares.sum((0, 2)).transpose(-1, -2).flip(-1)
+    grad: Tensor,
+    x: Tensor,
+    before: Tensor | None,
+    weight: Tensor,
+    positions: Tensor | None,
+    start: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, of `before` (empty if that is None), and of weight (R, d, W) in float32."""
+    dx, dbefore = torch.empty_like(x), x.new_zeros(0) if before is None else torch.zeros_like(before)
+    grid, meta = _grid_and_sizes(x, weight)
+    shares = x.new_zeros(len(x), grid[0], *weight.shape, dtype=torch.float32)
+    if x.numel():
+        inputs = (Rows.of(x), None if before is None else Rows.of(before), weight.contiguous(), positions)
+        outputs = (Rows.of(dx), None if before is None else Rows.of(dbefore), shares)
+        arguments = (*inputs, Rows.of(grad), *outputs, x.shape[2], start)
+        launch(kernels.convolve_backward, grid, *arguments, META=meta, warps=4)
+    return dx, dbefore, shares.sum((0, 1))
 
 
 @_backward.register_fake
-def _empty_gradients(grad, inputs, weight, positions, start):
-    return torch.empty_like(inputs), weight.new_empty(weight.shape, dtype=torch.float32)
+def _empty_gradients(grad, x, before, weight, positions, start):
+    dbefore = x.new_empty(0) if before is None else torch.empty_like(before)
+    return torch.empty_like(x), dbefore, weight.new_empty(weight.shape, dtype=torch.float32)
 
 
 def _setup_context(ctx, inputs, output):
@@ -92,19 +97,21 @@ def _setup_context(ctx, inputs, output):
 
 
 def _differentiate(ctx, grad):
-    inputs, weight, positions = ctx.saved_tensors
-    dinputs, dweight = _backward(grad, inputs, weight, positions, ctx.start)
-    return dinputs, dweight.to(weight.dtype), None, None
+    x, before, weight, positions = ctx.saved_tensors
+    dx, dbefore, dweight = _backward(grad, x, before, weight, positions, ctx.start)
+    return dx, None if before is None else dbefore, dweight.to(weight.dtype), None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup_context)
 
 
-def _grid_and_sizes(out: Tensor, weight: Tensor, count: int) -> tuple[tuple[int, int], FilterShape]:
-    """The grid over `count` tokens and the compile-time sizes; spans are short enough for MIN_PROGRAMS programs."""
-    channels, width = out.shape[-1], weight.shape[-1]
-    tokens = max(8, (TILE if width <= 4 else TILE // 2) // padded(channels))
-    for_programs = power_of_two(max(1, out.shape[0] * out.shape[1] * count // MIN_PROGRAMS))
-    span = max(tokens, min(SPAN, for_programs))
-    meta = FilterShape(width, power_of_two(width), channels, padded(channels), tokens, span)
-    return (out.shape[0] * out.shape[1], cdiv(count, span)), meta
+def _grid_and_sizes(x: Tensor, weight: Tensor) -> tuple[tuple[int, int, int], FilterShape]:
+    """The grid and the compile-time sizes; spans are short enough for MIN_PROGRAMS programs."""
+    batch, heads, length, channels = x.shape
+    width, padded = weight.shape[-1], power_of_two(channels)
+    heads_at_once = max(1, (TILE if width <= 4 else TILE // 2) // padded)
+    blocks = cdiv(heads, heads_at_once)
+    for_programs = power_of_two(max(1, batch * blocks * length // MIN_PROGRAMS))
+    span = max(TOKENS_AT_ONCE, min(SPAN, for_programs))
+    meta = FilterShape(width, heads, channels, padded, heads_at_once, TOKENS_AT_ONCE, span)
+    return (cdiv(length, span), blocks, batch), meta

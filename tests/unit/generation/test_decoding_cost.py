@@ -15,7 +15,7 @@ MODELS = {
     "softmax": ("softmax", 70, 165),
     "local": ("local", 52, 160),
     "linear": ("linear", 103, 218),
-    "retnet": ("retnet", 79, 192),
+    "retnet": ("retnet", 81, 192),
 }
 """Attention, and limits on operations and calls per layer: a tenth above those for texts of unequal lengths."""
 
