@@ -76,7 +76,7 @@ class LabeledDocuments:
 
     def batch(self, indices: Sequence[int], share: Share) -> Batch:
         """See `SampleObjective`; tokens and positions (examples x documents, seq_len), labels (examples,)."""
-        assert share.cp_size == 1, "config.checks keeps labeled documents whole"
+        assert share.cp_size == 1, "config.rules keeps labeled documents whole"
         examples = [self.samples[index] for index in indices]
         sequences = [self._sequence(document) for example in examples for document in example.documents]
         tokens, positions = map(torch.stack, zip(*sequences))

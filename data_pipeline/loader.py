@@ -3,7 +3,6 @@
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -15,10 +14,6 @@ from data_pipeline.order import ConsumptionOrder, Share, samples_by_pass
 from data_pipeline.packing import Packing
 from megakernel.config.training import Phase
 from megakernel.config.tree import Config
-
-
-def _no_barrier() -> None:
-    """The barrier of a single process."""
 
 
 class _BatchDataset(Dataset[Batch]):
@@ -56,7 +51,7 @@ class TrainingBatches:
         share: Share,
         *,
         builds_index: bool = True,
-        barrier: Callable[[], None] = _no_barrier,
+        barrier: Callable[[], None] = lambda: None,
     ):
         """Open the training corpora's sample indices, one per sequence length, and build missing ones.
 
@@ -95,7 +90,7 @@ class TrainingBatches:
         loader: DataLoader[Batch] = DataLoader(
             phase_batches.dataset,
             batch_sampler=micro_batches,
-            collate_fn=_identity,
+            collate_fn=lambda batch: batch,
             num_workers=self._num_workers,
             worker_init_fn=_ignore_stop_signals,
             # Forked workers share imported libraries and mapped files; they do not use a device.
@@ -120,7 +115,7 @@ class ValidationBatches:
         split: str = "validation",
         *,
         builds_index: bool = True,
-        barrier: Callable[[], None] = _no_barrier,
+        barrier: Callable[[], None] = lambda: None,
     ):
         """Open the sample index of the split; other arguments and errors as for `TrainingBatches`."""
         key = "training.seq_len" if config.training.eval_seq_len is None else "training.eval_seq_len"
@@ -150,7 +145,3 @@ def _ignore_stop_signals(worker: int) -> None:
     would crash its rank before it has saved. torch ends the workers with the rank."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-
-
-def _identity(batch: Any) -> Any:
-    return batch

@@ -26,7 +26,7 @@ class Share:
 
     def shard_of(self, seq_len: int) -> tuple[int, int]:
         """First token and end (exclusive) of the share's shard of a sequence."""
-        assert seq_len % self.cp_size == 0, "config.checks cuts sequences evenly"
+        assert seq_len % self.cp_size == 0, "config.rules cuts sequences evenly"
         length = seq_len // self.cp_size
         return self.cp_rank * length, (self.cp_rank + 1) * length
 

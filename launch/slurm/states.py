@@ -105,13 +105,8 @@ def _owners(submissions: Iterable[Path]) -> set[int]:
     return owners
 
 
-def job_states(run: JobFolder, by_slurm: Mapping[str, JobState] | None = None) -> dict[str, JobState]:
-    """Job id -> state of every job of a run, oldest first; from the run's events if Slurm does not know the job.
-
-    by_slurm: Slurm's states; None queries Slurm.
-    """
-    if by_slurm is None:
-        by_slurm = query_slurm([run])
+def job_states(run: JobFolder, by_slurm: Mapping[str, JobState]) -> dict[str, JobState]:
+    """Job id -> state of every job of a run, oldest first; from the run's events if Slurm does not know the job."""
     return {job.id: _state(run, job, by_slurm) for job in run.jobs()}
 
 

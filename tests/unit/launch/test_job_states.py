@@ -36,7 +36,7 @@ def run_with_events(folder, *recorded):
     ],
 )
 def test_the_last_event_of_a_job_gives_its_state(recorded, state, tmp_path):
-    (found,) = job_states(run_with_events(tmp_path, *recorded)).values()
+    (found,) = job_states(run_with_events(tmp_path, *recorded), {}).values()
     assert found.state == state
     assert not found.is_live
 
