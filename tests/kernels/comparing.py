@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -10,6 +11,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """Largest RMS ratio: operands of matrix products keep 24, 8 or 11 bits, sums are float32."""
+
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 
 def rms_ratio(actual: Tensor, expected: Tensor, least: float = 1e-30) -> float:

@@ -21,11 +21,10 @@ from tests.kernels.comparing import (
     assert_agrees,
     assert_looks_back_only,
     assert_repeats,
+    every_dtype,
     rms_ratio,
 )
 from tests.tiers import tiered
-
-every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 VARIANTS = {"gated": ("softmax", True), "shared": ("softmax", False), "kernel": ("kernel", False)}
 """Name -> the near part, and whether it has a gate."""

@@ -19,12 +19,12 @@ from tests.kernels.comparing import (
     assert_agrees,
     assert_looks_back_only,
     assert_repeats,
+    every_dtype,
     rms_ratio,
 )
 from tests.tiers import tiered
 
 every_map = pytest.mark.parametrize("feature_map", SUPPORTED)
-every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 PROJECTED = ("hedgehog", "favor", "prf", "rks")
 SIGNED = ("identity", "rks")

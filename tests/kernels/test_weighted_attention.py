@@ -13,20 +13,11 @@ from tests.kernels.comparing import (
     assert_agrees,
     assert_looks_back_only,
     assert_repeats,
+    every_dtype,
     rms_ratio,
 )
 from tests.tiers import tiered
-
-every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-
-KINDS = {
-    "softmax": {"similarity": "softmax"},
-    "gaussian": {"similarity": "gaussian"},
-    "kernelized": {"similarity": "gaussian", "normalize": False},
-    "uneven_variances": {"similarity": "gaussian", "variances": (1.0, 1 / 3)},
-    "hard": {"similarity": "gaussian", "join": "max"},
-    "hard_softmax": {"similarity": "softmax", "join": "max"},
-}
+from tests.unit.ops.comparing import KINDS
 
 
 def tokens(

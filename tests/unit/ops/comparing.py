@@ -5,6 +5,26 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from megakernel.ops import softmax_attention
+
+KINDS = {
+    "softmax": {"similarity": "softmax"},
+    "gaussian": {"similarity": "gaussian"},
+    "kernelized": {"similarity": "gaussian", "normalize": False},
+    "uneven_variances": {"similarity": "gaussian", "variances": (1.0, 1 / 3)},
+    "hard": {"similarity": "gaussian", "join": "max"},
+    "hard_softmax": {"similarity": "softmax", "join": "max"},
+}
+"""Name -> options of weighted attention."""
+
+PACKED = torch.stack(
+    [
+        torch.cat([torch.arange(3), torch.arange(12), torch.arange(8)]),
+        torch.cat([torch.arange(9), torch.arange(1), torch.arange(13)]),
+    ]
+)
+"""Positions of two sequences of 23 tokens, with three documents each."""
+
 
 def random(*shape: int, seed: int = 0) -> Tensor:
     """A leaf tensor of standard normal float64 numbers."""
@@ -26,3 +46,10 @@ def assert_same(
     for fast, plain in zip((*results[0], *slopes[0]), (*results[1], *slopes[1])):
         # Sums of float64 in another order; the weights of a random sum can reach hundreds.
         torch.testing.assert_close(fast, plain, rtol=tolerance, atol=tolerance)
+
+
+def softmax_reference(tensors: Sequence[Tensor], **options) -> tuple[Tensor, ...]:
+    """Output and gradients of the reference of softmax attention; tensors: q, k, v and a weight of every output."""
+    *leaves, weight = tensors
+    out, _ = softmax_attention(*leaves, **options, backend="reference")
+    return out, *torch.autograd.grad((out * weight).sum(), leaves)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megakernel.ops import softmax_attention
 from megakernel.ops.partial_output import empty_partial_output, log_normalizer, normalized
 from megakernel.ops.softmax_attention import fused
 from megakernel.ops.softmax_attention.partial import (
@@ -16,7 +15,7 @@ from megakernel.ops.softmax_attention.partial import (
     add_sums,
 )
 from megakernel.ops.softmax_attention.spans import cross_shard_spans
-from tests.unit.ops.comparing import random
+from tests.unit.ops.comparing import random, softmax_reference
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
@@ -51,12 +50,6 @@ def from_parts(tensors, parts):
     return out.flatten(1, 2), of_queries.flatten(1, 2), of_keys, of_values
 
 
-def reference(tensors, **options):
-    *leaves, weight = tensors
-    out, _ = softmax_attention(*leaves, **options, backend="reference")
-    return out, *torch.autograd.grad((out * weight).sum(), leaves)
-
-
 @pytest.mark.parametrize("order", permutations([(0, 5), (5, 6), (6, 12)]), ids=str)
 @pytest.mark.parametrize("causal", [True, False])
 def test_uneven_parts_of_packed_sequences_add_up_in_any_order(order, causal):
@@ -69,7 +62,7 @@ def test_uneven_parts_of_packed_sequences_add_up_in_any_order(order, causal):
         )
         for a, b in order
     ]
-    expected = reference(tensors, causal=causal, positions=torch.arange(N) - DOCUMENTS)
+    expected = softmax_reference(tensors, causal=causal, positions=torch.arange(N) - DOCUMENTS)
     for found, wanted in zip(from_parts(tensors, parts), expected, strict=True):
         # Sums of float64 in another order.
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
@@ -131,7 +124,7 @@ def test_fused_kernels_give_sums_that_add(device, dtype):
     ]
     parts.append((slice(N, 2 * N), cross_shard_spans(one, one, 0), True))
     found = from_parts((q[:, :, N:], k, v, grad[:, :, N:]), parts)
-    out, of_queries, of_keys, of_values = reference([x.requires_grad_() for x in whole])
+    out, of_queries, of_keys, of_values = softmax_reference([x.requires_grad_() for x in whole])
     # On a GPU, half precision is rounded once per part; elsewhere sums are float32 or better.
     tolerance = 1e-12 if dtype == torch.float64 else 2**-6 if device == "cuda" else 1e-5
     for part, whole in zip(found, (out[:, :, N:], of_queries[:, :, N:], of_keys, of_values), strict=True):

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from megakernel.ops import softmax_attention
 from megakernel.ops.softmax_attention import partial, ring
 from megakernel.ops.softmax_attention.ring import ring_attention
 from tests.unit.attention.shards import ThreadShard, in_shards
-from tests.unit.ops.comparing import random
+from tests.unit.ops.comparing import random, softmax_reference
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
@@ -29,15 +28,8 @@ def inputs(heads: int = 3, kv_heads: int = 1, values: int = VALUES):
     return [random(B, count, N, width, seed=i) for i, (count, width) in enumerate(shapes)]
 
 
-def expected(tensors, **options):
-    """Output and gradients of the reference on whole sequences."""
-    *leaves, weight = tensors
-    out, _ = softmax_attention(*leaves, **options, backend="reference")
-    return out, *torch.autograd.grad((out * weight).sum(), leaves)
-
-
 def rotated(size, tensors, *, shard_of=lambda cp_shard: cp_shard, **options):
-    """The same from `size` shards of ring attention, concatenated."""
+    """Output and gradients from `size` shards of ring attention, concatenated."""
 
     def work(cp_shard: ThreadShard):
         def mine(x, dim):
@@ -68,7 +60,7 @@ def assert_equal(actual, wanted):
 def test_rotating_keys_give_attention_over_whole_sequences(size, heads, causal, positions, values):
     tensors = inputs(*heads, values)
     options = {"causal": causal, "positions": positions}
-    assert_equal(rotated(size, tensors, **options), expected(tensors, **options))
+    assert_equal(rotated(size, tensors, **options), softmax_reference(tensors, **options))
 
 
 @pytest.mark.parametrize("window", [1, 5, 12, 13])
@@ -80,7 +72,7 @@ def test_rotating_keys_give_attention_over_whole_sequences(size, heads, causal, 
 def test_a_window_reaches_across_shards(window, positions, values):
     tensors = inputs(values=values)
     options = {"window": window, "positions": positions}
-    assert_equal(rotated(4, tensors, **options), expected(tensors, **options))
+    assert_equal(rotated(4, tensors, **options), softmax_reference(tensors, **options))
 
 
 @pytest.mark.parametrize("positions", [0, PACKED], ids=["whole_sequences", "packed"])
@@ -91,7 +83,7 @@ def test_masked_keys_do_not_count_on_any_shard(positions):
     mask[1] = False  # this sequence's queries see nothing
     options = {"causal": False, "positions": positions, "key_mask": mask}
     found = rotated(3, tensors, **options)
-    assert_equal(found, expected(tensors, **options))
+    assert_equal(found, softmax_reference(tensors, **options))
     assert not found[0][1].any()
 
 
@@ -100,13 +92,13 @@ def test_large_scores_neither_overflow_nor_vanish(values):
     tensors = inputs(values=values)
     with torch.no_grad():
         tensors[0] *= 1e3
-    assert_equal(rotated(4, tensors, causal=True), expected(tensors, causal=True))
+    assert_equal(rotated(4, tensors, causal=True), softmax_reference(tensors, causal=True))
 
 
 @pytest.mark.parametrize("values", [WIDTH, VALUES], ids=["fused", "blocks"])
 def test_half_precision_is_summed_in_float32(values):
     halves = [x.detach().to(torch.bfloat16) for x in inputs(values=values)]
-    wanted = expected([x.double().requires_grad_() for x in halves], causal=True)
+    wanted = softmax_reference([x.double().requires_grad_() for x in halves], causal=True)
     found = rotated(4, halves, causal=True)
     assert {x.dtype for x in found} == {torch.bfloat16}
     for part, whole in zip(found, wanted, strict=True):

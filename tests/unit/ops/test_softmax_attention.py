@@ -2,18 +2,11 @@ import pytest
 import torch
 
 from megakernel.ops import softmax_attention, window_attention
-from tests.unit.ops.comparing import assert_same, random
+from tests.unit.ops.comparing import PACKED, assert_same, random
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
 B, H, KV, N, WIDTH = 2, 4, 2, 23, 4
-
-PACKED = torch.stack(
-    [
-        torch.cat([torch.arange(3), torch.arange(12), torch.arange(8)]),
-        torch.cat([torch.arange(9), torch.arange(1), torch.arange(13)]),
-    ]
-)
 
 
 def inputs(length: int = N):

@@ -3,27 +3,11 @@ import torch
 
 from megakernel.ops import softmax_attention, weighted_attention
 from megakernel.ops.weighted_attention import WeightedState, responsibilities, streamed
-from tests.unit.ops.comparing import assert_same, random
+from tests.unit.ops.comparing import KINDS, PACKED, assert_same, random
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
 B, H, KV, M, N, WIDTH, VALUES = 2, 4, 2, 2, 23, 4, 3
-
-PACKED = torch.stack(
-    [
-        torch.cat([torch.arange(3), torch.arange(12), torch.arange(8)]),
-        torch.cat([torch.arange(9), torch.arange(1), torch.arange(13)]),
-    ]
-)
-
-KINDS = {
-    "softmax": {"similarity": "softmax"},
-    "gaussian": {"similarity": "gaussian"},
-    "kernelized": {"similarity": "gaussian", "normalize": False},
-    "uneven_variances": {"similarity": "gaussian", "variances": (1.0, 1 / 3)},
-    "hard": {"similarity": "gaussian", "join": "max"},
-    "hard_softmax": {"similarity": "softmax", "join": "max"},
-}
 
 
 def inputs(keys: int = M, length: int = N):
