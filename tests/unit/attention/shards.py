@@ -102,6 +102,14 @@ def in_shards(size: int, work: Callable[[ThreadShard], Tensor]) -> list[Tensor]:
         return list(pool.map(guarded, range(size)))
 
 
+def assert_same_with_gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+    """Check that two float64 outputs and their gradients, none of which is all zero, are the same."""
+    found, expected = ((out, *torch.autograd.grad(out.sin().sum(), leaves)) for out in outputs)
+    for actual, wanted in zip(found, expected):
+        assert wanted.any()
+        torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-9)
+
+
 def check_shards(
     module: AttentionLayer,
     inputs: tuple[Tensor, Tensor, Tensor],

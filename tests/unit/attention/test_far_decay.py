@@ -5,7 +5,7 @@ import torch
 
 from megakernel.attention import AttentionInputs, Rotary, build
 from megakernel.config import Attention, expand_preset
-from tests.unit.attention.shards import check_shards_and_decoding
+from tests.unit.attention.shards import assert_same_with_gradients, check_shards_and_decoding
 
 BATCH, HEADS, KEY_HEADS, WIDTH, TOKENS, BLOCK, RANK = 2, 4, 2, 4, 32, 4, 2
 POSITIONS = torch.stack([torch.arange(TOKENS), torch.cat([torch.arange(n) for n in (3, 15, 1, 13)])])
@@ -94,12 +94,7 @@ def test_layer_values_and_gradients_equal_the_formula(name, decay):
     q, k, v, further = tensors
     layer_inputs = AttentionInputs(POSITIONS, further=further if decay == "gate" else None)
     outputs = module(q, k, v, layer_inputs), reference(module, decay, *tensors, POSITIONS)
-    torch.testing.assert_close(*outputs, rtol=1e-9, atol=1e-9)
-    leaves = [*tensors[: 4 if decay == "gate" else 3], *module.parameters()]
-    found, expected = (torch.autograd.grad(out.sin().sum(), leaves) for out in outputs)
-    for actual, wanted in zip(found, expected, strict=True):
-        assert wanted.any()
-        torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-9)
+    assert_same_with_gradients(outputs, [*tensors[: 4 if decay == "gate" else 3], *module.parameters()])
 
 
 def test_a_decay_that_leaves_nothing_does_not_disturb_later_landmarks(monkeypatch):

@@ -6,7 +6,8 @@ from torch.nn.functional import logsigmoid, softplus
 
 from megakernel.attention import AttentionInputs, Rotary, build
 from megakernel.ops.gated_delta_rule import gated_delta_rule
-from tests.unit.attention.shards import check_shards_and_decoding
+from tests.unit.attention.shards import assert_same_with_gradients, check_shards_and_decoding
+from tests.unit.ops.comparing import assert_same
 
 LENGTH, WIDTH, VALUES = 150, 6, 5
 POSITIONS = torch.cat([torch.arange(70), torch.arange(LENGTH - 70)]).expand(2, -1)
@@ -29,13 +30,11 @@ def test_chunked_values_and_gradients_equal_the_recurrence(positions):
     def run(backend):
         unit = k / k.norm(dim=-1, keepdim=True)
         numbers = logsigmoid(gate), logits.sigmoid()
-        out, final_state = gated_delta_rule(
+        return gated_delta_rule(
             q, unit, v, *numbers, positions=positions, initial_state=state, backend=backend
         )
-        return out, final_state, *torch.autograd.grad(out.sin().sum() + final_state.cos().sum(), tensors)
 
-    for found, expected in zip(run("chunked"), run("reference")):
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    assert_same(run, tensors, tolerance=1e-10)
 
 
 def test_a_decay_that_leaves_nothing_is_a_document_start():
@@ -93,11 +92,7 @@ def test_layer_values_and_gradients_equal_the_recurrence():
         module(q, k, v, AttentionInputs(positions, further=further)),
         token_by_token(module, *tensors, positions),
     ]
-    torch.testing.assert_close(*outputs, rtol=1e-9, atol=1e-9)
-    leaves = [*tensors, *module.parameters()]
-    found, expected = (torch.autograd.grad(out.sin().sum(), leaves) for out in outputs)
-    for actual, wanted in zip(found, expected):
-        torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-9)
+    assert_same_with_gradients(outputs, [*tensors, *module.parameters()])
 
 
 @pytest.mark.parametrize("decay", ["step", "gate", "fixed"])

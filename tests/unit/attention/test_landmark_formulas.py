@@ -14,12 +14,7 @@ Attended = list[tuple[Tensor, Tensor, float | Tensor]]
 """Keys (H, n, d) and values (H, n, d) that a query attends to, and the number of tokens that each represents."""
 
 # Both backends, because each computes windows and token counts itself.
-pytestmark = pytest.mark.parametrize("backend", ["chunked", "reference"])
-
-
-@pytest.fixture(autouse=True)
-def _backend(backend, monkeypatch):
-    monkeypatch.setenv("MEGAKERNEL_BACKEND", backend)
+pytestmark = pytest.mark.usefixtures("each_backend")
 
 
 def layer(tree: dict, *, causal: bool) -> torch.nn.Module:

@@ -7,12 +7,7 @@ from megakernel.attention import AttentionInputs, build
 from megakernel.attention.eva import ChunkSummarizer
 from tests.oracles import KEPT, arrays, assert_equal, heads, joined
 
-pytestmark = pytest.mark.parametrize("backend", ["chunked", "reference"])
-
-
-@pytest.fixture(autouse=True)
-def _backend(backend, monkeypatch):
-    monkeypatch.setenv("MEGAKERNEL_BACKEND", backend)
+pytestmark = pytest.mark.usefixtures("each_backend")
 
 
 def layer(name: str, *, causal: bool, **settings):

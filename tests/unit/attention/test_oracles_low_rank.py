@@ -34,9 +34,8 @@ def linformer(case: str, x, *, share_kv: bool = False, kv_heads: int = 2):
 
 
 @pytest.mark.parametrize(("case", "options"), [("a", {}), ("b", {"share_kv": True}), ("c", {"kv_heads": 1})])
-@pytest.mark.parametrize("backend", ["chunked", "reference"])
-def test_linformer_equals_lucidrains(case, options, backend, monkeypatch):
-    monkeypatch.setenv("MEGAKERNEL_BACKEND", backend)
+@pytest.mark.usefixtures("each_backend")
+def test_linformer_equals_lucidrains(case, options):
     x, out = arrays("linformer_lucidrains", "x", f"{case}.out")
     assert_equal(linformer(case, x, **options), out)
 
