@@ -100,3 +100,11 @@ def corpus(tmp_path_factory):
     command = f"prepare --source stdlib --tokenizer byte --out {folder} --max-documents 60 --validation-fraction 0.1"
     assert main(command.split()) == 0
     return folder
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory, corpus):
+    """The configuration file of a small run; runs are in its folder."""
+    from tests.distributed.training_run import write_config
+
+    return write_config(tmp_path_factory.mktemp("runs"), corpus)

@@ -2,13 +2,7 @@
 
 import pytest
 
-from tests.distributed.training_run import (
-    assert_losses_close,
-    assert_resumed_bit_identically,
-    layout,
-    train,
-    write_config,
-)
+from tests.distributed.training_run import assert_losses_close, assert_resumed_bit_identically, layout, train
 from tests.tiers import tiered
 
 OFFLOAD_OPTIMIZER = "deepspeed={zero_optimization: {offload_optimizer: {device: cpu}}}"
@@ -22,12 +16,6 @@ CASES = [
     ("dp2 zero 2 bfloat16", OFFLOAD_OPTIMIZER),
     ("dp2 zero 3", OFFLOAD_BOTH),
 ]
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory, corpus):
-    return write_config(tmp_path_factory.mktemp("offload"), corpus)
-
 
 SHORT = ("training.steps=2", "schedule.name=constant")
 

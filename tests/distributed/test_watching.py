@@ -12,7 +12,7 @@ from torch import nn
 
 from megakernel.training.observing.local_work import LocalWork, slowest
 from tests.distributed.processes import cpu_mesh, run_ranks
-from tests.distributed.training_run import train, write_config
+from tests.distributed.training_run import train
 
 ATTENTION = "{preset: flurka, near: {kind: softmax, join: gated, gate: token}, compression: {block_size: 16, rank: 4}}"
 OPTIONS = (
@@ -27,11 +27,6 @@ OPTIONS = (
 def histograms(run):
     reader = EventAccumulator(str(run / "tensorboard"), size_guidance={"histograms": 0}).Reload()
     return {tag: reader.Histograms(tag)[0].histogram_value for tag in reader.Tags()["histograms"]}
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory, corpus):
-    return write_config(tmp_path_factory.mktemp("runs"), corpus)
 
 
 LAYOUTS = {

@@ -14,17 +14,12 @@ from megakernel.checkpoint.reshape import reshape_run
 from megakernel.config import UserError, load
 from tests import dense_models
 from tests.distributed.processes import cpu_mesh, run_ranks
-from tests.distributed.training_run import train, write_config
+from tests.distributed.training_run import train
 from tests.hostile import flip, plant
 
 OPTIONS = ("training.steps=4", "checkpoint.every=2", "training.eval_samples=2", "logging.tensorboard=false")
 SMALL = ("model.num_layers=2", "model.hidden_size=32", "model.attention_pattern=[main, softmax]")
 MODEL, OPTIMIZER = "*mp_rank_00_model_states.pt", "*zero_pp_rank_0_mp_rank_00_optim_states.pt"
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory, corpus):
-    return write_config(tmp_path_factory.mktemp("runs"), corpus)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from launch.exit_status import ExitStatus
 from megakernel.evaluation import evaluate_run
 from megakernel.generation import Sampling, generate_texts
 from tests.disk import files_of_at_most
-from tests.distributed.training_run import layout, metrics, train, write_config
+from tests.distributed.training_run import layout, metrics, train
 from tests.tiers import tiered
 
 SEQ_LEN = 128
@@ -21,11 +21,6 @@ OPTIONS = (
     *("training.steps=4", "training.micro_batch_size=4", "training.eval_every=2"),
     *("checkpoint.every=2", "logging.tensorboard=false"),
 )
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory, corpus):
-    return write_config(tmp_path_factory.mktemp("runs"), corpus)
 
 
 @pytest.fixture(scope="module")

@@ -4,24 +4,15 @@ import pytest
 import torch
 
 from megakernel.checkpoint.dense.checkpoint import vocabulary_names
-from megakernel.config import PRESETS, Attention, Model, Parallel, expand_preset
+from megakernel.config import PRESETS, Attention, Model, expand_preset
 from megakernel.model import IGNORED, LanguageModel, ModelSettings
 from megakernel.model.layer import TransformerLayer
-from megakernel.parallel import Mesh, prepare_device
-from megakernel.parallel.processes import ProcessEnvironment
 
 VOCAB, CLASSES, LENGTH = 64, 3, 12
 PADDING = -1
 SIZES = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_multiple": 64}
 MECHANISMS = ["softmax", "linear", "performer", "hedgehog"]
 POSITIONS = ["rope", "learned", "sinusoidal", "none"]
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    mesh = Mesh.create(Parallel(), ProcessEnvironment(), prepare_device("cpu", 0))
-    yield mesh
-    mesh.destroy()
 
 
 def build(mesh, **parts):

@@ -34,13 +34,11 @@ def with_changed_output(change):
     return replace(IMPLEMENTATIONS["kernel elu"], build=build)
 
 
-@pytest.mark.parametrize("name", SUITES["cpu"].implementations)
-def test_every_implementation_of_the_cpu_suite_is_correct(name):
-    assert check(IMPLEMENTATIONS[name], SMALL, CPU, torch.float32).is_right
+OTHERS = ("eager elu", "kernel elu, not normalized")
 
 
-@pytest.mark.parametrize("name", ["eager elu", "kernel elu, not normalized"])
-def test_other_implementations_are_correct(name):
+@pytest.mark.parametrize("name", [*SUITES["cpu"].implementations, *OTHERS])
+def test_implementations_are_correct(name):
     assert check(IMPLEMENTATIONS[name], SMALL, CPU, torch.float32).is_right
 
 
