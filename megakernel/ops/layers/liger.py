@@ -4,12 +4,14 @@ The package is optional, and imported when a kernel first runs.
 """
 
 import importlib.util
-import math
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from megakernel.ops.kernels.features import power_of_two
+from megakernel.ops.kernels.launch import capability_of
 
 WIDEST = 65_536
 """The widest rows that Liger-Kernel's programs can hold."""
@@ -96,26 +98,20 @@ def summed_cross_entropy(
         weight: W (R, C), the whole padded vocabulary.
         targets: (T,) int64.
         rows: tokens whose logits may be in memory at once.
-        vocab_size: the unpadded vocabulary; later rows of W are excluded from the softmax.
+        vocab_size: the unpadded vocabulary; later rows of W are no part of the softmax.
         ignored: the target that does not count.
     """
     if not len(hidden):
         return (hidden @ weight.T).float().sum()
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    # Slicing W would do too, but GPUs are slow with products of odd sizes. The bias costs two more passes over the
-    # logits; neither has been measured.
-    padding = None
-    if vocab_size < len(weight):
-        padding = hidden.new_zeros(len(weight))
-        padding[vocab_size:] = -math.inf
-    return _SummedCrossEntropy.apply(hidden, weight, targets, rows, padding, ignored, needs_grad)
+    return _SummedCrossEntropy.apply(hidden, weight, targets, rows, vocab_size, ignored, needs_grad)
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
-    """Liger-Kernel's fused linear cross entropy on slices of tokens, so that its chunks are as large as allowed.
+    """Liger-Kernel's cross entropy of a chunk of tokens, which overwrites logits with gradients, between our products.
 
-    Liger derives its chunk size from the memory of `hidden` alone: that is 64 tokens for 768 columns and a vocabulary
-    of 50,000, too few to fill a GPU, and for a million tokens far more than asked for.
+    Its fused loss takes as many tokens at once as fit into the memory of `hidden` (64 for 768 columns and a vocabulary
+    of 50,000), makes the host wait for a number of tokens that no sum needs, and has no padded vocabularies.
     """
 
     @staticmethod
@@ -125,48 +121,69 @@ class _SummedCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         rows: int,
-        padding: Tensor | None,
+        vocab_size: int,
         ignored: int,
         needs_grad: bool,
     ) -> Tensor:
-        from liger_kernel.ops import fused_linear_cross_entropy_forward
-
-        chunk = 1 << (rows.bit_length() - 1)  # chunks are powers of two
-        size = chunk * -(-len(weight) // hidden.shape[1])
-        losses, dhidden_parts, dweight = [], [], None
-        for part, part_targets in zip(hidden.split(size), targets.split(size)):
-            loss, _, _, _, dpart, dweight_part, _ = fused_linear_cross_entropy_forward(
-                part,
-                weight,
-                part_targets,
-                bias=padding,
-                ignore_index=ignored,
-                reduction="sum",
-                accum_dtype=torch.float32,
-                compute_gradients=needs_grad,
-                weight_requires_grad=ctx.needs_input_grad[1],
-                chunk_mem_const=_chunk_mem_const(len(part), chunk, *weight.shape),
-            )
-            losses.append(loss)
-            dhidden_parts.append(dpart)
-            if dweight_part is not None:
-                dweight = dweight_part.float() if dweight is None else dweight.add_(dweight_part)
-        if needs_grad:
-            dhidden = dhidden_parts[0] if len(dhidden_parts) == 1 else torch.cat(dhidden_parts)
-            ctx.save_for_backward(dhidden, None if dweight is None else dweight.to(weight.dtype))
-        return torch.stack(losses).sum()
+        wants_hidden, wants_weight = (needs_grad and needed for needed in ctx.needs_input_grad[:2])
+        dhidden = torch.empty_like(hidden) if wants_hidden else None
+        dweight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        losses = hidden.new_zeros(len(hidden), dtype=torch.float32)
+        buffer = hidden.new_empty(min(rows, len(hidden)), len(weight))
+        for first in range(0, len(hidden), rows):
+            chunk = slice(first, first + rows)
+            logits = buffer[: len(hidden[chunk])]
+            torch.mm(hidden[chunk], weight.T, out=logits)
+            _cross_entropy(logits, targets[chunk], losses[chunk], vocab_size, ignored, needs_grad)
+            if dhidden is not None:
+                torch.mm(logits, weight, out=dhidden[chunk])
+            if dweight is not None:
+                _add_product(dweight, logits.T, hidden[chunk])
+        ctx.save_for_backward(dhidden, None if dweight is None else dweight.to(weight.dtype))
+        return losses.sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dhidden, dweight = ctx.saved_tensors
-        scale = grads[0]
-        return dhidden * scale, None if dweight is None else dweight * scale, *[None] * 5
+        return *(None if saved is None else saved * grads[0] for saved in ctx.saved_tensors), *[None] * 5
 
 
-def _chunk_mem_const(tokens: int, chunk: int, rows: int, width: int) -> int:
-    """The largest `chunk_mem_const` for which Liger-Kernel splits `tokens` tokens into chunks of at most `chunk`.
+def _cross_entropy(
+    logits: Tensor, targets: Tensor, losses: Tensor, vocab_size: int, ignored: int, needs_grad: bool
+) -> None:
+    """Write the cross entropy of logits (T, R) to losses (T,), and with needs_grad its gradient to the logits."""
+    from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel
 
-    Liger splits T tokens into about ceil(R / (chunk_mem_const * C)) chunks.
-    """
-    chunks = -(-tokens // chunk)
-    return -(-rows // width) if chunks == 1 else (rows - 1) // (width * (chunks - 1))
+    unused: dict[str, Any] = dict.fromkeys(("weight_ptr", "z_loss_ptr", "token_accuracy_ptr", "softcap"))
+    unused |= {"predicted_tokens_ptr": None, "token_accuracy_stride": 0, "predicted_tokens_stride": 0}
+    unused |= {"weight_sum": 0.0, "lse_square_scale": 0.0, "label_smoothing": 0.0}
+    flags = ("HAS_WEIGHT", "HAS_SOFTCAPPING", "RETURN_Z_LOSS", "RETURN_TOKEN_ACCURACY")
+    unused |= dict.fromkeys((*flags, "RETURN_PREDICTED_TOKENS"), False)
+    liger_cross_entropy_kernel[(len(logits),)](
+        X_ptr=logits,
+        X_stride=logits.stride(0),
+        Y_ptr=targets,
+        Y_stride=targets.stride(0),
+        loss_ptr=losses,
+        loss_stride=losses.stride(0),
+        n_cols=vocab_size,
+        n_non_ignore=1,  # for means
+        sum_non_ignore_weight=1,
+        ignore_index=ignored,
+        reduction="sum",
+        HAS_GRADIENTS=needs_grad,
+        BLOCK_SIZE=min(MAX_FUSED_SIZE, power_of_two(vocab_size)),
+        num_warps=32,
+        **unused,
+    )
+    if needs_grad:
+        logits[:, vocab_size:] = 0
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b, in float32."""
+    if a.dtype == torch.float32:
+        total.addmm_(a, b)
+    elif a.is_cuda and capability_of(a.device) >= 80:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += a @ b
