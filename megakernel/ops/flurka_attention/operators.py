@@ -18,7 +18,7 @@ from megakernel.ops.kernel_attention import kernels, key_kernels
 from megakernel.ops.kernel_attention.arguments import Keys, Matrix, Queries, Rows, SequenceInfo, State, Tokens
 from megakernel.ops.kernel_attention.decay import Decay, gradient_of_decay
 from megakernel.ops.kernel_attention.differentiable import Operator
-from megakernel.ops.kernel_attention.exchanged import QueryBackward, StateGradients
+from megakernel.ops.kernel_attention.exchanged import QueryBackward, Saved, StatesBackward
 from megakernel.ops.kernel_attention.launches import (
     SEGMENT,
     Launcher,
@@ -226,19 +226,11 @@ class FlurkaLaunches(NamedTuple):
         launches.launch(merge_kernels.merge, len(out), *inputs, *outputs)
         return out, spread, *merged
 
-    def bwd_read(
-        self,
-        grad: Tensor,
-        queries: Tensors,
-        saved_queries: Tensors,
-        saved: Tensors,
-        state: State,
-        needs_matrix_grad: bool,
-    ) -> QueryBackward:
+    def bwd_read(self, grad: Tensor, queries: Tensors, saved: Saved, needs_matrix: bool) -> QueryBackward:
         """See `kernel_attention.exchanged.Launches`."""
         (q, gate, gate_weight, far_weight, table), launcher = queries, self.launcher
         launches = self.with_merge(gate, gate_weight, far_weight, table)
-        out, spread, *numbers = saved_queries
+        out, spread, *numbers = saved.queries
         merged = launches.merged(*numbers)
         if merged.logit is not None:
             launches = launches._replace(shares=launches.shares._replace(gate=merged.logit))
@@ -246,8 +238,8 @@ class FlurkaLaunches(NamedTuple):
         dmerge = torch.empty_like(merged.factor if gate is None else gate)
         tokens = Tokens(self.queries, *launcher.feature_buffers(q))
         bwd_queries = Queries(tokens, Rows.of(grad), merged.factor, delta, merged.scale)
-        dq, dy = q.new_empty(q.shape), self._projected(q) if needs_matrix_grad else None
-        inputs = launches.merge_inputs(bwd_queries, saved, state)
+        dq, dy = q.new_empty(q.shape), self._projected(q) if needs_matrix else None
+        inputs = launches.merge_inputs(bwd_queries, saved.keys, saved.state)
         of_forward = (merged, Rows.of(out), self.rows_of_spread(spread))
         launches.launch(merge_kernels.merge_backward, len(grad), *inputs, *of_forward, dq, dy, means, dmerge)
         if launcher.stores_features:
@@ -263,32 +255,24 @@ class FlurkaLaunches(NamedTuple):
         matrix_grad = None if dy is None else cache(partial(products_of_tokens, dy, q, self.seq.heads))
         return QueryBackward(bwd_queries, grads, matrix_grad, (launches, merged, means, dmerge, dfar_weight))
 
-    def bwd_write(
-        self,
-        query_backward: QueryBackward,
-        saved: Tensors,
-        state: State,
-        scale_grads: Tensor | None,
-        last: StateGradients | None,
-        first: StateGradients | None,
-    ) -> Tensors:
+    def bwd_write(self, query_backward: QueryBackward, saved: Tensors, states: StatesBackward) -> Tensors:
         """Gradients of keys, values, projection, decays, E, F and beta."""
         queries, (launches, merged, means, dmerge, dfar_weight) = query_backward.queries, query_backward.rest
-        saved_landmarks, needs_matrix_grad = _SavedLandmarks(*saved), query_backward.matrix_grad is not None
+        saved_landmarks, needs_matrix = _SavedLandmarks(*saved), query_backward.matrix_grad is not None
         landmarks, matrix = saved_landmarks.landmarks, self.matrix.split(saved_landmarks.terms)
         launcher, seq, k, v = self.launcher, self.seq, self.window.keys.pointer, self.window.v.pointer
         batch = len(k)
         dlandmarks = torch.empty_like(landmarks)
         dpooled = landmarks.new_empty(*landmarks.shape[:3], launcher.values)
         # In the dtype of values and keys, whose matrix products are faster than those of float32 landmarks.
-        dy_landmarks = self._projected(saved_landmarks.values) if needs_matrix_grad else None
+        dy_landmarks = self._projected(saved_landmarks.values) if needs_matrix else None
         dcounts = None if seq.decay is None else torch.empty_like(saved_landmarks.token_count)
-        inputs = (queries, saved_landmarks.keys, self.matrix, state, seq)
+        inputs = (queries, saved_landmarks.keys, self.matrix, states.of_queries, seq)
         outputs = (dlandmarks, dpooled, dy_landmarks, dcounts, None)
         for buffers in launcher.split_dkv(outputs):
             launcher.launch(key_kernels.bwd_dkv, batch, *inputs, *buffers)
         dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
-        dy_k = self._projected(k) if needs_matrix_grad and not self.near.softmax else None
+        dy_k = self._projected(k) if needs_matrix and not self.near.softmax else None
         pool_summands = tuple(landmarks.new_empty(2, *k.shape[:3], launcher.rank))
         launches.launch(
             window_kernels.window_backward,
@@ -317,10 +301,10 @@ class FlurkaLaunches(NamedTuple):
             dfar_mass = landmarks.new_zeros(seq.heads)
             if dfar_weight is not None:
                 dfar_mass += dfar_weight.view(seq.heads, -1).sum(1)
-            if last is not None:
-                dfar_mass += last.scale_grad().sum(0)
-            if first is not None:
-                dfar_mass -= first.scale_grad().sum(0)
+            if states.last is not None:
+                dfar_mass += states.last.scale_grad().sum(0)
+            if states.first is not None:
+                dfar_mass -= states.first.scale_grad().sum(0)
         dlog_decay = None
         if dcounts is not None:
             of_blocks = (dcounts * saved_landmarks.token_count).unflatten(2, (-1, launcher.rank)).sum(3)
@@ -332,10 +316,8 @@ class FlurkaLaunches(NamedTuple):
             ends = ends_of_blocks(seq.ends, seq.length, self.near.block_size, k.device)
             at = ends.clamp(min=0).to(torch.int64)[:, None].expand_as(of_blocks)
             of_ends = of_blocks.new_zeros(*of_blocks.shape[:2], seq.length).scatter_add_(2, at, of_blocks)
-            of_first = None if first is None else first.scale_grad()
-            dlog_decay = gradient_of_decay(
-                of_ends, of_queries, scale_grads, of_first, seq, launcher.segment, decay_after_read=True
-            )
+            sums = (of_ends, of_queries, *states.of_entering)
+            dlog_decay = gradient_of_decay(*sums, seq, launcher.segment, decay_after_read=True)
         return dk, dv, dmatrix, dlog_decay, dpool_keys, dpool_values, dfar_mass, None, None, None
 
     def _projected(self, tokens: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from megakernel.ops.documents import Positions, carry_factor
 from megakernel.ops.groups import Tensors
 from megakernel.ops.kernel_attention import exchanged
 from megakernel.ops.kernel_attention.arguments import State
-from megakernel.ops.kernel_attention.exchanged import Launches, StateGradients, split
+from megakernel.ops.kernel_attention.exchanged import Launches, Saved, StateGradients, StatesBackward, split
 from megakernel.ops.kernel_attention.launches import (
     DECAY,
     MATRIX,
@@ -127,15 +127,13 @@ class Operator:
         """
         launches, queries, keys, first = self._launches(tensors, places, options)
         launcher, seq = launches.launcher, launches.seq
-        saved_queries, saved_keys, *states = split(saved, len(saved) - 6 - self.num_saved, self.num_saved, 3)
+        outputs, of_keys, *states = split(saved, len(saved) - 6 - self.num_saved, self.num_saved, 3)
         entering, last = (State(*state) for state in states)
         if not launcher.causal:
             entering = last
         length = seq.length if launcher.causal else seq.queries
-        needs_matrix_grad = self.sizes[0] + MATRIX in wanted
-        query_backward = launches.bwd_read(
-            grads[0], queries, saved_queries, saved_keys, entering, needs_matrix_grad
-        )
+        needs_matrix = self.sizes[0] + MATRIX in wanted
+        query_backward = launches.bwd_read(grads[0], queries, Saved(outputs, of_keys, entering), needs_matrix)
         outer = gradient_of_last(grads[1], grads[2], last.logs) if len(grads) > 1 else None
         buffer = launcher.sum_queries(query_backward.queries, seq, keys[0], length)
         of_segments, of_first, scale_grads = launcher.pass_states(
@@ -144,7 +142,8 @@ class Operator:
         before = None if first is None else StateGradients(first, gradient_of_first(first.logs, of_first))
         after = None if outer is None else StateGradients(last, outer[:2])
         of_queries = of_segments if launcher.causal else of_first
-        key_grads = launches.bwd_write(query_backward, saved_keys, of_queries, scale_grads, after, before)
+        states_backward = StatesBackward(of_queries, scale_grads, after, before)
+        key_grads = launches.bwd_write(query_backward, of_keys, states_backward)
         all_grads = (*query_backward.grads, *key_grads, *(before.grads if before is not None else ()))
         return [all_grads[place].to(x.dtype) for place, x in zip(places, tensors) if place in wanted]
 

@@ -34,6 +34,19 @@ def split(tensors: Sequence[Any], *sizes: int) -> list[Tensors]:
     return [*(tuple(islice(rest, size)) for size in sizes), tuple(rest)]
 
 
+class Saved(NamedTuple):
+    """What the backward pass over queries takes from forward."""
+
+    queries: Tensors
+    """From `Launches.read`."""
+
+    keys: Tensors
+    """From `Launches.write`."""
+
+    state: State
+    """The states that queries read."""
+
+
 class QueryBackward(NamedTuple):
     """Results of the backward pass over queries, used by the pass over keys."""
 
@@ -60,6 +73,27 @@ class StateGradients(NamedTuple):
         return (sums * of_sums).sum((2, 3)) + (norms * of_norms).sum(2)
 
 
+class StatesBackward(NamedTuple):
+    """What the backward pass over keys takes from that over states."""
+
+    of_queries: State
+    """The states of queries."""
+
+    scale_grads: Tensor | None
+    """From `Launcher.pass_states`, for decaying states; None if outputs have no gradient."""
+
+    last: StateGradients | None
+    """Of the outgoing state; None if that is unused."""
+
+    first: StateGradients | None
+    """Of the entering state; None without one."""
+
+    @property
+    def of_entering(self) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients of the log scales of the states that enter segments, and of the one that enters the sequence."""
+        return self.scale_grads, None if self.first is None else self.first.scale_grad()
+
+
 class Launches(Protocol):
     """An op's launches for one call, built from queries and the tensors of keys."""
 
@@ -77,31 +111,11 @@ class Launches(Protocol):
     def read(self, queries: Tensors, saved: Tensors, state: State) -> Tensors:
         """The output, and tensors of queries to save. queries: their input tensors; saved: from `write`."""
 
-    def bwd_read(
-        self,
-        grad: Tensor,
-        queries: Tensors,
-        saved_queries: Tensors,
-        saved: Tensors,
-        state: State,
-        needs_matrix_grad: bool,
-    ) -> QueryBackward:
-        """Gradients of queries. saved_queries: what `read` returned; saved: from `write`."""
+    def bwd_read(self, grad: Tensor, queries: Tensors, saved: Saved, needs_matrix: bool) -> QueryBackward:
+        """Gradients of queries. needs_matrix: whether the projection needs a gradient, too."""
 
-    def bwd_write(
-        self,
-        query_backward: QueryBackward,
-        saved: Tensors,
-        state: State,
-        scale_grads: Tensor | None,
-        last: StateGradients | None,
-        first: StateGradients | None,
-    ) -> Tensors:
-        """Gradients of the tensors of keys. state: of queries; last, first: the outgoing and the entering state.
-
-        They are None if unused or absent. scale_grads: from `Launcher.pass_states`, for decaying states; None if
-        outputs have no gradient.
-        """
+    def bwd_write(self, query_backward: QueryBackward, saved: Tensors, states: StatesBackward) -> Tensors:
+        """Gradients of the tensors of keys. saved: from `write`."""
 
     def key_buffers(self) -> Tensors:
         """Buffers for what `write` saves."""
@@ -145,26 +159,17 @@ class Shard:
         return launches.read(queries, saved, entering), (*saved, *entering)
 
     def bwd_read(
-        self,
-        grad: Tensor,
-        first: State,
-        queries: Tensors,
-        keys: Tensors,
-        saved_queries: Tensors,
-        saved: Tensors,
-        state: Tensors,
+        self, grad: Tensor, first: State, queries: Tensors, keys: Tensors, saved: Saved
     ) -> tuple[Tensors, Tensors]:
         """Gradients of the first state's sums and normalizers, and of the tensors of queries."""
         launches = self.make_launches(queries[0], keys)
-        needs_matrix_grad = keys[MATRIX] is not None and keys[MATRIX].requires_grad
-        query_backward = launches.bwd_read(
-            grad, queries, saved_queries, saved, State(*state), needs_matrix_grad
-        )
+        needs_matrix = keys[MATRIX] is not None and keys[MATRIX].requires_grad
+        query_backward = launches.bwd_read(grad, queries, saved, needs_matrix)
         launcher, seq = launches.launcher, launches.seq
         buffer = launcher.sum_queries(query_backward.queries, seq, keys[0], seq.length)
         _, of_first, _ = launcher.pass_states(buffer, None, seq, seq.length, reverse=True, keep=False)
         grads = gradient_of_first(first.logs, of_first)
-        entered = State(*state) if seq.decay is not None and seq.queries > 0 else None
+        entered = saved.state if seq.decay is not None and seq.queries > 0 else None
         self.query_backward = launches, query_backward, buffer, entered, StateGradients(first, grads)
         return grads, query_backward.grads
 
@@ -177,7 +182,7 @@ class Shard:
             launches = self.make_launches(self.q, keys)
             queries = launches.empty_queries(self.q)
             outputs = launches.output_buffers(queries)
-            self.bwd_read(outputs[0], added, queries, keys, outputs, saved, added)
+            self.bwd_read(outputs[0], added, queries, keys, Saved(outputs, saved, added))
         assert self.query_backward is not None
         launches, query_backward, buffer, entered, first = self.query_backward
         self.query_backward = None
@@ -185,8 +190,8 @@ class Shard:
         state, _, scale_grads = launches.launcher.pass_states(
             buffer, outer, seq, seq.length, reverse=True, entered=entered
         )
-        last = StateGradients(added, outer[:2])
-        return launches.bwd_write(query_backward, saved, state, scale_grads, last, first)
+        states = StatesBackward(state, scale_grads, StateGradients(added, outer[:2]), first)
+        return launches.bwd_write(query_backward, saved, states)
 
 
 # torch.compile must not trace launches: like exchanges, they break the graph.
@@ -263,6 +268,7 @@ class _Read(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> Tensors:
-        first, *saved = split(ctx.saved_tensors, *ctx.sizes)
-        of_first, of_queries = ctx.shard.bwd_read(grad, State(*first), *saved)
+        first, queries, keys, outputs, of_keys, state = split(ctx.saved_tensors, *ctx.sizes)
+        saved = Saved(outputs, of_keys, State(*state))
+        of_first, of_queries = ctx.shard.bwd_read(grad, State(*first), queries, keys, saved)
         return None, None, grad.new_zeros(()), *of_first, None, *of_queries, *(None,) * ctx.sizes[2]

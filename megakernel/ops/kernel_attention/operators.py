@@ -15,7 +15,7 @@ from megakernel.ops.kernel_attention import kernels, key_kernels, query_kernels
 from megakernel.ops.kernel_attention.arguments import Keys, Matrix, Queries, Rows, SequenceInfo, State, Tokens
 from megakernel.ops.kernel_attention.decay import Decay, gradient_of_decay
 from megakernel.ops.kernel_attention.differentiable import Operator
-from megakernel.ops.kernel_attention.exchanged import QueryBackward, StateGradients
+from megakernel.ops.kernel_attention.exchanged import QueryBackward, Saved, StatesBackward
 from megakernel.ops.kernel_attention.launches import Launcher, map_of_call, output_buffer
 
 
@@ -104,41 +104,25 @@ class KernelLaunches(NamedTuple):
         self.launcher.launch(kernels.read, len(q), *inputs, *outputs, NORMALIZE=self.normalize)
         return out, reciprocal
 
-    def bwd_read(
-        self,
-        grad: Tensor,
-        queries: Tensors,
-        saved_queries: Tensors,
-        saved: Tensors,
-        state: State,
-        needs_matrix_grad: bool,
-    ) -> QueryBackward:
+    def bwd_read(self, grad: Tensor, queries: Tensors, saved: Saved, needs_matrix: bool) -> QueryBackward:
         """See `exchanged.Launches`."""
-        launcher, (q,), (out, reciprocal) = self.launcher, queries, saved_queries
-        dq, dy = q.new_empty(q.shape), self._projected(q) if needs_matrix_grad else None
+        launcher, (q,), (out, reciprocal) = self.launcher, queries, saved.queries
+        dq, dy = q.new_empty(q.shape), self._projected(q) if needs_matrix else None
         bwd_queries = Queries(
             Tokens(Rows.of(q), *launcher.feature_buffers(q)),
             Rows.of(grad),
             reciprocal,
             torch.empty_like(reciprocal) if self.normalize else None,
-            saved[0] if launcher.phi.unbounded else None,
+            saved.keys[0] if launcher.phi.unbounded else None,
         )
-        inputs = (bwd_queries, *self.keys_and_matrix(saved), state, self.seq)
+        inputs = (bwd_queries, *self.keys_and_matrix(saved.keys), saved.state, self.seq)
         reads_output = self.normalize and not launcher.phi.unbounded
         outputs = (Rows.of(out) if reads_output else None, dq, dy)
         launcher.launch(query_kernels.bwd_dq, len(q), *inputs, *outputs, NORMALIZE=self.normalize)
         matrix_grad = None if dy is None else cache(partial(products_of_tokens, dy, q, self.seq.heads))
         return QueryBackward(bwd_queries, (dq,), matrix_grad)
 
-    def bwd_write(
-        self,
-        query_backward: QueryBackward,
-        saved: Tensors,
-        state: State,
-        scale_grads: Tensor | None,
-        last: StateGradients | None,
-        first: StateGradients | None,
-    ) -> Tensors:
+    def bwd_write(self, query_backward: QueryBackward, saved: Tensors, states: StatesBackward) -> Tensors:
         """Gradients of keys, values, projection, decays, key weights and priors."""
         launcher, k = self.launcher, self.k
         dk, dv = k.new_empty(k.shape), self.v.new_empty(self.v.shape)
@@ -150,7 +134,7 @@ class KernelLaunches(NamedTuple):
         dprior_parts = (
             k.new_empty(*k.shape[:3], launcher.keys, dtype=torch.float32) if launcher.keys else None
         )
-        inputs = (query_backward.queries, *self.keys_and_matrix(saved), state, self.seq)
+        inputs = (query_backward.queries, *self.keys_and_matrix(saved), states.of_queries, self.seq)
         for buffers in launcher.split_dkv((dk, dv, dy, dkey_weights, dprior_parts)):
             launcher.launch(key_kernels.bwd_dkv, len(k), *inputs, *buffers)
         dpriors = None if dprior_parts is None else dprior_parts.sum((0, 2))
@@ -164,16 +148,8 @@ class KernelLaunches(NamedTuple):
         # Weights are linear in q, so q.dq is the gradient of the log scale of a query's weights.
         q, (dq, *_) = query_backward.queries.tokens.rows.pointer, query_backward.grads
         of_queries = (q.float() * dq).sum(-1).unflatten(1, (self.seq.heads, -1)).sum(2)
-        of_first = None if first is None else first.scale_grad()
-        dlog_decay = gradient_of_decay(
-            dkey_weights,
-            of_queries,
-            scale_grads,
-            of_first,
-            self.seq,
-            launcher.segment,
-            decay_after_read=False,
-        )
+        sums = (dkey_weights, of_queries, *states.of_entering)
+        dlog_decay = gradient_of_decay(*sums, self.seq, launcher.segment, decay_after_read=False)
         return dk, dv, dmatrix, dlog_decay, None, dpriors, None
 
     def _projected(self, tokens: Tensor, *lead: int) -> Tensor:
