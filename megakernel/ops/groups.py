@@ -5,6 +5,7 @@ weights, chunk states) exist for one group at a time.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ def scan_groups(
         group_positions = first + start if at is None else at[:, 0]
         return step(group_positions, carry, tuple(others), tree_unflatten(leaves, tree))
 
-    sizes = (len(carry), len(sequences), len(flat))
+    sizes = (len(carry), len(sequences))
     results = _GroupScan.apply(flat_step, group, length, sizes, *carry, *sequences, *flat)
     return results[: -len(carry)] if carry else results, results[-len(carry) :] if carry else ()
 
@@ -70,15 +71,16 @@ def _leaves(tensors: Sequence[Tensor | None], needed: Sequence[bool]) -> Tensors
     )
 
 
-def _split(items: Sequence[Any], sizes: tuple[int, int, int]) -> tuple[tuple, tuple, tuple]:
-    first, second = sizes[0], sizes[0] + sizes[1]
-    return tuple(items[:first]), tuple(items[first:second]), tuple(items[second:])
+def split(tensors: Sequence[Any], *sizes: int) -> list[Tensors]:
+    """Tensors in consecutive parts of these sizes, and the rest."""
+    rest = iter(tensors)
+    return [*(tuple(islice(rest, size)) for size in sizes), tuple(rest)]
 
 
 class _GroupScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, step, group, length, sizes, *tensors):
-        carry, sequences, shared = _split(tensors, sizes)
+        carry, sequences, shared = split(tensors, *sizes)
         boundaries: list[Tensor] = []
         wholes: list[Tensor] = []
         for start in range(0, length, group):
@@ -97,13 +99,12 @@ class _GroupScan(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *grads):
-        num_carry, num_sequences, num_shared = ctx.sizes
-        saved = ctx.saved_tensors
-        sequences, shared, boundaries = _split(saved, (num_sequences, num_shared, 0))
-        need_carry, need_sequences, need_shared = _split(ctx.needs_input_grad[4:], ctx.sizes)
+        need_carry, need_sequences, need_shared = split(ctx.needs_input_grad[4:], *ctx.sizes)
+        sequences, shared, boundaries = split(ctx.saved_tensors, len(need_sequences), len(need_shared))
+        num_carry = len(need_carry)
         grad_outputs, grad_carry = grads[: ctx.num_outputs], grads[ctx.num_outputs :]
         grad_sequences = [torch.zeros_like(x) if need else None for x, need in zip(sequences, need_sequences)]
-        grad_shared: list[Tensor | None] = [None] * num_shared
+        grad_shared: list[Tensor | None] = [None] * len(shared)
         for start in reversed(range(0, ctx.length, ctx.group)):
             index = start // ctx.group
             count = min(ctx.group, ctx.length - start)
@@ -131,7 +132,7 @@ class _GroupScan(torch.autograd.Function):
 
 def _gradients(
     results: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: tuple[Tensors, Tensors, Tensors]
-) -> tuple[tuple, tuple, tuple]:
+) -> list[Tensors]:
     flat = [x for part in inputs for x in part]
     wanted = [i for i, x in enumerate(flat) if x is not None and x.requires_grad]
     live = [(y, g) for y, g in zip(results, grads) if y.requires_grad and g is not None]
@@ -141,4 +142,4 @@ def _gradients(
         computed = torch.autograd.grad(outputs, [flat[i] for i in wanted], grad_outputs, allow_unused=True)
         for i, grad in zip(wanted, computed):
             gradients[i] = grad
-    return _split(gradients, (len(inputs[0]), len(inputs[1]), len(inputs[2])))
+    return split(gradients, len(inputs[0]), len(inputs[1]))

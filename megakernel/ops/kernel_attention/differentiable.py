@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megakernel.ops.documents import Positions, carry_factor
-from megakernel.ops.groups import Tensors
+from megakernel.ops.groups import Tensors, split
 from megakernel.ops.kernel_attention import exchanged
 from megakernel.ops.kernel_attention.arguments import State
-from megakernel.ops.kernel_attention.exchanged import Launches, Saved, StateGradients, StatesBackward, split
+from megakernel.ops.kernel_attention.exchanged import Launches, Saved, StateGradients, StatesBackward
 from megakernel.ops.kernel_attention.launches import (
     DECAY,
     MATRIX,
@@ -147,15 +147,7 @@ class Operator:
         all_grads = (*query_backward.grads, *key_grads, *(before.grads if before is not None else ()))
         return [all_grads[place].to(x.dtype) for place, x in zip(places, tensors) if place in wanted]
 
-    def _fake_backward(
-        self,
-        grads: list[Tensor],
-        saved: list[Tensor],
-        wanted: list[int],
-        tensors: list[Tensor],
-        places: list[int],
-        *options: Any,
-    ) -> list[Tensor]:
+    def _fake_backward(self, grads, saved, wanted, tensors, places, *options):
         return [x.new_empty(x.shape) for place, x in zip(places, tensors) if place in wanted]
 
     def _setup_context(self, ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:

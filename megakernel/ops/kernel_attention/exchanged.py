@@ -6,15 +6,14 @@ starts the exchange of gradients. While that is in flight, it runs `_Overlap`. `
 outgoing state enters the states of queries from the right, and the gradients of keys are computed.
 """
 
-from collections.abc import Callable, Sequence
-from itertools import islice
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megakernel.ops.groups import Tensors
+from megakernel.ops.groups import Tensors, split
 from megakernel.ops.kernel_attention.arguments import Queries, SequenceInfo, State
 from megakernel.ops.kernel_attention.launches import (
     MATRIX,
@@ -26,12 +25,6 @@ from megakernel.ops.kernel_attention.launches import (
 )
 from megakernel.ops.kernels.features import Phi
 from megakernel.ops.state import Exchange, KernelState
-
-
-def split(tensors: Sequence[Any], *sizes: int) -> list[Tensors]:
-    """Tensors in consecutive parts of these sizes, and the rest."""
-    rest = iter(tensors)
-    return [*(tuple(islice(rest, size)) for size in sizes), tuple(rest)]
 
 
 class Saved(NamedTuple):
