@@ -220,4 +220,4 @@ def test_the_operator_passes_opcheck():
     q, k, v = tokens(1, 2, 2, 1, 8, 8)
     projection = projection_of("rks", 2, 8)
     state = start_state("rks", k, projection, 8)
-    torch.library.opcheck(decode._step, (q, k, v, projection, None, None, *state, "rks", 1, True))
+    torch.library.opcheck(decode._step, (q, k, v, *state, projection, None, None, "rks", 1, True))

@@ -1,5 +1,7 @@
 """One decoding step of kernel attention in one launch: add the token to the state, then read the state."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -60,9 +62,9 @@ def step(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Tenso
     assert options.initial_state is not None
     feature_map, positions = named(options.feature_map), options.positions
     out, *state = _step(
-        *(q, k, v, dense(options.projection, q.shape[-1]), options.key_weights),
+        *(q, k, v, *options.initial_state, dense(options.projection, q.shape[-1]), options.key_weights),
         positions if isinstance(positions, Tensor) else None,
-        *(*options.initial_state, feature_map.name, feature_map.components, options.normalize),
+        *(feature_map.name, feature_map.components, options.normalize),
     )
     return out, KernelState(*state)
 
@@ -72,11 +74,11 @@ def _step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sums: Tensor,
+    log_scale: Tensor,
     matrix: Tensor | None,
     key_weights: Tensor | None,
     positions: Tensor | None,
-    sums: Tensor,
-    log_scale: Tensor,
     feature_map: str,
     components: int,
     normalize: bool,
@@ -89,9 +91,7 @@ def _step(
     if matrix is not None:
         matrix = matrix.float().contiguous()
     phi = phi_of(FeatureMap(feature_map, components), width, None if matrix is None else matrix.shape[-2])
-    out, new_sums, new_logs = _empty_outputs(
-        q, k, v, matrix, key_weights, positions, sums, log_scale, feature_map, components, normalize
-    )
+    outputs = _empty_outputs(q, k, v, sums, log_scale)
     v = contiguous_rows(v)
     block = max(16, min(padded(columns), TILE // phi.padded_rows))
     launch(
@@ -103,9 +103,7 @@ def _step(
         tokens if matrix is None else matrix,
         sums.contiguous(),
         log_scale.contiguous(),
-        out,
-        new_sums,
-        new_logs,
+        *outputs,
         positions,
         v.stride(0),
         v.stride(1),
@@ -121,12 +119,10 @@ def _step(
         NORMALIZE=normalize,
         PHI=phi,
     )
-    return out, new_sums, new_logs
+    return outputs
 
 
 @_step.register_fake
-def _empty_outputs(
-    q, k, v, matrix, key_weights, positions, sums, log_scale, feature_map, components, normalize
-):
+def _empty_outputs(q, k, v, sums, log_scale, *others: Any):
     out = v.new_empty(*q.shape[:3], v.shape[-1])
     return out, sums.new_empty(sums.shape), log_scale.new_empty(log_scale.shape)
