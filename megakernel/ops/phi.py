@@ -1,7 +1,6 @@
 """The feature map of a layer: phi of queries and of (mixture) keys, and the initial state."""
 
 import math
-from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,14 +20,30 @@ class Phi(NamedTuple):
     feature_map: FeatureMap | str
     projection: Projection | None
     priors: Tensor | None
+    """(H_kv, M) >= 0; None for one key."""
 
     def of_queries(self, x: Tensor) -> Features:
         """phi of (B, H_kv, C, R, d)."""
         return features(self.feature_map, x, self.projection)
 
     def of_keys(self, x: Tensor) -> Features:
-        """phi of keys (B, H_kv, C, L, d), or `mixed_features` of (B, H_kv, C, L, M d)."""
-        return mixed_features(self.of_queries, x, self.priors)
+        """phi of keys (B, H_kv, C, L, d), or with priors sum_r pi_r phi(k_r) of packed keys (B, H_kv, C, L, M d).
+
+        The sum is linear in phi, so the state is as large as with one key (Transformer-MGK, section 2.4).
+        """
+        if self.priors is None:
+            return self.of_queries(x)
+        weights = self.priors.to(x.dtype)
+        parts = [self.of_queries(part) for part in x.chunk(weights.shape[-1], -1)]
+        values = torch.stack([part.values for part in parts])
+        shares = weights.T[:, None, :, None, None]
+        scales = [part.log_scale for part in parts if part.log_scale is not None]
+        if not scales:
+            return Features((shares[..., None] * values).sum(0), None)
+        # A key of prior 0 must not determine the scale of the others.
+        logs = torch.stack(scales).masked_fill(shares == 0, EMPTY)
+        largest = logs.amax(0)
+        return Features(((shares * torch.exp(logs - largest))[..., None] * values).sum(0), largest)
 
 
 def features(feature_map: FeatureMap | str, x: Tensor, projection: Projection | None) -> Features:
@@ -54,26 +69,6 @@ def _smoothed(phi: Features, constant: float) -> Features:
     larger = log_scale.clamp(min=math.log(constant))
     values = values * torch.exp(log_scale - larger)[..., None]
     return Features(torch.cat([values, one * torch.exp(-larger)[..., None]], -1), larger)
-
-
-def mixed_features(phi: Callable[[Tensor], Features], keys: Tensor, priors: Tensor | None) -> Features:
-    """sum_r pi_r phi(k_r) (Transformer-MGK, section 2.4): linear in phi, so the state is as large as with one key.
-
-    keys: (B, H_kv, C, L, M d), packed; priors: (H_kv, M) >= 0, None for one key.
-    """
-    if priors is None:
-        return phi(keys)
-    weights = priors.to(keys.dtype)
-    parts = [phi(part) for part in keys.chunk(weights.shape[-1], -1)]
-    values = torch.stack([part.values for part in parts])
-    shares = weights.T[:, None, :, None, None]
-    scales = [part.log_scale for part in parts if part.log_scale is not None]
-    if not scales:
-        return Features((shares[..., None] * values).sum(0), None)
-    # A key of prior 0 must not determine the scale of the others.
-    logs = torch.stack(scales).masked_fill(shares == 0, EMPTY)
-    largest = logs.amax(0)
-    return Features(((shares * torch.exp(logs - largest))[..., None] * values).sum(0), largest)
 
 
 def start_state(

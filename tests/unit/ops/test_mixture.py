@@ -3,7 +3,7 @@ import torch
 
 from megakernel.attention import Rotary
 from megakernel.ops import flurka_attention, kernel_attention, weighted_attention, window_attention
-from megakernel.ops.phi import features, mixed_features
+from megakernel.ops.phi import Phi
 from tests.unit.ops.comparing import assert_same, random
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
@@ -42,14 +42,8 @@ def test_mixtures_of_features_equal_the_reference(feature_map, causal):
 
 def test_a_component_of_prior_0_does_not_set_the_scale():
     near, far = torch.zeros(1, 1, 1, 5, WIDTH), torch.full((1, 1, 1, 5, WIDTH), 60.0)
-    omega = torch.eye(WIDTH)
-
-    def phi(x):
-        return features("favor", x, omega)
-
-    alone = phi(near)
-    mixed = mixed_features(phi, torch.cat([near, far], -1), torch.tensor([[1.0, 0.0]]))
-    torch.testing.assert_close(mixed, alone)
+    phi = Phi("favor", torch.eye(WIDTH), torch.tensor([[1.0, 0.0]]))
+    torch.testing.assert_close(phi.of_keys(torch.cat([near, far], -1)), phi.of_queries(near))
 
 
 NEAR = ["softmax", "gated", "kernel"]
