@@ -82,11 +82,10 @@ def _forward(
     normalize: bool,
 ) -> tuple[Tensor, Tensor]:
     """Outputs (B, H, N, D), and each query's term a of the log weights (B, H, M, N) float32 (see `kernels`)."""
-    meta = _meta(q, k, v, similarity, variances, join, _tiles(k, v).fwd)
     out, of_queries = _outputs(q, k, v)
-    pairs = _pairs(meta, q, k, v, log_weights, of_queries, Visible.of(first, last))
-    blocks = cdiv(q.shape[2], meta.block_q)
-    grid = (blocks * q.shape[0] * q.shape[1],)
+    inputs = (q, k, v, log_weights, of_queries, Visible.of(first, last))
+    pairs, meta = _pairs(*inputs, similarity, variances, join, _tiles(k, v).fwd)
+    grid = (cdiv(q.shape[2], meta.block_q) * q.shape[0] * q.shape[1],)
     launch(kernels.fwd, grid, pairs, out, NORMALIZE=normalize, META=meta, **LAUNCH)
     return out, of_queries
 
@@ -111,8 +110,8 @@ def _backward(
     dq, dk, dv, dlog = _gradients(grad, q, k, v, log_weights)
     delta = q.new_empty(q.shape[:3], dtype=torch.float32)
     do, tiles = Rows.of(grad), _tiles(k, v)
-    meta = _meta(q, k, v, similarity, variances, join, tiles.bwd_dq)
-    pairs = _pairs(meta, q, k, v, log_weights, of_queries, Visible.of(first, last))
+    inputs = (q, k, v, log_weights, of_queries, Visible.of(first, last))
+    pairs, meta = _pairs(*inputs, similarity, variances, join, tiles.bwd_dq)
     grid = (cdiv(q.shape[2], meta.block_q) * q.shape[0] * q.shape[1],)
     launch(kernels.bwd_dq, grid, pairs, do, out, delta, dq, NORMALIZE=normalize, META=meta, **LAUNCH)
     block_q, block_kv = tiles.bwd_dkv
@@ -152,38 +151,30 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | Non
 _forward.register_autograd(_differentiate, setup_context=_save)
 
 
-def _meta(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    similarity: str,
-    variances: Sequence[float],
-    join: str,
-    tile: tuple[int, int],
-) -> Weighting:
-    root, group = math.sqrt(q.shape[-1]), q.shape[1] // k.shape[1]
-    precisions = tuple(1 / (variance * root * math.log(2)) for variance in variances)
-    return Weighting(
-        precisions, similarity == "gaussian", join == "max", group, q.shape[-1], v.shape[-1], *tile
-    )
-
-
 def _pairs(
-    meta: Weighting,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     log_weights: Tensor,
     of_queries: Tensor,
     visible: Visible,
-) -> Pairs:
+    similarity: str,
+    variances: Sequence[float],
+    join: str,
+    tile: tuple[int, int],
+) -> tuple[Pairs, Weighting]:
+    """The kernels' arguments, and their compile-time options."""
+    root, group = math.sqrt(q.shape[-1]), q.shape[1] // k.shape[1]
+    precisions = tuple(1 / (variance * root * math.log(2)) for variance in variances)
+    sizes = (group, q.shape[-1], v.shape[-1], *tile)
+    meta = Weighting(precisions, similarity == "gaussian", join == "max", *sizes)
     of_keys = log_weights / math.log(2)
     if meta.gaussian:
         # vector_norm sums in float32 without a float32 copy of the keys.
         squares = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32).square()
         of_keys = of_keys - squares * of_keys.new_tensor(meta.precisions)[:, None] / 2
-    sizes = (q.shape[2], v.shape[2], k.shape[1])
-    return Pairs(Rows.of(q), Rows.of(k.flatten(1, 2)), Rows.of(v), of_queries, of_keys, visible, *sizes)
+    rows = (Rows.of(q), Rows.of(k.flatten(1, 2)), Rows.of(v))
+    return Pairs(*rows, of_queries, of_keys, visible, q.shape[2], v.shape[2], k.shape[1]), meta
 
 
 def _transposed_spans(first: Tensor, last: Tensor, count: int) -> tuple[Tensor, Tensor]:
