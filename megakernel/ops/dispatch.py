@@ -31,7 +31,9 @@ class Kernels:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the kernels; ValueError with the reason if they cannot take the arguments."""
-        reason = _no_device(args[0]) or self.reason_against(*args, **kwargs)
+        from megakernel.ops.kernels.launch import unsupported_device
+
+        reason = unsupported_device(args[0].device) or self.reason_against(*args, **kwargs)
         if reason is not None:
             backend = KERNELS if self.function == "attend" else LIBRARY
             raise ValueError(f"backend='{backend}': {reason}; take backend='{EVERYWHERE}'")
@@ -92,16 +94,6 @@ def is_recording() -> bool:
 @cache
 def _warn_once(op: str, reason: str) -> None:
     warnings.warn(f"{op} runs without its kernels: {reason}", RuntimeWarning, stacklevel=2)
-
-
-def _no_device(x: torch.Tensor) -> str | None:
-    from megakernel.ops.kernels.launch import supports_device
-
-    return (
-        None
-        if supports_device(x.device)
-        else f"tensors are on {x.device}; expected cuda, or TRITON_INTERPRET=1"
-    )
 
 
 def _miscompiled(x: torch.Tensor) -> str | None:

@@ -129,6 +129,8 @@ def _tensors(arguments: tuple[Any, ...]) -> Iterator[Tensor]:
             yield from _tensors(argument)
 
 
-def supports_device(device: torch.device) -> bool:
-    """Whether kernels support tensors on `device`."""
-    return device.type == "cuda" or INTERPRETED.value or is_recording()
+def unsupported_device(device: torch.device) -> str | None:
+    """Why kernels cannot run on `device`; None if they can."""
+    if device.type == "cuda" or INTERPRETED.value or is_recording():
+        return None
+    return f"tensors are on {device}; expected cuda, or TRITON_INTERPRET=1"
