@@ -5,12 +5,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megakernel.ops.chunks import chunk_queries, unchunk_queries
+from megakernel.ops.chunks import chunk_queries
 from megakernel.ops.dispatch import accum_dtype, choose
 from megakernel.ops.documents import Positions
 from megakernel.ops.groups import Tensors, scan_groups
 from megakernel.ops.partial_output import PartialOutput, add, normalized, with_ones
-from megakernel.ops.window import softmax_pairs
+from megakernel.ops.window import softmax_pairs, unchunk_partial
 
 GROUP = 1024
 """Queries whose weights on chunk summaries are in memory at once."""
@@ -88,22 +88,18 @@ def chunked(q: Tensor, windows: Windows, chunks: ChunkSummaries) -> Tensor:
     queries = chunk_queries(q.to(dtype), heads, windows.queries, count)
     visible = windows.real[:, :, None].expand(-1, -1, windows.queries, -1)
     near = softmax_pairs(queries, windows.keys.to(dtype), with_ones(windows.values.to(dtype)), visible)
-    values = unchunk_queries(near.values, heads, length)
-    logs = unchunk_queries(near.scale_or_zero[..., None], heads, length)
     visible = _by_query(chunks.visible, windows.queries, length)[:, None]
 
     def on_group(positions: Positions, carry: Tensors, sequences: Tensors, shared: Tensors):
-        q, values, logs, visible = sequences
+        q, *near, visible = sequences
         chunk_keys, chunk_values = (x[:, :, None] for x in shared)
         far = softmax_pairs(q[:, :, None], chunk_keys, chunk_values, visible)
-        total = add(
-            PartialOutput(values, logs[..., 0]),
-            PartialOutput(far.values[:, :, 0], far.scale_or_zero[:, :, 0]),
-        )
-        return (normalized(total).to(values.dtype),), ()
+        total = add(PartialOutput(*near), PartialOutput(far.values[:, :, 0], far.scale_or_zero[:, :, 0]))
+        return (normalized(total),), ()
 
+    sequences = (q.to(dtype), *unchunk_partial(near, heads, length), visible)
     shared = (chunks.keys.to(dtype), with_ones(chunks.values.to(dtype)))
-    (out,), _ = scan_groups(on_group, (), (q.to(dtype), values, logs, visible), shared, group=GROUP)
+    (out,), _ = scan_groups(on_group, (), sequences, shared, group=GROUP)
     return out.to(q.dtype)
 
 

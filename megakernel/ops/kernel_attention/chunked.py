@@ -57,7 +57,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Ten
     exchanges = tuple(Once(x) for x in (options.exchange, options.exchange_after) if x is not None)
     variant: Callable[..., FinishedOutput] = _bidirectional_documents
     if options.causal:
-        variant = _causal_shard if exchanges else _causal
+        variant = _causal
     elif isinstance(positions, int):
         variant = _bidirectional
 
@@ -77,15 +77,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Ten
 def _causal(
     run, finish: Finish, inputs: Tensors, state: KernelState, exchanges: Exchanges, positions: Positions
 ) -> FinishedOutput:
-    """Causal attention without an exchange."""
-    return run(partial(_token if inputs[0].shape[2] == 1 else _attend, finish), inputs, state)
-
-
-def _causal_shard(
-    run, finish: Finish, inputs: Tensors, state: KernelState, exchanges: Exchanges, positions: Positions
-) -> FinishedOutput:
-    """Causal attention of one shard; the exchange of states overlaps with the local sums."""
+    """Causal attention; the exchange of a shard's states overlaps with its local sums."""
     q, *keys = inputs
+    if not exchanges:
+        return run(partial(_token if q.shape[2] == 1 else _attend, finish), inputs, state)
     _, added = run(_write, tuple(keys), state)
     pending = exchanges[0](added, carry_factor(positions, q))
     local, _ = run(_sums, inputs, state)

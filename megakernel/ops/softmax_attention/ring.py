@@ -114,9 +114,8 @@ class _RotatingKeys(NamedTuple):
 
     def replaced(self, tensors: tuple[Tensor, ...]) -> "_RotatingKeys":
         """The received tensors of another shard, which has the same optional ones."""
-        rest = list(tensors[2:])
-        documents = None if self.documents is None else rest.pop(0)
-        return _RotatingKeys(tensors[0], tensors[1], documents, None if self.mask is None else rest.pop(0))
+        rest = iter(tensors)
+        return _RotatingKeys._make(None if x is None else next(rest) for x in self)
 
 
 def _rotate(
