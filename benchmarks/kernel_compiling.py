@@ -100,7 +100,7 @@ def _source(launch: Launch) -> ASTSource:
 
 
 def _compile_arguments(launch: Launch, capability: int) -> dict[str, Any]:
-    options = {"num_warps": launch.warps, "num_stages": launch.stages, "maxnreg": launch.registers}
+    options = {"num_warps": launch.warps, "num_stages": launch.stages}
     return {"target": GPUTarget("cuda", capability, 32), "options": options}
 
 
@@ -108,7 +108,7 @@ def fingerprint(launch: Launch, capability: int) -> str:
     """A hash (ten digits) of all inputs of `compile_launch`: launches with equal hashes compile to the same code."""
     sources: dict[str, str] = {}
     _collect_sources(launch.kernel, sources)
-    limits = (launch.warps, launch.stages, launch.registers)
+    limits = (launch.warps, launch.stages, None)  # as many registers as the compiler wants
     with assembler_for(capability):
         compiler = (triton.__version__, get_ptxas_version(capability))
     inputs = (*compiler, capability, *limits, *_specialized(launch))

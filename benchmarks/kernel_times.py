@@ -49,7 +49,7 @@ class TileTime(NamedTuple):
     """A kernel with one choice of tile sizes."""
 
     kernel: str
-    tile: list[int | None]
+    tile: list[int]
     """The fields of `launches.TileSizes`."""
 
     milliseconds: float | None
@@ -96,14 +96,14 @@ def medians(events: list[tuple[str, float]], repeats: int) -> list[tuple[str, fl
     return [(name, statistics.median(run[i][1] for run in runs)) for i, name in enumerate(names)][1:]
 
 
-def candidates(kernel: str) -> list[list[int | None]]:
+def candidates(kernel: str) -> list[list[int]]:
     """Tile sizes to try: one warpgroup and at most 64 rows.
 
     On an H200, 128 rows, two warpgroups, and registers for more programs per multiprocessor spilled and took longer
     (docs/results.md).
     """
     sizes = ((32, 32), (64, 64)) if kernel.startswith("write") else ((64, 32), (64, 64))
-    return [[chunk, block, 4, stages, None] for chunk, block in sizes for stages in (1, 2, 3)]
+    return [[chunk, block, 4, stages] for chunk, block in sizes for stages in (1, 2, 3)]
 
 
 def tiled_kernels(name: str) -> list[str]:
@@ -116,7 +116,7 @@ def tiled_kernels(name: str) -> list[str]:
     return [kernel for kernel in kernels if not kernel.startswith("pool")]
 
 
-def try_tiles(name: str, todo: list[tuple[str, list[int | None]]]) -> Iterator[TileTime]:
+def try_tiles(name: str, todo: list[tuple[str, list[int]]]) -> Iterator[TileTime]:
     """Check and time each kernel of a case with each tile size."""
     from triton.runtime.errors import OutOfResources
 
@@ -180,7 +180,7 @@ def tiles_page(results: dict[str, list[TileTime]]) -> list[str]:
         rows = (
             table_row([x.kernel, *map(str, x.tile), x.problem or f"{x.milliseconds:.3f}"]) for x in ordered
         )
-        header = ("kernel", "chunk", "block", "warps", "stages", "registers", "ms")
+        header = ("kernel", "chunk", "block", "warps", "stages", "ms")
         lines += [f"## {name}", "", *table(header, rows)]
     return lines
 

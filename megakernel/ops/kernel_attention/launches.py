@@ -46,9 +46,6 @@ class TileSizes(NamedTuple):
     stages: int = 1
     """Pipeline stages: blocks in flight from memory at once."""
 
-    registers: int | None = None
-    """Most registers per thread, see `launch`."""
-
 
 TILES: dict[tuple[int, int], TileSizes] = {
     (2, 64): TileSizes(64, 64, 4),
@@ -258,15 +255,7 @@ class Launcher(NamedTuple):
         programs = self.num_programs(kernel.__name__, batch) if programs is None else programs
         options |= {"TILING": self.tiling._replace(chunk=tile.chunk, block=tile.block), "PHI": self.phi}
         if programs:
-            launch(
-                kernel,
-                (programs,),
-                *arguments,
-                warps=tile.warps,
-                stages=tile.stages,
-                registers=tile.registers,
-                **options,
-            )
+            launch(kernel, (programs,), *arguments, warps=tile.warps, stages=tile.stages, **options)
 
     def split_dkv(self, buffers: tuple[Tensor | None, ...]) -> list[tuple[Tensor | None, ...]]:
         """The buffers of each launch of `bwd_dkv`: one launch cannot hold both dK and dV of wide features."""

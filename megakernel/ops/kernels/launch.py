@@ -55,8 +55,6 @@ class Launch(NamedTuple):
 
     warps: int
     stages: int
-    registers: int | None = None
-    """Most registers per thread; None: as many as the compiler wants."""
 
 
 DEFAULT_CAPABILITY = 90
@@ -96,15 +94,9 @@ def capability_of(device: torch.device) -> int:
 
 
 def launch(
-    kernel: Any,
-    grid: tuple[int, ...],
-    *arguments: Any,
-    warps: int,
-    stages: int = 1,
-    registers: int | None = None,
-    **options: Any,
+    kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, stages: int = 1, **options: Any
 ) -> None:
-    """Launch `kernel` on the device of its first tensor; with fewer registers, more programs share a multiprocessor.
+    """Launch `kernel` on the device of its first tensor.
 
     Programs have at most one warpgroup where there is wgmma: Triton up to 3.7 does not let one warpgroup wait for the
     product of another before it writes to the memory that this product reads (triton-lang/triton, issue 11047). Larger
@@ -114,10 +106,10 @@ def launch(
     if capability_of(device) in WGMMA_CAPABILITIES:
         warps = min(warps, WARPS_OF_WARPGROUP)
     if _recorded is not None:
-        _recorded.append(Launch(kernel, grid, arguments, options, warps, stages, registers))
+        _recorded.append(Launch(kernel, grid, arguments, options, warps, stages))
         return
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        kernel[grid](*arguments, **options, num_warps=warps, num_stages=stages, maxnreg=registers)
+        kernel[grid](*arguments, **options, num_warps=warps, num_stages=stages)
 
 
 def _tensors(arguments: tuple[Any, ...]) -> Iterator[Tensor]:
