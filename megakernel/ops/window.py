@@ -258,5 +258,4 @@ def window_sums(
 
 def unchunk_partial(sums: PartialOutput, heads: int, length: int) -> PartialOutput:
     """Sums (B, H, N, D + 1) from sums of chunked queries."""
-    logs = unchunk_queries(sums.scale_or_zero[..., None], heads, length)[..., 0]
-    return PartialOutput(unchunk_queries(sums.values, heads, length), logs)
+    return PartialOutput(*(unchunk_queries(x, heads, length) for x in (sums.values, sums.scale_or_zero)))

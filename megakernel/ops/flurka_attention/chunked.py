@@ -186,15 +186,9 @@ def _near_and_far(
     if log_decay is not None:
         # The entering state and the (undecayed) landmarks have decayed by all tokens before the query.
         phi_q = _scaled(phi_q, _in_chunks(log_decay.cumsum(2) - log_decay, layout))
-    merged = Features(
-        _merge_chunks(phi_q.values, layout.runs),
-        None if phi_q.log_scale is None else _merge_chunks(phi_q.log_scale, layout.runs),
-    )
+    merged = Features._make(None if x is None else _merge_chunks(x, layout.runs) for x in phi_q)
     sums, far = scan_chunks(merged, keys, far_values, far, links)
-    landmarks = PartialOutput(
-        _split_chunks(sums.values, layout.runs),
-        None if sums.log_scale is None else _split_chunks(sums.log_scale, layout.runs),
-    )
+    landmarks = PartialOutput._make(None if x is None else _split_chunks(x, layout.runs) for x in sums)
     return near, landmarks, _decay_by_group(far, log_decay)
 
 

@@ -132,14 +132,9 @@ class FlurkaLaunches(NamedTuple):
             trains and not phi.unbounded,
         )
 
-    def with_merge(
-        self,
-        gate: Tensor | None,
-        gate_weight: Tensor | None,
-        far_weight: Tensor | None,
-        table: Tensor | None,
-    ) -> "FlurkaLaunches":
+    def with_merge(self, queries: Tensors) -> "FlurkaLaunches":
         """These launches with the gate or far weight of the merge, and the angles of the window."""
+        _, gate, gate_weight, far_weight, table = queries
         return self._replace(
             near=self.near._replace(gated=gate is not None, rotary=table is not None),
             window=self.window._replace(table=table),
@@ -219,7 +214,7 @@ class FlurkaLaunches(NamedTuple):
 
     def read(self, queries: Tensors, saved: Tensors, state: State) -> Tensors:
         """Outputs, their spread and the fields of `Merged`."""
-        launches = self.with_merge(*queries[1:])
+        launches = self.with_merge(queries)
         out, spread, *merged = self.output_buffers(queries)
         inputs = launches.merge_inputs(self.queries, saved, state)
         outputs = (Rows.of(out), self.rows_of_spread(spread), launches.merged(*merged))
@@ -228,8 +223,8 @@ class FlurkaLaunches(NamedTuple):
 
     def bwd_read(self, grad: Tensor, queries: Tensors, saved: Saved, needs_matrix: bool) -> QueryBackward:
         """See `kernel_attention.exchanged.Launches`."""
-        (q, gate, gate_weight, far_weight, table), launcher = queries, self.launcher
-        launches = self.with_merge(gate, gate_weight, far_weight, table)
+        (q, gate, gate_weight, far_weight, _), launcher = queries, self.launcher
+        launches = self.with_merge(queries)
         out, spread, *numbers = saved.queries
         merged = launches.merged(*numbers)
         if merged.logit is not None:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import partial, reduce
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megakernel.ops.chunks import (
@@ -205,7 +204,5 @@ def _keys(
     k: Tensor, v: Tensor, key_weights: Tensor | None, links: Links, phi: Phi, dtype: torch.dtype
 ) -> tuple[Features, Tensor]:
     chunks, size = links.writes.shape[1:]
-    values = F.pad(v.to(dtype), (0, 1), value=1.0)
-    if key_weights is not None:
-        values = values * key_weights[..., None]
+    values = with_ones(v.to(dtype), None if key_weights is None else key_weights[..., None])
     return phi.of_keys(chunk_keys(k.to(dtype), size, chunks)), chunk_keys(values, size, chunks)

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megakernel.ops.dispatch import accum_dtype
-from megakernel.ops.partial_output import PartialOutput, add
+from megakernel.ops.partial_output import PartialOutput, add, with_ones
 from megakernel.ops.softmax_attention import fused
 from megakernel.ops.softmax_attention.spans import Spans
 from megakernel.ops.state import EMPTY
@@ -76,7 +75,7 @@ def add_sums(total: PartialOutput, q: Tensor, subset: VisibleKeys) -> None:
             sums = _tile_sums(rows, k, v, subset.visible(queries, keys))
         else:
             out, log_sum_exp = fused.attend(rows.flatten(1, 2), k, v, pairs == "causal")
-            out = F.pad(out.to(total.values.dtype), (0, 1), value=1.0)
+            out = with_ones(out.to(total.values.dtype))
             sums = PartialOutput(out.view(*rows.shape[:-1], -1), log_sum_exp.view(rows.shape[:-1]))
         values, log_scale = total.values[_at(queries)], total.log_scale[_at(queries)]
         sums = add(PartialOutput(values, log_scale), sums)
@@ -119,7 +118,7 @@ def _tile_sums(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> PartialOutpu
     scores = _scores(q, k).masked_fill_(~visible, -torch.inf)
     largest = scores.amax(-1).clamp(min=EMPTY)
     weights = torch.exp_(scores.sub_(largest[..., None]))
-    values = F.pad(v.to(weights.dtype), (0, 1), value=1.0)
+    values = with_ones(v.to(weights.dtype))
     return PartialOutput((weights.flatten(2, 3) @ values).unflatten(2, weights.shape[2:4]), largest)
 
 
