@@ -268,6 +268,7 @@ def _chunks(_: Sizes) -> float:
 
 TRIPS: dict[str, Callable[[Sizes], float | None]] = {
     "range(0, PHI.padded_width, PHI.columns)": lambda x: x.PHI.padded_width / x.PHI.columns,
+    "range(begin, stop, STEP)": lambda x: x.META.span / x.META.tokens_at_once,
     "range(begin, end, C)": lambda x: max(1.0, x.TILING.span / x.TILING.chunk),
     "range(begin, stop, C)": lambda x: x.TILING.segment / x.TILING.chunk,
     "range(first_key(tile.begin, TILING), keys_before(tile.stop, seq, TILING), BK)": _key_blocks_per_query_tile,
@@ -285,6 +286,10 @@ TRIPS: dict[str, Callable[[Sizes], float | None]] = {
     "range(SHAPE.group)": lambda x: x.SHAPE.group if x.SHAPE.group > 1 else None,
 }
 """Iterable of a kernel's `for` statement -> its trip count for a sequence of LENGTH tokens."""
+
+
+LAST_OF_FORWARD = ("read", "merge", "convolve")
+"""The kernels that write outputs."""
 
 
 class Bound(NamedTuple):
@@ -353,7 +358,7 @@ def _bytes(launch: Any) -> int:
 
 def cases() -> dict[str, Callable[[], None]]:
     """Name -> a call of an op, forward and backward. Imported late: TRITON_INTERPRET must be unset before triton."""
-    from benchmarks.kernel_cases import decaying_case, flurka_case, kernel_attention_case
+    from benchmarks.kernel_cases import convolution_case, decaying_case, flurka_case, kernel_attention_case
     from megakernel.ops.gated_delta_rule import gated_delta_rule
     from megakernel.ops.simple_gla import simple_gla
 
@@ -361,6 +366,7 @@ def cases() -> dict[str, Callable[[], None]]:
     flurka = partial(partial, flurka_case, "hedgehog", blocks=2, length=LENGTH, heads=HEADS)
     decaying = partial(partial, decaying_case, length=LENGTH, heads=HEADS)
     maps = ("elu", "hedgehog", "favor")
+    convolution = partial(partial, convolution_case, width=4, packed=True, length=LENGTH, heads=HEADS)
     variants: dict[str, dict[str, bool]] = {"": {}, ", packed": {"packed": True}, ", decay": {"decays": True}}
     return {
         **{f"kernel_attention {name} d={width}": case(name, width) for name in maps for width in (64, 128)},
@@ -372,6 +378,7 @@ def cases() -> dict[str, Callable[[], None]]:
         },
         **{f"simple_gla d={width}": decaying(simple_gla, width) for width in (64, 128)},
         **{f"gated_delta_rule d={width}": decaying(gated_delta_rule, width) for width in (64, 128)},
+        **{f"short convolution, 4 taps, packed d={width}": convolution(width) for width in (64, 128)},
     }
 
 
@@ -381,8 +388,7 @@ def bounds(case: Callable[[], None]) -> list[Bound]:
 
     with record_launches() as launches:
         case()
-    # The kernel that reads the states is the last one of forward.
-    last = next(i for i, launch in enumerate(launches) if launch.kernel.__name__ in ("read", "merge"))
+    last = next(i for i, launch in enumerate(launches) if launch.kernel.__name__ in LAST_OF_FORWARD)
     return [bound_of(launch, index > last) for index, launch in enumerate(launches)]
 
 

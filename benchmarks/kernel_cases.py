@@ -121,13 +121,20 @@ def fastfood_case(feature_map: str, width: int, blocks: int, dtype: torch.dtype 
 
 
 def convolution_case(
-    channels: int, width: int, dtype: torch.dtype = torch.bfloat16, packed: bool = False
+    channels: int,
+    width: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    packed: bool = False,
+    continued: bool = False,
+    length: int = 4096,
+    heads: int = 8,
 ) -> None:
-    """A training batch: queries, keys and values of 8 heads."""
-    x = torch.empty(2, 8, 3, 4096, channels, dtype=dtype, requires_grad=True)
-    weight = torch.empty(8, 3, channels, width, requires_grad=True)
-    before = torch.empty(2, 8, 3, width - 1, channels, dtype=dtype)
-    positions = torch.zeros(2, 4096, dtype=torch.int64) if packed else 0
+    """Queries, keys and values of as many heads, as the fused projection has them. continued: tokens come before."""
+    x = torch.empty(length, 1, heads, 3, channels, dtype=dtype, requires_grad=True).permute(1, 2, 3, 0, 4)
+    weight = torch.empty(heads, 3, channels, width, requires_grad=True)
+    before = torch.empty(1, heads, 3, width - 1, channels, dtype=dtype) if continued else None
+    positions = torch.zeros(1, length, dtype=torch.int64) if packed else 0
     out = short_convolution(x, weight, before, positions, backend="triton")
     out.backward(torch.empty_like(out))
 
@@ -261,6 +268,9 @@ CASES: dict[str, Case] = {
     "short convolution d=64": partial(convolution_case, 64, 4),
     "short convolution d=128, documents": partial(convolution_case, 128, 4, packed=True),
     "short convolution d=128, 8 taps, float32": partial(convolution_case, 128, 8, torch.float32),
+    "short convolution d=64, documents of several shards": partial(
+        convolution_case, 64, 4, packed=True, continued=True
+    ),
     "FLuRKA elu d=64": _flurka("elu", 64),
     "FLuRKA elu d=128": _flurka("elu", 128),
     "FLuRKA hedgehog d=64": _flurka("hedgehog", 64),

@@ -231,13 +231,13 @@ def project(x, stride, count, matrix, low, C: tl.constexpr, PHI: tl.constexpr):
         inside = (m < PHI.rows)[:, None] & (d < PHI.width)[None, :]
         places = matrix + (m[:, None] * PHI.width + d[None, :])
         term = tl.load(places, mask=inside, other=0.0)
+        rest = None
         if dtype != tl.float32:
             # Loaded before the first product: the compiler moves no load across one.
             rest = tl.load(places + low, mask=inside, other=0.0)
-            y += dot(part, tl.trans(term), dtype)
+        y += dot(part, tl.trans(term), dtype)
+        if rest is not None:
             y += dot(part, tl.trans(rest), dtype)
-        else:
-            y += dot(part, tl.trans(term), dtype)
         exact = part.to(tl.float32)
         square += tl.sum(exact * exact, 1)
     return y, square
