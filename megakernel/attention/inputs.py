@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megakernel.attention.rotary import Rotary
@@ -74,7 +75,8 @@ class AttentionInputs:
                 f"a shard of {k.shape[2]} tokens is shorter than the {count} tokens that its neighbor needs; "
                 "use fewer shards or smaller blocks"
             )
-        return Tail(self.cp_shard.previous_tokens(k, count), self.cp_shard.previous_tokens(v, count))
+        last = torch.cat([x[:, :, x.shape[2] - count :] for x in (k, v)], -1)
+        return Tail(*self.cp_shard.previous_tokens(last, count).split([k.shape[-1], v.shape[-1]], -1))
 
 
 DEFAULT_INPUTS = AttentionInputs()

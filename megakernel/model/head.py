@@ -66,16 +66,16 @@ def mean_loss(
     hidden, _, labels, num_targets = inputs
     tp, chunk_size, vocab_size = settings.mesh.tp, settings.loss_chunk_size, settings.local_vocab_size
     group, scaling = None if tp.size == 1 else tp.group, LogitScaling.of(settings.model)
-    hidden = column_input(hidden, settings).flatten(0, 1)
+    states = [hidden] if distillation is None else [hidden, distillation.hidden]
+    states = [column_input(x, settings).flatten(0, 1) for x in states]
     targets = labels.transpose(0, 1).reshape(-1)
+    counts = targets != IGNORED
     # Nearly all tokens of a causal model count, and selecting them would synchronize with the GPU.
-    counts = None if settings.model.is_causal and distillation is None else targets != IGNORED
-    if counts is not None:  # skip the logits of tokens that do not count
-        hidden, targets = hidden[counts], targets[counts]
+    if not settings.model.is_causal:  # skip the logits of tokens that do not count
+        states, targets = [x[counts] for x in states], targets[counts]
+    hidden = states[0]
     if distillation is not None:
-        assert counts is not None
-        teacher_hidden = column_input(distillation.hidden, settings).flatten(0, 1)[counts]
-        selected = replace(distillation, hidden=teacher_hidden)
+        selected = replace(distillation, hidden=states[1])
         summed, parts = summed_distillation(
             hidden, weight, targets, chunk_size, vocab_size, group, selected, scaling
         )

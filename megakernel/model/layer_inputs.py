@@ -23,9 +23,10 @@ IGNORED = -100
 
 def to_layer_inputs(batch: "Batch", targets: Tensor) -> LayerInputs:
     """A batch as LayerInputs, on the device of `targets`, which is num_targets (1,)."""
-    labels = batch.labels.where(batch.loss_mask, IGNORED)
-    parts = (batch.tokens, batch.positions, labels)
-    return (*(part.to(targets.device, non_blocking=True) for part in parts), targets)
+    # Moved before they are combined: only the batch's own tensors are in pinned memory, where copies need no wait.
+    parts = (batch.tokens, batch.positions, batch.labels, batch.loss_mask)
+    tokens, positions, labels, counts = (part.to(targets.device, non_blocking=True) for part in parts)
+    return tokens, positions, labels.where(counts, IGNORED), targets
 
 
 def as_bytes(states: Tensor) -> Tensor:

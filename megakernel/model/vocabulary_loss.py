@@ -158,7 +158,7 @@ class _SummedLoss(torch.autograd.Function):
             chunk = slice(first, first + chunk_size)
             logits, slope = _logits(hidden[chunk], weight, vocab_size, parts.dtype, scaling)
             if distillation is None:
-                chunk_sums, grad_logits = _cross_entropy(logits, targets[chunk], group)
+                chunk_sums, grad_logits, factors = _cross_entropy(logits, targets[chunk], group)
             else:
                 teacher_logits, _ = _logits(
                     distillation.hidden[chunk],
@@ -167,13 +167,13 @@ class _SummedLoss(torch.autograd.Function):
                     parts.dtype,
                     distillation.scaling,
                 )
-                chunk_sums, grad_logits = _distillation(
+                chunk_sums, grad_logits, factors = _distillation(
                     logits, teacher_logits, targets[chunk], vocab_size, group, distillation
                 )
             parts += chunk_sums
             if scaling:
                 grad_logits.mul_(slope)
-            grad_logits = grad_logits.to(hidden.dtype)
+            grad_logits = _multiplied(grad_logits, factors, hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[chunk])
             if grad_weight is None:
@@ -206,17 +206,26 @@ def _logits(
     return logits, slope
 
 
-def _cross_entropy(logits: Tensor, targets: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """(2,): summed cross entropy and 0 for the KL; and its gradient, which overwrites the logits (T, R / tp)."""
+def _multiplied(x: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
+    """x times factors (T, 1) in `dtype`, in a single pass; overwrites x if it can."""
+    return torch.mul(x, factors, out=x if x.dtype == dtype else torch.empty_like(x, dtype=dtype))
+
+
+def _cross_entropy(
+    logits: Tensor, targets: Tensor, group: ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(2,): summed cross entropy and 0 for the KL; and two tensors whose product is its gradient.
+
+    The first overwrites the logits (T, R / tp), the second has a factor per token, (T, 1).
+    """
     logits -= _max_logits([logits], group)[0]
     target_logits, columns, is_local = _target_logits(logits, targets, group)
     weights = logits.exp_()
     total, target_logits = _all_reduced([weights.sum(-1), target_logits], group)
     counts = targets != IGNORED
-    grad_logits = weights.div_(total[:, None])
-    grad_logits.scatter_add_(-1, columns, -is_local.to(grad_logits.dtype))
+    weights.scatter_add_(-1, columns, -total[:, None] * is_local)
     loss = ((total.log() - target_logits) * counts).sum()
-    return torch.stack([loss, torch.zeros_like(loss)]), grad_logits.mul_(counts[:, None])
+    return torch.stack([loss, torch.zeros_like(loss)]), weights, (counts / total)[:, None]
 
 
 def _distillation(
@@ -226,8 +235,8 @@ def _distillation(
     vocab_size: int,
     group: ProcessGroup | None,
     distillation: DistillationTarget,
-) -> tuple[Tensor, Tensor]:
-    """(2,): summed cross entropy and KL; and the gradient of the loss. Overwrites both models' logits."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(2,): summed cross entropy and KL; and the gradient as in `_cross_entropy`. Overwrites both models' logits."""
     temperature = distillation.temperature
     largest = _max_logits([logits, teacher_logits], group)
     logits -= largest[0]
@@ -252,7 +261,7 @@ def _distillation(
     grad_logits -= teacher_weights.mul_((share / teacher_total)[:, None])
     counts = targets != IGNORED
     losses = torch.stack([total.log() - target_logits, divergence])
-    return (losses * counts).sum(-1), grad_logits.mul_(counts[:, None])
+    return (losses * counts).sum(-1), grad_logits, counts[:, None]
 
 
 def _target_logits(

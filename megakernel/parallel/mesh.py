@@ -144,6 +144,8 @@ class Mesh:
 
     def all_reduce_max(self, flag: int) -> int:
         """The largest `flag` of all processes, so that all act on an event that one of them saw."""
+        if self.world_size == 1:
+            return flag
         largest = torch.tensor(flag, dtype=torch.int64, device=self.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return int(largest.item())

@@ -11,6 +11,7 @@ from typing import Any
 import deepspeed
 import numpy as np
 import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -156,6 +157,13 @@ class Engine:
             mpu=None if self.pipelined else mesh.mpu,
             dist_init_required=False,
         )
+        if (
+            mesh.gradient.size == 1
+            and not self.pipelined
+            and isinstance(self.engine.optimizer, BF16_Optimizer)
+        ):
+            # A single rank has nothing to reduce, and DeepSpeed would copy all gradients twice for it.
+            self.engine.enable_backward_allreduce = False
         self.write_errors = DeferredErrors.install(self.engine)
         self.memory = MemoryPeaks(mesh.device)
         self.traffic = ContextTraffic(self.engine.module)
