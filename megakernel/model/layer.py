@@ -114,22 +114,29 @@ class TransformerLayer(nn.Module):
         """`forward` for tokens that continue those in `state` (None: start a sequence); also the new state."""
         residual, normed = self._pre_norm(hidden)
         output, state = self.self_attention.extend(normed, positions, state)
-        return self._add_mlp(self._add(residual, output, self.attention_post_norm), hidden), state
+        return self._add_both(residual, output, hidden), state
 
     def _compute(self, hidden: Tensor, positions: Tensor) -> Tensor:
         residual, normed = self._pre_norm(hidden)
-        output = self.self_attention(normed, positions)
-        return self._add_mlp(self._add(residual, output, self.attention_post_norm), hidden)
+        return self._add_both(residual, self.self_attention(normed, positions), hidden)
 
     def _pre_norm(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The residual that attention's output is added to, and attention's input."""
         normed = self.attention_norm(hidden)
         return normed if self.normalized else hidden, normed
 
-    def _add_mlp(self, residual: Tensor, layer_input: Tensor) -> Tensor:
+    def _add_both(
+        self, residual: Tensor, attention: tuple[Tensor, Tensor | None], layer_input: Tensor
+    ) -> Tensor:
+        """The residual plus attention's output and the MLP's."""
+        branch, size = self._branch(attention, self.attention_post_norm), self.mlp_chunk_size
+        is_whole = size is None or size >= len(residual)
+        if is_whole and not self.parallel and isinstance(self.mlp_norm, Norm):
+            residual, normed = self.mlp_norm.of_sum(residual, branch)
+            return residual + self._branch(self.mlp(normed), self.mlp_post_norm)
+        residual = residual + branch
         source = layer_input if self.parallel else residual
-        size = self.mlp_chunk_size
-        if size is None or size >= len(source):
+        if is_whole:
             return self._mlp_of(residual, source)
         # Without gradients, a checkpoint only runs its function.
         run = partial(checkpoint, self._mlp_of, use_reentrant=False)
@@ -137,14 +144,15 @@ class TransformerLayer(nn.Module):
         return torch.cat([run(*chunk) for chunk in zip(residual.split(size), source.split(size))])
 
     def _mlp_of(self, residual: Tensor, source: Tensor) -> Tensor:
-        return self._add(residual, self.mlp(self.mlp_norm(source)), self.mlp_post_norm)
+        return residual + self._branch(self.mlp(self.mlp_norm(source)), self.mlp_post_norm)
 
-    def _add(self, residual: Tensor, output: tuple[Tensor, Tensor | None], norm: nn.Module) -> Tensor:
+    def _branch(self, output: tuple[Tensor, Tensor | None], norm: nn.Module) -> Tensor:
+        """What is added to the residual."""
         branch, bias = output
         if bias is not None:  # added to sequence shards: each tensor rank has part of its gradient
             branch = branch + replicated(bias, self.bias_group)
         branch = norm(branch)
-        return residual + (branch if self.multiplier == 1 else branch * self.multiplier)
+        return branch if self.multiplier == 1 else branch * self.multiplier
 
 
 def _norms(settings: ModelSettings) -> tuple[Callable[[], nn.Module], Callable[[], nn.Module]]:

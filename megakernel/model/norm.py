@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from megakernel.ops.layers import layer_norm, rms_norm
+from megakernel.ops.layers import add_rms_norm, layer_norm, rms_norm
 from megakernel.parallel import all_reduce, replicated
 from megakernel.parallel.tensor import mark_partitioned
 
@@ -76,3 +76,12 @@ class Norm(nn.Module):
             return rms_norm(x, weight, self.eps, self.offset)
         assert self.bias is not None
         return layer_norm(x, weight, replicated(self.bias, self.group), self.eps)
+
+    def of_sum(self, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """residual + x and its norm, which an RMSNorm computes in one pass over the tokens on a GPU."""
+        if self.kind != "rmsnorm":
+            total = residual + x
+            return total, self(total)
+        weight = replicated(self.weight, self.group)
+        normed, total = add_rms_norm(x, residual, weight, self.eps, self.offset)
+        return total, normed

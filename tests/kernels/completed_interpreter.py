@@ -7,7 +7,7 @@ from triton.runtime import interpreter
 
 def complete(monkeypatch) -> None:
     """Float arguments of kernels become float32 scalars with methods, and libdevice gets `rsqrt`."""
-    from liger_kernel.ops import layer_norm, rms_norm
+    from liger_kernel.ops import fused_add_rms_norm, layer_norm, rms_norm
 
     converted = interpreter._implicit_cvt
 
@@ -18,6 +18,6 @@ def complete(monkeypatch) -> None:
         return converted(argument)
 
     monkeypatch.setattr(interpreter, "_implicit_cvt", convert)
-    for module in (rms_norm, layer_norm):
+    for module in (rms_norm, fused_add_rms_norm, layer_norm):
         # `tl.rsqrt` is looked up when a kernel runs, after the interpreter has replaced it.
         monkeypatch.setattr(module, "rsqrt", lambda x: tl.rsqrt(x))

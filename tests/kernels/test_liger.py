@@ -14,6 +14,8 @@ from .comparing import DEVICE, TOLERANCE, rms_ratio
 from .completed_interpreter import complete
 
 DTYPES = [torch.float32, torch.bfloat16]
+# For kernels that add or multiply bfloat16 numbers, which the interpreter stores as integers.
+HALF_ON_GPU = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +53,16 @@ def test_rms_norm(shape, dtype, draw):
     assert_agrees(run, [3 * normal(draw, *shape), 1 + normal(draw, shape[-1])], dtype, draw)
 
 
+@pytest.mark.parametrize("dtype", HALF_ON_GPU)
+@pytest.mark.parametrize("shape", [(5, 2, 48), (1, 1, 130), (7, 64)])
+def test_rms_norm_of_a_sum(shape, dtype, draw):
+    def run(backend, *tensors):
+        return layers.add_rms_norm(*tensors, 1e-5, backend=backend)
+
+    tensors = [normal(draw, *shape), 2 * normal(draw, *shape), 1 + normal(draw, shape[-1])]
+    assert_agrees(run, tensors, dtype, draw)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(5, 2, 48), (1, 1, 130), (7, 64)])
 def test_layer_norm(shape, dtype, draw):
@@ -61,15 +73,7 @@ def test_layer_norm(shape, dtype, draw):
     assert_agrees(run, tensors, dtype, draw)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.float32,
-        torch.float16,
-        # The kernel multiplies bfloat16 numbers, which the interpreter stores as integers.
-        pytest.param(torch.bfloat16, marks=pytest.mark.gpu),
-    ],
-)
+@pytest.mark.parametrize("dtype", HALF_ON_GPU)
 @pytest.mark.parametrize("shape", [(5, 2, 48), (1, 1, 130), (7, 64)])
 def test_swiglu(shape, dtype, draw):
     assert_agrees(

@@ -12,10 +12,13 @@ from megakernel.parallel.processes import ProcessEnvironment
 from .comparing import DEVICE, rms_ratio
 from .completed_interpreter import complete
 
-PARTS = {"rms_norm", "layer_norm", "swiglu", "rotate", "summed_cross_entropy"}
+PARTS = {"rms_norm", "add_rms_norm", "layer_norm", "swiglu", "rotate", "summed_cross_entropy"}
 CONFIGS = {
     "Llama's": ({"norm": "rmsnorm", "activation": "swiglu"}, PARTS - {"layer_norm"}),
-    "with biases": ({"norm": "layernorm", "activation": "swiglu", "bias": True}, PARTS - {"rms_norm"}),
+    "with biases": (
+        {"norm": "layernorm", "activation": "swiglu", "bias": True},
+        PARTS - {"rms_norm", "add_rms_norm"},
+    ),
     "GPT's": (
         {"norm": "layernorm", "activation": "gelu", "bias": True, "position": "sinusoidal"},
         {"layer_norm", "summed_cross_entropy"},

@@ -370,13 +370,15 @@ def _fake_groups(shape: PartShape) -> Iterator[tuple[Axis, Axis]]:
 def _implementations(on_gpu: bool) -> Iterator[None]:
     """Use the implementations of a GPU or of a CPU, whatever the environment variable says."""
     chosen = os.environ.pop(VARIABLE, None)
-    previous = [(one, one[EVERYWHERE]) for one in (layers.RMS_NORM, layers.SWIGLU)]
+    fused = ((layers.RMS_NORM, _rms_norm), (layers.ADD_RMS_NORM, _add_rms_norm), (layers.SWIGLU, _swiglu))
+    previous = [(implementations, implementations[EVERYWHERE]) for implementations, _ in fused]
     try:
         with warnings.catch_warnings(), ExitStack() as stack:
             warnings.simplefilter("ignore", RuntimeWarning)
             if on_gpu:
                 stack.enter_context(record_launches())
-                layers.RMS_NORM[EVERYWHERE], layers.SWIGLU[EVERYWHERE] = _rms_norm, _swiglu
+                for implementations, stand_in in fused:
+                    implementations[EVERYWHERE] = stand_in
             yield
     finally:
         for implementations, formula in previous:
@@ -387,6 +389,13 @@ def _implementations(on_gpu: bool) -> Iterator[None]:
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     return _Fused.apply(x, weight, x.shape[-1], x.shape[:-1])
+
+
+def _add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    total = residual + x
+    return _rms_norm(total, weight, eps, offset), total
 
 
 def _swiglu(x: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ def _implementations(formula: Implementation) -> dict[str, Implementation]:
 
 
 RMS_NORM = _implementations(plain.rms_norm)
+ADD_RMS_NORM = _implementations(plain.add_rms_norm)
 LAYER_NORM = _implementations(plain.layer_norm)
 SWIGLU = _implementations(plain.swiglu)
 ROTATE = _implementations(plain.rotate)
@@ -49,6 +50,19 @@ def rms_norm(
         (..., C) in the dtype of x.
     """
     return cast(Tensor, choose(RMS_NORM, backend)(x, weight, eps, offset))
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float = 0.0,
+    *,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm` of residual + x, and this sum; x and residual (..., C)."""
+    return cast("tuple[Tensor, Tensor]", choose(ADD_RMS_NORM, backend)(x, residual, weight, eps, offset))
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, backend: str | None = None) -> Tensor:

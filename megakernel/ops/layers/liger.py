@@ -42,6 +42,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     return LigerRMSNormFunction.apply(x, weight, eps, offset, "gemma", False)
 
 
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """See `megakernel.ops.layers.add_rms_norm`."""
+    from liger_kernel.ops import LigerFusedAddRMSNormFunction
+
+    return LigerFusedAddRMSNormFunction.apply(x, residual, weight, eps, offset, "gemma", False)
+
+
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """See `megakernel.ops.layers.layer_norm`."""
     from liger_kernel.ops import LigerLayerNormFunction

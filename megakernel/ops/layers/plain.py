@@ -61,6 +61,14 @@ def _precise(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """See `megakernel.ops.layers.add_rms_norm`."""
+    total = residual + x
+    return rms_norm(total, weight, eps, offset), total
+
+
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """See `megakernel.ops.layers.layer_norm`."""
     return F.layer_norm(x, weight.shape, weight, bias, eps)
