@@ -1,5 +1,6 @@
 """The formulas of `megakernel.ops.layers` in torch, on any device and in any dtype."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ROWS = {"cpu": 512, "cuda": 4096}
-"""Vectors that RMSNorm's backward converts to float32 at once: they fit a CPU's cache, or need few GPU launches."""
+"""Vectors that go through an op at once: they fit a CPU's cache, or need few GPU launches."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -45,9 +46,7 @@ class _RmsNorm(torch.autograd.Function):
         precise = _precise(x)
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         dweight = torch.zeros_like(weight, dtype=precise)
-        width = weight.numel()
-        rows = (t.reshape(-1, width).split(ROWS.get(x.device.type, ROWS["cuda"])) for t in (x, grads[0], dx))
-        for x_rows, grad_rows, dx_rows in zip(*rows, strict=True):
+        for x_rows, grad_rows, dx_rows in _rows(x, grads[0], dx):
             x_rows, grad_rows = x_rows.to(precise), grad_rows.to(precise)
             scale = torch.rsqrt(x_rows.square().mean(-1, keepdim=True) + ctx.eps)
             normed = x_rows * scale
@@ -55,6 +54,12 @@ class _RmsNorm(torch.autograd.Function):
             grad_rows = grad_rows * (weight.to(precise) + ctx.offset)
             dx_rows.copy_(scale * (grad_rows - normed * (grad_rows * normed).mean(-1, keepdim=True)))
         return dx, dweight.to(weight.dtype), None, None
+
+
+def _rows(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Vectors of all tensors, ROWS at once."""
+    at_once = ROWS.get(tensors[0].device.type, ROWS["cuda"])
+    return zip(*(x.reshape(-1, x.shape[-1]).split(at_once) for x in tensors), strict=True)
 
 
 def _precise(x: Tensor) -> torch.dtype:
@@ -76,8 +81,39 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 def swiglu(x: Tensor) -> Tensor:
     """See `megakernel.ops.layers.swiglu`."""
+    if torch.is_grad_enabled():
+        active: Tensor = _SwiGlu.apply(x)
+        return active
     gate, up = x.chunk(2, -1)
     return F.silu(gate) * up
+
+
+class _SwiGlu(torch.autograd.Function):
+    """silu(gate) * up, saving only x; both halves of its gradient are written where the projection reads them.
+
+    torch would save silu(gate), too, and join the halves with another pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+        for x_rows, out_rows in _rows(x, out):
+            gate, up = x_rows.chunk(2, -1)
+            torch.mul(F.silu(gate), up, out=out_rows)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x_rows, grad, dx_rows in _rows(x, grads[0], dx):
+            (gate, up), (dgate, dup) = x_rows.chunk(2, -1), dx_rows.chunk(2, -1)
+            active = F.silu(gate)
+            torch.mul(grad, active, out=dup)
+            torch.ops.aten.silu_backward(torch.mul(grad, up, out=active), gate, grad_input=dgate)
+        return dx
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

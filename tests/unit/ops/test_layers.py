@@ -36,10 +36,30 @@ def test_a_weight_centered_at_zero_loses_no_bits():
     assert torch.equal(plain.rms_norm(x, weight, 1e-5, 1.0), exact)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(7, 2, 10), (1, 10), (0, 10)])
+def test_swiglu_and_its_gradient_equal_the_formula_bit_for_bit(small_chunks, shape, dtype):
+    x = torch.randn(*shape).to(dtype).requires_grad_()
+    gate, up = x.chunk(2, -1)
+    expected, found = F.silu(gate) * up, plain.swiglu(x)
+    pull = torch.randn(*expected.shape).to(dtype)
+    assert torch.equal(found, expected)
+    assert torch.equal(*(torch.autograd.grad(out, x, pull)[0] for out in (found, expected)))
+
+
+def _bytes_kept(run):
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        run()
+    return sum(t.nbytes for t in kept)
+
+
 def test_rms_norm_keeps_nothing_wider_than_its_input():
     x = torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True)
-    kept = []
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t)
-    with hooks:
-        plain.rms_norm(x, torch.ones(32, dtype=torch.bfloat16, requires_grad=True), 1e-5)
-    assert sum(t.nbytes for t in kept) == x.nbytes + 32 * 2
+    weight = torch.ones(32, dtype=torch.bfloat16, requires_grad=True)
+    assert _bytes_kept(lambda: plain.rms_norm(x, weight, 1e-5)) == x.nbytes + weight.nbytes
+
+
+def test_swiglu_keeps_only_its_input():
+    x = torch.randn(64, 32, requires_grad=True)
+    assert _bytes_kept(lambda: plain.swiglu(x)) == x.nbytes
