@@ -162,7 +162,7 @@ class SelfAttention(nn.Module):
         return fused.unflatten(-1, (self.kv_heads, -1)).permute(1, 2, 0, 3)
 
     def _project(self, hidden: Tensor, inputs: AttentionInputs) -> Sequence[Tensor]:
-        """Queries, keys and values (N, B, H_kv, vectors per key head, d), or one tensor of all: what needs no copy."""
+        """Queries, keys and values (N, B, H_kv, vectors per key head, d), or the projection that holds all three."""
         if isinstance(self.core, LowRankAttention) and self.core.compresses_input:
             return compressed_input.project(
                 hidden, self.qkv.weight, self.vectors, self.core, self.mesh, inputs
@@ -205,6 +205,7 @@ class SelfAttention(nn.Module):
 
 
 def _together(vectors: Sequence[Tensor]) -> Tensor:
+    """One tensor of what `_project` returns, a copy if that is three."""
     return vectors[0] if len(vectors) == 1 else torch.cat(list(vectors), 3)
 
 

@@ -36,7 +36,8 @@ class ShortConvolution(nn.Module):
     def forward(self, channels: Tensor, inputs: AttentionInputs) -> Tensor:
         """Queries, keys and values (N, B, H_kv, heads of each key head, d) -> the same after the convolution.
 
-        inputs: of the layer; its state is that of `next_state`. ValueError: a shard shorter than W - 1 tokens.
+        N: tokens of this context-parallel shard. inputs: positions, shard, and a state from `next_state` or None.
+        ValueError: a shard shorter than W - 1 tokens.
         """
         x, positions, shard = channels.permute(1, 2, 3, 0, 4), inputs.positions, inputs.cp_shard
         count, length, before = self.width - 1, len(channels), inputs.state
@@ -53,8 +54,7 @@ class ShortConvolution(nn.Module):
 
     def next_state(self, channels: Tensor, state: Tensor | None) -> Tensor:
         """The last W - 1 tokens (B, H_kv, heads of each key head, W - 1, d) of those in `state` and `channels`."""
-        last = channels if len(channels) < self.width else channels[1 - self.width :]
-        last = last.permute(1, 2, 3, 0, 4)
+        last = channels[-min(len(channels), self.width - 1) :].permute(1, 2, 3, 0, 4)
         if state is None:
             state = last.new_zeros(*last.shape[:3], self.width - 1, last.shape[4])
         return torch.cat([state, last], -2)[..., last.shape[3] :, :]

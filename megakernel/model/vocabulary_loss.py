@@ -207,7 +207,7 @@ def _logits(
 
 
 def _multiplied(x: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
-    """x times factors (T, 1) in `dtype`, in a single pass; overwrites x if it can."""
+    """x times factors (T, 1) in `dtype`, in a single pass; overwrites an x of this dtype."""
     return torch.mul(x, factors, out=x if x.dtype == dtype else torch.empty_like(x, dtype=dtype))
 
 

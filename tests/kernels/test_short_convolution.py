@@ -82,11 +82,12 @@ def test_unsupported_inputs_are_refused_with_a_reason():
 @pytest.mark.parametrize("positions", [0, PACKED], ids=["whole", "packed"])
 @pytest.mark.parametrize("order", [(3, 0, 1, 2, 4), (0, 1, 2, 4, 3)], ids=["projection", "channels first"])
 def test_any_memory_layout_gives_the_same(order, positions, draw):
-    """Queries, keys and values as the fused projection has them, (N, B, H_kv, vectors, d), and transposed ones."""
+    """As the fused projection has queries, keys and values, (N, B, H_kv, vectors, d), and transposed."""
     back = [order.index(dimension) for dimension in range(5)]
 
     def run_in_order(backend, leaves):
-        inputs = {**leaves, "q": leaves["q"].permute(order).contiguous().permute(back)}
+        x, before = (leaves[name].permute(order).contiguous().permute(back) for name in ("q", "before"))
+        inputs = {**leaves, "q": x, "before": before}
         out = run(backend, inputs, positions)
         if backend == "triton" and order[-1] == 4:
             assert out["out"].stride() == inputs["q"].stride()

@@ -41,6 +41,13 @@ class Rows(NamedTuple):
         x = contiguous_rows(x)
         return Rows(x, x.stride(0), x.stride(1), x.stride(2))
 
+    @staticmethod
+    def to_write(x: Tensor) -> "Rows":
+        """`x` itself, for a kernel that writes to it."""
+        rows = Rows.of(x)
+        assert rows.pointer is x, f"rows with strides {x.stride()} would be written to a copy"
+        return rows
+
 
 class Launch(NamedTuple):
     """A recorded launch that did not run."""

@@ -119,8 +119,8 @@ def summed_cross_entropy(
 class _SummedCrossEntropy(torch.autograd.Function):
     """Liger-Kernel's cross entropy of a chunk of tokens, which overwrites logits with gradients, between our products.
 
-    Its fused loss takes as many tokens at once as fit into the memory of `hidden` (64 for 768 columns and a vocabulary
-    of 50,000), makes the host wait for a number of tokens that no sum needs, and has no padded vocabularies.
+    Its fused loss takes no more tokens at once than have logits of the size of `hidden` (a 64th for 768 columns and a
+    vocabulary of 50,000), makes the host wait for a number that no sum needs, and has no padded vocabularies.
     """
 
     @staticmethod
@@ -152,6 +152,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         return losses.sum()
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return *(None if saved is None else saved * grads[0] for saved in ctx.saved_tensors), *[None] * 5
 
@@ -175,7 +176,7 @@ def _cross_entropy(
         loss_ptr=losses,
         loss_stride=losses.stride(0),
         n_cols=vocab_size,
-        n_non_ignore=1,  # for means
+        n_non_ignore=1,  # this and the next only divide means
         sum_non_ignore_weight=1,
         ignore_index=ignored,
         reduction="sum",

@@ -4,8 +4,9 @@ With s_n = sum_u w_u x_(n - u) over the u <= p_n, the position of token n in its
 
     dx_m = sum_t w_t ds_(m + t)    dw_u = sum_n x_(n - u) ds_n    ds_n = silu'(s_n) dy_n
 
-Every token is read once. Backward computes s again, and adds ds_n to the gradients of tokens n - W + 1 .. n, of which
-the first is then complete. Tiles are (heads, channels); those of several tokens are in tuples, the earliest first.
+A program reads each token of its span once, and the W - 1 before it. Backward computes s again, and adds ds_n to the
+gradients of tokens n - W + 1 .. n, of which the first is then complete; it also reads the W - 1 tokens after the span.
+Tiles are (heads, channels); those of several tokens are in tuples, the earliest first.
 """
 
 from typing import NamedTuple
@@ -167,9 +168,10 @@ def convolve(x, before, weight, positions, out, length, start, META: tl.constexp
 
 @triton.jit
 def add_token(token, grad, p, earlier, taps, dtokens, META: tl.constexpr):
-    """ds of a token x_n, the W tokens that it sees, x_(n-W+2) .. x_n, and dx of the W tokens x_(n-W+1) .. x_n so far.
+    """Add what a token x_n contributes to gradients.
 
-    earlier, dtokens: x_(n-W+1) .. x_(n-1), and their dx so far.
+    earlier: x_(n-W+1) .. x_(n-1); dtokens: their dx so far. Returns ds_n; the W tokens x_(n-W+1) .. x_n, 0 if x_n does
+    not see them; the next token's `earlier`; and dx of these W tokens so far.
     """
     tile = added(earlier, token.to(tl.float32))
     seen = seen_by(p, tile, META)
@@ -185,7 +187,7 @@ def add_token(token, grad, p, earlier, taps, dtokens, META: tl.constexpr):
 
 @triton.jit
 def store_gradient(dx, dbefore, m, begin, length, tile, head, d, inside, META: tl.constexpr):
-    """Store dx of token m if it is in the program's span or, in the first program, before the first token."""
+    """Store the gradient of token m, in the program's span or, by the first program, before the sequence."""
     place = places_of(dx, head, d) + m * dx.row
     tl.store(place, rounded(tile, dx.pointer.dtype.element_ty), mask=inside & (m >= begin) & (m < length))
     if dbefore is not None:

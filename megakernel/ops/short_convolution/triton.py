@@ -13,10 +13,10 @@ WIDEST = 256
 """Largest d; a program holds all channels of its heads."""
 
 LONGEST = 8
-"""Largest W; a program holds W tokens, their gradients, and as many tiles of filters."""
+"""Largest W; a program holds W tokens, W filters and the gradients of both."""
 
 TILE = 512
-"""Channels of a program for up to four taps, four of each thread; half as many for more taps, which would spill."""
+"""Channels of a program for up to four taps, four per thread; half as many for more taps, which would spill."""
 
 TOKENS_AT_ONCE = 4
 """Tokens that each thread loads before it uses the first: more would leave registers for fewer programs."""
@@ -35,9 +35,9 @@ def unsupported(x: Tensor, weight: Tensor, before: Tensor | None, positions: Pos
 
 
 def attend(x: Tensor, weight: Tensor, before: Tensor | None, positions: Positions) -> Tensor:
-    """Same arguments and results as `by_taps`; the output has the memory layout of x if its rows are contiguous."""
+    """Same arguments and results as `by_taps`; the output has the memory layout of a dense x with contiguous rows."""
     rows, filters = contiguous_rows(x.flatten(1, -3)), weight.flatten(0, -3)
-    rows_before = None if before is None else before.flatten(1, -3)
+    rows_before = None if before is None else contiguous_rows(before.flatten(1, -3))
     if isinstance(positions, int):
         # From position W - 1 on, filters lie within the document, so larger positions make no difference.
         out = _forward(rows, rows_before, filters, None, min(positions, weight.shape[-1]))
@@ -55,7 +55,7 @@ def _forward(
     if out.numel():
         grid, meta = _grid_and_sizes(x, weight)
         inputs = (Rows.of(x), None if before is None else Rows.of(before), weight.contiguous(), positions)
-        launch(kernels.convolve, grid, *inputs, Rows.of(out), x.shape[2], start, META=meta, warps=4)
+        launch(kernels.convolve, grid, *inputs, Rows.to_write(out), x.shape[2], start, META=meta, warps=4)
     return out
 
 
@@ -79,7 +79,7 @@ def _backward(
     shares = x.new_zeros(len(x), grid[0], *weight.shape, dtype=torch.float32)
     if x.numel():
         inputs = (Rows.of(x), None if before is None else Rows.of(before), weight.contiguous(), positions)
-        outputs = (Rows.of(dx), None if before is None else Rows.of(dbefore), shares)
+        outputs = (Rows.to_write(dx), None if before is None else Rows.to_write(dbefore), shares)
         arguments = (*inputs, Rows.of(grad), *outputs, x.shape[2], start)
         launch(kernels.convolve_backward, grid, *arguments, META=meta, warps=4)
     return dx, dbefore, shares.sum((0, 1))
@@ -106,7 +106,7 @@ _forward.register_autograd(_differentiate, setup_context=_setup_context)
 
 
 def _grid_and_sizes(x: Tensor, weight: Tensor) -> tuple[tuple[int, int, int], FilterShape]:
-    """The grid and the compile-time sizes; spans are short enough for MIN_PROGRAMS programs."""
+    """The grid and the compile-time sizes; spans are short enough for about MIN_PROGRAMS programs."""
     batch, heads, length, channels = x.shape
     width, padded = weight.shape[-1], power_of_two(channels)
     heads_at_once = max(1, (TILE if width <= 4 else TILE // 2) // padded)
