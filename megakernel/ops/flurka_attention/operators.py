@@ -217,7 +217,7 @@ class FlurkaLaunches(NamedTuple):
         launches = self.with_merge(queries)
         out, spread, *merged = self.output_buffers(queries)
         inputs = launches.merge_inputs(self.queries, saved, state)
-        outputs = (Rows.of(out), self.rows_of_spread(spread), launches.merged(*merged))
+        outputs = (Rows.to_write(out), self.rows_of_spread(spread), launches.merged(*merged))
         launches.launch(merge_kernels.merge, len(out), *inputs, *outputs)
         return out, spread, *merged
 

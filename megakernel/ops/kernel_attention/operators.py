@@ -100,7 +100,7 @@ class KernelLaunches(NamedTuple):
         (q,), (out, reciprocal) = queries, self.output_buffers(queries)
         scale = saved[0] if self.launcher.phi.unbounded else None
         inputs = (Rows.of(q), *self.keys_and_matrix(saved), state, self.seq)
-        outputs = (Rows.of(out), reciprocal, scale)
+        outputs = (Rows.to_write(out), reciprocal, scale)
         self.launcher.launch(kernels.read, len(q), *inputs, *outputs, NORMALIZE=self.normalize)
         return out, reciprocal
 
