@@ -10,9 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megakernel.ops.dispatch import Implementation, Kernels, choose
-from megakernel.ops.layers import load_liger
-
 from .layer_inputs import IGNORED, LayerInputs
 from .linear import column_input, column_linear
 from .norm import Norm
@@ -80,9 +77,6 @@ def mean_loss(
             hidden, weight, targets, chunk_size, vocab_size, group, selected, scaling
         )
         distillation.parts = torch.cat([parts, counts.sum()[None]])
-    elif group is None and not scaling:
-        # Without tensor parallelism, the fastest implementation for this device computes the loss.
-        summed = choose(SUMMED_LOSSES, None)(hidden, weight, targets, chunk_size, vocab_size)
     else:
         summed = summed_loss(hidden, weight, targets, chunk_size, vocab_size, group, scaling)
     return summed / num_targets.squeeze()
@@ -95,23 +89,6 @@ def token_losses(weight: Tensor, hidden: Tensor, labels: Tensor, settings: Model
     chunk_size, vocab_size = settings.loss_chunk_size, settings.local_vocab_size
     scaling, is_parallel = LogitScaling.of(settings.model), settings.mesh.tp.size > 1
     return _losses(weight, hidden, targets, chunk_size, vocab_size, is_parallel, scaling)
-
-
-def _reference_summed_loss(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_size: int, vocab_size: int
-) -> Tensor:
-    return _losses(weight, hidden, targets, chunk_size, vocab_size, False).sum()
-
-
-SUMMED_LOSSES: dict[str, Implementation] = {
-    "chunked": summed_loss,
-    "reference": _reference_summed_loss,
-    "liger": Kernels("summed_cross_entropy", load_liger, "summed_cross_entropy"),
-}
-"""Backend -> summed cross entropy of hidden states (T, C) under the first `vocab_size` rows of a head (R, C).
-
-The logits of `chunk_size` tokens exist at a time.
-"""
 
 
 def _losses(

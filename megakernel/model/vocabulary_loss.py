@@ -10,6 +10,7 @@ no probability, no gradient. A rank may have only padding rows.
 import math
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megakernel.config import Model
-from megakernel.ops.dispatch import accum_dtype
+from megakernel.ops.dispatch import Implementation, Kernels, accum_dtype, choose
+from megakernel.ops.layers import load_liger
 
 from .layer_inputs import IGNORED
 
@@ -154,34 +156,25 @@ class _SummedLoss(torch.autograd.Function):
             dtype = accum_dtype(weight.dtype) if len(hidden) > chunk_size else weight.dtype
             grad_weight = torch.zeros_like(weight, dtype=dtype)
         parts = torch.zeros(2, dtype=accum_dtype(hidden.dtype), device=hidden.device)
+        # Without tensor parallelism, the fastest implementation for this device.
+        cross_entropy: Implementation = partial(_cross_entropy, group=group, scaling=scaling)
+        if group is None and not scaling:
+            cross_entropy = choose(CROSS_ENTROPIES, None)
         for first in range(0, len(hidden), chunk_size):
             chunk = slice(first, first + chunk_size)
-            logits, slope = _logits(hidden[chunk], weight, vocab_size, parts.dtype, scaling)
+            inputs = (hidden[chunk], weight, targets[chunk], vocab_size)
             if distillation is None:
-                chunk_sums, grad_logits, factors = _cross_entropy(logits, targets[chunk], group)
+                loss, grad_logits = cross_entropy(*inputs, needs_grad)
+                parts[0] += loss
             else:
-                teacher_logits, _ = _logits(
-                    distillation.hidden[chunk],
-                    distillation.weight,
-                    vocab_size,
-                    parts.dtype,
-                    distillation.scaling,
-                )
-                chunk_sums, grad_logits, factors = _distillation(
-                    logits, teacher_logits, targets[chunk], vocab_size, group, distillation
-                )
-            parts += chunk_sums
-            if scaling:
-                grad_logits.mul_(slope)
-            grad_logits = _multiplied(grad_logits, factors, hidden.dtype)
+                teacher_hidden = distillation.hidden[chunk]
+                sums, grad_logits = _distillation(*inputs, group, scaling, teacher_hidden, distillation)
+                parts += sums
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[chunk])
-            if grad_weight is None:
-                continue
-            if grad_weight.dtype == grad_logits.dtype:
-                grad_weight.addmm_(grad_logits.T, hidden[chunk])
-            else:
-                grad_weight += grad_logits.T @ hidden[chunk]
+            if grad_weight is not None:
+                _add_product(grad_weight, grad_logits.T, hidden[chunk])
+            del grad_logits  # before the next chunk's logits take memory
         ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
         ctx.mark_non_differentiable(parts)
         if distillation is None:
@@ -196,47 +189,91 @@ class _SummedLoss(torch.autograd.Function):
         return (*scaled, *[None] * 7)
 
 
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b, which may be less precise than the total."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda and torch.cuda.get_device_capability(a.device)[0] >= 8:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
+
+
 def _logits(
-    hidden: Tensor, weight: Tensor, vocab_size: int, dtype: torch.dtype, scaling: LogitScaling
+    hidden: Tensor, weight: Tensor, vocab_size: int, scaling: LogitScaling
 ) -> tuple[Tensor, Tensor | float]:
-    """Logits (T, R / tp), -inf at padding, and their derivative by the unscaled products."""
-    logits = scaling(F.linear(hidden, weight).to(dtype))
+    """Logits (T, R / tp) in float32 or wider, -inf at padding, and their derivative by the unscaled products."""
+    logits = scaling(F.linear(hidden, weight).to(accum_dtype(hidden.dtype)))
     slope = scaling.slope(logits)
     logits[:, vocab_size:] = -math.inf
     return logits, slope
 
 
-def _multiplied(x: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
-    """x times factors (T, 1) in `dtype`, in a single pass; overwrites an x of this dtype."""
+def _multiplied(x: Tensor, factors: Tensor, slope: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """x times factors (T, 1) and slope, in `dtype`; overwrites x."""
+    if isinstance(slope, Tensor) or slope != 1:
+        x *= slope
     return torch.mul(x, factors, out=x if x.dtype == dtype else torch.empty_like(x, dtype=dtype))
 
 
 def _cross_entropy(
-    logits: Tensor, targets: Tensor, group: ProcessGroup | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(2,): summed cross entropy and 0 for the KL; and two tensors whose product is its gradient.
-
-    The first overwrites the logits (T, R / tp), the second has a factor per token, (T, 1).
-    """
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    needs_grad: bool,
+    group: ProcessGroup | None = None,
+    scaling: LogitScaling = NO_SCALING,
+) -> tuple[Tensor, Tensor]:
+    logits, slope = _logits(hidden, weight, vocab_size, scaling)
     logits -= _max_logits([logits], group)[0]
     target_logits, columns, is_local = _target_logits(logits, targets, group)
     weights = logits.exp_()
     total, target_logits = _all_reduced([weights.sum(-1), target_logits], group)
     counts = targets != IGNORED
-    weights.scatter_add_(-1, columns, -total[:, None] * is_local)
     loss = ((total.log() - target_logits) * counts).sum()
-    return torch.stack([loss, torch.zeros_like(loss)]), weights, (counts / total)[:, None]
+    if not needs_grad:
+        return loss, weights
+    weights.scatter_add_(-1, columns, -total[:, None] * is_local)
+    return loss, _multiplied(weights, (counts / total)[:, None], slope, hidden.dtype)
+
+
+def _reference_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, needs_grad: bool
+) -> tuple[Tensor, Tensor]:
+    with torch.enable_grad():
+        logits = F.linear(hidden, weight).detach().requires_grad_()
+        exact = logits[:, :vocab_size].to(accum_dtype(logits.dtype))
+        loss = F.cross_entropy(exact, targets, ignore_index=IGNORED, reduction="sum")
+    return loss.detach(), torch.autograd.grad(loss, logits)[0]
+
+
+CROSS_ENTROPIES: dict[str, Implementation] = {
+    "chunked": _cross_entropy,
+    "reference": _reference_cross_entropy,
+    "liger": Kernels("cross_entropy", load_liger, "cross_entropy"),
+}
+"""Backend -> the loss of a chunk.
+
+It takes hidden states (T, C), the head (R, C), targets (T,), the number of its rows that are not padding, and whether a
+gradient is needed. It returns the summed cross entropy () in float32 or wider, and its gradient by the logits (T, R) in
+the dtype of the states, 0 at padding.
+"""
 
 
 def _distillation(
-    logits: Tensor,
-    teacher_logits: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
     targets: Tensor,
     vocab_size: int,
     group: ProcessGroup | None,
+    scaling: LogitScaling,
+    teacher_hidden: Tensor,
     distillation: DistillationTarget,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(2,): summed cross entropy and KL; and the gradient as in `_cross_entropy`. Overwrites both models' logits."""
+) -> tuple[Tensor, Tensor]:
+    """(2,): summed cross entropy and KL; and the gradient of the loss by the logits, in the dtype of the states."""
+    logits, slope = _logits(hidden, weight, vocab_size, scaling)
+    teacher_logits, _ = _logits(teacher_hidden, distillation.weight, vocab_size, distillation.scaling)
     temperature = distillation.temperature
     largest = _max_logits([logits, teacher_logits], group)
     logits -= largest[0]
@@ -261,7 +298,7 @@ def _distillation(
     grad_logits -= teacher_weights.mul_((share / teacher_total)[:, None])
     counts = targets != IGNORED
     losses = torch.stack([total.log() - target_logits, divergence])
-    return (losses * counts).sum(-1), grad_logits, counts[:, None]
+    return (losses * counts).sum(-1), _multiplied(grad_logits, counts[:, None], slope, hidden.dtype)
 
 
 def _target_logits(

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megakernel.attention import Rotary
+from megakernel.model.vocabulary_loss import summed_loss
 from megakernel.ops import dispatch, layers
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.layers import liger
@@ -23,6 +24,11 @@ def interpreter(monkeypatch):
     """Makes Triton's interpreter able to run Liger-Kernel's norms."""
     if DEVICE == "cpu":
         complete(monkeypatch)
+
+
+@pytest.fixture
+def by_liger(monkeypatch):
+    monkeypatch.setenv(dispatch.VARIABLE, "liger")
 
 
 def normal(draw, *shape):
@@ -103,7 +109,7 @@ def test_rotation(heads, rows, dtype, draw):
     ("tokens", "width", "vocab_size", "padding", "rows"),
     [(37, 16, 50, 14, 4096), (37, 16, 50, 0, 8), (300, 8, 70, 3, 10), (1, 16, 50, 0, 1)],
 )
-def test_loss(tokens, width, vocab_size, padding, rows, dtype, draw):
+def test_loss(by_liger, tokens, width, vocab_size, padding, rows, dtype, draw):
     """In one chunk, and in several; with ignored targets and padding of the vocabulary.
 
     Logits have the size of a new model's: the loss and the gradient of a nearly certain token are so small that the
@@ -114,7 +120,7 @@ def test_loss(tokens, width, vocab_size, padding, rows, dtype, draw):
 
     def run(backend, hidden, weight):
         if backend == "liger":
-            return [liger.summed_cross_entropy(hidden, weight, targets.to(DEVICE), rows, vocab_size)]
+            return [summed_loss(hidden, weight, targets.to(DEVICE), rows, vocab_size)]
         return [F.cross_entropy(hidden @ weight[:vocab_size].T, targets.to(DEVICE), reduction="sum")]
 
     weight = normal(draw, vocab_size + padding, width) * width**-0.5
@@ -122,35 +128,35 @@ def test_loss(tokens, width, vocab_size, padding, rows, dtype, draw):
 
 
 @pytest.mark.parametrize("targets", [[], [-100, -100, -100]])
-def test_loss_of_nothing_is_zero_and_has_gradients(targets):
+def test_loss_of_nothing_is_zero_and_has_gradients(by_liger, targets):
     hidden, weight = torch.randn(len(targets), 4, device=DEVICE), torch.randn(6, 4, device=DEVICE)
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
     wanted = torch.tensor(targets, dtype=torch.int64, device=DEVICE)
-    loss = liger.summed_cross_entropy(hidden, weight, wanted, 8, 6)
+    loss = summed_loss(hidden, weight, wanted, 8, 6)
     assert loss.item() == 0
     assert all(not slope.any() for slope in torch.autograd.grad(loss, [hidden, weight]))
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_the_loss_has_gradients_for_what_is_not_frozen(frozen, draw):
+def test_the_loss_has_gradients_for_what_is_not_frozen(by_liger, frozen, draw):
     hidden, weight = normal(draw, 9, 4).to(DEVICE), normal(draw, 6, 4).to(DEVICE)
     targets = torch.randint(0, 6, (9,), generator=draw).to(DEVICE)
     learned = (weight if frozen == "hidden" else hidden).requires_grad_()
     losses = (
-        liger.summed_cross_entropy(hidden, weight, targets, 4, 6),
+        summed_loss(hidden, weight, targets, 4, 6),
         F.cross_entropy(hidden @ weight.T, targets, reduction="sum"),
     )
     found, expected = (torch.autograd.grad(loss, learned)[0] for loss in losses)
     assert rms_ratio(found, expected) <= 1e-5
     with torch.no_grad():
-        assert rms_ratio(liger.summed_cross_entropy(hidden, weight, targets, 4, 6), losses[1]) <= 1e-6
+        assert rms_ratio(summed_loss(hidden, weight, targets, 4, 6), losses[1]) <= 1e-6
 
 
 @pytest.mark.parametrize(
     ("tokens", "width", "vocab_size", "rows"),
     [(100, 4, 30, 8), (100, 4, 30, 9), (700, 8, 64, 16), (64, 8, 9, 64), (50, 9, 8, 7)],
 )
-def test_at_most_the_given_number_of_logit_rows_exists_at_once(tokens, width, vocab_size, rows):
+def test_at_most_the_given_number_of_logit_rows_exists_at_once(by_liger, tokens, width, vocab_size, rows):
     heights = []
 
     class Products(TorchDispatchMode):
@@ -162,9 +168,7 @@ def test_at_most_the_given_number_of_logit_rows_exists_at_once(tokens, width, vo
 
     hidden, weight = torch.randn(tokens, width, device=DEVICE), torch.randn(vocab_size, width, device=DEVICE)
     with Products(), torch.no_grad():
-        liger.summed_cross_entropy(
-            hidden, weight, torch.zeros(tokens, dtype=torch.int64, device=DEVICE), rows, vocab_size
-        )
+        summed_loss(hidden, weight, torch.zeros(tokens, dtype=torch.int64, device=DEVICE), rows, vocab_size)
     assert sum(heights) == tokens
     assert max(heights) <= rows
     assert max(heights) == min(rows, tokens)

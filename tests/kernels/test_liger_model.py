@@ -12,7 +12,7 @@ from megakernel.parallel.processes import ProcessEnvironment
 from .comparing import DEVICE, rms_ratio
 from .completed_interpreter import complete
 
-PARTS = {"rms_norm", "add_rms_norm", "layer_norm", "swiglu", "rotate", "summed_cross_entropy"}
+PARTS = {"rms_norm", "add_rms_norm", "layer_norm", "swiglu", "rotate", "cross_entropy"}
 CONFIGS = {
     "Llama's": ({"norm": "rmsnorm", "activation": "swiglu"}, PARTS - {"layer_norm"}),
     "with biases": (
@@ -21,7 +21,7 @@ CONFIGS = {
     ),
     "GPT's": (
         {"norm": "layernorm", "activation": "gelu", "bias": True, "position": "sinusoidal"},
-        {"layer_norm", "summed_cross_entropy"},
+        {"layer_norm", "cross_entropy"},
     ),
     "untied, shared keys": ({"tie_embeddings": False, "num_kv_heads": 2}, PARTS - {"layer_norm"}),
 }

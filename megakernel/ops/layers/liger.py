@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.kernels.features import power_of_two
-from megakernel.ops.kernels.launch import capability_of
 
 WIDEST = 65_536
 """The widest rows that Liger-Kernel's programs can hold."""
@@ -95,74 +94,26 @@ def _tokens_first(x: Tensor) -> Tensor:
     return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
 
-def summed_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, vocab_size: int, *, ignored: int = -100
-) -> Tensor:
-    """The summed cross entropy in nats of logits hidden W^T, float32 ().
+def cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, needs_grad: bool, *, ignored: int = -100
+) -> tuple[Tensor, Tensor]:
+    """The summed cross entropy in nats, float32 (), of logits hidden W^T, and with needs_grad its gradient by these.
 
-    Forward also computes the gradients, chunk by chunk, so logits are computed once and never exist whole.
+    Liger-Kernel's fused loss would take no more tokens at once than have logits of the size of `hidden` (a 64th for 768
+    columns and a vocabulary of 50,000), would make the host wait for a number that no sum needs, and knows no padding.
 
     Args:
         hidden: (T, C).
         weight: W (R, C), the whole padded vocabulary.
         targets: (T,) int64.
-        rows: tokens whose logits may be in memory at once.
         vocab_size: the unpadded vocabulary; later rows of W are no part of the softmax.
+        needs_grad: whether the second result is the gradient (T, R) rather than the logits.
         ignored: the target that does not count.
     """
-    if not len(hidden):
-        return (hidden @ weight.T).float().sum()
-    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return _SummedCrossEntropy.apply(hidden, weight, targets, rows, vocab_size, ignored, needs_grad)
-
-
-class _SummedCrossEntropy(torch.autograd.Function):
-    """Liger-Kernel's cross entropy of a chunk of tokens, which overwrites logits with gradients, between our products.
-
-    Its fused loss takes no more tokens at once than have logits of the size of `hidden` (a 64th for 768 columns and a
-    vocabulary of 50,000), makes the host wait for a number that no sum needs, and has no padded vocabularies.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        rows: int,
-        vocab_size: int,
-        ignored: int,
-        needs_grad: bool,
-    ) -> Tensor:
-        wants_hidden, wants_weight = (needs_grad and needed for needed in ctx.needs_input_grad[:2])
-        dhidden = torch.empty_like(hidden) if wants_hidden else None
-        dweight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
-        losses = hidden.new_zeros(len(hidden), dtype=torch.float32)
-        buffer = hidden.new_empty(min(rows, len(hidden)), len(weight))
-        for first in range(0, len(hidden), rows):
-            chunk = slice(first, first + rows)
-            logits = buffer[: len(hidden[chunk])]
-            torch.mm(hidden[chunk], weight.T, out=logits)
-            _cross_entropy(logits, targets[chunk], losses[chunk], vocab_size, ignored, needs_grad)
-            if dhidden is not None:
-                torch.mm(logits, weight, out=dhidden[chunk])
-            if dweight is not None:
-                _add_product(dweight, logits.T, hidden[chunk])
-        ctx.save_for_backward(dhidden, None if dweight is None else dweight.to(weight.dtype))
-        return losses.sum()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *(None if saved is None else saved * grads[0] for saved in ctx.saved_tensors), *[None] * 5
-
-
-def _cross_entropy(
-    logits: Tensor, targets: Tensor, losses: Tensor, vocab_size: int, ignored: int, needs_grad: bool
-) -> None:
-    """Write the cross entropy of logits (T, R) to losses (T,), and with needs_grad its gradient to the logits."""
     from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel
 
+    logits = hidden @ weight.T
+    losses = hidden.new_zeros(len(hidden), dtype=torch.float32)
     unused: dict[str, Any] = dict.fromkeys(("weight_ptr", "z_loss_ptr", "token_accuracy_ptr", "softcap"))
     unused |= {"predicted_tokens_ptr": None, "token_accuracy_stride": 0, "predicted_tokens_stride": 0}
     unused |= {"weight_sum": 0.0, "lse_square_scale": 0.0, "label_smoothing": 0.0}
@@ -187,13 +138,4 @@ def _cross_entropy(
     )
     if needs_grad:
         logits[:, vocab_size:] = 0
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b, in float32."""
-    if a.dtype == torch.float32:
-        total.addmm_(a, b)
-    elif a.is_cuda and capability_of(a.device) >= 80:
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    else:
-        total += a @ b
+    return losses.sum(), logits
