@@ -1,5 +1,7 @@
 """The short convolution in Triton, registered as PyTorch operators; only the inputs are saved for backward."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -54,7 +56,7 @@ def _forward(
     out = torch.empty_like(x)
     if out.numel():
         grid, meta = _grid_and_sizes(x, weight)
-        inputs = (Rows.of(x), None if before is None else Rows.of(before), weight.contiguous(), positions)
+        inputs = _inputs(x, before, weight, positions)
         launch(kernels.convolve, grid, *inputs, Rows.to_write(out), x.shape[2], start, META=meta, warps=4)
     return out
 
@@ -78,9 +80,9 @@ def _backward(
     grid, meta = _grid_and_sizes(x, weight)
     shares = x.new_zeros(len(x), grid[0], *weight.shape, dtype=torch.float32)
     if x.numel():
-        inputs = (Rows.of(x), None if before is None else Rows.of(before), weight.contiguous(), positions)
         outputs = (Rows.to_write(dx), None if before is None else Rows.to_write(dbefore), shares)
-        arguments = (*inputs, Rows.of(grad), *outputs, x.shape[2], start)
+        inputs = (*_inputs(x, before, weight, positions), Rows.of(grad))
+        arguments = (*inputs, *outputs, x.shape[2], start)
         launch(kernels.convolve_backward, grid, *arguments, META=meta, warps=4)
     return dx, dbefore, shares.sum((0, 1))
 
@@ -103,6 +105,11 @@ def _differentiate(ctx, grad):
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+def _inputs(x: Tensor, before: Tensor | None, weight: Tensor, positions: Tensor | None) -> tuple[Any, ...]:
+    """The first arguments of both kernels."""
+    return Rows.of(x), None if before is None else Rows.of(before), weight.contiguous(), positions
 
 
 def _grid_and_sizes(x: Tensor, weight: Tensor) -> tuple[tuple[int, int, int], FilterShape]:
