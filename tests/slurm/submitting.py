@@ -162,20 +162,29 @@ def takes_jobs(state: str) -> bool:
 
 def crash(node: str) -> None:
     """Simulate a power cut of a node: end its slurmd, its slurmstepds and all their processes at once."""
-    here = f"SLURMD_NODENAME={node}".encode()
-    gone = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            is_there = here in (folder / "environ").read_bytes().split(b"\0")
-            is_daemon = words[0].endswith(b"slurmd") and node.encode() in words
-            logs = {os.readlink(file) for file in (folder / "fd").iterdir()}
-        except OSError:
-            continue
-        if is_there or is_daemon or any(log.endswith(f"/slurmd.{node}.log") for log in logs):
-            gone.append(int(folder.name))
+    gone: set[int] = set()
     # Stop all first: a process that sees another one killed could otherwise report it before it is killed itself.
-    for number in (signal.SIGSTOP, signal.SIGKILL):
-        for pid in gone:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+    while new := {int(folder.name) for folder in Path("/proc").glob("[0-9]*") if _is_on(node, folder)} - gone:
+        _signal(new, signal.SIGSTOP)
+        gone |= new
+    _signal(gone, signal.SIGKILL)
+
+
+def _is_on(node: str, process: Path) -> bool:
+    """Whether a process belongs to a node: by its environment, as slurmd by its command, as slurmstepd by its log."""
+    with contextlib.suppress(OSError):
+        if f"SLURMD_NODENAME={node}".encode() in (process / "environ").read_bytes().split(b"\0"):
+            return True
+        words = (process / "cmdline").read_bytes().split(b"\0")
+        if words[0].endswith(b"slurmd") and node.encode() in words:
+            return True
+        return any(
+            os.path.realpath(file).endswith(f"/slurmd.{node}.log") for file in (process / "fd").iterdir()
+        )
+    return False
+
+
+def _signal(processes: set[int], number: int) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, number)
