@@ -3,8 +3,8 @@
 Landmarks are keys of `kernel_attention`'s kernels, which sum them, scan their states and compute their gradients.
 """
 
-from collections.abc import Sequence
-from functools import cache, partial
+from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +21,12 @@ from megakernel.ops.kernel_attention.differentiable import Operator
 from megakernel.ops.kernel_attention.exchanged import QueryBackward, Saved, StatesBackward
 from megakernel.ops.kernel_attention.launches import (
     SEGMENT,
+    SHAPES_REMEMBERED,
     Launcher,
     TileSizes,
     map_of_call,
     output_buffer,
+    plan,
 )
 from megakernel.ops.kernel_attention.operators import gradient_of_matrix, products_of_tokens
 from megakernel.ops.kernels.assembler import WGMMA_CAPABILITIES
@@ -44,7 +46,8 @@ def segment_blocks(phi: Phi, block_size: int, rank: int) -> int:
     return max(cdiv(tokens, block_size), cdiv(MIN_LANDMARKS, rank))
 
 
-def tile_sizes(phi: Phi, near: Near, size: int, values: int, capability: int) -> dict[str, TileSizes]:
+@lru_cache(SHAPES_REMEMBERED)
+def tile_sizes(phi: Phi, near: Near, size: int, values: int, capability: int) -> Mapping[str, TileSizes]:
     """Tile sizes of FLuRKA's kernels, for elements of `size` bytes."""
     tiles = dict.fromkeys(("pool", "pool_backward"), TileSizes(16, 16, 4))
     has_wgmma = capability in WGMMA_CAPABILITIES
@@ -111,7 +114,7 @@ class FlurkaLaunches(NamedTuple):
         launcher = Launcher(
             *(phi, seq._replace(starts=None, ends=None, decay=None), segment, q.shape[1] // heads),
             *(v.shape[-1], 0, True, v.dtype, capability, block_size, rank),
-            tile_sizes(phi, near, v.element_size(), v.shape[-1], capability),
+            tuple(tile_sizes(phi, near, v.element_size(), v.shape[-1], capability).items()),
         )
         pool_stride = pool_keys[0].numel() if pool_keys.dim() == 3 else 0
         return FlurkaLaunches(
@@ -273,7 +276,9 @@ class FlurkaLaunches(NamedTuple):
             window_kernels.window_backward,
             *(batch, self.queries, launches.window, self.pools, matrix, seq, launches.shares, merged),
             *(queries.grad, means, dlandmarks, dpooled, pool_summands, dk, dv, dy_k),
-            programs=cdiv(k.shape[2], launcher.tile_sizes("window_backward").chunk) * batch * seq.heads,
+            programs=cdiv(k.shape[2], plan(launcher, "window_backward", batch).tiling.chunk)
+            * batch
+            * seq.heads,
         )
         parts = cdiv(seq.keys // launcher.rank, BLOCKS_AT_ONCE)
         pools = self.pools.of_keys

@@ -1,6 +1,7 @@
 """Shared by all launches of kernel attention: tile sizes, buffers, and the scan over segment states."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -93,6 +94,9 @@ LARGE_SHARED_MEMORY = (80, 90, 100, 103)
 """Compute capabilities of GPUs with at least 163 KiB of shared memory per program; 86, 89 and 120 have 99 KiB."""
 
 
+SHAPES_REMEMBERED = 1024
+"""Entries of caches of sizes that depend on shapes alone, of which evaluation of many lengths makes new ones."""
+
 MATRIX = 2
 """Index of the projection among an op's tensors of keys, after keys and values."""
 
@@ -104,11 +108,15 @@ def map_of_call(options: Sequence[Any], q: Tensor, keys: Tensors) -> Phi:
     """The feature map of a call. options: the name of the map, its components, and others."""
     matrix = keys[MATRIX]
     rows = None if matrix is None else matrix.shape[-2]
-    phi = phi_of(FeatureMap(*options[:2]), q.shape[-1], rows, keys[DECAY] is not None)
-    if capability_of(q.device) in WGMMA_CAPABILITIES and q.element_size() == 2:
-        # Rows of 128 bytes, the layout of operands that wgmma reads fastest.
-        phi = phi._replace(at_once=64)
-    return phi
+    has_wgmma = capability_of(q.device) in WGMMA_CAPABILITIES and q.element_size() == 2
+    return _map_of(*options[:2], q.shape[-1], rows, keys[DECAY] is not None, has_wgmma)
+
+
+@lru_cache(SHAPES_REMEMBERED)
+def _map_of(name: str, components: int, width: int, rows: int | None, decays: bool, has_wgmma: bool) -> Phi:
+    phi = phi_of(FeatureMap(name, components), width, rows, decays)
+    # Rows of 128 bytes, the layout of operands that wgmma reads fastest.
+    return phi._replace(at_once=64) if has_wgmma else phi
 
 
 def pack_state(state: KernelState, phi: Phi, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -164,6 +172,15 @@ def segment_length(phi: Phi, q: Tensor, v: Tensor, causal: bool) -> int:
     return max(MIN_SEGMENT, min(for_memory, max(for_programs, 4 * MIN_SEGMENT)))
 
 
+class LaunchPlan(NamedTuple):
+    """How a kernel is launched."""
+
+    programs: int
+    tiling: Tiling
+    warps: int
+    stages: int
+
+
 class Launcher(NamedTuple):
     """Sizes and options of one call of an op; allocates its buffers and launches its kernels."""
 
@@ -186,8 +203,8 @@ class Launcher(NamedTuple):
     rank: int = 0
     """Landmarks per block, see `Tiling`."""
 
-    tiles: dict[str, TileSizes] | None = None
-    """Kernel -> tile sizes that override the tables."""
+    tiles: tuple[tuple[str, TileSizes], ...] = ()
+    """Kernels and their tile sizes that override the tables."""
 
     @staticmethod
     def of(
@@ -225,37 +242,19 @@ class Launcher(NamedTuple):
         exceptions, tiles = SMALL_EXCEPTIONS, SMALL_TILES
         if self.capability in WGMMA_CAPABILITIES or size == 4:
             exceptions, tiles = UNBOUNDED_EXCEPTIONS if self.phi.unbounded else EXCEPTIONS, TILES
-        tile = (self.tiles or {}).get(kernel) or exceptions.get((kernel, size, bound)) or tiles[size, bound]
+        tile = dict(self.tiles).get(kernel) or exceptions.get((kernel, size, bound)) or tiles[size, bound]
         most = padded(self.segment)
         return tile._replace(chunk=min(tile.chunk, most), block=min(tile.block, most))
-
-    @property
-    def tiling(self) -> Tiling:
-        """The compile-time sizes, without `chunk` and `block`, which depend on the kernel."""
-        sizes = (self.group, self.values, padded(self.values), self.keys, self.causal)
-        return Tiling(self.segment, 0, 0, *sizes, self.block_size, self.rank)
-
-    def num_programs(self, kernel: str, batch: int) -> int:
-        """Programs of a kernel: one per tile of queries or keys, or one per segment."""
-        of_keys = kernel in OVER_KEYS
-        length = self.seq.keys if of_keys else self.seq.queries
-        span = self.tiling.span if of_keys else self.segment
-        heads = batch * self.seq.heads * (self.group if kernel in OVER_QUERIES else 1)
-        if kernel in OVER_SEGMENTS:
-            return heads * cdiv(length, span)
-        whole, rest = divmod(length, span)
-        chunk = self.tile_sizes(kernel).chunk
-        return heads * (whole * cdiv(span, chunk) + cdiv(rest, chunk))
 
     def launch(
         self, kernel: Any, batch: int, *arguments: Any, programs: int | None = None, **options: Any
     ) -> None:
         """Launch a kernel, by default with as many `programs` as it needs."""
-        tile = self.tile_sizes(kernel.__name__)
-        programs = self.num_programs(kernel.__name__, batch) if programs is None else programs
-        options |= {"TILING": self.tiling._replace(chunk=tile.chunk, block=tile.block), "PHI": self.phi}
+        all_programs, tiling, warps, stages = plan(self, kernel.__name__, batch)
+        programs = all_programs if programs is None else programs
+        options |= {"TILING": tiling, "PHI": self.phi}
         if programs:
-            launch(kernel, (programs,), *arguments, warps=tile.warps, stages=tile.stages, **options)
+            launch(kernel, (programs,), *arguments, warps=warps, stages=stages, **options)
 
     def split_dkv(self, buffers: tuple[Tensor | None, ...]) -> list[tuple[Tensor | None, ...]]:
         """The buffers of each launch of `bwd_dkv`: one launch cannot hold both dK and dV of wide features."""
@@ -344,6 +343,23 @@ OVER_QUERIES = ("read", "bwd_dq", "merge", "merge_backward")
 
 OVER_KEYS = ("write_keys", "bwd_dkv")
 """Kernels with programs over keys; the others run over queries."""
+
+
+@lru_cache(SHAPES_REMEMBERED)
+def plan(launcher: Launcher, kernel: str, batch: int) -> LaunchPlan:
+    """Programs and sizes of a kernel: one program per tile of queries or keys, or one per segment."""
+    tile, seq, segment, group = launcher.tile_sizes(kernel), launcher.seq, launcher.segment, launcher.group
+    tiling = Tiling(
+        *(segment, tile.chunk, tile.block, group, launcher.values, padded(launcher.values)),
+        *(launcher.keys, launcher.causal, launcher.block_size, launcher.rank),
+    )
+    length, span = (seq.keys, tiling.span) if kernel in OVER_KEYS else (seq.queries, segment)
+    whole, rest = divmod(length, span)
+    programs = whole * cdiv(span, tile.chunk) + cdiv(rest, tile.chunk)
+    if kernel in OVER_SEGMENTS:
+        programs = cdiv(length, span)
+    heads = batch * seq.heads * (group if kernel in OVER_QUERIES else 1)
+    return LaunchPlan(heads * programs, tiling, tile.warps, tile.stages)
 
 
 def materialize_grads(
