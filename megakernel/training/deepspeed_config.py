@@ -45,7 +45,8 @@ def deepspeed_config(config: Config, mesh: Mesh, model: nn.Module) -> dict[str, 
         "wall_clock_breakdown": False,
     }
     if config.training.dtype == "bfloat16":
-        settings["bf16"] = {"enabled": True, "check_grad_overflow": True}
+        # Each gradient is added to the float32 sums and freed as soon as backward has computed it (ZeRO 1).
+        settings["bf16"] = {"enabled": True, "check_grad_overflow": True, "immediate_grad_update": True}
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
         settings["communication_data_type"] = "fp32"
     return merged(settings, config.deepspeed)

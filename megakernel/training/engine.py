@@ -11,7 +11,6 @@ from typing import Any
 import deepspeed
 import numpy as np
 import torch
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -36,6 +35,7 @@ from megakernel.parallel import Mesh
 from megakernel.parallel.ranks import Ranks
 
 from .deepspeed_config import deepspeed_clips, deepspeed_config, micro_batches_per_step
+from .gradients import OwnGradients
 from .optimizer import LR_SCALE, build_optimizer, freeze, is_trained
 from .schedule import add_near_dropout
 from .step_costs import ContextTraffic, MemoryPeaks
@@ -157,13 +157,7 @@ class Engine:
             mpu=None if self.pipelined else mesh.mpu,
             dist_init_required=False,
         )
-        if (
-            mesh.gradient.size == 1
-            and not self.pipelined
-            and isinstance(self.engine.optimizer, BF16_Optimizer)
-        ):
-            # A single rank has nothing to reduce, and DeepSpeed would copy all gradients twice for it.
-            self.engine.enable_backward_allreduce = False
+        OwnGradients.install(self.engine, mesh)
         self.write_errors = DeferredErrors.install(self.engine)
         self.memory = MemoryPeaks(mesh.device)
         self.traffic = ContextTraffic(self.engine.module)

@@ -61,9 +61,9 @@ def persistent_bytes(job: Job, stage: int) -> dict[str, float]:
     weights: float = count * job.element
     if zero == 3:
         weights = weights / shards + min(count, ZERO3_LIVE) * job.element
-    held = {0: 0.0, 1: count * FLOAT32 if job.element == 2 else 0.0, 2: 0.0, 3: count * FLOAT32 / shards}
+    held = {1: count * FLOAT32 if sums_in_float32(job) else 0.0, 3: count * FLOAT32 / shards}
     moments = MASTER_AND_MOMENTS * count / shards if zero else (MASTER_AND_MOMENTS - FLOAT32) * count
-    parts = {"weights": weights, "gradients": held[zero], "optimizer": moments}
+    parts = {"weights": weights, "gradients": held.get(zero, 0.0), "optimizer": moments}
     if job.config.objective.kind != "labels":
         # At most: it is as large as the model, and shares the weights that are frozen there.
         parts["teacher"] = count * job.element
@@ -75,7 +75,13 @@ def gradient_bytes(job: Job, stage: int) -> float:
     zero, count = job.layout.zero_stage, job.parameters[stage]
     if zero == 2:
         return count * FLOAT32 / job.layout.gradient
-    return 0.0 if zero == 3 else count * job.element
+    # DeepSpeed's BF16_Optimizer adds each gradient to its float32 sums as soon as it is complete.
+    return 0.0 if zero == 3 or sums_in_float32(job) else count * job.element
+
+
+def sums_in_float32(job: Job) -> bool:
+    """Whether DeepSpeed's BF16_Optimizer trains: ZeRO 1 in bfloat16."""
+    return job.layout.zero_stage == 1 and job.element == 2
 
 
 def bucket_bytes(job: Job, count: int) -> tuple[float, float]:
@@ -84,7 +90,9 @@ def bucket_bytes(job: Job, count: int) -> tuple[float, float]:
     zero_keys = job.config.deepspeed.get("zero_optimization", {})
     size = zero_keys.get("reduce_bucket_size", reduce_bucket(count))
     copied = min(count, size) * FLOAT32
-    if zero == 0 or (zero == 1 and job.element == 2):
+    if sums_in_float32(job):
+        return 0.0, 0.0
+    if zero == 0:
         return 0.0, copied
     if zero == 3:
         return size * FLOAT32, 0.0

@@ -13,7 +13,7 @@ from megakernel.parallel.exchange_method import ring_parts
 
 from .gpus import RATES, Gpu
 from .layout import Job, Layout
-from .memory import FLOAT32, INT64, ZERO3_LIVE
+from .memory import FLOAT32, INT64, ZERO3_LIVE, sums_in_float32
 
 if TYPE_CHECKING:
     from .part_costs import Part
@@ -108,7 +108,8 @@ def step_transfers(job: Job, stage: int) -> Iterator[Transfer]:
     count = job.parameters[stage]
     if ranks > 1:
         passes = job.micro_batches if layout.zero_stage >= 2 else 1
-        operation = "reduce_scatter" if layout.zero_stage == 3 else "all_reduce"
+        scatters = layout.zero_stage == 3 or sums_in_float32(job)
+        operation = "reduce_scatter" if scatters else "all_reduce"
         yield Transfer("gradient", operation, count * FLOAT32, 1, ranks, backward=True).times(passes)
         if layout.zero_stage:
             # More weights than ZERO3_LIVE are gathered for each forward and each backward.

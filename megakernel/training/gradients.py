@@ -1,0 +1,64 @@
+"""Gradients under ZeRO 1 in bfloat16: each rank reduces, measures and clips those that it updates weights with."""
+
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from megakernel.parallel import Mesh
+
+from .optimizer import is_counted_here
+
+
+class OwnGradients:
+    """Replaces how a DeepSpeed engine with a BF16_Optimizer reduces gradients, takes their norm and clips them.
+
+    A rank updates one partition of the flat weights. DeepSpeed all-reduces all gradients, through copies, and all ranks
+    compute the norm of all of them and clip all of them. A reduce-scatter in place sends half as many bytes.
+    """
+
+    def __init__(self, optimizer: BF16_Optimizer, mesh: Mesh):
+        self._group = mesh.gradient
+        self._whole: list[Tensor] = optimizer.fp32_groups_gradients_flat
+        self._own: list[Tensor] = optimizer.fp32_groups_gradient_flat_partition
+        self._counted: list[Tensor] = []
+        """The parts of gradients in this rank's partition whose weights count in the norm here."""
+        for weights, gradients, own in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, self._own):
+            begin, end = own.storage_offset(), own.storage_offset() + own.numel()
+            for weight, gradient in zip(weights, gradients):
+                first = max(begin - gradient.storage_offset(), 0)
+                stop = min(end - gradient.storage_offset(), gradient.numel())
+                if first < stop and is_counted_here(weight, mesh):
+                    self._counted.append(gradient[first:stop])
+
+    @classmethod
+    def install(cls, engine: Any, mesh: Mesh) -> None:
+        """Replace DeepSpeed's methods, once after deepspeed.initialize; other optimizers are left as they are."""
+        optimizer = engine.optimizer
+        if not isinstance(optimizer, BF16_Optimizer):
+            return
+        gradients = cls(optimizer, mesh)
+        engine.buffered_allreduce_fallback = gradients.reduce
+        optimizer.get_grads_for_norm = gradients.for_norm
+        optimizer.mpu = _AllRanks()
+
+    def reduce(self, grads: None = None, elements_per_buffer: int | None = None) -> None:
+        """Average this rank's partition over the ranks of `mesh.gradient`; the other partitions are then partial."""
+        if self._group.size == 1:
+            return
+        for own, whole in zip(self._own, self._whole):
+            dist.reduce_scatter_tensor(own, whole, group=self._group.group)
+            own.div_(self._group.size)
+
+    def for_norm(self, for_clipping: bool = False) -> Any:
+        """The gradients to clip; else a tensor with their norm on this rank, and those of experts, which are none."""
+        return self._own if for_clipping else ([get_total_norm(self._counted, foreach=True)], {})
+
+
+class _AllRanks:
+    """The `mpu` by which the optimizer sums squares of norms: every rank has measured other gradients."""
+
+    def get_model_parallel_group(self) -> None:
+        """All ranks."""

@@ -1,0 +1,49 @@
+"""In bfloat16 under ZeRO 1, each rank reduces, measures and clips the gradients of its own partition alone."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megakernel.training.gradients import OwnGradients
+from tests.distributed.processes import run_ranks
+from tests.distributed.test_guards import trainer
+from tests.distributed.training_run import layout, write_config
+from tests.tiers import tiered
+
+LAYOUTS = ["bfloat16 dp2 zero 1", "bfloat16 dp2 tp2 zero 1", "bfloat16 dp2 pp2 zero 1", "bfloat16 cp2 zero 1"]
+
+
+# With clipping one step: norms that differ in the last bit may round a weight differently, and steps amplify that.
+@pytest.mark.parametrize(("clip_grad_norm", "steps"), [(0.1, 1), (100.0, 3)], ids=["clipped", "not clipped"])
+@pytest.mark.parametrize("ranks", tiered(LAYOUTS, LAYOUTS[1:3]))
+def test_the_updates_are_those_of_deepspeeds_all_reduce(ranks, clip_grad_norm, steps, corpus, tmp_path):
+    config = write_config(tmp_path, corpus)
+    world_size, *overrides = layout(ranks)
+    arguments = (config, (*overrides, f"optimizer.clip_grad_norm={clip_grad_norm}"), steps)
+    ours = run_ranks(train_steps, world_size, *arguments, False)
+    deepspeeds = run_ranks(train_steps, world_size, *arguments, True)
+    for (norms, tensors), (expected_norms, expected_tensors) in zip(ours, deepspeeds):
+        assert (min(norms) > clip_grad_norm) == (clip_grad_norm < 1)
+        assert norms == pytest.approx(expected_norms, rel=1e-6)
+        for found, expected in zip(tensors, expected_tensors, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+
+
+def train_steps(
+    config: Path, overrides: tuple[str, ...], steps: int, by_deepspeed: bool
+) -> tuple[list[float], list[Any]]:
+    """The gradient norm of each step; then this rank's float32 weights and the optimizer's first moments."""
+    stock = patch.object(OwnGradients, "install") if by_deepspeed else nullcontext()
+    with stock, trainer(config, overrides) as local:
+        batches, norms, engine = local.batches.from_step(0), [], local.engine.engine
+        for _ in range(steps):
+            norms.append(local.engine.train_step(next(batches), 1e-3).grad_norm)
+            kept = [weight for weight in engine.module.parameters() if weight.grad is not None]
+            assert not kept, "gradients in bfloat16 stay in memory beside their float32 sums"
+        weights = engine.optimizer.fp32_groups_flat_partition
+        moments = [local.engine.optimizer.state[part]["exp_avg"] for part in weights]
+        return norms, [x.detach().clone() for x in (*weights, *moments)]
