@@ -65,14 +65,15 @@ class FlurkaAttention(NearFarAttention):
         state = inputs.state
         if inputs.cp_shard.size > 1:
             state = FlurkaState(None, inputs.halo(pack_keys(k), v, self.reach))
+        pool_keys = self._pool(self.pool_keys)
         return flurka_attention(
             q,
             k,
             v,
             feature_map=self.projection.feature_map,
             projection=projection,
-            pool_keys=self._pool(self.pool_keys),
-            pool_values=self._pool(self.pool_keys if self.pool_values is None else self.pool_values),
+            pool_keys=pool_keys,
+            pool_values=pool_keys if self.pool_values is None else self._pool(self.pool_values),
             near=self.near.kind,
             blocks=self.near.blocks,
             priors=priors,

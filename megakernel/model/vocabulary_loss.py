@@ -185,7 +185,8 @@ class _SummedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = (None if saved is None else saved * gradients[0] for saved in ctx.saved_tensors)
+        # In place, as copies would be as large as the hidden states: so there can be only one backward pass.
+        scaled = (None if saved is None else saved.mul_(gradients[0]) for saved in ctx.saved_tensors)
         return (*scaled, *[None] * 7)
 
 

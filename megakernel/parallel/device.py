@@ -37,17 +37,21 @@ def choose_device(kind: Literal["auto", "cpu", "cuda"], local_rank: int = 0) -> 
     return device
 
 
-def prepare_device(kind: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
-    """`choose_device`, and configure Megatron-core and DeepSpeed for it.
+def prepare_device(
+    kind: Literal["auto", "cpu", "cuda"], local_rank: int, tensor_ranks: int = 1
+) -> torch.device:
+    """`choose_device`, and configure Megatron-core and DeepSpeed for it and for tensor parallelism over `tensor_ranks`.
 
     Best called before they are imported, which takes seconds and emits warnings.
     """
+    if tensor_ranks > 1:
+        # Megatron-core starts collectives before the matrix products that should hide them, and only one connection
+        # keeps this order. CUDA reads the variable when `choose_device` creates its context.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     device = choose_device(kind, local_rank)
     os.environ["DS_ACCELERATOR"] = device.type
     # Both libraries read LOCAL_RANK, which is not set unless a launcher started the process.
     os.environ.setdefault("LOCAL_RANK", str(local_rank))
-    # Megatron-core overlaps collectives with matrix products and needs one connection to keep them in launch order.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if device.type == "cpu":
         _patch_for_cpu(device)
     _choose_deepspeed_accelerator(device.type)

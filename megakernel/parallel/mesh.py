@@ -19,6 +19,7 @@ from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.parallel.progress import Progress
 from megakernel.parallel.rendezvous import connect_store
 from megakernel.parallel.sequence import GroupShard
+from megakernel.parallel.state_exchange import Background
 
 
 class ModelParallelUnit:
@@ -77,6 +78,8 @@ class Mesh:
         self.gradient = Axis.of(parallel_state.get_data_parallel_group(with_context_parallel=True))
         self.model = Axis.of(parallel_state.get_model_parallel_group())
         self.state_exchange = parallel.state_exchange
+        # One for all layers: torch's allocator keeps the memory of each CUDA stream apart.
+        self._background = Background(device)
         self.topology = PipeModelDataParallelTopology(
             num_pp=self.pp.size, num_mp=self.tp.size, num_dp=self.gradient.size
         )
@@ -122,9 +125,9 @@ class Mesh:
 
     def new_cp_shard(self) -> ContextParallelShard:
         """A new `ContextParallelShard` of this process, with its own traffic counts."""
-        return (
-            WHOLE_SEQUENCE if self.cp.size == 1 else GroupShard(self.cp, self.state_exchange, self.progress)
-        )
+        if self.cp.size == 1:
+            return WHOLE_SEQUENCE
+        return GroupShard(self.cp, self._background, self.state_exchange, self.progress)
 
     @property
     def is_first_stage(self) -> bool:

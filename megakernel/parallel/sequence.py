@@ -17,7 +17,6 @@ from megakernel.parallel.exchange_method import ExchangeMethod, choose_method
 from megakernel.parallel.progress import Progress
 from megakernel.parallel.state_exchange import (
     AllGather,
-    Background,
     PendingPrefix,
     PointToPoint,
     Runner,
@@ -63,13 +62,13 @@ class GroupShard(ContextParallelShard):
     def __init__(
         self,
         axis: Axis,
+        background: Runner,
         state_exchange: Literal["auto"] | ExchangeMethod = "auto",
         progress: Progress | None = None,
-        background: Runner | None = None,
     ):
-        """state_exchange: `parallel.state_exchange` of the configuration. progress: of this process.
+        """background: runs point-to-point exchanges of states, one for all shards of a process.
 
-        background: runs point-to-point state exchanges; None: a `Background`, created on first use.
+        state_exchange: `parallel.state_exchange` of the configuration. progress: of this process.
         """
         self._axis = axis
         self._method = state_exchange
@@ -115,8 +114,6 @@ class GroupShard(ContextParallelShard):
             method = choose_method(self.size, state.sums.numel() * state.sums.element_size())
         if method == "gather":
             return AllGather(order, self.traffic)
-        if self._background is None:
-            self._background = Background(state.sums.device)
         return PointToPoint(order, self.traffic, self._background)
 
     def all_reduce(self, x: Tensor) -> Tensor:

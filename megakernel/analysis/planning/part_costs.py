@@ -228,9 +228,7 @@ class CostMeter:
 
         def new_cp_shard() -> ContextParallelShard:
             exchange = self.config.parallel.state_exchange
-            return (
-                WHOLE_SEQUENCE if cp.size == 1 else GroupShard(cp, exchange, background=_Synchronous(ledger))
-            )
+            return WHOLE_SEQUENCE if cp.size == 1 else GroupShard(cp, _Synchronous(ledger), exchange)
 
         # The attributes of a Mesh that a model reads.
         mesh: Any = SimpleNamespace(
