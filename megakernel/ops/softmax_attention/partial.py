@@ -24,6 +24,10 @@ KEYS = 512
 """Keys of one block."""
 
 
+Pairs = Literal["all", "causal", "some"]
+"""Which pairs of queries and keys are visible; some: those of spans and mask."""
+
+
 class VisibleKeys(NamedTuple):
     """A subset of keys, and the queries that see them."""
 
@@ -39,8 +43,8 @@ class VisibleKeys(NamedTuple):
     mask: Tensor | None
     """(B, M) bool, False removes a key."""
 
-    causal: bool = False
-    """Whether these are the keys of the queries' own tokens and attention is causal; known without reading spans."""
+    pairs: Pairs = "some"
+    """The visible pairs, as far as known without reading spans from a GPU; causal: the keys are the queries' tokens."""
 
     def visible(self, queries: slice, keys: slice) -> Tensor:
         """(B, 1, 1, n, m) bool."""
@@ -102,13 +106,13 @@ def add_gradients(
             total += part.view(total.shape)
 
 
-def _tiles(q: Tensor, subset: VisibleKeys) -> Iterator[tuple[slice, slice, Literal["all", "causal", "some"]]]:
-    """Tiles of queries and keys, and whether all pairs are visible, causal ones, or some (by the spans and mask)."""
+def _tiles(q: Tensor, subset: VisibleKeys) -> Iterator[tuple[slice, slice, Pairs]]:
+    """Tiles of queries and keys, and which of their pairs are visible."""
     if subset.mask is not None or not fused.supports(q.flatten(1, 2), subset.keys, subset.values):
         for queries, keys in subset.spans.blocks(QUERIES, KEYS):
             yield queries, keys, "some"
-    elif subset.causal:
-        yield slice(None), slice(None), "causal"
+    elif subset.pairs != "some":
+        yield slice(None), slice(None), subset.pairs
     else:
         for queries, keys, whole in subset.spans.rectangles(QUERIES, KEYS):
             yield queries, keys, "all" if whole else "some"

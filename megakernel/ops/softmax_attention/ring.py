@@ -33,6 +33,7 @@ from megakernel.ops.documents import Positions
 from megakernel.ops.partial_output import empty_partial_output, log_normalizer, normalized
 from megakernel.ops.softmax_attention.partial import (
     OutputGradient,
+    Pairs,
     VisibleKeys,
     add_gradients,
     add_sums,
@@ -140,14 +141,16 @@ def _visible_keys(
 ) -> VisibleKeys:
     """The keys `other` of shard `source` for the queries of this shard, whose keys are `own`."""
     length = own.keys.shape[2]
+    pairs: Pairs = "some"
     if own.documents is None or other.documents is None:
+        if window is None:
+            pairs = "causal" if causal and source == ring.rank else "all"
         query_documents = key_documents = torch.zeros(1, length, dtype=torch.int64, device=own.keys.device)
     else:
         query_documents, key_documents = own.documents, other.documents
     ahead = (ring.rank - source) * length if causal else None
     spans = cross_shard_spans(query_documents, key_documents, ahead, window)
-    diagonal = causal and window is None and source == ring.rank and own.documents is None
-    return VisibleKeys(other.keys, other.values, spans, other.mask, diagonal)
+    return VisibleKeys(other.keys, other.values, spans, other.mask, pairs)
 
 
 class _RingAttention(torch.autograd.Function):

@@ -36,7 +36,7 @@ def from_parts(tensors, parts):
     q, k, v, grad = (x.detach() for x in tensors)
     q, grad = q.unflatten(1, (KV, G)), grad.unflatten(1, (KV, G))
     keys = [
-        (place, VisibleKeys(k[:, :, place], v[:, :, place], spans, None, causal))
+        (place, VisibleKeys(k[:, :, place], v[:, :, place], spans, None, "causal" if causal else "some"))
         for place, spans, causal in parts
     ]
     total = empty_partial_output(q, WIDTH)
