@@ -7,7 +7,7 @@ random blocks.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,9 @@ import torch.nn.functional as F
 from data_pipeline.loader import ValidationBatches
 from megakernel.config import Config, UserError
 from megakernel.config.errors import first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 NAMES = {
     "nystromformer": "Nystromformer",
@@ -43,7 +46,7 @@ def check_baseline(name: str, config: Config) -> None:
 
 def build_baseline(
     name: str, config: Config, vocab_size: int, weights: Path | None = None
-) -> torch.nn.Module:
+) -> "PreTrainedModel":
     """The model `name` in the configured sizes, in evaluation mode.
 
     vocab_size: ids of the tokenizer. weights: a folder of `save_pretrained`; None draws them from run.seed. Raises
@@ -107,7 +110,7 @@ def _attention(name: str, config: Config) -> dict[str, Any]:
 
 @torch.no_grad()
 def measure_baseline(
-    model: torch.nn.Module,
+    model: "PreTrainedModel",
     batches: ValidationBatches,
     device: torch.device,
     progress: Callable[[int, int], None],
@@ -120,6 +123,9 @@ def measure_baseline(
     for done, batch in enumerate(batches, start=1):
         on_device = batch.to(device)
         mask = (on_device.positions >= 0).long()
+        if model.config.model_type == "nystromformer":
+            # It adds a 2-d mask as (B, 1, N, N), which does not fit scores of landmarks, but a 4-d one as it is.
+            mask = torch.finfo(torch.float32).min * (1 - mask[:, None, None])
         logits = model(input_ids=on_device.tokens, attention_mask=mask).logits[on_device.loss_mask].float()
         labels = on_device.labels[on_device.loss_mask]
         predictions += len(labels)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from data_pipeline.batch import PADDING, Batch
 from data_pipeline.corpus import Corpora
 from data_pipeline.loader import ValidationBatches
 from data_pipeline.order import Share
@@ -29,7 +30,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def configure(corpus: Path, tmp_path: Path) -> Callable[..., Config]:
-    def build(isolate_documents: bool = False, **model) -> Config:
+    def build(isolate_documents: bool = False, seq_len: int = SEQ_LEN, **model) -> Config:
         sizes = {
             "num_layers": 2,
             "hidden_size": 32,
@@ -40,7 +41,7 @@ def configure(corpus: Path, tmp_path: Path) -> Callable[..., Config]:
         return trees.config(
             model=sizes | model,
             data={"train": corpus, "index_cache": tmp_path, "isolate_documents": isolate_documents},
-            training={"seq_len": SEQ_LEN, "micro_batch_size": 4, "eval_samples": 6},
+            training={"seq_len": seq_len, "micro_batch_size": 4, "eval_samples": 6},
         )
 
     return build
@@ -66,6 +67,42 @@ def test_samples_without_a_masked_token_are_refused(configure):
     masking = config.data.model_copy(update={"masking": Masking(rate=1e-9)})
     with pytest.raises(ValueError, match="no token of the 6 samples is masked; give more --samples"):
         measure("nystromformer", config.model_copy(update={"data": masking}))
+
+
+def padded(config: Config, padding: int) -> tuple[list[Batch], torch.Tensor]:
+    """Two sequences, the second padded with the token `padding` after a quarter; and which tokens are not padding."""
+    length = config.training.seq_len
+    tokens = torch.randint(256, (2, length), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(length).repeat(2, 1)
+    tokens[1, length // 4 :] = padding
+    positions[1, length // 4 :] = PADDING
+    return [Batch(tokens, tokens, positions >= 0, positions)], positions >= 0
+
+
+@pytest.mark.parametrize("length", [SEQ_LEN, 2 * SEQ_LEN])
+@pytest.mark.parametrize("name", NAMES)
+def test_padded_sequences_of_any_length_are_measured(name, length, configure):
+    config = configure(seq_len=length)
+    batches, real = padded(config, 256)
+    predictions, loss, _ = measure_baseline(build_baseline(name, config, 257), batches, CPU, lambda *_: None)
+    assert predictions == real.sum()
+    assert loss == pytest.approx(5.56, abs=0.2)
+
+
+@pytest.mark.parametrize("length", [SEQ_LEN, 2 * SEQ_LEN])
+def test_nystromformer_attends_to_no_padding(length, configure):
+    """Its landmarks and its convolution contain padding; without their weights only the mask tells it apart."""
+    config = configure(seq_len=length)
+    model = build_baseline("nystromformer", config, 257)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if any(part in name for part in (".query.", ".key.", ".conv.")):
+                parameter.zero_()
+            elif parameter.dim() == 2:
+                parameter *= 10
+    of_padding = [padded(config, token)[0] for token in (256, 3)]
+    losses = [measure_baseline(model, batches, CPU, lambda *_: None)[1] for batches in of_padding]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 @pytest.mark.parametrize("name", NAMES)
