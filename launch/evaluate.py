@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data",
         type=Path,
         metavar="DIR",
-        help="prepared folder to read text from (default: the run's; a model folder has none)",
+        help="prepared folder to read text from (default: the run's; a model folder has none); nothing is recorded",
     )
     add(
         "--task",
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate one checkpoint, print the results, and record them in the run's folder."""
+    """Evaluate one checkpoint, print the results, and record those on the run's own data in its folder."""
     from megakernel.config import UserError
 
     not_for_baselines = {"--draws": args.draws, "--data": args.data, "--task": args.task and args.task[0]}
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _results(args: argparse.Namespace) -> "Iterator[TaskResult]":
-    """Yield results, with a progress bar if stderr is a terminal; record those of a run's own model in its folder."""
+    """Yield results, with a progress bar if stderr is a terminal; record those of a run's own model and data."""
     from rich.progress import Progress
 
     from megakernel.checkpoint.opened import find_model
@@ -102,7 +102,7 @@ def _results(args: argparse.Namespace) -> "Iterator[TaskResult]":
         options |= {"step": step, "draws": args.draws, "data": args.data}
         for spec, result in evaluate_tasks(args.run_folder, args.task or ["lm"], progress=show, **options):
             yield result
-            if run is not None:
+            if run is not None and args.data is None:
                 record(args.run_folder, run.checkpoint.step, spec, result, run.config.logging.tensorboard)
 
 

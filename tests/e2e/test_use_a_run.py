@@ -113,6 +113,19 @@ def test_several_tasks_are_evaluated_at_once_and_saved_in_the_run(run, tmp_path,
     assert "of the answers are right" in capsys.readouterr().out
 
 
+def test_results_on_other_data_do_not_replace_those_on_the_runs_own(run, tmp_path, capsys):
+    folder, other = shutil.copytree(run, tmp_path / "run"), tmp_path / "other"
+    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{n} other text"}}\n' * 40 for n in range(40)))
+    command = f"prepare --source {tmp_path}/text.jsonl --tokenizer byte --out {other} --workers 1"
+    assert main(command.split()) == 0
+    losses = []
+    for data in ((), ("--data", str(other))):
+        assert main(["evaluate", str(folder), "--json", *data]) == 0
+        losses.append(json.loads(capsys.readouterr().out)["loss"])
+    recorded = json.loads((folder / "evaluation" / "step_4" / "lm.json").read_text())["loss"]
+    assert recorded == losses[0] != losses[1]
+
+
 @pytest.fixture(scope="module")
 def recall(config, tmp_path_factory):
     """A run trained on the answers only, by two context-parallel ranks."""
