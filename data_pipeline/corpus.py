@@ -50,26 +50,20 @@ class PreparedCorpus:
 class Corpora:
     """The corpora of a run, all of one tokenizer.
 
-    Raises UserError naming the key for a folder that is missing, not prepared, or without the requested split; for
-    token files that are missing, truncated or not Megatron's; and for corpora of different tokenizers.
+    Opening a split raises UserError naming the key for a folder that is missing, not prepared, or without the split;
+    for token files that are missing, truncated or not Megatron's; and for corpora of different tokenizers.
     """
 
-    def __init__(
-        self, data: Data, *, validation: bool = True, split: str = "validation", verify: bool = True
-    ):
-        """validation: whether a split besides train will be read (training.eval_samples > 0). split: its name.
+    def __init__(self, data: Data, *, validation: bool = True, verify: bool = True):
+        """Open the train split, and the validation split if it will be read (training.eval_samples > 0).
 
         verify: check the files' SHA-256, which reads each of them once per machine; otherwise only their sizes.
         """
-        self.train = [_open("data.train", corpus, "train", verify) for corpus in data.train]
-        validation_key = "data.validation" if data.validation else "data.train"
-        self.validation = [
-            _open(validation_key, corpus, split, verify)
-            for corpus in (data.validation_corpora if validation else [])
-        ]
-        _check_one_tokenizer(self.train, "data.train", self.train[0])
-        _check_one_tokenizer(self.validation, validation_key, self.train[0])
-        _check_one_template([*self.train, *self.validation])
+        self._data, self._verify = data, verify
+        self._splits: dict[str, list[PreparedCorpus]] = {}
+        self.train = self.of_split("train")
+        if validation:
+            self.of_split("validation")
         self._add_bos = data.add_bos
         self._all_tokens_count = data.scored == "all"
         tokenizer_record = self.train[0].manifest.tokenizer
@@ -93,12 +87,24 @@ class Corpora:
         """The corpora's tokenizer, with data.add_bos."""
         return tokenizers.load(self.tokenizer_folder, add_bos=self._add_bos)
 
+    def of_split(self, split: str) -> list[PreparedCorpus]:
+        """data.train for train, else the corpora for evaluation; the first call opens them."""
+        if split not in self._splits:
+            key = self._data.key_of(split)
+            configs = self._data.train if split == "train" else self._data.validation_corpora
+            corpora = [_open(key, config, split, self._verify) for config in configs]
+            train = self._splits.get("train", corpora)
+            _check_one_tokenizer(corpora, key, train[0])
+            _check_one_template([*train, *corpora])
+            self._splits[split] = corpora
+        return self._splits[split]
+
     def bytes_per_token(self, split: str) -> float:
         """UTF-8 bytes of text per token, weighted by each corpus's share of the tokens.
 
         Bits per byte = loss / ln 2 / bytes_per_token; the loss of end-of-document tokens is charged to the text.
         """
-        corpora = self.train if split == "train" else self.validation
+        corpora = self.of_split(split)
         total = sum(corpus.weight for corpus in corpora)
         return sum(
             corpus.weight / total * corpus.record(split).bytes / corpus.record(split).tokens
@@ -107,8 +113,7 @@ class Corpora:
 
     def is_text(self, split: str) -> bool:
         """Whether all tokens of the split count, so that a causal model's loss is a code length of the text."""
-        corpora = self.train if split == "train" else self.validation
-        return self._all_tokens_count and not any(corpus.is_chat for corpus in corpora)
+        return self._all_tokens_count and not any(corpus.is_chat for corpus in self.of_split(split))
 
     def bits_per_byte(self, loss: float, split: str) -> float:
         """Loss in nats per token -> bits per UTF-8 byte of the split's text, comparable across tokenizers."""

@@ -35,17 +35,12 @@ def open_objective(
     seq_len_key: the configuration key of the length, for errors. Only the train split depends on the run's seed.
     Raises UserError for corpora that hold too little, or data of the wrong kind for this model.
     """
-    validation_key = "data.validation" if config.data.validation else "data.train"
-    named_corpora = [("data.train", corpus) for corpus in corpora.train]
-    named_corpora += [(validation_key, corpus) for corpus in corpora.validation]
-    if split == "train":
-        parts, key, seed = corpora.train, "data.train", config.run.seed
-    else:
-        parts, key, seed = corpora.validation, validation_key, 0
-    model, data = config.model, config.data
+    model, data, parts = config.model, config.data, corpora.of_split(split)
+    key, seed = data.key_of(split), config.run.seed if split == "train" else 0
     vocabulary = Vocabulary(corpora.vocab_size, corpora.eod, corpora.bos)
     if model.classifier is not None:
-        check_labels(named_corpora, model.classifier)
+        named_corpora = [("data.train", corpus) for corpus in corpora.train]
+        check_labels([*named_corpora, *((key, corpus) for corpus in parts)], model.classifier)
         prefix = [vocabulary.cls] if model.classifier.pooling == "cls" else []
         return LabeledDocuments(parts, split, seq_len, seed, model.classifier.documents, prefix)
     answers = data.scored == "answers"

@@ -89,3 +89,7 @@ class Data(Section):
     def validation_corpora(self) -> list[Corpus]:
         """Corpora used for evaluation."""
         return self.validation or self.train
+
+    def key_of(self, split: str) -> str:
+        """The key that names the corpora of a split."""
+        return "data.validation" if self.validation and split != "train" else "data.train"

@@ -23,7 +23,7 @@ from .answer_counts import AnswerCounts, Cell
 from .subject import LoadedRun, OnPass, OpenedRun, check_positions, sequences_per_pass
 
 VALIDATION = "validation"
-"""Name of the filler that is the run's validation documents."""
+"""The filler that is the run's validation documents, and their split."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,10 @@ class AnswersTask:
     """Examples per length, rounded up to the same number for each depth."""
 
     @property
-    def reads_text(self) -> bool:
-        """Whether validation documents are the filler."""
-        return any(isinstance(task, Haystack) and task.filler == VALIDATION for task in self.at_lengths)
+    def split(self) -> str | None:
+        """The validation split if its documents are the filler."""
+        is_filler = any(isinstance(task, Haystack) and task.filler == VALIDATION for task in self.at_lengths)
+        return VALIDATION if is_filler else None
 
     def check(self, source: OpenedRun) -> None:
         """UserError for an encoder, no samples, a length beyond learned positions or too short for an example, or an
@@ -90,8 +91,8 @@ def _filler(task: SyntheticTask, source: OpenedRun) -> Filler:
 
 def _texts(corpora: Corpora, tokenizer: Tokenizer, tokens: int) -> Iterator[str]:
     """The texts of the first `tokens` tokens of the validation documents."""
-    for corpus in corpora.validation:
-        for document in TokenFile(corpus.prefix("validation")):
+    for corpus in corpora.of_split(VALIDATION):
+        for document in TokenFile(corpus.prefix(VALIDATION)):
             if tokens <= 0:
                 return
             yield tokenizer.decode(document[:tokens].tolist())

@@ -58,7 +58,11 @@ class LanguageModelling:
 
     spec: str
     options: Options
-    reads_text = True
+
+    @property
+    def split(self) -> str | None:
+        """The split whose loss it measures."""
+        return self.options.split
 
     def check(self, source: OpenedRun) -> None:
         """UserError for options that contradict the run or each other."""
@@ -69,7 +73,7 @@ class LanguageModelling:
         if problem := next(self._problems(source, config), None):
             raise UserError(f"--task {self.spec}: {problem}")
         if options.stride is None:
-            check_length(config, self._text(source), options.split)
+            check_length(config, source.text, options.split)
 
     def _problems(self, source: OpenedRun, config: Config) -> Iterator[str]:
         options, seq_len = self.options, config.training.seq_len
@@ -100,10 +104,6 @@ class LanguageModelling:
                 f"stride={options.stride} would leave tokens out between windows of {seq_len}; give at most {seq_len}"
             )
 
-    def _text(self, source: OpenedRun) -> Corpora:
-        split = self.options.split
-        return source.text if split == "validation" else Corpora(source.config.data, split=split)
-
     def _near(self, seq_len: int) -> int:
         return self.options.near if self.options.near is not None else max(1, seq_len // 8)
 
@@ -121,7 +121,7 @@ class LanguageModelling:
         from .perplexity import loss_by_position
         from .sliding import SlidingBatches
 
-        corpora, training, stride = self._text(subject), config.training, self.options.stride
+        corpora, training, stride = subject.text, config.training, self.options.stride
         split = self.options.split
         model, device, draws = subject.model, subject.device, self.options.draws
         batches: ValidationBatches | SlidingBatches
@@ -130,7 +130,7 @@ class LanguageModelling:
         else:
             counts = (training.seq_len, stride, training.eval_samples, training.micro_batch_size)
             answers = config.data.scored == "answers"
-            batches = SlidingBatches(corpora.validation, *counts, corpora.eod, answers)
+            batches = SlidingBatches(corpora.of_split(split), *counts, corpora.eod, answers)
         by_position: list[PositionBucket] = []
         accuracy, scores = None, None
         if config.model.classifier is not None:
@@ -192,9 +192,9 @@ def _samples(subject: LoadedRun, config: Config, length: int) -> tuple["BlendedS
     """The validation stream in samples of `length` tokens, and the number of samples to measure."""
     from data_pipeline.samples import BlendedSamples, index_cache
 
-    keys = ("data.validation" if config.data.validation else "data.train", "seq_len")
+    corpora, keys = subject.text.of_split("validation"), (config.data.key_of("validation"), "seq_len")
     cache, answers = index_cache(config.data), config.data.scored == "answers"
-    samples = BlendedSamples(subject.text.validation, "validation", length, 0, cache, keys, answers)
+    samples = BlendedSamples(corpora, "validation", length, 0, cache, keys, answers)
     count = min(config.training.eval_samples, samples.per_epoch)
     samples.build(count)
     return samples, count
@@ -240,7 +240,7 @@ def check_length(config: Config, corpora: Corpora, split: str = "validation") ->
     """UserError if a corpus's split has fewer tokens than one sample."""
     if config.model.classifier is not None:  # its documents are truncated or padded to any length
         return
-    for corpus in corpora.validation:
+    for corpus in corpora.of_split(split):
         tokens, seq_len = corpus.record(split).tokens, config.training.seq_len
         if tokens <= seq_len:
             raise UserError(

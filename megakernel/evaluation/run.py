@@ -143,7 +143,7 @@ def _measure(
     progress: Callable[[str, int, int], None],
     data: Path | None = None,
 ) -> Iterator[tuple[str, TaskResult]]:
-    source = find_run(folder, step, any(task.reads_text for task in tasks), data)
+    source = find_run(folder, step, [task.split for task in tasks if task.split is not None], data)
     for task in tasks:
         task.check(source)
     subject = load_run(source)

@@ -1,6 +1,6 @@
 """The model under evaluation, and the protocols of tasks and results."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -31,7 +31,7 @@ class OpenedRun(OpenedModel):
 
     @property
     def text(self) -> Corpora:
-        """The run's data, for tasks with `reads_text`."""
+        """The run's data, for tasks with a `split`."""
         assert self.corpora is not None
         return self.corpora
 
@@ -67,8 +67,8 @@ class Task(Protocol):
         """The spec of `--task`."""
 
     @property
-    def reads_text(self) -> bool:
-        """Whether it needs the run's data besides its tokenizer."""
+    def split(self) -> str | None:
+        """The split of the run's data that it reads; None: it needs only the tokenizer."""
 
     def check(self, source: OpenedRun) -> None:
         """UserError for a run that this task does not support."""
@@ -77,22 +77,25 @@ class Task(Protocol):
         """The result; the subject has passed `check`."""
 
 
-def find_run(folder: Path, step: int | None, reads_text: bool, data: Path | None = None) -> OpenedRun:
+def find_run(folder: Path, step: int | None, splits: Collection[str], data: Path | None = None) -> OpenedRun:
     """The checkpoint at a step, or the newest good one, or a folder in Hugging Face format.
 
-    data: a prepared folder to use instead of the run's. Raises UserError for no model or checkpoint, and with
-    reads_text for no corpus, or one of another tokenizer.
+    splits: those to read. data: a prepared folder to use instead of the run's. Raises UserError for no model or
+    checkpoint, and with splits for no corpus, one without them, or one of another tokenizer.
     """
     source = models.find_model(folder, step, data=data)
-    if reads_text and source.run is None and data is None:
+    if splits and source.run is None and data is None:
         raise UserError(f"{folder} is not a run and has no data; give --data DIR of `megakernel prepare`")
-    corpora = Corpora(source.config.data) if reads_text else None
+    corpora = Corpora(source.config.data, validation=False) if splits else None
     if corpora is not None and source.tokenizer.hash != corpora.tokenizer_hash:
         trained_tokenizer = folder if source.run is None else tokenizer_folder(folder)
         raise UserError(
             f"data.train={corpora.tokenizer_folder.parent} has another tokenizer now than {folder} was trained with; "
             f"prepare the corpus with --tokenizer {trained_tokenizer}"
         )
+    if corpora is not None:
+        for split in splits:
+            corpora.of_split(split)
     return OpenedRun(**vars(source), corpora=corpora)
 
 

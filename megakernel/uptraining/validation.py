@@ -35,7 +35,7 @@ class Validation:
 
     def __init__(self, config: Config, mesh: Mesh):
         self.config, self.mesh = config, mesh
-        self.corpora = Corpora(config.data, validation=True)
+        self.corpora = Corpora(config.data)
         self.settings = model_settings(config, mesh, self.corpora.vocab_size)
         batches = list(ValidationBatches(config, self.corpora, **loader_arguments(mesh)))
         self._model_inputs = model_inputs(batches, mesh)

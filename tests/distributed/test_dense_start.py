@@ -102,7 +102,7 @@ def write_config_for(folder, corpus, source):
 @torch.no_grad()
 def transformers_loss(model, config, overrides=()):
     loaded = load(config, overrides)
-    corpora = Corpora(loaded.data, validation=True)
+    corpora = Corpora(loaded.data)
     total = count = 0.0
     for batch in ValidationBatches(loaded, corpora, Share()):
         losses = F.cross_entropy(

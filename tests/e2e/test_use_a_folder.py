@@ -109,6 +109,14 @@ def test_tasks_evaluate_a_folder_on_the_given_data(folder, corpus, capsys):
     assert not (folder / "evaluation").exists(), "a model's folder is not changed"
 
 
+def test_a_split_is_evaluated_without_a_validation_split(folder, tmp_path, capsys):
+    data = tmp_path / "listops"
+    source = "lra:listops:train=9,validation=0,test=9"
+    assert main(f"prepare --source {source} --tokenizer {folder} --out {data} --workers 1".split()) == 0
+    assert main(f"evaluate {folder} --data {data} --task lm:split=test --samples 2 --json".split()) == 0
+    assert json.loads(capsys.readouterr().out)[0]["split"] == "test"
+
+
 @pytest.mark.parametrize(
     ("command", "explanation"),
     [

@@ -66,7 +66,7 @@ def analyze_run(
     Raises:
         UserError: no run, no such checkpoint, no corpus, invalid names or values, or a model that has diverged.
     """
-    source = find_run(folder, step, reads_text=True)
+    source = find_run(folder, step, ["validation"])
     config, at = source.config, source.step
     analyses = select_analyses(names, config, str(folder))
     if draws < 2:

@@ -107,7 +107,16 @@ def test_a_missing_validation_split_matters_only_to_evaluation(tmp_path: Path):
         f"data.train={tmp_path / 'out'} has no validation split; prepare it with one; "
         "or set training.eval_samples=0"
     )
-    assert Corpora(Data(train=tmp_path / "out"), validation=False).validation == []
+    assert len(Corpora(Data(train=tmp_path / "out"), validation=False).train) == 1
+
+
+def test_a_split_is_opened_without_the_validation_split(tmp_path: Path):
+    prepared(tmp_path / "out", ["lra:listops:train=9,validation=0,test=5"], tokenizer="words")
+    corpora = Corpora(Data(train=tmp_path / "out"), validation=False)
+    [corpus] = corpora.of_split("test")
+    assert corpus.record("test").documents == 5
+    with pytest.raises(ValueError, match="has no validation split; prepare it with one"):
+        corpora.of_split("validation")
 
 
 def test_corpora_of_two_tokenizers_are_refused(corpus: Path, tmp_path: Path):

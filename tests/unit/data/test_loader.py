@@ -277,7 +277,7 @@ def test_validation_reads_the_same_batches_every_time(corpus: Path, configure: C
 def test_validation_reads_no_sample_twice(corpus: Path, configure: Configure):
     config = configure(corpus, eval_samples=10_000)
     batches = ValidationBatches(config, Corpora(config.data), Share())
-    tokens = Corpora(config.data).validation[0].record("validation").tokens
+    tokens = Corpora(config.data).of_split("validation")[0].record("validation").tokens
     assert batches.samples == (tokens - 1) // SEQ_LEN
     assert len(set(validation_rows(config))) == batches.samples
 
