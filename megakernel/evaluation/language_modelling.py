@@ -61,8 +61,8 @@ class LanguageModelling:
 
     @property
     def split(self) -> str | None:
-        """The split whose loss it measures."""
-        return self.options.split
+        """The split whose loss it measures; None for random ids."""
+        return None if self.options.repeated == "random" else self.options.split
 
     def check(self, source: OpenedRun) -> None:
         """UserError for options that contradict the run or each other."""
@@ -72,8 +72,8 @@ class LanguageModelling:
             _check_draws(options.draws, source)
         if problem := next(self._problems(source, config), None):
             raise UserError(f"--task {self.spec}: {problem}")
-        if options.stride is None:
-            check_length(config, source.text, options.split)
+        if options.stride is None and self.split is not None:
+            check_length(config, source.text, self.split, repeats=1 if options.repeated is None else 2)
 
     def _problems(self, source: OpenedRun, config: Config) -> Iterator[str]:
         options, seq_len = self.options, config.training.seq_len
@@ -236,15 +236,16 @@ def _with_writable_index(data: Data) -> Data:
         return data
 
 
-def check_length(config: Config, corpora: Corpora, split: str = "validation") -> None:
-    """UserError if a corpus's split has fewer tokens than one sample."""
+def check_length(config: Config, corpora: Corpora, split: str = "validation", repeats: int = 1) -> None:
+    """UserError if a corpus's split has fewer tokens than one sample, which holds its text `repeats` times."""
     if config.model.classifier is not None:  # its documents are truncated or padded to any length
         return
     for corpus in corpora.of_split(split):
         tokens, seq_len = corpus.record(split).tokens, config.training.seq_len
-        if tokens <= seq_len:
+        if tokens <= seq_len // repeats:
             raise UserError(
-                f"seq_len={seq_len}: {corpus.folder} has only {tokens} {split} tokens; give at most {tokens - 1}"
+                f"seq_len={seq_len}: {corpus.folder} has only {tokens} {split} tokens; give at most "
+                f"{repeats * tokens - 1}"
             )
 
 

@@ -117,6 +117,24 @@ def test_a_split_is_evaluated_without_a_validation_split(folder, tmp_path, capsy
     assert json.loads(capsys.readouterr().out)[0]["split"] == "test"
 
 
+def test_repeated_text_may_have_twice_the_tokens_of_the_data(folder, tmp_path, refused, capsys):
+    data, task = tmp_path / "data", "lm:repeated=text,samples=1,seq_len="
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": f"{n} " * 40}) + "\n" for n in range(9)))
+    command = f"prepare --source {tmp_path}/rows.jsonl --tokenizer {folder} --out {data} --workers 1"
+    assert main(command.split()) == 0
+    tokens = json.loads((data / "manifest.json").read_text())["splits"]["validation"]["tokens"]
+    capsys.readouterr()
+    evaluate = ("evaluate", str(folder), "--data", str(data), "--json", "--task")
+    assert f"give at most {2 * tokens - 1}" in refused(*evaluate, f"{task}{2 * tokens}")
+    assert main([*evaluate, f"{task}{2 * tokens - 1}"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["span"] == tokens - 1
+
+
+def test_random_ids_are_repeated_without_data(folder, capsys):
+    assert main(["evaluate", str(folder), "--task", "lm:repeated=random,seq_len=64", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["span"] == 32
+
+
 @pytest.mark.parametrize(
     ("command", "explanation"),
     [

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megakernel.evaluation.repeated_spans import UNSCORED, measure_repeated, random_spans
+from megakernel.evaluation.run import parse
 from tests.unit.evaluation.test_answers import subject
 
 VOCABULARY = 257
@@ -48,6 +49,15 @@ def test_both_occurrences_are_scored_on_the_same_tokens():
     model.logits = lambda hidden: scored.append(hidden.shape[0]) or hidden.transpose(0, 1)
     measure_repeated(subject(model), torch.stack([torch.randperm(VOCABULARY)[:SPAN]]), 1, lambda *_: None)
     assert sum(scored) == 2 * (SPAN - 1 - UNSCORED)
+
+
+def test_random_ids_need_no_data():
+    (task,) = parse(["lm:repeated=random"], samples=3, seq_len=2 * SPAN)
+    run = subject(Copier())
+    assert run.corpora is None
+    assert task.split is None
+    task.check(run)
+    assert task.measure(run, lambda *_: None).span == SPAN
 
 
 def test_random_spans_are_deterministic():
