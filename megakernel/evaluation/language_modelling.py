@@ -18,7 +18,10 @@ from .result import Evaluation, PositionBucket
 from .subject import LoadedRun, OnPass, OpenedRun, TaskResult, check_positions, sequences_per_pass
 
 if TYPE_CHECKING:
+    from data_pipeline.loader import ValidationBatches
     from data_pipeline.samples import BlendedSamples
+
+    from .sliding import SlidingBatches
 
 LEAST_REPEATED = 64
 """Minimum sequence length for `repeated`, whose spans are half a sequence."""
@@ -114,31 +117,37 @@ class LanguageModelling:
             return self._measure_far(subject, config, progress)
         if self.options.repeated is not None:
             return self._measure_repeated(subject, config, progress)
+        return self._measure_loss(subject, config, progress)
+
+    def _batches(self, subject: LoadedRun, config: Config) -> "ValidationBatches | SlidingBatches":
         from data_pipeline.loader import ValidationBatches
         from data_pipeline.order import Share
 
-        from .classification import predict_examples
-        from .perplexity import loss_by_position
         from .sliding import SlidingBatches
 
-        corpora, training, stride = subject.text, config.training, self.options.stride
-        split = self.options.split
-        model, device, draws = subject.model, subject.device, self.options.draws
-        batches: ValidationBatches | SlidingBatches
+        corpora, training = subject.text, config.training
+        split, stride = self.options.split, self.options.stride
         if stride is None:
-            batches = ValidationBatches(config, corpora, Share(), split)
-        else:
-            counts = (training.seq_len, stride, training.eval_samples, training.micro_batch_size)
-            answers = config.data.scored == "answers"
-            batches = SlidingBatches(corpora.of_split(split), *counts, corpora.eod, answers)
+            return ValidationBatches(config, corpora, Share(), split)
+        counts = (training.seq_len, stride, training.eval_samples, training.micro_batch_size)
+        answers = config.data.scored == "answers"
+        return SlidingBatches(corpora.of_split(split), *counts, corpora.eod, answers)
+
+    def _measure_loss(self, subject: LoadedRun, config: Config, progress: OnPass) -> Evaluation:
+        from data_pipeline.loader import ValidationBatches
+
+        from .classification import predict_examples
+        from .perplexity import loss_by_position
+
+        options, corpora, batches = self.options, subject.text, self._batches(subject, config)
         by_position: list[PositionBucket] = []
         accuracy, scores = None, None
         if config.model.classifier is not None:
             assert isinstance(batches, ValidationBatches)
-            found = predict_examples(model, batches, device, progress, draws)
+            found = predict_examples(subject.model, batches, subject.device, progress, options.draws)
             tokens, loss, accuracy, scores = len(found.labels), found.loss, found.accuracy, found.scores
         else:
-            by_position = loss_by_position(model, batches, device, progress, draws)
+            by_position = loss_by_position(subject.model, batches, subject.device, progress, options.draws)
             tokens = sum(bucket.tokens for bucket in by_position)
             if not tokens:
                 raise UserError(
@@ -147,20 +156,20 @@ class LanguageModelling:
                 )
             loss = sum(bucket.loss * bucket.tokens for bucket in by_position) / tokens
         # If only answers count, the loss is not a code length of text.
-        is_text = config.model.is_causal and corpora.is_text(split)
+        is_text = config.model.is_causal and corpora.is_text(options.split)
         return Evaluation(
             run=str(subject.folder),
             step=subject.step,
             samples=batches.samples,
-            seq_len=training.seq_len,
+            seq_len=config.training.seq_len,
             tokens=tokens,
             loss=loss,
-            bits_per_byte=corpora.bits_per_byte(loss, split) if is_text else None,
+            bits_per_byte=corpora.bits_per_byte(loss, options.split) if is_text else None,
             accuracy=accuracy,
             by_position=by_position,
-            draws=draws,
-            stride=stride,
-            split=split,
+            draws=options.draws,
+            stride=options.stride,
+            split=options.split,
             scores=scores,
         )
 

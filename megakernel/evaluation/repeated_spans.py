@@ -58,18 +58,18 @@ class RepeatedSpans:
 
 
 def measure_repeated(
-    subject: LoadedRun, spans: Tensor, rows: int, progress: OnPass
+    subject: LoadedRun, spans: Tensor, sequences: int, progress: OnPass
 ) -> tuple[float, float, float]:
     """Mean losses in nats of the first and the second reading, and the share of right tokens in the second.
 
-    spans: (samples, S) int64, S > UNSCORED + 1; `rows` of them per forward pass.
+    spans: (samples, S) int64, S > UNSCORED + 1; `sequences` of them per forward pass.
     """
     length = spans.shape[1]
     scored = torch.zeros(2 * length - 1, dtype=torch.bool)
     scored[UNSCORED : length - 1] = scored[length + UNSCORED :] = True
     second = torch.arange(2 * length - 1)[scored] >= length
     sums = np.zeros(3)
-    passes = spans.split(rows)
+    passes = spans.split(sequences)
     for done, chunk in enumerate(passes, start=1):
         twice = torch.cat([chunk, chunk], 1)
         tokens, labels = twice[:, :-1], twice[:, 1:]

@@ -216,8 +216,8 @@ class Job:
     def embedding(self) -> int:
         """Parameters of the embedding on one tensor rank."""
         model = self.model
-        sequences = model.padded_vocab_size(self.vocab_size + model.special_ids)
-        return sequences // self.layout.tensor * model.hidden_size
+        padded_vocab_size = model.padded_vocab_size(self.vocab_size + model.special_ids)
+        return padded_vocab_size // self.layout.tensor * model.hidden_size
 
 
 @cache
