@@ -77,7 +77,7 @@ class PrepareRequest(BaseModel):
     """Share of the documents held out for validation, by a hash of their text; at least one document, unless 0."""
 
     seed: int = 0
-    """Seed of the validation split, and of generated examples."""
+    """Seed of the validation split, and of generated examples (those of a task:NAME with seed=S have S)."""
 
     text_key: str = "text"
     """Column with the text of a row."""
@@ -433,7 +433,7 @@ def open_source(
         from data_pipeline.synthetic.source import TaskSource
 
         if kind == "task":
-            return TaskSource.from_spec(spec[0].removeprefix("task:"))
+            return TaskSource.from_spec(spec[0].removeprefix("task:"), seed)
         return open_benchmark(spec[0], seed, workers)
     paths = [Path(path) for path in spec]
     files = [file for path in paths for file in _find_files(path, include)]

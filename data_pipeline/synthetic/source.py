@@ -32,11 +32,14 @@ class TaskSource(DocumentSource):
         self._filler = open_filler(task)
 
     @classmethod
-    def from_spec(cls, spec: str) -> "TaskSource":
-        """The source of `--source task:SPEC`; UserError for an unknown task or option."""
+    def from_spec(cls, spec: str, seed: int = 0) -> "TaskSource":
+        """The source of `--source task:SPEC`; seed: of its examples, unless SPEC names one.
+
+        Raises UserError for an unknown task or option.
+        """
         option = "--source task:"
         name, texts = split_spec(spec, option)
-        return cls(build(find_class(name, TASKS, option), name, texts, option))
+        return cls(build(find_class(name, TASKS, option), name, {"seed": str(seed), **texts}, option))
 
     def _read(self) -> Iterator[Document]:
         for index in count():

@@ -9,6 +9,7 @@ import pytest
 
 from data_pipeline import tokenizers
 from data_pipeline.encoding import encode_answered
+from data_pipeline.prepare import open_source
 from data_pipeline.spec import build, find_class, split_spec
 from data_pipeline.synthetic import EVALUATION, TASKS, TRAINING, Example
 from data_pipeline.synthetic.filler import SENTENCES, Passages, sentences
@@ -119,6 +120,15 @@ def test_an_example_depends_only_on_seed_stream_and_index(name: str):
     assert example(instance, 3) == example(task(name), 3)
     texts = [example(instance, 3), example(instance, 4), example(instance, 3, EVALUATION), example(other, 3)]
     assert len({found.text for found in texts}) == 4
+
+
+def test_prepare_draws_examples_by_its_seed_unless_the_task_names_one():
+    def first(spec: str, **seed: int) -> str:
+        (text,) = next(iter(open_source([spec], **seed))).texts
+        return text
+
+    assert first("task:mqar") == first("task:mqar", seed=0) == first("task:mqar:seed=0", seed=3)
+    assert first("task:mqar", seed=3) == first("task:mqar:seed=3") != first("task:mqar")
 
 
 @pytest.mark.parametrize("name", TASKS)
