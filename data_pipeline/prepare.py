@@ -4,6 +4,7 @@ import errno
 import hashlib
 import logging
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -115,9 +116,11 @@ class PrepareRequest(BaseModel):
         return Columns((self.text_key, *second), self.labels, chat=self.chat)
 
     def arguments(self) -> dict[str, Any]:
-        """The options as JSON values; paths are absolute, so that the current folder does not matter."""
-        is_named = source_kind(self.source) is not None
-        source = self.source if is_named else [str(Path(path).resolve()) for path in self.source]
+        """The options as JSON values; paths of sources are absolute, so that the current folder does not matter."""
+        if source_kind(self.source) is None:
+            source = [str(Path(path).resolve()) for path in self.source]
+        else:
+            source = [_with_absolute_path(self.source[0])]
         template = None if self.chat_template is None else digest(self.read_template() or "")
         return {
             **self.model_dump(),
@@ -171,6 +174,20 @@ class PrepareRequest(BaseModel):
 
 _DEFAULTS = {name: field.default for name, field in PrepareRequest.model_fields.items()}
 """Values of options that are absent from manifests of earlier versions."""
+
+
+_BEFORE_PATH = re.compile(
+    r"task:.*?[:,]filler=(?!(?:sentences|validation)(?:,|$))|(?:lra|glue):[^:]*:(?!hf:|[^,]*=|$)"
+)
+"""What is before the path in the name of a source that has one."""
+
+
+def _with_absolute_path(spec: str) -> str:
+    """The name of a source with its path made absolute; one that is absolute stays as it is written."""
+    if (before := _BEFORE_PATH.match(spec)) is None:
+        return spec
+    path, comma, after = spec[before.end() :].partition(",")
+    return spec if os.path.isabs(path) else f"{before[0]}{os.path.abspath(path)}{comma}{after}"
 
 
 def digest(text: str) -> str:

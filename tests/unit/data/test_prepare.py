@@ -263,6 +263,64 @@ def test_a_prepared_folder_needs_its_source_no_more(tmp_path: Path):
     run(*command, "--out", tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("relative", "absolute"),
+    [
+        ("task:passkey:filler=f.txt", "task:passkey:filler={}/f.txt"),
+        ("task:needle:length=9,filler=a/f.txt,seed=3", "task:needle:length=9,filler={}/a/f.txt,seed=3"),
+        ("lra:text:aclImdb", "lra:text:{}/aclImdb"),
+        ("lra:listops:./listops-1000", "lra:listops:{}/listops-1000"),
+        ("glue:cola:glue, all/CoLA", "glue:cola:{}/glue, all/CoLA"),
+    ],
+)
+def test_the_path_of_a_named_source_does_not_depend_on_the_current_folder(
+    relative: str, absolute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def recorded(spec: str) -> list[str]:
+        return PrepareRequest(source=[spec], tokenizer="byte").arguments()["source"]
+
+    monkeypatch.chdir(tmp_path)
+    assert recorded(relative) == [absolute.format(tmp_path)]
+    written = absolute.format("/of/an/earlier/../version")
+    assert recorded(written) == [written]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *(
+            "stdlib",
+            "hf:name:config",
+            "task:mqar",
+            "task:passkey:filler=sentences,length=9",
+            "sparsity:p=0.1",
+        ),
+        *(
+            "lra:listops",
+            "lra:listops:",
+            "lra:listops:train=9",
+            "lra:text:hf:name",
+            "glue:cola:hf:name:config",
+        ),
+    ],
+)
+def test_a_named_source_without_a_path_is_recorded_as_it_is(spec: str):
+    assert PrepareRequest(source=[spec], tokenizer="byte").arguments()["source"] == [spec]
+
+
+def test_other_data_under_the_same_relative_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "f.txt").write_text(f"The text of folder {name}. " * 40)
+    command = "--source", "task:passkey:filler=f.txt,length=200", "--tokenizer", "byte", "--max-documents", 9
+    monkeypatch.chdir(tmp_path / "one")
+    for _ in range(2):
+        assert run(*command, "--out", tmp_path / "out") == 0
+    monkeypatch.chdir(tmp_path / "two")
+    with pytest.raises(ValueError, match=r"was prepared with source=\['task:passkey:filler=.*/one/f\.txt"):
+        run(*command, "--out", tmp_path / "out")
+
+
 def test_a_name_that_is_not_utf8_is_refused_before_anything_is_read(tmp_path: Path):
     source = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.txt"))
     source.write_text("text")
