@@ -48,6 +48,7 @@ from data_pipeline.sources import (
     is_unicode,
     library_files,
     library_source,
+    table_kind,
 )
 from data_pipeline.token_files import TokenWriter, token_dtype
 from data_pipeline.tokenizers import Tokenizer
@@ -140,6 +141,24 @@ class PrepareRequest(BaseModel):
                 f"--chat-template {self.chat_template} cannot be read ({first_line(error)}); give a Jinja file"
             ) from None
 
+    def without_effect(self) -> dict[str, str]:
+        """The options that the source has no use for, with the reason."""
+        kind, source = source_kind(self.source), f"--source {' '.join(self.source)}"
+        # A missing directory is no reason: `open_source` says that it is missing, and a finished `out` needs none.
+        names_folder = kind is None and not all(map(os.path.isfile, self.source))
+        is_table = kind is None and any(table_kind(Path(path)) for path in self.source)
+        reasons = {}
+        if kind != HUB:
+            reasons["split"] = f"is of a hub dataset, and {source} is not hf:NAME"
+        if not names_folder:
+            reasons["include"] = f"chooses files of directories, and {source} names none"
+        if kind in BENCHMARKS:
+            reasons["validation_fraction"] = f"splits documents, and {source} is already split"
+        # With labels or conversations other errors say what is no table.
+        if not (kind == HUB or names_folder or is_table or self.labels is not None or self.chat):
+            reasons["text_key"] = f"is a column of tables, and {source} has none"
+        return reasons
+
     def check(self) -> None:
         """UserError for invalid options or combinations of them."""
         if not 0 <= self.validation_fraction < 1:
@@ -154,18 +173,10 @@ class PrepareRequest(BaseModel):
             )
         if self.chat and self.add_bos is not None:
             raise UserError("--add-bos: the chat template says how conversations begin; leave it out")
-        source = " ".join(self.source)
-        kind = source_kind(self.source)
-        if self.split != "train" and kind != HUB:
-            raise UserError(
-                f"--split {self.split} is of a hub dataset, and --source {source} is not hf:NAME; leave it out"
-            )
-        # A missing directory is no reason: `open_source` says that it is missing, and a finished `out` needs none.
-        if self.include and (kind is not None or all(Path(path).is_file() for path in self.source)):
-            raise UserError(
-                f"--include {' '.join(self.include)} chooses files of directories, and --source {source} names none; "
-                "leave it out"
-            )
+        for name, reason in self.without_effect().items():
+            if (value := getattr(self, name)) != _DEFAULTS[name]:
+                text = " ".join(value) if isinstance(value, tuple) else value
+                raise UserError(f"--{name.replace('_', '-')} {text} {reason}; leave it out")
         for key, value in self.arguments().items():
             for text in value if isinstance(value, list) else [value]:
                 if isinstance(text, str) and not is_unicode(text):
@@ -350,7 +361,9 @@ def _check_same_request(request: PrepareRequest, out: Path) -> None:
     if wanted["add_bos"] == (manifest.tokenizer.bos is not None):
         del wanted["add_bos"]
     recorded = _DEFAULTS | manifest.arguments
-    changed = [key for key, value in wanted.items() if recorded[key] != value]
+    # An earlier version recorded options without effect as they were given.
+    unused = request.without_effect()
+    changed = [key for key, value in wanted.items() if recorded[key] != value and key not in unused]
     if changed:
         key = changed[0]
         raise UserError(

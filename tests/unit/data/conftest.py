@@ -14,7 +14,8 @@ from data_pipeline.corpus import Corpora
 from data_pipeline.loader import TrainingBatches
 from data_pipeline.manifest import Manifest
 from data_pipeline.order import Share
-from data_pipeline.prepare import PrepareRequest, prepare
+from data_pipeline.prepare import PrepareRequest, prepare, source_kind
+from data_pipeline.sources import BENCHMARKS
 from megakernel.config.tree import Config
 
 SEQ_LEN = 32
@@ -34,7 +35,9 @@ def write_jsonl(path: Path, texts: list[str], key: str = "text") -> Path:
 
 def prepared(out: Path, source: list[str], **request: Any) -> Manifest:
     """Run `prepare` with one worker; `request` overrides its defaults, byte tokens and 20% for validation."""
-    options = {"tokenizer": "byte", "validation_fraction": 0.2, **request}
+    if source_kind(source) not in BENCHMARKS:
+        request = {"validation_fraction": 0.2, **request}
+    options = {"tokenizer": "byte", **request}
     manifest = prepare(
         PrepareRequest(source=source, **options), out, workers=1, overwrite=False, console=Console(quiet=True)
     )

@@ -240,6 +240,51 @@ def test_options_without_effect_are_refused(
         run("--source", source, "--tokenizer", "byte", "--out", tmp_path / "out", *options)
 
 
+@pytest.mark.parametrize(
+    ("options", "explanation"),
+    [
+        (
+            "--source task:mqar --text-key body",
+            "--text-key body is a column of tables, and --source task:mqar has",
+        ),
+        ("--source stdlib --text-key body", "--text-key body is a column of tables, and --source stdlib has"),
+        ("--source {} --text-key body", r"--text-key body is a column of tables, and --source .*\.txt has"),
+        (
+            "--source glue:cola:CoLA --text-key body",
+            "--text-key body is a column of tables, and --source glue",
+        ),
+        (
+            "--source sparsity --validation-fraction 0.1",
+            "--validation-fraction 0.1 splits documents, and --source",
+        ),
+        (
+            "--source lra:text:aclImdb --validation-fraction 0",
+            "and --source lra:text:aclImdb is already split",
+        ),
+    ],
+)
+def test_options_that_a_source_has_no_use_for_are_refused(tmp_path: Path, options: str, explanation: str):
+    (tmp_path / "a.txt").write_text("text")
+    words = options.format(tmp_path / "a.txt").split()
+    with pytest.raises(ValueError, match=rf"{explanation}.*; leave it out$"):
+        run(*words, "--tokenizer", "byte", "--out", tmp_path / "out")
+
+
+def test_their_defaults_are_not_refused(tmp_path: Path):
+    defaults = "--validation-fraction", 0.02, "--text-key", "text", "--split", "train"
+    command = "--source", "sparsity:train=9,validation=9", "--tokenizer", "words", *defaults
+    assert run(*command, "--out", tmp_path / "out") == 0
+
+
+def test_a_folder_that_records_an_option_without_effect_is_prepared(tmp_path: Path):
+    command = "--source", "sparsity:train=9,validation=9", "--tokenizer", "words", "--out", tmp_path / "out"
+    run(*command)
+    manifest = Manifest.read(tmp_path / "out")
+    manifest.arguments["validation_fraction"] = 0.2
+    manifest.write(tmp_path / "out")
+    assert run(*command) == 0
+
+
 def test_a_missing_directory_is_named_although_include_is_given(tmp_path: Path):
     with pytest.raises(ValueError, match=r"--source .*nosuch does not exist; give files, a directory"):
         run(
