@@ -60,7 +60,12 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate one checkpoint, print the results, and record those on the run's own data in its folder."""
     from megakernel.config import UserError
 
-    not_for_baselines = {"--draws": args.draws, "--data": args.data, "--task": args.task and args.task[0]}
+    if args.baseline_weights is not None and args.baseline is None:
+        raise UserError(
+            f"--baseline-weights {args.baseline_weights} has no effect alone; add --baseline NAME"
+        )
+    not_for_baselines = {"--step": args.step, "--draws": args.draws, "--data": args.data}
+    not_for_baselines["--task"] = args.task and args.task[0]
     for option, value in not_for_baselines.items():
         if args.baseline is not None and value is not None:
             raise UserError(f"{option} {value} is for a run's own model; leave out {option} or --baseline")

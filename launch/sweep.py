@@ -74,6 +74,10 @@ def _read(path: Path) -> dict[str, Any]:
     for key in ("config", "name"):
         if not isinstance(tree[key], str):
             raise UserError(f"{path}: {key}={tree[key]!r} is no text; write it in quotes")
+    if "run.name" in grid:
+        raise UserError(
+            f"{path}: grid.run.name={grid['run.name']!r} is set by name; leave it out of the grid"
+        )
     for key, values in grid.items():
         if not isinstance(values, list) or not values:
             raise UserError(f"{path}: grid.{key}={values!r} is no list of values; write [A, B]")

@@ -266,6 +266,11 @@ INVALID_FIELDS = [
     ({"stop": [""]}, "stop", "stop: give up to 16 texts, none of them empty"),
     ({"echo": True}, "echo", "echo is not supported by this server; leave it out"),
     ({"temprature": 1}, "temprature", "is not a field of this request; write temperature"),
+    (
+        {"stream": True, "stream_options": {"include_usages": True}},
+        "stream_options",
+        "stream_options.include_usages is not a field; write include_usage",
+    ),
     ({"session": "a/b"}, "session", "session: String should match pattern"),
     ({"session": "s", "n": 2}, "session", "session keeps one text"),
 ]
@@ -287,6 +292,13 @@ INVALID_REQUESTS = [
     (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, 400, "messages", "[0].role='robot' is unknown"),
     (CHAT, {"messages": IMAGE}, 400, "messages", "content is not a string"),
     (CHAT, {"messages": USER, "tools": [{}]}, 400, "tools", "tools is not supported by this server"),
+    (
+        CHAT,
+        {"messages": USER, "top_logprobs": 2},
+        400,
+        "top_logprobs",
+        "has no effect alone; add logprobs=true",
+    ),
     (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, 400, None, "the chat template rejects"),
     ("/v1/nothing", {}, 404, None, "POST /v1/nothing: Not Found"),
 ]

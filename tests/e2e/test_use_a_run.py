@@ -270,6 +270,12 @@ TASK = ("evaluate", "--task")
             "half of 32 tokens is too short to be repeated; give a seq_len of at least 64",
         ),
         ("run", (*TASK, "mqar", "--baseline", "bigbird"), "leave out --task or --baseline"),
+        ("run", (*EVALUATE, "--step", "2", "--baseline", "bigbird"), "leave out --step or --baseline"),
+        (
+            "run",
+            (*EVALUATE, "--baseline-weights", "w"),
+            "--baseline-weights w has no effect alone; add --baseline",
+        ),
         ("learned", (*TASK, "mqar:length=256"), f"model's {SEQ_LEN} learned positions"),
         ("run", (*GENERATE, "--max-new-tokens", "0"), "give 1 or more"),
         ("run", (*GENERATE, "--top-p", "2"), "top_p=2.0 is out of range"),

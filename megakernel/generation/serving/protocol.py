@@ -60,6 +60,8 @@ def error_body(message: str, kind: str, param: str | None = None, code: str | No
 class StreamOptions(BaseModel):
     """What a stream contains besides the text."""
 
+    model_config = ConfigDict(extra="allow")
+
     include_usage: bool = False
     include_obfuscation: bool = False
 
@@ -92,6 +94,9 @@ class Body(BaseModel):
                 raise Refusal(f"{name} is not supported by this server; leave it out", param=name)
             known = nearest_first(name, type(self).model_fields, most=3)
             raise Refusal(f"{name} is not a field of this request; write {known}", param=name)
+        for name in (self.stream_options and self.stream_options.model_extra) or ():
+            known = nearest_first(name, StreamOptions.model_fields)
+            raise Refusal(f"stream_options.{name} is not a field; write {known}", param="stream_options")
         return self
 
     def sampling(self) -> Sampling:
@@ -148,6 +153,15 @@ class ChatBody(Body):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
+
+    @model_validator(mode="after")
+    def _check_top_logprobs(self) -> "ChatBody":
+        if self.top_logprobs and not self.logprobs:
+            raise Refusal(
+                f"top_logprobs={self.top_logprobs} has no effect alone; add logprobs=true",
+                param="top_logprobs",
+            )
+        return self
 
     @property
     def max_new_tokens(self) -> int | None:

@@ -67,6 +67,10 @@ def test_repeated_indices_of_an_array_count_once():
         ("{config: run.yaml, name: null, grid: {training.steps: [1]}}", "name=None is no text"),
         ("{config: run.yaml, grid: {training.steps: [1]}}", "is no sweep; give it config, name and grid"),
         ("{config: run.yaml, name: lr, grid: {training.steps: 1}}", "grid.training.steps=1 is no list"),
+        (
+            "{config: run.yaml, name: lr, grid: {run.name: [a, b]}}",
+            "grid.run.name=['a', 'b'] is set by name; leave it out of the grid",
+        ),
     ],
 )
 def test_an_invalid_sweep_is_refused(sweep, error, tmp_path, refused):
