@@ -10,11 +10,12 @@ which stands for libraries and weights. No page is written unless the loss of th
 
 import os
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.page import command_line, docstring_parser, page_header, table, write_page
+from benchmarks.page import command_line, docstring_parser, page_header, run_main, table, write_page
 from benchmarks.training_runs import RETURN_FREED_MEMORY, metric_curve, run_megakernel
 from megakernel.config import load
 
@@ -97,7 +98,7 @@ def page(rows: Sequence[LengthResult], base: LengthResult, processes: int, comma
     return "\n".join(lines)
 
 
-def main() -> None:
+def main() -> int:
     """Measure and write the page."""
     parser = docstring_parser(__doc__)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/long_sequences_cpu.md"))
@@ -113,7 +114,8 @@ def main() -> None:
         raise SystemExit(f"the loss did not fall: {losses}; no page is written")
     write_page(page(rows, base, processes, command_line("long_sequences")), options.out)
     print(options.out)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_main(main))

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.page import page_header, page_parser, table, table_row, write_page
+from benchmarks.page import command_line, page_header, page_parser, run_main, table, table_row, write_page
 from benchmarks.training_runs import run_megakernel, uptrain_run
 from megakernel.config import Config, load
 from megakernel.uptraining.costs import TrainingCost
@@ -63,8 +63,15 @@ def transformers_loss(folder: Path, dense: Config) -> float:
     return total / count
 
 
-def page(dense: Config, their_loss: float, reports: dict[str, dict[str, Any]], minutes: float) -> str:
-    """The page. their_loss: loss by `transformers`; minutes: time of all training steps."""
+def page(
+    dense: Config,
+    their_loss: float,
+    reports: dict[str, dict[str, Any]],
+    minutes: float,
+    nproc: int,
+    command: str,
+) -> str:
+    """The page. their_loss: loss by `transformers`; minutes: time of all training steps, in nproc processes."""
     first = reports["without alpha"]
     ours = first["dense"]["loss"]
     tokens = dense.training.consumed(dense.training.steps)[1]
@@ -72,8 +79,8 @@ def page(dense: Config, their_loss: float, reports: dict[str, dict[str, Any]], m
     lines = [
         *page_header(
             "Up-training a dense model to causal FLuRKA",
-            "OMP_NUM_THREADS=1 python -m benchmarks.uptraining",
-            f", float32, two processes; steps of training took {minutes:.0f} minutes",
+            command,
+            f", float32, {nproc} process(es); steps of training took {minutes:.0f} minutes",
         ),
         f"The dense model has seen {tokens:,} tokens of the standard library's source (8,192 words). Losses are nats "
         f"per token on {dense.training.eval_samples} held-out samples of {dense.training.seq_len} tokens. "
@@ -136,9 +143,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    write_page(page(dense, their_loss, reports, minutes_of_steps(runs)), options.out)
+    minutes, command = minutes_of_steps(runs), command_line("uptraining", argv)
+    write_page(page(dense, their_loss, reports, minutes, options.nproc, command), options.out)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))
