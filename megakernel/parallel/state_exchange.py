@@ -9,7 +9,7 @@ A shard maps an incoming state E to f E + S. f is 1, or 0 if a document starts i
 gradient of f is the product of E and the gradient of S in both implementations.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
@@ -168,50 +168,59 @@ class PointToPoint:
     finish_backward = finish
 
     def _forward(self, sums: Tensor, log_scale: Tensor, carries: Tensor) -> tuple[Tensor, Tensor]:
-        incoming_log = torch.full_like(log_scale, EMPTY)
-        self._receive(incoming_log, -1)
+        incoming_log = torch.full_like(log_scale, EMPTY, memory_format=torch.contiguous_format)
+        self._communicate(self._message(dist.irecv, incoming_log, -1))
         factors = per_head(carries).to(log_scale.dtype)
         carries = factors != 0
         kept_log = torch.where(carries, incoming_log + torch.where(carries, factors, 1.0).log(), EMPTY)
         outgoing_log = torch.maximum(kept_log, log_scale)
-        self._send(outgoing_log, 1)
+        self._communicate(self._message(dist.isend, outgoing_log.contiguous(), 1))
         keep = torch.where(carries, torch.exp(kept_log - outgoing_log), 0.0)
         self.keep, self.add = (
             x[..., None, None].to(sums.dtype) for x in (keep, torch.exp(log_scale - outgoing_log))
         )
         self.parts = ring_parts(self.order.axis.size, sums.numel() * sums.element_size())
         incoming = torch.zeros_like(sums)
-        for own, received in zip(self._split(sums), self._split(incoming)):
-            self._pass(received, -1, own * self.add)
+        self._pass_on((own * self.add for own in self._split(sums)), incoming, -1)
         return incoming, incoming_log
 
     def _backward(self, grad: Tensor) -> Tensor:
         outgoing_grad = torch.zeros_like(grad)
-        for own, received in zip(self._split(grad), self._split(outgoing_grad)):
-            self._pass(received, 1, own)
+        self._pass_on(self._split(grad), outgoing_grad, 1)
         return outgoing_grad * self.add
 
-    def _pass(self, out: Tensor, source: int, own: Tensor) -> None:
-        """Receive a part from the neighbor at `source` into `out`; send it times `keep`, plus `own`, to the other."""
-        received = out.contiguous()
-        self._receive(received, source)
-        out.copy_(received)
-        self._send(own + out * self.keep, -source)
+    def _pass_on(self, own: Iterable[Tensor], total: Tensor, source: int) -> None:
+        """Receive `total` from the neighbor at `source`; send each part times `keep`, plus `own`, to the other.
+
+        A part is sent in one batch with the receipt of the next: NCCL runs single messages of a group in turn.
+        """
+        parts = self._split(total)
+        received = [part.contiguous() for part in parts]
+        self._communicate(self._message(dist.irecv, received[0], source))
+        for index, mine in enumerate(own):
+            parts[index].copy_(received[index])
+            sent = self._message(dist.isend, (mine + parts[index] * self.keep).contiguous(), -source)
+            following = [self._message(dist.irecv, x, source) for x in received[index + 1 : index + 2]]
+            self._communicate(sent, *following)
 
     def _split(self, x: Tensor) -> tuple[Tensor, ...]:
         """Views of consecutive ranges of features."""
         return x.tensor_split(self.parts, dim=2)
 
-    def _receive(self, x: Tensor, distance: int) -> None:
-        source = self.order.neighbor(distance)
-        if source is not None:
-            dist.recv(x, source, group=self.order.axis.group)
-
-    def _send(self, x: Tensor, distance: int) -> None:
-        target = self.order.neighbor(distance)
-        if target is not None:
-            dist.send(x.contiguous(), target, group=self.order.axis.group)
+    def _message(self, operation: Callable[..., Any], x: Tensor, distance: int) -> dist.P2POp | None:
+        """A message of contiguous `x` from or to the neighbor at `distance`; None if there is none."""
+        neighbor = self.order.neighbor(distance)
+        if neighbor is None:
+            return None
+        if operation is dist.isend:
             self.traffic.add("state", x)
+        return dist.P2POp(operation, x, neighbor, self.order.axis.group)
+
+    def _communicate(self, *messages: dist.P2POp | None) -> None:
+        """Send and receive at the same time."""
+        if batch := [message for message in messages if message is not None]:
+            for work in dist.batch_isend_irecv(batch):
+                work.wait()
 
 
 class _PendingResult(Protocol):
