@@ -303,12 +303,14 @@ class Engine:
 
     def load(self, folder: Path) -> None:
         """Load a state that `save` wrote on the same layout."""
+        optimizer = self.engine.basic_optimizer
+        # The checkpoint's groups replace these; rates may differ (config/resume.py), and runs on GPUs began unfused.
+        ours = [{LR_SCALE: group[LR_SCALE], "fused": True} for group in optimizer.param_groups]
         with weights_only.enforce():
             path, _ = self.engine.load_checkpoint(str(folder.parent), tag=folder.name)
         assert path is not None, folder
-        optimizer = self.engine.basic_optimizer
-        for group in optimizer.param_groups:  # runs on GPUs began without it
-            group["fused"] = True
+        for group, settings in zip(optimizer.param_groups, ours, strict=True):
+            group.update(settings)
         for tensor, state in optimizer.state.items():
             state[STEP] = state[STEP].to(tensor.device, torch.float32)
 

@@ -1,14 +1,17 @@
 """A run that was killed continues as if nothing had happened."""
 
 import random
+import shutil
 
 import pytest
 
+from megakernel.config.resume import NOT_FINITE
 from tests.distributed.processes import RankFailedError, run_ranks
 from tests.distributed.training_run import (
     assert_identical,
     layout,
     pretrain_killed_at_line,
+    scalars,
     train,
     write_config,
 )
@@ -31,3 +34,22 @@ def test_a_run_killed_at_any_step_resumes_bit_identically(ranks, corpus, tmp_pat
     assert list((tmp_path / "killed/checkpoints").glob("step_*"))
     continued = train(config, world_size, *overrides, "run.name=killed")
     assert_identical(continued, whole)
+
+
+@pytest.mark.parametrize("ranks", tiered(["one process", "one process zero 1"], ["one process"]))
+def test_a_new_learning_rate_of_mechanisms_holds_from_the_next_step_on(ranks, corpus, tmp_path):
+    _, *same = layout(ranks)
+    config, options = write_config(tmp_path, corpus), ("schedule.name=constant", "logging.tensorboard=false")
+    before = (*same, *options, "training.steps=2", "optimizer.mechanism_lr=1e-3")
+    train(config, 1, *before)
+    recorded = tmp_path / "run/config.yaml"
+    recorded.write_text(NOT_FINITE + recorded.read_text())
+    for copy in ("reshaped", "unchanged"):
+        shutil.copytree(tmp_path / "run", tmp_path / copy)
+    after = (*options, "training.steps=4", "optimizer.mechanism_lr=10")
+    losses = scalars(train(config, 1, *same, *after), "train/loss")
+    # A reshaped run takes only weights and moments from its checkpoint, so its rates are those of its configuration.
+    reshaped = train(config, 1, "parallel.zero_stage=2", *after, "run.name=reshaped")
+    assert losses == pytest.approx(scalars(reshaped, "train/loss"), rel=1e-5)
+    unchanged = train(config, 1, *before, "training.steps=4", "run.name=unchanged")
+    assert losses[-1] != pytest.approx(scalars(unchanged, "train/loss")[-1], rel=1e-4)
