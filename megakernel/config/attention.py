@@ -29,13 +29,18 @@ class Attention(Algebra):
         return self.spec.block_size
 
     @property
-    def is_full_softmax(self) -> bool:
-        """Whether this is plain softmax over uncompressed keys, possibly with a sliding window or several keys."""
-        return self.weighs_every_pair and self.similarity == "softmax"
+    def is_plain_softmax(self) -> bool:
+        """Whether this is the softmax of dense models, perhaps in a sliding window; optional parts may surround it."""
+        return self.weighs_every_pair and self.similarity == "softmax" and self.mixture is None
+
+    @property
+    def is_bare_softmax(self) -> bool:
+        """Whether this is plain softmax without optional parts, all of whose weights are projections."""
+        return self.is_plain_softmax and not self.optional_parts
 
     @property
     def weighs_every_pair(self) -> bool:
-        """Whether a weight is computed for every pair of tokens, at quadratic cost."""
+        """Whether a weight is computed for every pair of tokens, or with `window` for those within it."""
         return self.spec.weighs_every_pair
 
     @property
@@ -118,7 +123,7 @@ class Attention(Algebra):
         if self.far_decay != "none" and None in (self.compression, self.near, self.feature_map):
             reason = "decays landmarks that a kernel weighs beside a near window, and there are none"
             yield self.problem("far_decay", reason, "remove it or take preset: flurka")
-        if not (self.is_full_softmax and self.mixture is None):
+        if not self.is_plain_softmax:
             if self.window is not None:
                 remedy = "remove it; near and compression have windows of blocks"
                 yield self.problem("window", "is only for plain softmax", remedy)

@@ -88,7 +88,7 @@ class Mechanism:
     """Why equal values for all tokens do not come out unchanged."""
 
     weighs_every_pair: bool = False
-    """Whether a weight is computed for every pair of tokens, at quadratic cost."""
+    """Whether a weight is computed for every pair of tokens, or with `window` for those within it."""
 
     is_gated: bool = False
     """Whether FLuRKA's gate weighs the near window against the far context."""

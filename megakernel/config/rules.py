@@ -256,7 +256,7 @@ def _frozen_weights_are_supported(
     if optimizer.updates is not None and "gate" in optimizer.updates.targets and not model.is_mlp_gated:
         reason = f"names a matrix that an MLP with activation: {model.activation} does not have"
         yield Problem("optimizer.lora.targets", optimizer.updates.targets, reason, "leave gate out")
-    if optimizer.trained == "mechanism" and all(a.is_full_softmax for a in model.attentions):
+    if optimizer.trained == "mechanism" and all(a.is_bare_softmax for a in model.attentions):
         reason = "leaves nothing to train: softmax attention has no weights of its own"
         yield Problem("optimizer.trained", optimizer.trained, reason, "set all or another model.attention")
 
@@ -361,7 +361,7 @@ def stages_fit_the_model(
         yield Problem("uptrain.layers.keep", kept, reason, f"count layers from 0 to {model.num_layers - 1}")
     named = [] if isinstance(kept, int) else kept
     others = [layer for index, layer in enumerate(model.attentions) if index not in named]
-    everything = kept == model.num_layers or all(layer.is_full_softmax for layer in others)
+    everything = kept == model.num_layers or all(layer.is_bare_softmax for layer in others)
     if everything and largest <= model.num_layers:
         remedy = "name a mechanism in model.attention, such as flurka, and keep fewer layers"
         yield Problem("uptrain.layers.keep", kept, "leaves every layer softmax: nothing to up-train", remedy)

@@ -42,7 +42,7 @@ def identity_tokens(dense: Model, student: Model, length: int, mesh: Mesh) -> in
     that drops a dense layer's softcap, are never identical. Sequence parallelism needs equal parts for all ranks.
     """
     dense_layers, student_layers = dense.attentions, student.attentions
-    if not all(attention.is_full_softmax and attention.mixture is None for attention in dense_layers):
+    if not all(attention.is_plain_softmax for attention in dense_layers):
         return 0
     # A local window has no softcap: if the dense layer has one, no number of tokens makes the two identical.
     if any(old.softcap not in (None, new.softcap) for old, new in zip(dense_layers, student_layers)):
@@ -69,7 +69,7 @@ def covering_model(student: Model, dense: Model, tokens: int) -> Model:
 
 
 def _covering(attention: Attention, tokens: int) -> Attention:
-    if attention.is_full_softmax and attention.mixture is None:
+    if attention.is_plain_softmax:
         return attention
     if attention.near is None or attention.compression is None or attention.near.kind != "softmax":
         return Attention(similarity="softmax", near=Near(block_size=tokens))

@@ -94,7 +94,7 @@ def test_the_parameter_formula_is_exact_for_every_architecture(counted):
 
 def test_a_softmax_model_executes_the_formulas_projections_mlps_and_head(counted):
     """torch's counter does not know the fused softmax kernel of CPUs, so it counts everything else."""
-    softmax = [entry for entry in counted if entry[0].attention.is_full_softmax]
+    softmax = [entry for entry in counted if entry[0].attention.is_plain_softmax]
     assert softmax
     for model, _, executed in softmax:
         parts = forward_flops(model, SEQ_LEN, VOCAB)
@@ -104,7 +104,7 @@ def test_a_softmax_model_executes_the_formulas_projections_mlps_and_head(counted
 def test_every_architecture_executes_at_least_the_flops_of_the_formula(counted):
     for model, _, executed in counted:
         layers = [model.layer_attention(layer) for layer in range(model.num_layers)]
-        if not any(layer.is_full_softmax for layer in layers):
+        if not any(layer.is_plain_softmax for layer in layers):
             parts = forward_flops(model, SEQ_LEN, VOCAB)
             if any(layer.similarity == "softmax" and layer.near is None for layer in layers):
                 parts.pop("far", None)  # the fused softmax again, over landmarks

@@ -119,7 +119,7 @@ def test_the_layer_with_the_largest_transfer_error_stays_softmax(finished):
     worst = errors.index(max(errors))
     assert json.loads((finished / "kept_layers.json").read_text()) == [worst]
     model = load(finished / "4-main/config.yaml").model
-    assert [model.layer_attention(layer).is_full_softmax for layer in (0, 1)] == [worst == 0, worst == 1]
+    assert [model.layer_attention(layer).is_plain_softmax for layer in (0, 1)] == [worst == 0, worst == 1]
 
 
 def test_a_stage_starts_from_the_result_of_the_previous_one(finished):

@@ -162,7 +162,7 @@ def measure_instability(subject: Subject) -> list[Row]:
 def compared_models(model: Model) -> dict[str, Model]:
     """Name -> a model of the run's sizes with two layers of that attention; the run's own unless it is softmax."""
     small = model.model_copy(update={"num_layers": min(LAYERS, model.num_layers)})
-    models = {} if all(layer.is_full_softmax for layer in small.attentions) else {RUN: small}
+    models = {} if all(layer.is_bare_softmax for layer in small.attentions) else {RUN: small}
     for preset in (REFERENCE, *OTHERS):
         attention = Attention.model_validate(expand_preset(preset))
         if not (model.is_causal and attention.mixes_future_tokens):

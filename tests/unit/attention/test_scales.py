@@ -139,7 +139,7 @@ def test_outputs_and_gradients_are_finite_and_close_to_float64(name, causal, poi
     errors = {}
     for key, wanted in exact.items():
         error, size = (found[key].double() - wanted).norm().item(), wanted.norm().item()
-        bound = limit(point, delta, terms[key.split()[0]], size, CONFIGS[name].is_full_softmax)
+        bound = limit(point, delta, terms[key.split()[0]], size, CONFIGS[name].is_plain_softmax)
         if not error <= bound:
             errors[key] = f"{error:.1e} of {size:.1e}; expected at most {bound:.1e}"
     assert not errors

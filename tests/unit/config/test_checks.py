@@ -34,6 +34,21 @@ def test_contradicting_sections_are_refused_with_the_nearest_valid_value(section
 
 
 @pytest.mark.parametrize(
+    ("attention", "has_weights"),
+    [
+        ("softmax", False),
+        ({"preset": "softmax", "window": 64}, False),
+        ({"preset": "softmax", "short_convolution": 4}, True),
+        ({"similarity": "softmax", "mixture": {"kind": "shifted"}}, True),
+    ],
+)
+def test_only_softmax_without_further_weights_leaves_nothing_to_train_or_up_train(attention, has_weights):
+    sections = {"model": {"attention": attention}, "init": {"from": "dense"}}
+    assert ("optimizer.trained" in problems(optimizer={"trained": "mechanism"}, **sections)) != has_weights
+    assert ("uptrain.layers.keep" in problems(uptrain={}, **sections)) != has_weights
+
+
+@pytest.mark.parametrize(
     ("seq_len", "parallel", "attention", "remedy"),
     [
         (510, {"context": 4}, "linear", "set 508 or 512"),

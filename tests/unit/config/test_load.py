@@ -74,7 +74,7 @@ def test_overriding_the_mechanism_drops_the_keys_of_the_old_one(tmp_path, overri
     attention = load(
         trees.file(tmp_path, model={"attention": "flurka"}), [f"model.attention={override}"]
     ).model.attention
-    assert attention.is_full_softmax
+    assert attention.is_plain_softmax
 
 
 def test_overriding_corpora_replaces_them_all(tmp_path):

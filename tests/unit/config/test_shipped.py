@@ -76,7 +76,7 @@ def test_a_model_has_the_size_of_its_name_and_a_softmax_twin(size, tmp_path):
     flurka, softmax = models
     # Names are rounded: 350m (GPT-3 Medium) has 361 million parameters with SwiGLU's wider MLP.
     assert parameter_count(flurka, GPT2_TOKENS, seq_len=8192) == pytest.approx(SIZES[size], rel=0.05)
-    assert softmax.attention.is_full_softmax
+    assert softmax.attention.is_plain_softmax
     assert flurka.model_copy(update={"attention": softmax.attention}) == softmax
 
 

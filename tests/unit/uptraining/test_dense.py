@@ -245,7 +245,7 @@ def test_a_window_that_no_layer_uses_is_ignored(tmp_path):
     dense_models.save("qwen2, yarn", tmp_path)
     window = {"use_sliding_window": True, "sliding_window": 8}
     edit_config(tmp_path, **window, layer_types=["full_attention", "full_attention"])
-    assert DenseCheckpoint(tmp_path).model.attention.is_full_softmax
+    assert DenseCheckpoint(tmp_path).model.attention.is_plain_softmax
     edit_config(tmp_path, **window, layer_types=["full_attention", "sliding_attention"])
     model = DenseCheckpoint(tmp_path).model
     assert [model.layer_attention(layer).window for layer in range(2)] == [None, 8]

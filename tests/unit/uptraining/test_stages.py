@@ -269,7 +269,7 @@ def test_the_main_stage_can_have_another_teacher():
 
 def test_kept_layers_stay_softmax():
     (only,) = stages(uptraining(layers={"keep": [0, 3]}))
-    kinds = [only.config.model.layer_attention(layer).is_full_softmax for layer in range(4)]
+    kinds = [only.config.model.layer_attention(layer).is_plain_softmax for layer in range(4)]
     assert kinds == [True, False, False, True]
 
 
@@ -279,7 +279,7 @@ def test_kept_layers_have_the_windows_of_the_dense_model():
     (only,) = stages(uptraining(layers={"keep": [0, 1]}), dense=dense)
     kept = [only.config.model.layer_attention(layer) for layer in range(4)]
     assert [layer.window for layer in kept] == [16, None, None, None]
-    assert [layer.is_full_softmax for layer in kept] == [True, True, False, False]
+    assert [layer.is_plain_softmax for layer in kept] == [True, True, False, False]
 
 
 def test_layers_given_as_a_count_are_chosen_after_the_transfer():
@@ -287,7 +287,7 @@ def test_layers_given_as_a_count_are_chosen_after_the_transfer():
     assert [stage.name for stage in stages(chosen_later)] == ["1-transfer"]
     transfer, main = stages(chosen_later, kept=[2])
     assert transfer.config.model.attention_pattern is None  # choosing needs the errors of all layers
-    assert main.config.model.layer_attention(2).is_full_softmax
+    assert main.config.model.layer_attention(2).is_plain_softmax
 
 
 LONGER = {"steps": 1, "seq_len": 1024}

@@ -15,4 +15,4 @@ def test_the_swapped_model_keeps_the_softmax_layers_that_are_known(keep, kept, s
         uptrain={"layers": {"keep": keep}, "transfer": {"steps": 1}},
     )
     model = wanted_model(config, stages(config, kept))
-    assert [layer for layer in range(3) if model.layer_attention(layer).is_full_softmax] == softmax
+    assert [layer for layer in range(3) if model.layer_attention(layer).is_plain_softmax] == softmax
