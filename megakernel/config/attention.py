@@ -16,7 +16,11 @@ OPTIONAL_PARTS = ("short_convolution", "output_norm", "output_gate")
 
 
 class Attention(Algebra):
-    """One attention mechanism: a preset name, `{preset: NAME, ...changes}`, or these keys (docs/formulas.md, 1)."""
+    """One attention mechanism: a preset name, `{preset: NAME, ...changes}`, or these keys (docs/formulas.md, 1).
+
+    A mapping with `preset` or `similarity` replaces that of an extended file; other keys change it. On the command
+    line, `model.attention.similarity=softmax` changes one key, `model.attention={similarity: softmax}` replaces all.
+    """
 
     @property
     def spec(self) -> Mechanism:

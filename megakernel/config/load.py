@@ -38,16 +38,20 @@ def read_composed(path: Path, parents: tuple[Path, ...] = ()) -> dict[str, Any]:
     return merge_config(out, tree)
 
 
-def merge_config(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def merge_config(
+    base: Mapping[str, Any],
+    changes: Mapping[str, Any],
+    replaced_by: tuple[str, ...] = ("preset", "similarity"),
+) -> dict[str, Any]:
     """`changes` merged over `base` key by key, except for attention and corpora.
 
-    An attention that sets `preset` or `similarity` replaces the one of `base`; other keys change that one, after its
+    An attention that sets a key of `replaced_by` replaces the one of `base`; other keys change that one, after its
     preset is expanded. Lists of corpora replace those of `base`.
     """
     out = merged(base, changes)
     attention = _at(changes, "model", "attention")
     if isinstance(attention, dict):
-        is_new = "preset" in attention or "similarity" in attention
+        is_new = any(key in attention for key in replaced_by)
         old = None if is_new else expand_preset(_at(base, "model", "attention"))
         out["model"]["attention"] = merged(old, attention) if isinstance(old, dict) else attention
     for key in ("train", "validation"):
@@ -81,7 +85,8 @@ def override(tree: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, A
             value = yaml_text.parse(text, key)
             for part in reversed(parts):
                 value = {part: value}
-            out = merge_config(out, value)
+            one_key = key.startswith("model.attention.")
+            out = merge_config(out, value, ("preset",)) if one_key else merge_config(out, value)
         except ConfigError as error:
             problems.extend(error.problems)
     if problems:

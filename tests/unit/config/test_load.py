@@ -77,6 +77,17 @@ def test_overriding_the_mechanism_drops_the_keys_of_the_old_one(tmp_path, overri
     assert attention.is_plain_softmax
 
 
+def test_overriding_the_similarity_alone_keeps_the_other_keys_and_names_those_that_contradict_it(tmp_path):
+    path = trees.file(tmp_path, model={"attention": {"preset": "flurka", "compression": {"rank": 4}}})
+    with pytest.raises(
+        ConfigError, match=r"^model\.attention\.feature_map=.* no effect on similarity: softmax"
+    ):
+        load(path, ["model.attention.similarity=softmax"])
+    changes = ["similarity=softmax", "feature_map=null", "near.join=shared"]
+    attention = load(path, [f"model.attention.{change}" for change in changes]).model.attention
+    assert (attention.compression.rank, attention.near.join) == (4, "shared")
+
+
 def test_overriding_corpora_replaces_them_all(tmp_path):
     path = trees.file(tmp_path, data={"train": {"data/a": 1.0, "data/b": 2.0}})
     assert [str(corpus.path) for corpus in load(path, ["data.train={data/c: 1}"]).data.train] == ["data/c"]
