@@ -63,18 +63,11 @@ def project(
         core: the mechanism, whose `compress` applies E and F.
         mesh: ranks to sum over.
         inputs: this rank's shard of the sequence and its padding; padding is moved behind the real tokens.
-
-    Raises:
-        ValueError: padding combined with sequence or context parallelism.
     """
     tokens = split_tokens(hidden, mesh)
     local, cp_shard, padding_mask = tokens.local, inputs.cp_shard, inputs.padding_mask
     if padding_mask is not None:
-        if mesh.sequence_parallel or cp_shard.size > 1:
-            raise ValueError(
-                "padding with a compressed input needs whole sequences; set parallel.sequence_parallel: false "
-                "and parallel.context: 1, or compression.compress: projected"
-            )
+        assert cp_shard.size == 1, "padded documents are whole on every rank"
         local = padding_last(tokens.all, padding_mask)[tokens.first : tokens.first + len(local)]
     length = len(tokens.all)
     landmarks = core.compress(

@@ -45,6 +45,10 @@ MODELS = {
         "kind: classifier, classifier: {num_classes: 2, pooling: cls, head: mlp}, "
         "attention_pattern: [softmax, performer], position: learned"
     ),
+    "classifier on compressed inputs": (
+        "kind: classifier, classifier: {num_classes: 2}, attention_pattern: ["
+        "{preset: linformer, compression: {rank: 8}}, {preset: flurka_rnn, compression: {rank: 8}}]"
+    ),
     "classifier of pairs": (
         "kind: classifier, classifier: {num_classes: 3, documents: 2}, attention_pattern: [linear, softmax]"
     ),
@@ -61,6 +65,8 @@ CASES = [
     *(("masked_lm", name) for name in LAYOUTS),
     ("masked_lm on landmarks", "cp2"),
     *(("classifier", name) for name in PADDED_LAYOUTS),
+    ("classifier on compressed inputs", "tp2"),
+    ("classifier on compressed inputs", "tp2 sequence parallel"),
     ("classifier of pairs", "dp2"),
     ("classifier of pairs", "tp2 sequence parallel"),
     ("classifier of pairs", "pp2"),
@@ -72,6 +78,7 @@ FIRST_TIER = [
     ("masked_lm on landmarks", "cp2"),
     ("classifier", "tp2"),
     ("classifier", "dp2 zero 3"),
+    ("classifier on compressed inputs", "tp2 sequence parallel"),
     ("classifier of pairs", "pp2"),
 ]
 """The first tier: every parallelism and every model."""
@@ -95,7 +102,7 @@ def corpora(tmp_path_factory, corpus):
 
 def write_config(folder, corpora, name):
     path = folder / "config.yaml"
-    corpus = corpora["masked_lm" if name.startswith("masked_lm") else name]
+    corpus = corpora[name.partition(" on ")[0]]
     # Landmarks of a whole sequence mix its documents.
     documents = str("landmarks" not in name).lower()
     path.write_text(CONFIG.format(root=folder, model=MODELS[name], corpus=corpus, documents=documents))
