@@ -150,6 +150,10 @@ class Skyformer(Section):
     gamma: float = Field(default=0.1, gt=0)
     """Added to the diagonal before the iterative inverse."""
 
+    def problems(self) -> Iterator[Problem]:
+        """A regularization of the exact inverse, which has none."""
+        yield from self.without_effect("inverse", {"gamma": ("iterative",)})
+
 
 class Nystromformer(Section):
     """Nyström approximation of softmax attention from segment means of queries and keys."""

@@ -301,7 +301,7 @@ class Model(Section):
             divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             reason, choice = f"does not divide num_heads={self.num_heads}", ", ".join(map(str, divisors))
             yield Problem("num_kv_heads", self.kv_heads, reason, f"choose one of {choice}")
-        used_by = dict.fromkeys(("rope_scaling", "rotary_share", "rope_pattern"), ("rope",))
+        used_by = dict.fromkeys(("rope_base", "rope_scaling", "rotary_share", "rope_pattern"), ("rope",))
         yield from self.without_effect("position", used_by)
         yield from self._rope_problems()
         yield from self._norm_problems()

@@ -39,6 +39,13 @@ class TransferStage(Section):
     """Layers per block; blocks are trained one after the other, with only one in memory. None: all layers at once. Set
     it if the teacher does not fit."""
 
+    def problems(self) -> Iterator[Problem]:
+        """A weight of rows that are not sampled."""
+        if self.cross_entropy and not self.rows:
+            yield self.problem(
+                "cross_entropy", "weighs sampled rows and rows=0", "set rows, such as 64, or remove it"
+            )
+
 
 class DistillStage(Section):
     """Loss of the main stage; its steps and learning rates are those of training and optimizer."""

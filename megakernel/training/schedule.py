@@ -2,11 +2,10 @@
 
 import math
 
-from torch import nn
-
 from megakernel.attention.flurka import FlurkaAttention
 from megakernel.config import Schedule, UserError
 from megakernel.config.training import NearDropout
+from megakernel.model import LocalModel
 from megakernel.model.layer import attention_cores
 
 
@@ -45,19 +44,17 @@ def learning_rate(step: int, schedule: Schedule, peak: float, total_steps: int) 
     return peak * (1.0 - share + floor * share)
 
 
-def add_near_dropout(model: nn.Module, dropout: NearDropout, seed: int) -> None:
+def add_near_dropout(model: LocalModel, dropout: NearDropout, seed: int) -> None:
     """Give the gated FLuRKA layers of a model near dropout; `Engine.redraw(step)` chooses the heads of a step.
 
-    Raises UserError if this rank holds FLuRKA layers and none has a gate.
+    Raises UserError if no layer of the whole model has a gate; not a rule of the configuration, because older runs
+    have recorded near dropout without gates.
     """
-    cores = {
-        index: core for index, core in attention_cores(model).items() if isinstance(core, FlurkaAttention)
-    }
-    gated = {index: core for index, core in cores.items() if core.is_gated}
-    if cores and not gated:
+    if not model.settings.model.is_gated:
         raise UserError(
-            "near dropout shuts gates, and model.attention has none; take near: {kind: softmax, join: gated} "
+            "training.near_dropout shuts gates, and model.attention has none; take near: {kind: softmax, join: gated} "
             "or leave it out"
         )
-    for index, core in gated.items():
-        core.drop_near(dropout.probability, (seed, index))
+    for index, core in attention_cores(model).items():
+        if isinstance(core, FlurkaAttention) and core.is_gated:
+            core.drop_near(dropout.probability, (seed, index))

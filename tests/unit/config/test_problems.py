@@ -111,6 +111,7 @@ def test_a_missing_section_is_reported_by_its_keys():
         ({"near": {}}, "near.block_size"),
         ({"near": {"block_size": 8, "kind": "kernel"}}, "near.kind"),
         ({"far_rope": "centroid"}, "far_rope"),
+        ({"mechanism": "skyformer", "skyformer": {"inverse": "exact", "gamma": 0.2}}, "skyformer.gamma"),
         ({"similarity": "kernel", "feature_map": {"samples": 8}}, "feature_map.samples"),
         (
             {"similarity": "kernel", "feature_map": {}, "near": {}, "compression": {"rank": 65}},
@@ -145,6 +146,8 @@ def test_landmarks_of_the_whole_sequence_need_an_encoder_without_isolation(prese
         ({"model": {"num_kv_heads": 3}}, "model.num_kv_heads"),
         ({"model": {"head_dim": 31}}, "model.position"),
         ({"model": {"max_positions": 512}}, "model.max_positions"),
+        ({"model": {"rope_base": 500, "position": "learned"}}, "model.rope_base"),
+        ({"uptrain": {"transfer": {"steps": 1, "cross_entropy": 1}}}, "uptrain.transfer.cross_entropy"),
         (
             {"model": {"position": "none", "attention": {"preset": "flurka", "far_rope": "centroid"}}},
             "model.position",

@@ -265,5 +265,9 @@ def test_near_dropout_decays_to_zero(mesh):
     assert [falling.probability(step) for step in (0, 1, 4, 9)] == pytest.approx([0.8, 0.6, 0, 0])
     # The dropout adds no tensors that a checkpoint would lack.
     assert whole_shapes(student, partitions(student), mesh.tp).keys() == partitions(student).keys()
-    with pytest.raises(UserError, match=r"model.attention has none; take near"):
-        add_near_dropout(build(mesh, "flurka_kernel"), NearDropout(start=1.0, steps=4), seed=3)
+
+
+@pytest.mark.parametrize("attention", ["flurka_kernel", "softmax"])
+def test_near_dropout_without_gates_is_refused(attention, mesh):
+    with pytest.raises(UserError, match=r"^training.near_dropout .* model.attention has none; take near"):
+        add_near_dropout(build(mesh, attention), NearDropout(start=1.0, steps=4), seed=3)
