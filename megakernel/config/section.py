@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, mod
 from .errors import ConfigError, Problem
 
 _INT64_MAX = 2**63 - 1
+_MAX_NAME_BYTES = 255
+"""Bytes of a file name on Linux file systems."""
 _FLOAT32_MAX, _FLOAT32_TINY = 3.4028234e38, 1.1754944e-38
 """Largest and smallest normal magnitudes."""
 
@@ -73,9 +75,16 @@ class Section(BaseModel):
 
     @field_validator("*")
     @classmethod
-    def _expand_home(cls, value: Any) -> Any:
+    def _check_path(cls, value: Any) -> Any:
+        if not isinstance(value, Path):
+            return value
+        if "\0" in (text := str(value)):
+            raise ConfigError([Problem("", text.replace("\0", "\\0"), "holds a NUL character", "remove it")])
+        if any(len(part.encode(errors="replace")) > _MAX_NAME_BYTES for part in value.parts):
+            reason = f"has a name of more than {_MAX_NAME_BYTES} bytes"
+            raise ConfigError([Problem("", value, reason, "shorten it")])
         # A shell does not expand `~` behind `run.root=`, nor in a file; a folder of that name would be made.
-        return Path(os.path.expanduser(value)) if isinstance(value, Path) else value
+        return Path(os.path.expanduser(value))
 
     @field_validator("*")
     @classmethod

@@ -21,7 +21,7 @@ from .uptrain import Uptrain
 class Run(Section):
     """Name, folder and seed of a run."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=255)
     """Name of the run and of its folder under run.root. Starting the same name again resumes the run."""
 
     root: Path = Path("runs")

@@ -21,8 +21,7 @@ def validate(tree: Mapping[str, Any], known_problems: Sequence[Problem] = ()) ->
     Sections are validated one by one, so that an invalid one hides no conflict between the others.
     """
     sections: dict[str, Any] = {}
-    problems: list[Problem] = list(_path_problems(tree))
-    problems += [
+    problems = [
         _unknown_key(Config, str(key), str(key), tree[key]) for key in tree if key not in Config.model_fields
     ]
     for name, field in Config.model_fields.items():
@@ -67,10 +66,6 @@ def _raise_problems(known: Sequence[Problem], found: Sequence[Problem], name: st
         raise ConfigError([problem.under(name) for problem in problems])
 
 
-_MAX_NAME_BYTES = 255
-"""Bytes of a file name on Linux file systems."""
-
-
 def all_texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """(dotted key, text) for every text in a tree."""
     if isinstance(value, str):
@@ -78,15 +73,6 @@ def all_texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(value, Mapping | list):
         for name, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from all_texts(inner, f"{key}.{name}" if key else str(name))
-
-
-def _path_problems(tree: Mapping[str, Any]) -> Iterator[Problem]:
-    """Texts that cannot be a file path: any text of a configuration may become one."""
-    for key, text in all_texts(tree):
-        if "\0" in text:
-            yield Problem(key, text.replace("\0", "\\0"), "holds a NUL character", "remove it")
-        elif any(len(part.encode(errors="replace")) > _MAX_NAME_BYTES for part in text.split("/")):
-            yield Problem(key, text, f"has a name of more than {_MAX_NAME_BYTES} bytes", "shorten it")
 
 
 def _problems_of_error(detail: ErrorDetails, annotation: Any, value: Any) -> Iterator[Problem]:

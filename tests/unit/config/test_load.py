@@ -132,6 +132,15 @@ def test_a_variable_in_an_overridden_value_may_be_unset(tmp_path):
     assert load(path, ["training.steps=3"], env={}).training.steps == 3
 
 
+def test_only_paths_are_limited_to_the_names_that_file_systems_take():
+    prompt = "x" * 300 + "\0"
+    assert trees.config(logging={"sample_prompt": prompt}).logging.sample_prompt == prompt
+    found = trees.problems(
+        run={"name": "x" * 256}, init={"from": "x" * 256}, data={"train": {f"x/{'é' * 128}": 1}}
+    )
+    assert found.keys() == {"run.name", "init.from", "data.train"}
+
+
 def test_a_tilde_is_the_home_folder_in_every_path_and_only_there(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     loaded = trees.config(
