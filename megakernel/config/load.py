@@ -29,9 +29,9 @@ def read_composed(path: Path, parents: tuple[Path, ...] = ()) -> dict[str, Any]:
     tree = yaml_text.read(path)
     extends = tree.pop("extends", [])
     bases = [extends] if isinstance(extends, str) else extends
-    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+    if not isinstance(bases, list) or not all(isinstance(base, str) and "\0" not in base for base in bases):
         remedy = "write one file or a list of files, relative to this one"
-        raise ConfigError([Problem(f"{path}: extends", extends, "names no files", remedy)])
+        raise ConfigError([Problem(f"{path}: extends", bases, "names no files", remedy)])
     out: dict[str, Any] = {}
     for base in bases:
         out = merge_config(out, read_composed(path.parent / base, (*parents, resolved)))

@@ -84,6 +84,10 @@ def parse(text: str, source: str) -> Any:
         raise ConfigError(
             [Problem(source, MISSING, f"is not YAML ({' '.join(str(error).split())})", "correct it")]
         ) from None
+    except (LookupError, AttributeError, TypeError):  # of values that are not what their tags say
+        raise ConfigError(
+            [Problem(source, MISSING, "is not YAML (a tag does not fit its value)", "remove it")]
+        ) from None
     if loader.repeated:
         raise ConfigError(
             [

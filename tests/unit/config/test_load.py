@@ -43,7 +43,7 @@ def test_circular_extends_are_refused_with_their_path(tmp_path):
         load(tmp_path / "a.yaml")
 
 
-@pytest.mark.parametrize("extends", ["3", "[1]", "{a: b}"])
+@pytest.mark.parametrize("extends", ["3", "[1]", "{a: b}", r'"a\0b"'])
 def test_extends_takes_only_file_names(tmp_path, extends):
     (tmp_path / "run.yaml").write_text(f"extends: {extends}")
     with pytest.raises(ConfigError, match=r"extends=.* names no files"):
