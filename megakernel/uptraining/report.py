@@ -54,9 +54,9 @@ LEAST_GAP = 0.01
 def recovered(swapped: float, now: float, dense: float) -> float | None:
     """Share of the perplexity gap that is closed, (PPL_swapped - PPL) / (PPL_swapped - PPL_dense), from losses.
 
-    None if the gap is less than LEAST_GAP of PPL_dense.
+    None if the gap is less than LEAST_GAP of PPL_dense; nan if a loss is.
     """
-    if not swapped - dense >= math.log1p(LEAST_GAP):  # also of losses that are not numbers
+    if swapped - dense < math.log1p(LEAST_GAP):
         return None
     # Both differences divided by PPL_swapped: the perplexity of a model that has diverged is no float.
     return math.expm1(min(now - swapped, 700.0)) / math.expm1(dense - swapped)
@@ -85,8 +85,8 @@ class Report:
     swapped: Measured
     stages: Sequence[Measured]
     ablations: Sequence[Measured]
-    heads: dict[str, float]
-    """The last `transfer/...` scalars of the transfer stage."""
+    heads: dict[str, float | None]
+    """The last `transfer/...` scalars of the transfer stage; None for non-finite ones."""
 
     recipe: str = ""
     """The keys of the uptrain section that are not defaults."""
@@ -166,9 +166,9 @@ class Report:
         return "\n".join(lines) + "\n"
 
 
-def _head_table(heads: dict[str, float]) -> list[str]:
+def _head_table(heads: dict[str, float | None]) -> list[str]:
     """Table of the scalars under `HeadTag`s, with a row for each head and a column for each statistic."""
-    rows: dict[tuple[int, int], dict[str, float]] = {}
+    rows: dict[tuple[int, int], dict[str, float | None]] = {}
     names: dict[str, None] = {}
     for tag, value in heads.items():
         name, layer, head = HeadTag.parse(tag)
@@ -179,7 +179,7 @@ def _head_table(heads: dict[str, float]) -> list[str]:
         "| ---: | ---: |" + " ---: |" * len(names),
     ]
     for (row, column), values in sorted(rows.items()):
-        cells = [f"{values[name]:.4g}" if name in values else "" for name in names]
+        cells = ["" if (value := values.get(name)) is None else f"{value:.4g}" for name in names]
         table.append(f"| {row} | {column} | {' | '.join(cells)} |")
     return table
 
@@ -188,6 +188,8 @@ def _in_words(share: float | None) -> str:
     """A recovered share in words where a number would mislead: for a tiny gap, below 0 or above 1."""
     if share is None:
         return "the swap lost nothing"
+    if math.isnan(share):
+        return "unknown: a loss is not a number"
     if share < 0:
         return "none: worse than the swap"
     return "all, and more" if share > 1 else f"{share:.1%}"

@@ -1,7 +1,8 @@
 """Measurement of finished stages for the report."""
 
 import json
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megakernel.checkpoint.weight_source import WeightSource
@@ -114,20 +115,23 @@ def wanted_model(config: Config, plan: Sequence[Stage]) -> Model:
     return next((stage.config.model for stage in plan if stage.kind == MAIN), config.model)
 
 
-def head_scalars(run: Path) -> dict[str, float]:
-    """The last logged scalars of a transfer run under `HeadTag`s."""
-    last: dict[str, float] = {}
+def head_scalars(run: Path) -> dict[str, float | None]:
+    """The last logged scalars of a transfer run under `HeadTag`s; None for non-finite ones."""
+    last: dict[str, float | None] = {}
     for entry in read_metrics(run):
         last = {tag: value for tag, value in entry.items() if tag.startswith("transfer/")} or last
     return last
 
 
-def worst_layers(heads: dict[str, float], count: int) -> list[int]:
-    """The `count` layers with the largest mean error over heads, ascending, which a hybrid keeps as softmax."""
+def worst_layers(heads: Mapping[str, float | None], count: int) -> list[int]:
+    """The `count` layers with the largest mean error over heads, ascending, which a hybrid keeps as softmax.
+
+    A non-finite error, None, is the largest.
+    """
     errors: dict[int, list[float]] = {}
     for tag, value in heads.items():
         name, layer, _ = HeadTag.parse(tag)
         if name == "error":
-            errors.setdefault(layer, []).append(value)
+            errors.setdefault(layer, []).append(math.inf if value is None else value)
     ordered = sorted(errors, key=lambda layer: (-sum(errors[layer]) / len(errors[layer]), layer))
     return sorted(ordered[:count])

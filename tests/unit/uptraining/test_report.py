@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from math import log
+from math import log, nan
 
 import pytest
 import torch
@@ -27,11 +27,13 @@ def test_recovered_is_the_fraction_of_the_perplexity_gap():
 
 def test_a_model_that_has_diverged_is_reported_too(tmp_path):
     stage = Measured("distillation", 5000.0, 5000.0, tokens=4096)
-    diverged = replace(report_of(), swapped=Measured("swapped", 800.0, 800.0), stages=[stage])
+    heads = {"transfer/error/layer_1/head_0": None}
+    diverged = replace(report_of(), swapped=Measured("swapped", 800.0, 800.0), stages=[stage], heads=heads)
     diverged.write(tmp_path)
     page = (tmp_path / "uptrain_report.md").read_text()
     assert "| swapped | 0 | 800.0000 | inf | 800.0000 |  |" in page
     assert "| distillation | 4,096 | 5000.0000 | inf | 5000.0000 | none: worse than the swap |" in page
+    assert "| 1 | 0 |  |" in page
     assert "Infinity" not in (tmp_path / "uptrain_report.json").read_text()
     assert recovered(800.0, 2.5, 2.5) == 1.0
 
@@ -43,6 +45,8 @@ def test_a_model_that_has_diverged_is_reported_too(tmp_path):
         (20, 9, "all, and more"),
         (10.2, 15, "none: worse than the swap"),
         (10.05, 9, "the swap lost nothing"),
+        (20, nan, "unknown: a loss is not a number"),
+        (nan, 9, "unknown: a loss is not a number"),
     ],
 )
 def test_a_recovered_fraction_outside_0_to_1_is_described_in_words(swapped, now, text):
