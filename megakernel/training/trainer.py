@@ -85,7 +85,7 @@ class Trainer:
         self.entry = StepMetrics()
 
     def run(self) -> Stop:
-        """Train until the last step or a stop request, and save; returns the request."""
+        """Train until the last step or a stop request, and save; returns the request that left something to do."""
         steps = self.config.training.steps
         done = self._load()
         if done >= steps:
@@ -122,6 +122,7 @@ class Trainer:
                 self._after_step(step + 1, stop)
                 if stop:
                     requests.saved()
+                if stop and (step + 1 < steps or self.parent_folders):  # further stages may follow
                     self._note(
                         f"stopped by {stop.name} after step {step + 1}; start the same command to continue"
                     )

@@ -10,6 +10,7 @@ from tests.distributed.processes import RankFailedError, run_ranks
 from tests.distributed.training_run import (
     assert_identical,
     layout,
+    pretrain_in_this_rank,
     pretrain_killed_at_line,
     scalars,
     train,
@@ -53,3 +54,13 @@ def test_a_new_learning_rate_of_mechanisms_holds_from_the_next_step_on(ranks, co
     assert losses == pytest.approx(scalars(reshaped, "train/loss"), rel=1e-5)
     unchanged = train(config, 1, *before, "training.steps=4", "run.name=unchanged")
     assert losses[-1] != pytest.approx(scalars(unchanged, "train/loss")[-1], rel=1e-4)
+
+
+@pytest.mark.parametrize(("steps", "status"), [(1, 0), (2, 143)])
+def test_a_run_that_is_asked_to_stop_in_its_last_step_is_done(steps, status, corpus, tmp_path):
+    config, stop_file = write_config(tmp_path, corpus), tmp_path / "run/STOP"
+    stop_file.parent.mkdir()
+    stop_file.touch()
+    overrides = (f"training.steps={steps}", "logging.tensorboard=false")
+    assert run_ranks(pretrain_in_this_rank, 1, config, overrides) == [status]
+    assert not stop_file.exists()
