@@ -14,7 +14,7 @@ from .layer_inputs import IGNORED, LayerInputs
 from .linear import column_input, column_linear
 from .norm import Norm
 from .settings import ModelSettings, seeded_by
-from .vocabulary_loss import NO_SCALING, DistillationTarget, LogitScaling, summed_distillation, summed_loss
+from .vocabulary_loss import DistillationTarget, LogitScaling, summed_loss
 
 
 class FinalNorm(nn.Module):
@@ -70,40 +70,22 @@ def mean_loss(
     # Nearly all tokens of a causal model count, and selecting them would synchronize with the GPU.
     if not settings.model.is_causal:  # skip the logits of tokens that do not count
         states, targets = [x[counts] for x in states], targets[counts]
-    hidden = states[0]
+    selected = None if distillation is None else replace(distillation, hidden=states[1])
+    summed, parts = summed_loss(states[0], weight, targets, chunk_size, vocab_size, group, scaling, selected)
     if distillation is not None:
-        selected = replace(distillation, hidden=states[1])
-        summed, parts = summed_distillation(
-            hidden, weight, targets, chunk_size, vocab_size, group, selected, scaling
-        )
         distillation.parts = torch.cat([parts, counts.sum()[None]])
-    else:
-        summed = summed_loss(hidden, weight, targets, chunk_size, vocab_size, group, scaling)
     return summed / num_targets.squeeze()
 
 
 def token_losses(weight: Tensor, hidden: Tensor, labels: Tensor, settings: ModelSettings) -> Tensor:
-    """Cross entropy per token in nats, float32 (N * B,), tokens outermost; 0 where the label is IGNORED."""
+    """Cross entropy per token in nats, float32 (N * B,), tokens outermost; 0 where the label is IGNORED.
+
+    Autograd would keep the logits of all chunks.
+    """
     hidden = column_input(hidden, settings).flatten(0, 1)
     targets = labels.transpose(0, 1).reshape(-1)
     chunk_size, vocab_size = settings.loss_chunk_size, settings.local_vocab_size
     scaling, is_parallel = LogitScaling.of(settings.model), settings.mesh.tp.size > 1
-    return _losses(weight, hidden, targets, chunk_size, vocab_size, is_parallel, scaling)
-
-
-def _losses(
-    weight: Tensor,
-    hidden: Tensor,
-    targets: Tensor,
-    chunk_size: int,
-    vocab_size: int,
-    is_parallel: bool,
-    scaling: LogitScaling = NO_SCALING,
-) -> Tensor:
-    """Cross entropy (T,) of hidden states (T, C) in chunks of `chunk_size` tokens, whose logits autograd keeps.
-
-    is_parallel: whether the head is vocabulary-parallel.
-    """
     chunks = zip(hidden.split(chunk_size), targets.split(chunk_size))
     return torch.cat([_chunk_losses(weight, *chunk, vocab_size, is_parallel, scaling) for chunk in chunks])
 

@@ -98,8 +98,12 @@ def summed_loss(
     vocab_size: int,
     group: ProcessGroup | None = None,
     scaling: LogitScaling = NO_SCALING,
-) -> Tensor:
-    """The sum over tokens of the cross entropy in nats, () float32 or wider.
+    distillation: DistillationTarget | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The sum of the loss over tokens in nats, () float32 or wider, and its two parts (2,) without gradients.
+
+    The loss is the cross entropy; with `distillation`, its weighted sum with KL(teacher || model). The parts are the
+    unweighted sums of both.
 
     Args:
         hidden: states (T, C) before the head.
@@ -109,23 +113,7 @@ def summed_loss(
         vocab_size: this rank's rows that are not padding; padding comes last.
         group: ranks of the vocabulary-parallel head, in the order of ids; None: this rank has the whole head.
         scaling: scaling of the logits.
-    """
-    return summed_distillation(hidden, weight, targets, chunk_size, vocab_size, group, None, scaling)[0]
-
-
-def summed_distillation(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    chunk_size: int,
-    vocab_size: int,
-    group: ProcessGroup | None,
-    distillation: DistillationTarget | None,
-    scaling: LogitScaling = NO_SCALING,
-) -> tuple[Tensor, Tensor]:
-    """`summed_loss` with distillation, and its two parts (2,) without gradients.
-
-    The parts are the unweighted sums over tokens of the cross entropy and of KL(teacher || model).
+        distillation: the teacher's states and head, and the weights of both parts.
     """
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     sums: tuple[Tensor, Tensor] = _SummedLoss.apply(

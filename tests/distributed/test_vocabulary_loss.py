@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from megakernel.model.head import _losses
+from megakernel.config import Model
+from megakernel.model import ModelSettings
+from megakernel.model.head import token_losses
 from megakernel.model.vocabulary_loss import DistillationTarget
 from tests.distributed.processes import cpu_mesh, run_ranks
 from tests.unit.model.test_vocabulary_loss import OBJECTIVES, compute_loss, expected, random_inputs
@@ -31,7 +33,10 @@ def losses_over_ranks():
             results.append((loss.item(), *torch.autograd.grad(loss, learned)))
         (hidden, head, *_), targets = random_inputs(torch.float32)
         own = head.chunk(len(LOCAL_VOCAB_SIZES))[mesh.tp.rank]
-        measured = _losses(own, hidden, targets, 8, LOCAL_VOCAB_SIZES[mesh.tp.rank], True).sum()
+        model = Model(num_layers=1, hidden_size=hidden.shape[1], num_heads=1, vocab_multiple=len(head))
+        settings = ModelSettings(model, sum(LOCAL_VOCAB_SIZES), mesh, loss_chunk_size=8)
+        assert settings.local_vocab_size == LOCAL_VOCAB_SIZES[mesh.tp.rank]
+        measured = token_losses(own, hidden[:, None], targets[None], settings).sum()
     return results, measured.item()
 
 

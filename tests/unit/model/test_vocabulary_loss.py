@@ -10,7 +10,6 @@ from megakernel.model.layer_inputs import IGNORED
 from megakernel.model.vocabulary_loss import (
     DistillationTarget,
     LogitScaling,
-    summed_distillation,
     summed_loss,
 )
 from megakernel.parallel import OneProcess
@@ -65,9 +64,7 @@ def scaled(products, scaling):
 def compute_loss(
     hidden, head, targets, rows, distillation=None, vocab_size=VOCAB_SIZE, group=None, scaling=SCALINGS[0]
 ):
-    if distillation is None:
-        return summed_loss(hidden, head, targets, rows, vocab_size, group, scaling), None
-    return summed_distillation(hidden, head, targets, rows, vocab_size, group, distillation, scaling)
+    return summed_loss(hidden, head, targets, rows, vocab_size, group, scaling, distillation)
 
 
 @pytest.mark.parametrize("rows", [TOKENS, 8], ids=["one chunk", "chunks"])
@@ -132,14 +129,14 @@ def test_the_loss_and_gradient_of_a_model_equal_to_its_teacher_are_zero():
 def test_frozen_weights_get_no_gradient(learned):
     (hidden, head, *_), targets = random_inputs(torch.float32)
     (hidden if learned == "states" else head).requires_grad_()
-    summed_loss(hidden, head, targets, 8, VOCAB_SIZE).backward()
+    summed_loss(hidden, head, targets, 8, VOCAB_SIZE)[0].backward()
     assert (hidden.grad is None, head.grad is None) == (learned == "head", learned == "states")
 
 
 def test_without_tokens_loss_and_gradient_are_zero():
     (_, head, *_), targets = random_inputs(torch.float32)
     head.requires_grad_()
-    loss = summed_loss(torch.empty(0, WIDTH, requires_grad=True), head, targets[:0], 8, PADDED_VOCAB_SIZE)
+    loss, _ = summed_loss(torch.empty(0, WIDTH, requires_grad=True), head, targets[:0], 8, PADDED_VOCAB_SIZE)
     loss.backward()
     assert loss.item() == 0.0
     assert head.grad.shape == head.shape
