@@ -30,7 +30,7 @@ class Objective(Section):
     """Run, checkpoint or dense model to learn from; it stays frozen. Required by distill and transfer."""
 
     kl: float = Field(default=1.0, ge=0)
-    """distill: weight of KL(teacher ‖ model) over the vocabulary."""
+    """distill: weight of KL(teacher ‖ model) over the vocabulary, above 0."""
 
     cross_entropy: float = Field(default=1.0, ge=0)
     """distill: weight of the labels' cross entropy; transfer: weight of the cross entropy of sampled attention rows."""

@@ -30,10 +30,8 @@ def to_layer_inputs(batch: "Batch", targets: Tensor) -> LayerInputs:
 
 
 def as_bytes(states: Tensor) -> Tensor:
-    """States (…, C) as detached uint8 (…, C x itemsize), for which pipeline stages send no gradient back."""
+    """States (…, C) as detached uint8 (…, C x itemsize), for which pipeline stages send no gradient back.
+
+    The inverse is `view(dtype)`.
+    """
     return states.detach().contiguous().view(torch.uint8)
-
-
-def from_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Inverse of `as_bytes`, for states of a dtype."""
-    return data.view(dtype)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megakernel.config import Config
 from megakernel.model import LanguageModel, LocalModel
-from megakernel.model.layer_inputs import LayerInputs, as_bytes, from_bytes
+from megakernel.model.layer_inputs import LayerInputs, as_bytes
 from megakernel.model.settings import DTYPES
 from megakernel.model.vocabulary_loss import DistillationTarget, LogitScaling
 from megakernel.parallel import Mesh
@@ -26,16 +26,6 @@ class Teacher:
     def hidden(self, inputs: LayerInputs) -> Tensor:
         """Hidden states (N, B, C) before its head; with a pipeline, the output of this stage from its `inputs`."""
         return self.model.body(inputs)[0]
-
-    @property
-    def logit_scaling(self) -> LogitScaling:
-        """Scaling and softcap of its logits."""
-        return LogitScaling.of(self.model.settings.model)
-
-    @property
-    def output_matrix(self) -> Tensor:
-        """This tensor rank's rows (R / tp, C) of its head, padding included."""
-        return self.model.output_matrix
 
     def share_weights(self, student: nn.Module) -> None:
         """Share the storage of every weight that is frozen in the student and equal in both, from the first call on.
@@ -65,24 +55,24 @@ class Distillation:
 
     def __call__(self, inputs: LayerInputs) -> LayerInputs | Tensor:
         """The outputs of a stage: the student's, then the teacher's states as bytes; of the last stage the loss."""
-        entering, teacher_hidden = inputs, None
-        if self.objective.kl:
-            if not self.mesh.is_first_stage:
-                inputs, data = inputs[:-1], inputs[-1]
-                entering = (from_bytes(data, self.dtype), *inputs[1:])
-            teacher_hidden = self.teacher.hidden(entering)
+        entering = inputs
+        if not self.mesh.is_first_stage:
+            inputs, data = inputs[:-1], inputs[-1]
+            entering = (data.view(self.dtype), *inputs[1:])
+        teacher_hidden = self.teacher.hidden(entering)
         leaving = self.student.body(inputs)
-        if self.mesh.is_last_stage:
-            return self._loss(leaving, teacher_hidden)
-        return leaving if teacher_hidden is None else (*leaving, as_bytes(teacher_hidden))
+        return (
+            self._loss(leaving, teacher_hidden)
+            if self.mesh.is_last_stage
+            else (*leaving, as_bytes(teacher_hidden))
+        )
 
-    def _loss(self, leaving: LayerInputs, teacher_hidden: Tensor | None) -> Tensor:
-        """Loss from the inputs of both heads; teacher_hidden: None if the objective has no KL divergence."""
-        if teacher_hidden is None:
-            return self.objective.cross_entropy * self.student.loss(leaving)
+    def _loss(self, leaving: LayerInputs, teacher_hidden: Tensor) -> Tensor:
+        """Loss from the inputs of both heads."""
         weights = self.objective.temperature, self.objective.kl, self.objective.cross_entropy
-        target = teacher_hidden, self.teacher.output_matrix
-        distillation = DistillationTarget(*target, *weights, self.teacher.logit_scaling)
+        teacher = self.teacher.model
+        scaling = LogitScaling.of(teacher.settings.model)
+        distillation = DistillationTarget(teacher_hidden, teacher.output_matrix, *weights, scaling)
         loss = self.student.loss(leaving, distillation)
         assert distillation.parts is not None
         self._parts = distillation.parts if self._parts is None else self._parts + distillation.parts

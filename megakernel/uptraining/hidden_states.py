@@ -16,7 +16,7 @@ from torch import Tensor
 from megakernel.checkpoint.folder import PARTIAL, make_empty
 from megakernel.checkpoint.manifest import flush
 from megakernel.config import Config
-from megakernel.model.layer_inputs import as_bytes, from_bytes
+from megakernel.model.layer_inputs import as_bytes
 from megakernel.model.settings import DTYPES
 from megakernel.parallel import Mesh
 from megakernel.parallel.ranks import Ranks
@@ -84,7 +84,7 @@ class HiddenStates:
         # Each micro-batch is mapped anew, because pages read through a mapping count as this process's memory.
         size = self._micro_batch_bytes
         data = np.memmap(self.folder / self._file_name, np.uint8, "c", index * size, (size,))
-        return from_bytes(torch.from_numpy(data), self._dtype).view(self._shape).to(self.mesh.device)
+        return torch.from_numpy(data).view(self._dtype).view(self._shape).to(self.mesh.device)
 
     @property
     def _dtype(self) -> torch.dtype:

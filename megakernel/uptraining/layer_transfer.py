@@ -9,7 +9,7 @@ from torch import Tensor
 from megakernel.config import Config
 from megakernel.model import LocalModel
 from megakernel.model.layer import converted_cores
-from megakernel.model.layer_inputs import LayerInputs, as_bytes, from_bytes
+from megakernel.model.layer_inputs import LayerInputs, as_bytes
 from megakernel.model.settings import DTYPES
 from megakernel.parallel import Mesh
 
@@ -52,7 +52,7 @@ class LayerTransfer:
         else:
             # The loss comes first, because DeepSpeed assigns the n-th received gradient to the n-th tensor.
             before, data, *rest = inputs
-            inputs = (from_bytes(data, self.dtype), *rest)
+            inputs = (data.view(self.dtype), *rest)
         with self.attention:
             hidden = self.teacher.hidden(inputs)
         # Each tensor rank has only the loss of its own heads.

@@ -25,11 +25,17 @@ def model_maker(
 ) -> Callable[[ModelSettings, Callable[[], float]], LocalModel]:
     """Return the function that builds a process's model or pipeline stage, with the interface of `build_model`.
 
-    Raises UserError, alike on all ranks, if the teacher is missing or has another tokenizer than the data.
+    Raises UserError, alike on all ranks, if the teacher is missing, has another tokenizer than the data or no weight in
+    the loss.
     """
     folder = config.objective.teacher
     if folder is None:
         return build_model
+    if config.objective.kind == "distill" and config.objective.kl == 0:
+        # Not a rule of the configuration, because older runs have recorded it.
+        raise UserError(
+            "objective.kl=0 leaves the teacher nothing to teach; take objective.kind: labels, or set kl above 0"
+        )
     source = WeightSource.find("objective.teacher", folder, ranks)
     ranks.on_rank_zero(lambda: source.check_tokenizer(corpora))
     return partial(_with_teacher, config, source)

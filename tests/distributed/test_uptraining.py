@@ -264,6 +264,12 @@ def test_distillation_logs_the_parts_of_its_loss(ranks, root):
     assert loss == pytest.approx(summed, rel=1e-5)
 
 
+def test_a_teacher_without_a_weight_in_the_loss_is_refused(root):
+    keys = ["objective.kind=distill", f"objective.teacher={root}/dense", "objective.kl=0", "run.name=kl0"]
+    with pytest.raises(RankFailedError, match=r"objective.kl=0 leaves the teacher nothing to teach; take"):
+        train(root / "student.yaml", 1, *keys)
+
+
 @pytest.fixture(scope="module")
 def larger_teacher(root):
     """A dense run with more layers, heads and hidden units than the student's source."""
