@@ -40,7 +40,7 @@ def validate(tree: Mapping[str, Any], known_problems: Sequence[Problem] = ()) ->
                 problems += (problem.under(name) for problem in _problems_of_error(detail, annotation, value))
     problems += section_conflicts(sections)
     _raise_problems(known_problems, problems)
-    return Config(**sections)
+    return Config.model_construct(**sections)  # valid one by one and together
 
 
 def validate_section(
