@@ -12,16 +12,28 @@ from .errors import Problem
 from .feature_map import FeatureMap
 from .section import Section
 
-Stage = Literal["input", "projected"]
-
 
 class _Compression(Section):
-    compress: Stage | None = None
+    compress: Literal["input", "projected"] | None = None
     """E and F compress the layer's `input` (FLuRKA eq. 2, cheaper) or its `projected` keys and values (eq. 1); None:
     `input`, or `projected` with a near window or per_head."""
 
 
-class BlockCompression(_Compression):
+class _LearnedCompression(_Compression):
+    per_head: bool = False
+    """Learn one (E, F) per key head instead of one for all heads of the layer."""
+
+    share_kv: bool = False
+    """Use E for the values too, instead of learning F."""
+
+    def problems(self) -> Iterator[Problem]:
+        """One E for all heads that is also one per head."""
+        if self.compress == "input" and self.per_head:
+            reason = "has one E for all heads of a layer, and per_head gives each its own"
+            yield self.problem("compress", reason, "set compress: projected or remove per_head")
+
+
+class BlockCompression(_LearnedCompression):
     """Each block of `block_size` tokens is compressed to `rank` landmarks: k~ = E k_block, v~ = F v_block."""
 
     kind: Literal["block"] = "block"
@@ -34,19 +46,13 @@ class BlockCompression(_Compression):
     rank: int = Field(default=8, gt=0, le=1_000_000)
     """Landmarks per block, r; at most block_size. More landmarks keep more of the block and cost more."""
 
-    per_head: bool = False
-    """Learn one (E, F) per key head instead of one for all heads of the layer."""
-
-    share_kv: bool = False
-    """Use E for the values too, instead of learning F."""
-
     def problems(self) -> Iterator[Problem]:
         """More landmarks than tokens in a block, or an invalid `compress`."""
         if self.rank > self.block_size:
             yield self.problem(
                 "rank", f"exceeds block_size={self.block_size}", f"set rank<={self.block_size}"
             )
-        yield from _stage_problems(self.compress, self.per_head)
+        yield from super().problems()
 
 
 class PoolCompression(_Compression):
@@ -59,7 +65,7 @@ class PoolCompression(_Compression):
     """Tokens per block, b."""
 
 
-class LinformerCompression(_Compression):
+class LinformerCompression(_LearnedCompression):
     """A whole sequence is compressed to `rank` landmarks: E, F in R^(d_k x N), one column per position.
 
     N is model.max_positions, else training.seq_len; shorter sequences use the first columns.
@@ -70,22 +76,6 @@ class LinformerCompression(_Compression):
 
     rank: int = Field(default=256, gt=0, le=1_000_000)
     """Landmarks per sequence, d_k."""
-
-    per_head: bool = False
-    """Learn one (E, F) per key head instead of one for all heads of the layer."""
-
-    share_kv: bool = False
-    """Use E for the values too, instead of learning F."""
-
-    def problems(self) -> Iterator[Problem]:
-        """An invalid `compress`."""
-        yield from _stage_problems(self.compress, self.per_head)
-
-
-def _stage_problems(compress: Stage | None, per_head: bool) -> Iterator[Problem]:
-    if compress == "input" and per_head:
-        reason = "has one E for all heads of a layer, and per_head gives each its own"
-        yield Problem("compress", compress, reason, "set compress: projected or remove per_head")
 
 
 def _kind(value: Any) -> str:
