@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 from benchmarks.far_context import COLUMN_NOTES, COLUMNS, Measures, Run, measure, prepare, state_size
 from benchmarks.page import command_line, page_parser, run_main, table_page, table_row, write_page
 from benchmarks.training_runs import preset_tree, uptrain_run
+from megakernel.checkpoint.trained_run import DENSE
 from megakernel.config import load
 from megakernel.uptraining.report import recovered
-from megakernel.uptraining.stages import DENSE, MAIN
+from megakernel.uptraining.stages import MAIN
 
 CONFIG = Path(__file__).with_suffix(".yaml")
 DENSE_RUN = Run("softmax_around", 2048, 0, 9_830_400)

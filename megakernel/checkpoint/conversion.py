@@ -17,7 +17,7 @@ from megakernel import attention
 from megakernel.attention.compression import SEGMENT_WEIGHT, landmark_segments, pooling_logits
 from megakernel.config import Attention, Config, Lora, Model, UserError
 from megakernel.config.algebra import BlockCompression
-from megakernel.model.self_attention import UPDATES
+from megakernel.model.self_attention import MECHANISM, UPDATES
 
 from .universal import STATE, WEIGHT, WholeTensors
 
@@ -71,7 +71,6 @@ def rank_steps(block_size: int, rank: int) -> list[int]:
     return steps
 
 
-_CORE = ".self_attention.core."
 _QKV = ".self_attention.qkv.weight"
 _PROJECTION, _MIXTURE = "projection.", "mixture."
 _POOLS = ("pool_keys", "pool_values")
@@ -134,10 +133,10 @@ def convert_attention(source: WholeTensors, before: Model, after: Model) -> Deri
     before: the checkpoint's model; after: a model of the same sizes.
     Raises UserError if a layer's E and F cannot be converted.
     """
-    recipes = {name: Recipe((name,)) for name in source.names if _CORE not in name}
+    recipes = {name: Recipe((name,)) for name in source.names if MECHANISM not in name}
     layers = sorted(int(name.removesuffix(_QKV)) for name in source.names if name.endswith(_QKV))
     for index, number in enumerate(layers):
-        prefix = f"{number}{_CORE}"
+        prefix = f"{number}{MECHANISM}"
         old_names = {name.removeprefix(prefix) for name in source.names if name.startswith(prefix)}
         for name, recipe in _core_recipes(old_names, before, after, index).items():
             old_sources = tuple(prefix + source for source in recipe.sources)

@@ -128,8 +128,11 @@ def block_folders(stage: Path) -> list[Path]:
     return sorted(blocks, key=lambda path: int(path.name.removeprefix(BLOCK_PREFIX).partition("-")[0]))
 
 
-_CONTROL_SUFFIXES = ("-scratch", "-dense")
-"""Suffixes of the names of stages that are trained only for comparison."""
+DENSE = "dense"
+"""Kind of the stage that trains the dense model further."""
+
+CONTROLS = ("scratch", DENSE)
+"""Kinds of stages that are trained only for comparison; the folder of a stage is NUMBER-KIND."""
 
 
 def student_run(folder: Path) -> Path:
@@ -140,7 +143,7 @@ def student_run(folder: Path) -> Path:
     if (folder / "checkpoints").is_dir():
         return folder
     for stage in reversed(stage_folders(folder)):
-        if stage.name.endswith(_CONTROL_SUFFIXES):
+        if stage.name.partition("-")[2] in CONTROLS:
             continue
         with suppress(UserError):  # the stage is unusable; if all are, opening `folder` raises a better error
             run = TrainedRun.find(stage)

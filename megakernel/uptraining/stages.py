@@ -7,6 +7,7 @@ from typing import Any
 
 from data_pipeline.order import ConsumptionOrder, Share
 from megakernel.checkpoint.conversion import rank_steps
+from megakernel.checkpoint.trained_run import CONTROLS, DENSE
 from megakernel.config import (
     Attention,
     BlockCompression,
@@ -46,7 +47,7 @@ class Stage:
     @property
     def is_control(self) -> bool:
         """Whether it is trained only for comparison; no stage starts from it."""
-        return self.kind in _CONTROLS
+        return self.kind in CONTROLS
 
 
 def stages(config: Config, kept: Sequence[int] | None = None, dense: Model | None = None) -> list[Stage]:
@@ -73,7 +74,7 @@ def stages(config: Config, kept: Sequence[int] | None = None, dense: Model | Non
         else:
             pattern = _pattern(chosen, config.model.num_layers, dense)
         number = len(plan) + 1
-        control = kind in _CONTROLS
+        control = kind in CONTROLS
         start = config.init.source if control or not plan else plan[-1].config.run.folder
         shares_order = not config.training.seq_len_schedule and kind != "length"
         seed = config.run.seed if shares_order else config.run.seed + number
@@ -142,11 +143,7 @@ def _moments(kind: str, before: Sequence[Stage], config: Config) -> str | None:
 
 
 MAIN = "main"
-DENSE = "dense"
-"""Kinds of stages: training of the configured model, and further training of the dense model."""
-
-_CONTROLS = ("scratch", DENSE)
-"""Kinds of stages that are trained only for comparison."""
+"""Kind of the stage that trains the configured model."""
 
 
 def _stage_changes(

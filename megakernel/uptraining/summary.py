@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from megakernel.checkpoint.trained_run import DENSE
 from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import Config, Model, Uptrain
 from megakernel.model import LanguageModel
@@ -16,7 +17,7 @@ from .costs import DecodingCost, TrainingCost
 from .head_statistics import HeadTag
 from .identity import Preflight, near_window
 from .report import Measured, Report
-from .stages import DENSE, MAIN, Stage
+from .stages import MAIN, Stage
 from .validation import Validation
 
 

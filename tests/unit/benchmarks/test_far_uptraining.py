@@ -5,8 +5,9 @@ import pytest
 from benchmarks.far_context import Measures
 from benchmarks.far_uptraining import CONFIG, DENSE_RUN, STUDENTS, ModelRow, overrides_of, page
 from benchmarks.training_runs import uptrain_run
+from megakernel.checkpoint.trained_run import DENSE
 from megakernel.config import UserError, load, to_yaml
-from megakernel.uptraining.stages import DENSE, stages
+from megakernel.uptraining.stages import stages
 from megakernel.uptraining.transfer import check_parts_around
 
 
