@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from data_pipeline.order import ConsumptionOrder, Share
 from megakernel.checkpoint.conversion import rank_steps
@@ -14,12 +14,14 @@ from megakernel.config import (
     Config,
     ConfigError,
     Model,
+    Optimizer,
     Problem,
     Training,
     Uptrain,
     data_parallel_size,
 )
 from megakernel.config.section import merged
+from megakernel.config.uptrain import LengthStage, TransferStage
 from megakernel.config.validation import validate
 
 
@@ -146,94 +148,107 @@ MAIN = "main"
 """Kind of the stage that trains the configured model."""
 
 
-def _stage_changes(
-    config: Config, uptrain: Uptrain, dense: Model | None
-) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield purpose, kind and changed keys of each stage."""
-    attention = config.model.attention
-    ranks = _intermediate_ranks(attention) if uptrain.annealed else []
-    stage_steps = _stage_steps(config.training.steps, uptrain, len(ranks))
-    distill = _distillation(config, uptrain)
-    first = _base(attention, uptrain.base) if uptrain.alpha else attention
+StageChanges: TypeAlias = tuple[str, str, dict[str, Any]]
+"""Purpose, kind and changed keys of a stage."""
+
+
+def _stage_changes(config: Config, uptrain: Uptrain, dense: Model | None) -> Iterator[StageChanges]:
+    """The stages in order; ConfigError, before the first, for shares of the steps that leave one none."""
+    main = _main_stages(config, uptrain)
     if uptrain.transfer is not None:
-        transfer = uptrain.transfer
-        yield (
-            "attention transfer",
-            "transfer",
-            {
-                "model": {"attention": _as_dict(first)},
-                "objective": {
-                    "kind": "transfer",
-                    "teacher": str(config.init.source),
-                    "rows": transfer.rows,
-                    "cross_entropy": transfer.cross_entropy,
-                },
-                "training": {"steps": transfer.steps, "seq_len_schedule": []},
-                "optimizer": {
-                    "lr": transfer.lr,
-                    "mechanism_lr": None,
-                    "trained": "mechanism",
-                    "lora": None,
-                },
-                # ZeRO 3 does not save frozen weights.
-                "parallel": {"zero_stage": min(config.parallel.zero_stage, 2)},
-            },
-        )
-    parts: list[tuple[str, str, Attention]] = []
-    if uptrain.alpha:
-        parts.append((f"{uptrain.base} base", "base", first))
-    parts += [(f"rank {rank}", f"rank{rank}", _with_rank(attention, rank)) for rank in ranks]
-    parts.append(("distillation" if uptrain.distill.kl else "fine-tuning", MAIN, attention))
-    before, dropout = 0, uptrain.near_dropout
-    for (purpose, kind, mechanism), count in zip(parts, stage_steps, strict=True):
-        # All of them share one learning-rate schedule and one sequence-length schedule.
-        after = config.training.steps - before - count
-        schedule = {"steps_before": before, "steps_after": after}
-        gated = config.model.model_copy(update={"attention": mechanism}).is_gated
-        training = {
-            "steps": count,
-            "seq_len_schedule": _phases(config.training, before, before + count),
-            "near_dropout": {"start": dropout, "steps": count} if dropout and gated else None,
-        }
-        model = {"attention": _as_dict(mechanism)}
-        yield (
-            purpose,
-            kind,
-            {"model": model, "training": training, "schedule": schedule, "objective": distill},
-        )
-        before, dropout = before + count, 0.0 if gated else dropout
+        yield _transfer_stage(config, uptrain, uptrain.transfer)
+    yield from main
     if uptrain.length is not None:
-        length = uptrain.length.model_dump(mode="json", exclude_none=True)
-        length.pop("rope_scaling", None)
-        rate = length.pop("lr", None)
-        changes: dict[str, Any] = {"training": length}
-        if uptrain.length.rope_scaling is not None:
-            # With every key, so that none of the model's own remains.
-            changes["model"] = {"rope_scaling": uptrain.length.rope_scaling.model_dump(mode="json")}
-        if rate is not None:
-            mechanism_lr = config.optimizer.mechanism_lr
-            scaled = None if mechanism_lr is None else mechanism_lr * rate / config.optimizer.lr
-            changes["optimizer"] = {"lr": rate, "mechanism_lr": scaled}
-        yield "longer sequences", "length", changes
-    # The transfer uses the final sequence length.
-    total = config.training.steps + (uptrain.transfer.steps if uptrain.transfer is not None else 0)
-    budget = {"steps": total, "seq_len_schedule": _phases(config.training, 0, config.training.steps)}
-    all_weights: dict[str, Any] = {"trained": "all", "lora": None}
+        yield _length_stage(config.optimizer, uptrain.length)
     if uptrain.from_scratch:
         rates: dict[str, Any] = {}
         if uptrain.scratch_lr is not None:  # all weights are new, so mechanism_lr has no use
             rates = {"lr": uptrain.scratch_lr, "mechanism_lr": None}
-        changes = {"training": budget, "optimizer": all_weights | rates}
-        yield "from scratch on as many tokens", "scratch", changes
+        yield "from scratch on as many tokens", "scratch", _control(config, uptrain, rates)
     if uptrain.train_dense:
         assert dense is not None, "the caller knows init.from"
-        layers = [_as_dict(layer) for layer in dense.attentions]
-        changes = {
-            "model": {"attention_pattern": layers},
-            "training": budget,
-            "optimizer": all_weights | {"mechanism_lr": None},
-        }
+        changes = _control(config, uptrain, {"mechanism_lr": None})
+        changes["model"] = {"attention_pattern": [_as_dict(layer) for layer in dense.attentions]}
         yield "dense, trained on as many tokens", DENSE, changes
+
+
+def _transfer_stage(config: Config, uptrain: Uptrain, transfer: TransferStage) -> StageChanges:
+    changes = {
+        "model": {"attention": _as_dict(_first_attention(config, uptrain))},
+        "objective": {
+            "kind": "transfer",
+            "teacher": str(config.init.source),
+            "rows": transfer.rows,
+            "cross_entropy": transfer.cross_entropy,
+        },
+        "training": {"steps": transfer.steps, "seq_len_schedule": []},
+        "optimizer": {"lr": transfer.lr, "mechanism_lr": None, "trained": "mechanism", "lora": None},
+        # ZeRO 3 does not save frozen weights.
+        "parallel": {"zero_stage": min(config.parallel.zero_stage, 2)},
+    }
+    return "attention transfer", "transfer", changes
+
+
+def _main_stages(config: Config, uptrain: Uptrain) -> list[StageChanges]:
+    """The base, rankR and main stages, which share training.steps."""
+    attention = config.model.attention
+    ranks = _intermediate_ranks(attention) if uptrain.annealed else []
+    parts: list[tuple[str, str, Attention]] = []
+    if uptrain.alpha:
+        parts.append((f"{uptrain.base} base", "base", _first_attention(config, uptrain)))
+    parts += [(f"rank {rank}", f"rank{rank}", _with_rank(attention, rank)) for rank in ranks]
+    parts.append(("distillation" if uptrain.distill.kl else "fine-tuning", MAIN, attention))
+    stage_steps = _stage_steps(config.training.steps, uptrain, len(ranks))
+    before, dropout = 0, uptrain.near_dropout
+    found: list[StageChanges] = []
+    for (purpose, kind, mechanism), count in zip(parts, stage_steps, strict=True):
+        gated = config.model.model_copy(update={"attention": mechanism}).is_gated
+        changes = {
+            "model": {"attention": _as_dict(mechanism)},
+            "training": {
+                "steps": count,
+                "seq_len_schedule": _phases(config.training, before, before + count),
+                "near_dropout": {"start": dropout, "steps": count} if dropout and gated else None,
+            },
+            # All of them share one learning-rate schedule and one sequence-length schedule.
+            "schedule": {"steps_before": before, "steps_after": config.training.steps - before - count},
+            "objective": _distillation(config, uptrain),
+        }
+        found.append((purpose, kind, changes))
+        before, dropout = before + count, 0.0 if gated else dropout
+    return found
+
+
+def _length_stage(optimizer: Optimizer, stage: LengthStage) -> StageChanges:
+    length = stage.model_dump(mode="json", exclude_none=True, exclude={"rope_scaling", "lr"})
+    changes: dict[str, Any] = {"training": length}
+    if stage.rope_scaling is not None:
+        # With every key, so that none of the model's own remains.
+        changes["model"] = {"rope_scaling": stage.rope_scaling.model_dump(mode="json")}
+    if stage.lr is not None:
+        rate = optimizer.mechanism_lr
+        scaled = None if rate is None else rate * stage.lr / optimizer.lr
+        changes["optimizer"] = {"lr": stage.lr, "mechanism_lr": scaled}
+    return "longer sequences", "length", changes
+
+
+def _control(config: Config, uptrain: Uptrain, rates: dict[str, Any]) -> dict[str, Any]:
+    """Changes of a stage that trains all weights on as many tokens as the transfer and the main stages together."""
+    # The transfer uses the final sequence length.
+    total = config.training.steps + (uptrain.transfer.steps if uptrain.transfer is not None else 0)
+    return {
+        "training": {
+            "steps": total,
+            "seq_len_schedule": _phases(config.training, 0, config.training.steps),
+        },
+        "optimizer": {"trained": "all", "lora": None, **rates},
+    }
+
+
+def _first_attention(config: Config, uptrain: Uptrain) -> Attention:
+    """The mechanism with which training begins."""
+    attention = config.model.attention
+    return _base(attention, uptrain.base) if uptrain.alpha else attention
 
 
 def _distillation(config: Config, uptrain: Uptrain) -> dict[str, Any]:
