@@ -292,8 +292,8 @@ class Algebra(Section):
     @property
     def redraws(self) -> bool:
         """Whether the layer has noise that is redrawn in training and kept fixed in evaluation."""
-        learned = self.feature_map is not None and self.feature_map.redraw_interval > 0
-        return learned or self.mechanism == "skyformer"
+        redrawn_map = self.feature_map is not None and self.feature_map.redraw_interval > 0
+        return redrawn_map or self.mechanism == "skyformer"
 
     @property
     def keys_per_head(self) -> int:

@@ -9,12 +9,13 @@ if TYPE_CHECKING:
     from data_pipeline.batch import Batch
 
 LayerInputs: TypeAlias = tuple[Tensor, ...]
-"""(x, positions, labels, num_targets).
+"""(x, positions, labels, num_targets), or (x, positions) where no loss is computed, as in decoding.
 
 x: token ids (B, N) before the embedding, hidden states (N, B, C) after it (N / tp tokens under sequence parallelism).
 positions (B, N) int64: each token's position in its document, negative for padding. labels int64, per token (B, N) or
 per example (E,), IGNORED where the loss does not count. num_targets (1,) int64: labels that count in the global batch.
-Only x may have gradients, as DeepSpeed's pipeline requires.
+Only x may have gradients, as DeepSpeed's pipeline requires. Pipeline stages with a teacher pass further tensors on:
+`Distillation` the teacher's states behind these, `LayerTransfer` the loss so far and these states in place of x.
 """
 
 IGNORED = -100

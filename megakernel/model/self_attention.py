@@ -126,11 +126,11 @@ class SelfAttention(nn.Module):
             heads = checkpoint(self._attend, vectors, inputs, use_reentrant=False)
         else:
             heads = self._attend(vectors, inputs)
-        return self._merge(heads, hidden)
+        return self._project_output(heads, hidden)
 
     def _attend(self, vectors: Sequence[Tensor], inputs: AttentionInputs) -> Tensor:
         if self.short_convolution is not None:
-            vectors = [self.short_convolution(_together(vectors), inputs)]
+            vectors = [self.short_convolution(_packed(vectors), inputs)]
         return self.core(*self._by_heads(vectors), inputs)
 
     def extend(
@@ -148,11 +148,11 @@ class SelfAttention(nn.Module):
         if self.short_convolution is None:
             heads, state = self.core.attend(*self._by_heads(vectors), inputs)
         else:
-            channels = _together(vectors)
+            channels = _packed(vectors)
             convolved = self.short_convolution(channels, AttentionInputs(positions, state=conv_state))
             heads, core_state = self.core.attend(*self._by_heads([convolved]), inputs)
             state = core_state, self.short_convolution.next_state(channels, conv_state)
-        return self._merge(heads, hidden), state
+        return self._project_output(heads, hidden), state
 
     def _further(self, hidden: Tensor) -> Tensor | None:
         """(B, H_kv, N, n): the mechanism's further projection, such as decay logits; None if it has none."""
@@ -193,18 +193,19 @@ class SelfAttention(nn.Module):
             q = q * self.query_scale
         return q, k.squeeze(2) if self.keys_per_head == 1 else k, v.squeeze(2)
 
-    def _merge(self, heads: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _project_output(self, heads: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """heads (B, H, N, d), through the output's norm, gate and projection: (N, B, C), its bias or None."""
         if self.output_norm is not None:
             heads = self.output_norm(heads)
-        merged = heads.permute(2, 0, 1, 3).flatten(2)
+        concatenated = heads.permute(2, 0, 1, 3).flatten(2)
         if self.output_gate is not None:
             gates, _ = apply_linear(self.output_gate, hidden)
-            merged = merged * self.gate_activation(gates)
-        output, bias = apply_linear(self.output, merged)
-        return output if self.output_update is None else output + self.output_update(merged), bias
+            concatenated = concatenated * self.gate_activation(gates)
+        output, bias = apply_linear(self.output, concatenated)
+        return output if self.output_update is None else output + self.output_update(concatenated), bias
 
 
-def _together(vectors: Sequence[Tensor]) -> Tensor:
+def _packed(vectors: Sequence[Tensor]) -> Tensor:
     """One tensor of what `_project` returns, a copy if that is three."""
     return vectors[0] if len(vectors) == 1 else torch.cat(list(vectors), 3)
 

@@ -126,7 +126,7 @@ def allow_new_learning_rates(run: Path) -> None:
 
 
 class RunFolder:
-    """Paths in the folder of one run. Only rank 0 writes there, except for checkpoints."""
+    """Paths in the folder of one run. Rank 0 writes the files; all ranks write checkpoints, logs and profiles."""
 
     def __init__(self, config: Config, ranks: Ranks | None = None):
         self._config = config

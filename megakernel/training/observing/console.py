@@ -13,7 +13,7 @@ _BAR = 30
 
 
 class Console:
-    """Prints the progress of a run, on rank 0 only."""
+    """Prints the progress of a run; only rank 0 calls it."""
 
     def __init__(self, total_steps: int, total_tokens: int, file: TextIO | None = None):
         """total_tokens: tokens of the whole run; the ETA is computed from tokens because steps may grow."""
