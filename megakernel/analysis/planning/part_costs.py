@@ -153,7 +153,9 @@ class CostMeter:
         """Sequences of up to this many tokens are run directly; it is several chunks of a part with chunks."""
         training = self.config.training
         if part == "last":
-            return 4 * training.loss_chunk_size
+            # Enough that hidden states take more memory than the head's gradient, as in all longer sequences.
+            chunk, rows = training.loss_chunk_size, self.config.model.padded_vocab_size(self.vocab_size)
+            return 4 * chunk * -(-rows // chunk)
         chunk = training.mlp_chunk_size
         return max(DIRECT_TOKENS, 4 * 2 ** (chunk - 1).bit_length() if chunk else 0)
 
