@@ -1,7 +1,9 @@
 """This process's rank and world, from the variables of torchrun or srun."""
 
 import os
+import socket
 from collections.abc import Mapping
+from contextlib import suppress
 
 from launch.slurm_programs import SlurmRefused, check_output
 from megakernel.config import UserError
@@ -12,6 +14,18 @@ _LAST_PORT = 65_535
 
 FIRST_PORT, PORTS = 20_000, 12_000
 """First rendezvous port and how many there are: all below Linux's ephemeral ports, which start at 32768."""
+
+
+def free_port(number: int) -> int:
+    """A free rendezvous port of this machine, searched from a place that depends on the number of a job or process.
+
+    Nothing else is given it by chance until it is used.
+    """
+    for port in (FIRST_PORT + (7 * number + offset) % PORTS for offset in range(PORTS)):
+        with suppress(OSError), socket.create_server(("", port)):
+            return port
+    raise UserError(f"every port from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} is taken on this machine")
+
 
 _BACKENDS = ("chunked", "reference", "triton")
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from launch.environment import free_port
 from launch.exit_status import ExitStatus
 from launch.messages import INTERRUPTED, error_lines, print_error
 from megakernel.parallel.processes import ProcessEnvironment
@@ -73,9 +74,7 @@ def run_ranks(
 
 
 def _environments(nproc: int, env: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port(os.getpid())
     threads = max(1, len(os.sched_getaffinity(0)) // nproc)
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     for rank in range(nproc):

@@ -4,7 +4,6 @@ import argparse
 import os
 import re
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -12,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from launch import local
-from launch.environment import FIRST_PORT, PORTS
+from launch.environment import free_port
 from launch.exit_status import ExitStatus
 from launch.messages import error_lines, print_error
 from launch.slurm_programs import SlurmRefused, check_output
@@ -184,14 +183,6 @@ class Attempt:
             print(f"== {', '.join(lost)} does not answer; nodes left: {len(left)}", flush=True)
         nodes_file.write_text(",".join(left), encoding="utf-8")
         return len(left) >= self.cluster.nodes
-
-
-def free_port(job: int) -> int:
-    """The first free port of this node, searched from a number that depends on the job id."""
-    for port in (FIRST_PORT + (7 * job + offset) % PORTS for offset in range(PORTS)):
-        with suppress(OSError), socket.create_server(("", port)):
-            return port
-    raise SlurmRefused(f"every port from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} is taken on this node")
 
 
 def requeue(run: Path, job: str, excluded: Sequence[str] = ()) -> None:

@@ -142,7 +142,9 @@ class Watchdog:
         # Last, because launchers show the last lines of a failed rank.
         print(f"error: {message}", file=sys.stderr, flush=True)
         if self._mesh.rank == 0:
-            self._stopped.wait(self._report_every)  # it may serve the store, which others have yet to read
+            self._stopped.wait(
+                3 * self._report_every
+            )  # it may serve the store, which others have yet to read
         os._exit(STALLED)
 
     def _agreed_message(self) -> str:

@@ -40,7 +40,7 @@ AGREEMENT = ("Mesh.all_reduce_max", 3)
 """After the last exchange of the third step: whether one of the ranks was asked to stop."""
 
 
-def run_with(fault, corpus, folder, call_site=EXCHANGE, limit="parallel.stall_minutes=0.05"):
+def run_with(fault, corpus, folder, call_site=EXCHANGE, limit="parallel.stall_minutes=0.1"):
     """Train on two context ranks; rank 1 runs `fault` in the N-th call of a method. Returns the exit status."""
     method, call = call_site
     config = write_config(folder, corpus)

@@ -86,8 +86,9 @@ def train(config: Path, world_size: int, *overrides: str, timeout: float = 240.0
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    """The complete lines of a run's metrics.jsonl, which a live run may be writing."""
+    text = (run / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def scalars(lines: list[dict[str, Any]], tag: str) -> list[float]:

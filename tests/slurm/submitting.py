@@ -119,14 +119,16 @@ def scontrol(*words: str) -> None:
 def process_of(job: str, rank: int) -> int:
     """Process id of a rank of a job."""
     wanted = {f"SLURM_JOB_ID={job}".encode(), f"SLURM_PROCID={rank}".encode()}
+    parents = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
+        with contextlib.suppress(OSError):
             is_rank = wanted <= set((folder / "environ").read_bytes().split(b"\0"))
             if is_rank and b"pretrain" in (folder / "cmdline").read_bytes().split(b"\0"):
-                return int(folder.name)
-        except OSError:
-            continue
-    raise AssertionError(f"rank {rank} of job {job} does not run")
+                parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+    # Its data workers have the same environment and command.
+    found = [process for process, parent in parents.items() if parent not in parents]
+    assert len(found) == 1, f"rank {rank} of job {job}: processes {found}"
+    return found[0]
 
 
 def kill(job: str, rank: int, number: int) -> None:

@@ -202,8 +202,8 @@ def test_a_crashed_node_costs_a_job_only_the_steps_since_its_last_checkpoint(
     }.items():
         monkeypatch.setenv(name, value)
     run = f"crashed-{comes_back}"
-    # srun gives up processes after 22 s instead of 72, so before Slurm gives up the node, as with the shipped settings.
-    (job,) = submit(f"run.yaml --name {run} -N 2 --env SLURM_WAIT=10")
+    # srun gives up processes after 17 s instead of 72, so before Slurm gives up the node, as with the shipped settings.
+    (job,) = submit(f"run.yaml --name {run} -N 2 --env SLURM_WAIT=5")
     until_step(run, 15)
     crash("n2")
     until(lambda: story(run, job)[-1] == "waits", seconds=400)
@@ -227,7 +227,7 @@ def test_a_crashed_node_costs_a_job_only_the_steps_since_its_last_checkpoint(
 @pytest.mark.second
 @pytest.mark.timeout(900)
 def test_a_job_with_a_spare_node_restarts_within_the_job(place, impatient_slurm):
-    (job,) = submit("run.yaml --name inside --spares 1")
+    (job,) = submit("run.yaml --name inside --spares 1 training.steps=300")
     until_step("inside", 15)
     crash("n2")
     done = until_state("inside", "COMPLETED", "FAILED", seconds=400)
@@ -235,13 +235,13 @@ def test_a_job_with_a_spare_node_restarts_within_the_job(place, impatient_slurm)
     assert (done["state"], done["restarts"]) == ("COMPLETED", 1)
     assert last("inside", "lost")["nodes"] == ["n2"]
     assert story("inside", job) == ["submitted", "started", "ended", "lost", "started", "ended"]
-    expected = train(place / "run.yaml", 1, "run.name=alone", "data.num_workers=0")
+    expected = train(place / "run.yaml", 1, "run.name=alone", "training.steps=300", "data.num_workers=0")
     assert list(losses("inside").values()) == scalars(expected, "train/loss")
 
 
 @pytest.mark.timeout(600)
 def test_a_job_saves_before_its_time_limit_and_stays_ended_with_no_requeue(place):
-    (job,) = submit("run.yaml --name limit training.steps=100000 -t 2 --signal-delay 60 --no-requeue")
+    (job,) = submit("run.yaml --name limit training.steps=100000 -t 2 --signal-delay 30 --no-requeue")
     ended = until_state("limit", "FAILED", "TIMEOUT")
     assert ended["why"] == "saved and stopped to make room; requeuing is off"
     assert ended["saved"] == ended["step"] == last("limit", "signalled")["step"]

@@ -29,13 +29,15 @@ from tests.slurm.submitting import (
     until_step,
 )
 
-STEPS = 100
+STEPS = 300
+"""Steps of runs that are interrupted: enough that they still train when a slow Slurm acts."""
+LONG = f"training.steps={STEPS}"
 
 
 def here(place, processes):
     """Losses of a run with this many processes on this machine, without Slurm and interruptions."""
     # Ranks are daemonic multiprocessing processes here, which may have no children.
-    options = (f"run.name=here-{processes}", "data.num_workers=0")
+    options = (f"run.name=here-{processes}", LONG, "data.num_workers=0")
     return scalars(train(place / "run.yaml", processes, *options), "train/loss")
 
 
@@ -52,7 +54,7 @@ def same(run, uninterrupted):
 @pytest.mark.second
 @pytest.mark.timeout(600)
 def test_a_preempted_run_on_two_nodes_loses_no_step(place):
-    (job,) = submit("run.yaml --name preempted -N 2 -G 2")
+    (job,) = submit(f"run.yaml --name preempted -N 2 -G 2 {LONG}")
     until_step("preempted", 23)
     now = status("preempted")
     assert (now["state"], now["nodes"], now["steps"]) == ("RUNNING", "n[1-2]", STEPS)
@@ -91,7 +93,7 @@ def test_a_preempted_run_on_two_nodes_loses_no_step(place):
 
 @pytest.mark.timeout(600)
 def test_a_run_with_a_killed_rank_restarts_saves_on_request_and_resumes_on_another_layout(place, of_two):
-    (job,) = submit("run.yaml --name killed -N 2 --env SLURM_WAIT=5 --env HF_TOKEN=hunter2")
+    (job,) = submit(f"run.yaml --name killed -N 2 --env SLURM_WAIT=5 --env HF_TOKEN=hunter2 {LONG}")
     until_step("killed", 15)
     kill(job, 1, signal.SIGKILL)
     until(lambda: story("killed", job)[-1] == "requeued")
@@ -121,7 +123,7 @@ def test_a_run_with_a_killed_rank_restarts_saves_on_request_and_resumes_on_anoth
 def test_a_rank_that_hangs_ends_the_job_and_the_next_of_the_chain_continues(place, of_two):
     # The rank hangs between saves: in a save only the collectives' timeout would detect it.
     saves, limit = "checkpoint.every=30", "parallel.stall_minutes=0.2"
-    jobs = submit("run.yaml --name chain -N 2 --chain 4 --env SLURM_WAIT=5", saves, limit)
+    jobs = submit(f"run.yaml --name chain -N 2 --chain 4 --env SLURM_WAIT=5 {LONG}", saves, limit)
     assert len(jobs) == 4
     until_step("chain", 32)
     kill(jobs[0], 1, signal.SIGSTOP)
@@ -145,7 +147,7 @@ def test_a_rank_that_hangs_ends_the_job_and_the_next_of_the_chain_continues(plac
 @pytest.mark.timeout(600)
 def test_array_members_have_own_folders_and_restart_separately(place):
     Path("sweep.yaml").write_text(
-        "config: run.yaml\nname: grid\ngrid:\n  optimizer.lr: [1e-3, 2e-3]\n  training.steps: [60]\n"
+        "config: run.yaml\nname: grid\ngrid:\n  optimizer.lr: [1e-3, 2e-3]\n  training.steps: [200]\n"
     )
     said = megakernel("sweep sweep.yaml --array %1 --json")
     assert said.status == 0, said.err
@@ -170,10 +172,10 @@ def test_array_members_have_own_folders_and_restart_separately(place):
     assert "run.seed=7 was 8 when the run began" in last("grid-1", "ended")["why"]
     assert losses("grid-1") == {}
     done = until_state("grid-0", "FAILED", "COMPLETED")
-    assert (done["state"], done["restarts"], list(losses("grid-0"))) == ("COMPLETED", 1, list(range(1, 61)))
+    assert (done["state"], done["restarts"], list(losses("grid-0"))) == ("COMPLETED", 1, list(range(1, 201)))
 
     Path("runs/grid-1/config.yaml").unlink()
-    assert megakernel("resume grid training.steps=70 --sbatch hold").status == 0
+    assert megakernel("resume grid training.steps=210 --sbatch hold").status == 0
     assert [status(run)["state"] for run in answer["runs"]] == ["PENDING", "PENDING"]
     said = megakernel("cancel grid-* --chain")
     assert said.out.count(" ends: runs/grid-") == 2
@@ -196,19 +198,19 @@ def test_an_up_training_continues_in_the_interrupted_stage(place):
         "extends: run.yaml\ninit: {from: runs/dense}\nuptrain: {transfer: {steps: 4}, alpha: 0}\n"
     )
     # The first checkpoint of a stage is the one that the signal causes, however fast the steps are.
-    (job,) = submit("up.yaml --name up -N 2 training.steps=60 training.eval_samples=4 checkpoint.every=100")
+    (job,) = submit("up.yaml --name up -N 2 training.steps=200 training.eval_samples=4 checkpoint.every=1000")
     until_step("up/2-main", 3)
     now = status("up")
-    assert (now["stage"], now["steps"], now["saved"]) == ("2-main", 60, 0)
+    assert (now["stage"], now["steps"], now["saved"]) == ("2-main", 200, 0)
     subprocess.run(["scancel", "--signal=USR2", job], check=True)
     until(lambda: story("up", job)[-1] == "requeued")
     step = last("up", "signalled")["step"]
     assert last("up", "ended")["step"] == 4 + step, "of both stages"
 
     done = until_state("up", "COMPLETED", "FAILED")
-    assert (done["state"], done["stage"], done["step"]) == ("COMPLETED", "2-main", 60)
+    assert (done["state"], done["stage"], done["step"]) == ("COMPLETED", "2-main", 200)
     assert story("up", job) == ["submitted", "started", "signalled", "ended", "requeued", "started", "ended"]
-    assert list(losses("up/2-main")) == list(range(1, 61)), "no step was lost or repeated"
+    assert list(losses("up/2-main")) == list(range(1, 201)), "no step was lost or repeated"
     assert Path("runs/up/uptrain_report.md").exists()
     said = megakernel("resume up --from-step 4")
     assert (said.status, len(said.err.splitlines())) == (2, 1)

@@ -154,8 +154,8 @@ class CostMeter:
         training = self.config.training
         if part == "last":
             # Enough that hidden states take more memory than the head's gradient, as in all longer sequences.
-            chunk, rows = training.loss_chunk_size, self.config.model.padded_vocab_size(self.vocab_size)
-            return 4 * chunk * -(-rows // chunk)
+            rows, size = self.config.model.padded_vocab_size(self.vocab_size), training.loss_chunk_size
+            return 4 * size * -(-rows // size)
         chunk = training.mlp_chunk_size
         return max(DIRECT_TOKENS, 4 * 2 ** (chunk - 1).bit_length() if chunk else 0)
 

@@ -173,7 +173,7 @@ class Launch:
 
     def finish(self) -> tuple[int, str, str]:
         """Exit status, stdout and stderr."""
-        out, err = self.process.communicate(timeout=60)
+        out, err = self.process.communicate(timeout=240)
         return self.process.returncode, out, err
 
     def log(self, rank: int) -> str:

@@ -40,7 +40,7 @@ def test_a_terminal_shows_colors_and_a_progress_line_that_the_log_leaves_out(tmp
     terminal, child_terminal = pty.openpty()
     typed = [sys.executable, "-c", LAUNCHER_SCRIPT, str(tmp_path), "", "1", "60"]
     env = {**os.environ, "TERM": "xterm"}
-    subprocess.run(typed, cwd=REPOSITORY, env=env, stdout=child_terminal, check=True, timeout=60)
+    subprocess.run(typed, cwd=REPOSITORY, env=env, stdout=child_terminal, check=True, timeout=240)
     shown = os.read(terminal, 1 << 16).decode()
     os.close(terminal)
     os.close(child_terminal)
@@ -135,7 +135,7 @@ from launch import local
 from launch.local import run_ranks
 from launch.messages import ignore_write_errors
 
-local._OUTPUT_TIMEOUT = 0.2
+local._OUTPUT_TIMEOUT = 2.0
 ignore_write_errors("stderr")
 if sys.argv[2] == "rank":
     ignore_write_errors("stdout")
@@ -167,7 +167,7 @@ def test_an_unwritable_console_blocks_no_process_and_the_log_is_complete(tmp_pat
     if console == "closed":
         os.close(reader)
     repository = Path(__file__).parents[3]
-    assert subprocess.run(command, stdout=stdout, stderr=stdout, cwd=repository, timeout=60).returncode == 0
+    assert subprocess.run(command, stdout=stdout, stderr=stdout, cwd=repository, timeout=240).returncode == 0
     assert (tmp_path / "rank_0.log").read_text().endswith("the last line\n")
 
 
@@ -176,7 +176,7 @@ def test_ranks_import_no_modules_of_the_working_folder(tmp_path):
     (tmp_path / "queue.py").write_text("raise SystemExit('not the standard library')")
     typed = [sys.executable, "-c", INSTALLED_SCRIPT, "pretrain", trees.file(tmp_path)]
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(typed, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(typed, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert "data.train=data/x " in line

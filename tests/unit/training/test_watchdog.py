@@ -134,7 +134,7 @@ def test_one_rank_diagnoses_the_stall_and_all_report_it(exits):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     meshes = [FakeMesh(rank, 4, store=store) for rank in range(4)]
     meshes[1].progress = Progress(4, 7, "loading data")
-    watchdogs = [Watchdog(mesh, 10, 0.01) for mesh in meshes[:3]]  # the last rank never reports
+    watchdogs = [Watchdog(mesh, 10, 0.05) for mesh in meshes[:3]]  # the last rank never reports
     for dog in watchdogs:
         dog._report()
     with ThreadPoolExecutor(2) as pool:  # and the one before it has stopped reporting
