@@ -92,6 +92,12 @@ def test_traffic_of_every_zero_stage_is_planned(stage):
     check_traffic(*(case("flurka", 256, 4, **changes) for changes in cases))
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_only_gradients_of_trained_weights_are_planned_to_be_sent(stage):
+    lora = {"optimizer": {"trained": "lora"}, "parallel": {"zero_stage": stage}}
+    check_traffic(case("flurka", 256, 4, **lora))
+
+
 def test_pipeline_traffic_is_planned():
     changes = case("flurka", 512, 4, parallel={"pipeline": 2})
     for stage, [real] in enumerate(run_ranks(sent_by_this_rank, 2, [changes])):

@@ -1,6 +1,7 @@
 """One layout of a configured run, and the share of one device in it."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
@@ -10,11 +11,14 @@ from megakernel.config import Attention, Config, Model
 from megakernel.config.training import Recompute
 
 if TYPE_CHECKING:
-    from .part_costs import CostMeter, Part, PartCosts
+    from .part_costs import CostMeter, Part, PartCosts, Weights
 
 KeyExchange = Literal["configured", "ring"]
 """Exchange of softmax attention between context ranks: as configured or, for comparison, ring attention."""
 
+
+EXCHANGE_KEYS = {"state_exchange", "softmax_exchange"}
+"""Keys of `parallel` that are refused without context ranks."""
 
 GPU, CPU = True, False
 """Values of `Job.on_gpu`: on a GPU our kernels and Liger-Kernel's run, on a CPU chunked implementations."""
@@ -49,8 +53,8 @@ class Layout:
         return f"{cut}, micro batch {self.micro_batch_size}, recompute {self.recompute}"
 
     def keys(self) -> dict[str, object]:
-        """Configuration key -> value of this layout."""
-        return {
+        """Configuration key -> value of this layout; keys without effect in it get their defaults."""
+        keys: dict[str, object] = {
             "parallel.tensor": self.tensor,
             "parallel.sequence_parallel": self.sequence_parallel,
             "parallel.context": self.context,
@@ -59,6 +63,11 @@ class Layout:
             "training.micro_batch_size": self.micro_batch_size,
             "training.activation_checkpointing": self.recompute,
         }
+        if self.context == 1:
+            keys |= {f"parallel.{key}": "auto" for key in EXCHANGE_KEYS}
+        if self.recompute != "full":
+            keys["training.checkpoint_offload"] = False
+        return keys
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,16 +205,29 @@ class Job:
     @cached_property
     def parameters(self) -> list[int]:
         """Parameters per device of each stage."""
-        meter, layout = self._meter, self.layout
-        tied = layout.pipeline == 1 and self.ties_embedding
-        held = []
-        for stage in range(layout.pipeline):
-            counts = (
-                meter.parameters(part, layout.tensor, layout.sequence_parallel) * count
-                for part, count in self.parts(stage)
-            )
-            held.append(sum(counts))
-        return [held[0] - self.embedding] if tied else held
+        return self._per_stage(lambda weights: weights.all)
+
+    @cached_property
+    def trained(self) -> list[int]:
+        """Trained parameters per device of each stage."""
+        return self._per_stage(lambda weights: weights.trained)
+
+    def _per_stage(self, counted: Callable[["Weights"], int]) -> list[int]:
+        layout = self.layout
+
+        def count(part: "Part") -> int:
+            return counted(self._meter.parameters(part, layout.tensor, layout.sequence_parallel))
+
+        held = [sum(count(part) * times for part, times in self.parts(n)) for n in range(layout.pipeline)]
+        if layout.pipeline == 1 and self.ties_embedding and count("first"):
+            held[0] -= self.embedding
+        return held
+
+    @property
+    def trains_embedding(self) -> bool:
+        """Whether the embedding is trained."""
+        layout = self.layout
+        return self._meter.parameters("first", layout.tensor, layout.sequence_parallel).trained > 0
 
     @property
     def ties_embedding(self) -> bool:

@@ -1,6 +1,7 @@
 """Peak memory of one device, by part."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megakernel.config.parallel import reduce_bucket
 
@@ -57,13 +58,16 @@ def memory(job: Job) -> Memory:
 def persistent_bytes(job: Job, stage: int) -> dict[str, float]:
     """Bytes that are allocated during the whole step: weights, persistent gradient buffers, optimizer, a teacher."""
     zero, shards = job.layout.zero_stage, job.layout.gradient
-    count = job.parameters[stage]
+    count, trained = job.parameters[stage], job.trained[stage]
     weights: float = count * job.element
     if zero == 3:
-        weights = weights / shards + min(count, ZERO3_LIVE) * job.element
-    held = {1: count * FLOAT32 if sums_in_float32(job) else 0.0, 3: count * FLOAT32 / shards}
-    moments = MASTER_AND_MOMENTS * count / shards if zero else (MASTER_AND_MOMENTS - FLOAT32) * count
+        on_device = 0.0 if is_offloaded(job, "param") else weights / shards
+        weights = on_device + min(count, ZERO3_LIVE) * job.element
+    held = {1: trained * FLOAT32 if sums_in_float32(job) else 0.0, 3: trained * FLOAT32 / shards}
+    moments = MASTER_AND_MOMENTS * trained / shards if zero else (MASTER_AND_MOMENTS - FLOAT32) * trained
     parts = {"weights": weights, "gradients": held.get(zero, 0.0), "optimizer": moments}
+    if is_offloaded(job, "optimizer"):
+        parts |= {"gradients": 0.0, "optimizer": 0.0}
     if job.config.objective.kind != "labels":
         # At most: it is as large as the model, and shares the weights that are frozen there.
         parts["teacher"] = count * job.element
@@ -72,20 +76,27 @@ def persistent_bytes(job: Job, stage: int) -> dict[str, float]:
 
 def gradient_bytes(job: Job, stage: int) -> float:
     """Bytes of gradients that backward allocates and the update frees; they are live in later micro-batches."""
-    zero, count = job.layout.zero_stage, job.parameters[stage]
+    zero, count = job.layout.zero_stage, job.trained[stage]
     if zero == 2:
-        return count * FLOAT32 / job.layout.gradient
+        return 0.0 if is_offloaded(job, "optimizer") else count * FLOAT32 / job.layout.gradient
     # DeepSpeed's BF16_Optimizer adds each gradient to its float32 sums as soon as it is complete.
     return 0.0 if zero == 3 or sums_in_float32(job) else count * job.element
 
 
 def sums_in_float32(job: Job) -> bool:
-    """Whether DeepSpeed's BF16_Optimizer trains: ZeRO 1 in bfloat16."""
-    return job.layout.zero_stage == 1 and job.element == 2
+    """Whether DeepSpeed's BF16_Optimizer trains: ZeRO 1 in bfloat16 without offload."""
+    return job.layout.zero_stage == 1 and job.element == 2 and not is_offloaded(job, "optimizer")
+
+
+def is_offloaded(job: Job, what: Literal["optimizer", "param"]) -> bool:
+    """Whether DeepSpeed keeps AdamW's state and the sharded gradients, or the sharded weights, off the device."""
+    keys = job.config.deepspeed.get("zero_optimization", {}).get(f"offload_{what}") or {}
+    device, zero = keys.get("device"), job.layout.zero_stage
+    return (zero == 3 and device == "nvme") or (device == "cpu" and zero >= (1 if what == "optimizer" else 3))
 
 
 def bucket_bytes(job: Job, count: int) -> tuple[float, float]:
-    """Bytes of DeepSpeed's gradient buckets: from backward on, and those that exist only at the update."""
+    """Bytes of DeepSpeed's buckets for `count` gradients: from backward on, and those that exist only at the update."""
     zero = job.layout.zero_stage
     zero_keys = job.config.deepspeed.get("zero_optimization", {})
     size = zero_keys.get("reduce_bucket_size", reduce_bucket(count))
@@ -116,7 +127,7 @@ def _stage_memory(job: Job, stage: int) -> Memory:
         "activations": in_flight * kept + batch,
         "attention states": in_flight * sum(part.states * count for part, count in layers),
     }
-    in_buckets, at_update = bucket_bytes(job, job.parameters[stage])
+    in_buckets, at_update = bucket_bytes(job, job.trained[stage])
     fixed = persistent_bytes(job, stage)
     all_gradients = fixed["gradients"] + gradient_bytes(job, stage)
     before = all_gradients if job.micro_batches > 1 else fixed["gradients"]

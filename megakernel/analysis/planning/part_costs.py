@@ -117,6 +117,13 @@ class PartCosts:
         return max(self.peaks.values())
 
 
+class Weights(NamedTuple):
+    """Numbers of weights on one device."""
+
+    all: int
+    trained: int
+
+
 class CostMeter:
     """Measures parts of a configured model, each shape once."""
 
@@ -124,7 +131,7 @@ class CostMeter:
         self.config = config
         self.vocab_size = vocab_size
         self._known: dict[tuple[Part, PartShape], PartCosts] = {}
-        self._parameters: dict[tuple[Part, int], int] = {}
+        self._parameters: dict[tuple[Part, int], Weights] = {}
 
     def costs(self, part: Part, shape: PartShape) -> PartCosts:
         """Measure a part.
@@ -159,14 +166,15 @@ class CostMeter:
         chunk = training.mlp_chunk_size
         return max(DIRECT_TOKENS, 4 * 2 ** (chunk - 1).bit_length() if chunk else 0)
 
-    def parameters(self, part: Part, tensor: int, sequence_parallel: bool) -> int:
+    def parameters(self, part: Part, tensor: int, sequence_parallel: bool) -> Weights:
         """Parameters of the part on one tensor rank."""
         key = part, tensor
         if key not in self._parameters:
             shape = PartShape(1, 1, tensor, sequence_parallel, 1, "none", "auto", False)
             with _fake_groups(shape) as (tp, cp), Ledger(contents=False) as ledger:
-                model = LanguageModel(self._settings(shape, tp, cp, ledger), self._indices(part))
-            self._parameters[key] = sum(x.numel() for x in model.parameters())
+                weights = [*self._model(part, self._settings(shape, tp, cp, ledger)).parameters()]
+            trained = sum(x.numel() for x in weights if x.requires_grad)
+            self._parameters[key] = Weights(sum(x.numel() for x in weights), trained)
         return self._parameters[key]
 
     def _degree(self, part: Part, shape: PartShape) -> int:
@@ -203,7 +211,7 @@ class CostMeter:
             with _fake_groups(shape) as (tp, cp), _implementations(shape.on_gpu):
                 ledger = Ledger(contents=False)
                 with Ledger(contents=False):
-                    model = LanguageModel(self._settings(shape, tp, cp, ledger), self._indices(part)).train()
+                    model = self._model(part, self._settings(shape, tp, cp, ledger)).train()
                     for parameter in model.parameters():
                         narrow = parameter.to(DTYPES[self.config.training.dtype])
                         parameter.data, parameter.meta = narrow, narrow.meta  # type: ignore[attr-defined]
@@ -215,6 +223,15 @@ class CostMeter:
                 finally:
                     gc.enable()
         return self._known[key]
+
+    def _model(self, part: Part, settings: Any) -> LanguageModel:
+        """The part, with the weights frozen that training freezes."""
+        from megakernel.training.optimizer import is_trained  # imports DeepSpeed, which reads the device
+
+        model = LanguageModel(settings, self._indices(part))
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(is_trained(self.config, name))
+        return model
 
     def _indices(self, part: Part) -> range:
         """The part's indices in the model's list of layers."""
@@ -283,7 +300,8 @@ def _measure_model(
         ledger.add(tensor)
     for parameter in model.parameters():
         # Free gradients of weights: they are counted by ZeRO's stage instead.
-        parameter.register_post_accumulate_grad_hook(lambda x: setattr(x, "grad", None))
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda x: setattr(x, "grad", None))
     before, earlier = ledger.live_bytes, set(ledger.live_storages())
     out = inputs
     for ledger.region, layer in enumerate(model.layers):
@@ -295,7 +313,8 @@ def _measure_model(
     live = ledger.live_storages()
     del out
     ledger.backward = True
-    loss.backward()
+    if loss.requires_grad:  # a frozen embedding has no backward
+        loss.backward()
     del loss
     remaining = live.keys() & ledger.live_storages().keys() - earlier
     tables = sum(live[one] for one in remaining) - shared
@@ -423,6 +442,7 @@ def meter_of(config: Config, vocab_size: int) -> CostMeter:
     """The measurements of this configuration, shared by configurations whose work on one device is the same."""
     training = config.training
     sizes = (training.seq_len, training.dtype, training.mlp_chunk_size, training.loss_chunk_size)
-    sequences = (config.data.isolate_documents, config.parallel.state_exchange, config.optimizer.updates)
+    frozen = (config.optimizer.updates, config.optimizer.trained, config.objective.kind)
+    sequences = (config.data.isolate_documents, config.parallel.state_exchange, *frozen)
     key = (config.model.model_dump_json(), vocab_size, *sizes, *map(str, sequences))
     return _METERS.setdefault(key, CostMeter(config, vocab_size))

@@ -13,7 +13,7 @@ from megakernel.config.checks import section_conflicts
 from megakernel.config.training import Recompute
 
 from .gpus import Gpu
-from .layout import Job, KeyExchange, Layout
+from .layout import EXCHANGE_KEYS, Job, KeyExchange, Layout
 from .memory import Memory, memory
 from .step import Step, necessary_flops, step
 
@@ -143,7 +143,9 @@ def candidates(config: Config, devices: int, max_tensor: int, max_context: int) 
 
 def _layouts_of(config: Config, devices: int, sizes: dict[str, Any]) -> Iterator[Layout | Problem]:
     try:
-        changed = config.model_copy(update={"parallel": Parallel.model_validate(sizes)})
+        without_effect = EXCHANGE_KEYS if sizes["context"] == 1 else None
+        keys = config.parallel.model_dump(exclude=without_effect) | sizes
+        changed = config.model_copy(update={"parallel": Parallel.model_validate(keys)})
     except ValidationError as error:
         cause: ConfigError = error.errors()[0]["ctx"]["error"]
         yield cause.problems[0].under("parallel")

@@ -83,7 +83,7 @@ def _of_stage(job: Job, stage: int, gpu: Gpu, necessary: float) -> Step:
     bubble = {"bubble": sum(micro_batch.values())} if layout.pipeline > 1 else {}
     at_end = ({f"{x.group} traffic": seconds_of(x, layout, gpu)} for x in step_transfers(job, stage))
     parts = _sum((micro_batch, job.micro_batches), (bubble, layout.pipeline - 1), *((x, 1) for x in at_end))
-    updated = job.parameters[stage] / (layout.gradient if layout.zero_stage else 1)
+    updated = job.trained[stage] / (layout.gradient if layout.zero_stage else 1)
     parts["optimizer"] = gpu.transfer_seconds(updated * UPDATE)
     sent = _sum(*(({str(x.group): x.sent}, 1) for x in traffic(job, stage)))
     mfu = necessary / (sum(parts.values()) * gpu.peak_of(job.element) * layout.devices)

@@ -49,6 +49,9 @@ class Transfer:
     parts: int = 1
     """Parts of a point-to-point message: a rank passes on one part while it receives the next."""
 
+    distance: int = 1
+    """Distance of two ranks that exchange messages, in ranks of the group."""
+
     @property
     def sent(self) -> float:
         """Bytes that leave the device: those of a ring's steps, or the share of an all-to-all for other ranks."""
@@ -105,19 +108,21 @@ def part_transfers(job: Job, part: "Part") -> Iterator[Transfer]:
 def step_transfers(job: Job, stage: int) -> Iterator[Transfer]:
     """Transfers of gradients and weights: once per step, or per micro-batch if ZeRO shards gradients."""
     layout, ranks = job.layout, job.layout.gradient
-    count = job.parameters[stage]
+    count, trained = job.parameters[stage], job.trained[stage]
     if ranks > 1:
         passes = job.micro_batches if layout.zero_stage >= 2 else 1
         scatters = layout.zero_stage == 3 or sums_in_float32(job)
         operation = "reduce_scatter" if scatters else "all_reduce"
-        yield Transfer("gradient", operation, count * FLOAT32, 1, ranks, backward=True).times(passes)
+        yield Transfer("gradient", operation, trained * FLOAT32, 1, ranks, backward=True).times(passes)
         if layout.zero_stage:
             # More weights than ZERO3_LIVE are gathered for each forward and each backward.
             gathers_again = layout.zero_stage == 3 and count > ZERO3_LIVE
             gathers = 2 * job.micro_batches if gathers_again else 1
-            yield Transfer("gradient", "all_gather", count * job.element / ranks, 1, ranks).times(gathers)
-    if layout.pipeline > 1 and job.ties_embedding and stage in (0, layout.pipeline - 1):
-        yield Transfer("pp", "all_reduce", job.embedding * FLOAT32, 1, 2, backward=True)
+            gathered = (count if layout.zero_stage == 3 else trained) * job.element
+            yield Transfer("gradient", "all_gather", gathered / ranks, 1, ranks).times(gathers)
+    last = layout.pipeline - 1
+    if last and stage in (0, last) and job.ties_embedding and job.trains_embedding:
+        yield Transfer("pp", "all_reduce", job.embedding * FLOAT32, 1, 2, backward=True, distance=last)
 
 
 def seconds(transfer: Transfer, layout: Layout, gpu: Gpu) -> float:
@@ -154,4 +159,5 @@ def ranks_in_node(transfer: Transfer, layout: Layout, gpu: Gpu) -> int:
         "gradient": layout.tensor,
         "pp": layout.tensor * layout.gradient,
     }
-    return max(1, min(transfer.ranks, gpu.per_node // strides[transfer.group]))
+    in_node = gpu.per_node // strides[transfer.group]
+    return max(1, min(transfer.ranks, (in_node - 1) // transfer.distance + 1))
