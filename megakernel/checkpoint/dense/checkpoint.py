@@ -279,7 +279,7 @@ def _config(folder: Path) -> Mapping[str, Any]:
             "after `merge_and_unload`, or remove the adapter"
         )
     written = _read_json(path)
-    return hf_config(folder).to_dict() if written.get("model_type") in FAMILIES else written
+    return hf_config(folder).to_dict() if str(written.get("model_type")) in FAMILIES else written
 
 
 def hf_config(folder: Path) -> "PreTrainedConfig":

@@ -7,6 +7,7 @@ there.
 """
 
 from collections.abc import Callable, Mapping
+from itertools import product
 from typing import Any, NamedTuple
 
 from megakernel.config import Model, UserError
@@ -87,21 +88,24 @@ def model_section(config: Mapping[str, Any], source: str) -> dict[str, Any]:
 
     source: the name in error messages. Raises UserError for an unknown family or an unsupported value of a key.
     """
-    kind = config.get("model_type")
+    kind: Any = config.get("model_type")
     if kind == OWN:
         for key, type_ in (("model", dict), ("vocab_size", int)):
             if not isinstance(config.get(key), type_):
                 raise UserError(f"{source} has no `{key}`; export the run again with `megakernel export`")
         return config["model"] | {"vocab_size": config["vocab_size"]}
-    if kind in REFUSED:
+    if str(kind) in REFUSED:  # a damaged file may hold a list, which has no hash
         raise UserError(f"{source}: model_type={kind!r} is not read: {REFUSED[kind]}")
-    if kind not in FAMILIES:
+    if str(kind) not in FAMILIES:
         known = ", ".join([*FAMILIES, OWN])
         raise UserError(f"{source}: model_type={kind!r} is not supported; give one of {known}")
     family = FAMILIES[kind]
     try:
         for key, value in SUPPORTED_VALUES.items():
             _expect(config, key, value)
+        for keys, key in product((config, config.get("rope_parameters") or {}), _DIVISORS):
+            if keys.get(key) == 0:
+                raise _Unsupported(f"{key}=0 is not above 0; correct it")
         section = family.section({key: config[key] for key in (*COMMON_KEYS, *family.keys) if key in config})
     except _Unsupported as error:
         raise UserError(f"{source}: {error}") from None
@@ -113,6 +117,10 @@ def model_section(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         "init_std": config["initializer_range"],
     }
     return {**common, **section}
+
+
+_DIVISORS = ("num_attention_heads", "query_pre_attn_scalar", "original_max_position_embeddings")
+"""Keys whose values divide others."""
 
 
 class _Unsupported(ValueError):

@@ -151,6 +151,10 @@ FAULTS = {
         lambda f: edit_config(f, model_type="gemma3"),
         "it has a vision tower; save its language model alone as gemma3_text",
     ),
+    "a kind that is a list": (
+        lambda f: edit_config(f, model_type=[]),
+        "model_type=[] is not supported; give one of llama, ",
+    ),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "is not whole: model.safetensors missing"),
     "pickled weights": (
         lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
@@ -239,6 +243,21 @@ def test_an_invalid_checkpoint_is_refused_in_one_line(fault, llama, refused):
     assert text in message
     assert str(llama) in message
     assert message in refused("import", llama)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("qwen2, some layers slide", "num_attention_heads"),
+        ("gemma2", "query_pre_attn_scalar"),
+        ("phi3, partly rotated, longrope", "original_max_position_embeddings"),
+    ],
+)
+def test_a_zero_that_would_be_a_divisor_is_refused(name, key, tmp_path):
+    dense_models.save(name, tmp_path)
+    edit_config(tmp_path, **{key: 0})
+    with pytest.raises(UserError, match=f"config.json: {key}=0 is not above 0; correct it"):
+        DenseCheckpoint(tmp_path)
 
 
 def test_a_window_that_no_layer_uses_is_ignored(tmp_path):
