@@ -35,6 +35,9 @@ def run(args: argparse.Namespace) -> int:
     runs = find_runs(args.runs, args.root)
     if args.rank not in ("all", BATCH) and not args.rank.isdigit():
         raise UserError(f"--rank {args.rank} is no rank; give a number, all or {BATCH}")
+    if args.rank == BATCH and (args.restart is not None or args.stderr):
+        option = "--stderr" if args.restart is None else f"--restart {args.restart}"
+        raise UserError(f"{option} has no effect with --rank {BATCH}, whose log is one file; leave it out")
     try:
         pattern = re.compile(args.grep) if args.grep is not None else None
     except re.error as error:

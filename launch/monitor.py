@@ -35,21 +35,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_root_argument(parser)
     add("--once", action="store_true", help="print the table once, without TensorBoard")
     add("--no-tensorboard", action="store_true", help="show only the table")
-    add("--host", default="localhost", help="address to serve on (default %(default)s)")
+    add("--host", help="address to serve on (default localhost)")
     add("--port", type=int, metavar="P", help="port; 0: any (default: 6006 or the next free one)")
     add(
         "--every",
         type=Number(float, maximum=86_400),
-        default=5.0,
         metavar="S",
-        help="seconds between updates (default %(default)s)",
+        help="seconds between updates (default 5)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Show the runs once, or until Ctrl-C."""
-    if args.every <= 0:
-        raise UserError(f"--every {args.every} is not positive; give seconds, such as 5")
+    alone = "--once" if args.once else "--no-tensorboard"
+    for option in ("host", "port", *(["every"] if args.once else [])):
+        if (args.once or args.no_tensorboard) and (value := getattr(args, option)) is not None:
+            raise UserError(f"--{option} {value} has no effect with {alone}; leave one out")
+    every = 5.0 if args.every is None else args.every
+    if every <= 0:
+        raise UserError(f"--every {every} is not positive; give seconds, such as 5")
     if args.port is not None and not 0 <= args.port < 1 << 16:
         raise UserError(f"--port {args.port} is no port; give 0 to 65535, or leave it out")
     folders = [folder for text in args.runs for folder in _resolve(text, args.root)]
@@ -64,19 +68,22 @@ def run(args: argparse.Namespace) -> int:
         print(render())
         return 0
     if not args.no_tensorboard:
-        print(f"TensorBoard: {start_tensorboard(args.root, folders, args.host, args.port)}", flush=True)
+        print(
+            f"TensorBoard: {start_tensorboard(args.root, folders, args.host or 'localhost', args.port)}",
+            flush=True,
+        )
     try:
         if not sys.stdout.isatty():
             print(render(), flush=True)
             while True:
-                time.sleep(args.every)
+                time.sleep(every)
         from rich.live import Live
         from rich.text import Text
 
         with Live(console=console(highlight=False), auto_refresh=False) as live:
             while True:
                 live.update(Text(render()), refresh=True)
-                time.sleep(args.every)
+                time.sleep(every)
     except KeyboardInterrupt:
         return 0
 
@@ -102,6 +109,8 @@ def start_tensorboard(root: Path, runs: Sequence[Path], host: str, port: int | N
         return server.launch()
     except TensorBoardServerException as error:
         raise UserError(f"--host {host} --port {port}: {error.msg}; leave --port out, or take 0") from None
+    except SystemExit:  # werkzeug's answer to an address that is not this machine's
+        raise UserError(f"--host {host} cannot be served from; give an address of this machine") from None
 
 
 def _resolve(text: str, root: Path) -> list[Path]:

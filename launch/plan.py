@@ -13,9 +13,13 @@ from megakernel.analysis import planning
 from megakernel.analysis.planning import Gpu
 from megakernel.config import Config, UserError, load
 from megakernel.config.errors import report_write_errors
+from megakernel.parallel import prepare_device
 
 HELP = "predict memory, traffic and step time on GPUs, and rank the layouts"
 EXAMPLE = "megakernel plan configs/pretrain-7b.yaml --gpus 64 --gpu h100"
+
+TOP = 5
+"""Layouts that are shown by default."""
 
 ASSUMED_VOCABULARY = 50_257
 """GPT-2's vocabulary size, used if neither the configuration nor prepared data gives one."""
@@ -30,21 +34,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     add("--gpus", required=True, metavar="N or A..B", help="devices; of a range, every power of two in it")
     add("--gpu", required=True, metavar="KIND", help=f"one of {', '.join(planning.GPUS)}")
-    add("--top", type=int, default=5, metavar="K", help="layouts to show (default: 5)")
-    add("--json", action="store_true", help="print JSON instead of tables")
+    add("--top", type=Number(int, 1), metavar="K", help=f"layouts of each number of devices (default: {TOP})")
+    add("--json", action="store_true", help="print the layouts as JSON, for each number of devices")
     add(
-        "--at", type=int, metavar="N", help="devices that the configuration is meant for (default: the first)"
+        "--at",
+        type=int,
+        metavar="N",
+        help="of a range, the devices that the configuration is meant for (default: the first)",
     )
     add("--page", type=Path, metavar="FILE", help="write a Markdown page that includes softmax attention")
     add(
         "--network",
-        type=Number(float, maximum=1_000_000),
+        type=Number(float, 1e-3, 1_000_000),
         metavar="GBIT",
         help="Gbit/s per device between nodes (default: datasheet)",
     )
     add(
         "--gpus-per-node",
-        type=Number(int, maximum=MAX_DEVICES),
+        type=Number(int, 1, MAX_DEVICES),
         metavar="N",
         help="devices per node (default: datasheet)",
     )
@@ -54,12 +61,23 @@ def run(args: argparse.Namespace) -> int:
     """Plan every device count and print the layouts or, for several counts, how the best ones scale."""
     config = load(args.config, args.overrides)
     counts, gpu = device_counts(args.gpus), _gpu(args)
-    if args.top < 1:
-        raise UserError(f"--top {args.top} shows nothing; set at least 1")
     if args.at is not None and args.at not in counts:
         raise UserError(f"--at {args.at} is none of --gpus {args.gpus}; choose {', '.join(map(str, counts))}")
     if args.page is not None and args.json:
         raise UserError(f"--page {args.page} is Markdown, and --json prints JSON; leave one out")
+    if args.at is not None and args.json:
+        raise UserError(
+            f"--at {args.at} has no effect with --json, which prints no growing runs; leave one out"
+        )
+    if args.top is not None and not args.json and (args.page is not None or len(counts) > 1):
+        kind = "a range" if args.page is None else "--page"
+        raise UserError(f"--top {args.top} has no effect with {kind}; leave it out")
+    top = args.top or TOP
+    if config.deepspeed:
+        prepare_device("cpu", 0)  # otherwise DeepSpeed prints its choice of device to stdout
+        from megakernel.training.deepspeed_config import check_deepspeed_keys
+
+        check_deepspeed_keys(config)
     vocabulary, note = vocabulary_of(config)
     from launch import plan_tables
 
@@ -67,11 +85,11 @@ def run(args: argparse.Namespace) -> int:
     if args.page is not None:
         _write_page(args, config, vocabulary, note, counts, at, gpu)
     elif args.json:
-        print(json.dumps(_as_json(config, vocabulary, counts, gpu, args.top), indent=2))
+        print(json.dumps(_as_json(config, vocabulary, counts, gpu, top), indent=2))
     elif len(counts) == 1:
         with console(stderr=True).status("running the model's layers without numbers, for every layout"):
             plan = planning.plan(config, vocabulary, counts[0], gpu)
-        plan_tables.show_plan(plan, gpu, note, args.top)
+        plan_tables.show_plan(plan, gpu, note, top)
     else:
         plan_tables.show_scaling(config, vocabulary, counts, at, gpu, note)
     return 0
@@ -116,9 +134,6 @@ def device_counts(text: str) -> list[int]:
 def _gpu(args: argparse.Namespace) -> Gpu:
     if args.gpu not in planning.GPUS:
         raise UserError(f"--gpu {args.gpu} is not known; choose {', '.join(planning.GPUS)}")
-    for option, value in (("--network", args.network), ("--gpus-per-node", args.gpus_per_node)):
-        if value is not None and value <= 0:
-            raise UserError(f"{option} {value:g} moves nothing; set a number above 0")
     return planning.GPUS[args.gpu].with_network(args.network, args.gpus_per_node)
 
 

@@ -12,7 +12,7 @@ from launch.slurm.options import add_cluster_options, cluster_of
 from launch.slurm.states import refuse_live
 from launch.submit import add_chain_option, add_job_options, carry_out, training_request
 from megakernel.checkpoint.folder import LATEST, free_name
-from megakernel.checkpoint.manifest import step_of
+from megakernel.checkpoint.manifest import Checkpoint, Damaged, step_of
 from megakernel.config import UserError, load
 from megakernel.training.run_folder import write_atomically
 
@@ -92,16 +92,22 @@ def _submit(folder: JobFolder, request: "Request", args: argparse.Namespace) -> 
 
 
 def _check_step(run: JobFolder, step: int) -> None:
-    """Raise UserError if the run has no checkpoint of that step, or has stages, each with steps of its own."""
+    """Raise UserError without an undamaged checkpoint of that step, or for stages, each with steps of its own."""
     root = run.path / "checkpoints"
     if run.stages():
         raise UserError(
             f"--from-step {step}: each stage of {run.path} has steps of its own; leave it out, or remove the folders "
             "of the stages to train again"
         )
+    steps = ", ".join(str(number) for number in sorted(_steps(root))) or "none"
     if not (root / f"step_{step}").is_dir():
-        steps = ", ".join(str(number) for number in sorted(_steps(root))) or "none"
         raise UserError(f"--from-step {step}: {run.path} has no checkpoint of that step; there are {steps}")
+    try:
+        Checkpoint.read(root / f"step_{step}")
+    except Damaged as error:
+        raise UserError(
+            f"--from-step {step} cannot be used ({error}); choose another step of {steps}"
+        ) from None
 
 
 @contextmanager

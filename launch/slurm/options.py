@@ -57,15 +57,27 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
         help="environment variable of the job; without a value that of this shell, which keeps it out of shell history",
     )
     add("--sbatch", action="append", default=[], metavar="K[=V]", help="any other option of sbatch")
-    add("--setup", action="append", default=[], metavar="CMD", help="shell line to run before the processes")
+    add(
+        "--setup",
+        action="append",
+        default=[],
+        metavar="CMD",
+        help="shell line to run before the processes, after those of the file",
+    )
 
 
 def cluster_of(args: argparse.Namespace, recorded: dict[str, Any] | None = None) -> Cluster:
-    """The settings of --cluster's file, or those `recorded` by an earlier submission, with the options over them."""
+    """The settings of --cluster's file, or those `recorded` by an earlier submission, with the options over them.
+
+    Lines of --setup follow those of the file or the record.
+    """
     changes = _changes(args)
     if recorded is not None and args.cluster is None:
-        return validate_section(Cluster, merged(recorded, changes))
-    return load_cluster(_cluster_file(args.cluster or os.environ.get(CLUSTER_VARIABLE, "slurm")), changes)
+        cluster = validate_section(Cluster, merged(recorded, changes))
+    else:
+        file = _cluster_file(args.cluster or os.environ.get(CLUSTER_VARIABLE, "slurm"))
+        cluster = load_cluster(file, changes)
+    return cluster.model_copy(update={"setup": cluster.setup + args.setup})
 
 
 def cores_per_task(cluster: Cluster) -> dict[str, str]:
@@ -82,9 +94,11 @@ def cores_per_task(cluster: Cluster) -> dict[str, str]:
     wanted = (cluster.partition or "").split(",")
     per_task: list[int] = []
     for partition, cores, resources in map(str.split, lines):
-        gpus = sum(map(int, re.findall(r"\bgpu:(?:[^:,()]+:)?(\d+)", resources)))
+        counts = [(kind, int(n)) for kind, n in re.findall(r"\bgpu:(?:([^:,()]+):)?(\d+)", resources)]
+        gpus = sum(count for _, count in counts)
+        usable = sum(count for kind, count in counts if cluster.gpu_type in (None, kind))
         is_wanted = partition.rstrip("*") in wanted if cluster.partition else partition.endswith("*")
-        if is_wanted and gpus >= cluster.gpus_per_node:
+        if is_wanted and usable >= cluster.gpus_per_node:
             per_task.append(int(cores.rstrip("+")) * cluster.gpus_per_node // gpus // cluster.tasks_per_node)
     least = min(per_task, default=0)
     return {"cpus-per-task": str(least)} if least else {}
@@ -109,8 +123,6 @@ def _changes(args: argparse.Namespace) -> dict[str, Any]:
         changes["environment"] = dict(_variable(item) for item in args.env)
     if args.sbatch:
         changes["sbatch"] = dict(_sbatch_option(item) for item in args.sbatch)
-    if args.setup:
-        changes["setup"] = args.setup
     return changes
 
 

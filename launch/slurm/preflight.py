@@ -122,7 +122,8 @@ def unfit_nodes(
 ) -> dict[str, str]:
     """Unfit nodes -> why, from the lines that `main` printed on all nodes. seconds: limit of an all-reduce."""
     bad = unfit_by_report(read_reports(lines, nodes), gpus_per_node)
-    return bad | slow_nodes(read_timings(lines), seconds, already_unfit=bad)
+    # A node that is unfit by its report may also fail in an all-reduce, for that reason.
+    return slow_nodes(read_timings(lines), seconds, already_unfit=bad) | bad
 
 
 def read_reports(lines: Iterable[str], nodes: Sequence[str]) -> dict[str, NodeReport | None]:

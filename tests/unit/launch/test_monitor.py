@@ -19,7 +19,7 @@ from launch.run_status import status_of
 from launch.slurm.job_folder import Job, JobFolder
 from launch.slurm.states import JobState
 from megakernel.checkpoint.trained_run import recorded_config
-from megakernel.config import to_yaml
+from megakernel.config import UserError, to_yaml
 from megakernel.training import events
 from tests.unit.config.trees import config
 
@@ -292,6 +292,9 @@ def test_tensorboard_gets_a_different_name_for_each_run(run, monkeypatch):
         (["nosuch"], 3, "nosuch is no run; runs: first"),
         (["--every", "0"], 2, "--every 0.0 is not positive"),
         (["--port", "99999"], 2, "--port 99999 is no port"),
+        (["--once", "--every", "2"], 2, "--every 2.0 has no effect with --once"),
+        (["--once", "--port", "0"], 2, "--port 0 has no effect with --once"),
+        (["--no-tensorboard", "--host", "::"], 2, "--host :: has no effect with --no-tensorboard"),
         (["--root", "nowhere"], 3, "nowhere does not exist"),
     ],
 )
@@ -300,6 +303,11 @@ def test_invalid_options_are_refused_in_one_line(run, capsys, options, status, e
     assert main(["monitor", "--root", str(run.parent), *options]) == status
     [line] = capsys.readouterr().err.splitlines()
     assert error in line
+
+
+def test_an_address_of_another_machine_is_refused(run):
+    with pytest.raises(UserError, match=r"--host 192\.0\.2\.1 cannot be served from"):
+        start_tensorboard(run.parent, [], "192.0.2.1", 0)
 
 
 def status_table(run, capsys):

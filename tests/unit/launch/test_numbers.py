@@ -51,7 +51,7 @@ def test_the_numeric_options_of_all_commands_are_found():
     [
         (["monitor", "--every", "nan"], "--every: nan is out of range; give a finite number of at most 86,400"),
         (["submit", "x", "--chain", "1000000"], "--chain: 1000000 is out of range; give an integer of at least 1"),
-        (["plan", "x", "--network", "nan"], "argument --network: nan is out of range; give a finite number of at most"),
+        (["plan", "x", "--network", "nan"], "--network: nan is out of range; give a finite number of at least 0.001"),
         (["generate", "x", "--prompt", "", "--seed", "1e24"], "argument --seed: 1e24 is not an integer; give"),
         (["generate", "x", "--prompt", "", "--seed", "1" + "0" * 24], "is beyond 64 bits; give an integer"),
     ],

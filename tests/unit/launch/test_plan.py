@@ -95,10 +95,24 @@ def test_a_page_names_its_command_and_the_baselines(file, capsys, tmp_path):
         ),
         (["--gpus", "9" * 30, "--gpu", "h100"], "is neither a number nor a range"),
         (["--gpus", "8.." + "9" * 5000, "--gpu", "h100"], "is neither a number nor a range"),
-        (["--gpus", "8", "--gpu", "h100", "--top", "0"], "--top 0 shows nothing"),
+        (["--gpus", "8", "--gpu", "h100", "--top", "0"], "--top: 0 is out of range"),
+        (["--gpus", "8..16", "--gpu", "h100", "--top", "2"], "--top 2 has no effect with a range"),
+        (
+            ["--gpus", "8", "--gpu", "h100", "--top", "2", "--page", "a.md"],
+            "--top 2 has no effect with --page",
+        ),
+        (
+            ["--gpus", "8..16", "--gpu", "h100", "--at", "16", "--json"],
+            "--at 16 has no effect with --json",
+        ),
         (["--gpus", "8", "--gpu", "h100", "--page", "a.md", "--json"], "--page a.md is Markdown, and --json"),
         (["--gpus", "8", "--gpu", "h100", "--at", "16"], "--at 16 is none of --gpus 8"),
-        (["--gpus", "8", "--gpu", "h100", "--network", "0"], "--network 0 moves nothing"),
+        (["--gpus", "8", "--gpu", "h100", "--network", "0"], "--network: 0 is out of range"),
+        (["--gpus", "8", "--gpu", "h100", "--gpus-per-node", "0"], "--gpus-per-node: 0 is out of range"),
+        (
+            ["--gpus", "8", "--gpu", "h100", "deepspeed={zero_optimization: {offload_optimizer: cpu}}"],
+            "deepspeed.zero_optimization={'offload_optimizer': 'cpu'} is not what DeepSpeed reads",
+        ),
         (
             ["--gpus", "8", "--gpu", "h100", "training.seq_len=0"],
             "training.seq_len=0 should be greater than 0",

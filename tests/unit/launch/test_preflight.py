@@ -62,6 +62,14 @@ def test_a_slow_pair_with_an_unfit_node_is_blamed_on_the_unfit_node():
     assert unfit_nodes(lines, ["n1", "n2"], gpus_per_node=2, seconds=10) == {}
 
 
+def test_a_failing_all_reduce_does_not_hide_the_reason_in_a_report():
+    short = replace(FIT, node="n2", gpus=[0.0])
+    failed = Timing(1, "n2", ["n2"], None, "CUDA error: invalid device ordinal")
+    lines = [json.dumps(asdict(one)) for one in (FIT, short, failed)]
+    found = unfit_nodes(lines, ["n1", "n2"], gpus_per_node=2, seconds=1)
+    assert found == {"n2": "1 of 2 GPUs can be seen"}
+
+
 def test_a_node_reports_its_own_state(tmp_path):
     report = node_report(tmp_path, "n1")
     assert report.unwritable is None

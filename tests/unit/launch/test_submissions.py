@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -14,11 +15,14 @@ from launch.cli import main, parse
 from launch.resume import SET_ASIDE, _later_checkpoints_renamed
 from launch.slurm.attempt import Attempt
 from launch.slurm.job_folder import SETTINGS, Job, JobFolder, Settings, write_settings
+from launch.slurm.options import cores_per_task
 from launch.slurm.script import REPOSITORY
 from launch.slurm.states import JobState
 from launch.submit import _request_training, indices
 from megakernel.checkpoint.folder import free_name
+from megakernel.checkpoint.manifest import SavedProgress, flushed, write_manifest
 from megakernel.config import UserError
+from megakernel.config.cluster import Cluster
 from megakernel.training import events
 
 from .launching import INSTALLED_SCRIPT
@@ -149,11 +153,58 @@ def test_a_chain_does_not_turn_requeuing_off_for_the_rest_of_the_run(training, m
     assert "#SBATCH --requeue\n" in capsys.readouterr().out
 
 
+def saved(run, step) -> Path:
+    """A checkpoint of a run, with one file."""
+    folder = run.path / "checkpoints" / f"step_{step}"
+    folder.mkdir(parents=True)
+    weights = folder / "weights.pt"
+    weights.write_bytes(b"weights")
+    write_manifest(folder, SavedProgress(step, 0, 0, {}, {}), flushed(folder, [weights]))
+    return weights
+
+
+def test_resume_from_a_damaged_checkpoint_is_refused_before_anything_is_renamed(training, refused):
+    saved(training, 20)
+    weights = saved(training, 10)
+    weights.write_bytes(b"weigh")
+    said = refused("resume", training.path, "--dependency", "after:17", "--from-step", "10")
+    assert "--from-step 10 cannot be used (weights.pt has 5 bytes instead of 7)" in said
+    assert {path.name for path in weights.parents[1].iterdir()} == {"step_10", "step_20"}
+
+
+@pytest.mark.parametrize("shown", ["--dry-run", "--test-only"])
+@pytest.mark.parametrize("option", ["--json", "--wait", "--follow"])
+def test_what_submits_nothing_refuses_options_about_the_submitted_jobs(shown, option, training, refused):
+    said = refused("resume", training.path, "--dependency", "after:17", shown, option)
+    assert f"{option} has no effect with {shown}" in said
+
+
+def test_lines_of_setup_follow_those_of_the_cluster_file(training, tmp_path, capsys):
+    (tmp_path / "cluster.yaml").write_text("setup: [module load cuda]\n")
+    config = str(training.submission("s") / "config.yaml")
+    setup = ["--setup", "ulimit -c 0", "--dependency", "after:17", "--dry-run"]
+    assert main(["submit", config, "--cluster", str(tmp_path / "cluster.yaml"), *setup]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines.index("module load cuda") == lines.index("ulimit -c 0") - 1
+    settings = {"command": ["pretrain", "x"], "cluster": {"setup": ["module load cuda"]}, "name": "run"}
+    (training.submission("s") / SETTINGS).write_text(json.dumps(settings))
+    assert main(["resume", str(training.path), *setup]) == 0
+    assert "module load cuda\nulimit -c 0\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("kind", "cores"), [("h100", 12), ("a100", 8), (None, 8), ("l40", None)])
+def test_processes_share_the_cores_of_nodes_with_the_requested_gpus(kind, cores, monkeypatch):
+    nodes = "gpu* 96 gpu:h100:8(S:0-1)\ngpu* 64 gpu:a100:8\ngpu* 16 (null)\n"
+    monkeypatch.setattr("launch.slurm.options.check_output", lambda *words: nodes)
+    found = cores_per_task(Cluster(gpus_per_node=4, gpu_type=kind))
+    assert found == ({} if cores is None else {"cpus-per-task": str(cores)})
+
+
 def test_slurm_is_asked_once_unless_something_is_changed_before_the_submission(training, monkeypatch):
     asked = []
     monkeypatch.setattr("launch.resume.refuse_live", asked.append)
     monkeypatch.setattr("launch.resume.carry_out", lambda request, args: 0)
-    (training.path / "checkpoints" / "step_10").mkdir(parents=True)
+    saved(training, 10)
     resume = ["resume", str(training.path), "--dependency", "after:17"]
     assert main(resume) == 0
     assert len(asked) == 0
