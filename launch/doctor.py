@@ -90,14 +90,14 @@ def _devices() -> Iterator[Finding]:
         from torch import distributed
     except (ImportError, OSError):
         return  # either missing, which `_packages` reports, or broken
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    for index, properties in enumerate(devices):
         memory = f"{properties.total_memory / 2**30:.0f} GiB"
         yield Finding(
             f"cuda:{index}", f"{properties.name}, {memory}, sm_{properties.major}{properties.minor}"
         )
-        if properties.major == 9:
-            yield _assembler()
+    if any(properties.major == 9 for properties in devices):
+        yield _assembler()
     if not torch.cuda.is_available():
         built = f"torch built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch built for CPU"
         remedy = "training runs on the CPU"
@@ -126,11 +126,16 @@ def _assembler() -> Finding:
 
 
 def _system() -> Iterator[Finding]:
-    compiler = shutil.which("c++") or shutil.which("g++")
-    remedy = "Triton kernels need one on a GPU machine: apt-get install g++"
-    yield Finding("C++ compiler", compiler or "none", "good" if compiler else "optional", remedy)
+    names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]  # as Triton looks for it
+    compiler = next(filter(None, map(shutil.which, names)), None)
+    remedy = "Triton needs one on a GPU machine: apt-get install gcc, or let CC name one"
+    yield Finding("C compiler", compiler or "none", "good" if compiler else "optional", remedy)
     free = shutil.disk_usage(".").free / 2**30
-    remedy = "a checkpoint needs about 14 bytes per parameter; set run.root to a larger disk"
+    # Weights, AdamW's moments and master weights: 12 in float32 without ZeRO, 14 in bfloat16, 16 in float32.
+    remedy = (
+        "a checkpoint needs 12 to 16 bytes per parameter, and a run holds checkpoint.keep and the one being written; "
+        "set run.root to a folder on a larger disk"
+    )
     yield Finding("disk here", f"{free:.0f} GiB free", "good" if free >= 5 else "optional", remedy)
     yield _slurm()
 

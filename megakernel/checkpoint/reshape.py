@@ -63,7 +63,7 @@ def _reshape(checkpoint: Checkpoint, ranks: Ranks) -> Path:
     final = checkpoint.folder / UNIVERSAL
     if ranks.on_rank_zero(final.is_dir):
         try:
-            files = ranks.on_rank_zero(lambda: _recorded_files(final))
+            files = ranks.on_rank_zero(lambda: read_manifest(final)[1])
             verify(final, files, ranks)
             return final
         except UserError as error:
@@ -82,14 +82,6 @@ def _reshape(checkpoint: Checkpoint, ranks: Ranks) -> Path:
             "free space or make the folder writable, then start the same command again"
         ) from None
     return final
-
-
-def _recorded_files(folder: Path) -> dict[str, FileRecord]:
-    if (folder / MANIFEST).exists():
-        return read_manifest(folder)[1]
-    # Made by a version without checksums.
-    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.pt")}
-    return {name: FileRecord(path.stat().st_size, None) for name, path in files.items()}
 
 
 def _convert(checkpoint: Checkpoint, folder: Path, rank: int, size: int) -> dict[str, FileRecord]:

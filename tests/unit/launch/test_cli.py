@@ -6,11 +6,13 @@ import sys
 import tempfile
 from importlib.metadata import requires
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import megakernel
 from launch.cli import COMMANDS, DEV, GROUPS, main, parse
+from launch.doctor import _devices, _system
 from launch.exit_status import ExitStatus
 from megakernel.config import Config, from_yaml, load
 
@@ -206,6 +208,30 @@ def test_the_doctor_names_the_variable_that_hides_gpus(monkeypatch, tmp_path, ca
     main(["doctor"])
     assert "(torch built for CUDA 13.0)" in (out := capsys.readouterr().out)
     assert "reinstall torch" not in out
+
+
+def test_the_doctor_names_the_assembler_once(monkeypatch):
+    hopper = SimpleNamespace(total_memory=80 << 30, name="H100", major=9, minor=0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: hopper)
+    names = [finding.name for finding in _devices()]
+    assert names[:3] == ["cuda:0", "cuda:1", "ptxas"]
+    assert names.count("ptxas") == 1
+
+
+def test_the_doctor_looks_for_the_compiler_that_triton_takes(monkeypatch, tmp_path):
+    def compiler() -> str:
+        return next(finding.value for finding in _system() if finding.name == "C compiler")
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert compiler() == "none"
+    for name in ("c++", "clang", "other"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    assert compiler() == str(tmp_path / "clang")
+    monkeypatch.setenv("CC", "other")
+    assert compiler() == str(tmp_path / "other")
 
 
 def test_the_doctor_passes_on_this_machine():
