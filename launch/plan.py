@@ -13,7 +13,6 @@ from megakernel.analysis import planning
 from megakernel.analysis.planning import Gpu
 from megakernel.config import Config, UserError, load
 from megakernel.config.errors import report_write_errors
-from megakernel.parallel import prepare_device
 
 HELP = "predict memory, traffic and step time on GPUs, and rank the layouts"
 EXAMPLE = "megakernel plan configs/pretrain-7b.yaml --gpus 64 --gpu h100"
@@ -74,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--top {args.top} has no effect with {kind}; leave it out")
     top = args.top or TOP
     if config.deepspeed:
+        from megakernel.parallel import prepare_device
+
         prepare_device("cpu", 0)  # otherwise DeepSpeed prints its choice of device to stdout
         from megakernel.training.deepspeed_config import check_deepspeed_keys
 
