@@ -77,7 +77,12 @@ class ChunkSummarizer(nn.Module):
         drawn = [
             torch.cat(
                 [
-                    torch.randn(NOISE_GROUP, width, generator=generator(self.seed, head, self.step, group))
+                    torch.randn(
+                        NOISE_GROUP,
+                        width,
+                        generator=generator(self.seed, head, self.step, group),
+                        device="cpu",
+                    )
                     for group in groups
                 ]
             )
@@ -230,7 +235,10 @@ class CausalEvaAttention(AttentionLayer):
             tail=Tail(tail.keys[..., :width], tail.values),
             positions=positions,
         )
-        return out, LandmarkState(tail.after(packed, v), landmarks.advanced(length))
+        if not inputs.return_state:
+            return out, None
+        carried = landmarks.carried(own.ends.shape[1], positions, length, self.eva.chunk_size)
+        return out, LandmarkState(tail.after(packed, v), carried)
 
     def _landmarks(self, packed: Tensor, v: Tensor, tail: Tail, positions: Positions) -> Landmarks:
         """Summaries of the chunks that end among these tokens."""

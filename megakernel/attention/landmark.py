@@ -69,7 +69,10 @@ class LandmarkAttention(NearFarAttention):
             gate=self.gate(q),
             positions=positions,
         )
-        return out, LandmarkState(tail.after(flat, v), landmarks.advanced(length))
+        if not inputs.return_state:
+            return out, None
+        carried = landmarks.carried(own.ends.shape[1], positions, length, size)
+        return out, LandmarkState(tail.after(flat, v), carried)
 
     def _landmarks(
         self, k: Tensor, v: Tensor, tail: Tail, positions: Positions, rotate: Rotation | None

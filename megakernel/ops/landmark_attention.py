@@ -54,6 +54,32 @@ class Landmarks(NamedTuple):
         keys, values = (torch.cat(both, 2) for both in zip(other[:2], self[:2]))
         return Landmarks(keys, values, torch.cat([other.ends.expand(len(keys), -1), self._ends()], 1))
 
+    def carried(self, own: int, positions: Positions, tokens: int, size: int) -> "Landmarks":
+        """These landmarks for the state after a shard's tokens: `advanced`, with one place for every `size` tokens.
+
+        own: the shard's places, which are the last. A place without a block is dropped, or taken by the block after it.
+        Synchronizes with the GPU if positions are a tensor and the shard has one place, as in decoding.
+        """
+        kept, count = self, self.ends.shape[1]
+        if isinstance(positions, int):
+            # Only the shard's last places can be without a block.
+            kept = self._places(0, count - own + (positions + tokens) // size - positions // size)
+        elif own == 1 < count:
+            before, last = self._places(count - 2, count - 1), self._places(count - 1, count)
+            exists = last.ends != MISSING
+            if not (exists & (before.ends != MISSING)).any():
+                keys, values = (
+                    torch.where(exists[:, None, :, None, None], *both) for both in zip(last[:2], before[:2])
+                )
+                merged = Landmarks(keys, values, torch.where(exists, last.ends, before.ends))
+                kept = merged.appended_to(self._places(0, count - 2))
+        return kept.advanced(tokens)
+
+    def _places(self, start: int, stop: int) -> "Landmarks":
+        return Landmarks(
+            self.keys[:, :, start:stop], self.values[:, :, start:stop], self._ends()[:, start:stop]
+        )
+
     def _ends(self) -> Tensor:
         return self.ends.expand(len(self.keys), -1)
 

@@ -315,6 +315,21 @@ def test_the_declared_state_size_is_that_of_the_decoding_state(name):
     assert module.is_recurrent == (per_token == 0)
 
 
+@every_mechanism
+@pytest.mark.parametrize("positions", [None, DOCUMENTS], ids=["one_document", "packed"])
+def test_a_state_made_token_by_token_is_no_larger_than_one_made_at_once(name, positions):
+    module = layer(name)
+    q, k, v = (x.detach() for x in tokens(2, 24))
+    expected, whole = module.extend(q, k, v, positions=positions)
+    state, outputs = None, []
+    for place in range(24):
+        at = None if positions is None else positions[:, place, None]
+        out, state = module.extend(*(x[:, :, place, None] for x in (q, k, v)), state, positions=at)
+        outputs.append(out)
+    assert_close(torch.cat(outputs, 2), expected)
+    assert _state_numel(state) <= _state_numel(whole)
+
+
 def _state_numel(state: SequenceState) -> int:
     flat, stack = [], [state.inner]
     while stack:
