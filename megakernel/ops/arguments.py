@@ -105,7 +105,9 @@ def check_positions(positions: Positions, q: Tensor) -> None:
     if isinstance(positions, int):
         return
     expected = (q.shape[0], q.shape[2])
-    if tuple(positions.shape) != expected or positions.is_floating_point():
+    if not isinstance(positions, Tensor):
+        raise ValueError(f"positions={positions!r}; expected an int, or a tensor of shape {expected}")
+    if tuple(positions.shape) != expected or positions.is_floating_point() or positions.dtype == torch.bool:
         raise ValueError(
             f"positions is {positions.dtype} of shape {tuple(positions.shape)}; "
             f"expected integers of shape {expected}"
@@ -177,6 +179,14 @@ def matrix_state(initial_state: Tensor | None, k: Tensor, v: Tensor) -> Tensor:
     if initial_state.shape != shape:
         raise ValueError(f"initial_state has shape {tuple(initial_state.shape)}; expected {shape}")
     return initial_state.to(dtype)
+
+
+def check_cached(name: str, cached: Tensor, new: Tensor, tokens: int | None = None) -> None:
+    """Check that `cached` has the shape of `new` (..., N, d), with another number of tokens: `tokens`, or any."""
+    expected = (*new.shape[:-2], "tokens" if tokens is None else tokens, new.shape[-1])
+    actual = tuple(cached.shape)
+    if len(actual) != new.dim() or any(a != b for a, b in zip(actual, expected) if b != "tokens"):
+        raise ValueError(f"{name} has shape {actual}; expected ({', '.join(map(str, expected))})")
 
 
 def check_choice(name: str, value: object, known: tuple) -> None:

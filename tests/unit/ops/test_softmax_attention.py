@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megakernel.ops import softmax_attention, window_attention
+from megakernel.ops import SoftmaxState, softmax_attention, window_attention
 from tests.unit.ops.comparing import PACKED, assert_same, random
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
@@ -45,13 +45,14 @@ def test_a_causal_key_mask_equals_the_reference(length, softcap):
 
 def test_keys_without_weight_give_zero():
     q, k, v = inputs()
-    key_weights = torch.rand(B, N, generator=torch.Generator().manual_seed(0))
+    key_weights = torch.rand(B, N, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     key_weights[0] = key_weights[1, :5] = 0
+    key_weights.requires_grad_()
 
     def run(backend):
         return softmax_attention(q, k, v, causal=False, key_weights=key_weights, backend=backend)[:1]
 
-    assert_same(run, [q, k, v])
+    assert_same(run, [q, k, v, key_weights])
     assert not run("chunked")[0][0].any()
 
 
@@ -69,6 +70,23 @@ def test_softcap_equals_the_reference(window, positions):
     reach = min(window or N, N if isinstance(positions, int) else 13)
     exponents = 0.3 * torch.tanh(q[1, 3, -1] @ k[1, 1, -reach:].T / WIDTH**0.5 / 0.3)
     torch.testing.assert_close(run("chunked")[0][1, 3, -1], exponents.softmax(0) @ v[1, 1, -reach:])
+
+
+@pytest.mark.parametrize("keys", [7, 40])
+@pytest.mark.parametrize("masked", [False, True])
+def test_softcap_with_another_number_of_keys_than_queries_sees_all_keys(keys, masked):
+    q, (_, k, v) = inputs()[0], inputs(keys)
+    key_mask = torch.ones(B, keys, dtype=torch.bool)
+    if masked:
+        key_mask[:, 2:5] = False
+
+    def run(backend):
+        options = {"causal": False, "softcap": 0.3, "key_mask": key_mask if masked else None}
+        return softmax_attention(q, k, v, **options, backend=backend)[:1]
+
+    assert_same(run, [q, k, v])
+    exponents = 0.3 * torch.tanh(q[1, 3, -1] @ k[1, 1, key_mask[1]].T / WIDTH**0.5 / 0.3)
+    torch.testing.assert_close(run("chunked")[0][1, 3, -1], exponents.softmax(0) @ v[1, 1, key_mask[1]])
 
 
 @pytest.mark.parametrize("window", [1, 5, N])
@@ -142,3 +160,34 @@ def test_key_weights_are_refused_where_they_would_be_ignored():
     for options in ({"key_mask": mask}, {"positions": PACKED}, {"softcap": 0.3}, {"causal": True}):
         with pytest.raises(ValueError, match="key_weights with"):
             softmax_attention(q, k, v, key_weights=weights, **{"causal": False, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"key_mask": torch.ones(B, N)},
+            r"key_mask is torch.float32 of shape \(2, 23\); expected torch.bool",
+        ),
+        ({"key_mask": torch.ones(N, dtype=torch.bool)}, r"key_mask is torch.bool of shape \(23,\)"),
+        (
+            {"key_mask": torch.ones(B, N, dtype=torch.bool), "initial_state": SoftmaxState(*inputs()[1:])},
+            "key_mask next to initial_state",
+        ),
+        (
+            {"initial_state": SoftmaxState(inputs()[1][:1], inputs()[2])},
+            r"initial_state.keys has shape \(1, 2, 23, 4\); expected \(2, 2, tokens, 4\)",
+        ),
+        (
+            {"initial_state": SoftmaxState(inputs()[1], inputs()[0])},
+            r"initial_state.values has shape \(2, 4,",
+        ),
+        ({"softcap": 0.0}, "softcap=0.0; expected a number above 0, or None"),
+        ({"key_weights": torch.ones(3, N), "causal": False}, r"key_weights has shape \(3, 23\)"),
+        ({"positions": [0, 1]}, r"positions=\[0, 1\]; expected an int, or a tensor of shape \(2, 23\)"),
+        ({"positions": torch.ones(B, N, dtype=torch.bool)}, "positions is torch.bool"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        softmax_attention(*inputs(), **options)
