@@ -19,6 +19,9 @@ from megakernel.ops.state import EMPTY
 Finish = Callable[["PartialOutput"], tuple[Tensor, ...]]
 """PartialOutput -> output (..., N, D), and if queries can underflow, (..., N) bool: those that did."""
 
+FinishedOutput = tuple[tuple[Tensor, ...], Any]
+"""The result of a `Finish` for all queries, and the outgoing state."""
+
 
 class PartialOutput(NamedTuple):
     """sum_j w_ij [v_j, 1] = values * exp(log_scale), with a detached scale."""
@@ -149,25 +152,21 @@ class _Mean(torch.autograd.Function):
         return torch.cat([dvalues, -(dvalues * out).sum(-1, keepdim=True)], -1), None
 
 
-FinishedOutput = tuple[tuple[Tensor, ...], Any]
-"""The result of a `Finish` for all queries, and the outgoing state."""
+def recompute_lost(finished: tuple[Tensor, ...], recompute: Callable[[], Tensor]) -> Tensor:
+    """The output (..., N, D) of a `Finish`, with underflowed queries taken from `recompute`, the same in float64.
 
-
-def recompute_lost(result: FinishedOutput, recompute: Callable[[], FinishedOutput]) -> tuple[Tensor, Any]:
-    """The output (..., N, D) and state, with underflowed queries taken from `recompute`, the same in float64.
-
-    Its smallest number is the eighth power of float32's. Other queries keep their exact bits, so later tokens never
-    change them. Compiled and captured graphs and meta tensors cannot check; there, underflowed queries are 0. The check
-    synchronizes with the GPU once per call.
+    Its smallest number is the eighth power of float32's. Other queries keep their exact bits, so neither later tokens
+    nor other sequences change them. For the same reason, the state is never that of `recompute`: what underflows in a
+    float32 state is lost to later calls. Compiled and captured graphs and meta tensors cannot check; there, underflowed
+    queries are 0. The check synchronizes with the GPU once per call.
     """
-    (out, *lost), state = result
+    out, *lost = finished
     if not lost or out.dtype == torch.float64 or out.is_meta or is_graph(out):
-        return out, state
+        return out
     any_lost = lost[0].any()
     if is_recording() or not any_lost:
-        return out, state
-    (exact_out, *_), state = recompute()
-    return torch.where(lost[0][..., None], exact_out.to(out.dtype), out), state
+        return out
+    return torch.where(lost[0][..., None], recompute().to(out.dtype), out)
 
 
 def unnormalized(sums: PartialOutput) -> Tensor:

@@ -19,7 +19,7 @@ from megakernel.ops.flurka_attention import chunked, decode, operators
 from megakernel.ops.flurka_attention.block_tables import block_tables
 from megakernel.ops.flurka_attention.options import FlurkaInputs, FlurkaOptions
 from megakernel.ops.kernel_attention.triton import unsupported_features, unsupported_tiles
-from megakernel.ops.partial_output import FinishedOutput, kernels_check, recompute_lost
+from megakernel.ops.partial_output import kernels_check, recompute_lost
 from megakernel.ops.projections import dense
 from megakernel.ops.state import KernelState
 from megakernel.ops.window import Tail, empty_tail
@@ -128,10 +128,9 @@ def attend(
     if gate is not None:
         lost &= sees_far(token_positions(positions, q.shape[2], q.device), b, options.blocks)[:, None]
 
-    def recompute() -> FinishedOutput:
+    def recompute() -> Tensor:
         # With an exchange, `first` is the state that came from the other ranks.
         exact = inputs._replace(far=first or far, exchange=None)
-        in_float64, *_ = chunked.attend(q.double(), k.double(), v.double(), exact)
-        return (in_float64,), last
+        return chunked.attend(q.double(), k.double(), v.double(), exact)[0]
 
-    return *recompute_lost(((out, lost), last), recompute), next_tail
+    return recompute_lost((out, lost), recompute), last, next_tail

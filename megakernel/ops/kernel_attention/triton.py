@@ -15,7 +15,7 @@ from megakernel.ops.kernel_attention import chunked, decode, operators
 from megakernel.ops.kernel_attention.options import KernelOptions
 from megakernel.ops.kernels.features import SUPPORTED
 from megakernel.ops.kernels.launch import capability_of
-from megakernel.ops.partial_output import FinishedOutput, kernels_check, recompute_lost
+from megakernel.ops.partial_output import kernels_check, recompute_lost
 from megakernel.ops.projections import Projection, dense, rows_of
 from megakernel.ops.state import KernelState
 
@@ -108,13 +108,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Ten
             real = real.any(-1, keepdim=True)
         lost &= real.repeat_interleave(q.shape[1] // k.shape[1], 1)
 
-    def recompute() -> FinishedOutput:
+    def recompute() -> Tensor:
         # With an exchange, `first` is the state that came from the other ranks.
         exact = options._replace(projection=matrix, initial_state=first, exchange=None)
-        in_float64, _ = chunked.attend(q.double(), k.double(), v.double(), exact)
-        return (in_float64,), last
+        return chunked.attend(q.double(), k.double(), v.double(), exact)[0]
 
-    return recompute_lost(((out, lost), last), recompute)
+    return recompute_lost((out, lost), recompute), last
 
 
 def document_starts(positions: Positions, length: int) -> tuple[Tensor | None, int]:

@@ -1,6 +1,7 @@
+import pytest
 import torch
 
-from megakernel.ops import KernelState, kernel_attention, merge
+from megakernel.ops import KernelState, flurka_attention, kernel_attention, merge
 from megakernel.ops.state import empty_state, keep
 from tests.unit.ops.comparing import random
 
@@ -49,3 +50,34 @@ def test_keep_empties_the_other_sequences():
         merge(kept, state),
         KernelState(state.sums * torch.tensor([2.0, 1.0])[:, None, None, None], state.log_scale),
     )
+
+
+def _kernel(q, k, v, state, at):
+    return kernel_attention(q, k, v, feature_map="elu", initial_state=state, return_state=True)
+
+
+def _flurka(q, k, v, state, at):
+    pool = torch.full((1, 4), 0.25)
+    options = {"near": "kernel", "pool_keys": pool, "pool_values": pool}
+    return flurka_attention(q, k, v, feature_map="elu", **options, positions=at, initial_state=state)
+
+
+@pytest.mark.parametrize("parts", [[10, 10], [1] * 20], ids=["chunks", "tokens"])
+@pytest.mark.parametrize("op", [_kernel, _flurka])
+def test_an_underflowed_query_leaves_states_and_other_sequences_as_they_are(op, parts):
+    q, k, v = (random(2, 1, 20, 8, seed=seed).detach().float() for seed in range(3))
+    loud_q, loud_k = q.clone(), k.clone()
+    loud_q[1, :, 3] = -60
+    loud_k[1] = -60 * k[1].abs()
+    outputs = []
+    for queries, keys in ((q, k), (loud_q, loud_k)):
+        state, done, out = None, 0, []
+        for chunk in zip(*(x.split(parts, 2) for x in (queries, keys, v))):
+            one, state = op(*chunk, state, done)
+            done += chunk[0].shape[2]
+            out.append(one)
+        sums = getattr(state, "far", state).sums
+        assert sums.dtype == torch.float32
+        outputs.append(torch.cat(out, 2))
+    assert torch.equal(outputs[0][0], outputs[1][0])
+    assert outputs[1][1, :, 3].any()
