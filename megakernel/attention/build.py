@@ -31,7 +31,8 @@ def build(
     The other arguments are those of `LayerSettings`.
 
     Raises:
-        ValueError: an unknown preset or key, heads that do not divide, a mechanism that cannot be (or must be) causal.
+        ValueError: an unknown preset or key, sizes below 1, heads that do not divide, a mechanism that cannot be (or
+            must be) causal.
     """
     config = (
         attention if isinstance(attention, Attention) else Attention.model_validate(expand_preset(attention))
@@ -42,8 +43,13 @@ def build(
         )
     if config.looks_back_only and not causal:
         raise ValueError(f"{config.looks_back_only}; remove it or build with causal=True")
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name}={size}; expected at least 1")
     settings = LayerSettings(
-        num_heads, num_kv_heads or num_heads, head_dim, causal, max_positions, seed, heads, softmax_exchange
+        num_heads, num_kv_heads, head_dim, causal, max_positions, seed, heads, softmax_exchange
     )
     spec = config.spec
     return layer_class((causal and spec.causal_layer) or spec.layer)(config, settings)

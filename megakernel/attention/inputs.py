@@ -18,7 +18,7 @@ class AttentionInputs:
     """Positions, padding, shard and state of the N tokens of each sequence."""
 
     positions: Positions | None = None
-    """(B, N) index of each token in its own document, counting real tokens, or the index of the first token of
+    """(B, N) index of each token in its own document, counting real tokens, or the index of the first real token of
     sequences that hold one document each; None: each sequence is one document, which begins on the first shard."""
 
     padding_mask: Tensor | None = None

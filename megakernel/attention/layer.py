@@ -13,7 +13,7 @@ from megakernel.attention.inputs import DEFAULT_INPUTS, AttentionInputs
 from megakernel.attention.rotary import Rotary
 from megakernel.config.attention import Attention
 from megakernel.config.mechanisms import LayerShape
-from megakernel.ops.arguments import check_not_empty
+from megakernel.ops.arguments import check_not_empty, check_positions
 from megakernel.ops.documents import Positions
 
 
@@ -131,6 +131,8 @@ class AttentionLayer(nn.Module, ABC):
         """
         check_not_empty(q)
         mask, positions = inputs.padding_mask, inputs.positions
+        if positions is not None:
+            check_positions(positions, q)
         if mask is None:
             if positions is None:
                 positions = inputs.cp_shard.rank * q.shape[2]
@@ -150,10 +152,11 @@ class AttentionLayer(nn.Module, ABC):
             k, v = _reorder(k, order), _reorder(v, order)
         further = None if inputs.further is None else _reorder(inputs.further, order)
         front = mask.gather(1, order)
-        reordered: Positions = 0
-        if isinstance(positions, Tensor):
-            reordered = positions.gather(1, order).masked_fill(~front, 0)
-        inputs = replace(inputs, positions=reordered, padding_mask=front, further=further, return_state=False)
+        if positions is None:
+            positions = 0
+        elif isinstance(positions, Tensor):
+            positions = positions.gather(1, order).masked_fill(~front, 0)
+        inputs = replace(inputs, positions=positions, padding_mask=front, further=further, return_state=False)
         out, _ = self.attend(q, k, v, inputs)
         return _reorder(out, order.argsort(dim=1)) * mask[:, None, :, None].to(out.dtype)
 
@@ -180,6 +183,7 @@ class AttentionLayer(nn.Module, ABC):
         check_not_empty(q)
         start: Positions = 0
         if positions is not None:
+            check_positions(positions, q)
             start = positions
         elif state is not None:
             start = state.position

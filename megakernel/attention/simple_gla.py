@@ -78,7 +78,6 @@ def decay_logits(bias: Tensor, inputs: AttentionInputs, like: Tensor) -> Tensor:
 def _initial_rates_and_steps(settings: LayerSettings, heads: range) -> tuple[Tensor, Tensor]:
     """Mamba-2's initial A, uniform in [1, 16], and step, log-uniform in [0.001, 0.1], per head in float64."""
     draws = (generator(settings.seed, head, "decay") for head in heads)
-    rates, steps = torch.stack(
-        [torch.rand(2, generator=draw, dtype=torch.float64, device="cpu") for draw in draws]
-    ).T
+    pairs = [torch.rand(2, generator=draw, dtype=torch.float64, device="cpu") for draw in draws]
+    rates, steps = torch.stack(pairs).to(torch.get_default_device()).T
     return 1 + 15 * rates, (math.log(0.001) + steps * math.log(100)).exp()

@@ -34,13 +34,16 @@ def test_a_preset_name_a_tree_and_a_validated_tree_build_the_same_layer(preset):
         ("flurka", {"causal": False}, "causal"),
         ("local", {"causal": False}, "causal"),
         ("softmax", {"num_kv_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
+        ("softmax", {"num_kv_heads": 0}, "num_kv_heads=0; expected at least 1"),
+        ("flurka", {"num_heads": 0}, "num_heads=0; expected at least 1"),
+        ("performer", {"head_dim": -1}, "head_dim=-1; expected at least 1"),
         ("linear", {"heads": HeadShard(0, 3)}, "num_heads=4 does not divide over 3 shards"),
         ("linear", {"num_kv_heads": 2, "heads": HeadShard(0, 4)}, "num_kv_heads=2 does not divide over 4"),
     ],
 )
 def test_invalid_attention_is_refused_with_the_reason(config, options, message):
     with pytest.raises(ValueError, match=message):
-        build(config, num_heads=4, head_dim=8, **options)
+        build(config, **({"num_heads": 4, "head_dim": 8} | options))
 
 
 def test_extending_needs_a_causal_layer():

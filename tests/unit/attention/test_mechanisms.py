@@ -215,6 +215,25 @@ def test_padding_between_packed_documents_does_not_change_the_output(name):
     assert_close(out[:, :, real], alone)
 
 
+@every_mechanism
+def test_padding_keeps_the_position_of_the_first_token(name):
+    module = layer(name)
+    q, k, v = (x.detach() for x in tokens(2, 12))
+    inputs = AttentionInputs(3, rotary=ROTARY)
+    padded = AttentionInputs(3, rotary=ROTARY, padding_mask=torch.ones(2, 12, dtype=torch.bool))
+    assert_close(module(q, k, v, padded), module(q, k, v, inputs))
+
+
+@every_direction
+@pytest.mark.parametrize("positions", [torch.arange(8)[None], torch.zeros(2, 5), [0, 1]], ids=str)
+def test_positions_that_do_not_fit_are_refused(name, causal, positions):
+    module = layer(name, causal=causal)
+    with pytest.raises(ValueError, match=r"^positions"):
+        module(*tokens(2, 8), AttentionInputs(positions))
+    with pytest.raises(ValueError, match=r"^positions" if causal else "causal"):
+        module.extend(*tokens(2, 8), positions=positions)
+
+
 @every_direction
 @pytest.mark.parametrize("length", [1, 3, 21])
 def test_any_length_and_sequences_of_only_padding(name, causal, length):

@@ -140,3 +140,12 @@ def test_initial_fastfood_rows_have_the_lengths_of_gaussian_vectors():
 def test_fastfood_samples_must_be_a_multiple_of_the_head_dimension():
     with pytest.raises(ValueError, match="samples=10 is not a multiple of head_dim=6; set 6 or 12"):
         layer("fastfood_rks", samples=10)
+
+
+def test_random_numbers_do_not_depend_on_the_default_device():
+    eva = build("eva", num_heads=2, head_dim=4).summaries
+    indices = torch.tensor([[0, 3]])
+    expected = eva.noise(indices, 4)
+    with torch.device("meta"):
+        assert torch.equal(eva.noise(indices, 4), expected)
+        assert build("mamba2", num_heads=2, head_dim=4).decay_bias.is_meta
