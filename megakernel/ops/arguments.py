@@ -11,7 +11,6 @@ from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions
 from megakernel.ops.feature_maps import FEATURE_MAPS, FeatureMap, named
 from megakernel.ops.projections import FastFood, Projection, padded_width
-from megakernel.ops.state import KernelState
 
 
 def check_heads(q: Tensor, k: Tensor, v: Tensor, *, cross: bool = False) -> None:
@@ -50,9 +49,11 @@ def check_tokens(name: str, x: Tensor) -> None:
 
 def check_feature_map(feature_map: FeatureMap | str, projection: Projection | None, k: Tensor) -> None:
     """Check the map's name, and the projection: present iff the map takes one, and fitting the heads and width of k."""
-    name = named(feature_map).name
+    name, _, smoothing = named(feature_map)
     if name not in FEATURE_MAPS:
         raise ValueError(f"feature_map={name!r}; expected one of {', '.join(FEATURE_MAPS)}")
+    if smoothing < 0:
+        raise ValueError(f"feature_map has smoothing={smoothing}; expected at least 0")
     projected = FEATURE_MAPS[name].projected
     if projected != (projection is not None):
         value = f"of shape {tuple(projection.shape)}" if isinstance(projection, Tensor) else repr(projection)
@@ -160,14 +161,11 @@ def check_shift(shift: Tensor, priors: Tensor | None, k: Tensor) -> None:
         )
 
 
-def check_state(state: KernelState, k: Tensor, v: Tensor) -> None:
-    """Check that the state has sums (B, H_kv, F, D + 1) and log scales (B, H_kv) for these keys and values."""
-    heads, width = tuple(k.shape[:2]), v.shape[-1] + 1
-    shape = tuple(state.sums.shape)
-    if len(shape) != 4 or shape[:2] != heads or shape[3] != width or tuple(state.log_scale.shape) != heads:
+def check_entering(initial_state: object, exchange: object) -> None:
+    """Check that a state enters from at most one side."""
+    if initial_state is not None and exchange is not None:
         raise ValueError(
-            f"initial_state has sums {shape} and log_scale {tuple(state.log_scale.shape)}; "
-            f"expected {(*heads, 'features', width)} and {heads}"
+            "initial_state next to exchange, which returns the entering state; expected one of them"
         )
 
 
@@ -181,12 +179,16 @@ def matrix_state(initial_state: Tensor | None, k: Tensor, v: Tensor) -> Tensor:
     return initial_state.to(dtype)
 
 
-def check_cached(name: str, cached: Tensor, new: Tensor, tokens: int | None = None) -> None:
-    """Check that `cached` has the shape of `new` (..., N, d), with another number of tokens: `tokens`, or any."""
-    expected = (*new.shape[:-2], "tokens" if tokens is None else tokens, new.shape[-1])
-    actual = tuple(cached.shape)
-    if len(actual) != new.dim() or any(a != b for a, b in zip(actual, expected) if b != "tokens"):
-        raise ValueError(f"{name} has shape {actual}; expected ({', '.join(map(str, expected))})")
+def check_cached(
+    name: str, cached: tuple[Tensor, Tensor], k: Tensor, v: Tensor, tokens: int | None = None
+) -> None:
+    """Check that keys and values of earlier tokens fit k and v (..., N, d): `tokens` of them; None: any number."""
+    for part, before, new in zip(("keys", "values"), cached, (k, v)):
+        # No generators: this runs in every layer for every decoded token.
+        fits = before.shape[:-2] == new.shape[:-2] and before.shape[-1] == new.shape[-1]
+        if not fits or tokens not in (None, before.shape[-2]):
+            expected = ", ".join(map(str, (*new.shape[:-2], tokens or "tokens", new.shape[-1])))
+            raise ValueError(f"{name}.{part} has shape {tuple(before.shape)}; expected ({expected})")
 
 
 def check_choice(name: str, value: object, known: tuple) -> None:
@@ -198,11 +200,8 @@ def check_choice(name: str, value: object, known: tuple) -> None:
 def check_pools(pool_keys: Tensor, pool_values: Tensor, k: Tensor) -> None:
     """Check E and F: both (r, b) or both (H_kv, r, b)."""
     for name, pool in (("pool_keys", pool_keys), ("pool_values", pool_values)):
-        if (
-            pool.shape != pool_keys.shape
-            or pool.dim() not in (2, 3)
-            or pool.shape[:-2] not in ((), k.shape[1:2])
-        ):
+        fits = pool.dim() in (2, 3) and pool.shape[:-2] in ((), k.shape[1:2])
+        if not fits or pool.shape != pool_keys.shape or 0 in pool.shape:
             raise ValueError(
                 f"{name} has shape {tuple(pool.shape)}; expected (rank, block) or ({k.shape[1]}, rank, block), "
                 "the same for both pools"

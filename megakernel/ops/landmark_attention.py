@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megakernel.ops.arguments import check_heads, check_per_head, expand_tokens
+from megakernel.ops.arguments import check_cached, check_heads, check_per_head, check_positions, expand_tokens
 from megakernel.ops.chunks import chunk_queries
 from megakernel.ops.dispatch import accum_dtype, choose
 from megakernel.ops.documents import Positions, token_positions, window_reach
@@ -201,12 +201,15 @@ def landmark_attention(
         ValueError: invalid shapes, dtypes or devices; the message names the argument.
     """
     check_heads(q, first_key(k, priors, shift), v)
+    check_positions(positions, q)
     check_per_head("far_weight", far_weight, q.shape[1])
+    k = pack_keys(k)
+    check_cached("tail", tail, k, v, max(tail.keys.shape[2], window.block_size * window.blocks))
     if gate is not None:
         gate = expand_tokens("gate", gate, q)
     far = (landmarks, visibility, token_count, far_weight)
     inputs = LandmarkInputs(*far, window, tail, priors, shift, gate, positions)
-    return choose(IMPLEMENTATIONS, backend)(q, pack_keys(k), v, inputs)
+    return choose(IMPLEMENTATIONS, backend)(q, k, v, inputs)
 
 
 def chunked(q: Tensor, k: Tensor, v: Tensor, inputs: LandmarkInputs) -> Tensor:

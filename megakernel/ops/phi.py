@@ -75,12 +75,32 @@ def start_state(
     feature_map: FeatureMap | str, k: Tensor, projection: Projection | None, value_dim: int
 ) -> KernelState:
     """The empty state for keys k (B, H_kv, N, d) and values of width `value_dim`."""
-    batch, heads = k.shape[:2]
-    width = k.shape[-1]
-    rows = None if projection is None else rows_of(projection, width)
-    count, has_scale = _feature_count(named(feature_map), width, rows)
-    sums = k.new_zeros(batch, heads, count, value_dim + 1, dtype=accum_dtype(k.dtype))
-    return KernelState(sums, sums.new_full((batch, heads), EMPTY if has_scale else 0.0))
+    heads = k.shape[:2]
+    count, has_scale = _feature_count(named(feature_map), k.shape[-1], _rows(projection, k))
+    sums = k.new_zeros(*heads, count, value_dim + 1, dtype=accum_dtype(k.dtype))
+    return KernelState(sums, sums.new_full(heads, EMPTY if has_scale else 0.0))
+
+
+def check_state(
+    state: KernelState,
+    feature_map: FeatureMap | str,
+    k: Tensor,
+    projection: Projection | None,
+    value_dim: int,
+) -> None:
+    """Check that `state` has the shapes of the `start_state` of the other arguments."""
+    heads = tuple(k.shape[:2])
+    count, _ = _feature_count(named(feature_map), k.shape[-1], _rows(projection, k))
+    expected, shape = (*heads, count, value_dim + 1), tuple(state.sums.shape)
+    if shape != expected or tuple(state.log_scale.shape) != heads:
+        raise ValueError(
+            f"initial_state has sums {shape} and log_scale {tuple(state.log_scale.shape)}; "
+            f"expected {expected} and {heads}"
+        )
+
+
+def _rows(projection: Projection | None, k: Tensor) -> int | None:
+    return None if projection is None else rows_of(projection, k.shape[-1])
 
 
 @lru_cache

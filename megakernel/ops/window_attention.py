@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megakernel.ops.arguments import check_choice, check_heads, check_positions
+from megakernel.ops.arguments import check_cached, check_choice, check_heads, check_positions
 from megakernel.ops.dispatch import accum_dtype, choose
 from megakernel.ops.documents import Positions, token_positions
 from megakernel.ops.groups import Tensors, scan_groups
@@ -74,7 +74,11 @@ def window_attention(
     check_heads(q, first_key(k, priors, shift), v)
     check_choice("blocks", blocks, (1, 2))
     check_positions(positions, q)
+    if block_size < 1:
+        raise ValueError(f"block_size={block_size}; expected at least 1")
     k = pack_keys(k)
+    if initial_state is not None:
+        check_cached("initial_state", initial_state, k, v, block_size * blocks)
     tail = initial_state or empty_tail(k, v, block_size * blocks)
     window = LocalWindow(block_size, blocks, packed_rotary(rotary, q.shape[-1]))
     return choose(IMPLEMENTATIONS, backend)(q, k, v, WindowInputs(tail, positions, window, priors, shift))

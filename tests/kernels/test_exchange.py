@@ -17,7 +17,6 @@ from megakernel.ops.flurka_attention import triton as flurka_triton
 from megakernel.ops.kernel_attention import launches
 from megakernel.ops.kernel_attention import triton as kernel_triton
 from megakernel.ops.kernels.launch import Launch, record_launches
-from megakernel.ops.phi import start_state
 from megakernel.ops.state import Exchange, empty_state, keep, merge
 from tests.kernels.comparing import TOLERANCE, assert_agrees
 from tests.kernels.test_flurka_attention import BLOCK, VARIANTS, documents
@@ -81,8 +80,7 @@ def flurka(backend: str, feature_map: str, near: str, blocks: int) -> Attend:
     def attend(here, positions, tail, exchange):
         options = {"feature_map": feature_map, "near": near, "blocks": blocks, "rotary": Rotary(12)}
         if tail is not None:
-            far = start_state(feature_map, here["k"], here.get("projection"), here["v"].shape[-1])
-            options["initial_state"] = FlurkaState(far, Tail(*(x[:, :, -BLOCK * blocks :] for x in tail)))
+            options["initial_state"] = FlurkaState(None, Tail(*(x[:, :, -BLOCK * blocks :] for x in tail)))
         out, state = flurka_attention(
             **here, positions=positions, exchange=exchange, backend=backend, **options
         )

@@ -5,7 +5,9 @@ from types import ModuleType
 from torch import Tensor
 
 from megakernel.ops.arguments import (
+    check_cached,
     check_choice,
+    check_entering,
     check_feature_map,
     check_gate_weight,
     check_heads,
@@ -28,6 +30,7 @@ from megakernel.ops.flurka_attention.options import (
     Weights,
 )
 from megakernel.ops.mixture import first_key, pack_keys, packed_rotary
+from megakernel.ops.phi import check_state
 from megakernel.ops.projections import Projection
 from megakernel.ops.state import Exchange
 from megakernel.ops.window import Rotary
@@ -96,7 +99,7 @@ def flurka_attention(
             normalizer for both, as near="kernel" requires.
         gate_weight: w (H, d), requires gate: adds q.w to the logits, with q unrotated. None is 0.
         far_mass: beta (H_kv,); None is 0.
-        far_weight: gamma (H,), multiplies the far part by exp(gamma) under one normalizer; None is 0.
+        far_weight: gamma (H,), multiplies the far part by exp(gamma) under one normalizer; None is 0. Not with a gate.
         log_decay: log a <= 0, broadcastable to (B, H_kv, N): the last token of a block multiplies the landmarks of
             earlier blocks by a, before new ones are added. None is 0.
         rotary: rotation by positions; pass q and k unrotated, because rotated keys cannot be pooled.
@@ -106,7 +109,7 @@ def flurka_attention(
         initial_state: the state that sequences continue from; they can be split at any token.
         return_state: also return the state after the last token; otherwise None.
         exchange: for sequences sharded over ranks, takes the far state that these tokens add and returns the entering
-            one. The tail of `initial_state` is then the previous shard's, and the returned far state is what these
+            one. `initial_state` then has only the previous shard's tail, and the returned far state is what these
             tokens add.
         backend: reference, chunked or triton; None reads MEGAKERNEL_BACKEND from the environment, and by default takes
             triton on a GPU and chunked elsewhere.
@@ -131,6 +134,10 @@ def flurka_attention(
             raise ValueError(
                 "gate with near='kernel': phi(q) is shared and so is the normalizer; remove gate"
             )
+        if far_weight is not None:
+            raise ValueError(
+                "far_weight next to gate, under which each part has its own normalizer; remove one"
+            )
         gate = expand_tokens("gate", gate, q)
     check_gate_weight(gate_weight, gate, q)
     check_positions(positions, q)
@@ -140,6 +147,11 @@ def flurka_attention(
         log_decay = expand_log_decay(log_decay, key).masked_fill(~ends[:, None], 0.0)
     k = pack_keys(k)
     far, tail = initial_state or (None, None)
+    if far is not None:
+        check_state(far, feature_map, key, projection, v.shape[-1])
+    check_entering(far, exchange)
+    if tail is not None:
+        check_cached("initial_state.tail", tail, k, v, size * blocks)
     options = FlurkaOptions(feature_map, size, blocks, near, packed_rotary(rotary, q.shape[-1]), far_rope)
     weights = Weights(projection, pool_keys, pool_values, far_mass, far_weight, priors, shift, gate_weight)
     inputs = FlurkaInputs(options, weights, gate, positions, far, tail, exchange, log_decay, return_state)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.arguments import (
+    check_entering,
     check_heads,
     check_positions,
     expand_log_decay,
@@ -67,6 +68,7 @@ def gated_delta_rule(
     """
     check_heads(q, k, v)
     check_positions(positions, q)
+    check_entering(initial_state, exchange)
     dtype, width = accum_dtype(k.dtype), v.shape[3]
     log_decay = expand_log_decay(log_decay, k)
     strength = expand_tokens("strength", strength, k).to(dtype)

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from megakernel.ops.arguments import (
     check_cu_seqlens,
+    check_entering,
     check_feature_map,
     check_heads,
     check_positions,
-    check_state,
     expand_tokens,
 )
 from megakernel.ops.dispatch import Implementation, Kernels, choose
@@ -18,6 +18,7 @@ from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.kernel_attention import chunked, reference
 from megakernel.ops.kernel_attention.options import KernelOptions
 from megakernel.ops.mixture import first_key, pack_keys
+from megakernel.ops.phi import check_state
 from megakernel.ops.projections import Projection
 from megakernel.ops.state import Exchange, KernelState
 
@@ -70,15 +71,15 @@ def kernel_attention(
         priors: pi (H_kv, M) >= 0 of mixture keys: k is then (B, H_kv, M, N, d), and sum_r pi_r phi(k_r) replaces
             phi(k).
         key_weights: multiplies phi(k) per key, broadcastable to (B, H_kv, N); 0 removes a key.
-        initial_state: the state that each sequence continues from.
+        initial_state: the state that each sequence continues from; not with `exchange`.
         return_state: also return the state after each sequence's last document.
         cu_seqlens: int32 or int64 document starts in the B * N tokens, followed by B * N. A sequence whose
             first token is not listed continues `initial_state`; a listed start begins empty. Documents never
             cross sequences.
-        positions: instead of cu_seqlens, (B, N) positions within documents, or the position of the first
+        positions: instead of `cu_seqlens`, (B, N) positions within documents, or the position of the first
             token if each sequence holds one document. A token whose position exceeds its index in the sequence
             continues `initial_state`.
-        exchange: for sequences sharded over ranks, replaces `initial_state`: takes the state that these tokens add
+        exchange: for sequences sharded over ranks, instead of `initial_state`: takes the state that these tokens add
             and returns the entering state. The returned state is then what these tokens add.
         exchange_after: the same for the tokens after this shard. Required with `exchange` if not `causal`, and an
             error if `causal`.
@@ -100,16 +101,19 @@ def kernel_attention(
     if key_weights is not None:
         key_weights = expand_tokens("key_weights", key_weights, key)
     if initial_state is not None:
-        check_state(initial_state, key, v)
+        check_state(initial_state, feature_map, key, projection, v.shape[-1])
+    check_entering(initial_state, exchange)
     if (exchange_after is not None) != (exchange is not None and not causal):
         expected = "exchange alone" if causal else "both or neither"
         raise ValueError(f"exchange and exchange_after with causal={causal}; expected {expected}")
     if cu_seqlens is not None:
+        if positions is not None:
+            raise ValueError("positions next to cu_seqlens; expected one of them")
         check_cu_seqlens(cu_seqlens, batch * length)
         positions = positions_from_cu_seqlens(cu_seqlens.to(q.device), batch, length)
-    elif isinstance(positions, Tensor):
+    elif positions is not None:
         check_positions(positions, q)
-    elif positions is None:
+    else:
         # Any position above 0 at the start of a sequence means that the sequence continues its entering state.
         positions = 0 if initial_state is None else 1
     options = KernelOptions(

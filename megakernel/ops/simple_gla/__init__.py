@@ -8,7 +8,13 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from megakernel.ops.arguments import check_heads, check_positions, expand_log_decay, matrix_state
+from megakernel.ops.arguments import (
+    check_entering,
+    check_heads,
+    check_positions,
+    expand_log_decay,
+    matrix_state,
+)
 from megakernel.ops.chunks import token_queries, unchunk_token
 from megakernel.ops.decay import Chunks, scaled, scan_tokens
 from megakernel.ops.dispatch import Implementation, Kernels, choose
@@ -57,6 +63,7 @@ def simple_gla(
     """
     check_heads(q, k, v)
     check_positions(positions, q)
+    check_entering(initial_state, exchange)
     log_decay = expand_log_decay(log_decay, k)
     state = None if initial_state is None else matrix_state(initial_state, k, v)
     out, leaving = choose(IMPLEMENTATIONS, backend)(q, k, v, log_decay, positions, state, exchange)

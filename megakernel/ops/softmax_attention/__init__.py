@@ -81,7 +81,8 @@ def softmax_attention(
     """
     check_heads(q, k, v, cross=not causal and isinstance(positions, int))
     check_positions(positions, q)
-    _check_key_mask(key_mask, k, initial_state)
+    if key_mask is not None:
+        _check_key_mask(key_mask, k, initial_state)
     if window is not None and (window < 1 or not causal):
         raise ValueError(f"window={window} with causal={causal}; expected at least 1, and causal=True")
     if softcap is not None and softcap <= 0:
@@ -89,8 +90,7 @@ def softmax_attention(
     cached = 0
     spans = None
     if initial_state is not None:
-        for name, before, new in zip(SoftmaxState._fields, initial_state, (k, v)):
-            check_cached(f"initial_state.{name}", before, new)
+        check_cached("initial_state", initial_state, k, v)
         cached = initial_state.keys.shape[2]
         k, v = torch.cat([initial_state.keys, k], 2), torch.cat([initial_state.values, v], 2)
     # A single token after its document, or unpacked sequences, need no mask, without which fused kernels are fastest.
@@ -117,9 +117,7 @@ def softmax_attention(
     return out, SoftmaxState(k[:, :, forgotten:], v[:, :, forgotten:])
 
 
-def _check_key_mask(key_mask: Tensor | None, k: Tensor, state: SoftmaxState | None) -> None:
-    if key_mask is None:
-        return
+def _check_key_mask(key_mask: Tensor, k: Tensor, state: SoftmaxState | None) -> None:
     if state is not None:
         raise ValueError("key_mask next to initial_state; expected one of them")
     expected = (len(k), k.shape[2])

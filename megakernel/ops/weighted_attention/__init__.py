@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megakernel.ops.arguments import check_choice, check_heads, check_positions, expand
+from megakernel.ops.arguments import check_cached, check_choice, check_heads, check_positions, expand
 from megakernel.ops.dispatch import Implementation, Kernels, accum_dtype, choose
 from megakernel.ops.documents import Positions
 from megakernel.ops.softmax_attention.spans import Spans, document_spans
@@ -90,6 +90,7 @@ def weighted_attention(
     k = _with_components(q, k, v, cross)
     cached = 0
     if initial_state is not None:
+        check_cached("initial_state", initial_state, k, v)
         cached = initial_state.keys.shape[3]
         k = torch.cat([initial_state.keys, k], 3)
         v = torch.cat([initial_state.values, v], 2)

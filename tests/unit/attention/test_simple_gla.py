@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megakernel.attention import AttentionInputs, HeadShard, Rotary, build
+from megakernel.attention import WHOLE_SEQUENCE, AttentionInputs, HeadShard, Rotary, build
 from megakernel.config import Model
 from megakernel.model import LanguageModel, ModelSettings
 from megakernel.ops.simple_gla import simple_gla
@@ -64,6 +64,10 @@ def test_a_state_in_half_precision_is_summed_in_float32():
     [
         ({"initial_state": torch.zeros(2, 2, WIDTH, 1)}, r"initial_state has shape \(2, 2, 6, 1\); expected"),
         ({"positions": POSITIONS[:, 1:]}, r"positions is torch.int64 of shape \(2, 149\); expected"),
+        (
+            {"initial_state": torch.zeros(2, 2, WIDTH, WIDTH), "exchange": WHOLE_SEQUENCE.start_prefix},
+            "initial_state next to exchange",
+        ),
     ],
 )
 def test_invalid_arguments_are_refused(options, message):

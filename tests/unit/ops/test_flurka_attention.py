@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megakernel.attention import Rotary
+from megakernel.attention import WHOLE_SEQUENCE, Rotary
 from megakernel.ops import (
     FlurkaState,
     KernelState,
@@ -154,6 +154,13 @@ def test_landmarks_stand_for_the_tokens_of_their_block():
     torch.testing.assert_close(out, mean.repeat_interleave(H // KV, 1))
 
 
+def state_of_shapes(*, batch: int = B, tokens: int = BLOCK, features: int | None = None) -> FlurkaState:
+    far = None
+    if features is not None:
+        far = KernelState(torch.zeros(batch, KV, features, VALUES + 1), torch.zeros(batch, KV))
+    return FlurkaState(far, Tail(*(torch.zeros(batch, KV, tokens, width) for width in (WIDTH, VALUES))))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -174,6 +181,24 @@ def test_landmarks_stand_for_the_tokens_of_their_block():
         ),
         ({"far_mass": torch.zeros(H)}, r"far_mass has shape \(4,\); expected \(2,\)"),
         ({"far_weight": torch.zeros(KV)}, r"far_weight has shape \(2,\); expected \(4,\)"),
+        ({"gate": torch.zeros(H, 1), "far_weight": torch.zeros(H)}, "far_weight next to gate"),
+        (
+            {"pool_keys": torch.zeros(RANK, 0), "pool_values": torch.zeros(RANK, 0)},
+            r"pool_keys has shape \(2, 0\)",
+        ),
+        (
+            {"initial_state": state_of_shapes(tokens=BLOCK - 1)},
+            r"initial_state.tail.keys has shape \(2, 2, 3, 4\); expected \(2, 2, 4, 4\)",
+        ),
+        ({"initial_state": state_of_shapes(batch=1)}, r"initial_state.tail.keys has shape \(1, 2, 4, 4\)"),
+        (
+            {"initial_state": state_of_shapes(features=7)},
+            r"initial_state has sums \(2, 2, 7, 4\) .* expected \(2, 2, 4, 4\)",
+        ),
+        (
+            {"initial_state": state_of_shapes(features=4), "exchange": WHOLE_SEQUENCE.start_prefix},
+            "initial_state next to exchange",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(changes, message):

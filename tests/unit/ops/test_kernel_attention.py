@@ -6,6 +6,7 @@ from torch import Tensor
 
 from megakernel.attention import WHOLE_SEQUENCE
 from megakernel.ops import KernelState, kernel_attention
+from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.partial_output import kernels_check
 from tests.unit.ops.comparing import assert_same, random
 
@@ -201,6 +202,20 @@ def with_shape(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
             {"initial_state": KernelState(with_shape(2, 2, 4, 3), with_shape(2, 2))},
             r"initial_state has sums \(2, 2, 4, 3\)",
         ),
+        (
+            {"initial_state": KernelState(with_shape(2, 2, 7, 4), with_shape(2, 2))},
+            r"initial_state has sums \(2, 2, 7, 4\) .* expected \(2, 2, 4, 4\) and \(2, 2\)",
+        ),
+        (
+            {
+                "initial_state": KernelState(with_shape(2, 2, 4, 4), with_shape(2, 2)),
+                "exchange": WHOLE_SEQUENCE.start_prefix,
+            },
+            "initial_state next to exchange",
+        ),
+        ({"feature_map": FeatureMap("elu", smoothing=-1.0)}, "feature_map has smoothing=-1.0"),
+        ({"positions": 0, "cu_seqlens": torch.tensor([0, 46])}, "positions next to cu_seqlens"),
+        ({"positions": [0, 1]}, r"positions=\[0, 1\]; expected an int"),
         ({"exchange_after": WHOLE_SEQUENCE.start_suffix}, "expected exchange alone"),
         ({"exchange": WHOLE_SEQUENCE.start_prefix, "causal": False}, "expected both or neither"),
     ],

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megakernel.ops import SoftmaxState, softmax_attention, window_attention
+from megakernel.ops import SoftmaxState, Tail, softmax_attention, window_attention
 from tests.unit.ops.comparing import PACKED, assert_same, random
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
@@ -191,3 +191,18 @@ def test_key_weights_are_refused_where_they_would_be_ignored():
 def test_arguments_that_do_not_fit_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         softmax_attention(*inputs(), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_size": 0}, "block_size=0; expected at least 1"),
+        (
+            {"block_size": 8, "initial_state": Tail(*(x[:, :, :7] for x in inputs()[1:]))},
+            r"initial_state.keys has shape \(2, 2, 7, 4\); expected \(2, 2, 8, 4\)",
+        ),
+    ],
+)
+def test_a_window_names_arguments_that_do_not_fit(options, message):
+    with pytest.raises(ValueError, match=message):
+        window_attention(*inputs(), **options)

@@ -163,6 +163,10 @@ def test_responsibilities_equal_the_reference_and_add_up_to_the_queries(causal, 
         ({"variances": (1.0, -1.0)}, "one positive number per key"),
         ({"similarity": "softmax", "variances": (1.0, 1.0)}, "for gaussian only"),
         ({"key_weights": torch.ones(3)}, "key_weights has shape"),
+        (
+            {"initial_state": WeightedState(torch.zeros(1, KV, 2, 3, 4), torch.zeros(1, KV, 3, 3))},
+            "initial_state.keys has shape",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(changes, message):
