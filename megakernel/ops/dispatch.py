@@ -57,15 +57,29 @@ def choose(implementations: Mapping[str, Implementation], backend: str | None) -
     """The implementation named by `backend`, else by the environment's MEGAKERNEL_BACKEND, else the fastest.
 
     The fastest is the Triton (else Liger) one for tensors on a GPU if it supports the arguments, else the chunked one.
-    MEGAKERNEL_BACKEND=triton applies to ops with Triton kernels; the others run their fastest implementation.
+    MEGAKERNEL_BACKEND=triton applies to ops with Triton kernels; the others run their fastest implementation. It runs
+    without autocast: see `in_own_dtypes`.
     """
     name = backend or os.environ.get(VARIABLE) or None
     if name is None or (name == KERNELS and not backend and KERNELS not in implementations):
-        return partial(_fastest, implementations)
-    if name not in implementations:
+        chosen: Implementation = partial(_fastest, implementations)
+    elif name in implementations:
+        chosen = implementations[name]
+    else:
         source = "backend" if backend else VARIABLE
         raise ValueError(f"{source}={name!r}: expected one of {', '.join(implementations)}")
-    return implementations[name]
+    # Asked here as well, because decoding a token chooses many times.
+    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+        return in_own_dtypes(chosen)
+    return chosen
+
+
+def in_own_dtypes(function: Implementation) -> Implementation:
+    """`function` without torch.autocast, which would round the factors and sums of an op's products."""
+    for device_type in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(device_type):
+            function = torch.autocast(device_type, enabled=False)(function)
+    return function
 
 
 def _fastest(implementations: Mapping[str, Implementation], *args: Any, **kwargs: Any) -> Any:

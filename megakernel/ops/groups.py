@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from megakernel.ops.dispatch import in_own_dtypes
 from megakernel.ops.documents import Positions
 
 Tensors = tuple[Any, ...]
@@ -116,8 +117,9 @@ class _GroupScan(torch.autograd.Function):
             parts = _leaves(_take(sequences, start, count), need_sequences)
             common = _leaves(shared, need_shared)
             with torch.enable_grad():
-                outputs, left = ctx.step(start, carry, parts, common)
-            grad_carry, grad_parts, grad_common = _gradients(
+                # As in forward, whose op runs without autocast.
+                outputs, left = in_own_dtypes(ctx.step)(start, carry, parts, common)
+            grad_carry, grad_parts, grad_common = in_own_dtypes(_gradients)(
                 (*outputs, *left), (*_take(grad_outputs, start, count), *grad_carry), (carry, parts, common)
             )
             for whole, part in zip(grad_sequences, grad_parts):

@@ -2,7 +2,9 @@ import pytest
 import torch
 
 from megakernel.ops import flurka_attention, kernel_attention, window_attention
+from megakernel.ops.gated_delta_rule import gated_delta_rule
 from megakernel.ops.groups import SHORT, scan_groups
+from megakernel.ops.simple_gla import simple_gla
 from tests.unit.ops.comparing import random
 
 
@@ -44,6 +46,31 @@ def _flurka(q, k, v):
 
 def _window(q, k, v):
     return window_attention(q, k, v, block_size=16)[0]
+
+
+def _delta(q, k, v):
+    return gated_delta_rule(q, k / k.norm(dim=-1, keepdim=True), v, torch.tensor(-0.1), torch.tensor(0.5))[1]
+
+
+def _kernel_state(q, k, v):
+    return kernel_attention(q, k, v, feature_map="elu", return_state=True)[1].sums
+
+
+def _gla(q, k, v):
+    return simple_gla(q, k, v, torch.tensor(-0.1))[1]
+
+
+@pytest.mark.parametrize("op", [_kernel, _flurka, _window, _delta, _kernel_state, _gla])
+@pytest.mark.usefixtures("short_groups")
+def test_autocast_changes_no_bit_of_an_op_of_several_groups(op):
+    leaves = [random(1, 2, 600, 8, seed=seed).detach().float().requires_grad_() for seed in range(3)]
+    expected = op(*leaves)
+    slopes = torch.autograd.grad(expected.square().sum(), leaves, allow_unused=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = op(*leaves)
+        found = torch.autograd.grad(out.square().sum(), leaves, allow_unused=True)
+    assert torch.equal(out, expected)
+    assert all(one is other or torch.equal(one, other) for one, other in zip(found, slopes))
 
 
 @pytest.mark.parametrize("length", [2 * SHORT, 16384])
