@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megakernel.ops.arguments import check_heads
 from megakernel.ops.dispatch import accum_dtype, choose
-from megakernel.ops.pseudo_inverse import Invert, softmax_inverse
+from megakernel.ops.pseudo_inverse import softmax_inverse
 
 
 def nystrom_attention(
@@ -16,7 +16,6 @@ def nystrom_attention(
     *,
     segments: Tensor,
     count: int,
-    invert: Invert = softmax_inverse,
     key_mask: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
@@ -31,7 +30,6 @@ def nystrom_attention(
         segments: int64 (B, N) or (1, N), the segment 0 .. count - 1 of each token. A segment without real tokens has no
             landmark.
         count: number of segments.
-        invert: the softmax matrix between landmarks (B, H, count, count) -> its inverse.
         key_mask: (B, N) bool, False removes a token from means and keys.
         backend: reference or chunked.
 
@@ -43,7 +41,7 @@ def nystrom_attention(
     """
     check_heads(q, k, v)
     real = torch.ones_like(segments, dtype=torch.bool) if key_mask is None else key_mask
-    return choose(IMPLEMENTATIONS, backend)(q, k, v, segments, real, count, invert)
+    return choose(IMPLEMENTATIONS, backend)(q, k, v, segments, real, count)
 
 
 def depthwise_convolution(v: Tensor, kernel: Tensor) -> Tensor:
@@ -56,9 +54,7 @@ def depthwise_convolution(v: Tensor, kernel: Tensor) -> Tensor:
     return F.conv2d(v, weight, padding=(width // 2, 0), groups=heads)
 
 
-def chunked(
-    q: Tensor, k: Tensor, v: Tensor, segments: Tensor, real: Tensor, count: int, invert: Invert
-) -> Tensor:
+def chunked(q: Tensor, k: Tensor, v: Tensor, segments: Tensor, real: Tensor, count: int) -> Tensor:
     """Linear time: segment means by one matrix product, and no scores between tokens."""
     group = q.shape[1] // k.shape[1]
     out_dtype, dtype = v.dtype, accum_dtype(q.dtype)
@@ -77,7 +73,7 @@ def chunked(
     missing = torch.diag_embed((~exists).to(dtype))
     between = between * exists[..., None] + missing
     from_keys = _softmax(mean_q, k, real[:, None]) * exists[..., None]
-    return (to_landmarks @ (invert(between) @ (from_keys @ v))).to(out_dtype)
+    return (to_landmarks @ (softmax_inverse(between) @ (from_keys @ v))).to(out_dtype)
 
 
 def _softmax(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
@@ -86,9 +82,7 @@ def _softmax(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
     return scores.softmax(-1).masked_fill(~visible[..., None, :], 0.0)
 
 
-def reference(
-    q: Tensor, k: Tensor, v: Tensor, segments: Tensor, real: Tensor, count: int, invert: Invert
-) -> Tensor:
+def reference(q: Tensor, k: Tensor, v: Tensor, segments: Tensor, real: Tensor, count: int) -> Tensor:
     """From the formula, with an N x N matrix of weights per sequence and head."""
     batch, heads, length, _ = q.shape
     group = heads // k.shape[1]
@@ -100,12 +94,12 @@ def reference(
             queries, keys, values = (
                 x[b, index, mask] for x, index in ((q, head), (k, head // group), (v, head // group))
             )
-            weights = _weights(queries, keys, real_segments, count, invert)
+            weights = _weights(queries, keys, real_segments, count)
             out[b, head, mask] = (weights @ values).to(out.dtype)
     return out
 
 
-def _weights(q: Tensor, k: Tensor, segments: Tensor, count: int, invert: Invert) -> Tensor:
+def _weights(q: Tensor, k: Tensor, segments: Tensor, count: int) -> Tensor:
     """Weights (n, n) of one sequence and head with n real tokens; q, k (n, d)."""
 
     def softmax(q: Tensor, k: Tensor) -> Tensor:
@@ -117,7 +111,7 @@ def _weights(q: Tensor, k: Tensor, segments: Tensor, count: int, invert: Invert)
     # Missing landmarks get an identity block.
     between = torch.eye(count, dtype=q.dtype, device=q.device)
     places = torch.meshgrid(*[torch.tensor(used, device=q.device)] * 2, indexing="ij")
-    inverse = invert(between.index_put(places, softmax(mean_q, mean_k)))[places]
+    inverse = softmax_inverse(between.index_put(places, softmax(mean_q, mean_k)))[places]
     return softmax(q, mean_k) @ inverse @ softmax(mean_q, k)
 
 

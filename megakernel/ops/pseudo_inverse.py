@@ -12,7 +12,7 @@ STEPS = 6
 """Iterations in the papers. By design, they do not suffice to invert an ill-conditioned matrix."""
 
 
-def iterative_inverse(matrix: Tensor, scale: Tensor, steps: int = STEPS) -> Tensor:
+def iterative_inverse(matrix: Tensor, scale: Tensor) -> Tensor:
     """V <- V (13 I - KV (15 I - KV (7 I - KV))) / 4, from V = K^T / scale; K is (..., m, m).
 
     Third order: each step cubes the error I - KV, times a factor. It converges if |I - KV| < 1 at the start, which
@@ -20,7 +20,7 @@ def iterative_inverse(matrix: Tensor, scale: Tensor, steps: int = STEPS) -> Tens
     """
     identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     inverse = matrix.transpose(-1, -2) / scale
-    for _ in range(steps):
+    for _ in range(STEPS):
         product = matrix @ inverse
         inner = 15 * identity - product @ (7 * identity - product)
         inverse = inverse @ (13 * identity - product @ inner) / 4

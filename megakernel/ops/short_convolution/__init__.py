@@ -84,6 +84,7 @@ def _convolved(rows: Tensor, weight: Tensor) -> Tensor:
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "chunked": by_rows,
+    "reference": by_taps,
     "triton": Kernels("short_convolution", _kernels),
 }
 """Backend -> implementation."""
@@ -101,8 +102,8 @@ def short_convolution(
             token.
         positions: (B, N) positions within documents, or the position of the first token if each sequence holds one
             document.
-        backend: chunked or triton; None reads MEGAKERNEL_BACKEND from the environment, and by default takes triton on a
-            GPU and chunked elsewhere.
+        backend: reference, chunked or triton; None reads MEGAKERNEL_BACKEND from the environment, and by default takes
+            triton on a GPU and chunked elsewhere.
 
     Returns:
         Same shape and dtype as x; computed in float32 or better.

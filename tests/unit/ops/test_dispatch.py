@@ -29,6 +29,13 @@ def test_an_op_names_its_backends(module, name):
     assert set(re.split(", | or ", listed)) == set(module.IMPLEMENTATIONS)
 
 
+@pytest.mark.parametrize(
+    "module", dict.fromkeys(module for module, _ in OPS), ids=lambda module: module.__name__
+)
+def test_every_op_has_a_reference(module):
+    assert "reference" in module.IMPLEMENTATIONS
+
+
 class OnGpu(Tensor):
     """A CPU tensor that claims to be on a GPU, which is what the dispatcher checks."""
 
