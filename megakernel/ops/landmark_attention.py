@@ -57,13 +57,17 @@ class Landmarks(NamedTuple):
     def carried(self, own: int, positions: Positions, tokens: int, size: int) -> "Landmarks":
         """These landmarks for the state after a shard's tokens: `advanced`, with one place for every `size` tokens.
 
-        own: the shard's places, which are the last. A place without a block is dropped, or taken by the block after it.
-        Synchronizes with the GPU if positions are a tensor and the shard has one place, as in decoding.
+        own: the shard's places, which are the last. A place without a block is dropped, or taken by the block after it,
+        but one place always remains. Synchronizes with the GPU if positions are a tensor and the shard has one place,
+        as in decoding.
         """
         kept, count = self, self.ends.shape[1]
         if isinstance(positions, int):
-            # Only the shard's last places can be without a block.
-            kept = self._places(0, count - own + (positions + tokens) // size - positions // size)
+            # Only the shard's last places can be without a block. Before the document's first block ends, earlier
+            # places are of other documents.
+            start = count - own if positions < size else 0
+            stop = count - own + (positions + tokens) // size - positions // size
+            kept = self._places(start, max(stop, start + 1))
         elif own == 1 < count:
             before, last = self._places(count - 2, count - 1), self._places(count - 1, count)
             exists = last.ends != MISSING

@@ -75,8 +75,8 @@ def start_state(
     feature_map: FeatureMap | str, k: Tensor, projection: Projection | None, value_dim: int
 ) -> KernelState:
     """The empty state for keys k (B, H_kv, N, d) and values of width `value_dim`."""
-    heads = k.shape[:2]
-    count, has_scale = _feature_count(named(feature_map), k.shape[-1], _rows(projection, k))
+    heads, rows = k.shape[:2], None if projection is None else rows_of(projection, k.shape[-1])
+    count, has_scale = _feature_count(feature_map, k.shape[-1], rows)
     sums = k.new_zeros(*heads, count, value_dim + 1, dtype=accum_dtype(k.dtype))
     return KernelState(sums, sums.new_full(heads, EMPTY if has_scale else 0.0))
 
@@ -89,8 +89,8 @@ def check_state(
     value_dim: int,
 ) -> None:
     """Check that `state` has the shapes of the `start_state` of the other arguments."""
-    heads = tuple(k.shape[:2])
-    count, _ = _feature_count(named(feature_map), k.shape[-1], _rows(projection, k))
+    heads, rows = tuple(k.shape[:2]), None if projection is None else rows_of(projection, k.shape[-1])
+    count, _ = _feature_count(feature_map, k.shape[-1], rows)
     expected, shape = (*heads, count, value_dim + 1), tuple(state.sums.shape)
     if shape != expected or tuple(state.log_scale.shape) != heads:
         raise ValueError(
@@ -99,12 +99,8 @@ def check_state(
         )
 
 
-def _rows(projection: Projection | None, k: Tensor) -> int | None:
-    return None if projection is None else rows_of(projection, k.shape[-1])
-
-
 @lru_cache
-def _feature_count(feature_map: FeatureMap, width: int, rows: int | None) -> tuple[int, bool]:
+def _feature_count(feature_map: FeatureMap | str, width: int, rows: int | None) -> tuple[int, bool]:
     """The number of features of tokens of `width` under a projection to `rows`, and whether they have a log scale."""
     # Found by applying the map to zero tokens.
     projection = None if rows is None else torch.empty(rows, width, dtype=torch.float64)
