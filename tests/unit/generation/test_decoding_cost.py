@@ -11,7 +11,7 @@ from tests.unit.generation.small_models import BLOCKS, build
 
 EOD = 60
 MODELS = {
-    "flurka": ({"preset": "flurka", **BLOCKS}, 105, 240),
+    "flurka": ({"preset": "flurka", **BLOCKS}, 105, 250),
     "softmax": ("softmax", 70, 165),
     "local": ("local", 52, 160),
     "linear": ("linear", 103, 218),
