@@ -12,6 +12,7 @@ from torch import Tensor
 from megakernel.attention.heads import ALL_HEADS, HeadShard
 from megakernel.attention.sequence import WHOLE_SEQUENCE, ContextParallelShard
 from megakernel.config.errors import UserError
+from megakernel.ops.dispatch import in_own_dtypes
 
 
 class Section:
@@ -80,8 +81,11 @@ def replicated(parameter: Tensor, group: None) -> Tensor:
 
 
 def choose(implementations: Mapping[str, Callable[..., Any]], backend: str | None) -> Callable[..., Any]:
-    """Choose an op's chunked implementation, which runs on any device; the package also has Triton kernels."""
-    return implementations["chunked"]
+    """Choose an op's chunked implementation, which runs on any device; the package also has Triton kernels.
+
+    `Trainer(bf16=True)` computes under autocast, which the op does not take part in.
+    """
+    return in_own_dtypes(implementations["chunked"])
 
 
 def absent(attention: Any) -> Any:

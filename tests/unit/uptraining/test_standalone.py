@@ -40,8 +40,9 @@ def test_logits_equal_those_of_the_package_bit_for_bit(name, tmp_path):
     model = build(**PARTS[name])
     model.save_pretrained(tmp_path)
     exported, ids = loaded(tmp_path), texts(2, 33)
-    for cached in (True, False):
-        assert torch.equal(exported(ids, use_cache=cached).logits, model(ids, use_cache=cached).logits)
+    for cached, autocast in ((True, False), (False, False), (False, True)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            assert torch.equal(exported(ids, use_cache=cached).logits, model(ids, use_cache=cached).logits)
     found, expected = (x(ids[:, :20]).past_key_values for x in (exported, model))
     for token in ids[:, 20:].split(1, 1):
         logits = model(token, past_key_values=expected).logits
