@@ -91,10 +91,9 @@ def carry_out(request: "Request", args: argparse.Namespace) -> int:
     """Show, test or submit the request, as the options say, and wait for it with --wait or --follow."""
     from launch.slurm import submission
 
-    shown = "--dry-run" if args.dry_run else "--test-only"
-    for option in ("json", "wait", "follow"):
-        if (args.dry_run or args.test_only) and getattr(args, option):
-            raise UserError(f"--{option} has no effect with {shown}, which submits nothing; leave one out")
+    if args.json and (args.dry_run or args.test_only):
+        shown = "--dry-run" if args.dry_run else "--test-only"
+        raise UserError(f"--json has no effect with {shown}, which submits no job; leave one out")
     if args.dry_run:
         print(request.text(), end="")
         return 0
