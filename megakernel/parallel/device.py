@@ -96,6 +96,7 @@ def _check_cuda_device(local_rank: int) -> None:
 
 _IGNORED_WARNINGS = (
     "Transformer Engine and Apex are not installed",
+    "When using .* CUDA_DEVICE_MAX_CONNECTIONS",  # `prepare_device` sets it where CUDA reads it
     "full scope is deprecated",  # of Megatron-core's CUDA graphs, which are not used
     r"`torch\.distributed\.\w+` is deprecated",  # called by the libraries themselves
     "c10d::broadcast_: an autograd kernel was not registered",  # DeepSpeed broadcasts tied weights at the start

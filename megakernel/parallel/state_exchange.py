@@ -195,13 +195,16 @@ class PointToPoint:
         A part is sent in one batch with the receipt of the next: NCCL runs single messages of a group in turn.
         """
         parts = self._split(total)
-        received = [part.contiguous() for part in parts]
-        self._communicate(self._message(dist.irecv, received[0], source))
+        received = parts[0].contiguous()
+        self._communicate(self._message(dist.irecv, received, source))
         for index, mine in enumerate(own):
-            parts[index].copy_(received[index])
-            sent = self._message(dist.isend, (mine + parts[index] * self.keep).contiguous(), -source)
-            following = [self._message(dist.irecv, x, source) for x in received[index + 1 : index + 2]]
-            self._communicate(sent, *following)
+            parts[index].copy_(received)
+            outgoing = (mine + parts[index] * self.keep).contiguous()
+            messages = [self._message(dist.isend, outgoing, -source)]
+            for following in parts[index + 1 : index + 2]:
+                received = following.contiguous()
+                messages.append(self._message(dist.irecv, received, source))
+            self._communicate(*messages)
 
     def _split(self, x: Tensor) -> tuple[Tensor, ...]:
         """Views of consecutive ranges of features."""
