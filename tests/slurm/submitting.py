@@ -12,6 +12,7 @@ from pathlib import Path
 
 from launch.cli import main
 from launch.slurm.job_folder import JobFolder
+from tests.distributed import training_run
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,8 @@ def _whole_story(run: str) -> str:
 
 def metrics(run: str) -> list[dict]:
     """The complete lines of a run's metrics.jsonl."""
-    file = Path("runs", run, "metrics.jsonl")
-    text = file.read_text() if file.exists() else ""
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    folder = Path("runs", run)
+    return training_run.metrics(folder) if (folder / "metrics.jsonl").exists() else []
 
 
 def losses(run: str) -> dict[int, float]:
