@@ -26,7 +26,6 @@ from megakernel.ops.kernel_attention.launches import (
     TileSizes,
     map_of_call,
     output_buffer,
-    plan,
 )
 from megakernel.ops.kernel_attention.operators import gradient_of_matrix, products_of_tokens
 from megakernel.ops.kernels.assembler import WGMMA_CAPABILITIES
@@ -276,9 +275,7 @@ class FlurkaLaunches(NamedTuple):
             window_kernels.window_backward,
             *(batch, self.queries, launches.window, self.pools, matrix, seq, launches.shares, merged),
             *(queries.grad, means, dlandmarks, dpooled, pool_summands, dk, dv, dy_k),
-            programs=cdiv(k.shape[2], plan(launcher, "window_backward", batch).tiling.chunk)
-            * batch
-            * seq.heads,
+            programs=cdiv(k.shape[2], launcher.tile_sizes("window_backward").chunk) * batch * seq.heads,
         )
         parts = cdiv(seq.keys // launcher.rank, BLOCKS_AT_ONCE)
         pools = self.pools.of_keys

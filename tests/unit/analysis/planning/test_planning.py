@@ -83,10 +83,7 @@ def test_memory_of_a_chunked_loss_is_exactly_linear(tokens, on_gpu):
     wide = {"hidden_size": 2048, "num_heads": 16, "norm": "layernorm"}
     meter = CostMeter(config(model=wide, training={"dtype": "bfloat16"}), 50_257)
     large = shape(1, tokens, on_gpu=on_gpu)
-    found, run = meter.costs("last", large), meter._run("last", large)
-    # Backward's peak is not linear: it is that of the weights' or, of many tokens, of the inputs' gradients.
-    assert found.excess == run.excess
-    assert replace(found, peaks={}) == replace(run, peaks={})
+    assert meter.costs("last", large) == meter._run("last", large)
 
 
 def test_memory_is_linear_in_the_ranks_of_a_ring():
