@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launch import shipped
 from megakernel.config import UserError
 from megakernel.config.section import check_magnitude
 
@@ -15,7 +16,7 @@ def add_config_arguments(
     overrides: str = "keys to change, values as YAML: training.steps=100 model.attention=softmax",
 ) -> None:
     """Declare CONFIG and its overrides; `config` and `overrides` are their help texts."""
-    parser.add_argument("config", metavar="CONFIG", help=config)
+    parser.add_argument("config", type=shipped.config_file, metavar="CONFIG", help=config)
     parser.add_argument(
         "overrides",
         nargs="*",

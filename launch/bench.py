@@ -12,7 +12,7 @@ from typing import Any
 from launch.arguments import Number
 from launch.messages import console
 from megakernel.config import RunFailed, UserError
-from megakernel.config.errors import report_write_errors
+from megakernel.config.errors import check_writable, report_write_errors
 
 HELP = "benchmark attention against other implementations: time, peak memory, share of the device's limits"
 EXAMPLE = "megakernel dev bench attention --suite cpu --max-tokens 4096"
@@ -68,8 +68,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--suite {name} needs a GPU and torch sees none; take --suite cpu")
     suite = suite.narrowed(args.min_tokens, args.max_tokens, args.only)
     out = args.out or RESULTS / f"attention_{name}.md"
-    with report_write_errors("--out", out):  # before the measurements, which take long
-        out.parent.mkdir(parents=True, exist_ok=True)
+    check_writable("--out", out)  # the measurements take long
     device = torch.device("cpu")
     if suite.device == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())

@@ -11,6 +11,8 @@ import errno
 import gc
 import io
 import os
+import re
+import shlex
 import shutil
 import signal
 import sys
@@ -34,6 +36,19 @@ GROUPS = {
 }
 """Groups of `megakernel --help` -> names of commands, and of their files (`import` is in import_dense.py)."""
 
+_MEANT = {
+    "train": "pretrain",
+    "finetune": "uptrain",
+    "preprocess": "prepare",
+    "tokenize": "prepare",
+    "eval": "evaluate",
+    "sample": "generate",
+    "inference": "generate",
+    "chat": "generate",
+    "convert": "import",
+}
+"""What other programs call a command -> its name here."""
+
 DEV = ("reshape", "mechanisms", "bench")
 """Commands for scripts and developers: `megakernel dev NAME`, or NAME alone as in earlier versions."""
 
@@ -45,7 +60,7 @@ try:
     from launch.messages import INTERRUPTED, ignore_write_errors, print_error
     from launch.slurm_programs import SlurmRefused
     from megakernel.config import InUse, NotFinite, RunFailed, UserError
-    from megakernel.config.errors import REFUSED_BY_DISK
+    from megakernel.config.errors import REFUSED_BY_DISK, nearest_first
     from megakernel.training.events import in_job
 
     COMMANDS = {
@@ -161,8 +176,16 @@ class _Parser(NumberParser):
     """Reports a wrong command line in one line; argparse would print all options first."""
 
     def error(self, message: str) -> NoReturn:
-        print_error(f"{message}; see {self.prog} --help")
+        print_error(f"{message}{'' if message.endswith('?') else ';'} see {self.prog} --help")
         sys.exit(ExitStatus.USAGE)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Also suggests commands for a word that is none; argparse would list all of them."""
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            meant = _MEANT.get(value)
+            known = meant if meant in action.choices else nearest_first(value, action.choices, most=3)
+            self.error(f"{value} is no command; did you mean {known}?")
+        super()._check_value(action, value)
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         """Also an option's value `--`, as in `--prompt=--`, of which Python before 3.13 makes an empty list."""
@@ -197,11 +220,19 @@ def parse(argv: Sequence[str], namespace: argparse.Namespace | None = None) -> a
     positional = next((name for name in ("overrides", "runs") if hasattr(args, name)), "")
     unknown = [item for item in rest if item.startswith("-") or not positional]
     if unknown:
-        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+        text = f"unrecognized arguments: {' '.join(unknown)}"
+        if positional == "overrides" and (key := _KEY_AS_OPTION.match(unknown[0])):
+            following = [*argv[argv.index(unknown[0]) + 1 :], "-"][0]
+            value = key["value"] or ("VALUE" if following.startswith("-") else following)
+            text += f"; keys of the configuration have no dashes: write {key['key']}={shlex.quote(value)}"
+        commands.choices[args.command].error(text)
     if rest:
         setattr(args, positional, [*getattr(args, positional), *rest])
     return args
 
+
+_KEY_AS_OPTION = re.compile(r"--(?P<key>\w+(\.\w+)+)(=(?P<value>.*))?\Z", re.DOTALL)
+"""A key of the configuration written as an option, as other programs have it: `--training.steps`."""
 
 _DEV_HELP = "commands for scripts and developers"
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from launch.arguments import add_config_arguments
 from launch.messages import console
 from megakernel.config import Config, UserError, load, to_yaml
+from megakernel.config.errors import nearest_first
 from megakernel.config.section import Section
 
 HELP = "print the configuration of a run, every key with its value"
@@ -43,8 +44,18 @@ def _explanation(config: Config, key: str) -> list[str]:
         for line in (f"{name}: {value}", f"    {meaning}")
     ]
     if not lines:
-        raise UserError(f"--explain {key} is no key of this configuration; leave --explain out to see all")
+        raise UserError(
+            f"--explain {key} is no key of this configuration; did you mean {_nearest(config, key)}?"
+        )
     return lines
+
+
+def _nearest(config: Config, key: str) -> str:
+    """The keys and sections that end in `key`, such as model.attention for attention, else the most similar ones."""
+    names = [name for name, _, _ in _keys(config, "")]
+    sections = dict.fromkeys(name[:dot] for name in names for dot in range(len(name)) if name[dot] == ".")
+    known = [*sections, *names]
+    return nearest_first(key, [name for name in known if name.endswith(f".{key}")] or known, most=3)
 
 
 def _keys(section: Section, prefix: str) -> Iterator[tuple[str, object, str]]:

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from megakernel.config import UserError
-from megakernel.config.errors import report_write_errors
+from megakernel.config.errors import check_writable, report_write_errors
 
 HELP = "read a Hugging Face checkpoint and write the configuration of a model that starts from it"
 EXAMPLE = "megakernel import models/Llama-3.2-1B --to configs/model/llama-1b.yaml"
@@ -36,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--to {args.to} exists already; name a new file, or remove it")
     if args.check and args.to is not None:
         raise UserError(f"--to {args.to} would not be written: --check only compares; leave one of them out")
+    if args.to is not None:
+        check_writable("--to", args.to)  # comparing logits may take long
     import torch
 
     from megakernel.checkpoint.dense import DenseCheckpoint
@@ -65,7 +67,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"{args.checkpoint}: {parity}", file=sys.stderr)
         return 0
     with report_write_errors("--to", args.to):
-        args.to.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(args.to, text)
     print(f"{args.checkpoint}: {checkpoint.config['model_type']}, {count:,} parameters, all tensors present")
     print(f"{args.checkpoint}: {parity}")

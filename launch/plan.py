@@ -12,7 +12,7 @@ from launch.messages import console
 from megakernel.analysis import planning
 from megakernel.analysis.planning import Gpu
 from megakernel.config import Config, UserError, load
-from megakernel.config.errors import report_write_errors
+from megakernel.config.errors import check_writable, report_write_errors
 
 HELP = "predict memory, traffic and step time on GPUs, and rank the layouts"
 EXAMPLE = "megakernel plan configs/pretrain-7b.yaml --gpus 64 --gpu h100"
@@ -106,11 +106,11 @@ def _write_page(
         value = getattr(args, option)
         words += [] if value is None else [f"--{option.replace('_', '-')}", str(value)]
     command = shlex.join(["megakernel", "plan", *words])
+    check_writable("--page", args.page)  # the layouts take a minute
     with console(stderr=True).status("planning"):
         text = page(config, vocabulary, note, counts, at, gpu, command)
     print(text, end="")
     with report_write_errors("--page", args.page):
-        args.page.parent.mkdir(parents=True, exist_ok=True)
         args.page.write_text(text, encoding="utf-8")
 
 

@@ -17,6 +17,7 @@ from launch.slurm.restarting import ENDED_ON_REQUEST
 from launch.slurm.states import JobState, job_states, query_slurm
 from launch.slurm_programs import SlurmRefused
 from megakernel.config import UserError
+from megakernel.training.observing.console import decimal
 
 _END_REASONS = {
     "TIMEOUT": "reached its time limit before it could save",
@@ -108,7 +109,7 @@ _CELLS: dict[str, Callable[[RunStatus], str]] = {
     "job": lambda run: run.job,
     "state": lambda run: run.state,
     "step": lambda run: run.progress.step_of_steps,
-    "loss": lambda run: _formatted(run.progress.loss, ".4f"),
+    "loss": lambda run: "" if run.progress.loss is None else decimal(run.progress.loss),
     "tokens/s": lambda run: _formatted(run.progress.tokens_per_sec, ",.0f"),
     "MFU": lambda run: _formatted(run.progress.mfu, ".1%"),
     "ETA": lambda run: time_left(run.progress.seconds_left) if run.state == "RUNNING" else "",

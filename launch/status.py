@@ -5,8 +5,9 @@ import json
 import textwrap
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
-from launch.arguments import add_job_run_arguments
+from launch.arguments import RUNS, add_job_run_arguments
 from launch.run_status import RunStatus, line_width, statuses, table
 from launch.slurm.job_folder import all_runs, find_runs
 from megakernel.config import UserError
@@ -57,4 +58,13 @@ def _show(current: Sequence[RunStatus], args: argparse.Namespace) -> None:
     elif current:
         print(table(current, args.root, _COLUMNS, line_width()))
     else:
-        print(f"no run was submitted from {args.root}")
+        print(f"no run was submitted from {args.root}{_local_runs(args.root)}")
+
+
+def _local_runs(root: Path) -> str:
+    """What shows the runs under `root` that were started without a job; empty if there are none."""
+    folders = [file.parent for file in root.glob("*/config.yaml")]
+    if not folders:
+        return ""
+    where = "" if root == RUNS else f" --root {root}"
+    return f"; megakernel monitor --once{where} shows the runs that were started there without a job"

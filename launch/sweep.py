@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from launch.shipped import config_file
 from launch.slurm.options import add_cluster_options, cluster_of
 from launch.submit import add_job_options, carry_out, indices, training_request
 from megakernel.config import Config, UserError, load, yaml_text
@@ -56,9 +57,8 @@ def run(args: argparse.Namespace) -> int:
         if override.partition("=")[0] in ("run.name", *tree["grid"]):
             raise UserError(f"{override} is set by {args.sweep}; change it there")
     common = [*args.overrides, f"run.name={tree['name']}"]
-    runs: dict[int | None, Config] = {
-        index: load(tree["config"], [*common, *points[index]]) for index in selected
-    }
+    config = config_file(tree["config"])
+    runs: dict[int | None, Config] = {index: load(config, [*common, *points[index]]) for index in selected}
     request = training_request(runs, cluster_of(args), array, dependency=args.dependency)
     if not (args.json or args.dry_run):
         for index in selected:
@@ -81,6 +81,11 @@ def _read(path: Path) -> dict[str, Any]:
     for key, values in grid.items():
         if not isinstance(values, list) or not values:
             raise UserError(f"{path}: grid.{key}={values!r} is no list of values; write [A, B]")
+        texts = [_as_yaml(value) for value in values]
+        if repeated := next((text for text in texts if texts.count(text) > 1), None):
+            raise UserError(
+                f"{path}: grid.{key} has {repeated} twice, which would be two equal runs; leave one out"
+            )
     if (points := math.prod(map(len, grid.values()))) > MAX_POINTS:
         raise UserError(f"{path}: grid has {points:,} points; leave at most {MAX_POINTS:,}")
     return tree

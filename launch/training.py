@@ -19,7 +19,7 @@ from megakernel.config import Config, UserError, check_recorded_run, data_parall
 from megakernel.config.errors import report_write_errors
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.training.process import run_in_mesh
-from megakernel.training.run_folder import RunLock
+from megakernel.training.run_folder import RunLock, refuse_links
 from megakernel.training.stop_requests import block_stop_signals
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ def run(args: argparse.Namespace, config: Config) -> int:
 
 
 def _start(config: Config, args: argparse.Namespace, world_size: int) -> int:
+    refuse_links(config.run.folder)
     if check_recorded_run(config):  # here an error is printed once, later by every rank
         RunLock(config.run.folder)  # raises InUse before the logs are touched; the ranks take their own lock
         if (done := finished_message(config)) is not None:  # known without importing the libraries

@@ -199,6 +199,8 @@ def find_runs(texts: Sequence[str], root: Path) -> list[JobFolder]:
         named = [JobFolder(path) for path in candidate_folders(text, root) if (path / FILE).exists()]
         matches = named[:1] or [run for run in all_runs(root) if _matches(text, run)]
         if not matches:
+            if any((path / "config.yaml").is_file() for path in candidate_folders(text, root)):
+                raise NotFound(f"{text} was started without a job; megakernel monitor --once {text} shows it")
             known = nearest_first(text, (run.name for run in all_runs(root)), most=5) or f"none yet in {root}"
             raise NotFound(f"{text} is no submitted run, and no job of one; submitted runs: {known}")
         runs |= {run.path: run for run in matches}

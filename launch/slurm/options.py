@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from launch import shipped
 from launch.slurm_programs import SlurmRefused, check_output
 from megakernel.config import UserError, validate_section
 from megakernel.config.cluster import Cluster, load_cluster
 from megakernel.config.section import merged
-
-from .script import REPOSITORY
 
 CLUSTER_VARIABLE = "MEGAKERNEL_CLUSTER"
 
@@ -141,9 +140,9 @@ def _sbatch_option(item: str) -> tuple[str, Any]:
 
 
 def _cluster_file(name: str) -> Path:
-    """A cluster file by its path, or by its name in configs/cluster of the working folder or of the checkout."""
-    folders: Sequence[Path] = (Path("configs/cluster"), REPOSITORY / "configs" / "cluster")
-    candidates = [Path(name), *(folder / f"{name}.yaml" for folder in folders)]
+    """A cluster file by its path, or by its name in configs/cluster of the working folder or of the package."""
+    folders: Sequence[Path] = (Path("configs/cluster"), shipped.folder("configs") / "cluster")
+    candidates = [Path(shipped.config_file(name)), *(folder / f"{name}.yaml" for folder in folders)]
     for path in candidates:
         if path.is_file():
             return path

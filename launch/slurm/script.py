@@ -7,14 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from launch import shipped
 from megakernel.config import UserError
 from megakernel.config.cluster import Cluster
 from megakernel.training.environment import recorded_variables
 
 from .job_folder import SECRETS
 from .restarting import RESTART_IN_JOB
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 Value = str | int | float | bool
 
@@ -126,11 +125,11 @@ def _directive(key: str, value: Value) -> str:
 
 
 def _template(name: str) -> str:
-    path = REPOSITORY / "slurm" / f"{name}.sbatch"
+    path = shipped.folder("slurm") / f"{name}.sbatch"
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError(f"{path} is missing; install Megakernel from a checkout: pip install -e .") from None
+        raise UserError(f"{path} is missing; install Megakernel again") from None
 
 
 def _srun_options(cluster: Cluster) -> list[str]:

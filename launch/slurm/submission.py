@@ -18,6 +18,7 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from launch.exit_status import ExitStatus
 from launch.local import import_variables
+from launch.shipped import REPOSITORY
 from launch.slurm_programs import SlurmRefused, call, foreign_variables, require
 from megakernel.config import UserError
 from megakernel.training import events
@@ -28,7 +29,7 @@ from . import log_files
 from .attempt import run_here
 from .job_folder import Job, JobFolder, Settings, write_settings
 from .refusals import explain_refusal
-from .script import REPOSITORY, Script
+from .script import Script
 from .states import refuse_live
 
 CONFIG = "config.yaml"

@@ -1,6 +1,7 @@
 """Export of a run's model to a folder that `transformers` loads: as a known architecture, or else as our own class."""
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,10 @@ def export(
 
 def check_unused(to: Path) -> None:
     """Raise UserError unless `to` does not exist or is an empty folder."""
+    if to.is_symlink() and not to.exists():
+        raise UserError(
+            f"--to {to} is a link to {os.readlink(to)}, which does not exist; make it, or name a folder"
+        )
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f"--to {to} is in use; name a new folder")
 

@@ -101,6 +101,16 @@ def report_write_errors(key: str, place: object) -> Iterator[None]:
         ) from None
 
 
+def check_writable(key: str, file: Path) -> None:
+    """Raise UserError if `file`, named by key or option, cannot be written, before the work whose result it is for."""
+    with report_write_errors(key, file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not file.exists()
+        file.open("ab").close()
+        if is_new:
+            file.unlink()
+
+
 def existing_parent(path: Path) -> Path:
     """`path`, or the nearest folder above it that exists: where it can be written, and how much space there is."""
     return next(place for place in (path, *path.parents) if place.exists())

@@ -81,6 +81,11 @@ def override(tree: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, A
         if not equals or not all(parts) or len(parts) > _MAX_KEY_PARTS:
             problems.append(Problem("", assignment, "is not an override", "write section.key=value"))
             continue
+        if key.startswith("-"):
+            problems.append(
+                Problem("", assignment, "begins with a dash, and no key does", "leave out the dashes")
+            )
+            continue
         try:
             value = yaml_text.parse(text, key)
             for part in reversed(parts):

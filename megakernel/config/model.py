@@ -314,6 +314,10 @@ class Model(Section):
         if self.max_positions is not None and not self.has_position_parameters:
             reason = f"has no effect on position: {self.position}"
             yield self.problem("max_positions", reason, "remove it or take position: learned")
+        for key in ("attention_pattern", "rope_pattern"):
+            if len(pattern := getattr(self, key) or ()) > self.num_layers:
+                reason = f"has {len(pattern)} entries for num_layers={self.num_layers}, so the last are of no layer"
+                yield self.problem(key, reason, "leave them out, or raise num_layers")
         for key in ("qkv_bias", "qk_norm"):
             if getattr(self, key) and any(layer.compresses_input for layer in self.attentions):
                 reason = "is not supported with E and F that compress the input before its projections"

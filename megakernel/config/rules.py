@@ -243,13 +243,18 @@ def _adapters_need_lora(init: Init, optimizer: Optimizer, uptrain: Uptrain | Non
 
 
 def _frozen_weights_are_supported(
-    optimizer: Optimizer, model: Model, parallel: Parallel
+    optimizer: Optimizer, model: Model, parallel: Parallel, init: Init
 ) -> Iterator[Problem]:
     if optimizer.trained == "all":
         return
     if parallel.zero_stage == 3:
         reason = "saves no frozen weights in its checkpoints"
         yield Problem("parallel.zero_stage", 3, reason, "set at most 2 or optimizer.trained: all")
+    if optimizer.updates is not None and init.source is None:
+        reason = "trains low-rank updates of weights that stay as they were drawn"
+        yield Problem(
+            "optimizer.trained", "lora", reason, "set init.from to the model to update, or trained: all"
+        )
     if optimizer.updates is not None and any(a.compresses_input for a in model.attentions):
         reason = "has no low-rank updates for a layer that compresses its input"
         yield Problem("optimizer.trained", "lora", reason, "set compression.compress: projected")

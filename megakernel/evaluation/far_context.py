@@ -10,6 +10,7 @@ from torch import Tensor
 from data_pipeline.order import Share
 from data_pipeline.packed_text import NextTokens
 from data_pipeline.samples import BlendedSamples
+from megakernel.training.observing.console import decimal
 
 from .perplexity import BUCKET_STARTS, predict
 from .result import Table, number
@@ -83,7 +84,7 @@ class FarContext:
                 f"{bucket.tokens:,}",
                 number(bucket.loss),
                 number(bucket.shuffled_loss),
-                f"{bucket.gain:+.4f}",
+                decimal(bucket.gain, sign="+"),
             )
             for bucket in self.buckets
         ]

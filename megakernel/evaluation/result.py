@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from megakernel.model.vocabulary_loss import perplexity
+from megakernel.training.observing.console import decimal
 
 
 class Table(NamedTuple):
@@ -29,7 +30,7 @@ class Table(NamedTuple):
 
 def number(value: float | None, digits: int = 4) -> str:
     """A number as text; empty for None."""
-    return "" if value is None else f"{value:.{digits}f}"
+    return "" if value is None else decimal(value, digits)
 
 
 @dataclass(frozen=True)
@@ -134,10 +135,10 @@ class Evaluation:
         ]
         below = []
         if self.bits_per_byte is not None:
-            below.append(f"{self.bits_per_byte:.4f} bits/byte")
+            below.append(f"{decimal(self.bits_per_byte)} bits/byte")
         if self.accuracy is not None:
             below.append(f"accuracy {self.accuracy:.1%}")
-        below += [f"{name} {score:.4f}" for name, score in (self.scores or {}).items()]
+        below += [f"{name} {decimal(score)}" for name, score in (self.scores or {}).items()]
         columns: tuple[str, ...] = ("position", "predictions", "loss", "perplexity")
         total = _row("all", self.tokens, self.loss, self.perplexity)
         if self.is_regression:
@@ -154,4 +155,4 @@ class Evaluation:
 
 
 def _row(positions: str, tokens: int, loss: float, perplexity: float) -> tuple[str, ...]:
-    return positions, f"{tokens:,}", f"{loss:.4f}", f"{perplexity:.2f}"
+    return positions, f"{tokens:,}", decimal(loss), f"{perplexity:.2f}"

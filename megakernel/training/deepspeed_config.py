@@ -1,11 +1,13 @@
 """The DeepSpeed configuration of a run."""
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from deepspeed.runtime.config import DeepSpeedConfig
 from torch import nn
 
 from megakernel.config import Config, ConfigError, Problem, Training
+from megakernel.config.errors import nearest_first
 from megakernel.config.parallel import reduce_bucket
 from megakernel.config.section import merged
 from megakernel.parallel import Mesh
@@ -53,15 +55,19 @@ def deepspeed_config(config: Config, mesh: Mesh, model: nn.Module) -> dict[str, 
 
 
 def check_deepspeed_keys(config: Config) -> None:
-    """Raise ConfigError for keys of config.deepspeed that DeepSpeed rejects: its errors come late and name no key."""
+    """Raise ConfigError for keys of config.deepspeed that DeepSpeed rejects, or does not know and would not look at.
+
+    Its own errors come late and name no key.
+    """
     problems = []
     for key, value in config.deepspeed.items():
         minimal = {
             "train_micro_batch_size_per_gpu": 1,
             "zero_optimization": {"stage": config.parallel.zero_stage},
         }
+        settings = _RecordsReads(merged(minimal, {key: value}))
         try:
-            DeepSpeedConfig(merged(minimal, {key: value}))
+            DeepSpeedConfig(settings)
         # Wrong types, wrong values and removed keys raise many types of errors.
         except Exception as error:
             reason = " ".join(str(error).split())[:200]
@@ -69,5 +75,50 @@ def check_deepspeed_keys(config: Config) -> None:
             problems.append(
                 Problem(f"deepspeed.{key}", value, f"is not what DeepSpeed reads ({reason})", remedy)
             )
+            continue
+        for name, section, known in settings.unread():
+            remedy = f"did you mean {nearest_first(name.rpartition('.')[2], known, most=3)}?"
+            problems.append(Problem(f"deepspeed.{name}", section, "is no key of DeepSpeed", remedy))
     if problems:
         raise ConfigError(problems)
+
+
+_READ_BY_KEY = ("activation_checkpointing", "aio", "checkpoint", "data_types", "timers")
+"""Sections of DeepSpeed whose keys are asked for one by one; the others are models that refuse unknown keys."""
+
+
+class _RecordsReads(dict[str, Any]):
+    """A configuration that records which keys DeepSpeed asks for: it has no list of those that it knows."""
+
+    def __init__(self, tree: Mapping[str, Any], asked: set[str] | None = None):
+        """asked: the set to record keys in; a copy records in that of its original."""
+        super().__init__(tree)
+        self._asked: set[str] = set() if asked is None else asked
+        for name in _READ_BY_KEY:
+            if type(section := super().get(name)) is dict:  # a copy shares the sections
+                self[name] = _RecordsReads(section)
+
+    def unread(self) -> Iterator[tuple[str, Any, set[str]]]:
+        """Yield the dotted name and value of each key that nobody asked for, with the keys asked for at its place."""
+        for key, value in self.items():
+            if key not in self._asked:
+                yield key, value, self._asked
+            elif isinstance(value, _RecordsReads):
+                for name, section, known in value.unread():
+                    yield f"{key}.{name}", section, known
+
+    def __copy__(self) -> "_RecordsReads":
+        return _RecordsReads(self, self._asked)
+
+    def __contains__(self, key: object) -> bool:
+        self._asked.add(str(key))
+        return super().__contains__(key)
+
+    def __getitem__(self, key: str) -> Any:
+        self._asked.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As that of a dict."""
+        self._asked.add(key)
+        return super().get(key, default)

@@ -28,7 +28,7 @@ def record(run: Path, event: str, env: Mapping[str, str] = os.environ, **facts: 
         **facts,
     }
     text = json.dumps({name: value for name, value in line.items() if value is not None}) + "\n"
-    file = os.open(run / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    file = os.open(run / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
         os.write(file, text.encode())
     finally:

@@ -125,6 +125,23 @@ def allow_new_learning_rates(run: Path) -> None:
             write_atomically(file, NOT_FINITE + text)
 
 
+_APPENDED = ("environment.txt", "events.jsonl", "lock", "metrics.jsonl", "logs/rank_*.log")
+"""Files of a run folder that starts append to."""
+
+
+def refuse_links(run: Path) -> None:
+    """Raise UserError if a file that a run appends to is a link: what it leads to may be anything else's.
+
+    Links of folders, such as checkpoints on another disk, are fine.
+    """
+    for file in (file for pattern in _APPENDED for file in run.glob(pattern)):
+        if file.is_symlink():
+            raise UserError(
+                f"run.name={run.name}: {file} is a link to {os.readlink(file)}, and a run writes only files of its "
+                "own; remove the link, or choose another run.name"
+            )
+
+
 class RunFolder:
     """Paths in the folder of one run. Rank 0 writes the files; all ranks write checkpoints, logs and profiles."""
 
@@ -192,6 +209,7 @@ class RunFolder:
         with report_write_errors("run.root", self._config.run.root):
             self._changes()  # raises before anything is written
             self.path.mkdir(parents=True, exist_ok=True)
+            refuse_links(self.path)
             self._lock = RunLock(self.path)
             changes = self._changes()  # again: the previous holder of the lock may have changed config.yaml
             text = self.config_file.read_text(encoding="utf-8") if self.config_file.exists() else UNPROVEN

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megakernel.model.vocabulary_loss import perplexity
+from megakernel.training.observing.console import decimal
 from megakernel.training.observing.event_files import drop_later_steps
 from megakernel.training.run_folder import write_atomically
 
@@ -158,7 +159,8 @@ class Report:
             is_end = row in (self.dense, self.swapped)
             shown = " | ".join("" if is_end else _in_words(self.recovered(row, end)) for end in ends)
             lines.append(
-                f"| {row.name} | {row.tokens:,} | {row.loss:.4f} | {row.perplexity:.3f} | {row.beyond:.4f} | {shown} |"
+                f"| {row.name} | {row.tokens:,} | {decimal(row.loss)} | {row.perplexity:.3f} | "
+                f"{decimal(row.beyond)} | {shown} |"
             )
         lines += cost_tables([(row.name, row.spent) for row in self.rows], self.decoding)
         if self.heads:

@@ -8,6 +8,13 @@ from typing import TextIO
 from rich.console import Console as RichConsole
 from rich.text import Text
 
+
+def decimal(value: float, digits: int = 4, sign: str = "") -> str:
+    """A number with this many decimals; what rounds to 0 has no sign. sign: `+` also marks positive numbers."""
+    text = f"{value:{sign}.{digits}f}"
+    return text.lstrip("+-") if float(text) == 0 else text
+
+
 _BAR = 30
 """Columns."""
 
@@ -26,7 +33,7 @@ class Console:
         """Print a logged step from its metrics."""
         parts = [
             (f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}", "bold"),
-            (f"loss {scalars['train/loss']:.4f}", "bold cyan"),
+            (f"loss {decimal(scalars['train/loss'])}", "bold cyan"),
             *_further_metrics("train", scalars, "cyan"),
             (f"lr {scalars['train/lr']:.2e}", ""),
             (f"grad norm {scalars['train/grad_norm']:.3f}", ""),
@@ -45,7 +52,7 @@ class Console:
         self._print(
             [
                 (f"eval at step {step}", "bold"),
-                (f"loss {scalars['eval/loss']:.4f}", "bold magenta"),
+                (f"loss {decimal(scalars['eval/loss'])}", "bold magenta"),
                 *_further_metrics("eval", scalars, "magenta"),
             ]
         )
@@ -70,6 +77,6 @@ class Console:
 
 def _further_metrics(tag: str, scalars: Mapping[str, float], style: str) -> Iterator[tuple[str, str]]:
     if (bits := scalars.get(f"{tag}/bits_per_byte")) is not None:
-        yield f"{bits:.4f} bits/byte", style
+        yield f"{decimal(bits)} bits/byte", style
     if (accuracy := scalars.get(f"{tag}/accuracy")) is not None:
         yield f"accuracy {accuracy:.1%}", style

@@ -70,6 +70,26 @@ def test_an_invalid_command_line_is_a_usage_error(arguments, refused):
     assert refused(*arguments).endswith(" --help")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        (["train", "configs/demo.yaml"], "did you mean pretrain? see megakernel --help"),
+        (["pretran", "configs/demo.yaml"], "did you mean pretrain, "),
+        (["dev", "mechanism"], "did you mean mechanisms, "),
+        (["pretrain", "x.yaml", "--training.steps", "20"], "write training.steps=20; see"),
+        (["pretrain", "x.yaml", "--training.steps=20", "--nproc", "2"], "write training.steps=20; see"),
+        (
+            ["pretrain", "x.yaml", "--model.attention={preset:flurka}"],
+            "write model.attention='{preset:flurka}'",
+        ),
+        (["config", "configs/demo.yaml", "--model.attention={preset: flurka}"], "leave out the dashes"),
+        (["submit", "x.yaml", "--optimizer.lr", "-N", "2"], "write optimizer.lr=VALUE"),
+    ],
+)
+def test_what_other_programs_call_it_is_refused_with_its_name_here(arguments, remedy, refused):
+    assert remedy in refused(*arguments)
+
+
 def test_two_dashes_are_a_value_of_an_option_as_any_other_text(refused):
     assert parse(["generate", "runs/x", "--prompt=--"]).prompt == "--"
     assert "--nproc: -- is not an integer" in refused("pretrain", "x.yaml", "--nproc=--")
@@ -89,6 +109,14 @@ def test_config_explains_keys_by_their_docstrings(tmp_path, capsys):
         == "training.steps: 100\n    Optimizer steps of the whole run. Raise it to continue a finished run.\n"
     )
     assert main(["config", path, "--explain", "training.step"]) == ExitStatus.USAGE
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [("attention", "model.attention?"), ("lr", "optimizer.lr?"), ("training.step", "training.steps, ")],
+)
+def test_a_key_that_is_none_is_refused_with_the_nearest_ones(key, meant, tmp_path, refused):
+    assert f"did you mean {meant}" in refused("config", trees.file(tmp_path), "--explain", key)
 
 
 def test_every_key_has_an_explanation(tmp_path, capsys):

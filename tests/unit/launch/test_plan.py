@@ -71,6 +71,17 @@ def test_a_range_of_gpus_shows_scaling_tables(file, capsys):
 
 
 @pytest.mark.second
+def test_a_page_that_cannot_be_written_is_refused_before_anything_is_computed(
+    file, refused, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("megakernel.analysis.planning.page.page", None)
+    out = tmp_path / "file" / "plan.md"
+    out.parent.write_text("")
+    assert f"--page {out} cannot be written" in refused(
+        "plan", file, "--gpus", "8", "--gpu", "h100", "--page", out
+    )
+
+
 def test_a_page_names_its_command_and_the_baselines(file, capsys, tmp_path):
     out = tmp_path / "pages" / "plan.md"
     assert main(["plan", file, "--gpus", "8", "--gpu", "h100", "--page", str(out)]) == 0

@@ -4,8 +4,9 @@ import os
 import subprocess
 import sys
 
+from launch.shipped import REPOSITORY
 from launch.slurm.job_folder import SECRETS, JobFolder
-from launch.slurm.script import REPOSITORY, Script
+from launch.slurm.script import Script
 from launch.slurm.submission import write_snapshot
 from megakernel.config.cluster import Cluster
 from megakernel.training.environment import revision

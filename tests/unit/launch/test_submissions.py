@@ -13,10 +13,10 @@ import pytest
 
 from launch.cli import main, parse
 from launch.resume import SET_ASIDE, _later_checkpoints_renamed
+from launch.shipped import REPOSITORY
 from launch.slurm.attempt import Attempt
 from launch.slurm.job_folder import SETTINGS, Job, JobFolder, Settings, write_settings
 from launch.slurm.options import cores_per_task
-from launch.slurm.script import REPOSITORY
 from launch.slurm.states import JobState
 from launch.submit import _request_training, indices
 from megakernel.checkpoint.folder import free_name
@@ -74,6 +74,10 @@ def test_repeated_indices_of_an_array_count_once():
         (
             "{config: run.yaml, name: lr, grid: {run.name: [a, b]}}",
             "grid.run.name=['a', 'b'] is set by name; leave it out of the grid",
+        ),
+        (
+            "{config: run.yaml, name: lr, grid: {optimizer.lr: [1e-3, 3e-3, 1e-3]}}",
+            "grid.optimizer.lr has 0.001 twice, which would be two equal runs",
         ),
     ],
 )

@@ -1,6 +1,8 @@
 import io
 
-from megakernel.training.observing.console import Console
+import pytest
+
+from megakernel.training.observing.console import Console, decimal
 
 SCALARS = {
     "train/loss": 2.34124,
@@ -43,6 +45,20 @@ def test_mfu_and_skipped_steps_appear_only_if_there_are_any():
     line = printed(1, **{"throughput/mfu": 0.412, "train/skipped_steps": 3.0})
     assert "MFU 41.2%" in line
     assert "3 skipped" in line
+
+
+@pytest.mark.parametrize(
+    ("value", "sign", "text"),
+    [
+        (-0.0, "", "0.0000"),
+        (-4e-5, "+", "0.0000"),
+        (4e-5, "+", "0.0000"),
+        (-6e-5, "", "-0.0001"),
+        (2.5, "+", "+2.5000"),
+    ],
+)
+def test_what_rounds_to_zero_has_no_sign(value, sign, text):
+    assert decimal(value, sign=sign) == text
 
 
 def test_a_non_finite_loss_is_printed():

@@ -55,6 +55,28 @@ def test_the_same_configuration_continues_and_each_start_is_recorded(tmp_path):
     assert history.count("== started ") == 3
 
 
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "environment.txt", "events.jsonl", "lock", "logs/rank_0.log"]
+)
+def test_a_file_of_a_run_that_is_a_link_is_refused_and_what_it_leads_to_stays(name, tmp_path):
+    begin_run(configuration(tmp_path))
+    other = tmp_path / "other.txt"
+    other.write_text("not the run's\n")
+    file = tmp_path / "r" / name
+    file.unlink(missing_ok=True)
+    file.symlink_to(other)
+    with pytest.raises(UserError, match=f"{name} is a link to .*other.txt"):
+        RunFolder(configuration(tmp_path)).open(["cpu"])
+    assert other.read_text() == "not the run's\n"
+
+
+def test_checkpoints_may_be_a_link_to_another_disk(tmp_path):
+    checkpoints = begin_run(configuration(tmp_path)).checkpoints
+    checkpoints.rename(tmp_path / "scratch")
+    checkpoints.symlink_to(tmp_path / "scratch")
+    assert begin_run(configuration(tmp_path)).checkpoints.is_symlink()
+
+
 def test_a_command_that_is_not_utf8_is_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["megakernel", "pretrain", os.fsdecode(b"f\xff.yaml")])
     RunFolder(configuration(tmp_path)).open(["cpu"])

@@ -168,7 +168,7 @@ def test_layouts_are_exactly_those_that_the_configuration_accepts():
         ["training.activation_checkpointing=full", "training.checkpoint_offload=true"],
         ["parallel.context=2", "parallel.state_exchange=ring"],
         ["model.attention=softmax", "parallel.context=2", "parallel.softmax_exchange=heads"],
-        ["optimizer.trained=lora"],
+        ["optimizer.trained=lora", "init.from=models/dense"],
     ],
 )
 def test_the_keys_of_every_layout_load_with_the_configuration(keys):
