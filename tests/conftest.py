@@ -1,4 +1,5 @@
 import os
+import signal
 
 import pytest
 import torch
@@ -11,6 +12,12 @@ pytest.register_assert_rewrite("tests.distributed.training_run")
 if not torch.cuda.is_available():
     # Before anything imports triton: without a GPU its kernels run in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A shell starts background processes with SIGINT ignored, nohup with SIGHUP. The tests go on ignoring them, but what
+# they start must not inherit that: a handler, unlike SIG_IGN, becomes the default action in a new program.
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, lambda number, frame: None)
 
 
 def pytest_addoption(parser):

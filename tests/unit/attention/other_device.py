@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+import megakernel
 from megakernel.config import Model
 from megakernel.model import LanguageModel, ModelSettings
 from megakernel.parallel import OneProcess
@@ -30,6 +32,15 @@ LAYERS = 2
 
 READ = torch.ops.aten._local_scalar_dense.default
 """Reads a number; `item`, `tolist` and `bool` of a tensor call it."""
+
+
+_PACKAGE = Path(megakernel.__file__).parent
+
+
+def in_package(frame: traceback.FrameSummary) -> str | None:
+    """The file of a frame, relative to the package's folder; None for one outside of it."""
+    file = Path(frame.filename)
+    return str(file.relative_to(_PACKAGE)) if file.is_relative_to(_PACKAGE) else None
 
 
 class HostWaits(TorchDispatchMode):
@@ -44,9 +55,7 @@ class HostWaits(TorchDispatchMode):
         is_copy = function is torch.ops.aten._to_copy.default and kwargs.get("device") == torch.device("cpu")
         if (function is READ or is_copy) and args[0].device.type == DEVICE:
             frames = traceback.extract_stack()
-            self.places.append(
-                next(f"{x.filename}:{x.name}" for x in reversed(frames) if "/megakernel/" in x.filename)
-            )
+            self.places.append(next(f"{in_package(x)}:{x.name}" for x in reversed(frames) if in_package(x)))
             if function is READ:
                 return args[0].dtype == torch.bool or 1
         return function(*args, **kwargs)
@@ -98,8 +107,8 @@ def results() -> Iterator[dict[str, Any]]:
         try:
             result["waits"] = run(name, causal)
         except Exception as error:
-            frames = [x for x in traceback.extract_tb(error.__traceback__) if "/megakernel/" in x.filename]
-            place = f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
+            frames = [x for x in traceback.extract_tb(error.__traceback__) if in_package(x)]
+            place = f"{in_package(frames[-1])}:{frames[-1].lineno}: " if frames else ""
             result["problem"] = f"{place}{type(error).__name__}: {error}"
         yield result
 
