@@ -1,5 +1,7 @@
 """Training and validation batches: each rank's samples, as context-parallel shards, prefetched."""
 
+import atexit
+import multiprocessing
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -100,6 +102,8 @@ class TrainingBatches:
             generator=torch.Generator(),
         )
         batches = iter(loader)
+        if self._num_workers:
+            _end_workers_at_exit()
         while step_batches := list(islice(batches, phase_batches.order.micro_batches_per_step)):
             yield step_batches
 
@@ -138,6 +142,23 @@ class ValidationBatches:
             yield self._dataset.__getitems__(
                 [sample if sample < self.samples else None for sample in samples]
             )
+
+
+def _end_workers_at_exit() -> None:
+    """Kill the workers that are left when this process ends, before Python waits for them.
+
+    An error holds the frames that it passed, and in them the loader, whose end is what tells the workers to stop.
+    Python would send them TERM, which they ignore, and then wait forever. Exit handlers run in reverse order, so this
+    one must be registered after the workers have started.
+    """
+    atexit.unregister(_kill_workers)
+    atexit.register(_kill_workers)
+
+
+def _kill_workers() -> None:
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()
 
 
 def _ignore_stop_signals(worker: int) -> None:

@@ -134,7 +134,12 @@ def _unexpected_error(error: Exception, args: argparse.Namespace) -> str:
 
     In a job it goes to the process's own log: thousands of processes that fail at once should not write a file each.
     """
-    text = " ".join(f"{type(error).__name__}: {error}".split())
+    text = f"{type(error).__name__}: {error}"
+    if (
+        "\nOriginal Traceback" in text
+    ):  # of a data worker: its traceback is the message, the error the last line
+        text = f"in a data worker: {text.splitlines()[-1]}"
+    text = " ".join(text.split())
     if len(text) > _MAX_ERROR_LENGTH:
         text = text[: _MAX_ERROR_LENGTH - 3] + "..."
     if in_job():

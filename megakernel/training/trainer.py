@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,7 @@ class Trainer:
             if done == 0:
                 self._evaluate(0)
                 self._write_entry(0)
-            batches = self.batches.from_step(done)
+            batches = stack.enter_context(closing(self.batches.from_step(done)))
             parallel = self.config.parallel
             limits = parallel.timeout_minutes, parallel.stall_minutes
             watchdog = stack.enter_context(
