@@ -60,9 +60,10 @@ def sent_bytes(config: Config, vocab_size: int, mesh: Mesh) -> dict[tuple[str, s
 
     Groups are tp, cp, gradient, pp and model, others by their process group's name; groups of one rank are left out.
     """
-    axes = {name: getattr(mesh, name) for name in ("model", "gradient", "pp", "cp", "tp")}
-    names = {axis.group.group_name: name for name, axis in axes.items() if axis.size > 1}
-    single_rank_groups = {axis.group.group_name for axis in axes.values() if axis.size == 1}
+    axes = [(name, getattr(mesh, name)) for name in ("model", "gradient", "pp", "cp", "tp")]
+    axes.append(("cp", mesh.states))
+    names = {axis.group.group_name: name for name, axis in axes if axis.size > 1}
+    single_rank_groups = {axis.group.group_name for _, axis in axes if axis.size == 1}
     engine = Engine(config, model_settings(config, mesh, vocab_size))
     batches = [random_batch(config, vocab_size, mesh)] * engine.micro_batches
     engine.train_step(batches, 1e-3)

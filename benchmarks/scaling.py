@@ -30,8 +30,10 @@ from benchmarks.page import docstring_parser, page_header, table, table_row
 from launch.slurm import collectives, preflight
 from megakernel.checkpoint.folder import CheckpointFolder
 from megakernel.checkpoint.manifest import Checkpoint, FileRecord, SavedProgress, write_manifest
+from megakernel.config import Parallel
 from megakernel.config.cluster import Cluster
 from megakernel.parallel import Mesh
+from megakernel.parallel import mesh as mesh_of
 from megakernel.parallel import progress as progress_of
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.parallel.ranks import Ranks
@@ -341,6 +343,48 @@ def _fake_world(size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+TENSOR, STAGES = 8, 2
+"""Tensor ranks, and pipeline stages of the second layout of `group_counts`."""
+
+
+def group_counts(nodes: int, tasks: int) -> Counts:
+    """Calls of the last rank that build process groups, and its groups; on GPUs all ranks take part in every call."""
+    result: Counts = {}
+    layouts = {
+        f"tp {TENSOR}": Parallel(tensor=TENSOR),
+        f"tp {TENSOR}, pp {STAGES}": Parallel(tensor=TENSOR, pipeline=STAGES),
+    }
+    for name, parallel in layouts.items():
+        built, groups = _built_groups(parallel, nodes * tasks)
+        result[f"start: collective calls that build groups, {name}"] = built
+        result[f"start: groups of a rank, {name}"] = groups
+    return result
+
+
+def _built_groups(parallel: Parallel, size: int) -> tuple[int, int]:
+    from deepspeed.runtime.pipe.topology import PipelineParallelGrid
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    start, build, calls = dist.init_process_group, dist.new_group, 0
+
+    def new_group(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return build(*args, **options)
+
+    with (
+        patch.object(mesh_of, "connect_store", lambda *_: FakeStore()),
+        patch.object(dist, "init_process_group", lambda _, **options: start("fake", **options)),
+        patch.object(dist, "new_group", new_group),
+    ):
+        mesh = Mesh.create(parallel, ProcessEnvironment(size - 1, size), torch.device("cpu"))
+        if parallel.pipeline > 1:  # as DeepSpeed's PipelineModule does
+            PipelineParallelGrid(topology=mesh.topology)
+        groups = len(distributed_c10d._world.pg_map)
+        mesh.destroy()
+    return calls, groups
+
+
 def failure_counts(nodes: int, tasks: int, run: Path) -> Counts:
     """Events recorded when one failure ends every process of a job at once."""
     (run / "logs" / "7" / "0").mkdir(parents=True)
@@ -359,6 +403,7 @@ def counts(nodes: int, tasks: int) -> Counts:
             **save_counts(Path(folder, "checkpoints")),
             **manifest_counts(nodes, tasks, Path(folder, "step_1")),
             **failure_counts(nodes, tasks, Path(folder, "run")),
+            **group_counts(nodes, tasks),
         }
 
 

@@ -33,6 +33,8 @@ class Pipeline(Layers, PipelineModule):
     def __init__(self, settings: ModelSettings, loss_scale: Callable[[], float]):
         """loss_scale: factor of the loss that DeepSpeed differentiates."""
         assert isinstance(settings.mesh, Mesh)
+        if settings.model.tie_embeddings:
+            settings.mesh.build_ends()
         super().__init__(
             [
                 LayerSpec(kind, *arguments)

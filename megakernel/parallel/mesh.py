@@ -13,8 +13,9 @@ from torch import Tensor
 
 from megakernel.attention.sequence import WHOLE_SEQUENCE, ContextParallelShard
 from megakernel.config import Parallel, UserError
-from megakernel.parallel.axis import Axis
+from megakernel.parallel.axis import Axis, Line
 from megakernel.parallel.device import silence_other_ranks
+from megakernel.parallel.groups import ProcessGroups, lend_to_deepspeed, lend_to_megatron, rank_lines
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.parallel.progress import Progress
 from megakernel.parallel.rendezvous import connect_store
@@ -46,12 +47,14 @@ class ModelParallelUnit:
 
 
 class Mesh:
-    """All process groups of a run; created once and destroyed at the end.
+    """All process groups of a run; created once, when torch.distributed is initialized, and destroyed at the end.
 
     Attributes:
         rank, world_size: of this process among all processes.
         device: the device of this process.
-        tp, cp, dp, pp: tensor, context, data and pipeline axes; tp varies fastest with the rank, pp slowest.
+        tp, cp, dp, pp: tensor, context, data and pipeline axes; tp varies fastest with the rank, pp slowest. Nothing is
+            exchanged along dp alone, so it has no group.
+        states: cp in a group of its own, over which states are exchanged while others use cp's.
         gradient: dp x cp, over which gradients are averaged and ZeRO shards.
         model: tp x pp, which holds one copy of the weights.
         sequence_parallel: whether norms and residuals are sharded along the sequence over tp.
@@ -71,12 +74,22 @@ class Mesh:
         self.world_size = dist.get_world_size()
         self.sequence_parallel = parallel.sequence_parallel
         self.softmax_exchange = parallel.softmax_exchange
-        self.tp = Axis.of(parallel_state.get_tensor_model_parallel_group())
-        self.cp = Axis.of(parallel_state.get_context_parallel_group())
-        self.dp = Axis.of(parallel_state.get_data_parallel_group())
-        self.pp = Axis.of(parallel_state.get_pipeline_model_parallel_group())
-        self.gradient = Axis.of(parallel_state.get_data_parallel_group(with_context_parallel=True))
-        self.model = Axis.of(parallel_state.get_model_parallel_group())
+        self._lines = rank_lines(parallel, self.world_size)
+        self._groups = ProcessGroups(
+            timedelta(minutes=parallel.timeout_minutes), splits=dist.get_backend() == "nccl"
+        )
+        # DeepSpeed finds the first that has the ranks it asks for: gradients must not wait for exchanges along cp.
+        self.gradient = self._axis("dp-cp")
+        self.tp = self._axis("tp")
+        # With one stage only norms and flags would have another group than tp.
+        self.model = self._axis("tp-pp") if parallel.pipeline > 1 else self.tp
+        self.pp = self._axis("pp")
+        self.cp = self._axis("cp")
+        self.states = self._axis("cp") if parallel.context > 1 else self.cp
+        data = next(line for line in self._lines.get_ranks("dp") if self.rank in line)
+        self.dp = Line(data.index(self.rank), tuple(data))
+        lend_to_megatron(self.tp, self.cp, self.pp, self.gradient, self.model)
+        lend_to_deepspeed(self._groups, self.pp)
         self.state_exchange = parallel.state_exchange
         # One for all layers: torch's allocator keeps the memory of each CUDA stream apart.
         self._background = Background(device)
@@ -114,20 +127,23 @@ class Mesh:
         )
         silence_other_ranks(process.rank)
         deepspeed.init_distributed(dist_init_required=False, timeout=timeout)
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=parallel.tensor,
-            context_parallel_size=parallel.context,
-            pipeline_model_parallel_size=parallel.pipeline,
-            distributed_timeout_minutes=parallel.timeout_minutes,
-            create_gloo_process_groups=False,
-        )
         return cls(parallel, device, store)
 
     def new_cp_shard(self) -> ContextParallelShard:
         """A new `ContextParallelShard` of this process, with its own traffic counts."""
         if self.cp.size == 1:
             return WHOLE_SEQUENCE
-        return GroupShard(self.cp, self._background, self.state_exchange, self.progress)
+        return GroupShard(self.cp, self._background, self.state_exchange, self.progress, self.states)
+
+    def build_ends(self) -> None:
+        """Build the groups of first and last stages, in which DeepSpeed sums gradients of tied embeddings."""
+        if self.pp.size > 2:
+            self._groups.build([[line[0], line[-1]] for line in self._lines.get_ranks("pp")], "ends")
+
+    def _axis(self, parallelisms: str) -> Axis:
+        axis = self._groups.build(self._lines.get_ranks(parallelisms), parallelisms)
+        assert axis is not None
+        return axis
 
     @property
     def is_first_stage(self) -> bool:

@@ -65,12 +65,14 @@ class GroupShard(ContextParallelShard):
         background: Runner,
         state_exchange: Literal["auto"] | ExchangeMethod = "auto",
         progress: Progress | None = None,
+        states: Axis | None = None,
     ):
         """background: runs point-to-point exchanges of states, one for all shards of a process.
 
-        state_exchange: `parallel.state_exchange` of the configuration. progress: of this process.
+        state_exchange: `parallel.state_exchange` of the configuration. progress: of this process. states: the same axis
+        in a group of its own, in which states are exchanged: a communicator runs one exchange at a time. None: `axis`.
         """
-        self._axis = axis
+        self._states = states or axis
         self._method = state_exchange
         self._background = background
         self.rank = axis.rank
@@ -102,11 +104,11 @@ class GroupShard(ContextParallelShard):
 
     def start_prefix(self, state: KernelState, carries: Tensor) -> PendingState:
         """See `ContextParallelShard.start_prefix`."""
-        return PendingPrefix(self._exchange(state, ScanOrder(self._axis)), state, carries)
+        return PendingPrefix(self._exchange(state, ScanOrder(self._states)), state, carries)
 
     def start_suffix(self, state: KernelState, carries: Tensor) -> PendingState:
         """See `ContextParallelShard.start_suffix`."""
-        return PendingPrefix(self._exchange(state, ScanOrder(self._axis, backwards=True)), state, carries)
+        return PendingPrefix(self._exchange(state, ScanOrder(self._states, backwards=True)), state, carries)
 
     def _exchange(self, state: KernelState, order: ScanOrder) -> StateExchange:
         method = self._method

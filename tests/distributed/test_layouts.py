@@ -25,6 +25,7 @@ LAYOUTS = [
     "cp2 ring selective recompute",
     "cp4 full recompute",
     "pp2",
+    "pp4",  # stages between the two that share a tied embedding
     "tp2 cp2",
     "tp2 pp2",
     "tp2 sequence parallel pp2",

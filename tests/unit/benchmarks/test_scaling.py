@@ -60,3 +60,13 @@ def test_a_rank_receives_the_manifest_once(found):
 
 def test_one_failure_is_recorded_as_one_event(found):
     assert found[16]["failure: events that one cause leaves"] == 1
+
+
+def test_no_more_groups_are_built_for_more_ranks(found):
+    smaller, larger = (
+        {name: count for name, count in counts.items() if name.startswith("start:")}
+        for counts in (found[16], scaling.group_counts(64, TASKS))
+    )
+    assert smaller == larger
+    # tp, gradient and, in one of one rank, the other axes; with stages also pp and model
+    assert list(larger.values()) == [3, 4, 5, 6]
