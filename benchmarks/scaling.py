@@ -126,7 +126,7 @@ def run_preflight(nodes: int, tasks: int) -> tuple[CountingStore, dict[str, list
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         report = _report(Path(folder), tasks)
         stack.enter_context(
-            patch.object(preflight, "node_report", lambda _, node: replace(report, node=node))
+            patch.object(preflight, "node_report", lambda _, node, *__: replace(report, node=node))
         )
         stack.enter_context(patch.object(collectives, "_seconds", lambda *_: 0.0123456789012345))
         stack.enter_context(patch.object(collectives, "connect_store", lambda *_, **__: store))

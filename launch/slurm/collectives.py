@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megakernel.config import UserError
+from megakernel.parallel.device import cuda_index
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.parallel.rendezvous import connect_store
 
@@ -84,7 +86,7 @@ def _timing(
     try:
         group_store = dist.PrefixStore("+".join(group), store)
         return Timing(process.rank, node, group, _seconds(group_store, process, ranks, mib))
-    except RuntimeError as error:  # of connections, devices and collectives alike
+    except (RuntimeError, UserError) as error:  # of connections, devices and collectives alike
         return Timing(process.rank, node, group, None, _one_line(error))
 
 
@@ -94,7 +96,7 @@ def _seconds(store: dist.Store, process: ProcessEnvironment, ranks: list[int], m
     rank, size = (ranks.index(process.rank), len(ranks)) if ranks else (process.rank, process.world_size)
     group: Any
     if torch.cuda.is_available():
-        device = torch.device("cuda", process.local_rank)
+        device = torch.device("cuda", cuda_index(process.local_rank))
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = TIMEOUT
         group = dist.ProcessGroupNCCL(store, rank, size, options)

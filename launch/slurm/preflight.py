@@ -60,12 +60,19 @@ class NodeReport:
     versions: dict[str, str] = field(default_factory=dict)
     """Versions of Python and packages."""
 
+    tasks: int = 1
+    """Tasks of the node if each sees one GPU alone, and so this report too; otherwise 1."""
+
 
 _Line = TypeVar("_Line", NodeReport, Timing)
 
 
-def node_report(submission: Path, node: str) -> NodeReport:
-    """The report of this node. submission: a folder inside the run's folder, which the node must be able to write."""
+def node_report(submission: Path, node: str, tasks: int = 1) -> NodeReport:
+    """The report of this node, by one of its tasks.
+
+    submission: a folder inside the run's folder, which the node must be able to write.
+    """
+    sees_one = re.fullmatch(r"[^,]+", os.environ.get("CUDA_VISIBLE_DEVICES", "")) is not None
     return NodeReport(
         node,
         time.time(),
@@ -73,6 +80,7 @@ def node_report(submission: Path, node: str) -> NodeReport:
         _gpus(),
         _unwritable(submission, node),
         {"python": platform.python_version(), **package_versions()},
+        tasks if sees_one else 1,
     )
 
 
@@ -109,8 +117,9 @@ def _reasons(report: NodeReport, gpus_per_node: int) -> list[str]:
         reasons.append(f"the run's folder cannot be written ({report.unwritable})")
     if report.memory < MIN_FREE_MEMORY:
         reasons.append(f"{report.memory / 2**30:.1f} GiB of memory are free")
-    if report.gpus is not None and len(report.gpus) < gpus_per_node:
-        reasons.append(f"{len(report.gpus)} of {gpus_per_node} GPUs can be seen")
+    gpus = -(-gpus_per_node // report.tasks)
+    if report.gpus is not None and len(report.gpus) < gpus:
+        reasons.append(f"{len(report.gpus)} of {gpus} GPUs can be seen")
     busy = [share for share in report.gpus or () if share > BUSY_SHARE]
     if busy:
         reasons.append(f"{len(busy)} GPUs are in use ({max(busy):.0%} of their memory)")
@@ -208,7 +217,8 @@ def main() -> int:
 def _print_report_and_timings(folder: Path, node: str, mib: int) -> None:
     process = launched_process()
     if process is None or process.local_rank == 0:
-        print(json.dumps(asdict(node_report(folder, node))), flush=True)
+        tasks = 1 if process is None else process.local_world_size
+        print(json.dumps(asdict(node_report(folder, node, tasks))), flush=True)
     if mib and process is not None and process.world_size > 1:
         from .collectives import time_collectives  # imports torch, which is slow
 

@@ -14,6 +14,7 @@ from typing import Literal
 
 import psutil
 import torch
+import torch.distributed as dist
 
 from megakernel.config import UserError
 
@@ -21,20 +22,51 @@ from megakernel.config import UserError
 def choose_device(kind: Literal["auto", "cpu", "cuda"], local_rank: int = 0) -> torch.device:
     """Select and return the device of this process. Enough for processes that do not train.
 
-    `auto` takes CUDA if available. `local_rank`, counted over this machine's processes, is the CUDA device's index.
+    `auto` takes CUDA if available. `local_rank`: counted over this machine's processes; see `cuda_index`.
 
     Raises:
-        UserError: training.device is cuda and there is no CUDA device for this process.
+        UserError: there is no CUDA device for this process.
     """
     silence_libraries()  # here, since processes that only build a sample index import Megatron-core too
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cpu":
         return torch.device("cpu")
-    _check_cuda_device(local_rank)
-    device = torch.device("cuda", local_rank)
+    device = torch.device("cuda", cuda_index(local_rank))
     torch.cuda.set_device(device)
     return device
+
+
+def cuda_index(local_rank: int) -> int:
+    """Index of the CUDA device of this process: its local rank, or 0 if it sees only one device.
+
+    Launchers may show each process its own device, as Slurm does under `--gpus-per-task=1`; CUDA then calls it 0.
+
+    Raises:
+        UserError: the process sees no device, or several but too few.
+    """
+    count = torch.cuda.device_count()
+    if count == 1:
+        return 0
+    if local_rank >= count:
+        raise UserError(
+            f"training.device=cuda: local rank {local_rank} needs CUDA device {local_rank} and this process sees "
+            f"{count}; start one process per device, show each process its own, or set training.device=cpu"
+        )
+    return local_rank
+
+
+def claim_device(store: dist.Store, host: str, device: str) -> None:
+    """Record that a process of `host` computes on `device`, the device's unique id, which no other process may.
+
+    Raises:
+        UserError: another process of the host has claimed it; NCCL would end with `invalid usage`.
+    """
+    if store.add(f"device/{host}/{device}", 1) > 1:
+        raise UserError(
+            f"processes of {host} see one GPU alone, {device}; start one process per GPU (--nproc 1), or show each "
+            "process its own (CUDA_VISIBLE_DEVICES, Slurm's --gpus-per-task=1)"
+        )
 
 
 def prepare_device(
@@ -50,8 +82,8 @@ def prepare_device(
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     device = choose_device(kind, local_rank)
     os.environ["DS_ACCELERATOR"] = device.type
-    # Both libraries read LOCAL_RANK, which is not set unless a launcher started the process.
-    os.environ.setdefault("LOCAL_RANK", str(local_rank))
+    # Both libraries read it as the device's index; it is not set unless a launcher started the process.
+    os.environ["LOCAL_RANK"] = str(local_rank if device.index is None else device.index)
     if device.type == "cpu":
         _patch_for_cpu(device)
     _choose_deepspeed_accelerator(device.type)
@@ -83,15 +115,6 @@ def silence_other_ranks(rank: int) -> None:
         warnings.filterwarnings("ignore", module=r"(megatron|deepspeed)\.")
         for name in ("DeepSpeed", "megatron"):
             logging.getLogger(name).setLevel(logging.ERROR)
-
-
-def _check_cuda_device(local_rank: int) -> None:
-    count = torch.cuda.device_count()
-    if local_rank >= count:
-        raise UserError(
-            f"training.device=cuda: local rank {local_rank} needs CUDA device {local_rank} and this machine "
-            f"shows {count}; start one process per device, or set training.device=cpu"
-        )
 
 
 _IGNORED_WARNINGS = (

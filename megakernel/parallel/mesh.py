@@ -1,5 +1,6 @@
 """The mesh, world = tp x cp x dp x pp, whose groups Megatron-core and DeepSpeed share."""
 
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 from megakernel.attention.sequence import WHOLE_SEQUENCE, ContextParallelShard
 from megakernel.config import Parallel, UserError
 from megakernel.parallel.axis import Axis, Line
-from megakernel.parallel.device import silence_other_ranks
+from megakernel.parallel.device import claim_device, silence_other_ranks
 from megakernel.parallel.groups import ProcessGroups, lend_to_deepspeed, lend_to_megatron, rank_lines
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.parallel.progress import Progress
@@ -107,7 +108,8 @@ class Mesh:
         The rendezvous is at torchrun's MASTER_ADDR and MASTER_PORT if they are set; a single process needs none.
 
         Raises:
-            UserError: tensor x context x pipeline does not divide the world; nothing is started.
+            UserError: tensor x context x pipeline does not divide the world, and nothing is started; or another process
+                computes on this one's GPU.
         """
         if process.world_size % parallel.model_size:
             raise UserError(
@@ -117,6 +119,8 @@ class Mesh:
             )
         timeout = timedelta(minutes=parallel.timeout_minutes)
         store = connect_store(process, timeout)
+        if device.type == "cuda" and torch.cuda.device_count() < process.local_world_size:
+            claim_device(store, socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid))
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             rank=process.rank,

@@ -14,7 +14,7 @@ class ProcessEnvironment:
     """Processes of the job."""
 
     local_rank: int = 0
-    """Rank of this process on its machine, which is its device's index."""
+    """Rank of this process on its machine; the device's index, if the process sees several devices."""
 
     local_world_size: int = 1
     """Processes on this machine."""

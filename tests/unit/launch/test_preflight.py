@@ -103,6 +103,18 @@ def test_gpus_of_other_jobs_are_not_counted(visible, arguments, tmp_path, monkey
     assert node_report(tmp_path, "n1").gpus == [0.0]
 
 
+@pytest.mark.parametrize(("visible", "fit"), [("0", True), ("0,1", False)])
+def test_a_node_whose_tasks_see_one_gpu_each_is_fit(visible, fit, tmp_path, monkeypatch):
+    """As under `--gpus-per-task=1`; a node of which one of two GPUs is gone is not."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho '0, 81559'\n")
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    report = replace(node_report(tmp_path, "n1", tasks=2), memory=2**40)
+    assert unfit_by_report({"n1": report}, 2) == ({} if fit else {"n1": "1 of 2 GPUs can be seen"})
+
+
 def test_a_failure_fits_one_line_of_srun():
     reason = collectives._one_line(RuntimeError("日" * 4000))
     failed = Timing(8191, "h" * 64, ["h" * 64, "i" * 64], None, reason)  # the longest possible host names
