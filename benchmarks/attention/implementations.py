@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megakernel.attention import AttentionInputs, HeadShard, build
+from megakernel.attention import AttentionInputs, AttentionLayer, HeadShard, build
 from megakernel.attention.simple_gla import SimpleGlaAttention
 from megakernel.config import expand_preset
 from megakernel.ops import kernel_attention
@@ -85,9 +85,19 @@ def core_of(
     attention = attention_of(implementation.preset, case)
     if not implementation.normalize:
         return partial(kernel_attention, feature_map=attention.feature_map.name, normalize=False), []
-    module = build(attention, num_heads=case.heads, head_dim=case.head_dim, heads=shard)
+    module = build(attention, num_heads=case.heads, head_dim=case.head_dim, heads=shard, rotary=False)
     module = module.to(device, reference or torch.float32).eval()
-    return module, list(module.parameters())
+    core = _with_equal_logits(module) if module.spec.further else module
+    return core, list(module.parameters())
+
+
+def _equal_logits(k: Tensor, numbers: int) -> AttentionInputs:
+    """Logits 0 of decay and write strength, the same for all tokens of k (B, H, N, d)."""
+    return AttentionInputs(further=k.new_zeros(*k.shape[:3], numbers))
+
+
+def _with_equal_logits(module: AttentionLayer) -> Core:
+    return lambda q, k, v: module(q, k, v, _equal_logits(k, module.spec.further))
 
 
 def _fla(function: str, normalize: bool) -> Callable[[], Core]:
@@ -112,12 +122,13 @@ def _delta_layer(heads: int, head_dim: int) -> SimpleGlaAttention:
 
 
 def _fla_delta() -> Core:
-    """flash-linear-attention's gated delta rule, with decay and step of our layer without projections of them."""
+    """flash-linear-attention's gated delta rule, with decay and step of our layer with `_equal_logits`."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        decay, _ = _delta_layer(*q.shape[2:]).to(q.device).log_decay_and_step(AttentionInputs(None), k)
-        log_decay = decay.mT.expand(q.shape[:3]).contiguous()
+        layer = _delta_layer(*q.shape[2:]).to(q.device)
+        decay, _ = layer.log_decay_and_step(_equal_logits(k.transpose(1, 2), layer.spec.further), k)
+        log_decay = decay.mT.contiguous()
         step = torch.full_like(log_decay, 0.5)
         return chunk_gated_delta_rule(q, k, v, log_decay, step, use_qk_l2norm_in_kernel=True)[0]
 

@@ -20,6 +20,7 @@ def build(
     seed: Seed = 0,
     heads: HeadShard = ALL_HEADS,
     softmax_exchange: SoftmaxExchange = "auto",
+    rotary: bool = True,
 ) -> AttentionLayer:
     """The attention module of one layer.
 
@@ -49,7 +50,7 @@ def build(
         if size < 1:
             raise ValueError(f"{name}={size}; expected at least 1")
     settings = LayerSettings(
-        num_heads, num_kv_heads, head_dim, causal, max_positions, seed, heads, softmax_exchange
+        num_heads, num_kv_heads, head_dim, causal, max_positions, seed, heads, softmax_exchange, rotary
     )
     spec = config.spec
     return layer_class((causal and spec.causal_layer) or spec.layer)(config, settings)

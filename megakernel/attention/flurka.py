@@ -92,7 +92,7 @@ class FlurkaAttention(NearFarAttention):
         )
 
     def _log_decay(self, inputs: AttentionInputs, like: Tensor) -> Tensor | None:
-        """Log decay (B, H_kv, N) or (H_kv, 1) of earlier landmarks when a block ends at the token; None: no decay."""
+        """Log decay (B, H_kv, N), or (H_kv, 1) if fixed, of earlier landmarks at a token that ends a block, or None."""
         if self.far_decay == "none":
             return None
         if self.far_decay == "fixed":

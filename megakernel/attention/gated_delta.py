@@ -24,15 +24,14 @@ class GatedDeltaAttention(SimpleGlaAttention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
         q, k = inputs.rotated(q, k)
-        dtype = accum_dtype(k.dtype)
+        assert inputs.further is not None
         log_decay, _ = self.log_decay_and_step(inputs, k)
-        logits = k.new_zeros(1) if inputs.further is None else inputs.further[..., -1]
         out, state = gated_delta_rule(
             _l2_normalized(q),
             _l2_normalized(k),
             v,
             log_decay,
-            logits.to(dtype).sigmoid(),
+            inputs.further[..., -1].to(accum_dtype(k.dtype)).sigmoid(),
             positions=inputs.resolved_positions,
             initial_state=inputs.state,
             exchange=partial(_incoming_state, inputs.cp_shard) if inputs.cp_shard.size > 1 else None,

@@ -70,6 +70,10 @@ class LayerSettings:
     """How full softmax reaches the keys of other shards: `heads` is the Ulysses all-to-all and needs heads that divide
     over the shards, `ring` is ring attention, `auto` takes `heads` where they divide."""
 
+    rotary: bool = True
+    """Whether queries and keys are rotated. False: positions come from elsewhere, such as a table added to the
+    embedding, and layers that rotate between their landmarks and their window need no `AttentionInputs.rotary`."""
+
     @property
     def query_heads(self) -> range:
         """Query heads of this shard."""

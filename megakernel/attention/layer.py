@@ -84,6 +84,7 @@ class AttentionLayer(nn.Module, ABC):
         self.heads, self.head_dim, self.causal = settings.heads, settings.head_dim, settings.causal
         self.query_heads, self.kv_heads = settings.query_heads, settings.kv_heads
         self.keys_per_head, self.keys_at_position = config.keys_per_head, config.keys_at_position
+        self.expects_rotary = settings.rotary
 
     @property
     def state_sizes(self) -> tuple[int, int]:
@@ -110,6 +111,10 @@ class AttentionLayer(nn.Module, ABC):
         all_reduce: sums a tensor over all ranks that hold the same heads and other tokens of the batch.
         """
 
+    def key_count(self, tokens: int) -> int:
+        """Keys per key head and sequence that the layer expects with sequences of `tokens` tokens."""
+        return tokens
+
     @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Any]:
         """Output (B, H, N, D) and the state after the last token."""
@@ -127,9 +132,10 @@ class AttentionLayer(nn.Module, ABC):
             (B, H, N, D) in the dtype of v.
 
         Raises:
-            ValueError: shapes that do not fit, no token, or padding with context parallelism.
+            ValueError: shapes that do not fit the layer's heads and width, no token, a missing `rotary` or `further`
+                that the mechanism needs, or padding with context parallelism.
         """
-        check_not_empty(q)
+        self._check(q, k, v, inputs)
         mask, positions = inputs.padding_mask, inputs.positions
         if positions is not None:
             check_positions(positions, q)
@@ -176,11 +182,13 @@ class AttentionLayer(nn.Module, ABC):
         Shapes as in `forward`. state: returned by the previous call, None at the start. positions: as in
         `AttentionInputs`; None continues the sequence.
 
-        Returns the output (B, H, N, D) and the state after the last token. Causal layers only.
+        Returns the output (B, H, N, D) and the state after the last token. Causal layers only. Raises what `forward`
+        does.
         """
         if not self.causal:
             raise ValueError("extend needs a causal layer; build it with causal=True")
-        check_not_empty(q)
+        inputs = AttentionInputs(rotary=rotary, further=further)
+        self._check(q, k, v, inputs)
         start: Positions = 0
         if positions is not None:
             check_positions(positions, q)
@@ -190,9 +198,53 @@ class AttentionLayer(nn.Module, ABC):
             if isinstance(start, Tensor):
                 start = start[:, None] + torch.arange(q.shape[2], device=q.device)
         inner = None if state is None else state.inner
-        out, inner = self.attend(q, k, v, AttentionInputs(start, rotary=rotary, further=further, state=inner))
+        out, inner = self.attend(q, k, v, replace(inputs, positions=start, state=inner))
         position = start + q.shape[2] if isinstance(start, int) else start[:, -1] + 1
         return out, SequenceState(inner, position)
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> None:
+        """Raise ValueError for shapes that do not fit the layer, and for missing inputs that its mechanism needs."""
+        several = (self.keys_per_head,) if self.keys_per_head > 1 else ()
+        heads, kv_heads, width = len(self.query_heads), len(self.kv_heads), self.head_dim
+        _check_shape("q", q, (None, heads, None, width))
+        check_not_empty(q)
+        batch, tokens = q.shape[0], q.shape[2]
+        keys = self.key_count(tokens * inputs.cp_shard.size) if self.compresses_input else tokens
+        _check_shape("k", k, (batch, kv_heads, *several, keys, width), self.compresses_input)
+        _check_shape("v", v, (batch, kv_heads, keys, None), self.compresses_input)
+        if self.spec.further:
+            shape = (batch, kv_heads, tokens, self.spec.further)
+            if inputs.further is None:
+                raise ValueError(
+                    f"further is missing: the mechanism needs a projection of the layer's input, {shape}, without "
+                    "which its decay would not depend on the token; pass AttentionInputs(further=...)"
+                )
+            _check_shape("further", inputs.further, shape)
+        elif inputs.further is not None:
+            raise ValueError("further has no effect: the mechanism needs no projection of the layer's input")
+        if self.spec.needs_rotary is not None and inputs.rotary is None and self.expects_rotary:
+            raise ValueError(
+                f"rotary is missing: the layer {self.spec.needs_rotary}; pass AttentionInputs(rotary=Rotary({width})), "
+                "or build the layer with rotary=False if positions come from elsewhere"
+            )
+
+
+def _check_shape(name: str, x: Tensor, expected: tuple[int | None, ...], landmarks: bool = False) -> None:
+    """Raise ValueError unless x has the shape, in which None is any size; it names the transposition of other code."""
+    shape = tuple(x.shape)
+    if len(shape) == len(expected) and all(size in (None, given) for size, given in zip(expected, shape)):
+        return
+    names = {4: ("batch", "heads", "tokens", "width"), 5: ("batch", "heads", "keys", "tokens", "width")}
+    sizes = [word if size is None else str(size) for word, size in zip(names[len(expected)], expected)]
+    remedy = ""
+    if len(shape) == len(expected) == 4 and shape[2] == expected[1] != shape[1]:
+        remedy = "; it looks like (batch, tokens, heads, width): pass x.transpose(1, 2)"
+    elif landmarks and len(shape) == len(expected):
+        remedy = (
+            "; k and v are landmarks, projected from what `compress` returns for the layer's input; to pass the keys "
+            "and values of all tokens, build with compression: {compress: projected}"
+        )
+    raise ValueError(f"{name} has shape {shape}; expected ({', '.join(sizes)}){remedy}")
 
 
 def finish_step(model: nn.Module, all_reduce: Callable[[Tensor], Tensor]) -> None:

@@ -48,6 +48,12 @@ class LowRankAttention(AttentionLayer):
         flat = self.compressor((x.flatten(1),), first=first, length=length)
         return torch.stack(flat).unflatten(-1, x.shape[1:])
 
+    def key_count(self, tokens: int) -> int:
+        """See AttentionLayer; the landmarks, if they are made from the layer's input."""
+        if not self.compresses_input:
+            return tokens
+        return self.compressor.rank * -(-tokens // self.compressor.block_size)
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Any]:
         """See AttentionLayer; k and v hold landmarks if the layer compresses its input."""
         length, counts, rotary = q.shape[2] * inputs.cp_shard.size, inputs.counts, inputs.rotary

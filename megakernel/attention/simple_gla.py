@@ -19,7 +19,7 @@ from megakernel.ops.simple_gla import simple_gla
 class SimpleGlaAttention(AttentionLayer):
     """q_i^T S_i / sqrt(d) with a state S that decays by one factor per key head (docs/formulas.md, 9).
 
-    w.x_i is the layer's further projection of the hidden state; without it the decay does not depend on the token.
+    w.x_i is the layer's further projection of the hidden state.
     Context-parallel shards exchange states and their decay factors.
     """
 
@@ -50,7 +50,7 @@ class SimpleGlaAttention(AttentionLayer):
         )
 
     def log_decay_and_step(self, inputs: AttentionInputs, k: Tensor) -> tuple[Tensor, Tensor | None]:
-        """log a (B, H_kv, N), or (H_kv, 1) or () if independent of the token, and the step that scales v, or None."""
+        """log a (B, H_kv, N), or (H_kv, 1) or () if it is fixed, and the step that scales v, or None."""
         dtype = accum_dtype(k.dtype)
         if self.decay == "none":
             return torch.zeros((), dtype=dtype, device=k.device), None
@@ -70,9 +70,10 @@ def fixed_decay(kv_heads: range, like: Tensor) -> Tensor:
 
 
 def decay_logits(bias: Tensor, inputs: AttentionInputs, like: Tensor) -> Tensor:
-    """w.x_i + b with bias b (H_kv,): (B, H_kv, N), or (H_kv, 1) without a projection; in float32 or better."""
-    logits = bias.to(accum_dtype(like.dtype))[:, None]
-    return logits if inputs.further is None else logits + inputs.further[..., 0].to(logits.dtype)
+    """w.x_i + b with bias b (H_kv,): (B, H_kv, N), in float32 or better."""
+    assert inputs.further is not None
+    dtype = accum_dtype(like.dtype)
+    return bias.to(dtype)[:, None] + inputs.further[..., 0].to(dtype)
 
 
 def _initial_rates_and_steps(settings: LayerSettings, heads: range) -> tuple[Tensor, Tensor]:

@@ -72,6 +72,9 @@ class Mechanism:
     further: int = 0
     """Numbers per token and key head that the layer needs from a further projection of the hidden state."""
 
+    needs_rotary: str | None = None
+    """Why the layer must rotate queries and keys itself; None if its caller can rotate them before."""
+
     block_size: int | None = None
     """Tokens per block; a context-parallel shard holds whole blocks."""
 
@@ -220,6 +223,7 @@ def _low_rank(attention: Algebra) -> Mechanism:
         exchanges=("landmarks",) if window is None else ("landmarks", "heads"),
         flops=flops,
         block_size=getattr(compression, "block_size", None),
+        needs_rotary=_rotates_itself(attention),
         mixes_future_tokens=f"{compression.kind} without a near window mixes future tokens into its landmarks",
         changes_constants="rows of linformer's F need not add up to 1" if linformer else None,
     )
@@ -263,6 +267,7 @@ def _near_far(attention: Algebra) -> Mechanism:
         flops=flops,
         state_sizes=state_sizes,
         block_size=getattr(attention.compression, "block_size", None),
+        needs_rotary=_rotates_itself(attention),
         looks_back_only=_looks_back(near),
         is_gated=gated and phi is not None,
         further=1 if attention.far_decay == "gate" else 0,
@@ -290,6 +295,15 @@ def _local(attention: Algebra) -> Mechanism:
         block_size=near.block_size,
         looks_back_only=_looks_back(near),
     )
+
+
+def _rotates_itself(attention: Algebra) -> str | None:
+    """Why a layer with compression rotates queries and keys itself; None if its callers can, or nothing is rotated."""
+    if attention.far_rope == "centroid":
+        return "rotates landmarks to the centers of their blocks (far_rope: centroid)"
+    if attention.near is not None and attention.near.kind == "softmax":
+        return "compresses unrotated keys, and without rotation its window has no order"
+    return None
 
 
 def _looks_back(near: Near) -> str:

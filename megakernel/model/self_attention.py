@@ -99,6 +99,7 @@ class SelfAttention(nn.Module):
             seed=(settings.seed, index),
             heads=head_shard(mesh.tp),
             softmax_exchange=mesh.softmax_exchange,
+            rotary=self.rotary is not None,
         )
         mark_head_parameters(self.core)
         self.output = row_linear(

@@ -56,6 +56,11 @@ def inputs():
     return tensors, torch.stack([torch.arange(TOKENS), packed])
 
 
+def further_of(module, k):
+    """The further projection of a layer that needs one; here bounded channels of its keys."""
+    return k[..., : module.spec.further].tanh() if module.spec.further else None
+
+
 def layer(config, heads):
     module = attention.build(
         config, num_heads=HEADS, num_kv_heads=KEY_HEADS, head_dim=DIM, seed=(1, 2), heads=heads
@@ -86,6 +91,7 @@ def outputs_and_gradients(config, heads=attention.ALL_HEADS, cp_shard=attention.
             positions=positions.chunk(cp_shard.size, 1)[cp_shard.rank],
             rotary=attention.Rotary(DIM),
             cp_shard=cp_shard,
+            further=further_of(module, k),
         ),
     )
     (out * weight).sum().backward()

@@ -22,7 +22,7 @@ LENGTHS = tiered([2**16, 2**20], [2**16])
 def attend(mesh, tokens, preset):
     """Run a layer forward and backward on this rank's shard of `tokens`; (bytes sent by purpose, late exchanges)."""
     torch.manual_seed(0)
-    layer = attention.build(preset, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=WIDTH)
+    layer = attention.build(preset, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=WIDTH, rotary=False)
     own = tokens // mesh.cp.size
     q, k, v = (torch.randn(1, heads, own, WIDTH, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS))
     shard = mesh.new_cp_shard()

@@ -4,6 +4,7 @@ These are all presets, and variants of them. Each configuration itself declares 
 (`megakernel.config.attention`): neither this file nor a test decides by name.
 """
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megakernel.attention import ALL_HEADS, AttentionInputs, AttentionLayer, HeadShard, build
+from megakernel.attention.inputs import DEFAULT_INPUTS
 from megakernel.config.attention import PRESETS, Attention, expand_preset
 from megakernel.config.section import merged
 
@@ -213,7 +215,7 @@ def layer(
             head_dim=WIDTH,
             max_positions=MAX_POSITIONS,
             seed=(7, 0),
-            **options,
+            **{"rotary": False} | options,
         )
     )
     draw = torch.Generator().manual_seed(1)
@@ -224,15 +226,46 @@ def layer(
 
 
 def with_projections(module: AttentionLayer) -> AttentionLayer:
-    """Make a layer with several projected keys per position derive them from the one key that tests pass."""
+    """Make a layer derive what the projections of its input would give from the one key per token that tests pass.
+
+    Several keys per position are rotations of it; see `with_further` for the further projection.
+    """
     if module.keys_per_head > 1:
-        attend = module.attend
 
-        def projected(q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> Any:
-            mixed = torch.stack([k.roll(r, -1) * 0.8**r for r in range(module.keys_per_head)], 2)
-            return attend(q, mixed, v, inputs)
+        class Projecting(type(module)):
+            def keys(self, k: Tensor) -> Tensor:
+                return torch.stack([k.roll(r, -1) * 0.8**r for r in range(self.keys_per_head)], 2)
 
-        module.attend = projected
+            def forward(self, q: Tensor, k: Tensor, *rest: Any, **options: Any) -> Tensor:
+                return super().forward(q, self.keys(k), *rest, **options)
+
+            def extend(self, q: Tensor, k: Tensor, *rest: Any, **options: Any) -> Any:
+                return super().extend(q, self.keys(k), *rest, **options)
+
+        module.__class__ = Projecting
+    return with_further(module)
+
+
+def with_further(module: AttentionLayer) -> AttentionLayer:
+    """Make a layer that needs a further projection of its input take the keys' first channels for it, bounded by 1.
+
+    Logits of a decay are not of the keys' scale: at 50, none of the earlier state is left.
+    """
+    if module.spec.further:
+
+        class Projecting(type(module)):
+            def logits(self, k: Tensor) -> Tensor:
+                return k[..., : self.spec.further].tanh()
+
+            def forward(
+                self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs = DEFAULT_INPUTS
+            ) -> Tensor:
+                return super().forward(q, k, v, replace(inputs, further=self.logits(k)))
+
+            def extend(self, q: Tensor, k: Tensor, *rest: Any, **options: Any) -> Any:
+                return super().extend(q, k, *rest, **options, further=self.logits(k))
+
+        module.__class__ = Projecting
     return module
 
 
@@ -245,7 +278,9 @@ def shard_of(
 ) -> AttentionLayer:
     """The tensor-parallel shard of `whole` for `heads`, with its weights partitioned as the layer declares."""
     sizes = {"num_heads": HEADS, "num_kv_heads": kv_heads, "head_dim": WIDTH, "max_positions": MAX_POSITIONS}
-    part = with_projections(build(TREES[name], **sizes, causal=causal, seed=(7, 0), heads=heads))
+    part = with_projections(
+        build(TREES[name], **sizes, causal=causal, seed=(7, 0), heads=heads, rotary=False)
+    )
     sharded = part.sharded_parameters()
     weights = {
         key: value.chunk(heads.size, sharded[key])[heads.rank] if key in sharded else value

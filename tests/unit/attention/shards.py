@@ -6,6 +6,7 @@ The shards share one autograd graph, so a backward through all outputs also test
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import reduce
 from typing import Generic, NamedTuple, TypeVar
 
@@ -144,16 +145,15 @@ def check_shards_and_decoding(
 ) -> None:
     """Check that a float64 layer gives the output `whole` over `size` shards, and when decoding.
 
-    tensors: q, k, v and the further projection; gradients of those that require them are compared too. prompt: ends of
-    the parts in which a prompt is read before decoding token by token.
+    tensors: q, k, v and the further projection, if the layer takes one; gradients of those that require them are
+    compared too. prompt: ends of the parts in which a prompt is read before decoding token by token.
     """
 
     def work(cp_shard: ThreadShard) -> Tensor:
-        *qkv, further = (x.chunk(size, 2)[cp_shard.rank] for x in tensors)
+        q, k, v, *further = (x.chunk(size, 2)[cp_shard.rank] for x in tensors)
         local_positions = None if positions is None else positions.chunk(size, 1)[cp_shard.rank]
-        return module(
-            *qkv, AttentionInputs(local_positions, rotary=rotary, cp_shard=cp_shard, further=further)
-        )
+        inputs = AttentionInputs(local_positions, rotary=rotary, cp_shard=cp_shard)
+        return module(q, k, v, replace(inputs, further=further[0]) if further else inputs)
 
     shards = torch.cat(in_shards(size, work), 2)
     torch.testing.assert_close(shards, whole, rtol=1e-10, atol=1e-10)
@@ -168,8 +168,9 @@ def check_shards_and_decoding(
     state, outputs, start = None, [], 0
     for end in (*prompt, *range(prompt[-1] + 1, whole.shape[2] + 1)):
         part_positions = None if positions is None else positions[:, start:end]
-        *tokens, further = (x[:, :, start:end] for x in tensors)
-        out, state = module.extend(*tokens, state, positions=part_positions, rotary=rotary, further=further)
+        q, k, v, *further = (x[:, :, start:end] for x in tensors)
+        options = {"further": further[0]} if further else {}
+        out, state = module.extend(q, k, v, state, positions=part_positions, rotary=rotary, **options)
         outputs.append(out)
         start = end
     torch.testing.assert_close(torch.cat(outputs, 2), whole, rtol=1e-10, atol=1e-10)

@@ -74,7 +74,7 @@ def test_a_halo_longer_than_the_shard_is_refused():
 def test_parameters_shared_by_heads_pass_through_the_head_shard():
     shared_parameters = []
     heads = HeadShard(0, 2, shared=lambda x: shared_parameters.append(x) or x)
-    module = build("flurka", num_heads=4, head_dim=8, heads=heads)
+    module = build("flurka", num_heads=4, head_dim=8, heads=heads, rotary=False)
     module(*(x[:, :2] for x in QKV))
     assert [x is y for x, y in zip(shared_parameters, (module.pool_keys, module.pool_values))] == [True, True]
     assert ALL_HEADS.shared(module.pool_keys) is module.pool_keys
@@ -106,14 +106,15 @@ def test_with_one_landmark_per_token_attention_starts_exact():
     qkv = [x.double() for x in QKV]
     exact = build("hedgehog", num_heads=4, head_dim=8).double()(*qkv)
     torch.testing.assert_close(
-        build(tree, num_heads=4, head_dim=8).double()(*qkv), exact, rtol=1e-12, atol=1e-12
+        build(tree, num_heads=4, head_dim=8, rotary=False).double()(*qkv), exact, rtol=1e-12, atol=1e-12
     )
 
 
 @pytest.mark.parametrize(("gate_bias", "expected"), [(0.0, 0.5), (3.0, 0.9525741268)])
 def test_the_gate_starts_at_its_bias(gate_bias, expected):
     q, k, _ = QKV
-    module = build({"preset": "flurka", "near": {"gate_bias": gate_bias}}, num_heads=4, head_dim=8)
+    tree = {"preset": "flurka", "near": {"gate_bias": gate_bias}}
+    module = build(tree, num_heads=4, head_dim=8, rotary=False)
     # In the second block the far context is the first block: values 0 near and 1 far show the weight of the window.
     v = torch.zeros(1, 4, 150, 8)
     v[:, :, :64] = 1
@@ -141,7 +142,8 @@ def test_with_a_shared_normalizer_far_and_near_start_on_the_same_scale(feature_m
     zeros, v = torch.zeros(1, 4, 150, 8).double(), QKV[2].double()
     # All weights are equal, so each token sees the mean of the values so far.
     mean = v.cumsum(2) / torch.arange(1, 151)[:, None]
-    torch.testing.assert_close(build(tree, num_heads=4, head_dim=8).double()(zeros, zeros, v), mean)
+    layer = build(tree, num_heads=4, head_dim=8, rotary=False).double()
+    torch.testing.assert_close(layer(zeros, zeros, v), mean)
 
 
 def test_rotary_depends_only_on_distance():
@@ -165,3 +167,97 @@ def test_rotary_is_exact_in_float32_at_a_million_tokens():
 def test_rotary_needs_an_even_head_dimension():
     with pytest.raises(ValueError, match="head_dim=7"):
         Rotary(7)
+
+
+@pytest.mark.parametrize("preset", ["softmax", "linear", "local", "flurka", "mgk", "mamba2", "eva"])
+@pytest.mark.parametrize("method", ["forward", "extend"])
+def test_heads_and_width_that_do_not_fit_are_refused_and_a_transposition_is_named(preset, method):
+    layer = build(preset, num_heads=4, num_kv_heads=2, head_dim=8, rotary=False)
+    call = getattr(layer, method)
+    further = {} if not layer.spec.further else {"further": torch.zeros(1, 2, 150, layer.spec.further)}
+    options = {"inputs": AttentionInputs(**further)} if method == "forward" else further
+    keys = (2,) * (layer.keys_per_head > 1)
+
+    def run(*, heads=4, kv_heads=2, value_heads=2, width=8, transposed=False):
+        q = torch.zeros(1, heads, 150, width)
+        k, v = torch.zeros(1, kv_heads, *keys, 150, width), torch.zeros(1, value_heads, 150, width)
+        if transposed:
+            q, v = q.transpose(1, 2), v.transpose(1, 2)
+            k = k.transpose(1, 2) if not keys else k
+        return call(q, k, v, **options)
+
+    run()
+    with pytest.raises(ValueError, match=r"q has shape \(1, 7, 150, 8\); expected \(batch, 4, tokens, 8\)"):
+        run(heads=7)
+    with pytest.raises(ValueError, match=r"q has shape \(1, 4, 150, 16\); expected \(batch, 4, tokens, 8\)"):
+        run(width=16)
+    with pytest.raises(ValueError, match=r"k has shape \(1, 4, .*150, 8\); expected \(1, 2, .*150, 8\)"):
+        run(kv_heads=4)
+    with pytest.raises(ValueError, match=r"v has shape \(1, 4, 150, 8\); expected \(1, 2, 150, width\)"):
+        run(value_heads=4)
+    with pytest.raises(
+        ValueError, match=r"looks like \(batch, tokens, heads, width\): pass x.transpose\(1, 2\)"
+    ):
+        run(transposed=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "numbers"),
+    [("mamba2", 1), ("gated_deltanet", 2), ("flurka_decay", 1), ({"mechanism": "simple_gla"}, 1)],
+    ids=["mamba2", "gated_deltanet", "flurka_decay", "simple_gla"],
+)
+def test_a_decay_of_the_token_needs_a_projection_of_the_input(config, numbers):
+    layer = build(config, num_heads=4, head_dim=8, rotary=False)
+    for call in (layer, layer.extend):
+        with pytest.raises(ValueError, match=rf"further is missing.*\(1, 4, 150, {numbers}\)"):
+            call(*QKV)
+    with pytest.raises(ValueError, match=r"further has shape \(1, 4, 150, 3\)"):
+        layer.extend(*QKV, further=torch.zeros(1, 4, 150, 3))
+    layer.extend(*QKV, further=torch.zeros(1, 4, 150, numbers))
+    with pytest.raises(ValueError, match="further has no effect"):
+        build("retnet", num_heads=4, head_dim=8).extend(*QKV, further=torch.zeros(1, 4, 150, 1))
+
+
+ROTATED = {
+    "flurka": "flurka",
+    "flurka_kernel": {"preset": "flurka_kernel", "far_rope": "centroid"},
+    "linformer_causal": "linformer_causal",
+    "landmarks of an encoder": {"similarity": "softmax", "compression": {}, "far_rope": "centroid"},
+}
+
+
+@pytest.mark.parametrize("name", ROTATED)
+def test_a_layer_that_rotates_after_compression_needs_a_rotary_or_the_word_that_there_is_none(name):
+    causal = name.startswith(("flurka", "linformer"))
+    tree = ROTATED[name]
+    if not causal:
+        tree = tree | {"compression": {"compress": "projected"}}
+    layer = build(tree, num_heads=4, head_dim=8, causal=causal)
+    with pytest.raises(
+        ValueError, match=r"rotary is missing.*AttentionInputs\(rotary=Rotary\(8\)\).*rotary=False"
+    ):
+        layer(*QKV)
+    q, k, v = QKV
+    qkv = 3 * q, 3 * k, v
+    rotated = layer(*qkv, AttentionInputs(rotary=Rotary(8)))
+    plain = build(tree, num_heads=4, head_dim=8, causal=causal, rotary=False)(*qkv)
+    # Rotation changes outputs by as much as the outputs are, within blocks and, for centroid, across them.
+    assert (rotated - plain).norm() > 0.1 * plain.norm()
+    if causal:
+        with pytest.raises(ValueError, match="rotary is missing"):
+            layer.extend(*qkv)
+        torch.testing.assert_close(layer.extend(*qkv, rotary=Rotary(8))[0], rotated)
+
+
+@pytest.mark.parametrize("preset", ["linformer", "flurka_rnn", "flurka_eva"])
+def test_keys_of_all_tokens_are_refused_where_landmarks_are_expected(preset):
+    tree = {"preset": preset, "compression": {"rank": 6}}
+    layer = build(tree, num_heads=4, head_dim=8, causal=False, max_positions=150)
+    with pytest.raises(
+        ValueError, match=r"expected \(1, 4, 6, 8\); k and v are landmarks.*compress: projected"
+    ):
+        layer(*QKV)
+    q, k, v = QKV
+    layer(q, k[:, :, :6], v[:, :, :6])
+    tree["compression"]["compress"] = "projected"
+    build(tree, num_heads=4, head_dim=8, causal=False, max_positions=150)(*QKV)

@@ -19,7 +19,7 @@ CONFIGS = {
 def layer(name, decay="gate"):
     sizes = {"compression": {"block_size": BLOCK, "rank": RANK}, "feature_map": {"name": "elu"}}
     config = {"preset": "flurka_decay", **sizes, **CONFIGS[name], "far_decay": decay}
-    module = build(config, num_heads=HEADS, num_kv_heads=KEY_HEADS, head_dim=WIDTH).double()
+    module = build(config, num_heads=HEADS, num_kv_heads=KEY_HEADS, head_dim=WIDTH, rotary=False).double()
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in module.parameters():

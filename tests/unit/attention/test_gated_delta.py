@@ -98,7 +98,9 @@ def test_layer_values_and_gradients_equal_the_recurrence():
 @pytest.mark.parametrize("decay", ["step", "gate", "fixed"])
 @pytest.mark.parametrize("positions", [None, POSITIONS], ids=["row", "packed"])
 def test_shards_and_decoding_equal_the_whole_sequence(positions, decay):
-    tensors, rotary, module = [x.requires_grad_() for x in inputs()], Rotary(WIDTH), layer(decay)
+    *tensors, further = inputs()
+    rotary, module = Rotary(WIDTH), layer(decay)
+    tensors = [x.requires_grad_() for x in (*tensors, further[..., : module.spec.further])]
     q, k, v, further = tensors
     whole = module(q, k, v, AttentionInputs(positions, rotary=rotary, further=further))
     check_shards_and_decoding(module, whole, tensors, positions, rotary, size=5, prompt=(100,))

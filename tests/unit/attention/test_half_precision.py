@@ -8,7 +8,15 @@ from megakernel.attention import AttentionInputs, AttentionLayer, build
 from megakernel.attention.low_rank import LowRankAttention
 from megakernel.config.attention import PRESETS, Attention
 from tests.tiers import tiered
-from tests.unit.attention.mechanisms import DIRECTIONS, POINTS, SMALL, Sizes, may_divide_by_zero, sized
+from tests.unit.attention.mechanisms import (
+    DIRECTIONS,
+    POINTS,
+    SMALL,
+    Sizes,
+    may_divide_by_zero,
+    sized,
+    with_further,
+)
 
 TOKENS, WIDTH = 65_536, 16
 every_length = pytest.mark.parametrize("length", tiered([8192, TOKENS], [8192]))
@@ -40,12 +48,14 @@ every_direction = pytest.mark.parametrize(
 
 def random_layer(config: Attention, causal: bool, length: int) -> AttentionLayer:
     """A layer of one head with bf16 parameters, away from values at which gates and token counts have no effect."""
-    module = build(config, num_heads=1, head_dim=WIDTH, causal=causal, max_positions=max(length, 1024))
+    module = build(
+        config, num_heads=1, head_dim=WIDTH, causal=causal, max_positions=max(length, 1024), rotary=False
+    )
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter += 0.5 * torch.randn(parameter.shape, generator=draw)
-    return module.bfloat16().eval()
+    return with_further(module).bfloat16().eval()
 
 
 def inputs(config: Attention, length: int) -> tuple[Tensor, Tensor, Tensor]:

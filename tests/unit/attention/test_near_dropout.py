@@ -12,7 +12,12 @@ HEADS, TOKENS, DIM = 8, 14, 4
 
 def layer(join="gated", gate="token", heads=attention.ALL_HEADS, probability=0.5):
     core = attention.build(
-        {**TREE, "near": {"join": join, "gate": gate}}, num_heads=HEADS, head_dim=DIM, seed=3, heads=heads
+        {**TREE, "near": {"join": join, "gate": gate}},
+        num_heads=HEADS,
+        head_dim=DIM,
+        seed=3,
+        heads=heads,
+        rotary=False,
     ).double()
     core.drop_near(lambda step: probability, (5, 1))
     return core

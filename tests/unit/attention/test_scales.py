@@ -15,7 +15,7 @@ from torch import Tensor
 from megakernel.attention import AttentionLayer, build
 from megakernel.config.attention import PRESETS, Attention, expand_preset
 from megakernel.ops.projections import dense
-from tests.unit.attention.mechanisms import may_divide_by_zero
+from tests.unit.attention.mechanisms import may_divide_by_zero, with_further
 
 HEADS = 2
 
@@ -64,8 +64,9 @@ def layer(name: str, causal: bool, point: Point, /, **feature_map: object) -> At
         causal=causal,
         max_positions=point.length,
         seed=(1, 2),
+        rotary=False,
     )
-    return module.eval().to(point.dtype)
+    return with_further(module).eval().to(point.dtype)
 
 
 def inputs(name: str, point: Point) -> tuple[list[Tensor], Tensor]:
