@@ -35,8 +35,13 @@ FEATURES: dict[str, dict[str, Any]] = {
     "nystromformer": {"nystromformer": {"landmarks": 128}},
     "linformer": {"compression": {"rank": 128}},
     "performer": {"feature_map": {"samples": 128}},
+    "flurka_performer": {"compression": {"rank": 128}, "feature_map": {"samples": 128}},
+    "flurka_rnn": {"compression": {"rank": 128}},
+    "flurka_eva": {"compression": {"rank": 128}},
 }
-"""128 features, landmarks or samples of each mechanism (*Skyformer*, section 5)."""
+"""128 features, landmarks or samples of each mechanism (*Skyformer*, section 5).
+
+*FLuRKA* (table 3) follows that setup without naming a rank: Linformer's."""
 
 ALL_SAMPLES = 10**9
 """More samples than any split has; a split is read at most once."""

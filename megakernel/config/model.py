@@ -162,7 +162,7 @@ class Model(Section):
     """Biases in the MLP projections; None: as `bias`."""
 
     qkv_bias: bool = False
-    """Biases in the query, key and value projections."""
+    """Biases in the query, key and value projections; where E and F compress the input, added after that."""
 
     vocab_size: int | None = Field(default=None, gt=0, le=1_000_000_000)
     """Vocabulary size; None: that of the training data's tokenizer."""
@@ -318,10 +318,9 @@ class Model(Section):
             if len(pattern := getattr(self, key) or ()) > self.num_layers:
                 reason = f"has {len(pattern)} entries for num_layers={self.num_layers}, so the last are of no layer"
                 yield self.problem(key, reason, "leave them out, or raise num_layers")
-        for key in ("qkv_bias", "qk_norm"):
-            if getattr(self, key) and any(layer.compresses_input for layer in self.attentions):
-                reason = "is not supported with E and F that compress the input before its projections"
-                yield self.problem(key, reason, "remove it or set compression.compress: projected")
+        if self.qk_norm and any(layer.compresses_input for layer in self.attentions):
+            reason = "is not supported with E and F that compress the input before its projections"
+            yield self.problem("qk_norm", reason, "remove it or set compression.compress: projected")
         maps = dict.fromkeys(layer.feature_map for layer in self.attentions)
         for feature_map in maps:
             for problem in feature_map.problems_at(self.head_size) if feature_map is not None else ():

@@ -4,6 +4,7 @@ Every rank computes E X on its own tokens. The ranks then sum d_k * d_model numb
 number of tokens.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch.nn.functional as F
@@ -49,6 +50,7 @@ def split_tokens(hidden: Tensor, mesh: "Mesh | OneProcess") -> SplitTokens:
 def project(
     hidden: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     parts: tuple[int, int, int],
     core: LowRankAttention,
     mesh: "Mesh | OneProcess",
@@ -59,6 +61,7 @@ def project(
     Args:
         hidden: (N, B, C), or this rank's (N / tp, B, C) under sequence parallelism.
         weight: the fused projection, rows grouped by key head as [queries | key | value].
+        bias: of its rows; added to the landmarks, because E (X W + b) is not (E X) W + b.
         parts: query, key and value vectors per key head.
         core: the mechanism, whose `compress` applies E and F.
         mesh: ranks to sum over.
@@ -76,13 +79,19 @@ def project(
     # Rounded once, after the sum over all ranks.
     landmarks = cp_shard.all_reduce(all_reduce(landmarks, mesh.tp.group)).to(local.dtype)
 
-    queries, keys, values = weight.unflatten(0, (-1, sum(parts), core.head_dim)).split(parts, 1)
-    return _vectors(tokens.all, queries), _vectors(landmarks[0], keys), _vectors(landmarks[-1], values)
+    sources = (tokens.all, landmarks[0], landmarks[-1])
+    rows = weight.unflatten(0, (-1, sum(parts), core.head_dim)).split(parts, 1)
+    biases: Sequence[Tensor | None] = (None, None, None)
+    if bias is not None:
+        biases = bias.unflatten(0, (-1, sum(parts), core.head_dim)).split(parts, 1)
+    queries, keys, values = (_vectors(*each) for each in zip(sources, rows, biases, strict=True))
+    return queries, keys, values
 
 
-def _vectors(x: Tensor, weight: Tensor) -> Tensor:
-    """(N, B, C) through (H_kv, vectors, d, C) -> (N, B, H_kv, vectors, d)."""
-    return F.linear(x, weight.flatten(0, 2).to(x.dtype)).unflatten(-1, weight.shape[:3])
+def _vectors(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """(N, B, C) through (H_kv, vectors, d, C), plus (H_kv, vectors, d) -> (N, B, H_kv, vectors, d)."""
+    shift = None if bias is None else bias.flatten().to(x.dtype)
+    return F.linear(x, weight.flatten(0, 2).to(x.dtype), shift).unflatten(-1, weight.shape[:3])
 
 
 def padding_last(x: Tensor, mask: Tensor) -> Tensor:

@@ -166,7 +166,7 @@ class SelfAttention(nn.Module):
         """Queries, keys and values (N, B, H_kv, vectors per key head, d), or the projection that holds all three."""
         if isinstance(self.core, LowRankAttention) and self.core.compresses_input:
             return compressed_input.project(
-                hidden, self.qkv.weight, self.vectors, self.core, self.mesh, inputs
+                hidden, self.qkv.weight, self.qkv.bias, self.vectors, self.core, self.mesh, inputs
             )
         fused, _ = apply_linear(self.qkv, hidden)
         vectors = fused.view(*fused.shape[:2], self.kv_heads, sum(self.vectors), self.head_dim)

@@ -12,7 +12,7 @@ from megakernel.model.settings import ModelSettings, seeded_by
 from tests.distributed.processes import cpu_mesh, run_ranks
 
 BATCH, TOKENS, WIDTH, RANK = 2, 32, 16, 6
-SHAPE = {"num_layers": 1, "hidden_size": WIDTH, "num_heads": 4, "num_kv_heads": 2}
+SHAPE = {"num_layers": 1, "hidden_size": WIDTH, "num_heads": 4, "num_kv_heads": 2, "qkv_bias": True}
 SHORT = {"kind": "block", "block_size": 8, "rank": 3}
 LAYERS = {
     "flurka_rnn": {"preset": "flurka_rnn", "compression": {"rank": RANK}},
@@ -31,7 +31,13 @@ LAYERS = {
         "compression": {"block_size": 4, "rank": 2},
     },
 }
-SHARDED_BY_ROWS = ("qkv.weight", "further.weight", "short_convolution.weight", "output_gate.weight")
+SHARDED_BY_ROWS = (
+    "qkv.weight",
+    "qkv.bias",
+    "further.weight",
+    "short_convolution.weight",
+    "output_gate.weight",
+)
 LAYOUTS = {
     "tp2": {"tensor": 2},
     "tp2 sequence parallel": {"tensor": 2, "sequence_parallel": True},
@@ -51,7 +57,11 @@ def layer(config, mesh):
     model = Model.model_validate({**SHAPE, "kind": kind, "position": "none", "attention": config})
     settings = ModelSettings(model.model_copy(update={"max_positions": TOKENS}), vocab_size=8, mesh=mesh)
     with seeded_by(0, "layer"):
-        return SelfAttention(settings, 0).double()
+        module = SelfAttention(settings, 0).double()
+    bias = module.qkv.bias
+    with torch.no_grad():  # initially 0, which would hide an error
+        bias.copy_(draw(len(bias) * mesh.tp.size, seed=3).chunk(mesh.tp.size)[mesh.tp.rank])
+    return module
 
 
 def shard_of(tensor, sizes, rank):

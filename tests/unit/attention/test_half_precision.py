@@ -64,7 +64,8 @@ def inputs(config: Attention, length: int) -> tuple[Tensor, Tensor, Tensor]:
     count = length
     if config.compresses_input:
         assert config.compression is not None
-        count = getattr(config.compression, "rank", 1)
+        blocks = -(-length // getattr(config.compression, "block_size", length))
+        count = blocks * getattr(config.compression, "rank", 1)
     keys = (config.keys_per_head,) if config.keys_per_head > 1 else ()
     shapes = ((length,), (*keys, count), (count,))
     q, k, v = (10 * torch.randn(1, 1, *shape, WIDTH, generator=draw).bfloat16() for shape in shapes)
