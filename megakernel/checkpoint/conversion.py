@@ -154,7 +154,7 @@ def _core_recipes(old_names: set[str], before: Model, after: Model, index: int) 
     if old.mixture != new.mixture:
         kept = {name for name in kept if not name.startswith(_MIXTURE)}
     recipes = {name: Recipe((name,)) for name in kept}
-    if old.compression == new.compression and kept & {_BOTH, *_POOLS}:
+    if not wanted & set(_POOLS) or (old.compression == new.compression and kept & {_BOTH, *_POOLS}):
         return recipes
     try:
         pools = _pool_recipes(old_names, old, new, after.kv_heads)

@@ -39,6 +39,11 @@ class Attention(Algebra):
         return self.weighs_every_pair and self.similarity == "softmax" and self.mixture is None
 
     @property
+    def is_flurka(self) -> bool:
+        """Whether this is FLuRKA, the product of a low-rank and a kernel approximation (docs/formulas.md, 3 and 4)."""
+        return self.compression is not None and (self.similarity == "kernel" or self.mechanism == "eva")
+
+    @property
     def is_bare_softmax(self) -> bool:
         """Whether this is plain softmax without optional parts, all of whose weights are projections."""
         return self.is_plain_softmax and not self.optional_parts

@@ -208,10 +208,24 @@ def _scored_tokens_suit_the_model(model: Model, data: Data) -> Iterator[Problem]
         yield Problem("data.scored", "answers", reason, "set all or take model.kind: causal_lm")
 
 
-def _teachers_predict_next_tokens(objective: Objective, model: Model) -> Iterator[Problem]:
-    if objective.kind != "labels" and not model.is_causal:
+def _teachers_suit_the_model(
+    objective: Objective, uptrain: Uptrain | None, model: Model
+) -> Iterator[Problem]:
+    """Distillation needs a vocabulary; attention transfer compares causal layers."""
+    is_transfer = objective.kind == "transfer"
+    if model.kind == "classifier":
+        reason = "compares probabilities of a vocabulary, and model.kind: classifier has none"
+        if objective.kind == "distill":
+            yield Problem("objective.kind", objective.kind, reason, "set kind: labels")
+        if uptrain is not None and uptrain.distill.kl > 0:
+            remedy = "set 0, to train the main stage on the labels"
+            yield Problem("uptrain.distill.kl", uptrain.distill.kl, reason, remedy)
+    if not model.is_causal:
         reason = f"needs model.kind: causal_lm, and it is {model.kind}"
-        yield Problem("objective.kind", objective.kind, reason, "set kind: labels")
+        if is_transfer:
+            yield Problem("objective.kind", objective.kind, reason, "take kind: distill or labels")
+        if uptrain is not None and uptrain.transfer is not None:
+            yield Problem("uptrain.transfer", "{...}", reason, "set null; the main stage trains all weights")
 
 
 def _transfer_excludes_further_inputs(
@@ -341,7 +355,7 @@ def stages_are_measured(uptrain: Uptrain | None, training: Training) -> Iterator
 def stages_fit_the_model(
     uptrain: Uptrain | None, init: Init, model: Model, objective: Objective, training: Training
 ) -> Iterator[Problem]:
-    """`uptrain` needs init.from, existing layers, FLuRKA if alpha > 0, and sequences that do not shrink."""
+    """`uptrain` needs init.from, existing layers, and sequences that do not shrink."""
     if uptrain is None:
         return
     if init.source is None:
@@ -370,15 +384,28 @@ def stages_fit_the_model(
     if everything and largest <= model.num_layers:
         remedy = "name a mechanism in model.attention, such as flurka, and keep fewer layers"
         yield Problem("uptrain.layers.keep", kept, "leaves every layer softmax: nothing to up-train", remedy)
-    flurka = model.attention
-    if uptrain.alpha > 0 and not (flurka.similarity == "kernel" and flurka.near and flurka.compression):
-        reason = "trains a half of FLuRKA first, and model.attention is not FLuRKA"
-        yield Problem("uptrain.alpha", uptrain.alpha, reason, "set 0 or model.attention: flurka")
     if uptrain.length is not None and uptrain.length.seq_len < training.seq_len:
         reason = f"is shorter than training.seq_len={training.seq_len}"
         yield Problem(
             "uptrain.length.seq_len", uptrain.length.seq_len, reason, f"set at least {training.seq_len}"
         )
+
+
+def base_stages_fit(uptrain: Uptrain | None, model: Model) -> Iterator[Problem]:
+    """A base stage needs FLuRKA, and ranks that are lowered a window of blocks."""
+    if uptrain is None or uptrain.alpha == 0:
+        return
+    alpha, flurka = uptrain.alpha, model.attention
+    if not flurka.is_flurka:
+        reason = "trains a half of FLuRKA first, and model.attention is not FLuRKA"
+        remedy = "set 0 or model.attention: " + ("flurka" if model.is_causal else "flurka_performer")
+        yield Problem("uptrain.alpha", alpha, reason, remedy)
+    elif flurka.near is None and uptrain.is_set("anneal") and uptrain.anneal:
+        reason = "lowers the rank of blocks beside a near window, and model.attention has none"
+        yield Problem("uptrain.anneal", uptrain.anneal, reason, "remove it")
+    elif flurka.near is not None and alpha + uptrain.annealed >= 1:
+        reason = f"and anneal={uptrain.anneal:g} leave nothing of training.steps to the configured model"
+        yield Problem("uptrain.alpha", alpha, reason, "set shares that add up to less than 1")
 
 
 def transfer_blocks_fit(uptrain: Uptrain | None, model: Model, parallel: Parallel) -> Iterator[Problem]:

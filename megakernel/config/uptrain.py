@@ -106,11 +106,12 @@ class Uptrain(Section):
     """Share of training.steps that first trains `base`, from whose weights FLuRKA then starts; 0: no base stage."""
 
     base: Literal["kernel", "low_rank"] = "kernel"
-    """Base stage: FLuRKA's `kernel` without compression, or its compression (`low_rank`) with softmax."""
+    """Base stage: FLuRKA's `kernel` without compression, or its compression (`low_rank`) with softmax. Encoders'
+    FLuRKAs then start with its weights, and new ones of the other half."""
 
     anneal: float = Field(default=0.3, ge=0, lt=1)
     """Share of training.steps after a kernel base over which the rank is halved step by step, from
-    block_size to the configured one."""
+    block_size to the configured one; without a near window there is no such stage."""
 
     near_dropout: float = Field(default=0.0, ge=0, le=1)
     """Initial probability of training.near_dropout in the first stage with gates that trains all weights."""
@@ -131,13 +132,10 @@ class Uptrain(Section):
     """For comparison, also continue training the dense model on as many tokens."""
 
     def problems(self) -> Iterator[Problem]:
-        """A number of kept layers without transfer errors, and shares that leave no steps."""
+        """A number of kept layers without transfer errors."""
         if isinstance(self.layers.keep, int) and self.layers.keep > 0 and self.transfer is None:
             remedy = "add transfer: {steps: 100}, or write the layers' numbers"
             yield self.problem("layers.keep", "chooses by transfer error and transfer is null", remedy)
-        if self.alpha + self.annealed >= 1:
-            reason = f"and anneal={self.anneal:g} leave nothing of training.steps to the configured model"
-            yield self.problem("alpha", reason, "set shares that add up to less than 1")
 
     @property
     def annealed(self) -> float:

@@ -125,7 +125,7 @@ def cost_tables(rows: list[tuple[str, TrainingCost | None]], decoding: dict[str,
             lines.append(f"| {name} | {spent.time} | {spent.flops:.2e} | {memory} |")
     lines += ["", "## Decoding", ""]
     if not decoding:
-        return [*lines, "Not measured: no process has the whole model."]
+        return [*lines, "Not measured: the model is an encoder, or no process has all of it."]
     dense, *others = decoding.values()
     context = min(dense.context, *(other.context for other in others))
     return [

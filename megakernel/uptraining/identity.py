@@ -56,16 +56,19 @@ def identity_tokens(dense: Model, student: Model, length: int, mesh: Mesh) -> in
 def covering_model(student: Model, dense: Model, tokens: int) -> Model:
     """The student with exact windows of at least `tokens` tokens in every layer, so that nothing is approximated.
 
-    The parts around each layer's attention are the dense model's.
+    Layers of an encoder, which have no windows, get full softmax. The parts around each layer's attention are the
+    dense model's.
     """
     layers = [
-        _covering(layer, tokens).model_copy(
+        (_covering(layer, tokens) if student.is_causal else Attention()).model_copy(
             update={part: getattr(dense_layer, part) for part in OPTIONAL_PARTS}
         )
         for layer, dense_layer in zip(student.attentions, dense.attentions)
     ]
     pattern = [attention.model_dump(mode="json") for attention in layers]
-    return Model.model_validate(student.model_dump(mode="json") | {"attention_pattern": pattern})
+    tree = student.model_dump(mode="json") | {"attention_pattern": pattern}
+    # linformer's columns are no longer there.
+    return Model.model_validate(tree if student.position == "learned" else tree | {"max_positions": None})
 
 
 def _covering(attention: Attention, tokens: int) -> Attention:

@@ -46,6 +46,11 @@ def _with_teacher(
 ) -> LocalModel:
     assert isinstance(settings.mesh, Mesh)
     wanted, tensor, stages = source.model(), settings.mesh.tp.size, settings.mesh.pp.size
+    if wanted.kind != settings.model.kind:
+        raise UserError(
+            f"{source.key}={source.folder} is a {wanted.kind} and model.kind={settings.model.kind}: they do not "
+            "predict the same tokens; give a teacher of the same kind"
+        )
     if wanted.kv_heads % tensor or wanted.num_layers < stages:
         raise UserError(
             f"{source.key}={source.folder} has {wanted.num_layers} layers of {wanted.kv_heads} key heads, which "

@@ -101,11 +101,10 @@ class Uptraining:
         if self.config.logging.tensorboard:
             self.ranks.on_rank_zero(lambda: write_events(report, RunFolder(self.config).tensorboard))
         self._note(report.markdown())
-        evaluate, export = (
-            f"evaluate {student_run(self.folder)}",
-            f"export {self.folder} --to models/{self.folder.name}",
-        )
-        self._note(f"done; next: megakernel {evaluate}   megakernel {export}")
+        following = f"megakernel evaluate {student_run(self.folder)}"
+        if self.config.model.is_causal:  # encoders have no format of transformers
+            following += f"   megakernel export {self.folder} --to models/{self.folder.name}"
+        self._note(f"done; next: {following}")
         return 0
 
     def _train(self, stage: Stage) -> Stop:

@@ -19,6 +19,7 @@ from megakernel.config import (
     Training,
     Uptrain,
     data_parallel_size,
+    expand_preset,
 )
 from megakernel.config.section import merged
 from megakernel.config.uptrain import LengthStage, TransferStage
@@ -95,10 +96,21 @@ def stages(config: Config, kept: Sequence[int] | None = None, dense: Model | Non
         elif shares_order and consumed and not control:
             overrides["training"] = {"skip_samples": [(0, consumed), *config.training.skip_samples]}
         with _naming(f"{number}-{kind}"):
-            run = validate(merged(merged(config.model_dump(mode="json"), changes), overrides))
+            tree = merged(merged(config.model_dump(mode="json"), changes), overrides)
+            run = validate(tree | {"model": _without_unused_positions(tree["model"])})
         plan.append(Stage(kind, number, purpose, run))
         consumed = ConsumptionOrder(run.training.phases[-1], Share()).stream_length(run.training.steps)
     return plan
+
+
+def _without_unused_positions(model: dict[str, Any]) -> dict[str, Any]:
+    """A model section without max_positions if nothing in it has parameters per position, such as a base stage's."""
+    pattern = model["attention_pattern"] or ["main"]
+    layers = [model["attention"] if entry == "main" else entry for entry in pattern]
+    linformer = any(
+        (expand_preset(layer).get("compression") or {}).get("kind") == "linformer" for layer in layers
+    )
+    return model if linformer or model["position"] == "learned" else model | {"max_positions": None}
 
 
 @contextmanager
@@ -192,7 +204,7 @@ def _transfer_stage(config: Config, uptrain: Uptrain, transfer: TransferStage) -
 def _main_stages(config: Config, uptrain: Uptrain) -> list[StageChanges]:
     """The base, rankR and main stages, which share training.steps."""
     attention = config.model.attention
-    ranks = _intermediate_ranks(attention) if uptrain.annealed else []
+    ranks = _intermediate_ranks(attention) if uptrain.annealed and attention.near is not None else []
     parts: list[tuple[str, str, Attention]] = []
     if uptrain.alpha:
         parts.append((f"{uptrain.base} base", "base", _first_attention(config, uptrain)))
@@ -289,16 +301,22 @@ def _phases(training: Training, first: int, end: int) -> list[dict[str, Any]]:
 
 
 def _base(attention: Attention, kind: str) -> Attention:
-    """The simpler mechanism that is trained before FLuRKA.
+    """The simpler mechanism that is trained before FLuRKA, as FLuRKA's section 4.2 does.
 
-    kernel: every token of an earlier block is its own landmark, E = F = I, so nothing is compressed; with a kernel
-    window that is kernel attention. low_rank: the same landmarks with softmax and one normalizer.
+    kernel: FLuRKA's kernel without compression. Beside a near window that is one landmark per token of an earlier
+    block, E = F = I; with a kernel window it is kernel attention. low_rank: the same landmarks with softmax, beside a
+    window with one normalizer; without one that is Linformer, also of FLuRKA-EVA.
     """
-    assert isinstance(attention.compression, BlockCompression)
+    tree = _as_dict(attention)
+    if attention.near is None and kind == "kernel":
+        return Attention.model_validate(tree | {"compression": None, "far_rope": "none"})
     if kind == "kernel":
+        assert isinstance(attention.compression, BlockCompression)
         return _with_rank(attention, attention.compression.block_size)
-    tree = _as_dict(attention) | {"similarity": "softmax", "feature_map": None, "far_decay": "none"}
-    tree["near"] = tree["near"] | {"kind": "softmax", "join": "shared"}
+    tree |= {"mechanism": "algebra", "eva": None}
+    tree |= {"similarity": "softmax", "feature_map": None, "far_decay": "none"}
+    if attention.near is not None:
+        tree["near"] = tree["near"] | {"kind": "softmax", "join": "shared"}
     return Attention.model_validate(tree)
 
 

@@ -55,7 +55,7 @@ def summarize(
 
     def decode(name: str, model: LanguageModel) -> None:
         mesh = validation.mesh
-        if mesh.rank == 0 and mesh.model.size == 1:
+        if mesh.rank == 0 and mesh.model.size == 1 and config.model.is_causal:
             decoding[name] = DecodingCost.of(model, config.training.evaluation_len, mesh.device)
 
     decode("dense", validation.model(source.model(), source))

@@ -136,7 +136,7 @@ def test_the_page_has_training_and_decoding_costs(decoding):
     assert "| 100.0% |" in dense
     share = decoding["performer"].state_bytes / decoding["softmax"].state_bytes
     assert f"| {share:.1%} | {1e3 * decoding['performer'].seconds:.2f} |" in student
-    assert "Not measured: no process has the whole model." in report_of().markdown()
+    assert "Not measured: the model is an encoder, or no process has all of it." in report_of().markdown()
 
 
 def test_the_report_names_the_recipe_and_the_softmax_layers():

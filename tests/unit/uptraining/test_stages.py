@@ -5,12 +5,19 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.order import ConsumptionOrder, Share
-from megakernel.config import ConfigError, RopeScaling
+from megakernel.config import Attention, ConfigError, RopeScaling, expand_preset
 from megakernel.config.section import merged
 from megakernel.uptraining.stages import check_stages, stages
 from tests.unit.config.trees import config, problems
 
 FLURKA = {"preset": "flurka", "compression": {"block_size": 32, "rank": 4}}
+
+
+ENCODER = {
+    "model": {"kind": "masked_lm", "attention": "flurka_rnn", "max_positions": 512},
+    "data": {"isolate_documents": False},
+}
+CLASSES = {"kind": "classifier", "classifier": {"num_classes": 2}}
 
 
 def uptraining(sections=None, **uptrain):
@@ -306,6 +313,14 @@ LONGER = {"steps": 1, "seq_len": 1024}
         ({"distill": {"kl": 0, "teacher": "models/larger"}}, {}, "uptrain.distill.teacher"),
         ({"alpha": 0.8, "anneal": 0.3}, {}, "uptrain.alpha"),
         ({"alpha": 0.3}, {"model": {"attention": "hedgehog"}}, "uptrain.alpha"),
+        (
+            {"alpha": 0.3},
+            ENCODER | {"model": ENCODER["model"] | {"attention": "performer", "max_positions": None}},
+            "uptrain.alpha",
+        ),
+        ({"alpha": 0.3, "anneal": 0.2}, ENCODER, "uptrain.anneal"),
+        ({"transfer": {"steps": 1}}, ENCODER, "uptrain.transfer"),
+        ({}, ENCODER | {"model": ENCODER["model"] | CLASSES}, "uptrain.distill.kl"),
         ({"length": LONGER | {"seq_len": 64}}, {}, "uptrain.length.seq_len"),
         (
             {"length": LONGER | {"rope_scaling": {"kind": "ntk", "factor": 2}}},
@@ -373,3 +388,28 @@ def test_errors_of_the_length_stage_name_its_own_keys():
     assert (
         str(problem) == "model.max_positions=600 is less than uptrain.length.seq_len=1024; set at least 1024"
     )
+
+
+@pytest.mark.parametrize(
+    ("preset", "base", "half"),
+    [
+        ("flurka_performer", "low_rank", "linformer"),
+        ("flurka_performer", "kernel", "performer"),
+        ("flurka_rnn", "kernel", "linear"),
+        ("flurka_eva", "low_rank", "linformer"),
+        ("flurka_eva", "kernel", "eva"),
+    ],
+)
+def test_an_encoders_base_is_a_half_of_flurka_without_annealing(preset, base, half):
+    sections = ENCODER | {"model": ENCODER["model"] | {"attention": preset}}
+    dense = config(model={"attention": "softmax"}).model
+    plan = stages(uptraining(sections, alpha=0.75, base=base, train_dense=True), dense=dense)
+    assert [stage.name for stage in plan] == ["1-base", "2-main", "3-dense"]
+    first, main, control = (stage.config for stage in plan)
+    assert first.model.attention == Attention.model_validate(expand_preset(half))
+    assert main.model.attention == Attention.model_validate(expand_preset(preset))
+    # linformer's columns count positions; without them the key would have no effect.
+    assert first.model.max_positions == (None if base == "kernel" else 512)
+    assert (main.model.max_positions, control.model.max_positions) == (512, None)
+    assert [stage.training.steps for stage in (first, main)] == [75, 25]
+    assert main.objective.kind == "distill"
