@@ -24,7 +24,9 @@ class PreparedCorpus:
     """One folder of `megakernel prepare` and its share of the samples."""
 
     folder: Path
-    weight: float
+    weight: float | None
+    """Relative share of the samples; None: its tokens."""
+
     manifest: Manifest
 
     def prefix(self, split: str) -> Path:
@@ -39,6 +41,10 @@ class PreparedCorpus:
     def record(self, split: str) -> SplitRecord:
         """Counts and files of an existing split."""
         return self.manifest.splits[split]
+
+    def share(self, split: str) -> float:
+        """Its weight, or the tokens of the split."""
+        return float(self.record(split).tokens) if self.weight is None else self.weight
 
     def scored_file(self, split: str, answers: bool) -> TokenFile | None:
         """The file of flags for tokens of answers; None unless it exists, and `answers` or conversations require it."""
@@ -105,9 +111,9 @@ class Corpora:
         Bits per byte = loss / ln 2 / bytes_per_token; the loss of end-of-document tokens is charged to the text.
         """
         corpora = self.of_split(split)
-        total = sum(corpus.weight for corpus in corpora)
+        total = sum(corpus.share(split) for corpus in corpora)
         return sum(
-            corpus.weight / total * corpus.record(split).bytes / corpus.record(split).tokens
+            corpus.share(split) / total * corpus.record(split).bytes / corpus.record(split).tokens
             for corpus in corpora
         )
 

@@ -67,10 +67,13 @@ class LabeledDocuments:
         seed: int,
         documents: int,
         prefix: Sequence[int],
+        periodic: bool = False,
     ):
-        """documents: number per example. prefix: ids put before every document."""
+        """documents: number per example. prefix: ids put before every document. periodic: see `Blend`."""
         parts = [CorpusExamples(corpus, split, documents, seed) for corpus in corpora]
-        self.samples = Blend(parts, [corpus.weight for corpus in corpora])
+        # Examples, not tokens: every example is one sample, however long.
+        weights = [corpus.weight or part.per_epoch for corpus, part in zip(corpora, parts)]
+        self.samples = Blend(parts, weights, periodic)
         self._seq_len = seq_len
         self._prefix = np.array(prefix, dtype=np.int64)
 

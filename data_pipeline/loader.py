@@ -4,8 +4,10 @@ import atexit
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -31,6 +33,22 @@ class _BatchDataset(Dataset[Batch]):
         return batch.with_counted(torch.tensor([index is not None for index in indices]))
 
 
+@dataclass(frozen=True)
+class CorpusUse:
+    """How much of a corpus a run reads."""
+
+    corpus: str
+
+    share: float
+    """Of the tokens that the run reads; of the examples, for a classifier."""
+
+    passes: float
+    """Passes over the corpus in the whole run."""
+
+    def __str__(self) -> str:
+        return f"{self.corpus}: {100 * self.share:.4g} % of what is read, {self.passes:.2f} passes over it in the run"
+
+
 class _PhaseBatches:
     """The batches of the steps of one phase."""
 
@@ -41,6 +59,11 @@ class _PhaseBatches:
             config, corpora, "train", phase.training.seq_len, f"{phase.key}.seq_len"
         )
         self.dataset = _BatchDataset(self.objective, share)
+
+    def read_counts(self, steps: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens (corpora,) of each corpus that the first `steps` steps of the run read in this phase, and passes."""
+        samples, length = self.objective.samples, self.order.stream_length(steps)
+        return samples.counts(length) * self.phase.training.seq_len, samples.passes(length)
 
 
 class TrainingBatches:
@@ -62,6 +85,7 @@ class TrainingBatches:
         """
         self._training = config.training
         self._num_workers = config.data.num_workers
+        self._names = [str(corpus.folder) for corpus in corpora.train]
         # Open all phases now, so that too little text for the last length fails at the start, not after weeks.
         self._phases = [
             _PhaseBatches(config, corpora, share, phase)
@@ -72,6 +96,14 @@ class TrainingBatches:
             for batches in self._phases:
                 batches.objective.samples.build(batches.order.stream_length(self._training.steps))
         barrier()
+
+    def use(self) -> list[CorpusUse]:
+        """How much of each corpus the whole run reads."""
+        counts = [batches.read_counts(self._training.steps) for batches in self._phases]
+        tokens, passes = (np.sum(part, axis=0) for part in zip(*counts))
+        return [
+            CorpusUse(*one) for one in zip(self._names, (tokens / tokens.sum()).tolist(), passes.tolist())
+        ]
 
     def packing(self, step: int = 0) -> list[Packing]:
         """Packing statistics of the corpora for each sequence length that `step` or a later step reads."""

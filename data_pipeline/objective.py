@@ -37,17 +37,20 @@ def open_objective(
     """
     model, data, parts = config.model, config.data, corpora.of_split(split)
     key, seed = data.key_of(split), config.run.seed if split == "train" else 0
+    periodic = data.blend == "periodic"
     vocabulary = Vocabulary(corpora.vocab_size, corpora.eod, corpora.bos)
     if model.classifier is not None:
         named_corpora = [("data.train", corpus) for corpus in corpora.train]
         check_labels([*named_corpora, *((key, corpus) for corpus in parts)], model.classifier)
         prefix = [vocabulary.cls] if model.classifier.pooling == "cls" else []
-        return LabeledDocuments(parts, split, seq_len, seed, model.classifier.documents, prefix)
+        documents = model.classifier.documents
+        return LabeledDocuments(parts, split, seq_len, seed, documents, prefix, periodic)
     answers = data.scored == "answers"
     if answers:
         check_answers(parts, split, key)
     keys = (key, seq_len_key)
-    samples = BlendedSamples(parts, split, seq_len, seed, index_cache(data), keys=keys, answers=answers)
+    cache = index_cache(data)
+    samples = BlendedSamples(parts, split, seq_len, seed, cache, keys, answers, periodic)
     if model.kind == "masked_lm":
         check_no_chats(parts, key)
         masking = data.masking or Masking()

@@ -2,7 +2,7 @@
 
 Megatron plans a whole run at once: its shuffling, and where it separates the last epoch, depend on the number of
 requested samples, so raising `training.steps` would reorder the samples after a restart. Here every epoch is a
-GPTDataset of its own, seeded by (seed, epoch), and the blend repeats one fixed pattern. Sample i therefore depends
+GPTDataset of its own, seeded by (seed, epoch), and the blend does not depend on its length. Sample i therefore depends
 only on the corpora, the sequence length, the seed and i, and ranks need no communication to agree on it.
 
 GPTDataset builds the indices; reading is done here, because GPTDataset reads whole samples and a context-parallel rank
@@ -294,10 +294,12 @@ class BlendedSamples(Blend[Tensor]):
         cache: Path,
         keys: tuple[str, str] = ("data.train", "training.seq_len"),
         answers: bool = False,
+        periodic: bool = False,
     ):
         """keys: the configuration keys of the corpora and the length, for errors.
 
         answers: also read which tokens belong to answers, if a corpus records it; always read for conversations.
+        periodic: see `Blend`.
 
         Raises UserError if a corpus has too few tokens for one sample.
         """
@@ -305,7 +307,7 @@ class BlendedSamples(Blend[Tensor]):
             _check_holds_a_sample(corpus, split, seq_len, keys)
         self.seq_len = seq_len
         self.corpora = [CorpusSamples(corpus, split, seq_len, seed, cache, answers) for corpus in corpora]
-        super().__init__(self.corpora, [corpus.weight for corpus in corpora])
+        super().__init__(self.corpora, [corpus.share(split) for corpus in corpora], periodic)
 
     def packing(self) -> list[Packing]:
         """Packing statistics of each corpus; the index of the first epoch exists."""

@@ -15,9 +15,10 @@ from launch.arguments import Number, add_config_arguments
 from launch.environment import launched_process
 from launch.messages import ignore_write_errors
 from megakernel.checkpoint.trained_run import finished_message
-from megakernel.config import Config, UserError, check_recorded_run, data_parallel_size
+from megakernel.config import Config, UserError, check_recorded_run, data_parallel_size, in_recorded_order
 from megakernel.config.errors import report_write_errors
 from megakernel.parallel.processes import ProcessEnvironment
+from megakernel.parallel.ranks import Ranks
 from megakernel.training.process import run_in_mesh
 from megakernel.training.run_folder import RunLock, refuse_links
 from megakernel.training.stop_requests import block_stop_signals
@@ -85,15 +86,16 @@ def train(config: Config, process: ProcessEnvironment) -> int:
     """
 
     def work(mesh) -> int:
+        ordered = Ranks.of(mesh).on_rank_zero(lambda: in_recorded_order(config))
         if config.uptrain is None:
             from megakernel.training.trainer import Trainer
 
-            return Trainer(config, mesh, providers()).run().exit_status
+            return Trainer(ordered, mesh, providers()).run().exit_status
         from megakernel.uptraining.run import Uptraining
         from megakernel.uptraining.stages import check_stages
 
         check_stages(config, process.world_size)
-        return Uptraining(config, mesh, providers()).run()
+        return Uptraining(ordered, mesh, providers()).run()
 
     return run_in_mesh(config, process, work)
 

@@ -9,7 +9,15 @@ from .load import from_yaml, load, to_yaml
 from .model import Classifier, Model
 from .objective import Objective
 from .parallel import Parallel
-from .resume import NOT_FINITE, UNPROVEN, Difference, check_recorded_run, check_same_run, differences
+from .resume import (
+    NOT_FINITE,
+    UNPROVEN,
+    Difference,
+    check_recorded_run,
+    check_same_run,
+    differences,
+    in_recorded_order,
+)
 from .rope import RopeScaling
 from .training import Checkpoint, LengthPhase, Logging, Lora, Optimizer, Phase, Profile, Schedule, Training
 from .tree import Config, Run, data_parallel_size

@@ -1,5 +1,7 @@
-"""The data section: which prepared corpora to read, and how."""
+"""The data section: which corpora to read, and how."""
 
+import glob
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,27 +13,54 @@ from .section import Section
 
 
 class Corpus(Section):
-    """One folder written by `megakernel prepare`, and its share of the samples."""
+    """One corpus and its share of the samples."""
 
     path: Path
-    """Folder that contains manifest.json."""
+    """Folder written by `megakernel prepare`, or the prefix of Megatron's token files PREFIX.bin and PREFIX.idx."""
 
-    weight: float = Field(default=1.0, gt=0)
-    """Relative share of the samples that come from this corpus."""
+    weight: float | None = Field(default=None, gt=0)
+    """Relative share of the samples that come from this corpus; null, for all corpora of a list: its tokens."""
 
 
 def _as_corpora(value: Any) -> Any:
     if isinstance(value, dict) and "path" not in value:
-        return [{"path": path, "weight": weight} for path, weight in value.items()]
-    if isinstance(value, (str, Path, dict)):
+        value = [{"path": path, "weight": weight} for path, weight in value.items()]
+    elif isinstance(value, (str, Path, dict)):
         value = [value]
-    if isinstance(value, list):
-        return [{"path": item} if isinstance(item, (str, Path)) else item for item in value]
-    return value
+    if not isinstance(value, list):
+        return value
+    listed = [{"path": item} if isinstance(item, (str, Path)) else item for item in value]
+    return [one for item in listed for one in (_expanded(item) if isinstance(item, dict) else [item])]
+
+
+def _expanded(corpus: dict[str, Any]) -> list[dict[str, Any]]:
+    """A corpus with the ending of a token file removed; of a pattern such as `data/web-*` all that match, sorted.
+
+    A pattern that nothing matches yet, or that has a weight, stays.
+    """
+    path = corpus.get("path")
+    if not isinstance(path, (str, Path)) or "\0" in str(path):
+        return [corpus]
+    place = Path(os.path.expanduser(path))
+    if is_pattern(place) and corpus.get("weight") is None:
+        matches = {_without_ending(Path(match)) for match in glob.glob(str(place))}
+        if matches:
+            return [{**corpus, "path": match} for match in sorted(matches)]
+    return [{**corpus, "path": _without_ending(place)}]
+
+
+def _without_ending(path: Path) -> Path:
+    is_token_file = path.suffix in (".bin", ".idx") and not path.is_dir()
+    return path.with_suffix("") if is_token_file else path
+
+
+def is_pattern(path: Path) -> bool:
+    """Whether a path is no file or folder but a pattern of them, such as `data/web-*`."""
+    return any(character in str(path) for character in "*?[") and not path.exists()
 
 
 Corpora = Annotated[list[Corpus], BeforeValidator(_as_corpora), Field(min_length=1)]
-"""A folder, a list of folders, a mapping folder -> weight, or a list of {path, weight}."""
+"""A folder, prefix or pattern, a list of them, a mapping path -> weight, or a list of {path, weight}."""
 
 
 class Masking(Section):
@@ -55,13 +84,27 @@ class Masking(Section):
 
 
 class Data(Section):
-    """Prepared token files to train and evaluate on."""
+    """Token files to train and evaluate on."""
 
     train: Corpora
-    """Corpora to train on: a folder, a list of folders, a mapping folder -> weight, or a list of {path, weight}."""
+    """Corpora to train on: folders of `megakernel prepare` or prefixes of Megatron's token files, as one path, a list
+    of paths, a mapping path -> weight, or a list of {path, weight}. `data/web-*` is every folder or prefix that
+    matches. Without weights, corpora are read in proportion to their tokens."""
 
     validation: Corpora | None = None
-    """Corpora whose validation split is evaluated; None: those of data.train."""
+    """Corpora whose validation split is evaluated, of Megatron's token files all; None: those of data.train."""
+
+    tokenizer: str | None = None
+    """Tokenizer of Megatron's token files, which do not name theirs: byte, pixels, or a Hugging Face tokenizer's folder
+    or hub name."""
+
+    verify: Literal["full", "sizes", "none"] = "full"
+    """How corpora are checked before training: `full` also reads every file once and compares its SHA-256 with the
+    manifest, as long as the files do not change; `sizes` compares the files' sizes; `none` reads only the manifests."""
+
+    blend: Literal["exact", "periodic"] = "exact"
+    """Order of the corpora: `exact` gives each its share of any number of samples, to one sample; `periodic` repeats
+    the same 65,536 choices, as earlier versions did. A run continues with the order that it began with."""
 
     isolate_documents: bool = True
     """Restart attention and positions at every document, and predict no token across a document's end. False lets
@@ -84,6 +127,19 @@ class Data(Section):
     num_workers: int = Field(default=1, ge=0, le=1_000)
     """Background processes per rank that read samples; 0: the training process reads them. Raise it if
     throughput/data_time is high."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Weights for some corpora only, or for a pattern."""
+        for key in ("train", "validation"):
+            corpora = getattr(self, key) or []
+            without = [corpus for corpus in corpora if corpus.weight is None]
+            if 0 < len(without) < len(corpora):
+                reason = "has no weight, but other corpora do"
+                yield Problem(key, without[0].path, reason, "give each corpus a weight, or none of them")
+            for corpus in corpora:
+                if corpus.weight is not None and is_pattern(corpus.path):
+                    reason = f"is a pattern with the weight {corpus.weight:g}, and no folder"
+                    yield Problem(key, corpus.path, reason, "write each folder with its own weight")
 
     @property
     def validation_corpora(self) -> list[Corpus]:

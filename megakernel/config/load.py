@@ -147,6 +147,9 @@ def from_yaml(text: str, source: str = "configuration") -> Config:
     tree = yaml_text.parse(text, source)
     if not isinstance(tree, dict):
         raise ConfigError([Problem(source, MISSING, "holds no sections", "restore it")])
+    # `to_yaml` writes every key: a text without this one is of a version that knew only this order.
+    if isinstance(tree.get("data"), dict):
+        tree["data"].setdefault("blend", "periodic")
     try:
         return validate(tree)
     except ConfigError as error:

@@ -27,6 +27,8 @@ _CHANGEABLE = (
     "logging",
     "deepspeed",
     "data.validation",
+    "data.tokenizer",
+    "data.verify",
     "data.add_bos",
     "data.index_cache",
     "data.num_workers",
@@ -120,7 +122,8 @@ def check_same_run(recorded_yaml: str, wanted: Config, folder: Path) -> list[Dif
 
     recorded_yaml: text of its config.yaml: UNPROVEN, NOT_FINITE or nothing, then the output of `to_yaml`.
     """
-    changes = differences(from_yaml(recorded_yaml, str(folder / "config.yaml")), wanted)
+    recorded = from_yaml(recorded_yaml, str(folder / "config.yaml"))
+    changes = differences(recorded, in_order_of(recorded_yaml, wanted, folder))
     if recorded_yaml.startswith(UNPROVEN):
         return changes
     rates_too = recorded_yaml.startswith(NOT_FINITE)
@@ -134,6 +137,31 @@ def check_same_run(recorded_yaml: str, wanted: Config, folder: Path) -> list[Dif
             ]
         )
     return changes
+
+
+def in_order_of(recorded_yaml: str, wanted: Config, folder: Path) -> Config:
+    """`wanted` with the order of corpora with which the run in `folder` began, unless no step has succeeded yet.
+
+    That is data.blend, and for a run of an earlier version, whose corpora without weights had equal ones, these.
+    """
+    if recorded_yaml.startswith(UNPROVEN):
+        return wanted
+    recorded = from_yaml(recorded_yaml, str(folder / "config.yaml")).data
+    changes: dict[str, Any] = {"blend": recorded.blend}
+    for key in ("train", "validation"):
+        before, now = getattr(recorded, key) or [], getattr(wanted.data, key) or []
+        have_equal_weights = all(corpus.weight == 1 for corpus in before)
+        same_paths = [corpus.path for corpus in before] == [corpus.path for corpus in now]
+        without_weights = all(corpus.weight is None for corpus in now)
+        if recorded.blend == "periodic" and have_equal_weights and same_paths and without_weights:
+            changes[key] = getattr(recorded, key)
+    return wanted.model_copy(update={"data": wanted.data.model_copy(update=changes)})
+
+
+def in_recorded_order(wanted: Config) -> Config:
+    """`in_order_of` the run in the folder of `wanted`, if there is one."""
+    file = wanted.run.folder / "config.yaml"
+    return in_order_of(read_text(file), wanted, wanted.run.folder) if file.exists() else wanted
 
 
 def _changed(old: dict[str, Any], new: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any, Any]]:

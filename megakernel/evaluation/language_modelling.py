@@ -203,7 +203,8 @@ def _samples(subject: LoadedRun, config: Config, length: int) -> tuple["BlendedS
 
     corpora, keys = subject.text.of_split("validation"), (config.data.key_of("validation"), "seq_len")
     cache, answers = index_cache(config.data), config.data.scored == "answers"
-    samples = BlendedSamples(corpora, "validation", length, 0, cache, keys, answers)
+    periodic = config.data.blend == "periodic"
+    samples = BlendedSamples(corpora, "validation", length, 0, cache, keys, answers, periodic)
     count = min(config.training.eval_samples, samples.per_epoch)
     samples.build(count)
     return samples, count

@@ -38,6 +38,12 @@ from .schedule import learning_rate
 from .stop_requests import Stop, StopRequests
 from .watchdog import Watchdog
 
+_MANY_PASSES = 4
+"""Passes over a text from which on more of it would teach a model clearly more than another pass."""
+
+_MOST_CORPORA = 100
+"""Corpora that are listed one by one at the start."""
+
 
 class Trainer:
     """One rank's part of a run: reads its share of the data, runs its engine, and on rank 0 reports.
@@ -144,6 +150,29 @@ class Trainer:
             f"{self.folder.path}: {count:,} parameters in {config.training.dtype} on {mesh.world_size} x "
             f"{_device_name(mesh.device)}{layout}; {steps - done:,} steps, {tokens:,} tokens to go"
         )
+        self._print_corpora()
+
+    def _print_corpora(self) -> None:
+        """Print how much of each corpus the run reads."""
+        use = self.batches.use()
+        for one in use[:_MOST_CORPORA]:
+            self._note(f"data of {one}")
+        if further := use[_MOST_CORPORA:]:
+            passes = [one.passes for one in further]
+            self._note(
+                f"data of {len(further)} more: {100 * sum(one.share for one in further):.4g} % of what is read, "
+                f"{min(passes):.2f} to {max(passes):.2f} passes over each in the run"
+            )
+        if self.config.model.classifier is not None:  # small tasks are trained on in many passes
+            return
+        repeated = [one for one in use if one.passes > _MANY_PASSES]
+        if repeated:
+            most = max(repeated, key=lambda one: one.passes)
+            others = f" and {len(repeated) - 1} more corpora" if len(repeated) > 1 else ""
+            self._note(
+                f"warning: data.train={most.corpus}{others} would be read more than {_MANY_PASSES} times (at most "
+                f"{most.passes:.1f}); give more text, give it less weight, or lower training.steps"
+            )
 
     def _next_commands(self) -> Iterator[str]:
         path = self.folder.path

@@ -14,6 +14,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from data_pipeline.batch import Batch
 from data_pipeline.corpus import Corpora
 from data_pipeline.loader import TrainingBatches, ValidationBatches
+from data_pipeline.objective import open_objective
 from data_pipeline.order import Share
 from data_pipeline.samples import BlendedSamples, CorpusSamples
 from megakernel.config.errors import UserError
@@ -141,11 +142,46 @@ def test_corpora_are_blended_by_their_weights(corpus: Path, other_corpus: Path, 
         assert abs(sum(row in of_other_corpus for row in rows_read[:read]) - read / 4) <= 1
 
 
+def test_corpora_without_weights_are_read_by_their_tokens(
+    corpus: Path, other_corpus: Path, configure: Configure
+):
+    config = configure([str(corpus), str(other_corpus)], steps=60)
+    batches = open_batches(config)
+    sizes = [one.record("train").tokens for one in Corpora(config.data).train]
+    for use, path, tokens in zip(batches.use(), (corpus, other_corpus), sizes):
+        assert use.corpus == str(path)
+        assert use.share == pytest.approx(tokens / sum(sizes), abs=1 / 480)  # one of the 480 samples
+        # A pass is a whole number of samples, so a corpus of few samples leaves out up to a sample of its tokens.
+        assert use.passes == pytest.approx(480 * SEQ_LEN / sum(sizes), rel=0.02)
+    equal = open_batches(configure({str(corpus): 1, str(other_corpus): 1}, steps=60)).use()
+    assert [use.share for use in equal] == [0.5, 0.5]
+    assert equal[1].passes > 2 * equal[0].passes
+
+
+def test_validation_samples_are_in_proportion_to_the_tokens_of_the_validation_split(
+    corpus: Path, other_corpus: Path, configure: Configure
+):
+    config = configure([str(corpus), str(other_corpus)])
+    records = [one.record("validation") for one in Corpora(config.data).of_split("validation")]
+    samples = open_objective(config, Corpora(config.data), "validation", SEQ_LEN, "key").samples
+    tokens = [record.tokens for record in records]
+    assert samples.counts(30)[0] == pytest.approx(30 * tokens[0] / sum(tokens), abs=1)
+
+
+def test_the_use_of_corpora_counts_all_phases(corpus: Path, other_corpus: Path, configure: Configure):
+    phases = [{"until_step": 8, "seq_len": SEQ_LEN, "global_batch_size": 16}]
+    config = configure([str(corpus), str(other_corpus)], seq_len=64, seq_len_schedule=phases)
+    sizes = [one.record("train").tokens for one in Corpora(config.data).train]
+    use, other = open_batches(config).use()
+    assert use.share + other.share == pytest.approx(1)
+    assert use.passes == pytest.approx((8 * 16 * SEQ_LEN + 2 * 8 * 64) / sum(sizes), rel=0.05)
+
+
 def test_a_blend_repeats_no_samples_if_its_pattern_repeats(
     corpus: Path, other_corpus: Path, configure: Configure, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("data_pipeline.blend.BLEND_PERIOD", 16)
-    config = configure({str(corpus): 3.0, str(other_corpus): 1.0}, steps=10)
+    config = configure({str(corpus): 3.0, str(other_corpus): 1.0}, steps=10, data={"blend": "periodic"})
     rows_read = [row for step in range(10) for row in global_batch(config, step)]
     assert len(set(rows_read)) == 80, "no sample is read twice before a corpus has been read once"
     of_other_corpus = {row for step in range(10) for row in global_batch(configure(other_corpus), step)}

@@ -1,0 +1,62 @@
+"""Runs on several corpora: how much of each they read, and runs that earlier versions began."""
+
+from pathlib import Path
+
+import pytest
+
+from megakernel.config.yaml_text import parse, write
+from tests.tiers import tiered
+from tests.unit.data.conftest import documents, prepared, write_jsonl
+
+from .training_run import scalars, train, write_config
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory) -> Path:
+    """A folder of two prepared corpora, web-0 and web-1, the second of a tenth of the first's documents."""
+    folder = tmp_path_factory.mktemp("corpora")
+    for number, count in enumerate((900, 90)):
+        source = write_jsonl(folder / f"{number}.jsonl", documents(count, seed=number))
+        prepared(folder / f"web-{number}", [str(source)])
+    return folder
+
+
+@pytest.mark.second
+def test_the_start_prints_each_corpus_s_share_and_passes(corpora, tmp_path, capfd):
+    config, brief = write_config(tmp_path, corpora / "web-*"), "logging.tensorboard=false"
+    train(config, 1, brief, "training.steps=20")
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith(("data of", "warning"))]
+    assert [line.split(": ")[0] for line in lines] == [f"data of {corpora}/web-{i}" for i in range(2)]
+    shares = [float(line.split()[3]) for line in lines]
+    assert sum(shares) == pytest.approx(100, abs=0.01)  # four digits of each
+    assert shares[1] == pytest.approx(9, abs=1)
+    equal = f"data.train={{{corpora}/web-0: 1, {corpora}/web-1: 1}}"
+    train(config, 1, brief, "training.steps=60", equal, "run.name=equal")
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith(("data of", "warning"))]
+    assert "50 % of what is read" in lines[0]
+    assert lines[2].startswith(
+        f"warning: data.train={corpora}/web-1 would be read more than 4 times (at most "
+    )
+
+
+@pytest.mark.parametrize("ranks", tiered([1, 2], [1]))
+def test_a_run_of_an_earlier_version_reads_on_in_its_order(ranks, corpora, tmp_path):
+    listed = write_config(tmp_path, f"[{corpora / 'web-0'}, {corpora / 'web-1'}]")
+    old = (
+        f"data.train={{{corpora}/web-0: 1, {corpora}/web-1: 1}}",
+        "data.blend=periodic",
+        "logging.tensorboard=false",
+    )
+    whole = train(listed, ranks, *old, "training.steps=4", "run.name=whole")
+    train(listed, ranks, *old, "training.steps=2")
+    recorded = tmp_path / "run/config.yaml"
+    tree = parse(recorded.read_text(), "config.yaml")
+    for key in ("blend", "tokenizer", "verify"):  # keys that it did not know
+        del tree["data"][key]
+    recorded.write_text(write(tree))
+    continued = train(listed, ranks, "training.steps=4", "logging.tensorboard=false")
+    assert scalars(continued, "train/loss") == scalars(whole, "train/loss")
+    assert scalars(continued, "eval/loss")[-1] == scalars(whole, "eval/loss")[-1]
+    assert parse(recorded.read_text(), "config.yaml")["data"]["blend"] == "periodic"
+    new = train(listed, ranks, "training.steps=4", "logging.tensorboard=false", "run.name=new")
+    assert scalars(new, "train/loss")[1:] != scalars(whole, "train/loss")[1:], "a new run reads by tokens"
