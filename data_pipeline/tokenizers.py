@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megakernel.config.errors import UserError, first_line
+from megakernel.config.errors import UserError, first_line, nearest_first
 
 
 def unreachable(name: str, repo_type: str) -> str | None:
@@ -249,14 +249,17 @@ class HuggingFaceTokenizer(Tokenizer):
         return sorted(self._tokenizer.get_vocab().items(), key=lambda entry: entry[1])
 
 
-def load(folder: Path | str, *, add_bos: bool | None = None, own_rule: bool = False) -> Tokenizer:
+def load(
+    folder: Path | str, *, add_bos: bool | None = None, own_rule: bool = False, eos_token: str | None = None
+) -> Tokenizer:
     """The tokenizer that `save` wrote, or any Hugging Face tokenizer directory or hub name.
 
     add_bos: whether documents begin with `bos`; None: as recorded in the folder. own_rule: for a folder that `save` has
     not written, use the tokenizer's own rule; otherwise no BOS is added, as in earlier versions.
+    eos_token: the token that ends documents; None: the tokenizer's own.
     Raises UserError for no tokenizer, or one without an end-of-sequence token.
     """
-    tokenizer = _load(folder, own_rule)
+    tokenizer = _load(folder, own_rule, eos_token)
     if add_bos and tokenizer.bos in (None, tokenizer.eod):
         raise UserError(
             f"add_bos: tokenizer {str(folder)!r} has no beginning-of-sequence token other than the one that ends "
@@ -267,9 +270,11 @@ def load(folder: Path | str, *, add_bos: bool | None = None, own_rule: bool = Fa
     return tokenizer
 
 
-def _load(folder: Path | str, own_rule: bool) -> Tokenizer:
+def _load(folder: Path | str, own_rule: bool, eos_token: str | None) -> Tokenizer:
     for kind in (ByteTokenizer, PixelTokenizer):
         if (Path(folder) / kind.marker).is_file():
+            if eos_token is not None:
+                raise _has_its_own_end(folder)
             marked = kind()
             template = Path(folder) / CHAT_TEMPLATE
             marked.chat_template = template.read_text(encoding="utf-8") if template.is_file() else None
@@ -291,10 +296,12 @@ def _load(folder: Path | str, own_rule: bool) -> Tokenizer:
             f"tokenizer {str(folder)!r} cannot be loaded ({first_line(error)}); give byte, bpe:SIZE, words, pixels, "
             "a directory with tokenizer.json, or a reachable hub name"
         ) from error
+    if eos_token is not None:
+        _set_eos(tokenizer, folder, eos_token)
     if tokenizer.eos_token_id is None:
         raise UserError(
-            f"tokenizer {str(folder)!r} has no end-of-sequence token to end documents with; "
-            "set eos_token in its tokenizer_config.json"
+            f"tokenizer {str(folder)!r} does not say which token ends documents{_candidates(tokenizer)}; name it "
+            'with --eos-token TOKEN, or write {"eos_token": "TOKEN"} into its tokenizer_config.json'
         )
     loaded, byte = HuggingFaceTokenizer(tokenizer), ByteTokenizer()
     loaded.add_bos = tokenizer.init_kwargs.get(ADD_BOS, own_rule and loaded.add_bos)
@@ -304,11 +311,60 @@ def _load(folder: Path | str, own_rule: bool) -> Tokenizer:
     return byte if is_byte else loaded
 
 
+def _set_eos(tokenizer: Any, folder: Path | str, eos_token: str) -> None:
+    """Let `eos_token` end documents. A tokenizer without a configuration gets the BOS that it adds itself, too."""
+    vocabulary = tokenizer.get_vocab()
+    if eos_token not in vocabulary:
+        special = {token.content for token in tokenizer.added_tokens_decoder.values()}
+        raise UserError(
+            f"--eos-token {eos_token}: tokenizer {str(folder)!r} has no such token; give one that it has, such as "
+            f"{nearest_first(eos_token, special or vocabulary, 5)}"
+        )
+    if tokenizer.eos_token_id is None and tokenizer.bos_token_id is None:
+        whole, plain = (tokenizer("a", add_special_tokens=add)["input_ids"] for add in (True, False))
+        if whole[:1] != plain[:1]:
+            tokenizer.add_special_tokens({"bos_token": tokenizer.convert_ids_to_tokens(whole[0])})
+    tokenizer.add_special_tokens({"eos_token": eos_token})
+
+
+def _candidates(tokenizer: Any) -> str:
+    """The special tokens, of which one probably ends documents."""
+    names = [token.content for token in tokenizer.added_tokens_decoder.values()]
+    return f" (it has {', '.join(names[:8])}{' ...' if len(names) > 8 else ''})" if names else ""
+
+
+def _has_its_own_end(spec: object) -> UserError:
+    return UserError(
+        f"--eos-token: --tokenizer {spec} has its own end-of-document token; leave the option out"
+    )
+
+
 def _names_code(folder: Path) -> bool:
     try:
         return "auto_map" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
+
+
+_LONGEST_WORD = 512
+"""Characters of a word that a BPE is trained on; no word of a language or of code is longer."""
+
+# What Python alone counts as space, the trainer's pattern of words does not.
+_LONG_WORD = re.compile(rf"[^\s\x1c-\x1f]{{{_LONGEST_WORD + 1},}}|[\s\x1c-\x1f]{{{_LONGEST_WORD + 1},}}")
+
+
+def _in_short_words(texts: Iterable[str]) -> Iterator[str]:
+    """The texts, cut wherever a word reaches `_LONGEST_WORD` characters.
+
+    The trainer takes time in the square of a word's length: months for a genome, which is one word.
+    """
+    for text in texts:
+        start = 0
+        for word in _LONG_WORD.finditer(text):
+            for end in range(word.start() + _LONGEST_WORD, word.end(), _LONGEST_WORD):
+                yield text[start:end]
+                start = end
+        yield text[start:]
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
@@ -329,7 +385,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    model.train_from_iterator(texts, trainer)
+    model.train_from_iterator(_in_short_words(texts), trainer)
     return HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=model, eos_token=BPE_EOD))
 
 
@@ -349,15 +405,26 @@ def train_words(texts: Iterable[str]) -> HuggingFaceTokenizer:
     )
 
 
-def make(spec: str, documents: Iterator[str], *, add_bos: bool | None = None) -> Tokenizer:
+def is_trained(spec: str) -> bool:
+    """Whether `make` trains the tokenizer that `--tokenizer SPEC` names."""
+    return spec == "words" or spec.partition(":")[0] == "bpe"
+
+
+def make(
+    spec: str, documents: Iterator[str], *, add_bos: bool | None = None, eos_token: str | None = None
+) -> Tokenizer:
     """The tokenizer that `--tokenizer SPEC` names: `byte`, `pixels`, `words`, `bpe:SIZE`, a directory or a hub name.
 
     documents: read only for `words` and `bpe:SIZE`, up to SAMPLE_CHARACTERS. add_bos: whether documents begin with
-    `bos`, which only tokenizers of a directory or hub name have; None: the tokenizer's own rule.
+    `bos`, which only tokenizers of a directory or hub name have; None: the tokenizer's own rule. eos_token: the token
+    that ends documents, for such tokenizers; None: the tokenizer's own.
     """
     name, _, size = spec.partition(":")
-    if add_bos and (spec in ("byte", "pixels", "words") or name == "bpe"):
+    is_own = spec in ("byte", "pixels") or is_trained(spec)
+    if add_bos and is_own:
         raise UserError(f"--add-bos: --tokenizer {spec} has no beginning-of-sequence token; leave it out")
+    if eos_token is not None and is_own:
+        raise _has_its_own_end(spec)
     if spec == "byte":
         return ByteTokenizer()
     if spec == "pixels":
@@ -365,7 +432,7 @@ def make(spec: str, documents: Iterator[str], *, add_bos: bool | None = None) ->
     if spec == "words":
         return train_words(_sample(documents))
     if name != "bpe":
-        return load(spec, add_bos=add_bos, own_rule=True)
+        return load(spec, add_bos=add_bos, own_rule=True, eos_token=eos_token)
     if not re.fullmatch("[0-9]{1,9}", size) or not 257 <= int(size) <= MAX_BPE_SIZE:
         shown = spec if len(spec) < 40 else f"{spec[:40]}..."
         raise UserError(
