@@ -3,7 +3,7 @@
 import atexit
 import multiprocessing
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -111,7 +111,7 @@ class TrainingBatches:
         by_length = {batches.phase.training.seq_len: batches.objective for batches in ahead}
         return [one for objective in by_length.values() for one in objective.samples.packing()]
 
-    def from_step(self, step: int) -> Iterator[list[Batch]]:
+    def from_step(self, step: int) -> Generator[list[Batch], None, None]:
         """The micro-batches of each step from `step` to the end of training, prefetched within a phase."""
         for batches in self._phases:
             phase = batches.phase
