@@ -15,7 +15,11 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/quickstart.md", "docs/long_context.md", "docs/tuning.md", "docs/serving.md")
-PROGRAMS = {"megakernel": "launch.cli", "tensorboard": "tensorboard.main"}
+PROGRAMS = {
+    "megakernel": "launch.cli",
+    "tensorboard": "tensorboard.main",
+    "torchrun": "torch.distributed.run",
+}
 """Program -> its module, so that this checkout runs in this Python, whether it is installed or not."""
 
 

@@ -30,6 +30,18 @@ def test_version_prints_the_version_of_the_package(capsys):
     assert capsys.readouterr().out == f"megakernel {megakernel.__version__}\n"
 
 
+@pytest.mark.parametrize("program", [["-m", "megakernel"], ["megakernel"]])
+def test_python_and_torchrun_start_the_package_by_name_and_in_a_checkout_as_a_folder(program):
+    """torchrun gives its script or module to Python as it is."""
+    done = subprocess.run(
+        [sys.executable, *program, "--version"],
+        cwd=Path(megakernel.__file__).parents[1],
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == f"megakernel {megakernel.__version__}\n", done.stderr
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_help_of_every_command_has_an_example_that_parses(name, capsys, monkeypatch):
     with pytest.raises(SystemExit) as caught:
