@@ -3,8 +3,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH := torch==$(shell sed -n 's/^torch==//p' constraints.txt)
+# Python compiles what is imported, when it is: compiling everything would take one to two minutes.
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install -q --no-compile
 NPROC ?= 2
+# Steps of the demo; 400 are those of configs/demo.yaml.
+STEPS ?= 120
 
 .DEFAULT_GOAL := help
 .PHONY: help install dev demo test test-all test-others test-slurm lint format gpu-check clean slurm-up slurm-down
@@ -16,9 +20,9 @@ install: $(VENV)/installed ## make .venv and install Megakernel into it
 
 dev: $(VENV)/installed-dev ## the same with what tests and lint need
 
-demo: $(VENV)/installed ## prepare text, pretrain a small model on 2 processes, write a sample
+demo: $(VENV)/installed ## prepare text, pretrain a small model on 2 processes, write a sample; STEPS=400 trains longer
 	$(BIN)/megakernel prepare --source stdlib --tokenizer byte --out data/stdlib
-	$(BIN)/megakernel pretrain configs/demo.yaml --nproc $(NPROC)
+	$(BIN)/megakernel pretrain configs/demo.yaml training.steps=$(STEPS) --nproc $(NPROC)
 	$(BIN)/megakernel generate runs/demo --prompt 'def ' --max-new-tokens 400 > runs/demo/sample.txt
 	@echo; cat runs/demo/sample.txt; echo
 	@echo "That sample is in runs/demo/sample.txt. To see the curves:"
@@ -79,13 +83,13 @@ $(BIN)/python:
 # Liger-Kernel's fused kernels come too.
 $(VENV)/installed: setup.cfg pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing $(TORCH)"
-	@if command -v nvidia-smi >/dev/null; then $(PIP) install -q '$(TORCH)'; else \
-		$(PIP) install -q '$(TORCH)+cpu' 2>/dev/null || \
-		$(PIP) install -q '$(TORCH)'; fi
+	@if command -v nvidia-smi >/dev/null; then $(INSTALL) '$(TORCH)'; else \
+		$(INSTALL) '$(TORCH)+cpu' 2>/dev/null || \
+		$(INSTALL) '$(TORCH)'; fi
 	@if command -v nvidia-smi >/dev/null; then what='.[serve,gpu]'; else what='.[serve]'; fi; \
-		DS_BUILD_OPS=0 $(PIP) install -q -e "$$what" -c constraints.txt
+		DS_BUILD_OPS=0 $(INSTALL) -e "$$what" -c constraints.txt
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	DS_BUILD_OPS=0 $(PIP) install -q -e '.[dev]' -c constraints.txt
+	DS_BUILD_OPS=0 $(INSTALL) -e '.[dev]' -c constraints.txt
 	@touch $@

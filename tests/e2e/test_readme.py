@@ -31,6 +31,31 @@ def commands(page):
         yield from prompted or lines
 
 
+def shown(page):
+    """Command -> the lines of output that the page shows below it, with `...` for those that it leaves out."""
+    lines = {}
+    for block in re.findall(r"```console\n(.*?)```", (REPOSITORY / page).read_text(), re.DOTALL):
+        for command, text in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE):
+            lines[command] = [line for line in text.splitlines() if line not in ("", "...")]
+    return lines
+
+
+_VARYING = r"""
+    \d[\d,]*\.\d+(e[-+]?\d+)?%?                               # measured numbers
+    | \d[\d,]*(?=\ (documents|tokens|tokens/s|answers)\b)       # what there is of text depends on the Python
+    | \d+:\d\d:\d\d | \d[\d,]*/(\d[\d,]*|\?)(?=\ [\d,]+\ tokens)  # time, progress of `prepare`
+    | \d+e[-+]\d+
+"""
+
+
+def comparable(line):
+    """A line of output without what depends on the machine and its Python, and without the drawing of tables."""
+    if is_row := "│" in line:
+        line = re.sub(r"\d[\d,.]*%?", "#", line)
+    line = re.sub(r"[━┏┳┓┡╇┩├┼┤└┴┘│─]+", " ", line)
+    return " ".join((line if is_row else re.sub(_VARYING, "#", line, flags=re.VERBOSE)).split())
+
+
 def commands_without_make(page):
     """The page's commands without `make`: `make test-all` runs this test, and CI runs both in a new clone."""
     return [command for command in commands(page) if not command.startswith("make ")]
@@ -139,6 +164,7 @@ def test_the_first_commands_of_the_readme_train_a_model_and_generate_text(folder
 @pytest.mark.second
 @pytest.mark.timeout(1200)
 def test_every_command_on_the_pages_works(folder):
+    printed = {}
     for command in dict.fromkeys(command for page in PAGES for command in commands_without_make(page)):
         if command.startswith("tensorboard"):
             shown = scalars_in_tensorboard(command, folder, "first/tensorboard", "train/loss")
@@ -147,9 +173,18 @@ def test_every_command_on_the_pages_works(folder):
         if command.startswith("megakernel serve"):
             assert answers_of_a_server(command, folder)
             continue
-        assert any(run(command, folder)), f"{command} prints nothing"
+        printed[command] = "".join(run(command, folder))
+        assert printed[command], f"{command} prints nothing"
     losses, sharded = (metric(folder / "runs" / run, "train/loss") for run in ("first", "sharded"))
     assert sharded == pytest.approx(losses, rel=1e-5)  # "any other layout gives the same losses"
+    stale = []
+    for page in PAGES:
+        for command, lines in shown(page).items():
+            if command in printed and not command.startswith("megakernel generate"):  # a text of random bytes
+                known = {comparable(line) for line in re.split(r"[\n\r]", printed[command])}
+                stale += [f"{page}: {command}\n    {line}" for line in lines if comparable(line) not in known]
+                stale += [f"now:\n{printed[command]}"] if stale and page in stale[-1] else []
+    assert not stale, "\n".join(stale)
 
 
 def test_the_quickstart_shows_every_command_of_the_readme():
