@@ -33,7 +33,7 @@ def frozen_model(
     # Tensor ranks partition its vocabulary like the run's, with whose logits its own are compared.
     model = model.model_copy(update={"vocab_multiple": settings.model.vocab_multiple})
     model = model.for_seq_len(settings.model.rope_scaling.seq_len)
-    settings = replace(settings, model=model, recompute="none", offload=False, lora=None)
+    settings = replace(settings, model=model, recompute="none", offload=False, lora=None, start=None)
     mesh = settings.mesh
     assert isinstance(mesh, Mesh)
     frozen = LanguageModel(settings, part or stage_layers(settings))

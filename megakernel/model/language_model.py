@@ -39,9 +39,14 @@ class LayerSpec(NamedTuple):
     forward: Callable[..., Any] | None = None
     """The layer's function of a shared module and the inputs; None: the module's forward."""
 
-    def build(self) -> nn.Module:
-        """A new module of this layer."""
-        return self.kind(*self.arguments)
+    def build(self, index: int, settings: ModelSettings) -> nn.Module:
+        """A new module of this layer, the `index`-th of the list."""
+        return built(index, settings, lambda: self.kind(*self.arguments))
+
+
+def built(index: int, settings: ModelSettings, build: Callable[[], nn.Module]) -> nn.Module:
+    """A new layer, of which `settings.start` says where it goes."""
+    return build() if settings.start is None else settings.start.build(index, build)
 
 
 def layer_list(settings: ModelSettings) -> list[LayerSpec]:
@@ -121,10 +126,10 @@ class LanguageModel(Layers, nn.Module):
 
     def _build(self, index: int, spec: LayerSpec) -> Callable[..., Any]:
         if spec.shared is None:
-            self.add_module(str(index), spec.build())
+            self.add_module(str(index), spec.build(index, self.settings))
             return self.get_submodule(str(index))
         if spec.shared not in self.tied_modules:
-            self.tied_modules[spec.shared] = spec.build()
+            self.tied_modules[spec.shared] = spec.build(index, self.settings)
         module = self.tied_modules[spec.shared]
         return module if spec.forward is None else partial(spec.forward, module)
 

@@ -163,7 +163,8 @@ class LowRankUpdate(nn.Module):
         self.scale = lora.alpha / lora.rank
         self.dropout = lora.dropout
         bound = 1 / math.sqrt(inputs)
-        down = torch.empty(lora.rank, inputs).uniform_(-bound, bound)  # drawn whole, then partitioned
+        down = torch.empty(lora.rank, inputs)  # drawn whole, then partitioned
+        settings.draw(down, lambda matrix: matrix.uniform_(-bound, bound))
         if parallel == "row":
             down = down.chunk(tp.size, 1)[tp.rank].clone()
         else:

@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.utils import partition_balanced
-from torch import Tensor
+from torch import Tensor, nn
 
 from megakernel.parallel import Mesh
 
-from .language_model import TIED, LanguageModel, Layers, layer_list
+from .language_model import TIED, LanguageModel, Layers, built, layer_list
 from .layer import TransformerLayer
 from .settings import ModelSettings
 
@@ -24,6 +24,23 @@ def stage_layers(settings: ModelSettings) -> range:
     return range(*bounds[settings.mesh.pp.rank :][:2])
 
 
+class _Spec(LayerSpec):
+    """A layer that DeepSpeed builds as `LanguageModel` does."""
+
+    def placed(self, index: int, settings: ModelSettings) -> "_Spec":
+        """Itself, for the `index`-th layer of the list."""
+        self._place = index, settings
+        return self
+
+    def build(self, log: bool = False) -> nn.Module:
+        """A new module of this layer."""
+        return built(*self._place, lambda: super(_Spec, self).build(log))
+
+
+class _TiedSpec(_Spec, TiedLayerSpec):
+    """The same for a layer that stages share."""
+
+
 class Pipeline(Layers, PipelineModule):
     """This rank's stage of the layers, with the parameter names of a `LanguageModel`.
 
@@ -37,12 +54,14 @@ class Pipeline(Layers, PipelineModule):
             settings.mesh.build_ends()
         super().__init__(
             [
-                LayerSpec(kind, *arguments)
-                if shared is None
-                else TiedLayerSpec(
-                    shared, kind, *arguments, forward_fn=forward, tied_weight_attr="tokens.weight"
-                )
-                for kind, arguments, shared, forward in layer_list(settings)
+                (
+                    _Spec(kind, *arguments)
+                    if shared is None
+                    else _TiedSpec(
+                        shared, kind, *arguments, forward_fn=forward, tied_weight_attr="tokens.weight"
+                    )
+                ).placed(index, settings)
+                for index, (kind, arguments, shared, forward) in enumerate(layer_list(settings))
             ],
             topology=settings.mesh.topology,
             loss_fn=lambda loss, _: loss * loss_scale(),

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from megakernel.parallel import Mesh, OneProcess
 
+    from .start import LayerStart
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """training.dtype -> torch dtype."""
 
@@ -38,6 +40,9 @@ class ModelSettings:
 
     seed: int = 0
     """Run seed: weights are functions of (seed, layer), drawn whole and then partitioned."""
+
+    start: "LayerStart | None" = None
+    """Who draws which layer and where it goes once it is built; None: this process draws all, on the host."""
 
     isolate_documents: bool = True
     """Whether tokens attend only within their document; otherwise a sequence counts as one document."""
@@ -79,12 +84,20 @@ class ModelSettings:
     @property
     def init_method(self) -> Callable[[Tensor], Any]:
         """Initializes a matrix with standard deviation init_std."""
-        return partial(_init_normal, std=self.model.init_std)
+        return partial(self.draw, fill=partial(_init_normal, std=self.model.init_std))
 
     @property
     def output_init_method(self) -> Callable[[Tensor], Any]:
         """Initializes an output projection, with standard deviation init_std / sqrt(2 num_layers)."""
-        return partial(_init_normal, std=self.model.init_std / math.sqrt(2 * self.model.num_layers))
+        std = self.model.init_std / math.sqrt(2 * self.model.num_layers)
+        return partial(self.draw, fill=partial(_init_normal, std=std))
+
+    def draw(self, matrix: Tensor, fill: Callable[[Tensor], object]) -> None:
+        """Fill a whole matrix, inside `seeded_by`, if this rank draws it. fill: draws from torch's generator."""
+        if self.start is None:
+            fill(matrix)
+        else:
+            self.start.draw(matrix, fill)
 
     @property
     def transformer(self) -> "TransformerConfig":

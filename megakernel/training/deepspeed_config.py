@@ -1,8 +1,9 @@
 """The DeepSpeed configuration of a run."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import deepspeed
 from deepspeed.runtime.config import DeepSpeedConfig
 from torch import nn
 
@@ -10,6 +11,7 @@ from megakernel.config import Config, ConfigError, Problem, Training
 from megakernel.config.errors import nearest_first
 from megakernel.config.parallel import reduce_bucket
 from megakernel.config.section import merged
+from megakernel.model.settings import DTYPES
 from megakernel.parallel import Mesh
 
 
@@ -23,14 +25,13 @@ def micro_batches_per_step(training: Training, mesh: Mesh) -> int:
     return training.global_batch_size // (training.micro_batch_size * mesh.dp.size)
 
 
-def deepspeed_config(config: Config, mesh: Mesh, model: nn.Module) -> dict[str, Any]:
+def deepspeed_config(config: Config, mesh: Mesh, trained: int) -> dict[str, Any]:
     """Configuration for `deepspeed.initialize`; `config.deepspeed` is merged over it.
 
-    model: before ZeRO shards it. DeepSpeed's data-parallel world is data x context ranks, so its batch size counts each
-    shard of a sequence.
+    trained: number of trained parameters on this rank, before ZeRO shards them. DeepSpeed's data-parallel world is
+    data x context ranks, so its batch size counts each shard of a sequence.
     """
     accumulation = micro_batches_per_step(config.training, mesh)
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     zero = {"stage": config.parallel.zero_stage, "reduce_bucket_size": reduce_bucket(trained)}
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": config.training.micro_batch_size,
@@ -52,6 +53,34 @@ def deepspeed_config(config: Config, mesh: Mesh, model: nn.Module) -> dict[str, 
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
         settings["communication_data_type"] = "fp32"
     return merged(settings, config.deepspeed)
+
+
+def zero3_sharding(config: Config, mesh: Mesh) -> Callable[[nn.Module], None] | None:
+    """What shards the weights of one layer as `deepspeed.initialize` would those of a whole model; None: nothing does.
+
+    Weights that are offloaded to NVMe are left to `deepspeed.initialize`, whose files they go to.
+    """
+    offload = config.deepspeed.get("zero_optimization", {}).get("offload_param") or {}
+    if config.parallel.zero_stage < 3 or offload.get("device") == "nvme":
+        return None
+    # Only the keys that say how and where weights are partitioned are read.
+    keys = deepspeed_config(config, mesh, trained=1)
+    first: list[Any] = []
+
+    def shard(layer: nn.Module) -> None:
+        if first:  # as DeepSpeed does with parameters that are added later
+            first[0].convert_to_zero_parameters(param_list=list(layer.parameters()))
+            return
+        deepspeed.zero.Init(
+            layer,
+            data_parallel_group=mesh.gradient.group,
+            config_dict_or_path=keys,
+            dtype=DTYPES[config.training.dtype],
+            mpu=mesh.mpu,
+        )
+        first.extend([*layer.parameters()][:1])
+
+    return shard
 
 
 def check_deepspeed_keys(config: Config) -> None:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,14 +31,28 @@ from megakernel.checkpoint.universal_load import (
 from megakernel.config import Config, Phase
 from megakernel.model import LocalModel, ModelSettings, build_model, set_rotary
 from megakernel.model.layer_inputs import LayerInputs, to_layer_inputs
+from megakernel.model.settings import DTYPES
+from megakernel.model.start import LayerStart
 from megakernel.parallel import Mesh
 from megakernel.parallel.ranks import Ranks
 
-from .deepspeed_config import deepspeed_clips, deepspeed_config, micro_batches_per_step
+from .deepspeed_config import (
+    deepspeed_clips,
+    deepspeed_config,
+    micro_batches_per_step,
+    zero3_sharding,
+)
 from .gradients import OwnGradients
 from .optimizer import LR_SCALE, build_optimizer, freeze, is_trained
 from .schedule import add_near_dropout
 from .step_costs import ContextTraffic, MemoryPeaks
+
+
+def _trained_parameters(model: LocalModel) -> int:
+    """Numbers in this rank's trained weights, whole where ZeRO 3 has sharded them."""
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trained)
+
 
 MakeModel = Callable[[ModelSettings, Callable[[], float]], LocalModel]
 """Builds a rank's model or pipeline stage, as `build_model` does."""
@@ -146,6 +160,8 @@ class Engine:
         self.micro_batches = micro_batches_per_step(config.training, mesh)
         self.pipelined = mesh.pp.size > 1
         self._stage_inputs: tuple[torch.Size, bool] | None = None
+        start = LayerStart(mesh, DTYPES[config.training.dtype], zero3_sharding(config, mesh))
+        settings = replace(settings, start=start)
         model = Ranks.of(mesh).each(lambda: self._build_model(settings, make_model))
         optimizer = build_optimizer(model, config.optimizer, mesh, deepspeed_clips(config))
         self.partitions = partitions(model)
@@ -153,7 +169,7 @@ class Engine:
         self.engine, self.optimizer, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
-            config=deepspeed_config(config, mesh, model),
+            config=deepspeed_config(config, mesh, _trained_parameters(model)),
             mpu=None if self.pipelined else mesh.mpu,
             dist_init_required=False,
         )

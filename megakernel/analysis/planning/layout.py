@@ -212,11 +212,18 @@ class Job:
         """Trained parameters per device of each stage."""
         return self._per_stage(lambda weights: weights.trained)
 
+    def largest_layer(self, stage: int) -> int:
+        """Parameters per device of a stage's largest layer, which may be the embedding or the head."""
+        return max(self._weights(part).all for part, _ in self.parts(stage))
+
+    def _weights(self, part: "Part") -> "Weights":
+        return self._meter.parameters(part, self.layout.tensor, self.layout.sequence_parallel)
+
     def _per_stage(self, counted: Callable[["Weights"], int]) -> list[int]:
         layout = self.layout
 
         def count(part: "Part") -> int:
-            return counted(self._meter.parameters(part, layout.tensor, layout.sequence_parallel))
+            return counted(self._weights(part))
 
         held = [sum(count(part) * times for part, times in self.parts(n)) for n in range(layout.pipeline)]
         if layout.pipeline == 1 and self.ties_embedding and count("first"):
@@ -226,8 +233,7 @@ class Job:
     @property
     def trains_embedding(self) -> bool:
         """Whether the embedding is trained."""
-        layout = self.layout
-        return self._meter.parameters("first", layout.tensor, layout.sequence_parallel).trained > 0
+        return self._weights("first").trained > 0
 
     @property
     def ties_embedding(self) -> bool:

@@ -35,7 +35,7 @@ class Memory:
     """Memory of the fullest device of a layout."""
 
     parts: dict[str, float]
-    """Bytes by part at the moment of the peak, which is in backward, in the loss or at the update."""
+    """Bytes by part at the moment of the peak, which is at the start, in backward, in the loss or at the update."""
 
     stage: int
     """The pipeline stage of that device."""
@@ -61,8 +61,7 @@ def persistent_bytes(job: Job, stage: int) -> dict[str, float]:
     count, trained = job.parameters[stage], job.trained[stage]
     weights: float = count * job.element
     if zero == 3:
-        on_device = 0.0 if is_offloaded(job, "param") else weights / shards
-        weights = on_device + min(count, ZERO3_LIVE) * job.element
+        weights = kept_weights(job, stage) + min(count, ZERO3_LIVE) * job.element
     held = {1: trained * FLOAT32 if sums_in_float32(job) else 0.0, 3: trained * FLOAT32 / shards}
     moments = MASTER_AND_MOMENTS * trained / shards if zero else (MASTER_AND_MOMENTS - FLOAT32) * trained
     parts = {"weights": weights, "gradients": held.get(zero, 0.0), "optimizer": moments}
@@ -72,6 +71,23 @@ def persistent_bytes(job: Job, stage: int) -> dict[str, float]:
         # At most: it is as large as the model, and shares the weights that are frozen there.
         parts["teacher"] = count * job.element
     return parts
+
+
+def kept_weights(job: Job, stage: int) -> float:
+    """Bytes of weights that a device keeps between the layers' runs: with ZeRO 3 its shards, unless offloaded."""
+    weights = float(job.parameters[stage] * job.element)
+    if job.layout.zero_stage < 3:
+        return weights
+    return 0.0 if is_offloaded(job, "param") else weights / job.layout.gradient
+
+
+def start_bytes(job: Job, stage: int) -> dict[str, float]:
+    """Bytes by part while the model is built, before gradients and optimizer exist.
+
+    Layers are built one after the other (`megakernel/model/start.py`); ZeRO 3 shards each once it is whole.
+    """
+    whole = job.largest_layer(stage) * job.element if job.layout.zero_stage == 3 else 0.0
+    return {"weights": kept_weights(job, stage), "gradients": 0.0, "optimizer": 0.0, "workspace": whole}
 
 
 def gradient_bytes(job: Job, stage: int) -> float:
@@ -134,6 +150,7 @@ def _stage_memory(job: Job, stage: int) -> Memory:
     layer_excess = max((part.excess for part, _ in layers), default=0.0)
     one_layer = max((part.saved for part, _ in layers), default=0.0) + stage_input + tables
     peaks: list[dict[str, float]] = [
+        start_bytes(job, stage),
         # The last layer's backward, the first layer's, and the update.
         forward | {"gradients": before, "exchange": in_buckets, "workspace": layer_excess},
         {"activations": batch + one_layer, "gradients": all_gradients}
@@ -144,7 +161,8 @@ def _stage_memory(job: Job, stage: int) -> Memory:
         head = job.costs("last")
         loss = {"loss": head.saved + head.excess, "exchange": in_buckets}
         peaks.append(forward | {"gradients": before} | loss)
-    parts = dict.fromkeys(PARTS, 0.0) | fixed | max(peaks, key=lambda moment: sum(moment.values()))
+    moments = [dict.fromkeys(PARTS, 0.0) | fixed | moment for moment in peaks]
+    parts = max(moments, key=lambda moment: sum(moment.values()))
     if job.on_gpu:
         parts["reserve"] = RESERVE + FRAGMENTATION * sum(parts.values())
     return Memory(parts, stage)
