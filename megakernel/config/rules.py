@@ -49,6 +49,16 @@ def _tensor_ranks_share_evenly(model: Model, parallel: Parallel) -> Iterator[Pro
         "ffn_hidden_size": model.ffn_size,
         "vocab_multiple": model.vocab_multiple,
     }
+    if model.num_kv_heads is not None and tensor > model.num_kv_heads:
+        # Replicas would need their gradients summed, and checkpoints and norms that count one of them: not done.
+        fits = [str(size) for size in range(1, model.num_kv_heads + 1) if model.num_kv_heads % size == 0]
+        yield Problem(
+            "parallel.tensor",
+            tensor,
+            f"exceeds model.num_kv_heads={model.num_kv_heads}, and key heads are not replicated over tensor ranks",
+            f"set {' or '.join(fits)}, and shard further by parallel.context, parallel.pipeline or parallel.zero_stage",
+        )
+        del sizes["num_kv_heads"]
     for key, size in sizes.items():
         if size is not None and size % tensor:
             reason = f"is not a multiple of parallel.tensor={tensor}"

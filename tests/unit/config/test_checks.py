@@ -9,8 +9,10 @@ from .trees import config, problems
     ("sections", "key", "remedy"),
     [
         ({"parallel": {"tensor": 3}}, "model.num_heads", "set 3 or 6 or change parallel.tensor"),
-        ({"parallel": {"tensor": 4}, "model": {"num_kv_heads": 2}}, "model.num_kv_heads",
-         "set 4 or change parallel.tensor"),
+        ({"parallel": {"tensor": 4}, "model": {"num_kv_heads": 2}}, "parallel.tensor",
+         "set 1 or 2, and shard further by parallel.context, parallel.pipeline or parallel.zero_stage"),
+        ({"parallel": {"tensor": 2}, "model": {"num_heads": 6, "num_kv_heads": 3, "hidden_size": 96}},
+         "model.num_kv_heads", "set 2 or 4 or change parallel.tensor"),
         ({"parallel": {"tensor": 4}, "model": {"ffn_hidden_size": 90}}, "model.ffn_hidden_size",
          "set 88 or 92 or change parallel.tensor"),
         ({"parallel": {"tensor": 4}, "model": {"vocab_multiple": 2}}, "model.vocab_multiple",
