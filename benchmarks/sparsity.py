@@ -46,13 +46,18 @@ def prepare_data(p: float, folder: Path, options: str) -> Path:
     return out
 
 
+def attention_of(preset: str) -> dict[str, object]:
+    """The preset, with SAMPLES random samples if it has any."""
+    attention = Attention.model_validate(expand_preset(preset))
+    if attention.feature_map is None or not attention.feature_map.sample_count(head_dim=16):
+        return {"preset": preset}
+    return {"preset": preset, "feature_map": {"samples": SAMPLES}}
+
+
 def train(preset: str, p: float, corpus: Path, more: Sequence[str]) -> LearningCurve:
     """Train one mechanism on one sparsity unless that is done, and read its curve."""
-    attention = Attention.model_validate(expand_preset(preset))
-    tree: dict[str, object] = {"preset": preset}
-    if attention.feature_map is not None and attention.feature_map.sample_count(head_dim=16):
-        tree["feature_map"] = {"samples": SAMPLES}
-    keys = [f"run.name={preset}-p{p}", f"data.train={corpus}", f"model.attention={json.dumps(tree)}"]
+    tree = json.dumps(attention_of(preset))
+    keys = [f"run.name={preset}-p{p}", f"data.train={corpus}", f"model.attention={tree}"]
     return LearningCurve(preset, p, metric_curve(train_run(CONFIG, [*more, *keys]), "eval/accuracy"))
 
 

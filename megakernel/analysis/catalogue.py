@@ -10,6 +10,7 @@ from megakernel.attention import AttentionLayer, build
 from megakernel.config import PRESETS, Attention, Model, expand_preset
 from megakernel.config.algebra import Eva, Nystromformer, SimpleGla, Skyformer
 from megakernel.config.mechanisms import LayerShape
+from megakernel.config.section import merged
 from megakernel.model.flops import attention_flops
 
 HEADS, HEAD_DIM, SEQ_LEN = 4, 32, 512
@@ -95,9 +96,12 @@ class Entry:
 
     @property
     def tree(self) -> dict[str, Any]:
-        """The preset's settings, including those of the mechanism's section if it is outside the algebra."""
+        """The preset's settings, including smoothing and those of the section of a mechanism outside the algebra."""
         if self.attention.mechanism == "algebra":
-            return PRESETS[self.name]
+            phi, tree = self.attention.feature_map, PRESETS[self.name]
+            return (
+                merged(tree, {"feature_map": {"smoothing": phi.smoothing}}) if phi and phi.smoothing else tree
+            )
         kinds = {"eva": Eva, "skyformer": Skyformer, "nystromformer": Nystromformer, "simple_gla": SimpleGla}
         settings = getattr(self.attention, self.attention.mechanism) or kinds[self.attention.mechanism]()
         return {**PRESETS[self.name], self.attention.mechanism: settings.model_dump()}

@@ -1,9 +1,9 @@
 """Options of the feature map phi of similarity `kernel`, and the sizes that follow from them."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from .errors import Problem, nearest_multiples
 from .section import Section
@@ -40,6 +40,10 @@ _TAKEN_BY: dict[str, tuple[str, ...]] = {
 """Option -> maps that use it."""
 
 
+def _is_trigonometric(name: str) -> bool:
+    return name == "rff" or name.endswith("_rks")
+
+
 class FeatureMap(Section):
     """The feature map phi of similarity `kernel`: the weight of key k for query q is phi(q).phi(k)."""
 
@@ -59,12 +63,18 @@ class FeatureMap(Section):
     learn: Literal["SGB", "S", "fixed"] = "SGB"
     """Trained diagonals of fastfood's S H G Pi H B: all three, S alone, or none (`fixed`)."""
 
-    smoothing: float = Field(default=0.0, ge=0)
-    """Constant feature s: the kernel becomes phi(q).phi(k) + s^2. Maps of cosines, whose denominators can vanish, need
-    it: 1 in the published results."""
+    smoothing: float = Field(default=None, ge=0)  # type: ignore[assignment]
+    """Constant feature s: the kernel becomes phi(q).phi(k) + s^2. None: 1 for maps of cosines (rff, _rks), whose
+    denominators can vanish, as in the published results; 0 for others."""
 
     resample_every: int | None = Field(default=None, ge=0)
     """Training steps between redraws of the noise; 0: never; None: 100 for gmm and generative maps, else 0."""
+
+    @field_validator("smoothing", mode="before")
+    @classmethod
+    def _of_the_map(cls, value: Any, info: ValidationInfo) -> Any:
+        # A value, and not None, in the tree: recorded runs keep it.
+        return float(_is_trigonometric(info.data.get("name", ""))) if value is None else value
 
     def problems(self) -> Iterator[Problem]:
         """Options without effect on this map, or that contradict each other."""
@@ -92,7 +102,7 @@ class FeatureMap(Section):
     @property
     def is_trigonometric(self) -> bool:
         """Whether phi consists of cosines and sines (random kitchen sinks)."""
-        return self.name == "rff" or self.name.endswith("_rks")
+        return _is_trigonometric(self.name)
 
     def similarity_at_zero(self, head_dim: int) -> float:
         """phi(0).phi(0): 0 for relu and identity; exp(q.k) of softmax would give 1."""

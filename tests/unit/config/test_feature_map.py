@@ -1,8 +1,26 @@
+import json
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
-from megakernel.config import FeatureMap, Model
+from benchmarks import sparsity
+from benchmarks.lra import overrides_of
+from megakernel.checkpoint.trained_run import recorded_config
+from megakernel.config import (
+    Attention,
+    FeatureMap,
+    Model,
+    UserError,
+    check_recorded_run,
+    expand_preset,
+    load,
+    to_yaml,
+)
 from megakernel.config.feature_map import FeatureMapName
+from tests.unit.config.trees import config
+
+ROOT = Path(__file__).parents[3]
 
 SIZES = {"num_layers": 2, "hidden_size": 96, "num_heads": 4}
 
@@ -51,3 +69,42 @@ def test_only_learned_feature_maps_are_redrawn_every_100_steps_by_default():
     assert {name for name, interval in intervals.items() if interval} == learned
     assert {intervals[name] for name in learned} == {100}
     assert FeatureMap(name="favor", resample_every=7).redraw_interval == 7
+
+
+@pytest.mark.parametrize("name", ["rff", "gmm_rks", "fastfood_rks", "generative_rks"])
+def test_maps_of_cosines_have_a_constant_feature_unless_it_is_set(name, tmp_path):
+    """Learning the Transformer Kernel's setting, in presets, changed presets, and configurations of its benchmarks."""
+    trees = (
+        name,
+        {"preset": name, "feature_map": {"samples": 64}},
+        {"preset": "flurka", "feature_map": {"name": name}},
+    )
+    for tree in trees:
+        assert Attention.model_validate(expand_preset(tree)).feature_map.smoothing == 1.0
+    assert (
+        Attention.model_validate(
+            expand_preset({"preset": name, "feature_map": {"smoothing": 0}})
+        ).feature_map.smoothing
+        == 0
+    )
+    changed = {"preset": name, "feature_map": {"name": "elu"}}
+    assert Attention.model_validate(expand_preset(changed)).feature_map.smoothing == 0.0
+    files = [*(ROOT / "configs" / "lra" / "kl").glob("[!b]*.yaml"), ROOT / "configs/glue/kl/rte.yaml"]
+    for file in files:
+        assert load(file, overrides_of(file, name, 0, [])).model.attention.feature_map.smoothing == 1.0
+    sparse = f"model.attention={json.dumps(sparsity.attention_of(name))}"
+    assert load(sparsity.CONFIG, [sparse]).model.attention.feature_map.smoothing == 1.0
+
+
+def test_a_recorded_run_keeps_the_smoothing_that_it_had(tmp_path):
+    """Older runs of these presets recorded 0, which the same command must not change without a word."""
+    old = config(
+        run={"name": "old", "root": str(tmp_path)},
+        model={"attention": {"preset": "gmm_rks", "feature_map": {"smoothing": 0}}},
+    )
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "config.yaml").write_text(to_yaml(old))
+    assert recorded_config(tmp_path / "old").model.attention.feature_map.smoothing == 0.0
+    again = config(run={"name": "old", "root": str(tmp_path)}, model={"attention": "gmm_rks"})
+    with pytest.raises(UserError, match=r"model.attention.feature_map.smoothing.*0\.0"):
+        check_recorded_run(again)
