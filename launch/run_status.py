@@ -23,7 +23,7 @@ _END_REASONS = {
     "TIMEOUT": "reached its time limit before it could save",
     "NODE_FAIL": "a node was lost",
     "OUT_OF_MEMORY": "a process asked for more memory than the job has (--mem)",
-    "PREEMPTED": "made room for another job",
+    "PREEMPTED": "made room for another job and was not requeued; `megakernel resume` continues the run",
     "CANCELLED": "cancelled",
     "BOOT_FAIL": "a node did not start",
     "DEADLINE": "could not end before its deadline",
@@ -269,7 +269,7 @@ def _why(run: JobFolder, job: JobState, events: list[dict[str, Any]]) -> str:
         waits = job.reason if job.is_pending else _waits_for(events)
         return "; ".join(filter(None, (_last_end(events) if job.is_pending or waits else "", waits)))
     end_reason = _last_end(events)
-    if job.state in _END_REASONS and end_reason != ENDED_ON_REQUEST:
+    if job.state in _END_REASONS and not (job.state == "CANCELLED" and end_reason == ENDED_ON_REQUEST):
         return f"{_END_REASONS[job.state]}{f' ({end_reason})' if end_reason else ''}"
     # A start that fails before its first event, for example without its Python, leaves only the batch log.
     phases = [event["event"] for event in events if event["event"] in ("started", "ended", "requeued")]

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from launch import local
@@ -64,12 +65,17 @@ class Attempt:
             if name.startswith(("NCCL_", "GLOO_", "MASTER_")):
                 print(f"{name}={value}", flush=True)
 
-    def record_end(self, status: int) -> tuple[int, bool]:
-        """Record how the processes ended; their exit status, and whether the job restarts. status: that of srun."""
+    def record_end(self, status: int, preempted: bool = False) -> tuple[int, bool]:
+        """Record how the processes ended; their exit status, and whether the job restarts.
+
+        status: that of srun. preempted: whether another job needs the nodes, so that TERM did not come from the user.
+        """
         step = self.run.saved_steps()
         # Slurm writes that a job exceeded its memory into the logs of the processes that it kills.
         step_stderr = "".join(self._stderr_tails()) if status == 128 + signal.SIGKILL else ""
         ends = task_ends(self._srun_errors(), status, step_stderr)
+        if preempted and ends.status == ExitStatus.TERMINATED:
+            ends = replace(ends, status=ExitStatus.STOPPED)
         error_text = ends.death or self._first_error()
         decision = decide(
             self._starts(ends.status, step), self.max_restarts, error_text, self.cluster.restart_on
@@ -104,7 +110,7 @@ class Attempt:
         Also 0 if the run was saved and ended on request, or for the next job of its chain: Slurm then calls the job
         COMPLETED, in its mail too, and starts jobs that wait for it with afterok.
         """
-        ended, restarts = self.record_end(status)
+        ended, restarts = self.record_end(status, self._is_preempted())
         if restarts:
             with suppress(SlurmRefused):  # Slurm cannot be asked for the nodes' states
                 if ended != ExitStatus.STOPPED and self._has_enough_nodes():
@@ -115,6 +121,21 @@ class Attempt:
         chain = [job.id for job in self.run.jobs() if job.submission == self.submission.name]
         chain_continues = ended == ExitStatus.STOPPED and chain[-1] != self.job
         return ExitStatus.DONE if chain_continues or ended == ExitStatus.TERMINATED else status
+
+    def _is_preempted(self) -> bool:
+        """Whether Slurm is ending this job for another one, and the user has not asked to end it too.
+
+        With `PreemptMode=CANCEL` it sends TERM, as for a cancelled job, and calls both COMPLETING; only a preempted one
+        has a time of preemption. Slurm requeues it when asked to before KillWait has passed.
+        """
+        names = [event["event"] for event in self.run.events(self.job)]
+        begun = max((index for index, name in enumerate(names) if name == "started"), default=0)
+        if "cancelled" in names[begun:]:
+            return False
+        with suppress(SlurmRefused):  # then it is as if the user had cancelled the job
+            shown = check_output("scontrol", "show", "job", self.job)
+            return re.search(r"\bPreemptTime=\d", shown) is not None
+        return False
 
     def _unfit_nodes(self, nodes: Sequence[str]) -> dict[str, str]:
         """The nodes that the preflight found unfit -> why; each is recorded as an event."""

@@ -91,6 +91,46 @@ def test_a_preempted_run_on_two_nodes_loses_no_step(place):
     assert shown.strip().endswith(f"step_{step}")
 
 
+@pytest.fixture
+def preempting_without_grace(cluster):
+    """Low priority jobs are cancelled at once, as on clusters with PreemptMode=CANCEL."""
+    scontrol("update", "PartitionName=low", "PreemptMode=CANCEL", "GraceTime=0")
+    yield
+    scontrol("update", "PartitionName=low", "PreemptMode=REQUEUE", "GraceTime=60")
+
+
+@pytest.mark.second
+@pytest.mark.timeout(600)
+def test_a_run_that_a_preemption_cancels_starts_again(place, of_two, preempting_without_grace):
+    """Slurm sends TERM, as for a job that its user cancels, and calls the job PREEMPTED."""
+    (job,) = submit(f"run.yaml --name evicted -N 2 {LONG}")
+    until_step("evicted", 23)
+    other = [
+        "sbatch",
+        "--parsable",
+        "-p",
+        "high",
+        "-N",
+        "2",
+        "--exclusive",
+        "-o",
+        "/dev/null",
+        "--wrap",
+        "sleep 9",
+    ]
+    subprocess.run(other, capture_output=True, text=True, check=True)
+    until(lambda: "ended" in story("evicted", job))
+    ended = last("evicted", "ended")
+    assert (last("evicted", "signalled")["signal"], ended["why"]) == (
+        "SIGTERM",
+        "saved and stopped to make room",
+    )
+    assert ended["step"] == last("evicted", "signalled")["step"]
+    done = until_state("evicted", "COMPLETED", "FAILED", "CANCELLED", "PREEMPTED")
+    assert (done["state"], done["restarts"], done["why"]) == ("COMPLETED", 1, "done")
+    same("evicted", of_two)
+
+
 @pytest.mark.timeout(600)
 def test_a_run_with_a_killed_rank_restarts_saves_on_request_and_resumes_on_another_layout(place, of_two):
     (job,) = submit(f"run.yaml --name killed -N 2 --env SLURM_WAIT=5 --env HF_TOKEN=hunter2 {LONG}")
