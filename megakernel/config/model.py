@@ -174,6 +174,13 @@ class Model(Section):
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of initial weights; output projections use init_std / sqrt(2 num_layers)."""
 
+    init: Literal["normal", "uniform", "xavier"] = "normal"
+    """Initial matrices: `normal` with init_std; `uniform` within 1 / sqrt(inputs), biases too, the default of PyTorch's
+    linear layers; `xavier`: uniform within sqrt(6 / (inputs + outputs)). The last two ignore init_std."""
+
+    embedding_init_std: float | None = Field(default=None, gt=0)
+    """Standard deviation of initial embeddings of tokens and positions; None: init_std."""
+
     attention: AttentionField = Field(default_factory=lambda: Attention(**expand_preset(DEFAULT_PRESET)))
     """Attention of every layer: a preset name, `{preset: NAME, ...changes}` or a whole tree."""
 
@@ -248,6 +255,11 @@ class Model(Section):
     def has_mlp_bias(self) -> bool:
         """Whether the MLP's projections have biases."""
         return self.bias if self.mlp_bias is None else self.mlp_bias
+
+    @property
+    def embedding_std(self) -> float:
+        """Standard deviation of initial embeddings."""
+        return self.init_std if self.embedding_init_std is None else self.embedding_init_std
 
     @property
     def query_scale(self) -> float:

@@ -69,7 +69,7 @@ class LearnedPositions(AddedPositions):
         with seeded_by(settings.seed, "positions"):
             weight = torch.empty(rows, settings.model.hidden_size, device=settings.device)
             self.weight = nn.Parameter(weight)
-            settings.init_method(self.weight)
+            settings.embedding_init_method(self.weight)
 
     def rows(self, positions: Tensor) -> Tensor:
         """See AddedPositions."""
@@ -79,13 +79,13 @@ class LearnedPositions(AddedPositions):
 class SinusoidalPositions(AddedPositions):
     """Sines and cosines with wavelengths from 2 pi to 10,000 x 2 pi tokens.
 
-    Scaled to the initial standard deviation of the token embeddings, init_std, so that neither dominates.
+    Scaled to the initial standard deviation of the token embeddings, so that neither dominates.
     """
 
     def __init__(self, settings: ModelSettings):
         super().__init__(settings)
         self.width = settings.model.hidden_size
-        self.amplitude = settings.model.init_std * 2**0.5
+        self.amplitude = settings.model.embedding_std * 2**0.5
 
     def rows(self, positions: Tensor) -> Tensor:
         """See AddedPositions."""

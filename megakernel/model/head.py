@@ -118,11 +118,9 @@ class ClassifierHead(nn.Module):
         self.sharded = settings.mesh.sequence_parallel
         width = model.hidden_size * (4 if self.config.documents == 2 else 1)
         with seeded_by(settings.seed, "head"):
-            self.inner = (
-                _linear(width, model.hidden_size, model.init_std) if self.config.head == "mlp" else None
-            )
+            self.inner = _linear(settings, width, model.hidden_size) if self.config.head == "mlp" else None
             width = width if self.inner is None else model.hidden_size
-            self.output = _linear(width, self.config.num_classes, model.init_std)
+            self.output = _linear(settings, width, self.config.num_classes)
 
     def forward(self, layer_inputs: LayerInputs) -> Tensor:
         """This rank's share of the mean cross entropy in nats over the examples of the global batch.
@@ -165,8 +163,9 @@ class ClassifierHead(nn.Module):
         return reduce_from_tensor_model_parallel_region(pooled, group=self.tp.group)
 
 
-def _linear(inputs: int, outputs: int, std: float) -> nn.Linear:
+def _linear(settings: ModelSettings, inputs: int, outputs: int) -> nn.Linear:
     layer = nn.Linear(inputs, outputs)
-    nn.init.normal_(layer.weight, std=std)
+    settings.init_method(outputs)(layer.weight)
     nn.init.zeros_(layer.bias)
+    settings.init_bias(layer.bias, inputs, lambda numbers: numbers, outputs)
     return layer

@@ -26,44 +26,59 @@ def column_linear(
     bias: bool,
     skip_bias_add: bool = False,
     stride: int = 1,
+    fan_out: int | None = None,
 ) -> Any:
     """A column-parallel linear layer: each tensor rank has some of the output rows.
 
-    skip_bias_add: see `apply_linear`. stride: stacked matrices, each of which is partitioned.
+    skip_bias_add: see `apply_linear`. stride: stacked matrices, each of which is partitioned. fan_out: rows of each
+    stacked matrix for its initial values; None: outputs / stride.
     """
+    init_method = settings.init_method(fan_out or outputs // stride)
     if isinstance(settings.mesh, OneProcess):
-        return WholeLinear(inputs, outputs, bias, settings.init_method, settings.device)
+        whole = WholeLinear(inputs, outputs, bias, init_method, settings.device)
+        settings.init_bias(whole.bias, inputs, lambda numbers: numbers, outputs)
+        return whole
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    return ColumnParallelLinear(
+    tp = settings.mesh.tp
+    linear = ColumnParallelLinear(
         inputs,
         outputs,
         config=settings.transformer,
-        init_method=settings.init_method,
+        init_method=init_method,
         bias=bias,
         gather_output=False,
         skip_bias_add=skip_bias_add,
         stride=stride,
-        tp_group=settings.mesh.tp.group,
+        tp_group=tp.group,
     )
+    settings.init_bias(
+        linear.bias, inputs, lambda numbers: numbers.view(stride, tp.size, -1)[:, tp.rank].flatten(), outputs
+    )
+    return linear
 
 
 def row_linear(settings: ModelSettings, inputs: int, outputs: int, *, bias: bool) -> Any:
     """A row-parallel linear layer at the end of a branch; see `apply_linear` for its bias."""
+    init_method = settings.init_method(outputs, ends_branch=True)
     if isinstance(settings.mesh, OneProcess):
-        return WholeLinear(inputs, outputs, bias, settings.output_init_method, settings.device)
+        whole = WholeLinear(inputs, outputs, bias, init_method, settings.device)
+        settings.init_bias(whole.bias, inputs, lambda numbers: numbers, outputs)
+        return whole
     from megatron.core.tensor_parallel import RowParallelLinear
 
-    return RowParallelLinear(
+    linear = RowParallelLinear(
         inputs,
         outputs,
         config=settings.transformer,
-        init_method=settings.output_init_method,
+        init_method=init_method,
         bias=bias,
         input_is_parallel=True,
         skip_bias_add=True,
         tp_group=settings.mesh.tp.group,
     )
+    settings.init_bias(linear.bias, inputs, lambda numbers: numbers, outputs)
+    return linear
 
 
 def column_input(x: Tensor, settings: ModelSettings) -> Tensor:
@@ -92,13 +107,13 @@ def embedding(settings: ModelSettings) -> Any:
     sizes = (settings.padded_vocab_size, settings.model.hidden_size)
     if isinstance(settings.mesh, OneProcess):
         weight = torch.empty(sizes, device=settings.device)
-        settings.init_method(weight)
+        settings.embedding_init_method(weight)
         return nn.Embedding.from_pretrained(weight, freeze=False)
     from megatron.core.tensor_parallel import VocabParallelEmbedding
 
     return VocabParallelEmbedding(
         *sizes,
-        init_method=settings.init_method,
+        init_method=settings.embedding_init_method,
         reduce_scatter_embeddings=settings.mesh.sequence_parallel,
         config=settings.transformer,
         tp_group=settings.mesh.tp.group,

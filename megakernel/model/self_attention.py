@@ -73,7 +73,13 @@ class SelfAttention(nn.Module):
         self.rotary = _rotary(model, index)
         self.query_scale = model.query_scale
         heads = model.num_heads + (self.keys_per_head + 1) * model.kv_heads
-        self.qkv = column_linear(settings, model.hidden_size, heads * model.head_size, bias=model.qkv_bias)
+        self.qkv = column_linear(
+            settings,
+            model.hidden_size,
+            heads * model.head_size,
+            bias=model.qkv_bias,
+            fan_out=model.num_heads * model.head_size,
+        )
         self.further = None
         further = config.spec.further * model.kv_heads
         if further:

@@ -81,16 +81,32 @@ class ModelSettings:
         """Device of new matrices; None: torch's default device."""
         return "meta" if self.shapes_only else None
 
-    @property
-    def init_method(self) -> Callable[[Tensor], Any]:
-        """Initializes a matrix with standard deviation init_std."""
-        return partial(self.draw, fill=partial(_init_normal, std=self.model.init_std))
+    def init_method(self, outputs: int, *, ends_branch: bool = False) -> Callable[[Tensor], Any]:
+        """Initializes a whole matrix (rows, inputs), as model.init says.
+
+        outputs: rows of each of the matrices that are stacked in it. ends_branch: of an output projection, whose normal
+        numbers have the standard deviation init_std / sqrt(2 num_layers).
+        """
+        if self.model.init == "normal":
+            std = self.model.init_std / (math.sqrt(2 * self.model.num_layers) if ends_branch else 1)
+            return partial(self.draw, fill=partial(_init_normal, std=std))
+        outputs_or_none = outputs if self.model.init == "xavier" else None
+        return partial(self.draw, fill=partial(_init_uniform, outputs=outputs_or_none))
+
+    def init_bias(
+        self, bias: Tensor | None, inputs: int, shard: Callable[[Tensor], Tensor], size: int
+    ) -> None:
+        """Initialize a bias: 0, which it is, or as model.init says: `shard` of `size` numbers of all ranks."""
+        if bias is not None and self.model.init == "uniform" and not bias.is_meta:
+            whole, bound = torch.empty(size, device="cpu"), inputs**-0.5
+            self.draw(whole, lambda numbers: numbers.uniform_(-bound, bound))
+            with torch.no_grad():
+                bias.copy_(shard(whole))
 
     @property
-    def output_init_method(self) -> Callable[[Tensor], Any]:
-        """Initializes an output projection, with standard deviation init_std / sqrt(2 num_layers)."""
-        std = self.model.init_std / math.sqrt(2 * self.model.num_layers)
-        return partial(self.draw, fill=partial(_init_normal, std=std))
+    def embedding_init_method(self) -> Callable[[Tensor], Any]:
+        """Initializes an embedding."""
+        return partial(self.draw, fill=partial(_init_normal, std=self.model.embedding_std))
 
     def draw(self, matrix: Tensor, fill: Callable[[Tensor], object]) -> None:
         """Fill a whole matrix, inside `seeded_by`, if this rank draws it. fill: draws from torch's generator."""
@@ -121,6 +137,14 @@ class ModelSettings:
 def _init_normal(matrix: Tensor, std: float) -> None:
     if not matrix.is_meta:  # nothing to fill, and torch would import its compiler
         nn.init.normal_(matrix, std=std)
+
+
+def _init_uniform(matrix: Tensor, outputs: int | None) -> None:
+    """Uniform within 1 / sqrt(inputs), or, with `outputs`, within sqrt(6 / (inputs + outputs)) (Glorot)."""
+    if not matrix.is_meta:
+        inputs = matrix.shape[1]
+        bound = inputs**-0.5 if outputs is None else math.sqrt(6 / (inputs + outputs))
+        nn.init.uniform_(matrix, -bound, bound)
 
 
 @contextmanager

@@ -7,8 +7,9 @@ is a trivial approximation, the mean of all values.
 
 `instability`: the movement of outputs relative to that of the weights,
 tau_i = |f(x_i, W_i) - f(x_i, W_{i-1})|_F^2 / |W_i - W_{i-1}|_F^2 over the first 20 steps of training, f the hidden
-states after two layers, as a ratio to that of softmax attention at the same step. Models have the run's sizes, but at
-most two layers; weights outside attention start equal. The optimizer is the run's, at its highest learning rate.
+states after two layers and the final norm, in which the published encoder ends, as a ratio to that of softmax attention
+at the same step. Models have the run's sizes, but at most two layers; weights outside attention start equal. The
+optimizer is the run's, at its highest learning rate.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -204,7 +205,7 @@ def instability(
 
 @torch.no_grad()
 def hidden_states(model: LanguageModel, inputs: LayerInputs) -> Tensor:
-    """The output of the last transformer layer, before the final norm; (N, B, C) float64."""
-    for layer in model.layers[:-2]:
+    """The output of the final norm after the transformer layers; (N, B, C) float64."""
+    for layer in model.layers[:-1]:
         inputs = layer(inputs)
     return inputs[0].double()

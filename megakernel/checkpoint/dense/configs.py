@@ -49,6 +49,7 @@ def _read_back(written: dict[str, Any]) -> dict[str, Any] | None:
 _NON_FUNCTION_KEYS = {
     # about the vocabulary, training and sequence lengths
     *("vocab_size", "vocab_multiple", "init_std", "known_seq_len", "max_positions", "family"),
+    *("init", "embedding_init_std"),
     # several of which can express the same function; `_function` has what they mean
     *("num_kv_heads", "head_dim", "ffn_hidden_size", "mlp_bias", "attention", "attention_pattern"),
     *("rope_base", "rope_scaling", "rope_pattern", "local_rope", "rotary_share", "attention_multiplier"),

@@ -129,7 +129,7 @@ class MegakernelForCausalLM(PreTrainedModel, GenerationMixin):
             self.model.settings = replace(self.model.settings, vocab_size=size)
         if size > before and not mean_resizing:
             for matrix in filter(None, (embeddings, self.get_output_embeddings())):
-                self.model.settings.init_method(matrix.weight.data[before:])
+                self.model.settings.embedding_init_method(matrix.weight.data[before:])
         return embeddings
 
     def _set_gradient_checkpointing(
