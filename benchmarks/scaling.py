@@ -9,7 +9,10 @@ their counts stand for the others.
 """
 
 import os
+import pickle
 import random
+import shutil
+import sys
 import tempfile
 import threading
 from collections import Counter, deque
@@ -24,6 +27,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch.distributed import distributed_c10d
 
 from benchmarks.page import docstring_parser, page_header, table, table_row
@@ -394,6 +398,81 @@ def failure_counts(nodes: int, tasks: int, run: Path) -> Counts:
     return {"failure: events that one cause leaves": len(events.read(run))}
 
 
+CORPORA = 20
+"""Corpora of the start that is counted."""
+
+_AUDITED = ("open", "os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.remove", "os.utime")
+_NOT_AUDITED = ("stat", "lstat", "access")
+_watched: list[tuple[str, list[str]]] = []
+
+
+def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if _watched and event in _AUDITED:
+        _note_operation(event, arguments[0])
+
+
+def _note_operation(operation: str, path: Any) -> None:
+    for folder, operations in _watched:
+        if isinstance(path, str | bytes | os.PathLike) and os.fsdecode(path).startswith(folder):
+            operations.append(f"{operation} {os.fsdecode(path)}")
+
+
+@contextmanager
+def file_operations(folder: Path) -> Iterator[list[str]]:
+    """The operations of this process on files below a folder, while inside; with their paths."""
+    if not _watched:
+        sys.addaudithook(_audit)  # one stays for ever, and then does nothing
+    entry: tuple[str, list[str]] = (str(folder), [])
+    with ExitStack() as stack:
+        for name in _NOT_AUDITED:
+            call = getattr(os, name)
+
+            def noted(path: Any, *arguments: Any, call: Any = call, name: str = name, **options: Any) -> Any:
+                _note_operation(name, path)
+                return call(path, *arguments, **options)
+
+            stack.enter_context(patch.object(os, name, noted))
+        _watched.append(entry)
+        stack.callback(_watched.remove, entry)
+        yield entry[1]
+
+
+def start_counts(folder: Path) -> Counts:
+    """File operations of a run's start on CORPORA prepared folders."""
+    from data_pipeline.corpus import Corpora
+    from data_pipeline.loader import TrainingBatches
+    from data_pipeline.order import Share
+    from data_pipeline.prepare import PrepareRequest, prepare
+    from megakernel.config import Config
+
+    (folder / "text").mkdir(parents=True)
+    for number in range(9):
+        (folder / "text" / f"{number}.txt").write_text(f"text {number} " * 50)
+    request = PrepareRequest(source=[str(folder / "text")], tokenizer="byte", validation_fraction=0.2)
+    corpora = folder / "corpora"
+    prepare(request, corpora / "0", workers=1, overwrite=False, console=Console(quiet=True))
+    for number in range(1, CORPORA):
+        shutil.copytree(corpora / "0", corpora / str(number))
+    config = Config(
+        run={"name": "start"},
+        model={"num_layers": 1, "hidden_size": 64, "num_heads": 2},
+        data={"train": str(corpora / "*"), "index_cache": folder / "index"},
+        training={"steps": 10, "seq_len": 64, "global_batch_size": 8},
+    )
+    counts: Counts = {}
+    for start in ("first start", "later start"):
+        with file_operations(corpora) as operations:
+            opened = Corpora(config.data)
+        counts[f"data, {start}: file operations of rank 0 for a corpus"] = len(operations) / CORPORA
+    sent = pickle.dumps(opened)
+    TrainingBatches(config, opened, Share())  # builds the indices
+    with file_operations(folder) as operations:
+        TrainingBatches(config, pickle.loads(sent), Share(), builds_index=False).use()
+    counts["data: file operations of each other rank"] = len(operations)
+    counts["data: bytes that a rank receives for a corpus"] = len(sent) / CORPORA
+    return counts
+
+
 def counts(nodes: int, tasks: int) -> Counts:
     """The counts of all parts."""
     with tempfile.TemporaryDirectory() as folder:
@@ -404,6 +483,7 @@ def counts(nodes: int, tasks: int) -> Counts:
             **manifest_counts(nodes, tasks, Path(folder, "step_1")),
             **failure_counts(nodes, tasks, Path(folder, "run")),
             **group_counts(nodes, tasks),
+            **start_counts(Path(folder, "data")),
         }
 
 

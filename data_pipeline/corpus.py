@@ -1,37 +1,50 @@
-"""Prepared folders as a run's corpora, checked when they are opened."""
+"""A run's corpora: prepared folders and Megatron's token files, checked when they are opened."""
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
-from data_pipeline import tokenizers
-from data_pipeline.manifest import Manifest, SplitRecord
-from data_pipeline.token_files import INDEX_HEADER, INDEX_MAGIC, TokenFile, scored_prefix
+from data_pipeline import megatron_files, tokenizers
+from data_pipeline.manifest import FILE, Manifest, SplitRecord
+from data_pipeline.token_files import INDEX_HEADER, INDEX_MAGIC, TokenFile, scored_prefix, token_file
 from data_pipeline.tokenizers import Tokenizer
 from data_pipeline.verification import TOKEN_TYPES, verify_split, verify_tokenizer
 from megakernel.config.data import Corpus as CorpusConfig
-from megakernel.config.data import Data
+from megakernel.config.data import Data, is_pattern
 from megakernel.config.errors import UserError
 
 _REMEDY = "copy the folder from where it was prepared, or prepare it again"
 
+_VERIFYING_THREADS = min(8, os.cpu_count() or 1)
+"""Corpora that are read at once; hashing releases Python's lock."""
+
 
 @dataclass(frozen=True)
 class PreparedCorpus:
-    """One folder of `megakernel prepare` and its share of the samples."""
+    """One corpus and its share of the samples."""
 
     folder: Path
+    """Of its manifest and tokenizer."""
+
     weight: float | None
     """Relative share of the samples; None: its tokens."""
 
     manifest: Manifest
 
+    token_prefix: Path | None = None
+    """Prefix of Megatron's token files; None: they are in the folder, named by split."""
+
+    def __str__(self) -> str:
+        return str(self.token_prefix or self.folder)
+
     def prefix(self, split: str) -> Path:
         """Path of the split's token files without the extension."""
-        return self.folder / split
+        return self.folder / split if self.token_prefix is None else self.token_prefix
 
     @property
     def is_chat(self) -> bool:
@@ -40,38 +53,68 @@ class PreparedCorpus:
 
     def record(self, split: str) -> SplitRecord:
         """Counts and files of an existing split."""
-        return self.manifest.splits[split]
+        return self.manifest.splits[split if self.token_prefix is None else megatron_files.SPLIT]
 
     def share(self, split: str) -> float:
         """Its weight, or the tokens of the split."""
         return float(self.record(split).tokens) if self.weight is None else self.weight
 
+    def has_scored(self, split: str, answers: bool) -> bool:
+        """Whether flags for tokens of answers exist, and `answers` or conversations require them."""
+        return (answers or self.is_chat) and self.record(split).scored is not None
+
     def scored_file(self, split: str, answers: bool) -> TokenFile | None:
-        """The file of flags for tokens of answers; None unless it exists, and `answers` or conversations require it."""
-        if not (answers or self.is_chat) or self.record(split).scored is None:
-            return None
-        return TokenFile(scored_prefix(self.prefix(split)))
+        """The file of these flags, if `has_scored`."""
+        return TokenFile(scored_prefix(self.prefix(split))) if self.has_scored(split, answers) else None
 
 
 class Corpora:
-    """The corpora of a run, all of one tokenizer.
+    """The corpora of a run, all of one tokenizer. Pickled, they open nothing again.
 
-    Opening a split raises UserError naming the key for a folder that is missing, not prepared, or without the split;
+    Opening a split raises UserError naming the key for a corpus that is missing, not prepared, or without the split;
     for token files that are missing, truncated or not Megatron's; and for corpora of different tokenizers.
     """
 
-    def __init__(self, data: Data, *, validation: bool = True, verify: bool = True):
+    def __init__(
+        self, data: Data, *, validation: bool = True, verify: bool = True, markers: Sequence[Path] = ()
+    ):
         """Open the train split, and the validation split if it will be read (training.eval_samples > 0).
 
-        verify: check the files' SHA-256, which reads each of them once per machine; otherwise only their sizes.
+        verify: check all that data.verify asks for, which may read every file once; otherwise nothing that takes long.
+        markers: folders that remember what has been verified, if a corpus is read-only.
         """
-        self._data, self._verify = data, verify
+        self._data, self._verifies, self._markers = data, False, markers
         self._splits: dict[str, list[PreparedCorpus]] = {}
+        self._manifests: dict[Path, Manifest] = {}
+        self._tokenizers_verified: set[Path] = set()
         self.train = self.of_split("train")
         if validation:
             self.of_split("validation")
+        if data.tokenizer is not None and not any(
+            corpus.token_prefix for corpora in self._splits.values() for corpus in corpora
+        ):
+            raise UserError(
+                f"data.tokenizer={data.tokenizer} is only for token files of Megatron, and prepared folders have their "
+                "own; remove it"
+            )
         self._add_bos = data.add_bos
         self._all_tokens_count = data.scored == "all"
+        self._set_tokenizer()
+        if verify:
+            self.verify(markers)
+
+    def verify(self, markers: Sequence[Path] = ()) -> None:
+        """Check all that data.verify asks for, in these splits and those opened later; may read every file once."""
+        self._verifies, self._markers = True, markers
+        for split, corpora in self._splits.items():
+            self._splits[split] = self._verified(corpora, split)
+        self.train = self._splits["train"]
+        for split, corpora in self._splits.items():
+            # Of Megatron's files it is known only now whether documents begin with BOS.
+            _check_one_tokenizer(corpora, self._data.key_of(split), self.train[0])
+        self._set_tokenizer()
+
+    def _set_tokenizer(self) -> None:
         tokenizer_record = self.train[0].manifest.tokenizer
         self.vocab_size = tokenizer_record.vocab_size
         """Number of ids of the tokenizer, end-of-document included."""
@@ -98,59 +141,122 @@ class Corpora:
         if split not in self._splits:
             key = self._data.key_of(split)
             configs = self._data.train if split == "train" else self._data.validation_corpora
-            corpora = [_open(key, config, split, self._verify) for config in configs]
+            corpora = [self._open(key, config, split) for config in configs]
             train = self._splits.get("train", corpora)
             _check_one_tokenizer(corpora, key, train[0])
             _check_one_template([*train, *corpora])
+            if self._verifies:  # all that is quick to check has been checked
+                corpora = self._verified(corpora, split)
+                _check_one_tokenizer(corpora, key, train[0])
             self._splits[split] = corpora
         return self._splits[split]
 
     def bytes_per_token(self, split: str) -> float:
-        """UTF-8 bytes of text per token, weighted by each corpus's share of the tokens.
+        """UTF-8 bytes of text per token, weighted by each corpus's share of the tokens; `is_text` holds.
 
         Bits per byte = loss / ln 2 / bytes_per_token; the loss of end-of-document tokens is charged to the text.
         """
         corpora = self.of_split(split)
         total = sum(corpus.share(split) for corpus in corpora)
         return sum(
-            corpus.share(split) / total * corpus.record(split).bytes / corpus.record(split).tokens
+            corpus.share(split) / total * (record.bytes or 0) / record.tokens
             for corpus in corpora
+            for record in [corpus.record(split)]
         )
 
     def is_text(self, split: str) -> bool:
-        """Whether all tokens of the split count, so that a causal model's loss is a code length of the text."""
-        return self._all_tokens_count and not any(corpus.is_chat for corpus in self.of_split(split))
+        """Whether all tokens of the split count and its bytes are known, so that a causal model's loss is a code length
+        of the text."""
+        corpora = self.of_split(split)
+        are_known = all(corpus.record(split).bytes is not None for corpus in corpora)
+        return self._all_tokens_count and are_known and not any(corpus.is_chat for corpus in corpora)
 
     def bits_per_byte(self, loss: float, split: str) -> float:
         """Loss in nats per token -> bits per UTF-8 byte of the split's text, comparable across tokenizers."""
         return loss / math.log(2) / self.bytes_per_token(split)
 
+    def _open(self, key: str, config: CorpusConfig, split: str) -> PreparedCorpus:
+        path = config.path
+        if path not in self._manifests:
+            if megatron_files.is_prefix(path):
+                return self._open_token_files(key, config, split)
+            self._manifests[path] = _read_manifest(key, path)
+            if self._data.verify != "none" and not (path / "tokenizer").is_dir():
+                raise UserError(f"{key}={path} lacks tokenizer/; {_REMEDY}")
+        manifest = self._manifests[path]
+        corpus = PreparedCorpus(path, config.weight, manifest)
+        if split not in manifest.splits:
+            remedy = "; or set training.eval_samples=0" if split == "validation" else ""
+            raise UserError(f"{key}={path} has no {split} split; prepare it with one{remedy}")
+        if self._data.verify != "none":
+            _check_files(key, corpus, split)
+        return corpus
 
-def _open(key: str, config: CorpusConfig, split: str, verify: bool) -> PreparedCorpus:
+    def _open_token_files(self, key: str, config: CorpusConfig, split: str) -> PreparedCorpus:
+        """Megatron's token files; their manifest is provisional until `_verified` has made it."""
+        if split not in ("train", "validation"):
+            raise UserError(
+                f"{key}={config.path} are token files of Megatron, which have no {split} split; prepare a folder"
+            )
+        if split == "validation" and self._data.validation is None:
+            raise UserError(
+                f"{key}={config.path} are token files of Megatron, which have no validation split; set "
+                "data.validation to the prefix of others or to a prepared folder, or training.eval_samples=0"
+            )
+        folder, manifest = megatron_files.open_files(key, config.path, self._data, read=False)
+        return PreparedCorpus(folder, config.weight, manifest, config.path)
+
+    def _verified(self, corpora: list[PreparedCorpus], split: str) -> list[PreparedCorpus]:
+        """The corpora, read as far as data.verify asks for; token files of Megatron with their manifests."""
+        key = self._data.key_of(split)
+
+        def verify(corpus: PreparedCorpus) -> PreparedCorpus:
+            if corpus.token_prefix is not None:
+                folder, manifest = megatron_files.open_files(key, corpus.token_prefix, self._data, read=True)
+                return replace(corpus, folder=folder, manifest=manifest)
+            if self._data.verify != "full":
+                return corpus
+            try:
+                if corpus.folder not in self._tokenizers_verified:
+                    verify_tokenizer(corpus.folder, corpus.manifest, self._markers)
+                    self._tokenizers_verified.add(corpus.folder)
+                verify_split(corpus.folder, corpus.manifest, split, self._markers)
+            except UserError as error:
+                raise UserError(f"{key}={corpus.folder} {error}; {_REMEDY}") from None
+            return corpus
+
+        with ThreadPoolExecutor(_VERIFYING_THREADS) as threads:
+            return list(threads.map(verify, corpora))
+
+
+def _read_manifest(key: str, path: Path) -> Manifest:
+    if is_pattern(path):
+        raise UserError(f"{key}={path} matches no folder of `megakernel prepare`; give one that exists")
+    if path.is_dir() and not (path / FILE).is_file() and (indices := sorted(path.glob("*.idx"))):
+        raise UserError(
+            f"{key}={path} has no {FILE}, but token files of Megatron; give their prefix, "
+            f"{indices[0].with_name(indices[0].name.removesuffix('.idx'))}"
+        )
     try:
-        manifest = Manifest.read(config.path)
+        return Manifest.read(path)
     except UserError as error:
         raise UserError(f"{key}={error}") from error
-    corpus = PreparedCorpus(config.path, config.weight, manifest)
-    if split not in manifest.splits:
-        remedy = "; or set training.eval_samples=0" if split == "validation" else ""
-        raise UserError(f"{key}={config.path} has no {split} split; prepare it with one{remedy}")
-    _check_files(key, corpus, split, verify)
-    return corpus
 
 
-def _check_files(key: str, corpus: PreparedCorpus, split: str, verify: bool) -> None:
+def _check_files(key: str, corpus: PreparedCorpus, split: str) -> None:
     record = corpus.record(split)
     for name, expected in corpus.manifest.files(split).items():
         file = corpus.folder / name
-        if not file.is_file():
-            raise UserError(f"{key}={corpus.folder} lacks {name}; {_REMEDY}")
-        if (size := file.stat().st_size) != expected.size:
+        try:
+            size = file.stat().st_size
+        except FileNotFoundError:
+            raise UserError(f"{key}={corpus.folder} lacks {name}; {_REMEDY}") from None
+        if size != expected.size:
             raise UserError(
                 f"{key}={corpus.folder} holds a truncated or foreign {name} ({size} bytes, not "
                 f"{expected.size}); {_REMEDY}"
             )
-    with (corpus.folder / f"{split}.idx").open("rb") as stream:
+    with token_file(corpus.prefix(split), "idx").open("rb") as stream:
         header = stream.read(INDEX_HEADER.size)
     magic, _, token_type, sequences, _ = INDEX_HEADER.unpack(header.ljust(INDEX_HEADER.size))
     is_known = (
@@ -158,12 +264,6 @@ def _check_files(key: str, corpus: PreparedCorpus, split: str, verify: bool) -> 
     )
     if magic != INDEX_MAGIC or sequences != record.documents or not is_known:
         raise UserError(f"{key}={corpus.folder} holds a foreign {split}.idx; {_REMEDY}")
-    try:
-        verify_tokenizer(corpus.folder, corpus.manifest)
-        if verify:
-            verify_split(corpus.folder, corpus.manifest, split, token_type)
-    except UserError as error:
-        raise UserError(f"{key}={corpus.folder} {error}; {_REMEDY}") from None
 
 
 def _check_one_template(corpora: Iterable[PreparedCorpus]) -> None:
@@ -182,13 +282,13 @@ def _check_one_tokenizer(corpora: Iterable[PreparedCorpus], key: str, first: Pre
         record = corpus.manifest.tokenizer
         if record.hash != expected.hash:
             raise UserError(
-                f"{key}={corpus.folder} was prepared with another tokenizer ({record.kind}, "
-                f"{record.vocab_size} ids) than {first.folder} ({expected.kind}, {expected.vocab_size} ids); "
+                f"{key}={corpus} was prepared with another tokenizer ({record.kind}, "
+                f"{record.vocab_size} ids) than {first} ({expected.kind}, {expected.vocab_size} ids); "
                 f"prepare it with --tokenizer {first.folder / 'tokenizer'}"
             )
         if record.bos != expected.bos:
             flag = "--no-add-bos" if expected.bos is None else "--add-bos"
             raise UserError(
-                f"{key}={corpus.folder} begins documents with token {record.bos}, {first.folder} with {expected.bos} "
+                f"{key}={corpus} begins documents with token {record.bos}, {first} with {expected.bos} "
                 f"(None: no BOS); prepare it with {flag}"
             )

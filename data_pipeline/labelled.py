@@ -1,7 +1,7 @@
 """Labeled documents: the objective of a classifier or a regression."""
 
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -33,13 +33,20 @@ class CorpusExamples:
     """The examples of one split of a corpus, epoch after epoch, each shuffled anew."""
 
     def __init__(self, corpus: PreparedCorpus, split: str, documents: int, seed: int):
-        self._tokens = TokenFile(corpus.prefix(split))
-        self._labels = read_labels(corpus.folder, split)
+        self._corpus, self._split = corpus, split
         self._documents = documents
         self._seed = seed
-        self.per_epoch = len(self._labels)
+        self.per_epoch = corpus.record(split).documents // documents
         # A batch spans at most two epochs, unless an epoch is shorter than a batch.
         self._order = lru_cache(maxsize=2)(self._shuffled)
+
+    @cached_property
+    def _tokens(self) -> TokenFile:
+        return TokenFile(self._corpus.prefix(self._split))
+
+    @cached_property
+    def _labels(self) -> np.ndarray:
+        return read_labels(self._corpus.folder, self._split)
 
     def build(self, samples: int) -> None:
         """Do nothing: the order is drawn while reading."""
@@ -101,19 +108,19 @@ def check_labels(corpora: Iterable[tuple[str, PreparedCorpus]], classifier: Clas
         labels = corpus.manifest.labels
         if labels is None:
             raise UserError(
-                f"{key}={corpus.folder} has no labels to classify by; prepare it with --labels KEY, "
+                f"{key}={corpus} has no labels to classify by; prepare it with --labels KEY, "
                 "or choose another model.kind"
             )
         expected = {"documents": labels.documents, "num_classes": len(labels.classes) or 1}
         for name, count in expected.items():
             if getattr(classifier, name) != count:
                 raise UserError(
-                    f"model.classifier.{name}={getattr(classifier, name)} does not fit {key}={corpus.folder}, "
+                    f"model.classifier.{name}={getattr(classifier, name)} does not fit {key}={corpus}, "
                     f"where it is {count}; set {count}"
                 )
         known = known or labels.classes
         if labels.classes != known:
             raise UserError(
-                f"{key}={corpus.folder} has the classes {labels.classes}, corpora before it {known}; "
+                f"{key}={corpus} has the classes {labels.classes}, corpora before it {known}; "
                 "give corpora of the same classes"
             )

@@ -80,12 +80,12 @@ class TrainingBatches:
     ):
         """Open the training corpora's sample indices, one per sequence length, and build missing ones.
 
-        builds_index: True on global rank 0 only. barrier: called once by every rank, between building and reading.
+        builds_index: whether to `build` now; one process does. barrier: called between building and reading.
         Raises UserError for too little data or an index that cannot be written.
         """
         self._training = config.training
         self._num_workers = config.data.num_workers
-        self._names = [str(corpus.folder) for corpus in corpora.train]
+        self._names = [str(corpus) for corpus in corpora.train]
         # Open all phases now, so that too little text for the last length fails at the start, not after weeks.
         self._phases = [
             _PhaseBatches(config, corpora, share, phase)
@@ -93,9 +93,13 @@ class TrainingBatches:
             if phase.first_step < config.training.steps
         ]
         if builds_index:
-            for batches in self._phases:
-                batches.objective.samples.build(batches.order.stream_length(self._training.steps))
+            self.build()
         barrier()
+
+    def build(self) -> None:
+        """Build the sample indices that are missing; finished ones stay if this is interrupted."""
+        for batches in self._phases:
+            batches.objective.samples.build(batches.order.stream_length(self._training.steps))
 
     def use(self) -> list[CorpusUse]:
         """How much of each corpus the whole run reads."""
@@ -158,11 +162,16 @@ class ValidationBatches:
         objective = open_objective(config, corpora, split, config.training.evaluation_len, key)
         self.samples = min(config.training.eval_samples, objective.samples.per_epoch)
         """Size of the set: training.eval_samples, or one pass over the corpora if they hold fewer."""
+        self._objective = objective
         if builds_index:
-            objective.samples.build(self.samples)
+            self.build()
         barrier()
         self._dataset = _BatchDataset(objective, share)
         self._passes = samples_by_pass(self.samples, config.training.micro_batch_size, share)
+
+    def build(self) -> None:
+        """Build the sample indices that are missing."""
+        self._objective.samples.build(self.samples)
 
     def __len__(self) -> int:
         """Number of forward passes, the same on every rank."""

@@ -55,8 +55,8 @@ class SplitRecord(_Record):
     tokens: int
     """Number of tokens, with the end-of-document and BOS tokens."""
 
-    bytes: int
-    """UTF-8 bytes of text."""
+    bytes: int | None
+    """UTF-8 bytes of text; None: unknown, for token files that `prepare` did not write."""
 
     bin: FileRecord
     idx: FileRecord

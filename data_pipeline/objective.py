@@ -60,7 +60,7 @@ def open_objective(
 
 def check_no_chats(corpora: Sequence[PreparedCorpus], key: str) -> None:
     """UserError, naming `key`, if a corpus holds conversations: a masked model would learn all of their tokens."""
-    if chats := [str(corpus.folder) for corpus in corpora if corpus.is_chat]:
+    if chats := [str(corpus) for corpus in corpora if corpus.is_chat]:
         raise UserError(
             f"{key}={', '.join(chats)} holds conversations, whose answers a causal_lm learns; set model.kind: "
             "causal_lm, or give corpora of texts"
@@ -70,7 +70,7 @@ def check_no_chats(corpora: Sequence[PreparedCorpus], key: str) -> None:
 def check_answers(corpora: Sequence[PreparedCorpus], split: str, key: str) -> None:
     """UserError, naming `key`, unless one of the corpora records which tokens are answers."""
     if all(corpus.record(split).scored is None for corpus in corpora):
-        folders = ", ".join(str(corpus.folder) for corpus in corpora)
+        folders = ", ".join(str(corpus) for corpus in corpora)
         raise UserError(
             f"data.scored=answers: {key}={folders} records no answers; "
             "prepare it with --source task:NAME, or set data.scored=all"

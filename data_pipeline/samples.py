@@ -17,17 +17,18 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from data_pipeline import megatron_files
 from data_pipeline.blend import Blend
 from data_pipeline.corpus import PreparedCorpus
 from data_pipeline.packing import Packing, pack
-from data_pipeline.token_files import TokenFile
+from data_pipeline.token_files import TokenFile, scored_prefix
 from megakernel.config.data import Data
 from megakernel.config.errors import UserError, existing_parent
 
@@ -70,10 +71,14 @@ class _EpochIndex(NamedTuple):
 
     @classmethod
     def read(cls, folder: Path) -> "_EpochIndex":
-        """Memory-map its arrays. UserError if damaged, or pickled: a cache may come with a downloaded corpus."""
+        """Memory-map its arrays. UserError if damaged, or pickled: a cache may come with a downloaded corpus.
+
+        Raises FileNotFoundError without the folder.
+        """
         arrays = []
-        for name in cls._fields:
-            file = next(folder.glob(f"*-{name}.npy"), folder / f"{name}.npy")
+        names = {name.rpartition("-")[2]: name for name in os.listdir(folder)}
+        for field in cls._fields:
+            file = folder / names.get(f"{field}.npy", f"{field}.npy")
             try:
                 arrays.append(np.load(file, mmap_mode="r", allow_pickle=False))
             except (OSError, ValueError, EOFError) as error:
@@ -86,30 +91,61 @@ class _EpochIndex(NamedTuple):
 
 def index_cache(data: Data) -> Path:
     """The folder of the indices."""
-    return data.index_cache or data.train[0].path / ".index_cache"
+    if data.index_cache is not None:
+        return data.index_cache
+    first = data.train[0].path
+    return (megatron_files.home(first, data) if megatron_files.is_prefix(first) else first) / ".index_cache"
+
+
+class OpenFiles:
+    """The mapped files of many corpora, of which only those used last stay open: Linux maps at most 65,530."""
+
+    def __init__(self) -> None:
+        self.tokens = lru_cache(maxsize=_MOST_OPEN)(TokenFile)
+        self.epochs = lru_cache(maxsize=_MOST_OPEN)(_EpochIndex.read)
+
+
+_MOST_OPEN = 1024
+"""Token files, and indices of epochs, that stay open."""
 
 
 class CorpusSamples:
     """The samples of one split of a corpus, epoch after epoch, each packed and shuffled anew."""
 
     def __init__(
-        self, corpus: PreparedCorpus, split: str, seq_len: int, seed: int, cache: Path, answers: bool = False
+        self,
+        corpus: PreparedCorpus,
+        split: str,
+        seq_len: int,
+        seed: int,
+        cache: Path,
+        answers: bool = False,
+        files: OpenFiles | None = None,
     ):
         """cache: folder of the indices that `build` makes. answers: also read which tokens belong to answers.
 
-        For conversations these are always read. The split holds at least one sample of seq_len + 1 tokens.
+        For conversations these are always read. The split holds at least one sample of seq_len + 1 tokens. Nothing is
+        opened before a sample is read: most ranks read few of many corpora. files: shared by all corpora.
         """
         self._corpus = corpus
         self._split = split
         self._seq_len = seq_len
         self._seed = seed
         self._cache = cache
-        self._tokens = TokenFile(corpus.prefix(split))
-        self._scored = corpus.scored_file(split, answers)
-        # A batch spans at most two epochs, unless an epoch is shorter than a batch.
-        self._cached_epoch = lru_cache(maxsize=2)(self._open_epoch)
+        self._answers = answers
+        self._files = files or OpenFiles()
         self.per_epoch = (corpus.record(split).tokens - 1) // seq_len
         self.bos = corpus.manifest.tokenizer.bos
+
+    @property
+    def _tokens(self) -> TokenFile:
+        return self._files.tokens(self._corpus.prefix(self._split))
+
+    @property
+    def _scored(self) -> TokenFile | None:
+        if not self._corpus.has_scored(self._split, self._answers):
+            return None
+        return self._files.tokens(scored_prefix(self._corpus.prefix(self._split)))
 
     def build(self, samples: int) -> None:
         """Build the missing indices of the first `samples` samples, and delete unused indices.
@@ -136,14 +172,14 @@ class CorpusSamples:
         else:
             return
         raise UserError(
-            f"training.steps x training.global_batch_size ask {self._corpus.folder} for {samples:,} sequences of "
+            f"training.steps x training.global_batch_size ask {self._corpus} for {samples:,} sequences of "
             f"{self._seq_len} tokens, {passes:,} passes over it, {reason}; lower one of the two, or prepare more text"
         )
 
     @property
     def index_bytes(self) -> int:
         """Disk bytes of the index of one epoch: its arrays, and a block for each of its four files."""
-        return 4 * len(self._tokens) + 12 * self.per_epoch + 4 * 4096
+        return 4 * self._corpus.record(self._split).documents + 12 * self.per_epoch + 4 * 4096
 
     def _build(self, epoch: int) -> None:
         folder = self._index_folder(epoch)
@@ -183,8 +219,8 @@ class CorpusSamples:
         for at in range(first, last + 1):
             since, until = max(start, begins[at]), min(end, ends[at])
             parts.append((documents[at], int(since - begins[at]), int(until - since)))
-        tokens = torch.from_numpy(_concat(self._tokens, parts, np.int64))
-        scored = None if self._scored is None else torch.from_numpy(_concat(self._scored, parts, np.bool_))
+        tokens, flags = torch.from_numpy(_concat(self._tokens, parts, np.int64)), self._scored
+        scored = None if flags is None else torch.from_numpy(_concat(flags, parts, np.bool_))
         # Not from end-of-document tokens: a chat template may write them inside a document.
         doc_positions = np.concatenate([np.arange(length) for _, _, length in parts], dtype=np.int64)
         doc_positions[: parts[0][2]] += start - max(int(begins[first]), offset)
@@ -193,7 +229,7 @@ class CorpusSamples:
     def _documents(self, index: int) -> tuple[np.ndarray, int]:
         """The documents that sample `index` overlaps, in order, and its first token's offset in the first one."""
         epoch, read_index = divmod(index, self.per_epoch)
-        epoch_index = self._cached_epoch(epoch)
+        epoch_index = self._epoch(epoch)
         sample = epoch_index.shuffle_index[read_index]
         (first, offset), (last, _) = epoch_index.sample_index[sample], epoch_index.sample_index[sample + 1]
         return epoch_index.document_index[first : last + 1], int(offset)
@@ -208,7 +244,7 @@ class CorpusSamples:
         # A document may have no tokens besides BOS and end-of-document.
         if not (np.delete(self._tokens.sequence_lengths, list(own_documents)) > first_token + 1).any():
             raise UserError(
-                f"{self._corpus.folder} has no document in its {self._split} split other than those of a sequence of "
+                f"{self._corpus} has no document in its {self._split} split other than those of a sequence of "
                 f"{self._seq_len} tokens; prepare more documents, or give shorter sequences"
             )
         parts: list[np.ndarray] = []
@@ -224,18 +260,21 @@ class CorpusSamples:
 
     def packing(self) -> Packing:
         """Packing statistics of the first epoch, whose index exists; other epochs differ only in order."""
-        order = self._cached_epoch(0).document_index
+        order = self._epoch(0).document_index
         lengths = self._tokens.sequence_lengths
-        return pack(str(self._corpus.folder), lengths, order, self._seq_len, self.per_epoch)
+        return pack(str(self._corpus), lengths, order, self._seq_len, self.per_epoch)
 
-    def _open_epoch(self, epoch: int) -> _EpochIndex:
-        self._build(epoch)
-        return _EpochIndex.read(self._index_folder(epoch))
+    def _epoch(self, epoch: int) -> _EpochIndex:
+        folder = self._index_folder(epoch)
+        try:
+            return self._files.epochs(folder)
+        except FileNotFoundError:
+            self._build(epoch)
+            return self._files.epochs(folder)
 
     def _dataset(self, epoch: int, cache: Path) -> "GPTDataset":
         # Importing Megatron takes seconds, which a run that finds its indices saves.
         from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-        from megatron.core.datasets.indexed_dataset import IndexedDataset
         from megatron.core.datasets.utils import Split
 
         # The index is named by content, not path: a moved folder keeps it, a re-prepared one does not.
@@ -259,8 +298,9 @@ class CorpusSamples:
             create_attention_mask=False,
         )
         documents = np.arange(len(self._tokens), dtype=np.int32)
-        tokens = IndexedDataset(str(self._corpus.prefix(self._split)))
-        return GPTDataset(tokens, content, documents, None, Split.train, config)
+        # All that the index is built from; IndexedDataset knows sequences only, of which a document may have several.
+        lengths: Any = SimpleNamespace(sequence_lengths=self._tokens.sequence_lengths)
+        return GPTDataset(lengths, content, documents, None, Split.train, config)
 
     def _index_folder(self, epoch: int) -> Path:
         content = self._corpus.record(self._split).bin.sha256[:16]
@@ -306,7 +346,10 @@ class BlendedSamples(Blend[Tensor]):
         for corpus in corpora:
             _check_holds_a_sample(corpus, split, seq_len, keys)
         self.seq_len = seq_len
-        self.corpora = [CorpusSamples(corpus, split, seq_len, seed, cache, answers) for corpus in corpora]
+        files = OpenFiles()
+        self.corpora = [
+            CorpusSamples(corpus, split, seq_len, seed, cache, answers, files) for corpus in corpora
+        ]
         super().__init__(self.corpora, [corpus.share(split) for corpus in corpora], periodic)
 
     def packing(self) -> list[Packing]:
@@ -326,6 +369,6 @@ def _check_holds_a_sample(corpus: PreparedCorpus, split: str, seq_len: int, keys
             " or training.eval_samples=0" if split == "validation" and keys[1].startswith("training.") else ""
         )
         raise UserError(
-            f"{keys[0]}={corpus.folder} has {tokens} tokens in its {split} split, one sample takes "
+            f"{keys[0]}={corpus} has {tokens} tokens in its {split} split, one sample takes "
             f"{keys[1]} + 1 = {seq_len + 1}; prepare more text, or set {keys[1]}={tokens - 1}{instead}"
         )

@@ -20,8 +20,13 @@ INDEX_MAGIC = b"MMIDIDX\x00\x00"
 INDEX_HEADER = struct.Struct("<9sQBQQ")
 """Megatron's index header: magic, version, type code, number of sequences, number of document bounds."""
 
-_DTYPES = dict(enumerate(("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16"), 1))
+DTYPE_NAMES = dict(enumerate(("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16"), 1))
 """Megatron's type code -> numpy name."""
+
+
+def token_file(prefix: Path, kind: str) -> Path:
+    """PREFIX.bin or PREFIX.idx, as `kind` says; a prefix may hold dots."""
+    return prefix.with_name(f"{prefix.name}.{kind}")
 
 
 class TokenFile:
@@ -30,13 +35,25 @@ class TokenFile:
     def __init__(self, prefix: Path):
         """prefix: path of both files, already checked, without the extensions."""
         self._prefix = prefix
-        index = np.memmap(f"{prefix}.idx", dtype=np.uint8, mode="r")
-        _, _, code, count, _ = INDEX_HEADER.unpack(index[: INDEX_HEADER.size].tobytes())
+        index = np.memmap(token_file(prefix, "idx"), dtype=np.uint8, mode="r")
+        _, _, code, count, bounds = INDEX_HEADER.unpack(index[: INDEX_HEADER.size].tobytes())
         self.sequence_lengths = np.frombuffer(index, np.int32, count, INDEX_HEADER.size)
         """Tokens of each document."""
 
-        self._starts = np.frombuffer(index, np.int64, count, INDEX_HEADER.size + self.sequence_lengths.nbytes)
-        self._tokens = np.memmap(f"{prefix}.bin", dtype=_DTYPES[code], mode="r")
+        self._starts = np.frombuffer(index, np.int64, count, INDEX_HEADER.size + 4 * count)
+        self._tokens = np.memmap(token_file(prefix, "bin"), dtype=DTYPE_NAMES[code], mode="r")
+        if (
+            bounds != count + 1
+        ):  # documents of several sequences, as `preprocess_data.py --split-sentences` writes
+            self._join_sequences(np.frombuffer(index, np.int64, bounds, INDEX_HEADER.size + 12 * count))
+
+    def _join_sequences(self, bounds: np.ndarray) -> None:
+        """Make documents of sequences; bounds (documents + 1,): first sequence of each, then the number of all."""
+        ends = np.concatenate([[0], self.sequence_lengths.cumsum(dtype=np.int64)])
+        lengths = np.diff(ends[bounds])
+        assert lengths.max() < 2**31, "Megatron's indices hold lengths as int32"
+        self.sequence_lengths = lengths.astype(np.int32)
+        self._starts = ends[bounds[:-1]] * self._tokens.itemsize
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenFile, (self._prefix,)  # reopened, not pickled with its tokens
@@ -56,6 +73,12 @@ class TokenFile:
         """`length` tokens of a document from `offset` on."""
         start = int(self._starts[document]) // self._tokens.itemsize + offset
         return self._tokens[start : start + length]
+
+    def edges(self) -> tuple[np.ndarray, np.ndarray]:
+        """First and last token of each document that has tokens."""
+        filled = self.sequence_lengths > 0
+        firsts = self._starts[filled] // self._tokens.itemsize
+        return self._tokens[firsts], self._tokens[firsts + self.sequence_lengths[filled] - 1]
 
 
 def token_dtype(vocab_size: int) -> type[Any]:
@@ -135,7 +158,7 @@ class _DocumentWriter:
         self._stream.close()
         lengths = np.frombuffer(self._lengths, np.int32)
         with open(f"{self._prefix}.idx", "wb") as stream:
-            code = next(code for code, name in _DTYPES.items() if name == self._dtype.name)
+            code = next(code for code, name in DTYPE_NAMES.items() if name == self._dtype.name)
             stream.write(INDEX_HEADER.pack(INDEX_MAGIC, 1, code, len(lengths), len(lengths) + 1))
             stream.write(lengths.data)
             starts = lengths.cumsum(dtype=np.int64)

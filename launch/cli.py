@@ -59,7 +59,7 @@ try:
     from launch.exit_status import ExitStatus
     from launch.messages import INTERRUPTED, ignore_write_errors, print_error
     from launch.slurm_programs import SlurmRefused
-    from megakernel.config import InUse, NotFinite, RunFailed, UserError
+    from megakernel.config import InUse, NotFinite, PreparationFailed, RunFailed, UserError
     from megakernel.config.errors import REFUSED_BY_DISK, nearest_first
     from megakernel.training.events import in_job
 
@@ -107,6 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitStatus.IN_USE if isinstance(error, InUse) else ExitStatus.USAGE
     except RunFailed as error:
         print_error(str(error))
+        if isinstance(error, PreparationFailed):
+            return ExitStatus.NOT_PREPARED
         return ExitStatus.NOT_FINITE if isinstance(error, NotFinite) else ExitStatus.FAILED
     except BrokenPipeError:
         return ExitStatus.BROKEN_PIPE

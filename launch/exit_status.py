@@ -39,6 +39,10 @@ class ExitStatus(IntEnum):
     IN_USE = 90
     """Another process writes into the run's folder; a batch script may restart the run after that one ends."""
 
+    NOT_PREPARED = 92
+    """The data could not be verified or indexed before the first step; what is finished is kept. (91 is the batch
+    script's own.)"""
+
     BROKEN_PIPE = 141
     """The reader of the output closed it, as `head` does: 128 + SIGPIPE, as for any program."""
 

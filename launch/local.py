@@ -32,7 +32,7 @@ SETTLE_SECONDS = 2.0
 
 _CLEAN_EXITS = (ExitStatus.DONE, ExitStatus.STOPPED, ExitStatus.TERMINATED)
 _PRINTED_BY_RANK_0 = (ExitStatus.USAGE, ExitStatus.IN_USE)
-_PASSED_ON = (*_PRINTED_BY_RANK_0, ExitStatus.STALLED, ExitStatus.NOT_FINITE)
+_PASSED_ON = (*_PRINTED_BY_RANK_0, ExitStatus.STALLED, ExitStatus.NOT_FINITE, ExitStatus.NOT_PREPARED)
 _POLL_SECONDS = 0.02
 _LAST_LINES = 12
 
@@ -53,8 +53,8 @@ def run_ranks(
     `straggler_seconds` after one exited without the others, the others are ended and the first failure is printed. They
     have SETTLE_SECONDS to exit by themselves, then get TERM, and after `grace_seconds` KILL.
 
-    Returns 0, 85 or 143 if all ranks agree on it; 2, 86, 89 or 90 if the first failure is a usage error, a step that
-    made no progress, a non-finite loss or a run folder in use; otherwise 1.
+    Returns 0, 85 or 143 if all ranks agree on it; 2, 86, 89, 90 or 92 if the first failure is a usage error, a step
+    that made no progress, a non-finite loss, a run folder in use or data that could not be made ready; otherwise 1.
     """
     received: list[int] = []  # oldest first
     with handle_signals(FORWARDED, received.append):

@@ -91,7 +91,7 @@ def _summary(out: Path, manifest: Manifest) -> str:
         f"{out}: tokenizer {manifest.tokenizer.kind}, vocabulary {manifest.tokenizer.vocab_size:,}{bos_note}"
     ]
     lines += [
-        f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens, {split.bytes / 1e6:,.1f} MB"
+        f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens, {(split.bytes or 0) / 1e6:,.1f} MB"
         + (f", {split.scored.tokens:,} tokens of answers" if split.scored else "")
         for name, split in manifest.splits.items()
     ]

@@ -19,6 +19,7 @@ from megakernel.config import Config, UserError, check_recorded_run, data_parall
 from megakernel.config.errors import report_write_errors
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.parallel.ranks import Ranks
+from megakernel.training.data import check_corpora
 from megakernel.training.process import run_in_mesh
 from megakernel.training.run_folder import RunLock, refuse_links
 from megakernel.training.stop_requests import block_stop_signals
@@ -69,6 +70,8 @@ def _start(config: Config, args: argparse.Namespace, world_size: int) -> int:
         if (done := finished_message(config)) is not None:  # known without importing the libraries
             print(done)
             return 0
+    # Before the run's folder is made; an up-training always evaluates.
+    check_corpora(config, Ranks(), config.uptrain is not None or config.training.eval_samples > 0)
     logs = config.run.folder / "logs"
     with report_write_errors("run.root", config.run.root):
         logs.mkdir(parents=True, exist_ok=True)

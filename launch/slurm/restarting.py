@@ -86,7 +86,13 @@ MAX_MEMORY_RESTARTS = 2
 """Most restarts in a row without a saved step after running out of memory: more would fail in the same way."""
 
 _REQUESTS = (ExitStatus.DONE, ExitStatus.STOPPED, ExitStatus.TERMINATED)
-_NEVER_RETRIED = (ExitStatus.DONE, ExitStatus.USAGE, ExitStatus.NOT_FINITE, ExitStatus.TERMINATED)
+_NEVER_RETRIED = (
+    ExitStatus.DONE,
+    ExitStatus.USAGE,
+    ExitStatus.NOT_FINITE,
+    ExitStatus.NOT_PREPARED,
+    ExitStatus.TERMINATED,
+)
 _INFRASTRUCTURE = (ExitStatus.STALLED, ExitStatus.UNFIT, ExitStatus.IN_USE)
 
 _INFRASTRUCTURE_ERROR = re.compile(
@@ -170,6 +176,7 @@ def _describe(status: int) -> str:
         ExitStatus.UNFIT: "a node is not fit",
         ExitStatus.OUT_OF_MEMORY: "ran out of memory, which --mem can raise",
         ExitStatus.NOT_FINITE: "the loss or its gradients stayed non-finite",
+        ExitStatus.NOT_PREPARED: "the data could not be verified or indexed",
         ExitStatus.IN_USE: "another process writes into the run's folder",
         ExitStatus.TERMINATED: ENDED_ON_REQUEST,
     }

@@ -80,7 +80,7 @@ class WeightSource:
         Returns a warning if the source has no tokenizer to compare with, or if only one of them starts documents with
         BOS.
         """
-        source, corpus = self.folder, corpora.train[0].folder
+        source, corpus = self.folder, corpora.train[0]
         folder = source if has_tokenizer(source) else tokenizer_folder(run_of(source))
         if not folder.is_dir():
             return f"{source} has no tokenizer: whether {corpus} was prepared with the same one is not known"

@@ -3,7 +3,7 @@
 from .algebra import BlockCompression, Compression, LinformerCompression, Near, PoolCompression
 from .attention import PRESETS, Attention, expand_preset
 from .data import Corpus, Data, Masking
-from .errors import MISSING, ConfigError, InUse, NotFinite, Problem, RunFailed, UserError
+from .errors import MISSING, ConfigError, InUse, NotFinite, PreparationFailed, Problem, RunFailed, UserError
 from .feature_map import FeatureMap
 from .load import from_yaml, load, to_yaml
 from .model import Classifier, Model

@@ -29,6 +29,10 @@ class NotFinite(RunFailed):
     """Non-finite losses or gradients ended the run."""
 
 
+class PreparationFailed(RunFailed):
+    """What a run needs before its first step, such as an index of its data, could not be made ready."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """One key that has to change."""

@@ -254,7 +254,7 @@ def check_length(config: Config, corpora: Corpora, split: str = "validation", re
         tokens, seq_len = corpus.record(split).tokens, config.training.seq_len
         if tokens <= seq_len // repeats:
             raise UserError(
-                f"seq_len={seq_len}: {corpus.folder} has only {tokens} {split} tokens; give at most "
+                f"seq_len={seq_len}: {corpus} has only {tokens} {split} tokens; give at most "
                 f"{repeats * tokens - 1}"
             )
 

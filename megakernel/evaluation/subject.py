@@ -12,6 +12,7 @@ from megakernel.checkpoint import opened as models
 from megakernel.checkpoint.opened import OpenedModel
 from megakernel.checkpoint.trained_run import tokenizer_folder
 from megakernel.config import Config, UserError
+from megakernel.training.data import MARKERS
 
 from .result import Table
 
@@ -86,7 +87,8 @@ def find_run(folder: Path, step: int | None, splits: Collection[str], data: Path
     source = models.find_model(folder, step, data=data)
     if splits and source.run is None and data is None:
         raise UserError(f"{folder} is not a run and has no data; give --data DIR of `megakernel prepare`")
-    corpora = Corpora(source.config.data, validation=False) if splits else None
+    markers = [] if source.run is None else [folder / MARKERS]
+    corpora = Corpora(source.config.data, validation=False, markers=markers) if splits else None
     if corpora is not None and source.tokenizer.hash != corpora.tokenizer_hash:
         trained_tokenizer = folder if source.run is None else tokenizer_folder(folder)
         raise UserError(

@@ -79,8 +79,7 @@ def loader_arguments(mesh: Mesh) -> dict[str, Any]:
     """Arguments of `TrainingBatches` and `ValidationBatches` on this rank."""
     return {
         "share": Share(mesh.dp.rank, mesh.dp.size, mesh.cp.rank, mesh.cp.size),
-        "builds_index": mesh.rank == 0,
-        "barrier": mesh.barrier,
+        "builds_index": False,  # `data.build_indices` does it, for which the others wait without a limit
     }
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from data_pipeline.corpus import Corpora
 from data_pipeline.loader import TrainingBatches, ValidationBatches
 from data_pipeline.packing import packing_table
 from megakernel.checkpoint.folder import CheckpointFolder
@@ -19,9 +18,11 @@ from megakernel.model.flops import training_flops_per_token
 from megakernel.model.parameters import parameter_count
 from megakernel.model.settings import model_settings
 from megakernel.parallel import Mesh
+from megakernel.parallel.long_work import long_work
 from megakernel.parallel.ranks import Ranks
 
 from . import events
+from .data import build_indices, check_corpora, verified_corpora
 from .deepspeed_config import check_deepspeed_keys
 from .engine import Engine, StepResult, loader_arguments
 from .environment import package_versions
@@ -63,15 +64,17 @@ class Trainer:
         self.parent_folders = parent_folders
         self.ranks = Ranks.of(mesh)
         evaluates, loader = config.training.eval_samples > 0, loader_arguments(mesh)
-        self.corpora = Corpora(config.data, validation=evaluates)
+        found = check_corpora(config, self.ranks, evaluates)  # before a run folder is made
         self.folder = RunFolder(config, self.ranks)
         self.console = Console(config.training.steps, self._consumed(config.training.steps)[1])
         changes = self.folder.open([_device_name(mesh.device)])
         for change in changes:
             self._note(f"{change.key} was {change.recorded!r} and is now {change.wanted!r}")
+        self.corpora = verified_corpora(config, mesh, found, [*parent_folders, self.folder.path])
         self.folder.keep_tokenizer(self.corpora.tokenizer_folder, self.corpora.tokenizer_hash)
         self.batches = TrainingBatches(config, self.corpora, **loader)
         self.validation = ValidationBatches(config, self.corpora, **loader) if evaluates else None
+        build_indices(config, mesh, self.batches, *([self.validation] if self.validation else []))
         settings = model_settings(config, mesh, self.corpora.vocab_size)
         # model.vocab_size may be larger than the tokenizer's.
         self.vocab_size = settings.vocab_size - config.model.special_ids
@@ -316,11 +319,12 @@ class Trainer:
         return samples, tokens * self.config.model.sequences_per_sample
 
     def _open_writer(self, stack: ExitStack, done: int) -> MetricsWriter | None:
+        minutes = self.config.parallel.timeout_minutes
+        packing = long_work(self.mesh, "packing statistics", minutes, lambda: self.batches.packing(done))
         if self.mesh.rank != 0:
             return None
         tensorboard = self.folder.tensorboard if self.config.logging.tensorboard else None
         writer = stack.enter_context(MetricsWriter(self.folder.metrics_file, tensorboard, done))
-        packing = self.batches.packing(done)
         for one in packing:
             self._note(f"packing of {one}")
         writer.describe(self.config, packing_table(packing) if packing else "")

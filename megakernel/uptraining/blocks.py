@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_pipeline.corpus import Corpora
 from data_pipeline.loader import TrainingBatches
 from megakernel.checkpoint.files import CheckpointTensors, write_layer, write_model_states
 from megakernel.checkpoint.folder import CheckpointFolder
@@ -35,6 +34,7 @@ from megakernel.model.layer_inputs import LayerInputs
 from megakernel.model.settings import DTYPES, model_settings
 from megakernel.parallel import Mesh, OneProcess
 from megakernel.parallel.ranks import Ranks
+from megakernel.training.data import build_indices, open_corpora
 from megakernel.training.engine import loader_arguments, model_inputs
 from megakernel.training.environment import package_versions
 from megakernel.training.observing.metrics_writer import MetricsWriter, StepMetrics, read_metrics
@@ -82,7 +82,7 @@ class BlockTransfer:
         source = config.init.source
         assert source is not None
         self.source = WeightSource.find("init.from", source, self.ranks)
-        self.corpora = Corpora(config.data)
+        self.corpora = open_corpora(config, mesh, [*parent_folders, self.folder.path])
         self.settings = model_settings(config, mesh, self.corpora.vocab_size)
         specs = layer_list(self.settings)
         self.first = config.model.first_layer
@@ -217,7 +217,9 @@ class BlockTransfer:
         steps, mesh = self.config.training.steps, self.mesh
         self.note(f"hidden states before layer {layers.stop}: writing {_megabytes(output.bytes)}")
         teacher = self._teacher(layers, input_states)
-        batches = TrainingBatches(self.config, self.corpora, **loader_arguments(mesh)).from_step(0)
+        training = TrainingBatches(self.config, self.corpora, **loader_arguments(mesh))
+        build_indices(self.config, mesh, training)
+        batches = training.from_step(0)
         stop_files = map(stop_file, self.parent_folders) if mesh.rank == 0 else ()
         limits = self.config.parallel.timeout_minutes, self.config.parallel.stall_minutes
         try:

@@ -65,7 +65,7 @@ class Uptraining:
         assert folder is not None
         # Missing or unsuitable inputs are reported before anything is written, not when a stage needs them.
         source = WeightSource.find("init.from", folder, self.ranks)
-        corpora = Corpora(self.config.data)
+        corpora = self.ranks.on_rank_zero(lambda: Corpora(self.config.data, verify=False))
         # The first stage reports its warnings.
         self.ranks.on_rank_zero(lambda: source.check_tokenizer(corpora))
         self.ranks.on_rank_zero(lambda: self._check_texts(corpora))

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_pipeline.corpus import Corpora
 from data_pipeline.loader import ValidationBatches
 from megakernel.checkpoint.frozen import frozen_model, head_inputs
 from megakernel.checkpoint.weight_source import WeightSource
@@ -15,6 +14,7 @@ from megakernel.model.head import token_losses
 from megakernel.model.layer_inputs import IGNORED, LayerInputs
 from megakernel.model.settings import DTYPES, model_settings
 from megakernel.parallel import Mesh
+from megakernel.training.data import build_indices, open_corpora
 from megakernel.training.engine import loader_arguments, means, model_inputs
 
 
@@ -35,10 +35,11 @@ class Validation:
 
     def __init__(self, config: Config, mesh: Mesh):
         self.config, self.mesh = config, mesh
-        self.corpora = Corpora(config.data)
+        self.corpora = open_corpora(config, mesh, [config.run.folder])
         self.settings = model_settings(config, mesh, self.corpora.vocab_size)
-        batches = list(ValidationBatches(config, self.corpora, **loader_arguments(mesh)))
-        self._model_inputs = model_inputs(batches, mesh)
+        batches = ValidationBatches(config, self.corpora, **loader_arguments(mesh))
+        build_indices(config, mesh, batches)
+        self._model_inputs = model_inputs(list(batches), mesh)
 
     def model(self, model: Model, source: WeightSource, dtype: torch.dtype | None = None) -> LanguageModel:
         """Build a frozen model with the weights of `source`, see `frozen_model`; dtype: None for that of training."""

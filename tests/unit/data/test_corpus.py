@@ -150,26 +150,61 @@ def test_damage_that_keeps_the_file_size_is_detected(copy: Path, name: str, plac
     )
 
 
-def test_a_corpus_is_verified_once_per_machine(
-    copy: Path, check_cache: Path, monkeypatch: pytest.MonkeyPatch
-):
-    Corpora(Data(train=copy))
-    read: list[Path] = []
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The files that are read for their SHA-256, in order."""
+    files: list[Path] = []
     of = FileRecord.of
     monkeypatch.setattr(
-        FileRecord, "of", staticmethod(lambda file, look=None: read.append(file) or of(file, look))
+        FileRecord, "of", staticmethod(lambda file, look=None: files.append(file) or of(file, look))
     )
+    return files
+
+
+def test_a_corpus_is_verified_once(copy: Path, check_cache: Path, tmp_path: Path, read: list[Path]):
+    Corpora(Data(train=copy))
+    assert len(read) == 4, "both files of both splits"
+    read.clear()
     Corpora(Data(train=copy))
     assert read == []
+    assert not check_cache.exists(), "the marker is beside the data, for all machines and users"
     os.utime(copy / "train.bin")
     Corpora(Data(train=copy))
     assert copy / "train.bin" in read, "a file that was touched is read again"
     read.clear()
+    again = Path(shutil.copytree(copy, tmp_path / "again"))
+    Corpora(Data(train=again))
+    assert len(read) == 4, "so is a copy, although the marker was copied, too"
+
+
+def test_a_read_only_corpus_is_verified_once_in_the_run_or_the_user_s_cache(
+    copy: Path, check_cache: Path, tmp_path: Path, read: list[Path]
+):
+    shutil.rmtree(copy / ".verified", ignore_errors=True)
+    (copy / ".verified").write_text("in the way, as a read-only file system would be")
+    for markers in ([tmp_path / "run/verified"], []):
+        read.clear()
+        Corpora(Data(train=copy), markers=markers)
+        Corpora(Data(train=copy), markers=markers)
+        assert len(read) == 4
     shutil.rmtree(check_cache)
     check_cache.write_text("no folder")
+    read.clear()
     Corpora(Data(train=copy))
     Corpora(Data(train=copy))
-    assert len(read) == 8, "without a cache, both splits are read at every start"
+    assert len(read) == 8, "without any place, both splits are read at every start"
+
+
+def test_verification_reads_as_much_as_data_verify_says(copy: Path, check_cache: Path, read: list[Path]):
+    flip(copy / "train.bin", 0.5)
+    for verify in ("sizes", "none"):
+        Corpora(Data(train=copy, verify=verify))
+    assert read == []
+    assert "holds a damaged train.bin" in open_error(Data(train=copy))
+    with (copy / "train.bin").open("ab") as stream:
+        stream.write(b"xx")
+    assert "holds a truncated or foreign train.bin" in open_error(Data(train=copy, verify="sizes"))
+    Corpora(Data(train=copy, verify="none"))
 
 
 def test_a_failed_verification_is_not_cached(copy: Path, check_cache: Path):

@@ -29,6 +29,7 @@ def ends(*statuses, progressed=False):
         (ExitStatus.OUT_OF_MEMORY, True),
         (ExitStatus.IN_USE, True),
         (ExitStatus.NOT_FINITE, False),
+        (ExitStatus.NOT_PREPARED, False),
         (137, True),  # KILL
         (140, True),  # USR2, before the process had its signal handlers
     ],
@@ -60,7 +61,7 @@ def test_an_error_restarts_a_run_only_after_progress():
 
 
 def test_user_errors_and_cancellation_never_restart_a_run():
-    for status in (ExitStatus.USAGE, ExitStatus.NOT_FINITE, ExitStatus.TERMINATED):
+    for status in (ExitStatus.USAGE, ExitStatus.NOT_FINITE, ExitStatus.NOT_PREPARED, ExitStatus.TERMINATED):
         assert not decide([Start(status, True)], 3, RESET).restart
 
 
