@@ -58,10 +58,20 @@ MakeModel = Callable[[ModelSettings, Callable[[], float]], LocalModel]
 """Builds a rank's model or pipeline stage, as `build_model` does."""
 
 
-def model_inputs(batches: Sequence[Batch], mesh: Mesh) -> list[LayerInputs]:
-    """LayerInputs of each micro-batch, with the number of targets of the global batch. A collective."""
+def counted_labels(batches: Sequence[Batch], mesh: Mesh) -> Tensor:
+    """Labels () int64 of all ranks' batches that count in the loss, perhaps none. A collective."""
     count = sum((batch.loss_mask.sum() for batch in batches), start=torch.zeros((), dtype=torch.int64))
-    targets = mesh.sum(count.to(mesh.device), mesh.gradient).clamp(min=1).reshape(1)
+    return mesh.sum(count.to(mesh.device), mesh.gradient)
+
+
+def model_inputs(batches: Sequence[Batch], mesh: Mesh, counted: Tensor | None = None) -> list[LayerInputs]:
+    """LayerInputs of each micro-batch, with the number of targets of the global batch. A collective.
+
+    counted: `counted_labels` of the batches, if known.
+    """
+    if counted is None:
+        counted = counted_labels(batches, mesh)
+    targets = counted.clamp(min=1).reshape(1)  # without targets the sums of losses are 0, too
     return [to_layer_inputs(batch, targets) for batch in batches]
 
 
@@ -133,8 +143,9 @@ class DeferredErrors:
 class StepResult:
     """Measurements of one optimizer step, the same on every rank."""
 
-    loss: float
-    """Loss of the global batch before the update: mean cross entropy in nats, or that of another objective."""
+    loss: float | None
+    """Loss of the global batch before the update: mean cross entropy in nats, or that of another objective. None if
+    none of its labels counts, as in a batch of conversations in which only a user speaks."""
 
     grad_norm: float
     """Global gradient norm before clipping; may be inf or nan."""
@@ -215,14 +226,16 @@ class Engine:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group[LR_SCALE]
         self.engine.train()
-        inputs = self._model_inputs(batches)
+        inputs, counted = self._model_inputs(batches)
         skipped_before = self.skipped_steps
         with self.traffic.step():
             loss = self._update(inputs)
         attention.finish_step(self.engine.module, lambda x: self.mesh.sum(x, self.mesh.gradient))
         norm = self.engine.get_global_grad_norm()
+        # Attention transfer learns from every token, whatever its label.
+        has_loss = self.config.objective.kind == "transfer" or counted.item() > 0
         return StepResult(
-            loss=loss,
+            loss=loss if has_loss else None,
             grad_norm=math.nan if norm is None else float(norm),
             skipped=self.skipped_steps > skipped_before,
         )
@@ -269,9 +282,11 @@ class Engine:
             yield
 
     def evaluate(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """The metrics of `Model.metric_names`: means over the targets of all ranks' batches."""
+        """The metrics of `Model.metric_names`: means over the targets of all ranks' batches; empty without targets."""
         self.engine.eval()
-        inputs = self._model_inputs(batches)
+        inputs, counted = self._model_inputs(batches)
+        if counted.item() == 0:
+            return {}
         names = self.config.model.metric_names
         values = (
             self._evaluated_by_stages(inputs) if self.pipelined else means(self.engine, inputs, self.mesh)
@@ -290,9 +305,11 @@ class Engine:
             total += mean * len(inputs) / self.micro_batches
         return self.mesh.sum(total, self.mesh.pp)
 
-    def _model_inputs(self, batches: Sequence[Batch]) -> list[LayerInputs]:
+    def _model_inputs(self, batches: Sequence[Batch]) -> tuple[list[LayerInputs], Tensor]:
+        """The inputs, and the labels of all ranks that count."""
         self._reset_stage_buffers(batches[0].tokens.shape)
-        return model_inputs(batches, self.mesh)
+        counted = counted_labels(batches, self.mesh)
+        return model_inputs(batches, self.mesh, counted), counted
 
     def _reset_stage_buffers(self, shape: torch.Size) -> None:
         """Reset DeepSpeed's pipeline buffers when the shape (B, N) or the mode changes.

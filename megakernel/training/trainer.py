@@ -91,6 +91,8 @@ class Trainer:
             "zero_stage": config.parallel.zero_stage,
         }
         self.skipped_in_a_row = 0
+        self.steps_read = self.steps_without_loss = 0  # of this start
+        self.warned_of_no_loss = False
         self.entry = StepMetrics()
 
     def run(self) -> Stop:
@@ -224,6 +226,8 @@ class Trainer:
             result = self.engine.train_step(micro_batches, rate)
         self.throughput.step(self.tokens_per_step, self.flops_per_token)
         self.observer.after_step(step + 1, micro_batches, self.entry)
+        self.steps_read += 1
+        self.steps_without_loss += result.loss is None
         self._check_finite(step + 1, result)
         if (step + 1) % training.log_every == 0 or step + 1 == training.steps:
             self._log(step + 1, result, rate)
@@ -251,7 +255,6 @@ class Trainer:
         scalars = speed | self.work.scalars(steps, *times)
         scalars |= self.engine.memory.scalars() | self.engine.traffic.scalars()
         scalars |= {
-            "train/loss": result.loss,
             "train/lr": rate,
             "train/grad_norm": result.grad_norm,
             "train/tokens": float(self._consumed(step)[1]),
@@ -259,10 +262,25 @@ class Trainer:
             "train/skipped_steps": float(self.engine.skipped_steps),
         }
         scalars |= self.engine.engine.module.scalars()
-        scalars |= self._bits_per_byte("train", result.loss, "train")
+        if result.loss is not None:
+            scalars |= {"train/loss": result.loss} | self._bits_per_byte("train", result.loss, "train")
+        if self.steps_without_loss:
+            scalars["train/steps_without_loss"] = float(self.steps_without_loss)
+            self._warn_of_no_loss()
         self.entry.scalars |= scalars
         if self.mesh.rank == 0:
             self.console.step(step, scalars)
+
+    def _warn_of_no_loss(self) -> None:
+        if self.warned_of_no_loss:
+            return
+        self.warned_of_no_loss = True
+        share = self.steps_without_loss / self.steps_read
+        self._note(
+            f"warning: in {self.steps_without_loss} of {self.steps_read} batches so far ({share:.0%}) no token counts, "
+            "and they have no loss; train/steps_without_loss counts them on. Raise training.global_batch_size or "
+            "training.seq_len, or leave out conversations without answers"
+        )
 
     def _after_step(self, step: int, stop: Stop) -> None:
         training, every = self.config.training, self.config.checkpoint.every
@@ -281,6 +299,12 @@ class Trainer:
         self.mesh.progress.begin("evaluation")
         with self.throughput.excluded():
             measured = self.engine.evaluate(list(self.validation))
+        if not measured:
+            self._note(
+                f"eval at step {step}: no token of the {self.validation.samples} validation samples counts, so there "
+                "is no loss; raise training.eval_samples"
+            )
+            return
         scalars = {f"eval/{name}": value for name, value in measured.items()}
         scalars |= self._bits_per_byte("eval", measured["loss"], "validation")
         self.entry.scalars |= scalars

@@ -91,7 +91,6 @@ class Distillation:
             return {}
         # Every tensor rank has the same sums and token counts, so adding them up leaves the means unchanged.
         cross_entropy, divergence, tokens = torch.stack(gathered).sum(0).tolist()
-        return {
-            "train/cross_entropy": cross_entropy / max(tokens, 1),
-            "train/divergence": divergence / max(tokens, 1),
-        }
+        if not tokens:
+            return {}
+        return {"train/cross_entropy": cross_entropy / tokens, "train/divergence": divergence / tokens}

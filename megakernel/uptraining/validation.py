@@ -8,14 +8,14 @@ from torch import Tensor
 from data_pipeline.loader import ValidationBatches
 from megakernel.checkpoint.frozen import frozen_model, head_inputs
 from megakernel.checkpoint.weight_source import WeightSource
-from megakernel.config import Config, Model
+from megakernel.config import Config, Model, UserError
 from megakernel.model import LanguageModel
 from megakernel.model.head import token_losses
 from megakernel.model.layer_inputs import IGNORED, LayerInputs
 from megakernel.model.settings import DTYPES, model_settings
 from megakernel.parallel import Mesh
 from megakernel.training.data import build_indices, open_corpora
-from megakernel.training.engine import loader_arguments, means, model_inputs
+from megakernel.training.engine import counted_labels, loader_arguments, means, model_inputs
 
 
 def measured_on(config: Config) -> dict[str, Any]:
@@ -39,7 +39,13 @@ class Validation:
         self.settings = model_settings(config, mesh, self.corpora.vocab_size)
         batches = ValidationBatches(config, self.corpora, **loader_arguments(mesh))
         build_indices(config, mesh, batches)
-        self._model_inputs = model_inputs(list(batches), mesh)
+        read = list(batches)
+        if counted_labels(read, mesh).item() == 0:
+            raise UserError(
+                f"training.eval_samples={config.training.eval_samples}: no token of the validation samples counts in "
+                "the loss; give more samples"
+            )
+        self._model_inputs = model_inputs(read, mesh)
 
     def model(self, model: Model, source: WeightSource, dtype: torch.dtype | None = None) -> LanguageModel:
         """Build a frozen model with the weights of `source`, see `frozen_model`; dtype: None for that of training."""

@@ -8,7 +8,8 @@ from megakernel.config.yaml_text import parse, write
 from tests.tiers import tiered
 from tests.unit.data.conftest import documents, prepared, write_jsonl
 
-from .training_run import scalars, train, write_config
+from .processes import run_ranks
+from .training_run import pretrain_and_return_output, scalars, train, write_config
 
 
 @pytest.fixture(scope="module")
@@ -21,18 +22,21 @@ def corpora(tmp_path_factory) -> Path:
     return folder
 
 
+def start_lines(config: Path, *overrides: str) -> list[str]:
+    (out,) = run_ranks(pretrain_and_return_output, 1, config, overrides)
+    return [line for line in out.splitlines() if line.startswith(("data of", "warning"))]
+
+
 @pytest.mark.second
-def test_the_start_prints_each_corpus_s_share_and_passes(corpora, tmp_path, capfd):
+def test_the_start_prints_each_corpus_s_share_and_passes(corpora, tmp_path):
     config, brief = write_config(tmp_path, corpora / "web-*"), "logging.tensorboard=false"
-    train(config, 1, brief, "training.steps=20")
-    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith(("data of", "warning"))]
+    lines = start_lines(config, brief, "training.steps=20")
     assert [line.split(": ")[0] for line in lines] == [f"data of {corpora}/web-{i}" for i in range(2)]
     shares = [float(line.split()[3]) for line in lines]
     assert sum(shares) == pytest.approx(100, abs=0.01)  # four digits of each
     assert shares[1] == pytest.approx(9, abs=1)
     equal = f"data.train={{{corpora}/web-0: 1, {corpora}/web-1: 1}}"
-    train(config, 1, brief, "training.steps=60", equal, "run.name=equal")
-    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith(("data of", "warning"))]
+    lines = start_lines(config, brief, "training.steps=60", equal, "run.name=equal")
     assert "50 % of what is read" in lines[0]
     assert lines[2].startswith(
         f"warning: data.train={corpora}/web-1 would be read more than 4 times (at most "

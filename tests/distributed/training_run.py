@@ -1,5 +1,7 @@
 """Training runs in real ranks, for tests that compare their losses."""
 
+import contextlib
+import io
 import json
 import math
 import os
@@ -120,6 +122,13 @@ def pretrain_in_this_rank(config: Path, overrides: tuple[str, ...]) -> int:
     from launch.training import train
 
     return train(load(config, overrides), this_process())
+
+
+def pretrain_and_return_output(config: Path, overrides: tuple[str, ...]) -> str:
+    """Train in this rank; returns what it printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert pretrain_in_this_rank(config, overrides) == 0
+    return printed.getvalue()
 
 
 def pretrain_killed_at_line(line_start: str, config: Path, overrides: tuple[str, ...]) -> int:

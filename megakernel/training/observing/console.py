@@ -33,7 +33,7 @@ class Console:
         """Print a logged step from its metrics."""
         parts = [
             (f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}", "bold"),
-            (f"loss {decimal(scalars['train/loss'])}", "bold cyan"),
+            (f"loss {decimal(scalars['train/loss'])}" if "train/loss" in scalars else "no loss", "bold cyan"),
             *_further_metrics("train", scalars, "cyan"),
             (f"lr {scalars['train/lr']:.2e}", ""),
             (f"grad norm {scalars['train/grad_norm']:.3f}", ""),
