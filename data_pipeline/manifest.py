@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from data_pipeline.document import Label
 from megakernel.config.errors import UserError
@@ -75,6 +75,13 @@ class TokenizerRecord(_Record):
 
     bos: int | None = None
     """The token that every document begins with; None: no token, as in all folders of earlier versions."""
+
+    @model_validator(mode="after")
+    def _ids_are_in_the_vocabulary(self) -> "TokenizerRecord":
+        for name in ("eod", "bos"):
+            if (token := getattr(self, name)) is not None and not 0 <= token < self.vocab_size:
+                raise ValueError(f"{name}={token} is none of the {self.vocab_size} ids")
+        return self
 
 
 class LabelsRecord(_Record):

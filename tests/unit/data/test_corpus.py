@@ -251,6 +251,17 @@ def test_a_manifest_of_another_vocabulary_is_refused(copy: Path):
     assert "has a tokenizer of 257 ids, but its manifest says 301" in open_error(Data(train=copy))
 
 
+@pytest.mark.parametrize("changes", [{"eod": 257}, {"eod": -1}, {"bos": 300}])
+def test_a_manifest_whose_special_tokens_are_no_ids_is_refused(copy: Path, changes):
+    (name,) = changes
+    tokenizer = json.loads((copy / "manifest.json").read_text())["tokenizer"] | changes
+    rewrite(copy, tokenizer=tokenizer)
+    assert (
+        f"is damaged (tokenizer: Value error, {name}={changes[name]} is none of the 257 ids)"
+        in open_error(Data(train=copy))
+    )
+
+
 def test_a_manifest_of_another_format_is_refused(copy: Path):
     rewrite(copy, format=7, novelty={})
     assert "manifest.json is of format 7, which this version cannot read (1); prepare" in open_error(
