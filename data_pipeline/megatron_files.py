@@ -7,7 +7,6 @@ default, the sample indices.
 
 import hashlib
 import logging
-import os
 import shutil
 import time
 from pathlib import Path
@@ -19,7 +18,7 @@ from data_pipeline import tokenizers
 from data_pipeline.manifest import FILE, FileRecord, Manifest, SplitRecord, TokenizerRecord
 from data_pipeline.token_files import DTYPE_NAMES, INDEX_HEADER, INDEX_MAGIC, TokenFile, token_file
 from data_pipeline.tokenizers import Tokenizer
-from data_pipeline.verification import TOKEN_TYPES, LargestId, user_cache, verify_index
+from data_pipeline.verification import TOKEN_TYPES, LargestId, is_writable, user_cache, verify_index
 from megakernel.config.data import Data
 from megakernel.config.errors import UserError, report_write_errors
 
@@ -45,7 +44,7 @@ def home(prefix: Path, data: Data) -> Path:
     Else it is in data.index_cache or the user's cache. Raises UserError without any of them.
     """
     beside = prefix.with_name(f"{prefix.name}.megakernel")
-    if (beside / FILE).is_file() or os.access(prefix.parent, os.W_OK):
+    if (beside / FILE).is_file() or is_writable(prefix.parent):
         return beside
     name = f"{prefix.name}-{hashlib.sha256(str(prefix.resolve()).encode()).hexdigest()[:16]}"
     if data.index_cache is not None:

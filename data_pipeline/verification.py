@@ -66,6 +66,11 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megakernel"
 
 
+def is_writable(folder: Path) -> bool:
+    """Whether files may be made in a folder; root respects one that nobody may write, too."""
+    return os.access(folder, os.W_OK) and bool(folder.stat().st_mode & 0o222)
+
+
 def check_once(
     folder: Path,
     what: str,
@@ -83,10 +88,11 @@ def check_once(
         (file.name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for file in files for stat in [file.stat()]
     ]
     passed = hashlib.sha256(f"{stats} {expectation}".encode()).hexdigest()
-    markers = [folder / _MARKERS / what]
-    if _read(markers[0]) == passed:
+    beside = folder / _MARKERS / what
+    if _read(beside) == passed:
         return
     place = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+    markers = [beside] if is_writable(folder) else []
     markers += [other / f"{place}-{what}" for other in further]
     with suppress(RuntimeError):
         markers.append(user_cache() / "verified" / f"{place}-{what}")

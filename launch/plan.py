@@ -145,6 +145,11 @@ def vocabulary_of(config: Config) -> tuple[int, str]:
     model, folder = config.model, config.data.train[0].path
     if model.vocab_size is not None:
         return model.vocab_size - model.special_ids, f"{model.vocab_size:,} ids by model.vocab_size"
+    if config.data.tokenizer is not None:
+        from data_pipeline import tokenizers
+
+        size = tokenizers.make(config.data.tokenizer, iter(())).vocab_size
+        return size, f"{size:,} ids of data.tokenizer={config.data.tokenizer}"
     if folder.is_dir():
         size = Manifest.read(folder).tokenizer.vocab_size
         return size, f"{size:,} ids of the tokenizer of {folder}"

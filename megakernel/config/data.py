@@ -16,7 +16,7 @@ class Corpus(Section):
     """One corpus and its share of the samples."""
 
     path: Path
-    """Folder written by `megakernel prepare`, or the prefix of Megatron's token files PREFIX.bin and PREFIX.idx."""
+    """Folder that contains manifest.json, or the prefix of Megatron's token files."""
 
     weight: float | None = Field(default=None, gt=0)
     """Relative share of the samples that come from this corpus; null, for all corpora of a list: its tokens."""

@@ -147,15 +147,22 @@ def from_yaml(text: str, source: str = "configuration") -> Config:
     tree = yaml_text.parse(text, source)
     if not isinstance(tree, dict):
         raise ConfigError([Problem(source, MISSING, "holds no sections", "restore it")])
-    # `to_yaml` writes every key: a text without this one is of a version that knew only this order.
-    if isinstance(tree.get("data"), dict):
-        tree["data"].setdefault("blend", "periodic")
+    if _is_of_periodic_version(tree.get("data")):
+        tree["data"]["blend"] = "periodic"
     try:
         return validate(tree)
     except ConfigError as error:
         raise ConfigError(
             [replace(problem, key=f"{source}: {problem.key}") for problem in error.problems]
         ) from None
+
+
+def _is_of_periodic_version(data: Any) -> bool:
+    """Whether `to_yaml`, which writes every key, wrote a data section before it knew another order of corpora."""
+    if not isinstance(data, dict) or "blend" in data or "validation" not in data:
+        return False
+    corpora = data.get("train")
+    return isinstance(corpora, list) and all(isinstance(one, dict) and "weight" in one for one in corpora)
 
 
 def to_yaml(config: Config) -> str:

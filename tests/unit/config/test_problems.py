@@ -77,8 +77,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(sections, key, rem
          "model.attention=flurk is not an attention preset; "
          f"choose {nearest_first('flurk', PRESETS)}"),
         ({"data": {"train": [{"weight": 2}]}}, "data.train.0.path",
-         "data.train.0.path is missing; add it (Folder written by `megakernel prepare`, or the prefix of Megatron's "
-         "token files PREFIX.bin and PREFIX.idx)"),
+         "data.train.0.path is missing; add it (Folder that contains manifest.json, or the prefix of Megatron's token files)"),
     ],
 )  # fmt: skip
 def test_an_error_line_has_key_value_reason_and_remedy(sections, key, line):
@@ -142,7 +141,7 @@ def test_landmarks_of_the_whole_sequence_need_an_encoder_without_isolation(prese
 @pytest.mark.parametrize(
     ("sections", "key"),
     [
-        ({"model": {"qk_norm": True, "kind": "masked_lm", "attention": "linformer"}}, "model.qk_norm"),
+        ({"model": {"qkv_bias": True, "kind": "masked_lm", "attention": "linformer"}}, "model.qkv_bias"),
         ({"model": {"hidden_size": 130}}, "model.hidden_size"),
         ({"model": {"num_kv_heads": 3}}, "model.num_kv_heads"),
         ({"model": {"head_dim": 31}}, "model.position"),

@@ -181,7 +181,7 @@ def test_a_read_only_corpus_is_verified_once_in_the_run_or_the_user_s_cache(
     copy: Path, check_cache: Path, tmp_path: Path, read: list[Path]
 ):
     shutil.rmtree(copy / ".verified", ignore_errors=True)
-    (copy / ".verified").write_text("in the way, as a read-only file system would be")
+    copy.chmod(0o555)
     for markers in ([tmp_path / "run/verified"], []):
         read.clear()
         Corpora(Data(train=copy), markers=markers)
@@ -193,6 +193,8 @@ def test_a_read_only_corpus_is_verified_once_in_the_run_or_the_user_s_cache(
     Corpora(Data(train=copy))
     Corpora(Data(train=copy))
     assert len(read) == 8, "without any place, both splits are read at every start"
+    assert not (copy / ".verified").exists()
+    copy.chmod(0o755)
 
 
 def test_verification_reads_as_much_as_data_verify_says(copy: Path, check_cache: Path, read: list[Path]):

@@ -238,8 +238,12 @@ def test_a_missing_file_and_the_folder_instead_of_the_prefix_are_refused(prefix:
 def test_in_a_read_only_folder_the_manifest_is_elsewhere(
     prefix: Path, tmp_path: Path, configure: Configure, monkeypatch: pytest.MonkeyPatch
 ):
-    access = os.access
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != prefix.parent and access(path, mode))
+    folder = tmp_path / "read_only"
+    folder.mkdir()
+    for kind in ("bin", "idx"):
+        Path(f"{prefix}.{kind}").rename(folder / f"{prefix.name}.{kind}")
+    prefix = folder / prefix.name
+    folder.chmod(0o555)  # which root could write, but does not
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     Corpora(data(prefix), validation=False)
     assert list((tmp_path / "cache/megakernel/corpora").glob("*/manifest.json"))
