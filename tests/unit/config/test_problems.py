@@ -77,7 +77,8 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(sections, key, rem
          "model.attention=flurk is not an attention preset; "
          f"choose {nearest_first('flurk', PRESETS)}"),
         ({"data": {"train": [{"weight": 2}]}}, "data.train.0.path",
-         "data.train.0.path is missing; add it (Folder that contains manifest.json, or the prefix of Megatron's token files)"),
+         "data.train.0.path is missing; add it (Folder that contains manifest.json, or the prefix of Megatron's token "
+         "files)"),
     ],
 )  # fmt: skip
 def test_an_error_line_has_key_value_reason_and_remedy(sections, key, line):
