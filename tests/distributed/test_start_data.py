@@ -110,27 +110,6 @@ def test_a_failure_of_rank_0_is_raised_on_all_ranks(error, message):
     assert type(pickle.loads(pickle.dumps(error))) is type(error)
 
 
-def slowly_indexed(config: Path, overrides: tuple[str, ...]) -> int:
-    """Train in this rank; each epoch's index takes longer than the timeout of collectives."""
-    build = CorpusSamples._dataset
-
-    def slow(samples: CorpusSamples, epoch: int, folder: Path) -> None:
-        time.sleep(3.5)
-        build(samples, epoch, folder)
-
-    CorpusSamples._dataset = slow
-    module.BEAT_SECONDS = 0.2
-    return pretrain_in_this_rank(config, overrides)
-
-
-@pytest.mark.second
-def test_a_run_trains_after_a_slow_index(corpus, tmp_path):
-    config = write_config(tmp_path, corpus)
-    cache = f"data.index_cache={tmp_path / 'index'}"
-    overrides = ("training.steps=1", f"parallel.timeout_minutes={SHORT}", "logging.tensorboard=false", cache)
-    assert run_ranks(slowly_indexed, 2, config, overrides) == [0, 0]
-
-
 def interrupted_in_the_second_epoch(config: Path, overrides: tuple[str, ...]) -> int:
     build = CorpusSamples._dataset
 
