@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TextIO
 import networkx
 
 from benchmarks.page import docstring_parser, run_main, table, table_row
-from data_pipeline.prepare import atomic_folder
+from data_pipeline.partial_folder import atomic_folder
 from megakernel.config import UserError
 
 INDEX = "https://pypi.org/simple"

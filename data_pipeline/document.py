@@ -28,6 +28,9 @@ class Document(NamedTuple):
     messages: tuple[Mapping[str, Any], ...] | None = None
     """Of a conversation: the messages for the template. Its one text is their contents without roles."""
 
+    place: tuple[str, int] | None = None
+    """Of a conversation: its file and row, to name it if the template rejects it."""
+
     @property
     def content(self) -> bytes:
         """The UTF-8 bytes of its texts."""

@@ -1,7 +1,9 @@
 """Documents to tokens in worker processes, in order. Every worker imports this file, so its imports are light."""
 
+import ctypes
 import os
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +31,7 @@ Result = TypeVar("Result")
 def parallel_map(work: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
     """`work(item)` of every item, in order; a few items per worker are in flight at a time.
 
-    Raises UserError if a worker is killed.
+    An error of `items` is raised after the results before it. Raises UserError if a worker is killed.
     """
     pool = ProcessPoolExecutor(
         workers,
@@ -38,18 +40,31 @@ def parallel_map(work: Callable[[Item], Result], items: Iterable[Item], workers:
         initializer=_initialize_worker,
     )
     pending: deque[Future[Result]] = deque()
+    iterator, failure = iter(items), None
     try:
-        for item in items:
+        while True:
+            try:
+                item = next(iterator)
+            except StopIteration:
+                break
+            except Exception as error:
+                failure = error
+                break
             pending.append(pool.submit(work, item))
             if len(pending) > 2 * workers:
                 yield _wait_for_result(pending.popleft(), pool)
         while pending:
             yield _wait_for_result(pending.popleft(), pool)
+        if failure is not None:
+            raise failure
     except BrokenProcessPool:
         raise UserError(
             f"one of --workers {workers} was killed, most likely out of memory; set fewer, or give "
             "shorter documents"
         ) from None
+    except BaseException:  # a signal, too: what workers do now may take long, and nobody wants it any more
+        _kill(pool)
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -57,21 +72,33 @@ def parallel_map(work: Callable[[Item], Result], items: Iterable[Item], workers:
 def _wait_for_result(future: "Future[Result]", pool: Any) -> Result:
     """The future's result. CPython 3.11's pool hangs if a worker is killed while it sends a result."""
     while not wait([future], timeout=1).done:
-        workers = list(pool._processes.values())
-        if any(worker.exitcode for worker in workers):
-            for worker in workers:
-                worker.kill()
-            # Closes the last writer of the pipe that the pool reads, which makes it report BrokenProcessPool.
-            pool._result_queue._writer.close()
+        if any(worker.exitcode for worker in pool._processes.values()):
+            _kill(pool)
             break
     return future.result()
+
+
+def _kill(pool: Any) -> None:
+    """End the workers of a pool."""
+    for worker in list((pool._processes or {}).values()):
+        worker.kill()
+    # Closes the last writer of the pipe that the pool reads, which makes it report BrokenProcessPool.
+    pool._result_queue._writer.close()
+
+
+_PR_SET_PDEATHSIG = 1
+"""Of Linux' prctl: the signal that a process gets when its parent ends."""
 
 
 def _initialize_worker() -> None:
     # Ctrl-C reaches the whole process group; the parent ends the pool.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # If the parent is killed, workers would otherwise wait for work forever.
+    # If the parent is killed, workers would otherwise wait for work forever, or end what nobody wants any more.
     threading.Thread(target=_exit_with_parent, daemon=True).start()
+    if (
+        sys.platform == "linux"
+    ):  # a thread does not run during a native call that holds the lock of the interpreter
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _exit_with_parent() -> None:
@@ -119,10 +146,6 @@ def encode_answered(tokenizer: Tokenizer, text: str, answers: Sequence[tuple[int
     return AnsweredTokens(tokens, answer_ranges)
 
 
-# Large enough that pickling is cheap compared with encoding, small enough that workers' batches fit in memory.
-_BATCH_CHARACTERS = 1_000_000
-
-
 @dataclass
 class Encoded:
     """Consecutive documents of one split."""
@@ -141,6 +164,9 @@ class Encoded:
 
     bytes: int = 0
     """UTF-8 bytes of their texts."""
+
+    rejected: list[tuple[tuple[str, int], str]] = field(default_factory=list)
+    """Place of each conversation that the chat template rejects, and why; all are in the split `train`."""
 
 
 HASHES = 2**64
@@ -178,7 +204,12 @@ class Encoder:
             sequences: list[np.ndarray] = []
             for text in document.texts:
                 if document.messages is not None:
-                    tokens, scored = self._template.encode(document.messages)
+                    try:
+                        tokens, scored = self._template.encode(document.messages)
+                    except UserError as error:
+                        assert document.place is not None
+                        splits["train"].rejected.append((document.place, str(error)))
+                        break
                     split.scored.append(scored)
                 elif document.answers is not None:
                     answered = encode_answered(self._tokenizer, text, document.answers)
@@ -188,6 +219,8 @@ class Encoder:
                     prefix = [] if document.joined and sequences else self._tokenizer.prefix
                     tokens = [*prefix, *next(ids), self._tokenizer.eod]
                 sequences.append(np.array(tokens, dtype=self._dtype))
+            if not sequences:
+                continue
             split.tokens += [np.concatenate(sequences)] if document.joined else sequences
             if document.label is not None:
                 split.labels.append(document.label)
@@ -200,20 +233,6 @@ class Encoder:
     @cached_property
     def _template(self) -> ChatTemplate:
         return ChatTemplate(self._tokenizer)
-
-
-def batched(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Consecutive documents in lists of about a million characters."""
-    batch: list[Document] = []
-    characters = 0
-    for document in documents:
-        batch.append(document)
-        characters += sum(map(len, document.texts))
-        if characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
 
 
 @cache

@@ -141,7 +141,10 @@ class Manifest(_Record):
     def read(folder: Path) -> "Manifest":
         """The manifest of `folder`; UserError if it is missing or invalid."""
         if not folder.is_dir():
-            raise UserError(f"{folder} does not exist; make it with `megakernel prepare --out {folder}`")
+            raise UserError(
+                f"{folder} does not exist; make it with `megakernel prepare --source FOLDER --tokenizer byte --out "
+                f"{folder}`, where FOLDER has your text"
+            )
         if not (folder / FILE).is_file():
             raise UserError(
                 f"{folder} has no {FILE}, so `megakernel prepare` did not make it; "

@@ -1,23 +1,18 @@
 """Documents to a prepared folder: Megatron token files per split, the tokenizer, and a manifest."""
 
-import errno
 import hashlib
-import logging
 import os
 import re
-import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections import deque
+from collections.abc import Iterator
 from datetime import datetime, timezone
-from fnmatch import fnmatch
 from functools import partial
-from glob import escape
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
@@ -31,31 +26,27 @@ from rich.progress import (
 )
 
 from data_pipeline import tokenizers
-from data_pipeline.chat import ChatTemplate
-from data_pipeline.document import TEXT, Columns, Document
-from data_pipeline.encoding import HASHES, batched, content_hash, encode, parallel_map
-from data_pipeline.labels import write_labels
-from data_pipeline.manifest import FILE as MANIFEST
-from data_pipeline.manifest import FileRecord, LabelsRecord, Manifest, SplitRecord, TokenizerRecord
-from data_pipeline.sources import (
-    BENCHMARKS,
-    HUB,
-    TABLES,
-    TSV,
-    DocumentSource,
-    Files,
-    hub_source,
-    is_unicode,
-    library_files,
-    library_source,
-    table_kind,
+from data_pipeline.accounting import (
+    BadRows,
+    Counts,
+    check_bad_rows,
+    count_left_out,
+    describe_bad_rows,
+    describe_files,
 )
+from data_pipeline.chat import ChatTemplate
+from data_pipeline.document import Columns, Document
+from data_pipeline.encoding import HASHES, content_hash, encode, parallel_map
+from data_pipeline.files import recognize
+from data_pipeline.labels import write_labels
+from data_pipeline.manifest import FileRecord, LabelsRecord, Manifest, SplitRecord, TokenizerRecord
+from data_pipeline.partial_folder import PartialFolder, resumable_folder
+from data_pipeline.source_names import is_prepared, open_source, source_kind
+from data_pipeline.sources import BENCHMARKS, HUB, DocumentSource, is_unicode
 from data_pipeline.token_files import TokenWriter, token_dtype
 from data_pipeline.tokenizers import Tokenizer
 from data_pipeline.verification import verify_tokenizer
 from megakernel.config.errors import UserError, first_line, report_write_errors
-
-_log = logging.getLogger(__name__)
 
 
 class PrepareRequest(BaseModel):
@@ -64,12 +55,13 @@ class PrepareRequest(BaseModel):
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     source: list[str]
-    """Directories and files (.jsonl, .ndjson, .parquet and, with --labels, .tsv hold a document per row, any other
-    UTF-8 file is one document), hf:NAME[:CONFIG] for a dataset of the hub, stdlib (this Python's library; with --labels
-    package, functions of eight of its packages), task:NAME[:key=value,...] for generated examples (docs/evaluation.md),
-    or a labeled task (docs/benchmarks.md): lra:listops, lra:pathfinder and sparsity are generated (options:
-    lra:listops:train=1000,max_length=200); lra:listops, lra:text, lra:retrieval, lra:image and glue:TASK are read from
-    their published files (lra:listops:FOLDER) or the hub (glue:cola:hf:NAME:CONFIG)."""
+    """Directories and files, compressed or not (JSON lines under any name, JSON arrays, .csv, .tsv, Parquet and Arrow
+    hold a document per row; any other text is one document; a directory with tables is read as tables, and the rest is
+    listed as left out: docs/data.md), hf:NAME[:CONFIG] for a dataset of the hub, stdlib (this Python's library; with
+    --labels package, functions of eight of its packages), task:NAME[:key=value,...] for generated examples
+    (docs/evaluation.md), or a labeled task (docs/benchmarks.md): lra:listops, lra:pathfinder and sparsity are generated
+    (options: lra:listops:train=1000,max_length=200); lra:listops, lra:text, lra:retrieval, lra:image and glue:TASK are
+    read from their published files (lra:listops:FOLDER) or the hub (glue:cola:hf:NAME:CONFIG)."""
 
     tokenizer: str
     """Byte, bpe:SIZE (trained on the first 100 million characters), words (split at spaces), pixels (images), or a
@@ -82,7 +74,7 @@ class PrepareRequest(BaseModel):
     """Seed of the validation split, and of generated examples (those of a task:NAME with seed=S have S)."""
 
     text_key: str = "text"
-    """Column with the text of a row."""
+    """Column with the text of a row; content.text is column text inside column content."""
 
     labels: str | None = None
     """Column with the class of a row, for a classifier."""
@@ -94,7 +86,7 @@ class PrepareRequest(BaseModel):
     """Split of a hub dataset to read."""
 
     include: tuple[str, ...] = ()
-    """File name patterns to read inside directories ('*.py')."""
+    """File name patterns to read inside directories ('*.py'), both tables and texts."""
 
     max_documents: int | None = None
     """Read only the first documents."""
@@ -102,6 +94,9 @@ class PrepareRequest(BaseModel):
     add_bos: bool | None = None
     """Begin every document with the tokenizer's beginning-of-sequence token, or not (default: as the tokenizer
     itself does)."""
+
+    eos_token: str | None = None
+    """Token that ends documents, for a Hugging Face tokenizer that does not say which, or another than its own."""
 
     chat: bool = False
     """Rows are conversations, lists of {role, content}: the tokenizer's chat template renders them, and only the
@@ -146,7 +141,7 @@ class PrepareRequest(BaseModel):
         kind, source = source_kind(self.source), f"--source {' '.join(self.source)}"
         # A missing directory is no reason: `open_source` says that it is missing, and a finished `out` needs none.
         names_folder = kind is None and not all(map(os.path.isfile, self.source))
-        is_table = kind is None and any(table_kind(Path(path)) for path in self.source)
+        is_table = kind is None and any(_is_table(Path(path)) for path in self.source)
         reasons = {}
         if kind != HUB:
             reasons["split"] = f"is of a hub dataset, and {source} is not hf:NAME"
@@ -206,49 +201,76 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def _is_table(path: Path) -> bool:
+    """Whether a file holds rows, or may: another error says what is wrong with one that cannot be read."""
+    try:
+        return recognize(path).is_table
+    except (OSError, UserError):
+        return True
+
+
 def prepare(
-    request: PrepareRequest, out: Path, *, workers: int, overwrite: bool, console: Console
+    request: PrepareRequest,
+    out: Path,
+    *,
+    workers: int,
+    overwrite: bool,
+    console: Console,
+    max_bad_rows: float | None = None,
 ) -> Manifest | None:
     """Prepare folder `out`; None if an equal request made it before and its files are intact.
 
-    The folder appears complete or not at all. Raises UserError for what cannot be prepared, and for an existing
-    folder with other content, unless `overwrite`.
+    The folder appears complete or not at all. If the process is ended, the source files that it has finished are kept
+    beside it, and the same request goes on from there. max_bad_rows: share of rows; None: see `check_bad_rows`.
+    Says on the console what was read and what was left out. Raises UserError for what cannot be prepared, and for an
+    existing folder with other content, unless `overwrite`.
     """
     request.check()
     with report_write_errors("--out", out):
         exists = out.exists()
-    if exists and not _is_prepared(out):  # never replace what prepare did not make
+    if exists and not is_prepared(out):  # never replace what prepare did not make
         raise UserError(
             f"--out {out} exists and is not a prepared folder; choose another --out, or remove it"
         )
     if exists and not overwrite:
         _check_same_request(request, out)
         return None
-    source = open_source(
-        request.source,
-        columns=request.columns,
-        split=request.split,
-        include=request.include,
-        seed=request.seed,
-        workers=workers,
-    )
+    source = _open(request, workers)
+    source.max_bad_rows = max_bad_rows
     if source.endless and request.max_documents is None:
         raise UserError(
             f"--source {' '.join(request.source)} has no end; say how many with --max-documents N"
         )
-    _report_leftovers(out, console)
-    with report_write_errors("--out", out), atomic_folder(out, overwrite=overwrite) as folder:
+    tokenizer = None
+    if not tokenizers.is_trained(request.tokenizer):
         with console.status("tokenizer"):
-            texts = (text for document in _documents(source, request) for text in document.texts)
-            tokenizer = tokenizers.make(request.tokenizer, texts, add_bos=request.add_bos)
-            if request.chat:
-                tokenizer.chat_template = request.read_template() or tokenizer.chat_template
-                ChatTemplate(tokenizer)  # fails now if there is none
+            tokenizer = _made_tokenizer(request, iter(()))
+            _set_template(tokenizer, request)
+    identity = _identity(source, request, tokenizer)
+    with (
+        report_write_errors("--out", out),
+        resumable_folder(out, identity, overwrite=overwrite, console=console) as partial_folder,
+    ):
+        folder = partial_folder.path
+        if (saved := partial_folder.saved) is not None:
+            source.start = Counts.model_validate(saved["counts"])
+            console.print(
+                f"goes on from {folder}: {source.start.files:,} of {source.description['files']:,} files are finished",
+                soft_wrap=True,
+            )
+        with console.status("tokenizer"):
+            if tokenizer is None:
+                if saved is None:
+                    train = partial(_train_tokenizer, request, workers, max_bad_rows)
+                    list(parallel_map(train, [folder / "tokenizer"], 1))
+                tokenizer = tokenizers.load(folder / "tokenizer")
+                _set_template(tokenizer, request)
             tokenizer.save(folder / "tokenizer")
         source.set_tokenizer(tokenizer)
-        splits, labels = _write_splits(source, request, tokenizer, workers, folder, console)
+        splits, labels, counts = _write_splits(source, request, tokenizer, workers, partial_folder, console)
+        left_out = count_left_out(source.files, counts.left_out)
         manifest = Manifest(
-            source=source.description,
+            source={**source.description, **({"left_out": left_out} if left_out else {})},
             arguments=request.arguments(),
             tokenizer=TokenizerRecord(
                 kind=tokenizer.kind,
@@ -260,25 +282,132 @@ def prepare(
             splits=splits,
             labels=labels,
             chat_template=digest(tokenizer.chat_template or "") if request.chat else None,
-            skipped=dict(source.skipped),
-            versions={
-                name: version(name) for name in ("megatron-core", "datasets", "tokenizers", "transformers")
-            },
+            skipped=dict(counts.skipped),
+            versions=_versions(),
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
         manifest.write(folder)
+    for line in _summary(out, manifest, source, counts):
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
     return manifest
 
 
-def _is_prepared(folder: Path) -> bool:
-    """Whether `prepare` made a folder, which may be damaged; other programs also write files named manifest.json."""
-    parts = (folder / "tokenizer", folder / "train.idx")
-    # Unlike methods of Path these raise nothing for a folder that cannot be read.
-    return os.path.isfile(folder / MANIFEST) and any(map(os.path.exists, parts))
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("megatron-core", "datasets", "tokenizers", "transformers")}
+
+
+def _made_tokenizer(request: PrepareRequest, texts: Iterator[str]) -> Tokenizer:
+    return tokenizers.make(request.tokenizer, texts, add_bos=request.add_bos, eos_token=request.eos_token)
+
+
+def _train_tokenizer(request: PrepareRequest, workers: int, max_bad_rows: float | None, folder: Path) -> None:
+    """Train and save the tokenizer, in a process of its own: the trainer lets no signal be handled, for hours maybe."""
+    source = _open(request, workers)
+    source.max_bad_rows = max_bad_rows
+    _made_tokenizer(
+        request, (text for document in _documents(source, request) for text in document.texts)
+    ).save(folder)
+
+
+def _set_template(tokenizer: Tokenizer, request: PrepareRequest) -> None:
+    if request.chat:
+        tokenizer.chat_template = request.read_template() or tokenizer.chat_template
+        ChatTemplate(tokenizer)  # fails now if there is none
+
+
+def _open(request: PrepareRequest, workers: int) -> DocumentSource:
+    return open_source(
+        request.source,
+        columns=request.columns,
+        split=request.split,
+        include=request.include,
+        seed=request.seed,
+        workers=workers,
+    )
+
+
+def _identity(
+    source: DocumentSource, request: PrepareRequest, tokenizer: Tokenizer | None
+) -> dict[str, Any] | None:
+    """What must be equal for a later process to go on where this one ends; None if none can."""
+    if source.identity is None:
+        return None
+    return {
+        "arguments": request.arguments(),
+        "files": source.identity,
+        "tokenizer": tokenizer and [tokenizer.hash, digest(tokenizer.chat_template or "")],
+        "versions": _versions(),
+        "python": sys.version,
+    }
+
+
+def _summary(out: Path, manifest: Manifest, source: DocumentSource, counts: Counts) -> Iterator[str]:
+    bos = manifest.tokenizer.bos
+    bos_note = "" if bos is None else f", documents begin with token {bos} (BOS)"
+    yield f"{out}: tokenizer {manifest.tokenizer.kind}, vocabulary {manifest.tokenizer.vocab_size:,}{bos_note}"
+    for name, split in manifest.splits.items():
+        answers = f", {split.scored.tokens:,} tokens of answers" if split.scored else ""
+        yield (
+            f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens, {(split.bytes or 0) / 1e6:,.1f} MB{answers}"
+        )
+    if manifest.labels is not None:
+        classes = ", ".join(map(str, manifest.labels.classes))
+        yield f"  classes: {classes}" if classes else "  labels are numbers"
+    for reason, count in manifest.skipped.items():
+        yield f"  skipped {count:,} documents: {reason}"
+    for line in describe_bad_rows(counts):
+        yield f"    {line}"
+    for line in describe_files(source.files, counts.left_out):
+        yield f"  {line}"
 
 
 def _documents(source: DocumentSource, request: PrepareRequest) -> Iterator[Document]:
-    return islice(iter(source), request.max_documents)
+    most = request.max_documents
+    return islice(iter(source), most if most is None else max(0, most - source.start.documents))
+
+
+# Large enough that pickling is cheap compared with encoding, small enough that workers' batches fit in memory.
+_BATCH_CHARACTERS = 1_000_000
+
+_SMALL_FILES = 30_000
+"""Characters of files after which progress is saved at the end of one."""
+
+_SHARE_OF_SAVING = 0.05
+"""Of the time, at most; on a slow disk progress is saved less often."""
+
+
+def _batches(
+    source: DocumentSource, request: PrepareRequest, ends: "deque[Counts | None]"
+) -> Iterator[list[Document]]:
+    """Consecutive documents in lists of about a million characters.
+
+    For each, `ends` gets what was read of the source up to its end if that is the end of a file, None otherwise.
+    """
+    batch: list[Document] = []
+    characters = since_end = 0
+    failure: UserError | None = None
+    try:
+        for document in _documents(source, request):
+            is_first_of_file = source.counts.documents - 1 == source.finished.documents
+            if is_first_of_file and since_end >= _SMALL_FILES:
+                ends.append(source.finished)
+                yield batch
+                batch, characters, since_end = [], 0, 0
+            length = sum(map(len, document.texts))
+            batch.append(document)
+            characters += length
+            since_end += length
+            if characters >= _BATCH_CHARACTERS:
+                ends.append(None)
+                yield batch
+                batch, characters = [], 0
+    except UserError as error:  # what was read before is kept
+        failure = error
+    if since_end:
+        ends.append(source.finished if source.counts.documents == source.finished.documents else None)
+        yield batch
+    if failure is not None:
+        raise failure
 
 
 def _write_splits(
@@ -286,24 +415,46 @@ def _write_splits(
     request: PrepareRequest,
     tokenizer: Tokenizer,
     workers: int,
-    folder: Path,
+    partial_folder: PartialFolder,
     console: Console,
-) -> tuple[dict[str, SplitRecord], LabelsRecord | None]:
-    """Encode and write every document; returns the records of nonempty splits, and that of the labels if any."""
+) -> tuple[dict[str, SplitRecord], LabelsRecord | None, Counts]:
+    """Encode and write every document.
+
+    Returns the records of nonempty splits, that of the labels if any, and what was read and skipped.
+    """
+    folder, saved = partial_folder.path, partial_folder.saved or {}
     dtype = token_dtype(tokenizer.vocab_size)
-    writers: dict[str, TokenWriter] = {}
+    writers = {
+        name: TokenWriter(folder / name, dtype, state) for name, state in saved.get("splits", {}).items()
+    }
+    rejected = Counts.model_validate(saved.get("rejected", {}))
+    ends: deque[Counts | None] = deque()
+    save_from = 0.0
     with _progress(console) as progress:
         limits = [limit for limit in (source.total, request.max_documents) if limit is not None]
         task = progress.add_task("documents", total=min(limits, default=None), tokens=0)
-        batches = batched(_documents(source, request))
-        bound = _validation_bound(source, request)
+        bound = saved["bound"] if "bound" in saved else _validation_bound(source, request)
         encoder_arguments = folder / "tokenizer", dtype.__name__, request.seed, bound
+        batches = _batches(source, request, ends)
         for splits in parallel_map(partial(encode, encoder_arguments), batches, workers):
             for split, encoded in splits.items():
                 writer = writers.setdefault(split, TokenWriter(folder / split, dtype))
                 writer.add(encoded)
+                for place, reason in encoded.rejected:
+                    rejected.add_bad(*place, reason)
+                    check_bad_rows(_sum(source.counts, rejected), source.max_bad_rows, at_end=False)
+            end, now = ends.popleft(), time.monotonic()
+            if end is not None and partial_folder.identity is not None and now >= save_from:
+                state = {name: writer.save() for name, writer in writers.items()}
+                read_rows, bad_rows = end.model_dump(mode="json"), rejected.model_dump(mode="json")
+                partial_folder.save(
+                    {"counts": read_rows, "rejected": bad_rows, "bound": bound, "splits": state}
+                )
+                save_from = time.monotonic() + (time.monotonic() - now) / _SHARE_OF_SAVING
             read = sum(writer.documents for writer in writers.values()) + source.skipped.total()
             progress.update(task, completed=read, tokens=sum(writer.tokens for writer in writers.values()))
+    counts = _sum(source.counts, rejected)
+    check_bad_rows(counts, source.max_bad_rows, at_end=True)
     records = {split: writer.finish() for split, writer in writers.items() if writer.documents}
     if not records:
         raise UserError(f"--source {' '.join(request.source)} holds no text; give files with text in them")
@@ -313,10 +464,23 @@ def _write_splits(
         )
     labels = {split: writers[split].labels for split in records}
     if not any(labels.values()):
-        return records, None
+        return records, None, counts
     classes, files = write_labels(folder, labels, source.classes)
     rows = records["train"].documents // len(labels["train"])
-    return records, LabelsRecord(documents=rows, classes=classes, files=files)
+    return records, LabelsRecord(documents=rows, classes=classes, files=files), counts
+
+
+def _sum(read: Counts, rejected: Counts) -> Counts:
+    """What was read, with the documents that workers rejected counted as bad rows."""
+    total = read.model_copy(deep=True)
+    total.documents -= rejected.bad_rows
+    total.bad_rows += rejected.bad_rows
+    total.skipped += rejected.skipped
+    for place, rows in rejected.bad.items():
+        known = total.bad.setdefault(place, BadRows())
+        known.count += rows.count
+        known.first += rows.first
+    return total
 
 
 def _validation_bound(source: DocumentSource, request: PrepareRequest) -> float:
@@ -381,169 +545,3 @@ def _check_same_request(request: PrepareRequest, out: Path) -> None:
         verify_tokenizer(out, manifest)
     except UserError as error:
         raise UserError(f"--out {out} {error}; add --overwrite to make it again") from None
-
-
-@contextmanager
-def atomic_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A temporary sibling folder that is renamed to `out` at the end, or deleted on failure.
-
-    Raises UserError if another process has made `out` meanwhile, unless `overwrite`.
-    """
-    out = out.resolve()  # replace a link's target, not the link
-    # Not a process id: processes of several machines or containers may write here.
-    suffix = uuid4().hex[:8]
-    folder, replaced = (out.with_name(f".{out.name}.{kind}-{suffix}") for kind in ("partial", "replaced"))
-    folder.mkdir(parents=True)
-    try:
-        yield folder
-        if overwrite and out.exists():
-            out.rename(replaced)
-        try:
-            folder.rename(out)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-            raise UserError(f"{out} was made by another process meanwhile; name another folder") from None
-    finally:
-        if replaced.exists() and not out.exists():  # it ends between the two renames
-            replaced.rename(out)
-        shutil.rmtree(replaced, ignore_errors=True)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _report_leftovers(out: Path, console: Console) -> None:
-    """Report hidden folders, possibly large, that killed processes could not delete."""
-    for folder in out.resolve().parent.glob(f".{escape(out.name)}.partial-*"):
-        console.print(
-            f"{folder} belongs to another `megakernel prepare`; delete it if none is running", soft_wrap=True
-        )
-
-
-def source_kind(spec: Sequence[str]) -> str | None:
-    """`stdlib`, `hf`, `task` or one of BENCHMARKS, as `--source SPEC...` says; None for files and directories."""
-    name, colon, _ = spec[0].partition(":")
-    is_named = list(spec) == ["stdlib"] or name in BENCHMARKS or (colon and name in (HUB, "task"))
-    return name if is_named and len(spec) == 1 else None
-
-
-def open_source(
-    spec: list[str],
-    *,
-    columns: Columns = TEXT,
-    split: str = "train",
-    include: Sequence[str] = (),
-    seed: int = 0,
-    workers: int = 1,
-) -> DocumentSource:
-    """The source that `--source SPEC...` names.
-
-    `stdlib`, `hf:NAME[:CONFIG]`, `task:NAME[:key=value,...]`, what `open_benchmark` knows, or files and directories.
-
-    `stdlib` with labels: its functions, labeled by package. include: name patterns for files inside directories; empty
-    matches all. seed, workers: of generated tasks. Raises UserError for a missing path, a directory without a matching
-    file, labels or conversations that are not in tables, and as `open_benchmark` does.
-    """
-    kind = source_kind(spec)
-    if columns.chat and kind not in (None, HUB):
-        raise _no_conversations(spec[0])
-    if kind == "stdlib":
-        description = {"kind": "stdlib", "python": ".".join(map(str, sys.version_info[:3]))}
-        if columns.label is not None:
-            return library_source(columns, description)
-        return _file_source(library_files(), columns, description)
-    if kind == HUB:
-        return hub_source(spec[0], split, columns)
-    if kind is not None:
-        if columns.label is not None:
-            raise UserError(
-                f"--labels {columns.label} is a column of tables, and {spec[0]} is not a table; leave it out"
-            )
-        # Many imports that few commands need.
-        from data_pipeline.benchmark_tasks import open_benchmark
-        from data_pipeline.synthetic.source import TaskSource
-
-        if kind == "task":
-            return TaskSource.from_spec(spec[0].removeprefix("task:"), seed)
-        return open_benchmark(spec[0], seed, workers)
-    paths = [Path(path) for path in spec]
-    files = [file for path in paths for file in _find_files(path, include)]
-    return _file_source(files, columns, {"kind": "files", "paths": [str(path.resolve()) for path in paths]})
-
-
-def _no_conversations(source: object) -> UserError:
-    return UserError(
-        f"--chat reads tables of conversations, and {source} is not a table; give hf:NAME, or files that end in "
-        f"{', '.join(TABLES)}"
-    )
-
-
-def _file_source(files: list[Path], columns: Columns, description: dict[str, Any]) -> Files:
-    # Besides .arrow files, such a folder holds only metadata, which would be read as text.
-    if arrow := next((file for file in files if file.suffix == ".arrow"), None):
-        raise UserError(
-            f"--source {arrow} is what `save_to_disk` of `datasets` writes, and is not read; write the dataset with "
-            "its `to_parquet`"
-        )
-    endings = tuple(TABLES) if columns.chat else (*TABLES, TSV)
-    plain = next((file for file in files if not file.name.lower().endswith(endings)), None)
-    if plain is not None and columns.chat:
-        raise _no_conversations(plain)
-    if plain is not None and columns.label is not None:
-        raise UserError(
-            f"--labels {columns.label} is a column of tables and {plain} is not a table; "
-            f"give files that end in {', '.join(endings)}, or choose them with --include"
-        )
-    return Files(files, columns, description)
-
-
-def _find_files(path: Path, include: Sequence[str]) -> list[Path]:
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise UserError(f"--source {path} does not exist; give files, a directory, hf:NAME or stdlib alone")
-    if _is_prepared(path):
-        raise UserError(
-            f"--source {path} is a prepared folder and no text; list it in data.train, or give its sources"
-        )
-    files = [
-        file
-        for file in sorted(_visible_files(path))
-        if file.is_file() and (not include or any(fnmatch(file.name, pattern) for pattern in include))
-    ]
-    if not files:
-        wanted = f" that matches --include {' '.join(include)}" if include else ""
-        raise UserError(f"--source {path} holds no file{wanted}; give another directory or pattern")
-    return files
-
-
-def _visible_files(directory: Path) -> Iterator[Path]:
-    """What a directory holds at any depth besides directories, without hidden ones, prepared ones and `lost+found`.
-
-    A link to a directory elsewhere is followed, once; one to a part of `directory` leads to nothing new, and one to
-    what contains it would lead in a circle. Raises UserError for what cannot be listed.
-    """
-
-    def refuse(error: OSError) -> None:
-        raise UserError(
-            f"--source {error.filename} cannot be read: {error.strerror}; make it readable, or name only what is"
-        ) from None
-
-    root, followed = directory.resolve(), set[Path]()
-
-    def leads_on(folder: Path) -> bool:
-        if folder.name.startswith(".") or folder.name == "lost+found":  # the file system's own
-            return False
-        if _is_prepared(folder):
-            _log.warning("%s is a prepared folder and is not read", folder)
-            return False
-        if not folder.is_symlink():
-            return True
-        target = folder.resolve()
-        if target in followed or target.is_relative_to(root) or root.is_relative_to(target):
-            return False
-        followed.add(target)
-        return True
-
-    for parent, folders, names in os.walk(directory, onerror=refuse, followlinks=True):
-        folders[:] = [name for name in sorted(folders) if leads_on(Path(parent, name))]
-        yield from (Path(parent, name) for name in names if not name.startswith("."))

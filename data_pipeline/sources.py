@@ -6,43 +6,34 @@ texts that look like a date or a list are not converted.
 """
 
 import ast
-import io
-import json
 import re
 import sysconfig
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TextIO
 
+from data_pipeline.accounting import Counts, check_bad_rows
 from data_pipeline.chat import ASSISTANT, conversation
-from data_pipeline.document import TEXT, Columns, Document, Label
+from data_pipeline.document import Columns, Document, Label
+from data_pipeline.files import CSV, TSV, File, is_damage, open_decoded
+from data_pipeline.rows import (
+    BATCH,
+    LONGEST_DOCUMENT,
+    NOT_UNICODE,
+    BadRow,
+    check_columns,
+    column_option,
+    read_rows,
+    value_of,
+)
 from data_pipeline.tokenizers import Tokenizer, unreachable
 from megakernel.config.errors import UserError, first_line
-
-TABLES = {
-    ".jsonl": "json",
-    ".jsonl.gz": "json",
-    ".jsonl.zst": "json",
-    ".ndjson": "json",
-    ".parquet": "parquet",
-}
-"""File extension -> format of files with a document per row; any other file is one document."""
-
-_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-
-TSV = ".tsv"
-"""Extension of tab-separated tables; without --labels such a file is a text."""
-
-LONGEST_DOCUMENT = 64 * 2**20
-"""Characters; a longer text file is split into several documents at line ends."""
-
-_BATCH = 256
-"""Rows of a table that are processed at once."""
 
 HUB = "hf"
 BENCHMARKS = ("lra", "glue", "sparsity")
@@ -65,150 +56,188 @@ class DocumentSource(ABC):
         """description: the manifest's entry. total: number of documents, if known before reading."""
         self.description = description
         self.total = total
-        self.skipped: Counter[str] = Counter()
-        """Number of documents skipped by the latest iteration, by reason."""
+        self.files: tuple[File, ...] = ()
+        """All files that were found, if it is one of files."""
+
+        self.max_bad_rows: float | None = None
+        """See `check_bad_rows`."""
+
+        self.counts = Counts()
+        """What the latest iteration has read."""
+
+        self.finished = Counts()
+        """What it had read when it came to the end of a file."""
+
+        self._place = " ".join(str(value) for value in description.values())
         self._tokenizer: Tokenizer | None = None
 
+    @property
+    def skipped(self) -> Counter[str]:
+        """Number of documents skipped by the latest iteration, by reason."""
+        return self.counts.skipped
+
+    @property
+    def identity(self) -> list[list[Any]] | None:
+        """What tells whether the same source is read as before; None if it cannot be read from a later file on."""
+        return None
+
+    start = Counts()
+    """What an earlier process has read: every iteration begins after the files that it read to their end."""
+
     def __iter__(self) -> Iterator[Document]:
-        """The documents with text (and an answer, if conversations); others are counted in `skipped`."""
-        self.skipped.clear()
+        """The documents with text (and an answer, if conversations); others are counted in `skipped`.
+
+        Raises UserError for too many bad rows.
+        """
+        self.counts = self.start.model_copy(deep=True)
+        self.finished = self.start
         for document in self._read():
-            if not all(document.texts):
+            if isinstance(document, BadRow):
+                self.counts.add_bad(self._place, document.number, document.reason)
+                check_bad_rows(self.counts, self.max_bad_rows, at_end=False)
+            elif not all(document.texts):
                 self.skipped["empty"] += 1
             elif document.messages is not None and all(m["role"] != ASSISTANT for m in document.messages):
                 self.skipped["no message of the assistant"] += 1
             else:
+                self.counts.documents += 1
                 yield document
+        check_bad_rows(self.counts, self.max_bad_rows, at_end=True)
 
     def set_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Set the tokenizer that will encode the documents read from now on."""
         self._tokenizer = tokenizer
 
     @abstractmethod
-    def _read(self) -> Iterator[Document]:
+    def _read(self) -> Iterator[Document | BadRow]:
         """All documents, including those with an empty text."""
 
 
 class Files(DocumentSource):
-    """Files in the given order; tables (`TABLES`) yield a document per row, other files one document each."""
+    """Files in the given order: tables yield a document per row, others one document each."""
 
-    def __init__(self, files: list[Path], columns: Columns, description: dict[str, Any]):
-        """Open nothing yet; the files exist."""
-        has_rows = columns.label is not None or any(map(table_kind, files))
-        super().__init__({**description, "files": len(files)}, None if has_rows else len(files))
-        self._files = files
+    def __init__(self, files: Sequence[File], columns: Columns, description: dict[str, Any]):
+        """files: as `files.choose` returns them. Opens nothing yet."""
+        read = [file for file in files if file.format is not None]
+        has_rows = any(file.is_table for file in read)
+        super().__init__({**description, "files": len(read)}, None if has_rows else len(read))
+        self.files = tuple(files)
+        self._read_files = read
         self._columns = columns
 
-    def _read(self) -> Iterator[Document]:
-        for file in self._files:
-            with _unreadable_as_user_error(str(file)):
-                yield from self._read_file(file)
+    @property
+    def identity(self) -> list[list[Any]] | None:
+        """The path, size and time of change of each file that is read."""
+        stats = ((file.path, file.path.stat()) for file in self._read_files)
+        return [[str(path.resolve()), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
 
-    def _read_file(self, file: Path) -> Iterator[Document]:
-        if kind := table_kind(file):
-            return self._read_json(file) if kind == "json" else self._read_parquet(file)
-        if self._columns.label is not None:
-            return self._read_tsv(file, self._columns.label)
-        return self._read_text(file)
+    def _read(self) -> Iterator[Document | BadRow]:
+        for number, file in enumerate(self._read_files):
+            if number < self.counts.files:  # an earlier process has read it
+                continue
+            self._place = str(file.path)
+            with unreadable_as_user_error(str(file.path)):
+                yield from self._read_rows(file) if file.is_table else self._read_text(file)
+            self.counts.files = number + 1
+            self.finished = self.counts.model_copy(deep=True)
 
-    def _read_json(self, file: Path) -> Iterator[Document]:
-        rows = self._json_rows(file)
+    def _read_rows(self, file: File) -> Iterator[Document | BadRow]:
+        columns = self._columns
+        if other := file.columns_of_labelled(columns):
+            columns = replace(columns, texts=other)
+        if file.format in (CSV, TSV):
+            check_columns(file.sample, columns)
+        rows = read_rows(file, columns)
         # A row may lack a column that other rows have; if all of the first rows lack it, the column's name is wrong.
-        first = list(islice(rows, _BATCH))
-        if first:
-            _check_columns(dict.fromkeys(chain(*first)), self._columns)
+        first = list(islice(rows, BATCH))
+        if good := [row[1] for row in first if not isinstance(row, BadRow)]:
+            check_columns(good, columns)
+        is_text = file.format in (CSV, TSV)  # of numbers and labels, too
         for row in chain(first, rows):
-            document = _document(tuple(map(row.get, self._columns.names)), self._columns)
-            if all(map(is_unicode, (*document.texts, str(document.label)))):
-                yield document
-            else:
-                self.skipped["not UTF-8"] += 1
-
-    def _json_rows(self, file: Path) -> Iterator[dict[str, Any]]:
-        import pyarrow
-
-        compression = _COMPRESSIONS.get(file.suffix.lower())  # pyarrow detects no extension in capitals
-        with (
-            pyarrow.input_stream(str(file), compression) as stream,
-            io.BufferedReader(stream, 2**20) as lines,
-        ):
-            for number, line in enumerate(lines, 1):
-                if line.isspace():
-                    continue
-                try:
-                    row = json.loads(line)
-                except UnicodeDecodeError:
-                    self.skipped["not UTF-8"] += 1
-                    continue
-                except json.JSONDecodeError as error:
-                    raise UserError(f"line {number}: {error.msg} at character {error.pos + 1}") from None
-                if not isinstance(row, dict):
-                    raise UserError(f"line {number} holds a {type(row).__name__}, not one row in braces")
+            if isinstance(row, BadRow):
                 yield row
-
-    def _read_parquet(self, file: Path) -> Iterator[Document]:
-        from pyarrow.parquet import ParquetFile
-
-        with ParquetFile(file) as table:
-            _check_columns(table.schema_arrow.names, self._columns)
-            for batch in table.iter_batches(_BATCH, columns=list(self._columns.names)):
-                yield from _documents(batch.to_pydict(), self._columns)
-
-    def _read_tsv(self, file: Path, label: str) -> Iterator[Document]:
-        names, columns = tsv_names(file), self._columns
-        if columns.texts == TEXT.texts and len(names) == 2 and label in names:
-            columns = Columns(tuple(name for name in names if name != label), label)
-        _check_columns(names, columns)
-        for row in tsv_rows(file, names):
-            if row is None or not row[label]:
-                self.skipped["no labeled row"] += 1
-            else:
-                yield Document(tuple(row[name] for name in columns.texts), parse_class(row[label]))
-
-    def _read_text(self, file: Path) -> Iterator[Document]:
-        with file.open(encoding="utf-8", newline="") as stream:
+                continue
+            number, values = row[0], tuple(value_of(row[1], key) for key in columns.names)
+            if is_text and columns.label is not None:
+                if not values[-1]:
+                    self.counts.skipped["no labeled row"] += 1
+                    continue
+                values = *values[:-1], float(values[-1]) if columns.numbers else parse_class(values[-1])
             try:
-                yield Document((_read_part(stream),))
-                while part := _read_part(stream):
+                document = _document(values, columns)
+            except UserError as error:
+                yield BadRow(number, str(error))
+                continue
+            if not all(map(is_unicode, (*document.texts, str(document.label)))):
+                yield BadRow(number, NOT_UNICODE)
+            elif document.messages is not None:
+                yield document._replace(place=(self._place, number))
+            else:
+                yield document
+
+    def _read_text(self, file: File) -> Iterator[Document | BadRow]:
+        parts = 0
+        with open_decoded(file, "strict") as stream:
+            try:
+                while (part := _read_part(stream)) or not parts:
+                    parts += 1
                     yield Document((part,))
-            except UnicodeDecodeError:
-                self.skipped["not UTF-8"] += 1
+            except (UnicodeDecodeError, EOFError, OSError, ValueError) as error:
+                is_unicode_error = isinstance(error, UnicodeDecodeError)
+                if not (is_unicode_error or is_damage(error)):
+                    raise
+                reason = NOT_UNICODE if is_unicode_error else f"damaged ({first_line(error)})"
+                if parts:
+                    reason += f" from character {parts * LONGEST_DOCUMENT:,} on"
+                self.counts.left_out[self._place] = reason
 
 
 class Rows(DocumentSource):
     """The rows of a table, which a function reads."""
 
-    def __init__(self, read: Callable[[], Iterator[Document]], description: dict[str, Any]):
-        """read: reads all documents, anew at each call."""
+    def __init__(
+        self, read: Callable[[], Iterator[Document | BadRow]], name: str, description: dict[str, Any]
+    ):
+        """read: reads all documents, anew at each call. name: of the table, for errors."""
         super().__init__(description)
         self._read_all = read
+        self._place = name
 
-    def _read(self) -> Iterator[Document]:
+    def _read(self) -> Iterator[Document | BadRow]:
         return self._read_all()
 
 
 def hub_source(spec: str, split: str, columns: Columns) -> DocumentSource:
     """A split of hf:NAME[:CONFIG]. Opens nothing yet."""
     description = {"kind": "hub", **_hub_arguments(spec, split)}
-    return Rows(partial(hub_documents, spec, split, columns), description)
+    return Rows(partial(_hub_documents, spec, split, columns), spec, description)
 
 
 def library_source(columns: Columns, description: dict[str, Any]) -> DocumentSource:
     """Functions of the standard library, labeled with their package. Reads nothing yet."""
     description = {**description, "functions of": list(LIBRARY_PACKAGES)}
-    return Rows(lambda: _documents(library_functions(), columns), description)
+    return Rows(lambda: _documents(library_functions(), columns, "stdlib"), "stdlib", description)
 
 
 def hub_documents(spec: str, split: str, columns: Columns) -> Iterator[Document]:
-    """The rows of a split of hf:NAME[:CONFIG] as documents; UserError if it or its columns cannot be read."""
-    with _unreadable_as_user_error(spec):
-        for rows in _streamed(_hub_arguments(spec, split)).iter(batch_size=_BATCH):
-            yield from _documents(rows, columns)
+    """The rows of a split of hf:NAME[:CONFIG] as documents; UserError if it, its columns or a row cannot be read."""
+    for document in _hub_documents(spec, split, columns):
+        if isinstance(document, BadRow):
+            raise UserError(f"--source {spec} cannot be read: row {document.number}: {document.reason}")
+        yield document
+
+
+def _hub_documents(spec: str, split: str, columns: Columns) -> Iterator[Document | BadRow]:
+    with unreadable_as_user_error(spec):
+        number = 1
+        for rows in _streamed(_hub_arguments(spec, split)).iter(batch_size=BATCH):
+            yield from _documents(rows, columns, spec, number)
+            number += len(next(iter(rows.values()), ()))
 
 
 def hub_rows(spec: str, split: str, keys: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The rows of a split of hf:NAME[:CONFIG]: these columns, as `datasets` decodes them."""
-    with _unreadable_as_user_error(spec):
+    with unreadable_as_user_error(spec):
         for row in _streamed(_hub_arguments(spec, split)):
             yield {key: row[key] for key in keys}
 
@@ -243,11 +272,6 @@ def parse_class(text: str) -> Label:
     return int(text) if re.fullmatch(r"[+-]?\d+", text) else text
 
 
-def table_kind(file: Path) -> str | None:
-    """The format of a table; None for a plain text file."""
-    return next((kind for ending, kind in TABLES.items() if file.name.lower().endswith(ending)), None)
-
-
 def is_unicode(text: str) -> bool:
     """Whether a text can be encoded as UTF-8; JSON and names of files can hold a lone surrogate."""
     try:
@@ -270,7 +294,8 @@ def _streamed(where: dict[str, Any]) -> Any:
 
 
 @contextmanager
-def _unreadable_as_user_error(name: str) -> Iterator[None]:
+def unreadable_as_user_error(name: str) -> Iterator[None]:
+    """Turn any error into one line that names the source."""
     try:
         yield
     # The file system, JSON, pyarrow, datasets and the hub client share no exception type for unreadable data.
@@ -278,17 +303,18 @@ def _unreadable_as_user_error(name: str) -> Iterator[None]:
         raise UserError(f"--source {name} cannot be read: {first_line(error)}") from error
 
 
-def _documents(rows: Mapping[str, Sequence[Any]], columns: Columns) -> Iterator[Document]:
-    """The documents of a table; UserError if a column is missing or has the wrong type."""
-    _check_columns(rows, columns)
-    for values in zip(*(rows[key] for key in columns.names)):
-        yield _document(values, columns)
-
-
-def _check_columns(names: Collection[str], columns: Columns) -> None:
-    for key in columns.names:
-        if key not in names:
-            raise UserError(f"no column {key!r} among {', '.join(names)}; set --{_option(key, columns)}")
+def _documents(
+    table: Mapping[str, Sequence[Any]], columns: Columns, name: str, first: int = 1
+) -> Iterator[Document | BadRow]:
+    """The documents of a table; UserError if a column is missing. first: the number of its first row."""
+    rows = [dict(zip(table, values)) for values in zip(*table.values())]
+    check_columns([*rows, dict.fromkeys(table)], columns)
+    for number, row in enumerate(rows, first):
+        try:
+            document = _document(tuple(value_of(row, key) for key in columns.names), columns)
+            yield document if document.messages is None else document._replace(place=(name, number))
+        except UserError as error:
+            yield BadRow(number, str(error))
 
 
 def _document(values: tuple[Any, ...], columns: Columns) -> Document:
@@ -303,20 +329,13 @@ def _document(values: tuple[Any, ...], columns: Columns) -> Document:
         if not isinstance(value, allowed):
             type_name = type(value).__name__
             raise UserError(
-                f"column {key!r} holds {type_name}, not {expected}; set --{_option(key, columns)}"
+                f"column {key!r} holds {type_name}, not {expected}; set --{column_option(key, columns)}"
             )
     texts = tuple(text or "" for text in values[: len(columns.texts)])
     if columns.label is None:
         return Document(texts)
     label = values[-1]
     return Document(texts, int(label) if isinstance(label, bool) else label)
-
-
-def _option(key: str, columns: Columns) -> str:
-    """The option of `megakernel prepare` that names a column."""
-    if key == columns.label:
-        return "labels"
-    return "text-key" if key == columns.texts[0] else "second-text-key"
 
 
 LIBRARY_PACKAGES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing", "unittest", "xml")

@@ -3,9 +3,11 @@
 Read and written without Megatron, whose import takes seconds and whose writer takes 200 bytes of memory per document.
 """
 
+import json
+import os
 import struct
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,6 +16,7 @@ import numpy as np
 from data_pipeline.document import Label
 from data_pipeline.encoding import Encoded
 from data_pipeline.manifest import FileRecord, ScoredRecord, SplitRecord
+from megakernel.config.errors import UserError
 
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 
@@ -97,15 +100,39 @@ class TokenWriter:
     If answers are known, `PREFIX.scored.bin` and `.idx` record which tokens belong to them.
     """
 
-    def __init__(self, prefix: Path, dtype: type[Any]):
-        """prefix: path of both files without the extensions."""
-        self.documents = 0
+    def __init__(self, prefix: Path, dtype: type[Any], saved: Mapping[str, Any] | None = None):
+        """prefix: path of both files without the extensions. saved: what `save` returned, to go on after it."""
+        state = dict.fromkeys(("documents", "tokens", "bytes", "scored_tokens", "labels"), 0) | dict(
+            saved or {}
+        )
+        self.documents = state["documents"]
+        self.tokens = state["tokens"]
+        self._bytes = state["bytes"]
+        self._scored_tokens = state["scored_tokens"]
+        self._label_lines = prefix.with_name(f"{prefix.name}.labels.jsonl")
+        self._saved_labels = state["labels"]
         self.labels: list[Label | float] = []
-        self.tokens = 0
-        self._bytes = 0
-        self._scored_tokens = 0
-        self._token_file = _DocumentWriter(prefix, dtype)
-        self._scored_file = _DocumentWriter(scored_prefix(prefix), np.uint8)
+        if self._saved_labels:
+            lines = self._label_lines.read_text(encoding="utf-8").splitlines()[: self._saved_labels]
+            self.labels = [json.loads(line) for line in lines]
+            self._label_lines.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        self._token_file = _DocumentWriter(prefix, dtype, state.get("token_file"))
+        self._scored_file = _DocumentWriter(scored_prefix(prefix), np.uint8, state.get("scored_file"))
+
+    def save(self) -> dict[str, Any]:
+        """Write out what was added; returns what a later writer needs to go on from here, as JSON values."""
+        with self._label_lines.open("a", encoding="utf-8") as stream:
+            stream.writelines(f"{json.dumps(label)}\n" for label in self.labels[self._saved_labels :])
+        self._saved_labels = len(self.labels)
+        return {
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "bytes": self._bytes,
+            "scored_tokens": self._scored_tokens,
+            "labels": self._saved_labels,
+            "token_file": self._token_file.save(),
+            "scored_file": self._scored_file.save(),
+        }
 
     def add(self, encoded: Encoded) -> None:
         """Append documents."""
@@ -121,6 +148,7 @@ class TokenWriter:
 
     def finish(self) -> SplitRecord:
         """Write the index; returns the split's record. The split has a document."""
+        self._label_lines.unlink(missing_ok=True)
         scored = None
         if self._scored_file.has_documents:
             scored = ScoredRecord(tokens=self._scored_tokens, **self._scored_file.finish())
@@ -136,11 +164,38 @@ class TokenWriter:
 class _DocumentWriter:
     """A writer of one pair of Megatron files, created with the first document."""
 
-    def __init__(self, prefix: Path, dtype: type[Any]):
+    def __init__(self, prefix: Path, dtype: type[Any], saved: list[int] | None = None):
+        """saved: what `save` returned; documents that were added later are dropped."""
         self._prefix = prefix
         self._dtype = np.dtype(dtype)
         self._stream: BinaryIO | None = None
         self._lengths = array("i")
+        self._saved = 0
+        if saved is not None:
+            self._saved, size = saved
+            self._stream = open(f"{prefix}.bin", "r+b")  # noqa: SIM115 - `finish` closes it
+            with open(f"{prefix}.lengths", "r+b") as lengths:
+                if os.fstat(self._stream.fileno()).st_size < size:
+                    raise UserError(
+                        f"{prefix}.bin is shorter than it was; delete {prefix.parent} to start anew"
+                    )
+                lengths.truncate(self._saved * self._lengths.itemsize)
+                self._lengths.fromfile(lengths, self._saved)
+            self._stream.truncate(size)
+            self._stream.seek(size)
+
+    def save(self) -> list[int] | None:
+        """Write out what was added; returns the number of documents and of bytes, None without a document."""
+        if self._stream is None:
+            return None
+        self._stream.flush()
+        os.fdatasync(self._stream.fileno())
+        with open(f"{self._prefix}.lengths", "ab") as lengths:
+            self._lengths[self._saved :].tofile(lengths)
+            lengths.flush()
+            os.fdatasync(lengths.fileno())
+        self._saved = len(self._lengths)
+        return [self._saved, self._stream.tell()]
 
     @property
     def has_documents(self) -> bool:
@@ -156,6 +211,7 @@ class _DocumentWriter:
         """Write the index; returns both files' records."""
         assert self._stream is not None
         self._stream.close()
+        Path(f"{self._prefix}.lengths").unlink(missing_ok=True)
         lengths = np.frombuffer(self._lengths, np.int32)
         with open(f"{self._prefix}.idx", "wb") as stream:
             code = next(code for code, name in DTYPE_NAMES.items() if name == self._dtype.name)

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 from typing import Any, NoReturn
 
-from data_pipeline.manifest import Manifest
+from data_pipeline.accounting import FEW, MAX_BAD_ROWS
 from data_pipeline.prepare import PrepareRequest, prepare
 from launch.arguments import Number
 from launch.local import handle_signals
@@ -58,6 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of tokenizing processes (default %(default)s)",
     )
     add("add_bos", action=argparse.BooleanOptionalAction)
+    add("eos_token", metavar="TOKEN")
+    parser.add_argument(
+        "--max-bad-rows",
+        type=Number(float, 0, 1),
+        metavar="SHARE",
+        help="rows that cannot be read are skipped and named; stop if more than this share of them are (default "
+        f"{MAX_BAD_ROWS:g}, but {FEW} are allowed beside as many good ones)",
+    )
     parser.add_argument(
         "--overwrite", action="store_true", help="replace a folder prepared with other arguments"
     )
@@ -69,36 +77,20 @@ def run(args: argparse.Namespace) -> int:
     key = args.text_key or (MESSAGES if args.chat else _TEXT)
     request = PrepareRequest(**fields | {"text_key": key})
     stderr = console(stderr=True)
-    # An orderly exit: a prepare that a scheduler or a closed terminal ends leaves no incomplete folder.
+    # An orderly exit: a prepare that a scheduler or a closed terminal ends removes what no later one can use.
     with handle_signals((signal.SIGTERM, signal.SIGHUP), _exit):
-        manifest = prepare(request, args.out, workers=args.workers, overwrite=args.overwrite, console=stderr)
+        manifest = prepare(
+            request,
+            args.out,
+            workers=args.workers,
+            overwrite=args.overwrite,
+            console=stderr,
+            max_bad_rows=args.max_bad_rows,
+        )
     if manifest is None:
-        text = f"{args.out} is already prepared with these arguments; nothing to do"
-    else:
-        text = _summary(args.out, manifest)
-    stderr.print(text, soft_wrap=True)
+        stderr.print(f"{args.out} is already prepared with these arguments; nothing to do", soft_wrap=True)
     return 0
 
 
 def _exit(signum: int) -> NoReturn:
     raise SystemExit(128 + signum)
-
-
-def _summary(out: Path, manifest: Manifest) -> str:
-    bos = manifest.tokenizer.bos
-    bos_note = "" if bos is None else f", documents begin with token {bos} (BOS)"
-    lines = [
-        f"{out}: tokenizer {manifest.tokenizer.kind}, vocabulary {manifest.tokenizer.vocab_size:,}{bos_note}"
-    ]
-    lines += [
-        f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens, {(split.bytes or 0) / 1e6:,.1f} MB"
-        + (f", {split.scored.tokens:,} tokens of answers" if split.scored else "")
-        for name, split in manifest.splits.items()
-    ]
-    if manifest.labels is not None:
-        classes = ", ".join(map(str, manifest.labels.classes))
-        lines += [f"  classes: {classes}" if classes else "  labels are numbers"]
-    lines += [
-        f"  skipped {count:,} documents: {reason}" for reason, count in manifest.skipped.items() if count
-    ]
-    return "\n".join(lines)

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from data_pipeline import tokenizers
-from data_pipeline.prepare import atomic_folder
+from data_pipeline.partial_folder import atomic_folder
 from data_pipeline.tokenizers import Tokenizer
 from megakernel.config import Config, ConfigError, Model, UserError
 from megakernel.config.errors import report_write_errors

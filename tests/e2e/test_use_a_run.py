@@ -286,7 +286,7 @@ TASK = ("evaluate", "--task")
         ),
         ("noisy", (*EVALUATE, "--draws", "0"), "give --draws 1 or more"),
         ("noisy", (*EVALUATE, "--draws", "2", "--baseline", "bigbird"), "leave out --draws or --baseline"),
-        ("orphan", EVALUATE, "make it with `megakernel prepare --out"),
+        ("orphan", EVALUATE, "make it with `megakernel prepare --source FOLDER --tokenizer byte --out"),
         ("learned", (*EVALUATE, "--seq-len", str(SEQ_LEN + 1)), f"give at most {SEQ_LEN}"),
         ("learned", (*GENERATE, "--max-new-tokens", str(SEQ_LEN + 1)), f"give at most {SEQ_LEN}"),
     ],

@@ -142,7 +142,7 @@ def test_landmarks_of_the_whole_sequence_need_an_encoder_without_isolation(prese
 @pytest.mark.parametrize(
     ("sections", "key"),
     [
-        ({"model": {"qkv_bias": True, "kind": "masked_lm", "attention": "linformer"}}, "model.qkv_bias"),
+        ({"model": {"qk_norm": True, "kind": "masked_lm", "attention": "linformer"}}, "model.qk_norm"),
         ({"model": {"hidden_size": 130}}, "model.hidden_size"),
         ({"model": {"num_kv_heads": 3}}, "model.num_kv_heads"),
         ({"model": {"head_dim": 31}}, "model.position"),

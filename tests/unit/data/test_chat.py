@@ -18,7 +18,6 @@ from data_pipeline.loader import TrainingBatches, ValidationBatches
 from data_pipeline.manifest import Manifest
 from data_pipeline.order import Share
 from data_pipeline.prepare import open_source
-from data_pipeline.sources import Files
 from data_pipeline.token_files import TokenFile, scored_prefix
 from data_pipeline.tokenizers import ByteTokenizer
 from launch.cli import main
@@ -212,13 +211,14 @@ def test_a_hub_dataset_gives_the_same_conversations(tmp_path: Path):
     table = write_chats(tmp_path / "dataset" / "train.jsonl", CHATS[:5])
     columns = Columns(("messages",), chat=True)
     hub = open_source([f"hf:{tmp_path / 'dataset'}"], columns=columns)
-    assert list(hub) == list(Files([table], columns, {}))
+    files = open_source([str(table)], columns=columns)
+    assert [document.messages for document in hub] == [document.messages for document in files]
     assert hub.description["kind"] == "hub"
 
 
 def test_conversations_without_an_answer_are_counted_as_skipped(tmp_path: Path):
     table = write_chats(tmp_path / "chats.jsonl", [*CHATS[:3], conversation("Anybody?"), []])
-    source = Files([table], Columns(("messages",), chat=True), {})
+    source = open_source([str(table)], columns=Columns(("messages",), chat=True))
     assert [document.messages for document in source] == [tuple(chat) for chat in CHATS[:3]]
     assert source.skipped == {"no message of the assistant": 1, "empty": 1}
 

@@ -46,7 +46,8 @@ def test_bytes_per_token_of_a_blend_are_weighted(corpus: Path, other_corpus: Pat
 def test_a_missing_folder_is_refused(tmp_path: Path):
     folder = tmp_path / "nothing"
     assert open_error(Data(train=folder)) == (
-        f"data.train={folder} does not exist; make it with `megakernel prepare --out {folder}`"
+        f"data.train={folder} does not exist; make it with `megakernel prepare --source FOLDER --tokenizer byte --out "
+        f"{folder}`, where FOLDER has your text"
     )
 
 

@@ -78,17 +78,11 @@ def test_a_tab_separated_table_can_have_labels(tmp_path: Path):
     )
     source = open_source([str(tmp_path / "three.tsv")], columns=columns)
     assert list(source) == [Document(('a "b',), "yes"), Document(("d",), "no")]
-    assert source.skipped == {"no labeled row": 2}
+    assert source.skipped == {"no labeled row": 1, "not UTF-8": 1}
     for wanted, option in ((Columns(("text",), "Target"), "text-key"), (Columns(("Source",), "x"), "labels")):
         source = open_source([str(tmp_path / "three.tsv")], columns=wanted)
         with pytest.raises(UserError, match=f"no column '.*' among id, Source, Target; set --{option}"):
             list(source)
-
-
-def test_a_tab_separated_file_without_labels_is_plain_text(tmp_path: Path):
-    (tmp_path / "a.tsv").write_text("a\tb\n")
-    source = open_source([str(tmp_path / "a.tsv")])
-    assert list(source) == [Document(("a\tb\n",))]
 
 
 def test_retrieval_pairs_are_two_documents(tmp_path: Path):
