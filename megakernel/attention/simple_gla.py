@@ -42,8 +42,9 @@ class SimpleGlaAttention(AttentionLayer):
         return simple_gla(
             q,
             k,
-            v if step is None else (v * step[..., None]).to(v.dtype),
+            v,
             log_decay,
+            value_scale=step,
             positions=inputs.resolved_positions,
             initial_state=inputs.state,
             exchange=inputs.exchange,

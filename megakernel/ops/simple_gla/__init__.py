@@ -35,6 +35,7 @@ def simple_gla(
     v: Tensor,
     log_decay: Tensor,
     *,
+    value_scale: Tensor | None = None,
     positions: Positions = 0,
     initial_state: Tensor | None = None,
     exchange: Exchange | None = None,
@@ -47,6 +48,9 @@ def simple_gla(
         k: (B, H_kv, N, d), H a multiple of H_kv.
         v: (B, H_kv, N, D).
         log_decay: log a <= 0, broadcastable to (B, H_kv, N): log factor of the state before the token is added.
+        value_scale: factor of v, broadcastable to (B, H_kv, N), such as Mamba-2's step, in float32 or better.
+            The product is not rounded to the dtype of v, because gradients of decays are differences of sums over it;
+            only the kernels round it.
         positions: (B, N) positions within documents, or the position of the first token if each sequence holds one
             document. A document begins with an empty state.
         initial_state: (B, H_kv, d, D), the state that sequences continue from.
@@ -66,7 +70,8 @@ def simple_gla(
     check_entering(initial_state, exchange)
     log_decay = expand_log_decay(log_decay, k)
     state = None if initial_state is None else matrix_state(initial_state, k, v)
-    out, leaving = choose(IMPLEMENTATIONS, backend)(q, k, v, log_decay, positions, state, exchange)
+    values = v if value_scale is None else v * value_scale[..., None]
+    out, leaving = choose(IMPLEMENTATIONS, backend)(q, k, values, log_decay, positions, state, exchange)
     return out.to(v.dtype), leaving
 
 

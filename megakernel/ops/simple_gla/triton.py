@@ -43,7 +43,7 @@ def attend(
     starts, start = document_starts(positions, k.shape[2])
     # The kernels expect a column of normalizers after the values; it is unused here.
     first = None if state is None else unscaled_state(F.pad(state, (0, 1)))
-    keys = (k, v, None, log_decay, None, None, starts)
+    keys = (k, v.to(k.dtype), None, log_decay, None, None, starts)
     (out, *_), _, last = operators.attend(
         (MAP, 1, True, False, start), (q,), keys, positions, first, exchange
     )
