@@ -9,14 +9,17 @@ from functools import partial
 import torch
 
 from megakernel.attention import Rotary
-from megakernel.ops import FlurkaState, flurka_attention, kernel_attention, weighted_attention
 from megakernel.ops.fastfood_features import fastfood_features
 from megakernel.ops.feature_maps import FEATURE_MAPS
+from megakernel.ops.flurka_attention import flurka_attention
+from megakernel.ops.flurka_attention.options import FlurkaState
 from megakernel.ops.gated_delta_rule import gated_delta_rule
+from megakernel.ops.kernel_attention import kernel_attention
 from megakernel.ops.phi import start_state
 from megakernel.ops.projections import FastFood
 from megakernel.ops.short_convolution import short_convolution
 from megakernel.ops.simple_gla import simple_gla
+from megakernel.ops.weighted_attention import weighted_attention
 from megakernel.ops.window import empty_tail
 
 Case = Callable[[], None]

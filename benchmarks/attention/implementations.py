@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megakernel.attention import AttentionInputs, AttentionLayer, HeadShard, build
 from megakernel.attention.simple_gla import SimpleGlaAttention
 from megakernel.config import expand_preset
-from megakernel.ops import kernel_attention
+from megakernel.ops.kernel_attention import kernel_attention
 from megakernel.parallel.device import free_memory
 
 from .cases import Case, attention_of

@@ -16,8 +16,9 @@ from megakernel.attention.near_far import NearFarAttention
 from megakernel.attention.simple_gla import decay_logits, fixed_decay
 from megakernel.config.algebra import BlockCompression
 from megakernel.config.attention import Attention
-from megakernel.ops import FlurkaState, flurka_attention
 from megakernel.ops.dispatch import accum_dtype
+from megakernel.ops.flurka_attention import flurka_attention
+from megakernel.ops.flurka_attention.options import FlurkaState
 from megakernel.ops.mixture import pack_keys
 
 DECAY_NORMALIZER = 16.0

@@ -10,7 +10,7 @@ from megakernel.attention.inputs import AttentionInputs
 from megakernel.attention.layer import AttentionLayer
 from megakernel.attention.mixture import build_mixture, keys_and_priors
 from megakernel.config.attention import Attention
-from megakernel.ops import kernel_attention
+from megakernel.ops.kernel_attention import kernel_attention
 
 
 class KernelAttention(AttentionLayer):

@@ -12,10 +12,9 @@ from megakernel.attention.layer import AttentionLayer, FullPrecision
 from megakernel.attention.sequence import Ulysses
 from megakernel.config.algebra import Mixture
 from megakernel.config.attention import Attention
-from megakernel.ops import weighted_attention
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions
-from megakernel.ops.weighted_attention import responsibilities
+from megakernel.ops.weighted_attention import responsibilities, weighted_attention
 
 
 class KeyMixture(FullPrecision):

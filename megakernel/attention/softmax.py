@@ -10,9 +10,10 @@ from megakernel.attention.layer import AttentionLayer
 from megakernel.attention.mixture import build_mixture, priors_and_shift
 from megakernel.attention.sequence import ContextParallelShard, Ulysses
 from megakernel.config.attention import Attention
-from megakernel.ops import softmax_attention, window_attention
 from megakernel.ops.mixture import pack_keys
+from megakernel.ops.softmax_attention import softmax_attention
 from megakernel.ops.softmax_attention.ring import ring_attention
+from megakernel.ops.window_attention import window_attention
 
 
 class SoftmaxAttention(AttentionLayer):

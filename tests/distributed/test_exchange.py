@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megakernel.ops import kernel_attention
+from megakernel.ops.kernel_attention import kernel_attention
 from megakernel.ops.state import EMPTY, KernelState, empty_state, keep, merge
 from megakernel.parallel import exchange_method, state_exchange
 from tests.distributed.processes import cpu_mesh, run_ranks

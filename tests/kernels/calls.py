@@ -7,12 +7,15 @@ import torch
 from torch import Tensor
 
 from megakernel.attention import Rotary
-from megakernel.ops import FlurkaState, flurka_attention, kernel_attention, weighted_attention
 from megakernel.ops.fastfood_features import fastfood_features
+from megakernel.ops.flurka_attention import flurka_attention
+from megakernel.ops.flurka_attention.options import FlurkaState
+from megakernel.ops.kernel_attention import kernel_attention
 from megakernel.ops.phi import start_state
 from megakernel.ops.projections import FastFood
 from megakernel.ops.short_convolution import short_convolution
 from megakernel.ops.state import KernelState
+from megakernel.ops.weighted_attention import weighted_attention
 from megakernel.ops.window import empty_tail
 
 BATCH, QUERY_HEADS, HEADS, LENGTH, WIDTH = 2, 4, 2, 8192, 16

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megakernel.ops import kernel_attention
+from megakernel.ops.kernel_attention import kernel_attention
 from megakernel.ops.kernels.launch import record_launches
 from tests.kernels.calls import FORWARD, LENGTH
 

@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megakernel.ops import KernelState, kernel_attention
 from megakernel.ops.feature_maps import FeatureMap
+from megakernel.ops.kernel_attention import kernel_attention
 from megakernel.ops.kernel_attention.options import KernelOptions
 from megakernel.ops.phi import start_state
 from megakernel.ops.projections import FastFood
+from megakernel.ops.state import KernelState
 from tests.kernels.comparing import DEVICE, TOLERANCE, random, rms_ratio
 
 MAPS = ("elu", "relu", "identity", "hedgehog", "favor", "prf", "rks")

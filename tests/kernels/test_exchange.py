@@ -10,14 +10,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megakernel.attention import Rotary
-from megakernel.ops import FlurkaState, KernelState, Tail, flurka_attention, kernel_attention
 from megakernel.ops.documents import Positions
-from megakernel.ops.flurka_attention import operators
+from megakernel.ops.flurka_attention import flurka_attention, operators
 from megakernel.ops.flurka_attention import triton as flurka_triton
-from megakernel.ops.kernel_attention import launches
+from megakernel.ops.flurka_attention.options import FlurkaState
+from megakernel.ops.kernel_attention import kernel_attention, launches
 from megakernel.ops.kernel_attention import triton as kernel_triton
 from megakernel.ops.kernels.launch import Launch, record_launches
-from megakernel.ops.state import Exchange, empty_state, keep, merge
+from megakernel.ops.state import Exchange, KernelState, empty_state, keep, merge
+from megakernel.ops.window import Tail
 from tests.kernels.comparing import TOLERANCE, assert_agrees
 from tests.kernels.test_flurka_attention import BLOCK, VARIANTS, documents
 from tests.kernels.test_flurka_attention import tokens as flurka_tokens

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from megakernel.ops import kernel_attention
 from megakernel.ops.dispatch import VARIABLE
 from megakernel.ops.fastfood_features import fastfood_features
+from megakernel.ops.kernel_attention import kernel_attention
 from megakernel.ops.projections import FastFood, padded_width
 from tests.kernels.comparing import TOLERANCE, random, rms_ratio
 from tests.tiers import tiered

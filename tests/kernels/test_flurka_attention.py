@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from megakernel.attention import Rotary
-from megakernel.ops import FlurkaState, KernelState, Tail, flurka_attention
 from megakernel.ops.feature_maps import FEATURE_MAPS
-from megakernel.ops.flurka_attention import operators
+from megakernel.ops.flurka_attention import flurka_attention, operators
+from megakernel.ops.flurka_attention.options import FlurkaState
 from megakernel.ops.kernel_attention.differentiable import pack_tensors
 from megakernel.ops.kernels.features import SUPPORTED, TWO_HALVES, UNBOUNDED
 from megakernel.ops.phi import start_state
-from megakernel.ops.state import empty_state
-from megakernel.ops.window import empty_tail
+from megakernel.ops.state import KernelState, empty_state
+from megakernel.ops.window import Tail, empty_tail
 from tests.kernels.comparing import (
     TOLERANCE,
     assert_agrees,

@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megakernel.ops import KernelState, flurka_attention, kernel_attention
-from megakernel.ops.kernel_attention import launches, operators  # noqa: F401 - the operators are registered
+from megakernel.ops.flurka_attention import flurka_attention
+from megakernel.ops.kernel_attention import kernel_attention, launches, operators  # noqa: F401 - the operators are registered
 from megakernel.ops.kernel_attention.differentiable import pack_tensors
 from megakernel.ops.kernels import launch
 from megakernel.ops.kernels.features import SUPPORTED, TWO_HALVES, UNBOUNDED
 from megakernel.ops.kernels.launch import record_launches
 from megakernel.ops.simple_gla import simple_gla
+from megakernel.ops.state import KernelState
 from tests.kernels.comparing import (
     TOLERANCE,
     assert_agrees,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megakernel.ops import kernel_attention
+from megakernel.ops.kernel_attention import kernel_attention
 from tests.kernels.comparing import TOLERANCE, random, rms_ratio
 
 pytestmark = pytest.mark.gpu

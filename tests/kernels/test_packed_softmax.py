@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megakernel.ops import softmax_attention
 from megakernel.ops.documents import cu_seqlens_from_positions, positions_from_cu_seqlens
 from megakernel.ops.kernels.launch import record_launches
+from megakernel.ops.softmax_attention import softmax_attention
 from megakernel.ops.softmax_attention.spans import Spans
 from tests.kernels.comparing import DEVICE, TOLERANCE, random, rms_ratio
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import megakernel.ops.weighted_attention.triton  # noqa: F401 -- registers the operators
-from megakernel.ops import WeightedState, weighted_attention
+from megakernel.ops.weighted_attention import WeightedState, weighted_attention
 from tests.kernels.comparing import (
     TOLERANCE,
     assert_agrees,

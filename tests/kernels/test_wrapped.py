@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megakernel.attention import Rotary
-from megakernel.ops import flurka_attention, kernel_attention, weighted_attention
+from megakernel.ops.flurka_attention import flurka_attention
+from megakernel.ops.kernel_attention import kernel_attention
+from megakernel.ops.weighted_attention import weighted_attention
 from tests.kernels.comparing import DEVICE
 from tests.kernels.test_exchange import Chain
 from tests.kernels.test_flurka_attention import tokens as flurka_tokens

@@ -13,12 +13,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from megakernel.config import Attention, Model
 from megakernel.config.mechanisms import LayerShape
 from megakernel.model.flops import attention_flops
-from megakernel.ops import flurka_attention, kernel_attention, window_attention
+from megakernel.ops.flurka_attention import flurka_attention
 from megakernel.ops.flurka_attention.chunked import GROUP as FLURKA_GROUP
 from megakernel.ops.flurka_attention.chunked import RUN
+from megakernel.ops.kernel_attention import kernel_attention
 from megakernel.ops.kernel_attention.chunked import CHUNK, GROUP
 from megakernel.ops.nystrom_attention import depthwise_convolution, nystrom_attention
 from megakernel.ops.skyformer_attention import skyformer_attention
+from megakernel.ops.window_attention import window_attention
 
 HEADS, HEAD_DIM = 4, 16
 PROJECTIONS = {

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megakernel.analysis.plots import costs
 from megakernel.config import Model
 from megakernel.model.parameters import parameter_count
-from megakernel.ops import weighted_attention
+from megakernel.ops.weighted_attention import weighted_attention
 
 LENGTH, HEADS, WIDTH = 24, 4, 8
 INPUT = HEADS * WIDTH

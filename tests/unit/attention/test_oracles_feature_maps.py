@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megakernel.attention import AttentionLayer, build
 from megakernel.attention.features import FrequencyGenerator, Projection
-from megakernel.ops import kernel_attention
+from megakernel.ops.kernel_attention import kernel_attention
 from megakernel.ops.phi import features
 from megakernel.ops.projections import FastFood, project
 from tests.oracles import assert_equal, every_array

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megakernel.attention import build
-from megakernel.ops import kernel_attention
+from megakernel.ops.kernel_attention import kernel_attention
 from megakernel.ops.phi import features
 from tests.oracles import KEPT, arrays, assert_equal, heads, joined
 

@@ -6,7 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megakernel.attention import AttentionInputs, build
-from megakernel.ops import kernel_attention, softmax_attention, weighted_attention
+from megakernel.ops.kernel_attention import kernel_attention
+from megakernel.ops.softmax_attention import softmax_attention
+from megakernel.ops.weighted_attention import weighted_attention
 from megakernel.ops.weighted_attention.weights import WeightOptions, component_logs
 from tests.oracles import KEPT, arrays, assert_equal, heads, joined
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megakernel.ops import softmax_attention
+from megakernel.ops.softmax_attention import softmax_attention
 
 KINDS = {
     "softmax": {"similarity": "softmax"},

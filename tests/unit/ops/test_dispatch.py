@@ -1,5 +1,6 @@
 """Which implementation of an op runs."""
 
+import inspect
 import os
 import re
 import warnings
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor
 
 from megakernel import ops
-from megakernel.ops import dispatch, flurka_attention, kernel_attention
+from megakernel.ops import dispatch
+from megakernel.ops.flurka_attention import flurka_attention
+from megakernel.ops.kernel_attention import kernel_attention
 from megakernel.ops.kernels import assembler
 
 OPS = [
@@ -114,3 +117,15 @@ def test_widths_that_kernels_cannot_take_run_chunked_with_one_warning(run, width
         outputs = [run(width, dtype, None) for _ in range(2)]
     assert all(torch.equal(one, run(width, dtype, "chunked")) for one in outputs)
     assert [str(one.message).startswith(warning) for one in seen] == [True]
+
+
+def test_packages_of_ops_are_not_hidden_by_functions_of_their_names():
+    """`import a.b.c as x` takes b from the attributes of a."""
+    import megakernel.ops.flurka_attention.options as options
+    import megakernel.ops.kernel_attention.launches as launches
+
+    assert inspect.ismodule(options)
+    assert inspect.ismodule(launches)
+    for module in iter_modules(ops.__path__):
+        assert inspect.ismodule(import_module(f"megakernel.ops.{module.name}"))
+        assert inspect.ismodule(getattr(ops, module.name)), module.name

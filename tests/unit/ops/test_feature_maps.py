@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
-from megakernel.ops import kernel_attention
 from megakernel.ops.feature_maps import FEATURE_MAPS, FeatureMap
+from megakernel.ops.kernel_attention import kernel_attention
 from megakernel.ops.phi import features
 from megakernel.ops.projections import FastFood
 

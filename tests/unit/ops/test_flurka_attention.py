@@ -5,14 +5,12 @@ import torch
 from torch import Tensor
 
 from megakernel.attention import WHOLE_SEQUENCE, Rotary
-from megakernel.ops import (
-    FlurkaState,
-    KernelState,
-    Tail,
-    flurka_attention,
-    kernel_attention,
-    window_attention,
-)
+from megakernel.ops.flurka_attention import flurka_attention
+from megakernel.ops.flurka_attention.options import FlurkaState
+from megakernel.ops.kernel_attention import kernel_attention
+from megakernel.ops.state import KernelState
+from megakernel.ops.window import Tail
+from megakernel.ops.window_attention import window_attention
 from tests.unit.ops.comparing import assert_same, random
 
 pytestmark = pytest.mark.usefixtures("small_chunks")

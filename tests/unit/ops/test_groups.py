@@ -1,10 +1,12 @@
 import pytest
 import torch
 
-from megakernel.ops import flurka_attention, kernel_attention, window_attention
+from megakernel.ops.flurka_attention import flurka_attention
 from megakernel.ops.gated_delta_rule import gated_delta_rule
 from megakernel.ops.groups import SHORT, scan_groups
+from megakernel.ops.kernel_attention import kernel_attention
 from megakernel.ops.simple_gla import simple_gla
+from megakernel.ops.window_attention import window_attention
 from tests.unit.ops.comparing import random
 
 

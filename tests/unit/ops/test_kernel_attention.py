@@ -5,9 +5,10 @@ import torch
 from torch import Tensor
 
 from megakernel.attention import WHOLE_SEQUENCE
-from megakernel.ops import KernelState, kernel_attention
 from megakernel.ops.feature_maps import FeatureMap
+from megakernel.ops.kernel_attention import kernel_attention
 from megakernel.ops.partial_output import kernels_check
+from megakernel.ops.state import KernelState
 from tests.unit.ops.comparing import assert_same, random
 
 pytestmark = pytest.mark.usefixtures("small_chunks")

@@ -2,8 +2,11 @@ import pytest
 import torch
 
 from megakernel.attention import Rotary
-from megakernel.ops import flurka_attention, kernel_attention, weighted_attention, window_attention
+from megakernel.ops.flurka_attention import flurka_attention
+from megakernel.ops.kernel_attention import kernel_attention
 from megakernel.ops.phi import Phi
+from megakernel.ops.weighted_attention import weighted_attention
+from megakernel.ops.window_attention import window_attention
 from tests.unit.ops.comparing import assert_same, random
 
 pytestmark = pytest.mark.usefixtures("small_chunks")

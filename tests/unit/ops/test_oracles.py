@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megakernel.ops import kernel_attention
+from megakernel.ops.kernel_attention import kernel_attention
 from megakernel.ops.phi import features
 from tests.oracles import FOLDER, arrays, assert_equal
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megakernel.ops import pseudo_inverse, weighted_attention
+from megakernel.ops import pseudo_inverse
 from megakernel.ops.pseudo_inverse import (
     exact_inverse,
     iterative_inverse,
@@ -14,6 +14,7 @@ from megakernel.ops.pseudo_inverse import (
     softmax_inverse,
 )
 from megakernel.ops.skyformer_attention import skyformer_attention
+from megakernel.ops.weighted_attention import weighted_attention
 
 
 def gaussian_gram(count: int, width: int, scale: float, seed: int) -> Tensor:

@@ -1,7 +1,9 @@
 import pytest
 import torch
 
-from megakernel.ops import SoftmaxState, Tail, softmax_attention, window_attention
+from megakernel.ops.softmax_attention import SoftmaxState, softmax_attention
+from megakernel.ops.window import Tail
+from megakernel.ops.window_attention import window_attention
 from tests.unit.ops.comparing import PACKED, assert_same, random
 
 pytestmark = pytest.mark.usefixtures("small_chunks")

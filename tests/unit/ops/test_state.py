@@ -1,8 +1,9 @@
 import pytest
 import torch
 
-from megakernel.ops import KernelState, flurka_attention, kernel_attention, merge
-from megakernel.ops.state import empty_state, keep
+from megakernel.ops.flurka_attention import flurka_attention
+from megakernel.ops.kernel_attention import kernel_attention
+from megakernel.ops.state import KernelState, empty_state, keep, merge
 from tests.unit.ops.comparing import random
 
 OMEGA = random(6, 4, seed=9).detach()

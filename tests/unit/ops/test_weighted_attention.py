@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from megakernel.ops import softmax_attention, weighted_attention
-from megakernel.ops.weighted_attention import WeightedState, responsibilities, streamed
+from megakernel.ops.softmax_attention import softmax_attention
+from megakernel.ops.weighted_attention import WeightedState, responsibilities, streamed, weighted_attention
 from tests.unit.ops.comparing import KINDS, PACKED, assert_same, random
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
