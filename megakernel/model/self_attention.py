@@ -64,7 +64,7 @@ class SelfAttention(nn.Module):
         self.kv_heads = model.kv_heads // mesh.tp.size
         config = model.layer_attention(index)
         self.keys_per_head = config.keys_per_head
-        self.vectors = (model.num_heads // model.kv_heads, self.keys_per_head, 1)
+        self.per_key_head = (model.num_heads // model.kv_heads, self.keys_per_head, 1)
         """Queries, keys and values per key head."""
         self.cp_shard = mesh.new_cp_shard()
         self.isolate_documents = settings.isolate_documents
@@ -172,15 +172,15 @@ class SelfAttention(nn.Module):
         """Queries, keys and values (N, B, H_kv, vectors per key head, d), or the projection that holds all three."""
         if isinstance(self.core, LowRankAttention) and self.core.compresses_input:
             return compressed_input.project(
-                hidden, self.qkv.weight, self.qkv.bias, self.vectors, self.core, self.mesh, inputs
+                hidden, self.qkv.weight, self.qkv.bias, self.per_key_head, self.core, self.mesh, inputs
             )
         fused, _ = apply_linear(self.qkv, hidden)
-        vectors = fused.view(*fused.shape[:2], self.kv_heads, sum(self.vectors), self.head_dim)
+        vectors = fused.view(*fused.shape[:2], self.kv_heads, sum(self.per_key_head), self.head_dim)
         updates = (self.query_update, self.key_update, self.value_update)
         if self.query_norm is None and all(update is None for update in updates):
             return [vectors]
         q, k, v = add_updates(
-            vectors.split(self.vectors, dim=3),
+            vectors.split(self.per_key_head, dim=3),
             updates,
             hidden,
             lambda update: update.unflatten(-1, (self.kv_heads, -1, self.head_dim)),
@@ -193,7 +193,7 @@ class SelfAttention(nn.Module):
         """What `_project` returns as q (B, H, N, d) and k and v (B, H_kv, N, d), or k (B, H_kv, M, N, d); q scaled."""
         if len(vectors) == 1:
             # Split before the dimensions move, so that backward joins the gradients in the projection's layout.
-            vectors = vectors[0].split(self.vectors, dim=3)
+            vectors = vectors[0].split(self.per_key_head, dim=3)
         q, k, v = [part.permute(1, 2, 3, 0, 4) for part in vectors]
         q = q.flatten(1, 2)
         if self.query_scale != 1:

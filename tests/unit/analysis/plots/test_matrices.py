@@ -42,7 +42,7 @@ def values_of_tokens(model, layer, captured, row):
     hidden = model.layers[1 + layer].attention_norm(layer_inputs[0])
     weight = attention.qkv.weight.unflatten(0, (attention.kv_heads, -1, attention.head_dim))[:, -1]
     values = torch.einsum("nbc,hdc->hnd", hidden, weight)
-    return values.repeat_interleave(attention.vectors[0], 0)
+    return values.repeat_interleave(attention.per_key_head[0], 0)
 
 
 @pytest.mark.parametrize(("name", "config", "kind"), MODELS, ids=[name for name, _, _ in MODELS])
