@@ -346,10 +346,9 @@ def _summary(out: Path, manifest: Manifest, source: DocumentSource, counts: Coun
     bos_note = "" if bos is None else f", documents begin with token {bos} (BOS)"
     yield f"{out}: tokenizer {manifest.tokenizer.kind}, vocabulary {manifest.tokenizer.vocab_size:,}{bos_note}"
     for name, split in manifest.splits.items():
+        size = f"{(split.bytes or 0) / 1e6:,.1f} MB"
         answers = f", {split.scored.tokens:,} tokens of answers" if split.scored else ""
-        yield (
-            f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens, {(split.bytes or 0) / 1e6:,.1f} MB{answers}"
-        )
+        yield f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens, {size}{answers}"
     if manifest.labels is not None:
         classes = ", ".join(map(str, manifest.labels.classes))
         yield f"  classes: {classes}" if classes else "  labels are numbers"
