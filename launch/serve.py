@@ -1,7 +1,6 @@
 """`megakernel serve`: a trained model over HTTP."""
 
 import argparse
-import ipaddress
 import os
 import socket
 import sys
@@ -60,6 +59,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="most session states kept in host memory; the least recently used are dropped (default %(default)s)",
     )
+    add(
+        "--max-request-mib",
+        type=_COUNT,
+        default=16,
+        metavar="N",
+        help="longest request with a prompt or messages, in MiB (default %(default)s)",
+    )
+    add(
+        "--max-state-mib",
+        type=_COUNT,
+        default=1024,
+        metavar="N",
+        help="longest state of a session that is uploaded, in MiB (default %(default)s)",
+    )
+    add(
+        "--read-timeout",
+        type=Number(float, minimum=0.1, maximum=86400),
+        default=60.0,
+        metavar="S",
+        help="seconds within which a request must arrive (default %(default)g)",
+    )
+    add(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name by which requests may address the server besides localhost, such as a proxy's; repeatable "
+        "(default: none if only this machine reaches it, else any)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,7 +101,8 @@ def run(args: argparse.Namespace) -> int:
     opened = find_model(student_run(args.run_folder), args.step)
     opened.check_continues_text()
     with _listening(args.host, args.port) as listening:
-        from megakernel.generation.serving.server import serve
+        from megakernel.generation.serving.gate import Hosts, Limits, is_loopback
+        from megakernel.generation.serving.server import http_server, serve
         from megakernel.generation.serving.worker import Worker
 
         worker = Worker(
@@ -81,12 +110,15 @@ def run(args: argparse.Namespace) -> int:
         )
         name = args.name or opened.folder.resolve().name
         host, port = listening.getsockname()[:2]
-        if key is None and not ipaddress.ip_address(host).is_loopback:
+        hosts = Hosts((args.host, *args.allow_host)) if is_loopback(host) or args.allow_host else None
+        limits = Limits(args.max_request_mib * 2**20, args.max_state_mib * 2**20, args.read_timeout)
+        server = http_server(worker, name, key, hosts=hosts, limits=limits)
+        if key is None and not is_loopback(host):
             print(f"megakernel: note: no API key: whoever reaches {host} can use the model", file=sys.stderr)
         url_host = f"[{host}]" if ":" in host else host
         print(f"{name} at http://{url_host}:{port} (Ctrl-C ends it)", flush=True)
         try:
-            serve(worker, listening, name, key)
+            serve(server, worker, listening)
         except KeyboardInterrupt:
             print("ended", flush=True)
     return 0

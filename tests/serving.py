@@ -10,12 +10,12 @@ from typing import Any
 
 import openai
 import torch
-import uvicorn
 
 from data_pipeline.tokenizers import ByteTokenizer, Tokenizer
 from megakernel.checkpoint.opened import OpenedModel
 from megakernel.config import Config, Corpus, Data, Training
-from megakernel.generation.serving.server import create_app
+from megakernel.generation.serving.gate import DEFAULT_LIMITS, OWN_NAMES, Hosts, Limits
+from megakernel.generation.serving.server import http_server
 from megakernel.generation.serving.worker import Worker
 from megakernel.model import LanguageModel
 from tests.chats import PLAIN
@@ -102,12 +102,12 @@ def served(
     batch_size: int = 32,
     max_sessions: int = 200,
     max_new_tokens: int = 100_000,
+    hosts: Hosts | None = OWN_NAMES,
+    limits: Limits = DEFAULT_LIMITS,
 ) -> Iterator[Served]:
     """Serve a model while in the context."""
     worker = Worker(opened, batch_size=batch_size, max_sessions=max_sessions, max_new_tokens=max_new_tokens)
-    server = uvicorn.Server(
-        uvicorn.Config(create_app(worker, NAME, api_key), log_level="warning", access_log=False)
-    )
+    server = http_server(worker, NAME, api_key, hosts=hosts, limits=limits)
     with socket.create_server(("127.0.0.1", 0), backlog=256) as listening:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()

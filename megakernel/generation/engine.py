@@ -91,10 +91,13 @@ class Text:
     stream: TextStream
     stops: StopStrings
     unread: list[int]
-    """The prompt's tokens that are not read yet; after the prompt, the last token."""
+    """The prompt's tokens; after the prompt, the last token."""
 
     seen: set[int]
     """The set of the text's tokens so far, for the repetition penalty."""
+
+    prompt_read: int = 0
+    """Number of the prompt's tokens that are read."""
 
     new_tokens: list[int] = field(default_factory=list)
     finish: Finish | None = None
@@ -170,7 +173,7 @@ class GenerationEngine:
         previous = request.previous
         unread = [*(previous.unread if previous else ()), *request.tokens]
         assert unread
-        context = [*(previous.context if previous else ()), *request.tokens]
+        context = [*(previous.context if previous else ()), *request.tokens[-CONTEXT:]]
         seen = {*(previous.seen if previous else ()), *request.tokens}
         text = Text(request, TextStream(self.tokenizer, context), StopStrings(request.stop), unread, seen)
         self._waiting.append(text)
@@ -212,9 +215,10 @@ class GenerationEngine:
 
     def _read_prompt(self) -> list[TextStep]:
         text, decoder = self._reading[0]
-        chunk, text.unread = text.unread[:PROMPT_CHUNK], text.unread[PROMPT_CHUNK:]
+        chunk = text.unread[text.prompt_read : text.prompt_read + PROMPT_CHUNK]
         logits = decoder.read([chunk])
-        if text.unread:
+        text.prompt_read += len(chunk)
+        if text.prompt_read < len(text.unread):
             self._reading.rotate(-1)  # a short prompt need not wait for the end of a long one
             return []
         self._reading.popleft()

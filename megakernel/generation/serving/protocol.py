@@ -1,13 +1,23 @@
 """OpenAI's protocol: request bodies, and errors."""
 
-from collections.abc import Mapping
-from typing import Any
+import difflib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    FailFast,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
 from data_pipeline.chat import Message, check_messages
 from megakernel.config import UserError
-from megakernel.config.errors import nearest_first
 
 from ..sampling import Sampling
 
@@ -17,7 +27,8 @@ MAX_CHOICES = 128
 MAX_STOPS = 16
 """Maximum number of stop strings of a request."""
 
-SESSION_NAME = r"^[A-Za-z0-9_.-]{1,64}$"
+SESSION_NAME, MAX_SESSION_NAME = r"^[.]*[A-Za-z0-9_-][A-Za-z0-9_.-]*$", 64
+"""What names of sessions match, and their maximum length. `.` and `..` are none: paths drop them."""
 
 _IGNORED = {
     "user",
@@ -57,6 +68,25 @@ def error_body(message: str, kind: str, param: str | None = None, code: str | No
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+def _unknown_field(parent: str, name: str, known: Iterable[str], of_what: str) -> Refusal:
+    """The refusal of a field, with the known ones that are similar to it, if any."""
+    # Comparing takes time in the square of the name's length.
+    similar = difflib.get_close_matches(name, known) if len(name) <= _LONGEST_FIELD else []
+    shown = name if len(name) <= _LONGEST_FIELD else f"{name[:_LONGEST_FIELD]}..."
+    path = f"{parent}.{shown}" if parent else shown
+    remedy = f"write {', '.join(similar)}" if similar else "leave it out"
+    return Refusal(f"{path} is not a field {of_what}".rstrip() + f"; {remedy}", param=parent or shown)
+
+
+_LONGEST_FIELD = 64
+
+
+class _FirstError(FailFast):
+    """Stops at a list's first wrong item: errors of a million items take minutes. Hashable, as types must be."""
+
+    __hash__ = object.__hash__
+
+
 class StreamOptions(BaseModel):
     """What a stream contains besides the text."""
 
@@ -80,10 +110,10 @@ class Body(BaseModel):
     repetition_penalty: float | None = None
     seed: int | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], _FirstError()] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    session: str | None = Field(None, pattern=SESSION_NAME)
+    session: str | None = Field(None, pattern=SESSION_NAME, max_length=MAX_SESSION_NAME)
 
     @model_validator(mode="after")
     def _check_extra_fields(self) -> "Body":
@@ -92,11 +122,9 @@ class Body(BaseModel):
                 continue
             if name in _UNSUPPORTED:
                 raise Refusal(f"{name} is not supported by this server; leave it out", param=name)
-            known = nearest_first(name, type(self).model_fields, most=3)
-            raise Refusal(f"{name} is not a field of this request; write {known}", param=name)
+            raise _unknown_field("", name, type(self).model_fields, "of this request")
         for name in (self.stream_options and self.stream_options.model_extra) or ():
-            known = nearest_first(name, StreamOptions.model_fields)
-            raise Refusal(f"stream_options.{name} is not a field; write {known}", param="stream_options")
+            raise _unknown_field("stream_options", name, StreamOptions.model_fields, "")
         return self
 
     def sampling(self) -> Sampling:
@@ -123,10 +151,30 @@ class Body(BaseModel):
         raise NotImplementedError
 
 
+def _kind_of_prompt(prompt: Any) -> str:
+    """Which of its types a prompt is checked as: trying each takes minutes for a list of a million tokens."""
+    if not isinstance(prompt, list):
+        return "str"
+    first = prompt[0] if prompt else ""
+    if isinstance(first, list):
+        return "list[list[int]]"
+    return "list[str]" if isinstance(first, str) else "list[int]"
+
+
+_Tokens = Annotated[list[int], _FirstError()]
+_Prompt = Annotated[
+    Annotated[str, Tag("str")]
+    | Annotated[list[str], _FirstError(), Tag("list[str]")]
+    | Annotated[_Tokens, Tag("list[int]")]
+    | Annotated[list[_Tokens], _FirstError(), Tag("list[list[int]]")],
+    Discriminator(_kind_of_prompt),
+]
+
+
 class CompletionBody(Body):
     """The body of /v1/completions: texts to continue, or their tokens."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: _Prompt
     logprobs: int | None = Field(None, ge=0, le=20)
 
     @property
@@ -149,7 +197,7 @@ class CompletionBody(Body):
 class ChatBody(Body):
     """The body of /v1/chat/completions: a conversation to answer."""
 
-    messages: list[dict[str, Any]]
+    messages: Annotated[list[dict[str, Any]], _FirstError()]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -186,6 +234,34 @@ class ChatBody(Body):
             return list(check_messages(plain, "messages"))
         except UserError as error:
             raise Refusal(str(error), param="messages") from None
+
+
+_AnyBody = TypeVar("_AnyBody", bound=Body)
+
+
+def parse(kind: type[_AnyBody], data: bytes) -> _AnyBody:
+    """The body of a request from its JSON. Raises UserError for an invalid one."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise Refusal(f"the body is no JSON ({error}); send a JSON object") from None
+    if not isinstance(value, dict):
+        raise Refusal("the body: Input should be a valid dictionary; send a JSON object")
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise invalid(error.errors(include_input=False, include_url=False)[0]) from None
+
+
+def invalid(error: Mapping[str, Any]) -> UserError:
+    """The refusal of the first error that pydantic found."""
+    cause = error.get("ctx", {}).get("error")
+    if isinstance(cause, UserError):
+        return cause
+    # pydantic adds the type that it tried for a field of several types; leave that out.
+    location = [part for part in map(str, error["loc"]) if part != "str" and not part.startswith("list[")]
+    message = f"{'.'.join(location) or 'the body'}: {error['msg']}"
+    return Refusal(message, param=location[0] if location else None)
 
 
 def _text(content: Any) -> Any:

@@ -15,25 +15,50 @@ from fastapi import Path as PathParameter
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from megakernel.config import RunFailed, UserError
 
-from .protocol import SESSION_NAME, Body, ChatBody, CompletionBody, Refusal, error_body
+from .gate import DEFAULT_LIMITS, OWN_NAMES, Hosts, Limits, protocol, read_body
+from .protocol import (
+    MAX_SESSION_NAME,
+    SESSION_NAME,
+    Body,
+    ChatBody,
+    CompletionBody,
+    Refusal,
+    error_body,
+    invalid,
+    parse,
+)
 from .replies import Reply
 from .sessions import Session, to_file
 from .worker import GenerationJob, Piece, Worker
 
-MAX_BYTES = 2**30
-"""Maximum bytes of a request: uploaded states of softmax layers are large."""
-
 _INVALID = "invalid_request_error"
 _SESSION = "/v1/sessions/{session}"
-_Name = Annotated[str, PathParameter(pattern=SESSION_NAME)]
+_Name = Annotated[str, PathParameter(pattern=SESSION_NAME, max_length=MAX_SESSION_NAME)]
+_READ = ["GET", "HEAD"]
 
 
-def create_app(worker: Worker, name: str, api_key: str | None = None) -> FastAPI:
-    """The application. name: the model's; api_key: the key that requests under /v1 must send."""
+def create_app(
+    worker: Worker,
+    name: str,
+    api_key: str | None = None,
+    *,
+    hosts: Hosts | None = OWN_NAMES,
+    limits: Limits = DEFAULT_LIMITS,
+) -> FastAPI:
+    """The application.
+
+    Args:
+        worker: the model's thread.
+        name: the model's name.
+        api_key: the key that requests under /v1 must send; None: no key.
+        hosts: the names by which requests may address the server; None: any.
+        limits: limits of requests.
+    """
 
     def check_key(request: Request) -> None:
         key = request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -41,7 +66,8 @@ def create_app(worker: Worker, name: str, api_key: str | None = None) -> FastAPI
             message = "the API key is missing or wrong; send Authorization: Bearer KEY"
             raise Refusal(message, status=401, code="invalid_api_key")
 
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, max_body_size=MAX_BYTES)
+    everywhere = [] if hosts is None else [Depends(hosts.check)]
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, dependencies=everywhere)
     _answer_errors(app)
     keyed = [Depends(check_key)]
     model = {"id": name, "object": "model", "created": 0, "owned_by": "megakernel"}
@@ -55,9 +81,13 @@ def create_app(worker: Worker, name: str, api_key: str | None = None) -> FastAPI
                 code="model_not_found",
             )
 
-    async def answer(body: Body, request: Request) -> Response:
+    async def answer(kind: type[Body], request: Request) -> Response:
+        _check_is_json(request)
+        data = await read_body(request, limits.request_bytes, "--max-request-mib", limits.read_seconds)
+        reader = worker.reader(len(data))
+        body = await reader.run(lambda: parse(kind, data))
         check_model(body.model)
-        job = await worker.submit(body)
+        job = await worker.submit(body, reader)
         reply = Reply(body, name, worker.fingerprint, worker.tokenizer)
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
@@ -71,44 +101,45 @@ def create_app(worker: Worker, name: str, api_key: str | None = None) -> FastAPI
         return JSONResponse(reply.complete(pieces, len(job.texts), job.usage))
 
     @app.post("/v1/completions", dependencies=keyed)
-    async def completions(body: CompletionBody, request: Request) -> Response:
-        return await answer(body, request)
+    async def completions(request: Request) -> Response:
+        return await answer(CompletionBody, request)
 
     @app.post("/v1/chat/completions", dependencies=keyed)
-    async def chat_completions(body: ChatBody, request: Request) -> Response:
-        return await answer(body, request)
+    async def chat_completions(request: Request) -> Response:
+        return await answer(ChatBody, request)
 
-    @app.get("/v1/models", dependencies=keyed)
+    @app.api_route("/v1/models", dependencies=keyed, methods=_READ)
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [model]}
 
-    @app.get("/v1/models/{model_name:path}", dependencies=keyed)
+    @app.api_route("/v1/models/{model_name:path}", dependencies=keyed, methods=_READ)
     async def one_model(model_name: str) -> dict[str, Any]:
         check_model(model_name)
         return model
 
-    @app.get("/v1/sessions", dependencies=keyed)
+    @app.api_route("/v1/sessions", dependencies=keyed, methods=_READ)
     async def sessions() -> dict[str, Any]:
         sessions = await worker.call(worker.sessions.items)
         return {"object": "list", "data": [_session_info(key, session) for key, session in sessions]}
 
-    @app.get(f"{_SESSION}/state", dependencies=keyed)
+    @app.api_route(f"{_SESSION}/state", dependencies=keyed, methods=_READ)
     async def state(session: _Name) -> Response:
         headers = {"Content-Disposition": f'attachment; filename="{session}.safetensors"'}
-        data = await worker.call(lambda: to_file(worker.sessions.find(session), worker.fingerprint))
+        found = await worker.call(lambda: worker.sessions.find(session))
+        data = await asyncio.to_thread(to_file, found, worker.fingerprint)
         return Response(data, media_type="application/octet-stream", headers=headers)
 
     @app.put(f"{_SESSION}/state", dependencies=keyed)
     async def restore(session: _Name, request: Request) -> dict[str, Any]:
-        data = await request.body()
-        return _session_info(session, await worker.call(lambda: worker.restore(session, data)))
+        data = await read_body(request, limits.state_bytes, "--max-state-mib", limits.read_seconds)
+        return _session_info(session, await worker.restore(session, data))
 
     @app.delete(_SESSION, dependencies=keyed)
     async def forget(session: _Name) -> dict[str, Any]:
         await worker.call(lambda: worker.sessions.delete(session))
         return {"id": session, "object": "session", "deleted": True}
 
-    @app.get("/health")
+    @app.api_route("/health", methods=_READ)
     async def health() -> Response:
         health = worker.health
         can_chat = worker.tokenizer.chat_template is not None
@@ -116,11 +147,24 @@ def create_app(worker: Worker, name: str, api_key: str | None = None) -> FastAPI
             {**health, "model": name, "chat": can_chat}, 200 if health["status"] == "ok" else 503
         )
 
-    @app.get("/")
+    @app.api_route("/", methods=_READ)
     async def page() -> Response:
         return HTMLResponse(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 
     return app
+
+
+def _check_is_json(request: Request) -> None:
+    """Raise Refusal for a body of another type: a page of any site can make a browser send such, but not JSON."""
+    given = request.headers.get("content-type", "")
+    kind = given.partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        has = f"Content-Type {given[:100]!r}" if given else "no Content-Type"
+        raise Refusal(
+            f"the body has {has}; send JSON with the header Content-Type: application/json "
+            "(curl: -H 'Content-Type: application/json')",
+            status=415,
+        )
 
 
 def _session_info(name: str, session: Session) -> dict[str, Any]:
@@ -191,23 +235,19 @@ def _answer_errors(app: FastAPI) -> None:
         param = key if key in {**CompletionBody.model_fields, **ChatBody.model_fields} else None
         if isinstance(error, Refusal):
             body = error_body(str(error), _INVALID, error.param or param, error.code)
-            return JSONResponse(body, error.status)
+            # The rest of a body that comes too late would be read as the next request.
+            headers = {"Connection": "close"} if error.status == 408 else None
+            return JSONResponse(body, error.status, headers)
         return JSONResponse(error_body(str(error), _INVALID, param), 400)
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
+    async def wrong_path(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        cause = first.get("ctx", {}).get("error")
-        if isinstance(cause, UserError):
-            return await refused(request, cause)
-        # pydantic adds the type that it tried for a field of several types; leave that out.
-        location = [
-            part for part in map(str, first["loc"][1:]) if part != "str" and not part.startswith("list[")
-        ]
-        if first["type"] == "json_invalid":
-            location = []
-        message = f"{'.'.join(location) or 'the body'}: {first['msg']}"
-        return JSONResponse(error_body(message, _INVALID, location[0] if location else None), 400)
+        return await refused(request, invalid({**first, "loc": first["loc"][1:]}))
+
+    @app.exception_handler(ClientDisconnect)
+    async def disconnected(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=499)
 
     @app.exception_handler(RunFailed)
     async def failed(request: Request, error: RunFailed) -> JSONResponse:
@@ -233,11 +273,31 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def serve(worker: Worker, listening: socket.socket, name: str, api_key: str | None) -> None:
-    """Answer requests until a signal arrives; it is raised again once all are answered."""
-    app = create_app(worker, name, api_key)
-    server = _Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1))
+def http_server(
+    worker: Worker,
+    name: str,
+    api_key: str | None = None,
+    *,
+    hosts: Hosts | None = OWN_NAMES,
+    limits: Limits = DEFAULT_LIMITS,
+) -> uvicorn.Server:
+    """A server of `create_app`, with its arguments."""
+    app = create_app(worker, name, api_key, hosts=hosts, limits=limits)
+    server = _Server(
+        uvicorn.Config(
+            app,
+            http=protocol(limits.read_seconds),
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=1,
+        )
+    )
     server.worker = worker
+    return server
+
+
+def serve(server: uvicorn.Server, worker: Worker, listening: socket.socket) -> None:
+    """Answer requests until a signal arrives; it is raised again once all are answered."""
     try:
         server.run(sockets=[listening])
     finally:

@@ -4,10 +4,11 @@ import hashlib
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from megakernel.config import UserError
 
 from .. import states
 from ..engine import GenerationEngine, TextState, check_positions
+from ..text import CONTEXT
 from .protocol import Refusal
 
 if TYPE_CHECKING:
@@ -153,8 +155,25 @@ def to_file(session: Session, model: str) -> bytes:
     return save(tensors, {_KEY: json.dumps(metadata)})
 
 
+class Content(NamedTuple):
+    """What a session's file holds, before its tensors are compared with the model's."""
+
+    tensors: Mapping[str, Tensor]
+    position: int
+    tokens: int
+    context: list[int]
+    unread: list[int]
+    seen: frozenset[int]
+    messages: list[Message] | None
+
+
 def from_file(data: bytes, engine: GenerationEngine, opened: OpenedModel, model: str) -> Session:
     """The session of a file. Raises Refusal for a damaged one, and for one of another model (by fingerprint)."""
+    return restored(read_file(data, opened, model), engine)
+
+
+def read_file(data: bytes, opened: OpenedModel, model: str) -> Content:
+    """The content of a session's file; does not run the model. Raises Refusal as `from_file` does."""
     from safetensors import SafetensorError
     from safetensors.torch import load, save
 
@@ -171,37 +190,68 @@ def from_file(data: bytes, engine: GenerationEngine, opened: OpenedModel, model:
         raise _invalid_state("it is of another model than the one served here")
     if digest != _digest(metadata, save(tensors)):
         raise _invalid_state("it is damaged: its SHA-256 does not match its content")
+    with _untrusted():
+        return _content(tensors, metadata, opened)
+
+
+def restored(content: Content, engine: GenerationEngine) -> Session:
+    """The session of a file's content; runs the model. Raises Refusal if the tensors do not fit it."""
+    with _untrusted():
+        fresh = engine.new_decoder()
+        fresh.read([[engine.tokenizer.eod]])
+        on_device = {}
+        for name, like in states.named_tensors(fresh.states):
+            _check_like(content.tensors[name], like)
+            on_device[name] = content.tensors[name].to(like.device)
+        decoder = engine.new_decoder()
+        decoder.states = states.with_tensors(fresh.states, on_device)
+        decoder.positions = [content.position]
+        # Try the state alone, before it could fail a batch with other texts.
+        if not bool(decoder.extract(0).read([[*content.unread, engine.tokenizer.eod]]).isfinite().all()):
+            raise ValueError("not finite")
+        _, _, tokens, context, unread, seen, messages = content
+        return Session(TextState(decoder, context, unread, tokens, seen), messages)
+
+
+@contextmanager
+def _untrusted() -> Iterator[None]:
+    """Refuse a file for whatever its content makes the block raise: it can be anything."""
     try:
-        return _restored(tensors, metadata, engine, opened)
-    # The file is untrusted: its content can be anything.
+        yield
+    except Refusal:
+        raise
     except (RuntimeError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
         raise _invalid_state(f"its content does not fit the model ({type(error).__name__})") from None
 
 
-def _restored(
-    tensors: Mapping[str, Tensor], metadata: dict[str, Any], engine: GenerationEngine, opened: OpenedModel
-) -> Session:
-    fresh = engine.new_decoder()
-    fresh.read([[engine.tokenizer.eod]])
-    on_device = {}
-    for name, like in states.named_tensors(fresh.states):
-        _check_like(tensors[name], like)
-        on_device[name] = tensors[name].to(like.device)
-    decoder = engine.new_decoder()
-    decoder.states = states.with_tensors(fresh.states, on_device)
-    context, unread = _ids(metadata["context"], engine), _ids(metadata["unread"], engine)
-    seen = frozenset(_ids(tensors["seen"].tolist(), engine))
-    position, tokens, messages = int(metadata["position"]), int(metadata["tokens"]), metadata["messages"]
-    if not 0 <= position <= tokens < 2**40:
-        raise ValueError("position")
+def _content(tensors: Mapping[str, Tensor], metadata: dict[str, Any], opened: OpenedModel) -> Content:
+    vocab_size = opened.tokenizer.vocab_size
+    position, tokens = (_count(metadata, key) for key in ("position", "tokens"))
+    context, unread = (_ids(metadata[key], vocab_size) for key in ("context", "unread"))
+    if len(unread) > 1:  # a text ends with at most its last token unread
+        raise _unfit(f"it has {len(unread):,} unread tokens, and an ended text has at most one")
     check_positions(opened.config, position + len(unread), 1, "tokens")
-    decoder.positions = [position]
-    if messages is not None:
+    if position + len(unread) > tokens or len(context) > CONTEXT:
+        raise _unfit(
+            f"after {tokens:,} tokens it has the position {position:,} and {len(context):,} last tokens"
+        )
+    if tensors["seen"].numel() > vocab_size:
+        raise ValueError("seen")
+    seen = frozenset(_ids(tensors["seen"].tolist(), vocab_size))
+    if (messages := metadata["messages"]) is not None:
         check_messages(messages, "messages")
-    # Try the state alone, before it could fail a batch with other texts.
-    if not bool(decoder.extract(0).read([[*unread, engine.tokenizer.eod]]).isfinite().all()):
-        raise ValueError("not finite")
-    return Session(TextState(decoder, context, unread, tokens, seen), messages)
+    return Content(tensors, position, tokens, context, unread, seen, messages)
+
+
+_MAX_TOKENS = 2**31
+"""More tokens than any text has: at 1,000 tokens a second it takes 25 days."""
+
+
+def _count(metadata: dict[str, Any], key: str) -> int:
+    value = metadata[key]
+    if type(value) is not int or not 0 <= value < _MAX_TOKENS:
+        raise _unfit(f"{key}={value!r:.40} is not an integer from 0 to {_MAX_TOKENS - 1:,}")
+    return value
 
 
 def _check_like(x: Tensor, like: Tensor) -> None:
@@ -211,14 +261,18 @@ def _check_like(x: Tensor, like: Tensor) -> None:
         raise ValueError("shape")
 
 
-def _ids(values: Any, engine: GenerationEngine) -> list[int]:
-    if not all(type(token) is int and 0 <= token < engine.tokenizer.vocab_size for token in values):
+def _ids(values: Any, vocab_size: int) -> list[int]:
+    if not all(type(token) is int and 0 <= token < vocab_size for token in values):
         raise ValueError("tokens")
     return list(values)
 
 
 def _digest(metadata: Mapping[str, Any], tensors: bytes) -> str:
     return hashlib.sha256(json.dumps(metadata, sort_keys=True).encode() + tensors).hexdigest()
+
+
+def _unfit(reason: str) -> UserError:
+    return _invalid_state(f"its content does not fit the model (ValueError), as {reason}")
 
 
 def _invalid_state(reason: str) -> UserError:

@@ -1,15 +1,16 @@
 """The thread that owns the model: it takes requests from a queue and sends pieces of text to their asyncio tasks."""
 
 import asyncio
+import copy
 import logging
 import queue
 import secrets
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from data_pipeline.chat import ChatTemplate, Message
 from megakernel.checkpoint.opened import OpenedModel
@@ -32,6 +33,9 @@ from .protocol import Body, ChatBody, CompletionBody, Refusal
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+SHORT_BYTES = 2**16
+"""Requests up to this length are not read behind longer ones."""
 
 COMPLETION_TOKENS = 16
 """Default number of new tokens of a completion, as for OpenAI."""
@@ -99,8 +103,50 @@ class GenerationJob:
         }
 
 
+class Reader:
+    """A thread that turns requests into tokens, so that neither the model nor the server waits for a long prompt.
+
+    It has a tokenizer of its own: those of `transformers` change their settings when they encode.
+    """
+
+    def __init__(self, opened: OpenedModel, name: str):
+        self.opened = replace(opened, tokenizer=copy.deepcopy(opened.tokenizer))
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._pending: set[Future[Any]] = set()
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Run a function on the thread, and return its result. Raises RunFailed if the server stops before that."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            with suppress(InvalidStateError):  # the server stopped meanwhile
+                try:
+                    future.set_result(function())
+                except Exception as error:
+                    future.set_exception(error)
+
+        self._pending.add(future)
+        try:
+            self._inbox.put(run)
+            return await asyncio.wrap_future(future)
+        finally:
+            self._pending.discard(future)
+
+    def close(self) -> None:
+        """End the thread after what it does now, whose result nobody waits for."""
+        self._inbox.put(None)
+        for future in list(self._pending):
+            with suppress(InvalidStateError):
+                future.set_exception(_stopped_error())
+
+    def _work(self) -> None:
+        while (task := self._inbox.get()) is not None:
+            task()
+
+
 class Worker:
-    """Runs the engine. Only its thread changes model, tokenizer and sessions, so that no locks are needed."""
+    """Runs the engine. Only its thread changes model and sessions, so that no locks are needed."""
 
     def __init__(self, opened: OpenedModel, *, batch_size: int, max_sessions: int, max_new_tokens: int):
         """Load the weights and start the thread. max_new_tokens: the most that a text may have."""
@@ -113,12 +159,15 @@ class Worker:
         self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self.sessions = sessions.Sessions(max_sessions)
         self.fingerprint = sessions.fingerprint(opened, self._model)
+        self._readers = [Reader(opened, name) for name in ("short requests", "long requests")]
         self._thread = threading.Thread(target=self._work, name="model", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Abort all texts and end the thread."""
+        """Abort all texts and end the threads."""
         self._inbox.put(None)
+        for reader in self._readers:
+            reader.close()
 
     @property
     def health(self) -> dict[str, object]:
@@ -145,20 +194,38 @@ class Worker:
             raise _stopped_error()
         return await asyncio.shield(asyncio.wrap_future(future))
 
-    async def submit(self, body: Body) -> GenerationJob:
-        """Start a request. Raises UserError for an invalid one."""
+    def reader(self, length: int) -> Reader:
+        """The thread that reads requests of this length in bytes."""
+        return self._readers[length > SHORT_BYTES]
+
+    async def submit(self, body: Body, reader: Reader) -> GenerationJob:
+        """Start a request, whose prompt `reader` turns into tokens. Raises UserError for an invalid one."""
         loop = asyncio.get_running_loop()
-        return await self.call(lambda: self._submit(body, loop))
+        name = body.session
+        session = None if name is None else await self.call(lambda: self.sessions.acquire(name))
+        try:
+            prompts, requests = await reader.run(lambda: self._read(body, session, reader.opened))
+            return await self.call(lambda: self._start(body, prompts[-1], requests, loop))
+        except BaseException:
+            if name is not None:
+                self._inbox.put(lambda: self.sessions.release(name, None))
+            raise
 
     def remove(self, job: GenerationJob) -> None:
         """Abort those texts of a request that have not ended."""
         self._inbox.put(lambda: self._remove(job))
 
-    def restore(self, name: str, data: bytes) -> sessions.Session:
-        """Load a session from a file and store it. Must run in `call`, since it uses the model."""
-        session = sessions.from_file(data, self._engine, self.opened, self.fingerprint)
-        self.sessions.store(name, session)
-        return session
+    async def restore(self, name: str, data: bytes) -> sessions.Session:
+        """Load a session from a file and store it. Raises Refusal for an invalid file."""
+        # Parsing a large file takes seconds, for which the model need not wait.
+        content = await asyncio.to_thread(sessions.read_file, data, self.opened, self.fingerprint)
+
+        def store() -> sessions.Session:
+            session = sessions.restored(content, self._engine)
+            self.sessions.store(name, session)
+            return session
+
+        return await self.call(store)
 
     def _new_engine(self) -> GenerationEngine:
         isolate = self.opened.config.data.isolate_documents
@@ -221,59 +288,26 @@ class Worker:
         if left:
             self._end_session(job, None)
 
-    def _submit(self, body: Body, loop: asyncio.AbstractEventLoop) -> GenerationJob:
-        name = body.session
-        session = None if name is None else self.sessions.acquire(name)
-        try:
-            prompts = self._prompts(body, session)
-            requests = self._requests(body, prompts)
-        except Exception:
-            if name is not None:
-                self.sessions.release(name, None)
-            raise
-        job = GenerationJob(body, [self._engine.add(request) for request in requests], prompts[-1], loop)
+    def _start(
+        self, body: Body, prompt: Prompt, requests: Sequence[TextRequest], loop: asyncio.AbstractEventLoop
+    ) -> GenerationJob:
+        job = GenerationJob(body, [self._engine.add(request) for request in requests], prompt, loop)
         self._jobs |= {text: (job, choice) for choice, text in enumerate(job.texts)}
         return job
 
-    def _prompts(self, body: Body, session: sessions.Session | None) -> list[Prompt]:
+    def _read(
+        self, body: Body, session: sessions.Session | None, opened: OpenedModel
+    ) -> tuple[list[Prompt], list[TextRequest]]:
+        """The prompts of a request, and its texts; on a reader's thread, with its `opened`."""
         if isinstance(body, ChatBody):
-            return [self._conversation(body.conversation(), session)]
-        assert isinstance(body, CompletionBody)
-        if session is not None and session.messages is not None:
-            raise Refusal("the session is a conversation; use /v1/chat/completions", param="session")
-        previous = None if session is None else session.state
-        return [Prompt(self._tokens(prompt, previous), previous) for prompt in body.prompts]
-
-    def _tokens(self, prompt: str | list[int], previous: TextState | None) -> list[int]:
-        if isinstance(prompt, str) and previous is None:
-            return prompt_tokens(self.opened, prompt)
-        if isinstance(prompt, str):
-            check_text(prompt)
-            prompt = self.tokenizer.encode(prompt)
-        elif not all(0 <= token < self.tokenizer.vocab_size for token in prompt):
-            raise Refusal(f"prompt: tokens are from 0 to {self.tokenizer.vocab_size - 1}", param="prompt")
-        if not prompt and not (previous and previous.unread):
-            raise Refusal("prompt is empty, and there is nothing to continue; give a text", param="prompt")
-        return prompt
-
-    def _conversation(self, messages: list[Message], session: sessions.Session | None) -> Prompt:
-        """The prompt of a chat; a session reads only new messages, whether or not the client repeats earlier ones."""
-        if session is None:
-            return Prompt(prompt_tokens(self.opened, messages), messages=messages)
-        history = session.messages
-        if history is None:
-            raise Refusal("the session is not a conversation; use /v1/completions", param="session")
-        new_messages = messages[len(history) :] if messages[: len(history)] == history else messages
-        if not new_messages:
-            raise Refusal("messages has nothing after the last answer; add a message", param="messages")
-        for message in new_messages:
-            check_text(message["content"])
-        whole = [*history, *new_messages]
-        new_tokens = ChatTemplate(self.tokenizer).tokens_after(history, new_messages)
-        # None if the template renders an earlier answer differently now, such as without its reasoning.
-        if new_tokens is None:
-            return Prompt(prompt_tokens(self.opened, whole), messages=whole)
-        return Prompt(new_tokens, session.state, whole)
+            prompts = [_conversation(opened, body.conversation(), session)]
+        else:
+            assert isinstance(body, CompletionBody)
+            if session is not None and session.messages is not None:
+                raise Refusal("the session is a conversation; use /v1/chat/completions", param="session")
+            previous = None if session is None else session.state
+            prompts = [Prompt(_tokens(opened, prompt, previous), previous) for prompt in body.prompts]
+        return prompts, self._requests(body, prompts)
 
     def _requests(self, body: Body, prompts: Sequence[Prompt]) -> list[TextRequest]:
         samples = body.n or 1
@@ -305,6 +339,40 @@ class Worker:
             first = replace(first, logprobs=body.num_top_tokens, previous=prompt.previous, keeps_state=keeps)
             requests += [replace(first, sample=sample) for sample in range(samples)]
         return requests
+
+
+def _tokens(opened: OpenedModel, prompt: str | list[int], previous: TextState | None) -> list[int]:
+    tokenizer = opened.tokenizer
+    if isinstance(prompt, str) and previous is None:
+        return prompt_tokens(opened, prompt)
+    if isinstance(prompt, str):
+        check_text(prompt)
+        prompt = tokenizer.encode(prompt)
+    elif not all(0 <= token < tokenizer.vocab_size for token in prompt):
+        raise Refusal(f"prompt: tokens are from 0 to {tokenizer.vocab_size - 1}", param="prompt")
+    if not prompt and not (previous and previous.unread):
+        raise Refusal("prompt is empty, and there is nothing to continue; give a text", param="prompt")
+    return prompt
+
+
+def _conversation(opened: OpenedModel, messages: list[Message], session: sessions.Session | None) -> Prompt:
+    """The prompt of a chat; a session reads only new messages, whether or not the client repeats earlier ones."""
+    if session is None:
+        return Prompt(prompt_tokens(opened, messages), messages=messages)
+    history = session.messages
+    if history is None:
+        raise Refusal("the session is not a conversation; use /v1/completions", param="session")
+    new_messages = messages[len(history) :] if messages[: len(history)] == history else messages
+    if not new_messages:
+        raise Refusal("messages has nothing after the last answer; add a message", param="messages")
+    for message in new_messages:
+        check_text(message["content"])
+    whole = [*history, *new_messages]
+    new_tokens = ChatTemplate(opened.tokenizer).tokens_after(history, new_messages)
+    # None if the template renders an earlier answer differently now, such as without its reasoning.
+    if new_tokens is None:
+        return Prompt(prompt_tokens(opened, whole), messages=whole)
+    return Prompt(new_tokens, session.state, whole)
 
 
 def _stopped_error() -> RunFailed:
