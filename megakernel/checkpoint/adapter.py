@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from data_pipeline import tokenizers
@@ -21,7 +21,7 @@ from .dense.checkpoint import ADAPTER, tensor_shapes
 from .dense.configs import plain_config
 from .dense.families import FAMILIES
 from .dense.tokenizer import save_tokenizer
-from .export import EXPORTED_DTYPES, check_unused
+from .export import EXPORTED_DTYPES, check_unused, write_file
 from .files import CheckpointTensors
 from .trained_run import TrainedRun, tokenizer_folder
 from .universal import WEIGHT, WholeTensors
@@ -93,7 +93,7 @@ def export_adapter(
         "inference_mode": True,
     }
     with report_write_errors("--to", to), atomic_folder(to) as folder:
-        save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+        write_file(tensors, folder / WEIGHTS)
         (folder / ADAPTER).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         save_tokenizer(tokenizer, folder)
     return settings

@@ -150,6 +150,14 @@ SHARD_BYTES = 5 * 10**9
 """Maximum size of a file, unless a single tensor is larger."""
 
 
+def write_file(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file that whoever may read new files here may read; the library's are for their owner."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, {"format": "pt"})
+    path.chmod(mode)
+
+
 def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write safetensors files of at most SHARD_BYTES; one file at a time is in memory."""
     shards: list[list[str]] = []
@@ -157,7 +165,7 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
     size = total = 0
 
     def close() -> None:
-        save_file(shard, folder / f"part-{len(shards)}", {"format": "pt"})
+        write_file(shard, folder / f"part-{len(shards)}")
         shards.append(list(shard))
         shard.clear()
 

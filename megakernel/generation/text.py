@@ -1,6 +1,8 @@
-"""Incremental detokenization, and stop strings."""
+"""Incremental detokenization, the bytes of tokens, and stop strings."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 from data_pipeline.tokenizers import Tokenizer
 
@@ -39,6 +41,53 @@ class TextStream:
         if not whole.startswith(before):  # the pending tokens complete a character that began in the prompt
             before = before.removesuffix(_REPLACEMENT)
         return whole[len(before) :]
+
+
+class TokenBytes:
+    """The bytes that each token stands for, which may be a part of a character."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        # Tokens are decoded after another one, since some tokenizers drop a space at the start of a text.
+        self._before = tokenizer.encode("a")[-1:]
+        self._text_before = tokenizer.decode(self._before)
+
+    def of(self, token: int) -> bytes:
+        """The bytes of a token; those of a special token are its name's."""
+        if token == self._tokenizer.eod:
+            return self._tokenizer.eod_text.encode()
+        if token == self._tokenizer.bos:
+            return (self._piece(token) or "").encode()
+        text = self._tokenizer.decode([*self._before, token])
+        if not text.startswith(self._text_before):
+            text = self._tokenizer.decode([token])
+        else:
+            text = text[len(self._text_before) :]
+        if _REPLACEMENT not in text:
+            return text.encode()
+        return self._part(token) or text.encode()
+
+    def _part(self, token: int) -> bytes | None:
+        """The bytes of a token without text of its own; None if the tokenizer does not say them."""
+        if self._tokenizer.kind == "byte":
+            return bytes([token])
+        piece = self._piece(token) or ""
+        if byte := re.fullmatch("<0x([0-9A-F]{2})>", piece):  # SentencePiece's byte fallback
+            return bytes.fromhex(byte[1])
+        if piece and all(character in self._bytes_of_characters for character in piece):
+            return bytes(self._bytes_of_characters[character] for character in piece)
+        return None
+
+    def _piece(self, token: int) -> str | None:
+        """The name of a token in the vocabulary."""
+        return self._tokenizer.for_transformers().convert_ids_to_tokens(token)
+
+    @cached_property
+    def _bytes_of_characters(self) -> Mapping[str, int]:
+        """The characters by which byte-level BPEs name bytes."""
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        return {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 class StopStrings:

@@ -102,6 +102,7 @@ def test_only_lora_weights_have_optimizer_moments(config, one_process):
 
 
 def test_the_adapter_in_peft_has_the_logits_of_the_merged_export(config, base, adapter, tokens, tmp_path):
+    assert len({path.stat().st_mode for path in adapter.iterdir()}) == 1, "the same people may read all files"
     settings = json.loads((adapter / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == str(base)
     assert settings["target_modules"] == sorted(MODULES)

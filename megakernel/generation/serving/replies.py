@@ -1,13 +1,13 @@
 """Responses in OpenAI's format: complete, or streamed."""
 
+import codecs
 import secrets
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from data_pipeline.tokenizers import Tokenizer
-
 from ..engine import Chosen, Finish
+from ..text import TokenBytes
 from .protocol import Body, ChatBody
 from .worker import Piece
 
@@ -15,11 +15,11 @@ from .worker import Piece
 class Reply:
     """The response to one request."""
 
-    def __init__(self, body: Body, model: str, fingerprint: str, tokenizer: Tokenizer):
+    def __init__(self, body: Body, model: str, fingerprint: str, token_bytes: TokenBytes):
         self._is_chat = isinstance(body, ChatBody)
         self._logprobs = body.num_top_tokens is not None
-        self._tokenizer = tokenizer
-        self._offsets: dict[int, int] = {}
+        self._token_bytes = token_bytes
+        self._texts: dict[int, _Length] = {}
         self._common = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -83,25 +83,48 @@ class Reply:
     def _token_logprobs(self, chosen: Chosen) -> dict[str, Any]:
         pairs = [(chosen.token, chosen.logprob), *chosen.top_tokens]
         entries = [
-            {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+            {"token": _name(data, ""), "logprob": logprob, "bytes": list(data)}
             for token, logprob in pairs
-            for text in [self._tokenizer.decode([token])]
+            for data in [self._token_bytes.of(token)]
         ]
         return {**entries[0], "top_logprobs": entries[1:]}
 
     def _completion_logprobs(self, choice: int, chosen: Sequence[Chosen]) -> dict[str, Any]:
-        """Log-probabilities of a completion; offsets count characters of tokens that are decoded one by one."""
-        tokens = [self._tokenizer.decode([one.token]) for one in chosen]
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offsets.setdefault(choice, 0))
-            self._offsets[choice] += len(token)
+        """Log-probabilities of a completion; the chosen token is always among the most likely ones."""
+        length = self._texts.setdefault(choice, _Length())
+        data = [self._token_bytes.of(one.token) for one in chosen]
         best = [
-            {self._tokenizer.decode([token]): logprob for token, logprob in one.top_tokens} for one in chosen
+            {
+                _name(self._token_bytes.of(token), "bytes:"): logprob
+                for token, logprob in [*one.top_tokens, (one.token, one.logprob)]
+            }
+            for one in chosen
         ]
         return {
-            "tokens": tokens,
+            "tokens": [_name(one, "bytes:") for one in data],
             "token_logprobs": [one.logprob for one in chosen],
             "top_logprobs": best,
-            "text_offset": offsets,
+            "text_offset": [length.before(one) for one in data],
         }
+
+
+class _Length:
+    """Counts the characters of a text whose bytes come token by token."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._characters = 0
+
+    def before(self, data: bytes) -> int:
+        """The number of whole characters before these bytes, which are added."""
+        characters = self._characters
+        self._characters += len(self._decoder.decode(data))
+        return characters
+
+
+def _name(data: bytes, prefix: str) -> str:
+    """A token as OpenAI writes it: its text, or its bytes as `\\xe2\\x82`, after the prefix, if it has none."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return prefix + "".join(f"\\x{byte:02x}" for byte in data)

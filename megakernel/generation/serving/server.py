@@ -88,7 +88,7 @@ def create_app(
         body = await reader.run(lambda: parse(kind, data))
         check_model(body.model)
         job = await worker.submit(body, reader)
-        reply = Reply(body, name, worker.fingerprint, worker.tokenizer)
+        reply = Reply(body, name, worker.fingerprint, worker.token_bytes)
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
             return _EventStream(worker, job, reply, usage)

@@ -28,6 +28,7 @@ from ..engine import (
     position_limit,
 )
 from ..run import check_text, prompt_tokens
+from ..text import TokenBytes
 from . import sessions
 from .protocol import Body, ChatBody, CompletionBody, Refusal
 
@@ -151,6 +152,7 @@ class Worker:
     def __init__(self, opened: OpenedModel, *, batch_size: int, max_sessions: int, max_new_tokens: int):
         """Load the weights and start the thread. max_new_tokens: the most that a text may have."""
         self.opened, self.tokenizer = opened, opened.tokenizer
+        self.token_bytes = TokenBytes(copy.deepcopy(opened.tokenizer))  # for the server's thread
         self._batch_size, self._max_new_tokens = batch_size, max_new_tokens
         self._model, _ = opened.load()
         self._ends = opened.ends

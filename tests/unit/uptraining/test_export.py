@@ -163,6 +163,16 @@ def test_the_bos_token_of_the_tokenizer_is_exported():
     assert generation_config(trees.config(), tokenizer, 128)["bos_token_id"] == trained.vocab_size
 
 
+@pytest.mark.parametrize("shard_bytes", [100, 1000])
+def test_whoever_may_read_an_exported_configuration_may_read_its_weights(tmp_path, monkeypatch, shard_bytes):
+    monkeypatch.setattr(exporting, "SHARD_BYTES", shard_bytes)
+    exporting.write_tensors(tmp_path, ((f"t{i}", torch.zeros(10)) for i in range(5)))
+    (tmp_path / "config.json").write_text("{}")
+    modes = {path.name: oct(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert set(modes.values()) == {modes["config.json"]}
+    assert "part-0" not in modes
+
+
 def test_shards_have_an_index(tmp_path, monkeypatch):
     monkeypatch.setattr(exporting, "SHARD_BYTES", 100)
     tensors = {f"t{i}": torch.full((10,), float(i)) for i in range(5)}
