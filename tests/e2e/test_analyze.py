@@ -20,6 +20,7 @@ APPLICABLE = {
     "attention",
     "claims",
     "covariances",
+    "flurka_error",
     "gates",
     "gradients",
     "instability",

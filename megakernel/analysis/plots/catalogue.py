@@ -76,6 +76,10 @@ def _has_gate(attention: Attention) -> bool:
     return joins and attention.compression is not None
 
 
+def _has_a_key_per_token(attention: Attention) -> bool:
+    return not attention.compresses_input and attention.keys_per_head == 1
+
+
 _KL = "Learning the Transformer Kernel"
 _HEADS = ("layer", "head")
 _REACHES = ("span", "beyond_16", "beyond_64", "beyond_256", "far_mass")
@@ -187,7 +191,7 @@ _ALL = (
         "error",
         ("weights", "mechanism", "features"),
         "separate key for every token",
-        lambda attention: not attention.compresses_input and attention.keys_per_head == 1,
+        _has_a_key_per_token,
     ),
     Analysis(
         "skyformer.instability",
@@ -229,6 +233,19 @@ _ALL = (
         ("width",),
         "mixture of keys",
         lambda attention: attention.mixture is not None,
+    ),
+    Analysis(
+        "flurka_error.flurka_error",
+        "error of FLuRKA with untrained E and F, its two parts and their bound, on the run's queries and keys",
+        "FLuRKA, theorem 1",
+        [
+            Plot("lines", name, "landmarks", name, "layer", each="weights", log_x=True, log_y=True)
+            for name in ("error", "kernel_part", "low_rank_part")
+        ],
+        "error",
+        ("weights", "landmarks"),
+        "separate key for every token",
+        _has_a_key_per_token,
     ),
     Analysis(
         "costs.claims",

@@ -75,7 +75,7 @@ def errors(q: Tensor, k: Tensor, v: Tensor) -> dict[tuple[str, int], float]:
 
     q, k, v: (1, H, N, d) float64. Nyströmformer is left out if it would have more landmarks than tokens.
     """
-    exact = _build("softmax", q)(q, k, v)
+    exact = encoder_layer("softmax", q)(q, k, v)
     uniform = v.mean(2, keepdim=True).expand_as(exact)
     result: dict[tuple[str, int], float] = {}
     for features in FEATURES:
@@ -103,7 +103,7 @@ def outputs(q: Tensor, k: Tensor, v: Tensor, features: int) -> Iterator[tuple[st
     }
     for preset, changes in forms.items():
         if preset != "nystromformer" or features <= q.shape[2]:
-            yield preset, _build({"preset": preset, **changes}, q)(q, k, v)
+            yield preset, encoder_layer({"preset": preset, **changes}, q)(q, k, v)
     landmarks = draw_landmarks(q, features)
     for name, invert in (("skyformer", regularized_inverse), ("skyformer, exact inverse", exact_inverse)):
         yield name, softmax_nystrom(q, k, v, landmarks, invert)
@@ -134,7 +134,8 @@ def softmax_nystrom(
     return sums[..., :-1] / sums[..., -1:]
 
 
-def _build(attention: str | dict[str, Any], q: Tensor) -> AttentionLayer:
+def encoder_layer(attention: str | dict[str, Any], q: Tensor) -> AttentionLayer:
+    """An untrained bidirectional layer in float64 for queries (1, H, N, d)."""
     heads, length, width = q.shape[1:]
     core = build(attention, num_heads=heads, head_dim=width, causal=False, max_positions=length)
     return core.double().to(q.device).eval()
