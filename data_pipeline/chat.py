@@ -6,9 +6,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from data_pipeline.chat_rendering import Unrenderable, render
 from data_pipeline.document import Document
 from data_pipeline.tokenizers import Tokenizer
-from megakernel.config.errors import UserError, first_line
+from megakernel.config.errors import UserError
 
 Message: TypeAlias = Mapping[str, Any]
 
@@ -53,7 +54,7 @@ def check_messages(messages: Any, name: str) -> list[dict[str, Any]]:
     for index, message in enumerate(messages):
         role = message.get("role") if isinstance(message, dict) else None
         if role not in ROLES:
-            raise UserError(f"{name}[{index}].role={role!r} is unknown; write one of {', '.join(ROLES)}")
+            raise UserError(f"{name}[{index}].role={role!r:.80} is unknown; write one of {', '.join(ROLES)}")
         if not isinstance(message.get("content"), str):
             raise UserError(f"{name}[{index}].content is not a string; write a string")
     return messages
@@ -102,7 +103,7 @@ class ChatTemplate:
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """The tokens of a conversation with the generation prompt. Raises UserError as `encode` does."""
-        return self._encode(self._render(messages, add_generation_prompt=True)[0])["input_ids"]
+        return self._ids(self._render(messages, add_generation_prompt=True)[0])
 
     def tokens_after(self, history: Sequence[Message], new_messages: Sequence[Message]) -> list[int] | None:
         """The tokens that follow the last answer of `history`: the new messages and the generation prompt.
@@ -111,7 +112,7 @@ class ChatTemplate:
         """
         before = self._render(history[:-1], add_generation_prompt=True)[0] + history[-1]["content"]
         whole = self._render([*history, *new_messages], add_generation_prompt=True)[0]
-        return self._encode(whole[len(before) :])["input_ids"] if whole.startswith(before) else None
+        return self._ids(whole[len(before) :]) if whole.startswith(before) else None
 
     def encode(self, messages: Sequence[Message]) -> ChatTokens:
         """A conversation's tokens. Raises UserError if the template rejects it or does not render it incrementally."""
@@ -135,6 +136,9 @@ class ChatTemplate:
         ends_itself = bool(spans) and bool(is_end[starts >= spans[-1][0]].any())
         return ChatTokens([*tokens, self._eod], np.append(scored, np.uint8(is_answer and not ends_itself)))
 
+    def _ids(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
     def _encode(self, text: str) -> Any:
         return self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
 
@@ -142,23 +146,14 @@ class ChatTemplate:
         self, messages: Sequence[Message], add_generation_prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text, and the spans that the template tags as the assistant's."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
+        variables = {"add_generation_prompt": add_generation_prompt, **self._tokenizer.special_tokens_map}
         try:
-            texts, spans = render_jinja_template(
-                conversations=[[dict(message) for message in messages]],
-                chat_template=self._template,
-                return_assistant_tokens_mask=self._has_tags,
-                add_generation_prompt=add_generation_prompt,
-                **self._tokenizer.special_tokens_map,
-            )
-        # A template can raise any exception, of Jinja or of Python.
-        except Exception as error:
+            return render(self._template, messages, self._has_tags, variables)
+        except Unrenderable as error:
             raise UserError(
-                f"the chat template rejects {_describe(messages)}: {first_line(error)}; correct the "
+                f"the chat template rejects {_describe(messages)}: {error}; correct the "
                 "conversation, or give another template with --chat-template FILE"
-            ) from error
-        return texts[0], spans[0] if spans else []
+            ) from None
 
     def _spans_from_prefixes(self, messages: Sequence[Message], whole: str) -> Iterator[tuple[int, int]]:
         for index, message in enumerate(messages):

@@ -57,7 +57,7 @@ try:
     from launch.arguments import NotFound, NumberParser
     from launch.environment import check_backend
     from launch.exit_status import ExitStatus
-    from launch.messages import INTERRUPTED, ignore_write_errors, print_error
+    from launch.messages import INTERRUPTED, ignore_write_errors, print_error, show_control_characters
     from launch.slurm_programs import SlurmRefused
     from megakernel.config import InUse, NotFinite, PreparationFailed, RunFailed, UserError
     from megakernel.config.errors import REFUSED_BY_DISK, nearest_first
@@ -82,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         # A name or text may not fit the terminal's encoding.
         sys.stdout.reconfigure(errors="backslashreplace")
+    show_control_characters()
     ignore_write_errors("stderr")
     args = argparse.Namespace()
     try:
@@ -116,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_error(INTERRUPTED)
         return ExitStatus.FAILED
     except Exception as error:
-        print_error(_file_system_error(error) or _unexpected_error(error, args))
+        print_error(_file_system_error(error) or _out_of_memory(error) or _unexpected_error(error, args))
         return ExitStatus.FAILED
     finally:
         _discard_unwritable_output()
@@ -124,11 +125,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _file_system_error(error: Exception) -> str | None:
     """The message of a file system error that the user can fix; None for any other error."""
+    if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop from "):  # before Python 3.13
+        error = OSError(
+            errno.ELOOP, os.strerror(errno.ELOOP), str(error).removeprefix("Symlink loop from ")[1:-1]
+        )
     if not isinstance(error, OSError) or error.errno not in REFUSED_BY_DISK:
         return None
+    if error.errno == errno.ELOOP:
+        return f"{error.filename or 'a path'} is a link that leads to itself; name the file or folder that is meant"
     too_long = error.errno == errno.ENAMETOOLONG
     remedy = "shorten it" if too_long else "make it writable, free space or name another place"
     return f"{error.filename or 'the output'} cannot be written or read ({error.strerror}); {remedy}"
+
+
+def _out_of_memory(error: Exception) -> str | None:
+    """The message for a process that gets no memory; None for any other error. PyTorch has its own for GPUs."""
+    if not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
+        return None
+    wanted = re.search(r"allocate (\d+) bytes", str(error))
+    size = f" ({int(wanted[1]) / 2**30:,.1f} GiB at once)" if wanted else ""
+    return (
+        f"this machine has too little memory{size}; take one with more, a smaller model, or several processes that "
+        "divide it (megakernel plan CONFIG says what a process needs)"
+    )
 
 
 def _unexpected_error(error: Exception, args: argparse.Namespace) -> str:

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from launch.arguments import add_run_arguments
+from launch.messages import printable
 
 HELP = "write a run's model as a Hugging Face checkpoint"
 EXAMPLE = "megakernel export runs/demo --to models/demo"
@@ -37,12 +38,12 @@ def run(args: argparse.Namespace) -> int:
 
         settings = export_adapter(folder, args.to, step=args.step, dtype=args.dtype)
         base = settings["base_model_name_or_path"] or "the model that the run began with"
-        print(f"{args.to}: adapter of rank {settings['r']} for {base}, with its tokenizer")
+        print(printable(f"{args.to}: adapter of rank {settings['r']} for {base}, with its tokenizer"))
         return 0
     config = export(folder, args.to, step=args.step, dtype=args.dtype)
     if folder != args.run_folder:
-        print(f"{folder}: the student of the up-training {args.run_folder}")
-    print(f"{args.to}: {config['architectures'][0]} in {config['dtype']}, with its tokenizer")
+        print(printable(f"{folder}: the student of the up-training {args.run_folder}"))
+    print(printable(f"{args.to}: {config['architectures'][0]} in {config['dtype']}, with its tokenizer"))
     if "auto_map" in config:
         print(
             "load it with AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True); it needs torch and "

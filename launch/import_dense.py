@@ -4,6 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from launch.messages import printable
 from megakernel.config import UserError
 from megakernel.config.errors import check_writable, report_write_errors
 
@@ -64,11 +65,12 @@ def run(args: argparse.Namespace) -> int:
     parity.check(str(args.checkpoint))
     if args.to is None:
         print(text, end="")
-        print(f"{args.checkpoint}: {parity}", file=sys.stderr)
+        print(printable(f"{args.checkpoint}: {parity}"), file=sys.stderr)
         return 0
     with report_write_errors("--to", args.to):
         write_atomically(args.to, text)
-    print(f"{args.checkpoint}: {checkpoint.config['model_type']}, {count:,} parameters, all tensors present")
-    print(f"{args.checkpoint}: {parity}")
-    print(f"{args.to}: base a run on it with `extends: {args.to.name}`")
+    name, to = printable(str(args.checkpoint)), printable(str(args.to))
+    print(f"{name}: {checkpoint.config['model_type']}, {count:,} parameters, all tensors present")
+    print(f"{name}: {parity}")
+    print(f"{to}: base a run on it with `extends: {printable(args.to.name)}`")
     return 0

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from launch.environment import free_port
 from launch.exit_status import ExitStatus
-from launch.messages import INTERRUPTED, error_lines, print_error
+from launch.messages import INTERRUPTED, error_lines, print_error, printable
 from megakernel.parallel.processes import ProcessEnvironment
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -180,7 +180,7 @@ def _outcome(ranks: "Sequence[RankProcess]", failure: _Failure | None) -> int:
     print_error(f"{failure.text}; its output is in {rank.log}")
     if failure.rank != 0:
         for line in rank.last_lines(_LAST_LINES):
-            print(f"    {line}", file=sys.stderr, flush=True)
+            print(f"    {printable(line)}", file=sys.stderr, flush=True)
     return failure.status if failure.status in _PASSED_ON else ExitStatus.FAILED
 
 

@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from launch.messages import printable
 from launch.run_progress import UNREADABLE, RunProgress, saved_step, time_left, why_unreadable
 from launch.slurm.job_folder import JobFolder
 from launch.slurm.restarting import ENDED_ON_REQUEST
@@ -141,7 +142,8 @@ def table(runs: Iterable[RunStatus], root: Path, columns: Sequence[str], width: 
     rows = [titles]
     for status in runs:
         name = status.run.relative_to(root) if status.run.is_relative_to(root) else status.run
-        rows.append([str(name), *(" ".join(_CELLS[title](status).split()) for title in columns)])
+        values = (_CELLS[title](status) for title in columns)
+        rows.append([printable(str(name)), *(printable(" ".join(value.split())) for value in values)])
     widths = {title: max(map(len, column)) for title, column in zip(titles, zip(*rows))}
     last = titles[-1]
     first_columns = list(titles[:-1])

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from launch.arguments import Number, add_model_arguments
+from launch.messages import printable
 from megakernel.config import UserError
 
 HELP = "serve a trained model over HTTP to OpenAI's clients and browsers"
@@ -116,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
         if key is None and not is_loopback(host):
             print(f"megakernel: note: no API key: whoever reaches {host} can use the model", file=sys.stderr)
         url_host = f"[{host}]" if ":" in host else host
-        print(f"{name} at http://{url_host}:{port} (Ctrl-C ends it)", flush=True)
+        print(f"{printable(name)} at http://{url_host}:{port} (Ctrl-C ends it)", flush=True)
         try:
             serve(server, worker, listening)
         except KeyboardInterrupt:

@@ -3,6 +3,8 @@
 import sys
 from pathlib import Path
 
+from launch.messages import printable
+
 _IN_WHEEL = Path(__file__).parent / "shipped"
 """Where setup.py puts these folders in a wheel."""
 
@@ -27,5 +29,5 @@ def config_file(text: str) -> str:
     shipped = folder("configs").joinpath(*path.parts[1:])
     if not shipped.is_file():
         return text
-    print(f"{text} is not in this folder; reading {shipped}", file=sys.stderr, flush=True)
+    print(f"{printable(text)} is not in this folder; reading {shipped}", file=sys.stderr, flush=True)
     return str(shipped)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch.arguments import RUNS, add_job_run_arguments
+from launch.messages import console, printable
 from launch.run_status import RunStatus, line_width, statuses, table
 from launch.slurm.job_folder import all_runs, find_runs
 from megakernel.config import UserError
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         runs = find_runs(args.runs, args.root) if args.runs else all_runs(args.root)
         current = statuses(runs)
         if args.watch:
-            print("\x1b[2J\x1b[H", end="")
+            console().clear()
         _show(current, args)
         if not args.watch:
             return 0
@@ -51,6 +52,7 @@ def _show(current: Sequence[RunStatus], args: argparse.Namespace) -> None:
             print(json.dumps(status.as_dict()))
     elif args.runs and len(current) == 1:
         for name, value in current[0].rows():
+            value = printable(value)
             indent = " " * 11
             width = line_width()
             lines = [value] if width is None else textwrap.wrap(value, max(24, width - len(indent)))

@@ -126,7 +126,7 @@ def read_adapter(folder: Path, model: Model, lora: Lora) -> Adapter:
         if not isinstance(settings, dict):
             raise ValueError(f"{ADAPTER} holds no keys")
         tensors = load_file(folder / WEIGHTS)
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
+    except (OSError, ValueError, RecursionError, safetensors.SafetensorError) as error:
         raise UserError(
             f"{key} is not a PEFT adapter ({error}); give a folder with {ADAPTER} and {WEIGHTS}"
         ) from None

@@ -237,7 +237,7 @@ def _inherited_settings(source: Path | None) -> dict[str, Any]:
         settings = json.loads((source / GENERATION_CONFIG).read_text(encoding="utf-8"))
         if not isinstance(settings, dict):
             raise ValueError(f"a {type(settings).__name__}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(
             f"{source / GENERATION_CONFIG} is no JSON object ({error}); download it again, or remove it"
         ) from None

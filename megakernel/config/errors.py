@@ -84,6 +84,7 @@ REFUSED_BY_DISK = {
     errno.EEXIST,
     errno.ENAMETOOLONG,
     errno.EIO,
+    errno.ELOOP,
 }
 """File-system errors that the user can fix."""
 

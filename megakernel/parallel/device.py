@@ -31,10 +31,23 @@ def choose_device(kind: Literal["auto", "cpu", "cuda"], local_rank: int = 0) -> 
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cpu":
+        _check_backend_for_cpu()
         return torch.device("cpu")
     device = torch.device("cuda", cuda_index(local_rank))
     torch.cuda.set_device(device)
     return device
+
+
+def _check_backend_for_cpu() -> None:
+    if os.environ.get("MEGAKERNEL_BACKEND") != "triton":
+        return
+    from megakernel.ops.kernels.launch import unsupported_device
+
+    if unsupported_device(torch.device("cpu")) is not None:
+        raise UserError(
+            "MEGAKERNEL_BACKEND=triton needs a GPU, and this process computes on the CPU; unset it, or set "
+            "TRITON_INTERPRET=1 for Triton's interpreter, which is slow"
+        )
 
 
 def cuda_index(local_rank: int) -> int:

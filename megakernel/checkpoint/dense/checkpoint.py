@@ -63,7 +63,7 @@ def json_object(path: Path) -> dict[str, Any]:
     """Parse a JSON object from a file; empty if there is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -304,6 +304,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         written = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path} is no JSON ({error}); download it again") from None
+    except RecursionError:
+        raise UserError(f"{path} is nested too deeply for a configuration; download it again") from None
     if not isinstance(written, dict):
         raise UserError(f"{path} holds no keys; download it again")
     return written

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from data_pipeline import tokenizers
+from data_pipeline import chat_rendering, tokenizers
 from data_pipeline.chat import ChatTemplate
 from data_pipeline.corpus import Corpora
 from data_pipeline.document import Columns
@@ -285,3 +285,32 @@ def test_a_masked_language_model_on_conversations_is_refused(chats: Path, config
     masked = config.model_copy(update={"model": config.model.model_copy(update={"kind": "masked_lm"})})
     with pytest.raises(UserError, match=r"holds conversations, whose answers a causal_lm learns"):
         TrainingBatches(masked, Corpora(masked.data), Share())
+
+
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{{ '' }}{% endfor %}{% endfor %}"
+DOUBLING = (
+    "{% set n = namespace(text='x') %}{% for i in range(60) %}{% set n.text = n.text + n.text %}{% endfor %}"
+    "{{ n.text }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (LOOP, "it takes more than 1 s of CPU time"),
+        ("{{ 9 ** (9 ** 9) }}", "it takes more than 1 s of CPU time"),
+        (DOUBLING, "it takes more than 1,073,741,824 bytes of memory"),
+        ("{{ 'x' * 9999999999 }}", "it takes more than 1,073,741,824 bytes of memory"),
+        ("{{ 'x' * 100000000 }}", "it becomes 100,000,000 characters"),
+    ],
+)
+def test_a_template_without_bounds_is_stopped_and_the_next_one_is_rendered(
+    text, reason, tmp_path, monkeypatch
+):
+    if "CPU" in reason:
+        monkeypatch.setattr(chat_rendering, "CPU_SECONDS", 1)
+    with pytest.raises(UserError, match=f"the chat template rejects .* 'hi': {reason}") as raised:
+        template(text, tmp_path / "boundless").prompt(conversation("hi"))
+    assert len(str(raised.value).splitlines()) == 1
+    plain = template(PLAIN, tmp_path / "plain")
+    assert plain.prompt(conversation("hi")) == plain._tokenizer.encode("user: hi\nassistant: ")

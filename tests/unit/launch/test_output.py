@@ -7,9 +7,11 @@ import subprocess
 import sys
 
 import pytest
+from rich.table import Table
 
 from launch.cli import COMMANDS, main
 from launch.exit_status import ExitStatus
+from launch.messages import console, print_error
 
 from ..config import trees
 
@@ -85,3 +87,42 @@ runpy.run_module("launch.cli", run_name="__main__")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (-signal.SIGINT, "")
     assert done.stderr == "megakernel: error: interrupted\n"
+
+
+ESCAPES = "\x1b[31mred\x1b]0;title\x07 \x9b2J \u202etxt"
+SHOWN = r"\x1b[31mred\x1b]0;title\x07 \x9b2J \u202etxt"
+
+
+def test_control_characters_of_foreign_texts_are_shown_and_not_obeyed(capsys, tmp_path):
+    print_error(f"{ESCAPES}\nsecond\tline")
+    assert capsys.readouterr().err == f"megakernel: error: {SHOWN}\nmegakernel: error: second\tline\n"
+    table = Table()
+    table.add_column(ESCAPES)
+    table.add_row(ESCAPES)
+    for value in (ESCAPES, table):
+        stream = io.StringIO()
+        console(file=stream, width=100).print(value)
+        assert SHOWN in stream.getvalue()
+        assert "\x1b" not in stream.getvalue()
+    assert main(["status", ESCAPES.replace("/", ""), "--root", str(tmp_path)]) != 0
+    assert SHOWN in capsys.readouterr().err
+
+
+def test_a_terminal_gets_no_control_characters_but_a_file_gets_the_text(tmp_path):
+    program = tmp_path / "show.py"
+    program.write_text(
+        "import sys, logging\nfrom launch import cli\n"
+        f"text = {ESCAPES!r}\n"
+        "cli.COMMANDS['doctor'].run = lambda args: logging.getLogger('x').warning(text) or print(text, end='') or 0\n"
+        "sys.exit(cli.main(['doctor']))\n"
+    )
+    command = [sys.executable, program]
+    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "PYTHONIOENCODING": "utf-8"}
+    piped = subprocess.run(command, env=environment, capture_output=True, check=True)
+    assert piped.stdout.decode() == ESCAPES
+    assert piped.stderr.decode() == f"{SHOWN}\n"
+    mine, its = os.openpty()
+    subprocess.run(command, env=environment, stdout=its, check=True)
+    os.close(its)
+    assert os.read(mine, 1000).decode() == SHOWN
+    os.close(mine)

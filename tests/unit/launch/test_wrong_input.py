@@ -1,10 +1,15 @@
 """Invalid input ends in one line on stderr, whichever command it is given to."""
 
 import pytest
+import torch
+from triton import language as tl
 
-from launch.cli import main
+from launch.cli import COMMANDS, main
 from launch.exit_status import ExitStatus
+from megakernel.config import UserError
 from megakernel.ops.dispatch import choose
+from megakernel.ops.kernels import launch as kernel_launch
+from megakernel.parallel.device import choose_device
 
 from ..config import trees
 
@@ -118,3 +123,51 @@ def test_an_unusable_path_is_refused_in_one_line(command, status, message, tmp_p
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("megakernel: error: ")]
     assert len(lines) == 1
     assert message in lines[0]
+
+
+def test_a_model_configuration_that_is_nested_too_deeply_is_refused(tmp_path, refused):
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "x": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    )
+    assert "config.json is nested too deeply for a configuration; download it again" in refused(
+        "import", tmp_path
+    )
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["config", "loop"],
+        ["pretrain", "loop"],
+        ["prepare", "--source", "loop", "--tokenizer", "byte", "--out", "out"],
+        ["evaluate", "loop"],
+    ],
+)
+def test_a_link_that_leads_to_itself_is_an_error_of_one_line(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    assert main(command) in (ExitStatus.USAGE, ExitStatus.FAILED)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "traceback" not in line
+    assert "loop" in line
+
+
+def test_kernels_without_a_gpu_are_refused_before_the_model_runs(monkeypatch):
+    monkeypatch.setenv("MEGAKERNEL_BACKEND", "triton")
+    monkeypatch.setattr(kernel_launch, "INTERPRETED", tl.constexpr(False))
+    message = "MEGAKERNEL_BACKEND=triton needs a GPU, and this process computes on the CPU; unset it, or set"
+    with pytest.raises(UserError, match=message):
+        choose_device("cpu")
+    monkeypatch.setattr(kernel_launch, "INTERPRETED", tl.constexpr(True))
+    assert choose_device("cpu").type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("allocate", "size"),
+    [(lambda: torch.empty(2**50), " (4,194,304.0 GiB at once)"), (lambda: bytearray(2**60), "")],
+)
+def test_a_model_larger_than_the_memory_is_an_error_of_one_line(allocate, size, monkeypatch, capsys):
+    monkeypatch.setattr(COMMANDS["doctor"], "run", lambda args: allocate())
+    assert main(["doctor"]) == ExitStatus.FAILED
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"this machine has too little memory{size}; take one with more, a smaller model" in line
