@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.slurm.refusals import explain_refusal
 from launch.shipped import REPOSITORY
+from launch.slurm.refusals import explain_refusal
 from launch.slurm.script import Script
 from launch.slurm.submission import ScriptExecutor
 from launch.slurm_programs import foreign_variables
