@@ -260,12 +260,12 @@ class Trainer:
             "train/tokens": float(self._consumed(step)[1]),
             "train/seq_len": float(self.phase.training.seq_len),
             "train/skipped_steps": float(self.engine.skipped_steps),
+            "train/steps_without_loss": float(self.steps_without_loss),
         }
         scalars |= self.engine.engine.module.scalars()
         if result.loss is not None:
             scalars |= {"train/loss": result.loss} | self._bits_per_byte("train", result.loss, "train")
         if self.steps_without_loss:
-            scalars["train/steps_without_loss"] = float(self.steps_without_loss)
             self._warn_of_no_loss()
         self.entry.scalars |= scalars
         if self.mesh.rank == 0:
