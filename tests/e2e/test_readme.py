@@ -36,7 +36,8 @@ def shown(page):
     lines = {}
     for block in re.findall(r"```console\n(.*?)```", (REPOSITORY / page).read_text(), re.DOTALL):
         for command, text in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE):
-            lines[command] = [line for line in text.splitlines() if line not in ("", "...")]
+            # A command that a page shows again has found its work done.
+            lines.setdefault(command, [line for line in text.splitlines() if line not in ("", "...")])
     return lines
 
 
@@ -49,10 +50,10 @@ _VARYING = r"""
 
 
 def comparable(line):
-    """A line of output without what depends on the machine and its Python, and without the drawing of tables."""
+    """A line of output without what depends on the machine and its Python, and without drawings: tables, spinners."""
     if is_row := "│" in line:
         line = re.sub(r"\d[\d,.]*%?", "#", line)
-    line = re.sub(r"[━┏┳┓┡╇┩├┼┤└┴┘│─]+", " ", line)
+    line = re.sub(r"[━┏┳┓┡╇┩├┼┤└┴┘│─\u2800-\u28ff]+", " ", line)
     return " ".join((line if is_row else re.sub(_VARYING, "#", line, flags=re.VERBOSE)).split())
 
 

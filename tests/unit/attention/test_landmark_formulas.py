@@ -19,7 +19,8 @@ pytestmark = pytest.mark.usefixtures("each_backend")
 
 def layer(tree: dict, *, causal: bool) -> torch.nn.Module:
     """A layer with parameters away from their initial values, at which token counts and networks have no effect."""
-    module = build(tree, num_heads=HEADS, head_dim=WIDTH, causal=causal, max_positions=LENGTH).double().eval()
+    sizes = {"num_heads": HEADS, "head_dim": WIDTH, "max_positions": LENGTH}
+    module = build(tree, causal=causal, rotary=False, **sizes).double().eval()
     with torch.no_grad():
         for parameter in module.parameters():
             parameter += 0.5 * torch.randn_like(parameter)

@@ -20,7 +20,7 @@ from ..config import trees
 
 
 def test_exit_statuses_keep_the_numbers_that_other_tools_rely_on():
-    assert [int(status) for status in ExitStatus] == [0, 1, 2, 3, 4, 85, 86, 87, 88, 89, 90, 141, 143]
+    assert [int(status) for status in ExitStatus] == [0, 1, 2, 3, 4, 85, 86, 87, 88, 89, 90, 92, 141, 143]
 
 
 def test_version_prints_the_version_of_the_package(capsys):
