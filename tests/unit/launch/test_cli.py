@@ -186,9 +186,10 @@ def test_nproc_is_refused_under_torchrun(tmp_path, monkeypatch, refused):
     assert "leave it out under torchrun and srun" in message
 
 
-def test_a_file_system_error_is_reported_in_one_line(tmp_path, refused):
+def test_a_file_system_error_is_reported_in_one_line(tmp_path, corpus, capsys, refused):
     path = trees.file(tmp_path)
-    assert refused("pretrain", path, f"run.root={path}") == (
+    capsys.readouterr()  # what preparing the corpus printed
+    assert refused("pretrain", path, f"run.root={path}", f"data.train={corpus}") == (
         f"megakernel: error: run.root={path} cannot be written ([Errno 20] Not a directory: '{path}/small/logs'); make "
         "it writable, free space or choose another run.root"
     )
