@@ -94,7 +94,11 @@ def test_an_unknown_backend_is_refused(name, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("command", "status", "message"),
     [
-        (["pretrain", "{config}", "run.root=/proc/x"], 2, "run.root=/proc/x cannot be written"),
+        (
+            ["pretrain", "{config}", "run.root=/proc/x", "data.train={corpus}"],
+            2,
+            "run.root=/proc/x cannot be written",
+        ),
         (["generate", "/proc/self", "--prompt", ""], 2, "/proc/self is not the folder of a run"),
         (
             ["generate", LONG_NAME, "--prompt", ""],
@@ -114,11 +118,12 @@ def test_an_unknown_backend_is_refused(name, tmp_path, monkeypatch, capsys):
         (["prepare", "--source", "{config}", "--tokenizer", "byte", "--out", LONG_NAME], 2, "--out xxx"),
     ],
 )
-def test_an_unusable_path_is_refused_in_one_line(command, status, message, tmp_path, capsys, monkeypatch):
+def test_an_unusable_path_is_refused_in_one_line(command, status, message, corpus, tmp_path, capsys):
     config, large = trees.file(tmp_path), tmp_path / "large.yaml"
     if "{large}" in command:
         large.write_text("# " + "x" * (1 << 20))
-    typed = [word.replace("{config}", str(config)).replace("{large}", str(large)) for word in command]
+    capsys.readouterr()  # what preparing the corpus printed
+    typed = [word.format(config=config, large=large, corpus=corpus) for word in command]
     assert main(typed) == status
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("megakernel: error: ")]
     assert len(lines) == 1
