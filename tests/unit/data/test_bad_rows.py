@@ -190,7 +190,7 @@ def test_more_bad_rows_than_the_share_allows_are_refused(
             list(source)
 
 
-def test_max_bad_rows_stops_prepare_and_nothing_is_written(
+def test_max_bad_rows_stops_prepare_which_a_higher_limit_completes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "a.jsonl").write_text(rows('{"text": 5}'))
@@ -198,8 +198,9 @@ def test_max_bad_rows_stops_prepare_and_nothing_is_written(
     command += ["--validation-fraction", "0", "--out", str(tmp_path / "out")]
     assert main([*command, "--max-bad-rows", "0"]) == 2
     assert "1 of 11 rows are bad, more than --max-bad-rows 0 allows" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+    assert not (tmp_path / "out").exists()
     assert main([*command, "--max-bad-rows", "0.1"]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "out"}
 
 
 def test_a_hopeless_table_is_not_read_to_its_end(tmp_path: Path):

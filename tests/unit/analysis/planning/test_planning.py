@@ -218,7 +218,7 @@ def test_higher_zero_stages_shard_more():
 @pytest.mark.parametrize("zero", [1, 2])
 def test_only_trained_weights_have_gradients_and_optimizer_state(trained, zero):
     layout = Layout(1, False, 1, 2, 1, zero, 1, "none")
-    job = Job(config(optimizer={"trained": trained}), 50_257, layout)
+    job = Job(config(optimizer={"trained": trained}, init={"from": "models/dense"}), 50_257, layout)
     assert 0 < job.trained[0] < 0.1 * job.parameters[0]
     parts = memory(job).parts
     assert parts["weights"] == 2 * job.parameters[0]
