@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from data_pipeline import prepare as module
-from data_pipeline import tokenizers
+from data_pipeline import sources, tokenizers
 from data_pipeline.manifest import Manifest
 from data_pipeline.prepare import PrepareRequest, prepare
 from tests.chats import CHATML, save_tokenizer
@@ -104,9 +104,9 @@ def test_it_goes_on_from_the_last_finished_file(
     [left] = tmp_path.glob(".out.partial-*")
     read: list[str] = []
     with monkeypatch.context() as patch:
-        read_rows = module.Files._read_rows
+        read_rows = sources.Files._read_rows
         patch.setattr(
-            module.Files,
+            sources.Files,
             "_read_rows",
             lambda files, file: (read.append(file.path.name), read_rows(files, file))[1],
         )

@@ -20,8 +20,7 @@ DATA = Path("data/x")
 
 def check(source, digest, add_bos=False):
     """Check the weights of `source` against a corpus with this tokenizer hash."""
-    corpus = SimpleNamespace(folder=DATA)
-    corpora = SimpleNamespace(train=[corpus], tokenizer_hash=digest, bos=1 if add_bos else None)
+    corpora = SimpleNamespace(train=[DATA], tokenizer_hash=digest, bos=1 if add_bos else None)
     return WeightSource("init.from", source, None).check_tokenizer(corpora)
 
 
