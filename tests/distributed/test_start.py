@@ -154,7 +154,8 @@ def test_bfloat16_weights_are_initialized_from_float32_master_weights(source, tm
 def test_weights_that_only_the_model_or_the_checkpoint_has_are_listed(source, tmp_path):
     config, run = source
     own = f"run.root={tmp_path} init.from={run} model.qkv_bias=true model.num_layers=3"
-    output = start(config, 1, *SHORT, *own.split())
+    three = "[main, {preset: flurka_kernel, compression: {block_size: 16, rank: 4}}, softmax]"
+    output = start(config, 1, *SHORT, *own.split(), f"model.attention_pattern={three}")
     new, left = (
         next(line for line in output.splitlines() if what in line) for what in ("new here", "left out")
     )
