@@ -117,7 +117,7 @@ def test_zero_3_builds_a_model_in_its_shards_and_one_layer(ranks):
 def test_a_plan_counts_the_largest_layer_of_the_start():
     """A layer is whole on each device before ZeRO 3 shards it, however many shards there are."""
     sections = changes(zero_stage=3)
-    sections["model"] = {**MODEL, "hidden_size": 1024, "vocab_size": 4_000_000, "num_layers": 2}
+    sections["model"] = {**MODEL, "hidden_size": 1024, "vocab_size": 4_000_000}
     sections["model"] |= {"position": "rope", "tie_embeddings": True}
     sections["training"] |= {"global_batch_size": 512, "loss_chunk_size": 128}
     embedding = 4_000_000 * 1024 * 4
