@@ -47,7 +47,7 @@ def started(config, mesh):
 
 def drawn_and_wrong(sections):
     """Numbers that this rank draws, and the tensors that are not its shard of what one process draws."""
-    config, drawn = trees.config(**sections), []
+    config, drawn = trees.config(init={"from": "dense"}, **sections), []
     normal = nn.init.normal_
 
     def counting(tensor, **options):
