@@ -94,7 +94,7 @@ def test_traffic_of_every_zero_stage_is_planned(stage):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_only_gradients_of_trained_weights_are_planned_to_be_sent(stage):
-    lora = {"optimizer": {"trained": "lora"}, "parallel": {"zero_stage": stage}}
+    lora = {"init": {"from": "a run"}, "optimizer": {"trained": "lora"}, "parallel": {"zero_stage": stage}}
     check_traffic(case("flurka", 256, 4, **lora))
 
 
