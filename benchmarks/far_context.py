@@ -24,6 +24,22 @@ CONFIG = Path(__file__).with_suffix(".yaml")
 TEXT = Path("data/repositories")
 TOKENIZER = "bpe:8192"
 
+SELECTED = [(unit, size) for unit in ("tile", "token") for size in (16, 32, 64)]
+"""Unit and block size of the choosing layers; a quarter of 2,048 tokens is chosen."""
+
+
+def selected(unit: str, size: int, *parts: str) -> dict[str, Any]:
+    """`model.attention` of a layer that reads 512 tokens in blocks of `size`, and its own block and the one before."""
+    tree = preset_tree("+".join(["selected", *parts]))
+    chosen = {"blocks": 512 // size, "landmarks": 4, "unit": unit}
+    return {**tree, "near": {"block_size": size, "blocks": 2}, "selection": chosen}
+
+
+def selected_last(unit: str, size: int) -> list[dict[str, Any]]:
+    """`model.attention_pattern`: three windows and a choosing layer."""
+    return [*[preset_tree("local+convolution")] * 3, selected(unit, size, "convolution", "gate")]
+
+
 MODELS: dict[str, Any] = {
     **{name: name for name in ("softmax", "linear", "gated_deltanet", "local", "flurka", "flurka_decay")},
     **{f"{name}_convolution": preset_tree(f"{name}+convolution") for name in ("softmax", "local", "flurka")},
@@ -33,6 +49,7 @@ MODELS: dict[str, Any] = {
     "flurka_deltanet": [preset_tree("flurka+convolution"), "gated_deltanet"],
     "local_deltanet": [preset_tree("local+convolution"), "gated_deltanet"],
     "flurka_softmax": [*[preset_tree("flurka+convolution")] * 3, preset_tree("softmax+convolution+gate")],
+    **{f"local_selected_{unit}_{size}": selected_last(unit, size) for unit, size in SELECTED},
     "local_softmax": [*[preset_tree("local+convolution")] * 3, preset_tree("softmax+convolution+gate")],
 }
 """Name -> model.attention, or a list for model.attention_pattern.

@@ -41,6 +41,9 @@ class Origin(NamedTuple):
 SOURCES = {
     "softmax": Origin("Vaswani et al. 2017", None, "softmax(q·k/√d)"),
     "local": Origin("ablation of FLuRKA", None, "softmax inside the current block"),
+    "selected": Origin(
+        "this system", None, "softmax inside the current block and in blocks chosen by landmarks"
+    ),
     "linear": Origin("Katharopoulos et al. 2020", None, "φ = elu + 1"),
     "performer": Origin("Choromanski et al. 2021", None, "φ = exp(ωx − |x|²/2), ω orthogonal"),
     "hedgehog": Origin("Zhang et al. 2024", None, "φ = [softmax(Wx), softmax(−Wx)]"),

@@ -222,6 +222,25 @@ class Near(Section):
     """Initial gate logit. 3.0 gives the window 0.95 of the output, which trained better than 0.0 (docs/results.md)."""
 
 
+class Selection(Section):
+    """Earlier blocks that a query chooses by their landmarks and reads exactly, under one softmax with its window."""
+
+    blocks: int = Field(default=8, gt=0, le=1_000_000)
+    """Blocks that a query chooses, k, of near.block_size tokens each."""
+
+    landmarks: int = Field(default=4, gt=0, le=1_000_000)
+    """Landmarks of a block: means of equal parts of its keys. More of them find rarer tokens and cost more."""
+
+    unit: Literal["tile", "token"] = "tile"
+    """Who chooses: the first token of a block for the whole block (`tile`), or every `token` for itself."""
+
+    score: Literal["max", "lse"] = "max"
+    """A block's score: the largest product of the query with its landmarks (`max`), or their log-sum-exp (`lse`)."""
+
+    rope: Literal["position", "none"] = "position"
+    """Chosen tokens are rotated by their `position`, like those of the window, or are not (`none`)."""
+
+
 class Algebra(Section):
     """The keys of one attention mechanism."""
 
@@ -258,6 +277,9 @@ class Algebra(Section):
 
     near: Near | None = None
     """Window attended exactly, which causal models need beside compression. Without compression: windowed softmax."""
+
+    selection: Selection | None = None
+    """Blocks chosen by landmarks and read exactly, beside a softmax window without compression; None: none."""
 
     window: int | None = Field(default=None, ge=2)
     """Sliding window of plain softmax: tokens that a query sees, itself included; None: its whole document."""

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from .algebra import Algebra, Compression, Mixture, Near
+from .algebra import Algebra, Compression, Mixture, Near, Selection
 from .errors import ConfigError, Problem, nearest_first
 from .feature_map import LEARNED
 from .mechanisms import LayerShape, Mechanism, Parts, mechanism_of
@@ -145,6 +145,8 @@ class Attention(Algebra):
             yield self.problem("short_convolution", reason, "remove it")
         if self.near is not None:
             yield from self._near_problems(self.near)
+        if self.selection is not None:
+            yield from self._selection_problems(self.selection)
         if self.compression is not None:
             yield from self._compression_problems(self.compression)
         if not self.normalize and self.similarity != "gaussian":
@@ -188,8 +190,21 @@ class Attention(Algebra):
             instead = "similarity: gaussian" if is_whole else "preset: mgk"
             yield self.problem(key, reason, f"remove it or take {instead}")
 
+    def _selection_problems(self, selection: Selection) -> Iterator[Problem]:
+        near = self.near
+        if near is None or self.similarity != "softmax":
+            reason = "chooses blocks beside a softmax window, and there is none"
+            yield Problem("selection", selection.blocks, reason, "take preset: selected")
+        elif self.compression is not None or self.mixture is not None:
+            other = "compression" if self.compression is not None else "mixture"
+            yield Problem("selection", selection.blocks, f"is not available with {other}", f"remove {other}")
+        elif near.block_size is not None and near.block_size % selection.landmarks:
+            reason = f"does not divide near.block_size={near.block_size} into equal parts"
+            remedy = f"take a divisor of {near.block_size}"
+            yield self.problem("selection.landmarks", reason, remedy)
+
     def _mechanism_problems(self) -> Iterator[Problem]:
-        for name in ("similarity", "normalize", "mixture", "feature_map", "compression", "near"):
+        for name in ("similarity", "normalize", "mixture", "feature_map", "compression", "near", "selection"):
             if self.is_set(name) and (name, self.mechanism) != ("compression", "eva"):
                 reason = f"is a part of the algebra, and mechanism is {self.mechanism}"
                 yield self.problem(name, reason, "remove it or remove mechanism")
@@ -235,6 +250,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "flurka_decay": {**_FLURKA, "far_decay": "gate"},
     "flurka_kernel": {**_FLURKA, "near": {"kind": "kernel"}},
     "local": {"similarity": "softmax", "near": {"kind": "softmax", "block_size": 64}},
+    "selected": {
+        "similarity": "softmax",
+        "near": {"kind": "softmax", "block_size": 64},
+        "selection": {"blocks": 8, "landmarks": 4},
+    },
     "gaussian": {"similarity": "gaussian"},
     "kernelized": {"similarity": "gaussian", "normalize": False},
     "mgk": {"similarity": "gaussian", "mixture": {"keys": 2, "kind": "projected"}},

@@ -22,7 +22,7 @@ from .algebra import (
 )
 from .feature_map import FeatureMap
 
-ExchangeKind = Literal["state", "halo", "heads", "heads or ring", "landmarks"]
+ExchangeKind = Literal["state", "halo", "heads", "heads or ring", "landmarks", "tokens"]
 
 INVERSE_STEPS = 6
 PRODUCTS_PER_STEP = 4
@@ -297,6 +297,38 @@ def _local(attention: Algebra) -> Mechanism:
     )
 
 
+def _selected(attention: Algebra) -> Mechanism:
+    """Softmax over a window of blocks and the earlier blocks that landmarks choose."""
+    near, selection = attention.near, attention.selection
+    assert near is not None
+    assert selection is not None
+    block, rank, chosen = near.block_size or 1, selection.landmarks, selection.blocks
+
+    def flops(shape: LayerShape) -> Parts:
+        scored = mean_complete_blocks(shape.seq_len, block, near.blocks)
+        choosers = 1 / block if selection.unit == "tile" else 1.0
+        read = block * mean_chosen_blocks(shape.seq_len, block, near.blocks, chosen)
+        return {
+            "landmarks": shape.kv_heads * 2 * shape.head_dim,
+            "choice": shape.heads * choosers * scored * rank * 2 * shape.head_dim,
+            "near": shape.heads * mean_local_keys(shape.seq_len, block, near.blocks) * 4 * shape.head_dim,
+            "chosen": shape.heads * read * 4 * shape.head_dim,
+        }
+
+    return Mechanism(
+        layer="selected.SelectedAttention",
+        exchanges=("halo", "landmarks", "tokens"),
+        flops=flops,
+        state_sizes=lambda shape: (
+            shape.kv_heads * chosen if selection.unit == "tile" else 0,
+            shape.kv_heads * (2 * shape.head_dim + -(-rank * shape.head_dim // block)),
+        ),
+        block_size=near.block_size,
+        needs_rotary="makes landmarks of unrotated keys, and without rotation its window has no order",
+        looks_back_only="a choice among earlier blocks looks back only",
+    )
+
+
 def _rotates_itself(attention: Algebra) -> str | None:
     """Why a layer with compression rotates queries and keys itself; None if its callers can, or nothing is rotated."""
     if attention.far_rope == "centroid":
@@ -356,6 +388,7 @@ MECHANISMS: tuple[tuple[Callable[[Algebra], bool], Callable[[Algebra], Mechanism
     (lambda attention: attention.mechanism == "eva" and attention.compression is None, _eva),
     (lambda attention: attention.compression is not None and attention.near is None, _low_rank),
     (lambda attention: attention.compression is not None, _near_far),
+    (lambda attention: attention.selection is not None, _selected),
     (lambda attention: attention.near is not None, _local),
     (lambda attention: attention.similarity == "kernel", _kernel),
     (lambda attention: True, _every_pair),
@@ -389,6 +422,13 @@ def mean_complete_blocks(seq_len: int, size: int, skipped: int) -> float:
     """Mean complete blocks of `size` tokens before a token's current block and the `skipped` - 1 blocks before it."""
     whole, rest = divmod(seq_len, size)
     seen = [max(0, block - skipped + 1) for block in range(whole + 1)]
+    return (size * sum(seen[:whole]) + rest * seen[whole]) / seq_len
+
+
+def mean_chosen_blocks(seq_len: int, size: int, skipped: int, count: int) -> float:
+    """Mean blocks that a token reads of the complete ones of `mean_complete_blocks`, at most `count`."""
+    whole, rest = divmod(seq_len, size)
+    seen = [min(count, max(0, block - skipped + 1)) for block in range(whole + 1)]
     return (size * sum(seen[:whole]) + rest * seen[whole]) / seq_len
 
 

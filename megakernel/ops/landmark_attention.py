@@ -79,6 +79,10 @@ class Landmarks(NamedTuple):
                 kept = merged.appended_to(self._places(0, count - 2))
         return kept.advanced(tokens)
 
+    def before(self, place: int) -> "Landmarks":
+        """The landmarks of the first `place` places."""
+        return self._places(0, place)
+
     def _places(self, start: int, stop: int) -> "Landmarks":
         return Landmarks(
             self.keys[:, :, start:stop], self.values[:, :, start:stop], self._ends()[:, start:stop]

@@ -6,6 +6,7 @@ import torch
 from megakernel import attention
 from megakernel.attention import AttentionInputs
 from megakernel.config import PRESETS, Attention, expand_preset
+from megakernel.config.section import merged
 from megakernel.parallel import mark_head_parameters
 from megakernel.parallel.tensor import head_shard
 from tests.distributed.processes import cpu_mesh, run_ranks
@@ -24,6 +25,7 @@ def is_sharded_by_tokens_and_heads(preset):
     return config.mixes_future_tokens is None and config.keys_per_head == 1
 
 
+CHOSEN = {"near": {"block_size": BLOCK}, "selection": {"blocks": 2, "landmarks": 2}}
 TWO_BLOCKS = "flurka, two blocks, shared join, rotated landmarks"
 MECHANISMS = {name: name for name in PRESETS if is_sharded_by_tokens_and_heads(name)} | {
     "flurka": {"preset": "flurka", "compression": {"block_size": BLOCK, "rank": 2}},
@@ -32,6 +34,8 @@ MECHANISMS = {name: name for name in PRESETS if is_sharded_by_tokens_and_heads(n
     "linformer_causal": {"preset": "linformer_causal", **BLOCKS},
     "eva": {"preset": "eva", "eva": {"window_size": BLOCK, "chunk_size": 4, "overlap": True}},
     "local": {"preset": "local", "near": {"block_size": BLOCK}},
+    "selected": {"preset": "selected", **CHOSEN},
+    "selected, each token": {"preset": "selected", **merged(CHOSEN, {"selection": {"unit": "token"}})},
     "simple_gla": {"mechanism": "simple_gla"},
     TWO_BLOCKS: {
         "preset": "flurka",

@@ -46,6 +46,7 @@ MODELS: list[dict[str, Any]] = [
     {"attention": "eva"},
     {"attention": "linformer_causal"},
     {"attention": "local"},
+    {"attention": "selected"},
     {"attention": {"preset": "local", "mixture": {}}},
     {"attention": {"preset": "linformer", "compression": {"rank": 16}, "mixture": {}}, **ENCODER},
     {"attention": {"preset": "linformer_causal", "mixture": {"kind": "shifted", "keys": 3}}},

@@ -19,6 +19,12 @@ from megakernel.config.section import merged
 VARIANTS: dict[str, dict[str, Any]] = {
     "simple_gla": {"mechanism": "simple_gla", "simple_gla": {"gate_logit_normalizer": 2.0}},
     "local_two_blocks": {"preset": "local", "near": {"blocks": 2}},
+    "selected_token": {"preset": "selected", "selection": {"unit": "token", "blocks": 2}},
+    "selected_unrotated": {
+        "preset": "selected",
+        "near": {"blocks": 2},
+        "selection": {"blocks": 1, "landmarks": 2, "rope": "none", "score": "lse"},
+    },
     "smgk_three_keys": {"preset": "smgk", "mixture": {"keys": 3, "sigma2": [1.0, 3.0, 0.5]}},
     "smgk_hard": {"preset": "smgk", "mixture": {"estep": "hard"}},
     "mgk_hard": {"preset": "mgk", "mixture": {"estep": "hard"}},

@@ -39,11 +39,13 @@ def generate(engine, text_requests):
     return [found[index] for index in range(len(text_requests))]
 
 
+CHOSEN = {"preset": "selected", "near": {"block_size": 8}, "selection": {"blocks": 2}}
 MODELS = {
     "flurka": {"attention": FLURKA},
     "kernel, softmax, window": {"attention_pattern": MIXED, "num_layers": 4},
     "softmax window": {"attention": {"preset": "softmax", "window": 12}},
     "landmarks under a softmax": {"attention": {"preset": "linformer_causal", **BLOCKS}},
+    "chosen blocks": {"attention": CHOSEN},
     "eva": {"attention": "eva"},
 }
 

@@ -1,0 +1,61 @@
+"""Which blocks queries choose by their landmarks; the choice has no gradient."""
+
+import torch
+from torch import Tensor
+
+from megakernel.ops.dispatch import accum_dtype
+from megakernel.ops.landmark_attention import Landmarks, LandmarkVisibility
+from megakernel.ops.selected_attention.inputs import NONE, Score, Selection
+
+ROWS = 1024
+"""Queries of a head whose scores are in memory at once."""
+
+
+def block_scores(queries: Tensor, landmarks: Tensor, score: Score) -> Tensor:
+    """Scores (B, H_kv, n, S), in float32 or better, of S blocks: the largest of a key head's G query heads.
+
+    queries: (B, H_kv, G, n, d); landmarks: (B, H_kv, S, r, d). A block's score is the maximum, or the log-sum-exp, of
+    q.l / sqrt(d) over its landmarks.
+    """
+    group, rank = queries.shape[2], landmarks.shape[3]
+    rows = queries.to(accum_dtype(queries.dtype)).flatten(2, 3) * queries.shape[-1] ** -0.5
+    products = (rows @ landmarks.to(rows.dtype).flatten(2, 3).transpose(-1, -2)).unflatten(3, (-1, rank))
+    scores = products.amax(-1) if score == "max" else products.logsumexp(-1)
+    return scores.unflatten(2, (group, -1)).amax(2)
+
+
+def largest(scores: Tensor, visible: Tensor, count: int) -> Tensor:
+    """Indices (..., k') int64, k' = min(count, S), of the largest visible scores (..., S), in ascending order.
+
+    Of equal scores the first are taken. NONE stands where fewer are visible.
+    """
+    size = scores.shape[-1]
+    count = min(count, size)
+    if count == 0:
+        return scores.new_empty(*scores.shape[:-1], 0, dtype=torch.int64)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    # topk does not say which of equal scores it returns.
+    smallest = scores.topk(count, -1).values[..., -1:]
+    above, equal = scores > smallest, scores == smallest
+    wanted = count - above.sum(-1, keepdim=True)
+    chosen = (above | (equal & (equal.cumsum(-1) <= wanted))) & visible
+    places = torch.where(chosen, size - torch.arange(size, device=scores.device), 0)
+    best = places.topk(count, -1).values
+    return torch.where(best == 0, NONE, size - best)
+
+
+@torch.no_grad()
+def choose_blocks(
+    queries: Tensor, landmarks: Landmarks, visibility: LandmarkVisibility, selection: Selection
+) -> Tensor:
+    """Indices (B, H_kv, n, min(k, S)) int64 of the blocks that n tokens choose, or NONE.
+
+    queries: (B, H_kv, G, n, d), not rotated; visibility: of these tokens.
+    """
+    chosen = []
+    for start in range(0, queries.shape[3], ROWS):
+        rows = slice(start, start + ROWS)
+        scores = block_scores(queries[:, :, :, rows], landmarks.keys, selection.score)
+        seen = LandmarkVisibility(*(x[:, rows] for x in visibility)).visible(landmarks.ends, 1)
+        chosen.append(largest(scores, seen[:, None].expand_as(scores), selection.chosen))
+    return torch.cat(chosen, 2)

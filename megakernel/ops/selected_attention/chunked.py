@@ -1,0 +1,43 @@
+"""Any device: tiles gather what they read, or, where that is little less than all, all keys get a mask."""
+
+import torch
+from torch import Tensor
+
+from megakernel.ops.chunks import chunk_queries, unchunk_queries
+from megakernel.ops.dispatch import accum_dtype
+from megakernel.ops.documents import token_positions
+from megakernel.ops.selected_attention import one_token
+from megakernel.ops.selected_attention.gathered import gathered_attention
+from megakernel.ops.selected_attention.inputs import SelectedInputs
+from megakernel.ops.selected_attention.masked import masked_attention
+from megakernel.ops.selected_attention.tiles import choose_for_tiles
+from megakernel.ops.window import rotate_keys
+
+MASKED = 8
+"""Sequences of at most this many times the keys that a tile reads get a mask: gathering costs more per key."""
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, inputs: SelectedInputs) -> tuple[Tensor, Tensor]:
+    """Output (B, H, N, D), and the blocks that the last tile chose, as `SelectedInputs.choice`."""
+    cache, rotary, dtype = inputs.cache, inputs.rotary, accum_dtype(q.dtype)
+    tiles = choose_for_tiles(q, inputs)
+    if q.shape[2] == 1:
+        return one_token.attend(q, k, v, inputs, tiles).to(v.dtype), tiles.last_choice(inputs.choice)
+    queries, keys = q.to(dtype), torch.cat([cache.keys, k], 2).to(dtype)
+    near_queries, near_keys = queries, keys
+    if rotary is not None:
+        at = token_positions(inputs.positions, q.shape[2], q.device)
+        near_queries = rotary(queries, at)
+        near_keys = torch.cat(rotate_keys(rotary, cache.keys.to(dtype), k.to(dtype), at), 2)
+    if inputs.rotates_chosen:
+        queries, keys = near_queries, near_keys
+    values = torch.cat([cache.values, v], 2).to(dtype)
+    if inputs.selection.unit == "token" or tiles.total <= MASKED * tiles.keys_of_tile:
+        out = masked_attention(near_queries, queries, near_keys, keys, values, tiles)
+    else:
+        count, size = tiles.layout.positions.shape[1:]
+        near_rows, rows = (chunk_queries(x, k.shape[1], size, count) for x in (near_queries, queries))
+        out = unchunk_queries(
+            gathered_attention(near_rows, rows, near_keys, keys, values, tiles), q.shape[1], q.shape[2]
+        )
+    return out.to(v.dtype), tiles.last_choice(inputs.choice)

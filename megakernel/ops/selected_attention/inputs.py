@@ -1,0 +1,60 @@
+"""What the backends of `selected_attention` take besides queries, keys and values."""
+
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from megakernel.ops.documents import Positions
+from megakernel.ops.landmark_attention import Landmarks
+from megakernel.ops.mixture import Rotary
+from megakernel.ops.window import Tail
+
+Unit = Literal["tile", "token"]
+"""Who chooses: the first token of a block for all tokens of it, or every token for itself."""
+
+Score = Literal["max", "lse"]
+"""How the products of a query with the r landmarks of a block become the block's score."""
+
+NONE = -1
+"""In a list of chosen blocks: no block."""
+
+
+class Selection(NamedTuple):
+    """Which tokens a query reads."""
+
+    block_size: int
+    """Tokens per block, b; blocks restart at every document."""
+
+    near: int
+    """Blocks of the window: 1: a token's current block; 2: also the block before."""
+
+    chosen: int
+    """Blocks that a query chooses among those before its window, k."""
+
+    unit: Unit
+    score: Score
+
+    @property
+    def reach(self) -> int:
+        """Tokens before a sequence in which a window or a block of it can begin."""
+        return self.block_size * self.near
+
+
+class SelectedInputs(NamedTuple):
+    """Validated arguments of a backend."""
+
+    selection: Selection
+    cache: Tail
+    """At least b * near earlier tokens of the sequence."""
+
+    landmarks: Landmarks
+    """Of all complete blocks, in the order of the sequence; without values."""
+
+    choice: Tensor
+    """(B, H_kv, k) int64: ends of the blocks that the tile before the first token chose, or MISSING."""
+
+    rotary: Rotary | None
+    rotates_chosen: bool
+    """Whether queries and keys of chosen blocks are rotated, as those of the window always are."""
+
+    positions: Positions

@@ -1,0 +1,65 @@
+"""From the formula, query by query."""
+
+import torch
+from torch import Tensor
+
+from megakernel.ops.dispatch import accum_dtype
+from megakernel.ops.documents import token_positions
+from megakernel.ops.landmark_attention import MISSING
+from megakernel.ops.selected_attention.inputs import SelectedInputs
+from megakernel.ops.window import rotate_keys
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, inputs: SelectedInputs) -> tuple[Tensor, Tensor]:
+    """Output (B, H, N, D), and the blocks that the last tile chose, as `SelectedInputs.choice`."""
+    selection, cache, landmarks, choice, rotary, rotates_chosen, positions = inputs
+    batch, heads, length, width = q.shape
+    kv_heads, dtype = k.shape[1], accum_dtype(q.dtype)
+    group, cached, size = heads // kv_heads, cache.keys.shape[2], selection.block_size
+    at = token_positions(positions, length, q.device)
+    near_q, near_k = q.to(dtype), torch.cat([cache.keys, k], 2).to(dtype)
+    far_q, far_k = near_q, near_k
+    if rotary is not None:
+        near_q = rotary(near_q, at)
+        near_k = torch.cat(rotate_keys(rotary, cache.keys.to(dtype), k.to(dtype), at), 2)
+    if rotates_chosen:
+        far_q, far_k = near_q, near_k
+    values = torch.cat([cache.values, v], 2).to(dtype)
+    ends = landmarks.ends.expand(batch, -1).tolist()
+
+    def chosen_ends(b: int, h: int, i: int, position: int) -> list[int]:
+        """Ends of the k blocks before the window of token i, at `position`, with the largest scores."""
+        limit, start = i - position % size - (selection.near - 1) * size, i - position
+        seen = [s for s, end in enumerate(ends[b]) if start <= end < limit]
+        if not seen:
+            return []
+        queries = q[b, h * group : (h + 1) * group, i].to(dtype)
+        products = queries @ landmarks.keys[b, h, seen].to(dtype).flatten(0, 1).T * width**-0.5
+        products = products.detach().view(group, len(seen), -1)
+        scores = products.amax(-1) if selection.score == "max" else products.logsumexp(-1)
+        best = scores.amax(0).tolist()
+        order = sorted(range(len(seen)), key=lambda s: (-best[s], s))
+        return [ends[b][seen[s]] for s in sorted(order[: selection.chosen])]
+
+    rows, after = [], choice.clone()
+    for b in range(batch):
+        for h in range(kv_heads):
+            current = [end for end in choice[b, h].tolist() if end != MISSING]
+            for i, position in enumerate(at.expand(batch, -1)[b].tolist()):
+                if selection.unit == "token" or position % size == 0:
+                    current = chosen_ends(b, h, i, position)
+                oldest = max(0, (position // size - selection.near + 1) * size)
+                window = list(range(cached + i - (position - oldest), cached + i + 1))
+                sees = position >= selection.reach
+                far = [cached + end - t for end in (current if sees else []) for t in range(size)]
+                heads_of_key = slice(h * group, (h + 1) * group)
+                near = near_q[b, heads_of_key, i] @ near_k[b, h, window].T
+                chosen = far_q[b, heads_of_key, i] @ far_k[b, h, far].T
+                weights = (torch.cat([near, chosen], -1) * width**-0.5).softmax(-1)
+                rows.append(weights @ values[b, h, window + far])
+            if selection.unit == "tile":
+                kept = current if at.expand(batch, -1)[b, -1] >= selection.reach else []
+                padding = [MISSING] * (selection.chosen - len(kept))
+                after[b, h] = torch.tensor([end - length for end in kept] + padding)
+    out = torch.stack(rows).view(batch, kv_heads, length, group, -1).transpose(2, 3).flatten(1, 2)
+    return out.to(v.dtype), after

@@ -1,0 +1,186 @@
+"""Windows and chosen blocks: both forms equal the reference, and what a choice may depend on."""
+
+import pytest
+import torch
+
+from megakernel.attention.rotary import Rotary
+from megakernel.ops.selected_attention import choice, chunked, gathered, masked, selected_attention
+from megakernel.ops.softmax_attention import softmax_attention
+from megakernel.ops.window_attention import window_attention
+from tests.unit.ops.comparing import PACKED, assert_same, random
+
+B, H, KV, N, WIDTH, BLOCK = 2, 4, 2, 23, 4, 3
+FORMS = ("masked", "gathered")
+
+
+@pytest.fixture(params=FORMS)
+def form(request, monkeypatch):
+    """One of the two chunked forms, in small pieces."""
+    monkeypatch.setattr(chunked, "MASKED", 0 if request.param == "gathered" else 10**9)
+    monkeypatch.setattr(masked, "ROWS", 8)
+    monkeypatch.setattr(choice, "ROWS", 5)
+    monkeypatch.setattr(gathered, "GATHERED", 40)
+    return request.param
+
+
+def means(landmarks: int, block: int = BLOCK) -> torch.Tensor:
+    part = torch.arange(block) * landmarks // block == torch.arange(landmarks)[:, None]
+    return part.double() / part.sum(1, keepdim=True)
+
+
+def inputs(length: int = N):
+    return [random(B, heads, length, WIDTH, seed=heads + i) for i, heads in enumerate((H, KV, KV))]
+
+
+@pytest.mark.parametrize("positions", [0, 6, 7, PACKED], ids=["whole", "later", "inside_a_block", "packed"])
+@pytest.mark.parametrize("unit", ["tile", "token"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"blocks": 1, "score": "max"},
+        {"blocks": 2, "score": "lse", "rotary": Rotary(WIDTH)},
+        {"blocks": 2, "score": "max", "rotary": Rotary(WIDTH), "rotates_chosen": False},
+    ],
+    ids=["plain", "rotated", "unrotated_choice"],
+)
+def test_both_forms_equal_the_reference_with_gradients(form, positions, unit, options):
+    leaves = inputs()
+
+    def run(backend):
+        settings = {"pool": means(2), "selected": 2, "unit": unit, "positions": positions, **options}
+        out, state = selected_attention(*leaves, backend=backend, **settings)
+        return out, state.choice.double()
+
+    assert_same(run, leaves)
+
+
+@pytest.mark.parametrize("unit", ["tile", "token"])
+@pytest.mark.parametrize("length", [1, 2, BLOCK, BLOCK + 1])
+def test_short_sequences_equal_causal_softmax(form, unit, length):
+    q, k, v = inputs(length)
+    out, _ = selected_attention(q, k, v, pool=means(1), selected=4, unit=unit, blocks=2)
+    torch.testing.assert_close(out, softmax_attention(q, k, v)[0], rtol=1e-12, atol=1e-12)
+
+
+def test_choosing_every_block_equals_causal_softmax(form):
+    q, k, v = inputs()
+    out, _ = selected_attention(q, k, v, pool=means(3), selected=N, rotary=Rotary(WIDTH))
+    rotated = Rotary(WIDTH).rotate_qk(q, k, 0)
+    torch.testing.assert_close(out, softmax_attention(*rotated, v)[0], rtol=1e-12, atol=1e-12)
+
+
+def test_a_chosen_block_is_the_one_whose_tokens_match_the_query():
+    """The query at the start of the last block points at block 2, whose value is then the whole output."""
+    k = torch.zeros(1, 1, 15, WIDTH, dtype=torch.float64)
+    k[..., 6:9, 0] = 40.0
+    q = torch.zeros_like(k)
+    q[..., 12, 0] = 40.0
+    v = torch.arange(15.0, dtype=torch.float64).view(1, 1, 15, 1)
+    out, state = selected_attention(q, k, v, pool=means(1), selected=1)
+    torch.testing.assert_close(out[0, 0, 12, 0], v[0, 0, 6:9].mean())
+    assert state.choice.tolist() == [[[8 - 15]]]
+    # The other tokens of the tile read the block, too, with equal weights on its three tokens and on their window.
+    torch.testing.assert_close(out[0, 0, 14, 0], torch.cat([v[0, 0, 6:9], v[0, 0, 12:15]]).mean())
+
+
+@pytest.mark.parametrize("unit", ["tile", "token"])
+@pytest.mark.parametrize("positions", [0, PACKED], ids=["whole", "packed"])
+def test_later_tokens_change_nothing(form, unit, positions):
+    """The choice of a tile, too, is made of what its first token knows."""
+    q, k, v = inputs()
+    settings = {"pool": means(1), "selected": 1, "unit": unit, "positions": positions}
+    whole, _ = selected_attention(q, k, v, **settings)
+    for cut in range(1, N, 4):
+        others = [torch.cat([x[:, :, :cut], -3 * x[:, :, cut:]], 2) for x in (q, k, v)]
+        out, _ = selected_attention(*others, **settings)
+        torch.testing.assert_close(out[:, :, :cut], whole[:, :, :cut], rtol=1e-12, atol=1e-12)
+
+
+def test_equal_scores_go_to_the_earlier_blocks():
+    scores = torch.tensor([[1.0, 2.0, 2.0, 0.0, 2.0, -1.0]])
+    visible = torch.tensor([[True, True, True, True, True, False]])
+    assert choice.largest(scores, visible, 2).tolist() == [[1, 2]]
+    assert choice.largest(scores, visible, 4).tolist() == [[0, 1, 2, 4]]
+    assert choice.largest(scores, visible, 9).tolist() == [[0, 1, 2, 3, 4, -1]]
+    assert choice.largest(torch.full((1, 70), 3.0), torch.ones(1, 70, dtype=torch.bool), 3).tolist() == [
+        [0, 1, 2]
+    ]
+
+
+def test_query_heads_of_a_key_head_choose_together():
+    """Both read the block that the one with the larger product asks for."""
+    q = torch.zeros(1, 2, 9, 2, dtype=torch.float64)
+    k = torch.zeros(1, 1, 9, 2, dtype=torch.float64)
+    k[0, 0, 0:3, 0], k[0, 0, 3:6, 1] = 1.0, 1.0
+    q[0, 0, 6, 0], q[0, 1, 6, 1] = 1.0, 2.0
+    _, state = selected_attention(q, k, k, pool=means(1), selected=1)
+    assert state.choice.tolist() == [[[5 - 9]]]
+
+
+@pytest.mark.parametrize("unit", ["tile", "token"])
+@pytest.mark.parametrize("positions", [0, PACKED], ids=["whole", "packed"])
+def test_a_sequence_in_pieces_equals_the_whole(form, unit, positions):
+    q, k, v = (x.detach() for x in inputs())
+    settings = {"pool": means(2), "selected": 2, "unit": unit, "blocks": 2, "rotary": Rotary(WIDTH)}
+    whole, last = selected_attention(q, k, v, positions=positions, **settings)
+    state, parts = None, []
+    for piece in torch.arange(N).split([1, 1, 5, 1, 7, 1, 1, 6]):
+        at = int(piece[0]) if isinstance(positions, int) else positions[:, piece]
+        part, state = selected_attention(
+            q[:, :, piece], k[:, :, piece], v[:, :, piece], positions=at, initial_state=state, **settings
+        )
+        parts.append(part)
+    torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=1e-12, atol=1e-12)
+    assert torch.equal(state.choice, last.choice)
+
+
+@pytest.mark.parametrize("form", ["gathered"], indirect=True)
+def test_memory_of_long_sequences_is_linear(form, monkeypatch):
+    """No tensor of the gathered form has a number of elements that grows with the square of the tokens."""
+    monkeypatch.setattr(gathered, "GATHERED", 256)
+    monkeypatch.setattr(choice, "ROWS", 64)
+    largest = []
+    for length in (1024, 4096):
+        q, k, v = (random(1, 1, length, WIDTH, seed=i) for i in range(3))
+        with _Largest() as found:
+            out, _ = selected_attention(q, k, v, pool=means(1, 8), selected=4)
+            out.sum().backward()
+        largest.append(found.elements)
+    # Landmarks of earlier blocks are scored by groups of 64 choosers.
+    assert largest[1] <= 4 * largest[0]
+
+
+class _Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    """Records the number of elements of the largest tensor that is made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.numel())
+        return out
+
+
+def test_nothing_chosen_is_the_window_alone():
+    """Before the first complete block there is nothing to choose, whatever the number of blocks."""
+    q, k, v = inputs(2 * BLOCK)
+    out, _ = selected_attention(q, k, v, pool=means(1), selected=5, blocks=2)
+    window, _ = window_attention(q, k, v, block_size=BLOCK, blocks=2)
+    torch.testing.assert_close(out, window, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"selected": 0}, "selected=0; expected at least 1"),
+        ({"pool": torch.ones(3)}, r"pool has shape \(3,\); expected \(rank, block\) or \(2, rank, block\)"),
+        ({"unit": "head"}, "unit='head'; expected one of 'tile', 'token'"),
+        ({"score": "mean"}, "score='mean'; expected one of 'max', 'lse'"),
+        ({"blocks": 3}, "blocks=3; expected one of 1, 2"),
+    ],
+)
+def test_invalid_arguments_are_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        selected_attention(*inputs(), **{"pool": means(1), "selected": 1, **change})
