@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.attention.cases import Case
-from benchmarks.attention.computation import layer_core, projected_attention
+from benchmarks.kernels.attention.cases import Case
+from benchmarks.kernels.attention.computation import layer_core, projected_attention
 from benchmarks.page import docstring_parser, page_header, table, table_row, write_page
 from megakernel.analysis.plots.drawing import lines
 from megakernel.analysis.plots.table import Row

@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks.kernels.step import summary
 from benchmarks.page import docstring_parser, page_header, table, table_row, write_page
-from benchmarks.step_kernels import summary
 from benchmarks.training_runs import preset_tree
 from megakernel.evaluation.records import file_name
 
@@ -172,7 +172,7 @@ CALL = (PYTHON, "-m", "benchmarks.gpu_check", "call")
 NCU = (
     *("ncu", "--clock-control", "none", "--kernel-name", "regex:pool|write|pass|merge|window|bwd"),
     *(x for section in ("SpeedOfLight", "WarpStateStats", "Occupancy") for x in ("--section", section)),
-    *(PYTHON, "-m", "benchmarks.kernel_times", "--once", "--only", "FLuRKA d=128"),
+    *(PYTHON, "-m", "benchmarks.kernels.times", "--once", "--only", "FLuRKA d=128"),
 )
 """What limits FLuRKA's kernels, at the size of `kernel_times`."""
 
@@ -200,7 +200,7 @@ PARTS = {
         _attention_benchmark(2**14, "--repeats", "10"),
         Check(
             "kernels by launch",
-            (PYTHON, "-m", "benchmarks.kernel_times", "--out", str(RESULTS / "kernel_times.md")),
+            (PYTHON, "-m", "benchmarks.kernels.times", "--out", str(RESULTS / "kernel_times.md")),
         ),
         Check("ncu", NCU),
         _attention_benchmark(2**16, "--repeats", "10"),

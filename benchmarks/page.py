@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from megakernel.config import UserError
+from megakernel.config import RunFailed, UserError
 
 
 def processor() -> str:
@@ -68,12 +68,12 @@ def table_page(
 
 
 def run_main(main: Callable[[], int]) -> int:
-    """Run `main` and return its exit status; print a UserError as one line and return 2."""
+    """Run `main` and return its exit status; print a UserError (2) or a RunFailed (1) as one line."""
     try:
         return main()
-    except UserError as error:
+    except (UserError, RunFailed) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, UserError) else 1
 
 
 def docstring_parser(text: str) -> argparse.ArgumentParser:

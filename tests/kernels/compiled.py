@@ -108,7 +108,7 @@ def reused(text: str) -> set[str]:
 
 
 def main() -> int:
-    from benchmarks.kernel_compiling import ttir
+    from benchmarks.kernels.compiling import ttir
     from megakernel.ops.kernels.launch import record_launches
     from tests.kernels.calls import EXCHANGED, FORWARD, one_token
 

@@ -29,8 +29,8 @@ def products_and_squares(x, w, out, STEPS: tl.constexpr, STAGES: tl.constexpr):
 
 
 def main() -> int:
-    from benchmarks.kernel_compiling import compile_kernel
-    from benchmarks.kernel_races import overwritten_operands
+    from benchmarks.kernels.compiling import compile_kernel
+    from benchmarks.kernels.races import overwritten_operands
     from megakernel.ops.kernels.launch import Launch
 
     counts = []

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from benchmarks.kernel_cases import CASES
+from benchmarks.kernels.cases import CASES
 from megakernel.ops.kernel_attention.launches import FEATURES_AT_ONCE
 from megakernel.ops.kernels.features import padded
 from megakernel.ops.kernels.launch import MAX_ROW_STRIDE, Rows, contiguous_rows, record_launches

@@ -1,4 +1,4 @@
-"""flash-linear-attention, as called by `megakernel dev bench attention`, computes the same as our ops."""
+"""flash-linear-attention, as called by `python -m benchmarks.kernels.attention`, computes the same as our ops."""
 
 import builtins
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 from triton.runtime import autotuner
 
-from benchmarks.attention.cases import Case
-from benchmarks.attention.check import check
-from benchmarks.attention.implementations import IMPLEMENTATIONS
+from benchmarks.kernels.attention.cases import Case
+from benchmarks.kernels.attention.check import check
+from benchmarks.kernels.attention.implementations import IMPLEMENTATIONS
 
 from .comparing import DEVICE
 

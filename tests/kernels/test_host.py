@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.kernel_host import LAYERS
+from benchmarks.kernels.host import LAYERS
 from tests.kernels.compiled import REPOSITORY, without_interpreter
 
 pytestmark = pytest.mark.second
@@ -28,7 +28,7 @@ def cells_of(page: Path) -> Cells:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> Cells:
     page = tmp_path_factory.mktemp("host") / "page.md"
-    done = without_interpreter("benchmarks.kernel_host", "--out", str(page))
+    done = without_interpreter("benchmarks.kernels.host", "--out", str(page))
     assert done.returncode == 0, done.stderr
     return cells_of(page)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu_check
-from benchmarks.attention.suites import SUITES
 from benchmarks.gpu_check import PARTS, Check, run, run_all
+from benchmarks.kernels.attention.suites import SUITES
 from megakernel.config import load
 
 REPOSITORY = Path(__file__).parents[3]

@@ -1,6 +1,6 @@
 """Operands of matrix products that are overwritten too early are found in Triton's TTGIR."""
 
-from benchmarks.kernel_races import overwritten_operands
+from benchmarks.kernels.races import overwritten_operands
 
 
 def loop(buffer: str, slots: int = 1, copies_before: int = 1, wait: str = "", register: bool = False) -> str:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import kernel_times
-from benchmarks.kernel_times import TileTime, candidates, launches_page, medians, tile_times, tiles_page
+from benchmarks.kernels import times
+from benchmarks.kernels.times import TileTime, candidates, launches_page, medians, tile_times, tiles_page
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -41,8 +41,8 @@ for kernel, tile in json.loads(sys.argv[2]):
 
 
 def test_tiles_after_one_that_crashes_are_tried(monkeypatch):
-    monkeypatch.setattr(kernel_times, "tiled_kernels", lambda name: ["write_keys"])
-    monkeypatch.setattr(kernel_times, "CHILD", (sys.executable, "-c", CHILD))
+    monkeypatch.setattr(times, "tiled_kernels", lambda name: ["write_keys"])
+    monkeypatch.setattr(times, "CHILD", (sys.executable, "-c", CHILD))
     results = tile_times("FLuRKA d=128")
     assert [result.tile for result in results] == candidates("write_keys")
     (crashed,) = [result for result in results if result.problem]
@@ -59,7 +59,7 @@ def test_the_page_adds_launches_up():
 
 
 def test_without_a_gpu_it_ends_with_one_line():
-    command = [sys.executable, "-m", "benchmarks.kernel_times", "--tiles"]
+    command = [sys.executable, "-m", "benchmarks.kernels.times", "--tiles"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "kernel_times: no GPU is here; run it where `nvidia-smi` lists one\n"

@@ -3,7 +3,7 @@
 import gzip
 import json
 
-from benchmarks.step_kernels import main, summary
+from benchmarks.kernels.step import main, summary
 
 
 def write_trace(path, *events):

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.attention import machine, measuring
-from benchmarks.attention.cases import Case
-from benchmarks.attention.check import check, rms_ratio
-from benchmarks.attention.implementations import IMPLEMENTATIONS
-from benchmarks.attention.suites import SUITES
+from benchmarks.kernels.attention import machine, measuring
+from benchmarks.kernels.attention.cases import Case
+from benchmarks.kernels.attention.check import check, rms_ratio
+from benchmarks.kernels.attention.implementations import IMPLEMENTATIONS
+from benchmarks.kernels.attention.suites import SUITES
 from megakernel.config import RunFailed
 
 CPU = torch.device("cpu")

@@ -1,11 +1,12 @@
-"""`megakernel dev bench attention`, end to end on a CPU."""
+"""`python -m benchmarks.kernels.attention`, end to end on a CPU."""
 
 import pytest
 import torch
 
-from benchmarks.attention import SUITES, machine, measuring
-from launch.cli import main
-from launch.exit_status import ExitStatus
+from benchmarks.kernels.attention import SUITES, machine, measuring
+from benchmarks.kernels.attention.__main__ import main as attention
+from benchmarks.page import run_main
+from launch.cli import main as megakernel
 from megakernel.config import RunFailed
 
 
@@ -16,7 +17,12 @@ def small_device_measurements(monkeypatch):
     monkeypatch.setitem(machine.COPIED, "cpu", 2**16)
 
 
-CPU_SUITE = ["bench", "attention", "--suite", "cpu"]
+def main(arguments):
+    """The exit status of the command."""
+    return run_main(lambda: attention(arguments))
+
+
+CPU_SUITE = ["--suite", "cpu"]
 ONE_RUN = [*CPU_SUITE, "--repeats", "1", "--max-tokens"]
 
 
@@ -39,7 +45,10 @@ def test_the_cpu_suite_writes_a_table_of_its_measurements(tmp_path, capsys):
     assert main([*ONE_RUN, "2048", "--only", "FLuRKA", "--out", str(out)]) == 0
     page = out.read_text()
     assert capsys.readouterr().out == page
-    assert "`megakernel dev bench attention --suite cpu --repeats 1 --max-tokens 2048 --only FLuRKA`" in page
+    assert (
+        "python -m benchmarks.kernels.attention --suite cpu --repeats 1 --max-tokens 2048 --only FLuRKA`"
+        in page
+    )
     assert f"torch {torch.__version__}" in page
     assert "GB/s" in page
     assert "* FLuRKA: a doubling of N costs at most " in page
@@ -70,20 +79,20 @@ def test_the_cpu_suite_writes_a_table_of_its_measurements(tmp_path, capsys):
     ],
 )
 def test_invalid_options_of_bench_are_refused_in_one_line(options, error, capsys):
-    assert main(["bench", "attention", *options]) == ExitStatus.USAGE
+    assert main(options) == 2
     assert error in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_gpu_suite_without_a_gpu_is_refused(capsys):
-    assert main(["bench", "attention", "--suite", "default"]) == ExitStatus.USAGE
+    assert main(["--suite", "default"]) == 2
     assert "needs a GPU and torch sees none; take --suite cpu" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
 def test_the_default_suite_measures_all_implementations_on_a_gpu(tmp_path):
     out = tmp_path / "page.md"
-    command = ["bench", "attention", "--suite", "default", "--max-tokens", "16384", "--repeats", "2"]
+    command = ["--suite", "default", "--max-tokens", "16384", "--repeats", "2"]
     selection = [part for name in ("kernel elu", "FLuRKA", "SDPA") for part in ("--only", name)]
     assert main([*command, *selection, "--out", str(out)]) == 0
     page = out.read_text()
@@ -95,7 +104,7 @@ def test_the_default_suite_measures_all_implementations_on_a_gpu(tmp_path):
 @pytest.mark.gpu
 def test_whole_layers_at_the_papers_smallest_size_are_measured_on_a_gpu(tmp_path):
     out = tmp_path / "page.md"
-    command = ["bench", "attention", "--suite", "paper", "--max-tokens", "7500", "--repeats", "2"]
+    command = ["--suite", "paper", "--max-tokens", "7500", "--repeats", "2"]
     assert main([*command, "--out", str(out)]) == 0
     assert len(tables(out.read_text())) == 2  # the first cases of figure 3 and of appendix C
 
@@ -106,7 +115,7 @@ def test_no_page_is_written_after_a_failed_check(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(measuring, "_row", fail)
     out = tmp_path / "page.md"
-    assert main([*CPU_SUITE, "--out", str(out)]) == ExitStatus.FAILED
+    assert main([*CPU_SUITE, "--out", str(out)]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "kernel elu is wrong" in captured.err
@@ -125,7 +134,8 @@ def test_results_so_far_are_kept_if_the_measurement_ends_early(tmp_path, monkeyp
     monkeypatch.setattr(measuring, "_row", interrupted)
     out = tmp_path / "page.md"
     command = [*ONE_RUN, "1024", "--out", str(out)]
-    assert main(command) == ExitStatus.FAILED
+    with pytest.raises(KeyboardInterrupt):
+        main(command)
     assert not out.exists()
     [[_, row]] = tables((tmp_path / "page.md.partial").read_text())
     assert row[0] == measured[0].implementation
@@ -138,7 +148,7 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_measurements(tmp_pa
     command = [*ONE_RUN, "1024", "--out"]
     (tmp_path / "file").touch()
     for out in (tmp_path, tmp_path / "file" / "page.md"):
-        assert main([*command, str(out)]) == ExitStatus.USAGE
+        assert main([*command, str(out)]) == 2
         captured = capsys.readouterr()
         assert captured.out == ""
         assert f"--out {out} cannot be written" in captured.err
@@ -146,8 +156,8 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_measurements(tmp_pa
 
 def test_every_case_of_a_suite_is_valid_for_its_implementations():
     """Checks only shapes, so that a suite's cases are known to be valid before a GPU is available."""
-    from benchmarks.attention.cases import lower_bound
-    from benchmarks.attention.implementations import IMPLEMENTATIONS
+    from benchmarks.kernels.attention.cases import lower_bound
+    from benchmarks.kernels.attention.implementations import IMPLEMENTATIONS
 
     for suite in SUITES.values():
         for case in suite.cases:
@@ -155,3 +165,8 @@ def test_every_case_of_a_suite_is_valid_for_its_implementations():
                 lower_bound(IMPLEMENTATIONS[name].preset, case, 2, True).flops > 0
                 for name in suite.implementations
             )
+
+
+def test_dev_bench_runs_the_module(capfd):
+    assert megakernel(["dev", "bench", "attention", "--repeats", "0"]) == 2
+    assert "--repeats 0 measures nothing; set at least 1" in capfd.readouterr().err

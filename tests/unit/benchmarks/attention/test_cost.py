@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.attention.cases import Case, Cost, lower_bound
+from benchmarks.kernels.attention.cases import Case, Cost, lower_bound
 
 BFLOAT16 = 2
 CASE = Case(batch=2, tokens=1024, heads=4, head_dim=64)

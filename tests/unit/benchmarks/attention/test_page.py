@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.attention.cases import Case
-from benchmarks.attention.check import Comparison
-from benchmarks.attention.clock import Peak, Times
-from benchmarks.attention.machine import Machine
-from benchmarks.attention.measuring import CaseResult, SuiteResult
-from benchmarks.attention.page import measured_page, number
-from benchmarks.attention.suites import SUITES
-from benchmarks.attention.targets import DEFAULT
+from benchmarks.kernels.attention.cases import Case
+from benchmarks.kernels.attention.check import Comparison
+from benchmarks.kernels.attention.clock import Peak, Times
+from benchmarks.kernels.attention.machine import Machine
+from benchmarks.kernels.attention.measuring import CaseResult, SuiteResult
+from benchmarks.kernels.attention.page import measured_page, number
+from benchmarks.kernels.attention.suites import SUITES
+from benchmarks.kernels.attention.targets import DEFAULT
 
 CPU = torch.device("cpu")
 RIGHT = Comparison(3e-7, "output", 1e-5)
@@ -28,7 +28,7 @@ def page(*results):
     machine = Machine("a device", bandwidth=2e9, peak=3e12, source="measured here")
     survey = SuiteResult(SUITES["cpu"], machine, torch.float32, repeats=3)
     survey.results = [(Case(1, tokens, 4, 64), list(rows)) for tokens, rows in results]
-    return measured_page(survey, CPU, "megakernel dev bench attention")
+    return measured_page(survey, CPU, "python -m benchmarks.kernels.attention")
 
 
 def test_a_row_has_times_memory_utilization_and_the_ratio_to_the_baseline():

@@ -1,7 +1,7 @@
 """Times of the kernels on a GPU, launch by launch, with the shipped tile sizes or with others.
 
-    python -m benchmarks.kernel_times --out benchmarks/results/kernel_times.md
-    python -m benchmarks.kernel_times --tiles --only "FLuRKA d=128"
+    python -m benchmarks.kernels.times --out benchmarks/results/kernel_times.md
+    python -m benchmarks.kernels.times --tiles --only "FLuRKA d=128"
 
 One sequence of 16,384 tokens, 16 heads, bfloat16, random inputs; a layer forward and backward, as a model calls it.
 The profiler measures each launch; the inputs are not in the GPU's L2. `--tiles` runs every kernel with other tile
@@ -21,11 +21,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks.attention.cases import Case
-from benchmarks.attention.check import rms_ratio
-from benchmarks.attention.clock import FLUSH_BYTES
-from benchmarks.attention.computation import Computation, computation, random_tensors
-from benchmarks.attention.implementations import ATTENTIONS
+from benchmarks.kernels.attention.cases import Case
+from benchmarks.kernels.attention.check import rms_ratio
+from benchmarks.kernels.attention.clock import FLUSH_BYTES
+from benchmarks.kernels.attention.computation import Computation, computation, random_tensors
+from benchmarks.kernels.attention.implementations import ATTENTIONS
 from benchmarks.page import page_header, page_parser, table, table_row, write_page
 
 LENGTH = 16384
@@ -42,7 +42,7 @@ CASES = {
 """Name -> implementation and head width."""
 
 
-CHILD = (sys.executable, "-m", "benchmarks.kernel_times", "--child")
+CHILD = (sys.executable, "-m", "benchmarks.kernels.times", "--child")
 
 
 class TileTime(NamedTuple):
@@ -220,7 +220,7 @@ def main() -> int:
             case_of(name).train()
         torch.cuda.synchronize()
         return 0
-    command = "python -m benchmarks.kernel_times" + " --tiles" * arguments.tiles
+    command = "python -m benchmarks.kernels.times" + " --tiles" * arguments.tiles
     lines = page_header("Times of the kernels", command, f", {torch.cuda.get_device_name()}")
     if arguments.tiles:
         lines += tiles_page({name: tile_times(name) for name in names})

@@ -1,7 +1,7 @@
 """Where a training step's time goes on a GPU: how long it works, and its kernels by time.
 
     megakernel pretrain CONFIG 'training.profile={start: 10, steps: 2}'
-    python -m benchmarks.step_kernels RUN/profile/step_10/rank_0.json.gz
+    python -m benchmarks.kernels.step RUN/profile/step_10/rank_0.json.gz
 
 Reads the trace of a profile. The GPU works while any kernel or copy runs; otherwise it waits for the host, or for other
 ranks.

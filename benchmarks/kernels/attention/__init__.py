@@ -1,6 +1,6 @@
 """Speed and memory of attention, and how close they come to the device's limits.
 
-The command is `megakernel dev bench attention`, in a checkout.
+The command is `python -m benchmarks.kernels.attention`.
 """
 
 from .measuring import run_suite

@@ -1,6 +1,6 @@
 """Host overhead of a layer's kernels: torch operations, launches, compiled variants, CPU time.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.kernel_host --out benchmarks/results/kernel_host.md
+    OMP_NUM_THREADS=1 python -m benchmarks.kernels.host --out benchmarks/results/kernel_host.md
 
 A layer is a mechanism with heads of 128 in bfloat16, from q, k and v to its output and back, on two documents packed
 into a sequence, as in training. The first layer of a micro-batch makes tables of the positions that all others share;
@@ -127,7 +127,7 @@ def measure_layer(name: str, repeats: int = REPEATS) -> HostCosts:
 
 def variants(name: str) -> Mapping[str, int]:
     """Kernel -> number of variants compiled for a layer at all LENGTHS."""
-    from benchmarks.kernel_compiling import fingerprint
+    from benchmarks.kernels.compiling import fingerprint
 
     compiled: dict[str, set[str]] = defaultdict(set)
     for tokens in LENGTHS:
@@ -145,7 +145,7 @@ def page() -> str:
     compiled = {name: variants(name) for name in LAYERS}
     return "\n".join(
         [
-            *page_header("What the host does around the kernels", "python -m benchmarks.kernel_host"),
+            *page_header("What the host does around the kernels", "python -m benchmarks.kernels.host"),
             "The module says what is counted. Time is the median of "
             f"{REPEATS} passes over {SHORT_TOKENS} tokens, forward and backward.",
             "",

@@ -23,7 +23,7 @@ from triton.compiler import ASTSource, CompiledKernel
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, mangle_type
 
-from benchmarks.kernel_races import overwritten_operands
+from benchmarks.kernels.races import overwritten_operands
 from megakernel.ops.kernels import assembler
 from megakernel.ops.kernels.launch import Launch
 
