@@ -9,14 +9,12 @@ from functools import partial
 import torch
 
 from megakernel.attention import Rotary
-from megakernel.ops.fastfood_features import fastfood_features
 from megakernel.ops.feature_maps import FEATURE_MAPS
 from megakernel.ops.flurka_attention import flurka_attention
 from megakernel.ops.flurka_attention.options import FlurkaState
 from megakernel.ops.gated_delta_rule import gated_delta_rule
 from megakernel.ops.kernel_attention import kernel_attention
 from megakernel.ops.phi import start_state
-from megakernel.ops.projections import FastFood
 from megakernel.ops.short_convolution import short_convolution
 from megakernel.ops.simple_gla import simple_gla
 from megakernel.ops.weighted_attention import weighted_attention
@@ -112,15 +110,6 @@ def flurka_step_case(
         ),
         backend="triton",
     )
-
-
-def fastfood_case(feature_map: str, width: int, blocks: int, dtype: torch.dtype = torch.bfloat16) -> None:
-    """A training batch."""
-    x = torch.empty(2, 8, 1024, width, dtype=dtype, requires_grad=True)
-    scales, gaussians, signs = (torch.empty(8, blocks, width, requires_grad=True) for _ in range(3))
-    projection = FastFood(scales, gaussians, signs, torch.zeros(8, blocks, width, dtype=torch.int64))
-    values = fastfood_features(x, projection, feature_map=feature_map, backend="triton").values
-    values.backward(torch.empty_like(values))
 
 
 def convolution_case(
@@ -265,9 +254,6 @@ CASES: dict[str, Case] = {
     "one token hedgehog d=128, 8 queries a key": partial(step_case, "hedgehog", 128, 128, 8),
     "one token rks d=128 float32": partial(step_case, "rks", 128, 128, 4, torch.float32),
     "one token prf d=128, M=256": partial(step_case, "prf", 128, 256, 4),
-    "FastFood rks d=64": partial(fastfood_case, "rks", 64, 1),
-    "FastFood prf d=128, 2 blocks": partial(fastfood_case, "prf", 128, 2),
-    "FastFood rks d=128, 8 blocks, float32": partial(fastfood_case, "rks", 128, 8, torch.float32),
     "short convolution d=64": partial(convolution_case, 64, 4),
     "short convolution d=128, documents": partial(convolution_case, 128, 4, packed=True),
     "short convolution d=128, 8 taps, float32": partial(convolution_case, 128, 8, torch.float32),

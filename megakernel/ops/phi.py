@@ -50,7 +50,6 @@ def features(feature_map: FeatureMap | str, x: Tensor, projection: Projection | 
     """phi(x) for x (B, H_kv, C, L, d) in float32 or better."""
     feature_map = named(feature_map)
     if isinstance(projection, FastFood):
-        # A separate op, which has GPU kernels.
         values, log_scale = choose(IMPLEMENTATIONS, None)(x, projection, feature_map=feature_map.name)
     else:
         values, log_scale = FEATURE_MAPS[feature_map.name].phi(x, projection)

@@ -7,12 +7,10 @@ import torch
 from torch import Tensor
 
 from megakernel.attention import Rotary
-from megakernel.ops.fastfood_features import fastfood_features
 from megakernel.ops.flurka_attention import flurka_attention
 from megakernel.ops.flurka_attention.options import FlurkaState
 from megakernel.ops.kernel_attention import kernel_attention
 from megakernel.ops.phi import start_state
-from megakernel.ops.projections import FastFood
 from megakernel.ops.short_convolution import short_convolution
 from megakernel.ops.state import KernelState
 from megakernel.ops.weighted_attention import weighted_attention
@@ -74,12 +72,6 @@ def weighted(similarity: str) -> Tensor:
     return weighted_attention(q, k, v, similarity=similarity, key_weights=key_weights, backend="triton")[0]
 
 
-def fastfood(feature_map: str) -> Tensor:
-    diagonals = (parameter(HEADS, 1, WIDTH) for _ in range(3))
-    projection = FastFood(*diagonals, torch.arange(WIDTH).expand(HEADS, 1, WIDTH).contiguous())
-    return fastfood_features(tokens(HEADS), projection, feature_map=feature_map, backend="triton").values
-
-
 def convolution() -> Tensor:
     x, weight = tokens(HEADS, 3), parameter(HEADS, 3, WIDTH, 4)
     before = torch.zeros(BATCH, HEADS, 3, 3, WIDTH, dtype=x.dtype)
@@ -110,8 +102,6 @@ FORWARD: dict[str, Callable[[], Tensor]] = {
     "FLuRKA favor, 2 blocks, documents": lambda: flurka("favor", "softmax", blocks=2, positions=documents()),
     "FLuRKA hedgehog, kernel window": partial(flurka, "hedgehog", "kernel"),
     "weighted_attention gaussian": partial(weighted, "gaussian"),
-    "FastFood prf": partial(fastfood, "prf"),
-    "FastFood rks": partial(fastfood, "rks"),
 }
 """Name -> a call whose output has a gradient."""
 

@@ -11,7 +11,7 @@ from megakernel.ops.kernels.features import padded
 from megakernel.ops.kernels.launch import MAX_ROW_STRIDE, Rows, contiguous_rows, record_launches
 from tests.kernels.compiled import products, with_names, without_interpreter
 
-KERNELS = 20
+KERNELS = 18
 """All kernels."""
 
 REUSED = {

@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from megakernel.ops.fastfood_features import SAMPLED, fastfood_features
 from megakernel.ops.phi import features
@@ -30,3 +31,17 @@ def test_attention_uses_the_same_features():
     alone = fastfood_features(x, projection, feature_map="prf")
     assert ours.values[:, :, 0].equal(alone.values)
     assert ours.log_scale[:, :, 0].equal(alone.log_scale)
+
+
+def test_arguments_that_do_not_fit_are_named():
+    x, diagonals = random(1, 1, 3, 16).detach(), torch.ones(3, 1, 1, 16)
+    order = torch.arange(16).view(1, 1, 16)
+    with pytest.raises(ValueError, match="feature_map='elu'; expected one of"):
+        fastfood_features(x, FastFood(*diagonals, order), feature_map="elu")
+    two_heads = FastFood(*(part.expand(2, 1, 16) for part in diagonals), order.expand(2, 1, 16))
+    with pytest.raises(
+        ValueError, match=r"projection.scales has shape \(2, 1, 16\); expected \(1, blocks, 16\)"
+    ):
+        fastfood_features(x, two_heads, feature_map="rks")
+    with pytest.raises(ValueError, match=r"x has shape \(1, 3, 16\)"):
+        fastfood_features(x[0], FastFood(*diagonals, order), feature_map="rks")

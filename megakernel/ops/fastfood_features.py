@@ -1,19 +1,11 @@
 """FastFood random features: cos and sin, or exp, of S H G Pi H B x, without a dense matrix (KL eq. 6)."""
 
-from types import ModuleType
-
 from torch import Tensor
 
 from megakernel.ops.arguments import check_choice, check_feature_map, check_tokens
-from megakernel.ops.dispatch import Implementation, Kernels, accum_dtype, choose
+from megakernel.ops.dispatch import Implementation, accum_dtype, choose
 from megakernel.ops.feature_maps import FEATURE_MAPS, SAMPLED, Features
 from megakernel.ops.projections import FastFood, dense
-
-
-def _kernels() -> ModuleType:
-    from megakernel.ops.fastfood_features import triton
-
-    return triton
 
 
 def by_transforms(x: Tensor, projection: FastFood, *, feature_map: str) -> Features:
@@ -29,7 +21,6 @@ def by_matrix(x: Tensor, projection: FastFood, *, feature_map: str) -> Features:
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "chunked": by_transforms,
     "reference": by_matrix,
-    "triton": Kernels("fastfood_features", _kernels),
 }
 """Backend -> implementation."""
 
@@ -46,8 +37,7 @@ def fastfood_features(
         x: (B, H_kv, N, d), floating.
         projection: blocks of n = 2^k >= d elements for each key head; M = blocks * d.
         feature_map: rks, prf or favor.
-        backend: reference, chunked or triton; None reads MEGAKERNEL_BACKEND from the environment, and by default takes
-            triton on a GPU and chunked elsewhere.
+        backend: reference or chunked.
 
     Returns:
         Values (B, H_kv, N, F) and, for prf and favor, log scales (B, H_kv, N), float32 or better. F is 2 M for rks,
