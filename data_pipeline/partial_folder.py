@@ -21,13 +21,22 @@ _PROGRESS = "progress.json"
 _LOCK = "lock"
 
 
+def target_of(out: Path) -> Path:
+    """The folder that replaces a link's target, not the link. UserError if the link leads nowhere."""
+    if out.is_symlink() and not out.exists():
+        raise UserError(
+            f"{out} is a link to {os.readlink(out)}, which does not exist; make it, or name a folder"
+        )
+    return out.resolve()
+
+
 @contextmanager
 def atomic_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """A temporary sibling folder that is renamed to `out` at the end, or deleted on failure.
 
     Raises UserError if another process has made `out` meanwhile, unless `overwrite`.
     """
-    out = out.resolve()  # replace a link's target, not the link
+    out = target_of(out)
     folder = _new_sibling(out, "partial")
     folder.mkdir(parents=True)
     try:
@@ -69,7 +78,7 @@ def resumable_folder(
 
     Says on the console which folders of other or killed processes there are. A lock tells that a process is running.
     """
-    out = out.resolve()
+    out = target_of(out)
     identity = json.loads(json.dumps(identity))
     partial, lock = _left(out, identity, console)
     if partial is None:

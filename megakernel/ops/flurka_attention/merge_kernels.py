@@ -157,11 +157,11 @@ def merge(
     den = tl.zeros((C,), tl.float32)
     top = tl.full((C,), EMPTY if (NEAR.softmax or PHI.unbounded) else 0.0, tl.float32)
     for place in range(oldest, tile.stop, BK):
-        places, far = place + tl.arange(0, BK), tl.cast(place + window.before, tl.int64)
+        places, first = place + tl.arange(0, BK), tl.cast(place + window.before, tl.int64)
         seat, count = place - tile.at + NEAR.reach, seq.length - place
-        values = load_rows(v + far * window.v.row, window.v.row, count, BK, TILING.values, VP)
+        values = load_rows(v + first * window.v.row, window.v.row, count, BK, TILING.values, VP)
         ka, kb, key_logs = window_tile(
-            k + far * window.keys.row,
+            k + first * window.keys.row,
             window.keys.row,
             count,
             window,
@@ -242,9 +242,9 @@ def window_slopes(
     BK: tl.constexpr = TILING.block
     VP: tl.constexpr = TILING.padded_values
     dtype: tl.constexpr = do.dtype
-    places, far = here + tl.arange(0, BK), tl.cast(here + window.before, tl.int64)
-    k = head_at(window.keys, tile.batch, tile.kv) + far * window.keys.row
-    v = head_at(window.v, tile.batch, tile.kv) + far * window.v.row
+    places, first = here + tl.arange(0, BK), tl.cast(here + window.before, tl.int64)
+    k = head_at(window.keys, tile.batch, tile.kv) + first * window.keys.row
+    v = head_at(window.v, tile.batch, tile.kv) + first * window.v.row
     seat, count = here - tile.at + NEAR.reach, seq.length - here
     projection = matrix_of(matrix, tile.kv, PHI)
     values = load_rows(v, window.v.row, count, BK, TILING.values, VP)

@@ -23,6 +23,7 @@ from data_pipeline.partial_folder import atomic_folder
 from data_pipeline.prepare import PrepareRequest, prepare
 from launch import prepare as command
 from launch.cli import main
+from megakernel.config import UserError
 from tests.disk import files_of_at_most
 from tests.tiers import tiered
 from tests.unit.data.conftest import documents, prepared, write_jsonl
@@ -524,6 +525,16 @@ def test_a_symbolic_link_is_kept_and_its_target_replaced(source: Path, tmp_path:
     assert Manifest.read(tmp_path / "disk" / "real").arguments["validation_fraction"] == 0
     assert link.is_symlink()
     assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == [".real.replaced", "real"]
+
+
+def test_a_link_that_leads_nowhere_is_refused(source: Path, tmp_path: Path):
+    link, disk = tmp_path / "out", tmp_path / "unmounted" / "disk"
+    link.symlink_to(disk)
+    with pytest.raises(
+        UserError, match=f"{link} is a link to {disk}, which does not exist; make it, or name"
+    ):
+        run("--source", source, "--out", link, "--tokenizer", "byte", "--workers", 1)
+    assert not disk.parent.exists()
 
 
 @pytest.mark.parametrize(("tokenizer", "space"), [("byte", 4000), ("byte", 10), ("bpe:300", 1000)])
