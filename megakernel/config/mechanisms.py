@@ -388,7 +388,7 @@ MECHANISMS: tuple[tuple[Callable[[Algebra], bool], Callable[[Algebra], Mechanism
     (lambda attention: attention.mechanism == "eva" and attention.compression is None, _eva),
     (lambda attention: attention.compression is not None and attention.near is None, _low_rank),
     (lambda attention: attention.compression is not None, _near_far),
-    (lambda attention: attention.selection is not None, _selected),
+    (lambda attention: attention.near is not None and attention.selection is not None, _selected),
     (lambda attention: attention.near is not None, _local),
     (lambda attention: attention.similarity == "kernel", _kernel),
     (lambda attention: True, _every_pair),

@@ -112,6 +112,13 @@ def test_a_missing_section_is_reported_by_its_keys():
         ({"near": {}}, "near.block_size"),
         ({"near": {"block_size": 8, "kind": "kernel"}}, "near.kind"),
         ({"far_rope": "centroid"}, "far_rope"),
+        ({"selection": {}}, "selection"),
+        ({"similarity": "kernel", "feature_map": {}, "selection": {}}, "selection"),
+        ({"preset": "selected", "compression": {"block_size": 8, "rank": 2}}, "selection"),
+        ({"preset": "selected", "mixture": {}}, "selection"),
+        ({"preset": "selected", "near": {"block_size": 10}}, "selection.landmarks"),
+        ({"preset": "selected", "near": {"kind": "kernel"}}, "near.kind"),
+        ({"mechanism": "eva", "selection": {}}, "selection"),
         ({"mechanism": "skyformer", "skyformer": {"inverse": "exact", "gamma": 0.2}}, "skyformer.gamma"),
         ({"similarity": "kernel", "feature_map": {"samples": 8}}, "feature_map.samples"),
         (
