@@ -44,6 +44,9 @@ SOURCES = {
     "selected": Origin(
         "this system", None, "softmax inside the current block and in blocks chosen by landmarks"
     ),
+    "flurka_selected": Origin(
+        "this system", None, "flurka whose window also has blocks chosen by its landmarks"
+    ),
     "linear": Origin("Katharopoulos et al. 2020", None, "φ = elu + 1"),
     "performer": Origin("Choromanski et al. 2021", None, "φ = exp(ωx − |x|²/2), ω orthogonal"),
     "hedgehog": Origin("Zhang et al. 2024", None, "φ = [softmax(Wx), softmax(−Wx)]"),

@@ -1,11 +1,13 @@
 """Softmax over a window and over the few earlier blocks that landmarks choose (docs/formulas.md, 11)."""
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megakernel.attention.compression import landmark_segments
+from megakernel.attention.flurka import FlurkaAttention
 from megakernel.attention.heads import LayerSettings
 from megakernel.attention.inputs import AttentionInputs
 from megakernel.attention.landmark import gather_landmarks
@@ -13,10 +15,68 @@ from megakernel.attention.layer import AttentionLayer
 from megakernel.config.attention import Attention
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import token_positions
+from megakernel.ops.flurka_attention.options import FlurkaState
 from megakernel.ops.selected_attention import SelectedState, block_landmarks, selected_attention
 from megakernel.ops.selected_attention.inputs import Selection
 from megakernel.ops.selected_attention.tiles import choice_before
 from megakernel.ops.window import Tail
+from megakernel.ops.window_attention import window_attention
+
+
+class Selector:
+    """The choice of blocks of a layer, and what context-parallel shards exchange for it."""
+
+    def __init__(self, config: Attention):
+        assert config.near is not None
+        assert config.selection is not None
+        assert config.block_size is not None
+        self.settings = config.selection
+        sizes = (config.block_size, config.near.blocks, self.settings.blocks)
+        self.selection = Selection(*sizes, self.settings.unit, self.settings.score)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pool: Tensor,
+        inputs: AttentionInputs,
+        state: SelectedState | None,
+        out_dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, SelectedState | None]:
+        """Softmax over window and chosen blocks; pool: E (r, b) or (H_kv, r, b). out_dtype: None: that of v."""
+        if inputs.cp_shard.size > 1:
+            state = self._earlier_shards(q, k, v, pool, inputs)
+        return selected_attention(
+            q,
+            k,
+            v,
+            pool=pool,
+            selected=self.selection.chosen,
+            blocks=self.selection.near,
+            unit=self.selection.unit,
+            score=self.selection.score,
+            rotary=inputs.rotary,
+            rotates_chosen=self.settings.rope == "position",
+            positions=inputs.resolved_positions,
+            initial_state=state,
+            return_state=inputs.return_state,
+            out_dtype=out_dtype,
+        )
+
+    def _earlier_shards(
+        self, q: Tensor, k: Tensor, v: Tensor, pool: Tensor, inputs: AttentionInputs
+    ) -> SelectedState:
+        """The state before this shard: keys and values of all shards are gathered, and those of earlier ones kept."""
+        shard, length, positions = inputs.cp_shard, k.shape[2], inputs.resolved_positions
+        selection = self.selection
+        own = block_landmarks(k, inputs.halo(k, v, selection.reach), pool, positions)
+        landmarks = gather_landmarks(shard, own, length, None).before(shard.rank * own.ends.shape[1])
+        cache = Tail(*(shard.all_tokens(x)[:, :, : shard.rank * length] for x in (k, v)))
+        # Also where every shard begins a block: all ranks of a group have to exchange, whatever their documents.
+        queries = shard.previous_tokens(q.detach(), selection.block_size)
+        first = token_positions(positions, length, q.device)[:, 0].expand(len(q))
+        return SelectedState(cache, landmarks, choice_before(queries, first, landmarks, selection))
 
 
 class SelectedAttention(AttentionLayer):
@@ -28,54 +88,55 @@ class SelectedAttention(AttentionLayer):
     def __init__(self, config: Attention, settings: LayerSettings):
         super().__init__(config, settings)
         assert config.near is not None
-        assert config.near.block_size is not None
-        assert config.selection is not None
-        self.near, self.selection = config.near, config.selection
-        self.block_size = config.near.block_size
-        self.near_window = (self.block_size, self.near.blocks)
+        assert config.block_size is not None
+        self.block_size, self.rank = config.block_size, config.landmarks_of_block
+        self.near_window = (self.block_size, config.near.blocks)
+        self.selector = Selector(config)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
-        pool, state = self._means(k), inputs.state
-        if inputs.cp_shard.size > 1:
-            state = self._earlier_shards(q, k, v, pool, inputs)
-        return selected_attention(
-            q,
-            k,
-            v,
-            pool=pool,
-            selected=self.selection.blocks,
+        segments = landmark_segments(self.rank, self.block_size)
+        means = segments / segments.sum(1, keepdim=True, dtype=torch.float64)
+        pool = means.to(k.device, accum_dtype(k.dtype))
+        return self.selector.attend(q, k, v, pool, inputs, inputs.state)
+
+
+class FlurkaSelectedState(NamedTuple):
+    """The state of a sequence."""
+
+    flurka: FlurkaState
+    selected: SelectedState
+
+
+class FlurkaSelectedAttention(FlurkaAttention):
+    """FLuRKA whose window also has the chosen blocks, with one normalizer for both.
+
+    Its landmarks choose, and the far context sums all of them, those of chosen blocks too. The gate learns from all
+    parts, E from the far context alone. The window is computed twice: FLuRKA's output is that of its gate g, to which
+    g times what the chosen blocks change in the window's mean is added.
+    """
+
+    def __init__(self, config: Attention, settings: LayerSettings):
+        super().__init__(config, settings)
+        self.selector = Selector(config)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Any]:
+        """See AttentionLayer."""
+        before: FlurkaSelectedState | None = inputs.state
+        out, flurka = super().attend(q, k, v, replace(inputs, state=before and before.flurka))
+        pool, dtype = self._pool(self.pool_keys).detach(), accum_dtype(q.dtype)
+        both, selected = self.selector.attend(q, k, v, pool, inputs, before and before.selected, dtype)
+        tail = inputs.halo(k, v, self.reach) if inputs.cp_shard.size > 1 else before and before.flurka.tail
+        window, _ = window_attention(
+            *(x.to(dtype) for x in (q, k, v)),
+            block_size=self.block_size,
             blocks=self.near.blocks,
-            unit=self.selection.unit,
-            score=self.selection.score,
             rotary=inputs.rotary,
-            rotates_chosen=self.selection.rope == "position",
             positions=inputs.resolved_positions,
-            initial_state=state,
-            return_state=inputs.return_state,
+            initial_state=tail and Tail(*(x.to(dtype) for x in tail)),
         )
-
-    def _earlier_shards(
-        self, q: Tensor, k: Tensor, v: Tensor, pool: Tensor, inputs: AttentionInputs
-    ) -> SelectedState:
-        """The state before this shard: keys and values of all shards are gathered, and those of earlier ones kept."""
-        shard, length, positions = inputs.cp_shard, k.shape[2], inputs.resolved_positions
-        selection, size = self._selection, self.block_size
-        own = block_landmarks(k, inputs.halo(k, v, selection.reach), pool, positions)
-        landmarks = gather_landmarks(shard, own, length, None).before(shard.rank * own.ends.shape[1])
-        cache = Tail(*(shard.all_tokens(x)[:, :, : shard.rank * length] for x in (k, v)))
-        # Also where every shard begins a block: all ranks of a group have to exchange, whatever their documents.
-        queries = shard.previous_tokens(q.detach(), size)
-        first = token_positions(positions, length, q.device)[:, 0].expand(len(q))
-        return SelectedState(cache, landmarks, choice_before(queries, first, landmarks, selection))
-
-    @property
-    def _selection(self) -> Selection:
-        chosen = self.selection
-        return Selection(self.block_size, self.near.blocks, chosen.blocks, chosen.unit, chosen.score)
-
-    def _means(self, like: Tensor) -> Tensor:
-        """(r, b): each landmark is the mean of its part of the block."""
-        segments = landmark_segments(self.selection.landmarks, self.block_size)
-        weights = segments / segments.sum(1, keepdim=True, dtype=torch.float64)
-        return weights.to(like.device, accum_dtype(like.dtype))
+        gate = self.gate(q)
+        assert gate is not None
+        # Where nothing was chosen, window and both are the same up to rounding, and FLuRKA's gate is 1.
+        out = (out + torch.sigmoid(gate.to(dtype))[..., None] * (both - window)).to(v.dtype)
+        return out, None if selected is None else FlurkaSelectedState(flurka, selected)

@@ -226,10 +226,11 @@ class Selection(Section):
     """Earlier blocks that a query chooses by their landmarks and reads exactly, under one softmax with its window."""
 
     blocks: int = Field(default=8, gt=0, le=1_000_000)
-    """Blocks that a query chooses, k, of near.block_size tokens each."""
+    """Blocks that a query chooses, k, as long as those of the window."""
 
-    landmarks: int = Field(default=4, gt=0, le=1_000_000)
-    """Landmarks of a block: means of equal parts of its keys. More of them find rarer tokens and cost more."""
+    landmarks: int | None = Field(default=None, gt=0, le=1_000_000)
+    """Landmarks of a block: means of equal parts of its keys. More of them find rarer tokens and cost more. None: 4;
+    with compression, its landmarks."""
 
     unit: Literal["tile", "token"] = "tile"
     """Who chooses: the first token of a block for the whole block (`tile`), or every `token` for itself."""
@@ -279,7 +280,7 @@ class Algebra(Section):
     """Window attended exactly, which causal models need beside compression. Without compression: windowed softmax."""
 
     selection: Selection | None = None
-    """Blocks chosen by landmarks and read exactly, beside a softmax window without compression; None: none."""
+    """Blocks chosen by landmarks and read exactly, as a part of a softmax window; None: none."""
 
     window: int | None = Field(default=None, ge=2)
     """Sliding window of plain softmax: tokens that a query sees, itself included; None: its whole document."""
@@ -310,6 +311,13 @@ class Algebra(Section):
         if compression is None or self.near is not None or compression.compress == "projected":
             return False
         return not getattr(compression, "per_head", False)
+
+    @property
+    def landmarks_of_block(self) -> int:
+        """Landmarks by which a `selection` scores a block, r."""
+        if isinstance(self.compression, BlockCompression):
+            return self.compression.rank
+        return (self.selection and self.selection.landmarks) or 4
 
     @property
     def redraws(self) -> bool:

@@ -191,17 +191,22 @@ class Attention(Algebra):
             yield self.problem(key, reason, f"remove it or take {instead}")
 
     def _selection_problems(self, selection: Selection) -> Iterator[Problem]:
-        near = self.near
-        if near is None or self.similarity != "softmax":
-            reason = "chooses blocks beside a softmax window, and there is none"
-            yield Problem("selection", selection.blocks, reason, "take preset: selected")
-        elif self.compression is not None or self.mixture is not None:
-            other = "compression" if self.compression is not None else "mixture"
-            yield Problem("selection", selection.blocks, f"is not available with {other}", f"remove {other}")
-        elif near.block_size is not None and near.block_size % selection.landmarks:
-            reason = f"does not divide near.block_size={near.block_size} into equal parts"
+        near, compression = self.near, self.compression
+        if near is None or near.kind != "softmax" or self.similarity == "gaussian":
+            reason = "chooses blocks for a softmax window, and there is none"
+            yield Problem("selection", selection.blocks, reason, "take preset: selected or flurka_selected")
+        elif self.mixture is not None:
+            yield Problem("selection", selection.blocks, "is not available with mixture", "remove mixture")
+        elif compression is not None and (self.similarity != "kernel" or near.join != "gated"):
+            reason = "beside compression needs FLuRKA's gate between the window and the far context"
+            yield Problem("selection", selection.blocks, reason, "take preset: flurka_selected")
+        elif compression is not None and selection.landmarks is not None:
+            reason = "is given twice: a block has the landmarks of compression"
+            yield self.problem("selection.landmarks", reason, "remove it")
+        elif near.block_size is not None and near.block_size % self.landmarks_of_block:
+            reason = f"{self.landmarks_of_block} does not divide near.block_size={near.block_size} into equal parts"
             remedy = f"take a divisor of {near.block_size}"
-            yield self.problem("selection.landmarks", reason, remedy)
+            yield Problem("selection.landmarks", selection.landmarks, reason, remedy)
 
     def _mechanism_problems(self) -> Iterator[Problem]:
         for name in ("similarity", "normalize", "mixture", "feature_map", "compression", "near", "selection"):
@@ -253,8 +258,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "selected": {
         "similarity": "softmax",
         "near": {"kind": "softmax", "block_size": 64},
-        "selection": {"blocks": 8, "landmarks": 4},
+        "selection": {"blocks": 8},
     },
+    "flurka_selected": {**_FLURKA, "selection": {"blocks": 8}},
     "gaussian": {"similarity": "gaussian"},
     "kernelized": {"similarity": "gaussian", "normalize": False},
     "mgk": {"similarity": "gaussian", "mixture": {"keys": 2, "kind": "projected"}},

@@ -6,7 +6,7 @@ the FLOP count and the catalogue read them here; none of them knows a mechanism 
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from .algebra import (
@@ -298,32 +298,37 @@ def _local(attention: Algebra) -> Mechanism:
 
 
 def _selected(attention: Algebra) -> Mechanism:
-    """Softmax over a window of blocks and the earlier blocks that landmarks choose."""
+    """Softmax over a window of blocks and the earlier blocks that landmarks choose, alone or as FLuRKA's window."""
     near, selection = attention.near, attention.selection
     assert near is not None
     assert selection is not None
-    block, rank, chosen = near.block_size or 1, selection.landmarks, selection.blocks
+    is_flurka = attention.compression is not None
+    without = (_near_far if is_flurka else _local)(attention)
+    block, rank = without.block_size or 1, attention.landmarks_of_block
+    chosen, by_tile = selection.blocks, selection.unit == "tile"
 
     def flops(shape: LayerShape) -> Parts:
         scored = mean_complete_blocks(shape.seq_len, block, near.blocks)
-        choosers = 1 / block if selection.unit == "tile" else 1.0
         read = block * mean_chosen_blocks(shape.seq_len, block, near.blocks, chosen)
-        return {
-            "landmarks": shape.kv_heads * 2 * shape.head_dim,
-            "choice": shape.heads * choosers * scored * rank * 2 * shape.head_dim,
-            "near": shape.heads * mean_local_keys(shape.seq_len, block, near.blocks) * 4 * shape.head_dim,
+        landmarks = shape.kv_heads * 2 * shape.head_dim * (rank if is_flurka else 1)
+        return without.flops(shape) | {
+            # FLuRKA's kernels and the choice each make the landmarks of keys.
+            "choice": landmarks
+            + shape.heads * scored * rank * 2 * shape.head_dim / (block if by_tile else 1),
             "chosen": shape.heads * read * 4 * shape.head_dim,
         }
 
-    return Mechanism(
-        layer="selected.SelectedAttention",
-        exchanges=("halo", "landmarks", "tokens"),
+    def state_sizes(shape: LayerShape) -> tuple[int, int]:
+        constant = without.state_sizes(shape)[0] if is_flurka else 0
+        width = 2 * shape.head_dim + -(-rank * shape.head_dim // block)
+        return constant + (shape.kv_heads * chosen if by_tile else 0), shape.kv_heads * width
+
+    return replace(
+        without,
+        layer="selected.FlurkaSelectedAttention" if is_flurka else "selected.SelectedAttention",
+        exchanges=("halo", "state", "landmarks", "tokens") if is_flurka else ("halo", "landmarks", "tokens"),
         flops=flops,
-        state_sizes=lambda shape: (
-            shape.kv_heads * chosen if selection.unit == "tile" else 0,
-            shape.kv_heads * (2 * shape.head_dim + -(-rank * shape.head_dim // block)),
-        ),
-        block_size=near.block_size,
+        state_sizes=state_sizes,
         needs_rotary="makes landmarks of unrotated keys, and without rotation its window has no order",
         looks_back_only="a choice among earlier blocks looks back only",
     )
@@ -387,8 +392,8 @@ MECHANISMS: tuple[tuple[Callable[[Algebra], bool], Callable[[Algebra], Mechanism
     (lambda attention: attention.mechanism == "simple_gla", _simple_gla),
     (lambda attention: attention.mechanism == "eva" and attention.compression is None, _eva),
     (lambda attention: attention.compression is not None and attention.near is None, _low_rank),
-    (lambda attention: attention.compression is not None, _near_far),
     (lambda attention: attention.near is not None and attention.selection is not None, _selected),
+    (lambda attention: attention.compression is not None, _near_far),
     (lambda attention: attention.near is not None, _local),
     (lambda attention: attention.similarity == "kernel", _kernel),
     (lambda attention: True, _every_pair),

@@ -35,6 +35,11 @@ MECHANISMS = {name: name for name in PRESETS if is_sharded_by_tokens_and_heads(n
     "eva": {"preset": "eva", "eva": {"window_size": BLOCK, "chunk_size": 4, "overlap": True}},
     "local": {"preset": "local", "near": {"block_size": BLOCK}},
     "selected": {"preset": "selected", **CHOSEN},
+    "flurka_selected": {
+        "preset": "flurka_selected",
+        "compression": {"block_size": BLOCK, "rank": 2},
+        "selection": {"blocks": 2},
+    },
     "selected, each token": {"preset": "selected", **merged(CHOSEN, {"selection": {"unit": "token"}})},
     "simple_gla": {"mechanism": "simple_gla"},
     TWO_BLOCKS: {

@@ -47,6 +47,7 @@ MODELS: list[dict[str, Any]] = [
     {"attention": "linformer_causal"},
     {"attention": "local"},
     {"attention": "selected"},
+    {"attention": "flurka_selected"},
     {"attention": {"preset": "local", "mixture": {}}},
     {"attention": {"preset": "linformer", "compression": {"rank": 16}, "mixture": {}}, **ENCODER},
     {"attention": {"preset": "linformer_causal", "mixture": {"kind": "shifted", "keys": 3}}},

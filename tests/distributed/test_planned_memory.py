@@ -58,7 +58,7 @@ COUNTED_EXACTLY = [
 COUNTED_EXACTLY += [{"preset": "flurka", "short_convolution": 4}]
 """Mechanisms whose saved activations the planner counts exactly."""
 
-ESTIMATED = ["mgk", "gaussian", "eva", "linformer_causal", "selected"]
+ESTIMATED = ["mgk", "gaussian", "eva", "linformer_causal", "selected", "flurka_selected"]
 """Mechanisms whose saved activations the planner approximates."""
 
 

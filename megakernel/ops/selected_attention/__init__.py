@@ -45,6 +45,7 @@ def selected_attention(
     positions: Positions = 0,
     initial_state: SelectedState | None = None,
     return_state: bool = True,
+    out_dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, SelectedState | None]:
     """Causal softmax over a token's window and over `selected` earlier blocks of its document, read exactly.
@@ -70,10 +71,11 @@ def selected_attention(
             document.
         initial_state: returned by the call for the tokens before these.
         return_state: False: return None for the state.
+        out_dtype: of the output; None: that of v.
         backend: reference or chunked.
 
     Returns:
-        (B, H, N, D) in the dtype of v, and the state after the last token.
+        (B, H, N, D) and the state after the last token.
 
     Raises:
         ValueError: invalid shapes, dtypes, devices or numbers; the message names the argument.
@@ -98,6 +100,7 @@ def selected_attention(
     landmarks = own.appended_to(state.landmarks)
     inputs = SelectedInputs(selection, cache, landmarks, state.choice, rotary, rotates_chosen, positions)
     out, choice = choose(IMPLEMENTATIONS, backend)(q, k, v, inputs)
+    out = out.to(out_dtype or v.dtype)
     if not return_state:
         return out, None
     carried = landmarks.carried(own.ends.shape[1], positions, q.shape[2], selection.block_size)

@@ -18,11 +18,11 @@ MASKED = 8
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, inputs: SelectedInputs) -> tuple[Tensor, Tensor]:
-    """Output (B, H, N, D), and the blocks that the last tile chose, as `SelectedInputs.choice`."""
+    """Output (B, H, N, D) in float32 or better, and the blocks that the last tile chose, as `SelectedInputs.choice`."""
     cache, rotary, dtype = inputs.cache, inputs.rotary, accum_dtype(q.dtype)
     tiles = choose_for_tiles(q, inputs)
     if q.shape[2] == 1:
-        return one_token.attend(q, k, v, inputs, tiles).to(v.dtype), tiles.last_choice(inputs.choice)
+        return one_token.attend(q, k, v, inputs, tiles), tiles.last_choice(inputs.choice)
     queries, keys = q.to(dtype), torch.cat([cache.keys, k], 2).to(dtype)
     near_queries, near_keys = queries, keys
     if rotary is not None:
@@ -40,4 +40,4 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: SelectedInputs) -> tuple[Ten
         out = unchunk_queries(
             gathered_attention(near_rows, rows, near_keys, keys, values, tiles), q.shape[1], q.shape[2]
         )
-    return out.to(v.dtype), tiles.last_choice(inputs.choice)
+    return out, tiles.last_choice(inputs.choice)

@@ -11,7 +11,7 @@ from megakernel.ops.window import rotate_keys
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, inputs: SelectedInputs) -> tuple[Tensor, Tensor]:
-    """Output (B, H, N, D), and the blocks that the last tile chose, as `SelectedInputs.choice`."""
+    """Output (B, H, N, D) in float32 or better, and the blocks that the last tile chose, as `SelectedInputs.choice`."""
     selection, cache, landmarks, choice, rotary, rotates_chosen, positions = inputs
     batch, heads, length, width = q.shape
     kv_heads, dtype = k.shape[1], accum_dtype(q.dtype)
@@ -62,4 +62,4 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: SelectedInputs) -> tuple[Ten
                 padding = [MISSING] * (selection.chosen - len(kept))
                 after[b, h] = torch.tensor([end - length for end in kept] + padding)
     out = torch.stack(rows).view(batch, kv_heads, length, group, -1).transpose(2, 3).flatten(1, 2)
-    return out.to(v.dtype), after
+    return out, after

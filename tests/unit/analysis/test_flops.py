@@ -82,7 +82,7 @@ def test_feature_widths(feature_map, width):
 
 
 QUADRATIC = [name for name in PRESETS if Attention(**expand_preset(name)).weighs_every_pair]
-ATTENDS_EVERY_BLOCK = ["eva", "flurka_eva", "linformer_causal", "selected"]
+ATTENDS_EVERY_BLOCK = ["eva", "flurka_eva", "linformer_causal", "selected", "flurka_selected"]
 """Mechanisms of quadratic cost divided by the size of a chunk or block."""
 
 

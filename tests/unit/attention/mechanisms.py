@@ -25,6 +25,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "near": {"blocks": 2},
         "selection": {"blocks": 1, "landmarks": 2, "rope": "none", "score": "lse"},
     },
+    "flurka_selected_token": {
+        "preset": "flurka_selected",
+        "near": {"blocks": 2, "gate": "head"},
+        "selection": {"unit": "token", "blocks": 1},
+        "far_decay": "gate",
+    },
     "smgk_three_keys": {"preset": "smgk", "mixture": {"keys": 3, "sigma2": [1.0, 3.0, 0.5]}},
     "smgk_hard": {"preset": "smgk", "mixture": {"estep": "hard"}},
     "mgk_hard": {"preset": "mgk", "mixture": {"estep": "hard"}},

@@ -46,6 +46,9 @@ MODELS = {
     "softmax window": {"attention": {"preset": "softmax", "window": 12}},
     "landmarks under a softmax": {"attention": {"preset": "linformer_causal", **BLOCKS}},
     "chosen blocks": {"attention": CHOSEN},
+    "landmarks and chosen blocks": {
+        "attention": {**FLURKA, "preset": "flurka_selected", "selection": {"blocks": 2}}
+    },
     "eva": {"attention": "eva"},
 }
 
