@@ -45,7 +45,7 @@ PLACES = {
 }
 """Place of a step -> module, class, method and call that fails there."""
 
-END_SECONDS = 90
+END_SECONDS = 300
 """A run that has failed ends in a second; the rest is for imports on a loaded machine."""
 
 
