@@ -6,6 +6,15 @@ TORCH := torch==$(shell sed -n 's/^torch==//p' constraints.txt)
 # Python compiles what is imported, when it is: compiling everything would take one to two minutes.
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -q --no-compile
+# Extras of setup.cfg that fit this machine; `make install EXTRAS=hf,train` takes others.
+GPU := $(shell command -v nvidia-smi)
+ifneq ($(GPU),)
+EXTRAS ?= gpu,train,hf,plot,slurm,serve
+else
+EXTRAS ?= hf,plot,slurm,serve
+endif
+# PyPI has no CPU builds of torch for Linux.
+CPU_BUILDS := https://download.pytorch.org/whl/cpu
 NPROC ?= 2
 # Steps of the demo; 400 are those of configs/demo.yaml.
 STEPS ?= 120
@@ -16,7 +25,7 @@ STEPS ?= 120
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-install: $(VENV)/installed ## make .venv and install Megakernel into it
+install: $(VENV)/installed ## make .venv and install Megakernel with what fits this machine
 
 dev: $(VENV)/installed-dev ## the same with what tests and lint need
 
@@ -79,15 +88,15 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import ensurepip' || { echo "venv is missing: apt-get install python3-venv"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# Torch comes first. Without a GPU its CPU build is a tenth of the size: taken where pip finds one. With one,
-# Liger-Kernel's fused kernels come too.
+# Torch comes first. Without a GPU its CPU build takes a tenth of the disk.
 $(VENV)/installed: setup.cfg pyproject.toml constraints.txt | $(BIN)/python
-	@echo "installing $(TORCH)"
-	@if command -v nvidia-smi >/dev/null; then $(INSTALL) '$(TORCH)'; else \
+	@echo "installing $(TORCH) and megakernel[$(EXTRAS)]"
+	@if [ -n '$(GPU)' ]; then $(INSTALL) '$(TORCH)'; else \
 		$(INSTALL) '$(TORCH)+cpu' 2>/dev/null || \
-		$(INSTALL) '$(TORCH)'; fi
-	@if command -v nvidia-smi >/dev/null; then what='.[serve,gpu]'; else what='.[serve]'; fi; \
-		DS_BUILD_OPS=0 $(INSTALL) -e "$$what" -c constraints.txt
+		$(INSTALL) '$(TORCH)+cpu' --extra-index-url $(CPU_BUILDS) 2>/dev/null || { \
+		echo "pip finds no CPU build of torch; taking the default one, which may bring CUDA (several GB)"; \
+		$(INSTALL) '$(TORCH)'; }; fi
+	DS_BUILD_OPS=0 $(INSTALL) -e '.[$(EXTRAS)]' -c constraints.txt
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed

@@ -29,6 +29,7 @@ from typing import Any, BinaryIO, cast
 
 from data_pipeline.document import TEXT, Columns
 from megakernel.config.errors import UserError
+from megakernel.config.extras import need
 
 JSON_LINES = "JSON lines"
 JSON_VALUES = "JSON"
@@ -353,6 +354,7 @@ def open_decompressed(path: Path, compression: str | None) -> BinaryIO:
         return cast(BinaryIO, bz2.open(path, "rb"))
     if compression == "xz":
         return cast(BinaryIO, lzma.open(path, "rb"))
+    need(compression, "pyarrow")
     import pyarrow
 
     return io.BufferedReader(pyarrow.input_stream(str(path), compression), 2**20)

@@ -7,9 +7,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import datetime, timezone
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -293,7 +294,12 @@ def prepare(
 
 
 def _versions() -> dict[str, str]:
-    return {name: version(name) for name in ("megatron-core", "datasets", "tokenizers", "transformers")}
+    """What may change tokens and rows; of packages that are not installed nothing was used."""
+    versions = {}
+    for name in ("megatron-core", "datasets", "tokenizers", "transformers"):
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
 
 
 def _made_tokenizer(request: PrepareRequest, texts: Iterator[str]) -> Tokenizer:

@@ -24,6 +24,7 @@ from data_pipeline.files import (
     split_header,
 )
 from megakernel.config.errors import UserError, first_line
+from megakernel.config.extras import need
 
 BATCH = 256
 """Rows that are converted at once."""
@@ -183,6 +184,7 @@ def _separated(number: int, names: list[str], fields: list[str]) -> tuple[int, R
 
 
 def _parquet(file: File, columns: Columns) -> Iterator[tuple[int, Row] | BadRow]:
+    need("Parquet", "pyarrow")
     from pyarrow.parquet import ParquetFile
 
     with ParquetFile(file.path) as table:
@@ -203,6 +205,7 @@ def _parquet(file: File, columns: Columns) -> Iterator[tuple[int, Row] | BadRow]
 
 
 def _arrow(file: File, columns: Columns) -> Iterator[tuple[int, Row] | BadRow]:
+    need("Arrow", "pyarrow")
     import pyarrow
 
     with pyarrow.memory_map(str(file.path)) as source:

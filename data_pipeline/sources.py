@@ -34,6 +34,7 @@ from data_pipeline.rows import (
 )
 from data_pipeline.tokenizers import Tokenizer, unreachable
 from megakernel.config.errors import UserError, first_line
+from megakernel.config.extras import need
 
 HUB = "hf"
 BENCHMARKS = ("lra", "glue", "sparsity")
@@ -228,6 +229,7 @@ def hub_documents(spec: str, split: str, columns: Columns) -> Iterator[Document]
 
 
 def _hub_documents(spec: str, split: str, columns: Columns) -> Iterator[Document | BadRow]:
+    need(f"--source {spec}", "datasets")
     with unreadable_as_user_error(spec):
         number = 1
         for rows in _streamed(_hub_arguments(spec, split)).iter(batch_size=BATCH):
@@ -237,6 +239,7 @@ def _hub_documents(spec: str, split: str, columns: Columns) -> Iterator[Document
 
 def hub_rows(spec: str, split: str, keys: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The rows of a split of hf:NAME[:CONFIG]: these columns, as `datasets` decodes them."""
+    need(f"--source {spec}", "datasets")
     with unreadable_as_user_error(spec):
         for row in _streamed(_hub_arguments(spec, split)):
             yield {key: row[key] for key in keys}

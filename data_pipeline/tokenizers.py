@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megakernel.config.errors import UserError, first_line, nearest_first
+from megakernel.config.extras import need
 
 
 def unreachable(name: str, repo_type: str) -> str | None:
@@ -279,6 +280,7 @@ def _load(folder: Path | str, own_rule: bool, eos_token: str | None) -> Tokenize
             template = Path(folder) / CHAT_TEMPLATE
             marked.chat_template = template.read_text(encoding="utf-8") if template.is_file() else None
             return marked
+    need(f"tokenizer {folder}", "transformers")
     from transformers import AutoTokenizer, PreTrainedConfig
 
     try:
@@ -430,6 +432,7 @@ def make(
     if spec == "pixels":
         return PixelTokenizer()
     if spec == "words":
+        need("--tokenizer words", "transformers")
         return train_words(_sample(documents))
     if name != "bpe":
         return load(spec, add_bos=add_bos, own_rule=True, eos_token=eos_token)
@@ -439,6 +442,7 @@ def make(
             f"--tokenizer {shown}: a byte-level BPE needs a size of at least 257 and at most {MAX_BPE_SIZE:,}; "
             "write bpe:8192"
         )
+    need(f"--tokenizer {spec}", "transformers")
     return train_bpe(_sample(documents), int(size))
 
 

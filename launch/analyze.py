@@ -19,6 +19,7 @@ EXAMPLE = "megakernel analyze runs/demo --what attention span gates\n\nanalyses:
     f"  {name:<17} {analysis.shows}{f' ({analysis.source})' if analysis.source else ''}"
     for name, analysis in ANALYSES.items()
 )
+NEEDS = ("matplotlib",)
 
 MAX_GROUPS = 24
 """Most rows of a printed summary; with more groups, rows are grouped by the first column only."""

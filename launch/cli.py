@@ -1,8 +1,9 @@
 """`megakernel`: one subcommand per file of this folder.
 
 A command's module has HELP, EXAMPLE, `add_arguments(parser)` and `run(args) -> exit status`, and imports
-heavy libraries inside `run`, so that help and configuration errors come at once. For commands that check the command
-line of another, `args` has `parse` and the names of all `commands`.
+heavy libraries inside `run`, so that help and configuration errors come at once. NEEDS, if it has one, are modules of
+an extra of the package, without which the command cannot start. For commands that check the command line of another,
+`args` has `parse` and the names of all `commands`.
 """
 
 import argparse
@@ -59,7 +60,7 @@ try:
     from launch.exit_status import ExitStatus
     from launch.messages import INTERRUPTED, ignore_write_errors, print_error, show_control_characters
     from launch.slurm_programs import SlurmRefused
-    from megakernel.config import InUse, NotFinite, PreparationFailed, RunFailed, UserError
+    from megakernel.config import InUse, NotFinite, PreparationFailed, RunFailed, UserError, extras
     from megakernel.config.errors import REFUSED_BY_DISK, nearest_first
     from megakernel.training.events import in_job
 
@@ -89,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             parse(sys.argv[1:] if argv is None else argv, args)
             check_backend()
+            extras.need(args.command, *getattr(COMMANDS[args.command], "NEEDS", ()))
             status = int(COMMANDS[args.command].run(args))
         except SystemExit as error:
             if isinstance(error.__context__, BrokenPipeError):  # Rich turns it into SystemExit
@@ -117,6 +119,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_error(INTERRUPTED)
         return ExitStatus.FAILED
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and (line := extras.explained(args.command, error)):
+            print_error(line)
+            return ExitStatus.USAGE
         print_error(_file_system_error(error) or _out_of_memory(error) or _unexpected_error(error, args))
         return ExitStatus.FAILED
     finally:

@@ -16,6 +16,7 @@ from rich.text import Text
 import megakernel
 from launch.messages import console
 from launch.slurm_programs import SlurmRefused, check_output
+from megakernel.config.extras import EXTRAS, install
 
 HELP = "show versions and devices, and what is missing on this machine"
 EXAMPLE = "megakernel doctor"
@@ -58,7 +59,7 @@ def _python() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    """Findings about the required packages and the optional ones that are faster on GPUs."""
+    """Findings about the required packages and those of extras."""
     try:
         requirements = [Requirement(line) for line in metadata.requires("megakernel") or ()]
     except metadata.PackageNotFoundError:
@@ -66,16 +67,19 @@ def _packages() -> Iterator[Finding]:
         return
     for requirement in requirements:
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            yield _package(requirement, "missing")
-        elif requirement.marker.evaluate({"extra": "gpu"}):
-            yield _package(requirement, "optional")
+            yield _package(requirement, "missing", f"pip install '{_plain(requirement)}' -c constraints.txt")
+    for name, extra in EXTRAS.items():
+        for requirement in requirements:
+            marker = requirement.marker
+            if marker and marker.evaluate({"extra": name}) and not marker.evaluate({"extra": ""}):
+                yield _package(requirement, "optional", f"for {extra.use}: {install(name)}")
 
 
-def _package(requirement: Requirement, state_if_missing: State) -> Finding:
-    requirement.marker = None
-    remedy = f"pip install '{requirement}' -c constraints.txt"
-    if state_if_missing == "optional":
-        remedy = f"fuses norms, SwiGLU, RoPE and the loss on GPUs: {remedy}"
+def _plain(requirement: Requirement) -> str:
+    return f"{requirement.name}{requirement.specifier}"
+
+
+def _package(requirement: Requirement, state_if_missing: State, remedy: str) -> Finding:
     try:
         version = metadata.version(requirement.name)
     except metadata.PackageNotFoundError:

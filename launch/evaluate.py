@@ -87,7 +87,7 @@ def _results(args: argparse.Namespace) -> "Iterator[TaskResult]":
     from rich.progress import Progress
 
     from megakernel.checkpoint.opened import find_model
-    from megakernel.evaluation import evaluate_baseline, evaluate_tasks, record
+    from megakernel.evaluation import evaluate_baseline, evaluate_tasks, not_drawn, record
 
     stderr = console(stderr=True)
     with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
@@ -109,6 +109,8 @@ def _results(args: argparse.Namespace) -> "Iterator[TaskResult]":
             yield result
             if run is not None and args.data is None:
                 record(args.run_folder, run.checkpoint.step, spec, result, run.config.logging.tensorboard)
+                if line := not_drawn(result):
+                    stderr.print(line, soft_wrap=True)
 
 
 def _print(result: "TaskResult") -> None:

@@ -8,6 +8,7 @@ from launch.messages import printable
 
 HELP = "write a run's model as a Hugging Face checkpoint"
 EXAMPLE = "megakernel export runs/demo --to models/demo"
+NEEDS = ("transformers",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

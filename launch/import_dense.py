@@ -10,6 +10,7 @@ from megakernel.config.errors import check_writable, report_write_errors
 
 HELP = "read a Hugging Face checkpoint and write the configuration of a model that starts from it"
 EXAMPLE = "megakernel import models/Llama-3.2-1B --to configs/model/llama-1b.yaml"
+NEEDS = ("transformers",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,6 +16,7 @@ from megakernel.config.errors import check_writable, report_write_errors
 
 HELP = "predict memory, traffic and step time on GPUs, and rank the layouts"
 EXAMPLE = "megakernel plan configs/pretrain-7b.yaml --gpus 64 --gpu h100"
+NEEDS = ("triton",)  # the launches of kernels are recorded
 
 TOP = 5
 """Layouts that are shown by default."""

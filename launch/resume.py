@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 HELP = "continue submitted runs from their newest checkpoints"
 EXAMPLE = "megakernel resume demo training.steps=800 --nodes 4"
+NEEDS = ("submitit",)
 
 SET_ASIDE = ".set_aside"
 """Suffix that --from-step appends to the names of later checkpoints."""

@@ -4,7 +4,6 @@ import argparse
 import os
 import socket
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 from launch.arguments import Number, add_model_arguments
@@ -13,6 +12,7 @@ from megakernel.config import UserError
 
 HELP = "serve a trained model over HTTP to OpenAI's clients and browsers"
 EXAMPLE = "megakernel serve runs/demo --port 8000"
+NEEDS = ("fastapi", "uvicorn")
 
 KEY = "MEGAKERNEL_API_KEY"
 """Environment variable with the key that requests must send."""
@@ -93,8 +93,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
-    if missing := [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]:
-        raise UserError(f"serve needs {' and '.join(missing)}; pip install -e '.[serve]' -c constraints.txt")
     key = _key(args.api_key_file)
     from megakernel.checkpoint.opened import find_model
     from megakernel.checkpoint.trained_run import student_run

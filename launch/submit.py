@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 HELP = "train or up-train a configuration as a job of a Slurm cluster, or run another command there"
 EXAMPLE = "megakernel submit configs/demo.yaml training.steps=100 -N 2 -G 8 -t 12:00:00"
+NEEDS = ("submitit",)
 
 COMMANDS = ("prepare", "evaluate", "generate", "reshape", "export", "import", "bench")
 """Commands that can be submitted besides training: `megakernel submit [options] -- evaluate runs/demo`."""

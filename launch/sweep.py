@@ -14,6 +14,7 @@ from megakernel.config import Config, UserError, load, yaml_text
 
 HELP = "train every point of a grid of configurations, as one job array"
 EXAMPLE = "megakernel sweep lr.yaml --array %4 -G 8 -t 2:00:00"
+NEEDS = ("submitit",)
 
 _EXAMPLE_FILE = """\
 a sweep file:

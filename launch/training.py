@@ -17,6 +17,7 @@ from launch.messages import ignore_write_errors
 from megakernel.checkpoint.trained_run import finished_message
 from megakernel.config import Config, UserError, check_recorded_run, data_parallel_size, in_recorded_order
 from megakernel.config.errors import report_write_errors
+from megakernel.config.extras import need
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.parallel.ranks import Ranks
 from megakernel.training.data import check_corpora
@@ -54,6 +55,8 @@ def run(args: argparse.Namespace, config: Config) -> int:
             f"--nproc {args.nproc} is not possible; leave it out under torchrun and srun, else give 1 or more"
         )
     data_parallel_size(config, world_size)
+    if config.logging.analysis_every is not None:
+        need(f"logging.analysis_every={config.logging.analysis_every}", "matplotlib")
     if process is None:
         return _start(config, args, world_size)
     args.run_folder = config.run.folder  # `main` writes the traceback of an unexpected error to its logs

@@ -52,21 +52,47 @@ class ExamplePredictions:
 
         F1 is that of class 1. A correlation of constant values is 0, as in Matthews' definition.
         """
-        from scipy.stats import pearsonr, spearmanr
-        from sklearn.metrics import f1_score, matthews_corrcoef
-
-        labels, predicted = self.labels.numpy(), self.predicted.numpy()
         if self.is_regression:
-            varies = len(set(labels)) > 1 and len(set(predicted)) > 1
-            correlations = {"pearson": pearsonr, "spearman": spearmanr}
+            labels, predicted = self.labels.double(), self.predicted.double()
             return {
-                name: float(function(labels, predicted).statistic) if varies else 0.0
-                for name, function in correlations.items()
+                "pearson": _correlation(labels, predicted),
+                "spearman": _correlation(_ranks(labels), _ranks(predicted)),
             }
-        scores = {"matthews": float(matthews_corrcoef(labels, predicted))}
-        if self.outputs.shape[-1] == 2:
-            scores["f1"] = float(f1_score(labels, predicted, zero_division=0.0))
+        counts = torch.zeros(2 * (self.outputs.shape[-1],), dtype=torch.float64)
+        counts.index_put_((self.labels, self.predicted), torch.ones(()).double(), accumulate=True)
+        scores = {"matthews": _matthews(counts)}
+        if len(counts) == 2:
+            wrong = counts[0, 1] + counts[1, 0]
+            scores["f1"] = _ratio(2 * counts[1, 1], 2 * counts[1, 1] + wrong)
         return scores
+
+
+def _ratio(value: Tensor, of: Tensor) -> float:
+    return (value / of).item() if of != 0 else 0.0
+
+
+def _correlation(x: Tensor, y: Tensor) -> float:
+    """Pearson's correlation of two float64 vectors: 0 if one is constant, NaN if one holds NaN."""
+    if (x == x[:1]).all() or (y == y[:1]).all():
+        return 0.0
+    return torch.corrcoef(torch.stack((x, y)))[0, 1].item()
+
+
+def _ranks(x: Tensor) -> Tensor:
+    """The ranks of numbers from the smallest on, as float64; equal numbers share the mean of theirs. NaN stays NaN."""
+    _, place, count = x.unique(return_inverse=True, return_counts=True)
+    ranks = count.cumsum(0) - (count - 1) / 2.0
+    return ranks.double()[place].masked_fill(x.isnan(), torch.nan)
+
+
+def _matthews(counts: Tensor) -> float:
+    """Matthews' correlation, for any number of classes, of counts (true class, predicted class) in float64.
+
+    Gorodkin, Comparing two K-category assignments by a K-category correlation coefficient, 2004, eq. 8.
+    """
+    true, predicted, total = counts.sum(1), counts.sum(0), counts.sum()
+    covariance = counts.trace() * total - true @ predicted
+    return _ratio(covariance, ((total**2 - true @ true) * (total**2 - predicted @ predicted)).sqrt())
 
 
 @torch.no_grad()

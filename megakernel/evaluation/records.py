@@ -13,6 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from megakernel.checkpoint.manifest import step_of
+from megakernel.config.extras import lacking
 from megakernel.training.observing.event_files import add_png, replaced_events
 from megakernel.training.run_folder import write_atomically
 
@@ -34,13 +35,15 @@ def file_name(spec: str) -> str:
 def record(folder: Path, step: int, spec: str, result: TaskResult, tensorboard: bool = True) -> Path:
     """Write a task's result at a step of the run in `folder`; returns the path of the JSON file.
 
-    TASK.md beside it holds the table, TASK.png the heat map if there is one. They replace those of an earlier
-    evaluation of the same task and step, in TensorBoard too.
+    TASK.md beside it holds the table, TASK.png the heat map if there is one (see `not_drawn`). They replace those of
+    an earlier evaluation of the same task and step, in TensorBoard too.
     """
     step_folder = folder / "evaluation" / f"step_{step}"
     step_folder.mkdir(parents=True, exist_ok=True)
     file = step_folder / f"{file_name(spec)}.json"
-    if isinstance(result, AnswerCounts) and (plot := heat_map(result)) is not None:
+    if not isinstance(result, AnswerCounts) or not_drawn(result) or (plot := heat_map(result)) is None:
+        file.with_suffix(".png").unlink(missing_ok=True)
+    else:
         file.with_suffix(".png").write_bytes(plot)
     file.with_suffix(".md").write_text(result.table().markdown() + "\n", encoding="utf-8")
     # Last, because readers look for this file.
@@ -54,6 +57,13 @@ def record(folder: Path, step: int, spec: str, result: TaskResult, tensorboard: 
                 flock(lock, LOCK_EX)
             _write_events(folder)
     return file
+
+
+def not_drawn(result: TaskResult) -> str | None:
+    """Why the heat map of a result is left out, with the remedy; None if it is drawn, or there is none to draw."""
+    if not isinstance(result, AnswerCounts) or not result.depths:
+        return None
+    return lacking("the heat map of accuracies by length and depth is left out: it", "matplotlib")
 
 
 def _write_events(folder: Path) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megakernel.attention import AttentionInputs, AttentionLayer, HeadShard, build
 from megakernel.attention.simple_gla import SimpleGlaAttention
 from megakernel.config import expand_preset
+from megakernel.config.extras import install
 from megakernel.ops.kernel_attention import kernel_attention
 from megakernel.parallel.device import free_memory
 
@@ -58,7 +59,7 @@ class Implementation:
         """Why it cannot run here, or None."""
         if self.needs_fla:
             if importlib.util.find_spec("fla") is None:
-                return f"{FLA} is not installed: pip install -e '.[bench]'"
+                return f"{FLA} is not installed: {install('gpu')}"
             if device.type != "cuda":
                 return f"{FLA} needs a GPU"
         if self.holds_states:

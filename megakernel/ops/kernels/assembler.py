@@ -3,8 +3,8 @@
 Triton 3.6 and 3.7 come with ptxas 12.8. With it our kernels with several wgmma products, the matrix products of compute
 capability 9.0, stopped with illegal addresses on an H200, or gave other numbers from run to run, depending on their
 tiles. flash-linear-attention found ptxas to be the cause for its own kernels (its pull request 1262): 12.8 and 13.0
-miscompile them, 13.1 does not. With 13.5, ours agreed with float64 on an H200. The package nvidia-cuda-nvcc, which
-Megakernel requires, has it.
+miscompile them, 13.1 does not. With 13.5, ours agreed with float64 on an H200. The package nvidia-cuda-nvcc of
+Megakernel's extra `gpu` has it.
 """
 
 import importlib.util
@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 from triton import knobs
+
+from megakernel.config.extras import install
 
 VARIABLE = "TRITON_PTXAS_PATH"
 """Environment variable with the path of another ptxas than Triton's."""
@@ -65,6 +67,8 @@ use_newer()
 RELEASE = release_in_use()
 """Found once, because `problem` is asked at every call of an op, and torch.compile traces it."""
 
+_INSTALL = install("gpu")
+
 
 def problem(capability: int) -> str | None:
     """Why kernels with matrix products would be wrong on GPUs of this compute capability; None if they are right."""
@@ -72,5 +76,5 @@ def problem(capability: int) -> str | None:
         return None
     return (
         f"ptxas {dotted(RELEASE)} miscompiles matrix products of compute capability {capability / 10}; expected at "
-        f"least {dotted(FIRST_RIGHT)}: pip install 'nvidia-cuda-nvcc>=13.3', or set {VARIABLE}"
+        f"least {dotted(FIRST_RIGHT)}: {_INSTALL}, or set {VARIABLE}"
     )

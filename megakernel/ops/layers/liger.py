@@ -10,16 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megakernel.config.extras import install
 from megakernel.ops.kernels.features import power_of_two
 
 WIDEST = 65_536
 """The widest rows that Liger-Kernel's programs can hold."""
 
+_NOT_INSTALLED = f"liger-kernel is not installed: {install('gpu')}"
+
 
 def unsupported(x: Tensor, *others: Any, **options: Any) -> str | None:
     """Why Liger-Kernel cannot take a call with x as its first argument, or None."""
     if not _is_installed():
-        return "liger-kernel is not installed: pip install -e '.[gpu]'"
+        return _NOT_INSTALLED
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"tokens are {x.dtype}; expected bfloat16, float16 or float32"
     if x.shape[-1] > WIDEST:

@@ -1,4 +1,4 @@
-"""Scores of predictions against hand-computed values."""
+"""Scores of predictions against hand-computed values, and against those of scipy 1.17.1 and scikit-learn 1.9.1."""
 
 import math
 
@@ -46,3 +46,29 @@ def test_regression_has_correlations_and_no_accuracy():
 def test_constant_predictions_score_0():
     assert numbers([0.0, 1.0], [2.0, 2.0]).scores == {"pearson": 0.0, "spearman": 0.0}
     assert classes([0, 1], [0, 0], 2).scores == {"matthews": 0.0, "f1": 0.0}
+
+
+def test_four_classes_have_the_matthews_correlation_of_scikit_learn():
+    """From `sklearn.metrics.matthews_corrcoef(labels, predicted)`."""
+    found = classes([0, 1, 2, 2, 1, 0, 3, 3, 1, 2], [0, 2, 2, 1, 1, 0, 3, 0, 1, 2], 4)
+    assert found.scores == {"matthews": pytest.approx(0.60279628678631, rel=1e-12)}
+
+
+def test_two_classes_have_the_scores_of_scikit_learn():
+    """From `sklearn.metrics.matthews_corrcoef(labels, predicted)` and `f1_score(labels, predicted)`."""
+    found = classes([1, 1, 1, 0, 1, 1, 0, 0, 0, 0, 1], [1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 1], 2)
+    expected = {"matthews": 0.4666666666666667, "f1": 0.7272727272727273}
+    assert found.scores == pytest.approx(expected, rel=1e-12)
+
+
+def test_equal_numbers_share_a_rank_as_in_scipy():
+    """From `scipy.stats.pearsonr(labels, predicted).statistic` and `spearmanr(...)`, of float64."""
+    found = numbers([3.8, 1.0, 2.5, 2.5, 5.0, 0.0, 2.5, 4.2], [3.1, 1.4, 2.0, 2.6, 4.4, 1.4, 3.3, 3.1])
+    # float32, as a model predicts, keeps 7 digits of these numbers; ranks are exact.
+    assert found.scores["pearson"] == pytest.approx(0.8994026392359652, rel=1e-6)
+    assert found.scores["spearman"] == pytest.approx(0.8395701571521512, rel=1e-12)
+
+
+def test_numbers_that_are_none_have_no_score():
+    scores = numbers([0.0, 1.0, 2.0], [1.0, math.nan, 3.0]).scores
+    assert all(map(math.isnan, scores.values()))

@@ -15,9 +15,9 @@ def refused(capsys, *options):
 
 
 def test_missing_libraries_are_named_with_the_install_command(capsys, monkeypatch):
-    monkeypatch.setattr(launch.serve, "find_spec", lambda name: None)
+    monkeypatch.setattr("megakernel.config.extras.find_spec", lambda name: None)
     line = refused(capsys)
-    assert line.endswith("serve needs fastapi and uvicorn; pip install -e '.[serve]' -c constraints.txt")
+    assert line.endswith("serve needs fastapi and uvicorn; pip install 'megakernel[serve]'")
 
 
 @pytest.mark.parametrize(

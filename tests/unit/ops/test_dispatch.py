@@ -55,7 +55,7 @@ def test_kernels_that_an_old_ptxas_miscompiles_do_not_run(monkeypatch):
     dispatch._warn_once.cache_clear()
     reason = (
         "ptxas 12.8 miscompiles matrix products of compute capability 9.0; expected at least 13.1: "
-        "pip install 'nvidia-cuda-nvcc>=13.3', or set TRITON_PTXAS_PATH"
+        "pip install 'megakernel[gpu]', or set TRITON_PTXAS_PATH"
     )
     with pytest.warns(
         RuntimeWarning, match=re.escape(f"kernel_attention runs without its kernels: {reason}")
