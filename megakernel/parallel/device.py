@@ -1,8 +1,7 @@
 """The device of this process, and the patches that let Megatron-core and DeepSpeed run without CUDA.
 
-Megatron-core calls `torch.cuda.current_device()` wherever it allocates, and DeepSpeed compiles a shared-memory
-collective when its CPU backend starts. `prepare_device` patches both, once per training process and before the first
-model is built; no other file patches a library.
+Megatron-core calls `torch.cuda.current_device()` wherever it allocates, and DeepSpeed compiles an op when its CPU
+backend starts. `prepare_device` patches both before the first model is built; no other file patches a module.
 """
 
 import logging

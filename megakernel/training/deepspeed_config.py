@@ -16,7 +16,7 @@ from megakernel.parallel import Mesh
 
 
 def deepspeed_clips(config: Config) -> bool:
-    """Whether DeepSpeed clips gradients and checks that they are finite; without ZeRO it does neither."""
+    """Whether DeepSpeed, not `ClippedAdamW`, clips gradients and checks that they are finite."""
     return config.parallel.zero_stage > 0
 
 

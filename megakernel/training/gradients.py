@@ -15,8 +15,8 @@ from .optimizer import is_counted_here
 class OwnGradients:
     """Replaces how a DeepSpeed engine with a BF16_Optimizer reduces gradients, takes their norm and clips them.
 
-    A rank updates one partition of the flat weights. DeepSpeed all-reduces all gradients, through copies, and all ranks
-    compute the norm of all of them and clip all of them. A reduce-scatter in place sends half as many bytes.
+    A rank updates one partition of the flat weights: a reduce-scatter in place of those gradients sends half as many
+    bytes as DeepSpeed's all-reduce of all of them, through copies.
     """
 
     def __init__(self, optimizer: BF16_Optimizer, mesh: Mesh):

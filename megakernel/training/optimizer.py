@@ -74,9 +74,8 @@ def freeze(model: nn.Module, trained: str, select: Callable[[str], bool] = absen
 class ClippedAdamW(torch.optim.AdamW):
     """AdamW that clips by the global gradient norm and skips a step whose norm is not finite.
 
-    DeepSpeed's ZeRO and bfloat16 optimizers do both. Its plain float32 path applies non-finite gradients, reports no
-    norm, and on later pipeline stages omits norm weights from it. So this class does both for float32 without ZeRO,
-    and sets the attributes that DeepSpeed's engine reads: `_global_grad_norm` and `overflow`.
+    For float32 without ZeRO: there DeepSpeed applies non-finite gradients, reports no norm, and on later pipeline
+    stages omits norm weights from it. Sets the attributes that its engine reads: `_global_grad_norm` and `overflow`.
     """
 
     def __init__(self, groups: list[dict], mesh: Mesh, max_norm: float, **options):
