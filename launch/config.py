@@ -60,7 +60,7 @@ def _nearest(config: Config, key: str) -> str:
 
 def _keys(section: Section, prefix: str) -> Iterator[tuple[str, object, str]]:
     """Name, value and description of every key in a section and the sections inside it."""
-    for name, field in type(section).model_fields.items():
+    for name, field in type(section).users_keys().items():
         value = getattr(section, name)
         if isinstance(value, Section):
             yield from _keys(value, f"{prefix}{name}.")

@@ -44,7 +44,7 @@ def page() -> str:
 
 
 def _sections() -> Iterator[str]:
-    for name, field in Config.model_fields.items():
+    for name, field in Config.users_keys().items():
         section = section_in(field.annotation)
         if section is not None:
             yield from _tables(section, name, set())
@@ -57,10 +57,10 @@ def _tables(section: type[Section], name: str, written: set[type[Section]]) -> I
     written.add(section)
     yield f"{'#' * (2 + name.count('.'))} {name}\n\n{inspect.getdoc(section)}\n"
     yield "| key | type | default | meaning |\n|---|---|---|---|"
-    for key, field in section.model_fields.items():
+    for key, field in section.users_keys().items():
         yield f"| `{key}` | {_type(field)} | {_default(field)} | {_meaning(field)} |"
     yield ""
-    for key, field in section.model_fields.items():
+    for key, field in section.users_keys().items():
         inner = section_in(field.annotation)
         if inner is not None and inner not in written:
             yield from _tables(inner, f"{name}.{key}", written)
@@ -106,7 +106,7 @@ def _type_name(annotation: Any) -> str:
         return f"[{', '.join(map(_type_name, arguments))}]"
     if origin is dict:
         return "mapping"
-    return f"{{{', '.join(annotation.model_fields)}}}"
+    return f"{{{', '.join(annotation.users_keys())}}}"
 
 
 def _default(field: FieldInfo) -> str:

@@ -55,6 +55,18 @@ class LocalRope(Section):
             yield self.problem("scaling.kind", reason, remedy)
 
 
+class Imported(Section):
+    """What `import` records of the checkpoint that a model's weights came from."""
+
+    is_internal = True
+
+    known_seq_len: int | None = Field(default=None, gt=0, le=1_000_000_000)
+    """Longest sequence, in tokens, that the weights support; plain exports state at least this."""
+
+    family: str | None = None
+    """model_type of the checkpoint; plain exports prefer it if the model still fits."""
+
+
 class Model(Section):
     """A transformer: a causal decoder, or a bidirectional encoder."""
 
@@ -143,12 +155,6 @@ class Model(Section):
     local_rope: LocalRope | None = None
     """Rotary frequencies of the `local` layers of rope_pattern, such as sliding-window layers."""
 
-    known_seq_len: int | None = Field(default=None, gt=0, le=1_000_000_000)
-    """Longest sequence, in tokens, that imported weights support; plain exports state at least this. Set by import."""
-
-    family: str | None = None
-    """model_type of an imported checkpoint; plain exports prefer it if the model still fits. Set by import."""
-
     max_positions: int | None = Field(default=None, gt=0, le=1_000_000_000)
     """Rows of the learned position table and columns of linformer's E and F; None: training.seq_len."""
 
@@ -187,6 +193,11 @@ class Model(Section):
     attention_pattern: Annotated[list[LayerAttention], Field(min_length=1)] | None = None
     """Attention by layer, repeated over the layers; `main` is model.attention. [main, main, softmax]: every third
     layer is softmax."""
+
+    imported: Imported = Imported()
+    """What is known of imported weights."""
+
+    moved = dict.fromkeys(Imported.model_fields, "imported")
 
     @property
     def is_causal(self) -> bool:

@@ -350,9 +350,9 @@ def stages_share_a_schedule(uptrain: Uptrain | None, schedule: Schedule) -> Iter
     """`uptrain` itself splits a schedule over its stages."""
     if uptrain is None:
         return
-    for key in ("steps_before", "steps_after"):
-        if steps := getattr(schedule, key):
-            yield Problem(f"schedule.{key}", steps, "is set by the stages of uptrain", "remove it")
+    for key, steps in schedule.part:
+        if steps:
+            yield Problem(f"schedule.part.{key}", steps, "is set by the stages of uptrain", "remove it")
 
 
 def stages_are_measured(uptrain: Uptrain | None, training: Training) -> Iterator[Problem]:

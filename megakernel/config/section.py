@@ -5,9 +5,10 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
 from .errors import ConfigError, Problem
 
@@ -33,6 +34,47 @@ class Section(BaseModel):
         validate_default=True,
         allow_inf_nan=False,
     )
+
+    is_internal: ClassVar[bool] = False
+    """Whether programs set its keys and users do not: no help lists it."""
+
+    moved: ClassVar[Mapping[str, str]] = {}
+    """Earlier key -> the section in here that has it now, under the same name: old files and exports keep loading."""
+
+    @classmethod
+    def users_keys(cls) -> dict[str, FieldInfo]:
+        """The keys that help lists, with their fields."""
+        return {
+            name: field
+            for name, field in cls.model_fields.items()
+            if not any(
+                isinstance(kind, type) and issubclass(kind, Section) and kind.is_internal
+                for kind in plain_types(field.annotation)
+            )
+        }
+
+    @classmethod
+    def with_moved(cls, value: Any) -> Any:
+        """A tree of this section with `moved` keys in their present places. ConfigError for a key in both of them."""
+        if not isinstance(value, Mapping) or not cls.moved.keys() & value.keys():
+            return value
+        out = dict(value)
+        for key in cls.moved.keys() & value.keys():
+            place, item = cls.moved[key], out.pop(key)
+            inner = out.get(place) or {}
+            default = cls.model_fields[place].default
+            if isinstance(inner, Section):
+                inner = inner.model_dump()
+            if inner.get(key, getattr(default, key)) not in (getattr(default, key), item):
+                reason = f"is also {place}.{key}={inner[key]}"
+                raise ConfigError([Problem(key, item, reason, f"leave out {key}, its earlier place")])
+            out[place] = {**inner, key: item}
+        return out
+
+    @model_validator(mode="before")
+    @classmethod
+    def _move(cls, value: Any) -> Any:
+        return cls.with_moved(value)
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:

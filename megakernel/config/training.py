@@ -78,6 +78,18 @@ class Optimizer(Section):
         yield from self.without_effect("trained", {"lora": ("lora",)})
 
 
+class SchedulePart(Section):
+    """Which part of a schedule a run is; `uptrain` sets it for its stages."""
+
+    is_internal = True
+
+    steps_before: int = Field(default=0, ge=0)
+    """Steps of the schedule already taken by the run whose weights this one starts from."""
+
+    steps_after: int = Field(default=0, ge=0)
+    """Steps of the schedule left for a run that will start from this one."""
+
+
 class Schedule(Section):
     """Learning rate over steps: linear warmup, then a decay to min_lr_ratio x peak.
 
@@ -96,11 +108,10 @@ class Schedule(Section):
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Final learning rate / peak."""
 
-    steps_before: int = Field(default=0, ge=0)
-    """Steps of this schedule already taken by the run whose weights this one starts from; `uptrain` sets it."""
+    part: SchedulePart = SchedulePart()
+    """The run's part of a schedule that several runs share."""
 
-    steps_after: int = Field(default=0, ge=0)
-    """Steps of this schedule left for a run that will start from this one; `uptrain` sets it."""
+    moved = dict.fromkeys(SchedulePart.model_fields, "part")
 
     def problems(self) -> Iterator[Problem]:
         """A decay length without a decay."""

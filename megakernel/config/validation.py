@@ -34,7 +34,11 @@ def validate(tree: Mapping[str, Any], known_problems: Sequence[Problem] = ()) ->
         value = {} if tree.get(name) is None else tree[name]
         annotation: Any = field.annotation
         try:
+            if (kind := section_in(annotation)) is not None:
+                value = kind.with_moved(value)  # so that errors name present keys
             sections[name] = TypeAdapter(annotation).validate_python(value)
+        except ConfigError as error:
+            problems += (problem.under(name) for problem in error.problems)
         except ValidationError as error:
             for detail in error.errors():
                 problems += (problem.under(name) for problem in _problems_of_error(detail, annotation, value))
@@ -135,19 +139,19 @@ def section_in(annotation: Any) -> type[Section] | None:
 
 def _unknown_key(owner: type[Section], dotted: str, key: str, value: Any) -> Problem:
     """Problem of an unknown key, with the most similar key of its section, else one of the same name elsewhere."""
-    near = difflib.get_close_matches(key, owner.model_fields, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(key, owner.users_keys(), n=1, cutoff=0.6)
     if near:
         remedy = f"did you mean {near[0]}?"
     elif elsewhere := [name for name in all_keys(Config) if name.rpartition(".")[2] == key]:
         remedy = f"did you mean {elsewhere[0]}?"
     else:
-        remedy = f"known here: {', '.join(owner.model_fields)}"
+        remedy = f"known here: {', '.join(owner.users_keys())}"
     return Problem(dotted, value, "is an unknown key", remedy)
 
 
 def all_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a section, those of nested sections included."""
-    for name, field in section.model_fields.items():
+    """Every dotted key of a section that help lists, those of nested sections included."""
+    for name, field in section.users_keys().items():
         yield prefix + name
         inner = section_in(field.annotation)
         if inner is not None:

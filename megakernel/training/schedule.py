@@ -12,7 +12,8 @@ from megakernel.model.layer import attention_cores
 def learning_rate(step: int, schedule: Schedule, peak: float, total_steps: int) -> float:
     """The learning rate of `step`, counted from 0, of a run of `total_steps`.
 
-    The run is the part of its schedule after `steps_before` and before `steps_after`; below, steps are the schedule's.
+    The run is the part of its schedule after `part.steps_before` and before `part.steps_after`; below, steps are those
+    of the schedule.
 
     Warmup over w steps is peak * (step + 1) / w: no step has rate 0, and step w - 1 (step 0 without warmup) has the
     peak. Decays reach min_lr_ratio * peak exactly at their last step, and stay there.
@@ -22,8 +23,8 @@ def learning_rate(step: int, schedule: Schedule, peak: float, total_steps: int) 
     inverse_sqrt: peak * sqrt(w / (step + 1)), at least min_lr_ratio * peak.
     constant: the peak.
     """
-    step += schedule.steps_before
-    total_steps += schedule.steps_before + schedule.steps_after
+    step += schedule.part.steps_before
+    total_steps += schedule.part.steps_before + schedule.part.steps_after
     warmup, floor = schedule.warmup_steps, schedule.min_lr_ratio
     if step < warmup:
         return peak * (step + 1) / warmup

@@ -187,8 +187,8 @@ def _differences(student: Model, dense: Model) -> str:
 
 
 _FREE = (
-    *("attention", "attention_pattern", "max_positions", "known_seq_len", "vocab_multiple", "init_std"),
+    *("attention", "attention_pattern", "max_positions", "vocab_multiple", "init_std"),
     *("init", "embedding_init_std"),
-    "family",
+    "imported",
 )
 """Keys in which a student may differ from its dense model."""

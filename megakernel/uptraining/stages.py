@@ -223,7 +223,9 @@ def _main_stages(config: Config, uptrain: Uptrain) -> list[StageChanges]:
                 "near_dropout": {"start": dropout, "steps": count} if dropout and gated else None,
             },
             # All of them share one learning-rate schedule and one sequence-length schedule.
-            "schedule": {"steps_before": before, "steps_after": config.training.steps - before - count},
+            "schedule": {
+                "part": {"steps_before": before, "steps_after": config.training.steps - before - count}
+            },
             "objective": _distillation(config, uptrain),
         }
         found.append((purpose, kind, changes))

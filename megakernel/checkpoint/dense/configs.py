@@ -19,9 +19,9 @@ def plain_config(model: Model, vocab_size: int, positions: int) -> dict[str, Any
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
     model = _with_plain_base(model)
-    longest = max(positions, model.known_seq_len or 0)
+    longest = max(positions, model.imported.known_seq_len or 0)
     wanted = _function(model)
-    for kind in sorted(FAMILIES, key=lambda kind: kind != model.family):
+    for kind in sorted(FAMILIES, key=lambda kind: kind != model.imported.family):
         candidate = {
             "architectures": [CLASSES[kind]],
             "model_type": kind,
@@ -48,7 +48,7 @@ def _read_back(written: dict[str, Any]) -> dict[str, Any] | None:
 
 _NON_FUNCTION_KEYS = {
     # about the vocabulary, training and sequence lengths
-    *("vocab_size", "vocab_multiple", "init_std", "known_seq_len", "max_positions", "family"),
+    *("vocab_size", "vocab_multiple", "init_std", "max_positions", "imported"),
     *("init", "embedding_init_std"),
     # several of which can express the same function; `_function` has what they mean
     *("num_kv_heads", "head_dim", "ffn_hidden_size", "mlp_bias", "attention", "attention_pattern"),

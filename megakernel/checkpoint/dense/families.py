@@ -110,7 +110,7 @@ def model_section(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     except _Unsupported as error:
         raise UserError(f"{source}: {error}") from None
     common = {
-        "family": kind,
+        "imported": {"family": kind, "known_seq_len": section.pop("known_seq_len", None)},
         "attention": "softmax",
         "vocab_size": config["vocab_size"],
         "tie_embeddings": config["tie_word_embeddings"],

@@ -155,8 +155,13 @@ def test_stages_that_train_all_weights_share_schedule_and_moments():
     section = uptraining(moments, transfer={"steps": 20}, alpha=0.3, from_scratch=True, train_dense=True)
     transfer, base, rank16, rank8, main, scratch, dense = stages(section, dense=config().model)
     parts = [stage.config.schedule for stage in (base, rank16, rank8, main)]
-    assert [(part.steps_before, part.steps_after) for part in parts] == [(0, 70), (30, 55), (45, 40), (60, 0)]
-    assert {stage.config.schedule.steps_after for stage in (transfer, scratch, dense)} == {0}
+    assert [tuple(dict(schedule.part).values()) for schedule in parts] == [
+        (0, 70),
+        (30, 55),
+        (45, 40),
+        (60, 0),
+    ]
+    assert {stage.config.schedule.part.steps_after for stage in (transfer, scratch, dense)} == {0}
     found = [stage.config.init.moments for stage in (transfer, base, rank16, rank8, main, scratch, dense)]
     folders = [Path("runs/up") / name for name in ("2-base", "3-rank16", "4-rank8")]
     # The transfer trains weights that the dense model lacks; the next stage continues from the dense model's moments.
@@ -338,7 +343,7 @@ LONGER = {"steps": 1, "seq_len": 1024}
             {"model": {"attention": FLURKA | {"near": {"join": "shared"}}}},
             "uptrain.near_dropout",
         ),
-        ({}, {"schedule": {"steps_after": 5}}, "schedule.steps_after"),
+        ({}, {"schedule": {"steps_after": 5}}, "schedule.part.steps_after"),
         ({}, {"training": {"eval_samples": 0}}, "training.eval_samples"),
         ({}, {"model": {"position": "learned", "attention": FLURKA}}, "model.max_positions"),
         ({"transfer": {"steps": 1, "block_layers": 0}}, {}, "uptrain.transfer.block_layers"),
