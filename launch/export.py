@@ -46,8 +46,12 @@ def run(args: argparse.Namespace) -> int:
         print(printable(f"{folder}: the student of the up-training {args.run_folder}"))
     print(printable(f"{args.to}: {config['architectures'][0]} in {config['dtype']}, with its tokenizer"))
     if "auto_map" in config:
+        from megakernel.checkpoint.dense.own import imported_mechanisms
+
+        needed = "torch and transformers, but not Megakernel"
+        if mechanisms := imported_mechanisms(config):
+            needed = f"Megakernel installed, which alone has {', '.join(mechanisms)}"
         print(
-            "load it with AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True); it needs torch and "
-            "transformers, but not Megakernel"
+            f"load it with AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True); it needs {needed}"
         )
     return 0

@@ -15,13 +15,16 @@ from data_pipeline.partial_folder import atomic_folder
 from data_pipeline.tokenizers import Tokenizer
 from megakernel.config import Config, ConfigError, Model, UserError
 from megakernel.config.errors import report_write_errors
-from megakernel.model import cast
+from megakernel.model import LanguageModel, ModelSettings, cast
 from megakernel.model.settings import DTYPES
+from megakernel.parallel import OneProcess
 
 from .dense import is_dense_checkpoint
 from .dense.checkpoint import CONFIG, INDEX, ONE_FILE, model_parts, vocabulary_names
 from .dense.configs import plain_config
-from .dense.families import FAMILIES, OWN
+from .dense.families import FAMILIES
+from .dense.own import OWN, own_config, own_parts
+from .dense.parts import Part
 from .dense.tokenizer import save_tokenizer
 from .model_card import CARD, model_card
 from .trained_run import TrainedRun, recorded_config, run_of, tokenizer_folder
@@ -111,19 +114,25 @@ class _ExportedModel:
         """Write a `MegakernelForCausalLM`."""
         from .pretrained_config import MegakernelConfig
 
+        model = self.model.model_copy(update={"vocab_size": self.vocab_size, "vocab_multiple": 1})
         config = MegakernelConfig(
-            model=self.model.model_dump(mode="json"),
-            vocab_size=self.vocab_size,
+            **own_config(model),
             max_position_embeddings=self.seq_len,
             isolate_documents=self.isolate_documents,
             eos_token_id=self.eod,
             architectures=["MegakernelForCausalLM"],
             dtype=self.dtype,
         )
-        like = cast(config.language_model(shapes_only=True), self.dtype).state_dict()
+        settings = ModelSettings(model, self.vocab_size, OneProcess(), shapes_only=True)
+        like = cast(LanguageModel(settings), self.dtype).state_dict()
         config.save_pretrained(folder)
-        write_tensors(folder, ((f"model.{name}", self._read(name).to(x.dtype)) for name, x in like.items()))
+        parts = own_parts(like, model)
+        write_tensors(folder, self._own_tensors(parts, like))
         return config.to_dict()
+
+    def _own_tensors(self, parts: dict[str, Part], like: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for name, part in parts.items():
+            yield from zip(part.hf_names, part.split(self._read(name).to(like[name].dtype)))
 
     def _hf_tensors(self, parts: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
         for name in sorted(parts):

@@ -6,7 +6,7 @@ from pathlib import Path
 from megakernel import __version__
 from megakernel.config import Attention, Model
 
-from .dense.families import OWN
+from .dense.own import OWN, package_mechanisms
 
 CARD = "README.md"
 
@@ -32,8 +32,10 @@ print(tokenizer.decode(model.generate(**prompt, max_new_tokens=40)[0]))
 
 * Attention of its {layers} layers: {attention}.
 * Hidden size {hidden}, {heads} heads, trained on sequences of {seq_len} tokens.
-* License: {license}whoever publishes the weights must name theirs (`license:` in the header of this page).
+{needs}* License: {license}whoever publishes the weights must name theirs (`license:` in the header of this page).
 """
+
+_NEEDS = "* It needs Megakernel installed (`pip install megakernel`), which alone has its mechanisms: {}.\n"
 
 _CODE = "`modeling_megakernel.py` is Apache-2.0; "
 
@@ -51,6 +53,7 @@ def model_card(name: str, step: int, model: Model, seq_len: int, model_type: str
     """
     counts = Counter(map(_mechanism_name, model.attentions))
     is_own = model_type == OWN
+    mechanisms = package_mechanisms(model)
     text = _TEXT.format(
         name=name,
         version=__version__,
@@ -62,6 +65,7 @@ def model_card(name: str, step: int, model: Model, seq_len: int, model_type: str
         heads=model.num_heads,
         seq_len=seq_len,
         license=_CODE if is_own else "",
+        needs=_NEEDS.format(", ".join(mechanisms)) if is_own and mechanisms else "",
     )
     tables = [file.read_text(encoding="utf-8").strip() for file in sorted(evaluation.glob("*.md"))]
     return text + "".join(f"\n{part}\n" for part in (["## Evaluation", *tables] if tables else []))

@@ -94,7 +94,7 @@ def find_model(folder: Path, step: int | None = None, *, data: Path | None = Non
 
 def _folder_config(folder: Path, data: Path | None) -> Config:
     from .dense import DenseCheckpoint
-    from .dense.families import OWN
+    from .dense.own import OWN
 
     checkpoint = DenseCheckpoint(folder)
     written, model = checkpoint.config, checkpoint.model

@@ -20,7 +20,7 @@ from megakernel.parallel.ranks import Ranks
 
 from .dense import DenseCheckpoint
 from .dense.checkpoint import hf_config
-from .dense.families import OWN
+from .dense.own import OWN
 from .universal import WEIGHT
 from .weight_source import WeightSource
 

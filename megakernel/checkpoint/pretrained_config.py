@@ -1,83 +1,68 @@
-"""config.json of an exported model: our model section, and the keys that `transformers` expects.
+"""config.json of an exported model, and the code beside it.
 
 Not in `pretrained/`, whose import loads the models of `transformers`, which an export does not need.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
-from transformers import PreTrainedConfig
+from megakernel import __version__
+from megakernel.config import Model, validate_section
 
-from megakernel.config import Model, UserError, validate_section
-from megakernel.model import LanguageModel, ModelSettings, cast
-from megakernel.parallel import OneProcess
+from .dense.own import kind_of, own_config, own_section, package_mechanisms
+from .modeling.configuration import MegakernelConfig as ModelingConfig
+from .modeling.joined import MAPS, joined_code
 
-from .dense.families import OWN
-from .standalone.code import CODE_FILE, code_of
+CODE_FILE = "modeling_megakernel.py"
+"""The file that `trust_remote_code=True` runs."""
+
+_IMPORTS = '''# SPDX-License-Identifier: Apache-2.0
+"""A causal language model for `transformers`, written by megakernel {version}.
+
+It needs Megakernel installed, because only that has the mechanisms of its layers: {mechanisms}.
+"""
+
+try:
+    from megakernel.checkpoint.pretrained import MegakernelConfig, MegakernelForCausalLM, MegakernelModel
+except ImportError as error:
+    raise ImportError(f"this model needs Megakernel ({{error}}); pip install megakernel") from None
+
+__all__ = ["MegakernelConfig", "MegakernelForCausalLM", "MegakernelModel"]
+'''
 
 
-class MegakernelConfig(PreTrainedConfig):
-    """Configuration of our causal language models. All keys have defaults, because `transformers` builds empty ones."""
+def code_of(model: Model) -> str:
+    """Text of `modeling_megakernel.py`: a file that needs torch and `transformers` alone, or one that imports us."""
+    if mechanisms := package_mechanisms(model):
+        return _IMPORTS.format(version=__version__, mechanisms=", ".join(mechanisms))
+    ropes = [model.layer_rope(index) for index in range(model.num_layers)]
+    more = ["rope_scaling"] if any(rope is not None and rope[1].kind != "none" for rope in ropes) else []
+    more += ["short_convolution"] if any(a.short_convolution for a in model.attentions) else []
+    more += ["added_positions"] if model.position in ("learned", "sinusoidal") else []
+    more += [MAPS[a.feature_map.name] for a in model.attentions if a.feature_map is not None]
+    return joined_code(map(kind_of, model.attentions), more, __version__)
 
-    model_type = OWN
 
-    model: dict[str, Any] | None = None
-    """The complete model section of a run, with the rotary frequencies that the weights were trained with."""
+class MegakernelConfig(ModelingConfig):
+    """The configuration of our causal language models, with their model section."""
 
-    vocab_size: int = 0
-    """Vocabulary size, which is the number of rows of the embedding: files have no padding."""
+    _auto_class: ClassVar[str | None] = None
 
-    max_position_embeddings: int = 0
-    """Tokens of the longest training sequence. The model reads longer sequences, unless positions are learned."""
-
-    isolate_documents: bool = True
-    """Whether a document ends after eos_token_id, and positions restart."""
-
-    eos_token_id: int | None = None
-    """Ends documents."""
-
-    def __post_init__(self, **kwargs: Any):
-        if self.model is not None:
-            section = self.section
-            self.hidden_size = section.hidden_size
-            self.num_hidden_layers = section.num_layers
-            self.num_attention_heads = section.num_heads
-            self.tie_word_embeddings = section.tie_embeddings
-        self.auto_map = {
-            "AutoConfig": f"{CODE_FILE.removesuffix('.py')}.MegakernelConfig",
-            "AutoModelForCausalLM": f"{CODE_FILE.removesuffix('.py')}.MegakernelForCausalLM",
-        }
-        derived = (
-            "auto_map",
-            "hidden_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "tie_word_embeddings",
-        )
-        super().__post_init__(**{key: value for key, value in kwargs.items() if key not in derived})
+    def __post_init__(self, model: dict[str, Any] | None = None, **kwargs: Any):
+        """model: the model section, as config.json of earlier versions has it; else the other keys say all."""
+        if model is not None:
+            section = validate_section(
+                Model, {**model, "vocab_size": self.vocab_size or None}, "config.json: model"
+            )
+            for key, value in own_config(section).items():
+                setattr(self, key, value)
+                kwargs.pop(key, None)
+        super().__post_init__(**kwargs)
 
     @property
     def section(self) -> Model:
-        """`model`, validated. Raises UserError if it is missing or not valid in this version."""
-        return self._section()
-
-    def _section(self, **changes: Any) -> Model:
-        if self.model is None:
-            raise UserError("config.json has no `model`; export the run again with `megakernel export`")
-        return validate_section(Model, {**self.model, **changes}, "config.json: model")
-
-    def language_model(self, *, shapes_only: bool = False) -> LanguageModel:
-        """Build the model in torch's default dtype as a run casts it; initialized in float32, or on the meta device."""
-        section = self._section(vocab_multiple=1)
-        dtype = torch.get_default_dtype()
-        try:
-            torch.set_default_dtype(torch.float32)
-            settings = ModelSettings(section, self.vocab_size, OneProcess(), shapes_only=shapes_only)
-            model = LanguageModel(settings)
-        finally:
-            torch.set_default_dtype(dtype)
-        return cast(model, dtype)
+        """The model section. Raises UserError if it is incomplete or not valid in this version."""
+        return validate_section(Model, own_section(self.to_dict(), "config.json"), "config.json")
 
     def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False, **kwargs: Any) -> None:
         """Write config.json and the code that `trust_remote_code=True` runs."""

@@ -78,7 +78,7 @@ def test_rotary_frequencies_and_length_are_those_of_the_exported_step(run, expor
     settings = []
     for folder in (tmp_path / "out", exported):
         config = json.loads((folder / "config.json").read_text())
-        settings.append((config["model"]["rope_base"], config["max_position_embeddings"]))
+        settings.append((config["rotary_base"], config["max_position_embeddings"]))
     assert settings == [(500.0, 64), (10_000.0, 128)]
 
 

@@ -79,13 +79,14 @@ def results(exported, tmp_path_factory):
 
 
 @torch.no_grad()
-def test_logits_equal_those_of_the_run_bit_for_bit(run, results):
+def test_logits_equal_those_of_the_run(run, results):
     model = one_process_model(TrainedRun.find(run), 257, torch.device("cpu"))
     tokens = torch.tensor([IDS])
     hidden, _ = model.extend(tokens, torch.arange(len(IDS))[None], None)
-    assert torch.equal(
-        torch.load(results["out"] / "logits.pt", weights_only=True)["logits"], model.logits(hidden)
-    )
+    found = torch.load(results["out"] / "logits.pt", weights_only=True)["logits"]
+    assert found.std() > 0.1
+    # float32 numbers of order 1, summed in another order.
+    torch.testing.assert_close(found, model.logits(hidden), atol=1e-5, rtol=0)
 
 
 def test_generated_texts_equal_those_of_megakernel_generate(run, results):
@@ -115,6 +116,7 @@ def test_trainer_peft_and_a_resized_vocabulary_work(results):
 
 def test_saved_folders_stay_self_contained_and_import_nothing_of_this_repository(results):
     assert results["code_is_kept"] == [True] * 3
+    assert results["headless"]
     assert results["loaded"] == []
 
 

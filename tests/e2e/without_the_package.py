@@ -20,7 +20,13 @@ if __name__ == "__main__":
 
     results["transformers_seconds"], start = time.process_time() - start, time.process_time()
     # The modules of `transformers` that AutoModelForCausalLM imports for every folder.
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin, PreTrainedModel  # noqa: F401
+    from transformers import (  # noqa: F401
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        GenerationMixin,
+        PreTrainedModel,
+    )
 
     results["their_models_seconds"], start = time.process_time() - start, time.process_time()
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -39,6 +45,9 @@ if __name__ == "__main__":
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with torch.no_grad():
         torch.save({"logits": model(tokens).logits}, out / "logits.pt")
+        base = AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
+        hidden = base(input_ids=tokens).last_hidden_state
+        results["headless"] = torch.equal(model.lm_head(hidden), model(tokens).logits)
 
     def same(one, other):
         """Whether all tensors are bit-identical, and the largest difference of the two models' logits."""

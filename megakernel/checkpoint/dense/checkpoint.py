@@ -16,7 +16,8 @@ from megakernel.config import Lora, Model, UserError, validate_section, yaml_tex
 from megakernel.parallel import OneProcess
 
 from ..universal import WEIGHT
-from .families import FAMILIES, OWN, OWN_PREFIX, Family, layer_parts, model_section
+from .families import FAMILIES, Family, layer_parts, model_section
+from .own import OLD_PREFIX, OWN, own_parts
 from .parts import Part
 
 if TYPE_CHECKING:
@@ -98,7 +99,9 @@ class DenseCheckpoint:
     def parts(self) -> dict[str, Part]:
         """Our name -> the checkpoint's tensors that make it up."""
         if self._family is None:
-            return {name: Part((OWN_PREFIX + name,)) for name in self._expected_shapes}
+            if "model" in self.config:  # an export of an earlier version
+                return {name: Part((OLD_PREFIX + name,)) for name in self._expected_shapes}
+            return own_parts(self._expected_shapes, self.model)
         return model_parts(self._family, self.model)
 
     @cached_property
@@ -112,7 +115,7 @@ class DenseCheckpoint:
 
     @property
     def _family(self) -> Family | None:
-        """The family that config.json names; None for a model exported with our own tensors."""
+        """The family that config.json names; None for our own `model_type`."""
         kind = self.config["model_type"]
         return None if kind == OWN else FAMILIES[kind]
 
@@ -167,7 +170,7 @@ class DenseCheckpoint:
     def _stored_name(self, hf_name: str) -> str:
         """The name by which the files hold one of the family's tensors."""
         # Files of a headless model (AutoModel) omit the prefix of all layers' names.
-        prefix = OWN_PREFIX if self._family is None else self._family.layers.partition(".")[0] + "."
+        prefix = "model." if self._family is None else self._family.layers.partition(".")[0] + "."
         candidates = [hf_name, hf_name.removeprefix(prefix), *(_HEAD_NAMES if hf_name in _HEAD_NAMES else ())]
         return next((name for name in candidates if name in self._files), hf_name)
 

@@ -12,13 +12,8 @@ from typing import Any, NamedTuple
 
 from megakernel.config import Model, UserError
 
+from .own import OWN, own_section
 from .parts import GroupedHeads, Part
-
-OWN = "megakernel"
-"""`model_type` that `megakernel export` writes if no family has all of the model's parts; it keeps our tensors."""
-
-OWN_PREFIX = "model."
-"""Prefix of the names of its tensors."""
 
 Parts = dict[str, Part]
 """Name inside a layer -> part."""
@@ -90,10 +85,7 @@ def model_section(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     """
     kind: Any = config.get("model_type")
     if kind == OWN:
-        for key, type_ in (("model", dict), ("vocab_size", int)):
-            if not isinstance(config.get(key), type_):
-                raise UserError(f"{source} has no `{key}`; export the run again with `megakernel export`")
-        return config["model"] | {"vocab_size": config["vocab_size"]}
+        return own_section(config, source)
     if str(kind) in REFUSED:  # a damaged file may hold a list, which has no hash
         raise UserError(f"{source}: model_type={kind!r} is not read: {REFUSED[kind]}")
     if str(kind) not in FAMILIES:

@@ -33,7 +33,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedHeads(Part):
-    """The QKV projection, whose rows we group by key head: [its queries | key | value].
+    """The QKV projection, whose rows we group by key head: [its queries | keys | value].
 
     hf_names: three tensors, or one with all queries first, then keys, then values.
     """
@@ -41,6 +41,8 @@ class GroupedHeads(Part):
     query_heads: int
     kv_heads: int
     head_dim: int
+    keys_per_head: int = 1
+    """Keys per key head."""
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         """The model's tensor from the checkpoint's."""
@@ -55,4 +57,5 @@ class GroupedHeads(Part):
 
     @property
     def _rows(self) -> list[int]:
-        return [heads * self.head_dim for heads in (self.query_heads, self.kv_heads, self.kv_heads)]
+        keys = self.keys_per_head * self.kv_heads
+        return [heads * self.head_dim for heads in (self.query_heads, keys, self.kv_heads)]

@@ -189,7 +189,7 @@ FAULTS = {
     ),
     "a run's model without its section": (
         lambda f: edit_config(f, model_type="megakernel"),
-        "has no `model`; export the run again with `megakernel export`",
+        "has no `attention`; export the run again with `megakernel export`",
     ),
     "a run's model without the size of its vocabulary": (
         lambda f: edit_config(f, model_type="megakernel", model=SECTION, vocab_size=None),

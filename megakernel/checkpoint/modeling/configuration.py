@@ -1,0 +1,85 @@
+"""The configuration of a causal language model with kernelized attention."""
+
+from typing import Any, ClassVar
+
+import torch
+import transformers
+from packaging.version import Version
+from transformers import PreTrainedConfig
+
+for _library, _oldest in ((torch, "2.11"), (transformers, "5.17")):
+    if Version(_library.__version__) < Version(_oldest):
+        raise ImportError(
+            f"this model needs {_library.__name__}>={_oldest} and finds {_library.__version__}; "
+            f"pip install -U '{_library.__name__}>={_oldest}'"
+        )
+
+
+class MegakernelConfig(PreTrainedConfig):
+    """Sizes and parts of the decoder, and the attention of its layers."""
+
+    model_type = "megakernel"
+    _auto_class: ClassVar[str | None] = "AutoConfig"  # save_pretrained saves this file, too
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    vocab_size: int = 0
+    hidden_size: int = 0
+    intermediate_size: int = 0
+    num_hidden_layers: int = 0
+    num_attention_heads: int = 0
+    num_key_value_heads: int = 0
+    head_dim: int = 0
+    attention: dict[str, Any] | None = None  # mechanism of the layers: its `kind` and options
+    attention_pattern: list[Any] | None = None  # mechanisms by layer, repeated; "main" is `attention`
+    activation: str = "swiglu"  # or geglu_tanh, which has a gate too, gelu, gelu_tanh
+    norm: str = "rmsnorm"  # or layernorm
+    norm_placement: str = "before"  # before attention and MLP, after, or both
+    norm_eps: float = 1e-5
+    zero_centered_norm: bool = False  # RMSNorm multiplies by 1 + weight
+    qk_norm: bool = False
+    qk_norm_width: str = "head"  # RMSNorm of each head of q and k, or of `all` heads together
+    qkv_bias: bool = False
+    bias: bool = False  # of attention's output projection
+    mlp_bias: bool = False
+    position: str = "rope"  # or learned, sinusoidal, none
+    max_positions: int | None = None  # rows of the table of learned positions
+    rotary_base: float = 10_000.0
+    rotary_share: float = 1.0  # of a head's channels
+    rotary_scaling: dict[str, Any] | None = None  # `kind` and options
+    rotary_pattern: list[str] | None = None  # by layer, repeated: main, local or none
+    rotary_local: dict[str, Any] | None = None  # base and scaling of `local` layers
+    embedding_multiplier: float = 1.0
+    attention_multiplier: float | None = None  # factor of q.k; None: 1 / sqrt(head_dim)
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0  # a divisor
+    final_logit_softcapping: float | None = None  # c: logits become c tanh(logits / c)
+    parallel_residual: bool = False
+    normalized_residual: bool = False  # attention's output is added to its normalized input
+    initializer_range: float = 0.02
+    embedding_initializer_range: float | None = None  # None: initializer_range
+    tie_word_embeddings: bool = True
+    max_position_embeddings: int = 0  # tokens of the longest training sequence
+    isolate_documents: bool = True  # a document ends after eos_token_id; later tokens do not see it
+    eos_token_id: int | None = None
+    use_cache: bool = True
+
+    def __post_init__(self, **kwargs: Any):
+        names = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
+        self.auto_map = {auto: f"modeling_megakernel.Megakernel{name}" for auto, name in names.items()}
+        kwargs.pop("auto_map", None)
+        super().__post_init__(**kwargs)
+
+    def layer_attention(self, layer: int) -> Any:
+        """The mechanism of a layer, counted from 0."""
+        pattern = self.attention_pattern or ["main"]
+        entry = pattern[layer % len(pattern)]
+        return self.attention if entry == "main" else entry
+
+    def layer_rotary(self, layer: int) -> tuple[float, dict[str, Any]] | None:
+        """Base and scaling of a layer's rotary frequencies; None: nothing is rotated."""
+        pattern = self.rotary_pattern or ["main"]
+        entry = pattern[layer % len(pattern)]
+        if self.position != "rope" or entry == "none":
+            return None
+        local = self.rotary_local if entry == "local" else None
+        return (local["base"], local["scaling"]) if local else (self.rotary_base, self.rotary_scaling or {})

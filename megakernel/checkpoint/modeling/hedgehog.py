@@ -1,0 +1,22 @@
+"""The learned feature map hedgehog."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .configuration import MegakernelConfig
+from .features import FeatureMap
+
+
+class Hedgehog(FeatureMap, names=("hedgehog",)):
+    """[softmax(W x), softmax(-W x)] with a learned W per key head."""
+
+    def __init__(self, config: MegakernelConfig, options: dict[str, Any]):
+        super().__init__(config, options)
+        self.matrix = nn.Parameter(torch.eye(config.head_dim).repeat(config.num_key_value_heads, 1, 1))
+
+    def mapped(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """See FeatureMap."""
+        y = self.projected(x, self.matrix)
+        return torch.cat([y.softmax(-1), (-y).softmax(-1)], -1), x.new_zeros(x.shape[:-1])
