@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+from torch.utils._pytree import tree_map_only
 from transformers import Cache
 
 
@@ -96,5 +96,4 @@ class StateCache(Cache):
         self._map(lambda x: x.repeat_interleave(repeats, 0))
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:
-        kept = (self.states, self.places)
-        self.states, self.places = pytree.tree_map_only(torch.Tensor, function, kept)
+        self.states, self.places = tree_map_only(torch.Tensor, function, (self.states, self.places))

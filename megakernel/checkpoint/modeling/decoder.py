@@ -39,8 +39,8 @@ class SelfAttention(nn.Module):
             normed = widths[:2] if config.qk_norm_width == "all" else [self.head_dim] * 2
             self.q_norm, self.k_norm = (RMSNorm(config, n) for n in normed)
         if (width := options.get("short_convolution")) is not None:
-            convolution = OPTIONAL["short_convolution"]
-            self.q_conv1d, self.k_conv1d, self.v_conv1d = (convolution(n, width) for n in widths)
+            convolutions = (OPTIONAL["short_convolution"](n, width) for n in widths)
+            self.q_conv1d, self.k_conv1d, self.v_conv1d = convolutions
         self.a_proj = nn.Linear(hidden, kv_heads, bias=False) if self.core.has_decay else None
         self.b_proj = nn.Linear(hidden, kv_heads, bias=False) if self.core.has_strength else None
         if options["output_norm"]:
@@ -53,7 +53,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor, state: Any) -> tuple[Tensor, Any]:
         """x (B, N, C), positions (B, N) and the state before -> (B, N, C) and the state after."""
-        core_state, filters = (None, [None] * 3) if state is None else (state[0], list(state[1]))
+        core_state, *filters = [None] * 4 if state is None else state
         parts = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
         for place, norm in enumerate((self.q_norm, self.k_norm)):
             if norm is not None:
@@ -70,7 +70,7 @@ class SelfAttention(nn.Module):
         heads = heads.transpose(1, 2).flatten(2)
         if self.g_proj is not None:
             heads = heads * self.gate_act(self.g_proj(x))
-        return self.o_proj(heads), (core_state, filters)
+        return self.o_proj(heads), (core_state, *filters)
 
     def mechanism(self, config: MegakernelConfig, index: int) -> Any:
         """The layer's mechanism."""
@@ -82,8 +82,9 @@ class SelfAttention(nn.Module):
         return Attention.kinds[kind](config, options, None if rotary is None else Rotary(config, *rotary))
 
     def attend(self, *inputs: Any) -> tuple[Tensor, Any]:
-        """The mechanism's output and state; see `Attention.forward`."""
-        return self.core(*inputs)
+        """The mechanism's output and state, without autocast, because a state is a sum over many tokens."""
+        with torch.autocast(inputs[0].device.type, enabled=False):
+            return self.core(*inputs)
 
 
 class DecoderLayer(GradientCheckpointingLayer):

@@ -34,11 +34,9 @@ class RMSNorm(nn.Module):
 
 def layer_norm(config: MegakernelConfig, exists: bool = True) -> nn.Module:
     """A norm of hidden states, or nothing in its place."""
-    if not exists:
-        return nn.Identity()
-    if config.norm == "layernorm":
+    if exists and config.norm == "layernorm":
         return nn.LayerNorm(config.hidden_size, config.norm_eps)
-    return RMSNorm(config, config.hidden_size)
+    return RMSNorm(config, config.hidden_size) if exists else nn.Identity()
 
 
 class MLP(nn.Module):
@@ -79,9 +77,8 @@ class Rotary:
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate x (B, H, N, d) by positions (B, N), which may be fractional."""
         angles = positions[:, None, :, None] * self.frequencies.to(x.device)
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        cos, sin = ((self.factor * wave).to(dtype) for wave in (angles.cos(), angles.sin()))
-        first, second = x[..., : self.width].to(dtype).chunk(2, -1)
+        first, second = precise(x[..., : self.width]).chunk(2, -1)
+        cos, sin = ((self.factor * wave).to(first.dtype) for wave in (angles.cos(), angles.sin()))
         rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
         return torch.cat([rotated, x[..., self.width :]], -1)
 

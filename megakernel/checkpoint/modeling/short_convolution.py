@@ -19,9 +19,8 @@ class ShortConvolution(nn.Module):
         width, count = self.weight.shape[1], x.shape[1]
         before = x.new_zeros(len(x), width - 1, x.shape[2]) if state is None else state.to(x.dtype)
         tokens, total = torch.cat([before, x], 1), torch.zeros_like(x)
-        for back in range(width):
-            place = width - 1 - back
-            seen = tokens[:, place : place + count] * (positions >= back)[..., None]
+        for place in range(width):
+            seen = tokens[:, place : place + count] * (positions >= width - 1 - place)[..., None]
             total = total + seen * self.weight[:, place]
         return F.silu(total), tokens[:, count:]
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from packaging.requirements import Requirement
 from safetensors.torch import load_file, save_file
+from torch.utils import _pytree as pytree
 from transformers import AutoModelForCausalLM
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -208,6 +209,29 @@ def test_generated_texts_are_those_of_single_steps(case, tmp_path):
             logits[EOD] = -torch.inf
             tokens = torch.cat([tokens, logits.argmax()[None, None]], 1)
         assert found.tolist() == tokens[0, len(row) :].tolist()
+
+
+@pytest.mark.parametrize("case", tiered(CASES, FIRST))
+def test_states_stay_in_float32_under_autocast(case, tmp_path):
+    """`Trainer(bf16=True)` computes under it."""
+    ours, _ = pair(tmp_path, **CASES[case])
+    model, ids = loaded(tmp_path), texts(2, 43)
+    with torch.autocast("cpu", torch.bfloat16):
+        step = model(ids[:, :21])
+        rest = model(ids[:, 21:], past_key_values=step.past_key_values)
+        F.cross_entropy(torch.cat([step.logits, rest.logits], 1).flatten(0, 1), ids.flatten()).backward()
+    logits = torch.cat([step.logits, rest.logits], 1).double()
+    expected = ours.logits(ours.hidden(ids, positions_of(ids)))
+    # Matrices of bfloat16 numbers, with 8 bits, in two to four layers. Weights q.k of both signs nearly cancel.
+    assert (logits - expected).std() < (0.5 if case == "identity" else 0.05) * expected.std()
+    for mechanism, *_ in rest.past_key_values.states:
+        sums = getattr(mechanism, "far", mechanism)
+        if type(sums).__name__ not in (
+            "KeyValueState",
+            "Tail",
+        ):  # keys and values have the dtype of projections
+            assert {x.dtype for x in pytree.tree_leaves(sums)} == {torch.float32}
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in model.parameters())
 
 
 @torch.no_grad()
