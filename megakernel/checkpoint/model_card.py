@@ -35,7 +35,7 @@ print(tokenizer.decode(model.generate(**prompt, max_new_tokens=40)[0]))
 {needs}* License: {license}whoever publishes the weights must name theirs (`license:` in the header of this page).
 """
 
-_NEEDS = "* It needs Megakernel installed (`pip install megakernel`), which alone has its mechanisms: {}.\n"
+_NEEDS = "* It needs Megakernel installed (from its sources), which alone has its mechanisms: {}.\n"
 
 _CODE = "`modeling_megakernel.py` is Apache-2.0; "
 

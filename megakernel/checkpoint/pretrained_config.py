@@ -25,7 +25,7 @@ It needs Megakernel installed, because only that has the mechanisms of its layer
 try:
     from megakernel.checkpoint.pretrained import MegakernelConfig, MegakernelForCausalLM, MegakernelModel
 except ImportError as error:
-    raise ImportError(f"this model needs Megakernel ({{error}}); pip install megakernel") from None
+    raise ImportError(f"this model needs Megakernel ({{error}}); install it from its sources") from None
 
 __all__ = ["MegakernelConfig", "MegakernelForCausalLM", "MegakernelModel"]
 '''

@@ -52,9 +52,9 @@ def kind_of(attention: Attention) -> str:
     simple_map = attention.feature_map is None or attention.feature_map.name in _MAPS
     if attention.mixture is not None or not simple_map or attention.similarity == "gaussian":
         return PACKAGE
-    if attention.is_flurka and attention.far_decay != "none":
-        return "decaying_flurka"
     layer = attention.spec.causal_layer or attention.spec.layer
+    if layer == "flurka.FlurkaAttention" and attention.far_decay != "none":
+        return "decaying_flurka"
     return {
         "softmax.SoftmaxAttention": "softmax",
         "softmax.LocalAttention": "local",

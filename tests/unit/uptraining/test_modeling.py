@@ -302,6 +302,12 @@ def test_every_preset_for_decoders_has_a_file_or_is_named_as_one_of_the_package(
         assert kinds[name] != PACKAGE
 
 
+@pytest.mark.parametrize("decay", ["none", "fixed", "gate"])
+def test_chosen_blocks_are_never_left_out_of_an_exported_flurka(decay):
+    attention = Attention(**expand_preset({"preset": "flurka_selected", "far_decay": decay}))
+    assert kind_of(attention) == PACKAGE
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", tiered(IMPORTED, ["mgk", "gmm_rks"]))
 def test_other_mechanisms_are_imported_from_the_package(name, tmp_path):
