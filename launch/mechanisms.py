@@ -41,10 +41,11 @@ How each preset can be partitioned along the axes of `parallel`. *Tensor* ranks 
 divide the number of heads; every rank holds the parameters that heads share. *Sequence parallel* is
 `parallel.sequence_parallel`: tokens are gathered before the layer, and landmarks of the input are summed, too.
 *Context* names what shards of a sequence exchange: a `state`, whose size does not depend on the number of tokens; a
-`halo`, the end of the previous shard, in whole blocks; `landmarks`; or tokens for `heads`, if the number of shards
-divides the heads of a tensor rank. If it does not, full softmax uses the `ring`: keys and values pass from shard to
-shard (`parallel.softmax_exchange`). A short convolution also reads the last tokens of the previous shard. Classifiers,
-whose sequences are padded, keep `parallel.context: 1`.
+`halo`, the end of the previous shard, in whole blocks; `landmarks`; `tokens`, the keys and values of all shards; or
+tokens for `heads`, if the number of shards divides the heads of a tensor rank. If it does not, full softmax uses the
+`ring`: keys and values pass from shard to shard (`parallel.softmax_exchange`). A short convolution also reads the last
+tokens of the previous shard. Classifiers, whose sequences are padded, keep
+`parallel.context: 1`.
 
 """
 
