@@ -57,6 +57,18 @@ def test_the_exported_folder_is_complete_and_the_command_says_how_to_load_it(run
     assert dtypes == {torch.bfloat16, torch.float32}  # random features stay in float32
 
 
+@pytest.mark.second
+def test_an_export_that_needs_the_package_says_so(corpus, tmp_path, capsys):
+    config = write_config(tmp_path, corpus)
+    train(config, 1, *OPTIONS, "training.steps=1", "model.attention_pattern=null", "model.attention=smlk")
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 0
+    reason = "which alone has kernel (elu) with mixture keys"
+    assert f"it needs Megakernel installed, {reason}\n" in capsys.readouterr().out
+    assert f"{reason.removeprefix('which alone has ')}" in (tmp_path / "out" / "README.md").read_text()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert len(model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, do_sample=False)[0]) > 3
+
+
 def test_the_model_card_says_how_to_load_the_folder_and_lists_evaluations(run, exported, tmp_path):
     card = (exported / "README.md").read_text()
     assert 'AutoModelForCausalLM.from_pretrained("PATH", trust_remote_code=True)' in card

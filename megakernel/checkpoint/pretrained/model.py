@@ -92,11 +92,16 @@ class _Loading(decoder.MegakernelPreTrainedModel):
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:
         """Load a saved model; one of an earlier version has other names, and its own code, which does not run."""
-        if name is None or "model" not in PreTrainedConfig.get_config_dict(name)[0]:
+        of_hub = {
+            key: kwargs[key]
+            for key in ("revision", "token", "cache_dir", "local_files_only")
+            if key in kwargs
+        }
+        if name is None or "model" not in PreTrainedConfig.get_config_dict(name, **of_hub)[0]:
             return super().from_pretrained(name, *args, **kwargs)
         folder = Path(name)
         if not folder.is_dir():
-            folder = Path(snapshot_download(str(name), revision=kwargs.get("revision")))
+            folder = Path(snapshot_download(str(name), **of_hub))
         checkpoint = DenseCheckpoint(folder)
         state: dict[str, Tensor] = {}
         for ours, part in own_parts(checkpoint.names, checkpoint.model).items():
