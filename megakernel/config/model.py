@@ -197,7 +197,7 @@ class Model(Section):
     imported: Imported = Imported()
     """What is known of imported weights."""
 
-    moved = dict.fromkeys(Imported.model_fields, "imported")
+    moved = (("known_seq_len", "imported"), ("family", "imported"))
 
     @property
     def is_causal(self) -> bool:

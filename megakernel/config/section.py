@@ -38,8 +38,8 @@ class Section(BaseModel):
     is_internal: ClassVar[bool] = False
     """Whether programs set its keys and users do not: no help lists it."""
 
-    moved: ClassVar[Mapping[str, str]] = {}
-    """Earlier key -> the section in here that has it now, under the same name: old files and exports keep loading."""
+    moved: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Each earlier key and the section in here that has it now, under the same name: old files and exports load."""
 
     @classmethod
     def users_keys(cls) -> dict[str, FieldInfo]:
@@ -56,16 +56,17 @@ class Section(BaseModel):
     @classmethod
     def with_moved(cls, value: Any) -> Any:
         """A tree of this section with `moved` keys in their present places. ConfigError for a key in both of them."""
-        if not isinstance(value, Mapping) or not cls.moved.keys() & value.keys():
+        if not isinstance(value, Mapping):
             return value
         out = dict(value)
-        for key in cls.moved.keys() & value.keys():
-            place, item = cls.moved[key], out.pop(key)
+        for key, place in cls.moved:
             inner = out.get(place) or {}
-            default = cls.model_fields[place].default
             if isinstance(inner, Section):
                 inner = inner.model_dump()
-            if inner.get(key, getattr(default, key)) not in (getattr(default, key), item):
+            if key not in out or not isinstance(inner, Mapping):  # what is no mapping is reported as such
+                continue
+            item, default = out.pop(key), getattr(cls.model_fields[place].default, key)
+            if inner.get(key, default) not in (default, item):
                 reason = f"is also {place}.{key}={inner[key]}"
                 raise ConfigError([Problem(key, item, reason, f"leave out {key}, its earlier place")])
             out[place] = {**inner, key: item}

@@ -111,7 +111,7 @@ class Schedule(Section):
     part: SchedulePart = SchedulePart()
     """The run's part of a schedule that several runs share."""
 
-    moved = dict.fromkeys(SchedulePart.model_fields, "part")
+    moved = (("steps_before", "part"), ("steps_after", "part"))
 
     def problems(self) -> Iterator[Problem]:
         """A decay length without a decay."""
