@@ -1,20 +1,16 @@
 """The configuration of a causal language model with kernelized attention."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-import torch
-import transformers
-from packaging.version import Version
+from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
+from transformers.utils.versions import require_version
 
-for _library, _oldest in ((torch, "2.11"), (transformers, "5.17")):
-    if Version(_library.__version__) < Version(_oldest):
-        raise ImportError(
-            f"this model needs {_library.__name__}>={_oldest} and finds {_library.__version__}; "
-            f"pip install -U '{_library.__name__}>={_oldest}'"
-        )
+for _needed in ("torch>=2.11", "transformers>=5.17"):
+    require_version(_needed, f"pip install -U '{_needed}'")
 
 
+@strict
 class MegakernelConfig(PreTrainedConfig):
     """Sizes and parts of the decoder, and the attention of its layers."""
 
@@ -31,22 +27,22 @@ class MegakernelConfig(PreTrainedConfig):
     head_dim: int = 0
     attention: dict[str, Any] | None = None  # mechanism of the layers: its `kind` and options
     attention_pattern: list[Any] | None = None  # mechanisms by layer, repeated; "main" is `attention`
-    activation: str = "swiglu"  # or geglu_tanh, which has a gate too, gelu, gelu_tanh
-    norm: str = "rmsnorm"  # or layernorm
-    norm_placement: str = "before"  # before attention and MLP, after, or both
+    activation: Literal["swiglu", "geglu_tanh", "gelu", "gelu_tanh"] = "swiglu"  # the first two are gated
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_placement: Literal["before", "after", "both"] = "before"  # attention and MLP
     norm_eps: float = 1e-5
     zero_centered_norm: bool = False  # RMSNorm multiplies by 1 + weight
     qk_norm: bool = False
-    qk_norm_width: str = "head"  # RMSNorm of each head of q and k, or of `all` heads together
+    qk_norm_width: Literal["head", "all"] = "head"  # RMSNorm of each head of q and k, or of all together
     qkv_bias: bool = False
     bias: bool = False  # of attention's output projection
     mlp_bias: bool = False
-    position: str = "rope"  # or learned, sinusoidal, none
+    position: Literal["rope", "learned", "sinusoidal", "none"] = "rope"
     max_positions: int | None = None  # rows of the table of learned positions
     rotary_base: float = 10_000.0
     rotary_share: float = 1.0  # of a head's channels
     rotary_scaling: dict[str, Any] | None = None  # `kind` and options
-    rotary_pattern: list[str] | None = None  # by layer, repeated: main, local or none
+    rotary_pattern: list[Literal["main", "local", "none"]] | None = None  # by layer, repeated
     rotary_local: dict[str, Any] | None = None  # base and scaling of `local` layers
     embedding_multiplier: float = 1.0
     attention_multiplier: float | None = None  # factor of q.k; None: 1 / sqrt(head_dim)
