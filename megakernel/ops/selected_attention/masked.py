@@ -1,13 +1,11 @@
 """All keys with a mask: quadratic time, for short sequences and for tokens that each choose for themselves."""
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from megakernel.ops.documents import window_reach
+from megakernel.ops.documents import Positions, window_reach
+from megakernel.ops.groups import Tensors, scan_groups
 from megakernel.ops.selected_attention.inputs import NONE
 from megakernel.ops.selected_attention.tiles import Tiles
 
@@ -23,46 +21,48 @@ def masked_attention(
     near_queries, queries: (B, H, N, d), for keys of the window and of chosen blocks, the same tensor if these are;
     near_keys, keys: (B, H_kv, T, d); values: (B, H_kv, T, D).
     """
-    outputs = []
-    for start in range(0, tiles.layout.length, ROWS):
-        rows = slice(start, min(start + ROWS, tiles.layout.length))
-        end = tiles.cached + rows.stop
-        part = partial(_attend, tiles=tiles, rows=rows, same=queries is near_queries)
-        tensors = [x[:, :, rows] for x in (near_queries, queries)]
-        tensors += [x[:, :, :end] for x in (near_keys, keys, values)]
-        if torch.is_grad_enabled():
-            # Recomputed in backward: the masks of all queries are N x N.
-            outputs.append(checkpoint(part, *tensors, use_reentrant=False))
-        else:
-            outputs.append(part(*tensors))
-    return torch.cat(outputs, 2)
+    same = queries is near_queries
+
+    def on_group(start: Positions, carry: Tensors, sequences: Tensors, shared: Tensors):
+        assert isinstance(start, int)
+        near_rows, rows = sequences
+        at = slice(start, start + near_rows.shape[2])
+        near, chosen, seen = shared
+        end = tiles.cached + at.stop
+        chosen = None if chosen is None else chosen[:, :, :end]
+        return (_attend(near_rows, rows, near[:, :, :end], chosen, seen[:, :, :end], tiles, at),), ()
+
+    # Recomputed in backward: the masks of all queries are N x N.
+    sequences, shared = (near_queries, None if same else queries), (near_keys, None if same else keys, values)
+    (out,), _ = scan_groups(on_group, (), sequences, shared, group=ROWS)
+    return out
 
 
 def _attend(
     near_queries: Tensor,
-    queries: Tensor,
+    queries: Tensor | None,
     near_keys: Tensor,
-    keys: Tensor,
+    keys: Tensor | None,
     values: Tensor,
     tiles: Tiles,
     rows: slice,
-    same: bool,
 ) -> Tensor:
-    near, chosen = _near(tiles, rows)[:, None], _chosen(tiles, rows, keys.shape[2])
+    """Outputs of the queries `rows`; queries and keys: None: those of the window."""
+    near, chosen = _near(tiles, rows)[:, None], _chosen(tiles, rows, near_keys.shape[2])
     padding = tiles.layout.positions.flatten(1)[:, None, rows, None] < 0
-    group, scale = queries.shape[1] // keys.shape[1], queries.shape[-1] ** -0.5
-    if same:
-        mask = near | chosen
-    else:
+    group, scale = near_queries.shape[1] // near_keys.shape[1], near_queries.shape[-1] ** -0.5
+    mask = near | chosen
+    if queries is not None and keys is not None:
         # One product of twice the width: a key is read by the query's rotated or by its unrotated half.
         mask = torch.cat([near.expand_as(chosen), chosen], -1)
-        queries = torch.cat([near_queries, queries], -1)
-        keys = torch.cat([F.pad(near_keys, (0, keys.shape[-1])), F.pad(keys, (near_keys.shape[-1], 0))], 2)
+        width = near_keys.shape[-1]
+        near_queries = torch.cat([near_queries, queries], -1)
+        near_keys = torch.cat([F.pad(near_keys, (0, width)), F.pad(keys, (width, 0))], 2)
         values = torch.cat([values, values], 2)
     # Padding sees nothing, which SDPA does not define.
     mask = (mask | padding).repeat_interleave(group, 1) if group > 1 else mask | padding
     out = F.scaled_dot_product_attention(
-        queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=group > 1
+        near_queries, near_keys, values, attn_mask=mask, scale=scale, enable_gqa=group > 1
     )
     return out.masked_fill(padding, 0.0)
 

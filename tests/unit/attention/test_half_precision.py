@@ -36,7 +36,8 @@ CONFIGS = {name: Attention.model_validate(sized(tree, LONG)) for name, tree in P
 def is_tested(name: str) -> bool:
     """Presets, and variants of linear cost; none whose denominators may be rounding errors."""
     config = CONFIGS[name]
-    if may_divide_by_zero(config):
+    chooses_by_token = config.selection is not None and config.selection.unit == "token"
+    if may_divide_by_zero(config) or chooses_by_token:
         return False
     return name in PRESETS or config.similarity == "kernel"
 
