@@ -391,7 +391,8 @@ def test_a_folder_of_an_earlier_version_is_read(case, tmp_path):
 def test_the_oldest_supported_versions_are_those_of_the_package():
     setup = configparser.ConfigParser()
     setup.read(REPOSITORY / "setup.cfg")
-    needed = [Requirement(line) for line in setup["options"]["install_requires"].split("\n") if line]
+    lines = setup["options"]["install_requires"] + setup["options.extras_require"]["hf"]
+    needed = [Requirement(line) for line in lines.split("\n") if line]
     oldest = {item.name: str(item.specifier) for item in needed}
     text = code_of(Model(attention="linear", **SIZES))
     assert f'("torch{oldest["torch"]}", "transformers{oldest["transformers"]}")' in text
