@@ -21,11 +21,11 @@ _PROGRESS = "progress.json"
 _LOCK = "lock"
 
 
-def target_of(out: Path) -> Path:
-    """The folder that replaces a link's target, not the link. UserError if the link leads nowhere."""
+def target_of(out: Path, option: str = "") -> Path:
+    """The folder that replaces a link's target, not the link. UserError, with the option, if it leads nowhere."""
     if out.is_symlink() and not out.exists():
         raise UserError(
-            f"{out} is a link to {os.readlink(out)}, which does not exist; make it, or name a folder"
+            f"{option}{out} is a link to {os.readlink(out)}, which does not exist; make it, or name a folder"
         )
     return out.resolve()
 

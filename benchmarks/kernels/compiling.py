@@ -160,16 +160,12 @@ def _specialized(launch: Launch) -> tuple[dict[str, Any], dict[ArgPath, Any], di
     return signature | dict.fromkeys(launch.options, "constexpr"), constants, attributes
 
 
-def run_on_cubin(compiled: CompiledKernel, *command: str) -> str:
-    """Output of a CUDA toolkit program on a compiled kernel's machine code."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        pathlib.Path(file.name).write_bytes(compiled.asm["cubin"])
-        return subprocess.run([*command, file.name], capture_output=True, text=True, check=True).stdout
-
-
 def resources(compiled: CompiledKernel) -> Resources:
     """The resources of a compiled kernel."""
-    listing = run_on_cubin(compiled, knobs.nvidia.cuobjdump.path, "-res-usage")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        pathlib.Path(file.name).write_bytes(compiled.asm["cubin"])
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     usage = {name: int(count) for name, count in re.findall(r"(REG|STACK|LOCAL):(\d+)", listing)}
     overwritten = len(overwritten_operands(compiled.asm["ttgir"]))
     return Resources(usage["REG"], usage["STACK"] + usage["LOCAL"], compiled.metadata.shared, overwritten)

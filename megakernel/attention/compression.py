@@ -15,9 +15,10 @@ SEGMENT_WEIGHT = 0.9
 """Share of a landmark's initial weight that lies on its own segment of the block."""
 
 
-def landmark_segments(rank: int, block_size: int) -> Tensor:
+def landmark_segments(rank: int, block_size: int, device: torch.device | None = None) -> Tensor:
     """(r, b) bool: whether the token lies in the landmark's segment of the block, b / r tokens."""
-    return torch.arange(block_size) * rank // block_size == torch.arange(rank)[:, None]
+    tokens, landmarks = (torch.arange(count, device=device) for count in (block_size, rank))
+    return tokens * rank // block_size == landmarks[:, None]
 
 
 def pooling_logits(rank: int, block_size: int) -> Tensor:

@@ -95,9 +95,9 @@ class SelectedAttention(AttentionLayer):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
-        segments = landmark_segments(self.rank, self.block_size)
-        means = segments / segments.sum(1, keepdim=True, dtype=torch.float64)
-        pool = means.to(k.device, accum_dtype(k.dtype))
+        # Made where the keys are: a table from the host would be copied in every layer.
+        segments = landmark_segments(self.rank, self.block_size, k.device)
+        pool = segments / segments.sum(1, keepdim=True, dtype=accum_dtype(k.dtype))
         return self.selector.attend(q, k, v, pool, inputs, inputs.state)
 
 

@@ -1,7 +1,6 @@
 """Export of a run's model to a folder that `transformers` loads: as a known architecture, or else as our own class."""
 
 import json
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from data_pipeline import tokenizers
-from data_pipeline.partial_folder import atomic_folder
+from data_pipeline.partial_folder import atomic_folder, target_of
 from data_pipeline.tokenizers import Tokenizer
 from megakernel.config import Config, ConfigError, Model, UserError
 from megakernel.config.errors import report_write_errors
@@ -73,10 +72,7 @@ def export(
 
 def check_unused(to: Path) -> None:
     """Raise UserError unless `to` does not exist or is an empty folder."""
-    if to.is_symlink() and not to.exists():
-        raise UserError(
-            f"--to {to} is a link to {os.readlink(to)}, which does not exist; make it, or name a folder"
-        )
+    target_of(to, "--to ")
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f"--to {to} is in use; name a new folder")
 

@@ -46,9 +46,8 @@ def install(extra: str) -> str:
     """The pip command that adds an extra to this installation."""
     try:
         version("megakernel")
-    except (
-        PackageNotFoundError
-    ):  # a checkout on the import path; the public index has another project of this name
+    except PackageNotFoundError:
+        # A checkout on the import path; the public index has another project of this name.
         return f"pip install -e '.[{extra}]' -c constraints.txt"
     return f"pip install 'megakernel[{extra}]'"
 
