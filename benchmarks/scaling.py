@@ -39,6 +39,7 @@ from megakernel.config.cluster import Cluster
 from megakernel.parallel import Mesh
 from megakernel.parallel import mesh as mesh_of
 from megakernel.parallel import progress as progress_of
+from megakernel.parallel.device import prepare_device
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.parallel.ranks import Ranks
 from megakernel.training import events, process, watchdog
@@ -381,7 +382,7 @@ def _built_groups(parallel: Parallel, size: int) -> tuple[int, int]:
         patch.object(dist, "init_process_group", lambda _, **options: start("fake", **options)),
         patch.object(dist, "new_group", new_group),
     ):
-        mesh = Mesh.create(parallel, ProcessEnvironment(size - 1, size), torch.device("cpu"))
+        mesh = Mesh.create(parallel, ProcessEnvironment(size - 1, size), prepare_device("cpu", 0))
         if parallel.pipeline > 1:  # as DeepSpeed's PipelineModule does
             PipelineParallelGrid(topology=mesh.topology)
         groups = len(distributed_c10d._world.pg_map)

@@ -6,7 +6,6 @@ from unittest.mock import patch
 
 import deepspeed
 import pytest
-import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from torch.distributed import distributed_c10d
@@ -16,6 +15,7 @@ from benchmarks.real_runs import random_batch
 from megakernel.config import Parallel
 from megakernel.model.settings import model_settings
 from megakernel.parallel import mesh as mesh_of
+from megakernel.parallel.device import prepare_device
 from megakernel.parallel.mesh import Mesh
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.training.engine import Engine
@@ -33,7 +33,7 @@ def fake_mesh(world_size, rank, sizes):
         patch.object(mesh_of, "connect_store", lambda *_: FakeStore()),
         patch.object(dist, "init_process_group", lambda _, **options: start("fake", **options)),
     ):
-        mesh = Mesh.create(Parallel(**sizes), process, torch.device("cpu"))
+        mesh = Mesh.create(Parallel(**sizes), process, prepare_device("cpu", 0))
     yield mesh
     mesh.destroy()
 
