@@ -215,7 +215,7 @@ def main() -> int:
             print(json.dumps(result), flush=True)
         return 0
     names = [name for name in CASES if arguments.only in name]
-    if arguments.once:
+    if arguments.materialize:
         for name in names:
             case_of(name).train()
         torch.cuda.synchronize()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from megakernel.ops.kernel_attention.arguments import load_numbers
+from megakernel.ops.kernel_attention.arguments import load_vector
 from megakernel.ops.kernels.features import cdiv, padded
 
 
@@ -47,7 +47,7 @@ class Near(NamedTuple):
         return padded(self.half)
 
     @property
-    def sharp(self) -> float:
+    def softmax_scale_log2(self) -> float:
         """Factor that turns q.k into the base 2 logarithm of its weight."""
         return self.width**-0.5 / math.log(2)
 
@@ -84,7 +84,7 @@ class Pools(NamedTuple):
     """beta (H_kv,): a landmark has the token count (b / r) exp(beta); None is 0."""
 
 
-class Shares(NamedTuple):
+class MergeParams(NamedTuple):
     """How the two parts of an output are merged."""
 
     gate: Any
@@ -117,39 +117,39 @@ class Merged(NamedTuple):
 
 
 @triton.jit
-def window_start(window, seq, batch, places, NEAR: tl.constexpr):
-    """The first place in the windows of the tokens at `places`; places past the last token share its window."""
+def window_start(window, seq, batch, token_idx, NEAR: tl.constexpr):
+    """The first place in the windows of the tokens at `token_idx`; places past the last token share its window."""
     if window.windows is None:
-        start = (places // NEAR.block_size - (NEAR.blocks - 1)) * NEAR.block_size
+        start = (token_idx // NEAR.block_size - (NEAR.blocks - 1)) * NEAR.block_size
         start = tl.maximum(start, window.oldest)
     else:
-        seats = tl.minimum(places, seq.length - 1)
-        start = tl.load(window.windows + batch.to(tl.int64) * seq.length + seats)
+        clamped_idx = tl.minimum(token_idx, seq.length - 1)
+        start = tl.load(window.windows + batch.to(tl.int64) * seq.length + clamped_idx)
     return start
 
 
 @triton.jit
-def gate_of(shares, head, at, first, length, C: tl.constexpr, NEAR: tl.constexpr):
+def load_gate(merge_params, head, at, first, length, C: tl.constexpr, NEAR: tl.constexpr):
     """Gate logits (C,) of the tokens from `at` on, whose documents start at `first`; inf if they see no landmark."""
-    logits = load_numbers(shares.gate + head.to(tl.int64) * length, at, length, C).to(tl.float32)
+    logits = load_vector(merge_params.gate + head.to(tl.int64) * length, at, length, C).to(tl.float32)
     return tl.where(at + tl.arange(0, C) - first >= NEAR.reach, logits, float("inf"))
 
 
 @triton.jit
-def gate_weight_of(shares, query_head, first, W: tl.constexpr, P: tl.constexpr, NEAR: tl.constexpr):
+def load_gate_weight(merge_params, query_head, first, W: tl.constexpr, P: tl.constexpr, NEAR: tl.constexpr):
     """W elements of a query head's gate weight from the element `first` on, as (P,) float32."""
     column = tl.arange(0, P)
-    row = shares.gate_weight + query_head * NEAR.width + first
+    row = merge_params.gate_weight + query_head * NEAR.width + first
     return tl.load(row + column, mask=column < W, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def gamma_of(shares, query_head):
+def load_gamma(merge_params, query_head):
     """gamma of a query head, 0 by default."""
-    if shares.far_weight is None:
+    if merge_params.far_weight is None:
         gamma = tl.full((), 0.0, tl.float32)
     else:
-        gamma = tl.load(shares.far_weight + query_head).to(tl.float32)
+        gamma = tl.load(merge_params.far_weight + query_head).to(tl.float32)
     return gamma
 
 
@@ -168,6 +168,6 @@ def block_end(window, seq, batch, block, NEAR: tl.constexpr):
 
 
 @triton.jit
-def angles(window, place, NEAR: tl.constexpr):
+def angles_ptr(window, place, NEAR: tl.constexpr):
     """Pointer to the angles of the tokens from `place` on, or None."""
     return window.table + place * (2 * NEAR.half) if NEAR.rotary else None

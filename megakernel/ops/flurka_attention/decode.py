@@ -14,7 +14,7 @@ from torch import Tensor
 from megakernel.ops.documents import token_positions
 from megakernel.ops.feature_maps import FeatureMap, named
 from megakernel.ops.flurka_attention import decode_kernel
-from megakernel.ops.flurka_attention.arguments import Near, Pools, Shares, Window
+from megakernel.ops.flurka_attention.arguments import MergeParams, Near, Pools, Window
 from megakernel.ops.flurka_attention.options import FlurkaInputs
 from megakernel.ops.kernel_attention.arguments import Rows
 from megakernel.ops.kernel_attention.decode import TILE, unsupported_gradient
@@ -137,7 +137,7 @@ def _step(
         far_mass,
         q if matrix is None else matrix,
         matrix.stride(0) if matrix is not None and matrix.dim() == 3 else 0,
-        Shares(
+        MergeParams(
             None if gate is None else of_key_heads(gate),
             None if gate_weight is None else gate_weight.contiguous(),
             far_weight,

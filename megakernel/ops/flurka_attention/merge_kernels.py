@@ -22,66 +22,66 @@ import triton
 import triton.language as tl
 
 from megakernel.ops.flurka_attention.arguments import (
-    angles,
-    gamma_of,
-    gate_of,
-    gate_weight_of,
+    angles_ptr,
+    load_gamma,
+    load_gate,
+    load_gate_weight,
     window_start,
 )
 from megakernel.ops.flurka_attention.window_kernels import (
-    level_of,
+    apply_rotary,
+    load_lse,
     near_factor,
-    products,
+    scores,
     store_halves,
-    turned,
     window_tile,
     window_weights,
 )
 from megakernel.ops.kernel_attention.arguments import (
-    features_of_queries,
-    head_at,
-    load_numbers,
-    matrix_of,
+    head_ptr,
+    load_features_of_queries,
+    load_vector,
+    projection_ptr,
     queries_of_program,
-    tile_rows,
+    tile_ptr,
 )
-from megakernel.ops.kernel_attention.kernels import largest_logs, store_features, sums_of_keys
-from megakernel.ops.kernel_attention.query_kernels import across_features, do_of_keys, gradient_of_half
+from megakernel.ops.kernel_attention.kernels import max_log_scale, store_features, sums_of_keys
+from megakernel.ops.kernel_attention.query_kernels import do_v_of_keys, dphi_of_half, orthogonal_to_features
 from megakernel.ops.kernels.features import (
     EMPTY,
     dot,
+    dproj_of_half,
     exp,
     exp2,
     load_rows,
-    once,
+    materialize,
     phi,
     rounded,
-    slope_of_half,
+    store_dx,
     store_rows,
-    store_slope,
 )
 
 
 @triton.jit
-def weigh_window(logs, pairs, top, visible, NEAR: tl.constexpr, PHI: tl.constexpr):
+def online_softmax_step(logs, b_s, row_max, visible, NEAR: tl.constexpr, PHI: tl.constexpr):
     """Online softmax step: weights of a tile of keys, rescaling factor of earlier sums, and the new running maximum.
 
-    logs: under a softmax log2 of the weights (`pairs` is then unused), else log scales of the keys.
+    logs: under a softmax log2 of the weights (`b_s` is then unused), else log scales of the keys.
     """
     if NEAR.softmax:
         logs = tl.where(visible, logs, float("-inf"))
-        larger = tl.maximum(top, tl.max(logs, 1))
-        return exp2(logs - larger[:, None]), tl.exp2(top - larger), larger
+        new_max = tl.maximum(row_max, tl.max(logs, 1))
+        return exp2(logs - new_max[:, None]), tl.exp2(row_max - new_max), new_max
     if PHI.unbounded:
         logs = tl.where(visible, logs, EMPTY)
-        larger = tl.maximum(top, tl.max(logs, 1))
-        return tl.where(visible, pairs * exp(logs - larger[:, None]), 0.0), tl.exp(top - larger), larger
-    return tl.where(visible, pairs, 0.0), tl.zeros_like(top) + 1.0, top
+        new_max = tl.maximum(row_max, tl.max(logs, 1))
+        return tl.where(visible, b_s * exp(logs - new_max[:, None]), 0.0), tl.exp(row_max - new_max), new_max
+    return tl.where(visible, b_s, 0.0), tl.zeros_like(row_max) + 1.0, row_max
 
 
 @triton.jit
-def merged_parts(
-    near, den, top, far, far_den, far_log, gate, far_weight, LEAST: tl.constexpr, NEAR: tl.constexpr
+def merge_parts(
+    near, den, row_max, far, far_den, far_log, gate, far_weight, LEAST: tl.constexpr, NEAR: tl.constexpr
 ):
     """Outputs, their spread, and `factor`, `lse` and `share` of each query; for a window under phi, lse is r.
 
@@ -95,19 +95,19 @@ def merged_parts(
         reciprocal = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, far_den))
         near *= (1.0 / den)[:, None]
         spread = near - far * reciprocal[:, None]
-        return near - spread * share[:, None], spread, share * reciprocal, top + tl.log2(den), share
+        return near - spread * share[:, None], spread, share * reciprocal, row_max + tl.log2(den), share
     if NEAR.softmax:
         far_log = tl.where(far_den < LEAST, EMPTY, (far_log + far_weight) * LOG2E)
-        larger = tl.maximum(top, far_log)
-        of_near, of_far = tl.exp2(top - larger), tl.exp2(far_log - larger)
-        lse = larger + tl.log2(den * of_near + far_den * of_far)
-        of_near, of_far = tl.exp2(top - lse), tl.exp2(far_log - lse)
+        new_max = tl.maximum(row_max, far_log)
+        of_near, of_far = tl.exp2(row_max - new_max), tl.exp2(far_log - new_max)
+        lse = new_max + tl.log2(den * of_near + far_den * of_far)
+        of_near, of_far = tl.exp2(row_max - lse), tl.exp2(far_log - lse)
         share = far_den * of_far
         far *= of_far[:, None]
         out = near * of_near[:, None] + far
         return out, far - out * share[:, None], of_far, lse, share
-    larger = tl.maximum(top, far_log)
-    of_near, of_far = tl.exp(top - larger), tl.exp(far_log + far_weight - larger)
+    new_max = tl.maximum(row_max, far_log)
+    of_near, of_far = tl.exp(row_max - new_max), tl.exp(far_log + far_weight - new_max)
     total = den * of_near + far_den * of_far
     empty = tl.abs(total) < LEAST
     reciprocal = tl.where(empty, 0.0, 1 / tl.where(empty, 1.0, total))
@@ -115,7 +115,7 @@ def merged_parts(
     share = far_den * of_far
     far *= of_far[:, None]
     out = near * (of_near * reciprocal)[:, None] + far
-    return out, far - out * share[:, None], reciprocal * tl.exp(far_weight), larger, share
+    return out, far - out * share[:, None], reciprocal * tl.exp(far_weight), new_max, share
 
 
 @triton.jit
@@ -126,7 +126,7 @@ def merge(
     matrix,
     state,
     seq,
-    shares,
+    merge_params,
     out,
     spread,
     merged,
@@ -142,79 +142,84 @@ def merge(
     BK: tl.constexpr = TILING.block
     VP: tl.constexpr = TILING.padded_values
     tile = queries_of_program(seq, TILING)
-    q, left = tile_rows(queries, tile), tile.end - tile.at
-    k, v = head_at(window.keys, tile.batch, tile.kv), head_at(window.v, tile.batch, tile.kv)
-    dtype: tl.constexpr = q.dtype.element_ty
-    projection = matrix_of(matrix, tile.kv, PHI)
+    p_q, num_valid = tile_ptr(queries, tile), tile.end - tile.at
+    p_k, p_v = head_ptr(window.keys, tile.batch, tile.kv), head_ptr(window.v, tile.batch, tile.kv)
+    dtype: tl.constexpr = p_q.dtype.element_ty
+    projection = projection_ptr(matrix, tile.kv, PHI)
 
     starts = window_start(window, seq, tile.batch, tile.rows, NEAR)
     oldest = tl.min(starts, 0)
     # Angles count from the oldest place that a window of this tile can reach.
-    qa, qb, _logs = window_tile(
-        q, queries.row, left, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI
+    b_q1, b_q2, _logs = window_tile(
+        p_q, queries.row, num_valid, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI
     )
     near = tl.zeros((C, VP), tl.float32)
     den = tl.zeros((C,), tl.float32)
-    top = tl.full((C,), EMPTY if (NEAR.softmax or PHI.unbounded) else 0.0, tl.float32)
-    for place in range(oldest, tile.stop, BK):
-        places, first = place + tl.arange(0, BK), tl.cast(place + window.before, tl.int64)
-        seat, count = place - tile.at + NEAR.reach, seq.length - place
-        values = load_rows(v + first * window.v.row, window.v.row, count, BK, TILING.values, VP)
-        ka, kb, key_logs = window_tile(
-            k + first * window.keys.row,
+    row_max = tl.full((C,), EMPTY if (NEAR.softmax or PHI.unbounded) else 0.0, tl.float32)
+    for k_start in range(oldest, tile.stop, BK):
+        k_idx, row_idx = k_start + tl.arange(0, BK), tl.cast(k_start + window.before, tl.int64)
+        table_row, num_keys = k_start - tile.at + NEAR.reach, seq.length - k_start
+        b_v = load_rows(p_v + row_idx * window.v.row, window.v.row, num_keys, BK, TILING.values, VP)
+        b_k1, b_k2, key_logs = window_tile(
+            p_k + row_idx * window.keys.row,
             window.keys.row,
-            count,
+            num_keys,
             window,
-            seat,
+            table_row,
             projection,
             matrix.low,
             BK,
             NEAR,
             PHI,
         )
-        similar = products(qa, qb, ka, kb, dtype, NEAR, PHI)
-        logs = similar * NEAR.sharp if NEAR.softmax else key_logs[None, :]
-        seen = (places[None, :] >= starts[:, None]) & (places[None, :] <= tile.rows[:, None])
-        weighed, shrink, top = weigh_window(logs, similar, top, seen, NEAR, PHI)
-        near = near * shrink[:, None] + dot(weighed, values, dtype)
-        den = den * shrink + tl.sum(weighed, 1)
+        b_s = scores(b_q1, b_q2, b_k1, b_k2, dtype, NEAR, PHI)
+        logs = b_s * NEAR.softmax_scale_log2 if NEAR.softmax else key_logs[None, :]
+        mask = (k_idx[None, :] >= starts[:, None]) & (k_idx[None, :] <= tile.rows[:, None])
+        b_p, scale_old, row_max = online_softmax_step(logs, b_s, row_max, mask, NEAR, PHI)
+        near = near * scale_old[:, None] + dot(b_p, b_v, dtype)
+        den = den * scale_old + tl.sum(b_p, 1)
     # Rows past the last token have seen no keys.
     inside = tile.rows < tile.end
     den = tl.where(inside, den, 1.0)
 
-    x, y, own = phi(q, queries.row, left, projection, matrix.low, C, PHI)
-    x, y = once(rounded(x, dtype)), once(rounded(y, dtype)) if PHI.two else x
+    b_phi1, b_phi2, q_log_scale = phi(p_q, queries.row, num_valid, projection, matrix.low, C, PHI)
+    b_phi1, b_phi2 = (
+        materialize(rounded(b_phi1, dtype)),
+        materialize(rounded(b_phi2, dtype)) if PHI.has_two_halves else b_phi1,
+    )
     largest = tl.zeros((C,), tl.float32)
     if PHI.unbounded:
-        largest = largest_logs(keys, seq, tile, TILING)
-    far, far_den, r = sums_of_keys(x, y, keys, state, seq, tile, largest, None, TILING, PHI)
-    numbers = tile.head.to(tl.int64) * seq.queries
-    seats = numbers + tile.rows
+        largest = max_log_scale(keys, seq, tile, TILING)
+    far, far_den, r = sums_of_keys(b_phi1, b_phi2, keys, state, seq, tile, largest, None, TILING, PHI)
+    vec_offset = tile.head.to(tl.int64) * seq.queries
+    vec_idx = vec_offset + tile.rows
     logit = den
     if NEAR.gated:
-        logit = gate_of(shares, tile.head, tile.at, tile.first, seq.queries, C, NEAR)
-        if shares.gate_weight is not None:
-            weight = gate_weight_of(shares, tile.query_head, 0, PHI.width, PHI.padded_width, NEAR)
-            token = load_rows(q, queries.row, left, C, PHI.width, PHI.padded_width)
-            logit += tl.sum(token.to(tl.float32) * weight[None, :], 1)
-            tl.store(merged.logit + seats, logit, mask=inside)
-    extra = gamma_of(shares, tile.query_head)
+        logit = load_gate(merge_params, tile.head, tile.at, tile.first, seq.queries, C, NEAR)
+        if merge_params.gate_weight is not None:
+            b_gate_weight = load_gate_weight(
+                merge_params, tile.query_head, 0, PHI.width, PHI.padded_width, NEAR
+            )
+            b_q = load_rows(p_q, queries.row, num_valid, C, PHI.width, PHI.padded_width)
+            logit += tl.sum(b_q.to(tl.float32) * b_gate_weight[None, :], 1)
+            tl.store(merged.logit + vec_idx, logit, mask=inside)
+    gamma = load_gamma(merge_params, tile.query_head)
     # The scale of phi(q) cancels, except against a softmax window.
-    far_log = r + own if (NEAR.softmax and PHI.unbounded) else r
+    far_log = r + q_log_scale if (NEAR.softmax and PHI.unbounded) else r
     if PHI.decays and not NEAR.gated:
         of_queries = seq.decay.of_queries + tile.key_head.to(tl.int64) * seq.queries
-        far_log += load_numbers(of_queries, tile.at, tile.end, C)
-    total, difference, factor, lse, share = merged_parts(
-        near, den, top, far, far_den, far_log, logit, extra, PHI.least, NEAR
+        far_log += load_vector(of_queries, tile.at, tile.end, C)
+    b_o, b_spread, factor, lse, share = merge_parts(
+        near, den, row_max, far, far_den, far_log, logit, gamma, PHI.least, NEAR
     )
-    store_rows(tile_rows(out, tile), out.row, left, total, TILING.values, VP)
+    store_rows(tile_ptr(out, tile), out.row, num_valid, b_o, TILING.values, VP)
     if spread is not None:
-        store_rows(tile_rows(spread, tile), spread.row, left, difference, TILING.values, VP)
-    tl.store(merged.factor + seats, factor, mask=inside)
+        store_rows(tile_ptr(spread, tile), spread.row, num_valid, b_spread, TILING.values, VP)
+    tl.store(merged.factor + vec_idx, factor, mask=inside)
     if NEAR.softmax:
-        tl.store(merged.lse + seats, lse, mask=inside)
+        tl.store(merged.lse + vec_idx, lse, mask=inside)
     if not NEAR.gated:
-        tl.store(merged.share + seats, share, mask=inside)
+        tl.store(merged.share + vec_idx, share, mask=inside)
     if PHI.unbounded and tile.query_head % TILING.group == 0:
         # r is the same for all query heads of a key head.
         r = r if NEAR.softmax else lse
@@ -222,39 +227,41 @@ def merge(
 
 
 @triton.jit
-def window_slopes(
-    halves,
-    do,
+def window_ds(
+    b_q,
+    b_do,
     n,
-    level,
-    shift,
+    lse,
+    mean,
     window,
     matrix,
     seq,
     tile,
     starts,
-    here,
+    k_start,
     TILING: tl.constexpr,
     NEAR: tl.constexpr,
     PHI: tl.constexpr,
 ):
-    """For queries (C,) and window keys (BK,) from `here` on: n_i w_ij do_i.v_j, ds_ij, and the keys' halves."""
+    """For queries (C,) and window keys (BK,) from `k_start` on: n_i w_ij do_i.v_j, ds_ij, and the keys' halves."""
     BK: tl.constexpr = TILING.block
     VP: tl.constexpr = TILING.padded_values
-    dtype: tl.constexpr = do.dtype
-    places, first = here + tl.arange(0, BK), tl.cast(here + window.before, tl.int64)
-    k = head_at(window.keys, tile.batch, tile.kv) + first * window.keys.row
-    v = head_at(window.v, tile.batch, tile.kv) + first * window.v.row
-    seat, count = here - tile.at + NEAR.reach, seq.length - here
-    projection = matrix_of(matrix, tile.kv, PHI)
-    values = load_rows(v, window.v.row, count, BK, TILING.values, VP)
-    ka, kb, logs = window_tile(k, window.keys.row, count, window, seat, projection, matrix.low, BK, NEAR, PHI)
-    seen = (places[None, :] >= starts[:, None]) & (places[None, :] <= tile.rows[:, None])
-    seen &= (tile.rows < tile.end)[:, None]
-    similar = products(halves[0], halves[1], ka, kb, dtype, NEAR, PHI)
-    weights, slopes = window_weights(similar, logs[None, :], level[:, None], seen, NEAR, PHI)
-    towards = dot(do, tl.trans(values), dtype) * n[:, None]
-    return weights * towards, slopes * (towards - shift[:, None]), ka, kb
+    dtype: tl.constexpr = b_do.dtype
+    k_idx, row_idx = k_start + tl.arange(0, BK), tl.cast(k_start + window.before, tl.int64)
+    p_k = head_ptr(window.keys, tile.batch, tile.kv) + row_idx * window.keys.row
+    p_v = head_ptr(window.v, tile.batch, tile.kv) + row_idx * window.v.row
+    table_row, num_keys = k_start - tile.at + NEAR.reach, seq.length - k_start
+    projection = projection_ptr(matrix, tile.kv, PHI)
+    b_v = load_rows(p_v, window.v.row, num_keys, BK, TILING.values, VP)
+    b_k1, b_k2, logs = window_tile(
+        p_k, window.keys.row, num_keys, window, table_row, projection, matrix.low, BK, NEAR, PHI
+    )
+    mask = (k_idx[None, :] >= starts[:, None]) & (k_idx[None, :] <= tile.rows[:, None])
+    mask &= (tile.rows < tile.end)[:, None]
+    b_s = scores(b_q[0], b_q[1], b_k1, b_k2, dtype, NEAR, PHI)
+    b_p, b_ds = window_weights(b_s, logs[None, :], lse[:, None], mask, NEAR, PHI)
+    b_dp = dot(b_do, tl.trans(b_v), dtype) * n[:, None]
+    return b_p * b_dp, b_ds * (b_dp - mean[:, None]), b_k1, b_k2
 
 
 @triton.jit
@@ -265,21 +272,21 @@ def merge_backward(
     matrix,
     state,
     seq,
-    shares,
+    merge_params,
     merged,
     out,
     spread,
     dq,
-    dy,
+    p_dproj,
     means,
-    change,
+    dgate,
     TILING: tl.constexpr,
     NEAR: tl.constexpr,
     PHI: tl.constexpr,
 ):
     """Gradients of queries (B, H, N, D), optionally of projected queries (..., M), z, and features.
 
-    Also the means (B, H, N) of `window_kernels`, and `change` (B, H, N): the gradient of the gate's logits, or each
+    Also the means (B, H, N) of `window_kernels`, and `dgate` (B, H, N): the gradient of the gate's logits, or each
     query's part of the gradient of gamma. Programs as in `merge`.
     """
     C: tl.constexpr = TILING.chunk
@@ -287,118 +294,173 @@ def merge_backward(
     VP: tl.constexpr = TILING.padded_values
     HP: tl.constexpr = NEAR.padded_half
     MP: tl.constexpr = PHI.padded_rows
-    LEARNED: tl.constexpr = dy is not None
+    LEARNED: tl.constexpr = p_dproj is not None
     tile = queries_of_program(seq, TILING)
     tokens = queries.tokens.rows
-    q, left = tile_rows(tokens, tile), tile.end - tile.at
-    dtype: tl.constexpr = q.dtype.element_ty
+    p_q, num_valid = tile_ptr(tokens, tile), tile.end - tile.at
+    dtype: tl.constexpr = p_q.dtype.element_ty
     inside = tile.rows < tile.end
     starts = window_start(window, seq, tile.batch, tile.rows, NEAR)
     oldest = tl.min(starts, 0)
-    numbers = tile.head.to(tl.int64) * seq.queries
-    seats = numbers + tile.rows
-    projection = matrix_of(matrix, tile.kv, PHI)
-    of_token = dq + (numbers + tile.at) * PHI.width
-    of_projected = dy + (numbers + tile.at) * PHI.rows if LEARNED else None
+    vec_offset = tile.head.to(tl.int64) * seq.queries
+    vec_idx = vec_offset + tile.rows
+    projection = projection_ptr(matrix, tile.kv, PHI)
+    p_dq = dq + (vec_offset + tile.at) * PHI.width
+    p_dproj_tile = p_dproj + (vec_offset + tile.at) * PHI.rows if LEARNED else None
 
     if queries.tokens.features is not None:
-        fa, fb, own = phi(q, tokens.row, left, projection, matrix.low, C, PHI)
-        fa, fb = rounded(fa, dtype), rounded(fb, dtype)
-        store_features(fa, fb, own, queries.tokens, tile.head, seq.queries, tile.at, left, PHI)
+        b_phi1, b_phi2, q_log_scale = phi(p_q, tokens.row, num_valid, projection, matrix.low, C, PHI)
+        b_phi1, b_phi2 = rounded(b_phi1, dtype), rounded(b_phi2, dtype)
+        store_features(
+            b_phi1, b_phi2, q_log_scale, queries.tokens, tile.head, seq.queries, tile.at, num_valid, PHI
+        )
         # Read back below; until then, the gradients need the registers.
         tl.debug_barrier()
-    do = load_rows(tile_rows(queries.grad, tile), queries.grad.row, left, C, TILING.values, VP)
-    factor = load_numbers(queries.reciprocal + numbers, tile.at, tile.end, C)
+    b_do = load_rows(tile_ptr(queries.grad, tile), queries.grad.row, num_valid, C, TILING.values, VP)
+    factor = load_vector(queries.reciprocal + vec_offset, tile.at, tile.end, C)
     n = near_factor(
-        shares, queries.reciprocal, tile.head, tile.query_head, tile.at, tile.first, seq.queries, C, NEAR
+        merge_params,
+        queries.reciprocal,
+        tile.head,
+        tile.query_head,
+        tile.at,
+        tile.first,
+        seq.queries,
+        C,
+        NEAR,
     )
-    level = level_of(merged, tile.head, tile.key_head, tile.at, seq.queries, C, NEAR, PHI)
+    lse = load_lse(merged, tile.head, tile.key_head, tile.at, seq.queries, C, NEAR, PHI)
     r = tl.zeros((C,), tl.float32)
     if PHI.unbounded:
-        r = load_numbers(queries.scale + tile.key_head.to(tl.int64) * seq.queries, tile.at, tile.end, C)
+        r = load_vector(queries.scale + tile.key_head.to(tl.int64) * seq.queries, tile.at, tile.end, C)
     if NEAR.gated:
-        share_of_far = tl.sigmoid(-gate_of(shares, tile.head, tile.at, tile.first, seq.queries, C, NEAR))
+        far_share = tl.sigmoid(-load_gate(merge_params, tile.head, tile.at, tile.first, seq.queries, C, NEAR))
     if spread is None:
         # One key may have nearly all the weight, and terms then nearly cancel: the rounded output is too inexact.
-        fa, fb, _own = features_of_queries(queries.tokens, seq, tile, TILING, PHI)
-        of_far, den = do_of_keys(fa, fb, do, keys, state, seq, tile, r, TILING, PHI)
-        qa, qb, _logs = window_tile(
-            q, tokens.row, left, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI
+        b_phi1, b_phi2, _own = load_features_of_queries(queries.tokens, seq, tile, TILING, PHI)
+        far_do_v, den = do_v_of_keys(b_phi1, b_phi2, b_do, keys, state, seq, tile, r, TILING, PHI)
+        b_q1, b_q2, _logs = window_tile(
+            p_q, tokens.row, num_valid, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI
         )
-        of_near = tl.zeros((C,), tl.float32)
-        for here in range(oldest, tile.stop, BK):
-            parts, _slopes, _ka, _kb = window_slopes(
-                (qa, qb), do, n, level, of_near, window, matrix, seq, tile, starts, here, TILING, NEAR, PHI
+        near_do_v = tl.zeros((C,), tl.float32)
+        for k_start in range(oldest, tile.stop, BK):
+            b_pdp, _ds, _k1, _k2 = window_ds(
+                (b_q1, b_q2),
+                b_do,
+                n,
+                lse,
+                near_do_v,
+                window,
+                matrix,
+                seq,
+                tile,
+                starts,
+                k_start,
+                TILING,
+                NEAR,
+                PHI,
             )
-            of_near += tl.sum(parts, 1)
+            near_do_v += tl.sum(b_pdp, 1)
         if NEAR.gated:
-            excess = tl.where(factor == 0, 0.0, of_far / tl.where(factor == 0, 1.0, den))
-            mean = of_near
-            moved = share_of_far * (of_near - n * excess)
+            far_do_mean = tl.where(factor == 0, 0.0, far_do_v / tl.where(factor == 0, 1.0, den))
+            mean = near_do_v
+            b_dgate = far_share * (near_do_v - n * far_do_mean)
         else:
-            excess = of_near + of_far * factor
-            mean = excess if NEAR.softmax else excess * n
-            share = load_numbers(merged.share + numbers, tile.at, tile.end, C)
-            moved = of_far * factor - share * excess
+            far_do_mean = near_do_v + far_do_v * factor
+            mean = far_do_mean if NEAR.softmax else far_do_mean * n
+            share = load_vector(merged.share + vec_offset, tile.at, tile.end, C)
+            b_dgate = far_do_v * factor - share * far_do_mean
     else:
-        o = load_rows(tile_rows(out, tile), out.row, left, C, TILING.values, VP)
-        along_out = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-        difference = load_rows(tile_rows(spread, tile), spread.row, left, C, TILING.values, VP)
-        moved = tl.sum(difference.to(tl.float32) * do.to(tl.float32), 1)
+        b_o = load_rows(tile_ptr(out, tile), out.row, num_valid, C, TILING.values, VP)
+        do_dot_o = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
+        b_spread = load_rows(tile_ptr(spread, tile), spread.row, num_valid, C, TILING.values, VP)
+        b_dgate = tl.sum(b_spread.to(tl.float32) * b_do.to(tl.float32), 1)
         if NEAR.gated:
-            excess = along_out - n * moved
-            mean = n * (along_out + share_of_far * moved)
-            moved *= share_of_far * n
+            far_do_mean = do_dot_o - n * b_dgate
+            mean = n * (do_dot_o + far_share * b_dgate)
+            b_dgate *= far_share * n
         else:
-            excess = along_out
-            mean = excess if NEAR.softmax else excess * n
-    tl.store(means + seats, mean, mask=inside)
-    tl.store(queries.delta + seats, -factor * excess, mask=inside)
-    tl.store(change + seats, rounded(moved, change.dtype.element_ty), mask=inside)
+            far_do_mean = do_dot_o
+            mean = far_do_mean if NEAR.softmax else far_do_mean * n
+    tl.store(means + vec_idx, mean, mask=inside)
+    tl.store(queries.delta + vec_idx, -factor * far_do_mean, mask=inside)
+    tl.store(dgate + vec_idx, rounded(b_dgate, dgate.dtype.element_ty), mask=inside)
 
-    slope = tl.zeros((C, MP), tl.float32)
-    along = tl.zeros((C,), tl.float32)
-    size = tl.zeros((C,), tl.float32)
-    for half in tl.static_range(2 if PHI.two else 1):
-        grad = gradient_of_half(half, do, -excess, r, keys, state, seq, tile, TILING, PHI) * factor[:, None]
+    dproj = tl.zeros((C, MP), tl.float32)
+    dphi_dot_phi = tl.zeros((C,), tl.float32)
+    phi_norm_sq = tl.zeros((C,), tl.float32)
+    for half in tl.static_range(2 if PHI.has_two_halves else 1):
+        b_dphi = (
+            dphi_of_half(half, b_do, -far_do_mean, r, keys, state, seq, tile, TILING, PHI) * factor[:, None]
+        )
         if not NEAR.softmax:
-            qa, qb, _logs = window_tile(
-                q, tokens.row, left, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI
+            b_q1, b_q2, _logs = window_tile(
+                p_q, tokens.row, num_valid, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI
             )
-            for here in range(oldest, tile.stop, BK):
-                _parts, slopes, ka, kb = window_slopes(
-                    (qa, qb), do, n, level, mean, window, matrix, seq, tile, starts, here, TILING, NEAR, PHI
+            for k_start in range(oldest, tile.stop, BK):
+                _pdp, b_ds, b_k1, b_k2 = window_ds(
+                    (b_q1, b_q2),
+                    b_do,
+                    n,
+                    lse,
+                    mean,
+                    window,
+                    matrix,
+                    seq,
+                    tile,
+                    starts,
+                    k_start,
+                    TILING,
+                    NEAR,
+                    PHI,
                 )
-                grad += dot(slopes, kb if half else ka, dtype)
-        fa, fb, _own = features_of_queries(queries.tokens, seq, tile, TILING, PHI)
-        fa, fb = fa.to(tl.float32), fb.to(tl.float32)
-        along += tl.sum(grad * (fb if half else fa), 1)
-        size += tl.sum(fb * fb if half else fa * fa, 1)
-        slope += slope_of_half(half, grad, fb if half else fa, fa if half else fb, PHI)
-    if (NEAR.gated or not NEAR.softmax) and not PHI.two:
+                b_dphi += dot(b_ds, b_k2 if half else b_k1, dtype)
+        b_phi1, b_phi2, _own = load_features_of_queries(queries.tokens, seq, tile, TILING, PHI)
+        b_phi1, b_phi2 = b_phi1.to(tl.float32), b_phi2.to(tl.float32)
+        dphi_dot_phi += tl.sum(b_dphi * (b_phi2 if half else b_phi1), 1)
+        phi_norm_sq += tl.sum(b_phi2 * b_phi2 if half else b_phi1 * b_phi1, 1)
+        dproj += dproj_of_half(half, b_dphi, b_phi2 if half else b_phi1, b_phi1 if half else b_phi2, PHI)
+    if (NEAR.gated or not NEAR.softmax) and not PHI.has_two_halves:
         # Outputs under phi alone do not depend on the length of phi(q), see `bwd_dq`.
-        slope = across_features(slope, along, size, queries.tokens, seq, tile, TILING, PHI)
-    store_slope(q, tokens.row, left, projection, slope, of_token, of_projected, C, LEARNED, PHI)
+        dproj = orthogonal_to_features(
+            dproj, dphi_dot_phi, phi_norm_sq, queries.tokens, seq, tile, TILING, PHI
+        )
+    store_dx(p_q, tokens.row, num_valid, projection, dproj, p_dq, p_dproj_tile, C, LEARNED, PHI)
 
     if NEAR.softmax:
         # Add the parts of window and gate to the gradient stored above.
         tl.debug_barrier()
-        qa, qb, _logs = window_tile(
-            q, tokens.row, left, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI
+        b_q1, b_q2, _logs = window_tile(
+            p_q, tokens.row, num_valid, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI
         )
-        grad_a = tl.zeros((C, HP), tl.float32)
-        grad_b = tl.zeros((C, HP), tl.float32)
-        for here in range(oldest, tile.stop, BK):
-            _parts, slopes, ka, kb = window_slopes(
-                (qa, qb), do, n, level, mean, window, matrix, seq, tile, starts, here, TILING, NEAR, PHI
+        b_dq1 = tl.zeros((C, HP), tl.float32)
+        b_dq2 = tl.zeros((C, HP), tl.float32)
+        for k_start in range(oldest, tile.stop, BK):
+            _pdp, b_ds, b_k1, b_k2 = window_ds(
+                (b_q1, b_q2),
+                b_do,
+                n,
+                lse,
+                mean,
+                window,
+                matrix,
+                seq,
+                tile,
+                starts,
+                k_start,
+                TILING,
+                NEAR,
+                PHI,
             )
-            grad_a += dot(slopes, ka, dtype)
-            grad_b += dot(slopes, kb, dtype)
+            b_dq1 += dot(b_ds, b_k1, dtype)
+            b_dq2 += dot(b_ds, b_k2, dtype)
         if NEAR.rotary:
-            grad_a, grad_b = turned(grad_a, grad_b, angles(window, NEAR.reach, NEAR), NEAR, True)
-        if shares.gate_weight is not None:
-            weight_a = gate_weight_of(shares, tile.query_head, 0, NEAR.half, HP, NEAR)
-            weight_b = gate_weight_of(shares, tile.query_head, NEAR.half, NEAR.width - NEAR.half, HP, NEAR)
-            grad_a += moved[:, None] * weight_a[None, :]
-            grad_b += moved[:, None] * weight_b[None, :]
-        store_halves(of_token, grad_a, grad_b, left, True, NEAR)
+            b_dq1, b_dq2 = apply_rotary(b_dq1, b_dq2, angles_ptr(window, NEAR.reach, NEAR), NEAR, True)
+        if merge_params.gate_weight is not None:
+            weight_a = load_gate_weight(merge_params, tile.query_head, 0, NEAR.half, HP, NEAR)
+            weight_b = load_gate_weight(
+                merge_params, tile.query_head, NEAR.half, NEAR.width - NEAR.half, HP, NEAR
+            )
+            b_dq1 += b_dgate[:, None] * weight_a[None, :]
+            b_dq2 += b_dgate[:, None] * weight_b[None, :]
+        store_halves(p_dq, b_dq1, b_dq2, num_valid, True, NEAR)

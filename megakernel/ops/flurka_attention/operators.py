@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.flurka_attention import merge_kernels, pool_kernels, window_kernels
-from megakernel.ops.flurka_attention.arguments import Merged, Near, Pools, Shares, Window
+from megakernel.ops.flurka_attention.arguments import Merged, MergeParams, Near, Pools, Window
 from megakernel.ops.flurka_attention.block_tables import ends_of_blocks
 from megakernel.ops.groups import Tensors
 from megakernel.ops.kernel_attention import kernels, key_kernels
@@ -85,7 +85,7 @@ class FlurkaLaunches(NamedTuple):
     queries: Rows
     window: Window
     pools: Pools
-    shares: Shares
+    shares: MergeParams
     matrix: Matrix
     """The projection in the dtype of landmarks, float32."""
 
@@ -128,7 +128,7 @@ class FlurkaLaunches(NamedTuple):
                 pool_stride,
                 None if far_mass is None else far_mass.contiguous(),
             ),
-            Shares(None, None, None),
+            MergeParams(None, None, None),
             Matrix.of(matrix, heads),
             matrix,
             trains and not phi.unbounded,
@@ -140,7 +140,9 @@ class FlurkaLaunches(NamedTuple):
         return self._replace(
             near=self.near._replace(gated=gate is not None, rotary=table is not None),
             window=self.window._replace(table=table),
-            shares=Shares(*(None if x is None else x.contiguous() for x in (gate, gate_weight, far_weight))),
+            shares=MergeParams(
+                *(None if x is None else x.contiguous() for x in (gate, gate_weight, far_weight))
+            ),
         )
 
     def launch(self, kernel: Any, batch: int, *arguments: Any, **options: Any) -> None:

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from megakernel.ops.flurka_attention.arguments import block_end
-from megakernel.ops.kernel_attention.arguments import head_at
+from megakernel.ops.kernel_attention.arguments import head_ptr
 from megakernel.ops.kernels.features import dot, load_rows, rounded, store_rows
 
 
@@ -65,28 +65,28 @@ def pool(
     blocks = tl.cdiv(seq.length, B)
     head, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     batch, kv = head // seq.heads, head % seq.heads
-    at, count = tokens_of_block(window, seq, batch, block, NEAR)
-    k = head_at(window.keys, batch, kv) + at * window.keys.row
-    v = head_at(window.v, batch, kv) + at * window.v.row
-    dtype: tl.constexpr = k.dtype.element_ty
-    seat = (head.to(tl.int64) * blocks + block) * R
-    tokens = load_rows(k, window.keys.row, count, BP, PHI.width, PHI.padded_width)
+    at, num_valid = tokens_of_block(window, seq, batch, block, NEAR)
+    p_k = head_ptr(window.keys, batch, kv) + at * window.keys.row
+    p_v = head_ptr(window.v, batch, kv) + at * window.v.row
+    dtype: tl.constexpr = p_k.dtype.element_ty
+    landmark_idx = (head.to(tl.int64) * blocks + block) * R
+    tokens = load_rows(p_k, window.keys.row, num_valid, BP, PHI.width, PHI.padded_width)
     of_keys = load_pool(pools.of_keys + kv.to(tl.int64) * pools.head, R, RP, B, BP)
-    store_landmarks(landmarks + seat * PHI.width, pooled(tokens, of_keys, dtype), R, PHI.width)
-    tokens = load_rows(v, window.v.row, count, BP, TILING.values, TILING.padded_values)
+    store_landmarks(landmarks + landmark_idx * PHI.width, pooled(tokens, of_keys, dtype), R, PHI.width)
+    tokens = load_rows(p_v, window.v.row, num_valid, BP, TILING.values, TILING.padded_values)
     of_values = load_pool(pools.of_values + kv.to(tl.int64) * pools.head, R, RP, B, BP)
-    store_landmarks(values + seat * TILING.values, pooled(tokens, of_values, dtype), R, TILING.values)
+    store_landmarks(values + landmark_idx * TILING.values, pooled(tokens, of_values, dtype), R, TILING.values)
     r = tl.arange(0, RP)
     each = B / R * (1.0 if pools.far_mass is None else tl.exp(tl.load(pools.far_mass + kv).to(tl.float32)))
-    counts = tl.where(count > 0, each, 0.0)
-    tl.store(token_count + seat + r, tl.zeros((RP,), tl.float32) + counts, mask=r < R)
+    counts = tl.where(num_valid > 0, each, 0.0)
+    tl.store(token_count + landmark_idx + r, tl.zeros((RP,), tl.float32) + counts, mask=r < R)
 
 
 @triton.jit
 def pool_backward(
     window,
     seq,
-    numbers,
+    pool_parts,
     of_keys,
     of_values,
     EACH: tl.constexpr,
@@ -98,7 +98,7 @@ def pool_backward(
 ):
     """Gradients of E and F from EACH blocks, (B, H_kv, parts, R, B) float32. Program: EACH blocks of a key head.
 
-    The summands of each key are the two `numbers` of `window_kernels.window_backward`.
+    The summands of each key are the two `pool_parts` of `window_kernels.window_backward`.
     """
     R: tl.constexpr = TILING.rank
     B: tl.constexpr = NEAR.block_size
@@ -106,13 +106,13 @@ def pool_backward(
     parts = tl.cdiv(blocks, EACH)
     head, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     batch = head // seq.heads
-    own = head.to(tl.int64) * (window.before + seq.length)
+    row_idx = head.to(tl.int64) * (window.before + seq.length)
     total_k = tl.zeros((BP, RP), tl.float32)
     total_v = total_k
     for block in range(part * EACH, tl.minimum(part * EACH + EACH, blocks)):
-        at, count = tokens_of_block(window, seq, batch, block, NEAR)
-        total_k += load_rows(numbers[0] + (own + at) * R, R, count, BP, R, RP)
-        total_v += load_rows(numbers[1] + (own + at) * R, R, count, BP, R, RP)
-    place = tl.program_id(0).to(tl.int64) * (B * R)
-    store_rows(of_keys + place, B, R, tl.trans(total_k), B, BP)
-    store_rows(of_values + place, B, R, tl.trans(total_v), B, BP)
+        at, num_valid = tokens_of_block(window, seq, batch, block, NEAR)
+        total_k += load_rows(pool_parts[0] + (row_idx + at) * R, R, num_valid, BP, R, RP)
+        total_v += load_rows(pool_parts[1] + (row_idx + at) * R, R, num_valid, BP, R, RP)
+    offset = tl.program_id(0).to(tl.int64) * (B * R)
+    store_rows(of_keys + offset, B, R, tl.trans(total_k), B, BP)
+    store_rows(of_values + offset, B, R, tl.trans(total_v), B, BP)

@@ -13,119 +13,138 @@ the window's own weights, times the gate. Under phi, ds_ij / w_ij is the gradien
 import triton
 import triton.language as tl
 
-from megakernel.ops.flurka_attention.arguments import angles, block_end, gamma_of, gate_of, window_start
-from megakernel.ops.kernel_attention.arguments import head_at, load_numbers, matrix_of
+from megakernel.ops.flurka_attention.arguments import (
+    angles_ptr,
+    block_end,
+    load_gamma,
+    load_gate,
+    window_start,
+)
+from megakernel.ops.kernel_attention.arguments import head_ptr, load_vector, projection_ptr
 from megakernel.ops.kernels.features import (
     EMPTY,
     dot,
     exp,
     exp2,
     load_rows,
-    once,
+    materialize,
     phi,
     rounded,
-    store_gradient,
+    store_dx_from_dphi,
     store_rows,
 )
-from megakernel.ops.kernels.states import first_token
+from megakernel.ops.kernels.states import document_start
 
 
 @triton.jit
-def turned(first, second, table, NEAR: tl.constexpr, BACK: tl.constexpr):
+def apply_rotary(x1, x2, table, NEAR: tl.constexpr, BACK: tl.constexpr):
     """Halves (C, DH) rotated by the angles of consecutive places; rows of `table` have cosines, then sines."""
-    rows, columns = tl.arange(0, first.shape[0])[:, None], tl.arange(0, NEAR.padded_half)[None, :]
+    rows, columns = tl.arange(0, x1.shape[0])[:, None], tl.arange(0, NEAR.padded_half)[None, :]
     # Offsets are constant here; those of `load_rows` would stay in registers through a loop.
-    places = table + (rows * (2 * NEAR.half) + columns)
-    cos = tl.load(places, mask=columns < NEAR.half, other=0.0)
-    sin = tl.load(places + NEAR.half, mask=columns < NEAR.half, other=0.0)
+    ptrs = table + (rows * (2 * NEAR.half) + columns)
+    cos = tl.load(ptrs, mask=columns < NEAR.half, other=0.0)
+    sin = tl.load(ptrs + NEAR.half, mask=columns < NEAR.half, other=0.0)
     sin = -sin if BACK else sin
-    return first * cos - second * sin, second * cos + first * sin
+    return x1 * cos - x2 * sin, x2 * cos + x1 * sin
 
 
 @triton.jit
 def window_tile(
-    x, stride, count, window, place, matrix, low, C: tl.constexpr, NEAR: tl.constexpr, PHI: tl.constexpr
+    x,
+    stride,
+    num_valid,
+    window,
+    table_row,
+    matrix,
+    low,
+    C: tl.constexpr,
+    NEAR: tl.constexpr,
+    PHI: tl.constexpr,
 ):
     """The halves of C tokens at `x` for products in a window, and their log scales (C,).
 
-    place: row of the first token in the table of angles.
+    table_row: row of the first token in the table of angles.
     """
     dtype: tl.constexpr = x.dtype.element_ty
     if NEAR.softmax:
-        a = load_rows(x, stride, count, C, NEAR.half, NEAR.padded_half)
-        b = load_rows(x + NEAR.half, stride, count, C, NEAR.width - NEAR.half, NEAR.padded_half)
+        x1 = load_rows(x, stride, num_valid, C, NEAR.half, NEAR.padded_half)
+        x2 = load_rows(x + NEAR.half, stride, num_valid, C, NEAR.width - NEAR.half, NEAR.padded_half)
         logs = tl.zeros((C,), tl.float32)
         if NEAR.rotary:
-            a, b = turned(a.to(tl.float32), b.to(tl.float32), angles(window, place, NEAR), NEAR, False)
+            x1, x2 = apply_rotary(
+                x1.to(tl.float32), x2.to(tl.float32), angles_ptr(window, table_row, NEAR), NEAR, False
+            )
     else:
-        a, b, logs = phi(x, stride, count, matrix, low, C, PHI)
-    return once(rounded(a, dtype)), once(rounded(b, dtype)), logs
+        x1, x2, logs = phi(x, stride, num_valid, matrix, low, C, PHI)
+    return materialize(rounded(x1, dtype)), materialize(rounded(x2, dtype)), logs
 
 
 @triton.jit
-def products(a, b, a2, b2, dtype: tl.constexpr, NEAR: tl.constexpr, PHI: tl.constexpr):
-    """Dot products of all rows of (a, b) with all rows of (a2, b2), tiles given in halves."""
-    found = dot(a, tl.trans(a2), dtype)
-    if NEAR.softmax or PHI.two:
-        found += dot(b, tl.trans(b2), dtype)
-    return found
+def scores(x1, x2, y1, y2, dtype: tl.constexpr, NEAR: tl.constexpr, PHI: tl.constexpr):
+    """Dot products of all rows of (x1, x2) with all rows of (y1, y2), tiles in halves."""
+    b_s = dot(x1, tl.trans(y1), dtype)
+    if NEAR.softmax or PHI.has_two_halves:
+        b_s += dot(x2, tl.trans(y2), dtype)
+    return b_s
 
 
 @triton.jit
-def window_weights(similar, logs, level, visible, NEAR: tl.constexpr, PHI: tl.constexpr):
-    """Weights of pairs without `near_factor`, and their derivatives with respect to `similar`.
+def window_weights(b_s, logs, lse, visible, NEAR: tl.constexpr, PHI: tl.constexpr):
+    """Weights of pairs without `near_factor`, and their derivatives with respect to `b_s`.
 
-    logs: log scales of keys; level: lse of queries, or r under phi; both broadcastable to the tile.
+    logs: log scales of keys; lse: that of queries, or r under phi; both broadcastable to the tile.
     """
     if NEAR.softmax:
-        weights = tl.where(visible, exp2(similar * NEAR.sharp - level), 0.0)
-        return weights, weights * (NEAR.sharp * 0.6931471805599453)
+        weights = tl.where(visible, exp2(b_s * NEAR.softmax_scale_log2 - lse), 0.0)
+        return weights, weights * (NEAR.softmax_scale_log2 * 0.6931471805599453)
     if PHI.unbounded:
-        factors = tl.where(visible & (level > EMPTY), exp(tl.minimum(logs - level, 0.0)), 0.0)
+        factors = tl.where(visible & (lse > EMPTY), exp(tl.minimum(logs - lse, 0.0)), 0.0)
     else:
         factors = tl.where(visible, 1.0, 0.0)
-    return similar * factors, factors
+    return b_s * factors, factors
 
 
 @triton.jit
-def near_factor(shares, factor, head, query_head, at, first, length, C: tl.constexpr, NEAR: tl.constexpr):
+def near_factor(
+    merge_params, factor, head, query_head, at, first, length, C: tl.constexpr, NEAR: tl.constexpr
+):
     """n_i of C queries: the gate; 1 for a softmax that shares its normalizer with landmarks; 1 / den under phi.
 
     first: where their documents start. factor: factor of the sums over landmarks, for all query heads of the batch;
     under phi exp(gamma) / den.
     """
     if NEAR.gated:
-        numbers = tl.sigmoid(gate_of(shares, head, at, first, length, C, NEAR))
+        n = tl.sigmoid(load_gate(merge_params, head, at, first, length, C, NEAR))
     elif NEAR.softmax:
-        numbers = tl.full((C,), 1.0, tl.float32)
+        n = tl.full((C,), 1.0, tl.float32)
     else:
-        numbers = load_numbers(factor + head.to(tl.int64) * length, at, length, C)
-        numbers *= tl.exp(-gamma_of(shares, query_head))
-    return numbers
+        n = load_vector(factor + head.to(tl.int64) * length, at, length, C)
+        n *= tl.exp(-load_gamma(merge_params, query_head))
+    return n
 
 
 @triton.jit
-def level_of(merged, head, key_head, at, length, C: tl.constexpr, NEAR: tl.constexpr, PHI: tl.constexpr):
+def load_lse(merged, head, key_head, at, length, C: tl.constexpr, NEAR: tl.constexpr, PHI: tl.constexpr):
     """(C,): the log scale of the weights of each query: lse, r, or 0."""
     if NEAR.softmax:
-        level = load_numbers(merged.lse + head.to(tl.int64) * length, at, length, C)
+        lse = load_vector(merged.lse + head.to(tl.int64) * length, at, length, C)
     elif PHI.unbounded:
-        level = load_numbers(merged.scale + key_head.to(tl.int64) * length, at, length, C)
+        lse = load_vector(merged.scale + key_head.to(tl.int64) * length, at, length, C)
     else:
-        level = tl.zeros((C,), tl.float32)
-    return level
+        lse = tl.zeros((C,), tl.float32)
+    return lse
 
 
 @triton.jit
-def store_halves(dx, first, second, count, MORE: tl.constexpr, NEAR: tl.constexpr):
+def store_halves(dx, dx1, dx2, num_valid, MORE: tl.constexpr, NEAR: tl.constexpr):
     """Store the gradients of halves as rows of tokens; MORE adds to what is stored."""
-    C: tl.constexpr = first.shape[0]
+    C: tl.constexpr = dx1.shape[0]
     rest: tl.constexpr = NEAR.width - NEAR.half
     if MORE:
-        first += load_rows(dx, NEAR.width, count, C, NEAR.half, NEAR.padded_half).to(tl.float32)
-        second += load_rows(dx + NEAR.half, NEAR.width, count, C, rest, NEAR.padded_half).to(tl.float32)
-    store_rows(dx, NEAR.width, count, first, NEAR.half, NEAR.padded_half)
-    store_rows(dx + NEAR.half, NEAR.width, count, second, rest, NEAR.padded_half)
+        dx1 += load_rows(dx, NEAR.width, num_valid, C, NEAR.half, NEAR.padded_half).to(tl.float32)
+        dx2 += load_rows(dx + NEAR.half, NEAR.width, num_valid, C, rest, NEAR.padded_half).to(tl.float32)
+    store_rows(dx, NEAR.width, num_valid, dx1, NEAR.half, NEAR.padded_half)
+    store_rows(dx + NEAR.half, NEAR.width, num_valid, dx2, rest, NEAR.padded_half)
 
 
 @triton.jit
@@ -135,16 +154,16 @@ def window_backward(
     pools,
     matrix,
     seq,
-    shares,
+    merge_params,
     merged,
-    grad,
+    do,
     means,
     dlandmarks,
     dpooled,
-    numbers,
+    pool_parts,
     dk,
     dv,
-    dy,
+    p_dproj,
     TILING: tl.constexpr,
     NEAR: tl.constexpr,
     PHI: tl.constexpr,
@@ -152,7 +171,7 @@ def window_backward(
     """Gradients of keys (B, H_kv, before + N, D), values (..., V) and projected keys (..., M); rows of tiles are keys.
 
     They come through windows and through landmarks, E^T dlandmarks and F^T dpooled; dlandmarks: (B, H_kv, blocks R, D),
-    dpooled: (..., V). `numbers`, two of (B, H_kv, before + N, R) float32: dlandmarks.k and dpooled.v of each key and
+    dpooled: (..., V). `pool_parts`, two of (B, H_kv, before + N, R) float32: dlandmarks.k and dpooled.v of each key and
     the landmarks of its block, which `pool_backward` sums. Program: TILING.chunk keys of a key head.
     """
     C: tl.constexpr = TILING.chunk
@@ -162,22 +181,24 @@ def window_backward(
     B: tl.constexpr = NEAR.block_size
     R: tl.constexpr = TILING.rank
     WIDTH: tl.constexpr = NEAR.padded_half if NEAR.softmax else PHI.padded_rows
-    PAIR: tl.constexpr = NEAR.softmax or PHI.two
+    PAIR: tl.constexpr = NEAR.softmax or PHI.has_two_halves
     tiles = tl.cdiv(window.before + seq.length, C)
     head, at = tl.program_id(0) // tiles, tl.program_id(0) % tiles * C - window.before
     batch, kv = head // seq.heads, head % seq.heads
-    rows, left = at + tl.arange(0, C), seq.length - at
-    seat = tl.cast(at + window.before, tl.int64)
-    k = head_at(window.keys, batch, kv) + seat * window.keys.row
-    v = head_at(window.v, batch, kv) + seat * window.v.row
-    dtype: tl.constexpr = k.dtype.element_ty
-    projection = matrix_of(matrix, kv, PHI)
+    rows, num_valid = at + tl.arange(0, C), seq.length - at
+    row_idx = tl.cast(at + window.before, tl.int64)
+    p_k = head_ptr(window.keys, batch, kv) + row_idx * window.keys.row
+    p_v = head_ptr(window.v, batch, kv) + row_idx * window.v.row
+    dtype: tl.constexpr = p_k.dtype.element_ty
+    projection = projection_ptr(matrix, kv, PHI)
 
-    values = load_rows(v, window.v.row, left, C, TILING.values, VP)
-    ka, kb, logs = window_tile(k, window.keys.row, left, window, 0, projection, matrix.low, C, NEAR, PHI)
-    of_a = tl.zeros((C, WIDTH), tl.float32)
-    of_b = tl.zeros((C, WIDTH), tl.float32)
-    of_values = tl.zeros((C, VP), tl.float32)
+    b_v = load_rows(p_v, window.v.row, num_valid, C, TILING.values, VP)
+    b_k1, b_k2, logs = window_tile(
+        p_k, window.keys.row, num_valid, window, 0, projection, matrix.low, C, NEAR, PHI
+    )
+    b_dk1 = tl.zeros((C, WIDTH), tl.float32)
+    b_dk2 = tl.zeros((C, WIDTH), tl.float32)
+    b_dv = tl.zeros((C, VP), tl.float32)
     # One loop over all queries, of all heads, that see a key of the tile.
     first = tl.maximum(at, 0)
     # Places in a tail are negative, but not below -NEAR.reach, so `reach` is not.
@@ -186,44 +207,55 @@ def window_backward(
     steps = tl.maximum(tl.cdiv(last - first, BQ), 0)
     for step in range(G * steps):
         g = step // steps
-        place = first + step % steps * BQ
+        q_start = first + step % steps * BQ
         query_head = kv * G + g
-        own = head * G + g
-        far = tl.cast(place, tl.int64)
-        seats = place + tl.arange(0, BQ)
-        starts = window_start(window, seq, batch, seats, NEAR)
-        q = head_at(queries, batch, query_head) + far * queries.row
-        begins = first_token(seq.starts, batch, seats, seq.length, seq.start)
-        n = near_factor(shares, merged.factor, own, query_head, place, begins, seq.length, BQ, NEAR)
-        level = level_of(merged, own, head, place, seq.length, BQ, NEAR, PHI)
-        shift = load_numbers(means + own.to(tl.int64) * seq.length, place, seq.length, BQ)
-        given = head_at(grad, batch, query_head) + far * grad.row
-        do = load_rows(given, grad.row, seq.length - place, BQ, TILING.values, VP)
-        qa, qb, _own = window_tile(
-            q, queries.row, seq.length - place, window, place - at, projection, matrix.low, BQ, NEAR, PHI
+        q_head = head * G + g
+        row_offset = tl.cast(q_start, tl.int64)
+        q_idx = q_start + tl.arange(0, BQ)
+        starts = window_start(window, seq, batch, q_idx, NEAR)
+        p_q = head_ptr(queries, batch, query_head) + row_offset * queries.row
+        begins = document_start(seq.starts, batch, q_idx, seq.length, seq.start)
+        n = near_factor(
+            merge_params, merged.factor, q_head, query_head, q_start, begins, seq.length, BQ, NEAR
         )
-        seen = (rows[:, None] >= starts[None, :]) & (rows[:, None] <= seats[None, :])
-        seen &= (seats < seq.length)[None, :]
-        similar = products(ka, kb, qa, qb, dtype, NEAR, PHI)
-        weights, change = window_weights(similar, logs[:, None], level[None, :], seen, NEAR, PHI)
-        of_values += dot(weights * n[None, :], do, dtype)
-        slope = (dot(values, tl.trans(do), dtype) * n[None, :] - shift[None, :]) * change
-        of_a += dot(slope, qa, dtype)
+        lse = load_lse(merged, q_head, head, q_start, seq.length, BQ, NEAR, PHI)
+        mean = load_vector(means + q_head.to(tl.int64) * seq.length, q_start, seq.length, BQ)
+        p_do = head_ptr(do, batch, query_head) + row_offset * do.row
+        b_do = load_rows(p_do, do.row, seq.length - q_start, BQ, TILING.values, VP)
+        b_q1, b_q2, _own = window_tile(
+            p_q,
+            queries.row,
+            seq.length - q_start,
+            window,
+            q_start - at,
+            projection,
+            matrix.low,
+            BQ,
+            NEAR,
+            PHI,
+        )
+        mask = (rows[:, None] >= starts[None, :]) & (rows[:, None] <= q_idx[None, :])
+        mask &= (q_idx < seq.length)[None, :]
+        b_s = scores(b_k1, b_k2, b_q1, b_q2, dtype, NEAR, PHI)
+        b_p, ds_factor = window_weights(b_s, logs[:, None], lse[None, :], mask, NEAR, PHI)
+        b_dv += dot(b_p * n[None, :], b_do, dtype)
+        b_ds = (dot(b_v, tl.trans(b_do), dtype) * n[None, :] - mean[None, :]) * ds_factor
+        b_dk1 += dot(b_ds, b_q1, dtype)
         if PAIR:
-            of_b += dot(slope, qb, dtype)
+            b_dk2 += dot(b_ds, b_q2, dtype)
 
     RP: tl.constexpr = TILING.padded_rank
     HALF: tl.constexpr = NEAR.half
     HP: tl.constexpr = NEAR.padded_half
     REST: tl.constexpr = NEAR.width - NEAR.half
-    pooled_a, pooled_b = of_a, of_b
+    b_dx1, b_dx2 = b_dk1, b_dk2
     if not NEAR.softmax:
-        pooled_a = tl.zeros((C, HP), tl.float32)
-        pooled_b = pooled_a
+        b_dx1 = tl.zeros((C, HP), tl.float32)
+        b_dx2 = b_dx1
     elif NEAR.rotary:
-        pooled_a, pooled_b = turned(of_a, of_b, angles(window, 0, NEAR), NEAR, True)
-    of_keys = tl.zeros((C, RP), tl.float32)
-    of_columns = of_keys
+        b_dx1, b_dx2 = apply_rotary(b_dk1, b_dk2, angles_ptr(window, 0, NEAR), NEAR, True)
+    b_pool_k = tl.zeros((C, RP), tl.float32)
+    b_pool_v = b_pool_k
     landmark = tl.arange(0, RP)
     blocks = tl.cdiv(seq.length, B)
     nearest = at + NEAR.reach - B
@@ -231,42 +263,46 @@ def window_backward(
         end = block_end(window, seq, batch, block, NEAR)
         inner = rows - (end - NEAR.reach + 1)
         pooled = ((inner >= 0) & (inner < B) & (end >= 0))[:, None] & (landmark < R)[None, :]
-        seats = kv.to(tl.int64) * pools.head + landmark[None, :] * B + inner[:, None]
-        place = (head.to(tl.int64) * blocks + block) * R
-        shares_of_keys = tl.load(pools.of_keys + seats, mask=pooled, other=0.0)
-        first_half = load_rows(dlandmarks + place * NEAR.width, NEAR.width, R, RP, HALF, HP)
-        along = dot(load_rows(k, window.keys.row, left, C, HALF, HP), tl.trans(first_half), dtype)
-        pooled_a += dot(shares_of_keys, first_half, dtype)
-        second_half = load_rows(dlandmarks + place * NEAR.width + HALF, NEAR.width, R, RP, REST, HP)
-        along += dot(load_rows(k + HALF, window.keys.row, left, C, REST, HP), tl.trans(second_half), dtype)
-        pooled_b += dot(shares_of_keys, second_half, dtype)
-        of_keys += tl.where(pooled, along, 0.0)
-        shares_of_values = tl.load(pools.of_values + seats, mask=pooled, other=0.0)
-        columns = load_rows(dpooled + place * TILING.values, TILING.values, R, RP, TILING.values, VP)
-        of_columns += tl.where(pooled, dot(values, tl.trans(columns), dtype), 0.0)
-        of_values += dot(shares_of_values, columns, dtype)
+        q_idx = kv.to(tl.int64) * pools.head + landmark[None, :] * B + inner[:, None]
+        q_start = (head.to(tl.int64) * blocks + block) * R
+        b_e = tl.load(pools.of_keys + q_idx, mask=pooled, other=0.0)
+        dlandmarks1 = load_rows(dlandmarks + q_start * NEAR.width, NEAR.width, R, RP, HALF, HP)
+        dlandmark_k = dot(
+            load_rows(p_k, window.keys.row, num_valid, C, HALF, HP), tl.trans(dlandmarks1), dtype
+        )
+        b_dx1 += dot(b_e, dlandmarks1, dtype)
+        dlandmarks2 = load_rows(dlandmarks + q_start * NEAR.width + HALF, NEAR.width, R, RP, REST, HP)
+        dlandmark_k += dot(
+            load_rows(p_k + HALF, window.keys.row, num_valid, C, REST, HP), tl.trans(dlandmarks2), dtype
+        )
+        b_dx2 += dot(b_e, dlandmarks2, dtype)
+        b_pool_k += tl.where(pooled, dlandmark_k, 0.0)
+        b_f = tl.load(pools.of_values + q_idx, mask=pooled, other=0.0)
+        b_dpooled = load_rows(dpooled + q_start * TILING.values, TILING.values, R, RP, TILING.values, VP)
+        b_pool_v += tl.where(pooled, dot(b_v, tl.trans(b_dpooled), dtype), 0.0)
+        b_dv += dot(b_f, b_dpooled, dtype)
 
-    entry = head.to(tl.int64) * (window.before + seq.length) + seat
-    store_rows(numbers[0] + entry * R, R, left, of_keys, R, RP)
-    store_rows(numbers[1] + entry * R, R, left, of_columns, R, RP)
-    store_rows(dv + entry * TILING.values, TILING.values, left, of_values, TILING.values, VP)
-    of_tokens = dk + entry * NEAR.width
-    store_halves(of_tokens, pooled_a, pooled_b, left, False, NEAR)
+    entry = head.to(tl.int64) * (window.before + seq.length) + row_idx
+    store_rows(pool_parts[0] + entry * R, R, num_valid, b_pool_k, R, RP)
+    store_rows(pool_parts[1] + entry * R, R, num_valid, b_pool_v, R, RP)
+    store_rows(dv + entry * TILING.values, TILING.values, num_valid, b_dv, TILING.values, VP)
+    p_dk = dk + entry * NEAR.width
+    store_halves(p_dk, b_dx1, b_dx2, num_valid, False, NEAR)
     if not NEAR.softmax:
         tl.debug_barrier()
-        LEARNED: tl.constexpr = dy is not None
-        ka, kb, _logs = phi(k, window.keys.row, left, projection, matrix.low, C, PHI)
-        store_gradient(
-            k,
+        LEARNED: tl.constexpr = p_dproj is not None
+        b_k1, b_k2, _logs = phi(p_k, window.keys.row, num_valid, projection, matrix.low, C, PHI)
+        store_dx_from_dphi(
+            p_k,
             window.keys.row,
-            left,
+            num_valid,
             projection,
-            ka,
-            kb,
-            of_a,
-            of_b,
-            of_tokens,
-            None if dy is None else dy + entry * PHI.rows,
+            b_k1,
+            b_k2,
+            b_dk1,
+            b_dk2,
+            p_dk,
+            None if p_dproj is None else p_dproj + entry * PHI.rows,
             C,
             LEARNED,
             PHI,

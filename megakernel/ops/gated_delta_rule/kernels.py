@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from megakernel.ops.kernel_attention.arguments import head_at, load_numbers
+from megakernel.ops.kernel_attention.arguments import head_ptr, load_vector
 from megakernel.ops.kernels.features import dot, exp, load_rows, rounded, store_rows
 from megakernel.ops.kernels.launch import Rows
-from megakernel.ops.kernels.states import first_token
+from megakernel.ops.kernels.states import document_start
 
 CHUNK = 64
 """C"""
@@ -82,50 +82,50 @@ def chunk_of(length):
 
 
 @triton.jit
-def rows_at(rows, batch, head, at):
+def row_ptr(rows, batch, head, at):
     """Pointer to the row of token `at` of a head."""
-    return head_at(rows, batch, head) + tl.cast(at, tl.int64) * rows.row
+    return head_ptr(rows, batch, head) + tl.cast(at, tl.int64) * rows.row
 
 
 @triton.jit
-def tokens_at(rows, batch, head, at, length, SHAPE: tl.constexpr):
+def load_qk(rows, batch, head, at, length, SHAPE: tl.constexpr):
     """C queries or keys of a head from token `at` on, (C, DP)."""
-    start = rows_at(rows, batch, head, at)
+    start = row_ptr(rows, batch, head, at)
     return load_rows(start, rows.row, length - at, SIZE, SHAPE.width, SHAPE.padded_width)
 
 
 @triton.jit
-def values_at(rows, batch, head, at, length, column, SHAPE: tl.constexpr):
+def load_v(rows, batch, head, at, length, column, SHAPE: tl.constexpr):
     """Columns (C, V) of the values, or of gradients of outputs, of a head from token `at` on."""
-    start = rows_at(rows, batch, head, at) + column
+    start = row_ptr(rows, batch, head, at) + column
     return load_rows(start, rows.row, length - at, SIZE, SHAPE.values - column, SHAPE.columns)
 
 
 @triton.jit
-def columns_at(x, place, count, column, SHAPE: tl.constexpr):
-    """Columns (C, V) of C rows of D elements of `x`, from row `place` on."""
-    start = x + place * SHAPE.values + column
-    return load_rows(start, SHAPE.values, count, SIZE, SHAPE.values - column, SHAPE.columns)
+def load_columns(x, row_idx, num_valid, column, SHAPE: tl.constexpr):
+    """Columns (C, V) of C rows of D elements of `x`, from row `row_idx` on."""
+    start = x + row_idx * SHAPE.values + column
+    return load_rows(start, SHAPE.values, num_valid, SIZE, SHAPE.values - column, SHAPE.columns)
 
 
 @triton.jit
-def store_columns(x, place, count, column, numbers, SHAPE: tl.constexpr):
-    """The inverse of `columns_at`."""
-    start = x + place * SHAPE.values + column
-    store_rows(start, SHAPE.values, count, numbers, SHAPE.values - column, SHAPE.columns)
+def store_columns(x, row_idx, num_valid, column, tile, SHAPE: tl.constexpr):
+    """The inverse of `load_columns`."""
+    start = x + row_idx * SHAPE.values + column
+    store_rows(start, SHAPE.values, num_valid, tile, SHAPE.values - column, SHAPE.columns)
 
 
 @triton.jit
-def state_columns(states, entry, column, SHAPE: tl.constexpr):
+def load_state_columns(states, entry, column, SHAPE: tl.constexpr):
     """Columns (DP, V) of a state in memory."""
-    places, there = state_at(entry, column, SHAPE)
-    return tl.load(states + places, mask=there, other=0.0)
+    offsets, mask = state_offsets(entry, column, SHAPE)
+    return tl.load(states + offsets, mask=mask, other=0.0)
 
 
 @triton.jit
-def numbers_at(numbers, entry, at, length, C: tl.constexpr):
-    """The elements of `numbers` for C tokens of a key head from `at` on."""
-    return load_numbers(numbers + entry.to(tl.int64) * length, at, length, C)
+def load_per_token(x, entry, at, length, C: tl.constexpr):
+    """The elements of `x` for C tokens of a key head from `at` on."""
+    return load_vector(x + entry.to(tl.int64) * length, at, length, C)
 
 
 @triton.jit
@@ -135,12 +135,12 @@ def decays_of(tokens, entry, batch, at, length, start):
     A is 0 for tokens that do not see the entering state, L for tokens that are not in the outgoing state.
     """
     n = at + tl.arange(0, SIZE)
-    each = numbers_at(tokens.log_decay, entry, at, length, SIZE)
+    each = load_per_token(tokens.log_decay, entry, at, length, SIZE)
     logs = tl.cumsum(each, 0)
     # The last element of `logs` rather than a separate sum, so that L of the last token is exactly 1.
     total = tl.sum(tl.where(n == at + SIZE - 1, logs, 0.0), 0)
-    first = first_token(tokens.starts, batch, n, length, start)
-    newest = first_token(tokens.starts, batch, tl.minimum(at + SIZE, length) - 1, length, start)
+    first = document_start(tokens.starts, batch, n, length, start)
+    newest = document_start(tokens.starts, batch, tl.minimum(at + SIZE, length) - 1, length, start)
     kept = tl.where(first < at, exp(logs), 0.0)
     left = tl.where(n >= newest, exp(total - logs), 0.0)
     whole = tl.where(newest < at, tl.exp(total), 0.0)
@@ -186,14 +186,14 @@ def solve(tokens, solved, length, start, heads, SHAPE: tl.constexpr):
     EXACT: tl.constexpr = dtype == tl.float32
     m = at + tl.arange(0, HALF)
     n = m + HALF
-    more = numbers_at(tokens.log_decay, entry, at, length, HALF)
+    more = load_per_token(tokens.log_decay, entry, at, length, HALF)
     logs_m = tl.cumsum(more, 0)
-    logs_n = tl.sum(more, 0) + tl.cumsum(numbers_at(tokens.log_decay, entry, at + HALF, length, HALF), 0)
-    first_m = first_token(tokens.starts, batch, m, length, start)
-    first_n = first_token(tokens.starts, batch, n, length, start)
-    b_m = numbers_at(tokens.strength, entry, at, length, HALF)[:, None]
-    b_n = numbers_at(tokens.strength, entry, at + HALF, length, HALF)[:, None]
-    k = rows_at(tokens.k, batch, head, at)
+    logs_n = tl.sum(more, 0) + tl.cumsum(load_per_token(tokens.log_decay, entry, at + HALF, length, HALF), 0)
+    first_m = document_start(tokens.starts, batch, m, length, start)
+    first_n = document_start(tokens.starts, batch, n, length, start)
+    b_m = load_per_token(tokens.strength, entry, at, length, HALF)[:, None]
+    b_n = load_per_token(tokens.strength, entry, at + HALF, length, HALF)[:, None]
+    k = row_ptr(tokens.k, batch, head, at)
     keys_m = load_rows(k, tokens.k.row, length - at, HALF, D, DP)
     keys_n = load_rows(k + HALF * tokens.k.row, tokens.k.row, length - at - HALF, HALF, D, DP)
     corner = b_n * pairs_of(logs_n, first_n, n, logs_m, m) * dot(keys_n, tl.trans(keys_m), dtype)
@@ -212,12 +212,12 @@ def solve(tokens, solved, length, start, heads, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def state_at(entry, column, SHAPE: tl.constexpr):
+def state_offsets(entry, column, SHAPE: tl.constexpr):
     """Offsets of the columns of a state (d, D) from `column` on, and their mask."""
     d = tl.arange(0, SHAPE.padded_width)[:, None]
     c = column + tl.arange(0, SHAPE.columns)[None, :]
-    there = (d < SHAPE.width) & (c < SHAPE.values)
-    return entry.to(tl.int64) * (SHAPE.width * SHAPE.values) + d * SHAPE.values + c, there
+    mask = (d < SHAPE.width) & (c < SHAPE.values)
+    return entry.to(tl.int64) * (SHAPE.width * SHAPE.values) + d * SHAPE.values + c, mask
 
 
 @triton.jit(do_not_specialize=["length", "start"])
@@ -230,47 +230,47 @@ def pass_on(tokens, solved, first, states, written, last, length, start, heads, 
     batch, head = entry // heads, entry % heads
     dtype: tl.constexpr = tokens.k.pointer.dtype.element_ty
     chunks = tl.cdiv(length, SIZE)
-    places, there = state_at(entry, column, SHAPE)
-    state = tl.load(first + places, mask=there, other=0.0)
+    edge_offsets, mask = state_offsets(entry, column, SHAPE)
+    b_state = tl.load(first + edge_offsets, mask=mask, other=0.0)
     for chunk in range(chunks):
         at = chunk * SIZE
         _n, _logs, _first, kept, left, whole = decays_of(tokens, entry, batch, at, length, start)
-        count, place = length - at, entry.to(tl.int64) * length + at
-        here, there = state_at(entry * chunks + chunk, column, SHAPE)
-        tl.store(states + here, rounded(state, states.dtype.element_ty), mask=there)
-        keys = tokens_at(tokens.k, batch, head, at, length, SHAPE)
-        values = values_at(tokens.v, batch, head, at, length, column, SHAPE).to(tl.float32)
-        strength = numbers_at(tokens.strength, entry, at, length, SIZE)
-        given = strength[:, None] * (values - kept[:, None] * dot(keys, state, dtype))
-        x = load_rows(solved + place * SIZE, SIZE, count, SIZE, SIZE, SIZE)
-        u = dot(x, given, dtype)
-        store_columns(written, place, count, column, u, SHAPE)
-        state = whole * state + dot(tl.trans(keys.to(tl.float32) * left[:, None]), u, dtype)
-    tl.store(last + places, state, mask=there)
+        num_valid, row_idx = length - at, entry.to(tl.int64) * length + at
+        offsets, mask = state_offsets(entry * chunks + chunk, column, SHAPE)
+        tl.store(states + offsets, rounded(b_state, states.dtype.element_ty), mask=mask)
+        b_k = load_qk(tokens.k, batch, head, at, length, SHAPE)
+        b_v = load_v(tokens.v, batch, head, at, length, column, SHAPE).to(tl.float32)
+        strength = load_per_token(tokens.strength, entry, at, length, SIZE)
+        b_residual = strength[:, None] * (b_v - kept[:, None] * dot(b_k, b_state, dtype))
+        b_x = load_rows(solved + row_idx * SIZE, SIZE, num_valid, SIZE, SIZE, SIZE)
+        b_u = dot(b_x, b_residual, dtype)
+        store_columns(written, row_idx, num_valid, column, b_u, SHAPE)
+        b_state = whole * b_state + dot(tl.trans(b_k.to(tl.float32) * left[:, None]), b_u, dtype)
+    tl.store(last + edge_offsets, b_state, mask=mask)
 
 
 @triton.jit(do_not_specialize=["length", "start"])
 def read(tokens, states, written, out, length, start, heads, SHAPE: tl.constexpr):
     """O, (B, H, N, D). Program: (chunk of a query head, block of columns)."""
-    reader, at = chunk_of(length)
-    entry, column = reader // SHAPE.group, tl.program_id(1) * SHAPE.columns
+    q_head, at = chunk_of(length)
+    entry, column = q_head // SHAPE.group, tl.program_id(1) * SHAPE.columns
     batch, head = entry // heads, entry % heads
     dtype: tl.constexpr = tokens.k.pointer.dtype.element_ty
     n, logs, first, kept, _left, _whole = decays_of(tokens, entry, batch, at, length, start)
-    count = length - at
-    queries = tokens_at(tokens.q, batch, reader % (heads * SHAPE.group), at, length, SHAPE)
-    keys = tokens_at(tokens.k, batch, head, at, length, SHAPE)
+    num_valid = length - at
+    b_q = load_qk(tokens.q, batch, q_head % (heads * SHAPE.group), at, length, SHAPE)
+    b_k = load_qk(tokens.k, batch, head, at, length, SHAPE)
     chunk = entry * tl.cdiv(length, SIZE) + at // SIZE
-    seen = dot(queries, state_columns(states, chunk, column, SHAPE), dtype) * kept[:, None]
-    scores = dot(queries, tl.trans(keys), dtype) * pairs_of(logs, first, n, logs, n)
-    place = entry.to(tl.int64) * length + at
-    seen += dot(scores, columns_at(written, place, count, column, SHAPE), dtype)
-    row = reader.to(tl.int64) * length + at
-    store_columns(out, row, count, column, seen * SHAPE.scale, SHAPE)
+    b_o = dot(b_q, load_state_columns(states, chunk, column, SHAPE), dtype) * kept[:, None]
+    b_s = dot(b_q, tl.trans(b_k), dtype) * pairs_of(logs, first, n, logs, n)
+    row_idx = entry.to(tl.int64) * length + at
+    b_o += dot(b_s, load_columns(written, row_idx, num_valid, column, SHAPE), dtype)
+    row = q_head.to(tl.int64) * length + at
+    store_columns(out, row, num_valid, column, b_o * SHAPE.scale, SHAPE)
 
 
 @triton.jit(do_not_specialize=["length", "start"])
-def bwd_read(tokens, grad, dwritten, length, start, heads, SHAPE: tl.constexpr):
+def bwd_read(tokens, do, dwritten, length, start, heads, SHAPE: tl.constexpr):
     """The part of dU from the chunk's own queries, (B, H_kv, N, D).
 
     Program: (chunk of a key head, block of columns).
@@ -281,22 +281,22 @@ def bwd_read(tokens, grad, dwritten, length, start, heads, SHAPE: tl.constexpr):
     batch, head = entry // heads, entry % heads
     dtype: tl.constexpr = tokens.k.pointer.dtype.element_ty
     n, logs, first, _kept, _left, _whole = decays_of(tokens, entry, batch, at, length, start)
-    count = length - at
-    keys = tokens_at(tokens.k, batch, head, at, length, SHAPE)
+    num_valid = length - at
+    b_k = load_qk(tokens.k, batch, head, at, length, SHAPE)
     pairs = pairs_of(logs, first, n, logs, n) * SHAPE.scale
-    total = tl.zeros((SIZE, V), tl.float32)
-    for one in range(SHAPE.group):
-        reader = head * SHAPE.group + one
-        queries = tokens_at(tokens.q, batch, reader, at, length, SHAPE)
-        scores = dot(queries, tl.trans(keys), dtype) * pairs
-        do = values_at(grad, batch, reader, at, length, column, SHAPE)
-        total += dot(tl.trans(scores), do, dtype)
-    store_columns(dwritten, entry.to(tl.int64) * length + at, count, column, total, SHAPE)
+    b_du = tl.zeros((SIZE, V), tl.float32)
+    for g in range(SHAPE.group):
+        q_head = head * SHAPE.group + g
+        b_q = load_qk(tokens.q, batch, q_head, at, length, SHAPE)
+        b_s = dot(b_q, tl.trans(b_k), dtype) * pairs
+        b_do = load_v(do, batch, q_head, at, length, column, SHAPE)
+        b_du += dot(tl.trans(b_s), b_do, dtype)
+    store_columns(dwritten, entry.to(tl.int64) * length + at, num_valid, column, b_du, SHAPE)
 
 
 @triton.jit(do_not_specialize=["length", "start"])
 def bwd_pass_on(
-    tokens, grad, solved, dwritten, dlast, dstates, r, dfirst, length, start, heads, SHAPE: tl.constexpr
+    tokens, do, solved, dwritten, dlast, dstates, r, dfirst, length, start, heads, SHAPE: tl.constexpr
 ):
     """R (B, H_kv, N, D), gradients of the chunks' outgoing states (B, H_kv, chunks, d, D), and of the first state.
 
@@ -306,55 +306,55 @@ def bwd_pass_on(
     batch, head = entry // heads, entry % heads
     dtype: tl.constexpr = tokens.k.pointer.dtype.element_ty
     chunks = tl.cdiv(length, SIZE)
-    places, there = state_at(entry, column, SHAPE)
-    state = tl.load(dlast + places, mask=there, other=0.0)
+    offsets, mask = state_offsets(entry, column, SHAPE)
+    b_state = tl.load(dlast + offsets, mask=mask, other=0.0)
     for step in range(chunks):
         chunk = chunks - 1 - step
         at = chunk * SIZE
         _n, _logs, _first, kept, left, whole = decays_of(tokens, entry, batch, at, length, start)
-        count, place = length - at, entry.to(tl.int64) * length + at
-        here, there = state_at(entry * chunks + chunk, column, SHAPE)
-        tl.store(dstates + here, rounded(state, dstates.dtype.element_ty), mask=there)
-        keys = tokens_at(tokens.k, batch, head, at, length, SHAPE)
-        du = columns_at(dwritten, place, count, column, SHAPE).to(tl.float32)
-        du += left[:, None] * dot(keys, state, dtype)
-        x = load_rows(solved + place * SIZE, SIZE, count, SIZE, SIZE, SIZE)
-        asked = dot(tl.trans(x), du, dtype)
-        store_columns(r, place, count, column, asked, SHAPE)
-        held = numbers_at(tokens.strength, entry, at, length, SIZE) * kept
-        state = whole * state - dot(tl.trans(keys.to(tl.float32) * held[:, None]), asked, dtype)
+        num_valid, row_idx = length - at, entry.to(tl.int64) * length + at
+        chunk_offsets, mask = state_offsets(entry * chunks + chunk, column, SHAPE)
+        tl.store(dstates + chunk_offsets, rounded(b_state, dstates.dtype.element_ty), mask=mask)
+        b_k = load_qk(tokens.k, batch, head, at, length, SHAPE)
+        b_du = load_columns(dwritten, row_idx, num_valid, column, SHAPE).to(tl.float32)
+        b_du += left[:, None] * dot(b_k, b_state, dtype)
+        x = load_rows(solved + row_idx * SIZE, SIZE, num_valid, SIZE, SIZE, SIZE)
+        b_r = dot(tl.trans(x), b_du, dtype)
+        store_columns(r, row_idx, num_valid, column, b_r, SHAPE)
+        b_held = load_per_token(tokens.strength, entry, at, length, SIZE) * kept
+        b_state = whole * b_state - dot(tl.trans(b_k.to(tl.float32) * b_held[:, None]), b_r, dtype)
         # If it pipelined this loop, Triton 3.7 would compute an operand again while a product still reads it
         # (triton-lang/triton, issue 9433).
-        for one in tl.range(SHAPE.group, num_stages=1):
-            reader = head * SHAPE.group + one
-            queries = tokens_at(tokens.q, batch, reader, at, length, SHAPE)
-            do = values_at(grad, batch, reader, at, length, column, SHAPE)
-            seen = queries.to(tl.float32) * (kept * SHAPE.scale)[:, None]
-            state += dot(tl.trans(seen), do, dtype)
-    tl.store(dfirst + places, state, mask=there)
+        for g in tl.range(SHAPE.group, num_stages=1):
+            q_head = head * SHAPE.group + g
+            b_q = load_qk(tokens.q, batch, q_head, at, length, SHAPE)
+            b_do = load_v(do, batch, q_head, at, length, column, SHAPE)
+            b_q_scaled = b_q.to(tl.float32) * (kept * SHAPE.scale)[:, None]
+            b_state += dot(tl.trans(b_q_scaled), b_do, dtype)
+    tl.store(dfirst + offsets, b_state, mask=mask)
 
 
 @triton.jit
-def sum_of(numbers):
+def sum_of(x):
     """The sum of (C,), as (1,)."""
     # As a column, see `states.largest_of`.
-    return tl.sum(numbers[:, None], 0)
+    return tl.sum(x[:, None], 0)
 
 
 @triton.jit
-def gradient_of_scores(grad, written, batch, reader, place, at, length, SHAPE: tl.constexpr):
+def ds_of_head(do, written, batch, q_head, row_idx, at, length, SHAPE: tl.constexpr):
     """dO U^T of a query head's chunk, (C, C)."""
     V: tl.constexpr = SHAPE.columns
     dtype: tl.constexpr = written.dtype.element_ty
     total = tl.zeros((SIZE, SIZE), tl.float32)
     for column in range(0, SHAPE.values, V):
-        given = values_at(grad, batch, reader, at, length, column, SHAPE)
-        total += dot(given, tl.trans(columns_at(written, place, length - at, column, SHAPE)), dtype)
+        b_do = load_v(do, batch, q_head, at, length, column, SHAPE)
+        total += dot(b_do, tl.trans(load_columns(written, row_idx, length - at, column, SHAPE)), dtype)
     return total
 
 
 @triton.jit(do_not_specialize=["length", "start"])
-def bwd_queries(tokens, grad, states, written, dq, passing, length, start, heads, SHAPE: tl.constexpr):
+def bwd_queries(tokens, do, states, written, dq, dlog, length, start, heads, SHAPE: tl.constexpr):
     """Gradients of queries, and of log A through what they read of states, (B, H, N).
 
     Program: one chunk of a query head.
@@ -362,37 +362,37 @@ def bwd_queries(tokens, grad, states, written, dq, passing, length, start, heads
     D: tl.constexpr = SHAPE.width
     DP: tl.constexpr = SHAPE.padded_width
     V: tl.constexpr = SHAPE.columns
-    reader, at = chunk_of(length)
-    entry = reader // SHAPE.group
+    q_head, at = chunk_of(length)
+    entry = q_head // SHAPE.group
     batch, head = entry // heads, entry % heads
     dtype: tl.constexpr = tokens.k.pointer.dtype.element_ty
     n, logs, first, kept, _left, _whole = decays_of(tokens, entry, batch, at, length, start)
-    count, place = length - at, entry.to(tl.int64) * length + at
+    num_valid, row_idx = length - at, entry.to(tl.int64) * length + at
     chunk = entry * tl.cdiv(length, SIZE) + at // SIZE
-    reader_of_batch = reader % (heads * SHAPE.group)
-    of_state = tl.zeros((SIZE, DP), tl.float32)
+    q_head_of_batch = q_head % (heads * SHAPE.group)
+    dq_of_state = tl.zeros((SIZE, DP), tl.float32)
     for column in range(0, SHAPE.values, V):
-        given = values_at(grad, batch, reader_of_batch, at, length, column, SHAPE)
-        of_state += dot(given, tl.trans(state_columns(states, chunk, column, SHAPE)), dtype)
-    of_state *= (kept * SHAPE.scale)[:, None]
-    row = reader.to(tl.int64) * length + at
-    queries = tokens_at(tokens.q, batch, reader_of_batch, at, length, SHAPE).to(tl.float32)
-    tl.store(passing + row + tl.arange(0, SIZE), tl.sum(queries * of_state, 1), mask=n < length)
-    of_scores = gradient_of_scores(grad, written, batch, reader_of_batch, place, at, length, SHAPE)
-    of_scores *= pairs_of(logs, first, n, logs, n) * SHAPE.scale
-    keys = tokens_at(tokens.k, batch, head, at, length, SHAPE)
-    store_rows(dq + row * D, D, count, of_state + dot(of_scores, keys, dtype), D, DP)
+        b_do = load_v(do, batch, q_head_of_batch, at, length, column, SHAPE)
+        dq_of_state += dot(b_do, tl.trans(load_state_columns(states, chunk, column, SHAPE)), dtype)
+    dq_of_state *= (kept * SHAPE.scale)[:, None]
+    row = q_head.to(tl.int64) * length + at
+    b_q = load_qk(tokens.q, batch, q_head_of_batch, at, length, SHAPE).to(tl.float32)
+    tl.store(dlog + row + tl.arange(0, SIZE), tl.sum(b_q * dq_of_state, 1), mask=n < length)
+    b_ds = ds_of_head(do, written, batch, q_head_of_batch, row_idx, at, length, SHAPE)
+    b_ds *= pairs_of(logs, first, n, logs, n) * SHAPE.scale
+    b_k = load_qk(tokens.k, batch, head, at, length, SHAPE)
+    store_rows(dq + row * D, D, num_valid, dq_of_state + dot(b_ds, b_k, dtype), D, DP)
 
 
 @triton.jit(do_not_specialize=["length", "start"])
 def bwd_keys(
     tokens,
-    grad,
+    do,
     states,
     written,
     dstates,
     r,
-    passing_queries,
+    dlog_of_queries,
     dk,
     dv,
     dlog_decay,
@@ -414,52 +414,52 @@ def bwd_keys(
     batch, head = entry // heads, entry % heads
     dtype: tl.constexpr = tokens.k.pointer.dtype.element_ty
     n, logs, first, kept, left, whole = decays_of(tokens, entry, batch, at, length, start)
-    count, place = length - at, entry.to(tl.int64) * length + at
+    num_valid, row_idx = length - at, entry.to(tl.int64) * length + at
     chunk = entry * tl.cdiv(length, SIZE) + at // SIZE
-    strength = numbers_at(tokens.strength, entry, at, length, SIZE)
+    strength = load_per_token(tokens.strength, entry, at, length, SIZE)
     # One product of the keys' width per loop: two at once would not fit into registers.
-    of_leaving = tl.zeros((SIZE, DP), tl.float32)
-    along = tl.zeros((DP,), tl.float32)
+    dk_of_later = tl.zeros((SIZE, DP), tl.float32)
+    state_dot_dstate = tl.zeros((DP,), tl.float32)
     for column in range(0, SHAPE.values, V):
-        u = columns_at(written, place, count, column, SHAPE)
-        state = state_columns(states, chunk, column, SHAPE).to(tl.float32)
-        dstate = state_columns(dstates, chunk, column, SHAPE)
-        along += tl.sum(state * dstate.to(tl.float32), 1)
-        of_leaving += dot(u, tl.trans(dstate), dtype)
-    dkeys = of_leaving * left[:, None]
-    keys = tokens_at(tokens.k, batch, head, at, length, SHAPE)
-    passing = -tl.sum(keys.to(tl.float32) * dkeys, 1)
-    behind = whole * sum_of(along) - sum_of(passing)
+        b_u = load_columns(written, row_idx, num_valid, column, SHAPE)
+        b_state = load_state_columns(states, chunk, column, SHAPE).to(tl.float32)
+        b_dstate = load_state_columns(dstates, chunk, column, SHAPE)
+        state_dot_dstate += tl.sum(b_state * b_dstate.to(tl.float32), 1)
+        dk_of_later += dot(b_u, tl.trans(b_dstate), dtype)
+    b_dk = dk_of_later * left[:, None]
+    b_k = load_qk(tokens.k, batch, head, at, length, SHAPE)
+    dlog = -tl.sum(b_k.to(tl.float32) * b_dk, 1)
+    dlog_later = whole * sum_of(state_dot_dstate) - sum_of(dlog)
 
-    of_pairs = tl.zeros((SIZE, SIZE), tl.float32)
-    of_state = tl.zeros((SIZE, DP), tl.float32)
+    b_dpairs = tl.zeros((SIZE, SIZE), tl.float32)
+    dk_of_state = tl.zeros((SIZE, DP), tl.float32)
     for column in range(0, SHAPE.values, V):
-        u = columns_at(written, place, count, column, SHAPE)
-        asked = columns_at(r, place, count, column, SHAPE)
-        of_pairs += dot(asked, tl.trans(u), dtype)
-        of_state += dot(asked, tl.trans(state_columns(states, chunk, column, SHAPE)), dtype)
-        store_columns(dv, place, count, column, asked.to(tl.float32) * strength[:, None], SHAPE)
-    own = tl.sum(tl.where(n[:, None] == n[None, :], of_pairs, 0.0), 1)
-    tl.store(dstrength + place + tl.arange(0, SIZE), own / strength, mask=n < length)
-    of_state *= -(strength * kept)[:, None]
-    keys = tokens_at(tokens.k, batch, head, at, length, SHAPE)
-    passing += tl.sum(keys.to(tl.float32) * of_state, 1)
-    dkeys += of_state
+        b_u = load_columns(written, row_idx, num_valid, column, SHAPE)
+        b_r = load_columns(r, row_idx, num_valid, column, SHAPE)
+        b_dpairs += dot(b_r, tl.trans(b_u), dtype)
+        dk_of_state += dot(b_r, tl.trans(load_state_columns(states, chunk, column, SHAPE)), dtype)
+        store_columns(dv, row_idx, num_valid, column, b_r.to(tl.float32) * strength[:, None], SHAPE)
+    diagonal = tl.sum(tl.where(n[:, None] == n[None, :], b_dpairs, 0.0), 1)
+    tl.store(dstrength + row_idx + tl.arange(0, SIZE), diagonal / strength, mask=n < length)
+    dk_of_state *= -(strength * kept)[:, None]
+    b_k = load_qk(tokens.k, batch, head, at, length, SHAPE)
+    dlog += tl.sum(b_k.to(tl.float32) * dk_of_state, 1)
+    b_dk += dk_of_state
     pairs = pairs_of(logs, first, n, logs, n)
-    of_pairs = tl.where(n[:, None] > n[None, :], -of_pairs * pairs * strength[:, None], 0.0)
-    dkeys += dot(of_pairs, keys, dtype)
-    dkeys += dot(tl.trans(of_pairs), keys, dtype)
-    of_pairs *= dot(keys, tl.trans(keys), dtype)
-    passing += tl.sum(of_pairs, 1) - tl.sum(of_pairs, 0)
-    for one in range(SHAPE.group):
-        reader = head * SHAPE.group + one
-        of_scores = gradient_of_scores(grad, written, batch, reader, place, at, length, SHAPE)
-        of_scores *= pairs * SHAPE.scale
-        queries = tokens_at(tokens.q, batch, reader, at, length, SHAPE)
-        dkeys += dot(tl.trans(of_scores), queries, dtype)
-        of_scores *= dot(queries, tl.trans(keys), dtype)
-        passing += tl.sum(of_scores, 1) - tl.sum(of_scores, 0)
-        passing += numbers_at(passing_queries, entry * SHAPE.group + one, at, length, SIZE)
-    store_rows(dk + place * D, D, count, dkeys, D, DP)
-    later = tl.sum(tl.where(n[:, None] >= n[None, :], passing[:, None], 0.0), 0) + behind
-    tl.store(dlog_decay + place + tl.arange(0, SIZE), later, mask=n < length)
+    b_dpairs = tl.where(n[:, None] > n[None, :], -b_dpairs * pairs * strength[:, None], 0.0)
+    b_dk += dot(b_dpairs, b_k, dtype)
+    b_dk += dot(tl.trans(b_dpairs), b_k, dtype)
+    b_dpairs *= dot(b_k, tl.trans(b_k), dtype)
+    dlog += tl.sum(b_dpairs, 1) - tl.sum(b_dpairs, 0)
+    for g in range(SHAPE.group):
+        q_head = head * SHAPE.group + g
+        b_ds = ds_of_head(do, written, batch, q_head, row_idx, at, length, SHAPE)
+        b_ds *= pairs * SHAPE.scale
+        b_q = load_qk(tokens.q, batch, q_head, at, length, SHAPE)
+        b_dk += dot(tl.trans(b_ds), b_q, dtype)
+        b_ds *= dot(b_q, tl.trans(b_k), dtype)
+        dlog += tl.sum(b_ds, 1) - tl.sum(b_ds, 0)
+        dlog += load_per_token(dlog_of_queries, entry * SHAPE.group + g, at, length, SIZE)
+    store_rows(dk + row_idx * D, D, num_valid, b_dk, D, DP)
+    later = tl.sum(tl.where(n[:, None] >= n[None, :], dlog[:, None], 0.0), 0) + dlog_later
+    tl.store(dlog_decay + row_idx + tl.arange(0, SIZE), later, mask=n < length)

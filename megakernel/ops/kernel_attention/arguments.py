@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megakernel.ops.kernels.features import load_rows, once, padded, phi, rounded
+from megakernel.ops.kernels.features import load_rows, materialize, padded, phi, rounded
 from megakernel.ops.kernels.launch import Rows
-from megakernel.ops.kernels.states import first_token
+from megakernel.ops.kernels.states import document_start
 
 
 class State(NamedTuple):
@@ -229,22 +229,22 @@ def queries_of_program(seq, TILING: tl.constexpr):
     key_head = batch * seq.heads + kv
     entry = key_head * tl.cdiv(seq.keys, TILING.span) + segment if TILING.causal else key_head
     rows, stop = at + tl.arange(0, TILING.chunk), tl.minimum(at + TILING.chunk, end)
-    first = first_token(seq.starts, batch, rows, seq.length, seq.start)
+    first = document_start(seq.starts, batch, rows, seq.length, seq.start)
     return Tile(head, batch, query_head, kv, key_head, entry, begin, end, at, stop, rows, first)
 
 
 @triton.jit
-def places_of_keys(keys, seq, batch, TILING: tl.constexpr):
+def token_idx_of_keys(keys, seq, batch, TILING: tl.constexpr):
     """Places (C,) of the keys with these indices."""
     if TILING.rank == 0:
-        places = keys
+        k_idx = keys
     elif seq.ends is None:
-        places = keys // TILING.rank * TILING.block_size + (TILING.block_size - 1)
+        k_idx = keys // TILING.rank * TILING.block_size + (TILING.block_size - 1)
     else:
         blocks = seq.keys // TILING.rank
-        own = tl.minimum(keys // TILING.rank, blocks - 1)
-        places = tl.load(seq.ends + batch.to(tl.int64) * blocks + own)
-    return places
+        block_idx = tl.minimum(keys // TILING.rank, blocks - 1)
+        k_idx = tl.load(seq.ends + batch.to(tl.int64) * blocks + block_idx)
+    return k_idx
 
 
 @triton.jit
@@ -272,68 +272,68 @@ def keys_before(token, seq, TILING: tl.constexpr):
 
 
 @triton.jit
-def head_at(rows, batch, head):
+def head_ptr(rows, batch, head):
     """Pointer to the first row of a head."""
     return rows.pointer + (batch.to(tl.int64) * rows.batch + head.to(tl.int64) * rows.head)
 
 
 @triton.jit
-def matrix_of(matrix, kv, PHI: tl.constexpr):
+def projection_ptr(matrix, kv, PHI: tl.constexpr):
     """Pointer to the projection of a key head."""
     return 0 if matrix.terms is None else matrix.terms + kv * PHI.rows * PHI.width
 
 
 @triton.jit
-def features_at(tokens, batch, head, heads, length, end, at, C: tl.constexpr, PHI: tl.constexpr):
+def load_features(tokens, batch, head, heads, length, end, at, C: tl.constexpr, PHI: tl.constexpr):
     """Features of C tokens of a head of `length`, starting at `at`: halves (C, MP) in the dtype of tokens, logs (C,).
 
     Features from `end` on are 0, even if that memory was never written.
     """
     MP: tl.constexpr = PHI.padded_rows
-    count = end - at
-    place = (batch * heads + head).to(tl.int64) * length + at
-    scales = tl.zeros((C,), tl.float32)
+    num_valid = end - at
+    offset = (batch * heads + head).to(tl.int64) * length + at
+    log_scale = tl.zeros((C,), tl.float32)
     if tokens.features is None:
-        x = head_at(tokens.rows, batch, head) + tl.cast(at, tl.int64) * tokens.rows.row
-        a, _b, _logs = phi(x, tokens.rows.row, count, None, 0, C, PHI)
-        a = once(rounded(a, x.dtype.element_ty))
-        b = a
+        p_x = head_ptr(tokens.rows, batch, head) + tl.cast(at, tl.int64) * tokens.rows.row
+        phi1, _b, _logs = phi(p_x, tokens.rows.row, num_valid, None, 0, C, PHI)
+        phi1 = materialize(rounded(phi1, p_x.dtype.element_ty))
+        phi2 = phi1
     else:
-        features = tokens.features + place * PHI.padded_features
-        a = load_rows(features, PHI.padded_features, count, C, MP, MP)
-        b = a
-        if PHI.two:
-            b = load_rows(features + MP, PHI.padded_features, count, C, MP, MP)
+        features = tokens.features + offset * PHI.padded_features
+        phi1 = load_rows(features, PHI.padded_features, num_valid, C, MP, MP)
+        phi2 = phi1
+        if PHI.has_two_halves:
+            phi2 = load_rows(features + MP, PHI.padded_features, num_valid, C, MP, MP)
         if PHI.unbounded:
             rows = tl.arange(0, C)
-            scales = tl.load(tokens.logs + place + rows, mask=rows < count, other=0.0)
-    return a, b, scales
+            log_scale = tl.load(tokens.logs + offset + rows, mask=rows < num_valid, other=0.0)
+    return phi1, phi2, log_scale
 
 
 @triton.jit
-def features_of_queries(tokens, seq, tile, TILING: tl.constexpr, PHI: tl.constexpr):
-    """`features_at` of a tile of queries."""
+def load_features_of_queries(tokens, seq, tile, TILING: tl.constexpr, PHI: tl.constexpr):
+    """`load_features` of a tile of queries."""
     heads = seq.heads * TILING.group
-    return features_at(
+    return load_features(
         tokens, tile.batch, tile.query_head, heads, seq.queries, tile.end, tile.at, TILING.chunk, PHI
     )
 
 
 @triton.jit
-def tile_rows(rows, tile):
+def tile_ptr(rows, tile):
     """Pointer to the first row of a tile of queries."""
-    return head_at(rows, tile.batch, tile.query_head) + tl.cast(tile.at, tl.int64) * rows.row
+    return head_ptr(rows, tile.batch, tile.query_head) + tl.cast(tile.at, tl.int64) * rows.row
 
 
 @triton.jit
-def load_numbers(pointer, at, length, C: tl.constexpr):
+def load_vector(pointer, at, length, C: tl.constexpr):
     """C elements starting at `at`, zero from `length` on."""
     rows = at + tl.arange(0, C)
     return tl.load(pointer + rows, mask=rows < length, other=0.0)
 
 
 @triton.jit
-def half_of_state(state, entry, half: tl.constexpr, PHI: tl.constexpr, VP: tl.constexpr):
+def load_half_of_state(state, entry, half: tl.constexpr, PHI: tl.constexpr, VP: tl.constexpr):
     """One half of a state: sums (MP, VP) and normalizer (MP,)."""
     m = half * PHI.padded_rows + tl.arange(0, PHI.padded_rows)
     f = entry.to(tl.int64) * PHI.padded_features + m
@@ -341,10 +341,12 @@ def half_of_state(state, entry, half: tl.constexpr, PHI: tl.constexpr, VP: tl.co
 
 
 @triton.jit
-def store_half_of_state(tile, norm, state, entry, half: tl.constexpr, PHI: tl.constexpr, VP: tl.constexpr):
-    """The inverse of `half_of_state`."""
+def store_half_of_state(
+    b_state, b_norm, state, entry, half: tl.constexpr, PHI: tl.constexpr, VP: tl.constexpr
+):
+    """The inverse of `load_half_of_state`."""
     m = half * PHI.padded_rows + tl.arange(0, PHI.padded_rows)
     f = entry.to(tl.int64) * PHI.padded_features + m
-    places = state.sums + f[:, None] * VP + tl.arange(0, VP)[None, :]
-    tl.store(places, rounded(tile, state.sums.dtype.element_ty))
-    tl.store(state.norms + f, norm)
+    ptrs = state.sums + f[:, None] * VP + tl.arange(0, VP)[None, :]
+    tl.store(ptrs, rounded(b_state, state.sums.dtype.element_ty))
+    tl.store(state.norms + f, b_norm)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from megakernel.ops.kernels.features import EMPTY, phi, store_rows
-from megakernel.ops.kernels.states import scales_of_addition
+from megakernel.ops.kernels.states import rescale_factors
 
 
 @triton.jit
@@ -14,7 +14,7 @@ def row_of(x, row):
 
 
 @triton.jit
-def places_of_half(column, C: tl.constexpr, M: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
+def offsets_of_half(column, C: tl.constexpr, M: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
     """Offsets and mask of a block of columns (C, BV) of half a state, and of its normalizer (C,)."""
     m, columns = tl.arange(0, C), column + tl.arange(0, BV)
     inside = (m < M)[:, None] & (columns < V)[None, :]
@@ -24,29 +24,29 @@ def places_of_half(column, C: tl.constexpr, M: tl.constexpr, V: tl.constexpr, BV
 @triton.jit
 def load_half(sums, alive, column, C: tl.constexpr, M: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
     """A block of columns (C, BV) of half a state and its normalizer (C,); zeros if not `alive`."""
-    places, inside, normalizer, rows = places_of_half(column, C, M, V, BV)
-    tile = tl.load(sums + places, mask=inside & alive, other=0.0)
-    return tile, tl.load(sums + normalizer, mask=rows & alive, other=0.0)
+    offsets, inside, normalizer, rows = offsets_of_half(column, C, M, V, BV)
+    b_state = tl.load(sums + offsets, mask=inside & alive, other=0.0)
+    return b_state, tl.load(sums + normalizer, mask=rows & alive, other=0.0)
 
 
 @triton.jit
-def store_half(new_sums, tile, norm, column, M: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
+def store_half(new_sums, b_state, b_norm, column, M: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
     """The inverse of `load_half`; only the program of the first columns stores the normalizer."""
-    places, inside, normalizer, rows = places_of_half(column, tile.shape[0], M, V, BV)
-    tl.store(new_sums + places, tile, mask=inside)
+    offsets, inside, normalizer, rows = offsets_of_half(column, b_state.shape[0], M, V, BV)
+    tl.store(new_sums + offsets, b_state, mask=inside)
     if column == 0:
-        tl.store(new_sums + normalizer, norm, mask=rows)
+        tl.store(new_sums + normalizer, b_norm, mask=rows)
 
 
 @triton.jit
-def read_half(features, tile, norm, G: tl.constexpr):
+def read_half(features, b_state, b_norm, G: tl.constexpr):
     """Products of the first G features (C, MP) with half a state: columns (C, BV) and the normalizer (C,)."""
     # With so few rows, tensor cores do not pay: they need the tile in shared memory, twice for split float32.
-    total = tl.zeros((features.shape[0], tile.shape[1]), tl.float32)
+    b_outputs = tl.zeros((features.shape[0], b_state.shape[1]), tl.float32)
     for g in range(G):
-        read = tl.sum(row_of(features, g)[:, None] * tile, 0)
-        total += tl.where((tl.arange(0, features.shape[0]) == g)[:, None], read[None, :], 0.0)
-    return total, tl.sum(features * norm[None, :], 1)
+        b_o = tl.sum(row_of(features, g)[:, None] * b_state, 0)
+        b_outputs += tl.where((tl.arange(0, features.shape[0]) == g)[:, None], b_o[None, :], 0.0)
+    return b_outputs, tl.sum(features * b_norm[None, :], 1)
 
 
 @triton.jit
@@ -55,8 +55,8 @@ def step_half(
     sums,
     new_sums,
     alive,
-    shrink,
-    addition,
+    scale_old,
+    b_v,
     weight,
     column,
     G: tl.constexpr,
@@ -64,17 +64,17 @@ def step_half(
     V: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """Add the key's features times `addition` (BV,), and times `weight` for the normalizer, to half a state.
+    """Add the key's features times `b_v` (BV,), and times `weight` for the normalizer, to half a state.
 
     features (C, MP) are those of the G queries, then of the key. Returns what the queries read from the new state, see
     `read_half`.
     """
-    key = row_of(features, G)
-    tile, norm = load_half(sums, alive, column, features.shape[1], M, V, BV)
-    tile = tile * shrink + key[:, None] * addition[None, :]
-    norm = norm * shrink + key * weight
-    store_half(new_sums, tile, norm, column, M, V, BV)
-    return read_half(features, tile, norm, G)
+    b_k = row_of(features, G)
+    b_state, b_norm = load_half(sums, alive, column, features.shape[1], M, V, BV)
+    b_state = b_state * scale_old + b_k[:, None] * b_v[None, :]
+    b_norm = b_norm * scale_old + b_k * weight
+    store_half(new_sums, b_state, b_norm, column, M, V, BV)
+    return read_half(features, b_state, b_norm, G)
 
 
 @triton.jit
@@ -116,26 +116,26 @@ def step(
     alive = head >= 0
     if positions is not None:
         alive = tl.load(positions + row * positions_batch) > 0
-    a, b, scales = phi(tokens, PHI.width, G + 1, matrix, 0, C, PHI)
+    phi1, phi2, scales = phi(tokens, PHI.width, G + 1, matrix, 0, C, PHI)
 
     weights = tl.where(tl.arange(0, C) == G, tl.load(key_weights + head) if WEIGHTED else 1.0, 0.0)
     added = tl.where(weights != 0, scales, EMPTY)
-    shrink, factors, log = scales_of_addition(tl.load(logs + head), added, alive, PHI.unbounded)
+    scale_old, factors, log = rescale_factors(tl.load(logs + head), added, alive, PHI.unbounded)
     weight = tl.sum(weights * factors, 0)
     columns = column + tl.arange(0, BV)
-    value = tl.load(v + row * v_batch + kv * v_head + columns, mask=columns < V, other=0.0)
-    addition = value.to(tl.float32) * weight
+    b_value = tl.load(v + row * v_batch + kv * v_head + columns, mask=columns < V, other=0.0)
+    b_v = b_value.to(tl.float32) * weight
     half: tl.constexpr = PHI.rows * (V + 1)
-    state = head.to(tl.int64) * (half * (2 if PHI.two else 1))
+    state = head.to(tl.int64) * (half * (2 if PHI.has_two_halves else 1))
     sums += state
     new_sums += state
-    total, den = step_half(a, sums, new_sums, alive, shrink, addition, weight, column, G, PHI.rows, V, BV)
-    if PHI.two:
-        more, of_den = step_half(
-            b, sums + half, new_sums + half, alive, shrink, addition, weight, column, G, PHI.rows, V, BV
+    total, den = step_half(phi1, sums, new_sums, alive, scale_old, b_v, weight, column, G, PHI.rows, V, BV)
+    if PHI.has_two_halves:
+        total2, den2 = step_half(
+            phi2, sums + half, new_sums + half, alive, scale_old, b_v, weight, column, G, PHI.rows, V, BV
         )
-        total += more
-        den += of_den
+        total += total2
+        den += den2
     if NORMALIZE:
         total *= tl.where(den == 0, 0.0, 1.0 / tl.where(den == 0, 1.0, den))[:, None]
     elif PHI.unbounded:

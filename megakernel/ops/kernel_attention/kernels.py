@@ -24,45 +24,45 @@ import triton
 import triton.language as tl
 
 from megakernel.ops.kernel_attention.arguments import (
-    features_at,
     first_key,
-    half_of_state,
-    head_at,
+    head_ptr,
     keys_before,
-    load_numbers,
-    matrix_of,
-    places_of_keys,
+    load_features,
+    load_half_of_state,
+    load_vector,
+    projection_ptr,
     queries_of_program,
     store_half_of_state,
-    tile_rows,
+    tile_ptr,
+    token_idx_of_keys,
 )
-from megakernel.ops.kernels.features import EMPTY, dot, exp, load_rows, once, phi, rounded, store_rows
+from megakernel.ops.kernels.features import EMPTY, dot, exp, load_rows, materialize, phi, rounded, store_rows
 from megakernel.ops.kernels.mixtures import phi_of_keys
-from megakernel.ops.kernels.states import add_tokens, empty_norm, first_token, largest_of, sum_of_norm
+from megakernel.ops.kernels.states import add_tokens, document_start, empty_norm, largest_of, sum_of_norm
 
 
 @triton.jit
-def weights_of(key_weights, head, at, length, end, C: tl.constexpr):
+def load_key_weights(key_weights, head, at, length, end, C: tl.constexpr):
     """Key weights (C,) float32 of a head of `length`, starting at key `at`; 0 from key `end` on."""
     if key_weights is None:
         weights = tl.where(at + tl.arange(0, C) < end, 1.0, 0.0)
     else:
-        weights = load_numbers(key_weights + head.to(tl.int64) * length, at, end, C)
+        weights = load_vector(key_weights + head.to(tl.int64) * length, at, end, C)
     return weights
 
 
 @triton.jit
-def store_features(a, b, logs, tokens, head, length, at, count, PHI: tl.constexpr):
-    """Store the features of the first `count` tokens of a tile, for `features_at` to load."""
-    place = head.to(tl.int64) * length + at
-    rows = tl.arange(0, a.shape[0])
-    features = tokens.features + place * PHI.padded_features
-    store_rows(features, PHI.padded_features, count, a, PHI.padded_rows, PHI.padded_rows)
-    if PHI.two:
-        more = features + PHI.padded_rows
-        store_rows(more, PHI.padded_features, count, b, PHI.padded_rows, PHI.padded_rows)
+def store_features(phi1, phi2, logs, tokens, head, length, at, num_valid, PHI: tl.constexpr):
+    """Store the features of the first `num_valid` tokens of a tile, for `load_features` to load."""
+    offset = head.to(tl.int64) * length + at
+    rows = tl.arange(0, phi1.shape[0])
+    features = tokens.features + offset * PHI.padded_features
+    store_rows(features, PHI.padded_features, num_valid, phi1, PHI.padded_rows, PHI.padded_rows)
+    if PHI.has_two_halves:
+        features2 = features + PHI.padded_rows
+        store_rows(features2, PHI.padded_features, num_valid, phi2, PHI.padded_rows, PHI.padded_rows)
     if PHI.unbounded:
-        tl.store(tokens.logs + place + rows, logs, mask=rows < count)
+        tl.store(tokens.logs + offset + rows, logs, mask=rows < num_valid)
 
 
 @triton.jit
@@ -74,28 +74,28 @@ def sums_of_segment(
     VP: tl.constexpr = TILING.padded_values
     C: tl.constexpr = TILING.chunk
     head = batch * seq.heads + kv
-    v = head_at(keys.v, batch, kv)
-    tile = tl.zeros((MP, VP), tl.float32)
-    dtype: tl.constexpr = v.dtype.element_ty
-    norm = empty_norm(MP, dtype)
+    p_v = head_ptr(keys.v, batch, kv)
+    b_state = tl.zeros((MP, VP), tl.float32)
+    dtype: tl.constexpr = p_v.dtype.element_ty
+    b_norm = empty_norm(MP, dtype)
     for at in range(begin, end, C):
-        far = tl.cast(at, tl.int64) * keys.v.row
-        values = load_rows(v + far, keys.v.row, end - at, C, TILING.values, VP)
-        a, b, logs = features_at(keys.tokens, batch, kv, seq.heads, seq.keys, end, at, C, PHI)
-        weights = weights_of(keys.key_weights, head, at, seq.keys, end, C)
-        weights = tl.where(places_of_keys(at + tl.arange(0, C), seq, batch, TILING) >= last, weights, 0.0)
+        row_offset = tl.cast(at, tl.int64) * keys.v.row
+        b_v = load_rows(p_v + row_offset, keys.v.row, end - at, C, TILING.values, VP)
+        b_k1, b_k2, logs = load_features(keys.tokens, batch, kv, seq.heads, seq.keys, end, at, C, PHI)
+        weights = load_key_weights(keys.key_weights, head, at, seq.keys, end, C)
+        weights = tl.where(token_idx_of_keys(at + tl.arange(0, C), seq, batch, TILING) >= last, weights, 0.0)
         if PHI.unbounded:
             # The scale of a key with weight 0 may exceed `log`, which is the largest of the others.
             weights *= exp(tl.minimum(logs - log, 0.0))
         ones = tl.full((C,), 1.0, tl.float32)
-        tile, norm = add_tokens(tile, norm, b if half else a, weights, values, ones, dtype)
-    return tile, sum_of_norm(norm, dtype)
+        b_state, b_norm = add_tokens(b_state, b_norm, b_k2 if half else b_k1, weights, b_v, ones, dtype)
+    return b_state, sum_of_norm(b_norm, dtype)
 
 
 @triton.jit
-def largest_of_document(one, starts, other, starts_too):
+def largest_of_document(left, left_starts, right, right_starts):
     """Combine function of a running maximum that restarts at document starts."""
-    return tl.where(starts_too, other, tl.maximum(one, other)), starts | starts_too
+    return tl.where(right_starts, right, tl.maximum(left, right)), left_starts | right_starts
 
 
 @triton.jit
@@ -112,83 +112,92 @@ def write_keys(keys, matrix, state, seq, scale, TILING: tl.constexpr, PHI: tl.co
     begin = segment * TILING.span
     end = tl.minimum(begin + TILING.span, seq.keys)
     final = tl.minimum((segment + 1) * TILING.segment, seq.length) - 1
-    last = first_token(seq.starts, batch, final, seq.length, seq.start)
+    last = document_start(seq.starts, batch, final, seq.length, seq.start)
     log = EMPTY if PHI.unbounded else 0.0
     if keys.tokens.features is not None:
         # First all features, then all sums: both at once would not fit into registers.
-        k = head_at(keys.tokens.rows, batch, kv)
+        p_k = head_ptr(keys.tokens.rows, batch, kv)
         dtype: tl.constexpr = keys.v.pointer.dtype.element_ty
-        projection = matrix_of(matrix, kv, PHI)
+        projection = projection_ptr(matrix, kv, PHI)
         priors = None if keys.priors is None else keys.priors + kv * TILING.keys
         largest = EMPTY
         for at in range(begin, end, C):
             rows = at + tl.arange(0, C)
-            x = k + tl.cast(at, tl.int64) * keys.tokens.rows.row
-            a, b, logs = phi_of_keys(
-                x, keys.tokens.rows.row, end - at, projection, matrix.low, priors, TILING.keys, C, PHI
+            p_x = p_k + tl.cast(at, tl.int64) * keys.tokens.rows.row
+            b_k1, b_k2, logs = phi_of_keys(
+                p_x, keys.tokens.rows.row, end - at, projection, matrix.low, priors, TILING.keys, C, PHI
             )
             if PHI.decays:
-                logs -= load_numbers(seq.decay.of_keys + head.to(tl.int64) * seq.keys, at, end, C)
-            a, b = once(rounded(a, dtype)), once(rounded(b, dtype)) if PHI.two else a
-            store_features(a, b, logs, keys.tokens, head, seq.keys, at, end - at, PHI)
+                logs -= load_vector(seq.decay.of_keys + head.to(tl.int64) * seq.keys, at, end, C)
+            b_k1, b_k2 = (
+                materialize(rounded(b_k1, dtype)),
+                materialize(rounded(b_k2, dtype)) if PHI.has_two_halves else b_k1,
+            )
+            store_features(b_k1, b_k2, logs, keys.tokens, head, seq.keys, at, end - at, PHI)
             if PHI.unbounded:
-                logs = tl.where(weights_of(keys.key_weights, head, at, seq.keys, end, C) != 0, logs, EMPTY)
-                places = places_of_keys(rows, seq, batch, TILING)
-                log = tl.maximum(log, largest_of(tl.where(places >= last, logs, EMPTY)))
+                logs = tl.where(
+                    load_key_weights(keys.key_weights, head, at, seq.keys, end, C) != 0, logs, EMPTY
+                )
+                k_idx = token_idx_of_keys(rows, seq, batch, TILING)
+                log = tl.maximum(log, largest_of(tl.where(k_idx >= last, logs, EMPTY)))
                 if scale is not None:
-                    first = first_token(seq.starts, batch, rows, seq.length, seq.start)
+                    first = document_start(seq.starts, batch, rows, seq.length, seq.start)
                     seen, _starts = tl.associative_scan((logs, first == rows), 0, largest_of_document)
                     r = tl.maximum(tl.where(first < at, largest, EMPTY), seen)
                     tl.store(scale + head.to(tl.int64) * seq.keys + rows, r, mask=rows < end)
                     largest = largest_of(tl.where(rows == tl.minimum(at + C, end) - 1, r, EMPTY))
         tl.debug_barrier()
     entry = tl.program_id(0)
-    tile, norm = sums_of_segment(keys, seq, batch, kv, begin, end, last, log, 0, TILING, PHI)
-    store_half_of_state(tile, norm, state, entry, 0, PHI, VP)
-    if PHI.two:
-        tile, norm = sums_of_segment(keys, seq, batch, kv, begin, end, last, log, 1, TILING, PHI)
-        store_half_of_state(tile, norm, state, entry, 1, PHI, VP)
+    b_state, b_norm = sums_of_segment(keys, seq, batch, kv, begin, end, last, log, 0, TILING, PHI)
+    store_half_of_state(b_state, b_norm, state, entry, 0, PHI, VP)
+    if PHI.has_two_halves:
+        b_state, b_norm = sums_of_segment(keys, seq, batch, kv, begin, end, last, log, 1, TILING, PHI)
+        store_half_of_state(b_state, b_norm, state, entry, 1, PHI, VP)
     tl.store(state.logs + entry, log)
 
 
 @triton.jit
-def visible_keys(here, seq, tile, TILING: tl.constexpr):
-    """(C, BK) mask: the query sees this key, of those starting at `here`."""
-    places = places_of_keys(here + tl.arange(0, TILING.block), seq, tile.batch, TILING)[None, :]
-    visible = places <= tile.rows[:, None] if TILING.rank == 0 else places < tile.rows[:, None]
+def visible_keys(k_start, seq, tile, TILING: tl.constexpr):
+    """(C, BK) mask: the query sees this key, of those starting at `k_start`."""
+    k_idx = token_idx_of_keys(k_start + tl.arange(0, TILING.block), seq, tile.batch, TILING)[None, :]
+    visible = k_idx <= tile.rows[:, None] if TILING.rank == 0 else k_idx < tile.rows[:, None]
     if seq.starts is not None:
-        visible &= places >= tile.first[:, None]
+        visible &= k_idx >= tile.first[:, None]
     return visible
 
 
 @triton.jit
-def largest_logs(keys, seq, tile, TILING: tl.constexpr):
+def max_log_scale(keys, seq, tile, TILING: tl.constexpr):
     """(C,): the largest log scale of the keys that each query sees in its segment."""
     BK: tl.constexpr = TILING.block
     r = tl.full((TILING.chunk,), EMPTY, tl.float32)
-    for here in range(first_key(tile.begin, TILING), keys_before(tile.stop, seq, TILING), BK):
-        scales = load_numbers(keys.tokens.logs + tile.key_head.to(tl.int64) * seq.keys, here, seq.keys, BK)
-        exists = weights_of(keys.key_weights, tile.key_head, here, seq.keys, seq.keys, BK) != 0
-        scales = tl.where(exists, scales, EMPTY)
-        r = tl.maximum(r, tl.max(tl.where(visible_keys(here, seq, tile, TILING), scales[None, :], EMPTY), 1))
+    for k_start in range(first_key(tile.begin, TILING), keys_before(tile.stop, seq, TILING), BK):
+        k_log_scale = load_vector(
+            keys.tokens.logs + tile.key_head.to(tl.int64) * seq.keys, k_start, seq.keys, BK
+        )
+        exists = load_key_weights(keys.key_weights, tile.key_head, k_start, seq.keys, seq.keys, BK) != 0
+        k_log_scale = tl.where(exists, k_log_scale, EMPTY)
+        r = tl.maximum(
+            r, tl.max(tl.where(visible_keys(k_start, seq, tile, TILING), k_log_scale[None, :], EMPTY), 1)
+        )
     return r
 
 
 @triton.jit
-def pairs_of(products, keys, here, scales, r, seq, tile, TILING: tl.constexpr, PHI: tl.constexpr):
+def weigh_pairs(b_s, keys, k_start, k_log_scale, r, seq, tile, TILING: tl.constexpr, PHI: tl.constexpr):
     """Products (C, BK) of queries and keys times key weights and relative scales; 0 where masked."""
     if PHI.unbounded:
         # The scale of a key that is masked or has weight 0 may exceed r.
-        products *= exp(tl.minimum(scales[None, :] - r[:, None], 0.0))
+        b_s *= exp(tl.minimum(k_log_scale[None, :] - r[:, None], 0.0))
     if keys.key_weights is not None:
-        products *= weights_of(keys.key_weights, tile.key_head, here, seq.keys, seq.keys, TILING.block)[
+        b_s *= load_key_weights(keys.key_weights, tile.key_head, k_start, seq.keys, seq.keys, TILING.block)[
             None, :
         ]
-    return tl.where(visible_keys(here, seq, tile, TILING), products, 0.0)
+    return tl.where(visible_keys(k_start, seq, tile, TILING), b_s, 0.0)
 
 
 @triton.jit
-def state_factors(tile, log, r, TILING: tl.constexpr, PHI: tl.constexpr):
+def entering_state_scale(tile, log, r, TILING: tl.constexpr, PHI: tl.constexpr):
     """(C,): the factors by which queries scale the state that enters their segment; 0 if they do not see it."""
     reads = (tile.first < tile.begin) | (not TILING.causal)
     if PHI.unbounded:
@@ -198,8 +207,8 @@ def state_factors(tile, log, r, TILING: tl.constexpr, PHI: tl.constexpr):
 
 
 @triton.jit
-def sums_of_keys(x, y, keys, state, seq, tile, largest, do, TILING: tl.constexpr, PHI: tl.constexpr):
-    """Sums (C, VP) and normalizers (C,) of queries with features x, y, and r, the log scale of both.
+def sums_of_keys(b_q1, b_q2, keys, state, seq, tile, largest, b_do, TILING: tl.constexpr, PHI: tl.constexpr):
+    """Sums (C, VP) and normalizers (C,) of queries with features b_q1, b_q2, and r, the log scale of both.
 
     They run over the keys in the entering state and, if TILING.causal, the segment's keys before tile.stop. For
     unbounded maps, `largest` (C,) are the largest log scales that the queries see in the segment. Given do (C, VP), for
@@ -209,47 +218,49 @@ def sums_of_keys(x, y, keys, state, seq, tile, largest, do, TILING: tl.constexpr
     C: tl.constexpr = TILING.chunk
     BK: tl.constexpr = TILING.block
     VP: tl.constexpr = TILING.padded_values
-    v = head_at(keys.v, tile.batch, tile.kv)
-    dtype: tl.constexpr = v.dtype.element_ty
-    sums, norm = half_of_state(state, tile.entry, 0, PHI, VP)
+    p_v = head_ptr(keys.v, tile.batch, tile.kv)
+    dtype: tl.constexpr = p_v.dtype.element_ty
+    b_state, b_norm = load_half_of_state(state, tile.entry, 0, PHI, VP)
     total = (
-        dot(x, sums, dtype) if do is None else tl.sum(x.to(tl.float32) * dot(do, tl.trans(sums), dtype), 1)
+        dot(b_q1, b_state, dtype)
+        if b_do is None
+        else tl.sum(b_q1.to(tl.float32) * dot(b_do, tl.trans(b_state), dtype), 1)
     )
-    den = tl.sum(x.to(tl.float32) * norm[None, :], 1)
-    if PHI.two:
-        sums, norm = half_of_state(state, tile.entry, 1, PHI, VP)
-        total += dot(y, sums, dtype)
-        den += tl.sum(y.to(tl.float32) * norm[None, :], 1)
+    den = tl.sum(b_q1.to(tl.float32) * b_norm[None, :], 1)
+    if PHI.has_two_halves:
+        b_state, b_norm = load_half_of_state(state, tile.entry, 1, PHI, VP)
+        total += dot(b_q2, b_state, dtype)
+        den += tl.sum(b_q2.to(tl.float32) * b_norm[None, :], 1)
     log = tl.load(state.logs + tile.entry)
     r = tl.zeros((C,), tl.float32) + log
     if TILING.causal and PHI.unbounded:
         r = tl.maximum(tl.where(tile.first < tile.begin, r, EMPTY), largest)
-    factor = state_factors(tile, log, r, TILING, PHI)
-    total *= factor[:, None] if do is None else factor
-    den *= factor
+    state_scale = entering_state_scale(tile, log, r, TILING, PHI)
+    total *= state_scale[:, None] if b_do is None else state_scale
+    den *= state_scale
     if TILING.causal:
         # Reduced over threads after the loop.
         total_of_pairs = tl.zeros((C, BK), tl.float32)
         den_of_pairs = tl.zeros((C, BK), tl.float32)
-        for here in range(first_key(tile.begin, TILING), keys_before(tile.stop, seq, TILING), BK):
-            at = tl.cast(here, tl.int64) * keys.v.row
-            values = load_rows(v + at, keys.v.row, seq.keys - here, BK, TILING.values, VP)
-            a, b, scales = features_at(
-                keys.tokens, tile.batch, tile.kv, seq.heads, seq.keys, seq.keys, here, BK, PHI
+        for k_start in range(first_key(tile.begin, TILING), keys_before(tile.stop, seq, TILING), BK):
+            row_offset = tl.cast(k_start, tl.int64) * keys.v.row
+            b_v = load_rows(p_v + row_offset, keys.v.row, seq.keys - k_start, BK, TILING.values, VP)
+            b_k1, b_k2, k_log_scale = load_features(
+                keys.tokens, tile.batch, tile.kv, seq.heads, seq.keys, seq.keys, k_start, BK, PHI
             )
-            weighed = dot(x, tl.trans(a), dtype)
-            if PHI.two:
-                weighed += dot(y, tl.trans(b), dtype)
-            weighed = pairs_of(weighed, keys, here, scales, r, seq, tile, TILING, PHI)
-            if do is None:
+            b_s = dot(b_q1, tl.trans(b_k1), dtype)
+            if PHI.has_two_halves:
+                b_s += dot(b_q2, tl.trans(b_k2), dtype)
+            b_s = weigh_pairs(b_s, keys, k_start, k_log_scale, r, seq, tile, TILING, PHI)
+            if b_do is None:
                 # Rounded before both sums, so that the mean of a single value is exactly that value.
-                weighed = rounded(weighed, dtype)
-                total += dot(weighed, values, dtype)
-                den += tl.sum(weighed.to(tl.float32), 1)
+                b_s = rounded(b_s, dtype)
+                total += dot(b_s, b_v, dtype)
+                den += tl.sum(b_s.to(tl.float32), 1)
             else:
-                total_of_pairs += weighed * dot(do, tl.trans(values), dtype)
-                den_of_pairs += weighed
-        if do is not None:
+                total_of_pairs += b_s * dot(b_do, tl.trans(b_v), dtype)
+                den_of_pairs += b_s
+        if b_do is not None:
             total += tl.sum(total_of_pairs, 1)
             den += tl.sum(den_of_pairs, 1)
     return total, den, r
@@ -278,26 +289,31 @@ def read(
     C: tl.constexpr = TILING.chunk
     VP: tl.constexpr = TILING.padded_values
     tile = queries_of_program(seq, TILING)
-    q, left = tile_rows(queries, tile), tile.end - tile.at
-    dtype: tl.constexpr = q.dtype.element_ty
+    p_q, num_valid = tile_ptr(queries, tile), tile.end - tile.at
+    dtype: tl.constexpr = p_q.dtype.element_ty
 
-    x, y, own = phi(q, queries.row, left, matrix_of(matrix, tile.kv, PHI), matrix.low, C, PHI)
-    x, y = once(rounded(x, dtype)), once(rounded(y, dtype)) if PHI.two else x
-    scales_at = tile.key_head.to(tl.int64) * seq.queries
+    b_q1, b_q2, q_log_scale = phi(
+        p_q, queries.row, num_valid, projection_ptr(matrix, tile.kv, PHI), matrix.low, C, PHI
+    )
+    b_q1, b_q2 = (
+        materialize(rounded(b_q1, dtype)),
+        materialize(rounded(b_q2, dtype)) if PHI.has_two_halves else b_q1,
+    )
+    scale_offset = tile.key_head.to(tl.int64) * seq.queries
     largest = tl.zeros((C,), tl.float32)
     if PHI.unbounded and TILING.causal:
         # Another query head of this key head may already have stored r here; the maximum below is then still r.
-        largest = load_numbers(scale + scales_at, tile.at, tile.end, C)
-    total, den, r = sums_of_keys(x, y, keys, state, seq, tile, largest, None, TILING, PHI)
+        largest = load_vector(scale + scale_offset, tile.at, tile.end, C)
+    total, den, r = sums_of_keys(b_q1, b_q2, keys, state, seq, tile, largest, None, TILING, PHI)
     if NORMALIZE:
         empty = tl.abs(den) < PHI.least
         factor = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, den))
     else:
         if PHI.decays:
-            own += load_numbers(seq.decay.of_queries + scales_at, tile.at, tile.end, C)
-        factor = tl.exp(own + r) if PHI.unbounded else tl.full((C,), 1.0, tl.float32)
-    numbers = tile.head.to(tl.int64) * seq.queries
-    store_rows(tile_rows(out, tile), out.row, left, total * factor[:, None], TILING.values, VP)
-    tl.store(reciprocal + numbers + tile.rows, factor, mask=tile.rows < tile.end)
+            q_log_scale += load_vector(seq.decay.of_queries + scale_offset, tile.at, tile.end, C)
+        factor = tl.exp(q_log_scale + r) if PHI.unbounded else tl.full((C,), 1.0, tl.float32)
+    vec_offset = tile.head.to(tl.int64) * seq.queries
+    store_rows(tile_ptr(out, tile), out.row, num_valid, total * factor[:, None], TILING.values, VP)
+    tl.store(reciprocal + vec_offset + tile.rows, factor, mask=tile.rows < tile.end)
     if PHI.unbounded and tile.query_head % TILING.group == 0:
-        tl.store(scale + scales_at + tile.rows, r, mask=tile.rows < tile.end)
+        tl.store(scale + scale_offset + tile.rows, r, mask=tile.rows < tile.end)

@@ -4,66 +4,66 @@ import triton
 import triton.language as tl
 
 from megakernel.ops.kernel_attention.arguments import (
-    features_at,
-    half_of_state,
-    head_at,
-    load_numbers,
-    matrix_of,
-    places_of_keys,
+    head_ptr,
+    load_features,
+    load_half_of_state,
+    load_vector,
+    projection_ptr,
     tile_of_program,
     tiles_of,
+    token_idx_of_keys,
     token_of,
 )
-from megakernel.ops.kernel_attention.kernels import weights_of
-from megakernel.ops.kernels.features import dot, load_rows, rounded, store_gradient, store_rows
-from megakernel.ops.kernels.mixtures import store_gradients_of_keys
-from megakernel.ops.kernels.states import first_token
+from megakernel.ops.kernel_attention.kernels import load_key_weights
+from megakernel.ops.kernels.features import dot, load_rows, rounded, store_dx_from_dphi, store_rows
+from megakernel.ops.kernels.mixtures import store_dx_of_keys
+from megakernel.ops.kernels.states import document_start
 
 
 @triton.jit
-def gradient_from_state(
-    tile, norm, values, state, entry, half: tl.constexpr, TILING: tl.constexpr, PHI: tl.constexpr
+def dphi_from_state(
+    b_state, b_norm, b_v, state, entry, half: tl.constexpr, TILING: tl.constexpr, PHI: tl.constexpr
 ):
-    """Gradients of features (C, MP): values (C, VP) times one half of a state, tile (MP, VP), plus norm (MP,).
+    """Gradients of features (C, MP): b_v (C, VP) times one half of a state, b_state (MP, VP), plus b_norm (MP,).
 
     If the state has higher precision than the values, a second product adds its rounding error, so that sums and
     normalizer cancel exactly. The state is loaded again; keeping it would exceed registers and shared memory.
     """
-    dtype: tl.constexpr = values.dtype
-    grad = dot(values, tl.trans(tile), dtype) + norm[None, :]
-    if tile.dtype != dtype:
+    dtype: tl.constexpr = b_v.dtype
+    b_dphi = dot(b_v, tl.trans(b_state), dtype) + b_norm[None, :]
+    if b_state.dtype != dtype:
         tl.debug_barrier()
-        tile, norm = half_of_state(state, entry, half, PHI, TILING.padded_values)
-        grad += dot(values, tl.trans(tile - rounded(tile, dtype).to(tl.float32)), dtype)
-    return grad
+        b_state, b_norm = load_half_of_state(state, entry, half, PHI, TILING.padded_values)
+        b_dphi += dot(b_v, tl.trans(b_state - rounded(b_state, dtype).to(tl.float32)), dtype)
+    return b_dphi
 
 
 @triton.jit
-def behind_factors(places, last, weights, scales, log, TILING: tl.constexpr, PHI: tl.constexpr):
+def later_state_scale(k_idx, last, weights, k_log_scale, log, TILING: tl.constexpr, PHI: tl.constexpr):
     """(C,): each key's factor of the state of later segments' queries; 0 if it does not enter the outgoing state."""
-    enters = (places >= last) | (not TILING.causal)
+    enters = (k_idx >= last) | (not TILING.causal)
     if PHI.unbounded:
-        return tl.where(enters & (weights != 0), tl.exp(scales + log), 0.0)
+        return tl.where(enters & (weights != 0), tl.exp(k_log_scale + log), 0.0)
     return tl.where(enters, 1.0, 0.0)
 
 
 @triton.jit
-def queries_of_keys(
-    products, rows, first, places, stop, scales, r, seq, TILING: tl.constexpr, PHI: tl.constexpr
+def weigh_pairs_transposed(
+    b_s, q_idx, first, k_idx, stop, k_log_scale, r, seq, TILING: tl.constexpr, PHI: tl.constexpr
 ):
     """Products (C, BQ) of keys and queries times relative scales; 0 where masked. See `kernels.pairs_of`.
 
     Queries from `stop` on see the keys through their state, so they are masked.
     """
     if PHI.unbounded:
-        products *= tl.exp(tl.minimum(scales[:, None] - r[None, :], 0.0))
+        b_s *= tl.exp(tl.minimum(k_log_scale[:, None] - r[None, :], 0.0))
     if TILING.rank == 0:
-        visible = places[:, None] <= rows[None, :]
+        visible = k_idx[:, None] <= q_idx[None, :]
     else:
-        visible = (places[:, None] < rows[None, :]) & (rows < stop)[None, :]
+        visible = (k_idx[:, None] < q_idx[None, :]) & (q_idx < stop)[None, :]
     if seq.starts is not None:
-        visible &= places[:, None] >= first[None, :]
-    return tl.where(visible, products, 0.0)
+        visible &= k_idx[:, None] >= first[None, :]
+    return tl.where(visible, b_s, 0.0)
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def bwd_dkv(
     seq,
     dk,
     dv,
-    dy,
+    p_dproj,
     dkey_weights,
     dpriors,
     TILING: tl.constexpr,
@@ -94,116 +94,134 @@ def bwd_dkv(
     head, at, _begin, end, segment = tile_of_program(seq.keys, TILING.span, C)
     batch, kv = head // seq.heads, head % seq.heads
     entry = head * tl.cdiv(seq.keys, TILING.span) + segment if TILING.causal else head
-    place = head.to(tl.int64) * seq.keys + at
-    rows, left = at + tl.arange(0, C), end - at
-    places = places_of_keys(rows, seq, batch, TILING)
+    offset = head.to(tl.int64) * seq.keys + at
+    rows, num_valid = at + tl.arange(0, C), end - at
+    k_idx = token_idx_of_keys(rows, seq, batch, TILING)
     stop = tl.minimum((segment + 1) * TILING.segment, seq.length)
-    last = first_token(seq.starts, batch, stop - 1, seq.length, seq.start)
-    weights = weights_of(keys.key_weights, head, at, seq.keys, end, C)
-    a, b, scales = features_at(keys.tokens, batch, kv, seq.heads, seq.keys, end, at, C, PHI)
-    v = head_at(keys.v, batch, kv) + tl.cast(at, tl.int64) * keys.v.row
-    values = load_rows(v, keys.v.row, left, C, TILING.values, VP)
-    dtype: tl.constexpr = v.dtype.element_ty
-    behind = behind_factors(places, last, weights, scales, tl.load(state.logs + entry), TILING, PHI)
-    tile, norm = half_of_state(state, entry, 0, PHI, VP)
-    du_norm = tl.zeros((C,), tl.float32)
+    last = document_start(seq.starts, batch, stop - 1, seq.length, seq.start)
+    weights = load_key_weights(keys.key_weights, head, at, seq.keys, end, C)
+    b_k1, b_k2, k_log_scale = load_features(keys.tokens, batch, kv, seq.heads, seq.keys, end, at, C, PHI)
+    p_v = head_ptr(keys.v, batch, kv) + tl.cast(at, tl.int64) * keys.v.row
+    b_v = load_rows(p_v, keys.v.row, num_valid, C, TILING.values, VP)
+    dtype: tl.constexpr = p_v.dtype.element_ty
+    later_scale = later_state_scale(
+        k_idx, last, weights, k_log_scale, tl.load(state.logs + entry), TILING, PHI
+    )
+    b_state, b_norm = load_half_of_state(state, entry, 0, PHI, VP)
+    b_dnorm = tl.zeros((C,), tl.float32)
     if dv is not None:
-        du = dot(a, tile, dtype)
-        du_norm = tl.sum(a.to(tl.float32) * norm[None, :], 1)
+        b_dv = dot(b_k1, b_state, dtype)
+        b_dnorm = tl.sum(b_k1.to(tl.float32) * b_norm[None, :], 1)
         tl.debug_barrier()
     if dk is not None:
-        grad_a = gradient_from_state(tile, norm, values, state, entry, 0, TILING, PHI) * behind[:, None]
-        grad_b = grad_a
-    if PHI.two:
-        tile, norm = half_of_state(state, entry, 1, PHI, VP)
+        b_dphi1 = dphi_from_state(b_state, b_norm, b_v, state, entry, 0, TILING, PHI) * later_scale[:, None]
+        b_dphi2 = b_dphi1
+    if PHI.has_two_halves:
+        b_state, b_norm = load_half_of_state(state, entry, 1, PHI, VP)
         if dv is not None:
-            du += dot(b, tile, dtype)
-            du_norm += tl.sum(b.to(tl.float32) * norm[None, :], 1)
+            b_dv += dot(b_k2, b_state, dtype)
+            b_dnorm += tl.sum(b_k2.to(tl.float32) * b_norm[None, :], 1)
         if dk is not None:
-            grad_b = gradient_from_state(tile, norm, values, state, entry, 1, TILING, PHI) * behind[:, None]
+            b_dphi2 = (
+                dphi_from_state(b_state, b_norm, b_v, state, entry, 1, TILING, PHI) * later_scale[:, None]
+            )
     if dv is not None:
-        du *= behind[:, None]
-        du_norm *= behind
+        b_dv *= later_scale[:, None]
+        b_dnorm *= later_scale
     if TILING.causal:
         for g in range(G):
             query_head = kv * G + g
-            numbers = (head * G + g).to(tl.int64) * seq.queries
-            for here in range(token_of(at, TILING), tl.minimum(stop, seq.queries), BQ):
-                seats = here + tl.arange(0, BQ)
-                first = first_token(seq.starts, batch, seats, seq.length, seq.start)
+            vec_offset = (head * G + g).to(tl.int64) * seq.queries
+            for q_start in range(token_of(at, TILING), tl.minimum(stop, seq.queries), BQ):
+                q_idx = q_start + tl.arange(0, BQ)
+                first = document_start(seq.starts, batch, q_idx, seq.length, seq.start)
                 r = tl.zeros((BQ,), tl.float32)
                 if PHI.unbounded:
-                    r = load_numbers(queries.scale + head.to(tl.int64) * seq.queries, here, seq.queries, BQ)
-                given = head_at(queries.grad, batch, query_head) + tl.cast(here, tl.int64) * queries.grad.row
-                do = load_rows(given, queries.grad.row, seq.queries - here, BQ, TILING.values, VP)
-                reciprocal = load_numbers(queries.reciprocal + numbers, here, seq.queries, BQ)
+                    r = load_vector(queries.scale + head.to(tl.int64) * seq.queries, q_start, seq.queries, BQ)
+                p_do = (
+                    head_ptr(queries.grad, batch, query_head) + tl.cast(q_start, tl.int64) * queries.grad.row
+                )
+                b_do = load_rows(p_do, queries.grad.row, seq.queries - q_start, BQ, TILING.values, VP)
+                reciprocal = load_vector(queries.reciprocal + vec_offset, q_start, seq.queries, BQ)
                 delta = tl.zeros((BQ,), tl.float32)
                 if queries.delta is not None:
-                    delta = load_numbers(queries.delta + numbers, here, seq.queries, BQ)
-                qa, qb, _own = features_at(
-                    queries.tokens, batch, query_head, seq.heads * G, seq.queries, seq.queries, here, BQ, PHI
+                    delta = load_vector(queries.delta + vec_offset, q_start, seq.queries, BQ)
+                b_q1, b_q2, _own = load_features(
+                    queries.tokens,
+                    batch,
+                    query_head,
+                    seq.heads * G,
+                    seq.queries,
+                    seq.queries,
+                    q_start,
+                    BQ,
+                    PHI,
                 )
                 if dv is not None:
-                    similar = dot(a, tl.trans(qa), dtype)
-                    if PHI.two:
-                        similar += dot(b, tl.trans(qb), dtype)
-                    similar = queries_of_keys(
-                        similar, seats, first, places, stop, scales, r, seq, TILING, PHI
+                    b_s = dot(b_k1, tl.trans(b_q1), dtype)
+                    if PHI.has_two_halves:
+                        b_s += dot(b_k2, tl.trans(b_q2), dtype)
+                    b_s = weigh_pairs_transposed(
+                        b_s, q_idx, first, k_idx, stop, k_log_scale, r, seq, TILING, PHI
                     )
                     if dkey_weights is not None:
-                        du_norm += tl.sum(similar * delta[None, :], 1)
-                    du += dot(similar * reciprocal[None, :], do, dtype)
+                        b_dnorm += tl.sum(b_s * delta[None, :], 1)
+                    b_dv += dot(b_s * reciprocal[None, :], b_do, dtype)
                 if dk is not None:
-                    along = dot(values, tl.trans(do), dtype) * reciprocal[None, :] + delta[None, :]
-                    along = queries_of_keys(along, seats, first, places, stop, scales, r, seq, TILING, PHI)
-                    grad_a += dot(along, qa, dtype)
-                    if PHI.two:
-                        grad_b += dot(along, qb, dtype)
+                    b_dp = dot(b_v, tl.trans(b_do), dtype) * reciprocal[None, :] + delta[None, :]
+                    b_dp = weigh_pairs_transposed(
+                        b_dp, q_idx, first, k_idx, stop, k_log_scale, r, seq, TILING, PHI
+                    )
+                    b_dphi1 += dot(b_dp, b_q1, dtype)
+                    if PHI.has_two_halves:
+                        b_dphi2 += dot(b_dp, b_q2, dtype)
     if dv is not None:
-        store_rows(dv + place * TILING.values, TILING.values, left, du * weights[:, None], TILING.values, VP)
+        store_rows(
+            dv + offset * TILING.values, TILING.values, num_valid, b_dv * weights[:, None], TILING.values, VP
+        )
         if dkey_weights is not None:
-            total = tl.sum(du * values.to(tl.float32), 1) + du_norm
-            tl.store(dkey_weights + place + tl.arange(0, C), total, mask=rows < end)
+            b_dweights = tl.sum(b_dv * b_v.to(tl.float32), 1) + b_dnorm
+            tl.store(dkey_weights + offset + tl.arange(0, C), b_dweights, mask=rows < end)
     if dk is not None:
-        grad_a *= weights[:, None]
-        grad_b *= weights[:, None]
+        b_dphi1 *= weights[:, None]
+        b_dphi2 *= weights[:, None]
         tokens = keys.tokens.rows
-        k = head_at(tokens, batch, kv) + tl.cast(at, tl.int64) * tokens.row
-        projection = matrix_of(matrix, kv, PHI)
-        of_projected = None if dy is None else dy + place * PHI.rows
-        LEARNED: tl.constexpr = dy is not None
+        p_k = head_ptr(tokens, batch, kv) + tl.cast(at, tl.int64) * tokens.row
+        projection = projection_ptr(matrix, kv, PHI)
+        p_dproj_tile = None if p_dproj is None else p_dproj + offset * PHI.rows
+        LEARNED: tl.constexpr = p_dproj is not None
         if TILING.keys == 0:
-            store_gradient(
-                k,
+            store_dx_from_dphi(
+                p_k,
                 tokens.row,
-                left,
+                num_valid,
                 projection,
-                a.to(tl.float32),
-                b.to(tl.float32),
-                grad_a,
-                grad_b,
-                dk + place * PHI.width,
-                of_projected,
+                b_k1.to(tl.float32),
+                b_k2.to(tl.float32),
+                b_dphi1,
+                b_dphi2,
+                dk + offset * PHI.width,
+                p_dproj_tile,
                 C,
                 LEARNED,
                 PHI,
             )
         else:
             heads = tl.num_programs(0) // tiles_of(seq.keys, TILING.span, C)
-            store_gradients_of_keys(
-                k,
+            store_dx_of_keys(
+                p_k,
                 tokens.row,
-                left,
+                num_valid,
                 projection,
                 matrix.low,
                 keys.priors + kv * TILING.keys,
-                scales,
-                grad_a,
-                grad_b,
-                dk + place * TILING.keys * PHI.width,
-                of_projected,
+                k_log_scale,
+                b_dphi1,
+                b_dphi2,
+                dk + offset * TILING.keys * PHI.width,
+                p_dproj_tile,
                 heads.to(tl.int64) * seq.keys * PHI.rows,
-                dpriors + place * TILING.keys,
+                dpriors + offset * TILING.keys,
                 TILING.keys,
                 C,
                 LEARNED,

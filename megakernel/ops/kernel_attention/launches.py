@@ -116,7 +116,7 @@ def map_of_call(options: Sequence[Any], q: Tensor, keys: Tensors) -> Phi:
 def _map_of(name: str, components: int, width: int, rows: int | None, decays: bool, has_wgmma: bool) -> Phi:
     phi = phi_of(FeatureMap(name, components), width, rows, decays)
     # Rows of 128 bytes, the layout of operands that wgmma reads fastest.
-    return phi._replace(at_once=64) if has_wgmma else phi
+    return phi._replace(max_block_d=64) if has_wgmma else phi
 
 
 def pack_state(state: KernelState, phi: Phi, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:

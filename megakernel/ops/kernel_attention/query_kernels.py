@@ -4,77 +4,84 @@ import triton
 import triton.language as tl
 
 from megakernel.ops.kernel_attention.arguments import (
-    features_at,
-    features_of_queries,
     first_key,
-    half_of_state,
-    head_at,
+    head_ptr,
     keys_before,
-    load_numbers,
-    matrix_of,
+    load_features,
+    load_features_of_queries,
+    load_half_of_state,
+    load_vector,
+    projection_ptr,
     queries_of_program,
     store_half_of_state,
-    tile_rows,
+    tile_ptr,
 )
-from megakernel.ops.kernel_attention.kernels import pairs_of, state_factors, store_features, sums_of_keys
-from megakernel.ops.kernels.features import EMPTY, dot, load_rows, phi, rounded, slope_of_half, store_slope
-from megakernel.ops.kernels.states import add_tokens, empty_norm, first_token, scales_of_addition, sum_of_norm
+from megakernel.ops.kernel_attention.kernels import (
+    entering_state_scale,
+    store_features,
+    sums_of_keys,
+    weigh_pairs,
+)
+from megakernel.ops.kernels.features import EMPTY, dot, dproj_of_half, load_rows, phi, rounded, store_dx
+from megakernel.ops.kernels.states import add_tokens, document_start, empty_norm, rescale_factors, sum_of_norm
 
 
 @triton.jit
-def do_of_keys(x, y, do, keys, state, seq, tile, r, TILING: tl.constexpr, PHI: tl.constexpr):
-    """Weighted sums (C,) of do_i.v_j over what queries with features x, y see, and sums of the weights; log scale r.
+def do_v_of_keys(b_q1, b_q2, b_do, keys, state, seq, tile, r, TILING: tl.constexpr, PHI: tl.constexpr):
+    """Weighted sums (C,) of do_i.v_j over what queries with features b_q1, b_q2 see, and of the weights; log scale r.
 
     Recomputed where the rounded output is too inexact: one key may have nearly all the weight, and its terms nearly
     cancel. For unbounded maps the weights are not rounded either.
     """
-    if PHI.unbounded and not PHI.two:
-        total, den, _r = sums_of_keys(x, y, keys, state, seq, tile, r, do, TILING, PHI)
+    if PHI.unbounded and not PHI.has_two_halves:
+        total, den, _r = sums_of_keys(b_q1, b_q2, keys, state, seq, tile, r, b_do, TILING, PHI)
     else:
-        sums, den, _r = sums_of_keys(x, y, keys, state, seq, tile, r, None, TILING, PHI)
-        total = tl.sum(sums * do.to(tl.float32), 1)
+        b_o, den, _r = sums_of_keys(b_q1, b_q2, keys, state, seq, tile, r, None, TILING, PHI)
+        total = tl.sum(b_o * b_do.to(tl.float32), 1)
     return total, den
 
 
 @triton.jit
-def gradient_of_half(
-    half: tl.constexpr, do, delta, r, keys, state, seq, tile, TILING: tl.constexpr, PHI: tl.constexpr
+def dphi_of_half(
+    half: tl.constexpr, b_do, delta, r, keys, state, seq, tile, TILING: tl.constexpr, PHI: tl.constexpr
 ):
     """One half (C, MP) of sum_j m_j (do_i.v_j + delta_i) phi(k_j); arguments as in `sums_of_keys`."""
     C: tl.constexpr = TILING.chunk
     BK: tl.constexpr = TILING.block
     VP: tl.constexpr = TILING.padded_values
-    v = head_at(keys.v, tile.batch, tile.kv)
-    dtype: tl.constexpr = v.dtype.element_ty
-    of_state = state_factors(tile, tl.load(state.logs + tile.entry), r, TILING, PHI)
-    sums, norm = half_of_state(state, tile.entry, half, PHI, VP)
-    grad = (of_state * delta)[:, None] * norm[None, :]
-    grad += dot(do, tl.trans(sums), dtype) * of_state[:, None]
+    p_v = head_ptr(keys.v, tile.batch, tile.kv)
+    dtype: tl.constexpr = p_v.dtype.element_ty
+    state_scale = entering_state_scale(tile, tl.load(state.logs + tile.entry), r, TILING, PHI)
+    b_state, b_norm = load_half_of_state(state, tile.entry, half, PHI, VP)
+    b_dphi = (state_scale * delta)[:, None] * b_norm[None, :]
+    b_dphi += dot(b_do, tl.trans(b_state), dtype) * state_scale[:, None]
     if TILING.causal:
-        for here in range(first_key(tile.begin, TILING), keys_before(tile.stop, seq, TILING), BK):
-            at = tl.cast(here, tl.int64) * keys.v.row
-            values = load_rows(v + at, keys.v.row, seq.keys - here, BK, TILING.values, VP)
-            a, b, scales = features_at(
-                keys.tokens, tile.batch, tile.kv, seq.heads, seq.keys, seq.keys, here, BK, PHI
+        for k_start in range(first_key(tile.begin, TILING), keys_before(tile.stop, seq, TILING), BK):
+            row_offset = tl.cast(k_start, tl.int64) * keys.v.row
+            b_v = load_rows(p_v + row_offset, keys.v.row, seq.keys - k_start, BK, TILING.values, VP)
+            b_k1, b_k2, k_log_scale = load_features(
+                keys.tokens, tile.batch, tile.kv, seq.heads, seq.keys, seq.keys, k_start, BK, PHI
             )
-            along = tl.zeros((C, BK), tl.float32) + delta[:, None] + dot(do, tl.trans(values), dtype)
-            along = pairs_of(along, keys, here, scales, r, seq, tile, TILING, PHI)
-            grad += dot(along, b if half else a, dtype)
-    return grad
+            b_dp = tl.zeros((C, BK), tl.float32) + delta[:, None] + dot(b_do, tl.trans(b_v), dtype)
+            b_dp = weigh_pairs(b_dp, keys, k_start, k_log_scale, r, seq, tile, TILING, PHI)
+            b_dphi += dot(b_dp, b_k2 if half else b_k1, dtype)
+    return b_dphi
 
 
 @triton.jit
-def across_features(slope, along, size, tokens, seq, tile, TILING: tl.constexpr, PHI: tl.constexpr):
-    """Correct `slope` so that the gradient is orthogonal to the features, with which its dot product is now `along`.
+def orthogonal_to_features(
+    dproj, dphi_dot_phi, phi_norm_sq, tokens, seq, tile, TILING: tl.constexpr, PHI: tl.constexpr
+):
+    """Correct `dproj` so that the gradient is orthogonal to the features; their dot product is now `dphi_dot_phi`.
 
-    For maps with one half, whose features have the squared length `size`. Features are loaded again, because the loops
-    need the registers.
+    For maps with one half, whose features have the squared length `phi_norm_sq`. Features are loaded again, because the
+    loops need the registers.
     """
     tl.debug_barrier()
-    a, _b, _own = features_of_queries(tokens, seq, tile, TILING, PHI)
-    share = (along / tl.where(size == 0, 1.0, size))[:, None]
-    a = a.to(tl.float32)
-    return slope - slope_of_half(0, a * share, a, a, PHI)
+    b_phi, _b, _own = load_features_of_queries(tokens, seq, tile, TILING, PHI)
+    share = (dphi_dot_phi / tl.where(phi_norm_sq == 0, 1.0, phi_norm_sq))[:, None]
+    b_phi = b_phi.to(tl.float32)
+    return dproj - dproj_of_half(0, b_phi * share, b_phi, b_phi, PHI)
 
 
 @triton.jit
@@ -86,7 +93,7 @@ def bwd_dq(
     seq,
     out,
     dq,
-    dy,
+    p_dproj,
     TILING: tl.constexpr,
     NORMALIZE: tl.constexpr,
     PHI: tl.constexpr,
@@ -101,51 +108,57 @@ def bwd_dq(
     VP: tl.constexpr = TILING.padded_values
     tile = queries_of_program(seq, TILING)
     tokens = queries.tokens.rows
-    q, left = tile_rows(tokens, tile), tile.end - tile.at
-    dtype: tl.constexpr = q.dtype.element_ty
-    numbers = tile.head.to(tl.int64) * seq.queries
-    place = numbers + tile.at
-    projection = matrix_of(matrix, tile.kv, PHI)
+    p_q, num_valid = tile_ptr(tokens, tile), tile.end - tile.at
+    dtype: tl.constexpr = p_q.dtype.element_ty
+    vec_offset = tile.head.to(tl.int64) * seq.queries
+    offset = vec_offset + tile.at
+    projection = projection_ptr(matrix, tile.kv, PHI)
 
     if queries.tokens.features is not None:
-        qa, qb, own = phi(q, tokens.row, left, projection, matrix.low, C, PHI)
-        qa, qb = rounded(qa, dtype), rounded(qb, dtype)
-        store_features(qa, qb, own, queries.tokens, tile.head, seq.queries, tile.at, left, PHI)
+        b_q1, b_q2, q_log_scale = phi(p_q, tokens.row, num_valid, projection, matrix.low, C, PHI)
+        b_q1, b_q2 = rounded(b_q1, dtype), rounded(b_q2, dtype)
+        store_features(
+            b_q1, b_q2, q_log_scale, queries.tokens, tile.head, seq.queries, tile.at, num_valid, PHI
+        )
         # Read back below; until then, the gradients need the registers.
         tl.debug_barrier()
-    do = load_rows(tile_rows(queries.grad, tile), queries.grad.row, left, C, TILING.values, VP)
-    reciprocal = load_numbers(queries.reciprocal + numbers, tile.at, seq.queries, C)
+    b_do = load_rows(tile_ptr(queries.grad, tile), queries.grad.row, num_valid, C, TILING.values, VP)
+    reciprocal = load_vector(queries.reciprocal + vec_offset, tile.at, seq.queries, C)
     r = tl.zeros((C,), tl.float32)
     if PHI.unbounded:
         scales = queries.scale + tile.key_head.to(tl.int64) * seq.queries
-        r = load_numbers(scales, tile.at, seq.queries, C)
+        r = load_vector(scales, tile.at, seq.queries, C)
     mean = tl.zeros((C,), tl.float32)
     if NORMALIZE:
         if PHI.unbounded:
-            qa, qb, _own = features_of_queries(queries.tokens, seq, tile, TILING, PHI)
-            total, den = do_of_keys(qa, qb, do, keys, state, seq, tile, r, TILING, PHI)
+            b_q1, b_q2, _own = load_features_of_queries(queries.tokens, seq, tile, TILING, PHI)
+            total, den = do_v_of_keys(b_q1, b_q2, b_do, keys, state, seq, tile, r, TILING, PHI)
             mean = tl.where(reciprocal == 0, 0.0, total / tl.where(reciprocal == 0, 1.0, den))
         else:
-            o = load_rows(tile_rows(out, tile), out.row, left, C, TILING.values, VP)
-            mean = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-        tl.store(queries.delta + numbers + tile.rows, -mean * reciprocal, mask=tile.rows < tile.end)
-    slope = tl.zeros((C, MP), tl.float32)
-    along = tl.zeros((C,), tl.float32)
-    size = tl.zeros((C,), tl.float32)
-    for half in tl.static_range(2 if PHI.two else 1):
+            b_o = load_rows(tile_ptr(out, tile), out.row, num_valid, C, TILING.values, VP)
+            mean = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
+        tl.store(queries.delta + vec_offset + tile.rows, -mean * reciprocal, mask=tile.rows < tile.end)
+    dproj = tl.zeros((C, MP), tl.float32)
+    dphi_dot_phi = tl.zeros((C,), tl.float32)
+    phi_norm_sq = tl.zeros((C,), tl.float32)
+    for half in tl.static_range(2 if PHI.has_two_halves else 1):
         # Divide by den after the sums: 1 / den is small, and dO / den would have few digits in float16.
-        grad = gradient_of_half(half, do, -mean, r, keys, state, seq, tile, TILING, PHI) * reciprocal[:, None]
-        qa, qb, _own = features_of_queries(queries.tokens, seq, tile, TILING, PHI)
-        qa, qb = qa.to(tl.float32), qb.to(tl.float32)
-        along += tl.sum(grad * (qb if half else qa), 1)
-        size += tl.sum(qb * qb if half else qa * qa, 1)
-        slope += slope_of_half(half, grad, qb if half else qa, qa if half else qb, PHI)
-    if NORMALIZE and not PHI.two:
+        b_dphi = dphi_of_half(half, b_do, -mean, r, keys, state, seq, tile, TILING, PHI) * reciprocal[:, None]
+        b_q1, b_q2, _own = load_features_of_queries(queries.tokens, seq, tile, TILING, PHI)
+        b_q1, b_q2 = b_q1.to(tl.float32), b_q2.to(tl.float32)
+        dphi_dot_phi += tl.sum(b_dphi * (b_q2 if half else b_q1), 1)
+        phi_norm_sq += tl.sum(b_q2 * b_q2 if half else b_q1 * b_q1, 1)
+        dproj += dproj_of_half(half, b_dphi, b_q2 if half else b_q1, b_q1 if half else b_q2, PHI)
+    if NORMALIZE and not PHI.has_two_halves:
         # Quotients do not depend on the length of phi(q). With two halves, the error is below rounding.
-        slope = across_features(slope, along, size, queries.tokens, seq, tile, TILING, PHI)
-    of_projected = None if dy is None else dy + place * PHI.rows
-    LEARNED: tl.constexpr = dy is not None
-    store_slope(q, tokens.row, left, projection, slope, dq + place * PHI.width, of_projected, C, LEARNED, PHI)
+        dproj = orthogonal_to_features(
+            dproj, dphi_dot_phi, phi_norm_sq, queries.tokens, seq, tile, TILING, PHI
+        )
+    p_dproj_tile = None if p_dproj is None else p_dproj + offset * PHI.rows
+    LEARNED: tl.constexpr = p_dproj is not None
+    store_dx(
+        p_q, tokens.row, num_valid, projection, dproj, dq + offset * PHI.width, p_dproj_tile, C, LEARNED, PHI
+    )
 
 
 @triton.jit
@@ -159,38 +172,40 @@ def sums_of_queries(
     G: tl.constexpr = TILING.group
     head = batch * seq.heads + kv
     dtype: tl.constexpr = queries.grad.pointer.dtype.element_ty
-    tile = tl.zeros((MP, VP), tl.float32)
-    norm = empty_norm(MP, dtype)
+    b_state = tl.zeros((MP, VP), tl.float32)
+    b_norm = empty_norm(MP, dtype)
     log = EMPTY if PHI.unbounded else 0.0
     for at in range(begin, stop, C):
-        rows, left = at + tl.arange(0, C), stop - at
-        first = first_token(seq.starts, batch, rows, seq.length, seq.start)
+        rows, num_valid = at + tl.arange(0, C), stop - at
+        first = document_start(seq.starts, batch, rows, seq.length, seq.start)
         reads = ((first < begin) | (not TILING.causal)) & (rows < stop)
         scales = tl.zeros((C,), tl.float32)
         if PHI.unbounded:
             r = tl.load(queries.scale + head.to(tl.int64) * seq.queries + rows, mask=rows < stop, other=EMPTY)
             reads = reads & (r > EMPTY)
             scales = tl.where(reads, -r, EMPTY)
-        shrink, factors, log = scales_of_addition(log, scales, True, PHI.unbounded)
-        tile *= shrink
-        norm *= shrink
+        scale_old, factors, log = rescale_factors(log, scales, True, PHI.unbounded)
+        b_state *= scale_old
+        b_norm *= scale_old
         factors = tl.where(reads, factors, 0.0)
         for g in range(G):
             query_head = kv * G + g
-            place = (head * G + g).to(tl.int64) * seq.queries
-            given = head_at(queries.grad, batch, query_head) + tl.cast(at, tl.int64) * queries.grad.row
-            do = load_rows(given, queries.grad.row, left, C, TILING.values, VP)
-            reciprocal = load_numbers(queries.reciprocal + place, at, seq.queries, C)
+            vec_offset = (head * G + g).to(tl.int64) * seq.queries
+            p_do = head_ptr(queries.grad, batch, query_head) + tl.cast(at, tl.int64) * queries.grad.row
+            b_do = load_rows(p_do, queries.grad.row, num_valid, C, TILING.values, VP)
+            reciprocal = load_vector(queries.reciprocal + vec_offset, at, seq.queries, C)
             minus_mean = tl.zeros((C,), tl.float32)
             if queries.delta is not None:
-                delta = load_numbers(queries.delta + place, at, seq.queries, C)
+                delta = load_vector(queries.delta + vec_offset, at, seq.queries, C)
                 minus_mean = delta / tl.where(reciprocal == 0, 1.0, reciprocal)
-            a, b, _own = features_at(
+            b_q1, b_q2, _own = load_features(
                 queries.tokens, batch, query_head, seq.heads * G, seq.queries, stop, at, C, PHI
             )
             weights = reciprocal * factors
-            tile, norm = add_tokens(tile, norm, b if half else a, weights, do, minus_mean, dtype)
-    return tile, sum_of_norm(norm, dtype), log
+            b_state, b_norm = add_tokens(
+                b_state, b_norm, b_q2 if half else b_q1, weights, b_do, minus_mean, dtype
+            )
+    return b_state, sum_of_norm(b_norm, dtype), log
 
 
 @triton.jit
@@ -204,7 +219,7 @@ def write_queries(queries, state, seq, TILING: tl.constexpr, PHI: tl.constexpr):
     stop = tl.minimum(begin + TILING.segment, seq.queries)
     entry = tl.program_id(0)
     # One half after the other: both would not fit into the registers of four warps.
-    for half in tl.static_range(2 if PHI.two else 1):
-        tile, norm, log = sums_of_queries(queries, seq, batch, kv, begin, stop, half, TILING, PHI)
-        store_half_of_state(tile, norm, state, entry, half, PHI, VP)
+    for half in tl.static_range(2 if PHI.has_two_halves else 1):
+        b_state, b_norm, log = sums_of_queries(queries, seq, batch, kv, begin, stop, half, TILING, PHI)
+        store_half_of_state(b_state, b_norm, state, entry, half, PHI, VP)
     tl.store(state.logs + entry, log)

@@ -45,23 +45,23 @@ class Phi(NamedTuple):
     decays: bool = False
     """Whether keys have log scales for a decaying state."""
 
-    at_once: int = 32
-    """Upper bound of `columns`."""
+    max_block_d: int = 32
+    """Upper bound of `block_d`."""
 
     @property
-    def columns(self) -> int:
+    def block_d(self) -> int:
         """Columns of tokens and projection per step of their product."""
-        return min(self.at_once, self.padded_width)
+        return min(self.max_block_d, self.padded_width)
 
     @property
-    def two(self) -> bool:
+    def has_two_halves(self) -> bool:
         """Whether features have two halves."""
         return self.name in TWO_HALVES
 
     @property
     def features(self) -> int:
         """F."""
-        return self.rows * (2 if self.two else 1)
+        return self.rows * (2 if self.has_two_halves else 1)
 
     @property
     def padded_width(self) -> int:
@@ -76,7 +76,7 @@ class Phi(NamedTuple):
     @property
     def padded_features(self) -> int:
         """Features in padded halves."""
-        return self.padded_rows * (2 if self.two else 1)
+        return self.padded_rows * (2 if self.has_two_halves else 1)
 
     @property
     def unbounded(self) -> bool:
@@ -146,8 +146,8 @@ def rounded(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def once(x):
-    """`x`, computed once at this point: otherwise the compiler recomputes features for every layout that uses them."""
+def materialize(x):
+    """`x`, computed here and kept: otherwise the compiler recomputes features for every layout that uses them."""
     if INTERPRETED:
         y = x
     elif x.dtype.primitive_bitwidth == 16:
@@ -176,33 +176,33 @@ def exp(x):
 
 
 @triton.jit
-def places_of_rows(start, stride, count, C: tl.constexpr, D, DP: tl.constexpr):
+def row_ptrs(start, stride, num_valid, C: tl.constexpr, D, DP: tl.constexpr):
     """Pointers (C, DP) to the first C rows of a matrix at `start`, and a mask of the elements that exist.
 
-    Pointers to missing rows depend on `count` on purpose: `count` changes from chunk to chunk, which keeps the compiler
+    Pointers to missing rows depend on `num_valid` on purpose: it changes from chunk to chunk, which keeps the compiler
     from computing the offsets of every tile before the loop and holding them in registers.
     """
     rows, columns = tl.arange(0, C), tl.arange(0, DP)
-    inside = (rows < count)[:, None] & (columns < D)[None, :]
-    return start + (tl.minimum(rows, count - 1)[:, None] * stride + columns[None, :]), inside
+    inside = (rows < num_valid)[:, None] & (columns < D)[None, :]
+    return start + (tl.minimum(rows, num_valid - 1)[:, None] * stride + columns[None, :]), inside
 
 
 @triton.jit
-def load_rows(start, stride, count, C: tl.constexpr, D, DP: tl.constexpr):
-    """The first C rows of a matrix at `start`, as a tile (C, DP); zeros from row `count` and column D on.
+def load_rows(start, stride, num_valid, C: tl.constexpr, D, DP: tl.constexpr):
+    """The first C rows of a matrix at `start`, as a tile (C, DP); zeros from row `num_valid` and column D on.
 
-    Kernels load all that a step needs before its first product or `once`: the compiler moves no load across these, and
-    each would wait for memory on its own.
+    Kernels load all that a step needs before its first product or `materialize`: the compiler moves no load across
+    these, and each would wait for memory on its own.
     """
-    places, inside = places_of_rows(start, stride, count, C, D, DP)
-    return tl.load(places, mask=inside, other=0.0)
+    ptrs, inside = row_ptrs(start, stride, num_valid, C, D, DP)
+    return tl.load(ptrs, mask=inside, other=0.0)
 
 
 @triton.jit
-def store_rows(start, stride, count, x, D, DP: tl.constexpr):
+def store_rows(start, stride, num_valid, x, D, DP: tl.constexpr):
     """The inverse of `load_rows`."""
-    places, inside = places_of_rows(start, stride, count, x.shape[0], D, DP)
-    tl.store(places, rounded(x, start.dtype.element_ty), mask=inside)
+    ptrs, inside = row_ptrs(start, stride, num_valid, x.shape[0], D, DP)
+    tl.store(ptrs, rounded(x, start.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -212,10 +212,10 @@ def dot(a, b, dtype: tl.constexpr):
 
 
 @triton.jit
-def project(x, stride, count, matrix, low, C: tl.constexpr, PHI: tl.constexpr):
+def project(x, stride, num_valid, matrix, low, C: tl.constexpr, PHI: tl.constexpr):
     """C tokens at `x` times the transposed matrix (M, D), (C, MP) float32, and the squared norms of the tokens (C,).
 
-    `low` is the offset of the second term of a matrix that is not float32. The loop takes PHI.columns columns at once:
+    `low` is the offset of the second term of a matrix that is not float32. The loop takes PHI.block_d columns at once:
     a whole matrix would fill all registers.
     """
     MP: tl.constexpr = PHI.padded_rows
@@ -223,22 +223,22 @@ def project(x, stride, count, matrix, low, C: tl.constexpr, PHI: tl.constexpr):
     m = tl.arange(0, PHI.padded_rows)
     y = tl.zeros((C, MP), tl.float32)
     square = tl.zeros((C,), tl.float32)
-    # If squares need `part`, Triton 3.6 and 3.7 would pipeline it into too few buffers and overwrite it while a product
+    # If squares need `b_x`, Triton 3.6 and 3.7 would pipeline it into too few buffers and overwrite it while a product
     # still reads it (triton-lang/triton, issue 6691).
-    for first in tl.range(0, PHI.padded_width, PHI.columns, num_stages=1 if PHI.gaussian else None):
-        part = load_rows(x + first, stride, count, C, PHI.width - first, PHI.columns)
-        d = first + tl.arange(0, PHI.columns)
+    for first in tl.range(0, PHI.padded_width, PHI.block_d, num_stages=1 if PHI.gaussian else None):
+        b_x = load_rows(x + first, stride, num_valid, C, PHI.width - first, PHI.block_d)
+        d = first + tl.arange(0, PHI.block_d)
         inside = (m < PHI.rows)[:, None] & (d < PHI.width)[None, :]
-        places = matrix + (m[:, None] * PHI.width + d[None, :])
-        term = tl.load(places, mask=inside, other=0.0)
-        rest = None
+        ptrs = matrix + (m[:, None] * PHI.width + d[None, :])
+        b_w = tl.load(ptrs, mask=inside, other=0.0)
+        b_w_low = None
         if dtype != tl.float32:
             # Loaded before the first product: the compiler moves no load across one.
-            rest = tl.load(places + low, mask=inside, other=0.0)
-        y += dot(part, tl.trans(term), dtype)
-        if rest is not None:
-            y += dot(part, tl.trans(rest), dtype)
-        exact = part.to(tl.float32)
+            b_w_low = tl.load(ptrs + low, mask=inside, other=0.0)
+        y += dot(b_x, tl.trans(b_w), dtype)
+        if b_w_low is not None:
+            y += dot(b_x, tl.trans(b_w_low), dtype)
+        exact = b_x.to(tl.float32)
         square += tl.sum(exact * exact, 1)
     return y, square
 
@@ -279,12 +279,12 @@ def softmax(y, inside):
 
 
 @triton.jit
-def phi(x, stride, count, matrix, low, C: tl.constexpr, PHI: tl.constexpr):
-    """Features of C tokens at `x`, zeros from row `count` on: halves (C, MP) float32, 0 in padding, and logs (C,)."""
+def phi(x, stride, num_valid, matrix, low, C: tl.constexpr, PHI: tl.constexpr):
+    """Features of C tokens at `x`, 0 from row `num_valid` on: halves (C, MP) float32, 0 in padding, and logs (C,)."""
     logs = tl.zeros((C,), tl.float32)
     inside = (tl.arange(0, PHI.padded_rows) < PHI.rows)[None, :]
     if PHI.name == "identity" or PHI.name == "relu" or PHI.name == "elu":
-        a = load_rows(x, stride, count, C, PHI.width, PHI.padded_width).to(tl.float32)
+        a = load_rows(x, stride, num_valid, C, PHI.width, PHI.padded_width).to(tl.float32)
         if PHI.name == "relu":
             a = tl.maximum(a, 0.0)
         elif PHI.name == "elu":
@@ -294,7 +294,7 @@ def phi(x, stride, count, matrix, low, C: tl.constexpr, PHI: tl.constexpr):
                 a = tl.where(inside, a, 0.0)
         b = a
     else:
-        y, square = project(x, stride, count, matrix, low, C, PHI)
+        y, square = project(x, stride, num_valid, matrix, low, C, PHI)
         if PHI.name == "hedgehog":
             a = softmax(y, inside)
             b = softmax(-y, inside)
@@ -314,33 +314,33 @@ def phi(x, stride, count, matrix, low, C: tl.constexpr, PHI: tl.constexpr):
 
 
 @triton.jit
-def slope_of_half(half: tl.constexpr, grad, own, other, PHI: tl.constexpr):
-    """What the gradient (C, MP) of one half of the features adds to the `slope` that `store_slope` takes.
+def dproj_of_half(half: tl.constexpr, dphi, this_half, other_half, PHI: tl.constexpr):
+    """What the gradient (C, MP) of one half of the features adds to the `dproj` that `store_dx` takes.
 
-    own, other: this half and the other one. Halves come one at a time: both of 256 features would fill the registers.
+    dphi: gradient of `this_half`. Halves come one at a time: both of 256 features would fill the registers.
     """
     if PHI.name == "hedgehog":
-        slope = own * (grad - (tl.sum(grad * own, 1) / PHI.coefficient)[:, None])
+        dproj = this_half * (dphi - (tl.sum(dphi * this_half, 1) / PHI.coefficient)[:, None])
         if half:
-            slope = -slope
+            dproj = -dproj
     elif PHI.name == "rks":
-        slope = grad * other * (PHI.scale if half else -PHI.scale)
+        dproj = dphi * other_half * (PHI.scale if half else -PHI.scale)
     elif PHI.projected:
-        slope = grad * own * PHI.scale
+        dproj = dphi * this_half * PHI.scale
     else:
-        slope = grad
-    return slope
+        dproj = dphi
+    return dproj
 
 
 @triton.jit
-def store_slope(
+def store_dx(
     x,
     stride,
-    count,
+    num_valid,
     matrix,
-    slope,
+    dproj,
     dx,
-    dy,
+    p_dproj,
     C: tl.constexpr,
     LEARNED: tl.constexpr,
     PHI: tl.constexpr,
@@ -349,61 +349,65 @@ def store_slope(
 ):
     """Store the gradients of the C tokens at `x`, in rows of ROW elements (None: D) at `dx`.
 
-    slope: gradients of the projected tokens; for maps without a projection, of the features. If the projection is
-    LEARNED, `slope` is also stored, in rows of M at `dy`, for its gradient. With MORE, gradients are added to those
+    dproj: gradients of the projected tokens; for maps without a projection, of the features. If the projection is
+    LEARNED, it is also stored, in rows of M at `p_dproj`, for its gradient. With MORE, gradients are added to those
     already at `dx`, which must have been stored before a barrier.
     """
     row: tl.constexpr = PHI.width if ROW is None else ROW
     if not PHI.projected:
-        grad = slope * PHI.coefficient
+        b_dx = dproj * PHI.coefficient
         if PHI.name != "identity":
             tl.static_assert(
                 PHI.name == "relu" or PHI.name == "elu", "a map whose gradient kernels do not know"
             )
-            exact = load_rows(x, stride, count, C, PHI.width, PHI.padded_width).to(tl.float32)
+            b_x = load_rows(x, stride, num_valid, C, PHI.width, PHI.padded_width).to(tl.float32)
             # Computed from the token rather than from its features, which would need registers.
-            grad = tl.where(exact > 0, grad, grad * exp(tl.minimum(exact, 0.0)) if PHI.name == "elu" else 0.0)
+            b_dx = tl.where(b_x > 0, b_dx, b_dx * exp(tl.minimum(b_x, 0.0)) if PHI.name == "elu" else 0.0)
         if MORE:
-            grad += load_rows(dx, row, count, C, PHI.width, PHI.padded_width).to(tl.float32)
-        store_rows(dx, row, count, grad, PHI.width, PHI.padded_width)
+            b_dx += load_rows(dx, row, num_valid, C, PHI.width, PHI.padded_width).to(tl.float32)
+        store_rows(dx, row, num_valid, b_dx, PHI.width, PHI.padded_width)
     else:
         if LEARNED:
-            store_rows(dy, PHI.rows, count, slope, PHI.rows, PHI.padded_rows)
-        total = tl.sum(slope, 1) * (PHI.scale * (1.0 if PHI.name == "favor" else 2.0))
+            store_rows(p_dproj, PHI.rows, num_valid, dproj, PHI.rows, PHI.padded_rows)
+        dproj_sum = tl.sum(dproj, 1) * (PHI.scale * (1.0 if PHI.name == "favor" else 2.0))
         m = tl.arange(0, PHI.padded_rows)
-        for first in range(0, PHI.padded_width, PHI.columns):
-            d = first + tl.arange(0, PHI.columns)
+        for first in range(0, PHI.padded_width, PHI.block_d):
+            d = first + tl.arange(0, PHI.block_d)
             inside = (m < PHI.rows)[:, None] & (d < PHI.width)[None, :]
-            places = matrix + (m[:, None] * PHI.width + d[None, :])
-            part = dot(slope, tl.load(places, mask=inside, other=0.0), x.dtype.element_ty)
+            ptrs = matrix + (m[:, None] * PHI.width + d[None, :])
+            b_dx = dot(dproj, tl.load(ptrs, mask=inside, other=0.0), x.dtype.element_ty)
             if PHI.gaussian:
-                exact = load_rows(x + first, stride, count, C, PHI.width - first, PHI.columns).to(tl.float32)
-                part -= exact * total[:, None]
+                b_x = load_rows(x + first, stride, num_valid, C, PHI.width - first, PHI.block_d).to(
+                    tl.float32
+                )
+                b_dx -= b_x * dproj_sum[:, None]
             if MORE:
-                part += load_rows(dx + first, row, count, C, PHI.width - first, PHI.columns).to(tl.float32)
-            store_rows(dx + first, row, count, part, PHI.width - first, PHI.columns)
+                b_dx += load_rows(dx + first, row, num_valid, C, PHI.width - first, PHI.block_d).to(
+                    tl.float32
+                )
+            store_rows(dx + first, row, num_valid, b_dx, PHI.width - first, PHI.block_d)
 
 
 @triton.jit
-def store_gradient(
+def store_dx_from_dphi(
     x,
     stride,
-    count,
+    num_valid,
     matrix,
-    a,
-    b,
-    grad_a,
-    grad_b,
+    phi1,
+    phi2,
+    dphi1,
+    dphi2,
     dx,
-    dy,
+    p_dproj,
     C: tl.constexpr,
     LEARNED: tl.constexpr,
     PHI: tl.constexpr,
     ROW: tl.constexpr = None,
     MORE: tl.constexpr = False,
 ):
-    """`store_slope`, given the gradients of both halves (C, MP) of the features."""
-    slope = slope_of_half(0, grad_a, a, b, PHI)
-    if PHI.two:
-        slope += slope_of_half(1, grad_b, b, a, PHI)
-    store_slope(x, stride, count, matrix, slope, dx, dy, C, LEARNED, PHI, ROW, MORE)
+    """`store_dx`, given the gradients of both halves (C, MP) of the features."""
+    dproj = dproj_of_half(0, dphi1, phi1, phi2, PHI)
+    if PHI.has_two_halves:
+        dproj += dproj_of_half(1, dphi2, phi2, phi1, PHI)
+    store_dx(x, stride, num_valid, matrix, dproj, dx, p_dproj, C, LEARNED, PHI, ROW, MORE)

@@ -7,12 +7,12 @@ these functions reduce to those of `features`.
 import triton
 import triton.language as tl
 
-from megakernel.ops.kernels.features import EMPTY, phi, store_gradient
+from megakernel.ops.kernels.features import EMPTY, phi, store_dx_from_dphi
 
 
 @triton.jit
 def phi_of_keys(
-    k, stride, count, matrix, low, priors, KEYS: tl.constexpr, C: tl.constexpr, PHI: tl.constexpr
+    k, stride, num_valid, matrix, low, priors, KEYS: tl.constexpr, C: tl.constexpr, PHI: tl.constexpr
 ):
     """`features.phi` of the keys of C positions at `k`, or of the mixtures of their KEYS keys with weights `priors`.
 
@@ -20,49 +20,49 @@ def phi_of_keys(
     """
     MP: tl.constexpr = PHI.padded_rows
     if KEYS == 0:
-        a, b, logs = phi(k, stride, count, matrix, low, C, PHI)
+        phi1, phi2, logs = phi(k, stride, num_valid, matrix, low, C, PHI)
     else:
-        a = tl.zeros((C, MP), tl.float32)
-        b = a
+        phi1 = tl.zeros((C, MP), tl.float32)
+        phi2 = phi1
         logs = tl.zeros((C,), tl.float32) + (EMPTY if PHI.unbounded else 0.0)
         for r in range(KEYS):
-            share = tl.load(priors + r)
-            x, y, own = phi(k + r * PHI.width, stride, count, matrix, low, C, PHI)
+            prior = tl.load(priors + r)
+            k_phi1, k_phi2, k_log_scale = phi(k + r * PHI.width, stride, num_valid, matrix, low, C, PHI)
             if PHI.unbounded:
-                larger = tl.maximum(logs, tl.where(share > 0, own, EMPTY))
-                a = (
-                    a * tl.exp(logs - larger)[:, None]
-                    + x * (share * scales_of_key(share, own, larger))[:, None]
+                new_max = tl.maximum(logs, tl.where(prior > 0, k_log_scale, EMPTY))
+                phi1 = (
+                    phi1 * tl.exp(logs - new_max)[:, None]
+                    + k_phi1 * (prior * scales_of_key(prior, k_log_scale, new_max))[:, None]
                 )
-                logs = larger
+                logs = new_max
             else:
-                a += x * share
-                if PHI.two:
-                    b += y * share
-        if not PHI.two:
-            b = a
-    return a, b, logs
+                phi1 += k_phi1 * prior
+                if PHI.has_two_halves:
+                    phi2 += k_phi2 * prior
+        if not PHI.has_two_halves:
+            phi2 = phi1
+    return phi1, phi2, logs
 
 
 @triton.jit
-def scales_of_key(share, own, logs):
-    """exp(own - logs), (C,): a key's scale relative to mixtures of log scales `logs`; 0 if its prior is 0."""
-    return tl.where(share > 0, tl.exp(tl.minimum(own - logs, 0.0)), 0.0)
+def scales_of_key(prior, k_log_scale, logs):
+    """exp(k_log_scale - logs), (C,): a key's scale relative to mixtures of log scales `logs`; 0 if its prior is 0."""
+    return tl.where(prior > 0, tl.exp(tl.minimum(k_log_scale - logs, 0.0)), 0.0)
 
 
 @triton.jit
-def store_gradients_of_keys(
+def store_dx_of_keys(
     k,
     stride,
-    count,
+    num_valid,
     matrix,
     low,
     priors,
     logs,
-    grad_a,
-    grad_b,
+    dphi1,
+    dphi2,
     dk,
-    dy,
+    p_dproj,
     pack_keys,
     dpriors,
     KEYS: tl.constexpr,
@@ -70,35 +70,35 @@ def store_gradients_of_keys(
     LEARNED: tl.constexpr,
     PHI: tl.constexpr,
 ):
-    """`features.store_gradient` for C positions at `k`, given gradients of the results of `phi_of_keys` and its logs.
+    """`features.store_dx_from_dphi` for C positions at `k`, from gradients of `phi_of_keys`' features, and its logs.
 
-    dk has rows of KEYS D elements; `pack_keys` is the stride in dy from one key to the next. dpriors gets KEYS elements
-    per position, its part of the gradients of the priors.
+    dk has rows of KEYS D elements; `pack_keys` is the stride in p_dproj from one key to the next. dpriors gets KEYS
+    elements per position, its part of the gradients of the priors.
     """
     for r in range(KEYS):
-        share = tl.load(priors + r)
-        a, b, own = phi(k + r * PHI.width, stride, count, matrix, low, C, PHI)
-        along = tl.sum(a * grad_a, 1)
-        if PHI.two:
-            along += tl.sum(b * grad_b, 1)
-        factors = tl.zeros((C,), tl.float32) + share
+        prior = tl.load(priors + r)
+        phi1, phi2, k_log_scale = phi(k + r * PHI.width, stride, num_valid, matrix, low, C, PHI)
+        dphi_dot_phi = tl.sum(phi1 * dphi1, 1)
+        if PHI.has_two_halves:
+            dphi_dot_phi += tl.sum(phi2 * dphi2, 1)
+        factors = tl.zeros((C,), tl.float32) + prior
         if PHI.unbounded:
-            scales = scales_of_key(share, own, logs)
-            factors *= scales
-            along *= scales
+            relative_scale = scales_of_key(prior, k_log_scale, logs)
+            factors *= relative_scale
+            dphi_dot_phi *= relative_scale
         position = tl.arange(0, C)
-        tl.store(dpriors + position * KEYS + r, along, mask=position < count)
-        store_gradient(
+        tl.store(dpriors + position * KEYS + r, dphi_dot_phi, mask=position < num_valid)
+        store_dx_from_dphi(
             k + r * PHI.width,
             stride,
-            count,
+            num_valid,
             matrix,
-            a,
-            b,
-            grad_a * factors[:, None],
-            grad_b * factors[:, None],
+            phi1,
+            phi2,
+            dphi1 * factors[:, None],
+            dphi2 * factors[:, None],
             dk + r * PHI.width,
-            None if dy is None else dy + r * pack_keys,
+            None if p_dproj is None else p_dproj + r * pack_keys,
             C,
             LEARNED,
             PHI,

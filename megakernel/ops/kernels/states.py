@@ -17,27 +17,27 @@ from megakernel.ops.kernels.features import EMPTY, dot, rounded
 
 
 @triton.jit
-def first_token(starts, batch, place, length, start):
-    """The place where the document of the token at `place` starts, negative if it began before the sequence.
+def document_start(starts, batch, token_idx, length, start):
+    """Index of the first token of the document of `token_idx`, negative if it began before the sequence.
 
     starts: (B, N) int32, or None if all tokens belong to one document, which started at `start`.
     """
     if starts is not None:
-        # Places past the last token belong to its document.
-        return tl.load(starts + batch.to(tl.int64) * length + tl.minimum(place, length - 1))
-    return tl.zeros_like(place) + start
+        # Indices past the last token belong to its document.
+        return tl.load(starts + batch.to(tl.int64) * length + tl.minimum(token_idx, length - 1))
+    return tl.zeros_like(token_idx) + start
 
 
 @triton.jit
-def scales_of_addition(log, logs, alive, UNBOUNDED: tl.constexpr):
+def rescale_factors(log, logs, alive, UNBOUNDED: tl.constexpr):
     """Factors of a state (log scale `log`, dropped unless `alive`) and of additions (C,), and the new log scale.
 
     Missing additions have log scale EMPTY and weight 0; if nothing exists, their factor is exp(0).
     """
     if UNBOUNDED:
         kept = tl.where(alive, log, EMPTY)
-        larger = tl.maximum(kept, tl.max(logs, 0))
-        return tl.where(alive, tl.exp(kept - larger), 0.0), tl.exp(logs - larger), larger
+        new_max = tl.maximum(kept, tl.max(logs, 0))
+        return tl.where(alive, tl.exp(kept - new_max), 0.0), tl.exp(logs - new_max), new_max
     return tl.where(alive, 1.0, 0.0), tl.zeros_like(logs) + 1.0, log
 
 
@@ -65,34 +65,34 @@ def sum_of_norm(norm, dtype: tl.constexpr):
 
 
 @triton.jit
-def in_terms(numbers, dtype: tl.constexpr):
-    """(C, TERMS): numbers (C,) float32 as sums of three columns that bfloat16 represents exactly, the others 0.
+def split_bf16x3(x, dtype: tl.constexpr):
+    """(C, TERMS): x (C,) float32 as sums of three columns that bfloat16 represents exactly, the others 0.
 
     Bits below 2^-133 are lost.
     """
     column = tl.arange(0, TERMS)[None, :]
-    first = rounded(numbers, dtype).to(tl.float32)
-    second = rounded(numbers - first, dtype).to(tl.float32)
-    third = numbers - first - second
-    terms = tl.where(column == 1, second[:, None], tl.where(column == 2, third[:, None], 0.0))
-    return tl.where(column == 0, first[:, None], terms)
+    first = rounded(x, dtype).to(tl.float32)
+    second = rounded(x - first, dtype).to(tl.float32)
+    third = x - first - second
+    parts = tl.where(column == 1, second[:, None], tl.where(column == 2, third[:, None], 0.0))
+    return tl.where(column == 0, first[:, None], parts)
 
 
 @triton.jit
-def add_tokens(tile, norm, features, weights, columns, numbers, dtype: tl.constexpr):
-    """Add features (C, MP) * weights (C,) times columns (C, BV) to half a state, and times numbers (C,) to its `norm`.
+def add_tokens(b_state, b_norm, features, weights, b_v, v_norm, dtype: tl.constexpr):
+    """Add features (C, MP) * weights (C,) times b_v (C, BV) to half a state, and times v_norm (C,) to its `b_norm`.
 
     The weighted features are rounded once for both sums, so that a token's column and number still cancel. In bfloat16
     the second sum is also a matrix product: otherwise warps would exchange partial sums in every step. (float16 cannot
     hold all numbers.)
     """
-    weighed = rounded(features.to(tl.float32) * weights[:, None], dtype)
-    tile += dot(tl.trans(weighed), columns, dtype)
+    b_phi = rounded(features.to(tl.float32) * weights[:, None], dtype)
+    b_state += dot(tl.trans(b_phi), b_v, dtype)
     if dtype == tl.bfloat16:
-        norm += dot(tl.trans(weighed), in_terms(numbers, dtype), dtype)
+        b_norm += dot(tl.trans(b_phi), split_bf16x3(v_norm, dtype), dtype)
     else:
-        norm += tl.sum(weighed.to(tl.float32) * numbers[:, None], 0)
-    return tile, norm
+        b_norm += tl.sum(b_phi.to(tl.float32) * v_norm[:, None], 0)
+    return b_state, b_norm
 
 
 # Otherwise Triton compiles variants for 1, for multiples of 16, and for other numbers of segments.
@@ -106,7 +106,7 @@ def pass_states(
     starts,
     decays,
     entered,
-    along,
+    dlog_scale,
     length,
     start,
     heads,
@@ -131,59 +131,59 @@ def pass_states(
     relative to the start of a segment.
 
     Given the states that `entered` segments from the left, a REVERSE scan multiplies them with the states from the
-    right: `along` (B, H_kv, programs, segments) are parts of the gradients of the log scales of those states.
+    right: `dlog_scale` (B, H_kv, programs, segments) are parts of the gradients of the log scales of those states.
     """
     sums, norms, logs = added
     head = tl.program_id(0)
     batch = head // heads
     f = tl.program_id(1) * BF + tl.arange(0, BF)
     d = tl.arange(0, VP)
-    within = f[:, None] * VP + d[None, :]
+    offsets = f[:, None] * VP + d[None, :]
     if first is not None:
-        tile = tl.load(first[0] + head.to(tl.int64) * FP * VP + within)
-        norm = tl.load(first[1] + head.to(tl.int64) * FP + f)
+        b_state = tl.load(first[0] + head.to(tl.int64) * FP * VP + offsets)
+        b_norm = tl.load(first[1] + head.to(tl.int64) * FP + f)
         log = tl.load(first[2] + head)
     else:
-        tile = tl.zeros((BF, VP), tl.float32)
-        norm = tl.zeros((BF,), tl.float32)
+        b_state = tl.zeros((BF, VP), tl.float32)
+        b_norm = tl.zeros((BF,), tl.float32)
         log = EMPTY if UNBOUNDED else 0.0
     # Pipelined: one state at a time would wait for memory at every step.
     for step in tl.range(segments, num_stages=STAGES):
         segment = segments - 1 - step if REVERSE else step
         begin = segment * SEGMENT
         end = tl.minimum(begin + SEGMENT, length)
-        oldest = first_token(starts, batch, end - 1, length, start)
+        oldest = document_start(starts, batch, end - 1, length, start)
         entry = head.to(tl.int64) * segments + segment
-        more = tl.load(sums + entry * FP * VP + within).to(tl.float32)
+        b_added = tl.load(sums + entry * FP * VP + offsets).to(tl.float32)
         added_norm = tl.load(norms + entry * FP + f)
         decay = 0.0 if decays is None else tl.load(decays + entry)
         if REVERSE:
             log += decay
         if entering_norms is not None:
-            tl.store(sums + entry * FP * VP + within, rounded(tile, sums.dtype.element_ty))
-            tl.store(entering_norms + entry * FP + f, norm)
+            tl.store(sums + entry * FP * VP + offsets, rounded(b_state, sums.dtype.element_ty))
+            tl.store(entering_norms + entry * FP + f, b_norm)
             tl.store(entering_logs + entry, log)
         alive = oldest < begin
         if UNBOUNDED:
             added_log = tl.load(logs + entry)
             kept = tl.where(alive, log, EMPTY)
             log = tl.maximum(kept, added_log)
-            shrink = tl.where(alive, tl.exp(kept - log), 0.0)
-            grow = tl.exp(added_log - log)
+            scale_old = tl.where(alive, tl.exp(kept - log), 0.0)
+            scale_new = tl.exp(added_log - log)
         else:
-            shrink = tl.where(alive, 1.0, 0.0)
-            grow = 1.0
-        tile = tile * shrink + more * grow
-        norm = norm * shrink + added_norm * grow
-        if along is not None:
-            before = tl.load(entered[0] + entry * FP * VP + within).to(tl.float32)
-            product = tl.sum(tile * before) + tl.sum(norm * tl.load(entered[1] + entry * FP + f))
-            product *= tl.exp(log + tl.load(entered[2] + entry))
-            part = head.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-            tl.store(along + part * segments + segment, product)
+            scale_old = tl.where(alive, 1.0, 0.0)
+            scale_new = 1.0
+        b_state = b_state * scale_old + b_added * scale_new
+        b_norm = b_norm * scale_old + added_norm * scale_new
+        if dlog_scale is not None:
+            b_entered = tl.load(entered[0] + entry * FP * VP + offsets).to(tl.float32)
+            b_dot = tl.sum(b_state * b_entered) + tl.sum(b_norm * tl.load(entered[1] + entry * FP + f))
+            b_dot *= tl.exp(log + tl.load(entered[2] + entry))
+            program = head.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+            tl.store(dlog_scale + program * segments + segment, b_dot)
         if not REVERSE:
             log += decay
     entry = head.to(tl.int64)
-    tl.store(last[0] + entry * FP * VP + within, tile)
-    tl.store(last[1] + entry * FP + f, norm)
+    tl.store(last[0] + entry * FP * VP + offsets, b_state)
+    tl.store(last[1] + entry * FP + f, b_norm)
     tl.store(last[2] + entry, log)

@@ -57,7 +57,7 @@ def channels_of_program(META: tl.constexpr):
 
 
 @triton.jit
-def places_of(rows, head, d):
+def channel_ptrs(rows, head, d):
     """Pointers to the channels of the program's sequence at its first token."""
     return rows.pointer + (tl.program_id(2).to(tl.int64) * rows.batch + head.to(tl.int64) * rows.head + d)
 
@@ -66,10 +66,10 @@ def places_of(rows, head, d):
 def load_taps(weight, head, d, inside, META: tl.constexpr):
     """w_(W-1) .. w_0 as float32 tiles, in the order in which memory has a channel's weights."""
     W: tl.constexpr = META.width
-    places = weight + (head * META.channels + d) * W
+    ptrs = weight + (head * META.channels + d) * W
     taps = ()
     for i in tl.static_range(W):
-        taps = added(taps, tl.load(places + i, mask=inside, other=0.0).to(tl.float32))
+        taps = added(taps, tl.load(ptrs + i, mask=inside, other=0.0).to(tl.float32))
     return taps
 
 
@@ -80,11 +80,11 @@ def load_before(x, before, n, head, d, inside, META: tl.constexpr):
     tokens = ()
     for i in tl.static_range(W - 1):
         at = n - (W - 1 - i)
-        place = places_of(x, head, d) + at * x.row
-        token = tl.load(place, mask=inside & (at >= 0), other=0.0).to(tl.float32)
+        ptr = channel_ptrs(x, head, d) + at * x.row
+        token = tl.load(ptr, mask=inside & (at >= 0), other=0.0).to(tl.float32)
         if before is not None:
-            place = places_of(before, head, d) + (n + i) * before.row
-            token += tl.load(place, mask=inside & (at < 0), other=0.0).to(tl.float32)
+            ptr = channel_ptrs(before, head, d) + (n + i) * before.row
+            token += tl.load(ptr, mask=inside & (at < 0), other=0.0).to(tl.float32)
         tokens = added(tokens, token)
     return tokens
 
@@ -92,26 +92,26 @@ def load_before(x, before, n, head, d, inside, META: tl.constexpr):
 @triton.jit
 def load_tokens(rows, n, length, head, d, inside, COUNT: tl.constexpr):
     """COUNT tokens from token n on, as tiles; 0 from `length` on."""
-    place = places_of(rows, head, d) + n * rows.row
+    ptr = channel_ptrs(rows, head, d) + n * rows.row
     tokens = ()
     for i in tl.static_range(COUNT):
-        tokens = added(tokens, tl.load(place, mask=inside & (n + i < length), other=0.0))
-        place += rows.row
+        tokens = added(tokens, tl.load(ptr, mask=inside & (n + i < length), other=0.0))
+        ptr += rows.row
     return tokens
 
 
 @triton.jit
 def load_positions(positions, start, n, length, COUNT: tl.constexpr):
     """Positions in their documents of COUNT tokens from token n on."""
-    numbers = ()
+    token_positions = ()
     for i in tl.static_range(COUNT):
         if positions is None:
             p = start + n + i
         else:
-            place = positions + (tl.program_id(2).to(tl.int64) * length + n + i)
-            p = tl.load(place, mask=n + i < length, other=0).to(tl.int32)
-        numbers = added(numbers, p)
-    return numbers
+            ptr = positions + (tl.program_id(2).to(tl.int64) * length + n + i)
+            p = tl.load(ptr, mask=n + i < length, other=0).to(tl.int32)
+        token_positions = added(token_positions, p)
+    return token_positions
 
 
 @triton.jit
@@ -163,7 +163,7 @@ def convolve(x, before, weight, positions, out, length, start, META: tl.constexp
             earlier = tile[1:]
             s = sum_of_products(seen_by(p[i], tile, META), taps, META)
             y = rounded(s * sigmoid(s), out.pointer.dtype.element_ty)
-            tl.store(places_of(out, head, d) + (at + i) * out.row, y, mask=inside & (at + i < length))
+            tl.store(channel_ptrs(out, head, d) + (at + i) * out.row, y, mask=inside & (at + i < length))
 
 
 @triton.jit
@@ -188,17 +188,17 @@ def add_token(token, grad, p, earlier, taps, dtokens, META: tl.constexpr):
 @triton.jit
 def store_gradient(dx, dbefore, m, begin, length, tile, head, d, inside, META: tl.constexpr):
     """Store the gradient of token m, in the program's span or, by the first program, before the sequence."""
-    place = places_of(dx, head, d) + m * dx.row
-    tl.store(place, rounded(tile, dx.pointer.dtype.element_ty), mask=inside & (m >= begin) & (m < length))
+    ptr = channel_ptrs(dx, head, d) + m * dx.row
+    tl.store(ptr, rounded(tile, dx.pointer.dtype.element_ty), mask=inside & (m >= begin) & (m < length))
     if dbefore is not None:
-        place = places_of(dbefore, head, d) + (m + META.width - 1) * dbefore.row
+        ptr = channel_ptrs(dbefore, head, d) + (m + META.width - 1) * dbefore.row
         is_before = (m < 0) & (begin == 0)
-        tl.store(place, rounded(tile, dbefore.pointer.dtype.element_ty), mask=inside & is_before)
+        tl.store(ptr, rounded(tile, dbefore.pointer.dtype.element_ty), mask=inside & is_before)
 
 
 @triton.jit(do_not_specialize=["length", "start"])
 def convolve_backward(
-    x, before, weight, positions, grad, dx, dbefore, shares, length, start, META: tl.constexpr
+    x, before, weight, positions, grad, dx, dbefore, dweight_parts, length, start, META: tl.constexpr
 ):
     """Gradients of x and `before`, and each span's part of the filters', shares (B, spans, R, d, W) float32.
 
@@ -238,6 +238,6 @@ def convolve_backward(
         store_gradient(dx, dbefore, at + i - (W - 1), begin, length, dtile[0], head, d, inside, META)
         dtokens = dtile[1:]
     entry = tl.program_id(2).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    places = shares + ((entry * META.heads + head) * META.channels + d) * W
+    ptrs = dweight_parts + ((entry * META.heads + head) * META.channels + d) * W
     for tap in tl.static_range(W):
-        tl.store(places + tap, dtaps[tap], mask=inside)
+        tl.store(ptrs + tap, dtaps[tap], mask=inside)

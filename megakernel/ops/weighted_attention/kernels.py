@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megakernel.ops.kernel_attention.arguments import head_at, load_numbers
+from megakernel.ops.kernel_attention.arguments import head_ptr, load_vector
 from megakernel.ops.kernels.features import EMPTY, dot, load_rows, padded, rounded, store_rows
 from megakernel.ops.kernels.launch import Rows
 
@@ -148,7 +148,7 @@ def block_of_program(visible, heads, count, LAST_FIRST: tl.constexpr, C: tl.cons
 @triton.jit
 def load_tokens(tokens, batch, head, at, length, C: tl.constexpr, D, DP: tl.constexpr):
     """A tile (C, DP) of the tokens of a head from index `at` on."""
-    start = head_at(tokens, batch, head) + tl.cast(at, tl.int64) * tokens.row
+    start = head_ptr(tokens, batch, head) + tl.cast(at, tl.int64) * tokens.row
     return load_rows(start, tokens.row, length - at, C, D, DP)
 
 
@@ -162,7 +162,7 @@ def load_terms(terms, entry, at, length, C: tl.constexpr, META: tl.constexpr):
     terms += entry * M * length
     found = ()
     for _ in tl.static_range(M):
-        found = found + (load_numbers(terms, at, length, C),)
+        found = found + (load_vector(terms, at, length, C),)
         terms += length
     return found
 
@@ -173,12 +173,12 @@ def load_positions(pairs, batch, kv, at, META: tl.constexpr):
     M: tl.constexpr = META.components
     BK: tl.constexpr = META.block_kv
     length = pairs.kv_length
-    keys = ()
+    b_k = ()
     for r in tl.static_range(M):
-        key = load_tokens(pairs.k, batch, kv * M + r, at, length, BK, META.width, META.padded_width)
-        keys = keys + (key,)
-    columns = load_tokens(pairs.v, batch, kv, at, length, BK, META.value_dim, META.padded_value_dim)
-    return keys, columns, load_terms(pairs.of_keys, batch * pairs.kv_heads + kv, at, length, BK, META)
+        b_key = load_tokens(pairs.k, batch, kv * M + r, at, length, BK, META.width, META.padded_width)
+        b_k = b_k + (b_key,)
+    b_v = load_tokens(pairs.v, batch, kv, at, length, BK, META.value_dim, META.padded_value_dim)
+    return b_k, b_v, load_terms(pairs.of_keys, batch * pairs.kv_heads + kv, at, length, BK, META)
 
 
 @triton.jit
@@ -188,35 +188,35 @@ def store_tokens(start, entry, at, length, x, D, DP: tl.constexpr):
 
 
 @triton.jit
-def log_weights(queries, keys, of_queries, of_keys, block, at, TRANSPOSED: tl.constexpr, META: tl.constexpr):
+def log_weights(b_q, b_k, of_queries, of_keys, block, at, TRANSPOSED: tl.constexpr, META: tl.constexpr):
     """log2 weights of a tile of queries and positions, one tile per key; -inf where a row does not see a column.
 
     Rows are those of the block: queries, or positions if TRANSPOSED. Columns start at index `at`.
     """
-    dtype: tl.constexpr = queries.dtype
+    dtype: tl.constexpr = b_q.dtype
     logs = ()
-    for r in tl.static_range(len(keys)):
+    for r in tl.static_range(len(b_k)):
         if TRANSPOSED:
-            products = dot(keys[r], tl.trans(queries), dtype)
+            b_s = dot(b_k[r], tl.trans(b_q), dtype)
             terms = of_queries[r][None, :] + of_keys[r][:, None]
         else:
-            products = dot(queries, tl.trans(keys[r]), dtype)
+            b_s = dot(b_q, tl.trans(b_k[r]), dtype)
             terms = of_keys[r][None, :] + of_queries[r][:, None]
         # Shift the few intervals rather than the column numbers, which then are constants.
-        columns = tl.arange(0, products.shape[1])
+        column = tl.arange(0, b_s.shape[1])
         begin, end = block.begin - at, block.end - at
-        visible = (columns[None, :] >= begin[:, None]) & (columns[None, :] <= end[:, None])
-        logs = logs + (tl.where(visible, products * META.precisions[r] + terms, float("-inf")),)
+        visible = (column[None, :] >= begin[:, None]) & (column[None, :] <= end[:, None])
+        logs = logs + (tl.where(visible, b_s * META.precisions[r] + terms, float("-inf")),)
     return logs
 
 
 @triton.jit
-def largest_of(logs):
+def max_over_keys(logs):
     """The largest over the keys of a position."""
-    top = logs[0]
+    row_max = logs[0]
     for r in tl.static_range(1, len(logs)):
-        top = tl.maximum(top, logs[r])
-    return top
+        row_max = tl.maximum(row_max, logs[r])
+    return row_max
 
 
 @triton.jit
@@ -224,13 +224,13 @@ def key_weights(logs, HARD: tl.constexpr):
     """Weights of the keys of a position, which sum to its weight; if HARD, the largest ones share that of one."""
     weights = ()
     if HARD:
-        top = largest_of(logs)
-        equals = tl.zeros_like(top)
+        row_max = max_over_keys(logs)
+        equals = tl.zeros_like(row_max)
         for r in tl.static_range(len(logs)):
-            equals += tl.where(logs[r] == top, 1.0, 0.0)
-        share = tl.exp2(top) / equals
+            equals += tl.where(logs[r] == row_max, 1.0, 0.0)
+        share = tl.exp2(row_max) / equals
         for r in tl.static_range(len(logs)):
-            weights = weights + (tl.where(logs[r] == top, share, 0.0),)
+            weights = weights + (tl.where(logs[r] == row_max, share, 0.0),)
     else:
         for r in tl.static_range(len(logs)):
             weights = weights + (tl.exp2(logs[r]),)
@@ -249,38 +249,38 @@ def fwd(pairs, out, NORMALIZE: tl.constexpr, META: tl.constexpr):
     block = block_of_program(pairs.visible, pairs.kv_heads * META.group, length, True, BQ)
     kv = block.head // META.group
 
-    queries = load_tokens(
+    b_q = load_tokens(
         pairs.q, block.batch, block.head, block.start, length, BQ, META.width, META.padded_width
     )
     squares = tl.zeros((BQ,), tl.float32)
     if META.gaussian:
-        squares = tl.sum(queries.to(tl.float32) * queries.to(tl.float32), 1)
+        squares = tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), 1)
     of_queries = ()
     for r in tl.static_range(M):
         of_queries = of_queries + (squares * (-META.precisions[r] / 2),)
-    total = tl.zeros((BQ, VP), tl.float32)
+    b_o = tl.zeros((BQ, VP), tl.float32)
     sums = tl.zeros((BQ,), tl.float32)
-    top = tl.full((BQ,), EMPTY, tl.float32)
+    row_max = tl.full((BQ,), EMPTY, tl.float32)
     for at in range(tl.min(block.begin, 0), tl.max(block.end, 0) + 1, BK):
-        keys, columns, of_keys = load_positions(pairs, block.batch, kv, at, META)
-        logs = log_weights(queries, keys, of_queries, of_keys, block, at, False, META)
-        position = largest_of(logs)
-        larger = tl.maximum(top, tl.max(position, 1))
+        b_k, b_v, of_keys = load_positions(pairs, block.batch, kv, at, META)
+        logs = log_weights(b_q, b_k, of_queries, of_keys, block, at, False, META)
+        position_max = max_over_keys(logs)
+        new_max = tl.maximum(row_max, tl.max(position_max, 1))
         if META.hard:
-            weights = tl.exp2(position - larger[:, None])
+            b_p = tl.exp2(position_max - new_max[:, None])
         else:
-            weights = tl.zeros((BQ, BK), tl.float32)
+            b_p = tl.zeros((BQ, BK), tl.float32)
             for r in tl.static_range(M):
-                weights += tl.exp2(logs[r] - larger[:, None])
-        shrink = tl.exp2(top - larger)
-        total = total * shrink[:, None] + dot(weights, columns, queries.dtype)
-        sums = sums * shrink + tl.sum(weights, 1)
-        top = larger
+                b_p += tl.exp2(logs[r] - new_max[:, None])
+        scale_old = tl.exp2(row_max - new_max)
+        b_o = b_o * scale_old[:, None] + dot(b_p, b_v, b_q.dtype)
+        sums = sums * scale_old + tl.sum(b_p, 1)
+        row_max = new_max
 
     exists = tl.where(sums == 0, 1.0, sums)
-    factor = 1 / exists if NORMALIZE else tl.exp2(top)
-    divisor = top + tl.log2(exists) if NORMALIZE else tl.zeros((BQ,), tl.float32)
-    store_tokens(out, block.entry, block.start, length, total * factor[:, None], META.value_dim, VP)
+    factor = 1 / exists if NORMALIZE else tl.exp2(row_max)
+    divisor = row_max + tl.log2(exists) if NORMALIZE else tl.zeros((BQ,), tl.float32)
+    store_tokens(out, block.entry, block.start, length, b_o * factor[:, None], META.value_dim, VP)
     for r in tl.static_range(M):
         terms = pairs.of_queries + (block.entry * M + r) * length
         tl.store(terms + block.rows, of_queries[r] - divisor, mask=block.rows < length)
@@ -297,30 +297,30 @@ def bwd_dq(pairs, do, out, delta, dq, NORMALIZE: tl.constexpr, META: tl.constexp
     block = block_of_program(pairs.visible, pairs.kv_heads * META.group, length, True, BQ)
     kv = block.head // META.group
 
-    queries = load_tokens(pairs.q, block.batch, block.head, block.start, length, BQ, META.width, DP)
-    grad = load_tokens(do, block.batch, block.head, block.start, length, BQ, META.value_dim, VP)
-    dtype: tl.constexpr = queries.dtype
-    mean = tl.zeros((BQ,), tl.float32)
+    b_q = load_tokens(pairs.q, block.batch, block.head, block.start, length, BQ, META.width, DP)
+    b_do = load_tokens(do, block.batch, block.head, block.start, length, BQ, META.value_dim, VP)
+    dtype: tl.constexpr = b_q.dtype
+    b_delta = tl.zeros((BQ,), tl.float32)
     if NORMALIZE:
-        outputs = out + (block.entry * length + block.start) * META.value_dim
-        outputs = load_rows(outputs, META.value_dim, length - block.start, BQ, META.value_dim, VP)
-        mean = tl.sum(grad.to(tl.float32) * outputs.to(tl.float32), 1)
-    tl.store(delta + block.entry * length + block.rows, mean, mask=block.rows < length)
+        b_o = out + (block.entry * length + block.start) * META.value_dim
+        b_o = load_rows(b_o, META.value_dim, length - block.start, BQ, META.value_dim, VP)
+        b_delta = tl.sum(b_do.to(tl.float32) * b_o.to(tl.float32), 1)
+    tl.store(delta + block.entry * length + block.rows, b_delta, mask=block.rows < length)
     of_queries = load_terms(pairs.of_queries, block.entry, block.start, length, BQ, META)
-    total = tl.zeros((BQ, DP), tl.float32)
-    shares = tl.zeros((BQ,), tl.float32)
+    b_dq = tl.zeros((BQ, DP), tl.float32)
+    ds_sum = tl.zeros((BQ,), tl.float32)
     for at in range(tl.min(block.begin, 0), tl.max(block.end, 0) + 1, BK):
-        keys, columns, of_keys = load_positions(pairs, block.batch, kv, at, META)
-        logs = log_weights(queries, keys, of_queries, of_keys, block, at, False, META)
-        weights = key_weights(logs, META.hard)
-        slope = dot(grad, tl.trans(columns), dtype) - mean[:, None]
-        for r in tl.static_range(len(keys)):
-            share = rounded(weights[r] * slope * META.factors[r], dtype)
-            total += dot(share, keys[r], dtype)
-            shares += tl.sum(share.to(tl.float32), 1)
+        b_k, b_v, of_keys = load_positions(pairs, block.batch, kv, at, META)
+        logs = log_weights(b_q, b_k, of_queries, of_keys, block, at, False, META)
+        b_p = key_weights(logs, META.hard)
+        b_dp = dot(b_do, tl.trans(b_v), dtype) - b_delta[:, None]
+        for r in tl.static_range(len(b_k)):
+            b_ds = rounded(b_p[r] * b_dp * META.factors[r], dtype)
+            b_dq += dot(b_ds, b_k[r], dtype)
+            ds_sum += tl.sum(b_ds.to(tl.float32), 1)
     if META.gaussian:
-        total -= shares[:, None] * queries.to(tl.float32)
-    store_tokens(dq, block.entry, block.start, length, total, META.width, DP)
+        b_dq -= ds_sum[:, None] * b_q.to(tl.float32)
+    store_tokens(dq, block.entry, block.start, length, b_dq, META.width, DP)
 
 
 @triton.jit
@@ -338,14 +338,14 @@ def bwd_dkv(pairs, do, delta, dk, dv, dlog, META: tl.constexpr):
     length, kv_length = pairs.length, pairs.kv_length
     block = block_of_program(pairs.visible, pairs.kv_heads, kv_length, False, BK)
 
-    keys, columns, of_keys = load_positions(pairs, block.batch, block.head, block.start, META)
-    dtype: tl.constexpr = columns.dtype
-    of_values = tl.zeros((BK, VP), tl.float32)
-    totals = ()
-    shares = ()
+    b_k, b_v, of_keys = load_positions(pairs, block.batch, block.head, block.start, META)
+    dtype: tl.constexpr = b_v.dtype
+    b_dv = tl.zeros((BK, VP), tl.float32)
+    b_dk = ()
+    ds_sum = ()
     for _ in tl.static_range(M):
-        totals = totals + (tl.zeros((BK, DP), tl.float32),)
-        shares = shares + (tl.zeros((BK,), tl.float32),)
+        b_dk = b_dk + (tl.zeros((BK, DP), tl.float32),)
+        ds_sum = ds_sum + (tl.zeros((BK,), tl.float32),)
     # One loop over the queries of all heads: nested loops would hold the addresses of both in registers.
     low = tl.min(block.begin, 0)
     steps = tl.maximum(tl.cdiv(tl.max(block.end, 0) + 1 - low, BQ), 0)
@@ -353,30 +353,30 @@ def bwd_dkv(pairs, do, delta, dk, dv, dlog, META: tl.constexpr):
         head = block.head * META.group + step // steps
         entry = block.entry * META.group + step // steps
         at = low + step % steps * BQ
-        queries = load_tokens(pairs.q, block.batch, head, at, length, BQ, META.width, DP)
-        grad = load_tokens(do, block.batch, head, at, length, BQ, META.value_dim, VP)
+        b_q = load_tokens(pairs.q, block.batch, head, at, length, BQ, META.width, DP)
+        b_do = load_tokens(do, block.batch, head, at, length, BQ, META.value_dim, VP)
         of_queries = load_terms(pairs.of_queries, entry, at, length, BQ, META)
-        mean = load_numbers(delta + entry * length, at, length, BQ)
-        logs = log_weights(queries, keys, of_queries, of_keys, block, at, True, META)
-        weights = key_weights(logs, META.hard)
-        slope = dot(columns, tl.trans(grad), dtype) - mean[None, :]
-        position = weights[0]
+        b_delta = load_vector(delta + entry * length, at, length, BQ)
+        logs = log_weights(b_q, b_k, of_queries, of_keys, block, at, True, META)
+        b_p = key_weights(logs, META.hard)
+        b_dp = dot(b_v, tl.trans(b_do), dtype) - b_delta[None, :]
+        p_sum = b_p[0]
         for r in tl.static_range(1, M):
-            position += weights[r]
-        of_values += dot(position, grad, dtype)
-        new_totals = ()
-        new_shares = ()
+            p_sum += b_p[r]
+        b_dv += dot(p_sum, b_do, dtype)
+        new_dk = ()
+        new_ds_sum = ()
         for r in tl.static_range(M):
-            share = rounded(weights[r] * slope, dtype)
-            new_totals = new_totals + (totals[r] + dot(share, queries, dtype),)
-            new_shares = new_shares + (shares[r] + tl.sum(share.to(tl.float32), 1),)
-        totals = new_totals
-        shares = new_shares
-    store_tokens(dv, block.entry, block.start, kv_length, of_values, META.value_dim, VP)
+            b_ds = rounded(b_p[r] * b_dp, dtype)
+            new_dk = new_dk + (b_dk[r] + dot(b_ds, b_q, dtype),)
+            new_ds_sum = new_ds_sum + (ds_sum[r] + tl.sum(b_ds.to(tl.float32), 1),)
+        b_dk = new_dk
+        ds_sum = new_ds_sum
+    store_tokens(dv, block.entry, block.start, kv_length, b_dv, META.value_dim, VP)
     for r in tl.static_range(M):
-        total = totals[r]
+        dk_of_key = b_dk[r]
         if META.gaussian:
-            total -= shares[r][:, None] * keys[r].to(tl.float32)
+            dk_of_key -= ds_sum[r][:, None] * b_k[r].to(tl.float32)
         component = block.entry * M + r
-        store_tokens(dk, component, block.start, kv_length, total * META.factors[r], META.width, DP)
-        tl.store(dlog + component * kv_length + block.rows, shares[r], mask=block.rows < kv_length)
+        store_tokens(dk, component, block.start, kv_length, dk_of_key * META.factors[r], META.width, DP)
+        tl.store(dlog + component * kv_length + block.rows, ds_sum[r], mask=block.rows < kv_length)
