@@ -50,7 +50,7 @@ class TileTime(NamedTuple):
 
     kernel: str
     tile: list[int]
-    """The fields of `launches.TileSizes`."""
+    """The fields of `launcher.TileSizes`."""
 
     milliseconds: float | None
     """Of all launches of the kernel in a call; None if it is wrong."""
@@ -120,19 +120,19 @@ def try_tiles(name: str, todo: list[tuple[str, list[int]]]) -> Iterator[TileTime
     """Check and time each kernel of a case with each tile size."""
     from triton.runtime.errors import OutOfResources
 
-    from megakernel.ops.kernel_attention import launches
-    from megakernel.ops.kernel_attention.launches import Launcher, TileSizes
+    from megakernel.ops.kernels import launcher
+    from megakernel.ops.kernels.launcher import Launcher, TileSizes
 
     computed = case_of(name)
     expected = _numbers(computed)
-    shipped, uncached_plan = Launcher.tile_sizes, launches.plan.__wrapped__
+    shipped, uncached_plan = Launcher.tile_sizes, launcher.plan.__wrapped__
     for kernel, tile in todo:
         signal.alarm(PATIENCE)  # a kernel that hangs ends the process
 
         def tile_sizes(self: Launcher, asked: str, kernel: str = kernel, tile: list = tile) -> TileSizes:
             return TileSizes(*tile) if asked == kernel else shipped(self, asked)
 
-        with patch.object(Launcher, "tile_sizes", tile_sizes), patch.object(launches, "plan", uncached_plan):
+        with patch.object(Launcher, "tile_sizes", tile_sizes), patch.object(launcher, "plan", uncached_plan):
             try:
                 runs = [_numbers(computed) for _ in range(3)]
             except OutOfResources as error:

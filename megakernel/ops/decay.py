@@ -11,8 +11,9 @@ from torch import Tensor
 
 from megakernel.ops.chunks import chunk_keys, chunk_queries, unchunk_queries
 from megakernel.ops.documents import Positions
-from megakernel.ops.groups import Tensors, scan_groups
+from megakernel.ops.groups import scan_groups
 from megakernel.ops.scan import Links, chunk_links
+from megakernel.ops.tensors import Tensors
 
 CHUNK = 64
 """Tokens of a chunk, whose attention matrix is computed explicitly."""

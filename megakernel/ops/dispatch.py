@@ -37,7 +37,7 @@ class Kernels:
         if reason is not None:
             backend = KERNELS if self.function == "attend" else LIBRARY
             raise ValueError(f"backend='{backend}': {reason}; take backend='{EVERYWHERE}'")
-        return self.run(*args, **kwargs)
+        return self.function_of_module()(*args, **kwargs)
 
     def reason_against(self, *args: Any, **kwargs: Any) -> str | None:
         """Why the kernels cannot take the arguments; None if they can."""
@@ -45,9 +45,10 @@ class Kernels:
             return reason
         return self.load().unsupported(*args, **kwargs)
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the kernels on supported arguments."""
-        return getattr(self.load(), self.function)(*args, **kwargs)
+    def function_of_module(self) -> Callable[..., Any]:
+        """Runs the kernels on supported arguments."""
+        function: Callable[..., Any] = getattr(self.load(), self.function)
+        return function
 
 
 Implementation = Callable[..., Any]
@@ -89,7 +90,7 @@ def _fastest(implementations: Mapping[str, Implementation], *args: Any, **kwargs
     if isinstance(kernels, Kernels) and runs_on_gpu(args[0]):
         reason = kernels.reason_against(*args, **kwargs)
         if reason is None:
-            return kernels.run(*args, **kwargs)
+            return kernels.function_of_module()(*args, **kwargs)
         _warn_once(kernels.op, reason)
     return implementations[EVERYWHERE](*args, **kwargs)
 

@@ -5,8 +5,6 @@ weights, chunk states) exist for one group at a time.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megakernel.ops.dispatch import in_own_dtypes
 from megakernel.ops.documents import Positions
-
-Tensors = tuple[Any, ...]
-"""Tensors, or None for an absent optional one."""
+from megakernel.ops.tensors import Tensors, split
 
 SHORT = 512
 """Sequences of one group and at most this many tokens run without recomputation.
@@ -70,12 +66,6 @@ def _leaves(tensors: Sequence[Tensor | None], needed: Sequence[bool]) -> Tensors
         None if x is None else x.detach().requires_grad_(need and x.is_floating_point())
         for x, need in zip(tensors, needed)
     )
-
-
-def split(tensors: Sequence[Any], *sizes: int) -> list[Tensors]:
-    """Tensors in consecutive parts of these sizes, and the rest."""
-    rest = iter(tensors)
-    return [*(tuple(islice(rest, size)) for size in sizes), tuple(rest)]
 
 
 class _GroupScan(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md lists the functions on the stack between `Trainer._step` and FLuRKA's op."""
+"""ARCHITECTURE.md lists the functions on the stack between `Trainer._step`, FLuRKA's op and the launch of a kernel."""
 
 import re
 import sys
@@ -14,41 +14,53 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.mark.second
-def test_architecture_md_lists_the_functions_between_a_step_and_flurkas_op(corpus, tmp_path):
+def test_architecture_md_lists_the_functions_between_a_step_and_a_launch(corpus, tmp_path):
     (functions,) = run_ranks(functions_on_the_stack, 1, write_config(tmp_path, corpus))
     text = (REPOSITORY / "ARCHITECTURE.md").read_text()
-    (paragraph,) = [part for part in text.split("\n\n") if "lead from `Trainer._step` to FLuRKA's op" in part]
-    names, files = (
-        re.findall(r"`([\w.]+)`", paragraph.partition(":")[2]),
-        re.findall(r"`([\w/]+\.py)`", paragraph),
-    )
-    assert [name for name, _ in functions] == [name for name in names if not name.endswith(".py")]
-    assert list(dict.fromkeys(file for _, file in functions)) == files
-    assert len(functions) <= 12
-    assert len(files) <= 8
+    to_op = listed(text, "lead from `Trainer._step` to FLuRKA's op")
+    to_launch = listed(text, "lead to the launch of a kernel")
+    assert functions == [*to_op, *to_launch]
+    assert len(to_op) <= 12
+    assert len(functions) <= 20
+    assert len({file for _, file in functions}) <= 14
+
+
+def listed(text: str, sentence: str) -> list[tuple[str, str]]:
+    """Functions and their files in the paragraph of ARCHITECTURE.md with this sentence."""
+    (paragraph,) = [part for part in text.split("\n\n") if sentence in part]
+    found = []
+    for names, file in re.findall(r"((?:`[\w.]+`,?\s+)+)\(`([\w/]+\.py)`\)", paragraph.partition(":")[2]):
+        found += [(name, file) for name in re.findall(r"`([\w.]+)`", names)]
+    return found
+
+
+class LaunchedError(Exception):
+    """Ends the run at its first launch of the kernel."""
 
 
 def functions_on_the_stack(config: Path) -> list[tuple[str, str]]:
-    """Name and file of Megakernel's functions on the stack of the op's first call in training, outermost first."""
+    """Name and file of Megakernel's functions on the stack of a forward launch in training, outermost first."""
     from launch.training import providers
-    from megakernel.attention import flurka
+    from megakernel.ops.kernels import launcher
+    from megakernel.ops.kernels.launch import record_launches
     from megakernel.training.trainer import Trainer
 
-    op, frames = flurka.flurka_attention, []
+    launch, frames = launcher.launch, []
 
-    def called(*arguments, **options):
-        stack, frame = [], sys._getframe(1)
-        while frame is not None and "Trainer._step" not in [name for name, _ in stack]:
-            stack.append((frame.f_code.co_qualname, frame.f_code.co_filename))
+    def called(kernel, *arguments, **options):
+        launch(kernel, *arguments, **options)
+        if kernel.__name__ != "merge":
+            return
+        frame = sys._getframe(1)
+        while frame is not None and "Trainer._step" not in [name for name, _ in frames]:
+            frames.append((frame.f_code.co_qualname, frame.f_code.co_filename))
             frame = frame.f_back
-        if frame is not None and not frames:  # not called from an evaluation
-            frames.extend(stack)
-        return op(*arguments, **options)
+        raise LaunchedError
 
-    flurka.flurka_attention = called
-    loaded = load(config, ["training.steps=1", "model.attention=flurka"])
-    with cpu_mesh(**loaded.parallel.model_dump()) as mesh:
+    launcher.launch = called
+    loaded = load(config, ["training.steps=1", "training.eval_samples=0", "model.attention=flurka"])
+    with cpu_mesh(**loaded.parallel.model_dump()) as mesh, record_launches(), pytest.raises(LaunchedError):
         Trainer(loaded, mesh, providers()).run()
     package = str(REPOSITORY / "megakernel") + "/"
     own = [(name, file.removeprefix(package)) for name, file in reversed(frames) if file.startswith(package)]
-    return [*own, (op.__qualname__, op.__code__.co_filename.removeprefix(package))]
+    return [*own, (launch.__qualname__, launch.__code__.co_filename.removeprefix(package))]

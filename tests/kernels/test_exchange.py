@@ -14,7 +14,7 @@ from megakernel.ops.documents import Positions
 from megakernel.ops.flurka_attention import flurka_attention, operators
 from megakernel.ops.flurka_attention import triton as flurka_triton
 from megakernel.ops.flurka_attention.options import FlurkaState
-from megakernel.ops.kernel_attention import kernel_attention, launches
+from megakernel.ops.kernel_attention import kernel_attention, tiles
 from megakernel.ops.kernel_attention import triton as kernel_triton
 from megakernel.ops.kernels.launch import Launch, record_launches
 from megakernel.ops.state import Exchange, KernelState, empty_state, keep, merge
@@ -39,7 +39,7 @@ PER_TOKEN = ("q", "k", "v", "gate", "key_weights", "log_decay")
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch):
     """Segments so short that shards have several."""
-    monkeypatch.setattr(launches, "segment_length", lambda phi, q, v, causal: 16)
+    monkeypatch.setattr(tiles, "segment_length", lambda phi, q, v, causal: 16)
     monkeypatch.setattr(operators, "segment_blocks", lambda *_: 1)
 
 

@@ -11,7 +11,7 @@ from megakernel.attention import Rotary
 from megakernel.ops.feature_maps import FEATURE_MAPS
 from megakernel.ops.flurka_attention import flurka_attention, operators
 from megakernel.ops.flurka_attention.options import FlurkaState
-from megakernel.ops.kernel_attention.differentiable import pack_tensors
+from megakernel.ops.flurka_attention.tensors import FlurkaKeyTensors, FlurkaQueryTensors, FlurkaStatic
 from megakernel.ops.kernels.features import SUPPORTED, TWO_HALVES, UNBOUNDED
 from megakernel.ops.phi import start_state
 from megakernel.ops.state import KernelState, empty_state
@@ -365,12 +365,11 @@ def test_two_runs_are_bit_identical(draw, device):
 def test_the_operators_pass_opcheck(draw, device):
     leaves = {name: x.requires_grad_() for name, x in tokens(draw, device, length=20).items()}
     far_mass = torch.zeros(1, device=device, requires_grad=True)
-    given = (
-        *(leaves["q"], leaves["gate"], leaves["gate_weight"], None, None),
-        *(leaves[name] for name in ("k", "v", "projection")),
-        *(None, leaves["pool_keys"], leaves["pool_values"], far_mass, *(None,) * 6),
-    )
-    arguments = (*pack_tensors(given), *("hedgehog", 1, "softmax", 1, 0, 0, 0, True))
+    queries = FlurkaQueryTensors(leaves["q"], leaves["gate"], leaves["gate_weight"])
+    named = {name: leaves[name] for name in ("k", "v", "pool_keys", "pool_values", "projection")}
+    keys, no_state = FlurkaKeyTensors(**named, far_mass=far_mass), (None, None, None)
+    static = FlurkaStatic("hedgehog", 1, "softmax", blocks=1, start=0, before=0, oldest=0, trains=True)
+    arguments = (*queries, *keys, *no_state, *static)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(torch.ops.megakernel.flurka_attention.default, arguments, test_utils=tests)
 

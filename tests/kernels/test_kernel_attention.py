@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.flurka_attention import flurka_attention
-from megakernel.ops.kernel_attention import kernel_attention, launches, operators  # noqa: F401 - the operators are registered
-from megakernel.ops.kernel_attention.differentiable import pack_tensors
+from megakernel.ops.kernel_attention import kernel_attention, operators, tiles
+from megakernel.ops.kernel_attention.operators import KernelKeyTensors, KernelQueryTensors, KernelStatic
 from megakernel.ops.kernels import launch
 from megakernel.ops.kernels.features import SUPPORTED, TWO_HALVES, UNBOUNDED
 from megakernel.ops.kernels.launch import record_launches
+from megakernel.ops.kernels.launcher import map_of_call
 from megakernel.ops.simple_gla import simple_gla
 from megakernel.ops.state import KernelState
 from tests.kernels.comparing import (
@@ -35,7 +36,7 @@ SIGNED = ("identity", "rks")
 @pytest.fixture
 def short_segments(monkeypatch):
     """Segments of 128 tokens with every map, so that short sequences have several."""
-    monkeypatch.setattr(launches, "segment_length", lambda phi, q, v, causal: 2 * launches.MIN_SEGMENT)
+    monkeypatch.setattr(tiles, "segment_length", lambda phi, q, v, causal: 2 * tiles.MIN_SEGMENT)
 
 
 def tokens(
@@ -282,7 +283,10 @@ def test_transposed_inputs_need_no_copy(draw, device):
 def test_the_operators_pass_opcheck(draw, device):
     leaves = tokens(draw, device, torch.float32, feature_map="hedgehog", length=40)
     leaves = {name: x.requires_grad_() for name, x in leaves.items()}
-    arguments = (*pack_tensors((*leaves.values(), *(None,) * 7)), "hedgehog", 1, True, True, 0)
+    keys = KernelKeyTensors(leaves["k"], leaves["v"], leaves["projection"])
+    no_state = (None, None, None)
+    static = KernelStatic("hedgehog", components=1, causal=True, normalize=True, start=0)
+    arguments = (*KernelQueryTensors(leaves["q"]), *keys, *no_state, *static)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(torch.ops.megakernel.kernel_attention.default, arguments, test_utils=tests)
 
@@ -321,9 +325,9 @@ def test_few_landmarks_do_not_shorten_the_segments():
 
     phi = phi_of("elu", 128, None)
     q = torch.empty(1, 16, 65536, 128, dtype=torch.bfloat16, device="meta")
-    alone = launches.segment_length(phi, q, q, False)
-    assert launches.segment_length(phi, q, q[:, :, :256], False) == alone >= 2048
-    assert launches.segment_length(phi, q[:, :, :256], q, False) == alone
+    alone = tiles.segment_length(phi, q, q, False)
+    assert tiles.segment_length(phi, q, q[:, :, :256], False) == alone >= 2048
+    assert tiles.segment_length(phi, q[:, :, :256], q, False) == alone
 
 
 @pytest.mark.parametrize(("feature_map", "rows"), [("elu", None), ("favor", 128), ("hedgehog", 128)])
@@ -333,8 +337,9 @@ def test_states_take_less_than_a_quarter_of_the_memory_of_tokens(feature_map, ro
             torch.empty(1, n, 131072, 128, dtype=torch.bfloat16, device="meta") for n in (heads, kv_heads)
         )
         matrix = None if rows is None else torch.empty(rows, 128, device="meta")
-        phi = launches.map_of_call((feature_map, 1), q, (k, k, matrix, None))
-        launcher = launches.Launcher.of(q, k, k, None, phi, True, 0)
+        static = KernelStatic(feature_map, components=1, causal=True, normalize=True, start=0)
+        phi = map_of_call(static, q, matrix, decays=False)
+        launcher = operators.launcher_of(q, k, k, None, phi, causal=True, start=0)
         states = sum(x.numel() * x.element_size() for x in launcher.segment_buffer(k, k.shape[2]))
         assert states <= (q.numel() + k.numel()) * 2 * 2 / 4
 

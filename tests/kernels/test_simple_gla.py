@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.documents import Positions
-from megakernel.ops.kernel_attention import launches
+from megakernel.ops.kernel_attention import tiles
 from megakernel.ops.simple_gla import simple_gla
 from tests.kernels.comparing import TOLERANCE, assert_agrees
 from tests.kernels.test_exchange import Chain
@@ -27,7 +27,7 @@ POSITIONS = {
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch):
     """Segments so short that sequences and shards have several; their edges differ from those of shards."""
-    monkeypatch.setattr(launches, "segment_length", lambda phi, q, v, causal: 32)
+    monkeypatch.setattr(tiles, "segment_length", lambda phi, q, v, causal: 32)
 
 
 def tokens(draw: torch.Generator, device: torch.device, dtype: torch.dtype, width: int) -> dict[str, Tensor]:

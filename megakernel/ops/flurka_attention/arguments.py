@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from megakernel.ops.kernel_attention.arguments import load_vector
+from megakernel.ops.kernels.arguments import load_vector
 from megakernel.ops.kernels.features import cdiv, padded
 
 

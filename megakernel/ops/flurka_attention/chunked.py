@@ -12,7 +12,7 @@ from megakernel.ops.documents import Positions, began_before, carry_factor, sees
 from megakernel.ops.feature_maps import Features
 from megakernel.ops.flurka_attention import one_token
 from megakernel.ops.flurka_attention.options import FlurkaInputs, FlurkaOptions, Weights, landmarks_of
-from megakernel.ops.groups import Tensors, scan_groups
+from megakernel.ops.groups import scan_groups
 from megakernel.ops.mixture import shifted
 from megakernel.ops.partial_output import (
     FinishedOutput,
@@ -26,6 +26,7 @@ from megakernel.ops.partial_output import (
 from megakernel.ops.phi import Phi
 from megakernel.ops.scan import Links, link, pairs, read_states, scan_chunks, write_chunks
 from megakernel.ops.state import KernelState, Once, decayed
+from megakernel.ops.tensors import Tensors
 from megakernel.ops.window import Tail, WindowLayout, empty_tail, rotate_keys, softmax_pairs, window_layout
 
 RUN = 256

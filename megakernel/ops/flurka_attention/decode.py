@@ -16,9 +16,9 @@ from megakernel.ops.feature_maps import FeatureMap, named
 from megakernel.ops.flurka_attention import decode_kernel
 from megakernel.ops.flurka_attention.arguments import MergeParams, Near, Pools, Window
 from megakernel.ops.flurka_attention.options import FlurkaInputs
-from megakernel.ops.kernel_attention.arguments import Rows
 from megakernel.ops.kernel_attention.decode import TILE, unsupported_gradient
 from megakernel.ops.kernel_attention.triton import unsupported_tiles
+from megakernel.ops.kernels.arguments import Rows
 from megakernel.ops.kernels.features import cdiv, padded, phi_of
 from megakernel.ops.kernels.launch import launch
 from megakernel.ops.projections import dense

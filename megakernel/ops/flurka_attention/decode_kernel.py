@@ -6,8 +6,8 @@ import triton.language as tl
 from megakernel.ops.flurka_attention.merge_kernels import merge_parts, online_softmax_step
 from megakernel.ops.flurka_attention.pool_kernels import load_pool, pooled, store_landmarks
 from megakernel.ops.flurka_attention.window_kernels import scores, window_tile
-from megakernel.ops.kernel_attention.arguments import head_ptr
 from megakernel.ops.kernel_attention.decode_kernel import load_half, read_half, store_half
+from megakernel.ops.kernels.arguments import head_ptr
 from megakernel.ops.kernels.features import EMPTY, load_rows, phi, rounded, store_rows
 from megakernel.ops.kernels.states import add_tokens, rescale_factors
 

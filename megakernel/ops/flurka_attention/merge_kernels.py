@@ -37,7 +37,9 @@ from megakernel.ops.flurka_attention.window_kernels import (
     window_tile,
     window_weights,
 )
-from megakernel.ops.kernel_attention.arguments import (
+from megakernel.ops.kernel_attention.kernels import max_log_scale, store_features, sums_of_keys
+from megakernel.ops.kernel_attention.query_kernels import do_v_of_keys, dphi_of_half, orthogonal_to_features
+from megakernel.ops.kernels.arguments import (
     head_ptr,
     load_features_of_queries,
     load_vector,
@@ -45,8 +47,6 @@ from megakernel.ops.kernel_attention.arguments import (
     queries_of_program,
     tile_ptr,
 )
-from megakernel.ops.kernel_attention.kernels import max_log_scale, store_features, sums_of_keys
-from megakernel.ops.kernel_attention.query_kernels import do_v_of_keys, dphi_of_half, orthogonal_to_features
 from megakernel.ops.kernels.features import (
     EMPTY,
     dot,

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from megakernel.ops.flurka_attention.arguments import block_end
-from megakernel.ops.kernel_attention.arguments import head_ptr
+from megakernel.ops.kernels.arguments import head_ptr
 from megakernel.ops.kernels.features import dot, load_rows, rounded, store_rows
 
 

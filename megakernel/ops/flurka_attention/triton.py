@@ -18,6 +18,7 @@ from megakernel.ops.feature_maps import named
 from megakernel.ops.flurka_attention import chunked, decode, operators
 from megakernel.ops.flurka_attention.block_tables import block_tables
 from megakernel.ops.flurka_attention.options import FlurkaInputs, FlurkaOptions
+from megakernel.ops.flurka_attention.tensors import FlurkaKeyTensors, FlurkaQueryTensors, FlurkaStatic
 from megakernel.ops.kernel_attention.triton import unsupported_features, unsupported_tiles
 from megakernel.ops.partial_output import kernels_check, recompute_lost
 from megakernel.ops.projections import dense
@@ -93,27 +94,33 @@ def attend(
         keys, values = torch.cat([tail.keys, k], 2), torch.cat([tail.values, v], 2)
     matrix = dense(weights.projection, q.shape[-1])
     feature_map = named(options.feature_map)
-    static = (
-        *(feature_map.name, feature_map.components, options.near, options.blocks),
-        *(tables.start, tables.before, tables.oldest),
-        torch.is_grad_enabled(),
-    )
     make_table = None if options.near_rotary is None else angle_table(options, q.shape[-1])
     table = None if make_table is None else make_table(0, reach + ANGLES, q.device)
-    pools = (weights.pool_keys.to(torch.float32), weights.pool_values.to(torch.float32))
-    (out, _spread, factor, *_), first, last = operators.attend(
-        static,
-        (q, gate, weights.gate_weight, weights.far_weight if gate is None else None, table),
-        (
+    outputs, first, last = operators.attend(
+        FlurkaStatic(
+            feature_map=feature_map.name,
+            components=feature_map.components,
+            near=options.near,
+            blocks=options.blocks,
+            start=tables.start,
+            before=tables.before,
+            oldest=tables.oldest,
+            trains=torch.is_grad_enabled(),
+        ),
+        FlurkaQueryTensors(
+            q, gate, weights.gate_weight, far_weight=weights.far_weight if gate is None else None, table=table
+        ),
+        FlurkaKeyTensors(
             keys,
             values,
-            matrix,
-            log_decay,
-            *pools,
-            weights.far_mass,
-            tables.starts,
-            tables.windows,
-            tables.ends,
+            weights.pool_keys.to(torch.float32),
+            weights.pool_values.to(torch.float32),
+            projection=matrix,
+            log_decay=log_decay,
+            far_mass=weights.far_mass,
+            starts=tables.starts,
+            windows=tables.windows,
+            ends=tables.ends,
         ),
         positions,
         None if tail is None else far,
@@ -123,8 +130,8 @@ def attend(
     # If a softmax window shares its normalizer with the landmarks, the weights add up to at least 1.
     may_lose = options.near == "kernel" or gate is not None
     if not kernels_check(feature_map, may_lose, q, log_decay is not None):
-        return out, last, next_tail
-    lost = factor == 0
+        return outputs.out, last, next_tail
+    lost = outputs.factor == 0
     if gate is not None:
         lost &= sees_far(token_positions(positions, q.shape[2], q.device), b, options.blocks)[:, None]
 
@@ -133,4 +140,4 @@ def attend(
         exact = inputs._replace(far=first or far, exchange=None)
         return chunked.attend(q.double(), k.double(), v.double(), exact)[0]
 
-    return recompute_lost((out, lost), recompute), last, next_tail
+    return recompute_lost((outputs.out, lost), recompute), last, next_tail

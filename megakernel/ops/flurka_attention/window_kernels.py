@@ -20,7 +20,7 @@ from megakernel.ops.flurka_attention.arguments import (
     load_gate,
     window_start,
 )
-from megakernel.ops.kernel_attention.arguments import head_ptr, load_vector, projection_ptr
+from megakernel.ops.kernels.arguments import head_ptr, load_vector, projection_ptr
 from megakernel.ops.kernels.features import (
     EMPTY,
     dot,

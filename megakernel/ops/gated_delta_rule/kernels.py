@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from megakernel.ops.kernel_attention.arguments import head_ptr, load_vector
+from megakernel.ops.kernels.arguments import head_ptr, load_vector
 from megakernel.ops.kernels.features import dot, exp, load_rows, rounded, store_rows
 from megakernel.ops.kernels.launch import Rows
 from megakernel.ops.kernels.states import document_start

@@ -17,7 +17,7 @@ from megakernel.ops.chunks import (
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions, began_before, carry_factor, open_documents, reversed_positions
 from megakernel.ops.feature_maps import Features
-from megakernel.ops.groups import Tensors, scan_groups
+from megakernel.ops.groups import scan_groups
 from megakernel.ops.kernel_attention.options import KernelOptions
 from megakernel.ops.partial_output import (
     Finish,
@@ -31,6 +31,7 @@ from megakernel.ops.partial_output import (
 from megakernel.ops.phi import Phi, start_state
 from megakernel.ops.scan import Links, chunk_links, existing, read_states, scan_chunks, write_chunks
 from megakernel.ops.state import Exchange, KernelState, Once, empty_state, keep, merge
+from megakernel.ops.tensors import Tensors
 
 CHUNK = 64
 """Tokens per chunk; weights of pairs within a chunk are computed explicitly."""

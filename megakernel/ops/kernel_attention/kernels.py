@@ -23,7 +23,7 @@ The launch that sums keys writes theirs; the first launch of backward writes tho
 import triton
 import triton.language as tl
 
-from megakernel.ops.kernel_attention.arguments import (
+from megakernel.ops.kernels.arguments import (
     first_key,
     head_ptr,
     keys_before,

@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from megakernel.ops.kernel_attention.arguments import (
+from megakernel.ops.kernel_attention.kernels import load_key_weights
+from megakernel.ops.kernels.arguments import (
     head_ptr,
     load_features,
     load_half_of_state,
@@ -14,7 +15,6 @@ from megakernel.ops.kernel_attention.arguments import (
     token_idx_of_keys,
     token_of,
 )
-from megakernel.ops.kernel_attention.kernels import load_key_weights
 from megakernel.ops.kernels.features import dot, load_rows, rounded, store_dx_from_dphi, store_rows
 from megakernel.ops.kernels.mixtures import store_dx_of_keys
 from megakernel.ops.kernels.states import document_start

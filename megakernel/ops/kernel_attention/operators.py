@@ -3,27 +3,149 @@
 Keys k are (B, H_kv, N, d); with priors (H_kv, M), the M keys of a position are adjacent, (B, H_kv, N, M d).
 """
 
-from collections.abc import Sequence
 from functools import cache, partial, reduce
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megakernel.ops.groups import Tensors
-from megakernel.ops.kernel_attention import kernels, key_kernels, query_kernels
-from megakernel.ops.kernel_attention.arguments import Keys, Matrix, Queries, Rows, SequenceInfo, State, Tokens
-from megakernel.ops.kernel_attention.decay import Decay, gradient_of_decay
-from megakernel.ops.kernel_attention.differentiable import Operator
-from megakernel.ops.kernel_attention.exchanged import QueryBackward, Saved, StatesBackward
-from megakernel.ops.kernel_attention.launches import Launcher, map_of_call, output_buffer
+from megakernel.ops.kernel_attention import kernels, key_kernels, query_kernels, tiles
+from megakernel.ops.kernels.arguments import Keys, Matrix, Queries, Rows, SequenceInfo, State, Tokens
+from megakernel.ops.kernels.decay import Decay, gradient_of_decay
+from megakernel.ops.kernels.features import Phi
+from megakernel.ops.kernels.launch import capability_of
+from megakernel.ops.kernels.launcher import Grid, Launcher, map_of_call, output_buffer
+from megakernel.ops.kernels.operator import Operator
+from megakernel.ops.kernels.protocol import Op, QueryBackward, Saved, StatesBackward
+from megakernel.ops.state import EMPTY
+
+LARGE_SHARED_MEMORY = (80, 90, 100, 103)
+"""Compute capabilities of GPUs with at least 163 KiB of shared memory per program; 86, 89 and 120 have 99 KiB."""
+
+
+class KernelQueryTensors(NamedTuple):
+    """Tensors of queries."""
+
+    q: Tensor
+    """(B, H, N, d)"""
+
+
+class KernelKeyTensors(NamedTuple):
+    """Tensors of keys, and their gradients.
+
+    log_decay requires the map `identity` without normalizer, key weights or priors; weights are then divided by
+    sqrt(d).
+    """
+
+    k: Tensor
+    """(B, H_kv, N, d), or (B, H_kv, N, M d) with priors."""
+
+    v: Tensor
+    """(B, H_kv, N, D)"""
+
+    projection: Tensor | None = None
+    """(M, d) or (H_kv, M, d)"""
+
+    log_decay: Tensor | None = None
+    """(B, H_kv, N)"""
+
+    key_weights: Tensor | None = None
+    """(B, H_kv, N)"""
+
+    priors: Tensor | None = None
+    """(H_kv, M)"""
+
+    starts: Tensor | None = None
+    """(B, N) int32, see `SequenceInfo`."""
+
+
+class KernelStatic(NamedTuple):
+    """What is no tensor."""
+
+    feature_map: str
+    components: int
+    causal: bool
+    normalize: bool
+    start: int
+    """See `SequenceInfo`."""
+
+
+class KernelOutputs(NamedTuple):
+    """Outputs, and what backward needs of queries."""
+
+    out: Tensor
+    """(B, H, N, D)"""
+
+    reciprocal: Tensor
+    """1 / den (B, H, N) float32."""
+
+
+class SavedKeys(NamedTuple):
+    """What backward needs of keys; unused tensors are empty."""
+
+    scale: Tensor
+    """r of the queries (B, H_kv, N) float32."""
+
+    features: Tensor
+    logs: Tensor
+    """Log scales of the features."""
+
+    terms: Tensor
+    """The split projection."""
+
+
+def launcher_of(
+    q: Tensor, k: Tensor, v: Tensor, priors: Tensor | None, phi: Phi, causal: bool, start: int
+) -> Launcher:
+    """The launcher for these arguments."""
+    seq = SequenceInfo(None, start, None, k.shape[1], k.shape[2], q.shape[2], k.shape[2])
+    capability = capability_of(q.device)
+    return Launcher(
+        phi=phi,
+        seq=seq,
+        segment=tiles.segment_length(phi, q, v, causal),
+        group=q.shape[1] // k.shape[1],
+        values=v.shape[-1],
+        keys=0 if priors is None else priors.shape[-1],
+        causal=causal,
+        dtype=q.dtype,
+        capability=capability,
+        tiles=tuple(tiles.tile_sizes(phi, q.element_size(), capability).items()),
+    )
+
+
+def sum_queries(launcher: Launcher, queries: Queries, seq: SequenceInfo, like: Tensor, length: int) -> State:
+    """What each segment's queries add to the gradient of the state that enters it, over `length` tokens."""
+    buffer = launcher.segment_buffer(like, length, of_queries=True)
+    if seq.queries:
+        launcher.launch(
+            query_kernels.write_queries, len(like), queries, buffer, seq, grid=Grid.QUERY_SEGMENTS
+        )
+    else:
+        # Without queries, the gradient of the last state still passes through every segment to its keys.
+        for part, value in zip(buffer, (0.0, 0.0, EMPTY)):
+            part.fill_(value)
+    return buffer
+
+
+def bwd_dkv(
+    launcher: Launcher, batch: int, inputs: tuple[Any, ...], buffers: tuple[Tensor | None, ...]
+) -> None:
+    """Launch `bwd_dkv`, for wide features twice: one launch cannot hold both dK and dV."""
+    widest = 128 if launcher.capability in LARGE_SHARED_MEMORY else 64
+    passes = [buffers]
+    if launcher.phi.padded_features > (widest if launcher.dtype.itemsize == 2 else 32):
+        dk, dv, dy, dkey_weights, dpriors = buffers
+        passes = [(dk, None, dy, None, dpriors), (None, dv, None, dkey_weights, None)]
+    for each in passes:
+        launcher.launch(key_kernels.bwd_dkv, batch, *inputs, *each, grid=Grid.KEY_TILES)
 
 
 class KernelLaunches(NamedTuple):
-    """Implements `exchanged.Launches`; the tensors of keys are those of `attend`, the tensor of queries is q."""
+    """Implements `kernels.protocol.Launches`."""
 
     launcher: Launcher
-    matrix_parameter: Tensor | None
+    projection: Tensor | None
     seq: SequenceInfo
     keys: Keys
     """Without features."""
@@ -32,11 +154,11 @@ class KernelLaunches(NamedTuple):
     normalize: bool
 
     @staticmethod
-    def of(options: Sequence[Any], q: Tensor, tensors: Tensors) -> "KernelLaunches":
-        """options: the values of OPTIONS."""
-        k, v, matrix, log_decay, key_weights, priors, starts = tensors
-        *_, causal, normalize, start = options
-        launcher = Launcher.of(q, k, v, priors, map_of_call(options, q, tensors), causal, start)
+    def of(static: KernelStatic, q: Tensor, tensors: KernelKeyTensors) -> "KernelLaunches":
+        """The launches for queries q (B, H, N, d)."""
+        k, v, projection, log_decay, key_weights, priors, starts = tensors
+        phi = map_of_call(static, q, projection, log_decay is not None)
+        launcher = launcher_of(q, k, v, priors, phi, static.causal, static.start)
         key_weights, priors = (
             None if x is None else x.to(torch.float32).contiguous() for x in (key_weights, priors)
         )
@@ -45,7 +167,8 @@ class KernelLaunches(NamedTuple):
         if log_decay is not None:
             decay = Decay.of_tokens(log_decay, launcher.segment, q.shape[-1] ** -0.5)
         seq = launcher.seq._replace(starts=starts, decay=decay)
-        return KernelLaunches(launcher, matrix, seq, keys, Matrix.of(matrix, k.shape[1]), normalize)
+        matrix = Matrix.of(projection, k.shape[1])
+        return KernelLaunches(launcher, projection, seq, keys, matrix, static.normalize)
 
     @property
     def k(self) -> Tensor:
@@ -57,76 +180,85 @@ class KernelLaunches(NamedTuple):
         """Values."""
         return self.keys.v.pointer
 
-    def key_buffers(self) -> Tensors:
-        """Buffers for r of queries, key features, their log scales, and the split projection; some may be empty."""
+    def key_buffers(self) -> SavedKeys:
+        """Buffers for what `write` saves."""
         k = self.k
         scale = k.new_empty(*k.shape[:2], self.seq.queries * self.launcher.phi.unbounded, dtype=torch.float32)
         features, logs = self.launcher.feature_buffers(k)
-        return (
+        return SavedKeys(
             scale,
-            k.new_empty(0) if features is None else features,
-            scale.new_empty(0) if logs is None else logs,
-            self.matrix.buffer(k.dtype, k),
+            features=k.new_empty(0) if features is None else features,
+            logs=scale.new_empty(0) if logs is None else logs,
+            terms=self.matrix.buffer(k.dtype, k),
         )
 
-    def output_buffers(self, queries: Tensors) -> Tensors:
-        """Buffers for outputs and 1 / den."""
-        lead = queries[0].shape[:3]
-        return output_buffer(queries[0], self.v), self.v.new_empty(lead, dtype=torch.float32)
+    def output_buffers(self, queries: KernelQueryTensors) -> KernelOutputs:
+        """Buffers for what `read` returns."""
+        lead = queries.q.shape[:3]
+        return KernelOutputs(output_buffer(queries.q, self.v), self.v.new_empty(lead, dtype=torch.float32))
 
-    def empty_queries(self, q: Tensor) -> Tensors:
-        """See `exchanged.Launches`."""
-        return (q,)
-
-    def keys_and_matrix(self, saved: Tensors) -> tuple[Keys, Matrix]:
+    def keys_and_matrix(self, saved: SavedKeys) -> tuple[Keys, Matrix]:
         """The keys with their stored features, and the projection."""
-        _, *features, terms = saved
-        tokens = Tokens(self.keys.tokens.rows, *(x if x.numel() else None for x in features))
-        return self.keys._replace(tokens=tokens), self.matrix.split(terms)
+        stored = (x if x.numel() else None for x in (saved.features, saved.logs))
+        tokens = Tokens(self.keys.tokens.rows, *stored)
+        return self.keys._replace(tokens=tokens), self.matrix.split(saved.terms)
 
-    def write(self) -> tuple[State, Tensors]:
-        """See `exchanged.Launches`."""
+    def write(self) -> tuple[State, SavedKeys]:
+        """See `Launches`."""
         launcher, saved = self.launcher, self.key_buffers()
-        scale = saved[0] if launcher.causal and launcher.phi.unbounded else None
+        scale = saved.scale if launcher.causal and launcher.phi.unbounded else None
         buffer = launcher.segment_buffer(self.k, self.seq.keys)
-        self.matrix.fill(saved[-1])
-        launcher.launch(
-            kernels.write_keys, len(self.k), *self.keys_and_matrix(saved), buffer, self.seq, scale
-        )
+        self.matrix.fill(saved.terms)
+        inputs = (*self.keys_and_matrix(saved), buffer, self.seq, scale)
+        launcher.launch(kernels.write_keys, len(self.k), *inputs, grid=Grid.KEY_SEGMENTS)
         return buffer, saved
 
-    def read(self, queries: Tensors, saved: Tensors, state: State) -> Tensors:
-        """Outputs and 1 / den."""
-        (q,), (out, reciprocal) = queries, self.output_buffers(queries)
-        scale = saved[0] if self.launcher.phi.unbounded else None
+    def read(self, queries: KernelQueryTensors, saved: SavedKeys, state: State) -> KernelOutputs:
+        """See `Launches`."""
+        q, outputs = queries.q, self.output_buffers(queries)
+        scale = saved.scale if self.launcher.phi.unbounded else None
         inputs = (Rows.of(q), *self.keys_and_matrix(saved), state, self.seq)
-        outputs = (Rows.to_write(out), reciprocal, scale)
-        self.launcher.launch(kernels.read, len(q), *inputs, *outputs, NORMALIZE=self.normalize)
-        return out, reciprocal
+        buffers = (Rows.to_write(outputs.out), outputs.reciprocal, scale)
+        grid = Grid.QUERY_TILES
+        self.launcher.launch(kernels.read, len(q), *inputs, *buffers, grid=grid, NORMALIZE=self.normalize)
+        return outputs
 
-    def bwd_read(self, grad: Tensor, queries: Tensors, saved: Saved, needs_matrix: bool) -> QueryBackward:
-        """See `exchanged.Launches`."""
-        launcher, (q,), (out, reciprocal) = self.launcher, queries, saved.queries
-        dq, dy = q.new_empty(q.shape), self._projected(q) if needs_matrix else None
+    def bwd_read(
+        self, do: Tensor, queries: KernelQueryTensors, saved: Saved, needs_projection: bool
+    ) -> QueryBackward:
+        """See `Launches`."""
+        launcher, q, (out, reciprocal) = self.launcher, queries.q, saved.outputs
+        dq, dproj = q.new_empty(q.shape), self._projected(q) if needs_projection else None
         bwd_queries = Queries(
             Tokens(Rows.of(q), *launcher.feature_buffers(q)),
-            Rows.of(grad),
+            Rows.of(do),
             reciprocal,
             torch.empty_like(reciprocal) if self.normalize else None,
-            saved.keys[0] if launcher.phi.unbounded else None,
+            saved.keys.scale if launcher.phi.unbounded else None,
         )
         inputs = (bwd_queries, *self.keys_and_matrix(saved.keys), saved.state, self.seq)
         reads_output = self.normalize and not launcher.phi.unbounded
-        outputs = (Rows.of(out) if reads_output else None, dq, dy)
-        launcher.launch(query_kernels.bwd_dq, len(q), *inputs, *outputs, NORMALIZE=self.normalize)
-        matrix_grad = None if dy is None else cache(partial(products_of_tokens, dy, q, self.seq.heads))
-        return QueryBackward(bwd_queries, (dq,), matrix_grad)
+        outputs = (Rows.of(out) if reads_output else None, dq, dproj)
+        grid = Grid.QUERY_TILES
+        arguments = (len(q), *inputs, *outputs)
+        launcher.launch(query_kernels.bwd_dq, *arguments, grid=grid, NORMALIZE=self.normalize)
+        projection_grad = (
+            None if dproj is None else cache(partial(products_of_tokens, dproj, q, self.seq.heads))
+        )
+        return QueryBackward(bwd_queries, KernelQueryTensors(dq), projection_grad)
 
-    def bwd_write(self, query_backward: QueryBackward, saved: Tensors, states: StatesBackward) -> Tensors:
-        """Gradients of keys, values, projection, decays, key weights and priors."""
+    def sum_queries(self, queries: Queries, length: int) -> State:
+        """See `Launches`."""
+        return sum_queries(self.launcher, queries, self.seq, self.k, length)
+
+    def bwd_write(
+        self, query_backward: QueryBackward, saved: SavedKeys, states: StatesBackward
+    ) -> KernelKeyTensors:
+        """See `Launches`."""
         launcher, k = self.launcher, self.k
         dk, dv = k.new_empty(k.shape), self.v.new_empty(self.v.shape)
-        dy = self._projected(k, max(launcher.keys, 1)) if query_backward.matrix_grad is not None else None
+        needs_projection = query_backward.projection_grad is not None
+        dproj = self._projected(k, max(launcher.keys, 1)) if needs_projection else None
         key_weights, decay = self.keys.key_weights, self.seq.decay
         dkey_weights = None
         if key_weights is not None or decay is not None:
@@ -135,49 +267,50 @@ class KernelLaunches(NamedTuple):
             k.new_empty(*k.shape[:3], launcher.keys, dtype=torch.float32) if launcher.keys else None
         )
         inputs = (query_backward.queries, *self.keys_and_matrix(saved), states.of_queries, self.seq)
-        for buffers in launcher.split_dkv((dk, dv, dy, dkey_weights, dprior_parts)):
-            launcher.launch(key_kernels.bwd_dkv, len(k), *inputs, *buffers)
-        dpriors = None if dprior_parts is None else dprior_parts.sum((0, 2))
-        dmatrix = None
-        if dy is not None and query_backward.matrix_grad is not None and self.matrix_parameter is not None:
+        bwd_dkv(launcher, len(k), inputs, (dk, dv, dproj, dkey_weights, dprior_parts))
+        grads = KernelKeyTensors(dk, dv)
+        if dprior_parts is not None:
+            grads = grads._replace(priors=dprior_parts.sum((0, 2)))
+        if dproj is not None and query_backward.projection_grad is not None and self.projection is not None:
             keys = k.unflatten(-1, (max(launcher.keys, 1), -1)).movedim(3, 2).flatten(1, 2)
-            of_keys = products_of_tokens(dy.movedim(0, 2).flatten(1, 2), keys, self.seq.heads)
-            dmatrix = gradient_of_matrix(self.matrix_parameter, of_keys, query_backward.matrix_grad())
+            of_keys = products_of_tokens(dproj.movedim(0, 2).flatten(1, 2), keys, self.seq.heads)
+            of_queries = query_backward.projection_grad()
+            grads = grads._replace(projection=gradient_of_projection(self.projection, of_keys, of_queries))
         if decay is None or dkey_weights is None:
-            return dk, dv, dmatrix, None, dkey_weights, dpriors, None
+            return grads._replace(key_weights=dkey_weights)
         # Weights are linear in q, so q.dq is the gradient of the log scale of a query's weights.
-        q, (dq, *_) = query_backward.queries.tokens.rows.pointer, query_backward.grads
+        q, dq = query_backward.queries.tokens.rows.pointer, query_backward.grads.q
         of_queries = (q.float() * dq).sum(-1).unflatten(1, (self.seq.heads, -1)).sum(2)
         sums = (dkey_weights, of_queries, *states.of_entering)
-        dlog_decay = gradient_of_decay(*sums, self.seq, launcher.segment, decay_after_read=False)
-        return dk, dv, dmatrix, dlog_decay, None, dpriors, None
+        return grads._replace(
+            log_decay=gradient_of_decay(*sums, self.seq, launcher.segment, decay_after_read=False)
+        )
 
     def _projected(self, tokens: Tensor, *lead: int) -> Tensor:
         """A buffer for the gradients of projected tokens."""
         return tokens.new_empty(*lead, *tokens.shape[:3], self.launcher.phi.rows)
 
 
-def products_of_tokens(dy: Tensor, x: Tensor, heads: int) -> Tensor:
-    """The sum over tokens of dy x^T, (heads, M, d), for dy (B, H, N, M) and x (B, H, N, d).
+def products_of_tokens(dproj: Tensor, x: Tensor, heads: int) -> Tensor:
+    """The sum over tokens of dproj x^T, (heads, M, d), for dproj (B, H, N, M) and x (B, H, N, d).
 
     H is a multiple of `heads`, whose members are adjacent. The sum over more than one product is float32.
     """
     # A product per sequence reads views of it. One product over the batch would copy both operands.
-    products = [torch.bmm(dy_part.transpose(1, 2), x_part) for dy_part, x_part in zip(dy, x)]
-    if len(products) == 1 and heads == dy.shape[1]:
+    products = [torch.bmm(y.transpose(1, 2), x_part) for y, x_part in zip(dproj, x)]
+    if len(products) == 1 and heads == dproj.shape[1]:
         return products[0]
     return torch.stack(products).unflatten(1, (heads, -1)).sum((0, 2), dtype=torch.float32)
 
 
-def gradient_of_matrix(matrix: Tensor, *parts: Tensor) -> Tensor:
-    """The gradient of matrix (M, d) or (H_kv, M, d), from parts (H_kv, M, d) that are summed in float32."""
-    per_head = reduce(torch.add, parts[1:], parts[0].float()).to(matrix.dtype)
-    return per_head.sum(0) if matrix.dim() == 2 else per_head
+def gradient_of_projection(projection: Tensor, *parts: Tensor) -> Tensor:
+    """The gradient of a projection (M, d) or (H_kv, M, d), from parts (H_kv, M, d) that are summed in float32."""
+    per_head = reduce(torch.add, parts[1:], parts[0].float()).to(projection.dtype)
+    return per_head.sum(0) if projection.dim() == 2 else per_head
 
 
-OPTIONS = {"feature_map": str, "components": int, "causal": bool, "normalize": bool, "start": int}
-
-attend = Operator("kernel_attention", OPTIONS, KernelLaunches.of, queries=1, keys=7, saved=4)
-"""Takes q; k, v, matrix, log_decay, key_weights, priors and starts; and an initial state.
-
-log_decay requires the map `identity` without normalizer, key weights or priors; weights are then divided by sqrt(d)."""
+attend = Operator(
+    "kernel_attention",
+    Op(KernelQueryTensors, KernelKeyTensors, KernelStatic, KernelOutputs, SavedKeys, KernelLaunches.of),
+)
+"""Kernel attention of these tensors and an initial state."""

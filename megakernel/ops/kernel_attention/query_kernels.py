@@ -3,7 +3,13 @@
 import triton
 import triton.language as tl
 
-from megakernel.ops.kernel_attention.arguments import (
+from megakernel.ops.kernel_attention.kernels import (
+    entering_state_scale,
+    store_features,
+    sums_of_keys,
+    weigh_pairs,
+)
+from megakernel.ops.kernels.arguments import (
     first_key,
     head_ptr,
     keys_before,
@@ -15,12 +21,6 @@ from megakernel.ops.kernel_attention.arguments import (
     queries_of_program,
     store_half_of_state,
     tile_ptr,
-)
-from megakernel.ops.kernel_attention.kernels import (
-    entering_state_scale,
-    store_features,
-    sums_of_keys,
-    weigh_pairs,
 )
 from megakernel.ops.kernels.features import EMPTY, dot, dproj_of_half, load_rows, phi, rounded, store_dx
 from megakernel.ops.kernels.states import add_tokens, document_start, empty_norm, rescale_factors, sum_of_norm

@@ -12,6 +12,7 @@ from torch import Tensor
 from megakernel.ops.documents import Positions, cached_for_positions
 from megakernel.ops.feature_maps import FeatureMap, named
 from megakernel.ops.kernel_attention import chunked, decode, operators
+from megakernel.ops.kernel_attention.operators import KernelKeyTensors, KernelQueryTensors, KernelStatic
 from megakernel.ops.kernel_attention.options import KernelOptions
 from megakernel.ops.kernels.features import SUPPORTED
 from megakernel.ops.kernels.launch import capability_of
@@ -93,14 +94,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Ten
     matrix = dense(projection, q.shape[-1])
     starts, start = document_starts(positions, k.shape[2])
     feature_map = named(feature_map)
-    op_options = (feature_map.name, feature_map.components, causal, normalize, start)
-    keys = (k, v, matrix, None, key_weights, priors, starts)
-    (out, reciprocal, *_), first, last = operators.attend(
-        op_options, (q,), keys, positions, first, exchange, options.return_state
+    outputs, first, last = operators.attend(
+        KernelStatic(feature_map.name, feature_map.components, causal, normalize, start),
+        KernelQueryTensors(q),
+        KernelKeyTensors(k, v, matrix, key_weights=key_weights, priors=priors, starts=starts),
+        positions,
+        first,
+        exchange,
+        options.return_state,
     )
     if not kernels_check(feature_map, normalize, q):
-        return out, last
-    lost = reciprocal == 0
+        return outputs.out, last
+    lost = outputs.reciprocal == 0
     if key_weights is not None:
         # Padding (key weight 0) and queries that see no key are not lost: their outputs stay 0.
         real = key_weights != 0
@@ -113,7 +118,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Ten
         exact = options._replace(projection=matrix, initial_state=first, exchange=None)
         return chunked.attend(q.double(), k.double(), v.double(), exact)[0]
 
-    return recompute_lost((out, lost), recompute), last
+    return recompute_lost((outputs.out, lost), recompute), last
 
 
 def document_starts(positions: Positions, length: int) -> tuple[Tensor | None, int]:

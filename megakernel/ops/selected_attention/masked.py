@@ -5,9 +5,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megakernel.ops.documents import Positions, window_reach
-from megakernel.ops.groups import Tensors, scan_groups
+from megakernel.ops.groups import scan_groups
 from megakernel.ops.selected_attention.inputs import NONE
 from megakernel.ops.selected_attention.tiles import Tiles
+from megakernel.ops.tensors import Tensors
 
 ROWS = 512
 """Queries whose mask is in memory at once."""

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from megakernel.ops.documents import Positions
 from megakernel.ops.kernel_attention import operators
+from megakernel.ops.kernel_attention.operators import KernelKeyTensors, KernelQueryTensors, KernelStatic
 from megakernel.ops.kernel_attention.triton import (
     WIDEST,
     WIDEST_FLOAT32,
@@ -43,9 +44,8 @@ def attend(
     starts, start = document_starts(positions, k.shape[2])
     # The kernels expect a column of normalizers after the values; it is unused here.
     first = None if state is None else unscaled_state(F.pad(state, (0, 1)))
-    keys = (k, v.to(k.dtype), None, log_decay, None, None, starts)
-    (out, *_), _, last = operators.attend(
-        (MAP, 1, True, False, start), (q,), keys, positions, first, exchange
-    )
+    static = KernelStatic(MAP, components=1, causal=True, normalize=False, start=start)
+    keys = KernelKeyTensors(k, v.to(k.dtype), log_decay=log_decay, starts=starts)
+    outputs, _, last = operators.attend(static, KernelQueryTensors(q), keys, positions, first, exchange)
     assert last is not None
-    return out, last.sums[..., :-1] * last.log_scale.exp()[..., None, None]
+    return outputs.out, last.sums[..., :-1] * last.log_scale.exp()[..., None, None]

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megakernel.ops.kernel_attention.arguments import head_ptr, load_vector
+from megakernel.ops.kernels.arguments import head_ptr, load_vector
 from megakernel.ops.kernels.features import EMPTY, dot, load_rows, padded, rounded, store_rows
 from megakernel.ops.kernels.launch import Rows
 

@@ -23,7 +23,7 @@ def test_runs_with_different_kernels_are_refused():
 
 
 def test_candidates_are_tile_sizes_of_one_warpgroup():
-    from megakernel.ops.kernel_attention.launches import TileSizes
+    from megakernel.ops.kernels.launcher import TileSizes
 
     tiles = [TileSizes(*tile) for tile in candidates("read")]
     assert len(set(tiles)) == len(tiles) == 6

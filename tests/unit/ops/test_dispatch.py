@@ -122,10 +122,10 @@ def test_widths_that_kernels_cannot_take_run_chunked_with_one_warning(run, width
 def test_packages_of_ops_are_not_hidden_by_functions_of_their_names():
     """`import a.b.c as x` takes b from the attributes of a."""
     import megakernel.ops.flurka_attention.options as options
-    import megakernel.ops.kernel_attention.launches as launches
+    import megakernel.ops.kernels.launcher as launcher
 
     assert inspect.ismodule(options)
-    assert inspect.ismodule(launches)
+    assert inspect.ismodule(launcher)
     for module in iter_modules(ops.__path__):
         assert inspect.ismodule(import_module(f"megakernel.ops.{module.name}"))
         assert inspect.ismodule(getattr(ops, module.name)), module.name

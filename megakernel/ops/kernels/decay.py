@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megakernel.ops.kernel_attention.arguments import SequenceInfo
+from megakernel.ops.kernels.arguments import SequenceInfo
 
 
 class Decay(NamedTuple):
