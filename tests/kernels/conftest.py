@@ -1,11 +1,10 @@
-from types import SimpleNamespace
+from contextlib import nullcontext
 
 import pytest
 import torch
-import triton.language as tl
-from triton.runtime import interpreter
 
 from tests.kernels.comparing import DEVICE
+from tests.kernels.interpreter import faster
 
 
 @pytest.fixture
@@ -15,21 +14,9 @@ def device() -> torch.device:
 
 
 @pytest.fixture(scope="package", autouse=True)
-def interpreted_language():
-    """Patches `triton.language` for the interpreter once for all tests.
-
-    By default the interpreter walks through the language at every call of a device function, thousands of times per
-    kernel, although everything is already patched; that took most of the time of these tests.
-    """
-    if DEVICE == "cuda":
+def faster_interpreter():
+    with nullcontext() if DEVICE == "cuda" else faster():
         yield
-        return
-    replace = interpreter._patch_lang
-    replaced = replace(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-    interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
-    yield
-    interpreter._patch_lang = replace
-    replaced.restore()
 
 
 @pytest.fixture(autouse=True)

@@ -23,12 +23,11 @@ from tests.kernels.comparing import TOLERANCE, assert_agrees
 from tests.kernels.test_flurka_attention import BLOCK, VARIANTS, documents
 from tests.kernels.test_flurka_attention import tokens as flurka_tokens
 from tests.kernels.test_kernel_attention import tokens
-from tests.tiers import tiered
 
 Leaves = dict[str, Tensor]
 
-LENGTH, END = 90, 48
-"""Tokens of a sequence, and of its first shard, which ends at the end of a block."""
+LENGTH, END = 68, 32
+"""Tokens of a sequence, and of its first shard: two blocks. Documents of the second shard see landmarks, too."""
 
 REACH = 32
 """Tokens that a shard has of its left neighbor: two blocks."""
@@ -119,10 +118,10 @@ def halves(make: Callable[[str], Attend], positions: Positions, backend: str, le
 
 POSITIONS = {
     "one document": 0,
-    "packed": documents(torch.device("cpu"), 0, 7, 72, LENGTH),
+    "packed": documents(torch.device("cpu"), 0, 7, 56, LENGTH),
     "a document begins with the shard": documents(torch.device("cpu"), 0, END, LENGTH),
 }
-every_position = pytest.mark.parametrize("positions", tiered(list(POSITIONS), ["packed"]))
+every_position = pytest.mark.parametrize("positions", POSITIONS)
 
 
 def places(name: str, device: torch.device) -> Positions:
@@ -130,6 +129,7 @@ def places(name: str, device: torch.device) -> Positions:
     return at if isinstance(at, int) else at.to(device)
 
 
+@pytest.mark.covering(1, 1)
 @every_position
 @pytest.mark.parametrize("feature_map", ["elu", "hedgehog", "favor"])
 def test_shards_of_kernel_attention_give_the_whole_sequence(feature_map, positions, draw, device):
@@ -140,7 +140,7 @@ def test_shards_of_kernel_attention_give_the_whole_sequence(feature_map, positio
 
 
 @pytest.mark.covering(1, 2)
-@pytest.mark.parametrize("positions", POSITIONS)
+@every_position
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("feature_map", ["hedgehog", "favor"])
 def test_shards_of_flurka_give_the_whole_sequence(feature_map, variant, positions, draw, device):
@@ -161,6 +161,7 @@ def test_shards_of_flurka_give_the_whole_sequence(feature_map, variant, position
     assert_agrees(partial(halves, make, places(positions, device)), leaves, draw, TOLERANCE[torch.float32])
 
 
+@pytest.mark.covering(1, 1)
 @every_position
 @pytest.mark.parametrize(("variant", "feature_map"), [("gated", "hedgehog"), ("shared", "favor")])
 def test_shards_of_flurka_that_decays_give_the_whole_sequence(feature_map, variant, positions, draw, device):

@@ -69,6 +69,7 @@ def halves(backend: str, leaves: dict[str, Tensor], *, positions: Positions) -> 
     return {"out": torch.cat(outputs, 2), "left": entered[-1]}
 
 
+@pytest.mark.covering(1, 1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("positions", POSITIONS)
 def test_outputs_states_and_gradients_equal_the_reference(positions, dtype, draw, device):

@@ -103,11 +103,11 @@ def run(backend: str, leaves: dict[str, Tensor], *, feature_map: str, **options)
 @every_dtype
 @pytest.mark.usefixtures("short_segments")
 def test_documents_key_weights_states_and_shared_keys_agree(feature_map, dtype, draw, device):
-    leaves = tokens(draw, device, dtype, feature_map=feature_map, heads=4, kv_heads=2)
-    leaves["key_weights"] = torch.rand(1, 2, 200, generator=draw).to(device) + 0.1
+    leaves = tokens(draw, device, dtype, feature_map=feature_map, heads=4, kv_heads=2, length=150)
+    leaves["key_weights"] = torch.rand(1, 2, 150, generator=draw).to(device) + 0.1
     leaves["sums"], log_scale = some_state(feature_map, leaves, draw)
     # The first document continues the state; others start inside chunks, at chunk edges and at segment edges.
-    starts = [0, 64, 67, 127, 128, 200]
+    starts = [0, 64, 67, 127, 128, 150]
     places = [torch.arange(b - a) + (5 if a == 0 else 0) for a, b in pairwise(starts)]
     options = {
         "feature_map": feature_map,
@@ -119,7 +119,7 @@ def test_documents_key_weights_states_and_shared_keys_agree(feature_map, dtype, 
     assert_agrees(partial(run, **options), leaves, draw, TOLERANCE[dtype])
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, 1)
 @every_map
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.usefixtures("short_segments")
@@ -135,9 +135,7 @@ def test_bidirectional_attention_agrees(feature_map, normalize, draw, device):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("feature_map", SUPPORTED)
-@pytest.mark.parametrize(
-    ("dtype", "causal"), [(torch.float32, True), (torch.float32, False), (torch.bfloat16, True)]
-)
+@pytest.mark.parametrize(("dtype", "causal"), [(torch.float32, False), (torch.bfloat16, True)])
 @pytest.mark.usefixtures("short_segments")
 def test_mixtures_of_keys_agree(feature_map, dtype, causal, draw, device):
     leaves = tokens(draw, device, dtype, feature_map=feature_map, length=90, heads=4, kv_heads=2, keys=3)
@@ -170,7 +168,7 @@ def test_a_key_of_prior_0_does_not_count(feature_map, draw, device):
 
 @pytest.mark.covering(1, 2)
 @pytest.mark.parametrize("feature_map", ["elu", "favor"])
-@pytest.mark.parametrize("length", tiered([1, 17, 64, 1000, 4096], [1, 17, 64]))
+@pytest.mark.parametrize("length", tiered([1, 17, 64, 300], [1, 17, 64]))
 @every_dtype
 def test_any_length_agrees(feature_map, length, dtype, draw, device):
     leaves = tokens(draw, device, dtype, feature_map=feature_map, length=length, heads=1, width=16, values=16)
@@ -179,7 +177,7 @@ def test_any_length_agrees(feature_map, length, dtype, draw, device):
 
 @pytest.mark.parametrize("feature_map", ["elu", "favor", "hedgehog"])
 def test_outputs_lie_in_memory_as_the_output_projection_reads_them(feature_map, draw, device):
-    leaves = tokens(draw, device, torch.bfloat16, feature_map=feature_map, length=300, batch=2, heads=4)
+    leaves = tokens(draw, device, torch.bfloat16, feature_map=feature_map, length=70, batch=2)
     assert run("triton", leaves, feature_map=feature_map)["out"].permute(2, 0, 1, 3).is_contiguous()
     assert_agrees(partial(run, feature_map=feature_map), leaves, draw, TOLERANCE[torch.bfloat16])
 
@@ -197,7 +195,7 @@ def test_common_head_widths_agree(feature_map, width, dtype, draw, device):
 
 @pytest.mark.parametrize("feature_map", ["elu", "favor", "hedgehog"])
 def test_inputs_of_scale_10_in_half_precision_stay_close(feature_map, draw, device):
-    leaves = tokens(draw, device, torch.bfloat16, feature_map=feature_map, length=600, scale=10.0)
+    leaves = tokens(draw, device, torch.bfloat16, feature_map=feature_map, length=300, scale=10.0)
     fast = run("triton", leaves, feature_map=feature_map)["out"]
     exact = run("reference", {name: x.double() for name, x in leaves.items()}, feature_map=feature_map)["out"]
     # bfloat16 outputs alone are off by 2e-3.
@@ -207,11 +205,11 @@ def test_inputs_of_scale_10_in_half_precision_stay_close(feature_map, draw, devi
 @pytest.mark.parametrize("feature_map", ["elu", "favor"])
 @pytest.mark.usefixtures("short_segments")
 def test_later_tokens_leave_earlier_outputs_bit_identical(feature_map, draw, device):
-    leaves = tokens(draw, device, torch.float32, feature_map=feature_map)
+    leaves = tokens(draw, device, torch.float32, feature_map=feature_map, length=140)
     assert_looks_back_only(partial(run, "triton", feature_map=feature_map), leaves, (31, 32, 33, 64, 128))
 
 
-@pytest.mark.second  # the interpreter runs one program after another: only a GPU can break this
+@pytest.mark.gpu  # the interpreter runs one program after another
 @pytest.mark.parametrize("feature_map", ["elu", "favor"])
 @pytest.mark.usefixtures("short_segments")
 def test_two_runs_are_bit_identical(feature_map, draw, device):
@@ -281,7 +279,7 @@ def test_transposed_inputs_need_no_copy(draw, device):
 
 
 def test_the_operators_pass_opcheck(draw, device):
-    leaves = tokens(draw, device, torch.float32, feature_map="hedgehog", length=40)
+    leaves = tokens(draw, device, torch.float32, feature_map="hedgehog", length=20)
     leaves = {name: x.requires_grad_() for name, x in leaves.items()}
     keys = KernelKeyTensors(leaves["k"], leaves["v"], leaves["projection"])
     no_state = (None, None, None)

@@ -24,13 +24,15 @@ PRESETS = ("performer", "gmm_prf", "fastfood_prf", "hedgehog", "linear")
 LANDMARKS = ("flurka", "flurka_kernel", "flurka favor", "flurka_kernel favor")
 SCALES = (1.0, 5.0, 10.0, 30.0)
 POINTS = [
-    *(Point(64, scale, length, torch.bfloat16) for scale in SCALES for length in (16, 64, 256)),
-    *(Point(128, scale, 64, torch.bfloat16) for scale in SCALES),
-    *(Point(64, scale, length, torch.float32) for scale in SCALES for length in (16, 64)),
+    *(Point(64, scale, 64, dtype) for scale in SCALES for dtype in (torch.bfloat16, torch.float32)),
+    *(Point(64, scale, 16, torch.bfloat16) for scale in (10.0, 30.0)),
+    *(Point(64, scale, 256, torch.bfloat16) for scale in (5.0, 30.0)),
+    *(Point(128, scale, 64, torch.bfloat16) for scale in (5.0, 30.0)),
+    Point(64, 30.0, 16, torch.float32),
 ]
 # Keys that have nearly all the weight of many queries, over several segments.
 HEAVY = [
-    *((name, *Point(64, 5.0, 1024, torch.bfloat16)) for name in ("performer", "gmm_prf", "fastfood_prf")),
+    *((name, *Point(64, 5.0, 512, torch.bfloat16)) for name in ("performer", "gmm_prf", "fastfood_prf")),
     ("gmm_prf", *Point(128, 5.0, 256, torch.bfloat16)),
 ]
 if IS_FULL:

@@ -26,7 +26,7 @@ def tokens(
     dtype: torch.dtype,
     *,
     keys: int = 2,
-    length: int = 150,
+    length: int = 100,
     batch: int = 1,
     heads: int = 2,
     kv_heads: int = 1,
@@ -80,7 +80,7 @@ def packed(lengths: list[int], device: torch.device) -> Tensor:
     return torch.cat([torch.arange(length) for length in lengths])[None].to(device)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, 2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 @every_dtype
@@ -92,27 +92,26 @@ def test_every_form_agrees(kind, causal, dtype, draw, device):
     assert_agrees(partial(run, causal=causal, **KINDS[kind]), leaves, draw, TOLERANCE[dtype])
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, 1)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 @every_dtype
 def test_documents_and_shared_keys_agree(causal, dtype, draw, device):
-    leaves = tokens(draw, device, dtype, batch=2, heads=4, kv_heads=2, keys=1)
+    leaves = tokens(draw, device, dtype, batch=2, heads=4, kv_heads=2, keys=1, length=150)
     # Documents end inside tiles and at tile edges; the first document of the second sequence began before it.
     rows = [packed([3, 61, 64, 1, 21], device), packed([128, 22], device)]
     rows[1][:, :128] += 9
     assert_agrees(partial(run, causal=causal, positions=torch.cat(rows)), leaves, draw, TOLERANCE[dtype])
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("length", tiered([1, 17, 64, 300, 1000, 4096], [1, 17, 64, 300]))
+@pytest.mark.covering(1, 1)
+@pytest.mark.parametrize("length", tiered([1, 17, 64, 300, 500], [1, 17, 64, 300]))
 @every_dtype
 def test_any_length_agrees(length, dtype, draw, device):
     leaves = tokens(draw, device, dtype, length=length, heads=1, keys=1, width=8, values=8)
     options = {"normalize": length > 1}  # a single key has weight 1 and no gradient
-    if length > 1000:
+    if length == 500:
         # Packed, with documents of many sizes.
-        sizes = [1, 700, 5, 1000, 90, 200, 300, 800, 600, 400]
-        options["positions"] = packed(sizes, device)
+        options["positions"] = packed([1, 90, 5, 130, 64, 10, 200], device)
 
     def attend(backend: str, kept: dict[str, Tensor]) -> dict[str, Tensor]:
         # The chunked op in float64 agrees with the reference, which would need too much memory: see the op's tests.
@@ -127,7 +126,7 @@ def test_any_number_of_keys_agrees(keys, draw, device):
     assert_agrees(partial(run, similarity="gaussian"), leaves, draw, TOLERANCE[torch.float32])
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, 2)
 @pytest.mark.parametrize("keys", [1, 2])
 @pytest.mark.parametrize("width", [64, 128])
 @every_dtype
@@ -141,7 +140,7 @@ def test_common_head_widths_agree(keys, width, dtype, draw, device):
 @pytest.mark.parametrize("normalize", [True, False])
 def test_keys_of_weight_0_do_not_count(join, normalize, draw, device):
     make = partial(tokens_apart, similarity="gaussian") if join == "max" else tokens
-    leaves = make(draw, device, torch.float32, length=90)
+    leaves = make(draw, device, torch.float32, length=70)
     exists = torch.rand(leaves["key_weights"].shape, generator=draw) > 0.4
     exists[..., :9] = False  # the first queries see nothing
     exists = exists.to(device)
@@ -202,11 +201,11 @@ def test_distant_keys_do_not_underflow(draw, device):
 
 
 def test_later_tokens_leave_earlier_outputs_bit_identical(draw, device):
-    leaves = tokens(draw, device, torch.float32)
+    leaves = tokens(draw, device, torch.float32, length=140)
     assert_looks_back_only(partial(run, "triton"), leaves, (1, 63, 64, 128))
 
 
-@pytest.mark.second  # the interpreter runs one program after another: only a GPU can break this
+@pytest.mark.gpu  # the interpreter runs one program after another
 def test_two_runs_are_bit_identical(draw, device):
     leaves = tokens(draw, device, torch.bfloat16, heads=4, kv_heads=2, length=70)
     assert_repeats(partial(run, "triton"), leaves)
