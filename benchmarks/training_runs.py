@@ -1,10 +1,9 @@
 """Training runs of benchmarks: started or resumed if they are unfinished, otherwise only read."""
 
-import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +22,6 @@ PARTS: dict[str, dict[str, Any]] = {
 
 RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 """Environment for memory measurements: by default glibc keeps freed tensors of up to 32 MiB."""
-
-
-def add_preset_options(parser: argparse.ArgumentParser, default: str | None, what: str = "presets") -> None:
-    """Declare the overrides of every run, and --attention, the presets to train."""
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of every run")
-    parser.add_argument("--attention", type=_preset_list, default=default, metavar="A,B", help=what)
-
-
-def _preset_list(text: str) -> list[str]:
-    names = text.split(",")
-    if unknown := [name for name in names if name not in PRESETS]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]} is no preset; choose {', '.join(PRESETS)}")
-    return names
 
 
 def preset_tree(name: str) -> dict[str, Any]:
@@ -70,8 +56,8 @@ def with_small_blocks(name: str, block_size: int, rank: int, sequence_rank: int)
     return {**tree, **({"near": {"block_size": block_size}} if attention.near is not None else {})}
 
 
-def train_run(config: Path, overrides: Sequence[str]) -> Path:
-    """Finish a run if it is unfinished, and return its folder.
+def train_run(config: Path, overrides: Sequence[str], *options: str) -> Path:
+    """Finish a run if it is unfinished, and return its folder. options: of `megakernel pretrain`.
 
     Raises UserError if the folder has another configuration, or if `megakernel pretrain` fails (it prints why).
     """
@@ -81,7 +67,7 @@ def train_run(config: Path, overrides: Sequence[str]) -> Path:
         check_same_run((folder / "config.yaml").read_text(encoding="utf-8"), run_config, folder)
         if (folder / "checkpoints").is_dir() and find_checkpoint(folder).step >= run_config.training.steps:
             return folder
-    run_megakernel("pretrain", str(config), *overrides)
+    run_megakernel("pretrain", str(config), *overrides, *options)
     return folder
 
 
@@ -108,13 +94,13 @@ def run_megakernel(*arguments: str) -> None:
         raise UserError(f"`{command}` ended with status {status}; run this again to continue")
 
 
-def evaluate_task(folder: Path, step: int, task: str, *options: str) -> dict[str, Any]:
-    """The result of `megakernel evaluate --task`, measured unless its file exists."""
-    file = folder / "evaluation" / f"step_{step}" / f"{file_name(task)}.json"
-    if not file.exists():
-        run_megakernel("evaluate", str(folder), "--task", task, *options)
-    result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return result
+def evaluate_tasks(folder: Path, step: int, tasks: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Name -> the result of `megakernel evaluate --task`, measured at this step unless its file exists."""
+    place = folder / "evaluation" / f"step_{step}"
+    files = {name: place / f"{file_name(task)}.json" for name, task in tasks.items()}
+    if missing := [f"--task={tasks[name]}" for name, file in files.items() if not file.exists()]:
+        run_megakernel("evaluate", str(folder), "--step", str(step), *missing)
+    return {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items()}
 
 
 def metric_curve(folder: Path, tag: str) -> dict[int, float]:

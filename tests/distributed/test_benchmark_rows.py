@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import lra
+from benchmarks.experiments.page import result_row
+from benchmarks.experiments.runs import Options, Result, make_run
+from benchmarks.experiments.study import read_study
+from benchmarks.training_runs import best_step
 from data_pipeline.generated import GeneratedTask
 from megakernel.config import load
 from megakernel.evaluation import evaluate_run
@@ -18,8 +21,10 @@ from tests.unit.data.conftest import prepared
 pytestmark = pytest.mark.second
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+STUDIES = {name: read_study(name) for name in ("lra_kl", "lra_skyformer", "glue_kl", "glue_flurka")}
 ROWS = sorted(
-    path for family in ("lra", "glue") for path in (CONFIGS / family).glob("*/*.yaml") if path.stem != "base"
+    [study.config_file(task).resolve() for study in STUDIES.values() for task in study.study.variants]
+    + [CONFIGS / "glue" / paper / "pretrain.yaml" for paper in ("kl", "flurka")]
 )
 NAMES = [f"{path.parents[1].name}-{path.parent.name}-{path.stem}" for path in ROWS]
 FINE_TUNED = "glue-kl-rte-tuned"
@@ -162,14 +167,17 @@ def test_a_regression_task_is_scored_by_correlations(notes: dict[str, list[str]]
 def test_the_table_evaluates_finished_runs_on_the_test_split(
     notes: dict[str, list[str]], root: Path, corpora: dict[str, Path]
 ):
-    path = CONFIGS / "lra" / "skyformer" / "listops.yaml"
-    keys = [*overrides(path, root, corpora), "run.name=lra-skyformer-listops"]
-    result = lra.measure(path, keys)
-    assert (result.split, result.samples, result.step) == ("test", 6, STEPS)
-    assert result.accuracy is not None
-    assert lra.row("skyformer", [result, result]).startswith(
-        f"| `skyformer` | 2 | {result.accuracy:.4f} ± 0.0000 |"
-    )
+    study = STUDIES["lra_skyformer"]
+    keys = overrides(study.config_file("listops"), root, corpora)
+    run = make_run(study, "as configured", "listops", 0, Options(keys))
+    folder = root / "lra-skyformer-listops"
+    result = Result(run, "skyformer", run.config, folder, best_step(folder), {}, {}, 1)
+    evaluation = result.evaluations["test"]
+    assert (evaluation["split"], evaluation["samples"], evaluation["step"]) == ("test", 6, STEPS)
+    titles = ("attention", "runs", "accuracy", "loss", "steps")
+    accuracy, loss = evaluation["accuracy"], evaluation["loss"]
+    row = result_row(study, [result, result], [result], titles)
+    assert row == f"| `skyformer` | 2 | {accuracy:.4f} ± 0.0000 | {loss:.4f} ± 0.0000 | {STEPS} |"
 
 
 def test_evaluating_a_missing_split_is_refused(notes: dict[str, list[str]], root: Path):

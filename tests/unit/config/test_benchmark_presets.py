@@ -1,4 +1,4 @@
-"""Every encoder preset on every shipped file of the Long Range Arena and of GLUE, as `benchmarks.lra` trains them."""
+"""Every encoder preset on every shipped file of the Long Range Arena and of GLUE, as their studies train them."""
 
 from functools import cache
 from pathlib import Path
@@ -6,19 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.lra import overrides_of
-from megakernel.config import PRESETS, Attention, ConfigError, expand_preset, load
+from benchmarks.experiments.runs import make_run
+from benchmarks.experiments.study import read_study
+from megakernel.config import PRESETS, Attention, ConfigError, expand_preset
 from megakernel.model import LanguageModel, ModelSettings
 from megakernel.parallel import OneProcess
 from tests.tiers import tiered
 
 CONFIGS = Path(__file__).parents[3] / "configs"
-FILES = {
-    "/".join(path.with_suffix("").parts[-3:]): path
-    for folder in ("lra", "glue")
-    for path in sorted(CONFIGS.glob(f"{folder}/*/*.yaml"))
-    if path.stem != "base"
-}
+STUDIES = ("lra_kl", "lra_skyformer", "glue_kl", "glue_flurka")
+FILES = [(study, task) for study in STUDIES for task in read_study(study).study.variants]
 ENCODERS = [name for name in PRESETS if not Attention.model_validate(expand_preset(name)).looks_back_only]
 
 
@@ -33,17 +30,23 @@ def built(model, seq_len):
 
 def test_there_are_encoders_and_files_of_four_papers_settings():
     assert {"linformer", "flurka_performer", "flurka_rnn", "flurka_eva", "skyformer"} <= set(ENCODERS)
-    assert {path.parent.name for path in FILES.values()} == {"kl", "skyformer", "flurka"}
-    assert len(FILES) == 30
+    shipped = {
+        path.resolve()
+        for path in CONFIGS.glob("*/*/*.yaml")
+        if path.parts[-3] in ("lra", "glue") and path.stem not in ("base", "pretrain")
+    }
+    assert {read_study(study).config_file(task).resolve() for study, task in FILES} == shipped
+    assert len(shipped) == 28
 
 
-@pytest.mark.parametrize("name", tiered(FILES, ["lra/kl/image", "lra/skyformer/listops"]))
-def test_every_encoder_loads_and_builds_with_the_papers_sizes(name):
-    path = FILES[name]
+@pytest.mark.parametrize(
+    ("study", "task"), tiered(FILES, [("lra_kl", "image"), ("lra_skyformer", "listops")])
+)
+def test_every_encoder_loads_and_builds_with_the_papers_sizes(study, task):
     refused = {}
     for preset in ENCODERS:
         try:
-            config = load(path, overrides_of(path, preset, 0, []))
+            config = make_run(read_study(study), preset, task, 0).config
         except ConfigError as error:
             refused[preset] = str(error)
             continue

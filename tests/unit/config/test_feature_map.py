@@ -1,11 +1,8 @@
-import json
-from pathlib import Path
-
 import pytest
 from pydantic import ValidationError
 
-from benchmarks import sparsity
-from benchmarks.lra import overrides_of
+from benchmarks.experiments.runs import make_run
+from benchmarks.experiments.study import read_study
 from megakernel.checkpoint.trained_run import recorded_config
 from megakernel.config import (
     Attention,
@@ -14,13 +11,10 @@ from megakernel.config import (
     UserError,
     check_recorded_run,
     expand_preset,
-    load,
     to_yaml,
 )
 from megakernel.config.feature_map import FeatureMapName
 from tests.unit.config.trees import config
-
-ROOT = Path(__file__).parents[3]
 
 SIZES = {"num_layers": 2, "hidden_size": 96, "num_heads": 4}
 
@@ -89,11 +83,10 @@ def test_maps_of_cosines_have_a_constant_feature_unless_it_is_set(name, tmp_path
     )
     changed = {"preset": name, "feature_map": {"name": "elu"}}
     assert Attention.model_validate(expand_preset(changed)).feature_map.smoothing == 0.0
-    files = [*(ROOT / "configs" / "lra" / "kl").glob("[!b]*.yaml"), ROOT / "configs/glue/kl/rte.yaml"]
-    for file in files:
-        assert load(file, overrides_of(file, name, 0, [])).model.attention.feature_map.smoothing == 1.0
-    sparse = f"model.attention={json.dumps(sparsity.attention_of(name))}"
-    assert load(sparsity.CONFIG, [sparse]).model.attention.feature_map.smoothing == 1.0
+    tasks = [("lra_kl", task) for task in read_study("lra_kl").study.variants]
+    for study, variant in [*tasks, ("glue_kl", "rte"), ("sparsity", "0.5")]:
+        run = make_run(read_study(study), name, variant, 0)
+        assert run.config.model.attention.feature_map.smoothing == 1.0
 
 
 def test_a_recorded_run_keeps_the_smoothing_that_it_had(tmp_path):

@@ -1,11 +1,8 @@
-"""The far-context benchmark: the layout of its text, and its models."""
+"""The layout of the text whose far context matters."""
 
 import io
 import tarfile
 
-import pytest
-
-from benchmarks.far_context import MODELS, Measures, Run, RunResult, page, state_size
 from benchmarks.repositories import DOCUMENT, SMALLEST, SOURCES, documents, imported_first
 
 LINE = "x = 1  # what fills a module\n"
@@ -70,33 +67,3 @@ def test_projects_with_too_little_text_are_left_out():
 def test_sources_are_unique_and_pinned():
     assert len(set(SOURCES)) == len(SOURCES)
     assert all(name and version for name, _, version in (source.partition("==") for source in SOURCES))
-
-
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("length", [2048, 8192])
-def test_every_model_can_be_trained_at_every_length(model, length):
-    config = Run(model, length, 1, 2**20).config()
-    assert config.training.steps == 128
-    assert config.training.global_batch_size * config.training.seq_len == 8192
-    assert config.model.is_causal
-
-
-def test_a_state_is_a_fraction_of_the_cache_at_the_longest_sequences():
-    layers, keys, width, blocks = 4, 8192, 4 * 64, 64
-    names = ("softmax", "local", "flurka", "flurka_best")
-    cache, local, *states = (state_size(Run(name, keys, 0, 2**20).config().model, keys) for name in names)
-    assert cache == layers * 2 * width * keys
-    assert local == layers * 2 * width * blocks
-    assert all(cache / state > 60 for state in states)
-
-
-def test_the_page_lists_the_lowest_far_loss_first():
-    results = [
-        RunResult(Run("local", 2048, 0, 8192), Measures(4.0, 4.1, 3.9, 0.0, (4.0, 4.0), (9.0, 9.0)), 2000.0),
-        RunResult(
-            Run("flurka_best", 2048, 0, 8192), Measures(3.9, 4.0, 3.8, 0.1, (4.0, 3.0), (9.0, 8.0)), 2000.0
-        ),
-    ]
-    text = page(results, 8192, "python -m benchmarks.far_context")
-    assert "| `flurka_best` | 2,048 | 0 | 3.9000 | 4.0000 | **3.8000** | +0.1000 | 4.000 → 3.000 |" in text
-    assert text.index("| `flurka_best` |") < text.index("| `local` |")

@@ -1,0 +1,114 @@
+"""The page of a study: its text, table and models; and curves as CSV and PNG."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.page import table_page, table_row
+from megakernel.analysis.plots.table import Row, to_csv
+
+from .measures import Value
+from .runs import Result, Run
+from .study import LoadedStudy
+
+
+def page(study: LoadedStudy, results: Sequence[Result], command: str) -> str:
+    """The page of all results; columns without a value in any row are left out."""
+    groups = _groups(study, results)
+    for title in reversed(study.study.sort):
+        column = study.columns[title.removeprefix("-")]
+        largest_first = title.startswith("-")
+        groups.sort(key=lambda group: _order(column.value(group[0], results), largest_first))
+    shown = [
+        title
+        for title, column in study.columns.items()
+        if any(column.value(result, results) is not None for result in results)
+    ]
+    for title, column in study.columns.items():
+        if title not in shown and not column.optional:
+            print(f"column {title} is left out: no model of the page has a value", file=sys.stderr)
+    lines = [result_row(study, group, results, shown) for group in groups]
+    dtype, nproc = results[0].config.training.dtype, results[0].nproc
+    details = f", {dtype}" + (f", {nproc} processes" if nproc > 1 else "")
+    if results[0].config.training.device != "cpu" and torch.cuda.is_available():
+        details += f", {torch.cuda.get_device_name()}"
+    text = results[0].run.fill(study.study.text, **text_names(results[0].run)).strip()
+    table = table_page(study.study.title, command, text, shown, lines, details)
+    return "\n".join([table, *_model_lines(results), ""])
+
+
+def result_row(
+    study: LoadedStudy, group: Sequence[Result], results: Sequence[Result], shown: Sequence[str] | None = None
+) -> str:
+    """The table row of a model, with one result for each seed that it averages; shown: its columns."""
+    columns = (study.columns[title] for title in shown or study.columns)
+    return table_row(column.mean([column.value(result, results) for result in group]) for column in columns)
+
+
+def text_names(run: Run) -> dict[str, Any]:
+    """What `{names}` stand for in the study's text besides those of the run."""
+    config, start = run.config, run.start
+    names = {**dict(config), "tokens": config.training.consumed(config.training.steps)[1]}
+    if start is not None:
+        steps = start.config.training.steps
+        names |= {"start": start.config, "start_tokens": start.config.training.consumed(steps)[1]}
+    return names
+
+
+def _groups(study: LoadedStudy, results: Sequence[Result]) -> list[list[Result]]:
+    """The results of each row."""
+    if not study.study.mean_over_seeds:
+        return [[result] for result in results]
+    groups: dict[tuple[str, str], list[Result]] = {}
+    for result in results:
+        groups.setdefault((result.run.variant, result.name), []).append(result)
+    return list(groups.values())
+
+
+def _order(value: Value, largest_first: bool) -> tuple[int, Any]:
+    """Numbers before text, and empty cells last."""
+    if isinstance(value, bool | int | float):
+        return 0, -value if largest_first else value
+    return (2, 0) if value is None else (1, value)
+
+
+def _model_lines(results: Sequence[Result]) -> list[str]:
+    """The overrides of each model that is more than a preset of its name."""
+    models = {result.run.name: result.run for result in results}
+    lines = []
+    for name, run in sorted(models.items()):
+        keys = run.study.model_overrides(name, run.variant)
+        if keys and name in run.study.study.models:
+            overrides = " ".join(
+                f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+                for key, value in keys.items()
+            )
+            lines.append(f"* `{name}`: `{overrides}`")
+    return lines
+
+
+def write_curves(results: Sequence[Result], tag: str, page_file: Path) -> None:
+    """Write the curves of a metric as CSV, and as PNG with a panel for each variant, next to the page."""
+    from matplotlib.figure import Figure
+
+    rows: list[Row] = [
+        {"variant": run.variant, "model": run.name, "seed": run.seed, "step": step, "value": value}
+        for run, curve in ((result.run, result.curve(tag)) for result in results)
+        for step, value in sorted(curve.items())
+    ]
+    page_file.with_suffix(".csv").write_text(to_csv(rows), encoding="utf-8")
+    variants = sorted({result.run.variant for result in results})
+    figure = Figure(figsize=(4.5 * len(variants), 3.5), layout="constrained")
+    panels = figure.subplots(1, len(variants), sharey=True, squeeze=False)[0]
+    for variant, axes in zip(variants, panels):
+        for result in (result for result in results if result.run.variant == variant):
+            curve = result.curve(tag)
+            axes.plot(list(curve), list(curve.values()), label=str(result.run))
+        axes.set(title=variant, xlabel="step")
+    figure.axes[0].set_ylabel(tag)
+    figure.axes[0].legend()
+    figure.savefig(page_file.with_suffix(".png"), dpi=120)

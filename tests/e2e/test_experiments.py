@@ -1,0 +1,97 @@
+"""Small studies from end to end: data are prepared, models trained, up-trained and evaluated, pages written."""
+
+import re
+
+import pytest
+
+from benchmarks.experiments.__main__ import main
+from tests.e2e.test_readme import REPOSITORY
+
+pytestmark = pytest.mark.second
+
+STUDY = f"""
+title: A small study
+text: "{{training.steps}} steps of {{training.global_batch_size}} sequences."
+config: {REPOSITORY}/configs/tasks/mqar.yaml
+overrides:
+  model.num_layers: 1
+  model.hidden_size: 16
+  model.num_heads: 1
+  training.seq_len: 32
+  training.steps: 3
+  training.global_batch_size: 4
+  training.micro_batch_size: 4
+  training.eval_every: 3
+  training.eval_samples: 4
+  training.log_every: 1
+  schedule.warmup_steps: 0
+blocks: {{block_size: 8, rank: 2, sequence_rank: 4}}
+data:
+  source: task:mqar:pairs=4,length={{seq_len}}
+  options: {{validation-fraction: 0.2, max-documents: "{{examples}}"}}
+  out: data/{{examples}}
+  extra_steps: 3
+tasks: {{answers: "mqar:pairs=4,length={{seq_len}},samples=4"}}
+"""
+COLUMNS = """
+columns:
+  model: name
+  loss by step: {measure: metric, tag: eval/loss, pick: all, format: .3f, separator: ", "}
+  right: {measure: task, of: answers, value_of: accuracy, format: .1%, bold: true}
+  state: state_size
+curves: eval/loss
+"""
+UPTRAINED = """
+start: {overrides: {training.steps: 2, data.isolate_documents: false}, export: true}
+rows: [start, swapped, main]
+columns:
+  model: name
+  loss: {measure: report, value_of: loss, format: .3f}
+  tokens: {measure: report, value_of: tokens}
+  right: {measure: task, of: answers, value_of: accuracy, format: .1%}
+checks: [transformers_agree]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    return tmp_path
+
+
+def test_a_study_is_prepared_trained_evaluated_and_written_and_continues(folder):
+    (folder / "small.yaml").write_text(f"{STUDY}presets: [flurka]\n{COLUMNS}")
+    command = ["small.yaml", "--out", "page.md"]
+    assert main(command) == 0
+    lines = (folder / "page.md").read_text().splitlines()
+    assert lines[0] == "# A small study"
+    assert "python -m benchmarks.experiments small.yaml --out page.md`" in lines[2]
+    assert lines[4] == "3 steps of 4 sequences."
+    [row] = [line for line in lines if line.startswith("| `flurka`")]
+    assert re.fullmatch(r"\| `flurka` \| \d\.\d{3}, \d\.\d{3} \| \*\*[\d.]+%\*\* \| [\d,]+ \|", row)
+    assert (folder / "page.csv").read_text().startswith("variant,model,seed,step,value\n,flurka,0,0,")
+    run = folder / "runs" / "small" / "flurka-0"
+    first = (run / "metrics.jsonl").stat()
+    assert main(command) == 0  # only reads what is there
+    assert (run / "metrics.jsonl").stat() == first
+    assert (folder / "page.md").read_text().splitlines()[4:] == lines[4:]
+
+
+def test_a_study_of_an_up_training_has_rows_of_its_report(folder):
+    keys = "{model.attention: flurka, uptrain: {}, data.isolate_documents: false}"
+    (folder / "small.yaml").write_text(f"{STUDY}models: {{flurka: {keys}}}\n{UPTRAINED}")
+    assert main(["small.yaml", "--out", "page.md"]) == 0
+    rows = [line for line in (folder / "page.md").read_text().splitlines() if line.startswith("| ")][1:]
+    number, share = r"\d\.\d{3}", r"[\d.]+%"
+    for row, pattern in zip(
+        rows,
+        (
+            rf"\| dense \| {number} \| 256 \| {share} \|",
+            rf"\| flurka: swapped, untrained \| {number} \| 0 \|  \|",
+            rf"\| flurka: distillation \| {number} \| 384 \| {share} \|",
+        ),
+        strict=True,
+    ):
+        assert re.fullmatch(pattern, row)
+    assert (folder / "runs" / "small" / "hf").is_dir()

@@ -1,0 +1,470 @@
+"""Studies: every file is valid, wrong ones are refused by file and key, and pages are written from finished runs."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import training_runs
+from benchmarks.experiments.__main__ import listing, main, parse, planned_runs
+from benchmarks.experiments.checks import learned
+from benchmarks.experiments.measures import MEASURES, Buckets, FirstStep, Measure, Task, state_size
+from benchmarks.experiments.page import page, text_names, write_curves
+from benchmarks.experiments.runs import Result, check_names, make_run
+from benchmarks.experiments.study import names, read_study
+from megakernel.config import PRESETS, Attention, ConfigError, UserError, expand_preset, to_yaml
+from megakernel.evaluation.records import file_name
+from megakernel.evaluation.run import parse as parse_tasks
+from tests.tiers import tiered
+
+ROOT = Path(__file__).parents[3]
+PAPERS = ("lra_kl", "lra_skyformer", "glue_kl", "glue_flurka")
+
+
+@pytest.mark.parametrize("name", tiered(names(), [name for name in names() if name not in PAPERS]))
+def test_every_study_has_valid_runs(name):
+    study = read_study(name)
+    for variant in study.study.variants:
+        runs = [make_run(study, model, variant, seed) for model in study.models for seed in (0, 1)]
+        if "{seed}" in study.study.run:
+            check_names(runs)
+        for run in runs:
+            vars(run)["split"] = "validation"  # which the data would say
+            assert len(parse_tasks(list(run.tasks.values()))) == len(study.study.tasks)
+    assert "{" not in runs[0].fill(study.study.text, **text_names(runs[0]))
+    assert len({run.config.run.seed for run in runs}) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ("tile: x", "study.yaml: tile=x is an unknown key; did you mean title?"),
+        ("columns: {a: {measure: taks}}", "columns.a.measure=taks is no measure; choose task"),
+        ("columns: {a: {format: .3f}}", "columns.a={'format': '.3f'} names no measure; write measure: name"),
+        ("columns: {a: {measure: task, off: b}}", "columns.a.off=b is an unknown key; did you mean of?"),
+        ("columns: {a: {measure: task, of: b, value_of: x}}", "columns.a.of=b is unknown"),
+        ("checks: [learnt]", "study.yaml: checks=learnt is unknown; choose learned"),
+        ("sort: [-b]", "study.yaml: sort=b is unknown; choose a"),
+        ("variants: {x: {model: {}}}", "variants.x.model={} is an unknown key; did you mean models?"),
+        ("variants: {x: {models: {z: {}}}}", "variants.x.models=z is unknown; choose y"),
+        ("models: {y: null}", "models.y=None cannot be read; write PRESET[+PART...], a list of them, or a"),
+        ("models: {y: softmax+gates}", "softmax+gates is no preset; choose softmax"),
+        ("start: {export: maybe}", "study.yaml: start.export=maybe"),
+    ],
+)
+def test_a_wrong_study_is_refused_by_file_key_and_remedy(tmp_path, change, line):
+    valid = {
+        "title": "t",
+        "text": "t",
+        "config": "c.yaml",
+        "models": {"y": "softmax"},
+        "columns": {"a": "name"},
+    }
+    file = tmp_path / "study.yaml"
+    key = change.partition(":")[0]
+    lines = [f"{name}: {json.dumps(value)}" for name, value in valid.items() if name != key]
+    file.write_text("\n".join([*lines, change]))
+    with pytest.raises(ConfigError) as refused:
+        read_study(str(file))
+    assert str(file) in str(refused.value)
+    assert line in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["far_contxt"], "far_contxt is no study; choose far_context"),
+        (["recall", "--only", "flurkas"], "--only flurkas is not in this study; choose flurka"),
+        (["recall", "--variants", "5"], "--variants 5 is not in this study"),
+        (["recall", "training.stepz=1"], "training.stepz=1 is an unknown key; did you mean steps?"),
+        (["far_uptraining", "--seeds", "0", "1"], "names flurka, seed 1 and flurka alike; add {seed}"),
+    ],
+)
+def test_a_wrong_command_is_refused(arguments, line):
+    with pytest.raises(UserError, match=re.escape(line)):
+        main(arguments)
+
+
+def test_an_unknown_name_in_a_text_is_refused():
+    study = read_study("recall")
+    with pytest.raises(
+        ConfigError, match=r"recall\.yaml=\{lenght\} cannot be filled in .*; known names: seq_len"
+    ):
+        study.fill("{lenght}", {"seq_len": 3})
+
+
+def commands():
+    """The commands of the studies in the pages of results and in the documentation, which may span lines."""
+    for file in sorted([*ROOT.glob("benchmarks/results/*.md"), *ROOT.glob("docs/*.md")]):
+        text = file.read_text().replace("\\\n", " ")
+        for command in re.findall(r"python -m benchmarks\.experiments ([^`\n#]*)", text):
+            yield pytest.param(command, id=f"{file.stem}: {command[:50]}")
+
+
+@pytest.mark.parametrize("command", commands())
+def test_the_commands_of_pages_name_studies_models_and_keys(command):
+    arguments = parse(shlex.split(command))
+    if not arguments.list:
+        assert planned_runs(read_study(arguments.study), arguments)
+
+
+def test_studies_and_their_models_are_listed():
+    assert "far_context: What the far context is worth" in listing(None).splitlines()
+    lines = listing("far_context").splitlines()
+    assert "local_selected_tile_32" in lines[1]
+    assert lines[2] == "variants: 2048, 4096, 8192"
+
+
+@pytest.mark.parametrize("length", ["2048", "8192"])
+def test_tokens_of_the_far_context_become_steps_at_every_length(length):
+    arguments = parse(["far_context", "--variants", length, "--tokens", str(2**20)])
+    study = read_study("far_context")
+    runs = planned_runs(study, arguments)
+    assert [run.name for run in runs] == list(study.models)
+    for config in (run.config for run in runs):
+        assert config.training.steps == 128
+        assert config.training.global_batch_size * config.training.seq_len == 8192
+        assert config.model.is_causal
+        assert config.run.folder.name.endswith(f"-{length}-0")
+
+
+def test_a_state_is_a_fraction_of_the_cache_at_the_longest_sequences():
+    study, layers, keys, width, blocks = read_study("far_context"), 4, 8192, 4 * 64, 64
+    models = (
+        make_run(study, name, "8192", 0).config.model
+        for name in ("softmax", "local", "flurka", "flurka_best")
+    )
+    cache, local, *states = (state_size(model, keys) for model in models)
+    assert cache == layers * 2 * width * keys
+    assert local == layers * 2 * width * blocks
+    assert all(cache / state > 60 for state in states)
+
+
+def test_choosing_layers_read_a_quarter_of_a_sequence():
+    study = read_study("far_context")
+    for unit in ("tile", "token"):
+        for size in (16, 32, 64):
+            run = make_run(study, f"local_selected_{unit}_{size}", "2048", 0)
+            *windows, chosen = run.config.model.attentions
+            assert [layer.selection for layer in windows] == [None] * 3
+            assert (chosen.selection.unit, chosen.selection.blocks * size) == (unit, 512)
+
+
+def test_every_preset_is_trained_as_a_decoder_if_possible():
+    study = read_study("short_training")
+    assert set(study.models) == {*PRESETS, "one token", "one token, masked", "softmax, masked"}
+    for name in study.models:
+        config = make_run(study, name, "", 0).config
+        attention = Attention.model_validate(config.model.attention.model_dump())
+        assert config.training.global_batch_size * config.training.seq_len == 2048
+        assert (config.model.kind == "masked_lm") == (
+            name.endswith("masked") or attention.mixes_future_tokens is not None
+        )
+        if config.model.kind == "masked_lm":
+            assert config.data.isolate_documents == (attention.mixes_documents is None)
+        if name.startswith("one token"):
+            continue
+        assert config.training.seq_len % (attention.block_size or 1) == 0
+        if attention.mechanism in ("skyformer", "nystromformer"):
+            sizes = getattr(attention, attention.mechanism).model_dump()
+            assert sizes.get("features", sizes.get("landmarks")) < config.training.seq_len
+        elif attention.has_position_parameters:
+            assert attention.compression.rank < config.training.seq_len
+
+
+def test_all_encoders_are_in_the_papers_studies():
+    encoders = [name for name in PRESETS if not Attention.model_validate(expand_preset(name)).looks_back_only]
+    for name in PAPERS:
+        assert set(read_study(name).models) == {"as configured", *encoders}
+
+
+def test_a_paper_has_its_numbers_of_samples():
+    study = read_study("lra_kl")
+    assert make_run(study, "gmm_rks", "text", 2).config.model.attention.feature_map.samples == 128
+    for task in ("listops", "text", "retrieval", "image"):
+        own, named = (
+            make_run(study, name, task, 0).config.model for name in ("as configured", "fastfood_prf")
+        )
+        assert own.attention == named.attention
+    sky = read_study("lra_skyformer")
+    for task in sky.study.variants:
+        assert make_run(sky, "performer", task, 0).config.model.attention.feature_map.samples == 128
+
+
+def test_no_step_repeats_an_example():
+    study = read_study("passkey")
+    short, long = (
+        planned_runs(study, parse(["passkey", "--only", "local", "--steps", steps]))[0].names["examples"]
+        for steps in ("3", "60")
+    )
+    assert 3 * 8 * 512 / 64 < short < 4 * 8 * 512 / 64 + 100
+    assert long > 15 * (short - 100)
+    uptraining = make_run(read_study("passkey_uptraining"), "local+convolution", "", 0)
+    assert uptraining.names["examples"] > 1300 * 8 * 512 / 64 / 0.98
+    assert uptraining.config.training.skip_samples[0] == (0, 1000 * 8)
+
+
+def student_runs():
+    study = read_study("far_uptraining")
+    return [make_run(study, model, "", 0) for model in study.models]
+
+
+def test_students_read_the_same_tokens_after_those_of_the_dense_model():
+    from megakernel.checkpoint.trained_run import DENSE
+    from megakernel.uptraining.stages import stages
+    from megakernel.uptraining.transfer import check_parts_around
+
+    controls = []
+    for run in student_runs():
+        dense = run.start.config
+        plan = stages(run.config, [0, 1], dense.model)
+        trained = [stage.config.training.steps for stage in plan if not stage.is_control]
+        assert sum(trained) == 120
+        assert plan[0].config.training.skip_samples[0] == (0, 1200 * dense.training.global_batch_size)
+        assert run.config.init.source == dense.run.folder == Path("runs/far_context/softmax_around-2048-0")
+        check_parts_around(run.config.model, dense.model, transfers=len(trained) > 1)
+        controls += [run.name for stage in plan if stage.kind == DENSE]
+    assert controls == ["flurka"]
+
+
+def test_a_finished_up_training_is_reused_only_with_its_configuration(tmp_path):
+    run = next(run for run in student_runs() if run.name == "window")
+    overrides = [*run.overrides, f"run.root={tmp_path}"]
+    folder = tmp_path / "window"
+    folder.mkdir()
+    config = training_runs.load(run.file, overrides)
+    (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    (folder / "uptrain_report.json").write_text('{"window": 32}', encoding="utf-8")
+    assert training_runs.uptrain_run(run.file, overrides) == (folder, {"window": 32})
+    with pytest.raises(UserError, match=r"optimizer\.beta2"):
+        training_runs.uptrain_run(run.file, [*overrides, "optimizer.beta2=0.9"])
+
+
+STEPS = 200
+FALLING = [5.0 - step / 100 for step in range(STEPS)]
+
+
+@pytest.fixture
+def write_finished_run(tmp_path, monkeypatch):
+    """A function that writes the files of a finished `megakernel pretrain` and its evaluations, without training."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "stdlib").mkdir(parents=True)
+    (tmp_path / "data" / "far_context").mkdir(parents=True)
+
+    def no_process(*command):
+        raise AssertionError("a finished run is not repeated")
+
+    monkeypatch.setattr(training_runs, "run_megakernel", no_process)
+    monkeypatch.setattr(training_runs, "find_checkpoint", lambda folder: SimpleNamespace(step=10**6))
+
+    def write(run, losses, held_out=None, evaluations=(), **step):
+        folder = run.config.run.folder
+        (folder / "checkpoints").mkdir(parents=True)
+        (folder / "config.yaml").write_text(to_yaml(run.config))
+        step = {"train/grad_norm": 1.0, "train/skipped_steps": 0.0, "throughput/step_time": 0.1, **step}
+        first, last = held_out or (losses[0], losses[-1])
+        lines = [{"step": 0, "eval/loss": first}]
+        lines += [{"step": number, "train/loss": loss, **step} for number, loss in enumerate(losses, start=1)]
+        lines[-1]["eval/loss"] = last
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        place = folder / "evaluation" / f"step_{run.config.training.steps}"
+        place.mkdir(parents=True)
+        for task, result in dict(evaluations).items():
+            (place / f"{file_name(run.tasks[task])}.json").write_text(json.dumps(result))
+        return folder
+
+    return write
+
+
+def short_run(name):
+    return make_run(read_study("short_training"), name, "", 0)
+
+
+def test_a_page_is_written_from_finished_runs(write_finished_run, tmp_path):
+    for name in ("linear", "softmax, masked"):
+        write_finished_run(short_run(name), FALLING)
+    command = ["short_training", "--only", "softmax, masked", "linear", "--out", str(tmp_path / "page.md")]
+    assert main(command) == 0
+    lines = (tmp_path / "page.md").read_text().splitlines()
+    rows = [line for line in lines if line.startswith("| `")]
+    assert rows == [
+        "| `linear` | causal_lm | 4.955 | 3.055 | 5.000 | **3.010** | 0.100 |",
+        "| `softmax, masked` | masked_lm | 4.955 | 3.055 | 5.000 | **3.010** | 0.100 |",
+    ]
+    assert "python -m benchmarks.experiments short_training --only 'softmax, masked' linear" in lines[2]
+    assert any(line.startswith("* `softmax, masked`: `model.attention=") for line in lines)
+
+
+def test_no_page_is_written_if_a_loss_rises(write_finished_run, tmp_path, capsys):
+    for name in ("linear", "hedgehog"):
+        write_finished_run(short_run(name), FALLING[::-1] if name == "linear" else FALLING)
+    assert main(["short_training", "--only", "linear", "hedgehog", "--out", str(tmp_path / "page.md")]) == 1
+    assert not (tmp_path / "page.md").exists()
+    assert "linear: the training loss did not fall, 3.0550 to 4.9550" in capsys.readouterr().err
+
+
+def test_a_finished_run_of_another_configuration_is_not_reused(write_finished_run, tmp_path, capsys):
+    for name in ("linear", "hedgehog"):
+        write_finished_run(short_run(name), FALLING)
+    command = ["short_training", "optimizer.lr=1e-3", "--only", "linear", "hedgehog"]
+    assert main([*command, "--out", str(tmp_path / "page.md")]) == 1
+    error = capsys.readouterr().err
+    assert "linear: " in error
+    assert "hedgehog: " in error
+    assert "optimizer.lr" in error
+
+
+@pytest.mark.parametrize(
+    ("losses", "held_out", "skipped", "reason"),
+    [
+        ([5.0] * STEPS, None, 0, "the training loss did not fall"),
+        (FALLING, (5.5, 5.6), 0, "the held-out loss did not fall, 5.5000 to 5.6000"),
+        ([*FALLING[:-1], None], (5.5, 3.0), 0, "not finite (0 steps skipped)"),
+        (FALLING, (5.5, None), 0, "not finite"),
+        (FALLING, None, 2, "not finite (2 steps skipped)"),
+        (FALLING[:-1], None, 0, "is not that of a whole run"),
+        (FALLING, None, 0, None),
+    ],
+    ids=["stays", "held-out rises", "not a number", "held-out not", "skipped", "short", "learned"],
+)
+def test_a_failed_training_is_reported_by_name(write_finished_run, losses, held_out, skipped, reason):
+    run = short_run("linear")
+    folder = write_finished_run(run, losses, held_out, **{"train/skipped_steps": skipped})
+    reasons = list(learned([Result(run, run.name, run.config, folder, STEPS, {}, {}, 1)]))
+    if reason is None:
+        assert reasons == []
+    else:
+        [found] = reasons
+        assert found.startswith("linear: ")
+        assert reason in found
+
+
+def far_evaluations(loss):
+    buckets = [{"first": 0, "tokens": 100, "loss": loss + 1}, {"first": 512, "tokens": 300, "loss": loss}]
+    far = [{"first": 1024, "tokens": 100, "loss": loss - 1, "gain": 0.1}]
+    spans = {"first_loss": 4.0, "second_loss": 3.0}
+    shuffled = {"buckets": [{"first": 512, "tokens": 1, "gain": 9.0, "loss": 0.0}, *far]}
+    by_position = {"loss": loss, "by_position": [*buckets, *far]}
+    return {"by_position": by_position, "shuffled": shuffled, "text": spans, "random": spans}
+
+
+def test_the_page_of_the_far_context_lists_the_lowest_far_loss_first(write_finished_run, tmp_path):
+    study = read_study("far_context")
+    for name, loss in (("local", 4.0), ("flurka_best", 3.9)):
+        run = make_run(study, name, "2048", 0)
+        write_finished_run(run, FALLING, None, far_evaluations(loss), **{"throughput/tokens_per_sec": 2000.4})
+    assert main(["far_context", "--only", "local", "flurka_best", "--out", str(tmp_path / "page.md")]) == 0
+    text = (tmp_path / "page.md").read_text()
+    first = "| `flurka_best` | 2,048 | 0 | 3.9000 | 4.1500 | **2.9000** | +0.1000 | 4.000 → 3.000 | 4.000 → 3.000 |"
+    assert first in text
+    assert text.index(first) < text.index("| `local` | 2,048 | 0 | 4.0000 |")
+    assert "| 2,000 |" in text
+    assert '* `flurka_best`: `model.attention={"preset": "flurka_decay", "short_convolution": 4,' in text
+
+
+def test_the_page_of_an_uptraining_has_shares_of_what_the_swap_lost(write_finished_run):
+    study = read_study("far_uptraining")
+    run = make_run(study, "window", "", 0)
+    entry = {"name": "fine-tuning", "loss": 4.1, "beyond": 4.2, "tokens": 5}
+    dense = {"name": "dense", "loss": 4.0, "beyond": 4.0}
+    swapped = {"name": "swapped, untrained", "loss": 4.5, "beyond": 4.5}
+    report = {"dense": dense, "swapped": swapped, "trained_on": {"loss": 4.0}}
+    folder = write_finished_run(run, FALLING, None, far_evaluations(4.0))
+    result = Result(run, "window", run.config, folder, run.config.training.steps, entry, report, 1)
+    start = Result(run, "dense", run.start.config, folder, run.config.training.steps, dense, report, 1)
+    lines = page(study, [start, result], "command").splitlines()
+    [first, second] = [line for line in lines if line.startswith(("| dense |", "| window |"))]
+    assert first.startswith("| dense |  | 4.0000 | 4.2500 | **3.0000** |")
+    assert first.endswith("|  | 4,203,520 |")
+    assert second.startswith("| window | 4.5000 |")
+    share = (2.718281828**0.5 - 2.718281828**0.1) / (2.718281828**0.5 - 1)
+    assert f"| **{share:.1%}** | 74,752 |" in second
+    assert any(line.startswith("* `window`: `model.attention=") for line in lines)
+
+
+def test_what_a_result_lacks_is_refused_or_an_empty_cell():
+    result = SimpleNamespace(evaluations={"a": {"loss": 1.0, "scores": None}})
+    assert Task(of="a", value_of="loss").value(result, []) == 1.0
+    assert Task(of="a", value_of="scores.f1", optional=True).value(result, []) is None
+    with pytest.raises(
+        UserError, match="value_of=accuracy is not in the result of a, which has loss, scores"
+    ):
+        Task(of="a", value_of="accuracy").value(result, [])
+
+
+def test_means_over_seeds_have_sample_deviations():
+    column = Measure(format=".4f")
+    assert column.mean([0.5]) == "0.5000"
+    assert column.mean([0.4, 0.5, 0.6]) == "0.5000 ± 0.1000"
+    assert column.mean(["`a`"]) == "`a`"
+    assert Measure(format=",").mean([400, 1400, 400]) == "400, 1,400"
+    assert Measure(format=".1%", bold=True).mean([None]) == ""
+    assert Measure().mean([True]) == "yes"
+
+
+def test_rows_over_seeds_are_one_with_their_number(tmp_path):
+    study = read_study("listops_short")
+    runs = [make_run(study, "softmax", "", seed) for seed in (0, 1)]
+    results = []
+    for run, accuracy in zip(runs, (0.3, 0.4), strict=True):
+        result = Result(run, run.name, run.config, tmp_path, 400, {}, {}, 1)
+        vars(run)["split"] = "test"
+        vars(result)["evaluations"] = {
+            "test": {"accuracy": accuracy, "loss": 2.0, "scores": {"matthews": 0.5}, "split": "test"}
+        }
+        results.append(result)
+    [row] = [line for line in page(study, results, "command").splitlines() if line.startswith("| `soft")]
+    assert row == "| `softmax` | 2 | 0.3500 ± 0.0707 | 0.5000 ± 0.0000 | 2.0000 ± 0.0000 | 400 |"
+
+
+class Curve:
+    """A result with one curve."""
+
+    def __init__(self, name, curve):
+        self.run, self._curve = SimpleNamespace(variant="0.1", name=name, seed=0), curve
+
+    def curve(self, tag):
+        return self._curve
+
+
+def test_learning_curves_are_written_as_csv_and_drawn(tmp_path):
+    results = [Curve("gmm_rks", {0: 0.1, 100: 0.55, 200: 0.95}), Curve("gmm_prf", {0: 0.1})]
+    steps = [FirstStep(tag="eval/accuracy", level=level) for level in (0.2, 0.9)]
+    assert [step.value(results[0], results) for step in steps] == [100, 200]
+    assert [step.value(results[1], results) for step in steps] == ["never", "never"]
+    write_curves(results, "eval/accuracy", tmp_path / "page.md")
+    lines = (tmp_path / "page.csv").read_text().splitlines()
+    assert lines[:3] == ["variant,model,seed,step,value", "0.1,gmm_rks,0,0,0.1", "0.1,gmm_rks,0,100,0.55"]
+    assert (tmp_path / "page.png").stat().st_size > 1000
+
+
+def test_buckets_without_a_match_are_an_empty_cell():
+    result = SimpleNamespace(evaluations={"a": {"by_position": [{"first": 0, "tokens": 1, "loss": 1.0}]}})
+    assert Buckets(of="a", start=1024).value(result, []) is None
+
+
+def run_folder(folder, kept, **tags):
+    """Write metrics.jsonl and empty checkpoint folders."""
+    lines = [
+        {"step": step, f"eval/{tag}": value} for tag, values in tags.items() for step, value in values.items()
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for step in kept:
+        (folder / "checkpoints" / f"step_{step}").mkdir(parents=True)
+    return folder
+
+
+def test_the_best_step_has_a_kept_checkpoint(tmp_path):
+    accuracy = {10: 0.9, 20: 0.5, 30: 0.7, 40: 0.7}
+    assert training_runs.best_step(run_folder(tmp_path, [20, 30, 40], accuracy=accuracy)) == 40
+
+
+def test_without_accuracy_the_best_step_has_the_lowest_loss(tmp_path):
+    assert training_runs.best_step(run_folder(tmp_path, [10, 20], loss={10: 1.0, 20: 2.0})) == 10
+
+
+def test_every_measure_explains_itself():
+    assert all(measure.__doc__ for measure in MEASURES.values())
