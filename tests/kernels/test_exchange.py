@@ -23,6 +23,7 @@ from tests.kernels.comparing import TOLERANCE, assert_agrees
 from tests.kernels.test_flurka_attention import BLOCK, VARIANTS, documents
 from tests.kernels.test_flurka_attention import tokens as flurka_tokens
 from tests.kernels.test_kernel_attention import tokens
+from tests.tiers import tiered
 
 Leaves = dict[str, Tensor]
 
@@ -139,10 +140,17 @@ def test_shards_of_kernel_attention_give_the_whole_sequence(feature_map, positio
     assert_agrees(run, leaves, draw, TOLERANCE[torch.float32])
 
 
-@pytest.mark.covering(1, 2)
-@every_position
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("feature_map", ["hedgehog", "favor"])
+SHARDS = [
+    ("gated", "hedgehog", "one document"),
+    ("gated", "favor", "packed"),
+    ("shared", "hedgehog", "packed"),
+    ("shared", "favor", "a document begins with the shard"),
+    ("kernel", "hedgehog", "a document begins with the shard"),
+    ("kernel", "favor", "one document"),
+]
+
+
+@pytest.mark.parametrize(("variant", "feature_map", "positions"), tiered(SHARDS, SHARDS[::2]))
 def test_shards_of_flurka_give_the_whole_sequence(feature_map, variant, positions, draw, device):
     leaves = flurka_tokens(
         draw,

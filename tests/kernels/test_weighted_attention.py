@@ -17,7 +17,7 @@ from tests.kernels.comparing import (
     rms_ratio,
 )
 from tests.tiers import tiered
-from tests.unit.ops.comparing import KINDS
+from tests.unit.ops.cases import KINDS
 
 
 def tokens(

@@ -7,16 +7,6 @@ from torch import Tensor
 
 from megakernel.ops.softmax_attention import softmax_attention
 
-KINDS = {
-    "softmax": {"similarity": "softmax"},
-    "gaussian": {"similarity": "gaussian"},
-    "kernelized": {"similarity": "gaussian", "normalize": False},
-    "uneven_variances": {"similarity": "gaussian", "variances": (1.0, 1 / 3)},
-    "hard": {"similarity": "gaussian", "join": "max"},
-    "hard_softmax": {"similarity": "softmax", "join": "max"},
-}
-"""Name -> options of weighted attention."""
-
 PACKED = torch.stack(
     [
         torch.cat([torch.arange(3), torch.arange(12), torch.arange(8)]),

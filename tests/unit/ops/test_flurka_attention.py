@@ -1,17 +1,15 @@
-import itertools
-
 import pytest
 import torch
 from torch import Tensor
 
-from megakernel.attention import WHOLE_SEQUENCE, Rotary
+from megakernel.attention import WHOLE_SEQUENCE
 from megakernel.ops.flurka_attention import flurka_attention
 from megakernel.ops.flurka_attention.options import FlurkaState
 from megakernel.ops.kernel_attention import kernel_attention
 from megakernel.ops.state import KernelState
 from megakernel.ops.window import Tail
 from megakernel.ops.window_attention import window_attention
-from tests.unit.ops.comparing import assert_same, random
+from tests.unit.ops.comparing import PACKED, random
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
@@ -23,11 +21,8 @@ def inputs(length: int = N, seed: int = 0) -> list[Tensor]:
     return [random(*shape, seed=seed + i) for i, shape in enumerate(shapes)]
 
 
-def learned(near: str, join: str, length: int = N, per_head: bool = False, feature_map: str = "elu") -> dict:
-    pool = (KV, RANK, BLOCK) if per_head else (RANK, BLOCK)
-    tensors = {"pool_keys": random(*pool, seed=11), "pool_values": random(*pool, seed=12)}
-    if feature_map == "favor":
-        tensors["projection"] = random(KV, 6, WIDTH, seed=9)
+def learned(near: str, join: str, length: int = N) -> dict:
+    tensors = {f"pool_{of}": random(RANK, BLOCK, seed=seed) for of, seed in (("keys", 11), ("values", 12))}
     if near == "kernel":
         tensors["far_mass"] = random(KV, seed=13)
     elif join == "gated":
@@ -39,64 +34,14 @@ def learned(near: str, join: str, length: int = N, per_head: bool = False, featu
 
 
 VARIANTS = [("softmax", "gated"), ("softmax", "shared"), ("kernel", "shared")]
-SETTINGS = list(itertools.product(VARIANTS, ["elu", "favor"], [1, 2], ["none", "centroid"]))
 
 
-def packed(*documents: list[int]) -> Tensor:
-    """Positions of packed sequences, each listed as [first position, length, 0, length, ...] of its documents."""
-    return torch.stack(
-        [torch.cat([f + torch.arange(n) for f, n in zip(one[::2], one[1::2])]) for one in documents]
-    )
-
-
-POSITIONS = {
-    "whole_sequences": 0,
-    "packed": packed([0, 3, 0, 12, 0, 8], [0, 9, 0, 1, 0, 13]),
-    "continued": packed([13, 5, 0, 18], [13, 23]),
-}
-
-
-@pytest.mark.parametrize("kind", POSITIONS)
-@pytest.mark.parametrize(("variant", "feature_map", "blocks", "far_rope"), SETTINGS)
-def test_equals_the_reference(kind, variant, feature_map, blocks, far_rope):
-    near, join = variant
-    per_head = (feature_map == "favor") == (blocks == 1)
-    q, k, v = inputs()
-    tensors = learned(near, join, per_head=per_head, feature_map=feature_map)
-    options = {
-        "feature_map": feature_map,
-        "near": near,
-        "blocks": blocks,
-        "far_rope": far_rope,
-        "rotary": Rotary(WIDTH),
-    }
-    leaves, state = [q, k, v, *tensors.values()], None
-    if kind == "continued":
-        with torch.no_grad():
-            past = tensors | ({"gate": tensors["gate"][..., :13]} if "gate" in tensors else {})
-            _, before = flurka_attention(*inputs(13, seed=40), **options, **past)
-        carried = [
-            x.clone().requires_grad_() for x in (before.far.sums, before.tail.keys, before.tail.values)
-        ]
-        state = FlurkaState(KernelState(carried[0], before.far.log_scale), Tail(*carried[1:]))
-        leaves += carried
-
-    def run(backend):
-        out, left = flurka_attention(
-            q, k, v, **options, **tensors, positions=POSITIONS[kind], initial_state=state, backend=backend
-        )
-        return out, left.far.sums * torch.exp(left.far.log_scale)[..., None, None], left.tail.keys
-
-    assert_same(run, leaves)
-
-
-@pytest.mark.parametrize("positions", ["whole_sequences", "packed"])
+@pytest.mark.parametrize("positions", [0, PACKED], ids=["whole_sequences", "packed"])
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("size", [1, 4])
 def test_as_many_landmarks_as_tokens_is_exact_kernel_attention(positions, blocks, size):
     q, k, v = inputs()
     identity = torch.eye(size, dtype=torch.float64)
-    at = POSITIONS[positions]
     out, _ = flurka_attention(
         q,
         k,
@@ -106,9 +51,9 @@ def test_as_many_landmarks_as_tokens_is_exact_kernel_attention(positions, blocks
         pool_values=identity,
         near="kernel",
         blocks=blocks,
-        positions=at,
+        positions=positions,
     )
-    exact = kernel_attention(q, k, v, feature_map="elu", positions=at)
+    exact = kernel_attention(q, k, v, feature_map="elu", positions=positions)
     torch.testing.assert_close(out, exact)
 
 
@@ -131,7 +76,7 @@ def test_a_query_without_weights_gives_zero_and_finite_gradients(variant, backen
     near, join = variant
     q, k, v = inputs()
     q = q.detach().index_copy(2, torch.tensor([13]), -q[:, :, 13:14].abs() - 0.1)  # its relu features are 0
-    options = learned(near, join, feature_map="relu")
+    options = learned(near, join)
     out, _ = flurka_attention(q, k, v, feature_map="relu", near=near, backend=backend, **options)
     if near == "kernel":
         assert not out[:, :, 13].any()

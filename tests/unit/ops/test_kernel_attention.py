@@ -9,7 +9,7 @@ from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.kernel_attention import kernel_attention
 from megakernel.ops.partial_output import kernels_check
 from megakernel.ops.state import KernelState
-from tests.unit.ops.comparing import assert_same, random
+from tests.unit.ops.comparing import random
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
@@ -26,69 +26,6 @@ def inputs(length: int = N, kv_heads: int = KV, seed: int = 0) -> list[Tensor]:
 def projection_of(feature_map: str, kv_heads: int = KV) -> Tensor | None:
     rows = {"favor": 6, "hedgehog": WIDTH}.get(feature_map)
     return None if rows is None else random(kv_heads, rows, WIDTH, seed=9)
-
-
-def whole_state(state: KernelState) -> Tensor:
-    return state.sums * torch.exp(state.log_scale)[..., None, None]
-
-
-@every_map
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("cu_seqlens", [None, [0, 9, 23, 30, 31, 46]], ids=["whole_sequences", "packed"])
-def test_equals_the_quadratic_reference(feature_map, causal, kv_heads, cu_seqlens):
-    q, k, v = inputs(kv_heads=kv_heads)
-    projection = projection_of(feature_map, kv_heads)
-    key_weights = random(B, 1, N, seed=5)
-
-    def run(backend):
-        out, state = kernel_attention(
-            q,
-            k,
-            v,
-            feature_map=feature_map,
-            projection=projection,
-            causal=causal,
-            # With weights of both signs, denominators near 0 lose all digits.
-            normalize=feature_map != "identity",
-            key_weights=key_weights.square(),
-            cu_seqlens=None if cu_seqlens is None else torch.tensor(cu_seqlens),
-            return_state=True,
-            backend=backend,
-        )
-        return out, whole_state(state)
-
-    assert_same(run, [x for x in (q, k, v, projection, key_weights) if x is not None])
-
-
-@pytest.mark.parametrize("feature_map", ["elu", "favor"])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("cu_seqlens", [None, [9, 30, 46]], ids=["whole_sequences", "packed"])
-def test_continues_a_state_as_the_reference_does(feature_map, causal, normalize, cu_seqlens):
-    q, k, v = inputs()
-    projection = projection_of(feature_map)
-    options = {"feature_map": feature_map, "projection": projection}
-    with torch.no_grad():
-        _, state = kernel_attention(*inputs(5, seed=40), **options, return_state=True)
-    sums = state.sums.clone().requires_grad_()
-
-    def run(backend):
-        out, left = kernel_attention(
-            q,
-            k,
-            v,
-            **options,
-            causal=causal,
-            normalize=normalize,
-            initial_state=KernelState(sums, state.log_scale),
-            cu_seqlens=None if cu_seqlens is None else torch.tensor(cu_seqlens),
-            return_state=True,
-            backend=backend,
-        )
-        return out, whole_state(left)
-
-    assert_same(run, [q, k, v, sums])
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

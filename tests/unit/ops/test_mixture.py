@@ -19,30 +19,6 @@ def inputs():
     return [random(*shape, seed=i) for i, shape in enumerate(shapes)]
 
 
-@pytest.mark.parametrize("feature_map", ["elu", "favor"])
-@pytest.mark.parametrize("causal", [True, False])
-def test_mixtures_of_features_equal_the_reference(feature_map, causal):
-    q, k, v = inputs()
-    priors = random(KV, M, seed=3)
-    projection = random(6, WIDTH, seed=4) if feature_map == "favor" else None
-
-    def run(backend):
-        out, state = kernel_attention(
-            q,
-            k,
-            v,
-            feature_map=feature_map,
-            projection=projection,
-            priors=priors.square(),
-            causal=causal,
-            return_state=True,
-            backend=backend,
-        )
-        return out, state.sums * torch.exp(state.log_scale)[..., None, None]
-
-    assert_same(run, [x for x in (q, k, v, priors, projection) if x is not None])
-
-
 def test_a_component_of_prior_0_does_not_set_the_scale():
     near, far = torch.zeros(1, 1, 1, 5, WIDTH), torch.full((1, 1, 1, 5, WIDTH), 60.0)
     phi = Phi("favor", torch.eye(WIDTH), torch.tensor([[1.0, 0.0]]))
@@ -68,22 +44,6 @@ def flurka(q, k, v, near: str, feature_map: str = "elu", **options):
         far_rope="centroid",
         **options,
     )[0]
-
-
-@pytest.mark.parametrize("feature_map", ["elu", "favor"])
-@pytest.mark.parametrize("near", NEAR)
-def test_mixtures_at_tokens_and_landmarks_equal_the_reference(near, feature_map):
-    q, k, v = inputs()
-    root = random(KV, M, seed=3)
-    positions = torch.cat([torch.arange(n) for n in (3, 12, 8)]).expand(B, -1)
-
-    def run(backend):
-        return [
-            flurka(q, k, v, near, feature_map, priors=root.square(), positions=at, backend=backend)
-            for at in (0, positions)
-        ]
-
-    assert_same(run, [q, k, v, root])
 
 
 @pytest.mark.parametrize("near", NEAR)

@@ -7,7 +7,7 @@ from megakernel.attention.rotary import Rotary
 from megakernel.ops.selected_attention import choice, chunked, gathered, masked, selected_attention
 from megakernel.ops.softmax_attention import softmax_attention
 from megakernel.ops.window_attention import window_attention
-from tests.unit.ops.comparing import PACKED, assert_same, random
+from tests.unit.ops.comparing import random
 
 B, H, KV, N, WIDTH, BLOCK = 2, 4, 2, 23, 4, 3
 FORMS = ("masked", "gathered")
@@ -30,28 +30,6 @@ def means(landmarks: int, block: int = BLOCK) -> torch.Tensor:
 
 def inputs(length: int = N):
     return [random(B, heads, length, WIDTH, seed=heads + i) for i, heads in enumerate((H, KV, KV))]
-
-
-@pytest.mark.parametrize("positions", [0, 6, 7, PACKED], ids=["whole", "later", "inside_a_block", "packed"])
-@pytest.mark.parametrize("unit", ["tile", "token"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"blocks": 1, "score": "max"},
-        {"blocks": 2, "score": "lse", "rotary": Rotary(WIDTH)},
-        {"blocks": 2, "score": "max", "rotary": Rotary(WIDTH), "rotates_chosen": False},
-    ],
-    ids=["plain", "rotated", "unrotated_choice"],
-)
-def test_both_forms_equal_the_reference_with_gradients(form, positions, unit, options):
-    leaves = inputs()
-
-    def run(backend):
-        settings = {"pool": means(2), "selected": 2, "unit": unit, "positions": positions, **options}
-        out, state = selected_attention(*leaves, backend=backend, **settings)
-        return out, state.choice.double()
-
-    assert_same(run, leaves)
 
 
 @pytest.mark.parametrize("unit", ["tile", "token"])
@@ -83,19 +61,6 @@ def test_a_chosen_block_is_the_one_whose_tokens_match_the_query():
     torch.testing.assert_close(out[0, 0, 14, 0], torch.cat([v[0, 0, 6:9], v[0, 0, 12:15]]).mean())
 
 
-@pytest.mark.parametrize("unit", ["tile", "token"])
-@pytest.mark.parametrize("positions", [0, PACKED], ids=["whole", "packed"])
-def test_later_tokens_change_nothing(form, unit, positions):
-    """The choice of a tile, too, is made of what its first token knows."""
-    q, k, v = inputs()
-    settings = {"pool": means(1), "selected": 1, "unit": unit, "positions": positions}
-    whole, _ = selected_attention(q, k, v, **settings)
-    for cut in range(1, N, 4):
-        others = [torch.cat([x[:, :, :cut], -3 * x[:, :, cut:]], 2) for x in (q, k, v)]
-        out, _ = selected_attention(*others, **settings)
-        torch.testing.assert_close(out[:, :, :cut], whole[:, :, :cut], rtol=1e-12, atol=1e-12)
-
-
 def test_equal_scores_go_to_the_earlier_blocks():
     scores = torch.tensor([[1.0, 2.0, 2.0, 0.0, 2.0, -1.0]])
     visible = torch.tensor([[True, True, True, True, True, False]])
@@ -115,23 +80,6 @@ def test_query_heads_of_a_key_head_choose_together():
     q[0, 0, 6, 0], q[0, 1, 6, 1] = 1.0, 2.0
     _, state = selected_attention(q, k, k, pool=means(1), selected=1)
     assert state.choice.tolist() == [[[5 - 9]]]
-
-
-@pytest.mark.parametrize("unit", ["tile", "token"])
-@pytest.mark.parametrize("positions", [0, PACKED], ids=["whole", "packed"])
-def test_a_sequence_in_pieces_equals_the_whole(form, unit, positions):
-    q, k, v = (x.detach() for x in inputs())
-    settings = {"pool": means(2), "selected": 2, "unit": unit, "blocks": 2, "rotary": Rotary(WIDTH)}
-    whole, last = selected_attention(q, k, v, positions=positions, **settings)
-    state, parts = None, []
-    for piece in torch.arange(N).split([1, 1, 5, 1, 7, 1, 1, 6]):
-        at = int(piece[0]) if isinstance(positions, int) else positions[:, piece]
-        part, state = selected_attention(
-            q[:, :, piece], k[:, :, piece], v[:, :, piece], positions=at, initial_state=state, **settings
-        )
-        parts.append(part)
-    torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=1e-12, atol=1e-12)
-    assert torch.equal(state.choice, last.choice)
 
 
 @pytest.mark.parametrize("form", ["gathered"], indirect=True)

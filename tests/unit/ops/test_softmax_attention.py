@@ -16,19 +16,6 @@ def inputs(length: int = N):
     return [random(*shape, seed=i) for i, shape in enumerate(shapes)]
 
 
-@pytest.mark.parametrize(("causal", "masked"), [(True, False), (False, False), (False, True)])
-@pytest.mark.parametrize("positions", [0, PACKED], ids=["whole_sequences", "packed"])
-def test_softmax_equals_the_reference(causal, masked, positions):
-    q, k, v = inputs()
-    key_mask = torch.rand(B, N, generator=torch.Generator().manual_seed(0)) > 0.3 if masked else None
-
-    def run(backend):
-        options = {"causal": causal, "positions": positions, "key_mask": key_mask, "backend": backend}
-        return softmax_attention(q, k, v, **options)[:1]
-
-    assert_same(run, [q, k, v])
-
-
 @pytest.mark.parametrize("softcap", [None, 0.3])
 @pytest.mark.parametrize("length", [1, N])
 def test_a_causal_key_mask_equals_the_reference(length, softcap):
@@ -120,19 +107,6 @@ def test_a_cache_keeps_only_the_keys_that_a_window_sees(steps):
         done += out.shape[2]
         assert state.keys.shape[2] <= 5
     torch.testing.assert_close(torch.cat(outs, 2), softmax_attention(q, k, v, window=6)[0])
-
-
-@pytest.mark.parametrize("blocks", [1, 2])
-@pytest.mark.parametrize("positions", [0, 3, PACKED], ids=["whole_sequences", "inside_a_block", "packed"])
-def test_window_equals_the_reference(blocks, positions):
-    q, k, v = inputs()
-
-    def run(backend):
-        return window_attention(q, k, v, block_size=4, blocks=blocks, positions=positions, backend=backend)[
-            :1
-        ]
-
-    assert_same(run, [q, k, v])
 
 
 def test_a_window_as_long_as_the_sequence_equals_softmax():

@@ -3,7 +3,7 @@ import torch
 
 from megakernel.ops.softmax_attention import softmax_attention
 from megakernel.ops.weighted_attention import WeightedState, responsibilities, streamed, weighted_attention
-from tests.unit.ops.comparing import KINDS, PACKED, assert_same, random
+from tests.unit.ops.comparing import PACKED, assert_same, random
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
@@ -13,25 +13,6 @@ B, H, KV, M, N, WIDTH, VALUES = 2, 4, 2, 2, 23, 4, 3
 def inputs(keys: int = M, length: int = N):
     shapes = ((B, H, length, WIDTH), (B, KV, keys, length, WIDTH), (B, KV, length, VALUES))
     return [random(*shape, seed=i) for i, shape in enumerate(shapes)]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("positions", [0, PACKED], ids=["whole_sequences", "packed"])
-def test_equals_the_reference(kind, causal, positions):
-    q, k, v = inputs()
-    key_weights = random(KV, M, 1, seed=3)
-
-    def run(backend):
-        options = {
-            "causal": causal,
-            "positions": positions,
-            "key_weights": key_weights.square(),
-            "backend": backend,
-        }
-        return weighted_attention(q, k, v, **KINDS[kind], **options)[:1]
-
-    assert_same(run, [q, k, v, key_weights])
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -69,17 +50,6 @@ def test_equal_mixture_keys_count_as_one():
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_cache_continues_the_sequence(kind):
-    q, k, v = inputs()
-    whole, _ = weighted_attention(q, k, v, **KINDS[kind])
-    first, state = weighted_attention(q[:, :, :15], k[:, :, :, :15], v[:, :, :15], **KINDS[kind])
-    rest, _ = weighted_attention(
-        q[:, :, 15:], k[:, :, :, 15:], v[:, :, 15:], positions=15, initial_state=state, **KINDS[kind]
-    )
-    torch.testing.assert_close(torch.cat([first, rest], 2), whole)
-
-
 def test_distant_keys_do_not_underflow():
     # exp(-|q - k|^2 / 2) underflows even in float64 here; quotients of weights do not.
     q, k, v = (x.detach() for x in inputs())
@@ -91,7 +61,8 @@ def test_distant_keys_do_not_underflow():
 
 
 @pytest.mark.parametrize("similarity", ["softmax", "gaussian"])
-def test_long_sequences_of_large_bf16_inputs_stay_near_float64(similarity):
+def test_long_sequences_of_large_bf16_inputs_stay_near_float64(similarity, monkeypatch):
+    monkeypatch.setattr(streamed, "KEYS", 512)  # as usual: 128 blocks instead of 8192
     length, new = 65_536, 4
     draw = torch.Generator().manual_seed(0)
     q, k, v = (

@@ -1,0 +1,91 @@
+"""What kernels promise for every op: the causal cases of `tests/unit/ops/cases.py`, across the edges of their tiles.
+
+Gradients, dtypes and sizes are compared with float64 in each op's own test file.
+"""
+
+from functools import cache
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from megakernel.ops.flurka_attention import operators
+from megakernel.ops.kernel_attention import launches
+from tests.kernels.comparing import DEVICE, TOLERANCE, rms_ratio
+from tests.tiers import tiered
+from tests.unit.ops.cases import CASES, Leaves, make, of_sequence, part_of
+
+LENGTH = 70
+DOCUMENTS = (0, 20, 23, 64, LENGTH)
+"""Starts of documents inside tiles and at their edges, and the end."""
+
+PACKED = torch.cat([torch.arange(end - start) for start, end in pairwise(DOCUMENTS)])[None].to(DEVICE)
+
+NAMES = [name for name, case in CASES.items() if "triton" in case.backends and case.causal]
+FIRST = ["kernel favor", "flurka gated elu 1 none", "weighted hard", "gated_delta_rule", "short_convolution"]
+every_case = pytest.mark.parametrize("name", tiered(NAMES, FIRST))
+
+WITHIN = TOLERANCE[torch.float32]
+
+
+@pytest.fixture(autouse=True)
+def short_segments(monkeypatch):
+    """Segments of 32 tokens, or eight blocks of FLuRKA, so that the sequence has three."""
+    monkeypatch.setattr(launches, "segment_length", lambda phi, q, v, causal: 32)
+    monkeypatch.setattr(operators, "segment_blocks", lambda *_: 8)
+
+
+def leaves_of(name: str) -> Leaves:
+    return of_sequence(make(name, LENGTH, dtype=torch.float32, device=DEVICE), 0)
+
+
+@cache
+def whole(name: str) -> list[Tensor]:
+    """The output of the kernels for the packed sequence, and the outgoing state."""
+    return outputs(name, leaves_of(name), PACKED)
+
+
+@torch.no_grad()
+def outputs(name: str, leaves: Leaves, positions, state=None, backend: str = "triton") -> list[Tensor]:
+    out, left = CASES[name].call(leaves, positions, state, backend)
+    return [out, *CASES[name].state(left)]
+
+
+@every_case
+def test_packed_documents_equal_the_reference_of_each_apart(name):
+    leaves = leaves_of(name)
+    exact = {key: x.double() if x.is_floating_point() else x for key, x in leaves.items()}
+    for begin, end in pairwise(DOCUMENTS):
+        expected = outputs(name, part_of(name, exact, slice(begin, end)), 0, backend="reference")[0]
+        assert rms_ratio(whole(name)[0][..., begin:end, :], expected) <= WITHIN
+
+
+@every_case
+@torch.no_grad()
+def test_a_sequence_may_be_split_anywhere(name):
+    leaves, found, state = leaves_of(name), [], None
+    for begin, end in pairwise((0, 1, 33, 48, LENGTH)):
+        part = part_of(name, leaves, slice(begin, end))
+        out, state = CASES[name].call(part, PACKED[:, begin:end], state, "triton")
+        found.append(out)
+    for one, other in zip([torch.cat(found, -2), *CASES[name].state(state)], whole(name), strict=True):
+        assert rms_ratio(one, other) <= WITHIN
+
+
+@every_case
+def test_later_tokens_leave_earlier_outputs_bit_identical(name):
+    leaves = leaves_of(name)
+    for cut in (1, 31, 64):
+        changed = {key: x.clone() for key, x in leaves.items()}
+        for key, later in part_of(name, changed, slice(cut, None)).items():
+            if key in ("q", "k", "v"):
+                later *= -3
+        assert torch.equal(outputs(name, changed, PACKED)[0][..., :cut, :], whole(name)[0][..., :cut, :])
+
+
+@pytest.mark.gpu  # the interpreter runs one program after another
+@every_case
+def test_two_runs_are_bit_identical(name):
+    again = outputs(name, leaves_of(name), PACKED)
+    assert all(torch.equal(one, other) for one, other in zip(again, whole(name), strict=True))
