@@ -1,6 +1,6 @@
 """Comparing a kernel with the float64 reference of its op: outputs and every gradient."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -105,28 +105,3 @@ def _with_gradients(
         total, list(leaves.values()), retain_graph=True, allow_unused=True, materialize_grads=True
     )
     return {**outputs, **{f"gradient of {name}": slope for name, slope in zip(leaves, slopes)}}
-
-
-def assert_repeats(run: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]], leaves: Mapping[str, Tensor]):
-    """Two runs have bit-identical outputs and gradients."""
-    leaves = {name: x.requires_grad_() for name, x in leaves.items()}
-
-    def once() -> list[Tensor]:
-        out = run(leaves)["out"]
-        return [out, *torch.autograd.grad(out.float().square().sum(), list(leaves.values()))]
-
-    assert all(torch.equal(a, b) for a, b in zip(once(), once()))
-
-
-def assert_looks_back_only(
-    run: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
-    leaves: Mapping[str, Tensor],
-    places: Iterable[int],
-) -> None:
-    """Tokens from each place on leave the outputs before it bit-identical."""
-    before = run(leaves)["out"]
-    for t in places:
-        changed = {name: x.clone() for name, x in leaves.items()}
-        for name in "qkv":
-            changed[name][..., t:, :] *= -30
-        assert torch.equal(run(changed)["out"][:, :, :t], before[:, :, :t])

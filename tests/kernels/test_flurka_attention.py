@@ -20,10 +20,7 @@ from megakernel.ops.window import Tail, empty_tail
 from tests.kernels.comparing import (
     TOLERANCE,
     assert_agrees,
-    assert_looks_back_only,
-    assert_repeats,
     every_dtype,
-    rms_ratio,
 )
 from tests.tiers import tiered
 
@@ -302,38 +299,6 @@ def test_landmarks_that_decay_agree(variant, feature_map, packed, dtype, draw, d
     assert_agrees(partial(run, **options, positions=positions), leaves, draw, TOLERANCE[dtype])
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("variant", ["gated", "kernel"])
-@pytest.mark.parametrize("feature_map", ["hedgehog", "favor"])
-@pytest.mark.usefixtures("short_segments")
-def test_later_tokens_leave_earlier_outputs_bit_identical(variant, feature_map, draw, device):
-    leaves = tokens(draw, device, variant=variant, feature_map=feature_map)
-    for positions in (0, documents(device, 0, 11, 70)):
-        options = {"variant": variant, "feature_map": feature_map, "positions": positions}
-        assert_looks_back_only(partial(run, "triton", **options), leaves, (15, 16, 17, 32, 43))
-
-
-@pytest.mark.parametrize("variant", ["gated", "kernel"])
-@pytest.mark.usefixtures("short_segments")
-def test_shards_of_a_sequence_give_the_whole(variant, draw, device):
-    leaves = tokens(draw, device, variant=variant)
-    whole = run("triton", leaves, variant=variant, feature_map="hedgehog")["out"]
-    per_token = ("q", "k", "v", "gate")
-    shared = {name: x for name, x in leaves.items() if name not in per_token}
-    options = {
-        "feature_map": "hedgehog",
-        "near": VARIANTS[variant][0],
-        "rotary": Rotary(12),
-        "backend": "triton",
-    }
-    parts, state = [], None
-    for start, end in pairwise((0, 1, 33, 48, 70)):
-        here = {name: leaves[name][:, :, start:end] for name in per_token if name in leaves}
-        out, state = flurka_attention(**here, **shared, **options, positions=start, initial_state=state)
-        parts.append(out)
-    assert rms_ratio(torch.cat(parts, 2), whole) < 1e-6
-
-
 @pytest.mark.parametrize("variant", ["shared", "kernel"])
 @pytest.mark.usefixtures("short_segments")
 def test_the_empty_state_that_enters_the_first_shard_changes_nothing(variant, draw, device):
@@ -372,13 +337,6 @@ def test_outputs_are_the_same_without_return_state(draw, device):
     again, state = flurka_attention(**leaves, **options, return_state=False)
     assert torch.equal(out, again)
     assert state is None
-
-
-@pytest.mark.gpu  # the interpreter runs one program after another
-@pytest.mark.usefixtures("short_segments")
-def test_two_runs_are_bit_identical(draw, device):
-    leaves = tokens(draw, device, torch.bfloat16, heads=4, kv_heads=2, length=40)
-    assert_repeats(partial(run, "triton", variant="gated", feature_map="hedgehog"), leaves)
 
 
 def test_the_operators_pass_opcheck(draw, device):

@@ -14,7 +14,7 @@ from megakernel.ops.kernels.launch import record_launches
 from tests.kernels import test_simple_gla
 from tests.kernels.comparing import TOLERANCE, assert_agrees
 from tests.kernels.test_flurka_attention import documents
-from tests.kernels.test_simple_gla import assert_one_token_continues, on
+from tests.kernels.test_simple_gla import on
 
 whole = partial(test_simple_gla.whole, op=gated_delta_rule)
 
@@ -122,10 +122,6 @@ def test_a_state_of_other_sizes_is_refused(draw, device):
         ValueError, match=r"initial_state has shape \(1, 2, 16, 16\); expected \(2, 2, 16, 16\)"
     ):
         whole("chunked", leaves, positions=0)
-
-
-def test_one_token_continues_from_the_state_of_the_kernels(draw, device):
-    assert_one_token_continues(whole, tokens(draw, device, torch.float32, width=24, values=24))
 
 
 @pytest.mark.parametrize("length", [1, 2, 64, 65])

@@ -90,18 +90,3 @@ def test_shards_give_the_whole_sequence(positions, draw, device):
     # No document continues at the start, because the first shard has no entering state.
     where = documents(device, 0, 20, 23, 80, LENGTH) if positions == "packed" else 0
     assert_agrees(partial(halves, positions=where), leaves, draw, TOLERANCE[torch.float32])
-
-
-def test_one_token_continues_from_the_state_of_the_kernels(draw, device):
-    assert_one_token_continues(whole, tokens(draw, device, torch.float32, width=24))
-
-
-def assert_one_token_continues(run: Callable[..., dict[str, Tensor]], leaves: dict[str, Tensor]) -> None:
-    expected = run("chunked", leaves, positions=0)
-    before, last = (
-        {name: x[:, :, part] for name, x in leaves.items()} for part in (slice(-1), slice(-1, None))
-    )
-    state = run("triton", before, positions=0)["left"]
-    found = run("triton", last | {"state": state}, positions=expected["out"].shape[2] - 1)
-    torch.testing.assert_close(found["out"], expected["out"][:, :, -1:], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found["left"], expected["left"], rtol=1e-4, atol=1e-5)

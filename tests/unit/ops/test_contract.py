@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.state import KernelState
+from tests.tiers import tiered
 from tests.unit.ops.cases import BATCH, CASES, Leaves, make, of_sequence, part_of
 from tests.unit.ops.comparing import PACKED
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
 LENGTH = PACKED.shape[1]
+TOKENS = [1] * LENGTH
 
 TOLERANCE = 1e-9
 """Of sums of float64 in another order; the weights of a random sum can reach hundreds."""
@@ -109,10 +111,15 @@ def test_values_and_gradients_of_continued_and_packed_sequences_equal_the_refere
     assert_equals_the_reference(name, LENGTH, positions, entering(name, past))
 
 
-@pytest.mark.covering(1, 2)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.causal and case.continues])
-@pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
-@pytest.mark.parametrize("parts", [[1] * LENGTH, [15, 8], [4, 1, 9, 9]], ids=["tokens", "halves", "parts"])
+@pytest.mark.parametrize(
+    ("packed", "parts"),
+    tiered(
+        [(True, TOKENS), (True, [4, 1, 9, 9]), (False, TOKENS), (False, [15, 8])],
+        [(True, TOKENS), (False, [15, 8])],
+    ),
+    ids=["packed tokens", "packed parts", "tokens", "halves"],
+)
 @torch.no_grad()
 def test_a_sequence_may_be_split_anywhere(name, packed, parts):
     leaves, expected = make(name, LENGTH), whole(name, packed)
