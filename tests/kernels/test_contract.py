@@ -76,12 +76,12 @@ def test_a_sequence_may_be_split_anywhere(name):
 @every_case
 def test_later_tokens_leave_earlier_outputs_bit_identical(name):
     leaves = leaves_of(name)
-    for cut in (31, 64):
-        changed = {key: x.clone() for key, x in leaves.items()}
-        for key, later in part_of(name, changed, slice(cut, None)).items():
-            if key in ("q", "k", "v"):
-                later *= -3
-        assert torch.equal(outputs(name, changed, PACKED)[0][..., :cut, :], whole(name)[0][..., :cut, :])
+    cut = 33  # inside a tile, and behind an edge of segments
+    changed = {key: x.clone() for key, x in leaves.items()}
+    for key, later in part_of(name, changed, slice(cut, None)).items():
+        if key in ("q", "k", "v"):
+            later *= -3
+    assert torch.equal(outputs(name, changed, PACKED)[0][..., :cut, :], whole(name)[0][..., :cut, :])
 
 
 @pytest.mark.gpu  # the interpreter runs one program after another
@@ -90,9 +90,7 @@ def test_two_runs_are_bit_identical(name):
     def run() -> list[Tensor]:
         leaves = {key: x.requires_grad_(x.is_floating_point()) for key, x in leaves_of(name).items()}
         out, _ = CASES[name].call(leaves, PACKED, None, "triton")
-        return [
-            out,
-            *torch.autograd.grad(out.square().sum(), [x for x in leaves.values() if x.requires_grad]),
-        ]
+        learned = [x for x in leaves.values() if x.requires_grad]
+        return [out, *torch.autograd.grad(out.square().sum(), learned)]
 
     assert all(torch.equal(one, other) for one, other in zip(run(), run(), strict=True))
