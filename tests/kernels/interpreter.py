@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter three times as fast, and its conversions to bfloat16 those of a GPU.
+"""Makes Triton's interpreter faster, and its conversions to bfloat16 those of a GPU.
 
 The interpreter spends its time not on numbers but on their types: it looks up and builds the same few shapes and dtypes
 at every operation, thousands of times per kernel. Here each is built once. It also computes every sum and product of
