@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.flurka_attention import operators
-from megakernel.ops.kernel_attention import launches
+from megakernel.ops.kernel_attention import tiles
 from tests.kernels.comparing import DEVICE, TOLERANCE, rms_ratio
 from tests.tiers import tiered
 from tests.unit.ops.cases import CASES, Leaves, make, of_sequence, part_of
@@ -32,7 +32,7 @@ WITHIN = TOLERANCE[torch.float32]
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch):
     """Segments of 32 tokens, or eight blocks of FLuRKA, so that the sequence has three."""
-    monkeypatch.setattr(launches, "segment_length", lambda phi, q, v, causal: 32)
+    monkeypatch.setattr(tiles, "segment_length", lambda phi, q, v, causal: 32)
     monkeypatch.setattr(operators, "segment_blocks", lambda *_: 8)
 
 
