@@ -29,14 +29,15 @@ def start_lines(config: Path, *overrides: str) -> list[str]:
 
 @pytest.mark.second
 def test_the_start_prints_each_corpus_s_share_and_passes(corpora, tmp_path):
-    config, brief = write_config(tmp_path, corpora / "web-*"), "logging.tensorboard=false"
-    lines = start_lines(config, brief, "training.steps=20")
+    config = write_config(tmp_path, corpora / "web-*")
+    brief = ("logging.tensorboard=false", "model.num_layers=1", "model.attention_pattern=[linear]")
+    lines = start_lines(config, *brief, "training.steps=20")
     assert [line.split(": ")[0] for line in lines] == [f"data of {corpora}/web-{i}" for i in range(2)]
     shares = [float(line.split()[3]) for line in lines]
     assert sum(shares) == pytest.approx(100, abs=0.01)  # four digits of each
     assert shares[1] == pytest.approx(9, abs=1)
     equal = f"data.train={{{corpora}/web-0: 1, {corpora}/web-1: 1}}"
-    lines = start_lines(config, brief, "training.steps=60", equal, "run.name=equal")
+    lines = start_lines(config, *brief, "training.steps=60", equal, "run.name=equal")
     assert "50 % of what is read" in lines[0]
     assert lines[2].startswith(
         f"warning: data.train={corpora}/web-1 would be read more than 4 times (at most "
