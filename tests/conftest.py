@@ -1,5 +1,7 @@
+import math
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -24,6 +26,16 @@ def pytest_addoption(parser):
     parser.addoption(
         "--seed", default="0", help="seed of the tests' random numbers, or `random` to explore (default: 0)"
     )
+    parser.addoption(
+        "--second-tier-minutes",
+        type=float,
+        default=math.inf,
+        metavar="M",
+        help="skip tests of the second tier that would start later than M minutes after pytest (default: none)",
+    )
+
+
+STARTED = time.monotonic()
 
 
 def pytest_configure(config):
@@ -66,6 +78,14 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Skip a test of the second tier when its time is over; pytest's summary says how many were."""
+    minutes = item.config.option.second_tier_minutes
+    if "second" in item.keywords and time.monotonic() - STARTED > 60 * minutes:
+        pytest.skip(f"of the second tier, whose {minutes:g} minutes are over on this machine")
 
 
 @pytest.fixture

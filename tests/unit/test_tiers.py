@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from itertools import product
 from types import SimpleNamespace
 
@@ -68,3 +70,22 @@ def test_cases_that_are_not_named_belong_to_the_second_tier():
 def test_an_unknown_first_tier_case_is_refused_by_name():
     with pytest.raises(AssertionError, match=r"no such cases: .*tp3"):
         tiered(["tp2"], ["tp3"])
+
+
+@pytest.mark.parametrize(("minutes", "counts"), [("0", {"passed": 1, "skipped": 1}), ("9", {"passed": 2})])
+def test_only_tests_of_the_second_tier_are_skipped_when_its_minutes_are_over(minutes, counts):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "tier_samples", __file__]
+    done = subprocess.run([*command, "--second-tier-minutes", minutes], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for outcome, count in counts.items():
+        assert f"{count} {outcome}" in done.stdout
+    assert ("of the second tier, whose 0 minutes are over" in done.stdout) == (minutes == "0")
+
+
+def test_tier_samples_first():
+    """Always runs."""
+
+
+@pytest.mark.second
+def test_tier_samples_second():
+    """Runs as long as the second tier has time."""
