@@ -41,6 +41,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker("slurm")
+            item.add_marker(pytest.mark.timeout(900))  # jobs share the machine with the other tests
 
 
 @pytest.fixture(scope="module")

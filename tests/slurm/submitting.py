@@ -50,7 +50,7 @@ def status(run: str) -> dict:
     return json.loads(said.out)
 
 
-def until(what, seconds: float = 240.0):
+def until(what, seconds: float = 400.0):
     """Call `what` until its result is true, and return that."""
     deadline = time.monotonic() + seconds
     while not (answer := what()):
@@ -59,7 +59,7 @@ def until(what, seconds: float = 240.0):
     return answer
 
 
-def until_state(run: str, *states: str, seconds: float = 240.0) -> dict:
+def until_state(run: str, *states: str, seconds: float = 400.0) -> dict:
     """Wait until the run's job is in one of these states; return the status."""
     seen = []
 
