@@ -70,7 +70,7 @@ def sent_bytes(config: Config, vocab_size: int, mesh: Mesh) -> dict[tuple[str, s
     with Ledger() as ledger:
         engine.train_step(batches, 1e-3)
     counts: Counter[tuple[str, str]] = Counter()
-    for message, count in ledger.bytes.items():
+    for message, count in ledger.sent.items():
         if message.group not in single_rank_groups and count:
             counts[names.get(message.group, message.group), message.operation] += count
     return dict(counts)
@@ -94,6 +94,6 @@ def held_bytes(config: Config, vocab_size: int, mesh: Mesh) -> Held:
         engine.train_step(batches, 1e-3)
         gc.collect()
         between = ledger.live_bytes
-        ledger.peaks.clear()
+        ledger.peak = ledger.live_bytes
         engine.train_step(batches, 1e-3)
-    return Held(between, max(ledger.peaks.values()))
+    return Held(between, ledger.peak)

@@ -1,9 +1,11 @@
-"""`megakernel plan`: predicted memory, traffic and time of a step on GPUs that are not at hand."""
+"""`megakernel plan`: whether a run fits on GPUs that are not at hand, what it sends, and what is nearest that fits."""
 
 import argparse
 import json
 import re
 import shlex
+import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +13,12 @@ from launch.arguments import Number, add_config_arguments
 from launch.messages import console
 from megakernel.analysis import planning
 from megakernel.analysis.planning import Gpu
+from megakernel.analysis.planning.gpus import counts_kernels
 from megakernel.config import Config, UserError, load
 from megakernel.config.errors import check_writable, report_write_errors
 
-HELP = "predict memory, traffic and step time on GPUs, and rank the layouts"
+HELP = "predict memory and traffic on GPUs, and the nearest layout that fits"
 EXAMPLE = "megakernel plan configs/pretrain-7b.yaml --gpus 64 --gpu h100"
-NEEDS = ("triton",)  # the launches of kernels are recorded
-
-TOP = 5
-"""Layouts that are shown by default."""
 
 ASSUMED_VOCABULARY = 50_257
 """GPT-2's vocabulary size, used if neither the configuration nor prepared data gives one."""
@@ -34,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     add("--gpus", required=True, metavar="N or A..B", help="devices; of a range, every power of two in it")
     add("--gpu", required=True, metavar="KIND", help=f"one of {', '.join(planning.GPUS)}")
-    add("--top", type=Number(int, 1), metavar="K", help=f"layouts of each number of devices (default: {TOP})")
+    add("--top", type=Number(int, 1), metavar="K", help="layouts of each number of devices (default: 5)")
     add("--json", action="store_true", help="print the layouts as JSON, for each number of devices")
     add(
         "--at",
@@ -47,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--network",
         type=Number(float, 1e-3, 1_000_000),
         metavar="GBIT",
-        help="Gbit/s per device between nodes (default: datasheet)",
+        help="has no effect any more: the time of traffic is not predicted",
     )
     add(
         "--gpus-per-node",
@@ -72,7 +71,11 @@ def run(args: argparse.Namespace) -> int:
     if args.top is not None and not args.json and (args.page is not None or len(counts) > 1):
         kind = "a range" if args.page is None else "--page"
         raise UserError(f"--top {args.top} has no effect with {kind}; leave it out")
-    top = args.top or TOP
+    if args.network is not None:
+        print(
+            f"--network {args.network:g} has no effect any more: plan counts what is sent, not its time",
+            file=sys.stderr,
+        )
     if config.deepspeed:
         from megakernel.parallel import prepare_device
 
@@ -82,7 +85,9 @@ def run(args: argparse.Namespace) -> int:
         check_deepspeed_keys(config)
     vocabulary, note = vocabulary_of(config)
     from launch import plan_tables
+    from megakernel.analysis.planning.page import SHOWN
 
+    top = args.top or SHOWN
     at = args.at or counts[0]
     if args.page is not None:
         _write_page(args, config, vocabulary, note, counts, at, gpu)
@@ -91,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     elif len(counts) == 1:
         with console(stderr=True).status("running the model's layers without numbers, for every layout"):
             plan = planning.plan(config, vocabulary, counts[0], gpu)
-        plan_tables.show_plan(plan, gpu, note, top)
+        plan_tables.show_plan(plan, vocabulary, note, top)
     else:
         plan_tables.show_scaling(config, vocabulary, counts, at, gpu, note)
     return 0
@@ -103,7 +108,7 @@ def _write_page(
     from megakernel.analysis.planning.page import page
 
     words = [args.config, *args.overrides, "--gpus", args.gpus, "--gpu", args.gpu]
-    for option in ("at", "network", "gpus_per_node", "page"):
+    for option in ("at", "gpus_per_node", "page"):
         value = getattr(args, option)
         words += [] if value is None else [f"--{option.replace('_', '-')}", str(value)]
     command = shlex.join(["megakernel", "plan", *words])
@@ -136,7 +141,8 @@ def device_counts(text: str) -> list[int]:
 def _gpu(args: argparse.Namespace) -> Gpu:
     if args.gpu not in planning.GPUS:
         raise UserError(f"--gpu {args.gpu} is not known; choose {', '.join(planning.GPUS)}")
-    return planning.GPUS[args.gpu].with_network(args.network, args.gpus_per_node)
+    gpu = planning.GPUS[args.gpu]
+    return replace(gpu, per_node=args.gpus_per_node or gpu.per_node)
 
 
 def vocabulary_of(config: Config) -> tuple[int, str]:
@@ -162,40 +168,40 @@ def _as_json(config: Config, vocabulary: int, counts: list[int], gpu: Gpu, top: 
     plans = [planning.plan(config, vocabulary, count, gpu) for count in counts]
     return {
         "predicted": True,
-        "gpu": vars(gpu),
-        "rates": {**planning.RATES, "source": planning.RATES_SOURCE},
+        "gpu": asdict(gpu),
         "accuracy": planning.ACCURACY,
+        "counts_kernels": counts_kernels(),
         "vocabulary": vocabulary,
-        "plans": [_plan_as_json(plan, gpu, top) for plan in plans],
+        "plans": [_plan_as_json(plan, vocabulary, top) for plan in plans],
     }
 
 
-def _plan_as_json(plan: planning.Plan, gpu: Gpu, top: int) -> dict[str, Any]:
+def _plan_as_json(plan: planning.Plan, vocabulary: int, top: int) -> dict[str, Any]:
+    from megakernel.analysis.planning.seconds import nearest_measured, step_flops, step_seconds
+
+    measured = nearest_measured(plan.config, vocabulary, plan.gpu)
+    configured, nearest = plan.configured, plan.nearest
     return {
         "gpus": plan.devices,
-        "layouts": [_layout_as_json(layout) for layout in plan.fitting[:top]],
-        "do_not_fit": [
-            _layout_as_json(layout) | {"bytes_too_many": layout.memory.beyond(gpu)}
-            for layout in plan.too_large
-        ],
+        "flops": step_flops(plan.config, vocabulary),
+        "step_seconds": step_seconds(plan.config, vocabulary, plan.devices, plan.gpu),
+        "measured": None if measured is None else asdict(measured),
+        "configured": configured if isinstance(configured, str) else _layout_as_json(configured, plan.gpu),
+        "nearest": None if nearest is None else _layout_as_json(nearest, plan.gpu),
+        "layouts": [_layout_as_json(layout, plan.gpu) for layout in plan.fitting[:top]],
+        "do_not_fit": [_layout_as_json(layout, plan.gpu) for layout in plan.too_large],
         "refused": dict(plan.refused),
     }
 
 
-def _layout_as_json(planned: planning.Sized) -> dict[str, Any]:
-    record: dict[str, Any] = {
+def _layout_as_json(planned: planning.Planned, gpu: Gpu) -> dict[str, Any]:
+    return {
         "layout": vars(planned.layout),
         "keys": planned.layout.keys(),
+        "overrides": planned.words,
         "memory_bytes": planned.memory.parts,
         "memory_bytes_total": planned.memory.total,
+        "bytes_too_many": max(0.0, planned.memory.beyond(gpu)),
+        "sent_bytes": planned.sent,
+        "idle": planned.idle,
     }
-    if isinstance(planned, planning.Planned):
-        record |= {
-            "step_seconds": planned.step.seconds,
-            "seconds": planned.step.parts,
-            "hidden_traffic_seconds": planned.step.hidden,
-            "sent_bytes": planned.step.sent,
-            "mfu": planned.step.mfu,
-            "tokens_per_second": planned.step.tokens_per_second,
-        }
-    return record

@@ -3,7 +3,8 @@
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache, partial
 from types import ModuleType
 from typing import Any
@@ -87,7 +88,7 @@ def _fastest(implementations: Mapping[str, Implementation], *args: Any, **kwargs
     kernels = implementations.get(KERNELS)
     if kernels is None and args[0].is_cuda:
         kernels = implementations.get(LIBRARY)
-    if isinstance(kernels, Kernels) and runs_on_gpu(args[0]):
+    if isinstance(kernels, Kernels) and (args[0].is_cuda or is_recording()):
         reason = kernels.reason_against(*args, **kwargs)
         if reason is None:
             return kernels.function_of_module()(*args, **kwargs)
@@ -95,9 +96,23 @@ def _fastest(implementations: Mapping[str, Implementation], *args: Any, **kwargs
     return implementations[EVERYWHERE](*args, **kwargs)
 
 
+_as_on_gpu = False
+
+
+@contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """Choose PyTorch's implementations for a GPU, as if tensors were on one; `record_launches` does it for kernels."""
+    global _as_on_gpu
+    _as_on_gpu = True
+    try:
+        yield
+    finally:
+        _as_on_gpu = False
+
+
 def runs_on_gpu(x: torch.Tensor) -> bool:
-    """Whether `x` is on a GPU, or kernel launches are recorded instead of made, as if there were a GPU."""
-    return x.is_cuda or is_recording()
+    """Whether `x` is on a GPU, or implementations are chosen as if it were."""
+    return x.is_cuda or _as_on_gpu or is_recording()
 
 
 def is_recording() -> bool:

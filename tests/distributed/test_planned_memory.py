@@ -17,18 +17,7 @@ VOCAB = 384
 
 def job(changes: dict[str, Any], world: int) -> Job:
     config = trees.config(**changes)
-    parallel, training = config.parallel, config.training
-    layout = Layout(
-        parallel.tensor,
-        parallel.sequence_parallel,
-        parallel.context,
-        world // parallel.model_size,
-        parallel.pipeline,
-        parallel.zero_stage,
-        training.micro_batch_size,
-        training.activation_checkpointing,
-    )
-    return Job(config, VOCAB, layout, CPU)
+    return Job(config, VOCAB, Layout.of(config, world), CPU)
 
 
 def case(attention: Any, parallel: dict[str, Any] | None = None, **training: Any) -> dict[str, Any]:

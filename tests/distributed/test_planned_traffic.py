@@ -55,7 +55,7 @@ def test_the_ring_passes_a_state_once_in_each_direction():
     layers, micro_batches = 2, 2
     numbers = 2 * 4 * 32 * 33 + 4
     bytes_by_operation = planned(changes, 4)
-    assert bytes_by_operation["cp", "point-to-point"] == layers * micro_batches * numbers * 4
+    assert bytes_by_operation["cp", "send"] == layers * micro_batches * numbers * 4
     assert bytes_by_operation["cp", "all_gather"] == 0
 
 

@@ -87,7 +87,6 @@ _LACKING = {
     "sweep": ("slurm", "submitit", ("sweep", "none.yaml")),
     "resume": ("slurm", "submitit", ("resume", "none")),
     "serve": ("serve", "fastapi and uvicorn", ("serve", "runs/none")),
-    "plan": ("gpu", "triton", ("plan", _DEMO, "--gpus", "8", "--gpu", "h100")),
 }
 """What lacks a package -> its extra, the packages, the command."""
 
@@ -127,6 +126,14 @@ def test_the_doctor_names_every_extra_that_is_missing_and_finds_the_rest_good(tm
     assert done.returncode == ExitStatus.DONE, shown
     for name in EXTRAS:
         assert f"'megakernel[{name}]'" in shown
+
+
+def test_a_plan_without_triton_says_how_attention_is_counted(tmp_path):
+    done = run(tmp_path, "plan", _DEMO, "--gpus", "2", "--gpu", "h100", missing=EXTRAS)
+    assert done.returncode == ExitStatus.DONE, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("Triton is not installed: "))
+    assert line.endswith("pip install 'megakernel[gpu]'")
+    assert "fits as configured: " in done.stdout
 
 
 def test_help_comes_without_any_extra(tmp_path):

@@ -6,7 +6,6 @@ from datetime import date
 import torch
 
 from benchmarks.page import table, table_row
-from megakernel.analysis.planning.page import number
 
 from .clock import Times
 from .machine import environment
@@ -138,3 +137,8 @@ def _targets(suite: Suite, figures: Figures) -> list[str]:
     columns = ["target, forward + backward", "set", "worst case", "met"]
     body = [table_row(target.cells(figures, suite.cases)) for target in suite.targets]
     return ["## Targets", "", *table(columns, body, numbers=True)]
+
+
+def number(value: float) -> str:
+    """A number with three significant digits or, from 100 on, as an integer."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

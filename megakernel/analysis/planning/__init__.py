@@ -1,5 +1,5 @@
-"""Plans of runs without GPUs: memory, traffic and time of a step. Importing this package does not import torch."""
+"""Plans of runs without GPUs: memory and traffic of a step. Importing this package does not import torch."""
 
-from .gpus import ACCURACY, GPUS, RATES, RATES_SOURCE, RATES_TEXT, Gpu
+from .gpus import ACCURACY, GPUS, Gpu
 from .layout import CPU, GPU, Job, Layout
-from .plan import WAYS, Plan, Planned, Sized, efficiency, plan, scaling
+from .plan import WAYS, Plan, Planned, plan, scaling

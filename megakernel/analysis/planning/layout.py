@@ -5,17 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from megakernel.config import Attention, Config, Model
+from megakernel.config import Attention, Config, Model, data_parallel_size
 from megakernel.config.training import Recompute
 
 if TYPE_CHECKING:
     from .part_costs import CostMeter, Part, PartCosts, Weights
-
-KeyExchange = Literal["configured", "ring"]
-"""Exchange of softmax attention between context ranks: as configured or, for comparison, ring attention."""
-
 
 EXCHANGE_KEYS = {"state_exchange", "softmax_exchange"}
 """Keys of `parallel` that are refused without context ranks."""
@@ -36,6 +32,21 @@ class Layout:
     zero_stage: int
     micro_batch_size: int
     recompute: Recompute
+
+    @staticmethod
+    def of(config: Config, devices: int) -> "Layout":
+        """The configured layout on `devices` GPUs; ConfigError if there is none."""
+        parallel, training = config.parallel, config.training
+        return Layout(
+            parallel.tensor,
+            parallel.sequence_parallel,
+            parallel.context,
+            data_parallel_size(config, devices),
+            parallel.pipeline,
+            parallel.zero_stage,
+            training.micro_batch_size,
+            training.activation_checkpointing,
+        )
 
     @property
     def devices(self) -> int:
@@ -80,7 +91,6 @@ class Job:
 
     layout: Layout
     on_gpu: bool = GPU
-    exchange: KeyExchange = "configured"
 
     @property
     def model(self) -> Model:
@@ -94,8 +104,6 @@ class Job:
 
     def uses_ring(self, attention: Attention) -> bool:
         """Whether attention between context ranks is ring attention instead of Ulysses."""
-        if self.exchange == "ring":
-            return True
         wanted = self.config.parallel.softmax_exchange
         divides = self.heads % self.layout.context == 0
         return attention.supports_ring_attention and (wanted == "ring" or (wanted == "auto" and not divides))
@@ -121,15 +129,16 @@ class Job:
         return self.tokens / (self.layout.tensor if self.layout.sequence_parallel else 1)
 
     @property
-    def tokens_per_step(self) -> int:
-        """Tokens of one step of all devices."""
-        return self.config.training.global_batch_size * self.model.sequences_per_sample * self.seq_len
-
-    @property
     def micro_batches(self) -> int:
         """Forward passes of one device per step."""
         unit = self.layout.micro_batch_size * self.layout.data
         return self.config.training.global_batch_size // unit
+
+    @property
+    def idle(self) -> float:
+        """The share of a step in which a pipeline stage waits because the pipeline fills and drains."""
+        others = self.layout.pipeline - 1
+        return others / (self.micro_batches + others)
 
     @property
     def element(self) -> int:
@@ -162,8 +171,8 @@ class Job:
         last: list[tuple[Part, int]] = [("last", 1)] if stage == self.layout.pipeline - 1 else []
         return [*first, *self.layers(stage), *last]
 
-    def costs(self, part: "Part", recompute: Recompute | None = None) -> "PartCosts":
-        """Measure a part for one micro-batch of this layout; recompute: None takes the layout's."""
+    def costs(self, part: "Part") -> "PartCosts":
+        """Measure a part for one micro-batch of this layout."""
         meter, layout = self._meter, self.layout
         from .part_costs import PartShape  # after `_meter` has set the device, which libraries read on import
 
@@ -179,7 +188,7 @@ class Job:
             tensor=layout.tensor,
             sequence_parallel=layout.sequence_parallel,
             context=layout.context if is_layer else 1,
-            recompute=(recompute or layout.recompute) if is_layer else "none",
+            recompute=layout.recompute if is_layer else "none",
             softmax_exchange="ring" if ring else "auto",
             on_gpu=self.on_gpu,
         )

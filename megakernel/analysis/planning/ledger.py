@@ -8,10 +8,9 @@ import itertools
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,12 +26,6 @@ RANGES = frozenset((aten.arange.default, aten.arange.start, aten.arange.start_st
 MANY_PAIRS = 2**22
 """A comparison of integers with more elements is a mask of pairs and has no contents."""
 
-Region = int | Literal["attention"]
-"""Index of the running layer, or "attention" inside of one."""
-
-Moment = tuple[bool, Region]
-"""Whether backward runs, and the region."""
-
 
 class Message(NamedTuple):
     """A kind of message."""
@@ -41,40 +34,29 @@ class Message(NamedTuple):
     """Name of its process group."""
 
     operation: str
-    """Name in torch.distributed; `point-to-point` for state passing from rank to rank."""
-
-    backward: bool
-    """Whether it is sent in backward."""
-
-    is_synchronous: bool
-    """Whether the call is synchronous."""
+    """Name in torch.distributed."""
 
 
 class Ledger(TorchDispatchMode):
-    """Counts while it is active; of a collective it counts this process's input."""
+    """Counts while it is active; of a collective it counts this process's input.
+
+    It counts the bytes that torch's own `MemTracker` counts (a test compares them), which cannot be used here: it needs
+    `FakeTensorMode`, whose integers have no contents either.
+    """
 
     def __init__(self, contents: bool = True) -> None:
         """contents: whether tensors are real; otherwise floating-point tensors have no contents."""
         super().__init__()
         self.live_bytes = 0
         """Bytes of all live tensors that were made or added here."""
-        self.peaks: dict[Moment, int] = {}
-        """Peak of `live_bytes`, by moment."""
-        self.region: Region = 0
-        """What runs; set by the caller."""
-        self.bytes: Counter[Message] = Counter()
-        self.calls: Counter[Message] = Counter()
+        self.peak = 0
+        """Most `live_bytes` so far; callers may reset it."""
+        self.sent: Counter[Message] = Counter()
+        """Bytes by message."""
         self.operations = 0
-        self.backward = False
         self._with_contents = contents
-        self._in_one_message = False
-        self._count = 0
-        self._numbers: dict[int, int] = {}
-        """Address of a storage -> its number; addresses are reused."""
-        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        """Address of a storage -> a weak reference with a callback when it is freed."""
-        self._sizes: dict[int, int] = {}
-        """Number of a storage -> its bytes."""
+        self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
+        """Address of a live storage -> its bytes, and a reference with a callback for when it is freed."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -95,52 +77,26 @@ class Ledger(TorchDispatchMode):
     def add(self, tensor: Tensor) -> None:
         """Count a tensor's storage unless it is counted already."""
         storage = _storage(tensor)
-        if storage._cdata in self._numbers:
-            return
-        self._count += 1
-        self._numbers[storage._cdata] = self._count
-        self._sizes[self._count] = storage.nbytes()
-        self.live_bytes += storage.nbytes()
-        moment = self.backward, self.region
-        self.peaks[moment] = max(self.peaks.get(moment, 0), self.live_bytes)
         address = storage._cdata
-        self._references[address] = weakref.ref(storage, lambda _: self._freed(address))
-
-    def storage_number(self, tensor: Tensor) -> int:
-        """The unique number of a tensor's storage."""
-        return self._numbers[_storage(tensor)._cdata]
-
-    def live_storages(self) -> dict[int, int]:
-        """Number -> bytes of each live storage."""
-        return dict(self._sizes)
-
-    @contextmanager
-    def one_message(self) -> Iterator[None]:
-        """Count messages in this context as parts of one point-to-point message."""
-        self._in_one_message = True
-        yield
-        self._in_one_message = False
-        for message in self.bytes:
-            if message.operation == "point-to-point" and message.backward == self.backward:
-                self.calls[message] += 1
+        if address not in self._live:
+            reference = weakref.ref(storage, lambda _: self._freed(address))
+            self._live[address] = storage.nbytes(), reference
+            self.live_bytes += storage.nbytes()
+            self.peak = max(self.peak, self.live_bytes)
 
     def _freed(self, address: int) -> None:
-        del self._references[address]
-        self.live_bytes -= self._sizes.pop(self._numbers.pop(address))
+        size, _ = self._live.pop(address)
+        self.live_bytes -= size
 
     def _count_message(self, func: Any, args: tuple[Any, ...]) -> None:
         operation = func._schema.name.removeprefix("c10d::").strip("_")
+        if operation == "recv":
+            return
         group = next((_group_name(arg) for arg in args if isinstance(arg, torch.ScriptObject)), "")
-        names = [x.name for x in func._schema.arguments]
-        # Torch drops trailing arguments that have their defaults; that of async_op is True.
-        is_async = operation == "send" or ("async_op" in names and all(args[names.index("async_op") :][:1]))
-        name = "point-to-point" if self._in_one_message else OPERATIONS.get(operation, operation)
-        message = Message(group, name, self.backward, not is_async)
         # Collectives with an output argument have it first.
         tensors = args[1] if operation in WITH_OUTPUT else args[0]
-        if operation != "recv":
-            self.bytes[message] += sum(x.nbytes for x in tree_iter(tensors) if isinstance(x, Tensor))
-            self.calls[message] += not self._in_one_message
+        size = sum(x.nbytes for x in tree_iter(tensors) if isinstance(x, Tensor))
+        self.sent[Message(group, OPERATIONS.get(operation, operation))] += size
 
 
 class ShapeOnly(Tensor):

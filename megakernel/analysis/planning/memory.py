@@ -11,10 +11,7 @@ from .layout import Job
 FLOAT32 = 4
 INT64 = 8
 
-PARTS = (
-    *("weights", "gradients", "optimizer", "activations"),
-    *("attention states", "loss", "exchange", "workspace"),
-)
+PARTS = ("weights", "gradients", "optimizer", "activations", "loss", "exchange", "workspace")
 """The parts of a device's memory; on a GPU there is also a `reserve`, and beside a teacher its weights."""
 
 MASTER_AND_MOMENTS = 12
@@ -137,12 +134,9 @@ def _stage_memory(job: Job, stage: int) -> Memory:
     on_host = hidden if offloaded else 0.0
     stage_input = job.costs("first").saved if stage == 0 else hidden
     tables = max((part.tables for part, _ in layers), default=0.0)
-    kept = stage_input + tables + sum((part.saved - part.states - on_host) * count for part, count in layers)
+    kept = stage_input + tables + sum((part.saved - on_host) * count for part, count in layers)
     batch = 3 * INT64 * job.tokens * job.micro_batches
-    forward = {
-        "activations": in_flight * kept + batch,
-        "attention states": in_flight * sum(part.states * count for part, count in layers),
-    }
+    forward = {"activations": in_flight * kept + batch}
     in_buckets, at_update = bucket_bytes(job, job.trained[stage])
     fixed = persistent_bytes(job, stage)
     all_gradients = fixed["gradients"] + gradient_bytes(job, stage)

@@ -1,7 +1,8 @@
 """Memory and traffic of a part of the model on one device, measured by running it on tensors without contents.
 
 The process group is fake as well: it has as many ranks as the layout, and its collectives send nothing. For a GPU,
-kernel launches are recorded instead of made; the kernels' operators define the saved activations.
+kernel launches are recorded instead of made; the kernels' operators define the saved activations. Without Triton, which
+they are written in, attention other than softmax is counted in its chunked form (`counts_kernels`).
 """
 
 import gc
@@ -21,7 +22,6 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megakernel.attention.layer import AttentionLayer
 from megakernel.attention.sequence import WHOLE_SEQUENCE, ContextParallelShard
 from megakernel.config import Config
 from megakernel.config.parallel import SoftmaxExchange
@@ -29,18 +29,18 @@ from megakernel.config.training import Recompute
 from megakernel.model import LanguageModel
 from megakernel.model.settings import DTYPES, model_settings
 from megakernel.ops import layers
-from megakernel.ops.dispatch import EVERYWHERE, VARIABLE
-from megakernel.ops.kernels.launch import record_launches
+from megakernel.ops.dispatch import EVERYWHERE, VARIABLE, as_on_gpu
 from megakernel.parallel.axis import Axis
 from megakernel.parallel.sequence import GroupShard
 
-from .ledger import Ledger, Message, Moment, Region
+from .gpus import counts_kernels
+from .ledger import Ledger, Message
 
 Part = Literal["first", "last"] | int
 """"first": embedding and positions; "last": final norm, head and loss; otherwise index of a transformer layer."""
 
-DIRECT_TOKENS = 8192
-"""Sequences up to this length are run directly: several groups of every scan."""
+DIRECT_TOKENS = 16_384
+"""Sequences up to this length are run directly; half of it is several groups of every scan."""
 
 MANY_OPERATIONS = 8000
 """A part that loops over tokens in this many operations or more is extrapolated from smaller sizes."""
@@ -67,13 +67,6 @@ class PartShape:
     on_gpu: bool
 
 
-class Amount(NamedTuple):
-    """Bytes and number of one kind of message."""
-
-    bytes: float
-    calls: float
-
-
 @dataclass(frozen=True)
 class PartCosts:
     """Costs of one part for one micro-batch."""
@@ -84,14 +77,11 @@ class PartCosts:
     tables: float
     """Bytes made once from the positions of a micro-batch and shared by all layers; not part of `saved`."""
 
-    states: float
-    """The bytes of `saved` that were made inside of attention, without its output."""
+    peaks: tuple[float, float]
+    """Peak bytes of forward and of backward in excess of saved activations, without gradients of weights."""
 
-    peaks: dict[Moment, float]
-    """Peak bytes of each moment in excess of saved activations, without gradients of weights."""
-
-    sent: dict[Message, Amount]
-    """Amount by message; groups are tp and cp."""
+    sent: dict[Message, float]
+    """Bytes by message; groups are tp and cp."""
 
     operations: float
 
@@ -101,20 +91,20 @@ class PartCosts:
         def along(start: float, end: float) -> float:
             return start + steps * (end - start)
 
-        nothing = Amount(0.0, 0.0)
         sent = {
-            x: Amount(*map(along, self.sent.get(x, nothing), other.sent.get(x, nothing)))
-            for x in {**self.sent, **other.sent}
+            message: along(self.sent.get(message, 0.0), other.sent.get(message, 0.0))
+            for message in {**self.sent, **other.sent}
         }
         saved, tables = along(self.saved, other.saved), along(self.tables, other.tables)
-        states = along(self.states, other.states)
-        peaks = {moment: along(bytes, other.peaks[moment]) for moment, bytes in self.peaks.items()}
-        return PartCosts(saved, tables, states, peaks, sent, along(self.operations, other.operations))
+        # Peaks may fall with length as long as there are few blocks to choose from; they are not extrapolated to less.
+        forward, backward = (max(along(*pair), pair[1]) for pair in zip(self.peaks, other.peaks))
+        operations = along(self.operations, other.operations)
+        return PartCosts(saved, tables, (forward, backward), sent, operations)
 
     @property
     def excess(self) -> float:
         """Peak bytes in excess of saved activations."""
-        return max(self.peaks.values())
+        return max(self.peaks)
 
 
 class Weights(NamedTuple):
@@ -136,25 +126,24 @@ class CostMeter:
     def costs(self, part: Part, shape: PartShape) -> PartCosts:
         """Measure a part.
 
-        Large shapes are extrapolated from small ones where costs are linear: in sequences that are not sharded (states
-        of more sequences may be exchanged in another way); in context ranks, of a ring; in tokens, of a part that loops
-        over them. `tests/unit/analysis/planning` compares the results: kernels choose the number of their states by the
-        size of their inputs, which changes costs by less than a thousandth.
+        Large shapes are extrapolated from small ones where costs are linear: in context ranks, of a ring; in tokens, of
+        a part that loops over them. `tests/unit/analysis/planning` compares the results.
         """
-        if shape.sequences > 4 and shape.context == 1:
-            two, four = (self.costs(part, replace(shape, sequences=sequences)) for sequences in (2, 4))
-            return two.extrapolated(four, shape.sequences / 2 - 1)
         if shape.context > DIRECT_RANKS and shape.softmax_exchange == "ring":
-            few, more = (
+            short, more = (
                 self.costs(part, replace(shape, context=ranks)) for ranks in (DIRECT_RANKS // 2, DIRECT_RANKS)
             )
-            longer = few.extrapolated(more, shape.context / (DIRECT_RANKS // 2) - 1)
-            return replace(
-                more, sent=longer.sent, operations=longer.operations
-            )  # a ring holds two shards at most
-        if shape.tokens > self._direct_tokens(part) and (degree := self._degree(part, shape)):
-            return self._extrapolate(part, shape, degree)
-        return self._run(part, shape)
+            longer = short.extrapolated(more, shape.context / (DIRECT_RANKS // 2) - 1)
+            return replace(more, sent=longer.sent)  # a ring holds two shards at most
+        size = self._direct_tokens(part)
+        is_head = part == "last" and self.config.model.classifier is None
+        few = 0 if is_head else MANY_OPERATIONS  # a head is exactly linear from this size on
+        if shape.tokens <= size or self._operations(part, shape, shape.tokens) < few:
+            return self._run(part, shape)
+        while 2 * size < shape.tokens and self._operations(part, shape, 2 * size) < few:
+            size *= 2
+        half, whole = (self._run(part, replace(shape, tokens=tokens)) for tokens in (size // 2, size))
+        return half.extrapolated(whole, shape.tokens / (size // 2) - 1)
 
     def _direct_tokens(self, part: Part) -> int:
         """Sequences of up to this many tokens are run directly; it is several chunks of a part with chunks."""
@@ -166,44 +155,23 @@ class CostMeter:
         chunk = training.mlp_chunk_size
         return max(DIRECT_TOKENS, 4 * 2 ** (chunk - 1).bit_length() if chunk else 0)
 
+    def _operations(self, part: Part, shape: PartShape, tokens: int) -> float:
+        """About how many operations the part takes for this many tokens."""
+        probe = replace(shape, sequences=1, tensor=1, sequence_parallel=False, context=1)
+        size = self._direct_tokens(part)
+        half, whole = (self._run(part, replace(probe, tokens=n)) for n in (size // 2, size))
+        return half.extrapolated(whole, tokens * shape.context / (size // 2) - 1).operations
+
     def parameters(self, part: Part, tensor: int, sequence_parallel: bool) -> Weights:
         """Parameters of the part on one tensor rank."""
         key = part, tensor
         if key not in self._parameters:
             shape = PartShape(1, 1, tensor, sequence_parallel, 1, "none", "auto", False)
-            with _fake_groups(shape) as (tp, cp), Ledger(contents=False) as ledger:
-                weights = [*self._model(part, self._settings(shape, tp, cp, ledger)).parameters()]
+            with _fake_groups(shape) as (tp, cp), Ledger(contents=False):
+                weights = [*self._model(part, self._settings(shape, tp, cp)).parameters()]
             trained = sum(x.numel() for x in weights if x.requires_grad)
             self._parameters[key] = Weights(sum(x.numel() for x in weights), trained)
         return self._parameters[key]
-
-    def _degree(self, part: Part, shape: PartShape) -> int:
-        """Degree of the polynomial in tokens that extrapolates a shape; 0: it is run directly."""
-        if part == "last" and self.config.model.classifier is None:
-            return 1
-        probe = replace(shape, sequences=1, tensor=1, sequence_parallel=False, context=1)
-        direct = self._direct_tokens(part)
-        half, whole = (self.costs(part, replace(probe, tokens=n)) for n in (direct // 2, direct))
-        tokens = shape.tokens * shape.context if isinstance(part, int) else shape.tokens
-        line = half.extrapolated(whole, shape.sequences * tokens / (direct // 2) - 1)
-        if line.operations < MANY_OPERATIONS:
-            return 0
-        quarter = self.costs(part, replace(probe, tokens=direct // 4))
-        return 1 if abs(quarter.extrapolated(half, 3).saved / whole.saved - 1) < 0.01 else 2
-
-    def _extrapolate(self, part: Part, shape: PartShape, degree: int) -> PartCosts:
-        direct = self._direct_tokens(part)
-        sizes = (direct // 4, direct // 2, direct)
-        quarter, half, whole = (self.costs(part, replace(shape, tokens=n)) for n in sizes)
-        line = half.extrapolated(whole, shape.tokens / sizes[1] - 1)
-        if degree == 1:
-            return line
-        # Masks of packed softmax on a CPU have a number per pair of tokens: fit a parabola through all three sizes.
-        bend = (whole.saved - quarter.extrapolated(half, 3).saved) / (
-            (direct - sizes[0]) * (direct - sizes[1])
-        )
-        more = bend * (shape.tokens - sizes[1]) * (shape.tokens - direct)
-        return replace(line, saved=line.saved + more, states=line.states + more)
 
     def _run(self, part: Part, shape: PartShape) -> PartCosts:
         key = part, shape
@@ -211,7 +179,7 @@ class CostMeter:
             with _fake_groups(shape) as (tp, cp), _implementations(shape.on_gpu):
                 ledger = Ledger(contents=False)
                 with Ledger(contents=False):
-                    model = self._model(part, self._settings(shape, tp, cp, ledger)).train()
+                    model = self._model(part, self._settings(shape, tp, cp)).train()
                     for parameter in model.parameters():
                         narrow = parameter.to(DTYPES[self.config.training.dtype])
                         parameter.data, parameter.meta = narrow, narrow.meta  # type: ignore[attr-defined]
@@ -241,13 +209,13 @@ class CostMeter:
         start = model.first_layer + (model.num_layers if part == "last" else part)
         return range(start, start + (2 if part == "last" else 1))
 
-    def _settings(self, shape: PartShape, tp: Axis, cp: Axis, ledger: Ledger) -> Any:
+    def _settings(self, shape: PartShape, tp: Axis, cp: Axis) -> Any:
         changes = {"activation_checkpointing": shape.recompute, "checkpoint_offload": False}
         training = self.config.training.model_copy(update=changes)
 
         def new_cp_shard() -> ContextParallelShard:
             exchange = self.config.parallel.state_exchange
-            return WHOLE_SEQUENCE if cp.size == 1 else GroupShard(cp, _Synchronous(ledger), exchange)
+            return WHOLE_SEQUENCE if cp.size == 1 else GroupShard(cp, _Synchronous(), exchange)
 
         # The attributes of a Mesh that a model reads.
         mesh: Any = SimpleNamespace(
@@ -277,14 +245,10 @@ class CostMeter:
 class _Synchronous:
     """Runs state passing synchronously: the ledger is active only in this thread."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-
     def run(self, pass_states: Callable[[], Any]) -> "Future[Any]":
-        """Run `pass_states`; everything that it sends is one message in parts."""
+        """Run `pass_states`."""
         future: Future[Any] = Future()
-        with self._ledger.one_message():
-            future.set_result(pass_states())
+        future.set_result(pass_states())
         return future
 
 
@@ -292,66 +256,35 @@ def _measure_model(
     model: LanguageModel, inputs: tuple[Tensor, ...], ledger: Ledger, groups: dict[Axis, str]
 ) -> PartCosts:
     """Measure one forward and backward."""
-    made: list[set[int]] = []
-    for module in model.modules():
-        if isinstance(module, AttentionLayer):
-            _track_attention(module, ledger, made)
     for tensor in (*model.parameters(), *model.buffers(), *inputs):
         ledger.add(tensor)
     for parameter in model.parameters():
         # Free gradients of weights: they are counted by ZeRO's stage instead.
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda x: setattr(x, "grad", None))
-    before, earlier = ledger.live_bytes, set(ledger.live_storages())
+    before = ledger.live_bytes
     out = inputs
-    for ledger.region, layer in enumerate(model.layers):
+    for layer in model.layers:
         out = layer(out)
     loss = out if isinstance(out, Tensor) else _Loss.apply(out[0])
     # Megatron-core's buffer that all layers gather into.
     shared = sum(x.nbytes for x in parallel_state.get_global_memory_buffer().buffer.values())
-    after = ledger.live_bytes
-    live = ledger.live_storages()
+    after, forward_peak = ledger.live_bytes, ledger.peak
+    ledger.peak = after
     del out
-    ledger.backward = True
     if loss.requires_grad:  # a frozen embedding has no backward
         loss.backward()
     del loss
-    remaining = live.keys() & ledger.live_storages().keys() - earlier
-    tables = sum(live[one] for one in remaining) - shared
-    states = sum(live[one] for one in (made[0] if made else ()) if one in live and one not in remaining)
+    inputs[0].grad = None
+    tables = ledger.live_bytes - before - shared
     names = {str(axis.group.group_name): name for axis, name in groups.items() if axis.size > 1}
     sent = {
-        message._replace(group=names[message.group]): Amount(amount, ledger.calls[message])
-        for message, amount in ledger.bytes.items()
+        message._replace(group=names[message.group]): float(size)
+        for message, size in ledger.sent.items()
         if message.group in names
     }
-    saved = after - before - shared - tables
-    peaks = {moment: bytes - after + shared for moment, bytes in ledger.peaks.items()}
-    return PartCosts(saved, tables, states, peaks, sent, ledger.operations)
-
-
-def _track_attention(core: AttentionLayer, ledger: Ledger, made: list[set[int]]) -> None:
-    """Set the ledger's region while attention runs, and record the storages that it makes, except its output."""
-    earlier: set[int] = set()
-    outside = ledger.region
-
-    def enter_region(region: Region) -> None:
-        ledger.region = region
-
-    def before_forward(core: AttentionLayer, args: tuple[Any, ...]) -> None:
-        earlier.update(ledger.live_storages())
-        enter_region("attention")
-        if args[0].requires_grad:
-            args[0].register_hook(lambda grad: enter_region(outside))
-
-    def after_forward(core: AttentionLayer, args: tuple[Any, ...], out: Tensor) -> None:
-        made.append(set(ledger.live_storages()) - earlier - {ledger.storage_number(out)})
-        enter_region(outside)
-        if out.requires_grad:
-            out.register_hook(lambda grad: enter_region("attention"))
-
-    core.register_forward_pre_hook(before_forward)
-    core.register_forward_hook(after_forward)
+    peaks = (forward_peak - after + shared, ledger.peak - after + shared)
+    return PartCosts(after - before - shared - tables, tables, peaks, sent, ledger.operations)
 
 
 class _Loss(torch.autograd.Function):
@@ -395,7 +328,11 @@ def _implementations(on_gpu: bool) -> Iterator[None]:
         with warnings.catch_warnings(), ExitStack() as stack:
             warnings.simplefilter("ignore", RuntimeWarning)
             if on_gpu:
-                stack.enter_context(record_launches())
+                stack.enter_context(as_on_gpu())
+                if counts_kernels():
+                    from megakernel.ops.kernels.launch import record_launches
+
+                    stack.enter_context(record_launches(keep=False))
                 for implementations, stand_in in fused:
                     implementations[EVERYWHERE] = stand_in
             yield

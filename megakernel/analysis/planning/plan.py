@@ -1,5 +1,6 @@
-"""The layouts of a run on a number of devices, fastest first, why others are excluded, and scaling."""
+"""Whether a configured run fits on a number of devices, and which layouts do, nearest and best first."""
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,9 +14,9 @@ from megakernel.config.checks import section_conflicts
 from megakernel.config.training import Recompute
 
 from .gpus import Gpu
-from .layout import EXCHANGE_KEYS, Job, KeyExchange, Layout
+from .layout import EXCHANGE_KEYS, Job, Layout
 from .memory import Memory, memory
-from .step import Step, necessary_flops, step
+from .traffic import sent_bytes
 
 Way = Literal["strong", "weak", "longer"]
 WAYS: dict[Way, str] = {
@@ -28,20 +29,40 @@ WAYS: dict[Way, str] = {
 ZERO_KEY = "parallel.zero_stage"
 """Problems of this key do not explain why nothing fits: another ZeRO stage is valid for the same partition."""
 
+ZERO_STAGES = (0, 1, 2, 3)
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+"""Kinds of recomputation, the one that repeats most last."""
+
 
 @dataclass(frozen=True)
-class Sized:
-    """A layout and the memory of its fullest device."""
+class Planned:
+    """A layout, with the memory of its fullest device and what one device sends in a step."""
 
     layout: Layout
     memory: Memory
 
+    sent: dict[str, float]
+    """Bytes that leave one device in a step, by group."""
 
-@dataclass(frozen=True)
-class Planned(Sized):
-    """A layout that fits, with its predicted step."""
+    idle: float
+    """The share of a step in which a pipeline stage waits because the pipeline fills and drains."""
 
-    step: Step
+    overrides: dict[str, object]
+    """Configuration key -> value, for the keys that the layout changes."""
+
+    @property
+    def words(self) -> str:
+        """`overrides` as words of a command line."""
+        values = {key: x if isinstance(x, str) else json.dumps(x) for key, x in self.overrides.items()}
+        return " ".join(f"{key}={value}" for key, value in values.items())
+
+    @property
+    def rank(self) -> tuple[float, ...]:
+        """Orders layouts: least recomputation, devices per copy of the model, idle time in tenths, traffic, memory."""
+        layout = self.layout
+        ranks = layout.tensor * layout.context * layout.pipeline
+        sizes = (sum(self.sent.values()), self.memory.total)
+        return RECOMPUTE.index(layout.recompute), ranks, round(self.idle, 1), *sizes
 
 
 @dataclass(frozen=True)
@@ -50,120 +71,117 @@ class Plan:
 
     config: Config
     devices: int
+    gpu: Gpu
+
+    configured: Planned | str
+    """The configured layout, or why it is none on this number of devices."""
 
     fitting: list[Planned]
-    """Fastest first; only the best of layouts that differ in micro-batch and recomputation alone."""
+    """One layout for each way to partition the run, by `Planned.rank`: that which recomputes least and, of those, has
+    the largest micro-batch."""
 
-    too_large: list[Sized]
-    """Layouts that do not fit with any micro-batch and recomputation, smallest memory first."""
+    too_large: list[Planned]
+    """Partitions that do not fit with any micro-batch and recomputation, smallest memory first."""
 
     refused: Counter[str]
     """Problem -> number of partitions that it excludes."""
 
     @property
+    def best(self) -> Planned | None:
+        """The first layout that fits."""
+        return self.fitting[0] if self.fitting else None
+
+    @property
+    def nearest(self) -> Planned | None:
+        """The configured layout if it fits; else the one that does and changes fewest keys, the best of several."""
+        if not isinstance(self.configured, str) and self.configured.memory.beyond(self.gpu) <= 0:
+            return self.configured
+        return min(self.fitting, key=lambda one: (len(one.overrides), one.rank), default=None)
+
+    @property
     def why_none(self) -> str:
         """Why no layout fits: the smallest memory needed, otherwise the problem that excludes most partitions."""
         if self.too_large:
-            nearest = self.too_large[0]
-            return f"needs {nearest.memory.total / 1e9:,.0f} GB at least ({nearest.layout})"
+            smallest = self.too_large[0]
+            return f"needs {smallest.memory.total / 1e9:,.0f} GB at least ({smallest.layout})"
         reasons = [reason for reason, _ in self.refused.most_common() if not reason.startswith(ZERO_KEY)]
         return reasons[0] if reasons else "no layout"
 
-    @property
-    def best(self) -> Planned | None:
-        """The fastest layout that fits."""
-        return self.fitting[0] if self.fitting else None
 
-
-def plan(
-    config: Config,
-    vocab_size: int,
-    devices: int,
-    gpu: Gpu,
-    exchange: KeyExchange = "configured",
-    rules: Config | None = None,
-    max_tensor: int | None = None,
-    max_context: int | None = None,
-) -> Plan:
-    """Try every layout.
-
-    rules: a configuration whose validity rules apply instead of those of `config`.
-    max_tensor: maximum tensor ranks; None: those of a node.
-    max_context: maximum context ranks; None: the number of devices.
-    """
+def plan(config: Config, vocab_size: int, devices: int, gpu: Gpu) -> Plan:
+    """Count the configured layout, and try the others."""
     refused: Counter[str] = Counter()
-    fitting: dict[tuple, Planned] = {}
-    too_large: dict[tuple, Sized] = {}
-    full: set[tuple] = set()
-    fits: set[tuple] = set()
-    necessary: float | None = None
-    most = (max_tensor or gpu.per_node, max_context or devices)
-    for candidate in candidates(rules or config, devices, *most):
-        if isinstance(candidate, Problem):
-            refused[str(candidate)] += 1
+    fitting: list[Planned] = []
+    too_large: list[Planned] = []
+    for layouts in candidates(config, devices, gpu.per_node):
+        if isinstance(layouts, Problem):
+            refused[str(layouts)] += 1
             continue
-        sizes = (candidate.tensor, candidate.context, candidate.pipeline, candidate.zero_stage)
-        recompute_key, batch_key = (*sizes, candidate.recompute), (*sizes, candidate.micro_batch_size)
-        if recompute_key in full or batch_key in fits:
-            continue  # larger micro-batches do not fit either; more recomputation is never faster
-        job = Job(config, vocab_size, candidate, exchange=exchange)
-        held = memory(job)
-        if held.beyond(gpu) > 0:
-            full.add(recompute_key)
-            if sizes not in too_large or held.total < too_large[sizes].memory.total:
-                too_large[sizes] = Sized(candidate, held)
-            continue
-        fits.add(batch_key)
-        necessary = necessary or necessary_flops(job)
-        planned = Planned(candidate, held, step(job, gpu, necessary))
-        if sizes not in fitting or planned.step.seconds < fitting[sizes].step.seconds:
-            fitting[sizes] = planned
-    left = [sized for sizes, sized in too_large.items() if sizes not in fitting]
-    left.sort(key=lambda sized: sized.memory.total)
-    fastest_first = sorted(fitting.values(), key=lambda planned: planned.step.seconds)
-    return Plan(config, devices, fastest_first, left, refused)
+        first, *others = layouts
+        planned = _planned(config, vocab_size, first)
+        if others and planned.memory.beyond(gpu) > 0:
+            smallest = _planned(config, vocab_size, others[-1])
+            tried = (_planned(config, vocab_size, layout) for layout in others[:-1])
+            fits = smallest.memory.beyond(gpu) <= 0  # otherwise none does
+            planned = next((one for one in tried if fits and one.memory.beyond(gpu) <= 0), smallest)
+        (fitting if planned.memory.beyond(gpu) <= 0 else too_large).append(planned)
+    fitting.sort(key=lambda planned: planned.rank)
+    too_large.sort(key=lambda planned: planned.memory.total)
+    try:
+        configured: Planned | str = _planned(config, vocab_size, Layout.of(config, devices))
+    except ConfigError as error:
+        configured = str(error.problems[0])
+    return Plan(config, devices, gpu, configured, fitting, too_large, refused)
 
 
-ZERO_STAGES = (0, 1, 2, 3)
-RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
-"""Kinds of recomputation, the slowest last."""
+def _planned(config: Config, vocab_size: int, layout: Layout) -> Planned:
+    job = Job(config, vocab_size, layout)
+    sections = config.model_dump(mode="json")
+    changed = {
+        key: value
+        for key, value in layout.keys().items()
+        if sections[key.split(".")[0]][key.split(".")[1]] != value
+    }
+    return Planned(layout, memory(job), sent_bytes(job), job.idle, changed)
 
 
-def candidates(config: Config, devices: int, max_tensor: int, max_context: int) -> Iterator[Layout | Problem]:
-    """Every valid layout, and a problem for each invalid one.
+def candidates(config: Config, devices: int, max_tensor: int) -> Iterator[list[Layout] | Problem]:
+    """The layouts of each way to partition the run, those that recompute least first, or why it is invalid.
 
-    Tensor, context and pipeline sizes and micro-batches are powers of two; every ZeRO stage is tried.
+    Tensor, context and pipeline sizes are powers of two, micro-batches the configured one and smaller powers of two;
+    every ZeRO stage is tried. max_tensor: most tensor ranks.
     """
     for tensor in powers(min(devices, max_tensor)):
-        for context in powers(min(devices // tensor, max_context)):
+        for context in powers(devices // tensor):
             for pipeline, zero in product(powers(devices // (tensor * context)), ZERO_STAGES):
                 sizes = {"tensor": tensor, "sequence_parallel": tensor > 1, "context": context}
-                yield from _layouts_of(config, devices, sizes | {"pipeline": pipeline, "zero_stage": zero})
+                yield _layouts_of(config, devices, sizes | {"pipeline": pipeline, "zero_stage": zero})
 
 
-def _layouts_of(config: Config, devices: int, sizes: dict[str, Any]) -> Iterator[Layout | Problem]:
+def _layouts_of(config: Config, devices: int, sizes: dict[str, Any]) -> list[Layout] | Problem:
     try:
         without_effect = EXCHANGE_KEYS if sizes["context"] == 1 else None
         keys = config.parallel.model_dump(exclude=without_effect) | sizes
         changed = config.model_copy(update={"parallel": Parallel.model_validate(keys)})
     except ValidationError as error:
         cause: ConfigError = error.errors()[0]["ctx"]["error"]
-        yield cause.problems[0].under("parallel")
-        return
+        return cause.problems[0].under("parallel")
     problem = next(iter(section_conflicts(dict(changed))), None)
     if problem is not None:
-        yield problem
-        return
-    for size in powers(config.training.global_batch_size):
+        return problem
+    most = config.training.micro_batch_size
+    data_sizes = {}
+    for size in sorted({*powers(most), most}):
         training = config.training.model_copy(update={"micro_batch_size": size})
         try:
-            data = data_parallel_size(changed.model_copy(update={"training": training}), devices)
+            data_sizes[size] = data_parallel_size(changed.model_copy(update={"training": training}), devices)
         except ConfigError as error:
             if size == 1:  # if a micro-batch of 1 does not divide, none does
-                yield error.problems[0]
-            return
-        for recompute in RECOMPUTE:
-            yield Layout(**sizes, data=data, micro_batch_size=size, recompute=recompute)
+                return error.problems[0]
+    return [
+        Layout(**sizes, data=data_sizes[size], micro_batch_size=size, recompute=recompute)
+        for recompute, size in product(RECOMPUTE, sorted(data_sizes, reverse=True))
+    ]
 
 
 def powers(most: int) -> list[int]:
@@ -194,10 +212,3 @@ def scaled_config(config: Config, way: Way, count: int, at: int) -> Config | Non
     if size % at:
         return None
     return config.model_copy(update={"training": config.training.model_copy(update={key: size // at})})
-
-
-def efficiency(plans: list[Plan]) -> list[float]:
-    """Tokens per second per device, relative to the first plan that fits; 0 if a plan has no layout."""
-    speeds = [x.best.step.tokens_per_second / x.devices if x.best else 0.0 for x in plans]
-    first = next(filter(None, speeds), 1.0)
-    return [speed / first for speed in speeds]

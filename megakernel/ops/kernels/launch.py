@@ -1,5 +1,6 @@
 """Launches Triton kernels, or records their launches, which needs no GPU. There is no autotuning."""
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -70,16 +71,19 @@ DEFAULT_CAPABILITY = 90
 WARPS_OF_WARPGROUP = 4
 """Warps that share one wgmma, the asynchronous matrix product of compute capability 9.0."""
 
-_recorded: list[Launch] | None = None
+_recorded: list[Launch] | deque[Launch] | None = None
 _recorded_for = DEFAULT_CAPABILITY
 
 
 @contextmanager
-def record_launches(capability: int = DEFAULT_CAPABILITY) -> Iterator[list[Launch]]:
-    """Record launches instead of running them: shows what a GPU would run, on a machine without one."""
+def record_launches(capability: int = DEFAULT_CAPABILITY, *, keep: bool = True) -> Iterator[list[Launch]]:
+    """Record launches instead of running them: shows what a GPU would run, on a machine without one.
+
+    keep: whether to list them, which keeps their tensors alive; otherwise the list stays empty.
+    """
     global _recorded, _recorded_for
     launches: list[Launch] = []
-    _recorded, _recorded_for = launches, capability
+    _recorded, _recorded_for = launches if keep else deque(maxlen=0), capability
     try:
         yield launches
     finally:
