@@ -7,6 +7,7 @@ import torch
 
 from megakernel.ops.short_convolution import short_convolution
 from tests.kernels.comparing import DEVICE, TOLERANCE, assert_agrees, random
+from tests.tiers import tiered
 
 PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 0, *range(14)]])
 POSITIONS = {"whole": 0, "continued": 5, "near its beginning": 2, "packed": PACKED}
@@ -64,7 +65,7 @@ def test_the_convolution_by_rows_sees_no_other_document(monkeypatch):
     torch.testing.assert_close(run("chunked", given, positions)["out"][..., 3:, :], expected[..., 3:, :])
 
 
-@pytest.mark.parametrize("length", [1, 3, 300])
+@pytest.mark.parametrize("length", tiered([1, 3, 300], [1, 3]))
 def test_sequences_of_any_length_equal_the_reference(length, draw):
     """Shorter than a filter, and over several spans of a program."""
     assert_agrees(partial(run, positions=0), leaves(4, 16, length, torch.float32), draw, 1e-5)

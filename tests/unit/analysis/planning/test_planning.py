@@ -199,15 +199,15 @@ def test_layouts_are_exactly_those_that_the_configuration_accepts():
     assert Parallel(pipeline=2, zero_stage=1).model_size == 2
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        ["training.activation_checkpointing=full", "training.checkpoint_offload=true"],
-        ["parallel.context=2", "parallel.state_exchange=ring"],
-        ["model.attention=softmax", "parallel.context=2", "parallel.softmax_exchange=heads"],
-        ["optimizer.trained=lora", "init.from=models/dense"],
-    ],
-)
+KEYS_OF_RUNS = [
+    ["training.activation_checkpointing=full", "training.checkpoint_offload=true"],
+    ["parallel.context=2", "parallel.state_exchange=ring"],
+    ["model.attention=softmax", "parallel.context=2", "parallel.softmax_exchange=heads"],
+    ["optimizer.trained=lora", "init.from=models/dense"],
+]
+
+
+@pytest.mark.parametrize("keys", tiered(KEYS_OF_RUNS, KEYS_OF_RUNS[1:2]))
 def test_the_keys_of_every_layout_load_with_the_configuration(keys):
     """Also where configured keys have no effect in a layout."""
     file = CONFIGS / "pretrain-350m.yaml"
