@@ -346,7 +346,9 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ticket: Tensor, exchange: StateExchange) -> tuple[Tensor, Tensor]:
         ctx.exchange = exchange
-        exchange.incoming = sums, log_scale = exchange.finish()
+        sums, log_scale = exchange.finish()
+        # Detached: the output holds this function, which holds the exchange; such a circle is never freed.
+        exchange.incoming = sums.detach(), log_scale
         ctx.mark_non_differentiable(log_scale)
         return sums, log_scale
 

@@ -6,10 +6,16 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from megakernel.analysis.planning.ledger import Ledger
+from megakernel.model.settings import model_settings
 from megakernel.ops.kernel_attention import kernel_attention
 from megakernel.ops.state import EMPTY, KernelState, empty_state, keep, merge
 from megakernel.parallel import exchange_method, state_exchange
+from megakernel.training.engine import Engine
 from tests.distributed.processes import cpu_mesh, run_ranks
+from tests.tiers import tiered
+
+from ..unit.config import trees
 
 SIZES = [2, 4]
 METHODS = {"gather": ("gather", 1), "ring": ("ring", 1), "ring in parts": ("ring", 2)}
@@ -249,6 +255,35 @@ def test_tokens_to_heads_and_back_gives_the_same_numbers_and_gradients(shards, d
         assert_close(heads, x.chunk(shards, 1)[rank].detach(), dtype)
         assert_close(back, y.chunk(shards, 2)[rank].detach(), dtype)
         assert_close(grad, x.grad.chunk(shards, 2)[rank], dtype)
+
+
+def bytes_left_by_steps(sections):
+    """Bytes of tensors that are alive after each of four steps of a run."""
+    from benchmarks.real_runs import random_batch
+
+    config, left = trees.config(**sections), []
+    with cpu_mesh(**sections["parallel"]) as mesh, Ledger() as ledger:
+        engine = Engine(config, model_settings(config, mesh, 384))
+        batches = [random_batch(config, 384, mesh)] * engine.micro_batches
+        for _ in range(4):
+            engine.train_step(batches, 1e-3)
+            left.append(ledger.live_bytes)
+    return left
+
+
+RECOMPUTED = [("gather", "none"), ("gather", "full"), ("ring", "none"), ("ring", "full")]
+
+
+@pytest.mark.parametrize(("method", "recompute"), tiered(RECOMPUTED, [("gather", "full")]))
+def test_a_step_with_context_ranks_leaves_no_tensors_behind(method, recompute):
+    """An exchange that held its own output kept the graph of every layer and step for good."""
+    sections = {
+        "model": {"num_layers": 2, "attention": "flurka"},
+        "training": {"seq_len": 256, "global_batch_size": 2, "activation_checkpointing": recompute},
+        "parallel": {"context": 2, "state_exchange": method},
+    }
+    for left in run_ranks(bytes_left_by_steps, 2, sections):
+        assert left[1:] == [left[1]] * 3
 
 
 def shard_count():

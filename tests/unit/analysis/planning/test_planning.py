@@ -337,13 +337,16 @@ def test_recomputation_needs_less_memory(less, more):
     assert RECOMPUTE.index(less) > RECOMPUTE.index(more)
 
 
+@pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("attention", ["flurka", "hedgehog"])
-def test_a_shard_of_a_sequence_keeps_what_a_sequence_of_its_length_keeps(attention):
-    """What recorded launches hold is not kept: it would outlive the layer's backward and be counted once for all."""
+def test_a_shard_of_a_sequence_keeps_what_a_sequence_of_its_length_keeps(attention, recompute):
+    """What outlived the layer's backward would be counted once for all layers."""
     meter = CostMeter(config(model={"attention": attention}), 1000)
-    whole, shard = (meter.costs(0, shape(2, 4096, context=ranks)) for ranks in (1, 2))
+    whole, shard = (
+        meter.costs(0, replace(shape(2, 4096, context=ranks), recompute=recompute)) for ranks in (1, 2)
+    )
     assert shard.saved == pytest.approx(whole.saved, rel=0.2)
-    assert shard.tables < 0.01 * shard.saved
+    assert shard.tables < 0.02 * shard.saved
 
 
 def test_only_ring_traffic_grows_with_length():
