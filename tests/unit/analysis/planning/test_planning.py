@@ -24,7 +24,7 @@ from megakernel.config import Config, ConfigError, Parallel, Problem, load
 from megakernel.model import LanguageModel
 from megakernel.model.parameters import parameter_count
 from megakernel.model.settings import model_settings
-from megakernel.parallel import OneProcess
+from megakernel.parallel import OneProcess, prepare_device
 from megakernel.parallel.exchange_method import choose_method
 from tests.tiers import tiered
 
@@ -33,6 +33,11 @@ from ...config import trees
 CONFIGS = Path(__file__).parents[4] / "configs"
 H100 = GPUS["h100"]
 ONE_DEVICE = Layout(1, False, 1, 1, 1, 1, 1, "none")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_cpu():
+    prepare_device("cpu", 0)
 
 
 def config(**sections) -> Config:
