@@ -384,7 +384,8 @@ def test_a_folder_of_an_earlier_version_is_read(case, tmp_path):
         assert torch.equal(checkpoint.read(name)["fp32"], expected), name
     ids = texts(2, 24)
     logits = MegakernelForCausalLM.from_pretrained(folder).eval()(ids).logits
-    torch.testing.assert_close(logits, ours.logits(ours.hidden(ids, positions_of(ids))), atol=2e-6, rtol=1e-5)
+    # Tensors of a mapped file lie at any address, and the CPU sums unaligned ones in another order.
+    torch.testing.assert_close(logits, ours.logits(ours.hidden(ids, positions_of(ids))), atol=1e-5, rtol=1e-5)
     assert isinstance(ours, LanguageModel)
 
 

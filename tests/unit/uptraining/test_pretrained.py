@@ -324,7 +324,9 @@ def test_saved_files_preserve_every_bit_and_dtype(pattern, dtype, tmp_path):
     assert all(torch.equal(written[name], kept[name]) for name in written)
     ids = texts(1, 12)
     with torch.no_grad():
-        assert torch.equal(again(ids).logits, loaded(ids).logits)
+        # Bits were compared above. Tensors of a mapped file lie at any address, and the CPU sums unaligned ones
+        # in another order.
+        assert_same(again(ids).logits, loaded(ids).logits)
 
 
 def test_a_saved_folder_contains_its_model_code(mixed, tmp_path):
