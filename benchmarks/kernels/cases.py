@@ -9,12 +9,11 @@ from functools import partial
 import torch
 
 from megakernel.attention import Rotary
-from megakernel.ops.feature_maps import FEATURE_MAPS
+from megakernel.ops.feature_maps import FEATURE_MAPS, start_state
 from megakernel.ops.flurka_attention import flurka_attention
 from megakernel.ops.flurka_attention.options import FlurkaState
 from megakernel.ops.gated_delta_rule import gated_delta_rule
 from megakernel.ops.kernel_attention import kernel_attention
-from megakernel.ops.phi import start_state
 from megakernel.ops.short_convolution import short_convolution
 from megakernel.ops.simple_gla import simple_gla
 from megakernel.ops.weighted_attention import weighted_attention

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megakernel.attention.compression import pooling_logits
-from megakernel.attention.features import build_projection
 from megakernel.attention.heads import LayerSettings
 from megakernel.attention.inputs import AttentionInputs
+from megakernel.attention.map_parameters import build_projection
 from megakernel.attention.mixture import build_mixture, priors_and_shift
 from megakernel.attention.near_far import NearFarAttention
 from megakernel.attention.simple_gla import decay_logits, fixed_decay

@@ -4,10 +4,10 @@ from typing import Any
 
 from torch import Tensor
 
-from megakernel.attention.features import build_projection
 from megakernel.attention.heads import LayerSettings
 from megakernel.attention.inputs import AttentionInputs
 from megakernel.attention.layer import AttentionLayer
+from megakernel.attention.map_parameters import build_projection
 from megakernel.attention.mixture import build_mixture, keys_and_priors
 from megakernel.config.attention import Attention
 from megakernel.ops.kernel_attention import kernel_attention

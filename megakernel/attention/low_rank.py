@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from megakernel.attention.compression import CompressedKV, Compressor
-from megakernel.attention.features import build_projection
 from megakernel.attention.heads import LayerSettings
 from megakernel.attention.inputs import AttentionInputs
 from megakernel.attention.layer import AttentionLayer
+from megakernel.attention.map_parameters import build_projection
 from megakernel.attention.mixture import build_mixture, keys_and_priors
 from megakernel.attention.sequence import ContextParallelShard
 from megakernel.config.attention import Attention

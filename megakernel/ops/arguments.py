@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions
-from megakernel.ops.feature_maps import FEATURE_MAPS, FeatureMap, named
+from megakernel.ops.feature_maps import FEATURE_MAPS, Map, named
 from megakernel.ops.projections import FastFood, Projection, padded_width
 
 
@@ -47,7 +47,7 @@ def check_tokens(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} has dtype {x.dtype}; expected a floating type")
 
 
-def check_feature_map(feature_map: FeatureMap | str, projection: Projection | None, k: Tensor) -> None:
+def check_feature_map(feature_map: Map | str, projection: Projection | None, k: Tensor) -> None:
     """Check the map's name, and the projection: present iff the map takes one, and fitting the heads and width of k."""
     name, _, smoothing = named(feature_map)
     if name not in FEATURE_MAPS:

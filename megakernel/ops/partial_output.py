@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megakernel.ops.dispatch import accum_dtype, is_recording
 from megakernel.ops.documents import is_graph
-from megakernel.ops.feature_maps import FEATURE_MAPS, UNBOUNDED, FeatureMap, named
+from megakernel.ops.feature_maps import FEATURE_MAPS, Map, named
 from megakernel.ops.state import EMPTY
 
 Finish = Callable[["PartialOutput"], tuple[Tensor, ...]]
@@ -88,23 +88,23 @@ def normalized_or_lost(sums: PartialOutput) -> tuple[Tensor, Tensor]:
     return mean, empty if sums.log_scale is None else empty & (sums.log_scale > EMPTY / 2)
 
 
-def may_underflow(feature_map: FeatureMap | str, normalize: bool) -> bool:
+def may_underflow(feature_map: Map | str, normalize: bool) -> bool:
     """Whether queries can underflow: outputs are quotients of exponentials, which may be too small for float32."""
     return normalize and FEATURE_MAPS[named(feature_map).name].exponential
 
 
-def kernels_check(feature_map: FeatureMap | str, normalize: bool, q: Tensor, decays: bool = False) -> bool:
+def kernels_check(feature_map: Map | str, normalize: bool, q: Tensor, decays: bool = False) -> bool:
     """Whether an op with kernels looks for underflowed queries and recomputes them.
 
     On a GPU looking makes the host wait in every layer. So there it is done only for sums that are relative to a
     largest term (exponentials without a bound, decaying states), which lose a query below 1e-19 of it. Other maps lose
     one whose weights add up to less than float32's smallest number, 1e-38; its output is then 0.
     """
-    is_relative = decays or named(feature_map).name in UNBOUNDED
+    is_relative = decays or FEATURE_MAPS[named(feature_map).name].unbounded
     return may_underflow(feature_map, normalize) and (is_relative or not q.is_cuda)
 
 
-def finish_for(feature_map: FeatureMap | str, normalize: bool) -> Finish:
+def finish_for(feature_map: Map | str, normalize: bool) -> Finish:
     """The function that turns sums under a feature map into outputs."""
     if may_underflow(feature_map, normalize):
         return normalized_or_lost

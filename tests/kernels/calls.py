@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from megakernel.attention import Rotary
+from megakernel.ops.feature_maps import start_state
 from megakernel.ops.flurka_attention import flurka_attention
 from megakernel.ops.flurka_attention.options import FlurkaState
 from megakernel.ops.kernel_attention import kernel_attention
-from megakernel.ops.phi import start_state
 from megakernel.ops.short_convolution import short_convolution
 from megakernel.ops.state import KernelState
 from megakernel.ops.weighted_attention import weighted_attention

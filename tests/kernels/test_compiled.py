@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from benchmarks.kernels.cases import CASES
-from megakernel.ops.kernels.features import padded
 from megakernel.ops.kernels.launch import MAX_ROW_STRIDE, Rows, contiguous_rows, record_launches
 from megakernel.ops.kernels.launcher import FEATURES_AT_ONCE
+from megakernel.ops.kernels.primitives import padded
 from tests.kernels.compiled import products, with_names, without_interpreter
 
 KERNELS = 18

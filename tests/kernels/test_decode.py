@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megakernel.ops.feature_maps import FeatureMap
+from megakernel.ops.feature_maps import Map, start_state
 from megakernel.ops.kernel_attention import kernel_attention
 from megakernel.ops.kernel_attention.options import KernelOptions
-from megakernel.ops.phi import start_state
 from megakernel.ops.projections import FastFood
 from megakernel.ops.state import KernelState
 from tests.kernels.comparing import DEVICE, TOLERANCE, random, rms_ratio
@@ -133,7 +132,7 @@ def test_a_fastfood_projection_is_supported():
 
 def test_components_are_summed():
     q, k, v = tokens(1, 1, 1, 1, 8, 8)
-    options = {"feature_map": FeatureMap("favor", components=2), "projection": projection_of("favor", 1, 8)}
+    options = {"feature_map": Map("favor", components=2), "projection": projection_of("favor", 1, 8)}
     state = start_state(options["feature_map"], k, options["projection"], 8)
     options["normalize"] = False
     assert_same(step(q, k, v, state=state, **options), reference(q, k, v, state=state, **options))
@@ -204,7 +203,7 @@ def test_unsupported_inputs_are_refused_with_a_reason():
     options = KernelOptions("elu", positions=1, initial_state=state)
     one = [x[:, :, :1] for x in (q, k, v)]
     wide = options._replace(feature_map="prf", projection=torch.zeros(600, 8))
-    smooth = options._replace(feature_map=FeatureMap("elu", 1, 0.1))
+    smooth = options._replace(feature_map=Map("elu", 1, 0.1))
     assert decode.unsupported(*one, options) is None
     assert "continues no state" in decode.unsupported(*one, options._replace(positions=0))
     assert "priors" in decode.unsupported(*one, options._replace(priors=torch.ones(1, 2)))

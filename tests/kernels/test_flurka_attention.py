@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from megakernel.attention import Rotary
-from megakernel.ops.feature_maps import FEATURE_MAPS
+from megakernel.ops.feature_maps import FEATURE_MAPS, start_state
 from megakernel.ops.flurka_attention import flurka_attention, operators
 from megakernel.ops.flurka_attention.options import FlurkaState
 from megakernel.ops.flurka_attention.tensors import FlurkaKeyTensors, FlurkaQueryTensors, FlurkaStatic
 from megakernel.ops.kernel_attention.tiles import SEGMENT
-from megakernel.ops.kernels.features import SUPPORTED, TWO_HALVES, UNBOUNDED, phi_of
-from megakernel.ops.phi import start_state
+from megakernel.ops.kernels.feature_maps import SUPPORTED, phi_of
 from megakernel.ops.state import KernelState, empty_state
 from megakernel.ops.window import Tail, empty_tail
 from tests.kernels.comparing import (
@@ -113,7 +112,9 @@ def run(
     q, k, v = (leaves.pop(name) for name in "qkv")
     sums, far = leaves.pop("sums", None), None
     if sums is not None:
-        far = KernelState(sums, sums.new_full(sums.shape[:2], 0.3 if feature_map in UNBOUNDED else 0.0))
+        far = KernelState(
+            sums, sums.new_full(sums.shape[:2], 0.3 if FEATURE_MAPS[feature_map].unbounded else 0.0)
+        )
     if "tail_keys" in leaves:
         tail = Tail(leaves.pop("tail_keys"), leaves.pop("tail_values"))
         options["initial_state"] = FlurkaState(far, tail)
@@ -188,7 +189,7 @@ def test_every_map_agrees_on_sequences_of_several_tiles(feature_map, draw, devic
     options = {
         "variant": "gated",
         "feature_map": feature_map,
-        "blocks": 2 if feature_map in TWO_HALVES else 1,
+        "blocks": FEATURE_MAPS[feature_map].halves,
     }
     assert_agrees(partial(run, **options), leaves, draw, TOLERANCE[torch.float32])
 

@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megakernel import attention
 from megakernel.attention import Rotary
 from megakernel.config.rope import RopeScaling
+from megakernel.ops.feature_maps import start_state
 from megakernel.ops.flurka_attention import chunked, flurka_attention
 from megakernel.ops.flurka_attention.options import FlurkaInputs, FlurkaOptions, FlurkaState, Weights
 from megakernel.ops.flurka_attention.triton import SIGNED
-from megakernel.ops.kernels.features import SUPPORTED
+from megakernel.ops.kernels.feature_maps import SUPPORTED
 from megakernel.ops.kernels.launch import Launch, record_launches
-from megakernel.ops.phi import start_state
 from megakernel.ops.state import KernelState
 from megakernel.ops.window import Tail, empty_tail
 from tests.kernels.comparing import TOLERANCE, rms_ratio

@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from megakernel.ops.feature_maps import FEATURE_MAPS
 from megakernel.ops.flurka_attention import flurka_attention
 from megakernel.ops.kernel_attention import kernel_attention, operators, tiles
 from megakernel.ops.kernel_attention.operators import KernelKeyTensors, KernelQueryTensors, KernelStatic
 from megakernel.ops.kernels import launch
-from megakernel.ops.kernels.features import SUPPORTED, TWO_HALVES, UNBOUNDED
+from megakernel.ops.kernels.feature_maps import SUPPORTED
 from megakernel.ops.kernels.launch import record_launches
 from megakernel.ops.kernels.launcher import map_of_call
 from megakernel.ops.simple_gla import simple_gla
@@ -71,7 +72,7 @@ def tokens(
 
 def features_of(feature_map: str, leaves: dict[str, Tensor]) -> int:
     rows = leaves["projection"].shape[1] if "projection" in leaves else leaves["q"].shape[-1]
-    return rows * (2 if feature_map in TWO_HALVES else 1)
+    return rows * FEATURE_MAPS[feature_map].halves
 
 
 def some_state(feature_map: str, leaves: dict[str, Tensor], draw: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -79,7 +80,7 @@ def some_state(feature_map: str, leaves: dict[str, Tensor], draw: torch.Generato
     k, v = leaves["k"], leaves["v"]
     shape = (*k.shape[:2], features_of(feature_map, leaves), v.shape[-1] + 1)
     sums = torch.rand(shape, generator=draw).to(k.device)
-    return sums, sums.new_full(shape[:2], 0.3 if feature_map in UNBOUNDED else 0.0)
+    return sums, sums.new_full(shape[:2], 0.3 if FEATURE_MAPS[feature_map].unbounded else 0.0)
 
 
 def run(backend: str, leaves: dict[str, Tensor], *, feature_map: str, **options) -> dict[str, Tensor]:
@@ -280,7 +281,7 @@ def test_gpus_that_are_too_old_are_refused(draw, device):
 
 def test_few_landmarks_do_not_shorten_the_segments():
     """Bidirectional attention has states of queries in backward: few landmarks must not shorten the segments."""
-    from megakernel.ops.kernels.features import phi_of
+    from megakernel.ops.kernels.feature_maps import phi_of
 
     phi = phi_of("elu", 128, None)
     q = torch.empty(1, 16, 65536, 128, dtype=torch.bfloat16, device="meta")

@@ -15,7 +15,7 @@ from megakernel.attention.kernel import KernelAttention
 from megakernel.evaluation.voting import each_draw, has_noise, mean_over_draws
 from megakernel.model import IGNORED, LanguageModel
 from megakernel.model.layer_inputs import LayerInputs
-from megakernel.ops.phi import features
+from megakernel.ops.feature_maps import features
 from megakernel.uptraining.sampled_queries import sample_queries
 
 from .subject import CapturedAttention, Subject

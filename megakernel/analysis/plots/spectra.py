@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from megakernel.attention.features import GaussianMixture
+from megakernel.attention.map_parameters import GaussianMixture
 from megakernel.model.layer import attention_cores
 
 from .matrices import exact_matrix

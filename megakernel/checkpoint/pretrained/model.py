@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from megakernel import attention
 from megakernel.attention import AttentionInputs
-from megakernel.attention.features import HiddenLayer
+from megakernel.attention.map_parameters import HiddenLayer
 from megakernel.attention.mixture import KeyMixture
 from megakernel.checkpoint.dense import DenseCheckpoint
 from megakernel.checkpoint.dense.own import has_decay_and_strength, own_parts

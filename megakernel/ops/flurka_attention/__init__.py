@@ -19,7 +19,7 @@ from megakernel.ops.arguments import (
 )
 from megakernel.ops.dispatch import Implementation, Kernels, choose
 from megakernel.ops.documents import Positions, token_positions
-from megakernel.ops.feature_maps import FeatureMap
+from megakernel.ops.feature_maps import Map, check_state
 from megakernel.ops.flurka_attention import chunked, reference
 from megakernel.ops.flurka_attention.options import (
     FarRope,
@@ -30,7 +30,6 @@ from megakernel.ops.flurka_attention.options import (
     Weights,
 )
 from megakernel.ops.mixture import first_key, pack_keys, packed_rotary
-from megakernel.ops.phi import check_state
 from megakernel.ops.projections import Projection
 from megakernel.ops.state import Exchange
 from megakernel.ops.window import Rotary
@@ -55,7 +54,7 @@ def flurka_attention(
     k: Tensor,
     v: Tensor,
     *,
-    feature_map: FeatureMap | str,
+    feature_map: Map | str,
     pool_keys: Tensor,
     pool_values: Tensor,
     projection: Projection | None = None,

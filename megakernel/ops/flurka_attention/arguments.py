@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from megakernel.ops.kernels.arguments import load_vector
-from megakernel.ops.kernels.features import cdiv, padded
+from megakernel.ops.kernels.primitives import cdiv, padded
 
 
 class Near(NamedTuple):

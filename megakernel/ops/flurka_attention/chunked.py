@@ -9,7 +9,7 @@ from torch import Tensor
 from megakernel.ops.chunks import as_queries, chunk_keys, chunk_queries, query_mask, unchunk_queries
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions, began_before, carry_factor, sees_far, token_positions
-from megakernel.ops.feature_maps import Features
+from megakernel.ops.feature_maps import Features, LayerMap
 from megakernel.ops.flurka_attention import one_token
 from megakernel.ops.flurka_attention.options import FlurkaInputs, FlurkaOptions, Weights, landmarks_of
 from megakernel.ops.groups import scan_groups
@@ -23,7 +23,6 @@ from megakernel.ops.partial_output import (
     recompute_lost,
     with_ones,
 )
-from megakernel.ops.phi import Phi
 from megakernel.ops.scan import Links, link, pairs, read_states, scan_chunks, write_chunks
 from megakernel.ops.state import KernelState, Once, decayed
 from megakernel.ops.tensors import Tensors
@@ -47,8 +46,8 @@ class _Group(NamedTuple):
     layout: WindowLayout
 
     @property
-    def phi(self) -> Phi:
-        return Phi(self.options.feature_map, self.weights.projection, self.weights.priors)
+    def phi(self) -> LayerMap:
+        return LayerMap(self.options.feature_map, self.weights.projection, self.weights.priors)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tensor, KernelState, Tail]:

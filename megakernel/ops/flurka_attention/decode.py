@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.documents import token_positions
-from megakernel.ops.feature_maps import FeatureMap, named
+from megakernel.ops.feature_maps import Map, named
 from megakernel.ops.flurka_attention import decode_kernel
 from megakernel.ops.flurka_attention.arguments import MergeParams, Near, Pools, Window
 from megakernel.ops.flurka_attention.options import FlurkaInputs
 from megakernel.ops.kernel_attention.decode import TILE, unsupported_gradient
 from megakernel.ops.kernel_attention.triton import unsupported_tiles
 from megakernel.ops.kernels.arguments import Rows
-from megakernel.ops.kernels.features import cdiv, padded, phi_of
+from megakernel.ops.kernels.feature_maps import phi_of
 from megakernel.ops.kernels.launch import launch
+from megakernel.ops.kernels.primitives import cdiv, padded
 from megakernel.ops.projections import dense
 from megakernel.ops.state import KernelState
 from megakernel.ops.window import Tail
@@ -111,7 +112,7 @@ def _step(
     if matrix is not None:
         matrix = matrix.float().contiguous()
     rows = None if matrix is None else matrix.shape[-2]
-    phi = phi_of(FeatureMap(feature_map, components), width, rows, log_decay is not None)
+    phi = phi_of(Map(feature_map, components), width, rows, log_decay is not None)
     near_options = Near(near == "softmax", gate is not None, table is not None, blocks, block_size, width)
     outputs = _empty_outputs(q, k, v, gate, positions, sums, log_scale, tail_keys, tail_values)
     block = max(16, min(padded(columns), TILE // phi.padded_rows))

@@ -8,7 +8,8 @@ from megakernel.ops.flurka_attention.pool_kernels import load_pool, pooled, stor
 from megakernel.ops.flurka_attention.window_kernels import scores, window_tile
 from megakernel.ops.kernel_attention.decode_kernel import load_half, read_half, store_half
 from megakernel.ops.kernels.arguments import head_ptr
-from megakernel.ops.kernels.features import EMPTY, load_rows, phi, rounded, store_rows
+from megakernel.ops.kernels.feature_maps import phi
+from megakernel.ops.kernels.primitives import EMPTY, load_rows, rounded, store_rows
 from megakernel.ops.kernels.states import add_tokens, rescale_factors
 
 TINY = tl.constexpr(1.1754943508222875e-38)

@@ -47,17 +47,15 @@ from megakernel.ops.kernels.arguments import (
     queries_of_program,
     tile_ptr,
 )
-from megakernel.ops.kernels.features import (
+from megakernel.ops.kernels.feature_maps import dproj_of_half, phi, store_dx
+from megakernel.ops.kernels.primitives import (
     EMPTY,
     dot,
-    dproj_of_half,
     exp,
     exp2,
     load_rows,
     materialize,
-    phi,
     rounded,
-    store_dx,
     store_rows,
 )
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from megakernel.ops.chunks import token_queries, unchunk_token
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions, ends_block, sees_far, token_positions
-from megakernel.ops.feature_maps import Features
+from megakernel.ops.feature_maps import Features, LayerMap
 from megakernel.ops.flurka_attention.options import FlurkaInputs, FlurkaOptions, Weights, landmarks_of
 from megakernel.ops.mixture import shifted
 from megakernel.ops.partial_output import (
@@ -19,7 +19,6 @@ from megakernel.ops.partial_output import (
     recompute_lost,
     with_ones,
 )
-from megakernel.ops.phi import Phi
 from megakernel.ops.scan import Links, pairs, read_states, write_chunks
 from megakernel.ops.state import KernelState, decayed, empty_state, keep
 from megakernel.ops.window import Tail, TokenWindow, token_window
@@ -46,11 +45,11 @@ class _Branches(NamedTuple):
         return cls(min(on_host) == 0, max(on_host) >= reach, min(on_host) >= reach, ends)
 
 
-class _ScaledPhi(Phi):
+class _ScaledMap(LayerMap):
     """A feature map that always has a log scale, because the decay of the state is in the state's log scale."""
 
     def of_queries(self, x: Tensor) -> Features:
-        """See `Phi.of_queries`."""
+        """See `LayerMap.of_queries`."""
         values, log_scale = super().of_queries(x)
         return Features(values, values.new_zeros(values.shape[:-1]) if log_scale is None else log_scale)
 
@@ -68,9 +67,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tenso
         state = KernelState(*(x.to(dtype) for x in far))
         if branches.begins:
             state = empty_state(state) if isinstance(positions, int) else keep(state, positions[:, 0] > 0)
-        phi = Phi(options.feature_map, weights.projection, weights.priors)
+        phi = LayerMap(options.feature_map, weights.projection, weights.priors)
         if log_decay is not None:
-            phi = _ScaledPhi(*phi)
+            phi = _ScaledMap(*phi)
         out, *lost = _output(q.to(dtype), extended, state, positions, branches, phi, options, weights, gate)
         if branches.ends_block:
             if log_decay is not None:
@@ -89,7 +88,7 @@ def _output(
     far: KernelState,
     positions: Positions,
     branches: _Branches,
-    phi: Phi,
+    phi: LayerMap,
     options: FlurkaOptions,
     weights: Weights,
     gate: Tensor | None,
@@ -126,7 +125,12 @@ def _output(
 
 
 def _kernel_window(
-    window: TokenWindow, queries: Features, at: Tensor, phi: Phi, options: FlurkaOptions, weights: Weights
+    window: TokenWindow,
+    queries: Features,
+    at: Tensor,
+    phi: LayerMap,
+    options: FlurkaOptions,
+    weights: Weights,
 ) -> PartialOutput:
     """The sums over the window under phi."""
     keys, count = shifted(window.keys, weights.shift), window.keys.shape[2]
@@ -140,7 +144,12 @@ def _kernel_window(
 
 
 def _with_landmarks(
-    extended: Tail, far: KernelState, positions: Positions, phi: Phi, options: FlurkaOptions, weights: Weights
+    extended: Tail,
+    far: KernelState,
+    positions: Positions,
+    phi: LayerMap,
+    options: FlurkaOptions,
+    weights: Weights,
 ) -> KernelState:
     """Add the landmarks of the first block of the window, for tokens that end their block."""
     at = token_positions(positions, 1, far.sums.device)

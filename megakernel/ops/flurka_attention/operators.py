@@ -29,10 +29,10 @@ from megakernel.ops.kernel_attention.operators import (
 )
 from megakernel.ops.kernels.arguments import Matrix, Queries, Rows, SequenceInfo, State, Tokens
 from megakernel.ops.kernels.decay import Decay, gradient_of_decay
-from megakernel.ops.kernels.features import cdiv, padded
 from megakernel.ops.kernels.launch import capability_of
 from megakernel.ops.kernels.launcher import Grid, Launcher, map_of_call, output_buffer
 from megakernel.ops.kernels.operator import Operator
+from megakernel.ops.kernels.primitives import cdiv, padded
 from megakernel.ops.kernels.protocol import Op, QueryBackward, Saved, StatesBackward
 
 BLOCKS_AT_ONCE = 16

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.documents import Positions
-from megakernel.ops.feature_maps import FeatureMap
+from megakernel.ops.feature_maps import Map, start_state
 from megakernel.ops.mixture import shifted
 from megakernel.ops.partial_output import with_ones
-from megakernel.ops.phi import start_state
 from megakernel.ops.projections import Projection, logits_per_head
 from megakernel.ops.state import Exchange, KernelState
 from megakernel.ops.window import Rotary, Tail
@@ -21,7 +20,7 @@ FarRope = Literal["none", "centroid"]
 class FlurkaOptions(NamedTuple):
     """The fixed options of a layer (docs/formulas.md, 4)."""
 
-    feature_map: FeatureMap | str
+    feature_map: Map | str
 
     block_size: int
     """b"""

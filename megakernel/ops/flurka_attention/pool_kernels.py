@@ -5,7 +5,7 @@ import triton.language as tl
 
 from megakernel.ops.flurka_attention.arguments import block_end
 from megakernel.ops.kernels.arguments import head_ptr
-from megakernel.ops.kernels.features import dot, load_rows, rounded, store_rows
+from megakernel.ops.kernels.primitives import dot, load_rows, rounded, store_rows
 
 
 @triton.jit

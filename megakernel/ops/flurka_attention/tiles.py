@@ -6,8 +6,9 @@ from functools import lru_cache
 from megakernel.ops.flurka_attention.arguments import Near
 from megakernel.ops.kernel_attention import tiles
 from megakernel.ops.kernels.assembler import WGMMA_CAPABILITIES
-from megakernel.ops.kernels.features import Phi, cdiv, padded
+from megakernel.ops.kernels.feature_maps import Phi
 from megakernel.ops.kernels.launcher import SHAPES_REMEMBERED, TileSizes
+from megakernel.ops.kernels.primitives import cdiv, padded
 
 MIN_LANDMARKS = 64
 """Fewest landmarks per segment: fewer would not fill matrix products of tiles."""

@@ -21,16 +21,15 @@ from megakernel.ops.flurka_attention.arguments import (
     window_start,
 )
 from megakernel.ops.kernels.arguments import head_ptr, load_vector, projection_ptr
-from megakernel.ops.kernels.features import (
+from megakernel.ops.kernels.feature_maps import phi, store_dx_from_dphi
+from megakernel.ops.kernels.primitives import (
     EMPTY,
     dot,
     exp,
     exp2,
     load_rows,
     materialize,
-    phi,
     rounded,
-    store_dx_from_dphi,
     store_rows,
 )
 from megakernel.ops.kernels.states import document_start

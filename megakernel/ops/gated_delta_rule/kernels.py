@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 
 from megakernel.ops.kernels.arguments import head_ptr, load_vector
-from megakernel.ops.kernels.features import dot, exp, load_rows, rounded, store_rows
 from megakernel.ops.kernels.launch import Rows
+from megakernel.ops.kernels.primitives import dot, exp, load_rows, rounded, store_rows
 from megakernel.ops.kernels.states import document_start
 
 CHUNK = 64

@@ -18,8 +18,8 @@ from megakernel.ops.kernel_attention.triton import (
     unsupported_features,
     unsupported_tiles,
 )
-from megakernel.ops.kernels.features import cdiv, padded
 from megakernel.ops.kernels.launch import Rows, capability_of, launch
+from megakernel.ops.kernels.primitives import cdiv, padded
 
 WIDEST_FLOAT32 = 32
 """Largest d in float32, whose matrix products take three registers per element: wider tiles would spill."""

@@ -14,11 +14,10 @@ from megakernel.ops.arguments import (
 )
 from megakernel.ops.dispatch import Implementation, Kernels, choose
 from megakernel.ops.documents import Positions, positions_from_cu_seqlens
-from megakernel.ops.feature_maps import FeatureMap
+from megakernel.ops.feature_maps import Map, check_state
 from megakernel.ops.kernel_attention import chunked, reference
 from megakernel.ops.kernel_attention.options import KernelOptions
 from megakernel.ops.mixture import first_key, pack_keys
-from megakernel.ops.phi import check_state
 from megakernel.ops.projections import Projection
 from megakernel.ops.state import Exchange, KernelState
 
@@ -42,7 +41,7 @@ def kernel_attention(
     k: Tensor,
     v: Tensor,
     *,
-    feature_map: FeatureMap | str,
+    feature_map: Map | str,
     projection: Projection | None = None,
     causal: bool = True,
     normalize: bool = True,
@@ -63,7 +62,7 @@ def kernel_attention(
         k: (B, H_kv, N, d), H a multiple of H_kv; query head h uses key head h // (H / H_kv).
         v: (B, H_kv, N, D). q, k and v share one floating dtype. If not `causal` and without documents, the number of
             keys and values may differ from the number of queries.
-        feature_map: elu, relu, identity, hedgehog, favor, rks or prf; a `FeatureMap` adds options.
+        feature_map: elu, relu, identity, hedgehog, favor, rks or prf; a `Map` adds options.
         projection: W (d, d) for hedgehog or omega (M, d) for favor, rks and prf, or one per key head (H_kv, ...), or a
             `FastFood` instead of omega.
         causal: token i sees tokens j <= i of its document; otherwise all tokens of its document.

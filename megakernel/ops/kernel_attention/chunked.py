@@ -16,7 +16,7 @@ from megakernel.ops.chunks import (
 )
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions, began_before, carry_factor, open_documents, reversed_positions
-from megakernel.ops.feature_maps import Features
+from megakernel.ops.feature_maps import Features, LayerMap, start_state
 from megakernel.ops.groups import scan_groups
 from megakernel.ops.kernel_attention.options import KernelOptions
 from megakernel.ops.partial_output import (
@@ -28,7 +28,6 @@ from megakernel.ops.partial_output import (
     recompute_lost,
     with_ones,
 )
-from megakernel.ops.phi import Phi, start_state
 from megakernel.ops.scan import Links, chunk_links, existing, read_states, scan_chunks, write_chunks
 from megakernel.ops.state import Exchange, KernelState, Once, empty_state, keep, merge
 from megakernel.ops.tensors import Tensors
@@ -50,7 +49,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Ten
     """
     feature_map, projection = options.feature_map, options.projection
     positions, key_weights = options.positions, options.key_weights
-    phi = Phi(feature_map, projection, options.priors)
+    phi = LayerMap(feature_map, projection, options.priors)
     state = options.initial_state
     if state is None:
         state = start_state(feature_map, k[..., : q.shape[-1]], projection, v.shape[-1])
@@ -124,27 +123,27 @@ def _bidirectional_documents(
     return (out.to(inputs[2].dtype), *lost), last if exchanges else leaving
 
 
-def _over_groups(step, inputs: Tensors, state: KernelState, *, phi: Phi, positions: Positions):
+def _over_groups(step, inputs: Tensors, state: KernelState, *, phi: LayerMap, positions: Positions):
     """Scan `step(inputs, state, positions, phi) -> outputs, state` over groups of tokens."""
     dtype = torch.promote_types(accum_dtype(inputs[0].dtype), state.sums.dtype)
     state = KernelState(*(x.to(dtype) for x in state))
 
     def on_group(positions: Positions, carry: Tensors, sequences: Tensors, shared: Tensors):
         entering = KernelState(carry[0], carry[1].detach())
-        outputs, leaving = step(sequences, entering, positions, Phi(phi.feature_map, *shared))
+        outputs, leaving = step(sequences, entering, positions, LayerMap(phi.feature_map, *shared))
         return outputs, tuple(leaving)
 
     outputs, leaving = scan_groups(on_group, tuple(state), inputs, phi[1:], group=GROUP, positions=positions)
     return outputs, KernelState(leaving[0], leaving[1].detach())
 
 
-def _attend(finish: Finish, inputs: Tensors, state: KernelState, positions: Positions, phi: Phi):
+def _attend(finish: Finish, inputs: Tensors, state: KernelState, positions: Positions, phi: LayerMap):
     q, v = inputs[0], inputs[2]
     sums, state = _scan(inputs, state, positions, phi)
     return as_queries(finish(sums), q, v.dtype), state
 
 
-def _token(finish: Finish, inputs: Tensors, state: KernelState, positions: Positions, phi: Phi):
+def _token(finish: Finish, inputs: Tensors, state: KernelState, positions: Positions, phi: LayerMap):
     """`_attend` for one token: add it to the state, then read the state."""
     q, k, v, key_weights = inputs
     dtype = state.sums.dtype
@@ -167,20 +166,25 @@ def _token(finish: Finish, inputs: Tensors, state: KernelState, positions: Posit
     return (out.to(v.dtype), *lost), state
 
 
-def _sums(inputs: Tensors, state: KernelState, positions: Positions, phi: Phi, delay: int = 0):
+def _sums(inputs: Tensors, state: KernelState, positions: Positions, phi: LayerMap, delay: int = 0):
     q = inputs[0]
     sums, state = _scan(inputs, state, positions, phi, delay)
     return tuple(unchunk_queries(x, q.shape[1], q.shape[2]) for x in (sums.values, sums.scale_or_zero)), state
 
 
-def _write(inputs: Tensors, state: KernelState, positions: Positions, phi: Phi):
+def _write(inputs: Tensors, state: KernelState, positions: Positions, phi: LayerMap):
     k, v, key_weights = inputs
     links = chunk_links(positions, k.shape[2], k.device, CHUNK)
     return (), write_chunks(*_keys(k, v, key_weights, links, phi, state.sums.dtype), state, links)
 
 
 def _read(
-    finish: Finish, dtype: torch.dtype, inputs: Tensors, state: KernelState, positions: Positions, phi: Phi
+    finish: Finish,
+    dtype: torch.dtype,
+    inputs: Tensors,
+    state: KernelState,
+    positions: Positions,
+    phi: LayerMap,
 ):
     """Outputs from the entering state, for the queries in `reads` (None: all), plus their local sums if given."""
     q, reads, *sums = inputs
@@ -194,7 +198,7 @@ def _read(
     return as_queries(finish(total), q, dtype), state
 
 
-def _scan(inputs: Tensors, state: KernelState, positions: Positions, phi: Phi, delay: int = 0):
+def _scan(inputs: Tensors, state: KernelState, positions: Positions, phi: LayerMap, delay: int = 0):
     q, k, v, key_weights = inputs
     links = chunk_links(positions, q.shape[2], q.device, CHUNK, delay)
     chunks, size = links.writes.shape[1:]
@@ -203,7 +207,7 @@ def _scan(inputs: Tensors, state: KernelState, positions: Positions, phi: Phi, d
 
 
 def _keys(
-    k: Tensor, v: Tensor, key_weights: Tensor | None, links: Links, phi: Phi, dtype: torch.dtype
+    k: Tensor, v: Tensor, key_weights: Tensor | None, links: Links, phi: LayerMap, dtype: torch.dtype
 ) -> tuple[Features, Tensor]:
     chunks, size = links.writes.shape[1:]
     values = with_ones(v.to(dtype), None if key_weights is None else key_weights[..., None])

@@ -5,11 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megakernel.ops.feature_maps import FeatureMap, named
+from megakernel.ops.feature_maps import Map, named
 from megakernel.ops.kernel_attention import decode_kernel
 from megakernel.ops.kernel_attention.options import KernelOptions
-from megakernel.ops.kernels.features import SUPPORTED, cdiv, padded, phi_of
+from megakernel.ops.kernels.feature_maps import SUPPORTED, phi_of
 from megakernel.ops.kernels.launch import contiguous_rows, launch
+from megakernel.ops.kernels.primitives import cdiv, padded
 from megakernel.ops.projections import FastFood, dense, rows_of
 from megakernel.ops.state import KernelState
 
@@ -90,7 +91,7 @@ def _step(
     tokens = torch.cat([q.reshape(batch, heads, group, width), k], 2)
     if matrix is not None:
         matrix = matrix.float().contiguous()
-    phi = phi_of(FeatureMap(feature_map, components), width, None if matrix is None else matrix.shape[-2])
+    phi = phi_of(Map(feature_map, components), width, None if matrix is None else matrix.shape[-2])
     outputs = _empty_outputs(q, k, v, sums, log_scale)
     v = contiguous_rows(v)
     block = max(16, min(padded(columns), TILE // phi.padded_rows))

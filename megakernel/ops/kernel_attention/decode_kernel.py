@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from megakernel.ops.kernels.features import EMPTY, phi, store_rows
+from megakernel.ops.kernels.feature_maps import phi
+from megakernel.ops.kernels.primitives import EMPTY, store_rows
 from megakernel.ops.kernels.states import rescale_factors
 
 

@@ -36,8 +36,9 @@ from megakernel.ops.kernels.arguments import (
     tile_ptr,
     token_idx_of_keys,
 )
-from megakernel.ops.kernels.features import EMPTY, dot, exp, load_rows, materialize, phi, rounded, store_rows
+from megakernel.ops.kernels.feature_maps import phi
 from megakernel.ops.kernels.mixtures import phi_of_keys
+from megakernel.ops.kernels.primitives import EMPTY, dot, exp, load_rows, materialize, rounded, store_rows
 from megakernel.ops.kernels.states import add_tokens, document_start, empty_norm, largest_of, sum_of_norm
 
 

@@ -15,8 +15,9 @@ from megakernel.ops.kernels.arguments import (
     token_idx_of_keys,
     token_of,
 )
-from megakernel.ops.kernels.features import dot, load_rows, rounded, store_dx_from_dphi, store_rows
+from megakernel.ops.kernels.feature_maps import store_dx_from_dphi
 from megakernel.ops.kernels.mixtures import store_dx_of_keys
+from megakernel.ops.kernels.primitives import dot, load_rows, rounded, store_rows
 from megakernel.ops.kernels.states import document_start
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from megakernel.ops.kernel_attention import kernels, key_kernels, query_kernels, tiles
 from megakernel.ops.kernels.arguments import Keys, Matrix, Queries, Rows, SequenceInfo, State, Tokens
 from megakernel.ops.kernels.decay import Decay, gradient_of_decay
-from megakernel.ops.kernels.features import Phi
+from megakernel.ops.kernels.feature_maps import Phi
 from megakernel.ops.kernels.launch import capability_of
 from megakernel.ops.kernels.launcher import Grid, Launcher, map_of_call, output_buffer
 from megakernel.ops.kernels.operator import Operator

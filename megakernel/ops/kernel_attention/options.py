@@ -5,7 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megakernel.ops.documents import Positions
-from megakernel.ops.feature_maps import FeatureMap
+from megakernel.ops.feature_maps import Map
 from megakernel.ops.projections import Projection
 from megakernel.ops.state import Exchange, KernelState
 
@@ -13,7 +13,7 @@ from megakernel.ops.state import Exchange, KernelState
 class KernelOptions(NamedTuple):
     """Validated arguments of `kernel_attention`, with `positions` instead of cu_seqlens."""
 
-    feature_map: FeatureMap | str
+    feature_map: Map | str
     projection: Projection | None = None
     causal: bool = True
     normalize: bool = True

@@ -22,7 +22,8 @@ from megakernel.ops.kernels.arguments import (
     store_half_of_state,
     tile_ptr,
 )
-from megakernel.ops.kernels.features import EMPTY, dot, dproj_of_half, load_rows, phi, rounded, store_dx
+from megakernel.ops.kernels.feature_maps import dproj_of_half, phi, store_dx
+from megakernel.ops.kernels.primitives import EMPTY, dot, load_rows, rounded
 from megakernel.ops.kernels.states import add_tokens, document_start, empty_norm, rescale_factors, sum_of_norm
 
 

@@ -4,24 +4,21 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.documents import open_documents, token_positions
-from megakernel.ops.feature_maps import FeatureMap
+from megakernel.ops.feature_maps import Map, features
 from megakernel.ops.kernel_attention.options import KernelOptions
 from megakernel.ops.mixture import by_component
 from megakernel.ops.partial_output import PartialOutput, normalized, unnormalized
-from megakernel.ops.phi import features
 from megakernel.ops.projections import FastFood, Projection, dense
 from megakernel.ops.state import EMPTY, KernelState, keep, merge
 
 
-def phi(feature_map: FeatureMap | str, x: Tensor, projection: Projection | None) -> Tensor:
+def phi(feature_map: Map | str, x: Tensor, projection: Projection | None) -> Tensor:
     """phi(x) (B, H_kv, R, F) for x (B, H_kv, R, d), including its scale."""
     values, log_scale = scaled_phi(feature_map, x, projection)
     return values * torch.exp(log_scale)[..., None]
 
 
-def scaled_phi(
-    feature_map: FeatureMap | str, x: Tensor, projection: Projection | None
-) -> tuple[Tensor, Tensor]:
+def scaled_phi(feature_map: Map | str, x: Tensor, projection: Projection | None) -> tuple[Tensor, Tensor]:
     """phi(x) (B, H_kv, R, F) for x (B, H_kv, R, d) and its log scale (B, H_kv, R); a FastFood becomes a matrix."""
     values, log_scale = features(feature_map, x[:, :, None], dense(projection, x.shape[-1]))
     values = values[:, :, 0]

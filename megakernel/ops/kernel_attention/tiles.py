@@ -6,9 +6,10 @@ from functools import lru_cache
 from torch import Tensor
 
 from megakernel.ops.kernels.assembler import WGMMA_CAPABILITIES
-from megakernel.ops.kernels.features import Phi, cdiv, padded, power_of_two
+from megakernel.ops.kernels.feature_maps import Phi
 from megakernel.ops.kernels.launch import MIN_PROGRAMS
 from megakernel.ops.kernels.launcher import SHAPES_REMEMBERED, TileSizes
+from megakernel.ops.kernels.primitives import cdiv, padded, power_of_two
 
 MIN_SEGMENT = 64
 """Tokens of the shortest segment of bidirectional sequences, of which every segment is a multiple."""

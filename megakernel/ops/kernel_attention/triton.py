@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.documents import Positions, cached_for_positions
-from megakernel.ops.feature_maps import FeatureMap, named
+from megakernel.ops.feature_maps import Map, named
 from megakernel.ops.kernel_attention import chunked, decode, operators
 from megakernel.ops.kernel_attention.operators import KernelKeyTensors, KernelQueryTensors, KernelStatic
 from megakernel.ops.kernel_attention.options import KernelOptions
-from megakernel.ops.kernels.features import SUPPORTED
+from megakernel.ops.kernels.feature_maps import SUPPORTED
 from megakernel.ops.kernels.launch import capability_of
 from megakernel.ops.partial_output import kernels_check, recompute_lost
 from megakernel.ops.projections import Projection, dense, rows_of
@@ -30,7 +30,7 @@ MIN_CAPABILITY = 80
 """Lowest supported compute capability; on older GPUs, tiles spill kilobytes."""
 
 
-def unsupported_features(q: Tensor, feature_map: FeatureMap | str) -> str | None:
+def unsupported_features(q: Tensor, feature_map: Map | str) -> str | None:
     """Why the kernels do not support this dtype or feature map; None if they do."""
     feature_map = named(feature_map)
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):

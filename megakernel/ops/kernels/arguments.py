@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megakernel.ops.kernels.features import load_rows, materialize, padded, phi, rounded
+from megakernel.ops.kernels.feature_maps import phi
 from megakernel.ops.kernels.launch import Rows
+from megakernel.ops.kernels.primitives import load_rows, materialize, padded, rounded
 from megakernel.ops.kernels.states import document_start
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.kernels.assembler import WGMMA_CAPABILITIES, capability_of_gpu
-from megakernel.ops.kernels.features import INTERPRETED
+from megakernel.ops.kernels.primitives import INTERPRETED
 
 MIN_PROGRAMS = 512
 """Desired minimum of programs per launch: about four per multiprocessor of the largest GPUs."""

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megakernel.ops.feature_maps import FeatureMap
+from megakernel.ops.feature_maps import Map
 from megakernel.ops.kernels import states
 from megakernel.ops.kernels.arguments import SequenceInfo, State, Tiling
 from megakernel.ops.kernels.assembler import WGMMA_CAPABILITIES
-from megakernel.ops.kernels.features import Phi, cdiv, padded, phi_of
+from megakernel.ops.kernels.feature_maps import Phi, phi_of
 from megakernel.ops.kernels.launch import capability_of, fits_rows, launch
+from megakernel.ops.kernels.primitives import cdiv, padded
 
 FEATURES_AT_ONCE = 8
 """Feature rows of a state per program of `pass_states`."""
@@ -68,7 +69,7 @@ def map_of_call(options: MapOptions, q: Tensor, projection: Tensor | None, decay
 
 @lru_cache(SHAPES_REMEMBERED)
 def _map_of(name: str, components: int, width: int, rows: int | None, decays: bool, has_wgmma: bool) -> Phi:
-    phi = phi_of(FeatureMap(name, components), width, rows, decays)
+    phi = phi_of(Map(name, components), width, rows, decays)
     # Rows of 128 bytes, the layout of operands that wgmma reads fastest.
     return phi._replace(max_block_d=64) if has_wgmma else phi
 

@@ -7,14 +7,15 @@ these functions reduce to those of `features`.
 import triton
 import triton.language as tl
 
-from megakernel.ops.kernels.features import EMPTY, phi, store_dx_from_dphi
+from megakernel.ops.kernels.feature_maps import phi, store_dx_from_dphi
+from megakernel.ops.kernels.primitives import EMPTY
 
 
 @triton.jit
 def phi_of_keys(
     k, stride, num_valid, matrix, low, priors, KEYS: tl.constexpr, C: tl.constexpr, PHI: tl.constexpr
 ):
-    """`features.phi` of the keys of C positions at `k`, or of the mixtures of their KEYS keys with weights `priors`.
+    """`feature_maps.phi` of the keys of C positions at `k`, or of mixtures of their KEYS keys with weights `priors`.
 
     The log scale of a mixture is the largest of its keys with a nonzero prior.
     """

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megakernel.ops.kernels.arguments import State
-from megakernel.ops.kernels.features import Phi
+from megakernel.ops.kernels.feature_maps import Phi
 from megakernel.ops.kernels.protocol import (
     KeyTensors,
     Launches,

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.kernels.arguments import State
-from megakernel.ops.kernels.features import Phi, padded
+from megakernel.ops.kernels.feature_maps import Phi
+from megakernel.ops.kernels.primitives import padded
 from megakernel.ops.state import EMPTY, KernelState
 
 

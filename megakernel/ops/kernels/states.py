@@ -13,7 +13,7 @@ segments); the final state has no dimension of segments. FP holds the MP feature
 import triton
 import triton.language as tl
 
-from megakernel.ops.kernels.features import EMPTY, dot, rounded
+from megakernel.ops.kernels.primitives import EMPTY, dot, rounded
 
 
 @triton.jit

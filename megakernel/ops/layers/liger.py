@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megakernel.config.extras import install
-from megakernel.ops.kernels.features import power_of_two
+from megakernel.ops.kernels.primitives import power_of_two
 
 WIDEST = 65_536
 """The widest rows that Liger-Kernel's programs can hold."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from megakernel.ops.kernels.features import INTERPRETED, exp, rounded
+from megakernel.ops.kernels.primitives import INTERPRETED, exp, rounded
 
 
 class FilterShape(NamedTuple):

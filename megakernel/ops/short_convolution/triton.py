@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.documents import Positions
-from megakernel.ops.kernels.features import cdiv, power_of_two
 from megakernel.ops.kernels.launch import MIN_PROGRAMS, Rows, contiguous_rows, launch
+from megakernel.ops.kernels.primitives import cdiv, power_of_two
 from megakernel.ops.short_convolution import kernels
 from megakernel.ops.short_convolution.kernels import FilterShape
 

@@ -26,8 +26,8 @@ import triton.language as tl
 from torch import Tensor
 
 from megakernel.ops.kernels.arguments import head_ptr, load_vector
-from megakernel.ops.kernels.features import EMPTY, dot, load_rows, padded, rounded, store_rows
 from megakernel.ops.kernels.launch import Rows
+from megakernel.ops.kernels.primitives import EMPTY, dot, load_rows, padded, rounded, store_rows
 
 
 class Visible(NamedTuple):

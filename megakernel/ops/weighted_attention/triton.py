@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megakernel.ops.kernels.features import cdiv, padded
 from megakernel.ops.kernels.launch import Rows, launch
+from megakernel.ops.kernels.primitives import cdiv, padded
 from megakernel.ops.softmax_attention.spans import Spans
 from megakernel.ops.weighted_attention import kernels
 from megakernel.ops.weighted_attention.kernels import Pairs, Visible, Weighting

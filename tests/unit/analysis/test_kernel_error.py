@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megakernel.ops.feature_maps import FeatureMap
-from megakernel.ops.phi import features
+from megakernel.ops.feature_maps import Map, features
 from tests.unit.analysis.kernel_error import prf_error, prf_kernel, rks_error, rks_kernel
 
 WIDTH, SAMPLES, DRAWS = 4, 16, 50_000
@@ -38,7 +37,7 @@ def estimates(name: str, means: Tensor, factors: Tensor, q: Tensor, k: Tensor) -
     noise = torch.randn(DRAWS, 1, SAMPLES, WIDTH, generator=draw, dtype=torch.float64)
     omega = (noise @ factors + means[:, None]).flatten(1, 2)
     unscaled = torch.stack([q, k]).expand(1, DRAWS, 1, 2, WIDTH) * WIDTH**0.25
-    values, log_scale = features(FeatureMap(name, components=len(means)), unscaled, omega)
+    values, log_scale = features(Map(name, components=len(means)), unscaled, omega)
     kernel = (values[..., 0, :] * values[..., 1, :]).sum(-1).flatten()
     return kernel if log_scale is None else kernel * torch.exp(log_scale.sum(-1)).flatten()
 

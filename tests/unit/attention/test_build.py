@@ -3,8 +3,8 @@ import torch
 
 from megakernel.attention import ALL_HEADS, AttentionInputs, HeadShard, Rotary, build
 from megakernel.attention.compression import pooling_logits
-from megakernel.attention.features import orthogonal_gaussian
 from megakernel.attention.heads import generator
+from megakernel.attention.map_parameters import orthogonal_gaussian
 from megakernel.config.attention import PRESETS, Attention, expand_preset
 from tests.unit.attention.shards import Table, ThreadShard
 

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from megakernel.attention import AttentionLayer, build
-from megakernel.attention.features import FrequencyGenerator, Projection
+from megakernel.attention.map_parameters import FrequencyGenerator, Projection
+from megakernel.ops.feature_maps import features
 from megakernel.ops.kernel_attention import kernel_attention
-from megakernel.ops.phi import features
 from megakernel.ops.projections import FastFood, project
 from tests.oracles import assert_equal, every_array
 from tests.unit.analysis.kernel_error import rks_kernel

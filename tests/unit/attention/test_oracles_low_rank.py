@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megakernel.attention import build
+from megakernel.ops.feature_maps import features
 from megakernel.ops.kernel_attention import kernel_attention
-from megakernel.ops.phi import features
 from tests.oracles import KEPT, arrays, assert_equal, heads, joined
 
 RNN_EPS, PERFORMER_EPS = 1e-6, 1e-4

@@ -3,10 +3,11 @@ import math
 import pytest
 import torch
 
-from megakernel.ops.feature_maps import FEATURE_MAPS, FeatureMap
+from megakernel.ops.feature_maps import FEATURE_MAPS, Map, features
 from megakernel.ops.kernel_attention import kernel_attention
-from megakernel.ops.phi import features
-from megakernel.ops.projections import FastFood
+from megakernel.ops.projections import FastFood, dense
+
+from .comparing import assert_same, random
 
 
 def phi(name, x, projection=None):
@@ -73,7 +74,7 @@ def test_components_are_added_and_not_averaged():
     x, first, second = torch.randn(3, 4), torch.randn(5, 4), torch.randn(5, 4)
     for name in ("rks", "prf"):
         alone = sum(phi(name, x, omega) @ phi(name, x, omega).T for omega in (first, second))
-        both = phi(FeatureMap(name, components=2), x, torch.cat([first, second]))
+        both = phi(Map(name, components=2), x, torch.cat([first, second]))
         torch.testing.assert_close(both @ both.T, alone)
 
 
@@ -82,14 +83,12 @@ def test_components_are_added_and_not_averaged():
 def test_smoothing_adds_a_constant_to_the_kernel(name, smoothing):
     x, weight = 3 * torch.randn(3, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
     projection = weight if FEATURE_MAPS[name].projected else None
-    plain, smooth = phi(name, x, projection), phi(FeatureMap(name, smoothing=smoothing), x, projection)
+    plain, smooth = phi(name, x, projection), phi(Map(name, smoothing=smoothing), x, projection)
     torch.testing.assert_close(smooth @ smooth.T, plain @ plain.T + smoothing**2)
 
 
 def test_smoothed_positive_features_stay_finite_where_the_kernel_vanishes():
-    values, log_scale = features(
-        FeatureMap("prf", smoothing=1.0), 1e3 * torch.ones(1, 1, 1, 1, 4), torch.eye(4)
-    )
+    values, log_scale = features(Map("prf", smoothing=1.0), 1e3 * torch.ones(1, 1, 1, 1, 4), torch.eye(4))
     assert values.isfinite().all()
     assert (values[..., -1] * torch.exp(log_scale)).item() == 1.0
 
@@ -105,6 +104,22 @@ def test_a_denominator_of_true_zero_gives_zero_and_a_negative_one_divides(backen
     assert kernel_attention(q, k, v, **options).flatten().tolist() == [2.0, 0.0]
     key_weights = torch.tensor([0.0, 1.0], dtype=torch.float64)
     assert kernel_attention(q, k, v, key_weights=key_weights, **options).flatten().tolist() == [0.0, 5.0]
+
+
+@pytest.mark.parametrize("name", [name for name, form in FEATURE_MAPS.items() if form.sampled])
+def test_fast_transforms_give_the_features_of_their_dense_matrix(name):
+    """With two blocks, tokens padded from 6 to 8, and gradients of the tokens and all diagonals."""
+    x = random(2, 3, 5, 6)
+    diagonals = [random(3, 2, 8, seed=seed) for seed in (1, 2, 3)]
+    order = random(3, 2, 8, seed=4).detach().argsort(-1)
+
+    def run(backend):
+        projection = FastFood(*diagonals, order)
+        projection = dense(projection, 6) if backend == "reference" else projection
+        values, logs = features(name, x[:, :, None], projection)
+        return [values] if logs is None else [values * logs[..., None].exp()]
+
+    assert_same(run, [x, *diagonals])
 
 
 def test_a_fastfood_that_does_not_fit_is_refused():

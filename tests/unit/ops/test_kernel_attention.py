@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from megakernel.attention import WHOLE_SEQUENCE
-from megakernel.ops.feature_maps import FeatureMap
+from megakernel.ops.feature_maps import Map
 from megakernel.ops.kernel_attention import kernel_attention
 from megakernel.ops.partial_output import kernels_check
 from megakernel.ops.state import KernelState
@@ -151,7 +151,7 @@ def with_shape(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
             },
             "initial_state next to exchange",
         ),
-        ({"feature_map": FeatureMap("elu", smoothing=-1.0)}, "feature_map has smoothing=-1.0"),
+        ({"feature_map": Map("elu", smoothing=-1.0)}, "feature_map has smoothing=-1.0"),
         ({"positions": 0, "cu_seqlens": torch.tensor([0, 46])}, "positions next to cu_seqlens"),
         ({"positions": [0, 1]}, r"positions=\[0, 1\]; expected an int"),
         ({"exchange_after": WHOLE_SEQUENCE.start_suffix}, "expected exchange alone"),

@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from megakernel.attention import Rotary
+from megakernel.ops.feature_maps import LayerMap
 from megakernel.ops.flurka_attention import flurka_attention
 from megakernel.ops.kernel_attention import kernel_attention
-from megakernel.ops.phi import Phi
 from megakernel.ops.weighted_attention import weighted_attention
 from megakernel.ops.window_attention import window_attention
 from tests.unit.ops.comparing import assert_same, random
@@ -21,7 +21,7 @@ def inputs():
 
 def test_a_component_of_prior_0_does_not_set_the_scale():
     near, far = torch.zeros(1, 1, 1, 5, WIDTH), torch.full((1, 1, 1, 5, WIDTH), 60.0)
-    phi = Phi("favor", torch.eye(WIDTH), torch.tensor([[1.0, 0.0]]))
+    phi = LayerMap("favor", torch.eye(WIDTH), torch.tensor([[1.0, 0.0]]))
     torch.testing.assert_close(phi.of_keys(torch.cat([near, far], -1)), phi.of_queries(near))
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megakernel.ops.feature_maps import features
 from megakernel.ops.kernel_attention import kernel_attention
-from megakernel.ops.phi import features
 from tests.oracles import FOLDER, arrays, assert_equal
 
 EPS = 1e-6

@@ -70,12 +70,12 @@ class RandomMatrix(Projection):
         return self.matrix()
 
 
-def op_map(config: FeatureMap) -> ops.FeatureMap:
+def op_map(config: FeatureMap) -> ops.Map:
     """The op's feature map; the op does not depend on where omega comes from."""
     name: str = "rks" if config.name == "rff" else config.name
     if name.endswith(("_rks", "_prf")):
         name = name[-3:]
-    return ops.FeatureMap(name, config.components if config.kind == "gmm" else 1, config.smoothing)
+    return ops.Map(name, config.components if config.kind == "gmm" else 1, config.smoothing)
 
 
 def draw_per_head(settings: LayerSettings, draw: Draw) -> Callable[[int], Tensor]:
