@@ -49,6 +49,14 @@ def _check_backend_for_cpu() -> None:
         )
 
 
+def has_bfloat16_products(device: torch.device) -> bool:
+    """Whether the device multiplies matrices in bfloat16; a CPU without AVX-512 converts every element instead."""
+    if device.type != "cpu":
+        return True
+    # The question that torch's own compiler asks; torch has no public one.
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def cuda_index(local_rank: int) -> int:
     """Index of the CUDA device of this process: its local rank, or 0 if it sees only one device.
 

@@ -18,6 +18,7 @@ from megakernel.model.flops import training_flops_per_token
 from megakernel.model.parameters import parameter_count
 from megakernel.model.settings import model_settings
 from megakernel.parallel import Mesh
+from megakernel.parallel.device import has_bfloat16_products
 from megakernel.parallel.long_work import long_work
 from megakernel.parallel.ranks import Ranks
 
@@ -155,6 +156,11 @@ class Trainer:
             f"{self.folder.path}: {count:,} parameters in {config.training.dtype} on {mesh.world_size} x "
             f"{_device_name(mesh.device)}{layout}; {steps - done:,} steps, {tokens:,} tokens to go"
         )
+        if config.training.dtype == "bfloat16" and not has_bfloat16_products(mesh.device):
+            self._note(
+                "warning: training.dtype=bfloat16: this CPU has no matrix products in bfloat16, and a step takes "
+                "several times as long as in float32; set training.dtype=float32"
+            )
         self._print_corpora()
 
     def _print_corpora(self) -> None:

@@ -1,6 +1,7 @@
 """A run starts from its newest valid checkpoint, or from the weights of another run."""
 
 import os
+import platform
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,18 @@ def test_parameters_and_flops_are_those_of_a_vocabulary_that_is_larger_than_the_
     last = metrics(tmp_path / "run")[-1]
     flops = training_flops_per_token(loaded.model, 128, ids, loaded.predicted_share)
     assert last["throughput/tflops"] / last["throughput/tokens_per_sec"] == pytest.approx(flops / 1e12)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="asks x86 for its instructions")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_cpu_without_products_in_bfloat16_is_named(dtype, corpus, tmp_path):
+    console = start(
+        write_config(tmp_path, corpus), 1, *SHORT, f"training.dtype={dtype}", "parallel.zero_stage=1"
+    )
+    slow = dtype == "bfloat16" and " avx512bw " not in Path("/proc/cpuinfo").read_text()
+    assert (
+        "warning: training.dtype=bfloat16: this CPU has no matrix products in bfloat16" in console
+    ) == slow
 
 
 @pytest.fixture(scope="module")
