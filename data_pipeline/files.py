@@ -40,23 +40,18 @@ ARROW = "Arrow"
 TEXT_FILE = "text"
 """Formats; all but the last are tables."""
 
-_TABLE_NAMES = {
-    ".jsonl": JSON_LINES,
-    ".jl": JSON_LINES,
-    ".jsonlines": JSON_LINES,
-    ".ndjson": JSON_LINES,
-    ".parquet": PARQUET,
-    ".arrow": ARROW,
-    ".feather": ARROW,
-}
-"""Extension -> format of files that are tables whatever they hold."""
+_JSON_LINES_NAMES = (".jsonl", ".jl", ".jsonlines", ".ndjson")
+"""Extensions of files that are JSON lines whatever they hold: what is none in them is a bad row."""
+
+_BINARY_TABLES = {".parquet": PARQUET, ".arrow": ARROW, ".feather": ARROW}
+"""Extension -> format of files that are such tables, or damaged ones, whatever they hold."""
 
 _SEPARATED = {".csv": CSV, ".tsv": TSV}
 
 EMPTY = "empty"
 """What an empty file is."""
 
-TABLE_ENDINGS = (*_TABLE_NAMES, ".json", *_SEPARATED)
+TABLE_ENDINGS = (*_JSON_LINES_NAMES, *_BINARY_TABLES, ".json", *_SEPARATED)
 """Usual names of tables, for messages."""
 
 _COMPRESSION_NAMES = (".gz", ".gzip", ".zst", ".zstd", ".xz", ".bz2", ".lz4")
@@ -200,8 +195,8 @@ def recognize(path: Path) -> File:
     name, ending = _ending(path)
     if why := _binary_name(head, path, ending):
         return File(path, what=why)
-    if head.startswith((b"PAR1", b"ARROW1")) or _TABLE_NAMES.get(ending) in (PARQUET, ARROW):
-        table = ARROW if head.startswith(b"ARROW1") or ending in (".arrow", ".feather") else PARQUET
+    if head.startswith((b"PAR1", b"ARROW1")) or ending in _BINARY_TABLES:
+        table = {b"PAR1": PARQUET, b"ARRO": ARROW}.get(head[:4]) or _BINARY_TABLES[ending]
         if name.startswith("cache-") and ending == ".arrow":
             return File(path, what="a cache of `datasets`")
         return File(path, table, table, named_table=True)
@@ -214,9 +209,9 @@ def recognize(path: Path) -> File:
             if not is_damage(error):
                 raise
             head = b""
-            if ending not in _TABLE_NAMES:
+            if ending not in _JSON_LINES_NAMES:
                 return File(path, what=f"damaged {compression}")
-        if not head and ending not in _TABLE_NAMES:
+        if not head and ending not in _JSON_LINES_NAMES:
             return File(path, what=f"empty, {compression}")
         if _compression(head) is not None:
             return File(path, what="compressed twice; decompress it once")
@@ -235,7 +230,7 @@ def _recognize_text(file: File, head: bytes, ending: str) -> File:
     text = decoder("replace").decode(head, is_whole).removeprefix("\ufeff")
 
     def found(table: str, sample: Iterable[Mapping[str, Any]] = (), one_object: bool = False) -> File:
-        named = ending in _TABLE_NAMES
+        named = ending in _JSON_LINES_NAMES
         shapes = {str(shape): shape for shape in map(_shape, sample)}
         return replace(
             file,
@@ -253,9 +248,9 @@ def _recognize_text(file: File, head: bytes, ending: str) -> File:
         return found(_SEPARATED[ending], [dict.fromkeys(split_header(header, _SEPARATED[ending]))])
     if (form := _json_form(file, text, is_whole)) is not None:
         table, rows, one_object = form
-        if ending in (*_TABLE_NAMES, ".json") or not one_object:
+        if ending in (*_JSON_LINES_NAMES, ".json") or not one_object:
             return found(table, rows, one_object)
-    elif ending in _TABLE_NAMES:
+    elif ending in _JSON_LINES_NAMES:
         return found(JSON_LINES)
     try:
         decoder().decode(head, is_whole)

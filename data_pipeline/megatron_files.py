@@ -67,6 +67,10 @@ def open_files(key: str, prefix: Path, data: Data, read: bool) -> tuple[Path, Ma
     """
     folder, spec = home(prefix, data), data.tokenizer
     if spec is None:
+        if (prefix.parent / FILE).is_file():
+            raise UserError(
+                f"{key}={prefix} is a split of the prepared folder {prefix.parent}; name the folder"
+            )
         raise UserError(
             f"{key}={prefix} are token files of Megatron, which do not name their tokenizer; set data.tokenizer to the "
             "one that made them: byte, or a Hugging Face tokenizer's folder or hub name"

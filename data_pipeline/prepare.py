@@ -505,8 +505,9 @@ def _validation_bound(source: DocumentSource, request: PrepareRequest) -> float:
             return bound
     if smallest == largest:
         raise UserError(
-            f"--validation-fraction {request.validation_fraction} cannot split one document (documents stay whole); "
-            "give more documents, or set the fraction to 0 for no validation split"
+            f"--validation-fraction {request.validation_fraction} cannot split one document, or several "
+            "of the same content (documents stay whole); give more documents, or set the fraction to 0 for no "
+            "validation split"
         )
     return largest if largest < bound else smallest + 1
 

@@ -19,7 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_model_arguments(parser)
     prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="TEXT", help="text to continue; '' begins a new document")
+    prompt.add_argument(
+        "--prompt",
+        metavar="TEXT",
+        action="append",
+        help="text to continue; '' begins a new document; may be given several times",
+    )
     prompt.add_argument(
         "--prompt-file",
         metavar="FILE",
@@ -132,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
         step=args.step,
     )
     if len(prompts) == args.samples == 1 and args.prompts is None:
-        print("" if args.chat else args.prompt or "", end="", flush=True)
+        print(prompts[0]["shown"], end="", flush=True)
         for piece in pieces:
             print(piece.text, end="", flush=True)
         print()
@@ -146,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
             title = prompt["title"] if len(prompts) > 1 else ""
             sample = f"sample {number} of {args.samples}" if args.samples > 1 else ""
             print(f"=== {', '.join(filter(None, (title, sample)))}")
-            print(("" if args.chat else args.prompt or "") + text, flush=True)
+            print(prompt["shown"] + text, flush=True)
     return 0
 
 
@@ -164,15 +169,22 @@ def _completed(pieces: Iterator[Any], prompts: int, samples: int) -> Iterator[li
 
 
 def _read_prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One dict per prompt: `prompt` or, with --chat, `messages`; `line`, its object in --prompts; `title`."""
+    """One dict per prompt: `prompt` or, with --chat, `messages`; `line`, its object in --prompts; `title`; `shown`,
+    what is printed before its continuation."""
     if args.prompts is not None:
         lines = _read_jsonl(args.prompts, args.chat)
-        prompts: list[dict[str, Any]] = [{"line": line, "title": ""} for line in lines]
+        prompts: list[dict[str, Any]] = [{"line": line, "title": "", "shown": ""} for line in lines]
     elif args.prompt_file is not None:
         texts = [_read_text("--prompt-file", name) for name in args.prompt_file]
-        prompts = [{"line": {"prompt": text}, "title": name} for text, name in zip(texts, args.prompt_file)]
+        prompts = [
+            {"line": {"prompt": text}, "title": name, "shown": ""}
+            for text, name in zip(texts, args.prompt_file)
+        ]
     else:
-        prompts = [{"line": {"prompt": args.prompt}, "title": ""}]
+        prompts = [
+            {"line": {"prompt": text}, "title": f"prompt {number}", "shown": "" if args.chat else text}
+            for number, text in enumerate(args.prompt, 1)
+        ]
     for number, prompt in enumerate(prompts, 1):
         line = prompt["line"]
         if not args.chat:

@@ -18,9 +18,9 @@ OPTIONAL_PARTS = ("short_convolution", "output_norm", "output_gate")
 class Attention(Algebra):
     """One attention mechanism: a preset name, `{preset: NAME, ...changes}`, or these keys (docs/formulas.md, 1).
 
-    A mapping with `preset` or `similarity` replaces that of an extended file; other keys change it. On the command
-    line, `model.attention.similarity=softmax` changes one key, while `model.attention={similarity: softmax}` and
-    `model.attention.preset=softmax` replace all.
+    A mapping with `preset`, `mechanism` or `similarity` replaces that of an extended file; other keys change it. On
+    the command line, `model.attention.similarity=softmax` changes one key, while
+    `model.attention={similarity: softmax}` and `model.attention.preset=softmax` replace all.
     """
 
     @property

@@ -40,6 +40,10 @@ _TAKEN_BY: dict[str, tuple[str, ...]] = {
 """Option -> maps that use it."""
 
 
+_ELEMENTWISE = {"elu": 1.0, "relu": 0.0, "identity": 0.0}
+"""Maps of every component by itself -> the square of what they make of 0."""
+
+
 def _is_trigonometric(name: str) -> bool:
     return name == "rff" or name.endswith("_rks")
 
@@ -106,13 +110,12 @@ class FeatureMap(Section):
 
     def similarity_at_zero(self, head_dim: int) -> float:
         """phi(0).phi(0): 0 for relu and identity; exp(q.k) of softmax would give 1."""
-        if self.name in ("relu", "identity"):
-            at_zero = 0.0
-        elif self.name == "elu":
-            at_zero = float(head_dim)
+        if self.name in _ELEMENTWISE:
+            at_zero = _ELEMENTWISE[self.name] * head_dim
         elif self.name == "hedgehog":
             at_zero = 2 / head_dim
         else:
+            assert self.name in _RANDOM, f"{self.name} needs a case here"
             at_zero = float(self.components) if self.kind == "gmm" else 1.0
         return at_zero + self.smoothing**2
 
@@ -138,10 +141,11 @@ class FeatureMap(Section):
 
     def width(self, head_dim: int) -> int:
         """F, the length of phi(x)."""
-        if self.name in ("elu", "relu", "identity"):
+        if self.name in _ELEMENTWISE:
             width = head_dim
         elif self.name == "hedgehog":
             width = 2 * head_dim
         else:
+            assert self.name in _RANDOM, f"{self.name} needs a case here"
             width = (2 if self.is_trigonometric else 1) * self.frequencies(head_dim)
         return width + (self.smoothing > 0)

@@ -41,7 +41,7 @@ def read_composed(path: Path, parents: tuple[Path, ...] = ()) -> dict[str, Any]:
 def merge_config(
     base: Mapping[str, Any],
     changes: Mapping[str, Any],
-    replaced_by: tuple[str, ...] = ("preset", "similarity"),
+    replaced_by: tuple[str, ...] = ("preset", "mechanism", "similarity"),
 ) -> dict[str, Any]:
     """`changes` merged over `base` key by key, except for attention and corpora.
 

@@ -17,10 +17,10 @@ LR_SCALE = "share_of_lr"
 """Key of a parameter group: factor of the step's learning rate."""
 
 
-def parameter_groups(model: nn.Module, settings: configuration.Optimizer) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, settings: configuration.Optimizer) -> dict[str, dict[str, Any]]:
     """AdamW groups of trained weights: matrices with weight decay; norms, biases and mechanisms' own weights without.
 
-    Mechanisms' weights are a separate group only if mechanism_lr is set.
+    Mechanisms' weights are a separate group only if mechanism_lr is set. Groups have names, and at least one weight.
     """
     decayed: list[nn.Parameter] = []
     free: list[nn.Parameter] = []
@@ -35,12 +35,12 @@ def parameter_groups(model: nn.Module, settings: configuration.Optimizer) -> lis
         else:
             (free if mechanism or len(shape) < 2 else decayed).append(parameter)
     share = (settings.mechanism_lr or settings.lr) / settings.lr
-    groups: list[dict[str, Any]] = [
-        {"params": decayed, "weight_decay": settings.weight_decay, LR_SCALE: 1.0},
-        {"params": free, "weight_decay": 0.0, LR_SCALE: 1.0},
-        {"params": owned, "weight_decay": 0.0, LR_SCALE: share},
-    ]
-    return [group for group in groups if group["params"]]
+    groups: dict[str, dict[str, Any]] = {
+        "matrices": {"params": decayed, "weight_decay": settings.weight_decay, LR_SCALE: 1.0},
+        "norms and biases": {"params": free, "weight_decay": 0.0, LR_SCALE: 1.0},
+        "weights of mechanisms": {"params": owned, "weight_decay": 0.0, LR_SCALE: share},
+    }
+    return {name: group for name, group in groups.items() if group["params"]}
 
 
 def is_trained(config: configuration.Config, name: str) -> bool:
@@ -118,15 +118,18 @@ def build_optimizer(
 ) -> torch.optim.AdamW:
     """The optimizer that DeepSpeed wraps; its learning rate is set before every step. Called on all ranks.
 
-    Raises UserError, alike on all ranks, if pipeline stages have different numbers of parameter groups.
+    Raises UserError, alike on all ranks, if pipeline stages have different parameter groups.
     """
     groups = parameter_groups(model, settings)
     # DeepSpeed sums norms over the stages group by group.
-    if len(set(mesh.gather_objects(len(groups)))) > 1:
+    stages = dict(mesh.gather_objects((mesh.pp.rank, tuple(groups))))
+    if len(set(stages.values())) > 1:
+        trained = "; ".join(f"stage {stage}: {', '.join(names)}" for stage, names in sorted(stages.items()))
         raise UserError(
-            f"parallel.pipeline={mesh.pp.size}: attention layers own weights on some stages and none on others, which "
-            f"optimizer.trained={settings.trained} and mechanism_lr={settings.mechanism_lr} train apart from the rest; "
-            "set optimizer.mechanism_lr: null and optimizer.trained: all, or another parallel.pipeline"
+            f"parallel.pipeline={mesh.pp.size}: with optimizer.trained={settings.trained} and "
+            f"mechanism_lr={settings.mechanism_lr}, stages train different groups of weights ({trained}), over which "
+            "DeepSpeed cannot sum norms; set optimizer.mechanism_lr: null and optimizer.trained: all, or another "
+            "parallel.pipeline"
         )
     options: dict[str, Any] = {
         "lr": settings.lr,
@@ -136,5 +139,5 @@ def build_optimizer(
         "fused": True,
     }
     if deepspeed_clips:
-        return torch.optim.AdamW(groups, **options)
-    return ClippedAdamW(groups, mesh, settings.clip_grad_norm, **options)
+        return torch.optim.AdamW(list(groups.values()), **options)
+    return ClippedAdamW(list(groups.values()), mesh, settings.clip_grad_norm, **options)

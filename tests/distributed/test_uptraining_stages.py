@@ -56,7 +56,7 @@ REFUSED = {
         "uptrain=null",
         PATTERN,
         "run.name=lacks_groups",
-    ): "attention layers own weights on some stages and none on",
+    ): "stage 0: matrices, norms and biases, weights of mechanisms; stage 1: matrices, norms and biases; ",
     (
         "uptrain=null",
         PATTERN,

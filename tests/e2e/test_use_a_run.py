@@ -163,6 +163,13 @@ def test_an_empty_prompt_starts_a_document(run):
     assert generated_text(run, prompt="") != ""
 
 
+def test_generate_continues_each_of_several_prompts(run, capsys):
+    command = ["generate", str(run), "--prompt", "import", "--prompt", "def", "--max-new-tokens", "30"]
+    assert main([*command, "--temperature", "0"]) == 0
+    first, second = (generated_text(run, prompt, temperature=0) for prompt in ("import", "def"))
+    assert capsys.readouterr().out == f"=== prompt 1\nimport{first}\n=== prompt 2\ndef{second}\n"
+
+
 def test_generate_prints_the_prompt_and_its_continuation(run, capsys):
     command = ["generate", str(run), "--prompt", "import é", "--max-new-tokens", "30", "--temperature", "1"]
     assert main(command) == 0

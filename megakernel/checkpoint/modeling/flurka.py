@@ -49,8 +49,9 @@ class FlurkaAttention(Attention, kind="flurka"):
         elif self.join == "shared":
             self.far_weight = nn.Parameter(torch.zeros(self.num_heads))
             # The similarity of unrelated keys, phi(0).phi(0), is 1 under softmax.
-            known = {"relu": 0, "identity": 0, "elu": self.head_dim, "hedgehog": 2 / self.head_dim}
-            unrelated = known.get(phi["name"], 1) + phi["smoothing"] ** 2
+            of_zeros = {"relu": 0, "identity": 0, "elu": self.head_dim, "hedgehog": 2 / self.head_dim}
+            of_zeros |= {"favor": 1, "rff": 1}
+            unrelated = of_zeros[phi["name"]] + phi["smoothing"] ** 2
             self.far_scale = -math.log(unrelated) if unrelated else 0.0
         else:
             self.gate_bias = nn.Parameter(torch.full((self.num_heads,), float(self.near["gate_bias"])))

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from megakernel.attention import AttentionLayer, build
 from megakernel.attention.map_parameters import FrequencyGenerator, Projection
+from megakernel.config.feature_map import FeatureMap, FeatureMapName
 from megakernel.ops.feature_maps import features
 from megakernel.ops.kernel_attention import kernel_attention
 from megakernel.ops.projections import FastFood, project
@@ -154,3 +155,15 @@ def test_generative_prf_equals_learning_the_kernel(mode):
     # The factor halves the published denominator, so EPS counts twice.
     assert_equal(attention(projection, oracle, eps=2 * EPS), oracle[f"{mode}.out"])
     assert_equal(attention(projection, oracle, eps=2 * EPS, masked=True), oracle[f"{mode}.out_masked"])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("smoothing", [0.0, 0.5])
+@pytest.mark.parametrize("name", FeatureMapName.__args__)
+def test_the_configuration_knows_the_width_of_every_map_and_the_similarity_of_zeros(name, smoothing):
+    projection = layer(name, smoothing=smoothing).projection
+    config = FeatureMap(name=name, smoothing=smoothing)
+    of_zeros = phi(projection, torch.zeros(1, HEADS, 1, WIDTH, dtype=torch.float64))
+    assert of_zeros.shape[-1] == config.width(WIDTH)
+    expected = torch.full_like(of_zeros[..., 0], config.similarity_at_zero(WIDTH))
+    torch.testing.assert_close(of_zeros.square().sum(-1), expected)

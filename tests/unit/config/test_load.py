@@ -1,6 +1,7 @@
 import pytest
+import yaml
 
-from megakernel.config import ConfigError, from_yaml, load, to_yaml
+from megakernel.config import Attention, ConfigError, expand_preset, from_yaml, load, to_yaml
 
 from . import trees
 
@@ -91,6 +92,15 @@ def test_overriding_the_similarity_alone_keeps_the_other_keys_and_names_those_th
 def test_overriding_corpora_replaces_them_all(tmp_path):
     path = trees.file(tmp_path, data={"train": {"data/a": 1.0, "data/b": 2.0}})
     assert [str(corpus.path) for corpus in load(path, ["data.train={data/c: 1}"]).data.train] == ["data/c"]
+
+
+@pytest.mark.parametrize(
+    "attention", ["{preset: softmax}", "{similarity: softmax}", "{mechanism: simple_gla}"]
+)
+def test_an_attention_of_its_own_replaces_that_of_the_file(tmp_path, attention):
+    path = trees.file(tmp_path, model={"attention": {"preset": "flurka", "near": {"gate_bias": 1.0}}})
+    found = load(path, [f"model.attention={attention}"]).model.attention
+    assert found == Attention.model_validate(expand_preset(yaml.safe_load(attention)))
 
 
 def test_all_invalid_overrides_are_named(tmp_path):

@@ -150,6 +150,9 @@ def test_a_prefix_without_a_tokenizer_or_with_another_is_refused(prefix: Path, t
     assert "do not name their tokenizer; set data.tokenizer to the one that made them" in error_of(
         prefix, tokenizer=None
     )
+    assert error_of(corpus / "train", tokenizer=None).endswith(
+        f"is a split of the prepared folder {corpus}; name the folder"
+    )
     assert "would have to be trained" in error_of(prefix, tokenizer="bpe:300")
     assert "cannot be loaded" in error_of(prefix, tokenizer=str(tmp_path / "none"))
     large = write(tmp_path / "large", [[5, 300, 256]])

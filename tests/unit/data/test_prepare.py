@@ -218,7 +218,9 @@ def test_text_that_cannot_be_split_is_refused_before_it_is_tokenized(
     (tmp_path / "copy.txt").write_text("one document")
     with monkeypatch.context() as patch:
         patch.setattr("data_pipeline.prepare.parallel_map", None)
-        with pytest.raises(ValueError, match=r"--validation-fraction 0\.2 cannot split one document"):
+        with pytest.raises(
+            ValueError, match=r"--validation-fraction 0\.2 cannot split one document, or several of the same"
+        ):
             prepared(tmp_path / "out", [str(tmp_path / "one.txt"), str(tmp_path / "copy.txt")])
     manifest = prepared(tmp_path / "out", [str(tmp_path / "one.txt")], validation_fraction=0.0)
     assert list(manifest.splits) == ["train"]

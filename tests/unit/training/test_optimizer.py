@@ -21,7 +21,7 @@ def groups(model, **settings):
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [
         (group["weight_decay"], group[LR_SCALE], {names[id(parameter)] for parameter in group["params"]})
-        for group in parameter_groups(model, Optimizer(weight_decay=0.1, **settings))
+        for group in parameter_groups(model, Optimizer(weight_decay=0.1, **settings)).values()
     ]
 
 
