@@ -1,6 +1,6 @@
-"""Linear layers: Megatron-core's tensor-parallel ones, or whole matrices in a single process.
+"""Linear layers: Megatron-core's tensor-parallel ones, or whole matrices where there are no process groups.
 
-Megatron-core takes seconds to import, so a single process, for example in generation, does without it.
+Megatron-core takes seconds to import, so generation, evaluation and exports do without it.
 """
 
 import math
