@@ -78,6 +78,15 @@ def test_outputs_states_and_gradients_equal_the_reference(positions, dtype, draw
     assert_agrees(partial(whole, positions=on(device, POSITIONS[positions])), leaves, draw, TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_factors_of_values_agree_with_the_reference(dtype, draw, device):
+    leaves = tokens(draw, device, dtype, width=24)
+    leaves["value_scale"] = torch.rand(1, 2, LENGTH, generator=draw).to(device) + 0.01
+    leaves["state"] = torch.randn(1, 2, 24, 24, generator=draw).to(device)
+    packed = partial(whole, positions=on(device, POSITIONS["packed"]))
+    assert_agrees(packed, leaves, draw, TOLERANCE[dtype])
+
+
 def test_a_decay_that_leaves_nothing_does_not_disturb_later_tokens(draw, device):
     leaves = tokens(draw, device, torch.float32, width=24)
     leaves["log_decay"][:, :, ::7] = -1e6

@@ -276,12 +276,15 @@ class KernelLaunches(NamedTuple):
             of_keys = products_of_tokens(dproj.movedim(0, 2).flatten(1, 2), keys, self.seq.heads)
             of_queries = query_backward.projection_grad()
             grads = grads._replace(projection=gradient_of_projection(self.projection, of_keys, of_queries))
+        if key_weights is not None:
+            grads = grads._replace(key_weights=dkey_weights)
         if decay is None or dkey_weights is None:
-            return grads._replace(key_weights=dkey_weights)
-        # Weights are linear in q, so q.dq is the gradient of the log scale of a query's weights.
+            return grads
+        # Gradients of the log scales of a key and of a query, in both of which their weights are linear.
+        of_keys = dkey_weights if key_weights is None else dkey_weights * key_weights
         q, dq = query_backward.queries.tokens.rows.pointer, query_backward.grads.q
         of_queries = (q.float() * dq).sum(-1).unflatten(1, (self.seq.heads, -1)).sum(2)
-        sums = (dkey_weights, of_queries, *states.of_entering)
+        sums = (of_keys, of_queries, *states.of_entering)
         return grads._replace(
             log_decay=gradient_of_decay(*sums, self.seq, launcher.segment, decay_after_read=False)
         )

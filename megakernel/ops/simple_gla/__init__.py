@@ -13,6 +13,7 @@ from megakernel.ops.arguments import (
     check_heads,
     check_positions,
     expand_log_decay,
+    expand_tokens,
     matrix_state,
 )
 from megakernel.ops.chunks import token_queries, unchunk_token
@@ -49,8 +50,7 @@ def simple_gla(
         v: (B, H_kv, N, D).
         log_decay: log a <= 0, broadcastable to (B, H_kv, N): log factor of the state before the token is added.
         value_scale: factor of v, broadcastable to (B, H_kv, N), such as Mamba-2's step, in float32 or better.
-            The product is not rounded to the dtype of v, because gradients of decays are differences of sums over it;
-            only the kernels round it.
+            The product is not rounded to the dtype of v, because gradients of decays are differences of sums over it.
         positions: (B, N) positions within documents, or the position of the first token if each sequence holds one
             document. A document begins with an empty state.
         initial_state: (B, H_kv, d, D), the state that sequences continue from.
@@ -70,24 +70,29 @@ def simple_gla(
     check_entering(initial_state, exchange)
     log_decay = expand_log_decay(log_decay, k)
     state = None if initial_state is None else matrix_state(initial_state, k, v)
-    values = v if value_scale is None else v * value_scale[..., None]
-    out, leaving = choose(IMPLEMENTATIONS, backend)(q, k, values, log_decay, positions, state, exchange)
+    if value_scale is not None:
+        value_scale = expand_tokens("value_scale", value_scale, k)
+    out, leaving = choose(IMPLEMENTATIONS, backend)(
+        q, k, v, log_decay, value_scale, positions, state, exchange
+    )
     return out.to(v.dtype), leaving
 
 
 def _with_exchange(attend: Implementation) -> Implementation:
-    """Add the `exchange` argument to an `attend` that works on whole sequences."""
+    """Add the arguments `value_scale` and `exchange` to an `attend` that works on whole sequences."""
 
     def attend_shard(
         q: Tensor,
         k: Tensor,
         v: Tensor,
         log_decay: Tensor,
+        value_scale: Tensor | None,
         positions: Positions,
         state: Tensor | None,
         exchange: Exchange | None,
     ) -> tuple[Tensor, Tensor]:
-        out, leaving = attend(q, k, v, log_decay, positions, matrix_state(state, k, v))
+        values = scaled_values(v, value_scale)
+        out, leaving = attend(q, k, values, log_decay, positions, matrix_state(state, k, v))
         if exchange is None:
             return out, leaving
         entering = exchange(unscaled_state(leaving), carry_factor(positions, q, log_decay)).wait()
@@ -100,6 +105,11 @@ def _with_exchange(attend: Implementation) -> Implementation:
         return out + (scaled(q, entered.dtype) @ entered) * kept[..., None], leaving
 
     return attend_shard
+
+
+def scaled_values(v: Tensor, value_scale: Tensor | None) -> Tensor:
+    """v times its factor, in the wider dtype of both."""
+    return v if value_scale is None else v * value_scale[..., None]
 
 
 def unscaled_state(sums: Tensor) -> KernelState:

@@ -14,7 +14,7 @@ from megakernel.ops.kernel_attention.triton import (
     unsupported_features,
     unsupported_tiles,
 )
-from megakernel.ops.simple_gla import chunked, unscaled_state
+from megakernel.ops.simple_gla import chunked, scaled_values, unscaled_state
 from megakernel.ops.state import Exchange
 
 MAP = "identity"
@@ -31,21 +31,22 @@ def attend(
     k: Tensor,
     v: Tensor,
     log_decay: Tensor,
+    value_scale: Tensor | None,
     positions: Positions,
     state: Tensor | None,
     exchange: Exchange | None,
 ) -> tuple[Tensor, Tensor]:
     """Same arguments and results as the other implementations, in bfloat16 or float32.
 
-    A decoding step runs in PyTorch.
+    Factors of values are the kernels' weights of keys, which stay in float32. A decoding step runs in PyTorch.
     """
     if q.shape[2] == 1 and exchange is None and state is not None:
-        return chunked(q, k, v, log_decay, positions, state)
+        return chunked(q, k, scaled_values(v, value_scale), log_decay, positions, state)
     starts, start = document_starts(positions, k.shape[2])
     # The kernels expect a column of normalizers after the values; it is unused here.
     first = None if state is None else unscaled_state(F.pad(state, (0, 1)))
     static = KernelStatic(MAP, components=1, causal=True, normalize=False, start=start)
-    keys = KernelKeyTensors(k, v.to(k.dtype), log_decay=log_decay, starts=starts)
+    keys = KernelKeyTensors(k, v.to(k.dtype), key_weights=value_scale, log_decay=log_decay, starts=starts)
     outputs, _, last = operators.attend(static, KernelQueryTensors(q), keys, positions, first, exchange)
     assert last is not None
     return outputs.out, last.sums[..., :-1] * last.log_scale.exp()[..., None, None]
