@@ -62,6 +62,8 @@ def sent_bytes(config: Config, vocab_size: int, mesh: Mesh) -> dict[tuple[str, s
     """
     axes = [(name, getattr(mesh, name)) for name in ("model", "gradient", "pp", "cp", "tp")]
     axes.append(("cp", mesh.states))
+    if (copies := mesh.copies(config.model.kv_heads)) is not None:
+        axes.append(("tp", copies))
     names = {axis.group.group_name: name for name, axis in axes if axis.size > 1}
     single_rank_groups = {axis.group.group_name for _, axis in axes if axis.size == 1}
     engine = Engine(config, model_settings(config, mesh, vocab_size))

@@ -38,7 +38,11 @@ _LAYOUTS = """
 ## Layouts
 
 How each preset can be partitioned along the axes of `parallel`. *Tensor* ranks split the heads, so their number must
-divide the number of heads; every rank holds the parameters that heads share. *Sequence parallel* is
+divide the number of heads; every rank holds the parameters that heads share. With fewer key heads than tensor ranks
+(`model.num_kv_heads: 2`, `parallel.tensor: 8`), equally many neighbouring ranks have the same key head. Each of them
+computes a part of its keys and values, which they gather, and has a copy of its other parameters, such as a feature
+map's, whose gradients they sum. `selected` and `flurka_selected` refuse this, because all queries of a key head choose
+blocks together. *Sequence parallel* is
 `parallel.sequence_parallel`: tokens are gathered before the layer, and landmarks of the input are summed, too.
 *Context* names what shards of a sequence exchange: a `state`, whose size does not depend on the number of tokens; a
 `halo`, the end of the previous shard, in whole blocks; `landmarks`; `tokens`, the keys and values of all shards; or

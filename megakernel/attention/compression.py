@@ -92,7 +92,8 @@ class Compressor(FullPrecision):
         """
         if self.matrices is None:
             return like.new_full((1, 1, self.block_size), 1 / self.block_size, dtype=accum_dtype(like.dtype))
-        matrices = self.matrices if self.per_head else self.heads.shared(self.matrices)
+        passed = self.heads.of_key_head if self.per_head else self.heads.shared
+        matrices = passed(self.matrices)
         matrices = matrices.to(like.device)
         return matrices.to(accum_dtype(matrices.dtype)).softmax(-1) if self.normalized else matrices
 

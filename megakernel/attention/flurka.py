@@ -81,7 +81,7 @@ class FlurkaAttention(NearFarAttention):
             shift=shift,
             gate=self.gate_bias_logits(),
             gate_weight=getattr(self, "gate_weight", None),
-            far_mass=getattr(self, "far_mass", None),
+            far_mass=self.heads.of_key_head(self.far_mass) if self.near.kind == "kernel" else None,
             far_weight=self._far_scale(),
             log_decay=self._log_decay(inputs, v),
             rotary=inputs.rotary,
@@ -98,10 +98,11 @@ class FlurkaAttention(NearFarAttention):
             return None
         if self.far_decay == "fixed":
             return fixed_decay(self.kv_heads, like)
-        return F.logsigmoid(decay_logits(self.decay_bias, inputs, like)) / DECAY_NORMALIZER
+        bias = self.heads.of_key_head(self.decay_bias)
+        return F.logsigmoid(decay_logits(bias, inputs, like)) / DECAY_NORMALIZER
 
     def _pool(self, logits: Tensor) -> Tensor:
-        logits = logits if self.per_head else self.heads.shared(logits)
+        logits = self.heads.of_key_head(logits) if self.per_head else self.heads.shared(logits)
         return logits.softmax(-1, dtype=accum_dtype(logits.dtype))
 
     def _far_scale(self) -> Tensor | None:

@@ -28,6 +28,13 @@ class HeadShard:
     """Applied to parameters that all heads share before they are used. Tensor-parallel layers pass a function that is
     the identity in forward and sums gradients over the shards in backward."""
 
+    copied: Callable[[Tensor], Tensor] | None = None
+    """The same for parameters of a key head that several shards hold, which it sums over these; None: none does."""
+
+    def of_key_head(self, parameter: Tensor) -> Tensor:
+        """`parameter`, which key heads own, as every use of it has to take it: its gradient is that of all copies."""
+        return parameter if self.copied is None else self.copied(parameter)
+
     def of(self, count: int, name: str) -> range:
         """The heads of this shard among `count`; ValueError if they do not divide."""
         if count % self.size:
@@ -36,6 +43,13 @@ class HeadShard:
             )
         local = count // self.size
         return range(self.rank * local, (self.rank + 1) * local)
+
+    def of_keys(self, count: int) -> range:
+        """The key heads of this shard among `count`: with fewer than shards one, as its neighbours with `copied`."""
+        if self.copied is None or self.size % count:
+            return self.of(count, "num_kv_heads")
+        head = self.rank * count // self.size
+        return range(head, head + 1)
 
 
 ALL_HEADS = HeadShard()
@@ -82,7 +96,7 @@ class LayerSettings:
     @property
     def kv_heads(self) -> range:
         """Key/value heads of this shard."""
-        return self.heads.of(self.num_kv_heads, "num_kv_heads")
+        return self.heads.of_keys(self.num_kv_heads)
 
 
 def generator(seed: Seed, *labels: int | str) -> torch.Generator:

@@ -68,6 +68,10 @@ class AttentionLayer(nn.Module, ABC):
     shared: tuple[str, ...] = ()
     """Names of the layer's own parameters that all heads share."""
 
+    per_query_head: tuple[str, ...] = ()
+    """Names of parameters and buffers that query heads own. The other sharded ones are owned by key heads, and used as
+    `heads.of_key_head` returns them."""
+
     compresses_input = False
     """Whether k and v are projections of the layer's input after `compress`, one per landmark."""
 
@@ -108,7 +112,8 @@ class AttentionLayer(nn.Module, ABC):
     def finish_step(self, all_reduce: Callable[[Tensor], Tensor]) -> None:
         """Update what the layer learns without gradients; called after every optimizer step.
 
-        all_reduce: sums a tensor over all ranks that hold the same heads and other tokens of the batch.
+        all_reduce: sums a tensor of the key heads over all ranks that hold them, with other tokens of the batch or
+            other query heads.
         """
 
     def key_count(self, tokens: int) -> int:

@@ -30,6 +30,7 @@ class Projection(FullPrecision):
 
     def __init__(self, config: FeatureMap, settings: LayerSettings):
         super().__init__()
+        self.heads = settings.heads
         self.feature_map = op_map(config)
         """The map's name and options for the op."""
 
@@ -52,7 +53,7 @@ class Hedgehog(Projection):
     def forward(self) -> Tensor:
         """W, (H_kv, d, d)."""
         # A copy: ZeRO 3 re-partitions a parameter as soon as the forward of its module has returned.
-        return self.matrix.clone()
+        return self.heads.of_key_head(self.matrix).clone()
 
 
 class RandomMatrix(Projection):
@@ -222,11 +223,12 @@ class GaussianMixture(Projection):
     def forward(self) -> Tensor:
         """omega, (H_kv, C M, d), components concatenated."""
         noise = self.noise()[:, None]
-        mean = self.mean.to(noise.dtype)[:, :, None]
+        own = self.heads.of_key_head
+        mean = own(self.mean).to(noise.dtype)[:, :, None]
         if self.full:
-            spread = noise @ self.factor.to(noise.dtype)
+            spread = noise @ own(self.factor).to(noise.dtype)
         else:
-            spread = noise * torch.exp(self.log_variance.to(noise.dtype) / 2)[:, :, None]
+            spread = noise * torch.exp(own(self.log_variance).to(noise.dtype) / 2)[:, :, None]
         omega = torch.cat([spread + mean, spread - mean], 1) if self.tied else spread + mean
         return omega.flatten(1, 2)
 
@@ -246,7 +248,8 @@ class FastFoodProjection(Projection):
     def forward(self) -> FastFood:
         """The diagonals and the permutation, (H_kv, blocks, n) each."""
         parts = (getattr(self, name) for name in FastFood._fields)
-        return FastFood(*(part() if isinstance(part, Noise) else part for part in parts))
+        own = self.heads.of_key_head
+        return FastFood(*(part() if isinstance(part, Noise) else own(part) for part in parts))
 
 
 class GenerativeProjection(Projection):
@@ -254,7 +257,7 @@ class GenerativeProjection(Projection):
 
     def __init__(self, config: FeatureMap, settings: LayerSettings):
         super().__init__(config, settings)
-        self.heads, seed, head_dim = settings.heads, settings.seed, settings.head_dim
+        seed, head_dim = settings.seed, settings.head_dim
         samples = config.sample_count(head_dim)
         self.noise = Noise(
             lambda number: gaussian(samples, head_dim, generator(seed, SHARED, number)),

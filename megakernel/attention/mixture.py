@@ -28,7 +28,7 @@ class KeyMixture(FullPrecision):
 
     def __init__(self, mixture: Mixture, settings: LayerSettings):
         super().__init__()
-        kv_heads = settings.kv_heads
+        self.heads, kv_heads = settings.heads, settings.kv_heads
         self.shifted = mixture.kind == "shifted"
         device = torch.get_default_device()
         if self.shifted:
@@ -52,12 +52,16 @@ class KeyMixture(FullPrecision):
             return k
         # Half precision could round a small shift away.
         dtype = accum_dtype(k.dtype)
-        return k.to(dtype)[:, :, None] + self.shift.to(dtype)[:, :, None]
+        return k.to(dtype)[:, :, None] + self.shifts().to(dtype)[:, :, None]
+
+    def shifts(self) -> Tensor:
+        """b (H_kv, M, d) of shifted keys."""
+        return self.heads.of_key_head(self.shift)
 
     def priors(self) -> Tensor:
         """pi (H_kv, M) in [0, 1], float32 or better."""
         assert self.soft
-        return self.weights.to(accum_dtype(self.weights.dtype)).clamp(0, 1)
+        return self.heads.of_key_head(self.weights).to(accum_dtype(self.weights.dtype)).clamp(0, 1)
 
     def sharded_parameters(self) -> dict[str, int]:
         """Name -> dimension that counts heads: all of them."""
@@ -83,7 +87,7 @@ def priors_and_shift(mixture: KeyMixture | None) -> tuple[Tensor | None, Tensor 
     """pi and b for an op that shifts keys itself; None for those that the mixture lacks."""
     if mixture is None:
         return None, None
-    return mixture.priors(), mixture.shift if mixture.shifted else None
+    return mixture.priors(), mixture.shifts() if mixture.shifted else None
 
 
 def keys_and_priors(mixture: KeyMixture | None, k: Tensor) -> tuple[Tensor, Tensor | None]:

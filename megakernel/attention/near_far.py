@@ -65,6 +65,8 @@ class NearFarAttention(AttentionLayer):
     landmarks if the window is softmax.
     """
 
+    per_query_head = ("far_weight", "gate_bias", "gate_weight")
+
     def __init__(self, config: Attention, settings: LayerSettings):
         super().__init__(config, settings)
         assert isinstance(config.compression, BlockCompression)

@@ -29,6 +29,8 @@ class SkyformerAttention(AttentionLayer):
     Ulysses all-to-all.
     """
 
+    per_query_head = ("draws.values",)
+
     def __init__(self, config: Attention, settings: LayerSettings):
         super().__init__(config, settings)
         skyformer = config.skyformer or Skyformer()
@@ -84,6 +86,8 @@ class NystromformerAttention(AttentionLayer):
     Segments divide whole sequences, so packed documents see each other. Context-parallel shards use the Ulysses
     all-to-all.
     """
+
+    per_query_head = ("convolution",)
 
     def __init__(self, config: Attention, settings: LayerSettings):
         super().__init__(config, settings)

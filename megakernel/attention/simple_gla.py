@@ -57,11 +57,11 @@ class SimpleGlaAttention(AttentionLayer):
             return torch.zeros((), dtype=dtype, device=k.device), None
         if self.decay == "fixed":
             return fixed_decay(self.kv_heads, k), None
-        logits = decay_logits(self.decay_bias, inputs, k)
+        logits = decay_logits(self.heads.of_key_head(self.decay_bias), inputs, k)
         if self.decay == "gate":
             return F.logsigmoid(logits) / self.normalizer, None
         step = F.softplus(logits)
-        return -self.log_decay_rate.to(dtype).exp()[:, None] * step, step
+        return -self.heads.of_key_head(self.log_decay_rate).to(dtype).exp()[:, None] * step, step
 
 
 def fixed_decay(kv_heads: range, like: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """The layout of DeepSpeed's checkpoint files, for each ZeRO stage and with or without a pipeline."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple
 from functools import cached_property
 from itertools import count
 from pathlib import Path
@@ -9,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megakernel.parallel.partition import Partition
+
 from .manifest import Checkpoint
-from .universal import STATE, STEP, WEIGHT, Partition, WholeTensors
+from .universal import STATE, STEP, WEIGHT, WholeTensors
 from .weights_only import load
 
 _RECORD = "megakernel"
@@ -35,7 +38,7 @@ def client_state(
 
 def _record_entry(partitions: Mapping[str, Partition], trained: Sequence[str]) -> dict[str, Any]:
     """trained: parameter names in the optimizer's order."""
-    plain = {name: (partition.dimension, partition.stride) for name, partition in partitions.items()}
+    plain = {name: astuple(partition) for name, partition in partitions.items()}
     return {"cuts": plain, "parameters": list(trained)}
 
 

@@ -6,51 +6,16 @@ counters.json                                             the engine's counters
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from megakernel.parallel.partition import Partition
+
 from .weights_only import load
-
-
-@dataclass(frozen=True)
-class Partition:
-    """Tensor-parallel partition of a tensor, as Megatron-core's layers and ours set it as attributes of parameters."""
-
-    dimension: int | None
-    """The partitioned dimension; None: every rank has the whole tensor."""
-
-    stride: int = 1
-    """Number of equal parts along the dimension that are each partitioned: 2 for SwiGLU's fused gate and up."""
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "Partition":
-        """The partition that is set on a parameter or buffer."""
-        if not getattr(tensor, "tensor_model_parallel", False):
-            return cls(None)
-        return cls(tensor.partition_dim, tensor.partition_stride)  # type: ignore[attr-defined]
-
-    def join(self, shards: Sequence[Tensor]) -> Tensor:
-        """Join the shards of all tensor ranks, in order, into the whole tensor."""
-        if self.dimension is None:
-            return shards[0]
-        parts = zip(*(shard.chunk(self.stride, self.dimension) for shard in shards))
-        return torch.cat([shard for part in parts for shard in part], self.dimension)
-
-    def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
-        """The shard of tensor rank `rank` of `size`."""
-        if self.dimension is None:
-            return whole
-        parts = whole.chunk(self.stride, self.dimension)
-        return torch.cat([part.chunk(size, self.dimension)[rank] for part in parts], self.dimension)
-
-    def whole_shape(self, shape: Sequence[int], size: int) -> tuple[int, ...]:
-        """Shape of the whole tensor of `size` shards of `shape`."""
-        return tuple(n * size if i == self.dimension else n for i, n in enumerate(shape))
 
 
 def partitions(model: nn.Module) -> dict[str, Partition]:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from megakernel.parallel import Mesh
 from megakernel.parallel.axis import Axis
+from megakernel.parallel.partition import Partition
 
-from .universal import MOMENTS, STEP, WEIGHT, Partition, WholeTensors
+from .universal import MOMENTS, STEP, WEIGHT, WholeTensors
 
 
 def stored_updates(module: nn.Module, source: WholeTensors, names: set[str]) -> dict[str, int]:

@@ -23,8 +23,8 @@ class Parallel(Section):
     """World size = tensor x context x data x pipeline, tensor ranks adjacent; data parallelism takes what is left."""
 
     tensor: int = Field(default=1, gt=0, le=1_000_000)
-    """Tensor parallelism: ranks that split each layer's heads and MLP, a divisor of num_kv_heads, as key heads are not
-    replicated. Keep it within a node."""
+    """Tensor parallelism: ranks that split each layer's heads and MLP, a divisor of num_heads. A divisor or a multiple
+    of num_kv_heads: in a multiple, neighbouring ranks hold the same key head. Keep it within a node."""
 
     sequence_parallel: bool = False
     """Megatron sequence parallelism: split norms and residuals over the tensor ranks, to save activation memory."""

@@ -5,7 +5,7 @@ are valid, whatever problems other sections have (`checks.py`).
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .attention import Attention
@@ -42,25 +42,45 @@ def monitoring_has_the_layers_it_needs(
 
 
 def _tensor_ranks_share_evenly(model: Model, parallel: Parallel) -> Iterator[Problem]:
-    tensor = parallel.tensor
-    sizes = {
-        "num_heads": model.num_heads,
-        "num_kv_heads": model.num_kv_heads,
-        "ffn_hidden_size": model.ffn_size,
-        "vocab_multiple": model.vocab_multiple,
-    }
-    if model.num_kv_heads is not None and tensor > model.num_kv_heads:
-        # Replicas would need their gradients summed, and checkpoints and norms that count one of them: not done.
-        fits = [str(size) for size in range(1, model.num_kv_heads + 1) if model.num_kv_heads % size == 0]
-        yield Problem(
-            "parallel.tensor",
-            tensor,
-            f"exceeds model.num_kv_heads={model.num_kv_heads}, and key heads are not replicated over tensor ranks",
-            f"set {' or '.join(fits)}, and shard further by parallel.context, parallel.pipeline or parallel.zero_stage",
+    yield from heads_over_tensor_ranks(model, parallel.tensor)
+    sizes = {"ffn_hidden_size": model.ffn_size, "vocab_multiple": model.vocab_multiple}
+    yield from _not_multiples(sizes, parallel.tensor)
+
+
+def heads_over_tensor_ranks(model: Model, tensor: int) -> Iterator[Problem]:
+    """Whole heads on every tensor rank; with fewer key heads than ranks, equally many ranks for each."""
+    keys, ranks = model.kv_heads, tensor // model.kv_heads
+    yield from _not_multiples({"num_heads": model.num_heads}, tensor)
+    if keys >= tensor:
+        if keys != model.num_heads:
+            yield from _not_multiples({"num_kv_heads": keys}, tensor)
+    elif model.num_heads % tensor:
+        return
+    elif tensor % keys:
+        fits = [
+            n
+            for n in range(1, model.num_heads + 1)
+            if model.num_heads % n == 0 and not (n % keys and keys % n)
+        ]
+        around = [max(n for n in fits if n < tensor), *[n for n in fits if n > tensor][:1]]
+        reason = f"is neither a multiple nor a divisor of model.num_kv_heads={keys}"
+        yield Problem("parallel.tensor", tensor, reason, f"set {' or '.join(map(str, around))}")
+    elif model.head_size % ranks:
+        shared = f"gives each of model.num_kv_heads={keys} to {ranks} ranks"
+        reason = f"{shared}, which do not divide its {model.head_size} rows"
+        remedy = f"set {keys * math.gcd(ranks, model.head_size)}"
+        yield Problem("parallel.tensor", tensor, reason, remedy)
+    elif choosing := [key for key, attention in _named_attentions(model) if attention.selection is not None]:
+        reason = (
+            f"exceeds model.num_kv_heads={keys}, and in {' and '.join(choosing)} all queries of a key head choose "
+            "blocks together, on one rank"
         )
-        del sizes["num_kv_heads"]
+        yield Problem("parallel.tensor", tensor, reason, f"set {keys} or a divisor of it")
+
+
+def _not_multiples(sizes: Mapping[str, int], tensor: int) -> Iterator[Problem]:
     for key, size in sizes.items():
-        if size is not None and size % tensor:
+        if size % tensor:
             reason = f"is not a multiple of parallel.tensor={tensor}"
             remedy = f"set {nearest_multiples(size, tensor)} or change parallel.tensor"
             yield Problem(f"model.{key}", size, reason, remedy)

@@ -51,18 +51,18 @@ def project(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    parts: tuple[int, int, int],
+    parts: tuple[int, ...],
     core: LowRankAttention,
     mesh: "Mesh | OneProcess",
     inputs: AttentionInputs,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries of tokens, keys and values of landmarks, each (tokens or landmarks, B, H_kv, vectors per key head, d).
+    """Queries of tokens, keys and values of landmarks, each (tokens or landmarks, B, H_kv, its rows per key head).
 
     Args:
         hidden: (N, B, C), or this rank's (N / tp, B, C) under sequence parallelism.
         weight: the fused projection, rows grouped by key head as [queries | key | value].
         bias: of its rows; added to the landmarks, because E (X W + b) is not (E X) W + b.
-        parts: query, key and value vectors per key head.
+        parts: query, key and value rows per key head.
         core: the mechanism, whose `compress` applies E and F.
         mesh: ranks to sum over.
         inputs: this rank's shard of the sequence and its padding; padding is moved behind the real tokens.
@@ -80,18 +80,18 @@ def project(
     landmarks = cp_shard.all_reduce(all_reduce(landmarks, mesh.tp.group)).to(local.dtype)
 
     sources = (tokens.all, landmarks[0], landmarks[-1])
-    rows = weight.unflatten(0, (-1, sum(parts), core.head_dim)).split(parts, 1)
+    rows = weight.unflatten(0, (-1, sum(parts))).split(parts, 1)
     biases: Sequence[Tensor | None] = (None, None, None)
     if bias is not None:
-        biases = bias.unflatten(0, (-1, sum(parts), core.head_dim)).split(parts, 1)
+        biases = bias.unflatten(0, (-1, sum(parts))).split(parts, 1)
     queries, keys, values = (_vectors(*each) for each in zip(sources, rows, biases, strict=True))
     return queries, keys, values
 
 
 def _vectors(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """(N, B, C) through (H_kv, vectors, d, C), plus (H_kv, vectors, d) -> (N, B, H_kv, vectors, d)."""
+    """(N, B, C) through (H_kv, rows, C), plus (H_kv, rows) -> (N, B, H_kv, rows)."""
     shift = None if bias is None else bias.flatten().to(x.dtype)
-    return F.linear(x, weight.flatten(0, 2).to(x.dtype), shift).unflatten(-1, weight.shape[:3])
+    return F.linear(x, weight.flatten(0, 1).to(x.dtype), shift).unflatten(-1, weight.shape[:2])
 
 
 def padding_last(x: Tensor, mask: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megakernel.config import Lora
 from megakernel.parallel import OneProcess, replicated
-from megakernel.parallel.tensor import mark_partitioned
+from megakernel.parallel.partition import Partition
 
 from .settings import ModelSettings
 
@@ -27,11 +27,12 @@ def column_linear(
     skip_bias_add: bool = False,
     stride: int = 1,
     fan_out: int | None = None,
+    parts: tuple[int, ...] = (),
 ) -> Any:
     """A column-parallel linear layer: each tensor rank has some of the output rows.
 
     skip_bias_add: see `apply_linear`. stride: stacked matrices, each of which is partitioned. fan_out: rows of each
-    stacked matrix for its initial values; None: outputs / stride.
+    stacked matrix for its initial values; None: outputs / stride. parts: see `Partition`.
     """
     init_method = settings.init_method(fan_out or outputs // stride)
     if isinstance(settings.mesh, OneProcess):
@@ -41,11 +42,20 @@ def column_linear(
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     tp = settings.mesh.tp
+    partition = Partition(0, stride, parts=parts)
+
+    def init_stacked(shards: Tensor) -> None:
+        """Initialize the rows of all ranks in their order, in which Megatron-core cuts them."""
+        init_method(shards)
+        if parts:
+            whole = shards.clone()
+            shards.copy_(torch.cat([partition.shard(whole, rank, tp.size) for rank in range(tp.size)]))
+
     linear = ColumnParallelLinear(
         inputs,
         outputs,
         config=settings.transformer,
-        init_method=init_method,
+        init_method=init_stacked,
         bias=bias,
         gather_output=False,
         skip_bias_add=skip_bias_add,
@@ -53,8 +63,10 @@ def column_linear(
         tp_group=tp.group,
     )
     settings.init_bias(
-        linear.bias, inputs, lambda numbers: numbers.view(stride, tp.size, -1)[:, tp.rank].flatten(), outputs
+        linear.bias, inputs, lambda numbers: partition.shard(numbers, tp.rank, tp.size), outputs
     )
+    for parameter in linear.parameters():
+        partition.mark(parameter, tp.rank)
     return linear
 
 
@@ -142,6 +154,25 @@ class WholeLinear(nn.Linear):
         return output if self.bias is None else output + self.bias
 
 
+class KeyHeadLinear(nn.Module):
+    """A projection to n numbers per key head, of a key head that several tensor ranks hold: each has its n rows."""
+
+    def __init__(self, settings: ModelSettings, inputs: int, per_head: int):
+        super().__init__()
+        tp, copies, heads = settings.mesh.tp, settings.copies, settings.model.kv_heads
+        assert copies is not None
+        self.settings, self.group = settings, copies.group
+        whole = torch.empty(heads * per_head, inputs)
+        settings.init_method(heads * per_head)(whole)
+        partition = Partition(0, copies=copies.size)
+        self.weight = nn.Parameter(partition.shard(whole, tp.rank, tp.size).clone())
+        partition.mark(self.weight, tp.rank)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (N, B, inputs), partitioned as the input of a column-parallel layer -> all tokens (N, B, n)."""
+        return F.linear(column_input(x, self.settings), replicated(self.weight, self.group))
+
+
 def low_rank_update(
     settings: ModelSettings, target: str, inputs: int, outputs: int, parallel: str
 ) -> "LowRankUpdate | None":
@@ -186,8 +217,8 @@ class LowRankUpdate(nn.Module):
             outputs //= tp.size
         self.down = nn.Parameter(down)
         self.up = nn.Parameter(torch.zeros(outputs, lora.rank))
-        shared, dimension = (self.down, 1) if parallel == "row" else (self.up, 0)
-        mark_partitioned(shared, dimension)
+        cut, dimension = (self.down, 1) if parallel == "row" else (self.up, 0)
+        Partition(dimension).mark(cut, tp.rank)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (N, B, inputs) -> (N, B, outputs), partitioned as the projection's inputs and outputs are."""

@@ -5,7 +5,8 @@ from torch import Tensor, nn
 
 from megakernel.ops.layers import add_rms_norm, layer_norm, rms_norm
 from megakernel.parallel import all_reduce, replicated
-from megakernel.parallel.tensor import mark_partitioned
+from megakernel.parallel.axis import Axis
+from megakernel.parallel.partition import Partition
 
 from .settings import ModelSettings
 
@@ -33,15 +34,18 @@ class HeadNorm(nn.Module):
 class AllHeadsNorm(nn.Module):
     """RMSNorm over all heads of a token together, on all tensor ranks; each rank has the weights of its heads."""
 
-    def __init__(self, settings: ModelSettings, heads: int):
-        """heads: heads of the whole layer."""
+    def __init__(self, settings: ModelSettings, heads: int, copies: Axis | None = None):
+        """heads: heads of the whole layer. copies: the tensor ranks that hold this rank's heads; None: this one."""
         super().__init__()
         tp = settings.mesh.tp
         self.eps = settings.model.norm_eps
         self.group = tp.group if tp.size > 1 else None
-        self.width = heads * settings.model.head_size
+        held = copies.size if copies else 1
+        self.copies_group = copies.group if copies else None
+        self.width = held * heads * settings.model.head_size
+        """Numbers of all tensor ranks whose squares are summed."""
         self.weight, self.offset = _weight(settings, self.width // tp.size)
-        mark_partitioned(self.weight, 0)
+        Partition(0, copies=held).mark(self.weight, tp.rank)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (N, B, H_kv, heads of each, head_dim) -> the same shape and dtype; computed in float32 or better."""
@@ -49,7 +53,7 @@ class AllHeadsNorm(nn.Module):
         squares = exact.square().sum((2, 3, 4), keepdim=True)
         if self.group is not None:
             squares = all_reduce(squares, self.group)
-        weight = self.weight.to(exact.dtype).view(x.shape[2:]) + self.offset
+        weight = replicated(self.weight, self.copies_group).to(exact.dtype).view(x.shape[2:]) + self.offset
         return (exact * torch.rsqrt(squares / self.width + self.eps) * weight).to(x.dtype)
 
 

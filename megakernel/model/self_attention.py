@@ -14,10 +14,11 @@ from megakernel.attention import AttentionInputs
 from megakernel.attention.low_rank import LowRankAttention
 from megakernel.config import Model
 from megakernel.ops.documents import Positions
-from megakernel.parallel.tensor import head_shard, mark_head_parameters
+from megakernel.parallel.axis import Axis
+from megakernel.parallel.tensor import gathered, head_shard, mark_head_parameters
 
 from . import compressed_input
-from .linear import add_updates, apply_linear, column_linear, low_rank_update, row_linear
+from .linear import KeyHeadLinear, add_updates, apply_linear, column_linear, low_rank_update, row_linear
 from .norm import AllHeadsNorm, HeadNorm
 from .settings import ModelSettings
 from .short_convolution import ShortConvolution
@@ -53,7 +54,9 @@ class SelfAttention(nn.Module):
     """Query, key and value projections, the layer's mechanism, and the output projection.
 
     The rows of the fused projection are grouped by key head, [its queries | keys | value], so that every tensor rank
-    holds whole groups.
+    holds whole groups. With fewer key heads than tensor ranks, the ranks of a group share its rows: each has some of
+    its queries, and computes a part of its keys and values, which are then gathered. Everything else that a key head
+    owns is copied on these ranks, and its gradient summed over them.
     """
 
     def __init__(self, settings: ModelSettings, index: int):
@@ -61,11 +64,16 @@ class SelfAttention(nn.Module):
         model, mesh = settings.model, settings.mesh
         self.mesh, self.index = mesh, index
         self.head_dim = model.head_size
-        self.kv_heads = model.kv_heads // mesh.tp.size
-        config = model.layer_attention(index)
+        copies, config = settings.copies, model.layer_attention(index)
+        self.copies_group, sharing = (copies.group if copies else None), (copies.size if copies else 1)
+        self.kv_heads = model.kv_heads * sharing // mesh.tp.size
         self.keys_per_head = config.keys_per_head
-        self.per_key_head = (model.num_heads // model.kv_heads, self.keys_per_head, 1)
-        """Queries, keys and values per key head."""
+        group = (model.num_heads // model.kv_heads, self.keys_per_head, 1)
+        self.per_key_head = (group[0] // sharing, *group[1:])
+        """Queries, keys and values per key head on this rank."""
+        parts = tuple(vectors * model.head_size for vectors in group)
+        self.rows = tuple(size // sharing for size in parts)
+        """Rows of the fused projection per key head on this rank: of queries, keys and values."""
         self.cp_shard = mesh.new_cp_shard()
         self.isolate_documents = settings.isolate_documents
         self.pads = model.classifier is not None
@@ -79,13 +87,15 @@ class SelfAttention(nn.Module):
             heads * model.head_size,
             bias=model.qkv_bias,
             fan_out=model.num_heads * model.head_size,
+            parts=parts if copies else (),
         )
-        self.further = None
-        further = config.spec.further * model.kv_heads
-        if further:
-            self.further = column_linear(settings, model.hidden_size, further, bias=False)
+        self.further, further = None, config.spec.further
+        if further and copies:
+            self.further = KeyHeadLinear(settings, model.hidden_size, further)
+        elif further:
+            self.further = column_linear(settings, model.hidden_size, further * model.kv_heads, bias=False)
         self.query_norm = _qk_norm(settings, model.num_heads)
-        self.key_norm = _qk_norm(settings, model.kv_heads * self.keys_per_head)
+        self.key_norm = _qk_norm(settings, model.kv_heads * self.keys_per_head, copies)
         self.short_convolution = None
         if config.short_convolution is not None:
             self.short_convolution = ShortConvolution(settings, index, config.short_convolution)
@@ -103,11 +113,11 @@ class SelfAttention(nn.Module):
             causal=model.is_causal,
             max_positions=model.max_positions,
             seed=(settings.seed, index),
-            heads=head_shard(mesh.tp),
+            heads=head_shard(mesh.tp, copies),
             softmax_exchange=mesh.softmax_exchange,
             rotary=self.rotary is not None,
         )
-        mark_head_parameters(self.core)
+        mark_head_parameters(self.core, sharing)
         self.output = row_linear(
             settings, model.num_heads * model.head_size, model.hidden_size, bias=model.bias
         )
@@ -171,23 +181,36 @@ class SelfAttention(nn.Module):
     def _project(self, hidden: Tensor, inputs: AttentionInputs) -> Sequence[Tensor]:
         """Queries, keys and values (N, B, H_kv, vectors per key head, d), or the projection that holds all three."""
         if isinstance(self.core, LowRankAttention) and self.core.compresses_input:
-            return compressed_input.project(
-                hidden, self.qkv.weight, self.qkv.bias, self.per_key_head, self.core, self.mesh, inputs
+            parts = compressed_input.project(
+                hidden, self.qkv.weight, self.qkv.bias, self.rows, self.core, self.mesh, inputs
             )
+            return self._vectors(parts)
         fused, _ = apply_linear(self.qkv, hidden)
-        vectors = fused.view(*fused.shape[:2], self.kv_heads, sum(self.per_key_head), self.head_dim)
+        fused = fused.view(*fused.shape[:2], self.kv_heads, sum(self.rows))
         updates = (self.query_update, self.key_update, self.value_update)
-        if self.query_norm is None and all(update is None for update in updates):
-            return [vectors]
-        q, k, v = add_updates(
-            vectors.split(self.per_key_head, dim=3),
-            updates,
-            hidden,
-            lambda update: update.unflatten(-1, (self.kv_heads, -1, self.head_dim)),
+        is_plain = self.query_norm is None and all(update is None for update in updates)
+        if is_plain and self.copies_group is None:
+            return [fused.unflatten(-1, (-1, self.head_dim))]
+        q, k, v = self._vectors(
+            add_updates(
+                fused.split(self.rows, dim=3),
+                updates,
+                hidden,
+                lambda update: update.unflatten(-1, (self.kv_heads, -1)),
+            )
         )
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         return [q, k, v]
+
+    def _vectors(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Queries, keys and values (N, B, H_kv, rows) -> (N, B, H_kv, vectors per key head, d), gathered if shared."""
+        q, k, v = parts
+        if self.copies_group is not None:
+            both = gathered(torch.cat([k, v], -1), self.copies_group)
+            shares = both.unflatten(-1, (-1, k.shape[-1] + v.shape[-1])).split(self.rows[1:], -1)
+            k, v = (share.flatten(-2) for share in shares)
+        return [part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v)]
 
     def _by_heads(self, vectors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """What `_project` returns as q (B, H, N, d) and k and v (B, H_kv, N, d), or k (B, H_kv, M, N, d); q scaled."""
@@ -217,10 +240,12 @@ def _packed(vectors: Sequence[Tensor]) -> Tensor:
     return vectors[0] if len(vectors) == 1 else torch.cat(list(vectors), 3)
 
 
-def _qk_norm(settings: ModelSettings, heads: int) -> nn.Module | None:
+def _qk_norm(settings: ModelSettings, heads: int, copies: Axis | None = None) -> nn.Module | None:
     if not settings.model.qk_norm:
         return None
-    return AllHeadsNorm(settings, heads) if settings.model.qk_norm_width == "all" else HeadNorm(settings)
+    return (
+        AllHeadsNorm(settings, heads, copies) if settings.model.qk_norm_width == "all" else HeadNorm(settings)
+    )
 
 
 def absent_in_dense(name: str) -> bool:

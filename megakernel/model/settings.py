@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megakernel.parallel import Mesh, OneProcess
+    from megakernel.parallel.axis import Axis
 
     from .start import LayerStart
 
@@ -64,6 +65,11 @@ class ModelSettings:
 
     shapes_only: bool = False
     """Whether matrices are on the meta device, for names, shapes and dtypes only; in a single process."""
+
+    @property
+    def copies(self) -> "Axis | None":
+        """The tensor ranks that hold the same key head: see `Mesh.copies`."""
+        return self.mesh.copies(self.model.kv_heads)
 
     @property
     def padded_vocab_size(self) -> int:

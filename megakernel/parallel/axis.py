@@ -46,6 +46,9 @@ class OneProcess:
     sequence_parallel = False
     softmax_exchange: SoftmaxExchange = "auto"
 
+    def copies(self, key_heads: int) -> None:
+        """No other rank holds key heads."""
+
     def new_cp_shard(self) -> ContextParallelShard:
         """The whole sequence."""
         return WHOLE_SEQUENCE

@@ -87,6 +87,7 @@ class Mesh:
         self.pp = self._axis("pp")
         self.cp = self._axis("cp")
         self.states = self._axis("cp") if parallel.context > 1 else self.cp
+        self._copies: dict[int, Axis] = {}
         data = next(line for line in self._lines.get_ranks("dp") if self.rank in line)
         self.dp = Line(data.index(self.rank), tuple(data))
         lend_to_megatron(self.tp, self.cp, self.pp, self.gradient, self.model)
@@ -138,6 +139,25 @@ class Mesh:
         if self.cp.size == 1:
             return WHOLE_SEQUENCE
         return GroupShard(self.cp, self._background, self.state_exchange, self.progress, self.states)
+
+    def copies(self, key_heads: int) -> Axis | None:
+        """The tensor ranks that hold the same one of a layer's `key_heads`; None if each rank holds whole ones alone.
+
+        The first call with a number builds the groups, so all ranks make it.
+        """
+        if key_heads >= self.tp.size:
+            return None
+        if key_heads not in self._copies:
+            size = self.tp.size // key_heads
+            lines = [
+                line[first : first + size]
+                for line in self._lines.get_ranks("tp")
+                for first in range(0, len(line), size)
+            ]
+            axis = self.tp if key_heads == 1 else self._groups.build(lines, "key head")
+            assert axis is not None
+            self._copies[key_heads] = axis
+        return self._copies[key_heads]
 
     def build_ends(self) -> None:
         """Build the groups of first and last stages, in which DeepSpeed sums gradients of tied embeddings."""

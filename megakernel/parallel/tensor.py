@@ -1,4 +1,4 @@
-"""Tensor parallelism of attention heads, and parameters that all tensor ranks replicate."""
+"""Tensor parallelism of attention heads, and parameters that all tensor ranks, or some of them, replicate."""
 
 from functools import partial
 
@@ -10,13 +10,14 @@ from torch.distributed import ProcessGroup
 
 from megakernel.attention import ALL_HEADS, AttentionLayer, HeadShard
 from megakernel.parallel.axis import Axis
+from megakernel.parallel.partition import Partition
 
 
 def replicated(parameter: Tensor, group: ProcessGroup | None) -> Tensor:
     """`parameter` itself; in backward its gradient is all-reduced over `group`.
 
-    For parameters that the heads of all tensor ranks share, and for norms and biases under sequence parallelism. With
-    group None the gradient is not reduced.
+    For parameters that the heads of all tensor ranks share, those of a key head that several tensor ranks hold, and
+    norms and biases under sequence parallelism. With group None the gradient is not reduced.
     """
     if group is None:
         return parameter
@@ -56,26 +57,29 @@ class _AllReduce(_AllReduceGradient):
         return _sum(x, group)
 
 
-def head_shard(tp: Axis) -> HeadShard:
-    """The shard of every attention layer's heads on this tensor rank."""
+def gathered(x: Tensor, group: ProcessGroup) -> Tensor:
+    """All-gather the last dimension over `group`; every process uses all of it, so backward reduce-scatters."""
+    from megatron.core import tensor_parallel
+
+    return tensor_parallel.all_gather_last_dim_from_tensor_parallel_region(x, group=group)
+
+
+def head_shard(tp: Axis, copies: Axis | None = None) -> HeadShard:
+    """The shard of an attention layer's heads on this tensor rank. copies: `Mesh.copies`."""
     if tp.size == 1:
         return ALL_HEADS
-    return HeadShard(tp.rank, tp.size, partial(replicated, group=tp.group))
+    shared = partial(replicated, group=tp.group)
+    copied = None if copies is None else partial(replicated, group=copies.group)
+    return HeadShard(tp.rank, tp.size, shared, copied)
 
 
-def mark_head_parameters(layer: AttentionLayer) -> None:
+def mark_head_parameters(layer: AttentionLayer, copies: int = 1) -> None:
     """Mark a layer's parameters and buffers that are partitioned over tensor ranks, with Megatron-core's attributes.
 
     DeepSpeed takes unmarked parameters for replicas: it would count them on tensor rank 0 only, and checkpoints for
-    another layout would hold rank 0's shard.
+    another layout would hold rank 0's shard. copies: tensor ranks that hold the same key head.
     """
     tensors = layer.state_dict(keep_vars=True)
     for name, dimension in layer.sharded_parameters().items():
-        mark_partitioned(tensors[name], dimension)
-
-
-def mark_partitioned(tensor: Tensor, dimension: int) -> None:
-    """Set Megatron-core's attributes of a tensor that is partitioned over tensor ranks along `dimension`."""
-    attributes = {"tensor_model_parallel": True, "partition_dim": dimension, "partition_stride": 1}
-    for name, value in attributes.items():
-        setattr(tensor, name, value)
+        of_query_heads = name in layer.per_query_head
+        Partition(dimension, copies=1 if of_query_heads else copies).mark(tensors[name], layer.heads.rank)

@@ -230,7 +230,7 @@ class Engine:
         skipped_before = self.skipped_steps
         with self.traffic.step():
             loss = self._update(inputs)
-        attention.finish_step(self.engine.module, lambda x: self.mesh.sum(x, self.mesh.gradient))
+        attention.finish_step(self.engine.module, self._sum_of_key_heads)
         norm = self.engine.get_global_grad_norm()
         # Attention transfer learns from every token, whatever its label.
         has_loss = self.config.objective.kind == "transfer" or counted.item() > 0
@@ -239,6 +239,12 @@ class Engine:
             grad_norm=math.nan if norm is None else float(norm),
             skipped=self.skipped_steps > skipped_before,
         )
+
+    def _sum_of_key_heads(self, counted: Tensor) -> Tensor:
+        """The sum of what this rank has counted for its key heads, with all ranks that hold them."""
+        copies = self.mesh.copies(self.config.model.kv_heads)
+        total = self.mesh.sum(counted, self.mesh.gradient)
+        return total if copies is None else self.mesh.sum(total, copies)
 
     def _update(self, inputs: list[LayerInputs]) -> float:
         if self.pipelined:

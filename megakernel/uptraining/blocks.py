@@ -21,7 +21,7 @@ from megakernel.checkpoint.folder import CheckpointFolder
 from megakernel.checkpoint.frozen import frozen_model
 from megakernel.checkpoint.manifest import SavedProgress
 from megakernel.checkpoint.trained_run import BLOCK_PREFIX
-from megakernel.checkpoint.universal import WEIGHT, Partition, WholeTensors, partitions
+from megakernel.checkpoint.universal import WEIGHT, WholeTensors, partitions
 from megakernel.checkpoint.universal_load import compare, load_weights
 from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import Config, RunFailed, UserError
@@ -33,6 +33,7 @@ from megakernel.model.layer import TransformerLayer
 from megakernel.model.layer_inputs import LayerInputs
 from megakernel.model.settings import DTYPES, model_settings
 from megakernel.parallel import Mesh, OneProcess
+from megakernel.parallel.partition import Partition
 from megakernel.parallel.ranks import Ranks
 from megakernel.training.data import build_indices, open_corpora
 from megakernel.training.engine import loader_arguments, model_inputs

@@ -10,6 +10,7 @@ from data_pipeline.corpus import Corpora
 from megakernel.checkpoint.frozen import frozen_model
 from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import Config, UserError
+from megakernel.config.rules import heads_over_tensor_ranks
 from megakernel.model import LanguageModel, LocalModel, ModelSettings, Pipeline, build_model
 from megakernel.model.layer_inputs import LayerInputs
 from megakernel.model.settings import DTYPES
@@ -51,10 +52,11 @@ def _with_teacher(
             f"{source.key}={source.folder} is a {wanted.kind} and model.kind={settings.model.kind}: they do not "
             "predict the same tokens; give a teacher of the same kind"
         )
-    if wanted.kv_heads % tensor or wanted.num_layers < stages:
+    if any(heads_over_tensor_ranks(wanted, tensor)) or wanted.num_layers < stages:
         raise UserError(
-            f"{source.key}={source.folder} has {wanted.num_layers} layers of {wanted.kv_heads} key heads, which "
-            f"parallel.pipeline={stages} and parallel.tensor={tensor} cannot partition; set sizes that divide its own"
+            f"{source.key}={source.folder} has {wanted.num_layers} layers of {wanted.num_heads} heads and "
+            f"{wanted.kv_heads} key heads, which parallel.pipeline={stages} and parallel.tensor={tensor} cannot "
+            "partition; set sizes that divide its own"
         )
     teacher = Teacher(frozen_model(settings, wanted, source, DTYPES[config.training.dtype]))
     model = TaughtPipeline(settings, loss_scale) if settings.mesh.pp.size > 1 else TaughtModel(settings)

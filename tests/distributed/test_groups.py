@@ -84,8 +84,9 @@ def test_one_call_per_axis_builds_the_groups_of_any_number_of_ranks(name, world_
     assert found == [(len(groups), 1 + len(groups))] * 3
 
 
-def splits(world_size, sizes):
-    """What a rank asks of NCCL, which splits the world's communicator once per axis."""
+@contextmanager
+def asked_of_nccl(world_size, sizes):
+    """A rank's mesh, and the growing list of what it asks of NCCL, which splits the world's communicator."""
     asked = []
 
     def split(split_ranks, **options):
@@ -98,6 +99,12 @@ def splits(world_size, sizes):
         patch.object(dist, "split_group", split),
         fake_mesh(world_size, 3, sizes) as mesh,
     ):
+        yield mesh, asked
+
+
+def splits(world_size, sizes):
+    """The splits of a run whose first and last stage share an embedding, and the number of the rank's groups."""
+    with asked_of_nccl(world_size, sizes) as (mesh, asked):
         mesh.build_ends()
         return asked, len(distributed_c10d._world.pg_map)
 
@@ -111,6 +118,20 @@ def test_an_nccl_communicator_is_split_into_all_groups_of_an_axis_at_once():
         assert sorted(rank for line in lines for rank in line) == list(range(32))
         assert all(line == sorted(line) for line in lines)
     assert ends == [[rank, rank + 24] for rank in range(8)]
+
+
+def splits_for_key_heads(world_size, sizes):
+    """What a rank asks of NCCL for layers of each number of key heads, and its own tensor ranks of a key head."""
+    with asked_of_nccl(world_size, sizes) as (mesh, asked):
+        axes = len(asked)
+        found = {heads: mesh.copies(heads) for heads in (1, 2, 4, 8, 2)}
+        return asked[axes:], {heads: axis and axis.ranks for heads, axis in found.items()}
+
+
+def test_the_tensor_ranks_of_a_key_head_get_a_group_where_several_have_it():
+    [(asked, ranks)] = run_ranks(splits_for_key_heads, 1, 16, {"tensor": 4, "context": 2})
+    assert ranks == {1: (0, 1, 2, 3), 2: (2, 3), 4: None, 8: None}
+    assert asked == [[[rank, rank + 1] for rank in range(0, 16, 2)]]
 
 
 def groups_added_by_training(sizes):

@@ -97,6 +97,15 @@ RECURRENT = (
 )
 """Decaying states and the delta rule, with the convolutions, norms and gates of a layer around its mechanism."""
 
+FEW_KEY_HEADS = (
+    *("model.num_layers=5", "model.qkv_bias=true", "model.qk_norm=true", "model.qk_norm_width=all"),
+    "model.attention={preset: flurka, compression: {block_size: 16, rank: 4, per_head: true},"
+    "feature_map: {name: hedgehog}, far_decay: gate}",
+    "model.attention_pattern=[main, softmax, {preset: gated_deltanet, short_convolution: 3, output_gate: silu},"
+    "{preset: smgk, mixture: {m_step: true}}, {preset: gmm_rks, feature_map: {smoothing: 1.0}}]",
+)
+"""Layers with everything that key heads own, which some tensor ranks copy and others share."""
+
 VARIANTS = {
     "tied rope swiglu rmsnorm": ((), LAYOUTS),
     "untied learned gelu layernorm biases": (
@@ -134,6 +143,14 @@ VARIANTS = {
             "pp2 dp2 zero 1",
         ],
     ),
+    "one key head": (
+        (*FEW_KEY_HEADS, "model.num_kv_heads=1"),
+        ["tp2 sequence parallel cp2 zero 3", "tp2 pp2 full recompute", "tp4", "tp2 dp2 zero 1"],
+    ),
+    "two key heads": (
+        (*FEW_KEY_HEADS, "model.num_kv_heads=2"),
+        ["tp4 sequence parallel", "tp4 zero 1", "tp2 cp2"],
+    ),
 }
 FIRST_TIER = {
     "tied rope swiglu rmsnorm": (
@@ -152,6 +169,8 @@ FIRST_TIER = {
     "parts of dense families": ("tp2 sequence parallel",),
     "mixtures": ("tp2 cp2",),
     "learned kernels": ("tp2", "cp2", "dp2 zero 3"),
+    "one key head": ("tp2 sequence parallel cp2 zero 3",),
+    "two key heads": ("tp4 sequence parallel",),
 }
 """The first tier: every pair of parallelisms and each option once."""
 CASES, FIRST_CASES = (
@@ -163,7 +182,7 @@ CASES, FIRST_CASES = (
 def steps_of(variant):
     """Two steps: the second loss depends on the first update, the evaluation on one with moments of two steps."""
     # Enough steps for an M-step to matter, and for noise to be drawn again.
-    return 5 if variant in ("mixtures", "learned kernels") else 2
+    return 5 if variant in ("mixtures", "learned kernels", "one key head", "two key heads") else 2
 
 
 @pytest.fixture(scope="module")

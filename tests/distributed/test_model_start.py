@@ -78,6 +78,7 @@ LAYOUTS = {
     "tp2": (2, {"zero_stage": 0, "tensor": 2}),
     "tp2 dp2": (4, {"zero_stage": 2, "tensor": 2}),
     "tp2 dp2 zero 3": (4, {"zero_stage": 3, "tensor": 2}),
+    "tp4": (4, {"zero_stage": 0, "tensor": 4}),  # two ranks hold the same key head
     "pp2 cp2": (4, {"zero_stage": 0, "pipeline": 2, "context": 2}),
 }
 

@@ -128,6 +128,12 @@ def parameters(changes: dict[str, Any]) -> int:
         return sum(parameter.numel() for parameter in build_model(settings).parameters())
 
 
+def test_every_rank_with_the_same_key_head_holds_the_planned_number_of_parameters():
+    changes = case("gated_deltanet", {"tensor": 4})
+    changes["model"]["num_kv_heads"] = 2
+    assert run_ranks(parameters, 4, changes) == job(changes, 4).parameters * 4
+
+
 @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2}])
 @pytest.mark.parametrize("attention", ["flurka", "generative_prf"])
 def test_every_rank_holds_the_planned_number_of_parameters(attention, parallel):

@@ -81,6 +81,12 @@ def test_tensor_parallel_traffic_is_planned(sequence_parallel):
     check_traffic(*(case("flurka", 512, parallel=parallel, training=each) for each in trainings))
 
 
+def test_traffic_of_tensor_ranks_with_the_same_key_head_is_planned():
+    heads = [case("mamba2", 512, parallel={"tensor": 4}, model={"num_kv_heads": count}) for count in (1, 2)]
+    for changes in heads:  # of other groups
+        check_traffic(changes, world=4)
+
+
 def test_tensor_parallel_traffic_of_a_chunked_loss_is_planned():
     check_traffic(case("softmax", 512, parallel={"tensor": 2}, training={"loss_chunk_size": 128}))
 

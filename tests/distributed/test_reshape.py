@@ -50,6 +50,24 @@ def test_continuing_on_other_layouts_gives_the_losses_of_an_uninterrupted_run(
         )
 
 
+FEW_KEY_HEADS = (
+    "model.num_kv_heads=2",
+    "model.attention_pattern=[main, {preset: flurka, compression: {block_size: 16, rank: 4, per_head: true}},"
+    "{preset: gated_deltanet, short_convolution: 3}, softmax]",
+)
+"""What two of four tensor ranks hold together: E and F per key head, a convolution, a decay."""
+
+
+def test_tensor_ranks_with_the_same_key_head_write_and_read_checkpoints_of_any_layout(corpus, tmp_path):
+    config = write_config(tmp_path, corpus)
+    options = (*OPTIONS, *FEW_KEY_HEADS)
+    expected = scalars(train(config, 1, *options, "run.name=one", "training.steps=4"), "train/loss")
+    for steps, ranks in ((1, "one process"), (2, "tp4 zero 1"), (4, "tp2 sequence parallel")):
+        actual = train(config, *layout(ranks), *options, f"training.steps={steps}")
+    # The loss of a step depends on weights of the step before, and on moments of that before it.
+    assert scalars(actual, "train/loss") == pytest.approx(expected, rel=1e-5)
+
+
 def test_two_conversions_at_once_make_one(corpus, tmp_path, monkeypatch, caplog):
     config = write_config(tmp_path, corpus)
     train(config, 1, *OPTIONS, "training.steps=1")

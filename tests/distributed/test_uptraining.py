@@ -211,11 +211,13 @@ def test_an_uptraining_killed_between_and_inside_stages_ends_bit_identically(roo
             assert left == right, (name, tag)
 
 
-LAYOUTS = ["tp2", "tp2 sequence parallel", "cp2", "dp2 zero 2 loss chunks", "pp2 zero 1"]
+LAYOUTS = ["tp2", "tp2 sequence parallel", "tp4", "cp2", "dp2 zero 2 loss chunks", "pp2 zero 1"]
+"""Two ranks of tp4 hold the same key head."""
+
 OBJECTIVES = {
     "distill": "objective.temperature=2.0",
     "transfer": "optimizer.trained=mechanism objective.rows=4 objective.cross_entropy=0.1",
-    "labels": "optimizer.trained=lora optimizer.lora.rank=2",
+    "labels": "optimizer.trained=lora optimizer.lora.rank=2 optimizer.lora.targets=[query,key,value,output,up]",
 }
 
 
@@ -322,7 +324,7 @@ def test_a_teacher_whose_heads_do_not_divide_over_tensor_ranks_is_refused(root):
         "model.num_kv_heads=1",
         "training.steps=1",
     )
-    with pytest.raises(RankFailedError, match=r"has 2 layers of 1 key heads, which parallel\.pipeline=1 and"):
+    with pytest.raises(RankFailedError, match=r"has 2 layers of 1 heads and 1 key heads, which parallel\.p"):
         distill_from(root / "odd", root, "tp2")
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megakernel.attention.sequence import WHOLE_SEQUENCE, ContextParallelShard
-from megakernel.config import Config
+from megakernel.config import Config, Model
 from megakernel.config.parallel import SoftmaxExchange
 from megakernel.config.training import Recompute
 from megakernel.model import LanguageModel
@@ -81,7 +81,7 @@ class PartCosts:
     """Peak bytes of forward and of backward in excess of saved activations, without gradients of weights."""
 
     sent: dict[Message, float]
-    """Bytes by message; groups are tp and cp."""
+    """Bytes by message; groups are tp, cp, and `copies`: the tensor ranks of one key head."""
 
     operations: float
 
@@ -167,8 +167,8 @@ class CostMeter:
         key = part, tensor
         if key not in self._parameters:
             shape = PartShape(1, 1, tensor, sequence_parallel, 1, "none", "auto", False)
-            with _fake_groups(shape) as (tp, cp), Ledger(contents=False):
-                weights = [*self._model(part, self._settings(shape, tp, cp)).parameters()]
+            with _fake_groups(shape, self.config.model) as axes, Ledger(contents=False):
+                weights = [*self._model(part, self._settings(shape, axes)).parameters()]
             trained = sum(x.numel() for x in weights if x.requires_grad)
             self._parameters[key] = Weights(sum(x.numel() for x in weights), trained)
         return self._parameters[key]
@@ -176,18 +176,18 @@ class CostMeter:
     def _run(self, part: Part, shape: PartShape) -> PartCosts:
         key = part, shape
         if key not in self._known:
-            with _fake_groups(shape) as (tp, cp), _implementations(shape.on_gpu):
+            with _fake_groups(shape, self.config.model) as axes, _implementations(shape.on_gpu):
                 ledger = Ledger(contents=False)
                 with Ledger(contents=False):
-                    model = self._model(part, self._settings(shape, tp, cp)).train()
+                    model = self._model(part, self._settings(shape, axes)).train()
                     for parameter in model.parameters():
                         narrow = parameter.to(DTYPES[self.config.training.dtype])
                         parameter.data, parameter.meta = narrow, narrow.meta  # type: ignore[attr-defined]
-                    inputs = self._inputs(part, shape, cp)
+                    inputs = self._inputs(part, shape, axes.cp)
                 gc.disable()  # memory that it frees at random moments would be counted for the layer
                 try:
                     with ledger:
-                        self._known[key] = _measure_model(model, inputs, ledger, {tp: "tp", cp: "cp"})
+                        self._known[key] = _measure_model(model, inputs, ledger, axes)
                 finally:
                     gc.enable()
         return self._known[key]
@@ -209,17 +209,18 @@ class CostMeter:
         start = model.first_layer + (model.num_layers if part == "last" else part)
         return range(start, start + (2 if part == "last" else 1))
 
-    def _settings(self, shape: PartShape, tp: Axis, cp: Axis) -> Any:
+    def _settings(self, shape: PartShape, axes: "_Axes") -> Any:
         changes = {"activation_checkpointing": shape.recompute, "checkpoint_offload": False}
         training = self.config.training.model_copy(update=changes)
 
         def new_cp_shard() -> ContextParallelShard:
             exchange = self.config.parallel.state_exchange
-            return WHOLE_SEQUENCE if cp.size == 1 else GroupShard(cp, _Synchronous(), exchange)
+            return WHOLE_SEQUENCE if axes.cp.size == 1 else GroupShard(axes.cp, _Synchronous(), exchange)
 
         # The attributes of a Mesh that a model reads.
         mesh: Any = SimpleNamespace(
-            tp=tp,
+            tp=axes.tp,
+            copies=lambda key_heads: axes.copies,
             sequence_parallel=shape.sequence_parallel,
             softmax_exchange=shape.softmax_exchange,
             new_cp_shard=new_cp_shard,
@@ -253,7 +254,7 @@ class _Synchronous:
 
 
 def _measure_model(
-    model: LanguageModel, inputs: tuple[Tensor, ...], ledger: Ledger, groups: dict[Axis, str]
+    model: LanguageModel, inputs: tuple[Tensor, ...], ledger: Ledger, axes: "_Axes"
 ) -> PartCosts:
     """Measure one forward and backward."""
     for tensor in (*model.parameters(), *model.buffers(), *inputs):
@@ -277,7 +278,9 @@ def _measure_model(
     del loss
     inputs[0].grad = None
     tables = ledger.live_bytes - before - shared
-    names = {str(axis.group.group_name): name for axis, name in groups.items() if axis.size > 1}
+    # One key head: its copies are on all tensor ranks, whose group is named last.
+    groups = {"copies": axes.copies, "cp": axes.cp, "tp": axes.tp}
+    names = {str(axis.group.group_name): name for name, axis in groups.items() if axis and axis.size > 1}
     sent = {
         message._replace(group=names[message.group]): float(size)
         for message, size in ledger.sent.items()
@@ -300,18 +303,30 @@ class _Loss(torch.autograd.Function):
         return torch.empty(ctx.like[0], dtype=ctx.like[1])
 
 
+class _Axes(NamedTuple):
+    """The axes of a mesh along which a part sends."""
+
+    tp: Axis
+    cp: Axis
+    copies: Axis | None
+    """See `Mesh.copies`."""
+
+
 @contextmanager
-def _fake_groups(shape: PartShape) -> Iterator[tuple[Axis, Axis]]:
-    """Fake tp and cp groups; with three or more context ranks this one has neighbors on both sides."""
+def _fake_groups(shape: PartShape, model: Model) -> Iterator[_Axes]:
+    """Fake groups; with three or more context ranks this one has neighbors on both sides."""
     rank = shape.tensor if shape.context > 2 else 0
     world = shape.tensor * shape.context
     hook = sys.excepthook  # every init_process_group wraps it once more, to print the rank
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     parallel_state._set_global_memory_buffer()
     try:
-        groups = (range(rank, rank + shape.tensor), range(0, world, shape.tensor))
-        tp, cp = (Axis.of(dist.new_group(list(ranks), backend="fake")) for ranks in groups)
-        yield tp, cp
+        lines = [range(rank, rank + shape.tensor), range(0, world, shape.tensor)]
+        if shape.tensor > model.kv_heads > 1:
+            lines.append(range(rank, rank + shape.tensor // model.kv_heads))
+        tp, cp, *rest = (Axis.of(dist.new_group(list(ranks), backend="fake")) for ranks in lines)
+        one_key_head = [tp] * (model.kv_heads == 1 < shape.tensor)
+        yield _Axes(tp, cp, next(iter(rest + one_key_head), None))
     finally:
         parallel_state.destroy_global_memory_buffer()
         dist.destroy_process_group()

@@ -86,11 +86,12 @@ def _micro_batch_transfers(job: Job, stage: int) -> Iterator[Transfer]:
 
 def part_transfers(job: Job, part: "Part") -> Iterator[Transfer]:
     """Transfers of a layer, the embedding or the head in one micro-batch."""
-    ranks = {"tp": job.layout.tensor, "cp": job.layout.context}
+    tensor = job.layout.tensor
+    ranks = {"tp": tensor, "cp": job.layout.context, "copies": tensor // job.model.kv_heads}
     for (axis, operation), amount in job.costs(part).sent.items():
-        group: Group = "tp" if axis == "tp" else "cp"
+        group: Group = "cp" if axis == "cp" else "tp"
         if amount:
-            yield Transfer(group, operation, amount, ranks[group])
+            yield Transfer(group, operation, amount, ranks[axis])
 
 
 def step_transfers(job: Job, stage: int) -> Iterator[Transfer]:

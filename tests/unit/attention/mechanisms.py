@@ -15,6 +15,7 @@ from megakernel.attention import ALL_HEADS, AttentionInputs, AttentionLayer, Hea
 from megakernel.attention.inputs import DEFAULT_INPUTS
 from megakernel.config.attention import PRESETS, Attention, expand_preset
 from megakernel.config.section import merged
+from megakernel.parallel.partition import Partition
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "simple_gla": {"mechanism": "simple_gla", "simple_gla": {"gate_logit_normalizer": 2.0}},
@@ -293,13 +294,19 @@ def shard_of(
     part = with_projections(
         build(TREES[name], **sizes, causal=causal, seed=(7, 0), heads=heads, rotary=False)
     )
-    sharded = part.sharded_parameters()
     weights = {
-        key: value.chunk(heads.size, sharded[key])[heads.rank] if key in sharded else value
+        key: partition_of(part, key, kv_heads).shard(value, heads.rank, heads.size)
         for key, value in whole.state_dict().items()
     }
     part.double().load_state_dict(weights)
     return part
+
+
+def partition_of(part: AttentionLayer, key: str, kv_heads: int = KV_HEADS) -> Partition:
+    """How a layer declares that shards like `part` have a parameter or buffer."""
+    copies = 1 if key in part.per_query_head else max(1, part.heads.size // kv_heads)
+    dimension = part.sharded_parameters().get(key)
+    return Partition(dimension, copies=1 if dimension is None else copies)
 
 
 def tokens(

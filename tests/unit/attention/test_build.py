@@ -38,7 +38,11 @@ def test_a_preset_name_a_tree_and_a_validated_tree_build_the_same_layer(preset):
         ("flurka", {"num_heads": 0}, "num_heads=0; expected at least 1"),
         ("performer", {"head_dim": -1}, "head_dim=-1; expected at least 1"),
         ("linear", {"heads": HeadShard(0, 3)}, "num_heads=4 does not divide over 3 shards"),
-        ("linear", {"num_kv_heads": 2, "heads": HeadShard(0, 4)}, "num_kv_heads=2 does not divide over 4"),
+        (
+            "linear",
+            {"num_kv_heads": 2, "heads": HeadShard(0, 4)},
+            "num_kv_heads=2 does not divide over 4 shards",
+        ),
     ],
 )
 def test_invalid_attention_is_refused_with_the_reason(config, options, message):

@@ -20,6 +20,7 @@ from tests.unit.attention.mechanisms import (
     gradients,
     layer,
     packed,
+    partition_of,
     shard_of,
     tokens,
 )
@@ -270,17 +271,39 @@ def test_constant_values_change_in_mechanisms_that_declare_it(name):
 @every_direction
 @pytest.mark.parametrize("size", [2, 4])
 def test_tensor_parallel_shards_equal_the_unsharded_layer(name, causal, size):
-    kv_heads = max(2, size)
-    whole = layer(name, kv_heads=kv_heads, causal=causal)
+    check_tensor_shards(name, causal, [HeadShard(rank, size) for rank in range(size)], max(2, size))
+
+
+@pytest.mark.parametrize(
+    ("name", "causal"), [(name, causal) for name, causal in DIRECTIONS if CONFIGS[name].selection is None]
+)
+def test_shards_that_hold_the_same_key_head_equal_the_unsharded_layer(name, causal):
+    passed = [set() for _ in range(4)]
+    shards = [
+        HeadShard(rank, 4, copied=lambda x, used=passed[rank]: used.add(id(x)) or x) for rank in range(4)
+    ]
+    parts = check_tensor_shards(name, causal, shards, 2)
+    # Otherwise ranks would not sum its gradient with those of the copies.
+    for part, used in zip(parts, passed):
+        copied = {key for key in part.sharded_parameters() if key not in part.per_query_head}
+        assert all(id(parameter) in used for key, parameter in part.named_parameters() if key in copied)
+
+
+def check_tensor_shards(name, causal, shards, kv_heads):
+    """Check that shards of a layer together have the outputs and gradients of the whole layer; returns them."""
+    size, whole = len(shards), layer(name, kv_heads=kv_heads, causal=causal)
     q, k, v = tokens(2, 24, kv_heads=kv_heads)
     inputs = AttentionInputs(positions=DOCUMENTS if causal else None, rotary=ROTARY)
-    parts = [shard_of(whole, name, HeadShard(rank, size), kv_heads, causal) for rank in range(size)]
+    parts = [shard_of(whole, name, shard, kv_heads, causal) for shard in shards]
     for step in (None, 5):
         if step is not None:
             for module in (whole, *parts):
                 redraw(module, step)
         expected = whole(q, k, v, inputs)
-        inputs_of_shards = ((x.chunk(size, 1)[rank] for x in (q, k, v)) for rank in range(size))
+        inputs_of_shards = (
+            [x.chunk(min(size, x.shape[1]), 1)[rank * min(size, x.shape[1]) // size] for x in (q, k, v)]
+            for rank in range(size)
+        )
         out = torch.cat([part(*qkv, inputs) for part, qkv in zip(parts, inputs_of_shards, strict=True)], 1)
         assert_close(out, expected)
 
@@ -288,9 +311,14 @@ def test_tensor_parallel_shards_equal_the_unsharded_layer(name, causal, size):
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     (out * weights).sum().backward()
     for key, gradient in wanted.items():
-        shards = [dict(part.named_parameters())[key].grad for part in parts]
-        dimension = parts[0].sharded_parameters().get(key)
-        assert_close(sum(shards) if dimension is None else torch.cat(shards, dimension), gradient)
+        grads = [dict(part.named_parameters())[key].grad for part in parts]
+        partition = partition_of(parts[0], key, kv_heads)
+        copies = size if partition.dimension is None else partition.copies
+        sums = [sum(grads[rank : rank + copies]) for rank in range(0, size, copies)]
+        assert_close(
+            sums[0] if partition.dimension is None else torch.cat(sums, partition.dimension), gradient
+        )
+    return parts
 
 
 @pytest.mark.covering(2)
