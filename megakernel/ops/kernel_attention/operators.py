@@ -33,8 +33,7 @@ class KernelQueryTensors(NamedTuple):
 class KernelKeyTensors(NamedTuple):
     """Tensors of keys, and their gradients.
 
-    log_decay requires the map `identity` without normalizer, key weights or priors; weights are then divided by
-    sqrt(d).
+    log_decay requires the map `identity` without normalizer or priors; weights are then divided by sqrt(d).
     """
 
     k: Tensor

@@ -19,6 +19,9 @@ from megakernel.ops.state import Exchange
 
 MAP = "identity"
 
+SMALLEST = 1e-30
+"""Added to factors of values: the kernels leave out keys of weight 0, which would then have no gradient."""
+
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, *_: object) -> str | None:
     """Why the kernels do not support these arguments of `attend`; None if they do."""
@@ -46,7 +49,8 @@ def attend(
     # The kernels expect a column of normalizers after the values; it is unused here.
     first = None if state is None else unscaled_state(F.pad(state, (0, 1)))
     static = KernelStatic(MAP, components=1, causal=True, normalize=False, start=start)
-    keys = KernelKeyTensors(k, v.to(k.dtype), key_weights=value_scale, log_decay=log_decay, starts=starts)
+    weights = None if value_scale is None else value_scale + SMALLEST
+    keys = KernelKeyTensors(k, v.to(k.dtype), key_weights=weights, log_decay=log_decay, starts=starts)
     outputs, _, last = operators.attend(static, KernelQueryTensors(q), keys, positions, first, exchange)
     assert last is not None
     return outputs.out, last.sums[..., :-1] * last.log_scale.exp()[..., None, None]
