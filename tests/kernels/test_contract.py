@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megakernel.ops.flurka_attention import operators
+from megakernel.ops.flurka_attention import triton
 from megakernel.ops.kernel_attention import tiles
 from tests.kernels.comparing import DEVICE, TOLERANCE, rms_ratio
 from tests.tiers import tiered
@@ -33,7 +33,7 @@ WITHIN = TOLERANCE[torch.float32]
 def short_segments(monkeypatch):
     """Segments of 32 tokens, or eight blocks of FLuRKA, so that the sequence has three."""
     monkeypatch.setattr(tiles, "segment_length", lambda phi, q, v, causal: 32)
-    monkeypatch.setattr(operators, "segment_blocks", lambda *_: 8)
+    monkeypatch.setattr(triton, "segment_blocks", lambda *_: 8)
 
 
 def leaves_of(name: str) -> Leaves:

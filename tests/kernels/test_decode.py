@@ -160,7 +160,7 @@ def test_a_key_of_weight_0_changes_nothing(feature_map):
 @pytest.mark.parametrize("feature_map", ["hedgehog", "favor"])
 def test_a_token_at_position_0_starts_a_document(feature_map, monkeypatch):
     """Next to a sequence that continues, and through the op, which takes the decoding step for single tokens."""
-    from megakernel.ops.kernel_attention import operators
+    from megakernel.ops.kernel_attention import triton
 
     q, k, v = tokens(2, 1, 2, 4, 8, 8)
     projection = projection_of(feature_map, 1, 8, 16)
@@ -170,7 +170,7 @@ def test_a_token_at_position_0_starts_a_document(feature_map, monkeypatch):
     options |= {"positions": torch.tensor([[3], [0]], device=DEVICE)}
     last = [x[:, :, 3:] for x in (q, k, v)]
     expected = reference(*last, state=state, **options)
-    monkeypatch.setattr(operators, "attend", None)
+    monkeypatch.setattr(triton, "kernel_operator", None)
     with torch.no_grad():
         got = kernel_attention(*last, **options, initial_state=lost, return_state=True, backend="triton")
     assert_same(got, expected)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megakernel.attention import Rotary
 from megakernel.ops.documents import Positions
-from megakernel.ops.flurka_attention import flurka_attention, operators
+from megakernel.ops.flurka_attention import flurka_attention, triton
 from megakernel.ops.flurka_attention import triton as flurka_triton
 from megakernel.ops.flurka_attention.options import FlurkaState
 from megakernel.ops.kernel_attention import kernel_attention, tiles
@@ -40,7 +40,7 @@ PER_TOKEN = ("q", "k", "v", "gate", "key_weights", "log_decay")
 def short_segments(monkeypatch):
     """Segments so short that shards have several."""
     monkeypatch.setattr(tiles, "segment_length", lambda phi, q, v, causal: 16)
-    monkeypatch.setattr(operators, "segment_blocks", lambda *_: 1)
+    monkeypatch.setattr(triton, "segment_blocks", lambda *_: 1)
 
 
 class Handed:

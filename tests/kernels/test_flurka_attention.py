@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megakernel.attention import Rotary
 from megakernel.ops.feature_maps import FEATURE_MAPS, start_state
-from megakernel.ops.flurka_attention import flurka_attention, operators
+from megakernel.ops.flurka_attention import flurka_attention, triton
 from megakernel.ops.flurka_attention.options import FlurkaState
 from megakernel.ops.flurka_attention.tensors import FlurkaKeyTensors, FlurkaQueryTensors, FlurkaStatic
 from megakernel.ops.kernel_attention.tiles import SEGMENT
@@ -34,7 +34,7 @@ BLOCK, RANK = 16, 4
 @pytest.fixture
 def short_segments(monkeypatch):
     """Segments of two blocks, so that short sequences have several."""
-    monkeypatch.setattr(operators, "segment_blocks", lambda *_: 2)
+    monkeypatch.setattr(triton, "segment_blocks", lambda *_: 2)
 
 
 def tokens(
@@ -215,7 +215,7 @@ def test_any_length_agrees(length, dtype, draw, device):
 @pytest.mark.second
 def test_segments_of_their_usual_length_agree(draw, device):
     """The end of the sequence is in the third segment."""
-    assert operators.segment_blocks(phi_of("elu", 16, None), 16, 8) * 16 == SEGMENT
+    assert triton.segment_blocks(phi_of("elu", 16, None), 16, 8) * 16 == SEGMENT
     assert_length_agrees(2 * SEGMENT + 70, torch.bfloat16, draw, device, block=16)
 
 

@@ -30,12 +30,12 @@ PER_TOKEN = ("q", "k", "v", "gate", "log_decay")
 
 def forbid_all_but_steps(patch: pytest.MonkeyPatch) -> None:
     """Fail if other kernels or the chunked op run."""
-    from megakernel.ops.flurka_attention import operators
+    from megakernel.ops.flurka_attention import triton
 
     def refused(*_, **__):
         raise AssertionError("not the decoding step")
 
-    patch.setattr(operators, "attend", refused)
+    patch.setattr(triton, "flurka_operator", refused)
     patch.setattr(chunked, "_over_groups", refused)
 
 

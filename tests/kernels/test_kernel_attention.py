@@ -9,8 +9,8 @@ from torch import Tensor
 
 from megakernel.ops.feature_maps import FEATURE_MAPS
 from megakernel.ops.flurka_attention import flurka_attention
-from megakernel.ops.kernel_attention import kernel_attention, operators, tiles
-from megakernel.ops.kernel_attention.operators import KernelKeyTensors, KernelQueryTensors, KernelStatic
+from megakernel.ops.kernel_attention import kernel_attention, tiles, triton
+from megakernel.ops.kernel_attention.triton import KernelKeyTensors, KernelQueryTensors, KernelStatic
 from megakernel.ops.kernels import launch
 from megakernel.ops.kernels.feature_maps import SUPPORTED
 from megakernel.ops.kernels.launch import record_launches
@@ -299,7 +299,7 @@ def test_states_take_less_than_a_quarter_of_the_memory_of_tokens(feature_map, ro
         matrix = None if rows is None else torch.empty(rows, 128, device="meta")
         static = KernelStatic(feature_map, components=1, causal=True, normalize=True, start=0)
         phi = map_of_call(static, q, matrix, decays=False)
-        launcher = operators.launcher_of(q, k, k, None, phi, causal=True, start=0)
+        launcher = triton.launcher_of(q, k, k, None, phi, causal=True, start=0)
         states = sum(x.numel() * x.element_size() for x in launcher.segment_buffer(k, k.shape[2]))
         assert states <= (q.numel() + k.numel()) * 2 * 2 / 4
 

@@ -6,20 +6,46 @@ of queries from right to left, and computes the gradients of landmarks, and thro
 values, E and F. An exchange adds a small launch to each pass, for the state that is sent. Saved for backward are the
 inputs, the output, its spread (see `merge_kernels`), two or three numbers per token, the landmarks, and one state per
 segment.
+
+Landmarks are keys of `kernel_attention`'s kernels, which sum them, scan their states and compute their gradients.
 """
 
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megakernel.ops.documents import sees_far, token_positions
 from megakernel.ops.feature_maps import named
-from megakernel.ops.flurka_attention import chunked, decode, operators
-from megakernel.ops.flurka_attention.block_tables import block_tables
+from megakernel.ops.flurka_attention import chunked, decode, merge_kernels, pool_kernels, window_kernels
+from megakernel.ops.flurka_attention.arguments import Merged, MergeParams, Near, Pools, Window
+from megakernel.ops.flurka_attention.block_tables import block_tables, ends_of_blocks
 from megakernel.ops.flurka_attention.options import FlurkaInputs, FlurkaOptions
-from megakernel.ops.flurka_attention.tensors import FlurkaKeyTensors, FlurkaQueryTensors, FlurkaStatic
-from megakernel.ops.kernel_attention.triton import unsupported_features, unsupported_tiles
+from megakernel.ops.flurka_attention.tensors import (
+    FlurkaKeyTensors,
+    FlurkaOutputs,
+    FlurkaQueryTensors,
+    FlurkaStatic,
+    SavedLandmarks,
+)
+from megakernel.ops.flurka_attention.tiles import segment_blocks, tile_sizes
+from megakernel.ops.kernel_attention import kernels
+from megakernel.ops.kernel_attention.triton import (
+    bwd_dkv,
+    gradient_of_projection,
+    products_of_tokens,
+    sum_queries,
+    unsupported_features,
+    unsupported_tiles,
+)
+from megakernel.ops.kernels.arguments import Matrix, Queries, Rows, SequenceInfo, State, Tokens
+from megakernel.ops.kernels.decay import Decay, gradient_of_decay
+from megakernel.ops.kernels.launch import capability_of
+from megakernel.ops.kernels.launcher import Grid, Launcher, map_of_call, output_buffer
+from megakernel.ops.kernels.operator import Operator
+from megakernel.ops.kernels.primitives import cdiv, padded
+from megakernel.ops.kernels.protocol import Op, QueryBackward, Saved, StatesBackward
 from megakernel.ops.partial_output import kernels_check, recompute_lost
 from megakernel.ops.projections import dense
 from megakernel.ops.state import KernelState
@@ -96,7 +122,7 @@ def attend(
     feature_map = named(options.feature_map)
     make_table = None if options.near_rotary is None else angle_table(options, q.shape[-1])
     table = None if make_table is None else make_table(0, reach + ANGLES, q.device)
-    outputs, first, last = operators.attend(
+    outputs, first, last = flurka_operator(
         FlurkaStatic(
             feature_map=feature_map.name,
             components=feature_map.components,
@@ -141,3 +167,305 @@ def attend(
         return chunked.attend(q.double(), k.double(), v.double(), exact)[0]
 
     return recompute_lost((outputs.out, lost), recompute), last, next_tail
+
+
+BLOCKS_AT_ONCE = 16
+"""Blocks per program that sums gradients of E and F."""
+
+
+class FlurkaLaunches(NamedTuple):
+    """Implements `kernels.protocol.Launches`."""
+
+    launcher: Launcher
+    """Sizes of the launches over landmarks."""
+
+    near: Near
+    seq: SequenceInfo
+    queries: Rows
+    window: Window
+    pools: Pools
+    merge_params: MergeParams
+    matrix: Matrix
+    """The projection in the dtype of landmarks, float32."""
+
+    projection: Tensor | None
+    stores_spread: bool
+    """Whether outputs have a spread: for backward, unless the map is unbounded, which needs more digits."""
+
+    @staticmethod
+    def of(static: FlurkaStatic, q: Tensor, tensors: FlurkaKeyTensors) -> "FlurkaLaunches":
+        """Launches for queries q (B, H, N, d), without what `with_merge` adds."""
+        k, v, pool_keys, pool_values, projection, log_decay, far_mass, starts, windows, ends = tensors
+        rank, block_size = pool_keys.shape[-2:]
+        heads, length = k.shape[1], k.shape[2] - static.before
+        phi = map_of_call(static, q, projection, log_decay is not None)
+        near = Near(static.near == "softmax", False, False, static.blocks, block_size, q.shape[-1])
+        landmarks = cdiv(length, block_size) * rank
+        capability = capability_of(q.device)
+        segment = segment_blocks(phi, block_size, rank) * block_size
+        decay = None
+        if log_decay is not None:
+            places = ends_of_blocks(ends, length, block_size, q.device)
+            decay = Decay.of_blocks(log_decay, segment, places, rank)
+        seq = SequenceInfo(starts, static.start, ends, heads, length, q.shape[2], landmarks, decay)
+        launcher = Launcher(
+            phi=phi,
+            seq=seq._replace(starts=None, ends=None, decay=None),
+            segment=segment,
+            group=q.shape[1] // heads,
+            values=v.shape[-1],
+            keys=0,
+            causal=True,
+            dtype=v.dtype,
+            capability=capability,
+            tiles=tuple(tile_sizes(phi, near, v.element_size(), v.shape[-1], capability).items()),
+            block_size=block_size,
+            rank=rank,
+        )
+        pools = Pools(
+            pool_keys.contiguous(),
+            pool_values.contiguous(),
+            head=pool_keys[0].numel() if pool_keys.dim() == 3 else 0,
+            far_mass=None if far_mass is None else far_mass.contiguous(),
+        )
+        return FlurkaLaunches(
+            launcher=launcher,
+            near=near,
+            seq=seq,
+            queries=Rows.of(q),
+            window=Window(Rows.of(k), Rows.of(v), windows, None, static.before, static.oldest),
+            pools=pools,
+            merge_params=MergeParams(None, None, None),
+            matrix=Matrix.of(projection, heads),
+            projection=projection,
+            stores_spread=static.trains and not phi.unbounded,
+        )
+
+    def with_merge(self, queries: FlurkaQueryTensors) -> "FlurkaLaunches":
+        """These launches with the gate or far weight of the merge, and the angles of the window."""
+        params = (queries.gate, queries.gate_weight, queries.far_weight)
+        return self._replace(
+            near=self.near._replace(gated=queries.gate is not None, rotary=queries.table is not None),
+            window=self.window._replace(table=queries.table),
+            merge_params=MergeParams(*(None if x is None else x.contiguous() for x in params)),
+        )
+
+    def launch_pool(self, kernel: Any, batch: int, each: int, *arguments: Any, **options: Any) -> None:
+        """Launch a pooling kernel with one program per `each` blocks of a key head."""
+        programs = batch * self.seq.heads * cdiv(self.seq.keys // self.launcher.rank, each)
+        options |= {"NEAR": self.near, "RP": padded(self.launcher.rank), "BP": padded(self.near.block_size)}
+        self.launcher.launch(kernel, batch, self.window, *arguments, grid=programs, **options)
+
+    def write(self) -> tuple[State, SavedLandmarks]:
+        """See `Launches`."""
+        k, saved = self.window.keys.pointer, self.key_buffers()
+        buffer = self.launcher.segment_buffer(k, self.seq.length)
+        self.matrix.fill(saved.terms)
+        landmarks = (saved.landmarks, saved.values, saved.token_count)
+        self.launch_pool(pool_kernels.pool, len(k), 1, self.pools, self.seq, *landmarks)
+        inputs = (saved.keys, self.matrix, buffer, self.seq, None)
+        self.launcher.launch(kernels.write_keys, len(k), *inputs, grid=Grid.KEY_SEGMENTS)
+        return buffer, saved
+
+    def output_buffers(self, queries: FlurkaQueryTensors) -> FlurkaOutputs:
+        """Buffers for what `read` returns."""
+        q, v = queries.q, self.window.v.pointer
+        factor = q.new_empty(q.shape[:3], dtype=torch.float32)
+        unbounded = self.launcher.phi.unbounded
+        return FlurkaOutputs(
+            out=output_buffer(q, v),
+            spread=v.new_empty(*q.shape[:3], v.shape[-1]) if self.stores_spread else v.new_empty(0),
+            factor=factor,
+            lse=factor.new_empty(q.shape[:3] if self.near.softmax else 0),
+            scale=factor.new_empty(len(q), self.seq.heads, q.shape[2] if unbounded else 0),
+            share=factor.new_empty(0 if queries.gate is not None else q.shape[:3]),
+            logit=factor.new_empty(0 if queries.gate_weight is None else q.shape[:3]),
+        )
+
+    def key_buffers(self) -> SavedLandmarks:
+        """Buffers for the landmarks."""
+        v, phi = self.window.v.pointer, self.launcher.phi
+        lead = (len(v), self.seq.heads, self.seq.keys)
+        token_count = v.new_empty(lead, dtype=torch.float32)
+        return SavedLandmarks(
+            landmarks=token_count.new_empty(*lead, self.near.width),
+            values=v.new_empty(*lead, self.launcher.values),
+            features=v.new_empty(*lead, phi.padded_features),
+            feature_logs=token_count.new_empty(lead if phi.unbounded else 0),
+            token_count=token_count,
+            terms=self.matrix.buffer(v.dtype, v),
+        )
+
+    def merged(self, outputs: FlurkaOutputs) -> Merged:
+        """The outputs' numbers as an argument of kernels."""
+        return Merged(
+            factor=outputs.factor,
+            lse=outputs.lse if self.near.softmax else None,
+            scale=outputs.scale if self.launcher.phi.unbounded else None,
+            share=None if self.near.gated else outputs.share,
+            logit=None if self.merge_params.gate_weight is None else outputs.logit,
+        )
+
+    def rows_of_spread(self, spread: Tensor) -> Rows | None:
+        """The spread as an argument of kernels."""
+        return Rows.of(spread) if self.stores_spread else None
+
+    def merge_inputs(self, queries: Rows | Queries, saved: SavedLandmarks, state: State) -> tuple[Any, ...]:
+        """The first arguments of both kernels over queries."""
+        matrix = self.matrix.split(saved.terms)
+        return queries, self.window, saved.keys, matrix, state, self.seq, self.merge_params
+
+    def read(self, queries: FlurkaQueryTensors, saved: SavedLandmarks, state: State) -> FlurkaOutputs:
+        """See `Launches`."""
+        launches, outputs = self.with_merge(queries), self.output_buffers(queries)
+        inputs = launches.merge_inputs(self.queries, saved, state)
+        spread = self.rows_of_spread(outputs.spread)
+        buffers = (Rows.to_write(outputs.out), spread, launches.merged(outputs))
+        kernel, batch, grid = merge_kernels.merge, len(queries.q), Grid.QUERY_TILES
+        self.launcher.launch(kernel, batch, *inputs, *buffers, grid=grid, NEAR=launches.near)
+        return outputs
+
+    def bwd_read(
+        self, do: Tensor, queries: FlurkaQueryTensors, saved: Saved, needs_projection: bool
+    ) -> QueryBackward:
+        """See `Launches`."""
+        q, launcher, outputs = queries.q, self.launcher, saved.outputs
+        launches = self.with_merge(queries)
+        merged = launches.merged(outputs)
+        if merged.logit is not None:
+            params = launches.merge_params._replace(gate=merged.logit)
+            launches = launches._replace(merge_params=params)
+        means, delta = torch.empty_like(merged.factor), torch.empty_like(merged.factor)
+        dmerge = torch.empty_like(merged.factor if queries.gate is None else queries.gate)
+        tokens = Tokens(self.queries, *launcher.feature_buffers(q))
+        bwd_queries = Queries(tokens, Rows.of(do), merged.factor, delta, merged.scale)
+        dq, dproj = q.new_empty(q.shape), self._projected(q) if needs_projection else None
+        inputs = launches.merge_inputs(bwd_queries, saved.keys, saved.state)
+        of_forward = (merged, Rows.of(outputs.out), self.rows_of_spread(outputs.spread))
+        arguments = (len(do), *inputs, *of_forward, dq, dproj, means, dmerge)
+        grid = Grid.QUERY_TILES
+        launcher.launch(merge_kernels.merge_backward, *arguments, grid=grid, NEAR=launches.near)
+        if launcher.stores_features:
+            # From here on, only their features are read.
+            bwd_queries = bwd_queries._replace(tokens=tokens._replace(rows=None))
+        grads, dfar_weight = FlurkaQueryTensors(dq), None
+        if queries.gate is None:
+            dfar_weight = dmerge.sum((0, 2))
+            if queries.far_weight is not None:
+                grads = grads._replace(far_weight=dfar_weight)
+        else:
+            grads = grads._replace(gate=dmerge)
+        if queries.gate_weight is not None:
+            products = products_of_tokens(dmerge.to(q.dtype)[..., None], q, q.shape[1])
+            grads = grads._replace(gate_weight=products[:, 0].to(queries.gate_weight.dtype))
+        projection_grad = (
+            None if dproj is None else cache(partial(products_of_tokens, dproj, q, self.seq.heads))
+        )
+        op_saved = _MergeBackward(launches, merged, means, dmerge, dfar_weight)
+        return QueryBackward(bwd_queries, grads, projection_grad, op_saved)
+
+    def sum_queries(self, queries: Queries, length: int) -> State:
+        """See `Launches`."""
+        return sum_queries(self.launcher, queries, self.seq, self.window.keys.pointer, length)
+
+    def bwd_write(
+        self, query_backward: QueryBackward, saved: SavedLandmarks, states: StatesBackward
+    ) -> FlurkaKeyTensors:
+        """See `Launches`."""
+        queries, merge = query_backward.queries, query_backward.op_saved
+        launches, needs_projection = merge.launches, query_backward.projection_grad is not None
+        landmarks, matrix = saved.landmarks, self.matrix.split(saved.terms)
+        launcher, seq, k, v = self.launcher, self.seq, self.window.keys.pointer, self.window.v.pointer
+        batch = len(k)
+        dlandmarks = torch.empty_like(landmarks)
+        dpooled = landmarks.new_empty(*landmarks.shape[:3], launcher.values)
+        # In the dtype of values and keys, whose matrix products are faster than those of float32 landmarks.
+        dproj_landmarks = self._projected(saved.values) if needs_projection else None
+        dcounts = None if seq.decay is None else torch.empty_like(saved.token_count)
+        inputs = (queries, saved.keys, self.matrix, states.of_queries, seq)
+        bwd_dkv(launcher, batch, inputs, (dlandmarks, dpooled, dproj_landmarks, dcounts, None))
+        dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+        dproj_k = self._projected(k) if needs_projection and not self.near.softmax else None
+        pool_summands = tuple(landmarks.new_empty(2, *k.shape[:3], launcher.rank))
+        launcher.launch(
+            window_kernels.window_backward,
+            *(batch, self.queries, launches.window, self.pools, matrix, seq),
+            *(launches.merge_params, merge.merged, queries.grad, merge.means),
+            *(dlandmarks, dpooled, pool_summands, dk, dv, dproj_k),
+            grid=cdiv(k.shape[2], launcher.tile_sizes("window_backward").chunk) * batch * seq.heads,
+            NEAR=launches.near,
+        )
+        grads = FlurkaKeyTensors(dk, dv, *self._pool_gradients(launches, pool_summands))
+        if query_backward.projection_grad is not None and self.projection is not None:
+            pairs = ((dproj_k, k), (dproj_landmarks, landmarks.to(k.dtype)))
+            products = [products_of_tokens(dproj, x, seq.heads) for dproj, x in pairs if dproj is not None]
+            of_queries = query_backward.projection_grad()
+            grads = grads._replace(projection=gradient_of_projection(self.projection, of_queries, *products))
+        if self.pools.far_mass is not None:
+            # exp(beta) scales all of a state except the first state's part, so its gradient is that of the states' log
+            # scale; for states that queries read, that is the gradient of gamma. Sums over landmarks would give the
+            # same, but from numbers that were rounded more often and may nearly cancel.
+            dfar_mass = landmarks.new_zeros(seq.heads)
+            if merge.dfar_weight is not None:
+                dfar_mass += merge.dfar_weight.view(seq.heads, -1).sum(1)
+            if states.last is not None:
+                dfar_mass += states.last.scale_grad().sum(0)
+            if states.first is not None:
+                dfar_mass -= states.first.scale_grad().sum(0)
+            grads = grads._replace(far_mass=dfar_mass)
+        if dcounts is not None:
+            of_blocks = (dcounts * saved.token_count).unflatten(2, (-1, launcher.rank)).sum(3)
+            # Under a gate, the weights of landmarks add up to 1, and the gradient of their scale is 0.
+            of_merge = None
+            if merge.dfar_weight is not None:
+                of_merge = merge.dmerge.unflatten(1, (seq.heads, -1)).sum(2)
+            # Blocks without an end contribute 0, so any place will do.
+            ends = ends_of_blocks(seq.ends, seq.length, self.near.block_size, k.device)
+            at = ends.clamp(min=0).to(torch.int64)[:, None].expand_as(of_blocks)
+            of_ends = of_blocks.new_zeros(*of_blocks.shape[:2], seq.length).scatter_add_(2, at, of_blocks)
+            sums = (of_ends, of_merge, *states.of_entering)
+            dlog_decay = gradient_of_decay(*sums, seq, launcher.segment, decay_after_read=True)
+            grads = grads._replace(log_decay=dlog_decay)
+        return grads
+
+    def _pool_gradients(
+        self, launches: "FlurkaLaunches", pool_summands: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of E and F, from the summands of `window_backward`."""
+        seq, pools, batch = self.seq, self.pools.of_keys, len(pool_summands[0])
+        parts = cdiv(seq.keys // self.launcher.rank, BLOCKS_AT_ONCE)
+        dpools = pool_summands[0].new_empty(2, batch, seq.heads, parts, *pools.shape[-2:])
+        inputs = (batch, BLOCKS_AT_ONCE, seq, pool_summands, *dpools)
+        # `pool_backward` does not read the tokens.
+        without_tokens = launches._replace(window=launches.window._replace(keys=None, v=None))
+        without_tokens.launch_pool(pool_kernels.pool_backward, *inputs, EACH=BLOCKS_AT_ONCE)
+        dpool_keys, dpool_values = (part.sum((0, 2) if pools.dim() == 3 else (0, 1, 2)) for part in dpools)
+        return dpool_keys, dpool_values
+
+    def _projected(self, tokens: Tensor) -> Tensor:
+        """A buffer for the gradients of projected tokens."""
+        return tokens.new_empty(*tokens.shape[:3], self.launcher.phi.rows)
+
+
+class _MergeBackward(NamedTuple):
+    """What `bwd_write` takes from `bwd_read`."""
+
+    launches: FlurkaLaunches
+    """With the merge, whose gate has the queries' part."""
+
+    merged: Merged
+    means: Tensor
+    """See `window_kernels`, (B, H, N) float32."""
+
+    dmerge: Tensor
+    """Gradients (B, H, N) of the gate's logits, or the parts of gamma's gradient."""
+
+    dfar_weight: Tensor | None
+    """Gradient of gamma (H,); None with a gate."""
+
+
+flurka_operator = Operator(
+    "flurka_attention",
+    Op(FlurkaQueryTensors, FlurkaKeyTensors, FlurkaStatic, FlurkaOutputs, SavedLandmarks, FlurkaLaunches.of),
+)
+"""FLuRKA of these tensors and an initial state."""

@@ -5,12 +5,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megakernel.ops.documents import Positions
-from megakernel.ops.kernel_attention import operators
-from megakernel.ops.kernel_attention.operators import KernelKeyTensors, KernelQueryTensors, KernelStatic
 from megakernel.ops.kernel_attention.triton import (
     WIDEST,
     WIDEST_FLOAT32,
+    KernelKeyTensors,
+    KernelQueryTensors,
+    KernelStatic,
     document_starts,
+    kernel_operator,
     unsupported_features,
     unsupported_tiles,
 )
@@ -51,6 +53,6 @@ def attend(
     static = KernelStatic(MAP, components=1, causal=True, normalize=False, start=start)
     weights = None if value_scale is None else value_scale + SMALLEST
     keys = KernelKeyTensors(k, v.to(k.dtype), key_weights=weights, log_decay=log_decay, starts=starts)
-    outputs, _, last = operators.attend(static, KernelQueryTensors(q), keys, positions, first, exchange)
+    outputs, _, last = kernel_operator(static, KernelQueryTensors(q), keys, positions, first, exchange)
     assert last is not None
     return outputs.out, last.sums[..., :-1] * last.log_scale.exp()[..., None, None]
