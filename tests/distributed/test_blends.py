@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from megakernel.config.yaml_text import parse, write
-from tests.tiers import tiered
 from tests.unit.data.conftest import documents, prepared, write_jsonl
 
 from .processes import run_ranks
@@ -44,7 +43,8 @@ def test_the_start_prints_each_corpus_s_share_and_passes(corpora, tmp_path):
     )
 
 
-@pytest.mark.parametrize("ranks", tiered([1, 2], [1]))
+@pytest.mark.second  # four runs
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_of_an_earlier_version_reads_on_in_its_order(ranks, corpora, tmp_path):
     listed = write_config(tmp_path, f"[{corpora / 'web-0'}, {corpora / 'web-1'}]")
     old = (

@@ -145,6 +145,7 @@ def test_a_student_whose_window_holds_the_whole_sequence_equals_the_dense_model(
     assert lines[0]["eval/loss"] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.second
 def test_preflight_accepts_a_correct_model_in_bfloat16(corpus, tmp_path):
     """In bfloat16 `transformers` differs from itself by up to a tenth of the largest logit."""
     configs = {}

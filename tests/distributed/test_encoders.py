@@ -202,6 +202,7 @@ def test_a_classifier_generalizes_a_rule_to_new_examples(tmp_path):
     assert scalars(lines, "eval/accuracy")[-1] >= 0.9
 
 
+@pytest.mark.second
 def test_a_masked_language_model_learns_from_text(corpora, tmp_path):
     config = write_config(tmp_path, corpora, "masked_lm")
     longer = ("training.steps=60", "training.micro_batch_size=8", "training.eval_samples=50")

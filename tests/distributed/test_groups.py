@@ -148,8 +148,8 @@ def groups_added_by_training(sizes):
     ("sizes", "ranks", "added"),
     [
         ({"zero_stage": 1}, 2, 0),
-        ({"zero_stage": 3}, 2, 0),
-        ({"pipeline": 2}, 2, 0),
+        pytest.param({"zero_stage": 3}, 2, 0, marks=pytest.mark.second),
+        pytest.param({"pipeline": 2}, 2, 0, marks=pytest.mark.second),
         # Tied embeddings: one more of the first and the last stage, in which the stages between them are not.
         pytest.param({"pipeline": 3}, 3, [1, 0, 1], marks=pytest.mark.second),
     ],

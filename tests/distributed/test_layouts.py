@@ -170,7 +170,6 @@ FIRST_TIER = {
     "mixtures": ("tp2 cp2",),
     "learned kernels": ("tp2", "cp2", "dp2 zero 3"),
     "one key head": ("tp2 sequence parallel cp2 zero 3",),
-    "two key heads": ("tp4 sequence parallel",),
 }
 """The first tier: every pair of parallelisms and each option once."""
 CASES, FIRST_CASES = (

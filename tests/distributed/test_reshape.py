@@ -58,6 +58,7 @@ FEW_KEY_HEADS = (
 """What two of four tensor ranks hold together: E and F per key head, a convolution, a decay."""
 
 
+@pytest.mark.second
 def test_tensor_ranks_with_the_same_key_head_write_and_read_checkpoints_of_any_layout(corpus, tmp_path):
     config = write_config(tmp_path, corpus)
     options = (*OPTIONS, *FEW_KEY_HEADS)
