@@ -59,7 +59,7 @@ LAST_TOKEN = 65
 """The token that decoding continues from."""
 
 
-class Sizes(NamedTuple):
+class ModelSizes(NamedTuple):
     """Sizes that all models share."""
 
     layers: int
@@ -72,14 +72,14 @@ class Sizes(NamedTuple):
         return 2 * 4 * self.layers * self.width
 
 
-SIZES = (Sizes(4, 128, 4), Sizes(8, 384, 6))
+SIZES = (ModelSizes(4, 128, 4), ModelSizes(8, 384, 6))
 """The sizes of configs/demo.yaml, and those of a model of 14 million parameters."""
 
 
-class Case(NamedTuple):
+class DecodingCase(NamedTuple):
     """A batch of texts that are continued together, each after `length` tokens."""
 
-    sizes: Sizes
+    sizes: ModelSizes
     batch: int
     length: int
 
@@ -89,7 +89,7 @@ class Case(NamedTuple):
         return self.batch * self.length * self.sizes.bytes_per_token
 
 
-class Session(NamedTuple):
+class Continuation(NamedTuple):
     """A model with the state or cache of a case's texts; each call continues from there."""
 
     generate: Callable[[int], float]
@@ -101,26 +101,26 @@ class Session(NamedTuple):
     state_bytes: int
 
 
-def configuration(attention: str, sizes: Sizes) -> Config:
+def configuration(attention: str, sizes: ModelSizes) -> Config:
     """A configuration of our model."""
     model = {"num_layers": sizes.layers, "hidden_size": sizes.width, "num_heads": sizes.heads}
     return benchmark_config({**model, "attention": attention}, {"seq_len": LENGTHS[-1]})
 
 
-def our_model(attention: str, sizes: Sizes) -> LanguageModel:
+def our_model(attention: str, sizes: ModelSizes) -> LanguageModel:
     """Our model, untrained."""
     settings = model_settings(configuration(attention, sizes), OneProcess(), TOKENIZER.vocab_size)
     return LanguageModel(settings).eval()
 
 
-def llama(sizes: Sizes) -> LlamaForCausalLM:
+def llama(sizes: ModelSizes) -> LlamaForCausalLM:
     """The same model in `transformers`."""
     no_special_ids = {"bos_token_id": None, "eos_token_id": None}
     config = configuration("softmax", sizes)
     return llama_like(config, TOKENIZER.vocab_size, 2 * LENGTHS[-1], **no_special_ids).eval()
 
 
-def our_session(model: LanguageModel, case: Case) -> Session:
+def our_session(model: LanguageModel, case: DecodingCase) -> Continuation:
     """Our model with the state of a case's texts."""
     decoders = [_decoder_after(model, case.length, seed) for seed in range(case.batch)]
 
@@ -145,7 +145,7 @@ def our_session(model: LanguageModel, case: Case) -> Session:
         return _seconds(lambda: together.read([[LAST_TOKEN]] * case.batch).argmax(-1).tolist(), tokens)
 
     leaves = pytree.tree_leaves([decoder.states for decoder in decoders])
-    return Session(generate, step, sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor)))
+    return Continuation(generate, step, sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor)))
 
 
 def _copy(decoder: Decoder) -> Decoder:
@@ -171,7 +171,7 @@ def _decoder_after(model: LanguageModel, length: int, seed: int) -> Decoder:
     return decoder
 
 
-def baseline_session(model: LlamaForCausalLM, case: Case) -> Session:
+def baseline_session(model: LlamaForCausalLM, case: DecodingCase) -> Continuation:
     """The Llama with the KV cache of a case's texts."""
     draw = torch.Generator().manual_seed(0)
     sizes, batch, length = case
@@ -197,7 +197,7 @@ def baseline_session(model: LlamaForCausalLM, case: Case) -> Session:
         return _seconds(lambda: model(last, past_key_values=cache).logits.argmax(-1).tolist(), tokens)
 
     kept = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values) if x is not None)
-    return Session(generate, step, kept)
+    return Continuation(generate, step, kept)
 
 
 def _seconds(step: Callable[[], object], count: int) -> float:
@@ -216,10 +216,10 @@ class Costs(NamedTuple):
 
 
 def measure(
-    case: Case, models: dict[str, LanguageModel], llama_model: LlamaForCausalLM, turns: int
+    case: DecodingCase, models: dict[str, LanguageModel], llama_model: LlamaForCausalLM, turns: int
 ) -> dict[str, Costs]:
     """The costs of each model in a case."""
-    builders: dict[str, Callable[[], Session]] = {BASELINE: lambda: baseline_session(llama_model, case)}
+    builders: dict[str, Callable[[], Continuation]] = {BASELINE: lambda: baseline_session(llama_model, case)}
     builders |= {name: lambda model=model: our_session(model, case) for name, model in models.items()}
     if case.cache_bytes > MAX_CACHE_BYTES:
         del builders[BASELINE], builders["softmax"]
@@ -239,7 +239,7 @@ def measure(
     return costs
 
 
-def rows(case: Case, parameters: int, costs: dict[str, Costs]) -> tuple[str, str]:
+def rows(case: DecodingCase, parameters: int, costs: dict[str, Costs]) -> tuple[str, str]:
     """A case's row in both tables."""
     lines = []
     for function in ("generate", "step"):
@@ -299,7 +299,7 @@ def main() -> None:
     command = command_line("decoding")
     models = {sizes: ({name: our_model(name, sizes) for name in OURS}, llama(sizes)) for sizes in SIZES}
     cases = [
-        Case(sizes, batch, length)
+        DecodingCase(sizes, batch, length)
         for batch, sizes, length in product(options.batches, SIZES, options.lengths)
     ]
     lines = []

@@ -5,7 +5,7 @@
 
 The paper measures models on A100s: 3.3x over Linformer at the end of its d_k sweep, 1.7x over the kernel at the end
 of its d_m sweep, both with N = 20k. Here N is the same and widths are scaled down, inside the region of its claim 1
-(megakernel.analysis.plots.costs), where it needs fewer operations than both parents. A layer is its three projections
+(megakernel.papers.flurka.claims), where it needs fewer operations than both parents. A layer is its three projections
 and its mechanism; biases, norms and the output projection are the same for all and left out.
 """
 

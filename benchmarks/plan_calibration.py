@@ -11,7 +11,7 @@ import torch
 from benchmarks.page import command_line, page_header, page_parser, table, table_row, write_page
 from benchmarks.real_runs import held_bytes, saved_activations
 from benchmarks.training_runs import benchmark_config
-from megakernel.analysis.planning import CPU, Job, Layout
+from megakernel.analysis.planning import CPU, Layout, PlannedJob
 from megakernel.analysis.planning.memory import memory
 from megakernel.config import Config, Parallel
 from megakernel.parallel import Mesh, prepare_device
@@ -47,7 +47,9 @@ def configuration(attention: str, layers: int, width: int, tokens: int, recomput
 
 def compare(config: Config) -> list[tuple[float, float]]:
     """(measured, planned) bytes of the second transformer layer's saved activations, and of peak memory."""
-    job = Job(config, VOCAB, Layout(1, False, 1, 1, 1, 0, 1, config.training.activation_checkpointing), CPU)
+    job = PlannedJob(
+        config, VOCAB, Layout(1, False, 1, 1, 1, 0, 1, config.training.activation_checkpointing), CPU
+    )
     device = prepare_device("cpu", 0)
 
     def in_mesh(function: Callable[[Config, int, Mesh], Any]) -> Any:

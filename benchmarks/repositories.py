@@ -52,7 +52,7 @@ LONGEST_LINE = 1000
 """Larger files and files with longer lines are data, not text."""
 
 
-class Document(NamedTuple):
+class RepositoryDocument(NamedTuple):
     """A document."""
 
     project: str
@@ -84,7 +84,7 @@ def fetch(source: str) -> bytes:
     return archive
 
 
-def documents(source: str, archive: bytes) -> Iterator[Document]:
+def documents(source: str, archive: bytes) -> Iterator[RepositoryDocument]:
     """The documents of a source distribution, code first."""
     project = source.partition("==")[0]
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
@@ -92,14 +92,14 @@ def documents(source: str, archive: bytes) -> Iterator[Document]:
     if book := BOOKS.get(project):
         source_text = next(text for path, text in files.items() if PurePosixPath(path).name == book)
         lines = _longest_string(source_text).splitlines(keepends=True)
-        yield from (Document(project, "prose", text) for text in _concatenate(lines))
+        yield from (RepositoryDocument(project, "prose", text) for text in _concatenate(lines))
         return
     files = {path: text for path, text in files.items() if _is_text(text)}
     code = {path: text for path, text in files.items() if path.endswith(CODE)}
     prose = sorted(path for path in files if path.endswith(PROSE))
     for kind, paths in (("code", imported_first(code)), ("prose", prose)):
         for text in _concatenate([f"# {path}\n{files[path].rstrip()}\n\n" for path in paths]):
-            yield Document(project, kind, text)
+            yield RepositoryDocument(project, kind, text)
 
 
 def imported_first(modules: dict[str, str]) -> list[str]:

@@ -33,7 +33,7 @@ from torch.distributed import distributed_c10d
 from benchmarks.page import docstring_parser, page_header, table, table_row
 from launch.slurm import collectives, preflight
 from megakernel.checkpoint.folder import CheckpointFolder
-from megakernel.checkpoint.manifest import Checkpoint, FileRecord, SavedProgress, write_manifest
+from megakernel.checkpoint.manifest import SavedCheckpoint, SavedFile, SavedProgress, write_manifest
 from megakernel.config import Parallel
 from megakernel.config.cluster import Cluster
 from megakernel.parallel import Mesh
@@ -308,7 +308,7 @@ def manifest_counts(nodes: int, tasks: int, folder: Path) -> Counts:
     for rank in range(size):  # as DeepSpeed names them
         (folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").write_bytes(b"x")
     write_manifest(
-        folder, SavedProgress(1, 0, 0, {}, {}), {file.name: FileRecord.of(file) for file in folder.iterdir()}
+        folder, SavedProgress(1, 0, 0, {}, {}), {file.name: SavedFile.of(file) for file in folder.iterdir()}
     )
     mesh = object.__new__(Mesh)
     mesh.rank, mesh.world_size, mesh.device = 0, size, torch.device("cpu")
@@ -331,7 +331,7 @@ def manifest_counts(nodes: int, tasks: int, folder: Path) -> Counts:
         patch.object(distributed_c10d, "broadcast", broadcast),
         patch.object(distributed_c10d, "_tensor_to_object", lambda *_: checkpoint),
     ):
-        checkpoint = Checkpoint.read(folder)
+        checkpoint = SavedCheckpoint.read(folder)
         Ranks.of(mesh).on_rank_zero(lambda: checkpoint)
     return {"manifest: bytes that a rank receives of it": received}
 

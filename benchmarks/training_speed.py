@@ -41,7 +41,7 @@ ON_GPU = torch.cuda.is_available()
 DTYPE = "bfloat16" if ON_GPU else "float32"
 
 
-class Sizes(NamedTuple):
+class StepSizes(NamedTuple):
     """Sizes that all models share."""
 
     length: int
@@ -63,7 +63,7 @@ class Turn(NamedTuple):
     """Loss of the last step, in nats."""
 
 
-def configuration(attention: str, sizes: Sizes) -> Config:
+def configuration(attention: str, sizes: StepSizes) -> Config:
     """A configuration of our model, with one document per sequence."""
     model = {"num_layers": sizes.layers, "hidden_size": sizes.width, "num_heads": sizes.heads}
     batch = {"global_batch_size": sizes.batch_size, "micro_batch_size": sizes.batch_size}
@@ -74,7 +74,7 @@ def configuration(attention: str, sizes: Sizes) -> Config:
     )
 
 
-def our_step(config: Config, sizes: Sizes) -> Callable[[], float]:
+def our_step(config: Config, sizes: StepSizes) -> Callable[[], float]:
     """A function that trains our model for one step and returns the loss."""
     from megakernel.parallel import Mesh, prepare_device
     from megakernel.parallel.processes import ProcessEnvironment
@@ -89,7 +89,7 @@ def our_step(config: Config, sizes: Sizes) -> Callable[[], float]:
     return lambda: engine.train_step([batch], LEARNING_RATE).loss
 
 
-def llama(sizes: Sizes) -> LlamaForCausalLM:
+def llama(sizes: StepSizes) -> LlamaForCausalLM:
     """The same model in `transformers`."""
     model = llama_like(configuration("softmax", sizes), sizes.vocab_size, sizes.length)
     return model.to("cuda" if ON_GPU else "cpu")
@@ -108,7 +108,7 @@ def llama_like(config: Config, vocab_size: int, positions: int, **more: Any) -> 
     return LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, **sizes, **how, **more))
 
 
-def baseline_step(sizes: Sizes) -> Callable[[], float]:
+def baseline_step(sizes: StepSizes) -> Callable[[], float]:
     """A function that trains the Llama for one step, as the Trainer of `transformers` does, and returns the loss."""
     model = llama(sizes).train()
     weights = list(model.parameters())
@@ -131,7 +131,7 @@ def baseline_step(sizes: Sizes) -> Callable[[], float]:
     return step
 
 
-def _worker(model: str, sizes: Sizes, pipe: Connection) -> None:
+def _worker(model: str, sizes: StepSizes, pipe: Connection) -> None:
     """The main function of a process: receive numbers of steps, train, send a Turn; 0 ends it."""
     step = baseline_step(sizes) if model == BASELINE else our_step(configuration(model, sizes), sizes)
     clock = time.perf_counter if ON_GPU else time.process_time
@@ -147,7 +147,7 @@ def _worker(model: str, sizes: Sizes, pipe: Connection) -> None:
         pipe.send(Turn((clock() - start) / steps, loss))
 
 
-def measure(sizes: Sizes, turns: int) -> dict[str, list[Turn]]:
+def measure(sizes: StepSizes, turns: int) -> dict[str, list[Turn]]:
     """Train each model for this many turns."""
     spawning = multiprocessing.get_context("spawn")
     pipes: dict[str, Connection] = {}
@@ -168,7 +168,7 @@ def measure(sizes: Sizes, turns: int) -> dict[str, list[Turn]]:
     return results
 
 
-def row(sizes: Sizes, results: dict[str, list[Turn]]) -> str:
+def row(sizes: StepSizes, results: dict[str, list[Turn]]) -> str:
     """The table row of one length."""
     times = {model: statistics.median(turn.seconds for turn in turns) for model, turns in results.items()}
     cells = [
@@ -181,7 +181,7 @@ def row(sizes: Sizes, results: dict[str, list[Turn]]) -> str:
     return table_row(cells)
 
 
-def page(rows: Sequence[str], sizes: Sizes, command: str) -> str:
+def page(rows: Sequence[str], sizes: StepSizes, command: str) -> str:
     """The page: explanation and table."""
     columns = ["tokens of a sequence", *MODELS.values(), *(f"{MODELS[model]} (target)" for model in TARGETS)]
     text = (
@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--batch-size", "--rows", type=int, default=1, help="sequences of a step")
     parser.add_argument("--turns", type=int, default=5, help="turns of each model at each length")
     options = parser.parse_args()
-    sizes = [Sizes(length, options.batch_size) for length in options.lengths]
+    sizes = [StepSizes(length, options.batch_size) for length in options.lengths]
     rows = [row(one, measure(one, options.turns)) for one in sizes]
     write_page(page(rows, sizes[0], command_line("training_speed")), options.out)
 

@@ -66,7 +66,7 @@ def open_source(
                 f"--labels {columns.label} is a column of tables, and {spec[0]} is not a table; leave it out"
             )
         # Many imports that few commands need.
-        from data_pipeline.benchmark_tasks import open_benchmark
+        from data_pipeline.papers.tasks import open_benchmark
         from data_pipeline.synthetic.source import TaskSource
 
         if kind == "task":

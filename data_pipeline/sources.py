@@ -193,7 +193,7 @@ class Files(DocumentSource):
                 self.counts.left_out[self._place] = reason
 
 
-class Rows(DocumentSource):
+class TableRows(DocumentSource):
     """The rows of a table, which a function reads."""
 
     def __init__(
@@ -211,13 +211,13 @@ class Rows(DocumentSource):
 def hub_source(spec: str, split: str, columns: Columns) -> DocumentSource:
     """A split of hf:NAME[:CONFIG]. Opens nothing yet."""
     description = {"kind": "hub", **_hub_arguments(spec, split)}
-    return Rows(partial(_hub_documents, spec, split, columns), spec, description)
+    return TableRows(partial(_hub_documents, spec, split, columns), spec, description)
 
 
 def library_source(columns: Columns, description: dict[str, Any]) -> DocumentSource:
     """Functions of the standard library, labeled with their package. Reads nothing yet."""
     description = {**description, "functions of": list(LIBRARY_PACKAGES)}
-    return Rows(lambda: _documents(library_functions(), columns, "stdlib"), "stdlib", description)
+    return TableRows(lambda: _documents(library_functions(), columns, "stdlib"), "stdlib", description)
 
 
 def hub_documents(spec: str, split: str, columns: Columns) -> Iterator[Document]:

@@ -87,7 +87,7 @@ def _results(args: argparse.Namespace) -> "Iterator[TaskResult]":
     from rich.progress import Progress
 
     from megakernel.checkpoint.opened import find_model
-    from megakernel.evaluation import evaluate_baseline, evaluate_tasks, not_drawn, record
+    from megakernel.evaluation import evaluate_tasks, not_drawn, record
 
     stderr = console(stderr=True)
     with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
@@ -98,6 +98,8 @@ def _results(args: argparse.Namespace) -> "Iterator[TaskResult]":
 
         options = {"samples": args.samples, "seq_len": args.seq_len}
         if args.baseline is not None:
+            from megakernel.papers.baselines import evaluate_baseline
+
             options |= {"weights": args.baseline_weights, "progress": partial(show, "evaluating")}
             yield evaluate_baseline(args.run_folder, args.baseline, **options)
             return

@@ -70,7 +70,7 @@ def _print_header(config: Config, devices: str, gpu: Gpu, vocabulary: str) -> Co
     return out
 
 
-def _rich(table: page.Table, title: str | None = None) -> Table:
+def _rich(table: page.PlanTable, title: str | None = None) -> Table:
     shown = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for column in table.columns:
         shown.add_column(column, justify="left" if column in (table.columns[0], "layout") else "right")

@@ -12,7 +12,7 @@ from launch.slurm.options import add_cluster_options, cluster_of
 from launch.slurm.states import refuse_live
 from launch.submit import add_chain_option, add_job_options, carry_out, training_request
 from megakernel.checkpoint.folder import LATEST, free_name
-from megakernel.checkpoint.manifest import Checkpoint, Damaged, step_of
+from megakernel.checkpoint.manifest import Damaged, SavedCheckpoint, step_of
 from megakernel.config import UserError, load
 from megakernel.training.run_folder import write_atomically
 
@@ -104,7 +104,7 @@ def _check_step(run: JobFolder, step: int) -> None:
     if not (root / f"step_{step}").is_dir():
         raise UserError(f"--from-step {step}: {run.path} has no checkpoint of that step; there are {steps}")
     try:
-        Checkpoint.read(root / f"step_{step}")
+        SavedCheckpoint.read(root / f"step_{step}")
     except Damaged as error:
         raise UserError(
             f"--from-step {step} cannot be used ({error}); choose another step of {steps}"

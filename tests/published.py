@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.document import Document
-from data_pipeline.glue import TASKS
-from data_pipeline.lra.listops import ListOps
+from data_pipeline.papers.glue import TASKS
+from data_pipeline.papers.lra.listops import ListOps
 
 WORDS = ["a", "dull", "film", "brilliant", "déjà", "vu", "and", "then", "nothing", "happens"]
 

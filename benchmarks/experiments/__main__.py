@@ -20,7 +20,7 @@ from megakernel.config.errors import nearest_first
 
 from .checks import CHECKS
 from .page import page, result_row, write_curves
-from .runs import Options, Result, Run, check_names, make_run, prepare, train
+from .runs import RunOptions, StudyResult, StudyRun, check_names, make_run, prepare, train
 from .study import LoadedStudy, names, read_study
 
 
@@ -68,11 +68,11 @@ def chosen(option: str, wanted: Sequence[str] | None, known: Iterable[str]) -> l
     return list(wanted or known)
 
 
-def planned_runs(study: LoadedStudy, arguments: argparse.Namespace) -> list[Run]:
+def planned_runs(study: LoadedStudy, arguments: argparse.Namespace) -> list[StudyRun]:
     """The runs that the command line names, with valid configurations."""
     keys = study.study
     steps = [] if arguments.steps is None else [f"training.steps={arguments.steps}"]
-    options = Options((*arguments.overrides, *steps), arguments.tokens)
+    options = RunOptions((*arguments.overrides, *steps), arguments.tokens)
     models = chosen("--only", arguments.only, study.models)
     variants = chosen("--variants", arguments.variants, keys.variants)
     if arguments.variants is None and not keys.all_variants:
@@ -88,9 +88,9 @@ def planned_runs(study: LoadedStudy, arguments: argparse.Namespace) -> list[Run]
     return runs
 
 
-def measure_all(runs: Sequence[Run], nproc: int) -> tuple[list[Result], list[str]]:
+def measure_all(runs: Sequence[StudyRun], nproc: int) -> tuple[list[StudyResult], list[str]]:
     """Train and evaluate all runs; returns the results, and why runs failed. A failed run does not stop the others."""
-    results: list[Result] = []
+    results: list[StudyResult] = []
     failures = []
     for run in runs:
         try:

@@ -9,7 +9,7 @@ from megakernel.config import Config
 from megakernel.training.observing.metrics_writer import read_metrics
 
 if TYPE_CHECKING:
-    from .runs import Result
+    from .runs import StudyResult
 
 AVERAGED = 10
 """The first and the last training loss are means over this many steps, or over half of a shorter training."""
@@ -18,7 +18,7 @@ TOLERANCE = 1e-3
 """Largest allowed difference between our loss and that of `transformers` on the exported model, in nats."""
 
 
-def learned(results: Sequence["Result"]) -> Iterator[str]:
+def learned(results: Sequence["StudyResult"]) -> Iterator[str]:
     """Every loss and gradient is finite, no step was skipped, and training and held-out losses fell."""
     for result in results:
         if result.folder is None:
@@ -42,7 +42,7 @@ def learned(results: Sequence["Result"]) -> Iterator[str]:
                 yield f"{result.run}: the held-out loss did not fall, {held_out[0]:.4f} to {held_out[-1]:.4f}"
 
 
-def transformers_agree(results: Sequence["Result"]) -> Iterator[str]:
+def transformers_agree(results: Sequence["StudyResult"]) -> Iterator[str]:
     """`transformers` has the loss of Megakernel on the dense model that was exported and up-trained."""
     first = next(result for result in results if result.run.start is not None)
     start, source = first.run.start, first.run.config.init.source
@@ -72,7 +72,7 @@ def transformers_loss(folder: str, config: Config) -> float:
     return total / count
 
 
-CHECKS: dict[str, Callable[[Sequence["Result"]], Iterator[str]]] = {
+CHECKS: dict[str, Callable[[Sequence["StudyResult"]], Iterator[str]]] = {
     "learned": learned,
     "transformers_agree": transformers_agree,
 }

@@ -10,7 +10,7 @@ from megakernel.config.mechanisms import LayerShape
 from megakernel.config.section import Section
 
 if TYPE_CHECKING:
-    from .runs import Result
+    from .runs import StudyResult
 
 Value = float | int | str | bool | None | tuple[float, ...]
 """What a measure finds; None: an empty cell."""
@@ -33,7 +33,7 @@ class Measure(Section):
     separator: str = " → "
     """Between several numbers of one cell."""
 
-    def value(self, result: "Result", results: Sequence["Result"]) -> Value:
+    def value(self, result: "StudyResult", results: Sequence["StudyResult"]) -> Value:
         """The value in one row; results: those of all rows."""
         raise NotImplementedError
 
@@ -61,7 +61,7 @@ class Measure(Section):
 class Plain(Measure):
     """A measure without further keys; see `PLAIN`."""
 
-    def value(self, result: "Result", results: Sequence["Result"]) -> Value:
+    def value(self, result: "StudyResult", results: Sequence["StudyResult"]) -> Value:
         """See the class."""
         return PLAIN[self.measure][0](result)
 
@@ -74,7 +74,7 @@ class Plain(Measure):
 class Runs(Measure):
     """The number of runs that a row averages."""
 
-    def value(self, result: "Result", results: Sequence["Result"]) -> Value:
+    def value(self, result: "StudyResult", results: Sequence["StudyResult"]) -> Value:
         """See the class."""
         return 1
 
@@ -89,7 +89,7 @@ class Setting(Measure):
     key: str
     """Such as model.kind."""
 
-    def value(self, result: "Result", results: Sequence["Result"]) -> Value:
+    def value(self, result: "StudyResult", results: Sequence["StudyResult"]) -> Value:
         """See the class."""
         found: Value = attrgetter(self.key)(result.config)
         return found
@@ -109,13 +109,13 @@ class OfTask(Measure):
     """Name of the task."""
 
 
-class Task(OfTask):
+class TaskNumber(OfTask):
     """A number in the result of a task."""
 
     value_of: str | list[str]
     """Its key, such as loss or scores.matthews; of several, the cell has all."""
 
-    def value(self, result: "Result", results: Sequence["Result"]) -> Value:
+    def value(self, result: "StudyResult", results: Sequence["StudyResult"]) -> Value:
         """See the class."""
         if not result.evaluations:
             return None
@@ -149,7 +149,7 @@ class Buckets(OfTask):
     end: int | None = None
     """Buckets count that begin before this position."""
 
-    def value(self, result: "Result", results: Sequence["Result"]) -> Value:
+    def value(self, result: "StudyResult", results: Sequence["StudyResult"]) -> Value:
         """See the class."""
         if not result.evaluations:
             return None
@@ -180,7 +180,7 @@ class Metric(Measure):
     skip: int = 0
     """First values that do not count."""
 
-    def value(self, result: "Result", results: Sequence["Result"]) -> Value:
+    def value(self, result: "StudyResult", results: Sequence["StudyResult"]) -> Value:
         """See the class."""
         values = list(result.curve(self.tag).values())[self.skip :]
         if not values:
@@ -205,7 +205,7 @@ class FirstStep(Measure):
 
     format: str = ","
 
-    def value(self, result: "Result", results: Sequence["Result"]) -> Value:
+    def value(self, result: "StudyResult", results: Sequence["StudyResult"]) -> Value:
         """See the class."""
         curve = sorted(result.curve(self.tag).items())
         return next((step for step, value in curve if value >= self.level), "never")
@@ -218,7 +218,7 @@ class PerToken(Measure):
     beyond: str = ""
     """bytes: the model whose memory stands for libraries and weights."""
 
-    def value(self, result: "Result", results: Sequence["Result"]) -> Value:
+    def value(self, result: "StudyResult", results: Sequence["StudyResult"]) -> Value:
         """See the class."""
         tokens = result.config.training.seq_len
         if self.unit == "µs":
@@ -230,14 +230,14 @@ class PerToken(Measure):
         return (_memory(result) - _memory(base)) * 2**30 / tokens
 
 
-class Report(Measure):
+class ReportNumber(Measure):
     """A number of an up-training's report; shares are of the perplexity lost by swapping that is recovered."""
 
     value_of: Literal["loss", "perplexity", "beyond", "tokens", "swapped", "recovered", "of_trained_on"]
     """beyond: the loss beyond the window; swapped: the loss before the first step; recovered: the share relative to the
     dense model; of_trained_on: relative to the dense model trained on as many tokens."""
 
-    def value(self, result: "Result", results: Sequence["Result"]) -> Value:
+    def value(self, result: "StudyResult", results: Sequence["StudyResult"]) -> Value:
         """See the class."""
         # Takes seconds, and few studies need it.
         from megakernel.model.vocabulary_loss import perplexity
@@ -262,16 +262,16 @@ class Report(Measure):
         return None if end is None else recovered(swapped, entry["loss"], end)
 
 
-def _variant(result: "Result") -> Value:
+def _variant(result: "StudyResult") -> Value:
     name = result.run.variant
     return f"{int(name):,}" if name.isdecimal() else name or None
 
 
-def _memory(result: "Result") -> float:
+def _memory(result: "StudyResult") -> float:
     return max(result.curve("memory/peak_gib").values()) * result.nproc
 
 
-PLAIN: dict[str, tuple[Callable[["Result"], Value], str]] = {
+PLAIN: dict[str, tuple[Callable[["StudyResult"], Value], str]] = {
     "name": (lambda result: result.name if result.report else f"`{result.name}`", ""),
     "variant": (_variant, ""),
     "seed": (lambda result: result.run.seed, ""),
@@ -288,11 +288,11 @@ MEASURES: dict[str, type[Measure]] = {
     **dict.fromkeys(PLAIN, Plain),
     "runs": Runs,
     "setting": Setting,
-    "task": Task,
+    "task": TaskNumber,
     "buckets": Buckets,
     "metric": Metric,
     "first_step": FirstStep,
     "per_token": PerToken,
-    "report": Report,
+    "report": ReportNumber,
 }
 """Name of a measure in a study's file -> class."""

@@ -12,11 +12,11 @@ from benchmarks.page import table_page, table_row
 from megakernel.analysis.plots.table import Row, to_csv
 
 from .measures import Value
-from .runs import Result, Run
+from .runs import StudyResult, StudyRun
 from .study import LoadedStudy
 
 
-def page(study: LoadedStudy, results: Sequence[Result], command: str) -> str:
+def page(study: LoadedStudy, results: Sequence[StudyResult], command: str) -> str:
     """The page of all results; columns without a value in any row are left out."""
     groups = _groups(study, results)
     for title in reversed(study.study.sort):
@@ -42,14 +42,17 @@ def page(study: LoadedStudy, results: Sequence[Result], command: str) -> str:
 
 
 def result_row(
-    study: LoadedStudy, group: Sequence[Result], results: Sequence[Result], shown: Sequence[str] | None = None
+    study: LoadedStudy,
+    group: Sequence[StudyResult],
+    results: Sequence[StudyResult],
+    shown: Sequence[str] | None = None,
 ) -> str:
     """The table row of a model, with one result for each seed that it averages; shown: its columns."""
     columns = (study.columns[title] for title in shown or study.columns)
     return table_row(column.mean([column.value(result, results) for result in group]) for column in columns)
 
 
-def text_names(run: Run) -> dict[str, Any]:
+def text_names(run: StudyRun) -> dict[str, Any]:
     """What `{names}` stand for in the study's text besides those of the run."""
     config, start = run.config, run.start
     names = {**dict(config), "tokens": config.training.consumed(config.training.steps)[1]}
@@ -59,11 +62,11 @@ def text_names(run: Run) -> dict[str, Any]:
     return names
 
 
-def _groups(study: LoadedStudy, results: Sequence[Result]) -> list[list[Result]]:
+def _groups(study: LoadedStudy, results: Sequence[StudyResult]) -> list[list[StudyResult]]:
     """The results of each row."""
     if not study.study.mean_over_seeds:
         return [[result] for result in results]
-    groups: dict[tuple[str, str], list[Result]] = {}
+    groups: dict[tuple[str, str], list[StudyResult]] = {}
     for result in results:
         groups.setdefault((result.run.variant, result.name), []).append(result)
     return list(groups.values())
@@ -76,7 +79,7 @@ def _order(value: Value, largest_first: bool) -> tuple[int, Any]:
     return (2, 0) if value is None else (1, value)
 
 
-def _model_lines(results: Sequence[Result]) -> list[str]:
+def _model_lines(results: Sequence[StudyResult]) -> list[str]:
     """The overrides of each model that is more than a preset of its name."""
     models = {result.run.name: result.run for result in results}
     lines = []
@@ -91,7 +94,7 @@ def _model_lines(results: Sequence[Result]) -> list[str]:
     return lines
 
 
-def write_curves(results: Sequence[Result], tag: str, page_file: Path) -> None:
+def write_curves(results: Sequence[StudyResult], tag: str, page_file: Path) -> None:
     """Write the curves of a metric as CSV, and as PNG with a panel for each variant, next to the page."""
     from matplotlib.figure import Figure
 

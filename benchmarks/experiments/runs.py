@@ -27,7 +27,7 @@ from .study import LoadedStudy, Overrides, read_study
 
 
 @dataclass(frozen=True)
-class Options:
+class RunOptions:
     """What the command line changes in the models' runs; the run that they are up-trained from stays as it is."""
 
     overrides: Sequence[str] = ()
@@ -38,7 +38,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Run:
+class StudyRun:
     """One model of a study, in one variant and with one seed."""
 
     study: LoadedStudy
@@ -54,7 +54,7 @@ class Run:
     names: dict[str, Any]
     """What `{names}` stand for in texts of the study."""
 
-    start: "Run | None" = None
+    start: "StudyRun | None" = None
     """The run that this one is up-trained from."""
 
     @cached_property
@@ -82,13 +82,15 @@ class Run:
         return ", ".join(filter(None, (self.name, self.variant, self.seed and f"seed {self.seed}")))
 
 
-def make_run(study: LoadedStudy, name: str, variant: str, seed: int, options: Options = Options()) -> Run:
+def make_run(
+    study: LoadedStudy, name: str, variant: str, seed: int, options: RunOptions = RunOptions()
+) -> StudyRun:
     """The run of one of the study's models."""
     start = _start_run(study, variant, seed)
     return _run(study, study.config_file(variant), name, variant, seed, options, study.model_overrides, start)
 
 
-def _start_run(study: LoadedStudy, variant: str, seed: int) -> Run | None:
+def _start_run(study: LoadedStudy, variant: str, seed: int) -> StudyRun | None:
     start = study.study.start
     if start is None:
         return None
@@ -100,7 +102,7 @@ def _start_run(study: LoadedStudy, variant: str, seed: int) -> Run | None:
     def keys(name: str, variant: str) -> Overrides:
         return {**(other.model_overrides(name, variant) if start.model else {}), **overrides}
 
-    return _run(other, file, name, variant, seed, Options(), keys, None)
+    return _run(other, file, name, variant, seed, RunOptions(), keys, None)
 
 
 def _run(
@@ -109,10 +111,10 @@ def _run(
     name: str,
     variant: str,
     seed: int,
-    options: Options,
+    options: RunOptions,
     keys: Callable[[str, str], Overrides],
-    start: Run | None,
-) -> Run:
+    start: StudyRun | None,
+) -> StudyRun:
     setting, data = study.study.variants[variant], study.study.data
     shared = [*_texts(study.study.overrides), *_texts(setting.overrides)]
     if start is not None:
@@ -136,7 +138,7 @@ def _run(
     parts = study.fill(study.study.run, names).split("-")
     last = {"run.name": "-".join(filter(None, parts)), "run.seed": plain.run.seed + seed}
     overrides = [*shared, *_texts(keys(name, variant)), *more, *_texts(last)]
-    return Run(study, name, variant, seed, file, overrides, names, start)
+    return StudyRun(study, name, variant, seed, file, overrides, names, start)
 
 
 def _step_tokens(config: Config) -> int:
@@ -148,10 +150,10 @@ def _texts(keys: Mapping[str, Any]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Result:
+class StudyResult:
     """A trained model, or a line of an up-training's report: what a row's cells are measured from."""
 
-    run: Run
+    run: StudyRun
     name: str
     config: Config
     folder: Path | None
@@ -181,7 +183,7 @@ class Result:
         return {} if self.folder is None else metric_curve(self.folder, tag)
 
 
-def prepare(run: Run) -> None:
+def prepare(run: StudyRun) -> None:
     """Make the data of a run unless their folder exists."""
     data, folder = run.study.study.data, run.config.data.train[0].path
     if folder.exists():
@@ -204,13 +206,13 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def train(run: Run, nproc: int) -> Iterator[Result]:
+def train(run: StudyRun, nproc: int) -> Iterator[StudyResult]:
     """Finish a run; yields its model, or the models of its up-training's report that the study's `rows` name."""
     processes = ("--nproc", str(nproc)) if nproc > 1 else ()
     if run.start is None:
         folder = train_run(run.file, run.overrides, *processes)
         step = best_step(folder) if run.study.study.checkpoint == "best" else run.config.training.steps
-        yield Result(run, run.name, run.config, folder, step, {}, {}, nproc)
+        yield StudyResult(run, run.name, run.config, folder, step, {}, {}, nproc)
         return
     prepare(run.start)
     dense = next(train(run.start, nproc))
@@ -222,8 +224,8 @@ def train(run: Run, nproc: int) -> Iterator[Result]:
 
 
 def _report_results(
-    run: Run, dense: Result, folder: Path, report: Mapping[str, Any], nproc: int
-) -> Iterator[Result]:
+    run: StudyRun, dense: StudyResult, folder: Path, report: Mapping[str, Any], nproc: int
+) -> Iterator[StudyResult]:
     """The results of an up-training, named by the model alone if only one of its rows is the student's."""
     wanted, start = run.study.study.rows, run.study.study.start
     assert start is not None
@@ -238,13 +240,13 @@ def _report_results(
         tokens = dense.config.training.consumed(dense.step)[1]
         entry = {**report["dense"], "tokens": tokens}
         # Measured like the models of this study.
-        yield Result(run, start.name, dense.config, dense.folder, dense.step, entry, report, nproc)
+        yield StudyResult(run, start.name, dense.config, dense.folder, dense.step, entry, report, nproc)
     for kind, entry, place in found:
         config = run.config if place is None else load(place / "config.yaml")
         name = entry["name"]
         if not _is_control(kind, entry):
             name = run.name if students == 1 else f"{run.name}: {name}"
-        yield Result(run, name, config, place, config.training.steps, entry, report, nproc)
+        yield StudyResult(run, name, config, place, config.training.steps, entry, report, nproc)
 
 
 def _is_control(kind: str, entry: Mapping[str, Any]) -> bool:
@@ -252,9 +254,9 @@ def _is_control(kind: str, entry: Mapping[str, Any]) -> bool:
     return kind in CONTROLS or entry["name"].startswith(DENSE)
 
 
-def check_names(runs: Sequence[Run]) -> None:
+def check_names(runs: Sequence[StudyRun]) -> None:
     """Raise ConfigError if two runs would share a folder."""
-    folders: dict[Path, Run] = {}
+    folders: dict[Path, StudyRun] = {}
     for run in runs:
         other = folders.setdefault(run.config.run.folder, run)
         if other is not run:

@@ -23,7 +23,7 @@ Overrides = dict[str, Any]
 """Dotted key of a configuration -> value."""
 
 
-class Data(Section):
+class StudyData(Section):
     """What `megakernel prepare` makes; an existing folder is used as it is. Texts may have `{names}`, see `Study`."""
 
     source: str
@@ -48,7 +48,7 @@ class Data(Section):
     """Steps that read examples besides the configured ones, for `{examples}`: of `start` and of attention transfer."""
 
 
-class Blocks(Section):
+class BlockSizes(Section):
     """Sizes for short sequences, for every preset that has them."""
 
     block_size: int
@@ -74,7 +74,7 @@ class Variant(Section):
     """Overrides of single models, after their own."""
 
 
-class Start(Section):
+class StudyStart(Section):
     """The trained model that all others are up-trained from; `init` and `training.skip_samples` are set for it."""
 
     name: str = "dense"
@@ -118,10 +118,10 @@ class Study(Section):
     overrides: Overrides = Field({})
     """Overrides of every model."""
 
-    data: Data | None = None
+    data: StudyData | None = None
     """null: the configured data have to be there."""
 
-    blocks: Blocks | None = None
+    blocks: BlockSizes | None = None
     """Smaller blocks for the models' presets."""
 
     presets: list[str] = Field([])
@@ -142,7 +142,7 @@ class Study(Section):
     mean_over_seeds: bool = False
     """One row for all seeds of a model: means with sample standard deviations."""
 
-    start: Start | None = None
+    start: StudyStart | None = None
     """null: models start from random weights (`megakernel pretrain`)."""
 
     rows: list[str] = Field(default=["start", "main"], min_length=1)

@@ -48,7 +48,7 @@ WITHOUT_WORK = {*VIEWS.split(), *WITHOUT_CONTENTS.split(), *CHECKS.split()}
 """Operations that start nothing on a GPU: views, tensors without contents, casts and copies that may be no-ops."""
 
 
-class Counts(NamedTuple):
+class OperationCounts(NamedTuple):
     """Counts of a layer's forward or backward."""
 
     operations: int
@@ -61,19 +61,19 @@ class HostCosts(NamedTuple):
     table_operations: int
     """Extra operations of the first layer, for the tables that all layers share."""
 
-    forward: Counts
-    backward: Counts
+    forward: OperationCounts
+    backward: OperationCounts
     milliseconds: float
     """Forward and backward."""
 
 
-def _count(run: Callable[[], Any], launches: list[Launch]) -> tuple[Any, Counts]:
+def _count(run: Callable[[], Any], launches: list[Launch]) -> tuple[Any, OperationCounts]:
     """The result of `run`, and counts of its innermost torch operations and of launches."""
     launches.clear()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         out = run()
     outermost = (event for event in profiler.events() if event.cpu_parent is None)
-    return out, Counts(sum(len(_working_operations(event)) for event in outermost), len(launches))
+    return out, OperationCounts(sum(len(_working_operations(event)) for event in outermost), len(launches))
 
 
 def _working_operations(event: Any) -> list[str]:

@@ -23,7 +23,7 @@ WAIT = re.compile(r"ttng\.warp_group_dot_wait .*pendings = (\d+)")
 COPY = re.compile(rf"ttg\.async_copy_global_to_local {NAME}, ({NAME})")
 
 
-class Body(NamedTuple):
+class LoopBody(NamedTuple):
     """What one iteration of a loop does, without loops inside of it; numbers are lines."""
 
     depth: int
@@ -52,13 +52,13 @@ def overwritten_operands(ttgir: str) -> list[str]:
     roots: dict[str, str] = {}
     slots: dict[str, int] = {}
     copied: Counter[str] = Counter()
-    open_loops: list[Body] = []
+    open_loops: list[LoopBody] = []
     for at, line in enumerate(ttgir.splitlines()):
         depth = len(line) - len(line.lstrip())
         while open_loops and line.strip() and depth <= open_loops[-1].depth:
             found += _overwritten(open_loops.pop())
         if LOOP.search(line):
-            open_loops.append(Body(depth, copied.copy(), [], [], [], {}))
+            open_loops.append(LoopBody(depth, copied.copy(), [], [], [], {}))
             continue
         if view := VIEW.search(line):
             roots[view[1]] = roots.get(view[2], view[2])
@@ -82,7 +82,7 @@ def overwritten_operands(ttgir: str) -> list[str]:
     return found
 
 
-def _overwritten(body: Body) -> Iterator[str]:
+def _overwritten(body: LoopBody) -> Iterator[str]:
     for product, operands in body.products:
         overwrites = [
             (at, buffer, body.ahead[buffer] % slots == 0)
@@ -96,7 +96,7 @@ def _overwritten(body: Body) -> Iterator[str]:
                 yield f"line {at + 1}: {operand} is overwritten while the product of line {product + 1} may read it"
 
 
-def _has_ended(body: Body, product: int, overwrite: int, same: bool) -> bool:
+def _has_ended(body: LoopBody, product: int, overwrite: int, same: bool) -> bool:
     """Whether the last product that reads what `overwrite` changes has ended before it.
 
     same: that product is the one of the same iteration if it comes first; otherwise that of the one before, at worst.

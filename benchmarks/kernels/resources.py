@@ -22,7 +22,7 @@ from benchmarks.page import docstring_parser
 CAPABILITIES = (80, 90, 100, 120)
 
 
-class Task(NamedTuple):
+class Compilation(NamedTuple):
     """One launch of a case on one GPU."""
 
     case: str
@@ -47,7 +47,7 @@ def launches_of(case: str, capability: int) -> list:
 _cached_launches = lru_cache(maxsize=1)(launches_of)  # a process compiles the launches of a case in turn
 
 
-def tasks(names: list[str], capabilities: list[int]) -> Iterator[Task]:
+def tasks(names: list[str], capabilities: list[int]) -> Iterator[Compilation]:
     """A task for each launch and GPU, without those that compile to the same code as an earlier one."""
     from benchmarks.kernels.compiling import fingerprint
 
@@ -58,10 +58,10 @@ def tasks(names: list[str], capabilities: list[int]) -> Iterator[Task]:
                 code = fingerprint(launch, capability)
                 if code not in seen:
                     seen.add(code)
-                    yield Task(case, index, capability)
+                    yield Compilation(case, index, capability)
 
 
-def compiled(task: Task) -> tuple[str, list[str]]:
+def compiled(task: Compilation) -> tuple[str, list[str]]:
     """A line about one compiled launch, and a line for each limit that it exceeds."""
     from benchmarks.kernels.compiling import SHARED_LIMIT, SPILL_LIMIT, compile_launch
 

@@ -57,7 +57,7 @@ def build(
 
 
 def layer_class(path: str) -> type[AttentionLayer]:
-    """The class named MODULE.CLASS; the configuration has names, because it must not import torch."""
-    module, name = path.split(".")
-    cls: type[AttentionLayer] = getattr(import_module(f"megakernel.attention.{module}"), name)
+    """The class at a path below `megakernel`; the configuration has paths, because it must not import torch."""
+    module, _, name = path.rpartition(".")
+    cls: type[AttentionLayer] = getattr(import_module(f"megakernel.{module}"), name)
     return cls

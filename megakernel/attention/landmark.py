@@ -21,8 +21,7 @@ from megakernel.ops.landmark_attention import (
     landmark_attention,
     landmark_visibility,
 )
-from megakernel.ops.mixture import Rotary as Rotation
-from megakernel.ops.mixture import pack_keys, packed_rotary, shifted
+from megakernel.ops.mixture import Rotation, pack_keys, packed_rotary, shifted
 from megakernel.ops.window import LocalWindow, Tail, empty_tail
 
 

@@ -15,7 +15,7 @@ CLOSED_LOGIT = -1e4
 """Logit of a share that is exactly 0, as is its gradient (e^-10000 underflows). Its negative gives exactly 1."""
 
 
-class NearDropout(nn.Module):
+class WindowDropout(nn.Module):
     """Closes the gate of a head's local window with probability p(step) during a training step.
 
     The heads are a function of (seed, step, head): all ranks, micro-batches and recomputations of a step agree, and
@@ -74,7 +74,7 @@ class NearFarAttention(AttentionLayer):
         self.near, self.far_rope = config.near, config.far_rope
         self.rank, self.block_size = config.compression.rank, config.compression.block_size
         self.near_window = (self.block_size, self.near.blocks)
-        self.near_dropout: NearDropout | None = None
+        self.near_dropout: WindowDropout | None = None
 
     def create_merge_parameters(self) -> None:
         """Create the parameters of the merge."""
@@ -113,7 +113,7 @@ class NearFarAttention(AttentionLayer):
         return logits_per_head(q, self.gate_weight) + bias
 
     def drop_near(self, probability: Callable[[int], float], seed: Seed) -> None:
-        """Drop the local windows of heads from now on, with `probability` of a training step: see `NearDropout`.
+        """Drop the local windows of heads from now on, with `probability` of a training step: see `WindowDropout`.
 
         Raises ValueError if no gate merges the near and the far part.
         """
@@ -121,6 +121,6 @@ class NearFarAttention(AttentionLayer):
             raise ValueError(
                 f"near.join={self.near.join} of near.kind={self.near.kind} has no gate to close; use gated"
             )
-        self.near_dropout = NearDropout(
+        self.near_dropout = WindowDropout(
             probability, self.query_heads, self.heads, seed, self.gate_bias.device
         )

@@ -17,7 +17,7 @@ from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import token_positions
 from megakernel.ops.flurka_attention.options import FlurkaState
 from megakernel.ops.selected_attention import SelectedState, block_landmarks, selected_attention
-from megakernel.ops.selected_attention.inputs import Selection
+from megakernel.ops.selected_attention.inputs import SelectionRule
 from megakernel.ops.selected_attention.tiles import choice_before
 from megakernel.ops.window import Tail
 from megakernel.ops.window_attention import window_attention
@@ -32,7 +32,7 @@ class Selector:
         assert config.block_size is not None
         self.settings = config.selection
         sizes = (config.block_size, config.near.blocks, self.settings.blocks)
-        self.selection = Selection(*sizes, self.settings.unit, self.settings.score)
+        self.selection = SelectionRule(*sizes, self.settings.unit, self.settings.score)
 
     def attend(
         self,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megakernel.parallel.partition import Partition
 
-from .manifest import Checkpoint
+from .manifest import SavedCheckpoint
 from .universal import STATE, STEP, WEIGHT, WholeTensors
 from .weights_only import load
 
@@ -67,7 +67,7 @@ def write_model_states(
 class CheckpointTensors(WholeTensors):
     """A checkpoint of any layout and ZeRO stage, seen as whole tensors (`universal.WholeTensors`)."""
 
-    def __init__(self, checkpoint: Checkpoint):
+    def __init__(self, checkpoint: SavedCheckpoint):
         layout = checkpoint.progress.layout
         stages = [
             [_ModelRank(checkpoint, stage, tensor) for tensor in range(layout["tensor"])]
@@ -106,7 +106,7 @@ class _ModelRank:
     Files are memory-mapped: only the bytes of requested tensors are read from the disk.
     """
 
-    def __init__(self, checkpoint: Checkpoint, stage: int, tensor: int):
+    def __init__(self, checkpoint: SavedCheckpoint, stage: int, tensor: int):
         layout = checkpoint.progress.layout
         self._folder = checkpoint.folder
         self._zero_stage = layout["zero_stage"]

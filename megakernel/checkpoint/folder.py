@@ -11,7 +11,16 @@ from megakernel.config import RunFailed, UserError
 from megakernel.config.errors import existing_parent
 from megakernel.parallel.ranks import RankFailed, Ranks
 
-from .manifest import Checkpoint, Damaged, FileRecord, SavedProgress, flush, flushed, step_of, write_manifest
+from .manifest import (
+    Damaged,
+    SavedCheckpoint,
+    SavedFile,
+    SavedProgress,
+    flush,
+    flushed,
+    step_of,
+    write_manifest,
+)
 
 PARTIAL = ".partial"
 LATEST = "latest"
@@ -25,7 +34,7 @@ class SaveFailed(RunFailed):
 class CheckpointSearch:
     """The result of a search for the newest good checkpoint."""
 
-    checkpoint: Checkpoint | None
+    checkpoint: SavedCheckpoint | None
     """The newest good checkpoint; None if there are no checkpoints."""
 
     broken: dict[Path, str]
@@ -61,7 +70,7 @@ class CheckpointFolder:
         while untried := [pair for pair in self._ranks.on_rank_zero(self._steps) if pair[1] not in broken]:
             step, folder = untried[0]
             try:
-                found = Checkpoint.verified(folder, self._ranks)
+                found = SavedCheckpoint.verified(folder, self._ranks)
             except UserError as error:
                 broken[folder] = str(error)
                 self._broken.add(folder)
@@ -121,7 +130,7 @@ class CheckpointFolder:
         return True
 
     def _publish(
-        self, partial: Path, final: Path, progress: SavedProgress, shares: Iterable[dict[str, FileRecord]]
+        self, partial: Path, final: Path, progress: SavedProgress, shares: Iterable[dict[str, SavedFile]]
     ) -> None:
         """Turn the written folder into a checkpoint. Everything that needs disk space comes before the first rename."""
         files = {name: record for share in shares for name, record in share.items()}
@@ -166,7 +175,7 @@ class CheckpointFolder:
     def _is_good(self, folder: Path) -> bool:
         """Whether file sizes are right and no damage was found since the start."""
         try:
-            Checkpoint.read(folder)
+            SavedCheckpoint.read(folder)
         except Damaged:
             return False
         return folder not in self._broken

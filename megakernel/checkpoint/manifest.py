@@ -23,7 +23,7 @@ class Damaged(UserError):
     """Files differ from those that were saved."""
 
 
-class FileRecord(NamedTuple):
+class SavedFile(NamedTuple):
     """Size and checksum of a file when it was saved."""
 
     size: int
@@ -33,14 +33,14 @@ class FileRecord(NamedTuple):
     """XXH3, 64 bits, hexadecimal; None if written by a version without checksums."""
 
     @classmethod
-    def of(cls, file: Path) -> "FileRecord":
+    def of(cls, file: Path) -> "SavedFile":
         """The record of a file on disk; reads all of it."""
         stat = file.stat()
         return cls(stat.st_size, _checksum(file, stat.st_size, stat.st_mtime_ns))
 
     def compare(self, file: Path, name: str) -> None:
         """Raise Damaged, with a message that begins with `name`, if a file's size or checksum differs."""
-        if self.checksum is not None and FileRecord.of(file) != self:
+        if self.checksum is not None and SavedFile.of(file) != self:
             raise Damaged(f"{name} is damaged: its checksum is not that of saving")
 
     def check(self, file: Path, name: str) -> None:
@@ -73,7 +73,7 @@ class SavedProgress:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class SavedCheckpoint:
     """A folder `step_N` and the contents of its manifest."""
 
     folder: Path
@@ -84,11 +84,11 @@ class Checkpoint:
         """Optimizer steps done."""
         return self.progress.step
 
-    files: Mapping[str, FileRecord] = field(default_factory=dict, compare=False)
+    files: Mapping[str, SavedFile] = field(default_factory=dict, compare=False)
     """By name relative to the folder."""
 
     @classmethod
-    def read(cls, folder: Path) -> "Checkpoint":
+    def read(cls, folder: Path) -> "SavedCheckpoint":
         """Read the manifest and compare it with the sizes of the files.
 
         Raises Damaged, with the reason, if the checkpoint is incomplete or damaged.
@@ -101,7 +101,7 @@ class Checkpoint:
         return cls(folder, progress, files)
 
     @classmethod
-    def verified(cls, folder: Path, ranks: Ranks) -> "Checkpoint":
+    def verified(cls, folder: Path, ranks: Ranks) -> "SavedCheckpoint":
         """`read`, then verify checksums, a share of the files on each rank.
 
         Raises UserError, alike on all ranks, if a file is damaged, cannot be read, or names code.
@@ -111,7 +111,7 @@ class Checkpoint:
         return checkpoint
 
 
-def read_manifest(folder: Path) -> tuple[dict[str, Any], dict[str, FileRecord]]:
+def read_manifest(folder: Path) -> tuple[dict[str, Any], dict[str, SavedFile]]:
     """A folder's manifest, and the records of its files by name.
 
     Raises Damaged if it is damaged or cannot be read, or if a file's size is wrong.
@@ -120,7 +120,7 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], dict[str, FileRecord]]:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         checksum = manifest.pop(_CHECKSUM_KEY, None)
         checksums = manifest.get("checksums", {})
-        files = {name: FileRecord(int(size), checksums.get(name)) for name, size in manifest["files"].items()}
+        files = {name: SavedFile(int(size), checksums.get(name)) for name, size in manifest["files"].items()}
     except FileNotFoundError:
         raise Damaged(f"{MANIFEST} is missing, so it was not written to its end") from None
     except OSError as error:
@@ -138,13 +138,13 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], dict[str, FileRecord]]:
     return manifest, files
 
 
-def verify(folder: Path, files: Mapping[str, FileRecord], ranks: Ranks) -> None:
-    """Verify checksums, about as many bytes on each rank; raises as `Checkpoint.verified` does."""
+def verify(folder: Path, files: Mapping[str, SavedFile], ranks: Ranks) -> None:
+    """Verify checksums, about as many bytes on each rank; raises as `SavedCheckpoint.verified` does."""
     largest_first = sorted(files, key=lambda name: (-files[name].size, name))
     ranks.each(lambda: _check(folder, files, largest_first[ranks.rank :: ranks.size]))
 
 
-def _check(folder: Path, files: Mapping[str, FileRecord], names: Iterable[str]) -> None:
+def _check(folder: Path, files: Mapping[str, SavedFile], names: Iterable[str]) -> None:
     for name in names:
         try:
             files[name].check(folder / name, name)
@@ -152,7 +152,7 @@ def _check(folder: Path, files: Mapping[str, FileRecord], names: Iterable[str]) 
             raise Damaged(f"{name} cannot be read ({error.strerror})") from None
 
 
-def write_manifest(folder: Path, progress: SavedProgress | None, files: Mapping[str, FileRecord]) -> Path:
+def write_manifest(folder: Path, progress: SavedProgress | None, files: Mapping[str, SavedFile]) -> Path:
     """Write the manifest. files: by name relative to `folder`. progress: None if `folder` is no checkpoint itself."""
     manifest = {
         **({"progress": asdict(progress)} if progress else {}),
@@ -164,12 +164,12 @@ def write_manifest(folder: Path, progress: SavedProgress | None, files: Mapping[
     return path
 
 
-def flushed(folder: Path, files: Iterable[Path]) -> dict[str, FileRecord]:
+def flushed(folder: Path, files: Iterable[Path]) -> dict[str, SavedFile]:
     """Flush files to disk; return their records by name relative to `folder`. A full disk may raise only here."""
     records = {}
     for file in files:
         flush(file)
-        records[file.relative_to(folder).as_posix()] = FileRecord.of(file)
+        records[file.relative_to(folder).as_posix()] = SavedFile.of(file)
     return records
 
 

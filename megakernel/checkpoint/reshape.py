@@ -16,7 +16,7 @@ from megakernel.parallel.ranks import RankFailed, Ranks
 
 from .files import CheckpointTensors
 from .folder import PARTIAL, SaveFailed, make_empty
-from .manifest import MANIFEST, Checkpoint, FileRecord, flushed, read_manifest, verify, write_manifest
+from .manifest import MANIFEST, SavedCheckpoint, SavedFile, flushed, read_manifest, verify, write_manifest
 from .trained_run import find_checkpoint
 from .universal import UniversalFolder
 
@@ -38,7 +38,7 @@ def reshape_run(run: Path, step: int | None = None) -> Path:
     return reshape(find_checkpoint(run, step), Ranks())
 
 
-def reshape(checkpoint: Checkpoint, ranks: Ranks) -> Path:
+def reshape(checkpoint: SavedCheckpoint, ranks: Ranks) -> Path:
     """Convert a checkpoint, a share of its tensors on each rank; return the folder of its universal form.
 
     An earlier conversion is reused if it is undamaged; one that another process is making is waited for.
@@ -48,7 +48,7 @@ def reshape(checkpoint: Checkpoint, ranks: Ranks) -> Path:
         return _reshape(checkpoint, ranks)
 
 
-def _lock(checkpoint: Checkpoint, stack: ExitStack) -> None:
+def _lock(checkpoint: SavedCheckpoint, stack: ExitStack) -> None:
     """Lock a checkpoint's manifest until the stack is closed, so that one process at a time converts it."""
     with suppress(OSError):  # a read-only folder, or a file system without locks
         manifest = stack.enter_context((checkpoint.folder / MANIFEST).open("r+"))
@@ -59,7 +59,7 @@ def _lock(checkpoint: Checkpoint, stack: ExitStack) -> None:
             flock(manifest, LOCK_EX)
 
 
-def _reshape(checkpoint: Checkpoint, ranks: Ranks) -> Path:
+def _reshape(checkpoint: SavedCheckpoint, ranks: Ranks) -> Path:
     final = checkpoint.folder / UNIVERSAL
     if ranks.on_rank_zero(final.is_dir):
         try:
@@ -84,7 +84,7 @@ def _reshape(checkpoint: Checkpoint, ranks: Ranks) -> Path:
     return final
 
 
-def _convert(checkpoint: Checkpoint, folder: Path, rank: int, size: int) -> dict[str, FileRecord]:
+def _convert(checkpoint: SavedCheckpoint, folder: Path, rank: int, size: int) -> dict[str, SavedFile]:
     """Write this rank's share of the tensors; return the files' records."""
     tensors, universal = CheckpointTensors(checkpoint), UniversalFolder(folder)
     written: list[Path] = []
@@ -95,7 +95,7 @@ def _convert(checkpoint: Checkpoint, folder: Path, rank: int, size: int) -> dict
     return flushed(folder, written)
 
 
-def _publish(partial: Path, final: Path, shares: list[dict[str, FileRecord]]) -> None:
+def _publish(partial: Path, final: Path, shares: list[dict[str, SavedFile]]) -> None:
     write_manifest(partial, None, {name: record for share in shares for name, record in share.items()})
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)

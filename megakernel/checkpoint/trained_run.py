@@ -12,7 +12,7 @@ from megakernel.config.section import Section
 from megakernel.parallel.ranks import Ranks
 
 from .folder import CheckpointFolder
-from .manifest import Checkpoint, step_of
+from .manifest import SavedCheckpoint, step_of
 
 _log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class TrainedRun:
     config: Config
     """The configuration of the run."""
 
-    checkpoint: Checkpoint
+    checkpoint: SavedCheckpoint
     """The chosen checkpoint, verified."""
 
     @classmethod
@@ -69,7 +69,7 @@ def _resolve_paths(start: Path, value: Any) -> Any:
     return value
 
 
-def find_checkpoint(folder: Path, step: int | None = None, ranks: Ranks | None = None) -> Checkpoint:
+def find_checkpoint(folder: Path, step: int | None = None, ranks: Ranks | None = None) -> SavedCheckpoint:
     """Find the checkpoint of a run at a step, or its newest good one; newer broken ones are logged.
 
     ranks: the ranks that verify it together; None: only this process.
@@ -95,7 +95,7 @@ def finished_message(config: Config) -> str | None:
     if last < steps:
         return None
     try:
-        checkpoint = Checkpoint.read(root / f"step_{last}")
+        checkpoint = SavedCheckpoint.read(root / f"step_{last}")
         for name, record in checkpoint.files.items():
             record.compare(checkpoint.folder / name, name)
     except (UserError, OSError):  # the run's next start reports it and uses the checkpoint before
@@ -157,9 +157,9 @@ def _stages_instead(folder: Path) -> str | None:
     return f"it is an up-training: give the run of a stage, {stages}" if stages else None
 
 
-def _at_step(root: Path, step: int) -> Checkpoint:
+def _at_step(root: Path, step: int) -> SavedCheckpoint:
     try:
-        return Checkpoint.verified(root / f"step_{step}", Ranks())
+        return SavedCheckpoint.verified(root / f"step_{step}", Ranks())
     except ValueError as error:
         others = sorted(s for path in root.glob("step_*") if (s := step_of(path)) is not None and s != step)
         choice = f"choose one of {', '.join(map(str, others))}" if others else "the run has no other yet"

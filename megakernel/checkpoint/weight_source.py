@@ -13,7 +13,7 @@ from .conversion import Unrounded, convert_attention, without_updates
 from .dense import DenseCheckpoint, is_dense_checkpoint
 from .dense.tokenizer import has_tokenizer
 from .files import CheckpointTensors
-from .manifest import Checkpoint
+from .manifest import SavedCheckpoint
 from .trained_run import find_checkpoint, recorded_config, run_of, stage_folders, tokenizer_folder
 from .universal import WholeTensors
 
@@ -28,7 +28,7 @@ class WeightSource:
     folder: Path
     """The value of the key."""
 
-    checkpoint: Checkpoint | None
+    checkpoint: SavedCheckpoint | None
     """The run's checkpoint; None for a dense model."""
 
     @classmethod
@@ -44,7 +44,7 @@ class WeightSource:
         if ranks.on_rank_zero(lambda: (folder / "checkpoints").is_dir() or bool(stage_folders(folder))):
             return cls(key, folder, find_checkpoint(folder, ranks=ranks))
         try:
-            return cls(key, folder, Checkpoint.verified(folder, ranks))
+            return cls(key, folder, SavedCheckpoint.verified(folder, ranks))
         except UserError as error:
             raise UserError(
                 f"{key}={folder} is no run, no good checkpoint ({error}) and no dense model; give a folder such as "
@@ -117,7 +117,7 @@ class WeightSource:
         return recorded_config(file.parent)
 
 
-def run_weights(checkpoint: Checkpoint, config: Config) -> WholeTensors:
+def run_weights(checkpoint: SavedCheckpoint, config: Config) -> WholeTensors:
     """A run's weights with low-rank updates folded, and frozen weights as precise as the run received them.
 
     config: that of the run.

@@ -52,7 +52,7 @@ class Mechanism:
     """A mechanism with the settings of one layer. Optional texts are reasons; None: the limitation does not exist."""
 
     layer: str
-    """MODULE.CLASS below `megakernel.attention`."""
+    """Path of its class below `megakernel`: in `attention`, or in the folder of a paper in `papers`."""
 
     causal_layer: str | None = None
     """The class for causal models, if it is another one."""
@@ -135,12 +135,12 @@ def _nystrom(
 def _skyformer(attention: Algebra) -> Mechanism:
     sky = attention.skyformer or Skyformer()
     iterative = sky.inverse == "iterative"
-    return _nystrom(attention, "nystrom.SkyformerAttention", sky.features, iterative)
+    return _nystrom(attention, "papers.skyformer.nystrom.SkyformerAttention", sky.features, iterative)
 
 
 def _nystromformer(attention: Algebra) -> Mechanism:
     nystrom = attention.nystromformer or Nystromformer()
-    layer, filtered = "nystrom.NystromformerAttention", nystrom.conv_kernel or 0
+    layer, filtered = "papers.skyformer.nystrom.NystromformerAttention", nystrom.conv_kernel or 0
     return _nystrom(attention, layer, nystrom.landmarks, filtered=filtered)
 
 
@@ -156,8 +156,8 @@ def _eva(attention: Algebra) -> Mechanism:
 
     tail = max(window * (2 if eva.overlap else 1), chunk)
     return Mechanism(
-        layer="eva.EvaAttention",
-        causal_layer="eva.CausalEvaAttention",
+        layer="papers.flurka.eva.EvaAttention",
+        causal_layer="papers.flurka.eva.CausalEvaAttention",
         exchanges=("heads",),
         causal_exchanges=("halo", "landmarks"),
         flops=flops,
@@ -186,7 +186,9 @@ def _simple_gla(attention: Algebra) -> Mechanism:
     settings = attention.simple_gla or SimpleGla()
     corrects = settings.update == "delta"
     return Mechanism(
-        layer="gated_delta.GatedDeltaAttention" if corrects else "simple_gla.SimpleGlaAttention",
+        layer="attention.gated_delta.GatedDeltaAttention"
+        if corrects
+        else "attention.simple_gla.SimpleGlaAttention",
         exchanges=("state",),
         flops=lambda shape: {
             # The delta rule first reads the old value from the state.
@@ -219,7 +221,9 @@ def _low_rank(attention: Algebra) -> Mechanism:
 
     linformer = compression.kind == "linformer"
     return Mechanism(
-        layer="low_rank.LowRankAttention" if window is None else "eva.FlurkaEvaAttention",
+        layer="attention.low_rank.LowRankAttention"
+        if window is None
+        else "papers.flurka.eva.FlurkaEvaAttention",
         exchanges=("landmarks",) if window is None else ("landmarks", "heads"),
         flops=flops,
         block_size=getattr(compression, "block_size", None),
@@ -262,7 +266,7 @@ def _near_far(attention: Algebra) -> Mechanism:
         return tail + shape.kv_heads * phi.width(shape.head_dim) * (shape.head_dim + 1), 0
 
     return Mechanism(
-        layer="landmark.LandmarkAttention" if phi is None else "flurka.FlurkaAttention",
+        layer="attention.landmark.LandmarkAttention" if phi is None else "attention.flurka.FlurkaAttention",
         exchanges=("halo", "landmarks" if phi is None else "state"),
         flops=flops,
         state_sizes=state_sizes,
@@ -285,7 +289,7 @@ def _local(attention: Algebra) -> Mechanism:
         return {"near": shape.heads * keys * 2 * (attention.keys_at_position + 1) * shape.head_dim}
 
     return Mechanism(
-        layer="softmax.LocalAttention",
+        layer="attention.softmax.LocalAttention",
         exchanges=("halo",),
         flops=flops,
         state_sizes=lambda shape: (
@@ -325,7 +329,9 @@ def _selected(attention: Algebra) -> Mechanism:
 
     return replace(
         without,
-        layer="selected.FlurkaSelectedAttention" if is_flurka else "selected.SelectedAttention",
+        layer="attention.selected.FlurkaSelectedAttention"
+        if is_flurka
+        else "attention.selected.SelectedAttention",
         exchanges=("halo", "state", "landmarks", "tokens") if is_flurka else ("halo", "landmarks", "tokens"),
         flops=flops,
         state_sizes=state_sizes,
@@ -351,7 +357,7 @@ def _kernel(attention: Algebra) -> Mechanism:
     """phi(q).phi(k) with a running sum as state."""
     phi = attention.feature_map or FeatureMap(name="elu")
     return Mechanism(
-        layer="kernel.KernelAttention",
+        layer="attention.kernel.KernelAttention",
         exchanges=("state",),
         flops=lambda shape: _state_flops(phi, shape, attention.keys_at_position, 1),
         state_sizes=lambda shape: (shape.kv_heads * phi.width(shape.head_dim) * (shape.head_dim + 1), 0),
@@ -375,7 +381,9 @@ def _every_pair(attention: Algebra) -> Mechanism:
         return (0, per_token) if window is None else (per_token * (window - 1), 0)
 
     return Mechanism(
-        layer="softmax.SoftmaxAttention" if plain else "mixture.PairwiseAttention",
+        layer="attention.softmax.SoftmaxAttention"
+        if plain
+        else "papers.mixture_keys.pairwise.PairwiseAttention",
         # Ring attention does not support softcap.
         exchanges=("heads or ring",) if plain and attention.softcap is None else ("heads",),
         flops=flops,

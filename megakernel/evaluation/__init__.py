@@ -2,5 +2,5 @@
 
 from .records import not_drawn, record
 from .result import Evaluation, PositionBucket
-from .run import evaluate_baseline, evaluate_run, evaluate_tasks
+from .run import evaluate_run, evaluate_tasks
 from .subject import TaskResult

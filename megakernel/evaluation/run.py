@@ -4,16 +4,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from data_pipeline.corpus import Corpora
 from data_pipeline.spec import build, check_options, find_class, split_spec
 from data_pipeline.synthetic import TASKS
-from megakernel.checkpoint.trained_run import TrainedRun
 from megakernel.config import UserError
 from megakernel.config.section import Section
-from megakernel.parallel.device import choose_device
 
 from .answers import AnswersTask
-from .language_modelling import LanguageModelling, Options, check_length, evaluated_config
+from .language_modelling import LanguageModelling, Options
 from .result import Evaluation
 from .subject import OnPass, Task, TaskResult, find_run, load_run
 
@@ -149,49 +146,3 @@ def _measure(
     subject = load_run(source)
     for task in tasks:
         yield task.spec, task.measure(subject, partial(progress, task.spec))
-
-
-def evaluate_baseline(
-    folder: Path,
-    name: str,
-    *,
-    weights: Path | None = None,
-    samples: int | None = None,
-    seq_len: int | None = None,
-    progress: OnPass = lambda done, total: None,
-) -> Evaluation:
-    """Evaluate a model of `transformers` in the run's sizes on the run's validation data, in this process.
-
-    Args:
-        folder: folder of the run to compare with.
-        name: one of `baselines.NAMES`.
-        weights: folder of `save_pretrained`; None leaves the model untrained.
-        samples, seq_len, progress: as for `evaluate_run`.
-
-    Raises:
-        UserError: as `evaluate_run` does, for an unknown name, an unsupported run, and weights of other shapes.
-    """
-    from .baselines import build_baseline, check_baseline, measure_baseline
-
-    config = evaluated_config(TrainedRun.find(folder).config, samples, seq_len)
-    check_baseline(name, config)
-    corpora = Corpora(config.data)
-    check_length(config, corpora)
-    device = choose_device("cpu" if config.training.device == "cpu" else "auto")
-    from data_pipeline.loader import ValidationBatches
-    from data_pipeline.order import Share
-
-    batches = ValidationBatches(config, corpora, Share())
-    model = build_baseline(name, config, corpora.vocab_size, weights).to(device)
-    tokens, loss, accuracy = measure_baseline(model, batches, device, progress)
-    return Evaluation(
-        run=name if weights is None else str(weights),
-        step=0,
-        samples=batches.samples,
-        seq_len=config.training.seq_len,
-        tokens=tokens,
-        loss=loss,
-        bits_per_byte=None,
-        accuracy=accuracy,
-        by_position=[],
-    )

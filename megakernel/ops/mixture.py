@@ -12,7 +12,7 @@ from torch import Tensor
 from megakernel.ops.arguments import check_priors, check_shift
 
 
-class Rotary(Protocol):
+class Rotation(Protocol):
     """A rotation of vectors by their positions."""
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def first_key(k: Tensor, priors: Tensor | None, shift: Tensor | None = None) -> 
 class PackedRotary:
     """A rotation of packed keys x (B, H, N, M width) that applies `rotary` to each of the M keys."""
 
-    rotary: Rotary
+    rotary: Rotation
     width: int
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class PackedRotary:
         return pack_keys(self.rotary.relative_to_last(keys.flatten(1, 2)).unflatten(1, keys.shape[1:3]))
 
 
-def packed_rotary(rotary: Rotary | None, width: int) -> Rotary | None:
+def packed_rotary(rotary: Rotation | None, width: int) -> Rotation | None:
     """`rotary` for packed keys (B, H, N, M width), or None."""
     return None if rotary is None else PackedRotary(rotary, width)
 

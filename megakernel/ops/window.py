@@ -14,7 +14,7 @@ from torch import Tensor
 from megakernel.ops.chunks import chunk_queries, unchunk_queries
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions, ends_block, pad_positions, token_positions, window_reach
-from megakernel.ops.mixture import Rotary, merged_components, shifted, unpack_components
+from megakernel.ops.mixture import Rotation, merged_components, shifted, unpack_components
 from megakernel.ops.partial_output import PartialOutput, normalized, with_ones
 from megakernel.ops.state import EMPTY
 
@@ -57,10 +57,10 @@ class LocalWindow(NamedTuple):
 
     block_size: int
     blocks: int
-    rotary: Rotary | None
+    rotary: Rotation | None
     """Rotates queries and keys, which may be packed mixture keys."""
 
-    far_rotary: Rotary | None = None
+    far_rotary: Rotation | None = None
     """Rotates queries for their products with landmarks, which are already rotated; None if landmarks are not."""
 
 
@@ -128,7 +128,7 @@ def window_layout(
     return WindowLayout(block_size, blocks, size, halo, length, chunk_positions, runs, aligned)
 
 
-def rotate_keys(rotary: Rotary, tail: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def rotate_keys(rotary: Rotation, tail: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """`tail` and `k` rotated; `positions` (B, N) are those of k, and the tail's tokens are right before the first."""
     count = tail.shape[2]
     before = positions[:, :1] - torch.arange(count, 0, -1, device=k.device)
@@ -149,7 +149,7 @@ class TokenWindow(NamedTuple):
     """(B, W) bool; None: all are visible."""
 
     def softmax(
-        self, q: Tensor, rotary: Rotary | None, priors: Tensor | None, shift: Tensor | None
+        self, q: Tensor, rotary: Rotation | None, priors: Tensor | None, shift: Tensor | None
     ) -> PartialOutput:
         """Sums (B, H_kv, 1, G, D + 1) of unrotated queries (B, H, 1, d); all tensors in float32 or better."""
         visible = None if self.visible is None else self.visible[:, None, None]
@@ -160,7 +160,7 @@ class TokenWindow(NamedTuple):
         return softmax_pairs(queries, keys, values, visible, priors)
 
     def softmax_mean(
-        self, q: Tensor, rotary: Rotary | None, priors: Tensor | None, shift: Tensor | None
+        self, q: Tensor, rotary: Rotation | None, priors: Tensor | None, shift: Tensor | None
     ) -> Tensor:
         """`softmax`, normalized: (B, H, 1, D)."""
         if priors is not None:
@@ -170,7 +170,7 @@ class TokenWindow(NamedTuple):
         keys = self._prepared_keys(rotary, shift)
         return F.scaled_dot_product_attention(q, keys, self.values, attn_mask=mask, enable_gqa=grouped)
 
-    def _prepared_keys(self, rotary: Rotary | None, shift: Tensor | None) -> Tensor:
+    def _prepared_keys(self, rotary: Rotation | None, shift: Tensor | None) -> Tensor:
         keys = shifted(self.keys, shift)
         return rotary.relative_to_last(keys) if rotary else keys
 

@@ -14,7 +14,7 @@ from megakernel.ops.partial_output import normalized
 from megakernel.ops.tensors import Tensors
 from megakernel.ops.window import (
     LocalWindow,
-    Rotary,
+    Rotation,
     Tail,
     empty_tail,
     token_window,
@@ -45,7 +45,7 @@ def window_attention(
     blocks: int = 1,
     priors: Tensor | None = None,
     shift: Tensor | None = None,
-    rotary: Rotary | None = None,
+    rotary: Rotation | None = None,
     positions: Positions = 0,
     initial_state: Tail | None = None,
     backend: str | None = None,

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from benchmarks.experiments.page import result_row
-from benchmarks.experiments.runs import Options, Result, make_run
+from benchmarks.experiments.runs import RunOptions, StudyResult, make_run
 from benchmarks.experiments.study import read_study
 from benchmarks.training_runs import best_step
-from data_pipeline.generated import GeneratedTask
+from data_pipeline.papers.generated import GeneratedTask
 from megakernel.config import load
 from megakernel.evaluation import evaluate_run
 from tests import published
@@ -135,7 +135,7 @@ def test_every_row_trains_all_its_steps(name: str, notes: dict[str, list[str]], 
 
 
 def test_every_task_has_a_row():
-    from data_pipeline.benchmark_tasks import GENERATED, PUBLISHED
+    from data_pipeline.papers.tasks import GENERATED, PUBLISHED
 
     tasks = {f"{path.parents[1].name}:{path.stem}" for path in ROWS if path.stem != "pretrain"}
     assert tasks == {*GENERATED, *PUBLISHED} - {"sparsity"}
@@ -169,9 +169,9 @@ def test_the_table_evaluates_finished_runs_on_the_test_split(
 ):
     study = STUDIES["lra_skyformer"]
     keys = overrides(study.config_file("listops"), root, corpora)
-    run = make_run(study, "as configured", "listops", 0, Options(keys))
+    run = make_run(study, "as configured", "listops", 0, RunOptions(keys))
     folder = root / "lra-skyformer-listops"
-    result = Result(run, "skyformer", run.config, folder, best_step(folder), {}, {}, 1)
+    result = StudyResult(run, "skyformer", run.config, folder, best_step(folder), {}, {}, 1)
     evaluation = result.evaluations["test"]
     assert (evaluation["split"], evaluation["samples"], evaluation["step"]) == ("test", 6, STEPS)
     titles = ("attention", "runs", "accuracy", "loss", "steps")

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megakernel.analysis.planning import CPU, Job, Layout
+from megakernel.analysis.planning import CPU, Layout, PlannedJob
 from megakernel.analysis.planning.memory import memory
 from tests.distributed.processes import cpu_mesh, run_ranks
 
@@ -15,9 +15,9 @@ pytestmark = pytest.mark.second
 VOCAB = 384
 
 
-def job(changes: dict[str, Any], world: int) -> Job:
+def job(changes: dict[str, Any], world: int) -> PlannedJob:
     config = trees.config(**changes)
-    return Job(config, VOCAB, Layout.of(config, world), CPU)
+    return PlannedJob(config, VOCAB, Layout.of(config, world), CPU)
 
 
 def case(attention: Any, parallel: dict[str, Any] | None = None, **training: Any) -> dict[str, Any]:

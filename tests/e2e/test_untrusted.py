@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from launch.cli import main
-from megakernel.checkpoint.manifest import Checkpoint, flushed, write_manifest
+from megakernel.checkpoint.manifest import SavedCheckpoint, flushed, write_manifest
 from megakernel.checkpoint.reshape import reshape_run
 from megakernel.config import UserError, load
 from tests import dense_models
@@ -34,9 +34,9 @@ def copy_with_code(run: Path, to: Path, pattern: str) -> Path:
     for folder in copy.glob("checkpoints/step_*"):
         (file,) = folder.glob(pattern)
         plant(file, to.parent / "harm", **torch.load(file, weights_only=False))
-        write_manifest(folder, Checkpoint.read(run / "checkpoints" / folder.name).progress, {})
+        write_manifest(folder, SavedCheckpoint.read(run / "checkpoints" / folder.name).progress, {})
         files = flushed(folder, folder.glob("*.pt"))
-        write_manifest(folder, Checkpoint.read(folder).progress, files)
+        write_manifest(folder, SavedCheckpoint.read(folder).progress, files)
     return copy
 
 

@@ -9,7 +9,7 @@ from torch.nn.functional import normalize
 
 from megakernel.ops.documents import Positions
 from megakernel.ops.gated_delta_rule import gated_delta_rule
-from megakernel.ops.gated_delta_rule.triton import GRIDS
+from megakernel.ops.gated_delta_rule.triton import LAUNCH_CONFIGS
 from megakernel.ops.kernels.launch import record_launches
 from tests.kernels import test_simple_gla
 from tests.kernels.comparing import TOLERANCE, assert_agrees
@@ -139,7 +139,7 @@ def test_any_number_of_sequences_fits_the_grids():
     leaves |= {name: torch.zeros(2**15, 2, 2, requires_grad=True) for name in ("log_decay", "strength")}
     with record_launches() as launches:
         gated_delta_rule(**leaves, backend="triton")[0].sum().backward()
-    assert {launch.kernel.__name__ for launch in launches} == set(GRIDS)
+    assert {launch.kernel.__name__ for launch in launches} == set(LAUNCH_CONFIGS)
     assert max(programs for launch in launches for programs in launch.grid[1:]) < 2**16
 
 

@@ -1,6 +1,7 @@
 """Rules of CONTRIBUTING that can be checked automatically."""
 
 import ast
+import collections
 import configparser
 import re
 import subprocess
@@ -36,6 +37,33 @@ def test_no_module_has_a_vague_name():
 def test_no_source_file_exceeds_the_line_limit():
     lengths = {path: len((REPOSITORY / path).read_text().splitlines()) for path in SOURCES}
     assert {path: length for path, length in lengths.items() if length > MAX_LINES} == {}
+
+
+EXPORTED = ("megakernel/checkpoint/modeling/", "megakernel/checkpoint/pretrained")
+"""Models of exports, in files of their own: there the package's names are the right ones."""
+
+SAME_NAME = {
+    # The section of a configuration, and what the ops make of it.
+    "FeatureMap",
+    # The map of queries and keys: a tensor function, and its options in kernels.
+    "Phi",
+}
+"""Public classes that share a name all the same."""
+
+
+def test_one_public_class_name_is_one_class():
+    """A name of the configuration belongs to its section, as users read it in docs/configuration.md."""
+    files = collections.defaultdict(list)
+    for package in (*PACKAGES, "benchmarks"):
+        for path in sorted((REPOSITORY / package).rglob("*.py")):
+            name = str(path.relative_to(REPOSITORY))
+            if name.startswith(EXPORTED):
+                continue
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    files[node.name].append(name)
+    assert len(files) > 300
+    assert {name: of for name, of in files.items() if len(of) > 1 and name not in SAME_NAME} == {}
 
 
 def test_the_architecture_page_names_existing_files():

@@ -23,7 +23,7 @@ CHECKED_LAYER_TOKENS = 1024
 
 
 @dataclass(frozen=True)
-class Comparison:
+class LargestError:
     """The largest error of an implementation, as RMS ratio |actual - exact| / |exact|."""
 
     error: float
@@ -49,7 +49,9 @@ def tolerance(implementation: Implementation, case: Case, dtype: torch.dtype) ->
     return 1e-2 if implementation.is_ours and not case.is_layer else 2e-2
 
 
-def check(implementation: Implementation, case: Case, device: torch.device, dtype: torch.dtype) -> Comparison:
+def check(
+    implementation: Implementation, case: Case, device: torch.device, dtype: torch.dtype
+) -> LargestError:
     """Compare output and gradients with float64 on short sequences, and partly on longer ones.
 
     Partly: one head of causal attention with float64, and all of a layer with float32. Softmax, whose cost is
@@ -63,7 +65,7 @@ def check(implementation: Implementation, case: Case, device: torch.device, dtyp
         error, name = max(_partial(implementation, case, random_tensors(case, device, dtype)))
         if error > worst:
             worst, what = error, f"{name} at {case}"
-    return Comparison(worst, what, tolerance(implementation, case, dtype))
+    return LargestError(worst, what, tolerance(implementation, case, dtype))
 
 
 def _errors(

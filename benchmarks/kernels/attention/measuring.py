@@ -13,7 +13,7 @@ import torch
 from megakernel.config import RunFailed
 
 from .cases import Case, lower_bound
-from .check import Comparison, check
+from .check import LargestError, check
 from .clock import Peak, Times, keep_freed_memory, median
 from .computation import Computation, computation, random_tensors
 from .implementations import IMPLEMENTATIONS, Implementation
@@ -29,7 +29,7 @@ class CaseResult:
     """One implementation in one case: its times, or why there are none."""
 
     implementation: str
-    comparison: Comparison | None = None
+    comparison: LargestError | None = None
     times: Times | None = None
     problem: str = ""
 

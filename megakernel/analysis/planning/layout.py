@@ -11,13 +11,13 @@ from megakernel.config import Attention, Config, Model, data_parallel_size
 from megakernel.config.training import Recompute
 
 if TYPE_CHECKING:
-    from .part_costs import CostMeter, Part, PartCosts, Weights
+    from .part_costs import CostMeter, Part, PartCosts, WeightCounts
 
 EXCHANGE_KEYS = {"state_exchange", "softmax_exchange"}
 """Keys of `parallel` that are refused without context ranks."""
 
 GPU, CPU = True, False
-"""Values of `Job.on_gpu`: on a GPU our kernels and Liger-Kernel's run, on a CPU chunked implementations."""
+"""Values of `PlannedJob.on_gpu`: on a GPU our kernels and Liger-Kernel's run, on a CPU chunked implementations."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Layout:
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class PlannedJob:
     """A configured run on one layout."""
 
     config: Config
@@ -225,10 +225,10 @@ class Job:
         """Parameters per device of a stage's largest layer, which may be the embedding or the head."""
         return max(self._weights(part).all for part, _ in self.parts(stage))
 
-    def _weights(self, part: "Part") -> "Weights":
+    def _weights(self, part: "Part") -> "WeightCounts":
         return self._meter.parameters(part, self.layout.tensor, self.layout.sequence_parallel)
 
-    def _per_stage(self, counted: Callable[["Weights"], int]) -> list[int]:
+    def _per_stage(self, counted: Callable[["WeightCounts"], int]) -> list[int]:
         layout = self.layout
 
         def count(part: "Part") -> int:

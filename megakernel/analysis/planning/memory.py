@@ -6,7 +6,7 @@ from typing import Literal
 from megakernel.config.parallel import reduce_bucket
 
 from .gpus import Gpu
-from .layout import Job
+from .layout import PlannedJob
 
 FLOAT32 = 4
 INT64 = 8
@@ -47,12 +47,12 @@ class Memory:
         return self.total - gpu.memory
 
 
-def memory(job: Job) -> Memory:
+def memory(job: PlannedJob) -> Memory:
     """The memory of the fullest stage."""
     return max((_stage_memory(job, stage) for stage in job.distinct_stages), key=lambda memory: memory.total)
 
 
-def persistent_bytes(job: Job, stage: int) -> dict[str, float]:
+def persistent_bytes(job: PlannedJob, stage: int) -> dict[str, float]:
     """Bytes that are allocated during the whole step: weights, persistent gradient buffers, optimizer, a teacher."""
     zero, shards = job.layout.zero_stage, job.layout.gradient
     count, trained = job.parameters[stage], job.trained[stage]
@@ -70,7 +70,7 @@ def persistent_bytes(job: Job, stage: int) -> dict[str, float]:
     return parts
 
 
-def kept_weights(job: Job, stage: int) -> float:
+def kept_weights(job: PlannedJob, stage: int) -> float:
     """Bytes of weights that a device keeps between the layers' runs: with ZeRO 3 its shards, unless offloaded."""
     weights = float(job.parameters[stage] * job.element)
     if job.layout.zero_stage < 3:
@@ -78,7 +78,7 @@ def kept_weights(job: Job, stage: int) -> float:
     return 0.0 if is_offloaded(job, "param") else weights / job.layout.gradient
 
 
-def start_bytes(job: Job, stage: int) -> dict[str, float]:
+def start_bytes(job: PlannedJob, stage: int) -> dict[str, float]:
     """Bytes by part while the model is built, before gradients and optimizer exist.
 
     Layers are built one after the other (`megakernel/model/start.py`); ZeRO 3 shards each once it is whole.
@@ -87,7 +87,7 @@ def start_bytes(job: Job, stage: int) -> dict[str, float]:
     return {"weights": kept_weights(job, stage), "gradients": 0.0, "optimizer": 0.0, "workspace": whole}
 
 
-def gradient_bytes(job: Job, stage: int) -> float:
+def gradient_bytes(job: PlannedJob, stage: int) -> float:
     """Bytes of gradients that backward allocates and the update frees; they are live in later micro-batches."""
     zero, count = job.layout.zero_stage, job.trained[stage]
     if zero == 2:
@@ -96,19 +96,19 @@ def gradient_bytes(job: Job, stage: int) -> float:
     return 0.0 if zero == 3 or sums_in_float32(job) else count * job.element
 
 
-def sums_in_float32(job: Job) -> bool:
+def sums_in_float32(job: PlannedJob) -> bool:
     """Whether DeepSpeed's BF16_Optimizer trains: ZeRO 1 in bfloat16 without offload."""
     return job.layout.zero_stage == 1 and job.element == 2 and not is_offloaded(job, "optimizer")
 
 
-def is_offloaded(job: Job, what: Literal["optimizer", "param"]) -> bool:
+def is_offloaded(job: PlannedJob, what: Literal["optimizer", "param"]) -> bool:
     """Whether DeepSpeed keeps AdamW's state and the sharded gradients, or the sharded weights, off the device."""
     keys = job.config.deepspeed.get("zero_optimization", {}).get(f"offload_{what}") or {}
     device, zero = keys.get("device"), job.layout.zero_stage
     return (zero == 3 and device == "nvme") or (device == "cpu" and zero >= (1 if what == "optimizer" else 3))
 
 
-def bucket_bytes(job: Job, count: int) -> tuple[float, float]:
+def bucket_bytes(job: PlannedJob, count: int) -> tuple[float, float]:
     """Bytes of DeepSpeed's buckets for `count` gradients: from backward on, and those that exist only at the update."""
     zero = job.layout.zero_stage
     zero_keys = job.config.deepspeed.get("zero_optimization", {})
@@ -123,7 +123,7 @@ def bucket_bytes(job: Job, count: int) -> tuple[float, float]:
     return size * job.element + copied, 0.0
 
 
-def _stage_memory(job: Job, stage: int) -> Memory:
+def _stage_memory(job: PlannedJob, stage: int) -> Memory:
     layers = [(job.costs(part), count) for part, count in job.layers(stage)]
     # 1F1B: a stage has as many micro-batches in flight as there are stages from it to the last.
     in_flight = min(job.micro_batches, job.layout.pipeline - stage)

@@ -17,7 +17,7 @@ NONE = "—"
 """Cell for a number of devices on which no layout fits."""
 
 
-class Table(NamedTuple):
+class PlanTable(NamedTuple):
     """The columns and rows of a table; all but the first column of names, and the layout, are numbers."""
 
     columns: Sequence[str]
@@ -30,16 +30,16 @@ def listed(plan: Plan, top: int) -> dict[str, Planned]:
     return configured | {f"#{number}": one for number, one in enumerate(plan.fitting[:top], 1)}
 
 
-def layouts(planned: Mapping[str, Planned], gpu: Gpu) -> Table:
+def layouts(planned: Mapping[str, Planned], gpu: Gpu) -> PlanTable:
     """What each layout holds and sends in total."""
     rows = []
     for name, one in planned.items():
         sizes = (one.memory.total, -one.memory.beyond(gpu), sum(one.sent.values()))
         rows.append([name, str(one.layout), *(f"{size / 1e9:.1f}" for size in sizes), f"{one.idle:.0%}"])
-    return Table(("", "layout", "memory, GB", "free, GB", "sent, GB", "idle"), rows)
+    return PlanTable(("", "layout", "memory, GB", "free, GB", "sent, GB", "idle"), rows)
 
 
-def parts(planned: Mapping[str, Planned]) -> Iterator[Table]:
+def parts(planned: Mapping[str, Planned]) -> Iterator[PlanTable]:
     """Memory by part, and traffic of a step by group, of each layout."""
     memory, sent = (
         [part(one) for one in planned.values()] for part in (lambda x: x.memory.parts, lambda x: x.sent)
@@ -48,10 +48,10 @@ def parts(planned: Mapping[str, Planned]) -> Iterator[Table]:
         names = dict.fromkeys(name for column in columns for name in column if column[name])
         rows = [[name, *(f"{column.get(name, 0.0) / 1e9:.3g}" for column in columns)] for name in names]
         rows.append(["total", *(f"{sum(column.values()) / 1e9:.3g}" for column in columns)])
-        yield Table((title, *planned), rows)
+        yield PlanTable((title, *planned), rows)
 
 
-def growing(plans: Iterable[Plan], vocab_size: int) -> Table:
+def growing(plans: Iterable[Plan], vocab_size: int) -> PlanTable:
     """The best layout of each number of devices, or why there is none."""
     rows = []
     for one in plans:
@@ -59,7 +59,9 @@ def growing(plans: Iterable[Plan], vocab_size: int) -> Table:
         sizes = [f"{size:,}" for size in (one.devices, training.global_batch_size, training.seq_len)]
         found = [NONE, NONE, one.why_none] if best is None else [*_memory_and_sent(best), str(best.layout)]
         rows.append([*sizes, f"{step_flops(one.config, vocab_size) / one.devices:.3g}", *found])
-    return Table(("GPUs", "sequences", "tokens", "FLOPs per GPU", "memory, GB", "sent, GB", "layout"), rows)
+    return PlanTable(
+        ("GPUs", "sequences", "tokens", "FLOPs per GPU", "memory, GB", "sent, GB", "layout"), rows
+    )
 
 
 def _memory_and_sent(planned: Planned) -> list[str]:
@@ -85,7 +87,7 @@ def page(
     table = growing([configured, against], vocabulary)
     rows = [[name, *row] for name, row in zip(("as configured", "softmax"), table.rows)]
     lines += ["", f"## Softmax attention in the same model on {at:,} GPUs: *predicted*", "", _SOFTMAX, ""]
-    lines += markdown(Table(("attention", *table.columns), rows))
+    lines += markdown(PlanTable(("attention", *table.columns), rows))
     return "\n".join(lines) + "\n"
 
 
@@ -120,7 +122,7 @@ def with_attention(config: Config, preset: str) -> Config:
     return config.model_copy(update={"model": model, "data": data})
 
 
-def markdown(table: Table) -> list[str]:
+def markdown(table: PlanTable) -> list[str]:
     """The lines of a table."""
     lines = [table.columns, ["---"] * len(table.columns), *table.rows]
     return [f"| {' | '.join(line)} |" for line in lines]

@@ -107,7 +107,7 @@ class PartCosts:
         return max(self.peaks)
 
 
-class Weights(NamedTuple):
+class WeightCounts(NamedTuple):
     """Numbers of weights on one device."""
 
     all: int
@@ -121,7 +121,7 @@ class CostMeter:
         self.config = config
         self.vocab_size = vocab_size
         self._known: dict[tuple[Part, PartShape], PartCosts] = {}
-        self._parameters: dict[tuple[Part, int], Weights] = {}
+        self._parameters: dict[tuple[Part, int], WeightCounts] = {}
 
     def costs(self, part: Part, shape: PartShape) -> PartCosts:
         """Measure a part.
@@ -162,7 +162,7 @@ class CostMeter:
         half, whole = (self._run(part, replace(probe, tokens=n)) for n in (size // 2, size))
         return half.extrapolated(whole, tokens * shape.context / (size // 2) - 1).operations
 
-    def parameters(self, part: Part, tensor: int, sequence_parallel: bool) -> Weights:
+    def parameters(self, part: Part, tensor: int, sequence_parallel: bool) -> WeightCounts:
         """Parameters of the part on one tensor rank."""
         key = part, tensor
         if key not in self._parameters:
@@ -170,7 +170,7 @@ class CostMeter:
             with _fake_groups(shape, self.config.model) as axes, Ledger(contents=False):
                 weights = [*self._model(part, self._settings(shape, axes)).parameters()]
             trained = sum(x.numel() for x in weights if x.requires_grad)
-            self._parameters[key] = Weights(sum(x.numel() for x in weights), trained)
+            self._parameters[key] = WeightCounts(sum(x.numel() for x in weights), trained)
         return self._parameters[key]
 
     def _run(self, part: Part, shape: PartShape) -> PartCosts:

@@ -14,7 +14,7 @@ from megakernel.config.checks import section_conflicts
 from megakernel.config.training import Recompute
 
 from .gpus import Gpu
-from .layout import EXCHANGE_KEYS, Job, Layout
+from .layout import EXCHANGE_KEYS, Layout, PlannedJob
 from .memory import Memory, memory
 from .traffic import sent_bytes
 
@@ -135,7 +135,7 @@ def plan(config: Config, vocab_size: int, devices: int, gpu: Gpu) -> Plan:
 
 
 def _planned(config: Config, vocab_size: int, layout: Layout) -> Planned:
-    job = Job(config, vocab_size, layout)
+    job = PlannedJob(config, vocab_size, layout)
     sections = config.model_dump(mode="json")
     changed = {
         key: value

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from .layout import Job
+from .layout import PlannedJob
 from .memory import FLOAT32, INT64, ZERO3_LIVE, sums_in_float32
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Transfer:
         return replace(self, bytes=self.bytes * count)
 
 
-def sent_bytes(job: Job) -> dict[str, float]:
+def sent_bytes(job: PlannedJob) -> dict[str, float]:
     """Bytes that leave one device in a step, by group, on the stage that sends most."""
     stages: list[dict[str, float]] = []
     for stage in job.distinct_stages:
@@ -64,13 +64,13 @@ def sent_bytes(job: Job) -> dict[str, float]:
     return max(stages, key=lambda sent: sum(sent.values()))
 
 
-def traffic(job: Job, stage: int) -> list[Transfer]:
+def traffic(job: PlannedJob, stage: int) -> list[Transfer]:
     """All transfers of one step of one device of a stage; its context rank has neighbors on both sides if any has."""
     per_micro_batch = [*_micro_batch_transfers(job, stage)]
     return [transfer.times(job.micro_batches) for transfer in per_micro_batch] + [*step_transfers(job, stage)]
 
 
-def _micro_batch_transfers(job: Job, stage: int) -> Iterator[Transfer]:
+def _micro_batch_transfers(job: PlannedJob, stage: int) -> Iterator[Transfer]:
     """Transfers of one micro-batch, forward and backward."""
     layout = job.layout
     for part, count in job.parts(stage):
@@ -84,7 +84,7 @@ def _micro_batch_transfers(job: Job, stage: int) -> Iterator[Transfer]:
             yield Transfer("pp", "send", hidden, layout.pipeline)
 
 
-def part_transfers(job: Job, part: "Part") -> Iterator[Transfer]:
+def part_transfers(job: PlannedJob, part: "Part") -> Iterator[Transfer]:
     """Transfers of a layer, the embedding or the head in one micro-batch."""
     tensor = job.layout.tensor
     ranks = {"tp": tensor, "cp": job.layout.context, "copies": tensor // job.model.kv_heads}
@@ -94,7 +94,7 @@ def part_transfers(job: Job, part: "Part") -> Iterator[Transfer]:
             yield Transfer(group, operation, amount, ranks[axis])
 
 
-def step_transfers(job: Job, stage: int) -> Iterator[Transfer]:
+def step_transfers(job: PlannedJob, stage: int) -> Iterator[Transfer]:
     """Transfers of gradients and weights: once per step, or per micro-batch if ZeRO shards gradients."""
     layout, ranks = job.layout, job.layout.gradient
     count, trained = job.parameters[stage], job.trained[stage]

@@ -18,7 +18,7 @@ class Analysis:
     """One analysis."""
 
     function: str
-    """MODULE.NAME of a function `measure_NAME(subject) -> rows` in that module."""
+    """MODULE.NAME of a function `measure_NAME(subject) -> rows`; the module's path is one below `megakernel`."""
 
     shows: str
     """One line about the result."""
@@ -46,12 +46,12 @@ class Analysis:
     @property
     def name(self) -> str:
         """Name for `--what`."""
-        return self.function.partition(".")[2]
+        return self.function.rpartition(".")[2]
 
     def measure(self, subject: "Subject") -> Sequence[Row]:
         """Run the analysis and return its rows."""
-        module, _, name = self.function.partition(".")
-        rows: Sequence[Row] = getattr(import_module(f"{__package__}.{module}"), f"measure_{name}")(subject)
+        module, _, name = self.function.rpartition(".")
+        rows: Sequence[Row] = getattr(import_module(f"megakernel.{module}"), f"measure_{name}")(subject)
         return rows
 
     def missing(self, config: Config, run: str) -> str | None:
@@ -88,13 +88,13 @@ _NOISE = "source of noise that training redraws"
 
 _ALL = (
     Analysis(
-        "matrices.attention",
+        "analysis.plots.matrices.attention",
         "attention matrices of one sample, as images",
         "Transformer-MGK, figures 2, 6, 9",
         [Plot("cells", "", "key", "query", "weight", "head", each="layer", downwards=True, decades=4)],
     ),
     Analysis(
-        "spectra.singular_values",
+        "analysis.plots.spectra.singular_values",
         "singular values of attention matrices and of outputs",
         "FLuRKA, figure 1; Skyformer, figure 4",
         [Plot("lines", "", "index", "value", "head", "layer", each="of", log_y=True)],
@@ -102,7 +102,7 @@ _ALL = (
         ("of", *_HEADS),
     ),
     Analysis(
-        "spectra.ranks",
+        "analysis.plots.spectra.ranks",
         "ranks of attention matrices over samples and heads",
         "Transformer-MGK, figures 2, 7; FLuRKA, figure 1",
         [Plot("distributions", name, name, "layer") for name in ("rank", "stable_rank")],
@@ -110,7 +110,7 @@ _ALL = (
         _HEADS,
     ),
     Analysis(
-        "reach.span",
+        "analysis.plots.reach.span",
         "attention span, and weight far away and beyond the near window",
         "",
         [Plot("cells", name, "head", "layer", name) for name in _REACHES],
@@ -118,7 +118,7 @@ _ALL = (
         ("layer",),
     ),
     Analysis(
-        "reach.gates",
+        "analysis.plots.reach.gates",
         "how gates divide queries between near and far",
         "",
         [Plot("lines", "histogram", "near", "share", "head", "layer", steps=True)],
@@ -128,7 +128,7 @@ _ALL = (
         _has_gate,
     ),
     Analysis(
-        "spectra.covariances",
+        "analysis.plots.spectra.covariances",
         "eigenvalues of learned covariances",
         f"{_KL}, tables 4, 9-12",
         [Plot("lines", "eigenvalues", "index", "eigenvalue", "head", "layer", log_y=True)],
@@ -138,7 +138,7 @@ _ALL = (
         lambda attention: attention.feature_map is not None and attention.feature_map.kind == "gmm",
     ),
     Analysis(
-        "noise.kernel_deviation",
+        "papers.learned_kernels.noise.kernel_deviation",
         "relative standard deviation of kernel estimates over draws",
         f"{_KL}, section 4.1",
         [Plot("cells", "deviation", "head", "layer", "deviation", first="sample")],
@@ -148,7 +148,7 @@ _ALL = (
         _has_noisy_kernel,
     ),
     Analysis(
-        "noise.voting",
+        "papers.learned_kernels.noise.voting",
         "inconsistency of predictions over draws, and the gain of a vote",
         f"{_KL}, figure 5",
         [
@@ -162,7 +162,7 @@ _ALL = (
         needs_classes=True,
     ),
     Analysis(
-        "noise.gradients",
+        "papers.learned_kernels.noise.gradients",
         "deviation and size of the head's gradients over draws",
         f"{_KL}, table 14",
         [Plot("distributions", name, name) for name in ("deviation", "absolute_mean")],
@@ -172,7 +172,7 @@ _ALL = (
         lambda attention: attention.redraws,
     ),
     Analysis(
-        "skyformer.spectral_error",
+        "papers.skyformer.measurements.spectral_error",
         "error of approximations of softmax on the run's queries and keys",
         "Skyformer, figure 1",
         [
@@ -194,7 +194,7 @@ _ALL = (
         _has_a_key_per_token,
     ),
     Analysis(
-        "skyformer.instability",
+        "papers.skyformer.measurements.instability",
         "instability over 20 steps from initial weights, relative to that of softmax",
         "Skyformer, table 3",
         [Plot("lines", "ratio", "step", "ratio", "mechanism", log_y=True, means=True)],
@@ -202,7 +202,7 @@ _ALL = (
         ("mechanism",),
     ),
     Analysis(
-        "mixtures.mixing",
+        "papers.mixture_keys.mixtures.mixing",
         "mixing coefficients of mixture keys",
         "Transformer-MGK, table 8",
         [Plot("cells", "pi", "key", "head", "pi", "layer")],
@@ -212,7 +212,7 @@ _ALL = (
         lambda attention: attention.mixture is not None and attention.mixture.estep == "soft",
     ),
     Analysis(
-        "mixtures.query_likelihood",
+        "papers.mixture_keys.mixtures.query_likelihood",
         "likelihood of queries under the Gaussians around keys",
         "Transformer-MGK, section 4",
         [Plot("cells", "nll", "head", "layer", "nll", first="sample")],
@@ -222,7 +222,7 @@ _ALL = (
         lambda attention: attention.weighs_every_pair,
     ),
     Analysis(
-        "costs.mixture_costs",
+        "papers.mixture_keys.costs.mixture_costs",
         "operations and parameters of mixture keys, relative to softmax",
         "Transformer-MGK, figure 3",
         [
@@ -235,7 +235,7 @@ _ALL = (
         lambda attention: attention.mixture is not None,
     ),
     Analysis(
-        "flurka_error.flurka_error",
+        "papers.flurka.flurka_error.flurka_error",
         "error of FLuRKA with untrained E and F, its two parts and their bound, on the run's queries and keys",
         "FLuRKA, theorem 1",
         [
@@ -248,7 +248,7 @@ _ALL = (
         _has_a_key_per_token,
     ),
     Analysis(
-        "costs.claims",
+        "papers.flurka.claims.claims",
         "where FLuRKA needs fewer operations than its parents",
         "FLuRKA, claims 1-3",
         [Plot("cells", name, "tokens", "rank", name) for name in ("over_low_rank", "over_kernel", "claim_1")],

@@ -53,15 +53,15 @@ def kind_of(attention: Attention) -> str:
     if attention.mixture is not None or not simple_map or attention.similarity == "gaussian":
         return PACKAGE
     layer = attention.spec.causal_layer or attention.spec.layer
-    if layer == "flurka.FlurkaAttention" and attention.far_decay != "none":
+    if layer == "attention.flurka.FlurkaAttention" and attention.far_decay != "none":
         return "decaying_flurka"
     return {
-        "softmax.SoftmaxAttention": "softmax",
-        "softmax.LocalAttention": "local",
-        "kernel.KernelAttention": "kernel",
-        "flurka.FlurkaAttention": "flurka",
-        "simple_gla.SimpleGlaAttention": "gated_state",
-        "gated_delta.GatedDeltaAttention": "gated_state",
+        "attention.softmax.SoftmaxAttention": "softmax",
+        "attention.softmax.LocalAttention": "local",
+        "attention.kernel.KernelAttention": "kernel",
+        "attention.flurka.FlurkaAttention": "flurka",
+        "attention.simple_gla.SimpleGlaAttention": "gated_state",
+        "attention.gated_delta.GatedDeltaAttention": "gated_state",
     }.get(layer, PACKAGE)
 
 
@@ -70,7 +70,7 @@ def package_mechanisms(model: Model) -> list[str]:
     names = []
     for attention in model.attentions:
         if kind_of(attention) == PACKAGE:
-            name = (attention.spec.causal_layer or attention.spec.layer).partition(".")[0].replace("_", " ")
+            name = (attention.spec.causal_layer or attention.spec.layer).split(".")[-2].replace("_", " ")
             name += f" ({attention.feature_map.name})" if attention.feature_map is not None else ""
             names.append(name + (" with mixture keys" if attention.mixture is not None else ""))
     return list(dict.fromkeys(names))

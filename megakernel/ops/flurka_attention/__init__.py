@@ -32,7 +32,7 @@ from megakernel.ops.flurka_attention.options import (
 from megakernel.ops.mixture import first_key, pack_keys, packed_rotary
 from megakernel.ops.projections import Projection
 from megakernel.ops.state import Exchange
-from megakernel.ops.window import Rotary
+from megakernel.ops.window import Rotation
 
 
 def _kernels() -> ModuleType:
@@ -67,7 +67,7 @@ def flurka_attention(
     far_mass: Tensor | None = None,
     far_weight: Tensor | None = None,
     log_decay: Tensor | None = None,
-    rotary: Rotary | None = None,
+    rotary: Rotation | None = None,
     far_rope: FarRope = "none",
     positions: Positions = 0,
     initial_state: FlurkaState | None = None,

@@ -14,7 +14,7 @@ from megakernel.ops.kernels.arguments import load_vector
 from megakernel.ops.kernels.primitives import cdiv, padded
 
 
-class Near(NamedTuple):
+class NearParams(NamedTuple):
     """Compile-time options of a layer's exact part."""
 
     softmax: bool

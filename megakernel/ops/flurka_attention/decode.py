@@ -14,7 +14,7 @@ from torch import Tensor
 from megakernel.ops.documents import token_positions
 from megakernel.ops.feature_maps import Map, named
 from megakernel.ops.flurka_attention import decode_kernel
-from megakernel.ops.flurka_attention.arguments import MergeParams, Near, Pools, Window
+from megakernel.ops.flurka_attention.arguments import MergeParams, NearParams, Pools, Window
 from megakernel.ops.flurka_attention.options import FlurkaInputs
 from megakernel.ops.kernel_attention.decode import TILE, unsupported_gradient
 from megakernel.ops.kernel_attention.triton import unsupported_tiles
@@ -113,7 +113,9 @@ def _step(
         matrix = matrix.float().contiguous()
     rows = None if matrix is None else matrix.shape[-2]
     phi = phi_of(Map(feature_map, components), width, rows, log_decay is not None)
-    near_options = Near(near == "softmax", gate is not None, table is not None, blocks, block_size, width)
+    near_options = NearParams(
+        near == "softmax", gate is not None, table is not None, blocks, block_size, width
+    )
     outputs = _empty_outputs(q, k, v, gate, positions, sums, log_scale, tail_keys, tail_values)
     block = max(16, min(padded(columns), TILE // phi.padded_rows))
     grid = (batch * heads, cdiv(columns, block))

@@ -11,7 +11,7 @@ from megakernel.ops.mixture import shifted
 from megakernel.ops.partial_output import with_ones
 from megakernel.ops.projections import Projection, logits_per_head
 from megakernel.ops.state import Exchange, KernelState
-from megakernel.ops.window import Rotary, Tail
+from megakernel.ops.window import Rotation, Tail
 
 NearKind = Literal["softmax", "kernel"]
 FarRope = Literal["none", "centroid"]
@@ -29,16 +29,16 @@ class FlurkaOptions(NamedTuple):
     """1: a token attends to its current block exactly; 2: also to the previous one."""
 
     near: NearKind
-    rotary: Rotary | None
+    rotary: Rotation | None
     far_rope: FarRope
 
     @property
-    def near_rotary(self) -> Rotary | None:
+    def near_rotary(self) -> Rotation | None:
         """Rotation of the near part. A kernel shares phi(q) with the far part, so it takes that part's rotation."""
         return self.rotary if self.near == "softmax" else self.far_rotary
 
     @property
-    def far_rotary(self) -> Rotary | None:
+    def far_rotary(self) -> Rotation | None:
         """Rotation of far queries and landmarks."""
         return self.rotary if self.far_rope == "centroid" else None
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from functools import lru_cache
 
-from megakernel.ops.flurka_attention.arguments import Near
+from megakernel.ops.flurka_attention.arguments import NearParams
 from megakernel.ops.kernel_attention import tiles
 from megakernel.ops.kernels.assembler import WGMMA_CAPABILITIES
 from megakernel.ops.kernels.feature_maps import Phi
@@ -21,7 +21,9 @@ def segment_blocks(phi: Phi, block_size: int, rank: int) -> int:
 
 
 @lru_cache(SHAPES_REMEMBERED)
-def tile_sizes(phi: Phi, near: Near, size: int, values: int, capability: int) -> Mapping[str, TileSizes]:
+def tile_sizes(
+    phi: Phi, near: NearParams, size: int, values: int, capability: int
+) -> Mapping[str, TileSizes]:
     """Kernel -> its tile sizes, for elements of `size` bytes; those of kernel attention unless FLuRKA has its own."""
     sizes = {**tiles.tile_sizes(phi, size, capability)}
     sizes |= dict.fromkeys(("pool", "pool_backward"), TileSizes(16, 16, 4))

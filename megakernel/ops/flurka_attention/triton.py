@@ -19,7 +19,7 @@ from torch import Tensor
 from megakernel.ops.documents import sees_far, token_positions
 from megakernel.ops.feature_maps import named
 from megakernel.ops.flurka_attention import chunked, decode, merge_kernels, pool_kernels, window_kernels
-from megakernel.ops.flurka_attention.arguments import Merged, MergeParams, Near, Pools, Window
+from megakernel.ops.flurka_attention.arguments import Merged, MergeParams, NearParams, Pools, Window
 from megakernel.ops.flurka_attention.block_tables import block_tables, ends_of_blocks
 from megakernel.ops.flurka_attention.options import FlurkaInputs, FlurkaOptions
 from megakernel.ops.flurka_attention.tensors import (
@@ -179,7 +179,7 @@ class FlurkaLaunches(NamedTuple):
     launcher: Launcher
     """Sizes of the launches over landmarks."""
 
-    near: Near
+    near: NearParams
     seq: SequenceInfo
     queries: Rows
     window: Window
@@ -199,7 +199,7 @@ class FlurkaLaunches(NamedTuple):
         rank, block_size = pool_keys.shape[-2:]
         heads, length = k.shape[1], k.shape[2] - static.before
         phi = map_of_call(static, q, projection, log_decay is not None)
-        near = Near(static.near == "softmax", False, False, static.blocks, block_size, q.shape[-1])
+        near = NearParams(static.near == "softmax", False, False, static.blocks, block_size, q.shape[-1])
         landmarks = cdiv(length, block_size) * rank
         capability = capability_of(q.device)
         segment = segment_blocks(phi, block_size, rank) * block_size

@@ -55,7 +55,7 @@ class DeltaShape(NamedTuple):
     """1 / sqrt(d)."""
 
 
-class Tokens(NamedTuple):
+class DeltaInputs(NamedTuple):
     """The inputs of the op."""
 
     q: Rows

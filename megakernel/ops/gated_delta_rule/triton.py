@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megakernel.ops.documents import Positions
 from megakernel.ops.gated_delta_rule import chunked, kernels
-from megakernel.ops.gated_delta_rule.kernels import CHUNK, DeltaShape, Tokens
+from megakernel.ops.gated_delta_rule.kernels import CHUNK, DeltaInputs, DeltaShape
 from megakernel.ops.kernel_attention.triton import (
     WIDEST,
     document_starts,
@@ -34,7 +34,7 @@ MIN_STRENGTH = 1e-30
 """Smaller strengths are clamped to this, because gradients divide by them; such tokens write nothing anyway."""
 
 
-class Grid(NamedTuple):
+class LaunchConfig(NamedTuple):
     """How a kernel is launched, over key heads or query heads."""
 
     columns: int
@@ -48,16 +48,16 @@ class Grid(NamedTuple):
     """Chunks in flight from memory at once; one in float32, whose products need the registers."""
 
 
-GRIDS = {
-    "solve": Grid(64, by_column=False),
-    "pass_on": Grid(32, by_chunk=False, stages=2),
-    "read": Grid(64, by_query=True),
-    "bwd_read": Grid(64),
-    "bwd_pass_on": Grid(32, by_chunk=False, stages=2),
-    "bwd_queries": Grid(32, by_query=True, by_column=False),
-    "bwd_keys": Grid(32, by_column=False, warps=8),
+LAUNCH_CONFIGS = {
+    "solve": LaunchConfig(64, by_column=False),
+    "pass_on": LaunchConfig(32, by_chunk=False, stages=2),
+    "read": LaunchConfig(64, by_query=True),
+    "bwd_read": LaunchConfig(64),
+    "bwd_pass_on": LaunchConfig(32, by_chunk=False, stages=2),
+    "bwd_queries": LaunchConfig(32, by_query=True, by_column=False),
+    "bwd_keys": LaunchConfig(32, by_column=False, warps=8),
 }
-"""Kernel -> its grid."""
+"""Kernel -> how it is launched."""
 
 
 def unsupported(
@@ -88,7 +88,7 @@ def attend(
 class DeltaLauncher(NamedTuple):
     """Arguments shared by all launches of a call."""
 
-    tokens: Tokens
+    tokens: DeltaInputs
     start: int
 
     @staticmethod
@@ -103,14 +103,14 @@ class DeltaLauncher(NamedTuple):
     ) -> "DeltaLauncher":
         """The launcher for arguments of the operators."""
         strength = strength.clamp(min=MIN_STRENGTH).contiguous()
-        tokens = Tokens(Rows.of(q), Rows.of(k), Rows.of(v), log_decay.contiguous(), strength, starts)
+        tokens = DeltaInputs(Rows.of(q), Rows.of(k), Rows.of(v), log_decay.contiguous(), strength, starts)
         return DeltaLauncher(tokens, start)
 
     def launch(self, kernel: Any, *arguments: Any) -> None:
         """Launch a kernel."""
         q, k, v = (rows.pointer for rows in self.tokens[:3])
         (batch, heads, length, width), values = k.shape, v.shape[-1]
-        options = GRIDS[kernel.__name__]
+        options = LAUNCH_CONFIGS[kernel.__name__]
         sizes = (values, options.columns, q.shape[1] // heads)
         shape = DeltaShape(width, padded(width), *sizes, width**-0.5)
         grid = (

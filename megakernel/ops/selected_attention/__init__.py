@@ -10,9 +10,9 @@ from megakernel.ops.arguments import check_cached, check_choice, check_heads, ch
 from megakernel.ops.dispatch import accum_dtype, choose
 from megakernel.ops.documents import Positions
 from megakernel.ops.landmark_attention import MISSING, Landmarks, complete_blocks
-from megakernel.ops.mixture import Rotary
+from megakernel.ops.mixture import Rotation
 from megakernel.ops.selected_attention import chunked, reference
-from megakernel.ops.selected_attention.inputs import Score, SelectedInputs, Selection, Unit
+from megakernel.ops.selected_attention.inputs import Score, SelectedInputs, SelectionRule, Unit
 from megakernel.ops.window import Tail
 
 
@@ -40,7 +40,7 @@ def selected_attention(
     blocks: int = 1,
     unit: Unit = "tile",
     score: Score = "max",
-    rotary: Rotary | None = None,
+    rotary: Rotation | None = None,
     rotates_chosen: bool = True,
     positions: Positions = 0,
     initial_state: SelectedState | None = None,
@@ -91,7 +91,7 @@ def selected_attention(
         )
     if selected < 1:
         raise ValueError(f"selected={selected}; expected at least 1")
-    selection = Selection(pool.shape[-1], blocks, selected, unit, score)
+    selection = SelectionRule(pool.shape[-1], blocks, selected, unit, score)
     state = empty_state(k, v, selection) if initial_state is None else initial_state
     check_cached("initial_state.cache", state.cache, k, v)
     missing = max(0, selection.reach - state.cache.keys.shape[2])
@@ -108,7 +108,7 @@ def selected_attention(
     return out, SelectedState(whole, carried, choice)
 
 
-def empty_state(k: Tensor, v: Tensor, selection: Selection) -> SelectedState:
+def empty_state(k: Tensor, v: Tensor, selection: SelectionRule) -> SelectedState:
     """The state before the first token."""
     count = selection.chosen if selection.unit == "tile" else 0
     choice = torch.full((*k.shape[:2], count), MISSING, device=k.device)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.landmark_attention import Landmarks, LandmarkVisibility
-from megakernel.ops.selected_attention.inputs import NONE, Score, Selection
+from megakernel.ops.selected_attention.inputs import NONE, Score, SelectionRule
 
 ROWS = 1024
 """Queries of a head whose scores are in memory at once."""
@@ -46,7 +46,7 @@ def largest(scores: Tensor, visible: Tensor, count: int) -> Tensor:
 
 @torch.no_grad()
 def choose_blocks(
-    queries: Tensor, landmarks: Landmarks, visibility: LandmarkVisibility, selection: Selection
+    queries: Tensor, landmarks: Landmarks, visibility: LandmarkVisibility, selection: SelectionRule
 ) -> Tensor:
     """Indices (B, H_kv, n, min(k, S)) int64 of the blocks that n tokens choose, or NONE.
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megakernel.ops.documents import Positions
 from megakernel.ops.landmark_attention import Landmarks
-from megakernel.ops.mixture import Rotary
+from megakernel.ops.mixture import Rotation
 from megakernel.ops.window import Tail
 
 Unit = Literal["tile", "token"]
@@ -19,7 +19,7 @@ NONE = -1
 """In a list of chosen blocks: no block."""
 
 
-class Selection(NamedTuple):
+class SelectionRule(NamedTuple):
     """Which tokens a query reads."""
 
     block_size: int
@@ -43,7 +43,7 @@ class Selection(NamedTuple):
 class SelectedInputs(NamedTuple):
     """Validated arguments of a backend."""
 
-    selection: Selection
+    selection: SelectionRule
     cache: Tail
     """At least b * near earlier tokens of the sequence."""
 
@@ -53,7 +53,7 @@ class SelectedInputs(NamedTuple):
     choice: Tensor
     """(B, H_kv, k) int64: ends of the blocks that the tile before the first token chose, or MISSING."""
 
-    rotary: Rotary | None
+    rotary: Rotation | None
     rotates_chosen: bool
     """Whether queries and keys of chosen blocks are rotated, as those of the window always are."""
 

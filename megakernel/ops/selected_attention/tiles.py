@@ -10,7 +10,7 @@ from megakernel.ops.chunks import chunk_queries
 from megakernel.ops.documents import window_reach
 from megakernel.ops.landmark_attention import MISSING, Landmarks, LandmarkVisibility, landmark_visibility
 from megakernel.ops.selected_attention.choice import choose_blocks
-from megakernel.ops.selected_attention.inputs import NONE, SelectedInputs, Selection
+from megakernel.ops.selected_attention.inputs import NONE, SelectedInputs, SelectionRule
 from megakernel.ops.window import WindowLayout, window_layout
 
 
@@ -27,7 +27,7 @@ class Lists(NamedTuple):
 class Tiles(NamedTuple):
     """C tiles of L tokens, one after the other whatever the documents, and T keys, of which the last are theirs."""
 
-    selection: Selection
+    selection: SelectionRule
     layout: WindowLayout
 
     total: int
@@ -154,7 +154,9 @@ def choose_for_tiles(q: Tensor, inputs: SelectedInputs) -> Tiles:
     return Tiles(selection, layout, total, ends, own, before, from_own, sees)
 
 
-def choice_before(queries: Tensor, position: Tensor, landmarks: Landmarks, selection: Selection) -> Tensor:
+def choice_before(
+    queries: Tensor, position: Tensor, landmarks: Landmarks, selection: SelectionRule
+) -> Tensor:
     """`SelectedInputs.choice` of a shard, from queries (B, H, b, d), the last before it, and earlier landmarks.
 
     position: (B,) of the shard's first token in its document.

@@ -24,7 +24,7 @@ LAUNCH = {"warps": 8, "stages": 2}
 """Two stages: the next tile of keys is loaded while the current one is processed."""
 
 
-class Tiles(NamedTuple):
+class KernelTiles(NamedTuple):
     """The tiles (queries, positions) of each kernel."""
 
     fwd: tuple[int, int]
@@ -33,12 +33,12 @@ class Tiles(NamedTuple):
 
 
 TILES = {
-    1: Tiles((128, 64), (128, 64), (32, 128)),
-    2: Tiles((64, 64), (64, 64), (64, 32)),
-    4: Tiles((64, 32), (64, 32), (64, 32)),
-    8: Tiles((32, 32), (32, 32), (32, 16)),
-    16: Tiles((32, 32), (16, 32), (32, 16)),
-    32: Tiles((16, 16), (16, 16), (16, 16)),
+    1: KernelTiles((128, 64), (128, 64), (32, 128)),
+    2: KernelTiles((64, 64), (64, 64), (64, 32)),
+    4: KernelTiles((64, 32), (64, 32), (64, 32)),
+    8: KernelTiles((32, 32), (32, 32), (32, 16)),
+    16: KernelTiles((32, 32), (16, 32), (32, 16)),
+    32: KernelTiles((16, 16), (16, 16), (16, 16)),
 }
 """Tile sizes by the register cost of a position (`_tiles`)."""
 
@@ -187,7 +187,7 @@ def _transposed_spans(first: Tensor, last: Tensor, count: int) -> tuple[Tensor, 
     return begin, torch.searchsorted(first.contiguous(), keys, right=True, out_int32=True) - 1
 
 
-def _tiles(k: Tensor, v: Tensor) -> Tiles:
+def _tiles(k: Tensor, v: Tensor) -> KernelTiles:
     """The largest tiles that fit in registers. The cost of a position is M for rows of 64 elements of 16 bits.
 
     32-bit elements cost eight times as much: their factors are split in two, and each product is a sum of three.

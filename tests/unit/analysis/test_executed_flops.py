@@ -18,9 +18,9 @@ from megakernel.ops.flurka_attention.chunked import GROUP as FLURKA_GROUP
 from megakernel.ops.flurka_attention.chunked import RUN
 from megakernel.ops.kernel_attention import kernel_attention
 from megakernel.ops.kernel_attention.chunked import CHUNK, GROUP
-from megakernel.ops.nystrom_attention import depthwise_convolution, nystrom_attention
-from megakernel.ops.skyformer_attention import skyformer_attention
 from megakernel.ops.window_attention import window_attention
+from megakernel.papers.skyformer.nystrom_attention import depthwise_convolution, nystrom_attention
+from megakernel.papers.skyformer.skyformer_attention import skyformer_attention
 
 HEADS, HEAD_DIM = 4, 16
 PROJECTIONS = {

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from megakernel.attention import build
-from megakernel.ops.eva_attention import control_variates
+from megakernel.papers.flurka.eva_attention import control_variates
 from tests.unit.attention.mechanisms import assert_close
 
 HEADS, WIDTH, LENGTH = 2, 4, 23

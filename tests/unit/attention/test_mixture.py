@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from megakernel.attention import AttentionInputs, Rotary, build, finish_step
-from megakernel.attention.mixture import PairwiseAttention
 from megakernel.ops.weighted_attention import responsibilities
+from megakernel.papers.mixture_keys.pairwise import PairwiseAttention
 
 HEADS, KV, N, WIDTH = 4, 2, 12, 6
 

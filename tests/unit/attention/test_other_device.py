@@ -16,8 +16,8 @@ WAITS = {
     # Blocks of packed softmax; a GPU has kernels for it.
     "ops/softmax_attention/spans.py:_limits",
     # EVA's noise depends on the number of chunks of the longest document.
-    "attention/eva.py:noise",
-    "attention/eva.py:keys_of_windows",
+    "papers/flurka/eva.py:noise",
+    "papers/flurka/eva.py:keys_of_windows",
 }
 """Where the host may wait in every layer."""
 

@@ -6,9 +6,9 @@ from benchmarks import decoding
 from benchmarks.decoding import (
     BASELINE,
     OURS,
-    Case,
     Costs,
-    Sizes,
+    DecodingCase,
+    ModelSizes,
     baseline_session,
     llama,
     measure,
@@ -16,7 +16,7 @@ from benchmarks.decoding import (
     our_session,
 )
 
-TINY = Sizes(layers=1, width=32, heads=2)
+TINY = ModelSizes(layers=1, width=32, heads=2)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def test_the_models_have_equally_many_weights_apart_from_those_of_flurka(models)
 
 
 def test_a_recurrent_state_does_not_grow_with_the_prompt_and_a_cache_does(models):
-    short, long = (Case(TINY, batch=2, length=length) for length in (128, 256))
+    short, long = (DecodingCase(TINY, batch=2, length=length) for length in (128, 256))
     assert our_session(models["flurka"], short).state_bytes == our_session(models["flurka"], long).state_bytes
     for case in (short, long):
         assert (
@@ -45,7 +45,7 @@ def test_a_recurrent_state_does_not_grow_with_the_prompt_and_a_cache_does(models
 
 def test_a_case_gives_one_row_per_table(models, monkeypatch):
     monkeypatch.setattr(decoding, "TURN_TOKENS", 8)
-    case = Case(TINY, batch=2, length=128)
+    case = DecodingCase(TINY, batch=2, length=128)
     costs = measure(case, models, llama(TINY), turns=1)
     assert all(min(cost.generate, cost.step) > 0 for cost in costs.values())
     lines = decoding.rows(case, 9_000_000, costs)
@@ -58,7 +58,7 @@ def test_a_case_gives_one_row_per_table(models, monkeypatch):
 def test_a_row_has_throughput_and_the_speed_relative_to_the_baseline():
     times = {BASELINE: (0.02, 0.01), "flurka": (0.02, 0.02), "softmax": (0.04, 0.005)}
     costs = {name: Costs(*both, 2**20) for name, both in times.items()}
-    generate, step = decoding.rows(Case(TINY, 8, 1024), 900_000, costs)
+    generate, step = decoding.rows(DecodingCase(TINY, 8, 1024), 900_000, costs)
     assert generate == "| 0.9M | 8 | 1,024 | 400 | 400 | 200 | 1.00 | 2.00 | 1,024 | 1,024 |"
     assert step == "| 0.9M | 8 | 1,024 | 800 | 400 | 1,600 | 2.00 | 0.50 | 1,024 | 1,024 |"
 
@@ -66,7 +66,7 @@ def test_a_row_has_throughput_and_the_speed_relative_to_the_baseline():
 def test_caches_that_are_too_large_are_reported_but_not_measured(models, monkeypatch):
     monkeypatch.setattr(decoding, "TURN_TOKENS", 2)
     monkeypatch.setattr(decoding, "MAX_CACHE_BYTES", 2**10)
-    case = Case(TINY, batch=1, length=128)
+    case = DecodingCase(TINY, batch=1, length=128)
     costs = measure(case, models, llama(TINY), turns=1)
     assert costs[BASELINE] == costs["softmax"] == Costs(None, None, case.cache_bytes)
     assert costs["flurka"].step > 0

@@ -11,9 +11,9 @@ import pytest
 from benchmarks import training_runs
 from benchmarks.experiments.__main__ import listing, main, parse, planned_runs
 from benchmarks.experiments.checks import learned
-from benchmarks.experiments.measures import MEASURES, Buckets, FirstStep, Measure, Task, state_size
+from benchmarks.experiments.measures import MEASURES, Buckets, FirstStep, Measure, TaskNumber, state_size
 from benchmarks.experiments.page import page, text_names, write_curves
-from benchmarks.experiments.runs import Result, check_names, make_run
+from benchmarks.experiments.runs import StudyResult, check_names, make_run
 from benchmarks.experiments.study import names, read_study
 from megakernel.config import PRESETS, Attention, ConfigError, UserError, expand_preset, to_yaml
 from megakernel.evaluation.records import file_name
@@ -333,7 +333,7 @@ def test_a_finished_run_of_another_configuration_is_not_reused(write_finished_ru
 def test_a_failed_training_is_reported_by_name(write_finished_run, losses, held_out, skipped, reason):
     run = short_run("linear")
     folder = write_finished_run(run, losses, held_out, **{"train/skipped_steps": skipped})
-    reasons = list(learned([Result(run, run.name, run.config, folder, STEPS, {}, {}, 1)]))
+    reasons = list(learned([StudyResult(run, run.name, run.config, folder, STEPS, {}, {}, 1)]))
     if reason is None:
         assert reasons == []
     else:
@@ -373,8 +373,8 @@ def test_the_page_of_an_uptraining_has_shares_of_what_the_swap_lost(write_finish
     swapped = {"name": "swapped, untrained", "loss": 4.5, "beyond": 4.5}
     report = {"dense": dense, "swapped": swapped, "trained_on": {"loss": 4.0}}
     folder = write_finished_run(run, FALLING, None, far_evaluations(4.0))
-    result = Result(run, "window", run.config, folder, run.config.training.steps, entry, report, 1)
-    start = Result(run, "dense", run.start.config, folder, run.config.training.steps, dense, report, 1)
+    result = StudyResult(run, "window", run.config, folder, run.config.training.steps, entry, report, 1)
+    start = StudyResult(run, "dense", run.start.config, folder, run.config.training.steps, dense, report, 1)
     lines = page(study, [start, result], "command").splitlines()
     [first, second] = [line for line in lines if line.startswith(("| dense |", "| window |"))]
     assert first.startswith("| dense |  | 4.0000 | 4.2500 | **3.0000** |")
@@ -387,12 +387,12 @@ def test_the_page_of_an_uptraining_has_shares_of_what_the_swap_lost(write_finish
 
 def test_what_a_result_lacks_is_refused_or_an_empty_cell():
     result = SimpleNamespace(evaluations={"a": {"loss": 1.0, "scores": None}})
-    assert Task(of="a", value_of="loss").value(result, []) == 1.0
-    assert Task(of="a", value_of="scores.f1", optional=True).value(result, []) is None
+    assert TaskNumber(of="a", value_of="loss").value(result, []) == 1.0
+    assert TaskNumber(of="a", value_of="scores.f1", optional=True).value(result, []) is None
     with pytest.raises(
         UserError, match="value_of=accuracy is not in the result of a, which has loss, scores"
     ):
-        Task(of="a", value_of="accuracy").value(result, [])
+        TaskNumber(of="a", value_of="accuracy").value(result, [])
 
 
 def test_means_over_seeds_have_sample_deviations():
@@ -410,7 +410,7 @@ def test_rows_over_seeds_are_one_with_their_number(tmp_path):
     runs = [make_run(study, "softmax", "", seed) for seed in (0, 1)]
     results = []
     for run, accuracy in zip(runs, (0.3, 0.4), strict=True):
-        result = Result(run, run.name, run.config, tmp_path, 400, {}, {}, 1)
+        result = StudyResult(run, run.name, run.config, tmp_path, 400, {}, {}, 1)
         vars(run)["split"] = "test"
         vars(result)["evaluations"] = {
             "test": {"accuracy": accuracy, "loss": 2.0, "scores": {"matthews": 0.5}, "split": "test"}

@@ -2,14 +2,23 @@
 
 import math
 
-from benchmarks.training_speed import BASELINE, Sizes, Turn, baseline_step, configuration, llama, page, row
+from benchmarks.training_speed import (
+    BASELINE,
+    StepSizes,
+    Turn,
+    baseline_step,
+    configuration,
+    llama,
+    page,
+    row,
+)
 from megakernel.model.parameters import parameter_count
 
-TINY = Sizes(length=16, batch_size=2, layers=1, width=32, heads=2, inner=64, vocab_size=128)
+TINY = StepSizes(length=16, batch_size=2, layers=1, width=32, heads=2, inner=64, vocab_size=128)
 
 
 def test_a_row_has_speeds_and_ratios_to_the_baseline():
-    sizes = Sizes(length=4096, batch_size=1)
+    sizes = StepSizes(length=4096, batch_size=1)
     seconds = {BASELINE: 2.0, "softmax": 2.0, "flurka": 0.5}
     found = {
         model: [Turn(duration * factor, 1.0) for factor in (9, 1, 1)] for model, duration in seconds.items()

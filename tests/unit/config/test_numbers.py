@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import pytest
 from pydantic import ValidationError
 
-import data_pipeline.benchmark_tasks  # their sections are tested too
+import data_pipeline.papers.tasks  # their sections are tested too
 import data_pipeline.synthetic.source  # noqa: F401
 from megakernel.config import ConfigError, load, validate_section, yaml_text
 from megakernel.config.cluster import Cluster

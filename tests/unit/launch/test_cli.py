@@ -103,7 +103,7 @@ def test_what_other_programs_call_it_is_refused_with_its_name_here(arguments, re
 
 
 def test_two_dashes_are_a_value_of_an_option_as_any_other_text(refused):
-    assert parse(["generate", "runs/x", "--prompt=--"]).prompt == "--"
+    assert parse(["generate", "runs/x", "--prompt=--"]).prompt == ["--"]
     assert "--nproc: -- is not an integer" in refused("pretrain", "x.yaml", "--nproc=--")
 
 

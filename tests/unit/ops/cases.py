@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from megakernel.attention import Rotary
-from megakernel.ops import nystrom_attention, skyformer_attention
 from megakernel.ops.documents import Positions
 from megakernel.ops.feature_maps import FEATURE_MAPS
 from megakernel.ops.flurka_attention import flurka_attention
@@ -27,6 +26,7 @@ from megakernel.ops.softmax_attention import softmax_attention
 from megakernel.ops.state import KernelState
 from megakernel.ops.weighted_attention import weighted_attention
 from megakernel.ops.window_attention import window_attention
+from megakernel.papers.skyformer import nystrom_attention, skyformer_attention
 
 Leaves = dict[str, Tensor]
 """Name -> input; a test may ask for the gradient of each."""

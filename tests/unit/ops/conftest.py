@@ -3,12 +3,12 @@ from importlib import import_module
 import pytest
 
 from megakernel.ops import decay
-from megakernel.ops import eva_attention as eva
 from megakernel.ops import landmark_attention as landmark
 from megakernel.ops.flurka_attention import chunked as flurka
 from megakernel.ops.kernel_attention import chunked as kernel
 from megakernel.ops.softmax_attention import partial
 from megakernel.ops.weighted_attention import streamed as weighted
+from megakernel.papers.flurka import eva_attention as eva
 
 softmax, window = (import_module(f"megakernel.ops.{name}_attention") for name in ("softmax", "window"))
 """The modules, because the attributes of `megakernel.ops` with these names are functions."""

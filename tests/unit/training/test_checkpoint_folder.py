@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megakernel.checkpoint.folder import CheckpointFolder, SaveFailed
-from megakernel.checkpoint.manifest import MANIFEST, Checkpoint, SavedProgress, flushed, write_manifest
+from megakernel.checkpoint.manifest import MANIFEST, SavedCheckpoint, SavedProgress, flushed, write_manifest
 from megakernel.parallel.ranks import Ranks
 from tests.hostile import flip, plant
 
@@ -47,7 +47,7 @@ def save(folder: CheckpointFolder, *steps: int) -> None:
 def test_a_saved_checkpoint_is_found_with_its_progress(folder):
     save(folder, 10)
     found = folder.newest_good()
-    assert found.checkpoint == Checkpoint(folder.root / "step_10", progress(10))
+    assert found.checkpoint == SavedCheckpoint(folder.root / "step_10", progress(10))
     assert found.broken == {}
     assert (folder.root / "latest").read_text() == "step_10"
 
@@ -135,14 +135,14 @@ def test_a_broken_newest_checkpoint_is_reported_and_the_previous_one_used(folder
 def test_a_checkpoint_that_training_replaces_while_it_is_verified_is_not_a_broken_one(tmp_path, monkeypatch):
     training = CheckpointFolder(tmp_path, keep=1)
     save(training, 10)
-    verified = Checkpoint.verified
+    verified = SavedCheckpoint.verified
 
-    def while_training(folder: Path, ranks: Ranks) -> Checkpoint:
+    def while_training(folder: Path, ranks: Ranks) -> SavedCheckpoint:
         if folder.name == "step_10":
             save(training, 20)
         return verified(folder, ranks)
 
-    monkeypatch.setattr(Checkpoint, "verified", while_training)
+    monkeypatch.setattr(SavedCheckpoint, "verified", while_training)
     found = CheckpointFolder(tmp_path, keep=1).newest_good()
     assert found.checkpoint.step == 20
     assert found.broken == {}
@@ -189,7 +189,7 @@ def test_a_checkpoint_without_checksums_is_good(folder):
     file = folder.root / "step_10" / MANIFEST
     manifest = json.loads(file.read_text())
     file.write_text(json.dumps({"progress": manifest["progress"], "files": manifest["files"]}))
-    assert folder.newest_good().checkpoint == Checkpoint(folder.root / "step_10", progress(10))
+    assert folder.newest_good().checkpoint == SavedCheckpoint(folder.root / "step_10", progress(10))
 
 
 def test_a_run_without_a_good_checkpoint_does_not_silently_start_over(folder):

@@ -12,7 +12,7 @@ import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from launch.plan_tables import verdict
-from megakernel.analysis.planning import ACCURACY, GPU, GPUS, Job, Layout, ledger, part_costs, plan
+from megakernel.analysis.planning import ACCURACY, GPU, GPUS, Layout, PlannedJob, ledger, part_costs, plan
 from megakernel.analysis.planning.gpus import CHUNKED_FORM
 from megakernel.analysis.planning.memory import memory
 from megakernel.analysis.planning.page import with_attention
@@ -178,7 +178,7 @@ def plan_for_16_devices() -> Plan:
 @pytest.mark.parametrize("attention", ["flurka", "softmax", "hedgehog"])
 def test_one_device_holds_the_parameters_of_the_whole_model(attention):
     run = config(model={"attention": attention})
-    assert Job(run, 50_257, ONE_DEVICE).parameters == [parameter_count(run.model, 50_257, 8192)]
+    assert PlannedJob(run, 50_257, ONE_DEVICE).parameters == [parameter_count(run.model, 50_257, 8192)]
 
 
 def test_layouts_are_exactly_those_that_the_configuration_accepts():
@@ -287,10 +287,10 @@ def test_a_plan_that_does_not_fit_reports_the_missing_memory():
 def test_higher_zero_stages_shard_more():
     run = config()
     layouts = [Layout(1, False, 1, 8, 1, zero, 1, "none") for zero in (1, 2, 3)]
-    memory_parts = [memory(Job(run, 50_257, layout)).parts for layout in layouts]
+    memory_parts = [memory(PlannedJob(run, 50_257, layout)).parts for layout in layouts]
     assert memory_parts[0]["optimizer"] == memory_parts[1]["optimizer"] == memory_parts[2]["optimizer"]
     assert memory_parts[0]["gradients"] > memory_parts[1]["gradients"]
-    count = Job(run, 50_257, ONE_DEVICE).parameters[0]
+    count = PlannedJob(run, 50_257, ONE_DEVICE).parameters[0]
     assert memory_parts[0]["optimizer"] == 12 * count / 8
 
 
@@ -298,7 +298,7 @@ def test_higher_zero_stages_shard_more():
 @pytest.mark.parametrize("zero", [1, 2])
 def test_only_trained_weights_have_gradients_and_optimizer_state(trained, zero):
     layout = Layout(1, False, 1, 2, 1, zero, 1, "none")
-    job = Job(config(optimizer={"trained": trained}, init={"from": "models/dense"}), 50_257, layout)
+    job = PlannedJob(config(optimizer={"trained": trained}, init={"from": "models/dense"}), 50_257, layout)
     assert 0 < job.trained[0] < 0.1 * job.parameters[0]
     parts = memory(job).parts
     assert parts["weights"] == 2 * job.parameters[0]
@@ -313,21 +313,21 @@ def test_what_deepspeed_offloads_is_not_on_the_device():
     def parts(zero: int, *offloaded: str) -> dict[str, float]:
         keys = {f"offload_{what}": {"device": "cpu"} for what in offloaded}
         layout = Layout(1, False, 1, 8, 1, zero, 1, "none")
-        return memory(Job(config(deepspeed={"zero_optimization": keys}), 50_257, layout)).parts
+        return memory(PlannedJob(config(deepspeed={"zero_optimization": keys}), 50_257, layout)).parts
 
     for zero in (1, 2, 3):
         assert parts(zero)["optimizer"] > parts(zero, "optimizer")["optimizer"] == 0
     assert parts(2)["gradients"] > parts(2, "optimizer")["gradients"] == 0
     assert parts(2, "param") == parts(2)  # DeepSpeed offloads weights under ZeRO 3 alone
     shards = parts(3)["weights"] - parts(3, "param")["weights"]
-    assert shards == 2 * Job(config(), 50_257, ONE_DEVICE).parameters[0] / 8
+    assert shards == 2 * PlannedJob(config(), 50_257, ONE_DEVICE).parameters[0] / 8
 
 
 @pytest.mark.parametrize("kind", ["distill", "transfer"])
 def test_a_teacher_holds_weights_that_zero_does_not_shard(kind):
     layout = Layout(1, False, 1, 8, 1, 3, 1, "none")
-    alone = memory(Job(config(), 50_257, layout)).parts
-    job = Job(config(objective={"kind": kind, "teacher": "runs/dense"}), 50_257, layout)
+    alone = memory(PlannedJob(config(), 50_257, layout)).parts
+    job = PlannedJob(config(objective={"kind": kind, "teacher": "runs/dense"}), 50_257, layout)
     beside = memory(job).parts
     assert "teacher" not in alone
     assert beside["teacher"] == 2 * job.parameters[0]
@@ -336,7 +336,7 @@ def test_a_teacher_holds_weights_that_zero_does_not_shard(kind):
 @pytest.mark.parametrize(("less", "more"), [("full", "selective"), ("selective", "none")])
 def test_recomputation_needs_less_memory(less, more):
     run = config(model={"attention": "linear"})
-    jobs = [Job(run, 50_257, Layout(1, False, 1, 1, 1, 1, 1, recompute)) for recompute in (less, more)]
+    jobs = [PlannedJob(run, 50_257, Layout(1, False, 1, 1, 1, 1, 1, recompute)) for recompute in (less, more)]
     saved = [memory(job).parts["activations"] for job in jobs]
     assert saved[0] < saved[1]
     assert RECOMPUTE.index(less) > RECOMPUTE.index(more)
@@ -358,7 +358,7 @@ def test_only_ring_traffic_grows_with_length():
     def sent(attention: str, seq_len: int, exchange: str) -> float:
         parallel = {"context": 8, "softmax_exchange": exchange}
         run = config(model={"attention": attention}, training={"seq_len": seq_len}, parallel=parallel)
-        job = Job(run, 50_257, Layout(1, False, 8, 1, 1, 1, 1, "none"), GPU)
+        job = PlannedJob(run, 50_257, Layout(1, False, 8, 1, 1, 1, 1, "none"), GPU)
         return sum(one.sent for one in part_transfers(job, 0) if one.group == "cp")
 
     assert sent("flurka", 65_536, "auto") == sent("flurka", 1_048_576, "auto")
@@ -384,7 +384,7 @@ def test_the_exchange_method_depends_on_the_size_of_the_states():
 @pytest.mark.parametrize("stages", [2, 8])
 def test_the_tied_embedding_is_reduced_between_the_first_and_the_last_stage(stages):
     run = config(model={"num_layers": 16, "tie_embeddings": True})
-    job = Job(run, 50_257, Layout(1, False, 1, 1, stages, 1, 1, "none"))
+    job = PlannedJob(run, 50_257, Layout(1, False, 1, 1, stages, 1, 1, "none"))
     for stage in (0, stages - 1):
         (reduced,) = step_transfers(job, stage)
         assert reduced.sent == reduced.bytes == 4 * job.embedding
@@ -393,9 +393,9 @@ def test_the_tied_embedding_is_reduced_between_the_first_and_the_last_stage(stag
 
 def test_the_idle_time_of_a_pipeline_is_that_of_its_stages():
     # 16 micro-batches over 4 stages: 3 of 19 slots are empty.
-    piped = Job(config(), 50_257, Layout(1, False, 1, 1, 4, 1, 1, "none"))
+    piped = PlannedJob(config(), 50_257, Layout(1, False, 1, 1, 4, 1, 1, "none"))
     assert piped.idle == pytest.approx(3 / 19)
-    assert Job(config(), 50_257, ONE_DEVICE).idle == 0
+    assert PlannedJob(config(), 50_257, ONE_DEVICE).idle == 0
 
 
 @pytest.mark.second
@@ -415,7 +415,10 @@ def test_softmax_needs_more_work_and_traffic_on_long_sequences():
     softmax = with_attention(run, "softmax")
     assert step_flops(softmax, 50_257) > 4 * step_flops(run, 50_257)
     layout = Layout(1, False, 4, 1, 1, 1, 1, "full")
-    assert sent_bytes(Job(softmax, 50_257, layout))["cp"] > 100 * sent_bytes(Job(run, 50_257, layout))["cp"]
+    assert (
+        sent_bytes(PlannedJob(softmax, 50_257, layout))["cp"]
+        > 100 * sent_bytes(PlannedJob(run, 50_257, layout))["cp"]
+    )
 
 
 def test_seconds_are_flops_over_the_measured_share_of_the_peak():

@@ -117,7 +117,7 @@ def test_the_vote_over_classes_is_left_out_for_a_regression_and_refused_by_name(
 
 def test_every_analysis_has_its_function():
     for name, analysis in ANALYSES.items():
-        module = import_module(f"megakernel.analysis.plots.{analysis.function.partition('.')[0]}")
+        module = import_module(f"megakernel.{analysis.function.rpartition('.')[0]}")
         assert getattr(module, f"measure_{name}").__doc__
 
 

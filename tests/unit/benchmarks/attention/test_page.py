@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.kernels.attention.cases import Case
-from benchmarks.kernels.attention.check import Comparison
+from benchmarks.kernels.attention.check import LargestError
 from benchmarks.kernels.attention.clock import Peak, Times
 from benchmarks.kernels.attention.machine import Machine
 from benchmarks.kernels.attention.measuring import CaseResult, SuiteResult
@@ -15,7 +15,7 @@ from benchmarks.kernels.attention.suites import SUITES
 from benchmarks.kernels.attention.targets import DEFAULT
 
 CPU = torch.device("cpu")
-RIGHT = Comparison(3e-7, "output", 1e-5)
+RIGHT = LargestError(3e-7, "output", 1e-5)
 
 
 def row(name, seconds, mebibytes, share=0.25):
