@@ -42,14 +42,6 @@ def test_no_source_file_exceeds_the_line_limit():
 EXPORTED = ("megakernel/checkpoint/modeling/", "megakernel/checkpoint/pretrained")
 """Models of exports, in files of their own: there the package's names are the right ones."""
 
-SAME_NAME = {
-    # The section of a configuration, and what the ops make of it.
-    "FeatureMap",
-    # The map of queries and keys: a tensor function, and its options in kernels.
-    "Phi",
-}
-"""Public classes that share a name all the same."""
-
 
 def test_one_public_class_name_is_one_class():
     """A name of the configuration belongs to its section, as users read it in docs/configuration.md."""
@@ -63,7 +55,7 @@ def test_one_public_class_name_is_one_class():
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                     files[node.name].append(name)
     assert len(files) > 300
-    assert {name: of for name, of in files.items() if len(of) > 1 and name not in SAME_NAME} == {}
+    assert {name: of for name, of in files.items() if len(of) > 1} == {}
 
 
 def test_the_architecture_page_names_existing_files():
