@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from megakernel.attention.heads import LayerSettings, generator
 from megakernel.attention.layer import FullPrecision
 from megakernel.config.algebra import BlockCompression, Compression, LinformerCompression
-from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.low_rank import compress
+from megakernel.ops.tensors import accum_dtype
 
 SEGMENT_WEIGHT = 0.9
 """Share of a landmark's initial weight that lies on its own segment of the block."""

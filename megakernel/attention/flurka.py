@@ -16,10 +16,10 @@ from megakernel.attention.near_far import NearFarAttention
 from megakernel.attention.simple_gla import decay_logits, fixed_decay
 from megakernel.config.algebra import BlockCompression
 from megakernel.config.attention import Attention
-from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.flurka_attention import flurka_attention
 from megakernel.ops.flurka_attention.options import FlurkaState
 from megakernel.ops.mixture import pack_keys
+from megakernel.ops.tensors import accum_dtype
 
 DECAY_NORMALIZER = 16.0
 """log a of a block is log sigmoid of its gate divided by this; for tokens, see `simple_gla.gate_logit_normalizer`."""

@@ -9,9 +9,9 @@ from torch import Tensor
 from megakernel.attention.inputs import AttentionInputs
 from megakernel.attention.sequence import ContextParallelShard
 from megakernel.attention.simple_gla import SimpleGlaAttention
-from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.gated_delta_rule import gated_delta_rule
 from megakernel.ops.layers import rms_norm
+from megakernel.ops.tensors import accum_dtype
 
 
 class GatedDeltaAttention(SimpleGlaAttention):

@@ -12,7 +12,6 @@ from megakernel.attention.mixture import build_mixture, priors_and_shift
 from megakernel.attention.near_far import NearFarAttention
 from megakernel.attention.sequence import ContextParallelShard
 from megakernel.config.attention import Attention
-from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions
 from megakernel.ops.landmark_attention import (
     MISSING,
@@ -22,6 +21,7 @@ from megakernel.ops.landmark_attention import (
     landmark_visibility,
 )
 from megakernel.ops.mixture import Rotation, pack_keys, packed_rotary, shifted
+from megakernel.ops.tensors import accum_dtype
 from megakernel.ops.window import LocalWindow, Tail, empty_tail
 
 

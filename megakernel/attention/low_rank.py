@@ -13,11 +13,11 @@ from megakernel.attention.map_parameters import build_projection
 from megakernel.attention.mixture import build_mixture, keys_and_priors
 from megakernel.attention.sequence import ContextParallelShard
 from megakernel.config.attention import Attention
-from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import token_positions
 from megakernel.ops.kernel_attention import kernel_attention
 from megakernel.ops.mixture import pack_keys, unpack_keys
 from megakernel.ops.softmax_attention import softmax_attention
+from megakernel.ops.tensors import accum_dtype
 from megakernel.ops.weighted_attention import weighted_attention
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from megakernel.attention.heads import LayerSettings, generator
 from megakernel.attention.layer import FullPrecision
 from megakernel.config.algebra import Mixture
-from megakernel.ops.dispatch import accum_dtype
+from megakernel.ops.tensors import accum_dtype
 
 
 class KeyMixture(FullPrecision):

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from megakernel.config.rope import RopeScaling
-from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions, cached_for_positions, token_positions
 from megakernel.ops.layers import rotate
 from megakernel.ops.layers.plain import rotate_one
+from megakernel.ops.tensors import accum_dtype
 
 Tables = tuple[Tensor, ...]
 """Factors of a vector, and of the vector with the two halves of its pairs swapped."""

@@ -13,12 +13,12 @@ from megakernel.attention.inputs import AttentionInputs
 from megakernel.attention.landmark import gather_landmarks
 from megakernel.attention.layer import AttentionLayer
 from megakernel.config.attention import Attention
-from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import token_positions
 from megakernel.ops.flurka_attention.options import FlurkaState
 from megakernel.ops.selected_attention import SelectedState, block_landmarks, selected_attention
 from megakernel.ops.selected_attention.inputs import SelectionRule
 from megakernel.ops.selected_attention.tiles import choice_before
+from megakernel.ops.tensors import accum_dtype
 from megakernel.ops.window import Tail
 from megakernel.ops.window_attention import window_attention
 

@@ -12,8 +12,8 @@ from megakernel.attention.inputs import AttentionInputs
 from megakernel.attention.layer import AttentionLayer
 from megakernel.config.algebra import SimpleGla
 from megakernel.config.attention import Attention
-from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.simple_gla import simple_gla
+from megakernel.ops.tensors import accum_dtype
 
 
 class SimpleGlaAttention(AttentionLayer):

@@ -21,8 +21,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megakernel.config import Model
-from megakernel.ops.dispatch import Implementation, Kernels, accum_dtype, choose
+from megakernel.ops.dispatch import Implementation, Kernels, choose
 from megakernel.ops.layers import load_liger
+from megakernel.ops.tensors import accum_dtype
 
 from .layer_inputs import IGNORED
 

@@ -7,10 +7,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions
 from megakernel.ops.feature_maps import FEATURE_MAPS, Map, named
 from megakernel.ops.projections import FastFood, Projection, padded_width
+from megakernel.ops.tensors import accum_dtype
 
 
 def check_heads(q: Tensor, k: Tensor, v: Tensor, *, cross: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Selects the implementation of an op, and the dtype of its sums."""
+"""Selects the implementation of an op."""
 
 import os
 import sys
@@ -131,8 +131,3 @@ def _miscompiled(x: torch.Tensor) -> str | None:
     from megakernel.ops.kernels.launch import capability_of
 
     return assembler.problem(capability_of(x.device)) if x.is_cuda else None
-
-
-def accum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of features, weights, sums and states: float32, or float64 for float64 inputs."""
-    return torch.promote_types(dtype, torch.float32)

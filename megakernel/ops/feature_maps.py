@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megakernel.ops.projections import Projection, project, rows_of
 from megakernel.ops.state import EMPTY, KernelState
+from megakernel.ops.tensors import accum_dtype
 
 
 class Map(NamedTuple):
@@ -191,7 +192,7 @@ def start_state(
     """The empty state for keys k (B, H_kv, N, d) and values of width `value_dim`."""
     heads, rows = k.shape[:2], None if projection is None else rows_of(projection, k.shape[-1])
     count, has_scale = _feature_count(feature_map, k.shape[-1], rows)
-    sums = k.new_zeros(*heads, count, value_dim + 1, dtype=torch.promote_types(k.dtype, torch.float32))
+    sums = k.new_zeros(*heads, count, value_dim + 1, dtype=accum_dtype(k.dtype))
     return KernelState(sums, sums.new_full(heads, EMPTY if has_scale else 0.0))
 
 

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from megakernel.ops.arguments import check_cached, check_heads, check_per_head, check_positions, expand_tokens
 from megakernel.ops.chunks import chunk_queries
-from megakernel.ops.dispatch import accum_dtype, choose
+from megakernel.ops.dispatch import choose
 from megakernel.ops.documents import Positions, token_positions, window_reach
 from megakernel.ops.groups import scan_groups
 from megakernel.ops.mixture import by_component, first_key, pack_keys
 from megakernel.ops.partial_output import merge_parts, normalized, with_ones
-from megakernel.ops.tensors import Tensors
+from megakernel.ops.tensors import Tensors, accum_dtype
 from megakernel.ops.window import (
     LocalWindow,
     Tail,

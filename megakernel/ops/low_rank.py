@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megakernel.ops.dispatch import accum_dtype, choose
+from megakernel.ops.dispatch import choose
+from megakernel.ops.tensors import accum_dtype
 
 SLICE = 4096
 """Tokens converted to float32 at once on a CPU."""

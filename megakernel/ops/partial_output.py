@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megakernel.ops.dispatch import accum_dtype, is_recording
+from megakernel.ops.dispatch import is_recording
 from megakernel.ops.documents import is_graph
 from megakernel.ops.feature_maps import FEATURE_MAPS, Map, named
 from megakernel.ops.state import EMPTY
+from megakernel.ops.tensors import accum_dtype
 
 Finish = Callable[["PartialOutput"], tuple[Tensor, ...]]
 """PartialOutput -> output (..., N, D), and if queries can underflow, (..., N) bool: those that did."""

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megakernel.ops.chunks import chunk_queries, unchunk_queries
-from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions, ends_block, pad_positions, token_positions, window_reach
 from megakernel.ops.mixture import Rotation, merged_components, shifted, unpack_components
 from megakernel.ops.partial_output import PartialOutput, normalized, with_ones
 from megakernel.ops.state import EMPTY
+from megakernel.ops.tensors import accum_dtype
 
 
 class Tail(NamedTuple):

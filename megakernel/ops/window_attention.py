@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.arguments import check_cached, check_choice, check_heads, check_positions
-from megakernel.ops.dispatch import accum_dtype, choose
+from megakernel.ops.dispatch import choose
 from megakernel.ops.documents import Positions, token_positions
 from megakernel.ops.groups import scan_groups
 from megakernel.ops.mixture import by_component, first_key, pack_keys, packed_rotary
 from megakernel.ops.partial_output import normalized
-from megakernel.ops.tensors import Tensors
+from megakernel.ops.tensors import Tensors, accum_dtype
 from megakernel.ops.window import (
     LocalWindow,
     Rotation,

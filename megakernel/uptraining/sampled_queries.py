@@ -17,7 +17,7 @@ from megakernel import attention
 from megakernel.attention import AttentionLayer
 from megakernel.attention.heads import generator
 from megakernel.attention.inputs import DEFAULT_INPUTS
-from megakernel.ops.dispatch import accum_dtype
+from megakernel.ops.tensors import accum_dtype
 
 KEYS_AT_ONCE = 65536
 """Keys of a shard that are converted to float32 and rotated at once."""

@@ -14,7 +14,7 @@ from megakernel.attention import WHOLE_SEQUENCE, AttentionLayer, ContextParallel
 from megakernel.attention.softmax import SoftmaxAttention
 from megakernel.config import Model, UserError
 from megakernel.model.layer import attention_cores
-from megakernel.ops.dispatch import accum_dtype
+from megakernel.ops.tensors import accum_dtype
 
 from .head_statistics import HeadSums, HeadTag, head_statistics
 from .sampled_queries import CapturedInputs, SampledQueries, sample_queries

@@ -11,8 +11,8 @@ from megakernel.attention import Rotary
 from megakernel.config.extras import install
 from megakernel.model.vocabulary_loss import summed_loss
 from megakernel.ops import dispatch, layers
-from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.layers import liger
+from megakernel.ops.tensors import accum_dtype
 
 from .comparing import DEVICE, TOLERANCE, rms_ratio
 from .completed_interpreter import complete

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megakernel.attention import AttentionLayer
 from megakernel.attention.low_rank import LowRankAttention
-from megakernel.ops.dispatch import accum_dtype
+from megakernel.ops.tensors import accum_dtype
 
 from .subject import CapturedAttention, Subject
 from .table import Row

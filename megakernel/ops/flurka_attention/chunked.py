@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.chunks import as_queries, chunk_keys, chunk_queries, query_mask, unchunk_queries
-from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions, began_before, carry_factor, sees_far, token_positions
 from megakernel.ops.feature_maps import Features, LayerMap
 from megakernel.ops.flurka_attention import one_token
@@ -25,7 +24,7 @@ from megakernel.ops.partial_output import (
 )
 from megakernel.ops.scan import Links, link, pairs, read_states, scan_chunks, write_chunks
 from megakernel.ops.state import KernelState, Once, decayed
-from megakernel.ops.tensors import Tensors
+from megakernel.ops.tensors import Tensors, accum_dtype
 from megakernel.ops.window import Tail, WindowLayout, empty_tail, rotate_keys, softmax_pairs, window_layout
 
 RUN = 256

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.chunks import token_queries, unchunk_token
-from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions, ends_block, sees_far, token_positions
 from megakernel.ops.feature_maps import Features, LayerMap
 from megakernel.ops.flurka_attention.options import FlurkaInputs, FlurkaOptions, Weights, landmarks_of
@@ -21,6 +20,7 @@ from megakernel.ops.partial_output import (
 )
 from megakernel.ops.scan import Links, pairs, read_states, write_chunks
 from megakernel.ops.state import KernelState, decayed, empty_state, keep
+from megakernel.ops.tensors import accum_dtype
 from megakernel.ops.window import Tail, TokenWindow, token_window
 
 

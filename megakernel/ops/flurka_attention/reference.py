@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import carry_factor, token_positions
 from megakernel.ops.flurka_attention.options import FlurkaInputs, FlurkaOptions, Weights
 from megakernel.ops.kernel_attention.reference import per_query_head, phi
 from megakernel.ops.mixture import by_component
 from megakernel.ops.partial_output import PartialOutput, normalized
 from megakernel.ops.state import KernelState
+from megakernel.ops.tensors import accum_dtype
 from megakernel.ops.window import Tail, empty_tail
 
 

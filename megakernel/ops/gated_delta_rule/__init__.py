@@ -19,8 +19,9 @@ from megakernel.ops.arguments import (
 )
 from megakernel.ops.chunks import chunk_keys
 from megakernel.ops.decay import Chunks, scaled, scan_tokens
-from megakernel.ops.dispatch import Implementation, Kernels, accum_dtype, choose
+from megakernel.ops.dispatch import Implementation, Kernels, choose
 from megakernel.ops.documents import Positions, token_positions
+from megakernel.ops.tensors import accum_dtype
 
 AffineExchange = Callable[[Tensor, Tensor], Tensor]
 """(A (B, H_kv, d, d), S (B, H_kv, d, D)) of a shard -> its entering state E. The shard's outgoing state is A E + S."""

@@ -14,7 +14,6 @@ from megakernel.ops.chunks import (
     unchunk_queries,
     unchunk_token,
 )
-from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions, began_before, carry_factor, open_documents, reversed_positions
 from megakernel.ops.feature_maps import Features, LayerMap, start_state
 from megakernel.ops.groups import scan_groups
@@ -30,7 +29,7 @@ from megakernel.ops.partial_output import (
 )
 from megakernel.ops.scan import Links, chunk_links, existing, read_states, scan_chunks, write_chunks
 from megakernel.ops.state import Exchange, KernelState, Once, empty_state, keep, merge
-from megakernel.ops.tensors import Tensors
+from megakernel.ops.tensors import Tensors, accum_dtype
 
 CHUNK = 64
 """Tokens per chunk; weights of pairs within a chunk are computed explicitly."""

@@ -7,12 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megakernel.ops.arguments import check_cached, check_choice, check_heads, check_positions
-from megakernel.ops.dispatch import accum_dtype, choose
+from megakernel.ops.dispatch import choose
 from megakernel.ops.documents import Positions
 from megakernel.ops.landmark_attention import MISSING, Landmarks, complete_blocks
 from megakernel.ops.mixture import Rotation
 from megakernel.ops.selected_attention import chunked, reference
 from megakernel.ops.selected_attention.inputs import Score, SelectedInputs, SelectionRule, Unit
+from megakernel.ops.tensors import accum_dtype
 from megakernel.ops.window import Tail
 
 

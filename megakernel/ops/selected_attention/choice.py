@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.landmark_attention import Landmarks, LandmarkVisibility
 from megakernel.ops.selected_attention.inputs import NONE, Score, SelectionRule
+from megakernel.ops.tensors import accum_dtype
 
 ROWS = 1024
 """Queries of a head whose scores are in memory at once."""

@@ -4,13 +4,13 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.chunks import chunk_queries, unchunk_queries
-from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import token_positions
 from megakernel.ops.selected_attention import one_token
 from megakernel.ops.selected_attention.gathered import gathered_attention
 from megakernel.ops.selected_attention.inputs import SelectedInputs
 from megakernel.ops.selected_attention.masked import masked_attention
 from megakernel.ops.selected_attention.tiles import choose_for_tiles
+from megakernel.ops.tensors import accum_dtype
 from megakernel.ops.window import rotate_keys
 
 MASKED = 8

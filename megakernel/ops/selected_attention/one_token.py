@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import token_positions, window_reach
 from megakernel.ops.selected_attention.inputs import NONE, SelectedInputs
 from megakernel.ops.selected_attention.tiles import Tiles
+from megakernel.ops.tensors import accum_dtype
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, inputs: SelectedInputs, tiles: Tiles) -> Tensor:

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import token_positions
 from megakernel.ops.landmark_attention import MISSING
 from megakernel.ops.selected_attention.inputs import SelectedInputs
+from megakernel.ops.tensors import accum_dtype
 from megakernel.ops.window import rotate_keys
 
 

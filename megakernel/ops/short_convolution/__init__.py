@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megakernel.ops.dispatch import Implementation, Kernels, accum_dtype, choose
+from megakernel.ops.dispatch import Implementation, Kernels, choose
 from megakernel.ops.documents import Positions, token_positions
+from megakernel.ops.tensors import accum_dtype
 
 
 def _kernels() -> ModuleType:

@@ -8,10 +8,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megakernel.ops.arguments import check_cached, check_heads, check_positions, expand
-from megakernel.ops.dispatch import accum_dtype, choose
+from megakernel.ops.dispatch import choose
 from megakernel.ops.documents import Positions
 from megakernel.ops.softmax_attention import packed
 from megakernel.ops.softmax_attention.spans import Spans, document_spans
+from megakernel.ops.tensors import accum_dtype
 
 BLOCK = 512
 """Queries whose mask is in memory at once."""

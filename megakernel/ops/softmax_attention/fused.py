@@ -8,7 +8,7 @@ than they are given.
 import torch
 from torch import Tensor
 
-from megakernel.ops.dispatch import accum_dtype
+from megakernel.ops.tensors import accum_dtype
 
 aten = torch.ops.aten
 

@@ -11,11 +11,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.partial_output import PartialOutput, add, with_ones
 from megakernel.ops.softmax_attention import fused
 from megakernel.ops.softmax_attention.spans import Spans
 from megakernel.ops.state import EMPTY
+from megakernel.ops.tensors import accum_dtype
 
 QUERIES = 256
 """Queries of one block."""

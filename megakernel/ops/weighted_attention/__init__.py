@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.arguments import check_cached, check_choice, check_heads, check_positions, expand
-from megakernel.ops.dispatch import Implementation, Kernels, accum_dtype, choose
+from megakernel.ops.dispatch import Implementation, Kernels, choose
 from megakernel.ops.documents import Positions
 from megakernel.ops.softmax_attention.spans import Spans, document_spans
+from megakernel.ops.tensors import accum_dtype
 from megakernel.ops.weighted_attention import reference, streamed
 from megakernel.ops.weighted_attention.weights import Join, Similarity, WeightOptions
 

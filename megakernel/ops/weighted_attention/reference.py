@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.softmax_attention.spans import Spans
+from megakernel.ops.tensors import accum_dtype
 from megakernel.ops.weighted_attention.weights import WeightOptions
 
 

@@ -8,7 +8,6 @@ weights for any similarity or mixture.
 import torch
 from torch import Tensor
 
-from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.partial_output import (
     PartialOutput,
     add,
@@ -20,6 +19,7 @@ from megakernel.ops.partial_output import (
 )
 from megakernel.ops.softmax_attention.spans import Spans
 from megakernel.ops.state import EMPTY
+from megakernel.ops.tensors import accum_dtype
 from megakernel.ops.weighted_attention.weights import WeightOptions, component_logs, position_logs
 
 QUERIES = 256

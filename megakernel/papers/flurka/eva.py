@@ -16,7 +16,6 @@ from megakernel.attention.low_rank import LowRankAttention
 from megakernel.attention.sequence import ContextParallelShard, Ulysses
 from megakernel.config.algebra import Eva
 from megakernel.config.attention import Attention
-from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions
 from megakernel.ops.landmark_attention import (
     Landmarks,
@@ -24,6 +23,7 @@ from megakernel.ops.landmark_attention import (
     landmark_attention,
     landmark_visibility,
 )
+from megakernel.ops.tensors import accum_dtype
 from megakernel.ops.window import LocalWindow, Tail, empty_tail
 from megakernel.papers.flurka.eva_attention import ChunkSummaries, Windows, control_variates, eva_attention
 

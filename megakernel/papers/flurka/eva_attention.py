@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.chunks import chunk_queries
-from megakernel.ops.dispatch import accum_dtype, choose
+from megakernel.ops.dispatch import choose
 from megakernel.ops.documents import Positions
 from megakernel.ops.groups import scan_groups
 from megakernel.ops.partial_output import PartialOutput, add, normalized, with_ones
-from megakernel.ops.tensors import Tensors
+from megakernel.ops.tensors import Tensors, accum_dtype
 from megakernel.ops.window import softmax_pairs, unchunk_partial
 
 GROUP = 1024

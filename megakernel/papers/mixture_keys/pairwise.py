@@ -12,8 +12,8 @@ from megakernel.attention.layer import AttentionLayer
 from megakernel.attention.mixture import build_mixture, keys_and_priors
 from megakernel.attention.sequence import Ulysses
 from megakernel.config.attention import Attention
-from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions
+from megakernel.ops.tensors import accum_dtype
 from megakernel.ops.weighted_attention import responsibilities, weighted_attention
 
 

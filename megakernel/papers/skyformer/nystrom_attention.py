@@ -5,7 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megakernel.ops.arguments import check_heads
-from megakernel.ops.dispatch import accum_dtype, choose
+from megakernel.ops.dispatch import choose
+from megakernel.ops.tensors import accum_dtype
 from megakernel.papers.skyformer.pseudo_inverse import softmax_inverse
 
 
