@@ -233,7 +233,8 @@ class Selection(Section):
     with compression, its landmarks."""
 
     unit: Literal["tile", "token"] = "tile"
-    """Who chooses: the first token of a block for the whole block (`tile`), or every `token` for itself."""
+    """Who chooses: the first token of a block for the whole block (`tile`), or every `token` for itself, which recalls
+    far more and costs more (docs/selected_blocks.md)."""
 
     score: Literal["max", "lse"] = "max"
     """A block's score: the largest product of the query with its landmarks (`max`), or their log-sum-exp (`lse`)."""
