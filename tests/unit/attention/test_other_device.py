@@ -10,6 +10,8 @@ import pytest
 from tests.unit.attention.mechanisms import DIRECTIONS
 from tests.unit.attention.other_device import LAYERS
 
+pytestmark = pytest.mark.second  # two minutes: two fake layers of every mechanism
+
 WAITS = {
     # Without kernels; with them, see `partial_output.kernels_check`.
     "ops/partial_output.py:recompute_lost",
