@@ -186,11 +186,11 @@ class SelfAttention(nn.Module):
             )
             return self._vectors(parts)
         fused, _ = apply_linear(self.qkv, hidden)
-        fused = fused.view(*fused.shape[:2], self.kv_heads, sum(self.rows))
         updates = (self.query_update, self.key_update, self.value_update)
         is_plain = self.query_norm is None and all(update is None for update in updates)
         if is_plain and self.copies_group is None:
-            return [fused.unflatten(-1, (-1, self.head_dim))]
+            return [fused.view(*fused.shape[:2], self.kv_heads, -1, self.head_dim)]
+        fused = fused.view(*fused.shape[:2], self.kv_heads, sum(self.rows))
         q, k, v = self._vectors(
             add_updates(
                 fused.split(self.rows, dim=3),
