@@ -59,6 +59,7 @@ def analyzed(run):
     return run / "analysis" / "step_2"
 
 
+@pytest.mark.second
 def test_every_applicable_analysis_writes_a_table_and_plots(analyzed):
     assert {path.stem for path in analyzed.glob("*.csv")} == APPLICABLE
     for name in APPLICABLE:

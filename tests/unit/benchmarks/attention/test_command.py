@@ -122,6 +122,7 @@ def test_no_page_is_written_after_a_failed_check(tmp_path, monkeypatch, capsys):
     assert not out.exists()
 
 
+@pytest.mark.second
 def test_results_so_far_are_kept_if_the_measurement_ends_early(tmp_path, monkeypatch):
     measure, measured = measuring._row, []
 
