@@ -43,6 +43,9 @@ TEXT_FILE = "text"
 _JSON_LINES_NAMES = (".jsonl", ".jl", ".jsonlines", ".ndjson")
 """Extensions of files that are JSON lines whatever they hold: what is none in them is a bad row."""
 
+_MAGIC_OF_TABLES = {b"PAR1": PARQUET, b"ARROW1": ARROW}
+"""First bytes -> format."""
+
 _BINARY_TABLES = {".parquet": PARQUET, ".arrow": ARROW, ".feather": ARROW}
 """Extension -> format of files that are such tables, or damaged ones, whatever they hold."""
 
@@ -195,8 +198,9 @@ def recognize(path: Path) -> File:
     name, ending = _ending(path)
     if why := _binary_name(head, path, ending):
         return File(path, what=why)
-    if head.startswith((b"PAR1", b"ARROW1")) or ending in _BINARY_TABLES:
-        table = {b"PAR1": PARQUET, b"ARRO": ARROW}.get(head[:4]) or _BINARY_TABLES[ending]
+    named = _BINARY_TABLES.get(ending)
+    table = next((table for magic, table in _MAGIC_OF_TABLES.items() if head.startswith(magic)), named)
+    if table is not None:
         if name.startswith("cache-") and ending == ".arrow":
             return File(path, what="a cache of `datasets`")
         return File(path, table, table, named_table=True)
@@ -217,7 +221,7 @@ def recognize(path: Path) -> File:
             return File(path, what="compressed twice; decompress it once")
         if why := _binary_name(head, path, ending):
             return File(path, what=f"{why} ({compression})")
-        if head.startswith((b"PAR1", b"ARROW1")):
+        if head.startswith(tuple(_MAGIC_OF_TABLES)):
             return File(path, what=f"Parquet or Arrow inside {compression}; decompress it")
     return _recognize_text(File(path, compression=compression, encoding=_encoding(head)), head, ending)
 

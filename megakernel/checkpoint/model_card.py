@@ -73,5 +73,5 @@ def model_card(name: str, step: int, model: Model, seq_len: int, model_type: str
 
 def _mechanism_name(attention: Attention) -> str:
     """Name of the mechanism, with its feature map."""
-    kind = attention.spec.layer.split(".")[-2].replace("_", " ")
+    kind = attention.spec.name
     return kind if attention.feature_map is None else f"{kind} ({attention.feature_map.name})"

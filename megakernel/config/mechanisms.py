@@ -96,6 +96,11 @@ class Mechanism:
     is_gated: bool = False
     """Whether FLuRKA's gate weighs the near window against the far context."""
 
+    @property
+    def name(self) -> str:
+        """The module of its class, in words: `simple gla`."""
+        return self.layer.split(".")[-2].replace("_", " ")
+
     def exchanged(self, causal: bool) -> tuple[ExchangeKind, ...]:
         """What context-parallel shards exchange in a causal or bidirectional layer."""
         return self.causal_exchanges if causal and self.causal_exchanges is not None else self.exchanges

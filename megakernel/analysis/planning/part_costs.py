@@ -321,16 +321,20 @@ def _fake_groups(shape: PartShape, model: Model) -> Iterator[_Axes]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     parallel_state._set_global_memory_buffer()
     try:
-        lines = [range(rank, rank + shape.tensor), range(0, world, shape.tensor)]
-        if shape.tensor > model.kv_heads > 1:
-            lines.append(range(rank, rank + shape.tensor // model.kv_heads))
-        tp, cp, *rest = (Axis.of(dist.new_group(list(ranks), backend="fake")) for ranks in lines)
-        one_key_head = [tp] * (model.kv_heads == 1 < shape.tensor)
-        yield _Axes(tp, cp, next(iter(rest + one_key_head), None))
+        tp, cp = _fake_axis(range(rank, rank + shape.tensor)), _fake_axis(range(0, world, shape.tensor))
+        copies = None
+        if shape.tensor > model.kv_heads:
+            ranks = range(rank, rank + shape.tensor // model.kv_heads)
+            copies = tp if model.kv_heads == 1 else _fake_axis(ranks)
+        yield _Axes(tp, cp, copies)
     finally:
         parallel_state.destroy_global_memory_buffer()
         dist.destroy_process_group()
         sys.excepthook = hook
+
+
+def _fake_axis(ranks: range) -> Axis:
+    return Axis.of(dist.new_group(list(ranks), backend="fake"))
 
 
 @contextmanager

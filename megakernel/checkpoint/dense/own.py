@@ -70,7 +70,7 @@ def package_mechanisms(model: Model) -> list[str]:
     names = []
     for attention in model.attentions:
         if kind_of(attention) == PACKAGE:
-            name = (attention.spec.causal_layer or attention.spec.layer).split(".")[-2].replace("_", " ")
+            name = attention.spec.name
             name += f" ({attention.feature_map.name})" if attention.feature_map is not None else ""
             names.append(name + (" with mixture keys" if attention.mixture is not None else ""))
     return list(dict.fromkeys(names))

@@ -47,14 +47,19 @@ class Phi(NamedTuple):
         return min(self.max_block_d, self.padded_width)
 
     @property
+    def halves(self) -> int:
+        """1, or 2 if features have two halves."""
+        return FEATURE_MAPS[self.name].halves
+
+    @property
     def has_two_halves(self) -> bool:
         """Whether features have two halves."""
-        return FEATURE_MAPS[self.name].halves == 2
+        return self.halves == 2
 
     @property
     def features(self) -> int:
         """F."""
-        return self.rows * (2 if self.has_two_halves else 1)
+        return self.rows * self.halves
 
     @property
     def padded_width(self) -> int:
@@ -69,7 +74,7 @@ class Phi(NamedTuple):
     @property
     def padded_features(self) -> int:
         """Features in padded halves."""
-        return self.padded_rows * (2 if self.has_two_halves else 1)
+        return self.padded_rows * self.halves
 
     @property
     def unbounded(self) -> bool:
