@@ -12,10 +12,12 @@ from megakernel.attention.heads import LayerSettings
 from megakernel.attention.inputs import AttentionInputs
 from megakernel.attention.landmark import gather_landmarks
 from megakernel.attention.layer import AttentionLayer
+from megakernel.config import mechanisms
 from megakernel.config.attention import Attention
 from megakernel.ops.documents import token_positions
 from megakernel.ops.flurka_attention.options import FlurkaState
 from megakernel.ops.selected_attention import SelectedState, block_landmarks, selected_attention
+from megakernel.ops.selected_attention.grouped import groups_before
 from megakernel.ops.selected_attention.inputs import SelectionRule
 from megakernel.ops.selected_attention.tiles import choice_before
 from megakernel.ops.tensors import accum_dtype
@@ -32,7 +34,8 @@ class Selector:
         assert config.block_size is not None
         self.settings = config.selection
         sizes = (config.block_size, config.near.blocks, self.settings.blocks)
-        self.selection = SelectionRule(*sizes, self.settings.unit, self.settings.score)
+        group = mechanisms.BLOCKS_OF_GROUP if self.settings.levels == 2 else None
+        self.selection = SelectionRule(*sizes, self.settings.unit, self.settings.score, group)
 
     def attend(
         self,
@@ -56,6 +59,7 @@ class Selector:
             blocks=self.selection.near,
             unit=self.selection.unit,
             score=self.selection.score,
+            group=self.selection.group,
             rotary=inputs.rotary,
             rotates_chosen=self.settings.rope == "position",
             positions=inputs.resolved_positions,
@@ -76,7 +80,9 @@ class Selector:
         # Also where every shard begins a block: all ranks of a group have to exchange, whatever their documents.
         queries = shard.previous_tokens(q.detach(), selection.block_size)
         first = token_positions(positions, length, q.device)[:, 0].expand(len(q))
-        return SelectedState(cache, landmarks, choice_before(queries, first, landmarks, selection))
+        groups = groups_before(landmarks, first, selection) if selection.group else None
+        choice = choice_before(queries, first, landmarks, groups, selection)
+        return SelectedState(cache, landmarks, groups, choice)
 
 
 class SelectedAttention(AttentionLayer):

@@ -239,6 +239,10 @@ class Selection(Section):
     score: Literal["max", "lse"] = "max"
     """A block's score: the largest product of the query with its landmarks (`max`), or their log-sum-exp (`lse`)."""
 
+    levels: Literal[1, 2] = 1
+    """2: choose the best groups of 64 blocks first, then blocks in them, so that long sequences do not score every
+    block. Up to `blocks` groups this chooses as 1 does."""
+
     rope: Literal["position", "none"] = "position"
     """Chosen tokens are rotated by their `position`, like those of the window, or are not (`none`)."""
 

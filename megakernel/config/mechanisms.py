@@ -27,6 +27,9 @@ ExchangeKind = Literal["state", "halo", "heads", "heads or ring", "landmarks", "
 INVERSE_STEPS = 6
 PRODUCTS_PER_STEP = 4
 
+BLOCKS_OF_GROUP = 64
+"""Blocks of a group of a `selection` with two levels."""
+
 
 class LayerShape(NamedTuple):
     """The sizes of a layer that its costs depend on."""
@@ -318,6 +321,8 @@ def _selected(attention: Algebra) -> Mechanism:
 
     def flops(shape: LayerShape) -> Parts:
         scored = mean_complete_blocks(shape.seq_len, block, near.blocks)
+        if selection.levels == 2:
+            scored = mean_scored_in_groups(shape.seq_len, block, near.blocks, chosen)
         read = block * mean_chosen_blocks(shape.seq_len, block, near.blocks, chosen)
         landmarks = shape.kv_heads * 2 * shape.head_dim * (rank if is_flurka else 1)
         return without.flops(shape) | {
@@ -329,7 +334,9 @@ def _selected(attention: Algebra) -> Mechanism:
 
     def state_sizes(shape: LayerShape) -> tuple[int, int]:
         constant = without.state_sizes(shape)[0] if is_flurka else 0
-        width = 2 * shape.head_dim + -(-rank * shape.head_dim // block)
+        of_groups = min(rank, BLOCKS_OF_GROUP) / BLOCKS_OF_GROUP if selection.levels == 2 else 0.0
+        landmarks = rank + of_groups  # of a block
+        width = 2 * shape.head_dim + math.ceil(landmarks * shape.head_dim / block)
         return constant + (shape.kv_heads * chosen if by_tile else 0), shape.kv_heads * width
 
     return replace(
@@ -448,6 +455,17 @@ def mean_chosen_blocks(seq_len: int, size: int, skipped: int, count: int) -> flo
     whole, rest = divmod(seq_len, size)
     seen = [min(count, max(0, block - skipped + 1)) for block in range(whole + 1)]
     return (size * sum(seen[:whole]) + rest * seen[whole]) / seq_len
+
+
+def mean_scored_in_groups(seq_len: int, size: int, skipped: int, count: int) -> float:
+    """Mean groups and blocks that a token scores if at most `count` groups of blocks are searched."""
+    total = 0
+    for block in range(-(-seq_len // size)):
+        groups, rest = divmod(max(0, block - skipped + 1), BLOCKS_OF_GROUP)
+        searched = groups if groups <= count else count
+        scored = searched * BLOCKS_OF_GROUP + rest + (groups if groups > count else 0)
+        total += scored * min(size, seq_len - block * size)
+    return total / seq_len
 
 
 def landmarks_per_token(compression: Compression, seq_len: int) -> float:

@@ -12,6 +12,7 @@ from megakernel.ops.documents import Positions
 from megakernel.ops.landmark_attention import MISSING, Landmarks, complete_blocks
 from megakernel.ops.mixture import Rotation
 from megakernel.ops.selected_attention import chunked, reference
+from megakernel.ops.selected_attention.grouped import completed_groups
 from megakernel.ops.selected_attention.inputs import Score, SelectedInputs, SelectionRule, Unit
 from megakernel.ops.tensors import accum_dtype
 from megakernel.ops.window import Tail
@@ -25,6 +26,9 @@ class SelectedState(NamedTuple):
 
     landmarks: Landmarks | None
     """Those of every complete block, without values; `ends` are relative to the next token. None: no block yet."""
+
+    groups: Landmarks | None
+    """The same of every complete group; None: no group yet, or a choice with one level."""
 
     choice: Tensor
     """(B, H_kv, k) int64: ends, relative to the next token, of the blocks that the last token's tile has chosen, or
@@ -41,6 +45,7 @@ def selected_attention(
     blocks: int = 1,
     unit: Unit = "tile",
     score: Score = "max",
+    group: int | None = None,
     rotary: Rotation | None = None,
     rotates_chosen: bool = True,
     positions: Positions = 0,
@@ -66,6 +71,9 @@ def selected_attention(
         blocks: the window: 1: a token's current block; 2: also the block before.
         unit: who chooses. `tile`: the first token of a block, for all tokens of it; `token`: every token for itself.
         score: a block's score: the `max`imum, or the log-sum-exp (`lse`), of q.l / sqrt(d) over its landmarks.
+        group: the choice has two levels: the k best groups of `group` blocks by their landmarks, means of those of the
+            blocks, then the k best blocks in them. Blocks after the last complete group are always scored. None: the
+            k best of all blocks.
         rotary: rotates queries and keys by their positions after the choice; None: they are not rotated.
         rotates_chosen: False: products with keys of chosen blocks are of unrotated vectors.
         positions: (B, N) positions within documents, or the position of the first token if each sequence holds one
@@ -92,28 +100,35 @@ def selected_attention(
         )
     if selected < 1:
         raise ValueError(f"selected={selected}; expected at least 1")
-    selection = SelectionRule(pool.shape[-1], blocks, selected, unit, score)
+    if group is not None and group < 2:
+        raise ValueError(f"group={group}; expected None or at least 2")
+    selection = SelectionRule(pool.shape[-1], blocks, selected, unit, score, group)
     state = empty_state(k, v, selection) if initial_state is None else initial_state
     check_cached("initial_state.cache", state.cache, k, v)
     missing = max(0, selection.reach - state.cache.keys.shape[2])
     cache = Tail(*(F.pad(x, (0, 0, missing, 0)) for x in state.cache)) if missing else state.cache
     own = block_landmarks(k, cache, pool, positions)
     landmarks = own.appended_to(state.landmarks)
-    inputs = SelectedInputs(selection, cache, landmarks, state.choice, rotary, rotates_chosen, positions)
+    ended = None if group is None else completed_groups(landmarks, positions, q.shape[2], selection)
+    groups = state.groups if ended is None else ended.appended_to(state.groups)
+    choosing = (landmarks, groups, state.choice)
+    inputs = SelectedInputs(selection, cache, *choosing, rotary, rotates_chosen, positions)
     out, choice = choose(IMPLEMENTATIONS, backend)(q, k, v, inputs)
     out = out.to(out_dtype or v.dtype)
     if not return_state:
         return out, None
     carried = landmarks.carried(own.ends.shape[1], positions, q.shape[2], selection.block_size)
+    if groups is not None:
+        groups = groups.carried(ended.ends.shape[1] if ended else 0, positions, q.shape[2], selection.span)
     whole = Tail(*(torch.cat(both, 2) for both in zip(state.cache, (k, v))))
-    return out, SelectedState(whole, carried, choice)
+    return out, SelectedState(whole, carried, groups, choice)
 
 
 def empty_state(k: Tensor, v: Tensor, selection: SelectionRule) -> SelectedState:
     """The state before the first token."""
     count = selection.chosen if selection.unit == "tile" else 0
     choice = torch.full((*k.shape[:2], count), MISSING, device=k.device)
-    return SelectedState(Tail(k[:, :, :0], v[:, :, :0]), None, choice)
+    return SelectedState(Tail(k[:, :, :0], v[:, :, :0]), None, None, choice)
 
 
 @torch.no_grad()

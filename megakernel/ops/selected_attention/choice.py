@@ -20,8 +20,12 @@ def block_scores(queries: Tensor, landmarks: Tensor, score: Score) -> Tensor:
     group, rank = queries.shape[2], landmarks.shape[3]
     rows = queries.to(accum_dtype(queries.dtype)).flatten(2, 3) * queries.shape[-1] ** -0.5
     products = (rows @ landmarks.to(rows.dtype).flatten(2, 3).transpose(-1, -2)).unflatten(3, (-1, rank))
-    scores = products.amax(-1) if score == "max" else products.logsumexp(-1)
-    return scores.unflatten(2, (group, -1)).amax(2)
+    return reduced(products, score).unflatten(2, (group, -1)).amax(2)
+
+
+def reduced(products: Tensor, score: Score) -> Tensor:
+    """Scores (...) of blocks from the products (..., r) with their landmarks."""
+    return products.amax(-1) if score == "max" else products.logsumexp(-1)
 
 
 def largest(scores: Tensor, visible: Tensor, count: int) -> Tensor:
@@ -45,7 +49,7 @@ def largest(scores: Tensor, visible: Tensor, count: int) -> Tensor:
 
 
 @torch.no_grad()
-def choose_blocks(
+def choose_among_all(
     queries: Tensor, landmarks: Landmarks, visibility: LandmarkVisibility, selection: SelectionRule
 ) -> Tensor:
     """Indices (B, H_kv, n, min(k, S)) int64 of the blocks that n tokens choose, or NONE.

@@ -1,20 +1,19 @@
-"""Any device: tiles gather what they read, or, where that is little less than all, all keys get a mask."""
+"""Any device: linear time by blocks, or, where a query reads little less than all keys, all of them with a mask."""
 
 import torch
 from torch import Tensor
 
-from megakernel.ops.chunks import chunk_queries, unchunk_queries
 from megakernel.ops.documents import token_positions
 from megakernel.ops.selected_attention import one_token
-from megakernel.ops.selected_attention.gathered import gathered_attention
+from megakernel.ops.selected_attention.by_block import attention_by_block
 from megakernel.ops.selected_attention.inputs import SelectedInputs
 from megakernel.ops.selected_attention.masked import masked_attention
 from megakernel.ops.selected_attention.tiles import choose_for_tiles
 from megakernel.ops.tensors import accum_dtype
 from megakernel.ops.window import rotate_keys
 
-MASKED = 8
-"""Sequences of at most this many times the keys that a tile reads get a mask: gathering costs more per key."""
+MASKED = 3
+"""Sequences of at most this many times the keys that a query reads get a mask: a key by block costs more."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, inputs: SelectedInputs) -> tuple[Tensor, Tensor]:
@@ -32,12 +31,5 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: SelectedInputs) -> tuple[Ten
     if inputs.rotates_chosen:
         queries, keys = near_queries, near_keys
     values = torch.cat([cache.values, v], 2).to(dtype)
-    if inputs.selection.unit == "token" or tiles.total <= MASKED * tiles.keys_of_tile:
-        out = masked_attention(near_queries, queries, near_keys, keys, values, tiles)
-    else:
-        count, size = tiles.layout.positions.shape[1:]
-        near_rows, rows = (chunk_queries(x, k.shape[1], size, count) for x in (near_queries, queries))
-        out = unchunk_queries(
-            gathered_attention(near_rows, rows, near_keys, keys, values, tiles), q.shape[1], q.shape[2]
-        )
-    return out, tiles.last_choice(inputs.choice)
+    form = masked_attention if tiles.total <= MASKED * tiles.keys_of_query else attention_by_block
+    return form(near_queries, queries, near_keys, keys, values, tiles), tiles.last_choice(inputs.choice)

@@ -34,10 +34,18 @@ class SelectionRule(NamedTuple):
     unit: Unit
     score: Score
 
+    group: int | None
+    """Blocks of a group, g: the best k groups are chosen first, then the blocks in them. None: all blocks at once."""
+
     @property
     def reach(self) -> int:
         """Tokens before a sequence in which a window or a block of it can begin."""
         return self.block_size * self.near
+
+    @property
+    def span(self) -> int:
+        """Tokens of a group."""
+        return self.block_size * (self.group or 1)
 
 
 class SelectedInputs(NamedTuple):
@@ -49,6 +57,9 @@ class SelectedInputs(NamedTuple):
 
     landmarks: Landmarks
     """Of all complete blocks, in the order of the sequence; without values."""
+
+    groups: Landmarks | None
+    """Of all complete groups; None: there are none, or the choice has one level."""
 
     choice: Tensor
     """(B, H_kv, k) int64: ends of the blocks that the tile before the first token chose, or MISSING."""

@@ -5,14 +5,14 @@ from torch import Tensor
 
 from megakernel.ops.documents import token_positions
 from megakernel.ops.landmark_attention import MISSING
-from megakernel.ops.selected_attention.inputs import SelectedInputs
+from megakernel.ops.selected_attention.inputs import SelectedInputs, SelectionRule
 from megakernel.ops.tensors import accum_dtype
 from megakernel.ops.window import rotate_keys
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, inputs: SelectedInputs) -> tuple[Tensor, Tensor]:
     """Output (B, H, N, D) in float32 or better, and the blocks that the last tile chose, as `SelectedInputs.choice`."""
-    selection, cache, landmarks, choice, rotary, rotates_chosen, positions = inputs
+    selection, cache, landmarks, _, choice, rotary, rotates_chosen, positions = inputs
     batch, heads, length, width = q.shape
     kv_heads, dtype = k.shape[1], accum_dtype(q.dtype)
     group, cached, size = heads // kv_heads, cache.keys.shape[2], selection.block_size
@@ -33,13 +33,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: SelectedInputs) -> tuple[Ten
         seen = [s for s, end in enumerate(ends[b]) if start <= end < limit]
         if not seen:
             return []
-        queries = q[b, h * group : (h + 1) * group, i].to(dtype)
-        products = queries @ landmarks.keys[b, h, seen].to(dtype).flatten(0, 1).T * width**-0.5
-        products = products.detach().view(group, len(seen), -1)
-        scores = products.amax(-1) if selection.score == "max" else products.logsumexp(-1)
-        best = scores.amax(0).tolist()
-        order = sorted(range(len(seen)), key=lambda s: (-best[s], s))
-        return [ends[b][seen[s]] for s in sorted(order[: selection.chosen])]
+        queries = q[b, h * group : (h + 1) * group, i].detach().to(dtype)
+        return [ends[b][seen[s]] for s in _chosen(queries, landmarks.keys[b, h, seen].to(dtype), selection)]
 
     rows, after = [], choice.clone()
     for b in range(batch):
@@ -63,3 +58,26 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: SelectedInputs) -> tuple[Ten
                 after[b, h] = torch.tensor([end - length for end in kept] + padding)
     out = torch.stack(rows).view(batch, kv_heads, length, group, -1).transpose(2, 3).flatten(1, 2)
     return out, after
+
+
+def _chosen(queries: Tensor, landmarks: Tensor, selection: SelectionRule) -> list[int]:
+    """Indices of the blocks that queries (G, d) choose among all before their window, with landmarks (n, r, d)."""
+    candidates, size = list(range(len(landmarks))), selection.group
+    complete = len(landmarks) // size if size else 0
+    if size and complete:
+        parts = min(landmarks.shape[1], size)
+        blocks = landmarks[: complete * size].mean(1).unflatten(0, (complete, size))
+        part = torch.arange(size) * parts // size
+        groups = torch.stack([blocks[:, part == i].mean(1) for i in range(parts)], 1)
+        best = _best(queries, groups, selection)
+        candidates = [z * size + t for z in best for t in range(size)] + candidates[complete * size :]
+    return [candidates[i] for i in _best(queries, landmarks[candidates], selection)]
+
+
+def _best(queries: Tensor, landmarks: Tensor, selection: SelectionRule) -> list[int]:
+    """The k of n with landmarks (n, r, d) whose scores are the largest, in ascending order."""
+    products = queries @ landmarks.flatten(0, 1).T * queries.shape[-1] ** -0.5
+    products = products.view(len(queries), len(landmarks), -1)
+    scores = products.amax(-1) if selection.score == "max" else products.logsumexp(-1)
+    best = scores.amax(0).tolist()
+    return sorted(sorted(range(len(best)), key=lambda s: (-best[s], s))[: selection.chosen])

@@ -9,19 +9,9 @@ from torch import Tensor
 from megakernel.ops.chunks import chunk_queries
 from megakernel.ops.documents import window_reach
 from megakernel.ops.landmark_attention import MISSING, Landmarks, LandmarkVisibility, landmark_visibility
-from megakernel.ops.selected_attention.choice import choose_blocks
+from megakernel.ops.selected_attention.grouped import choose
 from megakernel.ops.selected_attention.inputs import NONE, SelectedInputs, SelectionRule
 from megakernel.ops.window import WindowLayout, window_layout
-
-
-class Lists(NamedTuple):
-    """The chosen blocks of a few tiles."""
-
-    indices: Tensor
-    """(B, H_kv, C, U) int64: blocks that some query of the tile may read, or NONE."""
-
-    visible: Tensor
-    """(B, H_kv, C, L or 1, U) bool: whether the query reads the block."""
 
 
 class Tiles(NamedTuple):
@@ -60,20 +50,9 @@ class Tiles(NamedTuple):
         return self.layout.positions.shape[1]
 
     @property
-    def keys_of_tile(self) -> int:
-        """Keys that a tile reads, if all its tokens read the same blocks."""
+    def keys_of_query(self) -> int:
+        """Keys of the window of a tile, and of the blocks that a query chooses."""
         return self.layout.halo + self.layout.size + self.own.shape[-1] * self.selection.block_size
-
-    def lists(self, tiles: slice) -> Lists:
-        """The lists of these tiles; unit `tile`."""
-        own, from_own, sees = self.own[:, :, tiles], self.from_own[:, None, tiles], self.sees[:, None, tiles]
-        chosen = (own != NONE)[:, :, :, None]
-        if self.layout.aligned:
-            return Lists(own, chosen & sees[:, :, :, :1, None])
-        before = self.before[:, :, tiles]
-        chosen_before = (before != NONE)[:, :, :, None] & ~from_own[..., None]
-        visible = torch.cat([chosen & from_own[..., None], chosen_before], -1) & sees[..., None]
-        return Lists(torch.cat([own, before], -1), visible)
 
     def of_queries(self, queries: slice) -> Tensor:
         """(B, H_kv, n, k') int64: blocks that each of these tokens reads, or NONE."""
@@ -122,7 +101,7 @@ class Tiles(NamedTuple):
 
 def choose_for_tiles(q: Tensor, inputs: SelectedInputs) -> Tiles:
     """Choose the blocks of all tiles of queries (B, H, N, d)."""
-    selection, landmarks = inputs.selection, inputs.landmarks
+    selection, landmarks, groups = inputs.selection, inputs.landmarks, inputs.groups
     batch, length, size = len(q), q.shape[2], selection.block_size
     layout = window_layout(inputs.positions, length, q.device, block_size=size, blocks=selection.near)
     positions = layout.positions.expand(batch, -1, -1)
@@ -135,7 +114,7 @@ def choose_for_tiles(q: Tensor, inputs: SelectedInputs) -> Tiles:
     missing = positions[0].numel() - length
     visibility = LandmarkVisibility(*(F.pad(x, (0, missing)).expand(batch, -1) for x in visibility))
     if selection.unit == "token":
-        own = choose_blocks(queries.flatten(3, 4), landmarks, visibility, selection)
+        own = choose(queries.flatten(3, 4), landmarks, groups, visibility, selection)
         return Tiles(selection, layout, total, ends, own, own, from_own, sees)
     if length == 1 and isinstance(inputs.positions, int) and inputs.positions % size:
         # Decoding: this token's tile has chosen before.
@@ -147,7 +126,7 @@ def choose_for_tiles(q: Tensor, inputs: SelectedInputs) -> Tiles:
     index = at[:, None, None, :, None, None].expand(*queries.shape[:4], 1, queries.shape[-1])
     tokens = at + layout.size * torch.arange(at.shape[1], device=at.device)
     choosing = LandmarkVisibility(*(x.gather(1, tokens) for x in visibility))
-    own = choose_blocks(queries.gather(4, index)[:, :, :, :, 0], landmarks, choosing, selection)
+    own = choose(queries.gather(4, index)[:, :, :, :, 0], landmarks, groups, choosing, selection)
     own = own.masked_fill(~begins.any(-1)[:, None, :, None], NONE)
     first = _indices_of(inputs.choice, ends)[..., : own.shape[-1]]
     before = torch.cat([first[:, :, None], own[:, :, :-1]], 2)
@@ -155,7 +134,11 @@ def choose_for_tiles(q: Tensor, inputs: SelectedInputs) -> Tiles:
 
 
 def choice_before(
-    queries: Tensor, position: Tensor, landmarks: Landmarks, selection: SelectionRule
+    queries: Tensor,
+    position: Tensor,
+    landmarks: Landmarks,
+    groups: Landmarks | None,
+    selection: SelectionRule,
 ) -> Tensor:
     """`SelectedInputs.choice` of a shard, from queries (B, H, b, d), the last before it, and earlier landmarks.
 
@@ -172,7 +155,7 @@ def choice_before(
     )
     chooser = queries.gather(2, at).unflatten(1, (kv_heads, -1))
     first, limit = -position[:, None], (-into - (selection.near - 1) * size)[:, None]
-    chosen = choose_blocks(chooser, landmarks, LandmarkVisibility(first, limit), selection)[:, :, 0]
+    chosen = choose(chooser, landmarks, groups, LandmarkVisibility(first, limit), selection)[:, :, 0]
     ends = landmarks.ends.expand(len(queries), -1)[:, None].expand(*chosen.shape[:2], -1)
     ends = ends.gather(-1, chosen.clamp(min=0)).masked_fill(chosen == NONE, MISSING)
     return F.pad(ends, (0, selection.chosen - ends.shape[-1]), value=MISSING)

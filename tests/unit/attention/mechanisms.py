@@ -21,6 +21,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "simple_gla": {"mechanism": "simple_gla", "simple_gla": {"gate_logit_normalizer": 2.0}},
     "local_two_blocks": {"preset": "local", "near": {"blocks": 2}},
     "selected_token": {"preset": "selected", "selection": {"unit": "token", "blocks": 2}},
+    "selected_levels": {
+        "preset": "selected",
+        "near": {"block_size": 2},
+        "selection": {"unit": "token", "blocks": 1, "landmarks": 2, "levels": 2},
+    },
+    "selected_tile_levels": {
+        "preset": "selected",
+        "near": {"block_size": 2, "blocks": 2},
+        "selection": {"unit": "tile", "blocks": 1, "landmarks": 2, "levels": 2, "score": "lse"},
+    },
     "selected_unrotated": {
         "preset": "selected",
         "near": {"blocks": 2},

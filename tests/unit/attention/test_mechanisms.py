@@ -349,8 +349,8 @@ def test_the_reference_backend_supports_context_parallelism(name, positions, mon
 @every_mechanism
 def test_the_declared_state_size_is_that_of_the_decoding_state(name):
     module = layer(name)
-    # Whole blocks, since landmarks are added at the end of a block.
-    lengths = [count * (CONFIGS[name].block_size or 10) for count in (4, 5)]
+    # Whole blocks and groups of two, since landmarks are added at their ends.
+    lengths = [count * (CONFIGS[name].block_size or 10) for count in (4, 6)]
     sizes = []
     for length in lengths:
         q, k, v = (x.detach() for x in tokens(1, length))
@@ -383,6 +383,6 @@ def _state_numel(state: SequenceState) -> int:
         item = stack.pop()
         if isinstance(item, Tensor):
             flat.append(item)
-        else:
+        elif item is not None:
             stack.extend(item)
     return sum(x.numel() for x in flat if x.dim() > 2)

@@ -19,7 +19,15 @@ from megakernel.ops.feature_maps import FEATURE_MAPS
 from megakernel.ops.flurka_attention import flurka_attention
 from megakernel.ops.gated_delta_rule import gated_delta_rule
 from megakernel.ops.kernel_attention import kernel_attention
-from megakernel.ops.selected_attention import choice, chunked, gathered, masked, selected_attention
+from megakernel.ops.selected_attention import (
+    by_block,
+    choice,
+    chunked,
+    grouped,
+    masked,
+    readers,
+    selected_attention,
+)
 from megakernel.ops.short_convolution import short_convolution
 from megakernel.ops.simple_gla import simple_gla
 from megakernel.ops.softmax_attention import softmax_attention
@@ -251,16 +259,19 @@ def call_selected(leaves: Leaves, positions: Positions, state: Any, backend: str
     return selected_attention(**leaves, **options)
 
 
-def selected_case(form: str, unit: str, *, rank: int = 2, **options) -> OpCase:
+def selected_case(form: str, unit: str, *, rank: int = 2, selected: int = 2, **options) -> OpCase:
     return OpCase(
-        partial(call_selected, rank=rank, unit=unit, selected=2, **options),
+        partial(call_selected, rank=rank, unit=unit, selected=selected, **options),
         qkv,
         QKV,
         constants=(
-            (chunked, "MASKED", 0 if form == "gathered" else 10**9),
+            (chunked, "MASKED", 0 if form == "by block" else 10**9),
             (masked, "ROWS", 8),
             (choice, "ROWS", 5),
-            (gathered, "GATHERED", 40),
+            (grouped, "ROWS", 5),
+            (grouped, "PIECE", 64),
+            (by_block, "PIECE", 64),
+            (readers, "GROUP", 3),
         ),
         state=lambda state: [] if state is None else [state.choice.double()],
     )
@@ -335,8 +346,10 @@ SELECTIONS = {
     "plain": {"blocks": 1, "score": "max"},
     "rotated": {"blocks": 2, "score": "lse", "rotary": Rotary(WIDTH)},
     "unrotated choice": {"blocks": 2, "score": "max", "rotary": Rotary(WIDTH), "rotates_chosen": False},
+    "in groups": {"blocks": 1, "score": "max", "group": 2, "rank": 3, "selected": 1},
+    "in groups of two blocks": {"blocks": 2, "score": "lse", "group": 2, "rotary": Rotary(WIDTH), "selected": 1},
 }
-FORMS = ("masked", "gathered")
+FORMS = ("masked", "by block")
 WEIGHTED = {"backends": ("chunked", "triton")}
 
 CASES: dict[str, OpCase] = {
@@ -388,7 +401,7 @@ CASES: dict[str, OpCase] = {
     **{
         f"selected {form} {unit} {name}": selected_case(form, unit, **options)
         for number, (form, (name, options)) in enumerate(product(FORMS, SELECTIONS.items()))
-        for unit in [("tile", "token")[(number + number // 3) % 2]]
+        for unit in [("tile", "token")[number % 2]]
     },
     "simple_gla": decaying_case(simple_gla),
     "gated_delta_rule": decaying_case(gated_delta_rule, delta=True),

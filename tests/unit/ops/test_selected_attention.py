@@ -4,22 +4,23 @@ import pytest
 import torch
 
 from megakernel.attention.rotary import Rotary
-from megakernel.ops.selected_attention import choice, chunked, gathered, masked, selected_attention
+from megakernel.ops.selected_attention import by_block, choice, chunked, masked, readers, selected_attention
 from megakernel.ops.softmax_attention import softmax_attention
 from megakernel.ops.window_attention import window_attention
 from tests.unit.ops.comparing import random
 
 B, H, KV, N, WIDTH, BLOCK = 2, 4, 2, 23, 4, 3
-FORMS = ("masked", "gathered")
+FORMS = ("masked", "by block")
 
 
 @pytest.fixture(params=FORMS)
 def form(request, monkeypatch):
     """One of the two chunked forms, in small pieces."""
-    monkeypatch.setattr(chunked, "MASKED", 0 if request.param == "gathered" else 10**9)
+    monkeypatch.setattr(chunked, "MASKED", 0 if request.param == "by block" else 10**9)
     monkeypatch.setattr(masked, "ROWS", 8)
     monkeypatch.setattr(choice, "ROWS", 5)
-    monkeypatch.setattr(gathered, "GATHERED", 40)
+    monkeypatch.setattr(by_block, "PIECE", 64)
+    monkeypatch.setattr(readers, "GROUP", 3)
     return request.param
 
 
@@ -82,10 +83,10 @@ def test_query_heads_of_a_key_head_choose_together():
     assert state.choice.tolist() == [[[5 - 9]]]
 
 
-@pytest.mark.parametrize("form", ["gathered"], indirect=True)
+@pytest.mark.parametrize("form", ["by block"], indirect=True)
 def test_memory_of_long_sequences_is_linear(form, monkeypatch):
-    """No tensor of the gathered form has a number of elements that grows with the square of the tokens."""
-    monkeypatch.setattr(gathered, "GATHERED", 256)
+    """No tensor of the form by block has a number of elements that grows with the square of the tokens."""
+    monkeypatch.setattr(by_block, "PIECE", 256)
     monkeypatch.setattr(choice, "ROWS", 64)
     largest = []
     for length in (1024, 4096):
