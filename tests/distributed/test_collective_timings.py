@@ -11,6 +11,8 @@ from launch.slurm.slow_nodes import Timing, slow_nodes
 from megakernel.parallel.processes import ProcessEnvironment
 from tests.distributed.processes import run_ranks
 
+pytestmark = pytest.mark.second
+
 NODES = ["n1", "n1", "n2", "n3"]
 
 

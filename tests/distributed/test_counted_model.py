@@ -13,6 +13,8 @@ from megakernel.model.parameters import parameter_count
 
 from .processes import cpu_mesh, run_ranks
 
+pytestmark = pytest.mark.second
+
 SEQ_LEN, VOCAB = 64, 384
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "max_positions": None}
 ENCODER = {"kind": "masked_lm", "max_positions": SEQ_LEN}

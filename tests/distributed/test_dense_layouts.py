@@ -12,6 +12,8 @@ from tests import dense_models
 from tests.dense_models import tokens
 from tests.distributed.processes import cpu_mesh, run_ranks
 
+pytestmark = pytest.mark.second
+
 LAYERS = 24
 
 

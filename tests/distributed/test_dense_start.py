@@ -122,15 +122,10 @@ CASES = [
         *(["llama, biases, tied, scaled"] if ranks in ("tp2", "pp2") else []),
     )
 ]
-FIRST_TIER = [
-    ("one process", "gpt2"),
-    ("pp2", "llama, biases, tied, scaled"),
-    ("tp2 sequence parallel zero 3", "llama"),
-    ("one process bfloat16", "llama"),
-]
 
 
-@pytest.mark.parametrize(("ranks", "name"), tiered(CASES, FIRST_TIER))
+@pytest.mark.second
+@pytest.mark.parametrize(("ranks", "name"), CASES)
 def test_the_first_evaluation_has_the_loss_that_transformers_computes(ranks, name, starts, tmp_path):
     config, expected = starts[name]
     lines = train(config, *layout(ranks), f"run.root={tmp_path}")
@@ -138,6 +133,7 @@ def test_the_first_evaluation_has_the_loss_that_transformers_computes(ranks, nam
     assert lines[0]["eval/loss"] == pytest.approx(expected, rel=bound)
 
 
+@pytest.mark.second
 def test_a_student_whose_window_holds_the_whole_sequence_equals_the_dense_model(starts, tmp_path):
     config, expected = starts["llama"]
     tree = {"preset": "flurka", "compression": {"block_size": dense_models.LENGTH, "rank": 4}}
@@ -206,6 +202,7 @@ def test_a_model_of_other_sizes_is_refused_with_a_list_of_all_differences(starts
     assert "2.mlp.linear_fc2.weight is (32, 48) in the checkpoint and (32, 64) in the model" in message
 
 
+@pytest.mark.second
 def test_frozen_weights_of_a_half_precision_run_are_carried_on_unchanged(starts, tmp_path):
     config, _ = starts["llama"]
     kernel = '{"similarity": "kernel", "feature_map": {"name": "hedgehog"}}'

@@ -73,12 +73,8 @@ CASES = [
 ]
 FIRST_TIER = [
     ("masked_lm", "tp2 sequence parallel"),
-    ("masked_lm", "cp2 ring"),
-    ("masked_lm", "dp2 zero 2"),
     ("masked_lm on landmarks", "cp2"),
-    ("classifier", "tp2"),
     ("classifier", "dp2 zero 3"),
-    ("classifier on compressed inputs", "tp2 sequence parallel"),
     ("classifier of pairs", "pp2"),
 ]
 """The first tier: every parallelism and every model."""

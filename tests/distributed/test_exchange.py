@@ -13,7 +13,6 @@ from megakernel.ops.state import EMPTY, KernelState, empty_state, keep, merge
 from megakernel.parallel import exchange_method, state_exchange
 from megakernel.training.engine import Engine
 from tests.distributed.processes import cpu_mesh, run_ranks
-from tests.tiers import tiered
 
 from ..unit.config import trees
 
@@ -274,7 +273,8 @@ def bytes_left_by_steps(sections):
 RECOMPUTED = [("gather", "none"), ("gather", "full"), ("ring", "none"), ("ring", "full")]
 
 
-@pytest.mark.parametrize(("method", "recompute"), tiered(RECOMPUTED, [("gather", "full")]))
+@pytest.mark.second
+@pytest.mark.parametrize(("method", "recompute"), RECOMPUTED)
 def test_a_step_with_context_ranks_leaves_no_tensors_behind(method, recompute):
     """An exchange that held its own output kept the graph of every layer and step for good."""
     sections = {

@@ -37,10 +37,7 @@ def multiply_gradient(trainer: Any, value: float) -> Any:
     return parameter.register_hook(lambda gradient: gradient * factor)
 
 
-FIRST_TIER = ("dp2 zero 3", "tp2 zero 1", "pp2", "bfloat16 dp2 zero 2")
-
-
-@pytest.mark.parametrize("ranks", tiered(LAYOUTS, FIRST_TIER))
+@pytest.mark.parametrize("ranks", tiered(LAYOUTS, ["tp2 zero 1", "pp2"]))
 def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(ranks, corpus, tmp_path):
     config = write_config(tmp_path, corpus)
     world_size, *overrides = layout(ranks)
@@ -102,7 +99,8 @@ def float32(tmp_path_factory, corpus):
     return config, train(config, 1, *EIGHT_STEPS)[-1]["train/loss"]
 
 
-@pytest.mark.parametrize("ranks", tiered(BFLOAT16, ["bfloat16 dp2 zero 2"]))
+@pytest.mark.second
+@pytest.mark.parametrize("ranks", BFLOAT16)
 def test_bfloat16_trains_like_float32(ranks, float32, tmp_path):
     config, expected = float32
     actual = train(config, *layout(ranks), *EIGHT_STEPS, f"run.root={tmp_path}")

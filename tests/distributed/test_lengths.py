@@ -93,8 +93,9 @@ def test_growing_sequences_have_the_losses_of_one_process_on_any_layout(ranks, o
     assert_losses_close(on_layout(ranks)[-1], one_process[-1])
 
 
-@pytest.mark.parametrize("ranks", tiered(["dp2 zero 1", "pp2"], ["dp2 zero 1"]))
-@pytest.mark.parametrize("step", tiered([2, 4], [4]))
+@pytest.mark.second
+@pytest.mark.parametrize("ranks", ["dp2 zero 1", "pp2"])
+@pytest.mark.parametrize("step", [2, 4])
 def test_a_run_killed_in_any_phase_resumes_bit_identically(ranks, step, on_layout, tmp_path):
     config, world_size, overrides, whole = on_layout(ranks)
     overrides = (*overrides, f"run.root={tmp_path}")
@@ -104,6 +105,7 @@ def test_a_run_killed_in_any_phase_resumes_bit_identically(ranks, step, on_layou
     assert_identical(continued, whole)
 
 
+@pytest.mark.second
 def test_a_finished_run_can_continue_with_longer_sequences(one_process, corpus, tmp_path):
     config, expected = one_process
     short = (
@@ -122,7 +124,8 @@ def test_a_finished_run_can_continue_with_longer_sequences(one_process, corpus, 
     assert scalars(lines, "train/loss") == scalars(expected, "train/loss")
 
 
-@pytest.mark.parametrize("steps", tiered([3, 4], [3]))
+@pytest.mark.second
+@pytest.mark.parametrize("steps", [3, 4])
 def test_a_checkpoint_is_evaluated_with_the_rotary_frequencies_of_its_phase(steps, one_process, tmp_path):
     config, _ = one_process
     lines = train(config, 1, *OPTIONS, f"training.steps={steps}", f"run.root={tmp_path}")

@@ -104,7 +104,8 @@ def peak_of_the_start(sections):
         return ledger.peak, 4 * count
 
 
-@pytest.mark.parametrize("ranks", tiered([2, 4], [4]))
+@pytest.mark.second
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_zero_3_builds_a_model_in_its_shards_and_one_layer(ranks):
     sections = changes(zero_stage=3)
     sections["model"] = {**MODEL, **NARROW, "num_layers": 48, "attention_pattern": ["main"]}

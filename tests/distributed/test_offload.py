@@ -3,7 +3,8 @@
 import pytest
 
 from tests.distributed.training_run import assert_losses_close, assert_resumed_bit_identically, layout, train
-from tests.tiers import tiered
+
+pytestmark = pytest.mark.second
 
 OFFLOAD_OPTIMIZER = "deepspeed={zero_optimization: {offload_optimizer: {device: cpu}}}"
 OFFLOAD_BOTH = (
@@ -26,7 +27,7 @@ def one_process(config):
     return train(config, 1, *SHORT)
 
 
-@pytest.mark.parametrize(("ranks", "keys"), tiered(CASES, [("dp2 zero 2", OFFLOAD_OPTIMIZER)]))
+@pytest.mark.parametrize(("ranks", "keys"), CASES)
 def test_offloading_does_not_change_the_losses(ranks, keys, config, one_process):
     name = ranks.replace(" ", "_")
     expected = one_process
@@ -35,7 +36,6 @@ def test_offloading_does_not_change_the_losses(ranks, keys, config, one_process)
     assert_losses_close(train(config, *layout(ranks), *SHORT, keys, f"run.name=host_{name}"), expected)
 
 
-@pytest.mark.second
 @pytest.mark.parametrize(("ranks", "keys"), [CASES[1], CASES[4]])
 def test_a_resume_with_offloaded_state_is_bit_identical(ranks, keys, config):
     options = (*layout(ranks), keys, "schedule.name=constant")

@@ -9,7 +9,8 @@ from deepspeed.checkpoint import ds_to_universal
 
 from megakernel.checkpoint import reshape
 from tests.distributed.training_run import layout, scalars, train, write_config
-from tests.tiers import tiered
+
+pytestmark = pytest.mark.second
 
 STEPS_PER_LAYOUT = 2
 """Steps on each layout."""
@@ -36,7 +37,7 @@ def uninterrupted(tmp_path_factory, corpus):
     return config, train(config, 1, *OPTIONS, f"training.steps={4 * STEPS_PER_LAYOUT}")
 
 
-@pytest.mark.parametrize("layouts", tiered(LAYOUT_SEQUENCES, ["dp2 zero 1, tp2, cp2 zero 2, pp2 zero 1"]))
+@pytest.mark.parametrize("layouts", LAYOUT_SEQUENCES)
 def test_continuing_on_other_layouts_gives_the_losses_of_an_uninterrupted_run(
     layouts, uninterrupted, tmp_path
 ):
@@ -58,7 +59,6 @@ FEW_KEY_HEADS = (
 """What two of four tensor ranks hold together: E and F per key head, a convolution, a decay."""
 
 
-@pytest.mark.second
 def test_tensor_ranks_with_the_same_key_head_write_and_read_checkpoints_of_any_layout(corpus, tmp_path):
     config = write_config(tmp_path, corpus)
     options = (*OPTIONS, *FEW_KEY_HEADS)

@@ -61,6 +61,7 @@ def test_init_from_loads_the_weights_of_a_run_of_any_layout(world_size, layout, 
     assert not [path for path in run.rglob("*") if "universal" in path.name]
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("kind", ["causal_lm", "masked_lm"])
 def test_parameters_and_flops_are_those_of_a_vocabulary_that_is_larger_than_the_tokenizers(
     kind, corpus, tmp_path
@@ -102,12 +103,10 @@ def halves(source):
     return whole, config.with_name("first")
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("world_size", "layout"),
-    tiered(
-        [(1, ""), (2, "parallel.pipeline=2 parallel.zero_stage=1"), (2, "parallel.zero_stage=3")],
-        [(2, "parallel.zero_stage=3")],
-    ),
+    [(1, ""), (2, "parallel.pipeline=2 parallel.zero_stage=1"), (2, "parallel.zero_stage=3")],
 )
 def test_two_runs_joined_by_moments_and_schedule_equal_one_run(world_size, layout, source, halves, tmp_path):
     config, (whole, first) = source[0], halves
@@ -156,6 +155,7 @@ def test_a_run_without_moments_for_this_models_weights_is_refused(source, tmp_pa
         )
 
 
+@pytest.mark.second
 def test_bfloat16_weights_are_initialized_from_float32_master_weights(source, tmp_path):
     config, run = source
     own = f"run.root={tmp_path} init.from={run}/checkpoints/step_2 training.dtype=bfloat16"
@@ -227,6 +227,7 @@ def test_a_broken_newest_checkpoint_is_reported_and_the_previous_one_is_used(
     assert scalars(metrics(tmp_path / "run"), "train/loss") == scalars(whole, "train/loss")
 
 
+@pytest.mark.second
 def test_a_reshaped_checkpoint_is_reused_and_removed_with_its_step(corpus, tmp_path):
     config = write_config(tmp_path, corpus)
     train(config, 2, *SHORT, "parallel.tensor=2", "schedule.name=constant")

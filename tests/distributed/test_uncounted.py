@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 from tests.chats import CHATML, conversation, save_tokenizer, write_chats
-from tests.tiers import tiered
 from tests.unit.data.conftest import prepared
 
 from .processes import run_ranks
 from .training_run import layout, metrics, pretrain_and_return_output, scalars, train, write_config
+
+pytestmark = pytest.mark.second
 
 BRIEF = ("logging.tensorboard=false", "training.global_batch_size=2", "training.micro_batch_size=1")
 
@@ -25,7 +26,7 @@ def chats(tmp_path_factory) -> Path:
     return folder / "prepared"
 
 
-@pytest.mark.parametrize("ranks", tiered(["one process", "dp2", "pp2"], ["dp2", "pp2"]))
+@pytest.mark.parametrize("ranks", ["one process", "dp2", "pp2"])
 def test_a_batch_without_a_counted_token_has_no_loss_and_is_reported_once(ranks, chats, tmp_path):
     world_size, *overrides = layout(ranks)
     config = write_config(tmp_path, chats)
@@ -56,7 +57,6 @@ def test_an_evaluation_without_a_counted_token_has_no_value(chats, tmp_path):
     assert "no token of the 1 validation samples counts, so there is no loss" in out
 
 
-@pytest.mark.second
 def test_a_masked_model_without_masked_tokens_has_no_loss(corpus, tmp_path):
     config = write_config(tmp_path, corpus)
     masked = ("model.kind=masked_lm", "model.attention_pattern=[softmax]", "model.position=sinusoidal")

@@ -29,7 +29,8 @@ from tests import dense_models
 from tests.disk import files_of_at_most
 from tests.distributed.processes import RankFailedError, run_ranks, this_process
 from tests.distributed.training_run import layout, metrics, pretrain_in_this_rank, scalars
-from tests.tiers import tiered
+
+pytestmark = pytest.mark.second
 
 LAYERS = 4
 TRANSFER = {"steps": 4, "lr": 0.02, "rows": 4, "cross_entropy": 0.1}
@@ -184,7 +185,7 @@ KILL_POINTS = {
 """Where a start with blocks of one layer is killed -> a function, and the number of the call."""
 
 
-@pytest.mark.parametrize("place", tiered(KILL_POINTS, ["writing hidden states"]))
+@pytest.mark.parametrize("place", KILL_POINTS)
 def test_a_transfer_killed_anywhere_ends_with_the_same_weights(place, config, whole):
     name = place.replace(" ", "-")
     with pytest.raises(RankFailedError, match="exit status -9"):
@@ -284,7 +285,6 @@ def refusal(config, overrides, layers):
     return str(error.value)
 
 
-@pytest.mark.second
 def test_a_stop_request_is_honored_between_blocks(config, whole):
     assert run_ranks(transfer_with_stop_file, 1, config, ["run.name=stopped"]) == [
         (Stop.STOP_FILE, [], False)
@@ -308,7 +308,7 @@ def transfer_with_stop_file(config, overrides):
 LAYOUTS = ["dp2 zero 2", "tp2", "tp2 sequence parallel", "cp2"]
 
 
-@pytest.mark.parametrize("ranks", tiered(LAYOUTS, ["dp2 zero 2"]))
+@pytest.mark.parametrize("ranks", LAYOUTS)
 def test_every_layout_learns_the_same_weights(ranks, config, whole):
     processes, *overrides = layout(ranks)
     overrides += [f"run.name={ranks.replace(' ', '-')}"]
@@ -329,7 +329,6 @@ def assert_weights_close(run, expected):
         torch.testing.assert_close(actual[name], tensor, rtol=1e-4, atol=4e-4)
 
 
-@pytest.mark.second
 def test_hidden_states_of_another_layout_are_computed_again(config, whole):
     with pytest.raises(RankFailedError, match="exit status -9"):
         run_ranks(transfer_killed_in, 1, TRAIN_STEP, 14, config, ["run.name=moved"])
@@ -340,7 +339,6 @@ def test_hidden_states_of_another_layout_are_computed_again(config, whole):
     assert_weights_close(folder, whole / "1-transfer")
 
 
-@pytest.mark.second
 def test_blocks_equal_all_layers_at_once_in_bfloat16_with_learned_positions(tmp_path, corpus):
     path = write_config(tmp_path, corpus, "gpt2")
     half = ["training.dtype=bfloat16", "parallel.zero_stage=1"]
@@ -351,7 +349,6 @@ def test_blocks_equal_all_layers_at_once_in_bfloat16_with_learned_positions(tmp_
     assert dtypes == {torch.float32, torch.bfloat16}
 
 
-@pytest.mark.second
 def test_blocks_without_trained_layers_are_skipped(config):
     pattern = 'model.attention_pattern=["softmax","softmax","main","main"]'
     overrides = [pattern, "uptrain.layers.keep=0"]

@@ -8,7 +8,8 @@ from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import Attention, expand_preset, load
 from tests.distributed.processes import RankFailedError, run_ranks
 from tests.distributed.training_run import metrics, pretrain_in_this_rank, scalars, train
-from tests.tiers import tiered
+
+pytestmark = pytest.mark.second
 
 DENSE = """
 run: {{root: {folder}, name: dense, seed: 7}}
@@ -62,9 +63,7 @@ def kept_tensors(base, model):
     return {name.partition(".core.")[2] for name in names if ".core." in name}
 
 
-@pytest.mark.parametrize(
-    ("preset", "base"), tiered(VARIANTS, [("flurka_performer", "low_rank"), ("flurka_eva", "kernel")])
-)
+@pytest.mark.parametrize(("preset", "base"), VARIANTS)
 def test_an_encoder_trains_one_half_of_flurka_and_then_the_product(preset, base, root):
     compression = {"kind": "linformer", "rank": 8}
     overrides = [f"run.name={preset}-{base}", f"uptrain.base={base}"]

@@ -24,6 +24,8 @@ from tests import dense_models
 from tests.distributed.processes import run_ranks, this_process
 from tests.distributed.training_run import metrics, scalars
 
+pytestmark = pytest.mark.second
+
 LAYERS, HEADS = 3, 4
 """Three pipeline stages, as only a middle stage both receives and sends."""
 

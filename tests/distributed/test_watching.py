@@ -14,6 +14,8 @@ from megakernel.training.observing.local_work import LocalWork, slowest
 from tests.distributed.processes import cpu_mesh, run_ranks
 from tests.distributed.training_run import train
 
+pytestmark = pytest.mark.second
+
 ATTENTION = "{preset: flurka, near: {kind: softmax, join: gated, gate: token}, compression: {block_size: 16, rank: 4}}"
 OPTIONS = (
     "training.steps=1",

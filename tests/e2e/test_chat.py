@@ -11,7 +11,6 @@ from megakernel.evaluation import evaluate_run
 from tests.chats import CHATML, PLAIN, conversation, save_tokenizer, write_chats
 from tests.distributed.training_run import assert_losses_close, layout, metrics, scalars, train, write_config
 from tests.serving import served
-from tests.tiers import tiered
 
 ANSWERS = {
     "What is the capital of France?": "Paris, on the Seine.",
@@ -52,7 +51,8 @@ def one_process(several_turns):
     return train(several_turns, 1, "training.steps=2", "run.name=one")
 
 
-@pytest.mark.parametrize("ranks", tiered(["cp2", "tp2 cp2 dp2", "pp2 dp2 zero 1", "dp2 zero 3"], ["cp2"]))
+@pytest.mark.second
+@pytest.mark.parametrize("ranks", ["cp2", "tp2 cp2 dp2", "pp2 dp2 zero 1", "dp2 zero 3"])
 def test_every_layout_has_the_losses_of_one_process(ranks, several_turns, one_process):
     lines = train(several_turns, *layout(ranks), "training.steps=2", f"run.name={ranks.replace(' ', '_')}")
     assert_losses_close(lines, one_process)

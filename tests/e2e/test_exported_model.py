@@ -140,6 +140,7 @@ def test_an_export_imported_and_exported_again_is_bit_identical(exported, corpus
     assert_same_tensors(exported, tmp_path / "out")
 
 
+@pytest.mark.second
 def test_starting_from_an_export_with_data_of_another_tokenizer_is_refused(exported, tmp_path):
     (tmp_path / "text").mkdir()
     for number in range(20):

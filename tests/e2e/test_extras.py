@@ -128,6 +128,7 @@ def test_the_doctor_names_every_extra_that_is_missing_and_finds_the_rest_good(tm
         assert f"'megakernel[{name}]'" in shown
 
 
+@pytest.mark.second
 def test_a_plan_without_triton_says_how_attention_is_counted(tmp_path):
     done = run(tmp_path, "plan", _DEMO, "--gpus", "2", "--gpu", "h100", missing=EXTRAS)
     assert done.returncode == ExitStatus.DONE, done.stderr

@@ -10,7 +10,6 @@ import pytest
 
 from launch.exit_status import ExitStatus
 from tests.distributed.training_run import write_config
-from tests.tiers import tiered
 
 FAILING = """
 import sys
@@ -61,7 +60,8 @@ def options(folder: Path, corpus: Path) -> list[str]:
     return ["pretrain", str(write_config(folder, corpus)), *changes]
 
 
-@pytest.mark.parametrize("place", tiered(PLACES, ["a step"]))
+@pytest.mark.second
+@pytest.mark.parametrize("place", PLACES)
 def test_a_run_of_one_rank_ends_when_something_fails(place, corpus, tmp_path):
     words = [*PLACES[place].split(), *options(tmp_path, corpus)]
     done = subprocess.run(

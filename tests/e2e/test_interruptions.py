@@ -186,6 +186,7 @@ def test_a_failed_save_is_a_one_line_error_and_the_run_resumes_once_there_is_spa
     assert scalars(metrics(tmp_path / "run"), "train/loss") == scalars(uninterrupted, "train/loss")
 
 
+@pytest.mark.second
 def test_a_foreground_job_ends_with_the_status_of_its_command(corpus, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = write_config(tmp_path, corpus)

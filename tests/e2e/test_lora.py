@@ -18,7 +18,6 @@ from megakernel.checkpoint.files import CheckpointTensors
 from megakernel.checkpoint.trained_run import TrainedRun
 from megakernel.config import Lora, Model, UserError, yaml_text
 from tests.distributed.training_run import assert_identical, assert_losses_close, layout, scalars, train
-from tests.tiers import tiered
 
 TARGETS = ["query", "key", "value", "output", "gate", "up", "down"]
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -88,7 +87,8 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("ranks", tiered(LAYOUTS, ["tp2 sequence parallel dp2 zero 1"]))
+@pytest.mark.second
+@pytest.mark.parametrize("ranks", LAYOUTS)
 def test_every_layout_trains_lora_with_the_losses_of_one_process(ranks, config, one_process):
     assert scalars(one_process, "train/loss")[-1] < scalars(one_process, "train/loss")[0]
     assert_losses_close(train(config, *layout(ranks), f"run.name={ranks.replace(' ', '_')}"), one_process)

@@ -128,6 +128,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.second
 def test_training_continues_from_the_checkpoint_before_a_damaged_one(run, config, tmp_path):
     cases, expected = {}, {}
     for name, damage in DAMAGES.items():

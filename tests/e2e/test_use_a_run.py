@@ -325,6 +325,7 @@ for command in sys.argv[1:]:
 """
 
 
+@pytest.mark.second
 def test_commands_that_do_not_train_import_no_training_library(run, config, tmp_path):
     commands = {
         "generate": f"generate {run} --prompt x --max-new-tokens 1",

@@ -169,6 +169,7 @@ def test_shards_of_flurka_give_the_whole_sequence(feature_map, variant, position
     assert_agrees(partial(halves, make, places(positions, device)), leaves, draw, TOLERANCE[torch.float32])
 
 
+@pytest.mark.second
 @pytest.mark.covering(1, 1)
 @every_position
 @pytest.mark.parametrize(("variant", "feature_map"), [("gated", "hedgehog"), ("shared", "favor")])

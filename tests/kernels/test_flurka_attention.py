@@ -194,6 +194,7 @@ def test_every_map_agrees_on_sequences_of_several_tiles(feature_map, draw, devic
     assert_agrees(partial(run, **options), leaves, draw, TOLERANCE[torch.float32])
 
 
+@pytest.mark.second
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("variant", ["shared", "kernel"])
 @pytest.mark.parametrize("feature_map", ["hedgehog", "prf"])
@@ -282,9 +283,8 @@ DECAYING = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("variant", "feature_map", "packed", "dtype"), tiered(DECAYING, [DECAYING[n] for n in (1, 2, 4)]), ids=str
-)
+@pytest.mark.second
+@pytest.mark.parametrize(("variant", "feature_map", "packed", "dtype"), DECAYING, ids=str)
 @pytest.mark.usefixtures("short_segments")
 def test_landmarks_that_decay_agree(variant, feature_map, packed, dtype, draw, device):
     """Over several segments, packed or one continued document, with gradients of the returned state.

@@ -97,6 +97,7 @@ def test_the_same_key_in_all_tokens(draw, device):
     assert_agrees(partial(whole, positions=0), leaves, draw, TOLERANCE[torch.float32])
 
 
+@pytest.mark.second
 def test_decays_of_all_sizes_in_a_chunk(draw, device):
     """A complete decay between small ones does not cost the others digits."""
     leaves = tokens(draw, device, torch.float32, width=16, values=80)

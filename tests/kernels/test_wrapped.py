@@ -18,6 +18,8 @@ from tests.kernels.test_flurka_attention import tokens as flurka_tokens
 from tests.kernels.test_kernel_attention import tokens as kernel_tokens
 from tests.kernels.test_weighted_attention import tokens as weighted_tokens
 
+pytestmark = pytest.mark.second
+
 Attend = Callable[..., Tensor]
 
 

@@ -239,6 +239,7 @@ def test_a_job_with_a_spare_node_restarts_within_the_job(place, impatient_slurm)
     assert list(losses("inside").values()) == scalars(expected, "train/loss")
 
 
+@pytest.mark.second
 @pytest.mark.timeout(600)
 def test_a_job_saves_before_its_time_limit_and_stays_ended_with_no_requeue(place):
     (job,) = submit("run.yaml --name limit training.steps=100000 -t 2 --signal-delay 30 --no-requeue")
@@ -303,6 +304,7 @@ def test_a_job_runs_the_code_of_its_submission_in_any_folder_and_with_its_share_
     assert "on n" in (run.path / f"logs/{job}.log").read_text()
 
 
+@pytest.mark.second
 def test_a_job_that_has_left_the_queue_still_has_a_state(place, monkeypatch, tmp_path):
     said = megakernel("submit --wait --json --name forgotten -- evaluate runs/nosuch")
     assert said.status == 1

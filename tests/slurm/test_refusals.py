@@ -223,6 +223,7 @@ def test_a_killed_submission_does_not_lock_the_run(place, tmp_path):
     assert megakernel("cancel killed").status == 0
 
 
+@pytest.mark.second
 def test_without_slurmctld_status_shows_the_run_folder(place):
     (job,) = submit("run.yaml --name alone --sbatch hold")
     folder = Path(os.environ["SLURM_CONF"]).parent

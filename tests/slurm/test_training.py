@@ -316,6 +316,7 @@ def test_tensorboard_listens_only_on_its_node_without_a_host(host, way, place):
     assert f"ssh -N -L 6006:{way.format(port)}" in log.read_text()
 
 
+@pytest.mark.second
 def test_nodes_are_checked_without_training(place):
     script = Path(__file__).parents[2] / "slurm" / "preflight.sbatch"
     options = ["-N", "2", "--gpus-per-node", "2", "--ntasks-per-node", "2", "-o", "preflight.log"]

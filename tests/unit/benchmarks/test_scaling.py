@@ -13,6 +13,7 @@ def found(tmp_path_factory):
     return {nodes: scaling.counts(nodes, TASKS) for nodes in (8, 16)}
 
 
+@pytest.mark.second
 def test_requests_to_the_store_grow_linearly_with_the_processes(found):
     # Requests of the other ranks in a stall depend on their waiting time; a test below bounds them.
     for name in ("preflight: keys asked of the store", "watchdog: keys that one rank asks for in a stall"):

@@ -111,6 +111,7 @@ def test_a_missing_validation_split_matters_only_to_evaluation(tmp_path: Path):
     assert len(Corpora(Data(train=tmp_path / "out"), validation=False).train) == 1
 
 
+@pytest.mark.second
 def test_a_split_is_opened_without_the_validation_split(tmp_path: Path):
     prepared(tmp_path / "out", ["lra:listops:train=9,validation=0,test=5"], tokenizer="words")
     corpora = Corpora(Data(train=tmp_path / "out"), validation=False)

@@ -280,6 +280,7 @@ def test_their_defaults_are_not_refused(tmp_path: Path):
     assert run(*command, "--out", tmp_path / "out") == 0
 
 
+@pytest.mark.second
 def test_a_folder_that_records_an_option_without_effect_is_prepared(tmp_path: Path):
     command = "--source", "sparsity:train=9,validation=9", "--tokenizer", "words", "--out", tmp_path / "out"
     run(*command)

@@ -117,6 +117,7 @@ def test_it_goes_on_from_the_last_finished_file(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source", "whole"]
 
 
+@pytest.mark.second
 def test_many_small_files_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Progress is saved at the ends of some of them, wherever the batches end."""
     (tmp_path / "source").mkdir()
@@ -205,6 +206,7 @@ def test_another_request_starts_anew_and_says_so(
     assert same(tmp_path / "whole", tmp_path / "out")
 
 
+@pytest.mark.second
 def test_two_at_once_do_not_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     source = write_sources(tmp_path / "source")
     outputs: list[str] = []

@@ -44,6 +44,7 @@ def test_tables_show_layouts_memory_traffic_and_the_verdict(file, capsys):
     assert re.search(r"^fits as configured: \d+\.\d GB free$", output, re.MULTILINE)
 
 
+@pytest.mark.second
 def test_the_overrides_to_paste_make_a_run_fit(file, capsys):
     """The last lines are words for the same command, which then fits."""
     large = ["model.num_layers=64", "model.hidden_size=4096", "model.num_heads=32", "parallel.zero_stage=1"]

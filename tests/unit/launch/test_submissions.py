@@ -28,6 +28,7 @@ from megakernel.training import events
 from .launching import INSTALLED_SCRIPT
 
 
+@pytest.mark.second
 def test_a_background_job_outlives_the_reader_of_submit_and_ctrl_c(tmp_path):
     if sys.version_info >= (3, 11):
         (tmp_path / "queue.py").write_text("raise SystemExit('not the standard library')")

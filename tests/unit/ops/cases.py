@@ -347,7 +347,13 @@ SELECTIONS = {
     "rotated": {"blocks": 2, "score": "lse", "rotary": Rotary(WIDTH)},
     "unrotated choice": {"blocks": 2, "score": "max", "rotary": Rotary(WIDTH), "rotates_chosen": False},
     "in groups": {"blocks": 1, "score": "max", "group": 2, "rank": 3, "selected": 1},
-    "in groups of two blocks": {"blocks": 2, "score": "lse", "group": 2, "rotary": Rotary(WIDTH), "selected": 1},
+    "in groups of two blocks": {
+        "blocks": 2,
+        "score": "lse",
+        "group": 2,
+        "rotary": Rotary(WIDTH),
+        "selected": 1,
+    },
 }
 FORMS = ("masked", "by block")
 WEIGHTED = {"backends": ("chunked", "triton")}

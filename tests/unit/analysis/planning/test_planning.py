@@ -251,6 +251,7 @@ def test_a_run_that_fits_as_configured_has_nothing_to_change(plan_for_16_devices
     assert verdict(plan_for_16_devices)[0].startswith("fits as configured: ")
 
 
+@pytest.mark.second
 def test_the_nearest_layout_that_fits_changes_fewest_keys(tmp_path):
     large = {"num_layers": 32, "hidden_size": 4096, "num_heads": 32}
     sizes = {"training": {"dtype": "bfloat16", "seq_len": 8192, "global_batch_size": 64}}
@@ -275,6 +276,7 @@ def test_a_layout_that_does_not_divide_the_devices_is_none_and_has_a_nearest():
     assert verdict(found)[0].startswith("not possible as configured: processes=2")
 
 
+@pytest.mark.second
 def test_a_plan_that_does_not_fit_reports_the_missing_memory():
     run = config(model={"hidden_size": 8192, "num_heads": 64, "num_layers": 64})
     found = plan(run, 50_257, 8, H100)

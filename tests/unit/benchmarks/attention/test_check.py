@@ -88,6 +88,7 @@ def test_nothing_is_measured_if_a_megakernel_implementation_is_wrong(suite, monk
         measuring.run_suite(suite, CPU, repeats=1)
 
 
+@pytest.mark.second
 @pytest.mark.usefixtures("suite")
 def test_layers_are_timed_without_a_gpu():
     case = Case(batch=1, tokens=96, heads=2, head_dim=8, rank=12)

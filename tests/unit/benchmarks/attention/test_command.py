@@ -40,6 +40,7 @@ def tables(page):
     return found
 
 
+@pytest.mark.second
 def test_the_cpu_suite_writes_a_table_of_its_measurements(tmp_path, capsys):
     out = tmp_path / "results" / "page.md"
     assert main([*ONE_RUN, "2048", "--only", "FLuRKA", "--out", str(out)]) == 0

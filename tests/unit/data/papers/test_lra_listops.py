@@ -128,6 +128,7 @@ def test_bounds_that_hardly_any_expression_meets_are_refused(monkeypatch: pytest
         examples(ListOps(max_depth=3, min_length=115), 1)
 
 
+@pytest.mark.second
 def test_each_symbol_is_one_token(tmp_path: Path):
     source = "lra:listops:train=40,validation=8,test=6,min_length=5,max_length=50"
     manifest = prepared(tmp_path / "out", [source], tokenizer="words", seed=3)
