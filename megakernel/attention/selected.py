@@ -34,7 +34,7 @@ class Selector:
         assert config.block_size is not None
         self.settings = config.selection
         sizes = (config.block_size, config.near.blocks, self.settings.blocks)
-        group = mechanisms.BLOCKS_OF_GROUP if self.settings.levels == 2 else None
+        group = mechanisms.BLOCKS_OF_GROUP if self.settings.levels == 2 else 0
         self.selection = SelectionRule(*sizes, self.settings.unit, self.settings.score, group)
 
     def attend(
@@ -59,7 +59,7 @@ class Selector:
             blocks=self.selection.near,
             unit=self.selection.unit,
             score=self.selection.score,
-            group=self.selection.group,
+            group=self.selection.group or None,
             rotary=inputs.rotary,
             rotates_chosen=self.settings.rope == "position",
             positions=inputs.resolved_positions,

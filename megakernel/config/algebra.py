@@ -232,9 +232,9 @@ class Selection(Section):
     """Landmarks of a block: means of equal parts of its keys. More of them find rarer tokens and cost more. None: 4;
     with compression, its landmarks."""
 
-    unit: Literal["tile", "token"] = "tile"
-    """Who chooses: the first token of a block for the whole block (`tile`), or every `token` for itself, which recalls
-    far more and costs more (docs/selected_blocks.md)."""
+    unit: Literal["tile", "token"] = "token"
+    """Who chooses: every `token` for itself, or the first token of a block for the whole block (`tile`), which recalls
+    far less (docs/selected_blocks.md)."""
 
     score: Literal["max", "lse"] = "max"
     """A block's score: the largest product of the query with its landmarks (`max`), or their log-sum-exp (`lse`)."""

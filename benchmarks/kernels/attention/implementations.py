@@ -24,6 +24,9 @@ Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 FLA = "flash-linear-attention"
 """Name of the package; its module is `fla`."""
 
+SELECTED = "selected blocks"
+"""Name of the implementation without kernels."""
+
 MEMORY_SHARE = 0.5
 """Largest share of the device's free memory for an implementation with `holds_states`."""
 
@@ -155,6 +158,7 @@ ATTENTIONS = {
         Implementation("gated delta rule", "gated_deltanet", is_ours=True),
         Implementation("FLuRKA", "flurka", is_ours=True),
         Implementation("FLuRKA's low-rank parent", "linformer_causal", is_ours=True),
+        Implementation(SELECTED, "selected", is_ours=True),
         Implementation("SDPA", "softmax"),
         *(
             Implementation(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from megakernel.config import UserError
 
 from .cases import Case
-from .implementations import ATTENTIONS, LAYERS
+from .implementations import ATTENTIONS, LAYERS, SELECTED
 from .targets import DEFAULT, PAPER, Target
 
 
@@ -83,7 +83,7 @@ SUITES = {
         "Causal attention in bfloat16, H = 16, as one long sequence and as several of 4,096 tokens. favor's phi is as "
         "wide as a head.",
         _default_cases(),
-        tuple(ATTENTIONS),
+        tuple(name for name in ATTENTIONS if name != SELECTED),
         baseline="kernel elu",
         device="cuda",
         targets=DEFAULT,
@@ -107,7 +107,15 @@ SUITES = {
         "Causal attention in float32, one sequence, H = 4, d = 64, chunked ops. favor's phi is as wide as a head. "
         "SDPA and the low-rank parent, a softmax over landmarks, weigh a number of pairs that grows with N squared.",
         tuple(Case(1, 2**exponent, heads=4, head_dim=64) for exponent in range(10, 16)),
-        ("kernel elu", "kernel hedgehog", "kernel favor", "FLuRKA", "FLuRKA's low-rank parent", "SDPA"),
+        (
+            "kernel elu",
+            "kernel hedgehog",
+            "kernel favor",
+            "FLuRKA",
+            "FLuRKA's low-rank parent",
+            SELECTED,
+            "SDPA",
+        ),
         baseline="SDPA",
         device="cpu",
         doubles_tokens=True,

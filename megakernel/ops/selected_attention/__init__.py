@@ -43,7 +43,7 @@ def selected_attention(
     pool: Tensor,
     selected: int,
     blocks: int = 1,
-    unit: Unit = "tile",
+    unit: Unit = "token",
     score: Score = "max",
     group: int | None = None,
     rotary: Rotation | None = None,
@@ -69,7 +69,7 @@ def selected_attention(
             document.
         selected: blocks that are chosen, k >= 1.
         blocks: the window: 1: a token's current block; 2: also the block before.
-        unit: who chooses. `tile`: the first token of a block, for all tokens of it; `token`: every token for itself.
+        unit: who chooses. `token`: every token for itself; `tile`: the first token of a block, for all tokens of it.
         score: a block's score: the `max`imum, or the log-sum-exp (`lse`), of q.l / sqrt(d) over its landmarks.
         group: the choice has two levels: the k best groups of `group` blocks by their landmarks, means of those of the
             blocks, then the k best blocks in them. Blocks after the last complete group are always scored. None: the
@@ -102,7 +102,7 @@ def selected_attention(
         raise ValueError(f"selected={selected}; expected at least 1")
     if group is not None and group < 2:
         raise ValueError(f"group={group}; expected None or at least 2")
-    selection = SelectionRule(pool.shape[-1], blocks, selected, unit, score, group)
+    selection = SelectionRule(pool.shape[-1], blocks, selected, unit, score, group or 0)
     state = empty_state(k, v, selection) if initial_state is None else initial_state
     check_cached("initial_state.cache", state.cache, k, v)
     missing = max(0, selection.reach - state.cache.keys.shape[2])

@@ -82,8 +82,8 @@ class _Attend(torch.autograd.Function):
         dnear_queries = torch.empty_like(near_queries)
         dqueries, dnear_keys, dkeys, dvalues = map(torch.zeros_like, (queries, near_keys, keys, values))
         for at, window in _windows(ctx.tiles, near_keys, values, group):
-            here = (near_queries, grad, normalizer[..., None], delta[..., None])
-            parts = window.gradients(*(x[:, :, at].flatten(3, 4) for x in here))
+            given = (near_queries, grad, normalizer[..., None], delta[..., None])
+            parts = window.gradients(*(x[:, :, at].flatten(3, 4) for x in given))
             dnear_queries[:, :, at] = parts[0].view_as(dnear_queries[:, :, at])
             index = ctx.tiles.windows(at)[0].flatten()
             for whole, part in zip((dnear_keys, dvalues), parts[1:]):
@@ -94,10 +94,10 @@ class _Attend(torch.autograd.Function):
             drows = dqueries.view(len(rows), -1)
             dblocks = tuple(map(torch.zeros_like, (ctx.blocks.keys, ctx.blocks.values)))
             for readers, read in ctx.blocks.pieces(group):
-                here = (x[readers.queries].flatten(1, 2) for x in (rows, douts, totals, deltas))
-                part, *parts = read.gradients(*here)
+                given = (rows, douts, totals, deltas)
+                part, *others = read.gradients(*(x[readers.queries].flatten(1, 2) for x in given))
                 drows.index_add_(0, readers.queries.flatten(), part.view(-1, drows.shape[1]))
-                for whole, block in zip(dblocks, parts):
+                for whole, block in zip(dblocks, others):
                     whole.index_add_(0, readers.items, block)
             for whole, blocks in zip((dkeys, dvalues), dblocks):
                 ctx.blocks.add_to(whole, blocks)
@@ -145,7 +145,7 @@ class _Blocks(NamedTuple):
     lists: Tensor
     """(B H_kv, C L, k')"""
 
-    index: Tensor
+    tokens: Tensor
     """(B, S, b) int64: the blocks' tokens among the T of a sequence; any for a block that does not exist."""
 
     keys: Tensor
@@ -179,7 +179,7 @@ class _Blocks(NamedTuple):
     def add_to(self, whole: Tensor, blocks: Tensor) -> None:
         """Add (B H_kv S, b, d) to the blocks' tokens of (B, H_kv, T, d), in place."""
         parts = blocks.view(*whole.shape[:2], -1, whole.shape[-1])
-        index = self.index.flatten(1)[:, None, :, None].expand_as(parts)
+        index = self.tokens.flatten(1)[:, None, :, None].expand_as(parts)
         whole.scatter_add_(2, index, parts)
 
 

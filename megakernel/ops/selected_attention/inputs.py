@@ -9,8 +9,8 @@ from megakernel.ops.landmark_attention import Landmarks
 from megakernel.ops.mixture import Rotation
 from megakernel.ops.window import Tail
 
-Unit = Literal["tile", "token"]
-"""Who chooses: the first token of a block for all tokens of it, or every token for itself."""
+Unit = Literal["token", "tile"]
+"""Who chooses: every token for itself, or the first token of a block for all tokens of it."""
 
 Score = Literal["max", "lse"]
 """How the products of a query with the r landmarks of a block become the block's score."""
@@ -34,8 +34,8 @@ class SelectionRule(NamedTuple):
     unit: Unit
     score: Score
 
-    group: int | None
-    """Blocks of a group, g: the best k groups are chosen first, then the blocks in them. None: all blocks at once."""
+    group: int
+    """Blocks of a group, g: the best k groups are chosen first, then the blocks in them. 0: no groups."""
 
     @property
     def reach(self) -> int:
@@ -45,7 +45,7 @@ class SelectionRule(NamedTuple):
     @property
     def span(self) -> int:
         """Tokens of a group."""
-        return self.block_size * (self.group or 1)
+        return self.block_size * self.group
 
 
 class SelectedInputs(NamedTuple):

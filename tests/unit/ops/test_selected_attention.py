@@ -55,7 +55,7 @@ def test_a_chosen_block_is_the_one_whose_tokens_match_the_query():
     q = torch.zeros_like(k)
     q[..., 12, 0] = 40.0
     v = torch.arange(15.0, dtype=torch.float64).view(1, 1, 15, 1)
-    out, state = selected_attention(q, k, v, pool=means(1), selected=1)
+    out, state = selected_attention(q, k, v, pool=means(1), selected=1, unit="tile")
     torch.testing.assert_close(out[0, 0, 12, 0], v[0, 0, 6:9].mean())
     assert state.choice.tolist() == [[[8 - 15]]]
     # The other tokens of the tile read the block, too, with equal weights on its three tokens and on their window.
@@ -73,26 +73,54 @@ def test_equal_scores_go_to_the_earlier_blocks():
     ]
 
 
+@pytest.mark.parametrize("unit", ["tile", "token"])
+def test_few_groups_choose_as_all_blocks_do(form, unit):
+    """Up to k groups are all searched, so the choice is that of one level."""
+    q, k, v = inputs(40)
+    outputs = [
+        selected_attention(q, k, v, pool=means(2), selected=6, unit=unit, group=group)[0]
+        for group in (None, 2)
+    ]
+    torch.testing.assert_close(*outputs, rtol=1e-12, atol=1e-12)
+
+
+def test_a_group_hides_a_block_whose_neighbors_do_not_match():
+    """Block 1 matches best, but the mean of its group does not: one level reads it, and two read block 3."""
+    k = torch.zeros(1, 1, 18, 2, dtype=torch.float64)
+    # Groups of two blocks: 0 and 1, 2 and 3; block 4 is of no complete group, and block 5 is the window.
+    for block, match in enumerate((-9.0, 8.0, 3.0, 5.0, 0.0)):
+        k[..., 3 * block : 3 * block + 3, 0] = match
+    q = torch.zeros_like(k)
+    q[..., 15, 0] = 100.0
+    v = torch.arange(18.0, dtype=torch.float64).view(1, 1, 18, 1)
+    one, _ = selected_attention(q, k, v, pool=means(1), selected=1)
+    two, _ = selected_attention(q, k, v, pool=means(1), selected=1, group=2)
+    torch.testing.assert_close(one[0, 0, 15, 0], v[0, 0, 3:6].mean())
+    torch.testing.assert_close(two[0, 0, 15, 0], v[0, 0, 9:12].mean())
+
+
 def test_query_heads_of_a_key_head_choose_together():
     """Both read the block that the one with the larger product asks for."""
     q = torch.zeros(1, 2, 9, 2, dtype=torch.float64)
     k = torch.zeros(1, 1, 9, 2, dtype=torch.float64)
     k[0, 0, 0:3, 0], k[0, 0, 3:6, 1] = 1.0, 1.0
     q[0, 0, 6, 0], q[0, 1, 6, 1] = 1.0, 2.0
-    _, state = selected_attention(q, k, k, pool=means(1), selected=1)
+    _, state = selected_attention(q, k, k, pool=means(1), selected=1, unit="tile")
     assert state.choice.tolist() == [[[5 - 9]]]
 
 
+@pytest.mark.parametrize("unit", ["tile", "token"])
 @pytest.mark.parametrize("form", ["by block"], indirect=True)
-def test_memory_of_long_sequences_is_linear(form, monkeypatch):
+def test_memory_of_long_sequences_is_linear(form, unit, monkeypatch):
     """No tensor of the form by block has a number of elements that grows with the square of the tokens."""
-    monkeypatch.setattr(by_block, "PIECE", 256)
+    monkeypatch.setattr(by_block, "PIECE", 4096)
+    monkeypatch.setattr(readers, "GROUP", 16)
     monkeypatch.setattr(choice, "ROWS", 64)
     largest = []
     for length in (1024, 4096):
         q, k, v = (random(1, 1, length, WIDTH, seed=i) for i in range(3))
         with _Largest() as found:
-            out, _ = selected_attention(q, k, v, pool=means(1, 8), selected=4)
+            out, _ = selected_attention(q, k, v, pool=means(1, 8), selected=4, unit=unit)
             out.sum().backward()
         largest.append(found.elements)
     # Landmarks of earlier blocks are scored by groups of 64 choosers.
@@ -127,6 +155,7 @@ def test_nothing_chosen_is_the_window_alone():
         ({"pool": torch.ones(3)}, r"pool has shape \(3,\); expected \(rank, block\) or \(2, rank, block\)"),
         ({"unit": "head"}, "unit='head'; expected one of 'tile', 'token'"),
         ({"score": "mean"}, "score='mean'; expected one of 'max', 'lse'"),
+        ({"group": 1}, "group=1; expected None or at least 2"),
         ({"blocks": 3}, "blocks=3; expected one of 1, 2"),
     ],
 )
