@@ -11,9 +11,9 @@ unexport PYTHONDONTWRITEBYTECODE
 # Extras of setup.cfg that fit this machine; `make install EXTRAS=hf,train` takes others.
 GPU := $(shell command -v nvidia-smi)
 ifneq ($(GPU),)
-EXTRAS ?= gpu,train,hf,plot,slurm,serve
+EXTRAS ?= gpu,train,hf,plot,slurm,serve,shell
 else
-EXTRAS ?= hf,plot,slurm,serve
+EXTRAS ?= hf,plot,slurm,serve,shell
 endif
 # PyPI has no CPU builds of torch for Linux.
 CPU_BUILDS := https://download.pytorch.org/whl/cpu

@@ -14,9 +14,11 @@ def add_config_arguments(
     parser: argparse.ArgumentParser,
     config: str = "YAML file, such as configs/demo.yaml",
     overrides: str = "keys to change, values as YAML: training.steps=100 model.attention=softmax",
+    optional: bool = False,
 ) -> None:
     """Declare CONFIG and its overrides; `config` and `overrides` are their help texts."""
-    parser.add_argument("config", type=shipped.config_file, metavar="CONFIG", help=config)
+    count = "?" if optional else None
+    parser.add_argument("config", nargs=count, type=shipped.config_file, metavar="CONFIG", help=config)
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -39,7 +41,8 @@ def candidate_folders(text: str, root: Path = RUNS) -> tuple[Path, Path]:
     return Path(text), root / text
 
 
-def _run_folder(text: str) -> Path:
+def run_folder(text: str) -> Path:
+    """The folder of a run that a command line names by its folder, or by its name in RUNS."""
     plain, named = candidate_folders(text)
     if (plain / "config.yaml").is_file() or (plain.exists() and not (named / "config.yaml").is_file()):
         return plain
@@ -55,7 +58,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, help_suffix: str = "") ->
     """Declare RUN and --step. help_suffix: text appended to RUN's help."""
     parser.add_argument(
         "run_folder",
-        type=_run_folder,
+        type=run_folder,
         metavar="RUN",
         help=f"a run: its folder, or its name in {RUNS}{help_suffix}",
     )

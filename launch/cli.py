@@ -56,6 +56,7 @@ DEV = ("reshape", "mechanisms", "bench")
 try:
     import megakernel
     from launch.arguments import NotFound, NumberParser
+    from launch.completion import SHELLS, PrintCompletion
     from launch.environment import check_backend
     from launch.exit_status import ExitStatus
     from launch.messages import INTERRUPTED, ignore_write_errors, print_error, show_control_characters
@@ -144,7 +145,15 @@ def _file_system_error(error: Exception) -> str | None:
 
 
 def _out_of_memory(error: Exception) -> str | None:
-    """The message for a process that gets no memory; None for any other error. PyTorch has its own for GPUs."""
+    """The message for a process that gets no memory, of its machine or GPU; None for any other error."""
+    if "CUDA out of memory" in str(error):
+        wanted = re.search(r"Tried to allocate ([\d.]+ [KMG]iB)", str(error))
+        size = f" ({wanted[1]} more were needed at once)" if wanted else ""
+        return (
+            f"CUDA out of memory{size}; in training lower training.micro_batch_size or set "
+            "training.activation_checkpointing=full (docs/troubleshooting.md has more keys, megakernel plan CONFIG "
+            "says what fits), otherwise take fewer or shorter texts at once"
+        )
     if not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
         return None
     wanted = re.search(r"allocate (\d+) bytes", str(error))
@@ -236,6 +245,12 @@ def parse(argv: Sequence[str], namespace: argparse.Namespace | None = None) -> a
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"megakernel {megakernel.__version__}")
+    parser.add_argument(
+        "--print-completion",
+        action=PrintCompletion,
+        choices=SHELLS,
+        help="print a completion script for this shell",
+    )
     commands = _add_commands(parser, COMMANDS)
     dev = commands.add_parser(
         "dev",

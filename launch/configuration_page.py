@@ -20,7 +20,8 @@ _OPENING = """\
 # Configuration
 
 Every key of a run's YAML file. `python -m launch.configuration_page` writes this page from the code; a test keeps it
-current. `megakernel config CONFIG` checks a file and prints all its values.
+current. `megakernel config CONFIG` checks a file and prints all its values; `megakernel config --schema` prints the
+same as JSON schema, for an editor ([quickstart](quickstart.md#9-configuration-plans-diagnosis)).
 
 A file may begin with `extends: FILE` or a list of files, relative to it, whose keys it overrides. On the command line
 `section.key=value` changes a key. `${NAME}` and `${NAME:-default}` in a value are replaced from the environment.

@@ -1,4 +1,4 @@
-"""`megakernel evaluate`: a trained model's loss on validation text, and its scores on long-context tasks."""
+"""`megakernel evaluate`: a model's loss on validation text, its scores on long-context tasks and in the harness."""
 
 import argparse
 import json
@@ -32,7 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="NAME[:key=value,...]",
         help="lm (the default), passkey, needle, mqar, copy, induction, variables, common_words or frequent_words with "
-        "options (docs/evaluation.md); may be given several times",
+        "options, or lm_eval:NAME of lm-evaluation-harness (docs/evaluation.md); may be given several times",
+    )
+    add(
+        "--include-path",
+        type=Path,
+        metavar="DIR",
+        help="folder with YAML files of further tasks for lm_eval:NAME",
     )
     add(
         "--samples",
@@ -65,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
             f"--baseline-weights {args.baseline_weights} has no effect alone; add --baseline NAME"
         )
     not_for_baselines = {"--step": args.step, "--draws": args.draws, "--data": args.data}
+    not_for_baselines["--include-path"] = args.include_path
     not_for_baselines["--task"] = args.task and args.task[0]
     for option, value in not_for_baselines.items():
         if args.baseline is not None and value is not None:
@@ -88,6 +95,7 @@ def _results(args: argparse.Namespace) -> "Iterator[TaskResult]":
 
     from megakernel.checkpoint.opened import find_model
     from megakernel.evaluation import evaluate_tasks, not_drawn, record
+    from megakernel.generation import continue_texts
 
     stderr = console(stderr=True)
     with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
@@ -107,6 +115,7 @@ def _results(args: argparse.Namespace) -> "Iterator[TaskResult]":
         run = find_model(args.run_folder, args.step).run
         step = None if run is None else run.checkpoint.step
         options |= {"step": step, "draws": args.draws, "data": args.data}
+        options |= {"include_path": args.include_path, "continue_texts": continue_texts}
         for spec, result in evaluate_tasks(args.run_folder, args.task or ["lm"], progress=show, **options):
             yield result
             if run is not None and args.data is None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from launch.arguments import add_run_arguments
 from launch.messages import printable
+from megakernel.config import UserError
 
 HELP = "write a run's model as a Hugging Face checkpoint"
 EXAMPLE = "megakernel export runs/demo --to models/demo"
@@ -27,9 +28,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="dtype of the weights (default: that of training)",
     )
 
+    parser.add_argument(
+        "--push",
+        metavar="REPO",
+        help="then upload the folder to OWNER/NAME of the Hugging Face hub, private if it is new",
+    )
+    parser.add_argument("--public", action="store_true", help="a new repository of --push is public")
+
 
 def run(args: argparse.Namespace) -> int:
-    """Write the export and print a summary of it."""
+    """Write the export, print a summary of it, and publish it if that is asked for."""
+    if args.public and args.push is None:
+        raise UserError("--public has no effect alone; add --push OWNER/NAME")
+    from megakernel.checkpoint.hub import Push
+
+    push = None if args.push is None else Push.checked(args.push, args.public)
+    _export(args)
+    if push is not None:
+        print(printable(f"{args.to} is at {push.upload(args.to)}"))
+    return 0
+
+
+def _export(args: argparse.Namespace) -> None:
     from megakernel.checkpoint.export import export
     from megakernel.checkpoint.trained_run import student_run
 
@@ -40,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         settings = export_adapter(folder, args.to, step=args.step, dtype=args.dtype)
         base = settings["base_model_name_or_path"] or "the model that the run began with"
         print(printable(f"{args.to}: adapter of rank {settings['r']} for {base}, with its tokenizer"))
-        return 0
+        return
     config = export(folder, args.to, step=args.step, dtype=args.dtype)
     if folder != args.run_folder:
         print(printable(f"{folder}: the student of the up-training {args.run_folder}"))
@@ -54,4 +74,3 @@ def run(args: argparse.Namespace) -> int:
         print(
             f"load it with AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True); it needs {needed}"
         )
-    return 0

@@ -16,7 +16,9 @@ NEEDS = ("transformers",)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument(
-        "checkpoint", type=Path, metavar="HF_DIR", help="folder with config.json and safetensors"
+        "checkpoint",
+        metavar="HF_DIR",
+        help="folder with config.json and safetensors, or hf:NAME[@REVISION], fetched into the cache of the hub",
     )
     parser.add_argument(
         "--to",
@@ -44,33 +46,35 @@ def run(args: argparse.Namespace) -> int:
 
     from megakernel.checkpoint.dense import DenseCheckpoint
     from megakernel.checkpoint.dense.checkpoint import config_fragment
+    from megakernel.checkpoint.hub import local_folder
     from megakernel.checkpoint.parity import Parity, folder_parity, layer_distances
     from megakernel.model.parameters import parameter_count
     from megakernel.training.run_folder import write_atomically
 
-    checkpoint = DenseCheckpoint(args.checkpoint)
+    folder = local_folder(args.checkpoint)
+    checkpoint = DenseCheckpoint(folder)
     if args.check:
-        distances = layer_distances(checkpoint, str(args.checkpoint), torch.device("cpu"))
+        distances = layer_distances(checkpoint, str(folder), torch.device("cpu"))
         width = max(map(len, distances))
         print(f"{'after':{width}}  largest difference / largest number, float32")
         for layer, distance in distances.items():
             print(f"{layer:{width}}  {distance:.1e}")
-        Parity(distances["logits"]).check(str(args.checkpoint))
+        Parity(distances["logits"]).check(args.checkpoint)
         return 0
     model = checkpoint.model
     assert model.vocab_size is not None
     unpadded = model.model_copy(update={"vocab_multiple": 1})  # the checkpoint has no vocabulary padding
     count = parameter_count(unpadded, model.vocab_size, model.max_positions or 0)
     text = config_fragment(checkpoint)
-    parity = folder_parity(checkpoint, str(args.checkpoint), torch.device("cpu"))
-    parity.check(str(args.checkpoint))
+    parity = folder_parity(checkpoint, str(folder), torch.device("cpu"))
+    parity.check(args.checkpoint)
     if args.to is None:
         print(text, end="")
         print(printable(f"{args.checkpoint}: {parity}"), file=sys.stderr)
         return 0
     with report_write_errors("--to", args.to):
         write_atomically(args.to, text)
-    name, to = printable(str(args.checkpoint)), printable(str(args.to))
+    name, to = printable(args.checkpoint), printable(str(args.to))
     print(f"{name}: {checkpoint.config['model_type']}, {count:,} parameters, all tensors present")
     print(f"{name}: {parity}")
     print(f"{to}: base a run on it with `extends: {printable(args.to.name)}`")

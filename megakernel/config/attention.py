@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, WithJsonSchema
 
 from .algebra import Algebra, Compression, Mixture, Near, Selection
 from .errors import ConfigError, Problem, nearest_first
@@ -309,5 +309,9 @@ def expand_preset(value: Any) -> Any:
     return merged(PRESETS[value], changes)
 
 
-AttentionField = Annotated[Attention, BeforeValidator(expand_preset)]
+_PresetName = Annotated[str, WithJsonSchema({"enum": [*PRESETS]})]
+
+AttentionField = Annotated[
+    Attention, BeforeValidator(expand_preset, json_schema_input_type=_PresetName | Attention)
+]
 """A preset name, `{preset: NAME, ...changes}` or a whole tree; an `Attention` after validation."""

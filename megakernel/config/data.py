@@ -59,7 +59,11 @@ def is_pattern(path: Path) -> bool:
     return any(character in str(path) for character in "*?[") and not path.exists()
 
 
-Corpora = Annotated[list[Corpus], BeforeValidator(_as_corpora), Field(min_length=1)]
+_ShortCorpora = Path | Corpus | dict[str, Annotated[float, Field(gt=0)] | None] | list[Path | Corpus]
+
+Corpora = Annotated[
+    list[Corpus], BeforeValidator(_as_corpora, json_schema_input_type=_ShortCorpora), Field(min_length=1)
+]
 """A folder, prefix or pattern, a list of them, a mapping path -> weight, or a list of {path, weight}."""
 
 

@@ -35,7 +35,10 @@ EXTRAS: Mapping[str, Extra] = {
     "plot": Extra("analyze, plots in TensorBoard", {"matplotlib": "matplotlib"}),
     "slurm": Extra("submit, sweep, resume", {"submitit": "submitit"}),
     "serve": Extra("serve", {"fastapi": "fastapi", "uvicorn": "uvicorn", "starlette": "fastapi"}),
-    "eval": Extra("lm-evaluation-harness on exported models", {"lm_eval": "lm-eval"}),
+    "shell": Extra("--print-completion of bash and zsh", {"shtab": "shtab"}),
+    "eval": Extra(
+        "lm-evaluation-harness: evaluate --task lm_eval:NAME, and exported models", {"lm_eval": "lm-eval"}
+    ),
 }
 """Extra -> what it brings, as `pip install 'megakernel[NAME]'`."""
 

@@ -1,7 +1,7 @@
 """Options of the feature map phi of similarity `kernel`, and the sizes that follow from them."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -74,7 +74,7 @@ class FeatureMap(Section):
     resample_every: int | None = Field(default=None, ge=0)
     """Training steps between redraws of the noise; 0: never; None: 100 for gmm and generative maps, else 0."""
 
-    @field_validator("smoothing", mode="before")
+    @field_validator("smoothing", mode="before", json_schema_input_type=Annotated[float, Field(ge=0)] | None)
     @classmethod
     def _of_the_map(cls, value: Any, info: ValidationInfo) -> Any:
         # A value, and not None, in the tree: recorded runs keep it.

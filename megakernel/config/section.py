@@ -79,9 +79,8 @@ class Section(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
-        for field in cls.model_fields.values():  # help texts are printed on one line, in YAML's words
-            text = " ".join((field.description or "").split())
-            field.description = re.sub(r"\bNone\b", "null", text) or None
+        for field in cls.model_fields.values():
+            field.description = in_yaml_words(field.description or "") or None
 
     def problems(self) -> Iterator[Problem]:
         """Problems of this section's keys with each other; keys are relative to the section."""
@@ -142,6 +141,11 @@ class Section(BaseModel):
         if problems:
             raise ConfigError(problems)
         return self
+
+
+def in_yaml_words(text: str) -> str:
+    """A docstring as help prints it: on one line, in YAML's words."""
+    return re.sub(r"\bNone\b", "null", " ".join(text.split()))
 
 
 def check_magnitude(number: Any) -> None:

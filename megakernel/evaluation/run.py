@@ -10,41 +10,59 @@ from megakernel.config import UserError
 from megakernel.config.section import Section
 
 from .answers import AnswersTask
+from .harness import LM_EVAL, HarnessOptions, HarnessTask
 from .language_modelling import LanguageModelling, Options
 from .result import Evaluation
-from .subject import OnPass, Task, TaskResult, find_run, load_run
+from .subject import ContinueTexts, OnPass, Task, TaskResult, find_run, load_run
 
 OPTION = "--task"
 LM = "lm"
 
 KINDS: Mapping[str, type[Section]] = {LM: Options, **TASKS}
-"""Task name -> class of its options."""
+"""Task name -> class of its options, without those of the harness."""
 
 SAMPLES = 64
 """Default number of examples per length."""
 
 
 def parse(
-    specs: Sequence[str], samples: int | None = None, seq_len: int | None = None, draws: int | None = None
+    specs: Sequence[str],
+    samples: int | None = None,
+    seq_len: int | None = None,
+    draws: int | None = None,
+    include_path: Path | None = None,
+    continue_texts: ContinueTexts | None = None,
 ) -> list[Task]:
     """The tasks of a command line; samples is a default for all of them, seq_len and draws for lm.
 
-    Raises UserError for an unknown task, an invalid option or value, and seq_len or draws without lm.
+    include_path and continue_texts are for tasks of lm-evaluation-harness. Raises UserError for an unknown task, an
+    invalid option or value, and seq_len, draws or include_path without such a task.
     """
-    tasks = [_parse(spec, samples, seq_len, draws) for spec in dict.fromkeys(specs)]
+    tasks = [
+        HarnessTask.parse(spec, samples, include_path, continue_texts)
+        if spec.partition(":")[0] == LM_EVAL
+        else _parse(spec, samples, seq_len, draws)
+        for spec in dict.fromkeys(specs)
+    ]
+    if include_path is not None and not any(isinstance(task, HarnessTask) for task in tasks):
+        raise UserError(
+            f"--include-path {include_path} applies only to {LM_EVAL}; leave it out, or add {OPTION} {LM_EVAL}:NAME"
+        )
     if not any(isinstance(task, LanguageModelling) for task in tasks):
         if seq_len is not None:
-            raise UserError(
-                f"--seq-len {seq_len} applies only to lm; write {OPTION} {specs[0].split(':')[0]}:length={seq_len}"
-            )
+            remedy = f"write {OPTION} {specs[0].split(':')[0]}:length={seq_len}"
+            if isinstance(tasks[0], HarnessTask):
+                remedy = "leave it out"
+            raise UserError(f"--seq-len {seq_len} applies only to lm; {remedy}")
         if draws is not None:
             raise UserError(f"--draws {draws} applies only to lm; leave it out, or add {OPTION} lm")
     return tasks
 
 
 def _parse(spec: str, samples: int | None, seq_len: int | None, draws: int | None) -> Task:
+    kinds: Mapping[str, type[Section]] = {**KINDS, LM_EVAL: HarnessOptions}
+    kind = find_class(spec.partition(":")[0], kinds, OPTION)
     name, option_texts = split_spec(spec, OPTION)
-    kind = find_class(name, KINDS, OPTION)
     if name == LM:
         options = build(Options, name, option_texts, OPTION)
         defaults = {"samples": samples, "seq_len": seq_len, "draws": draws}
@@ -78,24 +96,28 @@ def evaluate_tasks(
     seq_len: int | None = None,
     draws: int | None = None,
     data: Path | None = None,
+    include_path: Path | None = None,
+    continue_texts: ContinueTexts | None = None,
     progress: Callable[[str, int, int], None] = lambda spec, done, total: None,
 ) -> Iterator[tuple[str, TaskResult]]:
     """Measure tasks on one checkpoint in this process; yields each spec with its result as soon as it is done.
 
     Args:
         folder: a run folder, or one in Hugging Face format.
-        specs: `NAME` or `NAME:key=value,...`, with names from `KINDS`.
+        specs: `NAME` or `NAME:key=value,...`, with names from `KINDS`, or `lm_eval:NAME` of lm-evaluation-harness.
         step: step of the checkpoint; None takes the newest good one.
         samples: default of samples for lm, and of examples per length for other tasks.
         seq_len, draws: defaults for lm, as in `evaluate_run`.
         data: a prepared folder to use instead of the run's.
+        include_path: folder of further tasks of lm-evaluation-harness.
+        continue_texts: what generates text for its tasks; None: those that generate are refused.
         progress: called after each forward pass with the task's spec, the passes done and all passes of the task.
 
     Raises:
         UserError: before anything is measured, for an unknown run, checkpoint, task or option, and for tasks that the
             run does not support.
     """
-    tasks = parse(specs, samples, seq_len, draws)
+    tasks = parse(specs, samples, seq_len, draws, include_path, continue_texts)
     return _measure(folder, tasks, step, progress, data)
 
 

@@ -1,6 +1,6 @@
 """The model under evaluation, and the protocols of tasks and results."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -45,6 +45,25 @@ class LoadedRun(OpenedRun):
     """Unpartitioned, in evaluation mode, on `device`."""
 
     device: torch.device
+
+
+class ContinueTexts(Protocol):
+    """What continues texts: `megakernel.generation`, which evaluation does not import, passed by the command."""
+
+    def __call__(
+        self,
+        opened: OpenedModel,
+        model: "LanguageModel",
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        stop: Sequence[str],
+        sampling: Mapping[str, Any],
+    ) -> Iterator[tuple[int, str]]:
+        """(index of a prompt, its continuation) as each ends.
+
+        prompts: their ids. stop: strings before which a text ends. sampling: options of `Sampling`.
+        """
 
 
 class TaskResult(Protocol):
@@ -109,11 +128,20 @@ def load_run(source: OpenedRun) -> LoadedRun:
 
 def check_positions(config: Config, seq_len: int, key: str) -> None:
     """UserError for sequences longer than learned positions; key: the option of the length, for errors."""
-    max_positions = config.model.max_positions or config.training.seq_len
-    if config.model.position == "learned" and seq_len > max_positions:
+    limit = learned_positions(config)
+    if limit is not None and seq_len > limit:
         raise UserError(
-            f"{key}={seq_len} exceeds the model's {max_positions} learned positions; give at most {max_positions}"
+            f"{key}={seq_len} exceeds the model's {limit} learned positions; give at most {limit}"
         )
+
+
+def learned_positions(config: Config) -> int | None:
+    """The number of learned positions; None: sequences may have any length."""
+    return (
+        (config.model.max_positions or config.training.seq_len)
+        if config.model.position == "learned"
+        else None
+    )
 
 
 def sequences_per_pass(config: Config, seq_len: int) -> int:

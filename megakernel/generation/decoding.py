@@ -38,13 +38,23 @@ class Decoder:
     @torch.inference_mode()
     def read(self, tokens: Sequence[Sequence[int]]) -> Tensor:
         """Read the same number of tokens (at least 1) of each text; returns the logits (B, V) of the next tokens."""
+        return self.logits(self.hidden(tokens)[-1:])[:, 0]
+
+    @torch.inference_mode()
+    def hidden(self, tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Read as `read` does; returns the final hidden states (N, B, hidden) of the last N <= chunk_size tokens."""
         length = len(tokens[0])
         for start in range(0, length, self._chunk_size):
             chunks = [row[start : start + self._chunk_size] for row in tokens]
             places = [self._next_positions(row, chunk) for row, chunk in enumerate(chunks)]
             ids = torch.tensor(chunks, device=self._device)
             hidden, self.states = self._model.extend(ids, torch.tensor(places), self.states)
-        return self._model.logits(hidden[-1:])[:, 0]
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits (B, N, V) of the tokens that follow final hidden states (N, B, hidden)."""
+        return self._model.logits(hidden)
 
     def _next_positions(self, row: int, tokens: Sequence[int]) -> list[int]:
         """Positions as in training (`positions_of` in data_pipeline/packed_text.py)."""

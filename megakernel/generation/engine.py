@@ -25,6 +25,9 @@ Finish = Literal["stop", "length"]
 PROMPT_CHUNK = 512
 """Maximum tokens of a prompt that are read between two steps of the running texts."""
 
+_SCORED_CHUNK = 64
+"""Tokens of a prompt whose logits exist at a time."""
+
 
 class TextState(NamedTuple):
     """The state of an ended text, from which it can be continued."""
@@ -53,6 +56,8 @@ class TextRequest:
     """The prompt; with `previous`, the tokens that follow it, which may be empty."""
 
     max_new_tokens: int
+    """0: the text ends once its prompt is read."""
+
     sampling: Sampling = DEFAULT
     seed: int = 0
     sample: int = 0
@@ -67,6 +72,10 @@ class TextRequest:
     logprobs: int | None = None
     """Number of most likely tokens to report with the chosen token's log-probability; None: report nothing."""
 
+    echo: str | None = None
+    """Text of the prompt, returned before the continuation. With `logprobs` its tokens are reported too, and so is a
+    token that ends the text. None: the continuation alone."""
+
     previous: TextState | None = None
     """The text to continue; None for a new one."""
 
@@ -78,7 +87,9 @@ class Chosen(NamedTuple):
     """A token and its log-probability under the model, before temperature, penalty and filters."""
 
     token: int
-    logprob: float
+    logprob: float | None
+    """None for the first token of a text."""
+
     top_tokens: list[tuple[int, float]]
     """The most likely tokens with their log-probabilities, in order."""
 
@@ -98,6 +109,12 @@ class Text:
 
     prompt_read: int = 0
     """Number of the prompt's tokens that are read."""
+
+    scored: list[Chosen] = field(default_factory=list)
+    """The prompt's tokens that are read, if they are reported."""
+
+    ahead: Tensor | None = None
+    """Logits (V,) of the token after those."""
 
     new_tokens: list[int] = field(default_factory=list)
     finish: Finish | None = None
@@ -120,8 +137,8 @@ class TextStep(NamedTuple):
     piece: str
     """New text that is final; may be empty."""
 
-    chosen: Chosen | None
-    """The token, if log-probabilities are requested and it does not end the text."""
+    chosen: Sequence[Chosen]
+    """If log-probabilities are requested, the new token, unless it ends the text; with `echo` after the prompt's."""
 
 
 @dataclass(eq=False)
@@ -216,15 +233,22 @@ class GenerationEngine:
     def _read_prompt(self) -> list[TextStep]:
         text, decoder = self._reading[0]
         chunk = text.unread[text.prompt_read : text.prompt_read + PROMPT_CHUNK]
-        logits = decoder.read([chunk])
+        hidden = decoder.hidden([chunk])
+        if text.request.echo is not None and text.request.logprobs is not None:
+            self._score(text, chunk, decoder, hidden)
         text.prompt_read += len(chunk)
         if text.prompt_read < len(text.unread):
             self._reading.rotate(-1)  # a short prompt need not wait for the end of a long one
             return []
         self._reading.popleft()
+        text.ahead = None
         batch = _Batch(decoder, [text])
+        if text.request.max_new_tokens == 0:
+            text.finish, text.unread = "length", []
+            self._keep_final_states(batch)
+            return [TextStep(text, text.request.echo or "", text.scored)]
         self._batches.append(batch)
-        steps = self._advance(batch, logits)
+        steps = self._advance(batch, decoder.logits(hidden[-1:])[:, 0])
         if batch.texts:
             self._merge(batch)
         return steps
@@ -249,26 +273,25 @@ class GenerationEngine:
         steps = [
             self._append_token(text, token, row) for text, token, row in zip(batch.texts, tokens, logits)
         ]
-        for row, text in enumerate(batch.texts):
-            if text.finish is not None and text.request.keeps_state:
-                # In host memory: a GPU has little room for states of texts that do not run.
-                text.final_state = self._text_state(text, batch.decoder.extract(row, "cpu"))
+        self._keep_final_states(batch)
         unfinished = [text for text in batch.texts if text.finish is None]
         if len(unfinished) < len(batch.texts):
             self._keep_texts(batch, unfinished)
         return steps
 
     def _append_token(self, text: Text, token: int, logits: Tensor) -> TextStep:
-        request, chosen = text.request, None
+        request = text.request
+        before, chosen = ("", []) if text.new_tokens else (request.echo or "", text.scored)
+        # Clients that score a prompt leave out the last token reported, which has to be there then.
+        if request.logprobs is not None and (request.echo is not None or token not in request.ends):
+            chosen = [*chosen, *_with_logprobs([token], logits[None], request.logprobs)]
         if token in request.ends:
             text.finish, text.unread = "stop", []
-            return TextStep(text, text.stops.add(text.stream.end()) + text.stops.end(), None)
-        if request.logprobs is not None:
-            chosen = _with_logprobs(token, logits, request.logprobs)
+            return TextStep(text, before + text.stops.add(text.stream.end()) + text.stops.end(), chosen)
         text.new_tokens.append(token)
         text.seen.add(token)
         text.unread = [token]
-        piece = text.stops.add(text.stream.add(token))
+        piece = before + text.stops.add(text.stream.add(token))
         if text.stops.matched:
             text.finish = "stop"
         elif len(text.new_tokens) == request.max_new_tokens:
@@ -278,6 +301,26 @@ class GenerationEngine:
                 text.finish = "stop"
             piece += text.stops.end()
         return TextStep(text, piece, chosen)
+
+    def _score(self, text: Text, tokens: Sequence[int], decoder: Decoder, hidden: Tensor) -> None:
+        """Add a chunk of the prompt to `scored`; hidden: its final hidden states (N, 1, hidden)."""
+        assert text.request.logprobs is not None
+        for start in range(0, len(tokens), _SCORED_CHUNK):
+            end = start + _SCORED_CHUNK
+            after = decoder.logits(hidden[start:end])[0, :, : self.tokenizer.vocab_size]
+            if text.ahead is None:
+                text.scored.append(Chosen(tokens[0], None, []))
+                scored, logits = tokens[start + 1 : end], after[:-1]
+            else:
+                scored, logits = tokens[start:end], torch.cat([text.ahead[None], after[:-1]])
+            text.scored += _with_logprobs(scored, logits, text.request.logprobs)
+            text.ahead = after[-1].clone()  # a view would keep the whole chunk
+
+    def _keep_final_states(self, batch: _Batch) -> None:
+        for row, text in enumerate(batch.texts):
+            if text.finish is not None and text.request.keeps_state:
+                # In host memory: a GPU has little room for states of texts that do not run.
+                text.final_state = self._text_state(text, batch.decoder.extract(row, "cpu"))
 
     def _text_state(self, text: Text, decoder: Decoder) -> TextState:
         previous = text.request.previous
@@ -294,11 +337,16 @@ class GenerationEngine:
         batch.texts = texts
 
 
-def _with_logprobs(token: int, logits: Tensor, count: int) -> Chosen:
+def _with_logprobs(tokens: Sequence[int], logits: Tensor, count: int) -> list[Chosen]:
+    """Tokens with their log-probabilities and the `count` most likely ones in their places, from logits (N, V)."""
     logs = logits.float().log_softmax(-1)
-    best = logs.topk(min(count, len(logs)))
-    top_tokens = list(zip(best.indices.tolist(), best.values.tolist()))
-    return Chosen(token, float(logs[token]), top_tokens)
+    best = logs.topk(min(count, logs.shape[-1]))
+    own = logs.gather(-1, torch.tensor(tokens, dtype=torch.int64, device=logs.device)[:, None])[:, 0].tolist()
+    top_tokens = zip(best.indices.tolist(), best.values.tolist())
+    return [
+        Chosen(token, logprob, list(zip(*top)))
+        for token, logprob, top in zip(tokens, own, top_tokens, strict=True)
+    ]
 
 
 def position_limit(config: Config) -> int | None:
@@ -310,7 +358,7 @@ def position_limit(config: Config) -> int | None:
 def check_positions(config: Config, prompt: int, new: int, key: str) -> None:
     """UserError, naming `key`, if `new` tokens after a prompt of `prompt` tokens exceed the learned positions."""
     limit = position_limit(config)
-    if limit is not None and prompt + new > limit:
+    if limit is not None and prompt + max(new, 1) > limit:  # the last new token is not read
         raise UserError(
             f"{key}={new} after a prompt of {prompt} tokens exceeds the model's {limit - 1} learned positions; "
             f"give at most {max(limit - prompt, 0)}, or a shorter prompt"

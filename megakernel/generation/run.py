@@ -1,9 +1,9 @@
 """Continuing prompts with a model's folder; cheap checks come before heavy libraries are imported."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from data_pipeline.chat import ChatTemplate, Message
 from data_pipeline.tokenizers import Tokenizer
@@ -94,6 +94,32 @@ def generate_texts(
         TextPiece(*divmod(index, samples), step.piece, step.text.finish is not None)
         for index, step in engine.run(requests)
     )
+
+
+def continue_texts(
+    opened: OpenedModel,
+    model: "LanguageModel",
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    stop: Sequence[str],
+    sampling: Mapping[str, Any],
+) -> Iterator[tuple[int, str]]:
+    """Continue prompts, given as ids, with a loaded model; yields (index, continuation) as each ends.
+
+    sampling: options of `Sampling`. stop: strings before which a text ends.
+    """
+    isolate = opened.config.data.isolate_documents
+    engine = GenerationEngine(model, opened.tokenizer, isolate_documents=isolate)
+    settings, ends, texts = Sampling(**sampling), opened.ends, [""] * len(prompts)
+    requests = [
+        TextRequest(ids, max_new_tokens, settings, sample=index, stop=tuple(stop), ends=ends)
+        for index, ids in enumerate(prompts)
+    ]
+    for index, step in engine.run(requests):
+        texts[index] += step.piece
+        if step.text.finish is not None:
+            yield index, texts[index]
 
 
 def prompt_tokens(opened: OpenedModel, prompt: Prompt) -> list[int]:

@@ -67,6 +67,10 @@ class TokenBytes:
             return text.encode()
         return self._part(token) or text.encode()
 
+    def in_text(self, token: int) -> bytes:
+        """What a token adds to a text: nothing if it ends or begins one."""
+        return b"" if token in (self._tokenizer.eod, self._tokenizer.bos) else self.of(token)
+
     def _part(self, token: int) -> bytes | None:
         """The bytes of a token without text of its own; None if the tokenizer does not say them."""
         if self._tokenizer.kind == "byte":

@@ -86,6 +86,7 @@ _LACKING = {
     "submit": ("slurm", "submitit", ("submit", _DEMO, "-N", "1", "-G", "2", "-t", "1:00:00", "--dry-run")),
     "sweep": ("slurm", "submitit", ("sweep", "none.yaml")),
     "resume": ("slurm", "submitit", ("resume", "none")),
+    "--print-completion": ("shell", "shtab", ("--print-completion", "bash")),
     "serve": ("serve", "fastapi and uvicorn", ("serve", "runs/none")),
 }
 """What lacks a package -> its extra, the packages, the command."""
@@ -118,6 +119,15 @@ def test_an_import_that_no_check_foresaw_gives_the_line_too(tmp_path):
     )
     assert done.stderr == "megakernel: error: doctor needs matplotlib; pip install 'megakernel[plot]'\n"
     assert done.returncode == ExitStatus.USAGE
+
+
+def test_a_task_of_the_harness_without_the_harness_says_so(tmp_path):
+    code = "from megakernel.evaluation.run import parse; parse(['lm_eval:piqa'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=without("eval"), capture_output=True, text=True
+    )
+    message = "UserError: --task lm_eval:NAME needs lm-eval; pip install 'megakernel[eval]'"
+    assert done.stderr.splitlines()[-1].endswith(message)
 
 
 def test_the_doctor_names_every_extra_that_is_missing_and_finds_the_rest_good(tmp_path):

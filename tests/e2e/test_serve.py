@@ -264,7 +264,7 @@ INVALID_FIELDS = [
     ({"prompt": "x" * 65}, "max_tokens", "or a shorter prompt"),
     ({"max_tokens": 100_001}, "max_tokens", "exceeds this server's limit; give at most"),
     ({"stop": [""]}, "stop", "stop: give up to 16 texts, none of them empty"),
-    ({"echo": True}, "echo", "echo is not supported by this server; leave it out"),
+    ({"best_of": 2}, "best_of", "best_of is not supported by this server; leave it out"),
     ({"temprature": 1}, "temprature", "is not a field of this request; write temperature"),
     (
         {"stream": True, "stream_options": {"include_usages": True}},

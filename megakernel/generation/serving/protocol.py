@@ -175,7 +175,21 @@ class CompletionBody(Body):
     """The body of /v1/completions: texts to continue, or their tokens."""
 
     prompt: _Prompt
+    max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_echo(self) -> "CompletionBody":
+        if self.max_tokens == 0 and not self.echo:
+            message = "max_tokens=0 adds nothing; give 1 or more, or echo=true for the prompt itself"
+            raise Refusal(message, param="max_tokens")
+        if self.echo and self.session is not None:
+            message = (
+                "echo repeats a whole text, and a session has only what follows it; leave out one of them"
+            )
+            raise Refusal(message, param="echo")
+        return self
 
     @property
     def prompts(self) -> list[str | list[int]]:

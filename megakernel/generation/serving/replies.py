@@ -35,12 +35,12 @@ class Reply:
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         """The chunks of a stream for a piece; none if it has no text and nothing else to report."""
-        choices, chosen = [], [] if piece.chosen is None else [piece.chosen]
-        if piece.text or chosen:
+        choices = []
+        if piece.text or piece.chosen:
             part: dict[str, Any] = (
                 {"delta": {"content": piece.text}} if self._is_chat else {"text": piece.text}
             )
-            choices.append(self._choice(piece.choice, part, chosen))
+            choices.append(self._choice(piece.choice, part, piece.chosen))
         if piece.finish is not None:
             part = {"delta": {}} if self._is_chat else {"text": ""}
             choices.append(self._choice(piece.choice, part, finish=piece.finish))
@@ -60,7 +60,7 @@ class Reply:
             text = "".join(piece.text for piece in choice_pieces)
             message = {"role": "assistant", "content": text, "refusal": None}
             part = {"message": message} if self._is_chat else {"text": text}
-            chosen = [piece.chosen for piece in choice_pieces if piece.chosen is not None]
+            chosen = [one for piece in choice_pieces for one in piece.chosen]
             finished.append(self._choice(choice, part, chosen, choice_pieces[-1].finish))
         return self._body("", finished, usage=usage)
 
@@ -90,11 +90,16 @@ class Reply:
         return {**entries[0], "top_logprobs": entries[1:]}
 
     def _completion_logprobs(self, choice: int, chosen: Sequence[Chosen]) -> dict[str, Any]:
-        """Log-probabilities of a completion; the chosen token is always among the most likely ones."""
+        """Log-probabilities of a completion; the chosen token is always among the most likely ones.
+
+        The first token of a prompt has none of both.
+        """
         length = self._texts.setdefault(choice, _Length())
         data = [self._token_bytes.of(one.token) for one in chosen]
         best = [
-            {
+            None
+            if one.logprob is None
+            else {
                 _name(self._token_bytes.of(token), "bytes:"): logprob
                 for token, logprob in [*one.top_tokens, (one.token, one.logprob)]
             }
@@ -104,7 +109,7 @@ class Reply:
             "tokens": [_name(one, "bytes:") for one in data],
             "token_logprobs": [one.logprob for one in chosen],
             "top_logprobs": best,
-            "text_offset": [length.before(one) for one in data],
+            "text_offset": [length.before(self._token_bytes.in_text(one.token)) for one in chosen],
         }
 
 

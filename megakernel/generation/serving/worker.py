@@ -50,13 +50,16 @@ class Prompt(NamedTuple):
     messages: list[Message] | None = None
     """The whole conversation."""
 
+    echo: str | None = None
+    """Its text, if that is returned."""
+
 
 class Piece(NamedTuple):
     """The result of one step for one of a request's texts."""
 
     choice: int
     text: str
-    chosen: Chosen | None
+    chosen: Sequence[Chosen]
     finish: Finish | None
 
 
@@ -309,6 +312,12 @@ class Worker:
                 raise Refusal("the session is a conversation; use /v1/chat/completions", param="session")
             previous = None if session is None else session.state
             prompts = [Prompt(_tokens(opened, prompt, previous), previous) for prompt in body.prompts]
+            if body.echo:
+                texts = [
+                    prompt if isinstance(prompt, str) else opened.tokenizer.decode(prompt)
+                    for prompt in body.prompts
+                ]
+                prompts = [prompt._replace(echo=text) for prompt, text in zip(prompts, texts)]
         return prompts, self._requests(body, prompts)
 
     def _requests(self, body: Body, prompts: Sequence[Prompt]) -> list[TextRequest]:
@@ -322,7 +331,7 @@ class Worker:
                 param="prompt",
             )
         default = self._max_new_tokens if isinstance(body, ChatBody) else COMPLETION_TOKENS
-        most = body.max_new_tokens or min(default, self._max_new_tokens)
+        most = min(default, self._max_new_tokens) if body.max_new_tokens is None else body.max_new_tokens
         if most > self._max_new_tokens:
             raise Refusal(
                 f"max_tokens={most} exceeds this server's limit; give at most {self._max_new_tokens}"
@@ -338,7 +347,8 @@ class Worker:
                 new = max(1, min(most, limit - read))
             check_positions(self.opened.config, read, new, "max_tokens")
             first = TextRequest(prompt.tokens, new, body.sampling(), seed, stop=body.stops, ends=self._ends)
-            first = replace(first, logprobs=body.num_top_tokens, previous=prompt.previous, keeps_state=keeps)
+            first = replace(first, logprobs=body.num_top_tokens, echo=prompt.echo)
+            first = replace(first, previous=prompt.previous, keeps_state=keeps)
             requests += [replace(first, sample=sample) for sample in range(samples)]
         return requests
 

@@ -167,10 +167,11 @@ def test_log_probabilities_are_those_of_the_model():
     request = TextRequest(prompt(9), 3, Sampling(0.5, top_k=4), logprobs=2, ends=ENDS)
     steps = [step for _, step in engine(model).run([request])]
     read = engine(model).new_decoder()
-    for step, tokens in zip(steps, ([prompt(9)], [[steps[0].chosen.token]], [[steps[1].chosen.token]])):
+    for step, tokens in zip(steps, ([prompt(9)], [[steps[0].chosen[0].token]], [[steps[1].chosen[0].token]])):
         logs = read.read(tokens)[0, :257].log_softmax(-1)
-        assert step.chosen.logprob == pytest.approx(float(logs[step.chosen.token]), abs=1e-4)
-        assert [token for token, _ in step.chosen.top_tokens] == logs.topk(2).indices.tolist()
+        (chosen,) = step.chosen
+        assert chosen.logprob == pytest.approx(float(logs[chosen.token]), abs=1e-4)
+        assert [token for token, _ in chosen.top_tokens] == logs.topk(2).indices.tolist()
 
 
 def test_samples_of_one_seed_differ_and_are_reproducible():

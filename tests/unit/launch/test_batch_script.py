@@ -50,7 +50,7 @@ def test_shellcheck_finds_nothing_in_any_script(tmp_path):
     if shellcheck is None:
         pytest.skip("shellcheck is not installed: pip install -e '.[dev]'")
     settings = {"setup": ["module load cuda"], "environment": {"GREETING": "it's"}}
-    scripts = [REPOSITORY / name for name in (".ci/run", "slurm/local_cluster")]
+    scripts = [REPOSITORY / name for name in (".ci/run", "slurm/local_cluster", "slurm/container/install")]
     for path in sorted((REPOSITORY / "slurm").glob("*.sbatch")):
         if "{{" in path.read_text():
             filled = [script(path.stem, **settings), script(path.stem, container=PYXIS, array="0-3")]

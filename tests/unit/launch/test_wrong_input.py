@@ -176,3 +176,23 @@ def test_a_model_larger_than_the_memory_is_an_error_of_one_line(allocate, size, 
     assert main(["doctor"]) == ExitStatus.FAILED
     (line,) = capsys.readouterr().err.splitlines()
     assert f"this machine has too little memory{size}; take one with more, a smaller model" in line
+
+
+_ON_A_GPU = (
+    "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 11.52 GiB is "
+    "free. Including non-PyTorch memory, this process has 67.58 GiB memory in use."
+)
+
+
+def test_a_full_gpu_is_an_error_of_one_line_with_keys_to_lower(monkeypatch, capsys):
+    def run(args):
+        raise torch.OutOfMemoryError(_ON_A_GPU)
+
+    monkeypatch.setattr(COMMANDS["doctor"], "run", run)
+    assert main(["doctor"]) == ExitStatus.FAILED
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (
+        "CUDA out of memory (20.00 GiB more were needed at once); in training lower training.micro_batch_size"
+        in line
+    )
+    assert "traceback" not in line
