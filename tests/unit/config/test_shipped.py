@@ -17,8 +17,13 @@ PROCESSES = {
     "pretrain-350m": 8,
     "pretrain-1b": 16,
     "pretrain-7b": 64,
+    "pretrain-125m-hybrid": 8,
+    "pretrain-350m-hybrid": 8,
+    "pretrain-1b-hybrid": 16,
+    "pretrain-7b-hybrid": 64,
     "million_token_cpu": 2,
     "long-context-350m": 8,
+    "long-context-350m-hybrid": 8,
 }
 SIZES = {"125m": 125e6, "350m": 350e6, "1b": 1e9, "7b": 7e9}
 GPT2_TOKENS = 50_257
@@ -64,6 +69,23 @@ def test_a_fragment_completes_a_run_file(path, tmp_path):
     run = tmp_path / "run.yaml"
     run.write_text(f"extends: [{base}, {path}]\nrun: {{name: mine}}\n")
     assert load(run).run.name == "mine"
+
+
+def test_the_hybrid_long_context_run_grows_to_64_thousand_tokens():
+    training = load(CONFIGS / "long-context-350m-hybrid.yaml").training
+    assert [phase.training.seq_len for phase in training.phases] == [8192, 65_536]
+    assert training.consumed(training.steps)[1] == pytest.approx(15e9, rel=0.05)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_hybrid_has_softmax_in_every_fourth_layer_and_differs_in_attention_alone(size):
+    hybrid, plain = (load(CONFIGS / f"pretrain-{size}{kind}.yaml") for kind in ("-hybrid", ""))
+    windows = [layer.window for layer in hybrid.model.attentions]
+    assert windows == [128, 128, 128, None] * (plain.model.num_layers // 4)
+    attention = {"attention": plain.model.attention, "attention_pattern": None}
+    assert hybrid.model.model_copy(update=attention) == plain.model
+    assert hybrid.training == plain.training
+    assert hybrid.parallel == plain.parallel
 
 
 @pytest.mark.parametrize("size", SIZES)
