@@ -16,7 +16,12 @@ from megakernel.config import mechanisms
 from megakernel.config.attention import Attention
 from megakernel.ops.documents import token_positions
 from megakernel.ops.flurka_attention.options import FlurkaState
-from megakernel.ops.selected_attention import SelectedState, block_landmarks, selected_attention
+from megakernel.ops.selected_attention import (
+    SelectedState,
+    block_landmarks,
+    chosen_tokens,
+    selected_attention,
+)
 from megakernel.ops.selected_attention.grouped import groups_before
 from megakernel.ops.selected_attention.inputs import SelectionRule
 from megakernel.ops.selected_attention.tiles import choice_before
@@ -68,6 +73,11 @@ class Selector:
             out_dtype=out_dtype,
         )
 
+    @torch.no_grad()
+    def chosen_tokens(self, q: Tensor, k: Tensor, pool: Tensor, inputs: AttentionInputs) -> Tensor:
+        """(B, H_kv, N, N) bool: which tokens are in blocks that a query chooses, of whole sequences; for analyses."""
+        return chosen_tokens(q, k, pool, self.selection, inputs.resolved_positions)
+
     def _earlier_shards(
         self, q: Tensor, k: Tensor, v: Tensor, pool: Tensor, inputs: AttentionInputs
     ) -> SelectedState:
@@ -101,10 +111,13 @@ class SelectedAttention(AttentionLayer):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
+        return self.selector.attend(q, k, v, self.landmark_pool(k), inputs, inputs.state)
+
+    def landmark_pool(self, k: Tensor) -> Tensor:
+        """(r, b): means of equal parts of a block."""
         # Made where the keys are: a table from the host would be copied in every layer.
         segments = landmark_segments(self.rank, self.block_size, k.device)
-        pool = segments / segments.sum(1, keepdim=True, dtype=accum_dtype(k.dtype))
-        return self.selector.attend(q, k, v, pool, inputs, inputs.state)
+        return segments / segments.sum(1, keepdim=True, dtype=accum_dtype(k.dtype))
 
 
 class FlurkaSelectedState(NamedTuple):
@@ -130,7 +143,7 @@ class FlurkaSelectedAttention(FlurkaAttention):
         """See AttentionLayer."""
         before: FlurkaSelectedState | None = inputs.state
         out, flurka = super().attend(q, k, v, replace(inputs, state=before and before.flurka))
-        pool, dtype = self._pool(self.pool_keys).detach(), accum_dtype(q.dtype)
+        dtype, pool = accum_dtype(q.dtype), self.landmark_pool(k)
         both, selected = self.selector.attend(q, k, v, pool, inputs, before and before.selected, dtype)
         tail = inputs.halo(k, v, self.reach) if inputs.cp_shard.size > 1 else before and before.flurka.tail
         window, _ = window_attention(
@@ -146,3 +159,7 @@ class FlurkaSelectedAttention(FlurkaAttention):
         # Where nothing was chosen, window and both are the same up to rounding, and FLuRKA's gate is 1.
         out = (out + torch.sigmoid(gate.to(dtype))[..., None] * (both - window)).to(v.dtype)
         return out, None if selected is None else FlurkaSelectedState(flurka, selected)
+
+    def landmark_pool(self, k: Tensor) -> Tensor:
+        """E (r, b) or (H_kv, r, b), without a gradient."""
+        return self._pool(self.pool_keys).detach()

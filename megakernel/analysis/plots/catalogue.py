@@ -128,6 +128,16 @@ _ALL = (
         _has_gate,
     ),
     Analysis(
+        "analysis.plots.choices.choices",
+        "what chosen blocks hold of the weight that softmax has far away",
+        "",
+        [Plot("cells", name, "head", "layer", name) for name in ("found", "distance", "repeated")],
+        "found",
+        ("layer",),
+        "choice of blocks (selection)",
+        lambda attention: attention.selection is not None,
+    ),
+    Analysis(
         "analysis.plots.spectra.covariances",
         "eigenvalues of learned covariances",
         f"{_KL}, tables 4, 9-12",

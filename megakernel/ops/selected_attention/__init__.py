@@ -14,6 +14,8 @@ from megakernel.ops.mixture import Rotation
 from megakernel.ops.selected_attention import chunked, reference
 from megakernel.ops.selected_attention.grouped import completed_groups
 from megakernel.ops.selected_attention.inputs import Score, SelectedInputs, SelectionRule, Unit
+from megakernel.ops.selected_attention.masked import chosen_keys
+from megakernel.ops.selected_attention.tiles import choose_for_tiles
 from megakernel.ops.tensors import accum_dtype
 from megakernel.ops.window import Tail
 
@@ -105,23 +107,52 @@ def selected_attention(
     selection = SelectionRule(pool.shape[-1], blocks, selected, unit, score, group or 0)
     state = empty_state(k, v, selection) if initial_state is None else initial_state
     check_cached("initial_state.cache", state.cache, k, v)
-    missing = max(0, selection.reach - state.cache.keys.shape[2])
-    cache = Tail(*(F.pad(x, (0, 0, missing, 0)) for x in state.cache)) if missing else state.cache
-    own = block_landmarks(k, cache, pool, positions)
-    landmarks = own.appended_to(state.landmarks)
-    ended = None if group is None else completed_groups(landmarks, positions, q.shape[2], selection)
-    groups = state.groups if ended is None else ended.appended_to(state.groups)
-    choosing = (landmarks, groups, state.choice)
-    inputs = SelectedInputs(selection, cache, *choosing, rotary, rotates_chosen, positions)
+    inputs, own, ended = _inputs_after(state, q, k, v, pool, selection, rotary, rotates_chosen, positions)
     out, choice = choose(IMPLEMENTATIONS, backend)(q, k, v, inputs)
     out = out.to(out_dtype or v.dtype)
     if not return_state:
         return out, None
-    carried = landmarks.carried(own.ends.shape[1], positions, q.shape[2], selection.block_size)
+    carried = inputs.landmarks.carried(own, positions, q.shape[2], selection.block_size)
+    groups = inputs.groups
     if groups is not None:
-        groups = groups.carried(ended.ends.shape[1] if ended else 0, positions, q.shape[2], selection.span)
+        groups = groups.carried(ended, positions, q.shape[2], selection.span)
     whole = Tail(*(torch.cat(both, 2) for both in zip(state.cache, (k, v))))
     return out, SelectedState(whole, carried, groups, choice)
+
+
+def _inputs_after(
+    state: SelectedState,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pool: Tensor,
+    selection: SelectionRule,
+    rotary: Rotation | None,
+    rotates_chosen: bool,
+    positions: Positions,
+) -> tuple[SelectedInputs, int, int]:
+    """What a backend takes, and the last places of its landmarks and groups, which are of these tokens."""
+    missing = max(0, selection.reach - state.cache.keys.shape[2])
+    cache = Tail(*(F.pad(x, (0, 0, missing, 0)) for x in state.cache)) if missing else state.cache
+    own = block_landmarks(k, cache, pool, positions)
+    landmarks = own.appended_to(state.landmarks)
+    ended = completed_groups(landmarks, positions, q.shape[2], selection) if selection.group else None
+    groups = state.groups if ended is None else ended.appended_to(state.groups)
+    inputs = SelectedInputs(
+        selection, cache, landmarks, groups, state.choice, rotary, rotates_chosen, positions
+    )
+    return inputs, own.ends.shape[1], ended.ends.shape[1] if ended else 0
+
+
+@torch.no_grad()
+def chosen_tokens(
+    q: Tensor, k: Tensor, pool: Tensor, selection: SelectionRule, positions: Positions
+) -> Tensor:
+    """(B, H_kv, N, N) bool: which keys are in the blocks that a query of whole sequences chooses."""
+    state = empty_state(k, k, selection)
+    inputs, _, _ = _inputs_after(state, q, k, k, pool, selection, None, False, positions)
+    tiles = choose_for_tiles(q, inputs)
+    return chosen_keys(tiles, slice(0, q.shape[2]), tiles.total)[..., tiles.cached :]
 
 
 def empty_state(k: Tensor, v: Tensor, selection: SelectionRule) -> SelectedState:

@@ -49,7 +49,7 @@ def _attend(
     rows: slice,
 ) -> Tensor:
     """Outputs of the queries `rows`; queries and keys: None: those of the window."""
-    near, chosen = _near(tiles, rows)[:, None], _chosen(tiles, rows, near_keys.shape[2])
+    near, chosen = _near(tiles, rows)[:, None], chosen_keys(tiles, rows, near_keys.shape[2])
     padding = tiles.layout.positions.flatten(1)[:, None, rows, None] < 0
     group, scale = near_queries.shape[1] // near_keys.shape[1], near_queries.shape[-1] ** -0.5
     mask = near | chosen
@@ -77,7 +77,7 @@ def _near(tiles: Tiles, rows: slice) -> Tensor:
     return (keys <= queries[:, None]) & (keys >= (queries - reach)[..., None])
 
 
-def _chosen(tiles: Tiles, rows: slice, keys: int) -> Tensor:
+def chosen_keys(tiles: Tiles, rows: slice, keys: int) -> Tensor:
     """(B, H_kv, n, keys) bool: whether a key is in a block that the query has chosen."""
     chosen, starts = tiles.of_queries(rows), tiles.starts
     count = starts.shape[1]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megakernel.analysis.plots import reach, spectra
+from megakernel.analysis.plots import choices, reach, spectra
 from megakernel.analysis.plots.matrices import CELLS, attention_matrix, exact_matrix, image_rows
 from megakernel.analysis.plots.subject import captured_attention, first_sequence
 from megakernel.uptraining.sampled_queries import CapturedInputs, SampledQueries
@@ -83,6 +83,34 @@ def test_the_span_ignores_other_documents():
     weights[4:, 0] = 100.0  # on another document: does not count
     found = spans(weights, positions=torch.arange(4).repeat(2)[None])
     assert found["span"] == 0
+
+
+@pytest.mark.parametrize("preset", ["selected", "flurka_selected"])
+def test_chosen_blocks_hold_all_that_softmax_has_far_away_if_all_are_chosen(preset):
+    config = {"preset": preset, "selection": {"blocks": LENGTH}}
+    if preset == "selected":
+        config |= {"near": {"block_size": 4}}
+    else:
+        config |= {"compression": {"block_size": 4, "rank": 2}}
+    captured = captured_attention(small_model(config), first_sequence(layer_inputs(), LENGTH))[0]
+    values, counts = choices.choice_sums(captured)
+    assert counts.shape == (4, len(choices.COLUMNS))
+    means = dict(zip(choices.COLUMNS, (values / counts).mean(0).tolist()))
+    assert means["found"] == pytest.approx(1.0)
+    assert 0 < means["far"] < 1
+
+
+def test_a_choice_of_one_block_finds_less_and_is_measured_where_it_is():
+    """Documents of 9 and 15 tokens in blocks of 4: 5 and 11 queries see 1, and 1 to 3 blocks, and choose one."""
+    config = {"preset": "selected", "near": {"block_size": 4}, "selection": {"blocks": 1, "unit": "tile"}}
+    captured = captured_attention(small_model(config), first_sequence(layer_inputs(), LENGTH))[0]
+    values, counts = choices.choice_sums(captured)
+    found = dict(zip(choices.COLUMNS, zip(values.T.tolist(), counts.T.tolist())))
+    assert found["far"][1] == [5 + 11] * 4
+    assert found["distance"][1] == [4.0 * (5 + 11)] * 4
+    # Of tile choices, only the first token of a tile can choose otherwise than the token before.
+    assert all(value >= 4 * (16 - 2 - 3) for value in found["repeated"][0])
+    assert all(value < whole for value, whole in zip(*found["found"]))
 
 
 def gated(bias):

@@ -63,6 +63,7 @@ FOR_EVERY_MODEL = {"attention", "singular_values", "ranks", "span", "instability
         ("softmax", {"spectral_error", "flurka_error", "query_likelihood"}),
         ("flurka", {"spectral_error", "flurka_error", "gates", "claims"}),
         ("linformer_causal", {"spectral_error", "flurka_error"}),
+        ("selected", {"spectral_error", "flurka_error", "choices"}),
         (
             "gmm_prf",
             {"spectral_error", "flurka_error", "covariances", "kernel_deviation", "voting", "gradients"},
