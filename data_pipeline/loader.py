@@ -167,7 +167,10 @@ class ValidationBatches:
             self.build()
         barrier()
         self._dataset = _BatchDataset(objective, share)
-        self._passes = samples_by_pass(self.samples, config.training.micro_batch_size, share)
+        self._micro_batch_size, self._share = config.training.micro_batch_size, share
+        self._passes = samples_by_pass(self.samples, self._micro_batch_size, share)
+        self.sources = [str(corpus) for corpus in corpora.of_split(split)]
+        """Names of the corpora."""
 
     def build(self) -> None:
         """Build the sample indices that are missing."""
@@ -179,9 +182,26 @@ class ValidationBatches:
 
     def __iter__(self) -> Iterator[Batch]:
         """The micro-batches; no label of a sequence beyond the last sample counts."""
-        for samples in self._passes:
+        yield from self._batches(range(self.samples), self._passes)
+
+    def by_source(self) -> Iterator[tuple[str, list[Batch]]]:
+        """The name of each of several corpora, and the micro-batches of its samples alone; nothing of a single one.
+
+        A corpus without a sample in the set is left out.
+        """
+        if len(self.sources) == 1:
+            return
+        of_corpora = [self._objective.samples.locate(sample)[0] for sample in range(self.samples)]
+        for corpus, name in enumerate(self.sources):
+            samples = [sample for sample, other in enumerate(of_corpora) if other == corpus]
+            passes = samples_by_pass(len(samples), self._micro_batch_size, self._share)
+            if samples:
+                yield name, list(self._batches(samples, passes))
+
+    def _batches(self, samples: Sequence[int], passes: Sequence[range]) -> Iterator[Batch]:
+        for places in passes:
             yield self._dataset.__getitems__(
-                [sample if sample < self.samples else None for sample in samples]
+                [samples[place] if place < len(samples) else None for place in places]
             )
 
 

@@ -1,6 +1,7 @@
 """Arguments that commands share: CONFIG and overrides, RUN and its folder, and range-checked numbers."""
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,23 @@ def add_config_arguments(
         metavar="section.key=value",
         help=overrides,
     )
+
+
+def add_allow_change(parser: argparse.ArgumentParser) -> None:
+    """Declare --allow-change, the keys of a run that may change at this start."""
+    parser.add_argument(
+        "--allow-change",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="key of a run that may change from its newest checkpoint on, such as optimizer.lr, or schedule for all of "
+        "its keys; repeatable",
+    )
+
+
+def allow_change_options(allowed: Sequence[str]) -> list[str]:
+    """The words of a command line that allow these changes."""
+    return [word for key in allowed for word in ("--allow-change", key)]
 
 
 class NotFound(UserError):

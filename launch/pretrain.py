@@ -3,12 +3,17 @@
 import argparse
 
 from launch import training
+from launch.arguments import add_allow_change
 from megakernel.config import ConfigError, Problem, load
 
 HELP = "train a model from scratch, or continue a stopped run"
 EXAMPLE = "megakernel pretrain configs/demo.yaml training.steps=100 --nproc 2"
 
-add_arguments = training.add_arguments
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare CONFIG, its overrides, --nproc and --allow-change."""
+    training.add_arguments(parser)
+    add_allow_change(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -17,4 +22,4 @@ def run(args: argparse.Namespace) -> int:
     if config.uptrain is not None:
         remedy = "run `megakernel uptrain`, or remove the section"
         raise ConfigError([Problem("uptrain", "{...}", "has stages, and pretraining has none", remedy)])
-    return training.run(args, config)
+    return training.run(args, config, args.allow_change)

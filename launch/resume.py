@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.arguments import add_job_run_arguments
+from launch.arguments import add_allow_change, add_job_run_arguments
 from launch.slurm.job_folder import JobFolder, find_runs
 from launch.slurm.options import add_cluster_options, cluster_of
 from launch.slurm.states import refuse_live
@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_cluster_options(parser)
     add_chain_option(parser)
+    add_allow_change(parser)
     add_job_options(parser)
 
 
@@ -82,6 +83,8 @@ def _request(folder: JobFolder, overrides: list[str], args: argparse.Namespace) 
         dependency=args.dependency,
         root=args.root,
         chain=args.chain,
+        allowed=args.allow_change,
+        done=args.from_step,
     )
 
 

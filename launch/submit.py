@@ -4,11 +4,11 @@ import argparse
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.arguments import RUNS, Number, add_config_arguments
+from launch.arguments import RUNS, Number, add_allow_change, add_config_arguments, allow_change_options
 from launch.slurm.options import add_cluster_options, cluster_of, cores_per_task
 from launch.slurm.script import INDEX
 from launch.slurm_programs import require
@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", help="name of the run and of the job")
     add_cluster_options(parser)
     add_chain_option(parser)
+    add_allow_change(parser)
     parser.add_argument("--array", metavar="SPEC", help="a run for each index, such as 0-7 or 0-99%%4")
     add_job_options(parser)
 
@@ -145,7 +146,14 @@ def _request_training(args: argparse.Namespace) -> "Request":
     for index in [None] if args.array is None else indices(args.array):
         filled = overrides if index is None else [text.replace(INDEX, str(index)) for text in overrides]
         runs[index] = load(args.config, filled)
-    return training_request(runs, cluster_of(args), args.array, dependency=args.dependency, chain=args.chain)
+    return training_request(
+        runs,
+        cluster_of(args),
+        args.array,
+        dependency=args.dependency,
+        chain=args.chain,
+        allowed=args.allow_change,
+    )
 
 
 def training_request(
@@ -156,10 +164,14 @@ def training_request(
     dependency: str | None = None,
     root: Path = RUNS,
     chain: int = 1,
+    allowed: Sequence[str] = (),
+    done: int | None = None,
 ) -> "Request":
     """A request for one run, or for an array of runs by index, named NAME-INDEX after the first run's name.
 
     root: folder of the runs that `dependency` names.
+    allowed: keys that may change if the run exists; restarts of the job find the changed ones recorded.
+    done: the completed steps with which it resumes; None: those of its newest checkpoint.
     Raises UserError for a configuration that does not fit the number of processes, its data, or an existing run.
     """
     from launch.slurm.submission import Member, Request, new_submission_name
@@ -170,7 +182,7 @@ def training_request(
         if index is not None:
             run = config.run.model_copy(update={"name": f"{first.run.name}-{index}"})
             config = config.model_copy(update={"run": run})
-        _check(config, cluster.world_size, has_data=not dependency)
+        _check(config, cluster.world_size, has_data=not dependency, allowed=allowed, done=done)
         members.append(Member(config.run.folder, to_yaml(config), index))
     command = "pretrain" if first.uptrain is None else "uptrain"
     return Request(
@@ -178,7 +190,7 @@ def training_request(
         cluster,
         first.run.folder.absolute(),
         new_submission_name(),
-        [command, "$submission/config.yaml"],
+        [command, "$submission/config.yaml", *allow_change_options(allowed)],
         array,
         _dependency_option(dependency, root) | cores_per_task(cluster),
         chain,
@@ -194,10 +206,11 @@ def _dependency_option(dependency: str | None, root: Path = RUNS) -> dict[str, s
     return {"dependency": jobs} if jobs else {}
 
 
-def _check(config: Config, world_size: int, has_data: bool) -> None:
+def _check(config: Config, world_size: int, has_data: bool, allowed: Sequence[str], done: int | None) -> None:
     """Raise UserError for what would fail on the cluster: layout, stages, an existing run, the data.
 
     has_data: whether to check the data; the job that this one waits for may still have to make it.
+    allowed, done: as for `check_same_run`.
     """
     from data_pipeline.corpus import Corpora
 
@@ -205,8 +218,12 @@ def _check(config: Config, world_size: int, has_data: bool) -> None:
     if config.uptrain is not None:
         from megakernel.uptraining.stages import check_stages  # imports torch
 
+        if allowed:
+            raise UserError(
+                f"--allow-change {allowed[0]} is for runs without an uptrain section; leave it out"
+            )
         check_stages(config, world_size)
-    check_recorded_run(config)
+    check_recorded_run(config, allowed, done)
     # Login nodes should not read a large corpus: the job itself verifies the checksums.
     if has_data:
         Corpora(config.data, validation=config.training.eval_samples > 0, verify=False)
@@ -237,6 +254,8 @@ def _request_command(args: argparse.Namespace) -> "Request":
     from launch.slurm.submission import Member, Request, new_submission_name
 
     command = [args.config, *args.overrides]
+    if args.allow_change:
+        raise UserError(f"--allow-change {args.allow_change[0]} is only for training; leave it out")
     numbers = indices(args.array) if args.array else []
     # Refuse an invalid command line now.
     args.parse([word.replace(INDEX, str(numbers[0])) for word in command] if numbers else command)

@@ -6,18 +6,19 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from launch import local
-from launch.arguments import Number, add_config_arguments
+from launch.arguments import Number, add_config_arguments, allow_change_options
 from launch.environment import launched_process
 from launch.messages import ignore_write_errors
 from megakernel.checkpoint.trained_run import finished_message
 from megakernel.config import Config, UserError, check_recorded_run, data_parallel_size, in_recorded_order
 from megakernel.config.errors import report_write_errors
 from megakernel.config.extras import need
+from megakernel.config.resume import check_allowed
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.parallel.ranks import Ranks
 from megakernel.training.data import check_corpora
@@ -45,8 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace, config: Config) -> int:
-    """Check the configuration against the world size, then train as one process or start the processes."""
+def run(args: argparse.Namespace, config: Config, allowed: Sequence[str] = ()) -> int:
+    """Check the configuration against the world size, then train as one process or start the processes.
+
+    allowed: keys of the run that may change at this start.
+    """
     process = launched_process()
     nproc = 1 if args.nproc is None else args.nproc
     world_size = nproc if process is None else process.world_size
@@ -58,17 +62,17 @@ def run(args: argparse.Namespace, config: Config) -> int:
     if config.logging.analysis_every is not None:
         need(f"logging.analysis_every={config.logging.analysis_every}", "matplotlib")
     if process is None:
-        return _start(config, args, world_size)
+        return _start(config, args, world_size, allowed)
     args.run_folder = config.run.folder  # `main` writes the traceback of an unexpected error to its logs
     block_stop_signals()
     ignore_write_errors("stdout")  # training continues without a console
     os.environ.update(process.variables())  # DeepSpeed and torch.distributed read them
-    return train(config, process)
+    return train(config, process, allowed)
 
 
-def _start(config: Config, args: argparse.Namespace, world_size: int) -> int:
+def _start(config: Config, args: argparse.Namespace, world_size: int, allowed: Sequence[str]) -> int:
     refuse_links(config.run.folder)
-    if check_recorded_run(config):  # here an error is printed once, later by every rank
+    if check_recorded_run(config, allowed):  # here an error is printed once, later by every rank
         RunLock(config.run.folder)  # raises InUse before the logs are touched; the ranks take their own lock
         if (done := finished_message(config)) is not None:  # known without importing the libraries
             print(done)
@@ -79,24 +83,28 @@ def _start(config: Config, args: argparse.Namespace, world_size: int) -> int:
     with report_write_errors("run.root", config.run.root):
         logs.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "launch.cli", args.command, args.config, *args.overrides]
+    command += allow_change_options(allowed)
     processes = f"{world_size} process{'es' * (world_size > 1)}"
     with suppress(OSError):  # printed at once, as importing the libraries takes seconds
         os.write(1, f"{args.command}: starting {processes}, logs in {logs}\n".encode())
     return local.run_ranks(command, world_size, logs, env={**os.environ, **local.import_variables()})
 
 
-def train(config: Config, process: ProcessEnvironment) -> int:
+def train(config: Config, process: ProcessEnvironment, allowed: Sequence[str] = ()) -> int:
     """Train until the last step (of the last stage, with an uptrain section) or a request to stop.
 
+    allowed: keys of the run that may change at this start, without an uptrain section.
     Returns the exit status (0, 85 or 143). Raises UserError for what the user can fix.
     """
 
     def work(mesh) -> int:
-        ordered = Ranks.of(mesh).on_rank_zero(lambda: in_recorded_order(config))
+        ranks = Ranks.of(mesh)
+        ranks.on_rank_zero(lambda: check_allowed(allowed, config))
+        ordered = ranks.on_rank_zero(lambda: in_recorded_order(config))
         if config.uptrain is None:
             from megakernel.training.trainer import Trainer
 
-            return Trainer(ordered, mesh, providers()).run().exit_status
+            return Trainer(ordered, mesh, providers(), allowed=allowed).run().exit_status
         from megakernel.uptraining.run import Uptraining
         from megakernel.uptraining.stages import check_stages
 

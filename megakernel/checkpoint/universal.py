@@ -32,6 +32,9 @@ PARAM, CAT_DIM, PARAM_N_SUB_PARAMS = "param", "cat_dim", "param_n_sub_params"
 
 WEIGHT = "fp32"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+MUON = "muon"
+"""Key of a parameter group: whether Muon updates it, whose state is only the first of MOMENTS."""
+
 STEP = "step"
 STATE = (WEIGHT, *MOMENTS, STEP)
 """State of a tensor: its value, AdamW's moments, and its number of updates."""

@@ -13,7 +13,7 @@ from megakernel.parallel import Mesh
 from megakernel.parallel.axis import Axis
 from megakernel.parallel.partition import Partition
 
-from .universal import MOMENTS, STEP, WEIGHT, WholeTensors
+from .universal import MOMENTS, MUON, STEP, WEIGHT, WholeTensors
 
 
 def stored_updates(module: nn.Module, source: WholeTensors, names: set[str]) -> dict[str, int]:
@@ -31,7 +31,7 @@ def load_moments(
     names: Iterable[str],
     updates: int,
 ) -> None:
-    """Load AdamW's moments of this process's parameters `names`, and set the number of updates.
+    """Load the moments of this process's parameters `names`, of the same optimizer, and set the number of updates.
 
     The moments of all other parameters are 0 and have the same number of updates, because a flat group has only one.
     engine: from deepspeed.initialize, before its first update.
@@ -41,7 +41,7 @@ def load_moments(
     parameters = dict(engine.module.named_parameters())
     for name in names:
         parameter, moments = parameters[name], source.read(name, MOMENTS)
-        for key in MOMENTS:
+        for key in moments:
             moment = partitions[name].shard(moments[key], tp.rank, tp.size).to(parameter.device)
             if parameter in optimizer.state:  # without ZeRO
                 optimizer.state[parameter][key].copy_(moment)
@@ -68,15 +68,19 @@ def load_weights(
 
 
 def _create_optimizer_state(engine: Any, step: int) -> None:
-    """Create AdamW's state, with moments of 0 and `step` updates, for every tensor that the optimizer steps.
+    """Create AdamW's or Muon's state, with moments of 0 and `step` updates, for every tensor that the optimizer steps.
 
     Otherwise torch creates it in the first update, and DeepSpeed links it to the parameters only after that.
     """
     wrapper, optimizer = engine.optimizer, engine.basic_optimizer
-    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    stepped = {
+        parameter: MOMENTS[:1] if group.get(MUON) else MOMENTS
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
     # ZeRO 3 keeps its flat tensors outside of the parameter groups.
     for tensor in getattr(wrapper, "fp32_partitioned_groups_flat", stepped):
-        moments = {key: torch.zeros_like(tensor) for key in MOMENTS}
+        moments = {key: torch.zeros_like(tensor) for key in stepped.get(tensor, MOMENTS)}
         optimizer.state[tensor] = {STEP: torch.tensor(float(step), device=tensor.device), **moments}
     if hasattr(wrapper, "_lazy_init_hp_params_optimizer_state"):  # ZeRO 1 and 2, bfloat16
         wrapper._lazy_init_hp_params_optimizer_state()

@@ -106,6 +106,11 @@ class WeightSource:
             return []
         return [f"its vocabulary has {known_size} ids and the model's {vocab_size}"]
 
+    @property
+    def optimizer(self) -> str:
+        """optimizer.name of its run."""
+        return self._config.optimizer.name
+
     @cached_property
     def _config(self) -> Config:
         assert self.checkpoint is not None

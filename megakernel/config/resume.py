@@ -1,15 +1,17 @@
 """Which keys may change when a run resumes.
 
 Keys that determine a run's numbers are fixed once its first step has succeeded. Where, how fast, how long and how
-closely monitored it runs may change at every start, and learning rates after steps that were not finite.
+closely monitored it runs may change at every start, and learning rates after steps that were not finite. Some more may
+change on purpose (`--allow-change`).
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigError, Problem
+from .errors import ConfigError, Problem, nearest_first
 from .load import from_yaml
 from .tree import Config
 from .yaml_text import read_text
@@ -39,6 +41,7 @@ _CHANGEABLE = (
     "training.log_every",
     "training.eval_every",
     "training.eval_samples",
+    "training.eval_sources",
     "training.eval_seq_len",
     "training.activation_checkpointing",
     "training.checkpoint_offload",
@@ -60,6 +63,33 @@ _CHANGEABLE_AFTER_PLANNED_STEPS = (
 )
 """Keys that may change if the steps planned so far do not: phases of longer sequences may follow them."""
 
+CHANGEABLE_ON_PURPOSE = (
+    "optimizer.lr",
+    "optimizer.mechanism_lr",
+    "optimizer.muon_lr",
+    "optimizer.muon_momentum",
+    "optimizer.beta1",
+    "optimizer.beta2",
+    "optimizer.eps",
+    "optimizer.weight_decay",
+    "optimizer.clip_grad_norm",
+    "schedule",
+    "training.z_loss",
+    *_CHANGEABLE_AFTER_PLANNED_STEPS,
+)
+"""Keys that may change if `--allow-change` names them; the last ones if the steps of the newest checkpoint do not."""
+
+_WHY_FIXED = {
+    "run": "decides the order of the samples and every random number",
+    "model": "decides which weights the model has, or what it computes with them",
+    "data": "decides which samples the run reads, in which order",
+    "training": "decides what the run reads or computes",
+    "optimizer": "decides which weights are trained, and how the optimizer groups them",
+    "objective": "decides what the run learns from",
+    "uptrain": "decides the stages",
+}
+"""Section -> why its remaining keys cannot change within a run."""
+
 _FIXED_IN_UPTRAINING = ("training.steps", "init.from", "init.moments")
 """Keys that an up-training may not change, unlike other runs: its stages are derived from them."""
 
@@ -78,9 +108,19 @@ class Difference:
     @property
     def is_learning_rate(self) -> bool:
         """Whether another learning rate is wanted for the same weights."""
-        # With optimizer.mechanism_lr the mechanisms' weights are a parameter group of their own, without it not.
-        regroups = self.key == "optimizer.mechanism_lr" and None in (self.recorded, self.wanted)
-        return self.key.endswith((".lr", "_lr")) and not regroups
+        return self.key.endswith((".lr", "_lr")) and not self.regroups
+
+    @property
+    def is_of_training(self) -> bool:
+        """Whether the run learns differently from here on, rather than elsewhere, faster or more closely watched."""
+        return not self.may_change or f"{self.key}.".startswith(
+            tuple(f"{key}." for key in (*CHANGEABLE_ON_PURPOSE, "training.steps"))
+        )
+
+    @property
+    def regroups(self) -> bool:
+        """Whether weights would change their group: with optimizer.mechanism_lr, mechanisms have one of their own."""
+        return self.key == "optimizer.mechanism_lr" and None in (self.recorded, self.wanted)
 
 
 def differences(recorded: Config, wanted: Config) -> list[Difference]:
@@ -117,26 +157,104 @@ def _step_settings(config: Config, steps: int) -> list[tuple[Any, ...]]:
     return ranges
 
 
-def check_same_run(recorded_yaml: str, wanted: Config, folder: Path) -> list[Difference]:
+def check_same_run(
+    recorded_yaml: str, wanted: Config, folder: Path, allowed: Sequence[str] = (), done: int | None = None
+) -> list[Difference]:
     """The permitted changes with which the run in `folder` resumes; ConfigError lists those that are not permitted.
 
     recorded_yaml: text of its config.yaml: UNPROVEN, NOT_FINITE or nothing, then the output of `to_yaml`.
+    allowed: keys of CHANGEABLE_ON_PURPOSE that may change, too.
+    done: the completed steps with which it resumes; None: those of its newest checkpoint.
     """
     recorded = from_yaml(recorded_yaml, str(folder / "config.yaml"))
     changes = differences(recorded, in_order_of(recorded_yaml, wanted, folder))
     if recorded_yaml.startswith(UNPROVEN):
         return changes
     rates_too = recorded_yaml.startswith(NOT_FINITE)
-    refused = [item for item in changes if not (item.may_change or (rates_too and item.is_learning_rate))]
-    if refused:
-        remedy = f"set it back, or choose another run.name to start a new run beside {folder}"
-        raise ConfigError(
-            [
-                Problem(item.key, item.wanted, f"was {item.recorded!r} when the run began", remedy)
-                for item in refused
-            ]
-        )
+    steps = saved_steps(folder) if done is None else done
+    same_steps = _step_settings(recorded, steps) == _step_settings(wanted, steps)
+    problems = [
+        _refusal(item, recorded, wanted, folder, allowed, steps)
+        for item in changes
+        if not (item.may_change or (rates_too and item.is_learning_rate))
+        and not (_is_allowed(item, allowed) and (same_steps or not _is_of_steps(item)))
+    ]
+    if problems:
+        raise ConfigError(problems)
     return changes
+
+
+def check_allowed(allowed: Sequence[str], config: Config) -> None:
+    """Raise ConfigError for keys of `--allow-change` that can never change within a run, or do not exist."""
+    known = set(_keys(config.model_dump(mode="json")))
+    problems = []
+    for key in allowed:
+        if f"{key}.".startswith(tuple(f"{one}." for one in (*CHANGEABLE_ON_PURPOSE, *_CHANGEABLE))):
+            continue
+        if key in known:
+            why = _WHY_FIXED.get(key.partition(".")[0], "is fixed")
+            reason = f"cannot change within a run: it {why}"
+            remedy = f"start a new run, or allow one of {', '.join(CHANGEABLE_ON_PURPOSE)}"
+        else:
+            reason = "names no key"
+            remedy = f"did you mean {nearest_first(key, [*CHANGEABLE_ON_PURPOSE], most=3)}?"
+        problems.append(Problem("--allow-change", key, reason, remedy))
+    if problems:
+        raise ConfigError(problems)
+
+
+def saved_steps(folder: Path) -> int:
+    """The step of the newest checkpoint in the run folder, damaged or not; 0 without one."""
+    names = (re.fullmatch(r"step_(\d+)", path.name) for path in (folder / "checkpoints").glob("step_*"))
+    return max((int(name[1]) for name in names if name), default=0)
+
+
+def _is_of_steps(item: Difference) -> bool:
+    """Whether the key says what single steps read and compute, so that it is fixed for the steps that are done."""
+    return f"{item.key}.".startswith(tuple(f"{key}." for key in _CHANGEABLE_AFTER_PLANNED_STEPS))
+
+
+def _is_allowed(item: Difference, allowed: Sequence[str]) -> bool:
+    allowed = [key for key in allowed if key in CHANGEABLE_ON_PURPOSE or key.startswith("schedule.")]
+    if any(key in _CHANGEABLE_AFTER_PLANNED_STEPS for key in allowed):
+        allowed = [*allowed, "training.seq_len_schedule"]  # where the steps so far keep theirs
+    return not item.regroups and f"{item.key}.".startswith(tuple(f"{key}." for key in allowed))
+
+
+def _refusal(
+    item: Difference, recorded: Config, wanted: Config, folder: Path, allowed: Sequence[str], steps: int
+) -> Problem:
+    """The error of a change that is not permitted, with the way to make it on purpose, if there is one."""
+    remedy = f"set it back, or choose another run.name to start a new run beside {folder}"
+    reason = f"was {item.recorded!r} when the run began"
+    if item.regroups or not f"{item.key}.".startswith(tuple(f"{key}." for key in CHANGEABLE_ON_PURPOSE)):
+        return Problem(item.key, item.wanted, reason, remedy)
+    if not _is_allowed(item, allowed):
+        remedy += f"; to change it from here on, add --allow-change {item.key}"
+    elif _is_of_steps(item):
+        reason = f"was {item.recorded!r} in the {steps} steps that the run has done"
+        remedy = f"keep them: training.seq_len_schedule='{_phases_until(recorded, wanted, steps)}'"
+    return Problem(item.key, item.wanted, reason, remedy)
+
+
+def _phases_until(recorded: Config, wanted: Config, steps: int) -> str:
+    """The seq_len_schedule of the first `steps` steps of the recorded run, as a YAML value on one line."""
+    entries = []
+    for phase in recorded.training.phases:
+        if phase.first_step >= steps:
+            break
+        until = steps if phase.schedule_entry is None else min(phase.end_step, steps)
+        entry: dict[str, Any] = {"until_step": until, "seq_len": phase.training.seq_len}
+        entry["global_batch_size"] = phase.training.global_batch_size
+        rotary, now = phase.model(recorded.model), wanted.model
+        if rotary.rope_base != now.rope_base:
+            entry["rope_base"] = rotary.rope_base
+        if rotary.rope_scaling != now.rope_scaling:
+            entry["rope_scaling"] = rotary.rope_scaling.model_dump(mode="json", exclude_defaults=True) or {
+                "kind": "none"
+            }
+        entries.append(entry)
+    return str(entries).replace("'", "")
 
 
 def in_order_of(recorded_yaml: str, wanted: Config, folder: Path) -> Config:
@@ -164,6 +282,14 @@ def in_recorded_order(wanted: Config) -> Config:
     return in_order_of(read_text(file), wanted, wanted.run.folder) if file.exists() else wanted
 
 
+def _keys(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """All keys and sections of a tree, dotted."""
+    for key, value in tree.items():
+        yield prefix + key
+        if isinstance(value, dict):
+            yield from _keys(value, f"{prefix}{key}.")
+
+
 def _changed(old: dict[str, Any], new: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any, Any]]:
     for key in dict.fromkeys((*old, *new)):
         before, after = old.get(key), new.get(key)
@@ -173,10 +299,11 @@ def _changed(old: dict[str, Any], new: dict[str, Any], prefix: str) -> Iterator[
             yield prefix + key, before, after
 
 
-def check_recorded_run(wanted: Config) -> bool:
+def check_recorded_run(wanted: Config, allowed: Sequence[str] = (), done: int | None = None) -> bool:
     """Apply `check_same_run` to the run in the folder of `wanted`; whether there is one."""
+    check_allowed(allowed, wanted)
     file = wanted.run.folder / "config.yaml"
     if not file.exists():
         return False
-    check_same_run(read_text(file), wanted, wanted.run.folder)
+    check_same_run(read_text(file), wanted, wanted.run.folder, allowed, done)
     return True

@@ -258,6 +258,20 @@ def _teachers_suit_the_model(
             yield Problem("uptrain.transfer", "{...}", reason, "set null; the main stage trains all weights")
 
 
+def _z_loss_has_logits(
+    training: Training, objective: Objective, uptrain: Uptrain | None, model: Model
+) -> Iterator[Problem]:
+    if training.z_loss == 0:
+        return
+    reasons = {
+        "has no effect on a classifier, which has no vocabulary": model.kind == "classifier",
+        f"is for objective.kind: labels, and it is {objective.kind}": objective.kind != "labels",
+        "is for objective.kind: labels, and uptrain sets that of its stages": uptrain is not None,
+    }
+    for reason in [reason for reason, holds in reasons.items() if holds][:1]:
+        yield Problem("training.z_loss", training.z_loss, reason, "remove it")
+
+
 def _transfer_excludes_further_inputs(
     objective: Objective, uptrain: Uptrain | None, model: Model
 ) -> Iterator[Problem]:
@@ -308,6 +322,29 @@ def _frozen_weights_are_supported(
     if optimizer.trained == "mechanism" and all(a.is_bare_softmax for a in model.attentions):
         reason = "leaves nothing to train: softmax attention has no weights of its own"
         yield Problem("optimizer.trained", optimizer.trained, reason, "set all or another model.attention")
+
+
+def _muon_has_whole_matrices(
+    optimizer: Optimizer,
+    parallel: Parallel,
+    objective: Objective,
+    uptrain: Uptrain | None,
+    deepspeed: dict[str, Any],
+) -> Iterator[Problem]:
+    if optimizer.name != "muon":
+        return
+    key = "optimizer.name"
+    if parallel.zero_stage == 3:
+        reason = "updates whole matrices, and parallel.zero_stage=3 partitions every weight over all ranks"
+        yield Problem(key, "muon", reason, "set adamw, or zero_stage to at most 2")
+    if objective.kind == "transfer" or uptrain is not None:
+        what = "attention transfer" if uptrain is None else "a stage of uptrain"
+        reason = f"updates whole matrices, and {what} may train none"
+        yield Problem(key, "muon", reason, "set adamw")
+    zero = deepspeed.get("zero_optimization")
+    if isinstance(zero, dict) and (zero.get("offload_optimizer") or {}).get("device", "none") != "none":
+        reason = "would multiply matrices on the host, where deepspeed.zero_optimization.offload_optimizer has them"
+        yield Problem(key, "muon", reason, "set adamw, or remove offload_optimizer")
 
 
 _DECIDED_HERE = {

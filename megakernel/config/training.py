@@ -1,12 +1,13 @@
 """Sections of a training run: optimizer, schedule, training with its phases, checkpoint, logging."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from .errors import Problem, nearest_multiples
+from .errors import ConfigError, Problem, nearest_multiples
 from .model import Model
 from .rope import RopeScaling
 from .section import Section
@@ -36,13 +37,19 @@ class Lora(Section):
 
 
 class Optimizer(Section):
-    """AdamW. Norms, biases and mechanism weights (gates, far_mass, feature maps) get no weight decay."""
+    """AdamW, or Muon. Norms, biases and mechanism weights (gates, far_mass, feature maps) get no weight decay."""
 
-    name: Literal["adamw"] = "adamw"
-    """The optimizer."""
+    name: Literal["adamw", "muon"] = "adamw"
+    """`muon`: Muon for the projections of attention and MLP in the blocks, AdamW for all other weights."""
 
     lr: float = Field(default=3e-4, gt=0)
     """Peak learning rate."""
+
+    muon_lr: float | None = Field(default=None, gt=0)
+    """muon: peak learning rate of its matrices, whose updates are scaled to the size of AdamW's; None: lr."""
+
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1)
+    """muon: decay of its momentum, which is Nesterov's."""
 
     mechanism_lr: float | None = Field(default=None, gt=0)
     """Peak learning rate of the attention mechanisms' own weights (feature maps, E, F, gates, far_mass); None: lr."""
@@ -65,6 +72,9 @@ class Optimizer(Section):
     weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled weight decay."""
 
+    decay_embeddings: bool = True
+    """Whether weight decay includes the embeddings of tokens and positions; tied ones are also the head."""
+
     clip_grad_norm: float = Field(default=1.0, gt=0, allow_inf_nan=True)
     """Largest global gradient norm; larger gradients are scaled down to it. `.inf`: no clipping."""
 
@@ -74,8 +84,12 @@ class Optimizer(Section):
         return (self.lora or Lora()) if self.trained == "lora" else None
 
     def problems(self) -> Iterator[Problem]:
-        """LoRA settings without effect."""
+        """Settings of LoRA or Muon without effect, and Muon for weights that are no whole matrices."""
         yield from self.without_effect("trained", {"lora": ("lora",)})
+        yield from self.without_effect("name", {"muon_lr": ("muon",), "muon_momentum": ("muon",)})
+        if self.name == "muon" and self.trained != "all":
+            reason = f"is for whole matrices, and trained: {self.trained} trains none"
+            yield self.problem("name", reason, "set adamw, or trained: all")
 
 
 class SchedulePart(Section):
@@ -208,6 +222,10 @@ class Training(Section):
     steps: int = Field(gt=0)
     """Optimizer steps of the whole run. Raise it to continue a finished run."""
 
+    tokens: int | None = Field(default=None, gt=0)
+    """Tokens of the whole run in place of steps: as many steps as read at least these, global_batch_size x seq_len in
+    each, are computed and recorded."""
+
     seq_len: int = Field(gt=0, le=1_000_000_000)
     """Tokens per sample; with a seq_len_schedule, of the last and longest phase."""
 
@@ -236,6 +254,10 @@ class Training(Section):
     eval_samples: int = Field(default=64, ge=0)
     """Validation samples per evaluation, the same ones each time; 0: no evaluation."""
 
+    eval_sources: bool = False
+    """Also evaluate the validation samples of each of several corpora by themselves, which doubles an evaluation's
+    time."""
+
     eval_seq_len: int | None = Field(default=None, gt=0)
     """Tokens per validation sample, in every phase; None: seq_len."""
 
@@ -255,6 +277,10 @@ class Training(Section):
     loss_chunk_size: int = Field(default=4096, gt=0)
     """Tokens per chunk of the loss; only one chunk's logits exist at a time."""
 
+    z_loss: float = Field(default=0.0, ge=0)
+    """Coefficient of the mean of logsumexp(logits)^2 over the tokens that count, which keeps logits small; it is not
+    part of the logged loss. Often 1e-4; 0: none."""
+
     skip_samples: list[tuple[int, int]] = Field(default=[])
     """Ranges [first, end) of training samples to skip, in consumption order over all phases, such as those that
     made the loss diverge."""
@@ -264,6 +290,34 @@ class Training(Section):
 
     profile: Profile | None = None
     """Record a trace of some steps of every process, on CUDA also memory, in RUN/profile; None: none."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _compute_steps(cls, value: Any) -> Any:
+        """The tree with the steps that `tokens` stand for in its place."""
+        if not isinstance(value, Mapping) or value.get("tokens") is None:
+            return value
+        if value.get("steps") is not None:
+            reason = f"is given beside training.steps={value['steps']}, of which one follows from the other"
+            raise ConfigError([Problem("tokens", value["tokens"], reason, "remove it, or set steps: null")])
+        tokens = value["tokens"]
+        is_count = isinstance(tokens, int | float) and not isinstance(tokens, bool) and 0 < tokens < 2**63
+        with suppress(ValueError):  # another key is invalid, and is reported
+            plan = cls.model_validate({**value, "steps": 1, "tokens": None})
+            if is_count and tokens == int(tokens):
+                return {**value, "steps": plan.steps_for(int(tokens)), "tokens": None}
+        return {**value, "steps": 1}
+
+    def steps_for(self, tokens: int) -> int:
+        """The fewest steps that read at least `tokens`."""
+        left = tokens
+        for phase in self.phases:
+            per_step = phase.training.global_batch_size * phase.training.seq_len
+            steps = -(-left // per_step)
+            if phase.schedule_entry is None or steps <= phase.end_step - phase.first_step:
+                return phase.first_step + steps
+            left -= per_step * (phase.end_step - phase.first_step)
+        raise AssertionError("the last phase has no end")
 
     @property
     def phases(self) -> list[Phase]:

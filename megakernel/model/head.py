@@ -55,7 +55,8 @@ def mean_loss(
     """Cross entropy in nats: this shard's sum over its targets, divided by the number of targets of the global batch.
 
     With distillation: divergence x T^2 KL(teacher || model) + cross_entropy x that of the labels; the teacher's hidden
-    states are (N, B, C').
+    states are (N, B, C'). With settings.z_loss, gradients are those of the loss plus the z-loss, whose value is added
+    to `settings.z_loss.share`.
 
     weight (R / tp, C), padding included; hidden states (N, B, C). Summed over context and data ranks and accumulated
     micro-batches this is the global mean in every layout.
@@ -71,9 +72,16 @@ def mean_loss(
     if not settings.model.is_causal:  # skip the logits of tokens that do not count
         states, targets = [x[counts] for x in states], targets[counts]
     selected = None if distillation is None else replace(distillation, hidden=states[1])
-    summed, parts = summed_loss(states[0], weight, targets, chunk_size, vocab_size, group, scaling, selected)
+    z_loss = settings.z_loss if torch.is_grad_enabled() else None
+    coefficient = 0.0 if z_loss is None else z_loss.coefficient
+    summed, parts = summed_loss(
+        states[0], weight, targets, chunk_size, vocab_size, group, scaling, selected, coefficient
+    )
     if distillation is not None:
         distillation.parts = torch.cat([parts, counts.sum()[None]])
+    if z_loss is not None:
+        share = parts[1] / num_targets.squeeze()
+        z_loss.share = share if z_loss.share is None else z_loss.share + share
     return summed / num_targets.squeeze()
 
 

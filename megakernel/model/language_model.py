@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megakernel.ops.documents import collapse_positions
+from megakernel.parallel.axis import OneProcess
 
 from .embedding import LearnedPositions, SinusoidalPositions, TokenEmbedding
 from .head import ClassifierHead, FinalNorm, OutputHead, mean_loss, token_losses
@@ -80,6 +81,8 @@ def _tied_loss(
 class Layers:
     """The consecutive layers of the list that this rank holds: all, or a part such as a pipeline stage."""
 
+    settings: ModelSettings
+
     layers: list[Callable[..., Any]]
 
     has_head: bool
@@ -97,11 +100,18 @@ class Layers:
         return loss
 
     def begin_step(self, step: int) -> None:
-        """Hook before each training step, for models whose loss depends on the step."""
+        """Called before each training step, as some models' losses depend on it."""
+        if self.settings.z_loss is not None:
+            self.settings.z_loss.share = None
 
     def scalars(self) -> dict[str, float]:
-        """Metrics besides the loss since the last call, by TensorBoard tag; called on all ranks."""
-        return {}
+        """Metrics of the last step besides the loss, by TensorBoard tag; called on all ranks."""
+        z_loss, mesh = self.settings.z_loss, self.settings.mesh
+        if z_loss is None:
+            return {}
+        assert not isinstance(mesh, OneProcess), "a training run has a mesh"
+        share = torch.zeros((), device=mesh.device) if z_loss.share is None else z_loss.share.float()
+        return {"train/z_loss": mesh.sum(mesh.sum(share, mesh.gradient), mesh.pp).item()}
 
 
 class LanguageModel(Layers, nn.Module):

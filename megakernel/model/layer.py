@@ -17,7 +17,7 @@ from megakernel.ops.layers import swiglu
 from megakernel.parallel import replicated
 
 from .layer_inputs import LayerInputs
-from .linear import add_updates, apply_linear, column_linear, low_rank_update, row_linear
+from .linear import add_updates, apply_linear, column_linear, low_rank_update, row_linear, stack
 from .norm import Norm
 from .self_attention import SelfAttention
 from .settings import ModelSettings, seeded_by
@@ -53,6 +53,7 @@ class MLP(nn.Module):
             skip_bias_add=True,
             stride=parts,
         )
+        stack(self.linear_fc1.weight, [model.ffn_size] * parts)
         self.linear_fc2 = row_linear(settings, model.ffn_size, model.hidden_size, bias=model.has_mlp_bias)
         width, inner = model.hidden_size, model.ffn_size
         self.gated = model.is_mlp_gated
@@ -96,6 +97,13 @@ class TransformerLayer(nn.Module):
             self.mlp_norm = before()
             self.mlp = MLP(settings)
             self.mlp_post_norm = after()
+
+    @property
+    def matrices(self) -> list[Any]:
+        """The linear layers whose weights are whole matrices, without those of the attention mechanism."""
+        attention, mlp = self.self_attention, self.mlp
+        gate = [] if attention.output_gate is None else [attention.output_gate]
+        return [attention.qkv, *gate, attention.output, mlp.linear_fc1, mlp.linear_fc2]
 
     def forward(self, inputs: LayerInputs) -> LayerInputs:
         """Hidden states (N, B, C) to hidden states; the other inputs pass through."""

@@ -93,6 +93,16 @@ def row_linear(settings: ModelSettings, inputs: int, outputs: int, *, bias: bool
     return linear
 
 
+def stack(weight: Tensor, rows: Sequence[int]) -> None:
+    """Record that the rows of a whole weight are those of several matrices: groups of `rows`, one after the other."""
+    weight.stacked_rows = tuple(rows)  # type: ignore[attr-defined]
+
+
+def stacked_rows(weight: Tensor) -> tuple[int, ...]:
+    """What `stack` has recorded: the rows of each of the matrices in a group; empty for a single matrix."""
+    return getattr(weight, "stacked_rows", ())
+
+
 def column_input(x: Tensor, settings: ModelSettings) -> Tensor:
     """All tokens (N, B, C) of x, for a product with this tensor rank's rows of a matrix.
 

@@ -18,7 +18,15 @@ from megakernel.parallel.axis import Axis
 from megakernel.parallel.tensor import gathered, head_shard, mark_head_parameters
 
 from . import compressed_input
-from .linear import KeyHeadLinear, add_updates, apply_linear, column_linear, low_rank_update, row_linear
+from .linear import (
+    KeyHeadLinear,
+    add_updates,
+    apply_linear,
+    column_linear,
+    low_rank_update,
+    row_linear,
+    stack,
+)
 from .norm import AllHeadsNorm, HeadNorm
 from .settings import ModelSettings
 from .short_convolution import ShortConvolution
@@ -89,6 +97,7 @@ class SelfAttention(nn.Module):
             fan_out=model.num_heads * model.head_size,
             parts=parts if copies else (),
         )
+        stack(self.qkv.weight, parts)
         self.further, further = None, config.spec.further
         if further and copies:
             self.further = KeyHeadLinear(settings, model.hidden_size, further)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from megakernel.parallel.axis import Axis
 
     from .start import LayerStart
+    from .vocabulary_loss import ZLoss
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """training.dtype -> torch dtype."""
@@ -59,6 +60,9 @@ class ModelSettings:
 
     loss_chunk_size: int = 4096
     """Tokens whose logits exist at once."""
+
+    z_loss: "ZLoss | None" = None
+    """The z-loss of training, and its value in the last step; None: none."""
 
     lora: Lora | None = None
     """Low-rank updates of attention and MLP matrices; None: none."""
@@ -167,6 +171,8 @@ def model_settings(config: Config, mesh: "Mesh | OneProcess", vocab_size: int) -
 
     UserError if model.vocab_size is smaller than the tokenizer's vocabulary.
     """
+    from .vocabulary_loss import ZLoss
+
     needed = vocab_size + config.model.special_ids
     wanted = config.model.vocab_size or needed
     if wanted < needed:
@@ -193,5 +199,6 @@ def model_settings(config: Config, mesh: "Mesh | OneProcess", vocab_size: int) -
         offload=config.training.checkpoint_offload,
         mlp_chunk_size=config.training.mlp_chunk_size,
         loss_chunk_size=config.training.loss_chunk_size,
+        z_loss=ZLoss(config.training.z_loss) if config.training.z_loss else None,
         lora=config.optimizer.updates,
     )

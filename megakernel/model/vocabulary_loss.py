@@ -91,6 +91,19 @@ class DistillationTarget:
     """Set by `head.mean_loss`: this shard's sums of cross entropy and KL(teacher || model), and its counted tokens."""
 
 
+@dataclass(eq=False)
+class ZLoss:
+    """The z-loss: coefficient x the mean of logsumexp(logits)^2 over the tokens that count.
+
+    It has gradients, and is not part of the loss that is returned and logged.
+    """
+
+    coefficient: float
+
+    share: Tensor | None = None
+    """Set by `head.mean_loss`: this rank's share () of its value in the present training step."""
+
+
 def summed_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -100,11 +113,13 @@ def summed_loss(
     group: ProcessGroup | None = None,
     scaling: LogitScaling = NO_SCALING,
     distillation: DistillationTarget | None = None,
+    z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """The sum of the loss over tokens in nats, () float32 or wider, and its two parts (2,) without gradients.
+    """The sum of the loss over tokens in nats, () float32 or wider, and two sums (2,) without gradients.
 
-    The loss is the cross entropy; with `distillation`, its weighted sum with KL(teacher || model). The parts are the
-    unweighted sums of both.
+    The loss is the cross entropy; with `distillation`, its weighted sum with KL(teacher || model). The two sums are the
+    cross entropy and KL(teacher || model), else the cross entropy and the z-loss. The gradients are those of the loss
+    plus the z-loss; the returned loss does not contain it.
 
     Args:
         hidden: states (T, C) before the head.
@@ -115,10 +130,12 @@ def summed_loss(
         group: ranks of the vocabulary-parallel head, in the order of ids; None: this rank has the whole head.
         scaling: scaling of the logits.
         distillation: the teacher's states and head, and the weights of both parts.
+        z_loss: coefficient of the sum of logsumexp(logits)^2; 0 with `distillation`.
     """
+    assert not (z_loss and distillation)
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     sums: tuple[Tensor, Tensor] = _SummedLoss.apply(
-        hidden, weight, targets, chunk_size, vocab_size, group, distillation, scaling, needs_grad
+        hidden, weight, targets, chunk_size, vocab_size, group, distillation, scaling, needs_grad, z_loss
     )
     return sums
 
@@ -136,6 +153,7 @@ class _SummedLoss(torch.autograd.Function):
         distillation: DistillationTarget | None,
         scaling: LogitScaling,
         needs_grad: bool,
+        z_loss: float,
     ) -> tuple[Tensor, Tensor]:
         wants_hidden, wants_weight = (needs_grad and needed for needed in ctx.needs_input_grad[:2])
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
@@ -153,12 +171,11 @@ class _SummedLoss(torch.autograd.Function):
             chunk = slice(first, first + chunk_size)
             inputs = (hidden[chunk], weight, targets[chunk], vocab_size)
             if distillation is None:
-                loss, grad_logits = cross_entropy(*inputs, needs_grad)
-                parts[0] += loss
+                sums, grad_logits = cross_entropy(*inputs, needs_grad, z_loss)
             else:
                 teacher_hidden = distillation.hidden[chunk]
                 sums, grad_logits = _distillation(*inputs, group, scaling, teacher_hidden, distillation)
-                parts += sums
+            parts += sums
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[chunk])
             if grad_weight is not None:
@@ -176,7 +193,7 @@ class _SummedLoss(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         # In place, as copies would be as large as the hidden states: so there can be only one backward pass.
         scaled = (None if saved is None else saved.mul_(gradients[0]) for saved in ctx.saved_tensors)
-        return (*scaled, *[None] * 7)
+        return (*scaled, *[None] * 8)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -212,30 +229,41 @@ def _cross_entropy(
     targets: Tensor,
     vocab_size: int,
     needs_grad: bool,
+    z_loss: float,
     group: ProcessGroup | None = None,
     scaling: LogitScaling = NO_SCALING,
 ) -> tuple[Tensor, Tensor]:
     logits, slope = _logits(hidden, weight, vocab_size, scaling)
-    logits -= _max_logits([logits], group)[0]
+    largest = _max_logits([logits], group)[0]
+    logits -= largest
     target_logits, columns, is_local = _target_logits(logits, targets, group)
     weights = logits.exp_()
     total, target_logits = _all_reduced([weights.sum(-1), target_logits], group)
     counts = targets != IGNORED
     loss = ((total.log() - target_logits) * counts).sum()
+    squares = torch.zeros_like(loss)
+    if z_loss:
+        logsumexp = total.log() + largest[:, 0]
+        squares = z_loss * (logsumexp.square() * counts).sum()
+    sums = torch.stack([loss, squares])
     if not needs_grad:
-        return loss, weights
+        return sums, weights
+    if z_loss:
+        weights *= (1 + 2 * z_loss * logsumexp)[:, None]
     weights.scatter_add_(-1, columns, -total[:, None] * is_local)
-    return loss, _multiplied(weights, (counts / total)[:, None], slope, hidden.dtype)
+    return sums, _multiplied(weights, (counts / total)[:, None], slope, hidden.dtype)
 
 
 def _reference_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, needs_grad: bool
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, needs_grad: bool, z_loss: float
 ) -> tuple[Tensor, Tensor]:
     with torch.enable_grad():
         logits = F.linear(hidden, weight).detach().requires_grad_()
         exact = logits[:, :vocab_size].to(accum_dtype(logits.dtype))
         loss = F.cross_entropy(exact, targets, ignore_index=IGNORED, reduction="sum")
-    return loss.detach(), torch.autograd.grad(loss, logits)[0]
+        squares = z_loss * exact.logsumexp(-1).square()[targets != IGNORED].sum()
+        gradient = torch.autograd.grad(loss + squares, logits)[0]
+    return torch.stack([loss, squares]).detach(), gradient
 
 
 CROSS_ENTROPIES: dict[str, Implementation] = {
@@ -245,9 +273,9 @@ CROSS_ENTROPIES: dict[str, Implementation] = {
 }
 """Backend -> the loss of a chunk.
 
-It takes hidden states (T, C), the head (R, C), targets (T,), the number of its rows that are not padding, and whether a
-gradient is needed. It returns the summed cross entropy () in float32 or wider, and its gradient by the logits (T, R) in
-the dtype of the states, 0 at padding.
+It takes hidden states (T, C), the head (R, C), targets (T,), the number of its rows that are not padding, whether a
+gradient is needed, and the coefficient of the z-loss. It returns the sums of cross entropy and z-loss, (2,) in float32
+or wider, and the gradient of both by the logits (T, R) in the dtype of the states, 0 at padding.
 """
 
 

@@ -47,6 +47,8 @@ def deepspeed_config(config: Config, mesh: Mesh, trained: int) -> dict[str, Any]
         "steps_per_print": None,
         "wall_clock_breakdown": False,
     }
+    if config.optimizer.name == "muon":
+        settings["zero_allow_untested_optimizer"] = True
     if config.training.dtype == "bfloat16":
         # Each gradient is added to the float32 sums and freed as soon as backward has computed it (ZeRO 1).
         settings["bf16"] = {"enabled": True, "check_grad_overflow": True, "immediate_grad_update": True}

@@ -37,7 +37,6 @@ from megakernel.parallel import Mesh
 from megakernel.parallel.ranks import Ranks
 
 from .deepspeed_config import (
-    deepspeed_clips,
     deepspeed_config,
     micro_batches_per_step,
     zero3_sharding,
@@ -173,7 +172,7 @@ class Engine:
         start = LayerStart(mesh, DTYPES[config.training.dtype], zero3_sharding(config, mesh))
         settings = replace(settings, start=start)
         model = Ranks.of(mesh).each(lambda: self._build_model(settings, make_model))
-        optimizer = build_optimizer(model, config.optimizer, mesh, deepspeed_clips(config))
+        optimizer = build_optimizer(model, config, mesh)
         self.partitions = partitions(model)
         self.record = client_state(model, self.partitions, optimizer)
         self.engine, self.optimizer, *_ = deepspeed.initialize(
@@ -342,13 +341,19 @@ class Engine:
     def load(self, folder: Path) -> None:
         """Load a state that `save` wrote on the same layout."""
         optimizer = self.engine.basic_optimizer
-        # The checkpoint's groups replace these; rates may differ (config/resume.py), and runs on GPUs began unfused.
-        ours = [{LR_SCALE: group[LR_SCALE], "fused": True} for group in optimizer.param_groups]
+        # The checkpoint's settings replace these, but they may differ on purpose (config/resume.py), and runs on GPUs
+        # began unfused.
+        ours = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
         with weights_only.enforce():
             path, _ = self.engine.load_checkpoint(str(folder.parent), tag=folder.name)
         assert path is not None, folder
         for group, settings in zip(optimizer.param_groups, ours, strict=True):
             group.update(settings)
+        if hasattr(self.engine.optimizer, "clip_grad"):  # ZeRO
+            self.engine.optimizer.clip_grad = self.engine.gradient_clipping()
         for tensor, state in optimizer.state.items():
             state[STEP] = state[STEP].to(tensor.device, torch.float32)
 

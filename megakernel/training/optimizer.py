@@ -1,4 +1,4 @@
-"""AdamW, its parameter groups, and gradient clipping where DeepSpeed has none."""
+"""The optimizer with its parameter groups, and gradient clipping where DeepSpeed has none."""
 
 import math
 from collections.abc import Callable
@@ -8,34 +8,62 @@ import torch
 from torch import nn
 
 from megakernel import config as configuration
+from megakernel.checkpoint.universal import MUON
 from megakernel.config import UserError
 from megakernel.model import Pipeline
+from megakernel.model.embedding import LearnedPositions, TokenEmbedding
 from megakernel.model.self_attention import MECHANISM, UPDATES, absent_in_dense
 from megakernel.parallel import Mesh
+
+from .deepspeed_config import deepspeed_clips
+from .muon import Matrices, Muon, whole_matrices
 
 LR_SCALE = "share_of_lr"
 """Key of a parameter group: factor of the step's learning rate."""
 
+WHOLE_MATRICES = "matrices of Muon"
+"""Name of the group that Muon updates."""
+
 
 def parameter_groups(model: nn.Module, settings: configuration.Optimizer) -> dict[str, dict[str, Any]]:
-    """AdamW groups of trained weights: matrices with weight decay; norms, biases and mechanisms' own weights without.
+    """Groups of trained weights: matrices with weight decay; norms, biases and mechanisms' own weights without.
 
-    Mechanisms' weights are a separate group only if mechanism_lr is set. Groups have names, and at least one weight.
+    Embeddings are matrices with decay_embeddings, else with the norms: stages without embeddings have the same groups.
+    Mechanisms' weights are a separate group only if mechanism_lr is set, Muon's matrices with name: muon. Groups have
+    names, and at least one weight.
     """
     decayed: list[nn.Parameter] = []
     free: list[nn.Parameter] = []
     owned: list[nn.Parameter] = []
+    whole: list[nn.Parameter] = []
+    muons = {id(weight) for weight in whole_matrices(model)} if settings.name == "muon" else set()
+    embeddings = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, (TokenEmbedding, LearnedPositions))
+        for parameter in module.parameters()
+    }
     for name, parameter in model.named_parameters():
         shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO 3 leaves an empty tensor behind
         if not parameter.requires_grad:
             continue
         mechanism = MECHANISM in name
-        if mechanism and settings.mechanism_lr is not None:
+        if id(parameter) in muons:
+            whole.append(parameter)
+        elif mechanism and settings.mechanism_lr is not None:
             owned.append(parameter)
         else:
-            (free if mechanism or len(shape) < 2 else decayed).append(parameter)
+            kept = id(parameter) in embeddings and not settings.decay_embeddings
+            (free if mechanism or kept or len(shape) < 2 else decayed).append(parameter)
     share = (settings.mechanism_lr or settings.lr) / settings.lr
+    muon_share = (settings.muon_lr or settings.lr) / settings.lr
     groups: dict[str, dict[str, Any]] = {
+        WHOLE_MATRICES: {
+            "params": whole,
+            "weight_decay": settings.weight_decay,
+            LR_SCALE: muon_share,
+            MUON: True,
+        },
         "matrices": {"params": decayed, "weight_decay": settings.weight_decay, LR_SCALE: 1.0},
         "norms and biases": {"params": free, "weight_decay": 0.0, LR_SCALE: 1.0},
         "weights of mechanisms": {"params": owned, "weight_decay": 0.0, LR_SCALE: share},
@@ -106,6 +134,10 @@ class ClippedAdamW(torch.optim.AdamW):
         return self.mesh.sum(squares, self.mesh.model).sqrt()
 
 
+class ClippedMuon(ClippedAdamW, Muon):
+    """Muon that does the same: clipping precedes its momentum."""
+
+
 def is_counted_here(parameter: nn.Parameter, mesh: Mesh) -> bool:
     """Whether a sum over all ranks of `mesh.model` that counts each weight once includes this rank's shard."""
     if getattr(parameter, "ds_pipe_replicated", False):  # a tied embedding's second copy
@@ -113,22 +145,21 @@ def is_counted_here(parameter: nn.Parameter, mesh: Mesh) -> bool:
     return mesh.tp.rank == 0 or getattr(parameter, "tensor_model_parallel", False)
 
 
-def build_optimizer(
-    model: nn.Module, settings: configuration.Optimizer, mesh: Mesh, deepspeed_clips: bool
-) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, config: configuration.Config, mesh: Mesh) -> torch.optim.AdamW:
     """The optimizer that DeepSpeed wraps; its learning rate is set before every step. Called on all ranks.
 
     Raises UserError, alike on all ranks, if pipeline stages have different parameter groups.
     """
+    settings = config.optimizer
     groups = parameter_groups(model, settings)
-    # DeepSpeed sums norms over the stages group by group.
+    # With ZeRO DeepSpeed sums norms over the stages group by group.
     stages = dict(mesh.gather_objects((mesh.pp.rank, tuple(groups))))
-    if len(set(stages.values())) > 1:
+    if deepspeed_clips(config) and len(set(stages.values())) > 1:
         trained = "; ".join(f"stage {stage}: {', '.join(names)}" for stage, names in sorted(stages.items()))
         raise UserError(
-            f"parallel.pipeline={mesh.pp.size}: with optimizer.trained={settings.trained} and "
+            f"parallel.pipeline={mesh.pp.size}: with optimizer.name={settings.name}, trained={settings.trained} and "
             f"mechanism_lr={settings.mechanism_lr}, stages train different groups of weights ({trained}), over which "
-            "DeepSpeed cannot sum norms; set optimizer.mechanism_lr: null and optimizer.trained: all, or another "
+            "DeepSpeed cannot sum norms; set optimizer.mechanism_lr: null, trained: all and name: adamw, or another "
             "parallel.pipeline"
         )
     options: dict[str, Any] = {
@@ -138,6 +169,14 @@ def build_optimizer(
         # The fused update makes one memory-bound pass over the weights instead of ten.
         "fused": True,
     }
-    if deepspeed_clips:
-        return torch.optim.AdamW(list(groups.values()), **options)
-    return ClippedAdamW(list(groups.values()), mesh, settings.clip_grad_norm, **options)
+    adamw: type[torch.optim.AdamW] = torch.optim.AdamW
+    clipped: type[ClippedAdamW] = ClippedAdamW
+    if WHOLE_MATRICES in groups:
+        is_half = config.training.dtype == "bfloat16" and mesh.device.type == "cuda"
+        dtype = torch.bfloat16 if is_half else torch.float32
+        weights = groups[WHOLE_MATRICES]["params"]
+        options |= {"matrices": Matrices(weights, mesh, dtype), "momentum": settings.muon_momentum}
+        adamw, clipped = Muon, ClippedMuon
+    if deepspeed_clips(config):
+        return adamw(list(groups.values()), **options)
+    return clipped(list(groups.values()), mesh, settings.clip_grad_norm, **options)

@@ -112,12 +112,20 @@ def in_layers(names: Sequence[str]) -> str:
     )
 
 
-def find_moments(source: Path, ranks: Ranks) -> WeightSource:
-    """The run or checkpoint of init.moments. Raises UserError, alike on all ranks, if it is neither."""
+def find_moments(source: Path, ranks: Ranks, optimizer: str = "adamw") -> WeightSource:
+    """The run or checkpoint of init.moments. Raises UserError, alike on all ranks, if it is neither.
+
+    optimizer: optimizer.name of the run that starts from it, which must be its own.
+    """
     weights = WeightSource.find("init.moments", source, ranks)
     if weights.checkpoint is None:
         raise UserError(
             f"init.moments={source} is a dense model without AdamW's moments; give a run of this project, or remove it"
+        )
+    if weights.optimizer != optimizer:
+        raise UserError(
+            f"init.moments={source}: {weights.optimizer} trained it, whose moments are not those of optimizer.name="
+            f"{optimizer}; set that to {weights.optimizer}, or remove init.moments"
         )
     return weights
 
@@ -127,7 +135,7 @@ def start_with_moments(source: Path, model: Model, engine: Engine, ranks: Ranks,
 
     Raises UserError, alike on all ranks, if there is no checkpoint or none of its moments fits the model.
     """
-    weights = find_moments(source, ranks)
+    weights = find_moments(source, ranks, engine.config.optimizer.name)
     count = engine.load_moments(weights.tensors(model))
     if not count:
         raise UserError(

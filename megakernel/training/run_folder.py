@@ -20,11 +20,14 @@ from megakernel.config import (
     InUse,
     UserError,
     check_same_run,
+    from_yaml,
     to_yaml,
 )
 from megakernel.config.errors import report_write_errors
+from megakernel.config.resume import saved_steps
 from megakernel.parallel.ranks import Ranks
 
+from . import events
 from .environment import environment_text
 
 WAIT_SECONDS = 10.0
@@ -145,9 +148,13 @@ def refuse_links(run: Path) -> None:
 class RunFolder:
     """Paths in the folder of one run. Rank 0 writes the files; all ranks write checkpoints, logs and profiles."""
 
-    def __init__(self, config: Config, ranks: Ranks | None = None):
+    def __init__(self, config: Config, ranks: Ranks | None = None, allowed: Sequence[str] = ()):
+        """allowed: keys that may change at this start, as `check_same_run` takes them."""
         self._config = config
         self._ranks = ranks or Ranks()
+        self._allowed = allowed
+        self.recorded: Config | None = None
+        """On rank 0, after `open`: the configuration of the start before, if a step of it has succeeded."""
         self.path = config.run.folder
         self.config_file = self.path / "config.yaml"
         self.environment_file = self.path / "environment.txt"
@@ -217,6 +224,9 @@ class RunFolder:
             if head == UNPROVEN:
                 for folder in (self.tokenizer, self.tensorboard):
                     shutil.rmtree(folder, ignore_errors=True)
+            else:
+                self.recorded = from_yaml(text, str(self.config_file))
+                self._record_changes(changes)
             write_atomically(self.config_file, head + to_yaml(self._config))
             self._fixed = not head
             for folder in (self.tensorboard, self.logs, self.checkpoints):
@@ -228,13 +238,20 @@ class RunFolder:
                     history.write(f"changed: {change.key} from {change.recorded!r} to {change.wanted!r}\n")
         return changes
 
+    def _record_changes(self, changes: Sequence[Difference]) -> None:
+        """Append a line to events.jsonl for each change of how the run learns from its newest checkpoint on."""
+        for change in changes:
+            if change.is_of_training:
+                facts = {"key": change.key, "recorded": change.recorded, "wanted": change.wanted}
+                events.record(self.path, "changed", **facts, step=saved_steps(self.path))
+
     def _changes(self) -> list[Difference]:
         try:
             recorded = self.config_file.read_text(encoding="utf-8")
         except FileNotFoundError:
             self._refuse_unknown_output()
             return []
-        return check_same_run(recorded, self._config, self.path)
+        return check_same_run(recorded, self._config, self.path, self._allowed)
 
     def _refuse_unknown_output(self) -> None:
         """Refuse training output without config.yaml: starts write that first, so its configuration is unknown."""

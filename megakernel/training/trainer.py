@@ -27,7 +27,7 @@ from .data import build_indices, check_corpora, verified_corpora
 from .deepspeed_config import check_deepspeed_keys
 from .engine import Engine, StepResult, loader_arguments
 from .environment import package_versions
-from .observing.console import Console
+from .observing.console import EVAL_OF_SOURCE, Console
 from .observing.local_work import LocalWork
 from .observing.metrics_writer import MetricsWriter, StepMetrics
 from .observing.observer import Observer, Providers
@@ -43,6 +43,9 @@ from .watchdog import Watchdog
 _MANY_PASSES = 4
 """Passes over a text from which on more of it would teach a model clearly more than another pass."""
 
+_JUMP = 0.01
+"""Smallest relative change of the learning rate between two steps that may be reported."""
+
 _MOST_CORPORA = 100
 """Corpora that are listed one by one at the start."""
 
@@ -54,10 +57,18 @@ class Trainer:
     DeepSpeed rejects.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, providers: Providers, parent_folders: Sequence[Path] = ()):
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        providers: Providers,
+        parent_folders: Sequence[Path] = (),
+        allowed: Sequence[str] = (),
+    ):
         """providers: functions of higher packages.
 
-        parent_folders: folders of the up-training that this run is a stage of, whose stop files also end it."""
+        parent_folders: folders of the up-training that this run is a stage of, whose stop files also end it.
+        allowed: keys of the run that may change at this start, as `check_same_run` takes them."""
         check_deepspeed_keys(config)
         self.config = config
         self.mesh = mesh
@@ -66,7 +77,7 @@ class Trainer:
         self.ranks = Ranks.of(mesh)
         evaluates, loader = config.training.eval_samples > 0, loader_arguments(mesh)
         found = check_corpora(config, self.ranks, evaluates)  # before a run folder is made
-        self.folder = RunFolder(config, self.ranks)
+        self.folder = RunFolder(config, self.ranks, allowed)
         self.console = Console(config.training.steps, self._consumed(config.training.steps)[1])
         changes = self.folder.open([_device_name(mesh.device)])
         for change in changes:
@@ -104,6 +115,7 @@ class Trainer:
             self._note(done_message(self.folder.path, done, steps))
             return Stop.NONE
         self._print_summary(done)
+        self._warn_of_jump(done)
         with ExitStack() as stack:
             folders = [self.folder.path, *self.parent_folders] if self.mesh.rank == 0 else []
             requests = stack.enter_context(StopRequests(*map(stop_file, folders)))
@@ -162,6 +174,26 @@ class Trainer:
                 "several times as long as in float32; set training.dtype=float32"
             )
         self._print_corpora()
+        sources = [] if self.validation is None else self.validation.sources
+        if config.training.eval_sources and len(sources) < 2:
+            self._note(f"training.eval_sources=true has no effect on {len(sources)} validation corpora")
+
+    def _warn_of_jump(self, done: int) -> None:
+        """Warn if the learning rate changes more, from the last step before this start to its first, than after it."""
+        recorded = self.folder.recorded
+        if recorded is None or done == 0:
+            return
+        last, instead, now, following = (
+            learning_rate(step, one.schedule, one.optimizer.lr, one.training.steps)
+            for one in (recorded, self.config)
+            for step in ((done - 1, done) if one is recorded else (done, done + 1))
+        )
+        if abs(now - last) > max(_JUMP * last, 1.5 * abs(following - now)):
+            self._note(
+                f"warning: the learning rate jumps: step {done} had {last:.3e}, and step {done + 1} has {now:.3e} "
+                f"instead of {instead:.3e}; schedule.name={self.config.schedule.name} depends on the step, "
+                "optimizer.lr and training.steps"
+            )
 
     def _print_corpora(self) -> None:
         """Print how much of each corpus the run reads."""
@@ -313,6 +345,11 @@ class Trainer:
             return
         scalars = {f"eval/{name}": value for name, value in measured.items()}
         scalars |= self._bits_per_byte("eval", measured["loss"], "validation")
+        if self.config.training.eval_sources:
+            with self.throughput.excluded():
+                for source, batches in self.validation.by_source():
+                    if found := self.engine.evaluate(batches):
+                        scalars[f"{EVAL_OF_SOURCE}{source}"] = found["loss"]
         self.entry.scalars |= scalars
         self.observer.after_evaluation(self.entry)
         if self.mesh.rank == 0:

@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from megakernel.config.yaml_text import parse, write
+from tests.tiers import tiered
 from tests.unit.data.conftest import documents, prepared, write_jsonl
 
 from .processes import run_ranks
-from .training_run import pretrain_and_return_output, scalars, train, write_config
+from .training_run import layout, metrics, pretrain_and_return_output, scalars, train, write_config
 
 
 @pytest.fixture(scope="module")
@@ -65,3 +66,37 @@ def test_a_run_of_an_earlier_version_reads_on_in_its_order(ranks, corpora, tmp_p
     assert parse(recorded.read_text(), "config.yaml")["data"]["blend"] == "periodic"
     new = train(listed, ranks, "training.steps=4", "logging.tensorboard=false", "run.name=new")
     assert scalars(new, "train/loss")[1:] != scalars(whole, "train/loss")[1:], "a new run reads by tokens"
+
+
+@pytest.mark.parametrize("ranks", tiered(["one process", "dp2", "pp2", "tp2 cp2"], ["dp2"]))
+def test_the_loss_of_each_validation_corpus_is_logged(ranks, corpora, tmp_path):
+    """Their mean by tokens is eval/loss, in float32; so they belong to the right samples."""
+    world_size, *overrides = layout(ranks)
+    names = [f"{corpora}/web-{number}" for number in range(2)]
+    config = write_config(tmp_path, corpora / "web-0")
+    weights = f"data.validation={{{names[0]}: 2, {names[1]}: 1}}"
+    options = (weights, "training.steps=2", "training.eval_samples=9", "logging.tensorboard=false")
+    plain = train(config, world_size, *overrides, *options)
+    [output, *_] = run_ranks(
+        pretrain_and_return_output,
+        world_size,
+        config,
+        (*overrides, *options, "training.eval_sources=true", "run.name=by-source"),
+        timeout=240,
+    )
+    by_source = metrics(tmp_path / "by-source")
+    assert scalars(by_source, "eval/loss") == scalars(plain, "eval/loss")
+    first, second = (scalars(by_source, f"eval/loss/{name}") for name in names)
+    assert len(first) == len(second) == 2
+    assert first != pytest.approx(second, rel=1e-4)
+    means = [(6 * a + 3 * b) / 9 for a, b in zip(first, second)]
+    assert means == pytest.approx(scalars(plain, "eval/loss"), rel=1e-5)
+    assert f"    {names[1]}: loss {second[-1]:.4f}\n" in output
+    assert not any(tag.startswith("eval/loss/") for line in plain for tag in line)
+
+
+def test_a_single_validation_corpus_has_no_loss_of_its_own_and_the_start_says_so(corpora, tmp_path):
+    config = write_config(tmp_path, corpora / "web-0")
+    options = ("training.steps=1", "training.eval_sources=true", "logging.tensorboard=false")
+    [output] = run_ranks(pretrain_and_return_output, 1, config, options)
+    assert "training.eval_sources=true has no effect on 1 validation corpora\n" in output

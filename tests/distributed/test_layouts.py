@@ -1,5 +1,6 @@
 """Any layout has the losses of one process for the same global batch."""
 
+import math
 from functools import cache
 
 import pytest
@@ -63,6 +64,9 @@ OTHER_PARTS = (
 SIX_HEADS = ("model.hidden_size=96", "model.num_heads=6", "model.num_kv_heads=2")
 """Heads that do not divide over four context ranks, nor over two with two tensor ranks."""
 
+Z_LOSS = ("training.z_loss=0.01", "optimizer.decay_embeddings=false", "optimizer.weight_decay=10")
+"""A coefficient and a decay that change the second loss by far more than rounding."""
+
 MIXTURES = (
     *("model.attention=mgk", "model.num_layers=6", "model.num_kv_heads=2"),
     "model.attention_pattern=[main, {preset: smgk, mixture: {m_step: true}}, {preset: mlk, feature_map: {name: favor}},"
@@ -124,6 +128,10 @@ VARIANTS = {
         DENSE_PARTS,
         ["tp2 sequence parallel", "tp2 cp2", "tp2 dp2 zero 1", "pp2", "dp2 zero 3", "dp2 loss chunks"],
     ),
+    "z-loss and plain embeddings": (
+        Z_LOSS,
+        ["dp2 zero 1", "tp2 pp2", "tp2 sequence parallel cp2 zero 3", "pp2 dp2 zero 1", "dp2 loss chunks"],
+    ),
     "six heads": (
         SIX_HEADS,
         ["cp4 states passed on", "cp4 full recompute", "tp2 cp2", "tp2 sequence parallel cp2 zero 3"],
@@ -160,6 +168,7 @@ FIRST_TIER = {
         "pp2 full recompute offload",
     ),
     "untied learned gelu layernorm biases": ("tp2 sequence parallel pp2", "dp2 zero 3"),
+    "z-loss and plain embeddings": ("tp2 pp2",),
     "six heads": ("tp2 cp2",),
     "parts of dense families": ("tp2 sequence parallel",),
     "mixtures": ("tp2 cp2",),
@@ -197,6 +206,19 @@ def test_every_layout_has_the_losses_of_one_process(variant, ranks, one_process,
     changes = (*VARIANTS[variant][0], f"training.steps={steps_of(variant)}", f"run.root={tmp_path}")
     actual = train(config, *layout(ranks), *changes)
     assert_losses_close(actual, expected)
+
+
+def test_the_z_loss_is_logged_apart_and_lowers_the_logits(one_process):
+    plain = one_process("tied rope swiglu rmsnorm")[1]
+    _, with_z = one_process("z-loss and plain embeddings")
+    assert scalars(with_z, "train/loss")[0] == scalars(plain, "train/loss")[0]
+    assert scalars(plain, "train/z_loss") == []
+    # A new model's logits are nearly 0, so log(sum(exp(logits))) is nearly the log of the vocabulary.
+    vocab_size = 257
+    first, second = scalars(with_z, "train/z_loss")
+    assert first == pytest.approx(0.01 * math.log(vocab_size) ** 2, rel=0.01)
+    assert second < first
+    assert scalars(with_z, "eval/loss") != scalars(plain, "eval/loss")
 
 
 def test_mixture_keys_lower_the_loss(one_process):

@@ -111,6 +111,7 @@ def peak_bytes(changes: dict[str, Any]) -> int:
         (case("flurka", {"tensor": 2, "sequence_parallel": True}), 2),
         (case("flurka", {"zero_stage": 3}, global_batch_size=4), 2),
         (case("flurka") | {"optimizer": {"trained": "lora"}, "init": {"from": "a run"}}, 1),
+        (case("flurka", global_batch_size=4) | {"optimizer": {"name": "muon"}}, 2),
     ],
 )
 def test_the_peak_memory_of_a_rank_is_planned_within_a_tenth(changes, world):

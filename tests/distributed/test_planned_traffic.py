@@ -98,6 +98,12 @@ def test_traffic_of_every_zero_stage_is_planned(stage):
     check_traffic(*(case("flurka", 256, 4, **changes) for changes in cases))
 
 
+@pytest.mark.parametrize("parallel", [{"zero_stage": 0}, {"zero_stage": 1}, {"zero_stage": 2}, {"tensor": 2}])
+def test_traffic_of_muon_is_planned(parallel):
+    single = {"training": {"dtype": "float32"}}
+    check_traffic(case("flurka", 256, 4, parallel=parallel, optimizer={"name": "muon"}, **single))
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_only_gradients_of_trained_weights_are_planned_to_be_sent(stage):
     lora = {"init": {"from": "a run"}, "optimizer": {"trained": "lora"}, "parallel": {"zero_stage": stage}}

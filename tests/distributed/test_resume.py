@@ -9,7 +9,10 @@ from megakernel.config.resume import NOT_FINITE
 from tests.distributed.processes import RankFailedError, run_ranks
 from tests.distributed.training_run import (
     assert_identical,
+    assert_losses_close,
     layout,
+    metrics,
+    pretrain_and_return_output,
     pretrain_in_this_rank,
     pretrain_killed_at_line,
     scalars,
@@ -65,3 +68,62 @@ def test_a_run_that_is_asked_to_stop_in_its_last_step_is_done(steps, status, cor
     overrides = (f"training.steps={steps}", "logging.tensorboard=false")
     assert run_ranks(pretrain_in_this_rank, 1, config, overrides) == [status]
     assert not stop_file.exists()
+
+
+CHANGES = (
+    *(
+        "optimizer.lr=3e-4",
+        "optimizer.weight_decay=3",
+        "optimizer.clip_grad_norm=0.05",
+        "optimizer.beta2=0.9",
+    ),
+    *("schedule.name=linear", "schedule.min_lr_ratio=0.5", "training.z_loss=0.01"),
+    "training.global_batch_size=4",
+    "training.seq_len_schedule=[{until_step: 2, seq_len: 128, global_batch_size: 8}]",
+)
+ALLOWED = (
+    *("optimizer.lr", "optimizer.weight_decay", "optimizer.clip_grad_norm", "optimizer.beta2", "schedule"),
+    *("training.z_loss", "training.global_batch_size"),
+)
+CHANGED_LAYOUTS = ["dp2", "dp2 zero 1", "dp2 zero 2", "dp2 zero 3", "pp2", "pp2 dp2 zero 1"]
+
+
+@pytest.fixture(scope="module")
+def changed_in_one_process(tmp_path_factory, corpus):
+    """The metrics of a run that one process continued with CHANGES.
+
+    Two began it: a reshaped run takes only weights and moments from its checkpoint.
+    """
+    config = write_config(tmp_path_factory.mktemp("changed"), corpus)
+    train(config, 2, *OPTIONS, "training.steps=2")
+    return train(config, 1, *OPTIONS, *CHANGES, allowed=ALLOWED)
+
+
+@pytest.mark.parametrize("ranks", tiered(CHANGED_LAYOUTS, ["dp2 zero 2"]))
+def test_changes_on_purpose_hold_from_the_checkpoint_on_and_a_killed_run_keeps_them(
+    ranks, changed_in_one_process, corpus, tmp_path
+):
+    world_size, *overrides = (*layout(ranks), *OPTIONS)
+    config = write_config(tmp_path, corpus)
+    train(config, world_size, *overrides, "training.steps=2")
+    for copy in ("killed", "unchanged"):
+        shutil.copytree(tmp_path / "run", tmp_path / copy)
+    with pytest.raises(RankFailedError, match=r"--allow-change optimizer\.lr"):
+        train(config, world_size, *overrides, *CHANGES)
+
+    [output, *_] = run_ranks(
+        pretrain_and_return_output, world_size, config, (*overrides, *CHANGES), ALLOWED, timeout=240
+    )
+    # The cosine of OPTIONS' steps is at its peak in step 3; the recorded one, of two steps, had ended.
+    assert "optimizer.lr was 0.001 and is now 0.0003\n" in output
+    assert "jumps: step 2 had 1.000e-03, and step 3 has 2.625e-04 instead of 1.000e-04;" in output
+    changed = metrics(tmp_path / "run")
+    assert_losses_close(changed, changed_in_one_process)
+    assert scalars(changed, "train/tokens") == [128 * samples for samples in (8, 16, 20, 24, 28, 32)]
+    unchanged = train(config, world_size, *overrides, "run.name=unchanged")
+    assert scalars(unchanged, "train/loss")[-1] != pytest.approx(scalars(changed, "train/loss")[-1], rel=1e-4)
+
+    killed = (*overrides, *CHANGES, "run.name=killed")
+    with pytest.raises(RankFailedError, match="exit status -9"):
+        run_ranks(pretrain_killed_at_line, world_size, "step 5/", config, killed, ALLOWED)
+    assert_identical(train(config, world_size, *killed), changed)

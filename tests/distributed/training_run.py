@@ -80,9 +80,11 @@ def write_config(folder: Path, corpus: Path) -> Path:
     return path
 
 
-def train(config: Path, world_size: int, *overrides: str, timeout: float = 240.0) -> list[dict[str, Any]]:
-    """Train in `world_size` ranks; returns the lines of metrics.jsonl."""
-    statuses = run_ranks(pretrain_in_this_rank, world_size, config, overrides, timeout=timeout)
+def train(
+    config: Path, world_size: int, *overrides: str, timeout: float = 240.0, allowed: tuple[str, ...] = ()
+) -> list[dict[str, Any]]:
+    """Train in `world_size` ranks; returns the lines of metrics.jsonl. allowed: keys of --allow-change."""
+    statuses = run_ranks(pretrain_in_this_rank, world_size, config, overrides, allowed, timeout=timeout)
     assert set(statuses) == {0}, statuses
     return metrics(load(config, overrides).run.folder)
 
@@ -101,7 +103,8 @@ def scalars(lines: list[dict[str, Any]], tag: str) -> list[float]:
 def assert_losses_close(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     """Two runs on the same batches have the same losses, on any layouts."""
     # float32 sums in another order: 1e-5 for losses, 1e-4 for norms, which sum squares of all gradients.
-    for tag, tolerance in {"train/loss": 1e-5, "train/grad_norm": 1e-4, "eval/loss": 1e-5}.items():
+    tolerances = {"train/loss": 1e-5, "train/z_loss": 1e-5, "train/grad_norm": 1e-4, "eval/loss": 1e-5}
+    for tag, tolerance in tolerances.items():
         assert scalars(actual, tag) == pytest.approx(scalars(expected, tag), rel=tolerance), tag
 
 
@@ -118,20 +121,24 @@ def assert_resumed_bit_identically(resumed: list[dict[str, Any]], whole: list[di
     assert scalars(resumed, "eval/loss")[-1] == scalars(whole, "eval/loss")[-1]
 
 
-def pretrain_in_this_rank(config: Path, overrides: tuple[str, ...]) -> int:
+def pretrain_in_this_rank(config: Path, overrides: tuple[str, ...], allowed: tuple[str, ...] = ()) -> int:
     from launch.training import train
 
-    return train(load(config, overrides), this_process())
+    return train(load(config, overrides), this_process(), allowed)
 
 
-def pretrain_and_return_output(config: Path, overrides: tuple[str, ...]) -> str:
+def pretrain_and_return_output(
+    config: Path, overrides: tuple[str, ...], allowed: tuple[str, ...] = ()
+) -> str:
     """Train in this rank; returns what it printed."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert pretrain_in_this_rank(config, overrides) == 0
+        assert pretrain_in_this_rank(config, overrides, allowed) == 0
     return printed.getvalue()
 
 
-def pretrain_killed_at_line(line_start: str, config: Path, overrides: tuple[str, ...]) -> int:
+def pretrain_killed_at_line(
+    line_start: str, config: Path, overrides: tuple[str, ...], allowed: tuple[str, ...] = ()
+) -> int:
     """Train, and kill this process by SIGKILL once it has printed a line that begins with `line_start`."""
     read, write = os.pipe()
     os.dup2(write, 1)
@@ -142,4 +149,4 @@ def pretrain_killed_at_line(line_start: str, config: Path, overrides: tuple[str,
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
-    return pretrain_in_this_rank(config, overrides)
+    return pretrain_in_this_rank(config, overrides, allowed)

@@ -143,6 +143,34 @@ def test_every_stop_request_saves_and_the_same_command_resumes(uninterrupted, co
     assert_identical(metrics(tmp_path / "run"), uninterrupted)
 
 
+@pytest.mark.second
+def test_a_key_that_was_changed_on_purpose_needs_no_permission_at_later_starts(corpus, tmp_path):
+    config, lower = write_config(tmp_path, corpus), "optimizer.lr=1e-4"
+    options = (*OPTIONS, "data.num_workers=1", "training.eval_samples=0")
+    assert Launched(config, *options, "training.steps=2").wait()[0] == ExitStatus.DONE
+
+    status, output = Launched(config, *options, lower, "training.steps=4").wait()
+    assert status == ExitStatus.USAGE
+    assert output.count("megakernel: error:") == 1
+    assert output.strip().endswith("to change it from here on, add --allow-change optimizer.lr")
+
+    allowed = ("--allow-change", "optimizer.lr")
+    status, output = Launched(config, *options, lower, "training.steps=4", *allowed).wait()
+    assert status == ExitStatus.DONE
+    assert "step 2 had 1.000e-03, and step 3 has 1.000e-04 instead of 1.000e-03" in output
+    status, output = Launched(config, *options, lower, "training.steps=6").wait()
+    assert status == ExitStatus.DONE
+    assert "jumps" not in output
+    allowed = ("--allow-change", "schedule")
+    decaying = ("schedule.name=wsd", "schedule.decay_steps=4", "schedule.min_lr_ratio=0")
+    status, output = Launched(config, *options, lower, "training.steps=10", *decaying, *allowed).wait()
+    assert status == ExitStatus.DONE
+    assert "jumps" not in output
+    decay = [7.5e-5, 5e-5, 2.5e-5, 0]
+    rates = scalars(metrics(tmp_path / "run"), "train/lr")
+    assert rates == pytest.approx([5e-4, 1e-3, *[1e-4] * 4, *decay])
+
+
 def test_signals_to_all_processes_save_and_leave_no_process_behind(corpus, tmp_path):
     # As Slurm and a closed terminal send them: also to the data workers, of which there is one per rank by default.
     config = write_config(tmp_path, corpus)

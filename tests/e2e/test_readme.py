@@ -1,4 +1,4 @@
-"""Runs the commands of the README, the quickstart and the guides to long context, tuning and serving as printed."""
+"""Runs the commands of the README, the quickstart and the guides to single subjects as printed."""
 
 import json
 import os
@@ -14,7 +14,10 @@ from urllib.request import ProxyHandler, build_opener
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/quickstart.md", "docs/long_context.md", "docs/tuning.md", "docs/serving.md")
+PAGES = (
+    *("README.md", "docs/quickstart.md", "docs/long_context.md", "docs/tuning.md", "docs/serving.md"),
+    "docs/optimization.md",
+)
 PROGRAMS = {
     "megakernel": "launch.cli",
     "tensorboard": "tensorboard.main",

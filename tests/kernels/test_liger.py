@@ -130,6 +130,26 @@ def test_loss(by_liger, tokens, width, vocab_size, padding, rows, dtype, draw):
     assert_agrees(run, [normal(draw, tokens, width), weight], dtype, draw)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_z_loss_is_in_the_gradients_and_not_in_the_loss(by_liger, dtype, draw):
+    targets = torch.randint(0, 50, (37,), generator=draw)
+    targets[1::5] = -100
+    counts, z_loss = targets != -100, 0.125
+
+    hidden, weight = normal(draw, 37, 16), normal(draw, 64, 16) * 16**-0.5
+    found = [x.to(DEVICE, dtype).requires_grad_() for x in (hidden, weight)]
+    exact = [x.detach().cpu().double().requires_grad_() for x in found]
+    logits = exact[0] @ exact[1][:50].T
+    right = F.cross_entropy(logits, targets, reduction="sum")
+    squares = z_loss * logits.logsumexp(-1).square()[counts].sum()
+    loss, sums = summed_loss(*found, targets.to(DEVICE), 8, 50, z_loss=z_loss)
+    for actual, wanted in ((loss, right), (sums[0], right), (sums[1], squares)):
+        assert rms_ratio(actual.cpu(), wanted) <= TOLERANCE[dtype]
+    wanted = torch.autograd.grad(right + squares, exact)
+    for actual, slope in zip(torch.autograd.grad(loss, found), wanted, strict=True):
+        assert rms_ratio(actual.cpu(), slope) <= TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("targets", [[], [-100, -100, -100]])
 def test_loss_of_nothing_is_zero_and_has_gradients(by_liger, targets):
     hidden, weight = torch.randn(len(targets), 4, device=DEVICE), torch.randn(6, 4, device=DEVICE)

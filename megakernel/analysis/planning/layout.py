@@ -221,6 +221,12 @@ class PlannedJob:
         """Trained parameters per device of each stage."""
         return self._per_stage(lambda weights: weights.trained)
 
+    def matrices(self, stage: int) -> list[int]:
+        """Parameters per device of each of a stage's matrices that Muon trains, in the optimizer's order."""
+        return [
+            size for index in self.stages[stage] for size in self._weights(self._first_alike[index]).matrices
+        ]
+
     def largest_layer(self, stage: int) -> int:
         """Parameters per device of a stage's largest layer, which may be the embedding or the head."""
         return max(self._weights(part).all for part, _ in self.parts(stage))

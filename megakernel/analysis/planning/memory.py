@@ -15,7 +15,10 @@ PARTS = ("weights", "gradients", "optimizer", "activations", "loss", "exchange",
 """The parts of a device's memory; on a GPU there is also a `reserve`, and beside a teacher its weights."""
 
 MASTER_AND_MOMENTS = 12
-"""Bytes per parameter of AdamW with float32 master weights."""
+"""Bytes per parameter of AdamW with float32 master weights; Muon has one moment less."""
+
+MUON_TENSORS = 6
+"""Float32 matrices of the size of the one that Muon orthogonalizes, at most: its direction and products."""
 
 ZERO3_LIVE = 1_000_000_000
 """Parameters that ZeRO 3 keeps gathered (`stage3_max_live_parameters`, `stage3_max_reuse_distance`)."""
@@ -60,7 +63,9 @@ def persistent_bytes(job: PlannedJob, stage: int) -> dict[str, float]:
     if zero == 3:
         weights = kept_weights(job, stage) + min(count, ZERO3_LIVE) * job.element
     held = {1: trained * FLOAT32 if sums_in_float32(job) else 0.0, 3: trained * FLOAT32 / shards}
-    moments = MASTER_AND_MOMENTS * trained / shards if zero else (MASTER_AND_MOMENTS - FLOAT32) * trained
+    moments = float((MASTER_AND_MOMENTS if zero else MASTER_AND_MOMENTS - FLOAT32) * trained)
+    moments -= FLOAT32 * sum(job.matrices(stage))
+    moments /= shards if zero else 1
     parts = {"weights": weights, "gradients": held.get(zero, 0.0), "optimizer": moments}
     if is_offloaded(job, "optimizer"):
         parts |= {"gradients": 0.0, "optimizer": 0.0}
@@ -123,6 +128,13 @@ def bucket_bytes(job: PlannedJob, count: int) -> tuple[float, float]:
     return size * job.element + copied, 0.0
 
 
+def muon_bytes(job: PlannedJob, stage: int) -> float:
+    """Bytes of Muon's update: the directions and updates of what a rank updates, and of the largest whole matrix."""
+    sizes = job.matrices(stage)
+    flat = 2 * FLOAT32 * sum(sizes) / job.layout.gradient if job.layout.zero_stage else 0.0
+    return flat + MUON_TENSORS * FLOAT32 * job.layout.tensor * max(sizes, default=0)
+
+
 def _stage_memory(job: PlannedJob, stage: int) -> Memory:
     layers = [(job.costs(part), count) for part, count in job.layers(stage)]
     # 1F1B: a stage has as many micro-batches in flight as there are stages from it to the last.
@@ -143,13 +155,14 @@ def _stage_memory(job: PlannedJob, stage: int) -> Memory:
     before = all_gradients if job.micro_batches > 1 else fixed["gradients"]
     layer_excess = max((part.excess for part, _ in layers), default=0.0)
     one_layer = max((part.saved for part, _ in layers), default=0.0) + stage_input + tables
+    update = max(fixed["optimizer"] / 3, muon_bytes(job, stage))
     peaks: list[dict[str, float]] = [
         start_bytes(job, stage),
         # The last layer's backward, the first layer's, and the update.
         forward | {"gradients": before, "exchange": in_buckets, "workspace": layer_excess},
         {"activations": batch + one_layer, "gradients": all_gradients}
         | {"exchange": in_buckets, "workspace": layer_excess},
-        {"gradients": all_gradients, "exchange": in_buckets + at_update, "workspace": fixed["optimizer"] / 3},
+        {"gradients": all_gradients, "exchange": in_buckets + at_update, "workspace": update},
     ]
     if stage == job.layout.pipeline - 1:
         head = job.costs("last")

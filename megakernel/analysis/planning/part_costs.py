@@ -112,6 +112,8 @@ class WeightCounts(NamedTuple):
 
     all: int
     trained: int
+    matrices: tuple[int, ...]
+    """Of each of the matrices that Muon trains."""
 
 
 class CostMeter:
@@ -164,13 +166,18 @@ class CostMeter:
 
     def parameters(self, part: Part, tensor: int, sequence_parallel: bool) -> WeightCounts:
         """Parameters of the part on one tensor rank."""
+        from megakernel.training.muon import whole_matrices  # imports DeepSpeed, which reads the device
+
         key = part, tensor
         if key not in self._parameters:
             shape = PartShape(1, 1, tensor, sequence_parallel, 1, "none", "auto", False)
             with _fake_groups(shape, self.config.model) as axes, Ledger(contents=False):
-                weights = [*self._model(part, self._settings(shape, axes)).parameters()]
+                model = self._model(part, self._settings(shape, axes))
+                weights = [*model.parameters()]
+                matrices = whole_matrices(model) if self.config.optimizer.name == "muon" else []
             trained = sum(x.numel() for x in weights if x.requires_grad)
-            self._parameters[key] = WeightCounts(sum(x.numel() for x in weights), trained)
+            sizes = tuple(x.numel() for x in matrices)
+            self._parameters[key] = WeightCounts(sum(x.numel() for x in weights), trained, sizes)
         return self._parameters[key]
 
     def _run(self, part: Part, shape: PartShape) -> PartCosts:

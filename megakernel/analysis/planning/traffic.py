@@ -94,6 +94,16 @@ def part_transfers(job: PlannedJob, part: "Part") -> Iterator[Transfer]:
             yield Transfer(group, operation, amount, ranks[axis])
 
 
+def muon_owners(job: PlannedJob, stage: int) -> Iterator[tuple[int, int, int]]:
+    """(size, first, last) of each of Muon's matrices: the ranks of a data-parallel group that update parts of it."""
+    sizes = job.matrices(stage)
+    ranks = job.layout.gradient if job.layout.zero_stage else 1
+    share, end = 2 * -(-sum(sizes) // (2 * ranks)), 0  # DeepSpeed's partitions begin at even places
+    for size in sizes:
+        begin, end = end, end + size
+        yield size, begin // share, (end - 1) // share
+
+
 def step_transfers(job: PlannedJob, stage: int) -> Iterator[Transfer]:
     """Transfers of gradients and weights: once per step, or per micro-batch if ZeRO shards gradients."""
     layout, ranks = job.layout, job.layout.gradient
@@ -109,6 +119,11 @@ def step_transfers(job: PlannedJob, stage: int) -> Iterator[Transfer]:
             gathers = 2 * job.micro_batches if gathers_again else 1
             gathered = (count if layout.zero_stage == 3 else trained) * job.element
             yield Transfer("gradient", "all_gather", gathered / ranks, ranks).times(gathers)
+    for size, first, last in muon_owners(job, stage):
+        if layout.tensor > 1 and first == 0:
+            yield Transfer("tp", "all_gather", size * FLOAT32, layout.tensor)
+        if first < last:
+            yield Transfer("gradient", "all_reduce", size * FLOAT32, ranks)
     last = layout.pipeline - 1
     if last and stage in (0, last) and job.ties_embedding and job.trains_embedding:
         yield Transfer("pp", "all_reduce", job.embedding * FLOAT32, 2)

@@ -98,9 +98,16 @@ def _tokens_first(x: Tensor) -> Tensor:
 
 
 def cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, needs_grad: bool, *, ignored: int = -100
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    needs_grad: bool,
+    z_loss: float,
+    *,
+    ignored: int = -100,
 ) -> tuple[Tensor, Tensor]:
-    """The summed cross entropy in nats, float32 (), of logits hidden W^T, and with needs_grad its gradient by these.
+    """The sums of cross entropy and z-loss in nats, float32 (2,), of logits hidden W^T, and their gradient by these.
 
     Liger-Kernel's fused loss would take no more tokens at once than have logits of the size of `hidden` (a 64th for 768
     columns and a vocabulary of 50,000), would make the host wait for a number that no sum needs, and knows no padding.
@@ -111,16 +118,17 @@ def cross_entropy(
         targets: (T,) int64.
         vocab_size: the unpadded vocabulary; later rows of W are no part of the softmax.
         needs_grad: whether the second result is the gradient (T, R) rather than the logits.
+        z_loss: coefficient of logsumexp(logits)^2.
         ignored: the target that does not count.
     """
     from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel
 
     logits = hidden @ weight.T
-    losses = hidden.new_zeros(len(hidden), dtype=torch.float32)
-    unused: dict[str, Any] = dict.fromkeys(("weight_ptr", "z_loss_ptr", "token_accuracy_ptr", "softcap"))
+    losses, z_losses = hidden.new_zeros(2, len(hidden), dtype=torch.float32)
+    unused: dict[str, Any] = dict.fromkeys(("weight_ptr", "token_accuracy_ptr", "softcap"))
     unused |= {"predicted_tokens_ptr": None, "token_accuracy_stride": 0, "predicted_tokens_stride": 0}
-    unused |= {"weight_sum": 0.0, "lse_square_scale": 0.0, "label_smoothing": 0.0}
-    flags = ("HAS_WEIGHT", "HAS_SOFTCAPPING", "RETURN_Z_LOSS", "RETURN_TOKEN_ACCURACY")
+    unused |= {"weight_sum": 0.0, "label_smoothing": 0.0}
+    flags = ("HAS_WEIGHT", "HAS_SOFTCAPPING", "RETURN_TOKEN_ACCURACY")
     unused |= dict.fromkeys((*flags, "RETURN_PREDICTED_TOKENS"), False)
     liger_cross_entropy_kernel[(len(logits),)](
         X_ptr=logits,
@@ -128,7 +136,10 @@ def cross_entropy(
         Y_ptr=targets,
         Y_stride=targets.stride(0),
         loss_ptr=losses,
+        z_loss_ptr=z_losses,
         loss_stride=losses.stride(0),
+        lse_square_scale=z_loss,
+        RETURN_Z_LOSS=z_loss > 0,
         n_cols=vocab_size,
         n_non_ignore=1,  # this and the next only divide means
         sum_non_ignore_weight=1,
@@ -141,4 +152,4 @@ def cross_entropy(
     )
     if needs_grad:
         logits[:, vocab_size:] = 0
-    return losses.sum(), logits
+    return torch.stack([(losses - z_losses).sum(), z_losses.sum()]), logits

@@ -15,6 +15,9 @@ def decimal(value: float, digits: int = 4, sign: str = "") -> str:
     return text.lstrip("+-") if float(text) == 0 else text
 
 
+EVAL_OF_SOURCE = "eval/loss/"
+"""Tag of a validation corpus's loss, before its name."""
+
 _BAR = 30
 """Columns."""
 
@@ -56,6 +59,9 @@ class Console:
                 *_further_metrics("eval", scalars, "magenta"),
             ]
         )
+        for tag, loss in scalars.items():
+            if tag.startswith(EVAL_OF_SOURCE):
+                self._print([(f"    {tag.removeprefix(EVAL_OF_SOURCE)}: loss {decimal(loss)}", "magenta")])
 
     def progress(self, step: int) -> None:
         """On a terminal, show a progress bar that the next line overwrites."""

@@ -198,3 +198,52 @@ def test_learned_positions_limit_the_extension_of_a_run():
 
 def test_the_default_is_no_rope_scaling():
     assert config().model.rope_scaling == RopeScaling()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "steps"),
+    [
+        (1, 1),
+        (256 * 8, 1),
+        (256 * 8 + 1, 2),
+        (2e6, 977),  # YAML reads 2e6 as a number with a fraction
+        (2_000_000, 977),
+    ],
+)
+def test_the_length_of_a_run_may_be_given_in_tokens(tokens, steps):
+    training = config(training={"steps": None, "tokens": tokens, "seq_len": 256}).training
+    assert (training.steps, training.tokens) == (steps, None)
+    assert training.consumed(steps - 1)[1] < tokens <= training.consumed(steps)[1]
+
+
+@pytest.mark.parametrize("tokens", [100, 30 * 8 * 128, 30 * 8 * 128 + 1, 500_000, 10_000_000])
+def test_tokens_count_the_shorter_sequences_of_earlier_phases(tokens):
+    training = growing(training={"steps": None, "tokens": tokens}).training
+    assert training.consumed(training.steps - 1)[1] < tokens <= training.consumed(training.steps)[1]
+
+
+def test_a_run_in_tokens_is_recorded_in_steps_and_can_be_extended():
+    short = config(training={"steps": None, "tokens": 100 * 8 * 512})
+    assert short == config()
+    longer = config(training={"steps": None, "tokens": 200 * 8 * 512})
+    [change] = check_same_run(to_yaml(short), longer, FOLDER)
+    assert (change.key, change.recorded, change.wanted) == ("training.steps", 100, 200)
+
+
+@pytest.mark.parametrize(
+    ("training", "key", "said"),
+    [
+        ({"tokens": 1000}, "training.tokens", "is given beside training.steps=100"),
+        ({"steps": None, "tokens": 0}, "training.tokens", "greater than 0"),
+        ({"steps": None, "tokens": 10.5}, "training.tokens", "integer"),
+        ({"steps": None, "tokens": True}, "training.tokens", "should be a number"),
+        ({"steps": None, "tokens": "many"}, "training.tokens", "integer"),
+        ({"steps": None, "tokens": 2**64}, "training.tokens", "beyond 64 bits"),
+        ({"steps": None}, "training.steps", "integer"),
+        ({"steps": None, "tokens": 1000, "seq_len": 0}, "training.seq_len", "greater than 0"),
+    ],
+)
+def test_a_wrong_number_of_tokens_is_refused_with_its_key(training, key, said):
+    found = problems(training=training)
+    assert list(found) == [key]
+    assert said in found[key].reason

@@ -21,7 +21,7 @@ from launch.slurm.states import JobState
 from launch.submit import _request_training, indices
 from megakernel.checkpoint.folder import free_name
 from megakernel.checkpoint.manifest import SavedProgress, flushed, write_manifest
-from megakernel.config import UserError
+from megakernel.config import UserError, from_yaml, to_yaml
 from megakernel.config.cluster import Cluster
 from megakernel.training import events
 
@@ -156,6 +156,19 @@ def test_a_chain_does_not_turn_requeuing_off_for_the_rest_of_the_run(training, m
     assert Attempt(submission).max_restarts == 0
     assert main(["resume", str(training.path), "--dependency", "after:17", "--dry-run"]) == 0
     assert "#SBATCH --requeue\n" in capsys.readouterr().out
+
+
+def test_a_change_on_purpose_is_in_the_job_and_others_are_refused_before_it(training, refused, capsys):
+    trained = from_yaml(CONFIG.replace("ROOT", str(training.path.parent)))
+    (training.path / "config.yaml").write_text(to_yaml(trained))
+    resume = ["resume", str(training.path), "--dependency", "after:17", "--dry-run", "optimizer.lr=1e-5"]
+    assert "--allow-change optimizer.lr" in refused(*resume)
+    said = refused(*resume, "--allow-change", "optimizer.lr", "--allow-change", "model.num_layers")
+    assert "--allow-change=model.num_layers cannot change within a run" in said
+    assert main([*resume, "--allow-change", "optimizer.lr"]) == 0
+    assert '"$submission"/config.yaml --allow-change optimizer.lr ' in capsys.readouterr().out
+    said = refused("submit", "--allow-change", "optimizer.lr", "--dry-run", "--", "evaluate", "nosuch")
+    assert "--allow-change optimizer.lr is only for training" in said
 
 
 def saved(run, step) -> Path:

@@ -12,6 +12,7 @@ from megakernel.model.vocabulary_loss import (
     LogitScaling,
     summed_loss,
 )
+from megakernel.ops import dispatch
 from megakernel.parallel import OneProcess
 
 TOKENS, WIDTH, VOCAB_SIZE = 23, 16, 40
@@ -61,10 +62,24 @@ def scaled(products, scaling):
     return logits if scaling.cap is None else scaling.cap * torch.tanh(logits / scaling.cap)
 
 
+def expected_z_loss(hidden, head, targets, coefficient, scaling=SCALINGS[0]):
+    """coefficient x the sum of logsumexp(logits)^2 over the tokens that count, without padded ids."""
+    logits = scaled(hidden @ head[:VOCAB_SIZE].T, scaling)[targets != IGNORED]
+    return coefficient * logits.logsumexp(-1).square().sum()
+
+
 def compute_loss(
-    hidden, head, targets, rows, distillation=None, vocab_size=VOCAB_SIZE, group=None, scaling=SCALINGS[0]
+    hidden,
+    head,
+    targets,
+    rows,
+    distillation=None,
+    vocab_size=VOCAB_SIZE,
+    group=None,
+    scaling=SCALINGS[0],
+    z_loss=0.0,
 ):
-    return summed_loss(hidden, head, targets, rows, vocab_size, group, scaling, distillation)
+    return summed_loss(hidden, head, targets, rows, vocab_size, group, scaling, distillation, z_loss)
 
 
 @pytest.mark.parametrize("rows", [TOKENS, 8], ids=["one chunk", "chunks"])
@@ -111,6 +126,46 @@ def test_gradients_through_divided_and_capped_logits_are_exact(scaling, weights)
     assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-14)
     for actual, exact in zip(torch.autograd.grad(loss, learned), expected_gradients, strict=True):
         torch.testing.assert_close(actual, exact, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+@pytest.mark.parametrize("rows", [TOKENS, 8], ids=["one chunk", "chunks"])
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_the_z_loss_is_in_the_gradients_and_not_in_the_loss(dtype, rows, backend, monkeypatch):
+    monkeypatch.setenv(dispatch.VARIABLE, backend)
+    (hidden, head, *_), targets = random_inputs(dtype)
+    exact = [x.double().requires_grad_() for x in (hidden, head)]
+    cross_entropy, z_loss = (
+        expected([*exact, *random_inputs(dtype)[0][2:]], targets, None)[0],
+        expected_z_loss(*exact, targets, 0.25),
+    )
+    expected_gradients = torch.autograd.grad(3 * (cross_entropy + z_loss), exact)
+
+    learned = hidden.requires_grad_(), head.requires_grad_()
+    loss, sums = compute_loss(*learned, targets, rows, z_loss=0.25)
+    plain, sums_without = compute_loss(*learned, targets, rows)
+    bound = BOUNDS[dtype]
+    assert loss.item() == plain.item() == sums[0].item()
+    assert sums[1].item() == pytest.approx(z_loss.item(), rel=bound)
+    assert sums_without[1].item() == 0
+    for actual, right in zip(torch.autograd.grad(3 * loss, learned), expected_gradients, strict=True):
+        assert (actual - right).norm() <= bound * right.norm()
+    with torch.no_grad():
+        assert compute_loss(*learned, targets, rows, z_loss=0.25)[0].item() == loss.item()
+
+
+@pytest.mark.parametrize("scaling", SCALINGS[1:], ids=["divided", "capped"])
+def test_the_z_loss_is_of_the_scaled_logits(scaling):
+    (hidden, head, *_), targets = random_inputs(torch.float64)
+    learned = hidden.requires_grad_(), head.requires_grad_()
+    logits = scaled(hidden @ head[:VOCAB_SIZE].T, scaling)
+    cross_entropy = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    z_loss = expected_z_loss(*learned, targets, 2.0, scaling)
+    expected_gradients = torch.autograd.grad(cross_entropy + z_loss, learned)
+    loss, sums = compute_loss(*learned, targets, 8, scaling=scaling, z_loss=2.0)
+    assert sums.tolist() == pytest.approx([cross_entropy.item(), z_loss.item()], rel=1e-14)
+    for actual, right in zip(torch.autograd.grad(loss, learned), expected_gradients, strict=True):
+        torch.testing.assert_close(actual, right, rtol=1e-12, atol=1e-13)
 
 
 def test_the_loss_and_gradient_of_a_model_equal_to_its_teacher_are_zero():

@@ -35,6 +35,22 @@ def test_matrices_decay_but_norms_biases_and_mechanisms_do_not(model):
     assert decayed | free == {name for name, _ in model.named_parameters()}
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_embeddings_decay_unless_they_are_left_out(tied):
+    section = Model(num_layers=1, hidden_size=32, num_heads=4, tie_embeddings=tied, position="learned")
+    model = LanguageModel(
+        ModelSettings(section.model_copy(update={"max_positions": 16}), vocab_size=64, mesh=OneProcess())
+    )
+    tokens = "tied_modules.embedding.tokens.weight" if tied else "0.tokens.weight"
+    embeddings = {tokens, "1.weight"}
+    (_, _, decayed), (_, _, free) = groups(model)
+    assert decayed >= embeddings
+    (_, _, decayed_without), (none, _, free_without) = groups(model, decay_embeddings=False)
+    assert none == 0
+    assert decayed - decayed_without == free_without - free == embeddings
+    assert decayed_without >= {"2.mlp.linear_fc1.weight"} | (set() if tied else {"4.linear.weight"})
+
+
 def test_mechanisms_have_their_own_learning_rate(model):
     _, _, (decay, scale, owned) = groups(model, lr=1e-3, mechanism_lr=1e-2)
     assert (decay, scale) == (0.0, pytest.approx(10.0))

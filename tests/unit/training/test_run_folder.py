@@ -5,6 +5,7 @@ import pytest
 
 from data_pipeline import tokenizers
 from megakernel.config import Config, UserError, from_yaml, to_yaml
+from megakernel.training import events
 from megakernel.training.run_folder import RunFolder
 
 from .threads import on_ranks
@@ -91,6 +92,39 @@ def test_settings_that_do_not_change_the_numbers_may_change_and_are_recorded(tmp
     assert (change.key, change.recorded, change.wanted) == ("training.steps", 5, 10)
     assert "changed: training.steps from 5 to 10\n" in run.environment_file.read_text()
     assert from_yaml(run.config_file.read_text()) == longer
+
+
+def test_a_change_on_purpose_is_recorded_once_with_its_step_and_needs_no_permission_again(tmp_path):
+    first = configuration(tmp_path)
+    begin_run(first)
+    (tmp_path / "r/checkpoints/step_3").mkdir()
+    slower = first.model_copy(update={"optimizer": first.optimizer.model_copy(update={"lr": 1e-5})})
+    with pytest.raises(UserError, match=r"optimizer\.lr=1e-05 was 0\.0003 .* --allow-change optimizer\.lr$"):
+        RunFolder(slower).open(["cpu"])
+    assert events.read(tmp_path / "r") == []
+    run = RunFolder(slower, allowed=["optimizer.lr"])
+    [change] = run.open(["cpu"])
+    assert (change.key, change.recorded, change.wanted) == ("optimizer.lr", 3e-4, 1e-5)
+    assert run.recorded == first
+    assert from_yaml(run.config_file.read_text()) == slower
+    assert "changed: optimizer.lr from 0.0003 to 1e-05\n" in run.environment_file.read_text()
+    [event] = events.read(run.path)
+    assert {key: event[key] for key in ("event", "key", "recorded", "wanted", "step")} == {
+        "event": "changed",
+        "key": "optimizer.lr",
+        "recorded": 3e-4,
+        "wanted": 1e-5,
+        "step": 3,
+    }
+    assert RunFolder(slower).open(["cpu"]) == []
+    watched = slower.model_copy(update={"training": slower.training.model_copy(update={"log_every": 3})})
+    assert [change.key for change in RunFolder(watched).open(["cpu"])] == ["training.log_every"]
+    assert events.read(run.path) == [event]
+    longer = slower.model_copy(update={"training": slower.training.model_copy(update={"steps": 9})})
+    RunFolder(longer).open(["cpu"])
+    assert [entry["key"] for entry in events.read(run.path)] == ["optimizer.lr", "training.steps"]
+    with pytest.raises(UserError, match=r"optimizer\.lr=0\.0003 was 1e-05"):
+        RunFolder(first).open(["cpu"])
 
 
 def test_another_configuration_is_refused_and_the_folder_unchanged(tmp_path):

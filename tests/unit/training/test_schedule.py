@@ -21,6 +21,17 @@ def test_warmup_starts_above_zero_and_reaches_the_peak_on_its_last_step(name):
     assert max(rates) == PEAK
 
 
+def test_wsd_can_begin_to_decay_at_any_step_without_a_jump():
+    stable, decay = (
+        Schedule(name="wsd", decay_steps=5),
+        Schedule(name="wsd", decay_steps=10, min_lr_ratio=0.0),
+    )
+    before = [learning_rate(step, stable, PEAK, TOTAL) for step in range(60)]
+    after = [learning_rate(step, decay, PEAK, 70) for step in range(60, 70)]
+    assert before[-1] == PEAK
+    assert after == pytest.approx([PEAK * (9 - step) / 10 for step in range(10)])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_without_warmup_the_first_step_has_the_peak_rate(name):
     assert curve(Schedule(name=name))[0] == PEAK
