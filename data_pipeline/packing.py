@@ -35,11 +35,15 @@ class Packing:
         return 1 - self.sequences * self.seq_len / self.tokens
 
     def __str__(self) -> str:
-        return (
-            f"{self.corpus} in sequences of {self.seq_len:,} tokens: {self.documents:,} documents, {self.tokens:,} "
-            f"tokens; {self.whole / self.documents:.1%} of documents in one sequence, "
-            f"{self.parts / self.sequences:.2f} documents per sequence, {self.cut_tokens / self.tokens:.1%} of tokens "
-            f"in cut documents, {self.lost:.2%} of tokens left over at the end of an epoch"
+        whole, cut = self.whole / self.documents, self.cut_tokens / self.tokens
+        return "\n  ".join(
+            [
+                f"{self.corpus} in sequences of {self.seq_len:,} tokens:",
+                f"{self.documents:,} documents, {self.tokens:,} tokens; "
+                f"{self.parts / self.sequences:.2f} documents per sequence",
+                f"{whole:.1%} of documents in one sequence, {cut:.1%} of tokens in cut documents",
+                f"{self.lost:.2%} of tokens left over at the end of an epoch",
+            ]
         )
 
 

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 GROUPS = {
     "prepare and train": ("prepare", "pretrain", "uptrain"),
-    "evaluate and use": ("monitor", "evaluate", "analyze", "generate", "serve"),
+    "evaluate and use": ("monitor", "compare", "evaluate", "analyze", "generate", "serve"),
     "convert models": ("import", "export"),
     "cluster": ("submit", "sweep", "status", "logs", "cancel", "resume"),
     "information": ("config", "plan", "doctor"),

@@ -34,22 +34,39 @@ class Finding:
     remedy: str = ""
     """Shown unless the state is good."""
 
+    command: str = ""
+    """The command of the remedy, shown on a line of its own, to be copied."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command has no options."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print every finding; return 1 if something required is missing."""
-    findings = [finding for check in (_python, _packages, _devices, _system) for finding in check()]
+    """Print every finding, the machine first, then the remedies; return 1 if something required is missing."""
+    findings = [finding for check in (_devices, _system, _python, _packages) for finding in check()]
     table = Table(box=None, pad_edge=False, show_header=False)
-    marks = {"good": ("ok", "green"), "optional": ("-", "yellow"), "missing": ("missing", "bold red")}
     for finding in findings:
-        mark, style = marks[finding.state]
-        remedy = "" if finding.state == "good" else finding.remedy
-        table.add_row(Text(mark, style), finding.name, finding.value, Text(remedy, style))
-    console().print(table)
+        mark, style = _MARKS[finding.state]
+        table.add_row(Text(mark, style), finding.name, finding.value)
+    out = console(highlight=False)
+    out.print(table)
+    remedies: dict[tuple[State, str, str], list[str]] = {}
+    for finding in findings:
+        if finding.state != "good":
+            remedies.setdefault((finding.state, finding.remedy, finding.command), []).append(finding.name)
+    if remedies:
+        out.print()
+    for (state, remedy, command), names in remedies.items():
+        mark, style = _MARKS[state]
+        out.print(Text(f"{mark} {', '.join(names)}{': ' * bool(remedy)}{remedy}", style))
+        if command:  # a wrapped line could not be copied
+            out.print(Text(f"  {command}"), soft_wrap=True)
     return 1 if any(finding.state == "missing" for finding in findings) else 0
+
+
+_MARKS = {"good": ("ok", "green"), "optional": ("-", "yellow"), "missing": ("missing", "bold red")}
+"""State -> its mark and style."""
 
 
 def _python() -> Iterator[Finding]:
@@ -63,29 +80,30 @@ def _packages() -> Iterator[Finding]:
     try:
         requirements = [Requirement(line) for line in metadata.requires("megakernel") or ()]
     except metadata.PackageNotFoundError:
-        yield Finding("packages", "unknown", "missing", "pip install -e . -c constraints.txt")
+        yield Finding("packages", "unknown", "missing", command="pip install -e . -c constraints.txt")
         return
     for requirement in requirements:
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            yield _package(requirement, "missing", f"pip install '{_plain(requirement)}' -c constraints.txt")
+            command = f"pip install '{_plain(requirement)}' -c constraints.txt"
+            yield _package(requirement, "missing", "", command)
     for name, extra in EXTRAS.items():
         for requirement in requirements:
             marker = requirement.marker
             if marker and marker.evaluate({"extra": name}) and not marker.evaluate({"extra": ""}):
-                yield _package(requirement, "optional", f"for {extra.use}: {install(name)}")
+                yield _package(requirement, "optional", f"for {extra.use}", install(name))
 
 
 def _plain(requirement: Requirement) -> str:
     return f"{requirement.name}{requirement.specifier}"
 
 
-def _package(requirement: Requirement, state_if_missing: State, remedy: str) -> Finding:
+def _package(requirement: Requirement, state_if_missing: State, remedy: str, command: str) -> Finding:
     try:
         version = metadata.version(requirement.name)
     except metadata.PackageNotFoundError:
-        return Finding(requirement.name, "none", state_if_missing, remedy)
+        return Finding(requirement.name, "none", state_if_missing, remedy, command)
     fits = requirement.specifier.contains(version, prereleases=True)
-    return Finding(requirement.name, version, "good" if fits else state_if_missing, remedy)
+    return Finding(requirement.name, version, "good" if fits else state_if_missing, remedy, command)
 
 
 def _devices() -> Iterator[Finding]:

@@ -94,10 +94,14 @@ def _results(args: argparse.Namespace) -> "Iterator[TaskResult]":
     from rich.progress import Progress
 
     from megakernel.checkpoint.opened import find_model
-    from megakernel.evaluation import evaluate_tasks, not_drawn, record
+    from megakernel.evaluation import evaluate_tasks, not_drawn, record, send
     from megakernel.generation import continue_texts
 
     stderr = console(stderr=True)
+
+    def note(line: str) -> None:
+        stderr.print(line, soft_wrap=True)
+
     with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
         task = bar.add_task("evaluating", total=None)
 
@@ -116,12 +120,20 @@ def _results(args: argparse.Namespace) -> "Iterator[TaskResult]":
         step = None if run is None else run.checkpoint.step
         options |= {"step": step, "draws": args.draws, "data": args.data}
         options |= {"include_path": args.include_path, "continue_texts": continue_texts}
-        for spec, result in evaluate_tasks(args.run_folder, args.task or ["lm"], progress=show, **options):
-            yield result
-            if run is not None and args.data is None:
-                record(args.run_folder, run.checkpoint.step, spec, result, run.config.logging.tensorboard)
-                if line := not_drawn(result):
-                    stderr.print(line, soft_wrap=True)
+        records: list[Path] = []
+        try:
+            for spec, result in evaluate_tasks(
+                args.run_folder, args.task or ["lm"], progress=show, **options
+            ):
+                yield result
+                if run is not None and args.data is None:
+                    in_tensorboard = run.config.logging.tensorboard
+                    records += [record(args.run_folder, run.checkpoint.step, spec, result, in_tensorboard)]
+                    if line := not_drawn(result):
+                        note(line)
+        finally:
+            if run is not None and records:
+                send(run.config, args.run_folder, run.checkpoint.step, records, note)
 
 
 def _print(result: "TaskResult") -> None:

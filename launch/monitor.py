@@ -1,26 +1,24 @@
 """`megakernel monitor`: TensorBoard, and a table of all runs."""
 
 import argparse
+import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 
-from launch.arguments import NotFound, Number, add_root_argument, candidate_folders
+from launch.arguments import NotFound, Number, add_root_argument
+from launch.found_runs import find, runs_in
 from launch.messages import console
-from launch.run_progress import saved_step
-from launch.run_status import line_width, statuses, table
+from launch.run_status import RunStatus, line_width, statuses, table
 from launch.slurm.job_folder import JobFolder
-from megakernel.checkpoint.trained_run import block_folders
 from megakernel.config import UserError
-from megakernel.config.errors import nearest_first
 
 HELP = "start TensorBoard and show the progress of runs"
 EXAMPLE = "megakernel monitor first sharded --every 10"
 
-_COLUMNS = ("state", "step", "loss", "tokens/s", "MFU", "ETA", "remarks")
+_COLUMNS = ("state", "step", "loss", "eval", "tokens/s", "MFU", "ETA", "remarks")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_root_argument(parser)
     add("--once", action="store_true", help="print the table once, without TensorBoard")
     add("--no-tensorboard", action="store_true", help="show only the table")
+    add("--json", action="store_true", help="print one JSON object for each run once, without TensorBoard")
     add("--host", help="address to serve on (default localhost)")
     add("--port", type=int, metavar="P", help="port; 0: any (default: 6006 or the next free one)")
     add(
@@ -47,23 +46,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Show the runs once, or until Ctrl-C."""
-    alone = "--once" if args.once else "--no-tensorboard"
-    for option in ("host", "port", *(["every"] if args.once else [])):
-        if (args.once or args.no_tensorboard) and (value := getattr(args, option)) is not None:
+    alone = "--json" if args.json else "--once" if args.once else "--no-tensorboard"
+    once = args.once or args.json
+    for option in ("host", "port", *(["every"] if once else [])):
+        if (once or args.no_tensorboard) and (value := getattr(args, option)) is not None:
             raise UserError(f"--{option} {value} has no effect with {alone}; leave one out")
     every = 5.0 if args.every is None else args.every
     if every <= 0:
         raise UserError(f"--every {every} is not positive; give seconds, such as 5")
     if args.port is not None and not 0 <= args.port < 1 << 16:
         raise UserError(f"--port {args.port} is no port; give 0 to 65535, or leave it out")
-    folders = [folder for text in args.runs for folder in _resolve(text, args.root)]
+    folders = [folder for text in args.runs for folder in find(text, args.root)]
     if not folders and not args.root.is_dir():
         raise NotFound(f"{args.root} does not exist; give --root, or train a run first")
 
-    def render() -> str:
-        runs = [JobFolder(folder) for folder in folders or sorted(_runs_in(args.root))]
-        return table(statuses(runs), args.root, _COLUMNS, line_width())
+    def current() -> list[RunStatus]:
+        return statuses([JobFolder(folder) for folder in folders or sorted(runs_in(args.root))])
 
+    def render() -> str:
+        return table(current(), args.root, _COLUMNS, line_width())
+
+    if args.json:
+        for status in current():
+            print(json.dumps(status.as_dict()))
+        return 0
     if args.once:
         print(render())
         return 0
@@ -97,9 +103,7 @@ def start_tensorboard(root: Path, runs: Sequence[Path], host: str, port: int | N
     from tensorboard.program import TensorBoard, TensorBoardServerException
 
     logdir = ["--logdir", str(root)]
-    if len(runs) == 1:
-        logdir = ["--logdir", str(runs[0])]
-    elif runs:
+    if runs:
         # Named as in the table: TensorBoard shows only one of several runs with the same name.
         logdir = ["--logdir_spec", ",".join(f"{os.path.relpath(run, root)}:{run}" for run in runs)]
     address = ["--host", host, "--port", "default" if port is None else str(port)]
@@ -111,38 +115,3 @@ def start_tensorboard(root: Path, runs: Sequence[Path], host: str, port: int | N
         raise UserError(f"--host {host} --port {port}: {error.msg}; leave --port out, or take 0") from None
     except SystemExit:  # werkzeug's answer to an address that is not this machine's
         raise UserError(f"--host {host} cannot be served from; give an address of this machine") from None
-
-
-def _resolve(text: str, root: Path) -> list[Path]:
-    """The run that a folder or a name means, or the stages of an up-training."""
-    for folder in candidate_folders(text, root):
-        if _is_run(folder):
-            return [folder]
-        if stages := sorted(_stages(folder)):
-            return stages
-    names = (str(run.relative_to(root)) for run in _runs_in(root))
-    raise NotFound(f"{text} is no run; runs: {nearest_first(text, names, most=5) or f'none yet in {root}'}")
-
-
-def _runs_in(root: Path) -> Iterator[Path]:
-    for folder in root.glob("*"):
-        with suppress(PermissionError):  # a private run of another user
-            if _is_run(folder):
-                yield folder
-            else:
-                yield from _stages(folder)
-
-
-def _stages(folder: Path) -> Iterator[Path]:
-    """Yield the stages of an up-training; instead of a stage that trains block by block, its current block."""
-    for stage in folder.glob("*"):
-        if _is_run(stage):
-            blocks = [] if saved_step(stage) else block_folders(stage)
-            yield [stage, *blocks][-1]
-
-
-def _is_run(folder: Path) -> bool:
-    """Whether the folder is that of a run, submitted or trained; of a local up-training only the stages are runs."""
-    return JobFolder(folder).exists or (
-        (folder / "config.yaml").exists() and (folder / "checkpoints").is_dir()
-    )

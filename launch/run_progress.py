@@ -30,7 +30,7 @@ _SLOW_RATIO = 1.1
 """Report the slowest rank if it takes at least this multiple of the median step, and waiting for data if it takes at
 least a tenth of a step (this minus 1)."""
 
-_LASTING_TAGS = ("step", "train/loss", "train/tokens", "train/skipped_steps")
+_LASTING_TAGS = ("step", "train/loss", "eval/loss", "train/tokens", "train/skipped_steps")
 """Tags that remain valid after a run has stopped."""
 
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
@@ -53,6 +53,7 @@ class RunProgress:
     """Step of the newest checkpoint; 0 without one."""
 
     loss: float | None
+    eval_loss: float | None
     tokens_per_sec: float | None
     mfu: float | None
 
@@ -110,6 +111,7 @@ class RunProgress:
             steps=steps,
             saved=saved_step(run),
             loss=logged.get("train/loss"),
+            eval_loss=logged.get("eval/loss"),
             tokens_per_sec=speed,
             mfu=logged.get("throughput/mfu"),
             seconds_left=(tokens - done) / speed if tokens and done is not None and speed else None,

@@ -64,7 +64,7 @@ class RunStatus:
     """Every job -> its state."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields of `status --json`."""
+        """The fields of `status --json` and `monitor --json`."""
         values = asdict(self.progress) | {
             name: value for name, value in vars(self).items() if name != "progress"
         }
@@ -86,6 +86,7 @@ class RunStatus:
             "step": progress.step_of_steps,
             "saved": f"step {progress.saved}" if progress.saved else "",
             "loss": _CELLS["loss"](self),
+            "eval": _CELLS["eval"](self),
             "tokens/s": _CELLS["tokens/s"](self),
             "heartbeat": beat,
             "health": progress.health,
@@ -97,7 +98,20 @@ class RunStatus:
 
 
 _JSON_KEYS = (
-    *("run", "job", "state", "why", "eta", "restarts", "step", "steps", "saved", "stage", "loss"),
+    *(
+        "run",
+        "job",
+        "state",
+        "why",
+        "eta",
+        "restarts",
+        "step",
+        "steps",
+        "saved",
+        "stage",
+        "loss",
+        "eval_loss",
+    ),
     *("tokens_per_sec", "heartbeat", "place", "health", "nodes", "jobs", "unreadable"),
 )
 
@@ -111,6 +125,7 @@ _CELLS: dict[str, Callable[[RunStatus], str]] = {
     "state": lambda run: run.state,
     "step": lambda run: run.progress.step_of_steps,
     "loss": lambda run: "" if run.progress.loss is None else decimal(run.progress.loss),
+    "eval": lambda run: "" if run.progress.eval_loss is None else decimal(run.progress.eval_loss),
     "tokens/s": lambda run: _formatted(run.progress.tokens_per_sec, ",.0f"),
     "MFU": lambda run: _formatted(run.progress.mfu, ".1%"),
     "ETA": lambda run: time_left(run.progress.seconds_left) if run.state == "RUNNING" else "",
@@ -118,10 +133,10 @@ _CELLS: dict[str, Callable[[RunStatus], str]] = {
     "why": lambda run: ", ".join(filter(None, (run.why, run.progress.unreadable))),
     "remarks": lambda run: ", ".join(filter(None, (run.progress.health, run.why, run.progress.unreadable))),
 }
-_RIGHT = {"step", "loss", "tokens/s", "MFU", "ETA", "restarts"}
+_RIGHT = {"step", "loss", "eval", "tokens/s", "MFU", "ETA", "restarts"}
 
 
-_DROPPABLE = ("restarts", "MFU", "tokens/s", "loss", "ETA")
+_DROPPABLE = ("restarts", "MFU", "tokens/s", "eval", "loss", "ETA")
 """Columns that are dropped on narrow terminals, in this order."""
 
 _MIN_LAST_WIDTH = 24

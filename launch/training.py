@@ -61,6 +61,8 @@ def run(args: argparse.Namespace, config: Config, allowed: Sequence[str] = ()) -
     data_parallel_size(config, world_size)
     if config.logging.analysis_every is not None:
         need(f"logging.analysis_every={config.logging.analysis_every}", "matplotlib")
+    for tracker in config.logging.trackers:
+        need(f"logging.{tracker}", tracker)
     if process is None:
         return _start(config, args, world_size, allowed)
     args.run_folder = config.run.folder  # `main` writes the traceback of an unexpected error to its logs

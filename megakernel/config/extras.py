@@ -36,6 +36,8 @@ EXTRAS: Mapping[str, Extra] = {
     "slurm": Extra("submit, sweep, resume", {"submitit": "submitit"}),
     "serve": Extra("serve", {"fastapi": "fastapi", "uvicorn": "uvicorn", "starlette": "fastapi"}),
     "shell": Extra("--print-completion of bash and zsh", {"shtab": "shtab"}),
+    "wandb": Extra("logging.wandb", {"wandb": "wandb"}),
+    "trackio": Extra("logging.trackio", {"trackio": "trackio"}),
     "eval": Extra(
         "lm-evaluation-harness: evaluate --task lm_eval:NAME, and exported models", {"lm_eval": "lm-eval"}
     ),

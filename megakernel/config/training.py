@@ -429,11 +429,53 @@ class Checkpoint(Section):
             yield self.problem("keep_every", reason, f"set {nearest_multiples(self.keep_every, self.every)}")
 
 
+_PROJECT = r"^[A-Za-z0-9_][A-Za-z0-9_. -]*$"
+"""Names of projects that wandb and trackio both accept."""
+
+
+class Wandb(Section):
+    """Weights & Biases: one run over all restarts, with the scalars, histograms, plots and samples of TensorBoard."""
+
+    project: str = Field(pattern=_PROJECT, max_length=128)
+    """Project of the run."""
+
+    entity: str | None = None
+    """User or team that owns the project; None: the one that wandb is logged in as."""
+
+    group: str | None = None
+    """Group of the run; None: run.name, or that of the up-training whose stage it is."""
+
+    tags: list[str] = Field(default=[])
+    """Tags of the run."""
+
+    mode: Literal["online", "offline"] | None = None
+    """`offline` writes RUN/wandb only, which `wandb sync RUN/wandb` uploads; None: as WANDB_MODE says, else online."""
+
+
+class Trackio(Section):
+    """Trackio, in a local database or a Space of the Hugging Face hub: one run over all restarts."""
+
+    project: str = Field(pattern=_PROJECT, max_length=128)
+    """Project of the run."""
+
+    space: str | None = None
+    """Space to write to, such as `user/name`; None: as TRACKIO_SPACE_ID says, else the local database (TRACKIO_DIR)."""
+
+    group: str | None = None
+    """Group of the run; None: run.name, or that of the up-training whose stage it is."""
+
+
 class Logging(Section):
     """Output of training besides the logged metrics."""
 
     tensorboard: bool = True
-    """Write TensorBoard files to RUN/tensorboard."""
+    """Write TensorBoard files to the run's folder."""
+
+    wandb: Wandb | None = None
+    """Also send what TensorBoard shows to Weights & Biases; None: no."""
+
+    trackio: Trackio | None = None
+    """Also send what TensorBoard shows to Trackio; None: no."""
 
     peak_tflops: float | None = Field(default=None, gt=0)
     """Peak TFLOP/s of one device, for throughput/mfu; None: from a table of known GPUs."""
@@ -450,11 +492,16 @@ class Logging(Section):
     sample_tokens: int = Field(default=200, gt=0)
     """Longest sample, in tokens."""
 
+    @property
+    def trackers(self) -> dict[str, "Wandb | Trackio"]:
+        """The experiment trackers that are on, by key, which is also the name of the package."""
+        return {key: one for key in ("wandb", "trackio") if (one := getattr(self, key)) is not None}
+
     def problems(self) -> Iterator[Problem]:
-        """TensorBoard output without TensorBoard."""
-        if self.tensorboard:
+        """Histograms, plots and samples that nothing would show."""
+        if self.tensorboard or self.trackers:
             return
         for key in ("histograms_every", "analysis_every", "sample_prompt"):
             if (value := getattr(self, key)) is not None:
-                reason = "is written only to TensorBoard, and logging.tensorboard is false"
+                reason = "is written only to TensorBoard, wandb or trackio, and all of them are off"
                 yield Problem(key, value, reason, "remove it or set tensorboard: true")

@@ -1,21 +1,25 @@
-"""Records of evaluations: RUN/evaluation/step_N/TASK.json, and the same results in TensorBoard.
+"""Records of evaluations: RUN/evaluation/step_N/TASK.json, and the same results in TensorBoard and trackers.
 
 TensorBoard keeps every event: a scalar written twice at one step becomes two points, and purging from a step on hides
-the later events of all tags. Evaluations therefore have their own folder, RUN/tensorboard/evaluation, with a single
-file that is rewritten from all results, in order of steps, at each evaluation.
+the later events of all tags. Evaluations therefore are a run of their own, RUN/evaluation, with a single file that is
+rewritten from all results, in order of steps, at each evaluation.
 """
 
 import json
 import re
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from fcntl import LOCK_EX, flock
 from hashlib import sha256
 from pathlib import Path
 
 from megakernel.checkpoint.manifest import step_of
+from megakernel.config import Config
 from megakernel.config.extras import lacking
 from megakernel.training.observing.event_files import add_png, replaced_events
-from megakernel.training.run_folder import write_atomically
+from megakernel.training.observing.metrics_writer import StepMetrics
+from megakernel.training.observing.trackers import Trackers, tracked_name
+from megakernel.training.run_folder import events_folder, write_atomically
 
 from .answer_counts import AnswerCounts, heat_map
 from .subject import TaskResult
@@ -59,6 +63,28 @@ def record(folder: Path, step: int, spec: str, result: TaskResult, tensorboard: 
     return file
 
 
+def send(config: Config, folder: Path, step: int, files: Sequence[Path], note: Callable[[str], None]) -> None:
+    """Send results at a step of the run in `folder` to its trackers, as a run of their own: it may be training on.
+
+    config: the run's. files: the JSON files that `record` has written. note: prints a line.
+    """
+    if not config.logging.trackers:
+        return
+    trackers = Trackers(
+        config, folder / "evaluation", note, f"{tracked_name(folder) or config.run.name}/evaluation"
+    )
+    for file in files:
+        trackers.write(step, _entry(file))
+    trackers.close(failed=False)
+
+
+def _entry(file: Path) -> StepMetrics:
+    """The scalars and the table of a result, by tag."""
+    tag, result = f"evaluation/{file.stem}", json.loads(file.read_text(encoding="utf-8"))
+    scalars = {f"{tag}/{name}": value for name, value in result["scalars"].items()}
+    return StepMetrics(scalars, texts={tag: file.with_suffix(".md").read_text(encoding="utf-8")})
+
+
 def not_drawn(result: TaskResult) -> str | None:
     """Why the heat map of a result is left out, with the remedy; None if it is drawn, or there is none to draw."""
     if not isinstance(result, AnswerCounts) or not result.depths:
@@ -67,16 +93,16 @@ def not_drawn(result: TaskResult) -> str | None:
 
 
 def _write_events(folder: Path) -> None:
-    """Rewrite RUN/tensorboard/evaluation from RUN/evaluation."""
-    with replaced_events(folder / "tensorboard" / "evaluation") as writer:
+    """Rewrite the events of the run's evaluations from RUN/evaluation."""
+    with replaced_events(events_folder(folder, "evaluation")) as writer:
         for step, file in _results(folder):
-            result = json.loads(file.read_text(encoding="utf-8"))
-            tag = f"evaluation/{file.stem}"
-            for name, value in result["scalars"].items():
-                writer.add_scalar(f"{tag}/{name}", value, step)
-            writer.add_text(tag, file.with_suffix(".md").read_text(encoding="utf-8"), step)
-            if file.with_suffix(".png").exists():
-                add_png(writer, tag, file.with_suffix(".png").read_bytes(), step)
+            shown = _entry(file)
+            for tag, value in shown.scalars.items():
+                writer.add_scalar(tag, value, step)
+            for tag, text in shown.texts.items():
+                writer.add_text(tag, text, step)
+                if file.with_suffix(".png").exists():
+                    add_png(writer, tag, file.with_suffix(".png").read_bytes(), step)
 
 
 def _results(folder: Path) -> list[tuple[int, Path]]:

@@ -114,6 +114,22 @@ def write_atomically(path: Path, text: str) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
+EVENT_FILES = "events.out.tfevents.*"
+"""TensorBoard's files."""
+
+_EARLIER_EVENTS = "tensorboard"
+"""Folder in a run's folder where earlier versions wrote them."""
+
+
+def events_folder(run: Path, part: str = "") -> Path:
+    """Where TensorBoard's files of a run are; part: `evaluation` or `analysis`, which it lists as runs beside it.
+
+    The run's own folder, so that TensorBoard lists it by name; RUN/tensorboard if an earlier version began the run.
+    """
+    earlier = run / _EARLIER_EVENTS
+    return (earlier if earlier.is_dir() else run) / part
+
+
 def stop_file(run: Path) -> Path:
     """File that makes the run save and stop once it exists; anyone may create it."""
     return run / "STOP"
@@ -159,12 +175,16 @@ class RunFolder:
         self.config_file = self.path / "config.yaml"
         self.environment_file = self.path / "environment.txt"
         self.metrics_file = self.path / "metrics.jsonl"
-        self.tensorboard = self.path / "tensorboard"
         self.logs = self.path / "logs"
         self.checkpoints = self.path / "checkpoints"
         self.tokenizer = tokenizer_folder(self.path)
         self._lock: RunLock | None = None
         self._fixed = False
+
+    @property
+    def events(self) -> Path:
+        """`events_folder` of the run."""
+        return events_folder(self.path)
 
     def open(self, devices: Sequence[str]) -> list[Difference]:
         """Create and lock the folder, or reopen that of the same run; called on every rank before anything is written.
@@ -222,14 +242,16 @@ class RunFolder:
             text = self.config_file.read_text(encoding="utf-8") if self.config_file.exists() else UNPROVEN
             head = next((head for head in (UNPROVEN, NOT_FINITE) if text.startswith(head)), "")
             if head == UNPROVEN:
-                for folder in (self.tokenizer, self.tensorboard):
+                for folder in (self.tokenizer, self.path / _EARLIER_EVENTS):
                     shutil.rmtree(folder, ignore_errors=True)
+                for file in self.path.glob(EVENT_FILES):
+                    file.unlink()
             else:
                 self.recorded = from_yaml(text, str(self.config_file))
                 self._record_changes(changes)
             write_atomically(self.config_file, head + to_yaml(self._config))
             self._fixed = not head
-            for folder in (self.tensorboard, self.logs, self.checkpoints):
+            for folder in (self.logs, self.checkpoints):
                 folder.mkdir(exist_ok=True)
             # A command line or a working directory need not be UTF-8.
             with self.environment_file.open("a", encoding="utf-8", errors="backslashreplace") as history:

@@ -34,6 +34,7 @@ from .observing.observer import Observer, Providers
 from .observing.peak_speed import peak_tflops
 from .observing.profiler import Profiler, snapshot_on_out_of_memory
 from .observing.throughput import Throughput
+from .observing.trackers import Trackers
 from .resume import resume, start_from_weights, start_with_adapter, start_with_moments
 from .run_folder import RunFolder, allow_new_learning_rates, stop_file
 from .schedule import learning_rate
@@ -154,7 +155,7 @@ class Trainer:
                 if self.mesh.rank == 0:
                     self.console.progress(step + 1)
         if not self.parent_folders:
-            self._note(f"done; next: {'   '.join(self._next_commands())}")
+            self._note("\n  ".join(["done; next:", *self._next_commands()]))
         return Stop.NONE
 
     def _print_summary(self, done: int) -> None:
@@ -166,8 +167,9 @@ class Trainer:
         tokens = self._consumed(steps)[1] - self._consumed(done)[1]
         self._note(
             f"{self.folder.path}: {count:,} parameters in {config.training.dtype} on {mesh.world_size} x "
-            f"{_device_name(mesh.device)}{layout}; {steps - done:,} steps, {tokens:,} tokens to go"
+            f"{_device_name(mesh.device)}{layout}"
         )
+        self._note(f"{steps - done:,} steps, {tokens:,} tokens to go")
         if config.training.dtype == "bfloat16" and not has_bfloat16_products(mesh.device):
             self._note(
                 "warning: training.dtype=bfloat16: this CPU has no matrix products in bfloat16, and a step takes "
@@ -390,8 +392,11 @@ class Trainer:
         packing = long_work(self.mesh, "packing statistics", minutes, lambda: self.batches.packing(done))
         if self.mesh.rank != 0:
             return None
-        tensorboard = self.folder.tensorboard if self.config.logging.tensorboard else None
-        writer = stack.enter_context(MetricsWriter(self.folder.metrics_file, tensorboard, done))
+        tensorboard = self.folder.events if self.config.logging.tensorboard else None
+        path = self.folder.path
+        name = f"{path.parent.name}/{path.name}" if self.parent_folders else path.name
+        trackers = Trackers(self.config, path, self._note, name, stop=stop_file(path).touch)
+        writer = stack.enter_context(MetricsWriter(self.folder.metrics_file, tensorboard, done, trackers))
         for one in packing:
             self._note(f"packing of {one}")
         writer.describe(self.config, packing_table(packing) if packing else "")

@@ -40,6 +40,7 @@ from megakernel.training.engine import loader_arguments, model_inputs
 from megakernel.training.environment import package_versions
 from megakernel.training.observing.metrics_writer import MetricsWriter, StepMetrics, read_metrics
 from megakernel.training.observing.observer import Providers
+from megakernel.training.observing.trackers import Trackers
 from megakernel.training.optimizer import freeze, is_trained
 from megakernel.training.resume import check_weights
 from megakernel.training.run_folder import RunFolder, stop_file
@@ -131,7 +132,8 @@ class BlockTransfer:
             "run": {"name": f"{BLOCK_PREFIX}{layers.start}-{layers.stop - 1}", "root": str(self.folder.path)},
             "init": {"from": None},
             "training": {"eval_samples": 0, "eval_every": None},
-            "logging": {"analysis_every": None, "sample_prompt": None},
+            # Trackers get the stage's metrics, of all blocks.
+            "logging": {"analysis_every": None, "sample_prompt": None, "wandb": None, "trackio": None},
         }
         return validate(merged(self.config.model_dump(mode="json"), changes))
 
@@ -317,8 +319,10 @@ class BlockTransfer:
     def _write_metrics(self) -> None:
         """Write the metrics of all blocks as those of one run that trained every layer at once."""
         runs = [self._run_of(layers).run.folder for layers in self.trained_blocks]
-        tensorboard = self.folder.tensorboard if self.config.logging.tensorboard else None
-        with MetricsWriter(self.folder.metrics_file, tensorboard, 0) as writer:
+        tensorboard = self.folder.events if self.config.logging.tensorboard else None
+        path = self.folder.path
+        trackers = Trackers(self.config, path, self.note, f"{path.parent.name}/{path.name}")
+        with MetricsWriter(self.folder.metrics_file, tensorboard, 0, trackers) as writer:
             writer.describe(self.config)
             for step, scalars in merge_metrics(runs):
                 writer.write(step, StepMetrics(scalars))

@@ -1,16 +1,19 @@
-"""The report of an up-training, as files and for TensorBoard: losses of each stage, and of ablations."""
+"""The report of an up-training, as files, for TensorBoard and trackers: losses of each stage, and of ablations."""
 
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megakernel.config import Config
 from megakernel.model.vocabulary_loss import perplexity
 from megakernel.training.observing.console import decimal
 from megakernel.training.observing.event_files import drop_later_steps
+from megakernel.training.observing.metrics_writer import StepMetrics
+from megakernel.training.observing.trackers import Trackers
 from megakernel.training.run_folder import write_atomically
 
 from .costs import DecodingCost, TrainingCost, cost_tables
@@ -227,10 +230,28 @@ def write_events(report: Report, folder: Path) -> None:
     drop_later_steps(folder, -1)
     with SummaryWriter(str(folder)) as events:
         events.add_text("report", report.markdown())
-        for row in report.rows:
-            numbers = {"loss": row.loss, "perplexity": row.perplexity, "beyond": row.beyond}
-            if (share := report.recovered(row, report.dense)) is not None:
-                numbers["recovered"] = share
-            name = re.sub(r"[^\w.]+", "_", row.name)
-            for kind, value in numbers.items():
-                events.add_scalar(f"report/{kind}/{name}", value, row.tokens)
+        for tokens, scalars in _scalars(report):
+            for tag, value in scalars.items():
+                events.add_scalar(tag, value, tokens)
+
+
+def send(report: Report, config: Config, note: Callable[[str], None]) -> None:
+    """Send the same to the trackers of an up-training, as a run beside those of its stages; note: prints a line."""
+    if not config.logging.trackers:
+        return
+    folder = config.run.folder
+    trackers = Trackers(config, folder, note, f"{folder.name}/report")
+    for tokens, scalars in _scalars(report):
+        trackers.write(tokens, StepMetrics(scalars))
+    trackers.write(report.rows[-1].tokens, StepMetrics(texts={"report": report.markdown()}))
+    trackers.close(failed=False)
+
+
+def _scalars(report: Report) -> Iterator[tuple[int, dict[str, float]]]:
+    """Training tokens, and numbers by tag, of each row."""
+    for row in report.rows:
+        numbers = {"loss": row.loss, "perplexity": row.perplexity, "beyond": row.beyond}
+        if (share := report.recovered(row, report.dense)) is not None:
+            numbers["recovered"] = share
+        name = re.sub(r"[^\w.]+", "_", row.name)
+        yield row.tokens, {f"report/{kind}/{name}": value for kind, value in numbers.items()}

@@ -16,13 +16,13 @@ from megakernel.parallel import Mesh
 from megakernel.parallel.ranks import Ranks
 from megakernel.training.observing.observer import Providers
 from megakernel.training.resume import find_moments
-from megakernel.training.run_folder import RunFolder, RunLock, write_atomically
+from megakernel.training.run_folder import RunLock, events_folder, write_atomically
 from megakernel.training.stop_requests import Stop
 from megakernel.training.trainer import Trainer
 
 from .blocks import BlockTransfer
 from .identity import Preflight, preflight
-from .report import write_events
+from .report import send, write_events
 from .stages import Stage, stages
 from .summary import head_scalars, summarize, wanted_model, worst_layers
 from .transfer import check_parts_around
@@ -99,12 +99,13 @@ class Uptraining:
         report = summarize(self.config, plan, self._kept_layers() or [], validation, before, source)
         self.ranks.on_rank_zero(lambda: report.write(self.folder))
         if self.config.logging.tensorboard:
-            self.ranks.on_rank_zero(lambda: write_events(report, RunFolder(self.config).tensorboard))
+            self.ranks.on_rank_zero(lambda: write_events(report, events_folder(self.folder)))
+        self.ranks.on_rank_zero(lambda: send(report, self.config, self._note))
         self._note(report.markdown())
-        following = f"megakernel evaluate {student_run(self.folder)}"
+        following = [f"megakernel evaluate {student_run(self.folder)}"]
         if self.config.model.is_causal:  # encoders have no format of transformers
-            following += f"   megakernel export {self.folder} --to models/{self.folder.name}"
-        self._note(f"done; next: {following}")
+            following.append(f"megakernel export {self.folder} --to models/{self.folder.name}")
+        self._note("\n  ".join(["done; next:", *following]))
         return 0
 
     def _train(self, stage: Stage) -> Stop:

@@ -11,6 +11,7 @@ from data_pipeline import tokenizers
 from launch.training import providers
 from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import load
+from megakernel.training.run_folder import EVENT_FILES
 from megakernel.training.trainer import Trainer
 from megakernel.uptraining.identity import preflight
 from megakernel.uptraining.report import recovered
@@ -479,7 +480,7 @@ def test_a_finished_uptraining_can_be_evaluated_again_without_its_moments(root, 
         uptrain(root / "stages.yaml", 1, "run.name=again", *changes)
     finally:
         moments.rename(root / "moments")
-    events = [[file.name for file in (run / "tensorboard").iterdir()] for run in (finished, folder)]
+    events = [[file.name for file in run.glob(EVENT_FILES)] for run in (finished, folder)]
     assert len(events[0]) == 1  # the report's
     assert events[0] == events[1]
     report = json.loads((folder / "uptrain_report.json").read_text())

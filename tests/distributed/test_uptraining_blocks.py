@@ -28,7 +28,14 @@ from megakernel.uptraining.stages import stages
 from tests import dense_models
 from tests.disk import files_of_at_most
 from tests.distributed.processes import RankFailedError, run_ranks, this_process
-from tests.distributed.training_run import layout, metrics, pretrain_in_this_rank, scalars
+from tests.distributed.training_run import (
+    layout,
+    metrics,
+    pretrain_in_this_rank,
+    pretrain_tracked,
+    scalars,
+)
+from tests.tracked import DATABASES, trackio_history, trackio_runs
 
 pytestmark = pytest.mark.second
 
@@ -159,11 +166,23 @@ def test_hidden_states_are_removed_once_the_blocks_are_merged(by_threes):
         "layers_0-2",
         "layers_3-3",
         "logs",
-        "tensorboard",
         "tokenizer",
     ]
     block = CheckpointTensors(find_checkpoint(by_threes / "1-transfer" / "layers_3-3"))
     assert all(name.startswith("4.self_attention.core.") for name in block.names)
+
+
+@pytest.mark.second
+def test_trackers_show_the_stages_of_an_up_training_and_its_report(config):
+    overrides = (*block_overrides("tracked", 3), "logging.trackio={project: up}")
+    assert run_ranks(pretrain_tracked, 1, config, overrides, DATABASES) == [0]
+    assert trackio_runs("up") == {"tracked/1-transfer", "tracked/2-main", "tracked/report"}
+    for stage in ("1-transfer", "2-main"):
+        shown = [
+            line["train/loss"] for line in trackio_history("up", f"tracked/{stage}") if "train/loss" in line
+        ]
+        assert shown == pytest.approx(scalars(metrics(config.parent / "tracked" / stage), "train/loss"))
+    assert any("report/loss/dense" in line for line in trackio_history("up", "tracked/report"))
 
 
 PACKAGE = "megakernel.uptraining"

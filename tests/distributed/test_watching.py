@@ -12,7 +12,8 @@ from torch import nn
 
 from megakernel.training.observing.local_work import LocalWork, slowest
 from tests.distributed.processes import cpu_mesh, run_ranks
-from tests.distributed.training_run import train
+from tests.distributed.training_run import metrics, pretrain_tracked, train
+from tests.tracked import DATABASES, trackio_history, trackio_runs, wandb_history, wandb_runs
 
 pytestmark = pytest.mark.second
 
@@ -138,3 +139,24 @@ def test_all_ranks_name_the_rank_that_works_longest():
 )
 def test_the_slowest_rank_is_compared_with_the_median_of_its_pipeline_stage(seconds, stages, expected):
     assert slowest(seconds, stages) == pytest.approx(expected)
+
+
+@pytest.mark.second
+def test_trackers_have_one_run_of_all_ranks_and_restarts(config):
+    options = (
+        *("run.name=tracked", "training.eval_samples=2", "training.eval_every=1", "checkpoint.every=1"),
+        *("logging.wandb={project: ranks, mode: offline}", "logging.trackio={project: ranks}"),
+    )
+    for steps, world_size in ((2, 2), (3, 1)):
+        overrides = (*options, f"training.steps={steps}")
+        assert set(run_ranks(pretrain_tracked, world_size, config, overrides, DATABASES)) == {0}
+    run = config.parent / "tracked"
+    first, second = wandb_runs(run)
+    assert first.run_id == second.run_id
+    assert trackio_runs("ranks") == {"tracked"}
+    logged = metrics(run)
+    assert [line["step"] for line in logged] == [0, 1, 2, 3]
+    for history in (wandb_history(run), trackio_history("ranks", "tracked")):
+        for tag in ("train/loss", "eval/loss", "throughput/tokens_per_sec"):
+            shown = [(line["step"], line[tag]) for line in history if tag in line]
+            assert shown == [(line["step"], pytest.approx(line[tag])) for line in logged if tag in line], tag

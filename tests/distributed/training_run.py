@@ -127,6 +127,12 @@ def pretrain_in_this_rank(config: Path, overrides: tuple[str, ...], allowed: tup
     return train(load(config, overrides), this_process(), allowed)
 
 
+def pretrain_tracked(config: Path, overrides: tuple[str, ...], databases: str) -> int:
+    """Train in this rank; Trackio's projects are in the folder `databases`."""
+    os.environ["TRACKIO_DIR"] = databases
+    return pretrain_in_this_rank(config, overrides)
+
+
 def pretrain_and_return_output(
     config: Path, overrides: tuple[str, ...], allowed: tuple[str, ...] = ()
 ) -> str:

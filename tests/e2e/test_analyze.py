@@ -98,13 +98,13 @@ def test_tables_describe_the_checkpoint(run, analyzed):
 def test_tensorboard_has_each_plot_once_at_its_step(run, analyzed):
     assert analyze(run, "span", "ranks") == 0
     assert analyze(run, "span", "--step", "1") == 0
-    reader = EventAccumulator(str(run / "tensorboard" / "analysis"), size_guidance={"images": 0})
+    reader = EventAccumulator(str(run / "analysis"), size_guidance={"images": 0})
     reader.Reload()
     tags = reader.Tags()["images"]
     assert {tag.split("/")[1] for tag in tags} == APPLICABLE
-    assert all(tag.startswith("analysis/") for tag in tags)
-    assert sorted(image.step for image in reader.Images("analysis/span/span")) == [1, 2]
-    assert [image.step for image in reader.Images("analysis/ranks/rank")] == [2]
+    assert all(tag.startswith("plots/") for tag in tags)
+    assert sorted(image.step for image in reader.Images("plots/span/span")) == [1, 2]
+    assert [image.step for image in reader.Images("plots/ranks/rank")] == [2]
 
 
 def test_with_out_the_results_go_elsewhere_and_the_run_is_unchanged(run, tmp_path, capsys):

@@ -75,6 +75,8 @@ _PREPARE = ("prepare", "--out", "data/x", "--tokenizer")
 _LACKING = {
     "analyze": ("plot", "matplotlib", ("analyze", "runs/none", "--what", "attention")),
     "logging.analysis_every=5": ("plot", "matplotlib", ("pretrain", _DEMO, "logging.analysis_every=5")),
+    "logging.wandb": ("wandb", "wandb", ("pretrain", _DEMO, "logging.wandb={project: p}")),
+    "logging.trackio": ("trackio", "trackio", ("pretrain", _DEMO, "logging.trackio={project: p}")),
     "export": ("hf", "transformers", ("export", "runs/none", "--to", "models/none")),
     "import": ("hf", "transformers", ("import", "models/none")),
     "--tokenizer bpe:300": ("hf", "transformers", (*_PREPARE, "bpe:300", "--source", "text.jsonl")),

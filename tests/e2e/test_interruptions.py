@@ -109,14 +109,15 @@ def test_a_run_killed_three_times_resumes_bit_identically_and_leaves_no_process_
 
     status, output = Launched(config, *OPTIONS).wait()
     assert status == ExitStatus.DONE
-    begin, *lines, end = output.splitlines()
+    begin, *lines = output.splitlines()
     assert begin == f"pretrain: starting 2 processes, logs in {tmp_path}/run/logs"
     left = STEPS - (steps[2] - 1) // 3 * 3
-    [line] = [line for line in lines if line.startswith(f"{tmp_path}/run: ")]
-    assert re.search(
-        rf" [\d,]+ parameters in float32 on 2 x cpu, data 2; {left} steps, [\d,]+ tokens to go$", line
-    )
-    assert end.startswith(f"done; next: megakernel evaluate {tmp_path}/run   megakernel generate ")
+    [place] = [place for place, line in enumerate(lines) if line.startswith(f"{tmp_path}/run: ")]
+    assert re.search(r" [\d,]+ parameters in float32 on 2 x cpu, data 2$", lines[place])
+    assert re.fullmatch(rf"{left} steps, [\d,]+ tokens to go", lines[place + 1])
+    end = lines.index("done; next:")
+    assert lines[end + 1] == f"  megakernel evaluate {tmp_path}/run"
+    assert lines[end + 2].startswith("  megakernel generate ")
     assert_identical(metrics(tmp_path / "run"), uninterrupted)
 
 

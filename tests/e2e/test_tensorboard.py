@@ -96,9 +96,7 @@ def tensorboard(root):
         assert address, line
         browser = TensorBoard(address[1])
         deadline = time.monotonic() + 60
-        while any(
-            "train/loss" not in browser.tags(f"{run}/tensorboard", "SCALARS") for run in ("first", "pieces")
-        ):
+        while any("train/loss" not in browser.tags(run, "SCALARS") for run in ("first", "pieces")):
             assert time.monotonic() < deadline, "TensorBoard shows no train/loss"
             time.sleep(0.2)
         yield browser
@@ -108,7 +106,7 @@ def tensorboard(root):
 
 
 def test_tensorboard_shows_exactly_the_documented_tags(tensorboard):
-    runs = ("first/tensorboard", "pieces/tensorboard")
+    runs = ("first", "pieces")
     rows = documented_tags()
     assert {page for _, page in rows} == set(PLUGINS)
     for page in PLUGINS:
@@ -128,20 +126,20 @@ def test_tensorboard_shows_exactly_the_documented_tags(tensorboard):
 
 
 def test_scalars_equal_those_of_metrics_jsonl(tensorboard, root):
-    shown = tensorboard.points("first/tensorboard", "SCALARS", "train/loss")
+    shown = tensorboard.points("first", "SCALARS", "train/loss")
     logged = [(line["step"], line["train/loss"]) for line in metrics(root / "first") if "train/loss" in line]
     assert dict(shown) == pytest.approx(dict(logged), rel=1e-6)  # float32
 
 
 def test_histograms_count_every_value_of_every_step(tensorboard):
     tag = "weights/tied_modules.embedding.tokens.weight"
-    points = tensorboard.points("first/tensorboard", "HISTOGRAMS", tag)
+    points = tensorboard.points("first", "HISTOGRAMS", tag)
     assert [step for step, _ in points] == [1, 2]
     assert all(sum(count for _, _, count in buckets) == 384 * 64 for _, buckets in points)
 
 
 def test_text_samples_are_what_the_checkpoint_generates(tensorboard, root):
-    shown = dict(tensorboard.points("first/tensorboard", "TEXT", "samples/text_summary"))
+    shown = dict(tensorboard.points("first", "TEXT", "samples/text_summary"))
     assert set(shown) == {0, 1, 2}
     assert "<code>def " in shown[2]
     written = "".join(
@@ -151,7 +149,7 @@ def test_text_samples_are_what_the_checkpoint_generates(tensorboard, root):
         )
     )
     # Read from the event file: TensorBoard's pages drop what HTML does not allow, such as control characters.
-    sample = EventAccumulator(str(root / "first/tensorboard")).Reload().Tensors("samples/text_summary")[-1]
+    sample = EventAccumulator(str(root / "first")).Reload().Tensors("samples/text_summary")[-1]
     [text] = sample.tensor_proto.string_val
     assert text.decode().splitlines() == [f"    {line}" for line in f"def {written}".splitlines()]
 
@@ -168,14 +166,14 @@ def test_the_hparams_page_has_the_last_values_of_every_run(tensorboard, root):
     }
     groups = tensorboard.post("hparams/session_groups", query)["sessionGroups"]
     by_run = {group["sessions"][0]["name"]: group for group in groups}
-    assert set(by_run) == {"first/tensorboard", "pieces/tensorboard"}
+    assert set(by_run) == {"first", "pieces"}
     for name, group in by_run.items():
         assert group["sessions"][0]["status"] == "STATUS_SUCCESS"
         values = {value["name"]["tag"]: value["value"] for value in group["metricValues"]}
         last = {tag: value for line in metrics(root / name.split("/")[0]) for tag, value in line.items()}
         assert values["eval/loss"] == pytest.approx(last["eval/loss"], rel=1e-6)
         assert values["throughput/mfu"] == pytest.approx(last["throughput/mfu"], rel=1e-6)
-    assert by_run["pieces/tensorboard"]["hparams"]["parallel.context"] == 2
+    assert by_run["pieces"]["hparams"]["parallel.context"] == 2
 
 
 def test_every_chart_of_the_custom_scalars_page_shows_data(tensorboard):
@@ -184,7 +182,7 @@ def test_every_chart_of_the_custom_scalars_page_shows_data(tensorboard):
     for page in layout["category"]:
         for chart in page["chart"]:
             for tag in chart["multiline"]["tag"]:
-                shown = tensorboard.json("custom_scalars/scalars", run="first/tensorboard", tag=tag)
+                shown = tensorboard.json("custom_scalars/scalars", run="first", tag=tag)
                 assert any(shown["tag_to_events"].values()), f"{chart['title']}: {tag}"
 
 

@@ -91,7 +91,15 @@ _ALL = (
         "analysis.plots.matrices.attention",
         "attention matrices of one sample, as images",
         "Transformer-MGK, figures 2, 6, 9",
-        [Plot("cells", "", "key", "query", "weight", "head", each="layer", downwards=True, decades=4)],
+        [
+            Plot(
+                *("cells", "", "key", "query", "weight", "head"),
+                each="layer",
+                downwards=True,
+                decades=4,
+                scale=(0, 1),
+            )
+        ],
     ),
     Analysis(
         "analysis.plots.spectra.singular_values",
@@ -113,7 +121,10 @@ _ALL = (
         "analysis.plots.reach.span",
         "attention span, and weight far away and beyond the near window",
         "",
-        [Plot("cells", name, "head", "layer", name) for name in _REACHES],
+        [
+            Plot("cells", name, "head", "layer", name, scale=None if name == "span" else (0, 1))
+            for name in _REACHES
+        ],
         "span",
         ("layer",),
     ),

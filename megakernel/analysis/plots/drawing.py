@@ -33,7 +33,9 @@ def figures(rows: Sequence[Row], plots: Iterable[Plot]) -> dict[str, Figure]:
         shown = [row for row in rows if plot.first is None or row[plot.first] == rows[0][plot.first]]
         for name, part in _groups(shown, plot.each):
             if any(row[plot.columns[value_index]] != "" for row in part):
-                result[plot.name or name.replace(" ", "_")] = draw(part, *plot.columns, **plot.options)
+                title = plot.name or name.replace(" ", "_")
+                result[title] = draw(part, *plot.columns, **plot.options)
+                result[title].suptitle(title.replace("_", " "), fontsize=9)
     return result
 
 
@@ -87,15 +89,17 @@ def cells(
     *,
     downwards: bool = False,
     decades: int | None = None,
+    scale: tuple[float, float] | None = None,
 ) -> Figure:
     """A heat map of `value` over x and y, each in ascending order; a cell without a row is empty.
 
     downwards: y increases downward, like the rows of a matrix. decades: colors are logarithmic, over this many powers
-    of ten below the largest value; cells of 0 or less are empty.
+    of ten below the largest value; cells of 0 or less are empty. scale: values of the first and the last color, so that
+    plots of several checkpoints compare; None: the smallest and the largest value.
     """
     across, up = _values(rows, x), _values(rows, y)
     numbers = [float(row[value]) for row in rows if row[value] != ""]
-    low, high = (min(numbers), max(numbers)) if numbers else (0.0, 1.0)
+    low, high = scale or ((min(numbers), max(numbers)) if numbers else (0.0, 1.0))
     colours = Normalize(low, high)
     if decades is not None:
         colours = LogNorm(max(high, 1e-30) * 10**-decades, max(high, 1e-30), clip=True)

@@ -20,8 +20,8 @@ def attention_figures(
 ) -> dict[str, Figure]:
     """Plots of each layer's attention matrices and singular values, by TensorBoard tag.
 
-    Tags: `analysis/attention/layer_L`, `analysis/singular_values/...` and, of learned covariances,
-    `analysis/covariances/eigenvalues`. Costs one forward pass of `length` tokens and length / head_dim runs of each
+    Tags: `plots/attention/layer_L`, `plots/singular_values/...` and, of learned covariances,
+    `plots/covariances/eigenvalues`. Costs one forward pass of `length` tokens and length / head_dim runs of each
     layer's attention. Mode, noise and random state are restored. Layers whose numbers are not finite are left out.
     Pipeline stages are not supported.
 
@@ -45,7 +45,7 @@ def attention_figures(
     eigenvalues = eigenvalue_rows(model) if draw else []
     tables = {"attention": images, "singular_values": values, "covariances": eigenvalues}
     return {
-        f"analysis/{name}/{plot}": figure
+        f"plots/{name}/{plot}": figure
         for name, rows in tables.items()
         for plot, figure in figures(rows, ANALYSES[name].plots).items()
     }

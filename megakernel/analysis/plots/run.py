@@ -11,7 +11,7 @@ from megakernel.config.errors import report_write_errors
 from megakernel.evaluation.language_modelling import check_length, evaluated_config
 from megakernel.evaluation.subject import find_run, load_run
 from megakernel.training.observing.event_files import add_png, replaced_events
-from megakernel.training.run_folder import write_atomically
+from megakernel.training.run_folder import events_folder, write_atomically
 
 from .catalogue import ALL, Analysis, select_analyses
 from .table import Row, to_csv
@@ -58,7 +58,7 @@ def analyze_run(
         seq_len: tokens of each; None takes those of training, at most DEFAULT_LENGTH.
         draws: number of draws of noise, for analyses of its effects.
         out: folder of tables and plots; None takes RUN/analysis/step_N, and also adds the plots to the run's
-            TensorBoard (RUN/tensorboard/analysis), as `analysis/NAME/PLOT` at the checkpoint's step.
+            TensorBoard (as its run NAME/analysis), as `plots/NAME/PLOT` at the checkpoint's step.
         begin: called before each analysis.
 
     Yields each result after its files are written; they replace those of an earlier analysis of the checkpoint.
@@ -114,8 +114,8 @@ def analyze_run(
             for name, figure in figures(rows, analysis.plots).items()
         }
         if in_tensorboard:
-            tagged = {f"analysis/{analysis.name}/{name}": path for name, path in plots.items()}
-            add_to_tensorboard(folder / "tensorboard" / "analysis", tagged, at, analysis.name)
+            tagged = {f"plots/{analysis.name}/{name}": path for name, path in plots.items()}
+            add_to_tensorboard(events_folder(folder, "analysis"), tagged, at, analysis.name)
         yield Result(analysis, rows, table, list(plots.values()))
 
 

@@ -21,6 +21,9 @@ EVAL_OF_SOURCE = "eval/loss/"
 _BAR = 30
 """Columns."""
 
+_DROPPABLE = ("lr ", "norm ", "MFU ")
+"""Beginnings of the parts that a step's line leaves out, in this order, if it is longer than the console is wide."""
+
 
 class Console:
     """Prints the progress of a run; only rank 0 calls it."""
@@ -33,32 +36,32 @@ class Console:
         self._is_live = self._out.is_terminal and not self._out.is_dumb_terminal
 
     def step(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Print a logged step from its metrics."""
+        """Print a logged step from its metrics, in a line as wide as the console, 80 columns in a file."""
         parts = [
             (f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}", "bold"),
             (f"loss {decimal(scalars['train/loss'])}" if "train/loss" in scalars else "no loss", "bold cyan"),
-            *_further_metrics("train", scalars, "cyan"),
+            *_accuracy("train", scalars, "cyan"),
             (f"lr {scalars['train/lr']:.2e}", ""),
-            (f"grad norm {scalars['train/grad_norm']:.3f}", ""),
-            (f"{scalars['throughput/tokens_per_sec']:,.0f} tokens/s", "green"),
+            (f"norm {scalars['train/grad_norm']:.3f}", ""),
+            (f"{_speed(scalars['throughput/tokens_per_sec'])} tok/s", "green"),
         ]
         if "throughput/mfu" in scalars:
             parts.append((f"MFU {scalars['throughput/mfu']:.1%}", "green"))
         left = (self._total_tokens - scalars["train/tokens"]) / scalars["throughput/tokens_per_sec"]
-        parts.append((f"ETA {timedelta(seconds=round(left))}", ""))
+        parts.append((f"ETA {_duration(left)}", ""))
         if skipped := int(scalars["train/skipped_steps"]):
             parts.append((f"{skipped} skipped", "bold red"))
+        for beginning in _DROPPABLE:
+            if sum(len(text) + 2 for text, _ in parts) - 2 > self._out.width:
+                parts = [(text, style) for text, style in parts if not text.startswith(beginning)]
         self._print(parts)
 
     def evaluation(self, step: int, scalars: Mapping[str, float]) -> None:
         """Print an evaluation from its metrics."""
-        self._print(
-            [
-                (f"eval at step {step}", "bold"),
-                (f"loss {decimal(scalars['eval/loss'])}", "bold magenta"),
-                *_further_metrics("eval", scalars, "magenta"),
-            ]
-        )
+        parts = [(f"eval at step {step}", "bold"), (f"loss {decimal(scalars['eval/loss'])}", "bold magenta")]
+        if (bits := scalars.get("eval/bits_per_byte")) is not None:
+            parts.append((f"{decimal(bits)} bits/byte", "magenta"))
+        self._print([*parts, *_accuracy("eval", scalars, "magenta")])
         for tag, loss in scalars.items():
             if tag.startswith(EVAL_OF_SOURCE):
                 self._print([(f"    {tag.removeprefix(EVAL_OF_SOURCE)}: loss {decimal(loss)}", "magenta")])
@@ -81,8 +84,16 @@ class Console:
         self._out.file.flush()
 
 
-def _further_metrics(tag: str, scalars: Mapping[str, float], style: str) -> Iterator[tuple[str, str]]:
-    if (bits := scalars.get(f"{tag}/bits_per_byte")) is not None:
-        yield f"{decimal(bits)} bits/byte", style
+def _speed(tokens_per_sec: float) -> str:
+    return f"{tokens_per_sec / 1e6:.2f}M" if tokens_per_sec >= 1e6 else f"{tokens_per_sec:,.0f}"
+
+
+def _duration(seconds: float) -> str:
+    """H:MM:SS, from a day on days and hours."""
+    left = timedelta(seconds=round(seconds))
+    return f"{left.days}d {left.seconds // 3600}h" if left.days else str(left)
+
+
+def _accuracy(tag: str, scalars: Mapping[str, float], style: str) -> Iterator[tuple[str, str]]:
     if (accuracy := scalars.get(f"{tag}/accuracy")) is not None:
         yield f"accuracy {accuracy:.1%}", style

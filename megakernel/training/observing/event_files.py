@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from megakernel.training.run_folder import EVENT_FILES
+
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
-
-PATTERN = "events.out.tfevents.*"
 
 _HEADER = struct.Struct("<QI")
 """Length of a record's body, and the checksum of these eight bytes."""
@@ -28,7 +28,7 @@ def drop_later_steps(folder: Path, last_kept: int) -> None:
     later steps are not touched, files with nothing else are deleted. A truncated or damaged record ends its file, as it
     does for TensorBoard.
     """
-    for file in sorted(folder.glob(PATTERN)):
+    for file in sorted(folder.glob(EVENT_FILES)):
         with file.open("rb") as stream:
             steps = [step for _, step in _records(stream)]
         if all(step is None or step <= last_kept for step in steps):
@@ -55,7 +55,7 @@ def replaced_events(folder: Path, ending: str = "") -> Iterator["SummaryWriter"]
     from torch.utils.tensorboard import SummaryWriter
 
     folder.mkdir(parents=True, exist_ok=True)
-    before = list(folder.glob(f"{PATTERN}{ending}"))
+    before = list(folder.glob(f"{EVENT_FILES}{ending}"))
     with tempfile.TemporaryDirectory() as staged:
         with SummaryWriter(staged, filename_suffix=ending) as writer:
             yield writer

@@ -1,4 +1,4 @@
-"""Writes a run's metrics to metrics.jsonl and TensorBoard, as one curve over all restarts."""
+"""Writes a run's metrics to metrics.jsonl, TensorBoard and experiment trackers, as one curve over all restarts."""
 
 import json
 import math
@@ -8,11 +8,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megakernel.config import Config, to_yaml
+from megakernel.config.section import Section
+from megakernel.training.run_folder import EVENT_FILES
 
-from .event_files import PATTERN, drop_later_steps
+from .event_files import drop_later_steps
 from .histograms import Histogram
 
 if TYPE_CHECKING:
@@ -30,6 +32,15 @@ HPARAM_METRICS = (
     "memory/peak_gib",
 )
 """Metrics on TensorBoard's HPARAMS page, each with the last value of the run if it has one."""
+
+HPARAMS = (
+    *("run.seed", "model.num_layers", "model.hidden_size", "model.num_heads", "optimizer.lr"),
+    *("training.steps", "training.seq_len", "training.global_batch_size", "training.dtype"),
+)
+"""Keys on TensorBoard's HPARAMS page also at their defaults."""
+
+_UNTOLD = ("run.name", "run.root", "logging.", "checkpoint.")
+"""Beginnings of keys that are not shown there."""
 
 LAYOUT = {
     "Learning": {
@@ -58,22 +69,54 @@ LAYOUT = {
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl: `step` and scalars by tag; non-finite ones are None."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    """The lines of a run's metrics.jsonl: `step` and scalars by tag; non-finite ones are None.
+
+    A last line that is being written is left out. Raises ValueError for a damaged one.
+    """
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def _hparams(config: Config) -> "tuple[Summary, Summary, Summary]":
     """TensorBoard summaries of the experiment's metrics, the run's start with its values, and its success."""
     from torch.utils.tensorboard.summary import hparams
 
-    return hparams(dict(_flattened(config.model_dump(mode="json"))), dict.fromkeys(HPARAM_METRICS))
+    return hparams(told_keys(config), dict.fromkeys(HPARAM_METRICS))
 
 
-def _flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str | int | float | bool]]:
+def told_keys(config: Config) -> dict[str, str | int | float | bool]:
+    """The keys that tell an experiment from others, with their values: those not at their defaults, and `HPARAMS`.
+
+    Where a run is and how closely it is watched is left out.
+    """
+    shown = (*HPARAMS, *_set_keys(config))
+    return {
+        key: value
+        for key, value in flattened(config.model_dump(mode="json"))
+        if any(f"{key}.".startswith(f"{one}.") for one in shown)
+        and not key.startswith(_UNTOLD)
+        and value != "null"
+    }
+
+
+def _set_keys(section: Section, prefix: str = "") -> Iterator[str]:
+    """The keys that are not at their defaults, in a section and in those inside it.
+
+    A section that is null by default is one key.
+    """
+    for name, key in type(section).users_keys().items():
+        value = getattr(section, name)
+        if isinstance(value, Section) and key.default is not None:
+            yield from _set_keys(value, f"{prefix}{name}.")
+        elif section.is_set(name):
+            yield prefix + name
+
+
+def flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str | int | float | bool]]:
     """(dotted key, leaf); leaves that are not scalars as JSON text."""
     for key, value in tree.items():
         if isinstance(value, dict):
-            yield from _flattened(value, f"{prefix}{key}.")
+            yield from flattened(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value if isinstance(value, (str, int, float)) else json.dumps(value)
 
@@ -89,6 +132,16 @@ class StepMetrics:
     """Markdown."""
 
 
+class Sink(Protocol):
+    """What also gets a run's metrics; it never raises."""
+
+    def write(self, step: int, entry: StepMetrics) -> None:
+        """Take the metrics of one step."""
+
+    def close(self, failed: bool) -> None:
+        """Take what is left; failed: whether the run ends by an error."""
+
+
 class MetricsWriter:
     """Writes metrics of steps, counted from 1, by TensorBoard tag, on rank 0 only.
 
@@ -96,10 +149,13 @@ class MetricsWriter:
     tensorboard: folder of event files, or None.
     done_steps: step of the checkpoint that the run resumes from; metrics that an earlier process wrote for later steps
     are removed from both. 0: all are removed.
+    sink: gets the same entries, and is closed at the end of the `with` block.
     """
 
-    def __init__(self, metrics_file: Path, tensorboard: Path | None, done_steps: int):
-        self._file, self._tensorboard = metrics_file, tensorboard
+    def __init__(
+        self, metrics_file: Path, tensorboard: Path | None, done_steps: int, sink: Sink | None = None
+    ):
+        self._file, self._tensorboard, self._sink = metrics_file, tensorboard, sink
         last_kept = done_steps or -1
         _drop_later_lines(metrics_file, last_kept)
         self._lines = metrics_file.open("a", encoding="utf-8")
@@ -110,7 +166,7 @@ class MetricsWriter:
             from torch.utils.tensorboard import SummaryWriter
 
             drop_later_steps(tensorboard, last_kept)
-            self._described = any(tensorboard.glob(PATTERN))
+            self._described = any(tensorboard.glob(EVENT_FILES))
             # A TensorBoard that was open has already read the removed steps: purge_step hides them.
             self._events = SummaryWriter(str(tensorboard), purge_step=last_kept + 1)
 
@@ -125,6 +181,8 @@ class MetricsWriter:
             self._hook(failure)
 
     def __exit__(self, kind: object, *error: object) -> None:
+        if self._sink is not None:
+            self._sink.close(failed=kind is not None)
         with suppress(OSError) if kind is not None else nullcontext():
             self._lines.close()
             if self._events is not None:
@@ -164,6 +222,8 @@ class MetricsWriter:
                 self._lines.flush()
         with _naming_file(self._tensorboard):
             self._add_events(step, entry)
+        if self._sink is not None:
+            self._sink.write(step, entry)
 
     def _add_events(self, step: int, entry: StepMetrics) -> None:
         if self._events is None:

@@ -58,6 +58,9 @@ def test_packing_is_reported_once_per_length(corpus: Path, configure: Callable[.
     assert short.tokens == long.tokens == Corpora(config.data).train[0].record("train").tokens
     assert short.whole < long.whole
     assert short.cut_tokens > long.cut_tokens
-    assert str(long).startswith(f"{corpus} in sequences of 256 tokens: {long.documents} documents, ")
+    first, *lines = str(long).splitlines()
+    assert first == f"{corpus} in sequences of 256 tokens:"
+    assert lines[0].startswith(f"  {long.documents} documents, ")
+    assert max(map(len, lines)) <= 80
     assert batches.packing(step=4) == [long]
     assert packing_table([short, long]).count("\n") == 3

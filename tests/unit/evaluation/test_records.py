@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megakernel.config import Config
 from megakernel.evaluation import records
 from megakernel.evaluation.answer_counts import AnswerCounts, Cell
-from megakernel.evaluation.records import file_name, record
+from megakernel.evaluation.records import file_name, record, send
+from megakernel.training.run_folder import EVENT_FILES
+from tests.tracked import trackio_history
 
 SPEC = "passkey:length=64+128,depths=2"
 NAME = "passkey-length-64-128-depths-2"
@@ -22,7 +25,7 @@ def counts(step: int, right: int) -> AnswerCounts:
 
 def read(run: Path) -> EventAccumulator:
     """The TensorBoard events of the evaluation folder."""
-    events = EventAccumulator(str(run / "tensorboard" / "evaluation"))
+    events = EventAccumulator(str(run / "evaluation"))
     events.Reload()
     return events
 
@@ -55,7 +58,14 @@ def test_tensorboard_has_only_the_last_result_of_every_step(tmp_path):
     plots = events.Images(f"evaluation/{NAME}")
     assert [event.step for event in plots] == [10, 20]
     assert plots[0].width > 100
-    assert len(list((tmp_path / "tensorboard" / "evaluation").iterdir())) == 1
+    assert len(list((tmp_path / "evaluation").glob(EVENT_FILES))) == 1
+
+
+def test_evaluations_of_a_run_of_an_earlier_version_stay_where_they_are(tmp_path):
+    (tmp_path / "tensorboard").mkdir()
+    record(tmp_path, 20, SPEC, counts(20, 3))
+    assert len(list((tmp_path / "tensorboard" / "evaluation").glob(EVENT_FILES))) == 1
+    assert not list((tmp_path / "evaluation").glob(EVENT_FILES))
 
 
 def test_evaluations_that_end_together_write_events_one_after_the_other(tmp_path, monkeypatch):
@@ -80,7 +90,7 @@ def test_specs_too_long_for_a_file_name_are_recorded_under_different_names(tmp_p
 
 def test_no_events_are_written_without_tensorboard(tmp_path):
     record(tmp_path, 20, SPEC, counts(20, 3), tensorboard=False)
-    assert not (tmp_path / "tensorboard").exists()
+    assert not list(tmp_path.rglob(EVENT_FILES))
 
 
 @pytest.mark.parametrize(
@@ -92,3 +102,24 @@ def test_no_events_are_written_without_tensorboard(tmp_path):
 )
 def test_a_spec_becomes_a_file_name(spec, name):
     assert file_name(spec) == name
+
+
+def test_trackers_get_results_as_a_run_beside_the_training_run(tmp_path):
+    run, project, lines = tmp_path / "first", tmp_path.name, []
+    config = Config.model_validate(
+        {
+            "run": {"name": "first", "root": str(tmp_path)},
+            "model": {"num_layers": 1, "hidden_size": 8, "num_heads": 2},
+            "data": {"train": "corpus"},
+            "training": {"steps": 5, "seq_len": 16, "global_batch_size": 1},
+            "logging": {"trackio": {"project": project}},
+        }
+    )
+    for step, right in ((10, 1), (20, 3)):  # two commands
+        file = record(run, step, SPEC, counts(step, right))
+        send(config, run, step, [file], lines.append)
+    tag = f"evaluation/{NAME}"
+    shown = trackio_history(project, "first/evaluation")
+    assert [(line["step"], line[f"{tag}/accuracy"]) for line in shown] == [(10, 0.25), (20, 0.75)]
+    assert shown[1][tag]["_value"] == file.with_suffix(".md").read_text()
+    assert not [line for line in lines if "warning" in line]

@@ -227,8 +227,9 @@ def test_the_doctor_shows_the_error_of_sbatch(monkeypatch, tmp_path, capsys):
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.delenv("SLURM_CONF", raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
     assert main(["doctor"]) == ExitStatus.DONE
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "Slurm" in line]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "cannot reach Slurm" in line]
     assert line.startswith("-  ")
     assert "sbatch cannot reach Slurm" in line
 
@@ -284,6 +285,19 @@ def test_the_doctor_passes_on_this_machine():
         assert f"ok  {name} " in result.stdout
 
 
+def test_the_doctor_names_the_machine_first_in_80_columns_with_whole_commands(monkeypatch, capsys):
+    monkeypatch.setattr("launch.doctor.metadata.version", lambda name: "0.0")
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["doctor"]) == ExitStatus.FAILED
+    lines = capsys.readouterr().out.splitlines()
+    names = [line.split()[1] for line in lines[: lines.index("")]]
+    assert names.index("cpu") < names.index("megakernel") < names.index("torch")
+    commands = [line for line in lines if line.startswith("  pip install")]
+    assert "  pip install 'megakernel[gpu]'" in commands
+    assert len(commands) == len(set(commands)), "packages of one extra share a command"
+    assert max(len(line) for line in lines if line not in commands) <= 80
+
+
 def test_the_doctor_checks_the_requirements_of_the_package(tmp_path):
     """The import path has a package that is older than setup.cfg requires before the installed one."""
     old = tmp_path / "rich-1.0.dist-info"
@@ -297,8 +311,9 @@ def test_the_doctor_checks_the_requirements_of_the_package(tmp_path):
         text=True,
     )
     assert result.returncode == ExitStatus.FAILED
-    (line,) = [line for line in result.stdout.splitlines() if line.startswith("missing")]
-    assert line.split()[:3] == ["missing", "rich", "1.0"]
-    assert "pip install 'rich>=13' -c constraints.txt" in line
+    lines = result.stdout.splitlines()
+    found, remedy = (place for place, line in enumerate(lines) if line.startswith("missing"))
+    assert lines[found].split() == ["missing", "rich", "1.0"]
+    assert lines[remedy : remedy + 2] == ["missing rich", "  pip install 'rich>=13' -c constraints.txt"]
     needed = {re.split("[<>=;]", wanted)[0] for wanted in requires("megakernel") if "extra" not in wanted}
-    assert needed <= {line.split()[1] for line in result.stdout.splitlines()}
+    assert needed <= {line.split()[1] for line in lines if line}

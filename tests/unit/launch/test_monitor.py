@@ -126,13 +126,41 @@ def test_one_table_shows_all_runs_and_the_stages_of_an_up_training(run, capsys):
     (run.parent / "no_run").mkdir()
     assert main(["monitor", "--root", str(run.parent), "--once"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
-    assert head.split() == ["run", "state", "step", "loss", "tokens/s", "MFU", "ETA", "remarks"]
+    assert head.split() == ["run", "state", "step", "loss", "eval", "tokens/s", "MFU", "ETA", "remarks"]
     assert [line.split()[:3] for line in lines if line[0] != " "] == [
         ["first", "STOPPED", "40/100"],
         ["up/1-transfer", "DONE", "40/100"],
     ]
     assert main(["monitor", "up", "--root", str(run.parent), "--once"]) == 0
     assert "first" not in capsys.readouterr().out
+
+
+def test_the_last_evaluation_is_shown_also_of_an_ended_run(run, capsys):
+    write(run, saved=100, **LOGGED)
+    assert main(["monitor", "--root", str(run.parent), "--once"]) == 0
+    head, line = capsys.readouterr().out.splitlines()
+    assert dict(zip(head.split(), line.split()))["eval"] == "3.0000"
+
+
+def test_json_has_an_object_for_each_run(run, capsys):
+    write(run, **LOGGED)
+    other = run.with_name("second")
+    (other / "checkpoints").mkdir(parents=True)
+    write(other)
+    assert main(["monitor", "--root", str(run.parent), "--json"]) == 0
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (first["run"], first["state"], first["loss"], first["eval_loss"]) == (
+        str(run),
+        "STOPPED",
+        2.5,
+        3.0,
+    )
+    assert (second["run"], second["state"], second["loss"], second["steps"]) == (
+        str(other),
+        "EMPTY",
+        None,
+        100,
+    )
 
 
 def test_a_transfer_shows_its_current_block_until_the_blocks_are_merged(run, capsys):
@@ -272,6 +300,14 @@ def test_a_private_run_of_another_user_is_not_listed(run, capsys, monkeypatch):
     assert line.startswith("first ")
 
 
+def test_tensorboard_shows_a_single_run_by_its_name(run, monkeypatch):
+    passed = []
+    monkeypatch.setattr(TensorBoard, "configure", lambda self, argv: passed.extend(argv))
+    monkeypatch.setattr(TensorBoard, "launch", lambda self: "")
+    start_tensorboard(run.parent, [run], "localhost", 0)
+    assert passed[1:3] == ["--logdir_spec", f"first:{run}"]
+
+
 def test_tensorboard_gets_a_different_name_for_each_run(run, monkeypatch):
     passed = []
     monkeypatch.setattr(TensorBoard, "configure", lambda self, argv: passed.extend(argv))
@@ -294,6 +330,7 @@ def test_tensorboard_gets_a_different_name_for_each_run(run, monkeypatch):
         (["--port", "99999"], 2, "--port 99999 is no port"),
         (["--once", "--every", "2"], 2, "--every 2.0 has no effect with --once"),
         (["--once", "--port", "0"], 2, "--port 0 has no effect with --once"),
+        (["--json", "--every", "2"], 2, "--every 2.0 has no effect with --json"),
         (["--no-tensorboard", "--host", "::"], 2, "--host :: has no effect with --no-tensorboard"),
         (["--root", "nowhere"], 3, "nowhere does not exist"),
     ],

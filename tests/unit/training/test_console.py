@@ -30,13 +30,36 @@ def test_a_step_is_one_plain_line_in_a_log_file():
     for part in (
         "step  120/1000",
         "loss 2.3412",
-        "3.3777 bits/byte",
         "lr 2.90e-04",
-        "grad norm 0.812",
-        "12,431 tokens/s",
+        "norm 0.812",
+        "12,431 tok/s",
         "ETA 0:29:20",  # 21,879,184 tokens are left
     ):
         assert part in line
+
+
+@pytest.mark.parametrize(
+    ("step", "total", "changes", "left_out"),
+    [
+        (10, 20, {}, set()),
+        (90_000, 95_367, {"throughput/mfu": 0.41}, {"lr"}),
+        (90_000, 95_367, {"throughput/mfu": 0.41, "throughput/tokens_per_sec": 1.2e6}, {"lr"}),
+        (90_000, 95_367, {"throughput/tokens_per_sec": 12.0}, set()),  # 21 days
+        (900_000, 953_670, {"throughput/mfu": 0.41, "train/skipped_steps": 12.0}, {"lr", "norm", "MFU"}),
+    ],
+)
+def test_a_steps_line_fits_80_columns_and_leaves_out_what_metrics_jsonl_has(step, total, changes, left_out):
+    line = printed(step, total=total, **changes).rstrip("\n")
+    assert len(line) <= 80
+    shown = {"lr", "norm"} | ({"MFU"} if "throughput/mfu" in changes else set())
+    assert {word for word in shown if f"  {word} " not in line} == left_out
+    for word in ("loss", "tok/s", "ETA"):
+        assert word in line
+
+
+def test_long_times_and_high_speeds_are_short():
+    assert "ETA 21d 2h" in printed(1, **{"throughput/tokens_per_sec": 12.0})
+    assert "1.20M tok/s" in printed(1, **{"throughput/tokens_per_sec": 1.2e6})
 
 
 def test_mfu_and_skipped_steps_appear_only_if_there_are_any():

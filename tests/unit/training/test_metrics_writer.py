@@ -13,7 +13,7 @@ from tensorboard.summary.writer import event_file_writer
 
 from megakernel.config import Config
 from megakernel.training.observing.histograms import SIGNED, Histogram
-from megakernel.training.observing.metrics_writer import MetricsWriter, StepMetrics
+from megakernel.training.observing.metrics_writer import HPARAMS, MetricsWriter, StepMetrics, told_keys
 from tests.disk import files_of_at_most
 
 
@@ -225,6 +225,37 @@ def test_the_configuration_is_written_once_beside_the_curves(folder):
     assert not [path for path in folder.tensorboard.iterdir() if path.is_dir()], (
         "no second run appears in TensorBoard"
     )
+
+
+def test_hparams_are_the_keys_that_are_not_at_their_defaults_and_those_that_always_matter():
+    def keys(**sections) -> dict:
+        tree = {
+            "run": {"name": "r"},
+            "model": {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "attention": "softmax"},
+            "data": {"train": "corpus"},
+            "training": {"steps": 5, "seq_len": 16, "global_batch_size": 1},
+        }
+        return told_keys(Config.model_validate(tree | sections))
+
+    plain = keys()
+    assert plain.keys() >= set(HPARAMS)
+    assert plain["optimizer.lr"] == 3e-4
+    assert not {
+        key for key in plain if key.startswith(("run.name", "run.root", "logging", "checkpoint", "parallel"))
+    }
+    changed = keys(
+        parallel={"context": 2},
+        optimizer={"trained": "lora", "lora": {"rank": 4}},
+        deepspeed={"a": {"b": 1}},
+        logging={"sample_tokens": 3},
+        init={"from": "dense"},
+    )
+    new = {key: value for key, value in changed.items() if key not in plain}
+    # A section that is null by default is shown as a whole.
+    assert new.pop("optimizer.lora.alpha") == 16.0
+    assert {key for key in new if not key.startswith("optimizer.lora.")} == {
+        *("parallel.context", "optimizer.trained", "deepspeed.a.b", "init.from")
+    }
 
 
 @pytest.mark.parametrize("full", ["metrics.jsonl", "tensorboard"])

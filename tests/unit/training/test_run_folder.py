@@ -6,7 +6,7 @@ import pytest
 from data_pipeline import tokenizers
 from megakernel.config import Config, UserError, from_yaml, to_yaml
 from megakernel.training import events
-from megakernel.training.run_folder import RunFolder
+from megakernel.training.run_folder import EVENT_FILES, RunFolder, events_folder
 
 from .threads import on_ranks
 
@@ -42,7 +42,6 @@ def test_a_new_run_gets_its_folder_with_the_resolved_configuration(tmp_path):
         "config.yaml",
         "environment.txt",
         "lock",
-        "tensorboard",
         "logs",
         "checkpoints",
     }
@@ -150,10 +149,23 @@ def test_a_start_without_a_finished_step_fixes_no_configuration(tmp_path):
     unfinished = RunFolder(configuration(tmp_path))
     unfinished.open(["cpu"])
     unfinished.keep_tokenizer(tokenizer, tokenizers.ByteTokenizer().hash)
+    (unfinished.path / "tensorboard").mkdir()  # of an earlier version
+    for folder in (unfinished.path, unfinished.path / "tensorboard"):
+        (folder / "events.out.tfevents.1.host").touch()
     run = begin_run(configuration(tmp_path, seq_len=64))
     assert not run.tokenizer.exists()
+    assert not list(run.path.rglob(EVENT_FILES))
     with pytest.raises(UserError, match=r"training\.seq_len=128 was 64"):
         RunFolder(configuration(tmp_path)).open(["cpu"])
+
+
+def test_tensorboard_lists_a_run_by_its_name_unless_an_earlier_version_began_it(tmp_path):
+    run = begin_run(configuration(tmp_path))
+    assert (run.events, events_folder(run.path, "evaluation")) == (run.path, run.path / "evaluation")
+    (run.path / "tensorboard").mkdir()
+    earlier = begin_run(configuration(tmp_path)).events
+    assert earlier == run.path / "tensorboard"
+    assert events_folder(run.path, "analysis") == earlier / "analysis"
 
 
 def test_logs_of_the_launcher_may_exist_before_the_run(tmp_path):

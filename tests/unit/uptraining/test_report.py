@@ -8,14 +8,15 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megakernel.config import Model, Uptrain
+from megakernel.config import Config, Model, Uptrain
 from megakernel.config.uptrain import TransferStage
 from megakernel.model import LanguageModel, ModelSettings
 from megakernel.parallel import OneProcess
 from megakernel.uptraining.costs import DecodingCost, TrainingCost
 from megakernel.uptraining.identity import Identity
-from megakernel.uptraining.report import Measured, Report, recovered, write_events
+from megakernel.uptraining.report import Measured, Report, recovered, send, write_events
 from megakernel.uptraining.summary import recipe
+from tests.tracked import trackio_history
 from tests.unit.generation.small_models import build
 
 
@@ -157,6 +158,29 @@ def test_tensorboard_shows_only_the_last_report(tmp_path):
     assert (share.step, share.value) == (4096, pytest.approx(0.8))
     (page,) = events.Tensors("report/text_summary")
     assert page.tensor_proto.string_val == [report_of().markdown().encode()]
+
+
+def test_trackers_get_the_report_as_a_run_beside_those_of_the_stages(tmp_path):
+    lines: list[str] = []
+    config = Config.model_validate(
+        {
+            "run": {"name": "up", "root": str(tmp_path)},
+            "model": {"num_layers": 1, "hidden_size": 8, "num_heads": 2},
+            "data": {"train": "corpus"},
+            "training": {"steps": 5, "seq_len": 16, "global_batch_size": 1},
+            "logging": {"trackio": {"project": tmp_path.name}},
+        }
+    )
+    config.run.folder.mkdir()
+    send(report_of(), config, lines.append)
+    shown = trackio_history(tmp_path.name, "up/report")
+    found = {tag: (line["step"], value) for line in shown for tag, value in line.items()}
+    assert found["report/recovered/distillation"] == (4096, pytest.approx(0.8))
+    assert {tag for tag in found if tag.startswith("report/loss/")} == {
+        f"report/loss/{name}" for name in NAMES
+    }
+    assert found["report"][1]["_value"] == report_of().markdown()
+    assert not [line for line in lines if "warning" in line]
 
 
 def test_without_a_window_beyond_counts_all_tokens():

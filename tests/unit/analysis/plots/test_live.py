@@ -10,11 +10,11 @@ from .small_models import labelled, small_model
 
 BLOCKS = {"compression": {"block_size": 4, "rank": 2}}
 TAGS_OF_TWO_LAYERS = [
-    "analysis/attention/layer_0",
-    "analysis/attention/layer_1",
-    "analysis/singular_values/weights",
-    "analysis/singular_values/output",
-    "analysis/covariances/eigenvalues",
+    "plots/attention/layer_0",
+    "plots/attention/layer_1",
+    "plots/singular_values/weights",
+    "plots/singular_values/output",
+    "plots/covariances/eigenvalues",
 ]
 
 
@@ -29,7 +29,7 @@ def test_plotting_during_training_does_not_change_the_model(dtype):
     figures = attention_figures(model, labelled(3), length=16, heads=2)
     assert torch.rand(1) == expected
     assert list(figures) == TAGS_OF_TWO_LAYERS
-    panels = [axes for axes in figures["analysis/attention/layer_1"].axes if axes.get_images()]
+    panels = [axes for axes in figures["plots/attention/layer_1"].axes if axes.get_images()]
     assert [axes.get_title() for axes in panels] == ["head 0", "head 1"]
     assert panels[0].get_images()[0].get_array().shape == (16, 16)
     assert model.training

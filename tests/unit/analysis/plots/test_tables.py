@@ -152,6 +152,14 @@ def test_tensorboard_has_a_plot_once_per_step(tmp_path):
     assert len(list(events.iterdir())) == 3
 
 
+def test_colors_can_be_the_same_for_all_checkpoints_and_plots_have_titles():
+    rows = [{"x": x, "y": 0, "value": value} for x, value in enumerate((0.2, 0.4))]
+    figure = drawing.figures(rows, [Plot("cells", "beyond_16", "x", "y", "value", scale=(0, 1))])["beyond_16"]
+    image = figure.axes[0].get_images()[0]
+    assert (image.norm.vmin, image.norm.vmax) == (0, 1)
+    assert figure.get_suptitle() == "beyond 16"
+
+
 def test_colors_can_be_logarithmic():
     rows = [{"x": x, "y": 0, "value": value} for x, value in enumerate((1.0, 1e-9, -1.0))]
     image = drawing.cells(rows, "x", "y", "value", decades=2).axes[0].get_images()[0]
