@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from megakernel.config.yaml_text import parse, write
-from tests.tiers import tiered
 from tests.unit.data.conftest import documents, prepared, write_jsonl
 
 from .processes import run_ranks
@@ -68,7 +67,8 @@ def test_a_run_of_an_earlier_version_reads_on_in_its_order(ranks, corpora, tmp_p
     assert scalars(new, "train/loss")[1:] != scalars(whole, "train/loss")[1:], "a new run reads by tokens"
 
 
-@pytest.mark.parametrize("ranks", tiered(["one process", "dp2", "pp2", "tp2 cp2"], ["dp2"]))
+@pytest.mark.second
+@pytest.mark.parametrize("ranks", ["one process", "dp2", "pp2", "tp2 cp2"])
 def test_the_loss_of_each_validation_corpus_is_logged(ranks, corpora, tmp_path):
     """Their mean by tokens is eval/loss, in float32; so they belong to the right samples."""
     world_size, *overrides = layout(ranks)

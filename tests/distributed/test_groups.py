@@ -144,6 +144,7 @@ def groups_added_by_training(sizes):
         return len(distributed_c10d._world.pg_map) - before
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("sizes", "ranks", "added"),
     [

@@ -44,13 +44,14 @@ def one_process(tmp_path_factory, corpus):
     return config, train(config, 1, *OPTIONS)
 
 
-@pytest.mark.parametrize("ranks", tiered(LAYOUTS, ["dp2 zero 1", "tp2"]))
+@pytest.mark.parametrize("ranks", tiered(LAYOUTS, ["tp2"]))
 def test_muon_has_the_losses_of_one_process_in_every_layout(ranks, one_process, tmp_path):
     config, expected = one_process
     actual = train(config, *layout(ranks), *OPTIONS, f"run.root={tmp_path}")
     assert_losses_close(actual, expected)
 
 
+@pytest.mark.second
 def test_muon_is_another_optimizer_than_adamw(one_process, tmp_path):
     config, muon = one_process
     adamw = train(
@@ -67,9 +68,8 @@ def test_muon_is_another_optimizer_than_adamw(one_process, tmp_path):
     assert first[1] != pytest.approx(second[1], rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "ranks", tiered(["dp2", "dp2 zero 2", "bfloat16 dp2 zero 1", "tp2 dp2 zero 1"], ["dp2 zero 2"])
-)
+@pytest.mark.second
+@pytest.mark.parametrize("ranks", ["dp2", "dp2 zero 2", "bfloat16 dp2 zero 1", "tp2 dp2 zero 1"])
 def test_a_killed_run_resumes_bit_identically(ranks, one_process, tmp_path):
     config, _ = one_process
     world_size, *overrides = (*layout(ranks), *OPTIONS, "training.steps=6", f"run.root={tmp_path}")

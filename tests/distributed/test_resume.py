@@ -99,7 +99,8 @@ def changed_in_one_process(tmp_path_factory, corpus):
     return train(config, 1, *OPTIONS, *CHANGES, allowed=ALLOWED)
 
 
-@pytest.mark.parametrize("ranks", tiered(CHANGED_LAYOUTS, ["dp2 zero 2"]))
+@pytest.mark.second
+@pytest.mark.parametrize("ranks", CHANGED_LAYOUTS)
 def test_changes_on_purpose_hold_from_the_checkpoint_on_and_a_killed_run_keeps_them(
     ranks, changed_in_one_process, corpus, tmp_path
 ):

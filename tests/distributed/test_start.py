@@ -41,6 +41,7 @@ def source(tmp_path_factory, corpus):
     return config, config.with_name("source")
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [
@@ -82,6 +83,7 @@ def test_parameters_and_flops_are_those_of_a_vocabulary_that_is_larger_than_the_
     assert last["throughput/tflops"] / last["throughput/tokens_per_sec"] == pytest.approx(flops / 1e12)
 
 
+@pytest.mark.second
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="asks x86 for its instructions")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_cpu_without_products_in_bfloat16_is_named(dtype, corpus, tmp_path):

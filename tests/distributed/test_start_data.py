@@ -125,6 +125,7 @@ def interrupted_in_the_second_epoch(config: Path, overrides: tuple[str, ...]) ->
         return 92
 
 
+@pytest.mark.second
 def test_finished_parts_of_an_index_are_kept(tmp_path):
     source = write_jsonl(tmp_path / "source.jsonl", documents(60, seed=1))
     prepared(tmp_path / "web", [str(source)])

@@ -15,6 +15,8 @@ from megakernel.checkpoint.universal import WEIGHT
 from tests.csv_tables import from_csv
 from tests.distributed.training_run import train, write_config
 
+pytestmark = pytest.mark.second
+
 LENGTH = 64
 APPLICABLE = {
     "attention",
@@ -59,7 +61,6 @@ def analyzed(run):
     return run / "analysis" / "step_2"
 
 
-@pytest.mark.second
 def test_every_applicable_analysis_writes_a_table_and_plots(analyzed):
     assert {path.stem for path in analyzed.glob("*.csv")} == APPLICABLE
     for name in APPLICABLE:

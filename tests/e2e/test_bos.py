@@ -24,6 +24,7 @@ def run(tmp_path_factory):
     return folder / "run"
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("prompt", ["", "the alpha"])
 def test_bos_is_prepended_to_prompts_in_megakernel_and_in_transformers(prompt, run):
     folder = run.parent / "exported"

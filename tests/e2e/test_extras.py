@@ -132,6 +132,7 @@ def test_a_task_of_the_harness_without_the_harness_says_so(tmp_path):
     assert done.stderr.splitlines()[-1].endswith(message)
 
 
+@pytest.mark.second
 def test_the_doctor_names_every_extra_that_is_missing_and_finds_the_rest_good(tmp_path):
     done = run(tmp_path, "doctor", missing=EXTRAS)
     shown = " ".join(done.stdout.split())

@@ -202,6 +202,7 @@ def noisy(config):
     return config.parent / "noisy"
 
 
+@pytest.mark.second
 def test_an_evaluation_averages_over_draws_of_the_noise_deterministically(noisy, capsys):
     fixed, one, many = (evaluate_run(noisy, draws=draws) for draws in (None, 1, 8))
     assert fixed.loss == pytest.approx(eval_loss(noisy, 4), rel=1e-6)
@@ -233,6 +234,7 @@ def learned(config):
     return config.parent / "learned"
 
 
+@pytest.mark.second
 def test_all_learned_positions_can_be_used(learned):
     whole = generated_text(learned, prompt="x", temperature=0, count=SEQ_LEN)
     assert whole.startswith(generated_text(learned, prompt="x", temperature=0, count=SEQ_LEN - 1))

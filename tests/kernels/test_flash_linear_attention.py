@@ -40,6 +40,7 @@ def interpreter(monkeypatch):
     monkeypatch.setattr("fla.ops.utils.cumsum.range", counted, raising=False)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("case", [Case(2, 130, heads=2, head_dim=16), Case(1, 64, heads=1, head_dim=32)])
 @pytest.mark.parametrize("name", NAMES)
 def test_flash_linear_attention_agrees_with_float64(name, case, interpreter):

@@ -79,6 +79,7 @@ def test_outputs_states_and_gradients_equal_the_reference(positions, dtype, draw
     assert_agrees(partial(whole, positions=on(device, POSITIONS[positions])), leaves, draw, TOLERANCE[dtype])
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("positions", ["one document", "packed"])
 def test_shards_give_the_whole_sequence(positions, draw, device):
     leaves = tokens(draw, device, torch.float32, width=24, values=24)

@@ -31,6 +31,7 @@ def test_the_page_is_written_after_every_program(tmp_path):
     assert "    one" in out.read_text()
 
 
+@pytest.mark.second
 def test_a_program_is_killed_with_its_children_at_the_time_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_check, "GRACE", 0.5)
     text = (

@@ -34,6 +34,7 @@ def test_lines_are_short_enough_for_srun_so_no_healthy_node_is_excluded():
     assert not any(excluded)
 
 
+@pytest.mark.second
 def test_one_process_diagnoses_a_stall_for_all(found):
     for nodes, ranks in ((8, 8 * TASKS), (16, 16 * TASKS)):
         # It reads each rank's reports twice; the others poll for the answer.

@@ -79,6 +79,7 @@ def test_documents_begin_with_bos_as_the_tokenizer_or_add_bos_says(add_bos, hf_t
     assert tokenizers.load(folder, own_rule=True).hash == saved.hash
 
 
+@pytest.mark.second
 def test_a_corpus_of_an_earlier_version_stays_without_bos(corpora):
     assert rows(corpora / "old") == rows(corpora / "without")
     assert [row[1:] for row in rows(corpora / "with")] == rows(corpora / "old")

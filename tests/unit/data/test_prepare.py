@@ -274,6 +274,7 @@ def test_options_that_a_source_has_no_use_for_are_refused(tmp_path: Path, option
         run(*words, "--tokenizer", "byte", "--out", tmp_path / "out")
 
 
+@pytest.mark.second
 def test_their_defaults_are_not_refused(tmp_path: Path):
     defaults = "--validation-fraction", 0.02, "--text-key", "text", "--split", "train"
     command = "--source", "sparsity:train=9,validation=9", "--tokenizer", "words", *defaults

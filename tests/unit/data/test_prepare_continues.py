@@ -171,6 +171,7 @@ def test_chats_that_were_rejected_before_are_still_counted(tmp_path: Path, monke
     assert Manifest.read(tmp_path / "out").skipped == {"bad row": 3}
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("change", "difference"),
     [

@@ -212,7 +212,8 @@ KEYS_OF_RUNS = [
 ]
 
 
-@pytest.mark.parametrize("keys", tiered(KEYS_OF_RUNS, KEYS_OF_RUNS[1:2]))
+@pytest.mark.second
+@pytest.mark.parametrize("keys", KEYS_OF_RUNS)
 def test_the_keys_of_every_layout_load_with_the_configuration(keys):
     """Also where configured keys have no effect in a layout."""
     file = CONFIGS / "pretrain-350m.yaml"

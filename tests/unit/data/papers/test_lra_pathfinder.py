@@ -55,6 +55,7 @@ def images() -> list[Document]:
     return generate_examples(Pathfinder(), 0, ("train", range(120)))
 
 
+@pytest.mark.second
 def test_following_the_dashes_solves_every_image(images: list[Document]):
     assert [int(connected(pixels(document))) for document in images] == [
         document.label for document in images
