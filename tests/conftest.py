@@ -60,6 +60,12 @@ def same_numbers(seed):
     torch.manual_seed(seed)
 
 
+@pytest.fixture(autouse=True)
+def no_terminal(monkeypatch):
+    """Output does not depend on the width of the terminal in which the tests run."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture
 def draw(seed) -> torch.Generator:
     """The test's own generator of random numbers, seeded with --seed."""

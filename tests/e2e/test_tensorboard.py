@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -38,7 +39,9 @@ PLUGINS = {"SCALARS": "scalars", "HISTOGRAMS": "histograms", "IMAGES": "images",
 def documented_tags():
     """(tag as a regular expression, page of TensorBoard) for each row of the table of tags."""
     rows = re.findall(r"^\| `([^`]+)` \| (SCALARS|HISTOGRAMS|IMAGES|TEXT) \|", PAGE.read_text(), re.MULTILINE)
-    return [(re.sub(r"[A-Z]+", r"[\\w.]+", re.escape(tag)), page) for tag, page in rows]
+    # A corpus is named by its folder.
+    patterns = [(re.escape(tag).replace("CORPUS", "[^ ]+"), page) for tag, page in rows]
+    return [(re.sub(r"[A-Z]+", r"[\\w.]+", pattern), page) for pattern, page in patterns]
 
 
 class TensorBoard:
@@ -80,7 +83,9 @@ class TensorBoard:
 def root(tmp_path_factory, corpus):
     config = write_config(tmp_path_factory.mktemp("runs"), corpus)
     train(config, 1, *OPTIONS, *LOGGING, "run.name=first")
-    train(config, 2, *OPTIONS, "run.name=pieces", "parallel.context=2")
+    second = shutil.copytree(corpus, config.parent.with_name("second") / "corpus-2")
+    blend = (f"data.train=[{corpus},{second}]", "training.eval_sources=true", "training.z_loss=1e-4")
+    train(config, 2, *OPTIONS, *blend, "run.name=pieces", "parallel.context=2")
     return config.parent
 
 
