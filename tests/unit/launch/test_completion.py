@@ -60,7 +60,10 @@ def completed(scripts, tmp_path):
         (["config", "--sch"], ["--schema"]),
         (["config", "--schema", ""], ["cluster", "run"]),
         (["pretrain", "de"], ["demo.yaml"]),
-        (["pretrain", "demo.yaml", "training.eval_s"], ["training.eval_samples=", "training.eval_seq_len=", "training.eval_sources="]),
+        (
+            ["pretrain", "demo.yaml", "training.eval_s"],
+            ["training.eval_samples=", "training.eval_seq_len=", "training.eval_sources="],
+        ),
         (
             ["pretrain", "demo.yaml", "training.steps=3", "optimizer.beta"],
             ["optimizer.beta1=", "optimizer.beta2="],
