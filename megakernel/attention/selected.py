@@ -73,7 +73,6 @@ class Selector:
             out_dtype=out_dtype,
         )
 
-    @torch.no_grad()
     def chosen_tokens(self, q: Tensor, k: Tensor, pool: Tensor, inputs: AttentionInputs) -> Tensor:
         """(B, H_kv, N, N) bool: which tokens are in blocks that a query chooses, of whole sequences; for analyses."""
         return chosen_tokens(q, k, pool, self.selection, inputs.resolved_positions)

@@ -462,8 +462,7 @@ def mean_scored_in_groups(seq_len: int, size: int, skipped: int, count: int) -> 
     total = 0
     for block in range(-(-seq_len // size)):
         groups, rest = divmod(max(0, block - skipped + 1), BLOCKS_OF_GROUP)
-        searched = groups if groups <= count else count
-        scored = searched * BLOCKS_OF_GROUP + rest + (groups if groups > count else 0)
+        scored = min(groups, count) * BLOCKS_OF_GROUP + rest + (groups if groups > count else 0)
         total += scored * min(size, seq_len - block * size)
     return total / seq_len
 

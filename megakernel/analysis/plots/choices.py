@@ -12,6 +12,7 @@ from megakernel.attention.selected import FlurkaSelectedAttention, SelectedAtten
 from megakernel.uptraining.head_statistics import far_keys
 from megakernel.uptraining.sampled_queries import SampledQueries
 
+from .reach import mean_rows
 from .subject import CapturedAttention, Subject
 from .table import Row
 
@@ -26,15 +27,7 @@ def measure_choices(subject: Subject) -> list[Row]:
     for _, layer, captured in subject.captured():
         if (sums := choice_sums(captured)) is not None:
             by_layer.setdefault(layer, []).append(sums)
-    table: list[Row] = []
-    for layer, parts in by_layer.items():
-        for head, (values, counts) in enumerate(zip(*(part.tolist() for part in torch.stack(parts).sum(0)))):
-            row: Row = {"layer": layer, "head": head}
-            row |= {
-                name: value / count if count else "" for name, value, count in zip(COLUMNS, values, counts)
-            }
-            table.append(row)
-    return table
+    return mean_rows(by_layer, COLUMNS)
 
 
 @torch.no_grad()

@@ -4,6 +4,8 @@
 near window, for queries that have a far context (docs/formulas.md, 4).
 """
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
@@ -27,12 +29,20 @@ def measure_span(subject: Subject) -> list[Row]:
         queries = SampledQueries.of(inputs, torch.arange(inputs.length, device=inputs.q.device), core.causal)
         sums = span_sums(attention_matrix(captured), queries, core.near_window)
         by_layer.setdefault(layer, []).append(sums)
+    return mean_rows(by_layer, COLUMNS)
+
+
+def mean_rows(by_layer: Mapping[int, Sequence[Tensor]], columns: Sequence[str]) -> list[Row]:
+    """layer, head, and the means of the columns; empty where nothing was counted.
+
+    by_layer: for every sample, sums and counts (2, H, columns).
+    """
     table: list[Row] = []
     for layer, parts in by_layer.items():
-        sums = torch.stack(parts).sum(0)
+        sums = torch.stack(list(parts)).sum(0)
         for head, (values, counts) in enumerate(zip(*(part.tolist() for part in sums))):
             row: Row = {"layer": layer, "head": head}
-            for name, value, count in zip(COLUMNS, values, counts):
+            for name, value, count in zip(columns, values, counts):
                 row[name] = value / count if count else ""
             table.append(row)
     return table

@@ -48,7 +48,7 @@ class _Attend(torch.autograd.Function):
         group = queries.shape[4]
         out = queries.new_empty(*queries.shape[:-1], values.shape[-1])
         normalizer = queries.new_empty(queries.shape[:-1])
-        for at, window in _windows(tiles, near_keys, values, group):
+        for at, _, window in _windows(tiles, near_keys, values, group):
             scores = window.scores(near_queries[:, :, at].flatten(3, 4))
             total = scores.logsumexp(-1, keepdim=True).clamp_(min=EMPTY)
             out[:, :, at] = (scores.sub_(total).exp_() @ window.values).view_as(out[:, :, at])
@@ -81,13 +81,12 @@ class _Attend(torch.autograd.Function):
         delta = (out * grad).sum(-1)
         dnear_queries = torch.empty_like(near_queries)
         dqueries, dnear_keys, dkeys, dvalues = map(torch.zeros_like, (queries, near_keys, keys, values))
-        for at, window in _windows(ctx.tiles, near_keys, values, group):
+        for at, index, window in _windows(ctx.tiles, near_keys, values, group):
             given = (near_queries, grad, normalizer[..., None], delta[..., None])
             parts = window.gradients(*(x[:, :, at].flatten(3, 4) for x in given))
             dnear_queries[:, :, at] = parts[0].view_as(dnear_queries[:, :, at])
-            index = ctx.tiles.windows(at)[0].flatten()
             for whole, part in zip((dnear_keys, dvalues), parts[1:]):
-                whole.index_add_(2, index, part.flatten(2, 3))
+                whole.index_add_(2, index.flatten(), part.flatten(2, 3))
         if ctx.blocks is not None:
             rows, douts = (x.view(-1, *x.shape[4:]) for x in (queries, grad))
             totals, deltas = (x.view(-1, group, 1) for x in (normalizer, delta))
@@ -126,8 +125,8 @@ class _Read(NamedTuple):
         return dscores @ self.keys, dscores.transpose(-1, -2) @ rows, weights.transpose(-1, -2) @ douts
 
 
-def _windows(tiles: Tiles, keys: Tensor, values: Tensor, group: int) -> Iterator[tuple[slice, _Read]]:
-    """A few tiles at a time, and what their L G queries read: keys (B, H_kv, c, W, d)."""
+def _windows(tiles: Tiles, keys: Tensor, values: Tensor, group: int) -> Iterator[tuple[slice, Tensor, _Read]]:
+    """A few tiles at a time, indices (c, W) of their keys, and what their L G queries read: keys (B, H_kv, c, W, d)."""
     layout, width = tiles.layout, keys.shape[-1] + values.shape[-1]
     keys_of_tile = layout.halo + layout.size
     numbers = keys.shape[:2].numel() * keys_of_tile * (width + 2 * layout.size * group)
@@ -136,7 +135,7 @@ def _windows(tiles: Tiles, keys: Tensor, values: Tensor, group: int) -> Iterator
         at = slice(start, min(start + count, tiles.number))
         index, visible = tiles.windows(at)
         visible = visible.repeat_interleave(group, 2)[:, None]
-        yield at, _Read(keys[:, :, index], values[:, :, index], visible)
+        yield at, index, _Read(keys[:, :, index], values[:, :, index], visible)
 
 
 class _Blocks(NamedTuple):
