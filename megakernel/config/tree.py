@@ -57,6 +57,13 @@ class Config(Section):
     """Further DeepSpeed configuration, merged over Megakernel's; keys that other sections determine are refused."""
 
     @property
+    def learned_positions(self) -> int | None:
+        """The number of learned positions; None: sequences may have any length."""
+        return (
+            (self.model.max_positions or self.training.seq_len) if self.model.position == "learned" else None
+        )
+
+    @property
     def predicted_share(self) -> float:
         """Share of the tokens that a language model's head predicts."""
         return (self.data.masking or Masking()).rate if self.model.kind == "masked_lm" else 1.0

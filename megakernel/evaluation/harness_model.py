@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from megakernel.config import UserError
 
 from .perplexity import predict
-from .subject import ContinueTexts, LoadedRun, OnPass, learned_positions, sequences_per_pass
+from .subject import ContinueTexts, LoadedRun, OnPass, sequences_per_pass
 
 _DEFAULT_NEW_TOKENS = 256
 """The harness's own default."""
@@ -34,7 +34,7 @@ class ScoringModel(TemplateLM):
         """progress: called with the requests done, and all of one kind."""
         super().__init__()
         self._subject, self._progress, self._continue_texts = subject, progress, continue_texts
-        self._limit = learned_positions(subject.config)
+        self._limit = subject.config.learned_positions
         self.requests = 0
         """Texts so far."""
 

@@ -128,20 +128,11 @@ def load_run(source: OpenedRun) -> LoadedRun:
 
 def check_positions(config: Config, seq_len: int, key: str) -> None:
     """UserError for sequences longer than learned positions; key: the option of the length, for errors."""
-    limit = learned_positions(config)
+    limit = config.learned_positions
     if limit is not None and seq_len > limit:
         raise UserError(
             f"{key}={seq_len} exceeds the model's {limit} learned positions; give at most {limit}"
         )
-
-
-def learned_positions(config: Config) -> int | None:
-    """The number of learned positions; None: sequences may have any length."""
-    return (
-        (config.model.max_positions or config.training.seq_len)
-        if config.model.position == "learned"
-        else None
-    )
 
 
 def sequences_per_pass(config: Config, seq_len: int) -> int:

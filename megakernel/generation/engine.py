@@ -351,8 +351,8 @@ def _with_logprobs(tokens: Sequence[int], logits: Tensor, count: int) -> list[Ch
 
 def position_limit(config: Config) -> int | None:
     """The limit of learned positions on prompt and new tokens together; None: no limit."""
-    max_positions = config.model.max_positions or config.training.seq_len
-    return max_positions + 1 if config.model.position == "learned" else None
+    positions = config.learned_positions
+    return None if positions is None else positions + 1  # the last new token is not read
 
 
 def check_positions(config: Config, prompt: int, new: int, key: str) -> None:
