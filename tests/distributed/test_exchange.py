@@ -283,7 +283,8 @@ def test_a_step_with_context_ranks_leaves_no_tensors_behind(method, recompute):
         "parallel": {"context": 2, "state_exchange": method},
     }
     for left in run_ranks(bytes_left_by_steps, 2, sections):
-        assert left[1:] == [left[1]] * 3
+        # A thread of gloo may hold the scalar of the last message a moment longer; a graph takes megabytes.
+        assert max(left[1:]) - min(left[1:]) <= 64, left
 
 
 def shard_count():

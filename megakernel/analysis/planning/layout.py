@@ -223,6 +223,8 @@ class PlannedJob:
 
     def matrices(self, stage: int) -> list[int]:
         """Parameters per device of each of a stage's matrices that Muon trains, in the optimizer's order."""
+        if self.config.optimizer.name != "muon":
+            return []
         return [
             size for index in self.stages[stage] for size in self._weights(self._first_alike[index]).matrices
         ]

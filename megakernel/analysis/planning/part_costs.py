@@ -113,7 +113,7 @@ class WeightCounts(NamedTuple):
     all: int
     trained: int
     matrices: tuple[int, ...]
-    """Of each of the matrices that Muon trains."""
+    """Of each of the matrices that Muon would train."""
 
 
 class CostMeter:
@@ -174,7 +174,7 @@ class CostMeter:
             with _fake_groups(shape, self.config.model) as axes, Ledger(contents=False):
                 model = self._model(part, self._settings(shape, axes))
                 weights = [*model.parameters()]
-                matrices = whole_matrices(model) if self.config.optimizer.name == "muon" else []
+                matrices = whole_matrices(model)
             trained = sum(x.numel() for x in weights if x.requires_grad)
             sizes = tuple(x.numel() for x in matrices)
             self._parameters[key] = WeightCounts(sum(x.numel() for x in weights), trained, sizes)
