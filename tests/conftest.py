@@ -2,6 +2,7 @@ import math
 import os
 import signal
 import time
+from hashlib import sha256
 
 import pytest
 import torch
@@ -33,6 +34,11 @@ def pytest_addoption(parser):
         metavar="M",
         help="skip tests of the second tier that would start later than M minutes after pytest (default: none)",
     )
+    parser.addoption(
+        "--shuffle-files",
+        metavar="KEY",
+        help="run the files of tests in an order drawn from KEY, so that a limit of time skips others each time",
+    )
 
 
 STARTED = time.monotonic()
@@ -45,7 +51,10 @@ def pytest_configure(config):
 
 
 def pytest_report_header(config):
-    return f"seed: {config.option.seed} (--seed N draws again, --seed random explores)"
+    lines = [f"seed: {config.option.seed} (--seed N draws again, --seed random explores)"]
+    if key := config.option.shuffle_files:
+        lines.append(f"files: in the order of --shuffle-files {key}")
+    return lines
 
 
 @pytest.fixture
@@ -78,6 +87,8 @@ def pytest_collection_modifyitems(config, items):
     if left_out := mark_tiers(items):
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+    if key := config.option.shuffle_files:
+        items.sort(key=lambda item: sha256(f"{key} {item.path.name}".encode()).digest())
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, and this machine has none")

@@ -10,6 +10,7 @@ from megakernel.config.section import merged
 from megakernel.parallel import mark_head_parameters
 from megakernel.parallel.tensor import head_shard
 from tests.distributed.processes import cpu_mesh, run_ranks
+from tests.tiers import tiered
 
 BATCH, HEADS, KEY_HEADS, TOKENS, DIM, BLOCK = 2, 8, 4, 64, 8, 8
 
@@ -126,9 +127,10 @@ def all_mechanisms_on_ranks(sizes):
 
 
 LAYOUTS = [{"context": 2}, {"context": 4}, {"context": ONE_BLOCK}, {"tensor": 2, "context": 2}]
+FIRST_TIER = [{"context": 4}]
 
 
-@pytest.fixture(scope="module", params=LAYOUTS, ids=str)
+@pytest.fixture(scope="module", params=tiered(LAYOUTS, FIRST_TIER), ids=str)
 def layout(request):
     sizes = request.param
     heads, shards = sizes.get("tensor", 1), sizes["context"]

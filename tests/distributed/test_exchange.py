@@ -13,6 +13,7 @@ from megakernel.ops.state import EMPTY, KernelState, empty_state, keep, merge
 from megakernel.parallel import exchange_method, state_exchange
 from megakernel.training.engine import Engine
 from tests.distributed.processes import cpu_mesh, run_ranks
+from tests.tiers import tiered
 
 from ..unit.config import trees
 
@@ -183,7 +184,7 @@ def attend_shard(method, x, projection):
         return out.detach(), own.grad, projection.grad
 
 
-@pytest.mark.parametrize("method", ["gather", "ring"])
+@pytest.mark.parametrize("method", tiered(["gather", "ring"], ["ring"]))
 def test_kernels_over_ranks_give_the_outputs_and_gradients_of_the_whole_sequence(method, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     draw = torch.Generator().manual_seed(2)

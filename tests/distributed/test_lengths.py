@@ -18,7 +18,6 @@ from tests.distributed.training_run import (
     train,
     write_config,
 )
-from tests.tiers import tiered
 
 SCHEDULE = (
     "training.seq_len_schedule=[{until_step: 3, seq_len: 64, global_batch_size: 16, micro_batch_size: 4, "
@@ -90,7 +89,8 @@ def on_layout(tmp_path_factory, corpus):
     return trained
 
 
-@pytest.mark.parametrize("ranks", tiered(LAYOUTS, ["cp2"]))
+@pytest.mark.second
+@pytest.mark.parametrize("ranks", LAYOUTS)
 def test_growing_sequences_have_the_losses_of_one_process_on_any_layout(ranks, one_process, on_layout):
     assert_losses_close(on_layout(ranks)[-1], one_process[-1])
 

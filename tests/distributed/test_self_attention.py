@@ -12,6 +12,7 @@ from megakernel.model.self_attention import SelfAttention
 from megakernel.model.settings import ModelSettings, seeded_by
 from megakernel.parallel.partition import Partition
 from tests.distributed.processes import cpu_mesh, run_ranks
+from tests.tiers import tiered
 
 BATCH, TOKENS, WIDTH, RANK = 2, 32, 16, 6
 SHAPE = {"num_layers": 1, "hidden_size": WIDTH, "num_heads": 4, "num_kv_heads": 2, "qkv_bias": True}
@@ -42,6 +43,7 @@ LAYOUTS = {
     "cp4": {"context": 4},
     "tp2 sequence parallel cp2": {"tensor": 2, "sequence_parallel": True, "context": 2},
 }
+FIRST_TIER = ["tp4", "cp2", "tp2 sequence parallel cp2"]
 
 
 def draw(*shape, seed):
@@ -94,7 +96,7 @@ def one_process():
     return run_ranks(run_all_layers, 1, {})[0]
 
 
-@pytest.fixture(scope="module", params=list(LAYOUTS))
+@pytest.fixture(scope="module", params=tiered(LAYOUTS, FIRST_TIER))
 def many_processes(request):
     sizes = LAYOUTS[request.param]
     world_size = sizes.get("tensor", 1) * sizes.get("context", 1)

@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 from launch.cli import COMMANDS
 from launch.exit_status import ExitStatus
 from megakernel.config.extras import EXTRAS
+from tests.tiers import tiered
 
 REPOSITORY = Path(__file__).parents[2]
 HIDES = REPOSITORY / "tests/missing_packages"
@@ -93,8 +94,11 @@ _LACKING = {
 }
 """What lacks a package -> its extra, the packages, the command."""
 
+_FIRST = ("analyze", "logging.wandb", "export", "Parquet", "submit", "--print-completion", "serve")
+"""The first tier: each extra once."""
 
-@pytest.mark.parametrize("what", _LACKING)
+
+@pytest.mark.parametrize("what", tiered(_LACKING, _FIRST))
 def test_what_lacks_an_extra_says_so_in_one_line_and_writes_no_file(what, tmp_path):
     extra, packages, words = _LACKING[what]
     (tmp_path / "text.jsonl").write_text('{"text": "one"}\n')

@@ -172,6 +172,7 @@ def test_a_key_that_was_changed_on_purpose_needs_no_permission_at_later_starts(c
     assert rates == pytest.approx([5e-4, 1e-3, *[1e-4] * 4, *decay])
 
 
+@pytest.mark.second
 def test_signals_to_all_processes_save_and_leave_no_process_behind(corpus, tmp_path):
     # As Slurm and a closed terminal send them: also to the data workers, of which there is one per rank by default.
     config = write_config(tmp_path, corpus)

@@ -155,6 +155,7 @@ SHORT = {
 """Kind of command -> options that shorten the first command of this kind."""
 
 
+@pytest.mark.second
 def test_the_first_commands_of_the_readme_train_a_model_and_generate_text(folder):
     for kind, more in SHORT.items():
         command = next(

@@ -110,6 +110,7 @@ def tensorboard(root):
         server.communicate()
 
 
+@pytest.mark.second
 def test_tensorboard_shows_exactly_the_documented_tags(tensorboard):
     runs = ("first", "pieces")
     rows = documented_tags()

@@ -142,7 +142,7 @@ def test_outputs_lie_in_memory_as_the_output_projection_reads_them(variant, draw
 @pytest.mark.covering(1, 2)
 @every_variant
 @every_dtype
-@pytest.mark.parametrize("feature_map", ["hedgehog", "favor"])
+@pytest.mark.parametrize("feature_map", tiered(["hedgehog", "favor"], ["hedgehog"]))
 @pytest.mark.usefixtures("short_segments")
 def test_documents_states_and_shared_keys_agree(variant, feature_map, dtype, draw, device):
     leaves = tokens(
@@ -177,7 +177,7 @@ def test_a_gate_of_heads_or_given_logits_agrees(shape, dtype, draw, device):
     assert_agrees(partial(run, variant="gated", feature_map="hedgehog"), leaves, draw, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("feature_map", SUPPORTED)
+@pytest.mark.parametrize("feature_map", tiered(SUPPORTED, ["hedgehog", "favor"]))
 @pytest.mark.usefixtures("short_segments")
 def test_every_map_agrees_on_sequences_of_several_tiles(feature_map, draw, device):
     leaves = tokens(draw, device, feature_map=feature_map, per_head=True)

@@ -89,7 +89,7 @@ DECODED = {"length": 13, "batch": 2, "heads": 6, "kv_heads": 2, "block": 3, "ran
 @pytest.mark.covering(1, 2)
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("feature_map", SUPPORTED)
+@pytest.mark.parametrize("feature_map", tiered(SUPPORTED, ["hedgehog", "favor"]))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_decoding_token_by_token_equals_the_whole_sequence(feature_map, variant, blocks, dtype, draw, device):
     """Over several blocks, with grouped queries, odd sizes, and sequences at different positions."""

@@ -15,6 +15,7 @@ from tests.kernels import test_simple_gla
 from tests.kernels.comparing import TOLERANCE, assert_agrees
 from tests.kernels.test_flurka_attention import documents
 from tests.kernels.test_simple_gla import on
+from tests.tiers import tiered
 
 whole = partial(test_simple_gla.whole, op=gated_delta_rule)
 
@@ -71,7 +72,7 @@ def halves(backend: str, leaves: dict[str, Tensor], *, positions: Positions) -> 
 
 @pytest.mark.covering(1, 1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("positions", tiered(POSITIONS, ["packed", "continued"]))
 def test_outputs_states_and_gradients_equal_the_reference(positions, dtype, draw, device):
     leaves = tokens(draw, device, dtype, width=24, values=40)
     if positions != "one document":

@@ -98,7 +98,7 @@ def run(backend: str, leaves: dict[str, Tensor], *, feature_map: str, **options)
 
 
 @pytest.mark.covering(1, 1)  # the mixtures below pair every map with every dtype
-@every_map
+@pytest.mark.parametrize("feature_map", tiered(SUPPORTED, ["hedgehog", "favor"]))
 @every_dtype
 @pytest.mark.usefixtures("short_segments")
 def test_documents_key_weights_states_and_shared_keys_agree(feature_map, dtype, draw, device):
@@ -133,7 +133,7 @@ def test_bidirectional_attention_agrees(feature_map, normalize, draw, device):
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("feature_map", SUPPORTED)
+@pytest.mark.parametrize("feature_map", tiered(SUPPORTED, ["hedgehog", "favor"]))
 @pytest.mark.parametrize(("dtype", "causal"), [(torch.float32, False), (torch.bfloat16, True)])
 @pytest.mark.usefixtures("short_segments")
 def test_mixtures_of_keys_agree(feature_map, dtype, causal, draw, device):

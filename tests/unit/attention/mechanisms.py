@@ -4,9 +4,10 @@ These are all presets, and variants of them. Each configuration itself declares 
 (`megakernel.config.attention`): neither this file nor a test decides by name.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from megakernel.attention.inputs import DEFAULT_INPUTS
 from megakernel.config.attention import PRESETS, Attention, expand_preset
 from megakernel.config.section import merged
 from megakernel.parallel.partition import Partition
+from tests.tiers import tiered
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "simple_gla": {"mechanism": "simple_gla", "simple_gla": {"gate_logit_normalizer": 2.0}},
@@ -224,6 +226,27 @@ BIDIRECTIONAL = [name for name, config in CONFIGS.items() if not config.looks_ba
 
 DIRECTIONS = [*((name, True) for name in CAUSAL), *((name, False) for name in BIDIRECTIONAL)]
 """Name and causality: every mechanism in every direction that it supports."""
+
+FIRST_VARIANTS = {
+    *("simple_gla", "selected_token", "selected_levels", "eva_overlap", "skyformer_shared_strata"),
+    *(
+        "flurka_fixed_decay",
+        "flurka_shared_favor_mlk",
+        "linformer_causal_gated",
+        "low_rank_blocks",
+        "flurka_pool",
+    ),
+}
+"""Variants with code that no preset runs."""
+
+_Case = TypeVar("_Case", str, tuple[str, bool])
+
+
+def by_tier(cases: Iterable[_Case]) -> list[Any]:
+    """Names, or names with causality, for `parametrize`: presets and FIRST_VARIANTS are in the first tier."""
+    cases = list(cases)
+    names = [case if isinstance(case, str) else case[0] for case in cases]
+    return tiered(cases, [c for c, name in zip(cases, names) if name in PRESETS or name in FIRST_VARIANTS])
 
 
 def layer(

@@ -17,6 +17,7 @@ from tests.unit.attention.mechanisms import (
     POINTS,
     SMALL,
     WIDTH,
+    by_tier,
     gradients,
     tokens,
 )
@@ -24,7 +25,7 @@ from tests.unit.attention.mechanisms import (
 UNEVEN = SMALL | {"block": {"block_size": 7, "rank": 3}, "pool": {"block_size": 7}}
 """Sizes whose quotients float32 cannot represent."""
 
-every_direction = pytest.mark.parametrize(("name", "causal"), DIRECTIONS)
+every_direction = pytest.mark.parametrize(("name", "causal"), by_tier(DIRECTIONS))
 
 
 class LowPrecisionOperations(TorchDispatchMode):

@@ -13,6 +13,7 @@ from tests.unit.attention.mechanisms import (
     POINTS,
     SMALL,
     Sizes,
+    by_tier,
     may_divide_by_zero,
     sized,
     with_further,
@@ -43,7 +44,7 @@ def is_tested(name: str) -> bool:
 
 
 every_direction = pytest.mark.parametrize(
-    ("name", "causal"), [(name, causal) for name, causal in DIRECTIONS if is_tested(name)]
+    ("name", "causal"), by_tier((name, causal) for name, causal in DIRECTIONS if is_tested(name))
 )
 
 

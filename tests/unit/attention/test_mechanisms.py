@@ -17,6 +17,7 @@ from tests.unit.attention.mechanisms import (
     TREES,
     WIDTH,
     assert_close,
+    by_tier,
     gradients,
     layer,
     packed,
@@ -27,7 +28,7 @@ from tests.unit.attention.mechanisms import (
 from tests.unit.attention.shards import check_shards
 
 
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("name", by_tier(TREES))
 def test_every_direction_that_can_be_built_is_tested(name):
     for causal, tested in ((True, CAUSAL), (False, BIDIRECTIONAL)):
         try:
@@ -39,16 +40,16 @@ def test_every_direction_that_can_be_built_is_tested(name):
             assert name in tested
 
 
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("name", by_tier(TREES))
 def test_every_mechanism_has_selectable_backends(name, monkeypatch):
     monkeypatch.setenv("MEGAKERNEL_BACKEND", "none of them")
     with pytest.raises(ValueError, match="MEGAKERNEL_BACKEND"):
         layer(name, causal=name in CAUSAL)(*tokens(1, 4))
 
 
-every_mechanism = pytest.mark.parametrize("name", CAUSAL)
-every_bidirectional = pytest.mark.parametrize("name", BIDIRECTIONAL)
-every_direction = pytest.mark.parametrize(("name", "causal"), DIRECTIONS)
+every_mechanism = pytest.mark.parametrize("name", by_tier(CAUSAL))
+every_bidirectional = pytest.mark.parametrize("name", by_tier(BIDIRECTIONAL))
+every_direction = pytest.mark.parametrize(("name", "causal"), by_tier(DIRECTIONS))
 
 ROTARY = Rotary(WIDTH)
 
@@ -88,7 +89,7 @@ def test_bidirectional_attention_equals_the_quadratic_reference(name, rotary, le
     assert_equals_the_reference(layer(name, causal=False), length, inputs, monkeypatch)
 
 
-@pytest.mark.parametrize("name", [name for name in BIDIRECTIONAL if not CONFIGS[name].mixes_documents])
+@pytest.mark.parametrize("name", by_tier(name for name in BIDIRECTIONAL if not CONFIGS[name].mixes_documents))
 def test_packed_documents_do_not_attend_to_each_other(name):
     module = layer(name, causal=False)
     q, k, v = (x.detach() for x in tokens(2, 24))
@@ -126,7 +127,7 @@ def test_later_tokens_leave_earlier_outputs_bit_identical(name, positions):
         )
 
 
-@pytest.mark.parametrize("name", [name for name in CAUSAL if not CONFIGS[name].weighs_every_pair])
+@pytest.mark.parametrize("name", by_tier(name for name in CAUSAL if not CONFIGS[name].weighs_every_pair))
 @pytest.mark.usefixtures("short_groups")
 def test_later_groups_leave_earlier_outputs_bit_identical(name):
     module = layer(name, dtype=torch.float32)
@@ -249,7 +250,7 @@ def test_any_length_and_sequences_of_only_padding(name, causal, length):
 
 @pytest.mark.parametrize(
     ("name", "causal"),
-    [(name, causal) for name, causal in DIRECTIONS if not CONFIGS[name].spec.changes_constants],
+    by_tier((name, causal) for name, causal in DIRECTIONS if not CONFIGS[name].spec.changes_constants),
 )
 @pytest.mark.parametrize(
     ("length", "positions"), [(3, None), (24, None), (24, DOCUMENTS)], ids=["3", "24", "packed"]
@@ -275,7 +276,8 @@ def test_tensor_parallel_shards_equal_the_unsharded_layer(name, causal, size):
 
 
 @pytest.mark.parametrize(
-    ("name", "causal"), [(name, causal) for name, causal in DIRECTIONS if CONFIGS[name].selection is None]
+    ("name", "causal"),
+    by_tier((name, causal) for name, causal in DIRECTIONS if CONFIGS[name].selection is None),
 )
 def test_shards_that_hold_the_same_key_head_equal_the_unsharded_layer(name, causal):
     passed = [set() for _ in range(4)]

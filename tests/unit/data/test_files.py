@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 
 from data_pipeline.document import Columns
 from data_pipeline.prepare import PrepareRequest, open_source, prepare
+from tests.tiers import tiered
 from tests.unit.data.conftest import documents
 
 TEXTS = [*documents(7, seed=5), 'a "quoted", text\nof two lines', "x" * 200_000]
@@ -222,7 +223,7 @@ BINARIES: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BINARIES)
+@pytest.mark.parametrize("name", tiered(BINARIES, [*BINARIES][:4]))
 def test_what_is_no_text_is_refused_by_its_name_and_listed_in_a_folder(tmp_path: Path, name: str):
     write, what = BINARIES[name]
     file = tmp_path / "folder" / name

@@ -86,7 +86,7 @@ def save_at_every_file(monkeypatch: pytest.MonkeyPatch) -> None:
     ("options", "batch"),
     [
         ({}, 3),
-        ({"labels": "kind"}, 1),
+        pytest.param({"labels": "kind"}, 1, marks=pytest.mark.second),
         ({"max_documents": 2000}, 2),
         pytest.param({"tokenizer": "bpe:300"}, 2, marks=pytest.mark.second),
     ],

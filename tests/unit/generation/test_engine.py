@@ -5,6 +5,7 @@ import torch
 
 from data_pipeline.tokenizers import ByteTokenizer
 from megakernel.generation import GenerationEngine, Sampling, TextRequest
+from tests.tiers import tiered
 from tests.unit.generation.small_models import BLOCKS, FLURKA, MIXED, build
 
 TOKENIZER = ByteTokenizer()
@@ -53,9 +54,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("parts", MODELS.values(), ids=MODELS)
-def test_texts_do_not_depend_on_the_others_in_the_batch(parts):
-    model = build(vocab_size=257, **parts)
+@pytest.mark.parametrize("name", tiered(MODELS, ["kernel, softmax, window", "landmarks and chosen blocks"]))
+def test_texts_do_not_depend_on_the_others_in_the_batch(name):
+    model = build(vocab_size=257, **MODELS[name])
     alone = [generate(engine(model), [request])[0] for request in requests()]
     assert [len(tokens) for tokens in alone] == [5 + 3 * index for index in range(len(LENGTHS))]
     assert generate(engine(model), requests()) == alone

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.local import run_ranks
+from tests.tiers import tiered
 
 from ..config import trees
 from .launching import GLOO_MAXIMUM, INSTALLED_SCRIPT, LAUNCHER_SCRIPT, REPOSITORY, Launch
@@ -97,13 +98,16 @@ def test_ranks_that_outlive_one_that_exited_are_killed(tmp_path):
 
 @pytest.mark.parametrize(
     ("number", "status"),
-    [
-        (signal.SIGTERM, 143),
-        (signal.SIGHUP, 143),
-        (signal.SIGINT, 85),
-        (signal.SIGUSR1, 85),
-        (signal.SIGUSR2, 85),
-    ],
+    tiered(
+        [
+            (signal.SIGTERM, 143),
+            (signal.SIGHUP, 143),
+            (signal.SIGINT, 85),
+            (signal.SIGUSR1, 85),
+            (signal.SIGUSR2, 85),
+        ],
+        [(signal.SIGTERM, 143), (signal.SIGUSR1, 85)],
+    ),
 )
 def test_signals_are_forwarded_and_the_launcher_exits_with_the_status_of_the_ranks(tmp_path, number, status):
     launch = Launch(tmp_path, "step")
@@ -150,13 +154,16 @@ else:
 
 @pytest.mark.parametrize(
     ("process", "console"),
-    [
-        ("launcher", "full"),
-        ("launcher", "closed"),
-        ("launcher", "unread"),
-        ("rank", "full"),
-        ("rank", "closed"),
-    ],
+    tiered(
+        [
+            ("launcher", "full"),
+            ("launcher", "closed"),
+            ("launcher", "unread"),
+            ("rank", "full"),
+            ("rank", "closed"),
+        ],
+        [("launcher", "unread"), ("rank", "full")],
+    ),
 )
 def test_an_unwritable_console_blocks_no_process_and_the_log_is_complete(tmp_path, process, console):
     command = [sys.executable, "-c", VERBOSE_SCRIPT, str(tmp_path), process]

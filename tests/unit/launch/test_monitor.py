@@ -21,6 +21,7 @@ from launch.slurm.states import JobState
 from megakernel.checkpoint.trained_run import recorded_config
 from megakernel.config import UserError, to_yaml
 from megakernel.training import events
+from tests.tiers import tiered
 from tests.unit.config.trees import config
 
 LOGGED = {
@@ -241,7 +242,9 @@ def test_text_from_outside_is_shown_without_markup(run, capsys, monkeypatch, com
     assert "[red]other" in out
 
 
-@pytest.mark.parametrize("command", [["monitor", "--once"], ["status"], ["status", "--json"]])
+@pytest.mark.parametrize(
+    "command", tiered([["monitor", "--once"], ["status"], ["status", "--json"]], [["status"]])
+)
 @pytest.mark.parametrize(
     ("file", "content", "why"),
     [
