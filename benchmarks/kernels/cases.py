@@ -14,6 +14,7 @@ from megakernel.ops.flurka_attention import flurka_attention
 from megakernel.ops.flurka_attention.options import FlurkaState
 from megakernel.ops.gated_delta_rule import gated_delta_rule
 from megakernel.ops.kernel_attention import kernel_attention
+from megakernel.ops.selected_attention import selected_attention
 from megakernel.ops.short_convolution import short_convolution
 from megakernel.ops.simple_gla import simple_gla
 from megakernel.ops.weighted_attention import weighted_attention
@@ -216,6 +217,25 @@ def weighted_attention_case(
     out.backward(torch.empty_like(out))
 
 
+def selected_case(
+    width: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    group: int = 1,
+    packed: bool = False,
+    unit: str = "token",
+) -> None:
+    """A training batch whose queries choose 8 blocks of 64 tokens."""
+    q = torch.empty(2, 4 * group, 2048, width, dtype=dtype, requires_grad=True)
+    k, v = (torch.empty(2, 4, 2048, width, dtype=dtype, requires_grad=True) for _ in range(2))
+    positions = torch.arange(2048).expand(2, -1) % 1000 if packed else 0
+    pool = torch.full((1, 64), 1 / 64)
+    out, _ = selected_attention(
+        q, k, v, pool=pool, selected=8, unit=unit, positions=positions, backend="triton"
+    )
+    out.backward(torch.empty_like(out))
+
+
 _linear, _weighted = partial(partial, kernel_attention_case), partial(partial, weighted_attention_case)
 _flurka = partial(partial, flurka_case)
 _gla, _delta = (partial(partial, decaying_case, op) for op in (simple_gla, gated_delta_rule))
@@ -307,5 +327,9 @@ CASES: dict[str, Case] = {
     "weighted_attention gaussian d=128, 2 keys, largest": _weighted("gaussian", 128, 2, join="max"),
     "weighted_attention gaussian d=64, not normalized": _weighted("gaussian", 64, 1, normalize=False),
     "weighted_attention gaussian d=128 float32": _weighted("gaussian", 128, 1, torch.float32),
+    "chosen blocks d=64": partial(selected_case, 64),
+    "chosen blocks d=128, documents": partial(selected_case, 128, packed=True),
+    "chosen blocks d=128, 4 queries a key, by tile": partial(selected_case, 128, group=4, unit="tile"),
+    "chosen blocks d=64 float32": partial(selected_case, 64, torch.float32),
 }
 """Name -> a call of an op."""

@@ -11,6 +11,7 @@ from megakernel.ops.feature_maps import start_state
 from megakernel.ops.flurka_attention import flurka_attention
 from megakernel.ops.flurka_attention.options import FlurkaState
 from megakernel.ops.kernel_attention import kernel_attention
+from megakernel.ops.selected_attention import selected_attention
 from megakernel.ops.short_convolution import short_convolution
 from megakernel.ops.state import KernelState
 from megakernel.ops.weighted_attention import weighted_attention
@@ -72,6 +73,12 @@ def weighted(similarity: str) -> Tensor:
     return weighted_attention(q, k, v, similarity=similarity, key_weights=key_weights, backend="triton")[0]
 
 
+def selected() -> Tensor:
+    pool = torch.full((1, 32), 1 / 32)
+    options = {"pool": pool, "selected": 2, "positions": documents(), "backend": "triton"}
+    return selected_attention(tokens(QUERY_HEADS), tokens(HEADS), tokens(HEADS), **options)[0]
+
+
 def convolution() -> Tensor:
     x, weight = tokens(HEADS, 3), parameter(HEADS, 3, WIDTH, 4)
     before = torch.zeros(BATCH, HEADS, 3, 3, WIDTH, dtype=x.dtype)
@@ -102,6 +109,7 @@ FORWARD: dict[str, Callable[[], Tensor]] = {
     "FLuRKA favor, 2 blocks, documents": lambda: flurka("favor", "softmax", blocks=2, positions=documents()),
     "FLuRKA hedgehog, kernel window": partial(flurka, "hedgehog", "kernel"),
     "weighted_attention gaussian": partial(weighted, "gaussian"),
+    "chosen blocks, documents": selected,
 }
 """Name -> a call whose output has a gradient."""
 

@@ -11,7 +11,7 @@ from megakernel.ops.kernels.launcher import FEATURES_AT_ONCE
 from megakernel.ops.kernels.primitives import padded
 from tests.kernels.compiled import products, with_names, without_interpreter
 
-KERNELS = 18
+KERNELS = 21
 """All kernels."""
 
 REUSED = {
@@ -23,6 +23,9 @@ REUSED = {
     ("kernel_attention.kernels.read", "scale"): "the old and the new value give the same maximum",
     ("kernel_attention.kernels.write_keys", "keys_tokens_logs"): "a barrier is in between",
     ("kernel_attention.query_kernels.bwd_dq", "queries_tokens_features"): "a barrier is in between",
+    ("selected_attention.kernels.fwd", "out"): "a row is of one program, which has loaded it before",
+    ("selected_attention.kernels.fwd", "lse"): "a row is of one program, which has loaded it before",
+    ("selected_attention.kernels.bwd_dq", "dq"): "a row is of one program, which has loaded it before",
     (
         "kernels.states.pass_states",
         "added_sums",

@@ -1,5 +1,6 @@
 """Softmax attention to a window and to the few earlier blocks that its landmarks choose (docs/formulas.md, 11)."""
 
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -7,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megakernel.ops.arguments import check_cached, check_choice, check_heads, check_positions
-from megakernel.ops.dispatch import choose
+from megakernel.ops.dispatch import Implementation, Kernels, choose
 from megakernel.ops.documents import Positions
 from megakernel.ops.landmark_attention import MISSING, Landmarks, complete_blocks
 from megakernel.ops.mixture import Rotation
@@ -83,7 +84,8 @@ def selected_attention(
         initial_state: returned by the call for the tokens before these.
         return_state: False: return None for the state.
         out_dtype: of the output; None: that of v.
-        backend: reference or chunked.
+        backend: reference, chunked or triton; None reads MEGAKERNEL_BACKEND from the environment, and by default takes
+            triton on a GPU and chunked elsewhere.
 
     Returns:
         (B, H, N, D) and the state after the last token.
@@ -172,5 +174,15 @@ def block_landmarks(k: Tensor, cache: Tail, pool: Tensor, positions: Positions) 
     return Landmarks(keys, keys[..., :0], blocks.ends)
 
 
-IMPLEMENTATIONS = {"chunked": chunked.attend, "reference": reference.attend}
+def _kernels() -> ModuleType:
+    from megakernel.ops.selected_attention import triton
+
+    return triton
+
+
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "triton": Kernels("chosen blocks", _kernels),
+    "chunked": chunked.attend,
+    "reference": reference.attend,
+}
 """Backend -> implementation."""

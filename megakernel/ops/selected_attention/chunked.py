@@ -18,10 +18,22 @@ MASKED = 3
 
 def attend(q: Tensor, k: Tensor, v: Tensor, inputs: SelectedInputs) -> tuple[Tensor, Tensor]:
     """Output (B, H, N, D) in float32 or better, and the blocks that the last tile chose, as `SelectedInputs.choice`."""
-    cache, rotary, dtype = inputs.cache, inputs.rotary, accum_dtype(q.dtype)
     tiles = choose_for_tiles(q, inputs)
     if q.shape[2] == 1:
         return one_token.attend(q, k, v, inputs, tiles), tiles.last_choice(inputs.choice)
+    vectors = vectors_of(q, k, v, inputs, accum_dtype(q.dtype))
+    form = masked_attention if tiles.total <= MASKED * tiles.keys_of_query else attention_by_block
+    return form(*vectors, tiles), tiles.last_choice(inputs.choice)
+
+
+def vectors_of(
+    q: Tensor, k: Tensor, v: Tensor, inputs: SelectedInputs, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Queries (B, H, N, d) and keys (B, H_kv, T, d), first those for windows, then those for chosen blocks; values.
+
+    The order: near queries, queries, near keys, keys, values (B, H_kv, T, D).
+    """
+    cache, rotary = inputs.cache, inputs.rotary
     queries, keys = q.to(dtype), torch.cat([cache.keys, k], 2).to(dtype)
     near_queries, near_keys = queries, keys
     if rotary is not None:
@@ -30,6 +42,4 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: SelectedInputs) -> tuple[Ten
         near_keys = torch.cat(rotate_keys(rotary, cache.keys.to(dtype), k.to(dtype), at), 2)
     if inputs.rotates_chosen:
         queries, keys = near_queries, near_keys
-    values = torch.cat([cache.values, v], 2).to(dtype)
-    form = masked_attention if tiles.total <= MASKED * tiles.keys_of_query else attention_by_block
-    return form(near_queries, queries, near_keys, keys, values, tiles), tiles.last_choice(inputs.choice)
+    return near_queries, queries, near_keys, keys, torch.cat([cache.values, v], 2).to(dtype)

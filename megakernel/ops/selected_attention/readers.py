@@ -29,13 +29,19 @@ class Readers(NamedTuple):
     exists: Tensor
     """(J, R) bool"""
 
+    ends: Tensor
+    """(X items,) int64: number of groups of this item, among those of all sequences, and of the items before it."""
+
     def some(self, groups: slice) -> "Readers":
         """The readers of these groups."""
-        return Readers(*(x[groups] for x in self))
+        return self._replace(**{name: getattr(self, name)[groups] for name in self._fields[:-1]})
 
 
-def readers_of(lists: Tensor, items: int) -> Readers:
-    """The readers of the `items` >= 1 items of each of X sequences; lists (X, n, k >= 1) of n queries, or NONE."""
+def readers_of(lists: Tensor, items: int, size: int | None = None) -> Readers:
+    """The readers of the `items` >= 1 items of each of X sequences; lists (X, n, k >= 1) of n queries, or NONE.
+
+    size: R; None: up to GROUP, fewer for items with few readers.
+    """
     sequences, _, listed = lists.shape
     pairs, total, device = lists.numel(), sequences * items, lists.device
     first_items = torch.arange(0, total, items, device=device)[:, None, None]
@@ -43,7 +49,7 @@ def readers_of(lists: Tensor, items: int) -> Readers:
     ends = torch.searchsorted(item, torch.arange(1, total + 1, device=device))
     starts = torch.cat([torch.searchsorted(item, item.new_zeros(1)), ends[:-1]])
     # Every item may have one group that is not full: at most a quarter as many as the full ones.
-    size = min(GROUP, max(1, pairs // (4 * total)))
+    size = size or min(GROUP, max(1, pairs // (4 * total)))
     groups = -((starts - ends) // size)
     last_groups = groups.cumsum(0)
     group = torch.arange(min(pairs, -(-pairs // size) + total), device=device)
@@ -54,4 +60,4 @@ def readers_of(lists: Tensor, items: int) -> Readers:
     places = (starts[owner] + within * size)[:, None] + torch.arange(size, device=device)
     exists = (places < ends[owner, None]) & owned[:, None]
     found = order[places.clamp(max=pairs - 1)]
-    return Readers(owner, found // listed, torch.where(exists, found, pairs), exists)
+    return Readers(owner, found // listed, torch.where(exists, found, pairs), exists, last_groups)

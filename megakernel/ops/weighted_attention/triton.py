@@ -65,11 +65,11 @@ def attend(
     # log 0 has no useful gradient, so keys of weight 0 are made invisible instead.
     logs = torch.where(exists, key_weights.clamp(min=torch.finfo(key_weights.dtype).tiny), 1.0).log()
     first, last = (x.to(torch.int32) for x in (spans.first, spans.last))
-    return _forward(q, k, v, logs.masked_fill(~exists, -torch.inf), first, last, *options)[0]
+    return forward(q, k, v, logs.masked_fill(~exists, -torch.inf), first, last, *options)[0]
 
 
 @torch.library.custom_op("megakernel::weighted_attention", mutates_args=())
-def _forward(
+def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -91,7 +91,7 @@ def _forward(
 
 
 @torch.library.custom_op("megakernel::weighted_attention_backward", mutates_args=())
-def _backward(
+def backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -122,14 +122,14 @@ def _backward(
     return dq, dk, dv, dlog
 
 
-@_forward.register_fake
+@forward.register_fake
 def _outputs(q, k, v, *_: Any) -> tuple[Tensor, Tensor]:
     batch, heads, length, _ = q.shape
     out = q.new_empty(batch, heads, length, v.shape[-1])
     return out, q.new_empty(batch, heads, k.shape[2], length, dtype=torch.float32)
 
 
-@_backward.register_fake
+@backward.register_fake
 def _gradients(grad, q, k, v, log_weights, *_: Any) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in (q, k, v, log_weights))
 
@@ -145,10 +145,10 @@ def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
 def _differentiate(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 10
-    return (*_backward(grad, *ctx.saved_tensors, *ctx.options), *[None] * 6)
+    return (*backward(grad, *ctx.saved_tensors, *ctx.options), *[None] * 6)
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+forward.register_autograd(_differentiate, setup_context=_save)
 
 
 def _pairs(

@@ -264,6 +264,7 @@ def selected_case(form: str, unit: str, *, rank: int = 2, selected: int = 2, **o
         partial(call_selected, rank=rank, unit=unit, selected=selected, **options),
         qkv,
         QKV,
+        backends=("chunked", "triton") if form == "by block" else ("chunked",),
         constants=(
             (chunked, "MASKED", 0 if form == "by block" else 10**9),
             (masked, "ROWS", 8),

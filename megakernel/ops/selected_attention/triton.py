@@ -1,0 +1,188 @@
+"""Chosen blocks on a GPU: the window by weighted attention's kernels, the blocks by those in `kernels`.
+
+Both have one normalizer: each block that a query reads extends its output and its log-sum-exp, and backward gives both
+kinds of kernels the log-sum-exp over all.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megakernel.ops.documents import window_reach
+from megakernel.ops.kernels.launch import Rows, launch
+from megakernel.ops.selected_attention import chunked, kernels
+from megakernel.ops.selected_attention.inputs import SelectedInputs
+from megakernel.ops.selected_attention.kernels import Groups, Reads, Sizes
+from megakernel.ops.selected_attention.readers import readers_of
+from megakernel.ops.selected_attention.tiles import Tiles, choose_for_tiles
+from megakernel.ops.weighted_attention import triton as window
+
+WIDEST = 256
+"""The largest d and D: a program holds whole rows."""
+
+LARGEST_BLOCK = 128
+"""The largest b: a program holds whole blocks."""
+
+ROWS = {2: 64, 4: 32}
+"""Bytes of a number -> rows of a tile of queries."""
+
+LAUNCH = {"warps": 4, "stages": 2}
+
+
+def unsupported(q: Tensor, k: Tensor, v: Tensor, inputs: SelectedInputs) -> str | None:
+    """Why the kernels do not take these arguments, or None."""
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"q is {q.dtype}; expected float32, bfloat16 or float16"
+    if not q.dtype == k.dtype == v.dtype:
+        return f"q is {q.dtype}, k is {k.dtype} and v is {v.dtype}; expected one dtype"
+    for name, x in (("q", q), ("v", v)):
+        if x.shape[-1] > WIDEST:
+            return f"{name} is {x.shape[-1]} wide; expected at most {WIDEST}"
+    if inputs.selection.block_size > LARGEST_BLOCK:
+        return f"blocks have {inputs.selection.block_size} tokens; expected at most {LARGEST_BLOCK}"
+    return None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, inputs: SelectedInputs) -> tuple[Tensor, Tensor]:
+    """Output (B, H, N, D) in the dtype of v, and the blocks that the last tile chose, as `SelectedInputs.choice`."""
+    length = q.shape[2]
+    if length == 1:
+        return chunked.attend(q, k, v, inputs)
+    tiles = choose_for_tiles(q, inputs)
+    vectors = chunked.vectors_of(q, k, v, inputs, q.dtype)
+    lists, starts = tiles.of_queries(slice(0, length)), tiles.starts.to(torch.int32)
+    first, last = _window_spans(tiles)
+    out, _ = forward(*vectors, first, last, lists, starts, inputs.selection.block_size)
+    return out, tiles.last_choice(inputs.choice)
+
+
+def _window_spans(tiles: Tiles) -> tuple[Tensor, Tensor]:
+    """The first and the last key of each query's window, (B or 1, N) int32."""
+    selection, length = tiles.selection, tiles.layout.length
+    positions = tiles.layout.positions.flatten(1)[:, :length]
+    last = torch.arange(tiles.cached, tiles.total, device=positions.device).expand_as(positions)
+    first = last - window_reach(positions, selection.block_size, selection.near)
+    return first.to(torch.int32), last.to(torch.int32)
+
+
+@torch.library.custom_op("megakernel::selected_attention", mutates_args=())
+def forward(
+    near_q: Tensor,
+    q: Tensor,
+    near_k: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first: Tensor,
+    last: Tensor,
+    lists: Tensor,
+    starts: Tensor,
+    block_size: int,
+) -> tuple[Tensor, Tensor]:
+    """Outputs (B, H, N, D), and the log-sum-exp (B, H, N) float32 of each query's scores, in units of log 2.
+
+    near_q, q: (B, H, N, d), for keys of the window and of chosen blocks. near_k, k: (B, H_kv, T, d); v: (.., T, D).
+    first, last: (B or 1, N) int32, keys of the windows. lists: (B, H_kv, N, k') int64, blocks that a query reads, or
+    NONE. starts: (B, S) int32, first keys of the blocks.
+    """
+    near, of_queries = window.forward(near_q, near_k[:, :, None], v, _no_weights(k), first, last, *SOFTMAX)
+    lse = of_queries[:, :, 0].neg()
+    if not lists.shape[-1]:
+        return near, lse
+    out = near.float()
+    for reads, meta in _launches_by_place(q, k, v, lists, starts, block_size):
+        launch(kernels.fwd, (len(reads.groups.items),), reads, out, lse, META=meta, **LAUNCH)
+    return out.to(v.dtype), lse
+
+
+@torch.library.custom_op("megakernel::selected_attention_backward", mutates_args=())
+def backward(
+    grad: Tensor,
+    near_q: Tensor,
+    q: Tensor,
+    near_k: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first: Tensor,
+    last: Tensor,
+    lists: Tensor,
+    starts: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    block_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of near_q, q, near_k, k and v."""
+    inputs = near_q, near_k[:, :, None], v, _no_weights(k), first, last
+    dnear_q, dnear_k, dnear_v, _ = window.backward(grad, *inputs, out, lse[:, :, None].neg(), *SOFTMAX)
+    dnear_k = dnear_k[:, :, 0]
+    dq, dk = (x.new_zeros(x.shape, dtype=torch.float32) for x in (q, k))
+    dv = v.new_zeros(v.shape, dtype=torch.float32)
+    if lists.shape[-1]:
+        do, delta = Rows.of(grad), (out.float() * grad.float()).sum(-1)
+        for reads, meta in _launches_by_place(q, k, v, lists, starts, block_size):
+            launch(kernels.bwd_dq, (len(reads.groups.items),), reads, do, lse, delta, dq, META=meta, **LAUNCH)
+        reads, meta = _launch_of(q, k, v, lists, starts, block_size)
+        grid = (len(reads.groups.ends),)
+        launch(kernels.bwd_dkv, grid, reads, do, lse, delta, dk, dv, META=meta, **LAUNCH)
+    return dnear_q, dq.to(q.dtype), dnear_k, dk.to(k.dtype), (dnear_v.float() + dv).to(v.dtype)
+
+
+SOFTMAX = ("softmax", (1.0,), "sum", True)
+"""Options of weighted attention's kernels."""
+
+
+def _no_weights(k: Tensor) -> Tensor:
+    """Logs of the keys' weights, (B, H_kv, 1, T)."""
+    return k.new_zeros(*k.shape[:2], 1, k.shape[2], dtype=torch.float32)
+
+
+@forward.register_fake
+def _outputs(near_q, q, near_k, k, v, *_: Any) -> tuple[Tensor, Tensor]:
+    batch, heads, length, _ = q.shape
+    return v.new_empty(batch, heads, length, v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@backward.register_fake
+def _gradients(grad, near_q, q, near_k, k, v, *_: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in (near_q, q, near_k, k, v))
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.block_size = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 10
+    return (*backward(grad, *ctx.saved_tensors, ctx.block_size), *[None] * 5)
+
+
+forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _launches_by_place(
+    q: Tensor, k: Tensor, v: Tensor, lists: Tensor, starts: Tensor, block_size: int
+) -> Iterator[tuple[Reads, Sizes]]:
+    """For each place of the lists, the arguments of a launch in which no query is in two groups."""
+    for place in range(lists.shape[-1]):
+        yield _launch_of(q, k, v, lists[..., place : place + 1], starts, block_size)
+
+
+def _launch_of(
+    q: Tensor, k: Tensor, v: Tensor, lists: Tensor, starts: Tensor, block_size: int
+) -> tuple[Reads, Sizes]:
+    """The arguments of the kernels, and their compile-time options."""
+    kv_heads, width = k.shape[1], q.shape[-1]
+    group, length, blocks = q.shape[1] // kv_heads, q.shape[2], starts.shape[1]
+    size = max(1, ROWS[q.element_size()] // group)
+    readers = readers_of(lists.flatten(0, 1), blocks, size)
+    tokens = torch.where(readers.exists, readers.queries % length, -1)
+    items, tokens, ends = (x.to(torch.int32) for x in (readers.items, tokens, readers.ends))
+    meta = Sizes(size, group, block_size, width, v.shape[-1], width**-0.5, width**-0.5 / math.log(2))
+    groups = Groups(items, tokens, ends, starts)
+    return Reads(Rows.of(q), Rows.of(k), Rows.of(v), groups, length, k.shape[2], kv_heads, blocks), meta

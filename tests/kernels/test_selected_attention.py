@@ -1,0 +1,124 @@
+"""The kernels of chosen blocks against the float64 reference."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from megakernel.attention import Rotary
+from megakernel.ops.selected_attention import readers, selected_attention, triton
+from tests.kernels.comparing import DEVICE, TOLERANCE, assert_agrees, every_dtype, random
+from tests.kernels.test_flurka_attention import documents
+from tests.tiers import tiered
+
+BLOCK = 8
+
+FORMS = {
+    "token": {"unit": "token"},
+    "tile": {"unit": "tile", "blocks": 2},
+    "unrotated choice": {"unit": "token", "rotary": Rotary(16), "rotates_chosen": False, "blocks": 2},
+    "rotated, in groups": {"unit": "token", "rotary": Rotary(16), "group": 2, "score": "lse"},
+}
+
+
+@pytest.fixture(autouse=True)
+def few_rows(monkeypatch):
+    """Tiles of 16 rows, so that a block has several groups of readers."""
+    monkeypatch.setattr(triton, "ROWS", {2: 16, 4: 16})
+
+
+def tokens(
+    draw: torch.Generator,
+    dtype: torch.dtype,
+    *,
+    batch: int = 1,
+    heads: int = 2,
+    kv_heads: int = 1,
+    length: int = 61,
+    width: int = 16,
+    values: int = 10,
+) -> dict[str, Tensor]:
+    """q, k and v."""
+    shapes = {
+        "q": (batch, heads, length, width),
+        "k": (batch, kv_heads, length, width),
+        "v": (batch, kv_heads, length, values),
+    }
+    return {name: torch.randn(shape, generator=draw).to(DEVICE, dtype) for name, shape in shapes.items()}
+
+
+def run(backend: str, leaves: dict[str, Tensor], *, size: int = BLOCK, **options) -> dict[str, Tensor]:
+    pool = torch.full((1, size), 1 / size, device=DEVICE)
+    options = {"selected": 2, "unit": "token", **options}
+    return {"out": selected_attention(**leaves, pool=pool, backend=backend, **options)[0]}
+
+
+@pytest.mark.covering(1, 2)
+@pytest.mark.parametrize("form", FORMS)
+@every_dtype
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_every_form_agrees(form, kv_heads, dtype, draw):
+    leaves = tokens(draw, dtype, heads=2 * kv_heads, kv_heads=kv_heads)
+    assert_agrees(partial(run, **FORMS[form]), leaves, draw, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("unit", tiered(["token", "tile"], ["token"]))
+def test_documents_agree(unit, draw):
+    leaves = tokens(draw, torch.float32, batch=2, length=70)
+    # Documents end inside blocks and at their ends; the first one of the second sequence sees no block.
+    ends = documents(torch.device(DEVICE), 0, 8, 11, 52, 70), documents(torch.device(DEVICE), 0, 15, 70)
+    assert_agrees(partial(run, unit=unit, positions=torch.cat(ends)), leaves, draw, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("length", tiered([2, 8, 9, 17, 64], [2, 17]))
+def test_any_length_agrees(length, draw):
+    leaves = tokens(draw, torch.float32, length=length)
+    assert_agrees(run, leaves, draw, TOLERANCE[torch.float32])
+
+
+@pytest.mark.second
+@every_dtype
+@pytest.mark.parametrize(("width", "size"), [(64, 16), (128, 64), (24, 40)])
+def test_wide_heads_and_large_blocks_agree(width, size, dtype, draw):
+    leaves = tokens(draw, dtype, length=3 * size + 5, width=width, values=width)
+    assert_agrees(partial(run, size=size, selected=1), leaves, draw, TOLERANCE[dtype])
+
+
+@pytest.mark.second
+def test_a_group_of_heads_that_is_no_power_of_two_agrees(draw):
+    leaves = tokens(draw, torch.float32, heads=3)
+    assert_agrees(run, leaves, draw, TOLERANCE[torch.float32])
+
+
+@pytest.mark.second
+def test_two_runs_are_bit_identical():
+    def outputs() -> list[Tensor]:
+        leaves = {name: random(1, 2, 60, 16, seed=i).requires_grad_() for i, name in enumerate("qkv")}
+        out = run("triton", leaves)["out"]
+        return [out, *torch.autograd.grad(out.square().sum(), [*leaves.values()])]
+
+    assert all(map(torch.equal, outputs(), outputs()))
+
+
+def test_groups_of_a_fixed_size_hold_every_pair_once():
+    lists = torch.tensor([[[0, 2], [2, -1], [1, 2]], [[-1, -1], [0, 1], [1, 2]]])
+    found = readers.readers_of(lists, 3, size=2)
+    assert found.queries.shape[1] == 2
+    pairs = [
+        (item.item() // 3, query.item() % 3, item.item() % 3)
+        for item, queries, exists in zip(found.items, found.queries, found.exists)
+        for query in queries[exists]
+    ]
+    assert sorted(pairs) == [
+        (x, query, item)
+        for x, rows in enumerate(lists.tolist())
+        for query, row in enumerate(rows)
+        for item in row
+        if item >= 0
+    ]
+    begins = [0, *found.ends[:-1].tolist()]
+    for item, (begin, end) in enumerate(zip(begins, found.ends.tolist())):
+        assert found.items[begin:end].tolist() == [item] * (end - begin)
+        assert found.exists[begin:end].any(1).all()
+    assert not found.exists[found.ends[-1] :].any()
