@@ -73,7 +73,9 @@ def _print_header(config: Config, devices: str, gpu: Gpu, vocabulary: str) -> Co
 def _rich(table: page.PlanTable, title: str | None = None) -> Table:
     shown = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for column in table.columns:
-        shown.add_column(column, justify="left" if column in (table.columns[0], "layout") else "right")
+        shown.add_column(
+            column, justify="left" if column in (table.columns[0], "layout", "recompute") else "right"
+        )
     for *cells, last in table.rows:
         shown.add_row(*cells, last, style="bold" if cells[0] == "total" else None)
     return shown

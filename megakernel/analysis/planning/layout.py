@@ -58,10 +58,21 @@ class Layout:
         """Size of the group that reduces gradients and shards ZeRO's states: data x context."""
         return self.data * self.context
 
+    @property
+    def parts(self) -> dict[str, str]:
+        """Name -> size, in the order in which layouts are named."""
+        return {
+            "tp": f"{self.tensor}{'+sp' if self.sequence_parallel else ''}",
+            "cp": str(self.context),
+            "dp": str(self.data),
+            "pp": str(self.pipeline),
+            "ZeRO": str(self.zero_stage),
+            "micro batch": str(self.micro_batch_size),
+            "recompute": self.recompute,
+        }
+
     def __str__(self) -> str:
-        tensor = f"tp {self.tensor}{'+sp' if self.sequence_parallel else ''}"
-        cut = f"{tensor}, cp {self.context}, dp {self.data}, pp {self.pipeline}, ZeRO {self.zero_stage}"
-        return f"{cut}, micro batch {self.micro_batch_size}, recompute {self.recompute}"
+        return ", ".join(f"{name} {size}" for name, size in self.parts.items())
 
     def keys(self) -> dict[str, object]:
         """Configuration key -> value of this layout; keys without effect in it get their defaults."""

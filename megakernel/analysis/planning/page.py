@@ -18,7 +18,7 @@ NONE = "—"
 
 
 class PlanTable(NamedTuple):
-    """The columns and rows of a table; all but the first column of names, and the layout, are numbers."""
+    """The columns and rows of a table; all but the first column, of names, and those of words are numbers."""
 
     columns: Sequence[str]
     rows: list[list[str]]
@@ -35,8 +35,9 @@ def layouts(planned: Mapping[str, Planned], gpu: Gpu) -> PlanTable:
     rows = []
     for name, one in planned.items():
         sizes = (one.memory.total, -one.memory.beyond(gpu), sum(one.sent.values()))
-        rows.append([name, str(one.layout), *(f"{size / 1e9:.1f}" for size in sizes), f"{one.idle:.0%}"])
-    return PlanTable(("", "layout", "memory, GB", "free, GB", "sent, GB", "idle"), rows)
+        rows.append([name, *one.layout.parts.values(), *(f"{x / 1e9:.1f}" for x in sizes), f"{one.idle:.0%}"])
+    parts_of_layout = [name.replace(" ", "\n") for name in next(iter(planned.values())).layout.parts]
+    return PlanTable(("", *parts_of_layout, "memory,\nGB", "free,\nGB", "sent,\nGB", "idle"), rows)
 
 
 def parts(planned: Mapping[str, Planned]) -> Iterator[PlanTable]:
@@ -124,5 +125,5 @@ def with_attention(config: Config, preset: str) -> Config:
 
 def markdown(table: PlanTable) -> list[str]:
     """The lines of a table."""
-    lines = [table.columns, ["---"] * len(table.columns), *table.rows]
+    lines = [[name.replace("\n", " ") for name in table.columns], ["---"] * len(table.columns), *table.rows]
     return [f"| {' | '.join(line)} |" for line in lines]
