@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch import local
@@ -17,7 +18,7 @@ from launch.messages import ignore_write_errors
 from megakernel.checkpoint.trained_run import finished_message
 from megakernel.config import Config, UserError, check_recorded_run, data_parallel_size, in_recorded_order
 from megakernel.config.errors import report_write_errors
-from megakernel.config.extras import need
+from megakernel.config.extras import lacking, need
 from megakernel.config.resume import check_allowed
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.parallel.ranks import Ranks
@@ -111,9 +112,22 @@ def train(config: Config, process: ProcessEnvironment, allowed: Sequence[str] = 
         from megakernel.uptraining.stages import check_stages
 
         check_stages(config, process.world_size)
-        return Uptraining(ordered, mesh, providers()).run()
+        status = Uptraining(ordered, mesh, providers()).run()
+        if status == 0 and mesh.rank == 0:
+            _write_report_page(config.run.folder)
+        return status
 
     return run_in_mesh(config, process, work)
+
+
+def _write_report_page(folder: Path) -> None:
+    """Write an up-training's report as an HTML page, if what draws it is installed."""
+    if line := lacking("uptrain_report.html", "matplotlib", "markdown"):
+        print(line, flush=True)
+        return
+    from megakernel.analysis.uptraining_page import write_page
+
+    print(f"report: {write_page(folder)}", flush=True)
 
 
 def providers() -> "Providers":

@@ -32,7 +32,10 @@ EXTRAS: Mapping[str, Extra] = {
         "tokenizers other than byte and pixels; export and import",
         {"transformers": "transformers", "tokenizers": "transformers", "huggingface_hub": "transformers"},
     ),
-    "plot": Extra("analyze, plots in TensorBoard", {"matplotlib": "matplotlib"}),
+    "plot": Extra(
+        "analyze, plots in TensorBoard, the page of an up-training",
+        {"matplotlib": "matplotlib", "markdown": "markdown"},
+    ),
     "slurm": Extra("submit, sweep, resume", {"submitit": "submitit"}),
     "serve": Extra("serve", {"fastapi": "fastapi", "uvicorn": "uvicorn", "starlette": "fastapi"}),
     "shell": Extra("--print-completion of bash and zsh", {"shtab": "shtab"}),

@@ -22,6 +22,9 @@ from .identity import Identity
 
 REPORT = "uptrain_report"
 
+HEADS = "## Heads"
+"""The begin of the last part of the page: a row for each head, which are a thousand in a large model."""
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -167,7 +170,7 @@ class Report:
             )
         lines += cost_tables([(row.name, row.spent) for row in self.rows], self.decoding)
         if self.heads:
-            lines += ["", "## Heads, at the end of the transfer", "", *_head_table(self.heads)]
+            lines += ["", f"{HEADS}, at the end of the transfer", "", *_head_table(self.heads)]
         return "\n".join(lines) + "\n"
 
 

@@ -22,7 +22,7 @@ from megakernel.training.trainer import Trainer
 
 from .blocks import BlockTransfer
 from .identity import Preflight, preflight
-from .report import send, write_events
+from .report import HEADS, REPORT, send, write_events
 from .stages import Stage, stages
 from .summary import head_scalars, summarize, wanted_model, worst_layers
 from .transfer import check_parts_around
@@ -101,7 +101,10 @@ class Uptraining:
         if self.config.logging.tensorboard:
             self.ranks.on_rank_zero(lambda: write_events(report, events_folder(self.folder)))
         self.ranks.on_rank_zero(lambda: send(report, self.config, self._note))
-        self._note(report.markdown())
+        tables, _, heads = report.markdown().partition(HEADS)
+        self._note(tables.rstrip() + "\n")
+        if heads:
+            self._note(f"a table of all heads: {self.folder / REPORT}.md")
         following = [f"megakernel evaluate {student_run(self.folder)}"]
         if self.config.model.is_causal:  # encoders have no format of transformers
             following.append(f"megakernel export {self.folder} --to models/{self.folder.name}")

@@ -153,6 +153,7 @@ def test_the_report_agrees_with_the_metrics_of_the_stages(finished):
     assert rows[TRAINED_ON]["loss"] == pytest.approx(trained_on[-1], abs=1e-5)
     # Which of them is better is chance in such a short training.
     assert abs(rows[TRAINED_ON]["loss"] - rows[f"{TRAINED_ON}, sliding window"]["loss"]) > 1e-5
+    assert "<svg" in (finished / "uptrain_report.html").read_text()
     text = (finished / "uptrain_report.md").read_text()
     for name in (*rows, "swapped, untrained", "rank correlation", "far mass"):
         assert name in text
