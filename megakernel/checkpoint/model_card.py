@@ -24,7 +24,7 @@ A causal language model, exported by Megakernel {version} at step {step}.
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained("PATH")
+tokenizer = AutoTokenizer.from_pretrained("PATH"{remote})
 model = AutoModelForCausalLM.from_pretrained("PATH"{remote})
 prompt = tokenizer("Once", return_tensors="pt")
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens=40)[0]))
