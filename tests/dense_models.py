@@ -9,6 +9,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    GemmaConfig,
     GPT2Config,
     GPTNeoXConfig,
     GraniteConfig,
@@ -21,6 +22,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     SmolLM3Config,
+    StableLmConfig,
 )
 
 LENGTH = 64
@@ -69,6 +71,12 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen2, yarn": Qwen2Config(
         **_GROUPED, rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=16)
     ),
+    "qwen2, yarn between pairs": Qwen2Config(
+        **_GROUPED,
+        rope_parameters=_rope(
+            "yarn", factor=4.0, original_max_position_embeddings=16, beta_slow=0.25, truncate=False
+        ),
+    ),
     "qwen3, tied": Qwen3Config(**_GROUPED, head_dim=16, tie_word_embeddings=True),
     "llama, biases of attention, dynamic": LlamaConfig(
         **_GROUPED | {"max_position_embeddings": 40},
@@ -111,6 +119,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
             partial_rotary_factor=0.5,
         ),
     ),
+    "gemma": GemmaConfig(**_GROUPED, head_dim=16),
     "gemma2": Gemma2Config(
         **_GROUPED,
         head_dim=16,
@@ -139,6 +148,11 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **_SIZES,
         use_parallel_residual=False,
         rope_parameters=_rope("linear", factor=2.0, partial_rotary_factor=0.5),
+    ),
+    "gpt_neox, no biases of attention": GPTNeoXConfig(**_SIZES, attention_bias=False),
+    "stablelm": StableLmConfig(**_GROUPED),
+    "stablelm, biases of queries, keys and values": StableLmConfig(
+        **_GROUPED, use_qkv_bias=True, rope_parameters=_rope("linear", factor=2.0, partial_rotary_factor=0.5)
     ),
 }
 

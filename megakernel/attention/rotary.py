@@ -184,7 +184,8 @@ def _interpolated(plain: Tensor, factor: float, kept: Tensor) -> Tensor:
 def _yarn_kept(head_dim: int, base: float, scaling: RopeScaling) -> Tensor:
     """1 for pairs with many turns within the original length, 0 for those with few (YaRN, section 3.2).
 
-    Pair j turns original_seq_len * base^(-2j/d) / 2 pi times; the ramp is linear in j and has integer ends.
+    Pair j turns original_seq_len * base^(-2j/d) / 2 pi times; the ramp is linear in j and has integer ends unless
+    `truncate` is false.
     """
     original = scaling.original_seq_len
     assert original is not None
@@ -192,8 +193,10 @@ def _yarn_kept(head_dim: int, base: float, scaling: RopeScaling) -> Tensor:
     def pair_with_turns(turns: float) -> float:
         return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    first = max(math.floor(pair_with_turns(scaling.beta_fast or 32.0)), 0)
-    last = min(math.ceil(pair_with_turns(scaling.beta_slow or 1.0)), head_dim - 1)
+    first, last = pair_with_turns(scaling.beta_fast or 32.0), pair_with_turns(scaling.beta_slow or 1.0)
+    if scaling.truncate is not False:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
     pairs = torch.arange(head_dim // 2, dtype=torch.float64, device="cpu")
     # A ramp of zero width becomes a step.
     return 1 - ((pairs - first) / max(last - first, 1e-3)).clamp(0, 1)

@@ -19,7 +19,7 @@ _KEYS = _REQUIRED | {
     "factor": (*_REQUIRED["factor"], "longrope"),
     "attention_factor": ("yarn", "longrope"),
     "seq_len": ("longrope", "dynamic"),
-    **dict.fromkeys(("beta_fast", "beta_slow"), ("yarn",)),
+    **dict.fromkeys(("beta_fast", "beta_slow", "truncate"), ("yarn",)),
     **dict.fromkeys(("low_freq_factor", "high_freq_factor"), ("llama3",)),
 }
 """Key -> kinds that use it."""
@@ -55,6 +55,9 @@ class RopeScaling(Section):
 
     beta_slow: float | None = Field(default=None, gt=0)
     """yarn: pairs with fewer rotations than this have their frequency divided by factor; None: 1."""
+
+    truncate: bool | None = None
+    """yarn: the ramp between the two begins and ends at whole pairs; None: true."""
 
     attention_factor: float | None = Field(default=None, gt=0)
     """yarn, longrope: multiplies rotated queries and keys; None: the value that their papers derive from factor."""

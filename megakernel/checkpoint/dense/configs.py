@@ -5,7 +5,7 @@ from typing import Any
 from megakernel.config import Model
 from megakernel.config.rope import RopeScaling
 
-from .families import FAMILIES, GPT2_NAMES, Family, model_section
+from .families import FAMILIES, GATED, GPT2_NAMES, Family, model_section
 
 
 def plain_config(model: Model, vocab_size: int, positions: int) -> dict[str, Any] | None:
@@ -84,7 +84,6 @@ def _config_keys(kind: str, model: Model, longest: int) -> dict[str, Any]:
     windows = [layer.window for layer in model.attentions]
     values = {
         **_sizes(model, longest, windows),
-        "hidden_act": _ACTIVATIONS.get(model.activation, "silu"),
         "rope_parameters": _rope(family, model, windows),
         "layer_norm_eps": model.norm_eps,
         "use_parallel_residual": model.parallel_residual,
@@ -113,10 +112,11 @@ def _sizes(model: Model, longest: int, windows: list[int | None]) -> dict[str, A
         "num_key_value_heads": model.kv_heads,
         "head_dim": model.head_size,
         "intermediate_size": model.ffn_size,
-        "hidden_activation": "gelu_pytorch_tanh",
+        **dict.fromkeys(("hidden_act", "hidden_activation"), _ACTIVATIONS[model.activation]),
         "rms_norm_eps": model.norm_eps,
         "max_position_embeddings": longest,
-        "attention_bias": model.qkv_bias,
+        **dict.fromkeys(("attention_bias", "use_qkv_bias"), model.qkv_bias),
+        "qk_layernorm": model.qk_norm,
         "mlp_bias": model.has_mlp_bias,
         "sliding_window": max((window for window in windows if window is not None), default=None),
         "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
@@ -131,7 +131,7 @@ def _sizes(model: Model, longest: int, windows: list[int | None]) -> dict[str, A
     }
 
 
-_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
+_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new"} | {ours: name for name, ours in GATED.items()}
 
 
 def _rope(family: Family, model: Model, windows: list[int | None]) -> dict[str, Any]:

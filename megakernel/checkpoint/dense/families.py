@@ -6,6 +6,7 @@ this code reads, and `section` sees only those, so a stray key of another family
 there.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from itertools import product
 from typing import Any, NamedTuple
@@ -130,6 +131,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     parameters = config["rope_parameters"]
     if not FAMILIES[config["model_type"]].rope_by_layer_type:
         return {"position": "rope", **_frequencies(config, parameters)}
+    _expect(parameters, "truncate", True)
     main, local = (_frequencies(config, parameters[kind]) for kind in ("full_attention", "sliding_attention"))
     section = {"position": "rope", **main}
     if local == main:
@@ -159,11 +161,7 @@ def _frequencies(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> di
     if kind not in _SCALING_KEYS:
         raise _Unsupported(f"rope_type={kind!r} has no counterpart here; {', '.join(_SCALING_KEYS)} are read")
     if kind == "yarn":
-        _expect(parameters, "truncate", True)
-        if parameters.get("mscale") and parameters.get("mscale_all_dim"):
-            raise _Unsupported(
-                "mscale and mscale_all_dim have no counterpart here; write their quotient as attention_factor"
-            )
+        parameters = _yarn(config, parameters)
     scaling = {ours: parameters[key] for key, ours in _SCALING_KEYS[kind].items() if key in parameters}
     longest = config["max_position_embeddings"]
     if kind == "dynamic":
@@ -173,12 +171,24 @@ def _frequencies(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> di
     return {**section, "rope_scaling": {"kind": kind, **scaling}}
 
 
+def _yarn(config: Mapping[str, Any], parameters: dict[str, Any]) -> dict[str, Any]:
+    """The keys of yarn with `mscale` and `mscale_all_dim` as the attention_factor that they stand for."""
+    if FAMILIES[config["model_type"]].rope_by_layer_type:
+        # `transformers` looks for it beside the layer types, not in the entry of one.
+        parameters = {key: value for key, value in parameters.items() if key != "truncate"}
+    above, below = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    if "attention_factor" in parameters or not above or not below:
+        return parameters
+    growth = 0.1 * math.log(max(parameters.get("factor", 1.0), 1.0))
+    return parameters | {"attention_factor": (1.0 + above * growth) / (1.0 + below * growth)}
+
+
 _ORIGINAL = {"factor": "factor", "original_max_position_embeddings": "original_seq_len"}
 
 _SCALING_KEYS = {
     "linear": {"factor": "factor"},
     "dynamic": {"factor": "factor"},
-    "yarn": _ORIGINAL | {key: key for key in ("beta_fast", "beta_slow", "attention_factor")},
+    "yarn": _ORIGINAL | {key: key for key in ("beta_fast", "beta_slow", "truncate", "attention_factor")},
     "llama3": _ORIGINAL | {key: key for key in ("low_freq_factor", "high_freq_factor")},
     "longrope": _ORIGINAL | {key: key for key in ("short_factor", "long_factor", "attention_factor")},
 }
@@ -214,7 +224,8 @@ def _attention(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _llama_section(config: Mapping[str, Any]) -> dict[str, Any]:
     family = FAMILIES[config["model_type"]]
-    _expect(config, "hidden_act", "silu")
+    activation = "hidden_activation" if "hidden_activation" in config else "hidden_act"
+    _expect(config, activation, *GATED)
     biased = config.get("attention_bias", family.qkv_bias)
     bias, mlp_bias = biased and not family.qkv_bias, config.get("mlp_bias", False)
     heads, width = config["num_attention_heads"], config["hidden_size"]
@@ -226,7 +237,7 @@ def _llama_section(config: Mapping[str, Any]) -> dict[str, Any]:
         "num_kv_heads": config.get("num_key_value_heads") or heads,
         **({} if head_dim * heads == width else {"head_dim": head_dim}),
         "ffn_hidden_size": config["intermediate_size"],
-        "activation": "swiglu",
+        "activation": GATED[config[activation]],
         "norm": "rmsnorm",
         "norm_eps": config["rms_norm_eps"],
         "qkv_bias": biased,
@@ -237,6 +248,25 @@ def _llama_section(config: Mapping[str, Any]) -> dict[str, Any]:
         **_attention(config),
         **_rope(config),
     }
+
+
+GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu_tanh"}
+"""Activation of a gated MLP in config.json -> ours."""
+
+
+def _stablelm_section(config: Mapping[str, Any]) -> dict[str, Any]:
+    # With it, attention and MLP read one norm.
+    _expect(config, "use_parallel_residual", False)
+    # Layer norms with weights of their own for each head.
+    _expect(config, "qk_layernorm", False)
+    _expect_head_dim(config)
+    section = _llama_section({**config, "rms_norm_eps": config["layer_norm_eps"]})
+    return section | {"norm": "layernorm", "qkv_bias": config["use_qkv_bias"]}
+
+
+def _expect_head_dim(config: Mapping[str, Any]) -> None:
+    """Refuse a head_dim that sets rotary frequencies and not the size of heads."""
+    _expect(config, "head_dim", config["hidden_size"] // config["num_attention_heads"])
 
 
 def _smollm3_section(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,14 +287,13 @@ def _olmo_section(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gemma_section(config: Mapping[str, Any]) -> dict[str, Any]:
-    _expect(config, "hidden_activation", "gelu_pytorch_tanh")
     _expect(config, "use_bidirectional_attention", False)
-    section = _llama_section(config) | {
-        "activation": "geglu_tanh",
-        "norm_placement": "both",
-        "zero_centered_norm": True,
-        "embedding_multiplier": config["hidden_size"] ** 0.5,
-    }
+    embedding_multiplier = config["hidden_size"] ** 0.5
+    return _llama_section(config) | {"zero_centered_norm": True, "embedding_multiplier": embedding_multiplier}
+
+
+def _gemma2_section(config: Mapping[str, Any]) -> dict[str, Any]:
+    section = _gemma_section(config) | {"norm_placement": "both"}
     if (scalar := config["query_pre_attn_scalar"]) != config["head_dim"]:
         section["attention_multiplier"] = scalar**-0.5
     if (cap := config.get("final_logit_softcapping")) is not None:
@@ -303,10 +332,12 @@ GPT2_NAMES = {
 
 
 def _neox_section(config: Mapping[str, Any]) -> dict[str, Any]:
-    _expect(config, "attention_bias", True)
-    # In this family head_dim sets rotary frequencies, not the size of heads.
-    _expect(config, "head_dim", config["hidden_size"] // config["num_attention_heads"])
+    _expect_head_dim(config)
+    biased = config["attention_bias"]  # those of the MLP and the norms are always there
     return _biased_section(config, _gelu(config, "hidden_act")) | {
+        "bias": biased,
+        "qkv_bias": biased,
+        **({} if biased else {"mlp_bias": True}),
         "parallel_residual": config["use_parallel_residual"],
         "known_seq_len": config["max_position_embeddings"],
         **_rope(config),
@@ -376,19 +407,23 @@ def _llama(
     *keys: str,
     section: Callable[[Mapping[str, Any]], dict[str, Any]] = _llama_section,
     activation: str = "hidden_act",
+    norm_eps: str = "rms_norm_eps",
     norms: Mapping[str, tuple[str, ...]] = _NORMS_BEFORE,
     **more: Any,
 ) -> Family:
-    """A family with Llama's tensors, except for the names of its norms.
+    """A family with Llama's tensors, except for its norms.
 
-    keys: those that it reads besides sizes. activation: the key of the MLP's activation. more: fields of `Family`.
+    keys: those that it reads besides sizes. activation: the key of the MLP's activation. norm_eps: that of its norms,
+    which are layer norms if it is layer_norm_eps. more: fields of `Family`.
     """
+    norm_bias = {"norm.bias": "model.norm.bias"} if norm_eps == "layer_norm_eps" else {}
     return Family(
-        keys=(*_SIZES, "num_key_value_heads", "rms_norm_eps", activation, *keys),
+        keys=(*_SIZES, "num_key_value_heads", norm_eps, activation, *keys),
         section=section,
         outside_layers={
             "embedding": "model.embed_tokens.weight",
             "norm.weight": "model.norm.weight",
+            **norm_bias,
             "head": "lm_head.weight",
         },
         layers="model.layers",
@@ -411,11 +446,11 @@ def _fused(family: Family) -> Family:
     return family._replace(modules={**family.modules, **fused}, queries_first=True)
 
 
-def _gemma(*keys: str, **more: Any) -> Family:
+def _gemma2(*keys: str, **more: Any) -> Family:
     return _llama(
         *("sliding_window", "layer_types", "attention_bias", "query_pre_attn_scalar"),
         *("final_logit_softcapping", "use_bidirectional_attention", *keys),
-        section=_gemma_section,
+        section=_gemma2_section,
         activation="hidden_activation",
         norms=_NORMS_AROUND,
         **more,
@@ -448,8 +483,15 @@ FAMILIES = {
     "phi3": _fused(
         _llama("sliding_window", partial_rotary=True, completed_from=("original_max_position_embeddings",))
     ),
-    "gemma2": _gemma("attn_logit_softcapping"),
-    "gemma3_text": _gemma(qk_norm=True, rope_by_layer_type=True),
+    "gemma": _llama("attention_bias", "use_bidirectional_attention", section=_gemma_section),
+    "gemma2": _gemma2("attn_logit_softcapping"),
+    "gemma3_text": _gemma2(qk_norm=True, rope_by_layer_type=True),
+    "stablelm": _llama(
+        *("use_qkv_bias", "qk_layernorm", "use_parallel_residual"),
+        section=_stablelm_section,
+        norm_eps="layer_norm_eps",
+        partial_rotary=True,
+    ),
     "gpt2": Family(
         keys=(
             *GPT2_NAMES,
@@ -508,6 +550,12 @@ _EXPERTS = (
 
 REFUSED = {
     **dict.fromkeys(("gpt_oss", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "phimoe"), _EXPERTS),
+    **dict.fromkeys(
+        ("cohere", "cohere2"),
+        "attention and MLP of a layer share one layer norm, which has no bias, and the model here has a norm for "
+        "each; take a model of another family",
+    ),
     "gemma3": "it has a vision tower; save its language model alone as gemma3_text (Gemma3ForCausalLM)",
+    "olmo": "its layer norms have no weights, and those of the model here do; take OLMo 2 (olmo2)",
 }
 """model_type -> why it is not supported, and what to do."""

@@ -36,8 +36,11 @@ def _yarn(width: int, base: float, scaling: dict[str, Any]) -> tuple[Tensor, flo
     def pair_with_turns(turns: float) -> float:
         return width * math.log(scaling["original_seq_len"] / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    first = max(math.floor(pair_with_turns(scaling.get("beta_fast") or 32.0)), 0)
-    last = min(math.ceil(pair_with_turns(scaling.get("beta_slow") or 1.0)), width - 1)
+    turns = (scaling.get("beta_fast") or 32.0, scaling.get("beta_slow") or 1.0)
+    first, last = map(pair_with_turns, turns)
+    if scaling.get("truncate") is not False:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
     pairs = torch.arange(width // 2, dtype=torch.float64, device="cpu")
     kept = 1 - ((pairs - first) / max(last - first, 1e-3)).clamp(0, 1)
     scale = scaling.get("attention_factor") or 0.1 * math.log(scaling["factor"]) + 1.0

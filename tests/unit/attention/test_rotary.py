@@ -24,6 +24,7 @@ SCALINGS = {
         "attention_factor": 0.9,
     },
     "yarn of a short original": {"kind": "yarn", "factor": 4.0, "original_seq_len": 64},
+    "yarn between pairs": {"kind": "yarn", "factor": 4.0, "original_seq_len": 4096, "truncate": False},
     "llama3": {"factor": 8.0, "original_seq_len": ORIGINAL},
     "llama3 with its options": {
         "kind": "llama3",

@@ -151,6 +151,14 @@ FAULTS = {
         lambda f: edit_config(f, model_type="gemma3"),
         "it has a vision tower; save its language model alone as gemma3_text",
     ),
+    "a norm that attention and MLP share": (
+        lambda f: edit_config(f, model_type="cohere"),
+        "model_type='cohere' is not read: attention and MLP of a layer share one layer norm, which has no bias",
+    ),
+    "norms without weights": (
+        lambda f: edit_config(f, model_type="olmo"),
+        "model_type='olmo' is not read: its layer norms have no weights, and those of the model here do; take OLMo 2",
+    ),
     "a kind that is a list": (
         lambda f: edit_config(f, model_type=[]),
         "model_type=[] is not supported; give one of llama, ",
@@ -224,7 +232,7 @@ FAULTS = {
     ),
     "an activation that is not ours": (
         lambda f: edit_config(f, hidden_act="relu"),
-        "hidden_act='relu' has no counterpart here; only 'silu' is read",
+        "hidden_act='relu' has no counterpart here; only 'silu' or 'gelu_pytorch_tanh' is read",
     ),
     "frequencies that are not ours": (
         lambda f: edit_config(f, rope_parameters={"rope_type": "proportional", "rope_theta": 1e4}),

@@ -26,10 +26,12 @@ EXAMPLES = {
     "olmo2": "olmo2",
     "olmo3": "olmo3, some layers slide",
     "phi3": "phi3, sliding",
+    "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "gpt2": "gpt2",
     "gpt_neox": "gpt_neox",
+    "stablelm": "stablelm",
 }
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
@@ -111,6 +113,8 @@ OTHER_VALUES = {
     "layer_types": ["sliding_attention", "full_attention"],
     "attention_chunk_size": 3,
     "use_parallel_residual": False,
+    "use_qkv_bias": True,
+    "qk_layernorm": True,
     "scale_attn_weights": False,
     "scale_attn_by_inverse_layer_idx": True,
     "add_cross_attention": True,
@@ -195,6 +199,8 @@ def test_keys_that_a_family_reads_mean_the_same_or_are_refused(family, changed):
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
+BETWEEN_PAIRS = YARN | {"beta_slow": 0.25, "truncate": False}
+OF_EACH_TYPE = {"full_attention": BETWEEN_PAIRS, "sliding_attention": YARN | {"factor": 2.0}}
 
 
 @pytest.mark.parametrize(
@@ -214,6 +220,18 @@ YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_p
         ("llama", {"rope_parameters": YARN, "original_max_position_embeddings": 32}),
         ("llama", {"rope_parameters": YARN | {"beta_fast": 4, "beta_slow": 2, "attention_factor": 1.5}}),
         ("llama", {"return_dict": False}),
+        ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
+        ("llama", {"rope_parameters": BETWEEN_PAIRS}),
+        ("llama", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 2.0}}),
+        (
+            "llama",
+            {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 2.0, "attention_factor": 1.5}},
+        ),
+        ("olmo3", {"rope_parameters": OF_EACH_TYPE}),
+        ("gpt_neox", {"use_parallel_residual": False}),
+        ("gemma", {"hidden_act": "gelu"}),
+        ("stablelm", {"rope_parameters": None, "partial_rotary_factor": 0.5, "rope_theta": 77.0}),
+        ("stablelm", {"hidden_act": "gelu_pytorch_tanh"}),
     ],
 )
 def test_special_keys_are_read_as_by_transformers(family, keys, changed):
@@ -234,12 +252,11 @@ def test_special_keys_are_read_as_by_transformers(family, keys, changed):
         ),
         ("gpt_neox", {"head_dim": 32}, "head_dim=32 has no counterpart here; only 8 is read"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True has no counterpart"),
-        ("llama", {"rope_parameters": YARN | {"truncate": False}}, "truncate=False has no counterpart"),
-        (
-            "llama",
-            {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 2.0}},
-            "mscale and mscale_all_dim",
-        ),
+        ("stablelm", {"head_dim": 32}, "head_dim=32 has no counterpart here; only 8 is read"),
+        ("stablelm", {"qk_layernorm": True}, "qk_layernorm=True has no counterpart"),
+        ("stablelm", {"use_parallel_residual": True}, "use_parallel_residual=True has no counterpart"),
+        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True has no counter"),
+        ("gemma", {"hidden_act": "relu"}, "only 'silu' or 'gelu_pytorch_tanh' is read"),
         ("llama", {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         (
             "qwen2",

@@ -72,7 +72,7 @@ def test_combinations_that_no_architecture_has_have_no_plain_configuration():
     plain = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "attention": "softmax"}
     assert plain_config(Model(**plain), 384, 64) is not None
     others = (
-        {"norm": "layernorm"},
+        {"norm": "layernorm", "mlp_bias": True},
         {"attention_pattern": ["main", "performer"]},
         {"normalized_residual": True},
         # Of Phi-3 alone, which takes no other scaling than longrope.

@@ -45,6 +45,8 @@ ROPES = {
     "ntk": {"factor": 2.0},
     "dynamic": {"factor": 2.0, "original_seq_len": 8, "seq_len": 32},
     "yarn": {"factor": 4.0, "original_seq_len": 8},
+    "yarn between pairs": {"kind": "yarn", "factor": 4.0, "original_seq_len": 8, "beta_slow": 0.1}
+    | {"truncate": False},
     "llama3": {"factor": 4.0, "original_seq_len": 8},
     "longrope": {"original_seq_len": 8, "seq_len": 64, "factor": 4.0}
     | {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0]},
@@ -83,7 +85,7 @@ GLA = {"mechanism": "simple_gla"}
 CASES = {
     **{name: {"attention": ATTENTION[name]} for name in WRITTEN},
     **{f"flurka, {name}": {"attention": flurka(changes)} for name, changes in FLURKAS.items()},
-    **{f"{kind} rotary": {"rope_scaling": {"kind": kind, **keys}} for kind, keys in ROPES.items()},
+    **{f"{kind} rotary": {"rope_scaling": {"kind": kind} | keys} for kind, keys in ROPES.items()},
     "simple gla": {"attention": GLA},
     "no decay": {"attention": {**GLA, "simple_gla": {"decay": "none"}}},
     "delta rule, fixed decay": {"attention": {**GLA, "simple_gla": {"update": "delta", "decay": "fixed"}}},
