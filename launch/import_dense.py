@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
     from megakernel.checkpoint.dense import DenseCheckpoint
     from megakernel.checkpoint.dense.checkpoint import config_fragment
+    from megakernel.checkpoint.dense.families import unread_dropout
     from megakernel.checkpoint.hub import local_folder
     from megakernel.checkpoint.parity import Parity, folder_parity, layer_distances
     from megakernel.model.parameters import parameter_count
@@ -64,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
     model = checkpoint.model
     assert model.vocab_size is not None
     unpadded = model.model_copy(update={"vocab_multiple": 1})  # the checkpoint has no vocabulary padding
+    if dropout := unread_dropout(checkpoint.config):
+        print(printable(f"{args.checkpoint}: {dropout}"), file=sys.stderr)
     count = parameter_count(unpadded, model.vocab_size, model.max_positions or 0)
     text = config_fragment(checkpoint)
     parity = folder_parity(checkpoint, str(folder), torch.device("cpu"))

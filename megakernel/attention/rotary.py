@@ -108,12 +108,19 @@ class Rotary:
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines (..., head_dim / 2) of the angles at positions (...), times `scale`; float64."""
         device = positions.device
-        if device not in self._device_frequencies:  # a copy in every call would synchronize with the GPU
-            self._device_frequencies[device] = self.frequencies.to(device)
+        if device not in self._device_frequencies:
+            self.prepare(device)
         # At position 10^6 a float32 angle would be off by 0.06.
         angles = positions[..., None] * self._device_frequencies[device]
         cos, sin = angles.cos(), angles.sin()
         return (cos, sin) if self.scale == 1.0 else (self.scale * cos, self.scale * sin)
+
+    def prepare(self, device: torch.device) -> None:
+        """Copy the frequencies to a device, once: a copy in every call would synchronize with the GPU.
+
+        Called before a layer is compiled, whose graph would depend on whether another layer has done so.
+        """
+        self._device_frequencies.setdefault(device, self.frequencies.to(device))
 
     def table(self, first: int, count: int, device: torch.device) -> Tensor:
         """(count, head_dim) float32: cosines, then sines, of positions `first`, `first` + 1, ...; cached."""

@@ -59,6 +59,22 @@ class Attention(Algebra):
         return self.compression is not None and self.compression.kind == "linformer"
 
     @property
+    def outside_graphs(self) -> str | None:
+        """Why torch.compile leaves the mechanism out of its layer's graph; None: it takes it in."""
+        map_ = self.feature_map
+        # Quotients of sums relative to a largest term: of exponentials without a bound, or that decay.
+        if (
+            map_ is not None
+            and self.normalize
+            and (map_.is_unbounded or (self.far_decay != "none" and map_.is_exponential))
+        ):
+            return "it looks in every layer for queries whose weights have underflowed"
+        weighs_pairs = self.similarity == "gaussian" or (self.mixture and self.similarity == "softmax")
+        if weighs_pairs or self.mechanism in ("eva", "skyformer", "nystromformer"):
+            return "torch cannot trace its gradient or its sizes"
+        return None
+
+    @property
     def mixes_future_tokens(self) -> str | None:
         """Why tokens see later ones of their sequence, of any document; None if they need not."""
         return self.spec.mixes_future_tokens

@@ -104,6 +104,16 @@ class FeatureMap(Section):
         return self.name == "gmm_rks" and self.tied
 
     @property
+    def is_unbounded(self) -> bool:
+        """Whether phi consists of positive exponentials without an upper bound."""
+        return self.name == "favor" or self.name.endswith("_prf")
+
+    @property
+    def is_exponential(self) -> bool:
+        """Whether phi consists of exponentials, so that a product of two is tiny, but never exactly 0."""
+        return self.is_unbounded or self.name in ("elu", "hedgehog")
+
+    @property
     def is_trigonometric(self) -> bool:
         """Whether phi consists of cosines and sines (random kitchen sinks)."""
         return _is_trigonometric(self.name)

@@ -55,6 +55,24 @@ class LocalRope(Section):
             yield self.problem("scaling.kind", reason, remedy)
 
 
+class Dropout(Section):
+    """Dropout in training: a function of run.seed, step, token, layer and place, whatever the layout or restarts."""
+
+    attention: float = Field(default=0.0, ge=0, lt=1)
+    """Of the output of each mechanism, before its output projection; attention weights are not dropped."""
+
+    residual: float = Field(default=0.0, ge=0, lt=1)
+    """Of what attention and MLP add to the residual stream."""
+
+    embedding: float = Field(default=0.0, ge=0, lt=1)
+    """Of the embeddings of tokens and positions, after their sum."""
+
+    @property
+    def any(self) -> bool:
+        """Whether anything is dropped."""
+        return bool(self.attention or self.residual or self.embedding)
+
+
 class Imported(Section):
     """What `import` records of the checkpoint that a model's weights came from."""
 
@@ -157,6 +175,9 @@ class Model(Section):
 
     max_positions: int | None = Field(default=None, gt=0, le=1_000_000_000)
     """Rows of the learned position table and columns of linformer's E and F; None: training.seq_len."""
+
+    dropout: Dropout = Dropout()
+    """Probabilities with which training sets numbers to 0, and divides the others by the rest."""
 
     tie_embeddings: bool = True
     """Use the embedding matrix as the output head."""

@@ -44,6 +44,8 @@ _CHANGEABLE = (
     "training.eval_sources",
     "training.eval_seq_len",
     "training.activation_checkpointing",
+    # Sums in another order, as another layout has them: losses agree to 1e-5 in float32.
+    "training.compile",
     "training.checkpoint_offload",
     "training.mlp_chunk_size",
     "training.loss_chunk_size",
@@ -75,6 +77,7 @@ CHANGEABLE_ON_PURPOSE = (
     "optimizer.clip_grad_norm",
     "schedule",
     "training.z_loss",
+    "model.dropout",
     *_CHANGEABLE_AFTER_PLANNED_STEPS,
 )
 """Keys that may change if `--allow-change` names them; the last ones if the steps of the newest checkpoint do not."""
@@ -215,7 +218,11 @@ def _is_of_steps(item: Difference) -> bool:
 
 
 def _is_allowed(item: Difference, allowed: Sequence[str]) -> bool:
-    allowed = [key for key in allowed if key in CHANGEABLE_ON_PURPOSE or key.startswith("schedule.")]
+    allowed = [
+        key
+        for key in allowed
+        if key in CHANGEABLE_ON_PURPOSE or key.startswith(("schedule.", "model.dropout."))
+    ]
     if any(key in _CHANGEABLE_AFTER_PLANNED_STEPS for key in allowed):
         allowed = [*allowed, "training.seq_len_schedule"]  # where the steps so far keep theirs
     return not item.regroups and f"{item.key}.".startswith(tuple(f"{key}." for key in allowed))

@@ -272,6 +272,23 @@ def _z_loss_has_logits(
         yield Problem("training.z_loss", training.z_loss, reason, "remove it")
 
 
+def _layers_can_be_compiled(training: Training, parallel: Parallel, model: Model) -> Iterator[Problem]:
+    if training.compile == "none":
+        return
+    if parallel.zero_stage == 3:
+        reason = "gathers weights by hooks, which compiled layers leave out"
+        yield Problem("parallel.zero_stage", 3, reason, "set at most 2, or training.compile: none")
+    if model.dropout.any:
+        reason = "has other masks in compiled layers, and the same run would depend on training.compile"
+        yield Problem("model.dropout", "{...}", reason, "remove it, or set training.compile: none")
+
+
+def _transfer_has_no_dropout(objective: Objective, model: Model) -> Iterator[Problem]:
+    if objective.kind == "transfer" and model.dropout.any:
+        reason = "has no effect on attention transfer, which runs the teacher's layers"
+        yield Problem("model.dropout", "{...}", reason, "remove it")
+
+
 def _transfer_excludes_further_inputs(
     objective: Objective, uptrain: Uptrain | None, model: Model
 ) -> Iterator[Problem]:

@@ -264,6 +264,10 @@ class Training(Section):
     activation_checkpointing: Recompute = "none"
     """Recompute in backward nothing, the attention core (`selective`) or whole layers (`full`), to save memory."""
 
+    compile: Literal["none", "layer"] = "none"
+    """torch.compile of nothing, or of each transformer layer's body (`layer`), in training and its evaluations; the
+    first step of every sequence length then takes minutes. docs/optimization.md, "Compiled layers"."""
+
     checkpoint_offload: bool = False
     """Keep the inputs of recomputed layers in host memory; needs activation_checkpointing: full."""
 

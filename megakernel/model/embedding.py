@@ -5,7 +5,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-from .layer_inputs import LayerInputs
+from .dropout import Dropout, own_tokens
+from .layer_inputs import LayerInputs, numbers_of
 from .linear import embedding
 from .settings import ModelSettings, seeded_by
 
@@ -21,6 +22,7 @@ class TokenEmbedding(nn.Module):
         super().__init__()
         self.scattered = settings.mesh.sequence_parallel
         self.multiplier = settings.model.embedding_multiplier
+        self.mesh, self.dropout = settings.mesh, _dropout(settings, is_last=settings.model.first_layer == 1)
         with seeded_by(settings.seed, "embedding"):
             self.tokens = embedding(settings)
 
@@ -33,7 +35,8 @@ class TokenEmbedding(nn.Module):
         if self.multiplier != 1:
             # The multiplier is first rounded to the dtype, as in Gemma's training.
             hidden = hidden * torch.tensor(self.multiplier, dtype=hidden.dtype).item()
-        return (hidden, *rest)
+        numbers = numbers_of(inputs) if self.training else None
+        return (self.dropout(hidden, own_tokens(numbers, self.mesh)), *rest)
 
 
 class AddedPositions(nn.Module, ABC):
@@ -42,6 +45,7 @@ class AddedPositions(nn.Module, ABC):
     def __init__(self, settings: ModelSettings):
         super().__init__()
         self.scatter_group = settings.mesh.tp.group if settings.mesh.sequence_parallel else None
+        self.mesh, self.dropout = settings.mesh, _dropout(settings, is_last=True)
 
     @abstractmethod
     def rows(self, positions: Tensor) -> Tensor:
@@ -56,7 +60,9 @@ class AddedPositions(nn.Module, ABC):
 
             # Backward gathers, so that every tensor rank gets the whole gradient.
             rows = scatter_to_sequence_parallel_region(rows, group=self.scatter_group)
-        return (hidden + rows.to(hidden.dtype), positions, *rest)
+        numbers = numbers_of(inputs) if self.training else None
+        hidden = self.dropout(hidden + rows.to(hidden.dtype), own_tokens(numbers, self.mesh))
+        return (hidden, positions, *rest)
 
 
 class LearnedPositions(AddedPositions):
@@ -94,3 +100,8 @@ class SinusoidalPositions(AddedPositions):
         angles = positions[..., None] * 10_000.0**-exponents
         waves = torch.cat([angles.sin(), angles.cos()], -1)[..., : self.width]
         return self.amplitude * waves
+
+
+def _dropout(settings: ModelSettings, is_last: bool) -> Dropout:
+    """Dropout of the sum of all embeddings, thus behind the last of them."""
+    return Dropout.at(settings.model.dropout.embedding if is_last else 0.0, "embedding")

@@ -61,7 +61,7 @@ def mean_loss(
     weight (R / tp, C), padding included; hidden states (N, B, C). Summed over context and data ranks and accumulated
     micro-batches this is the global mean in every layout.
     """
-    hidden, _, labels, num_targets = inputs
+    hidden, _, labels, num_targets, *_ = inputs
     tp, chunk_size, vocab_size = settings.mesh.tp, settings.loss_chunk_size, settings.local_vocab_size
     group, scaling = None if tp.size == 1 else tp.group, LogitScaling.of(settings.model)
     states = [hidden] if distillation is None else [hidden, distillation.hidden]
@@ -135,7 +135,7 @@ class ClassifierHead(nn.Module):
 
         In evaluation (2,): also its share of the accuracy. Regression: only the mean squared error.
         """
-        hidden, positions, labels, num_targets = layer_inputs
+        hidden, positions, labels, num_targets, *_ = layer_inputs
         logits = self.logits(hidden, positions)
         if self.config.num_classes == 1:
             errors = (logits.squeeze(-1) - labels).masked_fill(labels == IGNORED, 0.0)

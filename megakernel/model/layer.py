@@ -16,7 +16,9 @@ from megakernel.ops.documents import Positions
 from megakernel.ops.layers import swiglu
 from megakernel.parallel import replicated
 
-from .layer_inputs import LayerInputs
+from .compiled import compiled, has_hooks
+from .dropout import Dropout, own_tokens
+from .layer_inputs import LayerInputs, numbers_of
 from .linear import add_updates, apply_linear, column_linear, low_rank_update, row_linear, stack
 from .norm import Norm
 from .self_attention import SelfAttention
@@ -82,6 +84,7 @@ class TransformerLayer(nn.Module):
     def __init__(self, settings: ModelSettings, index: int):
         super().__init__()
         self.index = index
+        self.is_compiled = settings.compile
         self.recompute = settings.recompute == "full"
         self.offload = settings.offload
         self.mlp_chunk_size = settings.mlp_chunk_size
@@ -89,6 +92,10 @@ class TransformerLayer(nn.Module):
         self.normalized = settings.model.normalized_residual
         self.multiplier = settings.model.residual_multiplier
         self.bias_group = settings.mesh.tp.group if settings.mesh.sequence_parallel else None
+        self.mesh = settings.mesh
+        probability = settings.model.dropout.residual
+        self.attention_dropout = Dropout.at(probability, "residual of attention", index)
+        self.mlp_dropout = Dropout.at(probability, "residual of the MLP", index)
         with seeded_by(settings.seed, "layer", index):
             before, after = _norms(settings)
             self.attention_norm = before()
@@ -108,10 +115,17 @@ class TransformerLayer(nn.Module):
     def forward(self, inputs: LayerInputs) -> LayerInputs:
         """Hidden states (N, B, C) to hidden states; the other inputs pass through."""
         hidden, positions, *rest = inputs
+        numbers = numbers_of(inputs) if self.training else None
+        compute = self._compute
+        # Hooks see the parts of a layer only as it runs uncompiled.
+        if self.is_compiled and not has_hooks(self):
+            if self.self_attention.rotary is not None:
+                self.self_attention.rotary.prepare(hidden.device)
+            compute = partial(compiled(TransformerLayer._compute, self.self_attention.traced), self)
         if self.recompute and self.training and self._has_gradients(hidden):
-            hidden = recomputed(self._compute, hidden, positions, offload=self.offload)
+            hidden = recomputed(compute, hidden, positions, numbers, offload=self.offload)
         else:
-            hidden = self._compute(hidden, positions)
+            hidden = compute(hidden, positions, numbers)
         return (hidden, positions, *rest)
 
     def _has_gradients(self, hidden: Tensor) -> bool:
@@ -124,9 +138,10 @@ class TransformerLayer(nn.Module):
         output, state = self.self_attention.extend(normed, positions, state)
         return self._add_both(residual, output, hidden), state
 
-    def _compute(self, hidden: Tensor, positions: Tensor) -> Tensor:
+    def _compute(self, hidden: Tensor, positions: Tensor, numbers: Tensor | None) -> Tensor:
         residual, normed = self._pre_norm(hidden)
-        return self._add_both(residual, self.self_attention(normed, positions), hidden)
+        attention = self.self_attention(normed, positions, numbers)
+        return self._add_both(residual, attention, hidden, own_tokens(numbers, self.mesh))
 
     def _pre_norm(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The residual that attention's output is added to, and attention's input."""
@@ -134,25 +149,32 @@ class TransformerLayer(nn.Module):
         return normed if self.normalized else hidden, normed
 
     def _add_both(
-        self, residual: Tensor, attention: tuple[Tensor, Tensor | None], layer_input: Tensor
+        self,
+        residual: Tensor,
+        attention: tuple[Tensor, Tensor | None],
+        layer_input: Tensor,
+        numbers: Tensor | None = None,
     ) -> Tensor:
-        """The residual plus attention's output and the MLP's."""
+        """The residual plus attention's output and the MLP's. numbers (N, B): of the tokens, for dropout."""
         branch, size = self._branch(attention, self.attention_post_norm), self.mlp_chunk_size
+        branch = self.attention_dropout(branch, numbers)
         is_whole = size is None or size >= len(residual)
         if is_whole and not self.parallel and isinstance(self.mlp_norm, Norm):
             residual, normed = self.mlp_norm.of_sum(residual, branch)
-            return residual + self._branch(self.mlp(normed), self.mlp_post_norm)
+            return residual + self.mlp_dropout(self._branch(self.mlp(normed), self.mlp_post_norm), numbers)
         residual = residual + branch
         source = layer_input if self.parallel else residual
         if is_whole:
-            return self._mlp_of(residual, source)
+            return self._mlp_of(residual, source, numbers)
         # Without gradients, a checkpoint only runs its function.
         run = partial(checkpoint, self._mlp_of, use_reentrant=False)
         # Each token's MLP is independent, so chunks of tensor ranks need not hold the same tokens.
-        return torch.cat([run(*chunk) for chunk in zip(residual.split(size), source.split(size))])
+        parts = [residual, source] if numbers is None else [residual, source, numbers]
+        return torch.cat([run(*chunk) for chunk in zip(*(part.split(size) for part in parts))])
 
-    def _mlp_of(self, residual: Tensor, source: Tensor) -> Tensor:
-        return residual + self._branch(self.mlp(self.mlp_norm(source)), self.mlp_post_norm)
+    def _mlp_of(self, residual: Tensor, source: Tensor, numbers: Tensor | None = None) -> Tensor:
+        branch = self._branch(self.mlp(self.mlp_norm(source)), self.mlp_post_norm)
+        return residual + self.mlp_dropout(branch, numbers)
 
     def _branch(self, output: tuple[Tensor, Tensor | None], norm: nn.Module) -> Tensor:
         """What is added to the residual."""
@@ -182,18 +204,18 @@ def converted_cores(model: nn.Module) -> dict[int, AttentionLayer]:
 
 
 def recomputed(
-    function: Callable[..., Tensor], hidden: Tensor, positions: Tensor, *, offload: bool
+    function: Callable[..., Tensor], hidden: Tensor, *rest: Tensor | None, offload: bool
 ) -> Tensor:
-    """`function(hidden, positions)` with activation checkpointing: backward recomputes it from the arguments.
+    """`function(hidden, *rest)` with activation checkpointing: backward recomputes it from the arguments.
 
     offload: keep `hidden` in pinned host memory. DeepSpeed 0.19.8's own offload empties tensors that its pipeline
-    engine still holds. Positions stay where they are: tables are cached for the tensor itself, not for a copy.
+    engine still holds. The rest stay where they are: tables are cached for the positions themselves, not for a copy.
     """
     if not offload:
-        return checkpoint(function, hidden, positions, use_reentrant=False)
+        return checkpoint(function, hidden, *rest, use_reentrant=False)
     if torch.is_grad_enabled() and not hidden.requires_grad:
         # The reentrant form has gradients only if an argument has them; behind a frozen embedding, none has.
         hidden = hidden.detach().requires_grad_()
     with save_on_cpu(pin_memory=hidden.is_cuda):
         # Only the reentrant form saves its arguments through autograd, whose hooks save_on_cpu uses.
-        return checkpoint(lambda states: function(states, positions), hidden, use_reentrant=True)
+        return checkpoint(lambda states: function(states, *rest), hidden, use_reentrant=True)

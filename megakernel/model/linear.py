@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megakernel.config import Lora
 from megakernel.parallel import OneProcess, replicated
@@ -109,19 +110,50 @@ def column_input(x: Tensor, settings: ModelSettings) -> Tensor:
     Each rank's rows give part of the gradient of x; backward sums these.
     """
     tp = settings.mesh.tp
-    if tp.size == 1:
-        return x
+    return x if tp.size == 1 else _column_input(x, tp.group, settings.mesh.sequence_parallel)
+
+
+def _column_input(x: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
     from megatron.core import tensor_parallel
 
-    if settings.mesh.sequence_parallel:
-        return tensor_parallel.gather_from_sequence_parallel_region(x, group=tp.group)
-    return tensor_parallel.copy_to_tensor_model_parallel_region(x, group=tp.group)
+    if sequence_parallel:
+        return tensor_parallel.gather_from_sequence_parallel_region(x, group=group)
+    return tensor_parallel.copy_to_tensor_model_parallel_region(x, group=group)
+
+
+def _row_output(x: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+    """The sum over tensor ranks of the products (N, B, C) of a row-parallel matrix."""
+    from megatron.core import tensor_parallel
+
+    if sequence_parallel:
+        return tensor_parallel.reduce_scatter_to_sequence_parallel_region(x, group=group)
+    return tensor_parallel.reduce_from_tensor_model_parallel_region(x, group=group)
 
 
 def apply_linear(linear: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """x (..., inputs) -> (..., outputs), and the bias that Megatron-core's layers leave to the caller, or None."""
+    if torch.compiler.is_compiling() and not isinstance(linear, WholeLinear | KeyHeadLinear):
+        return _traced(linear, x)
     output = linear(x)
     return output if isinstance(output, tuple) else (output, None)
+
+
+def _traced(linear: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What Megatron-core's layer computes, from its weights and collectives, but without what a compiler cannot trace.
+
+    That is a warning in every call of a row-parallel layer, and handles of collectives that run beside the products.
+    """
+    from megatron.core import tensor_parallel
+
+    is_row, group = isinstance(linear, tensor_parallel.RowParallelLinear), linear.tp_group
+    if group.size() > 1 and not is_row:
+        x = _column_input(x, group, linear.sequence_parallel)
+    output = F.linear(x, linear.weight)
+    if group.size() > 1 and is_row:
+        output = _row_output(output, group, linear.sequence_parallel)
+    if linear.bias is None or linear.skip_bias_add:
+        return output, linear.bias
+    return output + linear.bias, None
 
 
 def embedding(settings: ModelSettings) -> Any:
@@ -238,10 +270,5 @@ class LowRankUpdate(nn.Module):
             return self.scale * F.linear(small, self.up)
         small = F.linear(x, self.down)
         if (tp := self.settings.mesh.tp).size > 1:
-            from megatron.core import tensor_parallel
-
-            if self.settings.mesh.sequence_parallel:
-                small = tensor_parallel.reduce_scatter_to_sequence_parallel_region(small, group=tp.group)
-            else:
-                small = tensor_parallel.reduce_from_tensor_model_parallel_region(small, group=tp.group)
+            small = _row_output(small, tp.group, self.settings.mesh.sequence_parallel)
         return self.scale * F.linear(small, replicated(self.up, self.shard_group))

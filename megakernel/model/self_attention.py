@@ -18,6 +18,8 @@ from megakernel.parallel.axis import Axis
 from megakernel.parallel.tensor import gathered, head_shard, mark_head_parameters
 
 from . import compressed_input
+from .compiled import uncompiled
+from .dropout import Dropout
 from .linear import (
     KeyHeadLinear,
     add_updates,
@@ -86,8 +88,12 @@ class SelfAttention(nn.Module):
         self.isolate_documents = settings.isolate_documents
         self.pads = model.classifier is not None
         self.recompute = settings.recompute == "selective"
+        self.traced = self.cp_shard.size == 1 and config.outside_graphs is None
+        """Whether torch.compile takes the mechanism into the layer's graph."""
+        self._heads = uncompiled(SelfAttention._heads_of) if settings.compile and not self.traced else None
         self.rotary = _rotary(model, index)
         self.query_scale = model.query_scale
+        self.dropout = Dropout.at(model.dropout.attention, "attention", index)
         heads = model.num_heads + (self.keys_per_head + 1) * model.kv_heads
         self.qkv = column_linear(
             settings,
@@ -137,8 +143,13 @@ class SelfAttention(nn.Module):
         self.value_update = low_rank_update(settings, "value", width, model.kv_heads * size, "column")
         self.output_update = low_rank_update(settings, "output", model.num_heads * size, width, "row")
 
-    def forward(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
-        """hidden (N, B, C), positions (B, N) -> (output (N, B, C), its bias or None)."""
+    def forward(
+        self, hidden: Tensor, positions: Tensor, numbers: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden (N, B, C), positions (B, N) -> (output (N, B, C), its bias or None).
+
+        numbers (B, N): of the tokens, for dropout; None: none.
+        """
         inputs = AttentionInputs(
             # Without positions, ops treat each sequence as one document, without copies.
             positions if self.isolate_documents else None,
@@ -148,11 +159,14 @@ class SelfAttention(nn.Module):
             further=self._further(hidden),
         )
         vectors = self._project(hidden, inputs)
+        heads = self._heads_of(vectors, inputs) if self._heads is None else self._heads(self, vectors, inputs)
+        return self._project_output(heads, hidden, numbers)
+
+    def _heads_of(self, vectors: Sequence[Tensor], inputs: AttentionInputs) -> Tensor:
+        """The mechanism's outputs (B, H, N, d) for what `_project` returns."""
         if self.recompute and self.training:
-            heads = checkpoint(self._attend, vectors, inputs, use_reentrant=False)
-        else:
-            heads = self._attend(vectors, inputs)
-        return self._project_output(heads, hidden)
+            return checkpoint(self._attend, vectors, inputs, use_reentrant=False)
+        return self._attend(vectors, inputs)
 
     def _attend(self, vectors: Sequence[Tensor], inputs: AttentionInputs) -> Tensor:
         if self.short_convolution is not None:
@@ -232,14 +246,19 @@ class SelfAttention(nn.Module):
             q = q * self.query_scale
         return q, k.squeeze(2) if self.keys_per_head == 1 else k, v.squeeze(2)
 
-    def _project_output(self, heads: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """heads (B, H, N, d), through the output's norm, gate and projection: (N, B, C), its bias or None."""
+    def _project_output(
+        self, heads: Tensor, hidden: Tensor, numbers: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """heads (B, H, N, d), through the output's norm, gate, dropout and projection: (N, B, C), its bias or None."""
         if self.output_norm is not None:
             heads = self.output_norm(heads)
         concatenated = heads.permute(2, 0, 1, 3).flatten(2)
         if self.output_gate is not None:
             gates, _ = apply_linear(self.output_gate, hidden)
             concatenated = concatenated * self.gate_activation(gates)
+        if numbers is not None:
+            first_channel = self.mesh.tp.rank * concatenated.shape[-1]
+            concatenated = self.dropout(concatenated, numbers.T, first_channel)
         output, bias = apply_linear(self.output, concatenated)
         return output if self.output_update is None else output + self.output_update(concatenated), bias
 

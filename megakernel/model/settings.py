@@ -52,6 +52,9 @@ class ModelSettings:
     recompute: Recompute = "none"
     """Activation checkpointing: what backward recomputes."""
 
+    compile: bool = False
+    """Whether torch.compile runs the layers' bodies; only the engine of training asks for it."""
+
     offload: bool = False
     """Whether the inputs of recomputed layers are kept in host memory."""
 

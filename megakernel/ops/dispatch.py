@@ -86,7 +86,8 @@ def in_own_dtypes(function: Implementation) -> Implementation:
 
 def _fastest(implementations: Mapping[str, Implementation], *args: Any, **kwargs: Any) -> Any:
     kernels = implementations.get(KERNELS)
-    if kernels is None and args[0].is_cuda:
+    # A compiler fuses the formulas with their neighbors, and cannot look into Liger-Kernel's functions.
+    if kernels is None and args[0].is_cuda and not torch.compiler.is_compiling():
         kernels = implementations.get(LIBRARY)
     if isinstance(kernels, Kernels) and (args[0].is_cuda or is_recording()):
         reason = kernels.reason_against(*args, **kwargs)

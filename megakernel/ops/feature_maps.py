@@ -214,10 +214,18 @@ def check_state(
         )
 
 
-@lru_cache
 def _feature_count(feature_map: Map | str, width: int, rows: int | None) -> tuple[int, bool]:
     """The number of features of tokens of `width` under a projection to `rows`, and whether they have a log scale."""
+    # A compiler sees through the cache anyway, and warns of it.
+    count = _count_features if torch.compiler.is_compiling() else _cached_feature_count
+    return count(feature_map, width, rows)
+
+
+def _count_features(feature_map: Map | str, width: int, rows: int | None) -> tuple[int, bool]:
     # Found by applying the map to zero tokens.
     projection = None if rows is None else torch.empty(rows, width, dtype=torch.float64)
     phi = features(feature_map, torch.empty(1, 1, 1, 0, width, dtype=torch.float64), projection)
     return phi.values.shape[-1], phi.log_scale is not None
+
+
+_cached_feature_count = lru_cache(_count_features)

@@ -30,9 +30,11 @@ from megakernel.checkpoint.universal_load import (
 )
 from megakernel.config import Config, Phase
 from megakernel.model import LocalModel, ModelSettings, build_model, set_rotary
+from megakernel.model.compiled import check_compiler
 from megakernel.model.layer_inputs import LayerInputs, to_layer_inputs
 from megakernel.model.settings import DTYPES
 from megakernel.model.start import LayerStart
+from megakernel.ops.dropout import stream_of, token_numbers
 from megakernel.parallel import Mesh
 from megakernel.parallel.ranks import Ranks
 
@@ -169,8 +171,11 @@ class Engine:
         self.micro_batches = micro_batches_per_step(config.training, mesh)
         self.pipelined = mesh.pp.size > 1
         self._stage_inputs: tuple[torch.Size, bool] | None = None
+        self._step = 0
         start = LayerStart(mesh, DTYPES[config.training.dtype], zero3_sharding(config, mesh))
-        settings = replace(settings, start=start)
+        settings = replace(settings, start=start, compile=config.training.compile == "layer")
+        if settings.compile:
+            Ranks.of(mesh).each(lambda: check_compiler(mesh.device))
         model = Ranks.of(mesh).each(lambda: self._build_model(settings, make_model))
         optimizer = build_optimizer(model, config, mesh)
         self.partitions = partitions(model)
@@ -218,6 +223,7 @@ class Engine:
         if self.config.optimizer.updates is not None:  # for LoRA dropout, which tensor ranks must draw alike
             place = (self.config.run.seed, step, self.mesh.dp.rank, self.mesh.cp.rank)
             torch.manual_seed(int(np.random.SeedSequence(place).generate_state(1)[0]))
+        self._step = step
         self.engine.module.begin_step(step)
 
     def train_step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
@@ -226,6 +232,8 @@ class Engine:
             group["lr"] = learning_rate * group[LR_SCALE]
         self.engine.train()
         inputs, counted = self._model_inputs(batches)
+        if self.config.model.dropout.any:
+            inputs = [(*item, self._token_numbers(index, item[0])) for index, item in enumerate(inputs)]
         skipped_before = self.skipped_steps
         with self.traffic.step():
             loss = self._update(inputs)
@@ -238,6 +246,14 @@ class Engine:
             grad_norm=math.nan if norm is None else float(norm),
             skipped=self.skipped_steps > skipped_before,
         )
+
+    def _token_numbers(self, micro_batch: int, tokens: Tensor) -> Tensor:
+        """Numbers of a micro-batch's tokens (B, N) for dropout: functions of the seed, the step and their places."""
+        sequences, length = tokens.shape
+        # As in `order.samples_by_pass`, and a sample may have two sequences.
+        first = (micro_batch * self.mesh.dp.size + self.mesh.dp.rank) * sequences
+        stream = stream_of(self.config.run.seed, "dropout", self._step)
+        return token_numbers(stream, first, sequences, self.mesh.cp.rank * length, length, tokens.device)
 
     def _sum_of_key_heads(self, counted: Tensor) -> Tensor:
         """The sum of what this rank has counted for its key heads, with all ranks that hold them."""

@@ -14,6 +14,7 @@ from megakernel.checkpoint.folder import CheckpointFolder
 from megakernel.checkpoint.manifest import SavedProgress
 from megakernel.checkpoint.trained_run import done_message
 from megakernel.config import Config, NotFinite
+from megakernel.model.compiled import GRAPHS
 from megakernel.model.flops import training_flops_per_token
 from megakernel.model.parameters import parameter_count
 from megakernel.model.settings import model_settings
@@ -175,6 +176,15 @@ class Trainer:
                 "warning: training.dtype=bfloat16: this CPU has no matrix products in bfloat16, and a step takes "
                 "several times as long as in float32; set training.dtype=float32"
             )
+        if config.training.compile != "none":
+            self._note(
+                "training.compile=layer: layers are compiled in the first step of each sequence length, which may take "
+                "minutes"
+            )
+            for reason in dict.fromkeys(self._outside_graphs()):
+                self._note(
+                    f"attention of {self._outside_graphs().count(reason)} layers is not compiled: {reason}"
+                )
         self._print_corpora()
         sources = [] if self.validation is None else self.validation.sources
         if config.training.eval_sources and len(sources) < 2:
@@ -242,6 +252,12 @@ class Trainer:
             start_with_moments(init.moments, model, *here)
         return 0
 
+    def _outside_graphs(self) -> list[str]:
+        """Of each layer whose attention is not compiled, the reason."""
+        if self.mesh.cp.size > 1:
+            return ["it exchanges states with other context ranks"] * self.config.model.num_layers
+        return [reason for one in self.config.model.attentions if (reason := one.outside_graphs)]
+
     def _set_phase(self, step: int) -> None:
         """Switch to the phase of `step`."""
         training = self.config.training
@@ -266,6 +282,8 @@ class Trainer:
             result = self.engine.train_step(micro_batches, rate)
         self.throughput.step(self.tokens_per_step, self.flops_per_token)
         self.observer.after_step(step + 1, micro_batches, self.entry)
+        if compiled := GRAPHS.new():
+            self._note(f"step {step + 1}: {compiled}")
         self.steps_read += 1
         self.steps_without_loss += result.loss is None
         self._check_finite(step + 1, result)

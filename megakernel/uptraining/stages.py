@@ -21,6 +21,7 @@ from megakernel.config import (
     data_parallel_size,
     expand_preset,
 )
+from megakernel.config.model import Dropout
 from megakernel.config.section import merged
 from megakernel.config.uptrain import LengthStage, TransferStage
 from megakernel.config.validation import validate
@@ -186,7 +187,11 @@ def _stage_changes(config: Config, uptrain: Uptrain, dense: Model | None) -> Ite
 
 def _transfer_stage(config: Config, uptrain: Uptrain, transfer: TransferStage) -> StageChanges:
     changes = {
-        "model": {"attention": _as_dict(_first_attention(config, uptrain))},
+        # It runs the teacher's layers, which drop nothing.
+        "model": {
+            "attention": _as_dict(_first_attention(config, uptrain)),
+            "dropout": Dropout().model_dump(),
+        },
         "objective": {
             "kind": "transfer",
             "teacher": str(config.init.source),

@@ -110,6 +110,8 @@ FEW_KEY_HEADS = (
 )
 """Layers with everything that key heads own, which some tensor ranks copy and others share."""
 
+DROPOUT = ("model.dropout={attention: 0.1, residual: 0.2, embedding: 0.1}",)
+
 VARIANTS = {
     "tied rope swiglu rmsnorm": ((), LAYOUTS),
     "untied learned gelu layernorm biases": (
@@ -131,6 +133,19 @@ VARIANTS = {
     "z-loss and plain embeddings": (
         Z_LOSS,
         ["dp2 zero 1", "tp2 pp2", "tp2 sequence parallel cp2 zero 3", "pp2 dp2 zero 1", "dp2 loss chunks"],
+    ),
+    "dropout": (
+        DROPOUT,
+        [
+            *("dp2", "tp2", "cp2", "pp2", "dp2 zero 1", "dp2 zero 2", "one process one micro-batch"),
+            "tp2 sequence parallel pp2",
+            "tp2 sequence parallel cp2 zero 3",
+            "tp2 sequence parallel mlp chunks",
+            "cp2 ring selective recompute",
+            "cp2 zero 3 full recompute mlp chunks",
+            "tp2 cp2 dp2",
+            "pp2 full recompute offload",
+        ],
     ),
     "six heads": (
         SIX_HEADS,
@@ -166,9 +181,10 @@ FIRST_TIER = {
         "tp2 dp2 zero 1",
         "pp2 full recompute offload",
     ),
+    "dropout": ("cp2 zero 3 full recompute mlp chunks",),
     "one key head": ("tp2 sequence parallel cp2 zero 3",),
 }
-"""The first tier: every parallelism, with the model of the demo and with one that differs from it."""
+"""The first tier: every parallelism, with the model of the demo, with one that differs from it, and with dropout."""
 CASES, FIRST_CASES = (
     [(variant, name) for variant, names in tier.items() for name in names]
     for tier in ({variant: names for variant, (_, names) in VARIANTS.items()}, FIRST_TIER)

@@ -47,6 +47,11 @@ COUNTED_EXACTLY = [
 COUNTED_EXACTLY += [{"preset": "flurka", "short_convolution": 4}]
 """Mechanisms whose saved activations the planner counts exactly."""
 
+
+def with_dropout(changes: dict[str, Any]) -> dict[str, Any]:
+    return changes | {"model": changes["model"] | {"dropout": {"attention": 0.1, "residual": 0.1}}}
+
+
 ESTIMATED = ["mgk", "gaussian", "eva", "linformer_causal", "selected", "flurka_selected"]
 """Mechanisms whose saved activations the planner approximates."""
 
@@ -112,6 +117,7 @@ def peak_bytes(changes: dict[str, Any]) -> int:
         (case("flurka", {"zero_stage": 3}, global_batch_size=4), 2),
         (case("flurka") | {"optimizer": {"trained": "lora"}, "init": {"from": "a run"}}, 1),
         (case("flurka", global_batch_size=4) | {"optimizer": {"name": "muon"}}, 2),
+        (with_dropout(case("flurka")), 1),
     ],
 )
 def test_the_peak_memory_of_a_rank_is_planned_within_a_tenth(changes, world):

@@ -110,8 +110,9 @@ def test_only_gradients_of_trained_weights_are_planned_to_be_sent(stage):
     check_traffic(case("flurka", 256, 4, **lora))
 
 
-def test_pipeline_traffic_is_planned():
-    changes = case("flurka", 512, 4, parallel={"pipeline": 2})
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_pipeline_traffic_is_planned(dropout):
+    changes = case("flurka", 512, 4, parallel={"pipeline": 2}, model={"dropout": {"residual": dropout}})
     for stage, [real] in enumerate(run_ranks(sent_by_this_rank, 2, [changes])):
         sent = sum(count for (_, operation), count in real.items() if operation == "send")
         # DeepSpeed first sends the shapes of its tensors.

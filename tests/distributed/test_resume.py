@@ -28,7 +28,7 @@ OPTIONS = (f"training.steps={STEPS}", "checkpoint.every=2", "logging.tensorboard
 
 @pytest.mark.parametrize("ranks", tiered(LAYOUTS, ["dp2 zero 2"]))
 def test_a_run_killed_at_any_step_resumes_bit_identically(ranks, corpus, tmp_path):
-    world_size, *overrides = (*layout(ranks), *OPTIONS)
+    world_size, *overrides = (*layout(ranks), *OPTIONS, "model.dropout={attention: 0.1, residual: 0.1}")
     config = write_config(tmp_path, corpus)
     whole = train(config, world_size, *overrides, "run.name=whole")
     step = random.Random(ranks).randrange(3, STEPS)

@@ -147,7 +147,8 @@ def _stage_memory(job: PlannedJob, stage: int) -> Memory:
     stage_input = job.costs("first").saved if stage == 0 else hidden
     tables = max((part.tables for part, _ in layers), default=0.0)
     kept = stage_input + tables + sum((part.saved - on_host) * count for part, count in layers)
-    batch = 3 * INT64 * job.tokens * job.micro_batches
+    # Token ids, positions, labels, and numbers for dropout.
+    batch = (4 if job.model.dropout.any else 3) * INT64 * job.tokens * job.micro_batches
     forward = {"activations": in_flight * kept + batch}
     in_buckets, at_update = bucket_bytes(job, job.trained[stage])
     fixed = persistent_bytes(job, stage)

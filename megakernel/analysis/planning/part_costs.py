@@ -241,7 +241,8 @@ class CostMeter:
         labels = torch.zeros(shape.sequences, tokens, dtype=torch.int64)
         if model.classifier is not None:
             labels = torch.zeros(shape.sequences // model.classifier.documents, dtype=torch.int64)
-        rest = (positions, labels, torch.ones(1, dtype=torch.int64))
+        numbers = [torch.zeros_like(positions)] if model.dropout.any else []
+        rest = (positions, labels, torch.ones(1, dtype=torch.int64), *numbers)
         if part == "first":
             return (torch.zeros(shape.sequences, tokens, dtype=torch.int64), *rest)
         local_tokens = tokens // shape.tensor if shape.sequence_parallel else tokens

@@ -77,7 +77,8 @@ def _micro_batch_transfers(job: PlannedJob, stage: int) -> Iterator[Transfer]:
         yield from (transfer.times(count) for transfer in part_transfers(job, part))
     if layout.pipeline > 1:
         hidden = job.sharded_tokens * job.model.hidden_size * job.element
-        labels = job.tokens * 2 * INT64 + INT64  # positions, labels and how many of them count
+        # Positions, labels, how many of them count, and numbers for dropout.
+        labels = job.tokens * (3 if job.model.dropout.any else 2) * INT64 + INT64
         if stage < layout.pipeline - 1:
             yield Transfer("pp", "send", hidden + labels, layout.pipeline)
         if stage > 0:

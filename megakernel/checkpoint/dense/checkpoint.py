@@ -16,7 +16,7 @@ from megakernel.config import Lora, Model, UserError, validate_section, yaml_tex
 from megakernel.parallel import OneProcess
 
 from ..universal import WEIGHT
-from .families import FAMILIES, Family, layer_parts, model_section
+from .families import FAMILIES, Family, layer_parts, model_section, unread_dropout
 from .own import OLD_PREFIX, OWN, own_parts
 from .parts import Part
 
@@ -356,6 +356,7 @@ def config_fragment(checkpoint: DenseCheckpoint) -> str:
     lines = [
         f"# {checkpoint.config['model_type']} from {folder}, made by `megakernel import`.",
         f"# Its data: megakernel prepare --source SOURCE --tokenizer {folder} --out DIR",
+        *([f"# {dropout}"] if (dropout := unread_dropout(checkpoint.config)) else []),
         yaml_text.write({"model": checkpoint.section, "init": {"from": str(folder)}}),
     ]
     return "\n".join(lines)

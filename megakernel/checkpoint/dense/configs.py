@@ -3,6 +3,7 @@
 from typing import Any
 
 from megakernel.config import Model
+from megakernel.config.model import Dropout
 from megakernel.config.rope import RopeScaling
 
 from .families import FAMILIES, GATED, GPT2_NAMES, Family, model_section
@@ -31,6 +32,7 @@ def plain_config(model: Model, vocab_size: int, positions: int) -> dict[str, Any
             "use_cache": True,
             # The family's default may lie outside of a smaller vocabulary.
             "pad_token_id": None,
+            **_dropout_keys(kind, model.dropout),
             **_config_keys(kind, model, longest),
         }
         if _read_back(candidate) == wanted:
@@ -48,7 +50,7 @@ def _read_back(written: dict[str, Any]) -> dict[str, Any] | None:
 
 _NON_FUNCTION_KEYS = {
     # about the vocabulary, training and sequence lengths
-    *("vocab_size", "vocab_multiple", "init_std", "max_positions", "imported"),
+    *("vocab_size", "vocab_multiple", "init_std", "max_positions", "imported", "dropout"),
     *("init", "embedding_init_std"),
     # several of which can express the same function; `_function` has what they mean
     *("num_kv_heads", "head_dim", "ffn_hidden_size", "mlp_bias", "attention", "attention_pattern"),
@@ -65,6 +67,15 @@ def _function(model: Model) -> dict[str, Any]:
         "ffn": (model.ffn_size, model.has_mlp_bias),
         "rotated": model.rotary_size if model.position == "rope" else 0,
     }
+
+
+def _dropout_keys(kind: str, dropout: Dropout) -> dict[str, float]:
+    """The keys of a family for dropout in the places of ours; none drops the output of attention's heads."""
+    if kind == "gpt2":  # whose defaults are 0.1
+        return {"resid_pdrop": dropout.residual, "embd_pdrop": dropout.embedding, "attn_pdrop": 0.0}
+    if kind == "gpt_neox" and dropout.residual == dropout.embedding:
+        return {"hidden_dropout": dropout.residual}
+    return {"resid_pdrop": dropout.residual} if kind == "phi3" else {}
 
 
 def _with_plain_base(model: Model) -> Model:

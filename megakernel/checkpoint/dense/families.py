@@ -112,6 +112,18 @@ def model_section(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     return {**common, **section}
 
 
+_DROPOUT = ("attention_dropout", "attn_pdrop", "resid_pdrop", "hidden_dropout", "embd_pdrop")
+"""Keys on dropout in the layers and of the embeddings, in any family."""
+
+
+def unread_dropout(config: Mapping[str, Any]) -> str | None:
+    """One line on the dropout of a checkpoint's configuration, which `model_section` leaves out; None: it has none."""
+    found = ", ".join(f"{key}={config[key]}" for key in _DROPOUT if config.get(key))
+    if not found or config["model_type"] == OWN:
+        return None
+    return f"dropout is not read ({found}): runs have none, or that of model.dropout (docs/optimization.md)"
+
+
 _DIVISORS = ("num_attention_heads", "query_pre_attn_scalar", "original_max_position_embeddings")
 """Keys whose values divide others."""
 

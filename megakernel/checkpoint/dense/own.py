@@ -90,6 +90,8 @@ def own_config(model: Model) -> dict[str, Any]:
         "mlp_bias": model.has_mlp_bias,
     }
     keys = model.model_dump(mode="json", exclude_none=True) | sizes
+    if not model.dropout.any:
+        del keys["dropout"]
     keys["attention"] = _with_kind(model.attention)
     if model.attention_pattern is not None:
         keys["attention_pattern"] = [

@@ -53,6 +53,7 @@ class MegakernelConfig(PreTrainedConfig):
     normalized_residual: bool = False  # attention's output is added to its normalized input
     initializer_range: float = 0.02
     embedding_initializer_range: float | None = None  # None: initializer_range
+    dropout: dict[str, float] | None = None  # that of Megakernel's training; the classes here have none
     tie_word_embeddings: bool = True
     max_position_embeddings: int = 0  # tokens of the longest training sequence
     isolate_documents: bool = True  # a document ends after eos_token_id; later tokens do not see it

@@ -1,4 +1,8 @@
-"""The formulas of `megakernel.ops.layers` in torch, on any device and in any dtype."""
+"""The formulas of `megakernel.ops.layers` in torch, on any device and in any dtype.
+
+Their own autograd functions save less for backward and write gradients in place. A compiler gets the formulas alone: it
+fuses them with what is around them, and decides itself what backward recomputes.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +17,7 @@ ROWS = {"cpu": 512, "cuda": 4096}
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """See `megakernel.ops.layers.rms_norm`."""
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return _normed(x, weight, eps, offset)
     normed: Tensor = _RmsNorm.apply(x, weight, eps, offset)
     return normed
@@ -81,7 +85,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 def swiglu(x: Tensor) -> Tensor:
     """See `megakernel.ops.layers.swiglu`."""
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         active: Tensor = _SwiGlu.apply(x)
         return active
     gate, up = x.chunk(2, -1)

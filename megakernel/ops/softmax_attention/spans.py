@@ -9,7 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megakernel.ops.documents import Positions, cached_for_positions, reversed_positions, token_positions
+from megakernel.ops.documents import (
+    Positions,
+    cached_for_positions,
+    is_graph,
+    reversed_positions,
+    token_positions,
+)
 
 
 class Spans(NamedTuple):
@@ -33,7 +39,20 @@ class Spans(NamedTuple):
         return (at >= self.first[:, queries, None]) & (at <= self.last[:, queries, None])
 
     def bounds(self, block: int) -> tuple[list[int], list[int]]:
-        """For each block of queries, the first key that any of them sees, and the end of the range."""
+        """For each block of queries, the first key that any of them sees, and the end of the range.
+
+        In a compiled or captured graph, which cannot read the documents: that any of them may see, if the spans are
+        those of causal sequences.
+        """
+        if self.positions is not None and is_graph(self.first):
+            length, beyond = (
+                self.first.shape[1],
+                self.first.shape[1] if self.window is None else self.window - 1,
+            )
+            starts = range(0, length, block)
+            return [max(0, start - beyond) for start in starts], [
+                min(start + block, length) for start in starts
+            ]
         low, high, _, _ = self._limits(block)
         return low, high
 
