@@ -6,7 +6,12 @@ from tests.distributed.training_run import assert_losses_close, layout, train, w
 
 pytestmark = [pytest.mark.second, pytest.mark.timeout(1800)]  # Inductor takes minutes on a slow machine
 
-OPTIONS = ("training.steps=3", "model.num_layers=2", "model.attention_pattern=null", "logging.tensorboard=false")
+OPTIONS = (
+    "training.steps=3",
+    "model.num_layers=2",
+    "model.attention_pattern=null",
+    "logging.tensorboard=false",
+)
 
 
 def test_a_compiled_run_has_the_losses_of_one_that_is_not_and_resumes(corpus, tmp_path):

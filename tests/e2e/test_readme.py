@@ -16,8 +16,11 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 PAGES = (
     *("README.md", "docs/quickstart.md", "docs/long_context.md", "docs/tuning.md", "docs/serving.md"),
-    "docs/optimization.md",
+    *("docs/optimization.md", "docs/from_text_to_a_model.md"),
 )
+SHORTENED = {"megakernel pretrain configs/demo.yaml --nproc 2": ["training.steps=20"]}
+"""Command -> what a test adds, because it takes minutes."""
+
 PROGRAMS = {
     "megakernel": "launch.cli",
     "tensorboard": "tensorboard.main",
@@ -178,7 +181,7 @@ def test_every_command_on_the_pages_works(folder):
         if command.startswith("megakernel serve"):
             assert answers_of_a_server(command, folder)
             continue
-        printed[command] = "".join(run(command, folder))
+        printed[command] = "".join(run(command, folder, *SHORTENED.get(command, ())))
         assert printed[command], f"{command} prints nothing"
     losses, sharded = (metric(folder / "runs" / run, "train/loss") for run in ("first", "sharded"))
     assert sharded == pytest.approx(losses, rel=1e-5)  # "any other layout gives the same losses"
