@@ -157,11 +157,13 @@ class TransformerLayer(nn.Module):
     ) -> Tensor:
         """The residual plus attention's output and the MLP's. numbers (N, B): of the tokens, for dropout."""
         branch, size = self._branch(attention, self.attention_post_norm), self.mlp_chunk_size
-        branch = self.attention_dropout(branch, numbers)
+        if numbers is not None:
+            branch = self.attention_dropout(branch, numbers)
         is_whole = size is None or size >= len(residual)
         if is_whole and not self.parallel and isinstance(self.mlp_norm, Norm):
             residual, normed = self.mlp_norm.of_sum(residual, branch)
-            return residual + self.mlp_dropout(self._branch(self.mlp(normed), self.mlp_post_norm), numbers)
+            branch = self._branch(self.mlp(normed), self.mlp_post_norm)
+            return residual + (branch if numbers is None else self.mlp_dropout(branch, numbers))
         residual = residual + branch
         source = layer_input if self.parallel else residual
         if is_whole:
@@ -174,7 +176,7 @@ class TransformerLayer(nn.Module):
 
     def _mlp_of(self, residual: Tensor, source: Tensor, numbers: Tensor | None = None) -> Tensor:
         branch = self._branch(self.mlp(self.mlp_norm(source)), self.mlp_post_norm)
-        return residual + self.mlp_dropout(branch, numbers)
+        return residual + (branch if numbers is None else self.mlp_dropout(branch, numbers))
 
     def _branch(self, output: tuple[Tensor, Tensor | None], norm: nn.Module) -> Tensor:
         """What is added to the residual."""

@@ -132,7 +132,7 @@ def _row_output(x: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tens
 
 def apply_linear(linear: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """x (..., inputs) -> (..., outputs), and the bias that Megatron-core's layers leave to the caller, or None."""
-    if torch.compiler.is_compiling() and not isinstance(linear, WholeLinear | KeyHeadLinear):
+    if not isinstance(linear, (WholeLinear, KeyHeadLinear)) and torch.compiler.is_compiling():
         return _traced(linear, x)
     output = linear(x)
     return output if isinstance(output, tuple) else (output, None)

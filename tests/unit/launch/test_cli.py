@@ -125,7 +125,11 @@ def test_config_explains_keys_by_their_docstrings(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("key", "meant"),
-    [("attention", "model.attention?"), ("lr", "optimizer.lr?"), ("training.step", "training.steps, ")],
+    [
+        ("attention", "model.attention, model.dropout.attention?"),
+        ("lr", "optimizer.lr?"),
+        ("training.step", "training.steps, "),
+    ],
 )
 def test_a_key_that_is_none_is_refused_with_the_nearest_ones(key, meant, tmp_path, refused):
     assert f"did you mean {meant}" in refused("config", trees.file(tmp_path), "--explain", key)
