@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Dropout:
+class PlacedDropout:
     """A dropout of `model.dropout`; not a module, because it has no state."""
 
     probability: float
@@ -21,7 +21,7 @@ class Dropout:
     """Of its place in the model."""
 
     @classmethod
-    def at(cls, probability: float, *place: int | str) -> "Dropout":
+    def at(cls, probability: float, *place: int | str) -> "PlacedDropout":
         """The dropout of a place, such as ("attention", layer)."""
         return cls(probability, stream_of(*place))
 

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-from .dropout import Dropout, own_tokens
+from .dropout import PlacedDropout, own_tokens
 from .layer_inputs import LayerInputs, numbers_of
 from .linear import embedding
 from .settings import ModelSettings, seeded_by
@@ -102,6 +102,6 @@ class SinusoidalPositions(AddedPositions):
         return self.amplitude * waves
 
 
-def _dropout(settings: ModelSettings, is_last: bool) -> Dropout:
+def _dropout(settings: ModelSettings, is_last: bool) -> PlacedDropout:
     """Dropout of the sum of all embeddings, thus behind the last of them."""
-    return Dropout.at(settings.model.dropout.embedding if is_last else 0.0, "embedding")
+    return PlacedDropout.at(settings.model.dropout.embedding if is_last else 0.0, "embedding")

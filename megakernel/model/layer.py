@@ -17,7 +17,7 @@ from megakernel.ops.layers import swiglu
 from megakernel.parallel import replicated
 
 from .compiled import compiled, has_hooks
-from .dropout import Dropout, own_tokens
+from .dropout import PlacedDropout, own_tokens
 from .layer_inputs import LayerInputs, numbers_of
 from .linear import add_updates, apply_linear, column_linear, low_rank_update, row_linear, stack
 from .norm import Norm
@@ -94,8 +94,8 @@ class TransformerLayer(nn.Module):
         self.bias_group = settings.mesh.tp.group if settings.mesh.sequence_parallel else None
         self.mesh = settings.mesh
         probability = settings.model.dropout.residual
-        self.attention_dropout = Dropout.at(probability, "residual of attention", index)
-        self.mlp_dropout = Dropout.at(probability, "residual of the MLP", index)
+        self.attention_dropout = PlacedDropout.at(probability, "residual of attention", index)
+        self.mlp_dropout = PlacedDropout.at(probability, "residual of the MLP", index)
         with seeded_by(settings.seed, "layer", index):
             before, after = _norms(settings)
             self.attention_norm = before()

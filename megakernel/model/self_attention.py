@@ -19,7 +19,7 @@ from megakernel.parallel.tensor import gathered, head_shard, mark_head_parameter
 
 from . import compressed_input
 from .compiled import uncompiled
-from .dropout import Dropout
+from .dropout import PlacedDropout
 from .linear import (
     KeyHeadLinear,
     add_updates,
@@ -93,7 +93,7 @@ class SelfAttention(nn.Module):
         self._heads = uncompiled(SelfAttention._heads_of) if settings.compile and not self.traced else None
         self.rotary = _rotary(model, index)
         self.query_scale = model.query_scale
-        self.dropout = Dropout.at(model.dropout.attention, "attention", index)
+        self.dropout = PlacedDropout.at(model.dropout.attention, "attention", index)
         heads = model.num_heads + (self.keys_per_head + 1) * model.kv_heads
         self.qkv = column_linear(
             settings,

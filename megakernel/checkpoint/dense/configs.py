@@ -32,7 +32,7 @@ def plain_config(model: Model, vocab_size: int, positions: int) -> dict[str, Any
             "use_cache": True,
             # The family's default may lie outside of a smaller vocabulary.
             "pad_token_id": None,
-            **_dropout_keys(kind, model.dropout),
+            **(_dropout_keys(kind, model.dropout) if model.dropout.any else {}),
             **_config_keys(kind, model, longest),
         }
         if _read_back(candidate) == wanted:
