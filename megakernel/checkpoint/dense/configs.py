@@ -32,7 +32,7 @@ def plain_config(model: Model, vocab_size: int, positions: int) -> dict[str, Any
             "use_cache": True,
             # The family's default may lie outside of a smaller vocabulary.
             "pad_token_id": None,
-            **(_dropout_keys(kind, model.dropout) if model.dropout.any else {}),
+            **_dropout_keys(kind, model.dropout),
             **_config_keys(kind, model, longest),
         }
         if _read_back(candidate) == wanted:
@@ -71,7 +71,7 @@ def _function(model: Model) -> dict[str, Any]:
 
 def _dropout_keys(kind: str, dropout: Dropout) -> dict[str, float]:
     """The keys of a family for dropout in the places of ours; none drops the output of attention's heads."""
-    if kind == "gpt2":
+    if kind == "gpt2":  # whose defaults are 0.1
         return {"resid_pdrop": dropout.residual, "embd_pdrop": dropout.embedding, "attn_pdrop": 0.0}
     if kind == "gpt_neox" and dropout.residual == dropout.embedding:
         return {"hidden_dropout": dropout.residual}

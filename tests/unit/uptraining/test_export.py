@@ -42,6 +42,8 @@ def test_a_plain_configuration_equals_the_one_it_was_read_from(name, tmp_path):
     }
     if "slid" not in name:
         unread.add("sliding_window")
+    if name == "gpt2":  # an import reads no dropout, and an export says what the model was trained with
+        unread |= {"attn_pdrop", "embd_pdrop", "resid_pdrop"}
     assert different <= unread
 
 
