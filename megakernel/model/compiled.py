@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megakernel.config import UserError
+from megakernel.config import Attention, UserError
 
 MOST_GRAPHS = 1024
 """Graphs of the layers' body after which torch ends with an error; without a limit of our own, after 8."""
@@ -45,9 +45,10 @@ class Graphs:
 
     def new(self) -> str:
         """What was compiled since the last call, in words; empty if nothing was."""
-        text = f"{self.count - self._told} graphs of layers compiled, {self.seconds:.0f} s so far"
-        is_new, self._told = self.count > self._told, self.count
-        return text if is_new else ""
+        if self.count == self._told:
+            return ""
+        new, self._told = self.count - self._told, self.count
+        return f"{new} graphs of layers compiled, {self.seconds:.0f} s so far"
 
 
 GRAPHS = Graphs()
@@ -64,6 +65,11 @@ def compiled(body: BodyOf, whole: bool) -> BodyOf:
 def uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`function`, which runs as it is where a compiled one calls it, and so breaks its graph in two."""
     return torch.compiler.disable(function)
+
+
+def outside_graphs(attention: Attention, context_ranks: int) -> str | None:
+    """Why a layer's attention runs outside of its graph; None: the graph has it."""
+    return "it exchanges states with other context ranks" if context_ranks > 1 else attention.outside_graphs
 
 
 def has_hooks(layer: nn.Module) -> bool:

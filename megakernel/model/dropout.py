@@ -34,6 +34,6 @@ class PlacedDropout:
 
 def own_tokens(numbers: Tensor | None, mesh: "Mesh | OneProcess") -> Tensor | None:
     """Numbers of tokens (B, N) as (N, B), of the N / tp that hidden states hold under sequence parallelism."""
-    if numbers is None or not mesh.sequence_parallel:
-        return numbers if numbers is None else numbers.T
-    return numbers.T.chunk(mesh.tp.size)[mesh.tp.rank]
+    if numbers is None:
+        return None
+    return numbers.T.chunk(mesh.tp.size)[mesh.tp.rank] if mesh.sequence_parallel else numbers.T

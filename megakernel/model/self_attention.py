@@ -18,7 +18,7 @@ from megakernel.parallel.axis import Axis
 from megakernel.parallel.tensor import gathered, head_shard, mark_head_parameters
 
 from . import compressed_input
-from .compiled import uncompiled
+from .compiled import outside_graphs, uncompiled
 from .dropout import PlacedDropout
 from .linear import (
     KeyHeadLinear,
@@ -88,7 +88,7 @@ class SelfAttention(nn.Module):
         self.isolate_documents = settings.isolate_documents
         self.pads = model.classifier is not None
         self.recompute = settings.recompute == "selective"
-        self.traced = self.cp_shard.size == 1 and config.outside_graphs is None
+        self.traced = outside_graphs(config, self.cp_shard.size) is None
         """Whether torch.compile takes the mechanism into the layer's graph."""
         self._heads = uncompiled(SelfAttention._heads_of) if settings.compile and not self.traced else None
         self.rotary = _rotary(model, index)

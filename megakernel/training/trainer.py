@@ -1,6 +1,7 @@
 """The training loop."""
 
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
@@ -14,7 +15,7 @@ from megakernel.checkpoint.folder import CheckpointFolder
 from megakernel.checkpoint.manifest import SavedProgress
 from megakernel.checkpoint.trained_run import done_message
 from megakernel.config import Config, NotFinite
-from megakernel.model.compiled import GRAPHS
+from megakernel.model.compiled import GRAPHS, outside_graphs
 from megakernel.model.flops import training_flops_per_token
 from megakernel.model.parameters import parameter_count
 from megakernel.model.settings import model_settings
@@ -181,10 +182,10 @@ class Trainer:
                 "training.compile=layer: layers are compiled in the first step of each sequence length, which may take "
                 "minutes"
             )
-            for reason in dict.fromkeys(self._outside_graphs()):
-                self._note(
-                    f"attention of {self._outside_graphs().count(reason)} layers is not compiled: {reason}"
-                )
+            reasons = Counter(outside_graphs(one, mesh.cp.size) for one in config.model.attentions)
+            for reason, layers in reasons.items():
+                if reason is not None:
+                    self._note(f"attention of {layers} layers is not compiled: {reason}")
         self._print_corpora()
         sources = [] if self.validation is None else self.validation.sources
         if config.training.eval_sources and len(sources) < 2:
@@ -251,12 +252,6 @@ class Trainer:
         if init.moments is not None:
             start_with_moments(init.moments, model, *here)
         return 0
-
-    def _outside_graphs(self) -> list[str]:
-        """Of each layer whose attention is not compiled, the reason."""
-        if self.mesh.cp.size > 1:
-            return ["it exchanges states with other context ranks"] * self.config.model.num_layers
-        return [reason for one in self.config.model.attentions if (reason := one.outside_graphs)]
 
     def _set_phase(self, step: int) -> None:
         """Switch to the phase of `step`."""

@@ -20,9 +20,6 @@ from megakernel.ops.selected_attention.readers import readers_of
 from megakernel.ops.selected_attention.tiles import Tiles, choose_for_tiles
 from megakernel.ops.weighted_attention import triton as window
 
-WIDEST = 256
-"""The largest d and D: a program holds whole rows."""
-
 LARGEST_BLOCK = 128
 """The largest b: a program holds whole blocks."""
 
@@ -39,8 +36,8 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, inputs: SelectedInputs) -> str 
     if not q.dtype == k.dtype == v.dtype:
         return f"q is {q.dtype}, k is {k.dtype} and v is {v.dtype}; expected one dtype"
     for name, x in (("q", q), ("v", v)):
-        if x.shape[-1] > WIDEST:
-            return f"{name} is {x.shape[-1]} wide; expected at most {WIDEST}"
+        if x.shape[-1] > window.WIDEST:
+            return f"{name} is {x.shape[-1]} wide; expected at most {window.WIDEST}"
     if inputs.selection.block_size > LARGEST_BLOCK:
         return f"blocks have {inputs.selection.block_size} tokens; expected at most {LARGEST_BLOCK}"
     return None

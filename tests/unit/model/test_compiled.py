@@ -3,11 +3,16 @@
 The graphs run as torch traced them; `tests/distributed/test_compile.py` trains with compiled ones.
 """
 
+from typing import get_args
+
 import pytest
 import torch
 import torch._dynamo
 
+from megakernel.attention.map_parameters import op_map
+from megakernel.config.feature_map import FeatureMap
 from megakernel.model import compiled
+from megakernel.ops.feature_maps import FEATURE_MAPS
 from tests.unit.generation.small_models import BLOCKS, FLURKA, build
 
 pytestmark = pytest.mark.second
@@ -85,6 +90,13 @@ def test_layers_of_other_mechanisms_have_a_graph_before_and_one_behind(name, tra
     expected, found = losses(OUTSIDE[name])
     assert traced.count == 2 * 2, "each of two layers has its own"
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("name", get_args(FeatureMap.model_fields["name"].annotation))
+def test_the_configuration_knows_the_maps_that_ops_look_at(name):
+    config = FeatureMap(name=name)
+    form = FEATURE_MAPS[op_map(config).name]
+    assert (config.is_unbounded, config.is_exponential) == (form.unbounded, form.exponential)
 
 
 def test_a_length_is_one_more_graph(traced):
