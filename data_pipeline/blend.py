@@ -189,19 +189,27 @@ class PeriodicOrder:
         return corpus, int(period * self._per_period[corpus] + self._sample_of[offset])
 
 
+def blend_order(weights: Sequence[float], periodic: bool = False) -> BlendOrder:
+    """The order of corpora of these relative shares; periodic: that of earlier versions."""
+    if len(weights) == 1:
+        return OneCorpus()
+    return PeriodicOrder(weights) if periodic else ExactOrder(weights)
+
+
 class Blend(Generic[Sample]):
     """The stream that training consumes."""
 
     def __init__(
-        self, streams: Sequence[CorpusStream[Sample]], weights: Sequence[float], periodic: bool = False
+        self,
+        streams: Sequence[CorpusStream[Sample]],
+        weights: Sequence[float],
+        periodic: bool = False,
+        starts: Sequence[int] | None = None,
     ):
-        """weights: the streams' relative shares of the samples. periodic: in the order of earlier versions."""
+        """weights, periodic: see `blend_order`. starts: first sample of each stream that is read; None: 0."""
         self._streams = streams
-        self._order: BlendOrder
-        if len(streams) == 1:
-            self._order = OneCorpus()
-        else:
-            self._order = PeriodicOrder(weights) if periodic else ExactOrder(weights)
+        self._starts = starts or [0] * len(streams)
+        self._order = blend_order(weights, periodic)
 
     @property
     def per_epoch(self) -> int:
@@ -210,8 +218,8 @@ class Blend(Generic[Sample]):
 
     def build(self, samples: int) -> None:
         """Build what reading the first `samples` samples needs, unless it exists."""
-        for stream, count in zip(self._streams, self.counts(samples)):
-            stream.build(int(count))
+        for stream, start, count in zip(self._streams, self._starts, self.counts(samples)):
+            stream.build(start + int(count))
 
     def counts(self, samples: int) -> np.ndarray:
         """Samples (streams,) int64 of each stream among the first `samples`."""
@@ -232,4 +240,5 @@ class Blend(Generic[Sample]):
 
     def locate(self, index: int) -> tuple[int, int]:
         """The corpus of sample `index`, and the sample's index in that corpus."""
-        return self._order.locate(index)
+        corpus, sample = self._order.locate(index)
+        return corpus, self._starts[corpus] + sample

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 from data_pipeline import megatron_files, tokenizers
@@ -78,20 +78,21 @@ class Corpora:
     def __init__(
         self, data: Data, *, validation: bool = True, verify: bool = True, markers: Sequence[Path] = ()
     ):
-        """Open the train split, and the validation split if it will be read (training.eval_samples > 0).
+        """Open the train split of all stages, and the validation split if it is read (training.eval_samples > 0).
 
         verify: check all that data.verify asks for, which may read every file once; otherwise nothing that takes long.
         markers: folders that remember what has been verified, if a corpus is read-only.
         """
         self._data, self._verifies, self._markers = data, False, markers
-        self._splits: dict[str, list[PreparedCorpus]] = {}
+        self._opened: dict[tuple[str, int], list[PreparedCorpus]] = {}
         self._manifests: dict[Path, Manifest] = {}
         self._tokenizers_verified: set[Path] = set()
-        self.train = self.of_split("train")
+        for stage in range(len(data.stages) + 1):
+            self.of_split("train", stage)
         if validation:
             self.of_split("validation")
         if data.tokenizer is not None and not any(
-            corpus.token_prefix for corpora in self._splits.values() for corpus in corpora
+            corpus.token_prefix for corpora in self._opened.values() for corpus in corpora
         ):
             raise UserError(
                 f"data.tokenizer={data.tokenizer} is only for token files of Megatron, and prepared folders have their "
@@ -106,13 +107,22 @@ class Corpora:
     def verify(self, markers: Sequence[Path] = ()) -> None:
         """Check all that data.verify asks for, in these splits and those opened later; may read every file once."""
         self._verifies, self._markers = True, markers
-        for split, corpora in self._splits.items():
-            self._splits[split] = self._verified(corpora, split)
-        self.train = self._splits["train"]
-        for split, corpora in self._splits.items():
+        for (split, stage), corpora in self._opened.items():
+            self._opened[split, stage] = self._verified(corpora, split, stage)
+        for (split, stage), corpora in self._opened.items():
             # Of Megatron's files it is known only now whether documents begin with BOS.
-            _check_one_tokenizer(corpora, self._data.key_of(split), self.train[0])
+            _check_one_tokenizer(corpora, self._data.key_of(split, stage), self.train[0])
         self._set_tokenizer()
+
+    @property
+    def train(self) -> list[PreparedCorpus]:
+        """The corpora of data.train."""
+        return self._opened["train", 0]
+
+    @property
+    def stages(self) -> list[list[PreparedCorpus]]:
+        """The corpora of data.train, then those of each of data.stages."""
+        return [self._opened["train", stage] for stage in range(len(self._data.stages) + 1)]
 
     def _set_tokenizer(self) -> None:
         tokenizer_record = self.train[0].manifest.tokenizer
@@ -128,7 +138,8 @@ class Corpora:
     @property
     def tokenizer_folder(self) -> Path:
         """Folder for `tokenizers.load`: that of a corpus of conversations, if any, since it has the template."""
-        corpus = next((corpus for corpus in self.train if corpus.is_chat), self.train[0])
+        of_stages = chain.from_iterable(self.stages)
+        corpus = next((corpus for corpus in of_stages if corpus.is_chat), self.train[0])
         return corpus.folder / "tokenizer"
 
     @cached_property
@@ -136,27 +147,26 @@ class Corpora:
         """The corpora's tokenizer, with data.add_bos."""
         return tokenizers.load(self.tokenizer_folder, add_bos=self._add_bos)
 
-    def of_split(self, split: str) -> list[PreparedCorpus]:
-        """data.train for train, else the corpora for evaluation; the first call opens them."""
-        if split not in self._splits:
-            key = self._data.key_of(split)
-            configs = self._data.train if split == "train" else self._data.validation_corpora
-            corpora = [self._open(key, config, split) for config in configs]
-            train = self._splits.get("train", corpora)
-            _check_one_tokenizer(corpora, key, train[0])
-            _check_one_template([*train, *corpora])
+    def of_split(self, split: str, stage: int = 0) -> list[PreparedCorpus]:
+        """The corpora of `Data.corpora_of`; the first call opens them."""
+        if (split, stage) not in self._opened:
+            key = self._data.key_of(split, stage)
+            corpora = [self._open(key, config, split) for config in self._data.corpora_of(split, stage)]
+            first = next(iter(self._opened.values()), corpora)[0]
+            _check_one_tokenizer(corpora, key, first)
+            _check_one_template([*chain.from_iterable(self._opened.values()), *corpora])
             if self._verifies:  # all that is quick to check has been checked
-                corpora = self._verified(corpora, split)
-                _check_one_tokenizer(corpora, key, train[0])
-            self._splits[split] = corpora
-        return self._splits[split]
+                corpora = self._verified(corpora, split, stage)
+                _check_one_tokenizer(corpora, key, first)
+            self._opened[split, stage] = corpora
+        return self._opened[split, stage]
 
-    def bytes_per_token(self, split: str) -> float:
+    def bytes_per_token(self, split: str, stage: int = 0) -> float:
         """UTF-8 bytes of text per token, weighted by each corpus's share of the tokens; `is_text` holds.
 
         Bits per byte = loss / ln 2 / bytes_per_token; the loss of end-of-document tokens is charged to the text.
         """
-        corpora = self.of_split(split)
+        corpora = self.of_split(split, stage)
         total = sum(corpus.share(split) for corpus in corpora)
         return sum(
             corpus.share(split) / total * (record.bytes or 0) / record.tokens
@@ -164,16 +174,16 @@ class Corpora:
             for record in [corpus.record(split)]
         )
 
-    def is_text(self, split: str) -> bool:
+    def is_text(self, split: str, stage: int = 0) -> bool:
         """Whether all tokens of the split count and its bytes are known, so that a causal model's loss is a code length
         of the text."""
-        corpora = self.of_split(split)
+        corpora = self.of_split(split, stage)
         are_known = all(corpus.record(split).bytes is not None for corpus in corpora)
         return self._all_tokens_count and are_known and not any(corpus.is_chat for corpus in corpora)
 
-    def bits_per_byte(self, loss: float, split: str) -> float:
+    def bits_per_byte(self, loss: float, split: str, stage: int = 0) -> float:
         """Loss in nats per token -> bits per UTF-8 byte of the split's text, comparable across tokenizers."""
-        return loss / math.log(2) / self.bytes_per_token(split)
+        return loss / math.log(2) / self.bytes_per_token(split, stage)
 
     def _open(self, key: str, config: CorpusConfig, split: str) -> PreparedCorpus:
         path = config.path
@@ -206,9 +216,9 @@ class Corpora:
         folder, manifest = megatron_files.open_files(key, config.path, self._data, read=False)
         return PreparedCorpus(folder, config.weight, manifest, config.path)
 
-    def _verified(self, corpora: list[PreparedCorpus], split: str) -> list[PreparedCorpus]:
+    def _verified(self, corpora: list[PreparedCorpus], split: str, stage: int) -> list[PreparedCorpus]:
         """The corpora, read as far as data.verify asks for; token files of Megatron with their manifests."""
-        key = self._data.key_of(split)
+        key = self._data.key_of(split, stage)
 
         def verify(corpus: PreparedCorpus) -> PreparedCorpus:
             if corpus.token_prefix is not None:

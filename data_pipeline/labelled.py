@@ -36,7 +36,7 @@ class CorpusExamples:
         self._corpus, self._split = corpus, split
         self._documents = documents
         self._seed = seed
-        self.per_epoch = corpus.record(split).documents // documents
+        self.per_epoch = examples_of(corpus, split, documents)
         # A batch spans at most two epochs, unless an epoch is shorter than a batch.
         self._order = lru_cache(maxsize=2)(self._shuffled)
 
@@ -63,6 +63,11 @@ class CorpusExamples:
         return np.random.default_rng((self._seed, epoch)).permutation(self.per_epoch)
 
 
+def examples_of(corpus: PreparedCorpus, split: str, documents: int) -> int:
+    """Examples of one epoch, of so many documents each."""
+    return corpus.record(split).documents // documents
+
+
 class LabeledDocuments:
     """One document per sequence, truncated or padded to seq_len tokens; an example's sequences are adjacent."""
 
@@ -75,12 +80,11 @@ class LabeledDocuments:
         documents: int,
         prefix: Sequence[int],
         periodic: bool = False,
+        starts: Sequence[int] | None = None,
     ):
-        """documents: number per example. prefix: ids put before every document. periodic: see `Blend`."""
+        """documents: number per example. prefix: ids put before every document. periodic, starts: see `Blend`."""
         parts = [CorpusExamples(corpus, split, documents, seed) for corpus in corpora]
-        # Examples, not tokens: every example is one sample, however long.
-        weights = [corpus.weight or part.per_epoch for corpus, part in zip(corpora, parts)]
-        self.samples = Blend(parts, weights, periodic)
+        self.samples = Blend(parts, example_weights(corpora, split, documents), periodic, starts)
         self._seq_len = seq_len
         self._prefix = np.array(prefix, dtype=np.int64)
 
@@ -99,6 +103,11 @@ class LabeledDocuments:
         tokens[: len(ids)] = torch.from_numpy(ids)
         positions = torch.arange(self._seq_len)
         return tokens, positions.where(positions < len(ids), PADDING)
+
+
+def example_weights(corpora: Iterable[PreparedCorpus], split: str, documents: int) -> list[float]:
+    """Relative shares: of examples, not tokens, since every example is one sample, however long."""
+    return [corpus.weight or examples_of(corpus, split, documents) for corpus in corpora]
 
 
 def check_labels(corpora: Iterable[tuple[str, PreparedCorpus]], classifier: Classifier) -> None:

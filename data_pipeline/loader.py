@@ -3,6 +3,7 @@
 import atexit
 import multiprocessing
 import signal
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -13,10 +14,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from data_pipeline.batch import Batch
 from data_pipeline.corpus import Corpora
-from data_pipeline.objective import SampleObjective, open_objective
+from data_pipeline.objective import SampleObjective, open_objective, open_training
 from data_pipeline.order import ConsumptionOrder, Share, samples_by_pass
 from data_pipeline.packing import Packing
-from megakernel.config.training import Phase
+from megakernel.config.data_phases import DataPhase, data_phases
 from megakernel.config.tree import Config
 
 
@@ -37,6 +38,9 @@ class _BatchDataset(Dataset[Batch]):
 class CorpusUse:
     """How much of a corpus a run reads."""
 
+    key: str
+    """The first key of the configuration that names it."""
+
     corpus: str
 
     share: float
@@ -50,18 +54,18 @@ class CorpusUse:
 
 
 class _PhaseBatches:
-    """The batches of the steps of one phase."""
+    """The batches of the steps of one phase and mixture."""
 
-    def __init__(self, config: Config, corpora: Corpora, share: Share, phase: Phase):
-        self.phase = phase
-        self.order = ConsumptionOrder(phase, share)
-        self.objective = open_objective(
-            config, corpora, "train", phase.training.seq_len, f"{phase.key}.seq_len"
-        )
-        self.dataset = _BatchDataset(self.objective, share)
+    def __init__(self, part: DataPhase, objective: SampleObjective, key: str, names: list[str], share: Share):
+        """key: that of the mixture. names: those of its corpora."""
+        self.phase = part.phase
+        self.key, self.names = key, names
+        self.order = ConsumptionOrder(part.phase, share)
+        self.objective = objective
+        self.dataset = _BatchDataset(objective, share)
 
     def read_counts(self, steps: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens (corpora,) of each corpus that the first `steps` steps of the run read in this phase, and passes."""
+        """Tokens (corpora,) that the first `steps` steps read of each corpus in this phase's stream, and passes."""
         samples, length = self.objective.samples, self.order.stream_length(steps)
         return samples.counts(length) * self.phase.training.seq_len, samples.passes(length)
 
@@ -78,19 +82,26 @@ class TrainingBatches:
         builds_index: bool = True,
         barrier: Callable[[], None] = lambda: None,
     ):
-        """Open the training corpora's sample indices, one per sequence length, and build missing ones.
+        """Open the training corpora's sample indices, one per sequence length and mixture, and build missing ones.
 
         builds_index: whether to `build` now; one process does. barrier: called between building and reading.
         Raises UserError for too little data or an index that cannot be written.
         """
         self._training = config.training
         self._num_workers = config.data.num_workers
-        self._names = [str(corpus) for corpus in corpora.train]
+        parts = data_phases(config.data, config.training)
         # Open all phases now, so that too little text for the last length fails at the start, not after weeks.
+        objectives = open_training(config, corpora, parts)
         self._phases = [
-            _PhaseBatches(config, corpora, share, phase)
-            for phase in config.training.phases
-            if phase.first_step < config.training.steps
+            _PhaseBatches(
+                part,
+                objective,
+                config.data.key_of("train", part.mixture),
+                [str(corpus) for corpus in corpora.stages[part.mixture]],
+                share,
+            )
+            for part, objective in zip(parts, objectives)
+            if part.phase.first_step < config.training.steps
         ]
         if builds_index:
             self.build()
@@ -103,17 +114,23 @@ class TrainingBatches:
 
     def use(self) -> list[CorpusUse]:
         """How much of each corpus the whole run reads."""
-        counts = [batches.read_counts(self._training.steps) for batches in self._phases]
-        tokens, passes = (np.sum(part, axis=0) for part in zip(*counts))
-        return [
-            CorpusUse(*one) for one in zip(self._names, (tokens / tokens.sum()).tolist(), passes.tolist())
-        ]
+        tokens: Counter[str] = Counter()
+        passes: defaultdict[str, float] = defaultdict(float)
+        keys: dict[str, str] = {}
+        # Of phases that share a stream, the last one counts all of it.
+        for batches in {id(batches.objective): batches for batches in self._phases}.values():
+            for name, count, share in zip(batches.names, *batches.read_counts(self._training.steps)):
+                tokens[name] += int(count)
+                passes[name] += share
+                keys.setdefault(name, batches.key)
+        return [CorpusUse(keys[name], name, tokens[name] / tokens.total(), passes[name]) for name in tokens]
 
     def packing(self, step: int = 0) -> list[Packing]:
         """Packing statistics of the corpora for each sequence length that `step` or a later step reads."""
         ahead = [batches for batches in self._phases if batches.phase.end_step > step]
-        by_length = {batches.phase.training.seq_len: batches.objective for batches in ahead}
-        return [one for objective in by_length.values() for one in objective.samples.packing()]
+        objectives = {id(batches.objective): batches.objective for batches in ahead}.values()
+        found = [one for objective in objectives for one in objective.samples.packing()]
+        return list({(one.seq_len, one.corpus): one for one in found}.values())
 
     def from_step(self, step: int) -> Generator[list[Batch], None, None]:
         """The micro-batches of each step from `step` to the end of training, prefetched within a phase."""

@@ -13,8 +13,10 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,6 +30,7 @@ from data_pipeline import megatron_files
 from data_pipeline.blend import Blend
 from data_pipeline.corpus import PreparedCorpus
 from data_pipeline.packing import Packing, pack
+from data_pipeline.reading import EpochPart, Place, Reading
 from data_pipeline.token_files import TokenFile, scored_prefix
 from megakernel.config.data import Data
 from megakernel.config.errors import UserError, existing_parent
@@ -41,7 +44,7 @@ MAX_EPOCHS = 10_000
 _UNUSED_DAYS = 30
 """An index that no run has started with for this long is deleted; a run that needs it again rebuilds it."""
 
-_INDEX_NAME = re.compile(r"\w+-[0-9a-f]{16}-length\d+-seed\d+-epoch\d+(\.partial-\w+)?")
+_INDEX_NAME = re.compile(r"\w+-[0-9a-f]{16}-length\d+-seed\d+-epoch\d+(-samples\d+-\d+)?(\.partial-\w+)?")
 
 
 class SampleShard(NamedTuple):
@@ -75,18 +78,29 @@ class _EpochIndex(NamedTuple):
 
         Raises FileNotFoundError without the folder.
         """
-        arrays = []
         names = {name.rpartition("-")[2]: name for name in os.listdir(folder)}
-        for field in cls._fields:
-            file = folder / names.get(f"{field}.npy", f"{field}.npy")
-            try:
-                arrays.append(np.load(file, mmap_mode="r", allow_pickle=False))
-            except (OSError, ValueError, EOFError) as error:
-                reason = f"{file.name} is not an array of numbers: {error}"
-                raise UserError(
-                    f"{folder} is not a sample index ({reason}); delete it to rebuild it"
-                ) from None
-        return cls(*arrays)
+        return cls(
+            *(_read_array(folder / names.get(f"{field}.npy", f"{field}.npy")) for field in cls._fields)
+        )
+
+
+_ORDER = "order.npy"
+"""File of a part of an epoch: its samples, in the order in which they are read."""
+
+
+def _read_order(folder: Path) -> np.ndarray:
+    """Memory-map the order of a part of an epoch; errors as for `_EpochIndex.read`."""
+    os.stat(folder)  # FileNotFoundError without it
+    return _read_array(folder / _ORDER)
+
+
+def _read_array(file: Path) -> np.ndarray:
+    try:
+        array: np.ndarray = np.load(file, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        reason = f"{file.name} is not an array of numbers: {error}"
+        raise UserError(f"{file.parent} is not a sample index ({reason}); delete it to rebuild it") from None
+    return array
 
 
 def index_cache(data: Data) -> Path:
@@ -103,6 +117,7 @@ class OpenFiles:
     def __init__(self) -> None:
         self.tokens = lru_cache(maxsize=_MOST_OPEN)(TokenFile)
         self.epochs = lru_cache(maxsize=_MOST_OPEN)(_EpochIndex.read)
+        self.orders = lru_cache(maxsize=_MOST_OPEN)(_read_order)
 
 
 _MOST_OPEN = 1024
@@ -121,11 +136,13 @@ class CorpusSamples:
         cache: Path,
         answers: bool = False,
         files: OpenFiles | None = None,
+        reading: Reading | None = None,
     ):
         """cache: folder of the indices that `build` makes. answers: also read which tokens belong to answers.
 
         For conversations these are always read. The split holds at least one sample of seq_len + 1 tokens. Nothing is
-        opened before a sample is read: most ranks read few of many corpora. files: shared by all corpora.
+        opened before a sample is read: most ranks read few of many corpora. files: shared by all corpora. reading:
+        where in the epochs it reads; None: from the first on.
         """
         self._corpus = corpus
         self._split = split
@@ -134,7 +151,8 @@ class CorpusSamples:
         self._cache = cache
         self._answers = answers
         self._files = files or OpenFiles()
-        self.per_epoch = (corpus.record(split).tokens - 1) // seq_len
+        self.per_epoch = samples_of(corpus, split, seq_len)
+        self._reading = reading or Reading(self.per_epoch)
         self.bos = corpus.manifest.tokenizer.bos
 
     @property
@@ -152,17 +170,23 @@ class CorpusSamples:
 
         Raises UserError if that takes more than MAX_EPOCHS epochs, or more disk space than is free.
         """
-        passes = -(-samples // self.per_epoch)
-        self._check_room(samples, passes)
-        for epoch in range(passes):
-            self._build(epoch)
+        parts = list(islice(self._reading.parts_of(samples), MAX_EPOCHS + 1))
+        self._check_room(samples, parts)
+        for part in parts:
+            self._build(part.epoch)
+            if not self._is_whole(part):
+                self._build_order(part)
         _delete_unused(self._cache)
 
-    def _check_room(self, samples: int, passes: int) -> None:
-        missing = sum(not self._index_folder(epoch).is_dir() for epoch in range(min(passes, MAX_EPOCHS)))
+    def _is_whole(self, part: EpochPart) -> bool:
+        return part.first == 0 and part.end == self.per_epoch
+
+    def _check_room(self, samples: int, parts: list[EpochPart]) -> None:
+        passes = -(-samples // self.per_epoch)
+        missing = sum(not self._index_folder(part.epoch).is_dir() for part in parts)
         needed = missing * self.index_bytes
         free = shutil.disk_usage(existing_parent(self._cache.absolute())).free
-        if passes > MAX_EPOCHS:
+        if len(parts) > MAX_EPOCHS:
             reason = f"more than the {MAX_EPOCHS:,} that are indexed"
         elif needed > free:
             sizes = (
@@ -188,10 +212,30 @@ class CorpusSamples:
             with suppress(OSError):  # the cache may be read-only
                 os.utime(folder)
             return
+        self._write(folder, lambda partial: self._dataset(epoch, partial))
+
+    def _build_order(self, part: EpochPart) -> None:
+        """Write the samples of a part in the order of their epoch, whose index exists."""
+        folder = self._part_folder(part)
+        if folder.is_dir():
+            _read_order(folder)
+            with suppress(OSError):
+                os.utime(folder)
+            return
+
+        def write(partial: Path) -> None:
+            order = self._epoch(part.epoch).shuffle_index
+            partial.mkdir(parents=True)
+            np.save(partial / _ORDER, order[(order >= part.first) & (order < part.end)])
+
+        self._write(folder, write)
+
+    def _write(self, folder: Path, write: Callable[[Path], object]) -> None:
+        """Make a folder of the cache; `write` makes it under another name."""
         # Not a process id, which is unique only within its container.
         partial = folder.with_name(f"{folder.name}.partial-{uuid4().hex[:8]}")
         try:
-            self._dataset(epoch, partial)
+            write(partial)
             partial.rename(folder)
         except OSError as error:
             # Another job may have built the same index meanwhile; its files are identical.
@@ -228,9 +272,10 @@ class CorpusSamples:
 
     def _documents(self, index: int) -> tuple[np.ndarray, int]:
         """The documents that sample `index` overlaps, in order, and its first token's offset in the first one."""
-        epoch, read_index = divmod(index, self.per_epoch)
-        epoch_index = self._epoch(epoch)
-        sample = epoch_index.shuffle_index[read_index]
+        part, place = self._reading.locate(index)
+        epoch_index = self._epoch(part.epoch)
+        order = epoch_index.shuffle_index if self._is_whole(part) else self._order(part)
+        sample = order[place]
         (first, offset), (last, _) = epoch_index.sample_index[sample], epoch_index.sample_index[sample + 1]
         return epoch_index.document_index[first : last + 1], int(offset)
 
@@ -259,8 +304,8 @@ class CorpusSamples:
         return torch.from_numpy(np.concatenate(parts, dtype=np.int64))
 
     def packing(self) -> Packing:
-        """Packing statistics of the first epoch, whose index exists; other epochs differ only in order."""
-        order = self._epoch(0).document_index
+        """Packing statistics of the first epoch that is read, whose index exists; others differ only in order."""
+        order = self._epoch(self._reading.locate(0)[0].epoch).document_index
         lengths = self._tokens.sequence_lengths
         return pack(str(self._corpus), lengths, order, self._seq_len, self.per_epoch)
 
@@ -271,6 +316,14 @@ class CorpusSamples:
         except FileNotFoundError:
             self._build(epoch)
             return self._files.epochs(folder)
+
+    def _order(self, part: EpochPart) -> np.ndarray:
+        folder = self._part_folder(part)
+        try:
+            return self._files.orders(folder)
+        except FileNotFoundError:
+            self._build_order(part)
+            return self._files.orders(folder)
 
     def _dataset(self, epoch: int, cache: Path) -> "GPTDataset":
         # Importing Megatron takes seconds, which a run that finds its indices saves.
@@ -306,6 +359,15 @@ class CorpusSamples:
         content = self._corpus.record(self._split).bin.sha256[:16]
         return self._cache / f"{self._split}-{content}-length{self._seq_len}-seed{self._seed}-epoch{epoch}"
 
+    def _part_folder(self, part: EpochPart) -> Path:
+        whole = self._index_folder(part.epoch)
+        return whole.with_name(f"{whole.name}-samples{part.first}-{part.end}")
+
+
+def samples_of(corpus: PreparedCorpus, split: str, seq_len: int) -> int:
+    """Samples of one epoch."""
+    return (corpus.record(split).tokens - 1) // seq_len
+
 
 def _delete_unused(cache: Path) -> None:
     """Delete the cache's indices that no run has started with lately, and old partial ones of interrupted runs."""
@@ -335,11 +397,12 @@ class BlendedSamples(Blend[Tensor]):
         keys: tuple[str, str] = ("data.train", "training.seq_len"),
         answers: bool = False,
         periodic: bool = False,
+        places: Sequence[Place] | None = None,
     ):
         """keys: the configuration keys of the corpora and the length, for errors.
 
         answers: also read which tokens belong to answers, if a corpus records it; always read for conversations.
-        periodic: see `Blend`.
+        periodic: see `Blend`. places: where in each corpus the stream reads; None: from the start.
 
         Raises UserError if a corpus has too few tokens for one sample.
         """
@@ -347,10 +410,13 @@ class BlendedSamples(Blend[Tensor]):
             _check_holds_a_sample(corpus, split, seq_len, keys)
         self.seq_len = seq_len
         files = OpenFiles()
+        readings = [None] * len(corpora) if places is None else [place.reading for place in places]
         self.corpora = [
-            CorpusSamples(corpus, split, seq_len, seed, cache, answers, files) for corpus in corpora
+            CorpusSamples(corpus, split, seq_len, seed, cache, answers, files, reading)
+            for corpus, reading in zip(corpora, readings)
         ]
-        super().__init__(self.corpora, [corpus.share(split) for corpus in corpora], periodic)
+        starts = None if places is None else [place.start for place in places]
+        super().__init__(self.corpora, [corpus.share(split) for corpus in corpora], periodic, starts)
 
     def packing(self) -> list[Packing]:
         """Packing statistics of each corpus; the index of the first epoch exists."""

@@ -65,7 +65,7 @@ class StudyRun:
     @cached_property
     def split(self) -> str:
         """The split for {split}; the data have to be there."""
-        manifests = [Manifest.read(corpus.path) for corpus in self.config.data.validation_corpora]
+        manifests = [Manifest.read(corpus.path) for corpus in self.config.data.corpora_of("validation")]
         return "test" if all("test" in manifest.splits for manifest in manifests) else "validation"
 
     def fill(self, text: str, **names: Any) -> str:

@@ -67,6 +67,37 @@ Corpora = Annotated[
 """A folder, prefix or pattern, a list of them, a mapping path -> weight, or a list of {path, weight}."""
 
 
+class DataStage(Section):
+    """Another mixture of corpora, from one step of the run on."""
+
+    train: Corpora
+    """Corpora to train on from there, in the forms of data.train. Text that the run has read already comes last."""
+
+    from_step: int | None = Field(default=None, gt=0)
+    """Steps of the run before it; null with from_tokens."""
+
+    from_tokens: int | None = Field(default=None, gt=0)
+    """Tokens that the run reads before it, rounded up to whole steps; null with from_step."""
+
+    def problems(self) -> Iterator[Problem]:
+        """No start, or two of them, and weights for some corpora only."""
+        if (self.from_step is None) == (self.from_tokens is None):
+            given = "neither" if self.from_step is None else "both"
+            reason = f"and from_tokens={self.from_tokens} are {given} given"
+            yield Problem("from_step", self.from_step, reason, "give one of the two")
+        yield from _weight_problems("train", self.train)
+
+
+class TextOrder(Section):
+    """What the order of a run's text depends on besides the other keys; a resumed run sets it."""
+
+    is_internal = True
+
+    planned_until: dict[int, Annotated[int, Field(ge=0)]] = Field(default={})
+    """Sequence length -> step at which its phases were to end when the run began, 0 if they had no end, where that is
+    not their end now. Text behind it is for longer sequences."""
+
+
 class Masking(Section):
     """Masking of a masked language model: which tokens it predicts and what replaces them (BERT's recipe)."""
 
@@ -95,8 +126,20 @@ class Data(Section):
     of paths, a mapping path -> weight, or a list of {path, weight}. `data/web-*` is every folder or prefix that
     matches. Without weights, corpora are read in proportion to their tokens."""
 
+    stages: list[DataStage] = Field(default=[])
+    """Mixtures that follow data.train, in order, each from a step or token of the run on, such as better text for the
+    last tenth of a run. A run may get new ones when it resumes."""
+
+    unread_first: bool = True
+    """Sequences of another length begin with text that those before them have not read; false: at the start, as in
+    earlier versions. A run continues as it began."""
+
+    order: TextOrder = TextOrder()
+    """What a resumed run keeps of the order that it began with."""
+
     validation: Corpora | None = None
-    """Corpora whose validation split is evaluated, of Megatron's token files all; None: those of data.train."""
+    """Corpora whose validation split is evaluated, of Megatron's token files all; None: those of data.train, also in
+    later stages."""
 
     tokenizer: str | None = None
     """Tokenizer of Megatron's token files, which do not name theirs: byte, pixels, or a Hugging Face tokenizer's folder
@@ -135,21 +178,27 @@ class Data(Section):
     def problems(self) -> Iterator[Problem]:
         """Weights for some corpora only, or for a pattern."""
         for key in ("train", "validation"):
-            corpora = getattr(self, key) or []
-            without = [corpus for corpus in corpora if corpus.weight is None]
-            if 0 < len(without) < len(corpora):
-                reason = "has no weight, but other corpora do"
-                yield Problem(key, without[0].path, reason, "give each corpus a weight, or none of them")
-            for corpus in corpora:
-                if corpus.weight is not None and is_pattern(corpus.path):
-                    reason = f"is a pattern with the weight {corpus.weight:g}, and no folder"
-                    yield Problem(key, corpus.path, reason, "write each folder with its own weight")
+            yield from _weight_problems(key, getattr(self, key) or [])
 
-    @property
-    def validation_corpora(self) -> list[Corpus]:
-        """Corpora used for evaluation."""
-        return self.validation or self.train
+    def corpora_of(self, split: str, stage: int = 0) -> list[Corpus]:
+        """The corpora of a split; stage: for train, the number of the stage from 1, 0 for data.train."""
+        if split != "train":
+            return self.validation or self.train
+        return self.stages[stage - 1].train if stage else self.train
 
-    def key_of(self, split: str) -> str:
-        """The key that names the corpora of a split."""
-        return "data.validation" if self.validation and split != "train" else "data.train"
+    def key_of(self, split: str, stage: int = 0) -> str:
+        """The key that names `corpora_of`."""
+        if split != "train" and self.validation:
+            return "data.validation"
+        return f"data.stages.{stage - 1}.train" if split == "train" and stage else "data.train"
+
+
+def _weight_problems(key: str, corpora: list[Corpus]) -> Iterator[Problem]:
+    without = [corpus for corpus in corpora if corpus.weight is None]
+    if 0 < len(without) < len(corpora):
+        reason = "has no weight, but other corpora do"
+        yield Problem(key, without[0].path, reason, "give each corpus a weight, or none of them")
+    for corpus in corpora:
+        if corpus.weight is not None and is_pattern(corpus.path):
+            reason = f"is a pattern with the weight {corpus.weight:g}, and no folder"
+            yield Problem(key, corpus.path, reason, "write each folder with its own weight")

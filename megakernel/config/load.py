@@ -147,8 +147,7 @@ def from_yaml(text: str, source: str = "configuration") -> Config:
     tree = yaml_text.parse(text, source)
     if not isinstance(tree, dict):
         raise ConfigError([Problem(source, MISSING, "holds no sections", "restore it")])
-    if _is_of_periodic_version(tree.get("data")):
-        tree["data"]["blend"] = "periodic"
+    _set_earlier_orders(tree.get("data"))
     try:
         return validate(tree)
     except ConfigError as error:
@@ -157,12 +156,14 @@ def from_yaml(text: str, source: str = "configuration") -> Config:
         ) from None
 
 
-def _is_of_periodic_version(data: Any) -> bool:
-    """Whether `to_yaml`, which writes every key, wrote a data section before it knew another order of corpora."""
-    if not isinstance(data, dict) or "blend" in data or "validation" not in data:
-        return False
+def _set_earlier_orders(data: Any) -> None:
+    """Set the order of text of a data section that `to_yaml`, which writes every key, wrote before it knew another."""
+    if not isinstance(data, dict) or "validation" not in data:
+        return
     corpora = data.get("train")
-    return isinstance(corpora, list) and all(isinstance(one, dict) and "weight" in one for one in corpora)
+    if isinstance(corpora, list) and all(isinstance(one, dict) and "weight" in one for one in corpora):
+        data.setdefault("blend", "periodic")
+        data.setdefault("unread_first", False)
 
 
 def to_yaml(config: Config) -> str:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .data import TextOrder
+from .data_phases import data_phases, length_ends, mixture_at, mixtures
 from .errors import ConfigError, Problem, nearest_first
 from .load import from_yaml
 from .tree import Config
@@ -57,13 +59,14 @@ _CHANGEABLE = (
 """Keys that may always change."""
 
 _CHANGEABLE_AFTER_PLANNED_STEPS = (
+    "data.stages",
     "training.seq_len",
     "training.seq_len_schedule",
     "training.global_batch_size",
     "model.rope_base",
     "model.rope_scaling",
 )
-"""Keys that may change if the steps planned so far do not: phases of longer sequences may follow them."""
+"""Keys that may change if the steps planned so far do not: longer sequences or other text may follow them."""
 
 CHANGEABLE_ON_PURPOSE = (
     "optimizer.lr",
@@ -138,22 +141,25 @@ def differences(recorded: Config, wanted: Config) -> list[Difference]:
         for key, before, after in _changed(
             recorded.model_dump(mode="json"), wanted.model_dump(mode="json"), ""
         )
+        if not f"{key}.".startswith("data.order.")  # it follows from other keys
     ]
 
 
 def _step_settings(config: Config, steps: int) -> list[tuple[Any, ...]]:
-    """Sequence shapes and rotary settings of the first `steps` steps, a tuple per range of equal ones."""
+    """Corpora, sequence shapes and rotary settings of the first `steps` steps, a tuple per range of equal ones."""
     model = config.model
     # Without max_positions, position tables and linformer's matrices have a column per token of the longest sequence.
     columns = (model.max_positions or config.training.seq_len) if model.has_position_parameters else None
     ranges: list[tuple[Any, ...]] = []
     # The phase in which the run ended may become longer.
-    phases = [phase for phase in config.training.phases if phase.first_step < steps]
-    for phase in phases:
+    parts = [part for part in data_phases(config.data, config.training) if part.phase.first_step < steps]
+    corpora = [mixture.corpora for mixture in mixtures(config.data, config.training)]
+    for part in parts:
+        phase = part.phase
         rotary = phase.model(model)
         batch = (phase.training.seq_len, phase.training.global_batch_size)
-        settings = (columns, *batch, rotary.rope_base, rotary.rope_scaling)
-        end = steps if phase is phases[-1] else phase.end_step
+        settings = (columns, *batch, rotary.rope_base, rotary.rope_scaling, corpora[part.mixture])
+        end = steps if part is parts[-1] else phase.end_step
         if ranges and ranges[-1][1:] == settings:
             ranges.pop()
         ranges.append((end, *settings))
@@ -182,6 +188,9 @@ def check_same_run(
         if not (item.may_change or (rates_too and item.is_learning_rate))
         and not (_is_allowed(item, allowed) and (same_steps or not _is_of_steps(item)))
     ]
+    problems += _changes_text_of_shorter_sequences(
+        recorded, in_order_of(recorded_yaml, wanted, folder), steps
+    )
     if problems:
         raise ConfigError(problems)
     return changes
@@ -223,7 +232,7 @@ def _is_allowed(item: Difference, allowed: Sequence[str]) -> bool:
         for key in allowed
         if key in CHANGEABLE_ON_PURPOSE or key.startswith(("schedule.", "model.dropout."))
     ]
-    if any(key in _CHANGEABLE_AFTER_PLANNED_STEPS for key in allowed):
+    if any(key in _CHANGEABLE_AFTER_PLANNED_STEPS and key != "data.stages" for key in allowed):
         allowed = [*allowed, "training.seq_len_schedule"]  # where the steps so far keep theirs
     return not item.regroups and f"{item.key}.".startswith(tuple(f"{key}." for key in allowed))
 
@@ -238,6 +247,9 @@ def _refusal(
         return Problem(item.key, item.wanted, reason, remedy)
     if not _is_allowed(item, allowed):
         remedy += f"; to change it from here on, add --allow-change {item.key}"
+    elif item.key == "data.stages":
+        reason = f"differs from {item.recorded!r} in the {steps} steps that the run has done"
+        remedy = f"keep the stages of these steps; new ones may begin from_step {steps} on"
     elif _is_of_steps(item):
         reason = f"was {item.recorded!r} in the {steps} steps that the run has done"
         remedy = f"keep them: training.seq_len_schedule='{_phases_until(recorded, wanted, steps)}'"
@@ -265,14 +277,25 @@ def _phases_until(recorded: Config, wanted: Config, steps: int) -> str:
 
 
 def in_order_of(recorded_yaml: str, wanted: Config, folder: Path) -> Config:
-    """`wanted` with the order of corpora with which the run in `folder` began, unless no step has succeeded yet.
+    """`wanted` with the order of text with which the run in `folder` began, unless no step has succeeded yet.
 
-    That is data.blend, and for a run of an earlier version, whose corpora without weights had equal ones, these.
+    That is data.blend, data.unread_first, where each sequence length was to end, and for a run of an earlier version,
+    whose corpora without weights had equal ones, these.
     """
     if recorded_yaml.startswith(UNPROVEN):
         return wanted
-    recorded = from_yaml(recorded_yaml, str(folder / "config.yaml")).data
-    changes: dict[str, Any] = {"blend": recorded.blend}
+    config = from_yaml(recorded_yaml, str(folder / "config.yaml"))
+    recorded, ends = config.data, length_ends(wanted.training)
+    planned = {
+        length: recorded.order.planned_until.get(length, end)
+        for length, end in length_ends(config.training).items()
+    }
+    moved = {length: end for length, end in planned.items() if ends.get(length, end) != end}
+    changes: dict[str, Any] = {
+        "blend": recorded.blend,
+        "unread_first": recorded.unread_first,
+        "order": TextOrder(planned_until=moved),
+    }
     for key in ("train", "validation"):
         before, now = getattr(recorded, key) or [], getattr(wanted.data, key) or []
         have_equal_weights = all(corpus.weight == 1 for corpus in before)
@@ -281,6 +304,37 @@ def in_order_of(recorded_yaml: str, wanted: Config, folder: Path) -> Config:
         if recorded.blend == "periodic" and have_equal_weights and same_paths and without_weights:
             changes[key] = getattr(recorded, key)
     return wanted.model_copy(update={"data": wanted.data.model_copy(update=changes)})
+
+
+def _changes_text_of_shorter_sequences(recorded: Config, wanted: Config, steps: int) -> Iterator[Problem]:
+    """The problem of another mixture in a sequence length that the run has begun and that others follow.
+
+    How much of each corpus such a length takes, so that longer sequences find the rest unread, was decided before its
+    first step.
+    """
+    before, now = (mixtures(config.data, config.training) for config in (recorded, wanted))
+    starts = sorted({mixture.first_step for mixture in (*before, *now)})
+    changed = [
+        step
+        for step in starts
+        if before[mixture_at(step, recorded.data, recorded.training)].corpora
+        != now[mixture_at(step, wanted.data, wanted.training)].corpora
+    ]
+    if not changed or not wanted.data.unread_first:
+        return
+    length = wanted.training.phase_of(changed[0]).training.seq_len
+    parts = [
+        part
+        for part in data_phases(wanted.data, wanted.training)
+        if part.phase.training.seq_len == length and part.planned_end is not None
+    ]
+    if parts and parts[0].phase.first_step < steps:
+        end = parts[-1].phase.end_step
+        reason = (
+            f"changes what sequences of {length} tokens read, from step {changed[0]} on, and the text of all {end} "
+            "steps until longer ones was chosen when the run began"
+        )
+        yield Problem("data.stages", "[...]", reason, f"let the new stage begin from_step {end} on")
 
 
 def in_recorded_order(wanted: Config) -> Config:

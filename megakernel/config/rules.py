@@ -10,6 +10,7 @@ from typing import Any
 
 from .attention import Attention
 from .data import Data
+from .data_phases import mixtures
 from .errors import MISSING, Problem, nearest_multiples
 from .init import Init
 from .model import Model
@@ -228,6 +229,25 @@ def _classifiers_have_no_context_parallelism(model: Model, parallel: Parallel) -
         reason = "would split documents, which a classifier pads and pools as a whole"
         remedy = "set 1; parallel.tensor with sequence_parallel shares long sequences too"
         yield Problem("parallel.context", parallel.context, reason, remedy)
+
+
+def _data_stages_follow_each_other(data: Data, training: Training) -> Iterator[Problem]:
+    before = 0
+    for stage, mixture in zip(data.stages, mixtures(data, training)[1:]):
+        key = "from_step" if stage.from_tokens is None else "from_tokens"
+        name = f"{mixture.key.removesuffix('train')}{key}"
+        if mixture.first_step <= before:
+            reason = f"is step {mixture.first_step}, which does not come after the stage before it, from step {before}"
+            yield Problem(name, getattr(stage, key), reason, "give the stages in their order")
+        before = mixture.first_step
+
+
+def _uptraining_has_one_mixture(data: Data, uptrain: Uptrain | None) -> Iterator[Problem]:
+    if uptrain is not None and data.stages:
+        reason = "count the steps of one run, and uptrain makes several"
+        yield Problem(
+            "data.stages", "[...]", reason, "remove them, and start a run from the up-trained model"
+        )
 
 
 def _scored_tokens_suit_the_model(model: Model, data: Data) -> Iterator[Problem]:

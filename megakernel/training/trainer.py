@@ -15,6 +15,7 @@ from megakernel.checkpoint.folder import CheckpointFolder
 from megakernel.checkpoint.manifest import SavedProgress
 from megakernel.checkpoint.trained_run import done_message
 from megakernel.config import Config, NotFinite
+from megakernel.config.data_phases import mixture_at, mixtures
 from megakernel.model.compiled import GRAPHS, outside_graphs
 from megakernel.model.flops import training_flops_per_token
 from megakernel.model.parameters import parameter_count
@@ -105,6 +106,7 @@ class Trainer:
             "pipeline": mesh.pp.size,
             "zero_stage": config.parallel.zero_stage,
         }
+        self.mixture_starts = {one.first_step for one in mixtures(config.data, config.training)}
         self.skipped_in_a_row = 0
         self.steps_read = self.steps_without_loss = 0  # of this start
         self.warned_of_no_loss = False
@@ -126,6 +128,7 @@ class Trainer:
             self.throughput = self._make_throughput()
             self.observer = self._make_observer(stack)
             self._set_phase(done)
+            self._note_mixture(done)
             if done == 0:
                 self._evaluate(0)
                 self._write_entry(0)
@@ -139,6 +142,8 @@ class Trainer:
                 if step == self.phase.end_step:
                     self._set_phase(step)
                     watchdog.expect_slow_step()
+                if step in self.mixture_starts and step > done:
+                    self._note_mixture(step)
                 with watchdog.step(step):
                     self._step(step, batches)
                     with self.mesh.progress.waiting("agreement to continue"):
@@ -209,7 +214,13 @@ class Trainer:
             )
 
     def _print_corpora(self) -> None:
-        """Print how much of each corpus the run reads."""
+        """Print how much of each corpus the run reads, and which stages it ends before."""
+        for mixture in mixtures(self.config.data, self.config.training)[1:]:
+            if mixture.first_step >= self.config.training.steps:
+                self._note(
+                    f"{mixture.key.removesuffix('.train')} begins after {mixture.first_step} steps, and training.steps="
+                    f"{self.config.training.steps} ends before it"
+                )
         use = self.batches.use()
         for one in use[:_MOST_CORPORA]:
             self._note(f"data of {one}")
@@ -226,7 +237,7 @@ class Trainer:
             most = max(repeated, key=lambda one: one.passes)
             others = f" and {len(repeated) - 1} more corpora" if len(repeated) > 1 else ""
             self._note(
-                f"warning: data.train={most.corpus}{others} would be read more than {_MANY_PASSES} times (at most "
+                f"warning: {most.key}={most.corpus}{others} would be read more than {_MANY_PASSES} times (at most "
                 f"{most.passes:.1f}); give more text, give it less weight, or lower training.steps"
             )
 
@@ -266,6 +277,14 @@ class Trainer:
             self._note(
                 f"from step {step + 1}: sequences of {now.seq_len:,} tokens, {now.global_batch_size} in a step"
             )
+
+    def _note_mixture(self, step: int) -> None:
+        """Print what `step` and those after it read, if the run has several mixtures."""
+        data, training = self.config.data, self.config.training
+        if data.stages:
+            now = mixtures(data, training)[mixture_at(step, data, training)]
+            corpora = ", ".join(str(corpus.path) for corpus in now.corpora)
+            self._note(f"from step {step + 1}: text of {now.key}: {corpora}")
 
     def _step(self, step: int, batches) -> None:
         training = self.config.training
@@ -317,7 +336,8 @@ class Trainer:
         }
         scalars |= self.engine.engine.module.scalars()
         if result.loss is not None:
-            scalars |= {"train/loss": result.loss} | self._bits_per_byte("train", result.loss, "train")
+            stage = mixture_at(step - 1, self.config.data, self.config.training)
+            scalars |= {"train/loss": result.loss} | self._bits_per_byte("train", result.loss, "train", stage)
         if self.steps_without_loss:
             self._warn_of_no_loss()
         self.entry.scalars |= scalars
@@ -370,12 +390,12 @@ class Trainer:
         if self.mesh.rank == 0:
             self.console.evaluation(step, scalars)
 
-    def _bits_per_byte(self, tag: str, loss: float, split: str) -> dict[str, float]:
+    def _bits_per_byte(self, tag: str, loss: float, split: str, stage: int = 0) -> dict[str, float]:
         """Bits per byte, if the loss is a code length: a causal model's cross entropy of all tokens of texts."""
         is_cross_entropy = tag == "eval" or self.config.objective.kind == "labels"
-        if not is_cross_entropy or not self.config.model.is_causal or not self.corpora.is_text(split):
+        if not is_cross_entropy or not self.config.model.is_causal or not self.corpora.is_text(split, stage):
             return {}
-        return {f"{tag}/bits_per_byte": self.corpora.bits_per_byte(loss, split)}
+        return {f"{tag}/bits_per_byte": self.corpora.bits_per_byte(loss, split, stage)}
 
     def _save(self, step: int) -> None:
         self.mesh.progress.begin("saving")

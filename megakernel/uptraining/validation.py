@@ -23,7 +23,7 @@ def measured_on(config: Config) -> dict[str, Any]:
     return {
         "eval_samples": config.training.eval_samples,
         "eval_seq_len": config.training.evaluation_len,
-        "validation": [corpus.model_dump(mode="json") for corpus in config.data.validation_corpora],
+        "validation": [corpus.model_dump(mode="json") for corpus in config.data.corpora_of("validation")],
     }
 
 

@@ -35,9 +35,10 @@ def test_each_length_has_its_own_stream_shared_by_its_phases(growing: Config):
     assert [index for step in range(5, 10) for index in indices(growing, step)] == list(range(5 * 8))
 
 
-def test_a_phase_reads_the_same_as_a_run_of_only_its_length(
-    growing: Config, corpus: Path, configure: Configure
+def test_without_unread_first_a_phase_reads_the_same_as_a_run_of_only_its_length(
+    corpus: Path, configure: Configure
 ):
+    growing = configure(corpus, seq_len_schedule=SCHEDULE, data={"unread_first": False})
     short = configure(corpus, seq_len=16, global_batch_size=16, micro_batch_size=4)
     long = configure(corpus)
     for step in range(3):
