@@ -18,7 +18,12 @@ from .training_run import (
     write_config,
 )
 
-PLAIN = ("logging.tensorboard=false", "schedule.name=constant", "checkpoint.every=1", "training.eval_samples=2")
+PLAIN = (
+    "logging.tensorboard=false",
+    "schedule.name=constant",
+    "checkpoint.every=1",
+    "training.eval_samples=2",
+)
 
 
 @pytest.fixture(scope="module")
