@@ -47,6 +47,9 @@ class Counts(BaseModel):
 
     bad_rows: int = 0
 
+    special_tokens: Counter[str] = Field(default_factory=Counter)
+    """Special tokens that texts name, with `prepare --special-tokens parse`."""
+
     left_out: dict[str, str] = Field(default_factory=dict)
     """Text files that turned out to be unreadable -> why."""
 

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -165,6 +165,9 @@ class Encoded:
     bytes: int = 0
     """UTF-8 bytes of their texts."""
 
+    special_tokens: Counter[str] = field(default_factory=Counter)
+    """Special tokens that their texts name, if these are parsed."""
+
     rejected: list[tuple[tuple[str, int], str]] = field(default_factory=list)
     """Place of each conversation that the chat template rejects, and why; all are in the split `train`."""
 
@@ -183,12 +186,22 @@ def content_hash(content: bytes, seed: int) -> int:
 class Encoder:
     """Encodes batches of documents; one lives in each worker."""
 
-    def __init__(self, tokenizer: Tokenizer, dtype: str, seed: int, validation_bound: float):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        dtype: str,
+        seed: int,
+        validation_bound: float,
+        parse_special: bool = False,
+    ):
         """dtype: numpy name of the integer type of the token files.
 
-        validation_bound: documents whose `content_hash` with `seed` is smaller are for validation.
+        validation_bound: documents whose `content_hash` with `seed` is smaller are for validation. parse_special:
+        whether a special token's name in a text is that token; one that begins or ends a text as the tokenizer itself
+        does is not doubled.
         """
         self._tokenizer = tokenizer
+        self._tokenizer.parse_special = parse_special
         self._dtype = np.dtype(dtype)
         self._seed = seed
         self._validation_bound = validation_bound
@@ -215,9 +228,11 @@ class Encoder:
                     answered = encode_answered(self._tokenizer, text, document.answers)
                     tokens = [*answered.tokens, self._tokenizer.eod]
                     split.scored.append(answered.scored())
+                    split.special_tokens += self._special_in(answered.tokens)
                 else:
                     prefix = [] if document.joined and sequences else self._tokenizer.prefix
-                    tokens = [*prefix, *next(ids), self._tokenizer.eod]
+                    tokens = self._bounded(prefix, next(ids))
+                    split.special_tokens += self._special_in(tokens[len(prefix) : -1])
                 sequences.append(np.array(tokens, dtype=self._dtype))
             if not sequences:
                 continue
@@ -226,6 +241,17 @@ class Encoder:
                 split.labels.append(document.label)
             split.bytes += len(content)
         return splits
+
+    def _bounded(self, prefix: list[int], ids: list[int]) -> list[int]:
+        """The ids of a text behind the prefix and before the end of the document."""
+        if self._tokenizer.parse_special:
+            ids = ids[len(prefix) :] if ids[: len(prefix)] == prefix else ids
+            ids = ids[:-1] if ids[-1:] == [self._tokenizer.eod] else ids
+        return [*prefix, *ids, self._tokenizer.eod]
+
+    def _special_in(self, ids: list[int]) -> Counter[str]:
+        names = self._tokenizer.special_tokens if self._tokenizer.parse_special else {}
+        return Counter(names[i] for i in ids if i in names)
 
     def _drawn_split(self, content: bytes) -> str:
         return "validation" if content_hash(content, self._seed) < self._validation_bound else "train"

@@ -13,7 +13,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
@@ -99,6 +99,10 @@ class PrepareRequest(BaseModel):
     eos_token: str | None = None
     """Token that ends documents, for a Hugging Face tokenizer that does not say which, or another than its own."""
 
+    special_tokens: Literal["text", "parse"] = "text"
+    """What a special token's name in a text, such as <|fim_prefix|>, becomes: `text` encodes its characters, `parse`
+    reads the token, for texts that were formatted for the tokenizer and come from nobody else."""
+
     chat: bool = False
     """Rows are conversations, lists of {role, content}: the tokenizer's chat template renders them, and only the
     assistant's tokens count in the loss."""
@@ -167,6 +171,17 @@ class PrepareRequest(BaseModel):
             raise UserError(
                 f"--labels {self.labels}: conversations have no classes; leave out --labels or --chat"
             )
+        if self.special_tokens == "parse":
+            if self.chat:
+                raise UserError(
+                    "--special-tokens parse: the chat template writes those of conversations, and messages are text; "
+                    "leave it out"
+                )
+            if tokenizers.is_own(self.tokenizer):
+                raise UserError(
+                    f"--special-tokens parse: --tokenizer {self.tokenizer} has no special token that a text may name; "
+                    "leave it out, or give a Hugging Face tokenizer"
+                )
         if self.chat and self.add_bos is not None:
             raise UserError("--add-bos: the chat template says how conversations begin; leave it out")
         for name, reason in self.without_effect().items():
@@ -358,12 +373,21 @@ def _summary(out: Path, manifest: Manifest, source: DocumentSource, counts: Coun
     if manifest.labels is not None:
         classes = ", ".join(map(str, manifest.labels.classes))
         yield f"  classes: {classes}" if classes else "  labels are numbers"
+    if manifest.arguments["special_tokens"] == "parse":
+        found = [f"{name} {count:,}" for name, count in counts.special_tokens.most_common(_MOST_SPECIAL)]
+        more = len(counts.special_tokens) - len(found)
+        listed = ", ".join(found) + (f" and {more} more" if more else "")
+        yield f"  special tokens in texts: {listed or 'none'}"
     for reason, count in manifest.skipped.items():
         yield f"  skipped {count:,} documents: {reason}"
     for line in describe_bad_rows(counts):
         yield f"    {line}"
     for line in describe_files(source.files, counts.left_out):
         yield f"  {line}"
+
+
+_MOST_SPECIAL = 10
+"""Special tokens that are counted by name."""
 
 
 def _documents(source: DocumentSource, request: PrepareRequest) -> Iterator[Document]:
@@ -439,12 +463,14 @@ def _write_splits(
         limits = [limit for limit in (source.total, request.max_documents) if limit is not None]
         task = progress.add_task("documents", total=min(limits, default=None), tokens=0)
         bound = saved["bound"] if "bound" in saved else _validation_bound(source, request)
-        encoder_arguments = folder / "tokenizer", dtype.__name__, request.seed, bound
+        parse = request.special_tokens == "parse"
+        encoder_arguments = folder / "tokenizer", dtype.__name__, request.seed, bound, parse
         batches = _batches(source, request, ends)
         for splits in parallel_map(partial(encode, encoder_arguments), batches, workers):
             for split, encoded in splits.items():
                 writer = writers.setdefault(split, TokenWriter(folder / split, dtype))
                 writer.add(encoded)
+                rejected.special_tokens += encoded.special_tokens
                 for place, reason in encoded.rejected:
                     rejected.add_bad(*place, reason)
                     check_bad_rows(_sum(source.counts, rejected), source.max_bad_rows, at_end=False)
@@ -476,11 +502,12 @@ def _write_splits(
 
 
 def _sum(read: Counts, rejected: Counts) -> Counts:
-    """What was read, with the documents that workers rejected counted as bad rows."""
+    """What was read, with what workers counted: documents that they rejected, as bad rows, and special tokens."""
     total = read.model_copy(deep=True)
     total.documents -= rejected.bad_rows
     total.bad_rows += rejected.bad_rows
     total.skipped += rejected.skipped
+    total.special_tokens += rejected.special_tokens
     for place, rows in rejected.bad.items():
         known = total.bad.setdefault(place, BadRows())
         known.count += rows.count

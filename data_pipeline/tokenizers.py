@@ -60,6 +60,9 @@ class Tokenizer(ABC):
     chat_template: str | None = None
     """Jinja template that renders conversations; None if it has none."""
 
+    parse_special = False
+    """Whether `encode_batch` reads the names of `special_tokens` in a text as these tokens."""
+
     probe = _PROBE
     """A text whose ids distinguish tokenizers of this kind."""
 
@@ -100,6 +103,11 @@ class Tokenizer(ABC):
     def prompt(self, text: str) -> list[int]:
         """Ids of a text to continue; never empty: without `bos`, an empty text is `eod`, as if a document had ended."""
         return [*self.prefix, *self.encode(text)] or [self.eod]
+
+    @property
+    def special_tokens(self) -> dict[int, str]:
+        """Id -> name of the tokens that are no text."""
+        return {}
 
     @property
     def ends_messages(self) -> bool:
@@ -200,13 +208,13 @@ class HuggingFaceTokenizer(Tokenizer):
         self.chat_template = self._own_template
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Ids of each text, without `bos`; special tokens spelled out in a text are ordinary text."""
+        """Ids of each text, without `bos`; names of special tokens are ordinary text unless `parse_special`."""
         if not texts:  # `transformers` raises IndexError
             return []
         return self._tokenizer(
             texts,
             add_special_tokens=False,
-            split_special_tokens=True,
+            split_special_tokens=not self.parse_special,
             return_attention_mask=False,
             return_token_type_ids=False,
             verbose=False,
@@ -229,6 +237,11 @@ class HuggingFaceTokenizer(Tokenizer):
         if self.chat_template != self._own_template:
             self._tokenizer.chat_template = self.chat_template
         return self._tokenizer
+
+    @property
+    def special_tokens(self) -> dict[int, str]:
+        """See `Tokenizer`: its special and other added tokens."""
+        return {number: token.content for number, token in self._tokenizer.added_tokens_decoder.items()}
 
     @property
     def eod_text(self) -> str:
@@ -412,6 +425,11 @@ def is_trained(spec: str) -> bool:
     return spec == "words" or spec.partition(":")[0] == "bpe"
 
 
+def is_own(spec: str) -> bool:
+    """Whether `make` makes the tokenizer itself: `byte`, `pixels` or one that it trains."""
+    return spec in ("byte", "pixels") or is_trained(spec)
+
+
 def make(
     spec: str, documents: Iterator[str], *, add_bos: bool | None = None, eos_token: str | None = None
 ) -> Tokenizer:
@@ -422,10 +440,9 @@ def make(
     that ends documents, for such tokenizers; None: the tokenizer's own.
     """
     name, _, size = spec.partition(":")
-    is_own = spec in ("byte", "pixels") or is_trained(spec)
-    if add_bos and is_own:
+    if add_bos and is_own(spec):
         raise UserError(f"--add-bos: --tokenizer {spec} has no beginning-of-sequence token; leave it out")
-    if eos_token is not None and is_own:
+    if eos_token is not None and is_own(spec):
         raise _has_its_own_end(spec)
     if spec == "byte":
         return ByteTokenizer()

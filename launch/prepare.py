@@ -59,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("add_bos", action=argparse.BooleanOptionalAction)
     add("eos_token", metavar="TOKEN")
+    add("special_tokens", choices=["text", "parse"])
     parser.add_argument(
         "--max-bad-rows",
         type=Number(float, 0, 1),
