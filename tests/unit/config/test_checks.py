@@ -44,6 +44,8 @@ from .trees import config, problems
         ({"training": {"z_loss": 1e-4}, "objective": {"kind": "distill", "teacher": "x"}}, "training.z_loss",
          "remove it"),
         ({"training": {"z_loss": 1e-4}, "uptrain": {}, "init": {"from": "x"}}, "training.z_loss", "remove it"),
+        ({"model": {"dropout": {"residual": 0.1}}, "objective": {"kind": "transfer", "teacher": "x"}}, "model.dropout",
+         "remove it"),
         ({"optimizer": {"name": "muon"}, "parallel": {"zero_stage": 3}}, "optimizer.name",
          "set adamw, or zero_stage to at most 2"),
         ({"optimizer": {"name": "muon", "trained": "mechanism"}}, "optimizer.name", "set adamw, or trained: all"),

@@ -100,6 +100,8 @@ def test_the_inputs_of_up_training_stages_may_not_change(changes, key):
         ({"schedule": {"name": "wsd", "decay_steps": 5, "warmup_steps": 3}}, ["schedule"]),
         ({"schedule": {"name": "linear"}}, ["schedule.name"]),
         ({"training": {"z_loss": 1e-4}}, ["training.z_loss"]),
+        ({"model": {"dropout": {"residual": 0.1, "embedding": 0.2}}}, ["model.dropout"]),
+        ({"model": {"dropout": {"residual": 0.1}}}, ["model.dropout.residual"]),
         # What may change anyway, or has changed at an earlier start, needs no permission.
         ({"training": {"steps": 200}}, ["training.steps", "optimizer.lr"]),
     ],

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from launch.cli import main
 from megakernel.checkpoint.dense import FAMILIES, DenseCheckpoint
+from megakernel.checkpoint.dense.checkpoint import config_fragment
 from megakernel.checkpoint.dense.configs import plain_config
 from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import UserError, load
@@ -63,6 +64,16 @@ def test_import_writes_a_configuration_that_a_run_extends(llama, tmp_path, capsy
     assert config.init.source == llama
     assert DenseCheckpoint(llama).differing_keys(config.model) == []
     assert (config.model.num_layers, config.model.vocab_size) == (2, dense_models.VOCABULARY)
+
+
+def test_import_says_that_it_reads_no_dropout(llama, tmp_path, capsys):
+    """Of a checkpoint that has some; the run takes it from model.dropout."""
+    checkpoint = DenseCheckpoint(llama, config=DenseCheckpoint(llama).config | {"attention_dropout": 0.1})
+    text = config_fragment(checkpoint)
+    assert "# dropout is not read (attention_dropout=0.1): runs have none, or that of model.dropout" in text
+    assert not checkpoint.model.dropout.any
+    assert main(["import", str(llama), "--to", str(tmp_path / "model.yaml")]) == 0
+    assert "dropout is not read" not in (tmp_path / "model.yaml").read_text() + capsys.readouterr().out
 
 
 def test_import_overwrites_nothing(llama, tmp_path, capsys):

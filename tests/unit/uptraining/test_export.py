@@ -16,6 +16,7 @@ from megakernel.checkpoint.dense.tokenizer import save_tokenizer
 from megakernel.checkpoint.export import generation_config
 from megakernel.checkpoint.manifest import SavedProgress, write_manifest
 from megakernel.config import Model, UserError, load, to_yaml
+from megakernel.config.model import Dropout
 from tests import dense_models
 from tests.unit.config import trees
 
@@ -45,6 +46,30 @@ def test_a_plain_configuration_equals_the_one_it_was_read_from(name, tmp_path):
     if name == "gpt2":  # an import reads no dropout, and an export says what the model was trained with
         unread |= {"attn_pdrop", "embd_pdrop", "resid_pdrop"}
     assert different <= unread
+
+
+@pytest.mark.parametrize(
+    ("name", "dropout", "expected"),
+    [
+        (
+            "gpt2",
+            {"residual": 0.1, "embedding": 0.2},
+            {"resid_pdrop": 0.1, "embd_pdrop": 0.2, "attn_pdrop": 0.0},
+        ),
+        ("gpt2", {}, {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+        ("gpt_neox", {"residual": 0.1, "embedding": 0.1}, {"hidden_dropout": 0.1}),
+        # One key stands for both places there.
+        ("gpt_neox", {"residual": 0.1}, {"hidden_dropout": None}),
+        ("phi3, sliding", {"residual": 0.1}, {"resid_pdrop": 0.1}),
+        ("llama", {"residual": 0.1}, {"resid_pdrop": None}),
+    ],
+)
+def test_dropout_is_written_where_the_family_has_a_key_for_its_places(name, dropout, expected, tmp_path):
+    dense_models.save(name, tmp_path)
+    checkpoint = DenseCheckpoint(tmp_path)
+    model = checkpoint.model.model_copy(update={"dropout": Dropout(**dropout)})
+    written = plain_config(model, model.vocab_size, 8)
+    assert {key: written.get(key) for key in expected} == expected
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "olmo3, some layers slide"])
