@@ -3,12 +3,16 @@
 import torch
 from matplotlib.figure import Figure
 
+from megakernel.attention.selected import FlurkaSelectedAttention, SelectedAttention
 from megakernel.model import LanguageModel
+from megakernel.model.layer import attention_cores
 from megakernel.model.layer_inputs import LayerInputs
 
 from .catalogue import ANALYSES
+from .choices import COLUMNS, choice_sums
 from .drawing import figures
 from .matrices import attention_matrix, image_rows
+from .reach import mean_rows
 from .spectra import eigenvalue_rows, relative_singular_values, singular_value_rows
 from .subject import captured_attention, first_sequence
 from .table import Row
@@ -20,9 +24,9 @@ def attention_figures(
 ) -> dict[str, Figure]:
     """Plots of each layer's attention matrices and singular values, by TensorBoard tag.
 
-    Tags: `plots/attention/layer_L`, `plots/singular_values/...` and, of learned covariances,
-    `plots/covariances/eigenvalues`. Costs one forward pass of `length` tokens and length / head_dim runs of each
-    layer's attention. Mode, noise and random state are restored. Layers whose numbers are not finite are left out.
+    Tags: `plots/attention/layer_L`, `plots/singular_values/...`, of learned covariances
+    `plots/covariances/eigenvalues`, and of chosen blocks `plots/choices/...`. Costs one forward pass of `length` tokens
+    and length / head_dim runs of each layer's attention; chosen blocks a further pass of _BLOCKS blocks. Mode, noise and random state are restored. Layers whose numbers are not finite are left out.
     Pipeline stages are not supported.
 
     Args:
@@ -43,9 +47,38 @@ def attention_figures(
             relative = relative_singular_values(matrix)
             values += singular_value_rows(layer, name, relative)
     eigenvalues = eigenvalue_rows(model) if draw else []
-    tables = {"attention": images, "singular_values": values, "covariances": eigenvalues}
+    choices = _choice_rows(model, inputs, draw)
+    tables = {
+        "attention": images,
+        "singular_values": values,
+        "covariances": eigenvalues,
+        "choices": choices,
+    }
     return {
         f"plots/{name}/{plot}": figure
         for name, rows in tables.items()
         for plot, figure in figures(rows, ANALYSES[name].plots).items()
     }
+
+
+_BLOCKS = 16
+"""Blocks of the tokens in which choices are measured; the weights that softmax would have are a matrix of them."""
+
+
+def _choice_rows(model: LanguageModel, inputs: LayerInputs, draw: bool) -> list[Row]:
+    """The rows of the analysis `choices` for the beginning of the first sequence; none without chosen blocks."""
+    sizes = [
+        core.near_window[0]
+        for core in attention_cores(model).values()
+        if isinstance(core, SelectedAttention | FlurkaSelectedAttention) and core.near_window is not None
+    ]
+    if not sizes:
+        return []
+    captured = captured_attention(model, first_sequence(inputs, _BLOCKS * max(sizes)))
+    sums = {
+        layer: [found]
+        for layer, one in captured.items()
+        if draw and one.is_finite and (found := choice_sums(one)) is not None
+    }
+    # A sequence of a few blocks may have no query that sees one before its window.
+    return [row for row in mean_rows(sums, COLUMNS) if "" not in row.values()]

@@ -1,5 +1,7 @@
 """Plots during training do not change the training."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -57,3 +59,27 @@ def test_layers_whose_numbers_are_not_finite_have_no_plots():
     factors[1][0] = torch.nan
     figures = attention_figures(model, labelled(1), length=16)
     assert list(figures) == TAGS_OF_TWO_LAYERS
+
+
+@pytest.mark.parametrize("preset", ["selected", "flurka_selected"])
+def test_chosen_blocks_have_plots_of_what_they_hold(preset):
+    chooses: dict[str, Any] = {"preset": preset, "near": {"blocks": 1}, "selection": {"blocks": 2}}
+    if preset == "selected":
+        chooses["near"] |= {"block_size": 4}
+    else:
+        chooses["compression"] = {"block_size": 4, "rank": 2}
+    model = small_model("softmax", attention_pattern=["softmax", chooses])
+    figures = attention_figures(model, labelled(1), length=16)
+    tags = [f"plots/choices/{name}" for name in ("found", "distance", "repeated")]
+    assert [tag for tag in figures if tag.startswith("plots/choices")] == tags
+    (image,) = figures[tags[0]].axes[0].get_images()
+    found = image.get_array()
+    assert found.shape[0] == 1, "one layer chooses"
+    assert ((found > 0) & (found <= 1)).all()
+    assert attention_figures(model, labelled(1), length=16, draw=False) == {}
+
+
+def test_a_sequence_of_one_block_has_no_plots_of_choices():
+    chooses = {"preset": "selected", "near": {"block_size": 64, "blocks": 1}}
+    model = small_model("softmax", attention_pattern=["softmax", chooses])
+    assert not [tag for tag in attention_figures(model, labelled(1), length=16) if "choices" in tag]
