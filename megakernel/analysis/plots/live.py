@@ -26,9 +26,8 @@ def attention_figures(
 
     Tags: `plots/attention/layer_L`, `plots/singular_values/...`, of learned covariances
     `plots/covariances/eigenvalues`, and of chosen blocks `plots/choices/...`. Costs one forward pass of `length` tokens
-    and length / head_dim runs of each layer's attention; chosen blocks a further pass of _BLOCKS blocks. Mode, noise and
-    random state are restored. Layers whose numbers are not finite are left out.
-    Pipeline stages are not supported.
+    and length / head_dim runs of each layer's attention; chosen blocks a further pass of _BLOCKS blocks. Mode, noise
+    and random state are restored. Layers whose numbers are not finite are left out. Pipeline stages are not supported.
 
     Args:
         model: all ranks that share its layers' weights must call this; each plots its own heads.
