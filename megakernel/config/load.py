@@ -9,6 +9,7 @@ from typing import Any
 
 from . import yaml_text
 from .attention import DEFAULT_PRESET, expand_preset
+from .epochs import with_steps
 from .errors import MISSING, ConfigError, Problem
 from .section import merged
 from .tree import Config
@@ -135,11 +136,13 @@ def load(path: str | Path, overrides: Iterable[str] = (), env: Mapping[str, str]
     """The configuration of one YAML file.
 
     The file is merged over those of `extends: FILE` or a list, relative to it. overrides: `section.key=value` with
-    YAML values. `${NAME}` and `${NAME:-default}` in values are read from `env`. ConfigError lists every problem.
+    YAML values. training.epochs becomes steps. `${NAME}` and `${NAME:-default}` in values are read from `env`.
+    ConfigError lists every problem.
     """
     tree = override(read_composed(Path(path)), overrides)
     plain, unset = interpolate(tree, env)
-    return validate(plain, unset)
+    plain, problems = with_steps(plain)
+    return validate(plain, [*unset, *problems])
 
 
 def from_yaml(text: str, source: str = "configuration") -> Config:

@@ -226,6 +226,10 @@ class Training(Section):
     """Tokens of the whole run in place of steps: as many steps as read at least these, global_batch_size x seq_len in
     each, are computed and recorded."""
 
+    epochs: float | None = Field(default=None, gt=0)
+    """Passes over the corpora in place of steps: the steps of so many samples as data.train has, rounded up, are
+    computed when the configuration is loaded, and recorded."""
+
     seq_len: int = Field(gt=0, le=1_000_000_000)
     """Tokens per sample; with a seq_len_schedule, of the last and longest phase."""
 
@@ -298,7 +302,12 @@ class Training(Section):
     @model_validator(mode="before")
     @classmethod
     def _compute_steps(cls, value: Any) -> Any:
-        """The tree with the steps that `tokens` stand for in its place."""
+        """The tree with the steps that `tokens` stand for in its place; those of `epochs` are known only to `load`."""
+        if isinstance(value, Mapping) and value.get("epochs") is not None:
+            reason = "stands for steps that only a configuration file's corpora tell"
+            raise ConfigError(
+                [Problem("epochs", value["epochs"], reason, "load it from a file, or set steps")]
+            )
         if not isinstance(value, Mapping) or value.get("tokens") is None:
             return value
         if value.get("steps") is not None:
