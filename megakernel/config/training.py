@@ -226,7 +226,7 @@ class Training(Section):
     """Tokens of the whole run in place of steps: as many steps as read at least these, global_batch_size x seq_len in
     each, are computed and recorded."""
 
-    epochs: float | None = Field(default=None, gt=0)
+    epochs: float | None = Field(default=None, gt=0, le=1_000_000)
     """Passes over the corpora in place of steps: the steps of so many samples as data.train has, rounded up, are
     computed when the configuration is loaded, and recorded."""
 
@@ -385,8 +385,11 @@ class Training(Section):
         return samples, tokens
 
     def problems(self) -> Iterator[Problem]:
-        """Batches that do not divide, lengths that shrink, and invalid ranges."""
+        """Batches that do not divide, lengths that shrink, and invalid ranges; epochs, which only `load` resolves."""
         yield from _phase_problems(self)
+        if self.epochs is not None:
+            reason = "stands for steps that only the corpora of a configuration file tell"
+            yield self.problem("epochs", reason, "load it from a file, or set steps")
         if self.checkpoint_offload and self.activation_checkpointing != "full":
             reason = f"has no effect with activation_checkpointing={self.activation_checkpointing}"
             yield self.problem(
