@@ -302,12 +302,9 @@ class Training(Section):
     @model_validator(mode="before")
     @classmethod
     def _compute_steps(cls, value: Any) -> Any:
-        """The tree with the steps that `tokens` stand for in its place; those of `epochs` are known only to `load`."""
-        if isinstance(value, Mapping) and value.get("epochs") is not None:
-            reason = "stands for steps that only a configuration file's corpora tell"
-            raise ConfigError(
-                [Problem("epochs", value["epochs"], reason, "load it from a file, or set steps")]
-            )
+        """The tree with the steps that `tokens` stand for in its place."""
+        if isinstance(value, Mapping) and value.get("epochs") is not None and value.get("steps") is None:
+            value = {**value, "steps": 1}  # `problems` refuses epochs that `load` has not resolved
         if not isinstance(value, Mapping) or value.get("tokens") is None:
             return value
         if value.get("steps") is not None:
