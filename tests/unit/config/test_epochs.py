@@ -86,5 +86,5 @@ def test_another_wrong_key_is_reported_beside_it(tmp_path: Path):
 
 
 def test_a_configuration_that_no_file_holds_has_no_epochs():
-    with pytest.raises(ConfigError, match=r"training\.epochs=2 stands for steps that only"):
+    with pytest.raises(ConfigError, match=r"training\.epochs=2.0 stands for steps that only"):
         config(training={"steps": None, "epochs": 2})
