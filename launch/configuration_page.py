@@ -21,7 +21,7 @@ _OPENING = """\
 
 Every key of a run's YAML file. `python -m launch.configuration_page` writes this page from the code; a test keeps it
 current. `megakernel config CONFIG` checks a file and prints all its values; `megakernel config --schema` prints the
-same as JSON schema, for an editor ([quickstart](quickstart.md#9-configuration-plans-diagnosis)).
+same as JSON schema, for an editor ([editor](editor_and_shell.md)).
 
 A file may begin with `extends: FILE` or a list of files, relative to it, whose keys it overrides. On the command line
 `section.key=value` changes a key. `${NAME}` and `${NAME:-default}` in a value are replaced from the environment.

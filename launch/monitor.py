@@ -13,6 +13,7 @@ from launch.found_runs import find, runs_in
 from launch.messages import console
 from launch.run_status import RunStatus, line_width, statuses, table
 from launch.slurm.job_folder import JobFolder
+from launch.terminal_curves import DEFAULT_WIDTH, check_curves, curves
 from megakernel.config import UserError
 
 HELP = "start TensorBoard and show the progress of runs"
@@ -33,6 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_root_argument(parser)
     add("--once", action="store_true", help="print the table once, without TensorBoard")
     add("--no-tensorboard", action="store_true", help="show only the table")
+    add(
+        "--curve",
+        action="store_true",
+        help="draw each run's losses over its tokens below the table (plotext)",
+    )
     add("--json", action="store_true", help="print one JSON object for each run once, without TensorBoard")
     add("--host", help="address to serve on (default localhost)")
     add("--port", type=int, metavar="P", help="port; 0: any (default: 6006 or the next free one)")
@@ -51,6 +57,10 @@ def run(args: argparse.Namespace) -> int:
     for option in ("host", "port", *(["every"] if once else [])):
         if (once or args.no_tensorboard) and (value := getattr(args, option)) is not None:
             raise UserError(f"--{option} {value} has no effect with {alone}; leave one out")
+    if args.curve and args.json:
+        raise UserError("--curve has no effect with --json; leave one out")
+    if args.curve:
+        check_curves()
     every = 5.0 if args.every is None else args.every
     if every <= 0:
         raise UserError(f"--every {every} is not positive; give seconds, such as 5")
@@ -64,7 +74,11 @@ def run(args: argparse.Namespace) -> int:
         return statuses([JobFolder(folder) for folder in folders or sorted(runs_in(args.root))])
 
     def render() -> str:
-        return table(current(), args.root, _COLUMNS, line_width())
+        now = current()
+        shown = [table(now, args.root, _COLUMNS, line_width())]
+        if args.curve:
+            shown += [_curves(status, args.root) for status in now]
+        return "\n\n".join(shown)
 
     if args.json:
         for status in current():
@@ -92,6 +106,13 @@ def run(args: argparse.Namespace) -> int:
                 time.sleep(every)
     except KeyboardInterrupt:
         return 0
+
+
+def _curves(status: RunStatus, root: Path) -> str:
+    """The curves of a run, which of an up-training are those of its current stage."""
+    folder = status.run if status.stage is None else status.run / status.stage
+    name = folder.relative_to(root) if folder.is_relative_to(root) else folder
+    return curves(folder, str(name), line_width() or DEFAULT_WIDTH)
 
 
 def start_tensorboard(root: Path, runs: Sequence[Path], host: str, port: int | None) -> str:

@@ -8,6 +8,7 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from launch.arguments import Number, add_config_arguments
 from launch.messages import console
@@ -41,7 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of a range, the devices that the configuration is meant for (default: the first)",
     )
-    add("--page", type=Path, metavar="FILE", help="write a Markdown page that includes softmax attention")
+    add(
+        "--page",
+        type=Path,
+        metavar="FILE",
+        help="write a Markdown page that includes softmax attention, and beside it an SVG picture of the memory",
+    )
     add(
         "--network",
         type=Number(float, 1e-3, 1_000_000),
@@ -112,12 +118,16 @@ def _write_page(
         value = getattr(args, option)
         words += [] if value is None else [f"--{option.replace('_', '-')}", str(value)]
     command = shlex.join(["megakernel", "plan", *words])
-    check_writable("--page", args.page)  # the layouts take a minute
+    picture = args.page.with_name(f"{args.page.stem}.memory.svg")
+    for file in (args.page, picture):
+        check_writable("--page", file)  # the layouts take a minute
     with console(stderr=True).status("planning"):
-        text = page(config, vocabulary, note, counts, at, gpu, command)
+        text, bars = page(config, vocabulary, note, counts, at, gpu, command, quote(picture.name))
     print(text, end="")
     with report_write_errors("--page", args.page):
         args.page.write_text(text, encoding="utf-8")
+        if bars is not None:
+            picture.write_text(bars, encoding="utf-8")
 
 
 def device_counts(text: str) -> list[int]:

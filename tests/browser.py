@@ -1,5 +1,6 @@
 """A real browser, controlled through a pipe with Chromium's DevTools protocol."""
 
+import base64
 import json
 import os
 import shutil
@@ -26,6 +27,21 @@ class Page:
         """Open a URL, and wait until it is loaded."""
         self._call("Page.navigate", url=url)
         self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
+
+    def download_into(self, folder: Path) -> None:
+        """Keep what the page saves in `folder`, under the names that it gives."""
+        self._call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
+
+    def picture(self, file: Path, width: int, height: int) -> None:
+        """Write a PNG of the page in a window of this size."""
+        self._call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
+        file.write_bytes(base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"]))
 
     def run(self, script: str) -> Any:
         """The value of a JavaScript expression; awaits promises."""

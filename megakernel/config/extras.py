@@ -33,8 +33,8 @@ EXTRAS: Mapping[str, Extra] = {
         {"transformers": "transformers", "tokenizers": "transformers", "huggingface_hub": "transformers"},
     ),
     "plot": Extra(
-        "analyze, plots in TensorBoard, the page of an up-training",
-        {"matplotlib": "matplotlib", "markdown": "markdown"},
+        "analyze, plots in TensorBoard, the page of an up-training, monitor --curve",
+        {"matplotlib": "matplotlib", "markdown": "markdown", "plotext": "plotext"},
     ),
     "slurm": Extra("submit, sweep, resume", {"submitit": "submitit"}),
     "serve": Extra("serve", {"fastapi": "fastapi", "uvicorn": "uvicorn", "starlette": "fastapi"}),

@@ -1,7 +1,7 @@
 """Batching of recurrent states: concatenating, selecting and naming rows. All state tensors have batch size first."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +10,9 @@ from torch.utils import _pytree as pytree
 
 from megakernel.ops.softmax_attention import SoftmaxState
 from megakernel.ops.weighted_attention import WeightedState
+
+if TYPE_CHECKING:
+    from megakernel.model import LanguageModel
 
 _GROWING = (SoftmaxState, WeightedState)
 """States with a key and a value per token. A query's position says how many of the last ones it sees, so rows of
@@ -60,6 +63,17 @@ def named_tensors(tree: Any) -> Iterator[tuple[str, Tensor]]:
     for path, x in pytree.tree_leaves_with_path(tree):
         if isinstance(x, Tensor):
             yield _name(path), x
+
+
+def state_bytes(tree: Any) -> int:
+    """Bytes of all tensors."""
+    return sum(x.nbytes for _, x in named_tensors(tree))
+
+
+def softmax_bytes_per_token(model: "LanguageModel") -> int:
+    """Bytes that each token adds to the key-value cache of this model with softmax over all tokens in every layer."""
+    sizes = model.settings.model
+    return sizes.num_layers * sizes.kv_heads * sizes.head_size * 2 * model.output_matrix.element_size()
 
 
 def with_tensors(like: Any, tensors: Mapping[str, Tensor]) -> Any:

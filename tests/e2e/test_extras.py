@@ -90,6 +90,7 @@ _LACKING = {
     "sweep": ("slurm", "submitit", ("sweep", "none.yaml")),
     "resume": ("slurm", "submitit", ("resume", "none")),
     "--print-completion": ("shell", "shtab", ("--print-completion", "bash")),
+    "--curve": ("plot", "plotext", ("monitor", "--once", "--curve", "--root", ".")),
     "serve": ("serve", "fastapi and uvicorn", ("serve", "runs/none")),
 }
 """What lacks a package -> its extra, the packages, the command."""

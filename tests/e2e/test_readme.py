@@ -16,7 +16,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 PAGES = (
     *("README.md", "docs/quickstart.md", "docs/long_context.md", "docs/tuning.md", "docs/serving.md"),
-    *("docs/optimization.md", "docs/from_text_to_a_model.md"),
+    *("docs/optimization.md", "docs/encoders.md", "docs/editor_and_shell.md", "docs/from_text_to_a_model.md"),
 )
 SHORTENED = {"megakernel pretrain configs/demo.yaml --nproc 2": ["training.steps=20"]}
 """Command -> what a test adds, because it takes minutes."""

@@ -419,6 +419,32 @@ def test_least_recently_used_sessions_are_evicted_with_a_clear_error():
             client.delete("/sessions/never", cast_to=object)
 
 
+@pytest.mark.parametrize(
+    "parts", [{"attention": "softmax"}, {"attention": FLURKA}], ids=["softmax", "flurka"]
+)
+def test_a_sessions_sizes_are_those_of_its_tensors_and_of_a_softmax_cache(parts):
+    """The counted cache is the measured one where the model has softmax in every layer."""
+    with served(random_model(**parts)) as server:
+        request = {
+            "model": NAME,
+            "prompt": "Once upon a time",
+            "max_tokens": 20,
+            "extra_body": {"session": "a"},
+        }
+        assert server.client.completions.create(**request).usage.completion_tokens == 20
+        info = server.get("/v1/sessions/a")
+        assert info == server.get("/v1/sessions")["data"][0]
+        assert info["softmax_bytes"] == info["softmax_bytes_per_token"] * 35, "the last token is not read yet"
+        assert info["tokens_per_second"] > 0
+        tensors = load(session_state(server, "a"))
+        assert info["bytes"] == sum(x.nbytes for name, x in tensors.items() if name != "seen")
+        assert (info["bytes"] == info["softmax_bytes"]) == (parts["attention"] == "softmax")
+        server.client.completions.create(**request | {"max_tokens": 1})
+        assert server.get("/v1/sessions/a")["tokens_per_second"] is None, "one token has no speed"
+        with pytest.raises(openai.NotFoundError, match="there is no session never"):
+            server.client.get("/sessions/never", cast_to=object)
+
+
 def test_a_session_answers_one_request_at_a_time(plain):
     request = {"model": NAME, "prompt": "x", "extra_body": {"session": "busy"}}
     with (

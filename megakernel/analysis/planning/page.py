@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from megakernel.config import Attention, Config, expand_preset
 
+from .bars import memory_bars
 from .gpus import Gpu
 from .plan import WAYS, Plan, Planned, plan, scaling
 from .seconds import seconds_line, step_flops
@@ -70,9 +71,27 @@ def _memory_and_sent(planned: Planned) -> list[str]:
 
 
 def page(
-    config: Config, vocabulary: int, note: str, counts: list[int], at: int, gpu: Gpu, command: str
-) -> str:
-    """The whole page; at: the number of devices for which the configuration is meant."""
+    config: Config,
+    vocabulary: int,
+    note: str,
+    counts: list[int],
+    at: int,
+    gpu: Gpu,
+    command: str,
+    picture: str,
+) -> tuple[str, str | None]:
+    """The whole page, and its picture of the layouts' memory (SVG; None if no layout is listed).
+
+    Args:
+        config: the run.
+        vocabulary: ids of the tokenizer.
+        note: where that number is from.
+        counts: numbers of devices.
+        at: the number of devices for which the configuration is meant.
+        gpu: the device.
+        command: the command that makes the page.
+        picture: the name under which the page shows its picture.
+    """
     plans = {way: list(scaling(config, vocabulary, counts, way, gpu, at)) for way in WAYS}
     configured = next(one for one in plans["strong"] if one.devices == at)
     lines = [
@@ -80,8 +99,14 @@ def page(
         f"## The best layouts of {at:,} GPUs: *predicted*",
     ]
     shown = listed(configured, SHOWN)
-    for table in (layouts(shown, gpu), *parts(shown)):
-        lines += ["", *markdown(table)]
+    bars = memory_bars(shown, gpu) if shown else None
+    if bars is None:
+        lines += ["", f"No layout fits: {configured.why_none}."]
+    else:
+        lines += ["", *markdown(layouts(shown, gpu))]
+        lines += ["", f"![Memory per device by part, as stacked bars: the first table below]({picture})"]
+        for table in parts(shown):
+            lines += ["", *markdown(table)]
     for way, title in WAYS.items():
         lines += ["", f"## {title.capitalize()}: *predicted*", "", *markdown(growing(plans[way], vocabulary))]
     against = plan(with_attention(config, "softmax"), vocabulary, at, gpu)
@@ -89,7 +114,7 @@ def page(
     rows = [[name, *row] for name, row in zip(("as configured", "softmax"), table.rows)]
     lines += ["", f"## Softmax attention in the same model on {at:,} GPUs: *predicted*", "", _SOFTMAX, ""]
     lines += markdown(PlanTable(("attention", *table.columns), rows))
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n", bars
 
 
 _SOFTMAX = (

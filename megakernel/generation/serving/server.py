@@ -117,10 +117,27 @@ def create_app(
         check_model(model_name)
         return model
 
+    def session_info(session_name: str, session: Session) -> dict[str, Any]:
+        return {
+            "id": session_name,
+            "object": "session",
+            "chat": session.messages is not None,
+            "tokens": session.state.tokens,
+            "bytes": session.size,
+            "softmax_bytes": session.tokens_read * worker.softmax_bytes_per_token,
+            "softmax_bytes_per_token": worker.softmax_bytes_per_token,
+            "tokens_per_second": session.tokens_per_second,
+            "last_used": int(session.used),
+        }
+
     @app.api_route("/v1/sessions", dependencies=keyed, methods=_READ)
     async def sessions() -> dict[str, Any]:
         sessions = await worker.call(worker.sessions.items)
-        return {"object": "list", "data": [_session_info(key, session) for key, session in sessions]}
+        return {"object": "list", "data": [session_info(key, session) for key, session in sessions]}
+
+    @app.api_route(_SESSION, dependencies=keyed, methods=_READ)
+    async def one_session(session: _Name) -> dict[str, Any]:
+        return session_info(session, await worker.call(lambda: worker.sessions.find(session)))
 
     @app.api_route(f"{_SESSION}/state", dependencies=keyed, methods=_READ)
     async def state(session: _Name) -> Response:
@@ -132,7 +149,7 @@ def create_app(
     @app.put(f"{_SESSION}/state", dependencies=keyed)
     async def restore(session: _Name, request: Request) -> dict[str, Any]:
         data = await read_body(request, limits.state_bytes, "--max-state-mib", limits.read_seconds)
-        return _session_info(session, await worker.restore(session, data))
+        return session_info(session, await worker.restore(session, data))
 
     @app.delete(_SESSION, dependencies=keyed)
     async def forget(session: _Name) -> dict[str, Any]:
@@ -165,11 +182,6 @@ def _check_is_json(request: Request) -> None:
             "(curl: -H 'Content-Type: application/json')",
             status=415,
         )
-
-
-def _session_info(name: str, session: Session) -> dict[str, Any]:
-    tokens, used = session.state.tokens, int(session.used)
-    return {"id": name, "object": "session", "tokens": tokens, "bytes": session.size, "last_used": used}
 
 
 class _EventStream(StreamingResponse):

@@ -41,11 +41,18 @@ class Session:
     """The conversation including its last answer; None for a text."""
 
     used: float = field(default_factory=time.time)
+    tokens_per_second: float | None = None
+    """Of the last answer, after its first token; None for a state from a file, and after one token."""
 
     @property
     def size(self) -> int:
         """Bytes of its state."""
-        return sum(x.nbytes for _, x in states.named_tensors(self.state.decoder.states))
+        return states.state_bytes(self.state.decoder.states)
+
+    @property
+    def tokens_read(self) -> int:
+        """Tokens that its state is of: the last one of an answer is read with what follows it."""
+        return self.state.tokens - len(self.state.unread)
 
 
 class Sessions:

@@ -6,6 +6,7 @@ import logging
 import queue
 import secrets
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -28,6 +29,7 @@ from ..engine import (
     position_limit,
 )
 from ..run import check_text, prompt_tokens
+from ..states import softmax_bytes_per_token
 from ..text import TokenBytes
 from . import sessions
 from .protocol import Body, ChatBody, CompletionBody, Refusal
@@ -77,6 +79,12 @@ class GenerationJob:
     text: str = ""
     """The generated text, if a session is kept."""
 
+    times: list[float] = field(default_factory=list)
+    """Seconds on a clock at the first token and at the last one, if a session is kept."""
+
+    drawn: int = 0
+    """Tokens that were drawn, if a session is kept."""
+
     async def read(self) -> AsyncIterator[Piece]:
         """All pieces as they are generated. Raises RunFailed if the server fails."""
         running = len(self.texts)
@@ -86,6 +94,17 @@ class GenerationJob:
                 raise piece
             running -= piece.finish is not None
             yield piece
+
+    def add_token(self, piece: str) -> None:
+        """Note a token of a session's text: its piece, and the time."""
+        self.text += piece
+        self.drawn += 1
+        self.times = [*self.times[:1], time.perf_counter()]
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Speed after the first token, which waits for the prompt; None with one token."""
+        return (self.drawn - 1) / (self.times[-1] - self.times[0]) if self.drawn > 1 else None
 
     def put(self, piece: Piece | Exception) -> None:
         """Send a piece to the request's task; called on the model's thread."""
@@ -164,6 +183,7 @@ class Worker:
         self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self.sessions = sessions.Sessions(max_sessions)
         self.fingerprint = sessions.fingerprint(opened, self._model)
+        self.softmax_bytes_per_token = softmax_bytes_per_token(self._model)
         self._readers = [Reader(opened, name) for name in ("short requests", "long requests")]
         self._thread = threading.Thread(target=self._work, name="model", daemon=True)
         self._thread.start()
@@ -266,7 +286,7 @@ class Worker:
     def _handle_step(self, step: TextStep) -> None:
         job, choice = self._jobs[step.text]
         if job.body.session is not None:
-            job.text += step.piece
+            job.add_token(step.piece)
         if step.text.finish is not None:
             del self._jobs[step.text]
             self._end_session(job, step.text)
@@ -282,7 +302,7 @@ class Worker:
             messages = job.prompt.messages
             if messages is not None:
                 messages = [*messages, {"role": "assistant", "content": job.text}]
-            session = sessions.Session(text.final_state, messages)
+            session = sessions.Session(text.final_state, messages, tokens_per_second=job.tokens_per_second)
         self.sessions.release(name, session)
 
     def _remove(self, job: GenerationJob) -> None:

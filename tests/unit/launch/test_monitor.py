@@ -2,6 +2,7 @@ import errno
 import itertools
 import json
 import os
+import re
 import socket
 import time
 from dataclasses import replace
@@ -134,6 +135,57 @@ def test_one_table_shows_all_runs_and_the_stages_of_an_up_training(run, capsys):
     ]
     assert main(["monitor", "up", "--root", str(run.parent), "--once"]) == 0
     assert "first" not in capsys.readouterr().out
+
+
+def write_losses(run, train, evaluated):
+    """Metrics of a run with these losses by step."""
+    lines = [{"step": step, "train/loss": loss} for step, loss in train.items()]
+    lines += [{"step": step, "eval/loss": loss} for step, loss in evaluated.items()]
+    write(run)
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in sorted(lines, key=lambda x: x["step"]))
+    )
+
+
+def test_a_curve_shows_the_losses_over_tokens_in_80_columns(run, capsys, monkeypatch):
+    """A column of the drawing is a place of the run, a line of it a loss: the points are where they belong."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    steps = range(1, 101)
+    write_losses(run, {step: 5 - 0.04 * step for step in steps}, {0: 5.0, 50: 3.0, 100: 1.0})
+    assert main(["monitor", "first", "--root", str(run.parent), "--once", "--curve"]) == 0
+    out = capsys.readouterr().out
+    table, drawing = out.split("\n\n", 1)
+    assert table.splitlines()[1].startswith("first")
+    lines = drawing.rstrip().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "\x1b" not in out
+    assert lines[0].strip() == "first: train/loss (line), eval/loss (o)"
+    assert lines[-1].strip() == "tokens"
+    assert lines[-2].split() == ["0", "12,800", "25,600", "38,400", "51,200"], "512 tokens a step"
+    grid = [re.split("[┤│]", line)[1] for line in lines[2:-3]]
+    marks = [
+        (column, row) for row, line in enumerate(grid) for column, mark in enumerate(line) if mark == "o"
+    ]
+    width, height = len(grid[0]), len(grid)
+    assert len(marks) == 3
+    assert marks[0] == (0, 0)
+    assert marks[-1] == (width - 1, height - 1)
+    assert abs(marks[1][0] - width / 2) < 2
+    assert abs(marks[1][1] - height / 2) < 2
+    line = [row for row, marks in enumerate(grid) if any("\u2801" <= mark <= "\u28ff" for mark in marks)]
+    assert line == list(range(height)), "the line goes from the highest loss to the lowest"
+
+
+def test_runs_without_a_curve_say_why(run, capsys):
+    write(run)
+    assert main(["monitor", "--root", str(run.parent), "--once", "--curve"]) == 0
+    assert "no curve: first has logged no loss yet" in capsys.readouterr().out
+    write_losses(run, {3: 2.0}, {})
+    assert main(["monitor", "--root", str(run.parent), "--once", "--curve"]) == 0
+    assert "1,536" in capsys.readouterr().out, "one point"
+    (run / "metrics.jsonl").write_text("[\n")
+    assert main(["monitor", "--root", str(run.parent), "--once", "--curve"]) == 0
+    assert f"no curve: {run}/metrics.jsonl is damaged" in capsys.readouterr().out
 
 
 def test_the_last_evaluation_is_shown_also_of_an_ended_run(run, capsys):
@@ -331,6 +383,7 @@ def test_tensorboard_gets_a_different_name_for_each_run(run, monkeypatch):
         (["nosuch"], 3, "nosuch is no run; runs: first"),
         (["--every", "0"], 2, "--every 0.0 is not positive"),
         (["--port", "99999"], 2, "--port 99999 is no port"),
+        (["--json", "--curve"], 2, "--curve has no effect with --json"),
         (["--once", "--every", "2"], 2, "--every 2.0 has no effect with --once"),
         (["--once", "--port", "0"], 2, "--port 0 has no effect with --once"),
         (["--json", "--every", "2"], 2, "--every 2.0 has no effect with --json"),

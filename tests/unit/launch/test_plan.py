@@ -2,6 +2,7 @@
 
 import json
 import re
+from xml.etree import ElementTree
 
 import pytest
 
@@ -120,6 +121,50 @@ def test_a_page_names_its_command_and_the_baselines(file, capsys, tmp_path):
     assert f"`megakernel plan {file} --gpus 8 --gpu h100 --page {out}`" in page
     assert "Nothing on this page was measured" in page
     assert "## Softmax attention in the same model" in page
+    assert "(plan.memory.svg)" in page
+    listed = re.findall(r"^\| (configured|#\d) \|", page, re.MULTILINE)
+    assert listed[0] == "configured"
+    columns = [
+        cells.split(" | ")
+        for cells in re.findall(r"^\| memory per device, GB \|.*\n.*\n((?:\|.*\n)+)", page, re.M)[
+            0
+        ].splitlines()
+    ]
+    memory = {part.strip("| "): [float(cell.strip("| ")) for cell in cells] for part, *cells in columns}
+    svg = ElementTree.parse(out.with_name("plan.memory.svg")).getroot()
+    space = "{http://www.w3.org/2000/svg}"
+    bars = [rect for rect in svg.iter(f"{space}rect") if rect.find(f"{space}title") is not None]
+    parts = [part for part in memory if part != "total"]
+    assert len(bars) == len(listed) * len(parts)
+    limit = next(svg.iter(f"{space}line"))
+    left = min(float(bar.get("x")) for bar in bars)
+    scale = (float(limit.get("x1")) - left) / 80
+    titles = {bar.find(f"{space}title").text: float(bar.get("width")) for bar in bars}
+    for number, name in enumerate(listed):
+        ends = left
+        for part in parts:
+            width = titles[f"{name}: {part} {memory[part][number]:.3g} GB"]
+            assert width == pytest.approx(memory[part][number] * scale, rel=0.01, abs=0.1)
+            ends += width
+        assert ends == pytest.approx(left + memory["total"][number] * scale, abs=2)
+    words = [element.text for element in svg.iter(f"{space}text")]
+    assert "NVIDIA H100 SXM: 80 GB" in words
+    assert all(any(word.startswith(f"{part} ") and word.endswith(" GB") for word in words) for part in parts)
+
+
+def test_a_page_of_a_run_that_fits_nowhere_says_why(file, capsys, tmp_path):
+    out = tmp_path / "plan.md"
+    huge = [
+        "model.hidden_size=32768",
+        "model.num_heads=64",
+        "model.num_layers=64",
+        "training.global_batch_size=1",
+    ]
+    invalid = ["parallel.tensor=2", "training.micro_batch_size=1"]
+    command = ["plan", file, *huge, *invalid, "--gpus", "1", "--gpu", "h100", "--page", str(out)]
+    assert main(command) == 0
+    assert "No layout fits: needs " in out.read_text()
+    assert not (tmp_path / "plan.memory.svg").exists()
 
 
 @pytest.mark.parametrize(
