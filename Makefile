@@ -67,8 +67,8 @@ lint: $(VENV)/installed-dev ## style, types and the direction of imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-gpu-check: $(VENV)/installed-dev ## on a GPU: are the kernels right, how fast, how fast does a model train; 3 x 9 minutes
-	@for part in correctness speed training; do $(BIN)/python -m benchmarks.gpu_check $$part || status=$$?; done; \
+gpu-check: $(VENV)/installed-dev ## on a GPU: a step's profile, are the kernels right, how fast, how fast is training; 4 x 9 minutes
+	@for part in profile correctness speed training; do $(BIN)/python -m benchmarks.gpu_check $$part || status=$$?; done; \
 	exit $${status:-0}
 
 format: $(VENV)/installed-dev ## rewrite the sources in the project's style

@@ -1,12 +1,17 @@
-"""The first half hour on a GPU: are the kernels correct, how fast are they, and how fast does a model train.
+"""The first half hour on a GPU: where a training step's time goes, are the kernels correct, how fast is everything.
 
+    python -m benchmarks.gpu_check profile
     python -m benchmarks.gpu_check correctness
     python -m benchmarks.gpu_check speed
     python -m benchmarks.gpu_check training
 
-`make gpu-check` runs the three parts, each of at most 9 minutes: programs run one after another and are cut off at the
-limit. `benchmarks/results/gpu_PART.md` is written after every program and has the last lines of each. For profilers and
-sanitizers, `python -m benchmarks.gpu_check call` is one FLuRKA layer forward and backward, and one decoded token.
+`make gpu-check` runs the four parts, each of at most 9 minutes: programs run one after another and are cut off at the
+limit. `benchmarks/results/gpu_PART.md` is written after every program and has the last lines of each. `profile` also
+writes a page for each model, `gpu_step_MODEL.md`: a measured step beside its counted budget, the shipped FLuRKA first.
+
+Without a GPU, `python -m benchmarks.gpu_check profile --dry-run` goes the same way with small models on the CPU. For
+profilers and sanitizers, `python -m benchmarks.gpu_check call` is one FLuRKA layer forward and backward, and one
+decoded token.
 """
 
 import json
@@ -17,13 +22,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from benchmarks.kernels.budget import VOCAB_SIZE
 from benchmarks.kernels.step import summary
 from benchmarks.page import docstring_parser, page_header, table, table_row, write_page
 from benchmarks.training_runs import preset_tree
@@ -42,6 +48,11 @@ RUNS = Path("runs/gpu-check")
 """Folder of training runs, removed after each program: its output has the results."""
 
 RESULTS = Path(__file__).parent / "results"
+
+DRY_RUN = Path("runs/gpu-check-dry-run")
+"""Folder of the pages of a dry run, whose times say nothing."""
+
+MICRO_BATCH_TOKENS = 32_768
 PYTHON = sys.executable
 CLI = (PYTHON, "-m", "launch.cli")
 
@@ -145,6 +156,40 @@ def _attention_benchmark(tokens: int, *more: str) -> Check:
     )
 
 
+def _micro_batch(seq_len: int) -> int:
+    """Sequences of a micro-batch: 4 of 8 thousand tokens. 4 of 32 thousand would take 155 GB, planned."""
+    return max(1, MICRO_BATCH_TOKENS // seq_len)
+
+
+def profile_checks(results: Path, *options: str) -> Iterator[Check]:
+    """Profiles of what people train, the most informative first, with pages in `results`. options: of each program."""
+    models = {
+        "FLuRKA": ("configs/pretrain-350m.yaml",),
+        "softmax": ("configs/pretrain-350m.yaml", "model.attention=softmax"),
+        "hybrid": ("configs/pretrain-350m-hybrid.yaml",),
+    }
+    sizes = [(name, 8192, compiled) for name in models for compiled in ("none", "layer")]
+    sizes += [(name, 32_768, compiled) for compiled in ("none", "layer") for name in models]
+    for name, seq_len, compiled in sizes:
+        title = f"350m, {name}, sequences of {seq_len:,}" + (", compiled" if compiled == "layer" else "")
+        page = results / f"gpu_step_350m_{name.lower()}_{seq_len}{'_compiled' * (compiled == 'layer')}.md"
+        keys = (
+            f"training.seq_len={seq_len}",
+            f"training.micro_batch_size={_micro_batch(seq_len)}",
+            f"training.compile={compiled}",
+        )
+        command = (PYTHON, "-m", "benchmarks.step_profile", *models[name], *keys, *options)
+        yield Check(title, (*command, "--out", str(page)))
+
+
+def dry_checks(results: Path) -> list[Check]:
+    """`profile_checks` of small models on the CPU: one length, as all are short, and one model that is compiled."""
+    options = ("--device", "cpu", "--small", "--steps", "2")
+    checks = [check for check in profile_checks(results, *options) if "8,192" in check.title]
+    checks = [check for check in checks if "compiled" not in check.title or "FLuRKA" in check.title]
+    return sorted(checks, key=lambda check: "compiled" in check.title)  # it takes a minute
+
+
 def _pretrain(size: str, mechanism: str, seq_len: int) -> Check:
     """A few steps of a shipped configuration on one GPU, on the standard library's source, two of them profiled."""
     keys = {
@@ -153,11 +198,12 @@ def _pretrain(size: str, mechanism: str, seq_len: int) -> Check:
         "data.train": "data/stdlib",
         "model.attention": json.dumps(preset_tree(mechanism)),
         "parallel.context": 1,
+        "model.vocab_size": VOCAB_SIZE,
         "training.seq_len": seq_len,
         "training.steps": 12,
         "training.eval_samples": 4,
-        "training.micro_batch_size": 1,
-        "training.global_batch_size": 4,
+        "training.micro_batch_size": _micro_batch(seq_len),
+        "training.global_batch_size": 2 * _micro_batch(seq_len),
         "training.log_every": 1,
         "training.profile": "{start: 10, steps: 2}",
         "schedule.warmup_steps": 2,
@@ -177,6 +223,7 @@ NCU = (
 """What limits FLuRKA's kernels, at the size of `kernel_times`."""
 
 PARTS = {
+    "profile": tuple(profile_checks(RESULTS, "--device", "cuda")),
     "correctness": (
         _tests("decoding", "decode", "flurka_decode"),
         _tests("FLuRKA", "flurka_attention", "wrapped"),
@@ -243,16 +290,28 @@ def main() -> int:
     """Run a part; return 1 if a program has failed, 2 without a GPU."""
     parser = docstring_parser(__doc__)
     parser.add_argument("part", choices=(*PARTS, "call"))
-    part = parser.parse_args().part
-    if not torch.cuda.is_available():
-        print("gpu_check: no GPU is here; run it where `nvidia-smi` lists one", file=sys.stderr)
+    parser.add_argument("--dry-run", action="store_true", help="small models on the CPU; for profile")
+    options = parser.parse_args()
+    part = options.part
+    if options.dry_run and part != "profile":
+        print(f"gpu_check: --dry-run is given with {part}; it is for profile", file=sys.stderr)
+        return 2
+    if not options.dry_run and not torch.cuda.is_available():
+        print(
+            "gpu_check: no GPU is here; run it where `nvidia-smi` lists one, or try it with profile --dry-run",
+            file=sys.stderr,
+        )
         return 2
     if part == "call":
         profiled_call()
         return 0
     # When an outer time limit ends this process, `run` ends the program that it runs.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    results = run_all(part, PARTS[part], PART_SECONDS, RESULTS / f"gpu_{part}.md")
+    if options.dry_run:
+        out = DRY_RUN / "gpu_profile.md"
+        results = run_all("profile --dry-run", dry_checks(DRY_RUN), PART_SECONDS, out)
+    else:
+        results = run_all(part, PARTS[part], PART_SECONDS, RESULTS / f"gpu_{part}.md")
     return 1 if any(result.failed for result in results) else 0
 
 

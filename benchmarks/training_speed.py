@@ -2,16 +2,19 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.training_speed --out benchmarks/results/training_speed_cpu.md
 
+    OMP_NUM_THREADS=1 python -m benchmarks.training_speed --compile --lengths 1024 --turns 3
+
 Our models run in the engine of `megakernel pretrain`, with softmax and with the default FLuRKA. All have the same
 sizes, sequences, dtype and gradient clipping. Each trains in its own process, and the processes take turns, so that
 other load on the machine affects all of them. On a CPU the times are CPU time of the process; on a GPU they are wall
-clock time, and models are in bfloat16.
+clock time, and models are in bfloat16. --compile adds our models with compiled layers (`training.compile: layer`),
+which are compiled before the first turn.
 """
 
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -25,6 +28,13 @@ from megakernel.config import Config, Parallel
 BASELINE = "transformers"
 MODELS = {BASELINE: "transformers", "softmax": "softmax", "flurka": "FLuRKA"}
 """Model -> its name on the page; our models are presets of model.attention."""
+
+COMPILED = " compiled"
+"""Ends the names of our models with compiled layers."""
+
+WITH_COMPILED = MODELS | {
+    f"{preset}{COMPILED}": f"{MODELS[preset]}, compiled" for preset in ("softmax", "flurka")
+}
 
 LENGTHS = (512, 4096, 16384)
 TARGETS = {"softmax": (1, 1, 1), "flurka": (1, 2, 6)}
@@ -63,13 +73,14 @@ class Turn(NamedTuple):
     """Loss of the last step, in nats."""
 
 
-def configuration(attention: str, sizes: StepSizes) -> Config:
-    """A configuration of our model, with one document per sequence."""
+def configuration(name: str, sizes: StepSizes) -> Config:
+    """A configuration of our model of this name, with one document per sequence."""
+    attention, compiles = name.removesuffix(COMPILED), name.endswith(COMPILED)
     model = {"num_layers": sizes.layers, "hidden_size": sizes.width, "num_heads": sizes.heads}
     batch = {"global_batch_size": sizes.batch_size, "micro_batch_size": sizes.batch_size}
     return benchmark_config(
         {**model, "ffn_hidden_size": sizes.inner, "attention": attention},
-        {"seq_len": sizes.length, **batch, "dtype": DTYPE},
+        {"seq_len": sizes.length, **batch, "dtype": DTYPE, "compile": "layer" if compiles else "none"},
         data={"isolate_documents": False},
     )
 
@@ -147,16 +158,16 @@ def _worker(model: str, sizes: StepSizes, pipe: Connection) -> None:
         pipe.send(Turn((clock() - start) / steps, loss))
 
 
-def measure(sizes: StepSizes, turns: int) -> dict[str, list[Turn]]:
+def measure(sizes: StepSizes, turns: int, models: Iterable[str] = MODELS) -> dict[str, list[Turn]]:
     """Train each model for this many turns."""
     spawning = multiprocessing.get_context("spawn")
     pipes: dict[str, Connection] = {}
-    for model in MODELS:
+    for model in models:
         pipes[model], end = spawning.Pipe()
         spawning.Process(target=_worker, args=(model, sizes, end), daemon=True).start()
         end.close()
         pipes[model].recv()  # before the next one starts
-    results: dict[str, list[Turn]] = {model: [] for model in MODELS}
+    results: dict[str, list[Turn]] = {model: [] for model in pipes}
     for _ in range(turns):
         for model, pipe in pipes.items():
             pipe.send(max(1, TOKENS // (sizes.batch_size * sizes.length)))
@@ -175,15 +186,22 @@ def row(sizes: StepSizes, results: dict[str, list[Turn]]) -> str:
         f"{sizes.length:,}",
         *(f"{sizes.batch_size * sizes.length / one:,.0f}" for one in times.values()),
     ]
-    for model, targets in TARGETS.items():
-        target = f" ({targets[LENGTHS.index(sizes.length)]})" if sizes.length in LENGTHS else ""
+    for model in _compared(results):
+        targets = TARGETS.get(model)
+        target = f" ({targets[LENGTHS.index(sizes.length)]})" if targets and sizes.length in LENGTHS else ""
         cells.append(f"{times[BASELINE] / times[model]:.2f}{target}")
     return table_row(cells)
 
 
-def page(rows: Sequence[str], sizes: StepSizes, command: str) -> str:
-    """The page: explanation and table."""
-    columns = ["tokens of a sequence", *MODELS.values(), *(f"{MODELS[model]} (target)" for model in TARGETS)]
+def _compared(models: Iterable[str]) -> list[str]:
+    """Those that have a column of speeds relative to the baseline."""
+    return [model for model in models if model != BASELINE]
+
+
+def page(rows: Sequence[str], sizes: StepSizes, command: str, models: Mapping[str, str] = MODELS) -> str:
+    """The page: explanation and table. models: those of the rows."""
+    relative = (models[model] + " (target)" * (model in TARGETS) for model in _compared(models))
+    columns = ["tokens of a sequence", *models.values(), *relative]
     text = (
         f"{sizes.layers} layers × {sizes.width}, {sizes.heads} heads, SwiGLU of {sizes.inner}, "
         f"{sizes.vocab_size:,} ids, tied embeddings, {DTYPE}, {sizes.batch_size} sequence(s) of one document a step. "
@@ -201,10 +219,12 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of a sequence")
     parser.add_argument("--batch-size", "--rows", type=int, default=1, help="sequences of a step")
     parser.add_argument("--turns", type=int, default=5, help="turns of each model at each length")
+    parser.add_argument("--compile", action="store_true", help="also our models with compiled layers")
     options = parser.parse_args()
+    models = WITH_COMPILED if options.compile else MODELS
     sizes = [StepSizes(length, options.batch_size) for length in options.lengths]
-    rows = [row(one, measure(one, options.turns)) for one in sizes]
-    write_page(page(rows, sizes[0], command_line("training_speed")), options.out)
+    rows = [row(one, measure(one, options.turns, models)) for one in sizes]
+    write_page(page(rows, sizes[0], command_line("training_speed"), models), options.out)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,9 @@ into a sequence, as in training. The first layer of a micro-batch makes tables o
 they are counted separately. Launches are recorded instead of made, so no GPU is needed. Operations are those of torch
 that start work, also inside the kernels' operators: not views and not tensors without contents. A variant is one
 compilation of a kernel, for its compile-time values, types and divisibilities. Time is CPU time of one thread for one
-head and SHORT_TOKENS tokens, where torch's operations have little to compute; starting a kernel comes on top.
+head and SHORT_TOKENS tokens, where torch's operations have little to compute. Starting a kernel comes on top: of that,
+the page has how long Triton takes to bind the arguments and to find the compiled kernel by them, which needs no GPU
+either, and how many arguments a kernel has, tuples as their parts; what it then hands to the driver is not counted.
 """
 
 import os
@@ -21,6 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import compute_cache_key, create_function_from_signature
 
 from benchmarks.page import page_header, page_parser, table, table_row, write_page
 from megakernel.attention import Rotary, build
@@ -139,10 +144,53 @@ def variants(name: str) -> Mapping[str, int]:
     return {kernel: len(prints) for kernel, prints in compiled.items()}
 
 
+class Binding(NamedTuple):
+    """What Triton does with the arguments of a layer's launches."""
+
+    arguments: Mapping[str, int]
+    """Kernel -> arguments, tuples as their parts."""
+
+    microseconds: float
+    """To bind all of a layer's, forward and backward, and to find the compiled kernels."""
+
+
+def measure_binding(name: str, repeats: int = REPEATS) -> Binding:
+    """Measure a layer's launches on SHORT_TOKENS tokens with the functions that Triton itself launches with."""
+    target = make_backend(GPUTarget("cuda", DEFAULT_CAPABILITY, 32))
+    layer = build_layer(name, SHORT_TOKENS, heads=1)
+    with record_launches() as launches:
+        layer.backward(layer.forward())
+    calls: list[Callable[[], Any]] = []
+    for launch in launches:
+        kernel = launch.kernel
+        binder = create_function_from_signature(kernel.signature, kernel.params, target)
+        calls.append(partial(_bind, binder, {}, launch))
+    spent = []
+    for _ in range(repeats):
+        start = time.process_time()
+        for call in calls:
+            call()
+        spent.append(time.process_time() - start)
+    counts = {launch.kernel.__name__: _count_arguments(launch.arguments) for launch in launches}
+    return Binding(counts, statistics.median(spent) * 1e6)
+
+
+def _bind(binder: Callable[..., Any], keys: dict[Any, Any], launch: Launch) -> Any:
+    """What `JITFunction.run` does before it looks for the compiled kernel, and the key that it looks for."""
+    how = {"num_warps": launch.warps, "num_stages": launch.stages, "debug": False, "instrumentation_mode": ""}
+    _, specialization, options = binder(*launch.arguments, **launch.options, **how)
+    return compute_cache_key(keys, specialization, options)
+
+
+def _count_arguments(arguments: tuple[Any, ...]) -> int:
+    return sum(_count_arguments(x) if isinstance(x, tuple) else 1 for x in arguments)
+
+
 def page() -> str:
-    """The page with both tables."""
+    """The page with its tables."""
     all_costs = {name: measure_layer(name) for name in LAYERS}
     compiled = {name: variants(name) for name in LAYERS}
+    bound = {name: measure_binding(name) for name in LAYERS}
     return "\n".join(
         [
             *page_header("What the host does around the kernels", "python -m benchmarks.kernels.host"),
@@ -164,13 +212,23 @@ def page() -> str:
             "",
             *table(
                 ("layer", "variants of each kernel"),
+                (table_row([name, _named(kernels)]) for name, kernels in compiled.items()),
+            ),
+            "Arguments that Triton binds, and how long it takes for all launches of a layer:",
+            "",
+            *table(
+                ("layer", "arguments of each kernel", "microseconds"),
                 (
-                    table_row([name, ", ".join(f"{kernel} {count}" for kernel, count in kernels.items())])
-                    for name, kernels in compiled.items()
+                    table_row([name, _named(binding.arguments), f"{binding.microseconds:.0f}"])
+                    for name, binding in bound.items()
                 ),
             ),
         ]
     )
+
+
+def _named(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{kernel} {count}" for kernel, count in counts.items())
 
 
 def main() -> None:

@@ -48,7 +48,7 @@ class Graphs:
         if self.count == self._told:
             return ""
         new, self._told = self.count - self._told, self.count
-        return f"{new} graphs of layers compiled, {self.seconds:.0f} s so far"
+        return f"{new} graph{'s' * (new != 1)} of layers compiled, {self.seconds:.0f} s so far"
 
 
 GRAPHS = Graphs()
@@ -73,10 +73,11 @@ def outside_graphs(attention: Attention, context_ranks: int) -> str | None:
 
 
 def has_hooks(layer: nn.Module) -> bool:
-    """Whether a part of the layer has hooks, which compiled graphs leave out silently."""
+    """Whether a part of the layer has hooks, which compiled graphs leave out silently; its own run outside of them."""
     return any(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
         for module in layer.modules()
+        if module is not layer
     )
 
 

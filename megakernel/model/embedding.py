@@ -31,7 +31,8 @@ class TokenEmbedding(nn.Module):
         ids, *rest = inputs
         hidden = self.tokens(ids)
         if not self.scattered:  # else the scatter has already moved the sequence first
-            hidden = hidden.transpose(0, 1).contiguous()
+            # Flattened, a single sequence too gets the strides of what layers return: they share a compiled graph.
+            hidden = hidden.transpose(0, 1).flatten(0, 1).view(*ids.T.shape, -1)
         if self.multiplier != 1:
             # The multiplier is first rounded to the dtype, as in Gemma's training.
             hidden = hidden * torch.tensor(self.multiplier, dtype=hidden.dtype).item()

@@ -191,6 +191,11 @@ class Trainer:
             for reason, layers in reasons.items():
                 if reason is not None:
                     self._note(f"attention of {layers} layers is not compiled: {reason}")
+            if config.training.profile is not None:
+                self._note(
+                    "training.profile with training.compile=layer: layers run compiled while it records, and the trace "
+                    "names them but none of their parts; set training.compile=none for those"
+                )
         self._print_corpora()
         sources = [] if self.validation is None else self.validation.sources
         if config.training.eval_sources and len(sources) < 2:

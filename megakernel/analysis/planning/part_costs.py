@@ -183,14 +183,7 @@ class CostMeter:
     def _run(self, part: Part, shape: PartShape) -> PartCosts:
         key = part, shape
         if key not in self._known:
-            with _fake_groups(shape, self.config.model) as axes, _implementations(shape.on_gpu):
-                ledger = Ledger(contents=False)
-                with Ledger(contents=False):
-                    model = self._model(part, self._settings(shape, axes)).train()
-                    for parameter in model.parameters():
-                        narrow = parameter.to(DTYPES[self.config.training.dtype])
-                        parameter.data, parameter.meta = narrow, narrow.meta  # type: ignore[attr-defined]
-                    inputs = self._inputs(part, shape, axes.cp)
+            with self.shape_only(part, shape) as (model, inputs, ledger, axes):
                 gc.disable()  # memory that it frees at random moments would be counted for the layer
                 try:
                     with ledger:
@@ -198,6 +191,21 @@ class CostMeter:
                 finally:
                     gc.enable()
         return self._known[key]
+
+    @contextmanager
+    def shape_only(
+        self, part: Part, shape: PartShape
+    ) -> "Iterator[tuple[LanguageModel, tuple[Tensor, ...], Ledger, _Axes]]":
+        """The part in training and its inputs, all without contents, a ledger for them, and the axes of fake groups."""
+        with _fake_groups(shape, self.config.model) as axes, _implementations(shape.on_gpu):
+            ledger = Ledger(contents=False)
+            with Ledger(contents=False):
+                model = self._model(part, self._settings(shape, axes)).train()
+                for parameter in model.parameters():
+                    narrow = parameter.to(DTYPES[self.config.training.dtype])
+                    parameter.data, parameter.meta = narrow, narrow.meta  # type: ignore[attr-defined]
+                inputs = self._inputs(part, shape, axes.cp)
+            yield model, inputs, ledger, axes
 
     def _model(self, part: Part, settings: Any) -> LanguageModel:
         """The part, with the weights frozen that training freezes."""

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu_check
-from benchmarks.gpu_check import PARTS, Check, run, run_all
+from benchmarks.gpu_check import PARTS, Check, dry_checks, run, run_all
 from benchmarks.kernels.attention.suites import SUITES
+from benchmarks.kernels.budget import on_one_device
 from megakernel.config import load
 
 REPOSITORY = Path(__file__).parents[3]
@@ -89,4 +90,38 @@ def test_without_a_gpu_the_check_ends_with_one_line():
         command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
-    assert done.stderr.splitlines() == ["gpu_check: no GPU is here; run it where `nvidia-smi` lists one"]
+    assert done.stderr.splitlines() == [
+        "gpu_check: no GPU is here; run it where `nvidia-smi` lists one, or try it with profile --dry-run"
+    ]
+
+
+def test_the_first_part_profiles_what_people_train():
+    first, *rest = PARTS["profile"]
+    commands = [" ".join(check.command) for check in (first, *rest)]
+    assert "configs/pretrain-350m.yaml" in commands[0]
+    assert "seq_len=8192" in commands[0]
+    for size in ("seq_len=8192 training.micro_batch_size=4", "seq_len=32768 training.micro_batch_size=1"):
+        for model in ("pretrain-350m.yaml training", "attention=softmax", "hybrid.yaml"):
+            for compiled in ("compile=none", "compile=layer"):
+                assert sum(all(x in line for x in (size, model, compiled)) for line in commands) == 1
+    for check in PARTS["profile"]:
+        arguments = check.command[1:]
+        path = REPOSITORY / next(x for x in arguments if x.startswith("configs/"))
+        config = on_one_device(path, [x for x in arguments if "=" in x])
+        assert config.training.dtype == "bfloat16"
+        assert config.model.vocab_size == 50_257
+    assert "profile correctness" in (REPOSITORY / "Makefile").read_text()
+
+
+@pytest.mark.second
+def test_a_dry_run_writes_the_pages_of_small_models(tmp_path, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    checks = dry_checks(tmp_path)
+    assert ["compiled" in check.title for check in checks] == [False, False, False, True]
+    results = run_all("profile --dry-run", checks[:3], 500, tmp_path / "gpu_profile.md")
+    assert [result.status for result in results] == ["passed"] * 3, results
+    for check in checks[:3]:
+        text = Path(check.command[-1]).read_text()
+        assert "## Measured beside counted" in text
+        assert "`aten::mm`" in text
+        assert check.command[-1] in (tmp_path / "gpu_profile.md").read_text()

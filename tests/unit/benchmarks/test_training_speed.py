@@ -4,6 +4,7 @@ import math
 
 from benchmarks.training_speed import (
     BASELINE,
+    WITH_COMPILED,
     StepSizes,
     Turn,
     baseline_step,
@@ -26,6 +27,19 @@ def test_a_row_has_speeds_and_ratios_to_the_baseline():
     line = row(sizes, found)
     assert line == "| 4,096 | 2,048 | 2,048 | 8,192 | 1.00 (1) | 4.00 (2) |"
     assert line in page([line], sizes, "command").splitlines()
+
+
+def test_compiled_models_have_columns_of_their_own():
+    sizes = StepSizes(length=4096, batch_size=1)
+    seconds = {BASELINE: 2.0, "softmax": 2.0, "flurka": 0.5, "softmax compiled": 1.0, "flurka compiled": 0.25}
+    line = row(sizes, {model: [Turn(duration, 1.0)] for model, duration in seconds.items()})
+    assert line == ("| 4,096 | 2,048 | 2,048 | 8,192 | 4,096 | 16,384 | 1.00 (1) | 4.00 (2) | 2.00 | 8.00 |")
+    columns = page([line], sizes, "command", WITH_COMPILED).splitlines()[-3]
+    assert columns.endswith("| softmax (target) | FLuRKA (target) | softmax, compiled | FLuRKA, compiled |")
+    assert list(WITH_COMPILED) == list(seconds)
+    compiled = configuration("flurka compiled", TINY)
+    assert (compiled.training.compile, configuration("flurka", TINY).training.compile) == ("layer", "none")
+    assert compiled.model == configuration("flurka", TINY).model
 
 
 def test_both_models_have_equally_many_weights():

@@ -13,13 +13,12 @@ FLURKA = {"preset": "flurka", **BLOCKS}
 MIXED = [FLURKA, "softmax", "performer", {"preset": "local", "near": {"block_size": 8}}]
 
 
-def build(mesh=None, vocab_size=64, compiles=False, **parts):
+def build(mesh=None, vocab_size=64, compiles=False, recompute="none", **parts):
     """A model in evaluation mode."""
     sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "vocab_multiple": 64}
     mesh = mesh or OneProcess()
-    settings = ModelSettings(
-        Model(**sizes | parts), vocab_size=vocab_size, mesh=mesh, seed=3, compile=compiles
-    )
+    how = {"compile": compiles, "recompute": recompute}
+    settings = ModelSettings(Model(**sizes | parts), vocab_size=vocab_size, mesh=mesh, seed=3, **how)
     return with_random_weights(LanguageModel(settings).eval())
 
 
