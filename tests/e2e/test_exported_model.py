@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from launch.cli import main
 from megakernel.checkpoint.one_process import one_process_model
@@ -115,6 +115,17 @@ def test_greedy_text_equals_that_of_megakernel_generate(prompt, run, exported, m
         for piece in generate_texts(run, [prompt], max_new_tokens=60, sampling=Sampling(temperature=0))
     )
     assert text == expected != ""
+
+
+def test_a_pipeline_loads_the_folder_and_writes_the_same_text(exported, model):
+    write = pipeline("text-generation", model=str(exported), trust_remote_code=True, device="cpu")
+    prompts = ["import ", "def f(x):\n    return é"]
+    # A batch, which the pipeline pads.
+    replies = write(prompts, batch_size=2, max_new_tokens=20, do_sample=False, return_full_text=False)
+    for prompt, (reply,) in zip(prompts, replies, strict=True):
+        ids = write.tokenizer(prompt, return_tensors="pt").input_ids
+        alone = model.generate(ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :]
+        assert reply["generated_text"] == write.tokenizer.decode(alone, skip_special_tokens=True) != ""
 
 
 def test_save_pretrained_writes_the_same_folder_bit_for_bit(exported, model, tmp_path):

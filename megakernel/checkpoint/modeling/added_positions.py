@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from transformers import initialization as init
 
 from .configuration import MegakernelConfig
 from .layers import OPTIONAL
@@ -12,8 +13,12 @@ class LearnedPositions(nn.Module):
 
     def __init__(self, config: MegakernelConfig):
         super().__init__()
-        rows = torch.randn(config.max_positions or 0, config.hidden_size)
-        self.weight = nn.Parameter(rows * (config.embedding_initializer_range or config.initializer_range))
+        self.weight = nn.Parameter(torch.empty(config.max_positions or 0, config.hidden_size))
+        self.std = config.embedding_initializer_range or config.initializer_range
+
+    def reset_parameters(self) -> None:
+        """Random vectors, as those of tokens."""
+        init.normal_(self.weight, std=self.std)
 
     def forward(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """hidden (B, N, C), positions (B, N)."""

@@ -18,7 +18,7 @@ class DecayingFlurkaAttention(FlurkaAttention, kind="decaying_flurka"):
         super().__init__(config, options, rotary)
         self.has_decay = options["far_decay"] == "gate"
         if self.has_decay:
-            self.decay_bias = nn.Parameter(torch.zeros(self.kv_heads))
+            self.decay_bias = nn.Parameter(torch.empty(self.kv_heads))
 
     def log_decay(self, k: Tensor, logits: Tensor | None) -> Tensor:
         """See FlurkaAttention."""

@@ -127,7 +127,7 @@ class MegakernelPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialize matrices; all other parameters have their initial values from the start."""
+        """Give a module's own parameters, and random features, their initial values."""
         std = self.config.initializer_range
         if isinstance(module, nn.Linear):
             init.normal_(module.weight, mean=0.0, std=std)
@@ -135,6 +135,8 @@ class MegakernelPreTrainedModel(PreTrainedModel):
                 init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
             init.normal_(module.weight, mean=0.0, std=self.config.embedding_initializer_range or std)
+        elif callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
 
 
 class MegakernelModel(MegakernelPreTrainedModel):
@@ -208,7 +210,8 @@ class MegakernelModel(MegakernelPreTrainedModel):
         for chunk, at in zip(embeds.split(size, 1), positions.split(size, 1)):
             hidden, states = self.read(chunk, at, states, all_inputs)
             outputs.append(hidden)
-        out = [torch.cat(parts, 1) for parts in zip(*outputs)]
+        # Of one chunk they are no copies, so that gradients reach them.
+        out = [torch.cat(parts, 1) if len(parts) > 1 else parts[0] for parts in zip(*outputs)]
         if use_cache:
             cache.states, cache.places, cache.tokens = states, places, cache.tokens + embeds.shape[1]
         return BaseModelOutputWithPast(

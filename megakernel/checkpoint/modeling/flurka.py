@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import initialization as init
 
 from .blocks import Tail, window_positions, window_visible
 from .configuration import MegakernelConfig
@@ -36,27 +37,34 @@ class FlurkaAttention(Attention, kind="flurka"):
         self.reach = self.block_size * self.blocks
         self.far_rotary = rotary if options["far_rope"] == "centroid" else None
         self.projection = FeatureMap.classes[phi["name"]](config, phi)
-        # A landmark starts as 0.9 the mean of its own segment of the block, and 0.1 that of the others.
-        own = torch.arange(self.block_size) * self.rank // self.block_size == torch.arange(self.rank)[:, None]
-        gap = 40.0 if self.rank == self.block_size else math.log(max(9 * (self.rank - 1), 1))
-        logits = torch.where(own, 0.0, -gap)
-        logits = logits.repeat(self.kv_heads, 1, 1) if pool["per_head"] else logits
-        self.pool_keys = nn.Parameter(logits.clone())
-        self.pool_values = None if pool["share_kv"] else nn.Parameter(logits.clone())
+        shape = (self.kv_heads,) * pool["per_head"] + (self.rank, self.block_size)
+        self.pool_keys = nn.Parameter(torch.empty(shape))
+        self.pool_values = None if pool["share_kv"] else nn.Parameter(torch.empty(shape))
         self.join = self.near["join"] if self.near["kind"] == "softmax" else "kernel"
         if self.join == "kernel":
-            self.far_mass = nn.Parameter(torch.zeros(self.kv_heads))
+            self.far_mass = nn.Parameter(torch.empty(self.kv_heads))
         elif self.join == "shared":
-            self.far_weight = nn.Parameter(torch.zeros(self.num_heads))
+            self.far_weight = nn.Parameter(torch.empty(self.num_heads))
             # The similarity of unrelated keys, phi(0).phi(0), is 1 under softmax.
             of_zeros = {"relu": 0, "identity": 0, "elu": self.head_dim, "hedgehog": 2 / self.head_dim}
             of_zeros |= {"favor": 1, "rff": 1}
             unrelated = of_zeros[phi["name"]] + phi["smoothing"] ** 2
             self.far_scale = -math.log(unrelated) if unrelated else 0.0
         else:
-            self.gate_bias = nn.Parameter(torch.full((self.num_heads,), float(self.near["gate_bias"])))
+            self.gate_bias = nn.Parameter(torch.empty(self.num_heads))
             if self.near["gate"] == "token":
-                self.gate_weight = nn.Parameter(torch.zeros(self.num_heads, self.head_dim))
+                self.gate_weight = nn.Parameter(torch.empty(self.num_heads, self.head_dim))
+
+    def reset_parameters(self) -> None:
+        """A landmark starts as 0.9 the mean of its own segment of the block, and 0.1 that of the others."""
+        super().reset_parameters()
+        own = torch.arange(self.block_size) * self.rank // self.block_size == torch.arange(self.rank)[:, None]
+        gap = 40.0 if self.rank == self.block_size else math.log(max(9 * (self.rank - 1), 1))
+        for pool in (self.pool_keys, self.pool_values):
+            if pool is not None:
+                init.copy_(pool, torch.where(own, 0.0, -gap))
+        if self.join == "gated":
+            init.constant_(self.gate_bias, self.near["gate_bias"])
 
     def forward(self, q, k, v, positions, state=None, decay=None, strength=None):
         """See Attention."""

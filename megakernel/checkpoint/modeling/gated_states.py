@@ -27,9 +27,9 @@ class GatedStateAttention(Attention, kind="gated_state"):
         self.has_strength = gla["update"] == "delta"
         self.has_decay = self.decay in ("gate", "step")
         if self.has_decay:
-            self.decay_bias = nn.Parameter(torch.zeros(self.kv_heads))
+            self.decay_bias = nn.Parameter(torch.empty(self.kv_heads))
         if self.decay == "step":
-            self.log_decay_rate = nn.Parameter(torch.zeros(self.kv_heads))
+            self.log_decay_rate = nn.Parameter(torch.empty(self.kv_heads))
 
     def forward(self, q, k, v, positions, state=None, decay=None, strength=None):
         """See Attention."""

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import initialization as init
 
 from .configuration import MegakernelConfig
 from .features import FeatureMap
@@ -14,7 +15,11 @@ class Hedgehog(FeatureMap, names=("hedgehog",)):
 
     def __init__(self, config: MegakernelConfig, options: dict[str, Any]):
         super().__init__(config, options)
-        self.matrix = nn.Parameter(torch.eye(config.head_dim).repeat(config.num_key_value_heads, 1, 1))
+        self.matrix = nn.Parameter(torch.empty(config.num_key_value_heads, config.head_dim, config.head_dim))
+
+    def reset_parameters(self) -> None:
+        """W = I."""
+        init.copy_(self.matrix, torch.eye(self.matrix.shape[-1]))
 
     def mapped(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """See FeatureMap."""

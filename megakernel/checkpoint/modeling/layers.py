@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import initialization as init
 
 from .configuration import MegakernelConfig
 
@@ -22,7 +23,11 @@ class RMSNorm(nn.Module):
     def __init__(self, config: MegakernelConfig, width: int):
         super().__init__()
         self.eps, self.zero_centered = config.norm_eps, config.zero_centered_norm
-        self.weight = nn.Parameter(torch.zeros(width) if self.zero_centered else torch.ones(width))
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def reset_parameters(self) -> None:
+        """The factor 1."""
+        init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., width) -> the same shape and dtype."""
@@ -113,6 +118,11 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.key_heads, self.head_dim, self.rotary = self.kv_heads, config.head_dim, rotary
+
+    def reset_parameters(self) -> None:
+        """0, where a subclass has nothing else."""
+        for parameter in self.parameters(recurse=False):
+            init.zeros_(parameter)
 
     def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
         """x (B, H, N, d), rotated if the layer has rotary positions."""

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import initialization as init
 
 from .configuration import MegakernelConfig
 from .features import FeatureMap
@@ -15,7 +16,12 @@ class Frequencies(nn.Module):
     def __init__(self, config: MegakernelConfig, samples: int):
         super().__init__()
         shape = (config.num_key_value_heads, samples, config.head_dim)
-        self.register_buffer("values", torch.randn(shape, dtype=torch.float32))
+        self.values: Any
+        self.register_buffer("values", torch.empty(shape, dtype=torch.float32))
+
+    def reset_parameters(self) -> None:
+        """New frequencies."""
+        init.normal_(self.values)
 
     def _apply(self, fn, recurse=True):
         return super()._apply(lambda x: x.to(fn(x).device) if fn(x).dtype.itemsize < 4 else fn(x), recurse)

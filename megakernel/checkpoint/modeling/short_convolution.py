@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import initialization as init
 
 from .layers import OPTIONAL
 
@@ -12,7 +13,12 @@ class ShortConvolution(nn.Module):
 
     def __init__(self, channels: int, width: int):
         super().__init__()
-        self.weight = nn.Parameter((2 * torch.rand(channels, width) - 1) * width**-0.5)
+        self.weight = nn.Parameter(torch.empty(channels, width))
+
+    def reset_parameters(self) -> None:
+        """Random weights below 1 / sqrt(W)."""
+        bound = self.weight.shape[1] ** -0.5
+        init.uniform_(self.weight, -bound, bound)
 
     def forward(self, x: Tensor, positions: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """x (B, N, C) -> the same, and the last W - 1 tokens for later ones."""

@@ -7,6 +7,7 @@ import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
+from transformers import initialization as init
 
 from megakernel import attention
 from megakernel.attention import AttentionInputs
@@ -25,7 +26,7 @@ class PackageAttention(decoder.SelfAttention):
 
     def mechanism(self, config: Any, index: int) -> Any:
         """The layer's mechanism."""
-        section = config.section
+        section, self.index = config.section, index
         options, rope = section.layer_attention(index), section.layer_rope(index)
         self.kv_heads, self.keys_per_head = section.kv_heads, options.keys_per_head
         self.rotary = None if rope is None else attention.Rotary(section.rotary_size, *rope)
@@ -45,6 +46,7 @@ class PackageAttention(decoder.SelfAttention):
             torch.set_default_dtype(dtype)
         for parameter in core.parameters():
             parameter.data = parameter.data.to(dtype)
+        self.lacks_values = any(x.is_meta for x in core.state_dict().values())
         core.key_heads = options.keys_per_head * section.kv_heads
         core.has_decay, core.has_strength = has_decay_and_strength(options)
         return core
@@ -108,6 +110,18 @@ class _Loading(decoder.MegakernelPreTrainedModel):
             state |= zip(part.hf_names, part.split(checkpoint.read(ours)[WEIGHT]))
         kwargs.setdefault("config", MegakernelConfig.from_pretrained(folder))
         return super().from_pretrained(None, *args, state_dict=state, **kwargs)
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Also of mechanisms, whose values are those of their constructors; loading calls these on the meta device."""
+        for module in self.modules():
+            if isinstance(module, PackageAttention) and module.lacks_values:
+                state = module.core.state_dict(keep_vars=True)
+                if not all(getattr(x, "_is_hf_initialized", False) for x in state.values()):
+                    values = module.mechanism(self.config, module.index).state_dict()
+                    for name, x in state.items():
+                        init.copy_(x, values[name])
+        super().initialize_weights()
 
     def _init_weights(self, module: nn.Module) -> None:
         """Also reset buffers that files do not hold, sums over a training step."""

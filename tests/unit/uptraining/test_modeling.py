@@ -266,7 +266,7 @@ def test_a_saved_model_loads_bit_for_bit_in_both_dtypes(case, dtype, tmp_path):
 def test_a_file_is_short_clean_and_needs_torch_and_transformers_alone(case, tmp_path):
     text = code_of(Model(**SIZES | {"num_layers": 4} | CASES[case]))
     # One mechanism, or up to four of them, or with scaled frequencies and all optional parts.
-    assert len(text.splitlines()) <= (900 if case in ATTENTION else 1020)
+    assert len(text.splitlines()) <= (940 if case in ATTENTION else 1050)
     file = tmp_path / "modeling_megakernel.py"
     file.write_text(text)
     ruff = str(Path(sys.executable).with_name("ruff"))
@@ -286,7 +286,7 @@ def test_a_file_is_short_clean_and_needs_torch_and_transformers_alone(case, tmp_
 @pytest.mark.parametrize("file", SHIPPED, ids=[file.stem for file in SHIPPED])
 def test_files_of_the_shipped_models_are_short(file):
     section = yaml.safe_load(file.read_text())["model"]
-    assert len(code_of(Model(**section)).splitlines()) <= 900
+    assert len(code_of(Model(**section)).splitlines()) <= 940
 
 
 def test_a_file_has_only_the_mechanisms_of_the_model():
@@ -460,44 +460,6 @@ def test_classes_load_the_model_with_and_without_its_head(folder):
     base, whole, ids = auto(folder, "Model"), auto(folder), texts(2, 20)
     assert type(base).__name__ == "MegakernelModel"
     assert torch.equal(base(ids).last_hidden_state, whole.model(ids).last_hidden_state)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("in_config", [False, True])
-def test_hidden_states_are_the_inputs_of_the_layers_and_the_output(in_config, folder):
-    model, ids = auto(folder, output_hidden_states=True) if in_config else auto(folder), texts(2, 20)
-    inputs = []
-    for layer in model.model.layers:
-        layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    found = model(ids) if in_config else model(ids, output_hidden_states=True)
-    assert len(found.hidden_states) == 4
-    assert all(torch.equal(one, other) for one, other in zip(found.hidden_states, inputs))
-    assert torch.equal(found.hidden_states[-1], model.model(ids).last_hidden_state)
-    assert torch.equal(model.model.embed_tokens(ids), found.hidden_states[0])
-
-
-@torch.no_grad()
-def test_embeddings_in_place_of_ids_give_the_same(folder):
-    model, ids = auto(folder), texts(2, 20)
-    embeds = model.get_input_embeddings()(ids)
-    assert torch.equal(model(inputs_embeds=embeds).logits, model(ids).logits)
-    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": EOD}
-    assert torch.equal(
-        model.generate(inputs_embeds=embeds, **options), model.generate(ids, **options)[:, 20:]
-    )
-    for arguments in ({}, {"input_ids": ids, "inputs_embeds": embeds}):
-        with pytest.raises(ValueError, match="give either input_ids or inputs_embeds"):
-            model(**arguments)
-
-
-@torch.no_grad()
-def test_tuples_are_returned_on_request(folder):
-    model, ids = auto(folder), texts(2, 20)
-    logits, cache = model(ids, return_dict=False)
-    assert torch.equal(logits, model(ids).logits)
-    (hidden,) = model.model(ids, return_dict=False, use_cache=False)
-    assert torch.equal(hidden, model.model(ids).last_hidden_state)
-    assert cache.get_seq_length() == 20
 
 
 @torch.no_grad()
