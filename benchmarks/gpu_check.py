@@ -29,10 +29,9 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.kernels.budget import VOCAB_SIZE
 from benchmarks.kernels.step import summary
 from benchmarks.page import docstring_parser, page_header, table, table_row, write_page
-from benchmarks.training_runs import preset_tree
+from benchmarks.training_runs import VOCAB_SIZE, preset_tree
 from megakernel.evaluation.records import file_name
 
 PART_SECONDS = 510.0

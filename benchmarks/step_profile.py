@@ -29,6 +29,7 @@ from benchmarks.kernels.budget import Peaks, StepBudget
 from benchmarks.kernels.counter import CORE
 from benchmarks.kernels.step import StepTimes, read_trace, times_lines
 from benchmarks.page import command_line, page_header, page_parser, run_main, table, table_row, write_page
+from benchmarks.training_runs import VOCAB_SIZE
 from data_pipeline.batch import Batch
 from megakernel.config import Config, Parallel, RunFailed, UserError
 from megakernel.model.compiled import GRAPHS
@@ -234,7 +235,7 @@ def main() -> int:
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--vocab-size", type=int, help=f"default: {counted.VOCAB_SIZE:,}")
+    parser.add_argument("--vocab-size", type=int, help=f"default: {VOCAB_SIZE:,}")
     parser.add_argument(
         "--small", action="store_true", help="four narrow layers and short sequences, to try it"
     )
@@ -247,7 +248,7 @@ def main() -> int:
     if min(options.warmup, options.steps, options.profiled) < 1:
         raise UserError("--warmup, --steps and --profiled are at least 1")
     small = [f"{key}={value}" for key, value in SMALL.items()] if options.small else []
-    vocab_size = options.vocab_size or (SMALL_VOCAB_SIZE if options.small else counted.VOCAB_SIZE)
+    vocab_size = options.vocab_size or (SMALL_VOCAB_SIZE if options.small else VOCAB_SIZE)
     overrides = [*options.overrides, *small]
     config = counted.on_one_device(options.config, overrides, vocab_size)
     # A CPU trains in float32 what is counted as a GPU would run it.

@@ -20,6 +20,9 @@ PARTS: dict[str, dict[str, Any]] = {
 }
 """Parts around a mechanism, by their suffix to a preset's name: flurka+convolution."""
 
+VOCAB_SIZE = 50_257
+"""GPT-2's ids, which configs/data/fineweb-edu.yaml has."""
+
 RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 """Environment for memory measurements: by default glibc keeps freed tensors of up to 32 MiB."""
 

@@ -19,15 +19,13 @@ from typing import NamedTuple
 
 from benchmarks.kernels.counter import CORE, EMBEDDINGS, HEAD, PARTS, RESIDUAL, Work, count
 from benchmarks.page import command_line, page_header, page_parser, run_main, table, table_row, write_page
+from benchmarks.training_runs import VOCAB_SIZE
 from megakernel.analysis.planning.part_costs import CostMeter, Part, PartShape
 from megakernel.config import Config, UserError, load
 from megakernel.model.flops import attention_flops, forward_flops, training_flops_per_token
 from megakernel.model.parameters import parameter_count
 from megakernel.parallel import prepare_device
 from megakernel.training.observing.peak_speed import DENSE_BF16_TFLOPS
-
-VOCAB_SIZE = 50_257
-"""GPT-2's ids, which configs/data/fineweb-edu.yaml has."""
 
 MICRO_BATCHES = 2
 """Of one of 8 GPUs in a step of configs/pretrain-350m.yaml."""
