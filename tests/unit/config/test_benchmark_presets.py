@@ -14,7 +14,7 @@ from megakernel.parallel import OneProcess
 from tests.tiers import tiered
 
 CONFIGS = Path(__file__).parents[3] / "configs"
-STUDIES = ("lra_kl", "lra_skyformer", "glue_kl", "glue_flurka")
+STUDIES = ("lra_kl", "lra_skyformer", "lra_mgk", "lra_flurka", "glue_kl", "glue_flurka")
 FILES = [(study, task) for study in STUDIES for task in read_study(study).study.variants]
 ENCODERS = [name for name in PRESETS if not Attention.model_validate(expand_preset(name)).looks_back_only]
 
@@ -36,7 +36,7 @@ def test_there_are_encoders_and_files_of_four_papers_settings():
         if path.parts[-3] in ("lra", "glue") and path.stem not in ("base", "pretrain")
     }
     assert {read_study(study).config_file(task).resolve() for study, task in FILES} == shipped
-    assert len(shipped) == 28
+    assert len(shipped) == 36
 
 
 @pytest.mark.parametrize(

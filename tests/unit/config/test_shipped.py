@@ -119,6 +119,20 @@ PUBLISHED = {
     "lra/skyformer/retrieval": (50_000, 16, 2e-4, None, 2, 64, 2, 32, 128),
     "lra/skyformer/image": (50_000, 256, 1e-4, None, 2, 64, 2, 32, 128),
     "lra/skyformer/pathfinder": (50_000, 128, 2e-4, None, 2, 64, 2, 32, 128),
+    # FLuRKA, table 6; steps and width from Skyformer, whose training it takes over.
+    "lra/flurka/listops": (50_000, 32, 1e-4, None, 2, 64, 2, 64, 128),
+    "lra/flurka/text": (50_000, 16, 1e-4, None, 2, 64, 2, 64, 128),
+    "lra/flurka/retrieval": (50_000, 16, 2e-4, None, 2, 64, 2, 64, 128),
+    "lra/flurka/image": (50_000, 256, 1e-4, None, 2, 64, 2, 64, 128),
+    "lra/flurka/pathfinder": (50_000, 128, 2e-4, None, 2, 64, 2, 64, 128),
+    # Transformer-MGK, appendix A.1.1, steps and rates of the file that it names; A.1.2.
+    "lra/mgk/listops": (5000, 32, 1e-4, 1000, 2, 64, None, 32, 128),
+    "lra/mgk/text": (20_000, 32, 1e-4, 8000, 2, 64, None, 32, 128),
+    "lra/mgk/retrieval": (30_000, 32, 1e-4, 800, 2, 64, None, 32, 128),
+    "wikitext/mgk/small-8": (500_000, 96, 2.5e-4, 2000, 16, 128, 8, 16, 2048),
+    "wikitext/mgk/small-4": (500_000, 96, 2.5e-4, 2000, 16, 128, 4, 16, 2048),
+    "wikitext/mgk/medium-8": (None, 96, 2.5e-4, 2000, 16, 256, 8, 32, 2048),
+    "wikitext/mgk/medium-4": (None, 96, 2.5e-4, 2000, 16, 256, 4, 32, 2048),
 }
 
 
@@ -132,3 +146,13 @@ def test_a_configuration_of_a_paper_has_the_papers_numbers(name):
         value if value is not None else own for value, own in zip(PUBLISHED[name], actual, strict=True)
     ]
     assert list(actual) == pytest.approx(published, rel=1e-3)
+
+
+def test_a_language_model_of_a_paper_reads_its_segments_for_its_epochs():
+    for name, length in (("small-8", 256), ("small-4", 256), ("medium-8", 384), ("medium-4", 384)):
+        config = load(CONFIGS / "wikitext" / "mgk" / f"{name}.yaml")
+        training = config.training
+        assert training.seq_len == length
+        # Transformer-MGK, A.1.2: 120 epochs of 103 million words, dropout of 10 %.
+        assert training.consumed(training.steps)[1] / 103e6 == pytest.approx(120, rel=0.01)
+        assert (config.model.dropout.residual, config.model.dropout.embedding) == (0.1, 0.1)
