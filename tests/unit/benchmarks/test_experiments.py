@@ -425,6 +425,8 @@ def test_rows_over_seeds_are_one_with_their_number(tmp_path):
     study = read_study("listops_short")
     runs = [make_run(study, "softmax", "", seed) for seed in (0, 1)]
     results = []
+    lines = [{"step": step, "throughput/step_time": 0.25, "memory/peak_gib": 1.5} for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     for run, accuracy in zip(runs, (0.3, 0.4), strict=True):
         result = StudyResult(run, run.name, run.config, tmp_path, 400, {}, {}, 1)
         vars(run)["split"] = "test"
@@ -433,7 +435,8 @@ def test_rows_over_seeds_are_one_with_their_number(tmp_path):
         }
         results.append(result)
     [row] = [line for line in page(study, results, "command").splitlines() if line.startswith("| `soft")]
-    assert row == "| `softmax` | 2 | 0.3500 ± 0.0707 | 0.5000 ± 0.0000 | 2.0000 ± 0.0000 | 400 |"
+    means = "| `softmax` | 2 | 0.3500 ± 0.0707 | 0.5000 ± 0.0000 | 2.0000 ± 0.0000 | 400 |"
+    assert row == f"{means} 0.250 ± 0.000 | 1.50 ± 0.00 |"
 
 
 class Curve:

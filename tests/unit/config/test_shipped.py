@@ -21,9 +21,11 @@ PROCESSES = {
     "pretrain-350m-hybrid": 8,
     "pretrain-1b-hybrid": 16,
     "pretrain-7b-hybrid": 64,
+    "pretrain-350m-selected": 8,
     "million_token_cpu": 2,
     "long-context-350m": 8,
     "long-context-350m-hybrid": 8,
+    "long-context-350m-selected": 8,
 }
 SIZES = {"125m": 125e6, "350m": 350e6, "1b": 1e9, "7b": 7e9}
 GPT2_TOKENS = 50_257
@@ -86,6 +88,16 @@ def test_a_hybrid_has_softmax_in_every_fourth_layer_and_differs_in_attention_alo
     assert hybrid.model.model_copy(update=attention) == plain.model
     assert hybrid.training == plain.training
     assert hybrid.parallel == plain.parallel
+
+
+def test_the_models_that_choose_blocks_differ_in_attention_alone():
+    for name in ("pretrain-350m", "long-context-350m"):
+        chooses, plain = (load(CONFIGS / f"{name}{kind}.yaml") for kind in ("-selected", ""))
+        layers = [layer.selection is not None for layer in chooses.model.attentions]
+        assert layers == [False, False, False, True] * (plain.model.num_layers // 4)
+        attention = {"attention": plain.model.attention, "attention_pattern": None}
+        assert chooses.model.model_copy(update=attention) == plain.model
+        assert chooses.training == plain.training
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -1,6 +1,7 @@
 import argparse
 import errno
 import hashlib
+import json
 import os
 import shutil
 import signal
@@ -402,15 +403,15 @@ def test_a_failed_prepare_leaves_no_files(tmp_path: Path):
     assert list((tmp_path / "data").iterdir()) == []
 
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    """`prepare` of the standard library to `folder`/data/out, in a process that the test may kill."""
+def start(folder: Path, *arguments: str, source: str = "stdlib") -> subprocess.Popen[bytes]:
+    """`prepare` of a source to `folder`/data/out, in a process that the test may kill."""
     (folder / "data").mkdir()
     program = (
         "import argparse, launch.prepare as c; p = argparse.ArgumentParser(); c.add_arguments(p)\n"
         "if __name__ == '__main__': c.run(p.parse_args())"
     )
     (folder / "main.py").write_text(program)
-    options = ["--source", "stdlib", "--tokenizer", "byte", "--out", str(folder / "data" / "out"), *arguments]
+    options = ["--source", source, "--tokenizer", "byte", "--out", str(folder / "data" / "out"), *arguments]
     return subprocess.Popen(
         [sys.executable, str(folder / "main.py"), *options],
         stderr=subprocess.PIPE,
@@ -432,7 +433,11 @@ def wait_for(process: subprocess.Popen[bytes], folder: Path, pattern: str) -> No
 def test_a_prepare_that_is_interrupted_before_it_has_finished_a_file_leaves_no_files(
     tmp_path: Path, sent: signal.Signals
 ):
-    process = start(tmp_path)
+    # One file, which takes seconds: of many, the first may be finished before the signal arrives.
+    large = tmp_path / "large.jsonl"
+    large.write_text(json.dumps({"text": "word " * 200}) + "\n", encoding="utf-8")
+    large.write_bytes(large.read_bytes() * 60_000)
+    process = start(tmp_path, source=str(large))
     wait_for(process, tmp_path / "data", ".out.partial-*")
     process.send_signal(sent)
     assert process.wait() != 0

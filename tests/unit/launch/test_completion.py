@@ -78,8 +78,8 @@ def test_bash_offers(words, offered, completed):
 
 
 def test_every_key_that_an_override_can_name_is_offered(completed):
-    elements = ("data.train.", "data.validation.", "model.attention_pattern.", "training.seq_len_schedule.")
-    elements += ("uptrain.length.seq_len_schedule.",)
+    elements = ("data.train.", "data.stages.", "data.validation.", "model.attention_pattern.")
+    elements += ("training.seq_len_schedule.", "uptrain.length.seq_len_schedule.")
     expected = {f"{key}=" for key in all_keys(Config) if not key.startswith(elements)}
     assert len(expected) > 200
     assert set(completed("pretrain", "demo.yaml", "")) >= expected
