@@ -51,9 +51,27 @@ def scan_groups(
         group_positions = first + start if at is None else at[:, 0]
         return step(group_positions, carry, tuple(others), tree_unflatten(leaves, tree))
 
+    if torch.compiler.is_compiling():
+        return _unrolled(flat_step, carry, sequences, tuple(flat), group, length)
     sizes = (len(carry), len(sequences))
     results = _GroupScan.apply(flat_step, group, length, sizes, *carry, *sequences, *flat)
     return results[: -len(carry)] if carry else results, results[-len(carry) :] if carry else ()
+
+
+def _unrolled(
+    step: Callable[..., tuple[Tensors, Tensors]],
+    carry: Tensors,
+    sequences: Tensors,
+    shared: Tensors,
+    group: int,
+    length: int,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """The groups one after another in plain autograd: a compiler cannot trace a backward that asks for gradients."""
+    parts = []
+    for start in range(0, length, group):
+        outputs, carry = step(start, carry, _take(sequences, start, min(group, length - start)), shared)
+        parts.append(outputs)
+    return tuple(torch.cat(part, 2) for part in zip(*parts)), carry
 
 
 def _take(tensors: Sequence[Tensor | None], start: int, count: int) -> Tensors:

@@ -132,6 +132,14 @@ def test_long_sequences_with_a_short_convolution_are_one_graph(traced):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
 
 
+@pytest.mark.parametrize("name", ["flurka", "local", "linear", "hedgehog", "retnet"])
+def test_sequences_of_several_groups_are_one_graph(name, traced):
+    """On a CPU, uncompiled ones scan groups of tokens and recompute them in backward."""
+    expected, found = losses(MECHANISMS[name], 1300)
+    assert traced.count == 1
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+
+
 @pytest.mark.parametrize("name", ["softmax", "flurka", "hedgehog"])
 def test_graphs_in_bfloat16_have_gradients_in_bfloat16(name, traced):
     expected, found = losses(MECHANISMS[name], dtype=torch.bfloat16)
