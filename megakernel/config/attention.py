@@ -69,6 +69,8 @@ class Attention(Algebra):
             and (map_.is_unbounded or (self.far_decay != "none" and map_.is_exponential))
         ):
             return "it looks in every layer for queries whose weights have underflowed"
+        if self.selection is not None:
+            return "torch cannot trace the gradient of chosen blocks"
         weighs_pairs = self.similarity == "gaussian" or (self.mixture and self.similarity == "softmax")
         if weighs_pairs or self.mechanism in ("eva", "skyformer", "nystromformer"):
             return "torch cannot trace its gradient or its sizes"

@@ -37,7 +37,6 @@ MECHANISMS = {
     },
     "linear": "linear",
     "hedgehog": "hedgehog",
-    "chosen blocks": {"preset": "selected", "near": {"block_size": 8}, "selection": {"blocks": 2}},
     "retnet": "retnet",
     "mamba2": "mamba2",
     "gated_deltanet": "gated_deltanet",
@@ -47,6 +46,7 @@ OUTSIDE = {
     "flurka favor": {**FLURKA, "feature_map": {"name": "favor"}},
     "mgk": "mgk",
     "eva": "eva",
+    "chosen blocks": {"preset": "selected", "near": {"block_size": 8}, "selection": {"blocks": 2}},
 }
 """Mechanisms that run outside of their layers' graphs."""
 
@@ -137,6 +137,13 @@ def test_sequences_of_several_groups_are_one_graph(name, traced):
     """On a CPU, uncompiled ones scan groups of tokens and recompute them in backward."""
     expected, found = losses(MECHANISMS[name], 1300)
     assert traced.count == 1
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+
+
+def test_blocks_are_chosen_in_long_sequences_too(traced):
+    """A compiled layer once failed where blocks are read one by one, and passed where a mask was enough."""
+    expected, found = losses(OUTSIDE["chosen blocks"], 1300)
+    assert traced.count == 2 * 2
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
 
 
