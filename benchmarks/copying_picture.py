@@ -1,0 +1,132 @@
+"""The picture of the README: what a token costs to train on at a million tokens, and whether the model copies.
+
+    python -m benchmarks.copying_picture --out docs/images/copying.svg
+
+Losses are those of the pages in benchmarks/results, of models of 5.9 million parameters after 9.8 million tokens, from
+position 1,024 of 2,048 on, seed 0. Costs are counted for configs/model/1b.yaml with the same kinds of layers.
+"""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.page import docstring_parser, run_main
+from megakernel.config import Model, UserError, yaml_text
+from megakernel.model.flops import training_flops_per_token
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+SEQ_LEN, VOCAB_SIZE = 2**20, 50_257
+
+WINDOW = {"preset": "softmax", "window": 128, "short_convolution": 4}
+PARTS = {"short_convolution": 4, "output_norm": True, "output_gate": "silu"}
+
+
+class Shown(NamedTuple):
+    """One point."""
+
+    label: str
+    page: str
+    """File of the results, without its ending."""
+
+    model: str
+    """Name of the row."""
+
+    layers: list[dict[str, object]]
+    """The pattern of attention layers."""
+
+    side: str = "right"
+    """Where the label is: right or above."""
+
+
+SHOWN = [
+    Shown("windows", "far_context_hybrids_cpu", "local_convolution", [WINDOW], "above"),
+    Shown(
+        "FLuRKA",
+        "far_context_hybrids_cpu",
+        "flurka_convolution",
+        [{"preset": "flurka", "short_convolution": 4}],
+    ),
+    Shown(
+        "windows, 1 of 4 layers\nchooses blocks",
+        "far_context_selected_cpu",
+        "local_selected_token_32",
+        [*[WINDOW] * 3, {"preset": "selected", **PARTS, "selection": {"levels": 2}}],
+    ),
+    Shown(
+        "windows, 1 of 4 layers\nsoftmax",
+        "far_context_hybrids_cpu",
+        "local_softmax",
+        [*[WINDOW] * 3, {"preset": "softmax", **PARTS}],
+        "above",
+    ),
+    Shown("softmax", "far_context_longer_cpu", "softmax_around", [{"preset": "softmax", **PARTS}], "above"),
+]
+
+
+PLACES = {"right": ((9, -4), "left"), "above": ((0, 9), "center")}
+"""Side of a point -> offset of its label in points, and alignment."""
+
+
+def loss_of(shown: Shown) -> float:
+    """Nats per token from position 1,024 on, from the page. Raises UserError if the page has no such row."""
+    text = (RESULTS / f"{shown.page}.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| 2,048 \| 0 \|(?: [0-9.]+ \|){2} \*\*([0-9.]+)\*\*", text, re.MULTILINE)
+    losses = dict(rows)
+    if shown.model not in losses:
+        raise UserError(f"benchmarks/results/{shown.page}.md has no row of {shown.model}; measure it again")
+    return float(losses[shown.model])
+
+
+def gflops_of(shown: Shown) -> float:
+    """Training GFLOP per token of a 1B model of such layers, in sequences of a million tokens."""
+    tree = yaml_text.read(ROOT / "configs" / "model" / "1b.yaml")["model"]
+    model = Model.model_validate({**tree, "attention": shown.layers[0], "attention_pattern": shown.layers})
+    return training_flops_per_token(model, SEQ_LEN, VOCAB_SIZE) / 1e9
+
+
+def draw(out: Path) -> None:
+    """Write the picture; the file ending says its format."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    # The same bytes at every run.
+    matplotlib.rcParams |= {"svg.hashsalt": "megakernel", "svg.fonttype": "path"}
+    figure, axes = pyplot.subplots(figsize=(7.2, 3.2))
+    for shown in SHOWN:
+        x, y = gflops_of(shown), loss_of(shown)
+        axes.scatter(x, y, s=60, color="#0072b2" if "chooses" in shown.label else "#777777", zorder=3)
+        place, align = PLACES[shown.side]
+        text = f"{shown.label}: {y:.2f}"
+        axes.annotate(text, (x, y), textcoords="offset points", xytext=place, ha=align, fontsize=9)
+    axes.set_xscale("log")
+    axes.set_xlim(3.5, 500)
+    axes.set_ylim(2.7, 4.25)
+    axes.set_xlabel("training GFLOP per token at a million tokens (1B model, counted)")
+    axes.set_ylabel("nats per token,\nfrom position 1,024 on")
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None, dpi=150)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    options = docstring_parser(__doc__)
+    options.add_argument(
+        "--out", type=Path, required=True, help="file to write, such as docs/images/copying.svg"
+    )
+    return options
+
+
+def main() -> int:
+    """Draw it."""
+    draw(parser().parse_args().out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

@@ -1,0 +1,37 @@
+"""The picture of the README: its points, and the committed file."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.copying_picture import ROOT, SHOWN, Shown, draw, gflops_of, loss_of
+from megakernel.config import UserError
+
+PICTURE = ROOT / "docs" / "images" / "copying.svg"
+
+
+def test_the_readme_has_the_numbers_of_the_picture():
+    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| ")]
+    names = {"FLuRKA": "the same cost", "windows, 1 of 4 layers\nsoftmax": "copying", SHOWN[2].label: "both"}
+    for shown in SHOWN:
+        if shown.label in names:
+            (row,) = (row for row in rows if row.startswith(f"| {names[shown.label]}"))
+            assert f"{loss_of(shown):.2f}" in row
+            assert (
+                row.rstrip(" |")
+                .replace("; no GPU has run its kernels yet", "")
+                .endswith(f"{gflops_of(shown):.1f}")
+            )
+
+
+def test_a_row_that_no_page_has_is_named():
+    with pytest.raises(UserError, match=r"far_context_hybrids_cpu\.md has no row of nobody"):
+        loss_of(Shown("", "far_context_hybrids_cpu", "nobody", []))
+
+
+def test_the_committed_picture_is_the_one_that_is_drawn(tmp_path: Path):
+    draw(tmp_path / "copying.svg")
+    paths = [re.findall(r' d="([^"]*)"', file.read_text()) for file in (tmp_path / "copying.svg", PICTURE)]
+    assert len(paths[0]) > 50
+    assert paths[0] == paths[1]
