@@ -20,6 +20,7 @@ from tests.distributed.training_run import metrics, train, write_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "monitoring.md"
 ATTENTION = "{preset: flurka, near: {kind: softmax, join: gated}, compression: {block_size: 16, rank: 4}}"
+CHOOSES = "{preset: selected, near: {block_size: 16}, selection: {blocks: 2}}"
 OPTIONS = (
     "training.steps=2",
     "training.eval_every=1",
@@ -82,7 +83,9 @@ class TensorBoard:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory, corpus):
     config = write_config(tmp_path_factory.mktemp("runs"), corpus)
-    train(config, 1, *OPTIONS, *LOGGING, "run.name=first")
+    # One layer chooses blocks, which has plots of its own.
+    chooses = f"model.attention_pattern=[{ATTENTION}, {CHOOSES}]"
+    train(config, 1, *OPTIONS, *LOGGING, chooses, "run.name=first")
     second = shutil.copytree(corpus, config.parent.with_name("second") / "corpus-2")
     blend = (f"data.train=[{corpus},{second}]", "training.eval_sources=true", "training.z_loss=1e-4")
     train(config, 2, *OPTIONS, *blend, "run.name=pieces", "parallel.context=2")
