@@ -249,9 +249,15 @@ class Encoder:
             ids = ids[:-1] if ids[-1:] == [self._tokenizer.eod] else ids
         return [*prefix, *ids, self._tokenizer.eod]
 
+    @cached_property
+    def _special(self) -> dict[int, str]:
+        """The special tokens that are counted: those that are parsed."""
+        return self._tokenizer.special_tokens if self._tokenizer.parse_special else {}
+
     def _special_in(self, ids: list[int]) -> Counter[str]:
-        names = self._tokenizer.special_tokens if self._tokenizer.parse_special else {}
-        return Counter(names[i] for i in ids if i in names)
+        names = self._special
+        # Without any to count, no token is looked at.
+        return Counter(names[i] for i in ids if i in names) if names else Counter()
 
     def _drawn_split(self, content: bytes) -> str:
         return "validation" if content_hash(content, self._seed) < self._validation_bound else "train"

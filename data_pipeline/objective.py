@@ -75,7 +75,9 @@ def open_training(config: Config, corpora: Corpora, parts: Sequence[DataPhase]) 
     parts: `data_phases` of the configuration. Those from training.steps on are not opened: the list is as long as what
     the run reads.
     """
-    streams = {part.phase.stream_start: part for part in parts}
+    streams: dict[int, DataPhase] = {}
+    for part in parts:
+        streams.setdefault(part.phase.stream_start, part)
     found = places([_stream(config, corpora, part) for part in streams.values()], config.data.unread_first)
     objectives = {
         start: open_objective(
@@ -88,9 +90,7 @@ def open_training(config: Config, corpora: Corpora, parts: Sequence[DataPhase]) 
             place,
         )
         for (start, part), place in zip(streams.items(), found)
-        if any(
-            one.phase.stream_start == start and one.phase.first_step < config.training.steps for one in parts
-        )
+        if part.phase.first_step < config.training.steps
     }
     return [objectives[start] for part in parts if (start := part.phase.stream_start) in objectives]
 

@@ -19,7 +19,7 @@ from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from uuid import uuid4
 
 import numpy as np
@@ -37,6 +37,8 @@ from megakernel.config.errors import UserError, existing_parent
 
 if TYPE_CHECKING:
     from megatron.core.datasets.gpt_dataset import GPTDataset
+
+Content = TypeVar("Content")
 
 MAX_EPOCHS = 10_000
 """Maximum epochs of a corpus; each has its own index, and more would fill the disk with small files for no benefit."""
@@ -206,32 +208,25 @@ class CorpusSamples:
         return 4 * self._corpus.record(self._split).documents + 12 * self.per_epoch + 4 * 4096
 
     def _build(self, epoch: int) -> None:
-        folder = self._index_folder(epoch)
-        if folder.is_dir():
-            _EpochIndex.read(folder)  # a damaged index fails now, not at its first sequence
-            with suppress(OSError):  # the cache may be read-only
-                os.utime(folder)
-            return
-        self._write(folder, lambda partial: self._dataset(epoch, partial))
+        self._keep(self._index_folder(epoch), _EpochIndex.read, lambda partial: self._dataset(epoch, partial))
 
     def _build_order(self, part: EpochPart) -> None:
-        """Write the samples of a part in the order of their epoch, whose index exists."""
-        folder = self._part_folder(part)
-        if folder.is_dir():
-            _read_order(folder)
-            with suppress(OSError):
-                os.utime(folder)
-            return
+        """Keep the samples of a part in the order of their epoch, whose index exists."""
 
         def write(partial: Path) -> None:
             order = self._epoch(part.epoch).shuffle_index
             partial.mkdir(parents=True)
             np.save(partial / _ORDER, order[(order >= part.first) & (order < part.end)])
 
-        self._write(folder, write)
+        self._keep(self._part_folder(part), _read_order, write)
 
-    def _write(self, folder: Path, write: Callable[[Path], object]) -> None:
-        """Make a folder of the cache; `write` makes it under another name."""
+    def _keep(self, folder: Path, read: Callable[[Path], object], write: Callable[[Path], object]) -> None:
+        """Make a folder of the cache, which `write` makes under another name; `read` checks one that exists."""
+        if folder.is_dir():
+            read(folder)  # a damaged index fails now, not at its first sequence
+            with suppress(OSError):  # the cache may be read-only
+                os.utime(folder)
+            return
         # Not a process id, which is unique only within its container.
         partial = folder.with_name(f"{folder.name}.partial-{uuid4().hex[:8]}")
         try:
@@ -310,20 +305,10 @@ class CorpusSamples:
         return pack(str(self._corpus), lengths, order, self._seq_len, self.per_epoch)
 
     def _epoch(self, epoch: int) -> _EpochIndex:
-        folder = self._index_folder(epoch)
-        try:
-            return self._files.epochs(folder)
-        except FileNotFoundError:
-            self._build(epoch)
-            return self._files.epochs(folder)
+        return _read_or_build(self._files.epochs, self._index_folder(epoch), lambda: self._build(epoch))
 
     def _order(self, part: EpochPart) -> np.ndarray:
-        folder = self._part_folder(part)
-        try:
-            return self._files.orders(folder)
-        except FileNotFoundError:
-            self._build_order(part)
-            return self._files.orders(folder)
+        return _read_or_build(self._files.orders, self._part_folder(part), lambda: self._build_order(part))
 
     def _dataset(self, epoch: int, cache: Path) -> "GPTDataset":
         # Importing Megatron takes seconds, which a run that finds its indices saves.
@@ -362,6 +347,15 @@ class CorpusSamples:
     def _part_folder(self, part: EpochPart) -> Path:
         whole = self._index_folder(part.epoch)
         return whole.with_name(f"{whole.name}-samples{part.first}-{part.end}")
+
+
+def _read_or_build(read: Callable[[Path], Content], folder: Path, build: Callable[[], None]) -> Content:
+    """What `read` finds in a folder of the cache, which `build` makes if it is missing."""
+    try:
+        return read(folder)
+    except FileNotFoundError:
+        build()
+        return read(folder)
 
 
 def samples_of(corpus: PreparedCorpus, split: str, seq_len: int) -> int:

@@ -81,10 +81,9 @@ def data_phases(data: Data, training: Training) -> list[DataPhase]:
     ]
 
 
-def mixture_at(step: int, data: Data, training: Training) -> int:
-    """Index of the mixture that `step` reads, counted from 0."""
-    starts = [mixture.first_step for mixture in mixtures(data, training)]
-    return max(index for index, first in enumerate(starts) if first <= step)
+def mixture_at(step: int, of_run: Sequence[TextMixture]) -> int:
+    """Index of the mixture that `step`, counted from 0, reads; of_run: `mixtures`."""
+    return max(index for index, mixture in enumerate(of_run) if mixture.first_step <= step)
 
 
 def _stream(part: DataPhase) -> tuple[int, int]:

@@ -317,8 +317,7 @@ def _changes_text_of_shorter_sequences(recorded: Config, wanted: Config, steps: 
     changed = [
         step
         for step in starts
-        if before[mixture_at(step, recorded.data, recorded.training)].corpora
-        != now[mixture_at(step, wanted.data, wanted.training)].corpora
+        if before[mixture_at(step, before)].corpora != now[mixture_at(step, now)].corpora
     ]
     if not changed or not wanted.data.unread_first:
         return

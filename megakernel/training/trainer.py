@@ -106,7 +106,7 @@ class Trainer:
             "pipeline": mesh.pp.size,
             "zero_stage": config.parallel.zero_stage,
         }
-        self.mixture_starts = {one.first_step for one in mixtures(config.data, config.training)}
+        self.mixtures = mixtures(config.data, config.training)
         self.skipped_in_a_row = 0
         self.steps_read = self.steps_without_loss = 0  # of this start
         self.warned_of_no_loss = False
@@ -142,7 +142,7 @@ class Trainer:
                 if step == self.phase.end_step:
                     self._set_phase(step)
                     watchdog.expect_slow_step()
-                if step in self.mixture_starts and step > done:
+                if step > done and any(step == mixture.first_step for mixture in self.mixtures):
                     self._note_mixture(step)
                 with watchdog.step(step):
                     self._step(step, batches)
@@ -220,7 +220,7 @@ class Trainer:
 
     def _print_corpora(self) -> None:
         """Print how much of each corpus the run reads, and which stages it ends before."""
-        for mixture in mixtures(self.config.data, self.config.training)[1:]:
+        for mixture in self.mixtures[1:]:
             if mixture.first_step >= self.config.training.steps:
                 self._note(
                     f"{mixture.key.removesuffix('.train')} begins after {mixture.first_step} steps, and training.steps="
@@ -285,9 +285,8 @@ class Trainer:
 
     def _note_mixture(self, step: int) -> None:
         """Print what `step` and those after it read, if the run has several mixtures."""
-        data, training = self.config.data, self.config.training
-        if data.stages:
-            now = mixtures(data, training)[mixture_at(step, data, training)]
+        if len(self.mixtures) > 1:
+            now = self.mixtures[mixture_at(step, self.mixtures)]
             corpora = ", ".join(str(corpus.path) for corpus in now.corpora)
             self._note(f"from step {step + 1}: text of {now.key}: {corpora}")
 
@@ -341,7 +340,7 @@ class Trainer:
         }
         scalars |= self.engine.engine.module.scalars()
         if result.loss is not None:
-            stage = mixture_at(step - 1, self.config.data, self.config.training)
+            stage = mixture_at(step - 1, self.mixtures)
             scalars |= {"train/loss": result.loss} | self._bits_per_byte("train", result.loss, "train", stage)
         if self.steps_without_loss:
             self._warn_of_no_loss()

@@ -66,9 +66,8 @@ def test_mixtures_cut_phases_and_batch_sizes_do_not():
         "data.stages.0.train",
         "data.stages.1.train",
     ]
-    assert [mixture_at(step, tree.data, tree.training) for step in (0, 9, 10, last - 1, last, 99)] == [
-        *(0, 0, 1, 1, 2, 2)
-    ]
+    of_run = mixtures(tree.data, tree.training)
+    assert [mixture_at(step, of_run) for step in (0, 9, 10, last - 1, last, 99)] == [*(0, 0, 1, 1, 2, 2)]
 
 
 @pytest.mark.parametrize(
