@@ -90,7 +90,7 @@ class SelfAttention(nn.Module):
         self.recompute = settings.recompute == "selective"
         self.traced = outside_graphs(config, self.cp_shard.size) is None
         """Whether torch.compile takes the mechanism into the layer's graph."""
-        self._heads = uncompiled(SelfAttention._heads_of) if settings.compile and not self.traced else None
+        self._uncompiled = uncompiled(SelfAttention._attend) if settings.compile and not self.traced else None
         self.rotary = _rotary(model, index)
         self.query_scale = model.query_scale
         self.dropout = PlacedDropout.at(model.dropout.attention, "attention", index)
@@ -159,16 +159,19 @@ class SelfAttention(nn.Module):
             further=self._further(hidden),
         )
         vectors = self._project(hidden, inputs)
-        heads = self._heads_of(vectors, inputs) if self._heads is None else self._heads(self, vectors, inputs)
+        recompute = self.recompute and self.training
+        if self._uncompiled is None:
+            heads = self._attend(vectors, inputs, recompute)
+        else:
+            heads = self._uncompiled(self, vectors, inputs, recompute)
         return self._project_output(heads, hidden, numbers)
 
-    def _heads_of(self, vectors: Sequence[Tensor], inputs: AttentionInputs) -> Tensor:
+    def _attend(
+        self, vectors: Sequence[Tensor], inputs: AttentionInputs, recompute: bool = False
+    ) -> Tensor:
         """The mechanism's outputs (B, H, N, d) for what `_project` returns."""
-        if self.recompute and self.training:
+        if recompute:
             return checkpoint(self._attend, vectors, inputs, use_reentrant=False)
-        return self._attend(vectors, inputs)
-
-    def _attend(self, vectors: Sequence[Tensor], inputs: AttentionInputs) -> Tensor:
         if self.short_convolution is not None:
             vectors = [self.short_convolution(_packed(vectors), inputs)]
         return self.core(*self._by_heads(vectors), inputs)

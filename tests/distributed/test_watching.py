@@ -28,7 +28,7 @@ OPTIONS = (
 
 
 def histograms(run):
-    reader = EventAccumulator(str(run / "tensorboard"), size_guidance={"histograms": 0}).Reload()
+    reader = EventAccumulator(str(run), size_guidance={"histograms": 0}).Reload()
     return {tag: reader.Histograms(tag)[0].histogram_value for tag in reader.Tags()["histograms"]}
 
 

@@ -4,6 +4,8 @@ A group is `SelectionRule.group` consecutive blocks of a document, the first one
 group that is complete before a query's window are always scored. Up to k groups, two levels choose as one does.
 """
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -52,11 +54,11 @@ def _groups_with(landmarks: Landmarks, ends: Tensor, selection: SelectionRule) -
     """
     places = _places(landmarks.ends, _block_ends(ends, selection))
     rank = min(landmarks.keys.shape[3], selection.group)
-    part = torch.arange(selection.group, device=ends.device) * rank // selection.group
     means = landmarks.keys.mean(3)
     index = places.clamp(min=0).flatten(1)[:, None, :, None].expand(-1, means.shape[1], -1, means.shape[-1])
     blocks = means.gather(2, index).unflatten(2, (-1, selection.group))
-    keys = torch.stack([blocks[:, :, :, part == i].mean(3) for i in range(rank)], 3)
+    bounds = [-(-i * selection.group // rank) for i in range(rank + 1)]
+    keys = torch.stack([blocks[:, :, :, slice(*part)].mean(3) for part in pairwise(bounds)], 3)
     return Landmarks(keys, keys[..., :0], ends)
 
 
