@@ -166,9 +166,7 @@ class SelfAttention(nn.Module):
             heads = self._uncompiled(self, vectors, inputs, recompute)
         return self._project_output(heads, hidden, numbers)
 
-    def _attend(
-        self, vectors: Sequence[Tensor], inputs: AttentionInputs, recompute: bool = False
-    ) -> Tensor:
+    def _attend(self, vectors: Sequence[Tensor], inputs: AttentionInputs, recompute: bool = False) -> Tensor:
         """The mechanism's outputs (B, H, N, d) for what `_project` returns."""
         if recompute:
             return checkpoint(self._attend, vectors, inputs, use_reentrant=False)

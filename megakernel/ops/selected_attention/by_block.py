@@ -11,12 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megakernel.ops.selected_attention.readers import Readers, readers_of
+from megakernel.ops.selected_attention.readers import Readers, numbers_at_once, readers_of
 from megakernel.ops.selected_attention.tiles import Tiles
 from megakernel.ops.state import EMPTY
-
-PIECE = 2**21
-"""Numbers that one step gathers and computes."""
 
 
 def attention_by_block(
@@ -130,7 +127,7 @@ def _windows(tiles: Tiles, keys: Tensor, values: Tensor, group: int) -> Iterator
     layout, width = tiles.layout, keys.shape[-1] + values.shape[-1]
     keys_of_tile = layout.halo + layout.size
     numbers = keys.shape[:2].numel() * keys_of_tile * (width + 2 * layout.size * group)
-    count = max(1, PIECE // numbers)
+    count = max(1, numbers_at_once(keys) // numbers)
     for start in range(0, tiles.number, count):
         at = slice(start, min(start + count, tiles.number))
         index, visible = tiles.windows(at)
@@ -169,7 +166,7 @@ class _Blocks(NamedTuple):
         """A few groups of readers at a time, and what their R G queries read: keys (j, b, d)."""
         size, width = self.keys.shape[1], self.keys.shape[2] + self.values.shape[2]
         rows = self.readers.queries.shape[1] * group
-        count = max(1, PIECE // (rows * (width + 2 * size) + size * width))
+        count = max(1, numbers_at_once(self.keys) // (rows * (width + 2 * size) + size * width))
         for start in range(0, len(self.readers.items), count):
             readers = self.readers.some(slice(start, start + count))
             visible = readers.exists.repeat_interleave(group, 1)[..., None]

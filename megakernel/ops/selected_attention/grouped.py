@@ -14,14 +14,11 @@ from megakernel.ops.documents import Positions
 from megakernel.ops.landmark_attention import MISSING, Landmarks, LandmarkVisibility, complete_blocks
 from megakernel.ops.selected_attention.choice import block_scores, choose_among_all, largest, reduced
 from megakernel.ops.selected_attention.inputs import NONE, SelectionRule
-from megakernel.ops.selected_attention.readers import readers_of
+from megakernel.ops.selected_attention.readers import numbers_at_once, readers_of
 from megakernel.ops.tensors import accum_dtype
 
 ROWS = 4096
 """Queries of a head whose scores are in memory at once."""
-
-PIECE = 2**21
-"""Numbers that one step gathers and computes."""
 
 
 @torch.no_grad()
@@ -162,7 +159,7 @@ def _scores_of_lists(
     scores = keys.new_full((lists.numel() + 1, selection.group), -torch.inf)
     together, rank = readers.queries.shape[1] * group, keys.shape[1]
     numbers = (together + selection.group * rank) * width + together * selection.group * rank
-    count = max(1, PIECE // numbers)
+    count = max(1, numbers_at_once(queries) // numbers)
     for start in range(0, len(readers.items), count):
         some = readers.some(slice(start, start + count))
         products = rows[some.queries].flatten(1, 2) @ keys[at[some.items]].flatten(1, 2).transpose(-1, -2)

@@ -5,10 +5,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megakernel.ops.dispatch import runs_on_gpu
 from megakernel.ops.selected_attention.inputs import NONE
 
 GROUP = 64
 """At most this many queries of an item are multiplied with it at once."""
+
+NUMBERS_ON_CPU, NUMBERS_ON_GPU = 2**21, 2**26
+"""Numbers that one step gathers and computes: what a CPU's caches hold, and enough that a GPU has few launches."""
 
 
 class Readers(NamedTuple):
@@ -35,6 +39,11 @@ class Readers(NamedTuple):
     def some(self, groups: slice) -> "Readers":
         """The readers of these groups."""
         return self._replace(**{name: getattr(self, name)[groups] for name in self._fields[:-1]})
+
+
+def numbers_at_once(x: Tensor) -> int:
+    """Numbers that one step gathers and computes where `x` is."""
+    return NUMBERS_ON_GPU if runs_on_gpu(x) else NUMBERS_ON_CPU
 
 
 def readers_of(lists: Tensor, items: int, size: int | None = None) -> Readers:

@@ -20,7 +20,6 @@ from megakernel.ops.flurka_attention import flurka_attention
 from megakernel.ops.gated_delta_rule import gated_delta_rule
 from megakernel.ops.kernel_attention import kernel_attention
 from megakernel.ops.selected_attention import (
-    by_block,
     choice,
     chunked,
     grouped,
@@ -270,8 +269,7 @@ def selected_case(form: str, unit: str, *, rank: int = 2, selected: int = 2, **o
             (masked, "ROWS", 8),
             (choice, "ROWS", 5),
             (grouped, "ROWS", 5),
-            (grouped, "PIECE", 64),
-            (by_block, "PIECE", 64),
+            (readers, "NUMBERS_ON_CPU", 64),
             (readers, "GROUP", 3),
         ),
         state=lambda state: [] if state is None else [state.choice.double()],

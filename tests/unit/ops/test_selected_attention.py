@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megakernel.attention.rotary import Rotary
-from megakernel.ops.selected_attention import by_block, choice, chunked, masked, readers, selected_attention
+from megakernel.ops.selected_attention import choice, chunked, masked, readers, selected_attention
 from megakernel.ops.softmax_attention import softmax_attention
 from megakernel.ops.window_attention import window_attention
 from tests.unit.ops.comparing import random
@@ -19,7 +19,7 @@ def form(request, monkeypatch):
     monkeypatch.setattr(chunked, "MASKED", 0 if request.param == "by block" else 10**9)
     monkeypatch.setattr(masked, "ROWS", 8)
     monkeypatch.setattr(choice, "ROWS", 5)
-    monkeypatch.setattr(by_block, "PIECE", 64)
+    monkeypatch.setattr(readers, "NUMBERS_ON_CPU", 64)
     monkeypatch.setattr(readers, "GROUP", 3)
     return request.param
 
@@ -113,7 +113,7 @@ def test_query_heads_of_a_key_head_choose_together():
 @pytest.mark.parametrize("form", ["by block"], indirect=True)
 def test_memory_of_long_sequences_is_linear(form, unit, monkeypatch):
     """No tensor of the form by block has a number of elements that grows with the square of the tokens."""
-    monkeypatch.setattr(by_block, "PIECE", 4096)
+    monkeypatch.setattr(readers, "NUMBERS_ON_CPU", 4096)
     monkeypatch.setattr(readers, "GROUP", 16)
     monkeypatch.setattr(choice, "ROWS", 64)
     largest = []
