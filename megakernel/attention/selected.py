@@ -70,6 +70,7 @@ class Selector:
             positions=inputs.resolved_positions,
             initial_state=state,
             return_state=inputs.return_state,
+            ring=inputs.cp_shard if inputs.cp_shard.size > 1 else None,
             out_dtype=out_dtype,
         )
 
@@ -80,12 +81,11 @@ class Selector:
     def _earlier_shards(
         self, q: Tensor, k: Tensor, v: Tensor, pool: Tensor, inputs: AttentionInputs
     ) -> SelectedState:
-        """The state before this shard: keys and values of all shards are gathered, and those of earlier ones kept."""
+        """The landmarks of all earlier shards, the tokens of the window, and the choice of the last earlier block."""
         shard, length, positions = inputs.cp_shard, k.shape[2], inputs.resolved_positions
-        selection = self.selection
-        own = block_landmarks(k, inputs.halo(k, v, selection.reach), pool, positions)
+        selection, cache = self.selection, inputs.halo(k, v, self.selection.reach)
+        own = block_landmarks(k, cache, pool, positions)
         landmarks = gather_landmarks(shard, own, length, None).before(shard.rank * own.ends.shape[1])
-        cache = Tail(*(shard.all_tokens(x)[:, :, : shard.rank * length] for x in (k, v)))
         # Also where every shard begins a block: all ranks of a group have to exchange, whatever their documents.
         queries = shard.previous_tokens(q.detach(), selection.block_size)
         first = token_positions(positions, length, q.device)[:, 0].expand(len(q))

@@ -8,7 +8,7 @@ shard of all heads for whole sequences of some heads.
 from torch import Tensor
 
 from megakernel.ops.documents import Positions
-from megakernel.ops.softmax_attention.ring import PendingTensors
+from megakernel.ops.ring import PendingTensors
 from megakernel.ops.state import KernelState, PendingState
 
 

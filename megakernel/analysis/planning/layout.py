@@ -188,9 +188,10 @@ class PlannedJob:
         from .part_costs import PartShape  # after `_meter` has set the device, which libraries read on import
 
         is_layer = isinstance(part, int)
-        ring = (
-            isinstance(part, int) and layout.context > 1 and self.uses_ring(self.model.layer_attention(part))
-        )
+        ring = False
+        if isinstance(part, int) and layout.context > 1:
+            attention = self.model.layer_attention(part)
+            ring = attention.selection is not None or self.uses_ring(attention)
         # Embedding and head treat every token separately; a classifier's head treats sequences.
         by_token = not is_layer and self.model.classifier is None
         shape = PartShape(

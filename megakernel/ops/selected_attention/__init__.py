@@ -12,6 +12,7 @@ from megakernel.ops.dispatch import Implementation, Kernels, choose
 from megakernel.ops.documents import Positions
 from megakernel.ops.landmark_attention import MISSING, Landmarks, complete_blocks
 from megakernel.ops.mixture import Rotation
+from megakernel.ops.ring import Ring
 from megakernel.ops.selected_attention import chunked, reference
 from megakernel.ops.selected_attention.grouped import completed_groups
 from megakernel.ops.selected_attention.inputs import Score, SelectedInputs, SelectionRule, Unit
@@ -54,6 +55,7 @@ def selected_attention(
     positions: Positions = 0,
     initial_state: SelectedState | None = None,
     return_state: bool = True,
+    ring: Ring | None = None,
     out_dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, SelectedState | None]:
@@ -83,6 +85,9 @@ def selected_attention(
             document.
         initial_state: returned by the call for the tokens before these.
         return_state: False: return None for the state.
+        ring: q, k and v are a shard's, one of equal ones that pass on their keys and values. `initial_state` then has
+            the landmarks and groups of all earlier shards, and in its cache the tokens of the window. No state is
+            returned: `return_state` has to be False. All shards run the same backward.
         out_dtype: of the output; None: that of v.
         backend: reference, chunked or triton; None reads MEGAKERNEL_BACKEND from the environment, and by default takes
             triton on a GPU and chunked elsewhere.
@@ -106,11 +111,13 @@ def selected_attention(
         raise ValueError(f"selected={selected}; expected at least 1")
     if group is not None and group < 2:
         raise ValueError(f"group={group}; expected None or at least 2")
+    if ring is not None and return_state:
+        raise ValueError("return_state=True: a shard in a ring has no state; expected False")
     selection = SelectionRule(pool.shape[-1], blocks, selected, unit, score, group or 0)
     state = empty_state(k, v, selection) if initial_state is None else initial_state
     check_cached("initial_state.cache", state.cache, k, v)
     inputs, own, ended = _inputs_after(state, q, k, v, pool, selection, rotary, rotates_chosen, positions)
-    out, choice = choose(IMPLEMENTATIONS, backend)(q, k, v, inputs)
+    out, choice = choose(IMPLEMENTATIONS, backend)(q, k, v, inputs._replace(ring=ring))
     out = out.to(out_dtype or v.dtype)
     if not return_state:
         return out, None

@@ -11,22 +11,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megakernel.ops.ring import FollowingGradients, Ring, visits
 from megakernel.ops.selected_attention.readers import Readers, numbers_at_once, readers_of
-from megakernel.ops.selected_attention.tiles import Tiles
+from megakernel.ops.selected_attention.tiles import BlockReads, Tiles
 from megakernel.ops.state import EMPTY
 
 
 def attention_by_block(
-    near_queries: Tensor, queries: Tensor, near_keys: Tensor, keys: Tensor, values: Tensor, tiles: Tiles
+    near_queries: Tensor,
+    queries: Tensor,
+    near_keys: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tiles: Tiles,
+    ring: Ring | None = None,
 ) -> Tensor:
     """Outputs (B, H, N, D) in the dtype of the queries, which is float32 or better.
 
     near_queries, queries: (B, H, N, d), for keys of the window and of chosen blocks; near_keys, keys: (B, H_kv, T, d);
-    values: (B, H_kv, T, D).
+    values: (B, H_kv, T, D). ring: passes on keys and values of the shards that hold the blocks.
     """
     kv_heads, length = keys.shape[1], queries.shape[2]
     near_rows, rows = (_by_tile(x, kv_heads, tiles) for x in (near_queries, queries))
-    out: Tensor = _Attend.apply(near_rows, rows, near_keys, keys, values, tiles)
+    out: Tensor = _Attend.apply(near_rows, rows, near_keys, keys, values, tiles, ring)
     return out.flatten(2, 3).movedim(3, 2).flatten(1, 2)[:, :, :length]
 
 
@@ -41,7 +48,7 @@ class _Attend(torch.autograd.Function):
     """Saves the normalizer of each query; backward gathers the keys again. Queries as `_by_tile` makes them."""
 
     @staticmethod
-    def forward(ctx, near_queries, queries, near_keys, keys, values, tiles):
+    def forward(ctx, near_queries, queries, near_keys, keys, values, tiles, ring):
         group = queries.shape[4]
         out = queries.new_empty(*queries.shape[:-1], values.shape[-1])
         normalizer = queries.new_empty(queries.shape[:-1])
@@ -50,24 +57,13 @@ class _Attend(torch.autograd.Function):
             total = scores.logsumexp(-1, keepdim=True).clamp_(min=EMPTY)
             out[:, :, at] = (scores.sub_(total).exp_() @ window.values).view_as(out[:, :, at])
             normalizer[:, :, at] = total.view_as(normalizer[:, :, at])
-        blocks = _Blocks.of(tiles, keys, values)
-        if blocks is not None:
-            rows = queries.view(-1, *queries.shape[4:])
-            of_pairs = rows.new_full((blocks.lists.numel() + 1, group), -torch.inf)
-            for readers, read in blocks.pieces(group):
-                scores = read.scores(rows[readers.queries].flatten(1, 2))
-                of_pairs[readers.pairs] = scores.logsumexp(-1).view(*readers.pairs.shape, group)
-            chosen = of_pairs[:-1].view(*queries.shape[:4], -1, group).logsumexp(4)
-            near = normalizer
-            normalizer = torch.logaddexp(near, chosen)
-            out *= (near - normalizer).exp_()[..., None]
-            sums, totals = out.view(len(rows), -1), normalizer.view(len(rows), group)
-            for readers, read in blocks.pieces(group):
-                scores = read.scores(rows[readers.queries].flatten(1, 2))
-                weights = scores.sub_(totals[readers.queries].flatten(1)[..., None]).exp_()
-                sums.index_add_(0, readers.queries.flatten(), (weights @ read.values).view(-1, sums.shape[1]))
+        blocks = None
+        for blocks, _ in _blocks_of_shards(tiles, keys, values, ring):
+            if blocks is not None:
+                normalizer = _add_blocks(out, normalizer, queries, blocks)
         ctx.save_for_backward(near_queries, queries, near_keys, keys, values, out, normalizer)
-        ctx.tiles, ctx.blocks = tiles, blocks
+        ctx.tiles, ctx.ring = tiles, ring
+        ctx.blocks = blocks if ring is None else None
         return out
 
     @staticmethod
@@ -77,27 +73,76 @@ class _Attend(torch.autograd.Function):
         group, grad = queries.shape[4], grad.contiguous()
         delta = (out * grad).sum(-1)
         dnear_queries = torch.empty_like(near_queries)
-        dqueries, dnear_keys, dkeys, dvalues = map(torch.zeros_like, (queries, near_keys, keys, values))
+        dqueries, dnear_keys, dnear_values = map(torch.zeros_like, (queries, near_keys, values))
         for at, index, window in _windows(ctx.tiles, near_keys, values, group):
             given = (near_queries, grad, normalizer[..., None], delta[..., None])
             parts = window.gradients(*(x[:, :, at].flatten(3, 4) for x in given))
             dnear_queries[:, :, at] = parts[0].view_as(dnear_queries[:, :, at])
-            for whole, part in zip((dnear_keys, dvalues), parts[1:]):
+            for whole, part in zip((dnear_keys, dnear_values), parts[1:]):
                 whole.index_add_(2, index.flatten(), part.flatten(2, 3))
-        if ctx.blocks is not None:
-            rows, douts = (x.view(-1, *x.shape[4:]) for x in (queries, grad))
-            totals, deltas = (x.view(-1, group, 1) for x in (normalizer, delta))
-            drows = dqueries.view(len(rows), -1)
-            dblocks = tuple(map(torch.zeros_like, (ctx.blocks.keys, ctx.blocks.values)))
-            for readers, read in ctx.blocks.pieces(group):
-                given = (rows, douts, totals, deltas)
-                part, *others = read.gradients(*(x[readers.queries].flatten(1, 2) for x in given))
-                drows.index_add_(0, readers.queries.flatten(), part.view(-1, drows.shape[1]))
-                for whole, block in zip(dblocks, others):
-                    whole.index_add_(0, readers.items, block)
-            for whole, blocks in zip((dkeys, dvalues), dblocks):
-                ctx.blocks.add_to(whole, blocks)
-        return dnear_queries, dqueries, dnear_keys, dkeys, dvalues, None
+        following = FollowingGradients(ctx.ring)
+        shards = _blocks_of_shards(ctx.tiles, keys, values, ctx.ring)
+        for blocks, held in shards if ctx.ring else [(ctx.blocks, (keys, values))]:
+            gradients = tuple(map(torch.zeros_like, held))
+            if blocks is not None:
+                _add_gradients(dqueries, gradients, queries, grad, normalizer, delta, blocks)
+            following.add(gradients)
+        dkeys, dvalues = following.returned()
+        return dnear_queries, dqueries, dnear_keys, dkeys, dnear_values.add_(dvalues), None, None
+
+
+def _add_blocks(out: Tensor, normalizer: Tensor, queries: Tensor, blocks: "_Blocks") -> Tensor:
+    """Add what queries read of some blocks to `out`, in place; returns the new normalizers."""
+    group, rows = queries.shape[4], queries.view(-1, *queries.shape[4:])
+    of_pairs = rows.new_full((blocks.lists.numel() + 1, group), -torch.inf)
+    for readers, read in blocks.pieces(group):
+        scores = read.scores(rows[readers.queries].flatten(1, 2))
+        of_pairs[readers.pairs] = scores.logsumexp(-1).view(*readers.pairs.shape, group)
+    both = torch.logaddexp(normalizer, of_pairs[:-1].view(*queries.shape[:4], -1, group).logsumexp(4))
+    out *= (normalizer - both).exp_()[..., None]
+    sums, totals = out.view(len(rows), -1), both.view(len(rows), group)
+    for readers, read in blocks.pieces(group):
+        scores = read.scores(rows[readers.queries].flatten(1, 2))
+        weights = scores.sub_(totals[readers.queries].flatten(1)[..., None]).exp_()
+        sums.index_add_(0, readers.queries.flatten(), (weights @ read.values).view(-1, sums.shape[1]))
+    return both
+
+
+def _add_gradients(
+    dqueries: Tensor,
+    gradients: tuple[Tensor, ...],
+    queries: Tensor,
+    grad: Tensor,
+    normalizer: Tensor,
+    delta: Tensor,
+    blocks: "_Blocks",
+) -> None:
+    """Add the gradients of queries, and of the keys and values that hold these blocks, in place."""
+    group = queries.shape[4]
+    given = [x.view(-1, *x.shape[4:]) for x in (queries, grad, normalizer[..., None], delta[..., None])]
+    drows = dqueries.view(len(given[0]), -1)
+    dblocks = tuple(map(torch.zeros_like, (blocks.keys, blocks.values)))
+    for readers, read in blocks.pieces(group):
+        part, *others = read.gradients(*(x[readers.queries].flatten(1, 2) for x in given))
+        drows.index_add_(0, readers.queries.flatten(), part.view(-1, drows.shape[1]))
+        for whole, block in zip(dblocks, others):
+            whole.index_add_(0, readers.items, block)
+    for whole, block in zip(gradients, dblocks):
+        blocks.add_to(whole, block)
+
+
+def _blocks_of_shards(
+    tiles: Tiles, keys: Tensor, values: Tensor, ring: Ring | None
+) -> "Iterator[tuple[_Blocks | None, tuple[Tensor, ...]]]":
+    """The blocks of every shard, this one first, and its keys and values; None: nothing is read there."""
+    for source, held in visits(ring, (keys, values)):
+        rank = 0 if ring is None else ring.rank
+        if source > rank:
+            yield None, held
+            continue
+        reads = tiles.reads(tiles.layout.positions[0].numel(), source, rank)
+        keys, values = held
+        yield _Blocks.of(reads, keys, values, trimmed=ring is not None), held
 
 
 class _Read(NamedTuple):
@@ -152,22 +197,31 @@ class _Blocks(NamedTuple):
 
     readers: Readers
 
+    groups: int
+    """How many groups of readers there can be."""
+
     @classmethod
-    def of(cls, tiles: Tiles, keys: Tensor, values: Tensor) -> "_Blocks | None":
-        """From keys (B, H_kv, T, d) and values (B, H_kv, T, D); None if there is no block to choose."""
-        lists = tiles.of_queries(slice(0, tiles.layout.positions[0].numel())).flatten(0, 1)
-        index = tiles.starts[..., None] + torch.arange(tiles.selection.block_size, device=keys.device)
+    def of(cls, reads: BlockReads, keys: Tensor, values: Tensor, trimmed: bool) -> "_Blocks | None":
+        """From keys (B, H_kv, T, d) and values (B, H_kv, T, D); None if there is no block to choose.
+
+        trimmed: without groups of readers that do not exist, of which the host has to ask the number: most do not where
+        queries read the blocks of all shards, and these are one's.
+        """
+        lists = reads.lists.flatten(0, 1)
+        index = reads.starts[..., None] + torch.arange(reads.block_size, device=keys.device)
         if not lists.shape[-1]:
             return None
         keys, values = (_take_blocks(x, index) for x in (keys, values))
-        return cls(lists, index, keys, values, readers_of(lists, index.shape[1]))
+        readers = readers_of(lists, index.shape[1])
+        groups = max(1, int(readers.ends[-1])) if trimmed else len(readers.items)
+        return cls(lists, index, keys, values, readers, groups)
 
     def pieces(self, group: int) -> Iterator[tuple[Readers, _Read]]:
         """A few groups of readers at a time, and what their R G queries read: keys (j, b, d)."""
         size, width = self.keys.shape[1], self.keys.shape[2] + self.values.shape[2]
         rows = self.readers.queries.shape[1] * group
         count = max(1, numbers_at_once(self.keys) // (rows * (width + 2 * size) + size * width))
-        for start in range(0, len(self.readers.items), count):
+        for start in range(0, self.groups, count):
             readers = self.readers.some(slice(start, start + count))
             visible = readers.exists.repeat_interleave(group, 1)[..., None]
             yield readers, _Read(self.keys[readers.items], self.values[readers.items], visible)

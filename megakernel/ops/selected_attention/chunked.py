@@ -22,8 +22,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: SelectedInputs) -> tuple[Ten
     if q.shape[2] == 1:
         return one_token.attend(q, k, v, inputs, tiles), tiles.last_choice(inputs.choice)
     vectors = vectors_of(q, k, v, inputs, accum_dtype(q.dtype))
-    form = masked_attention if tiles.total <= MASKED * tiles.keys_of_query else attention_by_block
-    return form(*vectors, tiles), tiles.last_choice(inputs.choice)
+    if inputs.ring is None and tiles.total <= MASKED * tiles.keys_of_query:
+        out = masked_attention(*vectors, tiles)
+    else:
+        out = attention_by_block(*vectors, tiles, inputs.ring)
+    return out, tiles.last_choice(inputs.choice)
 
 
 def vectors_of(

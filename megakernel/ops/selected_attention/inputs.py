@@ -7,6 +7,7 @@ from torch import Tensor
 from megakernel.ops.documents import Positions
 from megakernel.ops.landmark_attention import Landmarks
 from megakernel.ops.mixture import Rotation
+from megakernel.ops.ring import Ring
 from megakernel.ops.window import Tail
 
 Unit = Literal["token", "tile"]
@@ -69,3 +70,6 @@ class SelectedInputs(NamedTuple):
     """Whether queries and keys of chosen blocks are rotated, as those of the window always are."""
 
     positions: Positions
+
+    ring: Ring | None = None
+    """Passes on the keys and values of all shards; `cache` then has no more than a window's. None: a whole sequence."""

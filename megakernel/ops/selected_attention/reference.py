@@ -12,7 +12,9 @@ from megakernel.ops.window import rotate_keys
 
 def attend(q: Tensor, k: Tensor, v: Tensor, inputs: SelectedInputs) -> tuple[Tensor, Tensor]:
     """Output (B, H, N, D) in float32 or better, and the blocks that the last tile chose, as `SelectedInputs.choice`."""
-    selection, cache, landmarks, _, choice, rotary, rotates_chosen, positions = inputs
+    selection, cache, landmarks, _, choice, rotary, rotates_chosen, positions, ring = inputs
+    if ring is not None:
+        raise ValueError("backend='reference' reads whole sequences; take backend='chunked' for their shards")
     batch, heads, length, width = q.shape
     kv_heads, dtype = k.shape[1], accum_dtype(q.dtype)
     group, cached, size = heads // kv_heads, cache.keys.shape[2], selection.block_size

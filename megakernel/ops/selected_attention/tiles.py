@@ -14,6 +14,18 @@ from megakernel.ops.selected_attention.inputs import NONE, SelectedInputs, Selec
 from megakernel.ops.window import WindowLayout, window_layout
 
 
+class BlockReads(NamedTuple):
+    """Which blocks of some keys queries read."""
+
+    lists: Tensor
+    """(B, H_kv, n, k') int64: numbers of blocks, or NONE."""
+
+    starts: Tensor
+    """(B, S) int64: index of each block's first key."""
+
+    block_size: int
+
+
 class Tiles(NamedTuple):
     """C tiles of L tokens, one after the other whatever the documents, and T keys, of which the last are theirs."""
 
@@ -54,6 +66,19 @@ class Tiles(NamedTuple):
         """Keys of the window of a tile, and of the blocks that a query chooses."""
         return self.layout.halo + self.layout.size + self.own.shape[-1] * self.selection.block_size
 
+    def reads(self, queries: int, source: int = 0, rank: int = 0) -> BlockReads:
+        """What the first `queries` of shard `rank`, this one, read in shard `source`, which is not after it.
+
+        The S blocks are those of all shards up to this one, of which each has as many, and as many keys, T.
+        """
+        lists, starts = self.of_queries(slice(0, queries)), self.starts
+        if rank:
+            count = self.ends.shape[1] // (rank + 1)
+            first, end = source * count, (source + 1) * count
+            lists = torch.where((lists >= first) & (lists < end), lists - first, NONE)
+            starts = self._starts(self.ends[:, first:end] + (rank - source) * self.layout.length)
+        return BlockReads(lists, starts, self.selection.block_size)
+
     def of_queries(self, queries: slice) -> Tensor:
         """(B, H_kv, n, k') int64: blocks that each of these tokens reads, or NONE."""
         if self.selection.unit == "token":
@@ -80,8 +105,11 @@ class Tiles(NamedTuple):
     @property
     def starts(self) -> Tensor:
         """(B, S) int64: index of each block's first key, clamped for missing blocks."""
+        return self._starts(self.ends)
+
+    def _starts(self, ends: Tensor) -> Tensor:
         size = self.selection.block_size
-        return (self.ends + self.cached - size + 1).clamp(min=0, max=self.total - size)
+        return (ends + self.cached - size + 1).clamp(min=0, max=self.total - size)
 
     def keys_of(self, indices: Tensor) -> Tensor:
         """Indices (B, H_kv, C, U b) of the keys of the blocks `indices` (B, H_kv, C, U)."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megakernel.ops.documents import window_reach
 from megakernel.ops.kernels.launch import Rows, launch
+from megakernel.ops.ring import FollowingGradients, Ring, visits
 from megakernel.ops.selected_attention import chunked, kernels
 from megakernel.ops.selected_attention.inputs import SelectedInputs
 from megakernel.ops.selected_attention.kernels import Groups, Reads, Sizes
@@ -50,9 +51,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: SelectedInputs) -> tuple[Ten
         return chunked.attend(q, k, v, inputs)
     tiles = choose_for_tiles(q, inputs)
     vectors = chunked.vectors_of(q, k, v, inputs, q.dtype)
-    lists, starts = tiles.of_queries(slice(0, length)), tiles.starts.to(torch.int32)
-    first, last = _window_spans(tiles)
-    out, _ = forward(*vectors, first, last, lists, starts, inputs.selection.block_size)
+    spans = _window_spans(tiles)
+    if inputs.ring is None:
+        lists, starts, block_size = tiles.reads(length)
+        out, _ = forward(*vectors, *spans, lists, starts.to(torch.int32), block_size)
+    else:
+        out = _InRing.apply(*vectors, *spans, tiles, inputs.ring)
     return out, tiles.last_choice(inputs.choice)
 
 
@@ -84,13 +88,11 @@ def forward(
     first, last: (B or 1, N) int32, keys of the windows. lists: (B, H_kv, N, k') int64, blocks that a query reads, or
     NONE. starts: (B, S) int32, first keys of the blocks.
     """
-    near, of_queries = window.forward(near_q, near_k[:, :, None], v, _no_weights(k), first, last, *SOFTMAX)
-    lse = of_queries[:, :, 0].neg()
+    near, lse = _window_forward(near_q, near_k, v, first, last)
     if not lists.shape[-1]:
         return near, lse
     out = near.float()
-    for reads, meta in _launches_by_place(q, k, v, lists, starts, block_size):
-        launch(kernels.fwd, (len(reads.groups.items),), reads, out, lse, META=meta, **LAUNCH)
+    _add_blocks(out, lse, q, k, v, lists, starts, block_size)
     return out.to(v.dtype), lse
 
 
@@ -111,19 +113,112 @@ def backward(
     block_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of near_q, q, near_k, k and v."""
-    inputs = near_q, near_k[:, :, None], v, _no_weights(k), first, last
-    dnear_q, dnear_k, dnear_v, _ = window.backward(grad, *inputs, out, lse[:, :, None].neg(), *SOFTMAX)
-    dnear_k = dnear_k[:, :, 0]
-    dq, dk = (x.new_zeros(x.shape, dtype=torch.float32) for x in (q, k))
-    dv = v.new_zeros(v.shape, dtype=torch.float32)
+    dnear_q, dnear_k, dnear_v = _window_backward(grad, near_q, near_k, v, first, last, out, lse)
+    dq, dk, dv = (x.new_zeros(x.shape, dtype=torch.float32) for x in (q, k, v))
     if lists.shape[-1]:
-        do, delta = Rows.of(grad), (out.float() * grad.float()).sum(-1)
-        for reads, meta in _launches_by_place(q, k, v, lists, starts, block_size):
-            launch(kernels.bwd_dq, (len(reads.groups.items),), reads, do, lse, delta, dq, META=meta, **LAUNCH)
-        reads, meta = _launch_of(q, k, v, lists, starts, block_size)
-        grid = (len(reads.groups.ends),)
-        launch(kernels.bwd_dkv, grid, reads, do, lse, delta, dk, dv, META=meta, **LAUNCH)
+        delta = (out.float() * grad.float()).sum(-1)
+        _add_gradients((dq, dk, dv), grad, lse, delta, q, k, v, lists, starts, block_size)
     return dnear_q, dq.to(q.dtype), dnear_k, dk.to(k.dtype), (dnear_v.float() + dv).to(v.dtype)
+
+
+class _InRing(torch.autograd.Function):
+    """`forward` and `backward` of a shard whose queries read the blocks of all shards up to theirs."""
+
+    @staticmethod
+    def forward(ctx, near_q, q, near_k, k, v, first, last, tiles, ring):
+        near, lse = _window_forward(near_q, near_k, v, first, last)
+        out = near.float()
+        for source, (keys, values) in visits(ring, (k, v)):
+            if source <= ring.rank and tiles.own.shape[-1]:
+                _add_blocks(out, lse, q, keys, values, *_reads(tiles, source, ring))
+        out = out.to(v.dtype)
+        ctx.save_for_backward(near_q, q, near_k, k, v, first, last, out, lse)
+        ctx.tiles, ctx.ring = tiles, ring
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        near_q, q, near_k, k, v, first, last, out, lse = ctx.saved_tensors
+        dnear_q, dnear_k, dnear_v = _window_backward(grad, near_q, near_k, v, first, last, out, lse)
+        delta, dq = (out.float() * grad.float()).sum(-1), q.new_zeros(q.shape, dtype=torch.float32)
+        following = FollowingGradients(ctx.ring)
+        for source, (keys, values) in visits(ctx.ring, (k, v)):
+            dk, dv = (x.new_zeros(x.shape, dtype=torch.float32) for x in (keys, values))
+            if source <= ctx.ring.rank and ctx.tiles.own.shape[-1]:
+                reads = _reads(ctx.tiles, source, ctx.ring)
+                _add_gradients((dq, dk, dv), grad, lse, delta, q, keys, values, *reads)
+            following.add((dk, dv))
+        dk, dv = following.returned()
+        dv = (dnear_v.float() + dv).to(v.dtype)
+        return dnear_q, dq.to(q.dtype), dnear_k, dk.to(k.dtype), dv, *[None] * 4
+
+
+def _reads(tiles: Tiles, source: int, ring: Ring) -> tuple[Tensor, Tensor, int]:
+    lists, starts, block_size = tiles.reads(tiles.layout.length, source, ring.rank)
+    return lists, starts.to(torch.int32), block_size
+
+
+def _window_forward(
+    near_q: Tensor, near_k: Tensor, v: Tensor, first: Tensor, last: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`forward` with nothing chosen."""
+    out, of_queries = window.forward(
+        near_q, near_k[:, :, None], v, _no_weights(near_k), first, last, *SOFTMAX
+    )
+    return out, of_queries[:, :, 0].neg()
+
+
+def _window_backward(
+    grad: Tensor,
+    near_q: Tensor,
+    near_k: Tensor,
+    v: Tensor,
+    first: Tensor,
+    last: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of near_q, near_k and, of what windows read, v; out and lse are over all that is read."""
+    inputs = near_q, near_k[:, :, None], v, _no_weights(near_k), first, last
+    dnear_q, dnear_k, dv, _ = window.backward(grad, *inputs, out, lse[:, :, None].neg(), *SOFTMAX)
+    return dnear_q, dnear_k[:, :, 0], dv
+
+
+def _add_blocks(
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lists: Tensor,
+    starts: Tensor,
+    block_size: int,
+) -> None:
+    """Add what queries read of these keys to out (B, H, N, D) float32 and lse, in place."""
+    for reads, meta in _launches_by_place(q, k, v, lists, starts, block_size):
+        launch(kernels.fwd, (len(reads.groups.items),), reads, out, lse, META=meta, **LAUNCH)
+
+
+def _add_gradients(
+    gradients: tuple[Tensor, Tensor, Tensor],
+    grad: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lists: Tensor,
+    starts: Tensor,
+    block_size: int,
+) -> None:
+    """Add to the queries' gradient, and write those of keys and values, which are zeros; all float32, in place."""
+    dq, dk, dv = gradients
+    do = Rows.of(grad)
+    for reads, meta in _launches_by_place(q, k, v, lists, starts, block_size):
+        launch(kernels.bwd_dq, (len(reads.groups.items),), reads, do, lse, delta, dq, META=meta, **LAUNCH)
+    reads, meta = _launch_of(q, k, v, lists, starts, block_size)
+    launch(kernels.bwd_dkv, (len(reads.groups.ends),), reads, do, lse, delta, dk, dv, META=meta, **LAUNCH)
 
 
 SOFTMAX = ("softmax", (1.0,), "sum", True)

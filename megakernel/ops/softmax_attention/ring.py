@@ -23,7 +23,7 @@ zigzag order would balance this layer only.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from torch import Tensor
 from megakernel.ops.arguments import check_heads, check_positions
 from megakernel.ops.documents import Positions
 from megakernel.ops.partial_output import empty_partial_output, log_normalizer, normalized
+from megakernel.ops.ring import FollowingGradients, Ring, visits
 from megakernel.ops.softmax_attention.partial import (
     OutputGradient,
     Pairs,
@@ -39,25 +40,6 @@ from megakernel.ops.softmax_attention.partial import (
     add_sums,
 )
 from megakernel.ops.softmax_attention.spans import cross_shard_spans
-
-
-class PendingTensors(Protocol):
-    """Tensors in flight."""
-
-    def wait(self) -> tuple[Tensor, ...]:
-        """The left neighbor's tensors, with the shapes and dtypes of those sent."""
-        ...
-
-
-class Ring(Protocol):
-    """Shard `rank` of `size` equal contiguous shards of every sequence, between two neighbors."""
-
-    rank: int
-    size: int
-
-    def start_rotation(self, tensors: tuple[Tensor, ...]) -> PendingTensors:
-        """Start sending tensors to the next shard, and from the last to the first; not differentiable."""
-        ...
 
 
 def ring_attention(
@@ -110,8 +92,9 @@ class _RotatingKeys(NamedTuple):
     """(B, N) int64: start of each token's document; None: each sequence is one document."""
     mask: Tensor | None
 
-    def start(self, ring: Ring) -> PendingTensors:
-        return ring.start_rotation(tuple(x for x in self if x is not None))
+    @property
+    def sent(self) -> tuple[Tensor, ...]:
+        return tuple(x for x in self if x is not None)
 
     def replaced(self, tensors: tuple[Tensor, ...]) -> "_RotatingKeys":
         """The received tensors of another shard, which has the same optional ones."""
@@ -122,18 +105,10 @@ class _RotatingKeys(NamedTuple):
 def _rotate(
     ring: Ring, own: _RotatingKeys, causal: bool, window: int | None
 ) -> Iterator[tuple[int, VisibleKeys | None]]:
-    """All shards, this one first: the rank, and the keys that this rank's queries see; None: none.
-
-    The next shard is in flight while the caller uses one.
-    """
-    current = own
-    for hop in range(ring.size):
-        source = (ring.rank - hop) % ring.size
-        pending = current.start(ring) if hop < ring.size - 1 else None
-        invisible = causal and source > ring.rank
-        yield source, None if invisible else _visible_keys(ring, source, own, current, causal, window)
-        if pending is not None:
-            current = current.replaced(pending.wait())
+    """All shards, this one first: the rank, and the keys that this rank's queries see; None: none."""
+    for source, tensors in visits(ring, own.sent):
+        invisible, other = causal and source > ring.rank, own.replaced(tensors)
+        yield source, None if invisible else _visible_keys(ring, source, own, other, causal, window)
 
 
 def _visible_keys(
@@ -172,23 +147,11 @@ class _RingAttention(torch.autograd.Function):
         ring, dtype = ctx.ring, out.dtype
         gradient = OutputGradient(grad, out, normalizer, mean=(grad.to(dtype) * out).sum(-1))
         dq = torch.zeros_like(q, dtype=dtype)
-        pending = None
-        for source, subset in _rotate(ring, _RotatingKeys(k, v, documents, key_mask), ctx.causal, ctx.window):
+        following = FollowingGradients(ring)
+        for _, subset in _rotate(ring, _RotatingKeys(k, v, documents, key_mask), ctx.causal, ctx.window):
             dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (k, v))
             if subset is not None:
                 add_gradients((dq, dk, dv), q, subset, gradient)
-            if source == ring.rank:
-                own = dk, dv
-                continue
-            # The gradients accumulated by other shards follow their keys one hop behind.
-            pending = ring.start_rotation(_accumulated((dk, dv), pending))
-        dk, dv = _accumulated(own, pending)
+            following.add((dk, dv))
+        dk, dv = following.returned()
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *[None] * 5
-
-
-def _accumulated(gradients: tuple[Tensor, ...], pending: PendingTensors | None) -> tuple[Tensor, ...]:
-    """`gradients`, with those that arrive added in place."""
-    if pending is not None:
-        for gradient, received in zip(gradients, pending.wait(), strict=True):
-            gradient += received
-    return gradients
