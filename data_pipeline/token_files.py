@@ -23,6 +23,9 @@ INDEX_MAGIC = b"MMIDIDX\x00\x00"
 INDEX_HEADER = struct.Struct("<9sQBQQ")
 """Megatron's index header: magic, version, type code, number of sequences, number of document bounds."""
 
+INDEX_PIECE = 2**20
+"""Documents of an index that are in memory at once."""
+
 DTYPE_NAMES = dict(enumerate(("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16"), 1))
 """Megatron's type code -> numpy name."""
 
@@ -60,6 +63,11 @@ class TokenFile:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenFile, (self._prefix,)  # reopened, not pickled with its tokens
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the tokens."""
+        return self._tokens.dtype
 
     def __len__(self) -> int:
         """Number of documents."""
@@ -212,15 +220,23 @@ class _DocumentWriter:
         assert self._stream is not None
         self._stream.close()
         Path(f"{self._prefix}.lengths").unlink(missing_ok=True)
-        lengths = np.frombuffer(self._lengths, np.int32)
-        with open(f"{self._prefix}.idx", "wb") as stream:
-            code = next(code for code, name in DTYPE_NAMES.items() if name == self._dtype.name)
-            stream.write(INDEX_HEADER.pack(INDEX_MAGIC, 1, code, len(lengths), len(lengths) + 1))
-            stream.write(lengths.data)
-            starts = lengths.cumsum(dtype=np.int64)
-            starts -= lengths
-            starts *= self._dtype.itemsize
-            stream.write(starts.data)
-            # Document bounds: each document is one sequence.
-            stream.write(np.arange(len(lengths) + 1, dtype=np.int64).data)
-        return {kind: FileRecord.of(Path(f"{self._prefix}.{kind}")) for kind in ("bin", "idx")}
+        return write_index(self._prefix, np.frombuffer(self._lengths, np.int32), self._dtype)
+
+
+def write_index(prefix: Path, lengths: np.ndarray, dtype: Any) -> dict[str, FileRecord]:
+    """Write PREFIX.idx for documents of `lengths` int32 tokens in PREFIX.bin; returns the records of both, by kind."""
+    dtype = np.dtype(dtype)
+    with open(f"{prefix}.idx", "wb") as stream:
+        code = next(code for code, name in DTYPE_NAMES.items() if name == dtype.name)
+        stream.write(INDEX_HEADER.pack(INDEX_MAGIC, 1, code, len(lengths), len(lengths) + 1))
+        stream.write(lengths.data)
+        end = 0
+        for first in range(0, len(lengths), INDEX_PIECE):
+            piece = lengths[first : first + INDEX_PIECE]
+            ends = end + piece.cumsum(dtype=np.int64)
+            stream.write(((ends - piece) * dtype.itemsize).data)
+            end = int(ends[-1])
+        # Document bounds: each document is one sequence.
+        for first in range(0, len(lengths) + 1, INDEX_PIECE):
+            stream.write(np.arange(first, min(first + INDEX_PIECE, len(lengths) + 1), dtype=np.int64).data)
+    return {kind: FileRecord.of(Path(f"{prefix}.{kind}")) for kind in ("bin", "idx")}

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 GROUPS = {
-    "prepare and train": ("prepare", "pretrain", "uptrain"),
+    "prepare and train": ("prepare", "merge", "pretrain", "uptrain"),
     "evaluate and use": ("monitor", "compare", "evaluate", "analyze", "generate", "serve"),
     "convert models": ("import", "export"),
     "cluster": ("submit", "sweep", "status", "logs", "cancel", "resume"),

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 from launch.environment import free_port
 from launch.exit_status import ExitStatus
@@ -101,6 +101,11 @@ def handle_signals(signals: Iterable[int], act: Callable[[int], object]) -> Iter
     finally:
         for signum, handler in previous.items():
             signal.signal(signum, handler)
+
+
+def exit_with(signum: int) -> NoReturn:
+    """End as a shell says that a signal ended a program, after all clean-up."""
+    raise SystemExit(128 + signum)
 
 
 @dataclass(frozen=True)

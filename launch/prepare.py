@@ -4,12 +4,12 @@ import argparse
 import os
 import signal
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from data_pipeline.accounting import FEW, MAX_BAD_ROWS
 from data_pipeline.prepare import PrepareRequest, prepare
 from launch.arguments import Number
-from launch.local import handle_signals
+from launch.local import exit_with, handle_signals
 from launch.messages import console
 
 HELP = "tokenize text into a folder that training reads"
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     request = PrepareRequest(**fields | {"text_key": key})
     stderr = console(stderr=True)
     # An orderly exit: a prepare that a scheduler or a closed terminal ends removes what no later one can use.
-    with handle_signals((signal.SIGTERM, signal.SIGHUP), _exit):
+    with handle_signals((signal.SIGTERM, signal.SIGHUP), exit_with):
         manifest = prepare(
             request,
             args.out,
@@ -91,7 +91,3 @@ def run(args: argparse.Namespace) -> int:
     if manifest is None:
         stderr.print(f"{args.out} is already prepared with these arguments; nothing to do", soft_wrap=True)
     return 0
-
-
-def _exit(signum: int) -> NoReturn:
-    raise SystemExit(128 + signum)
