@@ -33,7 +33,7 @@ from torch.distributed import distributed_c10d
 from benchmarks.page import docstring_parser, page_header, table, table_row
 from launch.slurm import collectives, preflight
 from megakernel.checkpoint.folder import CheckpointFolder
-from megakernel.checkpoint.manifest import SavedCheckpoint, SavedFile, SavedProgress, write_manifest
+from megakernel.checkpoint.manifest import SavedCheckpoint, SavedFile, SavedProgress, flushed, write_manifest
 from megakernel.config import Parallel
 from megakernel.config.cluster import Cluster
 from megakernel.parallel import Mesh
@@ -283,15 +283,14 @@ def save_counts(root: Path) -> Counts:
             barrier.wait()
             return gathered[0]
 
-        def write(folder: Path) -> None:
-            (folder / f"rank_{rank}").write_bytes(b"x")
-
-        def written() -> list[Path]:
-            return list(root.glob(f"*/rank_{rank}"))
+        def write(folder: Path) -> dict[str, SavedFile]:
+            file = folder / f"rank_{rank}"
+            file.write_bytes(b"x")
+            return flushed(folder, [file])
 
         rank_of.value = rank
         folder = CheckpointFolder(root, keep=1, ranks=Ranks(rank, THREADS, exchange))
-        folder.save(SavedProgress(1, 0, 0, {}, {}), write, written)
+        folder.save(SavedProgress(1, 0, 0, {}, {}), write)
 
     with patch.object(os, "fsync", lambda handle: synced.update([rank_of.value])):
         run_on_threads(range(THREADS), save)

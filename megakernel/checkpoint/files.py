@@ -24,16 +24,21 @@ _FLAT_ZERO_3 = "fp32_flat_groups", "optimizer_state_dict"
 """Entries of a ZeRO shard (stages 1 and 2, stage 3): weights of the flat groups, and their optimizer state."""
 
 
-def client_state(
-    model: nn.Module, partitions: Mapping[str, Partition], optimizer: torch.optim.Optimizer
-) -> dict[str, Any]:
-    """Client state for DeepSpeed's save_checkpoint, which `CheckpointTensors` needs besides DeepSpeed's own entries.
+def trained_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Names of the optimizer's parameters, in its order.
 
     Call it before deepspeed.initialize, which replaces the optimizer's parameters.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
-    order = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    return {_RECORD: _record_entry(partitions, order)}
+    return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def client_state(partitions: Mapping[str, Partition], trained: Sequence[str]) -> dict[str, Any]:
+    """Client state for DeepSpeed's save_checkpoint, which `CheckpointTensors` needs besides DeepSpeed's own entries.
+
+    trained: as `trained_names` returns them.
+    """
+    return {_RECORD: _record_entry(partitions, trained)}
 
 
 def _record_entry(partitions: Mapping[str, Partition], trained: Sequence[str]) -> dict[str, Any]:

@@ -2,10 +2,13 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import IntEnum
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from megakernel.config import RunFailed, UserError
 from megakernel.config.errors import existing_parent
@@ -28,6 +31,40 @@ LATEST = "latest"
 
 class SaveFailed(RunFailed):
     """A checkpoint could not be written; earlier ones are untouched."""
+
+
+Records = Mapping[str, SavedFile]
+"""Records of files by name relative to the checkpoint's folder."""
+
+
+class SaveState(IntEnum):
+    """What a rank does for a save; the greatest of all ranks' states applies to all."""
+
+    READY = 0
+    """Nothing: there is no save, or its next part may begin."""
+
+    WRITING = 1
+    FAILED = 2
+
+
+class _Part(IntEnum):
+    """The parts of a save: all ranks write, then rank 0 publishes and prunes."""
+
+    WRITE = 0
+    PUBLISH = 1
+    PRUNE = 2
+
+
+@dataclass
+class _Save:
+    """A save that has begun."""
+
+    progress: SavedProgress
+    prunes: bool
+    in_background: bool
+    part: _Part
+    work: "Future[Any]"
+    """What this rank does for the part."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +91,8 @@ class CheckpointFolder:
         self._keep_every = keep_every
         self._ranks = ranks or Ranks()
         self._broken: set[Path] = set()
+        self._save: _Save | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def remove_leftovers(self) -> list[Path]:
         """Delete what interrupted saves and prunings left behind; called once, before training."""
@@ -88,31 +127,100 @@ class CheckpointFolder:
     def save(
         self,
         progress: SavedProgress,
-        write: Callable[[Path], object],
-        written: Callable[[], Iterable[Path]] = tuple,
+        write: Callable[[Path], Records | None],
         prune: bool = True,
     ) -> Path:
         """Save a checkpoint and return its folder; a good checkpoint of the same step is left as it is.
 
         write: called on every rank with the folder to fill, which exists. It must return or raise on every rank even if
-        one of them cannot write.
-        written: returns the files that `write` wrote on this rank, which checksums them from its page cache; rank 0
-        reads all other files from the file server.
+        one of them cannot write. It returns records of flushed files; rank 0 flushes and reads all other files.
         prune: delete old checkpoints now; otherwise the next save does.
         Raises SaveFailed, alike on all ranks; earlier checkpoints and `latest` are then untouched.
         """
-        final = self.root / f"step_{progress.step}"
-        partial = final.with_name(final.name + PARTIAL)
+
+        def stage(folder: Path) -> Callable[[], Records]:
+            records = write(folder) or {}
+            return lambda: records
+
+        self.begin(progress, stage, prune, in_background=False)
+        self.finish()
+        return self.root / f"step_{progress.step}"
+
+    def begin(
+        self,
+        progress: SavedProgress,
+        stage: Callable[[Path], Callable[[], Records]],
+        prune: bool = True,
+        in_background: bool = True,
+    ) -> None:
+        """Begin a save like `save`, after the one before has finished; `advance` and `finish` go on with it.
+
+        stage: called on every rank with the folder to fill. It copies what will change and returns the function that
+        writes: with no collectives, because a thread calls it if the save is `in_background`.
+        Raises SaveFailed as `save` does, also for the save before.
+        """
+        self.finish()
+        final, partial = self._folders(progress)
+        writes: list[Callable[[], Records]] = []
         try:
             if self._ranks.on_rank_zero(lambda: self._prepare(final, partial)):
-                shares = self._ranks.all(lambda: (write(partial), flushed(partial, written()))[1])
-                self._ranks.on_rank_zero(lambda: self._publish(partial, final, progress, shares))
+                self._ranks.all(lambda: writes.append(stage(partial)))
         except OSError as error:
-            reason = str(error) if isinstance(error, RankFailed) else f"rank 0: {error}"
-            raise SaveFailed(self._ranks.on_rank_zero(lambda: self._clean_up(final.name, reason))) from None
-        if prune:
-            self._ranks.on_rank_zero(lambda: self._prune(progress.step))
-        return final
+            raise self._failure(progress, error) from None
+        self._save = _Save(progress, prune, in_background, _Part.WRITE, Future())
+        if writes:
+            self._save.work = self._start(writes[0])
+        else:
+            self._begin_pruning(self._save)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save has begun and is not complete; the same on all ranks."""
+        return self._save is not None
+
+    @property
+    def state(self) -> SaveState:
+        """What this rank does now. `advance` takes the greatest of all ranks' states."""
+        if self._save is None:
+            return SaveState.READY
+        if not self._save.work.done():
+            return SaveState.WRITING
+        return SaveState.FAILED if self._save.work.exception() else SaveState.READY
+
+    def advance(self, agreed: SaveState = SaveState.FAILED) -> SavedProgress | None:
+        """Go on to the next part of a save, if there is one; returns the progress that is now saved, if any.
+
+        agreed: the greatest `state` of all ranks. While one is WRITING nothing is done. If all are READY nothing waits;
+        otherwise each rank first ends its work.
+        Raises SaveFailed, alike on all ranks.
+        """
+        save = self._save
+        if save is None or agreed is SaveState.WRITING:
+            return None
+        try:
+            if save.part is _Part.WRITE:
+                shares = self._ranks.all(save.work.result)
+                save.part = _Part.PUBLISH
+                save.work = self._on_rank_zero(lambda: self._publish(save.progress, shares))
+                return None
+            if save.part is _Part.PUBLISH:
+                self._ranks.on_rank_zero(save.work.result)
+        except OSError as error:
+            self._save = None
+            raise self._failure(save.progress, error) from None
+        if save.part is _Part.PUBLISH:
+            self._begin_pruning(save)
+            return save.progress
+        self._save = None
+        self._ranks.on_rank_zero(save.work.result)
+        return None
+
+    def finish(self) -> SavedProgress | None:
+        """Wait until a save that has begun is complete; returns its progress if that was not returned before."""
+        saved = None
+        while self._save is not None:
+            saved = self.advance() or saved
+        return saved
 
     def _remove_leftovers(self) -> list[Path]:
         leftovers = sorted(self.root.glob(f"*{PARTIAL}"))
@@ -129,10 +237,39 @@ class CheckpointFolder:
         partial.mkdir(parents=True)
         return True
 
-    def _publish(
-        self, partial: Path, final: Path, progress: SavedProgress, shares: Iterable[dict[str, SavedFile]]
-    ) -> None:
+    def _folders(self, progress: SavedProgress) -> tuple[Path, Path]:
+        """The folder of a step's checkpoint, and the one that it is written into."""
+        final = self.root / f"step_{progress.step}"
+        return final, final.with_name(final.name + PARTIAL)
+
+    def _start(self, action: Callable[[], Any]) -> "Future[Any]":
+        """Do this rank's work of a part of the save, in the thread if it is in the background."""
+        assert self._save is not None
+        if self._save.in_background:
+            return self._thread.submit(action)
+        work: Future[Any] = Future()
+        try:
+            work.set_result(action())
+        except Exception as error:
+            work.set_exception(error)
+        return work
+
+    def _on_rank_zero(self, action: Callable[[], Any]) -> "Future[Any]":
+        return self._start(action if self._ranks.rank == 0 else lambda: None)
+
+    def _begin_pruning(self, save: _Save) -> None:
+        save.part = _Part.PRUNE
+        prunes, step = save.prunes, save.progress.step
+        save.work = self._on_rank_zero(lambda: self._prune(step) if prunes else None)
+
+    def _failure(self, progress: SavedProgress, error: OSError) -> SaveFailed:
+        """Remove what was written, and say why."""
+        reason = str(error) if isinstance(error, RankFailed) else f"rank 0: {error}"
+        return SaveFailed(self._ranks.on_rank_zero(lambda: self._clean_up(f"step_{progress.step}", reason)))
+
+    def _publish(self, progress: SavedProgress, shares: Iterable[Records]) -> None:
         """Turn the written folder into a checkpoint. Everything that needs disk space comes before the first rename."""
+        final, partial = self._folders(progress)
         files = {name: record for share in shares for name, record in share.items()}
         files |= flushed(partial, _unrecorded_files(partial, files))
         flush(write_manifest(partial, progress, files))

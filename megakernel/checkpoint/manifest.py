@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
+from threading import Event
 from typing import Any, NamedTuple
 
 import xxhash
@@ -50,6 +51,55 @@ class SavedFile(NamedTuple):
             from . import weights_only
 
             weights_only.check(file, name)
+
+
+class Abandoned(Exception):
+    """Writing a file was given up, because the process ends."""
+
+
+_PIECE = 2**24
+"""Bytes of one write, after which a file may be abandoned."""
+
+
+class RecordedFile:
+    """A new file that is checksummed as it is written, so that it need not be read again, and flushed at its end.
+
+    abandoned: if set, writing raises Abandoned.
+    """
+
+    def __init__(self, path: Path, abandoned: Event):
+        self._file = path.open("wb", buffering=0)
+        self._digest = xxhash.xxh3_64()
+        self._size = 0
+        self._abandoned = abandoned
+
+    def __enter__(self) -> "RecordedFile":
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        with self._file:
+            if kind is None:
+                os.fsync(self._file.fileno())
+
+    def write(self, data: Any) -> int:
+        """Write all bytes of a buffer; returns their number."""
+        rest = memoryview(data).cast("B")
+        while rest:
+            if self._abandoned.is_set():
+                raise Abandoned
+            written = self._file.write(rest[:_PIECE])
+            self._digest.update(rest[:written])
+            self._size += written
+            rest = rest[written:]
+        return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        """For torch.save: nothing, because there is no buffer."""
+
+    @property
+    def record(self) -> SavedFile:
+        """Size and checksum of what was written."""
+        return SavedFile(self._size, self._digest.hexdigest())
 
 
 @dataclass(frozen=True)

@@ -435,6 +435,10 @@ class Checkpoint(Section):
     keep_every: int | None = Field(default=None, gt=0)
     """Also keep every checkpoint whose step is a multiple of this; None: none."""
 
+    async_save: bool = True
+    """Write while training goes on, which waits only for a copy in host memory. The files are the same; if the run is
+    killed before they are complete, it continues from the checkpoint before. False: training waits for the files."""
+
     def problems(self) -> Iterator[Problem]:
         """Checkpoints to keep that are never written."""
         if self.keep_every is not None and self.keep_every % self.every:

@@ -8,7 +8,8 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Literal
 
 import psutil
@@ -113,9 +114,29 @@ def prepare_device(
 
 def free_memory(device: torch.device) -> int:
     """Free bytes of the device, or of the host's memory for a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_memory()
+
+
+_CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def free_host_memory() -> int:
+    """Bytes of host memory that this process may still use: of the machine, and of its job's limits (cgroup v2)."""
     free: int = psutil.virtual_memory().available
+    try:
+        own = _OWN_CGROUP.read_text().rpartition("0::")[2].splitlines()[0]
+    except (OSError, IndexError):
+        return free
+    group = _CGROUPS / own.lstrip("/")
+    for folder in (group, *group.parents):
+        if not folder.is_relative_to(_CGROUPS):
+            break
+        with suppress(OSError, ValueError):  # the root has no limit, and `max` is none
+            limit = int((folder / "memory.max").read_text())
+            used = int((folder / "memory.current").read_text())
+            fields = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            cached = sum(int(size) for name, size in fields if name in ("active_file", "inactive_file"))
+            free = min(free, limit - used + cached)
     return free
 
 

@@ -64,12 +64,16 @@ class Mesh:
         topology: the same rank order for DeepSpeed's PipelineModule, where `data` is `gradient`.
         progress: the progress of this process.
         store: the key-value store of all processes.
+        local_world_size: processes on this machine.
         mpu: for `deepspeed.initialize` without a pipeline.
     """
 
-    def __init__(self, parallel: Parallel, device: torch.device, store: dist.Store):
+    def __init__(
+        self, parallel: Parallel, device: torch.device, store: dist.Store, local_world_size: int = 1
+    ):
         self.device = device
         self.store = store
+        self.local_world_size = local_world_size
         self.progress = Progress()
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
@@ -132,7 +136,7 @@ class Mesh:
         )
         silence_other_ranks(process.rank)
         deepspeed.init_distributed(dist_init_required=False, timeout=timeout)
-        return cls(parallel, device, store)
+        return cls(parallel, device, store, process.local_world_size)
 
     def new_cp_shard(self) -> ContextParallelShard:
         """A new `ContextParallelShard` of this process, with its own traffic counts."""
@@ -185,13 +189,13 @@ class Mesh:
         dist.all_reduce(total, group=axis.group)
         return total
 
-    def all_reduce_max(self, flag: int) -> int:
-        """The largest `flag` of all processes, so that all act on an event that one of them saw."""
+    def all_reduce_max(self, *flags: int) -> list[int]:
+        """The largest of each flag of all processes, so that all act on an event that one of them saw."""
         if self.world_size == 1:
-            return flag
-        largest = torch.tensor(flag, dtype=torch.int64, device=self.device)
+            return [*flags]
+        largest = torch.tensor(flags, dtype=torch.int64, device=self.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return int(largest.item())
+        return largest.tolist()
 
     def gather_objects(self, value: Any) -> list[Any]:
         """One picklable value per process, in rank order."""

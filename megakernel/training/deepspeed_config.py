@@ -44,6 +44,8 @@ def deepspeed_config(config: Config, mesh: Mesh, trained: int) -> dict[str, Any]
         # By default each tensor rank sends a slice of a stage's output, as if all ranks had the same output; under
         # sequence parallelism they have different tokens.
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
+        # All data ranks of a stage write some of its layers, not the first rank all of them.
+        "checkpoint": {"parallel_write": {"pipeline_stage": True}},
         "steps_per_print": None,
         "wall_clock_breakdown": False,
     }
@@ -90,7 +92,7 @@ def check_deepspeed_keys(config: Config) -> None:
 
     Its own errors come late and name no key.
     """
-    problems = []
+    problems = [*_checkpoint_problems(config.deepspeed)]
     for key, value in config.deepspeed.items():
         minimal = {
             "train_micro_batch_size_per_gpu": 1,
@@ -112,6 +114,25 @@ def check_deepspeed_keys(config: Config) -> None:
             problems.append(Problem(f"deepspeed.{name}", section, "is no key of DeepSpeed", remedy))
     if problems:
         raise ConfigError(problems)
+
+
+def _checkpoint_problems(tree: Mapping[str, Any]) -> Iterator[Problem]:
+    """Keys that would make checkpoints other than what `Engine.load` expects."""
+    sections = {name: tree.get(name) for name in ("checkpoint", "zero_optimization")}
+    checkpoint, zero = (section if isinstance(section, dict) else {} for section in sections.values())
+    writers = {
+        "checkpoint.writer": checkpoint.get("writer"),
+        "datastates_ckpt": tree.get("datastates_ckpt"),
+    }
+    for key, value in writers.items():
+        if value is not None:
+            # DeepSpeed would write files in its own time, and a checkpoint would be complete before they are.
+            reason = "chooses how DeepSpeed writes checkpoints, which Megakernel does by itself"
+            yield Problem(f"deepspeed.{key}", value, reason, "remove it, and set checkpoint.async_save=true")
+    key = "load_from_fp32_weights"
+    if zero.get(key) is False:
+        reason = "would continue from rounded weights, which a checkpoint does not have"
+        yield Problem(f"deepspeed.zero_optimization.{key}", False, reason, "remove it")
 
 
 _READ_BY_KEY = ("activation_checkpointing", "aio", "checkpoint", "data_types", "timers")

@@ -18,7 +18,7 @@ from data_pipeline.batch import Batch
 from data_pipeline.order import Share
 from megakernel import attention
 from megakernel.checkpoint import weights_only
-from megakernel.checkpoint.files import client_state
+from megakernel.checkpoint.files import client_state, trained_names
 from megakernel.checkpoint.universal import STEP, UniversalFolder, WholeTensors, partitions
 from megakernel.checkpoint.universal_load import (
     Comparison,
@@ -46,6 +46,7 @@ from .deepspeed_config import (
 from .gradients import OwnGradients
 from .optimizer import LR_SCALE, build_optimizer, freeze, is_trained
 from .schedule import add_near_dropout
+from .state_files import StateFiles, States
 from .step_costs import ContextTraffic, MemoryPeaks
 
 
@@ -94,52 +95,6 @@ def loader_arguments(mesh: Mesh) -> dict[str, Any]:
     }
 
 
-class DeferredErrors:
-    """A DeepSpeed checkpoint engine that stores a write error instead of raising it.
-
-    DeepSpeed's save_checkpoint ends in a barrier. If a rank raised before it, as on a full disk, the others would wait
-    there until the collective times out. Call `raise_first` after save_checkpoint has returned.
-    """
-
-    def __init__(self, inner: Any):
-        self._inner = inner
-        self._error: Exception | None = None
-        self._written: list[Path] = []
-
-    @classmethod
-    def install(cls, engine: Any) -> "DeferredErrors":
-        """Wrap a DeepSpeed engine's checkpoint engine; once, after deepspeed.initialize."""
-        engine.checkpoint_engine = cls(engine.checkpoint_engine)
-        # With ZeRO, rank 0 also copies a conversion script next to the checkpoints, bypassing the checkpoint engine:
-        # one more write that can fail, and `megakernel export` replaces that script.
-        engine._copy_recovery_script = lambda save_path: None
-        return engine.checkpoint_engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def save(self, state_dict: Any, path: str) -> None:
-        """Write one file; after an error, nothing more."""
-        if self._error is not None:
-            return
-        try:
-            self._inner.save(state_dict, path)
-            self._written.append(Path(path))
-        except Exception as error:
-            self._error = error
-
-    def raise_first(self) -> None:
-        """Raise the stored error, if any, and clear it."""
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def take_written(self) -> list[Path]:
-        """Files written since the last call."""
-        written, self._written = self._written, []
-        return written
-
-
 @dataclass(frozen=True)
 class StepResult:
     """Measurements of one optimizer step, the same on every rank."""
@@ -179,7 +134,8 @@ class Engine:
         model = Ranks.of(mesh).each(lambda: self._build_model(settings, make_model))
         optimizer = build_optimizer(model, config, mesh)
         self.partitions = partitions(model)
-        self.record = client_state(model, self.partitions, optimizer)
+        trained = trained_names(model, optimizer)
+        self.record = client_state(self.partitions, trained)
         self.engine, self.optimizer, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
@@ -188,7 +144,9 @@ class Engine:
             dist_init_required=False,
         )
         OwnGradients.install(self.engine, mesh)
-        self.write_errors = DeferredErrors.install(self.engine)
+        # The optimizer has these weights in float32. A pipeline's are in files of layers, which all data ranks write.
+        self._has_masters = config.parallel.zero_stage in (1, 2) and not self.pipelined
+        self.state_files = StateFiles.install(self.engine, trained if self._has_masters else ())
         self.memory = MemoryPeaks(mesh.device)
         self.traffic = ContextTraffic(self.engine.module)
 
@@ -347,15 +305,18 @@ class Engine:
         """Steps of the whole run that were skipped because gradients were not finite."""
         return self.engine.skipped_steps
 
-    def save(self, folder: Path) -> None:
-        """Write this rank's part of the state into `folder`, the same on all ranks."""
-        self.write_errors.take_written()  # drop those of a failed save
+    def checkpoint_states(self, folder: Path) -> States:
+        """This rank's part of the state, by file in `folder`, the same on all ranks; the next step changes it.
+
+        `state_files.write` writes it.
+        """
+        self.state_files.take()  # drop those of a failed save
         place = {"save_dir": str(folder.parent), "tag": folder.name, "save_latest": False}
         self.engine.save_checkpoint(**place, client_state=self.record)
-        self.write_errors.raise_first()
+        return self.state_files.take()
 
     def load(self, folder: Path) -> None:
-        """Load a state that `save` wrote on the same layout."""
+        """Load a checkpoint of the same layout."""
         optimizer = self.engine.basic_optimizer
         # The checkpoint's settings replace these, but they may differ on purpose (config/resume.py), and runs on GPUs
         # began unfused.
@@ -366,6 +327,8 @@ class Engine:
         with weights_only.enforce():
             path, _ = self.engine.load_checkpoint(str(folder.parent), tag=folder.name)
         assert path is not None, folder
+        if self._has_masters:
+            self.engine.optimizer.update_lp_params()
         for group, settings in zip(optimizer.param_groups, ours, strict=True):
             group.update(settings)
         if hasattr(self.engine.optimizer, "clip_grad"):  # ZeRO
@@ -374,7 +337,7 @@ class Engine:
             state[STEP] = state[STEP].to(tensor.device, torch.float32)
 
     def load_universal(self, folder: Path) -> None:
-        """Load a state that `save` wrote on any layout, from its universal form."""
+        """Load a checkpoint of any layout, from its universal form."""
         source, names = UniversalFolder(folder), set(self.partitions)
         load_weights(self.engine.module, self.partitions, self.mesh.tp, source, names)
         trained = stored_updates(self.engine.module, source, names)

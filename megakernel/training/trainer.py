@@ -11,7 +11,7 @@ import torch
 
 from data_pipeline.loader import TrainingBatches, ValidationBatches
 from data_pipeline.packing import packing_table
-from megakernel.checkpoint.folder import CheckpointFolder
+from megakernel.checkpoint.folder import CheckpointFolder, SaveState
 from megakernel.checkpoint.manifest import SavedProgress
 from megakernel.checkpoint.trained_run import done_message
 from megakernel.config import Config, NotFinite
@@ -40,6 +40,7 @@ from .observing.throughput import Throughput
 from .observing.trackers import Trackers
 from .resume import resume, start_from_weights, start_with_adapter, start_with_moments
 from .run_folder import RunFolder, allow_new_learning_rates, stop_file
+from .saver import Saver
 from .schedule import learning_rate
 from .stop_requests import Stop, StopRequests
 from .watchdog import Watchdog
@@ -129,6 +130,7 @@ class Trainer:
             self.observer = self._make_observer(stack)
             self._set_phase(done)
             self._note_mixture(done)
+            self.saver = stack.enter_context(Saver(self.engine, self.checkpoints, self._note, self._saved))
             if done == 0:
                 self._evaluate(0)
                 self._write_entry(0)
@@ -147,7 +149,9 @@ class Trainer:
                 with watchdog.step(step):
                     self._step(step, batches)
                     with self.mesh.progress.waiting("agreement to continue"):
-                        stop = Stop(self.mesh.all_reduce_max(requests.pending()))
+                        agreed = self.mesh.all_reduce_max(requests.pending(), self.saver.state)
+                stop = Stop(agreed[0])
+                self._advance_save(SaveState(agreed[1]))
                 if stop:
                     requests.accept(stop)
                     self._record("signalled", signal=stop.name, step=step + 1)
@@ -329,7 +333,7 @@ class Trainer:
         steps, speed = self.throughput.steps, self.throughput.scalars()
         times = speed["throughput/data_time"], speed["throughput/step_time"]
         scalars = speed | self.work.scalars(steps, *times)
-        scalars |= self.engine.memory.scalars() | self.engine.traffic.scalars()
+        scalars |= self.engine.memory.scalars() | self.engine.traffic.scalars() | self.saver.scalars()
         scalars |= {
             "train/lr": rate,
             "train/grad_norm": result.grad_norm,
@@ -366,7 +370,7 @@ class Trainer:
             self._evaluate(step)
         self._write_entry(step)
         if last or stop or step % every == 0:
-            self._save(step)
+            self._save(step, waits=last or bool(stop))
         if last and self.writer is not None:
             self.writer.finish(self.config)
 
@@ -401,8 +405,8 @@ class Trainer:
             return {}
         return {f"{tag}/bits_per_byte": self.corpora.bits_per_byte(loss, split, stage)}
 
-    def _save(self, step: int) -> None:
-        self.mesh.progress.begin("saving")
+    def _save(self, step: int, waits: bool) -> None:
+        """Begin a save; waits: until it is complete, because the run ends."""
         samples, tokens = self._consumed(step)
         progress = SavedProgress(
             step=step,
@@ -413,8 +417,17 @@ class Trainer:
         )
         with self.throughput.excluded():
             # Consecutive skipped steps may end the run: the checkpoint before them is kept until a step succeeds.
-            written = self.engine.write_errors.take_written
-            self.checkpoints.save(progress, self.engine.save, written, prune=not self.skipped_in_a_row)
+            self.saver.begin(progress, prune=not self.skipped_in_a_row)
+            if waits:
+                self.saver.finish()
+
+    def _advance_save(self, agreed: SaveState) -> None:
+        """Go on with a save that has begun, if all ranks are ready to."""
+        if self.checkpoints.is_saving and agreed is not SaveState.WRITING:
+            with self.throughput.excluded():
+                self.saver.advance(agreed)
+
+    def _saved(self, step: int) -> None:
         if self.mesh.rank == 0:
             self.folder.fix_configuration()
         self._record("saved", step=step)

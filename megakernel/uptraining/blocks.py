@@ -17,9 +17,9 @@ from torch import Tensor
 
 from data_pipeline.loader import TrainingBatches
 from megakernel.checkpoint.files import CheckpointTensors, write_layer, write_model_states
-from megakernel.checkpoint.folder import CheckpointFolder
+from megakernel.checkpoint.folder import CheckpointFolder, Records
 from megakernel.checkpoint.frozen import frozen_model
-from megakernel.checkpoint.manifest import SavedProgress
+from megakernel.checkpoint.manifest import SavedProgress, flushed
 from megakernel.checkpoint.trained_run import BLOCK_PREFIX
 from megakernel.checkpoint.universal import WEIGHT, WholeTensors, partitions
 from megakernel.checkpoint.universal_load import compare, load_weights
@@ -237,7 +237,7 @@ class BlockTransfer:
                         inputs = model_inputs(next(batches), mesh)
                         for one in inputs:
                             output.append(teacher.hidden(one))
-                        stop = Stop(mesh.all_reduce_max(requests.pending()))
+                        stop = Stop(*mesh.all_reduce_max(requests.pending()))
                     if stop:
                         requests.accept(stop)
                         requests.saved()
@@ -279,13 +279,12 @@ class BlockTransfer:
         checkpoints.remove_leftovers()
         skipped = sum(block.counters["skipped_steps"] for block in trained)
         counters = {"global_steps": steps, "global_samples": samples, "skipped_steps": skipped}
-        written: list[Path] = []
 
-        def write(folder: Path) -> None:
-            if self.mesh.gradient.rank == 0:
-                written.extend(self._write_layers(folder, trained, counters))
+        def write(folder: Path) -> Records:
+            writes = self.mesh.gradient.rank == 0
+            return flushed(folder, self._write_layers(folder, trained, counters)) if writes else {}
 
-        checkpoints.save(progress, write, lambda: written)
+        checkpoints.save(progress, write)
         if self.mesh.rank == 0:
             self.folder.fix_configuration()
 

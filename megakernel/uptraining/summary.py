@@ -81,7 +81,7 @@ def summarize(
     ]
     for name, change in changes:
         model = validation.model(weights.model(), weights)
-        if validation.mesh.all_reduce_max(change(model)):  # any pipeline stage may have such layers
+        if any(validation.mesh.all_reduce_max(change(model))):  # any pipeline stage may have such layers
             ablations.append(measured(name, model, rows[-1].tokens, None))
     if before.sliding is not None:
         name = f"dense, sliding window of {window} tokens and {SINKS} sinks, untrained"

@@ -73,13 +73,18 @@ def sums_and_maximum():
         return (
             mesh.sum(own, mesh.tp).item(),
             mesh.sum(own, mesh.gradient).item(),
-            mesh.all_reduce_max(mesh.rank == 3),
+            mesh.all_reduce_max(mesh.rank == 3, -mesh.rank),
             own.item(),
         )
 
 
 def test_a_sum_runs_over_one_axis_and_the_maximum_over_the_world():
-    assert run_ranks(sums_and_maximum, 4) == [(1, 2, 1, 0), (1, 4, 1, 1), (5, 2, 1, 2), (5, 4, 1, 3)]
+    assert run_ranks(sums_and_maximum, 4) == [
+        (1, 2, [1, 0], 0),
+        (1, 4, [1, 0], 1),
+        (5, 2, [1, 0], 2),
+        (5, 4, [1, 0], 3),
+    ]
 
 
 def replicated_gradients():

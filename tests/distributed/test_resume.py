@@ -2,10 +2,13 @@
 
 import random
 import shutil
+from pathlib import Path
 
 import pytest
+import torch
 
 from megakernel.config.resume import NOT_FINITE
+from megakernel.training.state_files import StateFiles
 from tests.distributed.processes import RankFailedError, run_ranks
 from tests.distributed.training_run import (
     assert_identical,
@@ -38,6 +41,37 @@ def test_a_run_killed_at_any_step_resumes_bit_identically(ranks, corpus, tmp_pat
     assert list((tmp_path / "killed/checkpoints").glob("step_*"))
     continued = train(config, world_size, *overrides, "run.name=killed")
     assert_identical(continued, whole)
+
+
+def pretrain_as_before(config: Path, overrides: tuple[str, ...]) -> int:
+    """Train, and save the trained weights of ZeRO 1 and 2 twice, as earlier versions did."""
+    install = StateFiles.install
+    StateFiles.install = lambda engine, left_out=(): install(engine)
+    return pretrain_in_this_rank(config, overrides)
+
+
+WEIGHTS = "mp_rank_00_model_states.pt"
+SMALL = (
+    *("model.num_layers=2", "model.attention_pattern=[main, softmax]", "training.global_batch_size=4"),
+    *("training.eval_samples=0", "training.steps=4", "schedule.name=constant"),
+)
+
+
+@pytest.mark.parametrize("ranks", tiered(["dp2 zero 1", "dp2 zero 2", "bfloat16 dp2 zero 1"], ["dp2 zero 2"]))
+def test_a_checkpoint_of_an_earlier_version_with_the_weights_twice_resumes_bit_identically(
+    ranks, corpus, tmp_path
+):
+    world_size, *overrides = (*layout(ranks), *OPTIONS, *SMALL)
+    config = write_config(tmp_path, corpus)
+    whole = train(config, world_size, *overrides, "run.name=whole")
+    begun = (*overrides, "run.name=begun", "training.steps=2")
+    run_ranks(pretrain_as_before, world_size, config, begun, timeout=240)
+    before = torch.load(tmp_path / "begun/checkpoints/step_2" / WEIGHTS, weights_only=False)
+    trained = set(before["megakernel"]["parameters"])
+    assert trained <= before["module"].keys()
+    now = torch.load(tmp_path / "whole/checkpoints/step_4" / WEIGHTS, weights_only=False)
+    assert before["module"].keys() - now["module"].keys() == trained
+    assert_identical(train(config, world_size, *overrides, "run.name=begun"), whole)
 
 
 @pytest.mark.second

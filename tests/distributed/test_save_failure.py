@@ -1,6 +1,7 @@
 """A disk that is full on one rank of a real DeepSpeed engine."""
 
 import resource
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megakernel.checkpoint.folder import CheckpointFolder, SaveFailed
+from megakernel.checkpoint.folder import CheckpointFolder, Records, SaveFailed
 from megakernel.checkpoint.manifest import SavedProgress
 from megakernel.parallel.ranks import Ranks
-from megakernel.training.engine import DeferredErrors
+from megakernel.training.state_files import StateFiles
 
 from .processes import cpu_mesh, run_ranks
 
@@ -44,12 +45,12 @@ def save_twice(root: Path, failing_rank: int) -> tuple[str, int]:
     with cpu_mesh():
         rank = dist.get_rank()
         engine = engine_with_zero()
-        writes = DeferredErrors.install(engine)
+        files = StateFiles.install(engine)
         folder = CheckpointFolder(root, keep=2, ranks=Ranks(rank, dist.get_world_size(), gather_objects))
 
-        def write(path: Path) -> None:
+        def write(path: Path) -> Records:
             engine.save_checkpoint(str(path.parent), tag=path.name, save_latest=False)
-            writes.raise_first()
+            return files.write(files.take(), path, threading.Event())
 
         folder.save(SavedProgress(1, 0, 0, {}, {}), write)
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

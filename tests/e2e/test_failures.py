@@ -39,7 +39,7 @@ PLACES = {
     "logging": "megakernel.training.trainer Trainer _log 2",
     "metrics": "megakernel.training.observing.metrics_writer MetricsWriter write 3",
     "evaluation": "megakernel.training.engine Engine evaluate 2",
-    "a save": "megakernel.training.engine Engine save 1",
+    "a save": "megakernel.training.engine Engine checkpoint_states 1",
     "the end of a save": "megakernel.training.trainer Trainer _record 1",
 }
 """Place of a step -> module, class, method and call that fails there."""

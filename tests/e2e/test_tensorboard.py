@@ -88,7 +88,9 @@ def root(tmp_path_factory, corpus):
     train(config, 1, *OPTIONS, *LOGGING, chooses, "run.name=first")
     second = shutil.copytree(corpus, config.parent.with_name("second") / "corpus-2")
     blend = (f"data.train=[{corpus},{second}]", "training.eval_sources=true", "training.z_loss=1e-4")
-    train(config, 2, *OPTIONS, *blend, "run.name=pieces", "parallel.context=2")
+    # A save that training waits for is complete when the next step is logged.
+    saves = ("checkpoint.every=1", "checkpoint.async_save=false")
+    train(config, 2, *OPTIONS, *blend, *saves, "run.name=pieces", "parallel.context=2")
     return config.parent
 
 

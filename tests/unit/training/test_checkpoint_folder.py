@@ -174,7 +174,12 @@ def test_ranks_verify_a_share_each_and_choose_the_same_checkpoint(damaged, tmp_p
         folder = CheckpointFolder(tmp_path, keep=2, ranks=ranks)
         for step in (5, 6):
             own = tmp_path / f"step_{step}.partial" / f"rank_{ranks.rank}"
-            folder.save(progress(step), lambda _, own=own: own.write_bytes(os.urandom(1000)), [own].copy)
+
+            def write(path: Path, own: Path = own):
+                own.write_bytes(os.urandom(1000))
+                return flushed(path, [own])
+
+            folder.save(progress(step), write)
         ranks.on_rank_zero(lambda: flip(tmp_path / "step_6" / f"rank_{damaged}", 0.5))
         found = folder.newest_good()
         return found.checkpoint.step, found.broken
@@ -280,7 +285,11 @@ def test_a_save_that_fails_on_one_rank_raises_the_same_error_on_all(tmp_path):
 def test_files_of_all_ranks_are_in_the_manifest(tmp_path):
     def work(ranks: Ranks):
         folder = CheckpointFolder(tmp_path, keep=2, ranks=ranks)
-        folder.save(progress(5), lambda path: (path / f"rank_{ranks.rank}").write_bytes(b"w" * ranks.rank))
+
+        def write(path: Path) -> None:
+            (path / f"rank_{ranks.rank}").write_bytes(b"w" * ranks.rank)
+
+        folder.save(progress(5), write)
         return folder.newest_good().checkpoint.step
 
     assert on_ranks(3, work) == [5, 5, 5]

@@ -49,6 +49,22 @@ def test_a_key_that_deepspeed_would_not_look_at_is_refused(tree, line):
     assert text.startswith(line)
 
 
+@pytest.mark.parametrize(
+    ("tree", "key"),
+    [
+        ({"checkpoint": {"writer": {"type": "fast", "decoupled": True}}}, "checkpoint.writer"),
+        ({"datastates_ckpt": {"enabled": True}}, "datastates_ckpt"),
+        (
+            {"zero_optimization": {"load_from_fp32_weights": False}},
+            "zero_optimization.load_from_fp32_weights",
+        ),
+    ],
+)
+def test_keys_that_make_other_checkpoints_are_refused(tree, key):
+    with pytest.raises(ConfigError, match=rf"deepspeed\.{key}=.*; remove it"):
+        check_deepspeed_keys(trees.config(deepspeed=tree))
+
+
 def test_the_key_that_was_meant_comes_first_in_the_remedy():
     with pytest.raises(ConfigError, match=r"did you mean zero_optimization,"):
         check_deepspeed_keys(trees.config(deepspeed={"zero_optimisation": {"stage": 2}}))
