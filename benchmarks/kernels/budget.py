@@ -41,13 +41,13 @@ BANDWIDTHS = {
 }
 """Part of a device name -> TB/s of its memory, from its data sheet; the first match applies."""
 
-GRADIENT_BYTES = 18
-"""A parameter and micro-batch: its bfloat16 gradient becomes float32 (2 + 4), which is added to the sum (4 + 4 + 4)."""
+FIRST_GRADIENT_BYTES, GRADIENT_BYTES = 6, 10
+"""A parameter and micro-batch: the first bfloat16 gradient of a step is copied into the float32 sum (2 + 4), each later
+one is added there (2 + 4 + 4)."""
 
-UPDATE_BYTES = 54
+UPDATE_BYTES = 46
 """A parameter and step, of DeepSpeed's BF16_Optimizer alone: the norm reads the gradient (4), clipping scales it (8),
-AdamW reads weight, gradient and moments and writes three of them (28), the weight becomes bfloat16 (6), and two sums
-are zeroed (8)."""
+AdamW reads weight, gradient and moments and writes three of them (28), and the weight becomes bfloat16 (6)."""
 
 SUMS, UPDATE = "sums of gradients", "optimizer"
 
@@ -161,7 +161,8 @@ def count_step(config: Config, vocab_size: int = VOCAB_SIZE) -> StepBudget:
             counts = (sum(x.bytes for x in here), operations, kernels)
             parts.append(PartBudget(name, flops.get(name, 0.0), *(micro_batches * x for x in counts)))
     parameters = parameter_count(model, vocab_size, training.seq_len)
-    parts.append(PartBudget(SUMS, 0.0, micro_batches * parameters * GRADIENT_BYTES, 0, 0))
+    of_sums = FIRST_GRADIENT_BYTES + (micro_batches - 1) * GRADIENT_BYTES
+    parts.append(PartBudget(SUMS, 0.0, parameters * of_sums, 0, 0))
     parts.append(PartBudget(UPDATE, 0.0, parameters * UPDATE_BYTES, 0, 0))
     return StepBudget(config, vocab_size, parts, {x.name: x.part for x in work if x.is_launch})
 

@@ -23,6 +23,12 @@ from megakernel.ops.window import empty_tail
 Case = Callable[[], None]
 
 
+def trained_matrix(feature_map: str, heads: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """A projection as in training: hedgehog's is a weight, in the dtype of the tokens; those of noise are float32."""
+    dtype = dtype if feature_map == "hedgehog" else torch.float32
+    return torch.empty(heads, width, width, dtype=dtype, requires_grad=True)
+
+
 def kernel_attention_case(
     feature_map: str,
     width: int,
@@ -36,8 +42,12 @@ def kernel_attention_case(
     keys: int = 0,
     length: int = 65536,
     heads: int = 1,
+    matrix: torch.dtype | None = None,
 ) -> None:
-    """One sequence, by default so long that segments have their full length; keys: mixture keys per position."""
+    """One sequence, by default so long that segments have their full length.
+
+    keys: mixture keys per position. matrix: dtype of the projection; None: that of `trained_matrix`.
+    """
     q = torch.empty(1, heads * group, length, width, dtype=dtype, requires_grad=True)
     k = torch.empty(1, heads, *[keys] * (keys > 0), length, width, dtype=dtype, requires_grad=True)
     v = torch.empty(1, heads, length, width, dtype=dtype, requires_grad=True)
@@ -47,7 +57,7 @@ def kernel_attention_case(
         k,
         v,
         feature_map=feature_map,
-        projection=torch.empty(heads, width, width, requires_grad=True) if projected else None,
+        projection=trained_matrix(feature_map, heads, width, matrix or dtype) if projected else None,
         causal=causal,
         normalize=normalize,
         priors=torch.empty(heads, keys, requires_grad=True) if keys else None,
@@ -144,8 +154,12 @@ def flurka_case(
     decays: bool = False,
     length: int = 65536,
     heads: int = 1,
+    matrix: torch.dtype | None = None,
 ) -> None:
-    """One sequence, by default so long that segments have their full length, in blocks of 64 with 8 landmarks."""
+    """One sequence, by default so long that segments have their full length, in blocks of 64 with 8 landmarks.
+
+    matrix: see `kernel_attention_case`.
+    """
     q = torch.empty(1, heads * group, length, width, dtype=dtype, requires_grad=True)
     k, v = (torch.empty(1, heads, length, width, dtype=dtype, requires_grad=True) for _ in range(2))
     projected = FEATURE_MAPS[feature_map].projected
@@ -157,7 +171,7 @@ def flurka_case(
         feature_map=feature_map,
         pool_keys=torch.empty(8, 64, requires_grad=True),
         pool_values=torch.empty(8, 64, requires_grad=True),
-        projection=torch.empty(heads, width, width, requires_grad=True) if projected else None,
+        projection=trained_matrix(feature_map, heads, width, matrix or dtype) if projected else None,
         near=near,
         blocks=blocks,
         gate=torch.empty(heads * group, 1, requires_grad=True) if has_gate else None,
@@ -251,6 +265,7 @@ CASES: dict[str, Case] = {
     "kernel_attention relu d=128": _linear("relu", 128),
     "kernel_attention hedgehog d=64": _linear("hedgehog", 64),
     "kernel_attention hedgehog d=128": _linear("hedgehog", 128),
+    "kernel_attention hedgehog d=128, W in float32": _linear("hedgehog", 128, matrix=torch.float32),
     "kernel_attention hedgehog d=64, 4 queries a key": _linear("hedgehog", 64, group=4),
     "kernel_attention hedgehog d=128, 4 queries a key": _linear("hedgehog", 128, group=4),
     "kernel_attention favor d=64": _linear("favor", 64),
@@ -286,6 +301,7 @@ CASES: dict[str, Case] = {
     "FLuRKA hedgehog d=64, 2 blocks, documents": _flurka("hedgehog", 64, blocks=2, packed=True),
     "FLuRKA hedgehog d=64, kernel window": _flurka("hedgehog", 64, near="kernel"),
     "FLuRKA hedgehog d=128": _flurka("hedgehog", 128),
+    "FLuRKA hedgehog d=128, W in float32": _flurka("hedgehog", 128, matrix=torch.float32),
     "FLuRKA hedgehog d=128, documents": _flurka("hedgehog", 128, packed=True),
     "FLuRKA hedgehog d=128, kernel window": _flurka("hedgehog", 128, near="kernel"),
     "FLuRKA favor d=64, one normalizer": _flurka("favor", 64, gated=False),

@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from benchmarks.kernels.host import WITHOUT_WORK
-from megakernel.analysis.planning.ledger import ShapeOnly
 from megakernel.model import LanguageModel
 from megakernel.model import vocabulary_loss as loss
 from megakernel.model.embedding import TokenEmbedding
@@ -29,6 +28,9 @@ from megakernel.ops.kernels.launch import Launch, record_launches
 
 GATHERS = ("embedding", "index_select", "gather", "index")
 """Operations that read as many elements of their first argument as they write."""
+
+FILLING = ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
+"""Operations that write a new tensor and read none: their first argument has its dtype, and perhaps its shape."""
 
 OVERWRITING = ("copy", "fill", "zero")
 """Operations that write to their first argument without reading it."""
@@ -172,6 +174,8 @@ def _moved(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], ou
     returned = sum(_size(x) for x in tree_iter(out) if isinstance(x, Tensor))
     if name in GATHERS:
         return 2 * returned
+    if name in FILLING:
+        return returned
     read = written = 0
     for index, argument in enumerate(func._schema.arguments):
         given = args[index] if index < len(args) else kwargs.get(argument.name)
@@ -195,8 +199,7 @@ def _size(x: Tensor) -> int:
 
 def _place(x: Tensor) -> tuple[int, int, torch.Size]:
     """Equal for equal tensors."""
-    storage = (x.meta if isinstance(x, ShapeOnly) else x).untyped_storage()
-    return storage._cdata, x.storage_offset(), x.shape
+    return x.untyped_storage()._cdata, x.storage_offset(), x.shape
 
 
 def _tensors(arguments: Any) -> Iterator[Tensor]:
@@ -216,7 +219,8 @@ def marked(model: LanguageModel, counter: Counter) -> Iterator[None]:
                 inner = module.get_submodule(name) if name else module
                 _wrap(inner, "forward", counter, part, stack)
                 if isinstance(inner, Norm):
-                    _wrap(inner, "of_sum", counter, part, stack)
+                    for method in ("of_sum", "and_residual"):
+                        _wrap(inner, method, counter, part, stack)
         yield
 
 
@@ -257,6 +261,7 @@ def fused(counter: Counter) -> Iterator[None]:
 
     stand_ins = (
         (layers.RMS_NORM, EVERYWHERE, kernel("rms_norm", _rms_norm)),
+        (layers.RMS_NORM_AND_RESIDUAL, EVERYWHERE, kernel("rms_norm", _rms_norm_and_residual)),
         (layers.ADD_RMS_NORM, EVERYWHERE, kernel("add_rms_norm", _add_rms_norm)),
         (layers.SWIGLU, EVERYWHERE, kernel("swiglu", _swiglu)),
         (layers.ROTATE, EVERYWHERE, kernel("rotate", _rotate)),
@@ -303,6 +308,12 @@ def _rms_norm(counter: Counter, name: str, x: Tensor, weight: Tensor, eps: float
     return out
 
 
+def _rms_norm_and_residual(
+    counter: Counter, name: str, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+) -> Any:
+    return _NormAndResidual.apply(counter, name, weight, x)
+
+
 def _add_rms_norm(
     counter: Counter,
     name: str,
@@ -312,7 +323,30 @@ def _add_rms_norm(
     eps: float,
     offset: float = 0.0,
 ) -> Any:
-    return _Elementwise.apply(counter, name, [x.shape, x.shape], x, residual, weight)
+    return _NormAndResidual.apply(counter, name, weight, x, residual)
+
+
+class _NormAndResidual(torch.autograd.Function):
+    """The norm of one tensor or of the sum of two, and the tensor or sum.
+
+    Backward reads both gradients and the tensor or sum, and writes one gradient, whatever the number of tensors.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, counter: Counter, name: str, weight: Tensor, *tensors: Tensor) -> Any:
+        ctx.counter, ctx.name, ctx.summands = counter, name, len(tensors)
+        made = [torch.empty_like(x) for x in tensors]  # the norm, and of two tensors the sum
+        total = tensors[0] if len(tensors) == 1 else made[1]
+        ctx.save_for_backward(total, weight)
+        counter.add(name, weight, *tensors, *made)
+        return made[0], total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        total, weight = ctx.saved_tensors
+        dtotal, dweight = torch.empty_like(total), torch.empty_like(weight)
+        ctx.counter.add(f"{ctx.name} backward", *grads, total, weight, dtotal, dweight)
+        return None, None, dweight, *[dtotal] * ctx.summands
 
 
 def _swiglu(counter: Counter, name: str, x: Tensor) -> Any:

@@ -145,6 +145,8 @@ class TransformerLayer(nn.Module):
 
     def _pre_norm(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The residual that attention's output is added to, and attention's input."""
+        if isinstance(self.attention_norm, Norm) and not self.normalized:
+            return self.attention_norm.and_residual(hidden)
         normed = self.attention_norm(hidden)
         return normed if self.normalized else hidden, normed
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from megakernel.ops.layers import add_rms_norm, layer_norm, rms_norm
+from megakernel.ops.layers import add_rms_norm, layer_norm, rms_norm, rms_norm_and_residual
 from megakernel.parallel import all_reduce, replicated
 from megakernel.parallel.axis import Axis
 from megakernel.parallel.partition import Partition
@@ -80,6 +80,15 @@ class Norm(nn.Module):
             return rms_norm(x, weight, self.eps, self.offset)
         assert self.bias is not None
         return layer_norm(x, weight, replicated(self.bias, self.group), self.eps)
+
+    def and_residual(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x for the residual path, and its norm; backward of an RMSNorm adds both gradients of x in one pass."""
+        if self.kind != "rmsnorm":
+            return x, self(x)
+        normed, residual = rms_norm_and_residual(
+            x, replicated(self.weight, self.group), self.eps, self.offset
+        )
+        return residual, normed
 
     def of_sum(self, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """residual + x and its norm, which an RMSNorm computes in one pass over the tokens on a GPU."""

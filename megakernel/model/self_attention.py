@@ -14,6 +14,7 @@ from megakernel.attention import AttentionInputs
 from megakernel.attention.low_rank import LowRankAttention
 from megakernel.config import Model
 from megakernel.ops.documents import Positions
+from megakernel.ops.joined import split_columns
 from megakernel.parallel.axis import Axis
 from megakernel.parallel.tensor import gathered, head_shard, mark_head_parameters
 
@@ -239,8 +240,10 @@ class SelfAttention(nn.Module):
     def _by_heads(self, vectors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """What `_project` returns as q (B, H, N, d) and k and v (B, H_kv, N, d), or k (B, H_kv, M, N, d); q scaled."""
         if len(vectors) == 1:
-            # Split before the dimensions move, so that backward joins the gradients in the projection's layout.
-            vectors = vectors[0].split(self.per_key_head, dim=3)
+            # Split before the dimensions move, so that backward has the gradients in the projection's layout.
+            widths = [count * self.head_dim for count in self.per_key_head]
+            parts = split_columns(vectors[0].flatten(3), widths)
+            vectors = [part.unflatten(3, (-1, self.head_dim)) for part in parts]
         q, k, v = [part.permute(1, 2, 3, 0, 4) for part in vectors]
         q = q.flatten(1, 2)
         if self.query_scale != 1:
@@ -260,6 +263,8 @@ class SelfAttention(nn.Module):
         if numbers is not None:
             first_channel = self.mesh.tp.rank * concatenated.shape[-1]
             concatenated = self.dropout(concatenated, numbers.T, first_channel)
+        # Once: the product would copy strided tokens in forward, and in backward again.
+        concatenated = concatenated.contiguous()
         output, bias = apply_linear(self.output, concatenated)
         return output if self.output_update is None else output + self.output_update(concatenated), bias
 

@@ -16,6 +16,7 @@ from megakernel.attention.sequence import WHOLE_SEQUENCE, ContextParallelShard
 from megakernel.config import Parallel, UserError
 from megakernel.parallel.axis import Axis, Line
 from megakernel.parallel.device import claim_device, silence_other_ranks
+from megakernel.parallel.exchange_method import shards_per_machine
 from megakernel.parallel.groups import ProcessGroups, lend_to_deepspeed, lend_to_megatron, rank_lines
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.parallel.progress import Progress
@@ -97,6 +98,11 @@ class Mesh:
         lend_to_megatron(self.tp, self.cp, self.pp, self.gradient, self.model)
         lend_to_deepspeed(self._groups, self.pp)
         self.state_exchange = parallel.state_exchange
+        self._shards_per_machine = 1
+        if self.cp.size > 1:
+            # The smallest of all processes: each chooses how states travel, and all have to choose alike.
+            (smallest,) = self.all_reduce_max(-local_world_size)
+            self._shards_per_machine = shards_per_machine(self.cp.ranks, -smallest)
         # One for all layers: torch's allocator keeps the memory of each CUDA stream apart.
         self._background = Background(device)
         self.topology = PipeModelDataParallelTopology(
@@ -142,7 +148,8 @@ class Mesh:
         """A new `ContextParallelShard` of this process, with its own traffic counts."""
         if self.cp.size == 1:
             return WHOLE_SEQUENCE
-        return GroupShard(self.cp, self._background, self.state_exchange, self.progress, self.states)
+        options = (self.state_exchange, self.progress, self.states, self._shards_per_machine)
+        return GroupShard(self.cp, self._background, *options)
 
     def copies(self, key_heads: int) -> Axis | None:
         """The tensor ranks that hold the same one of a layer's `key_heads`; None if each rank holds whole ones alone.
@@ -213,9 +220,9 @@ class Mesh:
     def gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
         """Equally many numbers of each process, in rank order."""
         local = torch.tensor(values, dtype=torch.float64, device=self.device)
-        gathered = [torch.empty_like(local) for _ in range(self.world_size)]
-        dist.all_gather(gathered, local)
-        return [numbers.tolist() for numbers in gathered]
+        gathered = local.new_empty(self.world_size * len(values))  # one tensor: one copy from the device
+        dist.all_gather_into_tensor(gathered, local)
+        return gathered.view(self.world_size, len(values)).tolist()
 
     def barrier(self) -> None:
         """Wait for all processes."""

@@ -66,14 +66,17 @@ class GroupShard(ContextParallelShard):
         state_exchange: Literal["auto"] | ExchangeMethod = "auto",
         progress: Progress | None = None,
         states: Axis | None = None,
+        per_machine: int = 1,
     ):
         """background: runs point-to-point exchanges of states, one for all shards of a process.
 
         state_exchange: `parallel.state_exchange` of the configuration. progress: of this process. states: the same axis
         in a group of its own, in which states are exchanged: a communicator runs one exchange at a time. None: `axis`.
+        per_machine: shards on each machine, the same on all ranks.
         """
         self._states = states or axis
         self._method = state_exchange
+        self._per_machine = per_machine
         self._background = background
         self.rank = axis.rank
         self.size = axis.size
@@ -113,7 +116,8 @@ class GroupShard(ContextParallelShard):
     def _exchange(self, state: KernelState, order: ScanOrder) -> StateExchange:
         method = self._method
         if method == "auto":
-            method = choose_method(self.size, state.sums.numel() * state.sums.element_size())
+            size = state.sums.numel() * state.sums.element_size()
+            method = choose_method(self.size, size, self._per_machine)
         if method == "gather":
             return AllGather(order, self.traffic)
         return PointToPoint(order, self.traffic, self._background)

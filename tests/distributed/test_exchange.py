@@ -1,18 +1,21 @@
 """Exchanges between context-parallel ranks give the results of the whole sequence, forward and backward."""
 
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from megakernel.analysis.planning.ledger import Ledger
+from megakernel.config import Parallel
 from megakernel.model.settings import model_settings
 from megakernel.ops.kernel_attention import kernel_attention
 from megakernel.ops.state import EMPTY, KernelState, empty_state, keep, merge
-from megakernel.parallel import exchange_method, state_exchange
+from megakernel.parallel import exchange_method, prepare_device, state_exchange
+from megakernel.parallel.mesh import Mesh
 from megakernel.training.engine import Engine
-from tests.distributed.processes import cpu_mesh, run_ranks
+from tests.distributed.processes import cpu_mesh, run_ranks, this_process
 from tests.tiers import tiered
 
 from ..unit.config import trees
@@ -295,6 +298,45 @@ def shard_count():
 
 def test_without_context_parallelism_a_sequence_has_one_shard():
     assert run_ranks(shard_count, 1) == [1]
+
+
+def test_shards_of_a_machine_gather_through_all_of_its_adapters():
+    """Eight times as fast as through one, so that only the memory for the gathered states limits them."""
+    choose, state = exchange_method.choose_method, 16 * 128 * 129 * 4
+    sizes = [state * share / 8 for share in range(1, 400)]
+    for shards in (8, 16, 32):
+        gathered = [max(x for x in sizes if choose(shards, x, each) == "gather") for each in (1, 2, 8)]
+        assert gathered[0] < gathered[1] < gathered[2]
+        assert gathered[2] == pytest.approx(exchange_method.MAX_GATHERED_BYTES / shards, rel=0.05)
+    assert choose(16, 6 * state) == choose(16, 20 * state, 8) == "ring"
+    assert choose(16, 6 * state, 8) == "gather"
+    # On a single machine, a ring passes states on over its links, too.
+    assert choose(4, 24 * state, 4) == "ring"
+    assert choose(4, 24 * state, 2) == "gather"
+
+
+def test_the_machine_with_the_fewest_shards_counts():
+    count = exchange_method.shards_per_machine
+    assert count(range(8), 8) == 8
+    assert count(range(12), 8) == 4
+    assert count(range(0, 16, 2), 8) == 4, "two tensor ranks"
+    assert count(range(0, 64, 8), 8) == count(range(4), 1) == 1
+
+
+def shards_on_a_machine(local_world_sizes):
+    process = this_process()
+    process = replace(process, local_world_size=local_world_sizes[process.rank])
+    mesh = Mesh.create(Parallel(context=4), process, prepare_device("cpu", 0))
+    try:
+        return mesh.new_cp_shard()._per_machine
+    finally:
+        mesh.destroy()
+
+
+@pytest.mark.parametrize(("local_world_sizes", "expected"), [((4, 4, 4, 4), 4), ((3, 3, 3, 1), 1)], ids=str)
+def test_all_shards_choose_with_the_same_number_of_shards_on_a_machine(local_world_sizes, expected):
+    """Machines may have different numbers of processes; shards that choose differently would wait for each other."""
+    assert run_ranks(shards_on_a_machine, 4, local_world_sizes) == [expected] * 4
 
 
 def test_large_states_and_many_shards_use_the_ring():

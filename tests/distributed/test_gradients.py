@@ -39,6 +39,34 @@ def test_the_updates_are_those_of_deepspeeds_all_reduce(ranks, clip_grad_norm, s
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 
+def test_sums_of_gradients_are_bit_equal_to_deepspeeds(corpus, tmp_path):
+    """Over micro-batches and steps, for weights that one of the steps does not use, too."""
+    config = write_config(tmp_path, corpus)
+    (ours,), (deepspeeds,) = (run_ranks(sums_of_steps, 1, config, stock) for stock in (False, True))
+    assert len(ours) == len(deepspeeds) == 3
+    for found, expected in zip(ours, deepspeeds, strict=True):
+        assert [x.dtype for x in found] == [torch.float32] * len(expected)
+        assert all(map(torch.equal, found, expected))
+        assert all(x.any() for x in found)
+
+
+def sums_of_steps(config: Path, by_deepspeed: bool) -> list[list[torch.Tensor]]:
+    """The flat float32 sums of each of three steps of four micro-batches, before clipping."""
+    stock = patch.object(OwnGradients, "install") if by_deepspeed else nullcontext()
+    _, *overrides = layout("bfloat16 one process zero 1")
+    found: list[list[torch.Tensor]] = []
+    with stock, trainer(config, tuple(overrides)) as local:
+        engine, batches = local.engine, local.batches.from_step(0)
+        sums = engine.engine.optimizer.fp32_groups_gradients_flat
+        unused = next(x for name, x in engine.engine.module.named_parameters() if "pool_keys" in name)
+        for step in range(3):
+            unused.requires_grad_(step != 1)
+            with engine.before_update(lambda: found.append([x.clone() for x in sums])):
+                engine.train_step(next(batches), 1e-3)
+        assert engine.micro_batches == 4
+    return found
+
+
 def train_steps(
     config: Path, overrides: tuple[str, ...], steps: int, by_deepspeed: bool
 ) -> tuple[list[float], list[Any]]:

@@ -16,9 +16,9 @@ KERNELS = 21
 
 REUSED = {
     ("flurka_attention.decode_kernel.step", "landmarks"): "a barrier is in between",
-    ("flurka_attention.merge_kernels.merge_backward", "dq"): "a barrier is in between",
+    ("flurka_attention.merge_kernels.merge_backward", "dq_pointer"): "a barrier is in between",
     ("flurka_attention.merge_kernels.merge_backward", "queries_tokens_features"): "a barrier is in between",
-    ("flurka_attention.window_kernels.window_backward", "dk"): "a barrier is in between",
+    ("flurka_attention.window_kernels.window_backward", "dk_pointer"): "a barrier is in between",
     ("kernel_attention.kernels.write_keys", "keys_tokens_features"): "a barrier is in between",
     ("kernel_attention.kernels.read", "scale"): "the old and the new value give the same maximum",
     ("kernel_attention.kernels.write_keys", "keys_tokens_logs"): "a barrier is in between",

@@ -72,6 +72,15 @@ def test_rms_norm_of_a_sum(shape, dtype, draw):
     assert_agrees(run, tensors, dtype, draw)
 
 
+@pytest.mark.parametrize("dtype", HALF_ON_GPU)
+@pytest.mark.parametrize("shape", [(5, 2, 48), (1, 1, 130), (7, 64)])
+def test_rms_norm_and_residual(shape, dtype, draw):
+    def run(backend, *tensors):
+        return layers.rms_norm_and_residual(*tensors, 1e-5, backend=backend)
+
+    assert_agrees(run, [3 * normal(draw, *shape), 1 + normal(draw, shape[-1])], dtype, draw)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(5, 2, 48), (1, 1, 130), (7, 64)])
 def test_layer_norm(shape, dtype, draw):

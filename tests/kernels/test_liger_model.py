@@ -12,12 +12,20 @@ from megakernel.parallel.processes import ProcessEnvironment
 from .comparing import DEVICE, rms_ratio
 from .completed_interpreter import complete
 
-PARTS = {"rms_norm", "add_rms_norm", "layer_norm", "swiglu", "rotate", "cross_entropy"}
+PARTS = {
+    "rms_norm",
+    "rms_norm_and_residual",
+    "add_rms_norm",
+    "layer_norm",
+    "swiglu",
+    "rotate",
+    "cross_entropy",
+}
 CONFIGS = {
     "Llama's": ({"norm": "rmsnorm", "activation": "swiglu"}, PARTS - {"layer_norm"}),
     "with biases": (
         {"norm": "layernorm", "activation": "swiglu", "bias": True},
-        PARTS - {"rms_norm", "add_rms_norm"},
+        PARTS - {"rms_norm", "rms_norm_and_residual", "add_rms_norm"},
     ),
     "GPT's": (
         {"norm": "layernorm", "activation": "gelu", "bias": True, "position": "sinusoidal"},

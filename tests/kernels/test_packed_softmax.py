@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megakernel.ops.documents import cu_seqlens_from_positions, positions_from_cu_seqlens
 from megakernel.ops.kernels.launch import record_launches
@@ -118,6 +119,32 @@ def test_documents_are_attended_without_masks(case, kv_heads, window, monkeypatc
     largest = max(x.norm().item() for x in wanted)
     for one, other in zip(found, wanted):
         assert rms_ratio(one, other, 1e-3 * largest) < TOLERANCE[torch.bfloat16]
+
+
+class Filled(TorchDispatchMode):
+    """Elements of every tensor that is made by `masked_fill`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        if function.overloadpacket.__name__ == "masked_fill":
+            self.sizes.append(found.numel())
+        return found
+
+
+@pytest.mark.parametrize("case", SEQUENCES)
+def test_only_padding_needs_a_pass_over_the_outputs(case):
+    """Forward and backward; the output of padding is 0 whatever the kernel computes there."""
+    q, k, v = (random(2, 2, LENGTH, 32, seed=seed, dtype=torch.bfloat16) for seed in range(3))
+    # A copy: whether there is padding is looked up once for a tensor of positions, and anew if it is another.
+    for at in (SEQUENCES[case], SEQUENCES[case].clone()):
+        with Filled() as filled:
+            out, _ = softmax_attention(q.requires_grad_(), k, v, positions=at)
+            out.backward(torch.ones_like(out))
+        assert filled.sizes == [out.numel()] * (2 if case == "padding" else 0)
 
 
 def test_inputs_that_the_kernel_does_not_support_use_masks():

@@ -10,6 +10,7 @@ pytestmark = pytest.mark.second
 
 HEAVIEST = (
     "FLuRKA hedgehog d=128",
+    "FLuRKA hedgehog d=128, W in float32",
     "kernel_attention hedgehog d=128",
     "kernel_attention favor d=128",
     "gated_delta_rule d=128",

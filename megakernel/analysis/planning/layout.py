@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megakernel.config import Attention, Config, Model, data_parallel_size
 from megakernel.config.training import Recompute
+from megakernel.parallel.exchange_method import shards_per_machine
 
 if TYPE_CHECKING:
     from .part_costs import CostMeter, Part, PartCosts, WeightCounts
@@ -102,6 +103,8 @@ class PlannedJob:
 
     layout: Layout
     on_gpu: bool = GPU
+    per_machine: int = 1
+    """Devices of one machine."""
 
     @property
     def model(self) -> Model:
@@ -203,6 +206,9 @@ class PlannedJob:
             recompute=layout.recompute if is_layer else "none",
             softmax_exchange="ring" if ring else "auto",
             on_gpu=self.on_gpu,
+            shards_per_machine=shards_per_machine(
+                range(0, layout.context * layout.tensor, layout.tensor), self.per_machine
+            ),
         )
         return meter.costs(part, shape)
 

@@ -76,7 +76,7 @@ class Ledger(TorchDispatchMode):
 
     def add(self, tensor: Tensor) -> None:
         """Count a tensor's storage unless it is counted already."""
-        storage = _storage(tensor)
+        storage = tensor.untyped_storage()
         address = storage._cdata
         if address not in self._live:
             reference = weakref.ref(storage, lambda _: self._freed(address))
@@ -115,16 +115,16 @@ class ShapeOnly(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The same for tensors that share memory."""
+        return self.meta.untyped_storage()
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func, types, args=(), kwargs=None
     ):
         """Run the operation when no ledger is active."""
         return run_shape_only(func, args, kwargs or {})
-
-
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    return (tensor.meta if isinstance(tensor, ShapeOnly) else tensor).untyped_storage()
 
 
 def run_shape_only(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -181,7 +181,9 @@ def _returns_no_alias(func: Any) -> bool:
 def _fills_own_storage(made: Tensor, inputs: Iterable["ShapeOnly"]) -> bool:
     new = torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device="meta").untyped_storage()
     storage = made.untyped_storage()
-    return storage.nbytes() == new.nbytes() and all(storage._cdata != _storage(x)._cdata for x in inputs)
+    return storage.nbytes() == new.nbytes() and all(
+        storage._cdata != x.untyped_storage()._cdata for x in inputs
+    )
 
 
 def _signature(x: Any) -> Any:

@@ -65,6 +65,8 @@ class PartShape:
     recompute: Recompute
     softmax_exchange: SoftmaxExchange
     on_gpu: bool
+    shards_per_machine: int = 1
+    """Context ranks on one machine."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,10 @@ class CostMeter:
 
         def new_cp_shard() -> ContextParallelShard:
             exchange = self.config.parallel.state_exchange
-            return WHOLE_SEQUENCE if axes.cp.size == 1 else GroupShard(axes.cp, _Synchronous(), exchange)
+            if axes.cp.size == 1:
+                return WHOLE_SEQUENCE
+            per_machine = shape.shards_per_machine
+            return GroupShard(axes.cp, _Synchronous(), exchange, per_machine=per_machine)
 
         # The attributes of a Mesh that a model reads.
         mesh: Any = SimpleNamespace(
@@ -357,7 +362,12 @@ def _fake_axis(ranks: range) -> Axis:
 def _implementations(on_gpu: bool) -> Iterator[None]:
     """Use the implementations of a GPU or of a CPU, whatever the environment variable says."""
     chosen = os.environ.pop(VARIABLE, None)
-    fused = ((layers.RMS_NORM, _rms_norm), (layers.ADD_RMS_NORM, _add_rms_norm), (layers.SWIGLU, _swiglu))
+    fused = (
+        (layers.RMS_NORM, _rms_norm),
+        (layers.RMS_NORM_AND_RESIDUAL, _rms_norm_and_residual),
+        (layers.ADD_RMS_NORM, _add_rms_norm),
+        (layers.SWIGLU, _swiglu),
+    )
     previous = [(implementations, implementations[EVERYWHERE]) for implementations, _ in fused]
     try:
         with warnings.catch_warnings(), ExitStack() as stack:
@@ -380,6 +390,12 @@ def _implementations(on_gpu: bool) -> Iterator[None]:
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     return _Fused.apply(x, weight, x.shape[-1], x.shape[:-1])
+
+
+def _rms_norm_and_residual(
+    x: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    return _rms_norm(x, weight, eps, offset), x
 
 
 def _add_rms_norm(

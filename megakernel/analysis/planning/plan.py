@@ -118,24 +118,24 @@ def plan(config: Config, vocab_size: int, devices: int, gpu: Gpu) -> Plan:
             refused[str(layouts)] += 1
             continue
         first, *others = layouts
-        planned = _planned(config, vocab_size, first)
+        planned = _planned(config, vocab_size, first, gpu)
         if others and planned.memory.beyond(gpu) > 0:
-            smallest = _planned(config, vocab_size, others[-1])
-            tried = (_planned(config, vocab_size, layout) for layout in others[:-1])
+            smallest = _planned(config, vocab_size, others[-1], gpu)
+            tried = (_planned(config, vocab_size, layout, gpu) for layout in others[:-1])
             fits = smallest.memory.beyond(gpu) <= 0  # otherwise none does
             planned = next((one for one in tried if fits and one.memory.beyond(gpu) <= 0), smallest)
         (fitting if planned.memory.beyond(gpu) <= 0 else too_large).append(planned)
     fitting.sort(key=lambda planned: planned.rank)
     too_large.sort(key=lambda planned: planned.memory.total)
     try:
-        configured: Planned | str = _planned(config, vocab_size, Layout.of(config, devices))
+        configured: Planned | str = _planned(config, vocab_size, Layout.of(config, devices), gpu)
     except ConfigError as error:
         configured = str(error.problems[0])
     return Plan(config, devices, gpu, configured, fitting, too_large, refused)
 
 
-def _planned(config: Config, vocab_size: int, layout: Layout) -> Planned:
-    job = PlannedJob(config, vocab_size, layout)
+def _planned(config: Config, vocab_size: int, layout: Layout, gpu: Gpu) -> Planned:
+    job = PlannedJob(config, vocab_size, layout, per_machine=gpu.per_node)
     sections = config.model_dump(mode="json")
     changed = {
         key: value

@@ -129,7 +129,7 @@ def step(
     projection = matrix + kv * matrix_head
     dtype: tl.constexpr = p_q.dtype.element_ty
 
-    b_phi1, b_phi2, q_log_scale = phi(p_q, queries.row, G, projection, 0, C, PHI)
+    b_phi1, b_phi2, q_log_scale = phi(p_q, queries.row, G, projection, None, C, PHI)
     b_q1, b_q2 = window_halves(queries, p_q, b_phi1, b_phi2, window, G, NEAR)
     near = tl.zeros((C, BV), tl.float32)
     den = tl.zeros((C,), tl.float32)
@@ -143,7 +143,7 @@ def step(
         p_k = tl.where(is_new_token, p_new_k, p_tail_k + at.to(tl.int64) * window.keys.row)
         p_v = tl.where(is_new_token, p_new_v, p_tail_v + at.to(tl.int64) * window.v.row)
         b_k1, b_k2, logs = window_tile(
-            p_k, window.keys.row, num_valid, window, at, projection, 0, BK, NEAR, PHI
+            p_k, window.keys.row, num_valid, window, at, projection, None, BK, NEAR, PHI
         )
         b_v = load_rows(p_v, window.v.row, num_valid, BK, V - column, BV)
         b_s = scores(b_q1, b_q2, b_k1, b_k2, dtype, NEAR, PHI)
@@ -170,7 +170,7 @@ def step(
         pool = load_pool(pools.of_keys + kv * pools.head, R, RP, B, BP)
         store_landmarks(p_landmarks, pooled(tokens, pool, dtype), R, PHI.width)
         tl.debug_barrier()
-        landmark_phi1, landmark_phi2, logs = phi(p_landmarks, PHI.width, R, projection, 0, RP, PHI)
+        landmark_phi1, landmark_phi2, logs = phi(p_landmarks, PHI.width, R, projection, None, RP, PHI)
         tokens = tokens_to_pool(p_tail_v, window.v.row, p_new_v, V - column, BP, BV, NEAR)
         pool = load_pool(pools.of_values + kv * pools.head, R, RP, B, BP)
         landmark_v = tl.trans(pooled(tokens, pool, dtype))

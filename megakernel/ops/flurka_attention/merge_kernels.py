@@ -282,7 +282,7 @@ def merge_backward(
     NEAR: tl.constexpr,
     PHI: tl.constexpr,
 ):
-    """Gradients of queries (B, H, N, D), optionally of projected queries (..., M), z, and features.
+    """Gradients of queries, `Rows` (B, H, N, D), optionally of projected queries (..., M), z, and features.
 
     Also the means (B, H, N) of `window_kernels`, and `dgate` (B, H, N): the gradient of the gate's logits, or each
     query's part of the gradient of gamma. Programs as in `merge`.
@@ -303,7 +303,7 @@ def merge_backward(
     vec_offset = tile.head.to(tl.int64) * seq.queries
     vec_idx = vec_offset + tile.rows
     projection = projection_ptr(matrix, tile.kv, PHI)
-    p_dq = dq + (vec_offset + tile.at) * PHI.width
+    p_dq = tile_ptr(dq, tile)
     p_dproj_tile = p_dproj + (vec_offset + tile.at) * PHI.rows if LEARNED else None
 
     if queries.tokens.features is not None:
@@ -423,7 +423,7 @@ def merge_backward(
         dproj = orthogonal_to_features(
             dproj, dphi_dot_phi, phi_norm_sq, queries.tokens, seq, tile, TILING, PHI
         )
-    store_dx(p_q, tokens.row, num_valid, projection, dproj, p_dq, p_dproj_tile, C, LEARNED, PHI)
+    store_dx(p_q, tokens.row, num_valid, projection, dproj, p_dq, dq.row, p_dproj_tile, C, LEARNED, PHI)
 
     if NEAR.softmax:
         # Add the parts of window and gate to the gradient stored above.
@@ -461,4 +461,4 @@ def merge_backward(
             )
             b_dq1 += b_dgate[:, None] * weight_a[None, :]
             b_dq2 += b_dgate[:, None] * weight_b[None, :]
-        store_halves(p_dq, b_dq1, b_dq2, num_valid, True, NEAR)
+        store_halves(p_dq, dq.row, b_dq1, b_dq2, num_valid, True, NEAR)

@@ -293,7 +293,7 @@ class FlurkaLaunches(NamedTuple):
             features=v.new_empty(*lead, phi.padded_features),
             feature_logs=token_count.new_empty(lead if phi.unbounded else 0),
             token_count=token_count,
-            terms=self.matrix.buffer(v.dtype, v),
+            terms=self.matrix.buffer(self.projection, v),
         )
 
     def merged(self, outputs: FlurkaOutputs) -> Merged:
@@ -326,7 +326,7 @@ class FlurkaLaunches(NamedTuple):
         return outputs
 
     def bwd_read(
-        self, do: Tensor, queries: FlurkaQueryTensors, saved: Saved, needs_projection: bool
+        self, do: Tensor, queries: FlurkaQueryTensors, saved: Saved, dq: Tensor, needs_projection: bool
     ) -> QueryBackward:
         """See `Launches`."""
         q, launcher, outputs = queries.q, self.launcher, saved.outputs
@@ -339,10 +339,10 @@ class FlurkaLaunches(NamedTuple):
         dmerge = torch.empty_like(merged.factor if queries.gate is None else queries.gate)
         tokens = Tokens(self.queries, *launcher.feature_buffers(q))
         bwd_queries = Queries(tokens, Rows.of(do), merged.factor, delta, merged.scale)
-        dq, dproj = q.new_empty(q.shape), self._projected(q) if needs_projection else None
+        dproj = self._projected(q) if needs_projection else None
         inputs = launches.merge_inputs(bwd_queries, saved.keys, saved.state)
         of_forward = (merged, Rows.of(outputs.out), self.rows_of_spread(outputs.spread))
-        arguments = (len(do), *inputs, *of_forward, dq, dproj, means, dmerge)
+        arguments = (len(do), *inputs, *of_forward, Rows.to_write(dq), dproj, means, dmerge)
         grid = Grid.QUERY_TILES
         launcher.launch(merge_kernels.merge_backward, *arguments, grid=grid, NEAR=launches.near)
         if launcher.stores_features:
@@ -369,13 +369,18 @@ class FlurkaLaunches(NamedTuple):
         return sum_queries(self.launcher, queries, self.seq, self.window.keys.pointer, length)
 
     def bwd_write(
-        self, query_backward: QueryBackward, saved: SavedLandmarks, states: StatesBackward
+        self,
+        query_backward: QueryBackward,
+        saved: SavedLandmarks,
+        states: StatesBackward,
+        dk: Tensor,
+        dv: Tensor,
     ) -> FlurkaKeyTensors:
         """See `Launches`."""
         queries, merge = query_backward.queries, query_backward.op_saved
         launches, needs_projection = merge.launches, query_backward.projection_grad is not None
         landmarks, matrix = saved.landmarks, self.matrix.split(saved.terms)
-        launcher, seq, k, v = self.launcher, self.seq, self.window.keys.pointer, self.window.v.pointer
+        launcher, seq, k = self.launcher, self.seq, self.window.keys.pointer
         batch = len(k)
         dlandmarks = torch.empty_like(landmarks)
         dpooled = landmarks.new_empty(*landmarks.shape[:3], launcher.values)
@@ -383,15 +388,15 @@ class FlurkaLaunches(NamedTuple):
         dproj_landmarks = self._projected(saved.values) if needs_projection else None
         dcounts = None if seq.decay is None else torch.empty_like(saved.token_count)
         inputs = (queries, saved.keys, self.matrix, states.of_queries, seq)
-        bwd_dkv(launcher, batch, inputs, (dlandmarks, dpooled, dproj_landmarks, dcounts, None))
-        dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+        buffers = (Rows.to_write(dlandmarks), Rows.to_write(dpooled), dproj_landmarks, dcounts, None)
+        bwd_dkv(launcher, batch, inputs, buffers)
         dproj_k = self._projected(k) if needs_projection and not self.near.softmax else None
         pool_summands = tuple(landmarks.new_empty(2, *k.shape[:3], launcher.rank))
         launcher.launch(
             window_kernels.window_backward,
             *(batch, self.queries, launches.window, self.pools, matrix, seq),
             *(launches.merge_params, merge.merged, queries.grad, merge.means),
-            *(dlandmarks, dpooled, pool_summands, dk, dv, dproj_k),
+            *(dlandmarks, dpooled, pool_summands, Rows.to_write(dk), Rows.to_write(dv), dproj_k),
             grid=cdiv(k.shape[2], launcher.tile_sizes("window_backward").chunk) * batch * seq.heads,
             NEAR=launches.near,
         )

@@ -135,15 +135,15 @@ def load_lse(merged, head, key_head, at, length, C: tl.constexpr, NEAR: tl.const
 
 
 @triton.jit
-def store_halves(dx, dx1, dx2, num_valid, MORE: tl.constexpr, NEAR: tl.constexpr):
-    """Store the gradients of halves as rows of tokens; MORE adds to what is stored."""
+def store_halves(dx, row, dx1, dx2, num_valid, MORE: tl.constexpr, NEAR: tl.constexpr):
+    """Store the gradients of halves as rows of tokens, `row` elements apart; MORE adds to what is stored."""
     C: tl.constexpr = dx1.shape[0]
     rest: tl.constexpr = NEAR.width - NEAR.half
     if MORE:
-        dx1 += load_rows(dx, NEAR.width, num_valid, C, NEAR.half, NEAR.padded_half).to(tl.float32)
-        dx2 += load_rows(dx + NEAR.half, NEAR.width, num_valid, C, rest, NEAR.padded_half).to(tl.float32)
-    store_rows(dx, NEAR.width, num_valid, dx1, NEAR.half, NEAR.padded_half)
-    store_rows(dx + NEAR.half, NEAR.width, num_valid, dx2, rest, NEAR.padded_half)
+        dx1 += load_rows(dx, row, num_valid, C, NEAR.half, NEAR.padded_half).to(tl.float32)
+        dx2 += load_rows(dx + NEAR.half, row, num_valid, C, rest, NEAR.padded_half).to(tl.float32)
+    store_rows(dx, row, num_valid, dx1, NEAR.half, NEAR.padded_half)
+    store_rows(dx + NEAR.half, row, num_valid, dx2, rest, NEAR.padded_half)
 
 
 @triton.jit
@@ -167,7 +167,8 @@ def window_backward(
     NEAR: tl.constexpr,
     PHI: tl.constexpr,
 ):
-    """Gradients of keys (B, H_kv, before + N, D), values (..., V) and projected keys (..., M); rows of tiles are keys.
+    """Gradients of keys, `Rows` (B, H_kv, before + N, D), values, `Rows` (..., V), and projected keys (..., M); rows of
+    tiles are keys.
 
     They come through windows and through landmarks, E^T dlandmarks and F^T dpooled; dlandmarks: (B, H_kv, blocks R, D),
     dpooled: (..., V). `pool_parts`, two of (B, H_kv, before + N, R) float32: dlandmarks.k and dpooled.v of each key and
@@ -284,9 +285,9 @@ def window_backward(
     entry = head.to(tl.int64) * (window.before + seq.length) + row_idx
     store_rows(pool_parts[0] + entry * R, R, num_valid, b_pool_k, R, RP)
     store_rows(pool_parts[1] + entry * R, R, num_valid, b_pool_v, R, RP)
-    store_rows(dv + entry * TILING.values, TILING.values, num_valid, b_dv, TILING.values, VP)
-    p_dk = dk + entry * NEAR.width
-    store_halves(p_dk, b_dx1, b_dx2, num_valid, False, NEAR)
+    store_rows(head_ptr(dv, batch, kv) + row_idx * dv.row, dv.row, num_valid, b_dv, TILING.values, VP)
+    p_dk = head_ptr(dk, batch, kv) + row_idx * dk.row
+    store_halves(p_dk, dk.row, b_dx1, b_dx2, num_valid, False, NEAR)
     if not NEAR.softmax:
         tl.debug_barrier()
         LEARNED: tl.constexpr = p_dproj is not None
@@ -301,6 +302,7 @@ def window_backward(
             b_dk1,
             b_dk2,
             p_dk,
+            dk.row,
             None if p_dproj is None else p_dproj + entry * PHI.rows,
             C,
             LEARNED,

@@ -117,7 +117,7 @@ def step(
     alive = head >= 0
     if positions is not None:
         alive = tl.load(positions + row * positions_batch) > 0
-    phi1, phi2, scales = phi(tokens, PHI.width, G + 1, matrix, 0, C, PHI)
+    phi1, phi2, scales = phi(tokens, PHI.width, G + 1, matrix, None, C, PHI)
 
     weights = tl.where(tl.arange(0, C) == G, tl.load(key_weights + head) if WEIGHTED else 1.0, 0.0)
     added = tl.where(weights != 0, scales, EMPTY)

@@ -82,7 +82,8 @@ def bwd_dkv(
     TILING: tl.constexpr,
     PHI: tl.constexpr,
 ):
-    """Gradients of keys (B, H_kv, N, D), optionally of projected keys (..., M), of values, key weights and priors.
+    """Gradients of keys, `Rows` (B, H_kv, N, D), of values, `Rows` (..., V), optionally of projected keys (..., M), key
+    weights and priors.
 
     For mixtures, (B, H_kv, N, KEYS D), (KEYS, B, H_kv, N, M), and parts (B, H_kv, N, KEYS) of the gradient of priors.
     Without dk or dv, its products are skipped: for wide features, both do not fit into registers. `state` holds states
@@ -177,9 +178,8 @@ def bwd_dkv(
                     if PHI.has_two_halves:
                         b_dphi2 += dot(b_dp, b_q2, dtype)
     if dv is not None:
-        store_rows(
-            dv + offset * TILING.values, TILING.values, num_valid, b_dv * weights[:, None], TILING.values, VP
-        )
+        p_dv = head_ptr(dv, batch, kv) + tl.cast(at, tl.int64) * dv.row
+        store_rows(p_dv, dv.row, num_valid, b_dv * weights[:, None], TILING.values, VP)
         if dkey_weights is not None:
             b_dweights = tl.sum(b_dv * b_v.to(tl.float32), 1) + b_dnorm
             tl.store(dkey_weights + offset + tl.arange(0, C), b_dweights, mask=rows < end)
@@ -188,6 +188,7 @@ def bwd_dkv(
         b_dphi2 *= weights[:, None]
         tokens = keys.tokens.rows
         p_k = head_ptr(tokens, batch, kv) + tl.cast(at, tl.int64) * tokens.row
+        p_dk = head_ptr(dk, batch, kv) + tl.cast(at, tl.int64) * dk.row
         projection = projection_ptr(matrix, kv, PHI)
         p_dproj_tile = None if p_dproj is None else p_dproj + offset * PHI.rows
         LEARNED: tl.constexpr = p_dproj is not None
@@ -201,7 +202,8 @@ def bwd_dkv(
                 b_k2.to(tl.float32),
                 b_dphi1,
                 b_dphi2,
-                dk + offset * PHI.width,
+                p_dk,
+                dk.row,
                 p_dproj_tile,
                 C,
                 LEARNED,
@@ -219,7 +221,8 @@ def bwd_dkv(
                 k_log_scale,
                 b_dphi1,
                 b_dphi2,
-                dk + offset * TILING.keys * PHI.width,
+                p_dk,
+                dk.row,
                 p_dproj_tile,
                 heads.to(tl.int64) * seq.keys * PHI.rows,
                 dpriors + offset * TILING.keys,

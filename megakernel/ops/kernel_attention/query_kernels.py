@@ -99,7 +99,7 @@ def bwd_dq(
     NORMALIZE: tl.constexpr,
     PHI: tl.constexpr,
 ):
-    """Gradients of queries (B, H, N, D), optionally of projected queries (..., M), delta, and features.
+    """Gradients of queries, `Rows` (B, H, N, D), optionally of projected queries (..., M), delta, and features.
 
     Terms have the factor do_i.v_j - mean_i. Unless the map is unbounded, mean_i is do_i.o_i, of the rounded output, as
     in kernels of softmax: states in bfloat16 round no less. Programs as in `kernels.read`.
@@ -157,9 +157,8 @@ def bwd_dq(
         )
     p_dproj_tile = None if p_dproj is None else p_dproj + offset * PHI.rows
     LEARNED: tl.constexpr = p_dproj is not None
-    store_dx(
-        p_q, tokens.row, num_valid, projection, dproj, dq + offset * PHI.width, p_dproj_tile, C, LEARNED, PHI
-    )
+    p_dq = tile_ptr(dq, tile)
+    store_dx(p_q, tokens.row, num_valid, projection, dproj, p_dq, dq.row, p_dproj_tile, C, LEARNED, PHI)
 
 
 @triton.jit

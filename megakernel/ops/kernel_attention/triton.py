@@ -251,7 +251,7 @@ def sum_queries(launcher: Launcher, queries: Queries, seq: SequenceInfo, like: T
 
 
 def bwd_dkv(
-    launcher: Launcher, batch: int, inputs: tuple[Any, ...], buffers: tuple[Tensor | None, ...]
+    launcher: Launcher, batch: int, inputs: tuple[Any, ...], buffers: tuple[Rows | Tensor | None, ...]
 ) -> None:
     """Launch `bwd_dkv`, for wide features twice: one launch cannot hold both dK and dV."""
     widest = 128 if launcher.capability in LARGE_SHARED_MEMORY else 64
@@ -311,7 +311,7 @@ class KernelLaunches(NamedTuple):
             scale,
             features=k.new_empty(0) if features is None else features,
             logs=scale.new_empty(0) if logs is None else logs,
-            terms=self.matrix.buffer(k.dtype, k),
+            terms=self.matrix.buffer(self.projection, k),
         )
 
     def output_buffers(self, queries: KernelQueryTensors) -> KernelOutputs:
@@ -346,11 +346,11 @@ class KernelLaunches(NamedTuple):
         return outputs
 
     def bwd_read(
-        self, do: Tensor, queries: KernelQueryTensors, saved: Saved, needs_projection: bool
+        self, do: Tensor, queries: KernelQueryTensors, saved: Saved, dq: Tensor, needs_projection: bool
     ) -> QueryBackward:
         """See `Launches`."""
         launcher, q, (out, reciprocal) = self.launcher, queries.q, saved.outputs
-        dq, dproj = q.new_empty(q.shape), self._projected(q) if needs_projection else None
+        dproj = self._projected(q) if needs_projection else None
         bwd_queries = Queries(
             Tokens(Rows.of(q), *launcher.feature_buffers(q)),
             Rows.of(do),
@@ -360,7 +360,7 @@ class KernelLaunches(NamedTuple):
         )
         inputs = (bwd_queries, *self.keys_and_matrix(saved.keys), saved.state, self.seq)
         reads_output = self.normalize and not launcher.phi.unbounded
-        outputs = (Rows.of(out) if reads_output else None, dq, dproj)
+        outputs = (Rows.of(out) if reads_output else None, Rows.to_write(dq), dproj)
         grid = Grid.QUERY_TILES
         arguments = (len(q), *inputs, *outputs)
         launcher.launch(query_kernels.bwd_dq, *arguments, grid=grid, NORMALIZE=self.normalize)
@@ -374,11 +374,15 @@ class KernelLaunches(NamedTuple):
         return sum_queries(self.launcher, queries, self.seq, self.k, length)
 
     def bwd_write(
-        self, query_backward: QueryBackward, saved: SavedKeys, states: StatesBackward
+        self,
+        query_backward: QueryBackward,
+        saved: SavedKeys,
+        states: StatesBackward,
+        dk: Tensor,
+        dv: Tensor,
     ) -> KernelKeyTensors:
         """See `Launches`."""
         launcher, k = self.launcher, self.k
-        dk, dv = k.new_empty(k.shape), self.v.new_empty(self.v.shape)
         needs_projection = query_backward.projection_grad is not None
         dproj = self._projected(k, max(launcher.keys, 1)) if needs_projection else None
         key_weights, decay = self.keys.key_weights, self.seq.decay
@@ -389,7 +393,8 @@ class KernelLaunches(NamedTuple):
             k.new_empty(*k.shape[:3], launcher.keys, dtype=torch.float32) if launcher.keys else None
         )
         inputs = (query_backward.queries, *self.keys_and_matrix(saved), states.of_queries, self.seq)
-        bwd_dkv(launcher, len(k), inputs, (dk, dv, dproj, dkey_weights, dprior_parts))
+        buffers = (Rows.to_write(dk), Rows.to_write(dv), dproj, dkey_weights, dprior_parts)
+        bwd_dkv(launcher, len(k), inputs, buffers)
         grads = KernelKeyTensors(dk, dv)
         if dprior_parts is not None:
             grads = grads._replace(priors=dprior_parts.sum((0, 2)))

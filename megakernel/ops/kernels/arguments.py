@@ -71,36 +71,39 @@ class Matrix(NamedTuple):
     """The projection, or None."""
 
     terms: Any
-    """(2, H_kv, M, d), see `fill`; in float32 a single term (H_kv, M, d)."""
+    """(1 or 2, H_kv, M, d), see `buffer`; in float32 a single term (H_kv, M, d)."""
 
-    low: int
-    """Offset in elements from the first term to the second."""
+    low: Any
+    """Offset in elements from the first term to the second; None for a single term."""
 
     @staticmethod
     def of(projection: Tensor | None, heads: int) -> "Matrix":
         """A projection (M, d) or (H_kv, M, d) in float32."""
         if projection is None:
-            return Matrix(None, 0)
-        return Matrix(projection.expand(heads, -1, -1).to(torch.float32).contiguous(), 0)
+            return Matrix(None, None)
+        return Matrix(projection.expand(heads, -1, -1).to(torch.float32).contiguous(), None)
 
-    def buffer(self, dtype: torch.dtype, like: Tensor) -> Tensor:
-        """A buffer for the two terms in `dtype`; empty if one is enough."""
-        if self.terms is None or dtype == torch.float32:
+    def buffer(self, projection: Tensor | None, like: Tensor) -> Tensor:
+        """A buffer for the terms in the dtype of `like`; empty in float32. projection: what the matrix is `of`.
+
+        Rounding a float32 matrix to bfloat16 would put a relative error of 2^-9 on exponents of size 30; a second term,
+        with the rounding errors, reduces it to 2^-17, and both still use tensor cores. A matrix that is in bfloat16, as
+        trained weights are, has no such errors.
+        """
+        if projection is None or like.dtype == torch.float32:
             return like.new_empty(0)
-        return self.terms.new_empty(2, *self.terms.shape, dtype=dtype)
+        return like.new_empty(1 if projection.dtype == like.dtype else 2, *self.terms.shape)
 
     def fill(self, buffer: Tensor) -> None:
-        """Write the rounded values and their rounding errors into `buffer`.
-
-        bfloat16 alone would put a relative error of 2^-9 on exponents of size 30; two terms reduce it to 2^-17 and
-        still use tensor cores.
-        """
-        if buffer.numel():
-            torch.sub(self.terms, buffer[0].copy_(self.terms), out=buffer[1])
+        """Write the rounded values into `buffer`, and their rounding errors if it has two terms."""
+        if len(buffer):
+            rounded_terms = buffer[0].copy_(self.terms)
+            if len(buffer) == 2:
+                torch.sub(self.terms, rounded_terms, out=buffer[1])
 
     def split(self, buffer: Tensor) -> "Matrix":
-        """This matrix as the two terms in a filled `buffer`."""
-        return Matrix(buffer, buffer.stride(0)) if buffer.numel() else self
+        """This matrix as the terms in a filled `buffer`."""
+        return Matrix(buffer, buffer.stride(0) if len(buffer) == 2 else None) if len(buffer) else self
 
 
 class SequenceInfo(NamedTuple):
@@ -296,7 +299,7 @@ def load_features(tokens, batch, head, heads, length, end, at, C: tl.constexpr, 
     log_scale = tl.zeros((C,), tl.float32)
     if tokens.features is None:
         p_x = head_ptr(tokens.rows, batch, head) + tl.cast(at, tl.int64) * tokens.rows.row
-        phi1, _b, _logs = phi(p_x, tokens.rows.row, num_valid, None, 0, C, PHI)
+        phi1, _b, _logs = phi(p_x, tokens.rows.row, num_valid, None, None, C, PHI)
         phi1 = materialize(rounded(phi1, p_x.dtype.element_ty))
         phi2 = phi1
     else:

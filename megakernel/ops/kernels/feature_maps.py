@@ -113,11 +113,12 @@ def phi_of(feature_map: Map | str, width: int, rows: int | None, decays: bool = 
 def project(x, stride, num_valid, matrix, low, C: tl.constexpr, PHI: tl.constexpr):
     """C tokens at `x` times the transposed matrix (M, D), (C, MP) float32, and the squared norms of the tokens (C,).
 
-    `low` is the offset of the second term of a matrix that is not float32. The loop takes PHI.block_d columns at once:
+    `low` is the offset of the matrix's second term, None for a single one. The loop takes PHI.block_d columns at once:
     a whole matrix would fill all registers.
     """
     MP: tl.constexpr = PHI.padded_rows
     dtype: tl.constexpr = matrix.dtype.element_ty
+    tl.static_assert(low is None or dtype != tl.float32, "a float32 matrix has a single term")
     m = tl.arange(0, PHI.padded_rows)
     y = tl.zeros((C, MP), tl.float32)
     square = tl.zeros((C,), tl.float32)
@@ -130,7 +131,7 @@ def project(x, stride, num_valid, matrix, low, C: tl.constexpr, PHI: tl.constexp
         ptrs = matrix + (m[:, None] * PHI.width + d[None, :])
         b_w = tl.load(ptrs, mask=inside, other=0.0)
         b_w_low = None
-        if dtype != tl.float32:
+        if low is not None:
             # Loaded before the first product: the compiler moves no load across one.
             b_w_low = tl.load(ptrs + low, mask=inside, other=0.0)
         y += dot(b_x, tl.trans(b_w), dtype)
@@ -238,20 +239,19 @@ def store_dx(
     matrix,
     dproj,
     dx,
+    dx_row,
     p_dproj,
     C: tl.constexpr,
     LEARNED: tl.constexpr,
     PHI: tl.constexpr,
-    ROW: tl.constexpr = None,
     MORE: tl.constexpr = False,
 ):
-    """Store the gradients of the C tokens at `x`, in rows of ROW elements (None: D) at `dx`.
+    """Store the gradients of the C tokens at `x`, in rows that are `dx_row` elements apart, at `dx`.
 
     dproj: gradients of the projected tokens; for maps without a projection, of the features. If the projection is
     LEARNED, it is also stored, in rows of M at `p_dproj`, for its gradient. With MORE, gradients are added to those
     already at `dx`, which must have been stored before a barrier.
     """
-    row: tl.constexpr = PHI.width if ROW is None else ROW
     if not PHI.projected:
         b_dx = dproj * PHI.coefficient
         if PHI.name != "identity":
@@ -262,8 +262,8 @@ def store_dx(
             # Computed from the token rather than from its features, which would need registers.
             b_dx = tl.where(b_x > 0, b_dx, b_dx * exp(tl.minimum(b_x, 0.0)) if PHI.name == "elu" else 0.0)
         if MORE:
-            b_dx += load_rows(dx, row, num_valid, C, PHI.width, PHI.padded_width).to(tl.float32)
-        store_rows(dx, row, num_valid, b_dx, PHI.width, PHI.padded_width)
+            b_dx += load_rows(dx, dx_row, num_valid, C, PHI.width, PHI.padded_width).to(tl.float32)
+        store_rows(dx, dx_row, num_valid, b_dx, PHI.width, PHI.padded_width)
     else:
         if LEARNED:
             store_rows(p_dproj, PHI.rows, num_valid, dproj, PHI.rows, PHI.padded_rows)
@@ -280,10 +280,10 @@ def store_dx(
                 )
                 b_dx -= b_x * dproj_sum[:, None]
             if MORE:
-                b_dx += load_rows(dx + first, row, num_valid, C, PHI.width - first, PHI.block_d).to(
+                b_dx += load_rows(dx + first, dx_row, num_valid, C, PHI.width - first, PHI.block_d).to(
                     tl.float32
                 )
-            store_rows(dx + first, row, num_valid, b_dx, PHI.width - first, PHI.block_d)
+            store_rows(dx + first, dx_row, num_valid, b_dx, PHI.width - first, PHI.block_d)
 
 
 @triton.jit
@@ -297,15 +297,15 @@ def store_dx_from_dphi(
     dphi1,
     dphi2,
     dx,
+    dx_row,
     p_dproj,
     C: tl.constexpr,
     LEARNED: tl.constexpr,
     PHI: tl.constexpr,
-    ROW: tl.constexpr = None,
     MORE: tl.constexpr = False,
 ):
     """`store_dx`, given the gradients of both halves (C, MP) of the features."""
     dproj = dproj_of_half(0, dphi1, phi1, phi2, PHI)
     if PHI.has_two_halves:
         dproj += dproj_of_half(1, dphi2, phi2, phi1, PHI)
-    store_dx(x, stride, num_valid, matrix, dproj, dx, p_dproj, C, LEARNED, PHI, ROW, MORE)
+    store_dx(x, stride, num_valid, matrix, dproj, dx, dx_row, p_dproj, C, LEARNED, PHI, MORE)

@@ -63,6 +63,7 @@ def store_dx_of_keys(
     dphi1,
     dphi2,
     dk,
+    dk_row,
     p_dproj,
     pack_keys,
     dpriors,
@@ -73,8 +74,8 @@ def store_dx_of_keys(
 ):
     """`features.store_dx_from_dphi` for C positions at `k`, from gradients of `phi_of_keys`' features, and its logs.
 
-    dk has rows of KEYS D elements; `pack_keys` is the stride in p_dproj from one key to the next. dpriors gets KEYS
-    elements per position, its part of the gradients of the priors.
+    dk has rows of KEYS D elements, `dk_row` apart; `pack_keys` is the stride in p_dproj from one key to the next. In
+    dpriors a position has KEYS elements, its part of the gradients of the priors.
     """
     for r in range(KEYS):
         prior = tl.load(priors + r)
@@ -99,9 +100,9 @@ def store_dx_of_keys(
             dphi1 * factors[:, None],
             dphi2 * factors[:, None],
             dk + r * PHI.width,
+            dk_row,
             None if p_dproj is None else p_dproj + r * pack_keys,
             C,
             LEARNED,
             PHI,
-            ROW=KEYS * PHI.width,
         )

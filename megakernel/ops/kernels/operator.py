@@ -1,6 +1,7 @@
 """Registers an op's launches on whole sequences as a PyTorch operator, for autograd and torch.compile."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
@@ -8,8 +9,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megakernel.ops.documents import Positions, carry_factor
+from megakernel.ops.joined import gradient_buffers
 from megakernel.ops.kernels import shard
 from megakernel.ops.kernels.arguments import State
+from megakernel.ops.kernels.launch import is_recording
 from megakernel.ops.kernels.launcher import map_of_call
 from megakernel.ops.kernels.protocol import (
     KeyTensors,
@@ -131,11 +134,17 @@ class Operator:
         return [*launches.output_buffers(inputs.queries), *launches.key_buffers(), *entering, *last]
 
     def _backward(
-        self, grads: list[Tensor], saved: list[Tensor], needed: list[bool], *arguments: Any
+        self,
+        grads: list[Tensor],
+        saved: list[Tensor],
+        needed: list[bool],
+        *arguments: Any,
+        may_join: bool = False,
     ) -> list[Tensor]:
         """Gradients of the input tensors that are `needed`.
 
-        grads: of the output, and of the last state's sums and normalizers if they have any.
+        grads: of the output, and of the last state's sums and normalizers if they have any. may_join: whether those of
+        q, k and v may share memory, see `gradient_buffers`; results of PyTorch's operators may not.
         """
         inputs = self._inputs(arguments)
         launches, first = self._launches(inputs), inputs.first
@@ -146,7 +155,9 @@ class Operator:
         length = seq.length if launcher.causal else seq.queries
         needs_projection = needed[self.sizes[0] + self.op.keys._fields.index("projection")]
         forward = Saved(outputs, of_keys, entering)
-        query_backward = launches.bwd_read(grads[0], inputs.queries, forward, needs_projection)
+        tokens = (inputs.queries.q, inputs.keys.k, inputs.keys.v)
+        dq, dk, dv = gradient_buffers(*tokens) if may_join else [x.new_empty(x.shape) for x in tokens]
+        query_backward = launches.bwd_read(grads[0], inputs.queries, forward, dq, needs_projection)
         outer = gradient_of_last(grads[1], grads[2], last.logs) if len(grads) > 1 else None
         buffer = launches.sum_queries(query_backward.queries, length)
         of_segments, of_first, scale_grads = launcher.pass_states(
@@ -156,7 +167,7 @@ class Operator:
         after = None if outer is None else StateGradients(last, outer[:2])
         of_queries = of_segments if launcher.causal else of_first
         states_backward = StatesBackward(of_queries, scale_grads, after, before)
-        key_grads = launches.bwd_write(query_backward, of_keys, states_backward)
+        key_grads = launches.bwd_write(query_backward, of_keys, states_backward, dk, dv)
         of_state = (None, None) if before is None else before.grads
         all_grads = (*query_backward.grads, *key_grads, *of_state, None)
         tensors = arguments[: self.num_tensors]
@@ -209,11 +220,14 @@ class _EagerFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         operator = ctx.operator
-        return None, None, *operator.input_gradients(operator._backward, ctx, ctx.needs_input_grad[2:], grads)
+        backward = partial(operator._backward, may_join=True)
+        return None, None, *operator.input_gradients(backward, ctx, ctx.needs_input_grad[2:], grads)
 
 
 def _needs_dispatcher(tensors: Sequence[Tensor | None]) -> bool:
     """Whether PyTorch must see the operator itself: a compiler, a dispatch mode, tensor subclasses or meta tensors."""
+    if is_recording():  # who counts launches counts those of eager mode
+        return False
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return True
     return any(x is not None and (type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta) for x in tensors)

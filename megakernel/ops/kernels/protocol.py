@@ -126,14 +126,18 @@ class Launches(Protocol):
     def read(self, queries: Any, saved: Any, state: State) -> Any:
         """The output `out`, and other tensors to save. queries: the op's tensors of queries; saved: from `write`."""
 
-    def bwd_read(self, do: Tensor, queries: Any, saved: Saved, needs_projection: bool) -> QueryBackward:
-        """Gradients of queries. needs_projection: whether the projection needs a gradient, too."""
+    def bwd_read(
+        self, do: Tensor, queries: Any, saved: Saved, dq: Tensor, needs_projection: bool
+    ) -> QueryBackward:
+        """Gradients of queries. dq: a buffer for that of q. needs_projection: whether the projection needs one, too."""
 
     def sum_queries(self, queries: Queries, length: int) -> State:
         """What each segment's queries add to the gradient of the state that enters it, over `length` tokens."""
 
-    def bwd_write(self, query_backward: QueryBackward, saved: Any, states: StatesBackward) -> Any:
-        """Gradients of the tensors of keys, by the same names. saved: from `write`."""
+    def bwd_write(
+        self, query_backward: QueryBackward, saved: Any, states: StatesBackward, dk: Tensor, dv: Tensor
+    ) -> Any:
+        """Gradients of the tensors of keys, by the same names. saved: from `write`. dk, dv: buffers for two of them."""
 
     def key_buffers(self) -> Any:
         """Buffers for what `write` saves."""

@@ -6,12 +6,14 @@ starts the exchange of gradients. While that is in flight, it runs `_Overlap`. `
 outgoing state enters the states of queries from the right, and the gradients of keys are computed.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megakernel.ops.joined import gradient_buffers
 from megakernel.ops.kernels.arguments import State
 from megakernel.ops.kernels.feature_maps import Phi
 from megakernel.ops.kernels.protocol import (
@@ -37,6 +39,8 @@ class Shard:
         self.op, self.options, self.q = op, options, q.detach()
         self.written: tuple[Launches, State, Any] | None = None
         self.query_backward: tuple[Launches, QueryBackward, State, State | None, StateGradients] | None = None
+        self.key_grads: Sequence[Tensor] = ()
+        """Buffers for the gradients of k and v."""
 
     def write(self, keys: KeyTensors) -> tuple[State, Any]:
         """What the keys add to the outgoing state, and tensors of keys to save for backward."""
@@ -64,7 +68,8 @@ class Shard:
         """Gradients of the first state's sums and normalizers, and of the tensors of queries."""
         launches = self.op.launches(self.options, queries.q, keys)
         needs_projection = keys.projection is not None and keys.projection.requires_grad
-        query_backward = launches.bwd_read(do, queries, saved, needs_projection)
+        dq, *self.key_grads = gradient_buffers(queries.q, keys.k, keys.v)
+        query_backward = launches.bwd_read(do, queries, saved, dq, needs_projection)
         launcher, seq = launches.launcher, launches.seq
         buffer = launches.sum_queries(query_backward.queries, seq.length)
         _, of_first, _ = launcher.pass_states(buffer, None, seq, seq.length, reverse=True, keep=False)
@@ -90,7 +95,8 @@ class Shard:
             buffer, outer, seq, seq.length, reverse=True, entered=entered
         )
         states = StatesBackward(state, scale_grads, StateGradients(added, outer[:2]), first)
-        return launches.bwd_write(query_backward, saved, states)
+        (dk, dv), self.key_grads = self.key_grads, ()
+        return launches.bwd_write(query_backward, saved, states, dk, dv)
 
 
 # torch.compile must not trace launches: like exchanges, they break the graph.

@@ -27,6 +27,7 @@ def _implementations(formula: Implementation) -> dict[str, Implementation]:
 
 
 RMS_NORM = _implementations(plain.rms_norm)
+RMS_NORM_AND_RESIDUAL = _implementations(plain.rms_norm_and_residual)
 ADD_RMS_NORM = _implementations(plain.add_rms_norm)
 LAYER_NORM = _implementations(plain.layer_norm)
 SWIGLU = _implementations(plain.swiglu)
@@ -50,6 +51,13 @@ def rms_norm(
         (..., C) in the dtype of x.
     """
     return cast(Tensor, choose(RMS_NORM, backend)(x, weight, eps, offset))
+
+
+def rms_norm_and_residual(
+    x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, *, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm` of x, and x itself for the residual path: backward adds its two gradients in the norm's own pass."""
+    return cast("tuple[Tensor, Tensor]", choose(RMS_NORM_AND_RESIDUAL, backend)(x, weight, eps, offset))
 
 
 def add_rms_norm(

@@ -16,6 +16,9 @@ from megakernel.ops.kernels.primitives import power_of_two
 WIDEST = 65_536
 """The widest rows that Liger-Kernel's programs can hold."""
 
+_STAGES = 2
+"""Pipeline stages of LigerFusedAddRMSNormFunction's kernels."""
+
 _NOT_INSTALLED = f"liger-kernel is not installed: {install('gpu')}"
 
 
@@ -42,6 +45,39 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     # `gemma` computes in float32 and rounds once, as torch does; `llama` also rounds before the weight. Not in place:
     # the incoming gradient may be shared.
     return LigerRMSNormFunction.apply(x, weight, eps, offset, "gemma", False)
+
+
+def rms_norm_and_residual(
+    x: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """See `megakernel.ops.layers.rms_norm_and_residual`."""
+    return _NormAndResidual.apply(x, weight, eps, offset)
+
+
+class _NormAndResidual(torch.autograd.Function):
+    """LigerRMSNormFunction's forward, and LigerFusedAddRMSNormFunction's backward, which adds two gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+        from liger_kernel.ops.rms_norm import rms_norm_forward
+
+        normed, rows, *saved, block, warps, mode = rms_norm_forward(
+            x.contiguous(), weight.contiguous(), eps, offset, "gemma", None
+        )
+        ctx.settings = (offset, mode, block, warps, _STAGES, False)
+        ctx.save_for_backward(rows, weight, *saved)
+        return normed, x
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from liger_kernel.ops.fused_add_rms_norm import fused_add_rms_norm_backward
+
+        both = (grad.contiguous() for grad in grads)
+        dx, _, dweight = fused_add_rms_norm_backward(
+            *both, *ctx.saved_tensors, *ctx.settings, needs_dw=ctx.needs_input_grad[1]
+        )
+        return dx, dweight, None, None
 
 
 def add_rms_norm(

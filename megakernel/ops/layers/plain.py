@@ -23,6 +23,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     return normed
 
 
+def rms_norm_and_residual(
+    x: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """See `megakernel.ops.layers.rms_norm_and_residual`."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return _normed(x, weight, eps, offset), x
+    both: tuple[Tensor, Tensor] = _RmsNormAndResidual.apply(x, weight, eps, offset)
+    return both
+
+
 def _normed(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     if not offset:
         return F.rms_norm(x, weight.shape, weight, eps)
@@ -46,18 +56,30 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        """grads: of the norm, and if x was returned, too, of x."""
         x, weight = ctx.saved_tensors
         precise = _precise(x)
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         dweight = torch.zeros_like(weight, dtype=precise)
-        for x_rows, grad_rows, dx_rows in _rows(x, grads[0], dx):
+        for x_rows, dx_rows, grad_rows, *of_residual in _rows(x, dx, *grads):
             x_rows, grad_rows = x_rows.to(precise), grad_rows.to(precise)
             scale = torch.rsqrt(x_rows.square().mean(-1, keepdim=True) + ctx.eps)
             normed = x_rows * scale
             dweight += (grad_rows * normed).sum(0)
             grad_rows = grad_rows * (weight.to(precise) + ctx.offset)
-            dx_rows.copy_(scale * (grad_rows - normed * (grad_rows * normed).mean(-1, keepdim=True)))
+            of_norm = scale * (grad_rows - normed * (grad_rows * normed).mean(-1, keepdim=True))
+            dx_rows.copy_(sum(of_residual, of_norm))
         return dx, dweight.to(weight.dtype), None, None
+
+
+class _RmsNormAndResidual(_RmsNorm):
+    """The same, which also returns x."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float
+    ) -> tuple[Tensor, Tensor]:
+        return _RmsNorm.forward(ctx, x, weight, eps, offset), x
 
 
 def _rows(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -74,8 +96,7 @@ def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """See `megakernel.ops.layers.add_rms_norm`."""
-    total = residual + x
-    return rms_norm(total, weight, eps, offset), total
+    return rms_norm_and_residual(residual + x, weight, eps, offset)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

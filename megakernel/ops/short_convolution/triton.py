@@ -76,9 +76,9 @@ def _backward(
     start: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, of `before` (empty if that is None), and of weight (R, d, W) in float32."""
-    dx, dbefore = torch.empty_like(x), x.new_zeros(0) if before is None else torch.zeros_like(before)
+    dx, dbefore = torch.empty_like(x), x.new_empty(0) if before is None else torch.zeros_like(before)
     grid, meta = _grid_and_sizes(x, weight)
-    shares = x.new_zeros(len(x), grid[0], *weight.shape, dtype=torch.float32)
+    shares = x.new_empty(len(x), grid[0], *weight.shape, dtype=torch.float32)
     if x.numel():
         outputs = (Rows.to_write(dx), None if before is None else Rows.to_write(dbefore), shares)
         inputs = (*_inputs(x, before, weight, positions), Rows.of(grad))

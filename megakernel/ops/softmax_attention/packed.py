@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.dispatch import runs_on_gpu
-from megakernel.ops.documents import cached_for_positions, cu_seqlens_from_positions
+from megakernel.ops.documents import cached_for_positions, cu_seqlens_from_positions, is_graph
 
 aten = torch.ops.aten
 
@@ -32,8 +32,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | Non
     window: tokens that a token sees, including itself; None: all of its document up to itself.
     """
     batch, _, length, _ = q.shape
-    starts = cached_for_positions(
-        positions, (attend, batch), lambda at: cu_seqlens_from_positions(at.expand(batch, -1))
+    starts, has_padding = cached_for_positions(
+        positions,
+        (attend, batch),
+        lambda at: (cu_seqlens_from_positions(at.expand(batch, -1)), _has_padding(at)),
     )
     tokens = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     edges: dict[str, Any] = {}
@@ -43,4 +45,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | Non
     sizes = (starts, starts, length, length)
     out, *_ = aten._flash_attention_forward(*tokens, *sizes, 0.0, window is None, False, **edges)
     out = out.unflatten(0, (batch, length)).transpose(1, 2)
-    return out.masked_fill((positions < 0)[:, None, :, None], 0.0)
+    return out.masked_fill((positions < 0)[:, None, :, None], 0.0) if has_padding else out
+
+
+def _has_padding(positions: Tensor) -> bool:
+    """Whether there may be padding. Looks once for all layers, so that without any they need no pass over outputs."""
+    return is_graph(positions) or bool((positions < 0).any())

@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from benchmarks.kernels import budget, counter
-from benchmarks.kernels.budget import GRADIENT_BYTES, UPDATE_BYTES, Peaks, count_step, on_one_device
+from benchmarks.kernels.budget import (
+    FIRST_GRADIENT_BYTES,
+    GRADIENT_BYTES,
+    UPDATE_BYTES,
+    Peaks,
+    count_step,
+    on_one_device,
+)
 from benchmarks.kernels.counter import CORE, EMBEDDINGS, HEAD
 from benchmarks.real_runs import random_batch
 from benchmarks.training_runs import benchmark_config
@@ -81,10 +88,27 @@ def test_bytes_are_those_of_every_tensor_that_is_read_or_written():
     norm, added = 2 * hidden + 2 * WIDTH, 4 * hidden + 2 * WIDTH
     assert moved(layer, "norms and residual", "rms_norm") == [norm]
     assert moved(layer, "norms and residual", "add_rms_norm") == [added]
+    # Both gradients, what is normed and its gradient; the two tensors of a sum have the same gradient.
+    for name in ("rms_norm backward", "add_rms_norm backward"):
+        assert moved(layer, "norms and residual", name) == [4 * hidden + 4 * WIDTH]
     weights = (2 * WIDTH * 2 * config.model.ffn_size, 2 * WIDTH * config.model.ffn_size)
     up, down = hidden + 2 * inner + weights[0], inner + hidden + weights[1]
     assert sorted(moved(layer, "MLP", "mm")) == sorted([up] * 3 + [down] * 3)
     assert moved(first, EMBEDDINGS, "embedding") == [2 * hidden], "rows of the tokens, not the whole matrix"
+
+
+def test_gradients_are_neither_joined_nor_added_by_passes_of_their_own():
+    work = work_of(small({"preset": "flurka", "short_convolution": 4}), 0)
+    assert [x.name for x in work if x.backward and x.part != CORE and x.name in ("cat", "add", "copy")] == []
+    assert moved(work, "short convolution", "new_zeros") == []
+
+
+def test_a_filled_tensor_is_written_and_its_model_is_not_read():
+    seen = counter.Counter([], "here")
+    with seen:
+        x = torch.empty(4, 8)
+        x.new_zeros(3), torch.ones_like(x), x.zero_(), torch.zeros_like(x, dtype=torch.float64)
+    assert [x.bytes for x in seen.work] == [12, 128, 128, 256]
 
 
 def test_recomputed_attention_counts_twice_and_its_flops_do_not():
@@ -95,7 +119,7 @@ def test_recomputed_attention_counts_twice_and_its_flops_do_not():
 
 
 def bytes_of_a_step(config):
-    """Bytes per parameter of a real step's update, the parameters, and the micro-batches."""
+    """Bytes per parameter of a real step's update and of its sums of gradients, and the parameters."""
     with cpu_mesh() as mesh:
         engine = Engine(config, model_settings(config, mesh, VOCAB))
         batches = [random_batch(config, VOCAB, mesh)] * engine.micro_batches
@@ -111,23 +135,32 @@ def bytes_of_a_step(config):
                 yield
             phases[name] += sum(x.bytes for x in seen.work[before:])
 
-        engine._phase = counted
+        optimizer = engine.engine.optimizer
+        add = optimizer._update_hp_grad
+
+        def counted_add(*arguments, **options):
+            before = len(seen.work)
+            add(*arguments, **options)
+            phases["sums"] += sum(x.bytes for x in seen.work[before:])
+
+        engine._phase, optimizer._update_hp_grad = counted, counted_add
         with seen:
             engine.train_step(batches, 1e-3)
         count = sum(x.numel() for x in engine.engine.module.parameters())
-        return phases["optimizer"] / count, count, engine.micro_batches
+        return phases["optimizer"] / count, phases["sums"] / count, count
 
 
 @pytest.mark.second
 def test_the_optimizers_bytes_are_those_of_a_real_step():
     (result,) = run_ranks(bytes_of_a_step, 1, small("softmax", seq_len=32, global_batch_size=2))
-    found, parameters, micro_batches = result
+    found, of_sums, parameters = result
     # Of the 32 bytes that its schema gives AdamW, 4 are gradients that it writes only if it unscales them.
     assert found == pytest.approx(UPDATE_BYTES + 4, rel=0.01)
     step = count_step(small("softmax", seq_len=32, global_batch_size=2), VOCAB)
     parts = {x.part: x.bytes for x in step.parts}
     assert parts[budget.UPDATE] == pytest.approx(parameters * UPDATE_BYTES, rel=0.01)
-    assert parts[budget.SUMS] == pytest.approx(micro_batches * parameters * GRADIENT_BYTES, rel=0.01)
+    assert of_sums == FIRST_GRADIENT_BYTES + GRADIENT_BYTES
+    assert parts[budget.SUMS] == pytest.approx(parameters * of_sums, rel=0.01)
 
 
 def test_a_step_has_its_layers_and_micro_batches():

@@ -30,6 +30,34 @@ def test_rms_norm_of_strided_rows(small_chunks):
     assert torch.autograd.gradcheck(lambda *t: plain.rms_norm(*t, 1e-5), (x, weight))
 
 
+def gradients_of_both_paths(of_both, tensors, pulls):
+    """The outputs of `of_both` for x and weight, and their gradients."""
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    outputs = of_both(*leaves)
+    return [*outputs, *torch.autograd.grad(outputs, leaves, pulls)]
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("shape", [(7, 2, 6), (1, 6), (0, 6)])
+def test_the_gradient_of_the_residual_is_added_bit_for_bit(small_chunks, shape, offset):
+    """In float32. In bfloat16 the sum is rounded once, not twice: its error is no larger."""
+    tensors = torch.randn(*shape), torch.randn(6)
+    pulls = [torch.randn(*shape), 3 * torch.randn(*shape)]
+
+    def apart(x, weight):
+        return plain.rms_norm(x, weight, 1e-5, offset), x
+
+    def together(x, weight):
+        return plain.rms_norm_and_residual(x, weight, 1e-5, offset)
+
+    for right, actual in zip(*(gradients_of_both_paths(f, tensors, pulls) for f in (apart, together))):
+        assert torch.equal(actual, right)
+    narrow = [[x.bfloat16() for x in group] for group in (tensors, pulls)]
+    exact = gradients_of_both_paths(apart, *([x.double() for x in group] for group in narrow))[2]
+    errors = [(gradients_of_both_paths(f, *narrow)[2] - exact).norm() for f in (together, apart)]
+    assert errors[0] <= errors[1]
+
+
 def test_a_weight_centered_at_zero_loses_no_bits():
     x, weight = torch.randn(4, 8).bfloat16(), (torch.randn(8) / 300).bfloat16()
     exact = F.rms_norm(x.float(), (8,), 1 + weight.float(), 1e-5).bfloat16()
