@@ -61,8 +61,8 @@ class PrepareRequest(BaseModel):
     listed as left out: docs/data.md), hf:NAME[:CONFIG] for a dataset of the hub, stdlib (this Python's library; with
     --labels package, functions of eight of its packages), task:NAME[:key=value,...] for generated examples
     (docs/evaluation.md), or a labeled task (docs/benchmarks.md): lra:listops, lra:pathfinder and sparsity are generated
-    (options: lra:listops:train=1000,max_length=200); lra:listops, lra:text, lra:retrieval, lra:image and glue:TASK are
-    read from their published files (lra:listops:FOLDER) or the hub (glue:cola:hf:NAME:CONFIG)."""
+    (options: lra:listops:train=1000,max_length=200); lra:listops, lra:text, lra:spam, lra:retrieval, lra:image and
+    glue:TASK are read from their published files (lra:listops:FOLDER) or the hub (glue:cola:hf:NAME:CONFIG)."""
 
     tokenizer: str
     """Byte, bpe:SIZE (trained on the first 100 million characters), words (split at spaces), pixels (images), or a

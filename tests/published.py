@@ -1,5 +1,7 @@
 """Made-up examples of each task in the format in which it is published."""
 
+import hashlib
+import json
 import pickle
 import random
 from collections.abc import Callable, Iterator
@@ -31,6 +33,23 @@ def imdb(folder: Path, of_each: int = 4) -> Path:
                 (place / f"{number}_{rating}.txt").write_text(
                     f"{split} {label}: {sentence(draw)}", encoding="utf-8"
                 )
+    return folder
+
+
+def spam(folder: Path, of_each: int = 4) -> Path:
+    """data/GROUP/NUMBER.MD5.txt of the npm package, and data/file_list.json."""
+    draw = random.Random(0)
+    names = []
+    for group in ("easy-ham-1", "easy-ham-2", "hard-ham-1", "spam-1", "spam-2"):
+        (folder / "data" / group).mkdir(parents=True)
+        for number in range(of_each):
+            subject, body = f"{group} {number}", f"{sentence(draw)}\n\n{sentence(draw)}\n"
+            headers = f"Delivered-To: {group}@localhost\nSubject: {subject}\nDate: today"
+            mail = f"From someone\n{headers}\n\n{body}".encode()
+            name = f"{group}/{number:05}.{hashlib.md5(mail).hexdigest()}.txt"
+            (folder / "data" / name).write_bytes(mail)
+            names.append(name)
+    (folder / "data" / "file_list.json").write_text(json.dumps(names), encoding="utf-8")
     return folder
 
 
@@ -131,4 +150,9 @@ def glue(folder: Path, task: str, of_each: int = 6) -> Path:
     return folder
 
 
-WRITERS: dict[str, Callable[[Path], Path]] = {"lra:text": imdb, "lra:retrieval": aan, "lra:image": cifar}
+WRITERS: dict[str, Callable[[Path], Path]] = {
+    "lra:text": imdb,
+    "lra:spam": spam,
+    "lra:retrieval": aan,
+    "lra:image": cifar,
+}

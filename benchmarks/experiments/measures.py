@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
+from data_pipeline.manifest import Manifest
 from megakernel.config import Model, UserError
 from megakernel.config.mechanisms import LayerShape
 from megakernel.config.section import Section
@@ -55,7 +56,7 @@ class Measure(Section):
         if len(numbers) < len(values) or len(values) == 1:
             return ", ".join(dict.fromkeys(map(self.text, values)))
         mean, deviation = statistics.fmean(numbers), statistics.stdev(numbers)
-        return f"{format(mean, self.format)} ± {format(deviation, self.format)}"
+        return f"{format(mean, self.format)} ± {format(deviation, self.format.replace('+', ''))}"
 
 
 class Plain(Measure):
@@ -135,6 +136,26 @@ class TaskNumber(OfTask):
                 )
             value = value[key]
         return value
+
+
+class Against(TaskNumber):
+    """A number in the result of a task, less that of another model with the same variant and seed."""
+
+    value_of: str
+    """Its key, such as loss."""
+
+    baseline: str
+    """Name of the other model."""
+
+    def value(self, result: "StudyResult", results: Sequence["StudyResult"]) -> Value:
+        """See the class."""
+        same = (self.baseline, result.run.variant, result.run.seed)
+        other = next((other for other in results if other.key == same), None)
+        if other is None or other is result or not result.evaluations:
+            return None
+        numbers = (self._at(one.evaluations[self.of], self.value_of) for one in (result, other))
+        mine, theirs = map(float, numbers)
+        return mine - theirs
 
 
 class Buckets(OfTask):
@@ -271,6 +292,22 @@ def _memory(result: "StudyResult") -> float:
     return max(result.curve("memory/peak_gib").values()) * result.nproc
 
 
+def model_costs(result: "StudyResult") -> tuple[int, float, float]:
+    """Parameters, and FLOPs per token of a forward pass and of training."""
+    # Take seconds, and few studies need them.
+    from megakernel.model.flops import flops_per_token, training_flops_per_token
+    from megakernel.model.parameters import parameter_count
+
+    config = result.config
+    sizes = config.training.seq_len, Manifest.read(config.data.train[0].path).tokenizer.vocab_size
+    predicted = config.data.masking.rate if config.model.kind == "masked_lm" else 1.0
+    return (
+        parameter_count(config.model, sizes[1], sizes[0]),
+        flops_per_token(config.model, *sizes, predicted),
+        training_flops_per_token(config.model, *sizes, predicted),
+    )
+
+
 PLAIN: dict[str, tuple[Callable[["StudyResult"], Value], str]] = {
     "name": (lambda result: result.name if result.report else f"`{result.name}`", ""),
     "variant": (_variant, ""),
@@ -279,6 +316,10 @@ PLAIN: dict[str, tuple[Callable[["StudyResult"], Value], str]] = {
     "step": (lambda result: result.step, ","),
     # Numbers in the decoding state after training.seq_len tokens.
     "state_size": (lambda result: state_size(result.config.model, result.config.training.seq_len), ","),
+    # Of the whole model, and MFLOPs per token of forward passes and of training, counted by their formulas.
+    "parameters": (lambda result: model_costs(result)[0], ","),
+    "forward_mflops": (lambda result: model_costs(result)[1] / 1e6, ".3f"),
+    "training_mflops": (lambda result: model_costs(result)[2] / 1e6, ".3f"),
     # GiB of all processes: the largest peak of one, times their number.
     "memory": (_memory, ".2f"),
 }
@@ -289,6 +330,7 @@ MEASURES: dict[str, type[Measure]] = {
     "runs": Runs,
     "setting": Setting,
     "task": TaskNumber,
+    "against": Against,
     "buckets": Buckets,
     "metric": Metric,
     "first_step": FirstStep,

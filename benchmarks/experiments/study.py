@@ -16,7 +16,7 @@ from megakernel.config.section import Section
 from megakernel.config.validation import validate_section
 
 from .checks import CHECKS
-from .measures import MEASURES, Measure, OfTask
+from .measures import MEASURES, Against, Measure, OfTask
 
 FOLDER = Path(__file__).parent
 Overrides = dict[str, Any]
@@ -281,6 +281,8 @@ def _unknown_names(loaded: LoadedStudy) -> Iterator[Problem]:
         used.append((f"variants.{name}.models", variant.models, loaded.models))
     for title, column in loaded.columns.items():
         used.append((f"columns.{title}.of", [column.of] if isinstance(column, OfTask) else (), study.tasks))
+        if isinstance(column, Against):
+            used.append((f"columns.{title}.baseline", [column.baseline], loaded.models))
     for key, found, known in used:
         for item in found:
             if item not in known:

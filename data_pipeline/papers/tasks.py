@@ -10,6 +10,7 @@ from data_pipeline.papers.glue import Glue
 from data_pipeline.papers.lra.image import Image
 from data_pipeline.papers.lra.listops import ListOps, PublishedListOps
 from data_pipeline.papers.lra.pathfinder import Pathfinder
+from data_pipeline.papers.lra.spam import Mails
 from data_pipeline.papers.lra.text import MovieReviews, Retrieval
 from data_pipeline.papers.sparsity import Sparsity
 from data_pipeline.sources import DocumentSource
@@ -22,6 +23,7 @@ GENERATED: dict[str, type[GeneratedTask]] = {task.NAME: task for task in (ListOp
 PUBLISHED: dict[str, Callable[[str], DocumentSource]] = {
     "lra:listops": PublishedListOps,
     "lra:text": MovieReviews,
+    "lra:spam": Mails,
     "lra:retrieval": Retrieval,
     "lra:image": Image,
     **{f"glue:{task}": partial(Glue, task) for task in GLUE},

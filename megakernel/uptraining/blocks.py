@@ -393,7 +393,8 @@ class BlockTrainer(Trainer):
         return done
 
 
-_SUMMED_TAGS = ("train/loss", "train/skipped_steps", "throughput/step_time", "throughput/data_time")
+_TIMES = ("throughput/step_time", "throughput/data_time", "throughput/cpu_time")
+_SUMMED_TAGS = ("train/loss", "train/skipped_steps", *_TIMES)
 """Tags whose values are summed over blocks."""
 
 

@@ -11,11 +11,20 @@ import pytest
 from benchmarks import training_runs
 from benchmarks.experiments.__main__ import listing, main, parse, planned_runs
 from benchmarks.experiments.checks import learned
-from benchmarks.experiments.measures import MEASURES, Buckets, FirstStep, Measure, TaskNumber, state_size
+from benchmarks.experiments.measures import (
+    MEASURES,
+    Against,
+    Buckets,
+    FirstStep,
+    Measure,
+    TaskNumber,
+    model_costs,
+    state_size,
+)
 from benchmarks.experiments.page import page, text_names, write_curves
 from benchmarks.experiments.runs import StudyResult, check_names, make_run
 from benchmarks.experiments.study import names, read_study
-from megakernel.config import PRESETS, Attention, ConfigError, UserError, expand_preset, to_yaml
+from megakernel.config import PRESETS, Attention, ConfigError, UserError, expand_preset, load, to_yaml
 from megakernel.evaluation.records import file_name
 from megakernel.evaluation.run import parse as parse_tasks
 from tests.tiers import tiered
@@ -46,6 +55,10 @@ def test_every_study_has_valid_runs(name):
         ("columns: {a: {format: .3f}}", "columns.a={'format': '.3f'} names no measure; write measure: name"),
         ("columns: {a: {measure: task, off: b}}", "columns.a.off=b is an unknown key; did you mean of?"),
         ("columns: {a: {measure: task, of: b, value_of: x}}", "columns.a.of=b is unknown"),
+        (
+            "columns: {a: {measure: against, of: b, value_of: x, baseline: z}}",
+            "columns.a.baseline=z is unknown; choose y",
+        ),
         ("checks: [learnt]", "study.yaml: checks=learnt is unknown; choose learned"),
         ("sort: [-b]", "study.yaml: sort=b is unknown; choose a"),
         ("variants: {x: {model: {}}}", "variants.x.model={} is an unknown key; did you mean models?"),
@@ -409,6 +422,40 @@ def test_what_a_result_lacks_is_refused_or_an_empty_cell():
         UserError, match="value_of=accuracy is not in the result of a, which has loss, scores"
     ):
         TaskNumber(of="a", value_of="accuracy").value(result, [])
+
+
+def test_a_number_is_compared_with_the_baseline_of_the_same_variant_and_seed():
+    def result(name, seed, loss):
+        run = SimpleNamespace(variant="v", seed=seed)
+        return SimpleNamespace(key=(name, "v", seed), run=run, evaluations={"a": {"loss": loss}})
+
+    results = [result("base", 0, 3.0), result("base", 1, 5.0), result("mgk", 0, 2.5), result("mgk", 1, 5.25)]
+    column = Against(of="a", value_of="loss", baseline="base", format="+.2f")
+    values = [column.value(one, results) for one in results]
+    assert values == [None, None, -0.5, 0.25], "the baseline has an empty cell"
+    assert column.value(results[2], results[1:3]) is None, "the baseline of another seed is no baseline"
+    assert column.mean(values[2:]) == "-0.12 ± 0.53"
+
+
+def test_counted_costs_are_those_of_the_formulas(corpus):
+    study = read_study("mgk_short")
+
+    def costs(name):
+        run = make_run(study, name, "", 0)
+        config = load(run.file, [*run.overrides, f"data.train={corpus}"])
+        return model_costs(StudyResult(run, name, config, None, 0, {}, {}, 1))
+
+    (eight, forward, training), (four, less, _), (shifted, more, _) = map(
+        costs, ("softmax-8", "softmax-4", "smgk-4")
+    )
+    assert training == 3 * forward
+    # In each of four layers, heads that are together 64 instead of 128 wide, for q, k, v and the output.
+    assert eight - four == 4 * 4 * 128 * 64
+    # A token sees 257 / 2 keys on average: products with keys and with values.
+    assert forward - less == 4 * (2 * 4 * 128 * 64 + 2 * 2 * 257 / 2 * 64)
+    # Of each head two shifts, which are 16 wide, and two priors; products with a second key.
+    assert shifted - four == 4 * 4 * (2 * 16 + 2)
+    assert more - less == 4 * 2 * 257 / 2 * 64
 
 
 def test_means_over_seeds_have_sample_deviations():

