@@ -67,7 +67,10 @@ class RunProgress:
     """Phase of rank 0 at that heartbeat."""
 
     health: str
-    """The slowest rank, waiting for data, skipped steps; empty if there is nothing to report."""
+    """The slowest rank, waiting for data, skipped steps, faults of GPUs; empty if there is nothing to report."""
+
+    gpus: str
+    """Use, power, clock, temperature and memory of the GPUs; empty if they are not logged."""
 
     alive: bool
     """Whether rank 0 still runs and writes heartbeats."""
@@ -117,7 +120,8 @@ class RunProgress:
             seconds_left=(tokens - done) / speed if tokens and done is not None and speed else None,
             heartbeat=max(0.0, time.time() - beat["time"]) if beat else None,
             place=beat.get("place"),
-            health=_health(logged, beat.get("slowest", {}), alive),
+            health=_health(logged, beat, alive),
+            gpus=_gpus(logged),
             alive=alive,
             ended=ended,
             unreadable="; ".join(problems),
@@ -162,9 +166,23 @@ def time_left(seconds: float | None) -> str:
         return ""
 
 
-def _health(logged: dict[str, Any], slowest: dict[str, Any], alive: bool) -> str:
-    """Slowest rank, waiting for data and skipped steps; after the end of a run only the last."""
+def _gpus(logged: dict[str, Any]) -> str:
+    """The state of the GPUs in a few words, without what they do not tell."""
+    words = {
+        "gpu/utilization": "{:.0f} % busy",
+        "gpu/power_w": "{:,.0f} W",
+        "gpu/sm_clock_mhz": "{:,.0f} MHz",
+        "gpu/temperature_c": "at most {:.0f} °C",
+        "gpu/memory_gib": "at most {:.1f} GiB",
+    }
+    known = {tag: text for tag, text in words.items() if logged.get(tag) is not None}
+    return ", ".join(text.format(logged[tag]) for tag, text in known.items())
+
+
+def _health(logged: dict[str, Any], beat: dict[str, Any], alive: bool) -> str:
+    """Slowest rank, waiting for data, faults of GPUs and skipped steps; after the end of a run only the last."""
     remarks = []
+    slowest = beat.get("slowest", {})
     straggle = logged.get("health/straggle") if alive else None
     if straggle is not None and straggle >= _SLOW_RATIO:
         rank = int(logged.get("health/slowest_rank", -1))
@@ -173,6 +191,8 @@ def _health(logged: dict[str, Any], slowest: dict[str, Any], alive: bool) -> str
     share = logged.get("health/data_share") if alive else None
     if share is not None and share >= _SLOW_RATIO - 1:
         remarks.append(f"{share:.0%} of a step waits for data")
+    if alive and (faults := beat.get("gpus")):
+        remarks.append(str(faults))
     if skipped := int(logged.get("train/skipped_steps") or 0):
         remarks.append(f"{skipped} step{'s' * (skipped > 1)} skipped")
     return ", ".join(remarks)

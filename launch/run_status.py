@@ -89,6 +89,7 @@ class RunStatus:
             "eval": _CELLS["eval"](self),
             "tokens/s": _CELLS["tokens/s"](self),
             "heartbeat": beat,
+            "GPUs": progress.gpus,
             "health": progress.health,
             "unreadable": progress.unreadable,
             "nodes": self.nodes,
@@ -112,7 +113,7 @@ _JSON_KEYS = (
         "loss",
         "eval_loss",
     ),
-    *("tokens_per_sec", "heartbeat", "place", "health", "nodes", "jobs", "unreadable"),
+    *("tokens_per_sec", "heartbeat", "place", "health", "gpus", "nodes", "jobs", "unreadable"),
 )
 
 

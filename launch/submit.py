@@ -2,18 +2,20 @@
 
 import argparse
 import json
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launch import notifications
 from launch.arguments import RUNS, Number, add_allow_change, add_config_arguments, allow_change_options
 from launch.slurm.options import add_cluster_options, cluster_of, cores_per_task
 from launch.slurm.script import INDEX
 from launch.slurm_programs import require
 from megakernel.config import Config, UserError, check_recorded_run, data_parallel_size, load, to_yaml
-from megakernel.config.cluster import Cluster
+from megakernel.config.cluster import Cluster, number_ranges
 
 if TYPE_CHECKING:
     from launch.slurm.job_folder import Job
@@ -177,12 +179,13 @@ def training_request(
     from launch.slurm.submission import Member, Request, new_submission_name
 
     first = next(iter(runs.values()))
+    cluster = _with_webhook(cluster, first)
     members = []
     for index, config in runs.items():
         if index is not None:
             run = config.run.model_copy(update={"name": f"{first.run.name}-{index}"})
             config = config.model_copy(update={"run": run})
-        _check(config, cluster.world_size, has_data=not dependency, allowed=allowed, done=done)
+        _check(config, cluster, has_data=not dependency, allowed=allowed, done=done)
         members.append(Member(config.run.folder, to_yaml(config), index))
     command = "pretrain" if first.uptrain is None else "uptrain"
     return Request(
@@ -198,6 +201,18 @@ def training_request(
     )
 
 
+def _with_webhook(cluster: Cluster, config: Config | None = None) -> Cluster:
+    """The settings with the run's own `notify`, if it has one, and the webhook's URL among the variables.
+
+    Raises UserError if the URL's variable is not set.
+    """
+    key, notify = "notify", cluster.notify
+    if config is not None and config.logging.notify is not None:
+        key, notify = "logging.notify", config.logging.notify
+    secret = notifications.check(notify, key, os.environ | cluster.environment)
+    return cluster.model_copy(update={"notify": notify, "environment": {**cluster.environment, **secret}})
+
+
 def _dependency_option(dependency: str | None, root: Path = RUNS) -> dict[str, str]:
     """sbatch's dependency option; empty if all dependencies are already fulfilled."""
     from launch.slurm.states import resolve_dependency
@@ -206,7 +221,9 @@ def _dependency_option(dependency: str | None, root: Path = RUNS) -> dict[str, s
     return {"dependency": jobs} if jobs else {}
 
 
-def _check(config: Config, world_size: int, has_data: bool, allowed: Sequence[str], done: int | None) -> None:
+def _check(
+    config: Config, cluster: Cluster, has_data: bool, allowed: Sequence[str], done: int | None
+) -> None:
     """Raise UserError for what would fail on the cluster: layout, stages, an existing run, the data.
 
     has_data: whether to check the data; the job that this one waits for may still have to make it.
@@ -214,19 +231,42 @@ def _check(config: Config, world_size: int, has_data: bool, allowed: Sequence[st
     """
     from data_pipeline.corpus import Corpora
 
-    data_parallel_size(config, world_size)
-    if config.uptrain is not None:
-        from megakernel.uptraining.stages import check_stages  # imports torch
-
-        if allowed:
-            raise UserError(
-                f"--allow-change {allowed[0]} is for runs without an uptrain section; leave it out"
-            )
-        check_stages(config, world_size)
+    if config.uptrain is not None and allowed:
+        raise UserError(f"--allow-change {allowed[0]} is for runs without an uptrain section; leave it out")
+    _check_numbers_of_nodes(config, cluster)
     check_recorded_run(config, allowed, done)
     # Login nodes should not read a large corpus: the job itself verifies the checksums.
     if has_data:
         Corpora(config.data, validation=config.training.eval_samples > 0, verify=False)
+
+
+def _check_numbers_of_nodes(config: Config, cluster: Cluster) -> None:
+    """Raise UserError if the run cannot be trained on each number of nodes that Slurm may give it."""
+    problems: dict[int, UserError] = {}
+    for nodes in cluster.node_counts:
+        try:
+            _check_processes(config, nodes * cluster.tasks_per_node)
+        except UserError as error:
+            problems[nodes] = error
+    if not problems:
+        return
+    nodes, problem = next(iter(problems.items()))
+    if len(cluster.node_counts) == 1:
+        raise problem
+    possible = [count for count in cluster.node_counts if count not in problems]
+    several = "nodes" if nodes > 1 else "node"
+    raise UserError(
+        f"nodes={cluster.node_range}: {nodes} {several} cannot train this run ({str(problem).splitlines()[0]}); "
+        + (f"give those that can: --nodes {number_ranges(possible, ',')}" if possible else "none of them can")
+    )
+
+
+def _check_processes(config: Config, world_size: int) -> None:
+    data_parallel_size(config, world_size)
+    if config.uptrain is not None:
+        from megakernel.uptraining.stages import check_stages  # imports torch
+
+        check_stages(config, world_size)
 
 
 def indices(array: str) -> list[int]:
@@ -270,8 +310,14 @@ def _request_command(args: argparse.Namespace) -> "Request":
             f"--array {args.array}: `{shlex.join(command)}` is the same for each index; write {INDEX} where they differ"
         )
     base = RUNS / name
+    cluster = _with_webhook(cluster)
     single = cluster.model_copy(
-        update={"nodes": 1, "spares": 0, "sbatch": {**cluster.sbatch, "ntasks-per-node": 1}}
+        update={
+            "nodes": 1,
+            "fewer_nodes": [],
+            "spares": 0,
+            "sbatch": {**cluster.sbatch, "ntasks-per-node": 1},
+        }
     )
     members = [Member(base.with_name(f"{name}-{number}"), index=number) for number in numbers] or [
         Member(base)

@@ -11,17 +11,29 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch import local
+from launch import local, notifications
 from launch.arguments import Number, add_config_arguments, allow_change_options
 from launch.environment import launched_process
+from launch.exit_status import ExitStatus
 from launch.messages import ignore_write_errors
+from launch.slurm.job_folder import JobFolder
+from launch.slurm.restarting import describe
 from megakernel.checkpoint.trained_run import finished_message
-from megakernel.config import Config, UserError, check_recorded_run, data_parallel_size, in_recorded_order
+from megakernel.config import (
+    Config,
+    RunFailed,
+    UserError,
+    check_recorded_run,
+    data_parallel_size,
+    in_recorded_order,
+)
 from megakernel.config.errors import report_write_errors
 from megakernel.config.extras import lacking, need
+from megakernel.config.notify import Event
 from megakernel.config.resume import check_allowed
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.parallel.ranks import Ranks
+from megakernel.training import events
 from megakernel.training.data import check_corpora
 from megakernel.training.process import run_in_mesh
 from megakernel.training.run_folder import RunLock, refuse_links
@@ -64,6 +76,8 @@ def run(args: argparse.Namespace, config: Config, allowed: Sequence[str] = ()) -
         need(f"logging.analysis_every={config.logging.analysis_every}", "matplotlib")
     for tracker in config.logging.trackers:
         need(f"logging.{tracker}", tracker)
+    if _tells(config, process):
+        notifications.check(config.logging.notify, "logging.notify")
     if process is None:
         return _start(config, args, world_size, allowed)
     args.run_folder = config.run.folder  # `main` writes the traceback of an unexpected error to its logs
@@ -90,7 +104,37 @@ def _start(config: Config, args: argparse.Namespace, world_size: int, allowed: S
     processes = f"{world_size} process{'es' * (world_size > 1)}"
     with suppress(OSError):  # printed at once, as importing the libraries takes seconds
         os.write(1, f"{args.command}: starting {processes}, logs in {logs}\n".encode())
-    return local.run_ranks(command, world_size, logs, env={**os.environ, **local.import_variables()})
+    env = {**os.environ, **local.import_variables(), notifications.WATCHED: "1"}
+    known = len(JobFolder(config.run.folder).events())
+    status = local.run_ranks(command, world_size, logs, env=env)
+    if _tells(config, None):
+        _tell_end(config, status, known=known)
+    return status
+
+
+def _tells(config: Config, process: ProcessEnvironment | None) -> bool:
+    """Whether this process tells the run's events: not in a job, whose batch script does, nor below `_start`."""
+    is_told = events.in_job() or notifications.WATCHED in os.environ
+    return config.logging.notify is not None and not is_told and (process is None or process.rank == 0)
+
+
+def _tell_end(config: Config, status: int, why: str = "", known: int = 0) -> None:
+    """Tell that the run has ended, as logging.notify says.
+
+    why: what failed; empty: the failure that the ranks have recorded after the `known` events of the folder.
+    """
+    folder = config.run.folder
+    training = JobFolder(folder).training
+    event: Event = "end"
+    reason = describe(status)
+    if status == ExitStatus.STOPPED:
+        reason = "saved and stopped by a signal; the same command continues"
+    elif status not in (ExitStatus.DONE, ExitStatus.TERMINATED):
+        recorded = [one for one in JobFolder(folder).events()[known:] if one["event"] == "failed"]
+        failures = [f"rank {one.get('rank')} on {one.get('host')}: {one.get('why')}" for one in recorded]
+        event, reason = "failure", "; ".join(filter(None, (reason, why, *failures[:1])))
+    message = notifications.Notification.of(event, folder, training, reason, folder / "logs")
+    notifications.send(config.logging.notify, message, lambda line: print(line, flush=True))
 
 
 def train(config: Config, process: ProcessEnvironment, allowed: Sequence[str] = ()) -> int:
@@ -117,7 +161,16 @@ def train(config: Config, process: ProcessEnvironment, allowed: Sequence[str] = 
             _write_report_page(config.run.folder)
         return status
 
-    return run_in_mesh(config, process, work)
+    if not _tells(config, process):
+        return run_in_mesh(config, process, work)
+    try:
+        status = run_in_mesh(config, process, work)
+    except BaseException as error:
+        is_plain = isinstance(error, (UserError, RunFailed))
+        _tell_end(config, ExitStatus.FAILED, str(error) if is_plain else f"{type(error).__name__}: {error}")
+        raise
+    _tell_end(config, status)
+    return status
 
 
 def _write_report_page(folder: Path) -> None:

@@ -7,15 +7,16 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launch import local
+from launch import local, notifications
 from launch.environment import free_port
 from launch.exit_status import ExitStatus
 from launch.messages import error_lines, print_error
 from launch.slurm_programs import SlurmRefused, check_output
+from megakernel.config.notify import Event
 from megakernel.training import events
 from megakernel.training.environment import recorded_variables
 
@@ -34,11 +35,28 @@ _STOP_SIGNALS: dict[int, ExitStatus] = {
 NODES = "nodes"
 """File in a start's log folder: the usable nodes, comma-separated; the first ones run the processes."""
 
+TRAINING_NODES = "training_nodes"
+"""File next to it: those that run the processes."""
+
 _ERROR = error_lines(" ")[0].rstrip() + " "
 """Prefix of a command's error lines."""
 
 _POLL_SECONDS = 5
 _RETRY_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class End:
+    """How a start ended."""
+
+    status: int
+    """Exit status of the processes."""
+
+    restarts: bool
+    """Whether the job restarts."""
+
+    why: str
+    """How the processes ended, and why a job that could restart does not."""
 
 
 class Attempt:
@@ -57,16 +75,42 @@ class Attempt:
         self.logs = self.run.logs(self.job, self.restart)
 
     def record_start(self, nodes: str) -> None:
-        """Record that this start has begun and on which nodes; print the NCCL_, GLOO_ and MASTER_ variables."""
+        """Record that this start has begun and on which nodes; print the NCCL_, GLOO_ and MASTER_ variables.
+
+        If Slurm has started the job again by itself, that is told now.
+        """
         step = self.run.saved_steps()
+        if self._was_restarted_by_slurm():
+            why = "Slurm started it again, after the loss of a node, a preemption without grace or a request"
+            with self.telling("restart", f"{why}; it continues after step {step}"):
+                pass
         events.record(self.run.path, "started", nodes=nodes, submission=self.submission.name, step=step)
         print(f"== job {self.job}, restart {self.restart}, on {nodes}", flush=True)
         for name, value in recorded_variables(os.environ).items():
             if name.startswith(("NCCL_", "GLOO_", "MASTER_")):
                 print(f"{name}={value}", flush=True)
 
-    def record_end(self, status: int, preempted: bool = False) -> tuple[int, bool]:
-        """Record how the processes ended; their exit status, and whether the job restarts.
+    def telling(self, event: Event, reason: str) -> AbstractContextManager[None]:
+        """Tell an event as the job's `notify` says, while the block runs."""
+        message = notifications.Notification.of(
+            event, self.run.path, self.run.training, reason, self.logs, job=self.job, restart=self.restart
+        )
+        return notifications.sending(
+            self.cluster.notify, message, lambda line: print(f"== {line}", flush=True)
+        )
+
+    def telling_end(self, end: End) -> AbstractContextManager[None]:
+        """Tell how this start ended, and what comes next."""
+        next_in_chain = end.status == ExitStatus.STOPPED and self._chain_continues()
+        if end.restarts or next_in_chain:
+            event: Event = "preemption" if end.status == ExitStatus.STOPPED else "restart"
+            then = "the next job of the chain continues" if next_in_chain else "the job restarts"
+            return self.telling(event, f"{end.why}; {then} after step {self.run.saved_steps()}")
+        ended = end.status in (ExitStatus.DONE, ExitStatus.TERMINATED)
+        return self.telling("end" if ended else "failure", end.why)
+
+    def record_end(self, status: int, preempted: bool = False) -> End:
+        """Record how the processes ended, and decide whether the job restarts.
 
         status: that of srun. preempted: whether another job needs the nodes, so that TERM did not come from the user.
         """
@@ -80,9 +124,15 @@ class Attempt:
         decision = decide(
             self._starts(ends.status, step), self.max_restarts, error_text, self.cluster.restart_on
         )
-        events.record(self.run.path, "ended", status=ends.status, why=decision.why, step=step)
+        events.record(
+            *(self.run.path, "ended"),
+            status=ends.status,
+            why=decision.why,
+            step=step,
+            restarts=decision.restart or None,
+        )
         print(f"== {decision.why}; saved up to step {step}", flush=True)
-        return ends.status, decision.restart
+        return End(ends.status, decision.restart, decision.why)
 
     def begin_start(self, status: int, checked_nodes: str) -> int:
         """Record the start, and write the fit nodes to the file NODES; returns 0 if they are enough.
@@ -95,11 +145,16 @@ class Attempt:
         nodes = checked_nodes.split(",")
         unfit = self._unfit_nodes(nodes)
         fit = [node for node in nodes if node not in unfit]
-        if len(fit) >= self.cluster.nodes:
-            if self.cluster.spares:
+        possible = [count for count in self.cluster.node_counts if count <= len(fit)]
+        if possible:
+            if self.cluster.survives_losses:
                 # The job survives the loss of any node but this script's, which is therefore used last.
                 fit.sort(key=os.environ["SLURMD_NODENAME"].__eq__)
+            if self.cluster.fewer_nodes:
+                idle = f"; {len(fit) - possible[-1]} more are idle" if len(fit) > possible[-1] else ""
+                print(f"== nodes that train: {possible[-1]} (of {self.cluster.node_range}){idle}", flush=True)
             (self.logs / NODES).write_text(",".join(fit), encoding="utf-8")
+            (self.logs / TRAINING_NODES).write_text(",".join(fit[: possible[-1]]), encoding="utf-8")
             return ExitStatus.DONE
         # If most of several nodes are unfit, the cause is elsewhere, and excluding them may leave no node to run on.
         return ExitStatus.UNFIT if len(nodes) == 1 or 2 * len(unfit) <= len(nodes) else ExitStatus.FAILED
@@ -110,17 +165,36 @@ class Attempt:
         Also 0 if the run was saved and ended on request, or for the next job of its chain: Slurm then calls the job
         COMPLETED, in its mail too, and starts jobs that wait for it with afterok.
         """
-        ended, restarts = self.record_end(status, self._is_preempted())
-        if restarts:
-            with suppress(SlurmRefused):  # Slurm cannot be asked for the nodes' states
-                if ended != ExitStatus.STOPPED and self._has_enough_nodes():
-                    return RESTART_IN_JOB
-                if SILENT_NODE in self._srun_errors():
-                    await_silent_nodes(self.run.path)
-            requeue(self.run.path, self.job, self._excluded_nodes() if ended == ExitStatus.UNFIT else ())
+        end = self.record_end(status, self._is_preempted())
+        with self.telling_end(end):  # meanwhile the job is requeued, which may have to be quick
+            if end.restarts and self._restarts_in_job(end):
+                return RESTART_IN_JOB
+        chain_continues = end.status == ExitStatus.STOPPED and self._chain_continues()
+        return ExitStatus.DONE if chain_continues or end.status == ExitStatus.TERMINATED else status
+
+    def _restarts_in_job(self, end: End) -> bool:
+        """Whether the script starts the run again; otherwise the job has been requeued, if Slurm lets it."""
+        with suppress(SlurmRefused):  # Slurm cannot be asked for the nodes' states
+            if end.status != ExitStatus.STOPPED and self._has_enough_nodes():
+                return True
+            if SILENT_NODE in self._srun_errors():
+                await_silent_nodes(self.run.path)
+        excluded = self._excluded_nodes() if end.status == ExitStatus.UNFIT else ()
+        if (refusal := requeue(self.run.path, self.job, excluded)) is not None:
+            with self.telling("failure", refusal):
+                pass
+        return False
+
+    def _chain_continues(self) -> bool:
+        """Whether another job of the submission continues the run after this one."""
         chain = [job.id for job in self.run.jobs() if job.submission == self.submission.name]
-        chain_continues = ended == ExitStatus.STOPPED and chain[-1] != self.job
-        return ExitStatus.DONE if chain_continues or ended == ExitStatus.TERMINATED else status
+        return bool(chain) and chain[-1] != self.job
+
+    def _was_restarted_by_slurm(self) -> bool:
+        """Whether an earlier start of the job did not say that it restarts."""
+        names = ("started", "ended")
+        earlier = [event for event in self.run.events(self.job) if event["event"] in names]
+        return bool(earlier) and not (earlier[-1]["event"] == "ended" and earlier[-1].get("restarts"))
 
     def _is_preempted(self) -> bool:
         """Whether Slurm is ending this job for another one, and the user has not asked to end it too.
@@ -172,8 +246,8 @@ class Attempt:
         return log.read_text(errors="replace") if log.exists() else ""
 
     def _stderr_tails(self) -> Iterator[str]:
-        """The last 4 KiB of each process's stderr."""
-        for log in sorted(self.logs.glob("rank_*.err")):
+        """The last 4 KiB of each process's stderr; without Slurm, of all its output."""
+        for log in sorted(self.logs.glob("rank_*.err")) or sorted(self.logs.glob("rank_*.log")):
             with log.open("rb") as file:
                 file.seek(max(0, log.stat().st_size - 4096))
                 yield file.read().decode(errors="replace")
@@ -194,7 +268,7 @@ class Attempt:
     def _has_enough_nodes(self) -> bool:
         """Whether enough nodes are left to restart within the job; writes them to NODES for the next start."""
         nodes_file = self.logs / NODES
-        if not self.cluster.spares or not nodes_file.exists():
+        if not self.cluster.survives_losses or not nodes_file.exists():
             return False
         srun_errors = self._srun_errors()
         lost = _silent_nodes() if SILENT_NODE in srun_errors or FAILED_NODE in srun_errors else []
@@ -203,11 +277,11 @@ class Attempt:
             events.record(self.run.path, "lost", nodes=lost)
             print(f"== {', '.join(lost)} does not answer; nodes left: {len(left)}", flush=True)
         nodes_file.write_text(",".join(left), encoding="utf-8")
-        return len(left) >= self.cluster.nodes
+        return len(left) >= self.cluster.node_counts[0]
 
 
-def requeue(run: Path, job: str, excluded: Sequence[str] = ()) -> None:
-    """Requeue the job; Slurm then ends this script.
+def requeue(run: Path, job: str, excluded: Sequence[str] = ()) -> str | None:
+    """Requeue the job; Slurm then ends this script. Returns why it cannot be requeued, or None.
 
     excluded: all nodes to exclude; if not empty, it replaces the exclusions of the submission.
     """
@@ -221,10 +295,12 @@ def requeue(run: Path, job: str, excluded: Sequence[str] = ()) -> None:
         else:
             _retry_scontrol("requeue", job)
     except SlurmRefused as error:
-        print_error(f"the job could not be requeued ({error}); megakernel resume {run} continues the run")
+        refusal = f"the job could not be requeued ({error}); megakernel resume {run} continues the run"
+        print_error(refusal)
         events.record(run, "not requeued", why=str(error))
-    else:
-        events.record(run, "requeued", without=list(excluded) or None)
+        return refusal
+    events.record(run, "requeued", without=list(excluded) or None)
+    return None
 
 
 def _retry_scontrol(*words: str) -> None:
@@ -311,8 +387,12 @@ def run_here(submission: Path, gpus: str | None = None) -> int:
         except TimeoutError as error:
             step, failed = attempt.run.saved_steps(), ExitStatus.FAILED
             events.record(attempt.run.path, "ended", status=failed, why=str(error), step=step)
-            return failed
-        if not attempt.record_end(status)[1]:
+            with attempt.telling("failure", str(error)):
+                return failed
+        end = attempt.record_end(status)
+        with attempt.telling_end(end):
+            pass
+        if not end.restarts:
             return status
         events.record(attempt.run.path, "requeued")
         number += 1

@@ -18,8 +18,15 @@ from megakernel.parallel.rendezvous import connect_store
 
 from .slow_nodes import Timing, rounds
 
-TIMEOUT = timedelta(seconds=60)
-"""Timeout of an all-reduce, including its connections."""
+
+def timeout(processes: int) -> timedelta:
+    """Timeout of an all-reduce of so many processes, including its connections: 61 s for 16, 9 minutes for 8,192.
+
+    NCCL's first process and the job's store take the connections of all others one after the other. The time for each
+    is an allowance, not a measurement: a preflight must not fail because a job is large.
+    """
+    return timedelta(seconds=60 + processes * 60 / 1024)
+
 
 _REPEATS = 3
 
@@ -33,7 +40,7 @@ def time_collectives(process: ProcessEnvironment, node: str, mib: int) -> Iterat
     node: name of this machine. mib: size of the float32 tensor, MiB. A failure is a Timing, too.
     """
     try:
-        store = connect_store(process, 2 * TIMEOUT, wait=False)
+        store = connect_store(process, 2 * timeout(process.world_size), wait=False)
     except RuntimeError as error:
         yield Timing(process.rank, node, [node], None, _one_line(error))
         return
@@ -98,11 +105,11 @@ def _seconds(store: dist.Store, process: ProcessEnvironment, ranks: list[int], m
     if torch.cuda.is_available():
         device = torch.device("cuda", cuda_index(process.local_rank))
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = TIMEOUT
+        options._timeout = timeout(size)
         group = dist.ProcessGroupNCCL(store, rank, size, options)
     else:
         device = torch.device("cpu")
-        group = dist.ProcessGroupGloo(store, rank, size, TIMEOUT)
+        group = dist.ProcessGroupGloo(store, rank, size, timeout(size))
     try:
         numbers = torch.zeros(mib << 18, device=device)
         seconds = []
@@ -122,7 +129,7 @@ def _barrier(store: dist.Store, process: ProcessEnvironment, name: str, wait: bo
     if store.add(f"arrived at {name}", 1) == process.world_size:
         store.set(f"all at {name}", "")
     if wait:
-        store.wait([f"all at {name}"], 2 * TIMEOUT)
+        store.wait([f"all at {name}"], 2 * timeout(process.world_size))
 
 
 def _one_line(error: Exception) -> str:

@@ -110,6 +110,8 @@ def _changes(args: argparse.Namespace) -> dict[str, Any]:
     changes: dict[str, Any] = {
         key: value for key in (*_OPTIONS, "requeue") if (value := getattr(args, key)) is not None
     }
+    if "nodes" in changes:
+        changes = {"fewer_nodes": [], **changes}  # one number means that number, whatever the file has
     kind, colon, count = changes.get("gpus_per_node", "").rpartition(":")
     if colon:
         changes |= {"gpu_type": kind, "gpus_per_node": count}

@@ -61,7 +61,7 @@ def explain_refusal(stderr: str, cluster: Cluster, more: dict[str, str | None]) 
     text = error_line(stderr, "sbatch")
     if re.search(UNREACHABLE, stderr):
         return text
-    values = cluster.model_dump() | more
+    values = cluster.model_dump() | {"nodes": cluster.node_range} | more
     for pattern, keys, remedy in _REFUSALS:
         if re.search(pattern, stderr):
             settings = [f"{key}={values[key]}" for key in keys.split() if values[key] is not None]

@@ -136,7 +136,7 @@ def decide(
     exit statuses that the user declares not to be the run's fault.
     """
     status, progressed = starts[-1].status, starts[-1].progressed
-    why = _describe(status)
+    why = describe(status)
     if error_text is not None and status not in _REQUESTS:
         why = f"{why} ({error_text})"
     by_user = status in restart_on
@@ -166,7 +166,8 @@ def _failures_in_a_row(starts: Sequence[Start]) -> int:
     return failures
 
 
-def _describe(status: int) -> str:
+def describe(status: int) -> str:
+    """How processes with this exit status ended."""
     descriptions = {
         ExitStatus.DONE: "done",
         ExitStatus.FAILED: "failed",

@@ -57,14 +57,14 @@ class Script:
             "run": shlex.quote(str(self.run)) + index,
             "submission": self.submission,
             "python": shlex.quote(sys.executable),
-            "environment": "".join(_variables(cluster)),
+            "environment": "".join([*_variables(cluster), *_divided_cores(cluster)]),
             "setup": "".join(f"{line}\n" for line in cluster.setup),
-            "nodes": str(cluster.nodes),
             "tasks": str(cluster.tasks_per_node),
             "restart_in_job": str(RESTART_IN_JOB),
             "srun": " ".join(_srun_options(cluster)),
             "python_command": " ".join(_python_command(cluster)),
             "preflight_mib": str(cluster.preflight_mib),
+            "preflight_limit": str(_preflight_limit(cluster)),
             "command": " ".join(_quoted(word, self.array is not None) for word in self.command),
         }
         return re.sub(r"\{\{(\w+)\}\}", lambda match: placeholders[match[1]], _template(self.template))
@@ -81,9 +81,8 @@ class Script:
         run = str(self.run).replace("%", "%%") + ("-%a" if self.array else "")
         options: dict[str, Value | None] = {
             "job-name": self.run.name,
-            "nodes": cluster.nodes + cluster.spares,
-            # A job with spare nodes continues after losing one.
-            "no-kill": cluster.spares > 0,
+            "nodes": cluster.requested_nodes,
+            "no-kill": cluster.survives_losses,
             "ntasks-per-node": cluster.tasks_per_node,
             "gpus-per-node": cluster.gpus or None,
             **{key: getattr(cluster, key) for key in _SAME_NAME},
@@ -98,7 +97,18 @@ class Script:
             "open-mode": "append",
             **cluster.sbatch,
         }
+        if cluster.fewer_nodes:
+            # With --ntasks-per-node, Slurm 22.05 gives the least number of nodes, also if all are idle. A job without
+            # it has one task per node, which gets the cores of all; the script divides them.
+            options["ntasks-per-node"] = None
+            if options.get("cpus-per-gpu") is None:
+                options["cpus-per-task"] = cluster.tasks_per_node * int(options.get("cpus-per-task") or 1)
         return {key: value for key, value in options.items() if value is not None and value is not False}
+
+
+def _preflight_limit(cluster: Cluster) -> int:
+    """Seconds after which the preflight is ended: more than its own timeouts add up to (`collectives.timeout`)."""
+    return 600 + (cluster.world_size + cluster.spares * cluster.tasks_per_node) // 4
 
 
 _SAME_NAME = (
@@ -115,6 +125,13 @@ def _variables(cluster: Cluster) -> Iterator[str]:
     if secrets := [name for name in cluster.environment if name not in known]:
         yield f"set -a  # {' '.join(secrets)}\n# shellcheck source=/dev/null\n"
         yield f'. "$submission/{SECRETS}" || exit\nset +a\n'
+
+
+def _divided_cores(cluster: Cluster) -> Iterator[str]:
+    """The line that divides the cores of a job without a number of tasks."""
+    if cluster.fewer_nodes:
+        tasks = cluster.tasks_per_node
+        yield f"export SLURM_CPUS_PER_TASK=$((${{SLURM_CPUS_PER_TASK:-{tasks}}} / {tasks}))\n"
 
 
 def _directive(key: str, value: Value) -> str:
@@ -151,8 +168,50 @@ def _python_command(cluster: Cluster) -> list[str]:
         return ['"$python"']
     if container.runtime == "pyxis":  # srun starts inside the container
         return ["python"]
+    if container.runtime == "enroot":
+        return [
+            *("bash", "-c", _in_double_quotes((_GPUS if cluster.gpus_per_node else "") + _ENROOT), "enroot"),
+            *(f"--mount={shlex.quote(_enroot_mount(mount))}" for mount in container.mounts),
+            *(
+                shlex.quote(container.image),
+                "bash",
+                "-c",
+                _in_double_quotes('cd "$0" && exec "$@"'),
+                '"$PWD"',
+                "python",
+            ),
+        ]
     binds = [f"--bind={shlex.quote(mount)}" for mount in container.mounts]
     return ["apptainer", "exec", "--nv", *binds, shlex.quote(container.image), "python"]
+
+
+# The job's variables, which enroot alone leaves out, except those that belong to the image. Without them a process
+# would not know its rank. Texts of several lines have no place in enroot's file of variables.
+_ENROOT = """keep=()
+for name in $(compgen -e); do
+    case $name in
+    PATH | LD_* | HOME | PYTHONHOME | BASH_ENV | ENROOT_*) ;;
+    *) [[ ${!name} == *$'\\n'* ]] || keep+=(--env "$name") ;;
+    esac
+done
+exec enroot start --rw "${keep[@]}" "$@\""""
+
+_GPUS = """export NVIDIA_VISIBLE_DEVICES=${NVIDIA_VISIBLE_DEVICES:-all}
+export NVIDIA_DRIVER_CAPABILITIES=${NVIDIA_DRIVER_CAPABILITIES:-compute,utility}
+"""
+"""What NVIDIA's hook of enroot needs to bring driver and devices; an image need not say it."""
+
+
+def _in_double_quotes(text: str) -> str:
+    """A shell word that expands nothing; unlike single quotes it does not look as if it should."""
+    return '"' + re.sub(r'([\\"$`])', r"\\\1", text) + '"'
+
+
+def _enroot_mount(mount: str) -> str:
+    """SOURCE:TARGET[:FLAGS] as a line of enroot's mounts, which creates the target as pyxis does."""
+    source, _, rest = mount.partition(":")
+    target, _, flags = rest.partition(":")
+    return ":".join([source, target or source, ",".join(["x-create=auto,rbind", *filter(None, [flags])])])
 
 
 def _quoted(word: str, is_array: bool) -> str:

@@ -2,14 +2,15 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from .errors import Problem
 from .load import interpolate, merged, read_composed
+from .notify import Notify
 from .section import Section
 from .validation import all_texts, validate_section
 
@@ -17,14 +18,21 @@ from .validation import all_texts, validate_section
 class Container(Section):
     """Container that a job's processes run in."""
 
-    runtime: Literal["pyxis", "apptainer"] = "pyxis"
-    """`pyxis`: srun --container-image; `apptainer`: `apptainer exec --nv`."""
+    runtime: Literal["pyxis", "enroot", "apptainer"] = "pyxis"
+    """`pyxis`: srun --container-image; `enroot`: `enroot start`, without pyxis; `apptainer`: `apptainer exec --nv`."""
 
     image: str
-    """Image as the runtime takes it: a registry address or a file."""
+    """Image as the runtime takes it: a file, a registry address (pyxis, apptainer), a container's name (enroot)."""
 
     mounts: list[str] = Field(default=[])
     """Bind mounts, SOURCE:TARGET[:FLAGS]; include the submission folder and the run folder."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Images that enroot does not start."""
+        if self.runtime == "enroot" and "://" in self.image:
+            reason = "is an address, and enroot starts only files and containers"
+            remedy = "make a file of it with `enroot import -o FILE.sqsh ADDRESS`, and name that"
+            yield self.problem("image", reason, remedy)
 
 
 _OTHER_OPTIONS = ("array", "dependency", "no-requeue")
@@ -38,7 +46,10 @@ class Cluster(Section):
     """`slurm`: submit with sbatch; `local`: background processes on this machine; `debug`: foreground processes."""
 
     nodes: int = Field(default=1, ge=1, le=1_000_000)
-    """Nodes to train on."""
+    """Nodes to train on; several numbers, as 2-4 or 4,8,16: as many of them as there are, also after a loss."""
+
+    fewer_nodes: list[int] = Field(default=[])
+    """Smaller numbers of nodes to train on if there are not `nodes`; those of `nodes: 4,8,16` are 4 and 8."""
 
     spares: int = Field(default=0, ge=0, le=1_000)
     """Extra nodes to allocate. If a node is lost, the job restarts on a spare instead of returning to the queue."""
@@ -97,6 +108,9 @@ class Cluster(Section):
     container: Container | None = None
     """Container to run in; null: none."""
 
+    notify: Notify | None = None
+    """Messages about the events of the job; null: none. A run's own logging.notify goes before it."""
+
     environment: dict[str, str] = Field(default={})
     """Environment variables of the job, such as NCCL_SOCKET_IFNAME."""
 
@@ -105,6 +119,44 @@ class Cluster(Section):
 
     setup: list[str] = Field(default=[])
     """Shell lines that run before the processes start, such as `module load cuda`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split_numbers(cls, value: Any) -> Any:
+        """The tree with the numbers of `nodes: 2-4` or `nodes: 4,8,16` in their places."""
+        text = value.get("nodes") if isinstance(value, Mapping) else None
+        if not isinstance(text, str) or not re.fullmatch(_NUMBERS, text.replace(" ", ""), re.ASCII):
+            return value
+        numbers: set[int] = set()
+        for part in text.replace(" ", "").split(","):
+            first, _, last = part.partition("-")
+            numbers.update(range(int(first), int(last or first) + 1))
+            if not numbers or max(numbers) > _MOST_NODES or (last and int(first) > int(last)):
+                return value
+        *fewer, most = sorted(numbers)
+        return {**value, "nodes": most, "fewer_nodes": fewer}
+
+    @property
+    def node_counts(self) -> list[int]:
+        """The numbers of nodes that the run may train on, ascending."""
+        return sorted({*self.fewer_nodes, self.nodes})
+
+    @property
+    def node_range(self) -> str:
+        """The same as text, such as 8, 2-4 or 4,8,16."""
+        return number_ranges(self.node_counts, ",")
+
+    @property
+    def requested_nodes(self) -> str:
+        """What the job asks Slurm for: one number, or MIN-MAX."""
+        if self.spares or not self.fewer_nodes:
+            return str(self.nodes + self.spares)
+        return f"{self.node_counts[0]}-{self.nodes}"
+
+    @property
+    def survives_losses(self) -> bool:
+        """Whether the job goes on when it has lost a node."""
+        return self.spares > 0 or bool(self.fewer_nodes)
 
     @property
     def gpus(self) -> str | int:
@@ -118,7 +170,7 @@ class Cluster(Section):
 
     @property
     def world_size(self) -> int:
-        """Processes of the job."""
+        """Processes of the job, at most."""
         return self.nodes * self.tasks_per_node
 
     def requeues(self, chain: int) -> bool:
@@ -159,6 +211,12 @@ class Cluster(Section):
         for name in self.environment:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
                 yield Problem("environment", name, "is not a variable name", "write NAME=VALUE")
+        if not all(1 <= number < self.nodes for number in self.fewer_nodes):
+            reason = f"has a number that is not from 1 to nodes - 1 = {self.nodes - 1}"
+            yield self.problem("fewer_nodes", reason, "write nodes: 2-4 or nodes: 4,8,16, and leave it out")
+        if self.spares and self.fewer_nodes:
+            reason = f"is beside nodes={self.node_range}, which goes on with fewer nodes by itself"
+            yield self.problem("spares", reason, "leave it out, or give one number of nodes")
         if self.executor != "slurm" and self.nodes > 1:
             reason = f"exceeds the one machine of executor={self.executor}"
             yield self.problem("nodes", reason, "set nodes to 1 or executor to slurm")
@@ -171,6 +229,24 @@ class Cluster(Section):
             for key, given in ignored.items():
                 if given:
                     yield Problem(key, given, reason, "leave it out or set executor to slurm")
+
+
+_NUMBERS = r"[1-9]\d{0,6}(-\d{1,7})?(,[1-9]\d{0,6}(-\d{1,7})?)*"
+_MOST_NODES = 100_000
+_MOST_RANGES = 12
+"""Ranges that a text names."""
+
+
+def number_ranges(numbers: Sequence[int], separator: str = ", ") -> str:
+    """Ascending numbers as `1-2, 4, 8`; of many ranges the last ones."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    texts = [str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts]
+    return separator.join(["..."] * (len(texts) > _MOST_RANGES) + texts[-_MOST_RANGES:])
 
 
 def load_cluster(path: Path, changes: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> Cluster:

@@ -24,8 +24,13 @@ class Extra:
 
 EXTRAS: Mapping[str, Extra] = {
     "gpu": Extra(
-        "kernels on GPUs; the newer assembler of Hopper; fused norms, SwiGLU, RoPE and loss",
-        {"triton": "triton", "liger_kernel": "liger-kernel", "fla": "flash-linear-attention"},
+        "kernels on GPUs; the newer assembler of Hopper; fused norms, SwiGLU, RoPE and loss; clocks, power, ECC",
+        {
+            "triton": "triton",
+            "liger_kernel": "liger-kernel",
+            "fla": "flash-linear-attention",
+            "pynvml": "nvidia-ml-py",
+        },
     ),
     "train": Extra("text of the hub, Parquet, Arrow, zstd", {"datasets": "datasets", "pyarrow": "pyarrow"}),
     "hf": Extra(

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from .errors import ConfigError, Problem, nearest_multiples
 from .model import Model
+from .notify import Notify
 from .rope import RopeScaling
 from .section import Section
 
@@ -493,6 +494,9 @@ class Logging(Section):
 
     trackio: Trackio | None = None
     """Also send what TensorBoard shows to Trackio; None: no."""
+
+    notify: Notify | None = None
+    """Messages when the run ends, fails, restarts, or is stopped to make room; None: no."""
 
     peak_tflops: float | None = Field(default=None, gt=0)
     """Peak TFLOP/s of one device, for throughput/mfu; None: from a table of known GPUs."""

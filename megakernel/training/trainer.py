@@ -31,6 +31,7 @@ from .deepspeed_config import check_deepspeed_keys
 from .engine import Engine, StepResult, loader_arguments
 from .environment import package_versions
 from .observing.console import EVAL_OF_SOURCE, Console
+from .observing.gpu_signals import GpuSignals
 from .observing.local_work import LocalWork
 from .observing.metrics_writer import MetricsWriter, StepMetrics
 from .observing.observer import Observer, Providers
@@ -97,6 +98,7 @@ class Trainer:
         self.vocab_size = settings.vocab_size - config.model.special_ids
         self.engine = Engine(config, settings, providers.make_model(config, self.corpora, self.ranks))
         self.work = LocalWork(self.engine.engine.module, mesh)
+        self.gpus = GpuSignals(mesh, self._note)
         self.checkpoints = CheckpointFolder(
             self.folder.checkpoints, config.checkpoint.keep, config.checkpoint.keep_every, self.ranks
         )
@@ -138,7 +140,12 @@ class Trainer:
             parallel = self.config.parallel
             limits = parallel.timeout_minutes, parallel.stall_minutes
             watchdog = stack.enter_context(
-                Watchdog(self.mesh, *limits, self.folder.path, lambda: self.work.slowest)
+                Watchdog(
+                    self.mesh,
+                    *limits,
+                    self.folder.path,
+                    lambda: {"slowest": self.work.slowest, **self.gpus.found},
+                )
             )
             for step in range(done, steps):
                 if step == self.phase.end_step:
@@ -300,6 +307,9 @@ class Trainer:
         with self.throughput.loading():
             micro_batches = next(batches)
         self.engine.redraw(step)
+        is_logged = (step + 1) % training.log_every == 0 or step + 1 == training.steps
+        if is_logged:
+            self.gpus.sample()
         with self.observer.step(step + 1, self.entry):
             result = self.engine.train_step(micro_batches, rate)
         self.throughput.step(self.tokens_per_step, self.flops_per_token)
@@ -309,7 +319,7 @@ class Trainer:
         self.steps_read += 1
         self.steps_without_loss += result.loss is None
         self._check_finite(step + 1, result)
-        if (step + 1) % training.log_every == 0 or step + 1 == training.steps:
+        if is_logged:
             self._log(step + 1, result, rate)
 
     def _check_finite(self, step: int, result: StepResult) -> None:
@@ -333,7 +343,8 @@ class Trainer:
         steps, speed = self.throughput.steps, self.throughput.scalars()
         times = speed["throughput/data_time"], speed["throughput/step_time"]
         scalars = speed | self.work.scalars(steps, *times)
-        scalars |= self.engine.memory.scalars() | self.engine.traffic.scalars() | self.saver.scalars()
+        scalars |= self.engine.memory.scalars() | self.engine.traffic.scalars()
+        scalars |= self.saver.scalars() | self.gpus.scalars()
         scalars |= {
             "train/lr": rate,
             "train/grad_norm": result.grad_norm,

@@ -47,7 +47,7 @@ class Watchdog:
     stall_minutes: limit in later steps; on GPUs at least twice the time of the last step, because the host runs ahead
     and may show no progress while its GPU works through most of a step.
     run: folder of heartbeat.json, which rank 0 writes; None: no file.
-    slowest: returns `LocalWork.slowest` for heartbeat.json.
+    findings: returns what else heartbeat.json should hold: `LocalWork.slowest`, `GpuSignals.found`.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Watchdog:
         start_minutes: float,
         stall_minutes: float,
         run: Path | None = None,
-        slowest: Callable[[], Mapping[str, Any]] = dict,
+        findings: Callable[[], Mapping[str, Any]] = dict,
     ):
         self._mesh = mesh
         self._start = 60 * start_minutes
@@ -64,7 +64,7 @@ class Watchdog:
         self._limit = self._start
         self._file = run / FILE if run is not None and mesh.rank == 0 else None
         self._written = -float("inf")
-        self._slowest = slowest
+        self._findings = findings
         self._watching = threading.Event()
         self._stopped = threading.Event()
         self._report_count = 0
@@ -124,7 +124,7 @@ class Watchdog:
 
     def _write(self, file: Path, now: Mapping[str, Any]) -> None:
         report: dict[str, Any] = {"time": time.time(), "host": socket.gethostname(), "process": os.getpid()}
-        report |= {**now, "slowest": dict(self._slowest())}
+        report |= {**now, **self._findings()}
         staged = file.with_name(FILE + ".partial")
         try:
             staged.write_text(json.dumps(report) + "\n")

@@ -22,7 +22,7 @@ def measure(lost: str | None) -> list[Timing]:
     node = NODES[rank]
     if node == lost:
         os.environ["GLOO_SOCKET_IFNAME"] = "nosuch0"
-    collectives.TIMEOUT = timedelta(seconds=10 if lost is None else 5)
+    collectives.timeout = lambda processes: timedelta(seconds=10 if lost is None else 5)
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=60)
     )

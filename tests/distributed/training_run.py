@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from megakernel.config import load
+from megakernel.training.observing import gpu_signals
 from tests.distributed.processes import run_ranks, this_process
+from tests.nvml import UUID, fake_nvml
 
 CONFIG = """
 run: {name: run, seed: 7}
@@ -131,6 +133,13 @@ def pretrain_tracked(config: Path, overrides: tuple[str, ...], databases: str) -
     """Train in this rank; Trackio's projects are in the folder `databases`."""
     os.environ["TRACKIO_DIR"] = databases
     return pretrain_in_this_rank(config, overrides)
+
+
+def pretrain_on_fake_gpu(config: Path, overrides: tuple[str, ...], folder: str) -> int:
+    """Train in this rank on the CPU, as if the GPU of `tests.nvml` were its own; folder: for the driver's library."""
+    with fake_nvml(Path(folder)), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_signals, "uuid_of", lambda device: UUID)
+        return pretrain_in_this_rank(config, overrides)
 
 
 def pretrain_and_return_output(

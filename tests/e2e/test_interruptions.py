@@ -232,7 +232,8 @@ def test_a_foreground_job_ends_with_the_status_of_its_command(corpus, tmp_path, 
         capsys.readouterr()
         assert main(["status", str(run), "--json"]) == 0
         status = json.loads(capsys.readouterr().out)
-        assert (status["state"], status["why"], status["nodes"]) == (state, why, "this machine")
+        assert (status["state"], status["nodes"]) == (state, "this machine")
+        assert status["why"].startswith(why)
 
 
 @pytest.mark.second

@@ -16,7 +16,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megakernel.generation import Sampling, generate_texts
 from megakernel.training.observing.metrics_writer import HPARAM_METRICS, LAYOUT
-from tests.distributed.training_run import metrics, train, write_config
+from tests.distributed.processes import run_ranks
+from tests.distributed.training_run import metrics, pretrain_on_fake_gpu, train, write_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "monitoring.md"
 ATTENTION = "{preset: flurka, near: {kind: softmax, join: gated}, compression: {block_size: 16, rank: 4}}"
@@ -85,7 +86,8 @@ def root(tmp_path_factory, corpus):
     config = write_config(tmp_path_factory.mktemp("runs"), corpus)
     # One layer chooses blocks, which has plots of its own.
     chooses = f"model.attention_pattern=[{ATTENTION}, {CHOOSES}]"
-    train(config, 1, *OPTIONS, *LOGGING, chooses, "run.name=first")
+    first = (*OPTIONS, *LOGGING, chooses, "run.name=first")
+    assert run_ranks(pretrain_on_fake_gpu, 1, config, first, str(tmp_path_factory.mktemp("driver"))) == [0]
     second = shutil.copytree(corpus, config.parent.with_name("second") / "corpus-2")
     blend = (f"data.train=[{corpus},{second}]", "training.eval_sources=true", "training.z_loss=1e-4")
     # A save that training waits for is complete when the next step is logged.

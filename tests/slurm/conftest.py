@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.cli import main
-from tests.slurm.submitting import node_states, take_jobs_again, takes_jobs
+from tests.slurm.submitting import node_states, scontrol, take_jobs_again, takes_jobs
 
 REPOSITORY = Path(__file__).parents[2]
 LOCAL_CLUSTER = REPOSITORY / "slurm" / "local_cluster"
@@ -97,3 +97,20 @@ def nodes_that_take_jobs(cluster):
         if not takes_jobs(state):
             warnings.warn(f"{node} was {state} before this test; its slurmd was started again", stacklevel=1)
             take_jobs_again(node)
+
+
+@pytest.fixture
+def impatient_slurm(place):
+    """A cluster that gives up a node that does not answer after 60 s instead of 300."""
+    usual = Path(os.environ["SLURM_CONF"]).read_text()
+    configure_slurm(f"{usual}SlurmdTimeout=60\n")
+    yield
+    configure_slurm(usual)
+
+
+def configure_slurm(text: str) -> None:
+    # Replaced atomically: slurmd reads the file some time after scontrol has ended, and exits if it is incomplete.
+    new = Path(os.environ["SLURM_CONF"] + ".new")
+    new.write_text(text)
+    new.replace(os.environ["SLURM_CONF"])
+    scontrol("reconfigure")

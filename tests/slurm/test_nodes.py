@@ -170,23 +170,6 @@ def test_a_run_whose_node_is_lost_continues(place):
     assert megakernel("cancel lost").status == 0
 
 
-@pytest.fixture
-def impatient_slurm(place):
-    """A cluster that gives up a node that does not answer after 60 s instead of 300."""
-    usual = Path(os.environ["SLURM_CONF"]).read_text()
-    configure_slurm(f"{usual}SlurmdTimeout=60\n")
-    yield
-    configure_slurm(usual)
-
-
-def configure_slurm(text: str) -> None:
-    # Replaced atomically: slurmd reads the file some time after scontrol has ended, and exits if it is incomplete.
-    new = Path(os.environ["SLURM_CONF"] + ".new")
-    new.write_text(text)
-    new.replace(os.environ["SLURM_CONF"])
-    scontrol("reconfigure")
-
-
 @pytest.mark.second
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("comes_back", [True, False], ids=["comes back", "given up"])

@@ -123,8 +123,9 @@ def test_dry_run_prints_a_script_that_slurm_accepts_and_leaves_no_files(place):
     [
         ("{image: mk.sqsh, mounts: ['/a:/b']}", "--container-image=mk.sqsh --container-mounts=/a:/b"),
         ("{runtime: apptainer, image: mk.sif}", "apptainer exec --nv mk.sif python -m launch.cli pretrain"),
+        ("{runtime: enroot, image: mk.sqsh}", "exec enroot start --rw "),
     ],
-    ids=["pyxis", "apptainer"],
+    ids=["pyxis", "apptainer", "enroot"],
 )
 def test_dry_run_shows_how_a_container_is_entered(container, started, place, tmp_path):
     (tmp_path / "cluster.yaml").write_text(f"container: {container}\n")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.shipped import REPOSITORY
+from launch.slurm.collectives import timeout
 from launch.slurm.refusals import explain_refusal
 from launch.slurm.script import Script
 from launch.slurm.submission import ScriptExecutor
@@ -18,6 +19,7 @@ from megakernel.config import ConfigError, UserError, validate_section
 from megakernel.config.cluster import Cluster, Container
 from tests.unit.config import trees
 
+ENROOT = Container(runtime="enroot", image="/it's/mk.sqsh", mounts=["/a b", "/c:/d:ro"])
 PYXIS = Container(image="/shared/mk.sqsh", mounts=["/shared:/shared"])
 
 
@@ -34,9 +36,10 @@ def script(template="pretrain", array=None, **settings):
         {"setup": ["module load cuda"], "environment": {"GREETING": "it's"}},
         {"container": PYXIS},
         {"container": Container(runtime="apptainer", image="mk.sif", mounts=["/a:/b"])},
+        {"container": ENROOT},
         {"array": "0-3%2"},
     ],
-    ids=["plain", "setup", "pyxis", "apptainer", "array"],
+    ids=["plain", "setup", "pyxis", "apptainer", "enroot", "array"],
 )
 def test_every_script_is_valid_bash(template, settings):
     text = script(template, **settings)
@@ -53,7 +56,8 @@ def test_shellcheck_finds_nothing_in_any_script(tmp_path):
     scripts = [REPOSITORY / name for name in (".ci/run", "slurm/local_cluster", "slurm/container/install")]
     for path in sorted((REPOSITORY / "slurm").glob("*.sbatch")):
         if "{{" in path.read_text():
-            filled = [script(path.stem, **settings), script(path.stem, container=PYXIS, array="0-3")]
+            containers = [script(path.stem, container=one, array="0-3") for one in (PYXIS, ENROOT)]
+            filled = [script(path.stem, **settings), *containers]
             for number, text in enumerate(filled):
                 scripts.append(tmp_path / f"{path.stem}-{number}")
                 scripts[-1].write_text(text)
@@ -70,8 +74,38 @@ def test_the_gpu_type_is_requested():
 def test_spare_nodes_are_requested_and_left_out_of_the_first_start():
     text = script(nodes=2, spares=1)
     assert "#SBATCH --nodes=3\n#SBATCH --no-kill\n" in text
-    assert 'step "$(cut -d , -f "-2" "$logs/nodes")"' in text
     assert "--no-kill" not in script(nodes=2)
+
+
+def test_a_range_of_nodes_is_left_to_slurm_and_the_job_survives_the_loss_of_one():
+    text = script(nodes="2-4", gpus_per_node=8, sbatch={"cpus-per-task": 12})
+    assert "#SBATCH --nodes=2-4\n#SBATCH --no-kill\n" in text
+    # Slurm takes the least number of nodes for a job with a number of tasks per node.
+    assert "#SBATCH --ntasks-per-node" not in text
+    assert "#SBATCH --cpus-per-task=96\n" in text
+    assert "export SLURM_CPUS_PER_TASK=$((${SLURM_CPUS_PER_TASK:-8} / 8))\n" in text
+
+
+@pytest.mark.parametrize(
+    ("nodes", "error"),
+    [
+        (
+            "2-4",
+            "nodes=2-4: 3 nodes cannot train this run (training.global_batch_size=8 is not a multiple of ",
+        ),
+        ("5-7", "nodes=5-7: 5 nodes cannot train this run"),
+        ("1-8", "give those that can: --nodes 1-2,4,8"),
+        ("5-7", "none of them can"),
+        ("2,3,4", "nodes=2-4: 3 nodes cannot train"),
+    ],
+)
+def test_every_number_of_nodes_in_a_range_must_be_able_to_train_the_run(nodes, error, tmp_path, refused):
+    sizes = {"global_batch_size": 8, "micro_batch_size": 1, "eval_samples": 0}
+    config = trees.file(tmp_path, training=sizes)
+    words = ("submit", config, "--nodes", nodes, "--dependency", "afterok:1", "--dry-run")
+    message = refused(*words)
+    assert error in message
+    assert len(message.splitlines()) == 1
 
 
 def test_percent_signs_in_a_folder_are_escaped_and_backslashes_refused():
@@ -144,6 +178,59 @@ def test_commands_run_in_containers_by_pyxis_and_apptainer():
     assert "--container-image=/shared/mk.sqsh --container-mounts=/shared:/shared" in script(container=PYXIS)
     apptainer = script(container=Container(runtime="apptainer", image="mk.sif", mounts=["/a:/b"]))
     assert "apptainer exec --nv --bind=/a:/b mk.sif python -m launch.cli pretrain" in apptainer
+
+
+PRINTS = """#!/usr/bin/env bash
+for word in "$@"; do
+    if [[ $word == *.sqsh ]]; then printf '%s\\n' "$word"; shift; break; fi
+    printf '%s\\n' "$word"
+    shift
+done
+exec "$@"
+"""
+"""An enroot that prints its options up to the image, and runs the command outside of it."""
+
+
+def test_enroot_gets_the_variables_of_the_job_the_mounts_and_the_working_folder(tmp_path, monkeypatch):
+    """How enroot itself understands them: tests/slurm/test_containers.py."""
+    enroot = tmp_path / "enroot"
+    enroot.write_text(PRINTS)
+    enroot.chmod(0o755)
+    text = Script("command", Cluster(container=ENROOT), Path("/r"), "now", ["prepare"]).text()
+    command = text.partition("{{srun}} ")[2] or text.partition('rank_%t.err" ')[2]
+    words = command.partition("bash -c")[1] + command.partition("bash -c")[2].partition(" -m launch.cli")[0]
+    env = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_PROCID": "3",
+        "GREETING": "it's\nlong",
+        "HOME": "/h",
+    }
+    shown = subprocess.run(
+        ["bash", "-c", f"cd {tmp_path}; {words} -c 'import os; print(os.getcwd())'"],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    assert shown[:2] == ["start", "--rw"]
+    kept = {shown[at + 1] for at, word in enumerate(shown) if word == "--env"}
+    assert {"SLURM_PROCID", "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES"} <= kept
+    assert not {"PATH", "HOME", "GREETING"} & kept
+    mounts = ["--mount=/a b:/a b:x-create=auto,rbind", "--mount=/c:/d:x-create=auto,rbind,ro"]
+    assert shown[-4:] == [*mounts, "/it's/mk.sqsh", str(tmp_path)]
+    assert "NVIDIA_VISIBLE" not in script(gpus_per_node=0, container=ENROOT), "its hook needs a driver"
+
+
+def test_enroot_starts_no_addresses():
+    with pytest.raises(ConfigError, match="is an address, and enroot starts only files"):
+        validate_section(Cluster, {"container": {"runtime": "enroot", "image": "docker://x"}})
+
+
+@pytest.mark.parametrize(("nodes", "seconds"), [(1, 602), (1024, 2648)])
+def test_the_preflight_of_a_large_job_has_time_to_connect(nodes, seconds):
+    assert f"limit={seconds} step" in script(nodes=nodes, gpus_per_node=8)
+    most = timeout(8 * nodes).total_seconds()
+    assert 3 * most + 3 * timeout(16).total_seconds() < seconds, "it ends by its own timeouts first"
 
 
 def test_a_job_inherits_no_slurm_variables_of_the_job_that_submits_it(monkeypatch, tmp_path):

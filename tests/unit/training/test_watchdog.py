@@ -93,7 +93,7 @@ def test_on_a_gpu_a_step_may_show_no_progress_for_as_long_as_the_last_one_took(d
 
 
 def test_rank_0_writes_its_progress_to_the_heartbeat_file(tmp_path):
-    with Watchdog(FakeMesh(), 10, 10, tmp_path, lambda: {"rank": 3, "host": "n2"}):
+    with Watchdog(FakeMesh(), 10, 10, tmp_path, lambda: {"slowest": {"rank": 3, "host": "n2"}}):
         deadline = time.monotonic() + 10
         while not (file := tmp_path / "heartbeat.json").exists():
             assert time.monotonic() < deadline
