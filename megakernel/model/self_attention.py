@@ -14,7 +14,7 @@ from megakernel.attention import AttentionInputs
 from megakernel.attention.low_rank import LowRankAttention
 from megakernel.config import Model
 from megakernel.ops.documents import Positions
-from megakernel.ops.joined import split_columns
+from megakernel.ops.joined import split_heads
 from megakernel.parallel.axis import Axis
 from megakernel.parallel.tensor import gathered, head_shard, mark_head_parameters
 
@@ -241,9 +241,7 @@ class SelfAttention(nn.Module):
         """What `_project` returns as q (B, H, N, d) and k and v (B, H_kv, N, d), or k (B, H_kv, M, N, d); q scaled."""
         if len(vectors) == 1:
             # Split before the dimensions move, so that backward has the gradients in the projection's layout.
-            widths = [count * self.head_dim for count in self.per_key_head]
-            parts = split_columns(vectors[0].flatten(3), widths)
-            vectors = [part.unflatten(3, (-1, self.head_dim)) for part in parts]
+            vectors = split_heads(vectors[0], self.per_key_head)
         q, k, v = [part.permute(1, 2, 3, 0, 4) for part in vectors]
         q = q.flatten(1, 2)
         if self.query_scale != 1:

@@ -11,12 +11,25 @@ import torch
 from torch import Tensor
 
 
+def split_heads(x: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:
+    """`split_columns` of whole heads: x (..., heads, d), `counts` of the heads; without a gradient one operation."""
+    if not _differentiates(x):
+        return x.split(tuple(counts), -2)
+    width = x.shape[-1]
+    parts = split_columns(x.flatten(-2), [count * width for count in counts])
+    return [part.unflatten(-1, (-1, width)) for part in parts]
+
+
 def split_columns(x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
     """`x.split(widths, -1)` whose backward does not copy gradients that are columns of one tensor."""
-    if torch.compiler.is_compiling() or not (x.requires_grad and torch.is_grad_enabled()):
+    if not _differentiates(x):
         return x.split(tuple(widths), -1)
     parts: tuple[Tensor, ...] = _Split.apply(x, tuple(widths))
     return parts
+
+
+def _differentiates(x: Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 class _Split(torch.autograd.Function):

@@ -56,7 +56,7 @@ def test_a_configuration_error_can_be_pickled():
         ({"model": {"attention_pattern": ["main", {"near": {"block": 1}}]}},
          "model.attention_pattern.1.near.block", "did you mean blocks?"),
         ({"data": {"train": [{"path": "x", "wieght": 2}]}}, "data.train.0.wieght", "did you mean weight?"),
-        ({"checkpoint": {"zzz": 1}}, "checkpoint.zzz", "known here: every, keep, keep_every"),
+        ({"checkpoint": {"zzz": 1}}, "checkpoint.zzz", "known here: every, keep, keep_every, async_save"),
     ],
 )  # fmt: skip
 def test_an_unknown_key_is_refused_with_the_nearest_known_one(sections, key, remedy):
