@@ -151,8 +151,8 @@ def test_blocks_are_chosen_in_long_sequences_too(traced):
 def test_graphs_in_bfloat16_have_gradients_in_bfloat16(name, traced):
     expected, found = losses(MECHANISMS[name], dtype=torch.bfloat16)
     assert traced.count == 1
-    # As traced, the same operations in the same order.
-    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3 * expected.abs().max().item())
+    # A rounding of bfloat16: without a compiler, backward of a norm adds the residual's gradient before it rounds.
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=2**-8 * expected.abs().max().item())
 
 
 def test_training_and_evaluation_of_a_length_are_two_graphs(traced):
