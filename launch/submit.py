@@ -25,7 +25,7 @@ HELP = "train or up-train a configuration as a job of a Slurm cluster, or run an
 EXAMPLE = "megakernel submit configs/demo.yaml training.steps=100 -N 2 -G 8 -t 12:00:00"
 NEEDS = ("submitit",)
 
-COMMANDS = ("prepare", "merge", "evaluate", "generate", "reshape", "export", "import", "bench")
+COMMANDS = ("prepare", "evaluate", "generate", "reshape", "export", "import", "bench", "merge")
 """Commands that can be submitted besides training: `megakernel submit [options] -- evaluate runs/demo`."""
 
 _OWN_TEMPLATE = ("prepare", "evaluate")

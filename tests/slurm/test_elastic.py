@@ -75,10 +75,6 @@ def test_a_requeued_job_goes_on_with_the_nodes_that_are_left_and_with_all_when_t
 
 @pytest.mark.second
 @pytest.mark.timeout(1500)
-@pytest.mark.xfail(
-    reason="on the two-node cluster the start inside the job waits in its preflight (docs/slurm.md)",
-    run=False,
-)
 def test_a_job_that_loses_a_node_goes_on_at_once_with_the_other(place, of_two, impatient_slurm):
     (job,) = submit(f"run.yaml --name shrunk -N 1-2 --env SLURM_WAIT=5 training.steps={STEPS}")
     until_step("shrunk", 15)
