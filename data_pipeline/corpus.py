@@ -10,7 +10,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 
 from data_pipeline import megatron_files, tokenizers
-from data_pipeline.manifest import FILE, Manifest, SplitRecord
+from data_pipeline.manifest import FILE, Manifest, SplitRecord, check_same_tokenizer
 from data_pipeline.token_files import INDEX_HEADER, INDEX_MAGIC, TokenFile, scored_prefix, token_file
 from data_pipeline.tokenizers import Tokenizer
 from data_pipeline.verification import TOKEN_TYPES, verify_split, verify_tokenizer
@@ -287,18 +287,7 @@ def _check_one_template(corpora: Iterable[PreparedCorpus]) -> None:
 
 
 def _check_one_tokenizer(corpora: Iterable[PreparedCorpus], key: str, first: PreparedCorpus) -> None:
-    expected = first.manifest.tokenizer
     for corpus in corpora:
-        record = corpus.manifest.tokenizer
-        if record.hash != expected.hash:
-            raise UserError(
-                f"{key}={corpus} was prepared with another tokenizer ({record.kind}, "
-                f"{record.vocab_size} ids) than {first} ({expected.kind}, {expected.vocab_size} ids); "
-                f"prepare it with --tokenizer {first.folder / 'tokenizer'}"
-            )
-        if record.bos != expected.bos:
-            flag = "--no-add-bos" if expected.bos is None else "--add-bos"
-            raise UserError(
-                f"{key}={corpus} begins documents with token {record.bos}, {first} with {expected.bos} "
-                f"(None: no BOS); prepare it with {flag}"
-            )
+        check_same_tokenizer(
+            f"{key}={corpus}", corpus.manifest.tokenizer, first, first.manifest.tokenizer, first.folder
+        )

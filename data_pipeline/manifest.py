@@ -84,6 +84,26 @@ class TokenizerRecord(_Record):
         return self
 
 
+def check_same_tokenizer(
+    place: object, own: TokenizerRecord, first_place: object, first: TokenizerRecord, folder: Path
+) -> None:
+    """Raise UserError unless two corpora have one tokenizer and begin documents alike.
+
+    place, first_place: what errors call them. folder: the first one's, which has its tokenizer.
+    """
+    if own.hash != first.hash:
+        raise UserError(
+            f"{place} was prepared with another tokenizer ({own.kind}, {own.vocab_size} ids) than {first_place} "
+            f"({first.kind}, {first.vocab_size} ids); prepare it with --tokenizer {folder / 'tokenizer'}"
+        )
+    if own.bos != first.bos:
+        flag = "--no-add-bos" if first.bos is None else "--add-bos"
+        raise UserError(
+            f"{place} begins documents with token {own.bos}, {first_place} with {first.bos} (None: no BOS); prepare it "
+            f"with {flag}"
+        )
+
+
 class LabelsRecord(_Record):
     """The classes of a labeled corpus."""
 

@@ -12,11 +12,11 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from data_pipeline.manifest import FileRecord, Manifest, ScoredRecord, SplitRecord
+from data_pipeline.manifest import FileRecord, Manifest, ScoredRecord, SplitRecord, check_same_tokenizer
 from data_pipeline.partial_folder import PartialFolder, resumable_folder
 from data_pipeline.source_names import is_prepared
 from data_pipeline.token_files import TokenFile, scored_prefix, write_index
-from data_pipeline.verification import verify_tokenizer
+from data_pipeline.verification import check_unchanged, verify_tokenizer
 from megakernel.config.errors import UserError, report_write_errors
 
 CHUNK = 2**24
@@ -45,9 +45,9 @@ def merge(folders: Sequence[Path], out: Path, *, overwrite: bool, console: Conso
     manifests = {folder: _read(folder) for folder in folders}
     if len(manifests) < 2:
         raise UserError(f"{folders[0]} is the only folder; give two or more")
-    if len(manifests) < len(folders):
-        twice = next(folder for folder in folders if list(folders).count(folder) > 1)
-        raise UserError(f"{twice} is given twice; its documents would be, too")
+    places = [folder.resolve() for folder in folders]
+    if twice := [folder for folder, place in zip(folders, places) if places.count(place) > 1]:
+        raise UserError(f"{twice[0]} is given twice; its documents would be, too")
     first = manifests[folders[0]]
     for folder, manifest in manifests.items():
         _check_alike(folders[0], first, folder, manifest)
@@ -57,19 +57,21 @@ def merge(folders: Sequence[Path], out: Path, *, overwrite: bool, console: Conso
             raise UserError(f"{folder} {error}; copy it from where it was prepared") from None
     arguments = {
         "merged": [
-            {"folder": str(folder), **{s: r.bin.sha256 for s, r in manifest.splits.items()}}
+            {"folder": str(folder.resolve()), **{s: r.bin.sha256 for s, r in manifest.splits.items()}}
             for folder, manifest in manifests.items()
         ]
     }
     if out.exists():
         if not is_prepared(out):
             raise UserError(f"--out {out} exists and is not a prepared folder; choose another --out")
-        if out.resolve() in map(Path.resolve, folders):
+        if out.resolve() in places:
             raise UserError(f"--out {out} is one of the folders that are merged; choose another --out")
-        if Manifest.read(out).arguments == arguments:
-            return None
         if not overwrite:
-            raise UserError(f"--out {out} has other content; choose another --out, or add --overwrite")
+            existing = Manifest.read(out)
+            if existing.arguments != arguments:
+                raise UserError(f"--out {out} has other content; choose another --out, or add --overwrite")
+            check_unchanged(out, existing)
+            return None
     with (
         report_write_errors("--out", out),
         resumable_folder(out, arguments, overwrite=overwrite, console=console) as partial,
@@ -102,20 +104,12 @@ def _read(folder: Path) -> Manifest:
 
 
 def _check_alike(first_folder: Path, first: Manifest, folder: Path, manifest: Manifest) -> None:
-    own, wanted = manifest.tokenizer, first.tokenizer
-    if own.hash != wanted.hash:
+    check_same_tokenizer(folder, manifest.tokenizer, first_folder, first.tokenizer, first_folder)
+    if manifest.chat_template != first.chat_template:
         raise UserError(
-            f"{folder} was prepared with another tokenizer ({own.kind}, {own.vocab_size} ids) than {first_folder} "
-            f"({wanted.kind}, {wanted.vocab_size} ids); prepare it with --tokenizer {first_folder / 'tokenizer'}"
+            f"{folder} has chat template {manifest.chat_template}, and {first_folder} has {first.chat_template}; "
+            "prepare both with the same options"
         )
-    for name, mine, other in (
-        ("BOS", own.bos, wanted.bos),
-        ("chat template", manifest.chat_template, first.chat_template),
-    ):
-        if mine != other:
-            raise UserError(
-                f"{folder} has {name} {mine}, and {first_folder} has {other}; prepare both with the same options"
-            )
     for split, record in manifest.splits.items():
         if split in first.splits and (record.scored is None) != (first.splits[split].scored is None):
             with_answers, without = (

@@ -40,13 +40,13 @@ from data_pipeline.document import Columns, Document
 from data_pipeline.encoding import HASHES, content_hash, encode, parallel_map
 from data_pipeline.files import recognize
 from data_pipeline.labels import write_labels
-from data_pipeline.manifest import FileRecord, LabelsRecord, Manifest, SplitRecord, TokenizerRecord
+from data_pipeline.manifest import LabelsRecord, Manifest, SplitRecord, TokenizerRecord
 from data_pipeline.partial_folder import PartialFolder, resumable_folder
 from data_pipeline.source_names import is_prepared, open_source, source_kind
 from data_pipeline.sources import BENCHMARKS, HUB, DocumentSource, is_unicode
 from data_pipeline.token_files import TokenWriter, token_dtype
 from data_pipeline.tokenizers import Tokenizer
-from data_pipeline.verification import verify_tokenizer
+from data_pipeline.verification import check_unchanged
 from megakernel.config.errors import UserError, first_line, report_write_errors
 
 
@@ -567,14 +567,4 @@ def _check_same_request(request: PrepareRequest, out: Path) -> None:
             f"--out {out} was prepared with {key}={recorded[key]!r}, not {wanted[key]!r}; "
             "choose another --out, or add --overwrite"
         )
-    for split in manifest.splits:
-        for name, expected in manifest.files(split).items():
-            file = out / name
-            if not file.is_file() or FileRecord.of(file) != expected:
-                raise UserError(
-                    f"{file} is missing or changed since it was prepared; add --overwrite to make it again"
-                )
-    try:
-        verify_tokenizer(out, manifest)
-    except UserError as error:
-        raise UserError(f"--out {out} {error}; add --overwrite to make it again") from None
+    check_unchanged(out, manifest)

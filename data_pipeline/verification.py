@@ -47,6 +47,21 @@ def verify_split(folder: Path, manifest: Manifest, split: str, further: Sequence
     )
 
 
+def check_unchanged(out: Path, manifest: Manifest) -> None:
+    """Raise UserError unless the folder of a command's --out still has what its manifest records; reads every file."""
+    for split in manifest.splits:
+        for name, expected in manifest.files(split).items():
+            file = out / name
+            if not file.is_file() or FileRecord.of(file) != expected:
+                raise UserError(
+                    f"{file} is missing or changed since it was prepared; add --overwrite to make it again"
+                )
+    try:
+        verify_tokenizer(out, manifest)
+    except UserError as error:
+        raise UserError(f"--out {out} {error}; add --overwrite to make it again") from None
+
+
 def verify_tokenizer(folder: Path, manifest: Manifest, further: Sequence[Path] = ()) -> None:
     """Check that the manifest's vocabulary size is the tokenizer's. Raises UserError as `verify_split` does."""
     own_folder, recorded = folder / "tokenizer", manifest.tokenizer.vocab_size

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
-from data_pipeline.manifest import Manifest
 from megakernel.config import Model, UserError
 from megakernel.config.mechanisms import LayerShape
 from megakernel.config.section import Section
@@ -292,22 +291,6 @@ def _memory(result: "StudyResult") -> float:
     return max(result.curve("memory/peak_gib").values()) * result.nproc
 
 
-def model_costs(result: "StudyResult") -> tuple[int, float, float]:
-    """Parameters, and FLOPs per token of a forward pass and of training."""
-    # Take seconds, and few studies need them.
-    from megakernel.model.flops import flops_per_token, training_flops_per_token
-    from megakernel.model.parameters import parameter_count
-
-    config = result.config
-    sizes = config.training.seq_len, Manifest.read(config.data.train[0].path).tokenizer.vocab_size
-    predicted = config.data.masking.rate if config.model.kind == "masked_lm" else 1.0
-    return (
-        parameter_count(config.model, sizes[1], sizes[0]),
-        flops_per_token(config.model, *sizes, predicted),
-        training_flops_per_token(config.model, *sizes, predicted),
-    )
-
-
 PLAIN: dict[str, tuple[Callable[["StudyResult"], Value], str]] = {
     "name": (lambda result: result.name if result.report else f"`{result.name}`", ""),
     "variant": (_variant, ""),
@@ -317,9 +300,9 @@ PLAIN: dict[str, tuple[Callable[["StudyResult"], Value], str]] = {
     # Numbers in the decoding state after training.seq_len tokens.
     "state_size": (lambda result: state_size(result.config.model, result.config.training.seq_len), ","),
     # Of the whole model, and MFLOPs per token of forward passes and of training, counted by their formulas.
-    "parameters": (lambda result: model_costs(result)[0], ","),
-    "forward_mflops": (lambda result: model_costs(result)[1] / 1e6, ".3f"),
-    "training_mflops": (lambda result: model_costs(result)[2] / 1e6, ".3f"),
+    "parameters": (lambda result: result.costs[0], ","),
+    "forward_mflops": (lambda result: result.costs[1] / 1e6, ".3f"),
+    "training_mflops": (lambda result: result.costs[2] / 1e6, ".3f"),
     # GiB of all processes: the largest peak of one, times their number.
     "memory": (_memory, ".2f"),
 }

@@ -174,6 +174,22 @@ class StudyResult:
         return self.name, self.run.variant, self.run.seed
 
     @cached_property
+    def costs(self) -> tuple[int, float, float]:
+        """Parameters of the model, and FLOPs per token of a forward pass and of training."""
+        # Take seconds, and few studies need them.
+        from megakernel.model.flops import flops_per_token, training_flops_per_token
+        from megakernel.model.parameters import parameter_count
+
+        model, data = self.config.model, self.config.data
+        sizes = self.config.training.seq_len, Manifest.read(data.train[0].path).tokenizer.vocab_size
+        predicted = data.masking.rate if model.kind == "masked_lm" else 1.0
+        return (
+            parameter_count(model, sizes[1], sizes[0]),
+            flops_per_token(model, *sizes, predicted),
+            training_flops_per_token(model, *sizes, predicted),
+        )
+
+    @cached_property
     def evaluations(self) -> dict[str, dict[str, Any]]:
         """Name of a task -> its result, measured unless its file exists; empty for models that are no run's."""
         return {} if self.folder is None else evaluate_tasks(self.folder, self.step, self.run.tasks)

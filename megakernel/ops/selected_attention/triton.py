@@ -18,7 +18,7 @@ from megakernel.ops.selected_attention import chunked, kernels
 from megakernel.ops.selected_attention.inputs import SelectedInputs
 from megakernel.ops.selected_attention.kernels import Groups, Reads, Sizes
 from megakernel.ops.selected_attention.readers import readers_of
-from megakernel.ops.selected_attention.tiles import Tiles, choose_for_tiles
+from megakernel.ops.selected_attention.tiles import BlockReads, Tiles, choose_for_tiles
 from megakernel.ops.weighted_attention import triton as window
 
 LARGEST_BLOCK = 128
@@ -53,8 +53,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: SelectedInputs) -> tuple[Ten
     vectors = chunked.vectors_of(q, k, v, inputs, q.dtype)
     spans = _window_spans(tiles)
     if inputs.ring is None:
-        lists, starts, block_size = tiles.reads(length)
-        out, _ = forward(*vectors, *spans, lists, starts.to(torch.int32), block_size)
+        out, _ = forward(*vectors, *spans, *_reads(tiles))
     else:
         out = _InRing.apply(*vectors, *spans, tiles, inputs.ring)
     return out, tiles.last_choice(inputs.choice)
@@ -92,7 +91,7 @@ def forward(
     if not lists.shape[-1]:
         return near, lse
     out = near.float()
-    _add_blocks(out, lse, q, k, v, lists, starts, block_size)
+    _add_blocks(out, lse, q, k, v, BlockReads(lists, starts, block_size))
     return out.to(v.dtype), lse
 
 
@@ -117,7 +116,7 @@ def backward(
     dq, dk, dv = (x.new_zeros(x.shape, dtype=torch.float32) for x in (q, k, v))
     if lists.shape[-1]:
         delta = (out.float() * grad.float()).sum(-1)
-        _add_gradients((dq, dk, dv), grad, lse, delta, q, k, v, lists, starts, block_size)
+        _add_gradients((dq, dk, dv), grad, lse, delta, q, k, v, BlockReads(lists, starts, block_size))
     return dnear_q, dq.to(q.dtype), dnear_k, dk.to(k.dtype), (dnear_v.float() + dv).to(v.dtype)
 
 
@@ -130,7 +129,7 @@ class _InRing(torch.autograd.Function):
         out = near.float()
         for source, (keys, values) in visits(ring, (k, v)):
             if source <= ring.rank and tiles.own.shape[-1]:
-                _add_blocks(out, lse, q, keys, values, *_reads(tiles, source, ring))
+                _add_blocks(out, lse, q, keys, values, _reads(tiles, source, ring))
         out = out.to(v.dtype)
         ctx.save_for_backward(near_q, q, near_k, k, v, first, last, out, lse)
         ctx.tiles, ctx.ring = tiles, ring
@@ -147,16 +146,17 @@ class _InRing(torch.autograd.Function):
             dk, dv = (x.new_zeros(x.shape, dtype=torch.float32) for x in (keys, values))
             if source <= ctx.ring.rank and ctx.tiles.own.shape[-1]:
                 reads = _reads(ctx.tiles, source, ctx.ring)
-                _add_gradients((dq, dk, dv), grad, lse, delta, q, keys, values, *reads)
+                _add_gradients((dq, dk, dv), grad, lse, delta, q, keys, values, reads)
             following.add((dk, dv))
         dk, dv = following.returned()
         dv = (dnear_v.float() + dv).to(v.dtype)
         return dnear_q, dq.to(q.dtype), dnear_k, dk.to(k.dtype), dv, *[None] * 4
 
 
-def _reads(tiles: Tiles, source: int, ring: Ring) -> tuple[Tensor, Tensor, int]:
-    lists, starts, block_size = tiles.reads(tiles.layout.length, source, ring.rank)
-    return lists, starts.to(torch.int32), block_size
+def _reads(tiles: Tiles, source: int = 0, ring: Ring | None = None) -> BlockReads:
+    """What this shard's queries read in shard `source`; starts int32, as kernels take them."""
+    reads = tiles.reads(tiles.layout.length, source, 0 if ring is None else ring.rank)
+    return reads._replace(starts=reads.starts.to(torch.int32))
 
 
 def _window_forward(
@@ -185,18 +185,9 @@ def _window_backward(
     return dnear_q, dnear_k[:, :, 0], dv
 
 
-def _add_blocks(
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lists: Tensor,
-    starts: Tensor,
-    block_size: int,
-) -> None:
+def _add_blocks(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: BlockReads) -> None:
     """Add what queries read of these keys to out (B, H, N, D) float32 and lse, in place."""
-    for reads, meta in _launches_by_place(q, k, v, lists, starts, block_size):
+    for reads, meta in _launches_by_place(q, k, v, blocks):
         launch(kernels.fwd, (len(reads.groups.items),), reads, out, lse, META=meta, **LAUNCH)
 
 
@@ -208,16 +199,14 @@ def _add_gradients(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    lists: Tensor,
-    starts: Tensor,
-    block_size: int,
+    blocks: BlockReads,
 ) -> None:
     """Add to the queries' gradient, and write those of keys and values, which are zeros; all float32, in place."""
     dq, dk, dv = gradients
     do = Rows.of(grad)
-    for reads, meta in _launches_by_place(q, k, v, lists, starts, block_size):
+    for reads, meta in _launches_by_place(q, k, v, blocks):
         launch(kernels.bwd_dq, (len(reads.groups.items),), reads, do, lse, delta, dq, META=meta, **LAUNCH)
-    reads, meta = _launch_of(q, k, v, lists, starts, block_size)
+    reads, meta = _launch_of(q, k, v, blocks)
     launch(kernels.bwd_dkv, (len(reads.groups.ends),), reads, do, lse, delta, dk, dv, META=meta, **LAUNCH)
 
 
@@ -257,24 +246,21 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | Non
 forward.register_autograd(_differentiate, setup_context=_save)
 
 
-def _launches_by_place(
-    q: Tensor, k: Tensor, v: Tensor, lists: Tensor, starts: Tensor, block_size: int
-) -> Iterator[tuple[Reads, Sizes]]:
+def _launches_by_place(q: Tensor, k: Tensor, v: Tensor, blocks: BlockReads) -> Iterator[tuple[Reads, Sizes]]:
     """For each place of the lists, the arguments of a launch in which no query is in two groups."""
-    for place in range(lists.shape[-1]):
-        yield _launch_of(q, k, v, lists[..., place : place + 1], starts, block_size)
+    for place in range(blocks.lists.shape[-1]):
+        yield _launch_of(q, k, v, blocks._replace(lists=blocks.lists[..., place : place + 1]))
 
 
-def _launch_of(
-    q: Tensor, k: Tensor, v: Tensor, lists: Tensor, starts: Tensor, block_size: int
-) -> tuple[Reads, Sizes]:
+def _launch_of(q: Tensor, k: Tensor, v: Tensor, blocks: BlockReads) -> tuple[Reads, Sizes]:
     """The arguments of the kernels, and their compile-time options."""
+    lists, starts, block_size = blocks
     kv_heads, width = k.shape[1], q.shape[-1]
-    group, length, blocks = q.shape[1] // kv_heads, q.shape[2], starts.shape[1]
+    group, length, count = q.shape[1] // kv_heads, q.shape[2], starts.shape[1]
     size = max(1, ROWS[q.element_size()] // group)
-    readers = readers_of(lists.flatten(0, 1), blocks, size)
+    readers = readers_of(lists.flatten(0, 1), count, size)
     tokens = torch.where(readers.exists, readers.queries % length, -1)
     items, tokens, ends = (x.to(torch.int32) for x in (readers.items, tokens, readers.ends))
     meta = Sizes(size, group, block_size, width, v.shape[-1], width**-0.5, width**-0.5 / math.log(2))
     groups = Groups(items, tokens, ends, starts)
-    return Reads(Rows.of(q), Rows.of(k), Rows.of(v), groups, length, k.shape[2], kv_heads, blocks), meta
+    return Reads(Rows.of(q), Rows.of(k), Rows.of(v), groups, length, k.shape[2], kv_heads, count), meta

@@ -18,7 +18,6 @@ from benchmarks.experiments.measures import (
     FirstStep,
     Measure,
     TaskNumber,
-    model_costs,
     state_size,
 )
 from benchmarks.experiments.page import page, text_names, write_curves
@@ -443,7 +442,7 @@ def test_counted_costs_are_those_of_the_formulas(corpus):
     def costs(name):
         run = make_run(study, name, "", 0)
         config = load(run.file, [*run.overrides, f"data.train={corpus}"])
-        return model_costs(StudyResult(run, name, config, None, 0, {}, {}, 1))
+        return StudyResult(run, name, config, None, 0, {}, {}, 1).costs
 
     (eight, forward, training), (four, less, _), (shifted, more, _) = map(
         costs, ("softmax-8", "softmax-4", "smgk-4")
