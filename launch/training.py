@@ -105,9 +105,9 @@ def _start(config: Config, args: argparse.Namespace, world_size: int, allowed: S
     with suppress(OSError):  # printed at once, as importing the libraries takes seconds
         os.write(1, f"{args.command}: starting {processes}, logs in {logs}\n".encode())
     env = {**os.environ, **local.import_variables(), notifications.WATCHED: "1"}
-    known = len(JobFolder(config.run.folder).events())
+    known = len(JobFolder(config.run.folder).events()) if _tells(config, None) else None
     status = local.run_ranks(command, world_size, logs, env=env)
-    if _tells(config, None):
+    if known is not None:
         _tell_end(config, status, known=known)
     return status
 
