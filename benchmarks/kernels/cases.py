@@ -238,14 +238,22 @@ def selected_case(
     group: int = 1,
     packed: bool = False,
     unit: str = "token",
+    landmarks: int = 1,
+    blocks_of_group: int | None = None,
 ) -> None:
     """A training batch whose queries choose 8 blocks of 64 tokens."""
     q = torch.empty(2, 4 * group, 2048, width, dtype=dtype, requires_grad=True)
     k, v = (torch.empty(2, 4, 2048, width, dtype=dtype, requires_grad=True) for _ in range(2))
     positions = torch.arange(2048).expand(2, -1) % 1000 if packed else 0
-    pool = torch.full((1, 64), 1 / 64)
+    pool = torch.full((landmarks, 64), 1 / 64)
     out, _ = selected_attention(
-        q, k, v, pool=pool, selected=8, unit=unit, positions=positions, backend="triton"
+        *(q, k, v),
+        pool=pool,
+        selected=8,
+        unit=unit,
+        group=blocks_of_group,
+        positions=positions,
+        backend="triton",
     )
     out.backward(torch.empty_like(out))
 
@@ -346,6 +354,9 @@ CASES: dict[str, Case] = {
     "chosen blocks d=64": partial(selected_case, 64),
     "chosen blocks d=128, documents": partial(selected_case, 128, packed=True),
     "chosen blocks d=128, 4 queries a key, by tile": partial(selected_case, 128, group=4, unit="tile"),
+    "chosen blocks d=128, 4 landmarks, two levels": partial(
+        selected_case, 128, landmarks=4, blocks_of_group=2
+    ),
     "chosen blocks d=64 float32": partial(selected_case, 64, torch.float32),
 }
 """Name -> a call of an op."""

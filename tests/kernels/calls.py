@@ -73,9 +73,9 @@ def weighted(similarity: str) -> Tensor:
     return weighted_attention(q, k, v, similarity=similarity, key_weights=key_weights, backend="triton")[0]
 
 
-def selected() -> Tensor:
-    pool = torch.full((1, 32), 1 / 32)
-    options = {"pool": pool, "selected": 2, "positions": documents(), "backend": "triton"}
+def selected(size: int, group: int | None = None) -> Tensor:
+    pool = torch.full((1, size), 1 / size)
+    options = {"pool": pool, "selected": 2, "group": group, "positions": documents(), "backend": "triton"}
     return selected_attention(tokens(QUERY_HEADS), tokens(HEADS), tokens(HEADS), **options)[0]
 
 
@@ -109,7 +109,8 @@ FORWARD: dict[str, Callable[[], Tensor]] = {
     "FLuRKA favor, 2 blocks, documents": lambda: flurka("favor", "softmax", blocks=2, positions=documents()),
     "FLuRKA hedgehog, kernel window": partial(flurka, "hedgehog", "kernel"),
     "weighted_attention gaussian": partial(weighted, "gaussian"),
-    "chosen blocks, documents": selected,
+    "chosen blocks, documents": partial(selected, 32),
+    "chosen blocks, two levels, documents": partial(selected, 16, 2),
 }
 """Name -> a call whose output has a gradient."""
 

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from megakernel.attention import Rotary
-from megakernel.ops.selected_attention import readers, selected_attention, triton
+from megakernel.ops.landmark_attention import MISSING, Landmarks, LandmarkVisibility
+from megakernel.ops.selected_attention import choice, choice_kernel, readers, selected_attention, triton
+from megakernel.ops.selected_attention.inputs import SelectionRule
 from tests.kernels.comparing import DEVICE, TOLERANCE, assert_agrees, every_dtype, random
 from tests.kernels.test_flurka_attention import documents
 from tests.tiers import tiered
@@ -99,6 +101,64 @@ def test_two_runs_are_bit_identical():
         return [out, *torch.autograd.grad(out.square().sum(), [*leaves.values()])]
 
     assert all(map(torch.equal, outputs(), outputs()))
+
+
+CHOICES = {
+    "one block": {"blocks": 1, "chosen": 2},
+    "two tiles, two sequences of two heads": {"length": 67, "batch": 2, "kv_heads": 2},
+    "more than one step": {"blocks": 20, "rank": 3},
+    "log-sum-exp of three heads": {"rank": 4, "group": 3, "score": "lse"},
+    "more candidates than a step has blocks": {"blocks": 40, "chosen": 20, "rank": 4, "group": 2},
+    "more than the kernel takes": {"blocks": 100, "chosen": 65},
+}
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_the_kernel_chooses_the_same_blocks_and_of_equal_ones_the_first(case, draw):
+    assert_chooses_the_same(draw, torch.float32, **CHOICES[case])
+
+
+@pytest.mark.second
+def test_the_kernel_chooses_the_same_blocks_for_queries_in_bfloat16(draw):
+    assert_chooses_the_same(draw, torch.bfloat16, rank=2, group=2)
+
+
+def assert_chooses_the_same(
+    draw: torch.Generator,
+    dtype: torch.dtype,
+    *,
+    blocks: int = 12,
+    chosen: int = 3,
+    rank: int = 1,
+    batch: int = 1,
+    kv_heads: int = 1,
+    group: int = 1,
+    length: int = 21,
+    score: str = "max",
+) -> None:
+    """Of whole numbers, whose products are exact and often equal, for two documents, one block missing of several."""
+    width = 16  # the scale is a power of two, so that products stay exact
+    queries = torch.randn(batch, kv_heads, group, length, width, generator=draw).round().to(DEVICE, dtype)
+    keys = torch.randn(batch, kv_heads, blocks, rank, width, generator=draw).round().to(DEVICE)
+    ends = torch.arange(blocks, device=DEVICE).expand(batch, -1) * BLOCK + BLOCK - 1
+    if blocks > 1:
+        ends = torch.where(ends == ends[0, blocks // 3], MISSING, ends)
+    token = torch.arange(length, device=DEVICE) * (1 + blocks * BLOCK // length)
+    second = token >= token[length // 2]
+    seen = LandmarkVisibility(*(x.expand(batch, -1) for x in (second * token[length // 3], token)))
+    landmarks, rule = Landmarks(keys, keys[..., :0], ends), SelectionRule(BLOCK, 1, chosen, "token", score, 0)
+    expected = choice.choose_among_all(queries, landmarks, seen, rule)
+    assert torch.equal(choice_kernel.choose_among_all(queries, landmarks, seen, rule), expected)
+    assert (expected >= 0).any()
+    assert (expected < 0).any()
+
+
+@pytest.mark.parametrize("size", tiered([1, 64, 130], [130]))
+def test_the_kernel_finds_the_largest_scores(size, draw):
+    scores = torch.randn(2, 21, size, generator=draw).mul(4).round().to(DEVICE)
+    scores[scores == 0] *= -1  # 0 and -0 are equal
+    visible = (torch.rand(scores.shape, generator=draw) > 0.9).to(DEVICE)
+    assert torch.equal(choice_kernel.largest(scores, visible, 5), choice.largest(scores, visible, 5))
 
 
 def test_groups_of_a_fixed_size_hold_every_pair_once():

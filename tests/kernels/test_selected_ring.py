@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from megakernel.ops.selected_attention import choice_kernel
 from megakernel.ops.selected_attention import triton as selected_triton
 from megakernel.ops.weighted_attention import triton as window_triton
 from tests.tiers import tiered
@@ -15,7 +16,7 @@ from tests.unit.ops.test_selected_ring import PACKED, in_one, in_ring, selector
 def one_launch_at_a_time(monkeypatch):
     """The interpreter replaces functions of Triton while a kernel runs, and shards are threads here."""
     lock = threading.Lock()
-    for module in (selected_triton, window_triton):
+    for module in (choice_kernel, selected_triton, window_triton):
         launch = module.launch
 
         def locked(*arguments, launch=launch, **options):

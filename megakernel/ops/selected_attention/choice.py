@@ -1,5 +1,8 @@
 """Which blocks queries choose by their landmarks; the choice has no gradient."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -63,3 +66,10 @@ def choose_among_all(
         seen = LandmarkVisibility(*(x[:, rows] for x in visibility)).visible(landmarks.ends, 1)
         chosen.append(largest(scores, seen[:, None].expand_as(scores), selection.chosen))
     return torch.cat(chosen, 2)
+
+
+class Choice(NamedTuple):
+    """How a backend chooses."""
+
+    among_all: Callable[[Tensor, Landmarks, LandmarkVisibility, SelectionRule], Tensor] = choose_among_all
+    largest: Callable[[Tensor, Tensor, int], Tensor] = largest

@@ -12,13 +12,15 @@ from torch import Tensor
 
 from megakernel.ops.documents import Positions
 from megakernel.ops.landmark_attention import MISSING, Landmarks, LandmarkVisibility, complete_blocks
-from megakernel.ops.selected_attention.choice import block_scores, choose_among_all, largest, reduced
+from megakernel.ops.selected_attention.choice import Choice, reduced
 from megakernel.ops.selected_attention.inputs import NONE, SelectionRule
 from megakernel.ops.selected_attention.readers import numbers_at_once, readers_of
 from megakernel.ops.tensors import accum_dtype
 
 ROWS = 4096
 """Queries of a head whose scores are in memory at once."""
+
+ON_ANY_DEVICE = Choice()
 
 
 @torch.no_grad()
@@ -84,17 +86,18 @@ def choose(
     groups: Landmarks | None,
     visibility: LandmarkVisibility,
     selection: SelectionRule,
+    how: Choice = ON_ANY_DEVICE,
 ) -> Tensor:
     """Indices (B, H_kv, n, min(k, S)) int64 of the blocks that n tokens choose, or NONE; see `choose_among_all`."""
     if groups is None or groups.ends.shape[1] <= selection.chosen:
-        return choose_among_all(queries, landmarks, visibility, selection)
+        return how.among_all(queries, landmarks, visibility, selection)
     landmarks = landmarks._replace(ends=landmarks.ends.expand(len(queries), -1))
     places = _places(landmarks.ends, _block_ends(groups.ends, selection))
     chosen = []
     for start in range(0, queries.shape[3], ROWS):
         rows = slice(start, start + ROWS)
         visible = LandmarkVisibility(*(x[:, rows] for x in visibility))
-        chosen.append(_choose(queries[:, :, :, rows], landmarks, groups, places, visible, selection))
+        chosen.append(_choose(queries[:, :, :, rows], landmarks, groups, places, visible, selection, how))
     found = torch.cat(chosen, 2)
     count = min(selection.chosen, landmarks.ends.shape[1])
     return F.pad(found, (0, count - found.shape[-1]), value=NONE)
@@ -107,15 +110,14 @@ def _choose(
     group_places: Tensor,
     visibility: LandmarkVisibility,
     selection: SelectionRule,
+    how: Choice,
 ) -> Tensor:
     """group_places: (B, Z, g), of the blocks of the complete groups."""
     size, span = selection.block_size, selection.span
     number, device = groups.ends.shape[1], queries.device
     first, limit = (x.expand(len(queries), -1) for x in visibility)
     begin = first + (limit - first).clamp(min=0) // span * span
-    scores = block_scores(queries, groups.keys, selection.score)
-    complete = LandmarkVisibility(first, begin).visible(groups.ends, 1)
-    best = largest(scores, complete[:, None].expand_as(scores), selection.chosen)
+    best = how.among_all(queries, groups, LandmarkVisibility(first, begin), selection)
 
     # Tokens one after the other share the group that is not complete, and it begins anew at most once in a block.
     has_rest = limit > begin
@@ -135,7 +137,7 @@ def _choose(
     inside = torch.arange(selection.group, device=device) < ((limit - begin) // size)[..., None]
     inside = inside[:, None, :, None].expand(-1, best.shape[1], -1, -1, -1)
     visible = torch.cat([complete, inside], 3)
-    found = largest(scores.flatten(3), visible.flatten(3), selection.chosen)
+    found = how.largest(scores.flatten(3), visible.flatten(3), selection.chosen)
     at = found.clamp(min=0)
     item = lists.gather(3, at // selection.group).clamp(min=0)
     index = (item * selection.group + at % selection.group).flatten(1)

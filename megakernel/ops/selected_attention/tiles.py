@@ -9,7 +9,8 @@ from torch import Tensor
 from megakernel.ops.chunks import chunk_queries
 from megakernel.ops.documents import window_reach
 from megakernel.ops.landmark_attention import MISSING, Landmarks, LandmarkVisibility, landmark_visibility
-from megakernel.ops.selected_attention.grouped import choose
+from megakernel.ops.selected_attention.choice import Choice
+from megakernel.ops.selected_attention.grouped import ON_ANY_DEVICE, choose
 from megakernel.ops.selected_attention.inputs import NONE, SelectedInputs, SelectionRule
 from megakernel.ops.window import WindowLayout, window_layout
 
@@ -127,7 +128,7 @@ class Tiles(NamedTuple):
         return F.pad(ends, (0, self.selection.chosen - ends.shape[-1]), value=MISSING)
 
 
-def choose_for_tiles(q: Tensor, inputs: SelectedInputs) -> Tiles:
+def choose_for_tiles(q: Tensor, inputs: SelectedInputs, how: Choice = ON_ANY_DEVICE) -> Tiles:
     """Choose the blocks of all tiles of queries (B, H, N, d)."""
     selection, landmarks, groups = inputs.selection, inputs.landmarks, inputs.groups
     batch, length, size = len(q), q.shape[2], selection.block_size
@@ -142,7 +143,7 @@ def choose_for_tiles(q: Tensor, inputs: SelectedInputs) -> Tiles:
     missing = positions[0].numel() - length
     visibility = LandmarkVisibility(*(F.pad(x, (0, missing)).expand(batch, -1) for x in visibility))
     if selection.unit == "token":
-        own = choose(queries.flatten(3, 4), landmarks, groups, visibility, selection)
+        own = choose(queries.flatten(3, 4), landmarks, groups, visibility, selection, how)
         return Tiles(selection, layout, total, ends, own, own, from_own, sees)
     if length == 1 and isinstance(inputs.positions, int) and inputs.positions % size:
         # Decoding: this token's tile has chosen before.
@@ -154,7 +155,7 @@ def choose_for_tiles(q: Tensor, inputs: SelectedInputs) -> Tiles:
     index = at[:, None, None, :, None, None].expand(*queries.shape[:4], 1, queries.shape[-1])
     tokens = at + layout.size * torch.arange(at.shape[1], device=at.device)
     choosing = LandmarkVisibility(*(x.gather(1, tokens) for x in visibility))
-    own = choose(queries.gather(4, index)[:, :, :, :, 0], landmarks, groups, choosing, selection)
+    own = choose(queries.gather(4, index)[:, :, :, :, 0], landmarks, groups, choosing, selection, how)
     own = own.masked_fill(~begins.any(-1)[:, None, :, None], NONE)
     first = _indices_of(inputs.choice, ends)[..., : own.shape[-1]]
     before = torch.cat([first[:, :, None], own[:, :, :-1]], 2)

@@ -14,7 +14,7 @@ from torch import Tensor
 from megakernel.ops.documents import window_reach
 from megakernel.ops.kernels.launch import Rows, launch
 from megakernel.ops.ring import FollowingGradients, Ring, visits
-from megakernel.ops.selected_attention import chunked, kernels
+from megakernel.ops.selected_attention import choice_kernel, chunked, kernels
 from megakernel.ops.selected_attention.inputs import SelectedInputs
 from megakernel.ops.selected_attention.kernels import Groups, Reads, Sizes
 from megakernel.ops.selected_attention.readers import readers_of
@@ -49,7 +49,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: SelectedInputs) -> tuple[Ten
     length = q.shape[2]
     if length == 1:
         return chunked.attend(q, k, v, inputs)
-    tiles = choose_for_tiles(q, inputs)
+    tiles = choose_for_tiles(q, inputs, choice_kernel.CHOICE)
     vectors = chunked.vectors_of(q, k, v, inputs, q.dtype)
     spans = _window_spans(tiles)
     if inputs.ring is None:
