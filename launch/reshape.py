@@ -1,18 +1,21 @@
-"""`megakernel dev reshape`: converts a checkpoint for another parallel layout."""
+"""`megakernel dev reshape`: says that a checkpoint needs no conversion, which earlier versions made."""
 
 import argparse
 
 from launch.arguments import add_run_arguments
 
-HELP = "convert a checkpoint so that a run can continue with another parallel layout"
+HELP = "check a checkpoint that a run can continue from on any parallel layout; nothing has to be converted"
 EXAMPLE = "megakernel dev reshape runs/demo"
 
 add_arguments = add_run_arguments
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write a checkpoint in DeepSpeed's universal format next to it."""
-    from megakernel.checkpoint.reshape import reshape_run
+    """Verify a checkpoint, and say how to continue from it."""
+    from megakernel.checkpoint.trained_run import find_checkpoint
 
-    print(f"{reshape_run(args.run_folder, step=args.step)} can be continued on any layout")
+    folder = find_checkpoint(args.run_folder, step=args.step).folder
+    print(
+        f"{folder} needs no conversion: start the run with other keys of parallel, and it continues from there"
+    )
     return 0

@@ -23,8 +23,9 @@ from .dense.families import FAMILIES
 from .dense.tokenizer import save_tokenizer
 from .export import EXPORTED_DTYPES, check_unused, write_file
 from .files import CheckpointTensors
+from .fragments import WHOLE, Fragment
 from .trained_run import TrainedRun, tokenizer_folder
-from .universal import WEIGHT, WholeTensors
+from .whole_tensors import WEIGHT, WholeTensors
 
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -110,9 +111,11 @@ class Adapter(WholeTensors):
         """Names of A and B of every update."""
         return set(self.tensors)
 
-    def read(self, name: str, keys: Iterable[str] = (WEIGHT,)) -> dict[str, Tensor]:
-        """Return a tensor's value."""
-        return {WEIGHT: self.tensors[name]} if WEIGHT in keys else {}
+    def read(
+        self, name: str, keys: Iterable[str] = (WEIGHT,), fragment: Fragment = WHOLE
+    ) -> dict[str, Tensor]:
+        """Return a fragment of a tensor's value."""
+        return {WEIGHT: fragment.of(self.tensors[name])} if WEIGHT in keys else {}
 
 
 def read_adapter(folder: Path, model: Model, lora: Lora) -> Adapter:

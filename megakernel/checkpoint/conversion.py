@@ -19,7 +19,8 @@ from megakernel.config import Attention, Config, Lora, Model, UserError
 from megakernel.config.algebra import BlockCompression
 from megakernel.model.self_attention import MECHANISM, UPDATES
 
-from .universal import STATE, WEIGHT, WholeTensors
+from .fragments import WHOLE, Fragment
+from .whole_tensors import STATE, WEIGHT, WholeTensors
 
 
 def fewer_landmarks(logits: Tensor, rank: int) -> Tensor:
@@ -110,16 +111,15 @@ class DerivedTensors(WholeTensors):
         is_kept = recipe.make is None or recipe.keeps_shape
         return self._source.shape(recipe.sources[0]) if is_kept else super().shape(name)
 
-    def read(self, name: str, keys: Iterable[str] = STATE) -> dict[str, Tensor]:
-        """Return the available `keys` of a tensor; a computed tensor has only its value."""
+    def read(self, name: str, keys: Iterable[str] = STATE, fragment: Fragment = WHOLE) -> dict[str, Tensor]:
+        """Return the available `keys` of a tensor; a computed tensor has only its value, made from whole sources."""
         recipe = self._recipes[name]
         if recipe.make is None:
-            return self._source.read(recipe.sources[0], keys)
+            return self._source.read(recipe.sources[0], keys, fragment)
         if WEIGHT not in keys:
             return {}
-        return {
-            WEIGHT: recipe.make(*(self._source.read(source, [WEIGHT])[WEIGHT] for source in recipe.sources))
-        }
+        sources = (self._source.read(source, [WEIGHT])[WEIGHT] for source in recipe.sources)
+        return {WEIGHT: fragment.of(recipe.make(*sources))}
 
 
 def convert_attention(source: WholeTensors, before: Model, after: Model) -> DerivedTensors:
@@ -294,17 +294,17 @@ class Unrounded(DerivedTensors):
         super().__init__(checkpoint, {name: Recipe((name,)) for name in checkpoint.names})
         self._find_origin = origin
 
-    def read(self, name: str, keys: Iterable[str] = STATE) -> dict[str, Tensor]:
+    def read(self, name: str, keys: Iterable[str] = STATE, fragment: Fragment = WHOLE) -> dict[str, Tensor]:
         """Return the available `keys` of a tensor."""
-        state = super().read(name, keys)
+        state = super().read(name, keys, fragment)
         weight = state.get(WEIGHT)
         if weight is None or weight.dtype == torch.float32 or self._origin is None:
             return state
-        if name not in self._origin.names:
+        if name not in self._origin.names or self._origin.shape(name) != self.shape(name):
             return state
-        exact = self._origin.read(name, [WEIGHT])[WEIGHT]
+        exact = self._origin.read(name, [WEIGHT], fragment)[WEIGHT]
         # The origin may have been replaced since. It is still the same if it rounds to the run's weights.
-        if exact.shape == weight.shape and exact.to(weight.dtype).equal(weight):
+        if exact.to(weight.dtype).equal(weight):
             state[WEIGHT] = exact
         return state
 

@@ -27,8 +27,8 @@ from .dense.parts import Part
 from .dense.tokenizer import save_tokenizer
 from .model_card import CARD, model_card
 from .trained_run import TrainedRun, recorded_config, run_of, tokenizer_folder
-from .universal import WEIGHT
 from .weight_source import run_weights
+from .whole_tensors import WEIGHT
 
 EXPORTED_DTYPES = DTYPES | {"float16": torch.float16}
 

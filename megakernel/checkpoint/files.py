@@ -1,27 +1,28 @@
 """The layout of DeepSpeed's checkpoint files, for each ZeRO stage and with or without a pipeline."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import astuple
-from functools import cached_property
-from itertools import count
+from functools import cached_property, partial
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megakernel.parallel.partition import Partition
+from megakernel.parallel.ranks import Ranks
 
+from .fragments import WHOLE, Fragment, Shared
 from .manifest import SavedCheckpoint
-from .universal import STATE, STEP, WEIGHT, WholeTensors
 from .weights_only import load
+from .whole_tensors import MOMENTS, STATE, STEP, WEIGHT, WholeTensors
+from .zero_shards import ZeroShards
 
 _RECORD = "megakernel"
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-
-_FLAT = "single_partition_of_fp32_groups", "base_optimizer_state"
-_FLAT_ZERO_3 = "fp32_flat_groups", "optimizer_state_dict"
-"""Entries of a ZeRO shard (stages 1 and 2, stage 3): weights of the flat groups, and their optimizer state."""
+_TIED = "tied_modules."
+"""Prefix of names of a pipeline's tied embedding, whose file is named after its layer number, 0."""
 
 
 def trained_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
@@ -49,7 +50,7 @@ def _record_entry(partitions: Mapping[str, Partition], trained: Sequence[str]) -
 
 def write_layer(folder: Path, number: int, tensor: int, state: Mapping[str, Tensor]) -> Path:
     """Write a tensor rank's shard of a layer as a pipeline stage does; return the file. state: by name in the layer."""
-    file = folder / f"layer_{number:02d}-model_{tensor:02d}-model_states.pt"
+    file = _layer_file(folder, number, tensor)
     with file.open("wb") as stream:  # raises OSError; torch.save with a path would raise RuntimeError
         torch.save(dict(state), stream)
     return file
@@ -69,35 +70,87 @@ def write_model_states(
     return file
 
 
-class CheckpointTensors(WholeTensors):
-    """A checkpoint of any layout and ZeRO stage, seen as whole tensors (`universal.WholeTensors`)."""
+def _layer_file(folder: Path, number: int, tensor: int) -> Path:
+    return folder / f"layer_{number:02d}-model_{tensor:02d}-model_states.pt"
 
-    def __init__(self, checkpoint: SavedCheckpoint):
+
+class CheckpointTensors(WholeTensors):
+    """The tensors of a checkpoint of any layout and ZeRO stage.
+
+    Fragments are read straight from DeepSpeed's files, which are memory-mapped, so only what is asked for is read from
+    the disk. torch.distributed.checkpoint would read as little from files of its own. It needs to be told ZeRO's
+    fragments, too, and could read neither DeepSpeed's files nor those of earlier versions.
+
+    ranks: the ranks that open the checkpoint together; None: only this process.
+    Raises UserError, alike on all of them, if a file is damaged.
+    """
+
+    def __init__(self, checkpoint: SavedCheckpoint, ranks: Ranks | None = None):
         layout = checkpoint.progress.layout
+        ranks = ranks or Ranks()
+        shards = ZeroShards(checkpoint, ranks)
         stages = [
-            [_ModelRank(checkpoint, stage, tensor) for tensor in range(layout["tensor"])]
+            [_ModelRank(checkpoint, shards, stage, tensor) for tensor in range(layout["tensor"])]
             for stage in range(layout["pipeline"])
         ]
         self._first = stages[0][0]
         # A tied embedding is on the first and on the last stage, as equal copies.
-        self._owners = {name: tensor_ranks for tensor_ranks in stages for name in tensor_ranks[0].partitions}
+        self._owners = ranks.each(
+            lambda: {name: tensor_ranks for tensor_ranks in stages for name in tensor_ranks[0].partitions}
+        )
+        self.bytes_read = 0
+        """Bytes of all fragments so far."""
 
     @property
     def names(self) -> set[str]:
         """Names of all parameters and buffers."""
         return set(self._owners)
 
-    def partition(self, name: str) -> Partition:
-        """The partition of a tensor over the checkpoint's tensor ranks."""
-        return self._owners[name][0].partitions[name]
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        owners = self._owners[name]
+        return owners[0].partitions[name].whole_shape(owners[0].stored(name).shape, len(owners))
 
-    def read(self, name: str, keys: Iterable[str] = STATE) -> dict[str, Tensor]:
-        """Return the available `keys` of a tensor."""
-        shards = [tensor_rank.read(name, set(keys)) for tensor_rank in self._owners[name]]
-        return {
-            key: tensor if key == STEP else self.partition(name).join([shard[key] for shard in shards])
-            for key, tensor in shards[0].items()
-        }
+    def read(self, name: str, keys: Iterable[str] = STATE, fragment: Fragment = WHOLE) -> dict[str, Tensor]:
+        """Return the available `keys` of a tensor, a fragment of each but STEP; it may be a view of a mapped file."""
+        keys, stored = set(keys), self._owners[name][0].stored(name)
+        wanted = [key for key in (WEIGHT, *MOMENTS) if key in keys and key in stored.keys]
+        parts = list(self._parts(name, fragment)) if wanted else []
+        shape = fragment.shape(self.shape(name))
+        state = {key: self._joined(key, shape, parts) for key in wanted}
+        if STEP in keys and stored.updates is not None:
+            state[STEP] = torch.tensor(stored.updates)
+        return state
+
+    def _parts(self, name: str, fragment: Fragment) -> Iterator[tuple["_Piece", list[Shared]]]:
+        """The pieces of files that have some of a fragment, with what they have of it."""
+        whole, owners = self.shape(name), self._owners[name]
+        partition = owners[0].partitions[name]
+        # Without a partition all tensor ranks have the same; of equal copies the first is read.
+        for rank in [0] if partition.dimension is None else range(0, len(owners), partition.copies):
+            shard = Fragment(partition, rank, len(owners))
+            spans = [shared.source_span for shared in fragment.shared_with(shard, whole)]
+            if not spans:
+                continue
+            span = range(min(one.start for one in spans), max(one.stop for one in spans))
+            for piece in owners[rank].stored(name).pieces(span):
+                if shared := fragment.shared_with(shard.narrowed(piece.flat), whole):
+                    yield piece, shared
+
+    def _joined(
+        self, key: str, shape: tuple[int, ...], parts: Sequence[tuple["_Piece", list[Shared]]]
+    ) -> Tensor:
+        """A fragment with `shape` of the values of a key; a view of the file if they are in one place there."""
+        boxes = [(piece.read(key), shared) for piece, of_piece in parts for shared in of_piece]
+        if not boxes:
+            return torch.empty(shape)
+        self.bytes_read += prod(shape) * boxes[0][0].itemsize
+        if len(boxes) == 1 and (view := boxes[0][1].of(boxes[0][0])).is_contiguous():
+            return view.view(shape)
+        flat = torch.empty(prod(shape), dtype=boxes[0][0].dtype)
+        for values, shared in boxes:
+            shared.copy(flat, values)
+        return flat.view(shape)
 
     @property
     def counters(self) -> dict[str, int]:
@@ -105,62 +158,72 @@ class CheckpointTensors(WholeTensors):
         return {name: self._first.model_states[name] for name in _COUNTERS}
 
 
+class _Piece(NamedTuple):
+    """What one file has of a tensor rank's shard."""
+
+    flat: range
+    """In the flattened shard."""
+
+    read: Callable[[str], Tensor]
+    """Returns its values of a key, with one dimension."""
+
+
+class _Stored(NamedTuple):
+    """A tensor rank's shard of a tensor."""
+
+    shape: tuple[int, ...]
+    keys: Set[str]
+    """Those of STATE that the files have: buffers and parameters that were never updated have only a WEIGHT."""
+
+    updates: float | None
+    """The value of STEP."""
+
+    pieces: Callable[[range], Sequence[_Piece]]
+    """Returns those that have some of a range of the flattened shard."""
+
+
 class _ModelRank:
-    """The files of one model-parallel rank, that is one tensor rank of a pipeline stage.
+    """The files of one model-parallel rank, that is one tensor rank of a pipeline stage."""
 
-    Files are memory-mapped: only the bytes of requested tensors are read from the disk.
-    """
-
-    def __init__(self, checkpoint: SavedCheckpoint, stage: int, tensor: int):
+    def __init__(self, checkpoint: SavedCheckpoint, shards: ZeroShards, stage: int, tensor: int):
         layout = checkpoint.progress.layout
         self._folder = checkpoint.folder
         self._zero_stage = layout["zero_stage"]
+        self._shards = shards
         self._tensor = tensor
         self._model_rank = stage * layout["tensor"] + tensor
+        self._layers: dict[str, dict[str, Tensor]] = {}
 
     @cached_property
     def partitions(self) -> dict[str, Partition]:
         """Name -> partition of every tensor that this rank has a shard of."""
         return {name: Partition(*partition) for name, partition in self.model_states[_RECORD]["cuts"].items()}
 
-    def read(self, name: str, keys: set[str]) -> dict[str, Tensor]:
-        """Return this rank's shard. Buffers and parameters that were never updated have only a WEIGHT."""
-        if name in self._optimizer_indices and self._zero_stage > 0:
-            return self._joined_shards(name, keys)
-        state = {WEIGHT: self._module[name]}
-        if name in self._optimizer_indices:
-            state |= self.model_states["optimizer"]["state"].get(self._optimizer_indices[name], {})
-        return {key: tensor for key, tensor in state.items() if key in keys}
+    def stored(self, name: str) -> _Stored:
+        """This rank's shard of a tensor."""
+        index = self._optimizer_indices.get(name)
+        if index is not None and self._zero_stage > 0:
+            return self._in_shards(name)
+        weight = self._module_tensor(name)
+        state = {} if index is None else self.model_states["optimizer"]["state"].get(index, {})
+        values = {WEIGHT: weight, **state}
+        piece = _Piece(range(weight.numel()), lambda key: values[key].reshape(-1))
+        updates = state.get(STEP)
+        updates = None if updates is None else float(updates)
+        return _Stored(tuple(weight.shape), values.keys(), updates, lambda span: [piece])
 
-    def _joined_shards(self, name: str, keys: set[str]) -> dict[str, Tensor]:
-        """Concatenate a parameter's state from the flat groups of the data-parallel ranks."""
-        weights, states = _FLAT_ZERO_3 if self._zero_stage == 3 else _FLAT
-        fragments: dict[str, list[Tensor]] = {}
-        for shard in self._shards:
-            for group, start, numel in self._fragments(shard, name):
-                flat = {WEIGHT: shard[weights][group], **shard[states]["state"].get(group, {})}
-                for key in keys & flat.keys():
-                    fragment = flat[key] if key == STEP else flat[key][start : start + numel]
-                    fragments.setdefault(key, []).append(fragment)
-        shape = next(shapes[name] for shapes in self.model_states["param_shapes"] if name in shapes)
-        return {
-            # ZeRO 3 pads the last shard.
-            key: shards[0] if key == STEP else torch.cat(shards)[: shape.numel()].view(shape)
-            for key, shards in fragments.items()
-        }
+    def _in_shards(self, name: str) -> _Stored:
+        """A trained parameter with ZeRO, which is in the optimizer's files."""
+        shards, rank = self._shards, self._model_rank
+        shapes = self.model_states["param_shapes"]
+        group = next(number for number, names in enumerate(shapes) if name in names)
+        state = shards.state(rank, group)
 
-    def _fragments(self, shard: dict[str, Any], name: str) -> Iterator[tuple[int, int, int]]:
-        """Yield (group, start, numel) of a parameter's fragments in a shard."""
-        if self._zero_stage < 3:
-            for group, mapping in enumerate(shard["param_slice_mappings"]):
-                if name in mapping:
-                    yield group, mapping[name].start, mapping[name].numel
-            return
-        for group, shapes in enumerate(self.model_states["param_shapes"]):
-            sizes = {other: -(-shape.numel() // len(self._shards)) for other, shape in shapes.items()}
-            if name in sizes:
-                before = list(sizes)[: list(sizes).index(name)]
-                yield group, sum(sizes[other] for other in before), sizes[name]
+        def pieces(span: range) -> list[_Piece]:
+            slices = shards.slices(rank, name, span, shapes)
+            return [_Piece(part.flat, partial(shards.read, rank, part)) for part in slices]
+
+        return _Stored(tuple(shapes[group][name]), {WEIGHT, *state}, state.get(STEP), pieces)
 
     @cached_property
     def model_states(self) -> dict[str, Any]:
@@ -169,33 +232,19 @@ class _ModelRank:
         return load(self._folder / f"{first}mp_rank_{self._model_rank:02d}_model_states.pt")
 
     @cached_property
-    def _shards(self) -> list[dict[str, Any]]:
-        """The optimizer state of each data-parallel rank."""
-        shards: list[dict[str, Any]] = []
-        for rank in count():
-            files = list(
-                self._folder.glob(f"*zero_pp_rank_{rank}_mp_rank_{self._model_rank:02d}_optim_states.pt")
-            )
-            if not files:
-                return shards
-            shards.append(load(files[0])["optimizer_state_dict"])
-        raise AssertionError
-
-    @cached_property
     def _optimizer_indices(self) -> dict[str, int]:
         """Name of a parameter -> its index in the optimizer."""
         return {name: number for number, name in enumerate(self.model_states[_RECORD]["parameters"])}
 
-    @cached_property
-    def _module(self) -> dict[str, Tensor]:
-        """The module's state dict; with ZeRO only its buffers are whole and unrounded."""
-        if self.model_states["module"] is not None:
-            return self.model_states["module"]
-        tensors = {}  # pipelines and `write_layer` have one file per layer
-        for file in sorted(self._folder.glob(f"layer_*-model_{self._tensor:02d}-model_states.pt")):
-            layer = int(file.name.split("-")[0].removeprefix("layer_"))
-            for key, tensor in load(file).items():
-                tensors[f"{layer}.{key}"] = tensor
-        # The embedding's file is named after its layer number, 0, even if its parameters are named `tied_modules.*`.
-        tied = {name: name.split(".", 2)[2] for name in self.partitions if name.startswith("tied_modules.")}
-        return tensors | {name: tensors[f"0.{key}"] for name, key in tied.items()}
+    def _module_tensor(self, name: str) -> Tensor:
+        """A tensor of the module's state dict, where ZeRO leaves only buffers and frozen weights unrounded."""
+        module = self.model_states["module"]
+        if module is not None:
+            return module[name]
+        # Pipelines and `write_layer` have one file per layer.
+        layer, _, key = name.partition(".")
+        if name.startswith(_TIED):
+            layer, (_, _, key) = "0", name.split(".", 2)
+        if layer not in self._layers:
+            self._layers[layer] = load(_layer_file(self._folder, int(layer), self._tensor))
+        return self._layers[layer][key]

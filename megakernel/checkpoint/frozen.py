@@ -10,10 +10,11 @@ from megakernel.model import LanguageModel, ModelSettings, stage_layers
 from megakernel.model.layer_inputs import LayerInputs
 from megakernel.model.self_attention import absent_in_dense
 from megakernel.parallel import Mesh
+from megakernel.parallel.ranks import Ranks
 
-from .universal import partitions
-from .universal_load import compare, gathered_shapes, load_weights
+from .sharded_load import compare, gathered_shapes, load_weights
 from .weight_source import WeightSource
+from .whole_tensors import partitions
 
 
 def frozen_model(
@@ -37,7 +38,7 @@ def frozen_model(
     mesh = settings.mesh
     assert isinstance(mesh, Mesh)
     frozen = LanguageModel(settings, part or stage_layers(settings))
-    tp, tensors = mesh.tp, source.tensors(model)
+    tp, tensors = mesh.tp, source.tensors(model, Ranks.of(mesh))
     shares = partitions(frozen)
     comparison = compare(gathered_shapes(frozen, shares, mesh), tensors)
     missing = [name for name in comparison.missing if not absent_in_dense(name)]

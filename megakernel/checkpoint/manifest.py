@@ -202,10 +202,10 @@ def _check(folder: Path, files: Mapping[str, SavedFile], names: Iterable[str]) -
             raise Damaged(f"{name} cannot be read ({error.strerror})") from None
 
 
-def write_manifest(folder: Path, progress: SavedProgress | None, files: Mapping[str, SavedFile]) -> Path:
-    """Write the manifest. files: by name relative to `folder`. progress: None if `folder` is no checkpoint itself."""
+def write_manifest(folder: Path, progress: SavedProgress, files: Mapping[str, SavedFile]) -> Path:
+    """Write the manifest. files: by name relative to `folder`."""
     manifest = {
-        **({"progress": asdict(progress)} if progress else {}),
+        "progress": asdict(progress),
         "files": {name: record.size for name, record in files.items()},
         "checksums": {name: record.checksum for name, record in files.items()},
     }

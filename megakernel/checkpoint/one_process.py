@@ -13,7 +13,7 @@ from megakernel.parallel import OneProcess
 from .dense import DenseCheckpoint
 from .files import CheckpointTensors
 from .trained_run import TrainedRun
-from .universal import WEIGHT, WholeTensors
+from .whole_tensors import WEIGHT, WholeTensors
 
 
 def one_process_model(run: TrainedRun, vocab_size: int, device: torch.device) -> LanguageModel:

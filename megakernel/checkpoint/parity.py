@@ -21,8 +21,8 @@ from megakernel.parallel.ranks import Ranks
 from .dense import DenseCheckpoint
 from .dense.checkpoint import hf_config
 from .dense.own import OWN
-from .universal import WEIGHT
 from .weight_source import WeightSource
+from .whole_tensors import WEIGHT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

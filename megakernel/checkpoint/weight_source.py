@@ -15,7 +15,7 @@ from .dense.tokenizer import has_tokenizer
 from .files import CheckpointTensors
 from .manifest import SavedCheckpoint
 from .trained_run import find_checkpoint, recorded_config, run_of, stage_folders, tokenizer_folder
-from .universal import WholeTensors
+from .whole_tensors import WholeTensors
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,10 @@ class WeightSource:
                 "runs/NAME, runs/NAME/checkpoints/step_N, or one with config.json and model.safetensors"
             ) from None
 
-    def tensors(self, model: Model) -> WholeTensors:
+    def tensors(self, model: Model, ranks: Ranks | None = None) -> WholeTensors:
         """Its weights under our names, converted for a model of the same sizes.
+
+        ranks: the ranks that open them together, as those of `CheckpointTensors`.
 
         Low-rank updates are folded, weights of other attention mechanisms converted, and the vocabulary of a dense
         model padded like the model's. Unchanged tensors of a run also have AdamW's moments.
@@ -61,7 +63,7 @@ class WeightSource:
         """
         if self.checkpoint is None:
             return DenseCheckpoint(self.folder, model.vocab_multiple)
-        return convert_attention(run_weights(self.checkpoint, self._config), self.model(), model)
+        return convert_attention(run_weights(self.checkpoint, self._config, ranks), self.model(), model)
 
     def model(self) -> Model:
         """The model section that its weights were trained with, with the rotary frequencies of their last phase.
@@ -122,12 +124,12 @@ class WeightSource:
         return recorded_config(file.parent)
 
 
-def run_weights(checkpoint: SavedCheckpoint, config: Config) -> WholeTensors:
+def run_weights(checkpoint: SavedCheckpoint, config: Config, ranks: Ranks | None = None) -> WholeTensors:
     """A run's weights with low-rank updates folded, and frozen weights as precise as the run received them.
 
-    config: that of the run.
+    config: that of the run. ranks: as those of `CheckpointTensors`.
     """
-    stored, source = CheckpointTensors(checkpoint), config.init.source
+    stored, source = CheckpointTensors(checkpoint, ranks), config.init.source
     if source is None:
         return without_updates(stored, config)
     unrounded = Unrounded(stored, lambda: WeightSource.find("init.from", source).tensors(config.model))

@@ -27,13 +27,13 @@ _FORCE_VARIABLE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 def load(file: Path) -> Any:
     """Load a file of torch.save, with memory-mapped tensors.
 
-    Raises UserError if the file names anything but tensors and plain data, or is damaged.
+    Raises UserError if the file names anything but tensors and plain data, is damaged or cannot be read.
     """
     try:
         with _allowed():
             return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except OSError:
-        raise
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror})") from None
     # A damaged file can raise almost any exception.
     except Exception as error:
         reason = f"it is damaged ({first_line(error)})"

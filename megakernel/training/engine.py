@@ -1,7 +1,7 @@
 """A model under DeepSpeed: inputs, optimizer steps, evaluation, and checkpoint state."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,16 +18,18 @@ from data_pipeline.batch import Batch
 from data_pipeline.order import Share
 from megakernel import attention
 from megakernel.checkpoint import weights_only
-from megakernel.checkpoint.files import client_state, trained_names
-from megakernel.checkpoint.universal import STEP, UniversalFolder, WholeTensors, partitions
-from megakernel.checkpoint.universal_load import (
+from megakernel.checkpoint.files import CheckpointTensors, client_state, trained_names
+from megakernel.checkpoint.sharded_load import (
     Comparison,
     compare,
+    exchange_moments,
+    exchange_weights,
     gathered_shapes,
     load_moments,
     load_weights,
     stored_updates,
 )
+from megakernel.checkpoint.whole_tensors import STEP, WholeTensors, partitions
 from megakernel.config import Config, Phase
 from megakernel.model import LocalModel, ModelSettings, build_model, set_rotary
 from megakernel.model.compiled import check_compiler
@@ -336,21 +338,24 @@ class Engine:
         for tensor, state in optimizer.state.items():
             state[STEP] = state[STEP].to(tensor.device, torch.float32)
 
-    def load_universal(self, folder: Path) -> None:
-        """Load a checkpoint of any layout, from its universal form."""
-        source, names = UniversalFolder(folder), set(self.partitions)
-        load_weights(self.engine.module, self.partitions, self.mesh.tp, source, names)
-        trained = stored_updates(self.engine.module, source, names)
-        if trained:  # without moments no update was made
-            (updates,) = set(trained.values())
-            load_moments(self.engine, self.partitions, self.mesh.tp, source, trained, updates)
+    def load_tensors(self, source: CheckpointTensors) -> None:
+        """Load a checkpoint of any layout; each rank reads what it holds.
+
+        Raises UserError, alike on all ranks, if a file is damaged.
+        """
+        names = set(self.partitions)
+        self._load_weights(source, names)
+        trained = Ranks.of(self.mesh).each(lambda: stored_updates(self.engine.module, source, names))
+        (updates,) = self.mesh.all_reduce_max(max(trained.values(), default=0))
+        if updates:  # without moments no update was made
+            self._load_moments(source, trained, updates)
         for counter, count in source.counters.items():
             setattr(self.engine, counter, count)
 
     def load_weights(self, source: WholeTensors) -> Comparison:
         """Load the weights that fit, without optimizer state; returns which did and did not."""
         comparison = compare(gathered_shapes(self.engine.module, self.partitions, self.mesh), source)
-        load_weights(self.engine.module, self.partitions, self.mesh.tp, source, comparison.common)
+        self._load_weights(source, comparison.common)
         return comparison
 
     def load_moments(self, source: WholeTensors) -> int:
@@ -361,6 +366,17 @@ class Engine:
             name: updates for part in self.mesh.gather_objects(local) for name, updates in part.items()
         }
         if trained:  # all stages set the same count, those without moments too
-            updates = max(trained.values())
-            load_moments(self.engine, self.partitions, self.mesh.tp, source, local, updates)
+            self._load_moments(source, local, max(trained.values()))
         return len(trained)
+
+    def _load_weights(self, source: WholeTensors, names: set[str]) -> None:
+        engine, tp, gradient = self.engine, self.mesh.tp, self.mesh.gradient
+        arguments = engine.module, self.partitions, tp, source, names, gradient
+        Ranks.of(self.mesh).each(lambda: load_weights(*arguments))
+        exchange_weights(engine, names, gradient)
+
+    def _load_moments(self, source: WholeTensors, names: Iterable[str], updates: int) -> None:
+        engine, tp, gradient = self.engine, self.mesh.tp, self.mesh.gradient
+        arguments = engine, self.partitions, tp, source, names, updates, gradient
+        Ranks.of(self.mesh).each(lambda: load_moments(*arguments))
+        exchange_moments(engine, names, gradient)

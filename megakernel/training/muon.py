@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megakernel.checkpoint.universal import MOMENTS, MUON, STEP
+from megakernel.checkpoint.whole_tensors import MOMENTS, MUON, STEP
 from megakernel.model.layer import TransformerLayer
 from megakernel.model.linear import stacked_rows
 from megakernel.parallel import Mesh

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from megakernel import config as configuration
-from megakernel.checkpoint.universal import MUON
+from megakernel.checkpoint.whole_tensors import MUON
 from megakernel.config import UserError
 from megakernel.model import Pipeline
 from megakernel.model.embedding import LearnedPositions, TokenEmbedding

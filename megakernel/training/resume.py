@@ -6,11 +6,11 @@ from pathlib import Path
 from data_pipeline.corpus import Corpora
 from megakernel.checkpoint.adapter import read_adapter
 from megakernel.checkpoint.dense import DenseCheckpoint
+from megakernel.checkpoint.files import CheckpointTensors
 from megakernel.checkpoint.folder import CheckpointFolder
-from megakernel.checkpoint.reshape import reshape
-from megakernel.checkpoint.universal import WholeTensors
-from megakernel.checkpoint.universal_load import Comparison
+from megakernel.checkpoint.sharded_load import Comparison
 from megakernel.checkpoint.weight_source import WeightSource
+from megakernel.checkpoint.whole_tensors import WholeTensors
 from megakernel.config import Lora, Model, UserError
 from megakernel.model.self_attention import absent_in_dense
 from megakernel.parallel.ranks import Ranks
@@ -37,7 +37,13 @@ def resume(
     else:
         changes = [f"{key} {written[key]} -> {layout[key]}" for key in layout if written[key] != layout[key]]
         note(f"reshaping {folder}: {', '.join(changes)}")
-        engine.load_universal(reshape(search.checkpoint, ranks))
+        tensors = CheckpointTensors(search.checkpoint, ranks)
+        engine.load_tensors(tensors)
+        counts = ranks.all(lambda: tensors.bytes_read)
+        note(
+            f"{ranks.size} ranks read {sum(counts):,} bytes, at most {max(counts):,} each, of "
+            f"{sum(record.size for record in search.checkpoint.files.values()):,}"
+        )
     note(f"continuing from {folder}")
     return search.checkpoint.step
 
@@ -55,7 +61,7 @@ def start_from_weights(
     weights = WeightSource.find("init.from", source, ranks)
     if remark := ranks.on_rank_zero(lambda: weights.check_tokenizer(corpora)):
         note(remark)
-    tensors = weights.tensors(model)
+    tensors = weights.tensors(model, ranks)
     comparison = engine.load_weights(tensors)
     check_weights(weights, tensors, comparison, model, engine.engine.module.settings.vocab_size)
     note(f"weights from {source}")
@@ -136,7 +142,7 @@ def start_with_moments(source: Path, model: Model, engine: Engine, ranks: Ranks,
     Raises UserError, alike on all ranks, if there is no checkpoint or none of its moments fits the model.
     """
     weights = find_moments(source, ranks, engine.config.optimizer.name)
-    count = engine.load_moments(weights.tensors(model))
+    count = engine.load_moments(weights.tensors(model, ranks))
     if not count:
         raise UserError(
             f"init.moments={source}: it holds no AdamW moments of this model's weights; give a run of this project "

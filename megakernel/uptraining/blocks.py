@@ -20,10 +20,10 @@ from megakernel.checkpoint.files import CheckpointTensors, write_layer, write_mo
 from megakernel.checkpoint.folder import CheckpointFolder, Records
 from megakernel.checkpoint.frozen import frozen_model
 from megakernel.checkpoint.manifest import SavedProgress, flushed
+from megakernel.checkpoint.sharded_load import compare, load_weights
 from megakernel.checkpoint.trained_run import BLOCK_PREFIX
-from megakernel.checkpoint.universal import WEIGHT, WholeTensors, partitions
-from megakernel.checkpoint.universal_load import compare, load_weights
 from megakernel.checkpoint.weight_source import WeightSource
+from megakernel.checkpoint.whole_tensors import WEIGHT, WholeTensors, partitions
 from megakernel.config import Config, RunFailed, UserError
 from megakernel.config.errors import existing_parent
 from megakernel.config.section import merged

@@ -61,8 +61,8 @@ def evaluate_and_read(checkpoints, names):
 def read_memory(folder, mesh):
     """Bytes: the peak while a checkpoint is read into a model, the model's weights, and the largest weight."""
     from megakernel.checkpoint.dense import DenseCheckpoint
-    from megakernel.checkpoint.universal import partitions
-    from megakernel.checkpoint.universal_load import load_weights
+    from megakernel.checkpoint.sharded_load import load_weights
+    from megakernel.checkpoint.whole_tensors import partitions
     from megakernel.model import LanguageModel, ModelSettings, stage_layers
 
     checkpoint = DenseCheckpoint(folder)

@@ -10,7 +10,7 @@ import torch
 from launch.cli import main
 from megakernel.checkpoint.files import CheckpointTensors
 from megakernel.checkpoint.trained_run import find_checkpoint
-from megakernel.checkpoint.universal import WEIGHT
+from megakernel.checkpoint.whole_tensors import WEIGHT
 from megakernel.evaluation import evaluate_run
 from tests.distributed.processes import run_ranks
 from tests.distributed.training_run import (

@@ -9,7 +9,7 @@ from torch import nn
 
 from megakernel.analysis.planning.ledger import Ledger
 from megakernel.analysis.planning.memory import memory, start_bytes
-from megakernel.checkpoint.universal import partitions
+from megakernel.checkpoint.whole_tensors import partitions
 from megakernel.model import LanguageModel, build_model
 from megakernel.model.settings import DTYPES, model_settings
 from megakernel.model.start import LayerStart

@@ -75,6 +75,16 @@ def test_a_checkpoint_of_an_earlier_version_with_the_weights_twice_resumes_bit_i
 
 
 @pytest.mark.second
+def test_a_checkpoint_of_an_earlier_version_continues_on_another_layout(corpus, tmp_path):
+    config = write_config(tmp_path, corpus)
+    world_size, *before = layout("dp2 zero 2")
+    begun = (*before, *OPTIONS, *SMALL, "training.steps=2")
+    run_ranks(pretrain_as_before, world_size, config, begun, timeout=240)
+    continued = train(config, *layout("tp2 zero 1"), *OPTIONS, *SMALL)
+    assert_losses_close(continued, train(config, 1, *OPTIONS, *SMALL, "run.name=whole"))
+
+
+@pytest.mark.second
 @pytest.mark.parametrize("ranks", ["one process", "one process zero 1"])
 def test_a_new_learning_rate_of_mechanisms_holds_from_the_next_step_on(ranks, corpus, tmp_path):
     _, *same = layout(ranks)

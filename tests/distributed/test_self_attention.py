@@ -6,7 +6,7 @@ FLuRKA eq. 2 computes E X on the rank that has the tokens; short convolutions ne
 import pytest
 import torch
 
-from megakernel.checkpoint.universal import partitions
+from megakernel.checkpoint.whole_tensors import partitions
 from megakernel.config import Attention, Model, expand_preset
 from megakernel.model.self_attention import SelfAttention
 from megakernel.model.settings import ModelSettings, seeded_by

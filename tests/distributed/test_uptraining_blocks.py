@@ -18,7 +18,7 @@ from launch.training import providers
 from megakernel.checkpoint.dense import DenseCheckpoint
 from megakernel.checkpoint.files import CheckpointTensors
 from megakernel.checkpoint.trained_run import find_checkpoint
-from megakernel.checkpoint.universal import WEIGHT
+from megakernel.checkpoint.whole_tensors import WEIGHT
 from megakernel.config import RunFailed, UserError, load, yaml_text
 from megakernel.training.process import run_in_mesh
 from megakernel.training.stop_requests import Stop

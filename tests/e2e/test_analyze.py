@@ -11,7 +11,7 @@ from megakernel.analysis.plots import subject
 from megakernel.analysis.plots.subject import captured_attention
 from megakernel.checkpoint.files import CheckpointTensors
 from megakernel.checkpoint.trained_run import TrainedRun
-from megakernel.checkpoint.universal import WEIGHT
+from megakernel.checkpoint.whole_tensors import WEIGHT
 from tests.csv_tables import from_csv
 from tests.distributed.training_run import train, write_config
 

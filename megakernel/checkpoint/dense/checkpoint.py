@@ -15,7 +15,8 @@ from torch import Tensor
 from megakernel.config import Lora, Model, UserError, validate_section, yaml_text
 from megakernel.parallel import OneProcess
 
-from ..universal import WEIGHT
+from ..fragments import WHOLE, Fragment
+from ..whole_tensors import WEIGHT
 from .families import FAMILIES, Family, layer_parts, model_section, unread_dropout
 from .own import OLD_PREFIX, OWN, own_parts
 from .parts import Part
@@ -130,12 +131,15 @@ class DenseCheckpoint:
         joined = part.join([torch.empty(self._shape(x), device="meta") for x in part.hf_names])
         return tuple(self._padded(name, joined).shape)
 
-    def read(self, name: str, keys: Iterable[str] = (WEIGHT,)) -> dict[str, Tensor]:
-        """Return one of our tensors, in the checkpoint's dtype, under a universal checkpoint's key for weights."""
+    def read(
+        self, name: str, keys: Iterable[str] = (WEIGHT,), fragment: Fragment = WHOLE
+    ) -> dict[str, Tensor]:
+        """Return a fragment of one of our tensors, in the checkpoint's dtype, under WEIGHT."""
         if WEIGHT not in keys:
             return {}
         part = self.parts[name]
-        return {WEIGHT: self._padded(name, part.join([self._tensor(hf_name) for hf_name in part.hf_names]))}
+        whole = self._padded(name, part.join([self._tensor(hf_name) for hf_name in part.hf_names]))
+        return {WEIGHT: fragment.of(whole)}
 
     def differing_keys(self, model: Model) -> list[str]:
         """One line for each key with which a model section computes another function of the same weights.

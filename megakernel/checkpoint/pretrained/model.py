@@ -17,7 +17,7 @@ from megakernel.checkpoint.dense import DenseCheckpoint
 from megakernel.checkpoint.dense.own import has_decay_and_strength, own_parts
 from megakernel.checkpoint.modeling import added_positions, decoder, short_convolution  # noqa: F401
 from megakernel.checkpoint.pretrained_config import MegakernelConfig
-from megakernel.checkpoint.universal import WEIGHT
+from megakernel.checkpoint.whole_tensors import WEIGHT
 from megakernel.ops.documents import collapse_positions
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from megakernel.checkpoint.universal import MUON
+from megakernel.checkpoint.whole_tensors import MUON
 from megakernel.config import Model, Optimizer
 from megakernel.model import LanguageModel, ModelSettings
 from megakernel.parallel.axis import OneProcess

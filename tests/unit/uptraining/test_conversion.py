@@ -6,8 +6,9 @@ import torch
 from megakernel import attention
 from megakernel.attention.compression import pooling_logits
 from megakernel.checkpoint.conversion import convert_attention, fewer_landmarks, rank_steps
-from megakernel.checkpoint.universal import partitions
-from megakernel.checkpoint.universal_load import compare, load_weights, whole_shapes
+from megakernel.checkpoint.fragments import WHOLE
+from megakernel.checkpoint.sharded_load import compare, load_weights, whole_shapes
+from megakernel.checkpoint.whole_tensors import partitions
 from megakernel.config import Model, UserError
 from megakernel.model import LanguageModel, ModelSettings
 
@@ -29,8 +30,8 @@ class StateDict:
     def shape(self, name):
         return tuple(self.tensors[name].shape)
 
-    def read(self, name, keys):
-        return {"fp32": self.tensors[name].clone()}
+    def read(self, name, keys, fragment=WHOLE):
+        return {"fp32": fragment.of(self.tensors[name]).clone()}
 
 
 def build(mesh, config, seed=None, **parts):

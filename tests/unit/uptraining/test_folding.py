@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megakernel.checkpoint.conversion import Unrounded, fold_updates
+from megakernel.checkpoint.fragments import WHOLE
 from megakernel.config import Lora, Model, UserError
 
 MODEL = Model(num_layers=1, hidden_size=16, num_heads=4, num_kv_heads=2)
@@ -17,8 +18,11 @@ class Tensors(dict):
     def names(self):
         return set(self)
 
-    def read(self, name, keys):
-        return {"fp32": self[name]}
+    def shape(self, name):
+        return tuple(self[name].shape)
+
+    def read(self, name, keys, fragment=WHOLE):
+        return {"fp32": fragment.of(self[name])}
 
 
 def draw(*shape, scale=1.0):

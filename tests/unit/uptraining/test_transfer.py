@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megakernel import attention
-from megakernel.checkpoint.universal import partitions
-from megakernel.checkpoint.universal_load import whole_shapes
+from megakernel.checkpoint.sharded_load import whole_shapes
+from megakernel.checkpoint.whole_tensors import partitions
 from megakernel.config import Model, UserError
 from megakernel.config.training import NearDropout
 from megakernel.model import IGNORED, LanguageModel, ModelSettings
