@@ -17,6 +17,7 @@ from megakernel.ops.kernel_attention import kernel_attention
 from megakernel.ops.selected_attention import selected_attention
 from megakernel.ops.short_convolution import short_convolution
 from megakernel.ops.simple_gla import simple_gla
+from megakernel.ops.state import KernelState
 from megakernel.ops.weighted_attention import weighted_attention
 from megakernel.ops.window import empty_tail
 
@@ -141,6 +142,17 @@ def convolution_case(
     out.backward(torch.empty_like(out))
 
 
+class _Returned:
+    """An exchange that returns to a shard the state that it adds."""
+
+    def __init__(self, own: KernelState, carries: torch.Tensor):
+        self._own = own
+
+    def wait(self) -> KernelState:
+        """That state."""
+        return self._own
+
+
 def flurka_case(
     feature_map: str,
     width: int,
@@ -155,10 +167,11 @@ def flurka_case(
     length: int = 65536,
     heads: int = 1,
     matrix: torch.dtype | None = None,
+    shard: bool = False,
 ) -> None:
     """One sequence, by default so long that segments have their full length, in blocks of 64 with 8 landmarks.
 
-    matrix: see `kernel_attention_case`.
+    matrix: see `kernel_attention_case`. shard: whether it is a shard that exchanges states.
     """
     q = torch.empty(1, heads * group, length, width, dtype=dtype, requires_grad=True)
     k, v = (torch.empty(1, heads, length, width, dtype=dtype, requires_grad=True) for _ in range(2))
@@ -178,7 +191,8 @@ def flurka_case(
         gate_weight=torch.empty(heads * group, width, requires_grad=True) if has_gate else None,
         log_decay=torch.empty(1, heads, length, requires_grad=True) if decays else None,
         rotary=Rotary(width),
-        positions=torch.zeros(1, length, dtype=torch.int64) if packed else 0,
+        positions=torch.zeros(1, length, dtype=torch.int64) if packed else length * shard,
+        exchange=_Returned if shard else None,
         backend="triton",
     )
     out.backward(torch.empty_like(out))
@@ -314,6 +328,11 @@ CASES: dict[str, Case] = {
     "FLuRKA hedgehog d=128, kernel window": _flurka("hedgehog", 128, near="kernel"),
     "FLuRKA favor d=64, one normalizer": _flurka("favor", 64, gated=False),
     "FLuRKA favor d=128": _flurka("favor", 128),
+    "FLuRKA hedgehog d=64, shard": _flurka("hedgehog", 64, shard=True),
+    "FLuRKA hedgehog d=128, shard": _flurka("hedgehog", 128, shard=True),
+    "FLuRKA hedgehog d=128, one normalizer, shard, documents": _flurka(
+        "hedgehog", 128, gated=False, shard=True, packed=True
+    ),
     "FLuRKA elu d=64, decay": _flurka("elu", 64, decays=True),
     "FLuRKA elu d=128, decay": _flurka("elu", 128, decays=True),
     "FLuRKA favor d=64, one normalizer, decay": _flurka("favor", 64, gated=False, decays=True),

@@ -10,13 +10,24 @@ from .section import Section
 
 SoftmaxExchange = Literal["auto", "heads", "ring"]
 
-_LARGEST_BUCKET = 500_000_000
-"""DeepSpeed's default, 2 GB in float32, which it allocates even for few gradients."""
+_BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000
+"""Gradients of a bucket, at least and per rank, as in Megatron-core: over more ranks small messages take longer."""
 
 
-def reduce_bucket(gradients: int) -> int:
-    """Size of ZeRO's reduce bucket, in gradients."""
-    return min(gradients, _LARGEST_BUCKET)
+def reduce_bucket(gradients: int, ranks: int) -> int:
+    """Size of ZeRO's reduce bucket, in gradients: a rank has that many, which are reduced over `ranks`.
+
+    DeepSpeed's default, 500 million, is all gradients of most models, so that none is reduced before backward ends.
+    """
+    return min(gradients, max(_BUCKET, _BUCKET_PER_RANK * ranks))
+
+
+def overlaps_reduction(zero_stage: int, stages: int) -> bool:
+    """Whether DeepSpeed reduces a bucket on a stream of its own while backward fills a second one.
+
+    Its default is that ZeRO 3 does. Pipelines cannot.
+    """
+    return zero_stage == 3 or (zero_stage in (1, 2) and stages == 1)
 
 
 class Parallel(Section):

@@ -91,15 +91,17 @@ def claim_device(store: dist.Store, host: str, device: str) -> None:
 
 
 def prepare_device(
-    kind: Literal["auto", "cpu", "cuda"], local_rank: int, tensor_ranks: int = 1
+    kind: Literal["auto", "cpu", "cuda"], local_rank: int, tensor_ranks: int = 1, context_ranks: int = 1
 ) -> torch.device:
     """`choose_device`, and configure Megatron-core and DeepSpeed for it and for tensor parallelism over `tensor_ranks`.
 
     Best called before they are imported, which takes seconds and emits warnings.
     """
-    if tensor_ranks > 1:
+    if tensor_ranks > 1 and context_ranks == 1:
         # Megatron-core starts collectives before the matrix products that should hide them, and only one connection
-        # keeps this order. CUDA reads the variable when `choose_device` creates its context.
+        # keeps this order. Not with context ranks: `PointToPoint` queues all hops of a ring at once, and in the only
+        # queue a rank's own work would wait behind receipts from ranks that have not sent yet. CUDA reads the variable
+        # when `choose_device` creates its context.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     device = choose_device(kind, local_rank)
     os.environ["DS_ACCELERATOR"] = device.type

@@ -18,6 +18,7 @@ import deepspeed
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.parallel_state import RankGenerator
+from torch import Tensor
 
 from megakernel.config import Parallel
 
@@ -110,20 +111,48 @@ def lend_to_megatron(tp: Axis, cp: Axis, pp: Axis, gradient: Axis, model: Axis) 
     parallel_state._set_global_memory_buffer()
 
 
-def lend_to_deepspeed(groups: ProcessGroups, pp: Axis) -> None:
-    """Let DeepSpeed, once it is initialized, find groups instead of building them, and stages use their own.
+def lend_to_deepspeed(groups: ProcessGroups, pp: Axis) -> "StageSends":
+    """Let DeepSpeed, once it is initialized, find groups instead of building them, and stages exchange in their own.
 
     DeepSpeed's pipeline sends hidden states in the group of all ranks, in whose communicator they would wait for every
-    other exchange.
+    other exchange. Returns what this stage has sent and not finished.
     """
     backend = deepspeed.comm.comm.cdb
     kind = type(backend)
-    stages = pp.group if pp.size > 1 else None
+    sends = StageSends(pp.group)
+    backend.new_group = groups.find
+    if pp.size > 1:
 
-    def send(tensor, dst, group=None, tag=0):
-        return kind.send(backend, tensor, dst, group or stages, tag)
+        def recv(tensor, src=None, group=None, tag=0):
+            received = kind.recv(backend, tensor, src, group or pp.group, tag)
+            sends.finish()
+            return received
 
-    def recv(tensor, src=None, group=None, tag=0):
-        return kind.recv(backend, tensor, src, group or stages, tag)
+        backend.send, backend.recv = sends.start, recv
+    return sends
 
-    backend.new_group, backend.send, backend.recv = groups.find, send, recv
+
+class StageSends:
+    """Messages to other stages that are under way while this stage computes.
+
+    A blocking send holds up the sender until the receiver takes the message, but in DeepSpeed's 1F1B schedule a stage
+    sends an output right before it computes the backward of another micro-batch. Messages are waited for after the next
+    receipt: by then that backward is done.
+    """
+
+    def __init__(self, group: Any):
+        self._group = group
+        self._pending: list[tuple[dist.Work, Tensor]] = []
+        """Messages, which must stay in memory until they are sent."""
+
+    def start(self, tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> None:
+        """Start to send `tensor`, whose contents must not change until `finish`."""
+        work = dist.isend(tensor, dst, group or self._group, tag)
+        assert work is not None, f"this rank or {dst} is not in the group"
+        self._pending.append((work, tensor))
+
+    def finish(self) -> None:
+        """Wait for all messages."""
+        for work, _ in self._pending:
+            work.wait()
+        self._pending.clear()

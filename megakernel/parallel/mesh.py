@@ -67,6 +67,7 @@ class Mesh:
         store: the key-value store of all processes.
         local_world_size: processes on this machine.
         mpu: for `deepspeed.initialize` without a pipeline.
+        stage_sends: what DeepSpeed's pipeline has sent to other stages and not finished.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Mesh:
         data = next(line for line in self._lines.get_ranks("dp") if self.rank in line)
         self.dp = Line(data.index(self.rank), tuple(data))
         lend_to_megatron(self.tp, self.cp, self.pp, self.gradient, self.model)
-        lend_to_deepspeed(self._groups, self.pp)
+        self.stage_sends = lend_to_deepspeed(self._groups, self.pp)
         self.state_exchange = parallel.state_exchange
         self._shards_per_machine = 1
         if self.cp.size > 1:

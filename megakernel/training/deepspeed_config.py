@@ -9,7 +9,7 @@ from torch import nn
 
 from megakernel.config import Config, ConfigError, Problem, Training
 from megakernel.config.errors import nearest_first
-from megakernel.config.parallel import reduce_bucket
+from megakernel.config.parallel import overlaps_reduction, reduce_bucket
 from megakernel.config.section import merged
 from megakernel.model.settings import DTYPES
 from megakernel.parallel import Mesh
@@ -32,7 +32,12 @@ def deepspeed_config(config: Config, mesh: Mesh, trained: int) -> dict[str, Any]
     data x context ranks, so its batch size counts each shard of a sequence.
     """
     accumulation = micro_batches_per_step(config.training, mesh)
-    zero = {"stage": config.parallel.zero_stage, "reduce_bucket_size": reduce_bucket(trained)}
+    zero_stage = config.parallel.zero_stage
+    zero = {
+        "stage": zero_stage,
+        "reduce_bucket_size": reduce_bucket(trained, mesh.gradient.size),
+        "overlap_comm": overlaps_reduction(zero_stage, mesh.pp.size),
+    }
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": config.training.micro_batch_size,
         "gradient_accumulation_steps": accumulation,

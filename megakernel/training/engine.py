@@ -225,7 +225,9 @@ class Engine:
         if self.pipelined:
             # Forward, backward and optimizer overlap across stages.
             with self._phase("step"):
-                return float(self.engine.train_batch(iter([(item, item[-1]) for item in inputs])))
+                loss = float(self.engine.train_batch(iter([(item, item[-1]) for item in inputs])))
+                self.mesh.stage_sends.finish()
+                return loss
         total = torch.zeros((), device=self.mesh.device)
         for index, layer_inputs in enumerate(inputs):
             # DeepSpeed's own count of micro-batches would be wrong after their number changes.
@@ -281,6 +283,7 @@ class Engine:
         # only for a single number: our result may be a vector.
         self.engine.total_loss = None
         mean = self.engine.eval_batch(pairs, num_micro_batches=len(inputs), bcast_loss=False)
+        self.mesh.stage_sends.finish()
         total = torch.zeros(len(self.config.model.metric_names), device=self.mesh.device)
         if self.mesh.is_last_stage:
             total += mean * len(inputs) / self.micro_batches

@@ -24,7 +24,8 @@ def run_in_mesh(config: Config, process: ProcessEnvironment, work: "Callable[[Me
     try:
         from megakernel.parallel import prepare_device
 
-        device = prepare_device(config.training.device, process.local_rank, config.parallel.tensor)
+        sizes = (config.parallel.tensor, config.parallel.context)
+        device = prepare_device(config.training.device, process.local_rank, *sizes)
         from megakernel.parallel import Mesh
 
         mesh = Mesh.create(config.parallel, process, device)

@@ -81,3 +81,15 @@ def test_two_processes_of_a_machine_do_not_share_a_device():
         UserError, match="processes of n1 see one GPU alone, GPU-2; start one process per GPU"
     ):
         claim_device(store, "n1", "GPU-2")
+
+
+def hardware_queues(*sizes):
+    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    prepare_device("cpu", 0, *sizes)
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+
+
+@pytest.mark.parametrize(("sizes", "queues"), [((1, 1), None), ((2, 1), "1"), ((2, 2), None), ((1, 2), None)])
+def test_tensor_ranks_have_one_hardware_queue_unless_states_are_exchanged(sizes, queues):
+    """In one queue, a ring's hops, which wait for other ranks, would hold up this rank's own kernels."""
+    assert run_ranks(hardware_queues, 1, *sizes) == [queues]

@@ -114,6 +114,8 @@ def peak_bytes(changes: dict[str, Any]) -> int:
         (case("softmax", {"zero_stage": 0}, dtype="float32", global_batch_size=1), 1),
         (case("flurka", {"context": 2}, seq_len=4096), 2),
         (case("flurka", {"tensor": 2, "sequence_parallel": True}), 2),
+        (case("flurka", {"zero_stage": 2}, global_batch_size=4), 2),
+        (case("flurka", {"zero_stage": 1}, dtype="float32", global_batch_size=4), 2),
         (case("flurka", {"zero_stage": 3}, global_batch_size=4), 2),
         (case("flurka") | {"optimizer": {"trained": "lora"}, "init": {"from": "a run"}}, 1),
         (case("flurka", global_batch_size=4) | {"optimizer": {"name": "muon"}}, 2),

@@ -18,6 +18,10 @@ REUSED = {
     ("flurka_attention.decode_kernel.step", "landmarks"): "a barrier is in between",
     ("flurka_attention.merge_kernels.merge_backward", "dq_pointer"): "a barrier is in between",
     ("flurka_attention.merge_kernels.merge_backward", "queries_tokens_features"): "a barrier is in between",
+    (
+        "flurka_attention.merge_kernels.window_dq",
+        "dq_pointer",
+    ): "a row is of one program, which has loaded it before",
     ("flurka_attention.window_kernels.window_backward", "dk_pointer"): "a barrier is in between",
     ("kernel_attention.kernels.write_keys", "keys_tokens_features"): "a barrier is in between",
     ("kernel_attention.kernels.read", "scale"): "the old and the new value give the same maximum",

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megakernel.attention import Rotary
 from megakernel.ops.documents import Positions
 from megakernel.ops.flurka_attention import flurka_attention, triton
+from megakernel.ops.flurka_attention import tiles as flurka_tiles
 from megakernel.ops.flurka_attention import triton as flurka_triton
 from megakernel.ops.flurka_attention.options import FlurkaState
 from megakernel.ops.kernel_attention import kernel_attention, tiles
@@ -38,9 +40,10 @@ PER_TOKEN = ("q", "k", "v", "gate", "key_weights", "log_decay")
 
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch):
-    """Segments so short that shards have several."""
+    """Segments so short that shards have several, and fewer queries computed ahead than the second shard has."""
     monkeypatch.setattr(tiles, "segment_length", lambda phi, q, v, causal: 16)
     monkeypatch.setattr(triton, "segment_blocks", lambda *_: 1)
+    monkeypatch.setattr(flurka_tiles, "QUERIES_AHEAD", 4 * 32)
 
 
 class Handed:
@@ -102,6 +105,12 @@ def in_shards(attend: Attend, leaves: Leaves, positions: Positions) -> Leaves:
         ]
         outputs.append(attend(here, at, Tail(*before), chain)[0])
     return found(torch.cat(outputs, 2), chain.leaving)
+
+
+def in_one_shard(attend: Attend, leaves: Leaves) -> Tensor:
+    """Outputs of a sequence that is a single shard."""
+    before = [torch.zeros_like(leaves[name][:, :, :REACH]) for name in "kv"]
+    return attend(leaves, 0, Tail(*before), Chain())[0]
 
 
 def found(out: Tensor, state: KernelState) -> Leaves:
@@ -207,8 +216,10 @@ FLURKA_LEAVES = partial(flurka_tokens, heads=4, kv_heads=2)
             KERNEL_LEAVES,
             (
                 ["write_keys", "pass_states"],
+                [],
                 ["pass_states", "read"],
                 ["bwd_dq", "write_queries", "pass_states"],
+                [],
                 ["pass_states", "bwd_dkv"],
             ),
         ),
@@ -217,17 +228,17 @@ FLURKA_LEAVES = partial(flurka_tokens, heads=4, kv_heads=2)
             FLURKA_LEAVES,
             (
                 ["pool", "write_keys", "pass_states"],
+                ["window_forward"],
                 ["pass_states", "merge"],
                 ["merge_backward", "write_queries", "pass_states"],
+                ["window_dq"],
                 ["pass_states", "bwd_dkv", "window_backward", "pool_backward"],
             ),
         ),
     ],
     ids=["kernel_attention", "flurka"],
 )
-def test_kernels_launch_once_before_the_exchange_starts_or_after_it_ends(
-    make, draw_leaves, parts, draw, device
-):
+def test_kernels_launch_before_during_and_after_the_exchange(make, draw_leaves, parts, draw, device):
     leaves = {name: x.requires_grad_() for name, x in draw_leaves(draw, device, length=LENGTH).items()}
     counts: list[int] = []
     with record_launches() as made:
@@ -245,10 +256,53 @@ def test_kernels_launch_once_before_the_exchange_starts_or_after_it_ends(
         counts.append(len(made))
         out.backward(torch.empty_like(out))
     names = [launch.kernel.__name__ for launch in made]
-    start, end, whole, back_start, back_end = counts
-    assert (start, back_start) == (end, back_end)
-    found = (names[:start], names[start:whole], names[whole:back_start], names[back_start:])
-    assert found == parts
+    bounds = [0, *counts, len(names)]
+    assert tuple(names[begin:end] for begin, end in pairwise(bounds)) == parts
+
+
+AHEAD = [
+    ("gated", "hedgehog", torch.bfloat16, "packed"),
+    ("gated", "favor", torch.float32, "one document"),
+    ("shared", "hedgehog", torch.bfloat16, "a document begins with the shard"),
+    ("shared", "favor", torch.bfloat16, "packed"),
+    ("kernel", "hedgehog", torch.bfloat16, "packed"),
+    ("kernel", "favor", torch.float32, "packed"),
+]
+
+
+@pytest.mark.parametrize(("variant", "feature_map", "dtype", "positions"), tiered(AHEAD, AHEAD[:1]))
+def test_windows_that_are_computed_ahead_change_no_bit(
+    variant, feature_map, dtype, positions, draw, device, monkeypatch
+):
+    sizes = {"length": LENGTH, "heads": 4, "kv_heads": 2}
+    leaves = flurka_tokens(draw, device, dtype, variant=variant, feature_map=feature_map, **sizes)
+    if "gate" in leaves:
+        leaves["gate"] = leaves["gate"].to(dtype)
+    attend = flurka("triton", feature_map, VARIANTS[variant][0], 2 if feature_map == "hedgehog" else 1)
+    outputs, gradients = [], []
+    for ahead in (0, 4 * 32, 4 * LENGTH):
+        monkeypatch.setattr(flurka_tiles, "QUERIES_AHEAD", ahead)
+        inputs = {name: x.detach().clone().requires_grad_() for name, x in leaves.items()}
+        found = in_shards(attend, inputs, places(positions, device))
+        sum(x.float().square().sum() for x in found.values()).backward()
+        outputs.append(found)
+        gradients.append({name: x.grad for name, x in inputs.items()})
+    for some in (outputs, gradients):
+        for name, x in some[0].items():
+            assert all(torch.equal(x, other[name]) for other in some[1:]), name
+
+
+def test_a_query_that_is_also_used_elsewhere_gets_its_whole_gradient(draw, device):
+    """Part of the gradient is added late, in place; autograd must not have summed it before."""
+    leaves = FLURKA_LEAVES(draw, device, length=40)
+    attend = flurka("triton", "hedgehog", "softmax", 1)
+    grads = []
+    for used in (False, True):
+        q = leaves["q"].detach().clone().requires_grad_()
+        out = in_one_shard(attend, leaves | {"q": q})
+        (out.sum() + (3 * q.sum() if used else 0.0)).backward()
+        grads.append(q.grad)
+    torch.testing.assert_close(grads[1], grads[0] + 3)
 
 
 def test_projection_gradients_of_queries_are_computed_during_the_exchange(draw, device):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megakernel.config.parallel import reduce_bucket
+from megakernel.config.parallel import overlaps_reduction, reduce_bucket
 
 from .gpus import Gpu
 from .layout import PlannedJob
@@ -117,7 +117,8 @@ def bucket_bytes(job: PlannedJob, count: int) -> tuple[float, float]:
     """Bytes of DeepSpeed's buckets for `count` gradients: from backward on, and those that exist only at the update."""
     zero = job.layout.zero_stage
     zero_keys = job.config.deepspeed.get("zero_optimization", {})
-    size = zero_keys.get("reduce_bucket_size", reduce_bucket(count))
+    size = zero_keys.get("reduce_bucket_size", reduce_bucket(count, job.layout.gradient))
+    overlaps = zero_keys.get("overlap_comm", overlaps_reduction(zero, job.layout.pipeline))
     copied = min(count, size) * FLOAT32
     if sums_in_float32(job):
         return 0.0, 0.0
@@ -125,7 +126,7 @@ def bucket_bytes(job: PlannedJob, count: int) -> tuple[float, float]:
         return 0.0, copied
     if zero == 3:
         return size * FLOAT32, 0.0
-    return size * job.element + copied, 0.0
+    return (2 if overlaps else 1) * size * job.element + copied, 0.0
 
 
 def muon_bytes(job: PlannedJob, stage: int) -> float:

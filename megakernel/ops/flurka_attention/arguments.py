@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from megakernel.ops.kernels.arguments import load_vector
-from megakernel.ops.kernels.primitives import cdiv, padded
+from megakernel.ops.kernels.primitives import cdiv, padded, store_rows
 
 
 class NearParams(NamedTuple):
@@ -114,6 +114,55 @@ class Merged(NamedTuple):
 
     logit: Any
     """The gate's logits with the queries' part, (B, H, N) float32; None without that part."""
+
+
+class WindowSums(NamedTuple):
+    """Sums over the windows of the first T queries of a shard, computed before its entering state has arrived."""
+
+    near: Any
+    """Weighted sums of values, (B, H, T, V) float32."""
+
+    den: Any
+    """Sums of weights, (B, H, T) float32."""
+
+    row_max: Any
+    """Log scale of both, (B, H, T) float32; base 2 for a softmax."""
+
+    tokens: Any
+    """T"""
+
+
+@triton.jit
+def load_window_sums(ahead, near, den, row_max, tile, TILING: tl.constexpr):
+    """A tile's `WindowSums`; the given ones for queries without."""
+    row_idx = tile.head.to(tl.int64) * ahead.tokens + tile.at
+    C: tl.constexpr = TILING.chunk
+    has_sums = tile.rows < tl.minimum(tile.end, ahead.tokens)
+    rows = row_idx + tl.arange(0, C)
+    columns = tl.arange(0, TILING.padded_values)
+    mask = has_sums[:, None] & (columns < TILING.values)[None, :]
+    near = tl.load(ahead.near + rows[:, None] * TILING.values + columns[None, :], mask=mask, other=near)
+    den = tl.load(ahead.den + rows, mask=has_sums, other=den)
+    return near, den, tl.load(ahead.row_max + rows, mask=has_sums, other=row_max)
+
+
+@triton.jit
+def store_window_sums(ahead, near, den, row_max, tile, TILING: tl.constexpr):
+    """The inverse of `load_window_sums`."""
+    C: tl.constexpr = TILING.chunk
+    row_idx = tile.head.to(tl.int64) * ahead.tokens + tile.at
+    inside = tile.rows < tile.end
+    num_valid = tile.end - tile.at
+    store_rows(
+        ahead.near + row_idx * TILING.values,
+        TILING.values,
+        num_valid,
+        near,
+        TILING.values,
+        TILING.padded_values,
+    )
+    tl.store(ahead.den + row_idx + tl.arange(0, C), den, mask=inside)
+    tl.store(ahead.row_max + row_idx + tl.arange(0, C), row_max, mask=inside)
 
 
 @triton.jit

@@ -16,6 +16,10 @@ Shared normalizer: z_i = -c_i do_i.o_i. Gated: the same with the landmarks' own 
 Forward stores the spread of the two parts for backward: gated, the difference of their means n_i / den(n_i) and
 f_i / den(f_i); shared, the landmarks' part of o_i less their share of the normalizer times o_i. Its product with do_i
 and do_i.o_i give all means and the gradient of the gate or of gamma, with the rounding of a half precision output.
+
+With an exchange, `window_forward` sums the windows of the first queries before the entering state has arrived, and
+`window_dq` adds the windows' part of these queries' gradients while the gradient of that state is under way. Both have
+the loops and tiles of `merge` and `merge_backward`, so the numbers do not depend on which kernel a tile is left to.
 """
 
 import triton
@@ -26,6 +30,8 @@ from megakernel.ops.flurka_attention.arguments import (
     load_gamma,
     load_gate,
     load_gate_weight,
+    load_window_sums,
+    store_window_sums,
     window_start,
 )
 from megakernel.ops.flurka_attention.window_kernels import (
@@ -117,44 +123,40 @@ def merge_parts(
 
 
 @triton.jit
-def merge(
-    queries,
+def no_window_sums(C: tl.constexpr, VP: tl.constexpr, NEAR: tl.constexpr, PHI: tl.constexpr):
+    """Sums (C, VP) over no key, their normalizer (C,) and running maximum (C,)."""
+    row_max = tl.full((C,), EMPTY if (NEAR.softmax or PHI.unbounded) else 0.0, tl.float32)
+    return tl.zeros((C, VP), tl.float32), tl.zeros((C,), tl.float32), row_max
+
+
+@triton.jit
+def add_window_sums(
+    near,
+    den,
+    row_max,
+    b_q1,
+    b_q2,
+    p_k,
+    p_v,
+    projection,
     window,
-    keys,
     matrix,
-    state,
     seq,
-    merge_params,
-    out,
-    spread,
-    merged,
+    tile,
+    starts,
+    begin,
     TILING: tl.constexpr,
     NEAR: tl.constexpr,
     PHI: tl.constexpr,
 ):
-    """Outputs (B, H, N, V), and for backward `merged` and, unless it is None, `spread` (B, H, N, V).
+    """Add the keys from place `begin` on that the windows of a tile of queries hold to the sums of `no_window_sums`.
 
-    Program: TILING.chunk queries of a head.
+    b_q1, b_q2: the queries' halves; p_k, p_v: of their key head.
     """
-    C: tl.constexpr = TILING.chunk
     BK: tl.constexpr = TILING.block
     VP: tl.constexpr = TILING.padded_values
-    tile = queries_of_program(seq, TILING)
-    p_q, num_valid = tile_ptr(queries, tile), tile.end - tile.at
-    p_k, p_v = head_ptr(window.keys, tile.batch, tile.kv), head_ptr(window.v, tile.batch, tile.kv)
-    dtype: tl.constexpr = p_q.dtype.element_ty
-    projection = projection_ptr(matrix, tile.kv, PHI)
-
-    starts = window_start(window, seq, tile.batch, tile.rows, NEAR)
-    oldest = tl.min(starts, 0)
-    # Angles count from the oldest place that a window of this tile can reach.
-    b_q1, b_q2, _logs = window_tile(
-        p_q, queries.row, num_valid, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI
-    )
-    near = tl.zeros((C, VP), tl.float32)
-    den = tl.zeros((C,), tl.float32)
-    row_max = tl.full((C,), EMPTY if (NEAR.softmax or PHI.unbounded) else 0.0, tl.float32)
-    for k_start in range(oldest, tile.stop, BK):
+    dtype: tl.constexpr = p_k.dtype.element_ty
+    for k_start in range(begin, tile.stop, BK):
         k_idx, row_idx = k_start + tl.arange(0, BK), tl.cast(k_start + window.before, tl.int64)
         table_row, num_keys = k_start - tile.at + NEAR.reach, seq.length - k_start
         b_v = load_rows(p_v + row_idx * window.v.row, window.v.row, num_keys, BK, TILING.values, VP)
@@ -176,6 +178,105 @@ def merge(
         b_p, scale_old, row_max = online_softmax_step(logs, b_s, row_max, mask, NEAR, PHI)
         near = near * scale_old[:, None] + dot(b_p, b_v, dtype)
         den = den * scale_old + tl.sum(b_p, 1)
+    return near, den, row_max
+
+
+@triton.jit
+def window_forward(
+    queries, window, matrix, seq, ahead, TILING: tl.constexpr, NEAR: tl.constexpr, PHI: tl.constexpr
+):
+    """`WindowSums` of queries. Programs as in `merge`."""
+    C: tl.constexpr = TILING.chunk
+    VP: tl.constexpr = TILING.padded_values
+    tile = queries_of_program(seq, TILING)
+    p_q, num_valid = tile_ptr(queries, tile), tile.end - tile.at
+    p_k, p_v = head_ptr(window.keys, tile.batch, tile.kv), head_ptr(window.v, tile.batch, tile.kv)
+    projection = projection_ptr(matrix, tile.kv, PHI)
+    starts = window_start(window, seq, tile.batch, tile.rows, NEAR)
+    b_q1, b_q2, _logs = window_tile(
+        p_q, queries.row, num_valid, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI
+    )
+    near, den, row_max = no_window_sums(C, VP, NEAR, PHI)
+    near, den, row_max = add_window_sums(
+        near,
+        den,
+        row_max,
+        b_q1,
+        b_q2,
+        p_k,
+        p_v,
+        projection,
+        window,
+        matrix,
+        seq,
+        tile,
+        starts,
+        tl.min(starts, 0),
+        TILING,
+        NEAR,
+        PHI,
+    )
+    store_window_sums(ahead, near, den, row_max, tile, TILING)
+
+
+@triton.jit
+def merge(
+    queries,
+    window,
+    keys,
+    matrix,
+    state,
+    seq,
+    merge_params,
+    out,
+    spread,
+    merged,
+    ahead,
+    TILING: tl.constexpr,
+    NEAR: tl.constexpr,
+    PHI: tl.constexpr,
+):
+    """Outputs (B, H, N, V), and for backward `merged` and, unless it is None, `spread` (B, H, N, V).
+
+    ahead: `WindowSums` of the first queries, or None. Program: TILING.chunk queries of a head.
+    """
+    C: tl.constexpr = TILING.chunk
+    VP: tl.constexpr = TILING.padded_values
+    tile = queries_of_program(seq, TILING)
+    p_q, num_valid = tile_ptr(queries, tile), tile.end - tile.at
+    p_k, p_v = head_ptr(window.keys, tile.batch, tile.kv), head_ptr(window.v, tile.batch, tile.kv)
+    dtype: tl.constexpr = p_q.dtype.element_ty
+    projection = projection_ptr(matrix, tile.kv, PHI)
+
+    starts = window_start(window, seq, tile.batch, tile.rows, NEAR)
+    oldest = tl.min(starts, 0)
+    # Angles count from the oldest place that a window of this tile can reach.
+    b_q1, b_q2, _logs = window_tile(
+        p_q, queries.row, num_valid, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI
+    )
+    near, den, row_max = no_window_sums(C, VP, NEAR, PHI)
+    if ahead is not None:
+        near, den, row_max = load_window_sums(ahead, near, den, row_max, tile, TILING)
+        oldest = tl.where(tile.at < ahead.tokens, tile.stop, oldest)
+    near, den, row_max = add_window_sums(
+        near,
+        den,
+        row_max,
+        b_q1,
+        b_q2,
+        p_k,
+        p_v,
+        projection,
+        window,
+        matrix,
+        seq,
+        tile,
+        starts,
+        oldest,
+        TILING,
+        NEAR,
+        PHI,
+    )
     # Rows past the last token have seen no keys.
     inside = tile.rows < tile.end
     den = tl.where(inside, den, 1.0)
@@ -263,6 +364,70 @@ def window_ds(
 
 
 @triton.jit
+def add_window_dq(
+    p_q,
+    q_row,
+    b_do,
+    n,
+    lse,
+    mean,
+    b_dgate,
+    window,
+    matrix,
+    seq,
+    merge_params,
+    tile,
+    starts,
+    p_dq,
+    dq_row,
+    TILING: tl.constexpr,
+    NEAR: tl.constexpr,
+    PHI: tl.constexpr,
+):
+    """Add the parts of a softmax window and of the gate to the stored gradients of a tile's queries."""
+    C: tl.constexpr = TILING.chunk
+    BK: tl.constexpr = TILING.block
+    HP: tl.constexpr = NEAR.padded_half
+    dtype: tl.constexpr = p_q.dtype.element_ty
+    num_valid = tile.end - tile.at
+    projection = projection_ptr(matrix, tile.kv, PHI)
+    b_q1, b_q2, _logs = window_tile(
+        p_q, q_row, num_valid, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI
+    )
+    b_dq1 = tl.zeros((C, HP), tl.float32)
+    b_dq2 = tl.zeros((C, HP), tl.float32)
+    for k_start in range(tl.min(starts, 0), tile.stop, BK):
+        _pdp, b_ds, b_k1, b_k2 = window_ds(
+            (b_q1, b_q2),
+            b_do,
+            n,
+            lse,
+            mean,
+            window,
+            matrix,
+            seq,
+            tile,
+            starts,
+            k_start,
+            TILING,
+            NEAR,
+            PHI,
+        )
+        b_dq1 += dot(b_ds, b_k1, dtype)
+        b_dq2 += dot(b_ds, b_k2, dtype)
+    if NEAR.rotary:
+        b_dq1, b_dq2 = apply_rotary(b_dq1, b_dq2, angles_ptr(window, NEAR.reach, NEAR), NEAR, True)
+    if merge_params.gate_weight is not None:
+        weight_a = load_gate_weight(merge_params, tile.query_head, 0, NEAR.half, HP, NEAR)
+        weight_b = load_gate_weight(
+            merge_params, tile.query_head, NEAR.half, NEAR.width - NEAR.half, HP, NEAR
+        )
+        b_dq1 += b_dgate[:, None] * weight_a[None, :]
+        b_dq2 += b_dgate[:, None] * weight_b[None, :]
+    store_halves(p_dq, dq_row, b_dq1, b_dq2, num_valid, True, NEAR)
+
+
+@triton.jit
 def merge_backward(
     queries,
     window,
@@ -278,6 +443,7 @@ def merge_backward(
     p_dproj,
     means,
     dgate,
+    later,
     TILING: tl.constexpr,
     NEAR: tl.constexpr,
     PHI: tl.constexpr,
@@ -285,12 +451,12 @@ def merge_backward(
     """Gradients of queries, `Rows` (B, H, N, D), optionally of projected queries (..., M), z, and features.
 
     Also the means (B, H, N) of `window_kernels`, and `dgate` (B, H, N): the gradient of the gate's logits, or each
-    query's part of the gradient of gamma. Programs as in `merge`.
+    query's part of the gradient of gamma. later: queries before this place are left to `window_dq`; None leaves none.
+    Programs as in `merge`.
     """
     C: tl.constexpr = TILING.chunk
     BK: tl.constexpr = TILING.block
     VP: tl.constexpr = TILING.padded_values
-    HP: tl.constexpr = NEAR.padded_half
     MP: tl.constexpr = PHI.padded_rows
     LEARNED: tl.constexpr = p_dproj is not None
     tile = queries_of_program(seq, TILING)
@@ -426,39 +592,88 @@ def merge_backward(
     store_dx(p_q, tokens.row, num_valid, projection, dproj, p_dq, dq.row, p_dproj_tile, C, LEARNED, PHI)
 
     if NEAR.softmax:
-        # Add the parts of window and gate to the gradient stored above.
+        # Rows of dq are stored above, and read again.
         tl.debug_barrier()
-        b_q1, b_q2, _logs = window_tile(
-            p_q, tokens.row, num_valid, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI
-        )
-        b_dq1 = tl.zeros((C, HP), tl.float32)
-        b_dq2 = tl.zeros((C, HP), tl.float32)
-        for k_start in range(oldest, tile.stop, BK):
-            _pdp, b_ds, b_k1, b_k2 = window_ds(
-                (b_q1, b_q2),
+        now = True
+        if later is not None:
+            now = tile.at >= later
+        if now:
+            add_window_dq(
+                p_q,
+                tokens.row,
                 b_do,
                 n,
                 lse,
                 mean,
+                b_dgate,
                 window,
                 matrix,
                 seq,
+                merge_params,
                 tile,
                 starts,
-                k_start,
+                p_dq,
+                dq.row,
                 TILING,
                 NEAR,
                 PHI,
             )
-            b_dq1 += dot(b_ds, b_k1, dtype)
-            b_dq2 += dot(b_ds, b_k2, dtype)
-        if NEAR.rotary:
-            b_dq1, b_dq2 = apply_rotary(b_dq1, b_dq2, angles_ptr(window, NEAR.reach, NEAR), NEAR, True)
-        if merge_params.gate_weight is not None:
-            weight_a = load_gate_weight(merge_params, tile.query_head, 0, NEAR.half, HP, NEAR)
-            weight_b = load_gate_weight(
-                merge_params, tile.query_head, NEAR.half, NEAR.width - NEAR.half, HP, NEAR
-            )
-            b_dq1 += b_dgate[:, None] * weight_a[None, :]
-            b_dq2 += b_dgate[:, None] * weight_b[None, :]
-        store_halves(p_dq, dq.row, b_dq1, b_dq2, num_valid, True, NEAR)
+
+
+@triton.jit
+def window_dq(
+    queries,
+    window,
+    matrix,
+    seq,
+    merge_params,
+    merged,
+    do,
+    factor,
+    means,
+    dgate,
+    dq,
+    TILING: tl.constexpr,
+    NEAR: tl.constexpr,
+    PHI: tl.constexpr,
+):
+    """What `merge_backward` has left out of the gradients `dq` of the first `seq.queries` of `seq.length` queries.
+
+    factor: that of `merge_backward`'s queries; dgate: float32, read if the gate has a part of queries. For softmax
+    windows. Programs as in `merge`.
+    """
+    C: tl.constexpr = TILING.chunk
+    VP: tl.constexpr = TILING.padded_values
+    tile = queries_of_program(seq, TILING)
+    starts = window_start(window, seq, tile.batch, tile.rows, NEAR)
+    # Vectors have all queries.
+    row = tile.head.to(tl.int64) * seq.length
+    b_do = load_rows(tile_ptr(do, tile), do.row, tile.end - tile.at, C, TILING.values, VP)
+    n = near_factor(
+        merge_params, factor, tile.head, tile.query_head, tile.at, tile.first, seq.length, C, NEAR
+    )
+    lse = load_lse(merged, tile.head, tile.key_head, tile.at, seq.length, C, NEAR, PHI)
+    mean = load_vector(means + row, tile.at, seq.length, C)
+    b_dgate = mean
+    if merge_params.gate_weight is not None:
+        b_dgate = load_vector(dgate + row, tile.at, seq.length, C)
+    add_window_dq(
+        tile_ptr(queries, tile),
+        queries.row,
+        b_do,
+        n,
+        lse,
+        mean,
+        b_dgate,
+        window,
+        matrix,
+        seq,
+        merge_params,
+        tile,
+        starts,
+        tile_ptr(dq, tile),
+        dq.row,
+        TILING,
+        NEAR,
+        PHI,
+    )

@@ -13,6 +13,15 @@ from megakernel.ops.kernels.primitives import cdiv, padded
 MIN_LANDMARKS = 64
 """Fewest landmarks per segment: fewer would not fill matrix products of tiles."""
 
+QUERIES_AHEAD = 2**17
+"""Queries, counted over sequences and heads, whose windows are computed while states are exchanged. An exchange takes
+as long for shards of any length, but what is computed ahead goes through memory: 8 bytes per element of the output."""
+
+
+def queries_ahead(batch: int, heads: int, length: int, segment: int) -> int:
+    """The queries of each sequence that are computed ahead: whole segments, so that no tile is split, or all."""
+    return min(length, cdiv(cdiv(QUERIES_AHEAD, batch * heads), segment) * segment)
+
 
 def segment_blocks(phi: Phi, block_size: int, rank: int) -> int:
     """Blocks per segment: at least as many tokens as in kernel attention, and at least MIN_LANDMARKS landmarks."""
@@ -25,6 +34,14 @@ def tile_sizes(
     phi: Phi, near: NearParams, size: int, values: int, capability: int
 ) -> Mapping[str, TileSizes]:
     """Kernel -> its tile sizes, for elements of `size` bytes; those of kernel attention unless FLuRKA has its own."""
+    sizes = _tile_sizes(phi, near, size, values, capability)
+    # These take over tiles of others.
+    return {**sizes, "window_forward": sizes["merge"], "window_dq": sizes["merge_backward"]}
+
+
+def _tile_sizes(
+    phi: Phi, near: NearParams, size: int, values: int, capability: int
+) -> Mapping[str, TileSizes]:
     sizes = {**tiles.tile_sizes(phi, size, capability)}
     sizes |= dict.fromkeys(("pool", "pool_backward"), TileSizes(16, 16, 4))
     has_wgmma = capability in WGMMA_CAPABILITIES

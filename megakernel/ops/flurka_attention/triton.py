@@ -19,7 +19,14 @@ from torch import Tensor
 from megakernel.ops.documents import sees_far, token_positions
 from megakernel.ops.feature_maps import named
 from megakernel.ops.flurka_attention import chunked, decode, merge_kernels, pool_kernels, window_kernels
-from megakernel.ops.flurka_attention.arguments import Merged, MergeParams, NearParams, Pools, Window
+from megakernel.ops.flurka_attention.arguments import (
+    Merged,
+    MergeParams,
+    NearParams,
+    Pools,
+    Window,
+    WindowSums,
+)
 from megakernel.ops.flurka_attention.block_tables import block_tables, ends_of_blocks
 from megakernel.ops.flurka_attention.options import FlurkaInputs, FlurkaOptions
 from megakernel.ops.flurka_attention.tensors import (
@@ -29,7 +36,7 @@ from megakernel.ops.flurka_attention.tensors import (
     FlurkaStatic,
     SavedLandmarks,
 )
-from megakernel.ops.flurka_attention.tiles import segment_blocks, tile_sizes
+from megakernel.ops.flurka_attention.tiles import queries_ahead, segment_blocks, tile_sizes
 from megakernel.ops.kernel_attention import kernels
 from megakernel.ops.kernel_attention.triton import (
     bwd_dkv,
@@ -315,18 +322,49 @@ class FlurkaLaunches(NamedTuple):
         matrix = self.matrix.split(saved.terms)
         return queries, self.window, saved.keys, matrix, state, self.seq, self.merge_params
 
-    def read(self, queries: FlurkaQueryTensors, saved: SavedLandmarks, state: State) -> FlurkaOutputs:
+    def ahead(self) -> tuple[int, Launcher]:
+        """The queries of a sequence that are computed while states are exchanged, and the launcher for them."""
+        q, launcher = self.queries.pointer, self.launcher
+        count = queries_ahead(len(q), q.shape[1], q.shape[2], launcher.segment)
+        return count, launcher._replace(seq=launcher.seq._replace(queries=count))
+
+    def read_ahead(self, queries: FlurkaQueryTensors, saved: SavedLandmarks) -> WindowSums:
+        """See `Launches`: the windows of the first queries."""
+        launches, (count, launcher) = self.with_merge(queries), self.ahead()
+        lead = (*queries.q.shape[:2], count)
+        near = queries.q.new_empty(*lead, launcher.values, dtype=torch.float32)
+        ahead = WindowSums(near, near.new_empty(lead), near.new_empty(lead), count)
+        matrix = self.matrix.split(saved.terms)
+        inputs = (self.queries, launches.window, matrix, self.seq._replace(queries=count))
+        kernel, batch, grid = merge_kernels.window_forward, len(queries.q), Grid.QUERY_TILES
+        launcher.launch(kernel, batch, *inputs, ahead, grid=grid, NEAR=launches.near)
+        return ahead
+
+    def read(
+        self,
+        queries: FlurkaQueryTensors,
+        saved: SavedLandmarks,
+        state: State,
+        ahead: WindowSums | None = None,
+    ) -> FlurkaOutputs:
         """See `Launches`."""
         launches, outputs = self.with_merge(queries), self.output_buffers(queries)
         inputs = launches.merge_inputs(self.queries, saved, state)
         spread = self.rows_of_spread(outputs.spread)
-        buffers = (Rows.to_write(outputs.out), spread, launches.merged(outputs))
+        buffers = (Rows.to_write(outputs.out), spread, launches.merged(outputs), ahead)
         kernel, batch, grid = merge_kernels.merge, len(queries.q), Grid.QUERY_TILES
         self.launcher.launch(kernel, batch, *inputs, *buffers, grid=grid, NEAR=launches.near)
         return outputs
 
     def bwd_read(
-        self, do: Tensor, queries: FlurkaQueryTensors, saved: Saved, dq: Tensor, needs_projection: bool
+        self,
+        do: Tensor,
+        queries: FlurkaQueryTensors,
+        saved: Saved,
+        dq: Tensor,
+        needs_projection: bool,
+        *,
+        exchanges: bool = False,
     ) -> QueryBackward:
         """See `Launches`."""
         q, launcher, outputs = queries.q, self.launcher, saved.outputs
@@ -336,13 +374,29 @@ class FlurkaLaunches(NamedTuple):
             params = launches.merge_params._replace(gate=merged.logit)
             launches = launches._replace(merge_params=params)
         means, delta = torch.empty_like(merged.factor), torch.empty_like(merged.factor)
-        dmerge = torch.empty_like(merged.factor if queries.gate is None else queries.gate)
+        # `window_dq` multiplies what `merge_backward` stores of the gate's gradient, which must not be rounded before.
+        gate_dtype = torch.float32 if queries.gate is None else queries.gate.dtype
+        is_exact = exchanges and queries.gate_weight is not None
+        dmerge = torch.empty_like(merged.factor, dtype=torch.float32 if is_exact else gate_dtype)
         tokens = Tokens(self.queries, *launcher.feature_buffers(q))
         bwd_queries = Queries(tokens, Rows.of(do), merged.factor, delta, merged.scale)
         dproj = self._projected(q) if needs_projection else None
         inputs = launches.merge_inputs(bwd_queries, saved.keys, saved.state)
         of_forward = (merged, Rows.of(outputs.out), self.rows_of_spread(outputs.spread))
-        arguments = (len(do), *inputs, *of_forward, Rows.to_write(dq), dproj, means, dmerge)
+        later, finish_dq = None, None
+        # Under phi, the gradients of a query's features through window and landmarks are one sum.
+        if exchanges and self.near.softmax:
+            later, of_first = self.ahead()
+            matrix, seq = self.matrix.split(saved.keys.terms), self.seq._replace(queries=later)
+            finish_dq = partial(
+                of_first.launch,
+                *(merge_kernels.window_dq, len(do), self.queries, launches.window, matrix, seq),
+                *(launches.merge_params, merged, bwd_queries.grad, merged.factor, means, dmerge),
+                Rows.to_write(dq),
+                grid=Grid.QUERY_TILES,
+                NEAR=launches.near,
+            )
+        arguments = (len(do), *inputs, *of_forward, Rows.to_write(dq), dproj, means, dmerge, later)
         grid = Grid.QUERY_TILES
         launcher.launch(merge_kernels.merge_backward, *arguments, grid=grid, NEAR=launches.near)
         if launcher.stores_features:
@@ -354,7 +408,7 @@ class FlurkaLaunches(NamedTuple):
             if queries.far_weight is not None:
                 grads = grads._replace(far_weight=dfar_weight)
         else:
-            grads = grads._replace(gate=dmerge)
+            grads = grads._replace(gate=dmerge.to(gate_dtype))
         if queries.gate_weight is not None:
             products = products_of_tokens(dmerge.to(q.dtype)[..., None], q, q.shape[1])
             grads = grads._replace(gate_weight=products[:, 0].to(queries.gate_weight.dtype))
@@ -362,7 +416,7 @@ class FlurkaLaunches(NamedTuple):
             None if dproj is None else cache(partial(products_of_tokens, dproj, q, self.seq.heads))
         )
         op_saved = _MergeBackward(launches, merged, means, dmerge, dfar_weight)
-        return QueryBackward(bwd_queries, grads, projection_grad, op_saved)
+        return QueryBackward(bwd_queries, grads, projection_grad, op_saved, finish_dq)
 
     def sum_queries(self, queries: Queries, length: int) -> State:
         """See `Launches`."""

@@ -335,7 +335,12 @@ class KernelLaunches(NamedTuple):
         launcher.launch(kernels.write_keys, len(self.k), *inputs, grid=Grid.KEY_SEGMENTS)
         return buffer, saved
 
-    def read(self, queries: KernelQueryTensors, saved: SavedKeys, state: State) -> KernelOutputs:
+    def read_ahead(self, queries: KernelQueryTensors, saved: SavedKeys) -> None:
+        """None: pairs of a segment and the state have one sum, which would go through memory in between."""
+
+    def read(
+        self, queries: KernelQueryTensors, saved: SavedKeys, state: State, ahead: None = None
+    ) -> KernelOutputs:
         """See `Launches`."""
         q, outputs = queries.q, self.output_buffers(queries)
         scale = saved.scale if self.launcher.phi.unbounded else None
@@ -346,9 +351,16 @@ class KernelLaunches(NamedTuple):
         return outputs
 
     def bwd_read(
-        self, do: Tensor, queries: KernelQueryTensors, saved: Saved, dq: Tensor, needs_projection: bool
+        self,
+        do: Tensor,
+        queries: KernelQueryTensors,
+        saved: Saved,
+        dq: Tensor,
+        needs_projection: bool,
+        *,
+        exchanges: bool = False,
     ) -> QueryBackward:
-        """See `Launches`."""
+        """See `Launches`; leaves nothing to `finish_dq`."""
         launcher, q, (out, reciprocal) = self.launcher, queries.q, saved.outputs
         dproj = self._projected(q) if needs_projection else None
         bwd_queries = Queries(

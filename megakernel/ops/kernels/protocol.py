@@ -75,6 +75,9 @@ class QueryBackward(NamedTuple):
     op_saved: Any = None
     """Other inputs of the op's `bwd_write`."""
 
+    finish_dq: Callable[[], None] | None = None
+    """Launches that complete the gradient of q, of a `bwd_read` that has left some to them."""
+
 
 class StateGradients(NamedTuple):
     """A state, and the gradients of its sums and normalizers."""
@@ -123,13 +126,29 @@ class Launches(Protocol):
     def write(self) -> tuple[State, Any]:
         """The sums over the keys of each segment, and tensors of keys to save for backward."""
 
-    def read(self, queries: Any, saved: Any, state: State) -> Any:
-        """The output `out`, and other tensors to save. queries: the op's tensors of queries; saved: from `write`."""
+    def read_ahead(self, queries: Any, saved: Any) -> Any:
+        """Part of `read` that needs no state, for launches while it is exchanged; None if the op has no such part."""
+
+    def read(self, queries: Any, saved: Any, state: State, ahead: Any = None) -> Any:
+        """The output `out`, and other tensors to save.
+
+        queries: the op's tensors of queries; saved: from `write`; ahead: from `read_ahead`.
+        """
 
     def bwd_read(
-        self, do: Tensor, queries: Any, saved: Saved, dq: Tensor, needs_projection: bool
+        self,
+        do: Tensor,
+        queries: Any,
+        saved: Saved,
+        dq: Tensor,
+        needs_projection: bool,
+        *,
+        exchanges: bool = False,
     ) -> QueryBackward:
-        """Gradients of queries. dq: a buffer for that of q. needs_projection: whether the projection needs one, too."""
+        """Gradients of queries. dq: a buffer for that of q. needs_projection: whether the projection needs one, too.
+
+        exchanges: leave to `finish_dq` what `sum_queries` does not need, for launches while states are exchanged.
+        """
 
     def sum_queries(self, queries: Queries, length: int) -> State:
         """What each segment's queries add to the gradient of the state that enters it, over `length` tokens."""

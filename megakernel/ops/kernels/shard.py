@@ -1,9 +1,12 @@
 """An op on one shard of a sequence: sum its keys, exchange states with other ranks, and read the entering state.
 
-Every kernel over tokens runs once. `_Write` computes what the keys add to the outgoing state, which is exchanged; then
-`_Read` computes outputs. Backward runs `_Read` first, for the gradients of queries and of the entering state, which
-starts the exchange of gradients. While that is in flight, it runs `_Overlap`. `_Write` comes last: the gradient of the
-outgoing state enters the states of queries from the right, and the gradients of keys are computed.
+`_Write` computes what the keys add to the outgoing state, which is exchanged; then `_Read` computes outputs. Backward
+runs `_Read` first, for the gradient of the entering state, which starts the exchange of gradients. `_Write` comes last:
+the gradient of the outgoing state enters the states of queries from the right, and the gradients of keys are computed.
+
+While states or their gradients are in flight, `_Overlap` runs: forward, what outputs need besides the state
+(`Launches.read_ahead`); backward, the rest of the queries' gradients (`QueryBackward.finish_dq`) and their part of the
+projection's. Everything is computed once.
 """
 
 from collections.abc import Sequence
@@ -38,6 +41,7 @@ class Shard:
         """q: (B, H, N, d); options: of the type `op.options`."""
         self.op, self.options, self.q = op, options, q.detach()
         self.written: tuple[Launches, State, Any] | None = None
+        self.ahead: Any = None
         self.query_backward: tuple[Launches, QueryBackward, State, State | None, StateGradients] | None = None
         self.key_grads: Sequence[Tensor] = ()
         """Buffers for the gradients of k and v."""
@@ -53,23 +57,32 @@ class Shard:
         self.q = self.q.new_empty(*self.q.shape[:2], 0, self.q.shape[3])
         return added, saved
 
+    def read_ahead(self, queries: QueryTensors) -> None:
+        """The part of `read` that needs no state."""
+        assert self.written is not None
+        launches, _, saved = self.written
+        self.ahead = launches.read_ahead(queries, saved)
+
     def read(self, first: State, queries: QueryTensors) -> tuple[Any, Any, State]:
         """What `Launches.read` returns, and what else backward needs: from `write`, and the states of segments."""
         assert self.written is not None
-        launches, buffer, saved = self.written
-        self.written = None
+        (launches, buffer, saved), ahead = self.written, self.ahead
+        self.written = self.ahead = None
         seq = launches.seq
         entering, *_ = launches.launcher.pass_states(buffer, first, seq, seq.length, reverse=False)
-        return launches.read(queries, saved, entering), saved, entering
+        return launches.read(queries, saved, entering, ahead), saved, entering
 
     def bwd_read(
         self, do: Tensor, first: State, queries: QueryTensors, keys: KeyTensors, saved: Saved
     ) -> tuple[tuple[Tensor, Tensor], Any]:
-        """Gradients of the first state's sums and normalizers, and of the tensors of queries."""
+        """Gradients of the first state's sums and normalizers, and of the tensors of queries.
+
+        That of q is complete after `finish_dq`.
+        """
         launches = self.op.launches(self.options, queries.q, keys)
         needs_projection = keys.projection is not None and keys.projection.requires_grad
         dq, *self.key_grads = gradient_buffers(queries.q, keys.k, keys.v)
-        query_backward = launches.bwd_read(do, queries, saved, dq, needs_projection)
+        query_backward = launches.bwd_read(do, queries, saved, dq, needs_projection, exchanges=True)
         launcher, seq = launches.launcher, launches.seq
         buffer = launches.sum_queries(query_backward.queries, seq.length)
         _, of_first, _ = launcher.pass_states(buffer, None, seq, seq.length, reverse=True, keep=False)
@@ -77,6 +90,16 @@ class Shard:
         entered = saved.state if seq.decay is not None and seq.queries > 0 else None
         self.query_backward = launches, query_backward, buffer, entered, StateGradients(first, grads)
         return grads, query_backward.grads
+
+    def finish_dq(self) -> Tensor:
+        """The gradient of q, and the queries' part of the projection's, which `bwd_write` adds."""
+        assert self.query_backward is not None
+        query_backward = self.query_backward[1]
+        for finish in (query_backward.finish_dq, query_backward.projection_grad):
+            if finish is not None:
+                finish()
+        dq: Tensor = query_backward.grads.q
+        return dq
 
     def bwd_write(self, grads: tuple[Tensor, Tensor], added: State, keys: KeyTensors, saved: Any) -> Any:
         """Gradients of the tensors of keys. grads: of the sums and normalizers of `added`, the state from `write`.
@@ -118,10 +141,11 @@ def attend(
     sums, norms, logs, dependency = _Write.apply(shard, *keys)
     added = unpack_state(sums, norms, logs, phi, value_dim)
     pending = exchange(added, carries)
-    dependency = _Overlap.apply(shard, dependency)
+    dependency, q = _Overlap.apply(shard, dependency, *queries)
     first = pending.wait()
     packed = pack_state(first, phi, value_dim)
-    return op.outputs(*_Read.apply(shard, dependency, *packed, *queries, *keys)), first, added
+    read = op.queries(*queries)._replace(q=q)
+    return op.outputs(*_Read.apply(shard, dependency, *packed, *read, *keys)), first, added
 
 
 class _Write(torch.autograd.Function):
@@ -146,18 +170,20 @@ class _Write(torch.autograd.Function):
 
 
 class _Overlap(torch.autograd.Function):
+    """Returns the dummy tensor, and q: its gradient passes through here, because `_Read` leaves it incomplete."""
+
     @staticmethod
-    def forward(ctx: Any, shard: Shard, dependency: Tensor) -> Tensor:
-        ctx.shard = shard
-        return torch.empty_like(dependency)
+    def forward(ctx: Any, shard: Shard, dependency: Tensor, *queries: Tensor | None) -> tuple[Tensor, Tensor]:
+        tensors = shard.op.queries(*queries)
+        shard.read_ahead(tensors)
+        ctx.shard, ctx.others = shard, len(queries) - 1
+        ctx.set_materialize_grads(False)
+        return torch.empty_like(dependency), tensors.q.detach()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dependency: Tensor) -> Tensors:
-        projection_grad = ctx.shard.query_backward[1].projection_grad
-        if projection_grad is not None:
-            projection_grad()
-        return None, dependency
+    def backward(ctx: Any, dependency: Tensor | None, _: None) -> Tensors:
+        return None, dependency, ctx.shard.finish_dq(), *(None,) * ctx.others
 
 
 class _Read(torch.autograd.Function):
@@ -180,4 +206,5 @@ class _Read(torch.autograd.Function):
         saved = Saved(op.outputs(*outputs), op.saved(*of_keys), State(*state))
         inputs = (State(*first), op.queries(*queries), op.keys(*keys))
         of_first, of_queries = ctx.shard.bwd_read(do, *inputs, saved)
+        of_queries = of_queries._replace(q=None)  # `_Overlap` returns it
         return None, do.new_zeros(()), *of_first, None, *of_queries, *(None,) * len(keys)

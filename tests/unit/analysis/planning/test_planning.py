@@ -307,7 +307,8 @@ def test_only_trained_weights_have_gradients_and_optimizer_state(trained, zero):
     assert parts["weights"] == 2 * job.parameters[0]
     assert parts["optimizer"] == 12 * job.trained[0] / 2
     assert 0 < parts["gradients"] <= 4 * job.trained[0]
-    assert parts["exchange"] <= 6 * job.trained[0]
+    # Two buckets in bfloat16, and what is reduced in float32.
+    assert parts["exchange"] <= 8 * job.trained[0]
     gradients = next(one for one in step_transfers(job, 0) if one.operation != "all_gather")
     assert gradients.bytes in (4 * job.trained[0], 4 * job.trained[0] * job.micro_batches)
 
