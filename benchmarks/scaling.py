@@ -9,10 +9,7 @@ their counts stand for the others.
 """
 
 import os
-import pickle
 import random
-import shutil
-import sys
 import tempfile
 import threading
 from collections import Counter, deque
@@ -27,14 +24,15 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch.distributed import distributed_c10d
 
+from benchmarks.file_operations import file_operations
 from benchmarks.page import docstring_parser, page_header, table, table_row
+from benchmarks.scaling_data import blend_counts, merge_counts, part_counts, start_counts
 from launch.slurm import collectives, preflight
 from megakernel.checkpoint.folder import CheckpointFolder
 from megakernel.checkpoint.manifest import SavedCheckpoint, SavedFile, SavedProgress, flushed, write_manifest
-from megakernel.config import Parallel
+from megakernel.config import Config, Parallel
 from megakernel.config.cluster import Cluster
 from megakernel.parallel import Mesh
 from megakernel.parallel import mesh as mesh_of
@@ -300,6 +298,46 @@ def save_counts(root: Path) -> Counts:
     }
 
 
+def prune_counts(nodes: int, tasks: int, root: Path, keep: int = 3) -> Counts:
+    """File operations of rank 0's thread for a save: to publish a checkpoint with a file of each rank, and to prune."""
+    size = nodes * tasks
+    folder = CheckpointFolder(root, keep=keep)
+
+    def write(partial: Path) -> dict[str, SavedFile]:
+        for rank in range(size):
+            (partial / f"rank_{rank}").write_bytes(b"x")
+        # Other ranks have flushed theirs, and send rank 0 the checksums.
+        return {f"rank_{rank}": SavedFile(1, "0") for rank in range(size)}
+
+    counted: dict[str, int] = {}
+    with patch.object(os, "fsync", lambda handle: None):
+        for step in range(1, keep + 3):
+            for name in ("_publish", "_prune"):
+                counted[name] = 0
+
+            def count(name: str) -> Callable[..., Any]:
+                call = getattr(CheckpointFolder, name)
+
+                def counting(self: CheckpointFolder, *arguments: Any) -> Any:
+                    with file_operations(root) as operations:
+                        result = call(self, *arguments)
+                    counted[name] = len(operations)
+                    return result
+
+                return counting
+
+            with (
+                patch.object(CheckpointFolder, "_publish", count("_publish")),
+                patch.object(CheckpointFolder, "_prune", count("_prune")),
+            ):
+                folder.save(SavedProgress(step, 0, 0, {}, {}), write)
+    return {
+        "save: file operations of rank 0 to publish, for a file of a rank": counted["_publish"] / size,
+        f"save: file operations of rank 0 to prune, keeping {keep}, for a file of a rank": counted["_prune"]
+        / size,
+    }
+
+
 def manifest_counts(nodes: int, tasks: int, folder: Path) -> Counts:
     """Bytes of a checkpoint's manifest, which rank 0 reads and broadcasts."""
     size = nodes * tasks
@@ -389,6 +427,66 @@ def _built_groups(parallel: Parallel, size: int) -> tuple[int, int]:
     return calls, groups
 
 
+WEIGHTS = {"num_layers": 32, "hidden_size": 64, "num_heads": 8, "vocab_size": 1024}
+"""A model of as many layers as one of 7 billion weights; how often it is drawn does not depend on their width."""
+
+
+def weight_counts(nodes: int, tasks: int) -> Counts:
+    """The share of a model's initial weights that a rank draws: without `LayerStart`, and the most of some ranks."""
+    size = nodes * tasks
+    whole, _ = _drawn(Parallel(tensor=TENSOR), 0, size, shares=False)
+    ranks = [0, min(TENSOR, size - 1), size - 1]
+    drawn, broadcasts = zip(*(_drawn(Parallel(tensor=TENSOR), rank, size, shares=True) for rank in ranks))
+    return {
+        "initial weights: percent that a process draws at most": 100 * max(drawn) / whole,
+        "initial weights: broadcasts that a process takes part in": max(broadcasts),
+    }
+
+
+def _drawn(parallel: Parallel, rank: int, size: int, shares: bool) -> tuple[int, int]:
+    """Numbers that a rank draws for the initial weights, and broadcasts that it takes part in."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from megakernel.model import build_model
+    from megakernel.model.settings import ModelSettings, model_settings
+    from megakernel.model.start import LayerStart
+
+    init, draw = dist.init_process_group, ModelSettings.draw
+    numbers = broadcasts = 0
+
+    def broadcast(*_: Any, **__: Any) -> None:
+        nonlocal broadcasts
+        broadcasts += 1
+
+    def counting(self: ModelSettings, matrix: torch.Tensor, fill: Callable[[torch.Tensor], object]) -> None:
+        def count(whole: torch.Tensor) -> None:
+            nonlocal numbers
+            numbers += whole.numel()
+            fill(whole)
+
+        draw(self, matrix, count)
+
+    config = Config(
+        run={"name": "weights"},
+        model=WEIGHTS,
+        parallel=parallel,
+        data={"train": ["corpus"]},
+        training={"steps": 1, "seq_len": 64, "global_batch_size": size},
+    )
+    with (
+        patch.object(mesh_of, "connect_store", lambda *_: FakeStore()),
+        patch.object(dist, "init_process_group", lambda _, **options: init("fake", **options)),
+        patch.object(ModelSettings, "draw", counting),
+    ):
+        mesh = Mesh.create(parallel, ProcessEnvironment(rank, size), prepare_device("cpu", 0))
+        settings = model_settings(config, mesh, WEIGHTS["vocab_size"])
+        start = LayerStart(mesh, torch.float32) if shares else None
+        with patch.object(dist, "broadcast", broadcast):
+            build_model(replace(settings, start=start))
+        mesh.destroy()
+    return numbers, broadcasts
+
+
 def failure_counts(nodes: int, tasks: int, run: Path) -> Counts:
     """Events recorded when one failure ends every process of a job at once."""
     (run / "logs" / "7" / "0").mkdir(parents=True)
@@ -398,83 +496,8 @@ def failure_counts(nodes: int, tasks: int, run: Path) -> Counts:
     return {"failure: events that one cause leaves": len(events.read(run))}
 
 
-CORPORA = 20
-"""Corpora of the start that is counted."""
-
-_AUDITED = ("open", "os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.remove", "os.utime")
-_NOT_AUDITED = ("stat", "lstat", "access")
-_watched: list[tuple[str, list[str]]] = []
-
-
-def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    if _watched and event in _AUDITED:
-        _note_operation(event, arguments[0])
-
-
-def _note_operation(operation: str, path: Any) -> None:
-    for folder, operations in _watched:
-        if isinstance(path, str | bytes | os.PathLike) and os.fsdecode(path).startswith(folder):
-            operations.append(f"{operation} {os.fsdecode(path)}")
-
-
-@contextmanager
-def file_operations(folder: Path) -> Iterator[list[str]]:
-    """The operations of this process on files below a folder, while inside; with their paths."""
-    if not _watched:
-        sys.addaudithook(_audit)  # one stays for ever, and then does nothing
-    entry: tuple[str, list[str]] = (str(folder), [])
-    with ExitStack() as stack:
-        for name in _NOT_AUDITED:
-            call = getattr(os, name)
-
-            def noted(path: Any, *arguments: Any, call: Any = call, name: str = name, **options: Any) -> Any:
-                _note_operation(name, path)
-                return call(path, *arguments, **options)
-
-            stack.enter_context(patch.object(os, name, noted))
-        _watched.append(entry)
-        stack.callback(_watched.remove, entry)
-        yield entry[1]
-
-
-def start_counts(folder: Path) -> Counts:
-    """File operations of a run's start on CORPORA prepared folders."""
-    from data_pipeline.corpus import Corpora
-    from data_pipeline.loader import TrainingBatches
-    from data_pipeline.order import Share
-    from data_pipeline.prepare import PrepareRequest, prepare
-    from megakernel.config import Config
-
-    (folder / "text").mkdir(parents=True)
-    for number in range(9):
-        (folder / "text" / f"{number}.txt").write_text(f"text {number} " * 50)
-    request = PrepareRequest(source=[str(folder / "text")], tokenizer="byte", validation_fraction=0.2)
-    corpora = folder / "corpora"
-    prepare(request, corpora / "0", workers=1, overwrite=False, console=Console(quiet=True))
-    for number in range(1, CORPORA):
-        shutil.copytree(corpora / "0", corpora / str(number))
-    config = Config(
-        run={"name": "start"},
-        model={"num_layers": 1, "hidden_size": 64, "num_heads": 2},
-        data={"train": sorted(map(str, corpora.iterdir())), "index_cache": folder / "index"},
-        training={"steps": 10, "seq_len": 64, "global_batch_size": 8},
-    )
-    counts: Counts = {}
-    for start in ("first start", "later start"):
-        with file_operations(corpora) as operations:
-            opened = Corpora(config.data)
-        counts[f"data, {start}: file operations of rank 0 for a corpus"] = len(operations) / CORPORA
-    sent = pickle.dumps(opened)
-    TrainingBatches(config, opened, Share())  # builds the indices
-    with file_operations(folder) as operations:
-        TrainingBatches(config, pickle.loads(sent), Share(), builds_index=False)
-    counts["data: file operations of each other rank"] = len(operations)
-    counts["data: bytes that a rank receives for a corpus"] = len(sent) / CORPORA
-    return counts
-
-
 def counts(nodes: int, tasks: int) -> Counts:
-    """The counts of all parts."""
+    """The counts of a job of so many nodes."""
     with tempfile.TemporaryDirectory() as folder:
         return {
             **preflight_counts(nodes, tasks),
@@ -483,8 +506,24 @@ def counts(nodes: int, tasks: int) -> Counts:
             **manifest_counts(nodes, tasks, Path(folder, "step_1")),
             **failure_counts(nodes, tasks, Path(folder, "run")),
             **group_counts(nodes, tasks),
-            **start_counts(Path(folder, "data")),
+            **weight_counts(nodes, tasks),
+            **prune_counts(nodes, tasks, Path(folder, "pruned")),
         }
+
+
+def data_counts() -> Counts:
+    """Counts that do not depend on the number of processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        return {
+            **start_counts(Path(folder, "data")),
+            **blend_counts(Path(folder, "blend")),
+            **merge_counts(Path(folder, "merge")),
+            **part_counts(Path(folder, "parts")),
+        }
+
+
+def _shown(count: float) -> str:
+    return f"{count:,.0f}" if count >= 10 or count == round(count) else f"{count:.2g}"
 
 
 def main() -> None:
@@ -493,7 +532,8 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=1024)
     parser.add_argument("--tasks", type=int, default=8, help="processes of each node")
     args = parser.parse_args()
-    rows = (table_row([name, f"{count:,.0f}"]) for name, count in counts(args.nodes, args.tasks).items())
+    found = {**counts(args.nodes, args.tasks), **data_counts()}
+    rows = (table_row([name, _shown(count)]) for name, count in found.items())
     head = page_header("Overhead of a large job besides its training", "python -m benchmarks.scaling")
     print("\n".join([*head, *table(["", f"{args.nodes} nodes x {args.tasks}"], rows)]))
 

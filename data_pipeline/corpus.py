@@ -87,6 +87,8 @@ class Corpora:
         self._opened: dict[tuple[str, int], list[PreparedCorpus]] = {}
         self._manifests: dict[Path, Manifest] = {}
         self._tokenizers_verified: set[Path] = set()
+        self._splits_verified: dict[tuple[Path, str], tuple[Path, Manifest]] = {}
+        """Place and split -> its folder and manifest."""
         for stage in range(len(data.stages) + 1):
             self.of_split("train", stage)
         if validation:
@@ -220,12 +222,11 @@ class Corpora:
         """The corpora, read as far as data.verify asks for; token files of Megatron with their manifests."""
         key = self._data.key_of(split, stage)
 
-        def verify(corpus: PreparedCorpus) -> PreparedCorpus:
+        def verify(corpus: PreparedCorpus) -> tuple[Path, Manifest]:
             if corpus.token_prefix is not None:
-                folder, manifest = megatron_files.open_files(key, corpus.token_prefix, self._data, read=True)
-                return replace(corpus, folder=folder, manifest=manifest)
+                return megatron_files.open_files(key, corpus.token_prefix, self._data, read=True)
             if self._data.verify != "full":
-                return corpus
+                return corpus.folder, corpus.manifest
             try:
                 if corpus.folder not in self._tokenizers_verified:
                     verify_tokenizer(corpus.folder, corpus.manifest, self._markers)
@@ -233,10 +234,21 @@ class Corpora:
                 verify_split(corpus.folder, corpus.manifest, split, self._markers)
             except UserError as error:
                 raise UserError(f"{key}={corpus.folder} {error}; {_REMEDY}") from None
-            return corpus
+            return corpus.folder, corpus.manifest
 
+        # A corpus may be listed twice, and in several stages; it is read once.
+        places = [
+            (corpus.token_prefix, "") if corpus.token_prefix is not None else (corpus.folder, split)
+            for corpus in corpora
+        ]
+        known = self._splits_verified
+        unread = {place: corpus for place, corpus in zip(places, corpora) if place not in known}
         with ThreadPoolExecutor(_VERIFYING_THREADS) as threads:
-            return list(threads.map(verify, corpora))
+            known.update(zip(unread, threads.map(verify, unread.values())))
+        return [
+            replace(corpus, folder=folder, manifest=manifest)
+            for corpus, (folder, manifest) in zip(corpora, map(known.__getitem__, places))
+        ]
 
 
 def _read_manifest(key: str, path: Path) -> Manifest:

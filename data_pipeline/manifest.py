@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,32 @@ class LabelsRecord(_Record):
 
     files: dict[str, FileRecord]
     """Split -> record of SPLIT.labels.npy."""
+
+
+@dataclass(frozen=True)
+class SourcePart:
+    """Which part of a source's files a folder was prepared from (`prepare --part NUMBER/COUNT`)."""
+
+    number: int
+    """From 0 on."""
+
+    count: int
+
+    files: str
+    """SHA-256 of the paths, sizes and times of change of the files of all parts."""
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    @property
+    def source(self) -> tuple[str, int]:
+        """Equal for the parts that belong together."""
+        return self.files, self.count
+
+    @staticmethod
+    def of(manifest: "Manifest") -> "SourcePart | None":
+        """The part that a folder holds; None for a whole source."""
+        return SourcePart(**manifest.source["part"]) if "part" in manifest.source else None
 
 
 class Manifest(_Record):

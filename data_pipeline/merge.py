@@ -1,9 +1,9 @@
 """Several prepared folders to one: the token files one after the other, with one index."""
 
 import hashlib
-import os
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,11 +12,19 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from data_pipeline.manifest import FileRecord, Manifest, ScoredRecord, SplitRecord, check_same_tokenizer
+from data_pipeline.manifest import (
+    FileRecord,
+    Manifest,
+    ScoredRecord,
+    SourcePart,
+    SplitRecord,
+    check_same_tokenizer,
+)
 from data_pipeline.partial_folder import PartialFolder, resumable_folder
 from data_pipeline.source_names import is_prepared
-from data_pipeline.token_files import TokenFile, scored_prefix, write_index
+from data_pipeline.token_files import HashingWriter, TokenFile, scored_prefix, write_index
 from data_pipeline.verification import check_unchanged, verify_tokenizer
+from megakernel.config.cluster import number_ranges
 from megakernel.config.errors import UserError, report_write_errors
 
 CHUNK = 2**24
@@ -39,22 +47,26 @@ def merge(folders: Sequence[Path], out: Path, *, overwrite: bool, console: Conso
     """Merge prepared folders into `out`; None if they were merged into it before.
 
     Every file is compared with its manifest while it is copied. The folder appears complete or not at all; if the
-    process is ended, the same command goes on after the last 4 GB. Documents keep the split that they are in. Raises
-    UserError for folders that do not belong together.
+    process is ended, the same command goes on after the last 4 GB. Documents keep the split that they are in. The parts
+    of one source (`prepare --part`) are merged in its order. Raises UserError for folders that do not belong together,
+    and if a part is missing.
     """
     manifests = {folder: _read(folder) for folder in folders}
-    if len(manifests) < 2:
+    if len(folders) < 2:
         raise UserError(f"{folders[0]} is the only folder; give two or more")
-    places = [folder.resolve() for folder in folders]
-    if twice := [folder for folder, place in zip(folders, places) if places.count(place) > 1]:
-        raise UserError(f"{twice[0]} is given twice; its documents would be, too")
-    first = manifests[folders[0]]
+    places: dict[Path, Path] = {}
+    for folder in folders:
+        if places.setdefault(folder.resolve(), folder) is not folder:
+            raise UserError(f"{folder} is given twice; its documents would be, too")
+    manifests = _in_order_of_parts(manifests)
+    first_folder, first = next(iter(manifests.items()))
     for folder, manifest in manifests.items():
-        _check_alike(folders[0], first, folder, manifest)
-        try:
-            verify_tokenizer(folder, manifest)
-        except UserError as error:
-            raise UserError(f"{folder} {error}; copy it from where it was prepared") from None
+        _check_alike(first_folder, first, folder, manifest)
+    try:
+        # The one that is copied. The others have its hash in their manifests; loading each would take hours.
+        verify_tokenizer(first_folder, first)
+    except UserError as error:
+        raise UserError(f"{first_folder} {error}; copy it from where it was prepared") from None
     arguments = {
         "merged": [
             {"folder": str(folder.resolve()), **{s: r.bin.sha256 for s, r in manifest.splits.items()}}
@@ -79,7 +91,7 @@ def merge(folders: Sequence[Path], out: Path, *, overwrite: bool, console: Conso
         copied = _copy(list(_parts(manifests)), partial, console)
         splits = {split: _finish(partial.path, split, manifests, copied) for split in _splits(manifests)}
         # Of conversations all folders have one template, which is with the tokenizer.
-        shutil.copytree(folders[0] / "tokenizer", partial.path / "tokenizer", dirs_exist_ok=True)
+        shutil.copytree(first_folder / "tokenizer", partial.path / "tokenizer", dirs_exist_ok=True)
         merged = first.model_copy(
             update={
                 "source": {"kind": "merged folders", "folders": len(manifests)},
@@ -101,6 +113,36 @@ def _read(folder: Path) -> Manifest:
             f"{folder} has a class for every document; prepare all labelled sources with one `megakernel prepare`"
         )
     return manifest
+
+
+def _in_order_of_parts(manifests: dict[Path, Manifest]) -> dict[Path, Manifest]:
+    """The folders, those of each source that was prepared in parts in the order of the parts.
+
+    Raises UserError unless each part is there once, of the same files.
+    """
+    sources: dict[Any, dict[int, Path]] = {}
+    for folder, manifest in manifests.items():
+        if (part := SourcePart.of(manifest)) is None:
+            continue
+        parts = sources.setdefault(part.source, {})
+        if (other := parts.setdefault(part.number, folder)) is not folder:
+            raise UserError(f"{folder} and {other} are both part {part}; leave one out")
+    for (_, count), parts in sources.items():
+        if missing := [number for number in range(count) if number not in parts]:
+            first, ranges = next(iter(parts.values())), number_ranges(missing)
+            same_count = [one for one in sources if one[1] == count]
+            why = "" if len(same_count) == 1 else ", because the source's files changed between the parts"
+            raise UserError(
+                f"{first} is one of {count} parts of a source, and part {ranges} is not given{why}; prepare it with "
+                f"--part {missing[0]}/{count}, or name its folder"
+            )
+    ordered: dict[Path, Manifest] = {}
+    for folder, manifest in manifests.items():
+        part = SourcePart.of(manifest)
+        of_source = {0: folder} if part is None else sources[part.source]
+        for number in sorted(of_source):
+            ordered.setdefault(of_source[number], manifests[of_source[number]])
+    return ordered
 
 
 def _check_alike(first_folder: Path, first: Manifest, folder: Path, manifest: Manifest) -> None:
@@ -136,10 +178,11 @@ def _parts(manifests: dict[Path, Manifest]) -> Iterator[_Part]:
                 yield _Part(folder / f"{split}.scored.bin", record.scored.bin, f"{split}.scored.bin")
 
 
-def _copy(parts: Sequence[_Part], partial: PartialFolder, console: Console) -> dict[str, int]:
-    """Copy the parts, each compared with its manifest; returns the size of each whole.
+def _copy(parts: Sequence[_Part], partial: PartialFolder, console: Console) -> dict[str, FileRecord]:
+    """Copy the parts, each compared with its manifest; returns the record of each whole.
 
-    Saved are the number of finished parts and the sizes of the wholes then: a whole is cut to its size to go on.
+    Saved are the number of finished parts and the sizes of the wholes then: to go on, a whole is cut to its size, and
+    read once for its checksum.
     """
     done: int = 0
     sizes: dict[str, int] = {}
@@ -148,24 +191,33 @@ def _copy(parts: Sequence[_Part], partial: PartialFolder, console: Console) -> d
         console.print(
             f"goes on from {partial.path}: {done:,} of {len(parts):,} files are copied", soft_wrap=True
         )
-        for name, size in sizes.items():
-            os.truncate(partial.path / name, size)
     total, since = sum(part.expected.size for part in parts), 0
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("copies", total=total, completed=sum(sizes.values()))
+    with (
+        ExitStack() as stack,
+        Progress(console=console, transient=True, disable=not console.is_terminal) as bar,
+    ):
+        task = bar.add_task("copies", total=total, completed=sum(sizes.values()))
+        wholes: dict[str, HashingWriter] = {}
+        for name in dict.fromkeys(part.whole for part in parts):
+            path = partial.path / name
+            stream = path.open("r+b" if sizes.get(name) else "w+b")
+            wholes[name] = stack.enter_context(HashingWriter(stream, sizes.get(name, 0)))
         for number, part in enumerate(parts[done:], start=done + 1):
-            _append(part, partial.path / part.whole, sizes.get(part.whole, 0))
-            sizes[part.whole] = sizes.get(part.whole, 0) + part.expected.size
+            _append(part, wholes[part.whole])
             since += part.expected.size
-            progress.advance(task, part.expected.size)
+            bar.advance(task, part.expected.size)
             if since >= SAVED_BYTES:
-                partial.save({"done": number, "sizes": sizes})
+                partial.save(
+                    {"done": number, "sizes": {name: whole.save() for name, whole in wholes.items()}}
+                )
                 since = 0
-    return sizes
+        for whole in wholes.values():
+            whole.save()
+    return {name: whole.record for name, whole in wholes.items()}
 
 
-def _append(part: _Part, whole: Path, size: int) -> None:
-    """Write a file behind the first `size` bytes of `whole`."""
+def _append(part: _Part, whole: HashingWriter) -> None:
+    """Copy a file to the end of its whole."""
     digest, copied = hashlib.sha256(), 0
     try:
         source = part.source.open("rb")
@@ -173,15 +225,11 @@ def _append(part: _Part, whole: Path, size: int) -> None:
         raise UserError(
             f"{part.source} cannot be read ({error.strerror}); prepare its folder again"
         ) from None
-    with source, whole.open("r+b" if size else "wb") as target:
-        target.seek(size)
+    with source:
         while chunk := source.read(CHUNK):
             digest.update(chunk)
-            target.write(chunk)
+            whole.write(chunk)
             copied += len(chunk)
-        target.truncate()
-        target.flush()
-        os.fdatasync(target.fileno())
     if FileRecord(size=copied, sha256=digest.hexdigest()) != part.expected:
         raise UserError(
             f"{part.source} is not what its manifest.json records; copy its folder from where it was prepared, or "
@@ -189,28 +237,41 @@ def _append(part: _Part, whole: Path, size: int) -> None:
         )
 
 
-def _finish(folder: Path, split: str, manifests: dict[Path, Manifest], sizes: dict[str, int]) -> SplitRecord:
+def _finish(
+    folder: Path, split: str, manifests: dict[Path, Manifest], copied: dict[str, FileRecord]
+) -> SplitRecord:
     """Write the indices of a split; returns its record."""
     of_split = {place: m.splits[split] for place, m in manifests.items() if split in m.splits}
     records = list(of_split.values())
-    files = {place: TokenFile(place / split) for place in of_split}
-    lengths = np.concatenate([file.sequence_lengths for file in files.values()])
-    dtype = next(iter(files.values())).dtype
-    for place, file in files.items():
-        if file.dtype != dtype or int(file.sequence_lengths.sum(dtype=np.int64)) != of_split[place].tokens:
+    lengths = np.empty(sum(record.documents for record in records), np.int32)
+    dtype, end = None, 0
+    for place, record in of_split.items():
+        file = TokenFile(
+            place / split
+        )  # closed before the next one: a process may open 1,024 files, often no more
+        dtype = dtype or file.dtype
+        of_file = file.sequence_lengths
+        is_as_recorded = len(of_file) == record.documents and of_file.sum(dtype=np.int64) == record.tokens
+        if file.dtype != dtype or not is_as_recorded:
             raise UserError(f"{place / split}.idx is not what its manifest.json records; prepare it again")
-    assert sizes[f"{split}.bin"] == int(lengths.sum(dtype=np.int64)) * dtype.itemsize
+        lengths[end : end + record.documents] = of_file
+        end += record.documents
+    assert dtype is not None
+    tokens = copied[f"{split}.bin"]
+    assert tokens.size == int(lengths.sum(dtype=np.int64)) * dtype.itemsize
     scored = None
     if all(record.scored is not None for record in records):
-        tokens = sum(record.scored.tokens for record in records if record.scored is not None)
-        scored = ScoredRecord(tokens=tokens, **write_index(scored_prefix(folder / split), lengths, np.uint8))
+        answers = sum(record.scored.tokens for record in records if record.scored is not None)
+        index = write_index(scored_prefix(folder / split), lengths, np.uint8)
+        scored = ScoredRecord(tokens=answers, bin=copied[f"{split}.scored.bin"], idx=index)
     known = [record.bytes for record in records if record.bytes is not None]
     return SplitRecord(
         documents=len(lengths),
         tokens=sum(record.tokens for record in records),
         bytes=sum(known) if len(known) == len(records) else None,
         scored=scored,
-        **write_index(folder / split, lengths, dtype),
+        bin=tokens,
+        idx=write_index(folder / split, lengths, dtype),
     )
 
 

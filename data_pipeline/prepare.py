@@ -40,7 +40,7 @@ from data_pipeline.document import Columns, Document
 from data_pipeline.encoding import HASHES, content_hash, encode, parallel_map
 from data_pipeline.files import recognize
 from data_pipeline.labels import write_labels
-from data_pipeline.manifest import LabelsRecord, Manifest, SplitRecord, TokenizerRecord
+from data_pipeline.manifest import LabelsRecord, Manifest, SourcePart, SplitRecord, TokenizerRecord
 from data_pipeline.partial_folder import PartialFolder, resumable_folder
 from data_pipeline.source_names import is_prepared, open_source, source_kind
 from data_pipeline.sources import BENCHMARKS, HUB, DocumentSource, is_unicode
@@ -89,6 +89,10 @@ class PrepareRequest(BaseModel):
     include: tuple[str, ...] = ()
     """File name patterns to read inside directories ('*.py'), both tables and texts."""
 
+    part: str | None = None
+    """Only part I (0 to N - 1) of N parts of the files, of about the same size, so that the jobs of an array prepare
+    one source (--part %%a/64); `megakernel merge` joins the parts."""
+
     max_documents: int | None = None
     """Read only the first documents."""
 
@@ -116,6 +120,12 @@ class PrepareRequest(BaseModel):
         second = () if self.second_text_key is None else (self.second_text_key,)
         return Columns((self.text_key, *second), self.labels, chat=self.chat)
 
+    @property
+    def part_numbers(self) -> tuple[int, int]:
+        """The numbers I and N of --part I/N, which is given."""
+        number, count = map(int, (self.part or "").split("/"))
+        return number, count
+
     def arguments(self) -> dict[str, Any]:
         """The options as JSON values; paths of sources are absolute, so that the current folder does not matter."""
         if source_kind(self.source) is None:
@@ -123,8 +133,9 @@ class PrepareRequest(BaseModel):
         else:
             source = [_with_absolute_path(self.source[0])]
         template = None if self.chat_template is None else digest(self.read_template() or "")
+        # Without parts it is absent, as in the manifests of earlier versions.
         return {
-            **self.model_dump(),
+            **self.model_dump(exclude={"part"} if self.part is None else None),
             "source": source,
             "include": list(self.include),
             "chat_template": template,
@@ -154,6 +165,8 @@ class PrepareRequest(BaseModel):
             reasons["include"] = f"chooses files of directories, and {source} names none"
         if kind in BENCHMARKS:
             reasons["validation_fraction"] = f"splits documents, and {source} is already split"
+        if kind not in (None, "stdlib"):
+            reasons["part"] = f"chooses files, and {source} has none"
         # With labels or conversations other errors say what is no table.
         if not (kind == HUB or names_folder or is_table or self.labels is not None or self.chat):
             reasons["text_key"] = f"is a column of tables, and {source} has none"
@@ -184,6 +197,7 @@ class PrepareRequest(BaseModel):
                 )
         if self.chat and self.add_bos is not None:
             raise UserError("--add-bos: the chat template says how conversations begin; leave it out")
+        self._check_part()
         for name, reason in self.without_effect().items():
             if (value := getattr(self, name)) != _DEFAULTS[name]:
                 text = " ".join(value) if isinstance(value, tuple) else value
@@ -192,6 +206,30 @@ class PrepareRequest(BaseModel):
             for text in value if isinstance(value, list) else [value]:
                 if isinstance(text, str) and not is_unicode(text):
                     raise UserError(f"--{key.replace('_', '-')} {text!a} is not UTF-8; rename it")
+
+    def _check_part(self) -> None:
+        if self.part is None:
+            return
+        if (
+            not re.fullmatch(r"\d{1,6}/\d{1,6}", self.part, re.ASCII)
+            or not self.part_numbers[0] < self.part_numbers[1]
+        ):
+            raise UserError(f"--part {self.part} is no part; write I/N, with I from 0 to N - 1")
+        if tokenizers.is_trained(self.tokenizer):
+            raise UserError(
+                f"--part {self.part}: --tokenizer {self.tokenizer} would be another one for each part; prepare some of "
+                "the text with it, and give the tokenizer/ of that folder"
+            )
+        if self.labels is not None:
+            raise UserError(
+                f"--part {self.part}: --labels {self.labels}: `megakernel merge` joins no labelled folders; prepare "
+                "them at once"
+            )
+        if self.max_documents is not None:
+            raise UserError(
+                f"--part {self.part}: --max-documents {self.max_documents} counts those of the whole source; leave "
+                "it out"
+            )
 
 
 _DEFAULTS = {name: field.default for name, field in PrepareRequest.model_fields.items()}
@@ -337,7 +375,7 @@ def _set_template(tokenizer: Tokenizer, request: PrepareRequest) -> None:
 
 
 def _open(request: PrepareRequest, workers: int) -> DocumentSource:
-    return open_source(
+    source = open_source(
         request.source,
         columns=request.columns,
         split=request.split,
@@ -345,6 +383,7 @@ def _open(request: PrepareRequest, workers: int) -> DocumentSource:
         seed=request.seed,
         workers=workers,
     )
+    return source if request.part is None else source.part(*request.part_numbers)
 
 
 def _identity(
@@ -366,6 +405,8 @@ def _summary(out: Path, manifest: Manifest, source: DocumentSource, counts: Coun
     bos = manifest.tokenizer.bos
     bos_note = "" if bos is None else f", documents begin with token {bos} (BOS)"
     yield f"{out}: tokenizer {manifest.tokenizer.kind}, vocabulary {manifest.tokenizer.vocab_size:,}{bos_note}"
+    if (part := SourcePart.of(manifest)) is not None:
+        yield f"  part {part} of the source: {source.description['files']:,} files"
     for name, split in manifest.splits.items():
         size = f"{(split.bytes or 0) / 1e6:,.1f} MB"
         answers = f", {split.scored.tokens:,} tokens of answers" if split.scored else ""
@@ -489,7 +530,7 @@ def _write_splits(
     records = {split: writer.finish() for split, writer in writers.items() if writer.documents}
     if not records:
         raise UserError(f"--source {' '.join(request.source)} holds no text; give files with text in them")
-    if "train" not in records:
+    if "train" not in records and request.part is None:
         raise UserError(
             f"--source {' '.join(request.source)} has no example to train on; give all of its files"
         )
@@ -518,11 +559,12 @@ def _sum(read: Counts, rejected: Counts) -> Counts:
 def _validation_bound(source: DocumentSource, request: PrepareRequest) -> float:
     """The `content_hash` below which documents are for validation: that fraction of all hashes.
 
-    If few documents leave a split empty, the bound moves just far enough to give it one. Reads documents only until
-    both splits have one. Raises UserError if there are no two different documents.
+    If few documents leave a split empty, the bound moves just far enough to give it one, but not for a part of a
+    source: a document must be in the same split whatever part it is in. Reads documents only until both splits have
+    one. Raises UserError if there are no two different documents.
     """
     bound = request.validation_fraction * HASHES
-    if not bound or source.has_splits:
+    if not bound or source.has_splits or request.part is not None:
         return bound
     smallest, largest = HASHES, -1
     for document in _documents(source, request):

@@ -11,6 +11,7 @@ needs only its shard.
 
 import os
 import re
+import resource
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -114,16 +115,38 @@ def index_cache(data: Data) -> Path:
 
 
 class OpenFiles:
-    """The mapped files of many corpora, of which only those used last stay open: Linux maps at most 65,530."""
+    """The mapped files of many corpora, of which only those used last stay open."""
 
     def __init__(self) -> None:
-        self.tokens = lru_cache(maxsize=_MOST_OPEN)(TokenFile)
-        self.epochs = lru_cache(maxsize=_MOST_OPEN)(_EpochIndex.read)
-        self.orders = lru_cache(maxsize=_MOST_OPEN)(_read_order)
+        most = _most_open()
+        self.tokens = lru_cache(maxsize=most)(TokenFile)
+        self.epochs = lru_cache(maxsize=most)(_EpochIndex.read)
+        self.orders = lru_cache(maxsize=most)(_read_order)
 
 
 _MOST_OPEN = 1024
-"""Token files, and indices of epochs, that stay open."""
+"""Token files, and indices of epochs, that stay open at most: Linux maps 65,530 files."""
+
+_HANDLES = 6
+"""Of a token file (2), the index of an epoch (3) and a part of one (1): Python keeps a mapped file open."""
+
+_BLENDS = 4
+"""Streams that may be open at once: those of several sequence lengths or mixtures, and validation."""
+
+_OTHER_HANDLES = 512
+"""Libraries, sockets and pipes of a process."""
+
+
+def _most_open() -> int:
+    """How many files of each kind may stay open. Raises the process's limit, often 1,024, as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _HANDLES * _BLENDS * _MOST_OPEN + _OTHER_HANDLES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY:
+        return _MOST_OPEN
+    return max(8, min(_MOST_OPEN, (soft - _OTHER_HANDLES) // (_HANDLES * _BLENDS)))
 
 
 class CorpusSamples:
@@ -168,7 +191,7 @@ class CorpusSamples:
         return self._files.tokens(scored_prefix(self._corpus.prefix(self._split)))
 
     def build(self, samples: int) -> None:
-        """Build the missing indices of the first `samples` samples, and delete unused indices.
+        """Build the missing indices of the first `samples` samples.
 
         Raises UserError if that takes more than MAX_EPOCHS epochs, or more disk space than is free.
         """
@@ -178,7 +201,6 @@ class CorpusSamples:
             self._build(part.epoch)
             if not self._is_whole(part):
                 self._build_order(part)
-        _delete_unused(self._cache)
 
     def _is_whole(self, part: EpochPart) -> bool:
         return part.first == 0 and part.end == self.per_epoch
@@ -410,7 +432,16 @@ class BlendedSamples(Blend[Tensor]):
             for corpus, reading in zip(corpora, readings)
         ]
         starts = None if places is None else [place.start for place in places]
+        self._cache = cache
         super().__init__(self.corpora, [corpus.share(split) for corpus in corpora], periodic, starts)
+
+    def build(self, samples: int) -> None:
+        """Build what reading the first `samples` samples needs, unless it exists, and delete unused indices.
+
+        Raises UserError as `CorpusSamples.build` does.
+        """
+        super().build(samples)
+        _delete_unused(self._cache)  # once, not for each corpus: it looks at the indices of all
 
     def packing(self) -> list[Packing]:
         """Packing statistics of each corpus; the index of the first epoch exists."""

@@ -6,15 +6,18 @@ texts that look like a date or a list are not converted.
 """
 
 import ast
+import json
 import re
 import sysconfig
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
-from itertools import chain, islice
+from hashlib import sha256
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -22,6 +25,7 @@ from data_pipeline.accounting import Counts, check_bad_rows
 from data_pipeline.chat import ASSISTANT, conversation
 from data_pipeline.document import Columns, Document, Label
 from data_pipeline.files import CSV, TSV, File, is_damage, open_decoded
+from data_pipeline.manifest import SourcePart
 from data_pipeline.rows import (
     BATCH,
     LONGEST_DOCUMENT,
@@ -105,6 +109,13 @@ class DocumentSource(ABC):
                 yield document
         check_bad_rows(self.counts, self.max_bad_rows, at_end=True)
 
+    def part(self, number: int, count: int) -> "DocumentSource":
+        """Part `number` (from 0 on) of `count` parts, each of consecutive files; together they are the whole source.
+
+        Raises UserError if it has no files, or fewer than parts.
+        """
+        raise UserError(f"--part {number}/{count} chooses files, and {self._place} has none; leave it out")
+
     def set_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Set the tokenizer that will encode the documents read from now on."""
         self._tokenizer = tokenizer
@@ -127,10 +138,31 @@ class Files(DocumentSource):
         self._columns = columns
 
     @property
-    def identity(self) -> list[list[Any]] | None:
+    def identity(self) -> list[list[Any]]:
         """The path, size and time of change of each file that is read."""
         stats = ((file.path, file.path.stat()) for file in self._read_files)
         return [[str(path.resolve()), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
+
+    def part(self, number: int, count: int) -> "Files":
+        """See `DocumentSource`; the parts have about the same size in bytes. Files that are left out go with others."""
+        identity = self.identity
+        if count > len(identity):
+            raise UserError(
+                f"--part {number}/{count}: the source has {len(identity)} files that are read, and a part has at least "
+                f"one; give at most {len(identity)} parts, or smaller files"
+            )
+        places = [place for place, file in enumerate(self.files) if file.format is not None]
+        sizes = list(accumulate(size for _, size, _ in identity))
+        # Part k begins with the first file whose end is behind k / count of all bytes; each other one keeps a file.
+        starts = [0]
+        for part in range(1, count):
+            start = bisect_right(sizes, part * sizes[-1] // count)
+            starts.append(min(max(start, starts[-1] + 1), len(places) - count + part))
+        cuts = [0, *(places[start] for start in starts[1:]), len(self.files)]
+        digest = sha256(json.dumps(identity).encode()).hexdigest()
+        part_of_source = asdict(SourcePart(number, count, digest))
+        chosen = self.files[cuts[number] : cuts[number + 1]]
+        return Files(chosen, self._columns, {**self.description, "part": part_of_source})
 
     def _read(self) -> Iterator[Document | BadRow]:
         for number, file in enumerate(self._read_files):

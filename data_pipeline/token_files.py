@@ -3,6 +3,7 @@
 Read and written without Megatron, whose import takes seconds and whose writer takes 200 bytes of memory per document.
 """
 
+import hashlib
 import json
 import os
 import struct
@@ -102,6 +103,65 @@ def scored_prefix(prefix: Path) -> Path:
     return prefix.with_name(f"{prefix.name}.scored")
 
 
+class HashingWriter:
+    """Writes a file and its checksum at once, so that nobody has to read it again for its record."""
+
+    def __init__(self, stream: BinaryIO, size: int = 0):
+        """stream: open for reading and writing. size: bytes that it keeps, which are read once; the rest is dropped.
+
+        Raises UserError if the file has fewer.
+        """
+        self._stream = stream
+        self._digest = hashlib.sha256()
+        self.size = 0
+        """Bytes of the file."""
+        stream.seek(0)
+        while self.size < size and (chunk := stream.read(min(_CHUNK, size - self.size))):
+            self._digest.update(chunk)
+            self.size += len(chunk)
+        if self.size < size:
+            stream.close()
+            folder = Path(stream.name).parent
+            raise UserError(f"{stream.name} is shorter than it was; delete {folder} to start anew")
+        stream.truncate(size)
+        stream.seek(size)
+
+    @classmethod
+    def create(cls, path: Path) -> "HashingWriter":
+        """A writer of a new file."""
+        return cls(path.open("w+b"))
+
+    def __enter__(self) -> "HashingWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes, or an array's memory."""
+        self.size += self._stream.write(data)
+        self._digest.update(data)
+
+    def save(self) -> int:
+        """Flush to disk; returns the size."""
+        self._stream.flush()
+        os.fdatasync(self._stream.fileno())
+        return self.size
+
+    def close(self) -> None:
+        """Close the file."""
+        self._stream.close()
+
+    @property
+    def record(self) -> FileRecord:
+        """Size and SHA-256 of what is in the file."""
+        return FileRecord(size=self.size, sha256=self._digest.hexdigest())
+
+
+_CHUNK = 2**20
+"""Bytes that are read at once."""
+
+
 class TokenWriter:
     """Writes one split; a split without documents gets no files, since empty ones cannot be memory-mapped.
 
@@ -176,34 +236,27 @@ class _DocumentWriter:
         """saved: what `save` returned; documents that were added later are dropped."""
         self._prefix = prefix
         self._dtype = np.dtype(dtype)
-        self._stream: BinaryIO | None = None
+        self._stream: HashingWriter | None = None
         self._lengths = array("i")
         self._saved = 0
         if saved is not None:
             self._saved, size = saved
-            self._stream = open(f"{prefix}.bin", "r+b")  # noqa: SIM115 - `finish` closes it
+            self._stream = HashingWriter(open(f"{prefix}.bin", "r+b"), size)  # noqa: SIM115 - `finish` closes it
             with open(f"{prefix}.lengths", "r+b") as lengths:
-                if os.fstat(self._stream.fileno()).st_size < size:
-                    raise UserError(
-                        f"{prefix}.bin is shorter than it was; delete {prefix.parent} to start anew"
-                    )
                 lengths.truncate(self._saved * self._lengths.itemsize)
                 self._lengths.fromfile(lengths, self._saved)
-            self._stream.truncate(size)
-            self._stream.seek(size)
 
     def save(self) -> list[int] | None:
         """Write out what was added; returns the number of documents and of bytes, None without a document."""
         if self._stream is None:
             return None
-        self._stream.flush()
-        os.fdatasync(self._stream.fileno())
+        size = self._stream.save()
         with open(f"{self._prefix}.lengths", "ab") as lengths:
             self._lengths[self._saved :].tofile(lengths)
             lengths.flush()
             os.fdatasync(lengths.fileno())
         self._saved = len(self._lengths)
-        return [self._saved, self._stream.tell()]
+        return [self._saved, size]
 
     @property
     def has_documents(self) -> bool:
@@ -211,7 +264,7 @@ class _DocumentWriter:
 
     def add(self, document: np.ndarray) -> None:
         if self._stream is None:
-            self._stream = open(f"{self._prefix}.bin", "wb")  # noqa: SIM115 - `finish` closes it
+            self._stream = HashingWriter.create(Path(f"{self._prefix}.bin"))
         self._stream.write(document.astype(self._dtype, copy=False).data)
         self._lengths.append(document.size)
 
@@ -220,13 +273,14 @@ class _DocumentWriter:
         assert self._stream is not None
         self._stream.close()
         Path(f"{self._prefix}.lengths").unlink(missing_ok=True)
-        return write_index(self._prefix, np.frombuffer(self._lengths, np.int32), self._dtype)
+        index = write_index(self._prefix, np.frombuffer(self._lengths, np.int32), self._dtype)
+        return {"bin": self._stream.record, "idx": index}
 
 
-def write_index(prefix: Path, lengths: np.ndarray, dtype: Any) -> dict[str, FileRecord]:
-    """Write PREFIX.idx for documents of `lengths` int32 tokens in PREFIX.bin; returns the records of both, by kind."""
+def write_index(prefix: Path, lengths: np.ndarray, dtype: Any) -> FileRecord:
+    """Write PREFIX.idx for documents of `lengths` int32 tokens in PREFIX.bin; returns its record."""
     dtype = np.dtype(dtype)
-    with open(f"{prefix}.idx", "wb") as stream:
+    with HashingWriter.create(Path(f"{prefix}.idx")) as stream:
         code = next(code for code, name in DTYPE_NAMES.items() if name == dtype.name)
         stream.write(INDEX_HEADER.pack(INDEX_MAGIC, 1, code, len(lengths), len(lengths) + 1))
         stream.write(lengths.data)
@@ -239,4 +293,4 @@ def write_index(prefix: Path, lengths: np.ndarray, dtype: Any) -> dict[str, File
         # Document bounds: each document is one sequence.
         for first in range(0, len(lengths) + 1, INDEX_PIECE):
             stream.write(np.arange(first, min(first + INDEX_PIECE, len(lengths) + 1), dtype=np.int64).data)
-    return {kind: FileRecord.of(Path(f"{prefix}.{kind}")) for kind in ("bin", "idx")}
+    return stream.record

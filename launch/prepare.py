@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("second_text_key", metavar="KEY")
     add("split")
     add("include", nargs="+", metavar="GLOB")
+    add("part", metavar="I/N")
     add("max_documents", type=Number(int, 1))
     parser.add_argument(
         "--workers",

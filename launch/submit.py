@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from launch import notifications
 from launch.arguments import RUNS, Number, add_allow_change, add_config_arguments, allow_change_options
 from launch.slurm.options import add_cluster_options, cluster_of, cores_per_task
 from launch.slurm.script import INDEX
+from launch.slurm.staging import is_local
 from launch.slurm_programs import require
 from megakernel.config import Config, UserError, check_recorded_run, data_parallel_size, load, to_yaml
 from megakernel.config.cluster import Cluster, number_ranges
@@ -118,6 +120,11 @@ def carry_out(request: "Request", args: argparse.Namespace) -> int:
 
 def _check_executor(request: "Request", args: argparse.Namespace) -> None:
     executor = request.cluster.executor
+    if request.cluster.stage is not None and is_local(sys.prefix):
+        raise UserError(
+            f"stage={request.cluster.stage}: {sys.executable} is the system's Python, which nodes have on their disks; "
+            "install Megakernel in an environment of its own, or leave stage out"
+        )
     if executor == "slurm":
         require("sbatch")
         return

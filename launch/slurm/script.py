@@ -14,6 +14,7 @@ from megakernel.training.environment import recorded_variables
 
 from .job_folder import SECRETS
 from .restarting import RESTART_IN_JOB
+from .staging import COMPLETE
 
 Value = str | int | float | bool
 
@@ -59,6 +60,8 @@ class Script:
             "python": shlex.quote(sys.executable),
             "environment": "".join([*_variables(cluster), *_divided_cores(cluster)]),
             "setup": "".join(f"{line}\n" for line in cluster.setup),
+            "stage": "" if cluster.stage is None else _STAGE.format(folder=_in_double_quotes(cluster.stage)),
+            "unstage": "" if cluster.stage is None else _unstage(cluster.stage),
             "tasks": str(cluster.tasks_per_node),
             "restart_in_job": str(RESTART_IN_JOB),
             "srun": " ".join(_srun_options(cluster)),
@@ -134,6 +137,38 @@ def _divided_cores(cluster: Cluster) -> Iterator[str]:
         yield f"export SLURM_CPUS_PER_TASK=$((${{SLURM_CPUS_PER_TASK:-{tasks}}} / {tasks}))\n"
 
 
+# A node on which this fails is no reason to end the job: its processes read what they would read without staging.
+_STAGE = """\
+    # To each node's own disk, once: Python, its packages and the code, which processes start from.
+    "$python" -m launch.slurm.staging pack "$submission"
+    limit=900 step_tasks=1 step "$nodes" "$python" -m launch.slurm.staging unpack "$submission" --folder {folder} \\
+        >"$logs/staging.log" 2>&1
+    echo "== staged on $(grep -c ': staged' "$logs/staging.log") nodes ($logs/staging.log)"
+    grep -v ': staged' "$logs/staging.log"
+"""
+
+# What is left after a minute, or when the job is killed first, the next job on the node deletes.
+_UNSTAGE = """\
+limit=60 step_tasks=1 step "$nodes" bash -c {remove} >>"$logs/staging.log" 2>&1
+"""
+
+
+def _unstage(folder: str) -> str:
+    root = f'"{folder}/megakernel-$SLURM_JOB_ID"'
+    return _UNSTAGE.format(remove=_in_double_quotes(f"rm -f {root}/{COMPLETE}; rm -rf {root}"))
+
+
+# Its arguments: Python and the code where they are without staging, and Python's arguments.
+_STAGED_PYTHON = """root={folder}/megakernel-$SLURM_JOB_ID
+code=$1
+shift
+if [[ -e $root/{complete} ]]; then
+    export PYTHONPATH=$root/code${{PYTHONPATH#"$code"}}
+    exec "$root/environment/bin/python" "$@"
+fi
+exec "$0" "$@\""""
+
+
 def _directive(key: str, value: Value) -> str:
     # sbatch and the shell end a directive at the end of the line, even within quotes.
     if not str(value).isprintable():
@@ -164,6 +199,9 @@ def _srun_options(cluster: Cluster) -> list[str]:
 def _python_command(cluster: Cluster) -> list[str]:
     """The words that start Python in the run's processes."""
     container = cluster.container
+    if container is None and cluster.stage is not None:
+        start = _STAGED_PYTHON.format(folder=cluster.stage, complete=COMPLETE)
+        return ["bash", "-c", _in_double_quotes(start), '"$python"', '"$submission/code"']
     if container is None:
         return ['"$python"']
     if container.runtime == "pyxis":  # srun starts inside the container

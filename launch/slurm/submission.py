@@ -1,5 +1,6 @@
 """Submits jobs; a refused submission leaves no files behind."""
 
+import compileall
 import io
 import os
 import shutil
@@ -151,6 +152,8 @@ def write_snapshot(folder: Path, repository: Path = REPOSITORY) -> Path:
         if (source := repository / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, folder / name)
+    # Otherwise each process of the job would compile the modules at its start, and write what the others write, too.
+    compileall.compile_dir(folder, quiet=2)
     return folder
 
 

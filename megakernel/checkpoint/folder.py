@@ -324,8 +324,10 @@ class CheckpointFolder:
 
 
 def _unrecorded_files(folder: Path, known: Iterable[str]) -> list[Path]:
-    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
-    return [files[name] for name in sorted(files.keys() - known)]
+    # Listed, and not asked for one by one: there is one for each rank.
+    files = (Path(place, name) for place, _, names in os.walk(folder) for name in names)
+    named = {path.relative_to(folder).as_posix(): path for path in files}
+    return [named[name] for name in sorted(named.keys() - known)]
 
 
 def make_empty(folder: Path) -> None:

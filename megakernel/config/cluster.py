@@ -108,6 +108,10 @@ class Cluster(Section):
     container: Container | None = None
     """Container to run in; null: none."""
 
+    stage: str | None = Field(default=None, pattern=r"^[/$][A-Za-z0-9_./$-]*$")
+    """Folder on each node's own disk, such as /tmp or $TMPDIR, to which a training job copies Python, its packages and
+    the code once per node, and which its processes start from; null: every process reads them where they are."""
+
     notify: Notify | None = None
     """Messages about the events of the job; null: none. A run's own logging.notify goes before it."""
 
@@ -217,6 +221,10 @@ class Cluster(Section):
         if self.spares and self.fewer_nodes:
             reason = f"is beside nodes={self.node_range}, which goes on with fewer nodes by itself"
             yield self.problem("spares", reason, "leave it out, or give one number of nodes")
+        if self.stage is not None and self.container is not None:
+            yield self.problem(
+                "stage", "is beside a container, whose image has Python", "leave one of them out"
+            )
         if self.executor != "slurm" and self.nodes > 1:
             reason = f"exceeds the one machine of executor={self.executor}"
             yield self.problem("nodes", reason, "set nodes to 1 or executor to slurm")
@@ -225,7 +233,7 @@ class Cluster(Section):
                 f"would be ignored by executor={self.executor}, which starts processes as this shell would"
             )
             image = self.container and self.container.image
-            ignored = {"container": image, "setup": self.setup, "spares": self.spares}
+            ignored = {"container": image, "setup": self.setup, "spares": self.spares, "stage": self.stage}
             for key, given in ignored.items():
                 if given:
                     yield Problem(key, given, reason, "leave it out or set executor to slurm")

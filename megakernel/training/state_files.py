@@ -46,6 +46,9 @@ class StateFiles:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Do nothing: rank 0 has made the folder, which every rank would otherwise make and look for again."""
+
     def save(self, state_dict: Any, path: str) -> None:
         """Keep the state of one file. Its tensors are those that training changes."""
         if self._left_out and _MODULE in state_dict:

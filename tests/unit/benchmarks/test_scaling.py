@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import scaling
+from benchmarks import scaling, scaling_data
 
 TASKS = 2
 
@@ -72,3 +72,45 @@ def test_no_more_groups_are_built_for_more_ranks(found):
     assert smaller == larger
     # tp, gradient and, in one of one rank, the other axes; with stages also pp and model
     assert list(larger.values()) == [3, 4, 5, 6]
+
+
+@pytest.mark.second
+def test_a_rank_draws_no_more_than_its_layers_of_the_initial_weights(found):
+    name = "initial weights: percent that a process draws at most"
+    # 33 drawn layers, on 16 and 32 ranks
+    assert found[16][name] < found[8][name] < 100 / 8
+
+
+@pytest.mark.second
+def test_a_save_asks_for_each_file_a_few_times_however_many_there_are(found):
+    names = [name for name in found[8] if "for a file of a rank" in name]
+    assert len(names) == 2
+    for name in names:
+        assert found[16][name] <= found[8][name] < 12, name
+
+
+@pytest.mark.second
+def test_a_corpus_more_costs_the_same_in_any_blend(tmp_path):
+    fewer, more = (
+        {
+            name.partition(", ")[2]: count
+            for name, count in scaling_data.blend_counts(tmp_path / str(n), n).items()
+        }
+        for n in (20, 40)
+    )
+    for start in ("first start", "later start"):
+        name = f"{start}: file operations on indices, for a corpus"
+        assert more[name] <= 1.05 * fewer[name]
+
+
+@pytest.mark.second
+def test_a_merge_opens_no_more_files_and_loads_no_more_tokenizers_for_more_folders(tmp_path):
+    counts = scaling_data.merge_counts(tmp_path, 20)
+    assert 20 * counts["merge: tokenizers that are loaded, for a folder"] == 1
+    assert 20 * counts["merge: files that are open at most, for a folder"] < 10
+    assert counts["merge: bytes of tokens that are read again, for each"] == 0
+
+
+def test_a_part_of_a_source_reads_each_file_once_and_the_others_heads(tmp_path):
+    counts = scaling_data.part_counts(tmp_path / "texts", 4)
+    assert counts["prepare --part I/4: most opened files, for a file of the source"] <= 1 + 2 / 4

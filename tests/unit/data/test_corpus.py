@@ -179,6 +179,23 @@ def test_a_corpus_is_verified_once(copy: Path, check_cache: Path, tmp_path: Path
     assert len(read) == 4, "so is a copy, although the marker was copied, too"
 
 
+def test_a_corpus_that_is_listed_twice_is_read_once(
+    copy: Path, monkeypatch: pytest.MonkeyPatch, read: list[Path]
+):
+    # Where nothing can be marked as verified: each would read it again.
+    monkeypatch.setattr("data_pipeline.verification.is_writable", lambda folder: False)
+    monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
+    shutil.rmtree(copy / ".verified", ignore_errors=True)
+    corpora = Corpora(Data(train=[copy, copy], stages=[{"from_step": 5, "train": copy}]))
+    assert sorted(file.name for file in read) == [
+        "train.bin",
+        "train.idx",
+        "validation.bin",
+        "validation.idx",
+    ]
+    assert [len(stage) for stage in corpora.stages] == [2, 1]
+
+
 def test_a_read_only_corpus_is_verified_once_in_the_run_or_the_user_s_cache(
     copy: Path, check_cache: Path, tmp_path: Path, read: list[Path]
 ):

@@ -14,6 +14,7 @@ from data_pipeline.manifest import Manifest
 from data_pipeline.merge import merge
 from data_pipeline.prepare import PrepareRequest, prepare
 from data_pipeline.token_files import TokenFile
+from data_pipeline.verification import check_unchanged
 from tests.chats import CHATML, save_tokenizer, write_chats
 from tests.unit.data.conftest import documents, prepared, write_jsonl
 
@@ -112,9 +113,9 @@ def test_a_merge_that_ends_goes_on_after_the_last_saved_file(shards, tmp_path, m
     monkeypatch.setattr(module, "SAVED_BYTES", 1)
     append, calls = module._append, []
 
-    def interrupted(part, target, size):
+    def interrupted(part, whole):
         calls.append(part)
-        append(part, target, size)
+        append(part, whole)
         if len(calls) == failing:
             raise KeyboardInterrupt  # after its bytes are written, and before they are recorded
 
@@ -127,6 +128,9 @@ def test_a_merge_that_ends_goes_on_after_the_last_saved_file(shards, tmp_path, m
     assert f"{failing - 1} of 5 files are copied" in message
     for name in ("train.bin", "train.idx", "validation.bin", "validation.idx"):
         assert (tmp_path / "web" / name).read_bytes() == (whole / name).read_bytes()
+    # The checksums, too: those of the files that were copied before are computed anew.
+    assert Manifest.read(tmp_path / "web").splits == Manifest.read(whole).splits
+    check_unchanged(tmp_path / "web", Manifest.read(tmp_path / "web"))
     assert [path.name for path in tmp_path.iterdir() if "partial" in path.name] == []
 
 

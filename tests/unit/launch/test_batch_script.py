@@ -38,8 +38,9 @@ def script(template="pretrain", array=None, **settings):
         {"container": Container(runtime="apptainer", image="mk.sif", mounts=["/a:/b"])},
         {"container": ENROOT},
         {"array": "0-3%2"},
+        {"stage": "$TMPDIR/me"},
     ],
-    ids=["plain", "setup", "pyxis", "apptainer", "enroot", "array"],
+    ids=["plain", "setup", "pyxis", "apptainer", "enroot", "array", "stage"],
 )
 def test_every_script_is_valid_bash(template, settings):
     text = script(template, **settings)
@@ -57,7 +58,8 @@ def test_shellcheck_finds_nothing_in_any_script(tmp_path):
     for path in sorted((REPOSITORY / "slurm").glob("*.sbatch")):
         if "{{" in path.read_text():
             containers = [script(path.stem, container=one, array="0-3") for one in (PYXIS, ENROOT)]
-            filled = [script(path.stem, **settings), *containers]
+            staged = script(path.stem, stage="$TMPDIR/me")
+            filled = [script(path.stem, **settings), staged, *containers]
             for number, text in enumerate(filled):
                 scripts.append(tmp_path / f"{path.stem}-{number}")
                 scripts[-1].write_text(text)
