@@ -35,6 +35,7 @@ MECHANISMS = {
         "short_convolution": 4,
         "output_gate": "silu",
     },
+    "landmarks, convolution": {"preset": "hedgehog", **BLOCKS, "short_convolution": 4},
     "linear": "linear",
     "hedgehog": "hedgehog",
     "retnet": "retnet",
