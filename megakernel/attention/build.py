@@ -40,7 +40,7 @@ def build(
     )
     if causal and config.mixes_future_tokens:
         raise ValueError(
-            f"{config.mixes_future_tokens}; build with causal=False or take compression: block with near or a kernel"
+            f"{config.mixes_future_tokens}; build with causal=False or take compression: block with near"
         )
     if config.looks_back_only and not causal:
         raise ValueError(f"{config.looks_back_only}; remove it or build with causal=True")

@@ -37,9 +37,6 @@ class AttentionInputs:
     state: Any = None
     """The state before these tokens, of a type that the mechanism defines; None: the sequence starts here."""
 
-    open_block: Tensor | None = None
-    """Landmarks so far of the last block of these tokens, if a causal layer's k and v are landmarks of its input."""
-
     return_state: bool = True
     """Whether the state after the last token is needed; a mechanism may return one anyway."""
 

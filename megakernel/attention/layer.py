@@ -116,8 +116,8 @@ class AttentionLayer(nn.Module, ABC):
             other query heads.
         """
 
-    def key_count(self, tokens: int, shards: int) -> int:
-        """Keys per key head and sequence that the layer expects with `tokens` tokens on each of `shards` shards."""
+    def key_count(self, tokens: int) -> int:
+        """Keys per key head and sequence that the layer expects with sequences of `tokens` tokens."""
         return tokens
 
     @abstractmethod
@@ -214,7 +214,7 @@ class AttentionLayer(nn.Module, ABC):
         _check_shape("q", q, (None, heads, None, width))
         check_not_empty(q)
         batch, tokens = q.shape[0], q.shape[2]
-        keys = self.key_count(tokens, inputs.cp_shard.size) if self.compresses_input else tokens
+        keys = self.key_count(tokens * inputs.cp_shard.size) if self.compresses_input else tokens
         _check_shape("k", k, (batch, kv_heads, *several, keys, width), self.compresses_input)
         _check_shape("v", v, (batch, kv_heads, keys, None), self.compresses_input)
         if self.spec.further:

@@ -50,11 +50,11 @@ class LowRankAttention(AttentionLayer):
         flat = self.compressor((x.flatten(1),), first=first, length=length)
         return torch.stack(flat).unflatten(-1, x.shape[1:])
 
-    def key_count(self, tokens: int, shards: int) -> int:
-        """See AttentionLayer; the landmarks of whole sequences, if they are made from the layer's input."""
+    def key_count(self, tokens: int) -> int:
+        """See AttentionLayer; the landmarks, if they are made from the layer's input."""
         if not self.compresses_input:
             return tokens
-        return self.compressor.rank * -(-tokens * shards // self.compressor.block_size)
+        return self.compressor.rank * -(-tokens // self.compressor.block_size)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Any]:
         """See AttentionLayer; k and v hold landmarks if the layer compresses its input."""

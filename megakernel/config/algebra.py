@@ -282,8 +282,7 @@ class Algebra(Section):
     """Compression of keys and values along the sequence into landmarks, by `kind`; None: none."""
 
     near: Near | None = None
-    """Window attended exactly. Without compression: windowed softmax. With compression, causal models need it under
-    similarity `softmax`; under `kernel` without it, tokens see the landmarks of earlier blocks alone."""
+    """Window attended exactly, which causal models need beside compression. Without compression: windowed softmax."""
 
     selection: Selection | None = None
     """Blocks chosen by landmarks and read exactly, as a part of a softmax window; None: none."""

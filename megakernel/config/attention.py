@@ -115,9 +115,7 @@ class Attention(Algebra):
         return constant + ((self.short_convolution or 1) - 1) * self._channels(shape), added
 
     def _channels(self, shape: LayerShape) -> int:
-        """Channels of the short convolution: of queries, keys and values, or of queries if keys are landmarks."""
-        if self.compresses_input:
-            return shape.heads * shape.head_dim
+        """Channels of queries, keys and values together."""
         return (shape.heads + (self.keys_per_head + 1) * shape.kv_heads) * shape.head_dim
 
     def optional_parameters(self, shape: LayerShape) -> tuple[int, int]:

@@ -93,9 +93,6 @@ class Mechanism:
     changes_constants: str | None = None
     """Why equal values for all tokens do not come out unchanged."""
 
-    first_block_is_blind: bool = False
-    """Whether tokens of a causal document's first block see nothing, so that their output is 0."""
-
     weighs_every_pair: bool = False
     """Whether a weight is computed for every pair of tokens, or with `window` for those within it."""
 
@@ -231,8 +228,7 @@ def _low_rank(attention: Algebra) -> Mechanism:
         return parts | _state_flops(attention.feature_map, shape, attention.keys_at_position * share, share)
 
     linformer = compression.kind == "linformer"
-    mixing = f"{compression.kind} without a near window mixes future tokens into its landmarks"
-    whole = Mechanism(
+    return Mechanism(
         layer="attention.low_rank.LowRankAttention"
         if window is None
         else "papers.flurka.eva.FlurkaEvaAttention",
@@ -240,34 +236,8 @@ def _low_rank(attention: Algebra) -> Mechanism:
         flops=flops,
         block_size=getattr(compression, "block_size", None),
         needs_rotary=_rotates_itself(attention),
-        mixes_future_tokens=mixing,
+        mixes_future_tokens=f"{compression.kind} without a near window mixes future tokens into its landmarks",
         changes_constants="rows of linformer's F need not add up to 1" if linformer else None,
-    )
-    return whole if linformer or attention.feature_map is None else _causal_low_rank(attention, whole)
-
-
-def _causal_low_rank(attention: Algebra, whole: Mechanism) -> Mechanism:
-    """`whole`, whose causal form weighs the landmarks of earlier blocks alone, under a kernel."""
-    compression, phi = attention.compression, attention.feature_map
-    assert compression is not None
-    assert phi is not None
-    rank = getattr(compression, "rank", 1)
-
-    def state_sizes(shape: LayerShape) -> tuple[int, int]:
-        open_block = shape.kv_heads * rank * (attention.keys_per_head + 1) * shape.head_dim
-        if attention.compresses_input:
-            open_block = (1 if getattr(compression, "share_kv", True) else 2) * rank * shape.hidden_size
-        return open_block + shape.kv_heads * phi.width(shape.head_dim) * (shape.head_dim + 1), 0
-
-    return replace(
-        whole,
-        causal_layer="attention.causal_low_rank.CausalLowRankAttention",
-        # The halo is the open block's landmarks, not its tokens.
-        causal_exchanges=("halo", "state"),
-        state_sizes=state_sizes,
-        mixes_future_tokens=None,
-        mixes_documents="bidirectional compression divides a sequence, not its documents, into blocks",
-        first_block_is_blind=True,
     )
 
 

@@ -211,9 +211,7 @@ def _mechanisms_suit_causality(model: Model) -> Iterator[Problem]:
             yield Problem(key, MISSING, reason + attention.looks_back_only, remedy)
         if model.is_causal and attention.mixes_future_tokens:
             reason = f"is not for model.kind: causal_lm: {attention.mixes_future_tokens}"
-            remedy = (
-                "use compression: {kind: block} with near or similarity: kernel, or model.kind: masked_lm"
-            )
+            remedy = "use compression: {kind: block} with near, or model.kind: masked_lm"
             yield Problem(key, MISSING, reason, remedy)
 
 

@@ -1,20 +1,16 @@
 """FLuRKA eq. 2 over a mesh: E and F compress the layer's input, and keys and values are projected from landmarks.
 
-In bidirectional layers every rank computes E X on its own tokens. The ranks then sum d_k * d_model numbers for each of
-E and F, whatever the number of tokens. In causal layers a landmark is of one block of one document, so context-parallel
-ranks have landmarks of their own, and get those of a block that they continue from the rank before. Tensor-parallel
-ranks all compute them, because blocks begin with documents and not with the ranks' parts of the tokens.
+Every rank computes E X on its own tokens. The ranks then sum d_k * d_model numbers for each of E and F, whatever the
+number of tokens.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from megakernel.attention import AttentionInputs
-from megakernel.attention.causal_low_rank import CausalLowRankAttention
 from megakernel.attention.low_rank import LowRankAttention
 from megakernel.parallel import all_reduce, replicated
 
@@ -41,8 +37,6 @@ def split_tokens(hidden: Tensor, mesh: "Mesh | OneProcess") -> SplitTokens:
     Backward sums the gradients over the tensor ranks.
     """
     tp = mesh.tp
-    if tp.size == 1:
-        return SplitTokens(hidden, hidden, 0)
     if mesh.sequence_parallel:
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
@@ -58,13 +52,11 @@ def project(
     weight: Tensor,
     bias: Tensor | None,
     parts: tuple[int, ...],
-    core: LowRankAttention | CausalLowRankAttention,
+    core: LowRankAttention,
     mesh: "Mesh | OneProcess",
     inputs: AttentionInputs,
-) -> tuple[tuple[Tensor, Tensor, Tensor], AttentionInputs]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Queries of tokens, keys and values of landmarks, each (tokens or landmarks, B, H_kv, its rows per key head).
-
-    Also returns the inputs of the mechanism, a causal one's with the landmarks of the open block.
 
     Args:
         hidden: (N, B, C), or this rank's (N / tp, B, C) under sequence parallelism.
@@ -76,26 +68,6 @@ def project(
         inputs: this rank's shard of the sequence and its padding; padding is moved behind the real tokens.
     """
     tokens = split_tokens(hidden, mesh)
-    if isinstance(core, CausalLowRankAttention):
-        landmarks, open_block = core.compress(tokens.all, inputs)
-        inputs = replace(inputs, open_block=open_block)
-    else:
-        landmarks = _of_sequences(tokens, core, mesh, inputs)
-    landmarks = landmarks.to(hidden.dtype)
-
-    sources = (tokens.all, landmarks[0], landmarks[-1])
-    rows = weight.unflatten(0, (-1, sum(parts))).split(parts, 1)
-    biases: Sequence[Tensor | None] = (None, None, None)
-    if bias is not None:
-        biases = bias.unflatten(0, (-1, sum(parts))).split(parts, 1)
-    queries, keys, values = (_vectors(*each) for each in zip(sources, rows, biases, strict=True))
-    return (queries, keys, values), inputs
-
-
-def _of_sequences(
-    tokens: SplitTokens, core: LowRankAttention, mesh: "Mesh | OneProcess", inputs: AttentionInputs
-) -> Tensor:
-    """Landmarks of whole sequences, in float32 or better: rounded once, after the sum over all ranks."""
     local, cp_shard, padding_mask = tokens.local, inputs.cp_shard, inputs.padding_mask
     if padding_mask is not None:
         assert cp_shard.size == 1, "padded documents are whole on every rank"
@@ -104,7 +76,16 @@ def _of_sequences(
     landmarks = core.compress(
         local, first=cp_shard.rank * length + tokens.first, length=cp_shard.size * length
     )
-    return cp_shard.all_reduce(all_reduce(landmarks, mesh.tp.group))
+    # Rounded once, after the sum over all ranks.
+    landmarks = cp_shard.all_reduce(all_reduce(landmarks, mesh.tp.group)).to(local.dtype)
+
+    sources = (tokens.all, landmarks[0], landmarks[-1])
+    rows = weight.unflatten(0, (-1, sum(parts))).split(parts, 1)
+    biases: Sequence[Tensor | None] = (None, None, None)
+    if bias is not None:
+        biases = bias.unflatten(0, (-1, sum(parts))).split(parts, 1)
+    queries, keys, values = (_vectors(*each) for each in zip(sources, rows, biases, strict=True))
+    return queries, keys, values
 
 
 def _vectors(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from megakernel import attention
 from megakernel.attention import AttentionInputs
-from megakernel.attention.causal_low_rank import CausalLowRankAttention
 from megakernel.attention.low_rank import LowRankAttention
 from megakernel.config import Model
 from megakernel.ops.documents import Positions
@@ -159,9 +158,8 @@ class SelfAttention(nn.Module):
             rotary=self.rotary,
             cp_shard=self.cp_shard,
             further=self._further(hidden),
-            return_state=False,
         )
-        vectors, inputs = self._project(hidden, inputs)
+        vectors = self._project(hidden, inputs)
         recompute = self.recompute and self.training
         if self._uncompiled is None:
             heads = self._attend(vectors, inputs, recompute)
@@ -174,7 +172,7 @@ class SelfAttention(nn.Module):
         if recompute:
             return checkpoint(self._attend, vectors, inputs, use_reentrant=False)
         if self.short_convolution is not None:
-            vectors, _ = self._convolved(vectors, inputs)
+            vectors = [self.short_convolution(_packed(vectors), inputs)]
         return self.core(*self._by_heads(vectors), inputs)
 
     def extend(
@@ -188,28 +186,15 @@ class SelfAttention(nn.Module):
         inputs = AttentionInputs(
             positions, rotary=self.rotary, further=self._further(hidden), state=core_state
         )
-        vectors, inputs = self._project(hidden, inputs)
+        vectors = self._project(hidden, inputs)
         if self.short_convolution is None:
             heads, state = self.core.attend(*self._by_heads(vectors), inputs)
         else:
-            convolved, channels = self._convolved(vectors, AttentionInputs(positions, state=conv_state))
-            heads, core_state = self.core.attend(*self._by_heads(convolved), inputs)
+            channels = _packed(vectors)
+            convolved = self.short_convolution(channels, AttentionInputs(positions, state=conv_state))
+            heads, core_state = self.core.attend(*self._by_heads([convolved]), inputs)
             state = core_state, self.short_convolution.next_state(channels, conv_state)
         return self._project_output(heads, hidden), state
-
-    def _convolved(
-        self, vectors: Sequence[Tensor], inputs: AttentionInputs
-    ) -> tuple[Sequence[Tensor], Tensor]:
-        """What `_project` returns after the short convolution, and the channels that entered it.
-
-        Landmarks have no filters: E and F weigh the tokens of a block already.
-        """
-        assert self.short_convolution is not None
-        if self.core.compresses_input:
-            queries, *landmarks = vectors
-            return [self.short_convolution(queries, inputs), *landmarks], queries
-        channels = _packed(vectors)
-        return [self.short_convolution(channels, inputs)], channels
 
     def _further(self, hidden: Tensor) -> Tensor | None:
         """(B, H_kv, N, n): the mechanism's further projection, such as decay logits; None if it has none."""
@@ -218,19 +203,13 @@ class SelfAttention(nn.Module):
         fused, _ = apply_linear(self.further, hidden)
         return fused.unflatten(-1, (self.kv_heads, -1)).permute(1, 2, 0, 3)
 
-    def _project(self, hidden: Tensor, inputs: AttentionInputs) -> tuple[Sequence[Tensor], AttentionInputs]:
-        """Queries, keys and values (N, B, H_kv, vectors per key head, d), or the projection that holds all three.
-
-        Also the mechanism's inputs, to which a compressed layer input adds the landmarks of its open block.
-        """
-        if isinstance(self.core, LowRankAttention | CausalLowRankAttention) and self.core.compresses_input:
-            parts, inputs = compressed_input.project(
+    def _project(self, hidden: Tensor, inputs: AttentionInputs) -> Sequence[Tensor]:
+        """Queries, keys and values (N, B, H_kv, vectors per key head, d), or the projection that holds all three."""
+        if isinstance(self.core, LowRankAttention) and self.core.compresses_input:
+            parts = compressed_input.project(
                 hidden, self.qkv.weight, self.qkv.bias, self.rows, self.core, self.mesh, inputs
             )
-            return self._vectors(parts), inputs
-        return self._project_tokens(hidden), inputs
-
-    def _project_tokens(self, hidden: Tensor) -> Sequence[Tensor]:
+            return self._vectors(parts)
         fused, _ = apply_linear(self.qkv, hidden)
         updates = (self.query_update, self.key_update, self.value_update)
         is_plain = self.query_norm is None and all(update is None for update in updates)

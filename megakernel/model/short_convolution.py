@@ -15,8 +15,6 @@ from .settings import ModelSettings
 class ShortConvolution(nn.Module):
     """Causal depthwise convolution of q, k and v over W tokens, followed by SiLU (docs/formulas.md, 10).
 
-    Of q alone if the layer compresses its input, because its keys and values are landmarks.
-
     Tensor ranks have the filters of their heads, or all filters of a key head that several ranks hold. A
     context-parallel shard gets the last W - 1 tokens of the previous shard.
     """
@@ -29,8 +27,7 @@ class ShortConvolution(nn.Module):
         self.heads = head_shard(tp, copies)
         heads, queries = self.heads.of_keys(model.kv_heads), model.num_heads // model.kv_heads
         self.width = width
-        config = model.layer_attention(index)
-        parts = queries if config.compresses_input else queries + config.keys_per_head + 1
+        parts = queries + model.layer_attention(index).keys_per_head + 1
         self.other_queries = (0, 0)
         """Queries of the key head before and after those of this rank."""
         if copies is not None:

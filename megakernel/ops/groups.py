@@ -32,16 +32,15 @@ def scan_groups(
     *,
     group: int,
     positions: Positions = 0,
-    short: int = SHORT,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Run `step` over consecutive groups of `group` tokens.
 
     Dimension 2 of `sequences` and outputs is tokens. The carry is passed from group to group; `shared` is passed to
-    all and may hold named tuples of tensors. A single group of at most `short` tokens runs as plain autograd, without
+    all and may hold named tuples of tensors. A single group of at most SHORT tokens runs as plain autograd, without
     recomputation. Differentiable once. positions: (B, N), or the position of the first token.
     """
     length = next(x for x in sequences if x is not None).shape[2]
-    if length <= min(group, short):
+    if length <= min(group, SHORT):
         return step(positions, carry, sequences, shared)
     flat, tree = tree_flatten(shared)
     first = positions if isinstance(positions, int) else 0

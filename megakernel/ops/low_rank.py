@@ -54,15 +54,15 @@ def chunked(x: Tensor, pool: Tensor, first: int, length: int) -> Tensor:
     whole, rest = divmod(tokens - lead, size)
     parts = []
     if lead:
-        parts.append(pooled_product(pool[..., inside : inside + lead], x[..., :lead, :]))
+        parts.append(_product(pool[..., inside : inside + lead], x[..., :lead, :]))
     middle = x[..., lead : tokens - rest, :]
     if whole == 1:
-        parts.append(pooled_product(pool, middle))
+        parts.append(_product(pool, middle))
     elif whole:
         blocks = middle.unflatten(-2, (whole, size))
-        parts.append(pooled_product(pool.unsqueeze(-3), blocks).flatten(-3, -2))
+        parts.append(_product(pool.unsqueeze(-3), blocks).flatten(-3, -2))
     if rest:
-        parts.append(pooled_product(pool[..., :rest], x[..., tokens - rest :, :]))
+        parts.append(_product(pool[..., :rest], x[..., tokens - rest :, :]))
     landmarks = parts[0] if len(parts) == 1 else torch.cat(parts, -2)
     after = -(-length // size) - before - landmarks.shape[-2] // rank
     return landmarks if before == after == 0 else F.pad(landmarks, (0, 0, before * rank, after * rank))
@@ -79,7 +79,7 @@ def reference(x: Tensor, pool: Tensor, first: int, length: int) -> Tensor:
     return torch.matmul(whole[..., first : first + x.shape[-2]], x.to(dtype))
 
 
-def pooled_product(pool: Tensor, x: Tensor) -> Tensor:
+def _product(pool: Tensor, x: Tensor) -> Tensor:
     """(..., r, n) @ (..., n, c), with broadcast batches and sums in float32 or better, without copying x."""
     if accum_dtype(x.dtype) == x.dtype:
         return pool.to(x.dtype) @ x

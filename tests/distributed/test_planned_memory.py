@@ -45,7 +45,6 @@ COUNTED_EXACTLY = [
     "flurka_kernel",
 ]
 COUNTED_EXACTLY += [{"preset": "flurka", "short_convolution": 4}]
-COUNTED_EXACTLY += [{"preset": "hedgehog", "compression": {"kind": "block"}, "short_convolution": 4}]
 """Mechanisms whose saved activations the planner counts exactly."""
 
 

@@ -1,7 +1,6 @@
 """A self-attention layer with its projections over tensor-, sequence- and context-parallel ranks.
 
-FLuRKA eq. 2 computes E X on the rank that has the tokens, or in causal layers on all tensor ranks; short convolutions
-need tokens of the previous shard.
+FLuRKA eq. 2 computes E X on the rank that has the tokens; short convolutions need tokens of the previous shard.
 """
 
 import pytest
@@ -26,10 +25,6 @@ LAYERS = {
     "naive_order": {"preset": "flurka_rnn", "compression": {"rank": RANK, "compress": "projected"}},
     "per_head": {"preset": "linformer", "compression": {"rank": RANK, "per_head": True}},
     "blocks": {"similarity": "kernel", "feature_map": {"name": "elu"}, "compression": SHORT},
-    "landmarks alone": {
-        **{"preset": "hedgehog", "short_convolution": 4, "output_norm": True, "output_gate": "silu"},
-        "compression": SHORT,
-    },
     "pool": {"similarity": "softmax", "compression": {"kind": "pool", "block_size": 8}},
     "mamba2": {"preset": "mamba2"},
     "softmax": {"preset": "softmax", "short_convolution": 3, "output_norm": True, "output_gate": "silu"},

@@ -14,10 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megakernel.attention import AttentionLayer
-from megakernel.attention.causal_low_rank import CausalLowRankAttention
 from megakernel.attention.low_rank import LowRankAttention
 from megakernel.ops.tensors import accum_dtype
-from megakernel.uptraining.sampled_queries import CapturedInputs
 
 from .subject import CapturedAttention, Subject
 from .table import Row
@@ -40,7 +38,7 @@ def attention_matrix(captured: CapturedAttention) -> Tensor:
         values[:, :, first + chunk, chunk] = 1
         columns.append(inputs.run(core, values)[0, ..., : len(chunk)])
     weights = torch.cat(columns, -1)
-    return weights @ _landmarks_of_tokens(core, inputs) if core.compresses_input else weights
+    return weights @ _landmarks_of_tokens(core, inputs.q) if core.compresses_input else weights
 
 
 @torch.no_grad()
@@ -60,14 +58,12 @@ def exact_matrix(captured: CapturedAttention) -> Tensor:
         core.float()
 
 
-def _landmarks_of_tokens(core: AttentionLayer, inputs: CapturedInputs) -> Tensor:
+def _landmarks_of_tokens(core: AttentionLayer, q: Tensor) -> Tensor:
     """F (L, N): the weight of each token in the landmarks' values."""
-    length, dtype = inputs.q.shape[2], inputs.q.dtype
-    tokens = torch.eye(length, dtype=dtype, device=inputs.q.device)[:, None]
-    if isinstance(core, CausalLowRankAttention):
-        return core.compress(tokens, inputs)[0][-1, :, 0].to(dtype)
     assert isinstance(core, LowRankAttention)
-    return core.compress(tokens, first=0, length=length)[-1][:, 0].to(dtype)
+    length = q.shape[2]
+    tokens = torch.eye(length, dtype=q.dtype, device=q.device)[:, None]
+    return core.compress(tokens, first=0, length=length)[-1][:, 0].to(q.dtype)
 
 
 CELLS = 64

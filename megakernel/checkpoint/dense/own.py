@@ -208,9 +208,6 @@ def _part(name: str, model: Model) -> Part:
             head_dim=model.head_size,
             keys_per_head=keys,
         )
-    if module == "self_attention.short_convolution" and attention.compresses_input:
-        names = (f"{prefix}self_attn.q_conv1d.weight",)
-        return _ByKeyHead(names, kv_heads=model.kv_heads, per_key_head=(queries,), flattened=1)
     if module == "self_attention.short_convolution":
         return _ByKeyHead(
             of_qkv("conv1d.weight"), kv_heads=model.kv_heads, per_key_head=(queries, keys, 1), flattened=1

@@ -22,24 +22,12 @@ from megakernel.ops.documents import collapse_positions
 
 
 class PackageAttention(decoder.SelfAttention):
-    """Self-attention with a mechanism of this package.
-
-    A causal layer that compresses its input (FLuRKA eq. 2) here compresses the keys and values of all tokens instead
-    (eq. 1). As rows of E and F sum to 1, this is the same function also with biases.
-    """
-
-    def __init__(self, config: Any, index: int):
-        super().__init__(config, index)
-        if config.section.layer_attention(index).compresses_input:  # its keys and values have no filters
-            self.k_conv1d = self.v_conv1d = None
+    """Self-attention with a mechanism of this package."""
 
     def mechanism(self, config: Any, index: int) -> Any:
         """The layer's mechanism."""
         section, self.index = config.section, index
         options, rope = section.layer_attention(index), section.layer_rope(index)
-        if options.compresses_input:
-            projected = options.compression.model_copy(update={"compress": "projected"})
-            options = options.model_copy(update={"compression": projected})
         self.kv_heads, self.keys_per_head = section.kv_heads, options.keys_per_head
         self.rotary = None if rope is None else attention.Rotary(section.rotary_size, *rope)
         dtype = torch.get_default_dtype()

@@ -19,9 +19,6 @@ from megakernel.config.section import merged
 from megakernel.parallel.partition import Partition
 from tests.tiers import tiered
 
-LANDMARKS: dict[str, Any] = {"similarity": "kernel", "compression": {"kind": "block"}}
-"""Landmarks without a window, to which a feature map belongs."""
-
 VARIANTS: dict[str, dict[str, Any]] = {
     "simple_gla": {"mechanism": "simple_gla", "simple_gla": {"gate_logit_normalizer": 2.0}},
     "local_two_blocks": {"preset": "local", "near": {"blocks": 2}},
@@ -158,20 +155,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "feature_map": {"name": "hedgehog"},
         "compression": {"kind": "pool"},
     },
-    "landmarks_hedgehog": {**LANDMARKS, "feature_map": {"name": "hedgehog"}},
-    "landmarks_favor_centroid": {**LANDMARKS, "feature_map": {"name": "favor"}, "far_rope": "centroid"},
-    "landmarks_per_head_mlk": {
-        **LANDMARKS,
-        "feature_map": {"name": "elu"},
-        "compression": {"kind": "block", "per_head": True},
-        "mixture": {},
-    },
-    "landmarks_uneven_smlk": {
-        **LANDMARKS,
+    "low_rank_shifted_keys": {
+        "similarity": "kernel",
         "feature_map": {"name": "elu"},
         "compression": {"kind": "block", "block_size": 5, "rank": 3, "share_kv": True},
         "mixture": {"kind": "shifted", "keys": 3},
-        "far_rope": "centroid",
     },
     "nystromformer_conv": {"preset": "nystromformer", "nystromformer": {"conv_kernel": 3}},
 }
@@ -253,7 +241,6 @@ FIRST_VARIANTS = {
         "linformer_causal_gated",
         "low_rank_blocks",
         "flurka_pool",
-        "landmarks_favor_centroid",
     ),
 }
 """Variants with code that no preset runs."""

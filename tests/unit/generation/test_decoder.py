@@ -23,7 +23,6 @@ ATTENTION = {name: name for name in DECODERS} | {
     "flurka_kernel": {"preset": "flurka_kernel", **BLOCKS},
     "flurka_mixture": {"preset": "flurka", **BLOCKS, "mixture": {}},
     "local": {"preset": "local", "near": {"block_size": 8}},
-    "landmarks": {"preset": "hedgehog", **BLOCKS, "short_convolution": 4, "output_gate": "silu"},
 }
 
 

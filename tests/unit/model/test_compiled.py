@@ -35,7 +35,6 @@ MECHANISMS = {
         "short_convolution": 4,
         "output_gate": "silu",
     },
-    "landmarks, convolution": {"preset": "hedgehog", **BLOCKS, "short_convolution": 4},
     "linear": "linear",
     "hedgehog": "hedgehog",
     "retnet": "retnet",

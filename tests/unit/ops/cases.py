@@ -8,21 +8,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megakernel.attention import Rotary
-from megakernel.ops.arguments import check_heads
-from megakernel.ops.block_pooling import pool_blocks, pool_open_block
-from megakernel.ops.causal_low_rank_attention import causal_low_rank_attention
 from megakernel.ops.documents import Positions
 from megakernel.ops.feature_maps import FEATURE_MAPS
 from megakernel.ops.flurka_attention import flurka_attention
 from megakernel.ops.gated_delta_rule import gated_delta_rule
 from megakernel.ops.kernel_attention import kernel_attention
-from megakernel.ops.mixture import first_key, pack_keys, unpack_keys
 from megakernel.ops.selected_attention import (
     choice,
     chunked,
@@ -209,58 +205,6 @@ def flurka_case(
     )
 
 
-# Landmarks alone
-
-
-def landmarks_leaves(length: int, draw: torch.Generator, *, per_head: bool, keys: int, mapped: int) -> Leaves:
-    """mapped: rows of the feature map's projection, 0: none."""
-    leaves = qkv(length, draw, keys=keys)
-    pool = (KV_HEADS, RANK, BLOCK) if per_head else (RANK, BLOCK)
-    leaves |= {name: normal(draw, *pool).softmax(-1) for name in ("pool_keys", "pool_values")}
-    if mapped:
-        leaves["projection"] = normal(draw, KV_HEADS, mapped, WIDTH)
-    if keys:
-        leaves["priors"] = normal(draw, KV_HEADS, keys).square()
-    return leaves
-
-
-def call_landmarks(leaves: Leaves, positions: Positions, state: Any, backend: str, *, feature_map: str):
-    """The op on the landmarks of tokens; the state is the op's, and the pooled keys and values of the open block."""
-    leaves = dict(leaves)
-    k, v = leaves.pop("k"), leaves.pop("v")
-    check_heads(leaves["q"], first_key(k, leaves.get("priors")), v)
-    state, *pooled = (None, None, None) if state is None else state
-    parts = zip((pack_keys(k), v), (leaves.pop("pool_keys"), leaves.pop("pool_values")), pooled)
-    options: dict[str, Any] = {"positions": positions}
-    landmarks, left = [], []
-    for x, pool, entering in parts:
-        landmarks.append(pool_blocks(x, pool, **options, entering=entering, backend=backend))
-        left.append(pool_open_block(x, pool, **options, entering=entering))
-    keys, values = landmarks
-    if "priors" in leaves:
-        keys = unpack_keys(keys, WIDTH)
-    keys, values = (x.to(v.dtype) for x in (keys, values))
-    options = {"feature_map": feature_map, "block_size": BLOCK, "positions": positions, "backend": backend}
-    out, state = causal_low_rank_attention(k=keys, v=values, **leaves, **options, initial_state=state)
-    return out, LandmarksState(state, *left)
-
-
-class LandmarksState(NamedTuple):
-    far: KernelState
-    keys: Tensor
-    values: Tensor
-
-
-def landmarks_only_case(
-    feature_map: str, *, per_head: bool = False, keys: int = 0, mapped: int = 0
-) -> OpCase:
-    return OpCase(
-        partial(call_landmarks, feature_map=feature_map),
-        partial(landmarks_leaves, per_head=per_head, keys=keys, mapped=mapped),
-        QKV,
-    )
-
-
 # Softmax over pairs
 
 
@@ -441,11 +385,6 @@ CASES: dict[str, OpCase] = {
         f"flurka {form} {feature_map} mixture": flurka_case(form, feature_map, 1, "centroid", keys=3)
         for form, feature_map in zip(NEAR, ("elu", "favor", "elu"))
     },
-    "landmarks elu": landmarks_only_case("elu", per_head=True),
-    "landmarks hedgehog": landmarks_only_case("hedgehog", mapped=WIDTH),
-    "landmarks favor": landmarks_only_case("favor", mapped=6),
-    "landmarks elu mixture": landmarks_only_case("elu", keys=3),
-    "landmarks favor mixture": landmarks_only_case("favor", per_head=True, keys=3, mapped=6),
     **{
         f"weighted {kind}": attention_case(weighted_attention, weighted_leaves, **WEIGHTED, **options)
         for kind, options in KINDS.items()

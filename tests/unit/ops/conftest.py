@@ -2,7 +2,6 @@ from importlib import import_module
 
 import pytest
 
-from megakernel.ops import causal_low_rank_attention as causal_low_rank
 from megakernel.ops import decay
 from megakernel.ops import landmark_attention as landmark
 from megakernel.ops.flurka_attention import chunked as flurka
@@ -20,10 +19,9 @@ def small_chunks(monkeypatch):
     """Chunks of 4 tokens and groups of 8, so that a short sequence crosses many of their edges."""
     for module in (decay, kernel):
         monkeypatch.setattr(module, "CHUNK", 4)
-    for module in (causal_low_rank, decay, kernel, flurka, window):
+    for module in (decay, kernel, flurka, window):
         monkeypatch.setattr(module, "GROUP", 8)
-    for module in (causal_low_rank, flurka):
-        monkeypatch.setattr(module, "RUN", 8)
+    monkeypatch.setattr(flurka, "RUN", 8)
     monkeypatch.setattr(softmax, "BLOCK", 8)
     for module in (partial, weighted):
         monkeypatch.setattr(module, "QUERIES", 4)
@@ -33,5 +31,5 @@ def small_chunks(monkeypatch):
 @pytest.fixture
 def short_groups(monkeypatch):
     """Groups of 256 tokens instead of 1,024 to 4,096, with the usual chunks: 600 tokens end in the third group."""
-    for module in (causal_low_rank, decay, eva, flurka, kernel, landmark, window):
+    for module in (decay, eva, flurka, kernel, landmark, window):
         monkeypatch.setattr(module, "GROUP", 256)

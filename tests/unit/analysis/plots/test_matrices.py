@@ -19,7 +19,6 @@ DECODERS = {
     "smlk": "smlk",
     "kernelized": "kernelized",
     "eva": {"preset": "eva", "eva": {"window_size": 4, "chunk_size": 2}},
-    "landmarks": {"preset": "hedgehog", **BLOCKS},
 }
 ENCODERS = {
     "flurka_rnn": {"preset": "flurka_rnn", **RANK},
