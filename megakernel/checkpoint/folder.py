@@ -92,7 +92,6 @@ class CheckpointFolder:
         self._ranks = ranks or Ranks()
         self._broken: set[Path] = set()
         self._save: _Save | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def remove_leftovers(self) -> list[Path]:
         """Delete what interrupted saves and prunings left behind; called once, before training."""
@@ -243,11 +242,15 @@ class CheckpointFolder:
         return final, final.with_name(final.name + PARTIAL)
 
     def _start(self, action: Callable[[], Any]) -> "Future[Any]":
-        """Do this rank's work of a part of the save, in the thread if it is in the background."""
+        """Do this rank's work of a part of the save, in a thread if it is in the background."""
         assert self._save is not None
         if self._save.in_background:
-            return self._thread.submit(action)
-        work: Future[Any] = Future()
+            # A thread of its own: one that lives on keeps the states that it has written, and the model with them.
+            thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            work: Future[Any] = thread.submit(action)
+            thread.shutdown(wait=False)
+            return work
+        work = Future()
         try:
             work.set_result(action())
         except Exception as error:
