@@ -255,7 +255,8 @@ def test_students_read_the_same_tokens_after_those_of_the_dense_model():
         assert run.config.init.source == dense.run.folder == Path("runs/far_context/softmax_around-2048-0")
         check_parts_around(run.config.model, dense.model, transfers=len(trained) > 1)
         controls += [run.name for stage in plan if stage.kind == DENSE]
-    assert controls == ["flurka"]
+    # One of each page: students of other parts are compared with a dense model of their own machine.
+    assert controls == ["flurka", "selected"]
 
 
 def test_a_finished_up_training_is_reused_only_with_its_configuration(tmp_path):
