@@ -34,9 +34,8 @@ def _note_operation(operation: str, path: Any) -> None:
 def file_operations(folder: Path) -> Iterator[list[str]]:
     """The operations of this process on files below a folder, while inside; with their paths."""
     if not _hooked:
-        sys.addaudithook(
-            _audit
-        )  # it stays for ever, and does nothing outside; a second one would count all twice
+        # It stays for ever, and does nothing outside. A second one would count everything twice.
+        sys.addaudithook(_audit)
         _hooked.append(True)
     entry: tuple[str, list[str]] = (str(folder), [])
     with ExitStack() as stack:

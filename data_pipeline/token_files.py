@@ -135,7 +135,7 @@ class HashingWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stream.close()
+        self.close()
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes, or an array's memory."""

@@ -11,7 +11,7 @@ from megakernel.ops.kernels.launcher import FEATURES_AT_ONCE
 from megakernel.ops.kernels.primitives import padded
 from tests.kernels.compiled import products, with_names, without_interpreter
 
-KERNELS = 23
+KERNELS = 26
 """All kernels."""
 
 REUSED = {

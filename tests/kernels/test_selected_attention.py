@@ -161,6 +161,52 @@ def test_the_kernel_finds_the_largest_scores(size, draw):
     assert torch.equal(choice_kernel.largest(scores, visible, 5), choice.largest(scores, visible, 5))
 
 
+LISTS = {
+    "one head": {},
+    "three heads of a key head, two sequences": {"batch": 2, "kv_heads": 2, "group": 3, "rank": 3},
+    "more readers than a program has": {"length": 150, "groups": 2},
+    "log-sum-exp": {"rank": 4, "score": "lse"},
+    "bfloat16": {"rank": 2, "group": 2, "dtype": torch.bfloat16},
+    "more landmarks than a program has": {"rank": 33, "length": 5},
+}
+
+
+@pytest.mark.parametrize("case", tiered([*LISTS], ["three heads of a key head, two sequences"]))
+def test_the_kernel_scores_the_blocks_of_listed_groups(case, draw):
+    assert_scores_the_same(draw, **LISTS[case])
+
+
+def assert_scores_the_same(
+    draw: torch.Generator,
+    *,
+    groups: int = 4,
+    blocks: int = 5,
+    rank: int = 1,
+    batch: int = 1,
+    kv_heads: int = 1,
+    group: int = 1,
+    length: int = 21,
+    score: str = "max",
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Of whole numbers, whose products are exact; queries list three groups of five blocks, the last often none."""
+    width, count = 16, 18
+    queries = torch.randn(batch, kv_heads, group, length, width, generator=draw).round().to(DEVICE, dtype)
+    keys = torch.randn(batch, kv_heads, count, rank, width, generator=draw).round().to(DEVICE)
+    landmarks = Landmarks(keys, keys[..., :0], torch.arange(count, device=DEVICE).expand(batch, -1))
+    places = torch.randint(-1, count, (batch, groups, blocks), generator=draw).to(DEVICE)
+    lists = (
+        torch.rand(batch, kv_heads, length, groups, generator=draw).topk(min(3, groups)).indices.to(DEVICE)
+    )
+    lists[..., -1][torch.rand(lists.shape[:-1], generator=draw).to(DEVICE) > 0.5] = -1
+    rule = SelectionRule(BLOCK, 1, 2, "token", score, blocks)
+    expected = choice.list_scorer(queries, landmarks, rule)(queries, places, lists)
+    scores = choice_kernel.list_scorer(queries, landmarks, rule)(queries, places, lists)
+    # The kernel sums exponentials of base e in another order.
+    torch.testing.assert_close(scores, expected, rtol=0, atol=0 if score == "max" else 1e-5)
+    assert torch.equal(expected.isinf(), (lists < 0)[..., None].expand_as(expected))
+
+
 def test_groups_of_a_fixed_size_hold_every_pair_once():
     lists = torch.tensor([[[0, 2], [2, -1], [1, 2]], [[-1, -1], [0, 1], [1, 2]]])
     found = readers.readers_of(lists, 3, size=2)

@@ -123,39 +123,40 @@ def merge_parts(
 
 
 @triton.jit
-def no_window_sums(C: tl.constexpr, VP: tl.constexpr, NEAR: tl.constexpr, PHI: tl.constexpr):
-    """Sums (C, VP) over no key, their normalizer (C,) and running maximum (C,)."""
-    row_max = tl.full((C,), EMPTY if (NEAR.softmax or PHI.unbounded) else 0.0, tl.float32)
-    return tl.zeros((C, VP), tl.float32), tl.zeros((C,), tl.float32), row_max
-
-
-@triton.jit
-def add_window_sums(
-    near,
-    den,
-    row_max,
-    b_q1,
-    b_q2,
-    p_k,
-    p_v,
-    projection,
+def window_sums(
+    queries,
     window,
     matrix,
     seq,
     tile,
-    starts,
-    begin,
+    ahead,
     TILING: tl.constexpr,
     NEAR: tl.constexpr,
     PHI: tl.constexpr,
 ):
-    """Add the keys from place `begin` on that the windows of a tile of queries hold to the sums of `no_window_sums`.
+    """Sums (C, VP) over the windows of a tile of queries, their normalizer (C,) and running maximum (C,).
 
-    b_q1, b_q2: the queries' halves; p_k, p_v: of their key head.
+    ahead: `WindowSums`, which take the place of what they have; or None.
     """
+    C: tl.constexpr = TILING.chunk
     BK: tl.constexpr = TILING.block
     VP: tl.constexpr = TILING.padded_values
-    dtype: tl.constexpr = p_k.dtype.element_ty
+    p_q, num_valid = tile_ptr(queries, tile), tile.end - tile.at
+    p_k, p_v = head_ptr(window.keys, tile.batch, tile.kv), head_ptr(window.v, tile.batch, tile.kv)
+    dtype: tl.constexpr = p_q.dtype.element_ty
+    projection = projection_ptr(matrix, tile.kv, PHI)
+    starts = window_start(window, seq, tile.batch, tile.rows, NEAR)
+    begin = tl.min(starts, 0)
+    # Angles count from the oldest place that a window of this tile can reach.
+    b_q1, b_q2, _logs = window_tile(
+        p_q, queries.row, num_valid, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI
+    )
+    near = tl.zeros((C, VP), tl.float32)
+    den = tl.zeros((C,), tl.float32)
+    row_max = tl.full((C,), EMPTY if (NEAR.softmax or PHI.unbounded) else 0.0, tl.float32)
+    if ahead is not None:
+        near, den, row_max = load_window_sums(ahead, near, den, row_max, tile, TILING)
+        begin = tl.where(tile.at < ahead.tokens, tile.stop, begin)
     for k_start in range(begin, tile.stop, BK):
         k_idx, row_idx = k_start + tl.arange(0, BK), tl.cast(k_start + window.before, tl.int64)
         table_row, num_keys = k_start - tile.at + NEAR.reach, seq.length - k_start
@@ -186,36 +187,8 @@ def window_forward(
     queries, window, matrix, seq, ahead, TILING: tl.constexpr, NEAR: tl.constexpr, PHI: tl.constexpr
 ):
     """`WindowSums` of queries. Programs as in `merge`."""
-    C: tl.constexpr = TILING.chunk
-    VP: tl.constexpr = TILING.padded_values
     tile = queries_of_program(seq, TILING)
-    p_q, num_valid = tile_ptr(queries, tile), tile.end - tile.at
-    p_k, p_v = head_ptr(window.keys, tile.batch, tile.kv), head_ptr(window.v, tile.batch, tile.kv)
-    projection = projection_ptr(matrix, tile.kv, PHI)
-    starts = window_start(window, seq, tile.batch, tile.rows, NEAR)
-    b_q1, b_q2, _logs = window_tile(
-        p_q, queries.row, num_valid, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI
-    )
-    near, den, row_max = no_window_sums(C, VP, NEAR, PHI)
-    near, den, row_max = add_window_sums(
-        near,
-        den,
-        row_max,
-        b_q1,
-        b_q2,
-        p_k,
-        p_v,
-        projection,
-        window,
-        matrix,
-        seq,
-        tile,
-        starts,
-        tl.min(starts, 0),
-        TILING,
-        NEAR,
-        PHI,
-    )
+    near, den, row_max = window_sums(queries, window, matrix, seq, tile, None, TILING, NEAR, PHI)
     store_window_sums(ahead, near, den, row_max, tile, TILING)
 
 
@@ -244,39 +217,10 @@ def merge(
     VP: tl.constexpr = TILING.padded_values
     tile = queries_of_program(seq, TILING)
     p_q, num_valid = tile_ptr(queries, tile), tile.end - tile.at
-    p_k, p_v = head_ptr(window.keys, tile.batch, tile.kv), head_ptr(window.v, tile.batch, tile.kv)
     dtype: tl.constexpr = p_q.dtype.element_ty
     projection = projection_ptr(matrix, tile.kv, PHI)
 
-    starts = window_start(window, seq, tile.batch, tile.rows, NEAR)
-    oldest = tl.min(starts, 0)
-    # Angles count from the oldest place that a window of this tile can reach.
-    b_q1, b_q2, _logs = window_tile(
-        p_q, queries.row, num_valid, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI
-    )
-    near, den, row_max = no_window_sums(C, VP, NEAR, PHI)
-    if ahead is not None:
-        near, den, row_max = load_window_sums(ahead, near, den, row_max, tile, TILING)
-        oldest = tl.where(tile.at < ahead.tokens, tile.stop, oldest)
-    near, den, row_max = add_window_sums(
-        near,
-        den,
-        row_max,
-        b_q1,
-        b_q2,
-        p_k,
-        p_v,
-        projection,
-        window,
-        matrix,
-        seq,
-        tile,
-        starts,
-        oldest,
-        TILING,
-        NEAR,
-        PHI,
-    )
+    near, den, row_max = window_sums(queries, window, matrix, seq, tile, ahead, TILING, NEAR, PHI)
     # Rows past the last token have seen no keys.
     inside = tile.rows < tile.end
     den = tl.where(inside, den, 1.0)

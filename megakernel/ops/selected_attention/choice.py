@@ -1,6 +1,7 @@
 """Which blocks queries choose by their landmarks; the choice has no gradient."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -8,10 +9,17 @@ from torch import Tensor
 
 from megakernel.ops.landmark_attention import Landmarks, LandmarkVisibility
 from megakernel.ops.selected_attention.inputs import NONE, Score, SelectionRule
+from megakernel.ops.selected_attention.readers import numbers_at_once, readers_of
 from megakernel.ops.tensors import accum_dtype
 
 ROWS = 1024
 """Queries of a head whose scores are in memory at once."""
+
+ListScorer = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(queries (B, H_kv, G, n, d), places (B, Z, g), lists (B, H_kv, n, l)) -> scores (B, H_kv, n, l, g).
+
+places: of the g blocks of each of Z groups; lists: of n queries. Scores of what is in no list are -inf.
+"""
 
 
 def block_scores(queries: Tensor, landmarks: Tensor, score: Score) -> Tensor:
@@ -68,8 +76,44 @@ def choose_among_all(
     return torch.cat(chosen, 2)
 
 
+def list_scorer(queries: Tensor, landmarks: Landmarks, selection: SelectionRule) -> ListScorer:
+    """Scores parts of these queries (B, H_kv, G, n, d) with the blocks of the groups that they list."""
+    return partial(_scores_of_lists, landmarks.keys.to(accum_dtype(queries.dtype)), selection)
+
+
+def _scores_of_lists(
+    landmarks: Tensor, selection: SelectionRule, queries: Tensor, places: Tensor, lists: Tensor
+) -> Tensor:
+    group, width, rank = queries.shape[2], queries.shape[4], landmarks.shape[3]
+    rows = queries.to(landmarks.dtype).movedim(2, 3).flatten(0, 2)  # (X n, G, d)
+    keys, at = landmarks.flatten(0, 2), places_of_all(places, landmarks)  # (X S, r, d), (X Z, g)
+    readers = readers_of(lists.flatten(0, 1), places.shape[1])
+    scores = keys.new_full((lists.numel() + 1, selection.group), -torch.inf)
+    together = readers.queries.shape[1] * group
+    numbers = (together + selection.group * rank) * width + together * selection.group * rank
+    count = max(1, numbers_at_once(queries) // numbers)
+    for start in range(0, len(readers.items), count):
+        some = readers.some(slice(start, start + count))
+        products = rows[some.queries].flatten(1, 2) @ keys[at[some.items]].flatten(1, 2).transpose(-1, -2)
+        products = (products * width**-0.5).unflatten(2, (selection.group, rank))
+        of_heads = reduced(products, selection.score).unflatten(1, (-1, group))
+        scores[some.pairs] = of_heads.amax(2)
+    return scores[:-1].view(*lists.shape, selection.group)
+
+
+def places_of_all(places: Tensor, landmarks: Tensor) -> Tensor:
+    """`places` (B, Z, g) of blocks among those (B, H_kv, S) of all key heads, (B H_kv Z, g); any of a missing one."""
+    batch, kv_heads, count = landmarks.shape[:3]
+    sequences = torch.arange(batch * kv_heads, device=places.device).view(batch, kv_heads, 1, 1)
+    return (places.clamp(min=0)[:, None] + sequences * count).flatten(0, 2)
+
+
 class Choice(NamedTuple):
     """How a backend chooses."""
 
-    among_all: Callable[[Tensor, Landmarks, LandmarkVisibility, SelectionRule], Tensor] = choose_among_all
-    largest: Callable[[Tensor, Tensor, int], Tensor] = largest
+    among_all: Callable[[Tensor, Landmarks, LandmarkVisibility, SelectionRule], Tensor]
+    list_scorer: Callable[[Tensor, Landmarks, SelectionRule], ListScorer]
+    largest: Callable[[Tensor, Tensor, int], Tensor]
+
+
+ON_ANY_DEVICE = Choice(choose_among_all, list_scorer, largest)

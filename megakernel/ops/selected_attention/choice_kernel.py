@@ -1,10 +1,13 @@
 """Triton kernels of the choice: a program keeps the best blocks so far of its queries, in registers.
 
-`choose_among_all` computes scores tile by tile, so that the matrix of all scores never exists; `largest` reads scores.
-Both choose what their namesakes in `choice` do, which they take over where a program would not hold the candidates.
+`choose_among_all` computes scores tile by tile, so that the matrix of all scores never exists. Of two levels the second
+has other blocks for every query: `list_scorer` multiplies each group of blocks with the queries that list it, and
+`largest` reads these scores. All three do what their namesakes in `choice` do, which they call where a program would
+not hold what it needs.
 """
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megakernel.ops.kernels.arguments import head_ptr
 from megakernel.ops.kernels.launch import Rows, launch
 from megakernel.ops.kernels.primitives import cdiv, dot, padded, power_of_two
 from megakernel.ops.landmark_attention import Landmarks, LandmarkVisibility
 from megakernel.ops.selected_attention import choice
+from megakernel.ops.selected_attention.choice import places_of_all
 from megakernel.ops.selected_attention.inputs import NONE, Score, SelectionRule
+from megakernel.ops.selected_attention.kernels import gather, tile_of
+from megakernel.ops.selected_attention.readers import readers_of
 
 MOST_CHOSEN = 64
 """The largest k: a program holds twice as many candidates for each of its queries."""
@@ -62,6 +67,36 @@ class Choosers(NamedTuple):
     kv_heads: int
     blocks: int
     """S."""
+
+    term_size: int
+    """Numbers of a term."""
+
+
+class ListedGroups(NamedTuple):
+    """Queries, and the groups of blocks that they list."""
+
+    q: Rows
+    landmarks: Any
+    """(terms, B H_kv S, r, d), contiguous: see `terms_of`."""
+
+    places: Any
+    """(B H_kv Z, g) int64: the blocks of a group, see `choice.places_of_all`."""
+
+    items: Any
+    """(J,) int64: the group of blocks, see `readers.Readers`; `pairs` too."""
+
+    tokens: Any
+    """(J, R) int64: the queries' indices in their sequence; -1 where there is none."""
+
+    pairs: Any
+    """(J, R) int64"""
+
+    kv_heads: int
+    groups: int
+    """Z."""
+
+    blocks: int
+    """g."""
 
     term_size: int
     """Numbers of a term."""
@@ -118,38 +153,29 @@ class ChoiceSizes(NamedTuple):
 
 
 @triton.jit
-def load_queries(args, batch, kv, start, META: tl.constexpr):
-    """A tile (R heads, d) of queries, the heads of a query one after the other; zeros where there is none."""
-    row, column = tl.arange(0, META.queries * META.heads), tl.arange(0, META.padded_width)
-    token, head = start + row // META.heads, row % META.heads
-    exists = (token < args.length) & (head < META.group)
-    offset = head.to(tl.int64) * args.q.head + token.to(tl.int64) * args.q.row
-    pointer = head_ptr(args.q, batch, kv * META.group)
-    mask = exists[:, None] & (column < META.width)[None, :]
-    return tl.load(pointer + (offset[:, None] + column[None, :]), mask=mask, other=0.0)
+def load_queries(q, batch, kv, token, exists, META: tl.constexpr):
+    """The heads, one after the other, of the queries `token` of a key head (R heads,), each index once per head.
+
+    A tile (R heads, d); zeros where there is none.
+    """
+    head = tl.arange(0, META.queries * META.heads) % META.heads
+    exists = exists & (head < META.group)
+    return gather(q, batch, kv * META.group + head, token, exists, META.width, META.padded_width)
 
 
 @triton.jit
-def landmark_ptrs(args, batch, kv, block, META: tl.constexpr):
-    """Pointers (blocks r', d) to the first terms of landmarks of consecutive blocks, r' a block; and which exist."""
-    row, column = tl.arange(0, META.block_s * META.parts), tl.arange(0, META.padded_width)
-    place, part = block + row // META.parts, row % META.parts
-    inside = (place < args.blocks) & (part < META.rank)
-    number = (batch * args.kv_heads + kv).to(tl.int64) * args.blocks + place
-    offset = (number * META.rank + part) * META.width
-    return args.landmarks + (offset[:, None] + column[None, :]), inside[:, None] & (column < META.width)[
-        None, :
-    ]
+def scores_of(landmarks, term_size, block, exists, b_q, META: tl.constexpr):
+    """Scores (R, blocks) of queries as `choice.block_scores` has them.
 
-
-@triton.jit
-def scores_of(args, batch, kv, block, b_q, META: tl.constexpr):
-    """Scores (R, blocks) of consecutive blocks as `choice.block_scores` has them."""
-    ptrs, mask = landmark_ptrs(args, batch, kv, block, META)
+    block, exists: (blocks r',) of each landmark, r' a block, its block among those of all key heads.
+    """
+    part = tl.arange(0, META.block_s * META.parts) % META.parts
+    exists = exists & (part < META.rank)
+    ptrs, mask = tile_of(landmarks, block * META.rank + part, exists, META.width, META.padded_width)
     TERMS: tl.constexpr = META.terms
     b_s = tl.zeros([META.queries * META.heads, META.block_s * META.parts], tl.float32)
     for term in tl.static_range(TERMS):
-        b_l = tl.load(ptrs + term * args.term_size, mask=mask, other=0.0)
+        b_l = tl.load(ptrs + term * term_size, mask=mask, other=0.0)
         b_s += dot(b_q, tl.trans(b_l), b_l.dtype)
     b_s = tl.reshape(b_s * META.scale, [META.queries * META.heads, META.block_s, META.parts])
     b_s = tl.where((tl.arange(0, META.parts) < META.rank)[None, None, :], b_s, float("-inf"))
@@ -182,7 +208,9 @@ def choose(args, chosen, META: tl.constexpr):
     seen = tl.cast(batch, tl.int64) * args.length + token
     first = tl.load(args.first + seen, mask=token < args.length, other=0)
     limit = tl.load(args.limit + seen, mask=token < args.length, other=NO_BLOCK)
-    b_q = load_queries(args, batch, kv, start, META)
+    token_of_row = start + tl.arange(0, R * META.heads) // META.heads
+    b_q = load_queries(args.q, batch, kv, token_of_row, token_of_row < args.length, META)
+    place_of_row = tl.arange(0, META.block_s * META.parts) // META.parts
     best = tl.full([R, K], NO_BLOCK, tl.int64)
     for begin in range(0, args.blocks, META.block_s):
         block = begin + tl.arange(0, META.block_s)
@@ -194,7 +222,9 @@ def choose(args, chosen, META: tl.constexpr):
         visible = (end[None, :] >= first[:, None]) & (end[None, :] < limit[:, None])
         # Blocks of later tokens and of other documents cost no product.
         if tl.max(tl.max(visible.to(tl.int32), 1), 0) > 0:
-            scores = scores_of(args, batch, kv, begin, b_q, META)
+            place = begin + place_of_row
+            number = tl.cast(sequence, tl.int64) * args.blocks + place
+            scores = scores_of(args.landmarks, args.term_size, number, place < args.blocks, b_q, META)
             best = best_of(best, candidates_of(scores, block, visible), R, K)
     row = tl.cast(sequence, tl.int64) * args.length + token
     store_choice(chosen, row, token < args.length, best, META.chosen, K)
@@ -221,6 +251,31 @@ def store_choice(chosen, row, exists, best, count: tl.constexpr, K: tl.constexpr
         index,
         mask=exists[:, None] & (place < count)[None, :],
     )
+
+
+@triton.jit
+def score_listed(args, scores, META: tl.constexpr):
+    """Write scores (lists, g) float32 of the blocks of a group. Program: up to R of the queries that list it."""
+    R: tl.constexpr = META.queries
+    reader = tl.program_id(0)
+    tokens = args.tokens + tl.cast(reader, tl.int64) * R
+    token = tl.load(tokens + tl.arange(0, R))
+    if tl.max(token, 0) < 0:
+        return
+    item = tl.load(args.items + reader)
+    sequence = item // args.groups
+    token_of_row = tl.load(tokens + tl.arange(0, R * META.heads) // META.heads)
+    batch, kv = sequence // args.kv_heads, sequence % args.kv_heads
+    b_q = load_queries(args.q, batch, kv, token_of_row, token_of_row >= 0, META)
+    row = tl.load(args.pairs + tl.cast(reader, tl.int64) * R + tl.arange(0, R)) * args.blocks
+    place_of_row = tl.arange(0, META.block_s * META.parts) // META.parts
+    for begin in range(0, args.blocks, META.block_s):
+        inside = begin + place_of_row < args.blocks
+        block = tl.load(args.places + item * args.blocks + begin + place_of_row, mask=inside, other=0)
+        b_s = scores_of(args.landmarks, args.term_size, block, inside, b_q, META)
+        place = begin + tl.arange(0, META.block_s)
+        mask = (token >= 0)[:, None] & (place < args.blocks)[None, :]
+        tl.store(scores + (row[:, None] + place[None, :]), b_s, mask=mask)
 
 
 @triton.jit
@@ -252,23 +307,31 @@ def terms_of(landmarks: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.stack(terms)
 
 
+def holds(group: int, rank: int) -> bool:
+    """Whether a program has registers for G query heads of a key head, and r landmarks of a block."""
+    return group <= MOST_HEADS and rank <= LANDMARKS
+
+
+def sizes_of(queries: Tensor, rank: int, terms: int, chosen: int, block_s: int, score: Score) -> ChoiceSizes:
+    """The constants of kernels whose queries are (B, H_kv, G, n, d)."""
+    group, width = queries.shape[2], queries.shape[4]
+    number = max(1, ROWS // power_of_two(group))
+    return ChoiceSizes(number, group, rank, terms, chosen, block_s, width, width**-0.5, score)
+
+
 @torch.no_grad()
 def choose_among_all(
     queries: Tensor, landmarks: Landmarks, visibility: LandmarkVisibility, selection: SelectionRule
 ) -> Tensor:
     """See `choice.choose_among_all`."""
-    batch, kv_heads, group, length, width = queries.shape
+    batch, kv_heads, group, length, _ = queries.shape
     count, rank = landmarks.keys.shape[2:4]
-    if not count or selection.chosen > MOST_CHOSEN or group > MOST_HEADS or rank > LANDMARKS:
+    if not count or selection.chosen > MOST_CHOSEN or not holds(group, rank):
         return choice.choose_among_all(queries, landmarks, visibility, selection)
     terms = terms_of(landmarks.keys, queries.dtype)
     chosen = min(selection.chosen, count)
     block_s = max(LANDMARKS // power_of_two(rank), power_of_two(chosen))
-    meta = ChoiceSizes(
-        max(1, ROWS // power_of_two(group)),
-        *(group, rank, len(terms), chosen, block_s),
-        *(width, width**-0.5, selection.score),
-    )
+    meta = sizes_of(queries, rank, len(terms), chosen, block_s, selection.score)
     ends, first, limit = (x.expand(batch, -1).contiguous() for x in (landmarks.ends, *visibility))
     args = Choosers(
         Rows.of(queries.flatten(1, 2)), terms, ends, first, limit, length, kv_heads, count, terms[0].numel()
@@ -278,6 +341,43 @@ def choose_among_all(
     programs = batch * kv_heads * cdiv(length, meta.queries)
     launch(choose, (programs,), args, blocks, META=meta, **LAUNCH)
     return blocks
+
+
+def list_scorer(queries: Tensor, landmarks: Landmarks, selection: SelectionRule) -> choice.ListScorer:
+    """See `choice.list_scorer`."""
+    if not holds(queries.shape[2], landmarks.keys.shape[3]):
+        return choice.list_scorer(queries, landmarks, selection)
+    return partial(_scores_of_lists, landmarks.keys, terms_of(landmarks.keys, queries.dtype), selection)
+
+
+def _scores_of_lists(
+    landmarks: Tensor,
+    terms: Tensor,
+    selection: SelectionRule,
+    queries: Tensor,
+    places: Tensor,
+    lists: Tensor,
+) -> Tensor:
+    rank = landmarks.shape[3]
+    block_s = LANDMARKS // power_of_two(rank)
+    meta = sizes_of(queries, rank, len(terms), 1, block_s, selection.score)
+    readers = readers_of(lists.flatten(0, 1), places.shape[1], meta.queries)
+    tokens = torch.where(readers.exists, readers.queries % queries.shape[3], -1)
+    scores = queries.new_full((*lists.shape, selection.group), -math.inf, dtype=torch.float32)
+    args = ListedGroups(
+        q=Rows.of(queries.flatten(1, 2)),
+        landmarks=terms,
+        places=places_of_all(places, landmarks),
+        items=readers.items,
+        tokens=tokens,
+        pairs=readers.pairs,
+        kv_heads=landmarks.shape[1],
+        groups=places.shape[1],
+        blocks=selection.group,
+        term_size=terms[0].numel(),
+    )
+    launch(score_listed, (len(readers.items),), args, scores, META=meta, **LAUNCH)
+    return scores
 
 
 @torch.no_grad()
@@ -302,4 +402,4 @@ def largest(scores: Tensor, visible: Tensor, count: int) -> Tensor:
     return chosen
 
 
-CHOICE = choice.Choice(choose_among_all, largest)
+ON_GPU = choice.Choice(choose_among_all, list_scorer, largest)

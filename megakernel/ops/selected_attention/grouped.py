@@ -12,15 +12,11 @@ from torch import Tensor
 
 from megakernel.ops.documents import Positions
 from megakernel.ops.landmark_attention import MISSING, Landmarks, LandmarkVisibility, complete_blocks
-from megakernel.ops.selected_attention.choice import Choice, reduced
+from megakernel.ops.selected_attention.choice import ON_ANY_DEVICE, Choice, ListScorer
 from megakernel.ops.selected_attention.inputs import NONE, SelectionRule
-from megakernel.ops.selected_attention.readers import numbers_at_once, readers_of
-from megakernel.ops.tensors import accum_dtype
 
-ROWS = 4096
+ROWS = 8192
 """Queries of a head whose scores are in memory at once."""
-
-ON_ANY_DEVICE = Choice()
 
 
 @torch.no_grad()
@@ -93,11 +89,13 @@ def choose(
         return how.among_all(queries, landmarks, visibility, selection)
     landmarks = landmarks._replace(ends=landmarks.ends.expand(len(queries), -1))
     places = _places(landmarks.ends, _block_ends(groups.ends, selection))
+    score_lists = how.list_scorer(queries, landmarks, selection)
     chosen = []
     for start in range(0, queries.shape[3], ROWS):
         rows = slice(start, start + ROWS)
         visible = LandmarkVisibility(*(x[:, rows] for x in visibility))
-        chosen.append(_choose(queries[:, :, :, rows], landmarks, groups, places, visible, selection, how))
+        some = queries[:, :, :, rows]
+        chosen.append(_choose(some, landmarks, groups, places, visible, selection, how, score_lists))
     found = torch.cat(chosen, 2)
     count = min(selection.chosen, landmarks.ends.shape[1])
     return F.pad(found, (0, count - found.shape[-1]), value=NONE)
@@ -111,6 +109,7 @@ def _choose(
     visibility: LandmarkVisibility,
     selection: SelectionRule,
     how: Choice,
+    score_lists: ListScorer,
 ) -> Tensor:
     """group_places: (B, Z, g), of the blocks of the complete groups."""
     size, span = selection.block_size, selection.span
@@ -132,7 +131,7 @@ def _choose(
 
     rest = torch.where(has_rest, number + of_rest, NONE)[:, None, :, None].expand(*best.shape[:3], 1)
     lists = torch.cat([best, rest], 3)
-    scores = _scores_of_lists(queries, landmarks, places, lists, selection)
+    scores = score_lists(queries, places, lists)
     complete = (best != NONE)[..., None].expand(*best.shape, selection.group)
     inside = torch.arange(selection.group, device=device) < ((limit - begin) // size)[..., None]
     inside = inside[:, None, :, None].expand(-1, best.shape[1], -1, -1, -1)
@@ -142,30 +141,3 @@ def _choose(
     item = lists.gather(3, at // selection.group).clamp(min=0)
     index = (item * selection.group + at % selection.group).flatten(1)
     return torch.where(found == NONE, NONE, places.flatten(1).gather(1, index).view(found.shape))
-
-
-def _scores_of_lists(
-    queries: Tensor, landmarks: Landmarks, places: Tensor, lists: Tensor, selection: SelectionRule
-) -> Tensor:
-    """Scores (B, H_kv, n, l, g) of the blocks of the groups in the lists (B, H_kv, n, l) of n queries.
-
-    places: (B, Z, g), of the blocks of a group. Scores of what is in no list are -inf.
-    """
-    batch, kv_heads, group, _, width = queries.shape
-    dtype = accum_dtype(queries.dtype)
-    rows = queries.to(dtype).movedim(2, 3).flatten(0, 2)  # (X n, G, d)
-    keys = landmarks.keys.to(dtype).flatten(0, 2)  # (X S, r, d)
-    sequences = torch.arange(batch * kv_heads, device=queries.device).view(batch, kv_heads, 1, 1)
-    at = (places.clamp(min=0)[:, None] + sequences * landmarks.keys.shape[2]).flatten(0, 2)  # (X Z, g)
-    readers = readers_of(lists.flatten(0, 1), places.shape[1])
-    scores = keys.new_full((lists.numel() + 1, selection.group), -torch.inf)
-    together, rank = readers.queries.shape[1] * group, keys.shape[1]
-    numbers = (together + selection.group * rank) * width + together * selection.group * rank
-    count = max(1, numbers_at_once(queries) // numbers)
-    for start in range(0, len(readers.items), count):
-        some = readers.some(slice(start, start + count))
-        products = rows[some.queries].flatten(1, 2) @ keys[at[some.items]].flatten(1, 2).transpose(-1, -2)
-        products = (products * width**-0.5).unflatten(2, (selection.group, rank))
-        of_heads = reduced(products, selection.score).unflatten(1, (-1, group))
-        scores[some.pairs] = of_heads.amax(2)
-    return scores[:-1].view(*lists.shape, selection.group)

@@ -9,8 +9,8 @@ from torch import Tensor
 from megakernel.ops.chunks import chunk_queries
 from megakernel.ops.documents import window_reach
 from megakernel.ops.landmark_attention import MISSING, Landmarks, LandmarkVisibility, landmark_visibility
-from megakernel.ops.selected_attention.choice import Choice
-from megakernel.ops.selected_attention.grouped import ON_ANY_DEVICE, choose
+from megakernel.ops.selected_attention.choice import ON_ANY_DEVICE, Choice
+from megakernel.ops.selected_attention.grouped import choose
 from megakernel.ops.selected_attention.inputs import NONE, SelectedInputs, SelectionRule
 from megakernel.ops.window import WindowLayout, window_layout
 

@@ -49,7 +49,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: SelectedInputs) -> tuple[Ten
     length = q.shape[2]
     if length == 1:
         return chunked.attend(q, k, v, inputs)
-    tiles = choose_for_tiles(q, inputs, choice_kernel.CHOICE)
+    tiles = choose_for_tiles(q, inputs, choice_kernel.ON_GPU)
     vectors = chunked.vectors_of(q, k, v, inputs, q.dtype)
     spans = _window_spans(tiles)
     if inputs.ring is None:
