@@ -24,7 +24,8 @@ FACTORIES = frozenset((aten.empty.memory_format, aten.zeros.default, aten.ones.d
 RANGES = frozenset((aten.arange.default, aten.arange.start, aten.arange.start_step))
 
 MANY_PAIRS = 2**22
-"""A comparison of integers with more elements is a mask of pairs and has no contents."""
+"""A comparison of integers with more elements is a mask of pairs and has no contents; nor have so many integers that
+are computed with: what each token of a head chose."""
 
 
 class Message(NamedTuple):
@@ -135,7 +136,8 @@ def run_shape_only(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         args = (args[0], [y for x in args[1] for y in _mask_indices(x)])
     tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
     real = (not isinstance(x, ShapeOnly) and not x.is_floating_point() for x in tensors)
-    is_real = all(real) and not _makes_mask(tensors) if tensors else _makes_integers(func, args, kwargs)
+    has_contents = not _makes_mask(tensors) and max((x.numel() for x in tensors), default=0) <= MANY_PAIRS
+    is_real = all(real) and has_contents if tensors else _makes_integers(func, args, kwargs)
     if is_real:
         out = func(*args, **kwargs)
         if func is c10d._allgather_base_.default:
