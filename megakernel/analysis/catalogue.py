@@ -8,7 +8,7 @@ import torch
 
 from megakernel.attention import AttentionLayer, build
 from megakernel.config import PRESETS, Attention, Model, expand_preset
-from megakernel.config.algebra import Eva, Nystromformer, SimpleGla, Skyformer
+from megakernel.config.algebra import Bigbird, Eva, Informer, Nystromformer, Reformer, SimpleGla, Skyformer
 from megakernel.config.mechanisms import LayerShape
 from megakernel.config.section import merged
 from megakernel.model.flops import attention_flops
@@ -75,6 +75,11 @@ SOURCES = {
     "smlk": Origin(MIXTURES, "section 2.4, keys B", "mixture of linear keys, shifted"),
     "skyformer": Origin(SKYFORMER, "4–6", "κ(Q, L) M⁺ κ(L, K)"),
     "nystromformer": Origin("Xiong et al. 2021", None, "Nyström with segment means"),
+    "bigbird": Origin("Zaheer et al. 2020", None, "blocks nearby, at both ends and at random"),
+    "informer": Origin(
+        "Zhou et al. 2021", None, "softmax for c ln N queries of uneven weights, else the mean"
+    ),
+    "reformer": Origin("Kitaev et al. 2020", None, "softmax among tokens that hash alike, q = k"),
     "eva": Origin("Zheng et al. 2023", None, "windows and control variates"),
     "retnet": Origin("Sun et al. 2023", None, "state that decays by 1 − 2^(−5−h), norm and gate"),
     "mamba2": Origin("Dao and Gu 2024", None, "state that decays by exp(−A t), convolution, norm and gate"),
@@ -108,7 +113,15 @@ class Entry:
             return (
                 merged(tree, {"feature_map": {"smoothing": phi.smoothing}}) if phi and phi.smoothing else tree
             )
-        kinds = {"eva": Eva, "skyformer": Skyformer, "nystromformer": Nystromformer, "simple_gla": SimpleGla}
+        kinds = {
+            "eva": Eva,
+            "skyformer": Skyformer,
+            "nystromformer": Nystromformer,
+            "simple_gla": SimpleGla,
+            "bigbird": Bigbird,
+            "informer": Informer,
+            "reformer": Reformer,
+        }
         settings = getattr(self.attention, self.attention.mechanism) or kinds[self.attention.mechanism]()
         return {**PRESETS[self.name], self.attention.mechanism: settings.model_dump()}
 

@@ -180,6 +180,65 @@ class Eva(Section):
     """Count padding as zeros in chunk means, as the published code does; outputs then depend on the padding."""
 
 
+class Bigbird(Section):
+    """Softmax over blocks: those around a query's block, random ones, and the first and last, which read everything."""
+
+    block_size: int = Field(default=64, gt=0, le=1_000_000)
+    """Tokens per block, b."""
+
+    window_blocks: int = Field(default=3, gt=0, le=1_001)
+    """Blocks of the window, an odd number: a query's own block in the middle."""
+
+    random_blocks: int = Field(default=3, gt=0, le=1_000)
+    """Random blocks that each block of queries reads, the same throughout a run; a layer's heads have their own."""
+
+    def problems(self) -> Iterator[Problem]:
+        """A window without a middle."""
+        if self.window_blocks % 2 == 0:
+            reason, remedy = (
+                "has no middle block",
+                f"set {self.window_blocks - 1} or {self.window_blocks + 1}",
+            )
+            yield self.problem("window_blocks", reason, remedy)
+
+
+class Informer(Section):
+    """Full attention for the queries with the largest max - mean of sampled scores; the mean value for the others."""
+
+    factor: int = Field(default=5, gt=0, le=1_000_000)
+    """c: queries that attend, and keys sampled for each query, are c ceil(ln N) of N tokens."""
+
+    top: int | None = Field(default=None, gt=0, le=1_000_000)
+    """Number of these queries and keys, whatever N is; None: as `factor` says."""
+
+    def problems(self) -> Iterator[Problem]:
+        """A factor beside a number."""
+        if self.top is not None and self.is_set("factor"):
+            yield self.problem("factor", f"has no effect beside top: {self.top}", "remove one")
+
+
+class Reformer(Section):
+    """Softmax over the tokens of a query's chunk and of the one before it, after sorting by a random hash, in rounds.
+
+    Queries are their own keys: the layer's key projection is not used.
+    """
+
+    rounds: int = Field(default=2, gt=0, le=1_000)
+    """Hashes with rotations of their own, whose outputs are merged by their sums of weights."""
+
+    buckets: int = Field(default=64, ge=2, le=1_000_000)
+    """Buckets of a hash, an even number: N / chunk_size or a few times that fill chunks with tokens of one bucket."""
+
+    chunk_size: int = Field(default=64, ge=2, le=1_000_000)
+    """Tokens per chunk of the sorted sequence, m; a query sees up to 2m - 1 others in a round."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Buckets that do not come in pairs."""
+        if self.buckets % 2:
+            reason, remedy = "does not divide into pairs", f"set {self.buckets - 1} or {self.buckets + 1}"
+            yield self.problem("buckets", reason, remedy)
+
+
 class SimpleGla(Section):
     """S_i = a_i S_(i-1) + k_i v_i^T and o_i = q_i^T S_i / sqrt(d), with one decay a_i in (0, 1] per key head."""
 
@@ -250,7 +309,9 @@ class Selection(Section):
 class Algebra(Section):
     """The keys of one attention mechanism."""
 
-    mechanism: Literal["algebra", "skyformer", "nystromformer", "eva", "simple_gla"] = "algebra"
+    mechanism: Literal[
+        "algebra", "skyformer", "nystromformer", "eva", "simple_gla", "bigbird", "informer", "reformer"
+    ] = "algebra"
     """`algebra` composes similarity, compression, near and mixture. The others are configured in their own section."""
 
     skyformer: Skyformer | None = None
@@ -264,6 +325,15 @@ class Algebra(Section):
 
     simple_gla: SimpleGla | None = None
     """Settings of mechanism `simple_gla`; None: the defaults below."""
+
+    bigbird: Bigbird | None = None
+    """Settings of mechanism `bigbird`; None: the defaults below."""
+
+    informer: Informer | None = None
+    """Settings of mechanism `informer`; None: the defaults below."""
+
+    reformer: Reformer | None = None
+    """Settings of mechanism `reformer`; None: the defaults below."""
 
     similarity: Literal["softmax", "gaussian", "kernel"] = "softmax"
     """Weight of a (possibly compressed) key k for query q: `softmax` exp(q.k/sqrt(d)), `gaussian`
@@ -328,7 +398,7 @@ class Algebra(Section):
     def redraws(self) -> bool:
         """Whether the layer has noise that is redrawn in training and kept fixed in evaluation."""
         redrawn_map = self.feature_map is not None and self.feature_map.redraw_interval > 0
-        return redrawn_map or self.mechanism == "skyformer"
+        return redrawn_map or self.mechanism in ("skyformer", "informer", "reformer")
 
     @property
     def keys_per_head(self) -> int:

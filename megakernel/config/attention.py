@@ -72,7 +72,7 @@ class Attention(Algebra):
         if self.selection is not None:
             return "torch cannot trace the gradient of chosen blocks"
         weighs_pairs = self.similarity == "gaussian" or (self.mixture and self.similarity == "softmax")
-        if weighs_pairs or self.mechanism in ("eva", "skyformer", "nystromformer"):
+        if weighs_pairs or self.mechanism not in ("algebra", "simple_gla"):
             return "torch cannot trace its gradient or its sizes"
         return None
 
@@ -174,7 +174,7 @@ class Attention(Algebra):
             yield from self._mixture_problems(self.mixture)
         if self.mechanism != "algebra":
             yield from self._mechanism_problems()
-        sections = ("skyformer", "nystromformer", "eva", "simple_gla")
+        sections = ("skyformer", "nystromformer", "eva", "simple_gla", "bigbird", "informer", "reformer")
         yield from self.without_effect("mechanism", {name: (name,) for name in sections})
 
     def _compression_problems(self, compression: Compression) -> Iterator[Problem]:
@@ -297,6 +297,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "eva": {"mechanism": "eva"},
     "skyformer": {"mechanism": "skyformer"},
     "nystromformer": {"mechanism": "nystromformer"},
+    "bigbird": {"mechanism": "bigbird"},
+    "informer": {"mechanism": "informer"},
+    "reformer": {"mechanism": "reformer"},
     "retnet": {"mechanism": "simple_gla", "simple_gla": {"decay": "fixed"}, **_NORM_AND_GATE},
     "mamba2": {"mechanism": "simple_gla", "simple_gla": {"decay": "step"}, **_CONVOLUTION},
     "gated_deltanet": {

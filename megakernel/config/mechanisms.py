@@ -11,12 +11,15 @@ from typing import Literal, NamedTuple
 
 from .algebra import (
     Algebra,
+    Bigbird,
     Compression,
     Eva,
+    Informer,
     LinformerCompression,
     Near,
     Nystromformer,
     PoolCompression,
+    Reformer,
     SimpleGla,
     Skyformer,
 )
@@ -96,6 +99,9 @@ class Mechanism:
     weighs_every_pair: bool = False
     """Whether a weight is computed for every pair of tokens, or with `window` for those within it."""
 
+    keys_are_queries: bool = False
+    """Whether the layer ignores its keys, because queries are compared with each other."""
+
     is_gated: bool = False
     """Whether FLuRKA's gate weighs the near window against the far context."""
 
@@ -150,6 +156,58 @@ def _nystromformer(attention: Algebra) -> Mechanism:
     nystrom = attention.nystromformer or Nystromformer()
     layer, filtered = "papers.skyformer.nystrom.NystromformerAttention", nystrom.conv_kernel or 0
     return _nystrom(attention, layer, nystrom.landmarks, filtered=filtered)
+
+
+def _bigbird(attention: Algebra) -> Mechanism:
+    bigbird = attention.bigbird or Bigbird()
+    read = (2 + bigbird.window_blocks + bigbird.random_blocks) * bigbird.block_size
+
+    def flops(shape: LayerShape) -> Parts:
+        pair = shape.heads * 4 * shape.head_dim
+        return {
+            "near": pair * min(read, shape.seq_len),
+            # The queries of two blocks read all tokens.
+            "global": pair * min(2 * bigbird.block_size, shape.seq_len),
+        }
+
+    return _sparse("bigbird", "divides the whole sequence into blocks", flops)
+
+
+def _informer(attention: Algebra) -> Mechanism:
+    informer = attention.informer or Informer()
+
+    def flops(shape: LayerShape) -> Parts:
+        top = informer.factor * math.ceil(math.log(shape.seq_len)) if informer.top is None else informer.top
+        top = max(1, min(shape.seq_len, top))
+        return {
+            "samples": shape.heads * top * 2 * shape.head_dim,
+            "chosen": shape.heads * top * 4 * shape.head_dim,
+        }
+
+    return _sparse("informer", "samples keys of the whole sequence", flops)
+
+
+def _reformer(attention: Algebra) -> Mechanism:
+    reformer = attention.reformer or Reformer()
+
+    def flops(shape: LayerShape) -> Parts:
+        seen = min(2 * reformer.chunk_size, shape.seq_len)
+        return {
+            "hashes": shape.heads * reformer.rounds * shape.head_dim * reformer.buckets,
+            "chunks": shape.heads * reformer.rounds * seen * 4 * shape.head_dim,
+        }
+
+    return replace(_sparse("reformer", "sorts the whole sequence", flops), keys_are_queries=True)
+
+
+def _sparse(name: str, reason: str, flops: Callable[[LayerShape], Parts]) -> Mechanism:
+    """A bidirectional mechanism that computes some of the weights of softmax exactly."""
+    return Mechanism(
+        layer=f"papers.sparse.{name}.{name.title()}Attention",
+        exchanges=("heads",),
+        flops=flops,
+        mixes_future_tokens=f"{name} {reason}",
+    )
 
 
 def _eva(attention: Algebra) -> Mechanism:
@@ -409,6 +467,9 @@ def _every_pair(attention: Algebra) -> Mechanism:
 MECHANISMS: tuple[tuple[Callable[[Algebra], bool], Callable[[Algebra], Mechanism]], ...] = (
     (lambda attention: attention.mechanism == "skyformer", _skyformer),
     (lambda attention: attention.mechanism == "nystromformer", _nystromformer),
+    (lambda attention: attention.mechanism == "bigbird", _bigbird),
+    (lambda attention: attention.mechanism == "informer", _informer),
+    (lambda attention: attention.mechanism == "reformer", _reformer),
     (lambda attention: attention.mechanism == "simple_gla", _simple_gla),
     (lambda attention: attention.mechanism == "eva" and attention.compression is None, _eva),
     (lambda attention: attention.compression is not None and attention.near is None, _low_rank),

@@ -41,6 +41,10 @@ MODELS = {
         "{preset: nystromformer, nystromformer: {conv_kernel: 3}}, "
         "{preset: flurka_eva, eva: {window_size: 16}, compression: {rank: 8}}]"
     ),
+    "masked_lm on few weights": (
+        "kind: masked_lm, attention_pattern: [{preset: bigbird, bigbird: {block_size: 4}}, informer, "
+        "{preset: reformer, reformer: {chunk_size: 8}}, {preset: informer, informer: {top: 8}}]"
+    ),
     "classifier": (
         "kind: classifier, classifier: {num_classes: 2, pooling: cls, head: mlp}, "
         "attention_pattern: [softmax, performer], position: learned"
@@ -64,6 +68,8 @@ PADDED_LAYOUTS = [name for name in LAYOUTS if not name.startswith("cp2")]
 CASES = [
     *(("masked_lm", name) for name in LAYOUTS),
     ("masked_lm on landmarks", "cp2"),
+    ("masked_lm on few weights", "cp2"),
+    ("masked_lm on few weights", "tp2"),
     *(("classifier", name) for name in PADDED_LAYOUTS),
     ("classifier on compressed inputs", "tp2"),
     ("classifier on compressed inputs", "tp2 sequence parallel"),
@@ -94,8 +100,8 @@ def corpora(tmp_path_factory, corpus):
 def write_config(folder, corpora, name):
     path = folder / "config.yaml"
     corpus = corpora[name.partition(" on ")[0]]
-    # Landmarks of a whole sequence mix its documents.
-    documents = str("landmarks" not in name).lower()
+    # Landmarks and choices of a whole sequence mix its documents.
+    documents = str(not name.startswith("masked_lm on ")).lower()
     path.write_text(CONFIG.format(root=folder, model=MODELS[name], corpus=corpus, documents=documents))
     return path
 

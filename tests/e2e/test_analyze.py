@@ -34,6 +34,7 @@ APPLICABLE = {
     "singular_values",
     "span",
     "spectral_error",
+    "statistical_dimension",
     "voting",
 }
 

@@ -77,7 +77,8 @@ def _has_gate(attention: Attention) -> bool:
 
 
 def _has_a_key_per_token(attention: Attention) -> bool:
-    return not attention.compresses_input and attention.keys_per_head == 1
+    has_keys = not attention.compresses_input and not attention.spec.keys_are_queries
+    return has_keys and attention.keys_per_head == 1
 
 
 _KL = "Learning the Transformer Kernel"
@@ -211,6 +212,19 @@ _ALL = (
         ],
         "error",
         ("weights", "mechanism", "features"),
+        "separate key for every token",
+        _has_a_key_per_token,
+    ),
+    Analysis(
+        "papers.skyformer.statistical_dimension.statistical_dimension",
+        "statistical dimension of Gaussian kernels of the run's queries and keys: how many landmarks they need",
+        "Skyformer, theorem 2",
+        [
+            Plot("lines", name, "epsilon", name, "head", "layer", log_x=True)
+            for name in ("dimension", "uniform")
+        ],
+        "dimension",
+        ("epsilon", *_HEADS),
         "separate key for every token",
         _has_a_key_per_token,
     ),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megakernel.attention import build
 from megakernel.config import Attention, Model
 from megakernel.config.mechanisms import LayerShape
 from megakernel.model.flops import attention_flops
@@ -150,6 +151,20 @@ def test_nystromformer_executes_the_formula_and_products_for_the_means(head):
     means = 2 * 2 * LANDMARKS * HEAD_DIM
     executed = executed_per_token(ROW, lambda: nystrom_attention(*head, segments=segments, count=LANDMARKS))
     assert executed == sum(parts.values()) + means
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("bigbird", {"block_size": 8, "random_blocks": 2}),
+        ("informer", {"top": 16}),
+        ("reformer", {"chunk_size": 8, "buckets": 12, "rounds": 3}),
+    ],
+)
+def test_mechanisms_of_few_weights_execute_the_formula(head, name, settings):
+    parts = landmark_parts(name, **settings)
+    module = build({"mechanism": name, name: settings}, num_heads=1, head_dim=HEAD_DIM, causal=False)
+    assert executed_per_token(ROW, lambda: module(*head)) == sum(parts.values())
 
 
 def test_a_convolution_executes_the_formula(head):

@@ -84,15 +84,22 @@ def test_feature_widths(feature_map, width):
 QUADRATIC = [name for name in PRESETS if Attention(**expand_preset(name)).weighs_every_pair]
 ATTENDS_EVERY_BLOCK = ["eva", "flurka_eva", "linformer_causal", "selected", "flurka_selected"]
 """Mechanisms of quadratic cost divided by the size of a chunk or block."""
+LOGARITHMIC = ["informer"]
 
 
 @pytest.mark.parametrize(
-    "preset", [name for name in PRESETS if name not in (*QUADRATIC, *ATTENDS_EVERY_BLOCK)]
+    "preset", [name for name in PRESETS if name not in (*QUADRATIC, *ATTENDS_EVERY_BLOCK, *LOGARITHMIC)]
 )
 def test_flops_per_token_of_linear_mechanisms_do_not_grow_with_length(preset):
     short, long = (flops_per_token(model(attention=preset), n, 256) for n in (8192, 2**20))
     # Costs per sequence, such as an inverse, are divided by its tokens.
     assert long == short or (long < short and Attention(**expand_preset(preset)).mixes_future_tokens)
+
+
+def test_flops_per_token_of_informer_grow_with_the_logarithm_of_the_length():
+    short, long = (core("informer", n, kind="masked_lm") for n in (8192, 2**20))
+    # ln 8192 is 9.01, and ln 2^20 is 13.9.
+    assert all(long[part] == short[part] / 10 * 14 for part in ("samples", "chosen"))
 
 
 @pytest.mark.parametrize("preset", QUADRATIC)

@@ -161,6 +161,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "compression": {"kind": "block", "block_size": 5, "rank": 3, "share_kv": True},
         "mixture": {"kind": "shifted", "keys": 3},
     },
+    "bigbird_wide_window": {"preset": "bigbird", "bigbird": {"window_blocks": 5, "random_blocks": 1}},
+    "informer_top": {"preset": "informer", "informer": {"factor": 5, "top": 4}},
     "nystromformer_conv": {"preset": "nystromformer", "nystromformer": {"conv_kernel": 3}},
 }
 """Name -> tree of a configuration without a preset. Sizes are omitted unless the variant is about them."""
@@ -176,6 +178,9 @@ SMALL: Sizes = {
     "eva": {"window_size": 4, "chunk_size": 2},
     "skyformer": {"features": 12},
     "nystromformer": {"landmarks": 5},
+    "bigbird": {"block_size": 2, "random_blocks": 2},
+    "informer": {"factor": 1},
+    "reformer": {"buckets": 4, "chunk_size": 4},
 }
 """Sizes at which a short sequence has many blocks, windows and landmarks."""
 

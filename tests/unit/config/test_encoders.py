@@ -77,7 +77,18 @@ def test_only_unpadded_encoders_support_context_parallelism():
 
 
 @pytest.mark.parametrize(
-    "attention", ["linear", "performer", "eva", "flurka_eva", "skyformer", "nystromformer"]
+    "attention",
+    [
+        "linear",
+        "performer",
+        "eva",
+        "flurka_eva",
+        "skyformer",
+        "nystromformer",
+        "bigbird",
+        "informer",
+        "reformer",
+    ],
 )
 def test_masked_language_models_of_every_mechanism_support_context_parallelism(attention):
     model, data = (

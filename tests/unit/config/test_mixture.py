@@ -45,11 +45,21 @@ def test_contradicting_parts_are_refused_with_a_remedy(tree, key, remedy):
     assert attention(tree)[f"model.attention.{key}"].remedy == remedy
 
 
-@pytest.mark.parametrize("preset", ["skyformer", "nystromformer"])
-def test_landmarks_of_the_whole_sequence_need_an_encoder_without_isolation(preset):
-    assert "draws landmarks from the whole sequence" in str(attention(preset)["model.attention"])
+@pytest.mark.parametrize(
+    ("preset", "reason"),
+    [
+        ("skyformer", "draws landmarks from the whole sequence"),
+        ("nystromformer", "draws landmarks from the whole sequence"),
+        ("bigbird", "divides the whole sequence into blocks"),
+        ("informer", "samples keys of the whole sequence"),
+        ("reformer", "sorts the whole sequence"),
+    ],
+)
+def test_mechanisms_of_the_whole_sequence_need_an_encoder_without_isolation(preset, reason):
+    assert reason in str(attention(preset)["model.attention"])
     encoder = {"kind": "masked_lm", "attention": preset, "position": "learned"}
     not_isolated = {"isolate_documents": False}
+    assert "data.isolate_documents" in problems(model=encoder)
     assert not problems(model=encoder, data=not_isolated)
     assert not problems(model=encoder, data=not_isolated, parallel={"context": 2})
 

@@ -120,6 +120,10 @@ def test_a_missing_section_is_reported_by_its_keys():
         ({"preset": "selected", "near": {"kind": "kernel"}}, "near.kind"),
         ({"mechanism": "eva", "selection": {}}, "selection"),
         ({"mechanism": "skyformer", "skyformer": {"inverse": "exact", "gamma": 0.2}}, "skyformer.gamma"),
+        ({"preset": "bigbird", "bigbird": {"window_blocks": 4}}, "bigbird.window_blocks"),
+        ({"preset": "informer", "informer": {"top": 8, "factor": 2}}, "informer.factor"),
+        ({"preset": "reformer", "reformer": {"buckets": 7}}, "reformer.buckets"),
+        ({"preset": "reformer", "compression": {}}, "compression"),
         ({"similarity": "kernel", "feature_map": {"samples": 8}}, "feature_map.samples"),
         (
             {"similarity": "kernel", "feature_map": {}, "near": {}, "compression": {"rank": 65}},

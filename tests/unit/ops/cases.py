@@ -34,6 +34,7 @@ from megakernel.ops.state import KernelState
 from megakernel.ops.weighted_attention import weighted_attention
 from megakernel.ops.window_attention import window_attention
 from megakernel.papers.skyformer import nystrom_attention, skyformer_attention
+from megakernel.papers.sparse import bigbird_attention, informer_attention, reformer_attention
 
 Leaves = dict[str, Tensor]
 """Name -> input; a test may ask for the gradient of each."""
@@ -336,10 +337,43 @@ def call_skyformer(leaves: Leaves, _: Positions, __: Any, backend: str):
     return skyformer_attention.skyformer_attention(**leaves, landmarks=rows, backend=backend), None
 
 
-def landmarks_case(call: Callable) -> OpCase:
-    options = {"causal": False, "continues": False, "packs": False, "refusals": ATTENTION_REFUSALS}
-    return OpCase(call, qkv, QKV, **options)
+def landmarks_case(call: Callable, leaves: Callable = qkv, refusals: Any = ATTENTION_REFUSALS) -> OpCase:
+    options = {"causal": False, "continues": False, "packs": False, "refusals": refusals}
+    return OpCase(call, leaves, QKV, **options)
 
+
+# BigBird, Informer and Reformer
+
+
+def call_bigbird(leaves: Leaves, _: Positions, __: Any, backend: str):
+    count = -(-leaves["q"].shape[2] // 3)
+    draws = torch.randint(2**31, (HEADS, count, 2), generator=torch.Generator().manual_seed(0))
+    blocks = bigbird_attention.choose_blocks(draws, torch.tensor([count]), 1)
+    options = {"random_blocks": blocks, "block_size": 3, "backend": backend}
+    return bigbird_attention.bigbird_attention(**leaves, **options), None
+
+
+def call_informer(leaves: Leaves, _: Positions, __: Any, backend: str):
+    length = leaves["q"].shape[2]
+    number = informer_attention.chosen_number(length, 1, None)
+    draws = torch.randint(length, (HEADS, length, number), generator=torch.Generator().manual_seed(0))
+    options = {"sampled": lambda places: draws[None, :, places], "limit": number, "backend": backend}
+    chosen = torch.full((BATCH,), number)
+    return informer_attention.informer_attention(**leaves, **options, chosen=chosen), None
+
+
+def call_reformer(leaves: Leaves, _: Positions, __: Any, backend: str):
+    rotations = normal(torch.Generator().manual_seed(0), HEADS, 2, WIDTH, 2)
+    options = {"rotations": rotations, "chunk_size": 4, "backend": backend}
+    return reformer_attention.reformer_attention(**leaves, **options), None
+
+
+def shared_queries(length: int, draw: torch.Generator) -> Leaves:
+    leaves = qkv(length, draw)
+    return {"q": leaves["q"], "v": leaves["v"]}
+
+
+REFORMER_REFUSALS = tuple((change, message) for change, message in ATTENTION_REFUSALS if "k" not in change)
 
 SELECTIONS = {
     "plain": {"blocks": 1, "score": "max"},
@@ -415,6 +449,9 @@ CASES: dict[str, OpCase] = {
     ),
     "nystrom": landmarks_case(call_nystrom),
     "skyformer": landmarks_case(call_skyformer),
+    "bigbird": landmarks_case(call_bigbird),
+    "informer": landmarks_case(call_informer),
+    "reformer": landmarks_case(call_reformer, shared_queries, REFORMER_REFUSALS),
 }
 """Name -> case."""
 

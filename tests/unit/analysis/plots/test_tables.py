@@ -60,17 +60,25 @@ FOR_EVERY_MODEL = {"attention", "singular_values", "ranks", "span", "instability
 @pytest.mark.parametrize(
     ("attention", "more"),
     [
-        ("softmax", {"spectral_error", "flurka_error", "query_likelihood"}),
-        ("flurka", {"spectral_error", "flurka_error", "gates", "claims"}),
-        ("linformer_causal", {"spectral_error", "flurka_error"}),
-        ("selected", {"spectral_error", "flurka_error", "choices"}),
+        ("softmax", {"spectral_error", "statistical_dimension", "flurka_error", "query_likelihood"}),
+        ("flurka", {"spectral_error", "statistical_dimension", "flurka_error", "gates", "claims"}),
+        ("linformer_causal", {"spectral_error", "statistical_dimension", "flurka_error"}),
+        ("selected", {"spectral_error", "statistical_dimension", "flurka_error", "choices"}),
         (
             "gmm_prf",
-            {"spectral_error", "flurka_error", "covariances", "kernel_deviation", "voting", "gradients"},
+            {
+                "spectral_error",
+                "statistical_dimension",
+                "flurka_error",
+                "covariances",
+                "kernel_deviation",
+                "voting",
+                "gradients",
+            },
         ),
-        ("fastfood_rks", {"spectral_error", "flurka_error"}),
+        ("fastfood_rks", {"spectral_error", "statistical_dimension", "flurka_error"}),
         ("mgk", {"mixing", "query_likelihood", "mixture_costs"}),
-        ("smlk", {"mixing", "mixture_costs", "spectral_error", "flurka_error"}),
+        ("smlk", {"mixing", "mixture_costs", "spectral_error", "statistical_dimension", "flurka_error"}),
     ],
 )
 def test_all_selects_the_analyses_that_apply_to_the_mechanism(attention, more):
