@@ -12,7 +12,6 @@ from megakernel.attention import Rotary
 from megakernel.ops.feature_maps import FEATURE_MAPS, start_state
 from megakernel.ops.flurka_attention import flurka_attention
 from megakernel.ops.flurka_attention.options import FlurkaState
-from megakernel.ops.gated_delta_rule import gated_delta_rule
 from megakernel.ops.kernel_attention import kernel_attention
 from megakernel.ops.selected_attention import selected_attention
 from megakernel.ops.short_convolution import short_convolution
@@ -198,23 +197,12 @@ def flurka_case(
     out.backward(torch.empty_like(out))
 
 
-def decaying_case(
-    op: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-    width: int,
-    dtype: torch.dtype = torch.bfloat16,
-    *,
-    group: int = 1,
-    packed: bool = False,
-    length: int = 65536,
-    heads: int = 1,
-) -> None:
-    """One sequence of `simple_gla` or `gated_delta_rule`, by default so long that segments have their full length."""
-    q = torch.empty(1, heads * group, length, width, dtype=dtype, requires_grad=True)
-    k, v = (torch.empty(1, heads, length, width, dtype=dtype, requires_grad=True) for _ in range(2))
-    count = 2 if op is gated_delta_rule else 1
-    numbers = (torch.empty(1, heads, length, requires_grad=True) for _ in range(count))
-    positions = torch.zeros(1, length, dtype=torch.int64) if packed else 0
-    out, _ = op(q, k, v, *numbers, positions=positions, backend="triton")
+def simple_gla_case(width: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    """One sequence of packed documents, so long that segments have their full length."""
+    q, k, v = (torch.empty(1, 1, 65536, width, dtype=dtype, requires_grad=True) for _ in range(3))
+    log_decay = torch.empty(1, 1, 65536, requires_grad=True)
+    positions = torch.zeros(1, 65536, dtype=torch.int64)
+    out, _ = simple_gla(q, k, v, log_decay, positions=positions, backend="triton")
     out.backward(torch.empty_like(out))
 
 
@@ -274,7 +262,7 @@ def selected_case(
 
 _linear, _weighted = partial(partial, kernel_attention_case), partial(partial, weighted_attention_case)
 _flurka = partial(partial, flurka_case)
-_gla, _delta = (partial(partial, decaying_case, op) for op in (simple_gla, gated_delta_rule))
+_gla = partial(partial, simple_gla_case)
 
 CASES: dict[str, Case] = {
     "kernel_attention elu d=64": _linear("elu", 64),
@@ -351,17 +339,9 @@ CASES: dict[str, Case] = {
     "FLuRKA, one token, elu d=128, decay": partial(flurka_step_case, "elu", 128, decays=True),
     "FLuRKA, one token, favor d=128": partial(flurka_step_case, "favor", 128),
     "FLuRKA, one token, rks d=128 float32": partial(flurka_step_case, "rks", 128, torch.float32),
-    "simple_gla d=64, documents": _gla(64, packed=True),
-    "simple_gla d=128, documents": _gla(128, packed=True),
-    "simple_gla d=64 float32, documents": _gla(64, torch.float32, packed=True),
-    "gated_delta_rule d=64, documents": _delta(64, packed=True),
-    "gated_delta_rule d=128": _delta(128),
-    "gated_delta_rule d=128, 4 queries a key, documents": partial(
-        decaying_case, gated_delta_rule, 128, group=4, packed=True
-    ),
-    "gated_delta_rule d=32 float32, documents": partial(
-        decaying_case, gated_delta_rule, 32, torch.float32, packed=True
-    ),
+    "simple_gla d=64, documents": _gla(64),
+    "simple_gla d=128, documents": _gla(128),
+    "simple_gla d=64 float32, documents": _gla(64, torch.float32),
     "weighted_attention softmax d=64": _weighted("softmax", 64, 1),
     "weighted_attention gaussian d=64": _weighted("gaussian", 64, 1),
     "weighted_attention gaussian d=128": _weighted("gaussian", 128, 1),

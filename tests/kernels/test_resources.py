@@ -13,7 +13,6 @@ HEAVIEST = (
     "FLuRKA hedgehog d=128, W in float32",
     "kernel_attention hedgehog d=128",
     "kernel_attention favor d=128",
-    "gated_delta_rule d=128",
     "weighted_attention gaussian d=128",
 )
 """Cases whose kernels have most registers; `python -m benchmarks.kernels.resources` compiles all."""

@@ -3,15 +3,13 @@
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megakernel.attention import AttentionInputs, AttentionLayer, HeadShard, build
-from megakernel.attention.simple_gla import SimpleGlaAttention
-from megakernel.config import expand_preset
 from megakernel.config.extras import install
 from megakernel.ops.kernel_attention import kernel_attention
 from megakernel.parallel.device import free_memory
@@ -120,25 +118,6 @@ def _fla(function: str, normalize: bool) -> Callable[[], Core]:
     return make
 
 
-@cache
-def _delta_layer(heads: int, head_dim: int) -> SimpleGlaAttention:
-    return build(expand_preset("gated_deltanet"), num_heads=heads, head_dim=head_dim)
-
-
-def _fla_delta() -> Core:
-    """flash-linear-attention's gated delta rule, with decay and step of our layer with `_equal_logits`."""
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        layer = _delta_layer(*q.shape[2:]).to(q.device)
-        decay, _ = layer.log_decay_and_step(_equal_logits(k.transpose(1, 2), layer.spec.further), k)
-        log_decay = decay.mT.contiguous()
-        step = torch.full_like(log_decay, 0.5)
-        return chunk_gated_delta_rule(q, k, v, log_decay, step, use_qk_l2norm_in_kernel=True)[0]
-
-    return run
-
-
 def _eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Linear attention straight from its formula: a cumulative sum gives the state of every token."""
     phi_q, phi_k = (F.elu(x.float()) + 1 for x in (q, k))
@@ -171,9 +150,6 @@ ATTENTIONS = {
             )
             for name in ("fla chunk", "fla fused_chunk")
             for normalize in (True, False)
-        ),
-        Implementation(
-            "fla gated delta rule", "gated_deltanet", build=_fla_delta, tokens_first=True, needs_fla=True
         ),
         Implementation("eager elu", "linear", build=lambda: _eager, holds_states=True),
     )

@@ -80,7 +80,6 @@ DEFAULT = (
     _speedup("kernel elu, not normalized", "fla chunk, not normalized", 1.5, "16k tokens", _is_16k),
     _speedup("kernel elu, not normalized", "fla fused_chunk, not normalized", 1.5, "16k tokens", _is_16k),
     _speedup("kernel elu", "fla chunk", 3, "one sequence of 1M tokens", _is_1m),
-    _speedup("gated delta rule", "fla gated delta rule", 1, "16k tokens", _is_16k),
     Target(
         "peak memory of kernel elu over that of fla chunk, one sequence of 1M tokens",
         0.25,

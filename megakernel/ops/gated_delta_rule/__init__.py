@@ -58,7 +58,7 @@ def gated_delta_rule(
         initial_state: (B, H_kv, d, D), the state that sequences continue from.
         exchange: for sequences sharded over ranks, instead of `initial_state`.
         backend: reference, chunked or triton; None reads MEGAKERNEL_BACKEND from the environment, and by default takes
-            triton on a GPU and chunked elsewhere.
+            triton (flash-linear-attention's kernels) on a GPU and chunked elsewhere.
 
     Returns:
         (B, H, N, D) in the dtype of v, and the state after the last token; with `exchange`, the state that these tokens
